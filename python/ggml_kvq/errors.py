@@ -1,0 +1,35 @@
+"""Errors of ggml_kvq. Every message is one line that names the offending value and the cure."""
+
+from __future__ import annotations
+
+
+class KvqError(Exception):
+    """Base of all errors raised by ggml_kvq."""
+
+
+class LibraryError(KvqError, ImportError):
+    """A native library is missing, of another version, or laid out differently from our declarations."""
+
+
+class ModelError(KvqError, RuntimeError):
+    """A model file cannot be loaded or a context cannot be created."""
+
+
+class MethodError(KvqError, ValueError):
+    """A KV method, option or calibration file was refused."""
+
+
+class DecodeError(KvqError, RuntimeError):
+    """llama.cpp could not process a batch."""
+
+
+class ContextOverflowError(DecodeError):
+    """The tokens do not fit the context."""
+
+
+class StateError(KvqError, RuntimeError):
+    """A saved state cannot be written, read or applied."""
+
+
+class DownloadError(KvqError, RuntimeError):
+    """A model could not be fetched from the Hugging Face Hub."""

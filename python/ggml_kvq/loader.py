@@ -1,0 +1,282 @@
+"""Finding, loading and proving the native libraries.
+
+Importing this module loads nothing and never fails; libraries() loads on first use and raises LibraryError with a
+diagnosis. KVQ_LIB_DIR (a folder with libllama, libggml, libggml-base, libggml-cpu) and KVQ_BACKEND (a libggml-kvq.so)
+override the libraries that the package ships.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+from ctypes import CDLL
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import llama, native
+from .errors import LibraryError
+
+BACKEND_FILE = "libggml-kvq.so"
+_FILES = {"base": "libggml-base.so", "cpu": "libggml-cpu.so", "ggml": "libggml.so", "llama": "libllama.so"}
+_UNKNOWN = ctypes.c_size_t(-1).value
+
+
+@dataclass
+class Libraries:
+    """The loaded libraries: base, ggml, llama (upstream) and kvq (ours; None when it is not there)."""
+
+    lib_dir: Path
+    base: CDLL
+    ggml: CDLL
+    llama: CDLL
+    kvq: CDLL | None
+    backend_path: Path | None
+    kvq_problem: str
+    _callback: Any = field(default=None, repr=False)
+
+    def need_kvq(self) -> CDLL:
+        """libggml-kvq, or LibraryError saying why it is not loaded."""
+        if self.kvq is None:
+            raise LibraryError(self.kvq_problem)
+        return self.kvq
+
+    def devices(self) -> list[tuple[str, int, int]]:
+        """(name, type, handle) of every ggml device, in registry order."""
+        out = []
+        for i in range(self.ggml.ggml_backend_dev_count()):
+            dev = self.ggml.ggml_backend_dev_get(i)
+            out.append((self.base.ggml_backend_dev_name(dev).decode(), self.base.ggml_backend_dev_type(dev), dev))
+        return out
+
+
+def library_dir() -> Path:
+    """The folder of upstream's libraries: $KVQ_LIB_DIR, else the package's own. LibraryError when it lacks libllama."""
+    env = os.environ.get("KVQ_LIB_DIR")
+    folder = Path(env).expanduser() if env else Path(__file__).resolve().parent / "lib"
+    missing = [name for name in _FILES.values() if not (folder / name).exists()]
+    if missing:
+        cure = (
+            "point KVQ_LIB_DIR at a folder that holds them"
+            if env
+            else "install the wheel (pip install ggml-kvq) or set KVQ_LIB_DIR to the lib folder of a llama.cpp build"
+        )
+        raise LibraryError(f"{folder} lacks {', '.join(missing)}; {cure}")
+    return folder
+
+
+def backend_path(folder: Path) -> tuple[Path | None, str]:
+    """(path of libggml-kvq.so, "") or (None, reason). $KVQ_BACKEND wins; a bad $KVQ_BACKEND is an error, not a fallback."""
+    env = os.environ.get("KVQ_BACKEND")
+    if env:
+        path = Path(env).expanduser()
+        if not path.is_file():
+            raise LibraryError(f"KVQ_BACKEND={env} is not a file; point it at libggml-kvq.so or unset it")
+        return path, ""
+    for path in (folder / BACKEND_FILE, Path(__file__).resolve().parent / "lib" / BACKEND_FILE):
+        if path.is_file():
+            return path, ""
+    return None, f"{folder} lacks {BACKEND_FILE}; install the wheel (pip install ggml-kvq) or set KVQ_BACKEND to its path"
+
+
+# ------------------------------------------------------------------ log
+
+_LEVEL_ERROR, _LEVEL_CONT = 4, 5
+
+
+class _Log:
+    """Collects llama.cpp's log lines per thread; prints them only while a verbose load runs."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def begin(self, verbose: bool = False) -> None:
+        self._local.lines, self._local.verbose, self._local.level = [], verbose, 0
+
+    def end(self) -> list[str]:
+        lines = getattr(self._local, "lines", None) or []
+        self._local.lines, self._local.verbose = None, False
+        return [line for line in "".join(lines).splitlines() if line.strip()]
+
+    def write(self, level: int, text: bytes | None, _user: object) -> None:
+        lines = getattr(self._local, "lines", None)
+        if lines is None or text is None:
+            return
+        lines.append(text.decode("utf-8", "replace"))
+        if self._local.verbose:
+            sys.stderr.write(lines[-1])
+
+
+log = _Log()
+
+
+def last_problem(lines: list[str]) -> str:
+    """The most telling line of a failed call: the first that names an error, else the last."""
+    for line in lines:
+        low = line.lower()
+        if any(word in low for word in ("error", "fail", "does not", "invalid", "refus", "cannot", "not supported", "kvq:")):
+            return line.strip()
+    return lines[-1].strip() if lines else "no message"
+
+
+# ------------------------------------------------------------------ proof
+
+
+def prove_structs(kvq: CDLL) -> None:
+    """Compare size and every field offset of our structures with the compiled ones; LibraryError names the first difference."""
+    for name, struct in {**llama.STRUCTS, **native.STRUCTS}.items():
+        size = kvq.kvq_sizeof(name.encode())
+        if size != ctypes.sizeof(struct):
+            got = "unknown to the probe" if size == _UNKNOWN else f"{size} bytes"
+            raise LibraryError(
+                f"struct {name} is {got} in {BACKEND_FILE} and {ctypes.sizeof(struct)} bytes here; "
+                "install library and Python package of the same ggml-kvq version"
+            )
+        for entry in struct._fields_:
+            here, there = getattr(struct, entry[0]).offset, kvq.kvq_offsetof(name.encode(), entry[0].encode())
+            if here != there:
+                raise LibraryError(
+                    f"field {name}.{entry[0]} sits at {there} in {BACKEND_FILE} and at {here} here; "
+                    "install library and Python package of the same ggml-kvq version"
+                )
+
+
+def prove_defaults(lib: CDLL) -> None:
+    """Check that upstream's default parameters read back through our structures; LibraryError names the first that does not."""
+    for function, expected in llama.DEFAULTS.items():
+        params = getattr(lib, function)()
+        for key, want in expected.items():
+            got = getattr(params, key)
+            got = bool(got) and got if isinstance(got, ctypes._Pointer) else got
+            if (got or None) != (want or None):
+                raise LibraryError(
+                    f"{function}().{key} reads {got!r} instead of {want!r}: libllama.so is of another version; "
+                    f"use libraries built from the llama.cpp pinned by this package (ggml {llama.GGML_VERSION})"
+                )
+
+
+def _mapped_copies(stem: str) -> set[str]:
+    """Distinct files named `stem`* mapped into this process (Linux; empty elsewhere)."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as f:
+            paths = {line.split(None, 5)[5].strip() for line in f if f"/{stem}" in line}
+    except OSError:
+        return set()
+    return {os.path.realpath(p) for p in paths}
+
+
+# ------------------------------------------------------------------ loading
+
+_lock = threading.Lock()
+_loaded: Libraries | None = None
+
+
+def _open(path: Path) -> CDLL:
+    try:
+        return CDLL(str(path))
+    except OSError as e:
+        raise LibraryError(f"{path} does not load: {e}; rebuild or reinstall it for this machine") from e
+
+
+def _load() -> Libraries:
+    if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise LibraryError("ggml-kvq needs a 64-bit little-endian machine; use upstream's cache types here")
+    folder = library_dir()
+    libs = {key: _open(folder / name) for key, name in _FILES.items()}
+    for key, name, restype, argtypes in llama.FUNCTIONS:
+        try:
+            fn = getattr(libs[key], name)
+        except AttributeError:
+            raise LibraryError(
+                f"{folder / _FILES[key]} lacks the function {name}; use libraries of ggml {llama.GGML_VERSION}"
+            ) from None
+        fn.restype, fn.argtypes = restype, argtypes
+
+    version = libs["base"].ggml_version().decode()
+    if version != llama.GGML_VERSION:
+        raise LibraryError(
+            f"{folder} holds ggml {version}, this package was written for {llama.GGML_VERSION}; "
+            "install the matching ggml-kvq or point KVQ_LIB_DIR at a matching build"
+        )
+    copies = _mapped_copies("libggml-base.so")
+    if len(copies) > 1:
+        raise LibraryError(
+            f"two copies of libggml-base are loaded: {', '.join(sorted(copies))}; "
+            "import ggml_kvq in a process of its own, without llama_cpp"
+        )
+    prove_defaults(libs["llama"])
+
+    callback = llama.LogCallback(log.write)
+    libs["llama"].llama_log_set(callback, None)
+    libs["llama"].llama_backend_init()
+
+    kvq: CDLL | None = None
+    path, problem = backend_path(folder)
+    if path is not None:
+        log.begin()
+        registry = libs["ggml"].ggml_backend_load(str(path.resolve()).encode())
+        lines = log.end()
+        if not registry:
+            raise LibraryError(
+                f"{path} was refused by ggml {version}: {last_problem(lines)}; rebuild it against the llama.cpp in {folder}"
+            )
+        kvq = _open(path.resolve())
+        try:
+            native.bind(kvq)
+        except AttributeError as e:
+            raise LibraryError(f"{path} is of another ggml-kvq version: {e}; reinstall the package") from None
+        if kvq.kvq_abi_version() != native.ABI_VERSION:
+            raise LibraryError(
+                f"{path} speaks C ABI {kvq.kvq_abi_version()}, this package {native.ABI_VERSION}; reinstall the package"
+            )
+        prove_structs(kvq)
+    return Libraries(folder, libs["base"], libs["ggml"], libs["llama"], kvq, path, problem, callback)
+
+
+def libraries() -> Libraries:
+    """Load once and return the libraries. LibraryError (an ImportError) tells what is wrong and what to do."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            _loaded = _load()
+            atexit.register(_silence, _loaded)
+        return _loaded
+
+
+def _silence(libs: Libraries) -> None:
+    """At exit: close what is still open, then let the log callback go quiet before the interpreter is gone."""
+    module = sys.modules.get(f"{__package__}.model")
+    if module is not None:
+        module.close_all()
+    log.begin()
+
+
+def diagnose() -> list[str]:
+    """Lines for `python -m ggml_kvq`: versions, library paths, devices, kernel; problems are reported, not raised."""
+    lines = [
+        f"python       {sys.version.split()[0]} ({sys.executable})",
+        f"KVQ_LIB_DIR  {os.environ.get('KVQ_LIB_DIR', '(not set)')}",
+        f"KVQ_BACKEND  {os.environ.get('KVQ_BACKEND', '(not set)')}",
+    ]
+    try:
+        libs = libraries()
+    except LibraryError as e:
+        return [*lines, f"libraries    NOT USABLE: {e}"]
+    lines += [
+        f"libraries    {libs.lib_dir}",
+        f"llama.cpp    {libs.llama.llama_version().decode()}, ggml {libs.base.ggml_version().decode()}",
+    ]
+    if libs.kvq is None:
+        lines.append(f"backend      NOT LOADED: {libs.kvq_problem}")
+    else:
+        lines += [
+            f"backend      {libs.backend_path} (version {libs.kvq.kvq_version().decode()})",
+            f"kernel       {libs.kvq.kvq_kernel_name().decode()}",
+            f"methods      {' '.join(m['name'] for m in native.methods(libs.kvq))}",
+            f"structs      {len(llama.STRUCTS) + len(native.STRUCTS)} proven by kvq_sizeof and kvq_offsetof",
+        ]
+    lines.append("devices      " + ", ".join(name for name, _, _ in libs.devices()))
+    return lines

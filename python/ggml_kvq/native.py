@@ -1,0 +1,272 @@
+"""C declarations of libggml-kvq (ggml-kvq/include/ggml-kvq.h) and the methods it knows."""
+
+from __future__ import annotations
+
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    byref,
+    c_char,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint8,
+    c_uint16,
+    c_uint64,
+    c_void_p,
+)
+from typing import Any
+
+from .errors import MethodError
+
+#: KVQ_ABI_VERSION of the header these declarations mirror.
+ABI_VERSION = 1
+
+
+class kvq_option_info(Structure):
+    _fields_ = [(n, c_char_p) for n in ("key", "type", "default_value", "help", "source")]
+
+
+class kvq_method_info(Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("summary", c_char_p),
+        ("paper", c_char_p),
+        ("n_options", c_int32),
+        ("options", POINTER(kvq_option_info)),
+    ]
+
+
+class kvq_codec(Structure):
+    _fields_ = [
+        ("type", c_int32),
+        ("role", c_int32),
+        ("bits", c_int32),
+        ("group", c_int32),
+        ("scale", c_int32),
+        ("levels", c_int32),
+        ("eta", c_float),
+        ("n_cells", c_int32),
+        ("head_size", c_int32),
+        ("reserved", c_int32 * 7),
+    ]
+
+
+class kvq_type_info(Structure):
+    _fields_ = [
+        ("name", c_char_p),
+        ("type", c_int32),
+        ("bits", c_int32),
+        ("block_cells", c_int32),
+        ("bits_per_value", c_double),
+    ]
+
+
+class kvq_page(Structure):
+    _fields_ = [
+        ("k_codes", c_void_p),
+        ("k_params", c_void_p),
+        ("v_codes", c_void_p),
+        ("v_params", c_void_p),
+        ("cell", c_int32),
+        ("n_slots", c_int32),
+        ("map", POINTER(c_int32)),
+    ]
+
+
+class kvq_attn(Structure):
+    _fields_ = [
+        ("k", kvq_codec),
+        ("v", kvq_codec),
+        ("n_q", c_int32),
+        ("n_head", c_int32),
+        ("n_head_kv", c_int32),
+        ("n_pages", c_int32),
+        ("n_kv", c_int32),
+        ("flags", c_int32),
+        ("scale", c_float),
+        ("max_bias", c_float),
+        ("softcap", c_float),
+        ("q", POINTER(c_float)),
+        ("q_stride_token", c_int64),
+        ("q_stride_head", c_int64),
+        ("mask", POINTER(c_uint16)),
+        ("mask_stride_token", c_int64),
+        ("mask_stride_head", c_int64),
+        ("sinks", POINTER(c_float)),
+        ("dst", POINTER(c_float)),
+        ("dst_stride_token", c_int64),
+        ("dst_stride_head", c_int64),
+        ("pages", POINTER(kvq_page)),
+    ]
+
+
+class kvq_layer_shape(Structure):
+    _fields_ = [(n, c_int32) for n in ("il", "n_head_kv", "head_size_k", "head_size_v")]
+
+
+class kvq_stats(Structure):
+    _fields_ = [
+        ("method", c_char * 32),
+        ("options", c_char * 128),
+        ("kernel", c_char * 32),
+        ("n_layer", c_int32),
+        ("n_cells", c_int32),
+        ("n_stream", c_int32),
+        ("page_cells", c_int32),
+        *[
+            (n, c_uint64)
+            for n in (
+                "bytes_f16",
+                "bytes_codes",
+                "bytes_params",
+                "bytes_window",
+                "bytes_tables",
+                "bytes_calibration",
+                "bytes_total",
+                "bytes_scratch",
+            )
+        ],
+        *[(n, c_double) for n in ("bits_k", "bits_v", "bits", "bits_headline")],
+        *[(n, c_uint64) for n in ("n_sealed", "n_reopened", "n_forced")],
+    ]
+
+
+STRUCTS: dict[str, type[Structure]] = {
+    s.__name__: s
+    for s in (
+        kvq_option_info,
+        kvq_method_info,
+        kvq_codec,
+        kvq_type_info,
+        kvq_page,
+        kvq_attn,
+        kvq_layer_shape,
+        kvq_stats,
+    )
+}
+
+FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
+    ("kvq_abi_version", c_int, []),
+    ("kvq_version", c_char_p, []),
+    ("kvq_last_error", c_char_p, []),
+    ("kvq_kernel_name", c_char_p, []),
+    ("kvq_method_count", c_int, []),
+    ("kvq_method_at", POINTER(kvq_method_info), [c_int]),
+    ("kvq_check", c_int, [c_char_p, c_char_p]),
+    ("kvq_configure", c_int, [c_char_p, c_char_p, c_char_p, c_char_p]),
+    ("kvq_type_count", c_int, []),
+    ("kvq_type_at", POINTER(kvq_type_info), [c_int]),
+    ("kvq_codec_bytes", c_int, [POINTER(kvq_codec), POINTER(c_size_t), POINTER(c_size_t)]),
+    ("kvq_encode", c_int, [POINTER(kvq_codec), POINTER(c_uint16), POINTER(c_uint8), c_void_p, c_void_p, c_void_p]),
+    ("kvq_decode", c_int, [POINTER(kvq_codec), c_void_p, c_void_p, POINTER(c_uint16)]),
+    ("kvq_image", c_int, [POINTER(kvq_codec), c_void_p, c_void_p, POINTER(c_uint16)]),
+    ("kvq_image_match", c_int, [POINTER(kvq_codec), POINTER(c_uint16), c_void_p, c_void_p, c_void_p]),
+    ("kvq_attend", c_int, [POINTER(kvq_attn), c_int, c_int]),
+    (
+        "kvq_plan",
+        c_int,
+        [c_char_p, c_char_p, POINTER(kvq_layer_shape), c_int, c_int, c_int, c_int, POINTER(kvq_stats)],
+    ),
+    ("kvq_cache_count", c_int, []),
+    ("kvq_cache_stats", c_int, [c_int, POINTER(kvq_stats)]),
+    ("kvq_sizeof", c_size_t, [c_char_p]),
+    ("kvq_offsetof", c_size_t, [c_char_p, c_char_p]),
+]
+
+
+def bind(lib: CDLL) -> None:
+    """Set argument and result types of every function above on `lib`; AttributeError names a missing one."""
+    for name, restype, argtypes in FUNCTIONS:
+        fn = getattr(lib, name)
+        fn.restype, fn.argtypes = restype, argtypes
+
+
+def option_string(opts: dict[str, object] | str | None) -> str:
+    """`{"bits": 2, "group": 32}` -> `"bits=2,group=32"`, the form KVQ_OPTS and kvq_configure take."""
+    if opts is None:
+        return ""
+    if isinstance(opts, str):
+        return opts.strip()
+    parts = []
+    for key, value in opts.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if any(c in f"{key}{text}" for c in ",=\n"):
+            raise MethodError(f"option {key!r}={value!r} holds ',' or '='; pass one plain value per key")
+        parts.append(f"{key}={text}")
+    return ",".join(parts)
+
+
+def check(lib: CDLL, status: int) -> None:
+    """Raise MethodError with kvq_last_error() when `status` is not KVQ_OK (0)."""
+    if status != 0:
+        text = lib.kvq_last_error().decode("utf-8", "replace")
+        raise MethodError(text or f"libggml-kvq returned status {status} without a message; report this as a bug")
+
+
+def stats_dict(stats: kvq_stats) -> dict[str, Any]:
+    """A kvq_stats as a dict: bytes_* in bytes, bits* in bits per K or V value, n_* counts."""
+    out: dict[str, Any] = {}
+    for field in stats._fields_:
+        value = getattr(stats, field[0])
+        out[field[0]] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return out
+
+
+def methods(lib: CDLL) -> list[dict[str, Any]]:
+    """The registry: one dict per method with name, summary, paper and a list of option dicts."""
+    out = []
+    for i in range(lib.kvq_method_count()):
+        info = lib.kvq_method_at(i).contents
+        options = [
+            {f[0]: (getattr(o, f[0]) or b"").decode() for f in kvq_option_info._fields_}
+            for o in (info.options[j] for j in range(info.n_options))
+        ]
+        out.append(
+            {
+                "name": info.name.decode(),
+                "summary": (info.summary or b"").decode(),
+                "paper": (info.paper or b"").decode(),
+                "options": options,
+            }
+        )
+    return out
+
+
+def plan(
+    lib: CDLL,
+    method: str,
+    opts: dict[str, object] | str | None,
+    shapes: list[tuple[int, int, int, int]],
+    n_cells: int,
+    *,
+    n_layer_model: int = 0,
+    n_stream: int = 1,
+) -> dict[str, Any]:
+    """Memory of a cache that does not exist yet (kvq_plan).
+
+    shapes: one (layer index, KV heads, K head size, V head size) per attention layer; n_cells: context length in tokens.
+    Returns stats_dict(); raises MethodError for a refused method, option or shape.
+    """
+    array = (kvq_layer_shape * len(shapes))(*[kvq_layer_shape(*s) for s in shapes])
+    out = kvq_stats()
+    status = lib.kvq_plan(
+        method.encode(),
+        option_string(opts).encode(),
+        array,
+        len(shapes),
+        n_layer_model or len(shapes),
+        n_cells,
+        n_stream,
+        byref(out),
+    )
+    check(lib, status)
+    return stats_dict(out)
+
+
+__all__ = ["ABI_VERSION", "FUNCTIONS", "STRUCTS", "bind", "check", "methods", "option_string", "plan", "stats_dict"]
