@@ -1,0 +1,60 @@
+#include "layout.h"
+
+#include "../types/types.h"
+
+#include <algorithm>
+
+kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, int n_head, int n_cells, int n_stream) {
+    const kvq_lane_plan & lane = value ? plan.v : plan.k;
+    kvq_lane_layout l;
+    l.codec        = lane.codec;
+    l.shares_codes = lane.shares_codes;
+    l.n_head       = n_head;
+    l.n_cells      = n_cells;
+    l.n_stream     = n_stream;
+    l.page_cells   = lane.codec.n_cells;
+    l.n_pages      = (n_cells + l.page_cells - 1) / l.page_cells;
+    l.n_sink_pages = std::min((plan.sinks + l.page_cells - 1) / l.page_cells, l.n_pages);
+    l.window       = (int) kvq_pad((size_t) plan.window, (size_t) l.page_cells);
+
+    const kvq_type_traits * t = kvq_traits(l.codec.type);
+    l.nb_tile_head = 2 * (size_t) l.page_cells * l.head_stride();
+    l.nb_frame     = l.nb_tile_head * n_head;
+    if (l.is_f16()) {
+        l.n_frames = l.n_pages; // every page stays open
+    } else {
+        l.nb_codes  = t->nb_codes(l.codec);
+        l.nb_params = t->nb_params(l.codec);
+        // window rows, at least the page being filled, and the sink pages
+        l.n_frames  = std::min(std::max(l.window / l.page_cells, 1) + l.n_sink_pages, l.n_pages);
+    }
+    const size_t pages = (size_t) l.n_pages * n_stream;
+    l.bytes_codes  = l.shares_codes ? 0 : kvq_pad(pages * n_head * l.nb_codes, KVQ_ALIGN);
+    l.bytes_params = kvq_pad(pages * n_head * l.nb_params, KVQ_ALIGN);
+    l.bytes_window = kvq_pad((size_t) l.n_frames * n_stream * l.nb_frame, KVQ_ALIGN);
+    l.bytes_tables = kvq_pad(pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2), KVQ_ALIGN);
+    return l;
+}
+
+void kvq_stats_add(kvq_stats & s, const kvq_lane_layout & l, bool value) {
+    const uint64_t values = (uint64_t) l.n_head * l.codec.head_size * l.n_cells * l.n_stream;
+    s.bytes_f16    += 2 * values;
+    s.bytes_codes  += l.bytes_codes;
+    s.bytes_params += l.bytes_params;
+    s.bytes_window += l.bytes_window;
+    s.bytes_tables += l.bytes_tables;
+    s.page_cells    = std::max(s.page_cells, (int32_t) l.page_cells);
+    // bits_k, bits_v hold bytes and bits_headline code bits until kvq_stats_finish
+    (value ? s.bits_v : s.bits_k) += (double) l.bytes();
+    s.bits_headline += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : (double) l.codec.bits) * (double) values;
+}
+
+void kvq_stats_finish(kvq_stats & s) {
+    s.bytes_total = s.bytes_codes + s.bytes_params + s.bytes_window + s.bytes_tables + s.bytes_calibration;
+    const double values = (double) s.bytes_f16 / 2;
+    if (values <= 0) {
+        return;
+    }
+    s.bits          = 8.0 * (double) s.bytes_total / values;
+    s.bits_headline = s.bits_headline / values;
+}

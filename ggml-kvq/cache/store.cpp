@@ -1,0 +1,489 @@
+#include "store.h"
+
+#include "../cpu/cpu.h"
+#include "../types/types.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+
+// ---------------------------------------------------------------- scratch
+
+void kvq_scratch::free_aligned::operator()(void * p) const { free(p); }
+
+uint16_t * kvq_scratch::take(size_t nb) {
+    auto & list = idle[nb];
+    if (list.empty()) {
+        void * p = aligned_alloc(KVQ_ALIGN, kvq_pad(nb, KVQ_ALIGN));
+        if (!p) {
+            throw std::bad_alloc();
+        }
+        blocks.emplace_back(p);
+        total += nb;
+        return (uint16_t *) p;
+    }
+    uint16_t * p = list.back();
+    list.pop_back();
+    return p;
+}
+
+void kvq_scratch::give(uint16_t * p, size_t nb) { idle[nb].push_back(p); }
+
+// ---------------------------------------------------------------- spans
+
+void kvq_span_table::init(int n_stream, int n, int page_cells) {
+    n_pages = n;
+    spans.assign((size_t) n_stream * n, kvq_page{});
+    k_state.assign(spans.size(), KVQ_PAGE_EMPTY);
+    v_state.assign(spans.size(), KVQ_PAGE_EMPTY);
+    for (size_t i = 0; i < spans.size(); i++) {
+        spans[i].cell = (int) (i % n) * page_cells;
+    }
+}
+
+// ---------------------------------------------------------------- lane
+
+kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters)
+    : l(layout), value(value), owner(owner), spans(spans), scratch(scratch), counters(counters) {
+    nb_memory = std::max<size_t>(l.bytes_codes + l.bytes_params + l.bytes_window, 1);
+    void * p = mmap(nullptr, nb_memory, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+        return;
+    }
+    memory = (uint8_t *) p;
+    codes  = memory;
+    params = codes + l.bytes_codes;
+    frames = params + l.bytes_params;
+    pages.resize((size_t) l.n_pages * l.n_stream);
+    valid_bits.resize(pages.size() * (l.page_cells / 8));
+    streams.resize(l.n_stream);
+    if (owner) {
+        owner->sharers.push_back(this);
+    }
+    clear();
+}
+
+kvq_lane::~kvq_lane() {
+    if (memory) {
+        munmap(memory, nb_memory);
+    }
+}
+
+uint8_t * kvq_lane::codes_at(int s, int p, int h) const {
+    const kvq_lane * c = code_lane();
+    return c->codes + (((size_t) s * l.n_pages + p) * l.n_head + h) * l.nb_codes;
+}
+
+uint8_t * kvq_lane::params_at(int s, int p, int h) const {
+    return params + (((size_t) s * l.n_pages + p) * l.n_head + h) * l.nb_params;
+}
+
+void kvq_lane::set_state(int s, int p, kvq_page_state state) {
+    kvq_page_info & i = info(s, p);
+    i.state = state;
+    const size_t at = (size_t) s * l.n_pages + p;
+    kvq_page & span = spans->spans[at];
+    const void * c = state == KVQ_PAGE_SEALED ? (const void *) codes_at (s, p, 0) : i.frame;
+    const void * q = state == KVQ_PAGE_SEALED ? (const void *) params_at(s, p, 0) : nullptr;
+    if (value) {
+        span.v_codes = c;
+        span.v_params = q;
+        spans->v_state[at] = state;
+    } else {
+        span.k_codes = c;
+        span.k_params = q;
+        spans->k_state[at] = state;
+    }
+    span.n_slots = spans->k_state[at] && spans->v_state[at] ? l.page_cells : 0;
+}
+
+void kvq_lane::take_frame(int s, int p) {
+    kvq_page_info & i = info(s, p);
+    stream_state  & st = streams[s];
+    if (l.is_f16()) { // one frame a page, in page order
+        i.own   = p;
+        i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + p) * l.nb_frame);
+    } else if (!st.free_frames.empty()) {
+        i.own = st.free_frames.back();
+        st.free_frames.pop_back();
+        i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
+    } else {
+        i.own   = -1;
+        i.frame = scratch->take(l.nb_frame);
+    }
+    if (!l.is_f16()) {
+        st.open.push_back(p);
+    }
+}
+
+void kvq_lane::drop_frame(int s, int p) {
+    kvq_page_info & i = info(s, p);
+    stream_state  & st = streams[s];
+    if (!i.frame) {
+        return;
+    }
+    if (i.own < 0) {
+        scratch->give(i.frame, l.nb_frame);
+    } else if (!l.is_f16()) {
+        st.free_frames.push_back(i.own);
+    }
+    st.open.erase(std::remove(st.open.begin(), st.open.end(), p), st.open.end());
+    i.frame = nullptr;
+    i.own   = -1;
+}
+
+void kvq_lane::open_page(int s, int p, bool keep) {
+    kvq_page_info & i = info(s, p);
+    if (i.state == KVQ_PAGE_OPEN) {
+        return;
+    }
+    if (i.state == KVQ_PAGE_SEALED) {
+        for (kvq_lane * x : sharers) { // their codes are about to change
+            if (x->info(s, p).state == KVQ_PAGE_SEALED) {
+                x->open_page(s, p, true);
+                x->is_dirty = true;
+            }
+        }
+        counters->n_reopened++;
+    }
+    take_frame(s, p);
+    if (i.state == KVQ_PAGE_SEALED && keep) {
+        decode_page(s, p, i.frame);
+    } else if (i.state == KVQ_PAGE_EMPTY) {
+        memset(i.frame, 0, l.nb_frame); // never-written cells are read as zeros
+    }
+    set_state(s, p, KVQ_PAGE_OPEN);
+}
+
+void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads) {
+    // runs of rows that go to one page: open it once, and know whether all of it is overwritten
+    for (int64_t i = 0; i < n;) {
+        const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
+        int64_t j = i + 1;
+        while (j < n && idx[j] / l.n_cells == s && (int) (idx[j] % l.n_cells) / l.page_cells == p) {
+            j++;
+        }
+        open_page(s, p, j - i < l.page_cells);
+        kvq_page_info & pi = info(s, p);
+        uint8_t * bits = valid(s, p);
+        for (int64_t k = i; k < j; k++) {
+            const int slot = (int) (idx[k] % l.n_cells) % l.page_cells;
+            if (!(bits[slot / 8] >> slot % 8 & 1)) {
+                bits[slot / 8] |= (uint8_t) (1 << slot % 8);
+                pi.n_valid++;
+            }
+            pi.stamp = ++streams[s].clock;
+        }
+        i = j;
+    }
+    is_dirty = true;
+
+    const int D = l.codec.head_size, stride = l.head_stride();
+#pragma omp parallel for num_threads(n_threads) if (n > 16 && n_threads > 1)
+    for (int64_t i = 0; i < n; i++) {
+        const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
+        uint16_t * tile = info(s, cell / l.page_cells).frame;
+        const float * row = rows + i * row_stride;
+        for (int h = 0; h < l.n_head; h++) {
+            kvq_cpu_f32_to_f16(row + (size_t) h * D, tile + ((size_t) h * l.page_cells + cell % l.page_cells) * stride, D);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- encode, decode
+
+// f16 rows of one head without the tile's padding
+static void head_rows(const kvq_lane_layout & l, const uint16_t * tile, int h, std::vector<uint16_t> & rows) {
+    const int D = l.codec.head_size, stride = l.head_stride();
+    rows.resize((size_t) l.page_cells * D);
+    for (int t = 0; t < l.page_cells; t++) {
+        memcpy(&rows[(size_t) t * D], tile + ((size_t) h * l.page_cells + t) * stride, 2 * (size_t) D);
+    }
+}
+
+void kvq_lane::encode_head(int s, int p, int h, const uint16_t * tile) {
+    static thread_local std::vector<uint16_t> rows;
+    head_rows(l, tile, h, rows);
+    const bool all = info(s, p).n_valid == l.page_cells;
+    kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid(s, p), owner ? codes_at(s, p, h) : nullptr,
+                   owner ? nullptr : codes_at(s, p, h), params_at(s, p, h));
+}
+
+void kvq_lane::encode_page(int s, int p, const uint16_t * tile) {
+    for (int h = 0; h < l.n_head; h++) {
+        encode_head(s, p, h, tile);
+    }
+}
+
+void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
+    const int D = l.codec.head_size, stride = l.head_stride();
+    std::vector<uint16_t> rows((size_t) l.page_cells * D);
+    for (int h = 0; h < l.n_head; h++) {
+        kvq_traits(l.codec.type)->decode(l.codec, codes_at(s, p, h), params_at(s, p, h), rows.data());
+        for (int t = 0; t < l.page_cells; t++) {
+            uint16_t * row = tile + ((size_t) h * l.page_cells + t) * stride;
+            memcpy(row, &rows[(size_t) t * D], 2 * (size_t) D);
+            memset(row + D, 0, 2 * (size_t) (stride - D));
+        }
+    }
+}
+
+// ---------------------------------------------------------------- commit
+
+void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
+    const int n = (int) due.size() * l.n_head;
+#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
+    for (int i = 0; i < n; i++) {
+        const int p = due[i / l.n_head];
+        encode_head(s, p, i % l.n_head, info(s, p).frame);
+    }
+    for (int p : due) {
+        drop_frame(s, p);
+        set_state(s, p, KVQ_PAGE_SEALED);
+        counters->n_sealed++;
+    }
+}
+
+void kvq_lane::commit(int n_threads) {
+    if (!is_dirty) {
+        return;
+    }
+    is_dirty = false;
+    for (int s = 0; s < l.n_stream && !l.is_f16(); s++) {
+        commit_stream(s, n_threads);
+    }
+}
+
+void kvq_lane::commit_stream(int s, int n_threads) {
+    stream_state & st = streams[s];
+    // open pages but the sinks, oldest first
+    std::vector<int> open;
+    int rows = 0;
+    for (int p : st.open) {
+        if (p >= l.n_sink_pages) {
+            open.push_back(p);
+            rows += info(s, p).n_valid;
+        }
+    }
+    std::sort(open.begin(), open.end(), [&](int a, int b) { return info(s, a).stamp < info(s, b).stamp; });
+
+    std::vector<int> due;
+    const auto take = [&](size_t i) {
+        rows -= info(s, open[i]).n_valid;
+        due.push_back(open[i]);
+        open.erase(open.begin() + (long) i);
+    };
+    for (size_t i = 0; i < open.size() && rows > l.window;) {
+        if (info(s, open[i]).n_valid == l.page_cells) {
+            take(i);
+        } else {
+            i++;
+        }
+    }
+    // more open pages than frames: pages with holes, left behind by freed cells, are sealed as they are
+    const int n_frames = l.n_frames - std::min(l.n_sink_pages, l.n_frames);
+    while ((int) open.size() > std::max(n_frames, 1)) {
+        counters->n_forced++;
+        take(0);
+    }
+    if (owner) {
+        std::vector<int> first; // codes must exist before they are adopted
+        for (int p : due) {
+            if (owner->info(s, p).state == KVQ_PAGE_OPEN) {
+                first.push_back(p);
+            }
+        }
+        owner->seal(s, first, n_threads);
+    }
+    seal(s, due, n_threads);
+
+    for (int p : st.open) {
+        kvq_page_info & i = info(s, p);
+        if (i.own < 0 && !st.free_frames.empty()) {
+            uint16_t * from = i.frame;
+            i.own = st.free_frames.back();
+            st.free_frames.pop_back();
+            i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
+            memcpy(i.frame, from, l.nb_frame);
+            scratch->give(from, l.nb_frame);
+            set_state(s, p, KVQ_PAGE_OPEN);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- save, restore, copy, edit, clear
+
+void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
+    const int D = l.codec.head_size, stride = l.head_stride(), W = D * l.n_head;
+    std::vector<uint16_t> image((size_t) l.page_cells * D);
+    for (int at = cell; at < cell + n;) {
+        const int p = at / l.page_cells, end = std::min((p + 1) * l.page_cells, cell + n);
+        const kvq_page_info & i = info(stream, p);
+        for (int h = 0; h < l.n_head; h++) {
+            if (i.state == KVQ_PAGE_SEALED) {
+                kvq_image_write(l.codec, codes_at(stream, p, h), params_at(stream, p, h), image.data());
+            }
+            for (int c = at; c < end; c++) {
+                uint16_t * out = rows + (size_t) (c - cell) * W + (size_t) h * D;
+                const int slot = c % l.page_cells;
+                if (i.state == KVQ_PAGE_SEALED) {
+                    memcpy(out, &image[(size_t) slot * D], 2 * (size_t) D);
+                } else if (i.state == KVQ_PAGE_OPEN) {
+                    memcpy(out, i.frame + ((size_t) h * l.page_cells + slot) * stride, 2 * (size_t) D);
+                } else {
+                    memset(out, 0, 2 * (size_t) D);
+                }
+            }
+        }
+        at = end;
+    }
+}
+
+bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
+    if (p < l.n_sink_pages || l.is_f16() || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
+        return false;
+    }
+    const int D = l.codec.head_size, W = D * l.n_head;
+    std::vector<uint16_t> head((size_t) l.page_cells * D);
+    std::vector<uint8_t>  new_codes(l.nb_codes * l.n_head), new_params(l.nb_params * l.n_head);
+    for (int h = 0; h < l.n_head; h++) {
+        for (int t = 0; t < l.page_cells; t++) {
+            memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
+        }
+        if (!kvq_image_read(l.codec, head.data(), owner ? codes_at(s, p, h) : nullptr, &new_codes[h * l.nb_codes], &new_params[h * l.nb_params])) {
+            return false;
+        }
+    }
+    for (kvq_lane * x : sharers) {
+        if (x->info(s, p).state == KVQ_PAGE_SEALED) {
+            x->open_page(s, p, true);
+            x->is_dirty = true;
+        }
+    }
+    drop_frame(s, p);
+    if (!owner && l.nb_codes) {
+        memcpy(codes_at(s, p, 0), new_codes.data(), new_codes.size());
+    }
+    memcpy(params_at(s, p, 0), new_params.data(), new_params.size());
+    kvq_page_info & i = info(s, p);
+    streams[s].clock += l.page_cells;
+    i.stamp   = streams[s].clock;
+    i.n_valid = (uint16_t) l.page_cells;
+    memset(valid(s, p), 0xff, l.page_cells / 8);
+    set_state(s, p, KVQ_PAGE_SEALED);
+    return true;
+}
+
+void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n_threads) {
+    const int W = l.codec.head_size * l.n_head;
+    std::vector<float>   f32;
+    std::vector<int64_t> idx;
+    for (int at = cell; at < cell + n;) {
+        const int p = at / l.page_cells, end = std::min((p + 1) * l.page_cells, cell + n);
+        const uint16_t * from = rows + (size_t) (at - cell) * W;
+        if (end - at < l.page_cells || !restore_page(stream, p, from)) {
+            f32.resize((size_t) (end - at) * W);
+            idx.resize(end - at);
+            kvq_cpu_f16_to_f32(from, f32.data(), (int64_t) f32.size());
+            for (int i = 0; i < end - at; i++) {
+                idx[i] = (int64_t) stream * l.n_cells + at + i;
+            }
+            write(end - at, idx.data(), f32.data(), W, 1);
+            if (streams[stream].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
+                commit(n_threads);
+            }
+        }
+        at = end;
+    }
+    commit(n_threads);
+}
+
+void kvq_lane::copy_stream(int from, int to) {
+    for (int p = 0; p < l.n_pages; p++) {
+        drop_frame(to, p);
+        kvq_page_info & src = info(from, p), & dst = info(to, p);
+        dst.stamp   = src.stamp;
+        dst.n_valid = src.n_valid;
+        memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
+        if (src.state == KVQ_PAGE_SEALED) {
+            if (!owner && l.nb_codes) {
+                memcpy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
+            }
+            memcpy(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
+        } else if (src.state == KVQ_PAGE_OPEN) {
+            take_frame(to, p);
+            memcpy(dst.frame, src.frame, l.nb_frame);
+        }
+        set_state(to, p, (kvq_page_state) src.state);
+    }
+    streams[to].clock = streams[from].clock;
+    is_dirty = true; // frames taken from scratch go home at the next commit
+}
+
+void kvq_lane::edit(int stream, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
+    const int stride = l.head_stride();
+    std::vector<uint16_t> temp;
+    std::vector<std::vector<uint16_t>> shared(sharers.size());
+    for (int p = 0; p < l.n_pages; p++) {
+        kvq_page_info & i = info(stream, p);
+        bool touched = false;
+        for (int t = 0; i.state != KVQ_PAGE_EMPTY && t < l.page_cells && !touched; t++) {
+            touched = p * l.page_cells + t < l.n_cells && (valid(stream, p)[t / 8] >> t % 8 & 1) && any(p * l.page_cells + t);
+        }
+        if (!touched) {
+            continue;
+        }
+        const bool sealed = i.state == KVQ_PAGE_SEALED;
+        uint16_t * tile = i.frame;
+        if (sealed) {
+            temp.resize(l.nb_frame / 2);
+            tile = temp.data();
+            decode_page(stream, p, tile);
+            for (size_t k = 0; k < sharers.size(); k++) {
+                if (sharers[k]->info(stream, p).state == KVQ_PAGE_SEALED) {
+                    shared[k].resize(l.nb_frame / 2);
+                    sharers[k]->decode_page(stream, p, shared[k].data());
+                }
+            }
+        }
+        for (int h = 0; h < l.n_head; h++) {
+            for (int t = 0; t < l.page_cells; t++) {
+                if (p * l.page_cells + t < l.n_cells && (valid(stream, p)[t / 8] >> t % 8 & 1)) {
+                    fn(p * l.page_cells + t, h, tile + ((size_t) h * l.page_cells + t) * stride);
+                }
+            }
+        }
+        if (sealed) {
+            encode_page(stream, p, tile);
+            for (size_t k = 0; k < sharers.size(); k++) { // refitted to the new codes
+                if (sharers[k]->info(stream, p).state == KVQ_PAGE_SEALED) {
+                    sharers[k]->encode_page(stream, p, shared[k].data());
+                }
+            }
+        }
+    }
+}
+
+void kvq_lane::clear() {
+    for (int s = 0; s < l.n_stream; s++) {
+        stream_state & st = streams[s];
+        for (int p = 0; p < l.n_pages; p++) {
+            kvq_page_info & i = info(s, p);
+            if (i.frame && i.own < 0) {
+                scratch->give(i.frame, l.nb_frame);
+            }
+            i = kvq_page_info{};
+            i.own = -1;
+            set_state(s, p, KVQ_PAGE_EMPTY);
+        }
+        st.clock = 0;
+        st.open.clear();
+        st.free_frames.clear();
+        for (int f = l.is_f16() ? 0 : l.n_frames; f > 0; f--) {
+            st.free_frames.push_back(f - 1);
+        }
+    }
+    std::fill(valid_bits.begin(), valid_bits.end(), 0);
+    is_dirty = false;
+}

@@ -1,0 +1,123 @@
+// The page store: cells in, spans out. Knows no ggml op and no device.
+//
+// A page is `page_cells` neighbouring cells of one stream in one lane. Its life:
+//
+//            write                     commit: complete, and older than the window
+//   EMPTY ----------->  OPEN (f16 tile) ------------------------------------> SEALED (block of the method's codec)
+//     ^                  |   ^   ^                                              |
+//     |  clear           |   |   +---- write into it: decoded, sealed again later
+//     +------------------+   +-------- restore of rows that are no saved image
+//   shift       SEALED: decoded, rotated, sealed at once      OPEN: rotated in place
+//   copy        state and bytes as they are
+//   save        SEALED: image (types.h)                       OPEN: rows
+//   restore     image -> SEALED, identical block              rows -> OPEN
+//
+// Open pages live in the lane's own frames (the window, counted in its bytes); pages of the ubatch being written that do not fit
+// there live in scratch frames until commit. Attention inside the ubatch therefore sees exact values.
+// The store never learns that a cell was freed: stale cells are masked by the caller and overwritten later.
+#pragma once
+
+#include "layout.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+enum kvq_page_state : uint8_t { KVQ_PAGE_EMPTY = 0, KVQ_PAGE_OPEN = 1, KVQ_PAGE_SEALED = 2 };
+
+// f16 tiles handed out by size, kept for reuse.
+class kvq_scratch {
+public:
+    uint16_t * take(size_t nb);
+    void       give(uint16_t * p, size_t nb);
+    size_t     bytes() const { return total; }
+private:
+    struct free_aligned { void operator()(void * p) const; };
+    std::vector<std::unique_ptr<void, free_aligned>> blocks;
+    std::map<size_t, std::vector<uint16_t *>> idle;
+    size_t total = 0;
+};
+
+struct kvq_counters { uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0; };
+
+// Spans of one layer, kept up to date by its two lanes: [stream][page].
+struct kvq_span_table {
+    int n_pages = 0;
+    std::vector<kvq_page> spans;
+    std::vector<uint8_t>  k_state, v_state;
+    void init(int n_stream, int n_pages, int page_cells);
+};
+
+class kvq_lane {
+public:
+    // owner: the lane whose codes are adopted, NULL unless layout.shares_codes
+    kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters);
+    ~kvq_lane();
+    kvq_lane(const kvq_lane &) = delete;
+    kvq_lane & operator=(const kvq_lane &) = delete;
+
+    bool ok() const { return memory != nullptr; } // false: out of memory
+    const kvq_lane_layout & layout() const { return l; }
+
+    // rows: f32, row i goes to global cell idx[i] = stream*n_cells + cell
+    void write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads);
+    // Seals what is due and moves what stays open into the lane's own frames. After attention of the ubatch.
+    void commit(int n_threads);
+    bool dirty() const { return is_dirty; }
+
+    // f16 rows [n][n_head*head_size] of one stream, as a saved state carries them
+    void read   (int stream, int cell, int n, uint16_t * rows) const;
+    void restore(int stream, int cell, int n, const uint16_t * rows, int n_threads);
+
+    void clear();
+    void copy_stream(int from, int to);
+
+    // Calls edit(cell, row f16 of one head) for every written cell of `stream` whose page has any(cell) true.
+    void edit(int stream, const std::function<bool(int cell)> & any, const std::function<void(int cell, int head, uint16_t * row)> & fn);
+
+    kvq_page_state state(int stream, int page) const { return (kvq_page_state) info(stream, page).state; }
+
+private:
+    struct stream_state {
+        uint64_t clock = 0;
+        std::vector<int> open;        // open pages
+        std::vector<int> free_frames; // own frames not in use
+    };
+
+    kvq_page_info       & info(int s, int p)       { return pages[(size_t) s * l.n_pages + p]; }
+    const kvq_page_info & info(int s, int p) const { return pages[(size_t) s * l.n_pages + p]; }
+    uint8_t       * valid(int s, int p)       { return valid_bits.data() + ((size_t) s * l.n_pages + p) * (l.page_cells / 8); }
+    const uint8_t * valid(int s, int p) const { return valid_bits.data() + ((size_t) s * l.n_pages + p) * (l.page_cells / 8); }
+    uint8_t * codes_at (int s, int p, int h) const;
+    uint8_t * params_at(int s, int p, int h) const;
+    const kvq_lane * code_lane() const { return owner ? owner : this; }
+
+    void open_page  (int s, int p, bool keep); // keep: what it holds is decoded into the frame
+    void take_frame (int s, int p);
+    void drop_frame (int s, int p);
+    void set_state  (int s, int p, kvq_page_state state);
+    void encode_page(int s, int p, const uint16_t * tile);
+    void encode_head(int s, int p, int h, const uint16_t * tile);
+    void decode_page(int s, int p, uint16_t * tile) const;
+    void seal       (int s, const std::vector<int> & due, int n_threads);
+    void commit_stream(int s, int n_threads);
+    bool restore_page(int s, int p, const uint16_t * rows);
+
+    kvq_lane_layout l;
+    bool value;
+    kvq_lane * owner;
+    std::vector<kvq_lane *> sharers; // lanes that adopt our codes
+    kvq_span_table * spans;
+    kvq_scratch    * scratch;
+    kvq_counters   * counters;
+
+    uint8_t * memory = nullptr; // codes, params, frames
+    size_t    nb_memory = 0;
+    uint8_t * codes = nullptr, * params = nullptr, * frames = nullptr;
+
+    std::vector<kvq_page_info> pages;
+    std::vector<uint8_t>       valid_bits;
+    std::vector<stream_state>  streams;
+    bool is_dirty = false;
+};

@@ -1,0 +1,307 @@
+// The attention loop, written once over pages: score, adjust, online softmax, accumulate.
+//
+//   tasks = streams x KV heads x row blocks x splits.  Rows of a block read one KV head: gqa query heads of consecutive tokens.
+//   A split is a contiguous range of pages; partial results (m, l, o) are merged afterwards (log-sum-exp).
+#include "cpu.h"
+#include "kernels.h"
+#include "../types/affine.h"
+#include "../types/f16.h"
+#include "../types/types.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr uint16_t F16_NEG_INF = 0xfc00;
+
+kvq_affine_view make_view(const kvq_codec & c) {
+    kvq_affine_view a = {};
+    const kvq_affine_dims  d = kvq_affine_get_dims(c);
+    const kvq_affine_parts p = kvq_affine_get_parts(c);
+    a.codec   = c;
+    a.dp      = (c.head_size + 15) / 16 * 16;
+    a.np      = d.np;
+    a.n_tiles = d.n_tiles;
+    a.n_parts = p.n;
+    for (int i = 0; i < p.n; i++) {
+        a.width[i]    = p.width[i];
+        a.shift[i]    = p.shift[i];
+        a.n_chunks[i] = p.n_chunks[i];
+        a.offset[i]   = p.offset[i];
+    }
+    a.nb_codes  = kvq_affine_nb_codes(c);
+    a.nb_params = kvq_affine_nb_params(c);
+    return a;
+}
+
+struct stream_plan {
+    const kvq_attn * p;
+    kvq_affine_view  k, v;
+    int gqa, n_rows, n_blocks, n_splits, n_active; // rows of a KV head; pages that hold anything
+    int dpk, dpv;
+    size_t partial; // offset of this stream's partials
+    float m0, m1;   // ALiBi bases
+    int   n_head_log2;
+};
+
+// One task's working set.
+struct workspace {
+    std::vector<float> q, out, logits;
+    std::vector<uint16_t> mask, tile;
+};
+
+float alibi_slope(const stream_plan & s, int h) {
+    if (s.p->max_bias <= 0.0f) {
+        return 1.0f;
+    }
+    return h < s.n_head_log2 ? powf(s.m0, (float) (h + 1)) : powf(s.m1, (float) (2*(h - s.n_head_log2) + 1));
+}
+
+// f16 tile of a sealed block, for the f32 path
+const uint16_t * decode_tile(const kvq_codec & c, int dp, const void * codes, const void * params, std::vector<uint16_t> & tile) {
+    std::vector<uint16_t> rows((size_t) c.n_cells * c.head_size);
+    kvq_traits(c.type)->decode(c, codes, params, rows.data());
+    tile.assign((size_t) c.n_cells * dp, 0);
+    for (int t = 0; t < c.n_cells; t++) {
+        memcpy(&tile[(size_t) t * dp], &rows[(size_t) t * c.head_size], 2 * (size_t) c.head_size);
+    }
+    return tile.data();
+}
+
+// mask of the page's slots for one query token; false when every slot is masked out
+bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, uint16_t * out, const uint16_t ** use) {
+    const int n = page.n_slots;
+    if (!page.map && page.cell + n <= p.n_kv) {
+        if (!row) {
+            *use = nullptr;
+            return true;
+        }
+        *use = row + page.cell;
+        for (int i = 0; i < n; i++) {
+            if ((*use)[i] != F16_NEG_INF) {
+                return true;
+            }
+        }
+        return false;
+    }
+    bool any = false;
+    for (int i = 0; i < n; i++) {
+        const int cell = page.map ? page.map[i] : page.cell + i;
+        out[i] = cell < 0 || cell >= p.n_kv ? F16_NEG_INF : row ? row[cell] : 0;
+        any |= out[i] != F16_NEG_INF;
+    }
+    *use = out;
+    return any;
+}
+
+void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int kvh, int r0, int n_rows, int page0, int page1, float * m, float * l) {
+    const kvq_attn & p = *s.p;
+    // rows with their padding; q is gathered because query heads and tokens have free strides
+    w.q.assign((size_t) n_rows * s.dpk, 0.0f);
+    w.out.assign((size_t) n_rows * s.dpv, 0.0f);
+    w.logits.resize((size_t) KVQ_MAX_ROWS * KVQ_MAX_CELLS);
+    w.mask.resize((size_t) KVQ_MAX_ROWS * KVQ_MAX_CELLS);
+    float slope[KVQ_MAX_ROWS];
+    const uint16_t * rows_mask[KVQ_MAX_ROWS];
+    for (int r = 0; r < n_rows; r++) {
+        const int iq = (r0 + r) / s.gqa, h = kvh * s.gqa + (r0 + r) % s.gqa;
+        memcpy(&w.q[(size_t) r * s.dpk], p.q + iq * p.q_stride_token + h * p.q_stride_head, 4 * (size_t) p.k.head_size);
+        rows_mask[r] = p.mask ? p.mask + iq * p.mask_stride_token + h * p.mask_stride_head : nullptr;
+        slope[r] = alibi_slope(s, h);
+        m[r] = -INFINITY;
+        l[r] = 0.0f;
+    }
+    const bool f32 = p.flags & KVQ_ATTN_F32;
+    const size_t tile_k = (size_t) s.dpk, tile_v = (size_t) s.dpv;
+    for (int ip = page0; ip < page1; ip++) {
+        const kvq_page & page = p.pages[ip];
+        const int n = page.n_slots;
+        if (!n) {
+            continue;
+        }
+        const uint16_t * use[KVQ_MAX_ROWS];
+        bool alive[KVQ_MAX_ROWS], any = false;
+        for (int r = 0; r < n_rows; r++) {
+            if (r && rows_mask[r] == rows_mask[r - 1]) {
+                use[r]   = use[r - 1];
+                alive[r] = alive[r - 1];
+            } else {
+                alive[r] = page_mask(p, page, rows_mask[r], &w.mask[(size_t) r * KVQ_MAX_CELLS], &use[r]);
+            }
+            any |= alive[r];
+        }
+        if (!any) {
+            continue;
+        }
+        if (!page.k_params) {
+            K.score_f16(n_rows, s.dpk, n, (const uint16_t *) page.k_codes + (size_t) kvh * n * tile_k, w.q.data(), w.logits.data());
+        } else {
+            const uint8_t * codes  = (const uint8_t *) page.k_codes  + kvh * s.k.nb_codes;
+            const uint8_t * params = (const uint8_t *) page.k_params + kvh * s.k.nb_params;
+            if (f32) {
+                K.score_f16(n_rows, s.dpk, n, decode_tile(p.k, s.dpk, codes, params, w.tile), w.q.data(), w.logits.data());
+            } else {
+                K.score_affine(s.k, n_rows, codes, params, w.q.data(), w.logits.data());
+            }
+        }
+        for (int r = 0; r < n_rows; r++) {
+            float * x = &w.logits[(size_t) r * n];
+            if (!alive[r] || K.adjust(n, x, p.scale, p.softcap, slope[r], use[r]) == -INFINITY) {
+                memset(x, 0, 4 * (size_t) n);
+                continue;
+            }
+            float c;
+            const float sum = K.softmax(n, x, &m[r], &c);
+            l[r] = l[r] * c + sum;
+            if (c != 1.0f) {
+                K.scale(s.dpv, &w.out[(size_t) r * s.dpv], c);
+            }
+        }
+        if (!page.v_params) {
+            K.accum_f16(n_rows, s.dpv, n, (const uint16_t *) page.v_codes + (size_t) kvh * n * tile_v, w.logits.data(), w.out.data());
+        } else {
+            const uint8_t * codes  = (const uint8_t *) page.v_codes  + kvh * s.v.nb_codes;
+            const uint8_t * params = (const uint8_t *) page.v_params + kvh * s.v.nb_params;
+            if (f32) {
+                K.accum_f16(n_rows, s.dpv, n, decode_tile(p.v, s.dpv, codes, params, w.tile), w.logits.data(), w.out.data());
+            } else {
+                K.accum_affine(s.v, n_rows, codes, params, w.logits.data(), w.out.data());
+            }
+        }
+    }
+}
+
+void store_row(const stream_plan & s, int kvh, int row, float m, float l, const float * out) {
+    const kvq_attn & p = *s.p;
+    const int iq = row / s.gqa, h = kvh * s.gqa + row % s.gqa;
+    float * dst = p.dst + iq * p.dst_stride_token + h * p.dst_stride_head;
+    float c = 1.0f;
+    if (p.sinks) { // one more logit without a value
+        const float top = std::max(m, p.sinks[h]);
+        c = m == -INFINITY ? 0.0f : expf(m - top);
+        l = l * c + expf(p.sinks[h] - top);
+    }
+    const float inv = l > 0.0f ? c / l : 0.0f;
+    for (int d = 0; d < p.v.head_size; d++) {
+        dst[d] = out[d] * inv;
+    }
+}
+
+} // namespace
+
+void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
+    const kvq_kernels & K = kvq_get_kernels();
+    n_threads = std::max(n_threads, 1);
+
+    std::vector<stream_plan> plan(n);
+    int n_base = 0;
+    for (int i = 0; i < n; i++) {
+        stream_plan & s = plan[i];
+        s.p = &attn[i];
+        s.gqa      = attn[i].n_head / attn[i].n_head_kv;
+        s.n_rows   = s.gqa * attn[i].n_q;
+        s.n_blocks = (s.n_rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
+        s.dpk      = (attn[i].k.head_size + 15) / 16 * 16;
+        s.dpv      = (attn[i].v.head_size + 15) / 16 * 16;
+        if (attn[i].k.type == KVQ_TYPE_AFFINE) { s.k = make_view(attn[i].k); }
+        if (attn[i].v.type == KVQ_TYPE_AFFINE) { s.v = make_view(attn[i].v); }
+        s.n_head_log2 = 1;
+        while (2 * s.n_head_log2 <= attn[i].n_head) { s.n_head_log2 *= 2; }
+        s.m0 = powf(2.0f, -attn[i].max_bias        / (float) s.n_head_log2);
+        s.m1 = powf(2.0f, -attn[i].max_bias / 2.0f / (float) s.n_head_log2);
+        s.n_active = 0;
+        for (int j = 0; j < attn[i].n_pages; j++) { s.n_active += attn[i].pages[j].n_slots > 0; }
+        n_base += s.n_blocks * attn[i].n_head_kv;
+    }
+    // enough tasks that the last one to finish does not matter much
+    const int want = n_threads > 1 ? (4*n_threads + n_base - 1) / std::max(n_base, 1) : 1;
+    size_t n_partial = 0;
+    std::vector<int> first(n + 1, 0);
+    for (int i = 0; i < n; i++) {
+        stream_plan & s = plan[i];
+        s.n_splits = std::min(std::max(want, 1), std::max(s.n_active / 16, 1));
+        s.partial  = n_partial;
+        if (s.n_splits > 1) {
+            n_partial += (size_t) s.p->n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2);
+        }
+        first[i + 1] = first[i] + s.p->n_head_kv * s.n_blocks * s.n_splits;
+    }
+    static thread_local std::vector<float> partial_buffer;
+    partial_buffer.resize(std::max(partial_buffer.size(), n_partial));
+    float * const partial = partial_buffer.data();
+
+    const int n_tasks = first[n];
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
+    for (int task = 0; task < n_tasks; task++) {
+        static thread_local workspace w;
+        int i = 0;
+        while (task >= first[i + 1]) { i++; }
+        const stream_plan & s = plan[i];
+        const int t     = task - first[i];
+        const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, kvh = t / s.n_splits / s.n_blocks;
+        const int r0    = block * KVQ_MAX_ROWS, rows = std::min(KVQ_MAX_ROWS, s.n_rows - r0);
+        const int p0    = (int) ((int64_t) s.p->n_pages * split / s.n_splits), p1 = (int) ((int64_t) s.p->n_pages * (split + 1) / s.n_splits);
+        float m[KVQ_MAX_ROWS], l[KVQ_MAX_ROWS];
+        run_block(K, s, w, kvh, r0, rows, p0, p1, m, l);
+        for (int r = 0; r < rows; r++) {
+            const float * out = &w.out[(size_t) r * s.dpv];
+            if (s.n_splits == 1) {
+                store_row(s, kvh, r0 + r, m[r], l[r], out);
+            } else {
+                float * to = partial + s.partial + (((size_t) kvh * s.n_splits + split) * s.n_rows + r0 + r) * (s.dpv + 2);
+                to[0] = m[r];
+                to[1] = l[r];
+                memcpy(to + 2, out, 4 * (size_t) s.dpv);
+            }
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        const stream_plan & s = plan[i];
+        if (s.n_splits == 1) {
+            continue;
+        }
+        const size_t stride = (size_t) s.dpv + 2;
+        for (int kvh = 0; kvh < s.p->n_head_kv; kvh++) {
+            for (int row = 0; row < s.n_rows; row++) {
+                float * a = partial + s.partial + ((size_t) kvh * s.n_splits * s.n_rows + row) * stride;
+                for (int j = 1; j < s.n_splits; j++) {
+                    const float * b = a + (size_t) j * s.n_rows * stride;
+                    const float top = std::max(a[0], b[0]);
+                    if (b[0] == -INFINITY) {
+                        continue;
+                    }
+                    const float ca = a[0] == -INFINITY ? 0.0f : expf(a[0] - top), cb = expf(b[0] - top);
+                    a[0] = top;
+                    a[1] = a[1] * ca + b[1] * cb;
+                    for (int d = 2; d < s.dpv + 2; d++) {
+                        a[d] = a[d] * ca + b[d] * cb;
+                    }
+                }
+                store_row(s, kvh, row, a[0], a[1], a + 2);
+            }
+        }
+    }
+}
+
+KVQ_API int kvq_attend(const kvq_attn * attn, int n, int n_threads) {
+    if (!attn || n < 0) {
+        return KVQ_ERR_ARGUMENT;
+    }
+    for (int i = 0; i < n; i++) {
+        const kvq_attn & a = attn[i];
+        if (!a.q || !a.dst || a.n_q < 1 || a.n_head_kv < 1 || a.n_head < a.n_head_kv || a.n_head % a.n_head_kv || a.n_pages < 0 || (a.n_pages && !a.pages)) {
+            return KVQ_ERR_ARGUMENT;
+        }
+        for (const kvq_codec * c : { &a.k, &a.v }) {
+            const kvq_type_traits * t = kvq_traits(c->type);
+            if (!t || t->refuse(*c) || c->n_cells > KVQ_MAX_CELLS || c->head_size > KVQ_MAX_HEAD) {
+                return KVQ_ERR_SHAPE;
+            }
+        }
+    }
+    kvq_cpu_attend(attn, n, n_threads);
+    return KVQ_OK;
+}

@@ -1,0 +1,89 @@
+// Vector layer on AVX2, FMA and F16C: two registers each.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+namespace KVQ_NS {
+
+struct f32x16 { __m256  a, b; };
+struct i32x16 { __m256i a, b; };
+struct u8x64  { __m256i a, b; };
+
+static inline f32x16 f32_set1 (float x)               { const __m256 v = _mm256_set1_ps(x); return { v, v }; }
+static inline f32x16 f32_load (const float * p)       { return { _mm256_loadu_ps(p), _mm256_loadu_ps(p + 8) }; }
+static inline void   f32_store(float * p, f32x16 x)   { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+static inline f32x16 f32_load_f16(const uint16_t * p) {
+    return { _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *) (p + 8))) };
+}
+static inline void   f32_store_f16(uint16_t * p, f32x16 x) {
+    _mm_storeu_si128((__m128i *) p,       _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *) (p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+static inline f32x16 f32_load_u8 (const uint8_t * p)  {
+    return { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p))),
+             _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (p + 8)))) };
+}
+static inline f32x16 f32_add(f32x16 x, f32x16 y)      { return { _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b) }; }
+static inline f32x16 f32_sub(f32x16 x, f32x16 y)      { return { _mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b) }; }
+static inline f32x16 f32_mul(f32x16 x, f32x16 y)      { return { _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b) }; }
+static inline f32x16 f32_fma(f32x16 x, f32x16 y, f32x16 z) { return { _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b) }; }
+static inline f32x16 f32_max(f32x16 x, f32x16 y)      { return { _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b) }; }
+static inline f32x16 f32_abs(f32x16 x)                { const __m256 m = _mm256_set1_ps(-0.0f); return { _mm256_andnot_ps(m, x.a), _mm256_andnot_ps(m, x.b) }; }
+static inline float  f32_sum(f32x16 x) {
+    const __m256 s = _mm256_add_ps(x.a, x.b);
+    __m128 r = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    r = _mm_add_ps(r, _mm_movehl_ps(r, r));
+    return _mm_cvtss_f32(_mm_add_ss(r, _mm_movehdup_ps(r)));
+}
+static inline float  f32_hmax(f32x16 x) {
+    const __m256 s = _mm256_max_ps(x.a, x.b);
+    __m128 r = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    r = _mm_max_ps(r, _mm_movehl_ps(r, r));
+    return _mm_cvtss_f32(_mm_max_ss(r, _mm_movehdup_ps(r)));
+}
+
+// as isa_avx512.h, with the power of two built in the exponent field; results below 2^-125 become 0
+static inline __m256 exp8(__m256 x0) {
+    const __m256 x = _mm256_max_ps(x0, _mm256_set1_ps(-87.0f));
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693145751953125f), x);
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(1.42860682030941723e-6f), r);
+    __m256 y = _mm256_set1_ps(1.0f/720);
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f/120));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f/24));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f/6));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(0.5f));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+    const __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    const __m256 keep = _mm256_cmp_ps(x0, _mm256_set1_ps(-87.0f), _CMP_GE_OQ);
+    return _mm256_and_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(e)), keep);
+}
+static inline f32x16 f32_exp(f32x16 x)                { return { exp8(x.a), exp8(x.b) }; }
+
+static inline i32x16 i32_zero()                       { return { _mm256_setzero_si256(), _mm256_setzero_si256() }; }
+static inline f32x16 f32_from_i32(i32x16 x)           { return { _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b) }; }
+static inline void   i8_store(int8_t * p, f32x16 x) {
+    const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); // a0-3 b0-3 a4-7 b4-7
+    const __m256i o = _mm256_permute4x64_epi64(w, 0xd8);
+    _mm_storeu_si128((__m128i *) p, _mm_packs_epi16(_mm256_castsi256_si128(o), _mm256_extracti128_si256(o, 1)));
+}
+
+static inline u8x64  u8_load(const uint8_t * p)       { return { _mm256_loadu_si256((const __m256i *) p), _mm256_loadu_si256((const __m256i *) (p + 32)) }; }
+static inline __m256i field32(__m256i a, int shift, int mask, int up) {
+    const __m256i x = up > shift ? _mm256_slli_epi16(a, up - shift) : _mm256_srli_epi16(a, shift - up);
+    return _mm256_and_si256(x, _mm256_set1_epi8((char) (mask << up)));
+}
+static inline u8x64  u8_field(u8x64 x, int shift, int mask, int up) { return { field32(x.a, shift, mask, up), field32(x.b, shift, mask, up) }; }
+// codes are at most 15, so the 16-bit pair sums of maddubs cannot saturate
+static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
+    int32_t four;
+    memcpy(&four, w, 4);
+    const __m256i b = _mm256_set1_epi32(four), one = _mm256_set1_epi16(1);
+    return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, b), one)),
+             _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, b), one)) };
+}
+
+} // namespace

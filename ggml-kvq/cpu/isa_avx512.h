@@ -1,0 +1,68 @@
+// Vector layer on AVX-512 (F, BW, VL, DQ) with VNNI: one register each.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+// GCC 12 warns about the undefined pass-through operand of its own unmasked intrinsics (GCC bug 105593)
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#    pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+namespace KVQ_NS {
+
+typedef __m512  f32x16;
+typedef __m512i i32x16;
+typedef __m512i u8x64;
+
+static inline f32x16 f32_set1 (float x)               { return _mm512_set1_ps(x); }
+static inline f32x16 f32_load (const float * p)       { return _mm512_loadu_ps(p); }
+static inline void   f32_store(float * p, f32x16 a)   { _mm512_storeu_ps(p, a); }
+static inline f32x16 f32_load_f16(const uint16_t * p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) p)); }
+static inline void   f32_store_f16(uint16_t * p, f32x16 a) { _mm256_storeu_si256((__m256i *) p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+static inline f32x16 f32_load_u8 (const uint8_t * p)  { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p))); }
+static inline f32x16 f32_add(f32x16 a, f32x16 b)      { return _mm512_add_ps(a, b); }
+static inline f32x16 f32_sub(f32x16 a, f32x16 b)      { return _mm512_sub_ps(a, b); }
+static inline f32x16 f32_mul(f32x16 a, f32x16 b)      { return _mm512_mul_ps(a, b); }
+static inline f32x16 f32_fma(f32x16 a, f32x16 b, f32x16 c) { return _mm512_fmadd_ps(a, b, c); }
+static inline f32x16 f32_max(f32x16 a, f32x16 b)      { return _mm512_max_ps(a, b); }
+static inline f32x16 f32_abs(f32x16 a)                { return _mm512_abs_ps(a); }
+static inline float  f32_sum(f32x16 a)                { return _mm512_reduce_add_ps(a); }
+static inline float  f32_hmax(f32x16 a)               { return _mm512_reduce_max_ps(a); }
+
+// 2^n * 2^r, r in [-1/2, 1/2] by a degree-6 polynomial (relative error below 2e-7); 0 below the f32 range, -inf included
+static inline f32x16 f32_exp(f32x16 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
+    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
+    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682030941723e-6f), r);
+    __m512 y = _mm512_set1_ps(1.0f/720);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f/120));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f/24));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f/6));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n);
+}
+
+static inline i32x16 i32_zero()                       { return _mm512_setzero_si512(); }
+static inline f32x16 f32_from_i32(i32x16 a)           { return _mm512_cvtepi32_ps(a); }
+static inline void   i8_store(int8_t * p, f32x16 a)   { _mm_storeu_si128((__m128i *) p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a))); }
+
+static inline u8x64  u8_load(const uint8_t * p)       { return _mm512_loadu_si512(p); }
+static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) {
+    // shifts cross bytes inside 16-bit lanes; the mask drops what came over
+    const __m512i x = up > shift ? _mm512_slli_epi16(a, (unsigned) (up - shift)) : _mm512_srli_epi16(a, (unsigned) (shift - up));
+    return _mm512_and_si512(x, _mm512_set1_epi8((char) (mask << up)));
+}
+static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
+    int32_t four;
+    memcpy(&four, w, 4);
+    return _mm512_dpbusd_epi32(acc, codes, _mm512_set1_epi32(four));
+}
+
+} // namespace

@@ -1,0 +1,81 @@
+// Vector layer on AArch64 NEON with dot product (ARMv8.2): four registers each. Cross-compiled only, never run by us.
+#pragma once
+
+#include <arm_neon.h>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace KVQ_NS {
+
+struct f32x16 { float32x4_t v[4]; };
+struct i32x16 { int32x4_t   v[4]; };
+struct u8x64  { uint8x16_t  v[4]; };
+
+#define KVQ_EACH for (int i = 0; i < 4; i++)
+
+static inline f32x16 f32_set1 (float x)               { f32x16 r; KVQ_EACH r.v[i] = vdupq_n_f32(x); return r; }
+static inline f32x16 f32_load (const float * p)       { f32x16 r; KVQ_EACH r.v[i] = vld1q_f32(p + 4*i); return r; }
+static inline void   f32_store(float * p, f32x16 a)   { KVQ_EACH vst1q_f32(p + 4*i, a.v[i]); }
+static inline f32x16 f32_load_f16(const uint16_t * p) { f32x16 r; KVQ_EACH r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4*i))); return r; }
+static inline void   f32_store_f16(uint16_t * p, f32x16 a) { KVQ_EACH vst1_u16(p + 4*i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i]))); }
+static inline f32x16 f32_load_u8 (const uint8_t * p)  {
+    const uint8x16_t b = vld1q_u8(p);
+    const uint16x8_t lo = vmovl_u8(vget_low_u8(b)), hi = vmovl_u8(vget_high_u8(b));
+    return { { vcvtq_f32_u32(vmovl_u16(vget_low_u16(lo))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(lo))),
+               vcvtq_f32_u32(vmovl_u16(vget_low_u16(hi))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(hi))) } };
+}
+static inline f32x16 f32_add(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
+static inline f32x16 f32_sub(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
+static inline f32x16 f32_mul(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
+static inline f32x16 f32_fma(f32x16 a, f32x16 b, f32x16 c) { KVQ_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
+static inline f32x16 f32_max(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vmaxq_f32(a.v[i], b.v[i]); return a; }
+static inline f32x16 f32_abs(f32x16 a)                { KVQ_EACH a.v[i] = vabsq_f32(a.v[i]); return a; }
+static inline float  f32_sum(f32x16 a)                { return vaddvq_f32(vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3]))); }
+static inline float  f32_hmax(f32x16 a)               { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]))); }
+
+// as isa_avx2.h
+static inline float32x4_t exp4(float32x4_t x0) {
+    const float32x4_t x = vmaxq_f32(x0, vdupq_n_f32(-87.0f));
+    const float32x4_t n = vrndnq_f32(vmulq_f32(x, vdupq_n_f32(1.44269504088896341f)));
+    float32x4_t r = vfmsq_f32(x, n, vdupq_n_f32(0.693145751953125f));
+    r = vfmsq_f32(r, n, vdupq_n_f32(1.42860682030941723e-6f));
+    float32x4_t y = vdupq_n_f32(1.0f/720);
+    y = vfmaq_f32(vdupq_n_f32(1.0f/120), y, r);
+    y = vfmaq_f32(vdupq_n_f32(1.0f/24), y, r);
+    y = vfmaq_f32(vdupq_n_f32(1.0f/6), y, r);
+    y = vfmaq_f32(vdupq_n_f32(0.5f), y, r);
+    y = vfmaq_f32(vdupq_n_f32(1.0f), y, r);
+    y = vfmaq_f32(vdupq_n_f32(1.0f), y, r);
+    const int32x4_t e = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
+    const uint32x4_t keep = vcgeq_f32(x0, vdupq_n_f32(-87.0f));
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(vmulq_f32(y, vreinterpretq_f32_s32(e))), keep));
+}
+static inline f32x16 f32_exp(f32x16 a)                { KVQ_EACH a.v[i] = exp4(a.v[i]); return a; }
+
+static inline i32x16 i32_zero()                       { i32x16 r; KVQ_EACH r.v[i] = vdupq_n_s32(0); return r; }
+static inline f32x16 f32_from_i32(i32x16 a)           { f32x16 r; KVQ_EACH r.v[i] = vcvtq_f32_s32(a.v[i]); return r; }
+static inline void   i8_store(int8_t * p, f32x16 a) {
+    int16x4_t h[4];
+    KVQ_EACH h[i] = vqmovn_s32(vcvtnq_s32_f32(a.v[i]));
+    vst1q_s8(p, vcombine_s8(vqmovn_s16(vcombine_s16(h[0], h[1])), vqmovn_s16(vcombine_s16(h[2], h[3]))));
+}
+
+static inline u8x64  u8_load(const uint8_t * p)       { u8x64 r; KVQ_EACH r.v[i] = vld1q_u8(p + 16*i); return r; }
+static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) {
+    const int8x16_t by = vdupq_n_s8((int8_t) (up - shift));
+    const uint8x16_t m = vdupq_n_u8((uint8_t) (mask << up));
+    KVQ_EACH a.v[i] = vandq_u8(vshlq_u8(a.v[i], by), m);
+    return a;
+}
+static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
+    int32_t four;
+    memcpy(&four, w, 4);
+    const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), b); // codes are below 128
+    return acc;
+}
+
+#undef KVQ_EACH
+
+} // namespace

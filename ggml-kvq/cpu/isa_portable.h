@@ -1,0 +1,49 @@
+// Vector layer in plain C++: the definition of the others. 16 floats, 16 int32, 64 bytes.
+#pragma once
+
+#include "../types/f16.h"
+
+#include <cmath>
+#include <cstdint>
+
+namespace KVQ_NS {
+
+struct f32x16 { float v[16]; };
+struct i32x16 { int32_t v[16]; };
+struct u8x64  { uint8_t v[64]; };
+
+#define KVQ_EACH(n) for (int i = 0; i < n; i++)
+
+static inline f32x16 f32_set1 (float x)               { f32x16 r; KVQ_EACH(16) r.v[i] = x; return r; }
+static inline f32x16 f32_load (const float * p)       { f32x16 r; KVQ_EACH(16) r.v[i] = p[i]; return r; }
+static inline void   f32_store(float * p, f32x16 a)   { KVQ_EACH(16) p[i] = a.v[i]; }
+static inline f32x16 f32_load_f16(const uint16_t * p) { f32x16 r; KVQ_EACH(16) r.v[i] = kvq_f16_to_f32(p[i]); return r; }
+static inline void   f32_store_f16(uint16_t * p, f32x16 a) { KVQ_EACH(16) p[i] = kvq_f32_to_f16(a.v[i]); }
+static inline f32x16 f32_load_u8 (const uint8_t * p)  { f32x16 r; KVQ_EACH(16) r.v[i] = (float) p[i]; return r; }
+static inline f32x16 f32_add(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] += b.v[i]; return a; }
+static inline f32x16 f32_sub(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] -= b.v[i]; return a; }
+static inline f32x16 f32_mul(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] *= b.v[i]; return a; }
+static inline f32x16 f32_fma(f32x16 a, f32x16 b, f32x16 c) { KVQ_EACH(16) c.v[i] += a.v[i] * b.v[i]; return c; }
+static inline f32x16 f32_max(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline f32x16 f32_abs(f32x16 a)                { KVQ_EACH(16) a.v[i] = fabsf(a.v[i]); return a; }
+static inline f32x16 f32_exp(f32x16 a)                { KVQ_EACH(16) a.v[i] = expf(a.v[i]); return a; }
+static inline float  f32_sum(f32x16 a)                { float s = 0; KVQ_EACH(16) s += a.v[i]; return s; }
+static inline float  f32_hmax(f32x16 a)               { float m = a.v[0]; KVQ_EACH(16) m = a.v[i] > m ? a.v[i] : m; return m; }
+
+static inline i32x16 i32_zero()                       { return i32x16{}; }
+static inline f32x16 f32_from_i32(i32x16 a)           { f32x16 r; KVQ_EACH(16) r.v[i] = (float) a.v[i]; return r; }
+// round to nearest, |a| <= 127
+static inline void   i8_store(int8_t * p, f32x16 a)   { KVQ_EACH(16) p[i] = (int8_t) lrintf(a.v[i]); }
+
+static inline u8x64  u8_load(const uint8_t * p)       { u8x64 r; KVQ_EACH(64) r.v[i] = p[i]; return r; }
+// (a >> shift & mask) << up
+static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) { KVQ_EACH(64) a.v[i] = (uint8_t) ((a.v[i] >> shift & mask) << up); return a; }
+// acc[i] += sum_k codes[4*i + k] * w[k], w = four int8
+static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
+    KVQ_EACH(16) acc.v[i] += codes.v[4*i]*w[0] + codes.v[4*i + 1]*w[1] + codes.v[4*i + 2]*w[2] + codes.v[4*i + 3]*w[3];
+    return acc;
+}
+
+#undef KVQ_EACH
+
+} // namespace

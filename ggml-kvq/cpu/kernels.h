@@ -1,0 +1,63 @@
+// The kernels of one instruction set: one source (kernels_impl.h) over a thin vector layer (isa_*.h), compiled once per ISA and
+// chosen at run time. Row order in the table of dispatch.cpp = preference.
+//
+// A block of rows = up to KVQ_MAX_ROWS query rows that read one KV head (query heads of the group times query tokens).
+// Rows are padded: q and out have stride dp = head size rounded up to 16 (zeros behind), logits have stride n_slots of the page.
+#pragma once
+
+#include "ggml-kvq.h"
+
+#include <cstddef>
+#include <cstdint>
+
+constexpr int KVQ_MAX_ROWS  = 16;
+constexpr int KVQ_MAX_CELLS = 256;
+constexpr int KVQ_MAX_HEAD  = 1024;
+
+// Geometry of an affine block, worked out once per call.
+struct kvq_affine_view {
+    kvq_codec codec;
+    int    dp;           // head size padded to 16
+    int    np;           // parameter pairs
+    int    n_tiles;
+    int    n_parts, width[2], shift[2], n_chunks[2];
+    size_t offset[2];
+    size_t nb_codes, nb_params;
+};
+
+struct kvq_kernels {
+    const char * name;
+    bool (*available)(void);
+
+    void (*f32_to_f16)(const float * x, uint16_t * y, int64_t n);
+    void (*f16_to_f32)(const uint16_t * x, float * y, int64_t n);
+
+    // logits[r][t] = q[r] . k[t], f16 tile [n_slots][dp]
+    void (*score_f16)(int n_rows, int dp, int n_slots, const uint16_t * tile, const float * q, float * logits);
+    // out[r] += sum_t p[r][t] * v[t]
+    void (*accum_f16)(int n_rows, int dp, int n_slots, const uint16_t * tile, const float * p, float * out);
+
+    // The same over affine blocks, read in place. K: w = q*scale is folded to int8 once per cell group,
+    //   logit = q.zero + amax/127 * sum code*w8        |error| <= amax/254 * sum code
+    // V: w = p*scale likewise per channel group.
+    void (*score_affine)(const kvq_affine_view & a, int n_rows, const uint8_t * codes, const void * params, const float * q, float * logits);
+    void (*accum_affine)(const kvq_affine_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out);
+
+    // Online softmax of one row over n logits already scaled, soft-capped and masked: returns the sum of exp(l - m), replaces
+    // logits by exp(l - m) with m = max(m_old, max l); *m is updated, *correction = exp(m_old - m).
+    float (*softmax)(int n, float * logits, float * m, float * correction);
+    // logits = cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask; mask may be NULL. Returns the largest.
+    float (*adjust)(int n, float * logits, float scale, float cap, float slope, const uint16_t * mask);
+    // out *= c
+    void (*scale)(int n, float * out, float c);
+};
+
+extern const kvq_kernels kvq_kernels_portable;
+#if defined(__x86_64__)
+extern const kvq_kernels kvq_kernels_avx2;
+extern const kvq_kernels kvq_kernels_avx512;
+#elif defined(__aarch64__)
+extern const kvq_kernels kvq_kernels_neon;
+#endif
+
+const kvq_kernels & kvq_get_kernels(void);

@@ -1,0 +1,187 @@
+// ggml-kvq: a KV cache in 1-4 calibrated bits. C ABI of libggml-kvq.so.
+//
+// Three doors, one set of kernels:
+//   * llama.cpp programs load the library as a ggml backend (GGML_BACKEND_PATH, -dev KVQ0) and never see this header;
+//   * Python and tests bind the functions below through ctypes: encode, decode, attend on raw rows;
+//   * ggml programs build graph nodes with the functions of ggml-kvq-graph.h.
+//
+// Conventions: f16 values are uint16_t IEEE half bits; n_ counts, nb_ bytes; strides are in elements.
+// Every function that can fail returns a kvq_status; kvq_last_error() then holds one line that names the value and the cure.
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#ifndef KVQ_API
+#    define KVQ_API __attribute__((visibility("default")))
+#endif
+
+#define KVQ_ABI_VERSION 1
+
+typedef enum kvq_status {
+    KVQ_OK            = 0,
+    KVQ_ERR_METHOD    = 1, // no such method
+    KVQ_ERR_OPTION    = 2, // no such option, or a value outside its range
+    KVQ_ERR_SHAPE     = 3, // a head size, head count or layer layout the method cannot hold
+    KVQ_ERR_MODEL     = 4, // the model cannot be identified or does not fit the configuration
+    KVQ_ERR_CONFIG    = 5, // calibrated data missing, corrupt or of another model
+    KVQ_ERR_MEMORY    = 6,
+    KVQ_ERR_ARGUMENT  = 7, // a caller's mistake: null pointer, negative count
+} kvq_status;
+
+KVQ_API int          kvq_abi_version(void);
+KVQ_API const char * kvq_version(void);
+KVQ_API const char * kvq_last_error(void); // thread-local, "" when nothing failed
+KVQ_API const char * kvq_kernel_name(void); // "avx512-vnni", "avx2", "portable"; KVQ_ISA forces a lower one
+
+// ---------------------------------------------------------------- methods
+
+typedef struct kvq_option_info {
+    const char * key;
+    const char * type;         // "int", "float", "bool" or "a|b|c"
+    const char * default_value;
+    const char * help;
+    const char * source;       // paper and section
+} kvq_option_info;
+
+typedef struct kvq_method_info {
+    const char * name;
+    const char * summary;
+    const char * paper;
+    int32_t      n_options;
+    const kvq_option_info * options;
+} kvq_method_info;
+
+KVQ_API int                     kvq_method_count(void);
+KVQ_API const kvq_method_info * kvq_method_at(int i); // NULL when out of range
+
+// Checks a method name and its "key=value,key=value" options without a model.
+KVQ_API int kvq_check(const char * method, const char * opts);
+
+// Configuration of the KV caches this thread creates next. method NULL: back to the environment
+// (KVQ_METHOD, KVQ_OPTS, KVQ_CONFIG, KVQ_MODEL). opts, config and model may be NULL.
+KVQ_API int kvq_configure(const char * method, const char * opts, const char * config, const char * model);
+
+// ---------------------------------------------------------------- block formats
+
+typedef enum kvq_type {
+    KVQ_TYPE_F16    = 0, // rows as they came
+    KVQ_TYPE_AFFINE = 1, // x = zero + scale * code
+} kvq_type;
+
+typedef enum kvq_role {
+    KVQ_ROLE_K = 0, // affine: one (scale, zero) per channel and `group` cells
+    KVQ_ROLE_V = 1, // affine: one (scale, zero) per cell and `group` channels
+} kvq_role;
+
+// The block format of one page of one KV head. Byte maps: types/affine.h.
+typedef struct kvq_codec {
+    int32_t type;      // kvq_type
+    int32_t role;      // kvq_role
+    int32_t bits;      // 1..4; 0 stores no codes (every value at the middle of its group)
+    int32_t group;     // K: cells per group; V: channels per group
+    int32_t scale;     // 0: f16 scales and zeros; 1: 8-bit ones under an f16 range per block
+    int32_t levels;    // 0: codes round to end points; 1: 2^bits equal bins, mid-points
+    float   eta;       // end points pulled inward by eta of the range (XQuant section 3.2)
+    int32_t n_cells;   // cells of a page
+    int32_t head_size; // channels of a head
+    int32_t reserved[7];
+} kvq_codec;
+
+typedef struct kvq_type_info {
+    const char * name;       // "f16", "affine2", ...
+    int32_t      type, bits;
+    int32_t      block_cells; // smallest page
+    double       bits_per_value; // head size 128, group 32
+} kvq_type_info;
+
+KVQ_API int                   kvq_type_count(void);
+KVQ_API const kvq_type_info * kvq_type_at(int i);
+
+// Bytes of one block: codes and parameters. KVQ_ERR_SHAPE when the format cannot hold these numbers.
+KVQ_API int kvq_codec_bytes(const kvq_codec * codec, size_t * nb_codes, size_t * nb_params);
+
+// rows: f16 [n_cells][head_size]. valid: bit i set = cell i holds data (NULL: all do); other cells do not
+// influence the parameters. shared: codes of another layer to adopt instead of writing own ones (then `codes` may be NULL).
+KVQ_API int kvq_encode(const kvq_codec * codec, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
+KVQ_API int kvq_decode(const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
+
+// The f16 image of a block that a saved state carries: decoded values whose lowest mantissa bits hold the parameters,
+// so that kvq_image_match restores the identical block. Returns 1 on a match, 0 for rows that are no such image.
+KVQ_API int kvq_image      (const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
+KVQ_API int kvq_image_match(const kvq_codec * codec, const uint16_t * rows, const void * shared, void * codes, void * params);
+
+// ---------------------------------------------------------------- attention
+
+// A run of slots: one page of all KV heads. Sealed: head h starts at codes + h*nb_codes and params + h*nb_params.
+// Open: f16 tile [n_head_kv][n_slots][head size padded to 16].
+typedef struct kvq_page {
+    const void * k_codes;
+    const void * k_params; // NULL: K is open
+    const void * v_codes;
+    const void * v_params; // NULL: V is open
+    int32_t      cell;     // cell of slot 0 when map is NULL
+    int32_t      n_slots;  // 0: nothing was ever written, skipped
+    const int32_t * map;   // slot -> cell, -1 for a slot that holds nothing; NULL: cell + slot
+} kvq_page;
+
+enum {
+    KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
+};
+
+// One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v
+typedef struct kvq_attn {
+    kvq_codec k, v;
+    int32_t   n_q, n_head, n_head_kv, n_pages;
+    int32_t   n_kv;        // cells at or beyond n_kv are masked
+    int32_t   flags;
+    float     scale, max_bias, softcap;
+    const float    * q;    int64_t q_stride_token,    q_stride_head;
+    const uint16_t * mask; int64_t mask_stride_token, mask_stride_head; // f16, added to the logits; NULL: none
+    const float    * sinks;                                             // [n_head], NULL: none
+    float          * dst;  int64_t dst_stride_token,  dst_stride_head;
+    const kvq_page * pages;
+} kvq_attn;
+
+// n independent streams at once, shared among n_threads threads.
+KVQ_API int kvq_attend(const kvq_attn * attn, int n, int n_threads);
+
+// ---------------------------------------------------------------- accounting
+
+typedef struct kvq_layer_shape {
+    int32_t il, n_head_kv, head_size_k, head_size_v;
+} kvq_layer_shape;
+
+typedef struct kvq_stats {
+    char     method[32];
+    char     options[128];
+    char     kernel[32];
+    int32_t  n_layer, n_cells, n_stream, page_cells;
+    uint64_t bytes_f16;     // the same cache as upstream's f16
+    uint64_t bytes_codes, bytes_params, bytes_window, bytes_tables, bytes_calibration;
+    uint64_t bytes_total;   // sum of the five: what is allocated
+    uint64_t bytes_scratch; // shared f16 pages of the current ubatch, grown on demand
+    double   bits_k, bits_v, bits; // true bits: allocated bytes * 8 / values of the f16 cache
+    double   bits_headline; // code bits only, as papers count
+    uint64_t n_sealed, n_reopened, n_forced; // pages, since creation
+} kvq_stats;
+
+KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
+                     int n_layer_model, int n_cells, int n_stream, kvq_stats * out);
+
+// Live caches of this process, in creation order.
+KVQ_API int kvq_cache_count(void);
+KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
+
+// Sizes and field offsets as this library was compiled, e.g. ("llama_context_params", "n_ctx"); (size_t) -1 when unknown.
+KVQ_API size_t kvq_sizeof  (const char * type);
+KVQ_API size_t kvq_offsetof(const char * type, const char * field);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,51 @@
+// A method is data: which block type each layer's keys and values take, what layers share, what stays f16.
+// Adding one: methods/<name>.cpp with a kvq_method, one row in methods.inc, python/ggml_kvq/reference/<name>.py.
+#pragma once
+
+#include "ggml-kvq.h"
+#include "options.h"
+
+#include <string>
+
+// How one role (K or V) of one layer is kept.
+struct kvq_lane_plan {
+    kvq_codec codec       = {};
+    bool      shares_codes = false; // codes of the previous layer's lane; own parameters
+};
+
+struct kvq_layer_plan {
+    kvq_lane_plan k, v;
+    int window = 128; // cells kept f16 behind the newest one
+    int sinks  = 0;   // first cells of a stream, f16 for good
+    int flags  = 0;   // KVQ_ATTN_*
+};
+
+// What a method may know when it plans a layer.
+struct kvq_layer_context {
+    int ordinal;                  // of this layer in its cache, 0 = first
+    int n_layer;                  // attention layers of the model (scales presets)
+    kvq_layer_shape shape;
+    const kvq_layer_shape * prev; // previous layer of the same cache, NULL for the first
+};
+
+struct kvq_method {
+    kvq_method_info info;
+    // Fills out, or returns a status and one line in err.
+    kvq_status (*plan)(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
+};
+
+const kvq_method * kvq_method_find(const char * name); // NULL when unknown
+
+// Parses "k=v,k=v" against the method's table: every key known, every value inside its range.
+kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_options & out, std::string & err);
+
+// Options that every quantising method has, and their reading.
+#define KVQ_OPTIONS_AFFINE                                                                                                      \
+    { "group",   "int", "32",  "cells per key group and channels per value group: 16 32 64 128", "KIVI section 4.1" },         \
+    { "group_v", "int", "0",   "channels per value group; 0: as group, at most the head size", "KIVI section 4.1" },          \
+    { "window",  "int", "128", "newest cells kept in f16, 0..4096", "KIVI section 4.1 (residual length)" },                    \
+    { "sinks",   "int", "0",   "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },                            \
+    { "scales",  "f16|u8", "f16", "format of scales and zeros; u8 halves them", "ggml-kvq" },                                  \
+    { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" }
+
+kvq_status kvq_plan_affine(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);

@@ -1,0 +1,15 @@
+// Options of a method: text in, typed values out. Defaults come from the method's table.
+#pragma once
+
+#include <map>
+#include <string>
+
+struct kvq_options {
+    std::map<std::string, std::string> values; // every key of the table
+
+    const std::string & str(const char * key) const { return values.at(key); }
+    int    num (const char * key) const { return std::stoi(values.at(key)); }
+    float  real(const char * key) const { return std::stof(values.at(key)); }
+    bool   flag(const char * key) const { return values.at(key) == "true"; }
+    bool   is  (const char * key, const char * value) const { return values.at(key) == value; }
+};

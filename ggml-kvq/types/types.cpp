@@ -1,0 +1,124 @@
+#include "types.h"
+
+#include "affine.h"
+#include "f16.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+// ---------------------------------------------------------------- f16: rows [n_cells][head_size], no parameters
+
+static const char * f16_refuse(const kvq_codec & c) {
+    return c.head_size < 1 || c.n_cells < 1 ? "head size and cells must be positive" : nullptr;
+}
+static size_t f16_nb_codes (const kvq_codec & c) { return 2 * (size_t) c.n_cells * c.head_size; }
+static size_t f16_nb_params(const kvq_codec &)   { return 0; }
+
+static void f16_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t *, const void *, void * codes, void *) {
+    memcpy(codes, rows, f16_nb_codes(c));
+}
+static void f16_decode(const kvq_codec & c, const void * codes, const void *, uint16_t * rows) {
+    memcpy(rows, codes, f16_nb_codes(c));
+}
+static bool f16_match(const kvq_codec & c, const uint16_t * rows, uint16_t, const void *, void * codes, const void *) {
+    memcpy(codes, rows, f16_nb_codes(c));
+    return true;
+}
+
+// ---------------------------------------------------------------- affine
+
+static bool affine_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params) {
+    const kvq_affine_dims d = kvq_affine_get_dims(c);
+    std::vector<float> scale(d.np), zero(d.np);
+    kvq_affine_get_params(c, params, scale.data(), zero.data());
+    if (codes && !shared) {
+        memset(codes, 0, kvq_affine_nb_codes(c));
+    }
+    const int  n = (1 << c.bits) - 1;
+    const bool k = c.role == KVQ_ROLE_K;
+    for (int t = 0; t < c.n_cells; t++) {
+        for (int i = 0; i < c.head_size; i++) {
+            const int      p = k ? t / c.group * c.head_size + i : i / c.group * c.n_cells + t;
+            const uint16_t v = rows[(size_t) t * c.head_size + i];
+            auto reproduces = [&](int q) {
+                const float y = std::min(std::max(zero[p] + scale[p] * (float) q, -65504.0f), 65504.0f);
+                return ((kvq_f32_to_f16(y) ^ v) & ~mask & 0xffff) == 0;
+            };
+            int q = 0;
+            if (shared) {
+                q = c.bits ? kvq_affine_get_code(c, (const uint8_t *) shared, k ? t : i, k ? i : t) : 0;
+                if (!reproduces(q)) {
+                    return false;
+                }
+            } else {
+                while (q <= n && !reproduces(q)) {
+                    q++;
+                }
+                if (q > n) {
+                    return false;
+                }
+            }
+            if (!shared && q) {
+                kvq_affine_put_code(c, (uint8_t *) codes, k ? t : i, k ? i : t, q);
+            }
+        }
+    }
+    return true;
+}
+
+static const kvq_type_traits traits[] = {
+    { KVQ_TYPE_F16,    "f16",    f16_refuse,        f16_nb_codes,        f16_nb_params,        f16_encode,            f16_decode,            f16_match    },
+    { KVQ_TYPE_AFFINE, "affine", kvq_affine_refuse, kvq_affine_nb_codes, kvq_affine_nb_params, kvq_affine_encode_ref, kvq_affine_decode_ref, affine_match },
+};
+
+const kvq_type_traits * kvq_traits(int type) {
+    for (const auto & t : traits) {
+        if (t.type == type) {
+            return &t;
+        }
+    }
+    return nullptr;
+}
+
+// ---------------------------------------------------------------- image
+// The parameter bytes, as one little-endian bit stream, fill the low k mantissa bits of the values in row order,
+// k the least width that holds them: 1 bit for affine groups of 32 with f16 scales.
+
+static int image_width(size_t n_values, size_t nb_params) {
+    return (int) ((8 * nb_params + n_values - 1) / n_values);
+}
+
+void kvq_image_write(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
+    const kvq_type_traits * t = kvq_traits(c.type);
+    t->decode(c, codes, params, rows);
+    const size_t nv = (size_t) c.n_cells * c.head_size, nb = t->nb_params(c);
+    const int    w  = image_width(nv, nb);
+    const uint8_t * p = (const uint8_t *) params;
+    for (size_t i = 0; i < nv; i++) {
+        for (int j = 0; j < w; j++) {
+            const size_t bit = i * w + j;
+            const int    v   = bit < 8 * nb ? p[bit / 8] >> bit % 8 & 1 : 0;
+            rows[i] = (uint16_t) ((rows[i] & ~(1 << j)) | v << j);
+        }
+    }
+}
+
+bool kvq_image_read(const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params) {
+    const kvq_type_traits * t = kvq_traits(c.type);
+    const size_t nv = (size_t) c.n_cells * c.head_size, nb = t->nb_params(c);
+    const int    w  = image_width(nv, nb);
+    memset(params, 0, nb);
+    for (size_t i = 0; i < nv; i++) {
+        for (int j = 0; j < w; j++) {
+            const size_t bit = i * w + j;
+            const int    v   = rows[i] >> j & 1;
+            if (bit < 8 * nb) {
+                ((uint8_t *) params)[bit / 8] |= (uint8_t) (v << bit % 8);
+            } else if (v) {
+                return false;
+            }
+        }
+    }
+    return t->match(c, rows, (uint16_t) ((1 << w) - 1), shared, codes, params);
+}
