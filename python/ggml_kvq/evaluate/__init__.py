@@ -1,0 +1,1 @@
+"""Quality of a KV cache: perplexity and divergence, retrieval, drift, documents."""

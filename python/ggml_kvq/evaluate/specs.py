@@ -1,0 +1,73 @@
+"""Cache specs: one string names a KV cache to evaluate.
+
+    f16                               upstream's f16 cache, the reference
+    upstream:q4_0/q4_0                upstream's cache types for K and V (one name: both)
+    kivi:bits=2,group=32              a method of this package with its options
+    aqua:predictor=full@calib.gguf    ... with calibrated data
+    method:f16                        this package's own f16 (control arm)
+    small=kivi:bits=2                 any of these under a label of its own
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .. import llama
+from ..errors import MethodError
+from ..model import UPSTREAM, Model
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One KV cache: label for tables, method (None: upstream's cache), options, sidecar path, upstream cache types."""
+
+    text: str
+    label: str
+    method: str | None
+    options: str = ""
+    config: str | None = None
+    type_k: str = "f16"
+    type_v: str = "f16"
+
+    @property
+    def is_reference(self) -> bool:
+        return self.method is None and (self.type_k, self.type_v) == ("f16", "f16")
+
+    def open(self, path: Any, **kwargs: Any) -> Model:
+        """A Model of `path` with this cache; kwargs go to Model."""
+        if self.method is None:
+            return Model(path, UPSTREAM, type_k=self.type_k, type_v=self.type_v, **kwargs)
+        return Model(path, self.method, self.options or None, self.config, **kwargs)
+
+
+_LABEL = re.compile(r"([A-Za-z0-9][\w.+-]*)=")
+
+
+def parse(text: str) -> CacheSpec:
+    """Parse one spec; MethodError names the bad part. Method names and options are checked when the cache is opened."""
+    body, label = text.strip(), ""
+    match = _LABEL.match(body)
+    if match and ":" not in body[: match.end()]:
+        label, body = match.group(1), body[match.end() :]
+    name, _, rest = body.partition(":")
+    if not name:
+        raise MethodError(f"cache {text!r} names no method; write f16, upstream:q4_0/q4_0 or METHOD:key=value,...")
+    if name == UPSTREAM or body == "f16":
+        kinds = (rest or "f16").split("/")
+        kinds = kinds * 2 if len(kinds) == 1 else kinds
+        if len(kinds) != 2 or any(k not in llama.GGML_TYPES for k in kinds):
+            raise MethodError(f"cache {text!r}: upstream takes TYPE or KTYPE/VTYPE of {', '.join(llama.GGML_TYPES)}")
+        same = kinds[0] if kinds[0] == kinds[1] else "/".join(kinds)
+        return CacheSpec(text, label or same, None, type_k=kinds[0], type_v=kinds[1])
+    if name == "method":
+        name, _, rest = rest.partition(":")
+        if not name:
+            raise MethodError(f"cache {text!r} names no method after 'method:'; write method:f16")
+        label = label or f"kvq-{name}"
+    options, _, config = rest.partition("@")
+    for part in filter(None, options.split(",")):
+        if "=" not in part:
+            raise MethodError(f"cache {text!r}: option {part!r} has no value; write {part}=VALUE")
+    return CacheSpec(text, label or body.split("@")[0], name, options, config or None)

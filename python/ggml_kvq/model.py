@@ -1,0 +1,629 @@
+"""Model: load a GGUF model with a compressed KV cache, generate, score, save and restore."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import os
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import chat, hub, llama, native
+from .errors import ContextOverflowError, DecodeError, KvqError, MethodError, ModelError, StateError
+from .loader import Libraries, last_problem, libraries, log
+from .sampling import Chain, Sampling
+
+TokenArray = npt.NDArray[np.int32]
+Options = Mapping[str, object] | str | None
+
+#: kv_method value that keeps upstream's own cache even when the model's metadata name a method.
+UPSTREAM = "upstream"
+
+_models: weakref.WeakSet[Model] = weakref.WeakSet()
+# Live caches are numbered in creation order over the whole process: creation and destruction take this lock, and
+# _cache_owners holds (owner id, number of caches) in the same order.
+_cache_lock = threading.RLock()
+_cache_owners: list[tuple[int, int]] = []
+
+_worker_lock = threading.Lock()
+_worker: ThreadPoolExecutor | None = None
+
+
+def _run_interruptible(model: Model, call: Any) -> Any:
+    """Run `call` on a helper thread while the main thread stays open to Ctrl-C, which aborts the running llama_decode."""
+    global _worker
+    with _worker_lock:
+        if _worker is None:
+            _worker = ThreadPoolExecutor(1, thread_name_prefix="ggml-kvq-decode")
+    future: Future[Any] = _worker.submit(call)
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        model._abort[0] = b"\x01"
+        while not future.done():
+            try:
+                future.exception()
+            except KeyboardInterrupt:
+                continue
+        raise
+    finally:
+        model._abort[0] = b"\x00"
+
+
+def close_all() -> None:
+    """Close every open Model of this process."""
+    for model in list(_models):
+        model.close()
+
+
+class Model:
+    """A model and one context of it.
+
+    path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub).
+    kv_method: f16, kivi, xquant, ... (`ggml-kvq methods`); None = the method named in the model's metadata, else
+        upstream's own cache; "upstream" = upstream's cache in any case.
+    kv_opts: options of the method, a dict or "key=value,key=value". kv_config: calibrated data (sidecar GGUF).
+    n_ctx: context in tokens, 0 = what the model was trained with. n_batch, n_ubatch: logical and physical batch in tokens.
+    n_threads: CPU threads, None = physical guess of os.cpu_count(). n_seq_max: parallel sequences.
+    type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
+    device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU.
+
+    Contexts are independent: several models, methods and threads may be used side by side; one Model serialises its calls.
+    Raises LibraryError, ModelError, MethodError, DownloadError; every message names the value and the cure.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        kv_method: str | None = None,
+        kv_opts: Options = None,
+        kv_config: str | os.PathLike[str] | None = None,
+        *,
+        n_ctx: int = 4096,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_seq_max: int = 1,
+        type_k: str = "f16",
+        type_v: str = "f16",
+        device: str | Sequence[str] | None = None,
+        n_gpu_layers: int | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self._model: int | None = None
+        self._ctx: int | None = None
+        self._lock = threading.RLock()
+        self._abort = ctypes.create_string_buffer(2)
+        self._tokens: list[int] = []
+        self._options = native.option_string(dict(kv_opts) if isinstance(kv_opts, Mapping) else kv_opts)
+        self.finish_reason = ""
+        self.load_line = ""
+        for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1)):
+            if value < low:
+                raise ModelError(f"{name}={value} is too small; choose {low} or more")
+        for name, kind in (("type_k", type_k), ("type_v", type_v)):
+            if kind not in llama.GGML_TYPES:
+                raise MethodError(f"{name}={kind!r} is no cache type; choose one of {', '.join(llama.GGML_TYPES)}")
+
+        self._libs = libraries()
+        self.path = hub.resolve(path)
+        if not self.path.is_file():
+            raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
+        self._check_method(kv_method, kv_config, type_k, type_v)
+
+        log.begin(verbose)
+        try:
+            self._load_model(kv_method, device, n_gpu_layers)
+            named = self.metadata("kvq.method")
+            if kv_method is None and named and self._libs.kvq is not None:
+                kv_method = named
+                self._free()
+                self._load_model(kv_method, device, n_gpu_layers)
+            self.kv_method = None if kv_method in (None, UPSTREAM) else kv_method
+            self.type_k, self.type_v = type_k, type_v
+            self._init_context(n_ctx, n_batch, n_ubatch, n_threads or os.cpu_count() or 1, n_seq_max, kv_config)
+        except BaseException:
+            self._free()
+            raise
+        finally:
+            lines = log.end()
+        self._kv_log = [line for line in lines if re.search(r"kv_cache.*size\s*=", line)]
+        ours = [line for line in lines if re.match(r"\s*(ggml[-_ ])?kvq\d*\b", line, re.IGNORECASE)]
+        self.load_line = ours[-1].strip() if ours else ""
+        _models.add(self)
+
+    # -------------------------------------------------------------- loading
+
+    def _check_method(
+        self, method: str | None, config: str | os.PathLike[str] | None, type_k: str, type_v: str
+    ) -> None:
+        if method in (None, UPSTREAM):
+            if self._options:
+                raise MethodError(f"kv_opts={self._options!r} without a method; pass kv_method as well")
+            if config is not None and method == UPSTREAM:
+                raise MethodError("kv_config goes with a kvq method; drop it or choose a kv_method")
+            return
+        kvq = self._libs.need_kvq()
+        assert method is not None
+        if (type_k, type_v) != ("f16", "f16"):
+            raise MethodError(f"type_k={type_k} type_v={type_v} belong to upstream's cache; drop them with kv_method={method}")
+        native.check(kvq, kvq.kvq_check(method.encode(), self._options.encode()))
+        if config is not None and not Path(config).is_file():
+            raise MethodError(f"kv_config={os.fspath(config)} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`")
+
+    def _choose_devices(self, method: str | None, device: str | Sequence[str] | None) -> list[int]:
+        known = self._libs.devices()
+        if device is not None:
+            names = [device] if isinstance(device, str) else list(device)
+        elif method in (None, UPSTREAM):
+            gpu = (llama.DEVICE_TYPE_GPU, llama.DEVICE_TYPE_IGPU)
+            names = [n for n, kind, _ in known if kind in gpu and not n.startswith("KVQ")]
+        else:
+            names = ["KVQ0"]
+        handles = {n: h for n, _, h in known}
+        for name in names:
+            if name not in handles:
+                raise ModelError(f"device {name} does not exist; choose from {', '.join(handles)}")
+            if name.startswith("KVQ") and method in (None, UPSTREAM):
+                raise ModelError(f"device {name} needs a kv_method; pass kv_method or another device")
+            if not name.startswith("KVQ") and method not in (None, UPSTREAM):
+                raise ModelError(f"device {name} cannot hold the cache of kv_method={method}; choose KVQ0")
+        return [handles[n] for n in names]
+
+    def _load_model(self, method: str | None, device: str | Sequence[str] | None, n_gpu_layers: int | None) -> None:
+        lib = self._libs.llama
+        handles = self._choose_devices(method, device)
+        params = lib.llama_model_default_params()
+        params.devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
+        params.n_gpu_layers = n_gpu_layers if n_gpu_layers is not None else (999 if handles else 0)
+        self._model = lib.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not self._model:
+            raise ModelError(f"{self.path} does not load: {last_problem(log.end())}; check that it is a complete GGUF model")
+        self._vocab = lib.llama_model_get_vocab(self._model)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
+        self.n_ctx_train: int = lib.llama_model_n_ctx_train(self._model)
+        self.n_layer: int = lib.llama_model_n_layer(self._model)
+        self.n_head: int = lib.llama_model_n_head(self._model)
+        self.n_head_kv: int = lib.llama_model_n_head_kv(self._model)
+        self.bos: int = lib.llama_vocab_bos(self._vocab)
+        self.eos: int = lib.llama_vocab_eos(self._vocab)
+        self.add_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
+
+    def _init_context(
+        self, n_ctx: int, n_batch: int, n_ubatch: int, n_threads: int, n_seq_max: int, config: str | os.PathLike[str] | None
+    ) -> None:
+        lib, kvq = self._libs.llama, self._libs.kvq
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
+        params.n_seq_max, params.n_threads, params.n_threads_batch = n_seq_max, n_threads, n_threads
+        params.flash_attn_type = llama.FLASH_ATTN_ENABLED
+        params.type_k, params.type_v = llama.GGML_TYPES[self.type_k], llama.GGML_TYPES[self.type_v]
+        # strlen as abort callback: 0 for an empty buffer, 1 once the flag byte is set; costs no Python call per graph node
+        params.abort_callback = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
+        params.abort_callback_data = ctypes.cast(self._abort, ctypes.c_void_p)
+        with _cache_lock:
+            before = kvq.kvq_cache_count() if kvq is not None else 0
+            if kvq is not None and self.kv_method is not None:
+                cfg = os.fsencode(Path(config).resolve()) if config is not None else None
+                status = kvq.kvq_configure(
+                    self.kv_method.encode(), self._options.encode(), cfg, os.fsencode(self.path.resolve())
+                )
+                native.check(kvq, status)
+            try:
+                self._ctx = lib.llama_init_from_model(self._model, params)
+                reason = kvq.kvq_last_error().decode() if kvq is not None and self.kv_method is not None else ""
+            finally:
+                if kvq is not None and self.kv_method is not None:
+                    kvq.kvq_configure(None, None, None, None)
+            if not self._ctx:
+                if reason:
+                    raise MethodError(reason)
+                raise ModelError(f"no context of {self.path} with n_ctx={n_ctx}: {last_problem(log.end())}; try a smaller n_ctx")
+            self._n_caches = kvq.kvq_cache_count() - before if kvq is not None else 0
+            if self.kv_method is not None and self._n_caches == 0:
+                raise MethodError(f"kv_method={self.kv_method} was not used: this model keeps no attention cache; drop kv_method")
+            if self._n_caches:
+                _cache_owners.append((id(self), self._n_caches))
+        self.n_ctx: int = lib.llama_n_ctx(self._ctx)
+        self.n_batch: int = lib.llama_n_batch(self._ctx)
+        self.n_ubatch: int = lib.llama_n_ubatch(self._ctx)
+        self._memory = lib.llama_get_memory(self._ctx)
+
+    def _free(self) -> None:
+        with _cache_lock:
+            if self._ctx:
+                self._libs.llama.llama_free(self._ctx)
+                self._ctx = None
+                _cache_owners[:] = [o for o in _cache_owners if o[0] != id(self)]
+            if self._model:
+                self._libs.llama.llama_model_free(self._model)
+                self._model = None
+
+    def close(self) -> None:
+        """Free context and model. Closing twice is harmless."""
+        if getattr(self, "_lock", None) is None:
+            return
+        with self._lock:
+            self._free()
+        _models.discard(self)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_ctx", None) or getattr(self, "_model", None):
+            self.close()
+
+    def _open(self) -> int:
+        if self._ctx is None:
+            raise ModelError(f"the model {self.path.name} is closed; open a new Model")
+        return self._ctx
+
+    # -------------------------------------------------------------- text and tokens
+
+    def metadata(self, key: str) -> str | None:
+        """Scalar GGUF metadata value as a string, None when absent or an array."""
+        if self._model is None:
+            raise ModelError(f"the model {self.path.name} is closed; open a new Model")
+        buf = ctypes.create_string_buffer(4096)
+        n = self._libs.llama.llama_model_meta_val_str(self._model, key.encode(), buf, len(buf))
+        if n >= len(buf):
+            buf = ctypes.create_string_buffer(n + 1)
+            self._libs.llama.llama_model_meta_val_str(self._model, key.encode(), buf, len(buf))
+        return buf.value.decode("utf-8", "replace") if n >= 0 else None
+
+    def tokenize(self, text: str, *, add_bos: bool = False, special: bool = False) -> list[int]:
+        """Token ids of `text`. add_bos: prepend BOS when the model wants one; special: read <|...|> markers as tokens."""
+        self._open()
+        data = text.encode("utf-8")
+        fn = self._libs.llama.llama_tokenize
+        n = -fn(self._vocab, data, len(data), None, 0, add_bos, special)
+        if n <= 0:
+            return []
+        out = (ctypes.c_int32 * n)()
+        return list(out[: fn(self._vocab, data, len(data), out, n, add_bos, special)])
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of `tokens`; bytes that are no UTF-8 become U+FFFD. special: render control tokens."""
+        self._open()
+        n = len(tokens)
+        ids = (ctypes.c_int32 * n)(*tokens)
+        size = max(64, n * 16)
+        while True:
+            buf = ctypes.create_string_buffer(size)
+            got = self._libs.llama.llama_detokenize(self._vocab, ids, n, buf, size, False, special)
+            if got >= 0:
+                return buf.raw[:got].decode("utf-8", "replace")
+            size = -got
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """Bytes of one token; they may end inside a UTF-8 character."""
+        buf = ctypes.create_string_buffer(256)
+        n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
+        if n < 0:
+            buf = ctypes.create_string_buffer(-n)
+            n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
+        return buf.raw[:n]
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]], *, add_assistant: bool = True) -> str:
+        """The model's chat template over [{"role": ..., "content": ...}]; ModelError when the model has none."""
+        self._open()
+        template = self._libs.llama.llama_model_chat_template(self._model, None)
+        if template is None:
+            raise ModelError(f"{self.path.name} has no chat template; use generate() with plain text")
+        special = {name: self.piece(t, special=True).decode() if t >= 0 else "" for name, t in (("bos_token", self.bos), ("eos_token", self.eos))}
+        return chat.render(self._libs.llama, template.decode(), messages, add_assistant, special)
+
+    # -------------------------------------------------------------- decoding
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens the cache holds, in order (a copy)."""
+        return list(self._tokens)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        with self._lock:
+            ctx = self._open()
+            self._libs.llama.llama_memory_clear(self._libs.llama.llama_get_memory(ctx), True)
+            self._tokens = []
+
+    def truncate(self, n_tokens: int) -> None:
+        """Keep the first n_tokens of the cache; 0 <= n_tokens <= len(tokens)."""
+        with self._lock:
+            self._open()
+            if not 0 <= n_tokens <= len(self._tokens):
+                raise KvqError(f"n_tokens={n_tokens} is outside 0..{len(self._tokens)}, the tokens held")
+            if not self._libs.llama.llama_memory_seq_rm(self._memory, 0, n_tokens, -1):
+                raise DecodeError(f"this model's memory cannot be cut at {n_tokens}; call reset() and decode again")
+            del self._tokens[n_tokens:]
+
+    def feed(
+        self, tokens: Sequence[int] | TokenArray, *, outputs: npt.ArrayLike | None = None, n_ubatch: int | None = None
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """Append tokens to the cache batch by batch.
+
+        outputs: bool [n_tokens], which tokens' logits to compute (None: the last one's). n_ubatch: decode at most so many
+        tokens at once (None: n_batch, which llama.cpp splits by the context's n_ubatch). Yields per batch a float32 view
+        [outputs of this batch, n_vocab] that the next batch overwrites. Raises ContextOverflowError, DecodeError.
+        """
+        ids = np.ascontiguousarray(tokens, dtype=np.int32)
+        mask = np.zeros(len(ids), np.int8)
+        if outputs is None:
+            mask[-1:] = 1
+        else:
+            mask[:] = np.asarray(outputs, dtype=bool)
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.n_vocab):
+            bad = int(ids[(ids < 0) | (ids >= self.n_vocab)][0])
+            raise DecodeError(f"token {bad} is outside the vocabulary of {self.n_vocab}; tokenize with this model")
+        step = min(n_ubatch or self.n_batch, self.n_batch)
+        if step < 1:
+            raise DecodeError(f"n_ubatch={n_ubatch} is too small; choose 1 or more")
+        for start in range(0, len(ids), step):
+            yield self._decode(ids[start : start + step], mask[start : start + step])
+
+    def _decode(self, ids: TokenArray, mask: npt.NDArray[np.int8]) -> npt.NDArray[np.float32]:
+        with self._lock:
+            ctx = self._open()
+            n_past, n = len(self._tokens), len(ids)
+            if n_past + n > self.n_ctx:
+                raise ContextOverflowError(
+                    f"{n_past + n} tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx or shorten the text"
+                )
+            batch = llama.llama_batch(
+                n_tokens=n,
+                token=ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
+                logits=mask.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+            )
+
+            def call() -> tuple[int, list[str]]:
+                log.begin()
+                status = self._libs.llama.llama_decode(ctx, batch)
+                self._libs.llama.llama_synchronize(ctx)
+                return status, log.end()
+
+            try:
+                # one token is quick and Ctrl-C waits for it; a batch may take seconds
+                wait = n > 1 and threading.current_thread() is threading.main_thread()
+                status, lines = _run_interruptible(self, call) if wait else call()
+            finally:
+                held = self._libs.llama.llama_memory_seq_pos_max(self._memory, 0) + 1
+                self._tokens += ids[: max(0, held - n_past)].tolist()
+            if status:
+                what = {1: "no room in the KV cache", 2: "aborted", -1: "invalid batch"}.get(status, f"status {status}")
+                raise DecodeError(f"decoding {n} tokens at {n_past} failed ({what}): {last_problem(lines)}; reset() and try again")
+            n_out = int(mask.sum())
+            if not n_out:
+                return np.empty((0, self.n_vocab), np.float32)
+            view = np.ctypeslib.as_array(self._libs.llama.llama_get_logits(ctx), (n_out, self.n_vocab))
+            return view
+
+    def logits(self, tokens: Sequence[int] | TokenArray, *, n_ubatch: int | None = None) -> npt.NDArray[np.float32]:
+        """Logits after every token, float32 [n_tokens, n_vocab]. Forgets what the cache held before.
+
+        Raises ContextOverflowError when the tokens exceed n_ctx.
+        """
+        self.reset()
+        out = np.empty((len(tokens), self.n_vocab), np.float32)
+        row = 0
+        for part in self.feed(tokens, outputs=np.ones(len(tokens), bool), n_ubatch=n_ubatch):
+            out[row : row + len(part)] = part
+            row += len(part)
+        return out
+
+    def perplexity(
+        self, text: str | Sequence[int], *, n_ctx: int | None = None, n_ubatch: int | None = None, stride: int = 0
+    ) -> float:
+        """exp(mean negative log-likelihood) over windows of n_ctx tokens, second half of each window scored.
+
+        The protocol of llama-perplexity (tools/perplexity); stride > 0: windows every `stride` tokens, last `stride`
+        tokens scored. text: a string or token ids, at least 2*n_ctx tokens. n_ubatch: tokens decoded at once.
+        """
+        from .evaluate.perplexity import Protocol, perplexity
+
+        return perplexity(self, text, Protocol(n_ctx or self.n_ctx, n_ubatch or self.n_ubatch, stride))
+
+    # -------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        stop: Sequence[str] | str = (),
+        reset: bool = True,
+        special: bool = False,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> Iterator[str]:
+        """Continue `prompt`; yields pieces of text as they are sampled, always whole UTF-8 characters.
+
+        max_tokens: most tokens to sample, -1 until the context is full. stop: strings that end the text (not yielded).
+        reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty prompt then
+        continues. special: read control tokens in the prompt (chat templates). sampling or its fields (temperature, top_k,
+        top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling.
+        Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError.
+        """
+        if sampling is not None and options:
+            raise KvqError(f"sampling and {', '.join(options)} given together; put all into Sampling(...)")
+        try:
+            chosen = sampling or Sampling(**options)
+        except TypeError:
+            known = ", ".join(Sampling.__dataclass_fields__)
+            bad = ", ".join(k for k in options if k not in Sampling.__dataclass_fields__)
+            raise KvqError(f"unknown sampling option {bad}; choose from {known}") from None
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if any(not s for s in stops):
+            raise KvqError("stop='' would end every text at once; drop the empty string")
+        self._open()
+        start = reset or not self._tokens
+        ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else list(prompt)
+        if reset:
+            self.reset()
+        if not ids:
+            if not self._tokens:
+                raise KvqError("prompt='' with an empty cache gives nothing to continue; pass some text")
+            ids = self._tokens[-1:]
+            self.truncate(len(self._tokens) - 1)
+        if len(self._tokens) + len(ids) > self.n_ctx:
+            raise ContextOverflowError(
+                f"{len(self._tokens) + len(ids)} prompt tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx"
+            )
+        return self._generate(ids, max_tokens, stops, chosen)
+
+    def _generate(self, ids: list[int], max_tokens: int, stops: list[str], options: Sampling) -> Iterator[str]:
+        self.finish_reason = ""
+        chain = Chain(self._libs.llama, self.n_vocab, options)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        held = ""  # text that may still turn out to begin a stop string
+        try:
+            for token in self._tokens + ids:
+                chain.accept(token)
+            n_sampled = 0
+            if max_tokens == 0:
+                self.finish_reason = "length"
+            while not self.finish_reason:
+                for _ in self.feed(ids):
+                    pass
+                with self._lock:
+                    token = chain.sample(self._open())
+                if self._libs.llama.llama_vocab_is_eog(self._vocab, token):
+                    self.finish_reason = "eos"
+                    break
+                n_sampled += 1
+                ids = [token]
+                held += decoder.decode(self.piece(token))
+                cut = min((i for i in (held.find(s) for s in stops) if i >= 0), default=-1)
+                if cut >= 0:
+                    held, self.finish_reason = held[:cut], "stop"
+                    break
+                keep = max((k for s in stops for k in range(1, len(s)) if held.endswith(s[:k])), default=0)
+                if len(held) > keep:
+                    out, held = held[: len(held) - keep], held[len(held) - keep :]
+                    yield out
+                if n_sampled == max_tokens:
+                    self.finish_reason = "length"
+                elif len(self._tokens) >= self.n_ctx:
+                    self.finish_reason = "context"
+            if self.finish_reason != "stop":
+                held += decoder.decode(b"", final=True)
+            if held:
+                yield held
+        finally:
+            chain.close()
+
+    # -------------------------------------------------------------- cache facts, state
+
+    def kv_stats(self) -> dict[str, Any]:
+        """What the KV cache holds: method, bytes_* (bytes), bits, bits_k, bits_v (true bits: allocated bytes * 8 per K or V
+        value of the f16 cache), page counts. Several caches of one context (sliding windows) are summed; `caches` lists them.
+        """
+        self._open()
+        if self.kv_method is None:
+            return upstream_stats(self._libs, self.type_k, self.type_v, self._kv_log)
+        with _cache_lock:
+            first = 0
+            for owner, n in _cache_owners:
+                if owner == id(self):
+                    break
+                first += n
+            caches = []
+            for i in range(first, first + self._n_caches):
+                raw = native.kvq_stats()
+                native.check(self._libs.need_kvq(), self._libs.need_kvq().kvq_cache_stats(i, ctypes.byref(raw)))
+                caches.append(native.stats_dict(raw))
+        total = dict(caches[0])
+        for key in total:
+            if key.startswith("bytes_") or key in ("n_sealed", "n_reopened", "n_forced", "n_layer"):
+                total[key] = sum(c[key] for c in caches)
+        for key in ("bits", "bits_k", "bits_v", "bits_headline"):
+            total[key] = sum(c[key] * c["bytes_f16"] for c in caches) / max(1, total["bytes_f16"])
+        total["caches"] = caches
+        return total
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Write tokens, cache and logits to `path`, whole or not at all. StateError when that fails."""
+        target = Path(path)
+        with self._lock:
+            ctx = self._open()
+            ids = np.asarray(self._tokens, np.int32)
+            partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+            try:
+                log.begin()
+                ok = self._libs.llama.llama_state_save_file(
+                    ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
+                )
+                lines = log.end()
+                if not ok:
+                    raise StateError(f"{target} could not be written: {last_problem(lines)}; check folder and disk space")
+                with open(partial, "rb+") as f:
+                    os.fsync(f.fileno())
+                os.replace(partial, target)
+            except OSError as e:
+                raise StateError(f"{target} could not be written: {e.strerror}; check folder and disk space") from e
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def load_state(self, path: str | os.PathLike[str]) -> int:
+        """Restore what save_state wrote (same model and n_ctx at least as long); returns the number of tokens held.
+
+        StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty.
+        """
+        source = Path(path)
+        if not source.is_file():
+            raise StateError(f"{source} is not a file; give a path that save_state wrote")
+        with open(source, "rb") as f:
+            magic = f.read(4)
+        if magic != b"nsgg":  # LLAMA_SESSION_MAGIC 'ggsn', little endian
+            raise StateError(f"{source} is no saved state (magic {magic!r}); give a path that save_state wrote")
+        with self._lock:
+            ctx = self._open()
+            self.reset()
+            out = (ctypes.c_int32 * self.n_ctx)()
+            n = ctypes.c_size_t()
+            log.begin()
+            ok = self._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, self.n_ctx, ctypes.byref(n))
+            lines = log.end()
+            if not ok:
+                self.reset()
+                raise StateError(
+                    f"{source} does not fit this context: {last_problem(lines)}; use the model it was saved with and n_ctx >= its length"
+                )
+            self._tokens = list(out[: n.value])
+        return len(self._tokens)
+
+
+def type_bits(libs: Libraries, name: str) -> float:
+    """Bits per value of an upstream cache type, block scales included."""
+    kind = llama.GGML_TYPES[name]
+    return float(libs.base.ggml_type_size(kind)) * 8 / float(libs.base.ggml_blck_size(kind))
+
+
+def upstream_stats(libs: Libraries, type_k: str, type_v: str, log_lines: list[str]) -> dict[str, Any]:
+    """kv_stats() of upstream's own cache: bits from ggml's type table, bytes from the size llama.cpp reports at load."""
+    k, v = type_bits(libs, type_k), type_bits(libs, type_v)
+    mib = sum(float(m.group(1)) for line in log_lines if (m := re.search(r"size\s*=\s*([\d.]+) MiB", line)))
+    total = int(mib * 2**20)
+    return {
+        "method": UPSTREAM,
+        "options": f"{type_k}/{type_v}",
+        "bits_k": k,
+        "bits_v": v,
+        "bits": (k + v) / 2,
+        "bytes_total": total,
+        "bytes_f16": int(total * 32 / (k + v)),
+    }
