@@ -1,0 +1,33 @@
+# cmake -P: configure and build PROGRAMS of SOURCE in BUILD with the cache script SETTINGS, then copy programs and libraries to
+# STAGE. Wheels hold no symbolic links, so every library appears once, under its SONAME.
+cmake_minimum_required(VERSION 3.21)
+string(REPLACE "," ";" PROGRAMS "${PROGRAMS}")
+file(LOCK ${BUILD}.lock RESULT_VARIABLE busy TIMEOUT 0)
+if(busy)
+    message(STATUS "waiting for another build in ${BUILD}")
+    file(LOCK ${BUILD}.lock TIMEOUT 7200)
+endif()
+
+execute_process(COMMAND ${CMAKE_COMMAND} -S ${SOURCE} -B ${BUILD} -G ${GENERATOR} -C ${SETTINGS} -Wno-dev
+    RESULT_VARIABLE failed)
+if(failed)
+    message(FATAL_ERROR "llama.cpp could not be configured; the reason stands above")
+endif()
+execute_process(COMMAND ${CMAKE_COMMAND} --build ${BUILD} --config Release --target ${PROGRAMS} RESULT_VARIABLE failed)
+if(failed)
+    message(FATAL_ERROR "llama.cpp could not be built; the reason stands above (a killed compiler: set CMAKE_BUILD_PARALLEL_LEVEL=1)")
+endif()
+
+file(MAKE_DIRECTORY ${STAGE})
+foreach(program IN LISTS PROGRAMS)
+    file(COPY ${BUILD}/bin/${program} DESTINATION ${STAGE})
+endforeach()
+file(GLOB libraries ${BUILD}/bin/lib*.so*)
+foreach(library IN LISTS libraries)
+    if(IS_SYMLINK ${library})
+        continue()
+    endif()
+    get_filename_component(name ${library} NAME)
+    string(REGEX REPLACE "^(lib.*\\.so(\\.[0-9]+)?).*$" "\\1" soname ${name})
+    execute_process(COMMAND ${CMAKE_COMMAND} -E copy_if_different ${library} ${STAGE}/${soname} COMMAND_ERROR_IS_FATAL ANY)
+endforeach()

@@ -1,0 +1,92 @@
+# kvq-core: formats, methods, cache, kernels; compiles without any ggml header. kvq-host: the ggml backend around it.
+# ggml-kvq: both, as libggml-kvq.so. kvq-objects: both, as an archive for native tests (hidden symbols included).
+set(kvq_src ${CMAKE_CURRENT_SOURCE_DIR}/ggml-kvq)
+file(GLOB kvq_core_sources CONFIGURE_DEPENDS
+    ${kvq_src}/types/*.cpp ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
+file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp)
+file(GLOB kvq_types_sources CONFIGURE_DEPENDS ${kvq_src}/types/*.cpp)
+
+# Instruction sets: one source file per set, compiled with its flags and called only where the CPU has it.
+set(kvq_isa_x86_avx2   -mavx2 -mfma -mf16c)
+set(kvq_isa_x86_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c)
+set(kvq_isa_arm_neon   -march=armv8.2-a+dotprod+fp16)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+    set(kvq_isa_here avx2 avx512)
+    set(kvq_isa_family x86)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+    set(kvq_isa_here neon)
+    set(kvq_isa_family arm)
+else()
+    set(kvq_isa_here "")
+endif()
+foreach(isa avx2 avx512 neon)
+    set(files ${kvq_core_sources})
+    list(FILTER files INCLUDE REGEX "/cpu/[^/]*_${isa}\\.cpp$")
+    if(NOT files)
+        continue()
+    elseif(isa IN_LIST kvq_isa_here)
+        set_source_files_properties(${files} PROPERTIES COMPILE_OPTIONS "${kvq_isa_${kvq_isa_family}_${isa}}")
+        string(TOUPPER ${isa} upper)
+        list(APPEND kvq_definitions KVQ_HAVE_${upper}=1)
+    else()
+        list(REMOVE_ITEM kvq_core_sources ${files})
+    endif()
+endforeach()
+
+# The numpy reference rounds after every operation; a fused multiply-add would not.
+set_source_files_properties(${kvq_types_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+
+find_package(Threads REQUIRED)
+find_package(OpenMP COMPONENTS CXX)
+
+add_library(kvq-flags INTERFACE)
+target_compile_options(kvq-flags INTERFACE -Wall -Wextra)
+target_compile_definitions(kvq-flags INTERFACE KVQ_VERSION="${KVQ_VERSION}" ${kvq_definitions})
+target_include_directories(kvq-flags INTERFACE ${kvq_src} ${kvq_src}/include)
+target_link_libraries(kvq-flags INTERFACE Threads::Threads)
+if(OpenMP_CXX_FOUND)
+    target_link_libraries(kvq-flags INTERFACE OpenMP::OpenMP_CXX)
+else()
+    message(WARNING "no OpenMP: the kernels of libggml-kvq will run on one thread; install libgomp or libomp headers")
+endif()
+if(KVQ_SANITIZE)
+    if(NOT KVQ_SANITIZE MATCHES "^(address|undefined|address,undefined)$")
+        message(FATAL_ERROR "KVQ_SANITIZE=${KVQ_SANITIZE}: give address, undefined or address,undefined")
+    endif()
+    target_compile_options(kvq-flags INTERFACE -fsanitize=${KVQ_SANITIZE} -fno-omit-frame-pointer -g)
+    target_link_options(kvq-flags INTERFACE -fsanitize=${KVQ_SANITIZE})
+endif()
+
+add_library(kvq-core OBJECT ${kvq_core_sources})
+target_link_libraries(kvq-core PRIVATE kvq-flags)
+add_library(kvq-host OBJECT ${kvq_host_sources})
+target_link_libraries(kvq-host PRIVATE kvq-flags)
+target_include_directories(kvq-host SYSTEM PRIVATE
+    ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src ${LLAMA_CPP_DIR}/include)
+target_compile_definitions(kvq-host PRIVATE
+    KVQ_GGML_VERSION="${KVQ_GGML_VERSION}" GGML_BACKEND_DL GGML_BACKEND_SHARED GGML_SHARED LLAMA_SHARED)
+
+# CUDA kernels and their host part: GGML_CUDA=ON adds ggml-kvq/cuda/*.cu to kvq-core here.
+if(GGML_CUDA)
+    message(FATAL_ERROR "GGML_CUDA=ON: this version has no CUDA kernels yet; build without it")
+endif()
+
+# libggml-kvq.so names libggml-base by its SONAME. A program that has its own copy loaded already shares it (the dynamic linker
+# matches SONAMEs before it searches), and a bare dlopen, as from ctypes, finds the copy beside the library ($ORIGIN). An empty
+# library of that SONAME stands in at link time, so that no build of llama.cpp is needed.
+file(GENERATE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/stand-in/empty.c CONTENT "extern int kvq_stand_in;\n")
+add_library(ggml-base-stand-in SHARED ${CMAKE_CURRENT_BINARY_DIR}/stand-in/empty.c)
+set_target_properties(ggml-base-stand-in PROPERTIES
+    OUTPUT_NAME ggml-base SOVERSION ${KVQ_GGML_SOVERSION} LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stand-in)
+
+add_library(ggml-kvq MODULE $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host>)
+target_link_libraries(ggml-kvq PRIVATE kvq-flags)
+target_link_options(ggml-kvq PRIVATE -Wl,--no-as-needed)
+target_link_libraries(ggml-kvq PRIVATE ggml-base-stand-in)
+set_target_properties(ggml-kvq PROPERTIES
+    PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX
+    LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/lib
+    BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
+
+add_library(kvq-objects STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host>)
+target_link_libraries(kvq-objects PUBLIC kvq-flags)

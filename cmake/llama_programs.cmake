@@ -1,0 +1,84 @@
+# llama-programs: upstream's five programs and the libraries they need, built unmodified from LLAMA_CPP_DIR in a build folder of
+# their own and staged into ${KVQ_STAGE}. For the pinned source the build folder lives in the cache, keyed by everything that
+# decides its content, so that a second install takes seconds; for a foreign tree it lives in this build folder.
+set(KVQ_PROGRAMS llama-cli llama-completion llama-server llama-bench llama-perplexity)
+set(KVQ_STAGE ${CMAKE_CURRENT_BINARY_DIR}/lib)
+
+set(settings "")
+function(kvq_setting name value)
+    string(APPEND settings "set(${name} [==[${value}]==] CACHE STRING \"\" FORCE)\n")
+    set(settings "${settings}" PARENT_SCOPE)
+endfunction()
+foreach(name CMAKE_BUILD_TYPE CMAKE_C_COMPILER CMAKE_CXX_COMPILER CMAKE_C_FLAGS CMAKE_CXX_FLAGS CMAKE_EXE_LINKER_FLAGS
+             CMAKE_SHARED_LINKER_FLAGS CMAKE_TOOLCHAIN_FILE)
+    if(DEFINED ${name})
+        kvq_setting(${name} "${${name}}")
+    endif()
+endforeach()
+kvq_setting(BUILD_SHARED_LIBS ON)
+kvq_setting(CMAKE_INSTALL_RPATH "\$ORIGIN")
+kvq_setting(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
+foreach(off LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_APP LLAMA_BUILD_UI LLAMA_USE_PREBUILT_UI LLAMA_OPENSSL
+            LLAMA_ALL_WARNINGS GGML_CCACHE)
+    kvq_setting(${off} OFF)
+endforeach()
+if(KVQ_LLAMA_PINNED)
+    # Upstream asks git, which would find whatever repository the cache happens to lie in.
+    file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/scripts/fetch_llama_cpp.py commit REGEX "^COMMIT = ")
+    string(REGEX MATCH "[0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f]" commit "${commit}")
+    kvq_setting(LLAMA_BUILD_COMMIT ${commit})
+endif()
+# What the user sets for llama.cpp (-DGGML_NATIVE=OFF, -DLLAMA_OPENSSL=ON, ...) comes last and wins.
+get_cmake_property(cache_names CACHE_VARIABLES)
+foreach(name IN LISTS cache_names)
+    if(name MATCHES "^(GGML|LLAMA)_" AND NOT name STREQUAL "LLAMA_CPP_DIR")
+        kvq_setting(${name} "${${name}}")
+    endif()
+endforeach()
+
+file(READ ${CMAKE_CURRENT_LIST_DIR}/llama_flags.cmake flags_file)
+set(identity "${settings}${flags_file}${CMAKE_GENERATOR} ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} $ENV{CFLAGS} $ENV{CXXFLAGS} $ENV{LDFLAGS}")
+# GGML_NATIVE compiles for the CPU at hand; a cache shared between machines must not mix them.
+if(EXISTS /proc/cpuinfo)
+    file(STRINGS /proc/cpuinfo cpu_lines REGEX "^(flags|Features|model name)" LIMIT_COUNT 2)
+    string(APPEND identity "${cpu_lines}")
+endif()
+string(SHA256 key "${identity}")
+string(SUBSTRING ${key} 0 12 key)
+
+if(KVQ_LLAMA_PINNED)
+    get_filename_component(cache_dir ${LLAMA_CPP_DIR} DIRECTORY)
+    set(llama_build ${cache_dir}/build-${commit}-${key})
+else()
+    set(llama_build ${CMAKE_CURRENT_BINARY_DIR}/llama.cpp)
+endif()
+set(settings_file ${CMAKE_CURRENT_BINARY_DIR}/llama_settings.cmake)
+string(APPEND settings "set(CMAKE_MAKE_PROGRAM [==[${CMAKE_MAKE_PROGRAM}]==] CACHE FILEPATH \"\" FORCE)\n"
+    "set(CMAKE_PROJECT_llama.cpp_INCLUDE [==[${CMAKE_CURRENT_LIST_DIR}/llama_flags.cmake]==] CACHE FILEPATH \"\" FORCE)\n")
+file(CONFIGURE OUTPUT ${settings_file} CONTENT "${settings}" @ONLY)
+message(STATUS "llama.cpp build folder: ${llama_build}")
+
+set(imported "")
+foreach(name ggml-base ggml-cpu ggml llama)
+    list(APPEND imported ${KVQ_STAGE}/lib${name}.so.${KVQ_GGML_SOVERSION})
+endforeach()
+string(REPLACE ";" "," programs "${KVQ_PROGRAMS}")
+add_custom_target(llama-programs ALL
+    COMMAND ${CMAKE_COMMAND} -DSOURCE=${LLAMA_CPP_DIR} -DBUILD=${llama_build} -DSETTINGS=${settings_file} -DSTAGE=${KVQ_STAGE}
+            -DGENERATOR=${CMAKE_GENERATOR} -DPROGRAMS=${programs} -P ${CMAKE_CURRENT_LIST_DIR}/build_llama.cmake
+    BYPRODUCTS ${imported}
+    COMMENT "llama.cpp: ${programs} (many minutes the first time)"
+    USES_TERMINAL VERBATIM)
+
+foreach(name ggml-base ggml-cpu ggml llama)
+    add_library(upstream-${name} SHARED IMPORTED)
+    set_target_properties(upstream-${name} PROPERTIES
+        IMPORTED_LOCATION ${KVQ_STAGE}/lib${name}.so.${KVQ_GGML_SOVERSION} IMPORTED_SONAME lib${name}.so.${KVQ_GGML_SOVERSION}
+        INTERFACE_INCLUDE_DIRECTORIES "${LLAMA_CPP_DIR}/ggml/include;${LLAMA_CPP_DIR}/include")
+    add_dependencies(upstream-${name} llama-programs)
+endforeach()
+
+if(KVQ_BUILD_PROGRAMS)
+    install(DIRECTORY ${KVQ_STAGE}/ DESTINATION lib USE_SOURCE_PERMISSIONS PATTERN libggml-kvq.so EXCLUDE)
+    install(FILES ${LLAMA_CPP_DIR}/LICENSE DESTINATION lib RENAME LICENSE.llama.cpp)
+endif()

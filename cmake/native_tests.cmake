@@ -1,0 +1,13 @@
+# tests/native/<name>.cpp -> test executable <name>, linked to every object of libggml-kvq and to upstream's libraries.
+enable_testing()
+file(GLOB native_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/tests/native/*.cpp)
+foreach(file IN LISTS native_tests)
+    get_filename_component(name ${file} NAME_WE)
+    add_executable(${name} ${file})
+    add_dependencies(${name} llama-programs)
+    target_link_libraries(${name} PRIVATE kvq-objects upstream-ggml upstream-ggml-cpu upstream-ggml-base)
+    target_include_directories(${name} SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)
+    set_target_properties(${name} PROPERTIES
+        RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/tests BUILD_RPATH ${KVQ_STAGE})
+    add_test(NAME ${name} COMMAND ${name})
+endforeach()

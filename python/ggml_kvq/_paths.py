@@ -1,0 +1,60 @@
+"""Where the native parts lie: programs, upstream's libraries and libggml-kvq.so, all in one folder.
+
+KVQ_LIB_DIR (a folder of llama.cpp programs and libraries) and KVQ_BACKEND (a libggml-kvq.so) override the package's own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import LibraryError
+
+BACKEND_FILE = "libggml-kvq.so"
+
+
+def package_dir() -> Path:
+    """The lib folder that the wheel installed; with an editable install it lies in site-packages, not beside this file."""
+    import ggml_kvq
+
+    folders = [Path(entry) / "lib" for entry in ggml_kvq.__path__]
+    return next((f for f in folders if f.is_dir()), folders[0])
+
+
+def lib_dir() -> Path:
+    """$KVQ_LIB_DIR, else the package's own folder; not checked for content."""
+    env = os.environ.get("KVQ_LIB_DIR")
+    return Path(env).expanduser().absolute() if env else package_dir()
+
+
+def program(name: str) -> Path:
+    """Path of an upstream program. LibraryError when it is not there."""
+    path = lib_dir() / name
+    if not path.is_file():
+        raise LibraryError(f"{path} does not exist; reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to the bin folder of a llama.cpp build")
+    return path
+
+
+def backend() -> Path:
+    """Path of libggml-kvq.so: $KVQ_BACKEND, else in $KVQ_LIB_DIR, else the package's. LibraryError when there is none."""
+    env = os.environ.get("KVQ_BACKEND")
+    if env:
+        path = Path(env).expanduser().absolute()
+        if not path.is_file():
+            raise LibraryError(f"KVQ_BACKEND={env} is not a file; point it at {BACKEND_FILE} or unset it")
+        return path
+    for path in (lib_dir() / BACKEND_FILE, package_dir() / BACKEND_FILE):
+        if path.is_file():
+            return path
+    raise LibraryError(f"{lib_dir() / BACKEND_FILE} does not exist; reinstall ggml-kvq (pip install .) or set KVQ_BACKEND to its path")
+
+
+def shared_library(folder: Path, stem: str) -> Path:
+    """lib<stem>.so or, as wheels have no links, lib<stem>.so.<N> in `folder`. LibraryError when neither is there."""
+    plain = folder / f"lib{stem}.so"
+    if plain.exists():
+        return plain
+    versioned = sorted(p for p in folder.glob(f"lib{stem}.so.*") if p.suffix[1:].isdigit())
+    if versioned:
+        return versioned[0]
+    raise LibraryError(f"{folder} holds no lib{stem}.so; reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to the bin folder of a llama.cpp build")

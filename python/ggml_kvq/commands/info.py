@@ -1,0 +1,72 @@
+"""`ggml-kvq info FILE`: what a GGUF holds and what its cache takes under each method."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+MIB = 1 << 20
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser("info", help="show what a GGUF holds and what its KV cache takes under each method")
+    parser.add_argument("file", metavar="FILE", help="a GGUF model, or a sidecar of calibrated data")
+    parser.add_argument("-c", "--ctx-size", type=int, metavar="N", help="context length in tokens (default: the model's own)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from .. import gguf_header, info
+    from ..errors import MethodError
+
+    header = gguf_header.read(args.file)
+    facts = info.summary(header)
+    n_ctx = args.ctx_size or facts.get("context") or 4096
+    if n_ctx < 1:
+        raise MethodError(f"--ctx-size {n_ctx} is not a positive number of tokens")
+    plans = info.plans(header, n_ctx) if "attention_layers" in facts else []
+    if args.json:
+        kvq = {key: value if isinstance(value, str | int | float | bool | list) else str(value) for key, value in header.kvq().items()}
+        out = {**facts, "kvq": kvq, "n_ctx": n_ctx, "methods": [dataclasses.asdict(p) for p in plans]}
+        print(json.dumps(out, indent=2))
+        return 0
+    print_facts(facts)
+    for key, value in header.kvq().items():
+        print(f"{key:<17} {value}")
+    if not header.kvq():
+        print(f"{'kvq.*':<17} none: --kv-method chooses, options have their defaults")
+    if plans:
+        print_plans(plans, n_ctx)
+    return 0
+
+
+def span(values: list[int]) -> str:
+    return str(values[0]) if len(values) == 1 else ", ".join(map(str, values)) + " (by layer)"
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    print(f"{'file':<17} {facts['file']} ({facts['size'] / MIB:.1f} MiB, {facts['tensors']} tensors)")
+    for key in ("type", "name", "architecture", "layers", "attention_layers", "heads", "context"):
+        if key in facts and not (key == "attention_layers" and facts[key] == facts.get("layers")):
+            print(f"{key.replace('_', ' '):<17} {facts[key]}")
+    if "kv_heads" in facts:
+        print(f"{'KV heads':<17} {span(facts['kv_heads'])}")
+        print(f"{'head size':<17} K {span(facts['head_size_k'])}, V {span(facts['head_size_v'])}")
+        print(f"{'KV width':<17} K {span(facts['k_width'])}, V {span(facts['v_width'])} values per token and layer")
+
+
+def print_plans(plans: list[Any], n_ctx: int) -> None:
+    print(f"\nKV cache of one stream of {n_ctx} tokens, default options. True bits: all bytes allocated, over the values of the f16 cache.\n")
+    print(f"{'method':<10} {'bits':>6} {'K':>6} {'V':>6} {'MiB':>10} {'f16 MiB':>10} {'MiB per 1k':>11} {'f16 / it':>9}")
+    for p in plans:
+        if p.refused:
+            print(f"{p.method:<10} refused: {p.refused}")
+            continue
+        per_1k = p.bytes_total / n_ctx * 1024 / MIB
+        print(
+            f"{p.method:<10} {p.bits:6.2f} {p.bits_k:6.2f} {p.bits_v:6.2f} {p.bytes_total / MIB:10.2f} {p.bytes_f16 / MIB:10.2f} "
+            f"{per_1k:11.3f} {p.bytes_f16 / p.bytes_total:8.2f}x"
+        )

@@ -1,0 +1,66 @@
+"""What a GGUF file holds, and what its KV cache would take under each method."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from . import gguf_header, methods, native
+from .errors import MethodError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of one method at n_ctx tokens: true bits per K and V value, bytes, bytes of the f16 cache; or why it is refused."""
+
+    method: str
+    bits: float = 0.0
+    bits_k: float = 0.0
+    bits_v: float = 0.0
+    bytes_total: int = 0
+    bytes_f16: int = 0
+    refused: str = ""
+
+
+def plans(header: gguf_header.Header, n_ctx: int) -> list[Plan]:
+    """kvq_plan of every method with default options, for one stream of n_ctx tokens of the model described by `header`."""
+    shapes = gguf_header.attention_layers(header)
+    arch = header.fields["general.architecture"]
+    n_layer = int(header.fields[f"{arch}.block_count"])
+    out = []
+    for row in methods.table():
+        try:
+            got = native.plan(methods.library(), row["name"], "", shapes, n_ctx, n_layer_model=n_layer)
+        except MethodError as e:
+            out.append(Plan(row["name"], refused=str(e)))
+            continue
+        out.append(Plan(row["name"], got["bits"], got["bits_k"], got["bits_v"], got["bytes_total"], got["bytes_f16"]))
+    return out
+
+
+def summary(header: gguf_header.Header) -> dict[str, Any]:
+    """Name, architecture, layers, heads, head sizes and KV widths; keys whose data the file lacks are absent."""
+    fields = header.fields
+    arch = fields.get("general.architecture", "")
+    out: dict[str, Any] = {"file": header.path, "size": os.path.getsize(header.path), "tensors": header.n_tensors}
+    for key in ("general.type", "general.name", "general.architecture"):
+        if key in fields:
+            out[key.removeprefix("general.")] = fields[key]
+    for key, name in (("block_count", "layers"), ("attention.head_count", "heads"), ("context_length", "context")):
+        if f"{arch}.{key}" in fields:
+            out[name] = fields[f"{arch}.{key}"]
+    try:
+        layers = gguf_header.attention_layers(header)
+    except gguf_header.GgufError:
+        return out
+    out["attention_layers"] = len(layers)
+    for name, values in (
+        ("kv_heads", [heads for _, heads, _, _ in layers]),
+        ("head_size_k", [k for _, _, k, _ in layers]),
+        ("head_size_v", [v for _, _, _, v in layers]),
+        ("k_width", [heads * k for _, heads, k, _ in layers]),
+        ("v_width", [heads * v for _, heads, _, v in layers]),
+    ):
+        out[name] = sorted(set(values))
+    return out

@@ -1,0 +1,285 @@
+"""llama-cli, llama-completion, llama-server, llama-bench, llama-perplexity: upstream's programs with three more flags.
+
+A launcher takes --kv-method, --kv-opt and --kv-config away, sets the environment that libggml-kvq.so reads, adds the device and flash
+attention unless the user chose them, and execs the unmodified program: no Python stays behind. Without a method nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import _paths
+from .errors import KvqError
+
+HELP = """\
+----- ggml-kvq options -----
+
+--kv-method NAME        keep the KV cache in the form of NAME (`ggml-kvq methods` lists them);
+                        default: the method named in the model's metadata, else llama.cpp's own cache
+                        (env: KVQ_METHOD)
+--kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
+--kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata (env: KVQ_CONFIG)
+
+"""
+
+DEVICE = "KVQ0"
+_OURS = ("--kv-method", "--kv-opt", "--kv-config")
+# Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no harm.
+_TEXT = {"-p", "--prompt", "-sys", "--system-prompt", "-r", "--reverse-prompt", "--in-prefix", "--in-suffix", "--grammar"}
+_FALSE = {"off", "disabled", "false", "0"}
+_TRUE = {"on", "enabled", "true", "1"}
+
+
+class LaunchError(KvqError):
+    """A refused command line: one line that names the value and the cure."""
+
+
+@dataclass
+class Command:
+    """What will be executed: arguments (without argv[0]), environment changes (None removes), notes for stderr."""
+
+    args: list[str]
+    env: dict[str, str | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Flags:
+    method: str | None = None
+    config: str | None = None
+    opts: list[str] = field(default_factory=list)
+    rest: list[str] = field(default_factory=list)
+
+
+def _long(arg: str) -> str:
+    """llama.cpp reads --kv_method as --kv-method; so do we."""
+    return arg.replace("_", "-") if arg.startswith("--") else arg
+
+
+def _take_ours(argv: Sequence[str]) -> _Flags:
+    flags, i = _Flags(), 0
+    while i < len(argv):
+        arg = argv[i]
+        head, eq, tail = arg.partition("=")
+        name = _long(head)
+        if name not in _OURS:
+            flags.rest.append(arg)
+            if arg in _TEXT and i + 1 < len(argv):
+                i += 1
+                flags.rest.append(argv[i])
+            i += 1
+            continue
+        if not eq:
+            i += 1
+            if i >= len(argv):
+                what = {"--kv-method": "NAME", "--kv-opt": "KEY=VALUE", "--kv-config": "FILE.gguf"}[name]
+                raise LaunchError(f"{name} has no value: write {name} {what}")
+            tail = argv[i]
+        if name == "--kv-method":
+            flags.method = tail
+        elif name == "--kv-config":
+            flags.config = tail
+        else:
+            key, eq, value = tail.partition("=")
+            if not key.strip() or not eq or not value.strip():
+                raise LaunchError(f"--kv-opt {tail!r} is not KEY=VALUE; write for example --kv-opt group=64")
+            flags.opts.append(tail)
+        i += 1
+    return flags
+
+
+class _User:
+    """What the user chose for upstream, from the arguments and (not in llama-bench, which reads none) LLAMA_ARG_* variables."""
+
+    def __init__(self, args: Sequence[str], environ: Mapping[str, str], reads_env: bool) -> None:
+        self.args, self.environ, self.reads_env = args, environ, reads_env
+
+    def values(self, names: Sequence[str], env: str | None = None) -> list[str]:
+        """Values given to an option, in order; the variable's when the option is absent."""
+        out, i = [], 0
+        while i < len(self.args):
+            arg = self.args[i]
+            if _long(arg) in names and i + 1 < len(self.args):
+                out.append(self.args[i + 1])
+                i += 1
+            elif arg in _TEXT:
+                i += 1
+            i += 1
+        if not out and env and self.reads_env and env in self.environ:
+            out.append(self.environ[env])
+        return out
+
+    def has(self, names: Sequence[str]) -> bool:
+        return any(_long(arg) in names for arg in self.args)
+
+
+def _models(user: _User, bench: bool) -> list[str]:
+    values = user.values(("-m", "--model"), "LLAMA_ARG_MODEL")
+    if bench:
+        return [path for value in values for path in value.split(",") if path]
+    return values[-1:]
+
+
+def _refuse_conflicts(user: _User, method: str, bench: bool) -> None:
+    """Choices of the user that would leave the method unused, silently."""
+    flash = user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN")
+    for value in flash if bench else flash[-1:]:
+        if any(part in _FALSE for part in value.split(",")):
+            raise LaunchError(f"-fa {value} switches flash attention off, which --kv-method {method} works through: drop -fa or write -fa on")
+    devices = user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE")
+    if devices and "KVQ" not in ",".join(devices if bench else devices[-1:]):
+        raise LaunchError(f"-dev {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: drop -dev or write -dev {DEVICE}")
+    if bench:
+        kept = any(part in _TRUE for v in user.values(("-nkvo", "--no-kv-offload")) for part in v.split(","))
+    else:
+        env = user.environ
+        kept = user.has(("-nkvo", "--no-kv-offload")) or env.get("LLAMA_ARG_KV_OFFLOAD") in _FALSE or "LLAMA_ARG_NO_KV_OFFLOAD" in env
+        kept = kept and not user.has(("-kvo", "--kv-offload"))
+    if kept:
+        raise LaunchError(f"-nkvo keeps the KV cache in llama.cpp's own memory, so --kv-method {method} would not be used: drop one of them")
+    for side in ("k", "v"):
+        for value in user.values((f"-ct{side}", f"--cache-type-{side}"), f"LLAMA_ARG_CACHE_TYPE_{side.upper()}"):
+            if set(value.split(",")) != {"f16"}:
+                raise LaunchError(f"-ct{side} {value} asks llama.cpp to quantise the cache that --kv-method {method} owns: drop one of them")
+
+
+def _layer_notes(user: _User, method: str, n_layer: int | None, bench: bool) -> list[str]:
+    """-ngl decides which layers' caches are offloaded, to KVQ0 here: 0 means none, up to n_layer means only the last ones."""
+    notes = []
+    values = user.values(("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS")
+    for value in values if bench else values[-1:]:
+        for part in value.split(","):
+            if not part.lstrip("-").isdigit():
+                continue
+            n = int(part)
+            if n == 0:
+                raise LaunchError(f"-ngl {value} leaves the KV cache of every layer to llama.cpp, so --kv-method {method} would not be used: drop -ngl")
+            if n_layer and 0 < n <= n_layer:
+                notes.append(f"-ngl {n}: {n_layer + 1 - n} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to compress all")
+    return notes
+
+
+def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
+    """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and environment.
+
+    Precedence of the method: --kv-method, KVQ_METHOD, the file of --kv-config / KVQ_CONFIG, the model's metadata.
+    Raises KvqError; reads at most the headers of the GGUF files named.
+    """
+    bench = program == "llama-bench"
+    flags = _take_ours(argv)
+    user = _User(flags.rest, environ, reads_env=not bench)
+    models = _models(user, bench)
+    config = flags.config or environ.get("KVQ_CONFIG") or None
+    method = flags.method if flags.method is not None else environ.get("KVQ_METHOD") or None
+
+    from . import gguf_header  # mmap, struct: cheap
+
+    named_by, config_fields = "", {}
+    if config:
+        if not os.path.isfile(config):
+            raise LaunchError(f"--kv-config {config} is not a file; give a GGUF written by `ggml-kvq calibrate`")
+        config_fields = gguf_header.read(config).kvq()
+        if "kvq.method" not in config_fields:
+            raise LaunchError(f"--kv-config {config} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
+        if method is None:
+            method, named_by = str(config_fields["kvq.method"]), config
+    header = None
+    for model in models:
+        if os.path.isfile(model):  # a missing or special file is the program's business
+            header = gguf_header.read(model)
+            if method is None and "kvq.method" in header.fields:
+                method, named_by = str(header.fields["kvq.method"]), model
+
+    opts = list(flags.opts)
+    if environ.get("KVQ_OPTS") and environ.get("KVQ_METHOD", method) == method:
+        opts.insert(0, environ["KVQ_OPTS"])
+    if method is None:
+        if flags.opts:
+            raise LaunchError(f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
+        return Command(flags.rest)
+
+    from . import methods
+
+    joined = ",".join(opts)
+    try:
+        methods.check(method, joined)
+    except KvqError as e:
+        raise LaunchError(f"{named_by}: kvq.method: {e}" if named_by else str(e)) from e
+    held = config_fields.get("kvq.method", method)
+    if held != method:
+        raise LaunchError(f"--kv-config {config} holds data for method {held}, not {method}; give another file or --kv-method {held}")
+    _refuse_conflicts(user, method, bench)
+    n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
+    out = Command(flags.rest, notes=_layer_notes(user, method, n_layer if isinstance(n_layer, int) else None, bench))
+
+    backend = str(_paths.backend())
+    other = environ.get("GGML_BACKEND_PATH")
+    if other and os.path.realpath(other) != os.path.realpath(backend):
+        out.notes.append(f"GGML_BACKEND_PATH={other} is replaced by {backend}; ggml loads one such library")
+    out.env = {"GGML_BACKEND_PATH": backend, "KVQ_METHOD": method, "KVQ_OPTS": joined or None, "KVQ_CONFIG": config}
+    if len(models) == 1:
+        out.env["KVQ_MODEL"] = models[0]
+    added: list[str] = []
+    if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
+        added += ["-dev", DEVICE]
+        # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
+        if program in ("llama-server", "llama-cli") and not user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload")):
+            if user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url", "-hf", "-hfr", "--hf-repo")) or "LLAMA_ARG_MMPROJ" in environ:
+                added.append("--no-mmproj-offload")
+    if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
+        added += ["-fa", "on"]
+    # in front: behind a dangling option of the user ("-m" without a file) they would be taken for its value
+    out.args = [*added, *flags.rest]
+    return out
+
+
+def run(program: str, argv: Sequence[str]) -> int:
+    """Replace this process by `program`. Returns (an exit code) only when it refuses to."""
+    try:
+        path = _paths.program(program)
+        if any(arg in ("-h", "--help", "--usage") for arg in argv):
+            sys.stdout.write(HELP)
+            sys.stdout.flush()
+        cmd = command(program, argv, os.environ)
+        for note in cmd.notes:
+            print(f"{program}: note: {note}", file=sys.stderr, flush=True)
+        env = dict(os.environ)
+        for key, value in cmd.env.items():
+            env.pop(key, None)
+            if value is not None:
+                env[key] = value
+        # Python ignores these two from its start on; the program must find them as a shell leaves them.
+        for name in ("SIGPIPE", "SIGXFSZ"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        os.execve(path, [str(path), *cmd.args], env)
+    except KvqError as e:
+        print(f"{program}: error: {e}", file=sys.stderr)
+    except OSError as e:
+        print(f"{program}: error: {e.filename or program}: {e.strerror}; check the file and its permissions", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    return 2
+
+
+def llama_cli() -> int:
+    return run("llama-cli", sys.argv[1:])
+
+
+def llama_completion() -> int:
+    return run("llama-completion", sys.argv[1:])
+
+
+def llama_server() -> int:
+    return run("llama-server", sys.argv[1:])
+
+
+def llama_bench() -> int:
+    return run("llama-bench", sys.argv[1:])
+
+
+def llama_perplexity() -> int:
+    return run("llama-perplexity", sys.argv[1:])
