@@ -36,25 +36,23 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     return l;
 }
 
-void kvq_stats_add(kvq_stats & s, const kvq_lane_layout & l, bool value) {
-    const uint64_t values = (uint64_t) l.n_head * l.codec.head_size * l.n_cells * l.n_stream;
-    s.bytes_f16    += 2 * values;
+void kvq_accounting::add(const kvq_lane_layout & l, bool value) {
+    const double n = (double) l.n_head * l.codec.head_size * l.n_cells * l.n_stream;
+    s.bytes_f16    += 2 * (uint64_t) n;
     s.bytes_codes  += l.bytes_codes;
     s.bytes_params += l.bytes_params;
     s.bytes_window += l.bytes_window;
     s.bytes_tables += l.bytes_tables;
     s.page_cells    = std::max(s.page_cells, (int32_t) l.page_cells);
-    // bits_k, bits_v hold bytes and bits_headline code bits until kvq_stats_finish
-    (value ? s.bits_v : s.bits_k) += (double) l.bytes();
-    s.bits_headline += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : (double) l.codec.bits) * (double) values;
+    values[value]  += n;
+    bytes [value]  += (double) l.bytes();
+    code_bits      += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : (double) l.codec.bits) * n;
 }
 
-void kvq_stats_finish(kvq_stats & s) {
+void kvq_accounting::finish() {
     s.bytes_total = s.bytes_codes + s.bytes_params + s.bytes_window + s.bytes_tables + s.bytes_calibration;
-    const double values = (double) s.bytes_f16 / 2;
-    if (values <= 0) {
-        return;
-    }
-    s.bits          = 8.0 * (double) s.bytes_total / values;
-    s.bits_headline = s.bits_headline / values;
+    s.bits_k = values[0] > 0 ? 8 * bytes[0] / values[0] : 0;
+    s.bits_v = values[1] > 0 ? 8 * bytes[1] / values[1] : 0;
+    s.bits   = s.bytes_f16 ? 16.0 * (double) s.bytes_total / (double) s.bytes_f16 : 0;
+    s.bits_headline = s.bytes_f16 ? code_bits / (values[0] + values[1]) : 0;
 }

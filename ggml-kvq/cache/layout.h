@@ -42,6 +42,11 @@ struct kvq_lane_layout {
 
 kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, int n_head, int n_cells, int n_stream);
 
-// Adds a lane to the accounting; values = channels of its row.
-void kvq_stats_add(kvq_stats & s, const kvq_lane_layout & l, bool value);
-void kvq_stats_finish(kvq_stats & s);
+// Sums lanes up to a kvq_stats: the one place where true bits are computed.
+struct kvq_accounting {
+    kvq_stats s = {};
+    void add(const kvq_lane_layout & l, bool value);
+    void finish();
+private:
+    double values[2] = {}, bytes[2] = {}, code_bits = 0;
+};

@@ -177,6 +177,10 @@ KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_sha
 // Live caches of this process, in creation order.
 KVQ_API int kvq_cache_count(void);
 KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
+KVQ_API const char * kvq_cache_line(int i); // the load line of a live cache; valid until the thread's next call
+
+// 0: print nothing; 1 (default): errors and the load line on stderr. KVQ_QUIET=1 in the environment starts at 0.
+KVQ_API void kvq_set_verbosity(int level);
 
 // Sizes and field offsets as this library was compiled, e.g. ("llama_context_params", "n_ctx"); (size_t) -1 when unknown.
 KVQ_API size_t kvq_sizeof  (const char * type);

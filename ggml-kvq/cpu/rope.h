@@ -1,0 +1,23 @@
+// Rotary position embedding of one head row, with YaRN (arXiv 2309.00071, sections 3.2-3.4) and per-frequency factors:
+//   theta_i = pos * base^(-2i/n) / factor_i,  interpolated by freq_scale below the ramp [beta_slow, beta_fast]
+// Rotating by -pos undoes rotating by pos up to the magnitude, which is divided out.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+struct kvq_rope {
+    int   n_dims = 0, n_ctx_orig = 0;
+    bool  neox = false; // pairs (i, i + n/2) instead of (2i, 2i+1)
+    float freq_base = 10000.0f, freq_scale = 1.0f, ext_factor = 0.0f, attn_factor = 1.0f, beta_fast = 32.0f, beta_slow = 1.0f;
+    std::vector<float> freq_factors; // n_dims/2 or empty
+    bool operator==(const kvq_rope & o) const;
+};
+
+struct kvq_rope_table { // cos and sin of one position, magnitude folded in
+    std::vector<float> cos, sin;
+};
+
+// inverse: rotate back
+void kvq_rope_fill (const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table & t);
+void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row);

@@ -1,0 +1,278 @@
+// Buffers. Two kinds behind one type, told apart by the size queries that precede the allocation:
+//   cache   the tensors of one KV cache object. Their addresses are reserved, never mapped: a stray access faults instead of
+//           reading garbage. Data goes through get/set in the nominal f16 layout, through SET_ROWS and FLASH_ATTN_EXT.
+//   plain   results of our ops in compute buffers: ordinary host memory.
+#include "backend.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+
+struct kvq_buffer {
+    void * base = nullptr;
+    size_t nb_map = 0;
+    std::unique_ptr<kvq_kv_cache> cache; // NULL: plain
+    ~kvq_buffer() {
+        cache.reset();
+        if (base) {
+            munmap(base, nb_map);
+        }
+    }
+};
+
+static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *) buffer->context; }
+
+static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) { return *(kvq_device_context *) buft->context; }
+
+void kvq_report_error(const std::string & line) {
+    kvq_set_error(line);
+    if (kvq_verbosity() > 0) {
+        fprintf(stderr, "ggml-kvq: error: %s\n", line.c_str());
+    }
+}
+
+kvq_target kvq_find_target(const ggml_tensor * t) {
+    kvq_target r;
+    const ggml_tensor * root = t && t->view_src ? t->view_src : t;
+    if (!root || !root->buffer || !kvq_buft_is_ours(root->buffer->buft)) {
+        return r;
+    }
+    const kvq_lane_id id = kvq_parse_cache_name(root->name);
+    if (id.il < 0) {
+        return r;
+    }
+    r.ours  = true;
+    r.value = id.value;
+    if (root->buffer->context && root->buffer->size) { // a dummy buffer of a size query has neither
+        r.cache = context(root->buffer)->cache.get();
+        r.layer = r.cache ? r.cache->layer(id.il) : nullptr;
+    }
+    return r;
+}
+
+// ---------------------------------------------------------------- rows of a cache tensor
+// Offsets are nominal: byte = 2*((stream*n_cells + cell)*n_embd + channel). Ranges need not be whole rows.
+
+struct row_range { int64_t row0, row1; size_t head, tail; };
+
+static row_range rows_of(size_t offset, size_t size, size_t nb_row) {
+    row_range r;
+    r.row0 = (int64_t) (offset / nb_row);
+    r.row1 = (int64_t) ((offset + size + nb_row - 1) / nb_row);
+    r.head = offset - (size_t) r.row0 * nb_row;
+    r.tail = (size_t) r.row1 * nb_row - (offset + size);
+    return r;
+}
+
+static void each_stream(const kvq_lane & lane, int64_t row0, int64_t row1, const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
+    const int64_t n_cells = lane.layout().n_cells;
+    for (int64_t row = row0; row < row1;) {
+        const int64_t end = std::min((row / n_cells + 1) * n_cells, row1);
+        fn((int) (row / n_cells), (int) (row % n_cells), (int) (end - row), row);
+        row = end;
+    }
+}
+
+static kvq_lane & lane_of(const kvq_target & t) { return t.value ? *t.layer->v : *t.layer->k; }
+
+static size_t root_offset(const ggml_tensor * t, size_t offset) { return offset + (t->view_src ? t->view_offs : 0); }
+
+static void read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    kvq_target t = kvq_find_target(tensor);
+    kvq_lane & lane = lane_of(t);
+    t.cache->commit(1);
+    const size_t nb_row = 2 * (size_t) lane.layout().n_head * lane.layout().codec.head_size;
+    const row_range r = rows_of(root_offset(tensor, offset), size, nb_row);
+    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
+    each_stream(lane, r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+        lane.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+    });
+    memcpy(data, (const char *) rows.data() + r.head, size);
+}
+
+static void write_rows(const ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    kvq_target t = kvq_find_target(tensor);
+    kvq_lane & lane = lane_of(t);
+    t.cache->commit(1);
+    const size_t nb_row = 2 * (size_t) lane.layout().n_head * lane.layout().codec.head_size;
+    const row_range r = rows_of(root_offset(tensor, offset), size, nb_row);
+    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
+    const auto read = [&](int64_t at) { // rows that are only partly replaced
+        each_stream(lane, at, at + 1, [&](int s, int cell, int n, int64_t row) {
+            lane.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+        });
+    };
+    if (r.head)  { read(r.row0); }
+    if (r.tail)  { read(r.row1 - 1); }
+    memcpy((char *) rows.data() + r.head, data, size);
+    each_stream(lane, r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+        lane.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2, 1);
+    });
+}
+
+// ---------------------------------------------------------------- buffer interface
+
+static void free_buffer(ggml_backend_buffer_t buffer) { delete context(buffer); }
+static void * get_base(ggml_backend_buffer_t buffer)  { return context(buffer)->base; }
+
+static bool is_cache(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
+    return context(buffer)->cache && kvq_find_target(tensor).layer;
+}
+
+static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+    if (is_cache(buffer, tensor)) {
+        const std::vector<uint8_t> data(size, value);
+        write_rows(tensor, data.data(), offset, size);
+    } else {
+        memset((char *) tensor->data + offset, value, size);
+    }
+}
+
+static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    if (is_cache(buffer, tensor)) {
+        write_rows(tensor, data, offset, size);
+    } else {
+        memcpy((char *) tensor->data + offset, data, size);
+    }
+}
+
+static void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    if (is_cache(buffer, tensor)) {
+        read_rows(tensor, data, offset, size);
+    } else {
+        memcpy(data, (const char *) tensor->data + offset, size);
+    }
+}
+
+// whole streams of one lane are copied as pages; everything else as rows
+static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
+    if (!is_cache(buffer, dst)) {
+        if (src->buffer && ggml_backend_buffer_is_host(src->buffer)) {
+            memcpy(dst->data, src->data, ggml_nbytes(src));
+            return true;
+        }
+        return false;
+    }
+    const kvq_target a = kvq_find_target(src), b = kvq_find_target(dst);
+    if (!a.layer || a.layer != b.layer || a.value != b.value) {
+        return false;
+    }
+    kvq_lane & lane = lane_of(a);
+    const size_t nb_stream = 2 * (size_t) lane.layout().n_head * lane.layout().codec.head_size * lane.layout().n_cells;
+    const size_t from = root_offset(src, 0), to = root_offset(dst, 0);
+    if (from % nb_stream || to % nb_stream || ggml_nbytes(src) != nb_stream || ggml_nbytes(dst) != nb_stream) {
+        return false;
+    }
+    a.cache->commit(1);
+    lane.copy_stream((int) (from / nb_stream), (int) (to / nb_stream));
+    a.cache->commit(1);
+    return true;
+}
+
+static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    kvq_buffer * b = context(buffer);
+    if (b->cache) {
+        b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
+    } else {
+        memset(b->base, value, buffer->size);
+    }
+}
+
+static const ggml_backend_buffer_i buffer_interface = {
+    /* free_buffer   */ free_buffer,
+    /* get_base      */ get_base,
+    /* init_tensor   */ nullptr,
+    /* memset_tensor */ memset_tensor,
+    /* set_tensor    */ set_tensor,
+    /* get_tensor    */ get_tensor,
+    /* set_tensor_2d */ nullptr,
+    /* get_tensor_2d */ nullptr,
+    /* cpy_tensor    */ cpy_tensor,
+    /* clear         */ clear,
+    /* reset         */ nullptr,
+};
+
+// ---------------------------------------------------------------- buffer type interface
+
+static const char * buft_name(ggml_backend_buffer_type_t) { return "KVQ"; }
+static size_t buft_alignment(ggml_backend_buffer_type_t)  { return KVQ_ALIGN; }
+static bool   buft_is_host(ggml_backend_buffer_type_t)    { return false; } // else the CPU backend would touch the cache
+
+bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_name; }
+
+static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
+    if (tensor->op != GGML_OP_NONE || tensor->view_src || kvq_parse_cache_name(tensor->name).il < 0) {
+        return ggml_nbytes(tensor);
+    }
+    kvq_device_context & dev = device_of(buft);
+    const auto placed = dev.granted.find(tensor->name);
+    if (placed != dev.granted.end()) {
+        const size_t nb = placed->second.nb;
+        if (--placed->second.n_left == 0) {
+            dev.granted.erase(placed);
+        }
+        return nb;
+    }
+    kvq_cache_draft & draft = dev.draft;
+    size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2], tensor->type == GGML_TYPE_F16), 1);
+#ifndef NDEBUG
+    nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped
+#endif
+    draft.bytes_asked += kvq_pad(nb, KVQ_ALIGN);
+    draft.asked[tensor->name] = nb;
+    return nb;
+}
+
+static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    kvq_device_context & dev = device_of(buft);
+    kvq_cache_draft draft;
+    std::swap(draft, dev.draft);
+    dev.granted.clear();
+    if (draft.bytes_asked != size) { // sizes were asked for (--fit), but something else is allocated
+        draft.reset();
+    } else if (!draft.error().empty()) {
+        kvq_report_error(draft.error());
+        return nullptr;
+    }
+    std::unique_ptr<kvq_buffer> b(new kvq_buffer);
+    if (!draft.empty()) {
+        dev.refused = false;
+        for (const kvq_draft_layer & d : draft.layers) {
+            if (!d.has_k || !d.has_v) {
+                kvq_report_error("layer " + std::to_string(d.il) + " keeps " + (d.has_k ? "keys" : "values") + " only (latent attention): run this model without --kv-method");
+                return nullptr;
+            }
+        }
+        try {
+            b->cache.reset(new kvq_kv_cache(draft));
+        } catch (const std::bad_alloc &) {
+        }
+        b->nb_map = std::max(draft.bytes_nominal, size);
+        b->base   = b->cache && b->cache->ok() ? mmap(nullptr, b->nb_map, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : MAP_FAILED;
+    } else {
+        if (dev.refused) { // said why when the graph was split
+            return nullptr;
+        }
+        b->nb_map = std::max<size_t>(size, 1);
+        b->base   = mmap(nullptr, b->nb_map, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    }
+    if (b->base == MAP_FAILED) {
+        b->base = nullptr;
+        kvq_report_error("cannot allocate " + std::to_string(size >> 20) + " MiB for the " + (draft.empty() ? "compute buffer" : "KV cache") + ": lower -c or -ub");
+        return nullptr;
+    }
+    for (const auto & a : draft.asked) {
+        dev.granted[a.first] = { a.second, 2 };
+    }
+    if (b->cache && kvq_verbosity() > 0) {
+        fprintf(stderr, "%s\n", b->cache->load_line().c_str());
+    }
+    return ggml_backend_buffer_init(buft, buffer_interface, b.release(), size);
+}
+
+void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device) {
+    dev.buft.iface = { buft_name, alloc_buffer, buft_alignment, nullptr, get_alloc_size, buft_is_host };
+    dev.buft.device  = device;
+    dev.buft.context = &dev;
+}

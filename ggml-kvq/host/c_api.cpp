@@ -1,0 +1,137 @@
+// The C ABI over the house: methods, block formats, planning. Attention is in cpu/attend.cpp, caches in kv_cache.cpp.
+#include "config.h"
+
+#include "../cache/layout.h"
+#include "../cpu/cpu.h"
+#include "../types/types.h"
+
+#include <cstring>
+
+static int fail(kvq_status status, const std::string & line) {
+    kvq_set_error(line);
+    return status;
+}
+
+extern "C" int          kvq_abi_version(void) { return KVQ_ABI_VERSION; }
+extern "C" const char * kvq_version(void)     { return KVQ_VERSION; }
+
+extern "C" int kvq_check(const char * method, const char * opts) {
+    const kvq_method * m = kvq_method_find(method);
+    if (!m) {
+        std::string names;
+        for (int i = 0; i < kvq_method_count(); i++) {
+            names += std::string(i ? ", " : "") + kvq_method_at(i)->name;
+        }
+        return fail(KVQ_ERR_METHOD, "unknown method '" + std::string(method ? method : "") + "': choose one of " + names);
+    }
+    kvq_options o;
+    std::string err;
+    kvq_status status = kvq_options_parse(*m, opts, o, err);
+    if (status == KVQ_OK) { // ranges, on a shape that no method refuses
+        const kvq_layer_shape shape = { 0, 8, 128, 128 };
+        const kvq_layer_context c = { 0, 128, shape, nullptr };
+        kvq_layer_plan plan;
+        status = m->plan(o, c, plan, err);
+    }
+    return status == KVQ_OK ? KVQ_OK : fail(status, err);
+}
+
+static const kvq_type_info type_infos[] = {
+    { "f16",     KVQ_TYPE_F16,    16, 1,  16.0 },
+    { "affine1", KVQ_TYPE_AFFINE, 1,  32, 2.0 },
+    { "affine2", KVQ_TYPE_AFFINE, 2,  32, 3.0 },
+    { "affine3", KVQ_TYPE_AFFINE, 3,  32, 4.0 },
+    { "affine4", KVQ_TYPE_AFFINE, 4,  32, 5.0 },
+};
+
+extern "C" int kvq_type_count(void) { return sizeof(type_infos) / sizeof(type_infos[0]); }
+extern "C" const kvq_type_info * kvq_type_at(int i) { return i >= 0 && i < kvq_type_count() ? &type_infos[i] : nullptr; }
+
+static const kvq_type_traits * check_codec(const kvq_codec * c, int & status) {
+    const kvq_type_traits * t = c ? kvq_traits(c->type) : nullptr;
+    const char * why = !c ? "the codec is NULL" : !t ? "no such block type" : t->refuse(*c);
+    status = why ? fail(c && t ? KVQ_ERR_SHAPE : KVQ_ERR_ARGUMENT, why) : KVQ_OK;
+    return why ? nullptr : t;
+}
+
+extern "C" int kvq_codec_bytes(const kvq_codec * c, size_t * nb_codes, size_t * nb_params) {
+    int status;
+    const kvq_type_traits * t = check_codec(c, status);
+    if (t) {
+        if (nb_codes)  { *nb_codes  = t->nb_codes(*c); }
+        if (nb_params) { *nb_params = t->nb_params(*c); }
+    }
+    return status;
+}
+
+extern "C" int kvq_encode(const kvq_codec * c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
+    int status;
+    const kvq_type_traits * t = check_codec(c, status);
+    if (!t) {
+        return status;
+    }
+    if (!rows || (!codes && !shared && t->nb_codes(*c)) || (!params && t->nb_params(*c))) {
+        return fail(KVQ_ERR_ARGUMENT, "rows, codes and params must not be NULL");
+    }
+    kvq_cpu_encode(*c, rows, valid, shared, codes, params);
+    return KVQ_OK;
+}
+
+extern "C" int kvq_decode(const kvq_codec * c, const void * codes, const void * params, uint16_t * rows) {
+    int status;
+    const kvq_type_traits * t = check_codec(c, status);
+    if (t) {
+        t->decode(*c, codes, params, rows);
+    }
+    return status;
+}
+
+extern "C" int kvq_image(const kvq_codec * c, const void * codes, const void * params, uint16_t * rows) {
+    int status;
+    if (check_codec(c, status)) {
+        kvq_image_write(*c, codes, params, rows);
+    }
+    return status;
+}
+
+extern "C" int kvq_image_match(const kvq_codec * c, const uint16_t * rows, const void * shared, void * codes, void * params) {
+    int status;
+    return check_codec(c, status) && kvq_image_read(*c, rows, shared, codes, params) ? 1 : 0;
+}
+
+extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
+                        int n_layer_model, int n_cells, int n_stream, kvq_stats * out) {
+    int status = kvq_check(method, opts);
+    if (status != KVQ_OK) {
+        return status;
+    }
+    if (!layers || n_layers < 1 || n_cells < 1 || n_stream < 1 || !out) {
+        return fail(KVQ_ERR_ARGUMENT, "layers, n_cells and n_stream must be positive");
+    }
+    const kvq_method * m = kvq_method_find(method);
+    kvq_options o;
+    std::string err;
+    kvq_options_parse(*m, opts, o, err);
+    kvq_accounting sum;
+    kvq_stats & s = sum.s;
+    strncpy(s.method, method, sizeof(s.method) - 1);
+    strncpy(s.options, opts ? opts : "", sizeof(s.options) - 1);
+    strncpy(s.kernel, kvq_kernel_name(), sizeof(s.kernel) - 1);
+    s.n_layer  = n_layers;
+    s.n_cells  = n_cells;
+    s.n_stream = n_stream;
+    for (int i = 0; i < n_layers; i++) {
+        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr };
+        kvq_layer_plan plan;
+        const kvq_status st = m->plan(o, c, plan, err);
+        if (st != KVQ_OK) {
+            return fail(st, err);
+        }
+        for (int v = 0; v < 2; v++) {
+            sum.add(kvq_make_lane_layout(plan, v, layers[i].n_head_kv, n_cells, n_stream), v);
+        }
+    }
+    sum.finish();
+    *out = s;
+    return KVQ_OK;
+}

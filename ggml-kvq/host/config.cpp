@@ -1,0 +1,181 @@
+#include "config.h"
+
+#include "gguf.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+// ---------------------------------------------------------------- errors, verbosity
+
+static thread_local std::string last_error;
+
+void kvq_set_error(const std::string & line) { last_error = line; }
+
+extern "C" const char * kvq_last_error(void) { return last_error.c_str(); }
+
+static int verbosity = -1;
+
+int kvq_verbosity(void) {
+    if (verbosity < 0) {
+        const char * quiet = getenv("KVQ_QUIET");
+        verbosity = quiet && *quiet && strcmp(quiet, "0") ? 0 : 1;
+    }
+    return verbosity;
+}
+
+extern "C" void kvq_set_verbosity(int level) { verbosity = level < 0 ? 0 : level; }
+
+// ---------------------------------------------------------------- kvq_configure
+
+struct request {
+    bool set = false;
+    std::string method, opts, config, model;
+};
+static thread_local request configured;
+
+extern "C" int kvq_configure(const char * method, const char * opts, const char * config, const char * model) {
+    if (!method) {
+        configured = request{};
+        return KVQ_OK;
+    }
+    const int status = kvq_check(method, opts);
+    if (status != KVQ_OK) {
+        return status;
+    }
+    configured = { true, method, opts ? opts : "", config ? config : "", model ? model : "" };
+    return KVQ_OK;
+}
+
+// ---------------------------------------------------------------- the model file
+
+static std::string model_of_command_line(void) {
+    FILE * f = fopen("/proc/self/cmdline", "rb");
+    if (!f) {
+        return "";
+    }
+    std::string all;
+    char buffer[4096];
+    size_t n;
+    while ((n = fread(buffer, 1, sizeof(buffer), f)) > 0) {
+        all.append(buffer, n);
+    }
+    fclose(f);
+    std::vector<std::string> args;
+    for (size_t at = 0; at < all.size();) {
+        const size_t end = std::min(all.find('\0', at), all.size());
+        args.push_back(all.substr(at, end - at));
+        at = end + 1;
+    }
+    for (size_t i = 1; i + 1 < args.size(); i++) {
+        if (args[i] == "-m" || args[i] == "--model") {
+            return args[i + 1];
+        }
+    }
+    const char * env = getenv("LLAMA_ARG_MODEL");
+    return env ? env : "";
+}
+
+static int64_t get_int(const gguf_context * g, const std::string & key, int64_t missing) {
+    const int64_t id = gguf_find_key(g, key.c_str());
+    if (id < 0) {
+        return missing;
+    }
+    switch (gguf_get_kv_type(g, id)) {
+        case GGUF_TYPE_UINT32: return gguf_get_val_u32(g, id);
+        case GGUF_TYPE_INT32:  return gguf_get_val_i32(g, id);
+        case GGUF_TYPE_UINT64: return (int64_t) gguf_get_val_u64(g, id);
+        case GGUF_TYPE_ARRAY: { // per layer: the largest
+            int64_t top = missing;
+            const auto type = gguf_get_arr_type(g, id);
+            if (type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_INT32) {
+                return missing;
+            }
+            const int32_t * v = (const int32_t *) gguf_get_arr_data(g, id);
+            for (size_t i = 0; i < gguf_get_arr_n(g, id); i++) {
+                top = std::max<int64_t>(top, v[i]);
+            }
+            return top;
+        }
+        default: return missing;
+    }
+}
+
+static std::string get_str(const gguf_context * g, const char * key) {
+    const int64_t id = gguf_find_key(g, key);
+    return id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_STRING ? gguf_get_val_str(g, id) : "";
+}
+
+kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, std::string & err) {
+    out = kvq_model_info{};
+    gguf_init_params params = { /*no_alloc =*/ true, /*ctx =*/ nullptr };
+    gguf_context * g = gguf_init_from_file(path.c_str(), params);
+    if (!g) {
+        err = "cannot read '" + path + "' as GGUF: give the model's path with -m or KVQ_MODEL";
+        return KVQ_ERR_MODEL;
+    }
+    out.arch   = get_str(g, "general.architecture");
+    out.method = get_str(g, "kvq.method");
+    const std::string a = out.arch + ".";
+    out.n_layer = (int) get_int(g, a + "block_count", 0);
+    const int64_t n_embd = get_int(g, a + "embedding_length", 0), n_head = get_int(g, a + "attention.head_count", 0);
+    const int64_t d = n_head > 0 ? n_embd / n_head : 0;
+    out.head_size_k     = (int) get_int(g, a + "attention.key_length",   d);
+    out.head_size_v     = (int) get_int(g, a + "attention.value_length", d);
+    out.head_size_k_swa = (int) get_int(g, a + "attention.key_length_swa",   0);
+    out.head_size_v_swa = (int) get_int(g, a + "attention.value_length_swa", 0);
+    out.mla = gguf_find_key(g, (a + "attention.kv_lora_rank").c_str()) >= 0 && gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0;
+    gguf_free(g);
+    return KVQ_OK;
+}
+
+static int fitting(int width, int a, int b) {
+    for (int d : { a, b, 64, 32, 16, 8 }) {
+        if (d > 0 && width % d == 0) {
+            return d;
+        }
+    }
+    return width;
+}
+
+kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, int n_embd_v) {
+    kvq_layer_shape s;
+    s.il          = il;
+    s.head_size_k = fitting(n_embd_k, m.head_size_k, m.head_size_k_swa);
+    s.n_head_kv   = n_embd_k / s.head_size_k;
+    s.head_size_v = n_embd_v % s.n_head_kv == 0 ? n_embd_v / s.n_head_kv : fitting(n_embd_v, m.head_size_v, m.head_size_v_swa);
+    return s;
+}
+
+// ---------------------------------------------------------------- current configuration
+
+kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
+    const auto env = [](const char * name) { const char * v = getenv(name); return std::string(v ? v : ""); };
+    request r = configured;
+    if (!r.set) {
+        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
+    }
+    if (r.model.empty()) {
+        r.model = model_of_command_line();
+    }
+    model = kvq_model_info{};
+    if (!r.model.empty()) {
+        const kvq_status status = kvq_read_model_info(r.model, model, err);
+        if (status != KVQ_OK) {
+            return status;
+        }
+    }
+    if (r.method.empty()) {
+        r.method = model.method.empty() ? "f16" : model.method;
+    }
+    out.method = kvq_method_find(r.method.c_str());
+    if (!out.method) {
+        err = kvq_check(r.method.c_str(), nullptr) == KVQ_OK ? "" : kvq_last_error();
+        return KVQ_ERR_METHOD;
+    }
+    out.options_text = r.opts;
+    out.config_path  = r.config;
+    out.model_path   = r.model;
+    return kvq_options_parse(*out.method, r.opts.c_str(), out.options, err);
+}

@@ -1,0 +1,34 @@
+// What the user asked for: method, options, calibrated data, model. From kvq_configure (per thread) or the environment.
+#pragma once
+
+#include "../methods/method.h"
+
+#include <string>
+#include <vector>
+
+struct kvq_config {
+    const kvq_method * method = nullptr;
+    kvq_options        options;
+    std::string        options_text, config_path, model_path;
+};
+
+// The model's shape as its GGUF metadata gives it. Empty arch: no file known.
+struct kvq_model_info {
+    std::string arch;
+    std::string method;       // kvq.method, when the file carries one
+    int  n_layer = 0;
+    int  head_size_k = 0, head_size_v = 0;         // 0: unknown
+    int  head_size_k_swa = 0, head_size_v_swa = 0; // of sliding-window layers, when they differ
+    bool mla = false;
+};
+
+// Status and one line in err; out is complete on KVQ_OK. A missing method means f16.
+kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err);
+
+kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, std::string & err);
+
+// Shape of a cache layer from its row widths; the file's head sizes, else a guess that the first graph corrects.
+kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, int n_embd_v);
+
+void kvq_set_error(const std::string & line); // kvq_last_error of this thread
+int  kvq_verbosity(void);

@@ -1,0 +1,238 @@
+// From ggml nodes to the store and the kernels. Four nodes touch a cache:
+//   SET_ROWS(rows f32 [n_embd, n], idx [n], cache)       rows into the open window
+//   FLASH_ATTN_EXT(q, k view, v view, mask, sinks)       attention over spans
+//   ROPE(view of cache_k, shift per cell), in place      context shift
+//   views of a cache                                     nothing
+#include "backend.h"
+
+#include "../cpu/cpu.h"
+#include "../cpu/rope.h"
+
+#include <algorithm>
+#include <cstring>
+
+// ---------------------------------------------------------------- what a graph may ask
+
+static bool is_view_op(ggml_op op) {
+    return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
+}
+
+// one line on why this node on our cache cannot be computed, "" when it can
+static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
+    switch (op->op) {
+        case GGML_OP_SET_ROWS: {
+            const ggml_tensor * root = op->view_src;
+            if (op->ne[0] != root->ne[0]) {
+                return "the values are stored transposed, which means flash attention is off: run with -fa on";
+            }
+            if (op->src[0]->type != GGML_TYPE_F32) {
+                return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
+            }
+            return "";
+        }
+        case GGML_OP_FLASH_ATTN_EXT: {
+            const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2];
+            const kvq_target tv = kvq_find_target(v);
+            if (!t.ours || t.value || !tv.ours || !tv.value || (t.layer && tv.layer != t.layer)) {
+                return "keys and values come from different places (latent attention): run this model without --kv-method";
+            }
+            if (q->type != GGML_TYPE_F32) {
+                return std::string("queries of type ") + ggml_type_name(q->type) + " are not supported: f32 is needed";
+            }
+            if (k->ne[0] % 8 || v->ne[0] % 8 || k->ne[0] > 1024 || v->ne[0] > 1024) {
+                return "head size " + std::to_string(k->ne[0] % 8 ? k->ne[0] : v->ne[0]) + " is not supported: a multiple of 8 up to 1024 is needed";
+            }
+            if (k->ne[2] != v->ne[2] || q->ne[2] % k->ne[2]) {
+                return std::to_string(q->ne[2]) + " query heads over " + std::to_string(k->ne[2]) + " KV heads are not supported";
+            }
+            if (op->src[3] && op->src[3]->type != GGML_TYPE_F16) {
+                return "an attention mask that is not f16 is not supported";
+            }
+            return "";
+        }
+        case GGML_OP_ROPE: {
+            const int mode = ((const int32_t *) op->op_params)[2];
+            return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX ? "" : "context shift with this kind of rotary embedding is not supported: run with --no-context-shift";
+        }
+        default:
+            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + ", which means flash attention is off: run with -fa on";
+    }
+}
+
+bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
+    kvq_target t = kvq_find_target(op);
+    if (is_view_op(op->op)) {
+        return t.ours || (!op->buffer && !op->view_src) || (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
+               (op->buffer && kvq_buft_is_ours(op->buffer->buft) && op->buffer->size);
+    }
+    if (op->op == GGML_OP_FLASH_ATTN_EXT) {
+        t = kvq_find_target(op->src[1]);
+    }
+    for (int i = 0; i < GGML_MAX_SRC && !t.ours; i++) {
+        t = op->src[i] ? kvq_find_target(op->src[i]) : t;
+    }
+    if (!t.ours) {
+        return false;
+    }
+    std::string why = why_not(op, t);
+    if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer) {
+        const ggml_tensor * k = op->src[1], * v = op->src[2];
+        t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
+    }
+    if (!why.empty() && !dev.refused) {
+        kvq_report_error(why);
+        dev.refused = true;
+    }
+    if (!why.empty() && t.cache) {
+        t.cache->refused = true;
+    }
+    return true; // a node on our cache can run nowhere else: declining would abort the program, refusing its buffer ends it cleanly
+}
+
+// ---------------------------------------------------------------- nodes
+
+static bool set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+    const ggml_tensor * rows = node->src[0], * idx = node->src[1];
+    const int64_t n = rows->ne[1];
+    static thread_local std::vector<int64_t> cells;
+    cells.resize((size_t) n);
+    for (int64_t i = 0; i < n; i++) {
+        cells[(size_t) i] = idx->type == GGML_TYPE_I64 ? ((const int64_t *) idx->data)[i] : ((const int32_t *) idx->data)[i];
+    }
+    // the destination may start at a later stream
+    const int64_t row0 = (int64_t) (node->view_offs / node->view_src->nb[1]);
+    for (auto & c : cells) {
+        c += row0;
+    }
+    kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
+    const int64_t n_rows = (int64_t) lane.layout().n_cells * lane.layout().n_stream;
+    for (const int64_t c : cells) {
+        if (c < 0 || c >= n_rows) {
+            kvq_report_error("cell " + std::to_string(c) + " is outside the cache of " + std::to_string(n_rows) + " cells");
+            return false;
+        }
+    }
+    lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads);
+    return true;
+}
+
+static bool flash_attn(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+    const ggml_tensor * q = node->src[0], * k = node->src[1], * mask = node->src[3], * sinks = node->src[4];
+    kvq_kv_layer & l = *t.layer;
+    const int page_cells = l.d.k.page_cells, n_kv = (int) k->ne[1], n_stream = (int) q->ne[3];
+    const size_t nb_stream = (size_t) l.d.n_embd_k * l.d.n_cells * 2;
+    const int stream0 = (int) (k->view_offs / nb_stream);
+
+    static thread_local std::vector<kvq_attn> streams;
+    streams.assign((size_t) n_stream, kvq_attn{});
+    for (int s = 0; s < n_stream; s++) {
+        kvq_attn & a = streams[(size_t) s];
+        a.k = l.d.k.codec;
+        a.v = l.d.v.codec;
+        a.n_q       = (int32_t) q->ne[1];
+        a.n_head    = (int32_t) q->ne[2];
+        a.n_head_kv = (int32_t) k->ne[2];
+        a.n_kv      = n_kv;
+        a.flags     = l.d.plan.flags;
+        memcpy(&a.scale,    (const float *) node->op_params + 0, 4);
+        memcpy(&a.max_bias, (const float *) node->op_params + 1, 4);
+        memcpy(&a.softcap,  (const float *) node->op_params + 2, 4);
+        a.q = (const float *) ((const char *) q->data + s * q->nb[3]);
+        a.q_stride_token = (int64_t) (q->nb[1] / 4);
+        a.q_stride_head  = (int64_t) (q->nb[2] / 4);
+        if (mask) {
+            a.mask = (const uint16_t *) ((const char *) mask->data + (s % mask->ne[3]) * mask->nb[3]);
+            a.mask_stride_token = (int64_t) (mask->nb[1] / 2);
+            a.mask_stride_head  = mask->ne[2] > 1 ? (int64_t) (mask->nb[2] / 2) : 0;
+        }
+        a.sinks = sinks ? (const float *) sinks->data : nullptr;
+        a.dst = (float *) ((char *) node->data + s * node->nb[3]);
+        a.dst_stride_head  = (int64_t) (node->nb[1] / 4);
+        a.dst_stride_token = (int64_t) (node->nb[2] / 4);
+        a.n_pages = std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
+        a.pages   = l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages;
+    }
+    kvq_cpu_attend(streams.data(), n_stream, b.n_threads);
+    return true;
+}
+
+static bool shift(const ggml_tensor * node, const kvq_target & t) {
+    const ggml_tensor * view = node->src[0], * delta = node->src[1], * factors = node->src[2];
+    const int32_t * p = (const int32_t *) node->op_params;
+    kvq_rope r;
+    r.n_dims     = p[1];
+    r.neox       = p[2] == GGML_ROPE_TYPE_NEOX;
+    r.n_ctx_orig = p[4];
+    memcpy(&r.freq_base,   p + 5, 4);
+    memcpy(&r.freq_scale,  p + 6, 4);
+    memcpy(&r.ext_factor,  p + 7, 4);
+    memcpy(&r.attn_factor, p + 8, 4);
+    memcpy(&r.beta_fast,   p + 9, 4);
+    memcpy(&r.beta_slow,   p + 10, 4);
+    if (factors) {
+        r.freq_factors.assign((const float *) factors->data, (const float *) factors->data + r.n_dims / 2);
+    }
+    kvq_lane & lane = *t.layer->k;
+    const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
+    const int first = (int) (view->view_offs / 2 % (size_t) D); // rotated dimensions may start behind unrotated ones
+    const int32_t * by = (const int32_t *) delta->data;
+    std::map<int32_t, kvq_rope_table> tables;
+    std::vector<float> row((size_t) D);
+    for (int s = 0; s < lane.layout().n_stream; s++) {
+        lane.edit(s, [&](int cell) { return by[s * n_cells + cell] != 0; }, [&](int cell, int, uint16_t * f16) {
+            const int32_t d = by[s * n_cells + cell];
+            if (!d) {
+                return;
+            }
+            kvq_rope_table & table = tables[d];
+            if (table.cos.empty()) {
+                kvq_rope_fill(r, d, false, table);
+            }
+            kvq_cpu_f16_to_f32(f16, row.data(), D);
+            kvq_rope_apply(r, table, row.data() + first);
+            kvq_cpu_f32_to_f16(row.data(), f16, D);
+        });
+    }
+    return true;
+}
+
+ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
+    std::vector<kvq_kv_cache *> touched;
+    const int n = ggml_graph_n_nodes(graph);
+    for (int i = 0; i < n; i++) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (is_view_op(node->op) || ggml_is_empty(node)) {
+            continue;
+        }
+        kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
+        if (!t.layer) {
+            kvq_report_error(std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is not on a cache of ours");
+            return GGML_STATUS_FAILED;
+        }
+        if (t.cache->refused) {
+            return GGML_STATUS_FAILED;
+        }
+        if (std::find(touched.begin(), touched.end(), t.cache) == touched.end()) {
+            touched.push_back(t.cache);
+        }
+        bool ok = false;
+        try {
+            switch (node->op) {
+                case GGML_OP_SET_ROWS:       ok = set_rows(b, node, t);   break;
+                case GGML_OP_FLASH_ATTN_EXT: ok = flash_attn(b, node, t); break;
+                case GGML_OP_ROPE:           ok = shift(node, t);         break;
+                default: kvq_report_error(why_not(node, t));              break;
+            }
+        } catch (const std::bad_alloc &) {
+            kvq_report_error("out of memory in " + std::string(ggml_op_name(node->op)) + ": lower -c or -ub");
+            return GGML_STATUS_ALLOC_FAILED;
+        }
+        if (!ok) {
+            return GGML_STATUS_FAILED;
+        }
+    }
+    for (kvq_kv_cache * cache : touched) {
+        cache->commit(b.n_threads);
+    }
+    return GGML_STATUS_SUCCESS;
+}

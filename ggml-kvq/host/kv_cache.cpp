@@ -1,0 +1,251 @@
+#include "kv_cache.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+kvq_lane_id kvq_parse_cache_name(const char * name) {
+    kvq_lane_id id;
+    if (strncmp(name, "cache_", 6)) {
+        return id;
+    }
+    const char * l = strrchr(name, '_');
+    int il = 0, end = 0;
+    if (!l || l - name < 6 || (l[-1] != 'k' && l[-1] != 'v') || sscanf(l, "_l%d%n", &il, &end) != 1 || il < 0 || (l[end] && l[end] != ' ')) {
+        return id; // "cache_k_l3 (view)" still names the lane
+    }
+    id.il    = il;
+    id.value = l[-1] == 'v';
+    return id;
+}
+
+// ---------------------------------------------------------------- draft
+
+void kvq_cache_draft::reset() {
+    layers.clear();
+    asked.clear();
+    bytes_asked = bytes_nominal = 0;
+    err.clear();
+}
+
+bool kvq_cache_draft::begin() {
+    reset();
+    return kvq_config_current(config, model, err) == KVQ_OK;
+}
+
+size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
+    const kvq_lane_id id = kvq_parse_cache_name(name);
+    const bool next = !layers.empty() && (layers.back().il < id.il || (layers.back().il == id.il && id.value && !layers.back().has_v));
+    if (!next && !begin()) {
+        return 0;
+    }
+    if (!err.empty()) {
+        return 0;
+    }
+    if (!is_f16) {
+        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
+        return 0;
+    }
+    if (layers.empty() || layers.back().il != id.il) {
+        layers.emplace_back();
+        layers.back().il = id.il;
+    }
+    kvq_draft_layer & d = layers.back();
+    d.n_cells  = n_cells;
+    d.n_stream = n_stream;
+    (id.value ? d.n_embd_v : d.n_embd_k) = n_embd;
+    (id.value ? d.has_v    : d.has_k)    = true;
+    if (model.mla) {
+        err = "architecture " + model.arch + " uses multi-head latent attention, which keeps no separate values: run it without --kv-method";
+        return 0;
+    }
+    const int n_model = model.n_layer > 0 ? model.n_layer : 32;
+    d.shape = kvq_guess_shape(model, id.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    const kvq_layer_context c = { (int) layers.size() - 1, n_model, d.shape, layers.size() > 1 ? &layers[layers.size() - 2].shape : nullptr };
+    if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
+        return 0;
+    }
+    kvq_lane_layout & l = id.value ? d.v : d.k;
+    l = kvq_make_lane_layout(d.plan, id.value, d.shape.n_head_kv, n_cells, n_stream);
+    bytes_nominal += kvq_pad(2 * (size_t) n_embd * n_cells * n_stream, KVQ_ALIGN);
+    return l.bytes();
+}
+
+// ---------------------------------------------------------------- cache
+
+static std::mutex live_mutex;
+static std::vector<kvq_kv_cache *> live;
+
+kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft) : config(draft.config), model(draft.model) {
+    for (const kvq_draft_layer & d : draft.layers) {
+        layers.emplace_back(new kvq_kv_layer);
+        layers.back()->ordinal = (int) layers.size() - 1;
+        layers.back()->d = d;
+        is_ok = is_ok && build(*layers.back());
+    }
+    std::lock_guard<std::mutex> lock(live_mutex);
+    live.push_back(this);
+}
+
+kvq_kv_cache::~kvq_kv_cache() {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    live.erase(std::find(live.begin(), live.end(), this));
+}
+
+bool kvq_kv_cache::build(kvq_kv_layer & l) {
+    kvq_kv_layer * prev = l.ordinal ? layers[l.ordinal - 1].get() : nullptr;
+    l.v.reset();
+    l.k.reset();
+    l.spans.init(l.d.n_stream, l.d.k.n_pages, l.d.k.page_cells);
+    l.k.reset(new kvq_lane(l.d.k, false, l.d.k.shares_codes ? prev->k.get() : nullptr, &l.spans, &scratch, &counters));
+    l.v.reset(new kvq_lane(l.d.v, true,  l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters));
+    return l.k->ok() && l.v->ok();
+}
+
+kvq_kv_layer * kvq_kv_cache::layer(int il) {
+    for (auto & l : layers) {
+        if (l->d.il == il) {
+            return l.get();
+        }
+    }
+    return nullptr;
+}
+
+bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err) {
+    const kvq_layer_shape & s = l.d.shape;
+    if (s.n_head_kv == n_head_kv && s.head_size_k == head_size_k && s.head_size_v == head_size_v) {
+        return true;
+    }
+    const std::string where = "layer " + std::to_string(l.d.il) + " has " + std::to_string(n_head_kv) + " KV heads of " + std::to_string(head_size_k);
+    if (counters.n_sealed || l.k->dirty()) {
+        err = where + ", not " + std::to_string(s.n_head_kv) + " of " + std::to_string(s.head_size_k) + " as before: the graph changed";
+        return false;
+    }
+    // every layer at once, so that lanes that share codes see one shape
+    std::vector<kvq_draft_layer> planned;
+    for (auto & x : layers) {
+        kvq_draft_layer d = x->d;
+        if (d.n_embd_k != n_head_kv * head_size_k || d.n_embd_v != n_head_kv * head_size_v) {
+            planned.push_back(d);
+            continue;
+        }
+        d.shape = { d.il, n_head_kv, head_size_k, head_size_v };
+        const kvq_layer_context c = { x->ordinal, model.n_layer > 0 ? model.n_layer : 32, d.shape, planned.empty() ? nullptr : &planned.back().shape };
+        if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
+            return false;
+        }
+        const size_t before = d.k.bytes() + d.v.bytes();
+        d.k = kvq_make_lane_layout(d.plan, false, n_head_kv, d.n_cells, d.n_stream);
+        d.v = kvq_make_lane_layout(d.plan, true,  n_head_kv, d.n_cells, d.n_stream);
+        if (d.k.bytes() + d.v.bytes() > before) {
+            err = where + ", which was not known when the cache was allocated: set KVQ_MODEL to the model's path";
+            return false;
+        }
+        planned.push_back(d);
+    }
+    for (size_t i = layers.size(); i > 0; i--) { // sharers before their owners
+        layers[i - 1]->v.reset();
+        layers[i - 1]->k.reset();
+    }
+    for (size_t i = 0; i < layers.size(); i++) {
+        layers[i]->d = planned[i];
+        if (!build(*layers[i])) {
+            err = "out of memory while rebuilding the KV cache: lower -c";
+            return false;
+        }
+    }
+    return true;
+}
+
+void kvq_kv_cache::commit(int n_threads) {
+    for (auto & l : layers) { // graph order: owners of shared codes first
+        l->k->commit(n_threads);
+        l->v->commit(n_threads);
+    }
+}
+
+void kvq_kv_cache::clear() {
+    for (auto & l : layers) {
+        l->k->clear();
+        l->v->clear();
+    }
+}
+
+kvq_stats kvq_kv_cache::stats() const {
+    kvq_accounting sum;
+    for (const auto & l : layers) {
+        sum.add(l->d.k, false);
+        sum.add(l->d.v, true);
+    }
+    sum.finish();
+    kvq_stats & s = sum.s;
+    strncpy(s.method,  config.method->info.name,    sizeof(s.method) - 1);
+    strncpy(s.options, config.options_text.c_str(), sizeof(s.options) - 1);
+    strncpy(s.kernel,  kvq_kernel_name(),           sizeof(s.kernel) - 1);
+    s.n_layer  = (int32_t) layers.size();
+    s.n_cells  = layers.empty() ? 0 : layers[0]->d.n_cells;
+    s.n_stream = layers.empty() ? 0 : layers[0]->d.n_stream;
+    s.bytes_scratch = scratch.bytes();
+    s.n_sealed   = counters.n_sealed;
+    s.n_reopened = counters.n_reopened;
+    s.n_forced   = counters.n_forced;
+    return s;
+}
+
+// "K 3.2" or "K 2.7 (12 layers of 2 code bits, 4 of 1, 4 shared)"
+static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>> & layers, bool value, double bits) {
+    std::map<std::string, int> classes;
+    for (const auto & l : layers) {
+        const kvq_lane_layout & x = value ? l->d.v : l->d.k;
+        const std::string name = x.is_f16() ? "f16" : x.shares_codes ? "shared codes" : !x.codec.bits ? "no codes" : std::to_string(x.codec.bits) + "-bit";
+        classes[name]++;
+    }
+    char text[64];
+    snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);
+    std::string out = text;
+    if (classes.size() > 1) {
+        std::string list;
+        for (const auto & c : classes) {
+            list += (list.empty() ? "" : ", ") + std::to_string(c.second) + " layers " + c.first;
+        }
+        out += " (" + list + ")";
+    }
+    return out;
+}
+
+std::string kvq_kv_cache::load_line() const {
+    const kvq_stats s = stats();
+    const double MiB = 1024.0 * 1024.0;
+    char text[256];
+    snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %d cells x %d, device KVQ0, kernels %s",
+             (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
+             (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), s.n_cells, s.n_stream, s.kernel);
+    const std::string note = model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "";
+    return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
+           layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
+}
+
+// ---------------------------------------------------------------- C ABI
+
+extern "C" int kvq_cache_count(void) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    return (int) live.size();
+}
+
+extern "C" int kvq_cache_stats(int i, kvq_stats * out) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    if (i < 0 || i >= (int) live.size() || !out) {
+        kvq_set_error("no live cache number " + std::to_string(i));
+        return KVQ_ERR_ARGUMENT;
+    }
+    *out = live[i]->stats();
+    return KVQ_OK;
+}
+
+extern "C" const char * kvq_cache_line(int i) {
+    static thread_local std::string line;
+    std::lock_guard<std::mutex> lock(live_mutex);
+    line = i >= 0 && i < (int) live.size() ? live[i]->load_line() : "";
+    return line.c_str();
+}

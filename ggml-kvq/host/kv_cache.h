@@ -1,0 +1,78 @@
+// One llama.cpp KV cache object as the backend sees it: the tensors cache_k_l<il>, cache_v_l<il> of one buffer, and behind
+// them layers of lanes. Built in three steps that follow ggml's calls:
+//   get_alloc_size per tensor -> kvq_cache_draft::add      alloc_buffer -> kvq_kv_cache(draft)      init_tensor -> find
+#pragma once
+
+#include "config.h"
+#include "../cache/store.h"
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct kvq_lane_id { int il = -1; bool value = false; };
+
+// Parses "cache_<tag>k_l12"; il = -1 for any other name.
+kvq_lane_id kvq_parse_cache_name(const char * name);
+
+struct kvq_draft_layer {
+    int il = -1, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
+    bool has_k = false, has_v = false;
+    kvq_layer_shape shape = {};
+    kvq_layer_plan  plan;
+    kvq_lane_layout k, v;
+};
+
+class kvq_cache_draft {
+public:
+    // Bytes of the tensor's lane, or 0 with error() set. A layer that does not come after the last one starts a new draft.
+    size_t add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16);
+    const std::string & error() const { return err; }
+    bool   empty() const { return layers.empty(); }
+    void   reset();
+
+    kvq_config     config;
+    kvq_model_info model;
+    std::vector<kvq_draft_layer> layers;
+    size_t bytes_asked   = 0; // what ggml was told, padded as ggml pads: identifies the allocation that follows
+    size_t bytes_nominal = 0; // as f16 tensors
+    std::map<std::string, size_t> asked; // answers by tensor
+private:
+    bool begin();
+    std::string err;
+};
+
+struct kvq_kv_layer {
+    int ordinal = 0;
+    kvq_draft_layer d;
+    kvq_span_table  spans;
+    std::unique_ptr<kvq_lane> k, v;
+};
+
+class kvq_kv_cache {
+public:
+    explicit kvq_kv_cache(const kvq_cache_draft & draft); // check ok()
+    ~kvq_kv_cache();
+    bool ok() const { return is_ok; }
+
+    kvq_kv_layer * layer(int il);
+    // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
+    bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
+
+    void commit(int n_threads);
+    void clear();
+    kvq_stats stats() const;
+    std::string load_line() const;
+
+    kvq_config config;
+    std::vector<std::unique_ptr<kvq_kv_layer>> layers;
+    bool refused = false; // a graph asked for something unsupported: computing fails instead of guessing
+
+private:
+    bool build(kvq_kv_layer & l);
+    kvq_model_info model;
+    kvq_scratch    scratch;
+    kvq_counters   counters;
+    bool is_ok = true;
+};

@@ -1,0 +1,142 @@
+// Registry, device and backend: what ggml_backend_load finds. On CPU the device reports host memory and takes only the nodes
+// that touch a cache; weights fall through to upstream's CPU buffer types.
+#include "backend.h"
+
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <unistd.h>
+
+// ---------------------------------------------------------------- backend (stream)
+
+static const char * backend_name(ggml_backend_t) { return "KVQ"; }
+
+static void backend_free(ggml_backend_t backend) {
+    delete (kvq_backend_context *) backend->context;
+    delete backend;
+}
+
+static ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    return kvq_compute_graph(*(kvq_backend_context *) backend->context, graph);
+}
+
+static ggml_guid_t backend_guid(void) {
+    static ggml_guid guid = { 0x6b, 0x76, 0x71, 0x2d, 0x67, 0x67, 0x6d, 0x6c, 0x90, 0x21, 0x4a, 0x5e, 0x11, 0x7c, 0x33, 0xd4 };
+    return &guid;
+}
+
+static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
+    ((kvq_backend_context *) backend->context)->n_threads = n_threads > 0 ? n_threads : 1;
+}
+
+// ---------------------------------------------------------------- device
+
+static kvq_device_context & context(ggml_backend_dev_t dev) { return *(kvq_device_context *) dev->context; }
+
+static const char * dev_name(ggml_backend_dev_t dev)        { return context(dev).name.c_str(); }
+static const char * dev_description(ggml_backend_dev_t dev) { return context(dev).description.c_str(); }
+
+static void dev_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
+    const size_t page = (size_t) sysconf(_SC_PAGESIZE);
+    *total = (size_t) sysconf(_SC_PHYS_PAGES) * page;
+    *free  = (size_t) sysconf(_SC_AVPHYS_PAGES) * page;
+    if (FILE * f = fopen("/proc/meminfo", "r")) { // counts reclaimable cache as free
+        char line[128];
+        unsigned long kib;
+        while (fgets(line, sizeof(line), f)) {
+            if (sscanf(line, "MemAvailable: %lu kB", &kib) == 1) {
+                *free = (size_t) kib * 1024;
+            }
+        }
+        fclose(f);
+    }
+}
+
+// GPU, because llama.cpp gives layers, and so their cache, only to devices of that type
+static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
+
+static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    props->name        = dev_name(dev);
+    props->description = dev_description(dev);
+    props->type        = dev_type(dev);
+    props->device_id   = nullptr;
+    dev_memory(dev, &props->memory_free, &props->memory_total);
+    props->caps        = {};
+}
+
+static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
+    ggml_backend_i iface = {};
+    iface.get_name      = backend_name;
+    iface.free          = backend_free;
+    iface.graph_compute = backend_graph_compute;
+    kvq_backend_context * c = new kvq_backend_context;
+    c->device    = dev;
+    c->n_threads = (int) std::max(1u, std::thread::hardware_concurrency() / 2);
+    return new ggml_backend { backend_guid(), iface, dev, c };
+}
+
+static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return &context(dev).buft; }
+
+static bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return kvq_supports_op(context(dev), op); }
+
+static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) {
+    return kvq_buft_is_ours(buft) || ggml_backend_buft_is_host(buft); // queries and masks are read where they are
+}
+
+static const ggml_backend_device_i device_interface = {
+    /* get_name             */ dev_name,
+    /* get_description      */ dev_description,
+    /* get_memory           */ dev_memory,
+    /* get_type             */ dev_type,
+    /* get_props            */ dev_props,
+    /* init_backend         */ dev_init,
+    /* get_buffer_type      */ dev_buft,
+    /* get_host_buffer_type */ nullptr,
+    /* buffer_from_host_ptr */ nullptr,
+    /* supports_op          */ dev_supports_op,
+    /* supports_buft        */ dev_supports_buft,
+    /* offload_op           */ nullptr,
+    /* event_new            */ nullptr,
+    /* event_free           */ nullptr,
+    /* event_synchronize    */ nullptr,
+};
+
+// ---------------------------------------------------------------- registry
+
+static ggml_backend_device device;
+
+static const char *       reg_name(ggml_backend_reg_t)                 { return "KVQ"; }
+static size_t             reg_count(ggml_backend_reg_t)                { return 1; }
+static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) { return index == 0 ? &device : nullptr; }
+
+static void * reg_proc(ggml_backend_reg_t, const char * name) {
+    return !strcmp(name, "ggml_backend_set_n_threads") ? (void *) backend_set_n_threads : nullptr;
+}
+
+static const ggml_backend_reg_i reg_interface = { reg_name, reg_count, reg_device, reg_proc };
+
+static bool version_matches(void) {
+    if (strcmp(ggml_version(), KVQ_GGML_VERSION) == 0) {
+        return true;
+    }
+    kvq_report_error(std::string("this libggml is ") + ggml_version() + ", libggml-kvq.so was built for " + KVQ_GGML_VERSION +
+                     ": rebuild it with cmake -DLLAMA_CPP_DIR=<source of this llama.cpp>");
+    return false;
+}
+
+extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
+    if (!version_matches()) {
+        return nullptr;
+    }
+    static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION, reg_interface, nullptr };
+    static kvq_device_context context;
+    if (!device.context) {
+        context.name        = "KVQ0";
+        context.description = std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
+        kvq_init_buffer_type(context, &device);
+        device = { device_interface, &reg, &context };
+    }
+    return &reg;
+}
+
+extern "C" KVQ_API int ggml_backend_score(void) { return strcmp(ggml_version(), KVQ_GGML_VERSION) == 0 ? 1 : 0; }
