@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import re
 import sys
 import threading
 from ctypes import CDLL
@@ -17,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import llama, native
+from . import _paths, llama, native
+from ._paths import BACKEND_FILE
 from .errors import LibraryError
 
-BACKEND_FILE = "libggml-kvq.so"
-_FILES = {"base": "libggml-base.so", "cpu": "libggml-cpu.so", "ggml": "libggml.so", "llama": "libllama.so"}
+_STEMS = {"base": "ggml-base", "cpu": "ggml-cpu", "ggml": "ggml", "llama": "llama"}
 _UNKNOWN = ctypes.c_size_t(-1).value
 
 
@@ -53,38 +54,25 @@ class Libraries:
         return out
 
 
-def library_dir() -> Path:
-    """The folder of upstream's libraries: $KVQ_LIB_DIR, else the package's own. LibraryError when it lacks libllama."""
-    env = os.environ.get("KVQ_LIB_DIR")
-    folder = Path(env).expanduser() if env else Path(__file__).resolve().parent / "lib"
-    missing = [name for name in _FILES.values() if not (folder / name).exists()]
-    if missing:
-        cure = (
-            "point KVQ_LIB_DIR at a folder that holds them"
-            if env
-            else "install the wheel (pip install ggml-kvq) or set KVQ_LIB_DIR to the lib folder of a llama.cpp build"
-        )
-        raise LibraryError(f"{folder} lacks {', '.join(missing)}; {cure}")
-    return folder
-
-
-def backend_path(folder: Path) -> tuple[Path | None, str]:
-    """(path of libggml-kvq.so, "") or (None, reason). $KVQ_BACKEND wins; a bad $KVQ_BACKEND is an error, not a fallback."""
-    env = os.environ.get("KVQ_BACKEND")
-    if env:
-        path = Path(env).expanduser()
-        if not path.is_file():
-            raise LibraryError(f"KVQ_BACKEND={env} is not a file; point it at libggml-kvq.so or unset it")
-        return path, ""
-    for path in (folder / BACKEND_FILE, Path(__file__).resolve().parent / "lib" / BACKEND_FILE):
-        if path.is_file():
-            return path, ""
-    return None, f"{folder} lacks {BACKEND_FILE}; install the wheel (pip install ggml-kvq) or set KVQ_BACKEND to its path"
+def find_backend() -> tuple[Path | None, str]:
+    """(path of libggml-kvq.so, "") or (None, reason). A bad $KVQ_BACKEND raises: it is an order, not a hint."""
+    try:
+        return _paths.backend(), ""
+    except LibraryError as e:
+        if os.environ.get("KVQ_BACKEND"):
+            raise
+        return None, str(e)
 
 
 # ------------------------------------------------------------------ log
 
-_LEVEL_ERROR, _LEVEL_CONT = 4, 5
+_LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5  # enum ggml_log_level
+
+
+class LogLines(list[str]):
+    """Log lines of one call; `errors` holds those of level error."""
+
+    errors: list[str]
 
 
 class _Log:
@@ -94,32 +82,33 @@ class _Log:
         self._local = threading.local()
 
     def begin(self, verbose: bool = False) -> None:
-        self._local.lines, self._local.verbose, self._local.level = [], verbose, 0
+        self._local.parts, self._local.verbose = [], verbose
 
-    def end(self) -> list[str]:
-        lines = getattr(self._local, "lines", None) or []
-        self._local.lines, self._local.verbose = None, False
-        return [line for line in "".join(lines).splitlines() if line.strip()]
+    def end(self) -> LogLines:
+        parts: list[tuple[int, str]] = getattr(self._local, "parts", None) or []
+        self._local.parts, self._local.verbose = None, False
+        lines = LogLines(line for line in "".join(text for _, text in parts).splitlines() if line.strip())
+        lines.errors = [text.strip() for level, text in parts if level == _LEVEL_ERROR and text.strip()]
+        return lines
 
     def write(self, level: int, text: bytes | None, _user: object) -> None:
-        lines = getattr(self._local, "lines", None)
-        if lines is None or text is None:
+        parts = getattr(self._local, "parts", None)
+        if parts is None or text is None:
             return
-        lines.append(text.decode("utf-8", "replace"))
+        if level == _LEVEL_CONTINUED and parts:
+            level = parts[-1][0]
+        parts.append((level, text.decode("utf-8", "replace")))
         if self._local.verbose:
-            sys.stderr.write(lines[-1])
+            sys.stderr.write(parts[-1][1])
 
 
 log = _Log()
 
 
-def last_problem(lines: list[str]) -> str:
-    """The most telling line of a failed call: the first that names an error, else the last."""
-    for line in lines:
-        low = line.lower()
-        if any(word in low for word in ("error", "fail", "does not", "invalid", "refus", "cannot", "not supported", "kvq:")):
-            return line.strip()
-    return lines[-1].strip() if lines else "no message"
+def last_problem(lines: LogLines) -> str:
+    """The first error a failed call logged, else its last line, without the function name in front."""
+    chosen = lines.errors[0] if lines.errors else (lines[-1].strip() if lines else "no message")
+    return re.sub(r"^\w+: ", "", chosen.splitlines()[0])
 
 
 # ------------------------------------------------------------------ proof
@@ -184,14 +173,15 @@ def _open(path: Path) -> CDLL:
 def _load() -> Libraries:
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise LibraryError("ggml-kvq needs a 64-bit little-endian machine; use upstream's cache types here")
-    folder = library_dir()
-    libs = {key: _open(folder / name) for key, name in _FILES.items()}
+    folder = _paths.lib_dir()
+    files = {key: _paths.shared_library(folder, stem) for key, stem in _STEMS.items()}
+    libs = {key: _open(path) for key, path in files.items()}
     for key, name, restype, argtypes in llama.FUNCTIONS:
         try:
             fn = getattr(libs[key], name)
         except AttributeError:
             raise LibraryError(
-                f"{folder / _FILES[key]} lacks the function {name}; use libraries of ggml {llama.GGML_VERSION}"
+                f"{files[key]} lacks the function {name}; use libraries of ggml {llama.GGML_VERSION}"
             ) from None
         fn.restype, fn.argtypes = restype, argtypes
 
@@ -214,7 +204,7 @@ def _load() -> Libraries:
     libs["llama"].llama_backend_init()
 
     kvq: CDLL | None = None
-    path, problem = backend_path(folder)
+    path, problem = find_backend()
     if path is not None:
         log.begin()
         registry = libs["ggml"].ggml_backend_load(str(path.resolve()).encode())

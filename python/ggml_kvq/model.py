@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from . import chat, hub, llama, native
 from .errors import ContextOverflowError, DecodeError, KvqError, MethodError, ModelError, StateError
-from .loader import Libraries, last_problem, libraries, log
+from .gguf_header import read as read_header
+from .loader import Libraries, LogLines, last_problem, libraries, log
 from .sampling import Chain, Sampling
 
 TokenArray = npt.NDArray[np.int32]
@@ -122,12 +123,12 @@ class Model:
 
         log.begin(verbose)
         try:
+            if kv_method is None:
+                named = read_header(self.path).kvq().get("kvq.method")
+                kv_method = str(named) if named else None
+                if kv_method is not None:
+                    self._libs.need_kvq()
             self._load_model(kv_method, device, n_gpu_layers)
-            named = self.metadata("kvq.method")
-            if kv_method is None and named and self._libs.kvq is not None:
-                kv_method = named
-                self._free()
-                self._load_model(kv_method, device, n_gpu_layers)
             self.kv_method = None if kv_method in (None, UPSTREAM) else kv_method
             self.type_k, self.type_v = type_k, type_v
             self._init_context(n_ctx, n_batch, n_ubatch, n_threads or os.cpu_count() or 1, n_seq_max, kv_config)
@@ -390,7 +391,7 @@ class Model:
                 logits=mask.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
             )
 
-            def call() -> tuple[int, list[str]]:
+            def call() -> tuple[int, LogLines]:
                 log.begin()
                 status = self._libs.llama.llama_decode(ctx, batch)
                 self._libs.llama.llama_synchronize(ctx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctypes import (
     CDLL,
+    CFUNCTYPE,
     POINTER,
     Structure,
     byref,
@@ -178,6 +179,9 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_sizeof", c_size_t, [c_char_p]),
     ("kvq_offsetof", c_size_t, [c_char_p, c_char_p]),
 ]
+
+
+LogFunction = CFUNCTYPE(None, c_char_p, c_void_p)
 
 
 def bind(lib: CDLL) -> None:

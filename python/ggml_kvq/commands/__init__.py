@@ -1,1 +1,1 @@
-"""Subcommands of `ggml-kvq`, one module each; see ggml_kvq.cli.build_parser for the contract."""
+"""Subcommands of `ggml-kvq`; each module offers register(subparsers)."""

@@ -1,0 +1,147 @@
+"""Result files: JSON lines, one row per measurement, resumable, each row a citation.
+
+A row holds its key (what was measured), the numbers, and where they come from: commit, command, date, machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import KvqError
+
+Row = dict[str, Any]
+
+
+@lru_cache(maxsize=8)
+def file_hash(path: str, size: int, mtime_ns: int) -> str:
+    """First 16 hex digits of the SHA-256 of a file's first and last MiB and its size."""
+    h = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as f:
+        h.update(f.read(1 << 20))
+        f.seek(max(0, size - (1 << 20)))
+        h.update(f.read(1 << 20))
+    return h.hexdigest()[:16]
+
+
+def fingerprint(path: str | os.PathLike[str]) -> str:
+    """file_hash of a path as it is now."""
+    st = os.stat(path)
+    return file_hash(os.fspath(path), st.st_size, st.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def commit() -> str:
+    """Short commit of the source tree this package runs from (+ when the tree is changed), else the package version."""
+    here = Path(__file__).resolve().parent
+    try:
+        args = ["git", "-C", str(here), "rev-parse", "--short=10", "HEAD"]
+        out = subprocess.run(args, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        dirty = subprocess.run(
+            ["git", "-C", str(here), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
+        )
+        return out + ("+" if dirty.stdout.strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        from importlib import metadata
+
+        try:
+            return "v" + metadata.version("ggml-kvq")
+        except metadata.PackageNotFoundError:
+            return "unknown"
+
+
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """CPU model and core count."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def command() -> str:
+    """The command line as typed, folders in front of the program and of files left out."""
+    args = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return shlex.join(Path(a).name if a.startswith("/") else a for a in args)
+
+
+def provenance() -> Row:
+    """commit, command, date (UTC), machine."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"commit": commit(), "command": command(), "date": now.strftime("%Y-%m-%dT%H:%M:%SZ"), "machine": machine()}
+
+
+def key_of(key: Row) -> str:
+    """Canonical text of a key: rows with equal text measure the same thing."""
+    return json.dumps(key, sort_keys=True, ensure_ascii=False)
+
+
+class ResultFile:
+    """Append-only JSONL. Rows already there are found by key, so an interrupted run continues where it stopped."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.rows: list[Row] = read(self.path) if self.path.exists() else []
+        self._known = {key_of(r["key"]): r for r in self.rows if "key" in r}
+
+    def get(self, key: Row) -> Row | None:
+        return self._known.get(key_of(key))
+
+    def add(self, key: Row, values: Row) -> Row:
+        """Append one row and flush it to disk."""
+        row = {"key": key, **values, **provenance()}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(row, ensure_ascii=False) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        self.rows.append(row)
+        self._known[key_of(key)] = row
+        return row
+
+
+def read(path: str | os.PathLike[str]) -> list[Row]:
+    """Rows of a JSONL file. A torn last line (a run that was killed) is cut off; any other bad line is an error."""
+    rows: list[Row] = []
+    text = Path(path).read_text(encoding="utf-8")
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as e:
+            if number == len(lines):
+                Path(path).write_text("\n".join(lines[:-1]) + "\n" if lines[:-1] else "", encoding="utf-8")
+                break
+            raise KvqError(f"{path}:{number} is no JSON ({e.msg}); repair or remove that line") from e
+    return rows
+
+
+def table(headers: list[str], rows: Iterable[list[str]], *, markdown: bool = False) -> str:
+    """Plain or Markdown table; first column left, others right."""
+    body = [list(r) for r in rows]
+    width = [max(len(str(r[i])) for r in [headers, *body]) for i in range(len(headers))]
+
+    def line(cells: list[str]) -> str:
+        parts = [str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w) in enumerate(zip(cells, width, strict=True))]
+        return "| " + " | ".join(parts) + " |" if markdown else "  ".join(parts).rstrip()
+
+    if markdown:
+        rule = "|" + "|".join("-" * (w + 1) + ("-" if i == 0 else ":") for i, w in enumerate(width)) + "|"
+    else:
+        rule = "  ".join("-" * w for w in width)
+    return "\n".join([line(headers), rule, *map(line, body)])
