@@ -44,10 +44,14 @@ const char * kvq_affine_refuse(const kvq_codec & c) {
     if (c.bits < 0 || c.bits > 4)                           { return "bits must be 0..4"; }
     if (c.n_cells < 32 || c.n_cells % 32 || c.n_cells > 256) { return "a page must have 32..256 cells, a multiple of 32"; }
     if (c.head_size < 8 || c.head_size > 1024 || c.head_size % 8) { return "the head size must be a multiple of 8 up to 1024"; }
+    if (c.role != KVQ_ROLE_K && c.role != KVQ_ROLE_V)       { return "the role must be K or V"; }
     if (c.group < 1)                                        { return "the group must be positive"; }
     if (c.role == KVQ_ROLE_K && c.n_cells % c.group)        { return "the key group must divide the page"; }
     if (c.role == KVQ_ROLE_V && c.group > c.head_size)      { return "the value group must not exceed the head size"; }
-    if (c.role != KVQ_ROLE_K && c.role != KVQ_ROLE_V)       { return "the role must be K or V"; }
+    // kernels switch parameters between tiles only
+    if (c.group % KVQ_TILE_LANES && !(c.role == KVQ_ROLE_V && c.group == c.head_size)) { return "the group must be a multiple of 16, or for values the whole head"; }
+    if (c.scale != 0 && c.scale != 1)                       { return "the scale format must be 0 (f16) or 1 (8-bit)"; }
+    if (c.levels != 0 && c.levels != 1)                     { return "levels must be 0 (end points) or 1 (bins)"; }
     if (!(c.eta >= 0.0f && c.eta < 0.5f))                   { return "eta must be at least 0 and below 0.5"; }
     return nullptr;
 }

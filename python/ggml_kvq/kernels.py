@@ -1,0 +1,154 @@
+"""encode, decode, image and attend of libggml-kvq on numpy arrays; ggml_kvq.reference defines what they compute.
+
+`lib` is the library as loader.libraries().need_kvq() returns it. Every function raises MethodError for what the library refuses.
+"""
+
+from __future__ import annotations
+
+from ctypes import CDLL, POINTER, byref, c_float, c_int32, c_size_t, c_uint8, c_uint16, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import native
+from .reference import Codec
+
+F32 = 1  # KVQ_ATTN_F32
+
+
+def c_codec(c: Codec) -> native.kvq_codec:
+    """The C structure of a Codec."""
+    return native.kvq_codec(c.type, c.role, c.bits, c.group, c.scale, c.levels, c.eta, c.n_cells, c.head_size)
+
+
+def _at(array: np.ndarray | None, ctype: Any = c_void_p) -> Any:
+    if array is None:
+        return None
+    return array.ctypes.data_as(ctype if ctype is c_void_p else POINTER(ctype))
+
+
+def _u8(array: np.ndarray | None) -> np.ndarray | None:
+    return None if array is None else np.ascontiguousarray(array, np.uint8)
+
+
+def _rows(c: Codec, rows: np.ndarray) -> np.ndarray:
+    rows = np.ascontiguousarray(rows)
+    if rows.itemsize != 2 or rows.shape != (c.n_cells, c.head_size):
+        raise ValueError(f"rows have shape {rows.shape} of {rows.dtype}, not f16 {(c.n_cells, c.head_size)}")
+    return rows.view(np.uint16)
+
+
+def nbytes(lib: CDLL, c: Codec) -> tuple[int, int]:
+    """(nb_codes, nb_params) of a block (kvq_codec_bytes)."""
+    codes, params = c_size_t(), c_size_t()
+    native.check(lib, lib.kvq_codec_bytes(byref(c_codec(c)), byref(codes), byref(params)))
+    return codes.value, params.value
+
+
+def encode(lib: CDLL, c: Codec, rows, valid=None, shared=None) -> tuple[np.ndarray, np.ndarray]:
+    """rows f16 [n_cells, head_size], valid uint8 [n_cells/8], shared uint8 [nb_codes] -> (codes, params) (kvq_encode)."""
+    nb_codes, nb_params = nbytes(lib, c)
+    codes, params = np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8)
+    rows, valid, shared = _rows(c, rows), _u8(valid), _u8(shared)
+    status = lib.kvq_encode(
+        byref(c_codec(c)), _at(rows, c_uint16), _at(valid, c_uint8), _at(shared), _at(codes), _at(params)
+    )
+    native.check(lib, status)
+    return (codes if shared is None else shared), params
+
+
+def decode(lib: CDLL, c: Codec, codes, params) -> np.ndarray:
+    """-> f16 [n_cells, head_size] (kvq_decode)."""
+    rows = np.full((c.n_cells, c.head_size), 0xA5A5, np.uint16)
+    codes, params = _u8(codes), _u8(params)
+    native.check(lib, lib.kvq_decode(byref(c_codec(c)), _at(codes), _at(params), _at(rows, c_uint16)))
+    return rows.view(np.float16)
+
+
+def image(lib: CDLL, c: Codec, codes, params) -> np.ndarray:
+    """-> uint16 [n_cells, head_size], the saved-state image (kvq_image)."""
+    rows = np.full((c.n_cells, c.head_size), 0xA5A5, np.uint16)
+    codes, params = _u8(codes), _u8(params)
+    native.check(lib, lib.kvq_image(byref(c_codec(c)), _at(codes), _at(params), _at(rows, c_uint16)))
+    return rows
+
+
+def image_match(lib: CDLL, c: Codec, rows, shared=None) -> tuple[np.ndarray, np.ndarray] | None:
+    """uint16 [n_cells, head_size] -> (codes, params), None when it is no image (kvq_image_match)."""
+    nb_codes, nb_params = nbytes(lib, c)
+    codes, params = np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8)
+    rows, shared = _rows(c, rows), _u8(shared)
+    found = lib.kvq_image_match(byref(c_codec(c)), _at(rows, c_uint16), _at(shared), _at(codes), _at(params))
+    return ((codes if shared is None else shared), params) if found else None
+
+
+@dataclass
+class Page:
+    """A page of all KV heads of a stream. A lane is (codes uint8 [n_head_kv, nb_codes], params uint8 [n_head_kv, nb_params]) when
+    sealed, or an open f16 tile [n_head_kv, n_slots, head size padded to 16].
+
+    cell: of slot 0; slots: slot -> cell, -1 for none, int32 [n_slots], or None for cell + slot.
+    """
+
+    k: Any
+    v: Any
+    n_slots: int
+    cell: int = 0
+    slots: np.ndarray | None = None
+
+
+@dataclass
+class Stream:
+    """One softmax problem. q f32 [n_q, n_head, head_size_k] and dst f32 [n_q, n_head, head_size_v], last axis contiguous, others
+    free; mask f16 [n_q, 1 or n_head, n_kv] or None; sinks f32 [n_head] or None. dst is written."""
+
+    k: Codec
+    v: Codec
+    n_head_kv: int
+    n_kv: int
+    pages: list[Page]
+    q: np.ndarray
+    dst: np.ndarray
+    scale: float
+    mask: np.ndarray | None = None
+    max_bias: float = 0.0
+    softcap: float = 0.0
+    sinks: np.ndarray | None = None
+    flags: int = 0
+
+
+def _strides(x: np.ndarray) -> tuple[int, int]:
+    if x.strides[-1] != x.itemsize:
+        raise ValueError(f"the last axis has stride {x.strides[-1]} bytes instead of {x.itemsize}: pass a contiguous one")
+    return x.strides[0] // x.itemsize, 0 if x.shape[1] == 1 else x.strides[1] // x.itemsize
+
+
+def attend(lib: CDLL, streams: list[Stream], n_threads: int = 1) -> None:
+    """Fill dst of every stream (kvq_attend)."""
+    structs = (native.kvq_attn * len(streams))()
+    keep: list[Any] = []
+    for a, s in zip(structs, streams):
+        pages = (native.kvq_page * max(len(s.pages), 1))()
+        for to, page in zip(pages, s.pages):
+            for name, lane in (("k", page.k), ("v", page.v)):
+                codes, params = lane if isinstance(lane, tuple) else (lane, None)
+                keep += [codes, params]
+                setattr(to, f"{name}_codes", None if codes is None else codes.ctypes.data)
+                setattr(to, f"{name}_params", None if params is None else params.ctypes.data)
+            to.cell, to.n_slots = page.cell, page.n_slots
+            to.map = _at(page.slots, c_int32)
+        a.k, a.v = c_codec(s.k), c_codec(s.v)
+        a.n_q, a.n_head, a.n_head_kv = s.q.shape[0], s.q.shape[1], s.n_head_kv
+        a.n_pages, a.n_kv, a.flags = len(s.pages), s.n_kv, s.flags
+        a.scale, a.max_bias, a.softcap = s.scale, s.max_bias, s.softcap
+        a.q, (a.q_stride_token, a.q_stride_head) = _at(s.q, c_float), _strides(s.q)
+        a.dst, (a.dst_stride_token, a.dst_stride_head) = _at(s.dst, c_float), _strides(s.dst)
+        if s.mask is not None:
+            a.mask, (a.mask_stride_token, a.mask_stride_head) = _at(s.mask, c_uint16), _strides(s.mask)
+        a.sinks, a.pages = _at(s.sinks, c_float), pages
+        keep += [pages, s]
+    native.check(lib, lib.kvq_attend(structs, len(streams), n_threads))
+
+
+__all__ = ["F32", "Page", "Stream", "attend", "c_codec", "decode", "encode", "image", "image_match", "nbytes"]
