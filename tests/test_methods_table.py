@@ -1,0 +1,135 @@
+"""The native method table and the Python reference describe the same methods: names, order, option keys, types, defaults, plans."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ggml_kvq import loader, native
+from ggml_kvq.errors import MethodError
+from ggml_kvq.reference import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def lib():
+    return loader.libraries().need_kvq()
+
+
+@pytest.fixture(scope="module")
+def table(lib):
+    return {m["name"]: m for m in native.methods(lib)}
+
+
+def test_registry_parity(table):
+    rows = re.findall(r"^KVQ_METHOD\((\w+)\)", (ROOT / "ggml-kvq/methods.inc").read_text(), re.M)
+    assert rows == list(table) == list(METHODS)
+    for name in rows:
+        assert (ROOT / f"ggml-kvq/methods/{name}.cpp").is_file() and (ROOT / f"python/ggml_kvq/reference/{name}.py").is_file()
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_option_parity(table, name):
+    native_options = {o["key"]: o for o in table[name]["options"]}
+    assert list(native_options) == list(METHODS[name].options)
+    for key, default in METHODS[name].options.items():
+        o = native_options[key]
+        if isinstance(default, str):
+            assert "|" in o["type"] and default == o["default_value"] and default in o["type"].split("|")
+        else:
+            assert o["type"] == type(default).__name__ and type(default)(o["default_value"]) == default
+        assert o["help"] and o["source"], f"{name}.{key} has no help or source"
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_row_says_what_it_is(table, name):
+    assert table[name]["summary"] and table[name]["paper"]
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_defaults_are_accepted(lib, table, name):
+    text = ",".join(f"{o['key']}={o['default_value']}" for o in table[name]["options"])
+    assert lib.kvq_check(name.encode(), text.encode()) == 0
+    assert lib.kvq_check(name.encode(), None) == 0
+
+
+def refusal(lib, method, opts):
+    with pytest.raises(MethodError) as e:
+        native.check(lib, lib.kvq_check(method.encode(), opts.encode()))
+    line = str(e.value)
+    assert line and "\n" not in line
+    return line
+
+
+def test_unknown_method_names_the_known_ones(lib):
+    line = refusal(lib, "zip", "")
+    assert "'zip'" in line and all(name in line for name in METHODS)
+
+
+@pytest.mark.parametrize(
+    ("method", "opts", "needle"),
+    [
+        ("f16", "bits=2", "bits"),
+        ("kivi", "bit=2", "'bit'"),
+        ("kivi", "bits=5", "bits=5"),
+        ("kivi", "bits=0", "bits=0"),
+        ("kivi", "bits=two", "bits=two"),
+        ("kivi", "bits=2.5", "bits=2.5"),
+        ("kivi", "bits=", "bits="),
+        ("kivi", "bits", "bits=VALUE"),
+        ("kivi", "bits=99999999999999999999", "bits=99999999999999999999"),
+        ("kivi", "k_bits=7", "k_bits=7"),
+        ("kivi", "k_bits=-1", "k_bits=-1"),
+        ("kivi", "eta=0.5", "eta=0.5"),
+        ("kivi", "eta=nan", "eta=nan"),
+        ("kivi", "eta=-0.1", "eta=-0.1"),
+        ("kivi", "levels=middle", "levels=middle"),
+        ("kivi", "group=24", "group=24"),
+        ("kivi", "group=-1", "group=-1"),
+        ("kivi", "group_v=8", "group_v=8"),
+        ("kivi", "window=5000", "window=5000"),
+        ("kivi", "window=-1", "window=-1"),
+        ("kivi", "sinks=65", "sinks=65"),
+        ("kivi", "scales=f32", "scales=f32"),
+        ("xquant", "preset=1.0", "preset=1.0"),
+        ("xquant", "preset=", "preset="),
+        ("xquant", "kq=3", "kq=3"),
+        ("xquant", "vm=1000", "vm=1000"),
+        ("xquant", "eta1=0.6", "eta1=0.6"),
+        ("xquant", "eta2=inf", "eta2=inf"),
+        ("xquant", "shared=all", "shared=all"),
+    ],
+)
+def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
+    assert needle in refusal(lib, method, opts)
+
+
+@pytest.mark.parametrize(
+    ("shape", "needle"), [((0, 8, 100, 128), "100"), ((0, 8, 128, 4), "4"), ((0, 8, 2048, 128), "2048")], ids=str
+)
+@pytest.mark.parametrize("method", ["kivi", "xquant"])
+def test_shapes_that_no_block_holds_are_refused(lib, method, shape, needle):
+    with pytest.raises(MethodError, match=needle):
+        native.plan(lib, method, "", [shape], 1024)
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_options_have_an_effect(lib, table, method):
+    """No key is parsed and forgotten: each changes a plan's bytes or headline, or the codec (seen in the reference's plan)."""
+    other = {
+        "bits": 3, "k_bits": 1, "v_bits": 1, "levels": "mid", "eta": 0.1, "group": 64, "group_v": 16, "window": 512, "sinks": 64,
+        "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
+        "shared": "none",
+    }  # fmt: skip
+    from ggml_kvq.reference import LayerShape
+
+    shapes = [(il, 4, 64, 64) for il in range(8)]
+    layers = [LayerShape(*s) for s in shapes]
+    for key in METHODS[method].options:
+        base, new = METHODS[method](), METHODS[method](**{key: other[key]})
+        assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
+        a, b = (native.plan(lib, method, o, shapes, 8192) for o in ("", {key: other[key]}))
+        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared"):  # these change values, not bytes
+            assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"
