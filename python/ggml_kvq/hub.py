@@ -29,12 +29,12 @@ def fetch(spec: str, *, cache_dir: str | os.PathLike[str] | None = None, token: 
     """
     repo, filename, revision = split(spec)
     try:
-        from huggingface_hub import hf_hub_download
         from huggingface_hub import errors as hub_errors
+        from huggingface_hub import hf_hub_download
     except ImportError as e:
         raise DownloadError(f"{spec} needs huggingface_hub; pip install huggingface_hub") from e
     try:
-        return Path(hf_hub_download(repo, filename, revision=revision, cache_dir=cache_dir, token=token))
+        return Path(hf_hub_download(repo, filename, revision=revision, cache_dir=None if cache_dir is None else Path(cache_dir), token=token))
     except hub_errors.GatedRepoError as e:
         raise DownloadError(f"{repo} is gated; accept its terms on the hub and log in with `hf auth login`") from e
     except hub_errors.RepositoryNotFoundError as e:

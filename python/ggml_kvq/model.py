@@ -12,18 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from . import chat, hub, llama, native
-from .errors import ContextOverflowError, DecodeError, KvqError, MethodError, ModelError, StateError
+from .errors import (
+    ContextOverflowError,
+    DecodeError,
+    KvqError,
+    MethodError,
+    ModelError,
+    StateError,
+)
 from .gguf_header import read as read_header
 from .loader import Libraries, LogLines, last_problem, libraries, log
 from .sampling import Chain, Sampling
 
 TokenArray = npt.NDArray[np.int32]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Options = Mapping[str, object] | str | None
 
 #: kv_method value that keeps upstream's own cache even when the model's metadata name a method.
@@ -257,7 +267,7 @@ class Model:
             self._free()
         _models.discard(self)
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -24,7 +24,8 @@ def log_softmax(logits: F32) -> F32:
     top = logits.max(axis=1, keepdims=True)
     shifted = logits - top
     total = np.exp(shifted).sum(axis=1, dtype=np.float64, keepdims=True)
-    return shifted - np.log(total).astype(np.float32)
+    out: F32 = shifted - np.log(total).astype(np.float32)
+    return out
 
 
 def pack(logits: F32) -> npt.NDArray[np.uint16]:

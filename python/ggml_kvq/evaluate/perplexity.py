@@ -138,8 +138,7 @@ class BaseFile:
             with open(partial, "wb") as f:
                 f.write(self.header())
                 for window in self.windows:
-                    for logits, _ in score(model, window, self.protocol):
-                        f.write(metrics.pack(logits).tobytes())
+                    f.writelines(metrics.pack(logits).tobytes() for logits, _ in score(model, window, self.protocol))
                     if progress:
                         progress(1)
             os.replace(partial, self.path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 TASKS = ["lines", "passkey", "multineedle", "kv", "copy", "vartrack", "fewshot", "count"]
@@ -18,6 +19,7 @@ TASKS = ["lines", "passkey", "multineedle", "kv", "copy", "vartrack", "fewshot",
 Filler = Callable[[random.Random, int], str]
 Segments = list[tuple[str, bool]]
 
+# ruff: noqa: SIM905 - a text block reads better than four hundred quoted words
 ADJ = (
     "able acid aged airy amber ample angry apt arid avid bald bare basic blind bold brave brief bright brisk "
     "broad calm cheap chief civil clean clear close cold cool crisp cruel curly damp dark dear deep dense dim "
@@ -159,7 +161,7 @@ def gen_lines(rng: random.Random, n: int, filler: Filler, n_questions: int) -> S
     m = max(3, min(400, (n - 220) // 49))
     keys = _distinct(rng, m, lambda: rng.choice(ADJ) + "-" + rng.choice(NOUN))
     pairs = list(zip(keys, _codes(rng, m), strict=True))
-    body = "".join("line %s: REGISTER_CONTENT is <%s>\n" % p for p in pairs)
+    body = "".join(f"line {k}: REGISTER_CONTENT is <{v}>\n" for k, v in pairs)
     head = "Below is a record of lines to remember. Each line has a register content.\n\n" + body
     return [(head, False), *_ask(rng, pairs, n_questions, "\nQuestion: What is the REGISTER_CONTENT in line {k}?")]
 
@@ -193,10 +195,10 @@ def gen_kv(rng: random.Random, n: int, filler: Filler, n_questions: int) -> Segm
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     keys = _distinct(rng, m, lambda: "".join(rng.choice(letters) for _ in range(6)))
     pairs = list(zip(keys, _codes(rng, m), strict=True))
-    body = "JSON data:\n{\n" + ",\n".join('  "%s": "%s"' % p for p in pairs) + "\n}\n"
+    body = "JSON data:\n{\n" + ",\n".join(f'  "{k}": "{v}"' for k, v in pairs) + "\n}\n"
     segments: Segments = [(body, False)]
     for k, v in rng.sample(pairs, min(n_questions, m)):
-        segments += [('\nKey: "%s"\nValue:' % k, False), (" " + v, True)]
+        segments += [(f'\nKey: "{k}"\nValue:', False), (" " + v, True)]
     return segments
 
 
@@ -234,7 +236,7 @@ def gen_vartrack(rng: random.Random, n: int, filler: Filler, n_questions: int) -
         vs = names[p : p + lengths[c]]
         p += lengths[c]
         variables.append(vs)
-        chains.append([f"VAR {vs[0]} = {values[c]};"] + [f"VAR {b} = VAR {a};" for a, b in zip(vs, vs[1:], strict=False)])
+        chains.append([f"VAR {vs[0]} = {values[c]};"] + [f"VAR {b} = VAR {a};" for a, b in pairwise(vs)])
     order = [c for c in range(n_chains) for _ in variables[c]]
     rng.shuffle(order)
     steps = [iter(c) for c in chains]

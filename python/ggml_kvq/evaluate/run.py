@@ -1,0 +1,290 @@
+"""One evaluation run: caches x measurements, resumed from the result file, summed up in tables."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import hub
+from ..errors import KvqError, LibraryError
+from . import documents, drift, perplexity, results, retrieval, specs, tasks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Evaluation:
+    """One run: the parsed arguments, the caches, the result file."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model_path = hub.resolve(args.model)
+        if not self.model_path.is_file():
+            raise KvqError(f"{self.model_path} is not a file; give -m a GGUF model")
+        self.caches = [specs.parse(text) for text in args.cache]
+        if not any(c.is_reference for c in self.caches):
+            self.caches.insert(0, specs.parse("f16"))
+        labels = [c.label for c in self.caches]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise KvqError(f"two caches are called {label}; name one of them, e.g. other={label}")
+        self.results = results.ResultFile(args.output)
+        self.rows: list[results.Row] = []
+
+    # ------------------------------------------------------------ shared parts
+
+    def key(self, kind: str, cache: specs.CacheSpec, **params: Any) -> results.Row:
+        config = results.fingerprint(cache.config) if cache.config else None
+        body = cache.text.split("=", 1)[1] if cache.text.startswith(f"{cache.label}=") else cache.text
+        return {
+            "kind": kind,
+            "cache": cache.label,
+            "spec": body,
+            "config": config,
+            "model": self.model_path.name,
+            "model_hash": results.fingerprint(self.model_path),
+            "n_ubatch": self.args.ubatch_size,
+            **params,
+        }
+
+    def open(self, cache: specs.CacheSpec, n_ctx: int) -> Any:
+        ub = min(self.args.ubatch_size, n_ctx)
+        return cache.open(self.model_path, n_ctx=n_ctx, n_batch=ub, n_ubatch=ub, n_threads=self.args.threads)
+
+    def facts(self, model: Any) -> results.Row:
+        """True bits and sizes of the open cache."""
+        s = model.kv_stats()
+        sealed = s.get("bytes_codes", 0) + s.get("bytes_params", 0)
+        return {
+            "method": s["method"],
+            "options": s["options"],
+            "bits": s["bits"],
+            "bits_k": s["bits_k"],
+            "bits_v": s["bits_v"],
+            "bits_no_window": sealed * 16 / s["bytes_f16"] if sealed else s["bits"],
+            "bytes_total": s["bytes_total"],
+            "bytes_f16": s["bytes_f16"],
+        }
+
+    def measure(
+        self, key: results.Row, cache: specs.CacheSpec, n_ctx: int, n_steps: int, work: Callable[[Any, Any], results.Row]
+    ) -> None:
+        """Run `work(model, progress)` unless the row exists; a cache that this model cannot have becomes a refused row."""
+        row = self.results.get(key)
+        if row is None:
+            label = " ".join(str(key[k]) for k in ("cache", "kind", "task", "n_tokens") if k in key)
+            with Bar(label, n_steps, self.args.quiet) as bar:
+                try:
+                    model = self.open(cache, n_ctx)
+                except LibraryError:
+                    raise
+                except KvqError as e:
+                    row = self.results.add(key, {"refused": str(e)})
+                else:
+                    with model:
+                        values = work(model, bar)
+                        row = self.results.add(key, {**self.facts(model), **values})
+        self.rows.append(row)
+
+    # ------------------------------------------------------------ the four parts
+
+    def text(self) -> None:
+        a = self.args
+        protocol = perplexity.Protocol(a.ctx_size, min(a.ubatch_size, a.ctx_size), a.stride, a.chunks)
+        text = Path(a.file).read_text(encoding="utf-8")
+        params = {"text": Path(a.file).name, "text_hash": results.fingerprint(a.file), "n_ctx": a.ctx_size, "stride": a.stride, "chunks": a.chunks}
+        keys = [(c, self.key("text", c, **params)) for c in self.caches]
+        reference = next(c for c in self.caches if c.is_reference)
+        base: perplexity.BaseFile | None = None
+        if any(self.results.get(k) is None for _, k in keys):
+            with self.open(reference, a.ctx_size) as model:
+                windows = protocol.windows(perplexity.text_tokens(model, text))
+                tag = hashlib.sha256(results.key_of(self.key("base", reference, **params)).encode()).hexdigest()[:12]
+                path = Path(a.base) if a.base else Path(a.output).with_suffix(f".{tag}.base")
+                base = perplexity.BaseFile(path, protocol, windows, model.n_vocab)
+                if not base.complete():
+                    if a.base and path.exists():
+                        raise KvqError(f"{path} holds another text, window or model; remove it or give another --base")
+                    with Bar("f16 base", len(windows), a.quiet) as bar:
+                        base.write(model, bar)
+        for cache, key in keys:
+
+            def work(model: Any, bar: Any) -> results.Row:
+                assert base is not None
+                return perplexity.divergence(model, base, bar).summary()
+
+            self.measure(key, cache, a.ctx_size, len(base.windows) if base else 1, work)
+        if base is not None and not a.base:
+            base.path.unlink(missing_ok=True)
+
+    def retrieval(self) -> None:
+        a = self.args
+        chosen = [t for t in a.tasks.split(",") if t]
+        for t in chosen:
+            if t not in tasks.TASKS:
+                raise KvqError(f"--tasks {t} is unknown; choose from {','.join(tasks.TASKS)}")
+        lengths = [int(n) for n in a.lengths.split(",")]
+        filler = tasks.text_filler(a.filler) if a.filler else None
+        name = results.fingerprint(a.filler) if a.filler else "built-in"
+        for cache in self.caches:
+            for n_tokens in lengths:
+                for task in chosen:
+                    key = self.key("retrieval", cache, task=task, n_tokens=n_tokens, samples=a.samples, seed=a.seed, filler=name)
+
+                    def work(model: Any, bar: Any, task: str = task, n_tokens: int = n_tokens) -> results.Row:
+                        return retrieval.run_cell(
+                            model, task, n_tokens, a.samples, filler=filler, n_ubatch=model.n_ubatch, seed=a.seed, progress=bar
+                        )
+
+                    self.measure(key, cache, pad(n_tokens), a.samples, work)
+
+    def drift(self) -> None:
+        a = self.args
+        protocol = drift.DriftProtocol(a.prompt, a.drift, n_ubatch=a.ubatch_size)
+        keys = [(c, self.key("drift", c, **protocol.key())) for c in self.caches]
+        if all(self.results.get(k) for _, k in keys):
+            self.rows += [r for _, k in keys if (r := self.results.get(k))]
+            return
+        reference = next(c for c in self.caches if c.is_reference)
+        n_ctx = 0
+        tag = hashlib.sha256(results.key_of(self.key("base", reference, **protocol.key())).encode()).hexdigest()[:12]
+        path = Path(a.output).with_suffix(f".{tag}.drift.npz")
+        with reference.open(self.model_path, n_ctx=256) as model:
+            n_ctx = pad(len(model.tokenize(a.prompt, add_bos=True)) + a.drift)
+        if not path.exists():
+            with self.open(reference, n_ctx) as model, Bar("f16 generation", a.drift, a.quiet) as bar:
+                drift.write_reference(path, model, protocol, bar)
+        for cache, key in keys:
+            self.measure(key, cache, n_ctx, 2 * a.drift, lambda model, bar: drift.drift(model, path, protocol, bar))
+        path.unlink(missing_ok=True)
+
+    def documents(self) -> None:
+        a = self.args
+        docs = list(documents.read(a.documents, a.format))
+        docs = docs[: a.max_documents] if a.max_documents else docs
+        source = Path(a.documents)
+        digest = hashlib.sha256("".join(d.prompt for _, d in docs).encode()).hexdigest()[:16]
+        for cache in self.caches:
+            key = self.key(
+                "documents", cache, source=source.name, documents_hash=digest, n_ctx=a.ctx_size, max_tokens=a.max_tokens, n=len(docs)
+            )
+            self.measure(
+                key, cache, a.ctx_size, len(docs), lambda model, bar: documents.run(model, docs, max_tokens=a.max_tokens, progress=bar)
+            )
+
+
+class Bar:
+    """A tqdm bar that is called with the number of finished steps."""
+
+    def __init__(self, label: str, total: int, quiet: bool) -> None:
+        try:
+            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
+        except ImportError as e:
+            raise KvqError("the progress bar needs tqdm; pip install tqdm") from e
+
+        self._bar = tqdm(total=total, desc=label, disable=quiet or not sys.stderr.isatty(), leave=False, dynamic_ncols=True)
+
+    def __call__(self, n: int) -> None:
+        self._bar.update(n)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+def pad(n_tokens: int) -> int:
+    """Context length that holds n_tokens: the next multiple of 256, as llama.cpp pads its cache."""
+    return -(-n_tokens // 256) * 256
+
+
+def summary(rows: list[results.Row], markdown: bool = False) -> str:
+    """Tables of all measured rows, one per kind."""
+    parts = []
+    text = [r for r in rows if r["key"]["kind"] == "text"]
+    if text:
+        parts.append(
+            results.table(
+                ["cache", "bits", "PPL", "KLD mean", "median", "99 %", "same top"],
+                [
+                    [r["key"]["cache"], "refused", *[""] * 5]
+                    if "refused" in r
+                    else [
+                        r["key"]["cache"],
+                        f"{r['bits']:.2f}",
+                        f"{r['ppl']:.4f}",
+                        f"{r['kld_mean']:.5f}",
+                        f"{r['kld_median']:.5f}",
+                        f"{r['kld_p99']:.4f}",
+                        f"{100 * r['same_top']:.2f} %",
+                    ]
+                    for r in text
+                ],
+                markdown=markdown,
+            )
+        )
+    cells = [r for r in rows if r["key"]["kind"] == "retrieval"]
+    if cells:
+        columns = list(dict.fromkeys((r["key"]["task"], r["key"]["n_tokens"]) for r in cells))
+        labels = list(dict.fromkeys(r["key"]["cache"] for r in cells))
+        value = {(r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): f"{r['accuracy']:.3f}" if "accuracy" in r else "refused" for r in cells}
+        parts.append(
+            results.table(
+                ["accuracy", *[f"{t} {n}" for t, n in columns]],
+                [[label, *[value.get((label, t, n), "") for t, n in columns]] for label in labels],
+                markdown=markdown,
+            )
+        )
+    long = [r for r in rows if r["key"]["kind"] == "drift" and "refused" not in r]
+    if long:
+        parts.append(
+            results.table(
+                ["long generation", "bits", "KLD mean", "first 1/8", "last 1/8", "same top", "parted at"],
+                [
+                    [
+                        r["key"]["cache"],
+                        f"{r['bits']:.2f}",
+                        f"{r['kld_mean']:.5f}",
+                        f"{r['kld_by_part'][0]:.5f}",
+                        f"{r['kld_by_part'][-1]:.5f}",
+                        f"{100 * r['same_top']:.2f} %",
+                        str(r["parted_at"]),
+                    ]
+                    for r in long
+                ],
+                markdown=markdown,
+            )
+        )
+    docs = [r for r in rows if r["key"]["kind"] == "documents" and "refused" not in r]
+    if docs:
+        parts.append(
+            results.table(
+                ["documents", "bits", "score", "n", "cut"],
+                [[r["key"]["cache"], f"{r['bits']:.2f}", f"{r['score']:.4f}", str(r["n"]), str(r["n_cut"])] for r in docs],
+                markdown=markdown,
+            )
+        )
+    refused = [f"refused: {r['key']['cache']}: {r['refused']}" for r in rows if "refused" in r]
+    return "\n\n".join(parts) + ("\n\n" + "\n".join(dict.fromkeys(refused)) if refused else "")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the parts asked for and print the summary; 0 on success. Raises KvqError."""
+    if not (args.file or args.tasks or args.drift or args.documents):
+        raise KvqError("nothing to measure; give -f TEXT, --tasks LIST, --drift N or --documents PATH")
+    evaluation = Evaluation(args)
+    for wanted, part in (
+        (args.file, evaluation.text),
+        (args.tasks, evaluation.retrieval),
+        (args.drift, evaluation.drift),
+        (args.documents, evaluation.documents),
+    ):
+        if wanted:
+            part()
+    print(summary(evaluation.rows, args.markdown))
+    return 0
