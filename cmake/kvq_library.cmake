@@ -81,7 +81,8 @@ set_target_properties(ggml-base-stand-in PROPERTIES
 
 add_library(ggml-kvq MODULE $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host>)
 target_link_libraries(ggml-kvq PRIVATE kvq-flags)
-target_link_options(ggml-kvq PRIVATE -Wl,--no-as-needed)
+target_link_options(ggml-kvq PRIVATE -Wl,--no-as-needed -Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map)
+set_property(TARGET ggml-kvq PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/exports.map)
 target_link_libraries(ggml-kvq PRIVATE ggml-base-stand-in)
 set_target_properties(ggml-kvq PROPERTIES
     PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX

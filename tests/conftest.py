@@ -1,0 +1,82 @@
+"""Fixtures of all tests. Tests run against the installed package: programs, libraries and libggml-kvq of the same build."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_U32, _STRING, _ARRAY = 4, 8, 9
+
+
+def pytest_configure() -> None:
+    for name in [n for n in os.environ if n.startswith(("KVQ_", "LLAMA_ARG_")) or n == "GGML_BACKEND_PATH"]:
+        if name not in ("KVQ_LIB_DIR", "KVQ_BACKEND", "KVQ_ISA"):  # where the libraries are, not what they shall do
+            del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    return ROOT / "models" / "kvq-demo-q8_0.gguf"
+
+
+def gguf_bytes(fields: dict[str, Any], *, version: int = 3, n_tensors: int = 0) -> bytes:
+    """A GGUF of metadata alone: int -> u32, str -> string, list of either -> array."""
+
+    def text(s: str) -> bytes:
+        return struct.pack("<Q", len(s.encode())) + s.encode()
+
+    def value(v: Any) -> tuple[int, bytes]:
+        if isinstance(v, str):
+            return _STRING, text(v)
+        if isinstance(v, list):
+            inner = value(v[0])[0]
+            return _ARRAY, struct.pack("<IQ", inner, len(v)) + b"".join(value(x)[1] for x in v)
+        return _U32, struct.pack("<I", v)
+
+    out = b"GGUF" + struct.pack("<IQQ", version, n_tensors, len(fields))
+    for key, v in fields.items():
+        kind, data = value(v)
+        out += text(key) + struct.pack("<I", kind) + data
+    return out
+
+
+LLAMA_FIELDS: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 4,
+    "llama.context_length": 2048,
+    "llama.embedding_length": 256,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+}
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path) -> Callable[..., Path]:
+    """write_gguf(name, fields) -> path of a metadata-only GGUF under tmp_path."""
+
+    def write(name: str, fields: dict[str, Any], **options: Any) -> Path:
+        path = tmp_path / name
+        path.write_bytes(gguf_bytes(fields, **options))
+        return path
+
+    return write
+
+
+def run_python(module_call: str, *args: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `module_call` (Python source) in a fresh interpreter, sys.argv[1:] = args, env on top of this environment."""
+    return subprocess.run(
+        [sys.executable, "-c", module_call, *args],
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )

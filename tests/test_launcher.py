@@ -1,0 +1,266 @@
+"""Launchers: what they take away, add and refuse, and that nothing of Python is left behind them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import LLAMA_FIELDS, gguf_bytes, run_python
+
+from ggml_kvq import _paths, launcher
+from ggml_kvq.errors import KvqError
+
+CALL = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-cli', sys.argv[1:]))"
+PROGRAMS = ["llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity"]
+SERVER = "llama-server"
+
+
+def refusal(program: str, *argv: str, env: dict[str, str] | None = None) -> str:
+    with pytest.raises(KvqError) as e:
+        launcher.command(program, argv, env or {})
+    text = str(e.value)
+    assert "\n" not in text
+    return text
+
+
+# ------------------------------------------------------------------ without a method
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_without_method_nothing_changes(program: str, demo_model: Path) -> None:
+    argv = ["-m", str(demo_model), "-fa", "off", "-dev", "none", "-p", "--kv-method"]
+    got = launcher.command(program, argv, {"LLAMA_ARG_THREADS": "3"})
+    assert (got.args, got.env, got.notes) == (argv, {}, [])
+
+
+def test_option_without_method_is_refused() -> None:
+    assert "--kv-method" in refusal("llama-cli", "--kv-opt", "group=64")
+
+
+# ------------------------------------------------------------------ with a method
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_method_sets_environment_device_and_flash_attention(program: str, demo_model: Path) -> None:
+    argv = ["-m", str(demo_model), "--kv-method", "kivi", "-n", "8", "--kv-opt", "group=64", "--kv-opt=window=64"]
+    got = launcher.command(program, argv, {})
+    assert got.args == ["-dev", "KVQ0", "-fa", "on", "-m", str(demo_model), "-n", "8"]
+    assert got.env == {
+        "GGML_BACKEND_PATH": str(_paths.backend()),
+        "KVQ_METHOD": "kivi",
+        "KVQ_OPTS": "group=64,window=64",
+        "KVQ_CONFIG": None,
+        "KVQ_MODEL": str(demo_model),
+    }
+
+
+@pytest.mark.parametrize("spelling", [["--kv-method", "f16"], ["--kv-method=f16"], ["--kv_method", "f16"]])
+def test_spellings(spelling: list[str]) -> None:
+    got = launcher.command("llama-cli", spelling, {})
+    assert got.env["KVQ_METHOD"] == "f16" and got.args == ["-dev", "KVQ0", "-fa", "on"]
+
+
+@pytest.mark.parametrize("chosen", [["-dev", "KVQ0"], ["--device", "KVQ0"], ["-fa", "on"], ["--flash-attn", "auto"], ["--flash_attn", "1"]])
+def test_users_choice_stands(chosen: list[str]) -> None:
+    args = launcher.command("llama-cli", ["--kv-method", "f16", *chosen], {}).args
+    assert args[-2:] == chosen and len(args) == 4
+    assert ("-dev" in args[:2]) != ("dev" in chosen[0])
+
+
+def test_users_choice_by_environment_stands_except_in_llama_bench() -> None:
+    env = {"LLAMA_ARG_DEVICE": "KVQ0", "LLAMA_ARG_FLASH_ATTN": "on"}
+    assert launcher.command("llama-cli", ["--kv-method", "f16"], env).args == []
+    assert launcher.command("llama-bench", ["--kv-method", "f16"], env).args == ["-dev", "KVQ0", "-fa", "on"]
+
+
+def test_environment_twins_and_precedence() -> None:
+    env = {"KVQ_METHOD": "kivi", "KVQ_OPTS": "group=64"}
+    assert launcher.command("llama-cli", [], env).env["KVQ_METHOD"] == "kivi"
+    assert launcher.command("llama-cli", ["--kv-opt", "window=64"], env).env["KVQ_OPTS"] == "group=64,window=64"
+    other = launcher.command("llama-cli", ["--kv-method", "f16"], env).env
+    assert (other["KVQ_METHOD"], other["KVQ_OPTS"]) == ("f16", None)  # options of another method do not leak
+
+
+def test_method_of_the_models_metadata(write_gguf: Callable[..., Path]) -> None:
+    model = write_gguf("m.gguf", {**LLAMA_FIELDS, "kvq.method": "kivi"})
+    assert launcher.command("llama-cli", ["-m", str(model)], {}).env["KVQ_METHOD"] == "kivi"
+    assert launcher.command("llama-cli", [], {"LLAMA_ARG_MODEL": str(model)}).env["KVQ_METHOD"] == "kivi"
+    assert launcher.command("llama-cli", ["-m", str(model), "--kv-method", "f16"], {}).env["KVQ_METHOD"] == "f16"
+    foreign = write_gguf("f.gguf", {**LLAMA_FIELDS, "kvq.method": "nosuch"})
+    text = refusal("llama-cli", "-m", str(foreign))
+    assert "nosuch" in text and str(foreign) in text
+
+
+def test_config_file_names_the_method_and_must_fit(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    config = write_gguf("c.gguf", {"general.type": "kvq", "kvq.version": 1, "kvq.method": "kivi"})
+    got = launcher.command("llama-cli", ["--kv-config", str(config)], {}).env
+    assert (got["KVQ_METHOD"], got["KVQ_CONFIG"]) == ("kivi", str(config))
+    assert "kivi" in refusal("llama-cli", "--kv-config", str(config), "--kv-method", "xquant")
+    assert "nowhere.gguf" in refusal("llama-cli", "--kv-config", "nowhere.gguf")
+    assert "kvq." in refusal("llama-cli", "--kv-config", str(write_gguf("plain.gguf", LLAMA_FIELDS)))
+
+
+def test_llama_bench_with_several_models(write_gguf: Callable[..., Path]) -> None:
+    a, b = (str(write_gguf(f"{n}.gguf", LLAMA_FIELDS)) for n in "ab")
+    assert "KVQ_MODEL" not in launcher.command("llama-bench", ["-m", f"{a},{b}", "--kv-method", "f16"], {}).env
+    assert launcher.command("llama-bench", ["-m", a, "--kv-method", "f16"], {}).env["KVQ_MODEL"] == a
+
+
+def test_projector_stays_off_the_cache_device() -> None:
+    assert "--no-mmproj-offload" in launcher.command(SERVER, ["--kv-method", "f16", "--mmproj", "p.gguf"], {}).args
+    assert "--no-mmproj-offload" not in launcher.command(SERVER, ["--kv-method", "f16"], {}).args
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--kv-method", "nosuch"], ["nosuch", "kivi"]),
+        (["--kv-method", ""], ["''"]),
+        (["--kv-method"], ["--kv-method NAME"]),
+        (["--kv-opt"], ["KEY=VALUE"]),
+        (["--kv-method", "kivi", "--kv-opt", "group"], ["'group'", "KEY=VALUE"]),
+        (["--kv-method", "kivi", "--kv-opt", "=64"], ["'=64'", "KEY=VALUE"]),
+        (["--kv-method", "kivi", "--kv-opt", "gruop=64"], ["gruop", "group"]),
+        (["--kv-method", "kivi", "--kv-opt", "group=many"], ["group=many", "int"]),
+        (["--kv-method", "kivi", "--kv-opt", "bits=9"], ["9", "1..4"]),
+        (["--kv-method", "f16", "-fa", "off"], ["-fa off", "-fa on"]),
+        (["--kv-method", "f16", "-dev", "none"], ["-dev none", "KVQ0"]),
+        (["--kv-method", "f16", "-ngl", "0"], ["-ngl 0", "drop -ngl"]),
+        (["--kv-method", "f16", "--no-kv-offload"], ["-nkvo", "f16"]),
+        (["--kv-method", "f16", "-ctk", "q8_0"], ["-ctk q8_0", "drop one"]),
+    ],
+)
+def test_refusals_name_value_and_cure(argv: list[str], words: list[str]) -> None:
+    text = refusal("llama-cli", *argv)
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"), [(["-fa", "1,0"], "-fa 1,0"), (["-nkvo", "1"], "-nkvo"), (["-ngl", "0,99"], "-ngl 0,99"), (["-ctv", "f16,q4_0"], "q4_0")]
+)
+def test_llama_bench_lists_are_read(argv: list[str], word: str) -> None:
+    assert word in refusal("llama-bench", "--kv-method", "f16", *argv)
+
+
+def test_partial_offload_is_said(demo_model: Path) -> None:
+    got = launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "f16", "-ngl", "5"], {})
+    assert "8 of 12 layers" in got.notes[0]
+    assert not launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "f16", "-ngl", "13"], {}).notes
+
+
+def test_foreign_backend_path_is_said() -> None:
+    env = {"GGML_BACKEND_PATH": "/elsewhere/libggml-other.so"}
+    assert "/elsewhere/libggml-other.so" in launcher.command("llama-cli", ["--kv-method", "f16"], env).notes[0]
+    assert launcher.command("llama-cli", [], env).env == {}
+
+
+@pytest.mark.parametrize("length", [0, 3, 10, 23, 24, 40, 100])
+def test_cut_off_gguf(tmp_path: Path, length: int) -> None:
+    whole = gguf_bytes(LLAMA_FIELDS)
+    assert length < len(whole)
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole[:length])
+    assert str(path) in refusal("llama-cli", "-m", str(path))
+
+
+def test_foreign_file_and_version(tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    assert "not a GGUF" in refusal("llama-cli", "-m", str(path))
+    assert "version 9" in refusal("llama-cli", "-m", str(write_gguf("v9.gguf", LLAMA_FIELDS, version=9)))
+
+
+def test_missing_model_is_the_programs_business() -> None:
+    assert launcher.command("llama-cli", ["-m", "/nowhere.gguf", "--kv-method", "f16"], {}).env["KVQ_MODEL"] == "/nowhere.gguf"
+
+
+# ------------------------------------------------------------------ the exec
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> dict[str, str]:
+    """Environment whose llama-cli is a script that reports what it was started with; the libraries are the real ones."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for path in _paths.lib_dir().glob("lib*.so*"):
+        (folder / path.name).symlink_to(path.resolve())
+    script = folder / "llama-cli"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import json, os, signal, sys\n"
+        "if '--die' in sys.argv: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "if '--exit' in sys.argv: sys.exit(37)\n"
+        "status = dict(l.split(':', 1) for l in open('/proc/self/status') if ':' in l)\n"
+        "print(json.dumps({'argv': sys.argv[1:], 'pid': os.getpid(), 'stdin': sys.stdin.read(),\n"
+        "                  'env': {k: v for k, v in os.environ.items() if k.startswith(('KVQ', 'GGML'))}}))\n"
+        "print('diagnostics', file=sys.stderr)\n"
+    )
+    script.chmod(0o755)
+    return {"KVQ_LIB_DIR": str(folder), "KVQ_BACKEND": str(_paths.backend())}
+
+
+def test_exec_replaces_python_and_passes_everything(recorder: dict[str, str], demo_model: Path) -> None:
+    argv = ["-m", str(demo_model), "--kv-method", "xquant", "-p", "two words", ""]
+    with subprocess.Popen(
+        [sys.executable, "-c", CALL, *argv],
+        env={**os.environ, **recorder},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        out, err = process.communicate("typed\n", timeout=60)
+        got = json.loads(out)
+        assert got["pid"] == process.pid  # the same process: exec, not a child
+    assert got["argv"] == ["-dev", "KVQ0", "-fa", "on", "-m", str(demo_model), "-p", "two words", ""]
+    assert got["stdin"] == "typed\n" and err == "diagnostics\n" and process.returncode == 0
+    assert got["env"]["KVQ_METHOD"] == "xquant" and got["env"]["GGML_BACKEND_PATH"] == recorder["KVQ_BACKEND"]
+
+
+def test_exit_code_and_signal_are_the_programs(recorder: dict[str, str]) -> None:
+    assert run_python(CALL, "--exit", env=recorder).returncode == 37
+    assert run_python(CALL, "--die", env=recorder).returncode == -signal.SIGTERM
+
+
+def test_program_finds_sigpipe_as_a_shell_leaves_it(recorder: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "bin" / "llama-cli").write_text("#!/bin/sh\ngrep SigIgn /proc/self/status\n")
+    ignored = int(run_python(CALL, env=recorder).stdout.split()[1], 16)
+    assert not ignored & (1 << (signal.SIGPIPE - 1)) and not ignored & (1 << (signal.SIGXFSZ - 1))
+
+
+def test_refusal_is_one_line_and_exit_code_2(recorder: dict[str, str]) -> None:
+    got = run_python(CALL, "--kv-method", "nosuch", env=recorder)
+    assert got.returncode == 2 and got.stdout == ""
+    assert got.stderr.startswith("llama-cli: error: ") and got.stderr.count("\n") == 1
+
+
+def test_missing_program_and_library(tmp_path: Path) -> None:
+    got = run_python(CALL, env={"KVQ_LIB_DIR": str(tmp_path)})
+    assert got.returncode == 2 and str(tmp_path / "llama-cli") in got.stderr and got.stderr.count("\n") == 1
+    got = run_python(CALL, "--kv-method", "f16", env={"KVQ_BACKEND": str(tmp_path / "no.so")})
+    assert got.returncode == 2 and "no.so" in got.stderr and got.stderr.count("\n") == 1
+
+
+def test_launcher_imports_nothing_heavy() -> None:
+    code = "import sys; import ggml_kvq.launcher, ggml_kvq.methods, ggml_kvq.gguf_header; print(sorted(sys.modules))"
+    loaded = run_python(code).stdout
+    assert "ggml_kvq.launcher" in loaded
+    for heavy in ("numpy", "argparse", "ggml_kvq.model", "ggml_kvq.loader"):
+        assert f"'{heavy}'" not in loaded
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_installed_programs_start(program: str) -> None:
+    """The real program behind each launcher: it loads its libraries and answers --help after our own options."""
+    got = run_python(f"import sys; from ggml_kvq.launcher import run; sys.exit(run('{program}', ['--help']))")
+    assert got.returncode == 0, got.stderr
+    assert "--kv-method NAME" in got.stdout and "--flash-attn" in got.stdout
