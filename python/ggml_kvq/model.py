@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import chat, hub, llama, native
+from . import chat, hub, kvstats, llama, native
 from .errors import (
     ContextOverflowError,
     DecodeError,
@@ -27,7 +27,8 @@ from .errors import (
     StateError,
 )
 from .gguf_header import read as read_header
-from .loader import Libraries, LogLines, last_problem, libraries, log
+from .kvstats import UPSTREAM
+from .loader import LogLines, last_problem, libraries, log
 from .sampling import Chain, Sampling
 
 TokenArray = npt.NDArray[np.int32]
@@ -36,14 +37,7 @@ if TYPE_CHECKING:
 
 Options = Mapping[str, object] | str | None
 
-#: kv_method value that keeps upstream's own cache even when the model's metadata name a method.
-UPSTREAM = "upstream"
-
 _models: weakref.WeakSet[Model] = weakref.WeakSet()
-# Live caches are numbered in creation order over the whole process: creation and destruction take this lock, and
-# _cache_owners holds (owner id, number of caches) in the same order.
-_cache_lock = threading.RLock()
-_cache_owners: list[tuple[int, int]] = []
 
 _worker_lock = threading.Lock()
 _worker: ThreadPoolExecutor | None = None
@@ -221,7 +215,7 @@ class Model:
         # strlen as abort callback: 0 for an empty buffer, 1 once the flag byte is set; costs no Python call per graph node
         params.abort_callback = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
         params.abort_callback_data = ctypes.cast(self._abort, ctypes.c_void_p)
-        with _cache_lock:
+        with kvstats.lock:
             before = kvq.kvq_cache_count() if kvq is not None else 0
             if kvq is not None and self.kv_method is not None:
                 cfg = os.fsencode(Path(config).resolve()) if config is not None else None
@@ -242,19 +236,18 @@ class Model:
             self._n_caches = kvq.kvq_cache_count() - before if kvq is not None else 0
             if self.kv_method is not None and self._n_caches == 0:
                 raise MethodError(f"kv_method={self.kv_method} was not used: this model keeps no attention cache; drop kv_method")
-            if self._n_caches:
-                _cache_owners.append((id(self), self._n_caches))
+            kvstats.own(id(self), self._n_caches)
         self.n_ctx: int = lib.llama_n_ctx(self._ctx)
         self.n_batch: int = lib.llama_n_batch(self._ctx)
         self.n_ubatch: int = lib.llama_n_ubatch(self._ctx)
         self._memory = lib.llama_get_memory(self._ctx)
 
     def _free(self) -> None:
-        with _cache_lock:
+        with kvstats.lock:
             if self._ctx:
                 self._libs.llama.llama_free(self._ctx)
                 self._ctx = None
-                _cache_owners[:] = [o for o in _cache_owners if o[0] != id(self)]
+                kvstats.disown(id(self))
             if self._model:
                 self._libs.llama.llama_model_free(self._model)
                 self._model = None
@@ -545,26 +538,8 @@ class Model:
         """
         self._open()
         if self.kv_method is None:
-            return upstream_stats(self._libs, self.type_k, self.type_v, self._kv_log)
-        with _cache_lock:
-            first = 0
-            for owner, n in _cache_owners:
-                if owner == id(self):
-                    break
-                first += n
-            caches = []
-            for i in range(first, first + self._n_caches):
-                raw = native.kvq_stats()
-                native.check(self._libs.need_kvq(), self._libs.need_kvq().kvq_cache_stats(i, ctypes.byref(raw)))
-                caches.append(native.stats_dict(raw))
-        total = dict(caches[0])
-        for key in total:
-            if key.startswith("bytes_") or key in ("n_sealed", "n_reopened", "n_forced", "n_layer"):
-                total[key] = sum(c[key] for c in caches)
-        for key in ("bits", "bits_k", "bits_v", "bits_headline"):
-            total[key] = sum(c[key] * c["bytes_f16"] for c in caches) / max(1, total["bytes_f16"])
-        total["caches"] = caches
-        return total
+            return kvstats.upstream_stats(self._libs, self.type_k, self.type_v, self._kv_log)
+        return kvstats.stats(self._libs, id(self))
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Write tokens, cache and logits to `path`, whole or not at all. StateError when that fails."""
@@ -616,25 +591,3 @@ class Model:
                 )
             self._tokens = list(out[: n.value])
         return len(self._tokens)
-
-
-def type_bits(libs: Libraries, name: str) -> float:
-    """Bits per value of an upstream cache type, block scales included."""
-    kind = llama.GGML_TYPES[name]
-    return float(libs.base.ggml_type_size(kind)) * 8 / float(libs.base.ggml_blck_size(kind))
-
-
-def upstream_stats(libs: Libraries, type_k: str, type_v: str, log_lines: list[str]) -> dict[str, Any]:
-    """kv_stats() of upstream's own cache: bits from ggml's type table, bytes from the size llama.cpp reports at load."""
-    k, v = type_bits(libs, type_k), type_bits(libs, type_v)
-    mib = sum(float(m.group(1)) for line in log_lines if (m := re.search(r"size\s*=\s*([\d.]+) MiB", line)))
-    total = int(mib * 2**20)
-    return {
-        "method": UPSTREAM,
-        "options": f"{type_k}/{type_v}",
-        "bits_k": k,
-        "bits_v": v,
-        "bits": (k + v) / 2,
-        "bytes_total": total,
-        "bytes_f16": int(total * 32 / (k + v)),
-    }

@@ -173,8 +173,8 @@ def memory_rows(model: str | Path, caches: Sequence[Any], lengths: Sequence[int]
     caches: CacheSpec; upstream's sizes follow from ggml's type table, ours from kvq_plan with the model's layer shapes.
     """
     from . import gguf_header, native
+    from .kvstats import type_bits
     from .loader import libraries
-    from .model import type_bits
 
     libs = libraries()
     header = gguf_header.read(model)

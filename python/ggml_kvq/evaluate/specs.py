@@ -16,7 +16,8 @@ from typing import Any
 
 from .. import llama
 from ..errors import MethodError
-from ..model import UPSTREAM, Model
+from ..kvstats import UPSTREAM
+from ..model import Model
 
 
 @dataclass(frozen=True)

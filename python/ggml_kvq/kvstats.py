@@ -1,0 +1,75 @@
+"""Accounting of KV caches: which native cache belongs to which context, and the size of upstream's own caches."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from typing import Any
+
+from . import llama, native
+from .loader import Libraries
+
+#: kv_method value that keeps upstream's own cache even when the model's metadata name a method.
+UPSTREAM = "upstream"
+
+# libggml-kvq numbers live caches in creation order over the whole process: contexts are created and freed under this lock,
+# and _owners holds (owner, number of its caches) in the same order.
+lock = threading.RLock()
+_owners: list[tuple[int, int]] = []
+
+
+def own(owner: int, n_caches: int) -> None:
+    """Note that `owner` just created n_caches caches. Call with the lock held."""
+    if n_caches:
+        _owners.append((owner, n_caches))
+
+
+def disown(owner: int) -> None:
+    """Forget `owner`, whose caches were just freed. Call with the lock held."""
+    _owners[:] = [o for o in _owners if o[0] != owner]
+
+
+def stats(libs: Libraries, owner: int) -> dict[str, Any]:
+    """kv_stats() of the caches of `owner`: one dict, sums over its caches, bits weighted by size; `caches` lists them."""
+    kvq = libs.need_kvq()
+    caches = []
+    with lock:
+        first = 0
+        for who, n in _owners:
+            if who == owner:
+                for i in range(first, first + n):
+                    raw = native.kvq_stats()
+                    native.check(kvq, kvq.kvq_cache_stats(i, ctypes.byref(raw)))
+                    caches.append(native.stats_dict(raw))
+            first += n
+    total = dict(caches[0])
+    for key in total:
+        if key.startswith("bytes_") or key in ("n_sealed", "n_reopened", "n_forced", "n_layer"):
+            total[key] = sum(c[key] for c in caches)
+    for key in ("bits", "bits_k", "bits_v", "bits_headline"):
+        total[key] = sum(c[key] * c["bytes_f16"] for c in caches) / max(1, total["bytes_f16"])
+    total["caches"] = caches
+    return total
+
+
+def type_bits(libs: Libraries, name: str) -> float:
+    """Bits per value of an upstream cache type, block scales included."""
+    kind = llama.GGML_TYPES[name]
+    return float(libs.base.ggml_type_size(kind)) * 8 / float(libs.base.ggml_blck_size(kind))
+
+
+def upstream_stats(libs: Libraries, type_k: str, type_v: str, log_lines: list[str]) -> dict[str, Any]:
+    """kv_stats() of upstream's own cache: bits from ggml's type table, bytes from the size llama.cpp reports at load."""
+    k, v = type_bits(libs, type_k), type_bits(libs, type_v)
+    mib = sum(float(m.group(1)) for line in log_lines if (m := re.search(r"size\s*=\s*([\d.]+) MiB", line)))
+    total = int(mib * 2**20)
+    return {
+        "method": UPSTREAM,
+        "options": f"{type_k}/{type_v}",
+        "bits_k": k,
+        "bits_v": v,
+        "bits": (k + v) / 2,
+        "bytes_total": total,
+        "bytes_f16": int(total * 32 / (k + v)),
+    }
