@@ -141,7 +141,7 @@ class Model:
             raise
         finally:
             lines = log.end()
-        self._kv_log = [line for line in lines if re.search(r"kv_cache.*size\s*=", line)]
+        self._kv_log = [line for line in lines if re.match(r"llama_kv_cache\w*: size\s*=", line)]
         ours = [line for line in lines if re.match(r"\s*(ggml[-_ ])?kvq\d*\b", line, re.IGNORECASE)]
         self.load_line = ours[-1].strip() if ours else ""
         _models.add(self)
