@@ -285,23 +285,3 @@ void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
         }
     }
 }
-
-KVQ_API int kvq_attend(const kvq_attn * attn, int n, int n_threads) {
-    if (!attn || n < 0) {
-        return KVQ_ERR_ARGUMENT;
-    }
-    for (int i = 0; i < n; i++) {
-        const kvq_attn & a = attn[i];
-        if (!a.q || !a.dst || a.n_q < 1 || a.n_head_kv < 1 || a.n_head < a.n_head_kv || a.n_head % a.n_head_kv || a.n_pages < 0 || (a.n_pages && !a.pages)) {
-            return KVQ_ERR_ARGUMENT;
-        }
-        for (const kvq_codec * c : { &a.k, &a.v }) {
-            const kvq_type_traits * t = kvq_traits(c->type);
-            if (!t || t->refuse(*c) || c->n_cells > KVQ_MAX_CELLS || c->head_size > KVQ_MAX_HEAD) {
-                return KVQ_ERR_SHAPE;
-            }
-        }
-    }
-    kvq_cpu_attend(attn, n, n_threads);
-    return KVQ_OK;
-}

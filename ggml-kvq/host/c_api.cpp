@@ -1,8 +1,9 @@
-// The C ABI over the house: methods, block formats, planning. Attention is in cpu/attend.cpp, caches in kv_cache.cpp.
+// The C ABI over the house: methods, block formats, planning, attention. Caches are in kv_cache.cpp.
 #include "config.h"
 
 #include "../cache/layout.h"
 #include "../cpu/cpu.h"
+#include "../cpu/kernels.h"
 #include "../types/types.h"
 
 #include <cstring>
@@ -97,6 +98,46 @@ extern "C" int kvq_image(const kvq_codec * c, const void * codes, const void * p
 extern "C" int kvq_image_match(const kvq_codec * c, const uint16_t * rows, const void * shared, void * codes, void * params) {
     int status;
     return check_codec(c, status) && kvq_image_read(*c, rows, shared, codes, params) ? 1 : 0;
+}
+
+// NULL when the stream can be attended, else why not
+static const char * attend_refuse(const kvq_attn & a) {
+    if (!a.q || !a.dst)                                                          { return "q and dst must not be NULL"; }
+    if (a.n_q < 1 || a.n_head_kv < 1 || a.n_head < 1 || a.n_head % a.n_head_kv)  { return "n_head must be a positive multiple of n_head_kv, and n_q positive"; }
+    if (a.n_pages < 0 || (a.n_pages && !a.pages))                                { return "n_pages must match pages"; }
+    for (int i = 0; i < a.n_pages; i++) {
+        const kvq_page & p = a.pages[i];
+        if (p.n_slots < 0 || p.n_slots > KVQ_MAX_CELLS)                          { return "a page holds 0..256 slots"; }
+        if ((p.k_params && p.n_slots && p.n_slots != a.k.n_cells) || (p.v_params && p.n_slots && p.n_slots != a.v.n_cells)) {
+            return "a sealed page has as many slots as its codec has cells";
+        }
+        if (p.n_slots && ((!p.k_codes && a.k.bits) || (!p.v_codes && a.v.bits))) {
+            return "a page with slots needs codes";
+        }
+    }
+    return nullptr;
+}
+
+extern "C" int kvq_attend(const kvq_attn * attn, int n, int n_threads) {
+    if (!attn || n < 0) {
+        return fail(KVQ_ERR_ARGUMENT, "attn must not be NULL and n not negative");
+    }
+    for (int i = 0; i < n; i++) {
+        if (const char * why = attend_refuse(attn[i])) {
+            return fail(KVQ_ERR_ARGUMENT, why);
+        }
+        for (const kvq_codec * c : { &attn[i].k, &attn[i].v }) {
+            int status;
+            if (!check_codec(c, status)) {
+                return status;
+            }
+            if (c->n_cells > KVQ_MAX_CELLS || c->head_size > KVQ_MAX_HEAD) {
+                return fail(KVQ_ERR_SHAPE, "attention takes pages up to 256 cells and heads up to 1024 channels");
+            }
+        }
+    }
+    kvq_cpu_attend(attn, n, n_threads);
+    return KVQ_OK;
 }
 
 extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
