@@ -4,7 +4,6 @@
 //   A split is a contiguous range of pages; partial results (m, l, o) are merged afterwards (log-sum-exp).
 #include "cpu.h"
 #include "kernels.h"
-#include "../types/affine.h"
 #include "../types/f16.h"
 #include "../types/types.h"
 
@@ -17,29 +16,9 @@ namespace {
 
 constexpr uint16_t F16_NEG_INF = 0xfc00;
 
-kvq_affine_view make_view(const kvq_codec & c) {
-    kvq_affine_view a = {};
-    const kvq_affine_dims  d = kvq_affine_get_dims(c);
-    const kvq_affine_parts p = kvq_affine_get_parts(c);
-    a.codec   = c;
-    a.dp      = (c.head_size + 15) / 16 * 16;
-    a.np      = d.np;
-    a.n_tiles = d.n_tiles;
-    a.n_parts = p.n;
-    for (int i = 0; i < p.n; i++) {
-        a.width[i]    = p.width[i];
-        a.shift[i]    = p.shift[i];
-        a.n_chunks[i] = p.n_chunks[i];
-        a.offset[i]   = p.offset[i];
-    }
-    a.nb_codes  = kvq_affine_nb_codes(c);
-    a.nb_params = kvq_affine_nb_params(c);
-    return a;
-}
-
 struct stream_plan {
     const kvq_attn * p;
-    kvq_affine_view  k, v;
+    kvq_view k, v, k_open, v_open;
     int gqa, n_rows, n_blocks, n_splits, n_active; // rows of a KV head; pages that hold anything
     int dpk, dpv;
     size_t partial; // offset of this stream's partials
@@ -69,6 +48,24 @@ const uint16_t * decode_tile(const kvq_codec & c, int dp, const void * codes, co
         memcpy(&tile[(size_t) t * dp], &rows[(size_t) t * c.head_size], 2 * (size_t) c.head_size);
     }
     return tile.data();
+}
+
+// One KV head of a page, and the kernels that read it.
+struct block {
+    const kvq_view * view;
+    const kvq_block_kernels * kernels;
+    const void * codes, * params;
+};
+
+block find_block(const kvq_kernels & K, const kvq_view & sealed, const kvq_view & open, const void * codes, const void * params, int kvh, bool f32, workspace & w) {
+    if (!params) {
+        return { &open, &K.block[KVQ_TYPE_F16], (const uint8_t *) codes + kvh * open.nb_codes, nullptr };
+    }
+    const uint8_t * c = (const uint8_t *) codes + kvh * sealed.nb_codes, * p = (const uint8_t *) params + kvh * sealed.nb_params;
+    if (f32) {
+        return { &open, &K.block[KVQ_TYPE_F16], decode_tile(sealed.codec, sealed.dp, c, p, w.tile), nullptr };
+    }
+    return { &sealed, &K.block[sealed.codec.type], c, p };
 }
 
 // mask of the page's slots for one query token; false when every slot is masked out
@@ -115,7 +112,6 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
         l[r] = 0.0f;
     }
     const bool f32 = p.flags & KVQ_ATTN_F32;
-    const size_t tile_k = (size_t) s.dpk, tile_v = (size_t) s.dpv;
     for (int ip = page0; ip < page1; ip++) {
         const kvq_page & page = p.pages[ip];
         const int n = page.n_slots;
@@ -136,17 +132,8 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
         if (!any) {
             continue;
         }
-        if (!page.k_params) {
-            K.score_f16(n_rows, s.dpk, n, (const uint16_t *) page.k_codes + (size_t) kvh * n * tile_k, w.q.data(), w.logits.data());
-        } else {
-            const uint8_t * codes  = (const uint8_t *) page.k_codes  + kvh * s.k.nb_codes;
-            const uint8_t * params = (const uint8_t *) page.k_params + kvh * s.k.nb_params;
-            if (f32) {
-                K.score_f16(n_rows, s.dpk, n, decode_tile(p.k, s.dpk, codes, params, w.tile), w.q.data(), w.logits.data());
-            } else {
-                K.score_affine(s.k, n_rows, codes, params, w.q.data(), w.logits.data());
-            }
-        }
+        const block k = find_block(K, s.k, s.k_open, page.k_codes, page.k_params, kvh, f32, w);
+        k.kernels->score(*k.view, n_rows, k.codes, k.params, w.q.data(), w.logits.data());
         for (int r = 0; r < n_rows; r++) {
             float * x = &w.logits[(size_t) r * n];
             if (!alive[r] || K.adjust(n, x, p.scale, p.softcap, slope[r], use[r]) == -INFINITY) {
@@ -160,17 +147,8 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
                 K.scale(s.dpv, &w.out[(size_t) r * s.dpv], c);
             }
         }
-        if (!page.v_params) {
-            K.accum_f16(n_rows, s.dpv, n, (const uint16_t *) page.v_codes + (size_t) kvh * n * tile_v, w.logits.data(), w.out.data());
-        } else {
-            const uint8_t * codes  = (const uint8_t *) page.v_codes  + kvh * s.v.nb_codes;
-            const uint8_t * params = (const uint8_t *) page.v_params + kvh * s.v.nb_params;
-            if (f32) {
-                K.accum_f16(n_rows, s.dpv, n, decode_tile(p.v, s.dpv, codes, params, w.tile), w.logits.data(), w.out.data());
-            } else {
-                K.accum_affine(s.v, n_rows, codes, params, w.logits.data(), w.out.data());
-            }
-        }
+        const block v = find_block(K, s.v, s.v_open, page.v_codes, page.v_params, kvh, f32, w);
+        v.kernels->accum(*v.view, n_rows, v.codes, v.params, w.logits.data(), w.out.data());
     }
 }
 
@@ -206,8 +184,10 @@ void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
         s.n_blocks = (s.n_rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
         s.dpk      = (attn[i].k.head_size + 15) / 16 * 16;
         s.dpv      = (attn[i].v.head_size + 15) / 16 * 16;
-        if (attn[i].k.type == KVQ_TYPE_AFFINE) { s.k = make_view(attn[i].k); }
-        if (attn[i].v.type == KVQ_TYPE_AFFINE) { s.v = make_view(attn[i].v); }
+        s.k = kvq_make_view(attn[i].k);
+        s.v = kvq_make_view(attn[i].v);
+        s.k_open = kvq_make_open_view(attn[i].k);
+        s.v_open = kvq_make_open_view(attn[i].v);
         s.n_head_log2 = 1;
         while (2 * s.n_head_log2 <= attn[i].n_head) { s.n_head_log2 *= 2; }
         s.m0 = powf(2.0f, -attn[i].max_bias        / (float) s.n_head_log2);

@@ -13,16 +13,26 @@
 constexpr int KVQ_MAX_ROWS  = 16;
 constexpr int KVQ_MAX_CELLS = 256;
 constexpr int KVQ_MAX_HEAD  = 1024;
+constexpr int KVQ_N_TYPES   = 2; // kvq_type
 
-// Geometry of an affine block, worked out once per call.
-struct kvq_affine_view {
+// Geometry of a lane's blocks, worked out once per call (kvq_make_view). Codecs add their own fields at the end.
+struct kvq_view {
     kvq_codec codec;
-    int    dp;           // head size padded to 16
-    int    np;           // parameter pairs
+    int    dp;                  // head size padded to 16
+    size_t nb_codes, nb_params; // of one KV head; f16: bytes of the padded tile, 0
+    // affine
+    int    np;                  // parameter pairs
     int    n_tiles;
     int    n_parts, width[2], shift[2], n_chunks[2];
     size_t offset[2];
-    size_t nb_codes, nb_params;
+};
+
+// What a block type offers to the attention loop. Rows are padded as above; codes and params of one KV head.
+struct kvq_block_kernels {
+    // logits[r][t] = q[r] . k[t]
+    void (*score)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * q, float * logits);
+    // out[r] += sum_t p[r][t] * v[t]
+    void (*accum)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * p, float * out);
 };
 
 struct kvq_kernels {
@@ -32,16 +42,10 @@ struct kvq_kernels {
     void (*f32_to_f16)(const float * x, uint16_t * y, int64_t n);
     void (*f16_to_f32)(const uint16_t * x, float * y, int64_t n);
 
-    // logits[r][t] = q[r] . k[t], f16 tile [n_slots][dp]
-    void (*score_f16)(int n_rows, int dp, int n_slots, const uint16_t * tile, const float * q, float * logits);
-    // out[r] += sum_t p[r][t] * v[t]
-    void (*accum_f16)(int n_rows, int dp, int n_slots, const uint16_t * tile, const float * p, float * out);
-
-    // The same over affine blocks, read in place. K: w = q*scale is folded to int8 once per cell group,
+    // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place. K: w = q*scale is folded to int8 once per cell group,
     //   logit = q.zero + amax/127 * sum code*w8        |error| <= amax/254 * sum code
     // V: w = p*scale likewise per channel group.
-    void (*score_affine)(const kvq_affine_view & a, int n_rows, const uint8_t * codes, const void * params, const float * q, float * logits);
-    void (*accum_affine)(const kvq_affine_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out);
+    kvq_block_kernels block[KVQ_N_TYPES];
 
     // Online softmax of one row over n logits already scaled, soft-capped and masked: returns the sum of exp(l - m), replaces
     // logits by exp(l - m) with m = max(m_old, max l); *m is updated, *correction = exp(m_old - m).
@@ -61,3 +65,7 @@ extern const kvq_kernels kvq_kernels_neon;
 #endif
 
 const kvq_kernels & kvq_get_kernels(void);
+
+kvq_view kvq_make_view(const kvq_codec & c);
+// The same lane while its pages are open f16 tiles.
+kvq_view kvq_make_open_view(const kvq_codec & c);

@@ -65,7 +65,7 @@ template <int R> static void accum_f16_rows(int dp, int n_slots, const uint16_t 
 // ---------------------------------------------------------------- affine
 
 // Parameters of np pairs as f32 (types/affine.h). The arrays are padded to 16.
-static void load_params(const kvq_affine_view & a, const void * params, float * scale, float * zero) {
+static void load_params(const kvq_view & a, const void * params, float * scale, float * zero) {
     if (!a.codec.scale) {
         f16_to_f32_row((const uint16_t *) params, scale, a.np);
         f16_to_f32_row((const uint16_t *) params + a.np, zero, a.np);
@@ -114,7 +114,7 @@ static inline float fold(int n, int n_pad, const float * x, const float * scale,
 }
 
 // acc[r] = sum over dot indices [dot0, dot1) of code*w8, for one tile of 16 lanes
-template <int R> static inline void tile_dot(const kvq_affine_view & a, const uint8_t * codes, int tile, int n_dots, const int8_t * w8, int w_stride, i32x16 * acc) {
+template <int R> static inline void tile_dot(const kvq_view & a, const uint8_t * codes, int tile, int n_dots, const int8_t * w8, int w_stride, i32x16 * acc) {
     for (int part = 0; part < a.n_parts; part++) {
         const int w = a.width[part], planes = 8 / w, mask = (1 << w) - 1;
         const int n_chunks = imin(a.n_chunks[part], (n_dots * w + 31) / 32);
@@ -132,7 +132,7 @@ template <int R> static inline void tile_dot(const kvq_affine_view & a, const ui
     }
 }
 
-template <int R> static void score_affine_rows(const kvq_affine_view & a, const uint8_t * codes, const float * scale, const float * zero, const float * q, float * logits) {
+template <int R> static void score_affine_rows(const kvq_view & a, const uint8_t * codes, const float * scale, const float * zero, const float * q, float * logits) {
     const int D = a.codec.head_size, n = a.codec.n_cells, group = a.codec.group;
     int8_t w8[R * KVQ_MAX_HEAD];
     float  step[R] = {}, base[R] = {};
@@ -152,7 +152,7 @@ template <int R> static void score_affine_rows(const kvq_affine_view & a, const 
     }
 }
 
-template <int R> static void accum_affine_rows(const kvq_affine_view & a, const uint8_t * codes, const float * scale, const float * zero, const float * p, float * out) {
+template <int R> static void accum_affine_rows(const kvq_view & a, const uint8_t * codes, const float * scale, const float * zero, const float * p, float * out) {
     const int D = a.codec.head_size, n = a.codec.n_cells, group = a.codec.group;
     int8_t w8[R * KVQ_MAX_CELLS];
     float  step[R] = {}, base[R] = {};
@@ -182,13 +182,17 @@ template <int R> static void accum_affine_rows(const kvq_affine_view & a, const 
     for (; r + 2 <= n_rows; r += 2) { call2; }                  \
     for (; r < n_rows; r++)         { call1; }
 
-static void score_f16(int n_rows, int dp, int n_slots, const uint16_t * tile, const float * q, float * logits) {
+static void score_f16(const kvq_view & v, int n_rows, const void * codes, const void *, const float * q, float * logits) {
+    const uint16_t * tile = (const uint16_t *) codes;
+    const int dp = v.dp, n_slots = v.codec.n_cells;
 #define CALL(R) score_f16_rows<R>(dp, n_slots, tile, q + (size_t) r * dp, logits + (size_t) r * n_slots)
     KVQ_ROWS(CALL(8), CALL(4), CALL(2), CALL(1))
 #undef CALL
 }
 
-static void accum_f16(int n_rows, int dp, int n_slots, const uint16_t * tile, const float * p, float * out) {
+static void accum_f16(const kvq_view & v, int n_rows, const void * codes, const void *, const float * p, float * out) {
+    const uint16_t * tile = (const uint16_t *) codes;
+    const int dp = v.dp, n_slots = v.codec.n_cells;
 #define CALL(R) accum_f16_rows<R>(dp, n_slots, tile, p + (size_t) r * n_slots, out + (size_t) r * dp)
     KVQ_ROWS(CALL(8), CALL(4), CALL(2), CALL(1))
 #undef CALL
@@ -196,20 +200,20 @@ static void accum_f16(int n_rows, int dp, int n_slots, const uint16_t * tile, co
 
 constexpr int MAX_PARAMS = KVQ_MAX_HEAD * KVQ_MAX_CELLS / 16 + 16;
 
-static void score_affine(const kvq_affine_view & a, int n_rows, const uint8_t * codes, const void * params, const float * q, float * logits) {
+static void score_affine(const kvq_view & a, int n_rows, const void * codes, const void * params, const float * q, float * logits) {
     static thread_local float scale[MAX_PARAMS], zero[MAX_PARAMS];
     load_params(a, params, scale, zero);
     const int n = a.codec.n_cells;
-#define CALL(R) score_affine_rows<R>(a, codes, scale, zero, q + (size_t) r * a.dp, logits + (size_t) r * n)
+#define CALL(R) score_affine_rows<R>(a, (const uint8_t *) codes, scale, zero, q + (size_t) r * a.dp, logits + (size_t) r * n)
     KVQ_ROWS(CALL(8), CALL(4), CALL(2), CALL(1))
 #undef CALL
 }
 
-static void accum_affine(const kvq_affine_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out) {
+static void accum_affine(const kvq_view & a, int n_rows, const void * codes, const void * params, const float * p, float * out) {
     static thread_local float scale[MAX_PARAMS], zero[MAX_PARAMS];
     load_params(a, params, scale, zero);
     const int n = a.codec.n_cells;
-#define CALL(R) accum_affine_rows<R>(a, codes, scale, zero, p + (size_t) r * n, out + (size_t) r * a.dp)
+#define CALL(R) accum_affine_rows<R>(a, (const uint8_t *) codes, scale, zero, p + (size_t) r * n, out + (size_t) r * a.dp)
     KVQ_ROWS(CALL(8), CALL(4), CALL(2), CALL(1))
 #undef CALL
 }
@@ -279,5 +283,6 @@ static void scale_row(int n, float * out, float c) {
 } // namespace
 
 #define KVQ_KERNELS(name, available) \
-    { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row, KVQ_NS::score_f16, KVQ_NS::accum_f16, \
-      KVQ_NS::score_affine, KVQ_NS::accum_affine, KVQ_NS::softmax, KVQ_NS::adjust, KVQ_NS::scale_row }
+    { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row, \
+      { { KVQ_NS::score_f16, KVQ_NS::accum_f16 }, { KVQ_NS::score_affine, KVQ_NS::accum_affine } }, \
+      KVQ_NS::softmax, KVQ_NS::adjust, KVQ_NS::scale_row }

@@ -1,0 +1,37 @@
+#include "kernels.h"
+#include "../types/affine.h"
+#include "../types/types.h"
+
+kvq_view kvq_make_view(const kvq_codec & c) {
+    if (c.type == KVQ_TYPE_F16) {
+        return kvq_make_open_view(c);
+    }
+    kvq_view v = {};
+    v.codec     = c;
+    v.dp        = (c.head_size + 15) / 16 * 16;
+    v.nb_codes  = kvq_traits(c.type)->nb_codes(c);
+    v.nb_params = kvq_traits(c.type)->nb_params(c);
+    if (c.type == KVQ_TYPE_AFFINE) {
+        const kvq_affine_dims  d = kvq_affine_get_dims(c);
+        const kvq_affine_parts p = kvq_affine_get_parts(c);
+        v.np      = d.np;
+        v.n_tiles = d.n_tiles;
+        v.n_parts = p.n;
+        for (int i = 0; i < p.n; i++) {
+            v.width[i]    = p.width[i];
+            v.shift[i]    = p.shift[i];
+            v.n_chunks[i] = p.n_chunks[i];
+            v.offset[i]   = p.offset[i];
+        }
+    }
+    return v;
+}
+
+kvq_view kvq_make_open_view(const kvq_codec & c) {
+    kvq_view v = {};
+    v.codec      = c;
+    v.codec.type = KVQ_TYPE_F16;
+    v.dp         = (c.head_size + 15) / 16 * 16;
+    v.nb_codes   = 2 * (size_t) c.n_cells * v.dp;
+    return v;
+}
