@@ -21,11 +21,13 @@ def split(spec: str) -> tuple[str, str, str]:
     return "/".join(parts[:2]), "/".join(parts[2:]), revision or "main"
 
 
-def fetch(spec: str, *, cache_dir: str | os.PathLike[str] | None = None, token: str | None = None) -> Path:
+def fetch(
+    spec: str, *, cache_dir: str | os.PathLike[str] | None = None, token: str | None = None, endpoint: str | None = None
+) -> Path:
     """Local path of a hub model; downloads it once, with huggingface_hub's progress bar and cache.
 
-    cache_dir, token: as huggingface_hub takes them (default: its own cache and the stored login; HF_ENDPOINT, HF_HOME
-    and HF_HUB_OFFLINE apply). Raises DownloadError naming repository, file and cure.
+    cache_dir, token, endpoint: as huggingface_hub takes them (default: its own cache, the stored login, the public hub;
+    HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE apply). Raises DownloadError naming repository, file and cure.
     """
     repo, filename, revision = split(spec)
     try:
@@ -34,7 +36,8 @@ def fetch(spec: str, *, cache_dir: str | os.PathLike[str] | None = None, token: 
     except ImportError as e:
         raise DownloadError(f"{spec} needs huggingface_hub; pip install huggingface_hub") from e
     try:
-        return Path(hf_hub_download(repo, filename, revision=revision, cache_dir=None if cache_dir is None else Path(cache_dir), token=token))
+        cache = None if cache_dir is None else Path(cache_dir)
+        return Path(hf_hub_download(repo, filename, revision=revision, cache_dir=cache, token=token, endpoint=endpoint))
     except hub_errors.GatedRepoError as e:
         raise DownloadError(f"{repo} is gated; accept its terms on the hub and log in with `hf auth login`") from e
     except hub_errors.RepositoryNotFoundError as e:
