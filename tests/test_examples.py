@@ -1,0 +1,83 @@
+"""Every example runs as its docstring says, on the demo model."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *args: str, stdin: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *args], input=stdin, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_every_example_is_run_here() -> None:
+    tested = set(re.findall(r'"(\w+\.(?:py|sh))"', Path(__file__).read_text()))
+    assert {p.name for p in EXAMPLES.iterdir() if p.suffix in (".py", ".sh")} == tested
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+def test_examples_say_how_to_run_them(path: Path) -> None:
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    assert f"python examples/{path.name}" in doc
+
+
+def test_generate() -> None:
+    out = run("generate.py", "-n", "24", "--seed", "3", "The manual page of")
+    assert out.startswith("The manual page of")
+    match = re.search(r"\[xquant: ([\d.]+) true bits, ([\d.]+) MiB instead of ([\d.]+)\]", out)
+    assert match and float(match[1]) < 8 and float(match[2]) < float(match[3]) / 2
+    assert out == run("generate.py", "-n", "24", "--seed", "3", "The manual page of")
+    assert "[kivi:" in run("generate.py", "-n", "4", "--kv-method", "kivi", "--kv-opt", "bits=4", "--kv-opt", "window=64")
+
+
+def test_chat() -> None:
+    out = run("chat.py", "-n", "12", stdin="Hello\nThe next option is\n\n")
+    assert out.count("> ") >= 3 and len(out) > 20
+
+
+def test_compare_methods() -> None:
+    out = run("compare_methods.py", "-c", "256", "--cache", "upstream:q8_0", "--cache", "kivi:bits=4", "--cache", "kivi:bits=1,window=32")
+    rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
+    kld = [float(rows[c][4]) for c in ("q8_0", "kivi:bits=4", "kivi:bits=1,window=32")]
+    assert 0 < min(kld[:2]) and 10 * max(kld[:2]) < kld[2]
+
+
+@pytest.mark.parametrize("method", ["kivi", "f16"])
+def test_save_restore(method: str) -> None:
+    out = run("save_restore.py", "--kv-method", method)
+    before, after = re.findall(r"answer (?:before|after): +(.*)", out)
+    assert before == after and "40817" in before
+
+
+def test_server(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    assert shutil.which("curl"), "examples/server.sh needs curl; install it"
+    # the launcher by its module, so that the test also covers a checkout that is not installed
+    launcher = tmp_path / "llama-server"
+    launcher.write_text(f"#!{sys.executable}\nfrom ggml_kvq.launcher import llama_server\nraise SystemExit(llama_server())\n")
+    launcher.chmod(0o755)
+    log = tmp_path / "server.log"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PORT": str(port), "LOG": str(log)}
+    done = subprocess.run(["sh", str(EXAMPLES / "server.sh")], capture_output=True, text=True, timeout=300, env=env, check=False)
+    assert done.returncode == 0, done.stderr + log.read_text()[-2000:]
+    assert len(json.loads(done.stdout)["content"]) > 10
+    assert "xquant" in log.read_text()
