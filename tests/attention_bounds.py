@@ -14,7 +14,7 @@ from 1. Outputs err by sum w_t r_t (|v_t| + |out|), and by (slots + 64) eps of t
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from attention_cases import Case, build
@@ -36,10 +36,10 @@ def fold(x: np.ndarray, spread: np.ndarray | float):
     y = x * np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
     far = np.abs(y) * (np.asarray(spread) + 4 * EPS * (np.asarray(spread) > 0))
     near = (np.abs(y - np.floor(y) - 0.5) <= far) & (far > 0)
-    return amax.astype(np.float64) / 127, np.rint(y).astype(np.float64), np.where(near, np.floor(far) + 1, 0)
+    return (amax.astype(np.float64) / 127, np.rint(y).astype(np.float64), np.where(near, np.floor(far) + 1, 0))
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(c: Case, folded: bool) -> tuple[np.ndarray, np.ndarray]:
     """(value, bound) f64 [n_q, n_head, dv]."""
     b = build(c)
@@ -98,5 +98,7 @@ def expected(c: Case, folded: bool) -> tuple[np.ndarray, np.ndarray]:
                 add[:, :, group] = step / 2 * (1 + r.max(-1, keepdims=True)) * codes.sum(axis=1)[None]
             jumps = jumps + add
     sink = 1 - w.sum(-1, keepdims=True)
-    error = np.einsum("iht,htd->ihd", w * (r + rounding), size) + ((w * r).sum(-1, keepdims=True) + sink * r.max(-1, keepdims=True)) * np.abs(out)
+    error = np.einsum("iht,htd->ihd", w * (r + rounding), size) + (
+        (w * r).sum(-1, keepdims=True) + sink * r.max(-1, keepdims=True)
+    ) * np.abs(out)
     return out, error + jumps + 1e-30

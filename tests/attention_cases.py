@@ -1,6 +1,6 @@
 """The cases of test_attention.py, built alike in every process, and the worker that runs them on one instruction set:
 
-    KVQ_ISA=avx2 python attention_cases.py OUT.npz
+KVQ_ISA=avx2 python attention_cases.py OUT.npz
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 import sys
 import zlib
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from ggml_kvq import kernels, loader
@@ -91,7 +91,9 @@ def cases() -> list[Case]:
         out.append(replace(base, name=f"n_kv {n_kv}", n_kv=n_kv, dk=128, dv=128, open="mixed"))
     for bits in range(5):
         out.append(replace(base, name=f"{bits} bits sealed", k_bits=bits, v_bits=bits, open="none", dk=128, dv=96, n_kv=160))
-        out.append(replace(base, name=f"{bits} bits sealed f32", k_bits=bits, v_bits=bits, open="none", f32=True, u8=1, n_q=5, n_kv=160))
+        out.append(
+            replace(base, name=f"{bits} bits sealed f32", k_bits=bits, v_bits=bits, open="none", f32=True, u8=1, n_q=5, n_kv=160)
+        )
     for mask in ("none", "holes", "bias", "heads", "rows", "pages", "all"):
         out.append(replace(base, name=f"mask {mask}", mask=mask, n_q=7, n_kv=130, open="mixed"))
         out.append(replace(base, name=f"mask {mask} sinks", mask=mask, n_q=7, n_kv=130, sinks=True, slots="shuffled"))
@@ -104,7 +106,9 @@ def cases() -> list[Case]:
         replace(base, name="512 tokens open", gqa=1, n_head_kv=1, n_q=512, n_kv=512, k_bits=16, v_bits=16, mask="holes"),
         replace(base, name="split", n_kv=2049, gqa=4, n_head_kv=1),
         replace(base, name="split over groups of 128", n_kv=4100, gqa=1, n_head_kv=2, group=128, open="mixed", dk=128, dv=128),
-        replace(base, name="split with sinks and holes", n_kv=1500, n_q=2, mask="pages", sinks=True, max_bias=4.0, slots="shuffled"),
+        replace(
+            base, name="split with sinks and holes", n_kv=1500, n_q=2, mask="pages", sinks=True, max_bias=4.0, slots="shuffled"
+        ),
         replace(base, name="split of all-masked rows", n_kv=1200, n_q=3, mask="all", n_head_kv=1),
         replace(base, name="sharp softmax", q_size=6.0, n_kv=300, f32=True, n_q=3),
         replace(base, name="sharp softmax int8", q_size=6.0, n_kv=300, n_q=3, k_bits=4, v_bits=4),
@@ -190,7 +194,7 @@ def make_mask(c: Case, rng, n_pages: int) -> np.ndarray | None:
     return np.ascontiguousarray(m)
 
 
-@lru_cache(maxsize=None)
+@cache
 def build(c: Case) -> Built:
     lib = loader.libraries().need_kvq()
     rng = np.random.default_rng(zlib.crc32(c.name.encode()))

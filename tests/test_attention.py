@@ -27,7 +27,7 @@ def outputs(tmp_path_factory):
         path = tmp_path_factory.mktemp("attention") / "out.npz"
         env = {**os.environ, "KVQ_ISA": isa, "OMP_WAIT_POLICY": "passive"}
         worker = Path(__file__).with_name("attention_cases.py")
-        done = subprocess.run([sys.executable, str(worker), str(path)], env=env, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, str(worker), str(path)], env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{isa}: {done.stderr[-2000:]}"
         result = dict(np.load(path))
         if str(result["kernel"]) == isa:

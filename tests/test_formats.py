@@ -118,7 +118,7 @@ def test_valid_cells_alone_set_the_parameters(lib, kind):
             np.eye(1, c.n_cells // 8, rng.integers(c.n_cells // 8), np.uint8)[0],  # one cell, so groups of one value or none
             np.zeros(c.n_cells // 8, np.uint8),
         ):
-            codes, params = check(lib, c, rows, valid, what=f"{c} {kind} seed {seed} valid {valid}")
+            _, params = check(lib, c, rows, valid, what=f"{c} {kind} seed {seed} valid {valid}")
             ok = np.unpackbits(valid, bitorder="little").astype(bool)
             other = np.where(ok[:, None], rows, np.float16(3e4))
             assert np.array_equal(kernels.encode(lib, c, other, valid)[1], params), f"{c}: an empty cell moved the parameters"
@@ -141,7 +141,7 @@ def test_random_packed_bytes_decode_alike(lib):
         seed = seed_of("bytes", c)
         rng = np.random.default_rng(seed)
         nb_codes, nb_params = ref.nbytes(c)
-        codes, params = rng.integers(0, 256, nb_codes, np.uint8), rng.integers(0, 256, nb_params, np.uint8)
+        codes, params = (rng.integers(0, 256, nb_codes, np.uint8), rng.integers(0, 256, nb_params, np.uint8))
         assert same_rows(kernels.decode(lib, c, codes, params), ref.decode(c, codes, params)), f"{c} seed {seed}"
 
 

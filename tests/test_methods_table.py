@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ggml_kvq import loader, native
 from ggml_kvq.errors import MethodError
-from ggml_kvq.reference import METHODS
+from ggml_kvq.reference import METHODS, LayerShape
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,8 +24,8 @@ def table(lib):
 
 
 def test_registry_parity(table):
-    rows = re.findall(r"^KVQ_METHOD\((\w+)\)", (ROOT / "ggml-kvq/methods.inc").read_text(), re.M)
-    assert rows == list(table) == list(METHODS)
+    rows = re.findall(r"^KVQ_METHOD\((\w+)\)", (ROOT / "ggml-kvq/methods.inc").read_text(), re.MULTILINE)
+    assert rows == list(table) and sorted(rows) == sorted(METHODS)
     for name in rows:
         assert (ROOT / f"ggml-kvq/methods/{name}.cpp").is_file() and (ROOT / f"python/ggml_kvq/reference/{name}.py").is_file()
 
@@ -123,8 +123,6 @@ def test_options_have_an_effect(lib, table, method):
         "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
         "shared": "none",
     }  # fmt: skip
-    from ggml_kvq.reference import LayerShape
-
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
     for key in METHODS[method].options:

@@ -161,7 +161,9 @@ def closed_bytes(plan, shape: LayerShape, n_cells: int, n_stream: int):
         c = lane.codec
         page, h = c.n_cells, shape.n_head_kv
         pages = -(-n_cells // page)
-        window = pages * page if c.type == ref.F16 else min(max(-(-plan.window // page), 1) + -(-plan.sinks // page), pages) * page
+        window = (
+            pages * page if c.type == ref.F16 else min(max(-(-plan.window // page), 1) + -(-plan.sinks // page), pages) * page
+        )
         out[2] += pad64(n_stream * window * h * 2 * (-(-d // 16) * 16))
         if c.type == ref.F16:
             continue

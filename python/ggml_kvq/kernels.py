@@ -49,11 +49,9 @@ def nbytes(lib: CDLL, c: Codec) -> tuple[int, int]:
 def encode(lib: CDLL, c: Codec, rows, valid=None, shared=None) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size], valid uint8 [n_cells/8], shared uint8 [nb_codes] -> (codes, params) (kvq_encode)."""
     nb_codes, nb_params = nbytes(lib, c)
-    codes, params = np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8)
+    codes, params = (np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8))
     rows, valid, shared = _rows(c, rows), _u8(valid), _u8(shared)
-    status = lib.kvq_encode(
-        byref(c_codec(c)), _at(rows, c_uint16), _at(valid, c_uint8), _at(shared), _at(codes), _at(params)
-    )
+    status = lib.kvq_encode(byref(c_codec(c)), _at(rows, c_uint16), _at(valid, c_uint8), _at(shared), _at(codes), _at(params))
     native.check(lib, status)
     return (codes if shared is None else shared), params
 
@@ -77,7 +75,7 @@ def image(lib: CDLL, c: Codec, codes, params) -> np.ndarray:
 def image_match(lib: CDLL, c: Codec, rows, shared=None) -> tuple[np.ndarray, np.ndarray] | None:
     """uint16 [n_cells, head_size] -> (codes, params), None when it is no image (kvq_image_match)."""
     nb_codes, nb_params = nbytes(lib, c)
-    codes, params = np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8)
+    codes, params = (np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8))
     rows, shared = _rows(c, rows), _u8(shared)
     found = lib.kvq_image_match(byref(c_codec(c)), _at(rows, c_uint16), _at(shared), _at(codes), _at(params))
     return ((codes if shared is None else shared), params) if found else None
@@ -143,9 +141,9 @@ def attend(lib: CDLL, streams: list[Stream], n_threads: int = 1) -> None:
         a.n_pages, a.n_kv, a.flags = len(s.pages), s.n_kv, s.flags
         a.scale, a.max_bias, a.softcap = s.scale, s.max_bias, s.softcap
         a.q, (a.q_stride_token, a.q_stride_head) = _at(s.q, c_float), _strides(s.q)
-        a.dst, (a.dst_stride_token, a.dst_stride_head) = _at(s.dst, c_float), _strides(s.dst)
+        a.dst, (a.dst_stride_token, a.dst_stride_head) = (_at(s.dst, c_float), _strides(s.dst))
         if s.mask is not None:
-            a.mask, (a.mask_stride_token, a.mask_stride_head) = _at(s.mask, c_uint16), _strides(s.mask)
+            a.mask, (a.mask_stride_token, a.mask_stride_head) = (_at(s.mask, c_uint16), _strides(s.mask))
         a.sinks, a.pages = _at(s.sinks, c_float), pages
         keep += [pages, s]
     native.check(lib, lib.kvq_attend(structs, len(streams), n_threads))

@@ -1,16 +1,10 @@
 """The numpy definition of every block format and method of ggml-kvq. Needs numpy only; the native library is tested against it."""
 
-from . import affine, f16
+# every file of a method is imported here: importing registers it
+from . import affine, attention, f16, image, kivi, xquant
 from .codec import AFFINE, F16, Codec, K, V
 from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
-
-#: kvq_type -> module with nbytes, encode, decode, exact, match
-TYPES = {F16: f16, AFFINE: affine}
-
-# one import line per method, in the order of ggml-kvq/methods.inc
-from . import kivi  # noqa: E402,F401
-from . import xquant  # noqa: E402,F401
-from . import attention, image  # noqa: E402,F401
+from .types import TYPES
 
 
 def nbytes(codec: Codec) -> tuple[int, int]:
@@ -40,9 +34,13 @@ __all__ = [
     "LayerShape",
     "Method",
     "V",
+    "affine",
     "attention",
     "decode",
     "encode",
+    "f16",
     "image",
+    "kivi",
     "nbytes",
+    "xquant",
 ]

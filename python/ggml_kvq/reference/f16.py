@@ -5,6 +5,8 @@ codes: f16 [n_cells][head_size], little-endian; params: none.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from .codec import F16, Codec, K, V
@@ -41,7 +43,7 @@ class F16Method(Method):
     """Every cell in f16, open for good: equals upstream's cache."""
 
     name = "f16"
-    options = {}
+    options: ClassVar[dict[str, object]] = {}
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         def lane(role: int, head_size: int) -> LanePlan:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import TYPES
 from .codec import Codec
+from .types import TYPES
 
 
 def width(c: Codec) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from .codec import AFFINE, Codec, K, V
 from .method import AFFINE_OPTIONS, LanePlan, LayerPlan, LayerShape, Method, register
 
@@ -37,7 +39,7 @@ class Kivi(AffineMethod):
     """z = min, s = (max - min) / (2^bits - 1), code = round((x - z) / s) (section 3). levels=mid: equal bins and mid-points."""
 
     name = "kivi"
-    options = {"bits": 2, "k_bits": 0, "v_bits": 0, "levels": "ends", "eta": 0.0, **AFFINE_OPTIONS}
+    options: ClassVar[dict[str, object]] = {"bits": 2, "k_bits": 0, "v_bits": 0, "levels": "ends", "eta": 0.0, **AFFINE_OPTIONS}
 
     def lane(self, role, ordinal, n_layer, shape, prev):
         bits = self.o["v_bits" if role == V else "k_bits"] or self.o["bits"]

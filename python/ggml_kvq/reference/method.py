@@ -57,23 +57,14 @@ class Method:
 
     def plans(self, shapes: list[LayerShape], n_layer: int | None = None) -> list[LayerPlan]:
         """plan() of every layer of a cache."""
-        return [
-            self.plan(i, n_layer or len(shapes), s, shapes[i - 1] if i else None) for i, s in enumerate(shapes)
-        ]
+        return [self.plan(i, n_layer or len(shapes), s, shapes[i - 1] if i else None) for i, s in enumerate(shapes)]
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Class decorator: one entry per row of methods.inc, in its order."""
+    """Class decorator: one entry per row of methods.inc."""
     METHODS[cls.name] = cls
     return cls
 
 
 #: Options of every method that quantises, as KVQ_OPTIONS_AFFINE in methods/method.h.
-AFFINE_OPTIONS: dict[str, object] = {
-    "group": 32,
-    "group_v": 0,
-    "window": 128,
-    "sinks": 0,
-    "scales": "f16",
-    "precision": "int8",
-}
+AFFINE_OPTIONS: dict[str, object] = {"group": 32, "group_v": 0, "window": 128, "sinks": 0, "scales": "f16", "precision": "int8"}

@@ -6,6 +6,8 @@ of the layer before it and keeps its own scale and zero (section 3.3). eta1, eta
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from .codec import V
 from .kivi import AffineMethod
 from .method import AFFINE_OPTIONS, register
@@ -20,7 +22,7 @@ PRESETS = {  # of 32 layers
 def equivalent_bits(n_layer: int, kq: int, vq: int, km: int, vm: int) -> float:
     """Code bits per value of a stack (appendix C, corrected):
 
-        B_x = [2 min(q, m) + |q - m| + (L - max(q, m)) / 2] / L,  B = (B_k + B_v) / 2
+    B_x = [2 min(q, m) + |q - m| + (L - max(q, m)) / 2] / L,  B = (B_k + B_v) / 2
     """
 
     def lane(q: int, m: int) -> float:
@@ -42,7 +44,7 @@ def splits(preset: str, n_layer: int) -> dict[str, int]:
 @register
 class XQuant(AffineMethod):
     name = "xquant"
-    options = {
+    options: ClassVar[dict[str, object]] = {
         "preset": "1.38",
         "kq": -1,
         "vq": -1,
