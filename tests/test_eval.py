@@ -11,9 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from ggml_kvq import Model, _paths, cli, errors, plotting
-from ggml_kvq.evaluate import documents, drift, metrics, perplexity, results, retrieval, specs, tasks
+from ggml_kvq.evaluate import (
+    documents,
+    drift,
+    metrics,
+    perplexity,
+    results,
+    retrieval,
+    specs,
+    tasks,
+)
 
 TEXT = tasks.default_filler(random.Random(3), 9000)
 

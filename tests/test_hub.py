@@ -10,7 +10,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-
 from ggml_kvq import errors, hub
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -45,7 +44,7 @@ class StandIn(http.server.BaseHTTPRequestHandler):
         else:
             self.reply(404, {"X-Error-Code": "RepoNotFound"})
 
-    do_GET = do_HEAD = answer  # noqa: N815 - names of the base class
+    do_GET = do_HEAD = answer
 
     def log_message(self, *args: object) -> None:
         pass

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from ggml_kvq import Model, errors, llama, loader, native
 from ggml_kvq.chat import render
 from ggml_kvq.sampling import Sampling
