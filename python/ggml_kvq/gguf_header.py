@@ -73,7 +73,7 @@ class _Cursor:
     def take(self, n: int) -> int:
         """Advance by n bytes; the old position."""
         if n < 0 or self.at + n > self.end:
-            raise self.fail(f"it ends after {self.end} bytes, cut off in the metadata")
+            raise GgufError(f"{self.path} is cut off: it ends after {self.end} bytes, inside its header; fetch or convert it again")
         at, self.at = self.at, self.at + n
         return at
 
@@ -123,7 +123,7 @@ def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int 
             raise GgufError(f"{name} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model")
         size = os.fstat(f.fileno()).st_size
         if size < 24:
-            raise GgufError(f"{name} is not a valid GGUF file: it ends after {size} bytes; fetch or convert it again")
+            raise GgufError(f"{name} is cut off: it ends after {size} bytes, inside its header; fetch or convert it again")
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, name)
             cursor.at = 4
