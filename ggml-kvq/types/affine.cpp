@@ -81,8 +81,7 @@ static inline size_t field(const kvq_affine_parts & p, int i, int lane, int dot,
     return p.offset[i] + ((size_t) (lane / KVQ_TILE_LANES) * p.n_chunks[i] + chunk) * KVQ_CHUNK_BYTES + lane % KVQ_TILE_LANES * 4 + rest % 4;
 }
 
-int kvq_affine_get_code(const kvq_codec & c, const uint8_t * codes, int lane, int dot) {
-    const kvq_affine_parts p = kvq_affine_get_parts(c);
+int kvq_affine_get_code(const kvq_affine_parts & p, const uint8_t * codes, int lane, int dot) {
     int code = 0;
     for (int i = 0; i < p.n; i++) {
         int shift;
@@ -92,8 +91,7 @@ int kvq_affine_get_code(const kvq_codec & c, const uint8_t * codes, int lane, in
     return code;
 }
 
-void kvq_affine_put_code(const kvq_codec & c, uint8_t * codes, int lane, int dot, int code) {
-    const kvq_affine_parts p = kvq_affine_get_parts(c);
+void kvq_affine_put_code(const kvq_affine_parts & p, uint8_t * codes, int lane, int dot, int code) {
     for (int i = 0; i < p.n; i++) {
         int shift;
         const size_t b    = field(p, i, lane, dot, shift);
@@ -201,25 +199,27 @@ void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uin
         return;
     }
     memset(codes, 0, kvq_affine_nb_codes(c));
+    const kvq_affine_parts parts = kvq_affine_get_parts(c);
     const float half = c.levels ? 0.0f : 0.5f;
     for (int t = 0; t < c.n_cells; t++) {
         for (int i = 0; i < c.head_size; i++) {
             const int   p = param_index(c, t, i);
             const float q = floorf((x[(size_t) t * c.head_size + i] - lo[p]) * mul[p] + half);
             const int code = (int) std::min(std::max(q, 0.0f), n);
-            kvq_affine_put_code(c, (uint8_t *) codes, c.role == KVQ_ROLE_K ? t : i, c.role == KVQ_ROLE_K ? i : t, code);
+            kvq_affine_put_code(parts, (uint8_t *) codes, c.role == KVQ_ROLE_K ? t : i, c.role == KVQ_ROLE_K ? i : t, code);
         }
     }
 }
 
 void kvq_affine_decode_ref(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
     const int np = kvq_affine_get_dims(c).np;
+    const kvq_affine_parts parts = kvq_affine_get_parts(c);
     std::vector<float> scale(np), zero(np);
     kvq_affine_get_params(c, params, scale.data(), zero.data());
     for (int t = 0; t < c.n_cells; t++) {
         for (int i = 0; i < c.head_size; i++) {
             const int p = param_index(c, t, i);
-            const int q = kvq_affine_get_code(c, (const uint8_t *) codes, c.role == KVQ_ROLE_K ? t : i, c.role == KVQ_ROLE_K ? i : t);
+            const int q = kvq_affine_get_code(parts, (const uint8_t *) codes, c.role == KVQ_ROLE_K ? t : i, c.role == KVQ_ROLE_K ? i : t);
             rows[(size_t) t * c.head_size + i] = to_f16_finite(zero[p] + scale[p] * (float) q);
         }
     }

@@ -44,12 +44,7 @@ size_t kvq_affine_nb_params(const kvq_codec & c);
 void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
 void kvq_affine_decode_ref(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
 
-// Code of (lane, dot), and the two parameter arrays as f32.
-int  kvq_affine_get_code   (const kvq_codec & c, const uint8_t * codes, int lane, int dot);
-void kvq_affine_put_code   (const kvq_codec & c, uint8_t * codes, int lane, int dot, int code);
-void kvq_affine_get_params (const kvq_codec & c, const void * params, float * scale, float * zero);
-
-// Width and byte offset of the parts of a code; n_parts <= 2.
+// Width and byte offset of the parts of a code; n <= 2.
 struct kvq_affine_parts {
     int    n;
     int    width[2], shift[2];
@@ -57,3 +52,11 @@ struct kvq_affine_parts {
     int    n_chunks[2]; // per tile
 };
 kvq_affine_parts kvq_affine_get_parts(const kvq_codec & c);
+
+// Code of (lane, dot). The parts come from the caller: worked out anew for every value they cost more than the code itself, and GCC
+// 12.2 then miscompiles the encode loop at -O1 and -O2 (all codes 0).
+int  kvq_affine_get_code(const kvq_affine_parts & p, const uint8_t * codes, int lane, int dot);
+void kvq_affine_put_code(const kvq_affine_parts & p, uint8_t * codes, int lane, int dot, int code);
+
+// The two parameter arrays as f32.
+void kvq_affine_get_params(const kvq_codec & c, const void * params, float * scale, float * zero);

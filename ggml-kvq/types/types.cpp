@@ -29,7 +29,8 @@ static bool f16_match(const kvq_codec & c, const uint16_t * rows, uint16_t, cons
 // ---------------------------------------------------------------- affine
 
 static bool affine_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params) {
-    const kvq_affine_dims d = kvq_affine_get_dims(c);
+    const kvq_affine_dims  d     = kvq_affine_get_dims(c);
+    const kvq_affine_parts parts = kvq_affine_get_parts(c);
     std::vector<float> scale(d.np), zero(d.np);
     kvq_affine_get_params(c, params, scale.data(), zero.data());
     if (codes && !shared) {
@@ -47,7 +48,7 @@ static bool affine_match(const kvq_codec & c, const uint16_t * rows, uint16_t ma
             };
             int q = 0;
             if (shared) {
-                q = c.bits ? kvq_affine_get_code(c, (const uint8_t *) shared, k ? t : i, k ? i : t) : 0;
+                q = c.bits ? kvq_affine_get_code(parts, (const uint8_t *) shared, k ? t : i, k ? i : t) : 0;
                 if (!reproduces(q)) {
                     return false;
                 }
@@ -60,7 +61,7 @@ static bool affine_match(const kvq_codec & c, const uint16_t * rows, uint16_t ma
                 }
             }
             if (!shared && q) {
-                kvq_affine_put_code(c, (uint8_t *) codes, k ? t : i, k ? i : t, q);
+                kvq_affine_put_code(parts, (uint8_t *) codes, k ? t : i, k ? i : t, q);
             }
         }
     }
