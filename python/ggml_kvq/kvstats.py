@@ -30,19 +30,31 @@ def disown(owner: int) -> None:
     _owners[:] = [o for o in _owners if o[0] != owner]
 
 
+def _numbers(owner: int) -> range:
+    """Native numbers of the caches of `owner`. Call with the lock held."""
+    first = 0
+    for who, n in _owners:
+        if who == owner:
+            return range(first, first + n)
+        first += n
+    return range(0)
+
+
+def load_lines(libs: Libraries, owner: int) -> list[str]:
+    """The line about each cache of `owner`: method, true bits, MiB against f16, device, kernels."""
+    with lock:
+        return [libs.need_kvq().kvq_cache_line(i).decode("utf-8", "replace").strip() for i in _numbers(owner)]
+
+
 def stats(libs: Libraries, owner: int) -> dict[str, Any]:
     """kv_stats() of the caches of `owner`: one dict, sums over its caches, bits weighted by size; `caches` lists them."""
     kvq = libs.need_kvq()
     caches = []
     with lock:
-        first = 0
-        for who, n in _owners:
-            if who == owner:
-                for i in range(first, first + n):
-                    raw = native.kvq_stats()
-                    native.check(kvq, kvq.kvq_cache_stats(i, ctypes.byref(raw)))
-                    caches.append(native.stats_dict(raw))
-            first += n
+        for i in _numbers(owner):
+            raw = native.kvq_stats()
+            native.check(kvq, kvq.kvq_cache_stats(i, ctypes.byref(raw)))
+            caches.append(native.stats_dict(raw))
     total = dict(caches[0])
     for key in total:
         if key.startswith("bytes_") or key in ("n_sealed", "n_reopened", "n_forced", "n_layer"):

@@ -223,6 +223,7 @@ def _load() -> Libraries:
                 f"{path} speaks C ABI {kvq.kvq_abi_version()}, this package {native.ABI_VERSION}; reinstall the package"
             )
         prove_structs(kvq)
+        kvq.kvq_set_verbosity(0)  # errors reach Python through kvq_last_error, the load line through kvq_cache_line
     return Libraries(folder, libs["base"], libs["ggml"], libs["llama"], kvq, path, problem, callback)
 
 

@@ -6,6 +6,7 @@ import codecs
 import ctypes
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -142,8 +143,10 @@ class Model:
         finally:
             lines = log.end()
         self._kv_log = [line for line in lines if re.match(r"llama_kv_cache\w*: size\s*=", line)]
-        ours = [line for line in lines if re.match(r"\s*(ggml[-_ ])?kvq\d*\b", line, re.IGNORECASE)]
-        self.load_line = ours[-1].strip() if ours else ""
+        if self.kv_method is not None:
+            self.load_line = "\n".join(kvstats.load_lines(self._libs, id(self)))
+            if verbose:
+                print(self.load_line, file=sys.stderr)
         _models.add(self)
 
     # -------------------------------------------------------------- loading

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ctypes import (
     CDLL,
-    CFUNCTYPE,
     POINTER,
     Structure,
     byref,
@@ -176,12 +175,11 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ),
     ("kvq_cache_count", c_int, []),
     ("kvq_cache_stats", c_int, [c_int, POINTER(kvq_stats)]),
+    ("kvq_cache_line", c_char_p, [c_int]),
+    ("kvq_set_verbosity", None, [c_int]),
     ("kvq_sizeof", c_size_t, [c_char_p]),
     ("kvq_offsetof", c_size_t, [c_char_p, c_char_p]),
 ]
-
-
-LogFunction = CFUNCTYPE(None, c_char_p, c_void_p)
 
 
 def bind(lib: CDLL) -> None:
