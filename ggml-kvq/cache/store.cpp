@@ -351,7 +351,7 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
         }
-        if (!kvq_image_read(l.codec, head.data(), owner ? codes_at(s, p, h) : nullptr, new_codes.data() + h * l.nb_codes, new_params.data() + h * l.nb_params)) {
+        if (!kvq_image_read(l.codec, head.data(), owner ? codes_at(s, p, h) : nullptr, &new_codes[h * l.nb_codes], &new_params[h * l.nb_params])) {
             return false;
         }
     }

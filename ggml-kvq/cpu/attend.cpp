@@ -4,6 +4,7 @@
 //   A split is a contiguous range of pages; partial results (m, l, o) are merged afterwards (log-sum-exp).
 #include "cpu.h"
 #include "kernels.h"
+#include "lattice.h"
 #include "../types/f16.h"
 #include "../types/types.h"
 
@@ -19,6 +20,8 @@ constexpr uint16_t F16_NEG_INF = 0xfc00;
 struct stream_plan {
     const kvq_attn * p;
     kvq_view k, v, k_open, v_open;
+    kvq_lattice_view lk, lv;
+    bool rope, folded_k, rotated_v; // lattice: keys lack their rotary embedding or mean; int8 keys; values leave a rotated sum
     int gqa, n_rows, n_blocks, n_splits, n_active; // rows of a KV head; pages that hold anything
     int dpk, dpv;
     size_t partial; // offset of this stream's partials
@@ -30,6 +33,8 @@ struct stream_plan {
 struct workspace {
     std::vector<float> q, out, logits;
     std::vector<uint16_t> mask, tile;
+    kvq_lattice_queries   folded;
+    std::vector<float>    rot;
 };
 
 float alibi_slope(const stream_plan & s, int h) {
@@ -94,6 +99,17 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, 
     return any;
 }
 
+void score_lattice(const kvq_kernels & K, const stream_plan & s, workspace & w, const kvq_page & page, int kvh, int n_rows) {
+    const kvq_attn & p = *s.p;
+    const uint8_t * codes = (const uint8_t *) page.k_codes + kvh * s.k.nb_codes, * params = (const uint8_t *) page.k_params + kvh * s.k.nb_params;
+    if (s.rope) {
+        K.score_rope(s.lk, n_rows, codes, params, p.k_mean ? p.k_mean + (size_t) kvh * p.k.head_size : nullptr, p.rotary,
+                     p.positions ? p.positions + page.cell : nullptr, s.dpk, w.q.data(), w.logits.data());
+    } else {
+        K.score_lattice(s.lk, n_rows, codes, params, w.folded.rows.data(), w.logits.data());
+    }
+}
+
 void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int kvh, int r0, int n_rows, int page0, int page1, float * m, float * l) {
     const kvq_attn & p = *s.p;
     // rows with their padding; q is gathered because query heads and tokens have free strides
@@ -112,6 +128,12 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
         l[r] = 0.0f;
     }
     const bool f32 = p.flags & KVQ_ATTN_F32;
+    const size_t rot_stride = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
+    if (s.folded_k) {
+        w.folded.fold(s.lk, n_rows, s.dpk, w.q.data());
+    }
+    w.rot.assign(rot_stride * n_rows, 0.0f);
+    float weight[KVQ_MAX_ROWS] = {}; // of sealed values, whose mean is added at the end
     for (int ip = page0; ip < page1; ip++) {
         const kvq_page & page = p.pages[ip];
         const int n = page.n_slots;
@@ -132,8 +154,12 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
         if (!any) {
             continue;
         }
-        const block k = find_block(K, s.k, s.k_open, page.k_codes, page.k_params, kvh, f32, w);
-        k.kernels->score(*k.view, n_rows, k.codes, k.params, w.q.data(), w.logits.data());
+        if (page.k_params && (s.rope || s.folded_k)) {
+            score_lattice(K, s, w, page, kvh, n_rows);
+        } else {
+            const block k = find_block(K, s.k, s.k_open, page.k_codes, page.k_params, kvh, f32, w);
+            k.kernels->score(*k.view, n_rows, k.codes, k.params, w.q.data(), w.logits.data());
+        }
         for (int r = 0; r < n_rows; r++) {
             float * x = &w.logits[(size_t) r * n];
             if (!alive[r] || K.adjust(n, x, p.scale, p.softcap, slope[r], use[r]) == -INFINITY) {
@@ -143,12 +169,28 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
             float c;
             const float sum = K.softmax(n, x, &m[r], &c);
             l[r] = l[r] * c + sum;
+            weight[r] = weight[r] * c + (page.v_params ? sum : 0.0f);
             if (c != 1.0f) {
                 K.scale(s.dpv, &w.out[(size_t) r * s.dpv], c);
+                K.scale((int) rot_stride, w.rot.data() + r * rot_stride, c);
             }
+        }
+        if (page.v_params && s.rotated_v) {
+            K.accum_lattice(s.lv, n_rows, (const uint8_t *) page.v_codes + kvh * s.v.nb_codes, (const uint8_t *) page.v_params + kvh * s.v.nb_params,
+                            w.logits.data(), w.rot.data());
+            continue;
         }
         const block v = find_block(K, s.v, s.v_open, page.v_codes, page.v_params, kvh, f32, w);
         v.kernels->accum(*v.view, n_rows, v.codes, v.params, w.logits.data(), w.out.data());
+    }
+    for (int r = 0; r < n_rows; r++) {
+        float * out = &w.out[(size_t) r * s.dpv];
+        if (s.rotated_v) {
+            kvq_lattice_unrotate(s.lv, w.rot.data() + r * rot_stride, out);
+        }
+        for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
+            out[d] += weight[r] * p.v_mean[(size_t) kvh * p.v.head_size + d];
+        }
     }
 }
 
@@ -188,6 +230,13 @@ void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
         s.v = kvq_make_view(attn[i].v);
         s.k_open = kvq_make_open_view(attn[i].k);
         s.v_open = kvq_make_open_view(attn[i].v);
+        const bool lattice_k = attn[i].k.type == KVQ_TYPE_LATTICE, lattice_v = attn[i].v.type == KVQ_TYPE_LATTICE;
+        const bool f32 = attn[i].flags & KVQ_ATTN_F32;
+        if (lattice_k) { s.lk = kvq_lattice_make_view(attn[i].k); }
+        if (lattice_v) { s.lv = kvq_lattice_make_view(attn[i].v); }
+        s.rope      = lattice_k && (attn[i].rotary || attn[i].k_mean);
+        s.folded_k  = lattice_k && !s.rope && !f32;
+        s.rotated_v = lattice_v && !f32;
         s.n_head_log2 = 1;
         while (2 * s.n_head_log2 <= attn[i].n_head) { s.n_head_log2 *= 2; }
         s.m0 = powf(2.0f, -attn[i].max_bias        / (float) s.n_head_log2);

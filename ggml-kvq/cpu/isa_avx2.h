@@ -77,7 +77,24 @@ static inline __m256i field32(__m256i a, int shift, int mask, int up) {
     return _mm256_and_si256(x, _mm256_set1_epi8((char) (mask << up)));
 }
 static inline u8x64  u8_field(u8x64 x, int shift, int mask, int up) { return { field32(x.a, shift, mask, up), field32(x.b, shift, mask, up) }; }
-// codes are at most 15, so the 16-bit pair sums of maddubs cannot saturate
+static inline void   u8_store(uint8_t * p, u8x64 x)   { _mm256_storeu_si256((__m256i *) p, x.a); _mm256_storeu_si256((__m256i *) (p + 32), x.b); }
+static inline f32x16 f32_every_4th(const uint8_t * p) { // reads up to 3 beyond the 64 bytes
+    const __m256i m = _mm256_set1_epi32(0xff);
+    return { _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *) p), m)),
+             _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *) (p + 32)), m)) };
+}
+static inline u8x64  u8_or(u8x64 a, u8x64 b)          { return { _mm256_or_si256(a.a, b.a), _mm256_or_si256(a.b, b.b) }; }
+template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) {
+    u8x64 r = { _mm256_setzero_si256(), _mm256_setzero_si256() };
+    for (int k = 0; k < (N + 15) / 16; k++) { // bytes outside 16k .. 16k+15 get their top bit set, which the shuffle turns into 0
+        const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *) (table + 16*k)));
+        const __m256i x = _mm256_set1_epi8((char) (16*k)), up = _mm256_set1_epi8(0x70);
+        r.a = _mm256_or_si256(r.a, _mm256_shuffle_epi8(t, _mm256_adds_epu8(_mm256_xor_si256(index.a, x), up)));
+        r.b = _mm256_or_si256(r.b, _mm256_shuffle_epi8(t, _mm256_adds_epu8(_mm256_xor_si256(index.b, x), up)));
+    }
+    return r;
+}
+// codes are below 128, so the 16-bit pair sums of maddubs cannot saturate
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
     int32_t four;
     memcpy(&four, w, 4);

@@ -59,6 +59,20 @@ static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) {
     const __m512i x = up > shift ? _mm512_slli_epi16(a, (unsigned) (up - shift)) : _mm512_srli_epi16(a, (unsigned) (shift - up));
     return _mm512_and_si512(x, _mm512_set1_epi8((char) (mask << up)));
 }
+static inline void   u8_store(uint8_t * p, u8x64 a)   { _mm512_storeu_si512(p, a); }
+static inline f32x16 f32_every_4th(const uint8_t * p) { // p is 0..3 bytes into 64 that were just stored: reads up to 3 beyond
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xff)));
+}
+static inline u8x64  u8_or(u8x64 a, u8x64 b)          { return _mm512_or_si512(a, b); }
+template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) {
+    const __m512i high = _mm512_and_si512(index, _mm512_set1_epi8((char) 0xf0)), low = _mm512_xor_si512(index, high);
+    u8x64 r = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) table)), low);
+    for (int k = 1; k < (N + 15) / 16; k++) {
+        const __m512i t = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *) (table + 16*k)));
+        r = _mm512_mask_shuffle_epi8(r, _mm512_cmpeq_epi8_mask(high, _mm512_set1_epi8((char) (16*k))), t, low);
+    }
+    return r;
+}
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
     int32_t four;
     memcpy(&four, w, 4);

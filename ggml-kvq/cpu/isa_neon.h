@@ -68,6 +68,22 @@ static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) {
     KVQ_EACH a.v[i] = vandq_u8(vshlq_u8(a.v[i], by), m);
     return a;
 }
+static inline void   u8_store(uint8_t * p, u8x64 a)   { KVQ_EACH vst1q_u8(p + 16*i, a.v[i]); }
+static inline f32x16 f32_every_4th(const uint8_t * p) { // reads up to 3 beyond the 64 bytes
+    f32x16 r;
+    KVQ_EACH r.v[i] = vcvtq_f32_u32(vandq_u32(vreinterpretq_u32_u8(vld1q_u8(p + 16*i)), vdupq_n_u32(0xff)));
+    return r;
+}
+static inline u8x64  u8_or(u8x64 a, u8x64 b)          { KVQ_EACH a.v[i] = vorrq_u8(a.v[i], b.v[i]); return a; }
+template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) {
+    u8x64 r;
+    KVQ_EACH r.v[i] = vqtbl1q_u8(vld1q_u8(table), index.v[i]);
+    for (int k = 1; k < (N + 15) / 16; k++) { // out of range gives 0
+        const uint8x16_t t = vld1q_u8(table + 16*k), by = vdupq_n_u8((uint8_t) (16*k));
+        KVQ_EACH r.v[i] = vorrq_u8(r.v[i], vqtbl1q_u8(t, vsubq_u8(index.v[i], by)));
+    }
+    return r;
+}
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
     int32_t four;
     memcpy(&four, w, 4);

@@ -38,7 +38,12 @@ static inline void   i8_store(int8_t * p, f32x16 a)   { KVQ_EACH(16) p[i] = (int
 static inline u8x64  u8_load(const uint8_t * p)       { u8x64 r; KVQ_EACH(64) r.v[i] = p[i]; return r; }
 // (a >> shift & mask) << up
 static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) { KVQ_EACH(64) a.v[i] = (uint8_t) ((a.v[i] >> shift & mask) << up); return a; }
-// acc[i] += sum_k codes[4*i + k] * w[k], w = four int8
+static inline void   u8_store(uint8_t * p, u8x64 a)   { KVQ_EACH(64) p[i] = a.v[i]; }
+static inline f32x16 f32_every_4th(const uint8_t * p) { f32x16 r; KVQ_EACH(16) r.v[i] = (float) p[4*i]; return r; }
+static inline u8x64  u8_or(u8x64 a, u8x64 b)          { KVQ_EACH(64) a.v[i] |= b.v[i]; return a; }
+// table[index], index < N
+template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) { KVQ_EACH(64) index.v[i] = table[index.v[i]]; return index; }
+// codes are below 128: acc[i] += sum_k codes[4*i + k] * w[k], w = four int8
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
     KVQ_EACH(16) acc.v[i] += codes.v[4*i]*w[0] + codes.v[4*i + 1]*w[1] + codes.v[4*i + 2]*w[2] + codes.v[4*i + 3]*w[3];
     return acc;

@@ -13,7 +13,7 @@
 constexpr int KVQ_MAX_ROWS  = 16;
 constexpr int KVQ_MAX_CELLS = 256;
 constexpr int KVQ_MAX_HEAD  = 1024;
-constexpr int KVQ_N_TYPES   = 2; // kvq_type
+constexpr int KVQ_N_TYPES   = 2; // kvq_type below; lattice blocks have entries of their own
 
 // Geometry of a lane's blocks, worked out once per call (kvq_make_view). Codecs add their own fields at the end.
 struct kvq_view {
@@ -35,6 +35,24 @@ struct kvq_block_kernels {
     void (*accum)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * p, float * out);
 };
 
+// Geometry of a lattice block.
+struct kvq_lattice_view {
+    kvq_codec codec;
+    int    d, n, n_dots, dot_stride; // dot_stride: dots padded to 4
+    int    n_tiles, n_chunks[2];
+    size_t offset[2], nb_codes, nb_params;
+    int    block;                    // of the Hadamard rotation
+    float  norm;                     // 1/sqrt(block)
+    float  step;                     // point coordinate = step * (table - 64)
+    const uint8_t * table;           // [d][max(n, 16)]
+};
+
+// A query row, rotated and folded to int8: coordinate j of vector i is step/view.step * q8[j*dot_stride + i]; base = 64 * sum q8.
+struct kvq_lattice_query {
+    const int8_t * q8;
+    float step, base; // step includes the table's
+};
+
 struct kvq_kernels {
     const char * name;
     bool (*available)(void);
@@ -46,6 +64,15 @@ struct kvq_kernels {
     //   logit = q.zero + amax/127 * sum code*w8        |error| <= amax/254 * sum code
     // V: w = p*scale likewise per channel group.
     kvq_block_kernels block[KVQ_N_TYPES];
+
+    // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16].
+    void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const kvq_lattice_query * q, float * logits);
+    void (*accum_lattice)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out);
+
+    // Keys kept before rotary embedding (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be
+    // NULL; pos [n_cells].
+    void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
+                       const int32_t * pos, int dp, const float * q, float * logits);
 
     // Online softmax of one row over n logits already scaled, soft-capped and masked: returns the sum of exp(l - m), replaces
     // logits by exp(l - m) with m = max(m_old, max l); *m is updated, *correction = exp(m_old - m).

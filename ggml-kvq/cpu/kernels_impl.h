@@ -218,6 +218,8 @@ static void accum_affine(const kvq_view & a, int n_rows, const void * codes, con
 #undef CALL
 }
 
+#include "lattice_impl.h"
+
 #undef KVQ_ROWS
 
 // ---------------------------------------------------------------- softmax
@@ -285,4 +287,5 @@ static void scale_row(int n, float * out, float c) {
 #define KVQ_KERNELS(name, available) \
     { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row, \
       { { KVQ_NS::score_f16, KVQ_NS::accum_f16 }, { KVQ_NS::score_affine, KVQ_NS::accum_affine } }, \
+      KVQ_NS::score_lattice, KVQ_NS::accum_lattice, KVQ_NS::score_rope, \
       KVQ_NS::softmax, KVQ_NS::adjust, KVQ_NS::scale_row }

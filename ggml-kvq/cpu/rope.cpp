@@ -13,16 +13,17 @@ static float ramp_edge(const kvq_rope & r, float beta) {
     return (float) r.n_dims * logf((float) r.n_ctx_orig / (beta * 2.0f * (float) M_PI)) / (2.0f * logf(r.freq_base));
 }
 
+static float magnitude_of(const kvq_rope & r) {
+    return r.attn_factor * (r.ext_factor != 0.0f ? 1.0f + 0.1f * logf(1.0f / r.freq_scale) : 1.0f);
+}
+
 void kvq_rope_fill(const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table & t) {
     const int n = r.n_dims / 2;
     t.cos.resize(n);
     t.sin.resize(n);
     const float low  = std::max(0.0f, floorf(ramp_edge(r, r.beta_fast)));
     const float high = std::min((float) r.n_dims - 1.0f, ceilf(ramp_edge(r, r.beta_slow)));
-    float magnitude = r.attn_factor;
-    if (r.ext_factor != 0.0f) {
-        magnitude *= 1.0f + 0.1f * logf(1.0f / r.freq_scale);
-    }
+    float magnitude = magnitude_of(r);
     if (inverse) {
         magnitude = 1.0f / magnitude;
     }
@@ -49,5 +50,59 @@ void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row) {
         const float x = a, y = b;
         a = x * t.cos[i] - y * t.sin[i];
         b = x * t.sin[i] + y * t.cos[i];
+    }
+}
+
+// ---------------------------------------------------------------- tables
+
+kvq_rotor::kvq_rotor(const kvq_rope & rope) : r(rope), magnitude(magnitude_of(rope)) {
+    const int n = r.n_dims / 2;
+    const double low_edge  = std::max(0.0f, floorf(ramp_edge(r, r.beta_fast)));
+    const double high_edge = std::min((float) r.n_dims - 1.0f, ceilf(ramp_edge(r, r.beta_slow)));
+    for (int i = 0; i < n; i++) {
+        const double extrapolated = pow((double) r.freq_base, -2.0 * i / r.n_dims) / (r.freq_factors.empty() ? 1.0 : (double) r.freq_factors[i]);
+        const double ramp = 1.0 - std::min(1.0, std::max(0.0, ((double) i - low_edge) / std::max(0.001, high_edge - low_edge)));
+        const double mix  = r.ext_factor != 0.0f ? ramp * (double) r.ext_factor : 0.0;
+        speed.push_back(extrapolated * ((double) r.freq_scale * (1.0 - mix) + mix));
+    }
+    low.resize((size_t) n * 2 * KVQ_ROTARY_LOW);
+    for (int i = 0; i < n; i++) {
+        for (int p = 0; p < KVQ_ROTARY_LOW; p++) {
+            low[((size_t) i * 2 + 0) * KVQ_ROTARY_LOW + p] = (float) cos(p * speed[i]);
+            low[((size_t) i * 2 + 1) * KVQ_ROTARY_LOW + p] = (float) sin(p * speed[i]);
+        }
+    }
+    v.n_dims = r.n_dims;
+    v.neox   = r.neox;
+    v.low    = low.data();
+    reach(0);
+}
+
+void kvq_rotor::reach(int32_t pos) {
+    const int n = r.n_dims / 2;
+    for (; v.n_high <= pos / 64; v.n_high++) {
+        for (int part = 0; part < 2; part++) {
+            for (int i = 0; i < n; i++) {
+                const double angle = 64.0 * v.n_high * speed[i];
+                high.push_back(magnitude * (float) (part ? sin(angle) : cos(angle)));
+            }
+        }
+    }
+    v.high = high.data();
+}
+
+void kvq_rotor::apply(int32_t pos, bool inverse, float * row) const {
+    const int n = r.n_dims / 2, at = std::max(pos, 0);
+    const float * hi = v.high + (size_t) (at / 64) * 2 * n;
+    const float inv = inverse ? 1.0f / (magnitude * magnitude) : 1.0f;
+    for (int i = 0; i < n; i++) {
+        const float * lo = v.low + (size_t) i * 2 * KVQ_ROTARY_LOW + at % 64;
+        const float c = (hi[i] * lo[0] - hi[n + i] * lo[KVQ_ROTARY_LOW]) * inv;
+        const float s = (hi[n + i] * lo[0] + hi[i] * lo[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv);
+        float & a = row[r.neox ? i : 2*i];
+        float & b = row[r.neox ? i + n : 2*i + 1];
+        const float x = a, y = b;
+        a = x * c - y * s;
+        b = x * s + y * c;
     }
 }

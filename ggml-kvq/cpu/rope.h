@@ -3,6 +3,8 @@
 // Rotating by -pos undoes rotating by pos up to the magnitude, which is divided out.
 #pragma once
 
+#include "ggml-kvq.h"
+
 #include <cstdint>
 #include <vector>
 
@@ -21,3 +23,20 @@ struct kvq_rope_table { // cos and sin of one position, magnitude folded in
 // inverse: rotate back
 void kvq_rope_fill (const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table & t);
 void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row);
+
+// The same rotation as tables that kernels read (kvq_rotary): angles are linear in the position, so cos and sin of 64*a + b are a
+// complex product. Computed in f64; against kvq_rope_fill the angle differs by the f32 rounding of the latter.
+class kvq_rotor {
+public:
+    explicit kvq_rotor(const kvq_rope & rope);
+    void reach(int32_t pos);                                  // makes positions up to pos usable; before any parallel use
+    void apply(int32_t pos, bool inverse, float * row) const; // pos < 0 counts as 0
+    const kvq_rope   & rope() const { return r; }
+    const kvq_rotary & view() const { return v; }
+private:
+    kvq_rope   r;
+    kvq_rotary v = {};
+    std::vector<double> speed; // radians a position
+    std::vector<float>  high, low;
+    float magnitude = 1.0f;
+};

@@ -43,6 +43,10 @@ static const kvq_type_info type_infos[] = {
     { "affine2", KVQ_TYPE_AFFINE, 2,  32, 3.0 },
     { "affine3", KVQ_TYPE_AFFINE, 3,  32, 4.0 },
     { "affine4", KVQ_TYPE_AFFINE, 4,  32, 5.0 },
+    { "lattice1", KVQ_TYPE_LATTICE, 1, 32, 1.125 },
+    { "lattice2", KVQ_TYPE_LATTICE, 2, 32, 2.125 },
+    { "lattice3", KVQ_TYPE_LATTICE, 3, 32, 3.125 },
+    { "lattice4", KVQ_TYPE_LATTICE, 4, 32, 4.125 },
 };
 
 extern "C" int kvq_type_count(void) { return sizeof(type_infos) / sizeof(type_infos[0]); }

@@ -118,6 +118,10 @@ const kvq_field kvq_page_fields[] = {
     F(kvq_page, cell),    F(kvq_page, n_slots),  F(kvq_page, map),
 };
 
+const kvq_field kvq_rotary_fields[] = {
+    F(kvq_rotary, n_dims), F(kvq_rotary, neox), F(kvq_rotary, n_high), F(kvq_rotary, high), F(kvq_rotary, low),
+};
+
 const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, k),              F(kvq_attn, v),                F(kvq_attn, n_q),              F(kvq_attn, n_head),
     F(kvq_attn, n_head_kv),      F(kvq_attn, n_pages),          F(kvq_attn, n_kv),             F(kvq_attn, flags),
@@ -125,6 +129,7 @@ const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, q_stride_token), F(kvq_attn, q_stride_head),    F(kvq_attn, mask),             F(kvq_attn, mask_stride_token),
     F(kvq_attn, mask_stride_head), F(kvq_attn, sinks),          F(kvq_attn, dst),              F(kvq_attn, dst_stride_token),
     F(kvq_attn, dst_stride_head), F(kvq_attn, pages),
+    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions),
 };
 
 const kvq_field kvq_layer_shape_fields[] = {
@@ -142,7 +147,7 @@ const kvq_field kvq_stats_fields[] = {
 
 const kvq_struct structs[] = {
     S(llama_model_params), S(llama_context_params), S(llama_batch),   S(llama_sampler_chain_params), S(llama_chat_message),
-    S(kvq_option_info),    S(kvq_method_info),      S(kvq_codec),     S(kvq_type_info),              S(kvq_page),
+    S(kvq_option_info),    S(kvq_method_info),      S(kvq_codec),     S(kvq_type_info),              S(kvq_page),                   S(kvq_rotary),
     S(kvq_attn),           S(kvq_layer_shape),      S(kvq_stats),
 };
 

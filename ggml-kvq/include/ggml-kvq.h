@@ -72,6 +72,7 @@ KVQ_API int kvq_configure(const char * method, const char * opts, const char * c
 typedef enum kvq_type {
     KVQ_TYPE_F16    = 0, // rows as they came
     KVQ_TYPE_AFFINE = 1, // x = zero + scale * code
+    KVQ_TYPE_LATTICE = 2, // x = H (scale * point[index]), H a Hadamard rotation of the head
 } kvq_type;
 
 typedef enum kvq_role {
@@ -79,12 +80,12 @@ typedef enum kvq_role {
     KVQ_ROLE_V = 1, // affine: one (scale, zero) per cell and `group` channels
 } kvq_role;
 
-// The block format of one page of one KV head. Byte maps: types/affine.h.
+// The block format of one page of one KV head. Byte maps: types/affine.h, types/lattice.h.
 typedef struct kvq_codec {
     int32_t type;      // kvq_type
     int32_t role;      // kvq_role
     int32_t bits;      // 1..4; 0 stores no codes (every value at the middle of its group)
-    int32_t group;     // K: cells per group; V: channels per group
+    int32_t group;     // affine: K cells, V channels per group; lattice: channels per index
     int32_t scale;     // 0: f16 scales and zeros; 1: 8-bit ones under an f16 range per block
     int32_t levels;    // 0: codes round to end points; 1: 2^bits equal bins, mid-points
     float   eta;       // end points pulled inward by eta of the range (XQuant section 3.2)
@@ -130,6 +131,15 @@ typedef struct kvq_page {
     const int32_t * map;   // slot -> cell, -1 for a slot that holds nothing; NULL: cell + slot
 } kvq_page;
 
+// cos and sin of rotary embedding for keys kept before it, n = n_dims/2 frequencies. Magnitudes are folded into `high`.
+#define KVQ_ROTARY_LOW 80
+typedef struct kvq_rotary {
+    int32_t n_dims, neox;   // neox: pairs (i, i + n), else (2i, 2i + 1); channels from n_dims on stay
+    int32_t n_high;
+    const float * high;     // [n_high][cos, sin][n] of positions 64*i
+    const float * low;      // [n][cos, sin][KVQ_ROTARY_LOW] of positions 0..79
+} kvq_rotary;
+
 enum {
     KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
 };
@@ -146,6 +156,11 @@ typedef struct kvq_attn {
     const float    * sinks;                                             // [n_head], NULL: none
     float          * dst;  int64_t dst_stride_token,  dst_stride_head;
     const kvq_page * pages;
+    // Lattice pages only, each may be NULL: what was taken from keys and values before encoding, f32 [n_head_kv][head size], and the
+    // rotary embedding that keys still lack, with the position of every cell.
+    const float * k_mean, * v_mean;
+    const kvq_rotary * rotary;
+    const int32_t * positions;
 } kvq_attn;
 
 // n independent streams at once, shared among n_threads threads.

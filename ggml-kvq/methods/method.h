@@ -48,4 +48,11 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
     { "scales",  "f16|u8", "f16", "format of scales and zeros; u8 halves them", "ggml-kvq" },                                  \
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" }
 
+#define KVQ_OPTIONS_LATTICE(sinks)                                                                                             \
+    { "grid",    "auto|d2|d4|d8", "auto", "channels per index; auto: 2; d4 for 1 and 2 bits, d8 for 1 bit", "HIGGS section 3" },  \
+    { "sinks",   "int", sinks, "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },                            \
+    { "scales",  "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },                                                \
+    { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" }
+
+kvq_status kvq_plan_lattice(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_affine(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);

@@ -2,6 +2,7 @@
 
 #include "affine.h"
 #include "f16.h"
+#include "lattice.h"
 
 #include <algorithm>
 #include <cstring>
@@ -69,8 +70,9 @@ static bool affine_match(const kvq_codec & c, const uint16_t * rows, uint16_t ma
 }
 
 static const kvq_type_traits traits[] = {
-    { KVQ_TYPE_F16,    "f16",    f16_refuse,        f16_nb_codes,        f16_nb_params,        f16_encode,            f16_decode,            f16_match    },
-    { KVQ_TYPE_AFFINE, "affine", kvq_affine_refuse, kvq_affine_nb_codes, kvq_affine_nb_params, kvq_affine_encode_ref, kvq_affine_decode_ref, affine_match },
+    { KVQ_TYPE_F16,    "f16",    f16_refuse,        f16_nb_codes,        f16_nb_params,        f16_encode,            f16_decode,            f16_match,    nullptr },
+    { KVQ_TYPE_AFFINE, "affine", kvq_affine_refuse, kvq_affine_nb_codes, kvq_affine_nb_params, kvq_affine_encode_ref, kvq_affine_decode_ref, affine_match, nullptr },
+    { KVQ_TYPE_LATTICE, "lattice", kvq_lattice_refuse, kvq_lattice_nb_codes, kvq_lattice_nb_params, kvq_lattice_encode, kvq_lattice_decode, kvq_lattice_match, kvq_lattice_assign },
 };
 
 const kvq_type_traits * kvq_traits(int type) {
@@ -86,40 +88,45 @@ const kvq_type_traits * kvq_traits(int type) {
 // The parameter bytes, as one little-endian bit stream, fill the low k mantissa bits of the values in row order,
 // k the least width that holds them: 1 bit for affine groups of 32 with f16 scales.
 
-static int image_width(size_t n_values, size_t nb_params) {
-    return (int) ((8 * nb_params + n_values - 1) / n_values);
-}
+int kvq_image_width(size_t n_values, size_t nb) { return (int) ((8 * nb + n_values - 1) / n_values); }
 
-void kvq_image_write(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
-    const kvq_type_traits * t = kvq_traits(c.type);
-    t->decode(c, codes, params, rows);
-    const size_t nv = (size_t) c.n_cells * c.head_size, nb = t->nb_params(c);
-    const int    w  = image_width(nv, nb);
-    const uint8_t * p = (const uint8_t *) params;
-    for (size_t i = 0; i < nv; i++) {
+void kvq_image_put(size_t n_values, uint16_t * rows, int low, size_t nb, const void * bytes) {
+    const int w = kvq_image_width(n_values, nb);
+    const uint8_t * p = (const uint8_t *) bytes;
+    for (size_t i = 0; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
             const int    v   = bit < 8 * nb ? p[bit / 8] >> bit % 8 & 1 : 0;
-            rows[i] = (uint16_t) ((rows[i] & ~(1 << j)) | v << j);
+            rows[i] = (uint16_t) ((rows[i] & ~(1 << (low + j))) | v << (low + j));
         }
     }
 }
 
-bool kvq_image_read(const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params) {
-    const kvq_type_traits * t = kvq_traits(c.type);
-    const size_t nv = (size_t) c.n_cells * c.head_size, nb = t->nb_params(c);
-    const int    w  = image_width(nv, nb);
-    memset(params, 0, nb);
-    for (size_t i = 0; i < nv; i++) {
+bool kvq_image_take(size_t n_values, const uint16_t * rows, int low, size_t nb, void * bytes) {
+    const int w = kvq_image_width(n_values, nb);
+    memset(bytes, 0, nb);
+    for (size_t i = 0; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
-            const int    v   = rows[i] >> j & 1;
+            const int    v   = rows[i] >> (low + j) & 1;
             if (bit < 8 * nb) {
-                ((uint8_t *) params)[bit / 8] |= (uint8_t) (v << bit % 8);
+                ((uint8_t *) bytes)[bit / 8] |= (uint8_t) (v << bit % 8);
             } else if (v) {
                 return false;
             }
         }
     }
-    return t->match(c, rows, (uint16_t) ((1 << w) - 1), shared, codes, params);
+    return true;
+}
+
+void kvq_image_write(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
+    const kvq_type_traits * t = kvq_traits(c.type);
+    t->decode(c, codes, params, rows);
+    kvq_image_put((size_t) c.n_cells * c.head_size, rows, 0, t->nb_params(c), params);
+}
+
+bool kvq_image_read(const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params) {
+    const kvq_type_traits * t = kvq_traits(c.type);
+    const size_t nv = (size_t) c.n_cells * c.head_size, nb = t->nb_params(c);
+    return kvq_image_take(nv, rows, 0, nb, params) && t->match(c, rows, (uint16_t) ((1 << kvq_image_width(nv, nb)) - 1), shared, codes, params);
 }

@@ -79,6 +79,10 @@ class kvq_page(Structure):
     ]
 
 
+class kvq_rotary(Structure):
+    _fields_ = [("n_dims", c_int32), ("neox", c_int32), ("n_high", c_int32), ("high", POINTER(c_float)), ("low", POINTER(c_float))]
+
+
 class kvq_attn(Structure):
     _fields_ = [
         ("k", kvq_codec),
@@ -103,6 +107,10 @@ class kvq_attn(Structure):
         ("dst_stride_token", c_int64),
         ("dst_stride_head", c_int64),
         ("pages", POINTER(kvq_page)),
+        ("k_mean", POINTER(c_float)),
+        ("v_mean", POINTER(c_float)),
+        ("rotary", POINTER(kvq_rotary)),
+        ("positions", POINTER(c_int32)),
     ]
 
 
@@ -145,6 +153,7 @@ STRUCTS: dict[str, type[Structure]] = {
         kvq_codec,
         kvq_type_info,
         kvq_page,
+        kvq_rotary,
         kvq_attn,
         kvq_layer_shape,
         kvq_stats,

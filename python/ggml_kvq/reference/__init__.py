@@ -1,8 +1,9 @@
 """The numpy definition of every block format and method of ggml-kvq. Needs numpy only; the native library is tested against it."""
 
 # every file of a method is imported here: importing registers it
-from . import affine, attention, f16, image, kivi, xquant
-from .codec import AFFINE, F16, Codec, K, V
+from . import affine, attention, f16, image, kivi, lattice, xquant
+from . import higgs  # isort: skip  (after xquant: the order of methods.inc)
+from .codec import AFFINE, F16, LATTICE, Codec, K, V
 from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
 from .types import TYPES
 
@@ -25,6 +26,7 @@ def decode(codec: Codec, codes, params):
 __all__ = [
     "AFFINE",
     "F16",
+    "LATTICE",
     "METHODS",
     "TYPES",
     "Codec",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-F16, AFFINE = 0, 1  # kvq_type
+F16, AFFINE, LATTICE = 0, 1, 2  # kvq_type
 K, V = 0, 1  # kvq_role
 F16_MAX = np.float32(65504)
 
@@ -20,7 +20,7 @@ F16_MAX = np.float32(65504)
 class Codec:
     """The fields of kvq_codec, in its order.
 
-    bits: 0..4 code bits (16 for f16). group: cells of a key group, channels of a value group. scale: 0 f16 parameters, 1 8-bit
+    bits: 0..4 code bits (16 for f16). group: cells of a key group, channels of a value group or of a lattice index. scale: 0 f16 parameters, 1 8-bit
     ones. levels: 0 codes round to end points, 1 equal bins. eta: share of the range by which end points move inward.
     n_cells, head_size: shape of the page.
     """

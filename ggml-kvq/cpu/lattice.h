@@ -1,0 +1,18 @@
+// Lattice blocks for the attention loop: views with 7-bit tables of the points, and queries folded to int8.
+#pragma once
+
+#include "kernels.h"
+
+#include <vector>
+
+kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c);
+
+// Rotates and folds n_rows queries of stride dp. The result points into `store`.
+struct kvq_lattice_queries {
+    std::vector<int8_t> store;
+    std::vector<kvq_lattice_query> rows;
+    void fold(const kvq_lattice_view & a, int n_rows, int dp, const float * q);
+};
+
+// out += H rot, one row as accum_lattice leaves it.
+void kvq_lattice_unrotate(const kvq_lattice_view & a, const float * rot, float * out);

@@ -1,0 +1,204 @@
+// Kernels over lattice blocks (types/lattice.h), included by kernels_impl.h. The queries come rotated and the output stays rotated,
+// so a cell costs table look-ups and byte dots only:
+//   logit = s_cell * step * sum_j sum_vec (table_j[index] - 64) * q8_j[vec]      table_j = coordinate j of the points in 7 bits
+// The indices of 16 lanes x 4 dots fill a register; each coordinate is one look-up, shared by all query rows.
+
+template <int W> static constexpr int lattice_stride() { return W < 4 ? 16 : 1 << W; }
+
+// indices of 16 lanes and the dots 4k .. 4k+3 of a tile
+template <int W> static inline u8x64 lattice_index(const kvq_lattice_view & a, const uint8_t * codes, int tile, int k) {
+    constexpr int L = W == 6 ? 4 : W, planes = 8 / L;
+    const uint8_t * p = codes + ((size_t) tile * a.n_chunks[0] + k / planes) * 64;
+    const u8x64 low = u8_field(u8_load(p), k % planes * L, (1 << L) - 1, 0);
+    if (W != 6) {
+        return low;
+    }
+    const uint8_t * h = codes + a.offset[1] + ((size_t) tile * a.n_chunks[1] + k / 4) * 64;
+    return u8_or(low, u8_field(u8_load(h), k % 4 * 2, 3, 4));
+}
+
+static inline void lattice_scales(const kvq_lattice_view & a, const void * params, float * scale) {
+    const int n = a.codec.n_cells;
+    if (!a.codec.scale) {
+        f16_to_f32_row((const uint16_t *) params, scale, n);
+        return;
+    }
+    float top;
+    f16_to_f32_row((const uint16_t *) params, &top, 1);
+    const f32x16 s = f32_set1(top * (1.0f / 65025.0f));
+    for (int i = 0; i < n; i += 16) {
+        const f32x16 u = f32_load_u8((const uint8_t *) params + 2 + i);
+        f32_store(scale + i, f32_mul(f32_mul(u, u), s));
+    }
+}
+
+template <int W, int R> static void score_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const kvq_lattice_query * q, float * logits) {
+    const int n = a.codec.n_cells, n_k = (a.n_dots + 3) / 4;
+    for (int t0 = 0; t0 < n; t0 += 16) {
+        i32x16 acc[R];
+        for (int r = 0; r < R; r++) { acc[r] = i32_zero(); }
+        for (int k = 0; k < n_k; k++) {
+            const u8x64 index = lattice_index<W>(a, codes, t0 / 16, k);
+            for (int j = 0; j < a.d; j++) {
+                const u8x64 x = u8_lookup<(1 << W)>(index, a.table + (size_t) j * lattice_stride<W>());
+                for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], x, q[r].q8 + j * a.dot_stride + 4*k); }
+            }
+        }
+        const f32x16 s = f32_load(scale + t0);
+        for (int r = 0; r < R; r++) {
+            f32_store(logits + (size_t) r * n + t0, f32_mul(f32_mul(f32_add(f32_from_i32(acc[r]), f32_set1(-q[r].base)), f32_set1(q[r].step)), s));
+        }
+    }
+}
+
+template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const float * p, float * out) {
+    const int n = a.codec.n_cells, stride = a.n_tiles * 16;
+    int8_t w8[R * KVQ_MAX_CELLS];
+    float  step[R], base[R];
+    for (int r = 0; r < R; r++) {
+        float unused;
+        step[r] = fold(n, n, p + (size_t) r * n, scale, scale, w8 + r * n, &unused) * a.step;
+        int sum = 0;
+        for (int t = 0; t < n; t++) { sum += w8[r * n + t]; }
+        base[r] = -64.0f * (float) sum;
+    }
+    for (int tile = 0; tile < a.n_tiles; tile++) {
+        for (int j = 0; j < a.d; j++) {
+            i32x16 acc[R];
+            for (int r = 0; r < R; r++) { acc[r] = i32_zero(); }
+            for (int k = 0; k < n / 4; k++) {
+                const u8x64 x = u8_lookup<(1 << W)>(lattice_index<W>(a, codes, tile, k), a.table + (size_t) j * lattice_stride<W>());
+                for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], x, w8 + r * n + 4*k); }
+            }
+            for (int r = 0; r < R; r++) {
+                float * o = out + (size_t) r * a.d * stride + j * stride + tile * 16;
+                f32_store(o, f32_fma(f32_add(f32_from_i32(acc[r]), f32_set1(base[r])), f32_set1(step[r]), f32_load(o)));
+            }
+        }
+    }
+}
+
+// Keys kept before rotary embedding: 16 cells at a time, channels in columns x[channel][16 cells].
+//   k = R_pos (H (s * point) + mean),   logit = q . k
+// cos and sin of a position are those of 64*(pos/64) turned by those of pos%64 (kvq_rotary).
+template <int W> static void rope_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, f32x16 scale, const float * mean, float * x) {
+    const int D = a.codec.head_size, n_k = (a.n_dots + 3) / 4;
+    const f32x16 s = f32_mul(scale, f32_set1(a.step * a.norm)), off = f32_set1(-64.0f);
+    for (int k = 0; k < n_k; k++) {
+        const u8x64 index = lattice_index<W>(a, codes, tile, k);
+        for (int j = 0; j < a.d; j++) {
+            uint8_t bytes[64 + 4];
+            u8_store(bytes, u8_lookup<(1 << W)>(index, a.table + (size_t) j * lattice_stride<W>()));
+            for (int b = 0; b < 4 && 4*k + b < a.n_dots; b++) {
+                float * column = x + (size_t) ((4*k + b) * a.d + j) * 16;
+                f32_store(column, f32_mul(f32_add(f32_every_4th(bytes + b), off), s));
+            }
+        }
+    }
+    for (int h = 1; h < a.block; h *= 2) {
+        for (int i = 0; i < D; i += 2*h) {
+            for (int c = i; c < i + h; c++) {
+                float * p = x + (size_t) c * 16, * r = p + (size_t) h * 16;
+                const f32x16 u = f32_load(p), v = f32_load(r);
+                f32_store(p, f32_add(u, v));
+                f32_store(r, f32_sub(u, v));
+            }
+        }
+    }
+    for (int c = 0; mean && c < D; c++) {
+        f32_store(x + (size_t) c * 16, f32_add(f32_load(x + (size_t) c * 16), f32_set1(mean[c])));
+    }
+}
+
+static void rope_rotate(const kvq_rotary & rot, const int32_t * pos, float * x) {
+    const int n = rot.n_dims / 2;
+    int run = 0; // consecutive positions share the coarse part
+    while (run < 16 && pos[run] == pos[0] + run && pos[0] >= 0) { run++; }
+    for (int i = 0; i < n; i++) {
+        f32x16 c, s;
+        if (run == 16) {
+            const float * hi = rot.high + (size_t) (pos[0] / 64) * 2 * n, * lo = rot.low + (size_t) i * 2 * KVQ_ROTARY_LOW + pos[0] % 64;
+            const f32x16 hc = f32_set1(hi[i]), hs = f32_set1(hi[n + i]), lc = f32_load(lo), ls = f32_load(lo + KVQ_ROTARY_LOW);
+            c = f32_sub(f32_mul(hc, lc), f32_mul(hs, ls));
+            s = f32_fma(hs, lc, f32_mul(hc, ls));
+        } else {
+            float cs[16], sn[16];
+            for (int t = 0; t < 16; t++) {
+                const int at = pos[t] < 0 ? 0 : pos[t];
+                const float * hi = rot.high + (size_t) (at / 64) * 2 * n, * lo = rot.low + (size_t) i * 2 * KVQ_ROTARY_LOW + at % 64;
+                cs[t] = hi[i] * lo[0] - hi[n + i] * lo[KVQ_ROTARY_LOW];
+                sn[t] = hi[n + i] * lo[0] + hi[i] * lo[KVQ_ROTARY_LOW];
+            }
+            c = f32_load(cs);
+            s = f32_load(sn);
+        }
+        float * a = x + (size_t) (rot.neox ? i : 2*i) * 16, * b = x + (size_t) (rot.neox ? i + n : 2*i + 1) * 16;
+        const f32x16 u = f32_load(a), v = f32_load(b);
+        f32_store(a, f32_sub(f32_mul(u, c), f32_mul(v, s)));
+        f32_store(b, f32_fma(u, s, f32_mul(v, c)));
+    }
+}
+
+template <int R> static void rope_dot(int D, int dp, const float * x, const float * q, float * logits, int stride) {
+    f32x16 acc[R];
+    for (int r = 0; r < R; r++) { acc[r] = f32_set1(0.0f); }
+    for (int c = 0; c < D; c++) {
+        const f32x16 k = f32_load(x + (size_t) c * 16);
+        for (int r = 0; r < R; r++) { acc[r] = f32_fma(k, f32_set1(q[(size_t) r * dp + c]), acc[r]); }
+    }
+    for (int r = 0; r < R; r++) { f32_store(logits + (size_t) r * stride, acc[r]); }
+}
+
+static void score_rope(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
+                       const int32_t * pos, int dp, const float * q, float * logits) {
+    float scale[KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
+    lattice_scales(a, params, scale);
+    const int n = a.codec.n_cells, D = a.codec.head_size;
+    for (int t0 = 0; t0 < n; t0 += 16) {
+        const f32x16 s = f32_load(scale + t0);
+        switch (a.codec.bits * a.codec.group) {
+            case 2:  rope_columns<2>(a, codes, t0 / 16, s, mean, x); break;
+            case 4:  rope_columns<4>(a, codes, t0 / 16, s, mean, x); break;
+            case 6:  rope_columns<6>(a, codes, t0 / 16, s, mean, x); break;
+            default: rope_columns<8>(a, codes, t0 / 16, s, mean, x); break;
+        }
+        if (rot) {
+            rope_rotate(*rot, pos + t0, x);
+        }
+#define CALL(R) rope_dot<R>(D, dp, x, q + (size_t) r * dp, logits + (size_t) r * n + t0, n)
+        KVQ_ROWS(CALL(8), CALL(4), CALL(2), CALL(1))
+#undef CALL
+    }
+}
+
+#define KVQ_WIDTHS(call)                   \
+    switch (a.codec.bits * a.codec.group) { \
+        case 2:  call(2); break;           \
+        case 4:  call(4); break;           \
+        case 6:  call(6); break;           \
+        default: call(8); break;           \
+    }
+
+static void score_lattice(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const kvq_lattice_query * q, float * logits) {
+    float scale[KVQ_MAX_CELLS];
+    lattice_scales(a, params, scale);
+    const int n = a.codec.n_cells;
+#define CALL(W, R) score_lattice_rows<W, R>(a, codes, scale, q + r, logits + (size_t) r * n)
+#define ROWS(W) { KVQ_ROWS(CALL(W, 8), CALL(W, 4), CALL(W, 2), CALL(W, 1)) }
+    KVQ_WIDTHS(ROWS)
+#undef CALL
+#undef ROWS
+}
+
+static void accum_lattice(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out) {
+    float scale[KVQ_MAX_CELLS];
+    lattice_scales(a, params, scale);
+    const int n = a.codec.n_cells;
+#define CALL(W, R) accum_lattice_rows<W, R>(a, codes, scale, p + (size_t) r * n, out + (size_t) r * a.d * a.n_tiles * 16)
+#define ROWS(W) { KVQ_ROWS(CALL(W, 8), CALL(W, 4), CALL(W, 2), CALL(W, 1)) }
+    KVQ_WIDTHS(ROWS)
+#undef CALL
+#undef ROWS
+}
+
+#undef KVQ_WIDTHS

@@ -1,0 +1,295 @@
+#include "lattice.h"
+
+#include "f16.h"
+#include "lattice_grids.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+static const kvq_grid grids[] = {
+    { 2, 4,   1, kvq_grid_d2_n4   }, { 2, 16,  2, kvq_grid_d2_n16  }, { 2, 64,  3, kvq_grid_d2_n64 },
+    { 2, 256, 4, kvq_grid_d2_n256 }, { 4, 16,  1, kvq_grid_d4_n16  }, { 4, 256, 2, kvq_grid_d4_n256 },
+    { 8, 256, 1, kvq_grid_d8_n256 },
+};
+static constexpr float UNIT = 1.0f / 4096;
+
+const kvq_grid * kvq_grid_find(int d, int bits) {
+    for (const kvq_grid & g : grids) {
+        if (g.d == d && g.bits == bits) {
+            return &g;
+        }
+    }
+    return nullptr;
+}
+
+static int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+static int lanes(const kvq_codec & c) { return c.role == KVQ_ROLE_K ? c.n_cells : c.head_size / c.group; }
+static int dots (const kvq_codec & c) { return c.role == KVQ_ROLE_K ? c.head_size / c.group : c.n_cells; }
+
+int kvq_lattice_n_tiles(const kvq_codec & c) { return ceil_div(lanes(c), KVQ_TILE_LANES); }
+
+kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c) {
+    kvq_affine_parts p = {};
+    const int width = c.bits * c.group;
+    p.n = width == 6 ? 2 : 1;
+    p.width[0] = width == 6 ? 4 : width;
+    p.width[1] = 2;
+    p.shift[1] = 4;
+    size_t offset = 0;
+    for (int i = 0; i < p.n; i++) {
+        p.n_chunks[i] = ceil_div(dots(c) * p.width[i], 32);
+        p.offset[i]   = offset;
+        offset += (size_t) kvq_lattice_n_tiles(c) * p.n_chunks[i] * KVQ_CHUNK_BYTES;
+    }
+    return p;
+}
+
+const char * kvq_lattice_refuse(const kvq_codec & c) {
+    if (!kvq_grid_find(c.group, c.bits))                          { return "no such grid: bits 1 with d 2, 4 or 8; bits 2 with d 2 or 4; bits 3 and 4 with d 2"; }
+    if (c.n_cells < 32 || c.n_cells % 32 || c.n_cells > 256)      { return "a page must have 32..256 cells, a multiple of 32"; }
+    if (c.head_size < 8 || c.head_size > 1024 || c.head_size % 8) { return "the head size must be a multiple of 8 up to 1024"; }
+    if (c.role != KVQ_ROLE_K && c.role != KVQ_ROLE_V)             { return "the role must be K or V"; }
+    if (c.scale != 0 && c.scale != 1)                             { return "the scale format must be 0 (f16) or 1 (8-bit)"; }
+    return nullptr;
+}
+
+size_t kvq_lattice_nb_codes(const kvq_codec & c) {
+    const kvq_affine_parts p = kvq_lattice_get_parts(c);
+    size_t nb = 0;
+    for (int i = 0; i < p.n; i++) {
+        nb += (size_t) kvq_lattice_n_tiles(c) * p.n_chunks[i] * KVQ_CHUNK_BYTES;
+    }
+    return nb;
+}
+
+size_t kvq_lattice_nb_params(const kvq_codec & c) { return c.scale ? 2 + (size_t) c.n_cells : 2 * (size_t) c.n_cells; }
+
+// ---------------------------------------------------------------- index fields
+
+static uint8_t * field(const kvq_affine_parts & p, int i, const uint8_t * codes, int lane, int dot, int & shift) {
+    const int w = p.width[i], span = 32 / w, rest = dot % span;
+    shift = rest / 4 * w;
+    return (uint8_t *) codes + p.offset[i] + ((size_t) (lane / KVQ_TILE_LANES) * p.n_chunks[i] + dot / span) * KVQ_CHUNK_BYTES +
+           lane % KVQ_TILE_LANES * 4 + rest % 4;
+}
+
+static int get_index(const kvq_codec & c, const kvq_affine_parts & p, const uint8_t * codes, int cell, int vec) {
+    const bool k = c.role == KVQ_ROLE_K;
+    int index = 0;
+    for (int i = 0; i < p.n; i++) {
+        int shift;
+        const uint8_t * b = field(p, i, codes, k ? cell : vec, k ? vec : cell, shift);
+        index |= (*b >> shift & ((1 << p.width[i]) - 1)) << p.shift[i];
+    }
+    return index;
+}
+
+static void put_index(const kvq_codec & c, const kvq_affine_parts & p, uint8_t * codes, int cell, int vec, int index) { // over zeros
+    const bool k = c.role == KVQ_ROLE_K;
+    for (int i = 0; i < p.n; i++) {
+        int shift;
+        uint8_t * b = field(p, i, codes, k ? cell : vec, k ? vec : cell, shift);
+        *b = (uint8_t) (*b | (index >> p.shift[i] & ((1 << p.width[i]) - 1)) << shift);
+    }
+}
+
+// ---------------------------------------------------------------- rotation, scale, nearest point
+
+int kvq_hadamard_block(int n) { return n & -n; }
+
+void kvq_hadamard(int n, float * x) {
+    const int   block = kvq_hadamard_block(n);
+    const float norm  = (float) (1.0 / sqrt((double) block));
+    for (int h = 1; h < block; h *= 2) {
+        for (int i = 0; i < n; i += 2*h) {
+            for (int j = i; j < i + h; j++) {
+                const float a = x[j], b = x[j + h];
+                x[j]     = a + b;
+                x[j + h] = a - b;
+            }
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        x[i] *= norm;
+    }
+}
+
+static uint16_t to_f16(float x) { return kvq_f32_to_f16(std::min(std::max(x, -65504.0f), 65504.0f)); }
+
+void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale) {
+    const uint8_t * p = (const uint8_t *) params;
+    uint16_t h;
+    memcpy(&h, p, 2);
+    const float top = kvq_f16_to_f32(h) * (1.0f / 65025.0f);
+    for (int t = 0; t < c.n_cells; t++) {
+        if (c.scale) {
+            const float u = (float) p[2 + t];
+            scale[t] = top * (u * u);
+        } else {
+            memcpy(&h, p + 2 * t, 2);
+            scale[t] = kvq_f16_to_f32(h);
+        }
+        if (!std::isfinite(scale[t])) { // only foreign bytes
+            scale[t] = 0.0f;
+        }
+    }
+}
+
+static void put_scales(const kvq_codec & c, const float * rms, void * params) {
+    uint8_t * p = (uint8_t *) params;
+    if (!c.scale) {
+        for (int t = 0; t < c.n_cells; t++) {
+            const uint16_t h = to_f16(rms[t]);
+            memcpy(p + 2 * t, &h, 2);
+        }
+        return;
+    }
+    const uint16_t h = to_f16(*std::max_element(rms, rms + c.n_cells));
+    memcpy(p, &h, 2);
+    const float top = kvq_f16_to_f32(h);
+    for (int t = 0; t < c.n_cells; t++) {
+        const float u = top > 0.0f ? floorf(255.0f * sqrtf(rms[t] / top) + 0.5f) : 0.0f;
+        p[2 + t] = (uint8_t) std::min(std::max(u, 0.0f), 255.0f);
+    }
+}
+
+// points in columns, so that the search runs along them
+struct columns {
+    int n, d;
+    float x[8][KVQ_LATTICE_MAX_POINTS];
+    explicit columns(const kvq_codec & c) {
+        const kvq_grid & g = *kvq_grid_find(c.group, c.bits);
+        n = g.n;
+        d = g.d;
+        for (int i = 0; i < n; i++) {
+            for (int j = 0; j < d; j++) {
+                x[j][i] = (float) g.unit[i * d + j] * UNIT;
+            }
+        }
+    }
+};
+
+// first index of the least sum over j of (y_j - point_j)^2, summed in order of j
+static int nearest(const columns & g, const float * y) {
+    float dist[KVQ_LATTICE_MAX_POINTS];
+    for (int i = 0; i < g.n; i++) {
+        const float e = y[0] - g.x[0][i];
+        dist[i] = e * e;
+    }
+    for (int j = 1; j < g.d; j++) {
+        for (int i = 0; i < g.n; i++) {
+            const float e = y[j] - g.x[j][i];
+            dist[i] += e * e;
+        }
+    }
+    float least = dist[0];
+    for (int i = 1; i < g.n; i++) {
+        least = std::min(least, dist[i]);
+    }
+    int at = 0;
+    while (dist[at] != least) {
+        at++;
+    }
+    return at;
+}
+
+static void rotate(const kvq_codec & c, const uint16_t * row, uint16_t keep, float * x) {
+    for (int i = 0; i < c.head_size; i++) {
+        x[i] = kvq_f16_to_f32((uint16_t) (row[i] & keep));
+        if (!std::isfinite(x[i])) {
+            x[i] = 0.0f;
+        }
+    }
+    kvq_hadamard(c.head_size, x);
+}
+
+// indices of rotated rows under the stored scales
+static void put_indices(const kvq_codec & c, float * x, const void * params, void * codes) {
+    const columns g(c);
+    const kvq_affine_parts p = kvq_lattice_get_parts(c);
+    std::vector<float> scale(c.n_cells);
+    kvq_lattice_scales(c, params, scale.data());
+    memset(codes, 0, kvq_lattice_nb_codes(c));
+    for (int t = 0; t < c.n_cells; t++) {
+        float * row = x + (size_t) t * c.head_size;
+        const float inv = scale[t] > 0.0f ? std::min(1.0f / scale[t], 3e38f) : 0.0f;
+        for (int i = 0; i < c.head_size; i++) {
+            row[i] *= inv;
+        }
+        for (int v = 0; v < c.head_size / c.group; v++) {
+            put_index(c, p, (uint8_t *) codes, t, v, nearest(g, row + v * c.group));
+        }
+    }
+}
+
+// ---------------------------------------------------------------- encode, decode
+
+void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
+    const int D = c.head_size;
+    std::vector<float> x((size_t) c.n_cells * D), rms(c.n_cells);
+    for (int t = 0; t < c.n_cells; t++) {
+        float * row = &x[(size_t) t * D];
+        rotate(c, rows + (size_t) t * D, 0xffff, row);
+        double sum = 0.0;
+        for (int i = 0; i < D; i++) {
+            sum += (double) row[i] * (double) row[i];
+        }
+        rms[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum / D) : 0.0f;
+    }
+    put_scales(c, rms.data(), params);
+    if (!shared) {
+        put_indices(c, x.data(), params, codes);
+    }
+}
+
+void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
+    const kvq_grid & g = *kvq_grid_find(c.group, c.bits);
+    const kvq_affine_parts p = kvq_lattice_get_parts(c);
+    std::vector<float> scale(c.n_cells), x(c.head_size);
+    kvq_lattice_scales(c, params, scale.data());
+    for (int t = 0; t < c.n_cells; t++) {
+        for (int v = 0; v < c.head_size / g.d; v++) {
+            const int16_t * point = g.unit + get_index(c, p, (const uint8_t *) codes, t, v) * g.d;
+            for (int j = 0; j < g.d; j++) {
+                x[v * g.d + j] = (float) point[j] * UNIT * scale[t];
+            }
+        }
+        kvq_hadamard(c.head_size, x.data());
+        for (int i = 0; i < c.head_size; i++) {
+            rows[(size_t) t * c.head_size + i] = to_f16(x[i]);
+        }
+    }
+}
+
+bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params) {
+    const size_t n = (size_t) c.n_cells * c.head_size;
+    std::vector<uint8_t>  own(codes ? 0 : kvq_lattice_nb_codes(c));
+    std::vector<uint16_t> back(n);
+    std::vector<float>    x(n);
+    const void * use = shared;
+    if (!shared) {
+        for (int t = 0; t < c.n_cells; t++) {
+            rotate(c, rows + (size_t) t * c.head_size, (uint16_t) ~mask, &x[(size_t) t * c.head_size]);
+        }
+        use = codes ? codes : own.data();
+        put_indices(c, x.data(), params, (void *) use);
+    }
+    kvq_lattice_decode(c, use, params, back.data());
+    for (size_t i = 0; i < n; i++) {
+        if ((back[i] ^ rows[i]) & ~mask & 0xffff) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void kvq_lattice_assign(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params) {
+    std::vector<float> x((size_t) c.n_cells * c.head_size);
+    for (int t = 0; t < c.n_cells; t++) {
+        rotate(c, rows + (size_t) t * c.head_size, 0xffff, &x[(size_t) t * c.head_size]);
+    }
+    put_indices(c, x.data(), params, codes);
+}

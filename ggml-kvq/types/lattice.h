@@ -1,0 +1,45 @@
+// Lattice blocks (HIGGS, arXiv 2411.17525; AQUA-KV section 3): each head row is rotated by a Hadamard matrix, divided by its
+// root mean square, and every d neighbouring coordinates become the index of the nearest of n fixed points.
+//     x = H (s * point[index])        H = H^T = H^-1, block diagonal: blocks of the largest power of two that divides the head size
+// One block = one page of one KV head. codec.bits = log2(n)/d code bits a value, codec.group = d, so n = 2^(bits*d).
+//
+// Indices are laid out as affine codes are (affine.h), a vector of d channels taking the place of a channel:
+//     K: lane = cell, dot = vector        V: lane = vector, dot = cell
+//   part     a bit field of the index: 2 bits = {2}, 4 = {4}, 6 = {4 low, 2 high}, 8 = {8}
+//   chunk    64 bytes: 16 lanes x 4 bytes x (8/w) planes; byte [lane%16][k], plane j = dot index chunk*(32/w) + 4*j + k
+//   nb_codes = sum over parts of ceil(lanes/16) * ceil(dots*w/32) * 64
+//
+// Parameters, one scale a cell:
+//   scale = f16:    f16 s[n_cells]                        nb_params = 2*n_cells
+//   scale = 8-bit:  f16 top, u8 u[n_cells]                nb_params = 2 + n_cells       s = top * u*u / 65025
+#pragma once
+
+#include "affine.h"
+
+constexpr int KVQ_LATTICE_MAX_POINTS = 256;
+
+struct kvq_grid {
+    int d, n, bits;       // bits a value
+    const int16_t * unit; // [n][d], units of 2^-12
+};
+
+const kvq_grid * kvq_grid_find(int d, int bits); // NULL: no such grid
+
+const char * kvq_lattice_refuse   (const kvq_codec & c);
+size_t       kvq_lattice_nb_codes (const kvq_codec & c);
+size_t       kvq_lattice_nb_params(const kvq_codec & c);
+void         kvq_lattice_encode   (const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
+void         kvq_lattice_decode   (const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
+bool         kvq_lattice_match    (const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params);
+
+void         kvq_lattice_assign   (const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
+
+void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale); // [n_cells]
+
+// Geometry: parts of an index, lanes and dots as in affine.h.
+kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c);
+int              kvq_lattice_n_tiles  (const kvq_codec & c);
+
+// x = H x, n channels; butterflies in order of growing distance, then one product with 1/sqrt(block).
+int  kvq_hadamard_block(int n);
+void kvq_hadamard      (int n, float * x);

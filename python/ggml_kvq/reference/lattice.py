@@ -1,0 +1,159 @@
+"""Lattice blocks (HIGGS, arXiv 2411.17525; AQUA-KV section 3): Hadamard rotation, one scale a cell, vectors of d channels as the
+index of the nearest of n = 2^(bits*d) points. The definition of every byte.
+
+In f32 and in this order: y = H x (butterflies of growing distance, then one product with 1/sqrt(block); block = largest power of two
+that divides the head size), rms = sqrt(sum y^2 / head size) summed in f64 in channel order, s = stored scale,
+index = first point of least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and nan count as 0.
+
+codec.group = d. Scales: f16 s[n_cells], or f16 top, u8 u[n_cells] with s = top * (1/65025) * u^2, u = floor(255 sqrt(rms/top) + 1/2).
+A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with vectors in the place of channels and
+parts {2}, {4}, {4 low, 2 high}, {8}.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .codec import Codec, K, to_f16, unpack_valid
+from .lattice_grids import GRIDS
+
+LANES = 16
+PARTS = {2: ((2, 0),), 4: ((4, 0),), 6: ((4, 0), (2, 4)), 8: ((8, 0),)}  # index width -> (width, shift)
+UNIT = np.float32(1 / 4096)
+
+
+def grid(c: Codec) -> np.ndarray:
+    """Points f32 [n, d]."""
+    return GRIDS[c.group, 1 << (c.bits * c.group)].astype(np.float32) * UNIT
+
+
+def hadamard(x: np.ndarray) -> np.ndarray:
+    """H x along the last axis, f32; H is orthonormal and its own inverse."""
+    n = x.shape[-1]
+    block, h = n & -n, 1
+    x = x.astype(np.float32)
+    while h < block:
+        y = x.reshape(*x.shape[:-1], n // (2 * h), 2, h)
+        x = np.stack([y[..., 0, :] + y[..., 1, :], y[..., 0, :] - y[..., 1, :]], axis=-2).reshape(x.shape)
+        h *= 2
+    return x * np.float32(1 / np.sqrt(np.float64(block)))
+
+
+def _lanes_dots(c: Codec) -> tuple[int, int]:
+    vectors = c.head_size // c.group
+    return (c.n_cells, vectors) if c.role == K else (vectors, c.n_cells)
+
+
+def _part_shape(c: Codec, width: int) -> tuple[int, int, int, int, int]:
+    """[tile, lane, chunk, plane, byte] of a part before its planes are merged."""
+    lanes, dots = _lanes_dots(c)
+    return -(-lanes // LANES), LANES, -(-dots * width // 32), 8 // width, 4
+
+
+def nbytes(c: Codec) -> tuple[int, int]:
+    """(nb_codes, nb_params) in bytes."""
+    codes = 0
+    for width, _ in PARTS[c.bits * c.group]:
+        tiles, lanes, chunks, _, k = _part_shape(c, width)
+        codes += tiles * chunks * lanes * k
+    return codes, 2 + c.n_cells if c.scale else 2 * c.n_cells
+
+
+def pack(c: Codec, index: np.ndarray) -> np.ndarray:
+    """Indices [n_cells, vectors] -> packed bytes uint8 [nb_codes]."""
+    by_lane = index if c.role == K else index.T
+    out = []
+    for width, shift in PARTS[c.bits * c.group]:
+        tiles, lanes, chunks, planes, k = _part_shape(c, width)
+        full = np.zeros((tiles * lanes, chunks * planes * k), np.int64)
+        full[: by_lane.shape[0], : by_lane.shape[1]] = by_lane >> shift & (1 << width) - 1
+        x = full.reshape(tiles, lanes, chunks, planes, k).transpose(0, 2, 1, 4, 3)
+        out.append((x << np.arange(planes) * width).sum(-1).astype(np.uint8).reshape(-1))
+    return np.concatenate(out)
+
+
+def unpack(c: Codec, codes: np.ndarray) -> np.ndarray:
+    """Packed bytes -> indices [n_cells, vectors]."""
+    lanes_used, dots_used = _lanes_dots(c)
+    out, at = np.zeros((lanes_used, dots_used), np.int64), 0
+    for width, shift in PARTS[c.bits * c.group]:
+        tiles, lanes, chunks, planes, k = _part_shape(c, width)
+        n = tiles * chunks * lanes * k
+        x = codes[at : at + n].astype(np.int64).reshape(tiles, chunks, lanes, k, 1) >> np.arange(planes) * width & (1 << width) - 1
+        full = x.transpose(0, 2, 1, 4, 3).reshape(tiles * lanes, -1)
+        out |= full[:lanes_used, :dots_used] << shift
+        at += n
+    return out if c.role == K else out.T
+
+
+def scales(c: Codec, params: np.ndarray) -> np.ndarray:
+    """Stored scales, f32 [n_cells]."""
+    if c.scale:
+        u = params[2:].astype(np.float32)
+        s = params[:2].view("<f2").astype(np.float32) * np.float32(np.float32(1) / np.float32(65025)) * (u * u)
+    else:
+        s = params.view("<f2").astype(np.float32)
+    return np.where(np.isfinite(s), s, np.float32(0))
+
+
+def pack_scales(c: Codec, rms: np.ndarray) -> np.ndarray:
+    """Root mean squares f32 [n_cells] -> parameter bytes."""
+    if not c.scale:
+        return to_f16(rms).astype("<f2").view(np.uint8)
+    top = to_f16(rms.max(keepdims=True))
+    t = top.astype(np.float32)
+    u = np.zeros_like(rms)
+    if t[0] > 0:
+        u = np.floor(np.float32(255) * np.sqrt(rms / t) + np.float32(0.5))
+    return np.concatenate([top.astype("<f2").view(np.uint8), np.clip(u, 0, 255).astype(np.uint8)])
+
+
+def _rotate(rows: np.ndarray) -> np.ndarray:
+    x = rows.astype(np.float32)
+    return hadamard(np.where(np.isfinite(x), x, np.float32(0)))
+
+
+def _indices(c: Codec, y: np.ndarray, params: np.ndarray) -> np.ndarray:
+    s, g = scales(c, params), grid(c)
+    with np.errstate(divide="ignore", over="ignore"):
+        inv = np.where(s > 0, np.minimum(np.float32(1) / s, np.float32(3e38)), np.float32(0))
+        v = (y * inv[:, None]).reshape(c.n_cells, -1, c.group)
+        dist = np.zeros((c.n_cells, v.shape[1], len(g)), np.float32)
+        for j in range(c.group):
+            e = v[..., j, None] - g[:, j]
+            dist = e * e if j == 0 else dist + e * e
+    return dist.argmin(-1)
+
+
+def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None):
+    """rows f16 [n_cells, head_size] -> (codes, params)."""
+    y = _rotate(rows)
+    total = np.zeros(c.n_cells)
+    for i in range(c.head_size):
+        total += y[:, i].astype(np.float64) ** 2
+    rms = np.where(unpack_valid(valid, c.n_cells), np.sqrt(total / c.head_size).astype(np.float32), np.float32(0))
+    params = pack_scales(c, rms)
+    return (pack(c, _indices(c, y, params)) if shared is None else shared), params
+
+
+def rotated(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
+    """Decoded rows before the last rotation, f32 [n_cells, head_size]."""
+    return (grid(c)[unpack(c, codes)] * scales(c, params)[:, None, None]).reshape(c.n_cells, c.head_size)
+
+
+def decode(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
+    """-> f16 [n_cells, head_size]."""
+    return to_f16(hadamard(rotated(c, codes, params)))
+
+
+def exact(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
+    """-> f64 [n_cells, head_size], without the rounding to f16."""
+    return hadamard(rotated(c, codes, params)).astype(np.float64)
+
+
+def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None):
+    """Codes whose decoded rows equal `rows` but for the bits of `mask`, or None."""
+    high = rows.view(np.uint16) & np.uint16(0xFFFF ^ mask)
+    codes = pack(c, _indices(c, _rotate(high.view(np.float16)), params)) if shared is None else shared
+    same = (decode(c, codes, params).view(np.uint16) ^ high) & np.uint16(0xFFFF ^ mask)
+    return None if same.any() else codes

@@ -1,0 +1,166 @@
+"""Lattice blocks: grids against their known errors (METHODS U5), the rotation (U6), numpy == C byte for byte, images, attention."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+
+import numpy as np
+import pytest
+from ggml_kvq import kernels, loader
+from ggml_kvq import reference as ref
+from ggml_kvq.errors import MethodError
+from ggml_kvq.reference import LATTICE, Codec, K, V, attention, lattice
+
+#: (d, bits) -> mean squared error per coordinate on N(0,1): AQUA-KV's tables from two bits on, k-means at one bit
+MSE = {(2, 1): 0.3634, (4, 1): 0.348, (8, 1): 0.324, (2, 2): 0.1080, (4, 2): 0.0964, (2, 3): 0.0297, (2, 4): 0.00773}
+HEADS = (64, 72, 80, 96, 128, 256)
+
+
+@pytest.fixture(scope="module")
+def lib():
+    return loader.libraries().need_kvq()
+
+
+def codec(d, bits, role=K, scale=0, head=64, n_cells=32):
+    return Codec(LATTICE, role, bits, d, scale, 0, 0.0, n_cells, head)
+
+
+def codecs():
+    for (d, bits), role, scale, head in itertools.product(MSE, (K, V), (0, 1), HEADS):
+        yield codec(d, bits, role, scale, head, 64 if head == 72 else 32)
+
+
+def rows_of(seed, c, kind="normal"):
+    rng = np.random.default_rng(zlib.crc32(repr(seed).encode()))
+    x = rng.normal(size=(c.n_cells, c.head_size)) * np.exp(rng.normal(size=(c.n_cells, 1)))
+    if kind == "outliers":
+        x = np.clip(x * np.exp(2 * rng.normal(size=c.head_size)), -6e4, 6e4)
+    if kind == "any":
+        return rng.integers(0, 1 << 16, x.shape, np.uint16).view(np.float16)
+    if kind == "zero rows":
+        x[::3] = 0
+    return x.astype(np.float16)
+
+
+@pytest.mark.parametrize(("d", "bits"), MSE)
+def test_u5_grids_have_their_known_errors(d, bits):
+    g = lattice.grid(codec(d, bits)).astype(np.float64)
+    assert g.shape == (1 << d * bits, d)
+    x = np.random.default_rng(1).normal(size=(100000, d))
+    near = (x @ g.T - (g * g).sum(1) / 2).argmax(1)
+    assert ((x - g[near]) ** 2).mean() < 1.01 * MSE[d, bits]
+
+
+@pytest.mark.parametrize("n", [8, 64, 72, 80, 96, 128, 256, 1024])
+def test_u6_rotation_is_orthonormal_and_its_own_inverse(n):
+    h = lattice.hadamard(np.eye(n, dtype=np.float32)).astype(np.float64)
+    assert np.abs(h @ h.T - np.eye(n)).max() < 1e-6 and np.abs(h - h.T).max() == 0
+    q, k = np.random.default_rng(n).normal(size=(2, n)).astype(np.float32)
+    a, b = lattice.hadamard(q), lattice.hadamard(k)
+    assert a @ b == pytest.approx(float(q @ k), abs=1e-4 * np.sqrt(n)) and a @ a == pytest.approx(float(q @ q), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["normal", "outliers", "any", "zero rows"])
+def test_encode_and_decode_equal_the_definition(lib, kind):
+    for c in codecs():
+        rows = rows_of((kind, c), c, kind)
+        valid = None if kind != "outliers" else np.random.default_rng(3).integers(0, 256, c.n_cells // 8, np.uint8)
+        codes, params = kernels.encode(lib, c, rows, valid)
+        want = ref.encode(c, rows, valid)
+        assert ref.nbytes(c) == kernels.nbytes(lib, c) == (codes.size, params.size), c
+        assert np.array_equal(params, want[1]) and np.array_equal(codes, want[0]), f"{c} {kind}"
+        assert np.array_equal(kernels.decode(lib, c, codes, params).view(np.uint16), ref.decode(c, codes, params).view(np.uint16)), c
+
+
+def test_random_bytes_decode_alike(lib):
+    for c in codecs():
+        rng = np.random.default_rng(zlib.crc32(repr(c).encode()))
+        codes, params = (rng.integers(0, 256, n, np.uint8) for n in ref.nbytes(c))
+        got, want = kernels.decode(lib, c, codes, params), ref.decode(c, codes, params)
+        assert np.isfinite(want).all() and np.array_equal(got.view(np.uint16), want.view(np.uint16)), c
+
+
+def test_pack_follows_the_byte_map():
+    for c in codecs():
+        rng = np.random.default_rng(5)
+        index = rng.integers(0, 1 << c.bits * c.group, (c.n_cells, c.head_size // c.group))
+        packed = lattice.pack(c, index)
+        assert packed.size == ref.nbytes(c)[0] and np.array_equal(lattice.unpack(c, packed), index)
+        cell, vec = c.n_cells - 3, c.head_size // c.group - 1
+        lane, dot = (cell, vec) if c.role == K else (vec, cell)
+        lanes, dots = (c.n_cells, c.head_size // c.group) if c.role == K else (c.head_size // c.group, c.n_cells)
+        at = value = low = 0
+        for w in {2: [2], 4: [4], 6: [4, 2], 8: [8]}[c.bits * c.group]:
+            chunks = -(-dots * w // 32)
+            byte = packed[at + (lane // 16 * chunks + dot // (32 // w)) * 64 + lane % 16 * 4 + dot % 4]
+            value |= (int(byte) >> dot % (32 // w) // 4 * w & (1 << w) - 1) << low
+            at, low = at + -(-lanes // 16) * chunks * 64, low + w
+        assert value == index[cell, vec]
+
+
+@pytest.mark.parametrize(("d", "bits"), MSE)
+@pytest.mark.parametrize("scale", [0, 1])
+def test_error_is_the_grids(lib, d, bits, scale):
+    """relMSE of heavy-tailed rows after rotation stays within 6 % of the grid's on the normal distribution."""
+    c = codec(d, bits, V, scale, 128, 256)
+    rows = rows_of("error", c)
+    err = kernels.decode(lib, c, *kernels.encode(lib, c, rows)).astype(np.float64) - rows
+    assert ((err**2).sum(1) / (rows.astype(np.float64) ** 2).sum(1)).mean() == pytest.approx(MSE[d, bits], rel=0.06)
+
+
+def test_image_restores_the_block(lib):
+    for c in codecs():
+        codes, params = kernels.encode(lib, c, rows_of(("image", c), c))
+        rows = kernels.image(lib, c, codes, params)
+        assert np.array_equal(rows, ref.image.write(c, codes, params)), c
+        got, want = kernels.image_match(lib, c, rows), ref.image.read(c, rows)
+        assert got is not None and want is not None, c
+        assert np.array_equal(got[0], codes) and np.array_equal(got[1], params) and np.array_equal(want[0], codes), c
+        rows[3, 5] ^= 0x4000
+        assert kernels.image_match(lib, c, rows) is None, c
+
+
+def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
+    """(output of kvq_attend, f64 softmax over exactly decoded rows); the last page is open."""
+    rng = np.random.default_rng(11)
+    heads, gqa, n = 2, 3, n_pages * 32
+    k, v, pages = np.zeros((heads, n, ck.head_size)), np.zeros((heads, n, cv.head_size)), []
+    for p in range(n_pages):
+        lanes = []
+        for c, out in ((ck, k), (cv, v)):
+            rows = rng.normal(size=(heads, 32, c.head_size)).astype(np.float16)
+            if p == n_pages - 1:
+                tile = np.zeros((heads, 32, -(-c.head_size // 16) * 16), np.float16)
+                tile[:, :, : c.head_size] = rows
+                out[:, p * 32 : p * 32 + 32] = rows
+                lanes.append(tile)
+                continue
+            blocks = [kernels.encode(lib, c, r) for r in rows]
+            out[:, p * 32 : p * 32 + 32] = [lattice.exact(c, *b) for b in blocks]
+            lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
+        pages.append(kernels.Page(*lanes, 32, p * 32))
+    q = rng.normal(size=(n_q, heads * gqa, ck.head_size)).astype(np.float32)
+    dst = np.zeros((n_q, heads * gqa, cv.head_size), np.float32)
+    scale = ck.head_size**-0.5
+    kernels.attend(lib, [kernels.Stream(ck, cv, heads, n, pages, q, dst, scale, flags=flags, **extra)])
+    return dst, attention.attend(q, k, v, np.zeros((n_q, 1, n)), scale)
+
+
+@pytest.mark.parametrize(("d", "bits"), MSE)
+@pytest.mark.parametrize("head", [64, 80, 96, 128])
+def test_attention_over_lattice_pages(lib, d, bits, head):
+    """int8 folding of queries, weights and 7-bit points: each at most 1/126 of its largest value; f32: rounding of rows to f16."""
+    for scale, n_q in ((0, 1), (1, 2), (1, 7)):
+        ck, cv = codec(d, bits, K, scale, head), codec(d, bits, V, scale, head)
+        got, want = attend(lib, ck, cv, n_q)
+        assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+        assert np.sqrt(((got - want) ** 2).mean() / (want**2).mean()) < 0.03
+        got, want = attend(lib, ck, cv, n_q, kernels.F32)
+        assert np.abs(got - want).max() < 2e-3 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("fields", [{"bits": 3, "group": 4}, {"bits": 0}, {"group": 3}, {"bits": 2, "group": 8}, {"scale": 2}, {"n_cells": 40}, {"role": 2}], ids=str)
+def test_refused_formats(lib, fields):
+    with pytest.raises(MethodError, match=r"\w"):
+        kernels.nbytes(lib, codec(2, 2).with_(**fields))
