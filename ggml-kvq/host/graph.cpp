@@ -4,6 +4,7 @@
 //   ROPE(view of cache_k, shift per cell), in place      context shift
 //   views of a cache                                     nothing
 #include "backend.h"
+#include "graph_door.h"
 
 #include "../cpu/cpu.h"
 #include "../cpu/rope.h"
@@ -60,6 +61,9 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
 }
 
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
+    if (kvq_graph_op_supported(op)) {
+        return true;
+    }
     kvq_target t = kvq_find_target(op);
     if (is_view_op(op->op)) {
         return t.ours || (!op->buffer && !op->view_src) || (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
@@ -202,6 +206,10 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
     for (int i = 0; i < n; i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
         if (is_view_op(node->op) || ggml_is_empty(node)) {
+            continue;
+        }
+        if (kvq_graph_op_supported(node)) {
+            kvq_graph_op_compute(ggml_graph_node(graph, i), b.n_threads);
             continue;
         }
         kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
