@@ -235,7 +235,9 @@ class Model:
             if not self._ctx:
                 if reason:
                     raise MethodError(reason)
-                raise ModelError(f"no context of {self.path} with n_ctx={n_ctx}: {last_problem(log.end())}; try a smaller n_ctx")
+                problem = last_problem(log.end())
+                cure = "choose another type_k or type_v" if "cache type" in problem else "try a smaller n_ctx"
+                raise ModelError(f"no context of {self.path} with n_ctx={n_ctx}: {problem}; {cure}")
             self._n_caches = kvq.kvq_cache_count() - before if kvq is not None else 0
             if self.kv_method is not None and self._n_caches == 0:
                 raise MethodError(f"kv_method={self.kv_method} was not used: this model keeps no attention cache; drop kv_method")

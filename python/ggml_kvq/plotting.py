@@ -134,6 +134,8 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
             axis.plot([r["bits_no_window"], x], [y, y], "-", color=_color(r), alpha=0.45, lw=1.2)
             axis.plot(x, y, _marker(r), color=_color(r), ms=7, mfc="white" if "null" in r["key"]["cache"] else _color(r))
             points.append((x, y, r["key"]["cache"], _color(r)))
+        if any(r["bits_no_window"] < r["bits"] for r in shown):
+            axis.text(0.02, 0.02, "thin line: down to the bits of a long context (f16 window left out)", transform=axis.transAxes, fontsize=8, color="#555555")
         top = max(p[1] for p in points)
         axis.set_ylim(_FLOOR / 1.5, top * 2.5)
         _annotate(axis, points)

@@ -83,7 +83,7 @@ class Evaluation:
                 except LibraryError:
                     raise
                 except KvqError as e:
-                    row = self.results.add(key, {"refused": str(e)})
+                    row = self.results.add(key, {"refused": str(e).replace(str(self.model_path), self.model_path.name)})
                 else:
                     with model:
                         values = work(model, bar)

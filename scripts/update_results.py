@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Redraw docs/img and docs/results.md from the committed result files, and the table in README.md between its markers.
+
+    python scripts/update_results.py            (--check: exit 1 when something committed differs from what the files say)
+
+README.md takes the table where it has the lines `<!-- results -->` and `<!-- /results -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from ggml_kvq import plotting
+from ggml_kvq.evaluate import results
+from ggml_kvq.evaluate.specs import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+MEMORY_CACHES = ["f16", "upstream:q8_0", "upstream:q4_0", "kivi-4=kivi:bits=4", "kivi-2=kivi:bits=2", "xquant-1.38=xquant"]
+MEMORY_LENGTHS = [2048, 8192, 32768, 131072]
+
+
+def text_table(rows: list[results.Row]) -> str:
+    """Damage on the text by falling true bits; long-context bits beside them."""
+    chosen = sorted((r for r in rows if r["key"]["kind"] == "text" and "kld_mean" in r), key=lambda r: -r["bits"])
+    return results.table(
+        ["cache", "bits", "long context", "PPL", "KLD mean", "KLD 99 %", "same top token"],
+        [
+            [
+                r["key"]["cache"],
+                f"{r['bits']:.2f}",
+                f"{r['bits_no_window']:.2f}",
+                f"{r['ppl']:.3f}",
+                f"{r['kld_mean']:.4f}",
+                f"{r['kld_p99']:.3f}",
+                f"{100 * r['same_top']:.1f} %",
+            ]
+            for r in chosen
+        ],
+        markdown=True,
+    )
+
+
+def retrieval_table(rows: list[results.Row]) -> str:
+    """Exact answers by cache, task and length."""
+    cells = [r for r in rows if r["key"]["kind"] == "retrieval" and "accuracy" in r]
+    columns = sorted({(r["key"]["task"], r["key"]["n_tokens"]) for r in cells})
+    by = {(r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): f"{r['right']}/{r['n']}" for r in cells}
+    caches = list(dict.fromkeys(r["key"]["cache"] for r in cells))
+    return results.table(
+        ["exact answers", *[f"{t} {n}" for t, n in columns]], [[c, *[by.get((c, t, n), "") for t, n in columns]] for c in caches], markdown=True
+    )
+
+
+def page(rows: list[results.Row]) -> str:
+    """docs/results.md."""
+    first = next(r for r in rows if r["key"]["kind"] == "text")
+    key = first["key"]
+    refused = sorted({f"- {r['key']['cache']}: {r['refused']}" for r in rows if "refused" in r})
+    tables = [
+        "# Results",
+        "Written by scripts/update_results.py from results/*.jsonl; each row there names its commit, command and machine. How it is measured: [evaluation.md](evaluation.md).",
+        "## On a text",
+        (f"{key['model']}, {first['n_tokens']} scored tokens of {key['text']}, window {key['n_ctx']}, batch {key['n_ubatch']}. `bits` are true bits at this "
+        "window, the f16 window of the newest 128 tokens included; *long context* leaves that window out."),
+        text_table(rows),
+        "![KL divergence against true bits](img/frontier.png)",
+    ]
+    if any(r["key"]["kind"] == "retrieval" for r in rows):
+        tables += ["## Retrieval", retrieval_table(rows)]
+    tables += ["## Memory", "![cache size against context length](img/memory.png)"]
+    if refused:
+        tables += ["## Refused", "\n".join(refused)]
+    return "\n\n".join(tables) + "\n"
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--check", action="store_true", help="change nothing; fail when docs/results.md or README.md are stale")
+    p.add_argument("-m", "--model", type=Path, default=ROOT / "models" / "kvq-demo-q8_0.gguf", help="model of the memory figure")
+    args = p.parse_args()
+    rows = [row for path in sorted((ROOT / "results").glob("*.jsonl")) for row in results.read(path) if "key" in row]
+    files = {ROOT / "docs" / "results.md": page(rows)}
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    files[readme] = re.sub(
+        r"(<!-- results -->\n).*?(<!-- /results -->)", lambda m: f"{m[1]}{text_table(rows)}\n{m[2]}", old, flags=re.DOTALL
+    )
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if args.check:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is stale; run scripts/update_results.py", file=sys.stderr)
+        return bool(stale)
+    for path in stale:
+        path.write_text(files[path], encoding="utf-8")
+    image = ROOT / "docs" / "img"
+    plotting.frontier(rows, image / "frontier")
+    plotting.memory(plotting.memory_rows(args.model, [parse(c) for c in MEMORY_CACHES], MEMORY_LENGTHS), image / "memory")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
