@@ -81,3 +81,20 @@ def test_server(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr + log.read_text()[-2000:]
     assert len(json.loads(done.stdout)["content"]) > 10
     assert "xquant" in log.read_text()
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    """(file and number, source) of every ```python block in README.md and docs/llama-cpp.md."""
+    out = []
+    for name in ("README.md", "docs/llama-cpp.md"):
+        for i, source in enumerate(re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)):
+            out.append((f"{name}:{i}", source))
+    return out
+
+
+@pytest.mark.parametrize(("name", "source"), python_blocks(), ids=[name for name, _ in python_blocks()])
+def test_python_blocks_of_the_docs_run(name: str, source: str, tmp_path: Path, demo_model: Path) -> None:
+    (tmp_path / "model.gguf").symlink_to(demo_model)
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{name}\n{done.stderr[-2000:]}"
+    assert done.stdout.strip()
