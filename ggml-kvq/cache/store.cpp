@@ -6,20 +6,23 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <sys/mman.h>
 
 // ---------------------------------------------------------------- scratch
 
-void kvq_scratch::free_aligned::operator()(void * p) const { free(p); }
+kvq_scratch::~kvq_scratch() {
+    for (const auto & b : blocks) {
+        device.free(b.first, b.second);
+    }
+}
 
 uint16_t * kvq_scratch::take(size_t nb) {
     auto & list = idle[nb];
     if (list.empty()) {
-        void * p = aligned_alloc(KVQ_ALIGN, kvq_pad(nb, KVQ_ALIGN));
+        void * p = device.alloc(nb);
         if (!p) {
             throw std::bad_alloc();
         }
-        blocks.emplace_back(p);
+        blocks.emplace_back(p, nb);
         total += nb;
         return (uint16_t *) p;
     }
@@ -44,14 +47,14 @@ void kvq_span_table::init(int n_stream, int n, int page_cells) {
 
 // ---------------------------------------------------------------- lane
 
-kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters)
-    : l(layout), value(value), owner(owner), spans(spans), scratch(scratch), counters(counters) {
+kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters,
+                   kvq_device & device)
+    : l(layout), value(value), owner(owner), spans(spans), scratch(scratch), counters(counters), device(device) {
     nb_memory = std::max<size_t>(l.bytes_codes + l.bytes_params + l.bytes_window, 1);
-    void * p = mmap(nullptr, nb_memory, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) {
+    memory = (uint8_t *) device.alloc(nb_memory);
+    if (!memory) {
         return;
     }
-    memory = (uint8_t *) p;
     codes  = memory;
     params = codes + l.bytes_codes;
     frames = params + l.bytes_params;
@@ -66,7 +69,7 @@ kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner,
 
 kvq_lane::~kvq_lane() {
     if (memory) {
-        munmap(memory, nb_memory);
+        device.free(memory, nb_memory);
     }
 }
 
@@ -96,6 +99,8 @@ void kvq_lane::set_state(int s, int p, kvq_page_state state) {
         spans->k_state[at] = state;
     }
     span.n_slots = spans->k_state[at] && spans->v_state[at] ? l.page_cells : 0;
+    spans->changed0 = spans->changed0 < spans->changed1 ? std::min(spans->changed0, at) : at;
+    spans->changed1 = std::max(spans->changed1, at + 1);
 }
 
 void kvq_lane::take_frame(int s, int p) {
@@ -151,7 +156,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     if (i.state == KVQ_PAGE_SEALED && keep) {
         decode_page(s, p, i.frame);
     } else if (i.state == KVQ_PAGE_EMPTY) {
-        memset(i.frame, 0, l.nb_frame); // never-written cells are read as zeros
+        device.zero(i.frame, l.nb_frame); // never-written cells are read as zeros
     }
     set_state(s, p, KVQ_PAGE_OPEN);
 }
@@ -179,65 +184,52 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
     }
     is_dirty = true;
 
-    const int D = l.codec.head_size, stride = l.head_stride();
-#pragma omp parallel for num_threads(n_threads) if (n > 16 && n_threads > 1)
+    static thread_local std::vector<uint16_t *> to;
+    to.resize((size_t) n);
     for (int64_t i = 0; i < n; i++) {
         const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
-        uint16_t * tile = info(s, cell / l.page_cells).frame;
-        const float * row = rows + i * row_stride;
-        for (int h = 0; h < l.n_head; h++) {
-            kvq_cpu_f32_to_f16(row + (size_t) h * D, tile + ((size_t) h * l.page_cells + cell % l.page_cells) * stride, D);
-        }
+        to[(size_t) i] = info(s, cell / l.page_cells).frame + (size_t) (cell % l.page_cells) * l.head_stride();
     }
+    device.write_rows(l, n, to.data(), rows, row_stride, n_threads);
 }
 
 // ---------------------------------------------------------------- encode, decode
 
-// f16 rows of one head without the tile's padding
-static void head_rows(const kvq_lane_layout & l, const uint16_t * tile, int h, std::vector<uint16_t> & rows) {
-    const int D = l.codec.head_size, stride = l.head_stride();
-    rows.resize((size_t) l.page_cells * D);
-    for (int t = 0; t < l.page_cells; t++) {
-        memcpy(&rows[(size_t) t * D], tile + ((size_t) h * l.page_cells + t) * stride, 2 * (size_t) D);
-    }
-}
-
-void kvq_lane::encode_head(int s, int p, int h, const uint16_t * tile) {
-    static thread_local std::vector<uint16_t> rows;
-    head_rows(l, tile, h, rows);
+kvq_page_block kvq_lane::block(int s, int p, uint16_t * tile) const {
     const bool all = info(s, p).n_valid == l.page_cells;
-    kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid(s, p), owner ? codes_at(s, p, h) : nullptr,
-                   owner ? nullptr : codes_at(s, p, h), params_at(s, p, h));
+    uint8_t * c = codes_at(s, p, 0);
+    return { tile, all ? nullptr : valid(s, p), owner ? c : nullptr, owner ? nullptr : c, params_at(s, p, 0) };
 }
 
-void kvq_lane::encode_page(int s, int p, const uint16_t * tile) {
-    for (int h = 0; h < l.n_head; h++) {
-        encode_head(s, p, h, tile);
-    }
+void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
+    const kvq_page_block b = block(s, p, tile);
+    device.encode(l, &b, 1, 1);
 }
 
 void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
-    const int D = l.codec.head_size, stride = l.head_stride();
-    std::vector<uint16_t> rows((size_t) l.page_cells * D);
-    for (int h = 0; h < l.n_head; h++) {
-        kvq_traits(l.codec.type)->decode(l.codec, codes_at(s, p, h), params_at(s, p, h), rows.data());
-        for (int t = 0; t < l.page_cells; t++) {
-            uint16_t * row = tile + ((size_t) h * l.page_cells + t) * stride;
-            memcpy(row, &rows[(size_t) t * D], 2 * (size_t) D);
-            memset(row + D, 0, 2 * (size_t) (stride - D));
-        }
+    device.decode(l, { tile, nullptr, nullptr, codes_at(s, p, 0), params_at(s, p, 0) });
+}
+
+template <typename T> T * kvq_lane::view(const void * p, size_t nb, std::vector<uint8_t> & temp) const {
+    if (device.is_host() || !p) {
+        return (T *) p;
     }
+    temp.resize(nb);
+    device.get(temp.data(), p, nb);
+    return (T *) temp.data();
 }
 
 // ---------------------------------------------------------------- commit
 
 void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
-    const int n = (int) due.size() * l.n_head;
-#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
-    for (int i = 0; i < n; i++) {
-        const int p = due[i / l.n_head];
-        encode_head(s, p, i % l.n_head, info(s, p).frame);
+    if (due.empty()) {
+        return;
     }
+    std::vector<kvq_page_block> blocks;
+    for (int p : due) {
+        blocks.push_back(block(s, p, info(s, p).frame));
+    }
+    device.encode(l, blocks.data(), (int) blocks.size(), n_threads);
     for (int p : due) {
         drop_frame(s, p);
         set_state(s, p, KVQ_PAGE_SEALED);
@@ -305,7 +297,7 @@ void kvq_lane::commit_stream(int s, int n_threads) {
             i.own = st.free_frames.back();
             st.free_frames.pop_back();
             i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
-            memcpy(i.frame, from, l.nb_frame);
+            device.copy(i.frame, from, l.nb_frame);
             scratch->give(from, l.nb_frame);
             set_state(s, p, KVQ_PAGE_OPEN);
         }
@@ -317,20 +309,25 @@ void kvq_lane::commit_stream(int s, int n_threads) {
 void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
     const int D = l.codec.head_size, stride = l.head_stride(), W = D * l.n_head;
     std::vector<uint16_t> image((size_t) l.page_cells * D);
+    std::vector<uint8_t>  codes_copy, params_copy, frame_copy;
     for (int at = cell; at < cell + n;) {
         const int p = at / l.page_cells, end = std::min((p + 1) * l.page_cells, cell + n);
         const kvq_page_info & i = info(stream, p);
+        const bool sealed = i.state == KVQ_PAGE_SEALED;
+        const uint8_t  * c = view<uint8_t>(sealed ? codes_at (stream, p, 0) : nullptr, l.nb_codes  * l.n_head, codes_copy);
+        const uint8_t  * q = view<uint8_t>(sealed ? params_at(stream, p, 0) : nullptr, l.nb_params * l.n_head, params_copy);
+        const uint16_t * f = view<uint16_t>(i.frame, l.nb_frame, frame_copy);
         for (int h = 0; h < l.n_head; h++) {
-            if (i.state == KVQ_PAGE_SEALED) {
-                kvq_image_write(l.codec, codes_at(stream, p, h), params_at(stream, p, h), image.data());
+            if (sealed) {
+                kvq_image_write(l.codec, c + h * l.nb_codes, q + h * l.nb_params, image.data());
             }
             for (int c = at; c < end; c++) {
                 uint16_t * out = rows + (size_t) (c - cell) * W + (size_t) h * D;
                 const int slot = c % l.page_cells;
-                if (i.state == KVQ_PAGE_SEALED) {
+                if (sealed) {
                     memcpy(out, &image[(size_t) slot * D], 2 * (size_t) D);
                 } else if (i.state == KVQ_PAGE_OPEN) {
-                    memcpy(out, i.frame + ((size_t) h * l.page_cells + slot) * stride, 2 * (size_t) D);
+                    memcpy(out, f + ((size_t) h * l.page_cells + slot) * stride, 2 * (size_t) D);
                 } else {
                     memset(out, 0, 2 * (size_t) D);
                 }
@@ -346,12 +343,13 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
     }
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
-    std::vector<uint8_t>  new_codes(l.nb_codes * l.n_head), new_params(l.nb_params * l.n_head);
+    std::vector<uint8_t>  new_codes(l.nb_codes * l.n_head), new_params(l.nb_params * l.n_head), codes_copy;
+    const uint8_t * adopted = view<uint8_t>(owner ? codes_at(s, p, 0) : nullptr, l.nb_codes * l.n_head, codes_copy);
     for (int h = 0; h < l.n_head; h++) {
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
         }
-        if (!kvq_image_read(l.codec, head.data(), owner ? codes_at(s, p, h) : nullptr, &new_codes[h * l.nb_codes], &new_params[h * l.nb_params])) {
+        if (!kvq_image_read(l.codec, head.data(), owner ? adopted + h * l.nb_codes : nullptr, new_codes.data() + h * l.nb_codes, new_params.data() + h * l.nb_params)) {
             return false;
         }
     }
@@ -363,9 +361,9 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
     }
     drop_frame(s, p);
     if (!owner && l.nb_codes) {
-        memcpy(codes_at(s, p, 0), new_codes.data(), new_codes.size());
+        device.put(codes_at(s, p, 0), new_codes.data(), new_codes.size());
     }
-    memcpy(params_at(s, p, 0), new_params.data(), new_params.size());
+    device.put(params_at(s, p, 0), new_params.data(), new_params.size());
     kvq_page_info & i = info(s, p);
     streams[s].clock += l.page_cells;
     i.stamp   = streams[s].clock;
@@ -389,7 +387,15 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
             for (int i = 0; i < end - at; i++) {
                 idx[i] = (int64_t) stream * l.n_cells + at + i;
             }
-            write(end - at, idx.data(), f32.data(), W, 1);
+            if (device.is_host()) {
+                write(end - at, idx.data(), f32.data(), W, 1);
+            } else {
+                const size_t nb = 4 * f32.size();
+                uint16_t * there = scratch->take(nb);
+                device.put(there, f32.data(), nb);
+                write(end - at, idx.data(), (const float *) there, W, 1);
+                scratch->give(there, nb);
+            }
             if (streams[stream].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
                 commit(n_threads);
             }
@@ -408,12 +414,12 @@ void kvq_lane::copy_stream(int from, int to) {
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
         if (src.state == KVQ_PAGE_SEALED) {
             if (!owner && l.nb_codes) {
-                memcpy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
+                device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
             }
-            memcpy(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
+            device.copy(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
         } else if (src.state == KVQ_PAGE_OPEN) {
             take_frame(to, p);
-            memcpy(dst.frame, src.frame, l.nb_frame);
+            device.copy(dst.frame, src.frame, l.nb_frame);
         }
         set_state(to, p, (kvq_page_state) src.state);
     }
@@ -423,8 +429,8 @@ void kvq_lane::copy_stream(int from, int to) {
 
 void kvq_lane::edit(int stream, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
     const int stride = l.head_stride();
-    std::vector<uint16_t> temp;
-    std::vector<std::vector<uint16_t>> shared(sharers.size());
+    std::vector<uint8_t> copy;
+    std::vector<uint16_t *> shared(sharers.size(), nullptr);
     for (int p = 0; p < l.n_pages; p++) {
         kvq_page_info & i = info(stream, p);
         bool touched = false;
@@ -437,28 +443,34 @@ void kvq_lane::edit(int stream, const std::function<bool(int)> & any, const std:
         const bool sealed = i.state == KVQ_PAGE_SEALED;
         uint16_t * tile = i.frame;
         if (sealed) {
-            temp.resize(l.nb_frame / 2);
-            tile = temp.data();
+            tile = scratch->take(l.nb_frame);
             decode_page(stream, p, tile);
             for (size_t k = 0; k < sharers.size(); k++) {
                 if (sharers[k]->info(stream, p).state == KVQ_PAGE_SEALED) {
-                    shared[k].resize(l.nb_frame / 2);
-                    sharers[k]->decode_page(stream, p, shared[k].data());
+                    shared[k] = scratch->take(l.nb_frame);
+                    sharers[k]->decode_page(stream, p, shared[k]);
                 }
             }
         }
+        uint16_t * rows = view<uint16_t>(tile, l.nb_frame, copy);
         for (int h = 0; h < l.n_head; h++) {
             for (int t = 0; t < l.page_cells; t++) {
                 if (p * l.page_cells + t < l.n_cells && (valid(stream, p)[t / 8] >> t % 8 & 1)) {
-                    fn(p * l.page_cells + t, h, tile + ((size_t) h * l.page_cells + t) * stride);
+                    fn(p * l.page_cells + t, h, rows + ((size_t) h * l.page_cells + t) * stride);
                 }
             }
         }
+        if (rows != tile) {
+            device.put(tile, rows, l.nb_frame);
+        }
         if (sealed) {
             encode_page(stream, p, tile);
+            scratch->give(tile, l.nb_frame);
             for (size_t k = 0; k < sharers.size(); k++) { // refitted to the new codes
-                if (sharers[k]->info(stream, p).state == KVQ_PAGE_SEALED) {
-                    sharers[k]->encode_page(stream, p, shared[k].data());
+                if (shared[k]) {
+                    sharers[k]->encode_page(stream, p, shared[k]);
+                    scratch->give(shared[k], l.nb_frame);
+                    shared[k] = nullptr;
                 }
             }
         }

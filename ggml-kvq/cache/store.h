@@ -17,7 +17,7 @@
 // The store never learns that a cell was freed: stale cells are masked by the caller and overwritten later.
 #pragma once
 
-#include "layout.h"
+#include "device.h"
 
 #include <functional>
 #include <map>
@@ -29,12 +29,16 @@ enum kvq_page_state : uint8_t { KVQ_PAGE_EMPTY = 0, KVQ_PAGE_OPEN = 1, KVQ_PAGE_
 // f16 tiles handed out by size, kept for reuse.
 class kvq_scratch {
 public:
+    explicit kvq_scratch(kvq_device & device = kvq_cpu_device()) : device(device) {}
+    ~kvq_scratch();
+    kvq_scratch(const kvq_scratch &) = delete;
+    kvq_scratch & operator=(const kvq_scratch &) = delete;
     uint16_t * take(size_t nb);
     void       give(uint16_t * p, size_t nb);
     size_t     bytes() const { return total; }
 private:
-    struct free_aligned { void operator()(void * p) const; };
-    std::vector<std::unique_ptr<void, free_aligned>> blocks;
+    kvq_device & device;
+    std::vector<std::pair<void *, size_t>> blocks;
     std::map<size_t, std::vector<uint16_t *>> idle;
     size_t total = 0;
 };
@@ -44,6 +48,7 @@ struct kvq_counters { uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0; };
 // Spans of one layer, kept up to date by its two lanes: [stream][page].
 struct kvq_span_table {
     int n_pages = 0;
+    size_t changed0 = 0, changed1 = 0; // spans [changed0, changed1) differ from a device's copy
     std::vector<kvq_page> spans;
     std::vector<uint8_t>  k_state, v_state;
     void init(int n_stream, int n_pages, int page_cells);
@@ -52,7 +57,8 @@ struct kvq_span_table {
 class kvq_lane {
 public:
     // owner: the lane whose codes are adopted, NULL unless layout.shares_codes
-    kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters);
+    kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters,
+             kvq_device & device = kvq_cpu_device());
     ~kvq_lane();
     kvq_lane(const kvq_lane &) = delete;
     kvq_lane & operator=(const kvq_lane &) = delete;
@@ -97,9 +103,12 @@ private:
     void take_frame (int s, int p);
     void drop_frame (int s, int p);
     void set_state  (int s, int p, kvq_page_state state);
-    void encode_page(int s, int p, const uint16_t * tile);
-    void encode_head(int s, int p, int h, const uint16_t * tile);
+    // tile: the device's memory
+    kvq_page_block block(int s, int p, uint16_t * tile) const;
+    void encode_page(int s, int p, uint16_t * tile);
     void decode_page(int s, int p, uint16_t * tile) const;
+    // host view of device bytes: the bytes themselves, or a copy in `temp`
+    template <typename T> T * view(const void * p, size_t nb, std::vector<uint8_t> & temp) const;
     void seal       (int s, const std::vector<int> & due, int n_threads);
     void commit_stream(int s, int n_threads);
     bool restore_page(int s, int p, const uint16_t * rows);
@@ -111,6 +120,7 @@ private:
     kvq_span_table * spans;
     kvq_scratch    * scratch;
     kvq_counters   * counters;
+    kvq_device     & device;
 
     uint8_t * memory = nullptr; // codes, params, frames
     size_t    nb_memory = 0;

@@ -77,7 +77,8 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
 static std::mutex live_mutex;
 static std::vector<kvq_kv_cache *> live;
 
-kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft) : config(draft.config), model(draft.model) {
+kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
+    : device(device), config(draft.config), model(draft.model), scratch(device) {
     for (const kvq_draft_layer & d : draft.layers) {
         layers.emplace_back(new kvq_kv_layer);
         layers.back()->ordinal = (int) layers.size() - 1;
@@ -98,8 +99,8 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     l.v.reset();
     l.k.reset();
     l.spans.init(l.d.n_stream, l.d.k.n_pages, l.d.k.page_cells);
-    l.k.reset(new kvq_lane(l.d.k, false, l.d.k.shares_codes ? prev->k.get() : nullptr, &l.spans, &scratch, &counters));
-    l.v.reset(new kvq_lane(l.d.v, true,  l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters));
+    l.k.reset(new kvq_lane(l.d.k, false, l.d.k.shares_codes ? prev->k.get() : nullptr, &l.spans, &scratch, &counters, device));
+    l.v.reset(new kvq_lane(l.d.v, true,  l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters, device));
     return l.k->ok() && l.v->ok();
 }
 
@@ -182,7 +183,7 @@ kvq_stats kvq_kv_cache::stats() const {
     kvq_stats & s = sum.s;
     strncpy(s.method,  config.method->info.name,    sizeof(s.method) - 1);
     strncpy(s.options, config.options_text.c_str(), sizeof(s.options) - 1);
-    strncpy(s.kernel,  kvq_kernel_name(),           sizeof(s.kernel) - 1);
+    strncpy(s.kernel,  device.name(),               sizeof(s.kernel) - 1);
     s.n_layer  = (int32_t) layers.size();
     s.n_cells  = layers.empty() ? 0 : layers[0]->d.n_cells;
     s.n_stream = layers.empty() ? 0 : layers[0]->d.n_stream;

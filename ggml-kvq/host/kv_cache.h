@@ -52,7 +52,7 @@ struct kvq_kv_layer {
 
 class kvq_kv_cache {
 public:
-    explicit kvq_kv_cache(const kvq_cache_draft & draft); // check ok()
+    explicit kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device = kvq_cpu_device()); // check ok()
     ~kvq_kv_cache();
     bool ok() const { return is_ok; }
 
@@ -65,6 +65,7 @@ public:
     kvq_stats stats() const;
     std::string load_line() const;
 
+    kvq_device & device;
     kvq_config config;
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
     bool refused = false; // a graph asked for something unsupported: computing fails instead of guessing

@@ -1,0 +1,33 @@
+// Where a lane's bytes live and who computes on them. The store keeps states and clocks, hands these pointers on, and follows
+// them only when is_host(). Calls of one device run in the order in which they are made; get and put return when they are done.
+#pragma once
+
+#include "layout.h"
+
+struct kvq_page_block { // one page of all heads: f16 tile <-> block
+    uint16_t      * tile;   // [head][cell][stride]
+    const uint8_t * valid;  // host memory; NULL: every cell holds data
+    const void    * shared; // codes to adopt, NULL: own codes
+    void          * codes;
+    void          * params;
+};
+
+class kvq_device {
+public:
+    virtual ~kvq_device() {}
+    virtual const char * name() const = 0; // of its kernels, for the load line
+    virtual bool   is_host() const = 0;
+    virtual void * alloc(size_t nb) = 0; // zeros; NULL: out of memory
+    virtual void   free (void * p, size_t nb) = 0;
+    virtual void   zero (void * p, size_t nb) = 0;
+    virtual void   copy (void * to, const void * from, size_t nb) = 0;
+    virtual void   get  (void * host, const void * from, size_t nb) = 0;
+    virtual void   put  (void * to, const void * host, size_t nb) = 0;
+
+    // f32 row i, n_head*head_size values, goes to tile row to[i] of head 0 and to the same row of the other heads
+    virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int n_threads) = 0;
+    virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;
+    virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
+};
+
+kvq_device & kvq_cpu_device(); // cpu/host_device.cpp
