@@ -66,28 +66,50 @@ target_include_directories(kvq-host SYSTEM PRIVATE
 target_compile_definitions(kvq-host PRIVATE
     KVQ_GGML_VERSION="${KVQ_GGML_VERSION}" GGML_BACKEND_DL GGML_BACKEND_SHARED GGML_SHARED LLAMA_SHARED)
 
-# CUDA kernels and their host part: GGML_CUDA=ON adds ggml-kvq/cuda/*.cu to kvq-core here.
+# CUDA kernels and the devices over ggml-cuda. Sealing must round as types/affine.cpp does: no fused multiply-add there.
 if(GGML_CUDA)
-    message(FATAL_ERROR "GGML_CUDA=ON: this version has no CUDA kernels yet; build without it")
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+        set(CMAKE_CUDA_ARCHITECTURES 80 86 89 90)
+    endif()
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(CMAKE_CUDA_STANDARD 17)
+    file(GLOB kvq_cuda_sources CONFIGURE_DEPENDS ${kvq_src}/cuda/*.cu)
+    set_source_files_properties(${kvq_src}/cuda/seal.cu PROPERTIES COMPILE_OPTIONS -fmad=false)
+    add_library(kvq-cuda OBJECT ${kvq_cuda_sources} ${kvq_src}/host/cuda_stream.cu)
+    target_include_directories(kvq-cuda PRIVATE ${kvq_src} ${kvq_src}/include)
+    target_include_directories(kvq-cuda SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)
+    target_link_libraries(kvq-cuda PRIVATE CUDA::cudart)
+    target_compile_definitions(kvq-flags INTERFACE KVQ_CUDA)
+    target_link_libraries(kvq-flags INTERFACE CUDA::cudart)
+    set(kvq_cuda_objects $<TARGET_OBJECTS:kvq-cuda>)
+    set(kvq_upstream_names ggml-base ggml-cuda)
+else()
+    set(kvq_cuda_objects "")
+    set(kvq_upstream_names ggml-base)
 endif()
 
 # libggml-kvq.so names libggml-base by its SONAME. A program that has its own copy loaded already shares it (the dynamic linker
 # matches SONAMEs before it searches), and a bare dlopen, as from ctypes, finds the copy beside the library ($ORIGIN). An empty
 # library of that SONAME stands in at link time, so that no build of llama.cpp is needed.
 file(GENERATE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/stand-in/empty.c CONTENT "extern int kvq_stand_in;\n")
-add_library(ggml-base-stand-in SHARED ${CMAKE_CURRENT_BINARY_DIR}/stand-in/empty.c)
-set_target_properties(ggml-base-stand-in PROPERTIES
-    OUTPUT_NAME ggml-base SOVERSION ${KVQ_GGML_SOVERSION} LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stand-in)
+foreach(name IN LISTS kvq_upstream_names)
+    add_library(${name}-stand-in SHARED ${CMAKE_CURRENT_BINARY_DIR}/stand-in/empty.c)
+    set_target_properties(${name}-stand-in PROPERTIES
+        OUTPUT_NAME ${name} SOVERSION ${KVQ_GGML_SOVERSION} LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stand-in)
+endforeach()
 
-add_library(ggml-kvq MODULE $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host>)
+add_library(ggml-kvq MODULE $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host> ${kvq_cuda_objects})
 target_link_libraries(ggml-kvq PRIVATE kvq-flags)
 target_link_options(ggml-kvq PRIVATE -Wl,--no-as-needed -Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map)
 set_property(TARGET ggml-kvq PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/exports.map)
-target_link_libraries(ggml-kvq PRIVATE ggml-base-stand-in)
+foreach(name IN LISTS kvq_upstream_names)
+    target_link_libraries(ggml-kvq PRIVATE ${name}-stand-in)
+endforeach()
 set_target_properties(ggml-kvq PROPERTIES
     PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/lib
     BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
 
-add_library(kvq-objects STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host>)
+add_library(kvq-objects STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host> ${kvq_cuda_objects})
 target_link_libraries(kvq-objects PUBLIC kvq-flags)

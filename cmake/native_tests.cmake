@@ -1,6 +1,9 @@
 # tests/native/<name>.cpp -> test executable <name>, linked to every object of libggml-kvq and to upstream's libraries.
 enable_testing()
 file(GLOB native_tests CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/tests/native/*.cpp)
+if(NOT GGML_CUDA) # these need a device
+    list(FILTER native_tests EXCLUDE REGEX "/test_cuda[^/]*\\.cpp$")
+endif()
 foreach(file IN LISTS native_tests)
     get_filename_component(name ${file} NAME_WE)
     add_executable(${name} ${file})

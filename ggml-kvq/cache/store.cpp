@@ -40,9 +40,42 @@ void kvq_span_table::init(int n_stream, int n, int page_cells) {
     spans.assign((size_t) n_stream * n, kvq_page{});
     k_state.assign(spans.size(), KVQ_PAGE_EMPTY);
     v_state.assign(spans.size(), KVQ_PAGE_EMPTY);
+    changed0 = 0;
+    changed1 = spans.size();
     for (size_t i = 0; i < spans.size(); i++) {
         spans[i].cell = (int) (i % n) * page_cells;
     }
+}
+
+kvq_span_table::~kvq_span_table() {
+    if (copy) {
+        device->free(copy, n_copy * sizeof(kvq_page));
+    }
+}
+
+const kvq_page * kvq_span_table::on(kvq_device & d) {
+    if (d.is_host()) {
+        return spans.data();
+    }
+    if (n_copy != spans.size()) {
+        if (copy) {
+            device->free(copy, n_copy * sizeof(kvq_page));
+        }
+        device = &d;
+        n_copy = spans.size();
+        copy   = (kvq_page *) d.alloc(n_copy * sizeof(kvq_page));
+        if (!copy) {
+            n_copy = 0;
+            throw std::bad_alloc();
+        }
+        changed0 = 0;
+        changed1 = n_copy;
+    }
+    if (changed0 < changed1) {
+        d.put(copy + changed0, spans.data() + changed0, (changed1 - changed0) * sizeof(kvq_page));
+        changed0 = changed1 = 0;
+    }
+    return copy;
 }
 
 // ---------------------------------------------------------------- lane

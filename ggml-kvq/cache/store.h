@@ -48,10 +48,20 @@ struct kvq_counters { uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0; };
 // Spans of one layer, kept up to date by its two lanes: [stream][page].
 struct kvq_span_table {
     int n_pages = 0;
-    size_t changed0 = 0, changed1 = 0; // spans [changed0, changed1) differ from a device's copy
     std::vector<kvq_page> spans;
     std::vector<uint8_t>  k_state, v_state;
+    size_t changed0 = 0, changed1 = 0; // spans [changed0, changed1) differ from the device's copy
+
+    kvq_span_table() {}
+    ~kvq_span_table();
+    kvq_span_table(const kvq_span_table &) = delete;
+    kvq_span_table & operator=(const kvq_span_table &) = delete;
     void init(int n_stream, int n_pages, int page_cells);
+    const kvq_page * on(kvq_device & device); // the spans where the device reads them
+private:
+    kvq_device * device = nullptr;
+    kvq_page   * copy   = nullptr;
+    size_t       n_copy = 0;
 };
 
 class kvq_lane {

@@ -8,6 +8,9 @@
 struct kvq_device_context {
     std::string name, description;
     ggml_backend_buffer_type buft;
+    ggml_backend_dev_t inner = nullptr; // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
+    int ordinal = 0;                    // of the inner device
+    std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
     kvq_cache_draft draft;   // of the cache whose sizes ggml is asking for
     struct grant { size_t nb; int n_left; };
     std::map<std::string, grant> granted; // ggml asks twice more per tensor while it places them
@@ -17,6 +20,8 @@ struct kvq_device_context {
 struct kvq_backend_context {
     ggml_backend_dev_t device;
     int n_threads = 1;
+    ggml_backend_t inner  = nullptr;
+    void *         stream = nullptr; // the inner backend's: our kernels run between its own
 };
 
 // Lane of a cache tensor or of a view of one; cache is NULL when the tensor is not ours or a size query's dummy.
@@ -32,7 +37,19 @@ bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft);
 void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device);
 
 // graph.cpp
+bool        kvq_is_view_op  (ggml_op op);
 bool        kvq_supports_op (kvq_device_context & dev, const ggml_tensor * op);
 ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph);
+
+// cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
+int                kvq_cuda_init  (ggml_backend_reg * reg); // number of devices, 0: none
+ggml_backend_dev_t kvq_cuda_get   (size_t index);
+ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev); // buffer types of the inner device, NULL-terminated
+std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
+const char *       kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape);
+void               kvq_cuda_attend(kvq_kv_cache & cache, const std::vector<kvq_attn> & streams);
+void               kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
+const std::string & kvq_cuda_error(kvq_kv_cache & cache);
+void *             kvq_cuda_stream(ggml_backend_t inner);
 
 void kvq_report_error(const std::string & line); // stderr and kvq_last_error

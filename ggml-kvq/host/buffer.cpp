@@ -12,10 +12,15 @@
 struct kvq_buffer {
     void * base = nullptr;
     size_t nb_map = 0;
+    ggml_backend_buffer_t inner = nullptr; // plain, on a wrapped device: the buffer that is wrapped
+    std::unique_ptr<kvq_device>   device;
     std::unique_ptr<kvq_kv_cache> cache; // NULL: plain
     ~kvq_buffer() {
         cache.reset();
-        if (base) {
+        if (inner) {
+            ggml_backend_buffer_free(inner);
+        }
+        if (base && nb_map) {
             munmap(base, nb_map);
         }
     }
@@ -124,6 +129,8 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
     if (is_cache(buffer, tensor)) {
         const std::vector<uint8_t> data(size, value);
         write_rows(tensor, data.data(), offset, size);
+    } else if (context(buffer)->inner) {
+        context(buffer)->inner->iface.memset_tensor(context(buffer)->inner, tensor, value, offset, size);
     } else {
         memset((char *) tensor->data + offset, value, size);
     }
@@ -132,6 +139,14 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
 static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
         write_rows(tensor, data, offset, size);
+    } else if (ggml_backend_buffer_t inner = context(buffer)->inner) {
+        inner->iface.set_tensor(inner, tensor, data, offset, size);
+        auto & kept = device_of(buffer->buft).indices;
+        if ((tensor->type == GGML_TYPE_I64 || tensor->type == GGML_TYPE_I32) && offset == 0 && size == ggml_nbytes(tensor) && size <= 1 << 20) {
+            kept[tensor->data].assign((const uint8_t *) data, (const uint8_t *) data + size);
+        } else {
+            kept.erase(tensor->data);
+        }
     } else {
         memcpy((char *) tensor->data + offset, data, size);
     }
@@ -140,6 +155,8 @@ static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
 static void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
         read_rows(tensor, data, offset, size);
+    } else if (ggml_backend_buffer_t inner = context(buffer)->inner) {
+        inner->iface.get_tensor(inner, tensor, data, offset, size);
     } else {
         memcpy(data, (const char *) tensor->data + offset, size);
     }
@@ -148,6 +165,9 @@ static void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor,
 // whole streams of one lane are copied as pages; everything else as rows
 static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
     if (!is_cache(buffer, dst)) {
+        if (context(buffer)->inner) {
+            return false; // by way of the host
+        }
         if (src->buffer && ggml_backend_buffer_is_host(src->buffer)) {
             memcpy(dst->data, src->data, ggml_nbytes(src));
             return true;
@@ -174,6 +194,8 @@ static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     kvq_buffer * b = context(buffer);
     if (b->cache) {
         b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
+    } else if (b->inner) {
+        ggml_backend_buffer_clear(b->inner, value);
     } else {
         memset(b->base, value, buffer->size);
     }
@@ -196,14 +218,18 @@ static const ggml_backend_buffer_i buffer_interface = {
 // ---------------------------------------------------------------- buffer type interface
 
 static const char * buft_name(ggml_backend_buffer_type_t) { return "KVQ"; }
-static size_t buft_alignment(ggml_backend_buffer_type_t)  { return KVQ_ALIGN; }
+static size_t buft_alignment(ggml_backend_buffer_type_t buft) {
+    const ggml_backend_dev_t inner = device_of(buft).inner;
+    return inner ? std::max(KVQ_ALIGN, ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(inner))) : KVQ_ALIGN;
+}
 static bool   buft_is_host(ggml_backend_buffer_type_t)    { return false; } // else the CPU backend would touch the cache
 
 bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_name; }
 
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     if (tensor->op != GGML_OP_NONE || tensor->view_src || kvq_parse_cache_name(tensor->name).il < 0) {
-        return ggml_nbytes(tensor);
+        const ggml_backend_dev_t inner = device_of(buft).inner;
+        return inner && tensor->op != GGML_OP_FLASH_ATTN_EXT ? ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(inner), tensor) : ggml_nbytes(tensor);
     }
     kvq_device_context & dev = device_of(buft);
     const auto placed = dev.granted.find(tensor->name);
@@ -219,7 +245,7 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
 #ifndef NDEBUG
     nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped
 #endif
-    draft.bytes_asked += kvq_pad(nb, KVQ_ALIGN);
+    draft.bytes_asked += kvq_pad(nb, buft_alignment(buft));
     draft.asked[tensor->name] = nb;
     return nb;
 }
@@ -245,7 +271,21 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
             }
         }
         try {
-            b->cache.reset(new kvq_kv_cache(draft));
+#ifdef KVQ_CUDA
+            if (dev.inner) {
+                for (const kvq_draft_layer & d : draft.layers) {
+                    if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
+                        kvq_report_error("layer " + std::to_string(d.il) + ": " + why);
+                        return nullptr;
+                    }
+                }
+                b->device = kvq_cuda_make_device(dev.ordinal);
+                b->cache.reset(new kvq_kv_cache(draft, *b->device));
+            }
+#endif
+            if (!dev.inner) {
+                b->cache.reset(new kvq_kv_cache(draft));
+            }
         } catch (const std::bad_alloc &) {
         }
         b->nb_map = std::max(draft.bytes_nominal, size);
@@ -254,8 +294,13 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         if (dev.refused) { // said why when the graph was split
             return nullptr;
         }
-        b->nb_map = std::max<size_t>(size, 1);
-        b->base   = mmap(nullptr, b->nb_map, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (dev.inner) {
+            b->inner = ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(dev.inner), size);
+            b->base  = b->inner ? ggml_backend_buffer_get_base(b->inner) : MAP_FAILED;
+        } else {
+            b->nb_map = std::max<size_t>(size, 1);
+            b->base   = mmap(nullptr, b->nb_map, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        }
     }
     if (b->base == MAP_FAILED) {
         b->base = nullptr;

@@ -4,6 +4,7 @@
 //   ROPE(view of cache_k, shift per cell), in place      context shift
 //   views of a cache                                     nothing
 #include "backend.h"
+#include "ggml-impl.h" // ggml_cgraph
 #include "graph_door.h"
 
 #include "../cpu/cpu.h"
@@ -14,7 +15,7 @@
 
 // ---------------------------------------------------------------- what a graph may ask
 
-static bool is_view_op(ggml_op op) {
+bool kvq_is_view_op(ggml_op op) {
     return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
 }
 
@@ -61,12 +62,12 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
 }
 
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
-    if (kvq_graph_op_supported(op)) {
+    if (!dev.inner && kvq_graph_op_supported(op)) { // their kernels are CPU kernels
         return true;
     }
     kvq_target t = kvq_find_target(op);
-    if (is_view_op(op->op)) {
-        return t.ours || (!op->buffer && !op->view_src) || (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
+    if (kvq_is_view_op(op->op)) {
+        return dev.inner || t.ours || (!op->buffer && !op->view_src) || (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
                (op->buffer && kvq_buft_is_ours(op->buffer->buft) && op->buffer->size);
     }
     if (op->op == GGML_OP_FLASH_ATTN_EXT) {
@@ -76,7 +77,12 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         t = op->src[i] ? kvq_find_target(op->src[i]) : t;
     }
     if (!t.ours) {
-        return false;
+        // a weight offered in our own type belongs in the inner device's
+        bool placing = false;
+        for (int i = 0; i < GGML_MAX_SRC && dev.inner; i++) {
+            placing = placing || (op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size && kvq_buft_is_ours(op->src[i]->buffer->buft));
+        }
+        return dev.inner && !placing && ggml_backend_dev_supports_op(dev.inner, op);
     }
     std::string why = why_not(op, t);
     if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer) {
@@ -95,13 +101,31 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
 
 // ---------------------------------------------------------------- nodes
 
+// A tensor's bytes on the host: where they are, the copy kept when they were set, or fetched.
+static const void * host_data(const kvq_backend_context & b, const ggml_tensor * t, std::vector<uint8_t> & temp) {
+    if (!b.inner || (t->buffer && ggml_backend_buffer_is_host(t->buffer))) {
+        return t->data;
+    }
+    const auto & kept = ((kvq_device_context *) b.device->context)->indices;
+    const auto at = kept.find(t->data);
+    if (t->op == GGML_OP_NONE && at != kept.end() && at->second.size() == ggml_nbytes(t)) {
+        return at->second.data();
+    }
+    temp.resize(ggml_nbytes(t));
+    ggml_backend_synchronize(b.inner);
+    ggml_backend_tensor_get(t, temp.data(), 0, temp.size());
+    return temp.data();
+}
+
 static bool set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
     const ggml_tensor * rows = node->src[0], * idx = node->src[1];
     const int64_t n = rows->ne[1];
     static thread_local std::vector<int64_t> cells;
     cells.resize((size_t) n);
+    std::vector<uint8_t> temp;
+    const void * data = host_data(b, idx, temp);
     for (int64_t i = 0; i < n; i++) {
-        cells[(size_t) i] = idx->type == GGML_TYPE_I64 ? ((const int64_t *) idx->data)[i] : ((const int32_t *) idx->data)[i];
+        cells[(size_t) i] = idx->type == GGML_TYPE_I64 ? ((const int64_t *) data)[i] : ((const int32_t *) data)[i];
     }
     // the destination may start at a later stream
     const int64_t row0 = (int64_t) (node->view_offs / node->view_src->nb[1]);
@@ -154,15 +178,24 @@ static bool flash_attn(const kvq_backend_context & b, const ggml_tensor * node, 
         a.dst_stride_head  = (int64_t) (node->nb[1] / 4);
         a.dst_stride_token = (int64_t) (node->nb[2] / 4);
         a.n_pages = std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
-        a.pages   = l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages;
+        a.pages   = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
     }
+#ifdef KVQ_CUDA
+    if (b.inner) {
+        kvq_cuda_attend(*t.cache, streams);
+        t.layer->k->commit(b.n_threads); // frames of this ubatch are free for the next layer
+        t.layer->v->commit(b.n_threads);
+        return true;
+    }
+#endif
     kvq_cpu_attend(streams.data(), n_stream, b.n_threads);
     return true;
 }
 
-static bool shift(const ggml_tensor * node, const kvq_target & t) {
+static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
     const ggml_tensor * view = node->src[0], * delta = node->src[1], * factors = node->src[2];
     const int32_t * p = (const int32_t *) node->op_params;
+    std::vector<uint8_t> temp;
     kvq_rope r;
     r.n_dims     = p[1];
     r.neox       = p[2] == GGML_ROPE_TYPE_NEOX;
@@ -174,12 +207,13 @@ static bool shift(const ggml_tensor * node, const kvq_target & t) {
     memcpy(&r.beta_fast,   p + 9, 4);
     memcpy(&r.beta_slow,   p + 10, 4);
     if (factors) {
-        r.freq_factors.assign((const float *) factors->data, (const float *) factors->data + r.n_dims / 2);
+        const float * f = (const float *) host_data(b, factors, temp);
+        r.freq_factors.assign(f, f + r.n_dims / 2);
     }
     kvq_lane & lane = *t.layer->k;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
     const int first = (int) (view->view_offs / 2 % (size_t) D); // rotated dimensions may start behind unrotated ones
-    const int32_t * by = (const int32_t *) delta->data;
+    const int32_t * by = (const int32_t *) host_data(b, delta, temp);
     std::map<int32_t, kvq_rope_table> tables;
     std::vector<float> row((size_t) D);
     for (int s = 0; s < lane.layout().n_stream; s++) {
@@ -203,16 +237,41 @@ static bool shift(const ggml_tensor * node, const kvq_target & t) {
 ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
     std::vector<kvq_kv_cache *> touched;
     const int n = ggml_graph_n_nodes(graph);
+    int first = 0; // of the nodes not yet handed to the inner backend
+    const auto hand_over = [&](int end) {
+        ggml_status status = GGML_STATUS_SUCCESS;
+        if (b.inner && end > first) {
+            ggml_cgraph part = *graph; // the nodes [first, end)
+            part.nodes   = graph->nodes + first;
+            part.n_nodes = end - first;
+            part.size    = part.n_leafs = 0;
+            part.leafs   = part.grads = part.grad_accs = nullptr;
+            part.uid     = 0;
+            status = b.inner->iface.graph_compute(b.inner, &part);
+        }
+        first = end + 1;
+        return status;
+    };
     for (int i = 0; i < n; i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);
-        if (is_view_op(node->op) || ggml_is_empty(node)) {
+        if (kvq_is_view_op(node->op) || ggml_is_empty(node)) {
+            if (first == i) { // nothing to hand over yet
+                first++;
+            }
             continue;
         }
-        if (kvq_graph_op_supported(node)) {
+        if (!b.inner && kvq_graph_op_supported(node)) {
             kvq_graph_op_compute(ggml_graph_node(graph, i), b.n_threads);
             continue;
         }
         kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
+        if (!t.layer && b.inner) {
+            continue;
+        }
+        const ggml_status status = hand_over(i);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
         if (!t.layer) {
             kvq_report_error(std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is not on a cache of ours");
             return GGML_STATUS_FAILED;
@@ -222,13 +281,18 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         }
         if (std::find(touched.begin(), touched.end(), t.cache) == touched.end()) {
             touched.push_back(t.cache);
+#ifdef KVQ_CUDA
+            if (b.inner) {
+                kvq_cuda_use_stream(*t.cache, b.stream);
+            }
+#endif
         }
         bool ok = false;
         try {
             switch (node->op) {
                 case GGML_OP_SET_ROWS:       ok = set_rows(b, node, t);   break;
                 case GGML_OP_FLASH_ATTN_EXT: ok = flash_attn(b, node, t); break;
-                case GGML_OP_ROPE:           ok = shift(node, t);         break;
+                case GGML_OP_ROPE:           ok = shift(b, node, t);      break;
                 default: kvq_report_error(why_not(node, t));              break;
             }
         } catch (const std::bad_alloc &) {
@@ -239,8 +303,18 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             return GGML_STATUS_FAILED;
         }
     }
+    const ggml_status status = hand_over(n);
+    if (status != GGML_STATUS_SUCCESS) {
+        return status;
+    }
     for (kvq_kv_cache * cache : touched) {
         cache->commit(b.n_threads);
+#ifdef KVQ_CUDA
+        if (b.inner && !kvq_cuda_error(*cache).empty()) {
+            kvq_report_error(kvq_cuda_error(*cache));
+            return GGML_STATUS_FAILED;
+        }
+#endif
     }
     return GGML_STATUS_SUCCESS;
 }

@@ -2,6 +2,7 @@
 // that touch a cache; weights fall through to upstream's CPU buffer types.
 #include "backend.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <thread>
@@ -106,10 +107,23 @@ static const ggml_backend_device_i device_interface = {
 static ggml_backend_device device;
 
 static const char *       reg_name(ggml_backend_reg_t)                 { return "KVQ"; }
-static size_t             reg_count(ggml_backend_reg_t)                { return 1; }
-static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) { return index == 0 ? &device : nullptr; }
+static int                n_cuda = 0; // devices over CUDA; without any, one on the CPU
+static size_t             reg_count(ggml_backend_reg_t)                { return (size_t) std::max(n_cuda, 1); }
+static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) {
+#ifdef KVQ_CUDA
+    if (n_cuda) {
+        return kvq_cuda_get(index);
+    }
+#endif
+    return index == 0 ? &device : nullptr;
+}
 
 static void * reg_proc(ggml_backend_reg_t, const char * name) {
+#ifdef KVQ_CUDA
+    if (!strcmp(name, "ggml_backend_dev_get_extra_bufts") && n_cuda) { // weights stay in the inner device's buffer type
+        return (void *) kvq_cuda_extra_bufts;
+    }
+#endif
     return !strcmp(name, "ggml_backend_set_n_threads") ? (void *) backend_set_n_threads : nullptr;
 }
 
@@ -135,6 +149,9 @@ extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
         context.description = std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
         kvq_init_buffer_type(context, &device);
         device = { device_interface, &reg, &context };
+#ifdef KVQ_CUDA
+        n_cuda = kvq_cuda_init(&reg);
+#endif
     }
     return &reg;
 }

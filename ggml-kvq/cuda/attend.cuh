@@ -1,0 +1,44 @@
+// Attention over pages in device memory: the arguments of kvq_attn, all pointers (pages too) on the device.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int KVQ_ATTEND_STREAMS = 32; // of one launch
+
+struct kvq_attend_args {
+    kvq_affine_geometry k, v; // type f16: only head_size, stride, n_cells
+    int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
+    float scale, max_bias, softcap, m0, m1;
+    int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
+    float * partial; // [stream][head kv][row][split][2 + head size v]: m, l, o
+    const float * sinks;
+    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; } stream[KVQ_ATTEND_STREAMS];
+};
+
+// Row r of a KV head: query token r / gqa, query head kvh*gqa + r % gqa.
+static __device__ __forceinline__ int row_token(const kvq_attend_args & a, int r) { return r / a.gqa; }
+static __device__ __forceinline__ int row_head (const kvq_attend_args & a, int kvh, int r) { return kvh * a.gqa + r % a.gqa; }
+
+static __device__ __forceinline__ float alibi_slope(const kvq_attend_args & a, int h) {
+    return a.max_bias <= 0.0f ? 1.0f : h < a.n_head_log2 ? powf(a.m0, (float) (h + 1)) : powf(a.m1, (float) (2*(h - a.n_head_log2) + 1));
+}
+
+static __device__ __forceinline__ size_t partial_at(const kvq_attend_args & a, int stream, int kvh, int row, int split) {
+    return ((((size_t) stream * a.n_head_kv + kvh) * a.n_rows + row) * a.n_splits + split) * (2 + a.v.head_size);
+}
+
+// d += a b: 16 rows x 16 x 8 columns, f16 in, f32 out
+static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
+    const __half2 h = __floats2half2_rn(x, y);
+    return *(const uint32_t *) &h;
+}
+
+// Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
+bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu
+void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
+int  kvq_tiles_head_size(int k, int v); // 0: none

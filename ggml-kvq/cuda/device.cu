@@ -1,0 +1,244 @@
+#include "device.h"
+
+#include "attend.cuh"
+#include "seal.cuh"
+#include "../types/affine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+static std::mutex live_mutex;
+static std::vector<kvq_cuda_device *> live;
+
+kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
+    kvq_affine_geometry g = {};
+    g.role = c.role; g.bits = c.bits; g.group = c.group; g.scale = c.scale; g.levels = c.levels; g.eta = c.eta;
+    g.n_cells   = c.n_cells;
+    g.head_size = c.head_size;
+    g.stride    = (c.head_size + 15) / 16 * 16;
+    if (c.type != KVQ_TYPE_AFFINE) {
+        return g;
+    }
+    const kvq_affine_dims  d = kvq_affine_get_dims(c);
+    const kvq_affine_parts p = kvq_affine_get_parts(c);
+    g.lanes   = d.lanes;
+    g.dots    = d.dots;
+    g.n_tiles = d.n_tiles;
+    g.np      = d.np;
+    g.n_parts = p.n;
+    for (int i = 0; i < p.n; i++) {
+        g.width[i]    = p.width[i];
+        g.shift[i]    = p.shift[i];
+        g.n_chunks[i] = p.n_chunks[i];
+        g.offset[i]   = (int) p.offset[i];
+    }
+    g.nb_codes  = (int) kvq_affine_nb_codes(c);
+    g.nb_params = (int) kvq_affine_nb_params(c);
+    return g;
+}
+
+// ---------------------------------------------------------------- life
+
+kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
+    cudaDeviceProp p;
+    if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
+        n_sm    = p.multiProcessorCount;
+        kernels = "cuda sm_" + std::to_string(p.major) + std::to_string(p.minor);
+    }
+    std::lock_guard<std::mutex> lock(live_mutex);
+    live.push_back(this);
+}
+
+kvq_cuda_device::~kvq_cuda_device() {
+    {
+        std::lock_guard<std::mutex> lock(live_mutex);
+        live.erase(std::find(live.begin(), live.end(), this));
+    }
+    if (use()) {
+        synchronize();
+        cudaFree(partial);
+    }
+}
+
+bool kvq_cuda_device::check(int status, const char * what) {
+    if (status != cudaSuccess && err.empty()) {
+        err = std::string(what) + " failed on CUDA device " + std::to_string(ordinal) + ": " + cudaGetErrorString((cudaError_t) status);
+    }
+    return status == cudaSuccess;
+}
+
+bool kvq_cuda_device::use() { return check(cudaSetDevice(ordinal), "cudaSetDevice"); }
+
+void kvq_cuda_device::set_stream(void * s) {
+    if (s != stream) {
+        synchronize();
+        stream = s;
+    }
+}
+
+void kvq_cuda_device::synchronize() {
+    use();
+    check(cudaStreamSynchronize((cudaStream_t) stream), "cudaStreamSynchronize");
+}
+
+void kvq_cuda_device::forget_stream(void * s) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    for (kvq_cuda_device * d : live) {
+        if (d->stream == s) {
+            d->set_stream(nullptr);
+        }
+    }
+}
+
+const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
+    for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
+        if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE) {
+            return "this method has no CUDA kernels yet: use kivi, xquant or f16, or run on the CPU with -ngl 0";
+        }
+    }
+    if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
+        return "there are CUDA kernels for head sizes up to 256 only: run on the CPU with -ngl 0";
+    }
+    return nullptr;
+}
+
+// ---------------------------------------------------------------- memory
+
+void * kvq_cuda_device::alloc(size_t nb) {
+    void * p = nullptr;
+    if (!use() || cudaMalloc(&p, nb) != cudaSuccess) {
+        cudaGetLastError();
+        return nullptr;
+    }
+    zero(p, nb);
+    return p;
+}
+
+void kvq_cuda_device::free(void * p, size_t) {
+    synchronize();
+    check(cudaFree(p), "cudaFree");
+}
+
+void kvq_cuda_device::zero(void * p, size_t nb) {
+    use();
+    check(cudaMemsetAsync(p, 0, nb, (cudaStream_t) stream), "cudaMemsetAsync");
+}
+
+void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
+    use();
+    check(cudaMemcpyAsync(to, from, nb, cudaMemcpyDeviceToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
+}
+
+void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
+    use();
+    check(cudaMemcpyAsync(host, from, nb, cudaMemcpyDeviceToHost, (cudaStream_t) stream), "cudaMemcpyAsync");
+    synchronize();
+}
+
+// pageable memory is staged before the call returns: the host bytes may go at once
+void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
+    use();
+    check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
+}
+
+// ---------------------------------------------------------------- pages
+
+void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int) {
+    use();
+    for (int64_t i = 0; i < n; i += KVQ_SEAL_ROWS) {
+        const int part = (int) std::min<int64_t>(n - i, KVQ_SEAL_ROWS);
+        kvq_seal_rows arg;
+        memcpy(arg.to, to + i, part * sizeof(to[0]));
+        kvq_launch_rows(arg, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), rows + i * row_stride, row_stride, (cudaStream_t) stream);
+    }
+    check(cudaGetLastError(), "rows kernel");
+}
+
+void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
+    use();
+    const kvq_affine_geometry g = kvq_affine_get_geometry(l.codec);
+    for (int i = 0; i < n; i += KVQ_SEAL_JOBS) {
+        const int part = std::min(n - i, KVQ_SEAL_JOBS);
+        kvq_seal_jobs arg;
+        for (int j = 0; j < part; j++) {
+            const kvq_page_block & b = pages[i + j];
+            arg.job[j] = { b.tile, (const uint8_t *) b.shared, (uint8_t *) b.codes, (uint8_t *) b.params, {} };
+            if (b.valid) {
+                memcpy(arg.job[j].valid, b.valid, l.page_cells / 8);
+            } else {
+                memset(arg.job[j].valid, 0xff, sizeof(arg.job[j].valid));
+            }
+        }
+        kvq_launch_encode(g, arg, part, l.n_head, (cudaStream_t) stream);
+    }
+    check(cudaGetLastError(), "encode kernel");
+}
+
+void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b) {
+    use();
+    kvq_launch_decode(kvq_affine_get_geometry(l.codec), (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
+    check(cudaGetLastError(), "decode kernel");
+}
+
+// ---------------------------------------------------------------- attention
+
+void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
+    use();
+    for (int i0 = 0; i0 < n; i0 += KVQ_ATTEND_STREAMS) {
+        const kvq_attn & f = attn[i0];
+        const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
+        kvq_attend_args a = {};
+        a.k = kvq_affine_get_geometry(f.k);
+        a.v = kvq_affine_get_geometry(f.v);
+        a.n_q        = f.n_q;
+        a.n_head     = f.n_head;
+        a.n_head_kv  = f.n_head_kv;
+        a.gqa        = f.n_head / f.n_head_kv;
+        a.n_rows     = a.gqa * f.n_q;
+        a.n_pages    = f.n_pages;
+        a.page_cells = f.k.n_cells;
+        a.n_kv       = f.n_kv;
+        a.scale      = f.scale;
+        a.max_bias   = f.max_bias;
+        a.softcap    = f.softcap;
+        a.n_head_log2 = 1;
+        while (2 * a.n_head_log2 <= a.n_head) { a.n_head_log2 *= 2; }
+        a.m0 = powf(2.0f, -a.max_bias        / (float) a.n_head_log2);
+        a.m1 = powf(2.0f, -a.max_bias / 2.0f / (float) a.n_head_log2);
+        a.q_stride_token    = f.q_stride_token;    a.q_stride_head    = f.q_stride_head;
+        a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
+        a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;
+        a.sinks = f.sinks;
+        for (int i = 0; i < n_streams; i++) {
+            const kvq_attn & s = attn[i0 + i];
+            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages };
+        }
+        // four warps of rows when there are so many, else one warp a block and more splits
+        const int n_warps = a.n_rows > 32 ? 4 : a.n_rows > 16 ? 2 : 1;
+        const int blocks  = (a.n_rows + 16 * n_warps - 1) / (16 * n_warps) * a.n_head_kv * n_streams;
+        const int want    = n_sm * (n_warps == 1 ? 10 : 3);
+        a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), a.n_pages * a.page_cells / 64, 1024 }));
+        if (a.n_splits > 1) {
+            const size_t need = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (2 + a.v.head_size);
+            if (need > n_partial) {
+                synchronize();
+                cudaFree(partial);
+                partial   = nullptr;
+                n_partial = 0;
+                if (!check(cudaMalloc(&partial, 4 * need), "cudaMalloc of attention's partial results")) {
+                    return;
+                }
+                n_partial = need;
+            }
+            a.partial = partial;
+        }
+        kvq_launch_tiles(a, n_streams, n_warps, (cudaStream_t) stream);
+        if (a.n_splits > 1) {
+            kvq_launch_merge(a, n_streams, (cudaStream_t) stream);
+        }
+    }
+    check(cudaGetLastError(), "attention kernel");
+}

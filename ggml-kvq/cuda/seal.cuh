@@ -1,0 +1,21 @@
+// Rows into open pages, open pages into blocks and back. Addresses travel as kernel arguments: nothing is uploaded.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int KVQ_SEAL_JOBS = 40;  // 4 KiB of kernel arguments
+constexpr int KVQ_SEAL_ROWS = 480;
+
+struct kvq_seal_job {
+    uint16_t      * tile; // [head][cell][stride]
+    const uint8_t * shared;
+    uint8_t       * codes;
+    uint8_t       * params;
+    uint8_t         valid[32]; // bit per cell
+};
+struct kvq_seal_jobs { kvq_seal_job job[KVQ_SEAL_JOBS]; };
+struct kvq_seal_rows { uint16_t * to[KVQ_SEAL_ROWS]; };
+
+void kvq_launch_rows  (const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
+void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);

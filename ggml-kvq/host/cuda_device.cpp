@@ -1,0 +1,158 @@
+// Devices KVQ<i> over CUDA<i>, built when GGML_CUDA=ON. The inner device owns the weights and computes every node that touches
+// no cache; buffers of our type wrap its buffers, and our kernels run on its stream, between its own.
+#ifdef KVQ_CUDA
+#include "backend.h"
+
+#include "../cuda/device.h"
+#include "ggml-cuda.h"
+
+#include <cstring>
+#include <thread>
+
+namespace {
+
+struct wrapped {
+    ggml_backend_device        device;
+    kvq_device_context         context;
+    ggml_backend_buffer_type_t extra[2] = { nullptr, nullptr };
+};
+std::vector<std::unique_ptr<wrapped>> devices;
+
+kvq_device_context & context(ggml_backend_dev_t dev) { return *(kvq_device_context *) dev->context; }
+ggml_backend_dev_t   inner  (ggml_backend_dev_t dev) { return context(dev).inner; }
+
+// ---------------------------------------------------------------- backend
+
+kvq_backend_context & state(ggml_backend_t backend) { return *(kvq_backend_context *) backend->context; }
+
+const char * backend_name(ggml_backend_t) { return "KVQ"; }
+
+void backend_free(ggml_backend_t backend) {
+    ggml_backend_synchronize(state(backend).inner);
+    if (state(backend).stream) {
+        kvq_cuda_device::forget_stream(state(backend).stream);
+    }
+    ggml_backend_free(state(backend).inner);
+    delete &state(backend);
+    delete backend;
+}
+
+void backend_synchronize(ggml_backend_t backend) { ggml_backend_synchronize(state(backend).inner); }
+
+ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    kvq_backend_context & b = state(backend);
+    if (!b.stream) {
+        b.stream = kvq_cuda_stream(b.inner);
+    }
+    return kvq_compute_graph(b, graph);
+}
+
+ggml_guid_t backend_guid(void) {
+    static ggml_guid guid = { 0x6b, 0x76, 0x71, 0x2d, 0x63, 0x75, 0x64, 0x61, 0x90, 0x21, 0x4a, 0x5e, 0x11, 0x7c, 0x33, 0xd5 };
+    return &guid;
+}
+
+// ---------------------------------------------------------------- device
+
+const char * dev_name(ggml_backend_dev_t dev)        { return context(dev).name.c_str(); }
+const char * dev_description(ggml_backend_dev_t dev) { return context(dev).description.c_str(); }
+void         dev_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) { ggml_backend_dev_memory(inner(dev), free, total); }
+enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
+
+void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    ggml_backend_dev_get_props(inner(dev), props);
+    props->name        = dev_name(dev);
+    props->description = dev_description(dev);
+    props->type        = dev_type(dev);
+    props->device_id   = nullptr; // llama.cpp drops devices whose ids are equal
+    props->caps.events = false;
+    props->caps.buffer_from_host_ptr = false;
+}
+
+ggml_backend_t dev_init(ggml_backend_dev_t dev, const char * params) {
+    ggml_backend_t in = ggml_backend_dev_init(inner(dev), params);
+    if (!in) {
+        return nullptr;
+    }
+    ggml_backend_i iface = {};
+    iface.get_name      = backend_name;
+    iface.free          = backend_free;
+    iface.synchronize   = backend_synchronize;
+    iface.graph_compute = backend_graph_compute;
+    kvq_backend_context * c = new kvq_backend_context;
+    c->device    = dev;
+    c->inner     = in;
+    c->n_threads = (int) std::max(1u, std::thread::hardware_concurrency() / 2);
+    return new ggml_backend { backend_guid(), iface, dev, c };
+}
+
+ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev)      { return &context(dev).buft; }
+ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t dev) { return ggml_backend_dev_host_buffer_type(inner(dev)); }
+
+bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return kvq_supports_op(context(dev), op); }
+
+bool dev_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
+    return buft == &context(dev).buft || ggml_backend_dev_supports_buft(inner(dev), buft);
+}
+
+bool dev_offload_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return ggml_backend_dev_offload_op(inner(dev), op); }
+
+const ggml_backend_device_i device_interface = {
+    /* get_name             */ dev_name,
+    /* get_description      */ dev_description,
+    /* get_memory           */ dev_memory,
+    /* get_type             */ dev_type,
+    /* get_props            */ dev_props,
+    /* init_backend         */ dev_init,
+    /* get_buffer_type      */ dev_buft,
+    /* get_host_buffer_type */ dev_host_buft,
+    /* buffer_from_host_ptr */ nullptr,
+    /* supports_op          */ dev_supports_op,
+    /* supports_buft        */ dev_supports_buft,
+    /* offload_op           */ dev_offload_op,
+    /* event_new            */ nullptr,
+    /* event_free           */ nullptr,
+    /* event_synchronize    */ nullptr,
+};
+
+kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_device &>(cache.device); }
+
+} // namespace
+
+int kvq_cuda_init(ggml_backend_reg * reg) {
+    ggml_backend_reg_t cuda_reg = ggml_backend_cuda_reg();
+    for (size_t i = 0; cuda_reg && i < ggml_backend_reg_dev_count(cuda_reg); i++) {
+        std::unique_ptr<wrapped> w(new wrapped);
+        w->context.inner       = ggml_backend_reg_dev_get(cuda_reg, i);
+        w->context.ordinal     = (int) i;
+        w->context.name        = "KVQ" + std::to_string(i);
+        w->context.description = std::string("ggml-kvq KV cache over ") + ggml_backend_dev_description(w->context.inner);
+        w->extra[0]            = ggml_backend_dev_buffer_type(w->context.inner);
+        w->device              = { device_interface, reg, &w->context };
+        kvq_init_buffer_type(w->context, &w->device);
+        devices.push_back(std::move(w));
+    }
+    return (int) devices.size();
+}
+
+ggml_backend_dev_t kvq_cuda_get(size_t index) { return index < devices.size() ? &devices[index]->device : nullptr; }
+
+ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev) {
+    for (auto & w : devices) {
+        if (&w->device == dev) {
+            return w->extra;
+        }
+    }
+    return nullptr;
+}
+
+std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal) { return std::unique_ptr<kvq_device>(new kvq_cuda_device(ordinal)); }
+
+const char * kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape) {
+    return kvq_cuda_device::refuse(plan, shape.head_size_k, shape.head_size_v);
+}
+
+void kvq_cuda_attend(kvq_kv_cache & cache, const std::vector<kvq_attn> & streams) { cuda(cache).attend(streams.data(), (int) streams.size()); }
+void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream)                     { cuda(cache).set_stream(stream); }
+const std::string & kvq_cuda_error(kvq_kv_cache & cache)                          { return cuda(cache).error(); }
+#endif

@@ -1,0 +1,87 @@
+#!/bin/bash
+# One call on a machine with an NVIDIA GPU: builds with CUDA, compares kernels with the C reference and whole programs with
+# upstream's own CUDA backend, then times both.
+#   scripts/gpu_check.sh MODEL.gguf TEXT [BUILD_DIR]      LLAMA_CPP_DIR=<source> (default: the pinned one)
+#   PARTS="kernels programs bench"                        what to run; JOBS=<n> compilers at once; ARCH=native|90|...
+set -uo pipefail
+cd "$(dirname "$0")/.."
+model=$1 text=$2 build=${3:-build-cuda}
+jobs=${JOBS:-$(nproc)} arch=${ARCH:-native} parts=${PARTS:-kernels programs bench}
+export CUDACXX=${CUDACXX:-nvcc}
+mkdir -p "$build/kernels"
+
+has() { [[ " $parts " == *" $1 "* ]]; }
+
+if has programs || has bench; then
+    (cmake -S . -B "$build" -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DKVQ_BUILD_PROGRAMS=ON ${LLAMA_CPP_DIR:+-DLLAMA_CPP_DIR=$LLAMA_CPP_DIR} &&
+        CMAKE_BUILD_PARALLEL_LEVEL=$jobs cmake --build "$build" -j "$jobs") > "$build/build.log" 2>&1 &
+    builder=$!
+fi
+
+failed=0
+if has kernels; then
+    cd "$build/kernels"
+    root=../..; [[ $build = /* ]] && root=$OLDPWD
+    flags="-std=c++17 -O3 -I$root/ggml-kvq/include"
+    {
+        for f in "$root"/ggml-kvq/{types,methods,cache,cpu}/*.cpp; do
+            extra=
+            case $f in
+                *_avx2.cpp)   extra="-mavx2 -mfma -mf16c" ;;
+                *_avx512.cpp) extra="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c" ;;
+                */types/*)    extra="-ffp-contract=off" ;;
+            esac
+            echo "g++ $flags -fopenmp $extra -c $f -o $(basename "$(dirname "$f")")_$(basename "$f").o"
+        done
+        for f in "$root"/ggml-kvq/cuda/*.cu; do
+            extra=
+            [[ $f = */seal.cu ]] && extra=-fmad=false
+            echo "$CUDACXX $flags -arch=${arch/#9/sm_9} $extra -c $f -o $(basename "$f").o"
+        done
+        echo "g++ $flags -c $root/tests/native/test_cuda.cpp -o test_cuda.o"
+    } | xargs -P "$jobs" -d '\n' -n 1 sh -c || failed=1
+    "$CUDACXX" -arch="${arch/#9/sm_9}" -Xcompiler -fopenmp ./*.o -o test_cuda || failed=1
+    echo "== kernels against the C reference"
+    timeout 250 ./test_cuda || failed=1
+    if [ -n "${SANITIZER:-}" ]; then
+        for tool in $SANITIZER; do
+            echo "== compute-sanitizer $tool"
+            timeout 150 compute-sanitizer --tool "$tool" ./test_cuda quick 2>&1 | tail -3 || failed=1
+        done
+    fi
+    echo "== one layer's attention"
+    timeout 100 ./test_cuda bench || failed=1
+    cd "$OLDPWD"
+fi
+
+if has programs || has bench; then
+    wait "$builder" || { tail -30 "$build/build.log"; exit 1; }
+    lib=$(cd "$build/lib" && pwd)
+    export LD_LIBRARY_PATH=$lib
+    kvq() { GGML_BACKEND_PATH=$lib/libggml-kvq.so KVQ_METHOD=$1 KVQ_OPTS=$2 KVQ_MODEL=$model "$lib/$3" -m "$model" -dev KVQ0 -ngl 99 "${@:4}"; }
+    upstream() { "$lib/$1" -m "$model" -dev CUDA0 -ngl 99 "${@:2}"; }
+fi
+if has programs; then
+    echo "== perplexity: upstream f16, then each method on the device"
+    ppl() { grep -E "Final estimate|ggml-kvq|error|Mean +KLD|Same top" | cut -c1-220; }
+    upstream llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence-base "$build/base.kld" 2>&1 | ppl
+    for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:"; do
+        kvq "${m%%:*}" "${m#*:}" llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence --kl-divergence-base "$build/base.kld" 2>&1 | ppl
+        [ "${PIPESTATUS[0]}" = 0 ] || failed=1
+    done
+    echo "== text"
+    upstream llama-completion -p "The register file holds" -n 48 --temp 0 -fa on -no-cnv 2>/dev/null | tr '\n' ' '; echo
+    for m in "f16:" "kivi:bits=4"; do
+        kvq "${m%%:*}" "${m#*:}" llama-completion -p "The register file holds" -n 48 --temp 0 -fa on -no-cnv 2>"$build/text.log" | tr '\n' ' ' || failed=1
+        echo
+        grep -E "error|KV buffer|compute buffer|graph splits" "$build/text.log" | cut -c1-160
+    done
+fi
+if has bench; then
+    echo "== llama-bench"
+    upstream llama-bench -fa 1 -p 512 -n 64 -r 3 2>&1 | grep -E "^\| |error"
+    for m in "f16:" "kivi:bits=2" "xquant:"; do
+        kvq "${m%%:*}" "${m#*:}" llama-bench -fa 1 -p 512 -n 64 -r 3 2>&1 | grep -E "^\| |error"
+    done
+fi
+exit $failed

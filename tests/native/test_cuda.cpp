@@ -1,0 +1,368 @@
+// CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
+// Usage: test_cuda [bench]    bench: time of one layer's attention and the floor = bytes / copy bandwidth, nothing is checked
+#include "../../ggml-kvq/cuda/device.h"
+#include "../../ggml-kvq/types/f16.h"
+#include "../../ggml-kvq/types/types.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+
+static std::mt19937 rng(1);
+static float normal() { return std::normal_distribution<float>()(rng); }
+static int   uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
+
+#define CHECK(cond, ...) do { if (!(cond)) { fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond); fprintf(stderr, __VA_ARGS__); fprintf(stderr, "\n"); exit(1); } } while (0)
+
+static kvq_codec make_codec(int role, int bits, int group, int scale, int levels, float eta, int n_cells, int head_size) {
+    kvq_codec c = {};
+    c.type = bits == 16 ? KVQ_TYPE_F16 : KVQ_TYPE_AFFINE;
+    c.role = role; c.bits = bits; c.group = group; c.scale = scale; c.levels = levels; c.eta = eta; c.n_cells = n_cells; c.head_size = head_size;
+    return c;
+}
+
+static kvq_lane_layout make_layout(const kvq_codec & c, int n_head, int n_cells) {
+    kvq_layer_plan plan;
+    plan.k.codec = plan.v.codec = c;
+    return kvq_make_lane_layout(plan, c.role == KVQ_ROLE_V, n_head, n_cells, 1);
+}
+
+struct device_bytes { // freed with its device
+    kvq_cuda_device & d; void * p; size_t nb;
+    device_bytes(kvq_cuda_device & d, size_t nb, const void * host = nullptr) : d(d), p(d.alloc(std::max<size_t>(nb, 16))), nb(nb) {
+        CHECK(p, "out of device memory for %zu bytes", nb);
+        if (host) { d.put(p, host, nb); d.synchronize(); }
+    }
+    ~device_bytes() { d.free(p, nb); }
+    device_bytes(const device_bytes &) = delete;
+    template <typename T> std::vector<T> get() const { std::vector<T> v(nb / sizeof(T)); d.get(v.data(), p, nb); return v; }
+};
+
+static std::vector<uint16_t> random_tile(const kvq_lane_layout & l, int kind) {
+    std::vector<uint16_t> t(l.nb_frame / 2);
+    for (auto & x : t) {
+        switch (kind) {
+            case 0: x = kvq_f32_to_f16(normal()); break;
+            case 1: x = (uint16_t) rng(); break;                                 // any bits: infinities, nans, denormals
+            case 2: x = kvq_f32_to_f16(uniform(0, 9) ? 0.25f : -0.0f); break;    // constant groups, both zeros
+            case 3: x = (uint16_t) (rng() & 0x83ff); break;                      // denormals
+            default: x = kvq_f32_to_f16(normal() * (uniform(0, 50) ? 1.0f : 3000.0f)); break;
+        }
+    }
+    return t;
+}
+
+static int check_codec(kvq_cuda_device & d, const kvq_codec & c) {
+    const int n_head = 2, n_pages = 3;
+    const kvq_lane_layout l = make_layout(c, n_head, c.n_cells * n_pages);
+    int n = 0;
+    for (int kind = 0; kind < 5; kind++) {
+        std::vector<std::vector<uint16_t>> tiles;
+        std::vector<std::vector<uint8_t>>  codes, params, valid;
+        std::vector<kvq_page_block> host, there;
+        std::vector<std::unique_ptr<device_bytes>> mem;
+        const auto there_of = [&](const void * p, size_t nb) { mem.emplace_back(new device_bytes(d, nb, p)); return mem.back()->p; };
+        for (int p = 0; p < n_pages; p++) { // page 2 adopts the codes of page 0
+            tiles.push_back(random_tile(l, kind));
+            codes.emplace_back(l.nb_codes * n_head, 0xa5);
+            params.emplace_back(l.nb_params * n_head, 0x5a);
+            valid.emplace_back(32, 0);
+            for (auto & v : valid.back()) { v = (uint8_t) rng(); }
+        }
+        for (int p = 0; p < n_pages; p++) {
+            const uint8_t * v = p == 1 ? valid[p].data() : nullptr;
+            const bool adopts = p == 2 && l.nb_codes;
+            host.push_back({ tiles[p].data(), v, adopts ? codes[0].data() : nullptr, adopts ? nullptr : codes[p].data(), params[p].data() });
+            void * tile = there_of(tiles[p].data(), l.nb_frame), * cd = there_of(codes[p].data(), codes[p].size());
+            there.push_back({ (uint16_t *) tile, v, adopts ? there[0].codes : nullptr, adopts ? nullptr : cd, there_of(params[p].data(), params[p].size()) });
+        }
+        kvq_cpu_device().encode(l, host.data(), n_pages, 1);
+        d.encode(l, there.data(), n_pages, 1);
+        for (int p = 0; p < n_pages; p++) {
+            std::vector<uint8_t> b(params[p].size());
+            d.get(b.data(), there[p].params, b.size());
+            for (size_t i = 0; i < b.size(); i++) {
+                CHECK(b[i] == params[p][i], "role %d bits %d group %d scale %d levels %d D %d cells %d kind %d page %d: parameter byte %zu is %02x, not %02x",
+                      c.role, c.bits, c.group, c.scale, c.levels, c.head_size, c.n_cells, kind, p, i, b[i], params[p][i]);
+            }
+            if (host[p].codes && l.nb_codes) {
+                b.resize(codes[p].size());
+                d.get(b.data(), there[p].codes, b.size());
+                for (size_t i = 0; i < b.size(); i++) {
+                    CHECK(b[i] == codes[p][i], "role %d bits %d group %d scale %d levels %d D %d cells %d kind %d page %d: code byte %zu is %02x, not %02x",
+                          c.role, c.bits, c.group, c.scale, c.levels, c.head_size, c.n_cells, kind, p, i, b[i], codes[p][i]);
+                }
+            }
+            if (kind != 1) {
+                std::vector<uint16_t> want(l.nb_frame / 2), got(l.nb_frame / 2);
+                const void * from = host[p].shared ? host[p].shared : host[p].codes;
+                kvq_cpu_device().decode(l, { want.data(), nullptr, nullptr, (void *) from, host[p].params });
+                device_bytes tile(d, l.nb_frame);
+                d.decode(l, { (uint16_t *) tile.p, nullptr, nullptr, (void *) (there[p].shared ? there[p].shared : there[p].codes), there[p].params });
+                d.get(got.data(), tile.p, l.nb_frame);
+                CHECK(!memcmp(want.data(), got.data(), l.nb_frame), "decoded tile differs: role %d bits %d group %d scale %d D %d", c.role, c.bits, c.group, c.scale, c.head_size);
+            }
+            n++;
+        }
+    }
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    return n;
+}
+
+// ---------------------------------------------------------------- attention
+
+struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; };
+
+struct world { // one layer, random page states; decoded values kept in f64-ready floats
+    kvq_cuda_device & d;
+    kvq_lane_layout k, v;
+    int n_stream;
+    std::vector<std::vector<float>> kx, vx; // per stream [cell][head][D]
+    std::vector<kvq_page> pages;
+    std::vector<int32_t> map_host;
+    std::unique_ptr<device_bytes> codes[2], params[2], frames[2], pages_there, map_there;
+
+    world(kvq_cuda_device & d, const attention_case & c, bool fill = true) : d(d), n_stream(c.n_stream) {
+        const int P = std::max(32, c.group);
+        k = make_layout(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
+        v = make_layout(make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
+        const int np = k.n_pages, H = c.n_kv_heads, D = c.D;
+        pages.resize((size_t) np * n_stream);
+        std::vector<uint8_t> hc[2], hp[2];
+        std::vector<uint16_t> hf[2];
+        const kvq_lane_layout * ls[2] = { &k, &v };
+        const bool f16 = c.kb == 16;
+        for (int r = 0; r < 2; r++) {
+            hc[r].resize(pages.size() * H * ls[r]->nb_codes);
+            hp[r].resize(pages.size() * H * ls[r]->nb_params);
+            hf[r].assign(f16 || fill ? pages.size() * ls[r]->nb_frame / 2 : 0, 0);
+        }
+        kx.resize(n_stream); vx.resize(n_stream);
+        for (int s = 0; s < n_stream; s++) {
+            for (int r = 0; r < 2; r++) { (r ? vx : kx)[s].assign(fill ? (size_t) np * P * H * D : 0, 0.0f); }
+        }
+        std::vector<uint8_t> state(pages.size());
+        for (size_t i = 0; i < pages.size(); i++) {
+            state[i] = f16 ? 1 : !fill ? 2 : (uint8_t) (uniform(0, 7) == 0 ? 0 : uniform(0, 3) ? 2 : 1);
+        }
+        if (fill) {
+            for (int r = 0; r < 2; r++) {
+                const kvq_lane_layout & l = *ls[r];
+                for (size_t i = 0; i < pages.size(); i++) {
+                    uint16_t * tile = &hf[r][i * l.nb_frame / 2];
+                    for (size_t j = 0; j < l.nb_frame / 2; j++) { tile[j] = (int) (j % l.head_stride()) < D ? kvq_f32_to_f16(normal() + (r ? 0.0f : 0.5f)) : 0; }
+                    std::vector<uint16_t> out(tile, tile + l.nb_frame / 2);
+                    if (state[i] == 2) {
+                        kvq_page_block b = { tile, nullptr, nullptr, &hc[r][i * H * l.nb_codes], &hp[r][i * H * l.nb_params] };
+                        kvq_cpu_device().encode(l, &b, 1, 1);
+                        b.tile = out.data();
+                        kvq_cpu_device().decode(l, b);
+                    }
+                    for (int t = 0; t < P; t++) { for (int h = 0; h < H; h++) { for (int x = 0; x < D; x++) {
+                        (r ? vx : kx)[i / np][((i % np * P + t) * H + h) * (size_t) D + x] = kvq_f16_to_f32(out[((size_t) h * P + t) * l.head_stride() + x]);
+                    } } }
+                }
+            }
+        } else { // timing: random bits, small parameters
+            for (int r = 0; r < 2; r++) {
+                for (auto & x : hc[r]) { x = (uint8_t) rng(); }
+                for (size_t i = 0; i + 1 < hp[r].size(); i += 2) { const uint16_t x = kvq_f32_to_f16(0.1f * normal()); memcpy(&hp[r][i], &x, 2); }
+                for (auto & x : hf[r]) { x = kvq_f32_to_f16(normal()); }
+            }
+        }
+        for (int r = 0; r < 2; r++) {
+            codes[r] .reset(new device_bytes(d, hc[r].size(), hc[r].data()));
+            params[r].reset(new device_bytes(d, hp[r].size(), hp[r].data()));
+            frames[r].reset(new device_bytes(d, hf[r].size() * 2, hf[r].data()));
+        }
+        map_host.resize((size_t) np * P);
+        for (size_t i = 0; i < map_host.size(); i++) { map_host[i] = c.map && uniform(0, 5) == 0 ? -1 : (int) i; }
+        if (c.map) { map_there.reset(new device_bytes(d, map_host.size() * 4, map_host.data())); }
+        for (size_t i = 0; i < pages.size(); i++) {
+            kvq_page & p = pages[i];
+            const bool sealed = state[i] == 2;
+            p.k_codes  = sealed ? (uint8_t *) codes[0]->p + i * H * k.nb_codes : (uint8_t *) frames[0]->p + i * k.nb_frame;
+            p.v_codes  = sealed ? (uint8_t *) codes[1]->p + i * H * v.nb_codes : (uint8_t *) frames[1]->p + i * v.nb_frame;
+            p.k_params = sealed ? (uint8_t *) params[0]->p + i * H * k.nb_params : nullptr;
+            p.v_params = sealed ? (uint8_t *) params[1]->p + i * H * v.nb_params : nullptr;
+            p.cell     = (int) (i % np) * P;
+            p.n_slots  = state[i] ? P : 0;
+            p.map      = c.map ? (const int32_t *) map_there->p + i % np * P : nullptr;
+        }
+        pages_there.reset(new device_bytes(d, pages.size() * sizeof(kvq_page), pages.data()));
+    }
+};
+
+static double check_attention(kvq_cuda_device & d, const attention_case & c) {
+    world w(d, c);
+    const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells, n_kv = std::min(c.n_cells, w.k.n_pages * P) - uniform(0, 20), n_mask = (n_kv + 63) / 64 * 64;
+    std::vector<float> q((size_t) c.n_stream * c.n_q * H * D), sinks(H), dst(q.size(), NAN);
+    for (auto & x : q) { x = normal(); }
+    for (auto & x : sinks) { x = normal(); }
+    std::vector<uint16_t> mask((size_t) c.n_stream * c.n_q * n_mask);
+    for (auto & x : mask) { x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00; }
+    if (c.n_q > 2) { std::fill(mask.begin() + n_mask, mask.begin() + 2 * n_mask, 0xfc00); } // a row that sees nothing
+    device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()), ts(d, sinks.size() * 4, sinks.data()), to(d, dst.size() * 4, dst.data());
+    std::vector<kvq_attn> a(c.n_stream);
+    for (int s = 0; s < c.n_stream; s++) {
+        kvq_attn & x = a[s];
+        x = kvq_attn{};
+        x.k = w.k.codec; x.v = w.v.codec;
+        x.n_q = c.n_q; x.n_head = H; x.n_head_kv = c.n_kv_heads; x.n_kv = n_kv;
+        x.n_pages = std::min((n_kv + P - 1) / P, w.k.n_pages);
+        x.scale = 1.0f / sqrtf((float) D); x.max_bias = c.max_bias; x.softcap = c.softcap;
+        x.q = (const float *) tq.p + (size_t) s * c.n_q * H * D; x.q_stride_token = (int64_t) H * D; x.q_stride_head = D;
+        x.mask = (const uint16_t *) tm.p + (size_t) s * c.n_q * n_mask; x.mask_stride_token = n_mask;
+        x.sinks = c.sinks ? (const float *) ts.p : nullptr;
+        x.dst = (float *) to.p + (size_t) s * c.n_q * H * D; x.dst_stride_token = (int64_t) H * D; x.dst_stride_head = D;
+        x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * w.k.n_pages;
+    }
+    d.attend(a.data(), c.n_stream);
+    d.get(dst.data(), to.p, dst.size() * 4);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    int log2 = 1;
+    while (2*log2 <= H) { log2 *= 2; }
+    double err = 0, norm = 0;
+    std::vector<double> o(D);
+    for (int s = 0; s < c.n_stream; s++) { for (int t = 0; t < c.n_q; t++) { for (int h = 0; h < H; h++) {
+        if (c.n_q > 64 && (t + h) % 7) { continue; }
+        const double slope = c.max_bias <= 0 ? 1.0 : h < log2 ? pow(pow(2.0, -c.max_bias / log2), h + 1) : pow(pow(2.0, -c.max_bias / 2 / log2), 2*(h - log2) + 1);
+        const float * qr = &q[(((size_t) s * c.n_q + t) * H + h) * D];
+        double top = c.sinks ? sinks[h] : -INFINITY;
+        std::vector<double> x((size_t) w.k.n_pages * P, -INFINITY);
+        for (int slot = 0; slot < (int) x.size(); slot++) {
+            const int cell = w.map_host[slot];
+            if (!w.pages[(size_t) s * w.k.n_pages + slot / P].n_slots || cell < 0 || cell >= n_kv) { continue; }
+            const uint16_t m = mask[((size_t) s * c.n_q + t) * n_mask + cell];
+            if (m == 0xfc00) { continue; }
+            const float * kr = &w.kx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
+            double y = 0;
+            for (int i = 0; i < D; i++) { y += (double) qr[i] * kr[i]; }
+            y /= sqrt((double) D);
+            if (c.softcap != 0) { y = c.softcap * tanh(y / c.softcap); }
+            x[slot] = y + slope * kvq_f16_to_f32(m);
+            top = std::max(top, x[slot]);
+        }
+        double sum = c.sinks ? exp(sinks[h] - top) : 0;
+        std::fill(o.begin(), o.end(), 0.0);
+        for (int slot = 0; slot < (int) x.size(); slot++) {
+            if (x[slot] == -INFINITY) { continue; }
+            const double p = exp(x[slot] - top);
+            sum += p;
+            const float * vr = &w.vx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
+            for (int i = 0; i < D; i++) { o[i] += p * vr[i]; }
+        }
+        for (int i = 0; i < D; i++) {
+            const double ref = sum > 0 ? o[i] / sum : 0, got = dst[(((size_t) s * c.n_q + t) * H + h) * D + i];
+            CHECK(std::isfinite(got), "not finite at token %d head %d channel %d", t, h, i);
+            err  += (got - ref) * (got - ref);
+            norm += ref * ref;
+        }
+    } } }
+    const double rel = sqrt(err / std::max(norm, 1e-30));
+    CHECK(rel < 2e-3, "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d softcap %g alibi %g sinks %d map %d", rel, c.kb, c.vb, c.group,
+          c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, c.softcap, c.max_bias, c.sinks, c.map);
+    return rel;
+}
+
+// ---------------------------------------------------------------- timing
+
+static double seconds(kvq_cuda_device & d, int n, const std::function<void()> & f) {
+    std::vector<double> t;
+    for (int r = 0; r < 7; r++) {
+        d.synchronize();
+        const auto a = std::chrono::steady_clock::now();
+        for (int i = 0; i < n; i++) { f(); }
+        d.synchronize();
+        t.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - a).count() / n);
+    }
+    std::sort(t.begin(), t.end());
+    return t[t.size() / 2];
+}
+
+static void bench(kvq_cuda_device & d) {
+    const size_t nb = (size_t) 2 << 30;
+    double bandwidth;
+    {
+        device_bytes x(d, nb), y(d, nb);
+        bandwidth = 2.0 * nb / seconds(d, 5, [&] { d.copy(y.p, x.p, nb); });
+    }
+    printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %8s\n", bandwidth / 1e12, "attention, one layer", "cells", "n_q", "us", "floor us", "ratio");
+    struct { const char * name; int kb, vb, group, scale; } formats[] = {
+        { "f16", 16, 16, 32, 0 }, { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32 u8", 2, 2, 32, 1 }, { "xquant 2/1 g32", 2, 1, 32, 0 }, { "affine-1 g128", 1, 1, 128, 0 }, { "kivi-4 g128", 4, 4, 128, 0 } };
+    for (const auto & f : formats) {
+        for (int cells : { 1024, 32768, 131072 }) {
+            for (int n_q : { 1, 512 }) {
+                if (n_q > 1 && cells != 32768) { continue; }
+                const attention_case c = { f.kb, f.vb, f.group, f.scale, 128, 8, 4, n_q, cells, 1, 0, 0, false, false };
+                std::vector<std::unique_ptr<world>> ws; // several layers, so that L2 does not hold the cache
+                for (int i = 0; i < (cells < 100000 ? 4 : 2); i++) { ws.emplace_back(new world(d, c, false)); }
+                device_bytes q(d, (size_t) n_q * 32 * 128 * 4), o(d, (size_t) n_q * 32 * 128 * 4), m(d, (size_t) n_q * cells * 2);
+                std::vector<float> hq((size_t) n_q * 32 * 128);
+                for (auto & x : hq) { x = normal(); }
+                d.put(q.p, hq.data(), hq.size() * 4);
+                size_t i = 0;
+                const double s = seconds(d, n_q == 1 ? 40 : 4, [&] {
+                    world & w = *ws[i++ % ws.size()];
+                    kvq_attn a = {};
+                    a.k = w.k.codec; a.v = w.v.codec; a.n_q = n_q; a.n_head = 32; a.n_head_kv = 8; a.n_kv = cells; a.n_pages = w.k.n_pages; a.scale = 0.088f;
+                    a.q = (const float *) q.p; a.q_stride_token = 32 * 128; a.q_stride_head = 128;
+                    a.mask = (const uint16_t *) m.p; a.mask_stride_token = cells;
+                    a.dst = (float *) o.p; a.dst_stride_token = 32 * 128; a.dst_stride_head = 128;
+                    a.pages = (const kvq_page *) w.pages_there->p;
+                    d.attend(&a, 1);
+                });
+                const world & w = *ws[0];
+                const double bytes = f.kb == 16 ? (double) (w.frames[0]->nb + w.frames[1]->nb) : (double) (w.codes[0]->nb + w.codes[1]->nb + w.params[0]->nb + w.params[1]->nb);
+                printf("%-22s %8d %5d %10.1f %10.1f %8.2f\n", f.name, cells, n_q, s * 1e6, bytes / bandwidth * 1e6, s / (bytes / bandwidth));
+            }
+        }
+    }
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+}
+
+int main(int argc, char ** argv) {
+    kvq_cuda_device d(0);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    if (argc > 1 && !strcmp(argv[1], "bench")) {
+        bench(d);
+        return 0;
+    }
+    int n = 0;
+    const bool quick = argc > 1 && !strcmp(argv[1], "quick"); // under a sanitizer
+    for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 0; bits <= 4; bits++) { for (int group : { 16, 32, 64, 128 }) { for (int scale : { 0, 1 }) { for (int D : { 64, 80, 128, 256 }) {
+        for (int levels : { 0, 1 }) {
+            const kvq_codec c = make_codec(role, bits, role == KVQ_ROLE_V ? std::min(group, D) : group, scale, levels, levels ? 0.125f : bits == 1 ? 0.16666667f : 0.045f, std::max(32, group), D);
+            if (!kvq_traits(c.type)->refuse(c) && (!quick || (group == 32 && D == 80))) { n += check_codec(d, c); }
+        }
+    } } } } }
+    CHECK(quick || n > 2000, "only %d blocks compared", n);
+    printf("sealing: %d pages of 2 heads identical to the C reference\n", n);
+    double worst = 0;
+    n = 0;
+    if (quick) {
+        check_attention(d, { 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
+        check_attention(d, { 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
+        return 0;
+    }
+    const auto attention = [&](attention_case c) { worst = std::max(worst, check_attention(d, c)); n++; };
+    for (int bits : { 1, 2, 3, 4, 16 }) { for (int group : { 32, 128 }) { for (int n_q : { 1, 2, 7, 40, 200 }) {
+        attention({ bits, bits, group, group == 32, 128, 2, n_q == 7 ? 1 : 4, n_q, 1100, 1, 0, 0, false, false });
+    } } }
+    for (int D : { 64, 80, 96, 128, 256 }) { for (int gqa : { 1, 4, 8, 16 }) {
+        attention({ 2, 1, 32, 0, D, 2, gqa, 3, 700, 2, 0, 0, true, false });
+        attention({ 1, 2, 32, 0, D, 2, gqa, 1, 2100, 1, 20.0f, 0, false, false });
+        attention({ 2, 2, 64, 1, D, 1, gqa, 1, 31 + D, 3, 0, 8.0f, true, false });
+        attention({ 4, 3, 32, 0, D, 1, gqa, 5, 300, 1, 0, 0, false, true });
+    } }
+    for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
+    printf("attention: %d cases, worst relative error %.2g\n", n, worst);
+    return 0;
+}
