@@ -10,7 +10,7 @@ struct kvq_attend_args {
     int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
     float scale, max_bias, softcap, m0, m1;
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
-    float * partial; // [stream][head kv][row][split][2 + head size v]: m, l, o
+    float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     const float * sinks;
     struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; } stream[KVQ_ATTEND_STREAMS];
 };
@@ -24,7 +24,7 @@ static __device__ __forceinline__ float alibi_slope(const kvq_attend_args & a, i
 }
 
 static __device__ __forceinline__ size_t partial_at(const kvq_attend_args & a, int stream, int kvh, int row, int split) {
-    return ((((size_t) stream * a.n_head_kv + kvh) * a.n_rows + row) * a.n_splits + split) * (2 + a.v.head_size);
+    return ((((size_t) stream * a.n_head_kv + kvh) * a.n_rows + row) * a.n_splits + split) * (a.v.head_size + 4);
 }
 
 // d += a b: 16 rows x 16 x 8 columns, f16 in, f32 out
@@ -40,5 +40,8 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu
+// Few rows over many cells: one warp a split. Always writes partial results.
+bool kvq_decode_fits(const kvq_attend_args & a, int n_streams); // attend_decode.cu
+void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
 int  kvq_tiles_head_size(int k, int v); // 0: none

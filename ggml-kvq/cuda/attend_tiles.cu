@@ -3,10 +3,10 @@
 #include "attend.cuh"
 #include "tile.cuh"
 
-template <int D> static __global__ void __launch_bounds__(128) tiles_kernel(const kvq_attend_args a) {
+template <int D, int N_WARPS> static __global__ void __launch_bounds__(32 * N_WARPS) tiles_kernel(const kvq_attend_args a) {
     extern __shared__ __align__(16) __half s_memory[];
     __half * const s_k = s_memory, * const s_v = s_k + TILE_CELLS * (D + 8);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, n_warps = blockDim.x / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, n_warps = N_WARPS;
     const int row_block = blockIdx.x / a.n_splits, split = blockIdx.x % a.n_splits, kvh = blockIdx.y, is = blockIdx.z;
     const auto & st = a.stream[is];
     const int rows0 = row_block * n_warps * 16, block_rows = min(n_warps * 16, a.n_rows - rows0);
@@ -54,7 +54,7 @@ template <int D> static __global__ void __launch_bounds__(128) tiles_kernel(cons
             if (!__syncthreads_or(seen)) { // also: nobody reads the previous tile any more
                 continue;
             }
-            fill_tile<D>(a.k, a.v, page, kvh, t0, s_k, s_v);
+            fill_tile<D, 32 * N_WARPS>(a.k, a.v, page, kvh, t0, s_k, s_v);
             __syncthreads();
 
             float s[TILE_CELLS / 8][4] = {};
@@ -139,10 +139,9 @@ template <int D> static __global__ void __launch_bounds__(128) tiles_kernel(cons
         if (a.n_splits > 1) {
             out = a.partial + partial_at(a, is, kvh, row[i], split);
             if (tig == 0) {
-                out[0] = m[i];
-                out[1] = l[i];
+                out[a.v.head_size]     = m[i];
+                out[a.v.head_size + 1] = l[i];
             }
-            out += 2;
         } else {
             out = st.dst + token[i] * a.dst_stride_token + head[i] * a.dst_stride_head;
             float sum = l[i], cs = 1.0f;
@@ -164,46 +163,63 @@ template <int D> static __global__ void __launch_bounds__(128) tiles_kernel(cons
     }
 }
 
-// log-sum-exp merge of the splits of a row
-static __global__ void merge_kernel(const kvq_attend_args a) {
-    const int row = blockIdx.x, kvh = blockIdx.y, is = blockIdx.z, size = 2 + a.v.head_size;
+// log-sum-exp merge of the splits of a row: warps share the splits, a lane has 4 channels of every 128
+constexpr int MERGE_WARPS = 8, MAX_SPLITS = 1024;
+
+static __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_kernel(const kvq_attend_args a) {
+    const int row = blockIdx.x, kvh = blockIdx.y, is = blockIdx.z, D = a.v.head_size, size = D + 4;
     const float * p = a.partial + partial_at(a, is, kvh, row, 0);
     const int h = row_head(a, kvh, row);
-    __shared__ float s_top[32], s_sum[32];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
+    __shared__ float s_weight[MAX_SPLITS], s_top[MERGE_WARPS], s_sum[MERGE_WARPS];
+    __shared__ float4 s_o[MERGE_WARPS][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float top = a.sinks ? a.sinks[h] : -INFINITY;
     for (int i = threadIdx.x; i < a.n_splits; i += blockDim.x) {
-        top = fmaxf(top, p[(size_t) i * size]);
+        s_weight[i] = p[(size_t) i * size + D];
+        top = fmaxf(top, s_weight[i]);
     }
     for (int d = 16; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
     if (lane == 0) { s_top[warp] = top; }
     __syncthreads();
-    for (int i = 0; i < n_warps; i++) { top = fmaxf(top, s_top[i]); }
+    for (int i = 0; i < MERGE_WARPS; i++) { top = fmaxf(top, s_top[i]); }
     float sum = 0.0f;
     for (int i = threadIdx.x; i < a.n_splits; i += blockDim.x) {
-        const float m = p[(size_t) i * size];
-        sum += m == -INFINITY ? 0.0f : p[(size_t) i * size + 1] * __expf(m - top);
+        s_weight[i] = s_weight[i] == -INFINITY ? 0.0f : __expf(s_weight[i] - top);
+        sum += s_weight[i] * p[(size_t) i * size + D + 1];
     }
     for (int d = 16; d; d /= 2) { sum += __shfl_xor_sync(~0u, sum, d); }
     if (lane == 0) { s_sum[warp] = sum; }
     __syncthreads();
     sum = a.sinks ? __expf(a.sinks[h] - top) : 0.0f;
-    for (int i = 0; i < n_warps; i++) { sum += s_sum[i]; }
+    for (int i = 0; i < MERGE_WARPS; i++) { sum += s_sum[i]; }
     const float inv = sum > 0.0f ? 1.0f / sum : 0.0f;
     float * out = a.stream[is].dst + row_token(a, row) * a.dst_stride_token + h * a.dst_stride_head;
-    for (int d = threadIdx.x; d < a.v.head_size; d += blockDim.x) {
-        float x = 0.0f;
+    for (int d0 = 0; d0 < D; d0 += 128) {
+        const int d = d0 + 4*lane;
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (d < D) {
 #pragma unroll 4
-        for (int i = 0; i < a.n_splits; i++) {
-            const float m = p[(size_t) i * size];
-            x += m == -INFINITY ? 0.0f : p[(size_t) i * size + 2 + d] * __expf(m - top);
+            for (int i = warp; i < a.n_splits; i += MERGE_WARPS) {
+                const float  f = s_weight[i];
+                const float4 y = *(const float4 *) (p + (size_t) i * size + d);
+                x.x += f * y.x; x.y += f * y.y; x.z += f * y.z; x.w += f * y.w;
+            }
         }
-        out[d] = x * inv;
+        s_o[warp][lane] = x;
+        __syncthreads();
+        if (warp == 0 && d < D) {
+            for (int i = 1; i < MERGE_WARPS; i++) {
+                const float4 y = s_o[i][lane];
+                x.x += y.x; x.y += y.y; x.z += y.z; x.w += y.w;
+            }
+            out[d] = x.x * inv; out[d + 1] = x.y * inv; out[d + 2] = x.z * inv; out[d + 3] = x.w * inv;
+        }
+        __syncthreads();
     }
 }
 
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
-    merge_kernel<<<dim3(a.n_rows, a.n_head_kv, n_streams), 128, 0, stream>>>(a);
+    merge_kernel<<<dim3(a.n_rows, a.n_head_kv, n_streams), 32 * MERGE_WARPS, 0, stream>>>(a);
 }
 
 int kvq_tiles_head_size(int k, int v) {
@@ -219,7 +235,8 @@ int kvq_tiles_head_size(int k, int v) {
 template <int D> static void launch(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream) {
     const size_t nb = 2 * (size_t) (TILE_CELLS * (D + 8) + D * TILE_V_STEP);
     const int blocks = (a.n_rows + n_warps * 16 - 1) / (n_warps * 16);
-    tiles_kernel<D><<<dim3(blocks * a.n_splits, a.n_head_kv, n_streams), n_warps * 32, nb, stream>>>(a);
+    const dim3 grid(blocks * a.n_splits, a.n_head_kv, n_streams);
+    if (n_warps == 1) { tiles_kernel<D, 1><<<grid,  32, nb, stream>>>(a); } else { tiles_kernel<D, 4><<<grid, 128, nb, stream>>>(a); }
 }
 
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream) {

@@ -217,12 +217,13 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages };
         }
         // four warps of rows when there are so many, else one warp a block and more splits
-        const int n_warps = a.n_rows > 32 ? 4 : a.n_rows > 16 ? 2 : 1;
+        const bool few    = kvq_decode_fits(a, n_streams);
+        const int n_warps = a.n_rows > 16 ? 4 : 1;
         const int blocks  = (a.n_rows + 16 * n_warps - 1) / (16 * n_warps) * a.n_head_kv * n_streams;
-        const int want    = n_sm * (n_warps == 1 ? 10 : 3);
-        a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), a.n_pages * a.page_cells / 64, 1024 }));
-        if (a.n_splits > 1) {
-            const size_t need = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (2 + a.v.head_size);
+        const int want    = n_sm * (few ? 16 : n_warps == 1 ? 10 : 3);
+        a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), a.n_pages * a.page_cells / 32, 1024 }));
+        if (a.n_splits > 1 || few) {
+            const size_t need = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
             if (need > n_partial) {
                 synchronize();
                 cudaFree(partial);
@@ -235,8 +236,12 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
             }
             a.partial = partial;
         }
-        kvq_launch_tiles(a, n_streams, n_warps, (cudaStream_t) stream);
-        if (a.n_splits > 1) {
+        if (few) {
+            kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
+        } else {
+            kvq_launch_tiles(a, n_streams, n_warps, (cudaStream_t) stream);
+        }
+        if (a.n_splits > 1 || few) {
             kvq_launch_merge(a, n_streams, (cudaStream_t) stream);
         }
     }

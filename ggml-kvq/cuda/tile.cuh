@@ -45,8 +45,9 @@ static __device__ __forceinline__ void four_params(const kvq_affine_geometry & g
 static __device__ __forceinline__ uint2 two(const __half2 & a, const __half2 & b) { return make_uint2(*(const uint32_t *) &a, *(const uint32_t *) &b); }
 
 // K: lane = cell, dot = channel
-template <int D, int BITS> static __device__ void fill_k(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t0, __half * s_k) {
-    for (int i = threadIdx.x; i < TILE_CELLS * (D / 4); i += blockDim.x) {
+template <int D, int BITS, int THREADS> static __device__ void fill_k(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t0, __half * s_k) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < TILE_CELLS * (D / 4); i += THREADS) {
         const int t = i / (D / 4), u = i % (D / 4);
         __half2 a = __half2half2(__ushort_as_half(0)), b = a;
         if (4*u < g.head_size) {
@@ -66,8 +67,9 @@ template <int D, int BITS> static __device__ void fill_k(const kvq_affine_geomet
 }
 
 // V: lane = channel, dot = cell
-template <int D, int BITS> static __device__ void fill_v(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t0, __half * s_v) {
-    for (int i = threadIdx.x; i < D * (TILE_CELLS / 4); i += blockDim.x) {
+template <int D, int BITS, int THREADS> static __device__ void fill_v(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t0, __half * s_v) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < D * (TILE_CELLS / 4); i += THREADS) {
         const int c = i % D, u = i / D;
         __half2 a = __half2half2(__ushort_as_half(0)), b = a;
         if (c < g.head_size) {
@@ -87,8 +89,9 @@ template <int D, int BITS> static __device__ void fill_v(const kvq_affine_geomet
 }
 
 // open pages: rows [cell][stride]
-template <int D> static __device__ void fill_k_open(const uint16_t * tile, int stride, int head_size, int t0, __half * s_k) {
-    for (int i = threadIdx.x; i < TILE_CELLS * (D / 8); i += blockDim.x) {
+template <int D, int THREADS> static __device__ void fill_k_open(const uint16_t * tile, int stride, int head_size, int t0, __half * s_k) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < TILE_CELLS * (D / 8); i += THREADS) {
         const int t = i / (D / 8), u = i % (D / 8);
         uint4 x = make_uint4(0, 0, 0, 0);
         if (8*u < head_size) {
@@ -98,8 +101,9 @@ template <int D> static __device__ void fill_k_open(const uint16_t * tile, int s
     }
 }
 
-template <int D> static __device__ void fill_v_open(const uint16_t * tile, int stride, int head_size, int t0, __half * s_v) {
-    for (int i = threadIdx.x; i < D * (TILE_CELLS / 4); i += blockDim.x) {
+template <int D, int THREADS> static __device__ void fill_v_open(const uint16_t * tile, int stride, int head_size, int t0, __half * s_v) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < D * (TILE_CELLS / 4); i += THREADS) {
         const int c = i % D, u = i / D;
         ushort4 x = make_ushort4(0, 0, 0, 0);
         if (c < head_size) {
@@ -110,34 +114,34 @@ template <int D> static __device__ void fill_v_open(const uint16_t * tile, int s
     }
 }
 
-template <int D> static __device__ void fill_tile(const kvq_affine_geometry & k, const kvq_affine_geometry & v, const kvq_page & page, int kvh, int t0, __half * s_k, __half * s_v) {
+template <int D, int THREADS> static __device__ void fill_tile(const kvq_affine_geometry & k, const kvq_affine_geometry & v, const kvq_page & page, int kvh, int t0, __half * s_k, __half * s_v) {
     const uint8_t * c = (const uint8_t *) page.k_codes, * p = (const uint8_t *) page.k_params;
     if (!p) {
-        fill_k_open<D>((const uint16_t *) c + (size_t) kvh * k.n_cells * k.stride, k.stride, k.head_size, t0, s_k);
+        fill_k_open<D, THREADS>((const uint16_t *) c + (size_t) kvh * k.n_cells * k.stride, k.stride, k.head_size, t0, s_k);
     } else {
         c += (size_t) kvh * k.nb_codes;
         p += (size_t) kvh * k.nb_params;
         switch (k.bits) {
-            case 0: fill_k<D, 0>(k, c, p, t0, s_k); break;
-            case 1: fill_k<D, 1>(k, c, p, t0, s_k); break;
-            case 2: fill_k<D, 2>(k, c, p, t0, s_k); break;
-            case 3: fill_k<D, 3>(k, c, p, t0, s_k); break;
-            case 4: fill_k<D, 4>(k, c, p, t0, s_k); break;
+            case 0: fill_k<D, 0, THREADS>(k, c, p, t0, s_k); break;
+            case 1: fill_k<D, 1, THREADS>(k, c, p, t0, s_k); break;
+            case 2: fill_k<D, 2, THREADS>(k, c, p, t0, s_k); break;
+            case 3: fill_k<D, 3, THREADS>(k, c, p, t0, s_k); break;
+            case 4: fill_k<D, 4, THREADS>(k, c, p, t0, s_k); break;
         }
     }
     c = (const uint8_t *) page.v_codes;
     p = (const uint8_t *) page.v_params;
     if (!p) {
-        fill_v_open<D>((const uint16_t *) c + (size_t) kvh * v.n_cells * v.stride, v.stride, v.head_size, t0, s_v);
+        fill_v_open<D, THREADS>((const uint16_t *) c + (size_t) kvh * v.n_cells * v.stride, v.stride, v.head_size, t0, s_v);
     } else {
         c += (size_t) kvh * v.nb_codes;
         p += (size_t) kvh * v.nb_params;
         switch (v.bits) {
-            case 0: fill_v<D, 0>(v, c, p, t0, s_v); break;
-            case 1: fill_v<D, 1>(v, c, p, t0, s_v); break;
-            case 2: fill_v<D, 2>(v, c, p, t0, s_v); break;
-            case 3: fill_v<D, 3>(v, c, p, t0, s_v); break;
-            case 4: fill_v<D, 4>(v, c, p, t0, s_v); break;
+            case 0: fill_v<D, 0, THREADS>(v, c, p, t0, s_v); break;
+            case 1: fill_v<D, 1, THREADS>(v, c, p, t0, s_v); break;
+            case 2: fill_v<D, 2, THREADS>(v, c, p, t0, s_v); break;
+            case 3: fill_v<D, 3, THREADS>(v, c, p, t0, s_v); break;
+            case 4: fill_v<D, 4, THREADS>(v, c, p, t0, s_v); break;
         }
     }
 }
