@@ -5,6 +5,7 @@ file(GLOB kvq_core_sources CONFIGURE_DEPENDS
     ${kvq_src}/types/*.cpp ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
 file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp)
 file(GLOB kvq_types_sources CONFIGURE_DEPENDS ${kvq_src}/types/*.cpp)
+file(GLOB kvq_kernel_sources CONFIGURE_DEPENDS ${kvq_src}/cpu/kernels_*.cpp)
 
 # Instruction sets: one source file per set, compiled with its flags and called only where the CPU has it.
 set(kvq_isa_x86_avx2   -mavx2 -mfma -mf16c)
@@ -34,7 +35,7 @@ foreach(isa avx2 avx512 neon)
 endforeach()
 
 # The numpy reference rounds after every operation; a fused multiply-add would not.
-set_source_files_properties(${kvq_types_sources} PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+set_property(SOURCE ${kvq_types_sources} ${kvq_kernel_sources} APPEND PROPERTY COMPILE_OPTIONS -ffp-contract=off)
 
 find_package(Threads REQUIRED)
 find_package(OpenMP COMPONENTS CXX)

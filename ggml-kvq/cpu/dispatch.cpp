@@ -5,9 +5,11 @@
 #include "cpu.h"
 #include "../types/types.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 static const kvq_kernels * const table[] = {
 #if defined(__x86_64__)
@@ -46,5 +48,12 @@ void kvq_cpu_f32_to_f16(const float * x, uint16_t * y, int64_t n) { kvq_get_kern
 void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n) { kvq_get_kernels().f16_to_f32(x, y, n); }
 
 void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
-    kvq_traits(c.type)->encode(c, rows, valid, shared, codes, params);
+    if (c.type != KVQ_TYPE_AFFINE || c.head_size % 16) {
+        kvq_traits(c.type)->encode(c, rows, valid, shared, codes, params);
+        return;
+    }
+    static thread_local std::vector<uint8_t> work;
+    const kvq_view v = kvq_make_view(c);
+    work.resize(std::max(work.size(), kvq_encode_bytes(v)));
+    kvq_get_kernels().encode_affine(v, rows, valid, shared != nullptr, codes, params, work.data());
 }

@@ -11,6 +11,11 @@ namespace KVQ_NS {
 struct f32x16 { float32x4_t v[4]; };
 struct i32x16 { int32x4_t   v[4]; };
 struct u8x64  { uint8x16_t  v[4]; };
+typedef int8x16_t i8x4; // four int8 in every lane
+
+constexpr int KVQ_R     = 4; // rows that share the registers
+constexpr int KVQ_F16_ROWS = 4; // likewise, with four cells each
+constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
 
 #define KVQ_EACH for (int i = 0; i < 4; i++)
 
@@ -30,9 +35,32 @@ static inline f32x16 f32_sub(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vsubq_
 static inline f32x16 f32_mul(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
 static inline f32x16 f32_fma(f32x16 a, f32x16 b, f32x16 c) { KVQ_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
 static inline f32x16 f32_max(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vmaxq_f32(a.v[i], b.v[i]); return a; }
+static inline f32x16 f32_min(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vminq_f32(a.v[i], b.v[i]); return a; }
+static inline f32x16 f32_div(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
+static inline f32x16 f32_floor(f32x16 a)              { KVQ_EACH a.v[i] = vrndmq_f32(a.v[i]); return a; }
+// a where |a| <= top, else 0
+static inline f32x16 f32_within(f32x16 a, float top) {
+    KVQ_EACH a.v[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vcaleq_f32(a.v[i], vdupq_n_f32(top))));
+    return a;
+}
 static inline f32x16 f32_abs(f32x16 a)                { KVQ_EACH a.v[i] = vabsq_f32(a.v[i]); return a; }
 static inline float  f32_sum(f32x16 a)                { return vaddvq_f32(vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3]))); }
 static inline float  f32_hmax(f32x16 a)               { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]))); }
+
+// sums (maxima) of four registers
+static inline float32x4_t add4(f32x16 a)              { return vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3])); }
+static inline float32x4_t max4(f32x16 a)              { return vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])); }
+static inline void   f32_sum4 (float * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { vst1q_f32(p, vpaddq_f32(vpaddq_f32(add4(a), add4(b)), vpaddq_f32(add4(c), add4(d)))); }
+static inline void   f32_hmax4(float * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { vst1q_f32(p, vpmaxq_f32(vpmaxq_f32(max4(a), max4(b)), vpmaxq_f32(max4(c), max4(d)))); }
+// 16 rows of 16
+static inline void   f32_transpose(f32x16 * x) {
+    float t[16][16], u[16];
+    for (int j = 0; j < 16; j++) { f32_store(t[j], x[j]); }
+    for (int j = 0; j < 16; j++) {
+        for (int i = 0; i < 16; i++) { u[i] = t[i][j]; }
+        x[j] = f32_load(u);
+    }
+}
 
 // as isa_avx2.h
 static inline float32x4_t exp4(float32x4_t x0) {
@@ -61,20 +89,27 @@ static inline void   i8_store(int8_t * p, f32x16 a) {
     vst1q_s8(p, vcombine_s8(vqmovn_s16(vcombine_s16(h[0], h[1])), vqmovn_s16(vcombine_s16(h[2], h[3]))));
 }
 
+static inline void   i8_store4(int8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+    i8_store(p, a);
+    i8_store(p + 16, b);
+    i8_store(p + 32, c);
+    i8_store(p + 48, d);
+}
+
 static inline u8x64  u8_load(const uint8_t * p)       { u8x64 r; KVQ_EACH r.v[i] = vld1q_u8(p + 16*i); return r; }
+static inline void   u8_store(uint8_t * p, u8x64 a)   { KVQ_EACH vst1q_u8(p + 16*i, a.v[i]); }
+static inline u8x64  u8_or(u8x64 a, u8x64 b)          { KVQ_EACH a.v[i] = vorrq_u8(a.v[i], b.v[i]); return a; }
 static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) {
     const int8x16_t by = vdupq_n_s8((int8_t) (up - shift));
     const uint8x16_t m = vdupq_n_u8((uint8_t) (mask << up));
     KVQ_EACH a.v[i] = vandq_u8(vshlq_u8(a.v[i], by), m);
     return a;
 }
-static inline void   u8_store(uint8_t * p, u8x64 a)   { KVQ_EACH vst1q_u8(p + 16*i, a.v[i]); }
 static inline f32x16 f32_every_4th(const uint8_t * p) { // reads up to 3 beyond the 64 bytes
     f32x16 r;
     KVQ_EACH r.v[i] = vcvtq_f32_u32(vandq_u32(vreinterpretq_u32_u8(vld1q_u8(p + 16*i)), vdupq_n_u32(0xff)));
     return r;
 }
-static inline u8x64  u8_or(u8x64 a, u8x64 b)          { KVQ_EACH a.v[i] = vorrq_u8(a.v[i], b.v[i]); return a; }
 template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) {
     u8x64 r;
     KVQ_EACH r.v[i] = vqtbl1q_u8(vld1q_u8(table), index.v[i]);
@@ -84,11 +119,19 @@ template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * tabl
     }
     return r;
 }
-static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
+// byte k of every four
+static inline f32x16 f32_from_byte(u8x64 a, int k) {
+    f32x16 r;
+    KVQ_EACH r.v[i] = vcvtq_f32_u32(vandq_u32(vshlq_u32(vreinterpretq_u32_u8(a.v[i]), vdupq_n_s32(-8*k)), vdupq_n_u32(255)));
+    return r;
+}
+static inline i8x4   i8_set4(const int8_t * w) {
     int32_t four;
     memcpy(&four, w, 4);
-    const int8x16_t b = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), b); // codes are below 128
+    return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
+    KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), w); // codes are below 128
     return acc;
 }
 

@@ -11,6 +11,11 @@ namespace KVQ_NS {
 struct f32x16 { float v[16]; };
 struct i32x16 { int32_t v[16]; };
 struct u8x64  { uint8_t v[64]; };
+struct i8x4   { int8_t  v[4]; };
+
+constexpr int KVQ_R     = 4; // rows that share the registers
+constexpr int KVQ_F16_ROWS = 1; // likewise, with four cells each
+constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
 
 #define KVQ_EACH(n) for (int i = 0; i < n; i++)
 
@@ -25,27 +30,50 @@ static inline f32x16 f32_sub(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] -= b
 static inline f32x16 f32_mul(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] *= b.v[i]; return a; }
 static inline f32x16 f32_fma(f32x16 a, f32x16 b, f32x16 c) { KVQ_EACH(16) c.v[i] += a.v[i] * b.v[i]; return c; }
 static inline f32x16 f32_max(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline f32x16 f32_min(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline f32x16 f32_div(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] /= b.v[i]; return a; }
+static inline f32x16 f32_floor(f32x16 a)              { KVQ_EACH(16) a.v[i] = floorf(a.v[i]); return a; }
+// a where |a| <= top, else 0
+static inline f32x16 f32_within(f32x16 a, float top)  { KVQ_EACH(16) a.v[i] = fabsf(a.v[i]) <= top ? a.v[i] : 0.0f; return a; }
 static inline f32x16 f32_abs(f32x16 a)                { KVQ_EACH(16) a.v[i] = fabsf(a.v[i]); return a; }
 static inline f32x16 f32_exp(f32x16 a)                { KVQ_EACH(16) a.v[i] = expf(a.v[i]); return a; }
 static inline float  f32_sum(f32x16 a)                { float s = 0; KVQ_EACH(16) s += a.v[i]; return s; }
 static inline float  f32_hmax(f32x16 a)               { float m = a.v[0]; KVQ_EACH(16) m = a.v[i] > m ? a.v[i] : m; return m; }
 
+// sums (maxima) of four registers
+static inline void   f32_sum4 (float * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { p[0] = f32_sum (a); p[1] = f32_sum (b); p[2] = f32_sum (c); p[3] = f32_sum (d); }
+static inline void   f32_hmax4(float * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { p[0] = f32_hmax(a); p[1] = f32_hmax(b); p[2] = f32_hmax(c); p[3] = f32_hmax(d); }
+// 16 rows of 16
+static inline void   f32_transpose(f32x16 * x) {
+    KVQ_EACH(16) {
+        for (int j = 0; j < i; j++) {
+            const float t = x[i].v[j];
+            x[i].v[j] = x[j].v[i];
+            x[j].v[i] = t;
+        }
+    }
+}
+
 static inline i32x16 i32_zero()                       { return i32x16{}; }
 static inline f32x16 f32_from_i32(i32x16 a)           { f32x16 r; KVQ_EACH(16) r.v[i] = (float) a.v[i]; return r; }
 // round to nearest, |a| <= 127
-static inline void   i8_store(int8_t * p, f32x16 a)   { KVQ_EACH(16) p[i] = (int8_t) lrintf(a.v[i]); }
+static inline void   i8_store (int8_t * p, f32x16 a)  { KVQ_EACH(16) p[i] = (int8_t) lrintf(a.v[i]); }
+static inline void   i8_store4(int8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { i8_store(p, a); i8_store(p + 16, b); i8_store(p + 32, c); i8_store(p + 48, d); }
 
 static inline u8x64  u8_load(const uint8_t * p)       { u8x64 r; KVQ_EACH(64) r.v[i] = p[i]; return r; }
+static inline void   u8_store(uint8_t * p, u8x64 a)   { KVQ_EACH(64) p[i] = a.v[i]; }
+static inline u8x64  u8_or(u8x64 a, u8x64 b)          { KVQ_EACH(64) a.v[i] |= b.v[i]; return a; }
 // (a >> shift & mask) << up
 static inline u8x64  u8_field(u8x64 a, int shift, int mask, int up) { KVQ_EACH(64) a.v[i] = (uint8_t) ((a.v[i] >> shift & mask) << up); return a; }
-static inline void   u8_store(uint8_t * p, u8x64 a)   { KVQ_EACH(64) p[i] = a.v[i]; }
 static inline f32x16 f32_every_4th(const uint8_t * p) { f32x16 r; KVQ_EACH(16) r.v[i] = (float) p[4*i]; return r; }
-static inline u8x64  u8_or(u8x64 a, u8x64 b)          { KVQ_EACH(64) a.v[i] |= b.v[i]; return a; }
 // table[index], index < N
 template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * table) { KVQ_EACH(64) index.v[i] = table[index.v[i]]; return index; }
-// codes are below 128: acc[i] += sum_k codes[4*i + k] * w[k], w = four int8
-static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) {
-    KVQ_EACH(16) acc.v[i] += codes.v[4*i]*w[0] + codes.v[4*i + 1]*w[1] + codes.v[4*i + 2]*w[2] + codes.v[4*i + 3]*w[3];
+// byte k of every four
+static inline f32x16 f32_from_byte(u8x64 a, int k)    { f32x16 r; KVQ_EACH(16) r.v[i] = (float) a.v[4*i + k]; return r; }
+static inline i8x4   i8_set4(const int8_t * w)        { i8x4 r; KVQ_EACH(4) r.v[i] = w[i]; return r; }
+// acc[i] += sum_k codes[4*i + k] * w[k]
+static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
+    KVQ_EACH(16) acc.v[i] += codes.v[4*i]*w.v[0] + codes.v[4*i + 1]*w.v[1] + codes.v[4*i + 2]*w.v[2] + codes.v[4*i + 3]*w.v[3];
     return acc;
 }
 

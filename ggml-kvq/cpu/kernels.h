@@ -10,7 +10,8 @@
 #include <cstddef>
 #include <cstdint>
 
-constexpr int KVQ_MAX_ROWS  = 16;
+constexpr int KVQ_MAX_ROWS  = 64;
+constexpr int KVQ_WORK_ROWS = 8;   // rows a kernel works on at once
 constexpr int KVQ_MAX_CELLS = 256;
 constexpr int KVQ_MAX_HEAD  = 1024;
 constexpr int KVQ_N_TYPES   = 2; // kvq_type below; lattice blocks have entries of their own
@@ -27,12 +28,15 @@ struct kvq_view {
     size_t offset[2];
 };
 
-// What a block type offers to the attention loop. Rows are padded as above; codes and params of one KV head.
+// What a block type offers to the attention loop. Rows are padded as above; codes and params of one KV head; work: kvq_work_bytes.
 struct kvq_block_kernels {
     // logits[r][t] = q[r] . k[t]
-    void (*score)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * q, float * logits);
+    void (*score)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * q, float * logits, void * work);
     // out[r] += sum_t p[r][t] * v[t]
-    void (*accum)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * p, float * out);
+    void (*accum)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * p, float * out, void * work);
+    // decoded values as f32: K [dp][n_cells], V [n_cells][dp]
+    void (*to_tile)(const kvq_view & v, const void * codes, const void * params, float * tile, void * work);
+    int tile_rows; // from so many rows on, to_tile and the tile kernels are faster
 };
 
 // Geometry of a lattice block.
@@ -64,7 +68,6 @@ struct kvq_kernels {
     //   logit = q.zero + amax/127 * sum code*w8        |error| <= amax/254 * sum code
     // V: w = p*scale likewise per channel group.
     kvq_block_kernels block[KVQ_N_TYPES];
-
     // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16].
     void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const kvq_lattice_query * q, float * logits);
     void (*accum_lattice)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out);
@@ -74,13 +77,20 @@ struct kvq_kernels {
     void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
                        const int32_t * pos, int dp, const float * q, float * logits);
 
-    // Online softmax of one row over n logits already scaled, soft-capped and masked: returns the sum of exp(l - m), replaces
-    // logits by exp(l - m) with m = max(m_old, max l); *m is updated, *correction = exp(m_old - m).
-    float (*softmax)(int n, float * logits, float * m, float * correction);
-    // logits = cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask; mask may be NULL. Returns the largest.
-    float (*adjust)(int n, float * logits, float scale, float cap, float slope, const uint16_t * mask);
+    // score and accum over what to_tile made
+    void (*score_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * q, float * logits);
+    void (*accum_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * p, float * out);
+
+    // Online softmax of rows [n_rows][n]:
+    //   x = cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask, logits = exp(x - m), m = max(m_old, max x)
+    //   l = l*correction + sums, sums = sum logits, correction = exp(m_old - m)
+    // mask: f16 of the n slots by row, NULL: none
+    void (*softmax)(int n_rows, int n, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask, float * m, float * l, float * correction, float * sums);
     // out *= c
     void (*scale)(int n, float * out, float c);
+
+    // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes
+    void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work);
 };
 
 extern const kvq_kernels kvq_kernels_portable;
@@ -96,3 +106,5 @@ const kvq_kernels & kvq_get_kernels(void);
 kvq_view kvq_make_view(const kvq_codec & c);
 // The same lane while its pages are open f16 tiles.
 kvq_view kvq_make_open_view(const kvq_codec & c);
+size_t kvq_work_bytes  (const kvq_view & v);
+size_t kvq_encode_bytes(const kvq_view & v);

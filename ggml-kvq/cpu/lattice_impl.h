@@ -3,6 +3,37 @@
 //   logit = s_cell * step * sum_j sum_vec (table_j[index] - 64) * q8_j[vec]      table_j = coordinate j of the points in 7 bits
 // The indices of 16 lanes x 4 dots fill a register; each coordinate is one look-up, shared by all query rows.
 
+namespace KVQ_NS {
+
+static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) { return dot4(acc, codes, i8_set4(w)); }
+
+// w = x*scale as int8 over n values (padded with zeros to n_pad); returns the step, and sum x*zero
+static inline float fold_row(int n, int n_pad, const float * x, const float * scale, const float * zero, int8_t * w8, float * base) {
+    float  w[KVQ_MAX_HEAD];
+    f32x16 top = f32_set1(0.0f), sum = f32_set1(0.0f);
+    int i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const f32x16 v = f32_load(x + i);
+        const f32x16 y = f32_mul(v, f32_load(scale + i));
+        sum = f32_fma(v, f32_load(zero + i), sum);
+        top = f32_max(top, f32_abs(y));
+        f32_store(w + i, y);
+    }
+    float amax = f32_hmax(top), tail = 0.0f;
+    for (; i < n; i++) {
+        w[i]  = x[i] * scale[i];
+        tail += x[i] * zero[i];
+        amax  = fmaxf(amax, fabsf(w[i]));
+    }
+    for (; i < n_pad; i++) { w[i] = 0.0f; }
+    *base = f32_sum(sum) + tail;
+    const f32x16 inv = f32_set1(amax > 0.0f ? 127.0f / amax : 0.0f);
+    for (int j = 0; j < n_pad; j += 16) {
+        i8_store(w8 + j, f32_mul(f32_load(w + j), inv));
+    }
+    return amax / 127.0f;
+}
+
 template <int W> static constexpr int lattice_stride() { return W < 4 ? 16 : 1 << W; }
 
 // indices of 16 lanes and the dots 4k .. 4k+3 of a tile
@@ -57,7 +88,7 @@ template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & 
     float  step[R], base[R];
     for (int r = 0; r < R; r++) {
         float unused;
-        step[r] = fold(n, n, p + (size_t) r * n, scale, scale, w8 + r * n, &unused) * a.step;
+        step[r] = fold_row(n, n, p + (size_t) r * n, scale, scale, w8 + r * n, &unused) * a.step;
         int sum = 0;
         for (int t = 0; t < n; t++) { sum += w8[r * n + t]; }
         base[r] = -64.0f * (float) sum;
@@ -165,40 +196,46 @@ static void score_rope(const kvq_lattice_view & a, int n_rows, const uint8_t * c
         if (rot) {
             rope_rotate(*rot, pos + t0, x);
         }
-#define CALL(R) rope_dot<R>(D, dp, x, q + (size_t) r * dp, logits + (size_t) r * n + t0, n)
-        KVQ_ROWS(CALL(8), CALL(4), CALL(2), CALL(1))
+#define CALL(R, r) rope_dot<R>(D, dp, x, q + (size_t) (r) * dp, logits + (size_t) (r) * n + t0, n)
+        KVQ_ROWS(n_rows, CALL);
 #undef CALL
     }
 }
 
-#define KVQ_WIDTHS(call)                   \
-    switch (a.codec.bits * a.codec.group) { \
-        case 2:  call(2); break;           \
-        case 4:  call(4); break;           \
-        case 6:  call(6); break;           \
-        default: call(8); break;           \
+#define CALL_2(R, r) CALL(2, R, r)
+#define CALL_4(R, r) CALL(4, R, r)
+#define CALL_6(R, r) CALL(6, R, r)
+#define CALL_8(R, r) CALL(8, R, r)
+#define KVQ_WIDTHS                                   \
+    switch (a.codec.bits * a.codec.group) {          \
+        case 2:  KVQ_ROWS(n_rows, CALL_2); break;    \
+        case 4:  KVQ_ROWS(n_rows, CALL_4); break;    \
+        case 6:  KVQ_ROWS(n_rows, CALL_6); break;    \
+        default: KVQ_ROWS(n_rows, CALL_8); break;    \
     }
 
 static void score_lattice(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const kvq_lattice_query * q, float * logits) {
     float scale[KVQ_MAX_CELLS];
     lattice_scales(a, params, scale);
     const int n = a.codec.n_cells;
-#define CALL(W, R) score_lattice_rows<W, R>(a, codes, scale, q + r, logits + (size_t) r * n)
-#define ROWS(W) { KVQ_ROWS(CALL(W, 8), CALL(W, 4), CALL(W, 2), CALL(W, 1)) }
-    KVQ_WIDTHS(ROWS)
+#define CALL(W, R, r) score_lattice_rows<W, R>(a, codes, scale, q + r, logits + (size_t) (r) * n)
+    KVQ_WIDTHS
 #undef CALL
-#undef ROWS
 }
 
 static void accum_lattice(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out) {
     float scale[KVQ_MAX_CELLS];
     lattice_scales(a, params, scale);
     const int n = a.codec.n_cells;
-#define CALL(W, R) accum_lattice_rows<W, R>(a, codes, scale, p + (size_t) r * n, out + (size_t) r * a.d * a.n_tiles * 16)
-#define ROWS(W) { KVQ_ROWS(CALL(W, 8), CALL(W, 4), CALL(W, 2), CALL(W, 1)) }
-    KVQ_WIDTHS(ROWS)
+#define CALL(W, R, r) accum_lattice_rows<W, R>(a, codes, scale, p + (size_t) (r) * n, out + (size_t) (r) * a.d * a.n_tiles * 16)
+    KVQ_WIDTHS
 #undef CALL
-#undef ROWS
 }
 
 #undef KVQ_WIDTHS
+#undef CALL_2
+#undef CALL_4
+#undef CALL_6
+#undef CALL_8
+
+} // namespace

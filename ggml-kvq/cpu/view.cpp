@@ -2,6 +2,8 @@
 #include "../types/affine.h"
 #include "../types/types.h"
 
+#include <algorithm>
+
 kvq_view kvq_make_view(const kvq_codec & c) {
     if (c.type == KVQ_TYPE_F16) {
         return kvq_make_open_view(c);
@@ -34,4 +36,18 @@ kvq_view kvq_make_open_view(const kvq_codec & c) {
     v.dp         = (c.head_size + 15) / 16 * 16;
     v.nb_codes   = 2 * (size_t) c.n_cells * v.dp;
     return v;
+}
+
+static size_t pad(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+// folded rows in f32 and int8, then unpacked codes (impl_affine.h)
+size_t kvq_work_bytes(const kvq_view & v) {
+    const size_t n = (size_t) v.codec.n_cells, d = (size_t) v.codec.head_size;
+    return 5 * KVQ_WORK_ROWS * pad(std::max(n, d), 64) + 64 * 5 + pad(n, 32) * pad(d, 32) + 64;
+}
+
+// values, four arrays of parameters, codes by row and by tile (impl_seal.h)
+size_t kvq_encode_bytes(const kvq_view & v) {
+    const size_t n = (size_t) v.codec.n_cells, d = (size_t) v.codec.head_size;
+    return 4 * n * d + 4 * 5 * ((size_t) v.np + 16) + n * pad(d, 64) + n * pad(d, 16) + 64;
 }

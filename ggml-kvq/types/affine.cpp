@@ -142,7 +142,7 @@ void kvq_affine_get_params(const kvq_codec & c, const void * params, float * sca
     }
 }
 
-static void put_params(const kvq_codec & c, void * params, const float * scale, const float * zero) {
+void kvq_affine_put_params(const kvq_codec & c, void * params, const float * scale, const float * zero) {
     const int np = kvq_affine_get_dims(c).np;
     if (!c.scale) {
         uint16_t * p = (uint16_t *) params;
@@ -193,7 +193,7 @@ void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uin
         zero [p] = c.bits ? lo[p] + c.eta * range : lo[p] + 0.5f * range;
         scale[p] = c.bits ? (1.0f - 2.0f * c.eta) * range / n : 0.0f;
     }
-    put_params(c, params, scale.data(), zero.data());
+    kvq_affine_put_params(c, params, scale.data(), zero.data());
 
     if (shared || !c.bits) {
         return;

@@ -44,6 +44,9 @@ size_t kvq_affine_nb_params(const kvq_codec & c);
 void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
 void kvq_affine_decode_ref(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
 
+// Stores parameters in the block's format.
+void kvq_affine_put_params(const kvq_codec & c, void * params, const float * scale, const float * zero);
+
 // Width and byte offset of the parts of a code; n <= 2.
 struct kvq_affine_parts {
     int    n;
