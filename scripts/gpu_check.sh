@@ -2,6 +2,7 @@
 # One call on a machine with an NVIDIA GPU: builds with CUDA, compares kernels with the C reference and whole programs with
 # upstream's own CUDA backend, then times both.
 #   scripts/gpu_check.sh MODEL.gguf TEXT [BUILD_DIR]      LLAMA_CPP_DIR=<source> (default: the pinned one)
+#   PROGRAMS=<folder>: upstream's programs and libraries, built with CUDA before; default: they are built here
 #   PARTS="kernels programs bench"                        what to run; JOBS=<n> compilers at once; ARCH=native|90|...
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -13,8 +14,9 @@ mkdir -p "$build/kernels"
 has() { [[ " $parts " == *" $1 "* ]]; }
 
 if has programs || has bench; then
-    (cmake -S . -B "$build" -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DKVQ_BUILD_PROGRAMS=ON ${LLAMA_CPP_DIR:+-DLLAMA_CPP_DIR=$LLAMA_CPP_DIR} &&
-        CMAKE_BUILD_PARALLEL_LEVEL=$jobs cmake --build "$build" -j "$jobs") > "$build/build.log" 2>&1 &
+    whole=ON; [ -n "${PROGRAMS:-}" ] && whole=OFF
+    (cmake -S . -B "$build" -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DKVQ_BUILD_PROGRAMS=$whole ${LLAMA_CPP_DIR:+-DLLAMA_CPP_DIR=$LLAMA_CPP_DIR} &&
+        CMAKE_BUILD_PARALLEL_LEVEL=$jobs cmake --build "$build" -j "$jobs" && { [ $whole = ON ] || cp -f "$PROGRAMS"/* "$build/lib/"; }) > "$build/build.log" 2>&1 &
     builder=$!
 fi
 
@@ -63,7 +65,7 @@ if has programs || has bench; then
 fi
 if has programs; then
     echo "== perplexity: upstream f16, then each method on the device"
-    ppl() { grep -E "Final estimate|ggml-kvq|error|Mean +KLD|Same top" | cut -c1-220; }
+    ppl() { grep -E "Final estimate|ggml-kvq|error|Mean PPL|Mean +KLD|Same top p:" | cut -c1-160; }
     upstream llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence-base "$build/base.kld" 2>&1 | ppl
     for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:"; do
         kvq "${m%%:*}" "${m#*:}" llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence --kl-divergence-base "$build/base.kld" 2>&1 | ppl
@@ -78,10 +80,10 @@ if has programs; then
     done
 fi
 if has bench; then
-    echo "== llama-bench"
-    upstream llama-bench -fa 1 -p 512 -n 64 -r 3 2>&1 | grep -E "^\| |error"
-    for m in "f16:" "kivi:bits=2" "xquant:"; do
-        kvq "${m%%:*}" "${m#*:}" llama-bench -fa 1 -p 512 -n 64 -r 3 2>&1 | grep -E "^\| |error"
-    done
+    echo "== speed"
+    llama=$(sed -n 's/^LLAMA_CPP_DIR:PATH=//p' "$build/CMakeCache.txt")
+    llama=${LLAMA_CPP_DIR:-$llama}
+    g++ -std=c++17 -O2 -I"$llama/include" -I"$llama/ggml/include" scripts/bench_depth.cpp "$lib"/lib{llama,ggml,ggml-base,ggml-cpu,ggml-cuda}.so.0 -o "$build/bench_depth" &&
+        python3 scripts/bench_cuda.py --bench "$build/bench_depth" --lib "$lib" --model "$build/random-8b-q4_0.gguf" ${BENCH_ARGS:-} || failed=1
 fi
 exit $failed

@@ -60,6 +60,7 @@ kvq_cuda_device::~kvq_cuda_device() {
     if (use()) {
         synchronize();
         cudaFree(partial);
+        cudaFree(expanded);
     }
 }
 
@@ -246,4 +247,29 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
         }
     }
     check(cudaGetLastError(), "attention kernel");
+}
+
+bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v) {
+    use();
+    const kvq_attn & f = attn[0];
+    const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size, need = 2 * (nk + nv) * n;
+    if (need > nb_expanded) {
+        synchronize();
+        cudaFree(expanded);
+        expanded    = nullptr;
+        nb_expanded = 0;
+        if (cudaMalloc(&expanded, need) != cudaSuccess) {
+            cudaGetLastError();
+            return false;
+        }
+        nb_expanded = need;
+    }
+    uint16_t * at_k = (uint16_t *) expanded, * at_v = at_k + nk * n;
+    for (int i = 0; i < n; i++) {
+        kvq_launch_expand(kvq_affine_get_geometry(f.k), attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, at_k + i * nk, (cudaStream_t) stream);
+        kvq_launch_expand(kvq_affine_get_geometry(f.v), attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, at_v + i * nv, (cudaStream_t) stream);
+    }
+    *k = at_k;
+    *v = at_v;
+    return check(cudaGetLastError(), "expand kernel");
 }

@@ -23,6 +23,10 @@ public:
     // As kvq_attend, with every pointer, the pages too, in device memory.
     void attend(const kvq_attn * attn, int n);
 
+    // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
+    // device, overwritten by the next call. False: out of memory.
+    bool expand(const kvq_attn * attn, int n, void ** k, void ** v);
+
     const char * name() const override { return kernels.c_str(); }
     bool   is_host() const override { return false; }
     void * alloc(size_t nb) override;
@@ -42,5 +46,7 @@ private:
     void      * stream = nullptr;
     float     * partial = nullptr;
     size_t      n_partial = 0;
+    void      * expanded = nullptr;
+    size_t      nb_expanded = 0;
     std::string err, kernels;
 };

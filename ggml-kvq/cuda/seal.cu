@@ -142,34 +142,53 @@ void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs
 
 // ---------------------------------------------------------------- decode
 
+static __device__ __forceinline__ uint16_t decode_at(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t, int c) {
+    const uint16_t * half = (const uint16_t *) params;
+    const int p = param_index(g, t, c), lane = g.role == KVQ_ROLE_K ? t : c, dot = g.role == KVQ_ROLE_K ? c : t;
+    int code = 0;
+    for (int part = 0; part < g.n_parts; part++) {
+        const int w = g.width[part], span = 32 / w, rest = dot % span;
+        const int at = g.offset[part] + (lane / 16 * g.n_chunks[part] + dot / span) * 64 + lane % 16 * 4 + rest % 4;
+        code |= (codes[at] >> rest / 4 * w & ((1 << w) - 1)) << g.shift[part];
+    }
+    float scale, zero;
+    if (g.scale) {
+        scale = f16_bits_to_f32(half[0]) + f16_bits_to_f32(half[1]) * (float) params[8 + p];
+        zero  = f16_bits_to_f32(half[2]) + f16_bits_to_f32(half[3]) * (float) params[8 + g.np + p];
+    } else {
+        scale = f16_bits_to_f32(half[p]);
+        zero  = f16_bits_to_f32(half[g.np + p]);
+    }
+    return f32_to_f16_finite(zero + scale * (float) code);
+}
+
 static __global__ void decode_kernel(const kvq_affine_geometry g, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
     const int h = blockIdx.x, t = blockIdx.y;
-    codes  += (size_t) h * g.nb_codes;
-    params += (size_t) h * g.nb_params;
-    tile   += ((size_t) h * g.n_cells + t) * g.stride;
-    const uint16_t * half = (const uint16_t *) params;
     for (int c = threadIdx.x; c < g.stride; c += blockDim.x) {
-        if (c >= g.head_size) {
-            tile[c] = 0;
-            continue;
-        }
-        const int p = param_index(g, t, c), lane = g.role == KVQ_ROLE_K ? t : c, dot = g.role == KVQ_ROLE_K ? c : t;
-        int code = 0;
-        for (int part = 0; part < g.n_parts; part++) {
-            const int w = g.width[part], span = 32 / w, rest = dot % span;
-            const int at = g.offset[part] + (lane / 16 * g.n_chunks[part] + dot / span) * 64 + lane % 16 * 4 + rest % 4;
-            code |= (codes[at] >> rest / 4 * w & ((1 << w) - 1)) << g.shift[part];
-        }
-        float scale, zero;
-        if (g.scale) {
-            scale = f16_bits_to_f32(half[0]) + f16_bits_to_f32(half[1]) * (float) params[8 + p];
-            zero  = f16_bits_to_f32(half[2]) + f16_bits_to_f32(half[3]) * (float) params[8 + g.np + p];
-        } else {
-            scale = f16_bits_to_f32(half[p]);
-            zero  = f16_bits_to_f32(half[g.np + p]);
-        }
-        tile[c] = f32_to_f16_finite(zero + scale * (float) code);
+        tile[((size_t) h * g.n_cells + t) * g.stride + c] =
+            c < g.head_size ? decode_at(g, codes + (size_t) h * g.nb_codes, params + (size_t) h * g.nb_params, t, c) : 0;
     }
+}
+
+static __global__ void expand_kernel(const kvq_affine_geometry g, const kvq_page * pages, int n_kv, int n_head, uint16_t * rows) {
+    const kvq_page & page = pages[blockIdx.x];
+    const int h = blockIdx.y;
+    const uint8_t * codes  = (const uint8_t *) (g.role == KVQ_ROLE_K ? page.k_codes  : page.v_codes);
+    const uint8_t * params = (const uint8_t *) (g.role == KVQ_ROLE_K ? page.k_params : page.v_params);
+    const uint16_t * tile = (const uint16_t *) codes + (size_t) h * g.n_cells * g.stride;
+    const bool empty = !page.n_slots;
+    codes  += (size_t) h * g.nb_codes;
+    params += params ? (size_t) h * g.nb_params : 0;
+    for (int i = threadIdx.x; i < g.n_cells * g.head_size; i += blockDim.x) {
+        const int t = i / g.head_size, c = i % g.head_size, cell = page.cell + t;
+        if (cell < n_kv) {
+            rows[((size_t) cell * n_head + h) * g.head_size + c] = empty ? 0 : params ? decode_at(g, codes, params, t, c) : tile[t * g.stride + c];
+        }
+    }
+}
+
+void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, cudaStream_t stream) {
+    expand_kernel<<<dim3(n_pages, n_head), 256, 0, stream>>>(g, pages, n_kv, n_head, rows);
 }
 
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream) {

@@ -19,3 +19,6 @@ struct kvq_seal_rows { uint16_t * to[KVQ_SEAL_ROWS]; };
 void kvq_launch_rows  (const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
 void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
+
+// Cells [0, n_kv) of a lane as f16 rows [cell][head][head_size]: what a kernel for plain caches reads. Empty pages become zeros.
+void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, cudaStream_t stream);

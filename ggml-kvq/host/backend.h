@@ -47,7 +47,8 @@ ggml_backend_dev_t kvq_cuda_get   (size_t index);
 ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev); // buffer types of the inner device, NULL-terminated
 std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
 const char *       kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape);
-void               kvq_cuda_attend(kvq_kv_cache & cache, const std::vector<kvq_attn> & streams);
+// node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few: our kernel.
+bool               kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const ggml_tensor * node, const std::vector<kvq_attn> & streams);
 void               kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
 void *             kvq_cuda_stream(ggml_backend_t inner);

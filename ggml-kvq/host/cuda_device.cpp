@@ -5,6 +5,7 @@
 
 #include "../cuda/device.h"
 #include "ggml-cuda.h"
+#include "ggml-impl.h" // ggml_cgraph
 
 #include <cstring>
 #include <thread>
@@ -152,7 +153,42 @@ const char * kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape 
     return kvq_cuda_device::refuse(plan, shape.head_size_k, shape.head_size_v);
 }
 
-void kvq_cuda_attend(kvq_kv_cache & cache, const std::vector<kvq_attn> & streams) { cuda(cache).attend(streams.data(), (int) streams.size()); }
-void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream)                     { cuda(cache).set_stream(stream); }
-const std::string & kvq_cuda_error(kvq_kv_cache & cache)                          { return cuda(cache).error(); }
+void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream) { cuda(cache).set_stream(stream); }
+const std::string & kvq_cuda_error(kvq_kv_cache & cache)      { return cuda(cache).error(); }
+
+// a cache view as rows [stream][n_kv][head][head size] at data
+static ggml_tensor plain_rows(const ggml_tensor * view, void * data) {
+    ggml_tensor t = *view;
+    t.data     = data;
+    t.op       = GGML_OP_NONE;
+    t.view_src = nullptr;
+    memset(t.src, 0, sizeof(t.src));
+    t.nb[0] = 2;
+    t.nb[2] = t.nb[0] * t.ne[0];
+    t.nb[1] = t.nb[2] * t.ne[2];
+    t.nb[3] = t.nb[1] * t.ne[1];
+    return t;
+}
+
+bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const ggml_tensor * node, const std::vector<kvq_attn> & streams) {
+    const kvq_attn & a = streams[0];
+    void * k = nullptr, * v = nullptr;
+    if (a.n_q * (a.n_head / a.n_head_kv) > 64) {
+        ggml_tensor plain[3] = { plain_rows(node->src[1], nullptr), plain_rows(node->src[2], nullptr), *node };
+        plain[0].buffer = plain[1].buffer = node->src[0]->buffer;
+        plain[2].src[1] = &plain[0];
+        plain[2].src[2] = &plain[1];
+        if (ggml_backend_dev_supports_op(inner(b.device), &plain[2]) && cuda(cache).expand(streams.data(), (int) streams.size(), &k, &v)) {
+            plain[0].data = k;
+            plain[1].data = v;
+            ggml_tensor * nodes[1] = { &plain[2] };
+            ggml_cgraph graph = {};
+            graph.nodes   = nodes;
+            graph.n_nodes = 1;
+            return b.inner->iface.graph_compute(b.inner, &graph) == GGML_STATUS_SUCCESS;
+        }
+    }
+    cuda(cache).attend(streams.data(), (int) streams.size());
+    return true;
+}
 #endif

@@ -144,7 +144,7 @@ static bool set_rows(const kvq_backend_context & b, const ggml_tensor * node, co
     return true;
 }
 
-static bool flash_attn(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
     const ggml_tensor * q = node->src[0], * k = node->src[1], * mask = node->src[3], * sinks = node->src[4];
     kvq_kv_layer & l = *t.layer;
     const int page_cells = l.d.k.page_cells, n_kv = (int) k->ne[1], n_stream = (int) q->ne[3];
@@ -182,10 +182,10 @@ static bool flash_attn(const kvq_backend_context & b, const ggml_tensor * node, 
     }
 #ifdef KVQ_CUDA
     if (b.inner) {
-        kvq_cuda_attend(*t.cache, streams);
+        const bool ok = kvq_cuda_attend(b, *t.cache, node, streams);
         t.layer->k->commit(b.n_threads); // frames of this ubatch are free for the next layer
         t.layer->v->commit(b.n_threads);
-        return true;
+        return ok;
     }
 #endif
     kvq_cpu_attend(streams.data(), n_stream, b.n_threads);

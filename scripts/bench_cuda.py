@@ -1,0 +1,109 @@
+#!/usr/bin/env python3
+"""Speed of caches on one GPU, upstream's and ours, on a random 8B-shaped Q4_0 model. Builds nothing.
+
+    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib [--kernels build/kernels/test_cuda] [--depths 1024 32768 131072]
+
+Prints the kernels' own table (time of one layer's attention, floor = bytes / measured copy bandwidth) and then tokens/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+LAYERS, WIDTH, HEADS, HEADS_KV, FFN, VOCAB = 32, 4096, 32, 8, 14336, 32000
+CACHES = [
+    ("upstream f16", "CUDA0", "f16", "", ""),
+    ("upstream q8_0", "CUDA0", "q8_0", "", ""),
+    ("upstream q4_0", "CUDA0", "q4_0", "", ""),
+    ("kvq f16", "KVQ0", "f16", "f16", ""),
+    ("kivi-2 g128", "KVQ0", "f16", "kivi", "bits=2,group=128"),
+    ("kivi-4 g32", "KVQ0", "f16", "kivi", "bits=4"),
+    ("xquant 1.38", "KVQ0", "f16", "xquant", ""),
+]
+
+
+def write_model(path: Path) -> None:
+    """Random weights of the right shapes: Q4_0 blocks of 18 bytes (f16 scale, 32 nibbles), f32 norms."""
+    import gguf
+
+    rng = np.random.default_rng(1)
+    w = gguf.GGUFWriter(str(path), "llama")
+    w.add_block_count(LAYERS)
+    w.add_context_length(1 << 18)
+    w.add_embedding_length(WIDTH)
+    w.add_feed_forward_length(FFN)
+    w.add_head_count(HEADS)
+    w.add_head_count_kv(HEADS_KV)
+    w.add_layer_norm_rms_eps(1e-5)
+    w.add_rope_dimension_count(WIDTH // HEADS)
+    w.add_rope_freq_base(500000.0)
+    w.add_vocab_size(VOCAB)
+    w.add_tokenizer_model("none")
+
+    def q4(name: str, rows: int, columns: int) -> None:
+        blocks = rng.integers(0, 256, (rows, columns // 32, 18), dtype=np.uint8)
+        blocks[:, :, :2] = np.frombuffer(np.float16(0.006).tobytes(), dtype=np.uint8)
+        w.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+
+    kv = WIDTH // HEADS * HEADS_KV
+    q4("token_embd.weight", VOCAB, WIDTH)
+    q4("output.weight", VOCAB, WIDTH)
+    w.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
+    for i in range(LAYERS):
+        for name in ("attn_norm", "ffn_norm"):
+            w.add_tensor(f"blk.{i}.{name}.weight", np.ones(WIDTH, np.float32))
+        for name, rows, columns in (("attn_q", WIDTH, WIDTH), ("attn_k", kv, WIDTH), ("attn_v", kv, WIDTH), ("attn_output", WIDTH, WIDTH),
+                                    ("ffn_gate", FFN, WIDTH), ("ffn_up", FFN, WIDTH), ("ffn_down", WIDTH, FFN)):
+            q4(f"blk.{i}.{name}.weight", rows, columns)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--bench", type=Path, required=True, help="the program built from scripts/bench_depth.cpp")
+    p.add_argument("--lib", type=Path, required=True, help="folder of libllama, libggml-cuda and libggml-kvq")
+    p.add_argument("--kernels", type=Path, help="the program built from tests/native/test_cuda.cpp")
+    p.add_argument("--model", type=Path, default=Path("random-8b-q4_0.gguf"), help="written when missing")
+    p.add_argument("--depths", type=int, nargs="+", default=[1024, 32768, 131072])
+    p.add_argument("--generate", type=int, default=64, help="tokens timed behind each depth")
+    p.add_argument("--only", nargs="+", help="parts of cache names")
+    p.add_argument("--timeout", type=float, default=120)
+    a = p.parse_args()
+    if a.kernels:
+        subprocess.run([a.kernels, "bench"], check=True)
+    if not a.model.exists():
+        write_model(a.model)
+    print(f"{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}{'generation t/s':>16}{'x f16':>8}", flush=True)
+    base: dict[int, float] = {}
+    for depth in a.depths:
+        for name, device, cache_type, method, opts in CACHES:
+            if a.only and not any(x in name for x in a.only):
+                continue
+            env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_QUIET": "1", "KVQ_MODEL": str(a.model)}
+            if method:
+                env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
+            command = [str(a.bench), str(a.model), device, str(depth), str(a.generate), cache_type]
+            try:
+                out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
+            except subprocess.TimeoutExpired:
+                print(f"{name:<16}{depth:>8}  longer than {a.timeout:.0f} s", flush=True)
+                continue
+            fields = out.stdout.split()
+            if out.returncode or len(fields) != 4:
+                print(f"{name:<16}{depth:>8}  failed: {out.stderr.strip()[-200:]}", flush=True)
+                continue
+            speed = float(fields[3])
+            base.setdefault(depth, speed)
+            print(f"{name:<16}{depth:>8}{float(fields[1]):>12.0f}{float(fields[2]):>12.0f}{speed:>16.1f}{speed / base[depth]:>8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

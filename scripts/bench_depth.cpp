@@ -1,0 +1,76 @@
+// Generation and prompt speed behind a filled cache, without saving states in between.
+//   bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0]      prints: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s
+#include "ggml-backend.h"
+#include "llama.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+int main(int argc, char ** argv) {
+    if (argc < 5) {
+        fprintf(stderr, "usage: bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0]\n");
+        return 2;
+    }
+    const int depth = atoi(argv[3]), n_gen = atoi(argv[4]);
+    llama_log_set([](ggml_log_level level, const char * text, void *) { if (level >= GGML_LOG_LEVEL_ERROR) { fputs(text, stderr); } }, nullptr);
+    ggml_backend_load_all();
+    ggml_backend_dev_t devices[2] = { ggml_backend_dev_by_name(argv[2]), nullptr };
+    if (!devices[0]) {
+        fprintf(stderr, "no device %s\n", argv[2]);
+        return 1;
+    }
+    llama_model_params mp = llama_model_default_params();
+    mp.devices      = devices;
+    mp.n_gpu_layers = 999;
+    llama_model * model = llama_model_load_from_file(argv[1], mp);
+    if (!model) {
+        return 1;
+    }
+    llama_context_params cp = llama_context_default_params();
+    cp.n_ctx    = (uint32_t) (depth + n_gen + 256);
+    cp.n_batch  = 2048;
+    cp.n_ubatch = 512;
+    cp.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
+    const char * type = argc > 5 ? argv[5] : "f16";
+    cp.type_k = cp.type_v = !strcmp(type, "q8_0") ? GGML_TYPE_Q8_0 : !strcmp(type, "q4_0") ? GGML_TYPE_Q4_0 : GGML_TYPE_F16;
+    llama_context * ctx = llama_init_from_model(model, cp);
+    if (!ctx) {
+        return 1;
+    }
+    const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    std::vector<llama_token> tokens((size_t) depth);
+    for (auto & t : tokens) { t = rand() % n_vocab; }
+    const double t0 = now();
+    double last = 0;
+    for (int i = 0; i < depth; i += 2048) {
+        const int n = depth - i < 2048 ? depth - i : 2048;
+        llama_synchronize(ctx);
+        const double a = now();
+        if (llama_decode(ctx, llama_batch_get_one(&tokens[(size_t) i], n))) {
+            return 1;
+        }
+        llama_synchronize(ctx);
+        last = n / (now() - a);
+    }
+    const double t1 = now();
+    double t2 = t1;
+    for (int i = 0; i < n_gen + 8; i++) {
+        if (i == 8) {
+            t2 = now();
+        }
+        llama_token t = rand() % n_vocab;
+        if (llama_decode(ctx, llama_batch_get_one(&t, 1))) {
+            return 1;
+        }
+        llama_synchronize(ctx);
+    }
+    printf("%d %.1f %.1f %.2f\n", depth, depth / (t1 - t0), last, n_gen / (now() - t2));
+    llama_free(ctx);
+    llama_model_free(model);
+    return 0;
+}
