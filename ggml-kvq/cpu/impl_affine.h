@@ -125,11 +125,11 @@ static inline void dot_part(const uint8_t * p, size_t tile_stride, int n_chunks,
         u8x64 x[T];
         for (int t = 0; t < T; t++) { x[t] = u8_load(p + t * tile_stride + (size_t) c * KVQ_CHUNK_BYTES); }
         const int8_t * w = w8 + c * (32 / W);
-#pragma GCC unroll 8
+        KVQ_UNROLL
         for (int j = 0; j < 8 / W; j++) {
             u8x64 f[T];
             for (int t = 0; t < T; t++) { f[t] = W == 8 ? x[t] : u8_field(x[t], j * W, (1 << W) - 1, UP); }
-#pragma GCC unroll 8
+            KVQ_UNROLL
             for (int r = 0; r < R; r++) {
                 const i8x4 b = i8_set4(w + r * ws + 4*j);
                 for (int t = 0; t < T; t++) { acc[t][r] = dot4(acc[t][r], f[t], b); }

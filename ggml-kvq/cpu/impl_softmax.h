@@ -63,10 +63,10 @@ template <int R> static void softmax_rows(int n, float * logits, float scale, fl
 }
 
 static void softmax(int n_rows, int n, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask, float * m, float * l, float * correction, float * sums) {
-#define CALL(R, r) softmax_rows<(R > 4 ? 4 : R)>(n, logits + (size_t) (r) * n, scale, cap, slope + r, mask + r, m + r, l + r, correction + r, sums + r)
+#define CALL(R, r) softmax_rows<R>(n, logits + (size_t) (r) * n, scale, cap, slope + r, mask + r, m + r, l + r, correction + r, sums + r)
     int r = 0;
-    for (; r + 4 <= n_rows; r += 4) { CALL(4, r); }
-    for (; r < n_rows; r++)         { CALL(1, r); }
+    for (; KVQ_R >= 4 && r + 4 <= n_rows; r += 4) { CALL((KVQ_R >= 4 ? 4 : 1), r); }
+    for (; r < n_rows; r++) { CALL(1, r); }
 #undef CALL
 }
 

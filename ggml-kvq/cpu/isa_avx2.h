@@ -12,6 +12,7 @@ struct i32x16 { __m256i a, b; };
 struct u8x64  { __m256i a, b; };
 typedef __m256i i8x4; // four int8 in every lane
 
+#define KVQ_UNROLL _Pragma("GCC unroll 8")
 constexpr int KVQ_R     = 4; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 1; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise

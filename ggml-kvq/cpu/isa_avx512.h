@@ -18,6 +18,7 @@ typedef __m512i i32x16;
 typedef __m512i u8x64;
 typedef __m512i i8x4; // four int8 in every lane
 
+#define KVQ_UNROLL _Pragma("GCC unroll 8")
 constexpr int KVQ_R     = 8; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 4; // likewise, with four cells each
 constexpr int KVQ_TILES = 2; // tiles of 16 lanes likewise

@@ -13,6 +13,7 @@ struct i32x16 { int32x4_t   v[4]; };
 struct u8x64  { uint8x16_t  v[4]; };
 typedef int8x16_t i8x4; // four int8 in every lane
 
+#define KVQ_UNROLL _Pragma("GCC unroll 8")
 constexpr int KVQ_R     = 4; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 4; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise

@@ -13,7 +13,8 @@ struct i32x16 { int32_t v[16]; };
 struct u8x64  { uint8_t v[64]; };
 struct i8x4   { int8_t  v[4]; };
 
-constexpr int KVQ_R     = 4; // rows that share the registers
+#define KVQ_UNROLL
+constexpr int KVQ_R     = 1; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 1; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
 

@@ -14,10 +14,10 @@ static inline int pad_to(int n, int to) { return (n + to - 1) / to * to; }
 #define KVQ_ROWS(n_rows, call)                                                                  \
     do {                                                                                        \
         int r = 0;                                                                              \
-        for (; KVQ_R >= 8 && r + 8 <= n_rows; r += 8) { call((KVQ_R >= 8 ? 8 : 4), r); }        \
-        for (; r + 4 <= n_rows; r += 4) { call(4, r); }                                         \
-        for (; r + 2 <= n_rows; r += 2) { call(2, r); }                                         \
-        for (; r < n_rows; r++)         { call(1, r); }                                         \
+        for (; KVQ_R >= 8 && r + 8 <= n_rows; r += 8) { call((KVQ_R >= 8 ? 8 : 1), r); }        \
+        for (; KVQ_R >= 4 && r + 4 <= n_rows; r += 4) { call((KVQ_R >= 4 ? 4 : 1), r); }        \
+        for (; KVQ_R >= 2 && r + 2 <= n_rows; r += 2) { call((KVQ_R >= 2 ? 2 : 1), r); }        \
+        for (; r < n_rows; r++) { call(1, r); }                                                 \
     } while (0)
 
 // p[i] = sum (maximum) of x[i], i < R
