@@ -85,14 +85,16 @@ template <int R, bool U8> static inline void fold_as(const param_reader & in, si
     for (; i < f.ws; i += 16) {
         for (int r = 0; r < R; r++) { f32_store(f.w + r * f.ws + i, f32_set1(0.0f)); }
     }
-    float amax[R], inv[R + 1];
+    float amax[R], inv[R * KVQ_MAX_CELLS / 32 + 1]; // by 32 values when a store may cover the seam of two rows, else by row
     max_rows<R>(amax, top);
     sum_rows<R>(base, sum);
+    const int per_row = f.ws % 64 ? f.ws / 32 : 1;
     for (int r = 0; r < R; r++) {
-        inv [r] = amax[r] > 0.0f ? 127.0f / amax[r] : 0.0f;
+        const float x = amax[r] > 0.0f ? 127.0f / amax[r] : 0.0f;
+        for (int k = 0; k < per_row; k++) { inv[r * per_row + k] = x; }
         step[r] = amax[r] / 127.0f;
     }
-    inv[R] = 0.0f;
+    inv[R * per_row] = 0.0f;
     if (f.ws % 64 == 0) {
         for (int r = 0; r < R; r++) {
             const f32x16 a = f32_set1(inv[r]);
@@ -100,10 +102,11 @@ template <int R, bool U8> static inline void fold_as(const param_reader & in, si
                 i8_store4(f.w8 + j, f32_mul(f32_load(f.w + j), a), f32_mul(f32_load(f.w + j + 16), a), f32_mul(f32_load(f.w + j + 32), a), f32_mul(f32_load(f.w + j + 48), a));
             }
         }
-    } else { // 32 more than a multiple of 64: a store may cover the seam of two rows
-        for (int j = 0; j < R * f.ws; j += 64) {
-            const f32x16 a = f32_set1(inv[j / f.ws]), b = f32_set1(inv[(j + 32) / f.ws]);
-            i8_store4(f.w8 + j, f32_mul(f32_load(f.w + j), a), f32_mul(f32_load(f.w + j + 16), a), f32_mul(f32_load(f.w + j + 32), b), f32_mul(f32_load(f.w + j + 48), b));
+    } else {
+        for (int k = 0; k < R * per_row; k += 2) {
+            const float * w = f.w + 32*k;
+            const f32x16 a = f32_set1(inv[k]), b = f32_set1(inv[k + 1]);
+            i8_store4(f.w8 + 32*k, f32_mul(f32_load(w), a), f32_mul(f32_load(w + 16), a), f32_mul(f32_load(w + 32), b), f32_mul(f32_load(w + 48), b));
         }
     }
 }
