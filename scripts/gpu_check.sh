@@ -25,15 +25,15 @@ if has kernels; then
     cd "$build/kernels"
     root=../..; [[ $build = /* ]] && root=$OLDPWD
     flags="-std=c++17 -O3 -I$root/ggml-kvq/include"
+    exact=-ffp-contract=off # every operation rounds, as in the numpy definition
     {
         for f in "$root"/ggml-kvq/{types,methods,cache,cpu}/*.cpp; do
             extra=
             case $f in
                 *_avx2.cpp)   extra="-mavx2 -mfma -mf16c" ;;
                 *_avx512.cpp) extra="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c" ;;
-                */types/*)    extra="-ffp-contract=off" ;;
             esac
-            echo "g++ $flags -fopenmp $extra -c $f -o $(basename "$(dirname "$f")")_$(basename "$f").o"
+            echo "g++ $flags $exact -fopenmp $extra -c $f -o $(basename "$(dirname "$f")")_$(basename "$f").o"
         done
         for f in "$root"/ggml-kvq/cuda/*.cu; do
             extra=

@@ -170,27 +170,6 @@ static __global__ void decode_kernel(const kvq_affine_geometry g, const uint8_t 
     }
 }
 
-static __global__ void expand_kernel(const kvq_affine_geometry g, const kvq_page * pages, int n_kv, int n_head, uint16_t * rows) {
-    const kvq_page & page = pages[blockIdx.x];
-    const int h = blockIdx.y;
-    const uint8_t * codes  = (const uint8_t *) (g.role == KVQ_ROLE_K ? page.k_codes  : page.v_codes);
-    const uint8_t * params = (const uint8_t *) (g.role == KVQ_ROLE_K ? page.k_params : page.v_params);
-    const uint16_t * tile = (const uint16_t *) codes + (size_t) h * g.n_cells * g.stride;
-    const bool empty = !page.n_slots;
-    codes  += (size_t) h * g.nb_codes;
-    params += params ? (size_t) h * g.nb_params : 0;
-    for (int i = threadIdx.x; i < g.n_cells * g.head_size; i += blockDim.x) {
-        const int t = i / g.head_size, c = i % g.head_size, cell = page.cell + t;
-        if (cell < n_kv) {
-            rows[((size_t) cell * n_head + h) * g.head_size + c] = empty ? 0 : params ? decode_at(g, codes, params, t, c) : tile[t * g.stride + c];
-        }
-    }
-}
-
-void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, cudaStream_t stream) {
-    expand_kernel<<<dim3(n_pages, n_head), 256, 0, stream>>>(g, pages, n_kv, n_head, rows);
-}
-
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream) {
     decode_kernel<<<dim3(n_head, g.n_cells), 128, 0, stream>>>(g, codes, params, tile);
 }

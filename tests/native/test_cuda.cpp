@@ -227,6 +227,19 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     d.attend(a.data(), c.n_stream);
     d.get(dst.data(), to.p, dst.size() * 4);
     CHECK(d.error().empty(), "%s", d.error().c_str());
+    if (!c.map) { // plain rows of the same cells
+        void * there[2];
+        CHECK(d.expand(a.data(), c.n_stream, &there[0], &there[1]), "out of memory");
+        std::vector<uint16_t> rows((size_t) c.n_stream * n_kv * c.n_kv_heads * D);
+        for (int r = 0; r < 2; r++) {
+            d.get(rows.data(), there[r], rows.size() * 2);
+            for (size_t i = 0; i < rows.size(); i++) {
+                const size_t per = rows.size() / c.n_stream, s = i / per, cell = i % per / ((size_t) c.n_kv_heads * D);
+                const float want = w.pages[s * w.k.n_pages + cell / P].n_slots ? (r ? w.vx : w.kx)[s][i % per] : 0.0f, got = kvq_f16_to_f32(rows[i]);
+                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 2e-3f, "expanded %s of cell %zu is %g, not %g (bits %d/%d group %d scale %d D %d)", r ? "V" : "K", cell, got, want, c.kb, c.vb, c.group, c.scale, D);
+            }
+        }
+    }
     int log2 = 1;
     while (2*log2 <= H) { log2 *= 2; }
     double err = 0, norm = 0;
