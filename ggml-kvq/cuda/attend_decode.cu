@@ -196,25 +196,6 @@ template <int D> __device__ __forceinline__ void accumulate_open(const kvq_affin
     }
 }
 
-// Asks L2 for the 32 cells that come next: a line a lane.
-template <int D> __device__ __forceinline__ void prefetch(const kvq_attend_args & a, const kvq_page & page, int kvh, int t0) {
-    const int lane = threadIdx.x % 32;
-    const char * p = nullptr;
-    if (lane < 12 && page.k_params) {
-        const int nb = 2 * a.k.n_chunks[0] * 64, at = 128 * (lane < 8 ? lane : lane & 1);
-        const char * codes = (const char *) page.k_codes + (size_t) kvh * a.k.nb_codes + t0 / 16 * a.k.n_chunks[0] * 64;
-        const char * params = (const char *) page.k_params + (size_t) kvh * a.k.nb_params + 2 * (t0 / a.k.group * D + (lane >= 10 ? a.k.np : 0));
-        p = lane < 8 ? (at < nb ? codes + at : nullptr) : a.k.scale ? nullptr : params + at;
-    } else if (lane >= 12 && lane < 20 && page.v_params && (lane - 12) * 16 < D) {
-        p = (const char *) page.v_codes + (size_t) kvh * a.v.nb_codes + ((lane - 12) * a.v.n_chunks[0] + t0 * a.v.width[0] / 32) * 64;
-    } else if (lane >= 20 && lane < 28 && page.v_params && !a.v.scale && lane % 4 * a.v.group < D) {
-        p = (const char *) page.v_params + (size_t) kvh * a.v.nb_params + 2 * (lane % 4 * a.v.n_cells + t0 + (lane >= 24 ? a.v.np : 0));
-    }
-    if (p) {
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
-    }
-}
-
 template <int D, bool HALF> __global__ void __launch_bounds__(128, D == 128 ? 3 : 4) decode_kernel(const kvq_attend_args a) {
     constexpr int R = HALF ? 1 : 2; // rows of a thread
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, kvh = blockIdx.y, is = blockIdx.z;
@@ -329,9 +310,6 @@ template <int D, bool HALF> __global__ void __launch_bounds__(128, D == 128 ? 3 
         }
         codes  = (const uint8_t *) page.v_codes;
         params = (const uint8_t *) page.v_params;
-        if (unit + 2 < unit1) {
-            prefetch<D>(a, st.pages[(unit + 2) / per_page], kvh, (unit + 2) % per_page * 32);
-        }
         if (!params) {
             accumulate_open<D>(a.v, w, (const uint16_t *) codes + (size_t) kvh * a.v.n_cells * a.v.stride, t0, p);
         } else {

@@ -221,8 +221,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
         const bool few    = kvq_decode_fits(a, n_streams);
         const int n_warps = a.n_rows > 16 ? 4 : 1;
         const int blocks  = (a.n_rows + 16 * n_warps - 1) / (16 * n_warps) * a.n_head_kv * n_streams;
-        // one wave: three blocks of four warps of the decode kernel fit a multiprocessor
-        const int want    = n_sm * (few ? 12 : n_warps == 1 ? 10 : 3);
+        const int want    = n_sm * (few ? 16 : n_warps == 1 ? 10 : 3); // measured: 12 a multiprocessor (one wave) is slower for few rows
         a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), a.n_pages * a.page_cells / 32, 1024 }));
         if (a.n_splits > 1 || few) {
             const size_t need = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);

@@ -236,7 +236,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
             for (size_t i = 0; i < rows.size(); i++) {
                 const size_t per = rows.size() / c.n_stream, s = i / per, cell = i % per / ((size_t) c.n_kv_heads * D);
                 const float want = w.pages[s * w.k.n_pages + cell / P].n_slots ? (r ? w.vx : w.kx)[s][i % per] : 0.0f, got = kvq_f16_to_f32(rows[i]);
-                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 2e-3f, "expanded %s of cell %zu is %g, not %g (bits %d/%d group %d scale %d D %d)", r ? "V" : "K", cell, got, want, c.kb, c.vb, c.group, c.scale, D);
+                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 5e-3f, "expanded %s of cell %zu is %g, not %g (bits %d/%d group %d scale %d D %d)", r ? "V" : "K", cell, got, want, c.kb, c.vb, c.group, c.scale, D);
             }
         }
     }
