@@ -15,6 +15,7 @@ struct kvq_device_context {
     struct grant { size_t nb; int n_left; };
     std::map<std::string, grant> granted; // ggml asks twice more per tensor while it places them
     bool refused = false;    // the graph just split needs something unsupported: the next compute buffer is denied
+    std::vector<std::string> refusals; // printed once each: llama.cpp may try a context for size (--fit) before the real one
 };
 
 struct kvq_backend_context {

@@ -89,8 +89,14 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         const ggml_tensor * k = op->src[1], * v = op->src[2];
         t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
     }
-    if (!why.empty() && !dev.refused) {
-        kvq_report_error(why);
+    if (!why.empty()) {
+        if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), why) == dev.refusals.end()) {
+            kvq_report_error(why);
+            dev.refusals.push_back(why);
+        }
+        if (!dev.refused) {
+            kvq_set_error(why);
+        }
         dev.refused = true;
     }
     if (!why.empty() && t.cache) {

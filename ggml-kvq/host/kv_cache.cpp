@@ -36,7 +36,8 @@ bool kvq_cache_draft::begin() {
 
 size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
     const kvq_lane_id id = kvq_parse_cache_name(name);
-    const bool next = !layers.empty() && (layers.back().il < id.il || (layers.back().il == id.il && id.value && !layers.back().has_v));
+    const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
+    last = id;
     if (!next && !begin()) {
         return 0;
     }
@@ -61,6 +62,9 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
         return 0;
     }
     const int n_model = model.n_layer > 0 ? model.n_layer : 32;
+    if (!d.has_k) { // a query for values alone
+        d.n_embd_k = n_embd;
+    }
     d.shape = kvq_guess_shape(model, id.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
     const kvq_layer_context c = { (int) layers.size() - 1, n_model, d.shape, layers.size() > 1 ? &layers[layers.size() - 2].shape : nullptr };
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {

@@ -41,6 +41,7 @@ public:
 private:
     bool begin();
     std::string err;
+    kvq_lane_id last; // the tensor asked for before this one
 };
 
 struct kvq_kv_layer {

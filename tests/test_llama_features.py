@@ -1,0 +1,453 @@
+"""What llama.cpp does to a cache besides decoding: random sequences of decode, rollback, copy, shift, save, restore and clear on our
+cache and on upstream's, the same tokens at the same positions, logits compared after every step."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from ctypes import POINTER, c_int8, c_int32, c_size_t, c_uint8, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ggml_kvq import Model, _paths, llama
+
+N_CTX = 1024
+SOURCES = Path(__file__).resolve().parent.parent / "ggml-kvq"
+TEXT = "".join(
+    (SOURCES / name).read_text()
+    for name in ("include/ggml-kvq.h", "cache/store.h", "cpu/kernels.h")
+)  # what the demo model reads well
+MORE = [
+    ("llama_memory_seq_cp", None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    ("llama_memory_seq_add", None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    ("llama_state_seq_get_size", c_size_t, [c_void_p, c_int32]),
+    (
+        "llama_state_seq_get_data",
+        c_size_t,
+        [c_void_p, POINTER(c_uint8), c_size_t, c_int32],
+    ),
+    (
+        "llama_state_seq_set_data",
+        c_size_t,
+        [c_void_p, POINTER(c_uint8), c_size_t, c_int32],
+    ),
+]
+
+
+class Context:
+    """A llama_context with n_seq sequences on the weights of a Model (which also keeps a small context of its own)."""
+
+    def __init__(
+        self, path: Path, method: str | None, opts: str, n_seq: int, unified: bool
+    ) -> None:
+        self.model = Model(
+            path, kv_method=method, kv_opts=opts or None, n_ctx=256, n_threads=2
+        )
+        self.lib = self.model._libs.llama
+        for name, restype, argtypes in MORE:
+            f = getattr(self.lib, name)
+            f.restype, f.argtypes = restype, argtypes
+        params = self.lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
+            N_CTX * n_seq,
+            512,
+            128,
+            n_seq,
+        )
+        params.n_threads = params.n_threads_batch = 2
+        params.flash_attn_type, params.kv_unified = llama.FLASH_ATTN_ENABLED, unified
+        kvq = self.model._libs.kvq
+        if method:
+            assert (
+                kvq.kvq_configure(
+                    method.encode(), opts.encode(), None, os.fsencode(path)
+                )
+                == 0
+            )
+        self.ctx = self.lib.llama_init_from_model(self.model._model, params)
+        if method:
+            kvq.kvq_configure(None, None, None, None)
+        assert self.ctx
+        self.memory = self.lib.llama_get_memory(self.ctx)
+
+    def close(self) -> None:
+        self.lib.llama_free(self.ctx)
+        self.model.close()
+
+    def decode(self, seq: int, tokens: list[int], pos: int) -> np.ndarray[Any, Any]:
+        """Log-probabilities of the last token."""
+        n = len(tokens)
+        seq_id = (c_int32 * 1)(seq)
+        rows = (POINTER(c_int32) * n)(*[ctypes.cast(seq_id, POINTER(c_int32))] * n)
+        batch = llama.llama_batch(
+            n_tokens=n,
+            token=(c_int32 * n)(*tokens),
+            pos=(c_int32 * n)(*range(pos, pos + n)),
+            n_seq_id=(c_int32 * n)(*[1] * n),
+            seq_id=ctypes.cast(rows, POINTER(POINTER(c_int32))),
+            logits=(c_int8 * n)(*[0] * (n - 1), 1),
+        )
+        assert self.lib.llama_decode(self.ctx, batch) == 0
+        x = np.ctypeslib.as_array(
+            self.lib.llama_get_logits(self.ctx), (1, self.model.n_vocab)
+        )[0].astype(np.float64)
+        x -= x.max()
+        return x - np.log(np.exp(x).sum())
+
+    def decode_both(
+        self, parts: list[list[int]], pos: int
+    ) -> list[np.ndarray[Any, Any]]:
+        """Sequences 0 and 1 in one batch, the same number of tokens each."""
+        n = len(parts[0])
+        ids = [(c_int32 * 1)(s) for s in (0, 1)]
+        rows = (POINTER(c_int32) * (2 * n))(
+            *[ctypes.cast(ids[i // n], POINTER(c_int32)) for i in range(2 * n)]
+        )
+        batch = llama.llama_batch(
+            n_tokens=2 * n,
+            token=(c_int32 * (2 * n))(*parts[0], *parts[1]),
+            pos=(c_int32 * (2 * n))(*range(pos, pos + n), *range(pos, pos + n)),
+            n_seq_id=(c_int32 * (2 * n))(*[1] * (2 * n)),
+            seq_id=ctypes.cast(rows, POINTER(POINTER(c_int32))),
+            logits=(c_int8 * (2 * n))(*[int(i % n == n - 1) for i in range(2 * n)]),
+        )
+        assert self.lib.llama_decode(self.ctx, batch) == 0
+        x = np.ctypeslib.as_array(
+            self.lib.llama_get_logits(self.ctx), (2, self.model.n_vocab)
+        ).astype(np.float64)
+        x -= x.max(1, keepdims=True)
+        return list(x - np.log(np.exp(x).sum(1, keepdims=True)))
+
+    def save(self, seq: int) -> bytes:
+        n = self.lib.llama_state_seq_get_size(self.ctx, seq)
+        data = (c_uint8 * n)()
+        assert self.lib.llama_state_seq_get_data(self.ctx, data, n, seq) == n
+        return bytes(data)
+
+    def load(self, seq: int, data: bytes) -> None:
+        assert self.lib.llama_state_seq_set_data(
+            self.ctx, (c_uint8 * len(data)).from_buffer_copy(data), len(data), seq
+        ) == len(data)
+
+
+def random_walk(
+    path: Path, method: str, opts: str, unified: bool, n_steps: int, seed: int
+) -> list[float]:
+    """KL divergence from upstream's f16 cache after each decode of a random walk."""
+    rng = np.random.default_rng(seed)
+    ours, theirs = (
+        Context(path, method, opts, 2, unified),
+        Context(path, None, "", 2, unified),
+    )
+    text = ours.model.tokenize(TEXT, add_bos=True)
+    kld: list[float] = []
+    length = [0, 0]
+    held: dict[int, tuple[int, list[bytes]]] = {}
+    for step in range(n_steps):
+        seq, op = int(rng.integers(2)), int(rng.integers(20))
+        if op < 12:
+            n = int(rng.integers(1, 6) if rng.integers(3) else rng.integers(30, 250))
+            if length[seq] + n > N_CTX - 8:
+                for c in (ours, theirs):
+                    c.lib.llama_memory_seq_rm(c.memory, seq, -1, -1)
+                length[seq] = 0
+            at = int(rng.integers(0, len(text) - n))
+            p, q = (
+                c.decode(seq, text[at : at + n], length[seq]) for c in (ours, theirs)
+            )
+            kld.append(float((np.exp(q) * (q - p)).sum()))
+            assert np.isfinite(p).all(), (seed, step)
+            length[seq] += n
+        elif op < 15 and length[seq]:
+            cut = int(rng.integers(1, min(length[seq], 40) + 1))
+            for c in (ours, theirs):
+                assert c.lib.llama_memory_seq_rm(c.memory, seq, length[seq] - cut, -1)
+            length[seq] -= cut
+        elif (
+            op == 15 and length[seq] > 200
+        ):  # context shift: drop 64 tokens behind the first 4
+            for c in (ours, theirs):
+                assert c.lib.llama_memory_seq_rm(c.memory, seq, 4, 68)
+                c.lib.llama_memory_seq_add(c.memory, seq, 68, -1, -64)
+            length[seq] -= 64
+        elif op == 16 and length[seq]:
+            for c in (ours, theirs):
+                c.lib.llama_memory_seq_rm(c.memory, 1 - seq, -1, -1)
+                c.lib.llama_memory_seq_cp(c.memory, seq, 1 - seq, -1, -1)
+            length[1 - seq] = length[seq]
+        elif op == 17 and length[seq]:
+            held[seq] = (length[seq], [c.save(seq) for c in (ours, theirs)])
+        elif op == 18 and seq in held:
+            for c, data in zip((ours, theirs), held[seq][1], strict=True):
+                c.load(seq, data)
+            length[seq] = held[seq][0]
+        elif op == 19 and not rng.integers(4):
+            for c in (ours, theirs):
+                c.lib.llama_memory_clear(c.memory, True)
+            length = [0, 0]
+    ours.close()
+    theirs.close()
+    return kld
+
+
+# mean KL divergence allowed; f16 differs by rounding through 8-bit weights
+WALKS = [
+    ("f16", "", 0.004),
+    ("kivi", "bits=4", 0.03),
+    ("kivi", "bits=4,group=64,scales=u8", 0.05),
+    ("xquant", "", 1.5),
+]
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize(
+    ("method", "opts", "limit"), WALKS, ids=[f"{m}-{o}" for m, o, _ in WALKS]
+)
+def test_random_walk_follows_upstream(
+    demo_model: Path, method: str, opts: str, limit: float, unified: bool
+) -> None:
+    seed = 11
+    kld = random_walk(demo_model, method, opts, unified, 120, seed)
+    print(
+        f"seed {seed}: {len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}"
+    )
+    assert len(kld) > 40 and np.mean(kld) < limit
+
+
+@pytest.mark.parametrize("method", ["f16", "kivi", "xquant"])
+def test_saved_sequence_reads_back_equal(demo_model: Path, method: str) -> None:
+    c = Context(demo_model, method, "", 2, unified=False)
+    tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
+    c.decode(0, tokens[:500], 0)
+    c.decode(0, tokens[500:], 500)
+    data = c.save(0)
+    c.load(1, data)
+    n_kv = (
+        2 * 2 * 700 * c.model.n_layer * c.model.n_head_kv * 64
+    )  # f16 rows of K and V; what comes before names cells and sequence
+    # sequence 0 is followed by the empty cell list of stream 1
+    assert c.save(1)[-n_kv:] == data[-n_kv - 4 : -4]
+    p, q = c.decode(0, [5, 6, 7], 700), c.decode(1, [5, 6, 7], 700)
+    c.close()
+    assert np.abs(p - q).max() < 1e-4
+
+
+# ------------------------------------------------------------------ upstream's programs, without a launcher
+
+
+def program(
+    name: str, *args: str | Path, method: str = "xquant", opts: str = "", **more: Any
+) -> subprocess.CompletedProcess[str]:
+    env = {
+        **os.environ,
+        "GGML_BACKEND_PATH": str(_paths.backend()),
+        "KVQ_METHOD": method,
+        "KVQ_OPTS": opts,
+    }
+    argv = [str(_paths.program(name)), *map(str, args)]
+    return subprocess.run(
+        argv, env=env, capture_output=True, text=True, timeout=300, **more
+    )
+
+
+def test_load_line_and_buffer_size_agree(demo_model: Path) -> None:
+    r = program(
+        "llama-completion",
+        "-m",
+        demo_model,
+        "-dev",
+        "KVQ0",
+        "-fa",
+        "on",
+        "-c",
+        "2048",
+        "-n",
+        "1",
+        "-p",
+        "x",
+        "-no-cnv",
+        "-lv",
+        "4",
+    )
+    assert r.returncode == 0, r.stderr
+    line = re.search(
+        r"ggml-kvq: xquant.*?: ([\d.]+) MiB KV cache instead of ([\d.]+) MiB", r.stderr
+    )
+    size = re.search(r"KVQ KV buffer size = +([\d.]+) MiB", r.stderr)
+    assert line and size, r.stderr
+    assert float(line[1]) == pytest.approx(float(size[1]), abs=0.02)
+    with Model(demo_model, kv_method="xquant", n_ctx=2048) as m:
+        assert m.kv_stats()["bytes_total"] / 2**20 == pytest.approx(
+            float(line[1]), abs=0.02
+        )
+
+
+def test_llama_bench_at_depth(demo_model: Path) -> None:
+    r = program(
+        "llama-bench",
+        "-m",
+        demo_model,
+        "-dev",
+        "KVQ0",
+        "-fa",
+        "1",
+        "-d",
+        "300",
+        "-p",
+        "16",
+        "-n",
+        "4",
+        "-r",
+        "1",
+        "-o",
+        "json",
+    )
+    assert r.returncode == 0, r.stderr
+    rows = json.loads(r.stdout)
+    assert [(x["n_depth"], x["avg_ts"] > 0) for x in rows] == [(300, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("args", "opts", "method", "words"),
+    [
+        (["-fa", "off"], "", "xquant", ["flash attention", "-fa on"]),
+        (["-fa", "on", "-ctk", "q8_0"], "", "xquant", ["-ctk"]),
+        (["-fa", "on"], "", "nosuch", ["nosuch", "xquant"]),
+        (["-fa", "on"], "bits=9", "kivi", ["bits=9", "1..4"]),
+        (["-fa", "on"], "colour=red", "kivi", ["colour", "bits"]),
+    ],
+)
+def test_refused_at_load_with_one_line(
+    demo_model: Path, args: list[str], opts: str, method: str, words: list[str]
+) -> None:
+    r = program(
+        "llama-completion",
+        "-m",
+        demo_model,
+        "-dev",
+        "KVQ0",
+        *args,
+        "-n",
+        "4",
+        "-p",
+        "x",
+        "-no-cnv",
+        method=method,
+        opts=opts,
+    )
+    lines = [x for x in r.stderr.splitlines() if "ggml-kvq: error:" in x]
+    assert r.returncode > 0 and len(lines) == 1, r.stderr
+    assert all(w in lines[0] for w in words), lines
+
+
+@pytest.fixture
+def server(demo_model: Path) -> Iterator[str]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {
+        **os.environ,
+        "GGML_BACKEND_PATH": str(_paths.backend()),
+        "KVQ_METHOD": "xquant",
+    }
+    argv = [
+        str(_paths.program("llama-server")),
+        "-m",
+        str(demo_model),
+        "-dev",
+        "KVQ0",
+        "-fa",
+        "on",
+        "-c",
+        "4096",
+        "-np",
+        "2",
+    ]
+    p = subprocess.Popen(
+        [*argv, "--no-kv-unified", "--port", str(port), "--host", "127.0.0.1"],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            assert p.poll() is None, "llama-server ended"
+            try:
+                if urllib.request.urlopen(url + "/health", timeout=2).status == 200:
+                    break
+            except OSError:
+                time.sleep(0.5)
+        yield url
+    finally:
+        p.terminate()
+        p.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("method", "limit"), [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2)]
+)
+def test_two_streams_in_one_batch_answer_as_alone(
+    demo_model: Path, method: str, limit: float
+) -> None:
+    tokens = Model(demo_model).tokenize(TEXT, add_bos=True)
+    halves = [tokens[:200], tokens[300:500]]
+    rows = []
+    for together in (False, True):
+        c = Context(demo_model, method, "", 2, unified=False)
+        for start, stop in ((0, 100), (100, 200)):
+            parts = [h[start:stop] for h in halves]
+            out = (
+                c.decode_both(parts, start)
+                if together
+                else [c.decode(s, p, start) for s, p in enumerate(parts)]
+            )
+        for i in range(200, 240):
+            parts = [[tokens[i]], [tokens[i + 300]]]
+            out = (
+                c.decode_both(parts, i)
+                if together
+                else [c.decode(s, p, i) for s, p in enumerate(parts)]
+            )
+        rows.append(out)
+        c.close()
+    for p, q in zip(*rows, strict=True):
+        assert abs(float((np.exp(p) * (p - q)).sum())) < limit
+
+
+def complete(url: str, prompt: str, slot: int) -> str:
+    body = {
+        "prompt": prompt,
+        "n_predict": 64,
+        "temperature": 0,
+        "id_slot": slot,
+        "cache_prompt": False,
+    }
+    request = urllib.request.Request(
+        url + "/completion",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    return str(
+        json.loads(urllib.request.urlopen(request, timeout=240).read())["content"]
+    )
+
+
+def test_two_parallel_slots_answer_as_alone(server: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    # short enough that each prompt is one ubatch in both runs, and repeating, so that rounding decides no token
+    prompts = ["red: 5\ngreen: 7\nblue: 9\n" * 12, "one: 1\ntwo: 2\nthree: 3\n" * 12]
+    alone = [complete(server, p, slot) for slot, p in enumerate(prompts)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(complete, [server] * 2, prompts, [0, 1]))
+    assert together == alone
