@@ -121,7 +121,7 @@ def test_options_have_an_effect(lib, table, method):
     other = {
         "bits": 3, "k_bits": 1, "v_bits": 1, "levels": "mid", "eta": 0.1, "group": 64, "group_v": 16, "window": 512, "sinks": 64,
         "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
-        "shared": "none", "grid": "d4",
+        "shared": "none", "grid": "d4", "predictor": "none", "first_bits": 2,
     }  # fmt: skip
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]

@@ -33,6 +33,12 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     l.bytes_params = kvq_pad(pages * n_head * l.nb_params, KVQ_ALIGN);
     l.bytes_window = kvq_pad((size_t) l.n_frames * n_stream * l.nb_frame, KVQ_ALIGN);
     l.bytes_tables = kvq_pad(pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2), KVQ_ALIGN);
+    if (plan.mean) {
+        l.bytes_calibration = kvq_pad(4 * (size_t) n_head * l.codec.head_size, KVQ_ALIGN);
+    }
+    if (plan.holds_positions && !value) {
+        l.bytes_tables += kvq_pad(4 * pages * l.page_cells, KVQ_ALIGN);
+    }
     return l;
 }
 
@@ -43,6 +49,7 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value) {
     s.bytes_params += l.bytes_params;
     s.bytes_window += l.bytes_window;
     s.bytes_tables += l.bytes_tables;
+    s.bytes_calibration += l.bytes_calibration;
     s.page_cells    = std::max(s.page_cells, (int32_t) l.page_cells);
     values[value]  += n;
     bytes [value]  += (double) l.bytes();

@@ -33,11 +33,11 @@ struct kvq_lane_layout {
     int    n_sink_pages = 0;            // leading pages that never seal
     int    n_frames = 0;                // own open frames per stream
     size_t nb_codes = 0, nb_params = 0, nb_tile_head = 0, nb_frame = 0;
-    size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0;
+    size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0, bytes_calibration = 0;
 
     int    head_stride() const { return (int) kvq_pad((size_t) codec.head_size, 16); } // channels of a tile row
     bool   is_f16()      const { return codec.type == KVQ_TYPE_F16; }
-    size_t bytes()       const { return bytes_codes + bytes_params + bytes_window + bytes_tables; }
+    size_t bytes()       const { return bytes_codes + bytes_params + bytes_window + bytes_tables + bytes_calibration; }
 };
 
 kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, int n_head, int n_cells, int n_stream);

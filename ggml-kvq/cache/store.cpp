@@ -194,7 +194,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     set_state(s, p, KVQ_PAGE_OPEN);
 }
 
-void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads) {
+void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
     // runs of rows that go to one page: open it once, and know whether all of it is overwritten
     for (int64_t i = 0; i < n;) {
         const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
@@ -224,6 +224,9 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
         to[(size_t) i] = info(s, cell / l.page_cells).frame + (size_t) (cell % l.page_cells) * l.head_stride();
     }
     device.write_rows(l, n, to.data(), rows, row_stride, n_threads);
+    for (int64_t i = 0; x.rotor && pos && i < n; i++) {
+        kvq_tag_put(l, to[(size_t) i], (size_t) l.page_cells * l.head_stride(), pos[i]);
+    }
 }
 
 // ---------------------------------------------------------------- encode, decode
@@ -235,12 +238,17 @@ kvq_page_block kvq_lane::block(int s, int p, uint16_t * tile) const {
 }
 
 void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
-    const kvq_page_block b = block(s, p, tile);
+    std::vector<uint16_t> left;
+    if (x.active()) {
+        left = take_out(s, p, tile);
+    }
+    const kvq_page_block b = block(s, p, x.active() ? left.data() : tile);
     device.encode(l, &b, 1, 1);
 }
 
 void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
     device.decode(l, { tile, nullptr, nullptr, codes_at(s, p, 0), params_at(s, p, 0) });
+    put_back(s, p, tile);
 }
 
 template <typename T> T * kvq_lane::view(const void * p, size_t nb, std::vector<uint8_t> & temp) const {
@@ -261,6 +269,11 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
     std::vector<kvq_page_block> blocks;
     for (int p : due) {
         blocks.push_back(block(s, p, info(s, p).frame));
+    }
+    std::vector<std::vector<uint16_t>> left; // tiles less what sealed pages leave out
+    for (size_t i = 0; x.active() && i < due.size(); i++) {
+        left.push_back(take_out(s, due[i], blocks[i].tile));
+        blocks[i].tile = left.back().data();
     }
     device.encode(l, blocks.data(), (int) blocks.size(), n_threads);
     for (int p : due) {
@@ -343,6 +356,7 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
     const int D = l.codec.head_size, stride = l.head_stride(), W = D * l.n_head;
     std::vector<uint16_t> image((size_t) l.page_cells * D);
     std::vector<uint8_t>  codes_copy, params_copy, frame_copy;
+    std::vector<uint16_t> page;
     for (int at = cell; at < cell + n;) {
         const int p = at / l.page_cells, end = std::min((p + 1) * l.page_cells, cell + n);
         const kvq_page_info & i = info(stream, p);
@@ -350,6 +364,13 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
         const uint8_t  * c = view<uint8_t>(sealed ? codes_at (stream, p, 0) : nullptr, l.nb_codes  * l.n_head, codes_copy);
         const uint8_t  * q = view<uint8_t>(sealed ? params_at(stream, p, 0) : nullptr, l.nb_params * l.n_head, params_copy);
         const uint16_t * f = view<uint16_t>(i.frame, l.nb_frame, frame_copy);
+        if (sealed && x.active()) {
+            page.resize((size_t) l.page_cells * W);
+            image_page(positions_at(stream, p), c, q, page.data());
+            memcpy(rows + (size_t) (at - cell) * W, &page[(size_t) (at % l.page_cells) * W], 2 * (size_t) (end - at) * W);
+            at = end;
+            continue;
+        }
         for (int h = 0; h < l.n_head; h++) {
             if (sealed) {
                 kvq_image_write(l.codec, c + h * l.nb_codes, q + h * l.nb_params, image.data());
@@ -378,7 +399,10 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
     std::vector<uint16_t> head((size_t) l.page_cells * D);
     std::vector<uint8_t>  new_codes(l.nb_codes * l.n_head), new_params(l.nb_params * l.n_head), codes_copy;
     const uint8_t * adopted = view<uint8_t>(owner ? codes_at(s, p, 0) : nullptr, l.nb_codes * l.n_head, codes_copy);
-    for (int h = 0; h < l.n_head; h++) {
+    if (x.active() && !restore_transformed(s, p, rows, new_codes, new_params)) {
+        return false;
+    }
+    for (int h = 0; h < l.n_head && !x.active(); h++) {
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
         }
@@ -444,6 +468,9 @@ void kvq_lane::copy_stream(int from, int to) {
         kvq_page_info & src = info(from, p), & dst = info(to, p);
         dst.stamp   = src.stamp;
         dst.n_valid = src.n_valid;
+        if (x.rotor && src.state == KVQ_PAGE_SEALED) {
+            std::copy_n(positions_at(from, p), l.page_cells, positions_at(to, p));
+        }
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
         if (src.state == KVQ_PAGE_SEALED) {
             if (!owner && l.nb_codes) {

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "device.h"
+#include "transform.h"
 
 #include <functional>
 #include <map>
@@ -77,7 +78,8 @@ public:
     const kvq_lane_layout & layout() const { return l; }
 
     // rows: f32, row i goes to global cell idx[i] = stream*n_cells + cell
-    void write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads);
+    // pos: position of every row, for lanes whose transform has a rotor
+    void write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos = nullptr);
     // Seals what is due and moves what stays open into the lane's own frames. After attention of the ubatch.
     void commit(int n_threads);
     bool dirty() const { return is_dirty; }
@@ -91,6 +93,12 @@ public:
 
     // Calls edit(cell, row f16 of one head) for every written cell of `stream` whose page has any(cell) true.
     void edit(int stream, const std::function<bool(int cell)> & any, const std::function<void(int cell, int head, uint16_t * row)> & fn);
+
+    // What sealed pages leave out; before anything is written, the rotor before the first restored or written key.
+    void set_transform(const kvq_transform & t) { x = t; }
+    const kvq_transform & transform() const { return x; }
+    // Open rows of a lane with a rotor: fn as in edit(), and the position moves by by[cell]. Sealed pages need their positions moved only.
+    void shift_open(int stream, const int32_t * by, const std::function<void(int cell, int head, uint16_t * row)> & fn);
 
     kvq_page_state state(int stream, int page) const { return (kvq_page_state) info(stream, page).state; }
 
@@ -122,8 +130,14 @@ private:
     void seal       (int s, const std::vector<int> & due, int n_threads);
     void commit_stream(int s, int n_threads);
     bool restore_page(int s, int p, const uint16_t * rows);
+    bool restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params);
+    void image_page  (const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
+    std::vector<uint16_t> take_out(int s, int p, const uint16_t * tile);
+    void put_back(int s, int p, uint16_t * tile) const;
+    int32_t * positions_at(int s, int p) const { return x.rotor ? x.positions + ((size_t) s * l.n_pages + p) * l.page_cells : nullptr; }
 
     kvq_lane_layout l;
+    kvq_transform   x;
     bool value;
     kvq_lane * owner;
     std::vector<kvq_lane *> sharers; // lanes that adopt our codes

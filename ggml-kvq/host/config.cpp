@@ -117,6 +117,23 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     }
     out.arch   = get_str(g, "general.architecture");
     out.method = get_str(g, "kvq.method");
+    out.calibrated = gguf_find_key(g, "kvq.version") >= 0;
+    uint64_t hash = 0xcbf29ce484222325u;
+    const auto mix = [&](const char * text) { // with its final zero
+        do {
+            hash = (hash ^ (uint8_t) *text) * 0x100000001b3u;
+        } while (*text++);
+    };
+    mix(out.arch.c_str());
+    const int64_t tokens = gguf_find_key(g, "tokenizer.ggml.tokens");
+    if (tokens >= 0 && gguf_get_kv_type(g, tokens) == GGUF_TYPE_ARRAY && gguf_get_arr_type(g, tokens) == GGUF_TYPE_STRING) {
+        for (size_t i = 0; i < gguf_get_arr_n(g, tokens); i++) {
+            mix(gguf_get_arr_str(g, tokens, i));
+        }
+    }
+    char hex[17];
+    snprintf(hex, sizeof(hex), "%016llx", (unsigned long long) hash);
+    out.hash = hex;
     const std::string a = out.arch + ".";
     out.n_layer = (int) get_int(g, a + "block_count", 0);
     const int64_t n_embd = get_int(g, a + "embedding_length", 0), n_head = get_int(g, a + "attention.head_count", 0);

@@ -16,6 +16,8 @@ struct kvq_config {
 struct kvq_model_info {
     std::string arch;
     std::string method;       // kvq.method, when the file carries one
+    std::string hash;         // 64-bit FNV-1a of the architecture and every token, in hexadecimal
+    bool calibrated = false;  // the file holds kvq.version and calibrated data
     int  n_layer = 0;
     int  head_size_k = 0, head_size_v = 0;         // 0: unknown
     int  head_size_k_swa = 0, head_size_v_swa = 0; // of sliding-window layers, when they differ

@@ -61,6 +61,8 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
     }
 }
 
+static bool learn_rope(const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err);
+
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (!dev.inner && kvq_graph_op_supported(op)) { // their kernels are CPU kernels
         return true;
@@ -88,6 +90,10 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer) {
         const ggml_tensor * k = op->src[1], * v = op->src[2];
         t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
+    }
+    if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.plan.pre_rope) {
+        const ggml_tensor * rope;
+        learn_rope(op, t, &rope, why);
     }
     if (!why.empty()) {
         if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), why) == dev.refusals.end()) {
@@ -123,6 +129,49 @@ static const void * host_data(const kvq_backend_context & b, const ggml_tensor *
     return temp.data();
 }
 
+// parameters of a ROPE node
+static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node) {
+    const ggml_tensor * factors = node->src[2];
+    const int32_t * p = (const int32_t *) node->op_params;
+    kvq_rope r;
+    r.n_dims     = p[1];
+    r.neox       = p[2] == GGML_ROPE_TYPE_NEOX;
+    r.n_ctx_orig = p[4];
+    memcpy(&r.freq_base,   p + 5, 4);
+    memcpy(&r.freq_scale,  p + 6, 4);
+    memcpy(&r.ext_factor,  p + 7, 4);
+    memcpy(&r.attn_factor, p + 8, 4);
+    memcpy(&r.beta_fast,   p + 9, 4);
+    memcpy(&r.beta_slow,   p + 10, 4);
+    if (factors) {
+        std::vector<uint8_t> temp;
+        const float * f = (const float *) host_data(b, factors, temp);
+        r.freq_factors.assign(f, f + r.n_dims / 2);
+    }
+    return r;
+}
+
+// Tells the layer what rotary embedding the rows being written went through; NULL in *rope: none.
+static bool learn_rope(const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err) {
+    const ggml_tensor * x = set_rows->src[0];
+    while (x && (kvq_is_view_op(x->op) || x->op == GGML_OP_CONT) && x->src[0]) {
+        x = x->src[0];
+    }
+    *rope = x && x->op == GGML_OP_ROPE ? x : nullptr;
+    if (!*rope) {
+        return t.cache->set_rope(*t.layer, kvq_rope{}, err);
+    }
+    const int mode = ((const int32_t *) x->op_params)[2];
+    if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX) {
+        err = "rotary embedding of mode " + std::to_string(mode) + " cannot be undone by this method: use higgs or kivi";
+        return false;
+    }
+    if (x->src[2] && (!x->src[2]->data || !x->src[2]->buffer || !ggml_backend_buffer_is_host(x->src[2]->buffer))) {
+        return true; // while graphs are only measured
+    }
+    return t.cache->set_rope(*t.layer, rope_of(kvq_backend_context(), x), err);
+}
+
 static bool set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
     const ggml_tensor * rows = node->src[0], * idx = node->src[1];
     const int64_t n = rows->ne[1];
@@ -146,7 +195,17 @@ static bool set_rows(const kvq_backend_context & b, const ggml_tensor * node, co
             return false;
         }
     }
-    lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads);
+    const int32_t * pos = nullptr;
+    if (!t.value && t.layer->d.plan.pre_rope) {
+        const ggml_tensor * rope;
+        std::string err;
+        if (!learn_rope(node, t, &rope, err)) {
+            kvq_report_error(err);
+            return false;
+        }
+        pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) rope->src[1]->data, n) : nullptr;
+    }
+    lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads, pos);
     return true;
 }
 
@@ -184,6 +243,13 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         a.dst_stride_head  = (int64_t) (node->nb[1] / 4);
         a.dst_stride_token = (int64_t) (node->nb[2] / 4);
         a.n_pages = std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
+        if (l.d.plan.pre_rope) {
+            const kvq_rotor * rotor = l.k->transform().rotor;
+            a.rotary    = rotor ? &rotor->view() : nullptr;
+            a.positions = t.cache->sealed_positions(stream0 + s);
+        }
+        a.k_mean  = l.k->transform().mean;
+        a.v_mean  = l.v->transform().mean;
         a.pages   = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
     }
 #ifdef KVQ_CUDA
@@ -199,31 +265,18 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
 }
 
 static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
-    const ggml_tensor * view = node->src[0], * delta = node->src[1], * factors = node->src[2];
-    const int32_t * p = (const int32_t *) node->op_params;
+    const ggml_tensor * view = node->src[0], * delta = node->src[1];
     std::vector<uint8_t> temp;
-    kvq_rope r;
-    r.n_dims     = p[1];
-    r.neox       = p[2] == GGML_ROPE_TYPE_NEOX;
-    r.n_ctx_orig = p[4];
-    memcpy(&r.freq_base,   p + 5, 4);
-    memcpy(&r.freq_scale,  p + 6, 4);
-    memcpy(&r.ext_factor,  p + 7, 4);
-    memcpy(&r.attn_factor, p + 8, 4);
-    memcpy(&r.beta_fast,   p + 9, 4);
-    memcpy(&r.beta_slow,   p + 10, 4);
-    if (factors) {
-        const float * f = (const float *) host_data(b, factors, temp);
-        r.freq_factors.assign(f, f + r.n_dims / 2);
-    }
+    const kvq_rope r = rope_of(b, node);
     kvq_lane & lane = *t.layer->k;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
     const int first = (int) (view->view_offs / 2 % (size_t) D); // rotated dimensions may start behind unrotated ones
     const int32_t * by = (const int32_t *) host_data(b, delta, temp);
     std::map<int32_t, kvq_rope_table> tables;
     std::vector<float> row((size_t) D);
+    t.layer->n_shifts += lane.transform().rotor ? 1 : 0;
     for (int s = 0; s < lane.layout().n_stream; s++) {
-        lane.edit(s, [&](int cell) { return by[s * n_cells + cell] != 0; }, [&](int cell, int, uint16_t * f16) {
+        const auto rotate = [&](int cell, int, uint16_t * f16) {
             const int32_t d = by[s * n_cells + cell];
             if (!d) {
                 return;
@@ -235,8 +288,15 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
             kvq_cpu_f16_to_f32(f16, row.data(), D);
             kvq_rope_apply(r, table, row.data() + first);
             kvq_cpu_f32_to_f16(row.data(), f16, D);
-        });
+        };
+        if (lane.transform().rotor) { // sealed keys have no position in them
+            lane.shift_open(s, by + (size_t) s * n_cells, rotate);
+            t.cache->shift_positions(*t.layer, s, by + (size_t) s * n_cells);
+        } else {
+            lane.edit(s, [&](int cell) { return by[s * n_cells + cell] != 0; }, rotate);
+        }
     }
+    t.cache->note_shift(*t.layer);
     return true;
 }
 

@@ -1,5 +1,7 @@
 #include "kv_cache.h"
 
+#include "../cpu/cpu.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -31,7 +33,7 @@ void kvq_cache_draft::reset() {
 
 bool kvq_cache_draft::begin() {
     reset();
-    return kvq_config_current(config, model, err) == KVQ_OK;
+    return kvq_config_current(config, model, err) == KVQ_OK && kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
 }
 
 size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
@@ -70,6 +72,9 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
         return 0;
     }
+    if (d.plan.mean && !calibration->fits(id.il, d.n_embd_k, id.value ? d.n_embd_v : 0, err)) {
+        return 0;
+    }
     kvq_lane_layout & l = id.value ? d.v : d.k;
     l = kvq_make_lane_layout(d.plan, id.value, d.shape.n_head_kv, n_cells, n_stream);
     bytes_nominal += kvq_pad(2 * (size_t) n_embd * n_cells * n_stream, KVQ_ALIGN);
@@ -82,7 +87,7 @@ static std::mutex live_mutex;
 static std::vector<kvq_kv_cache *> live;
 
 kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
-    : device(device), config(draft.config), model(draft.model), scratch(device) {
+    : device(device), config(draft.config), model(draft.model), calibration(draft.calibration), scratch(device) {
     for (const kvq_draft_layer & d : draft.layers) {
         layers.emplace_back(new kvq_kv_layer);
         layers.back()->ordinal = (int) layers.size() - 1;
@@ -105,7 +110,67 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     l.spans.init(l.d.n_stream, l.d.k.n_pages, l.d.k.page_cells);
     l.k.reset(new kvq_lane(l.d.k, false, l.d.k.shares_codes ? prev->k.get() : nullptr, &l.spans, &scratch, &counters, device));
     l.v.reset(new kvq_lane(l.d.v, true,  l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters, device));
-    return l.k->ok() && l.v->ok();
+    if (!l.k->ok() || !l.v->ok()) {
+        return false;
+    }
+    kvq_transform k, v;
+    if (l.d.plan.mean) {
+        k.mean = calibration->layers.at(l.d.il).k_mean.data();
+        v.mean = calibration->layers.at(l.d.il).v_mean.data();
+    }
+    if (l.d.plan.pre_rope && positions.empty()) {
+        n_positions = (size_t) l.d.k.n_pages * l.d.k.page_cells;
+        positions.assign(n_positions * l.d.n_stream, -1);
+    }
+    k.positions = positions.data();
+    l.k->set_transform(k);
+    l.v->set_transform(v);
+    return true;
+}
+
+bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err) {
+    kvq_transform t = l.k->transform();
+    if (rope.n_dims == 0 ? !t.rotor : t.rotor && t.rotor->rope() == rope) {
+        return true;
+    }
+    if (counters.n_sealed) {
+        err = "layer " + std::to_string(l.d.il) + " changed its rotary embedding after keys were stored: clear the cache first";
+        return false;
+    }
+    t.rotor = nullptr;
+    for (auto & r : rotors) {
+        t.rotor = rope.n_dims && r->rope() == rope ? r.get() : t.rotor;
+    }
+    if (rope.n_dims && !t.rotor) {
+        rotors.emplace_back(new kvq_rotor(rope));
+        t.rotor = rotors.back().get();
+    }
+    l.k->set_transform(t);
+    return true;
+}
+
+const int32_t * kvq_kv_cache::positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n) {
+    if (ubatch.source != source || (int64_t) ubatch.pos.size() != n || l.ordinal <= ubatch.ordinal) {
+        ubatch.pos.assign(source, source + n);
+        ubatch.source = source;
+    }
+    ubatch.ordinal = l.ordinal;
+    return ubatch.pos.data();
+}
+
+void kvq_kv_cache::shift_positions(kvq_kv_layer & l, int stream, const int32_t * by) {
+    if (l.n_shifts <= n_shifts) {
+        return; // another layer did
+    }
+    int32_t top = 0;
+    for (int c = 0; c < l.d.n_cells; c++) {
+        int32_t & p = positions[(size_t) stream * n_positions + c];
+        p   = p < 0 ? p : std::max(p + by[c], 0);
+        top = std::max(top, p);
+    }
+    for (auto & r : rotors) {
+        r->reach(top);
+    }
 }
 
 kvq_kv_layer * kvq_kv_cache::layer(int il) {
@@ -253,4 +318,29 @@ extern "C" const char * kvq_cache_line(int i) {
     std::lock_guard<std::mutex> lock(live_mutex);
     line = i >= 0 && i < (int) live.size() ? live[i]->load_line() : "";
     return line.c_str();
+}
+
+// Rows as calibration needs them; a lane of open pages gives them exactly as they came.
+extern "C" int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n, float * out) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    kvq_kv_layer * l = i >= 0 && i < (int) live.size() ? live[i]->layer(il) : nullptr;
+    if (!l || !out || stream < 0 || stream >= l->d.n_stream || cell < 0 || n < 0 || n > l->d.n_cells - cell) {
+        kvq_set_error("no such rows: cache " + std::to_string(i) + ", layer " + std::to_string(il) + ", cells " + std::to_string(cell) + "+" + std::to_string(n));
+        return KVQ_ERR_ARGUMENT;
+    }
+    const kvq_lane & lane = value ? *l->v : *l->k;
+    const kvq_lane_layout & x = lane.layout();
+    const size_t width = (size_t) x.n_head * x.codec.head_size;
+    std::vector<uint16_t> rows(width * n);
+    lane.read(stream, cell, n, rows.data());
+    kvq_cpu_f16_to_f32(rows.data(), out, (int64_t) rows.size());
+    kvq_rotor * rotor = lane.transform().rotor;
+    for (int t = 0; rotor && t < n; t++) {
+        const int32_t pos = kvq_tag_get(x, &rows[t * width], (size_t) x.codec.head_size);
+        rotor->reach(pos);
+        for (int h = 0; h < x.n_head; h++) {
+            rotor->apply(pos, true, out + t * width + (size_t) h * x.codec.head_size);
+        }
+    }
+    return KVQ_OK;
 }

@@ -3,9 +3,11 @@
 //   get_alloc_size per tensor -> kvq_cache_draft::add      alloc_buffer -> kvq_kv_cache(draft)      init_tensor -> find
 #pragma once
 
+#include "calibration.h"
 #include "config.h"
 #include "../cache/store.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -34,6 +36,7 @@ public:
 
     kvq_config     config;
     kvq_model_info model;
+    std::shared_ptr<const kvq_calibration> calibration; // NULL: the method takes none
     std::vector<kvq_draft_layer> layers;
     size_t bytes_asked   = 0; // what ggml was told, padded as ggml pads: identifies the allocation that follows
     size_t bytes_nominal = 0; // as f16 tensors
@@ -46,6 +49,7 @@ private:
 
 struct kvq_kv_layer {
     int ordinal = 0;
+    int n_shifts = 0; // context shifts seen; the first layer to see one moves the shared positions
     kvq_draft_layer d;
     kvq_span_table  spans;
     std::unique_ptr<kvq_lane> k, v;
@@ -61,6 +65,14 @@ public:
     // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
     bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
 
+    // The rotary embedding of a layer that keeps keys without it; n_dims 0: it has none.
+    bool set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err);
+    // Positions of the rows of this ubatch, read once: later nodes of the graph may reuse the tensor's memory.
+    const int32_t * positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n);
+    const int32_t * sealed_positions(int stream) const { return positions.data() + (size_t) stream * n_positions; }
+    void note_shift(const kvq_kv_layer & l) { n_shifts = std::max(n_shifts, l.n_shifts); }
+    void shift_positions(kvq_kv_layer & l, int stream, const int32_t * by); // by [n_cells]
+
     void commit(int n_threads);
     void clear();
     kvq_stats stats() const;
@@ -74,6 +86,12 @@ public:
 private:
     bool build(kvq_kv_layer & l);
     kvq_model_info model;
+    std::shared_ptr<const kvq_calibration> calibration;
+    std::vector<std::unique_ptr<kvq_rotor>> rotors; // one per distinct embedding
+    std::vector<int32_t> positions;                 // of sealed cells, [n_stream][n_positions]
+    size_t n_positions = 0;
+    int    n_shifts    = 0;
+    struct { std::vector<int32_t> pos; const void * source = nullptr; int ordinal = -1; } ubatch;
     kvq_scratch    scratch;
     kvq_counters   counters;
     bool is_ok = true;

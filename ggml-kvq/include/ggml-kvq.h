@@ -192,6 +192,9 @@ KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_sha
 // Live caches of this process, in creation order.
 KVQ_API int kvq_cache_count(void);
 KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
+// Rows of a live cache between two decodes, f32 [n][width], width = KV heads * head size. Keys of methods that keep them before
+// rotary embedding come without it; with a window that holds them all, exactly as the model made them (f16).
+KVQ_API int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n, float * out);
 KVQ_API const char * kvq_cache_line(int i); // the load line of a live cache; valid until the thread's next call
 
 // 0: print nothing; 1 (default): errors and the load line on stderr. KVQ_QUIET=1 in the environment starts at 0.

@@ -18,6 +18,9 @@ struct kvq_layer_plan {
     int window = 128; // cells kept f16 behind the newest one
     int sinks  = 0;   // first cells of a stream, f16 for good
     int flags  = 0;   // KVQ_ATTN_*
+    bool pre_rope = false; // sealed keys are kept before rotary embedding
+    bool holds_positions = false; // this layer pays for the table of positions that all layers share
+    bool mean     = false; // a calibrated mean per channel is left out of sealed pages
 };
 
 // What a method may know when it plans a layer.

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from ctypes import CDLL, POINTER, byref, c_float, c_int32, c_size_t, c_uint8, c_uint16, c_void_p
+from ctypes import CDLL, POINTER, byref, c_float, c_int32, c_size_t, c_uint8, c_uint16, c_void_p, pointer
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,9 @@ def _strides(x: np.ndarray) -> tuple[int, int]:
     return x.strides[0] // x.itemsize, 0 if x.shape[1] == 1 else x.strides[1] // x.itemsize
 
 
-def attend(lib: CDLL, streams: list[Stream], n_threads: int = 1) -> None:
+def attend(
+    lib: CDLL, streams: list[Stream], n_threads: int = 1, *, means: Any = None, rotary: Any = None, positions: np.ndarray | None = None
+) -> None:
     """Fill dst of every stream (kvq_attend)."""
     structs = (native.kvq_attn * len(streams))()
     keep: list[Any] = []
@@ -144,6 +146,10 @@ def attend(lib: CDLL, streams: list[Stream], n_threads: int = 1) -> None:
         a.dst, (a.dst_stride_token, a.dst_stride_head) = (_at(s.dst, c_float), _strides(s.dst))
         if s.mask is not None:
             a.mask, (a.mask_stride_token, a.mask_stride_head) = (_at(s.mask, c_uint16), _strides(s.mask))
+        if means is not None:  # f32 [n_head_kv, head size] of keys and of values
+            a.k_mean, a.v_mean = (_at(x, c_float) for x in means)
+        if rotary is not None:  # native.kvq_rotary and int32 positions [n cells]
+            a.rotary, a.positions = pointer(rotary), _at(positions, c_int32)
         a.sinks, a.pages = _at(s.sinks, c_float), pages
         keep += [pages, s]
     native.check(lib, lib.kvq_attend(structs, len(streams), n_threads))

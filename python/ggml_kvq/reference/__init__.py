@@ -2,7 +2,7 @@
 
 # every file of a method is imported here: importing registers it
 from . import affine, attention, f16, image, kivi, lattice, xquant
-from . import higgs  # isort: skip  (after xquant: the order of methods.inc)
+from . import higgs, aqua  # isort: skip  (after xquant: the order of methods.inc)
 from .codec import AFFINE, F16, LATTICE, Codec, K, V
 from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
 from .types import TYPES

@@ -30,13 +30,14 @@ class LanePlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding."""
+    """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding; mean: calibrated channel means are left out."""
 
     k: LanePlan
     v: LanePlan
     window: int = 128
     sinks: int = 0
     f32: bool = False
+    mean: bool = False
 
 
 class Method:

@@ -1,0 +1,106 @@
+// Lanes whose sealed pages leave something out (transform.h): saving, restoring and shifting them.
+#include "store.h"
+
+#include "../types/types.h"
+
+#include <algorithm>
+#include <cstring>
+
+// Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above the tag's).
+void kvq_lane::image_page(const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
+    const int D = l.codec.head_size, W = D * l.n_head;
+    std::vector<uint16_t> head((size_t) l.page_cells * D);
+    for (int h = 0; h < l.n_head; h++) {
+        kvq_traits(l.codec.type)->decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
+        x.restore(l, h, pos, head.data(), D);
+        kvq_image_put(head.size(), head.data(), x.rotor ? 1 : 0, l.nb_params, params + h * l.nb_params);
+        for (int t = 0; t < l.page_cells; t++) {
+            memcpy(rows + (size_t) t * W + (size_t) h * D, &head[(size_t) t * D], 2 * (size_t) D);
+        }
+    }
+    for (int t = 0; x.rotor && t < l.page_cells; t++) {
+        kvq_tag_put(l, rows + (size_t) t * W, (size_t) D, pos[t]);
+    }
+}
+
+// Blocks whose image the rows are: parameters and positions from the low bits, codes as the nearest ones to what the rows were
+// encoded from; the image made of them must equal the rows bit for bit.
+bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params) {
+    const kvq_type_traits * type = kvq_traits(l.codec.type);
+    const int D = l.codec.head_size, W = D * l.n_head, low = x.rotor ? 1 : 0;
+    if (!type->assign) {
+        return false;
+    }
+    std::vector<int32_t> pos((size_t) l.page_cells, -1);
+    for (int t = 0; x.rotor && t < l.page_cells; t++) {
+        pos[(size_t) t] = kvq_tag_get(l, rows + (size_t) t * W, (size_t) D);
+        x.rotor->reach(pos[(size_t) t]);
+    }
+    std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
+    const uint16_t keep = (uint16_t) ~((1 << (low + kvq_image_width(head.size(), l.nb_params))) - 1);
+    for (int h = 0; h < l.n_head; h++) {
+        for (int t = 0; t < l.page_cells; t++) {
+            memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
+        }
+        if (!kvq_image_take(head.size(), head.data(), low, l.nb_params, &params[h * l.nb_params])) {
+            return false;
+        }
+        for (uint16_t & v : head) {
+            v &= keep;
+        }
+        x.remove(l, h, pos.data(), head.data(), D);
+        type->assign(l.codec, head.data(), &codes[h * l.nb_codes], &params[h * l.nb_params]);
+    }
+    image_page(pos.data(), codes.data(), params.data(), again.data());
+    if (memcmp(again.data(), rows, 2 * again.size())) {
+        return false;
+    }
+    if (x.rotor) {
+        std::copy(pos.begin(), pos.end(), positions_at(s, p));
+    }
+    return true;
+}
+
+void kvq_lane::shift_open(int stream, const int32_t * by, const std::function<void(int, int, uint16_t *)> & fn) {
+    const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
+    for (int p : streams[stream].open) {
+        for (int t = 0; t < l.page_cells; t++) {
+            const int cell = p * l.page_cells + t;
+            if (cell >= l.n_cells || !by[cell] || !(valid(stream, p)[t / 8] >> t % 8 & 1)) {
+                continue;
+            }
+            uint16_t * row = info(stream, p).frame + (size_t) t * stride;
+            const int32_t pos = kvq_tag_get(l, row, nb_head);
+            for (int h = 0; h < l.n_head; h++) {
+                fn(cell, h, row + (size_t) h * nb_head);
+            }
+            kvq_tag_put(l, row, nb_head, pos < 0 ? pos : pos + by[cell]);
+        }
+    }
+}
+
+// A copy of an open tile without means and rotary embedding; positions go from the rows' tags to the table.
+std::vector<uint16_t> kvq_lane::take_out(int s, int p, const uint16_t * tile) {
+    const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
+    for (int t = 0; x.rotor && t < l.page_cells; t++) {
+        const int32_t pos = kvq_tag_get(l, tile + (size_t) t * stride, nb_head);
+        positions_at(s, p)[t] = pos;
+        x.rotor->reach(pos);
+    }
+    std::vector<uint16_t> out(tile, tile + nb_head * l.n_head);
+    for (int h = 0; h < l.n_head; h++) {
+        x.remove(l, h, positions_at(s, p), &out[h * nb_head], (int) stride);
+    }
+    return out;
+}
+
+// The reverse, in place, tags included.
+void kvq_lane::put_back(int s, int p, uint16_t * tile) const {
+    const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
+    for (int h = 0; x.active() && h < l.n_head; h++) {
+        x.restore(l, h, positions_at(s, p), tile + h * nb_head, (int) stride);
+    }
+    for (int t = 0; x.rotor && t < l.page_cells; t++) {
+        kvq_tag_put(l, tile + (size_t) t * stride, nb_head, positions_at(s, p)[t]);
+    }
+}

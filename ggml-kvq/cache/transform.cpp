@@ -1,0 +1,61 @@
+#include "transform.h"
+
+#include "../cpu/cpu.h"
+
+#include <algorithm>
+
+static uint32_t check_of(uint32_t pos) { return (pos ^ 0x5bd1e995u) * 0x9e3779b1u; }
+
+static size_t channel_at(const kvq_lane_layout & l, int c, size_t head_stride) {
+    return (size_t) (c / l.codec.head_size) * head_stride + (size_t) (c % l.codec.head_size);
+}
+
+int32_t kvq_tag_get(const kvq_lane_layout & l, const uint16_t * row, size_t head_stride) {
+    uint64_t bits = 0;
+    for (int c = 0; c < KVQ_TAG_CHANNELS; c++) {
+        bits |= (uint64_t) (row[channel_at(l, c, head_stride)] & 1) << c;
+    }
+    const uint32_t pos = (uint32_t) bits;
+    return (uint32_t) (bits >> 32) == check_of(pos) && pos < 1u << 26 ? (int32_t) pos : -1;
+}
+
+void kvq_tag_put(const kvq_lane_layout & l, uint16_t * row, size_t head_stride, int32_t pos) {
+    const uint64_t bits = (uint64_t) check_of((uint32_t) pos) << 32 | (uint32_t) pos;
+    for (int c = 0; c < KVQ_TAG_CHANNELS; c++) {
+        uint16_t & x = row[channel_at(l, c, head_stride)];
+        x = (uint16_t) ((x & ~1) | (bits >> c & 1));
+    }
+}
+
+void kvq_transform::remove(const kvq_lane_layout & l, int h, const int32_t * pos, uint16_t * rows, int stride) const {
+    const int D = l.codec.head_size;
+    std::vector<float> x((size_t) D);
+    for (int t = 0; t < l.page_cells; t++, rows += stride) {
+        kvq_cpu_f16_to_f32(rows, x.data(), D);
+        if (rotor) {
+            rotor->apply(pos[t], true, x.data());
+        }
+        for (int i = 0; i < D; i++) {
+            x[i] = std::min(std::max(x[i] - (mean ? mean[h * D + i] : 0.0f), -65504.0f), 65504.0f);
+        }
+        kvq_cpu_f32_to_f16(x.data(), rows, D);
+    }
+}
+
+void kvq_transform::restore(const kvq_lane_layout & l, int h, const int32_t * pos, uint16_t * rows, int stride) const {
+    const int D = l.codec.head_size;
+    std::vector<float> x((size_t) D);
+    for (int t = 0; t < l.page_cells; t++, rows += stride) {
+        kvq_cpu_f16_to_f32(rows, x.data(), D);
+        for (int i = 0; mean && i < D; i++) {
+            x[i] += mean[h * D + i];
+        }
+        if (rotor) {
+            rotor->apply(pos[t], false, x.data());
+        }
+        for (int i = 0; i < D; i++) {
+            x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f);
+        }
+        kvq_cpu_f32_to_f16(x.data(), rows, D);
+    }
+}

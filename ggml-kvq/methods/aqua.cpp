@@ -1,0 +1,51 @@
+// AQUA-KV (Shutova et al. 2025, arXiv 2501.19392): lattice blocks of what a prediction leaves. Keys are kept before rotary embedding;
+// the first cells stay f16, the first layer takes more bits.
+//   predictor=bias  subtracts the calibrated mean of every channel (the paper's "bias only"). Values get theirs back once per query,
+//                   because attention weights sum to one; keys while they are rotated forward.
+// The paper's linear predictors from the layer before are not implemented.
+#include "method.h"
+
+#include <algorithm>
+
+static const kvq_option_info options[] = {
+    { "predictor", "bias|none", "bias", "what is subtracted before encoding: calibrated channel means, or nothing", "AQUA-KV section 3.1 and appendix" },
+    { "bits",   "int",   "2", "code bits of keys and values, 1..4", "AQUA-KV section 3.2" },
+    { "k_bits", "int",   "0", "code bits of keys; 0: as bits", "AQUA-KV section 3.2" },
+    { "v_bits", "int",   "0", "code bits of values; 0: as bits", "AQUA-KV section 3.2" },
+    { "first_bits", "int", "4", "least code bits in the first layer, 0..4", "AQUA-KV section 4" },
+    { "window", "int", "128", "newest cells kept in f16, 0..4096", "AQUA-KV section 4" },
+    KVQ_OPTIONS_LATTICE("4"),
+};
+
+static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+    const kvq_status status = kvq_plan_lattice(o, c, out, err);
+    if (status != KVQ_OK) {
+        return status;
+    }
+    const int first = o.num("first_bits");
+    if (first < 0 || first > 4) {
+        err = "option first_bits=" + o.str("first_bits") + " is not within 0..4";
+        return KVQ_ERR_OPTION;
+    }
+    if (c.shape.n_head_kv * c.shape.head_size_k < 64) {
+        err = "layer " + std::to_string(c.shape.il) + " has " + std::to_string(c.shape.n_head_kv * c.shape.head_size_k) + " key channels: 64 are needed, use higgs";
+        return KVQ_ERR_SHAPE;
+    }
+    for (kvq_codec * x : { &out.k.codec, &out.v.codec }) {
+        if (c.ordinal == 0 && first > x->bits) {
+            x->bits  = first;
+            x->group = 2; // the only grids above two bits
+        }
+    }
+    out.pre_rope        = true;
+    out.mean            = o.is("predictor", "bias");
+    out.holds_positions = c.ordinal == 0;
+    return KVQ_OK;
+}
+
+extern const kvq_method kvq_method_aqua;
+const kvq_method kvq_method_aqua = {
+    { "aqua", "grid indices of un-rotated keys and values less their calibrated means", "AQUA-KV, arXiv 2501.19392",
+      sizeof(options) / sizeof(options[0]), options },
+    plan,
+};

@@ -1,0 +1,72 @@
+"""Keys before rotary embedding and values, as the model itself makes them, from the cache of an ordinary Model.
+
+The model runs with method aqua, nothing subtracted and a window that holds the whole sequence, so every row is the model's own f16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from .. import gguf_header, kvstats
+from ..errors import KvqError
+from ..model import Model
+
+MAX_LENGTH = 4096  # tokens of a sequence: the largest window
+
+
+def open_model(path: str | os.PathLike[str], length: int, n_threads: int | None = None) -> Model:
+    """A model whose cache keeps `length` rows as they come. Raises KvqError for a length no window holds."""
+    if not 16 <= length <= MAX_LENGTH:
+        raise KvqError(f"sequences of {length} tokens cannot be captured; choose 16 to {MAX_LENGTH}")
+    opts = {"predictor": "none", "window": MAX_LENGTH, "sinks": 0}
+    return Model(path, kv_method="aqua", kv_opts=opts, n_ctx=-(-length // 256) * 256, n_ubatch=512, n_threads=n_threads)
+
+
+def layers(path: str | os.PathLike[str]) -> list[tuple[int, int, int, int]]:
+    """(layer, KV heads, key head size, value head size) of every layer that has a cache."""
+    return gguf_header.attention_layers(gguf_header.read(path))
+
+
+def rows(model: Model, il: int, value: bool, cell: int, n: int, width: int) -> np.ndarray:
+    """Rows of cells cell..cell+n-1, f32 [n, width]; keys come without rotary embedding."""
+    kvq = model._libs.need_kvq()
+    out = np.empty((n, width), np.float32)
+    with kvstats.lock:
+        for i in kvstats._numbers(id(model)):
+            at = out.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            if kvq.kvq_cache_rows(i, il, int(value), 0, cell, n, at) == 0:
+                return out
+    raise KvqError(f"layer {il} has no cache to read: {kvq.kvq_last_error().decode()}")
+
+
+def sequences(model: Model, text: str, n: int, length: int, seed: int) -> list[np.ndarray]:
+    """n token sequences of `length`, cut from the text one after the other and drawn in an order the seed fixes.
+
+    Raises KvqError when the text is too short.
+    """
+    ids = np.asarray(model.tokenize(text), np.int32)
+    whole = len(ids) // length
+    if whole < n:
+        raise KvqError(f"the text has {len(ids)} tokens, {n} sequences of {length} need {n * length}; give more text or lower --sequences")
+    pick = np.random.default_rng(seed).permutation(whole)[:n]
+    return [ids[i * length : (i + 1) * length] for i in pick]
+
+
+def run(model: Model, tokens: np.ndarray) -> None:
+    """Fill the cache with one sequence."""
+    model.reset()
+    for _ in model.feed(tokens, outputs=np.zeros(len(tokens), bool)):
+        pass
+
+
+def each(model: Model, shapes: list[tuple[int, int, int, int]], tokens: np.ndarray, sinks: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(layer, keys f32 [n, heads*size], values) of one sequence without its first `sinks` tokens: their rows are unlike all others and
+    ruin a regression (they stay f16 in the cache)."""
+    run(model, tokens)
+    n = len(tokens) - sinks
+    for il, heads, size_k, size_v in shapes:
+        yield il, rows(model, il, False, sinks, n, heads * size_k), rows(model, il, True, sinks, n, heads * size_v)

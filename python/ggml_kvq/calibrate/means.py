@@ -1,0 +1,100 @@
+"""Channel means of un-rotated keys and of values (AQUA-KV's "bias only"), streamed: memory does not grow with the number of tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from . import capture
+
+
+@dataclass
+class Moments:
+    """Sums over tokens of one lane, f64 [width]."""
+
+    total: np.ndarray
+    square: np.ndarray
+
+    def add(self, x: np.ndarray) -> None:
+        self.total += x.sum(0, dtype=np.float64)
+        self.square += np.einsum("ti,ti->i", x, x, dtype=np.float64)
+
+
+@dataclass
+class Means:
+    """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry, keys and values."""
+
+    mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    removed: dict[int, tuple[float, float]] = field(default_factory=dict)
+    n_tokens: int = 0
+    seconds: float = 0.0
+    peak_mib: float = 0.0
+
+
+def fit(
+    path: str | os.PathLike[str],
+    text: str,
+    *,
+    n_sequences: int = 64,
+    length: int = 2048,
+    sinks: int = 4,
+    seed: int = 0,
+    n_threads: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+) -> Means:
+    """Means over n_sequences of `length` tokens of the text.
+
+    checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where it stopped, and a
+    finished run removes it. Raises KvqError for a text that is too short or a model without attention.
+    """
+    started = time.monotonic()
+    shapes = capture.layers(path)
+    key = json.dumps([os.path.basename(os.fspath(path)), hashlib.sha256(text.encode()).hexdigest(), n_sequences, length, sinks, seed])
+    sums = {(il, v): Moments(np.zeros(h * (dv if v else dk)), np.zeros(h * (dv if v else dk))) for il, h, dk, dv in shapes for v in (0, 1)}
+    done, store = 0, Path(checkpoint) if checkpoint else None
+    if store and store.is_file():
+        with np.load(store) as saved:
+            if str(saved["key"]) == key:
+                done = int(saved["done"])
+                for (il, v), m in sums.items():
+                    m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
+    with capture.open_model(path, length, n_threads) as model:
+        chosen = capture.sequences(model, text, n_sequences, length, seed)
+        for i in range(done, n_sequences):
+            for il, k, v in capture.each(model, shapes, chosen[i], sinks):
+                sums[il, 0].add(k)
+                sums[il, 1].add(v)
+            if store:
+                _save(store, key, i + 1, sums)
+            if progress:
+                left = (time.monotonic() - started) / (i + 1 - done) * (n_sequences - i - 1)
+                print(f"\rcalibrating: {i + 1}/{n_sequences} sequences, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
+    if progress:
+        print(file=sys.stderr)
+    n = n_sequences * (length - sinks)
+    out = Means(n_tokens=n, seconds=time.monotonic() - started, peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    for il, *_ in shapes:
+        pair = [sums[il, v] for v in (0, 1)]
+        out.mean[il] = tuple((m.total / n).astype(np.float32) for m in pair)
+        out.removed[il] = tuple(float(((m.total / n) ** 2).sum() / max((m.square / n).sum(), 1e-30)) for m in pair)
+    if store:
+        store.unlink(missing_ok=True)
+    return out
+
+
+def _save(store: Path, key: str, done: int, sums: dict[tuple[int, int], Moments]) -> None:
+    """Replace the checkpoint in one step: a killed run leaves the old one or the new one."""
+    new = store.with_name(store.name + ".new")
+    arrays = {f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square")}
+    with open(new, "wb") as f:
+        np.savez(f, key=np.array(key), done=np.array(done), **arrays)
+    os.replace(new, store)
