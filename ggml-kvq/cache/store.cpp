@@ -180,7 +180,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
         for (kvq_lane * x : sharers) { // their codes are about to change
             if (x->info(s, p).state == KVQ_PAGE_SEALED) {
                 x->open_page(s, p, true);
-                x->is_dirty = true;
+                x->is_dirty = x->waiting = true;
             }
         }
         counters->n_reopened++;
@@ -195,6 +195,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
 }
 
 void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
+    waiting = false;
     // runs of rows that go to one page: open it once, and know whether all of it is overwritten
     for (int64_t i = 0; i < n;) {
         const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
@@ -284,7 +285,7 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
 }
 
 void kvq_lane::commit(int n_threads) {
-    if (!is_dirty) {
+    if (!is_dirty || waiting) {
         return;
     }
     is_dirty = false;
@@ -312,14 +313,13 @@ void kvq_lane::commit_stream(int s, int n_threads) {
         due.push_back(open[i]);
         open.erase(open.begin() + (long) i);
     };
-    for (size_t i = 0; i < open.size() && rows > l.window;) {
-        if (info(s, open[i]).n_valid == l.page_cells) {
-            take(i);
-        } else {
-            i++;
-        }
+    // The newest page waits until it is full. Others that are not full were left behind by freed cells and seal as they are:
+    // if they stayed, they would take the window's room from live cells.
+    while (rows > l.window && !open.empty() && (open.size() > 1 || info(s, open[0]).n_valid == l.page_cells)) {
+        counters->n_forced += info(s, open[0]).n_valid < l.page_cells;
+        take(0);
     }
-    // more open pages than frames: pages with holes, left behind by freed cells, are sealed as they are
+    // more open pages than frames
     const int n_frames = l.n_frames - std::min(l.n_sink_pages, l.n_frames);
     while ((int) open.size() > std::max(n_frames, 1)) {
         counters->n_forced++;
@@ -413,7 +413,7 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
     for (kvq_lane * x : sharers) {
         if (x->info(s, p).state == KVQ_PAGE_SEALED) {
             x->open_page(s, p, true);
-            x->is_dirty = true;
+            x->is_dirty = x->waiting = true;
         }
     }
     drop_frame(s, p);
@@ -431,6 +431,7 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
 }
 
 void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n_threads) {
+    waiting = false;
     const int W = l.codec.head_size * l.n_head;
     std::vector<float>   f32;
     std::vector<int64_t> idx;
@@ -463,6 +464,7 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
 }
 
 void kvq_lane::copy_stream(int from, int to) {
+    waiting = false;
     for (int p = 0; p < l.n_pages; p++) {
         drop_frame(to, p);
         kvq_page_info & src = info(from, p), & dst = info(to, p);
@@ -557,5 +559,5 @@ void kvq_lane::clear() {
         }
     }
     std::fill(valid_bits.begin(), valid_bits.end(), 0);
-    is_dirty = false;
+    is_dirty = waiting = false;
 }

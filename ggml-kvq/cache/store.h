@@ -154,4 +154,5 @@ private:
     std::vector<uint8_t>       valid_bits;
     std::vector<stream_state>  streams;
     bool is_dirty = false;
+    bool waiting  = false; // the owner of our codes was written, we were not yet: sealing now would seal its live pages too
 };
