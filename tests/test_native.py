@@ -1,0 +1,33 @@
+"""The C++ tests, built from this tree with the address sanitizer: random operations on the page store, the ops of any ggml graph."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ["test_store", "test_graph_door"]
+
+
+@pytest.fixture(scope="module")
+def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    build = tmp_path_factory.mktemp("native")
+    # generator and build type of `pip install`: the build of llama.cpp that it cached serves here too
+    options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DKVQ_BUILD_TESTS=ON", "-DKVQ_SANITIZE=address,undefined"]
+    for argv in (["cmake", "-S", str(ROOT), "-B", str(build), *options], ["cmake", "--build", str(build), "--target", *TESTS]):
+        r = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=1800)
+        assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-3000:]
+    return build
+
+
+@pytest.mark.parametrize(("name", "args"), [("test_store", ["42", "400"]), ("test_store", ["2026", "400"]), ("test_graph_door", [])])
+def test_native(build_dir: Path, name: str, args: list[str]) -> None:
+    # leaks are looked for in our code; libgomp keeps its team's memory
+    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "LSAN_OPTIONS": "suppressions=" + str(ROOT / "tests" / "native" / "lsan.supp")}
+    r = subprocess.run([str(build_dir / "tests" / name), *args], check=False, capture_output=True, text=True, timeout=900, env=env)
+    print(r.stdout[-2000:])
+    assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-3000:]
+    assert "runtime error" not in r.stderr, r.stderr[-3000:]
