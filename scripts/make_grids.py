@@ -79,7 +79,7 @@ def header(grids: dict[tuple[int, int], np.ndarray]) -> str:
 
 def module(grids: dict[tuple[int, int], np.ndarray]) -> str:
     out = ['"""Made by scripts/make_grids.py: points of the lattice grids by (d, n), int16 [n, d] in units of 2^-12."""', ""]
-    out += ["# ruff: noqa: E501", "import base64", "", "import numpy as np", "", "_TEXT = {"]
+    out += ["", "import base64", "", "import numpy as np", "", "_TEXT = {"]
     out += [f'    ({d}, {n}): "{base64.b64encode(g.astype("<i2").tobytes()).decode()}",' for (d, n), g in grids.items()]
     out += ["}", 'GRIDS = {key: np.frombuffer(base64.b64decode(text), "<i2").reshape(key[1], key[0]) for key, text in _TEXT.items()}', ""]
     return "\n".join(out)

@@ -52,7 +52,7 @@ def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_
     rng = np.random.default_rng(bits)
     heads, gqa, n = 2, 2, 96
     pos = np.arange(1000, 1000 + n, dtype=np.int32) if order == "run" else rng.permutation(3000)[:n].astype(np.int32)
-    rot, keep, speed = rotary(n_dims, neox, 3100)
+    rot, _keep, speed = rotary(n_dims, neox, 3100)
     means = [rng.normal(size=(heads, head)).astype(np.float32) for _ in range(2)]
     codecs = [Codec(LATTICE, role, bits, 2, 1, 0, 0.0, 32, head) for role in (K, V)]
     exact, pages = [np.zeros((heads, n, head)) for _ in range(2)], []

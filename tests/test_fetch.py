@@ -95,7 +95,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = load_script()
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_NO_INDEX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(module, "pip_settings", lambda: {})
+    monkeypatch.setattr(module, "pip_settings", dict)
     monkeypatch.setattr(module, "download_by_pip", lambda folder: (_ for _ in ()).throw(OSError("no pip here")))
     return module
 

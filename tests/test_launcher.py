@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from conftest import LLAMA_FIELDS, gguf_bytes, run_python
-
 from ggml_kvq import _paths, launcher
 from ggml_kvq.errors import KvqError
 

@@ -46,7 +46,9 @@ def nbytes(lib: CDLL, c: Codec) -> tuple[int, int]:
     return codes.value, params.value
 
 
-def encode(lib: CDLL, c: Codec, rows, valid=None, shared=None) -> tuple[np.ndarray, np.ndarray]:
+def encode(
+    lib: CDLL, c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size], valid uint8 [n_cells/8], shared uint8 [nb_codes] -> (codes, params) (kvq_encode)."""
     nb_codes, nb_params = nbytes(lib, c)
     codes, params = (np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8))
@@ -56,23 +58,21 @@ def encode(lib: CDLL, c: Codec, rows, valid=None, shared=None) -> tuple[np.ndarr
     return (codes if shared is None else shared), params
 
 
-def decode(lib: CDLL, c: Codec, codes, params) -> np.ndarray:
+def decode(lib: CDLL, c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     """-> f16 [n_cells, head_size] (kvq_decode)."""
     rows = np.full((c.n_cells, c.head_size), 0xA5A5, np.uint16)
-    codes, params = _u8(codes), _u8(params)
-    native.check(lib, lib.kvq_decode(byref(c_codec(c)), _at(codes), _at(params), _at(rows, c_uint16)))
+    native.check(lib, lib.kvq_decode(byref(c_codec(c)), _at(_u8(codes)), _at(_u8(params)), _at(rows, c_uint16)))
     return rows.view(np.float16)
 
 
-def image(lib: CDLL, c: Codec, codes, params) -> np.ndarray:
+def image(lib: CDLL, c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     """-> uint16 [n_cells, head_size], the saved-state image (kvq_image)."""
     rows = np.full((c.n_cells, c.head_size), 0xA5A5, np.uint16)
-    codes, params = _u8(codes), _u8(params)
-    native.check(lib, lib.kvq_image(byref(c_codec(c)), _at(codes), _at(params), _at(rows, c_uint16)))
+    native.check(lib, lib.kvq_image(byref(c_codec(c)), _at(_u8(codes)), _at(_u8(params)), _at(rows, c_uint16)))
     return rows
 
 
-def image_match(lib: CDLL, c: Codec, rows, shared=None) -> tuple[np.ndarray, np.ndarray] | None:
+def image_match(lib: CDLL, c: Codec, rows: np.ndarray, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray] | None:
     """uint16 [n_cells, head_size] -> (codes, params), None when it is no image (kvq_image_match)."""
     nb_codes, nb_params = nbytes(lib, c)
     codes, params = (np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8))

@@ -227,9 +227,10 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
         added += ["-dev", DEVICE]
         # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
-        if program in ("llama-server", "llama-cli") and not user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload")):
-            if user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url", "-hf", "-hfr", "--hf-repo")) or "LLAMA_ARG_MMPROJ" in environ:
-                added.append("--no-mmproj-offload")
+        placed = user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload"))
+        present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url", "-hf", "-hfr", "--hf-repo")) or "LLAMA_ARG_MMPROJ" in environ
+        if program in ("llama-server", "llama-cli") and present and not placed:
+            added.append("--no-mmproj-offload")
     if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
         added += ["-fa", "on"]
     # in front: behind a dangling option of the user ("-m" without a file) they would be taken for its value

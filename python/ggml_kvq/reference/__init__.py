@@ -1,8 +1,11 @@
 """The numpy definition of every block format and method of ggml-kvq. Needs numpy only; the native library is tested against it."""
 
+import numpy as np
+
 # every file of a method is imported here: importing registers it
 from . import affine, attention, f16, image, kivi, lattice, xquant
-from . import higgs, aqua  # isort: skip  (after xquant: the order of methods.inc)
+
+from . import higgs, aqua  # isort: skip  # after xquant: the order of methods.inc
 from .codec import AFFINE, F16, LATTICE, Codec, K, V
 from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
 from .types import TYPES
@@ -13,12 +16,12 @@ def nbytes(codec: Codec) -> tuple[int, int]:
     return TYPES[codec.type].nbytes(codec)
 
 
-def encode(codec: Codec, rows, valid=None, shared=None):
+def encode(codec: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """f16 [n_cells, head_size] -> (codes, params), uint8 arrays; see affine.encode."""
     return TYPES[codec.type].encode(codec, rows, valid, shared)
 
 
-def decode(codec: Codec, codes, params):
+def decode(codec: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     """-> f16 [n_cells, head_size]."""
     return TYPES[codec.type].decode(codec, codes, params)
 
@@ -37,12 +40,15 @@ __all__ = [
     "Method",
     "V",
     "affine",
+    "aqua",
     "attention",
     "decode",
     "encode",
     "f16",
+    "higgs",
     "image",
     "kivi",
+    "lattice",
     "nbytes",
     "xquant",
 ]

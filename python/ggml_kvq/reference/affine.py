@@ -122,7 +122,7 @@ def per_value(c: Codec, param: np.ndarray) -> np.ndarray:
     return np.repeat(param.reshape(-1, c.n_cells).T, c.group, axis=1)[:, : c.head_size]
 
 
-def _grouped(c: Codec, x: np.ndarray, fill: float) -> np.ndarray:
+def _grouped(c: Codec, x: np.ndarray, fill: float | np.floating) -> np.ndarray:
     """[n_cells, head_size] -> [np, members], value groups padded by `fill`."""
     if c.role == K:
         return x.reshape(-1, c.group, c.head_size).transpose(0, 2, 1).reshape(n_params(c), c.group)
@@ -135,7 +135,7 @@ def _grouped(c: Codec, x: np.ndarray, fill: float) -> np.ndarray:
 # ------------------------------------------------------------------ encode, decode
 
 
-def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None):
+def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size], valid uint8 [n_cells/8] -> (codes uint8 [nb_codes], params uint8 [nb_params]).
 
     shared: codes of another layer, returned as they are; only the parameters come from `rows` (XQuant section 3.3).
@@ -178,7 +178,7 @@ def decode(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
         return to_f16(per_value(c, zero) + per_value(c, scale) * unpack(c, codes).astype(np.float32))
 
 
-def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None):
+def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None) -> np.ndarray | None:
     """Codes uint8 [nb_codes] under which `params` reproduce rows up to the mantissa bits in `mask`; None when there are none.
 
     Of several such codes of a value the smallest is taken. shared: the only codes tried.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from .codec import V
 from .higgs import LATTICE_OPTIONS, LatticeMethod
 from .method import LanePlan, LayerPlan, LayerShape, register
@@ -12,7 +14,7 @@ class Aqua(LatticeMethod):
     """The first layer takes first_bits at least (section 4); row = R_pos (decoded + mean)."""
 
     name = "aqua"
-    options = {
+    options: ClassVar[dict[str, Any]] = {
         "predictor": "bias",
         "bits": 2,
         "k_bits": 0,
@@ -30,8 +32,8 @@ class Aqua(LatticeMethod):
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         plan = super().plan(ordinal, n_layer, shape, prev)
         # above two bits only d = 2 has grids
-        lanes = [LanePlan(p.codec.with_(group=2) if p.codec.bits > 2 and p.codec.bits != self.own(p.codec.role) else p.codec) for p in (plan.k, plan.v)]
-        return LayerPlan(*lanes, window=plan.window, sinks=plan.sinks, f32=plan.f32, mean=self.o["predictor"] == "bias")
+        k, v = (LanePlan(p.codec.with_(group=2) if p.codec.bits > 2 and p.codec.bits != self.own(p.codec.role) else p.codec) for p in (plan.k, plan.v))
+        return LayerPlan(k, v, window=plan.window, sinks=plan.sinks, f32=plan.f32, mean=self.o["predictor"] == "bias")
 
     def own(self, role: int) -> int:
         """Code bits of all layers but the first."""

@@ -17,7 +17,7 @@ def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
     return np.where(h < p, 2.0 ** (-max_bias * (h + 1) / p), 2.0 ** (-max_bias / 2 * (2 * (h - p) + 1) / p))
 
 
-def logits(q, k, mask, scale, max_bias=0.0, softcap=0.0) -> np.ndarray:
+def logits(q: np.ndarray, k: np.ndarray, mask: np.ndarray, scale: float, max_bias: float = 0.0, softcap: float = 0.0) -> np.ndarray:
     """q [n_q, n_head, dk], k [n_head_kv, n_slots, dk], mask [n_q, 1 or n_head, n_slots] -> f64 [n_q, n_head, n_slots].
 
     scale * q.k, soft-capped to softcap * tanh(x / softcap), plus slope * mask. -inf masks a slot whatever its key holds.
@@ -31,7 +31,7 @@ def logits(q, k, mask, scale, max_bias=0.0, softcap=0.0) -> np.ndarray:
     return np.where(np.isneginf(bias), -np.inf, x + bias)
 
 
-def weights(x: np.ndarray, sinks=None) -> np.ndarray:
+def weights(x: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
     """Softmax over slots, f64; sinks [n_head]: one more logit per head that takes weight and gives no value.
 
     A row without any slot has weights 0.
@@ -47,7 +47,9 @@ def weights(x: np.ndarray, sinks=None) -> np.ndarray:
     return np.divide(e, total, out=np.zeros_like(e), where=total > 0)
 
 
-def attend(q, k, v, mask, scale, max_bias=0.0, softcap=0.0, sinks=None) -> np.ndarray:
+def attend(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float, max_bias: float = 0.0, softcap: float = 0.0, sinks: np.ndarray | None = None
+) -> np.ndarray:
     """-> f64 [n_q, n_head, dv]. v [n_head_kv, n_slots, dv]; the other arguments as in logits() and weights()."""
     w = weights(logits(q, k, mask, scale, max_bias, softcap), sinks)
     return np.einsum("iht,htd->ihd", w, np.repeat(np.asarray(v, np.float64), q.shape[1] // k.shape[0], axis=0))

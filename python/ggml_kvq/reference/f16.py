@@ -5,7 +5,7 @@ codes: f16 [n_cells][head_size], little-endian; params: none.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def nbytes(c: Codec) -> tuple[int, int]:
     return 2 * c.n_cells * c.head_size, 0
 
 
-def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None):
+def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size] -> (codes uint8, params uint8 [0])."""
     return rows.astype("<f2").reshape(-1).view(np.uint8).copy(), np.zeros(0, np.uint8)
 
@@ -33,7 +33,7 @@ def exact(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     return decode(c, codes, params).astype(np.float64)
 
 
-def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None):
+def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None) -> np.ndarray:
     """Every row is its own image."""
     return encode(c, rows)[0]
 
@@ -43,7 +43,7 @@ class F16Method(Method):
     """Every cell in f16, open for good: equals upstream's cache."""
 
     name = "f16"
-    options: ClassVar[dict[str, object]] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         def lane(role: int, head_size: int) -> LanePlan:

@@ -30,7 +30,7 @@ def write(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     return (rows & np.uint16(0xFFFF ^ ((1 << w) - 1))) | low.reshape(rows.shape)
 
 
-def read(c: Codec, image: np.ndarray, shared: np.ndarray | None = None):
+def read(c: Codec, image: np.ndarray, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray] | None:
     """uint16 [n_cells, head_size] -> (codes, params), or None for rows that are no image."""
     w, nb = width(c), TYPES[c.type].nbytes(c)[1]
     bits = (image.reshape(-1, 1) >> np.arange(w, dtype=np.uint16) & 1).astype(np.uint8).reshape(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .codec import AFFINE, Codec, K, V
 from .method import AFFINE_OPTIONS, LanePlan, LayerPlan, LayerShape, Method, register
@@ -11,12 +11,13 @@ from .method import AFFINE_OPTIONS, LanePlan, LayerPlan, LayerShape, Method, reg
 class AffineMethod(Method):
     """Keys and values in affine blocks; subclasses say bits, levels, eta and sharing of a lane."""
 
-    def lane(self, role: int, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> dict:
+    def lane(self, role: int, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> dict[str, Any]:
         """Codec fields bits, eta, levels, and shares_codes."""
         raise NotImplementedError
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
-        o, lanes = self.o, []
+        o = self.o
+        lanes: list[LanePlan] = []
         for role, head_size in ((K, shape.head_size_k), (V, shape.head_size_v)):
             fields = self.lane(role, ordinal, n_layer, shape, prev)
             shares = fields.pop("shares_codes", False)
@@ -31,7 +32,7 @@ class AffineMethod(Method):
                 **{"levels": 0, **fields},
             )
             lanes.append(LanePlan(codec, shares))
-        return LayerPlan(*lanes, window=o["window"], sinks=o["sinks"], f32=o["precision"] == "f32")
+        return LayerPlan(lanes[0], lanes[1], window=o["window"], sinks=o["sinks"], f32=o["precision"] == "f32")
 
 
 @register
@@ -39,9 +40,9 @@ class Kivi(AffineMethod):
     """z = min, s = (max - min) / (2^bits - 1), code = round((x - z) / s) (section 3). levels=mid: equal bins and mid-points."""
 
     name = "kivi"
-    options: ClassVar[dict[str, object]] = {"bits": 2, "k_bits": 0, "v_bits": 0, "levels": "ends", "eta": 0.0, **AFFINE_OPTIONS}
+    options: ClassVar[dict[str, Any]] = {"bits": 2, "k_bits": 0, "v_bits": 0, "levels": "ends", "eta": 0.0, **AFFINE_OPTIONS}
 
-    def lane(self, role, ordinal, n_layer, shape, prev):
+    def lane(self, role: int, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> dict[str, Any]:
         bits = self.o["v_bits" if role == V else "k_bits"] or self.o["bits"]
         mid = self.o["levels"] == "mid"
         # mid-points of 2^bits equal bins are end points pulled in by half a bin

@@ -125,7 +125,7 @@ def _indices(c: Codec, y: np.ndarray, params: np.ndarray) -> np.ndarray:
     return dist.argmin(-1)
 
 
-def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None):
+def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size] -> (codes, params)."""
     y = _rotate(rows)
     total = np.zeros(c.n_cells)
@@ -151,7 +151,7 @@ def exact(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     return hadamard(rotated(c, codes, params)).astype(np.float64)
 
 
-def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None):
+def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None) -> np.ndarray | None:
     """Codes whose decoded rows equal `rows` but for the bits of `mask`, or None."""
     high = rows.view(np.uint16) & np.uint16(0xFFFF ^ mask)
     codes = pack(c, _indices(c, _rotate(high.view(np.float16)), params)) if shared is None else shared

@@ -1,6 +1,5 @@
 """Made by scripts/make_grids.py: points of the lattice grids by (d, n), int16 [n, d] in units of 2^-12."""
 
-# ruff: noqa: E501
 import base64
 
 import numpy as np

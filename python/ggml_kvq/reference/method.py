@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .codec import Codec
 
@@ -44,13 +44,13 @@ class Method:
     """A method with its options set. `options` maps every key to its default; the type of the default is the option's type."""
 
     name: ClassVar[str]
-    options: ClassVar[dict[str, object]]
+    options: ClassVar[dict[str, Any]]
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, **options: Any) -> None:
         for key in options:
             if key not in self.options:
                 raise ValueError(f"method {self.name} has no option {key!r}: it has {', '.join(self.options)}")
-        self.o = {**self.options, **options}
+        self.o: dict[str, Any] = {**self.options, **options}
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         """ordinal: of the layer in its cache; n_layer: of the model; prev: the layer before it in the cache."""
@@ -68,4 +68,4 @@ def register(cls: type[Method]) -> type[Method]:
 
 
 #: Options of every method that quantises, as KVQ_OPTIONS_AFFINE in methods/method.h.
-AFFINE_OPTIONS: dict[str, object] = {"group": 32, "group_v": 0, "window": 128, "sinks": 0, "scales": "f16", "precision": "int8"}
+AFFINE_OPTIONS: dict[str, Any] = {"group": 32, "group_v": 0, "window": 128, "sinks": 0, "scales": "f16", "precision": "int8"}

@@ -6,11 +6,11 @@ of the layer before it and keeps its own scale and zero (section 3.3). eta1, eta
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .codec import V
 from .kivi import AffineMethod
-from .method import AFFINE_OPTIONS, register
+from .method import AFFINE_OPTIONS, LayerShape, register
 
 PRESETS = {  # of 32 layers
     "1.38": {"kq": 30, "vq": 2, "km": 32, "vm": 16},
@@ -44,7 +44,7 @@ def splits(preset: str, n_layer: int) -> dict[str, int]:
 @register
 class XQuant(AffineMethod):
     name = "xquant"
-    options: ClassVar[dict[str, object]] = {
+    options: ClassVar[dict[str, Any]] = {
         "preset": "1.38",
         "kq": -1,
         "vq": -1,
@@ -56,7 +56,7 @@ class XQuant(AffineMethod):
         **AFFINE_OPTIONS,
     }
 
-    def lane(self, role, ordinal, n_layer, shape, prev):
+    def lane(self, role: int, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> dict[str, Any]:
         x = "v" if role == V else "k"
         scaled = splits(self.o["preset"], n_layer)
         q, m = (self.o[k] if self.o[k] != -1 else scaled[k] for k in (f"{x}q", f"{x}m"))
