@@ -14,3 +14,10 @@ foreach(file IN LISTS native_tests)
         RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/tests BUILD_RPATH ${KVQ_STAGE})
     add_test(NAME ${name} COMMAND ${name})
 endforeach()
+
+# Cycles of every kernel (docs/performance.md); its quick run is a test that it runs.
+add_executable(bench_kernels ${CMAKE_CURRENT_SOURCE_DIR}/scripts/bench_kernels.cpp)
+add_dependencies(bench_kernels llama-programs)
+target_link_libraries(bench_kernels PRIVATE kvq-objects upstream-ggml upstream-ggml-cpu upstream-ggml-base)
+set_target_properties(bench_kernels PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/tests BUILD_RPATH ${KVQ_STAGE})
+add_test(NAME bench_kernels COMMAND bench_kernels --quick affine2 lattice2 f16)

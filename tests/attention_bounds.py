@@ -3,7 +3,8 @@
 eps = 2^-24. Two references, both f64:
 
 exact    softmax over the decoded values. Folding q*scale to int8 errs by at most amax/254 per weight, amax = max |q*scale| of a cell
-         group, so by amax/254 * sum code per logit; folding p*scale likewise per channel group of a page (cpu/kernels.h).
+         group, so by amax/254 * sum code per logit; folding p*scale to 8 bits without sign by top/510, top = max p * max scale of a
+         page's channel group (cpu/kernels.h).
 folded   the same with the folding carried out: w8 = rint(127 x/amax), sum x*zero + amax/127 * sum code*w8. What remains is f32
          arithmetic, and one step amax/127 * code for every weight so near to a tie that f32 may round it to the other side.
 
@@ -28,15 +29,17 @@ def heads(c: Case, *arrays: np.ndarray) -> list[np.ndarray]:
     return [np.repeat(a.astype(np.float64), c.gqa, axis=0) for a in arrays]
 
 
-def fold(x: np.ndarray, spread: np.ndarray | float):
-    """x [..., n] -> (step [..., 1], w8 [..., n], flips [..., n]): int8 weights in the kernel's own f32 operations, and by how many
-    steps w8 may be off when x is known up to the relative error `spread` (0: exactly)."""
+def fold(
+    x: np.ndarray, spread: np.ndarray | float, top: np.ndarray | None = None, levels: int = 127
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [..., n] -> (step [..., 1], w8 [..., n], flips [..., n]): 8-bit weights under top (default max |x|) in the kernel's own f32
+    operations, and by how many steps w8 may be off when x/top is known up to the relative error `spread` (0: exactly)."""
     x = x.astype(np.float32)
-    amax = np.abs(x).max(axis=-1, keepdims=True)
-    y = x * np.divide(np.float32(127), amax, out=np.zeros_like(amax), where=amax > 0)
+    amax = np.abs(x).max(axis=-1, keepdims=True) if top is None else top.astype(np.float32)
+    y = x * np.divide(np.float32(levels), amax, out=np.zeros_like(amax), where=amax > 0)
     far = np.abs(y) * (np.asarray(spread) + 4 * EPS * (np.asarray(spread) > 0))
     near = (np.abs(y - np.floor(y) - 0.5) <= far) & (far > 0)
-    return (amax.astype(np.float64) / 127, np.rint(y).astype(np.float64), np.where(near, np.floor(far) + 1, 0))
+    return (amax.astype(np.float64) / levels, np.rint(y).astype(np.float64), np.where(near, np.floor(far) + 1, 0))
 
 
 @cache
@@ -86,7 +89,8 @@ def expected(c: Case, folded: bool) -> tuple[np.ndarray, np.ndarray]:
         for channel in range(0, c.dv, min(c.group, c.dv)):
             group = slice(channel, channel + min(c.group, c.dv))
             p, codes = w[:, :, here] * s[None, :, :, channel], code[:, :, group]
-            step, w8, flips = fold(p, (r[:, :, here] + r[:, :, here].max(-1, keepdims=True)) if folded else 0.0)
+            top = w[:, :, here].max(-1, keepdims=True) * s[None, :, :, channel].max(-1, keepdims=True)
+            step, w8, flips = fold(p, (r[:, :, here] + r[:, :, here].max(-1, keepdims=True)) if folded else 0.0, top, 255)
             add = np.zeros_like(out)
             if folded:
                 exact = np.einsum("iht,htd->ihd", w[:, :, here], (s * code)[:, :, group])

@@ -1,7 +1,9 @@
-// The attention loop, written once over pages: score, adjust, online softmax, accumulate.
+// The attention loop, written once over pages: score, online softmax, accumulate.
 //
-//   tasks = streams x KV heads x row blocks x splits.  Rows of a block read one KV head: gqa query heads of consecutive tokens.
-//   A split is a contiguous range of pages; partial results (m, l, o) are merged afterwards (log-sum-exp).
+//   tasks = streams x groups of KV heads x row blocks x splits.  Rows of a block read one KV head: gqa query heads of consecutive
+//   tokens. A split is a contiguous range of pages; partial results (m, l, o) are merged afterwards (log-sum-exp).
+//   With few rows a task runs over pages and visits all its heads in each: bytes are read in the order in which they lie.
+//   Pages go to the kernels in runs of up to KVQ_MAX_RUN. Logits and maxima are in units of ln 2.
 #include "cpu.h"
 #include "kernels.h"
 #include "lattice.h"
@@ -20,32 +22,48 @@ namespace {
 
 constexpr uint16_t F16_NEG_INF = 0xfc00;
 
+constexpr float LOG2_E = 1.44269504088896341f;
+constexpr int   FEW_ROWS = 16; // as many rows of a KV head go through the pages together with the other heads, in runs of pages
+
 struct stream_plan {
     const kvq_attn * p;
     kvq_view k, v, k_open, v_open;
     kvq_lattice_view lk, lv;
     bool rope, folded_k, rotated_v; // lattice: keys lack their rotary embedding or mean; int8 keys; values leave a rotated sum
-    int gqa, n_rows, n_blocks, n_splits, n_active; // rows of a KV head; pages that hold anything
+    int gqa, n_rows, n_blocks, n_active; // rows of a KV head; pages that hold anything
+    int n_groups, n_splits;
     int dpk, dpv;
+    size_t rot;     // floats of a rotated sum
     size_t partial; // offset of this stream's partials
     float m0, m1;   // ALiBi bases
     int   n_head_log2;
+
+    int n_tasks() const { return n_groups * n_blocks * n_splits; }
+    int block_rows() const { return std::min(n_rows, KVQ_MAX_ROWS); }
+};
+
+// A KV head and its block of rows, while a task runs.
+struct head_rows {
+    int kvh;
+    float * q, * out, * rot;    // rows of dpk, dpv, stream_plan::rot
+    float * m, * l, * weight;   // weight: of sealed values, whose mean is added at the end
+    float slope[KVQ_MAX_ROWS];
+    kvq_lattice_queries folded;
 };
 
 // One thread's working set, grown to the largest task and kept.
 struct workspace {
-    float * q, * out, * logits, * tile;
+    float * logits, * tile, * floats;
     uint16_t * mask, * rows;
     void  * work;
-    kvq_lattice_queries folded;
-    std::vector<float>  rot;
+    std::vector<head_rows> heads;
 
-    // rows x (queries, outputs, logits, mask of a page), and a decoded page
-    void fit(int n_rows, int dp, int n_cells, size_t nb_work) {
-        const size_t r = (size_t) n_rows, d = (size_t) dp, n = (size_t) n_cells;
+    struct sizes { size_t floats = 0, slots = 0, tile = 0, work = 0, heads = 0; };
+
+    void fit(const sizes & z) {
         size_t at = 0;
         const auto take = [&](size_t nb) { const size_t here = at; at += (nb + 63) / 64 * 64; return here; };
-        const size_t o[7] = { take(4*r*d), take(4*r*d), take(4*r*n), take(4*n*d), take(2*r*n), take(2*n*d), take(nb_work) };
+        const size_t o[6] = { take(4*z.floats), take(4*z.slots), take(4*z.tile), take(2*z.slots), take(2*z.tile), take(z.work) };
         if (at > size) {
             memory.reset((uint8_t *) aligned_alloc(64, at));
             if (!memory) {
@@ -55,8 +73,11 @@ struct workspace {
             size = at;
         }
         uint8_t * m = memory.get();
-        q = (float *) (m + o[0]); out = (float *) (m + o[1]); logits = (float *) (m + o[2]); tile = (float *) (m + o[3]);
-        mask = (uint16_t *) (m + o[4]); rows = (uint16_t *) (m + o[5]); work = m + o[6];
+        floats = (float *) (m + o[0]); logits = (float *) (m + o[1]); tile = (float *) (m + o[2]);
+        mask = (uint16_t *) (m + o[3]); rows = (uint16_t *) (m + o[4]); work = m + o[5];
+        if (heads.size() < z.heads) {
+            heads.resize(z.heads);
+        }
     }
 private:
     struct release { void operator()(void * p) const { free(p); } };
@@ -71,53 +92,50 @@ float alibi_slope(const stream_plan & s, int h) {
     return h < s.n_head_log2 ? powf(s.m0, (float) (h + 1)) : powf(s.m1, (float) (2*(h - s.n_head_log2) + 1));
 }
 
-// One KV head of a page, and how it is read.
-struct block {
-    const kvq_view * view;
-    const kvq_block_kernels * kernels;
-    const void * codes, * params;
-    bool tile; // through an f32 tile
+// Pages of which the same rows see something.
+struct page_run {
+    int n_pages = 0, first = 0, n_rows = 0;
+    const kvq_page * page[KVQ_MAX_RUN];
+    const uint16_t * mask[KVQ_MAX_RUN * KVQ_MAX_ROWS]; // as the softmax takes it
 };
 
-block find_block(const kvq_kernels & K, const kvq_view & sealed, const kvq_view & open, const void * codes, const void * params, int kvh, int n_rows, bool f32, workspace & w) {
-    if (!params) {
-        const kvq_block_kernels & k = K.block[KVQ_TYPE_F16];
-        return { &open, &k, (const uint8_t *) codes + kvh * open.nb_codes, nullptr, n_rows >= k.tile_rows };
-    }
-    const uint8_t * c = (const uint8_t *) codes + kvh * sealed.nb_codes, * p = (const uint8_t *) params + kvh * sealed.nb_params;
-    if (sealed.codec.type < KVQ_N_TYPES) {
-        const kvq_block_kernels & k = K.block[sealed.codec.type];
-        return { &sealed, &k, c, p, f32 || n_rows >= k.tile_rows };
-    }
-    // the type's own decode, then as an open page; w.tile is not in use yet
-    uint16_t * rows = (uint16_t *) w.tile;
-    kvq_traits(sealed.codec.type)->decode(sealed.codec, c, p, rows);
-    for (int t = 0; t < sealed.codec.n_cells; t++) {
-        memcpy(w.rows + (size_t) t * sealed.dp, rows + (size_t) t * sealed.codec.head_size, 2 * (size_t) sealed.codec.head_size);
-        memset(w.rows + (size_t) t * sealed.dp + sealed.codec.head_size, 0, 2 * (size_t) (sealed.dp - sealed.codec.head_size));
-    }
-    return { &open, &K.block[KVQ_TYPE_F16], w.rows, nullptr, n_rows >= K.block[KVQ_TYPE_F16].tile_rows };
-}
+// One lane of a run from page i on: a part of one kind, blocks of one head.
+struct lane_part {
+    const kvq_view * view;
+    const kvq_block_kernels * kernels; // NULL: lattice kernels
+    bool tile;                         // through an f32 tile
+    kvq_run run;
 
-void score(const kvq_kernels & K, const block & b, int n_rows, const float * q, float * logits, workspace & w) {
-    if (b.tile) {
-        b.kernels->to_tile(*b.view, b.codes, b.params, w.tile, w.work);
-        K.score_tile(n_rows, b.view->dp, b.view->codec.n_cells, w.tile, q, logits);
-    } else {
-        b.kernels->score(*b.view, n_rows, b.codes, b.params, q, logits, w.work);
+    lane_part(const kvq_kernels & K, const kvq_view & sealed, const kvq_view & open, const page_run & r, int i, bool value, int kvh, bool f32, bool lattice, bool alone, workspace & w) {
+        const auto params_of = [&](int j) { return value ? r.page[j]->v_params : r.page[j]->k_params; };
+        const auto codes_of  = [&](int j) { return value ? r.page[j]->v_codes  : r.page[j]->k_codes; };
+        const bool is_sealed = params_of(i), decoded = is_sealed && !lattice && sealed.codec.type >= KVQ_N_TYPES;
+        view    = is_sealed && !decoded ? &sealed : &open;
+        kernels = is_sealed && lattice ? nullptr : &K.block[view->codec.type];
+        tile    = kernels && (r.n_rows >= kernels->tile_rows || (is_sealed && f32));
+        run.n_pages = 0;
+        for (int j = i; j < r.n_pages && (bool) params_of(j) == is_sealed; j++) {
+            const kvq_view & v = is_sealed ? sealed : open;
+            run.codes [run.n_pages]   = (const uint8_t *) codes_of(j) + kvh * v.nb_codes;
+            run.params[run.n_pages++] = is_sealed ? (const uint8_t *) params_of(j) + kvh * v.nb_params : nullptr;
+            if (decoded || tile || (alone && is_sealed)) {
+                break;
+            }
+        }
+        if (decoded) { // the type's own decode, then as an open page; w.tile is not in use yet
+            uint16_t * rows = (uint16_t *) w.tile;
+            kvq_traits(sealed.codec.type)->decode(sealed.codec, run.codes[0], run.params[0], rows);
+            for (int t = 0; t < sealed.codec.n_cells; t++) {
+                memcpy(w.rows + (size_t) t * sealed.dp, rows + (size_t) t * sealed.codec.head_size, 2 * (size_t) sealed.codec.head_size);
+                memset(w.rows + (size_t) t * sealed.dp + sealed.codec.head_size, 0, 2 * (size_t) (sealed.dp - sealed.codec.head_size));
+            }
+            run.codes[0]  = w.rows;
+            run.params[0] = nullptr;
+        }
     }
-}
+};
 
-void accumulate(const kvq_kernels & K, const block & b, int n_rows, const float * p, float * out, workspace & w) {
-    if (b.tile) {
-        b.kernels->to_tile(*b.view, b.codes, b.params, w.tile, w.work);
-        K.accum_tile(n_rows, b.view->dp, b.view->codec.n_cells, w.tile, p, out);
-    } else {
-        b.kernels->accum(*b.view, n_rows, b.codes, b.params, p, out, w.work);
-    }
-}
-
-// The blocks of a KV head lie n_head blocks apart: beyond what the hardware foresees.
+// The blocks of a page lie in four places, and those of a KV head n_head blocks apart: beyond what the hardware foresees.
 void prefetch(const void * codes, const void * params, int kvh, const kvq_view & sealed, const kvq_view & open) {
     const kvq_view & v = params ? sealed : open;
     const char * c = (const char *) codes + kvh * v.nb_codes, * p = (const char *) params + kvh * v.nb_params;
@@ -154,41 +172,128 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, 
     return any;
 }
 
-void score_lattice(const kvq_kernels & K, const stream_plan & s, workspace & w, const kvq_page & page, int kvh, int first, int n_rows) {
+// One KV head against a run.
+void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r) {
     const kvq_attn & p = *s.p;
-    const uint8_t * codes = (const uint8_t *) page.k_codes + kvh * s.k.nb_codes, * params = (const uint8_t *) page.k_params + kvh * s.k.nb_params;
-    if (s.rope) {
-        K.score_rope(s.lk, n_rows, codes, params, p.k_mean ? p.k_mean + (size_t) kvh * p.k.head_size : nullptr, p.rotary,
-                     p.positions ? p.positions + page.cell : nullptr, s.dpk, w.q + (size_t) first * s.dpk, w.logits);
-    } else {
-        K.score_lattice(s.lk, n_rows, codes, params, w.folded.rows.data() + first, w.logits);
+    const bool f32 = p.flags & KVQ_ATTN_F32;
+    const int  n = r.page[0]->n_slots, rows = r.n_rows;
+    const size_t per_page = (size_t) rows * n;
+    const float * q = h.q + (size_t) r.first * s.dpk;
+    for (int i = 0; i < r.n_pages;) {
+        const lane_part k(K, s.k, s.k_open, r, i, false, h.kvh, f32, s.rope || s.folded_k, s.rope, w);
+        float * to = w.logits + i * per_page;
+        if (!k.kernels && s.rope) {
+            K.score_rope(s.lk, rows, (const uint8_t *) k.run.codes[0], k.run.params[0], p.k_mean ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary,
+                         p.positions ? p.positions + r.page[i]->cell : nullptr, s.dpk, q, to);
+        } else if (!k.kernels) {
+            K.score_lattice(s.lk, rows, k.run, h.folded.rows.data() + r.first, to);
+        } else if (k.tile) {
+            k.kernels->to_tile(*k.view, k.run.codes[0], k.run.params[0], w.tile, w.work);
+            K.score_tile(rows, s.dpk, n, w.tile, q, to);
+        } else {
+            k.kernels->score(*k.view, rows, k.run, q, to, w.work);
+        }
+        i += k.run.n_pages;
+    }
+
+    float c[KVQ_MAX_ROWS + 16], f[KVQ_MAX_RUN * KVQ_MAX_ROWS], sums[KVQ_MAX_RUN * KVQ_MAX_ROWS];
+    float * const out = h.out + (size_t) r.first * s.dpv, * const rot = h.rot + r.first * s.rot;
+    if (K.softmax(rows, n, r.n_pages, w.logits, p.scale, p.softcap, h.slope + r.first, r.mask, h.m + r.first, h.l + r.first, c, f, sums)) {
+        for (int i = 0; i < rows; i++) {
+            if (c[i] != 1.0f) {
+                h.weight[r.first + i] *= c[i];
+                K.scale(s.dpv, out + (size_t) i * s.dpv, c[i]);
+                K.scale((int) s.rot, rot + i * s.rot, c[i]);
+            }
+        }
+    }
+    for (int i = 0; p.v_mean && i < r.n_pages; i++) {
+        for (int j = 0; j < rows && r.page[i]->v_params; j++) {
+            h.weight[r.first + j] += f[i * KVQ_MAX_ROWS + j] * sums[i * KVQ_MAX_ROWS + j];
+        }
+    }
+
+    for (int i = 0; i < r.n_pages;) {
+        const lane_part v(K, s.v, s.v_open, r, i, true, h.kvh, f32, s.rotated_v, false, w);
+        const float * prob = w.logits + i * per_page, * by = f + i * KVQ_MAX_ROWS;
+        if (!v.kernels) {
+            K.accum_lattice(s.lv, rows, v.run, prob, by, rot);
+        } else if (v.tile) {
+            v.kernels->to_tile(*v.view, v.run.codes[0], v.run.params[0], w.tile, w.work);
+            K.accum_tile(rows, s.dpv, n, w.tile, prob, by, out);
+        } else {
+            v.kernels->accum(*v.view, rows, v.run, prob, by, out, w.work);
+        }
+        i += v.run.n_pages;
     }
 }
 
-void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int kvh, int r0, int n_rows, int page0, int page1, float * m, float * l) {
+// Queries are gathered because query heads and tokens have free strides.
+void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, int r0, int n_rows, size_t & at) {
     const kvq_attn & p = *s.p;
-    // q is gathered because query heads and tokens have free strides
-    float slope[KVQ_MAX_ROWS], correction[KVQ_MAX_ROWS], sums[KVQ_MAX_ROWS];
-    const uint16_t * rows_mask[KVQ_MAX_ROWS];
-    const size_t dk = (size_t) p.k.head_size;
+    const auto take = [&](size_t n) { float * here = w.floats + at; at += (n + 15) / 16 * 16; return here; };
+    const size_t dk = (size_t) p.k.head_size, rows = (size_t) n_rows;
+    h.kvh = kvh;
+    h.q   = take(rows * s.dpk);
+    h.out = take(rows * s.dpv);
+    h.rot = take(rows * s.rot);
+    h.m   = take(rows);
+    h.l   = take(rows);
+    h.weight = take(rows);
     for (int r = 0; r < n_rows; r++) {
-        const int iq = (r0 + r) / s.gqa, h = kvh * s.gqa + (r0 + r) % s.gqa;
-        float * q = w.q + (size_t) r * s.dpk;
-        memcpy(q, p.q + iq * p.q_stride_token + h * p.q_stride_head, 4 * dk);
+        const int iq = (r0 + r) / s.gqa, head = kvh * s.gqa + (r0 + r) % s.gqa;
+        float * q = h.q + (size_t) r * s.dpk;
+        memcpy(q, p.q + iq * p.q_stride_token + head * p.q_stride_head, 4 * dk);
         memset(q + dk, 0, 4 * (s.dpk - dk));
-        rows_mask[r] = p.mask ? p.mask + iq * p.mask_stride_token + h * p.mask_stride_head : nullptr;
-        slope[r] = alibi_slope(s, h);
-        m[r] = -INFINITY;
-        l[r] = 0.0f;
+        h.slope[r] = alibi_slope(s, head);
+        h.m[r] = -INFINITY;
+        h.l[r] = h.weight[r] = 0.0f;
     }
-    memset(w.out, 0, 4 * (size_t) n_rows * s.dpv);
-    const bool f32 = p.flags & KVQ_ATTN_F32;
-    const size_t rot_stride = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
+    memset(h.out, 0, 4 * rows * s.dpv);
+    memset(h.rot, 0, 4 * rows * s.rot);
     if (s.folded_k) {
-        w.folded.fold(s.lk, n_rows, s.dpk, w.q);
+        h.folded.fold(s.lk, n_rows, s.dpk, h.q);
     }
-    w.rot.assign(rot_stride * n_rows, 0.0f);
-    float weight[KVQ_MAX_ROWS] = {}; // of sealed values, whose mean is added at the end
+}
+
+void end_head(const stream_plan & s, head_rows & h, int n_rows) {
+    const kvq_attn & p = *s.p;
+    for (int r = 0; r < n_rows; r++) {
+        float * out = h.out + (size_t) r * s.dpv;
+        if (s.rotated_v) {
+            kvq_lattice_unrotate(s.lv, h.rot + r * s.rot, out);
+        }
+        for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
+            out[d] += h.weight[r] * p.v_mean[(size_t) h.kvh * p.v.head_size + d];
+        }
+    }
+}
+
+// KV heads [kvh0, kvh0 + n_heads), rows [r0, r0 + n_rows) of each, pages [page0, page1). Several heads share the mask rows.
+void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int kvh0, int n_heads, int r0, int n_rows, int page0, int page1) {
+    const kvq_attn & p = *s.p;
+    size_t at = 0;
+    for (int h = 0; h < n_heads; h++) {
+        start_head(s, w, w.heads[(size_t) h], kvh0 + h, r0, n_rows, at);
+    }
+    const int max_run = n_rows <= FEW_ROWS ? KVQ_MAX_RUN : 1;
+    page_run run;
+    int slot = 0; // of w.mask
+    const auto flush = [&](int next) {
+        for (int h = 0; run.n_pages && h < n_heads; h++) {
+            for (int i = 0; i < run.n_pages; i++) {
+                const bool here = h + 1 < n_heads;
+                if (here || next + i < page1) {
+                    const kvq_page & page = here ? *run.page[i] : p.pages[next + i];
+                    const int kvh = kvh0 + (here ? h + 1 : 0);
+                    prefetch(page.k_codes, page.k_params, kvh, s.k, s.k_open);
+                    prefetch(page.v_codes, page.v_params, kvh, s.v, s.v_open);
+                }
+            }
+            run_head(K, s, w, w.heads[(size_t) h], run);
+        }
+        run.n_pages = 0;
+    };
     for (int ip = page0; ip < page1; ip++) {
         const kvq_page & page = p.pages[ip];
         const int n = page.n_slots;
@@ -198,12 +303,13 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
         // rows that see anything of the page: all others, before and behind, are left out
         const uint16_t * use[KVQ_MAX_ROWS];
         int first = n_rows, end = 0;
-        bool alive = false;
-        for (int r = 0; r < n_rows; r++) {
-            if (r && rows_mask[r] == rows_mask[r - 1]) {
+        for (int r = 0, alive = 0; r < n_rows; r++) {
+            const int iq = (r0 + r) / s.gqa, head = kvh0 * s.gqa + (r0 + r) % s.gqa;
+            if (r && (!p.mask || (!p.mask_stride_head && (r0 + r) % s.gqa))) {
                 use[r] = use[r - 1];
             } else {
-                alive = page_mask(p, page, rows_mask[r], w.mask + (size_t) r * n, &use[r]);
+                const uint16_t * row = p.mask ? p.mask + iq * p.mask_stride_token + head * p.mask_stride_head : nullptr;
+                alive = page_mask(p, page, row, w.mask + ((size_t) slot * n_rows + r) * n, &use[r]);
             }
             if (alive) {
                 first = std::min(first, r);
@@ -213,43 +319,21 @@ void run_block(const kvq_kernels & K, const stream_plan & s, workspace & w, int 
         if (!end) {
             continue;
         }
-        if (ip + 1 < page1) {
-            const kvq_page & next = p.pages[ip + 1];
-            prefetch(next.k_codes, next.k_params, kvh, s.k, s.k_open);
-            prefetch(next.v_codes, next.v_params, kvh, s.v, s.v_open);
+        if (run.n_pages && (run.first != first || run.n_rows != end - first)) {
+            flush(ip);
         }
-        const int rows = end - first;
-        float * out = w.out + (size_t) first * s.dpv;
-        if (page.k_params && (s.rope || s.folded_k)) {
-            score_lattice(K, s, w, page, kvh, first, rows);
-        } else {
-            const block k = find_block(K, s.k, s.k_open, page.k_codes, page.k_params, kvh, rows, f32, w);
-            score(K, k, rows, w.q + (size_t) first * s.dpk, w.logits, w);
+        run.first  = first;
+        run.n_rows = end - first;
+        std::copy(use + first, use + end, run.mask + run.n_pages * KVQ_MAX_ROWS);
+        run.page[run.n_pages++] = &page;
+        slot = (slot + 1) % max_run;
+        if (run.n_pages == max_run) {
+            flush(ip + 1);
         }
-        K.softmax(rows, n, w.logits, p.scale, p.softcap, slope + first, use + first, m + first, l + first, correction, sums);
-        for (int r = 0; r < rows; r++) {
-            weight[first + r] = weight[first + r] * correction[r] + (page.v_params ? sums[r] : 0.0f);
-            if (correction[r] != 1.0f) {
-                K.scale(s.dpv, out + (size_t) r * s.dpv, correction[r]);
-                K.scale((int) rot_stride, w.rot.data() + (first + r) * rot_stride, correction[r]);
-            }
-        }
-        if (page.v_params && s.rotated_v) {
-            K.accum_lattice(s.lv, rows, (const uint8_t *) page.v_codes + kvh * s.v.nb_codes, (const uint8_t *) page.v_params + kvh * s.v.nb_params,
-                            w.logits, w.rot.data() + first * rot_stride);
-            continue;
-        }
-        const block v = find_block(K, s.v, s.v_open, page.v_codes, page.v_params, kvh, rows, f32, w);
-        accumulate(K, v, rows, w.logits, out, w);
     }
-    for (int r = 0; r < n_rows; r++) {
-        float * out = w.out + (size_t) r * s.dpv;
-        if (s.rotated_v) {
-            kvq_lattice_unrotate(s.lv, w.rot.data() + r * rot_stride, out);
-        }
-        for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
-            out[d] += weight[r] * p.v_mean[(size_t) kvh * p.v.head_size + d];
-        }
+    flush(page1);
+    for (int h = 0; h < n_heads; h++) {
+        end_head(s, w.heads[(size_t) h], n_rows);
     }
 }
 
@@ -259,9 +343,9 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
     float * dst = p.dst + iq * p.dst_stride_token + h * p.dst_stride_head;
     float c = 1.0f;
     if (p.sinks) { // one more logit without a value
-        const float top = std::max(m, p.sinks[h]);
-        c = m == -INFINITY ? 0.0f : expf(m - top);
-        l = l * c + expf(p.sinks[h] - top);
+        const float sink = p.sinks[h] * LOG2_E, top = std::max(m, sink);
+        c = m == -INFINITY ? 0.0f : exp2f(m - top);
+        l = l * c + exp2f(sink - top);
     }
     const float inv = l > 0.0f ? c / l : 0.0f;
     for (int d = 0; d < p.v.head_size; d++) {
@@ -269,6 +353,28 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
     }
 }
 
+// Partials of a row: m, l, then the output.
+void merge_rows(const stream_plan & s, float * partial) {
+    const size_t stride = (size_t) s.dpv + 2;
+    for (int i = 0; i < s.p->n_head_kv * s.n_rows; i++) {
+        const int kvh = i / s.n_rows, row = i % s.n_rows;
+        float * a = partial + ((size_t) kvh * s.n_splits * s.n_rows + row) * stride;
+        for (int j = 1; j < s.n_splits; j++) {
+            const float * b = a + (size_t) j * s.n_rows * stride;
+            const float top = std::max(a[0], b[0]);
+            if (b[0] == -INFINITY) {
+                continue;
+            }
+            const float ca = a[0] == -INFINITY ? 0.0f : exp2f(a[0] - top), cb = exp2f(b[0] - top);
+            a[0] = top;
+            a[1] = a[1] * ca + b[1] * cb;
+            for (int d = 2; d < s.dpv + 2; d++) {
+                a[d] = a[d] * ca + b[d] * cb;
+            }
+        }
+        store_row(s, kvh, row, a[0], a[1], a + 2);
+    }
+}
 } // namespace
 
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
@@ -276,10 +382,15 @@ void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
     n_threads = std::max(n_threads, 1);
 
     static thread_local std::vector<stream_plan> plans;
+    static thread_local std::vector<int> first;
+    static thread_local std::vector<float> partial_buffer;
     plans.resize((size_t) n);
+    first.assign((size_t) n + 1, 0);
     stream_plan * const plan = plans.data();
-    int    n_base = 0, n_max_rows = 0, max_dp = 0, max_cells = 0;
-    size_t nb_work = 0;
+    workspace::sizes size;
+    size_t n_partial = 0;
+    // enough tasks that the last one to finish does not matter much
+    const int want = n_threads > 1 ? (4*n_threads + n - 1) / n : 1;
     for (int i = 0; i < n; i++) {
         stream_plan & s = plan[i];
         s.p = &attn[i];
@@ -288,97 +399,82 @@ void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
         s.n_blocks = (s.n_rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
         s.k = kvq_make_view(attn[i].k);
         s.v = kvq_make_view(attn[i].v);
-        s.dpk = s.k.dp;
-        s.dpv = s.v.dp;
-        n_max_rows = std::max(n_max_rows, s.n_rows);
-        max_dp     = std::max({ max_dp, s.dpk, s.dpv });
-        max_cells  = std::max({ max_cells, attn[i].k.n_cells, attn[i].v.n_cells });
-        nb_work    = std::max({ nb_work, kvq_work_bytes(s.k), kvq_work_bytes(s.v) });
         s.k_open = kvq_make_open_view(attn[i].k);
         s.v_open = kvq_make_open_view(attn[i].v);
-        const bool lattice_k = attn[i].k.type == KVQ_TYPE_LATTICE, lattice_v = attn[i].v.type == KVQ_TYPE_LATTICE;
-        const bool f32 = attn[i].flags & KVQ_ATTN_F32;
+        s.dpk = s.k.dp;
+        s.dpv = s.v.dp;
+        const bool lattice_k = attn[i].k.type == KVQ_TYPE_LATTICE, lattice_v = attn[i].v.type == KVQ_TYPE_LATTICE, f32 = attn[i].flags & KVQ_ATTN_F32;
         if (lattice_k) { s.lk = kvq_lattice_make_view(attn[i].k); }
         if (lattice_v) { s.lv = kvq_lattice_make_view(attn[i].v); }
         s.rope      = lattice_k && (attn[i].rotary || attn[i].k_mean);
         s.folded_k  = lattice_k && !s.rope && !f32;
         s.rotated_v = lattice_v && !f32;
+        s.rot       = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
         s.n_head_log2 = 1;
         while (2 * s.n_head_log2 <= attn[i].n_head) { s.n_head_log2 *= 2; }
         s.m0 = powf(2.0f, -attn[i].max_bias        / (float) s.n_head_log2);
         s.m1 = powf(2.0f, -attn[i].max_bias / 2.0f / (float) s.n_head_log2);
         s.n_active = 0;
-        for (int j = 0; j < attn[i].n_pages; j++) { s.n_active += attn[i].pages[j].n_slots > 0; }
-        n_base += s.n_blocks * attn[i].n_head_kv;
-    }
-    // enough tasks that the last one to finish does not matter much
-    const int want = n_threads > 1 ? (4*n_threads + n_base - 1) / std::max(n_base, 1) : 1;
-    size_t n_partial = 0;
-    std::vector<int> first(n + 1, 0);
-    for (int i = 0; i < n; i++) {
-        stream_plan & s = plan[i];
-        s.n_splits = std::min(std::max(want, 1), std::max(s.n_active / 16, 1));
+        int cells = attn[i].k.n_cells;
+        for (int j = 0; j < attn[i].n_pages; j++) {
+            s.n_active += attn[i].pages[j].n_slots > 0;
+            cells = std::max(cells, attn[i].pages[j].n_slots);
+        }
+        // few rows: page ranges first, of all heads together; many: heads and row blocks first
+        const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head;
+        const int  most = std::max(s.n_active / 8, 1), n_base = attn[i].n_head_kv * s.n_blocks;
+        s.n_splits = std::min(most, few ? want : (want + n_base - 1) / n_base);
+        s.n_groups = few ? std::min(attn[i].n_head_kv, (want + s.n_splits - 1) / s.n_splits) : attn[i].n_head_kv;
         s.partial  = n_partial;
         if (s.n_splits > 1) {
-            n_partial += (size_t) s.p->n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2);
+            n_partial += (size_t) attn[i].n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2);
         }
-        first[i + 1] = first[i] + s.p->n_head_kv * s.n_blocks * s.n_splits;
+        first[i + 1] = first[i] + s.n_tasks();
+
+        const size_t rows = (size_t) s.block_rows(), heads = (size_t) (attn[i].n_head_kv + s.n_groups - 1) / s.n_groups;
+        const auto   pad  = [](size_t x) { return (x + 15) / 16 * 16; };
+        size.heads  = std::max(size.heads, heads);
+        size.floats = std::max(size.floats, heads * (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows)));
+        size.slots  = std::max(size.slots, (s.block_rows() <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * cells);
+        size.tile   = std::max(size.tile, (size_t) cells * std::max(s.dpk, s.dpv));
+        size.work   = std::max({ size.work, kvq_work_bytes(s.k), kvq_work_bytes(s.v) });
     }
-    const int    max_rows = std::min(KVQ_MAX_ROWS, n_max_rows);
-    static thread_local std::vector<float> partial_buffer;
     partial_buffer.resize(std::max(partial_buffer.size(), n_partial));
     float * const partial = partial_buffer.data();
+    const int * const first_task = first.data();
 
     const int n_tasks = first[n];
 #pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
     for (int task = 0; task < n_tasks; task++) {
         static thread_local workspace w;
-        w.fit(max_rows, max_dp, max_cells, nb_work);
+        w.fit(size);
         int i = 0;
-        while (task >= first[i + 1]) { i++; }
+        while (task >= first_task[i + 1]) { i++; }
         const stream_plan & s = plan[i];
-        const int t     = task - first[i];
-        const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, kvh = t / s.n_splits / s.n_blocks;
+        const int t     = task - first_task[i];
+        const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, group = t / s.n_splits / s.n_blocks;
+        const int h0    = s.p->n_head_kv * group / s.n_groups, h1 = s.p->n_head_kv * (group + 1) / s.n_groups;
         const int r0    = block * KVQ_MAX_ROWS, rows = std::min(KVQ_MAX_ROWS, s.n_rows - r0);
         const int p0    = (int) ((int64_t) s.p->n_pages * split / s.n_splits), p1 = (int) ((int64_t) s.p->n_pages * (split + 1) / s.n_splits);
-        float m[KVQ_MAX_ROWS], l[KVQ_MAX_ROWS];
-        run_block(K, s, w, kvh, r0, rows, p0, p1, m, l);
-        for (int r = 0; r < rows; r++) {
-            const float * out = w.out + (size_t) r * s.dpv;
-            if (s.n_splits == 1) {
-                store_row(s, kvh, r0 + r, m[r], l[r], out);
-            } else {
-                float * to = partial + s.partial + (((size_t) kvh * s.n_splits + split) * s.n_rows + r0 + r) * (s.dpv + 2);
-                to[0] = m[r];
-                to[1] = l[r];
-                memcpy(to + 2, out, 4 * (size_t) s.dpv);
+        run_task(K, s, w, h0, h1 - h0, r0, rows, p0, p1);
+        for (int kvh = h0; kvh < h1; kvh++) {
+            const head_rows & h = w.heads[(size_t) (kvh - h0)];
+            for (int r = 0; r < rows; r++) {
+                const float * out = h.out + (size_t) r * s.dpv;
+                if (s.n_splits == 1) {
+                    store_row(s, kvh, r0 + r, h.m[r], h.l[r], out);
+                } else {
+                    float * to = partial + s.partial + (((size_t) kvh * s.n_splits + split) * s.n_rows + r0 + r) * (s.dpv + 2);
+                    to[0] = h.m[r];
+                    to[1] = h.l[r];
+                    memcpy(to + 2, out, 4 * (size_t) s.dpv);
+                }
             }
         }
     }
     for (int i = 0; i < n; i++) {
-        const stream_plan & s = plan[i];
-        if (s.n_splits == 1) {
-            continue;
-        }
-        const size_t stride = (size_t) s.dpv + 2;
-        for (int kvh = 0; kvh < s.p->n_head_kv; kvh++) {
-            for (int row = 0; row < s.n_rows; row++) {
-                float * a = partial + s.partial + ((size_t) kvh * s.n_splits * s.n_rows + row) * stride;
-                for (int j = 1; j < s.n_splits; j++) {
-                    const float * b = a + (size_t) j * s.n_rows * stride;
-                    const float top = std::max(a[0], b[0]);
-                    if (b[0] == -INFINITY) {
-                        continue;
-                    }
-                    const float ca = a[0] == -INFINITY ? 0.0f : expf(a[0] - top), cb = expf(b[0] - top);
-                    a[0] = top;
-                    a[1] = a[1] * ca + b[1] * cb;
-                    for (int d = 2; d < s.dpv + 2; d++) {
-                        a[d] = a[d] * ca + b[d] * cb;
-                    }
-                }
-                store_row(s, kvh, row, a[0], a[1], a + 2);
-            }
+        if (plan[i].n_splits > 1) {
+            merge_rows(plan[i], partial + plan[i].partial);
         }
     }
 }

@@ -1,6 +1,6 @@
-// Affine blocks (types/affine.h), read in place. One page and one group of parameters at a time:
-//   fold   w = x*scale as int8 for every row, and sum x*zero      x: queries (K) or probabilities (V)
-//   dots   sum code*w8 over the group's tiles by byte-dot instructions
+// Affine blocks (types/affine.h), read in place. A run of pages at a time:
+//   fold   w = x*scale in 8 bits for every page, group of parameters and row, and sum x*zero     x: queries (K) or probabilities (V)
+//   dots   sum code*w8 over the group's tiles by byte-dot instructions; codes are unpacked once for all rows
 namespace KVQ_NS {
 
 // Scales and zeros as f32.
@@ -31,98 +31,114 @@ struct param_reader {
             z = f32_load_f16((const uint16_t *) zero  + i);
         }
     }
-    // n < 16 of them, zeros behind
-    inline void load_tail(size_t i, int n, f32x16 & s, f32x16 & z) const {
-        float a[16] = {}, b[16] = {};
-        uint8_t  u[2][16] = {};
-        uint16_t h[2][16] = {};
-        f32x16 x, y;
-        for (int j = 0; j < n; j++) {
-            if (u8) {
-                u[0][j] = scale[i + j];
-                u[1][j] = zero [i + j];
-            } else {
-                h[0][j] = ((const uint16_t *) scale)[i + j];
-                h[1][j] = ((const uint16_t *) zero )[i + j];
-            }
+    // parameters [at, at + n), zeros behind up to n_pad
+    template <bool U8> inline void get_as(size_t at, int n, int n_pad, float * s, float * z) const {
+        int i = 0;
+        for (; i + 16 <= n; i += 16) {
+            f32x16 a, b;
+            load16<U8>(at + (size_t) i, a, b);
+            f32_store(s + i, a);
+            f32_store(z + i, b);
         }
-        x = u8 ? f32_add(f32_mul(f32_load_u8(u[0]), s_step), s_low) : f32_load_f16(h[0]);
-        y = u8 ? f32_add(f32_mul(f32_load_u8(u[1]), z_step), z_low) : f32_load_f16(h[1]);
-        f32_store(a, x);
-        f32_store(b, y);
-        for (int j = n; j < 16; j++) { a[j] = b[j] = 0.0f; }
-        s = f32_load(a);
-        z = f32_load(b);
+        if (i < n) {
+            uint8_t  u[2][16] = {};
+            uint16_t h[2][16] = {};
+            for (int j = 0; j < n - i; j++) {
+                if (U8) {
+                    u[0][j] = scale[at + (size_t) (i + j)];
+                    u[1][j] = zero [at + (size_t) (i + j)];
+                } else {
+                    h[0][j] = ((const uint16_t *) scale)[at + (size_t) (i + j)];
+                    h[1][j] = ((const uint16_t *) zero )[at + (size_t) (i + j)];
+                }
+            }
+            f32_store(s + i, U8 ? f32_add(f32_mul(f32_load_u8(u[0]), s_step), s_low) : f32_load_f16(h[0]));
+            f32_store(z + i, U8 ? f32_add(f32_mul(f32_load_u8(u[1]), z_step), z_low) : f32_load_f16(h[1]));
+            i = n;
+        }
+        for (; i < n_pad; i++) { s[i] = z[i] = 0.0f; }
     }
-};
-
-// Rows of a fold: x at stride xs (zeros behind n up to 16), w and w8 at stride ws (a multiple of 32, zeros behind n).
-struct fold_rows {
-    const float * x;
-    int      xs, ws;
-    float  * w;
-    int8_t * w8;
-};
-
-template <int R, bool U8> static inline void fold_as(const param_reader & in, size_t at, int n, const fold_rows & f, float * step, float * base) {
-    f32x16 top[R], sum[R];
-    for (int r = 0; r < R; r++) { top[r] = sum[r] = f32_set1(0.0f); }
-    int i = 0;
-    for (; i < n; i += 16) {
-        f32x16 s, z;
-        if (i + 16 <= n) {
-            in.load16<U8>(at + (size_t) i, s, z);
+    inline void get(size_t at, int n, int n_pad, float * s, float * z) const {
+        if (u8) {
+            get_as<true> (at, n, n_pad, s, z);
         } else {
-            in.load_tail(at + (size_t) i, n - i, s, z);
-        }
-        for (int r = 0; r < R; r++) {
-            const f32x16 v = f32_load(f.x + (size_t) r * f.xs + i), y = f32_mul(v, s);
-            sum[r] = f32_fma(v, z, sum[r]);
-            top[r] = f32_max(top[r], f32_abs(y));
-            f32_store(f.w + r * f.ws + i, y);
+            get_as<false>(at, n, n_pad, s, z);
         }
     }
-    for (; i < f.ws; i += 16) {
-        for (int r = 0; r < R; r++) { f32_store(f.w + r * f.ws + i, f32_set1(0.0f)); }
-    }
-    float amax[R], inv[R * KVQ_MAX_CELLS / 32 + 1]; // by 32 values when a store may cover the seam of two rows, else by row
-    max_rows<R>(amax, top);
-    sum_rows<R>(base, sum);
-    const int per_row = f.ws % 64 ? f.ws / 32 : 1;
+};
+
+// One page's queries: w8 [R][ws] (ws a multiple of 64), step and base [R].  y: scratch [R][ws]
+template <int R> static inline void fold_keys(const float * s, const float * z, int dp, int ws, const float * q, float * y, int8_t * w8, float * step, float * base) {
+    f32x16 sum[R];
     for (int r = 0; r < R; r++) {
-        const float x = amax[r] > 0.0f ? 127.0f / amax[r] : 0.0f;
-        for (int k = 0; k < per_row; k++) { inv[r * per_row + k] = x; }
-        step[r] = amax[r] / 127.0f;
-    }
-    inv[R * per_row] = 0.0f;
-    if (f.ws % 64 == 0) {
-        for (int r = 0; r < R; r++) {
-            const f32x16 a = f32_set1(inv[r]);
-            for (int j = r * f.ws; j < (r + 1) * f.ws; j += 64) {
-                i8_store4(f.w8 + j, f32_mul(f32_load(f.w + j), a), f32_mul(f32_load(f.w + j + 16), a), f32_mul(f32_load(f.w + j + 32), a), f32_mul(f32_load(f.w + j + 48), a));
-            }
+        const float * x = q + (size_t) r * dp;
+        float * t = y + (size_t) r * ws;
+        f32x16 top = f32_set1(0.0f), b = f32_set1(0.0f);
+        for (int i = 0; i < dp; i += 16) {
+            const f32x16 v = f32_load(x + i), w = f32_mul(v, f32_load(s + i));
+            b   = f32_fma(v, f32_load(z + i), b);
+            top = f32_absmax(top, w);
+            f32_store(t + i, w);
         }
-    } else {
-        for (int k = 0; k < R * per_row; k += 2) {
-            const float * w = f.w + 32*k;
-            const f32x16 a = f32_set1(inv[k]), b = f32_set1(inv[k + 1]);
-            i8_store4(f.w8 + 32*k, f32_mul(f32_load(w), a), f32_mul(f32_load(w + 16), a), f32_mul(f32_load(w + 32), b), f32_mul(f32_load(w + 48), b));
+        for (int i = dp; i < ws; i += 16) { f32_store(t + i, f32_set1(0.0f)); }
+        top = f32_max_all(top);
+        const f32x16 inv = f32_div(f32_set1(127.0f), f32_max(top, f32_set1(1e-36f)));
+        for (int i = 0; i < ws; i += 64) {
+            i8_store4(w8 + (size_t) r * ws + i, f32_mul(f32_load(t + i), inv), f32_mul(f32_load(t + i + 16), inv), f32_mul(f32_load(t + i + 32), inv), f32_mul(f32_load(t + i + 48), inv));
         }
+        step[r] = f32_first(top) * (1.0f / 127.0f);
+        sum[r]  = b;
     }
+    sum_rows<R>(base, sum);
 }
 
-template <int R> static inline void fold(const param_reader & in, size_t at, int n, const fold_rows & f, float * step, float * base) {
-    if (in.u8) {
-        fold_as<R, true>(in, at, n, f, step, base);
-    } else {
-        fold_as<R, false>(in, at, n, f, step, base);
+// One page's probabilities under one group of parameters: w8 [R][n] of p*s*inv, and zeros[r] += f[r] * p*z by lanes
+template <int R> static inline void fold_values(const float * s, const float * z, float inv, int n, const float * p, const float * f, uint8_t * w8, f32x16 * zeros) {
+    const f32x16 k = f32_set1(inv);
+    if (n % 64 == 0) {
+        for (int i = 0; i < n; i += 64) {
+            f32x16 a[4], b[4];
+            for (int j = 0; j < 4; j++) {
+                a[j] = f32_mul(f32_load(s + i + 16*j), k);
+                b[j] = f32_load(z + i + 16*j);
+            }
+            for (int r = 0; r < R; r++) {
+                const float * x = p + (size_t) r * n + i;
+                f32x16 y[4], sum = f32_set1(0.0f);
+                for (int j = 0; j < 4; j++) {
+                    const f32x16 v = f32_load(x + 16*j);
+                    y[j] = f32_mul(v, a[j]);
+                    sum  = f32_fma(v, b[j], sum);
+                }
+                zeros[r] = f32_fma(sum, f32_set1(f[r]), zeros[r]);
+                u8_store64(w8 + (size_t) r * n + i, y[0], y[1], y[2], y[3]);
+            }
+        }
+        return;
+    }
+    for (int i = 0; i < n; i += 32) { // two rows fill a store
+        const f32x16 a0 = f32_mul(f32_load(s + i), k), a1 = f32_mul(f32_load(s + i + 16), k), b0 = f32_load(z + i), b1 = f32_load(z + i + 16);
+        for (int r = 0; r < R; r++) {
+            const float * x = p + (size_t) r * n + i;
+            const f32x16 v0 = f32_load(x), v1 = f32_load(x + 16);
+            zeros[r] = f32_fma(f32_fma(v1, b1, f32_mul(v0, b0)), f32_set1(f[r]), zeros[r]);
+            if (n == 32 && r + 1 < R) {
+                const f32x16 v2 = f32_load(x + 32), v3 = f32_load(x + 48);
+                zeros[r + 1] = f32_fma(f32_fma(v3, b1, f32_mul(v2, b0)), f32_set1(f[r + 1]), zeros[r + 1]);
+                u8_store64(w8 + (size_t) r * n, f32_mul(v0, a0), f32_mul(v1, a1), f32_mul(v2, a0), f32_mul(v3, a1));
+                r++;
+            } else {
+                u8_store16(w8 + (size_t) r * n + i, f32_mul(v0, a0));
+                u8_store16(w8 + (size_t) r * n + i + 16, f32_mul(v1, a1));
+            }
+        }
     }
 }
 
 // ---------------------------------------------------------------- dots
 
-// acc[t][r] += code*w8 of T tiles; W bits of the code at bit UP
-template <int W, int UP, int R, int T>
+// acc[t][r] += code*w8 of T tiles; W bits of the code at bit UP; V: weights without sign
+template <int W, int UP, int R, int T, bool V>
 static inline void dot_part(const uint8_t * p, size_t tile_stride, int n_chunks, const int8_t * w8, int ws, i32x16 (&acc)[T][R]) {
     for (int c = 0; c < n_chunks; c++) {
         u8x64 x[T];
@@ -135,51 +151,129 @@ static inline void dot_part(const uint8_t * p, size_t tile_stride, int n_chunks,
             KVQ_UNROLL
             for (int r = 0; r < R; r++) {
                 const i8x4 b = i8_set4(w + r * ws + 4*j);
-                for (int t = 0; t < T; t++) { acc[t][r] = dot4(acc[t][r], f[t], b); }
+                for (int t = 0; t < T; t++) { acc[t][r] = V ? dot4u(acc[t][r], f[t], b) : dot4(acc[t][r], f[t], b); }
             }
         }
     }
 }
 
-// dst[r][16*tile...] = (ADD: +=) base + step * sum code*w8
-template <int BITS, int R, int T, bool ADD>
-static inline void dot_tiles(const kvq_view & a, const uint8_t * codes, int tile, const int8_t * w8, int ws, const float * step, const float * base, float * dst, int stride) {
-    i32x16 acc[T][R];
+// sum code*w8 of the tiles [tile, tile + T)
+template <int BITS, int R, int T, bool V>
+static inline void dot_tiles(const kvq_view & a, const uint8_t * codes, int tile, const int8_t * w8, int ws, i32x16 (&acc)[T][R]) {
     for (int t = 0; t < T; t++) {
         for (int r = 0; r < R; r++) { acc[t][r] = i32_zero(); }
     }
     const size_t s0 = (size_t) a.n_chunks[0] * KVQ_CHUNK_BYTES;
     if (BITS == 3) {
         const size_t s1 = (size_t) a.n_chunks[1] * KVQ_CHUNK_BYTES;
-        dot_part<2, 0, R, T>(codes + tile * s0, s0, a.n_chunks[0], w8, ws, acc);
-        dot_part<1, 2, R, T>(codes + a.offset[1] + tile * s1, s1, a.n_chunks[1], w8, ws, acc);
+        dot_part<2, 0, R, T, V>(codes + tile * s0, s0, a.n_chunks[0], w8, ws, acc);
+        dot_part<1, 2, R, T, V>(codes + a.offset[1] + tile * s1, s1, a.n_chunks[1], w8, ws, acc);
     } else if (BITS > 0) {
-        dot_part<BITS == 3 || BITS == 0 ? 1 : BITS, 0, R, T>(codes + tile * s0, s0, a.n_chunks[0], w8, ws, acc);
+        dot_part<BITS == 3 || BITS == 0 ? 1 : BITS, 0, R, T, V>(codes + tile * s0, s0, a.n_chunks[0], w8, ws, acc);
     }
-    for (int r = 0; r < R; r++) {
-        const f32x16 m = f32_set1(step[r]), b = f32_set1(base[r]);
-        for (int t = 0; t < T; t++) {
-            float * o = dst + (size_t) r * stride + 16*(tile + t);
-            const f32x16 y = f32_fma(f32_from_i32(acc[t][r]), m, b);
-            f32_store(o, ADD ? f32_add(f32_load(o), y) : y);
+}
+
+// Scratch of a run (kvq_work_bytes). K folds a group of cells at a time, V every group of channels.
+struct affine_work {
+    float  * s, * z, * y; // parameters of one group; scaled queries of one page
+    int8_t * w8;          // [page][group][row][ws]
+    float  * step, * base; // [page][group][row]; V: base [group][row]
+    uint8_t * u8;         // unpacked codes of the run's pages, nb_u8 bytes each
+    size_t   nb_u8;
+    affine_work(const kvq_view & a, void * work) {
+        const size_t n = (size_t) pad_to(a.codec.n_cells, 64), d = (size_t) pad_to(a.codec.head_size, 64), longer = n > d ? n : d;
+        const size_t groups = (size_t) a.n_groups;
+        s = (float *) work;
+        z = s + longer;
+        y = z + longer;
+        step = y + KVQ_WORK_ROWS * longer;
+        base = step + KVQ_MAX_RUN * KVQ_WORK_ROWS * groups;
+        w8 = (int8_t *) (base + pad_to((int) (KVQ_MAX_RUN * KVQ_WORK_ROWS * groups), 16));
+        u8 = (uint8_t *) w8 + KVQ_MAX_RUN * KVQ_WORK_ROWS * (a.codec.role == KVQ_ROLE_V ? groups * n : d);
+        nb_u8 = n * d;
+    }
+};
+
+// logits of R rows against a run
+template <int BITS, int R>
+static void score_rows(const kvq_view & a, int n_pages, const uint8_t * const * codes, const param_reader * in, int n_rows, const float * q, float * logits, const affine_work & w) {
+    const int D = a.codec.head_size, n = a.codec.n_cells, ws = pad_to(D, 64);
+    for (int cell = 0; cell < n; cell += a.codec.group) {
+        for (int i = 0; i < n_pages; i++) {
+            in[i].get((size_t) (cell / a.codec.group) * D, D, a.dp, w.s, w.z);
+            fold_keys<R>(w.s, w.z, a.dp, ws, q, w.y, w.w8 + (size_t) i * R * ws, w.step + i * R, w.base + i * R);
+        }
+        for (int i = 0; i < n_pages; i++) {
+            const int8_t * w8 = w.w8 + (size_t) i * R * ws;
+            float * to = logits + (size_t) i * n_rows * n;
+            for (int tile = cell / 16; tile < (cell + a.codec.group) / 16;) {
+#define TILES(T)                                                                                                            \
+                i32x16 acc[T][R];                                                                                           \
+                dot_tiles<BITS, R, T, false>(a, codes[i], tile, w8, ws, acc);                                               \
+                for (int r = 0; r < R; r++) {                                                                               \
+                    const f32x16 m = f32_set1(w.step[i * R + r]), b = f32_set1(w.base[i * R + r]);                          \
+                    for (int t = 0; t < T; t++) { f32_store(to + (size_t) r * n + 16*(tile + t), f32_fma(f32_from_i32(acc[t][r]), m, b)); } \
+                }                                                                                                           \
+                tile += T
+                if (tile + KVQ_TILES <= (cell + a.codec.group) / 16) {
+                    TILES(KVQ_TILES);
+                } else {
+                    TILES(1);
+                }
+#undef TILES
+            }
         }
     }
 }
 
-// the rows of a block against one page; K: x = q, dst = logits      V: x = p, dst = out
-template <int BITS, int R, bool V>
-static void affine_rows(const kvq_view & a, const uint8_t * codes, const param_reader & in, const float * x, float * dst, float * w, int8_t * w8) {
-    const int n_dots  = V ? a.codec.n_cells : a.codec.head_size;
-    const int n_lanes = V ? a.codec.head_size : a.codec.n_cells, stride = V ? a.dp : a.codec.n_cells;
-    const int ws = V ? n_dots : pad_to(n_dots, 64);
-    float step[R], base[R];
-    const fold_rows f = { x, V ? n_dots : a.dp, ws, w, w8 };
-    for (int lane = 0; lane < n_lanes; lane += a.codec.group) { // groups are whole tiles, or the head
-        fold<R>(in, (size_t) (lane / a.codec.group) * n_dots, n_dots, f, step, base);
-        int tile = lane / 16;
-        const int end = imin((lane + a.codec.group + 15) / 16, a.n_tiles);
-        for (; tile + KVQ_TILES <= end; tile += KVQ_TILES) { dot_tiles<BITS, R, KVQ_TILES, V>(a, codes, tile, w8, ws, step, base, dst, stride); }
-        for (; tile < end; tile++)                         { dot_tiles<BITS, R, 1,         V>(a, codes, tile, w8, ws, step, base, dst, stride); }
+// out of R rows += a run
+template <int BITS, int R>
+static void accum_rows(const kvq_view & a, int n_pages, const uint8_t * const * codes, const param_reader * in, int n_rows, const float * p, const float * f, float * out, const affine_work & w) {
+    constexpr int T = R > 4 ? 1 : KVQ_TILES; // sums of bytes and outputs share the registers
+    const int n = a.codec.n_cells, groups = a.n_groups;
+    for (int g = 0; g < groups; g++) {
+        f32x16 zeros[R];
+        for (int r = 0; r < R; r++) { zeros[r] = f32_set1(0.0f); }
+        for (int i = 0; i < n_pages; i++) {
+            in[i].get((size_t) g * n, n, n, w.s, w.z);
+            f32x16 top = f32_load(w.s);
+            for (int t = 16; t < n; t += 16) { top = f32_max(top, f32_load(w.s + t)); }
+            const float most = f32_hmax(top), step = most * (1.0f / 255.0f);
+            const size_t at = (size_t) (i * groups + g) * R;
+            fold_values<R>(w.s, w.z, most > 0.0f ? 255.0f / (most > 1e-36f ? most : 1e-36f) : 0.0f, n, p + (size_t) i * n_rows * n, f + i * KVQ_MAX_ROWS, (uint8_t *) w.w8 + at * n, zeros);
+            for (int r = 0; r < R; r++) { w.step[at + r] = step * f[i * KVQ_MAX_ROWS + r]; }
+        }
+        sum_rows<R>(w.base + g * R, zeros);
+    }
+    for (int g = 0; g < groups; g++) {
+        const int end = imin(((g + 1) * a.codec.group + 15) / 16, a.n_tiles);
+        for (int tile = g * a.codec.group / 16; tile < end;) {
+#define TILES(T)                                                                                                            \
+            f32x16 o[T][R];                                                                                                 \
+            for (int r = 0; r < R; r++) {                                                                                   \
+                const f32x16 b = f32_set1(w.base[g * R + r]);                                                               \
+                for (int t = 0; t < T; t++) { o[t][r] = f32_add(f32_load(out + (size_t) r * a.dp + 16*(tile + t)), b); }    \
+            }                                                                                                               \
+            for (int i = 0; i < n_pages; i++) {                                                                             \
+                const size_t at = (size_t) (i * groups + g) * R;                                                            \
+                i32x16 acc[T][R];                                                                                           \
+                dot_tiles<BITS, R, T, true>(a, codes[i], tile, w.w8 + at * n, n, acc);                                      \
+                for (int r = 0; r < R; r++) {                                                                               \
+                    const f32x16 m = f32_set1(w.step[at + r]);                                                              \
+                    for (int t = 0; t < T; t++) { o[t][r] = f32_fma(f32_from_i32(acc[t][r]), m, o[t][r]); }                 \
+                }                                                                                                           \
+            }                                                                                                               \
+            for (int r = 0; r < R; r++) {                                                                                   \
+                for (int t = 0; t < T; t++) { f32_store(out + (size_t) r * a.dp + 16*(tile + t), o[t][r]); }                \
+            }                                                                                                               \
+            tile += T
+            if (tile + T <= end) {
+                TILES(T);
+            } else {
+                TILES(1);
+            }
+#undef TILES
+        }
     }
 }
 
@@ -210,55 +304,67 @@ static kvq_view unpack(const kvq_view & a, const uint8_t * codes, uint8_t * out)
     return u;
 }
 
-// work: w f32 [KVQ_R][ws], w8 [KVQ_R][ws] and a seam, unpacked codes (kvq_work_bytes)
-template <bool V> static void affine_block(const kvq_view & a, int n_rows, const void * codes, const void * params, const float * x, float * dst, void * work) {
-    const int ws = pad_to(a.codec.head_size > a.codec.n_cells ? a.codec.head_size : a.codec.n_cells, 64);
-    float   * w  = (float *) work;
-    int8_t  * w8 = (int8_t *) (w + (size_t) KVQ_WORK_ROWS * ws + 64);
-    uint8_t * u8 = (uint8_t *) w8 + (size_t) KVQ_WORK_ROWS * ws + 64;
-    const param_reader in(a, params);
-    const uint8_t * c = (const uint8_t *) codes;
-    const kvq_view * v = &a;
-    int  bits = a.codec.bits;
-    kvq_view unpacked;
-    if (n_rows > 8 && bits) {
-        unpacked = unpack(a, c, u8);
-        c = u8;
-        v = &unpacked;
-        bits = 8;
+// call(BITS, R, r) by the bits of a view
+#define KVQ_BITS(bits, n_rows)                          \
+    switch (bits) {                                     \
+        case 0: KVQ_ROWS(n_rows, CALL0); break;         \
+        case 1: KVQ_ROWS(n_rows, CALL1); break;         \
+        case 2: KVQ_ROWS(n_rows, CALL2); break;         \
+        case 3: KVQ_ROWS(n_rows, CALL3); break;         \
+        case 4: KVQ_ROWS(n_rows, CALL4); break;         \
+        case 8: KVQ_ROWS(n_rows, CALL8); break;         \
     }
-    const int xs = V ? a.codec.n_cells : a.dp, ds = V ? a.dp : a.codec.n_cells;
-#define CALL(BITS, R, r) affine_rows<BITS, R, V>(*v, c, in, x + (size_t) (r) * xs, dst + (size_t) (r) * ds, w, w8)
 #define CALL0(R, r) CALL(0, R, r)
 #define CALL1(R, r) CALL(1, R, r)
 #define CALL2(R, r) CALL(2, R, r)
 #define CALL3(R, r) CALL(3, R, r)
 #define CALL4(R, r) CALL(4, R, r)
 #define CALL8(R, r) CALL(8, R, r)
-    switch (bits) {
-        case 0: KVQ_ROWS(n_rows, CALL0); break;
-        case 1: KVQ_ROWS(n_rows, CALL1); break;
-        case 2: KVQ_ROWS(n_rows, CALL2); break;
-        case 3: KVQ_ROWS(n_rows, CALL3); break;
-        case 4: KVQ_ROWS(n_rows, CALL4); break;
-        case 8: KVQ_ROWS(n_rows, CALL8); break;
+
+// The run's codes and parameters; codes as bytes when many rows share them.
+struct affine_run {
+    kvq_view view;
+    int bits;
+    const uint8_t * codes[KVQ_MAX_RUN];
+    param_reader in[KVQ_MAX_RUN];
+    affine_run(const kvq_view & a, int n_rows, const kvq_run & run, const affine_work & w)
+        : view(a), bits(a.codec.bits), in{ { a, run.params[0] }, { a, run.params[run.n_pages > 1 ? 1 : 0] }, { a, run.params[run.n_pages > 2 ? 2 : 0] }, { a, run.params[run.n_pages > 3 ? 3 : 0] } } {
+        const bool many = n_rows > 8 && bits;
+        for (int i = 0; i < run.n_pages; i++) {
+            codes[i] = (const uint8_t *) run.codes[i];
+            if (many) {
+                view = unpack(a, codes[i], w.u8 + i * w.nb_u8);
+                codes[i] = w.u8 + i * w.nb_u8;
+            }
+        }
+        bits = many ? 8 : bits;
     }
-#undef CALL8
-#undef CALL4
-#undef CALL3
-#undef CALL2
-#undef CALL1
-#undef CALL0
+};
+static_assert(KVQ_MAX_RUN == 4, "readers of a run are listed one by one");
+
+static void score_affine(const kvq_view & a, int n_rows, const kvq_run & run, const float * q, float * logits, void * work) {
+    const affine_work w(a, work);
+    const affine_run  x(a, n_rows, run, w);
+#define CALL(BITS, R, r) score_rows<BITS, R>(x.view, run.n_pages, x.codes, x.in, n_rows, q + (size_t) (r) * a.dp, logits + (size_t) (r) * a.codec.n_cells, w)
+    KVQ_BITS(x.bits, n_rows)
 #undef CALL
 }
 
-static void score_affine(const kvq_view & a, int n_rows, const void * codes, const void * params, const float * q, float * logits, void * work) {
-    affine_block<false>(a, n_rows, codes, params, q, logits, work);
+static void accum_affine(const kvq_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out, void * work) {
+    const affine_work w(a, work);
+    const affine_run  x(a, n_rows, run, w);
+#define CALL(BITS, R, r) accum_rows<BITS, R>(x.view, run.n_pages, x.codes, x.in, n_rows, p + (size_t) (r) * a.codec.n_cells, f + r, out + (size_t) (r) * a.dp, w)
+    KVQ_BITS(x.bits, n_rows)
+#undef CALL
 }
 
-static void accum_affine(const kvq_view & a, int n_rows, const void * codes, const void * params, const float * p, float * out, void * work) {
-    affine_block<true>(a, n_rows, codes, params, p, out, work);
-}
+#undef KVQ_BITS
+#undef CALL0
+#undef CALL1
+#undef CALL2
+#undef CALL3
+#undef CALL4
+#undef CALL8
 
 // ---------------------------------------------------------------- f32 arithmetic
 
@@ -266,8 +372,7 @@ static void accum_affine(const kvq_view & a, int n_rows, const void * codes, con
 static void affine_to_tile(const kvq_view & a, const void * codes, const void * params, float * out, void * work) {
     const bool V = a.codec.role == KVQ_ROLE_V;
     const int  n_dots = V ? a.codec.n_cells : a.codec.head_size, stride = V ? a.dp : a.codec.n_cells, quads = pad_to(n_dots, 32) / 4;
-    const int  ws = pad_to(a.codec.head_size > a.codec.n_cells ? a.codec.head_size : a.codec.n_cells, 64);
-    uint8_t * u8 = (uint8_t *) work + 5 * (size_t) KVQ_WORK_ROWS * ws + 64*5;
+    uint8_t * u8 = affine_work(a, work).u8;
     if (a.codec.bits) {
         unpack(a, (const uint8_t *) codes, u8);
     } else {
@@ -279,16 +384,7 @@ static void affine_to_tile(const kvq_view & a, const void * codes, const void * 
         const size_t at = (size_t) (tile * 16 / a.codec.group) * n_dots;
         for (int d = 0; d < n_dots; d += 16) {
             float s[16], z[16];
-            f32x16 sv, zv;
-            if (d + 16 > n_dots) {
-                in.load_tail(at + (size_t) d, n_dots - d, sv, zv);
-            } else if (in.u8) {
-                in.load16<true>(at + (size_t) d, sv, zv);
-            } else {
-                in.load16<false>(at + (size_t) d, sv, zv);
-            }
-            f32_store(s, sv);
-            f32_store(z, zv);
+            in.get(at + (size_t) d, imin(16, n_dots - d), 16, s, z);
             for (int i = 0; i < imin(16, n_dots - d); i++) {
                 const u8x64  x = u8_load(u8 + ((size_t) tile * quads + (d + i) / 4) * KVQ_CHUNK_BYTES);
                 const f32x16 y = f32_add(f32_set1(z[i]), f32_mul(f32_set1(s[i]), f32_from_byte(x, i % 4)));

@@ -22,7 +22,7 @@ template <int R> static void score_f16_rows(int dp, int n, const uint16_t * tile
     }
 }
 
-template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const uint16_t * tile, const float * p, float * out) {
+template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const uint16_t * tile, const float * p, const float * f, float * out) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; r++) {
         for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16*i); }
@@ -31,7 +31,7 @@ template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const 
         f32x16 v[W];
         for (int i = 0; i < W; i++) { v[i] = f32_load_f16(tile + (size_t) t * dp + 16*i); }
         for (int r = 0; r < R; r++) {
-            const f32x16 x = f32_set1(p[(size_t) r * n + t]);
+            const f32x16 x = f32_set1(p[(size_t) r * n + t] * f[r]);
             for (int i = 0; i < W; i++) { acc[r][i] = f32_fma(v[i], x, acc[r][i]); }
         }
     }
@@ -40,10 +40,10 @@ template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const 
     }
 }
 
-template <int R> static void accum_f16_rows(int dp, int n, const uint16_t * tile, const float * p, float * out) {
+template <int R> static void accum_f16_rows(int dp, int n, const uint16_t * tile, const float * p, const float * f, float * out) {
     int d = 0;
-    for (; d + 32 <= dp; d += 32) { accum_f16_lanes<R, 2>(dp, n, tile + d, p, out + d); }
-    for (; d < dp; d += 16)       { accum_f16_lanes<R, 1>(dp, n, tile + d, p, out + d); }
+    for (; d + 32 <= dp; d += 32) { accum_f16_lanes<R, 2>(dp, n, tile + d, p, f, out + d); }
+    for (; d < dp; d += 16)       { accum_f16_lanes<R, 1>(dp, n, tile + d, p, f, out + d); }
 }
 
 // ---------------------------------------------------------------- f32 tiles
@@ -67,7 +67,7 @@ template <int R> static void score_tile_rows(int dp, int n, const float * tile, 
     }
 }
 
-template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const float * tile, const float * p, float * out) {
+template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const float * tile, const float * p, const float * f, float * out) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; r++) {
         for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16*i); }
@@ -76,7 +76,7 @@ template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const
         f32x16 v[W];
         for (int i = 0; i < W; i++) { v[i] = f32_load(tile + (size_t) t * dp + 16*i); }
         for (int r = 0; r < R; r++) {
-            const f32x16 x = f32_set1(p[(size_t) r * n + t]);
+            const f32x16 x = f32_set1(p[(size_t) r * n + t] * f[r]);
             for (int i = 0; i < W; i++) { acc[r][i] = f32_fma(v[i], x, acc[r][i]); }
         }
     }
@@ -85,10 +85,10 @@ template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const
     }
 }
 
-template <int R> static void accum_tile_rows(int dp, int n, const float * tile, const float * p, float * out) {
+template <int R> static void accum_tile_rows(int dp, int n, const float * tile, const float * p, const float * f, float * out) {
     int d = 0;
-    for (; d + 32 <= dp; d += 32) { accum_tile_lanes<R, 2>(dp, n, tile + d, p, out + d); }
-    for (; d < dp; d += 16)       { accum_tile_lanes<R, 1>(dp, n, tile + d, p, out + d); }
+    for (; d + 32 <= dp; d += 32) { accum_tile_lanes<R, 2>(dp, n, tile + d, p, f, out + d); }
+    for (; d < dp; d += 16)       { accum_tile_lanes<R, 1>(dp, n, tile + d, p, f, out + d); }
 }
 
 static void score_tile(int n_rows, int dp, int n, const float * tile, const float * q, float * logits) {
@@ -97,8 +97,8 @@ static void score_tile(int n_rows, int dp, int n, const float * tile, const floa
 #undef CALL
 }
 
-static void accum_tile(int n_rows, int dp, int n, const float * tile, const float * p, float * out) {
-#define CALL(R, r) accum_tile_rows<R>(dp, n, tile, p + (size_t) r * n, out + (size_t) r * dp)
+static void accum_tile(int n_rows, int dp, int n, const float * tile, const float * p, const float * f, float * out) {
+#define CALL(R, r) accum_tile_rows<R>(dp, n, tile, p + (size_t) r * n, f + r, out + (size_t) r * dp)
     KVQ_ROWS(n_rows, CALL);
 #undef CALL
 }
@@ -122,20 +122,24 @@ static void f16_to_tile(const kvq_view & v, const void * codes, const void *, fl
 
 // ---------------------------------------------------------------- any number of rows
 
-static void score_f16(const kvq_view & v, int n_rows, const void * codes, const void *, const float * q, float * logits, void *) {
-    const uint16_t * tile = (const uint16_t *) codes;
+static void score_f16(const kvq_view & v, int n_rows, const kvq_run & run, const float * q, float * logits, void *) {
     const int dp = v.dp, n = v.codec.n_cells;
-    int r = 0;
-    for (; r + KVQ_F16_ROWS <= n_rows; r += KVQ_F16_ROWS) { score_f16_rows<KVQ_F16_ROWS>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n); }
-    for (; r < n_rows; r++)                               { score_f16_rows<1>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n); }
+    for (int i = 0; i < run.n_pages; i++, logits += (size_t) n_rows * n) {
+        const uint16_t * tile = (const uint16_t *) run.codes[i];
+        int r = 0;
+        for (; r + KVQ_F16_ROWS <= n_rows; r += KVQ_F16_ROWS) { score_f16_rows<KVQ_F16_ROWS>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n); }
+        for (; r < n_rows; r++)                               { score_f16_rows<1>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n); }
+    }
 }
 
-static void accum_f16(const kvq_view & v, int n_rows, const void * codes, const void *, const float * p, float * out, void *) {
-    const uint16_t * tile = (const uint16_t *) codes;
+static void accum_f16(const kvq_view & v, int n_rows, const kvq_run & run, const float * p, const float * f, float * out, void *) {
     const int dp = v.dp, n = v.codec.n_cells;
-#define CALL(R, r) accum_f16_rows<R>(dp, n, tile, p + (size_t) r * n, out + (size_t) r * dp)
-    KVQ_ROWS(n_rows, CALL);
+    for (int i = 0; i < run.n_pages; i++, p += (size_t) n_rows * n, f += KVQ_MAX_ROWS) {
+        const uint16_t * tile = (const uint16_t *) run.codes[i];
+#define CALL(R, r) accum_f16_rows<R>(dp, n, tile, p + (size_t) r * n, f + r, out + (size_t) r * dp)
+        KVQ_ROWS(n_rows, CALL);
 #undef CALL
+    }
 }
 
 } // namespace

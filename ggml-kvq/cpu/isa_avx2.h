@@ -1,6 +1,8 @@
 // Vector layer on AVX2, FMA and F16C: two registers each.
 #pragma once
 
+#include "kernels.h"
+
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
@@ -44,7 +46,20 @@ static inline __m256 within8(__m256 x, float top) {
 }
 // x where |x| <= top, else 0
 static inline f32x16 f32_within(f32x16 x, float top)  { return { within8(x.a, top), within8(x.b, top) }; }
-static inline f32x16 f32_abs(f32x16 x)                { const __m256 m = _mm256_set1_ps(-0.0f); return { _mm256_andnot_ps(m, x.a), _mm256_andnot_ps(m, x.b) }; }
+// max(|x|, |y|)
+static inline f32x16 f32_absmax(f32x16 x, f32x16 y) {
+    const __m256 m = _mm256_set1_ps(-0.0f);
+    return { _mm256_max_ps(_mm256_andnot_ps(m, x.a), _mm256_andnot_ps(m, y.a)), _mm256_max_ps(_mm256_andnot_ps(m, x.b), _mm256_andnot_ps(m, y.b)) };
+}
+// the largest value in every lane
+static inline f32x16 f32_max_all(f32x16 x) {
+    __m256 a = _mm256_max_ps(x.a, x.b);
+    a = _mm256_max_ps(a, _mm256_permute2f128_ps(a, a, 1));
+    a = _mm256_max_ps(a, _mm256_permute_ps(a, 0x4e));
+    a = _mm256_max_ps(a, _mm256_permute_ps(a, 0xb1));
+    return { a, a };
+}
+static inline float  f32_first(f32x16 x)              { return _mm256_cvtss_f32(x.a); }
 static inline float  f32_sum(f32x16 x) {
     const __m256 s = _mm256_add_ps(x.a, x.b);
     __m128 r = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
@@ -109,23 +124,19 @@ static inline void f32_transpose(f32x16 * x) {
 }
 
 // as isa_avx512.h, with the power of two built in the exponent field; results below 2^-125 become 0
-static inline __m256 exp8(__m256 x0) {
-    const __m256 x = _mm256_max_ps(x0, _mm256_set1_ps(-87.0f));
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693145751953125f), x);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(1.42860682030941723e-6f), r);
-    __m256 y = _mm256_set1_ps(1.0f/720);
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f/120));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f/24));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f/6));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(0.5f));
-    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
+static inline __m256 exp2_8(__m256 x0) {
+    const __m256 x = _mm256_max_ps(x0, _mm256_set1_ps(-126.0f));
+    const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm256_sub_ps(x, n);
+    __m256 y = _mm256_fmadd_ps(_mm256_set1_ps(KVQ_EXP2_5), r, _mm256_set1_ps(KVQ_EXP2_4));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(KVQ_EXP2_3));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(KVQ_EXP2_2));
+    y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(KVQ_EXP2_1));
     y = _mm256_fmadd_ps(y, r, _mm256_set1_ps(1.0f));
     const __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-    const __m256 keep = _mm256_cmp_ps(x0, _mm256_set1_ps(-87.0f), _CMP_GE_OQ);
+    const __m256 keep = _mm256_cmp_ps(x0, _mm256_set1_ps(-126.0f), _CMP_GE_OQ);
     return _mm256_and_ps(_mm256_mul_ps(y, _mm256_castsi256_ps(e)), keep);
 }
-static inline f32x16 f32_exp(f32x16 x)                { return { exp8(x.a), exp8(x.b) }; }
+static inline f32x16 f32_exp2(f32x16 x)               { return { exp2_8(x.a), exp2_8(x.b) }; }
 
 static inline i32x16 i32_zero()                       { return { _mm256_setzero_si256(), _mm256_setzero_si256() }; }
 static inline f32x16 f32_from_i32(i32x16 x)           { return { _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b) }; }
@@ -140,6 +151,18 @@ static inline void   i8_store4(int8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 
     i8_store(p + 16, b);
     i8_store(p + 32, c);
     i8_store(p + 48, d);
+}
+
+// round to nearest, 0 <= x <= 255
+static inline void   u8_store16(uint8_t * p, f32x16 x) {
+    const __m256i o = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
+    _mm_storeu_si128((__m128i *) p, _mm_packus_epi16(_mm256_castsi256_si128(o), _mm256_extracti128_si256(o, 1)));
+}
+static inline void   u8_store64(uint8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+    u8_store16(p, a);
+    u8_store16(p + 16, b);
+    u8_store16(p + 32, c);
+    u8_store16(p + 48, d);
 }
 
 static inline u8x64  u8_load(const uint8_t * p)       { return { _mm256_loadu_si256((const __m256i *) p), _mm256_loadu_si256((const __m256i *) (p + 32)) }; }
@@ -178,6 +201,13 @@ static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
     const __m256i one = _mm256_set1_epi16(1);
     return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, w), one)),
              _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, w), one)) };
+}
+
+// unsigned weights; codes are below 64, so pair sums cannot saturate
+static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w, codes.a), one)),
+             _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(w, codes.b), one)) };
 }
 
 } // namespace

@@ -1,6 +1,8 @@
 // Vector layer on AVX-512 (F, BW, VL, DQ) with VNNI: one register each.
 #pragma once
 
+#include "kernels.h"
+
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
@@ -39,7 +41,16 @@ static inline f32x16 f32_div(f32x16 a, f32x16 b)      { return _mm512_div_ps(a, 
 static inline f32x16 f32_floor(f32x16 a)              { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 // a where |a| <= top, else 0
 static inline f32x16 f32_within(f32x16 a, float top)  { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(a), _mm512_set1_ps(top), _CMP_LE_OQ), a); }
-static inline f32x16 f32_abs(f32x16 a)                { return _mm512_abs_ps(a); }
+// max(|a|, |b|)
+static inline f32x16 f32_absmax(f32x16 a, f32x16 b)   { return _mm512_range_ps(a, b, 0x0b); }
+// the largest value in every lane
+static inline f32x16 f32_max_all(f32x16 a) {
+    a = _mm512_max_ps(a, _mm512_shuffle_f32x4(a, a, 0x4e));
+    a = _mm512_max_ps(a, _mm512_shuffle_f32x4(a, a, 0xb1));
+    a = _mm512_max_ps(a, _mm512_permute_ps(a, 0x4e));
+    return _mm512_max_ps(a, _mm512_permute_ps(a, 0xb1));
+}
+static inline float  f32_first(f32x16 a)              { return _mm512_cvtss_f32(a); }
 static inline float  f32_sum(f32x16 a)                { return _mm512_reduce_add_ps(a); }
 static inline float  f32_hmax(f32x16 a)               { return _mm512_reduce_max_ps(a); }
 
@@ -84,19 +95,14 @@ static inline void f32_transpose(f32x16 * x) {
     }
 }
 
-// 2^n * 2^r, r in [-1/2, 1/2] by a degree-6 polynomial (relative error below 2e-7); 0 below the f32 range, -inf included
-static inline f32x16 f32_exp(f32x16 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
-    const __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
-    const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682030941723e-6f), r);
-    __m512 y = _mm512_set1_ps(1.0f/720);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f/120));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f/24));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f/6));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+// 2^x = 2^n * 2^r, r in [-1/2, 1/2] by a polynomial (relative error below 3e-7); 0 below the f32 range, -inf included
+static inline f32x16 f32_exp2(f32x16 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-150.0f));
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_fmadd_ps(_mm512_set1_ps(KVQ_EXP2_5), r, _mm512_set1_ps(KVQ_EXP2_4));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(KVQ_EXP2_3));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(KVQ_EXP2_2));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(KVQ_EXP2_1));
     y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(y, n);
 }
@@ -109,6 +115,14 @@ static inline void   i8_store4(int8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 
     const __m512i ab = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b)), cd = _mm512_packs_epi32(_mm512_cvtps_epi32(c), _mm512_cvtps_epi32(d));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); // packs works inside 128-bit lanes
     _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(ab, cd)));
+}
+
+// round to nearest, 0 <= a <= 255
+static inline void   u8_store16(uint8_t * p, f32x16 a) { _mm_storeu_si128((__m128i *) p, _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(a))); }
+static inline void   u8_store64(uint8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+    const __m512i ab = _mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b)), cd = _mm512_packs_epi32(_mm512_cvtps_epi32(c), _mm512_cvtps_epi32(d));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd)));
 }
 
 static inline u8x64  u8_load(const uint8_t * p)       { return _mm512_loadu_si512(p); }
@@ -138,6 +152,7 @@ static inline i8x4   i8_set4(const int8_t * w) {
     memcpy(&four, w, 4);
     return _mm512_set1_epi32(four);
 }
-static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) { return _mm512_dpbusd_epi32(acc, codes, w); }
+static inline i32x16 dot4 (i32x16 acc, u8x64 codes, i8x4 w) { return _mm512_dpbusd_epi32(acc, codes, w); }
+static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) { return _mm512_dpbusd_epi32(acc, w, codes); }
 
 } // namespace

@@ -1,6 +1,8 @@
 // Vector layer on AArch64 NEON with dot product (ARMv8.2): four registers each. Cross-compiled only, never run by us.
 #pragma once
 
+#include "kernels.h"
+
 #include <arm_neon.h>
 #include <cmath>
 #include <cstdint>
@@ -44,9 +46,13 @@ static inline f32x16 f32_within(f32x16 a, float top) {
     KVQ_EACH a.v[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vcaleq_f32(a.v[i], vdupq_n_f32(top))));
     return a;
 }
-static inline f32x16 f32_abs(f32x16 a)                { KVQ_EACH a.v[i] = vabsq_f32(a.v[i]); return a; }
+// max(|a|, |b|)
+static inline f32x16 f32_absmax(f32x16 a, f32x16 b)   { KVQ_EACH a.v[i] = vmaxq_f32(vabsq_f32(a.v[i]), vabsq_f32(b.v[i])); return a; }
 static inline float  f32_sum(f32x16 a)                { return vaddvq_f32(vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3]))); }
 static inline float  f32_hmax(f32x16 a)               { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]))); }
+// the largest value in every lane
+static inline f32x16 f32_max_all(f32x16 a)            { return f32_set1(f32_hmax(a)); }
+static inline float  f32_first(f32x16 a)              { return vgetq_lane_f32(a.v[0], 0); }
 
 // sums (maxima) of four registers
 static inline float32x4_t add4(f32x16 a)              { return vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3])); }
@@ -64,23 +70,19 @@ static inline void   f32_transpose(f32x16 * x) {
 }
 
 // as isa_avx2.h
-static inline float32x4_t exp4(float32x4_t x0) {
-    const float32x4_t x = vmaxq_f32(x0, vdupq_n_f32(-87.0f));
-    const float32x4_t n = vrndnq_f32(vmulq_f32(x, vdupq_n_f32(1.44269504088896341f)));
-    float32x4_t r = vfmsq_f32(x, n, vdupq_n_f32(0.693145751953125f));
-    r = vfmsq_f32(r, n, vdupq_n_f32(1.42860682030941723e-6f));
-    float32x4_t y = vdupq_n_f32(1.0f/720);
-    y = vfmaq_f32(vdupq_n_f32(1.0f/120), y, r);
-    y = vfmaq_f32(vdupq_n_f32(1.0f/24), y, r);
-    y = vfmaq_f32(vdupq_n_f32(1.0f/6), y, r);
-    y = vfmaq_f32(vdupq_n_f32(0.5f), y, r);
-    y = vfmaq_f32(vdupq_n_f32(1.0f), y, r);
+static inline float32x4_t exp2_4(float32x4_t x0) {
+    const float32x4_t x = vmaxq_f32(x0, vdupq_n_f32(-126.0f));
+    const float32x4_t n = vrndnq_f32(x), r = vsubq_f32(x, n);
+    float32x4_t y = vfmaq_f32(vdupq_n_f32(KVQ_EXP2_4), vdupq_n_f32(KVQ_EXP2_5), r);
+    y = vfmaq_f32(vdupq_n_f32(KVQ_EXP2_3), y, r);
+    y = vfmaq_f32(vdupq_n_f32(KVQ_EXP2_2), y, r);
+    y = vfmaq_f32(vdupq_n_f32(KVQ_EXP2_1), y, r);
     y = vfmaq_f32(vdupq_n_f32(1.0f), y, r);
     const int32x4_t e = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
-    const uint32x4_t keep = vcgeq_f32(x0, vdupq_n_f32(-87.0f));
+    const uint32x4_t keep = vcgeq_f32(x0, vdupq_n_f32(-126.0f));
     return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(vmulq_f32(y, vreinterpretq_f32_s32(e))), keep));
 }
-static inline f32x16 f32_exp(f32x16 a)                { KVQ_EACH a.v[i] = exp4(a.v[i]); return a; }
+static inline f32x16 f32_exp2(f32x16 a)               { KVQ_EACH a.v[i] = exp2_4(a.v[i]); return a; }
 
 static inline i32x16 i32_zero()                       { i32x16 r; KVQ_EACH r.v[i] = vdupq_n_s32(0); return r; }
 static inline f32x16 f32_from_i32(i32x16 a)           { f32x16 r; KVQ_EACH r.v[i] = vcvtq_f32_s32(a.v[i]); return r; }
@@ -95,6 +97,19 @@ static inline void   i8_store4(int8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 
     i8_store(p + 16, b);
     i8_store(p + 32, c);
     i8_store(p + 48, d);
+}
+
+// round to nearest, 0 <= a <= 255
+static inline void   u8_store16(uint8_t * p, f32x16 a) {
+    uint16x4_t h[4];
+    KVQ_EACH h[i] = vqmovn_u32(vcvtnq_u32_f32(a.v[i]));
+    vst1q_u8(p, vcombine_u8(vqmovn_u16(vcombine_u16(h[0], h[1])), vqmovn_u16(vcombine_u16(h[2], h[3]))));
+}
+static inline void   u8_store64(uint8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {
+    u8_store16(p, a);
+    u8_store16(p + 16, b);
+    u8_store16(p + 32, c);
+    u8_store16(p + 48, d);
 }
 
 static inline u8x64  u8_load(const uint8_t * p)       { u8x64 r; KVQ_EACH r.v[i] = vld1q_u8(p + 16*i); return r; }
@@ -133,6 +148,10 @@ static inline i8x4   i8_set4(const int8_t * w) {
 }
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
     KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), w); // codes are below 128
+    return acc;
+}
+static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
+    KVQ_EACH acc.v[i] = vreinterpretq_s32_u32(vdotq_u32(vreinterpretq_u32_s32(acc.v[i]), codes.v[i], vreinterpretq_u8_s8(w)));
     return acc;
 }
 

@@ -36,10 +36,14 @@ static inline f32x16 f32_div(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] /= b
 static inline f32x16 f32_floor(f32x16 a)              { KVQ_EACH(16) a.v[i] = floorf(a.v[i]); return a; }
 // a where |a| <= top, else 0
 static inline f32x16 f32_within(f32x16 a, float top)  { KVQ_EACH(16) a.v[i] = fabsf(a.v[i]) <= top ? a.v[i] : 0.0f; return a; }
-static inline f32x16 f32_abs(f32x16 a)                { KVQ_EACH(16) a.v[i] = fabsf(a.v[i]); return a; }
-static inline f32x16 f32_exp(f32x16 a)                { KVQ_EACH(16) a.v[i] = expf(a.v[i]); return a; }
+// max(|a|, |b|)
+static inline f32x16 f32_absmax(f32x16 a, f32x16 b)   { KVQ_EACH(16) a.v[i] = fabsf(a.v[i]) > fabsf(b.v[i]) ? fabsf(a.v[i]) : fabsf(b.v[i]); return a; }
+static inline f32x16 f32_exp2(f32x16 a)               { KVQ_EACH(16) a.v[i] = exp2f(a.v[i]); return a; }
 static inline float  f32_sum(f32x16 a)                { float s = 0; KVQ_EACH(16) s += a.v[i]; return s; }
 static inline float  f32_hmax(f32x16 a)               { float m = a.v[0]; KVQ_EACH(16) m = a.v[i] > m ? a.v[i] : m; return m; }
+// the largest value in every lane
+static inline f32x16 f32_max_all(f32x16 a)            { return f32_set1(f32_hmax(a)); }
+static inline float  f32_first(f32x16 a)              { return a.v[0]; }
 
 // sums (maxima) of four registers
 static inline void   f32_sum4 (float * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { p[0] = f32_sum (a); p[1] = f32_sum (b); p[2] = f32_sum (c); p[3] = f32_sum (d); }
@@ -61,6 +65,9 @@ static inline f32x16 f32_from_i32(i32x16 a)           { f32x16 r; KVQ_EACH(16) r
 static inline void   i8_store (int8_t * p, f32x16 a)  { KVQ_EACH(16) p[i] = (int8_t) lrintf(a.v[i]); }
 static inline void   i8_store4(int8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { i8_store(p, a); i8_store(p + 16, b); i8_store(p + 32, c); i8_store(p + 48, d); }
 
+// round to nearest, 0 <= a <= 255
+static inline void   u8_store16(uint8_t * p, f32x16 a) { KVQ_EACH(16) p[i] = (uint8_t) lrintf(a.v[i]); }
+static inline void   u8_store64(uint8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) { u8_store16(p, a); u8_store16(p + 16, b); u8_store16(p + 32, c); u8_store16(p + 48, d); }
 static inline u8x64  u8_load(const uint8_t * p)       { u8x64 r; KVQ_EACH(64) r.v[i] = p[i]; return r; }
 static inline void   u8_store(uint8_t * p, u8x64 a)   { KVQ_EACH(64) p[i] = a.v[i]; }
 static inline u8x64  u8_or(u8x64 a, u8x64 b)          { KVQ_EACH(64) a.v[i] |= b.v[i]; return a; }
@@ -75,6 +82,12 @@ static inline i8x4   i8_set4(const int8_t * w)        { i8x4 r; KVQ_EACH(4) r.v[
 // acc[i] += sum_k codes[4*i + k] * w[k]
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
     KVQ_EACH(16) acc.v[i] += codes.v[4*i]*w.v[0] + codes.v[4*i + 1]*w.v[1] + codes.v[4*i + 2]*w.v[2] + codes.v[4*i + 3]*w.v[3];
+    return acc;
+}
+
+// likewise with unsigned weights; codes are below 64
+static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
+    KVQ_EACH(16) { for (int k = 0; k < 4; k++) { acc.v[i] += codes.v[4*i + k] * (uint8_t) w.v[k]; } }
     return acc;
 }
 

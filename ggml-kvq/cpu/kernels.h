@@ -12,9 +12,19 @@
 
 constexpr int KVQ_MAX_ROWS  = 64;
 constexpr int KVQ_WORK_ROWS = 8;   // rows a kernel works on at once
+constexpr int KVQ_MAX_RUN   = 4;   // pages likewise
 constexpr int KVQ_MAX_CELLS = 256;
 constexpr int KVQ_MAX_HEAD  = 1024;
 constexpr int KVQ_N_TYPES   = 2; // kvq_type below; lattice blocks have entries of their own
+
+// 2^x on [-1/2, 1/2]: 1 + x*(c1 + x*(c2 + ...)), relative error 8e-8
+constexpr float KVQ_EXP2_1 = 0.69314694f, KVQ_EXP2_2 = 0.24022120f, KVQ_EXP2_3 = 0.055507131f, KVQ_EXP2_4 = 0.0096755419f, KVQ_EXP2_5 = 0.0013276472f;
+
+// Blocks of one KV head in up to KVQ_MAX_RUN pages, which a kernel takes together so that one page's latencies hide behind the others.
+struct kvq_run {
+    int n_pages;
+    const void * codes[KVQ_MAX_RUN], * params[KVQ_MAX_RUN];
+};
 
 // Geometry of a lane's blocks, worked out once per call (kvq_make_view). Codecs add their own fields at the end.
 struct kvq_view {
@@ -22,18 +32,18 @@ struct kvq_view {
     int    dp;                  // head size padded to 16
     size_t nb_codes, nb_params; // of one KV head; f16: bytes of the padded tile, 0
     // affine
-    int    np;                  // parameter pairs
+    int    np, n_groups;        // parameter pairs; groups of lanes that share them
     int    n_tiles;
     int    n_parts, width[2], shift[2], n_chunks[2];
     size_t offset[2];
 };
 
-// What a block type offers to the attention loop. Rows are padded as above; codes and params of one KV head; work: kvq_work_bytes.
+// What a block type offers to the attention loop. Rows are padded as above; logits and p: [page][row][n_cells]; work: kvq_work_bytes.
 struct kvq_block_kernels {
-    // logits[r][t] = q[r] . k[t]
-    void (*score)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * q, float * logits, void * work);
-    // out[r] += sum_t p[r][t] * v[t]
-    void (*accum)(const kvq_view & v, int n_rows, const void * codes, const void * params, const float * p, float * out, void * work);
+    // logits[i][r][t] = q[r] . k[i][t]
+    void (*score)(const kvq_view & v, int n_rows, const kvq_run & run, const float * q, float * logits, void * work);
+    // out[r] += sum_i f[i][r] sum_t p[i][r][t] * v[i][t]      0 <= p <= 1; f: [page][KVQ_MAX_ROWS]
+    void (*accum)(const kvq_view & v, int n_rows, const kvq_run & run, const float * p, const float * f, float * out, void * work);
     // decoded values as f32: K [dp][n_cells], V [n_cells][dp]
     void (*to_tile)(const kvq_view & v, const void * codes, const void * params, float * tile, void * work);
     int tile_rows; // from so many rows on, to_tile and the tile kernels are faster
@@ -65,27 +75,28 @@ struct kvq_kernels {
     void (*f16_to_f32)(const uint16_t * x, float * y, int64_t n);
 
     // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place. K: w = q*scale is folded to int8 once per cell group,
-    //   logit = q.zero + amax/127 * sum code*w8        |error| <= amax/254 * sum code
-    // V: w = p*scale likewise per channel group.
+    //   logit = q.zero + amax/127 * sum code*w8        |error| <= amax/254 * sum code,  amax = max |w|
+    // V: w = p*scale likewise to 8 bits without sign, per channel group, under the group's largest scale (p <= 1).
     kvq_block_kernels block[KVQ_N_TYPES];
     // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16].
-    void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const kvq_lattice_query * q, float * logits);
-    void (*accum_lattice)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out);
+    void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, float * logits);
+    void (*accum_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out);
 
     // Keys kept before rotary embedding (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be
     // NULL; pos [n_cells].
     void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
                        const int32_t * pos, int dp, const float * q, float * logits);
 
-    // score and accum over what to_tile made
+    // score and accum of one page over what to_tile made
     void (*score_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * q, float * logits);
-    void (*accum_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * p, float * out);
+    void (*accum_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * p, const float * f, float * out);
 
-    // Online softmax of rows [n_rows][n]:
-    //   x = cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask, logits = exp(x - m), m = max(m_old, max x)
-    //   l = l*correction + sums, sums = sum logits, correction = exp(m_old - m)
-    // mask: f16 of the n slots by row, NULL: none
-    void (*softmax)(int n_rows, int n, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask, float * m, float * l, float * correction, float * sums);
+    // Online softmax of a run's logits [page][row][n], in powers of two: m is in units of ln 2.
+    //   x = (cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask) / ln 2;  top[i] = max x[i] of a page;  m = max(m_old, top)
+    //   logits[i] = 2^(x[i] - top[i]);  f[i] = 2^(top[i] - m);  l = l*c + sum_i f[i]*sums[i], sums[i] = sum logits[i];  c = 2^(m_old - m)
+    // mask [page][KVQ_MAX_ROWS]: f16 of the n slots, NULL: none. f, sums: [page][KVQ_MAX_ROWS]. True when some c is not 1.
+    bool (*softmax)(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask,
+                    float * m, float * l, float * c, float * f, float * sums);
     // out *= c
     void (*scale)(int n, float * out, float c);
 

@@ -16,7 +16,7 @@ static inline float fold_row(int n, int n_pad, const float * x, const float * sc
         const f32x16 v = f32_load(x + i);
         const f32x16 y = f32_mul(v, f32_load(scale + i));
         sum = f32_fma(v, f32_load(zero + i), sum);
-        top = f32_max(top, f32_abs(y));
+        top = f32_absmax(top, y);
         f32_store(w + i, y);
     }
     float amax = f32_hmax(top), tail = 0.0f;
@@ -82,13 +82,13 @@ template <int W, int R> static void score_lattice_rows(const kvq_lattice_view & 
     }
 }
 
-template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const float * p, float * out) {
+template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const float * p, const float * f, float * out) {
     const int n = a.codec.n_cells, stride = a.n_tiles * 16;
     int8_t w8[R * KVQ_MAX_CELLS];
     float  step[R], base[R];
     for (int r = 0; r < R; r++) {
         float unused;
-        step[r] = fold_row(n, n, p + (size_t) r * n, scale, scale, w8 + r * n, &unused) * a.step;
+        step[r] = fold_row(n, n, p + (size_t) r * n, scale, scale, w8 + r * n, &unused) * a.step * f[r];
         int sum = 0;
         for (int t = 0; t < n; t++) { sum += w8[r * n + t]; }
         base[r] = -64.0f * (float) sum;
@@ -214,22 +214,28 @@ static void score_rope(const kvq_lattice_view & a, int n_rows, const uint8_t * c
         default: KVQ_ROWS(n_rows, CALL_8); break;    \
     }
 
-static void score_lattice(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const kvq_lattice_query * q, float * logits) {
-    float scale[KVQ_MAX_CELLS];
-    lattice_scales(a, params, scale);
+static void score_lattice(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, float * logits) {
     const int n = a.codec.n_cells;
+    for (int i = 0; i < run.n_pages; i++, logits += (size_t) n_rows * n) {
+        const uint8_t * codes = (const uint8_t *) run.codes[i];
+        float scale[KVQ_MAX_CELLS];
+        lattice_scales(a, run.params[i], scale);
 #define CALL(W, R, r) score_lattice_rows<W, R>(a, codes, scale, q + r, logits + (size_t) (r) * n)
-    KVQ_WIDTHS
+        KVQ_WIDTHS
 #undef CALL
+    }
 }
 
-static void accum_lattice(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * p, float * out) {
-    float scale[KVQ_MAX_CELLS];
-    lattice_scales(a, params, scale);
+static void accum_lattice(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out) {
     const int n = a.codec.n_cells;
-#define CALL(W, R, r) accum_lattice_rows<W, R>(a, codes, scale, p + (size_t) (r) * n, out + (size_t) (r) * a.d * a.n_tiles * 16)
-    KVQ_WIDTHS
+    for (int i = 0; i < run.n_pages; i++, p += (size_t) n_rows * n, f += KVQ_MAX_ROWS) {
+        const uint8_t * codes = (const uint8_t *) run.codes[i];
+        float scale[KVQ_MAX_CELLS];
+        lattice_scales(a, run.params[i], scale);
+#define CALL(W, R, r) accum_lattice_rows<W, R>(a, codes, scale, p + (size_t) (r) * n, f + r, out + (size_t) (r) * a.d * a.n_tiles * 16)
+        KVQ_WIDTHS
 #undef CALL
+    }
 }
 
 #undef KVQ_WIDTHS

@@ -17,6 +17,7 @@ kvq_view kvq_make_view(const kvq_codec & c) {
         const kvq_affine_dims  d = kvq_affine_get_dims(c);
         const kvq_affine_parts p = kvq_affine_get_parts(c);
         v.np      = d.np;
+        v.n_groups = c.role == KVQ_ROLE_K ? c.n_cells / c.group : (c.head_size + c.group - 1) / c.group;
         v.n_tiles = d.n_tiles;
         v.n_parts = p.n;
         for (int i = 0; i < p.n; i++) {
@@ -40,10 +41,11 @@ kvq_view kvq_make_open_view(const kvq_codec & c) {
 
 static size_t pad(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-// folded rows in f32 and int8, then unpacked codes (impl_affine.h)
+// impl_affine.h, affine_work
 size_t kvq_work_bytes(const kvq_view & v) {
-    const size_t n = (size_t) v.codec.n_cells, d = (size_t) v.codec.head_size;
-    return 5 * KVQ_WORK_ROWS * pad(std::max(n, d), 64) + 64 * 5 + pad(n, 32) * pad(d, 32) + 64;
+    const size_t n = pad((size_t) v.codec.n_cells, 64), d = pad((size_t) v.codec.head_size, 64), groups = (size_t) v.n_groups;
+    const size_t w8 = v.codec.role == KVQ_ROLE_V ? groups * n : d;
+    return 4 * ((2 + KVQ_WORK_ROWS) * std::max(n, d) + 2 * KVQ_MAX_RUN * KVQ_WORK_ROWS * groups + 16) + KVQ_MAX_RUN * (KVQ_WORK_ROWS * w8 + n * d) + 64;
 }
 
 // values, four arrays of parameters, codes by row and by tile (impl_seal.h)
