@@ -1,0 +1,98 @@
+"""Speed of KV caches on a model, side by side: unmodified llama-bench once per cache and round, caches in turn, medians over all rounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import _paths
+from .errors import KvqError
+from .evaluate.results import provenance, table
+from .evaluate.specs import CacheSpec
+
+Row = dict[str, Any]
+CPU_DEVICE, KVQ_DEVICE = "none", "KVQ0"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """n_gen, n_prompt, depths: tokens. reps: repetitions within a process; rounds: times that the caches alternate."""
+
+    depths: tuple[int, ...] = (0, 4096)
+    n_gen: int = 32
+    n_prompt: int = 0
+    n_ubatch: int = 512
+    n_threads: int = 2
+    reps: int = 2
+    rounds: int = 3
+    device: str = ""
+
+
+def command(model: Path, spec: CacheSpec, s: Settings, depth: int, test: str) -> tuple[list[str], dict[str, str]]:
+    """(argv, environment on top of ours) of one llama-bench run. test: tg (generation) or pp (prompt)."""
+    argv = [str(_paths.program("llama-bench")), "-m", str(model), "-t", str(s.n_threads), "-ub", str(s.n_ubatch), "-fa", "1", "-d", str(depth)]
+    argv += ["-r", str(s.reps), "-o", "json", "-n", str(s.n_gen if test == "tg" else 0), "-p", str(s.n_prompt if test == "pp" else 0)]
+    if spec.method is None:
+        return [*argv, "-ctk", spec.type_k, "-ctv", spec.type_v, *(["-dev", s.device or CPU_DEVICE])], {}
+    env = {"GGML_BACKEND_PATH": str(_paths.backend()), "KVQ_METHOD": spec.method, "KVQ_MODEL": str(model)}
+    env |= {"KVQ_OPTS": spec.options} if spec.options else {}
+    env |= {"KVQ_CONFIG": str(Path(spec.config).absolute())} if spec.config else {}
+    return [*argv, "-dev", KVQ_DEVICE], env
+
+
+def _once(argv: list[str], env: dict[str, str]) -> Row:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k in ("KVQ_ISA", "KVQ_LIB_DIR")}
+    done = subprocess.run(argv, env={**clean, **env}, capture_output=True, text=True)
+    if done.returncode:
+        reason = next((x for x in done.stderr.splitlines() if "ggml-kvq: error" in x), "") or "\n".join(done.stderr.strip().splitlines()[-2:])
+        raise KvqError(f"llama-bench ended with {done.returncode}: {reason}")
+    row: Row = json.loads(done.stdout)[0]
+    return row
+
+
+def run(model: Path, specs: Sequence[CacheSpec], s: Settings) -> Iterator[Row]:
+    """One row per test, depth and cache, as llama-bench -o jsonl writes them, with cache, kv_method, kv_opts, ratio (to the first cache), command."""
+    tests = [("tg", d) for d in s.depths if s.n_gen] + [("pp", d) for d in s.depths if s.n_prompt]
+    for test, depth in tests:
+        samples: dict[str, list[float]] = {spec.label: [] for spec in specs}
+        last: dict[str, Row] = {}
+        for n in range(s.rounds):
+            for spec in specs:
+                print(f"\r{test} at {depth}: round {n + 1}/{s.rounds}, {spec.label:24}", end="", file=sys.stderr, flush=True)
+                last[spec.label] = _once(*command(model, spec, s, depth, test))
+                samples[spec.label] += last[spec.label]["samples_ts"]
+        base = statistics.median(samples[specs[0].label])
+        for spec in specs:
+            argv, env = command(model, spec, s, depth, test)
+            median = statistics.median(samples[spec.label])
+            spread = statistics.stdev(samples[spec.label]) if len(samples[spec.label]) > 1 else 0.0
+            yield {
+                **last[spec.label],
+                **provenance(),
+                "samples_ts": samples[spec.label],
+                "avg_ts": median,
+                "stddev_ts": spread,
+                "cache": spec.label,
+                "kv_method": spec.method,
+                "kv_opts": spec.options,
+                "ratio": median / base,
+                "command": shlex.join([*(f"{k}={v}" for k, v in env.items()), *argv]),
+            }
+    print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
+
+
+def summary(rows: Sequence[Row], *, markdown: bool = False) -> str:
+    """Table of medians; ratio is to the first cache of the same test."""
+    cells = [
+        [f"{'tg' if r['n_gen'] else 'pp'}{r['n_gen'] or r['n_prompt']} @ {r['n_depth']}", r["cache"], f"{r['avg_ts']:.2f}", f"{r['stddev_ts']:.2f}", f"{r['ratio']:.2f}x"]
+        for r in rows
+    ]
+    return table(["test", "cache", "tokens/s (median)", "stddev", "ratio"], cells, markdown=markdown)
