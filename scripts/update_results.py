@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from ggml_kvq import plotting
+from ggml_kvq import bench, plotting
 from ggml_kvq.evaluate import results
 from ggml_kvq.evaluate.specs import parse
 
@@ -54,7 +54,27 @@ def retrieval_table(rows: list[results.Row]) -> str:
     )
 
 
-def page(rows: list[results.Row]) -> str:
+def drift_table(rows: list[results.Row]) -> str:
+    """Divergence along a long generation, first and last eighth, and where free generation parts from the f16 cache's."""
+    return results.table(
+        ["cache", "bits", "KLD mean", "first eighth", "last eighth", "same top token", "parts after"],
+        [
+            [
+                r["key"]["cache"],
+                f"{r['bits']:.2f}",
+                f"{r['kld_mean']:.4f}",
+                f"{r['kld_by_part'][0]:.4f}",
+                f"{r['kld_by_part'][-1]:.4f}",
+                f"{100 * r['same_top']:.1f} %",
+                f"{r['parted_at']} tokens",
+            ]
+            for r in sorted(rows, key=lambda r: -r["bits"])
+        ],
+        markdown=True,
+    )
+
+
+def page(rows: list[results.Row], speed: list[results.Row]) -> str:
     """docs/results.md."""
     first = next(r for r in rows if r["key"]["kind"] == "text")
     key = first["key"]
@@ -70,6 +90,12 @@ def page(rows: list[results.Row]) -> str:
     ]
     if any(r["key"]["kind"] == "retrieval" for r in rows):
         tables += ["## Retrieval", retrieval_table(rows)]
+    long = [r for r in rows if r["key"]["kind"] == "drift" and "kld_mean" in r]
+    if long:
+        tables += ["## Long generation", f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed, freely.", drift_table(long)]
+    if speed:
+        tables += ["## Speed on a CPU", "`ggml-kvq bench`, medians; ratios are to upstream's f16 cache in the same run.", bench.summary(speed, markdown=True),
+                   "![tokens/s against depth](img/speed.png)"]
     tables += ["## Memory", "![cache size against context length](img/memory.png)"]
     if refused:
         tables += ["## Refused", "\n".join(refused)]
@@ -82,7 +108,8 @@ def main() -> int:
     p.add_argument("-m", "--model", type=Path, default=ROOT / "models" / "kvq-demo-q8_0.gguf", help="model of the memory figure")
     args = p.parse_args()
     rows = [row for path in sorted((ROOT / "results").glob("*.jsonl")) for row in results.read(path) if "key" in row]
-    files = {ROOT / "docs" / "results.md": page(rows)}
+    speed = [row for path in sorted((ROOT / "results").glob("speed*.jsonl")) for row in results.read(path)]
+    files = {ROOT / "docs" / "results.md": page(rows, speed)}
     readme = ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
     files[readme] = re.sub(
@@ -97,6 +124,8 @@ def main() -> int:
         path.write_text(files[path], encoding="utf-8")
     image = ROOT / "docs" / "img"
     plotting.frontier(rows, image / "frontier")
+    if speed:
+        plotting.speed(speed, image / "speed")
     plotting.memory(plotting.memory_rows(args.model, [parse(c) for c in MEMORY_CACHES], MEMORY_LENGTHS), image / "memory")
     return 0
 
