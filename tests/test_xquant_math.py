@@ -201,7 +201,7 @@ def test_u16_bytes_follow_the_formulas(lib, method, opts, n_cells, n_stream):
     assert (got["bytes_codes"], got["bytes_params"], got["bytes_window"]) == tuple(want)
     values = 12 * n_cells * n_stream * SHAPE[0] * (SHAPE[1] + SHAPE[2])
     assert got["bytes_f16"] == 2 * values
-    parts = ("bytes_codes", "bytes_params", "bytes_window", "bytes_tables", "bytes_calibration")
+    parts = ("bytes_codes", "bytes_params", "bytes_window", "bytes_tables", "bytes_calibration", "bytes_chain")
     assert got["bytes_total"] == sum(got[p] for p in parts)
     assert got["bits"] == pytest.approx(8 * got["bytes_total"] / values)
     assert got["bits"] == pytest.approx((got["bits_k"] + got["bits_v"]) / 2)

@@ -1,5 +1,6 @@
 #include "layout.h"
 
+#include "chain.h"
 #include "../types/types.h"
 
 #include <algorithm>
@@ -36,6 +37,13 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     if (plan.mean) {
         l.bytes_calibration = kvq_pad(4 * (size_t) n_head * l.codec.head_size, KVQ_ALIGN);
     }
+    for (const int n_in : lane.inputs) {
+        l.bytes_calibration += kvq_pad(kvq_predictor_bytes(n_in, n_head * l.codec.head_size, plan.weight_bits), KVQ_ALIGN);
+        l.predict_macs      += (uint64_t) n_in * n_head * l.codec.head_size;
+    }
+    if (plan.holds_chain && lane.chained) {
+        l.bytes_chain = kvq_pad(kvq_chain::bytes(n_stream, l.n_pages, l.page_cells, n_head * l.codec.head_size, l.nb_frame), KVQ_ALIGN);
+    }
     if (plan.holds_positions && !value) {
         l.bytes_tables += kvq_pad(4 * pages * l.page_cells, KVQ_ALIGN);
     }
@@ -50,6 +58,8 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value) {
     s.bytes_window += l.bytes_window;
     s.bytes_tables += l.bytes_tables;
     s.bytes_calibration += l.bytes_calibration;
+    s.bytes_chain       += l.bytes_chain;
+    s.predict_macs      += l.predict_macs;
     s.page_cells    = std::max(s.page_cells, (int32_t) l.page_cells);
     values[value]  += n;
     bytes [value]  += (double) l.bytes();
@@ -57,7 +67,7 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value) {
 }
 
 void kvq_accounting::finish() {
-    s.bytes_total = s.bytes_codes + s.bytes_params + s.bytes_window + s.bytes_tables + s.bytes_calibration;
+    s.bytes_total = s.bytes_codes + s.bytes_params + s.bytes_window + s.bytes_tables + s.bytes_calibration + s.bytes_chain;
     s.bits_k = values[0] > 0 ? 8 * bytes[0] / values[0] : 0;
     s.bits_v = values[1] > 0 ? 8 * bytes[1] / values[1] : 0;
     s.bits   = s.bytes_f16 ? 16.0 * (double) s.bytes_total / (double) s.bytes_f16 : 0;

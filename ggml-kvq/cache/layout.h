@@ -5,6 +5,7 @@
 //   params  [stream][page][head][nb_params]
 //   window  [stream][frame] open pages, f16 tiles [head][cell][head size padded to 16]
 //   tables  page states, valid bits and spans
+//   chain   reconstructed rows of one layer and tiles of a stripe (chain.h), counted in the first layer
 #pragma once
 
 #include "../methods/method.h"
@@ -33,11 +34,12 @@ struct kvq_lane_layout {
     int    n_sink_pages = 0;            // leading pages that never seal
     int    n_frames = 0;                // own open frames per stream
     size_t nb_codes = 0, nb_params = 0, nb_tile_head = 0, nb_frame = 0;
-    size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0, bytes_calibration = 0;
+    size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0, bytes_calibration = 0, bytes_chain = 0;
+    uint64_t predict_macs = 0; // multiply-adds a cell costs each time it is read
 
     int    head_stride() const { return (int) kvq_pad((size_t) codec.head_size, 16); } // channels of a tile row
     bool   is_f16()      const { return codec.type == KVQ_TYPE_F16; }
-    size_t bytes()       const { return bytes_codes + bytes_params + bytes_window + bytes_tables + bytes_calibration; }
+    size_t bytes()       const { return bytes_codes + bytes_params + bytes_window + bytes_tables + bytes_calibration + bytes_chain; }
 };
 
 kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, int n_head, int n_cells, int n_stream);

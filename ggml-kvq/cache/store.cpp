@@ -1,4 +1,5 @@
 #include "store.h"
+#include "chain.h"
 
 #include "../cpu/cpu.h"
 #include "../types/types.h"
@@ -134,6 +135,9 @@ void kvq_lane::set_state(int s, int p, kvq_page_state state) {
     span.n_slots = spans->k_state[at] && spans->v_state[at] ? l.page_cells : 0;
     spans->changed0 = spans->changed0 < spans->changed1 ? std::min(spans->changed0, at) : at;
     spans->changed1 = std::max(spans->changed1, at + 1);
+    if (x.chain) {
+        x.chain->changed(x.ordinal, value, s, p);
+    }
 }
 
 void kvq_lane::take_frame(int s, int p) {
@@ -204,6 +208,9 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
             j++;
         }
         open_page(s, p, j - i < l.page_cells);
+        if (x.chain) {
+            x.chain->changed(x.ordinal, value, s, p);
+        }
         kvq_page_info & pi = info(s, p);
         uint8_t * bits = valid(s, p);
         for (int64_t k = i; k < j; k++) {
@@ -227,6 +234,7 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
     device.write_rows(l, n, to.data(), rows, row_stride, n_threads);
     for (int64_t i = 0; x.rotor && pos && i < n; i++) {
         kvq_tag_put(l, to[(size_t) i], (size_t) l.page_cells * l.head_stride(), pos[i]);
+        x.rotor->reach(pos[i]);
     }
 }
 
@@ -334,6 +342,9 @@ void kvq_lane::commit_stream(int s, int n_threads) {
         }
         owner->seal(s, first, n_threads);
     }
+    if (x.chain && !settle(s, due)) {
+        is_dirty = true;
+    }
     seal(s, due, n_threads);
 
     for (int p : st.open) {
@@ -366,7 +377,7 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
         const uint16_t * f = view<uint16_t>(i.frame, l.nb_frame, frame_copy);
         if (sealed && x.active()) {
             page.resize((size_t) l.page_cells * W);
-            image_page(positions_at(stream, p), c, q, page.data());
+            image_page(stream, p, positions_at(stream, p), c, q, page.data());
             memcpy(rows + (size_t) (at - cell) * W, &page[(size_t) (at % l.page_cells) * W], 2 * (size_t) (end - at) * W);
             at = end;
             continue;
@@ -392,7 +403,7 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
 }
 
 bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
-    if (p < l.n_sink_pages || l.is_f16() || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
+    if (p < l.n_sink_pages || l.is_f16() || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
         return false;
     }
     const int D = l.codec.head_size, W = D * l.n_head;
@@ -415,6 +426,9 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
             x->open_page(s, p, true);
             x->is_dirty = x->waiting = true;
         }
+    }
+    if (x.chain) {
+        x.chain->release(x.ordinal, value, s, p);
     }
     drop_frame(s, p);
     if (!owner && l.nb_codes) {
@@ -453,6 +467,9 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
                 device.put(there, f32.data(), nb);
                 write(end - at, idx.data(), (const float *) there, W, 1);
                 scratch->give(there, nb);
+            }
+            for (int i = 0; x.rotor && i < end - at; i++) {
+                x.rotor->reach(kvq_tag_get(l, from + (size_t) i * W, (size_t) l.codec.head_size));
             }
             if (streams[stream].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
                 commit(n_threads);

@@ -65,6 +65,8 @@ private:
     size_t       n_copy = 0;
 };
 
+class kvq_chain;
+
 class kvq_lane {
 public:
     // owner: the lane whose codes are adopted, NULL unless layout.shares_codes
@@ -102,6 +104,14 @@ public:
 
     kvq_page_state state(int stream, int page) const { return (kvq_page_state) info(stream, page).state; }
 
+    // For cache/chain.h.
+    uint8_t * codes_at (int s, int p, int h) const;
+    uint8_t * params_at(int s, int p, int h) const;
+    int32_t * positions_at(int s, int p) const { return x.rotor ? x.positions + ((size_t) s * l.n_pages + p) * l.page_cells : nullptr; }
+    // rows of an open page without means and rotary embedding, f32 [page_cells][stride]; zeros for an empty one
+    void plain_rows(int s, int p, float * out, size_t stride) const;
+    void reopen    (int s, int p) { open_page(s, p, true); is_dirty = true; }
+
 private:
     struct stream_state {
         uint64_t clock = 0;
@@ -113,8 +123,6 @@ private:
     const kvq_page_info & info(int s, int p) const { return pages[(size_t) s * l.n_pages + p]; }
     uint8_t       * valid(int s, int p)       { return valid_bits.data() + ((size_t) s * l.n_pages + p) * (l.page_cells / 8); }
     const uint8_t * valid(int s, int p) const { return valid_bits.data() + ((size_t) s * l.n_pages + p) * (l.page_cells / 8); }
-    uint8_t * codes_at (int s, int p, int h) const;
-    uint8_t * params_at(int s, int p, int h) const;
     const kvq_lane * code_lane() const { return owner ? owner : this; }
 
     void open_page  (int s, int p, bool keep); // keep: what it holds is decoded into the frame
@@ -131,10 +139,11 @@ private:
     void commit_stream(int s, int n_threads);
     bool restore_page(int s, int p, const uint16_t * rows);
     bool restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params);
-    void image_page  (const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
+    void image_page  (int s, int p, const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
     std::vector<uint16_t> take_out(int s, int p, const uint16_t * tile);
     void put_back(int s, int p, uint16_t * tile) const;
-    int32_t * positions_at(int s, int p) const { return x.rotor ? x.positions + ((size_t) s * l.n_pages + p) * l.page_cells : nullptr; }
+    std::vector<float> predicted(int s, int p) const; // empty: nothing is predicted
+    bool settle(int s, std::vector<int> & due);       // of a chain: keeps the pages that may be sealed now; false: some wait
 
     kvq_lane_layout l;
     kvq_transform   x;

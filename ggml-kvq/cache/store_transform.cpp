@@ -1,18 +1,21 @@
 // Lanes whose sealed pages leave something out (transform.h): saving, restoring and shifting them.
 #include "store.h"
+#include "chain.h"
 
+#include "../cpu/cpu.h"
 #include "../types/types.h"
 
 #include <algorithm>
 #include <cstring>
 
 // Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above the tag's).
-void kvq_lane::image_page(const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
+void kvq_lane::image_page(int s, int p, const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
+    const std::vector<float> pred = predicted(s, p);
     for (int h = 0; h < l.n_head; h++) {
         kvq_traits(l.codec.type)->decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
-        x.restore(l, h, pos, head.data(), D);
+        x.restore(l, h, pos, head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
         kvq_image_put(head.size(), head.data(), x.rotor ? 1 : 0, l.nb_params, params + h * l.nb_params);
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(rows + (size_t) t * W + (size_t) h * D, &head[(size_t) t * D], 2 * (size_t) D);
@@ -37,6 +40,7 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
         x.rotor->reach(pos[(size_t) t]);
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
+    const std::vector<float> pred = predicted(s, p);
     const uint16_t keep = (uint16_t) ~((1 << (low + kvq_image_width(head.size(), l.nb_params))) - 1);
     for (int h = 0; h < l.n_head; h++) {
         for (int t = 0; t < l.page_cells; t++) {
@@ -48,10 +52,10 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
         for (uint16_t & v : head) {
             v &= keep;
         }
-        x.remove(l, h, pos.data(), head.data(), D);
+        x.remove(l, h, pos.data(), head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
         type->assign(l.codec, head.data(), &codes[h * l.nb_codes], &params[h * l.nb_params]);
     }
-    image_page(pos.data(), codes.data(), params.data(), again.data());
+    image_page(s, p, pos.data(), codes.data(), params.data(), again.data());
     if (memcmp(again.data(), rows, 2 * again.size())) {
         return false;
     }
@@ -75,11 +79,12 @@ void kvq_lane::shift_open(int stream, const int32_t * by, const std::function<vo
                 fn(cell, h, row + (size_t) h * nb_head);
             }
             kvq_tag_put(l, row, nb_head, pos < 0 ? pos : pos + by[cell]);
+            x.rotor->reach(pos < 0 ? 0 : pos + by[cell]);
         }
     }
 }
 
-// A copy of an open tile without means and rotary embedding; positions go from the rows' tags to the table.
+// A copy of an open tile without means, rotary embedding and prediction; positions go from the rows' tags to the table.
 std::vector<uint16_t> kvq_lane::take_out(int s, int p, const uint16_t * tile) {
     const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
     for (int t = 0; x.rotor && t < l.page_cells; t++) {
@@ -88,17 +93,58 @@ std::vector<uint16_t> kvq_lane::take_out(int s, int p, const uint16_t * tile) {
         x.rotor->reach(pos);
     }
     std::vector<uint16_t> out(tile, tile + nb_head * l.n_head);
+    const std::vector<float> pred = predicted(s, p);
     for (int h = 0; h < l.n_head; h++) {
-        x.remove(l, h, positions_at(s, p), &out[h * nb_head], (int) stride);
+        x.remove(l, h, positions_at(s, p), &out[h * nb_head], (int) stride, pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
     }
     return out;
+}
+
+std::vector<float> kvq_lane::predicted(int s, int p) const {
+    std::vector<float> out;
+    if (x.chain && x.chain->chains(value)) {
+        out.resize(l.page_cells * x.chain->stride(value));
+        x.chain->predict(x.ordinal, value, s, p, out.data());
+    }
+    return out;
+}
+
+bool kvq_lane::settle(int s, std::vector<int> & due) {
+    const size_t n = due.size();
+    due.erase(std::remove_if(due.begin(), due.end(), [&](int p) { return !x.chain->ready(x.ordinal, value, s, p); }), due.end());
+    for (int p : due) {
+        x.chain->release(x.ordinal, value, s, p);
+    }
+    return due.size() == n;
+}
+
+void kvq_lane::plain_rows(int s, int p, float * out, size_t stride) const {
+    const int D = l.codec.head_size, tile_stride = l.head_stride();
+    const size_t nb_head = (size_t) l.page_cells * tile_stride;
+    const kvq_page_info & i = info(s, p);
+    if (i.state != KVQ_PAGE_OPEN) {
+        std::fill_n(out, l.page_cells * stride, 0.0f);
+        return;
+    }
+    std::vector<int32_t>  pos((size_t) l.page_cells, 0);
+    std::vector<uint16_t> tile(i.frame, i.frame + nb_head * l.n_head);
+    for (int t = 0; x.rotor && t < l.page_cells; t++) {
+        pos[(size_t) t] = kvq_tag_get(l, i.frame + (size_t) t * tile_stride, nb_head);
+    }
+    for (int h = 0; h < l.n_head; h++) {
+        x.remove(l, h, pos.data(), &tile[h * nb_head], tile_stride);
+        for (int t = 0; t < l.page_cells; t++) {
+            kvq_cpu_f16_to_f32(&tile[h * nb_head + (size_t) t * tile_stride], out + t * stride + (size_t) h * D, D);
+        }
+    }
 }
 
 // The reverse, in place, tags included.
 void kvq_lane::put_back(int s, int p, uint16_t * tile) const {
     const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
+    const std::vector<float> pred = predicted(s, p);
     for (int h = 0; x.active() && h < l.n_head; h++) {
-        x.restore(l, h, positions_at(s, p), tile + h * nb_head, (int) stride);
+        x.restore(l, h, positions_at(s, p), tile + h * nb_head, (int) stride, pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
     }
     for (int t = 0; x.rotor && t < l.page_cells; t++) {
         kvq_tag_put(l, tile + (size_t) t * stride, nb_head, positions_at(s, p)[t]);

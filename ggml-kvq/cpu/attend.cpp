@@ -27,6 +27,7 @@ constexpr int   FEW_ROWS = 16; // as many rows of a KV head go through the pages
 
 struct stream_plan {
     const kvq_attn * p;
+    float * lse;
     kvq_view k, v, k_open, v_open;
     kvq_lattice_view lk, lv;
     bool rope, folded_k, rotated_v; // lattice: keys lack their rotary embedding or mean; int8 keys; values leave a rotated sum
@@ -342,6 +343,9 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
     const int iq = row / s.gqa, h = kvh * s.gqa + row % s.gqa;
     float * dst = p.dst + iq * p.dst_stride_token + h * p.dst_stride_head;
     float c = 1.0f;
+    if (s.lse) {
+        s.lse[(size_t) iq * p.n_head + h] = l > 0.0f ? m + logf(l) : -INFINITY;
+    }
     if (p.sinks) { // one more logit without a value
         const float sink = p.sinks[h] * LOG2_E, top = std::max(m, sink);
         c = m == -INFINITY ? 0.0f : exp2f(m - top);
@@ -377,7 +381,9 @@ void merge_rows(const stream_plan & s, float * partial) {
 }
 } // namespace
 
-void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
+void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) { kvq_cpu_attend_part(attn, n, nullptr, n_threads); }
+
+void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int n_threads) {
     const kvq_kernels & K = kvq_get_kernels();
     n_threads = std::max(n_threads, 1);
 
@@ -394,6 +400,7 @@ void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
     for (int i = 0; i < n; i++) {
         stream_plan & s = plan[i];
         s.p = &attn[i];
+        s.lse = lse ? lse[i] : nullptr;
         s.gqa      = attn[i].n_head / attn[i].n_head_kv;
         s.n_rows   = s.gqa * attn[i].n_q;
         s.n_blocks = (s.n_rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;

@@ -14,3 +14,5 @@ void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * 
 
 // n streams; workspace is kept per calling thread.
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads);
+// Over some of the pages: lse[i] [n_q][n_head] = log of the sum of exp(logits), by which parts are merged.
+void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int n_threads);

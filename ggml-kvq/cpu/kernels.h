@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ggml-kvq.h"
+#include "../types/predictor.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -59,6 +60,7 @@ struct kvq_lattice_view {
     float  norm;                     // 1/sqrt(block)
     float  step;                     // point coordinate = step * (table - 64)
     const uint8_t * table;           // [d][max(n, 16)]
+    const uint8_t * exact;           // low bytes, then high bytes of 2^15 + point, [2][d][max(n, 16)]
 };
 
 // A query row, rotated and folded to int8: coordinate j of vector i is step/view.step * q8[j*dot_stride + i]; base = 64 * sum q8.
@@ -99,6 +101,14 @@ struct kvq_kernels {
                     float * m, float * l, float * c, float * f, float * sums);
     // out *= c
     void (*scale)(int n, float * out, float c);
+
+    // Predicted methods, types/predictor.h; x [n_rows][x_stride] padded with zeros to groups, out padded to 16, work [n_rows][groups]
+    void (*quantise_row)(int n, const float * x, int8_t * x8, float * s);
+    void (*predict)(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride, float * work);
+    // decoded rows of a lattice block, f32 [n_cells][stride], the values of its decode
+    void (*lattice_rows)(const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride);
+    // f16 rows R_pos (row + mean) of one head, n a multiple of 16; mean and rot may be NULL
+    void (*rows_to_f16)(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot, const int32_t * pos, uint16_t * tile, int tile_stride);
 
     // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes
     void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work);

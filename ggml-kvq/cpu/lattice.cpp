@@ -12,6 +12,7 @@ namespace {
 struct table {
     float step;
     std::vector<uint8_t> bytes; // [d][max(n, 16)], coordinate = step * (byte - 64)
+    std::vector<uint8_t> exact; // [2][d][max(n, 16)], low and high bytes of 2^15 + point
 };
 
 const table & table_of(const kvq_grid & g) {
@@ -27,8 +28,12 @@ const table & table_of(const kvq_grid & g) {
         const int stride = std::max(g.n, 16);
         t.step = (float) top / (63.0f * 4096.0f);
         t.bytes.assign((size_t) g.d * stride, 64);
+        t.exact.assign((size_t) 2 * g.d * stride, 0);
         for (int i = 0; i < g.n; i++) {
             for (int j = 0; j < g.d; j++) {
+                const unsigned unit = (unsigned) (g.unit[i * g.d + j] + 32768);
+                t.exact[(size_t) j * stride + i] = (uint8_t) unit;
+                t.exact[(size_t) (g.d + j) * stride + i] = (uint8_t) (unit >> 8);
                 t.bytes[(size_t) j * stride + i] = (uint8_t) (64 + lrintf((float) g.unit[i * g.d + j] * 63.0f / (float) top));
             }
         }
@@ -56,9 +61,10 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.nb_codes  = kvq_lattice_nb_codes(c);
     a.nb_params = kvq_lattice_nb_params(c);
     a.block     = kvq_hadamard_block(c.head_size);
-    a.norm      = 1.0f / sqrtf((float) a.block);
+    a.norm      = (float) (1.0 / sqrt((double) a.block)); // as kvq_hadamard
     a.step      = t.step;
     a.table     = t.bytes.data();
+    a.exact     = t.exact.data();
     return a;
 }
 

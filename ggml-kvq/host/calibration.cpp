@@ -80,6 +80,66 @@ bool get_vector(const file & f, const std::string & name, std::vector<float> & o
     return true;
 }
 
+// Rows of n_out outputs; err is set when it is there and wrong.
+bool get_matrix(const file & f, const std::string & name, kvq_calibration::matrix & out, std::string & err) {
+    const void * from = nullptr;
+    size_t nb = 0;
+    int64_t n_in = 0, n_out = 0;
+    const int64_t key = gguf_find_key(f.g, name.c_str());
+    if (ggml_tensor * t = f.data ? ggml_get_tensor(f.data, name.c_str()) : nullptr) {
+        out.type = t->type;
+        n_in  = t->ne[0];
+        n_out = t->ne[1];
+        nb    = ggml_nbytes(t);
+        from  = ggml_n_dims(t) <= 2 ? t->data : nullptr;
+    } else if (key >= 0) {
+        const std::string type = get_str(f.g, name + ".type");
+        const int64_t shape = gguf_find_key(f.g, (name + ".shape").c_str());
+        out.type = type == "f32" ? GGML_TYPE_F32 : type == "f16" ? GGML_TYPE_F16 : type == "q4_0" ? GGML_TYPE_Q4_0 : GGML_TYPE_COUNT;
+        if (gguf_get_kv_type(f.g, key) != GGUF_TYPE_ARRAY || gguf_get_arr_type(f.g, key) != GGUF_TYPE_UINT8) {
+            err = name + " is not an array of u8";
+            return false;
+        }
+        if (shape < 0 || gguf_get_kv_type(f.g, shape) != GGUF_TYPE_ARRAY || gguf_get_arr_type(f.g, shape) != GGUF_TYPE_UINT32 || gguf_get_arr_n(f.g, shape) != 2) {
+            err = name + ".shape is not an array of two u32";
+            return false;
+        }
+        n_out = ((const uint32_t *) gguf_get_arr_data(f.g, shape))[0];
+        n_in  = ((const uint32_t *) gguf_get_arr_data(f.g, shape))[1];
+        nb    = gguf_get_arr_n(f.g, key);
+        from  = gguf_get_arr_data(f.g, key);
+    } else {
+        return false;
+    }
+    if (out.type != GGML_TYPE_F32 && out.type != GGML_TYPE_F16 && out.type != GGML_TYPE_Q4_0) {
+        err = name + " is not of type f32, f16 or q4_0";
+        return false;
+    }
+    const ggml_type type = (ggml_type) out.type;
+    if (!from || n_in < 1 || n_out < 1 || n_in > (int64_t) MAX_VALUES || n_out > (int64_t) MAX_VALUES || n_in % ggml_blck_size(type) ||
+        nb != (size_t) n_out * ggml_row_size(type, n_in)) {
+        err = name + " has " + std::to_string(nb) + " bytes for " + std::to_string(n_out) + " x " + std::to_string(n_in) + " values";
+        return false;
+    }
+    out.n_in  = (int) n_in;
+    out.n_out = (int) n_out;
+    out.raw.assign((const uint8_t *) from, (const uint8_t *) from + nb);
+    // the scale is the first of a block
+    const size_t step = type == GGML_TYPE_F32 ? 4 : type == GGML_TYPE_F16 ? 2 : ggml_type_size(type);
+    for (size_t at = 0; at < nb; at += step) {
+        float x;
+        uint16_t h;
+        memcpy(&x, &out.raw[at], type == GGML_TYPE_F32 ? 4 : 2);
+        memcpy(&h, &out.raw[at], 2);
+        x = type == GGML_TYPE_F32 ? x : ggml_fp16_to_fp32(h);
+        if (!std::isfinite(x) || fabsf(x) > 65504.0f) {
+            err = name + " holds a value that is not finite in f16";
+            return false;
+        }
+    }
+    return true;
+}
+
 } // namespace
 
 kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err) {
@@ -133,6 +193,7 @@ kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info &
     }
     out = kvq_calibration{};
     out.path = path;
+    out.predictor = get_str(f.g, "kvq.aqua.predictor");
     for (uint32_t il = 0; il < n_layer && il < 4096; il++) {
         kvq_calibration::layer l;
         const std::string base = "kvq.aqua.blk." + std::to_string(il);
@@ -141,9 +202,16 @@ kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info &
             if (!get_vector(f, base + (v ? ".v.bias" : ".k.bias"), v ? l.v_mean : l.k_mean, why) && !why.empty()) {
                 return refuse(why);
             }
+            if (!get_matrix(f, base + (v ? ".v.weight" : ".k.weight"), v ? l.v : l.k, why) && !why.empty()) {
+                return refuse(why);
+            }
         }
         if (l.k_mean.empty() != l.v_mean.empty()) {
             return refuse(base + (l.k_mean.empty() ? ".k.bias" : ".v.bias") + " is missing");
+        }
+        uint32_t prev;
+        if (get_u32(f.g, (base + ".prev").c_str(), prev)) {
+            l.prev = (int) prev;
         }
         if (!l.k_mean.empty()) {
             out.layers[(int) il] = l;
@@ -152,7 +220,7 @@ kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info &
     return out.layers.empty() ? refuse("kvq.aqua.blk.0.k.bias is missing") : KVQ_OK;
 }
 
-bool kvq_calibration::fits(int il, int width_k, int width_v, std::string & err) const {
+bool kvq_calibration::fits(int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, std::string & err) const {
     const auto l = layers.find(il);
     const std::string base = "calibrated data in '" + path + "': kvq.aqua.blk." + std::to_string(il);
     if (l == layers.end()) {
@@ -165,22 +233,108 @@ bool kvq_calibration::fits(int il, int width_k, int width_v, std::string & err) 
             err = base + (v ? ".v" : ".k") + ".bias has " + std::to_string(have) + " values, the model's layer " + std::to_string(want);
             return false;
         }
+        const kvq_lane_plan & lane = v ? plan.v : plan.k;
+        const matrix & m = v ? l->second.v : l->second.k;
+        const int n_in = lane.inputs[0] + lane.inputs[1];
+        const std::string name = base + (v ? ".v.weight" : ".k.weight"), again = ": make it again with ggml-kvq calibrate --predictor " + std::string(plan.v.chained ? "full" : "k");
+        if (!n_in || !want) {
+            continue;
+        }
+        if (!m.n_in) {
+            err = name + " is missing" + again;
+            return false;
+        }
+        if (m.n_in != n_in || m.n_out != (int) want) {
+            err = name + " is " + std::to_string(m.n_out) + " x " + std::to_string(m.n_in) + ", the model needs " + std::to_string(want) + " x " + std::to_string(n_in) + again;
+            return false;
+        }
+        if (l->second.prev != prev) {
+            err = base + ".prev is " + std::to_string(l->second.prev) + ", in this cache layer " + std::to_string(prev) + " comes before" + again;
+            return false;
+        }
     }
     return true;
 }
 
-kvq_status kvq_calibration_for(const kvq_config & config, const kvq_model_info & model, std::shared_ptr<const kvq_calibration> & out, std::string & err) {
+// q4_0 goes over as it is, other types by value
+static void pack_matrix(const kvq_calibration::matrix & m, int in0, int n_in, int bits, kvq_predictor & p, std::vector<uint8_t> & packed) {
+    packed.assign(kvq_predictor_bytes(n_in, m.n_out, bits), 0);
+    const size_t nb_row = ggml_row_size((ggml_type) m.type, m.n_in);
+    if (m.type == GGML_TYPE_Q4_0 && bits == 4 && in0 % 32 == 0 && n_in % 32 == 0) {
+        for (int i = 0; i < m.n_out; i++) {
+            for (int g = 0; g < n_in / 32; g++) {
+                const uint8_t * block = &m.raw[i * nb_row + (size_t) (in0 / 32 + g) * 18]; // f16 scale, 16 bytes: low halves first
+                uint8_t code[32];
+                for (int j = 0; j < 16; j++) {
+                    code[j]      = block[2 + j] & 15;
+                    code[16 + j] = block[2 + j] >> 4;
+                }
+                uint16_t step;
+                memcpy(&step, block, 2);
+                kvq_predictor_put(n_in, m.n_out, bits, i, g, step, code, packed.data());
+            }
+        }
+    } else {
+        std::vector<float> row((size_t) m.n_in), w((size_t) m.n_out * n_in);
+        for (int i = 0; i < m.n_out; i++) {
+            if (m.type == GGML_TYPE_F32) {
+                memcpy(row.data(), &m.raw[i * nb_row], nb_row);
+            } else {
+                ggml_get_type_traits((ggml_type) m.type)->to_float(&m.raw[i * nb_row], row.data(), m.n_in);
+            }
+            std::copy_n(row.begin() + in0, n_in, w.begin() + (long) i * n_in);
+        }
+        kvq_predictor_pack(n_in, m.n_out, bits, w.data(), packed.data());
+    }
+    p.n_in  = n_in;
+    p.n_out = m.n_out;
+    p.bits  = bits;
+    p.data  = packed.data();
+}
+
+void kvq_calibration::pack(int bits, bool values) {
+    for (auto & x : layers) {
+        layer & l = x.second;
+        const int width_k = (int) l.k_mean.size();
+        if (l.k.n_in) {
+            pack_matrix(l.k, 0, l.k.n_in, bits, l.w.k, l.packed[0]);
+        }
+        if (values && l.v.n_in > width_k) {
+            pack_matrix(l.v, 0, width_k, bits, l.w.v_from_k, l.packed[1]);
+            pack_matrix(l.v, width_k, l.v.n_in - width_k, bits, l.w.v_from_v, l.packed[2]);
+        }
+        l.k.raw = l.v.raw = {};
+    }
+}
+
+kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model, std::shared_ptr<const kvq_calibration> & out, std::string & err) {
     out.reset();
     if (strcmp(config.method->info.name, "aqua") || config.options.is("predictor", "none")) {
         return KVQ_OK;
     }
     const std::string path = config.config_path.empty() ? config.model_path : config.config_path;
     if (path.empty() || (config.config_path.empty() && !model.calibrated)) {
-        err = "method aqua needs calibrated means and '" + path + "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none";
+        err = "method aqua needs calibrated data and '" + path + "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none";
         return KVQ_ERR_CONFIG;
     }
     std::shared_ptr<kvq_calibration> c(new kvq_calibration);
     const kvq_status status = kvq_calibration_load(path, model, *c, err);
+    if (status != KVQ_OK) {
+        return status;
+    }
+    std::string & predictor = config.options.values["predictor"], & weights = config.options.values["weights"];
+    if (predictor == "auto") {
+        predictor = c->predictor == "full" || c->predictor == "k" ? c->predictor : "bias";
+    }
+    if (weights == "auto") {
+        weights = "8";
+        for (const auto & l : c->layers) {
+            weights = l.second.k.type == GGML_TYPE_Q4_0 ? "4" : weights;
+        }
+    }
+    if (predictor != "bias") {
+        c->pack(weights == "4" ? 4 : 8, predictor == "full");
+    }
     out = c;
     return status;
 }

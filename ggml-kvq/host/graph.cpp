@@ -260,7 +260,11 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         return ok;
     }
 #endif
-    kvq_cpu_attend(streams.data(), n_stream, b.n_threads);
+    if (t.cache->chain) {
+        t.cache->chain->attend(l.ordinal, stream0, streams.data(), n_stream, b.n_threads);
+    } else {
+        kvq_cpu_attend(streams.data(), n_stream, b.n_threads);
+    }
     return true;
 }
 

@@ -72,7 +72,8 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
         return 0;
     }
-    if (d.plan.mean && !calibration->fits(id.il, d.n_embd_k, id.value ? d.n_embd_v : 0, err)) {
+    const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
+    if (d.plan.mean && !calibration->fits(id.il, prev, d.plan, d.n_embd_k, id.value ? d.n_embd_v : 0, err)) {
         return 0;
     }
     kvq_lane_layout & l = id.value ? d.v : d.k;
@@ -94,6 +95,7 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
         layers.back()->d = d;
         is_ok = is_ok && build(*layers.back());
     }
+    link();
     std::lock_guard<std::mutex> lock(live_mutex);
     live.push_back(this);
 }
@@ -126,6 +128,24 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     l.k->set_transform(k);
     l.v->set_transform(v);
     return true;
+}
+
+void kvq_kv_cache::link() {
+    chain.reset();
+    if (!is_ok || layers.empty() || !layers[0]->d.plan.k.chained) {
+        return;
+    }
+    const kvq_draft_layer & d = layers[0]->d;
+    chain.reset(new kvq_chain(d.n_stream, d.k.n_pages, d.k.page_cells, d.k.n_head * d.k.codec.head_size, d.plan.v.chained ? d.v.n_head * d.v.codec.head_size : 0));
+    for (auto & l : layers) {
+        chain->add_layer(l->k.get(), l->v.get(), l->ordinal ? calibration->layers.at(l->d.il).w : kvq_chain_weights());
+        for (kvq_lane * lane : { l->k.get(), l->v.get() }) {
+            kvq_transform t = lane->transform();
+            t.chain   = lane == l->k.get() || d.plan.v.chained ? chain.get() : nullptr;
+            t.ordinal = l->ordinal;
+            lane->set_transform(t);
+        }
+    }
 }
 
 bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err) {
@@ -214,6 +234,7 @@ bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, i
         }
         planned.push_back(d);
     }
+    chain.reset();
     for (size_t i = layers.size(); i > 0; i--) { // sharers before their owners
         layers[i - 1]->v.reset();
         layers[i - 1]->k.reset();
@@ -225,6 +246,7 @@ bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, i
             return false;
         }
     }
+    link();
     return true;
 }
 
@@ -287,11 +309,19 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
 std::string kvq_kv_cache::load_line() const {
     const kvq_stats s = stats();
     const double MiB = 1024.0 * 1024.0;
-    char text[256];
+    char text[320];
     snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %d cells x %d, device KVQ0, kernels %s",
              (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
              (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), s.n_cells, s.n_stream, s.kernel);
-    const std::string note = model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "";
+    std::string reading;
+    if (s.predict_macs) {
+        snprintf(text + strlen(text), sizeof(text) - strlen(text), "; predictor %s", config.options.str("predictor").c_str());
+        char cost[160];
+        snprintf(cost, sizeof(cost), ": reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f MiB hold the rows of one layer",
+                 (double) s.predict_macs / 1e6, layers[0]->d.plan.weight_bits, (double) s.bytes_calibration / MiB, (double) s.bytes_chain / MiB);
+        reading = cost;
+    }
+    const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
     return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
            layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
 }

@@ -5,7 +5,7 @@
 
 #include "calibration.h"
 #include "config.h"
-#include "../cache/store.h"
+#include "../cache/chain.h"
 
 #include <algorithm>
 #include <map>
@@ -79,12 +79,14 @@ public:
     std::string load_line() const;
 
     kvq_device & device;
+    std::unique_ptr<kvq_chain> chain; // NULL: no layer is predicted from another
     kvq_config config;
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
     bool refused = false; // a graph asked for something unsupported: computing fails instead of guessing
 
 private:
     bool build(kvq_kv_layer & l);
+    void link(); // after every layer is built
     kvq_model_info model;
     std::shared_ptr<const kvq_calibration> calibration;
     std::vector<std::unique_ptr<kvq_rotor>> rotors; // one per distinct embedding

@@ -140,9 +140,9 @@ const kvq_field kvq_stats_fields[] = {
     F(kvq_stats, method),       F(kvq_stats, options),      F(kvq_stats, kernel),       F(kvq_stats, n_layer),
     F(kvq_stats, n_cells),      F(kvq_stats, n_stream),     F(kvq_stats, page_cells),   F(kvq_stats, bytes_f16),
     F(kvq_stats, bytes_codes),  F(kvq_stats, bytes_params), F(kvq_stats, bytes_window), F(kvq_stats, bytes_tables),
-    F(kvq_stats, bytes_calibration), F(kvq_stats, bytes_total), F(kvq_stats, bytes_scratch), F(kvq_stats, bits_k),
+    F(kvq_stats, bytes_calibration), F(kvq_stats, bytes_chain), F(kvq_stats, bytes_total), F(kvq_stats, bytes_scratch), F(kvq_stats, bits_k),
     F(kvq_stats, bits_v),       F(kvq_stats, bits),         F(kvq_stats, bits_headline), F(kvq_stats, n_sealed),
-    F(kvq_stats, n_reopened),   F(kvq_stats, n_forced),
+    F(kvq_stats, n_reopened),   F(kvq_stats, n_forced),     F(kvq_stats, predict_macs),
 };
 
 const kvq_struct structs[] = {

@@ -117,6 +117,16 @@ KVQ_API int kvq_decode(const kvq_codec * codec, const void * codes, const void *
 KVQ_API int kvq_image      (const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
 KVQ_API int kvq_image_match(const kvq_codec * codec, const uint16_t * rows, const void * shared, void * codes, void * params);
 
+// rows f32 [n][n_head*head_size] become what encoded pages of n_cells rows give back.
+KVQ_API int kvq_round_trip (const kvq_codec * codec, int n_head, int64_t n, float * rows, int n_threads);
+
+// Predictors (AQUA-KV section 3.1): out[t] = W rows[t] + add[t], rows rounded to 8 bits, W held in 8 or 4 bits (types/predictor.h);
+// the same bits on every machine. w f32 [n_out][n_in]; rows, add (NULL: none) and out are contiguous.
+KVQ_API size_t kvq_weights_bytes(int n_in, int n_out, int bits); // 0: no such format
+KVQ_API int    kvq_weights_pack (int n_in, int n_out, int bits, const float * w, void * weights);
+KVQ_API int    kvq_predict      (int n_in, int n_out, int bits, const void * weights, int64_t n, const float * rows, const float * add, float * out,
+                                 int n_threads);
+
 // ---------------------------------------------------------------- attention
 
 // A run of slots: one page of all KV heads. Sealed: head h starts at codes + h*nb_codes and params + h*nb_params.
@@ -178,12 +188,13 @@ typedef struct kvq_stats {
     char     kernel[32];
     int32_t  n_layer, n_cells, n_stream, page_cells;
     uint64_t bytes_f16;     // the same cache as upstream's f16
-    uint64_t bytes_codes, bytes_params, bytes_window, bytes_tables, bytes_calibration;
-    uint64_t bytes_total;   // sum of the five: what is allocated
+    uint64_t bytes_codes, bytes_params, bytes_window, bytes_tables, bytes_calibration, bytes_chain;
+    uint64_t bytes_total;   // sum of the six: what is allocated
     uint64_t bytes_scratch; // shared f16 pages of the current ubatch, grown on demand
     double   bits_k, bits_v, bits; // true bits: allocated bytes * 8 / values of the f16 cache
     double   bits_headline; // code bits only, as papers count
     uint64_t n_sealed, n_reopened, n_forced; // pages, since creation
+    uint64_t predict_macs;  // multiply-adds of predictors for one cached cell, each time it is read; all layers
 } kvq_stats;
 
 KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,

@@ -2,13 +2,15 @@
 // the first cells stay f16, the first layer takes more bits.
 //   predictor=bias  subtracts the calibrated mean of every channel (the paper's "bias only"). Values get theirs back once per query,
 //                   because attention weights sum to one; keys while they are rotated forward.
-// The paper's linear predictors from the layer before are not implemented.
+//   predictor=k     and keys what the layer before says of them; full: values too (section 3.1, cache/chain.h)
+//   predictor=auto  what the calibrated data was made for; bias without data
 #include "method.h"
 
 #include <algorithm>
 
 static const kvq_option_info options[] = {
-    { "predictor", "bias|none", "bias", "what is subtracted before encoding: calibrated channel means, or nothing", "AQUA-KV section 3.1 and appendix" },
+    { "predictor", "auto|none|bias|k|full", "auto", "what is subtracted before encoding: nothing, channel means, and predictions of keys, or of both; auto: as calibrated", "AQUA-KV section 3.1 and appendix" },
+    { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: 4 when the calibrated data holds them so, else 8", "AQUA-KV section 4 (GPTQ)" },
     { "bits",   "int",   "2", "code bits of keys and values, 1..4", "AQUA-KV section 3.2" },
     { "k_bits", "int",   "0", "code bits of keys; 0: as bits", "AQUA-KV section 3.2" },
     { "v_bits", "int",   "0", "code bits of values; 0: as bits", "AQUA-KV section 3.2" },
@@ -38,7 +40,26 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         }
     }
     out.pre_rope        = true;
-    out.mean            = o.is("predictor", "bias");
+    out.mean            = !o.is("predictor", "none");
+    out.weight_bits     = o.is("weights", "4") ? 4 : 8;
+    const bool full = o.is("predictor", "full");
+    if (full || o.is("predictor", "k")) {
+        const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
+        out.k.chained   = true;
+        out.v.chained   = full;
+        out.holds_chain = c.ordinal == 0;
+        if (c.prev) {
+            if (c.prev->n_head_kv * c.prev->head_size_k != width_k || c.prev->n_head_kv * c.prev->head_size_v != width_v) {
+                err = "layer " + std::to_string(c.shape.il) + " has another KV width than the layer before, which cannot predict it: use predictor=bias";
+                return KVQ_ERR_SHAPE;
+            }
+            out.k.inputs[0] = width_k;
+            if (full) {
+                out.v.inputs[0] = width_k;
+                out.v.inputs[1] = width_v;
+            }
+        }
+    }
     out.holds_positions = c.ordinal == 0;
     return KVQ_OK;
 }

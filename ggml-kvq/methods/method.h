@@ -11,6 +11,8 @@
 struct kvq_lane_plan {
     kvq_codec codec       = {};
     bool      shares_codes = false; // codes of the previous layer's lane; own parameters
+    bool      chained      = false; // read through the layers before it (cache/chain.h)
+    int       inputs[2]    = {};    // of its predictors: keys; values of the layer before. 0: not predicted
 };
 
 struct kvq_layer_plan {
@@ -21,6 +23,8 @@ struct kvq_layer_plan {
     bool pre_rope = false; // sealed keys are kept before rotary embedding
     bool holds_positions = false; // this layer pays for the table of positions that all layers share
     bool mean     = false; // a calibrated mean per channel is left out of sealed pages
+    bool holds_chain  = false; // this layer pays for the rows that all chained layers share
+    int  weight_bits  = 8;     // of predictors: 8 or 4
 };
 
 // What a method may know when it plans a layer.

@@ -65,6 +65,44 @@ def decode(lib: CDLL, c: Codec, codes: np.ndarray, params: np.ndarray) -> np.nda
     return rows.view(np.float16)
 
 
+def round_trip(lib: CDLL, c: Codec, rows: np.ndarray, n_threads: int = 1) -> np.ndarray:
+    """f32 [n, heads * head_size] -> what encoded pages of n_cells rows give back, f32 (kvq_round_trip)."""
+    out = np.array(rows, np.float32, order="C")
+    native.check(lib, lib.kvq_round_trip(byref(c_codec(c)), out.shape[1] // c.head_size, len(out), _at(out, c_float), n_threads))
+    return out
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A predictor as kernels read it (kvq_weights_pack)."""
+
+    n_in: int
+    n_out: int
+    bits: int
+    data: np.ndarray
+
+
+def pack_weights(lib: CDLL, w: np.ndarray, bits: int) -> Weights:
+    """w f32 [n_out, n_in]; bits 8 or 4."""
+    w = np.ascontiguousarray(w, np.float32)
+    n_out, n_in = w.shape
+    data = np.zeros(lib.kvq_weights_bytes(n_in, n_out, bits), np.uint8)
+    native.check(lib, lib.kvq_weights_pack(n_in, n_out, bits, _at(w, c_float), _at(data)))
+    return Weights(n_in, n_out, bits, data)
+
+
+def predict(lib: CDLL, w: Weights, rows: np.ndarray, add: np.ndarray | None = None, n_threads: int = 1) -> np.ndarray:
+    """W rows + add, f32 [n, n_out]; rows f32 [n, n_in], add f32 [n, n_out] (kvq_predict)."""
+    rows = np.ascontiguousarray(rows, np.float32)
+    add = None if add is None else np.ascontiguousarray(add, np.float32)
+    if rows.shape[1:] != (w.n_in,) or (add is not None and add.shape != (len(rows), w.n_out)):
+        raise ValueError(f"rows have shape {rows.shape}, the predictor takes {w.n_in} inputs and gives {w.n_out}")
+    out = np.empty((len(rows), w.n_out), np.float32)
+    status = lib.kvq_predict(w.n_in, w.n_out, w.bits, _at(w.data), len(rows), _at(rows, c_float), _at(add, c_float), _at(out, c_float), n_threads)
+    native.check(lib, status)
+    return out
+
+
 def image(lib: CDLL, c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     """-> uint16 [n_cells, head_size], the saved-state image (kvq_image)."""
     rows = np.full((c.n_cells, c.head_size), 0xA5A5, np.uint16)

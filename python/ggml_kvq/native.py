@@ -136,12 +136,13 @@ class kvq_stats(Structure):
                 "bytes_window",
                 "bytes_tables",
                 "bytes_calibration",
+                "bytes_chain",
                 "bytes_total",
                 "bytes_scratch",
             )
         ],
         *[(n, c_double) for n in ("bits_k", "bits_v", "bits", "bits_headline")],
-        *[(n, c_uint64) for n in ("n_sealed", "n_reopened", "n_forced")],
+        *[(n, c_uint64) for n in ("n_sealed", "n_reopened", "n_forced", "predict_macs")],
     ]
 
 
@@ -176,6 +177,10 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_decode", c_int, [POINTER(kvq_codec), c_void_p, c_void_p, POINTER(c_uint16)]),
     ("kvq_image", c_int, [POINTER(kvq_codec), c_void_p, c_void_p, POINTER(c_uint16)]),
     ("kvq_image_match", c_int, [POINTER(kvq_codec), POINTER(c_uint16), c_void_p, c_void_p, c_void_p]),
+    ("kvq_round_trip", c_int, [POINTER(kvq_codec), c_int, c_int64, POINTER(c_float), c_int]),
+    ("kvq_weights_bytes", c_size_t, [c_int, c_int, c_int]),
+    ("kvq_weights_pack", c_int, [c_int, c_int, c_int, POINTER(c_float), c_void_p]),
+    ("kvq_predict", c_int, [c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_float), POINTER(c_float), POINTER(c_float), c_int]),
     ("kvq_attend", c_int, [POINTER(kvq_attn), c_int, c_int]),
     (
         "kvq_plan",

@@ -6,6 +6,7 @@ The model runs with method aqua, nothing subtracted and a window that holds the 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Iterator
 
@@ -70,3 +71,39 @@ def each(model: Model, shapes: list[tuple[int, int, int, int]], tokens: np.ndarr
     n = len(tokens) - sinks
     for il, heads, size_k, size_v in shapes:
         yield il, rows(model, il, False, sinks, n, heads * size_k), rows(model, il, True, sinks, n, heads * size_v)
+
+
+class GgufSource:
+    """Rows of a GGUF model for predictors.fit: the model itself writes them into a cache that keeps them as they come."""
+
+    def __init__(self, path: str | os.PathLike[str], text: str, length: int, n_threads: int | None = None) -> None:
+        self.shapes = layers(path)
+        self.key = ["gguf", os.path.basename(os.fspath(path)), hashlib.sha256(text.encode()).hexdigest()]
+        self._text = text
+        self._model: Model | None = open_model(path, length, n_threads)
+        self._groups = self._find_groups(self._model)
+
+    def _find_groups(self, model: Model) -> list[list[int]]:
+        """Layers by cache: sliding-window layers have one of their own."""
+        kvq, found = model._libs.need_kvq(), {}
+        with kvstats.lock:
+            for il, *_ in self.shapes:
+                at = np.empty(0, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+                found[il] = next((i for i in kvstats._numbers(id(model)) if kvq.kvq_cache_rows(i, il, 0, 0, 0, 0, at) == 0), -1)
+        return [[il for il in found if found[il] == i] for i in sorted(set(found.values()))]
+
+    def groups(self) -> list[list[int]]:
+        return self._groups
+
+    def tokens(self, n: int, length: int, seed: int) -> list[np.ndarray]:
+        assert self._model is not None
+        return sequences(self._model, self._text, n, length, seed)
+
+    def rows(self, tokens: np.ndarray, sinks: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        assert self._model is not None
+        return each(self._model, self.shapes, tokens, sinks)
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model.close()
+            self._model = None

@@ -1,6 +1,7 @@
 """Calibrated data in GGUF: as a sidecar (general.type "kvq", tensors), or as metadata arrays inside a model file, which unmodified
 llama.cpp ignores (it refuses unknown tensors). Layout: kvq.version, kvq.method, kvq.model.*, kvq.aqua.*,
-kvq.aqua.blk.<il>.{k,v}.bias; in a model file each is a u8 array with .type and .shape beside it."""
+kvq.aqua.blk.<il>.{k,v}.{bias,weight}, kvq.aqua.blk.<il>.prev; in a model file each array is a u8 array with .type and .shape (outermost
+first) beside it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy as np
 from .. import gguf_header
 from ..errors import KvqError
 from .means import Means
+from .predictors import Bits, Fit
 
 VERSION = 1
 
@@ -63,6 +65,33 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
     }
 
 
+def predictor_arrays(fit: Fit) -> dict[str, np.ndarray]:
+    """Names, f32 vectors and rows of matrices (f16, or uint8 rows of q4_0 blocks)."""
+    out: dict[str, np.ndarray] = {}
+    for il, layer in fit.layers.items():
+        for name, mean, weight in zip("kv", layer.mean, layer.weight):
+            out[f"kvq.aqua.blk.{il}.{name}.bias"] = mean
+            if weight is not None:
+                out[f"kvq.aqua.blk.{il}.{name}.weight"] = weight
+    return out
+
+
+def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: int) -> dict[str, Any]:
+    return {
+        "kvq.version": VERSION,
+        "kvq.method": "aqua",
+        **identity(path),
+        "kvq.aqua.predictor": fit.predictor,
+        "kvq.aqua.inputs": "k of the layer before; k of this layer, v of the layer before",
+        "kvq.aqua.k_bits": bits.k,
+        "kvq.aqua.v_bits": bits.v,
+        "kvq.aqua.first_bits": bits.first,
+        "kvq.aqua.sinks": sinks,
+        "kvq.aqua.tokens": fit.n_tokens,
+        **{f"kvq.aqua.blk.{il}.prev": layer.prev for il, layer in fit.layers.items() if layer.prev >= 0},
+    }
+
+
 def _add(writer: Any, key: str, value: Any) -> None:
     if isinstance(value, str):
         writer.add_string(key, value)
@@ -77,7 +106,8 @@ def write_sidecar(out: str | os.PathLike[str], meta: dict[str, Any], data: dict[
     for key, value in meta.items():
         _add(writer, key, value)
     for name, x in data.items():
-        writer.add_tensor(name, np.ascontiguousarray(x, np.float32))
+        kind = gguf.GGMLQuantizationType.Q4_0 if x.dtype == np.uint8 else None
+        writer.add_tensor(name, np.ascontiguousarray(x), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -114,10 +144,11 @@ def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: s
     for key, value in meta.items():
         _add(writer, key, value)
     for name, x in data.items():
-        raw = np.ascontiguousarray(x, np.float32).tobytes()
+        raw = np.ascontiguousarray(x).tobytes()
+        shape = [x.shape[0], x.shape[1] // 18 * 32] if x.dtype == np.uint8 else x.shape
         writer.add_key_value(name, raw, gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT8)
-        writer.add_string(name + ".type", "f32")
-        writer.add_key_value(name + ".shape", [int(n) for n in x.shape], gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT32)
+        writer.add_string(name + ".type", {"float32": "f32", "float16": "f16", "uint8": "q4_0"}[str(x.dtype)])
+        writer.add_key_value(name + ".shape", [int(n) for n in shape], gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT32)
     for t in reader.tensors:
         writer.add_tensor_info(t.name, t.data.shape, t.data.dtype, t.data.nbytes, t.tensor_type)
     writer.write_header_to_file()

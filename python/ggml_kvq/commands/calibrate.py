@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("calibrate", help="fit the channel means that method aqua removes, and write them as a sidecar GGUF")
+    parser = subparsers.add_parser("calibrate", help="fit what method aqua subtracts from a model's cache, and write it as a sidecar GGUF")
     parser.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF model")
     parser.add_argument("-f", "--file", required=True, metavar="TEXT", help="text of the kind the model will see")
     parser.add_argument("-o", "--output", metavar="FILE", help="sidecar to write (default: the model's name with .kvq.gguf)")
+    parser.add_argument("--predictor", choices=("bias", "k", "full"), default="bias", help="channel means, or linear predictors of keys, or of both (default bias)")
+    parser.add_argument("--weights", choices=("f16", "q4_0"), default="f16", help="format of the predictors (default f16)")
+    for name, what, default in (("k-bits", "keys", 2), ("v-bits", "values", 2), ("first-bits", "the first layer, at least", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"code bits the cache will give {what} (default {default})")
+    parser.add_argument("--hf", metavar="DIR", help="run this Hugging Face model (a folder, or an id on the hub) instead of the GGUF, which names it")
+    parser.add_argument("--work", metavar="DIR", help="folder for captured rows while predictors are fitted (default: beside the output)")
     parser.add_argument("--sequences", type=int, default=64, metavar="N", help="sequences to run (default 64)")
     parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
     parser.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)")
@@ -30,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
         raise KvqError(f"--sequences {args.sequences} with --sinks {args.sinks} leaves no tokens; choose at least 1 and fewer sinks than --length")
     files._gguf()
     text = Path(args.file).read_text("utf-8", errors="replace")
+    if args.predictor != "bias":
+        return run_predictors(args, model, out, text)
+    if args.hf:
+        raise KvqError("--hf goes with --predictor k or full; means come from the GGUF itself")
     fitted = means.fit(
         model, text, n_sequences=args.sequences, length=args.length, sinks=args.sinks, seed=args.seed, n_threads=args.threads,
         checkpoint=str(out) + ".partial.npz", progress=True,
@@ -40,3 +51,46 @@ def run(args: argparse.Namespace) -> int:
         print(f"{il:>5} {100 * k:>17.1f}% {100 * v:>17.1f}%")
     print(f"{out}: {fitted.n_tokens} tokens in {fitted.seconds:.0f} s, peak memory {fitted.peak_mib:.0f} MiB")
     return 0
+
+
+def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) -> int:
+    from ..calibrate import capture, files, predictors
+    from ..errors import KvqError
+
+    for name in ("k_bits", "v_bits", "first_bits"):
+        if not 1 <= getattr(args, name) <= 4:
+            raise KvqError(f"--{name.replace('_', '-')} {getattr(args, name)} is not within 1..4")
+    files.identity(model)
+    bits = predictors.Bits(args.k_bits, args.v_bits, args.first_bits)
+    source: predictors.Source
+    if args.hf:
+        from ..calibrate.hf import HfSource
+
+        source = HfSource(args.hf, model, text, args.length, args.threads)
+    else:
+        source = capture.GgufSource(model, text, args.length, args.threads)
+    folder = Path(args.work) if args.work else out.with_name(out.name + ".partial")
+    fit = predictors.fit(
+        source, predictor=args.predictor, bits=bits, form=args.weights, n_sequences=args.sequences, length=args.length, sinks=args.sinks,
+        seed=args.seed, folder=folder, n_threads=args.threads, progress=True,
+    )  # fmt: skip
+    files.write_sidecar(out, files.predictor_fields(model, fit, bits, args.sinks), files.predictor_arrays(fit))
+    shutil.rmtree(folder, ignore_errors=True)
+    print_fit(fit)
+    print(
+        f"{out}: {fit.n_tokens} tokens in {fit.seconds:.0f} s ({fit.seconds_capture:.0f} s running the model), peak memory {fit.peak_mib:.0f} MiB, "
+        f"{fit.disk_mib:.0f} MiB of rows on disk"
+    )
+    return 0
+
+
+def print_fit(fit: Any) -> None:
+    """Explained variance by layer, and by number of sequences."""
+    print(f"{'layer':>5} {'K explained':>12} {'V explained':>12}   of the variance behind the means, on sequences held out")
+    later = [x for x in fit.layers.values() if x.prev >= 0]
+    for il, x in fit.layers.items():
+        if x.prev >= 0:
+            print(f"{il:>5} {100 * x.explained[0]:>11.1f}% {100 * x.explained[1]:>11.1f}%")
+    for n in sorted({n for x in later for n in x.gain}):
+        mean = [100 * sum(x.gain[n][i] for x in later) / len(later) for i in range(2)]
+        print(f"fitted on {n:>4} sequences: K {mean[0]:.1f}%, V {mean[1]:.1f}% in the mean of layers")

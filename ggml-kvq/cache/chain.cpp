@@ -1,0 +1,278 @@
+#include "chain.h"
+
+#include "../cpu/cpu.h"
+#include "../cpu/kernels.h"
+#include "../cpu/lattice.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#ifdef _OPENMP
+#    include <omp.h>
+#endif
+
+kvq_chain::kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v)
+    : n_pages(n_pages), page_cells(page_cells), width{ width_k, width_v } {
+    for (int v = 0; v < 2; v++) {
+        const size_t n = (size_t) n_stream * n_pages;
+        row_stride[v] = kvq_pad((size_t) width[v], 16);
+        stride8[v]    = kvq_pad((size_t) width[v], KVQ_PREDICT_GROUP);
+        rows[v].row.resize(n * page_cells * stride8[v]);
+        rows[v].scale.resize(width[v] ? n * page_cells : 0);
+        rows[v].level.assign(n, -1);
+    }
+}
+
+size_t kvq_chain::bytes(int n_stream, int n_pages, int page_cells, int width, size_t nb_frame) {
+    const size_t cells = (size_t) n_stream * n_pages * page_cells;
+    return cells * (kvq_pad((size_t) width, KVQ_PREDICT_GROUP) + 4) + 2 * (size_t) n_stream * n_pages + std::min(STRIPE, n_pages) * nb_frame;
+}
+
+void kvq_chain::add_layer(kvq_lane * k, kvq_lane * v, const kvq_chain_weights & w) {
+    layers.push_back({ { k, v }, w });
+    space(0);
+}
+
+kvq_chain::workspace & kvq_chain::space(size_t i) {
+    int head = 0, groups = 1;
+    for (const layer & l : layers) {
+        head   = std::max({ head, l.lane[0]->layout().codec.head_size, l.lane[1]->layout().codec.head_size });
+        groups = std::max({ groups, l.w.k.n_groups(), l.w.v_from_k.n_groups(), l.w.v_from_v.n_groups() });
+    }
+    while (spaces.size() <= i) {
+        spaces.emplace_back(new workspace);
+    }
+    workspace & w = *spaces[i];
+    for (int v = 0; v < 2; v++) {
+        w.rows[v].resize(page_cells * row_stride[v]);
+    }
+    w.decoded.resize(page_cells * kvq_pad((size_t) head, 16));
+    w.work.resize((size_t) page_cells * groups);
+    return w;
+}
+
+// ---------------------------------------------------------------- rows
+
+bool kvq_chain::alone(int l, bool value, size_t, int s, int p) const {
+    const layer & x = layers[l];
+    return !(value ? x.w.v_from_k.bits : x.w.k.bits) || x.lane[value]->state(s, p) != KVQ_PAGE_SEALED;
+}
+
+// W x of a page, from rows that are at the right layers
+void kvq_chain::apply(int l, bool value, size_t at, float * out, workspace & w) const {
+    const kvq_kernels & K = kvq_get_kernels();
+    const kvq_chain_weights & m = layers[l].w;
+    const auto from = [&](const kvq_predictor & p, int v, bool add) {
+        K.predict(p, page_cells, &rows[v].row[at * page_cells * stride8[v]], stride8[v], &rows[v].scale[at * page_cells], add, out, row_stride[value], w.work.data());
+    };
+    if (value ? !m.v_from_k.bits : !m.k.bits) {
+        std::fill_n(out, page_cells * row_stride[value], 0.0f);
+    } else if (value) {
+        from(m.v_from_k, 0, false);
+        from(m.v_from_v, 1, true);
+    } else {
+        from(m.k, 0, false);
+    }
+}
+
+// The rows of layer l from those of layer l-1 (values: and the keys of layer l).
+void kvq_chain::step(int l, bool value, int s, int p, workspace & w) {
+    const kvq_kernels & K = kvq_get_kernels();
+    const kvq_lane & lane = *layers[l].lane[value];
+    const kvq_lane_layout & x = lane.layout();
+    const size_t at = (size_t) s * n_pages + p, stride = row_stride[value];
+    float * out = w.rows[value].data();
+    if (lane.state(s, p) == KVQ_PAGE_SEALED) {
+        apply(l, value, at, out, w);
+        const kvq_lattice_view view = kvq_lattice_make_view(x.codec);
+        const int D = x.codec.head_size, Dp = (int) kvq_pad((size_t) D, 16);
+        for (int h = 0; h < x.n_head; h++) {
+            K.lattice_rows(view, lane.codes_at(s, p, h), lane.params_at(s, p, h), w.decoded.data(), (size_t) Dp);
+            for (int t = 0; t < page_cells; t++) {
+                float * to = out + t * stride + (size_t) h * D;
+                for (int i = 0; i < D; i++) {
+                    to[i] += w.decoded[(size_t) t * Dp + i];
+                }
+            }
+        }
+    } else {
+        lane.plain_rows(s, p, out, stride);
+    }
+    for (int t = 0; t < page_cells; t++) {
+        K.quantise_row(width[value], out + t * stride, &rows[value].row[(at * page_cells + t) * stride8[value]], &rows[value].scale[at * page_cells + t]);
+    }
+    rows[value].level[at] = (int16_t) l;
+}
+
+void kvq_chain::reach(int l, bool value, int s, int p, workspace & w) {
+    const size_t at = (size_t) s * n_pages + p;
+    int16_t & level = rows[value].level[at];
+    if (level == l) {
+        return;
+    }
+    int first = l;
+    while (first > 0 && level != first - 1 && !alone(first, value, at, s, p)) {
+        first--;
+    }
+    for (int i = first; i <= l; i++) {
+        if (value && !alone(i, value, at, s, p)) {
+            reach(i, false, s, p, w);
+        }
+        step(i, value, s, p, w);
+    }
+}
+
+void kvq_chain::predict(int l, bool value, int s, int p, float * out) {
+    workspace & w = space(0);
+    const kvq_chain_weights & m = layers[l].w;
+    if (value && m.v_from_k.bits) {
+        reach(l - 1, true, s, p, w);
+        reach(l, false, s, p, w);
+    } else if (!value && m.k.bits) {
+        reach(l - 1, false, s, p, w);
+    }
+    apply(l, value, (size_t) s * n_pages + p, out, w);
+}
+
+// ---------------------------------------------------------------- pages that change
+
+void kvq_chain::changed(int l, bool value, int s, int p) {
+    const size_t at = (size_t) s * n_pages + p;
+    for (int v = value; v < 2; v++) { // values depend on keys
+        if (rows[v].level[at] >= l) {
+            rows[v].level[at] = -1;
+        }
+    }
+}
+
+bool kvq_chain::ready(int l, bool value, int s, int p) const {
+    const layer & x = layers[l];
+    const auto open = [&](int i, bool v) { return layers[i].lane[v]->state(s, p) == KVQ_PAGE_OPEN; };
+    return value ? !x.w.v_from_k.bits || (!open(l, false) && !open(l - 1, true)) : !x.w.k.bits || !open(l - 1, false);
+}
+
+void kvq_chain::release(int l, bool value, int s, int p) {
+    const auto give_up = [&](int i, bool v) {
+        if (i < (int) layers.size() && (v ? layers[i].w.v_from_k.bits : layers[i].w.k.bits) && layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED) {
+            layers[i].lane[v]->reopen(s, p);
+        }
+    };
+    if (value) {
+        give_up(l + 1, true);
+    } else {
+        give_up(l + 1, false);
+        give_up(l, true);
+    }
+}
+
+// ---------------------------------------------------------------- attention
+
+// dst = sum_i exp(lse_i - top) o_i / sum_i exp(lse_i - top), a sink being one more term without a value
+static void merge(const kvq_attn & a, const std::vector<std::vector<float>> & out, const std::vector<std::vector<float>> & lse) {
+    const int D = a.v.head_size;
+    for (int i = 0; i < a.n_q; i++) {
+        for (int h = 0; h < a.n_head; h++) {
+            const size_t row = (size_t) i * a.n_head + h;
+            float top = a.sinks ? a.sinks[h] : -INFINITY;
+            for (const auto & x : lse) { top = std::max(top, x[row]); }
+            float * dst = a.dst + i * a.dst_stride_token + h * a.dst_stride_head;
+            std::fill_n(dst, D, 0.0f);
+            if (top == -INFINITY) {
+                continue;
+            }
+            float sum = a.sinks ? expf(a.sinks[h] - top) : 0.0f;
+            for (const auto & x : lse) { sum += expf(x[row] - top); }
+            for (size_t j = 0; j < lse.size(); j++) {
+                const float weight = expf(lse[j][row] - top) / sum;
+                for (int d = 0; d < D; d++) { dst[d] += weight * out[j][row * D + d]; }
+            }
+        }
+    }
+}
+
+void kvq_chain::attend(int l, int stream0, const kvq_attn * attn, int n, int n_threads) {
+    const kvq_kernels & K = kvq_get_kernels();
+    const kvq_lane_layout * x[2] = { &layers[l].lane[0]->layout(), &layers[l].lane[1]->layout() };
+    for (int v = 0; v < 2; v++) {
+        tiles[v].resize(chains(v) ? std::min(STRIPE, n_pages) * x[v]->nb_frame / 2 : 0);
+    }
+    n_threads = std::max(n_threads, 1);
+    for (int t = 0; t < n_threads; t++) { // grown here: nothing may throw between threads
+        space((size_t) t);
+    }
+    for (int i = 0; i < n; i++) {
+        kvq_attn a = attn[i];
+        const int s = stream0 + i;
+        a.k_mean = nullptr;
+        a.v_mean = chains(true) ? nullptr : a.v_mean;
+        a.rotary = nullptr;
+        std::vector<std::vector<float>> out, lse;
+        std::vector<kvq_page> pages;
+        for (int p0 = 0; p0 < a.n_pages;) {
+            // a stripe: as many pages as there are tiles for
+            std::vector<int> sealed;
+            pages.clear();
+            int p1 = p0;
+            for (; p1 < a.n_pages; p1++) {
+                const kvq_page & page = attn[i].pages[p1];
+                const bool closed = page.n_slots && (page.k_params || (chains(true) && page.v_params));
+                if (closed && sealed.size() == (size_t) STRIPE) {
+                    break;
+                }
+                pages.push_back(page);
+                if (closed) {
+                    sealed.push_back(p1);
+                }
+            }
+            const int n_sealed = (int) sealed.size();
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_sealed > 1 && n_threads > 1)
+            for (int j = 0; j < n_sealed; j++) {
+#ifdef _OPENMP
+                workspace & w = *spaces[(size_t) omp_get_thread_num()];
+#else
+                workspace & w = *spaces[0];
+#endif
+                const int p = sealed[(size_t) j];
+                kvq_page & page = pages[(size_t) (p - p0)];
+                for (int v = 0; v < 2; v++) {
+                    if (!chains(v) || !(v ? page.v_params : page.k_params)) {
+                        continue;
+                    }
+                    int16_t & level = rows[v].level[(size_t) s * n_pages + p];
+                    level = level == l ? (int16_t) -1 : level; // the rows themselves are wanted, not only what was kept of them
+                    reach(l, v, s, p, w);
+                    uint16_t * tile = tiles[v].data() + (size_t) j * x[v]->nb_frame / 2;
+                    const kvq_transform & t = layers[l].lane[v]->transform();
+                    const int D = x[v]->codec.head_size;
+                    for (int h = 0; h < x[v]->n_head; h++) {
+                        K.rows_to_f16(page_cells, D, w.rows[v].data() + (size_t) h * D, row_stride[v], t.mean ? t.mean + (size_t) h * D : nullptr,
+                                      t.rotor ? &t.rotor->view() : nullptr, layers[l].lane[v]->positions_at(s, p), tile + h * x[v]->nb_tile_head / 2, x[v]->head_stride());
+                    }
+                    (v ? page.v_codes : page.k_codes)   = tile;
+                    (v ? page.v_params : page.k_params) = nullptr;
+                }
+            }
+            a.pages   = pages.data();
+            a.n_pages = (int) pages.size();
+            const bool whole = p0 == 0 && p1 == attn[i].n_pages;
+            if (whole) {
+                kvq_cpu_attend(&a, 1, n_threads);
+                break;
+            }
+            kvq_attn part = a;
+            out.emplace_back((size_t) a.n_q * a.n_head * a.v.head_size);
+            lse.emplace_back((size_t) a.n_q * a.n_head);
+            part.sinks = nullptr;
+            part.dst   = out.back().data();
+            part.dst_stride_head  = a.v.head_size;
+            part.dst_stride_token = (int64_t) a.n_head * a.v.head_size;
+            float * to = lse.back().data();
+            kvq_cpu_attend_part(&part, 1, &to, n_threads);
+            p0 = p1;
+            a.n_pages = attn[i].n_pages;
+        }
+        if (!lse.empty()) {
+            merge(attn[i], out, lse);
+        }
+    }
+}

@@ -1,0 +1,70 @@
+// Linear predictors along the layers of a cache (AQUA-KV, arXiv 2501.19392, section 3.1). A sealed page holds what the prediction from
+// the layer before leaves, un-rotated and less the channel means:
+//
+//   k'[l] = W_k k'[l-1] + decoded            v'[l] = W_v [k'[l]; v'[l-1]] + decoded         key = R_pos (k' + mean_k), value = v' + mean_v
+//
+// so layer l can be read only after layer l-1. Of every cell one reconstructed row is kept in 8 bits (types/predictor.h), that of the
+// layer read last; it is the input of the next layer, when writing and when reading: both see the same bits. Rows of a page become
+// f16 tiles in stripes of pages, attended at once and merged; nothing holds a whole layer in f16.
+// A page that is open one layer below is predicted from its open rows: that happens only while it is being rewritten.
+#pragma once
+
+#include "store.h"
+
+#include "../types/predictor.h"
+
+struct kvq_attn;
+
+struct kvq_chain_weights {
+    kvq_predictor k, v_from_k, v_from_v; // bits 0: not predicted
+};
+
+class kvq_chain {
+public:
+    static constexpr int STRIPE = 32; // pages
+
+    // width_v 0: values are not predicted
+    kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v);
+    // Bytes of the kept rows and of a stripe's tiles; nb_frame: of one tile.
+    static size_t bytes(int n_stream, int n_pages, int page_cells, int width, size_t nb_frame);
+
+    void add_layer(kvq_lane * k, kvq_lane * v, const kvq_chain_weights & w); // in order
+    bool chains(bool value) const { return !value || width[1]; }
+
+    // Prediction for a page of layer l, f32 [page_cells][stride(value)]; zeros where nothing is predicted.
+    void predict(int l, bool value, int s, int p, float * out);
+    size_t stride(bool value) const { return row_stride[value]; }
+
+    // The page holds something else than before.
+    void changed(int l, bool value, int s, int p);
+    // May it be sealed now: what it is predicted from is sealed too, or empty.
+    bool ready(int l, bool value, int s, int p) const;
+    // Opens sealed pages that were predicted from this one, which is about to be sealed anew.
+    void release(int l, bool value, int s, int p);
+
+    // Attention of layer l, streams stream0..: like kvq_cpu_attend, over pages that are made readable stripe by stripe.
+    void attend(int l, int stream0, const kvq_attn * attn, int n, int n_threads);
+
+private:
+    struct layer { kvq_lane * lane[2]; kvq_chain_weights w; };
+    struct workspace {
+        std::vector<float> rows[2], decoded, work;
+    };
+    struct kept { // [stream][page][cell]
+        std::vector<int8_t>  row;   // [stride8]
+        std::vector<float>   scale;
+        std::vector<int16_t> level; // [stream][page] layer that the rows are of, -1: none
+    };
+    bool alone(int l, bool value, size_t at, int s, int p) const; // its rows need no other layer
+    void reach(int l, bool value, int s, int p, workspace & w);
+    void step (int l, bool value, int s, int p, workspace & w);
+    void apply(int l, bool value, size_t at, float * out, workspace & w) const;
+    workspace & space(size_t i);
+
+    int n_pages, page_cells, width[2];
+    size_t row_stride[2], stride8[2];
+    std::vector<layer> layers;
+    kept rows[2];
+    std::vector<std::unique_ptr<workspace>> spaces;
+    std::vector<uint16_t> tiles[2];
+};

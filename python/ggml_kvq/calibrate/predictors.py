@@ -1,0 +1,358 @@
+"""AQUA-KV's linear predictors (arXiv 2501.19392, section 3.1): ridge regression layer by layer, each on what the cache will reconstruct
+of the layer before.
+
+Rows of every layer are captured once into a folder on disk (f16, 2 * tokens * K and V width bytes) and read in chunks from then on:
+memory holds one chunk and the sums of products, whatever the number of tokens; every token is read a fixed number of times. A run that
+was killed goes on after the last sequence captured, or the last layer fitted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import kernels, loader
+from ..errors import KvqError
+from ..reference import LATTICE, Codec, K, V
+from . import weights
+
+CHUNK = 8192  # rows in memory
+RIDGE = 1e-3  # of the mean diagonal (METHODS of the paper's code)
+SIZES = (8, 16, 32)  # numbers of sequences at which the gain is measured beside the whole
+
+Shape = tuple[int, int, int, int]  # layer, KV heads, key head size, value head size
+
+
+class Source(Protocol):
+    """Where rows come from: a GGUF model through its cache, or a Hugging Face model."""
+
+    shapes: list[Shape]
+    key: list[Any]
+
+    def tokens(self, n: int, length: int, seed: int) -> list[np.ndarray]: ...
+    def rows(self, tokens: np.ndarray, sinks: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]: ...
+    def groups(self) -> list[list[int]]: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Layer:
+    """mean: f32 [width] of keys, values. weight: raw rows as GGUF holds them ("f16" or "q4_0"), None in the first layer.
+    explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of sequences."""
+
+    mean: tuple[np.ndarray, np.ndarray]
+    weight: list[np.ndarray | None] = field(default_factory=lambda: [None, None])
+    prev: int = -1
+    explained: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    gain: dict[int, list[float]] = field(default_factory=dict)
+
+
+@dataclass
+class Fit:
+    layers: dict[int, Layer] = field(default_factory=dict)
+    predictor: str = "full"
+    format: str = "f16"
+    n_tokens: int = 0
+    seconds: float = 0.0
+    seconds_capture: float = 0.0
+    peak_mib: float = 0.0
+    disk_mib: float = 0.0
+
+
+@dataclass(frozen=True)
+class Bits:
+    """Code bits of the cache that will be used: residuals are formed against what it reconstructs."""
+
+    k: int = 2
+    v: int = 2
+    first: int = 4
+
+    def codec(self, role: int, ordinal: int, head_size: int) -> Codec:
+        own = self.v if role == V else self.k
+        return Codec(LATTICE, role, max(own, self.first) if ordinal == 0 else own, 2, 1, 0, 0.0, 32, head_size)
+
+
+class Products:
+    """Sums over rows of x x^T, x y^T and y^2; of the rows that are fitted and of those held out."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        self.xx = [np.zeros((n_in, n_in)) for _ in range(2)]
+        self.xy = [np.zeros((n_in, n_out)) for _ in range(2)]
+        self.yy = [0.0, 0.0]
+        self.kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def add(self, x: np.ndarray, y: np.ndarray, held_out: bool) -> None:
+        i = int(held_out)
+        self.xx[i] += x.T @ x
+        self.xy[i] += x.T @ y
+        self.yy[i] += float(np.einsum("ti,ti->", y, y, dtype=np.float64))
+
+    def keep(self, n: int) -> None:
+        self.kept[n] = (self.xx[0].copy(), self.xy[0].copy())
+
+    def explained(self, w: np.ndarray) -> float:
+        """1 - |y - W x|^2 / |y|^2 on rows held out, or on all when there are none; w [n_out, n_in]."""
+        i = 1 if self.yy[1] else 0
+        w = w.astype(np.float64)
+        left = self.yy[i] - 2 * np.einsum("oi,io->", w, self.xy[i]) + np.einsum("oi,ij,oj->", w, self.xx[i], w, optimize=True)
+        return float(1 - left / max(self.yy[i], 1e-30))
+
+
+def ridge(xx: np.ndarray, xy: np.ndarray) -> np.ndarray:
+    """W [n_out, n_in], f64."""
+    damp = RIDGE * np.trace(xx) / len(xx)
+    return np.linalg.solve(xx + max(damp, 1e-12) * np.eye(len(xx)), xy).T
+
+
+class Store:
+    """Rows on disk, f16, one file a lane; `name` is e.g. k.3 (captured) or k.3.rec (reconstructed, less the mean)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.f16"
+
+    def write_at(self, name: str, row: int, x: np.ndarray) -> None:
+        path = self.path(name)
+        with open(path, "r+b" if path.exists() else "w+b") as f:
+            f.seek(row * x.shape[1] * 2)
+            f.write(np.clip(x, -65504, 65504).astype("<f2").tobytes())
+
+    def read(self, name: str, row: int, n: int, width: int) -> np.ndarray:
+        with open(self.path(name), "rb") as f:
+            f.seek(row * width * 2)
+            x = np.fromfile(f, "<f2", n * width)
+        if x.size != n * width:
+            raise KvqError(f"{self.path(name)} is cut off; remove {self.folder} and calibrate again")
+        return x.reshape(n, width).astype(np.float32)
+
+    def drop(self, *names: str) -> None:
+        for name in names:
+            self.path(name).unlink(missing_ok=True)
+
+
+class Progress:
+    """One line on stderr: share of the work done, time left."""
+
+    def __init__(self, show: bool) -> None:
+        self.show, self.started, self.first = show, time.monotonic(), -1.0
+
+    def __call__(self, what: str, share: float) -> None:
+        if self.first < 0:
+            self.first = share
+        if self.show:
+            spent, part = time.monotonic() - self.started, share - self.first
+            left = f", {spent / part * (1 - share):.0f} s left" if part > 0.02 else ""
+            full = int(30 * share)
+            print(f"\rcalibrating [{'#' * full}{'.' * (30 - full)}] {100 * share:3.0f}%{left} ({what})    ", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.show:
+            print(file=sys.stderr)
+
+
+def fit(
+    source: Source,
+    *,
+    predictor: str = "full",
+    bits: Bits | None = None,
+    form: str = "f16",
+    n_sequences: int = 64,
+    length: int = 2048,
+    sinks: int = 4,
+    seed: int = 0,
+    folder: str | os.PathLike[str],
+    n_threads: int | None = None,
+    progress: bool = False,
+) -> Fit:
+    """Fit predictors ("k" or "full") of every layer but the first of each group, in f16 or q4_0.
+
+    folder: where rows and finished layers are kept until the end; a folder left by a killed run of the same numbers is continued.
+    One sequence in eight is held out to measure explained variance. Raises KvqError for layers of unequal width or too little text.
+    """
+    bits = bits or Bits()
+    started = time.monotonic()
+    n_threads = n_threads or os.cpu_count() or 1
+    place = Path(folder)
+    key = json.dumps([source.key, predictor, [bits.k, bits.v, bits.first], form, n_sequences, length, sinks, seed])
+    if place.is_dir() and (not (place / "key.json").is_file() or (place / "key.json").read_text() != key):
+        shutil.rmtree(place)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "key.json").write_text(key)
+    store, bar = Store(place), Progress(progress)
+    per = length - sinks
+    shapes = {s[0]: s for s in source.shapes}
+    groups = source.groups()
+    for group in groups:
+        for a, b in zip(group, group[1:]):
+            if any(shapes[a][1] * shapes[a][i] != shapes[b][1] * shapes[b][i] for i in (2, 3)):
+                raise KvqError(f"layers {a} and {b} have KV rows of unequal width, which no predictor of this method takes; use --predictor bias")
+    captured = _capture(source, store, place, n_sequences, length, sinks, seed, bar)
+    spent = time.monotonic() - started
+    total = n_sequences * per
+    out = Fit(predictor=predictor, format=form, n_tokens=total, seconds_capture=spent)
+    out.disk_mib = captured / 2**20
+    work = _Work(store, total, per, n_sequences, bits, form, n_threads, bar, sum(len(g) for g in groups))
+    for group in groups:
+        for ordinal, il in enumerate(group):
+            saved = place / f"layer.{il}.npz"
+            out.layers[il] = _load(saved) if saved.is_file() else work.layer(shapes[il], ordinal, group[ordinal - 1] if ordinal else -1, predictor)
+            if not saved.is_file():
+                _save(saved, out.layers[il])
+            if ordinal:
+                store.drop(*(f"{v}.{group[ordinal - 1]}.rec" for v in "kv"))
+            store.drop(f"k.{il}", f"v.{il}")
+            work.done += 1
+    bar.end()
+    out.seconds = time.monotonic() - started
+    out.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return out
+
+
+def _capture(source: Source, store: Store, place: Path, n: int, length: int, sinks: int, seed: int, bar: Progress) -> int:
+    """Rows of n sequences on disk; bytes of them."""
+    mark = place / "captured"
+    done = int(mark.read_text()) if mark.is_file() else 0
+    size = sum(2 * s[1] * (s[2] + s[3]) for s in source.shapes) * n * (length - sinks)
+    if done < n:
+        free = shutil.disk_usage(place).free
+        if size * 1.15 > free:
+            raise KvqError(f"captured rows need {size >> 20} MiB in {place}, {free >> 20} are free; lower --sequences or give --work another folder")
+        chosen = source.tokens(n, length, seed)
+        for i in range(done, n):
+            for il, k, v in source.rows(chosen[i], sinks):
+                store.write_at(f"k.{il}", i * (length - sinks), k)
+                store.write_at(f"v.{il}", i * (length - sinks), v)
+            _replace(mark, str(i + 1))
+            bar(f"running the model, sequence {i + 1} of {n}", 0.6 * (i + 1) / n)
+    source.close()
+    return size
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+class _Work:
+    def __init__(self, store: Store, total: int, per: int, n_seq: int, bits: Bits, form: str, n_threads: int, bar: Progress, n_layers: int) -> None:
+        self.store, self.total, self.per, self.n_seq = store, total, per, n_seq
+        self.bits, self.form, self.n_threads, self.bar, self.n_layers = bits, form, n_threads, bar, n_layers
+        self.lib = loader.libraries().need_kvq()
+        self.done = 0
+        self.n_fit = n_seq - n_seq // 8  # the last sequences are held out
+        self.starts = [(i * per + a, min(CHUNK, per - a), i) for i in range(n_seq) for a in range(0, per, CHUNK)]
+
+    def chunks(self) -> Iterator[tuple[int, int, int]]:
+        """(first row, rows, sequence)."""
+        return iter(self.starts)
+
+    def centred(self, name: str, mean: np.ndarray, row: int, n: int) -> np.ndarray:
+        return self.store.read(name, row, n, len(mean)) - mean
+
+    def mean(self, name: str, width: int) -> np.ndarray:
+        total = np.zeros(width)
+        for row, n, seq in self.chunks():
+            if seq < self.n_fit:
+                total += self.store.read(name, row, n, width).sum(0, dtype=np.float64)
+        return (total / (self.n_fit * self.per)).astype(np.float32)
+
+    def rebuilt(self, codec: Codec, y: np.ndarray, pred: np.ndarray | None) -> np.ndarray:
+        """What the cache gives back for y when pred is subtracted first."""
+        left = y if pred is None else y - pred
+        back = kernels.round_trip(self.lib, codec, left, self.n_threads)
+        return back if pred is None else pred + back
+
+    def solve(self, p: Products, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """(raw rows for GGUF, the same as f32 [n_out, n_in])."""
+        w = ridge(p.xx[0], p.xy[0])
+        if not np.isfinite(w).all():
+            raise KvqError(f"the regression of {name} gives values that are not finite; the text holds too little variety")
+        raw = weights.to_f16(w) if self.form == "f16" else weights.to_q4_0(w, p.xx[0])
+        return raw, weights.to_f32(raw, self.form)
+
+    def layer(self, shape: Shape, ordinal: int, prev: int, predictor: str) -> Layer:
+        il, heads, size_k, size_v = shape
+        wk, wv = heads * size_k, heads * size_v
+        self.bar(f"layer {il}", 0.6 + 0.4 * self.done / self.n_layers)
+        out = Layer((self.mean(f"k.{il}", wk), self.mean(f"v.{il}", wv)), prev=prev)
+        full, bits = predictor == "full", 8 if self.form == "f16" else 4
+        codecs = [self.bits.codec(role, ordinal, size) for role, size in ((K, size_k), (V, size_v))]
+        k_pred = v_pred = None
+        if ordinal:
+            p = Products(wk, wk)
+            for row, n, seq in self.chunks():
+                self.note(p, seq, row)
+                p.add(self.store.read(f"k.{prev}.rec", row, n, wk), self.centred(f"k.{il}", out.mean[0], row, n), seq >= self.n_fit)
+            out.weight[0], w = self.solve(p, f"keys of layer {il}")
+            self.measure(out, 0, p, w)
+            k_pred = kernels.pack_weights(self.lib, w, bits)
+        p = Products(wk + wv, wv)
+        for row, n, seq in self.chunks():
+            y = self.centred(f"k.{il}", out.mean[0], row, n)
+            pred = None if k_pred is None else kernels.predict(self.lib, k_pred, self.store.read(f"k.{prev}.rec", row, n, wk), None, self.n_threads)
+            k = self.rebuilt(codecs[0], y, pred)
+            self.store.write_at(f"k.{il}.rec", row, k)
+            if ordinal and full:
+                self.note(p, seq, row)
+                x = np.concatenate([k, self.store.read(f"v.{prev}.rec", row, n, wv)], 1)
+                p.add(x, self.centred(f"v.{il}", out.mean[1], row, n), seq >= self.n_fit)
+        if not full:
+            return out
+        parts: Sequence[kernels.Weights] = ()
+        if ordinal:
+            out.weight[1], w = self.solve(p, f"values of layer {il}")
+            self.measure(out, 1, p, w)
+            parts = [kernels.pack_weights(self.lib, x, bits) for x in (w[:, :wk], w[:, wk:])]
+        for row, n, _ in self.chunks():
+            y = self.centred(f"v.{il}", out.mean[1], row, n)
+            v_pred = None
+            if ordinal:
+                v_pred = kernels.predict(self.lib, parts[0], self.store.read(f"k.{il}.rec", row, n, wk), None, self.n_threads)
+                v_pred = kernels.predict(self.lib, parts[1], self.store.read(f"v.{prev}.rec", row, n, wv), v_pred, self.n_threads)
+            self.store.write_at(f"v.{il}.rec", row, self.rebuilt(codecs[1], y, v_pred))
+        return out
+
+    def note(self, p: Products, seq: int, row: int) -> None:
+        """The sums so far, before the sequence that would exceed one of SIZES."""
+        if row == seq * self.per and seq in SIZES and seq < self.n_fit:
+            p.keep(seq)
+
+    def measure(self, out: Layer, lane: int, p: Products, w: np.ndarray) -> None:
+        out.explained[lane] = p.explained(w)
+        for n, (xx, xy) in [*p.kept.items()]:
+            out.gain.setdefault(n, [0.0, 0.0])[lane] = p.explained(ridge(xx, xy))
+        out.gain.setdefault(self.n_fit, [0.0, 0.0])[lane] = out.explained[lane]
+
+
+def _save(path: Path, layer: Layer) -> None:
+    new = path.with_name("new.npz")
+    arrays = {f"weight{i}": w for i, w in enumerate(layer.weight) if w is not None}
+    gain = np.array([[n, *g] for n, g in sorted(layer.gain.items())])
+    with open(new, "wb") as f:
+        np.savez(f, mean0=layer.mean[0], mean1=layer.mean[1], prev=np.array(layer.prev), explained=np.array(layer.explained), gain=gain, **arrays)  # type: ignore[arg-type]
+    os.replace(new, path)
+
+
+def _load(path: Path) -> Layer:
+    with np.load(path) as z:
+        return Layer(
+            (z["mean0"], z["mean1"]),
+            [z[f"weight{i}"] if f"weight{i}" in z else None for i in range(2)],
+            int(z["prev"]),
+            [float(x) for x in z["explained"]],
+            {int(row[0]): [float(row[1]), float(row[2])] for row in z["gain"]},
+        )
