@@ -121,15 +121,16 @@ def test_options_have_an_effect(lib, table, method):
     other = {
         "bits": 3, "k_bits": 1, "v_bits": 1, "levels": "mid", "eta": 0.1, "group": 64, "group_v": 16, "window": 512, "sinks": 64,
         "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
-        "shared": "none", "grid": "d4", "predictor": "none", "first_bits": 2,
+        "shared": "none", "grid": "d4", "predictor": "none", "first_bits": 2, "weights": "4",
     }  # fmt: skip
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
     for key in METHODS[method].options:
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
-        base, new = METHODS[method](), METHODS[method](**{key: other[key]})
+        more = {"predictor": "full"} if key == "weights" else {}  # of predictors
+        base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
         assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
-        a, b = (native.plan(lib, method, o, shapes, 8192) for o in ("", {key: other[key]}))
+        a, b = (native.plan(lib, method, o, shapes, 8192) for o in (more, {**more, key: other[key]}))
         if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid"):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"

@@ -6,7 +6,7 @@ namespace KVQ_NS {
 static void quantise_row(int n, const float * x, int8_t * x8, float * s) {
     f32x16 top = f32_set1(0.0f);
     int i = 0;
-    for (; i + 16 <= n; i += 16) { top = f32_max(top, f32_abs(f32_load(x + i))); }
+    for (; i + 16 <= n; i += 16) { top = f32_absmax(top, f32_load(x + i)); }
     float amax = f32_hmax(top);
     for (; i < n; i++) { amax = fmaxf(amax, fabsf(x[i])); }
     const float inv = amax >= 1e-30f ? 127.0f / amax : 0.0f;

@@ -1,4 +1,5 @@
-"""AQUA-KV (Shutova et al. 2025, arXiv 2501.19392): lattice blocks of un-rotated keys and of values, less their calibrated means."""
+"""AQUA-KV (Shutova et al. 2025, arXiv 2501.19392): lattice blocks of un-rotated keys and of values, less their calibrated means and
+what the layer before says of them (predictor.py)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from .method import LanePlan, LayerPlan, LayerShape, register
 
 @register
 class Aqua(LatticeMethod):
-    """The first layer takes first_bits at least (section 4); row = R_pos (decoded + mean)."""
+    """The first layer takes first_bits at least (section 4); row = R_pos (decoded + prediction + mean)."""
 
     name = "aqua"
     options: ClassVar[dict[str, Any]] = {
-        "predictor": "bias",
+        "predictor": "auto",
+        "weights": "auto",
         "bits": 2,
         "k_bits": 0,
         "v_bits": 0,
@@ -33,7 +35,10 @@ class Aqua(LatticeMethod):
         plan = super().plan(ordinal, n_layer, shape, prev)
         # above two bits only d = 2 has grids
         k, v = (LanePlan(p.codec.with_(group=2) if p.codec.bits > 2 and p.codec.bits != self.own(p.codec.role) else p.codec) for p in (plan.k, plan.v))
-        return LayerPlan(k, v, window=plan.window, sinks=plan.sinks, f32=plan.f32, mean=self.o["predictor"] == "bias")
+        predictor = self.o["predictor"]
+        chain = {"k": "k", "full": "kv"}.get(predictor, "")
+        bits = 4 if self.o["weights"] == "4" else 8
+        return LayerPlan(k, v, window=plan.window, sinks=plan.sinks, f32=plan.f32, mean=predictor != "none", chain=chain, weights=bits)
 
     def own(self, role: int) -> int:
         """Code bits of all layers but the first."""

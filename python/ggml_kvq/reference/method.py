@@ -30,7 +30,8 @@ class LanePlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding; mean: calibrated channel means are left out."""
+    """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding;
+    mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"), weights: bits of their predictors (reference/predictor.py)."""
 
     k: LanePlan
     v: LanePlan
@@ -38,6 +39,8 @@ class LayerPlan:
     sinks: int = 0
     f32: bool = False
     mean: bool = False
+    chain: str = ""
+    weights: int = 8
 
 
 class Method:

@@ -1,0 +1,327 @@
+"""AQUA's linear predictors: the arithmetic to the bit (METHODS U11), calibration, files, whole models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ggml_kvq import Model, gguf_header, kernels, loader, native
+from ggml_kvq.calibrate import capture, files, predictors, weights
+from ggml_kvq.errors import KvqError, MethodError
+from ggml_kvq.reference import LATTICE, Codec, K, V, lattice, predictor
+from test_aqua import MODEL, TEXT, change
+
+
+@pytest.fixture(scope="module")
+def lib():
+    return loader.libraries().need_kvq()
+
+
+# ------------------------------------------------------------------ the arithmetic
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("n_in", "n_out"), [(256, 256), (512, 256), (72, 40), (40, 8), (1024, 16)])
+def test_predictions_equal_the_definition_to_the_bit(lib, n_in, n_out, bits):
+    rng = np.random.default_rng(n_in + bits)
+    w = rng.normal(size=(n_out, n_in)).astype(np.float32)
+    w[1] = 0
+    w[2, :33] *= 1e-7  # steps below f16
+    rows = rng.normal(size=(70, n_in)).astype(np.float32)
+    rows[3], rows[4], rows[5, 1] = 0, 1e-31, 1e30
+    add = rng.normal(size=(70, n_out)).astype(np.float32)
+    packed = kernels.pack_weights(lib, w, bits)
+    assert np.array_equal(packed.data, predictor.pack(w, bits))
+    for n in (70, 1):
+        assert np.array_equal(kernels.predict(lib, packed, rows[:n], add[:n], 2), predictor.predict(w, bits, rows[:n], add[:n]))
+    assert np.array_equal(kernels.predict(lib, packed, rows), predictor.predict(w, bits, rows))
+
+
+@pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.015), (4, 0.1)])
+def test_predictions_are_near_the_product_in_f64(lib, bits, tolerance):
+    """Root mean square of the error over that of the product; 8 bits round weights to 1/63 of their group's largest, rows to 1/127."""
+    rng = np.random.default_rng(0)
+    w, rows = rng.normal(size=(128, 512)).astype(np.float32), rng.normal(size=(64, 512)).astype(np.float32)
+    want = rows.astype(np.float64) @ w.T.astype(np.float64)
+    got = kernels.predict(lib, kernels.pack_weights(lib, w, bits), rows)
+    assert np.sqrt(((got - want) ** 2).mean() / (want**2).mean()) < tolerance
+
+
+def test_bad_shapes_are_refused(lib):
+    assert lib.kvq_weights_bytes(0, 16, 8) == 0 and lib.kvq_weights_bytes(16, 16, 5) == 0
+    with pytest.raises(MethodError, match="5 bits"):
+        native.check(lib, lib.kvq_weights_pack(16, 16, 5, None, None))
+    with pytest.raises(MethodError, match="NULL"):
+        native.check(lib, lib.kvq_predict(16, 16, 8, None, 1, None, None, None, 1))
+
+
+def test_u11_a_chain_is_read_with_the_bits_it_was_written_against(lib):
+    """Twelve layers: native encode, decode and predict against numpy, and |error|^2 = (1 - explained) * MSE of the grid at every depth:
+    closed loop, nothing adds up (METHODS 1.6, 2)."""
+    rng = np.random.default_rng(5)
+    heads, size, n, depth = 4, 64, 64, 12
+    width = heads * size
+    codecs = [Codec(LATTICE, role, 2, 2, 1, 0, 0.0, 32, size) for role in (K, V)]
+    truth = [rng.normal(size=(n, width)).astype(np.float32) for _ in range(2)]
+    seen: list[np.ndarray] = []
+    for layer in range(depth):
+        w = [rng.normal(size=(width, m)).astype(np.float32) / np.sqrt(m) for m in (width, 2 * width)]
+        packed = [kernels.pack_weights(lib, x, 8) for x in (w[0], w[1][:, :width], w[1][:, width:])]
+        noise = [rng.normal(size=(n, width)).astype(np.float32) * 0.3 for _ in range(2)]
+        k = truth[0] = (truth[0] @ w[0].T if layer else truth[0]) + noise[0]
+        v = truth[1] = (np.concatenate([k, truth[1]], 1) @ w[1].T if layer else truth[1]) + noise[1]
+        rows = []
+        for role, x in ((K, k), (V, v)):
+            pred = [np.zeros_like(x)] * 2
+            if layer and role == K:
+                pred = [kernels.predict(lib, packed[0], seen[0]), predictor.predict(w[0], 8, seen[0])]
+            elif layer:
+                a = kernels.predict(lib, packed[2], seen[1], kernels.predict(lib, packed[1], rows[0]))
+                b = predictor.predict(w[1][:, width:], 8, seen[1], predictor.predict(w[1][:, :width], 8, rows[0]))
+                pred = [a, b]
+            assert np.array_equal(*pred)
+            back = np.zeros_like(x)
+            for p in range(n // 32):
+                for h in range(heads):
+                    at = np.s_[32 * p : 32 * p + 32, h * size : h * size + size]
+                    left = (x[at] - pred[0][at]).astype(np.float16)
+                    block = kernels.encode(lib, codecs[role], left)
+                    want = lattice.encode(codecs[role], left)
+                    assert np.array_equal(block[0], want[0]) and np.array_equal(block[1], want[1])
+                    decoded = kernels.decode(lib, codecs[role], *block)
+                    assert np.array_equal(decoded.view(np.uint16), lattice.decode(codecs[role], *want).view(np.uint16))
+                    back[at] = decoded
+            rows.append(pred[0] + back)
+            assert np.array_equal(kernels.round_trip(lib, codecs[role], x - pred[0]), back)
+            left_energy, error = ((x - pred[0]) ** 2).mean(), ((x - rows[-1]) ** 2).mean()
+            assert error / left_energy == pytest.approx(0.107, rel=0.06), (layer, role)  # MSE of d=2 n=16
+            if layer:
+                assert left_energy < 3 * (0.3**2 + 0.107 * 0.3**2)  # predicts all but the noise and what the layer before lost
+        seen = rows
+
+
+# ------------------------------------------------------------------ weights
+
+
+def test_q4_0_rows_are_ggml_s_and_errors_are_made_good():
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng(2)
+    mix = rng.normal(size=(128, 128)) * np.exp(rng.normal(size=128))
+    x = rng.normal(size=(4000, 128)) @ mix
+    w = rng.normal(size=(48, 128))
+    for raw in (weights.to_q4_0(w), weights.to_q4_0(w, x.T @ x)):
+        assert np.array_equal(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_0), weights.to_f32(raw, "q4_0"))
+    plain, carried = (np.square(x @ (weights.to_f32(r, "q4_0") - w).T).mean() for r in (weights.to_q4_0(w), weights.to_q4_0(w, x.T @ x)))
+    assert carried < 0.6 * plain
+
+
+def test_q4_0_goes_into_four_bit_predictors_unchanged(lib):
+    rng = np.random.default_rng(3)
+    w = weights.to_f32(weights.to_q4_0(rng.normal(size=(32, 64))), "q4_0")
+    rows = rng.normal(size=(5, 64)).astype(np.float32)
+    x8, s = predictor.quantise_rows(rows)
+    want = (x8.astype(np.float64) * s[:, None]) @ w.T.astype(np.float64)
+    assert np.abs(kernels.predict(lib, kernels.pack_weights(lib, w, 4), rows) - want).max() < 1e-5
+
+
+def test_u12_permuted_keys_give_the_same_residual():
+    """GGUF interleaves the two halves of a head's rotary pairs (METHODS 10, item 1): P W P^T on permuted rows, V inputs W P^T."""
+    from ggml_kvq.calibrate import hf
+
+    rng = np.random.default_rng(4)
+    heads, size = 3, 16
+    width = heads * size
+    order = hf.gguf_order(heads, size, size)
+    assert sorted(order) == list(range(width)) and list(order[:4]) == [0, 8, 1, 9]
+    k0, k1, v1 = (rng.normal(size=(50, width)) for _ in range(3))
+    w, wv = rng.normal(size=(width, width)), rng.normal(size=(width, width))
+    assert np.allclose((k1 - k0 @ w.T)[:, order], k1[:, order] - k0[:, order] @ w[np.ix_(order, order)].T)
+    assert np.allclose(v1 - k1 @ wv.T, v1 - k1[:, order] @ wv[:, order].T)
+
+
+# ------------------------------------------------------------------ calibration
+
+
+class Made:
+    """A source of rows that follow known predictors."""
+
+    def __init__(self, n_layer=4, width=64, noise=0.05, bad_sink=False):
+        rng = np.random.default_rng(7)
+        self.shapes = [(il, 2, width // 2, width // 2) for il in range(n_layer)]
+        self.key = ["made", bad_sink]
+        self.wk = [rng.normal(size=(width, width)) / np.sqrt(width) for _ in range(n_layer)]
+        self.wv = [rng.normal(size=(width, 2 * width)) / np.sqrt(2 * width) for _ in range(n_layer)]
+        self.noise, self.width, self.bad_sink, self.calls = noise, width, bad_sink, 0
+
+    def groups(self):
+        return [[s[0] for s in self.shapes]]
+
+    def tokens(self, n, length, seed):
+        return [np.arange(length) + 1000 * i for i in range(n)]
+
+    def rows(self, tokens, sinks):
+        self.calls += 1
+        rng = np.random.default_rng(int(tokens[0]))
+        k, v = (rng.normal(size=(len(tokens), self.width)) for _ in range(2))
+        for il in range(len(self.shapes)):
+            if il:
+                k = k @ self.wk[il].T + self.noise * rng.normal(size=k.shape)
+                v = np.concatenate([k, v], 1) @ self.wv[il].T + self.noise * rng.normal(size=k.shape)
+            a, b = (k + 3).astype(np.float32), (v - 2).astype(np.float32)
+            a[:sinks], b[:sinks] = 500, -500
+            yield il, a[sinks:], b[sinks:]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("form", ["f16", "q4_0"])
+def test_known_predictors_are_found(tmp_path, form):
+    made = Made()
+    fit = predictors.fit(made, form=form, bits=predictors.Bits(4, 4), n_sequences=8, length=400, folder=tmp_path / "w")
+    for il in range(1, 4):
+        got = [weights.to_f32(w, form) for w in fit.layers[il].weight]
+        for w, want in zip(got, (made.wk[il], made.wv[il])):
+            assert np.sqrt(((w - want) ** 2).mean() / (want**2).mean()) < 0.3
+        assert min(fit.layers[il].explained) > (0.97 if form == "f16" else 0.93)
+    assert np.abs(fit.layers[2].mean[0] - 3).max() < 0.15 and np.abs(fit.layers[2].mean[1] + 2).max() < 0.15
+    assert fit.layers[0].weight == [None, None] and [x.prev for x in fit.layers.values()] == [-1, 0, 1, 2]
+
+
+def test_a_killed_run_goes_on(tmp_path, monkeypatch):
+    opts = {"n_sequences": 8, "length": 100, "folder": tmp_path / "w"}
+    whole = predictors.fit(Made(), **{**opts, "folder": tmp_path / "other"})
+    made, real = Made(), Made.rows
+    def dies(self, tokens, sinks):
+        if self.calls == 5:
+            raise KeyboardInterrupt
+        return real(self, tokens, sinks)
+    monkeypatch.setattr(Made, "rows", dies)
+    with pytest.raises(KeyboardInterrupt):
+        predictors.fit(made, **opts)
+    monkeypatch.setattr(Made, "rows", real)
+    layer, n = predictors._Work.layer, []
+    def stops(self, *args):
+        n.append(1)
+        if len(n) == 3:
+            raise KeyboardInterrupt
+        return layer(self, *args)
+    monkeypatch.setattr(predictors._Work, "layer", stops)
+    with pytest.raises(KeyboardInterrupt):
+        predictors.fit(made, **opts)
+    assert made.calls == 8
+    again = predictors.fit(made, **opts)
+    assert made.calls == 8 and len(n) == 5
+    for il, x in whole.layers.items():
+        y = again.layers[il]
+        assert all(np.array_equal(a, b) for a, b in zip(x.mean, y.mean)) and x.prev == y.prev and x.explained == y.explained
+        assert all((a is None and b is None) or np.array_equal(a, b) for a, b in zip(x.weight, y.weight))
+
+
+def test_layers_of_unequal_width_are_refused(tmp_path):
+    made = Made()
+    made.shapes[2] = (2, 2, 16, 16)
+    with pytest.raises(KvqError, match="layers 1 and 2"):
+        predictors.fit(made, folder=tmp_path / "w")
+
+
+# ------------------------------------------------------------------ whole models
+
+
+@pytest.fixture(scope="module", params=["f16", "q4_0"])
+def sidecar(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predictors")
+    source = capture.GgufSource(MODEL, TEXT, 256, 1)
+    fit = predictors.fit(source, form=request.param, n_sequences=4, length=256, folder=folder / "w", n_threads=1)
+    out = folder / "demo.kvq.gguf"
+    files.write_sidecar(out, files.predictor_fields(MODEL, fit, predictors.Bits(), 4), files.predictor_arrays(fit))
+    return out
+
+
+def opened(config=None, opts="", **kw):
+    return Model(MODEL, kv_method="aqua", kv_opts=opts, kv_config=config, **{"n_ctx": 768, "n_ubatch": 64, "n_threads": 2, **kw})
+
+
+def kld(model, ids, want):
+    x = model.logits(ids, n_ubatch=64).astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(-1, keepdims=True))
+    return float((np.exp(want) * (want - x)).sum(-1)[100:].mean())
+
+
+@pytest.fixture(scope="module")
+def exact():
+    with Model(MODEL, kv_method="f16", n_ctx=768, n_ubatch=64, n_threads=2) as m:
+        ids = m.tokenize(TEXT[2000:])[:600]
+        x = m.logits(ids, n_ubatch=64).astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return ids, x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def test_predictors_help_in_order(sidecar, exact):
+    loss = {}
+    for name in ("bias", "k", "full"):
+        with opened(sidecar, f"predictor={name},window=32") as m:
+            loss[name] = kld(m, *exact)
+            line = m.load_line
+        assert ("million multiply-adds a cell and token" in line) == (name != "bias"), line
+    assert loss["k"] < 0.7 * loss["bias"] and loss["full"] < 0.8 * loss["k"], loss
+
+
+def test_auto_takes_what_the_file_was_made_for_and_a_model_may_hold_it(sidecar, tmp_path, exact):
+    own = tmp_path / "demo-aqua.gguf"
+    files.embed(MODEL, sidecar, own)
+    form = 4 if any(t.type == 2 for t in gguf_header.read(sidecar, tensors=True).tensors) else 8
+    with opened(sidecar) as a, opened(sidecar, f"predictor=full,weights={form}") as b, Model(own, n_ctx=768, n_ubatch=64, n_threads=2) as c:
+        assert "predictor full" in a.load_line and f"({form}-bit weights" in a.load_line
+        rows = [m.logits(exact[0][:300]) for m in (a, b, c)]
+        assert a.kv_stats()["bytes_total"] == b.kv_stats()["bytes_total"] == c.kv_stats()["bytes_total"]
+    assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
+    with Model(own, kv_method="upstream", n_ctx=512, n_threads=1) as m:  # llama.cpp itself does not mind the metadata
+        assert m.logits(exact[0][:8]).shape[0] == 8
+
+
+@pytest.mark.parametrize("name", ["k", "full"])
+def test_a_saved_state_comes_back_bit_for_bit(sidecar, tmp_path, name, exact):
+    ids = exact[0]
+    with opened(sidecar, f"predictor={name},window=32") as m:
+        for _ in m.feed(ids[:300]):
+            pass
+        m.save_state(tmp_path / "s")
+        want = [x.copy() for x in m.feed(ids[300:330], outputs=np.ones(30, bool), n_ubatch=1)]
+    with opened(sidecar, f"predictor={name},window=32") as m:
+        m.load_state(tmp_path / "s")
+        got = [x.copy() for x in m.feed(ids[300:330], outputs=np.ones(30, bool), n_ubatch=1)]
+    assert np.array_equal(np.array(got), np.array(want))
+
+
+def test_threads_change_nothing(sidecar, exact):
+    rows = []
+    for n_threads in (1, 3):
+        with opened(sidecar, "predictor=full,window=32", n_threads=n_threads) as m:
+            for _ in m.feed(exact[0][:400]):
+                pass
+            rows.append(np.array([x.copy() for x in m.feed(exact[0][400:420], outputs=np.ones(20, bool), n_ubatch=1)]))
+    assert np.abs(rows[0] - rows[1]).max() < 2e-3  # sums over splits of the cells differ by f32 rounding
+
+
+BAD = {
+    "kvq.aqua.blk.2.k.weight is missing": lambda m, d: d.pop("kvq.aqua.blk.2.k.weight"),
+    "kvq.aqua.blk.1.v.weight": lambda m, d: d.update({"kvq.aqua.blk.1.v.weight": d["kvq.aqua.blk.1.k.weight"]}),
+    "kvq.aqua.blk.3.prev": lambda m, d: m.update({"kvq.aqua.blk.3.prev": 1}),
+    "kvq.aqua.blk.4.k.weight is not of type": lambda m, d: d.update({"kvq.aqua.blk.4.k.weight": np.zeros((2, 2), np.int8)}),
+    "kvq.aqua.blk.5.k.weight holds": lambda m, d: d["kvq.aqua.blk.5.k.weight"].reshape(-1).view(np.uint8).__setitem__(slice(0, 2), (0, 0x7E)),
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_bad_predictors_are_refused_with_the_field_named(sidecar, tmp_path, field):
+    with pytest.raises(KvqError, match=field.replace(".", r"\.")):
+        opened(change(sidecar, tmp_path / "bad.gguf", BAD[field]))
+
+
+def test_means_alone_do_not_make_a_predictor(sidecar, tmp_path):
+    def strip(m, d):
+        for name in [n for n in d if n.endswith("weight")]:
+            del d[name]
+    with pytest.raises(KvqError, match="--predictor full"):
+        opened(change(sidecar, tmp_path / "means.gguf", strip), "predictor=full")
