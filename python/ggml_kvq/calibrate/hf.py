@@ -52,7 +52,7 @@ class HfSource:
     def __init__(self, model: str, gguf: str | os.PathLike[str], text: str, length: int, n_threads: int | None = None) -> None:
         try:
             import torch
-            from transformers import AutoModelForCausalLM, AutoTokenizer
+            from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-not-found,unused-ignore]
         except ImportError as e:
             raise KvqError("--hf needs torch and transformers; pip install 'ggml-kvq[hf]'") from e
         self._torch = torch

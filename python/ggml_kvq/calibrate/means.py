@@ -70,9 +70,9 @@ def fit(
     with capture.open_model(path, length, n_threads) as model:
         chosen = capture.sequences(model, text, n_sequences, length, seed)
         for i in range(done, n_sequences):
-            for il, k, v in capture.each(model, shapes, chosen[i], sinks):
-                sums[il, 0].add(k)
-                sums[il, 1].add(v)
+            for il, keys, values in capture.each(model, shapes, chosen[i], sinks):
+                sums[il, 0].add(keys)
+                sums[il, 1].add(values)
             if store:
                 _save(store, key, i + 1, sums)
             if progress:
@@ -83,9 +83,10 @@ def fit(
     n = n_sequences * (length - sinks)
     out = Means(n_tokens=n, seconds=time.monotonic() - started, peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     for il, *_ in shapes:
-        pair = [sums[il, v] for v in (0, 1)]
-        out.mean[il] = tuple((m.total / n).astype(np.float32) for m in pair)
-        out.removed[il] = tuple(float(((m.total / n) ** 2).sum() / max((m.square / n).sum(), 1e-30)) for m in pair)
+        mean_k, mean_v = (sums[il, v].total / n for v in (0, 1))
+        share_k, share_v = (float((m**2).sum() / max((sums[il, v].square / n).sum(), 1e-30)) for v, m in enumerate((mean_k, mean_v)))
+        out.mean[il] = (mean_k.astype(np.float32), mean_v.astype(np.float32))
+        out.removed[il] = (share_k, share_v)
     if store:
         store.unlink(missing_ok=True)
     return out

@@ -8,7 +8,7 @@ was killed goes on after the last sequence captured, or the last layer fitted.
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import os
 import resource
@@ -196,7 +196,7 @@ def fit(
     shapes = {s[0]: s for s in source.shapes}
     groups = source.groups()
     for group in groups:
-        for a, b in zip(group, group[1:]):
+        for a, b in itertools.pairwise(group):
             if any(shapes[a][1] * shapes[a][i] != shapes[b][1] * shapes[b][i] for i in (2, 3)):
                 raise KvqError(f"layers {a} and {b} have KV rows of unequal width, which no predictor of this method takes; use --predictor bias")
     captured = _capture(source, store, place, n_sequences, length, sinks, seed, bar)
@@ -351,7 +351,7 @@ def _load(path: Path) -> Layer:
     with np.load(path) as z:
         return Layer(
             (z["mean0"], z["mean1"]),
-            [z[f"weight{i}"] if f"weight{i}" in z else None for i in range(2)],
+            [z.get(f"weight{i}") for i in range(2)],
             int(z["prev"]),
             [float(x) for x in z["explained"]],
             {int(row[0]): [float(row[1]), float(row[2])] for row in z["gain"]},
