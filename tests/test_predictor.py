@@ -325,3 +325,73 @@ def test_means_alone_do_not_make_a_predictor(sidecar, tmp_path):
             del d[name]
     with pytest.raises(KvqError, match="--predictor full"):
         opened(change(sidecar, tmp_path / "means.gguf", strip), "predictor=full")
+
+
+# ------------------------------------------------------------------ Hugging Face
+
+
+def test_hf_rows_are_what_the_gguf_caches(tmp_path):
+    """A random Llama, saved both ways: un-rotated keys in GGUF's order and values equal those in llama.cpp's cache."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from ggml_kvq.calibrate import hf
+
+    gguf = files._gguf()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    folder, path = tmp_path / "hf", tmp_path / "m.gguf"
+    model.save_pretrained(folder)
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {chr(0x100 + i): i for i in range(300)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=chr(0x100)))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
+    _write_llama(gguf, path, model, config)
+    ids = np.random.default_rng(1).integers(3, 300, 64)
+    source = hf.HfSource(str(folder), path, "".join(chr(0x100 + i) for i in range(300)) * 2, 64)
+    assert source.groups() == [[0, 1, 2]] and len(source.tokens(2, 64, 0)) == 2
+    with capture.open_model(path, 64, 1) as m:
+        native_rows = {il: (k, v) for il, k, v in capture.each(m, source.shapes, ids, 4)}
+        for il, k, v in source.rows(ids, 4):
+            for a, b in ((k, native_rows[il][0]), (v, native_rows[il][1])):
+                assert np.abs(a - b).max() < 0.01 * np.abs(b).max(), il
+            assert np.abs(k[:, hf.gguf_order(2, 32, 32)] - native_rows[il][0]).max() > 0.5 * np.abs(k).max()  # twice is wrong
+    fit = predictors.fit(source, n_sequences=8, length=64, folder=tmp_path / "w")
+    assert [x.prev for x in fit.layers.values()] == [-1, 0, 1]
+
+
+def _write_llama(gguf, path, model, config):
+    """The conversion of llama.cpp: Q and K rows of each head from halves to pairs."""
+    def pairs(w, heads):
+        return w.reshape(heads, 2, w.shape[0] // heads // 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(512)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(32)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([b"<unk>", b"<s>", b"</s>", *(f"<0x{i:02X}>".encode() for i in range(256)), *(f"t{i}".encode() for i in range(41))])
+    writer.add_token_scores([0.0] * 300)
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 41)
+    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    for key, x in model.state_dict().items():
+        w = x.numpy().astype(np.float32)
+        name = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}.get(key)
+        if name is None:
+            _, _, il, rest = key.split(".", 3)
+            name = f"blk.{il}.{names[rest.removesuffix('.weight')]}.weight"
+            w = pairs(w, 4) if "q_proj" in rest else pairs(w, 2) if "k_proj" in rest else w
+        writer.add_tensor(name, w)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
