@@ -1,35 +1,39 @@
 #!/usr/bin/env python3
-"""CPU speed of every cache on one machine: unmodified llama-bench, upstream's caches and ours in turn.
+"""CPU speed of every cache on one machine: libllama of the pinned llama.cpp, upstream's caches and ours in turn.
 
-The model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128. Every arm is one llama-bench
-process per round (it prefills the depth once and restores that state before every repetition); arms alternate, so that a slow
-minute of the machine hits all of them. Figures are medians over all repetitions of all rounds.
+Every arm is a context of the same model in this one process; upstream's arms run on llama.cpp's CPU backend alone. Arms take turns of
+a few tokens, so that a slow minute of the machine hits all of them. Figures are medians over the rounds.
+
+The default model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128. A cache is filled to the
+depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the cells hold what
+the model computes for its tokens, and no arm has to attend to the whole depth while it fills.
 
 Prints a table, the memory bandwidth measured by a STREAM-like add, and writes one JSON line per arm, test and depth.
-Depth 32768 takes minutes per arm to prefill: --depths 8192,32768 --rounds 1 when there is time.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
-import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, c_int8, c_int32, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from ggml_kvq import Model, llama
 
 LAYERS, HEADS, KV_HEADS, HEAD, EMBED, FFN, VOCAB = 4, 32, 8, 128, 128, 256, 256
-F16_BYTES = LAYERS * 2 * KV_HEADS * HEAD * 2  # of one cached token
+CHUNK = 256  # tokens of a sequence while a cache is filled
 
 # name: (upstream's cache type or None, our method, its options)
-ARMS = {
+ARMS: dict[str, tuple[str | None, str, str]] = {
     "upstream f16": ("f16", "", ""),
     "upstream q4_0": ("q4_0", "", ""),
     "f16": (None, "f16", ""),
@@ -37,7 +41,7 @@ ARMS = {
     "xquant-1.38": (None, "xquant", "preset=1.38"),
     "higgs-2": (None, "higgs", "bits=2"),
 }
-CACHE_RATIO = {"f16": 1.0, "q4_0": 4.5 / 16}
+CACHE_RATIO = {"f16": 1.0, "q8_0": 8.5 / 16, "q4_0": 4.5 / 16}
 
 
 def make_model(path: Path) -> None:
@@ -98,97 +102,183 @@ def bandwidth(threads: int, mib: int) -> float:
     return best
 
 
-def folders(build_dir: str | None) -> tuple[Path, Path]:
-    """llama-bench and libggml-kvq.so of --build-dir, else of the installed package."""
-    if build_dir:
-        found = {name: sorted(Path(build_dir).rglob(name)) for name in ("llama-bench", "libggml-kvq.so")}
-        for name, paths in found.items():
-            if not paths:
-                sys.exit(f"{build_dir} holds no {name}; build it there or leave --build-dir out")
-        return found["llama-bench"][0], found["libggml-kvq.so"][0]
-    from ggml_kvq import _paths
+class Arm:
+    """A context of one cache, filled to `depth` tokens of sequence 0."""
 
-    return _paths.program("llama-bench"), _paths.backend()
+    def __init__(self, name: str, path: Path, depth: int, room: int, threads: int) -> None:
+        cache, method, opts = ARMS[name]
+        self.name = name
+        self.model = Model(path, kv_method=method or "upstream", kv_opts=opts or None, n_ctx=256, n_threads=threads, device=None)
+        libs = self.model._libs
+        self.lib, kvq = libs.llama, libs.kvq
+        seq_cp = self.lib.llama_memory_seq_cp
+        seq_cp.restype, seq_cp.argtypes = None, [c_void_p, c_int32, c_int32, c_int32, c_int32]
+        params = self.lib.llama_context_default_params()
+        n_seq = -(-depth // CHUNK)
+        params.n_ctx = -(-(depth + room) // 256) * 256
+        params.n_batch, params.n_ubatch, params.n_seq_max = 2048, 512, n_seq + 1
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type, params.kv_unified = llama.FLASH_ATTN_ENABLED, True
+        params.type_k = params.type_v = llama.GGML_TYPES[cache or "f16"]
+        if method and kvq is not None and kvq.kvq_configure(method.encode(), opts.encode(), None, os.fsencode(path)):
+            sys.exit(f"{name}: {kvq.kvq_last_error().decode()}")
+        self.ctx = self.lib.llama_init_from_model(self.model._model, params)
+        if method and kvq is not None:
+            kvq.kvq_configure(None, None, None, None)
+        if not self.ctx:
+            sys.exit(f"{name}: no context of {params.n_ctx} tokens")
+        self.memory = self.lib.llama_get_memory(self.ctx)
+        self.ratio = CACHE_RATIO.get(cache or "", 0.0)
+        if method and kvq is not None:
+            from ggml_kvq import native
+
+            stats = native.kvq_stats()
+            kvq.kvq_cache_stats(kvq.kvq_cache_count() - 1, ctypes.byref(stats))
+            self.ratio = stats.bytes_total / stats.bytes_f16
+        self.rng = np.random.default_rng(0)
+        self.pos = 0
+        for seq in range(n_seq):
+            self.decode(min(CHUNK, depth - self.pos), seq + 1)
+            seq_cp(self.memory, seq + 1, 0, -1, -1)
+        self.depth = depth
+
+    def decode(self, n: int, seq: int = 0) -> None:
+        """n random tokens behind the last position."""
+        tokens = self.rng.integers(0, self.model.n_vocab, n)
+        ids = (c_int32 * 1)(seq)
+        batch = llama.llama_batch(
+            n_tokens=n,
+            token=(c_int32 * n)(*tokens.tolist()),
+            pos=(c_int32 * n)(*range(self.pos, self.pos + n)),
+            n_seq_id=(c_int32 * n)(*[1] * n),
+            seq_id=ctypes.cast((POINTER(c_int32) * n)(*[ctypes.cast(ids, POINTER(c_int32))] * n), POINTER(POINTER(c_int32))),
+            logits=(c_int8 * n)(*[0] * (n - 1), 1),
+        )
+        status = self.lib.llama_decode(self.ctx, batch)
+        if status:
+            sys.exit(f"{self.name}: llama_decode of {n} tokens at {self.pos} returned {status}")
+        self.lib.llama_synchronize(self.ctx)
+        self.pos += n
+
+    def generate(self, n: int) -> tuple[float, list[float]]:
+        """(tokens/s, seconds of every step), one warm-up step before."""
+        self.decode(1)
+        steps = []
+        for _ in range(n):
+            t = time.perf_counter()
+            self.decode(1)
+            steps.append(time.perf_counter() - t)
+        return n / sum(steps), steps
+
+    def prompt(self, n: int) -> float:
+        """Tokens/s of n tokens in ubatches of 512; they are forgotten again."""
+        back = self.pos
+        t = time.perf_counter()
+        for i in range(0, n, 512):
+            self.decode(min(512, n - i))
+        rate = n / (time.perf_counter() - t)
+        self.lib.llama_memory_seq_rm(self.memory, 0, back, -1)
+        self.pos = back
+        return rate
+
+    def close(self) -> None:
+        self.lib.llama_free(self.ctx)
+        self.model.close()
 
 
-def command(bench: Path, backend: Path, model: Path, arm: str, a: argparse.Namespace, depth: int, test: str) -> tuple[list[str], dict[str, str]]:
-    cache, method, opts = ARMS[arm]
-    args = [str(bench), "-m", str(model), "-t", str(a.threads), "-fa", "1", "-r", str(a.reps), "-d", str(depth), "-o", "json"]
-    args += ["-p", "0", "-n", str(a.gen)] if test == "tg" else ["-p", str(a.prompt), "-n", "0"]
-    if cache:
-        return args + ["-dev", "none", "-ctk", cache, "-ctv", cache], {}
-    return args + ["-dev", "KVQ0"], {"GGML_BACKEND_PATH": str(backend), "KVQ_METHOD": method, "KVQ_OPTS": opts, "KVQ_MODEL": str(model)}
+def f16_bytes(path: Path) -> int:
+    """Bytes of one token in an f16 cache of the model."""
+    with Model(path, kv_method="f16", n_ctx=256) as m:
+        stats = m.kv_stats()
+        return int(stats["bytes_f16"]) // int(stats["n_cells"])
 
 
-def run(args: list[str], env: dict[str, str], bench: Path) -> tuple[list[float], float | None]:
-    """(tokens/s of every repetition, our cache's bytes as a share of f16's)."""
-    done = subprocess.run(args, env={**os.environ, "LD_LIBRARY_PATH": str(bench.parent), **env}, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{shlex.join(args)} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-    line = re.search(r"([\d.]+) MiB KV cache instead of ([\d.]+) MiB", done.stderr)
-    return json.loads(done.stdout)[0]["samples_ts"], float(line[1]) / float(line[2]) if line else None
+def measure(a: argparse.Namespace, test: str, depth: int, path: Path) -> dict[str, dict[str, Any]]:
+    """{arm: rates, steps, cache_ratio} of one test at one depth, arms in turn."""
+    room = (a.gen + 1) * a.rounds + a.prompt + 512 if test == "pp" else (a.gen + 1) * a.rounds + 512
+    arms = []
+    for name in a.arms:
+        t = time.perf_counter()
+        arms.append(Arm(name, path, depth, room, a.threads))
+        print(f"{name}: {depth} tokens in {time.perf_counter() - t:.1f} s", file=sys.stderr)
+    found: dict[str, dict[str, Any]] = {x.name: {"rates": [], "steps": [], "cache_ratio": x.ratio} for x in arms}
+    for _ in range(a.rounds if test == "tg" else a.prompt_rounds):
+        for x in arms:
+            if test == "tg":
+                rate, steps = x.generate(a.gen)
+                found[x.name]["steps"] += steps
+            else:
+                rate = x.prompt(a.prompt)
+            found[x.name]["rates"].append(rate)
+    for x in arms:
+        x.close()
+    return found
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--build-dir", help="folder with llama-bench and libggml-kvq.so (default: the installed package)")
-    p.add_argument("--cache-dir", default=os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "ggml-kvq"), help="where the model is kept")
-    p.add_argument("--arms", default=",".join(ARMS), help="some of: " + ", ".join(ARMS))
-    p.add_argument("--depths", default="1024,8192", help="cached tokens before the measured ones")
+    p.add_argument("--model", "-m", type=Path, help="GGUF file (default: the random model, made on first use)")
+    p.add_argument("--cache-dir", default=os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "ggml-kvq"), help="where the random model is kept")
+    p.add_argument("--arms", default=",".join(ARMS), help="some of: " + ", ".join(ARMS) + "; or NAME=METHOD:key=value:key=value")
+    p.add_argument("--depths", default="1024,8192,32768", help="cached tokens before the measured ones")
     p.add_argument("--tests", default="tg,pp", help="tg: generation, pp: prefill of --prompt tokens (at the depths of --prompt-depths)")
     p.add_argument("--prompt-depths", default="8192")
     p.add_argument("--prompt", type=int, default=2048)
-    p.add_argument("--gen", type=int, default=32)
+    p.add_argument("--gen", type=int, default=8, help="tokens of a turn")
     p.add_argument("--threads", "-t", type=int, default=2)
-    p.add_argument("--reps", type=int, default=3, help="repetitions per process")
-    p.add_argument("--rounds", type=int, default=2, help="times that the arms alternate")
+    p.add_argument("--rounds", type=int, default=5, help="turns of every arm in generation")
+    p.add_argument("--prompt-rounds", type=int, default=3, help="turns of every arm in prefill")
     p.add_argument("--json", help="append the JSON lines here (default: stdout)")
     p.add_argument("--quick", action="store_true", help="seconds instead of minutes: does it run, not how fast")
     a = p.parse_args()
     if a.quick:
-        a.depths, a.prompt_depths, a.prompt, a.gen, a.reps, a.rounds = "512", "512", 64, 4, 1, 1
+        a.depths, a.prompt_depths, a.prompt, a.gen, a.rounds, a.prompt_rounds = "512", "512", 64, 2, 1, 1
 
-    arms = [x.strip() for x in a.arms.split(",")]
-    for x in arms:
-        if x not in ARMS:
-            p.error(f"no arm '{x}': it is one of {', '.join(ARMS)}")
-    bench, backend = folders(a.build_dir)
-    model = Path(a.cache_dir) / "random-4x32x8x128.gguf"
-    if not model.is_file():
-        model.parent.mkdir(parents=True, exist_ok=True)
-        part = model.with_suffix(f".{os.getpid()}")
+    a.arms = [x.strip() for x in a.arms.split(",")]
+    for i, x in enumerate(a.arms):
+        if x not in ARMS and "=" in x:
+            name, _, spec = x.partition("=")
+            method, _, opts = spec.partition(":")
+            ARMS[name] = (None, method, opts.replace(":", ","))
+            a.arms[i] = name
+        elif x not in ARMS:
+            p.error(f"no arm '{x}': it is one of {', '.join(ARMS)}, or NAME=METHOD:key=value")
+    path = a.model or Path(a.cache_dir) / "random-4x32x8x128.gguf"
+    if not path.is_file():
+        if a.model:
+            p.error(f"{path} is not a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
         make_model(part)
-        part.rename(model)
+        part.rename(path)
 
+    command = shlex.join([sys.executable, *sys.argv])
     peak = bandwidth(a.threads, 64 if a.quick else 512)
-    print(f"memory: {peak / 1e9:.1f} GB/s (add, {a.threads} threads)\n")
-    tests = [(t, int(d)) for t in a.tests.split(",") for d in (a.depths if t == "tg" else a.prompt_depths).split(",")]
+    print(f"{command}\nmemory: {peak / 1e9:.1f} GB/s (add, {a.threads} threads)\n")
+    nb_token = f16_bytes(path)
     out = open(a.json, "a") if a.json else sys.stdout
     rows = []
-    for test, depth in tests:
-        samples: dict[str, list[float]] = {x: [] for x in arms}
-        ratio: dict[str, float | None] = {}
-        for _ in range(a.rounds):
-            for x in arms:
-                args, env = command(bench, backend, model, x, a, depth, test)
-                ts, share = run(args, env, bench)
-                samples[x] += ts
-                ratio[x] = CACHE_RATIO.get(ARMS[x][0] or "", share)
-        base = statistics.median(samples[arms[0]])
-        for x in arms:
-            args, env = command(bench, backend, model, x, a, depth, test)
-            median = statistics.median(samples[x])
-            rate = median * depth * F16_BYTES * (ratio[x] or 0) if test == "tg" else None  # cache bytes read per second
-            row = {"arm": x, "test": f"{test}{a.gen if test == 'tg' else a.prompt}", "depth": depth, "tokens_per_second": round(median, 3),
-                   "against_first": round(median / base, 3), "samples": samples[x], "cache_ratio": ratio[x], "cache_bytes_per_second": rate,
-                   "memory_bytes_per_second": peak, "threads": a.threads, "command": " ".join([f"{k}={shlex.quote(v)}" for k, v in env.items()] + [shlex.join(args)])}
-            print(json.dumps(row), file=out, flush=True)
-            rows.append(row)
-    print(f"\n{'test':8} {'depth':>6}  {'cache':14} {'t/s':>9} {'ratio':>7} {'cache GB/s':>11} {'of memory':>10}")
+    for test in a.tests.split(","):
+        for depth in (int(d) for d in (a.depths if test == "tg" else a.prompt_depths).split(",")):
+            found = measure(a, test, depth, path)
+            base = statistics.median(found[a.arms[0]]["rates"])
+            for name, f in found.items():
+                median = statistics.median(f["rates"])
+                row = {
+                    "arm": name, "test": f"{test}{a.gen if test == 'tg' else a.prompt}", "depth": depth, "tokens_per_second": round(median, 3),
+                    "against_first": round(median / base, 3), "samples": [round(x, 3) for x in f["rates"]],
+                    "step_ms_least": round(1e3 * min(f["steps"]), 3) if f["steps"] else None,
+                    "step_ms_worst": round(1e3 * max(f["steps"]), 3) if f["steps"] else None, "cache_ratio": round(f["cache_ratio"], 4),
+                    "cache_bytes_per_second": median * depth * nb_token * f["cache_ratio"] if test == "tg" else None,
+                    "memory_bytes_per_second": peak, "threads": a.threads, "model": path.name, "command": command,
+                }  # fmt: skip
+                print(json.dumps(row), file=out, flush=True)
+                rows.append(row)
+    print(f"\n{'test':8} {'depth':>6}  {'cache':14} {'t/s':>9} {'ratio':>7} {'least ms':>9} {'worst ms':>9} {'cache GB/s':>11} {'of memory':>10}")
     for r in rows:
         rate = r["cache_bytes_per_second"]
-        share = f"{rate / 1e9:11.2f} {rate / peak:10.1%}" if rate else ""
-        print(f"{r['test']:8} {r['depth']:6}  {r['arm']:14} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x {share}")
+        more = f"{r['step_ms_least']:9.2f} {r['step_ms_worst']:9.2f} {rate / 1e9:11.2f} {rate / peak:10.1%}" if rate else ""
+        print(f"{r['test']:8} {r['depth']:6}  {r['arm']:14} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x {more}")
 
 
 if __name__ == "__main__":
