@@ -197,7 +197,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
         i += k.run.n_pages;
     }
 
-    float c[KVQ_MAX_ROWS + 16], f[KVQ_MAX_RUN * KVQ_MAX_ROWS], sums[KVQ_MAX_RUN * KVQ_MAX_ROWS];
+    float c[KVQ_MAX_ROWS], f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16], sums[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
     float * const out = h.out + (size_t) r.first * s.dpv, * const rot = h.rot + r.first * s.rot;
     if (K.softmax(rows, n, r.n_pages, w.logits, p.scale, p.softcap, h.slope + r.first, r.mask, h.m + r.first, h.l + r.first, c, f, sums)) {
         for (int i = 0; i < rows; i++) {
@@ -238,8 +238,8 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     h.q   = take(rows * s.dpk);
     h.out = take(rows * s.dpv);
     h.rot = take(rows * s.rot);
-    h.m   = take(rows);
-    h.l   = take(rows);
+    h.m   = take(rows + 16); // the softmax reads whole registers
+    h.l   = take(rows + 16);
     h.weight = take(rows);
     for (int r = 0; r < n_rows; r++) {
         const int iq = (r0 + r) / s.gqa, head = kvh * s.gqa + (r0 + r) % s.gqa;
@@ -441,7 +441,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         const size_t rows = (size_t) s.block_rows(), heads = (size_t) (attn[i].n_head_kv + s.n_groups - 1) / s.n_groups;
         const auto   pad  = [](size_t x) { return (x + 15) / 16 * 16; };
         size.heads  = std::max(size.heads, heads);
-        size.floats = std::max(size.floats, heads * (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows)));
+        size.floats = std::max(size.floats, heads * (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows) + 32));
         size.slots  = std::max(size.slots, (s.block_rows() <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * cells);
         size.tile   = std::max(size.tile, (size_t) cells * std::max(s.dpk, s.dpv));
         size.work   = std::max({ size.work, kvq_work_bytes(s.k), kvq_work_bytes(s.v) });

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include "cpu.h"
+#include "lattice.h"
 #include "../types/types.h"
 
 #include <algorithm>
@@ -48,12 +49,16 @@ void kvq_cpu_f32_to_f16(const float * x, uint16_t * y, int64_t n) { kvq_get_kern
 void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n) { kvq_get_kernels().f16_to_f32(x, y, n); }
 
 void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
-    if (c.type != KVQ_TYPE_AFFINE || c.head_size % 16) {
-        kvq_traits(c.type)->encode(c, rows, valid, shared, codes, params);
-        return;
-    }
     static thread_local std::vector<uint8_t> work;
-    const kvq_view v = kvq_make_view(c);
-    work.resize(std::max(work.size(), kvq_encode_bytes(v)));
-    kvq_get_kernels().encode_affine(v, rows, valid, shared != nullptr, codes, params, work.data());
+    if (c.type == KVQ_TYPE_AFFINE && c.head_size % 16 == 0) {
+        const kvq_view v = kvq_make_view(c);
+        work.resize(std::max(work.size(), kvq_encode_bytes(v)));
+        kvq_get_kernels().encode_affine(v, rows, valid, shared != nullptr, codes, params, work.data());
+    } else if (c.type == KVQ_TYPE_LATTICE && c.head_size % 16 == 0) {
+        const kvq_lattice_view a = kvq_lattice_make_view(c);
+        work.resize(std::max(work.size(), kvq_lattice_encode_bytes(a)));
+        kvq_get_kernels().encode_lattice(a, rows, valid, shared != nullptr, codes, params, work.data());
+    } else {
+        kvq_traits(c.type)->encode(c, rows, valid, shared, codes, params);
+    }
 }

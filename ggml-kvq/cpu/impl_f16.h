@@ -22,7 +22,14 @@ template <int R> static void score_f16_rows(int dp, int n, const uint16_t * tile
     }
 }
 
-template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const uint16_t * tile, const float * p, const float * f, float * out) {
+// x[r] = f[r] * p[r]
+template <int R> static inline void times_rows(int n, const float * p, const float * f, float * x) {
+    for (int r = 0; r < R; r++) {
+        for (int i = r * n; i < (r + 1) * n; i += 16) { f32_store(x + i, f32_mul(f32_load(p + i), f32_set1(f[r]))); }
+    }
+}
+
+template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const uint16_t * tile, const float * p, float * out) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; r++) {
         for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16*i); }
@@ -31,7 +38,7 @@ template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const 
         f32x16 v[W];
         for (int i = 0; i < W; i++) { v[i] = f32_load_f16(tile + (size_t) t * dp + 16*i); }
         for (int r = 0; r < R; r++) {
-            const f32x16 x = f32_set1(p[(size_t) r * n + t] * f[r]);
+            const f32x16 x = f32_set1(p[(size_t) r * n + t]);
             for (int i = 0; i < W; i++) { acc[r][i] = f32_fma(v[i], x, acc[r][i]); }
         }
     }
@@ -41,9 +48,11 @@ template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const 
 }
 
 template <int R> static void accum_f16_rows(int dp, int n, const uint16_t * tile, const float * p, const float * f, float * out) {
+    float x[R * KVQ_MAX_CELLS];
+    times_rows<R>(n, p, f, x);
     int d = 0;
-    for (; d + 32 <= dp; d += 32) { accum_f16_lanes<R, 2>(dp, n, tile + d, p, f, out + d); }
-    for (; d < dp; d += 16)       { accum_f16_lanes<R, 1>(dp, n, tile + d, p, f, out + d); }
+    for (; d + 32 <= dp; d += 32) { accum_f16_lanes<R, 2>(dp, n, tile + d, x, out + d); }
+    for (; d < dp; d += 16)       { accum_f16_lanes<R, 1>(dp, n, tile + d, x, out + d); }
 }
 
 // ---------------------------------------------------------------- f32 tiles
@@ -67,7 +76,7 @@ template <int R> static void score_tile_rows(int dp, int n, const float * tile, 
     }
 }
 
-template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const float * tile, const float * p, const float * f, float * out) {
+template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const float * tile, const float * p, float * out) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; r++) {
         for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16*i); }
@@ -76,7 +85,7 @@ template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const
         f32x16 v[W];
         for (int i = 0; i < W; i++) { v[i] = f32_load(tile + (size_t) t * dp + 16*i); }
         for (int r = 0; r < R; r++) {
-            const f32x16 x = f32_set1(p[(size_t) r * n + t] * f[r]);
+            const f32x16 x = f32_set1(p[(size_t) r * n + t]);
             for (int i = 0; i < W; i++) { acc[r][i] = f32_fma(v[i], x, acc[r][i]); }
         }
     }
@@ -86,9 +95,11 @@ template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const
 }
 
 template <int R> static void accum_tile_rows(int dp, int n, const float * tile, const float * p, const float * f, float * out) {
+    float x[R * KVQ_MAX_CELLS];
+    times_rows<R>(n, p, f, x);
     int d = 0;
-    for (; d + 32 <= dp; d += 32) { accum_tile_lanes<R, 2>(dp, n, tile + d, p, f, out + d); }
-    for (; d < dp; d += 16)       { accum_tile_lanes<R, 1>(dp, n, tile + d, p, f, out + d); }
+    for (; d + 32 <= dp; d += 32) { accum_tile_lanes<R, 2>(dp, n, tile + d, x, out + d); }
+    for (; d < dp; d += 16)       { accum_tile_lanes<R, 1>(dp, n, tile + d, x, out + d); }
 }
 
 static void score_tile(int n_rows, int dp, int n, const float * tile, const float * q, float * logits) {

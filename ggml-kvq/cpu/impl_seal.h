@@ -47,6 +47,20 @@ static void ranges(const kvq_codec & c, const float * x, const uint8_t * valid, 
     }
 }
 
+// One tile's codes as bytes, quads [tile][n_quads][lane][4], into the bit fields of its parts.
+static void put_planes(int n_parts, const int * width, const int * shift, const int * n_chunks, const size_t * offset, int tile, int n_quads, const uint8_t * quads, uint8_t * codes) {
+    for (int part = 0; part < n_parts; part++) {
+        const int w = width[part], planes = 8 / w, mask = (1 << w) - 1;
+        for (int chunk = 0; chunk < n_chunks[part]; chunk++) {
+            u8x64 out = u8_field(u8_load(quads), 0, 0, 0);
+            for (int j = 0; j < planes && chunk * planes + j < n_quads; j++) {
+                out = u8_or(out, u8_field(u8_load(quads + ((size_t) tile * n_quads + chunk * planes + j) * KVQ_CHUNK_BYTES), shift[part], mask, j * w));
+            }
+            u8_store(codes + offset[part] + ((size_t) tile * n_chunks[part] + chunk) * KVQ_CHUNK_BYTES, out);
+        }
+    }
+}
+
 // work: see kvq_encode_bytes. head_size is a multiple of 16.
 static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work) {
     const kvq_codec & c = a.codec;
@@ -116,16 +130,7 @@ static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8
                 for (int i = 0; i < 16; i++) { __builtin_memcpy(to + 4*i, bytes + (size_t) (16*tile + i) * stride + 4*q, 4); }
             }
         }
-        for (int part = 0; part < a.n_parts; part++) {
-            const int w = a.width[part], planes = 8 / w, mask = (1 << w) - 1;
-            for (int chunk = 0; chunk < a.n_chunks[part]; chunk++) {
-                u8x64 out = u8_field(u8_load(quads), 0, 0, 0);
-                for (int j = 0; j < planes && chunk * planes + j < n_quads; j++) {
-                    out = u8_or(out, u8_field(u8_load(quads + ((size_t) tile * n_quads + chunk * planes + j) * KVQ_CHUNK_BYTES), a.shift[part], mask, j * w));
-                }
-                u8_store((uint8_t *) codes + a.offset[part] + ((size_t) tile * a.n_chunks[part] + chunk) * KVQ_CHUNK_BYTES, out);
-            }
-        }
+        put_planes(a.n_parts, a.width, a.shift, a.n_chunks, a.offset, tile, n_quads, quads, (uint8_t *) codes);
     }
 }
 

@@ -65,7 +65,7 @@ template <int R> static inline void softmax_rows(int n, float * logits, float sc
 
 static bool softmax(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask,
                     float * m, float * l, float * c, float * f, float * sums) {
-    float top[KVQ_MAX_RUN * KVQ_MAX_ROWS];
+    float top[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
     for (int i = 0; i < n_pages; i++) {
         float * x = logits + (size_t) i * n_rows * n;
         const int at = i * KVQ_MAX_ROWS;
@@ -76,34 +76,27 @@ static bool softmax(int n_rows, int n, int n_pages, float * logits, float scale,
 #undef CALL
     }
     bool moved = false;
-    for (int r = 0; r < n_rows; r += 16) {
-        float old[16], sum[16], now[16];
-        const int rows = imin(16, n_rows - r);
-        for (int i = 0; i < 16; i++) {
-            old[i] = i < rows ? m[r + i] : 0.0f;
-            sum[i] = i < rows ? l[r + i] : 0.0f;
-        }
-        for (int i = 0; i < n_pages; i++) {
-            for (int j = rows; j < 16; j++) { top[i * KVQ_MAX_ROWS + r + j] = sums[i * KVQ_MAX_ROWS + r + j] = 0.0f; }
-        }
-        f32x16 most = f32_load(old);
+    for (int r = 0; r < n_rows; r += 16) { // lanes behind the last row compute with what is there
+        const f32x16 old = f32_load(m + r);
+        f32x16 most = old;
         for (int i = 0; i < n_pages; i++) { most = f32_max(most, f32_load(top + i * KVQ_MAX_ROWS + r)); }
-        f32_store(now, most);
-        const f32x16 base = f32_max(most, f32_set1(LEAST)), by = f32_exp2(f32_sub(f32_load(old), base));
-        f32x16 s = f32_mul(f32_load(sum), by);
+        const f32x16 base = f32_max(most, f32_set1(LEAST)), by = f32_exp2(f32_sub(old, base));
+        f32x16 s = f32_mul(f32_load(l + r), by);
         for (int i = 0; i < n_pages; i++) {
             const f32x16 y = f32_exp2(f32_sub(f32_load(top + i * KVQ_MAX_ROWS + r), base));
             f32_store(f + i * KVQ_MAX_ROWS + r, y);
             s = f32_fma(y, f32_load(sums + i * KVQ_MAX_ROWS + r), s);
         }
+        float now[16], sum[16], turn[16];
+        f32_store(now, most);
         f32_store(sum, s);
-        float turn[16];
         f32_store(turn, by);
-        for (int i = 0; i < rows; i++) {
-            c[r + i] = now[i] > m[r + i] ? turn[i] : 1.0f;
-            moved |= now[i] > m[r + i];
+        for (int i = 0; i < imin(16, n_rows - r); i++) {
+            const bool up = now[i] > m[r + i];
+            c[r + i] = up ? turn[i] : 1.0f;
             m[r + i] = now[i];
             l[r + i] = sum[i];
+            moved |= up;
         }
     }
     return moved;

@@ -51,6 +51,12 @@ static inline f32x16 f32_absmax(f32x16 x, f32x16 y) {
     const __m256 m = _mm256_set1_ps(-0.0f);
     return { _mm256_max_ps(_mm256_andnot_ps(m, x.a), _mm256_andnot_ps(m, y.a)), _mm256_max_ps(_mm256_andnot_ps(m, x.b), _mm256_andnot_ps(m, y.b)) };
 }
+// where x < least: least = x, at = i
+static inline void   f32_keep_less(f32x16 & least, f32x16 & at, f32x16 x, f32x16 i) {
+    const __m256 a = _mm256_cmp_ps(x.a, least.a, _CMP_LT_OQ), b = _mm256_cmp_ps(x.b, least.b, _CMP_LT_OQ);
+    least = { _mm256_blendv_ps(least.a, x.a, a), _mm256_blendv_ps(least.b, x.b, b) };
+    at    = { _mm256_blendv_ps(at.a, i.a, a), _mm256_blendv_ps(at.b, i.b, b) };
+}
 // the largest value in every lane
 static inline f32x16 f32_max_all(f32x16 x) {
     __m256 a = _mm256_max_ps(x.a, x.b);

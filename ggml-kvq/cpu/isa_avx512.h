@@ -43,6 +43,12 @@ static inline f32x16 f32_floor(f32x16 a)              { return _mm512_roundscale
 static inline f32x16 f32_within(f32x16 a, float top)  { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(a), _mm512_set1_ps(top), _CMP_LE_OQ), a); }
 // max(|a|, |b|)
 static inline f32x16 f32_absmax(f32x16 a, f32x16 b)   { return _mm512_range_ps(a, b, 0x0b); }
+// where x < least: least = x, at = i
+static inline void   f32_keep_less(f32x16 & least, f32x16 & at, f32x16 x, f32x16 i) {
+    const __mmask16 less = _mm512_cmp_ps_mask(x, least, _CMP_LT_OQ);
+    least = _mm512_mask_mov_ps(least, less, x);
+    at    = _mm512_mask_mov_ps(at, less, i);
+}
 // the largest value in every lane
 static inline f32x16 f32_max_all(f32x16 a) {
     a = _mm512_max_ps(a, _mm512_shuffle_f32x4(a, a, 0x4e));

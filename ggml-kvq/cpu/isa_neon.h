@@ -50,6 +50,14 @@ static inline f32x16 f32_within(f32x16 a, float top) {
 static inline f32x16 f32_absmax(f32x16 a, f32x16 b)   { KVQ_EACH a.v[i] = vmaxq_f32(vabsq_f32(a.v[i]), vabsq_f32(b.v[i])); return a; }
 static inline float  f32_sum(f32x16 a)                { return vaddvq_f32(vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3]))); }
 static inline float  f32_hmax(f32x16 a)               { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3]))); }
+// where x < least: least = x, at = i
+static inline void   f32_keep_less(f32x16 & least, f32x16 & at, f32x16 x, f32x16 j) {
+    KVQ_EACH {
+        const uint32x4_t less = vcltq_f32(x.v[i], least.v[i]);
+        least.v[i] = vbslq_f32(less, x.v[i], least.v[i]);
+        at.v[i]    = vbslq_f32(less, j.v[i], at.v[i]);
+    }
+}
 // the largest value in every lane
 static inline f32x16 f32_max_all(f32x16 a)            { return f32_set1(f32_hmax(a)); }
 static inline float  f32_first(f32x16 a)              { return vgetq_lane_f32(a.v[0], 0); }

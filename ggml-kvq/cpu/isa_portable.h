@@ -41,6 +41,14 @@ static inline f32x16 f32_absmax(f32x16 a, f32x16 b)   { KVQ_EACH(16) a.v[i] = fa
 static inline f32x16 f32_exp2(f32x16 a)               { KVQ_EACH(16) a.v[i] = exp2f(a.v[i]); return a; }
 static inline float  f32_sum(f32x16 a)                { float s = 0; KVQ_EACH(16) s += a.v[i]; return s; }
 static inline float  f32_hmax(f32x16 a)               { float m = a.v[0]; KVQ_EACH(16) m = a.v[i] > m ? a.v[i] : m; return m; }
+// where x < least: least = x, at = i
+static inline void   f32_keep_less(f32x16 & least, f32x16 & at, f32x16 x, f32x16 j) {
+    KVQ_EACH(16) {
+        const bool less = x.v[i] < least.v[i];
+        least.v[i] = less ? x.v[i] : least.v[i];
+        at.v[i]    = less ? j.v[i] : at.v[i];
+    }
+}
 // the largest value in every lane
 static inline f32x16 f32_max_all(f32x16 a)            { return f32_set1(f32_hmax(a)); }
 static inline float  f32_first(f32x16 a)              { return a.v[0]; }

@@ -61,6 +61,7 @@ struct kvq_lattice_view {
     float  step;                     // point coordinate = step * (table - 64)
     const uint8_t * table;           // [d][max(n, 16)]
     const uint8_t * exact;           // low bytes, then high bytes of 2^15 + point, [2][d][max(n, 16)]
+    const float * points;            // [d][n]
 };
 
 // A query row, rotated and folded to int8: coordinate j of vector i is step/view.step * q8[j*dot_stride + i]; base = 64 * sum q8.
@@ -97,6 +98,7 @@ struct kvq_kernels {
     //   x = (cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask) / ln 2;  top[i] = max x[i] of a page;  m = max(m_old, top)
     //   logits[i] = 2^(x[i] - top[i]);  f[i] = 2^(top[i] - m);  l = l*c + sum_i f[i]*sums[i], sums[i] = sum logits[i];  c = 2^(m_old - m)
     // mask [page][KVQ_MAX_ROWS]: f16 of the n slots, NULL: none. f, sums: [page][KVQ_MAX_ROWS]. True when some c is not 1.
+    // m, l, f and sums can be read (f written) up to 15 values behind the rows.
     bool (*softmax)(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask,
                     float * m, float * l, float * c, float * f, float * sums);
     // out *= c
@@ -112,6 +114,8 @@ struct kvq_kernels {
 
     // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes
     void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work);
+    // As kvq_lattice_encode, likewise; work: kvq_lattice_encode_bytes
+    void (*encode_lattice)(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work);
 };
 
 extern const kvq_kernels kvq_kernels_portable;

@@ -2,6 +2,7 @@
 // with wider instructions could be picked by the linker for every ISA.
 #include "kernels.h"
 #include "../types/affine.h"
+#include "../types/lattice.h"
 
 #include <math.h>
 
@@ -72,6 +73,7 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
 #include "impl_softmax.h"
 #include "impl_seal.h"
 #include "impl_predict.h"
+#include "impl_seal_lattice.h"
 
 #define KVQ_KERNELS(name, available)                                                                        \
     { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row,                                      \
@@ -79,4 +81,5 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
         { KVQ_NS::score_affine, KVQ_NS::accum_affine, KVQ_NS::affine_to_tile, 1 << 30 } },                           \
       KVQ_NS::score_lattice, KVQ_NS::accum_lattice, KVQ_NS::score_rope,                                     \
       KVQ_NS::score_tile, KVQ_NS::accum_tile, KVQ_NS::softmax, KVQ_NS::scale_row,                                  \
-      KVQ_NS::quantise_row, KVQ_NS::predict, KVQ_NS::lattice_rows, KVQ_NS::rows_to_f16, KVQ_NS::encode_affine }
+      KVQ_NS::quantise_row, KVQ_NS::predict, KVQ_NS::lattice_rows, KVQ_NS::rows_to_f16,                     \
+      KVQ_NS::encode_affine, KVQ_NS::encode_lattice }

@@ -13,6 +13,7 @@ struct table {
     float step;
     std::vector<uint8_t> bytes; // [d][max(n, 16)], coordinate = step * (byte - 64)
     std::vector<uint8_t> exact; // [2][d][max(n, 16)], low and high bytes of 2^15 + point
+    std::vector<float>   points; // [d][n]
 };
 
 const table & table_of(const kvq_grid & g) {
@@ -29,11 +30,13 @@ const table & table_of(const kvq_grid & g) {
         t.step = (float) top / (63.0f * 4096.0f);
         t.bytes.assign((size_t) g.d * stride, 64);
         t.exact.assign((size_t) 2 * g.d * stride, 0);
+        t.points.resize((size_t) g.n * g.d);
         for (int i = 0; i < g.n; i++) {
             for (int j = 0; j < g.d; j++) {
                 const unsigned unit = (unsigned) (g.unit[i * g.d + j] + 32768);
                 t.exact[(size_t) j * stride + i] = (uint8_t) unit;
                 t.exact[(size_t) (g.d + j) * stride + i] = (uint8_t) (unit >> 8);
+                t.points[(size_t) j * g.n + i] = (float) g.unit[i * g.d + j] * (1.0f / 4096.0f);
                 t.bytes[(size_t) j * stride + i] = (uint8_t) (64 + lrintf((float) g.unit[i * g.d + j] * 63.0f / (float) top));
             }
         }
@@ -65,7 +68,13 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.step      = t.step;
     a.table     = t.bytes.data();
     a.exact     = t.exact.data();
+    a.points    = t.points.data();
     return a;
+}
+
+size_t kvq_lattice_encode_bytes(const kvq_lattice_view & a) {
+    const size_t n = (size_t) a.codec.n_cells, n_vec = (size_t) a.codec.head_size / a.d, n_quads = (size_t) (a.n_dots + 3) / 4;
+    return 4 * n * a.codec.head_size + n * n_vec + a.n_tiles * n_quads * 64 + 64;
 }
 
 void kvq_lattice_queries::fold(const kvq_lattice_view & a, int n_rows, int dp, const float * q) {

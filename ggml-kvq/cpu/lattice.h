@@ -6,6 +6,7 @@
 #include <vector>
 
 kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c);
+size_t kvq_lattice_encode_bytes(const kvq_lattice_view & a);
 
 // Rotates and folds n_rows queries of stride dp. The result points into `store`.
 struct kvq_lattice_queries {

@@ -7,33 +7,6 @@ namespace KVQ_NS {
 
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) { return dot4(acc, codes, i8_set4(w)); }
 
-// w = x*scale as int8 over n values (padded with zeros to n_pad); returns the step, and sum x*zero
-static inline float fold_row(int n, int n_pad, const float * x, const float * scale, const float * zero, int8_t * w8, float * base) {
-    float  w[KVQ_MAX_HEAD];
-    f32x16 top = f32_set1(0.0f), sum = f32_set1(0.0f);
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const f32x16 v = f32_load(x + i);
-        const f32x16 y = f32_mul(v, f32_load(scale + i));
-        sum = f32_fma(v, f32_load(zero + i), sum);
-        top = f32_absmax(top, y);
-        f32_store(w + i, y);
-    }
-    float amax = f32_hmax(top), tail = 0.0f;
-    for (; i < n; i++) {
-        w[i]  = x[i] * scale[i];
-        tail += x[i] * zero[i];
-        amax  = fmaxf(amax, fabsf(w[i]));
-    }
-    for (; i < n_pad; i++) { w[i] = 0.0f; }
-    *base = f32_sum(sum) + tail;
-    const f32x16 inv = f32_set1(amax > 0.0f ? 127.0f / amax : 0.0f);
-    for (int j = 0; j < n_pad; j += 16) {
-        i8_store(w8 + j, f32_mul(f32_load(w + j), inv));
-    }
-    return amax / 127.0f;
-}
-
 template <int W> static constexpr int lattice_stride() { return W < 4 ? 16 : 1 << W; }
 
 // indices of 16 lanes and the dots 4k .. 4k+3 of a tile
@@ -63,47 +36,76 @@ static inline void lattice_scales(const kvq_lattice_view & a, const void * param
     }
 }
 
-template <int W, int R> static void score_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const kvq_lattice_query * q, float * logits) {
+// sums of R rows against T tiles of 16 cells
+template <int W, int R, int T> static inline void score_lattice_tiles(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, const kvq_lattice_query * q, float * logits) {
     const int n = a.codec.n_cells, n_k = (a.n_dots + 3) / 4;
-    for (int t0 = 0; t0 < n; t0 += 16) {
-        i32x16 acc[R];
-        for (int r = 0; r < R; r++) { acc[r] = i32_zero(); }
-        for (int k = 0; k < n_k; k++) {
-            const u8x64 index = lattice_index<W>(a, codes, t0 / 16, k);
-            for (int j = 0; j < a.d; j++) {
-                const u8x64 x = u8_lookup<(1 << W)>(index, a.table + (size_t) j * lattice_stride<W>());
-                for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], x, q[r].q8 + j * a.dot_stride + 4*k); }
+    i32x16 acc[T][R];
+    for (int t = 0; t < T; t++) {
+        for (int r = 0; r < R; r++) { acc[t][r] = i32_zero(); }
+    }
+    for (int k = 0; k < n_k; k++) {
+        u8x64 index[T];
+        for (int t = 0; t < T; t++) { index[t] = lattice_index<W>(a, codes, tile + t, k); }
+        for (int j = 0; j < a.d; j++) {
+            u8x64 x[T];
+            for (int t = 0; t < T; t++) { x[t] = u8_lookup<(1 << W)>(index[t], a.table + (size_t) j * lattice_stride<W>()); }
+            for (int r = 0; r < R; r++) {
+                const i8x4 w = i8_set4(q[r].q8 + j * a.dot_stride + 4*k);
+                for (int t = 0; t < T; t++) { acc[t][r] = dot4(acc[t][r], x[t], w); }
             }
         }
-        const f32x16 s = f32_load(scale + t0);
+    }
+    for (int t = 0; t < T; t++) {
+        const f32x16 s = f32_load(scale + 16*(tile + t));
         for (int r = 0; r < R; r++) {
-            f32_store(logits + (size_t) r * n + t0, f32_mul(f32_mul(f32_add(f32_from_i32(acc[r]), f32_set1(-q[r].base)), f32_set1(q[r].step)), s));
+            f32_store(logits + (size_t) r * n + 16*(tile + t), f32_mul(f32_mul(f32_add(f32_from_i32(acc[t][r]), f32_set1(-q[r].base)), f32_set1(q[r].step)), s));
         }
     }
 }
 
+template <int W, int R> static void score_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const kvq_lattice_query * q, float * logits) {
+    for (int tile = 0; tile < a.codec.n_cells / 16; tile += KVQ_TILES) { // 32 cells or a multiple
+        score_lattice_tiles<W, R, KVQ_TILES>(a, codes, tile, scale, q, logits);
+    }
+}
+
+// p*scale under the page's largest scale, p <= 1: w8 in 0..127, the same step for every row
 template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const float * p, const float * f, float * out) {
+    constexpr int J = KVQ_TILES; // coordinates that share an index
     const int n = a.codec.n_cells, stride = a.n_tiles * 16;
+    f32x16 top = f32_load(scale);
+    for (int t = 16; t < n; t += 16) { top = f32_max(top, f32_load(scale + t)); }
+    const float most = f32_hmax(top);
+    const f32x16 inv = f32_set1(most > 0.0f ? 127.0f / (most > 1e-36f ? most : 1e-36f) : 0.0f);
     int8_t w8[R * KVQ_MAX_CELLS];
     float  step[R], base[R];
     for (int r = 0; r < R; r++) {
-        float unused;
-        step[r] = fold_row(n, n, p + (size_t) r * n, scale, scale, w8 + r * n, &unused) * a.step * f[r];
+        for (int t = 0; t < n; t += 16) { i8_store(w8 + r * n + t, f32_mul(f32_mul(f32_load(p + (size_t) r * n + t), f32_load(scale + t)), inv)); }
+        step[r] = most * (1.0f / 127.0f) * a.step * f[r];
         int sum = 0;
         for (int t = 0; t < n; t++) { sum += w8[r * n + t]; }
         base[r] = -64.0f * (float) sum;
     }
     for (int tile = 0; tile < a.n_tiles; tile++) {
-        for (int j = 0; j < a.d; j++) {
-            i32x16 acc[R];
-            for (int r = 0; r < R; r++) { acc[r] = i32_zero(); }
-            for (int k = 0; k < n / 4; k++) {
-                const u8x64 x = u8_lookup<(1 << W)>(lattice_index<W>(a, codes, tile, k), a.table + (size_t) j * lattice_stride<W>());
-                for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], x, w8 + r * n + 4*k); }
+        for (int j0 = 0; j0 < a.d; j0 += J) {
+            i32x16 acc[J][R];
+            for (int j = 0; j < J; j++) {
+                for (int r = 0; r < R; r++) { acc[j][r] = i32_zero(); }
             }
-            for (int r = 0; r < R; r++) {
-                float * o = out + (size_t) r * a.d * stride + j * stride + tile * 16;
-                f32_store(o, f32_fma(f32_add(f32_from_i32(acc[r]), f32_set1(base[r])), f32_set1(step[r]), f32_load(o)));
+            for (int k = 0; k < n / 4; k++) {
+                const u8x64 index = lattice_index<W>(a, codes, tile, k);
+                u8x64 x[J];
+                for (int j = 0; j < J; j++) { x[j] = u8_lookup<(1 << W)>(index, a.table + (size_t) (j0 + j) * lattice_stride<W>()); }
+                for (int r = 0; r < R; r++) {
+                    const i8x4 w = i8_set4(w8 + r * n + 4*k);
+                    for (int j = 0; j < J; j++) { acc[j][r] = dot4(acc[j][r], x[j], w); }
+                }
+            }
+            for (int j = 0; j < J; j++) {
+                for (int r = 0; r < R; r++) {
+                    float * o = out + (size_t) r * a.d * stride + (j0 + j) * stride + tile * 16;
+                    f32_store(o, f32_fma(f32_add(f32_from_i32(acc[j][r]), f32_set1(base[r])), f32_set1(step[r]), f32_load(o)));
+                }
             }
         }
     }

@@ -138,7 +138,7 @@ void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale)
     }
 }
 
-static void put_scales(const kvq_codec & c, const float * rms, void * params) {
+void kvq_lattice_put_scales(const kvq_codec & c, const float * rms, void * params) {
     uint8_t * p = (uint8_t *) params;
     if (!c.scale) {
         for (int t = 0; t < c.n_cells; t++) {
@@ -239,7 +239,7 @@ void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_
         }
         rms[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum / D) : 0.0f;
     }
-    put_scales(c, rms.data(), params);
+    kvq_lattice_put_scales(c, rms.data(), params);
     if (!shared) {
         put_indices(c, x.data(), params, codes);
     }

@@ -35,6 +35,7 @@ bool         kvq_lattice_match    (const kvq_codec & c, const uint16_t * rows, u
 void         kvq_lattice_assign   (const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
 
 void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale); // [n_cells]
+void kvq_lattice_put_scales(const kvq_codec & c, const float * rms, void * params); // root mean square of every cell's row
 
 // Geometry: parts of an index, lanes and dots as in affine.h.
 kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c);
