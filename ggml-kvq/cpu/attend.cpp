@@ -136,13 +136,25 @@ struct lane_part {
     }
 };
 
-// The blocks of a page lie in four places, and those of a KV head n_head blocks apart: beyond what the hardware foresees.
-void prefetch(const void * codes, const void * params, int kvh, const kvq_view & sealed, const kvq_view & open) {
-    const kvq_view & v = params ? sealed : open;
-    const char * c = (const char *) codes + kvh * v.nb_codes, * p = (const char *) params + kvh * v.nb_params;
-    for (size_t i = 0; c && i < std::min<size_t>(v.nb_codes, 4096); i += 64) { __builtin_prefetch(c + i); }
-    for (size_t i = 0; params && i < v.nb_params; i += 64)                   { __builtin_prefetch(p + i); }
-}
+// Blocks that the next call of run_head reads. A page's blocks lie in four places, and those of a KV head n_head blocks apart, which is
+// beyond what the hardware foresees. They are asked for in parts between the kernels: in one burst they hold up the loads behind them.
+struct ahead {
+    int n_pages = 0, kvh = 0;
+    const kvq_page * page[KVQ_MAX_RUN];
+
+    static void ask(const void * codes, const void * params, int kvh, const kvq_view & sealed, const kvq_view & open) {
+        const kvq_view & v = params ? sealed : open;
+        const char * c = (const char *) codes + kvh * v.nb_codes, * p = (const char *) params + kvh * v.nb_params;
+        for (size_t i = 0; c && i < std::min<size_t>(v.nb_codes, 4096); i += 64) { __builtin_prefetch(c + i); }
+        for (size_t i = 0; params && i < v.nb_params; i += 64)                   { __builtin_prefetch(p + i); }
+    }
+    void keys(const stream_plan & s, int from, int to) const {
+        for (int i = from; i < std::min(to, n_pages); i++) { ask(page[i]->k_codes, page[i]->k_params, kvh, s.k, s.k_open); }
+    }
+    void values(const stream_plan & s) const {
+        for (int i = 0; i < n_pages; i++) { ask(page[i]->v_codes, page[i]->v_params, kvh, s.v, s.v_open); }
+    }
+};
 
 // Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is.
 bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, uint16_t * out, const uint16_t ** use) {
@@ -174,12 +186,13 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, 
 }
 
 // One KV head against a run.
-void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r) {
+void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next) {
     const kvq_attn & p = *s.p;
     const bool f32 = p.flags & KVQ_ATTN_F32;
     const int  n = r.page[0]->n_slots, rows = r.n_rows;
     const size_t per_page = (size_t) rows * n;
     const float * q = h.q + (size_t) r.first * s.dpk;
+    next.keys(s, 0, KVQ_MAX_RUN / 2);
     for (int i = 0; i < r.n_pages;) {
         const lane_part k(K, s.k, s.k_open, r, i, false, h.kvh, f32, s.rope || s.folded_k, s.rope, w);
         float * to = w.logits + i * per_page;
@@ -197,6 +210,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
         i += k.run.n_pages;
     }
 
+    next.keys(s, KVQ_MAX_RUN / 2, KVQ_MAX_RUN);
     float c[KVQ_MAX_ROWS], f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16], sums[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
     float * const out = h.out + (size_t) r.first * s.dpv, * const rot = h.rot + r.first * s.rot;
     if (K.softmax(rows, n, r.n_pages, w.logits, p.scale, p.softcap, h.slope + r.first, r.mask, h.m + r.first, h.l + r.first, c, f, sums)) {
@@ -214,6 +228,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
         }
     }
 
+    next.values(s);
     for (int i = 0; i < r.n_pages;) {
         const lane_part v(K, s.v, s.v_open, r, i, true, h.kvh, f32, s.rotated_v, false, w);
         const float * prob = w.logits + i * per_page, * by = f + i * KVQ_MAX_ROWS;
@@ -282,16 +297,13 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
     int slot = 0; // of w.mask
     const auto flush = [&](int next) {
         for (int h = 0; run.n_pages && h < n_heads; h++) {
-            for (int i = 0; i < run.n_pages; i++) {
-                const bool here = h + 1 < n_heads;
-                if (here || next + i < page1) {
-                    const kvq_page & page = here ? *run.page[i] : p.pages[next + i];
-                    const int kvh = kvh0 + (here ? h + 1 : 0);
-                    prefetch(page.k_codes, page.k_params, kvh, s.k, s.k_open);
-                    prefetch(page.v_codes, page.v_params, kvh, s.v, s.v_open);
-                }
+            const bool here = h + 1 < n_heads;
+            ahead a;
+            a.kvh = kvh0 + (here ? h + 1 : 0);
+            for (int i = 0; i < run.n_pages && (here || next + i < page1); i++) {
+                a.page[a.n_pages++] = here ? run.page[i] : &p.pages[next + i];
             }
-            run_head(K, s, w, w.heads[(size_t) h], run);
+            run_head(K, s, w, w.heads[(size_t) h], run, a);
         }
         run.n_pages = 0;
     };
