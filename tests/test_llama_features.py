@@ -205,6 +205,8 @@ WALKS = [
     ("kivi", "bits=4", 0.03),
     ("kivi", "bits=4,group=64,scales=u8", 0.05),
     ("xquant", "", 1.5),
+    ("zipcache", "interval=64,salient=1", 0.06),
+    ("zipcache", "interval=64,salient=0.5", 0.6),
 ]
 
 
@@ -223,7 +225,7 @@ def test_random_walk_follows_upstream(
     assert len(kld) > 40 and np.mean(kld) < limit
 
 
-@pytest.mark.parametrize("method", ["f16", "kivi", "xquant"])
+@pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache"])
 def test_saved_sequence_reads_back_equal(demo_model: Path, method: str) -> None:
     c = Context(demo_model, method, "", 2, unified=False)
     tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
@@ -394,7 +396,7 @@ def server(demo_model: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "limit"), [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2)]
+    ("method", "limit"), [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2), ("zipcache", 1e-3)]
 )
 def test_two_streams_in_one_batch_answer_as_alone(
     demo_model: Path, method: str, limit: float

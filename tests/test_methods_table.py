@@ -100,6 +100,14 @@ def test_unknown_method_names_the_known_ones(lib):
         ("xquant", "eta1=0.6", "eta1=0.6"),
         ("xquant", "eta2=inf", "eta2=inf"),
         ("xquant", "shared=all", "shared=all"),
+        ("zipcache", "salient=1.1", "salient=1.1"),
+        ("zipcache", "interval=100", "interval=100"),
+        ("zipcache", "interval=288", "interval=288"),
+        ("zipcache", "hi=5", "hi=5"),
+        ("zipcache", "lo=0", "lo=0"),
+        ("zipcache", "probe=0", "probe=0"),
+        ("zipcache", "eta=0.5", "eta=0.5"),
+        ("zipcache", "normalise=yes", "normalise=yes"),
     ],
 )
 def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
@@ -122,6 +130,7 @@ def test_options_have_an_effect(lib, table, method):
         "bits": 3, "k_bits": 1, "v_bits": 1, "levels": "mid", "eta": 0.1, "group": 64, "group_v": 16, "window": 512, "sinks": 64,
         "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
         "shared": "none", "grid": "d4", "predictor": "none", "first_bits": 2, "weights": "4",
+        "hi": 3, "lo": 1, "salient": 0.4, "interval": 96, "probe": 0.2, "normalise": False,
     }  # fmt: skip
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
@@ -132,5 +141,5 @@ def test_options_have_an_effect(lib, table, method):
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
         assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
         a, b = (native.plan(lib, method, o, shapes, 8192) for o in (more, {**more, key: other[key]}))
-        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid"):  # these change values, not bytes
+        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid", "probe", "normalise"):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"

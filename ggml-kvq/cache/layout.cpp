@@ -44,6 +44,9 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     if (plan.holds_chain && lane.chained) {
         l.bytes_chain = kvq_pad(kvq_chain::bytes(n_stream, l.n_pages, l.page_cells, n_head * l.codec.head_size, l.nb_frame), KVQ_ALIGN);
     }
+    if (plan.probe > 0.0f && !value) { // sums per head, and who saw a cell
+        l.bytes_tables += kvq_pad((size_t) n_stream * l.n_frames * l.page_cells * (4 * (size_t) n_head + 4), KVQ_ALIGN);
+    }
     if (plan.holds_positions && !value) {
         l.bytes_tables += kvq_pad(4 * pages * l.page_cells, KVQ_ALIGN);
     }
@@ -63,7 +66,8 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value) {
     s.page_cells    = std::max(s.page_cells, (int32_t) l.page_cells);
     values[value]  += n;
     bytes [value]  += (double) l.bytes();
-    code_bits      += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : (double) l.codec.bits) * n;
+    const double hi = l.codec.type == KVQ_TYPE_MIXED ? (double) l.codec.n_hi / l.codec.n_cells : 0.0;
+    code_bits      += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : hi * l.codec.hi + (1.0 - hi) * l.codec.bits) * n;
 }
 
 void kvq_accounting::finish() {

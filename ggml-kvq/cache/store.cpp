@@ -188,6 +188,9 @@ void kvq_lane::open_page(int s, int p, bool keep) {
             }
         }
         counters->n_reopened++;
+        for (int h = 0; saliency && !value && h < l.n_head; h++) {
+            saliency->reopen(s, p, h, params_at(s, p, h));
+        }
     }
     take_frame(s, p);
     if (i.state == KVQ_PAGE_SEALED && keep) {
@@ -203,6 +206,7 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
     // runs of rows that go to one page: open it once, and know whether all of it is overwritten
     for (int64_t i = 0; i < n;) {
         const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
+        streams[s].first = i && idx[i - 1] / l.n_cells == s ? streams[s].first : (int) (idx[i] % l.n_cells);
         int64_t j = i + 1;
         while (j < n && idx[j] / l.n_cells == s && (int) (idx[j] % l.n_cells) / l.page_cells == p) {
             j++;
@@ -220,6 +224,9 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
                 pi.n_valid++;
             }
             pi.stamp = ++streams[s].clock;
+            if (saliency && !value) {
+                saliency->forget(s, p, slot);
+            }
         }
         i = j;
     }
@@ -278,6 +285,12 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
     std::vector<kvq_page_block> blocks;
     for (int p : due) {
         blocks.push_back(block(s, p, info(s, p).frame));
+        for (int h = 0; saliency && h < l.n_head; h++) {
+            saliency->choose(s, p, h, valid(s, p), params_at(s, p, h));
+        }
+        if (saliency && value) { // keys sealed before
+            saliency->drop(s, p);
+        }
     }
     std::vector<std::vector<uint16_t>> left; // tiles less what sealed pages leave out
     for (size_t i = 0; x.active() && i < due.size(); i++) {
@@ -406,6 +419,9 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
     if (p < l.n_sink_pages || l.is_f16() || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
         return false;
     }
+    if (saliency && value) {
+        saliency->drop(s, p);
+    }
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
     std::vector<uint8_t>  new_codes(l.nb_codes * l.n_head), new_params(l.nb_params * l.n_head), codes_copy;
@@ -502,6 +518,9 @@ void kvq_lane::copy_stream(int from, int to) {
         }
         set_state(to, p, (kvq_page_state) src.state);
     }
+    if (saliency) {
+        saliency->copy(from, to);
+    }
     streams[to].clock = streams[from].clock;
     is_dirty = true; // frames taken from scratch go home at the next commit
 }
@@ -574,6 +593,9 @@ void kvq_lane::clear() {
         for (int f = l.is_f16() ? 0 : l.n_frames; f > 0; f--) {
             st.free_frames.push_back(f - 1);
         }
+    }
+    if (saliency) {
+        saliency->clear();
     }
     std::fill(valid_bits.begin(), valid_bits.end(), 0);
     is_dirty = waiting = false;

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "device.h"
+#include "saliency.h"
 #include "transform.h"
 
 #include <functional>
@@ -99,6 +100,9 @@ public:
     // What sealed pages leave out; before anything is written, the rotor before the first restored or written key.
     void set_transform(const kvq_transform & t) { x = t; }
     const kvq_transform & transform() const { return x; }
+    // Who chooses the salient cells of pages about to seal; shared by the two lanes of a layer. Host memory only.
+    void set_saliency(kvq_saliency * s) { saliency = s; }
+    int first_written(int stream) const { return streams[stream].first; } // cell of the first row of the last write
     // Open rows of a lane with a rotor: fn as in edit(), and the position moves by by[cell]. Sealed pages need their positions moved only.
     void shift_open(int stream, const int32_t * by, const std::function<void(int cell, int head, uint16_t * row)> & fn);
 
@@ -115,6 +119,7 @@ public:
 private:
     struct stream_state {
         uint64_t clock = 0;
+        int      first = 0;
         std::vector<int> open;        // open pages
         std::vector<int> free_frames; // own frames not in use
     };
@@ -154,6 +159,7 @@ private:
     kvq_scratch    * scratch;
     kvq_counters   * counters;
     kvq_device     & device;
+    kvq_saliency   * saliency = nullptr;
 
     uint8_t * memory = nullptr; // codes, params, frames
     size_t    nb_memory = 0;

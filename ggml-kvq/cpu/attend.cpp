@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "lattice.h"
 #include "../types/f16.h"
+#include "../types/mixed.h"
 #include "../types/types.h"
 
 #include <algorithm>
@@ -30,6 +31,9 @@ struct stream_plan {
     float * lse;
     kvq_view k, v, k_open, v_open;
     kvq_lattice_view lk, lv;
+    bool mixed;            // pages of two widths, read part by part
+    kvq_view kp[2], vp[2]; // their parts
+    kvq_mixed_map km, vm;
     bool rope, folded_k, rotated_v; // lattice: keys lack their rotary embedding or mean; int8 keys; values leave a rotated sum
     int gqa, n_rows, n_blocks, n_active; // rows of a KV head; pages that hold anything
     int n_groups, n_splits;
@@ -54,17 +58,18 @@ struct head_rows {
 
 // One thread's working set, grown to the largest task and kept.
 struct workspace {
-    float * logits, * tile, * floats;
-    uint16_t * mask, * rows;
+    float * logits, * tile, * floats, * part; // part: rows of dpv, of a mixed page
+    uint16_t * mask, * rows, * part_mask;
     void  * work;
     std::vector<head_rows> heads;
 
-    struct sizes { size_t floats = 0, slots = 0, tile = 0, work = 0, heads = 0; };
+    struct sizes { size_t floats = 0, slots = 0, tile = 0, work = 0, heads = 0, part = 0, part_mask = 0; };
 
     void fit(const sizes & z) {
         size_t at = 0;
         const auto take = [&](size_t nb) { const size_t here = at; at += (nb + 63) / 64 * 64; return here; };
-        const size_t o[6] = { take(4*z.floats), take(4*z.slots), take(4*z.tile), take(2*z.slots), take(2*z.tile), take(z.work) };
+        const size_t o[8] = { take(4*z.floats), take(4*z.slots), take(4*z.tile), take(2*z.slots), take(2*z.tile), take(z.work),
+                              take(4*z.part), take(2*z.part_mask) };
         if (at > size) {
             memory.reset((uint8_t *) aligned_alloc(64, at));
             if (!memory) {
@@ -76,6 +81,7 @@ struct workspace {
         uint8_t * m = memory.get();
         floats = (float *) (m + o[0]); logits = (float *) (m + o[1]); tile = (float *) (m + o[2]);
         mask = (uint16_t *) (m + o[3]); rows = (uint16_t *) (m + o[4]); work = m + o[5];
+        part = (float *) (m + o[6]); part_mask = (uint16_t *) (m + o[7]);
         if (heads.size() < z.heads) {
             heads.resize(z.heads);
         }
@@ -185,29 +191,42 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, 
     return any;
 }
 
+// Logits of the pages of a run from page i on that are of one kind; how many there are.
+int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r, int i, const float * q, float * to) {
+    const kvq_attn & p = *s.p;
+    const int n = r.page[0]->n_slots, rows = r.n_rows;
+    const lane_part k(K, s.k, s.k_open, r, i, false, h.kvh, p.flags & KVQ_ATTN_F32, s.rope || s.folded_k, s.rope, w);
+    if (!k.kernels && s.rope) {
+        K.score_rope(s.lk, rows, (const uint8_t *) k.run.codes[0], k.run.params[0], p.k_mean ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary,
+                     p.positions ? p.positions + r.page[i]->cell : nullptr, s.dpk, q, to);
+    } else if (!k.kernels) {
+        K.score_lattice(s.lk, rows, k.run, h.folded.rows.data() + r.first, to);
+    } else if (k.tile) {
+        k.kernels->to_tile(*k.view, k.run.codes[0], k.run.params[0], w.tile, w.work);
+        K.score_tile(rows, s.dpk, n, w.tile, q, to);
+    } else {
+        k.kernels->score(*k.view, rows, k.run, q, to, w.work);
+    }
+    return k.run.n_pages;
+}
+
+void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r);
+#include "attend_mixed.h"
+
 // One KV head against a run.
 void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next) {
     const kvq_attn & p = *s.p;
+    if (s.mixed && (r.n_pages > 1 || one_set(s, *r.page[0], h.kvh))) {
+        run_mixed(K, s, w, h, r);
+        return;
+    }
     const bool f32 = p.flags & KVQ_ATTN_F32;
     const int  n = r.page[0]->n_slots, rows = r.n_rows;
     const size_t per_page = (size_t) rows * n;
     const float * q = h.q + (size_t) r.first * s.dpk;
     next.keys(s, 0, KVQ_MAX_RUN / 2);
     for (int i = 0; i < r.n_pages;) {
-        const lane_part k(K, s.k, s.k_open, r, i, false, h.kvh, f32, s.rope || s.folded_k, s.rope, w);
-        float * to = w.logits + i * per_page;
-        if (!k.kernels && s.rope) {
-            K.score_rope(s.lk, rows, (const uint8_t *) k.run.codes[0], k.run.params[0], p.k_mean ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary,
-                         p.positions ? p.positions + r.page[i]->cell : nullptr, s.dpk, q, to);
-        } else if (!k.kernels) {
-            K.score_lattice(s.lk, rows, k.run, h.folded.rows.data() + r.first, to);
-        } else if (k.tile) {
-            k.kernels->to_tile(*k.view, k.run.codes[0], k.run.params[0], w.tile, w.work);
-            K.score_tile(rows, s.dpk, n, w.tile, q, to);
-        } else {
-            k.kernels->score(*k.view, rows, k.run, q, to, w.work);
-        }
-        i += k.run.n_pages;
+        i += score_part(K, s, w, h, r, i, q, w.logits + i * per_page);
     }
 
     next.keys(s, KVQ_MAX_RUN / 2, KVQ_MAX_RUN);
@@ -245,7 +264,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
 }
 
 // Queries are gathered because query heads and tokens have free strides.
-void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, int r0, int n_rows, size_t & at) {
+void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, int r0, int n_rows, size_t & at, const int32_t * tokens = nullptr) {
     const kvq_attn & p = *s.p;
     const auto take = [&](size_t n) { float * here = w.floats + at; at += (n + 15) / 16 * 16; return here; };
     const size_t dk = (size_t) p.k.head_size, rows = (size_t) n_rows;
@@ -257,7 +276,7 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     h.l   = take(rows + 16);
     h.weight = take(rows);
     for (int r = 0; r < n_rows; r++) {
-        const int iq = (r0 + r) / s.gqa, head = kvh * s.gqa + (r0 + r) % s.gqa;
+        const int token = (r0 + r) / s.gqa, iq = tokens ? tokens[token] : token, head = kvh * s.gqa + (r0 + r) % s.gqa;
         float * q = h.q + (size_t) r * s.dpk;
         memcpy(q, p.q + iq * p.q_stride_token + head * p.q_stride_head, 4 * dk);
         memset(q + dk, 0, 4 * (s.dpk - dk));
@@ -355,13 +374,13 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
     const int iq = row / s.gqa, h = kvh * s.gqa + row % s.gqa;
     float * dst = p.dst + iq * p.dst_stride_token + h * p.dst_stride_head;
     float c = 1.0f;
-    if (s.lse) {
-        s.lse[(size_t) iq * p.n_head + h] = l > 0.0f ? m + logf(l) : -INFINITY;
-    }
     if (p.sinks) { // one more logit without a value
         const float sink = p.sinks[h] * LOG2_E, top = std::max(m, sink);
         c = m == -INFINITY ? 0.0f : exp2f(m - top);
         l = l * c + exp2f(sink - top);
+    }
+    if (s.lse) { // nothing seen: -inf
+        s.lse[(size_t) iq * p.n_head + h] = std::max(m, p.sinks ? p.sinks[h] * LOG2_E : m) / LOG2_E + logf(l);
     }
     const float inv = l > 0.0f ? c / l : 0.0f;
     for (int d = 0; d < p.v.head_size; d++) {
@@ -391,6 +410,43 @@ void merge_rows(const stream_plan & s, float * partial) {
         store_row(s, kvh, row, a[0], a[1], a + 2);
     }
 }
+
+// Everything that does not depend on the other streams of the call; the most cells of a page.
+int make_plan(stream_plan & s, const kvq_attn & attn) {
+    s.p = &attn;
+    s.gqa      = attn.n_head / attn.n_head_kv;
+    s.n_rows   = s.gqa * attn.n_q;
+    s.n_blocks = (s.n_rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
+    s.k = kvq_make_view(attn.k);
+    s.v = kvq_make_view(attn.v);
+    s.k_open = kvq_make_open_view(attn.k);
+    s.v_open = kvq_make_open_view(attn.v);
+    s.dpk = s.k.dp;
+    s.dpv = s.v.dp;
+    const bool lattice_k = attn.k.type == KVQ_TYPE_LATTICE, lattice_v = attn.v.type == KVQ_TYPE_LATTICE, f32 = attn.flags & KVQ_ATTN_F32;
+    if (lattice_k) { s.lk = kvq_lattice_make_view(attn.k); }
+    if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
+    s.rope      = lattice_k && (attn.rotary || attn.k_mean);
+    s.folded_k  = lattice_k && !s.rope && !f32;
+    s.rotated_v = lattice_v && !f32;
+    s.rot       = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
+    s.mixed = attn.k.type == KVQ_TYPE_MIXED && attn.v.type == KVQ_TYPE_MIXED && !f32;
+    if (s.mixed) {
+        plan_mixed(s);
+    }
+    s.n_head_log2 = 1;
+    while (2 * s.n_head_log2 <= attn.n_head) { s.n_head_log2 *= 2; }
+    s.m0 = powf(2.0f, -attn.max_bias        / (float) s.n_head_log2);
+    s.m1 = powf(2.0f, -attn.max_bias / 2.0f / (float) s.n_head_log2);
+    s.n_active = 0;
+    int cells = attn.k.n_cells;
+    for (int j = 0; j < attn.n_pages; j++) {
+        s.n_active += attn.pages[j].n_slots > 0;
+        cells = std::max(cells, attn.pages[j].n_slots);
+    }
+    return cells;
+}
+
 } // namespace
 
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) { kvq_cpu_attend_part(attn, n, nullptr, n_threads); }
@@ -411,34 +467,8 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
     const int want = n_threads > 1 ? (4*n_threads + n - 1) / n : 1;
     for (int i = 0; i < n; i++) {
         stream_plan & s = plan[i];
-        s.p = &attn[i];
-        s.lse = lse ? lse[i] : nullptr;
-        s.gqa      = attn[i].n_head / attn[i].n_head_kv;
-        s.n_rows   = s.gqa * attn[i].n_q;
-        s.n_blocks = (s.n_rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
-        s.k = kvq_make_view(attn[i].k);
-        s.v = kvq_make_view(attn[i].v);
-        s.k_open = kvq_make_open_view(attn[i].k);
-        s.v_open = kvq_make_open_view(attn[i].v);
-        s.dpk = s.k.dp;
-        s.dpv = s.v.dp;
-        const bool lattice_k = attn[i].k.type == KVQ_TYPE_LATTICE, lattice_v = attn[i].v.type == KVQ_TYPE_LATTICE, f32 = attn[i].flags & KVQ_ATTN_F32;
-        if (lattice_k) { s.lk = kvq_lattice_make_view(attn[i].k); }
-        if (lattice_v) { s.lv = kvq_lattice_make_view(attn[i].v); }
-        s.rope      = lattice_k && (attn[i].rotary || attn[i].k_mean);
-        s.folded_k  = lattice_k && !s.rope && !f32;
-        s.rotated_v = lattice_v && !f32;
-        s.rot       = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
-        s.n_head_log2 = 1;
-        while (2 * s.n_head_log2 <= attn[i].n_head) { s.n_head_log2 *= 2; }
-        s.m0 = powf(2.0f, -attn[i].max_bias        / (float) s.n_head_log2);
-        s.m1 = powf(2.0f, -attn[i].max_bias / 2.0f / (float) s.n_head_log2);
-        s.n_active = 0;
-        int cells = attn[i].k.n_cells;
-        for (int j = 0; j < attn[i].n_pages; j++) {
-            s.n_active += attn[i].pages[j].n_slots > 0;
-            cells = std::max(cells, attn[i].pages[j].n_slots);
-        }
+        const int cells = make_plan(s, attn[i]);
+        s.lse = lse ? lse[i] : attn[i].lse;
         // few rows: page ranges first, of all heads together; many: heads and row blocks first
         const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head;
         const int  most = std::max(s.n_active / 8, 1), n_base = attn[i].n_head_kv * s.n_blocks;
@@ -457,6 +487,8 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         size.slots  = std::max(size.slots, (s.block_rows() <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * cells);
         size.tile   = std::max(size.tile, (size_t) cells * std::max(s.dpk, s.dpv));
         size.work   = std::max({ size.work, kvq_work_bytes(s.k), kvq_work_bytes(s.v) });
+        size.part      = std::max(size.part, s.mixed ? rows * s.dpv : 0);
+        size.part_mask = std::max(size.part_mask, s.mixed ? rows * cells : 0);
     }
     partial_buffer.resize(std::max(partial_buffer.size(), n_partial));
     float * const partial = partial_buffer.data();
@@ -497,3 +529,5 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         }
     }
 }
+
+#include "attend_sums.h"

@@ -16,3 +16,6 @@ void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * 
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads);
 // Over some of the pages: lse[i] [n_q][n_head] = log of the sum of exp(logits), by which parts are merged.
 void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int n_threads);
+
+// As kvq_column_sums of ggml-kvq.h, unchecked.
+void kvq_cpu_column_sums(const kvq_attn & attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads);

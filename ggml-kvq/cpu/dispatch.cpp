@@ -4,6 +4,7 @@
 
 #include "cpu.h"
 #include "lattice.h"
+#include "../types/mixed.h"
 #include "../types/types.h"
 
 #include <algorithm>
@@ -49,6 +50,10 @@ void kvq_cpu_f32_to_f16(const float * x, uint16_t * y, int64_t n) { kvq_get_kern
 void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n) { kvq_get_kernels().f16_to_f32(x, y, n); }
 
 void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
+    if (c.type == KVQ_TYPE_MIXED) {
+        kvq_mixed_encode_by(kvq_cpu_encode, c, rows, valid, codes, params);
+        return;
+    }
     static thread_local std::vector<uint8_t> work;
     if (c.type == KVQ_TYPE_AFFINE && c.head_size % 16 == 0) {
         const kvq_view v = kvq_make_view(c);

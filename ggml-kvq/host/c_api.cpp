@@ -1,11 +1,12 @@
 // The C ABI over the house: methods, block formats, planning, attention. Caches are in kv_cache.cpp.
 #include "config.h"
 
-#include "../cache/layout.h"
+#include "../cache/saliency.h"
 #include "../cpu/cpu.h"
 #include "../cpu/kernels.h"
 #include "../types/types.h"
 
+#include <algorithm>
 #include <cstring>
 
 static int fail(kvq_status status, const std::string & line) {
@@ -122,26 +123,57 @@ static const char * attend_refuse(const kvq_attn & a) {
     return nullptr;
 }
 
+static int check_attn(const kvq_attn & a) {
+    if (const char * why = attend_refuse(a)) {
+        return fail(KVQ_ERR_ARGUMENT, why);
+    }
+    for (const kvq_codec * c : { &a.k, &a.v }) {
+        int status;
+        if (!check_codec(c, status)) {
+            return status;
+        }
+        if (c->n_cells > KVQ_MAX_CELLS || c->head_size > KVQ_MAX_HEAD) {
+            return fail(KVQ_ERR_SHAPE, "attention takes pages up to 256 cells and heads up to 1024 channels");
+        }
+    }
+    return KVQ_OK;
+}
+
 extern "C" int kvq_attend(const kvq_attn * attn, int n, int n_threads) {
     if (!attn || n < 0) {
         return fail(KVQ_ERR_ARGUMENT, "attn must not be NULL and n not negative");
     }
     for (int i = 0; i < n; i++) {
-        if (const char * why = attend_refuse(attn[i])) {
-            return fail(KVQ_ERR_ARGUMENT, why);
-        }
-        for (const kvq_codec * c : { &attn[i].k, &attn[i].v }) {
-            int status;
-            if (!check_codec(c, status)) {
-                return status;
-            }
-            if (c->n_cells > KVQ_MAX_CELLS || c->head_size > KVQ_MAX_HEAD) {
-                return fail(KVQ_ERR_SHAPE, "attention takes pages up to 256 cells and heads up to 1024 channels");
-            }
+        const int status = check_attn(attn[i]);
+        if (status != KVQ_OK) {
+            return status;
         }
     }
     kvq_cpu_attend(attn, n, n_threads);
     return KVQ_OK;
+}
+
+extern "C" int kvq_column_sums(const kvq_attn * attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads) {
+    if (!attn || !attn->lse || !sums || n_rows < 0) {
+        return fail(KVQ_ERR_ARGUMENT, "attn, its lse and sums must not be NULL and n_rows not negative");
+    }
+    const int status = check_attn(*attn);
+    if (status != KVQ_OK) {
+        return status;
+    }
+    for (int i = 0; rows && i < n_rows; i++) {
+        if (rows[i] < 0 || rows[i] >= attn->n_q) {
+            return fail(KVQ_ERR_ARGUMENT, "row " + std::to_string(rows[i]) + " is not within the " + std::to_string(attn->n_q) + " query tokens");
+        }
+    }
+    kvq_cpu_column_sums(*attn, rows, rows ? n_rows : attn->n_q, sums, seen, n_threads);
+    return KVQ_OK;
+}
+
+extern "C" int kvq_probe_rows(int n, uint64_t at, float share, int page_cells, uint32_t layer, int32_t * rows) {
+    const std::vector<int32_t> out = n > 0 && page_cells > 0 ? kvq_probe_rows(n, at, share, page_cells, layer) : std::vector<int32_t>();
+    std::copy(out.begin(), out.end(), rows);
+    return (int) out.size();
 }
 
 extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,

@@ -216,6 +216,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     const size_t nb_stream = (size_t) l.d.n_embd_k * l.d.n_cells * 2;
     const int stream0 = (int) (k->view_offs / nb_stream);
 
+    float * lse = l.saliency.active() ? l.saliency.lse_of(n_stream, (int) q->ne[1], (int) q->ne[2]) : nullptr;
     static thread_local std::vector<kvq_attn> streams;
     streams.assign((size_t) n_stream, kvq_attn{});
     for (int s = 0; s < n_stream; s++) {
@@ -250,6 +251,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         }
         a.k_mean  = l.k->transform().mean;
         a.v_mean  = l.v->transform().mean;
+        a.lse     = lse ? lse + (size_t) s * q->ne[1] * q->ne[2] : nullptr;
         a.pages   = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
     }
 #ifdef KVQ_CUDA
@@ -264,6 +266,9 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         t.cache->chain->attend(l.ordinal, stream0, streams.data(), n_stream, b.n_threads);
     } else {
         kvq_cpu_attend(streams.data(), n_stream, b.n_threads);
+    }
+    for (int s = 0; lse && s < n_stream; s++) {
+        l.saliency.observe(streams[(size_t) s], stream0 + s, (uint64_t) l.k->first_written(stream0 + s), b.n_threads);
     }
     return true;
 }

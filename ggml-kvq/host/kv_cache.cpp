@@ -115,6 +115,11 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     if (!l.k->ok() || !l.v->ok()) {
         return false;
     }
+    if (l.d.plan.probe > 0.0f) {
+        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal);
+        l.k->set_saliency(&l.saliency);
+        l.v->set_saliency(&l.saliency);
+    }
     kvq_transform k, v;
     if (l.d.plan.mean) {
         k.mean = calibration->layers.at(l.d.il).k_mean.data();
@@ -290,13 +295,14 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
     std::map<std::string, int> classes;
     for (const auto & l : layers) {
         const kvq_lane_layout & x = value ? l->d.v : l->d.k;
-        const std::string name = x.is_f16() ? "f16" : x.shares_codes ? "shared codes" : !x.codec.bits ? "no codes" : std::to_string(x.codec.bits) + "-bit";
+        const std::string name = x.is_f16() ? "f16" : x.shares_codes ? "shared codes" : !x.codec.bits ? "no codes" :
+                                 x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) + " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit" : std::to_string(x.codec.bits) + "-bit";
         classes[name]++;
     }
     char text[64];
     snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);
     std::string out = text;
-    if (classes.size() > 1) {
+    if (classes.size() > 1 || classes.begin()->first.find(' ') != std::string::npos) {
         std::string list;
         for (const auto & c : classes) {
             list += (list.empty() ? "" : ", ") + std::to_string(c.second) + " layers " + c.first;

@@ -52,6 +52,7 @@ struct kvq_kv_layer {
     int n_shifts = 0; // context shifts seen; the first layer to see one moves the shared positions
     kvq_draft_layer d;
     kvq_span_table  spans;
+    kvq_saliency    saliency; // not active unless the method asks
     std::unique_ptr<kvq_lane> k, v;
 };
 

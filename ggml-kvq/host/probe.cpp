@@ -105,7 +105,7 @@ const kvq_field kvq_method_info_fields[] = {
 
 const kvq_field kvq_codec_fields[] = {
     F(kvq_codec, type),   F(kvq_codec, role), F(kvq_codec, bits),    F(kvq_codec, group),     F(kvq_codec, scale),
-    F(kvq_codec, levels), F(kvq_codec, eta),  F(kvq_codec, n_cells), F(kvq_codec, head_size), F(kvq_codec, reserved),
+    F(kvq_codec, levels), F(kvq_codec, eta),  F(kvq_codec, n_cells), F(kvq_codec, head_size), F(kvq_codec, hi), F(kvq_codec, n_hi), F(kvq_codec, reserved),
 };
 
 const kvq_field kvq_type_info_fields[] = {
@@ -129,7 +129,7 @@ const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, q_stride_token), F(kvq_attn, q_stride_head),    F(kvq_attn, mask),             F(kvq_attn, mask_stride_token),
     F(kvq_attn, mask_stride_head), F(kvq_attn, sinks),          F(kvq_attn, dst),              F(kvq_attn, dst_stride_token),
     F(kvq_attn, dst_stride_head), F(kvq_attn, pages),
-    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions),
+    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions), F(kvq_attn, lse),
 };
 
 const kvq_field kvq_layer_shape_fields[] = {

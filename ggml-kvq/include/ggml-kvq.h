@@ -73,6 +73,7 @@ typedef enum kvq_type {
     KVQ_TYPE_F16    = 0, // rows as they came
     KVQ_TYPE_AFFINE = 1, // x = zero + scale * code
     KVQ_TYPE_LATTICE = 2, // x = H (scale * point[index]), H a Hadamard rotation of the head
+    KVQ_TYPE_MIXED   = 3, // affine in two widths: the salient cells of a page in more bits
 } kvq_type;
 
 typedef enum kvq_role {
@@ -80,7 +81,7 @@ typedef enum kvq_role {
     KVQ_ROLE_V = 1, // affine: one (scale, zero) per cell and `group` channels
 } kvq_role;
 
-// The block format of one page of one KV head. Byte maps: types/affine.h, types/lattice.h.
+// The block format of one page of one KV head. Byte maps: types/affine.h, types/lattice.h, types/mixed.h.
 typedef struct kvq_codec {
     int32_t type;      // kvq_type
     int32_t role;      // kvq_role
@@ -91,7 +92,8 @@ typedef struct kvq_codec {
     float   eta;       // end points pulled inward by eta of the range (XQuant section 3.2)
     int32_t n_cells;   // cells of a page
     int32_t head_size; // channels of a head
-    int32_t reserved[7];
+    int32_t hi, n_hi;  // mixed: bits of the salient cells, and how many of a page are
+    int32_t reserved[5];
 } kvq_codec;
 
 typedef struct kvq_type_info {
@@ -171,10 +173,21 @@ typedef struct kvq_attn {
     const float * k_mean, * v_mean;
     const kvq_rotary * rotary;
     const int32_t * positions;
+    float * lse; // out, [n_q][n_head]: log of the sum of a row's exponentials, sinks included; NULL: not wanted
 } kvq_attn;
 
 // n independent streams at once, shared among n_threads threads.
 KVQ_API int kvq_attend(const kvq_attn * attn, int n, int n_threads);
+
+// Column sums of attention probabilities, after kvq_attend wrote attn->lse (ZipCache section 4.3, MiniKV section 3.1.2):
+//   sums[h][slot] += sum over the query heads of KV head h and the `rows` (query tokens, NULL: all) of exp(logit - lse)
+//   seen[h][slot] += rows that see the slot, unless NULL
+// Slots of attn->pages, which may be any of the pages that were attended, follow one another. Memory does not grow with n_q.
+KVQ_API int kvq_column_sums(const kvq_attn * attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads);
+
+// The rows (query tokens) of a call of n that zipcache takes as probes, ascending; at: cell of the first one; share: of all
+// rows; layer: ordinal of the layer, the seed. Returns how many; rows holds n.
+KVQ_API int kvq_probe_rows(int n, uint64_t at, float share, int page_cells, uint32_t layer, int32_t * rows);
 
 // ---------------------------------------------------------------- accounting
 

@@ -22,6 +22,8 @@ struct kvq_layer_plan {
     int flags  = 0;   // KVQ_ATTN_*
     bool pre_rope = false; // sealed keys are kept before rotary embedding
     bool holds_positions = false; // this layer pays for the table of positions that all layers share
+    float probe    = 0.0f; // share of query rows that score open cells; 0: no method asks
+    bool normalise = true; // scores are divided by the number of probe rows that could see the cell
     bool mean     = false; // a calibrated mean per channel is left out of sealed pages
     bool holds_chain  = false; // this layer pays for the rows that all chained layers share
     int  weight_bits  = 8;     // of predictors: 8 or 4

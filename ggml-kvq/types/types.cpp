@@ -3,6 +3,7 @@
 #include "affine.h"
 #include "f16.h"
 #include "lattice.h"
+#include "mixed.h"
 
 #include <algorithm>
 #include <cstring>
@@ -73,6 +74,7 @@ static const kvq_type_traits traits[] = {
     { KVQ_TYPE_F16,    "f16",    f16_refuse,        f16_nb_codes,        f16_nb_params,        f16_encode,            f16_decode,            f16_match,    nullptr },
     { KVQ_TYPE_AFFINE, "affine", kvq_affine_refuse, kvq_affine_nb_codes, kvq_affine_nb_params, kvq_affine_encode_ref, kvq_affine_decode_ref, affine_match, nullptr },
     { KVQ_TYPE_LATTICE, "lattice", kvq_lattice_refuse, kvq_lattice_nb_codes, kvq_lattice_nb_params, kvq_lattice_encode, kvq_lattice_decode, kvq_lattice_match, kvq_lattice_assign },
+    { KVQ_TYPE_MIXED,  "mixed",  kvq_mixed_refuse,  kvq_mixed_nb_codes,  kvq_mixed_nb_params,  kvq_mixed_encode,      kvq_mixed_decode,      kvq_mixed_match, nullptr },
 };
 
 const kvq_type_traits * kvq_traits(int type) {

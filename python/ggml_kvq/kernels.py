@@ -19,7 +19,7 @@ F32 = 1  # KVQ_ATTN_F32
 
 def c_codec(c: Codec) -> native.kvq_codec:
     """The C structure of a Codec."""
-    return native.kvq_codec(c.type, c.role, c.bits, c.group, c.scale, c.levels, c.eta, c.n_cells, c.head_size)
+    return native.kvq_codec(c.type, c.role, c.bits, c.group, c.scale, c.levels, c.eta, c.n_cells, c.head_size, c.hi, c.n_hi)
 
 
 def _at(array: np.ndarray | None, ctype: Any = c_void_p) -> Any:
@@ -160,10 +160,8 @@ def _strides(x: np.ndarray) -> tuple[int, int]:
     return x.strides[0] // x.itemsize, 0 if x.shape[1] == 1 else x.strides[1] // x.itemsize
 
 
-def attend(
-    lib: CDLL, streams: list[Stream], n_threads: int = 1, *, means: Any = None, rotary: Any = None, positions: np.ndarray | None = None
-) -> None:
-    """Fill dst of every stream (kvq_attend)."""
+def _structs(streams: list[Stream], means: Any, rotary: Any, positions: np.ndarray | None, lse: np.ndarray | None) -> tuple[Any, list[Any]]:
+    """kvq_attn of every stream, and what must outlive them."""
     structs = (native.kvq_attn * len(streams))()
     keep: list[Any] = []
     for a, s in zip(structs, streams):
@@ -188,9 +186,41 @@ def attend(
             a.k_mean, a.v_mean = (_at(x, c_float) for x in means)
         if rotary is not None:  # native.kvq_rotary and int32 positions [n cells]
             a.rotary, a.positions = pointer(rotary), _at(positions, c_int32)
-        a.sinks, a.pages = _at(s.sinks, c_float), pages
+        a.sinks, a.pages, a.lse = _at(s.sinks, c_float), pages, _at(lse, c_float)
         keep += [pages, s]
+    return structs, keep
+
+
+def attend(
+    lib: CDLL,
+    streams: list[Stream],
+    n_threads: int = 1,
+    *,
+    means: Any = None,
+    rotary: Any = None,
+    positions: np.ndarray | None = None,
+    lse: np.ndarray | None = None,
+) -> None:
+    """Fill dst of every stream, and lse f32 [n_q, n_head] of a single one (kvq_attend)."""
+    structs, _keep = _structs(streams, means, rotary, positions, lse)
     native.check(lib, lib.kvq_attend(structs, len(streams), n_threads))
 
 
-__all__ = ["F32", "Page", "Stream", "attend", "c_codec", "decode", "encode", "image", "image_match", "nbytes"]
+def column_sums(
+    lib: CDLL, stream: Stream, lse: np.ndarray, rows: np.ndarray | None = None, n_threads: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention probabilities of query tokens `rows` (int32, None: all) summed by slot (kvq_column_sums).
+
+    lse: as attend() left it. Returns (sums f32, seen int32), both [n_head_kv, slots of all pages].
+    """
+    structs, keep = _structs([stream], None, None, None, lse)
+    n_slots = sum(p.n_slots for p in stream.pages)
+    sums, seen = np.zeros((stream.n_head_kv, n_slots), np.float32), np.zeros((stream.n_head_kv, n_slots), np.int32)
+    n_rows = 0 if rows is None else len(rows)
+    status = lib.kvq_column_sums(structs, _at(rows, c_int32), n_rows, _at(sums, c_float), _at(seen, c_int32), n_threads)
+    native.check(lib, status)
+    del keep
+    return sums, seen
+
+
+__all__ = ["F32", "Page", "Stream", "attend", "c_codec", "column_sums", "decode", "encode", "image", "image_match", "nbytes"]

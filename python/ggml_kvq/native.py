@@ -17,6 +17,7 @@ from ctypes import (
     c_size_t,
     c_uint8,
     c_uint16,
+    c_uint32,
     c_uint64,
     c_void_p,
 )
@@ -53,7 +54,9 @@ class kvq_codec(Structure):
         ("eta", c_float),
         ("n_cells", c_int32),
         ("head_size", c_int32),
-        ("reserved", c_int32 * 7),
+        ("hi", c_int32),
+        ("n_hi", c_int32),
+        ("reserved", c_int32 * 5),
     ]
 
 
@@ -111,6 +114,7 @@ class kvq_attn(Structure):
         ("v_mean", POINTER(c_float)),
         ("rotary", POINTER(kvq_rotary)),
         ("positions", POINTER(c_int32)),
+        ("lse", POINTER(c_float)),
     ]
 
 
@@ -182,6 +186,12 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_weights_pack", c_int, [c_int, c_int, c_int, POINTER(c_float), c_void_p]),
     ("kvq_predict", c_int, [c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_float), POINTER(c_float), POINTER(c_float), c_int]),
     ("kvq_attend", c_int, [POINTER(kvq_attn), c_int, c_int]),
+    (
+        "kvq_column_sums",
+        c_int,
+        [POINTER(kvq_attn), POINTER(c_int32), c_int, POINTER(c_float), POINTER(c_int32), c_int],
+    ),
+    ("kvq_probe_rows", c_int, [c_int, c_uint64, c_float, c_int, c_uint32, POINTER(c_int32)]),
     (
         "kvq_plan",
         c_int,

@@ -37,6 +37,7 @@ struct plain_lane {
 };
 
 struct layer_under_test {
+    kvq_saliency saliency;
     kvq_span_table spans;
     std::unique_ptr<kvq_lane> lane[2];
     plain_lane plain[2];
@@ -68,6 +69,10 @@ static void build(world & w, const config & c) {
             }
             w.layer[i].lane[v].reset(new kvq_lane(l, v, l.shares_codes ? w.layer[0].lane[v].get() : nullptr, &w.layer[i].spans, &w.scratch, &w.counters));
             CHECK(w.layer[i].lane[v]->ok(), "out of memory");
+            if (w.plan[i].probe > 0) {
+                if (!v) { w.layer[i].saliency.init(l, w.plan[i].probe, w.plan[i].normalise, (uint32_t) i); }
+                w.layer[i].lane[v]->set_saliency(&w.layer[i].saliency);
+            }
             plain_lane & p = w.layer[i].plain[v];
             p.W = c.n_head * (v ? c.dv : c.dk);
             p.value.assign((size_t) w.n_total() * p.W, 0.0f);
@@ -183,6 +188,19 @@ static void write(world & w, std::vector<int64_t> idx) {
     }
 }
 
+// keys and values of a sealed page hold one set
+static void check_sets(world & w) {
+    for (auto & layer : w.layer) {
+        const kvq_lane_layout & lk = layer.lane[0]->layout(), & lv = layer.lane[1]->layout();
+        for (const kvq_page & p : layer.spans.spans) {
+            for (int h = 0; lk.codec.type == KVQ_TYPE_MIXED && p.k_params && p.v_params && h < w.c.n_head; h++) {
+                const uint8_t * a = (const uint8_t *) p.k_params + h * lk.nb_params, * b = (const uint8_t *) p.v_params + h * lv.nb_params;
+                CHECK(!memcmp(a, b, (size_t) lk.page_cells / 8), "keys and values of cell %d have different sets", p.cell);
+            }
+        }
+    }
+}
+
 static void save_and_restore(world & w) {
     commit(w);
     world other;
@@ -245,7 +263,12 @@ static void attend(world & w) {
     a.dst_stride_head  = w.c.dv;
     a.n_pages = (n_kv + lk.page_cells - 1) / lk.page_cells;
     a.pages   = layer.spans.spans.data() + (size_t) s * layer.spans.n_pages;
+    std::vector<float> lse((size_t) n_q * n_head);
+    a.lse = layer.saliency.active() ? lse.data() : nullptr;
     CHECK(kvq_attend(&a, 1, uniform(1, 2)) == KVQ_OK, "attend");
+    if (a.lse) {
+        layer.saliency.observe(a, s, (uint64_t) layer.lane[0]->first_written(s), uniform(1, 2));
+    }
 
     // what the pages decode to; read() would return saved-state images
     std::vector<float> kv[2];
@@ -381,6 +404,7 @@ static void run(const config & c, unsigned seed, int steps) {
             head.assign(c.n_stream, 0);
         }
         if (step % 5 == 0) {
+            check_sets(w);
             compare(w, name);
         }
     }
@@ -402,6 +426,8 @@ int main(int argc, char ** argv) {
         { "xquant", "kq=2,vq=0,km=0,vm=0",                2, 64, 64, 512, 2 },
         { "xquant", "kq=0,vq=0,km=0,vm=0,shared=none",    1, 64, 64, 512, 1 },
         { "xquant", "kq=0,vq=2,km=0,vm=2,group=16,window=32", 1, 96, 64, 512, 2 },
+        { "zipcache", "probe=0.5",                        2, 64, 64, 640, 2 },
+        { "zipcache", "interval=64,salient=0.5,hi=3,window=64,sinks=4,scales=f16", 1, 64, 96, 448, 2 },
     };
     for (const config & c : configs) {
         run(c, seed, steps);

@@ -3,10 +3,10 @@
 import numpy as np
 
 # every file of a method is imported here: importing registers it
-from . import affine, attention, f16, image, kivi, lattice, xquant
+from . import affine, attention, f16, image, kivi, lattice, mixed, saliency, xquant
 
-from . import higgs, aqua  # isort: skip  # after xquant: the order of methods.inc
-from .codec import AFFINE, F16, LATTICE, Codec, K, V
+from . import higgs, aqua, zipcache  # isort: skip  # after xquant: the order of methods.inc
+from .codec import AFFINE, F16, LATTICE, MIXED, Codec, K, V
 from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
 from .types import TYPES
 
@@ -31,6 +31,7 @@ __all__ = [
     "F16",
     "LATTICE",
     "METHODS",
+    "MIXED",
     "TYPES",
     "Codec",
     "K",
@@ -49,6 +50,9 @@ __all__ = [
     "image",
     "kivi",
     "lattice",
+    "mixed",
     "nbytes",
+    "saliency",
     "xquant",
+    "zipcache",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-F16, AFFINE, LATTICE = 0, 1, 2  # kvq_type
+F16, AFFINE, LATTICE, MIXED = 0, 1, 2, 3  # kvq_type
 K, V = 0, 1  # kvq_role
 F16_MAX = np.float32(65504)
 
@@ -22,7 +22,7 @@ class Codec:
 
     bits: 0..4 code bits (16 for f16). group: cells of a key group, channels of a value group or of a lattice index. scale: 0 f16 parameters, 1 8-bit
     ones. levels: 0 codes round to end points, 1 equal bins. eta: share of the range by which end points move inward.
-    n_cells, head_size: shape of the page.
+    n_cells, head_size: shape of the page. hi, n_hi: of mixed pages, bits and number of the salient cells.
     """
 
     type: int
@@ -34,6 +34,8 @@ class Codec:
     eta: float
     n_cells: int
     head_size: int
+    hi: int = 0
+    n_hi: int = 0
 
     def with_(self, **fields: Any) -> Codec:
         return replace(self, **fields)

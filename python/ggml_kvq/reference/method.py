@@ -31,7 +31,8 @@ class LanePlan:
 @dataclass(frozen=True)
 class LayerPlan:
     """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding;
-    mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"), weights: bits of their predictors (reference/predictor.py)."""
+    mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"), weights: bits of their predictors (reference/predictor.py);
+    probe: share of query rows that score cells, whose scores are divided by the rows that see them when normalise."""
 
     k: LanePlan
     v: LanePlan
@@ -41,6 +42,8 @@ class LayerPlan:
     mean: bool = False
     chain: str = ""
     weights: int = 8
+    probe: float = 0.0
+    normalise: bool = True
 
 
 class Method:

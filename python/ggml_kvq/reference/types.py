@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import affine, f16, lattice
-from .codec import AFFINE, F16, LATTICE
+from . import affine, f16, lattice, mixed
+from .codec import AFFINE, F16, LATTICE, MIXED
 
 #: kvq_type -> module with nbytes, encode, decode, exact, match
-TYPES = {F16: f16, AFFINE: affine, LATTICE: lattice}
+TYPES = {F16: f16, AFFINE: affine, LATTICE: lattice, MIXED: mixed}
