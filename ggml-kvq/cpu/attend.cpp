@@ -210,14 +210,14 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
     return k.run.n_pages;
 }
 
-void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r);
+void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next);
 #include "attend_mixed.h"
 
 // One KV head against a run.
 void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next) {
     const kvq_attn & p = *s.p;
     if (s.mixed && (r.n_pages > 1 || one_set(s, *r.page[0], h.kvh))) {
-        run_mixed(K, s, w, h, r);
+        run_mixed(K, s, w, h, r, next);
         return;
     }
     const bool f32 = p.flags & KVQ_ATTN_F32;

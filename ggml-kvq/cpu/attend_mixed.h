@@ -60,7 +60,7 @@ void run_mixed_page(const kvq_kernels & K, const stream_plan & s, workspace & w,
     }
 }
 
-void run_mixed(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r) {
+void run_mixed(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next) {
     for (int i = 0; i < r.n_pages; i++) {
         const uint16_t * const * mask = r.mask + i * KVQ_MAX_ROWS;
         if (one_set(s, *r.page[i], h.kvh)) {
@@ -73,6 +73,6 @@ void run_mixed(const kvq_kernels & K, const stream_plan & s, workspace & w, head
         one.n_rows  = r.n_rows;
         one.page[0] = r.page[i];
         std::copy(mask, mask + r.n_rows, one.mask);
-        run_head(K, s, w, h, one);
+        run_head(K, s, w, h, one, next);
     }
 }
