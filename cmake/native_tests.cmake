@@ -21,3 +21,13 @@ add_dependencies(bench_kernels llama-programs)
 target_link_libraries(bench_kernels PRIVATE kvq-objects upstream-ggml upstream-ggml-cpu upstream-ggml-base)
 set_target_properties(bench_kernels PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/tests BUILD_RPATH ${KVQ_STAGE})
 add_test(NAME bench_kernels COMMAND bench_kernels --quick affine2 lattice2 f16)
+
+# examples/ggml-graph.cpp: a ggml program on libggml-kvq.so alone, as a user would link it.
+add_executable(ggml-graph ${CMAKE_CURRENT_SOURCE_DIR}/examples/ggml-graph.cpp)
+add_dependencies(ggml-graph llama-programs ggml-kvq)
+target_include_directories(ggml-graph PRIVATE ${kvq_src}/include)
+target_include_directories(ggml-graph SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include)
+target_link_libraries(ggml-graph PRIVATE kvq-flags $<TARGET_FILE:ggml-kvq> upstream-ggml upstream-ggml-cpu upstream-ggml-base)
+set_target_properties(ggml-graph PROPERTIES
+    RUNTIME_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/examples BUILD_RPATH "${CMAKE_CURRENT_BINARY_DIR}/lib;${KVQ_STAGE}")
+add_test(NAME ggml-graph COMMAND ggml-graph)

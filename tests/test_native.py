@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["test_store", "test_graph_door"]
+TESTS = ["test_store", "test_graph_door", "test_chain", "ggml-graph"]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build
 
 
-@pytest.mark.parametrize(("name", "args"), [("test_store", ["42", "400"]), ("test_store", ["2026", "400"]), ("test_graph_door", [])])
+@pytest.mark.parametrize(("name", "args"), [("test_store", ["42", "400"]), ("test_store", ["2026", "400"]), ("test_graph_door", []), ("test_chain", ["3", "40"])])
 def test_native(build_dir: Path, name: str, args: list[str]) -> None:
     # leaks are looked for in our code; libgomp keeps its team's memory
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "LSAN_OPTIONS": "suppressions=" + str(ROOT / "tests" / "native" / "lsan.supp")}
@@ -31,3 +31,11 @@ def test_native(build_dir: Path, name: str, args: list[str]) -> None:
     print(r.stdout[-2000:])
     assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-3000:]
     assert "runtime error" not in r.stderr, r.stderr[-3000:]
+
+
+def test_the_ops_of_any_ggml_graph_without_llama_cpp(build_dir: Path) -> None:
+    """examples/ggml-graph.cpp on libggml-kvq.so."""
+    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    r = subprocess.run([str(build_dir / "examples" / "ggml-graph")], check=False, capture_output=True, text=True, timeout=300, env=env)
+    assert r.returncode == 0 and "runtime error" not in r.stderr, r.stdout + r.stderr[-3000:]
+    assert "behind the prediction" in r.stdout

@@ -6,6 +6,7 @@
 #include "ggml-kvq-graph.h"
 
 #include "../cpu/cpu.h"
+#include "../cpu/predict.h"
 
 #include <algorithm>
 #include <cstring>
@@ -236,6 +237,46 @@ void attn_callback(ggml_tensor * dst, int ith, int nth, void * userdata) {
     }
 }
 
+// ---------------------------------------------------------------- prediction: src = weights, rows, add
+
+kvq_predictor predictor_of(const ggml_tensor * dst) {
+    kvq_predictor p;
+    p.n_in  = (int) dst->src[1]->ne[0];
+    p.n_out = (int) dst->ne[0];
+    p.bits  = kvq_predictor_bytes(p.n_in, p.n_out, 8) == ggml_nbytes(dst->src[0]) ? 8 : 4;
+    p.data  = (const uint8_t *) dst->src[0]->data;
+    return p;
+}
+
+std::string predict_refuse(const ggml_tensor * weights, int n_out, int bits, const ggml_tensor * rows, const ggml_tensor * add) {
+    if (rows->type != GGML_TYPE_F32 || rows->nb[0] != 4) {
+        return "rows must be f32 with contiguous channels";
+    }
+    const size_t nb = rows->ne[0] <= 1 << 20 ? kvq_predictor_bytes((int) rows->ne[0], n_out, bits) : 0;
+    if (!nb || weights->type != GGML_TYPE_I8 || !ggml_is_contiguous(weights) || ggml_nbytes(weights) != nb) {
+        return "weights must be i8 [" + std::to_string(nb) + "] for " + std::to_string(n_out) + " x " + std::to_string(rows->ne[0]) + " in " + std::to_string(bits) +
+               " bits (8 or 4): fill them with kvq_weights_pack";
+    }
+    if (add && (add->type != GGML_TYPE_F32 || add->nb[0] != 4 || add->ne[0] != n_out || add->ne[1] != rows->ne[1] || add->ne[2] != rows->ne[2] || add->ne[3] != rows->ne[3])) {
+        return "add must be f32 of the result's shape with contiguous channels";
+    }
+    return "";
+}
+
+void predict_units(ggml_tensor * dst, int ith, int nth) {
+    const ggml_tensor * rows = dst->src[1], * add = dst->src[2];
+    const kvq_predictor p = predictor_of(dst);
+    const int64_t per = (rows->ne[1] + 31) / 32, n_units = per * rows->ne[2] * rows->ne[3];
+    for (int64_t u = ith; u < n_units; u += nth) {
+        const int64_t first = u % per * 32, i2 = u / per % rows->ne[2], i3 = u / per / rows->ne[2];
+        const auto at = [&](const ggml_tensor * t) { return (const float *) ((const char *) t->data + first * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3]); };
+        kvq_cpu_predict(p, std::min<int64_t>(32, rows->ne[1] - first), at(rows), (int64_t) (rows->nb[1] / 4), add ? at(add) : nullptr,
+                        add ? (int64_t) (add->nb[1] / 4) : 0, const_cast<float *>(at(dst)), (int64_t) (dst->nb[1] / 4), 1);
+    }
+}
+
+void predict_callback(ggml_tensor * dst, int ith, int nth, void *) { predict_units(dst, ith, nth); }
+
 } // namespace
 
 // ---------------------------------------------------------------- doors
@@ -281,10 +322,22 @@ extern "C" ggml_tensor * ggml_kvq_attn(ggml_context * ctx, const ggml_kvq_attn_p
     return ggml_custom_4d(ctx, GGML_TYPE_F32, params->v.head_size, q->ne[2], q->ne[1], q->ne[3], args, 7, attn_callback, GGML_N_TASKS_MAX, intern(*params));
 }
 
+extern "C" ggml_tensor * ggml_kvq_predict(ggml_context * ctx, ggml_tensor * weights, int n_out, int bits, ggml_tensor * rows, ggml_tensor * add) {
+    if (!weights || !rows) {
+        return refuse("weights and rows must not be NULL");
+    }
+    const std::string why = predict_refuse(weights, n_out, bits, rows, add);
+    if (!why.empty()) {
+        return refuse(why);
+    }
+    ggml_tensor * args[3] = { weights, rows, add };
+    return ggml_custom_4d(ctx, GGML_TYPE_F32, n_out, rows->ne[1], rows->ne[2], rows->ne[3], args, 3, predict_callback, GGML_N_TASKS_MAX, nullptr);
+}
+
 bool kvq_graph_op_supported(const ggml_tensor * op) {
     custom_op_params p;
     memcpy(&p, op->op_params, sizeof(p));
-    return op->op == GGML_OP_CUSTOM && (p.fun == encode_callback || p.fun == attn_callback);
+    return op->op == GGML_OP_CUSTOM && (p.fun == encode_callback || p.fun == attn_callback || p.fun == predict_callback);
 }
 
 void kvq_graph_op_compute(ggml_tensor * op, int n_threads) {
@@ -297,6 +350,6 @@ void kvq_graph_op_compute(ggml_tensor * op, int n_threads) {
     }
 #pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
     for (int i = 0; i < n_threads; i++) {
-        encode_units(op, i, n_threads);
+        (p.fun == predict_callback ? predict_units : encode_units)(op, i, n_threads);
     }
 }

@@ -1,4 +1,4 @@
-// ggml-kvq in any ggml graph: encode and attention as GGML_OP_CUSTOM nodes. The CPU backend runs them through their callback,
+// ggml-kvq in any ggml graph: encode, attention and prediction as GGML_OP_CUSTOM nodes. The CPU backend runs them through their callback,
 // the device KVQ0 recognises them; both run the kernels behind ggml-kvq.h. Link libggml-kvq and libggml-base.
 //
 // Blocks live in an I8 tensor, one record a page (codes and params of kvq_codec_bytes):
@@ -44,6 +44,14 @@ typedef struct ggml_kvq_attn_params {
 KVQ_API struct ggml_tensor * ggml_kvq_attn(struct ggml_context * ctx, const ggml_kvq_attn_params * params, struct ggml_tensor * q,
                                            struct ggml_tensor * k, struct ggml_tensor * v, struct ggml_tensor * mask,
                                            struct ggml_tensor * sinks, struct ggml_tensor * k_codes, struct ggml_tensor * v_codes);
+
+// Predictor matrix over rows (AQUA-KV section 3.1): W rows + add, in the arithmetic of kvq_predict.
+//   weights  I8 [kvq_weights_bytes(n_in, n_out, bits)], filled by kvq_weights_pack; bits 8 or 4
+//   rows     f32 [n_in, n, ...], contiguous channels
+//   add      f32 [n_out, n, ...] of the shape of the result, contiguous channels, or NULL
+//   -> f32 [n_out, n, ...]
+KVQ_API struct ggml_tensor * ggml_kvq_predict(struct ggml_context * ctx, struct ggml_tensor * weights, int n_out, int bits, struct ggml_tensor * rows,
+                                              struct ggml_tensor * add);
 
 #ifdef __cplusplus
 }

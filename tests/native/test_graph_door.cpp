@@ -312,6 +312,44 @@ static void run(const test_case & t, ggml_backend_t backend, int n_threads, unsi
     ggml_free(ctx);
 }
 
+// Prediction nodes: the bits of kvq_predict, whatever the strides and threads.
+static void predict(ggml_backend_t backend, int n_in, int n_out, int bits, int n, bool with_add, int n_threads) {
+    std::mt19937 rng(n_in + bits + n);
+    std::normal_distribution<float> normal;
+    ggml_init_params ip = { 16 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
+    ggml_context * ctx = ggml_init(ip);
+    std::vector<ggml_tensor *> guards;
+    const size_t nb = kvq_weights_bytes(n_in, n_out, bits);
+    ggml_tensor * weights = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, (int64_t) nb);
+    ggml_tensor * whole = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in + 3, n, 2);
+    ggml_tensor * rows  = ggml_view_3d(ctx, whole, n_in, n, 2, whole->nb[1], whole->nb[2], 4);
+    ggml_tensor * add   = with_add ? ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_out, n, 2) : nullptr;
+    guard(ctx, guards);
+    ggml_tensor * out = ggml_kvq_predict(ctx, weights, n_out, bits, rows, add);
+    guard(ctx, guards);
+    CHECK(out, "%s", kvq_last_error());
+    ggml_cgraph * graph = ggml_new_graph(ctx);
+    ggml_build_forward_expand(graph, out);
+    CHECK(ggml_backend_dev_supports_op(ggml_backend_get_device(backend), out), "declined");
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_dev_buffer_type(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU)));
+    ggml_backend_buffer_clear(buffer, GUARD);
+    std::vector<float> w((size_t) n_in * n_out), x((size_t) n_in * n * 2), a((size_t) n_out * n * 2), want(a.size());
+    for (auto * v : { &w, &x, &a }) { for (float & f : *v) { f = normal(rng); } }
+    CHECK(kvq_weights_pack(n_in, n_out, bits, w.data(), weights->data) == KVQ_OK, "%s", kvq_last_error());
+    for (int i = 0; i < 2 * n; i++) { memcpy((char *) rows->data + (i % n) * rows->nb[1] + (i / n) * rows->nb[2], &x[(size_t) i * n_in], 4 * (size_t) n_in); }
+    if (add) { memcpy(add->data, a.data(), 4 * a.size()); }
+    CHECK(kvq_predict(n_in, n_out, bits, weights->data, 2 * n, x.data(), add ? a.data() : nullptr, want.data(), 1) == KVQ_OK, "%s", kvq_last_error());
+    auto set_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(ggml_backend_get_device(backend)), "ggml_backend_set_n_threads");
+    set_threads(backend, n_threads);
+    CHECK(ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS, "predict");
+    CHECK(!memcmp(out->data, want.data(), 4 * want.size()), "%d x %d, %d bits, %d rows: differs from kvq_predict", n_out, n_in, bits, n);
+    for (ggml_tensor * g : guards) {
+        for (int i = 0; i < 512; i++) { CHECK(((uint8_t *) g->data)[i] == GUARD, "predict: byte %d of a guard overwritten", i); }
+    }
+    ggml_backend_buffer_free(buffer);
+    ggml_free(ctx);
+}
+
 // Operands that do not fit: NULL and a line, before any graph runs.
 static void refusals(void) {
     ggml_init_params ip = { 64 * ggml_tensor_overhead(), nullptr, true };
@@ -351,6 +389,14 @@ static void refusals(void) {
     REFUSED(ggml_kvq_attn(ctx, &p, q, kb, vb, ggml_new_tensor_2d(ctx, GGML_TYPE_F16, 64, 2), nullptr, nullptr, nullptr));
     REFUSED(ggml_kvq_attn(ctx, &p, q, kb, vb, nullptr, ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 3), nullptr, nullptr));
     REFUSED(ggml_kvq_attn(ctx, &p, q, kb, vb, nullptr, nullptr, q, nullptr));
+    ggml_tensor * w = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, (int64_t) kvq_weights_bytes(64, 32, 8));
+    CHECK(ggml_kvq_predict(ctx, w, 32, 8, q, nullptr), "%s", kvq_last_error());
+    REFUSED(ggml_kvq_predict(ctx, nullptr, 32, 8, q, nullptr));
+    REFUSED(ggml_kvq_predict(ctx, w, 32, 4, q, nullptr));
+    REFUSED(ggml_kvq_predict(ctx, w, 32, 5, q, nullptr));
+    REFUSED(ggml_kvq_predict(ctx, w, 48, 8, q, nullptr));
+    REFUSED(ggml_kvq_predict(ctx, w, 32, 8, rows(GGML_TYPE_F16, 64, 64), nullptr));
+    REFUSED(ggml_kvq_predict(ctx, w, 32, 8, q, q));
     p.k = v;
     REFUSED(ggml_kvq_attn(ctx, &p, q, kb, vb, nullptr, nullptr, nullptr, nullptr));
     ggml_free(ctx);
@@ -369,6 +415,11 @@ int main(void) {
             for (int n_threads : { 1, 2, 5 }) {
                 run(t, backend, n_threads, seed++);
             }
+        }
+        for (int n_threads : { 1, 2, 5 }) {
+            predict(backend, 128, 64, 8, 70, true, n_threads);
+            predict(backend, 72, 40, 4, 1, false, n_threads);
+            predict(backend, 256, 16, 8, 33, false, n_threads);
         }
         printf("%s: %u graphs\n", ggml_backend_dev_name(dev), seed - 1);
         ggml_backend_free(backend);
