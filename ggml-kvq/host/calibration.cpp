@@ -163,6 +163,13 @@ kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info &
         return refuse("it is not a readable GGUF file");
     }
     if (get_str(f.g, "general.type") == "kvq") { // a sidecar is small and read whole; its size bounds what is allocated
+        size_t nb = gguf_get_data_offset(f.g);
+        for (int64_t i = 0; i < gguf_get_n_tensors(f.g) && nb <= (size_t) size; i++) {
+            nb = gguf_get_tensor_size(f.g, i) <= (size_t) size ? nb + gguf_get_tensor_size(f.g, i) : SIZE_MAX;
+        }
+        if (nb > (size_t) size) {
+            return refuse("it is cut off, or its tensors are larger than it");
+        }
         gguf_free(f.g);
         f.g = size <= (1l << 30) ? gguf_init_from_file(path.c_str(), { false, &f.data }) : nullptr;
         if (!f.g) {
