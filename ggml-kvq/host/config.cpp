@@ -2,6 +2,7 @@
 
 #include "gguf.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -147,6 +148,46 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     return KVQ_OK;
 }
 
+static std::string value_text(const gguf_context * g, int64_t id) {
+    char text[64];
+    switch (gguf_get_kv_type(g, id)) {
+        case GGUF_TYPE_UINT32:  return std::to_string(gguf_get_val_u32(g, id));
+        case GGUF_TYPE_INT32:   return std::to_string(gguf_get_val_i32(g, id));
+        case GGUF_TYPE_FLOAT32: snprintf(text, sizeof(text), "%.9g", (double) gguf_get_val_f32(g, id)); return text;
+        case GGUF_TYPE_BOOL:    return gguf_get_val_bool(g, id) ? "true" : "false";
+        case GGUF_TYPE_STRING:  return gguf_get_val_str(g, id);
+        default:                return "";
+    }
+}
+
+std::string kvq_stored_options(const std::string & path, const kvq_method & m, const std::string & given) {
+    static const std::vector<std::vector<std::string>> groups = { { "bits", "k_bits", "v_bits" }, { "preset", "kq", "vq", "km", "vm" } };
+    const auto has = [&](const std::string & key) { return ("," + given).find("," + key + "=") != std::string::npos; };
+    const auto ruled_out = [&](const std::string & key) {
+        bool out = has(key);
+        for (const auto & group : groups) {
+            if (std::find(group.begin(), group.end(), key) != group.end()) {
+                for (const std::string & other : group) { out = out || has(other); }
+            }
+        }
+        return out;
+    };
+    gguf_context * g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/ true, /*ctx =*/ nullptr });
+    std::string text;
+    for (int i = 0; g && i < m.info.n_options; i++) {
+        const std::string key = m.info.options[i].key;
+        const int64_t id = gguf_find_key(g, ("kvq." + std::string(m.info.name) + "." + key).c_str());
+        const std::string value = id >= 0 && !ruled_out(key) ? value_text(g, id) : "";
+        if (!value.empty() && value.find_first_of(",=\n") == std::string::npos) {
+            text += (text.empty() ? "" : ",") + key + "=" + value;
+        }
+    }
+    if (g) {
+        gguf_free(g);
+    }
+    return text;
+}
+
 static int fitting(int width, int a, int b) {
     for (int d : { a, b, 64, 32, 16, 8 }) {
         if (d > 0 && width % d == 0) {
@@ -190,6 +231,11 @@ kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::str
     if (!out.method) {
         err = kvq_check(r.method.c_str(), nullptr) == KVQ_OK ? "" : kvq_last_error();
         return KVQ_ERR_METHOD;
+    }
+    const std::string from = r.config.empty() && model.calibrated ? r.model : r.config;
+    if (!from.empty()) {
+        const std::string stored = kvq_stored_options(from, *out.method, r.opts);
+        r.opts = stored + (stored.empty() || r.opts.empty() ? "" : ",") + r.opts;
     }
     out.options_text = r.opts;
     out.config_path  = r.config;

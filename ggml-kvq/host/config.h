@@ -27,6 +27,10 @@ struct kvq_model_info {
 // Status and one line in err; out is complete on KVQ_OK. A missing method means f16.
 kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err);
 
+// Options that a GGUF file sets for a method (kvq.<method>.<key> of the keys in its table) as "k=v,k=v", without those that `given` rules
+// out: a key the user set, or one of a group that the user set another of (bits of keys and values; preset and splits).
+std::string kvq_stored_options(const std::string & path, const kvq_method & m, const std::string & given);
+
 kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, std::string & err);
 
 // Shape of a cache layer from its row widths; the file's head sizes, else a guess that the first graph corrects.

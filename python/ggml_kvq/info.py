@@ -39,6 +39,30 @@ def plans(header: gguf_header.Header, n_ctx: int) -> list[Plan]:
     return out
 
 
+def stored_options(header: gguf_header.Header) -> tuple[str, str]:
+    """(method, its options as "key=value,...") that a file's kvq.* metadata choose; ("", "") when it names no method."""
+    kvq = header.kvq()
+    method = str(kvq.get("kvq.method", ""))
+    known = next(([o["key"] for o in row["options"]] for row in methods.table() if row["name"] == method), None)
+    if known is None:
+        return "", ""
+    values = {key: kvq[f"kvq.{method}.{key}"] for key in known if f"kvq.{method}.{key}" in kvq}
+    return method, ",".join(f"{key}={value:.9g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
+
+
+def stored_plan(header: gguf_header.Header, shapes: list[tuple[int, int, int, int]], n_ctx: int) -> Plan | None:
+    """What the method and options that the file itself chooses take on layers of these shapes; None when it chooses none."""
+    method, options = stored_options(header)
+    if not method:
+        return None
+    label = f"{method} [{options}]"
+    try:
+        got = native.plan(methods.library(), method, options, shapes, n_ctx)
+    except MethodError as e:
+        return Plan(label, refused=str(e))
+    return Plan(label, got["bits"], got["bits_k"], got["bits_v"], got["bytes_total"], got["bytes_f16"])
+
+
 def summary(header: gguf_header.Header) -> dict[str, Any]:
     """Name, architecture, layers, heads, head sizes and KV widths; keys whose data the file lacks are absent."""
     fields = header.fields

@@ -129,7 +129,7 @@ class Model:
         log.begin(verbose)
         try:
             if kv_method is None:
-                named = read_header(self.path).kvq().get("kvq.method")
+                named = read_header(kv_config or self.path).kvq().get("kvq.method")
                 kv_method = str(named) if named else None
                 if kv_method is not None:
                     self._libs.need_kvq()

@@ -95,6 +95,8 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
 def _add(writer: Any, key: str, value: Any) -> None:
     if isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
 

@@ -67,7 +67,8 @@ class HfSource:
         self.key = ["hf", model, hashlib.sha256(text.encode()).hexdigest()]
         self._text = text
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model = loaded.eval()
         self._rows: dict[str, Any] = {}
         self._hooks = self._attach()
 

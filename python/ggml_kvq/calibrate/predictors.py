@@ -28,7 +28,7 @@ from ..reference import LATTICE, Codec, K, V
 from . import weights
 
 CHUNK = 8192  # rows in memory
-RIDGE = 1e-3  # of the mean diagonal (METHODS of the paper's code)
+RIDGE = 1e-3  # of the mean diagonal of x x^T, as the paper's code has it
 SIZES = (8, 16, 32)  # numbers of sequences at which the gain is measured beside the whole
 
 Shape = tuple[int, int, int, int]  # layer, KV heads, key head size, value head size

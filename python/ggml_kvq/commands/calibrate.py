@@ -11,7 +11,9 @@ from typing import Any
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("calibrate", help="fit what method aqua subtracts from a model's cache, and write it as a sidecar GGUF")
     parser.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF model")
-    parser.add_argument("-f", "--file", required=True, metavar="TEXT", help="text of the kind the model will see")
+    parser.add_argument("--method", choices=("aqua", "xquant"), default="aqua", help="method to calibrate for (default aqua)")
+    parser.add_argument("--preset", choices=("1.38", "1.41", "1.16"), default="1.38", help="xquant: code bits to keep (default 1.38)")
+    parser.add_argument("-f", "--file", metavar="TEXT", help="text of the kind the model will see; xquant without it: the preset alone")
     parser.add_argument("-o", "--output", metavar="FILE", help="sidecar to write (default: the model's name with .kvq.gguf)")
     parser.add_argument("--predictor", choices=("bias", "k", "full"), default="bias", help="channel means, or linear predictors of keys, or of both (default bias)")
     parser.add_argument("--weights", choices=("f16", "q4_0"), default="f16", help="format of the predictors (default f16)")
@@ -31,6 +33,10 @@ def run(args: argparse.Namespace) -> int:
     from ..calibrate import files, means
     from ..errors import KvqError
 
+    if args.method == "xquant":
+        return run_xquant(args)
+    if not args.file:
+        raise KvqError("aqua is calibrated on a text; give -f TEXT")
     model = Path(args.model)
     out = Path(args.output) if args.output else model.with_name(model.stem + ".kvq.gguf")
     if args.sequences < 1 or not 0 <= args.sinks < args.length:
@@ -94,3 +100,21 @@ def print_fit(fit: Any) -> None:
     for n in sorted({n for x in later for n in x.gain}):
         mean = [100 * sum(x.gain[n][i] for x in later) / len(later) for i in range(2)]
         print(f"fitted on {n:>4} sequences: K {mean[0]:.1f}%, V {mean[1]:.1f}% in the mean of layers")
+
+
+def run_xquant(args: argparse.Namespace) -> int:
+    from .. import gguf_header
+    from ..calibrate import files, xquant
+
+    model = Path(args.model)
+    out = Path(args.output) if args.output else model.with_name(model.stem + ".kvq.gguf")
+    n_layer = len(gguf_header.attention_layers(gguf_header.read(model)))
+    best = start = xquant.preset(args.preset, n_layer)
+    if args.file:
+        text = Path(args.file).read_text("utf-8", errors="replace")
+        best = xquant.search(model, text, start, n_ctx=min(args.length, 1024), n_threads=args.threads).best
+    files.write_sidecar(out, xquant.fields(model, best), {})
+    how = "searched on " + args.file if args.file else f"preset {args.preset}, no data"
+    shared = "codes shared by layer pairs" if best.shared == "codes" else "no codes in sharing layers: the null is better on this text"
+    print(f"{out}: {how}: {xquant.code_bits(best, n_layer):.2f} code bits, {shared if min(best.km, best.vm) < n_layer else 'nothing shared'}")
+    return 0

@@ -28,9 +28,12 @@ def run(args: argparse.Namespace) -> int:
     if n_ctx < 1:
         raise MethodError(f"--ctx-size {n_ctx} is not a positive number of tokens")
     plans = info.plans(header, n_ctx) if "attention_layers" in facts else []
+    shapes = gguf_header.attention_layers(header) if plans else sidecar_shapes(header)
+    stored = info.stored_plan(header, shapes, n_ctx) if shapes else None
     if args.json:
         kvq = {key: value if isinstance(value, str | int | float | bool | list) else str(value) for key, value in header.kvq().items()}
         out = {**facts, "kvq": kvq, "n_ctx": n_ctx, "methods": [dataclasses.asdict(p) for p in plans]}
+        out["stored"] = dataclasses.asdict(stored) if stored else None
         print(json.dumps(out, indent=2))
         return 0
     print_facts(facts)
@@ -40,7 +43,20 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'kvq.*':<17} none: --kv-method chooses, options have their defaults")
     if plans:
         print_plans(plans, n_ctx)
+    if stored:
+        text = f"refused: {stored.refused}" if stored.refused else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
+        print(f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB")
     return 0
+
+
+def sidecar_shapes(header: Any) -> list[tuple[int, int, int, int]]:
+    """Layers that a sidecar describes, as if each had KV heads of 64 or 128 channels; [] when it does not say."""
+    kvq = header.kvq()
+    n, k, v = (kvq.get(f"kvq.model.{key}") for key in ("n_layer", "n_embd_k_gqa", "n_embd_v_gqa"))
+    if not n or not k or k != v:
+        return []
+    size = 128 if k % 128 == 0 and k >= 512 else 64 if k % 64 == 0 else 0
+    return [(il, k // size, size, size) for il in range(n)] if size else []
 
 
 def span(values: list[int]) -> str:
