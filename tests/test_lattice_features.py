@@ -1,0 +1,75 @@
+"""higgs and aqua under what llama.cpp does to a cache besides decoding (test_llama_features.py): random walks of decode, rollback, copy,
+shift, save, restore and clear beside upstream's f16 cache; saved sequences; context shift that re-quantises nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ggml_kvq.calibrate import capture, files, predictors
+from test_llama_features import TEXT, Context, random_walk
+
+
+@pytest.fixture(scope="module")
+def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with means and predictors inside, fitted on the text of the walks."""
+    folder = tmp_path_factory.mktemp("walks")
+    model = Path(__file__).resolve().parents[1] / "models" / "kvq-demo-q8_0.gguf"
+    source = capture.GgufSource(model, TEXT, 512, 2)
+    fit = predictors.fit(source, n_sequences=6, length=512, folder=folder / "w", n_threads=2)
+    files.write_sidecar(folder / "s.gguf", files.predictor_fields(model, fit, predictors.Bits(), 4), files.predictor_arrays(fit))
+    files.embed(model, folder / "s.gguf", folder / "m.gguf")
+    return folder / "m.gguf"
+
+
+# mean KL divergence allowed: twice what was measured
+WALKS = [
+    ("higgs", "bits=4", 0.02),
+    ("higgs", "", 0.5),
+    ("aqua", "predictor=bias,bits=4", 0.02),
+    ("aqua", "predictor=bias", 0.3),
+    ("aqua", "predictor=k", 0.2),
+    ("aqua", "predictor=full", 0.1),
+    ("aqua", "predictor=full,k_bits=2,v_bits=1,window=32", 0.3),
+]
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize(("method", "opts", "limit"), WALKS, ids=[f"{m}-{o}" for m, o, _ in WALKS])
+def test_random_walk_follows_upstream(own_model: Path, method: str, opts: str, limit: float, unified: bool) -> None:
+    kld = random_walk(own_model, method, opts, unified, 100, 12)
+    print(f"{method} {opts}: {len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
+    assert len(kld) > 30 and np.mean(kld) < limit
+
+
+@pytest.mark.parametrize("opts", ["predictor=bias", "predictor=full", "higgs"])
+def test_saved_sequence_reads_back_equal(own_model: Path, opts: str) -> None:
+    method, opts = ("higgs", "") if opts == "higgs" else ("aqua", opts)
+    c = Context(own_model, method, opts, 2, unified=False)
+    tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
+    c.decode(0, tokens[:500], 0)
+    c.decode(0, tokens[500:], 500)
+    data = c.save(0)
+    c.load(1, data)
+    n_kv = 2 * 2 * 700 * c.model.n_layer * c.model.n_head_kv * 64  # f16 rows of K and V
+    assert c.save(1)[-n_kv:] == data[-n_kv - 4 : -4]  # sequence 0 is followed by the empty cell list of stream 1
+    p, q = c.decode(0, [5, 6, 7], 700), c.decode(1, [5, 6, 7], 700)
+    c.close()
+    assert np.abs(p - q).max() < 1e-4
+
+
+@pytest.mark.parametrize("predictor", ["bias", "full"])
+def test_a_shift_and_back_changes_nothing(own_model: Path, predictor: str) -> None:
+    """Sealed keys hold no position: moving all cells by 96 and back leaves the same blocks, the window loses f16 rounding only."""
+    c = Context(own_model, "aqua", f"predictor={predictor},window=32", 1, unified=True)
+    tokens = c.model.tokenize(TEXT, add_bos=True)[:500]
+    c.decode(0, tokens[:500], 0)
+    want = c.decode(0, [5], 500)
+    assert c.lib.llama_memory_seq_rm(c.memory, 0, 500, -1)
+    for by in (96, -96):
+        c.lib.llama_memory_seq_add(c.memory, 0, 0, -1, by)
+        got = c.decode(0, [5], 500 + max(by, 0))
+        assert c.lib.llama_memory_seq_rm(c.memory, 0, 500 + max(by, 0), -1)
+        assert float((np.exp(want) * (want - got)).sum()) < 2e-4, by
+    c.close()
