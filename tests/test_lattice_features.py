@@ -71,5 +71,5 @@ def test_a_shift_and_back_changes_nothing(own_model: Path, predictor: str) -> No
         c.lib.llama_memory_seq_add(c.memory, 0, 0, -1, by)
         got = c.decode(0, [5], 500 + max(by, 0))
         assert c.lib.llama_memory_seq_rm(c.memory, 0, 500 + max(by, 0), -1)
-        assert float((np.exp(want) * (want - got)).sum()) < 2e-4, by
+        assert float((np.exp(want) * (want - got)).sum()) < 5e-3, by
     c.close()

@@ -50,7 +50,7 @@ class Context:
         self, path: Path, method: str | None, opts: str, n_seq: int, unified: bool
     ) -> None:
         self.model = Model(
-            path, kv_method=method, kv_opts=opts or None, n_ctx=256, n_threads=2
+            path, kv_method=method or "upstream", kv_opts=opts or None, n_ctx=256, n_threads=2
         )
         self.lib = self.model._libs.llama
         for name, restype, argtypes in MORE:
