@@ -10,6 +10,10 @@
 #include <mutex>
 #include <vector>
 
+static constexpr size_t TABLE_ROWS = 16384; // rows of one replayed step
+
+struct kvq_cuda_device::row_job : kvq_row_job {};
+
 static std::mutex live_mutex;
 static std::vector<kvq_cuda_device *> live;
 
@@ -60,7 +64,9 @@ kvq_cuda_device::~kvq_cuda_device() {
     if (use()) {
         synchronize();
         cudaFree(partial);
+        cudaFree(tickets);
         cudaFree(expanded);
+        cudaFree(row_table);
     }
 }
 
@@ -72,6 +78,25 @@ bool kvq_cuda_device::check(int status, const char * what) {
 }
 
 bool kvq_cuda_device::use() { return check(cudaSetDevice(ordinal), "cudaSetDevice"); }
+
+// Grows an array of 4-byte elements, zeroed; what it held is lost.
+template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need, const char * what) {
+    static_assert(sizeof(T) == 4, "counted in elements of 4 bytes");
+    if (need <= n) {
+        return true;
+    }
+    synchronize();
+    cudaFree(p);
+    p = nullptr;
+    n = 0;
+    n_moved++;
+    if (!check(cudaMalloc(&p, 4 * need), what)) {
+        return false;
+    }
+    n = need;
+    zero(p, 4 * need);
+    return true;
+}
 
 void kvq_cuda_device::set_stream(void * s) {
     if (s != stream) {
@@ -147,7 +172,50 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
 
 // ---------------------------------------------------------------- pages
 
+bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
+    use();
+    if (n_rows > TABLE_ROWS || (!row_table && !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses"))) {
+        return false;
+    }
+    now = s;
+    rows_to.clear();
+    return true;
+}
+
+void kvq_cuda_device::flush_rows() {
+    if (held.empty()) {
+        return;
+    }
+    kvq_row_jobs jobs = {};
+    for (size_t i = 0; i < held.size(); i++) {
+        jobs.job[i] = held[i];
+    }
+    kvq_launch_row_jobs(jobs, (int) held.size(), (cudaStream_t) stream);
+    check(cudaGetLastError(), "rows kernel");
+    held.clear();
+}
+
+void kvq_cuda_device::end_step() {
+    held.clear();
+    now = EAGER;
+    if (!rows_to.empty()) {
+        put(row_table, rows_to.data(), rows_to.size() * sizeof(rows_to[0]));
+    }
+}
+
 void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int) {
+    if (now != EAGER) {
+        if (now == RECORD) { // keys and values of a layer go together
+            if (held.size() == KVQ_ROW_JOBS) {
+                flush_rows();
+            }
+            held.emplace_back();
+            (kvq_row_job &) held.back() = { row_table + rows_to.size(), rows, row_stride, (size_t) l.page_cells * l.head_stride(), (int) n,
+                                            l.n_head * l.codec.head_size, l.codec.head_size };
+        }
+        rows_to.insert(rows_to.end(), to, to + n);
+        return;
+    }
     use();
     for (int64_t i = 0; i < n; i += KVQ_SEAL_ROWS) {
         const int part = (int) std::min<int64_t>(n - i, KVQ_SEAL_ROWS);
@@ -188,6 +256,7 @@ void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b
 
 void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
     use();
+    flush_rows();
     for (int i0 = 0; i0 < n; i0 += KVQ_ATTEND_STREAMS) {
         const kvq_attn & f = attn[i0];
         const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
@@ -207,8 +276,8 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
         a.softcap    = f.softcap;
         a.n_head_log2 = 1;
         while (2 * a.n_head_log2 <= a.n_head) { a.n_head_log2 *= 2; }
-        a.m0 = powf(2.0f, -a.max_bias        / (float) a.n_head_log2);
-        a.m1 = powf(2.0f, -a.max_bias / 2.0f / (float) a.n_head_log2);
+        a.m0 = -a.max_bias        / (float) a.n_head_log2;
+        a.m1 = -a.max_bias / 2.0f / (float) a.n_head_log2;
         a.q_stride_token    = f.q_stride_token;    a.q_stride_head    = f.q_stride_head;
         a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
         a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;
@@ -217,32 +286,26 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
             const kvq_attn & s = attn[i0 + i];
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages };
         }
-        // four warps of rows when there are so many, else one warp a block and more splits
+        // few rows: three blocks a multiprocessor, all at once; else four warps of rows when there are so many, or one and more splits
         const bool few    = kvq_decode_fits(a, n_streams);
         const int n_warps = a.n_rows > 16 ? 4 : 1;
-        const int blocks  = (a.n_rows + 16 * n_warps - 1) / (16 * n_warps) * a.n_head_kv * n_streams;
-        const int want    = n_sm * (few ? 16 : n_warps == 1 ? 10 : 3); // measured: 12 a multiprocessor (one wave) is slower for few rows
-        a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), a.n_pages * a.page_cells / 32, 1024 }));
-        if (a.n_splits > 1 || few) {
-            const size_t need = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
-            if (need > n_partial) {
-                synchronize();
-                cudaFree(partial);
-                partial   = nullptr;
-                n_partial = 0;
-                if (!check(cudaMalloc(&partial, 4 * need), "cudaMalloc of attention's partial results")) {
-                    return;
-                }
-                n_partial = need;
+        const int blocks  = (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
+        const int want    = n_sm * (few ? KVQ_DECODE_BLOCKS : n_warps > 1 ? 3 : 10);
+        a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+        if (a.n_splits > 1) {
+            const size_t n_tickets = few ? blocks : 0, n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
+            if (!grow(partial, n_partial, n, "attention's partial results") || !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
+                return;
             }
             a.partial = partial;
+            a.tickets = tickets;
         }
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {
             kvq_launch_tiles(a, n_streams, n_warps, (cudaStream_t) stream);
         }
-        if (a.n_splits > 1 || few) {
+        if (a.n_splits > 1 && !few) {
             kvq_launch_merge(a, n_streams, (cudaStream_t) stream);
         }
     }
@@ -258,6 +321,7 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v)
         cudaFree(expanded);
         expanded    = nullptr;
         nb_expanded = 0;
+        n_moved++;
         if (cudaMalloc(&expanded, need) != cudaSuccess) {
             cudaGetLastError();
             return false;

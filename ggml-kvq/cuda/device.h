@@ -5,6 +5,7 @@
 #include "../cache/device.h"
 
 #include <string>
+#include <vector>
 
 class kvq_cuda_device : public kvq_device {
 public:
@@ -27,6 +28,14 @@ public:
     // device, overwritten by the next call. False: out of memory.
     bool expand(const kvq_attn * attn, int n, void ** k, void ** v);
 
+    // A step that is recorded into a CUDA graph and replayed: write_rows then takes its addresses from a table in device memory, and
+    // replaying only refills the table. Between begin_step and end_step nothing but write_rows and attend may be called.
+    enum step { EAGER, RECORD, REPLAY };
+    bool     begin_step(step s, size_t n_rows); // n_rows: of all write_rows; false: too many for the table
+    void     flush_rows();                      // RECORD: what write_rows still holds back is launched
+    void     end_step();                        // the table goes to the device; before the recording is launched
+    uint64_t generation() const { return n_moved; } // changes when memory that a recording points at was given back
+
     const char * name() const override { return kernels.c_str(); }
     bool   is_host() const override { return false; }
     void * alloc(size_t nb) override;
@@ -44,9 +53,17 @@ private:
     bool check(int status, const char * what);
     int         ordinal, n_sm = 1;
     void      * stream = nullptr;
+    template <typename T> bool grow(T *& p, size_t & n, size_t need, const char * what);
     float     * partial = nullptr;
-    size_t      n_partial = 0;
+    uint32_t  * tickets = nullptr;
+    size_t      n_partial = 0, n_tickets = 0;
     void      * expanded = nullptr;
     size_t      nb_expanded = 0;
+    struct row_job;
+    step        now = EAGER;
+    std::vector<uint16_t *> rows_to; // the table as this step fills it
+    uint16_t ** row_table = nullptr;
+    std::vector<row_job> held;
+    uint64_t    n_moved = 0;
     std::string err, kernels;
 };

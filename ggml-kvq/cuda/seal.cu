@@ -17,6 +17,27 @@ static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t
     }
 }
 
+static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
+    const kvq_row_job & j = jobs.job[blockIdx.z];
+    const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x); // head sizes are multiples of 8
+    if (blockIdx.x < j.n && i < j.width) {
+        const int h = i / j.head_size;
+        const float * x = j.rows + blockIdx.x * j.row_stride + i;
+        uint16_t * to = j.to[blockIdx.x] + h * j.head_stride + (i - h * j.head_size);
+        const ushort4 y = make_ushort4(f32_to_f16_bits(x[0]), f32_to_f16_bits(x[1]), f32_to_f16_bits(x[2]), f32_to_f16_bits(x[3]));
+        *(ushort4 *) to = y;
+    }
+}
+
+void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream) {
+    int n = 0, width = 0;
+    for (int i = 0; i < n_jobs; i++) {
+        n     = jobs.job[i].n     > n     ? jobs.job[i].n     : n;
+        width = jobs.job[i].width > width ? jobs.job[i].width : width;
+    }
+    row_jobs_kernel<<<dim3(n, (width + 511) / 512, n_jobs), 128, 0, stream>>>(jobs);
+}
+
 void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
     const int width = n_head * head_size;
     rows_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(to, head_size, head_stride, rows, row_stride, width);

@@ -15,8 +15,17 @@ struct kvq_seal_job {
 };
 struct kvq_seal_jobs { kvq_seal_job job[KVQ_SEAL_JOBS]; };
 struct kvq_seal_rows { uint16_t * to[KVQ_SEAL_ROWS]; };
+struct kvq_row_job { // rows of a step that is replayed: addresses in device memory
+    uint16_t * const * to;
+    const float * rows;
+    size_t row_stride, head_stride;
+    int n, width, head_size;
+};
+constexpr int KVQ_ROW_JOBS = 2;
+struct kvq_row_jobs { kvq_row_job job[KVQ_ROW_JOBS]; };
 
 void kvq_launch_rows  (const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
+void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
 void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
 

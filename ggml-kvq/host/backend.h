@@ -23,6 +23,9 @@ struct kvq_backend_context {
     int n_threads = 1;
     ggml_backend_t inner  = nullptr;
     void *         stream = nullptr; // the inner backend's: our kernels run between its own
+    struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
+    bool           whole = false;     // this graph is, or will be: no recordings by the inner backend
+    bool           recording = false; // nodes are being recorded: no sealing
 };
 
 // Lane of a cache tensor or of a view of one; cache is NULL when the tensor is not ours or a size query's dummy.
@@ -41,6 +44,8 @@ void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device);
 bool        kvq_is_view_op  (ggml_op op);
 bool        kvq_supports_op (kvq_device_context & dev, const ggml_tensor * op);
 ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph);
+bool        kvq_set_rows    (const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
+bool        kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t); // their pages are open already
 
 // cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
 int                kvq_cuda_init  (ggml_backend_reg * reg); // number of devices, 0: none
@@ -53,5 +58,12 @@ bool               kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache
 void               kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
 void *             kvq_cuda_stream(ggml_backend_t inner);
+
+void               kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part); // it would record this part on its own
+
+// cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
+ggml_status        kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
+void               kvq_cuda_step_flush(kvq_backend_context & b);
+void               kvq_cuda_step_free(struct kvq_cuda_step * step);
 
 void kvq_report_error(const std::string & line); // stderr and kvq_last_error

@@ -7,6 +7,7 @@
 #include "ggml-cuda.h"
 #include "ggml-impl.h" // ggml_cgraph
 
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -33,6 +34,7 @@ void backend_free(ggml_backend_t backend) {
     if (state(backend).stream) {
         kvq_cuda_device::forget_stream(state(backend).stream);
     }
+    kvq_cuda_step_free(state(backend).step);
     ggml_backend_free(state(backend).inner);
     delete &state(backend);
     delete backend;
@@ -45,7 +47,8 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     if (!b.stream) {
         b.stream = kvq_cuda_stream(b.inner);
     }
-    return kvq_compute_graph(b, graph);
+    static const bool graphs = !getenv("KVQ_CUDA_GRAPHS") || atoi(getenv("KVQ_CUDA_GRAPHS"));
+    return graphs ? kvq_cuda_compute(b, graph) : kvq_compute_graph(b, graph);
 }
 
 ggml_guid_t backend_guid(void) {

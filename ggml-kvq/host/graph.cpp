@@ -172,21 +172,35 @@ static bool learn_rope(const ggml_tensor * set_rows, const kvq_target & t, const
     return t.cache->set_rope(*t.layer, rope_of(kvq_backend_context(), x), err);
 }
 
-static bool set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
-    const ggml_tensor * rows = node->src[0], * idx = node->src[1];
-    const int64_t n = rows->ne[1];
+// global cells of a SET_ROWS node
+static const std::vector<int64_t> & cells_of(const kvq_backend_context & b, const ggml_tensor * node) {
+    const ggml_tensor * idx = node->src[1];
     static thread_local std::vector<int64_t> cells;
-    cells.resize((size_t) n);
+    cells.resize((size_t) node->src[0]->ne[1]);
     std::vector<uint8_t> temp;
     const void * data = host_data(b, idx, temp);
-    for (int64_t i = 0; i < n; i++) {
-        cells[(size_t) i] = idx->type == GGML_TYPE_I64 ? ((const int64_t *) data)[i] : ((const int32_t *) data)[i];
+    const int64_t row0 = (int64_t) (node->view_offs / node->view_src->nb[1]); // the destination may start at a later stream
+    for (size_t i = 0; i < cells.size(); i++) {
+        cells[i] = row0 + (idx->type == GGML_TYPE_I64 ? ((const int64_t *) data)[i] : ((const int32_t *) data)[i]);
     }
-    // the destination may start at a later stream
-    const int64_t row0 = (int64_t) (node->view_offs / node->view_src->nb[1]);
-    for (auto & c : cells) {
-        c += row0;
+    return cells;
+}
+
+bool kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+    const kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
+    const kvq_lane_layout & l = lane.layout();
+    for (const int64_t c : cells_of(b, node)) {
+        if (c < 0 || c >= (int64_t) l.n_cells * l.n_stream || lane.state((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells) != KVQ_PAGE_OPEN) {
+            return false;
+        }
     }
+    return true;
+}
+
+bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+    const ggml_tensor * rows = node->src[0];
+    const int64_t n = rows->ne[1];
+    const std::vector<int64_t> & cells = cells_of(b, node);
     kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
     const int64_t n_rows = (int64_t) lane.layout().n_cells * lane.layout().n_stream;
     for (const int64_t c : cells) {
@@ -257,8 +271,10 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
 #ifdef KVQ_CUDA
     if (b.inner) {
         const bool ok = kvq_cuda_attend(b, *t.cache, node, streams);
-        t.layer->k->commit(b.n_threads); // frames of this ubatch are free for the next layer
-        t.layer->v->commit(b.n_threads);
+        if (!b.recording) {
+            t.layer->k->commit(b.n_threads); // frames of this ubatch are free for the next layer
+            t.layer->v->commit(b.n_threads);
+        }
         return ok;
     }
 #endif
@@ -322,6 +338,12 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             part.size    = part.n_leafs = 0;
             part.leafs   = part.grads = part.grad_accs = nullptr;
             part.uid     = 0;
+#ifdef KVQ_CUDA
+            kvq_cuda_step_flush(b);
+            if (b.whole) {
+                kvq_cuda_no_inner_graph(b.inner, &part);
+            }
+#endif
             status = b.inner->iface.graph_compute(b.inner, &part);
         }
         first = end + 1;
@@ -365,7 +387,7 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         bool ok = false;
         try {
             switch (node->op) {
-                case GGML_OP_SET_ROWS:       ok = set_rows(b, node, t);   break;
+                case GGML_OP_SET_ROWS:       ok = kvq_set_rows(b, node, t); break;
                 case GGML_OP_FLASH_ATTN_EXT: ok = flash_attn(b, node, t); break;
                 case GGML_OP_ROPE:           ok = shift(b, node, t);      break;
                 default: kvq_report_error(why_not(node, t));              break;
@@ -383,7 +405,9 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         return status;
     }
     for (kvq_kv_cache * cache : touched) {
-        cache->commit(b.n_threads);
+        if (!b.recording) {
+            cache->commit(b.n_threads);
+        }
 #ifdef KVQ_CUDA
         if (b.inner && !kvq_cuda_error(*cache).empty()) {
             kvq_report_error(kvq_cuda_error(*cache));

@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [bench]    bench: time of one layer's attention and the floor = bytes / copy bandwidth, nothing is checked
+// Usage: test_cuda [quick | bench [FORMAT [CELLS]]]    bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "../../ggml-kvq/cuda/device.h"
 #include "../../ggml-kvq/types/f16.h"
 #include "../../ggml-kvq/types/types.h"
@@ -300,7 +300,7 @@ static double seconds(kvq_cuda_device & d, int n, const std::function<void()> & 
     return t[t.size() / 2];
 }
 
-static void bench(kvq_cuda_device & d) {
+static void bench(kvq_cuda_device & d, const char * only, int only_cells) {
     const size_t nb = (size_t) 2 << 30;
     double bandwidth;
     {
@@ -312,6 +312,7 @@ static void bench(kvq_cuda_device & d) {
         { "f16", 16, 16, 32, 0 }, { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32 u8", 2, 2, 32, 1 }, { "xquant 2/1 g32", 2, 1, 32, 0 }, { "affine-1 g128", 1, 1, 128, 0 }, { "kivi-4 g128", 4, 4, 128, 0 } };
     for (const auto & f : formats) {
         for (int cells : { 1024, 32768, 131072 }) {
+            if (!strstr(f.name, only) || (only_cells && cells != only_cells)) { continue; }
             for (int n_q : { 1, 512 }) {
                 if (n_q > 1 && cells != 32768) { continue; }
                 const attention_case c = { f.kb, f.vb, f.group, f.scale, 128, 8, 4, n_q, cells, 1, 0, 0, false, false };
@@ -345,7 +346,7 @@ int main(int argc, char ** argv) {
     kvq_cuda_device d(0);
     CHECK(d.error().empty(), "%s", d.error().c_str());
     if (argc > 1 && !strcmp(argv[1], "bench")) {
-        bench(d);
+        bench(d, argc > 2 ? argv[2] : "", argc > 3 ? atoi(argv[3]) : 0);
         return 0;
     }
     int n = 0;

@@ -1,0 +1,187 @@
+// One token of a model is the same graph many times over: llama.cpp reuses it while the padded cache length stays. Such a graph is
+// recorded once - the inner backend's kernels and ours, on its stream - and launched again as one CUDA graph. What changes from step
+// to step comes from device memory: the rows' addresses (kvq_cuda_device's table) and the spans, both brought up to date before
+// the launch. Sealing follows it. A step that opens a page runs node by node: it needs frames, and gives them back layer by layer.
+#ifdef KVQ_CUDA
+#include "backend.h"
+
+#include "../cuda/device.h"
+#include "../cuda/graph.h"
+#include "ggml-impl.h" // ggml_cgraph
+
+#include <algorithm>
+#include <cstring>
+
+namespace {
+
+constexpr int MAX_ROWS = 64; // query rows of a KV head: above it prompts run, which do not wait for launches
+
+kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_device &>(cache.device); }
+
+// the inner backend would wait for the device in the middle of this node
+bool waits(const ggml_tensor * node) {
+    return node->op == GGML_OP_MUL_MAT_ID && (node->ne[2] > 1 || !ggml_is_quantized(node->src[0]->type) || node->src[1]->type != GGML_TYPE_F32);
+}
+
+} // namespace
+
+struct kvq_cuda_step {
+    struct write { const ggml_tensor * node; kvq_target target; };
+    uint64_t uid = 0;
+    const void * first = nullptr;
+    bool     fits  = false;
+    int      n_run = 0;
+    size_t   n_rows = 0;
+    uint64_t generation = 0; // of the caches when the recording was made
+    std::vector<write> writes;
+    std::vector<kvq_kv_cache *> caches;
+    kvq_cuda_graph graph;
+
+    void learn(const ggml_cgraph * g);
+    bool quiet(const kvq_backend_context & b) const;
+    uint64_t moved() const;
+    bool begin(kvq_cuda_device::step s);
+    void end();
+    void commit(int n_threads);
+};
+
+void kvq_cuda_step::learn(const ggml_cgraph * g) {
+    uid   = g->uid;
+    first = g->n_nodes ? g->nodes[0] : nullptr;
+    n_run = 0;
+    n_rows = 0;
+    generation = ~0ull;
+    writes.clear();
+    caches.clear();
+    fits = uid != 0;
+    for (int i = 0; i < g->n_nodes && fits; i++) {
+        const ggml_tensor * node = g->nodes[i];
+        if (kvq_is_view_op(node->op) || ggml_is_empty(node)) {
+            continue;
+        }
+        const bool attends = node->op == GGML_OP_FLASH_ATTN_EXT;
+        const kvq_target t = kvq_find_target(attends ? node->src[1] : node);
+        if (!t.layer) {
+            fits = !t.ours && !waits(node);
+            continue;
+        }
+        if (std::find(caches.begin(), caches.end(), t.cache) == caches.end()) {
+            caches.push_back(t.cache);
+        }
+        if (attends) {
+            fits = node->src[0]->ne[1] * node->src[0]->ne[2] / node->src[1]->ne[2] <= MAX_ROWS;
+        } else {
+            fits = node->op == GGML_OP_SET_ROWS && !t.cache->refused && !t.layer->d.plan.pre_rope;
+            writes.push_back({ node, t });
+            n_rows += fits ? (size_t) node->src[0]->ne[1] : 0;
+        }
+    }
+    fits = fits && !writes.empty();
+}
+
+// every row goes into a page that is open already
+bool kvq_cuda_step::quiet(const kvq_backend_context & b) const {
+    for (const write & w : writes) {
+        if (!kvq_rows_stay_open(b, w.node, w.target)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+uint64_t kvq_cuda_step::moved() const {
+    uint64_t sum = 0;
+    for (kvq_kv_cache * c : caches) {
+        sum += cuda(*c).generation();
+    }
+    return sum;
+}
+
+bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
+    bool ok = true;
+    for (kvq_kv_cache * c : caches) {
+        for (auto & l : c->layers) {
+            l->spans.on(c->device);
+        }
+        ok = ok && cuda(*c).begin_step(s, n_rows);
+    }
+    return ok;
+}
+
+void kvq_cuda_step::end() {
+    for (kvq_kv_cache * c : caches) {
+        cuda(*c).end_step();
+    }
+}
+
+void kvq_cuda_step::commit(int n_threads) {
+    for (kvq_kv_cache * c : caches) {
+        c->commit(n_threads);
+    }
+}
+
+void kvq_cuda_step_free(kvq_cuda_step * step) { delete step; }
+
+void kvq_cuda_step_flush(kvq_backend_context & b) {
+    if (b.recording) {
+        for (kvq_kv_cache * c : b.step->caches) {
+            cuda(*c).flush_rows();
+        }
+    }
+}
+
+ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
+    if (!b.step) {
+        b.step = new kvq_cuda_step;
+    }
+    kvq_cuda_step & s = *b.step;
+    if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) {
+        s.learn(graph);
+    }
+    b.whole = s.fits; // the inner backend makes no graphs of its own from its parts
+    for (kvq_kv_cache * c : s.caches) {
+        cuda(*c).set_stream(b.stream);
+    }
+    if (!s.fits || s.n_run++ == 0 || !s.quiet(b)) { // the first run brings every buffer to its size
+        return kvq_compute_graph(b, graph);
+    }
+    const bool replay = s.graph.ready() && s.generation == s.moved();
+    bool ok = s.begin(replay ? kvq_cuda_device::REPLAY : kvq_cuda_device::RECORD);
+    if (ok && replay) {
+        for (const kvq_cuda_step::write & w : s.writes) {
+            ok = ok && kvq_set_rows(b, w.node, w.target);
+        }
+        s.end();
+        if (!ok) {
+            return GGML_STATUS_FAILED;
+        }
+    } else if (ok) {
+        s.generation = s.moved();
+        ok = s.graph.begin(b.stream);
+        if (ok) {
+            b.recording = true;
+            const bool done = kvq_compute_graph(b, graph) == GGML_STATUS_SUCCESS;
+            b.recording = false;
+            ok = s.graph.end(b.stream) && done && s.generation == s.moved();
+        }
+        s.end();
+    }
+    if (!ok) { // rows that were noted are noted again, which changes nothing
+        s.end();
+        s.fits = b.whole = false;
+        return kvq_compute_graph(b, graph);
+    }
+    if (!s.graph.launch(b.stream)) {
+        kvq_report_error("the recorded step cannot be launched: set KVQ_CUDA_GRAPHS=0");
+        return GGML_STATUS_FAILED;
+    }
+    s.commit(b.n_threads);
+    for (kvq_kv_cache * c : s.caches) {
+        if (!kvq_cuda_error(*c).empty()) {
+            kvq_report_error(kvq_cuda_error(*c));
+            return GGML_STATUS_FAILED;
+        }
+    }
+    return GGML_STATUS_SUCCESS;
+}
+#endif
