@@ -19,13 +19,16 @@ kvq_scratch::~kvq_scratch() {
 uint16_t * kvq_scratch::take(size_t nb) {
     auto & list = idle[nb];
     if (list.empty()) {
-        void * p = device.alloc(nb);
+        size_t & n_made = made[nb];
+        const size_t n = device.is_host() || !n_made ? 1 : n_made; // an allocation there may cost more than a token
+        uint8_t * p = (uint8_t *) device.alloc(n * nb);
         if (!p) {
             throw std::bad_alloc();
         }
-        blocks.emplace_back(p, nb);
-        total += nb;
-        return (uint16_t *) p;
+        blocks.emplace_back(p, n * nb);
+        total  += n * nb;
+        n_made += n;
+        for (size_t i = 0; i < n; i++) { list.push_back((uint16_t *) (p + i * nb)); }
     }
     uint16_t * p = list.back();
     list.pop_back();

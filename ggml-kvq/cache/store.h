@@ -42,6 +42,7 @@ private:
     kvq_device & device;
     std::vector<std::pair<void *, size_t>> blocks;
     std::map<size_t, std::vector<uint16_t *>> idle;
+    std::map<size_t, size_t> made; // tiles by size
     size_t total = 0;
 };
 

@@ -3,9 +3,6 @@
 
 #include "common.cuh"
 
-#ifndef KVQ_DECODE_BLOCKS
-#define KVQ_DECODE_BLOCKS 2
-#endif
 constexpr int KVQ_ATTEND_STREAMS = 32; // of one launch
 
 struct kvq_attend_args {
@@ -13,7 +10,9 @@ struct kvq_attend_args {
     int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
     float scale, max_bias, softcap, m0, m1; // m0, m1: log2 of the slopes' bases
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
-    int   k_parts;   // decode: groups of key scales within 64 cells, 1, 2 or 4
+    // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory
+    int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
+    int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes;
     float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
     const float * sinks;
@@ -21,8 +20,8 @@ struct kvq_attend_args {
 };
 
 // Row r of a KV head: query token r / gqa, query head kvh*gqa + r % gqa.
-static __device__ __forceinline__ int row_token(const kvq_attend_args & a, int r) { return r / a.gqa; }
-static __device__ __forceinline__ int row_head (const kvq_attend_args & a, int kvh, int r) { return kvh * a.gqa + r % a.gqa; }
+static __device__ __forceinline__ int row_token(const kvq_attend_args & a, int r) { return a.n_q == 1 ? 0 : r / a.gqa; }
+static __device__ __forceinline__ int row_head (const kvq_attend_args & a, int kvh, int r) { return kvh * a.gqa + (a.n_q == 1 ? r : r % a.gqa); }
 
 static __device__ __forceinline__ float alibi_slope(const kvq_attend_args & a, int h) {
     return a.max_bias <= 0.0f ? 1.0f : exp2f(h < a.n_head_log2 ? a.m0 * (float) (h + 1) : a.m1 * (float) (2*(h - a.n_head_log2) + 1));
@@ -45,12 +44,13 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu
-// Few rows over many cells. fits: also sets k_parts.
+// Few rows over many cells. fits: also sets what is derived for it.
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int  kvq_decode_row_blocks(const kvq_attend_args & a);    // blocks of one KV head and split
 int  kvq_decode_max_splits(const kvq_attend_args & a);
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // needs partial and tickets
-void kvq_launch_decode_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
-void kvq_launch_decode_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
+int  kvq_decode_occupancy(const kvq_attend_args & a);     // blocks that a multiprocessor holds
+void kvq_launch_decode_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int  kvq_tiles_head_size(int k, int v); // 0: none

@@ -1,7 +1,21 @@
 // Which attention the decode kernels take, and how it is shared among blocks (attend_decode.cuh).
 #include "attend.cuh"
 
+#include <array>
+#include <map>
+#include <mutex>
+
 static constexpr int CELLS = 64, WARPS = 4, COLUMNS = 8, MAX_ROW_BLOCKS = 4;
+
+// n = 2^k: k, else -1
+static int log2_of(int n) {
+    int k = 0;
+    while (n > 1 && n % 2 == 0) {
+        n /= 2;
+        k++;
+    }
+    return n == 1 ? k : -1;
+}
 
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     bool fits = a.mask_stride_token % 2 == 0 && a.mask_stride_head % 2 == 0 && a.q_stride_token % 4 == 0 && a.q_stride_head % 4 == 0;
@@ -9,22 +23,41 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
         fits = fits && (uintptr_t) a.stream[i].mask % 4 == 0 && (uintptr_t) a.stream[i].q % 16 == 0;
     }
     const bool codes = a.k.np != 0;
-    fits = fits && codes == (a.v.np != 0) && a.k.head_size == a.v.head_size && (a.k.head_size == 64 || a.k.head_size == 128);
+    a.halves_log2  = log2_of(a.page_cells / 32);
+    a.k_group_log2 = codes ? log2_of(a.k.group) : 0;
+    a.v_group_log2 = codes ? log2_of(a.v.group) : 0;
+    a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
+    fits = fits && codes == (a.v.np != 0) && a.k.head_size == a.v.head_size && (a.k.head_size == 64 || a.k.head_size == 128) && a.halves_log2 >= 0;
     if (codes) {
-        fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k.group % 16 == 0 && a.v.group % 32 == 0;
+        fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 5 && a.k.scale == a.v.scale;
     }
-    a.k_parts = !codes || a.k.group % CELLS == 0 ? 1 : a.k.group % 32 == 0 ? 2 : 4;
     return fits && kvq_decode_row_blocks(a) <= MAX_ROW_BLOCKS;
 }
 
-int kvq_decode_row_blocks(const kvq_attend_args & a) { return (a.n_rows * a.k_parts + COLUMNS - 1) / COLUMNS; }
+int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << a.k_parts_log2) + COLUMNS - 1) / COLUMNS; }
 
 int kvq_decode_max_splits(const kvq_attend_args & a) { return (a.n_pages * a.page_cells + CELLS * WARPS - 1) / (CELLS * WARPS); }
 
-void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     if (a.k.head_size == 128) {
-        kvq_launch_decode_128(a, n_streams, stream);
+        kvq_launch_decode_128(a, n_streams, stream, occupancy);
     } else {
-        kvq_launch_decode_64(a, n_streams, stream);
+        kvq_launch_decode_64(a, n_streams, stream, occupancy);
     }
 }
+
+int kvq_decode_occupancy(const kvq_attend_args & a) {
+    static std::mutex mutex;
+    static std::map<std::array<int, 8>, int> known;
+    int device = 0, blocks = 1;
+    cudaGetDevice(&device);
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto at = known.insert({ { device, a.k.head_size, a.k.np ? a.k.bits : 16, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v.group }, 0 }).first;
+    if (!at->second) {
+        launch(a, 1, nullptr, &blocks);
+        at->second = blocks > 0 ? blocks : 1;
+    }
+    return at->second;
+}
+
+void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream) { launch(a, n_streams, stream, nullptr); }

@@ -20,3 +20,33 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c); // device.cu
 static __device__ __forceinline__ float f16_bits_to_f32(uint16_t h) { return __half2float(__ushort_as_half(h)); }
 static __device__ __forceinline__ uint16_t f32_to_f16_bits(float x)  { return __half_as_ushort(__float2half_rn(x)); }
 static __device__ __forceinline__ uint16_t f32_to_f16_finite(float x) { return f32_to_f16_bits(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
+
+// A kernel that is launched with kvq_launch_early may start once every block of the kernel before it has come to early_start, and
+// sees what that kernel (and all before it) wrote after early_wait. sm_90; before that it simply follows.
+static __device__ __forceinline__ void early_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+static __device__ __forceinline__ void early_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A & args) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    int device = 0, major = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(n_threads);
+    config.dynamicSmemBytes = nb_shared;
+    config.stream   = stream;
+    config.attrs    = &early;
+    config.numAttrs = major >= 9;
+    cudaLaunchKernelEx(&config, kernel, args);
+}

@@ -286,11 +286,11 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
             const kvq_attn & s = attn[i0 + i];
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages };
         }
-        // few rows: three blocks a multiprocessor, all at once; else four warps of rows when there are so many, or one and more splits
+        // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and more splits
         const bool few    = kvq_decode_fits(a, n_streams);
         const int n_warps = a.n_rows > 16 ? 4 : 1;
         const int blocks  = (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
-        const int want    = n_sm * (few ? KVQ_DECODE_BLOCKS : n_warps > 1 ? 3 : 10);
+        const int want    = n_sm * (few ? kvq_decode_occupancy(a) : n_warps > 1 ? 3 : 10);
         a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
         if (a.n_splits > 1) {
             const size_t n_tickets = few ? blocks : 0, n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);

@@ -9,6 +9,7 @@ static_assert(sizeof(kvq_seal_rows) < 4000, "kernel arguments are limited to 4 K
 // ---------------------------------------------------------------- rows
 
 static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
+    early_start();
     uint16_t * tile = to.to[blockIdx.x];
     const float * row = rows + blockIdx.x * row_stride;
     for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
@@ -18,6 +19,7 @@ static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t
 }
 
 static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
+    early_start();
     const kvq_row_job & j = jobs.job[blockIdx.z];
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x); // head sizes are multiples of 8
     if (blockIdx.x < j.n && i < j.width) {

@@ -1,7 +1,7 @@
 // One token of a model is the same graph many times over: llama.cpp reuses it while the padded cache length stays. Such a graph is
 // recorded once - the inner backend's kernels and ours, on its stream - and launched again as one CUDA graph. What changes from step
 // to step comes from device memory: the rows' addresses (kvq_cuda_device's table) and the spans, both brought up to date before
-// the launch. Sealing follows it. A step that opens a page runs node by node: it needs frames, and gives them back layer by layer.
+// the launch. Sealing follows it. A step that reopens a sealed page runs node by node: what it holds is decoded when its turn comes.
 #ifdef KVQ_CUDA
 #include "backend.h"
 
@@ -38,7 +38,7 @@ struct kvq_cuda_step {
     kvq_cuda_graph graph;
 
     void learn(const ggml_cgraph * g);
-    bool quiet(const kvq_backend_context & b) const;
+    bool quiet(const kvq_backend_context & b, bool may_open) const;
     uint64_t moved() const;
     bool begin(kvq_cuda_device::step s);
     void end();
@@ -79,10 +79,10 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
     fits = fits && !writes.empty();
 }
 
-// every row goes into a page that is open already
-bool kvq_cuda_step::quiet(const kvq_backend_context & b) const {
+// every row goes into a page that is open already, or into an empty one
+bool kvq_cuda_step::quiet(const kvq_backend_context & b, bool may_open) const {
     for (const write & w : writes) {
-        if (!kvq_rows_stay_open(b, w.node, w.target)) {
+        if (!kvq_rows_stay_open(b, w.node, w.target, may_open)) {
             return false;
         }
     }
@@ -100,8 +100,8 @@ uint64_t kvq_cuda_step::moved() const {
 bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
     bool ok = true;
     for (kvq_kv_cache * c : caches) {
-        for (auto & l : c->layers) {
-            l->spans.on(c->device);
+        if (s == kvq_cuda_device::RECORD) { // no transfers in a recording
+            for (auto & l : c->layers) { l->spans.on(c->device); }
         }
         ok = ok && cuda(*c).begin_step(s, n_rows);
     }
@@ -110,6 +110,7 @@ bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
 
 void kvq_cuda_step::end() {
     for (kvq_kv_cache * c : caches) {
+        for (auto & l : c->layers) { l->spans.on(c->device); }
         cuda(*c).end_step();
     }
 }
@@ -142,10 +143,10 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     for (kvq_kv_cache * c : s.caches) {
         cuda(*c).set_stream(b.stream);
     }
-    if (!s.fits || s.n_run++ == 0 || !s.quiet(b)) { // the first run brings every buffer to its size
+    const bool replay = s.graph.ready() && s.generation == s.moved();
+    if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay)) { // the first run brings every buffer to its size
         return kvq_compute_graph(b, graph);
     }
-    const bool replay = s.graph.ready() && s.generation == s.moved();
     bool ok = s.begin(replay ? kvq_cuda_device::REPLAY : kvq_cuda_device::RECORD);
     if (ok && replay) {
         for (const kvq_cuda_step::write & w : s.writes) {

@@ -186,11 +186,15 @@ static const std::vector<int64_t> & cells_of(const kvq_backend_context & b, cons
     return cells;
 }
 
-bool kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+bool kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, bool or_empty) {
     const kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
     const kvq_lane_layout & l = lane.layout();
     for (const int64_t c : cells_of(b, node)) {
-        if (c < 0 || c >= (int64_t) l.n_cells * l.n_stream || lane.state((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells) != KVQ_PAGE_OPEN) {
+        if (c < 0 || c >= (int64_t) l.n_cells * l.n_stream) {
+            return false;
+        }
+        const kvq_page_state state = lane.state((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells);
+        if (state != KVQ_PAGE_OPEN && !(or_empty && state == KVQ_PAGE_EMPTY)) {
             return false;
         }
     }

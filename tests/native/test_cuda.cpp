@@ -1,5 +1,6 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
 // Usage: test_cuda [quick | bench [FORMAT [CELLS]]]    bench: time of one layer's attention and the floor = bytes / copy bandwidth
+#include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/cuda/device.h"
 #include "../../ggml-kvq/types/f16.h"
 #include "../../ggml-kvq/types/types.h"
@@ -285,6 +286,102 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     return rel;
 }
 
+// ---------------------------------------------------------------- the store over the device
+
+// A layer pair over one device; the same operations on the CPU's must leave the same bytes.
+struct pair_of_layers {
+    kvq_device & d;
+    kvq_scratch  scratch;
+    kvq_counters counters;
+    kvq_span_table spans[2];
+    std::unique_ptr<kvq_lane> lane[2][2];
+
+    pair_of_layers(kvq_device & d, const char * method, const char * opts, int n_head, int head_size, int n_cells, int n_stream) : d(d), scratch(d) {
+        const kvq_method * m = kvq_method_find(method);
+        kvq_options o;
+        std::string err;
+        CHECK(m && kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
+        const kvq_layer_shape shape = { 0, n_head, head_size, head_size };
+        for (int i = 0; i < 2; i++) {
+            kvq_layer_plan plan;
+            const kvq_layer_context context = { i, 2, shape, i ? &shape : nullptr };
+            CHECK(m->plan(o, context, plan, err) == KVQ_OK, "%s", err.c_str());
+            for (int v = 0; v < 2; v++) {
+                const kvq_lane_layout l = kvq_make_lane_layout(plan, v, n_head, n_cells, n_stream);
+                if (!v) { spans[i].init(n_stream, l.n_pages, l.page_cells); }
+                lane[i][v].reset(new kvq_lane(l, v, l.shares_codes ? lane[0][v].get() : nullptr, &spans[i], &scratch, &counters, d));
+                CHECK(lane[i][v]->ok(), "out of memory");
+            }
+        }
+    }
+};
+
+static int check_store(kvq_cuda_device & d, const char * method, const char * opts, int n_steps) {
+    const int n_head = 2, D = 64, W = n_head * D, n_cells = 480, n_stream = 2;
+    pair_of_layers host(kvq_cpu_device(), method, opts, n_head, D, n_cells, n_stream), there(d, method, opts, n_head, D, n_cells, n_stream);
+    pair_of_layers * both[2] = { &host, &there };
+    std::vector<uint16_t> rows[2];
+    int cursor[2] = {}, n_compared = 0;
+    const auto compare = [&](int step, int stream, int cell, int n) {
+        for (int i = 0; i < 2; i++) { for (int v = 0; v < 2; v++) {
+            for (int w = 0; w < 2; w++) {
+                rows[w].assign((size_t) n * W, 0);
+                both[w]->lane[i][v]->read(stream, cell, n, rows[w].data());
+            }
+            for (size_t x = 0; x < rows[0].size(); x++) {
+                CHECK(rows[0][x] == rows[1][x], "%s %s, step %d: layer %d %s stream %d cell %d channel %d is %04x, not %04x", method, opts, step, i, v ? "V" : "K", stream,
+                      cell + (int) x / W, (int) x % W, rows[1][x], rows[0][x]);
+            }
+            n_compared += n;
+        } }
+    };
+    for (int step = 0; step < n_steps; step++) {
+        const int op = uniform(0, 99), stream = uniform(0, n_stream - 1);
+        if (op < 70) { // rows of one ubatch: at the end of the sequence, or anywhere
+            const int n = uniform(0, 3) ? uniform(1, 3) : uniform(1, 70);
+            std::vector<int64_t> idx(n);
+            const int first = uniform(0, n_cells - 1);
+            for (int i = 0; i < n; i++) { // distinct
+                const int cell = op < 60 ? cursor[stream]++ % n_cells : (first + 7*i) % n_cells;
+                idx[i] = (int64_t) stream * n_cells + cell;
+            }
+            for (int i = 0; i < 2; i++) { for (int v = 0; v < 2; v++) {
+                std::vector<float> x((size_t) n * W);
+                for (auto & y : x) { y = normal(); }
+                device_bytes up(d, x.size() * 4, x.data());
+                host .lane[i][v]->write(n, idx.data(), x.data(), W, 1);
+                there.lane[i][v]->write(n, idx.data(), (const float *) up.p, W, 1);
+            } }
+            for (int w = 0; w < 2; w++) { for (int i = 0; i < 4; i++) { both[w]->lane[i / 2][i % 2]->commit(1); } }
+        } else if (op < 85) {
+            const int cell = uniform(0, n_cells - 1);
+            compare(step, stream, cell, uniform(1, n_cells - cell));
+        } else if (op < 90) { // saved and restored elsewhere
+            const int cell = uniform(0, n_cells / 32 - 3) * 32, n = uniform(1, 80), to = uniform(0, n_cells / 32 - 3) * 32;
+            for (int i = 0; i < 2; i++) { for (int v = 0; v < 2; v++) {
+                std::vector<uint16_t> image((size_t) n * W);
+                host.lane[i][v]->read(stream, cell, n, image.data());
+                for (pair_of_layers * p : both) { p->lane[i][v]->restore(stream, to, n, image.data(), 1); }
+            } }
+        } else if (op < 95) { // context shift: keys change in place
+            const int first = uniform(0, n_cells - 1);
+            for (pair_of_layers * p : both) { for (int i = 0; i < 2; i++) {
+                p->lane[i][0]->edit(stream, [&](int cell) { return cell >= first; }, [&](int cell, int, uint16_t * row) { if (cell >= first) { std::swap(row[0], row[1]); } });
+            } }
+        } else if (op < 99) {
+            for (pair_of_layers * p : both) { for (int i = 0; i < 4; i++) { p->lane[i / 2][i % 2]->copy_stream(stream, 1 - stream); } }
+            cursor[1 - stream] = cursor[stream];
+            for (int w = 0; w < 2; w++) { for (int i = 0; i < 4; i++) { both[w]->lane[i / 2][i % 2]->commit(1); } }
+        } else {
+            for (pair_of_layers * p : both) { for (int i = 0; i < 4; i++) { p->lane[i / 2][i % 2]->clear(); } }
+        }
+    }
+    for (int s = 0; s < n_stream; s++) { compare(n_steps, s, 0, n_cells); }
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    CHECK(host.counters.n_sealed == there.counters.n_sealed, "pages sealed: %d, not %d", (int) there.counters.n_sealed, (int) host.counters.n_sealed);
+    return n_compared;
+}
+
 // ---------------------------------------------------------------- timing
 
 static double seconds(kvq_cuda_device & d, int n, const std::function<void()> & f) {
@@ -361,9 +458,17 @@ int main(int argc, char ** argv) {
     printf("sealing: %d pages of 2 heads identical to the C reference\n", n);
     double worst = 0;
     n = 0;
+    for (const auto & m : { std::make_pair("f16", ""), std::make_pair("kivi", "bits=2,window=64"), std::make_pair("kivi", "bits=4,group=64,scales=u8,window=0,sinks=4"),
+                            std::make_pair("xquant", "km=0,vm=0,window=32") }) {
+        const int steps = quick ? 20 : 1000, n_rows = check_store(d, m.first, m.second, steps);
+        printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
+    }
     if (quick) {
         check_attention(d, { 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
         check_attention(d, { 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
+        check_attention(d, { 4, 3, 32, 1, 64, 1, 4, 1, 700, 1, 0, 0, false, false });
+        check_attention(d, { 2, 2, 128, 0, 128, 1, 4, 1, 1500, 1, 0, 0, false, false });
+        check_attention(d, { 16, 16, 32, 0, 128, 1, 4, 1, 600, 1, 0, 0, false, false });
         return 0;
     }
     const auto attention = [&](attention_case c) { worst = std::max(worst, check_attention(d, c)); n++; };
