@@ -1,0 +1,166 @@
+// Decode attention, the second part: products of 64 cells with queries and probabilities (attend_decode.cuh).
+#pragma once
+
+#include "decode_stage.cuh"
+
+namespace {
+
+// scores of sealed keys, cells of accumulator j as above, in units of codes; base: their zeros' share
+template <int D, int KB, int VB> __device__ __forceinline__
+void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint8_t * stage, float (&s)[4][4], float (&base)[4]) {
+    using map = stage_map<D, KB, VB>;
+    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2, part = g >> (3 - a.k_parts_log2);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+        base[e] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 4; j++) { s[j][e] = 0.0f; }
+    }
+    const uint8_t * params = stage + map::K_PARAMS + part * 4*D;
+    const uint8_t * words = stage + map::K + tile * N * 16 + g % 2 * 8, * words1 = stage + map::K_HIGH + tile * (D / 8) * 16 + g % 2 * 8;
+    uint2 x[4], h[4];
+#pragma unroll
+    for (int u = 0; u < S / 2; u++) { // 8 channels
+        const int channel = channel_of<D, KB>(c, 2*u);
+        if (S < P ? u == 0 : 2*u % P == 0) {
+            const int chunk = S < P ? c / 2 : c + 4 * (2*u / P);
+#pragma unroll
+            for (int j = 0; j < 4; j++) { x[j] = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16); }
+            if (cut<KB>::high) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) { h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16); }
+            }
+            if (S < P || cut<KB>::high) { // two threads share a word of 8 planes
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    uint2 & y = cut<KB>::high ? h[j] : x[j];
+                    y.x = rotate(y.x, 4 * (c % 2));
+                    y.y = rotate(y.y, 4 * (c % 2));
+                }
+            }
+        }
+        uint32_t scale[4], zero[4];
+        read_params(params + 2*channel,       scale);
+        read_params(params + 2*channel + 2*D, zero);
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            const int t = 2*u + v, pl = S < P ? t : t % P;
+            const uint32_t z[4] = { zero[2*v], zero[2*v], zero[2*v + 1], zero[2*v + 1] };
+            mma(base, z, q[t][0], q[t][1]);
+            const float weight = exp2_of(K_BOOST - W*pl);
+            const uint32_t q0 = mul2(mul2(q[t][0], scale[2*v]), weight), q1 = mul2(mul2(q[t][1], scale[2*v + 1]), weight);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const uint32_t f[4] = { fields<KB>(x[j].x, h[j].x, pl, false), fields<KB>(x[j].y, h[j].y, pl, false),
+                                        fields<KB>(x[j].x, h[j].x, pl, true),  fields<KB>(x[j].y, h[j].y, pl, true) };
+                mma(s[j], f, q0, q1);
+            }
+        }
+    }
+}
+
+// scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0
+template <int D, int KB> __device__ __forceinline__
+void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4][4]) {
+    constexpr int S = D / 16;
+    const int c = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) { s[j][e] = 0.0f; }
+#pragma unroll
+        for (int u = 0; u < S / 2; u++) {
+            const uint16_t * at = rows + (size_t) (4*j) * stride + channel_of<D, KB>(c, 2*u);
+            const uint4 x = load16(at), y = load16(at + stride);
+            const uint32_t a[4] = { even(x.x, x.y), even(y.x, y.y), odd(x.x, x.y), odd(y.x, y.y) };
+            const uint32_t b[4] = { even(x.z, x.w), even(y.z, y.w), odd(x.z, x.w), odd(y.z, y.w) };
+            mma(s[j], a, q[2*u][0],     q[2*u][1]);
+            mma(s[j], b, q[2*u + 1][0], q[2*u + 1][1]);
+        }
+    }
+}
+
+// How far the weight of probabilities of step j lies above 1, in powers of two, for the planes of V.
+template <int VB> __device__ __forceinline__ constexpr int v_boost() { return VB == 16 ? 0 : VB == 1 ? 3 : 4; }
+template <int VB> __device__ __forceinline__ constexpr int v_weight(int j) { return VB == 16 ? 0 : v_boost<VB>() - cut<VB>::W * (j % cut<VB>::P); }
+
+__device__ __forceinline__ uint32_t word(const uint4 & x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// p: weighted probabilities of step j, cells (0, 2) and (1, 3)
+template <int D, int KB, int VB> __device__ __forceinline__
+void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
+    using map = stage_map<D, KB, VB>;
+    constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1; // N: words of a channel that a thread needs
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, turn = c % 2 * 4; // turn: two threads share a word of 8 planes
+    const int n_groups = D >> a.v_group_log2;
+    const uint8_t * params = stage + map::K_PARAMS + a.stage_v_params + c * 32;
+    {
+        uint32_t z[2][4]; // row g of this product: channel group g
+        read_params(params + min(g, n_groups - 1) * 256 + 128, z[0]);
+        read_params(params + min(g, n_groups - 1) * 256 + 144, z[1]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float back = g < n_groups ? exp2_of(-v_weight<VB>(j)) : 0.0f;
+            const uint32_t f[4] = { mul2(z[j / 2][j % 2 * 2], back), 0, mul2(z[j / 2][j % 2 * 2 + 1], back), 0 };
+            mma(oz, f, p[j][0], p[j][1]);
+        }
+    }
+    const int chunk = P == 8 ? c / 2 : N * c; // the first
+    const uint8_t * words = stage + map::V + g / 4 * (2*W * 64) + chunk / 2 * 128, * words1 = stage + map::V_HIGH + g / 4 * 128;
+    uint32_t ps[4][2];
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+        if (i == 0 || !(32*i & ((1 << a.v_group_log2) - 1))) {
+            uint32_t s[2][4];
+            read_params(params + (32*i >> a.v_group_log2) * 256,      s[0]);
+            read_params(params + (32*i >> a.v_group_log2) * 256 + 16, s[1]);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                ps[j][0] = mul2(p[j][0], s[j / 2][j % 2 * 2]);
+                ps[j][1] = mul2(p[j][1], s[j / 2][j % 2 * 2 + 1]);
+            }
+        }
+        uint4 x[N], h = {};
+#pragma unroll
+        for (int n = 0; n < N; n++) { x[n] = *(const uint4 *) (words + i * (4*W * 64) + (((chunk + n) % 2 * 4 + g % 4) ^ 2 * (chunk / 2 % 4)) * 16); }
+        if (cut<VB>::high) { h = *(const uint4 *) (words1 + i * 256 + (c / 2 * 4 + g % 4) * 16); }
+#pragma unroll
+        for (int r = 0; r < 4; r += 2) { // channels 32i + 4g + r, + r + 1
+            uint32_t hx = rotate(word(h, r), turn), hy = rotate(word(h, r + 1), turn);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                uint32_t y0 = word(x[j / P % N], r), y1 = word(x[j / P % N], r + 1);
+                if (P == 8) {
+                    y0 = rotate(y0, turn);
+                    y1 = rotate(y1, turn);
+                }
+                const uint32_t f[4] = { fields<VB>(y0, hx, j % P, false), fields<VB>(y1, hy, j % P, false), fields<VB>(y0, hx, j % P, true), fields<VB>(y1, hy, j % P, true) };
+                mma(o[2*i + r / 2], f, ps[j][0], ps[j][1]);
+            }
+        }
+    }
+}
+
+// rows: of this thread's first cell, channel 0
+template <int D, int VB> __device__ __forceinline__
+void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float back = exp2_of(-v_weight<VB>(j));
+        const uint32_t p0 = mul2(p[j][0], back), p1 = mul2(p[j][1], back);
+#pragma unroll
+        for (int i = 0; i < D / 32; i++) {
+            uint2 x[4];
+#pragma unroll
+            for (int t = 0; t < 4; t++) { x[t] = load8(rows + (size_t) (4*j + t) * stride + 32*i + 4*g); }
+            const uint32_t a[4] = { even(x[0].x, x[2].x), odd(x[0].x, x[2].x), even(x[1].x, x[3].x), odd(x[1].x, x[3].x) };
+            const uint32_t b[4] = { even(x[0].y, x[2].y), odd(x[0].y, x[2].y), even(x[1].y, x[3].y), odd(x[1].y, x[3].y) };
+            mma(o[2*i],     a, p0, p1);
+            mma(o[2*i + 1], b, p0, p1);
+        }
+    }
+}
+
+} // namespace

@@ -1,0 +1,176 @@
+// Decode attention, the first part: how a warp brings 64 cells of one KV head into shared memory (attend_decode.cuh).
+#pragma once
+
+#include "attend.cuh"
+
+namespace {
+
+constexpr int DECODE_WARPS = 4, DECODE_CELLS = 64, DECODE_COLUMNS = 8;
+constexpr int K_BOOST = 3;               // weights of K planes: 2^(3 - W*plane)
+constexpr float LOG2E = 1.44269504f;
+
+__device__ __forceinline__ __half2 as_half2(uint32_t x) { return *(const __half2 *) &x; }
+__device__ __forceinline__ uint32_t as_u32(const __half2 & x) { return *(const uint32_t *) &x; }
+__device__ __forceinline__ uint32_t mul2(uint32_t a, uint32_t b) { return as_u32(__hmul2(as_half2(a), as_half2(b))); }
+__device__ __forceinline__ uint32_t mul2(uint32_t a, float b) { return as_u32(__hmul2(as_half2(a), __float2half2_rn(b))); }
+__device__ __forceinline__ uint32_t even(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); } // (a.x, b.x)
+__device__ __forceinline__ uint32_t odd (uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+__device__ __forceinline__ uint4 load16(const void * p) { return __ldg((const uint4 *) p); }
+__device__ __forceinline__ uint2 load8 (const void * p) { return __ldg((const uint2 *) p); }
+__device__ __forceinline__ uint32_t rotate(uint32_t x, int right) { return __funnelshift_r(x, x, right); }
+__device__ __forceinline__ float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ constexpr float exp2_of(int n) { return n < 0 ? 1.0f / (float) (1 << -n) : (float) (1 << n); }
+__device__ __forceinline__ uint32_t transpose(uint32_t x) { uint32_t y; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y; }
+
+// How a lane of codes of BITS is cut: the first part's width, planes of a word, and the 1-bit part of 3 bits.
+template <int BITS> struct cut {
+    static constexpr int W = BITS == 3 ? 2 : BITS == 16 ? 4 : BITS, P = 8 / W;
+    static constexpr bool high = BITS == 3;
+};
+
+// fields of plane `pl` of bytes (0, 2) of x, or (1, 3), as two denormals; high: the word of third bits, its plane 0 belongs to plane 0
+template <int BITS> __device__ __forceinline__ uint32_t fields(uint32_t x, uint32_t high, int pl, bool second) {
+    constexpr int W = cut<BITS>::W;
+    const uint32_t mask = (uint32_t) (((1 << W) - 1) << (W * pl)) * 0x00010001u;
+    uint32_t y = (second ? x >> 8 : x) & mask;
+    if (BITS == 3) {
+        y |= (second ? high >> (6 - pl) : high << (pl + 2)) & (0x00010001u << (2*pl + 2));
+    }
+    return y;
+}
+
+// 8 neighbouring scales or zeros of the stage, in pairs (0, 2) (1, 3) (4, 6) (5, 7)
+__device__ __forceinline__ void read_params(const uint8_t * at, uint32_t (&out)[4]) {
+    const uint4 x = *(const uint4 *) at;
+    out[0] = even(x.x, x.y); out[1] = odd(x.x, x.y);
+    out[2] = even(x.z, x.w); out[3] = odd(x.z, x.w);
+}
+
+// first of the 4 channels of S that thread c contracts in step s
+template <int D, int KB> __device__ __forceinline__ int channel_of(int c, int s) {
+    constexpr int P = cut<KB>::P, S = D / 16;
+    return S < P ? 16*c + 4*s : (c + 4 * (s / P)) * 4*P + s % P * 4; // a word a thread, or half a word
+}
+
+// ---------------------------------------------------------------- the stage: 64 cells of one KV head
+//   codes of K    [tile of 16 cells: 4][chunk][16 bytes: 4]      a piece of 16 bytes is xored with its tile
+//   codes of V    [tile of 16 channels][chunk][16 bytes: 4]      and here with its pair of chunks, so that reads find all banks
+//   (each followed by the part of third bits, if any)
+//   K parameters  f16 [part][scale, zero][D]
+//   V parameters  f16 [group][scale, zero][64]
+// 8-bit parameters arrive behind that in the same order, one byte each, followed by 8 bytes of ranges a part (K) or half (V), and are
+// turned into f16 once they are here.
+template <int D, int KB, int VB> struct stage_map {
+    static constexpr int WK = cut<KB>::W, WV = cut<VB>::W;
+    static constexpr int K = 0, K_HIGH = K + 4 * (D * WK / 32) * 64, V = K_HIGH + (cut<KB>::high ? 4 * (D / 32) * 64 : 0);
+    static constexpr int V_HIGH = V + D / 16 * 2*WV * 64, K_PARAMS = V_HIGH + (cut<VB>::high ? D / 16 * 2 * 64 : 0);
+};
+
+struct half_page { const uint8_t * k_codes, * k_params, * v_codes, * v_params; int t; }; // of one KV head; t: first cell in the page
+
+__device__ __forceinline__ void copy16(uint32_t to, const void * from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
+__device__ __forceinline__ void copy8 (uint32_t to, const void * from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"  :: "r"(to), "l"(from) : "memory"); }
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); __syncwarp(); }
+
+template <int D, int W> __device__ __forceinline__ void copy_keys(uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb) {
+    constexpr int N = D * W / 32 * 4; // pieces of a tile
+    const int lane = threadIdx.x % 32;
+    a += (ta / 16) * N * 16;
+    b += (tb / 16) * N * 16;
+#pragma unroll
+    for (int k = 0; k < N / 8; k++) {
+        const int at = lane + 32*k, tile = at / N, rest = at % N;
+        copy16(to + (tile * N + (rest ^ tile)) * 16, (tile < 2 ? a : b) + ((tile & 1) * N + rest) * 16);
+    }
+}
+
+template <int D, int W> __device__ __forceinline__ void copy_values(uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks) {
+    constexpr int N = 2*W * 4; // pieces of a tile
+    const int lane = threadIdx.x % 32;
+    a += ta / 32 * W * 64;
+    b += tb / 32 * W * 64;
+#pragma unroll
+    for (int k = 0; k < D / 16 * N / 32; k++) {
+        const int at = lane + 32*k, tile = at / N, chunk = at % N / 4, slot = at % 8 ^ 2 * (chunk / 2 % 4);
+        copy16(to + tile * N * 16 + chunk / 2 * 128 + slot * 16, (chunk < W ? a : b) + (tile * n_chunks + chunk % W) * 64 + at % 4 * 16);
+    }
+}
+
+// asks for what two halves hold; a or b twice when only one counts
+template <int D, int KB, int VB> __device__ __forceinline__ void copy_stage(const kvq_attend_args & a, uint32_t to, const half_page (&h)[2], bool keys, bool values) {
+    using map = stage_map<D, KB, VB>;
+    const int lane = threadIdx.x % 32;
+    if (keys) {
+        copy_keys<D, map::WK>(to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t);
+        if (cut<KB>::high) { copy_keys<D, 1>(to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1], h[1].t); }
+        const uint32_t at = to + map::K_PARAMS + (a.k.scale ? a.stage_raw_k : 0);
+#pragma unroll 1
+        for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) { // 8 channels of scales or zeros of a part
+            const int part = i / (D / 4), rest = i % (D / 4);
+            const bool second = a.k_parts_log2 && part >> (a.k_parts_log2 - 1);
+            const int cell = (second ? h[1].t : h[0].t) + (a.k_parts_log2 == 2 ? part % 2 * 16 : 0);
+            const int index = (rest < D / 8 ? 0 : a.k.np - D) + (cell >> a.k_group_log2) * D + rest * 8;
+            const uint8_t * p = second ? h[1].k_params : h[0].k_params;
+            if (!a.k.scale) {
+                copy16(at + i * 16, p + 2*index);
+            } else {
+                copy8(at + i * 8, p + 8 + index);
+                if (rest == 0) { copy8(at + (2*D << a.k_parts_log2) + part * 8, p); }
+            }
+        }
+    }
+    if (values) {
+        copy_values<D, map::WV>(to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0]);
+        if (cut<VB>::high) { copy_values<D, 1>(to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1]); }
+        const uint32_t at = to + map::K_PARAMS + (a.v.scale ? a.stage_raw_v : a.stage_v_params);
+        const int n = 16 * D >> a.v_group_log2;
+#pragma unroll 1
+        for (int i = lane; i < n; i += 32) { // 8 cells of scales or zeros of a group
+            const bool second = i % 8 >= 4;
+            const uint8_t * p = second ? h[1].v_params : h[0].v_params;
+            const int index = (i / 8 % 2 ? a.v.np : 0) + i / 16 * a.v.n_cells + (second ? h[1].t : h[0].t) + i % 4 * 8;
+            if (!a.v.scale) {
+                copy16(at + i * 16, p + 2*index);
+            } else {
+                copy8(at + i * 8, p + 8 + index);
+                if (i % 4 == 0 && i < 8) { copy8(at + n * 8 + i / 4 * 8, p); }
+            }
+        }
+    }
+}
+
+template <int D, int KB, int VB> __device__ __noinline__ void copy_stage_late(const kvq_attend_args & a, uint32_t to, half_page h0, half_page h1, bool keys, bool values) {
+    const half_page h[2] = { h0, h1 };
+    copy_stage<D, KB, VB>(a, to, h, keys, values);
+}
+
+// 8-bit parameters that have arrived
+__device__ __forceinline__ void widen(const uint8_t * raw, int i, const uint8_t * ranges, uint8_t * out) {
+    const __half2 range = as_half2(*(const uint32_t *) ranges), low = __half2half2(range.x), step = __half2half2(range.y), magic = __float2half2_rn(1024.0f);
+    const uint2 x = *(const uint2 *) (raw + 8*i);
+    uint32_t y[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        y[j] = __byte_perm(j < 2 ? x.x : x.y, 0x64646464u, j % 2 ? 0x4342 : 0x4140);
+        y[j] = as_u32(__hfma2(__hsub2(as_half2(y[j]), magic), step, low));
+    }
+    *(uint4 *) (out + 16*i) = make_uint4(y[0], y[1], y[2], y[3]);
+}
+
+template <int D, int KB, int VB> __device__ __forceinline__ void widen_stage(const kvq_attend_args & a, uint8_t * stage) {
+    uint8_t * const params = stage + stage_map<D, KB, VB>::K_PARAMS;
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) {
+        const int part = i / (D / 4), zero = i % (D / 4) / (D / 8);
+        widen(params + a.stage_raw_k, i, params + a.stage_raw_k + (2*D << a.k_parts_log2) + part * 8 + zero * 4, params);
+    }
+    const int n = 16 * D >> a.v_group_log2;
+#pragma unroll 1
+    for (int i = lane; i < n; i += 32) {
+        widen(params + a.stage_raw_v, i, params + a.stage_raw_v + n * 8 + i / 4 % 2 * 8 + i / 8 % 2 * 4, params + a.stage_v_params);
+    }
+    __syncwarp();
+}
+
+} // namespace
