@@ -2,11 +2,12 @@
 
 eps = 2^-24. Two references, both f64:
 
-exact    softmax over the decoded values. Folding q*scale to int8 errs by at most amax/254 per weight, amax = max |q*scale| of a cell
-         group, so by amax/254 * sum code per logit; folding p*scale to 8 bits without sign by top/510, top = max p * max scale of a
-         page's channel group (cpu/kernels.h).
-folded   the same with the folding carried out: w8 = rint(127 x/amax), sum x*zero + amax/127 * sum code*w8. What remains is f32
-         arithmetic, and one step amax/127 * code for every weight so near to a tie that f32 may round it to the other side.
+exact    softmax over the decoded values. Folding q*scale to two bytes errs by at most amax/254/254 per weight, amax = max |q*scale| of
+         a cell group, so by amax/254/254 * sum code per logit; folding p*scale to 8 bits without sign by top/510, top = max p * max scale of a
+         page's channel group, times |code - middle|: what rounding takes is given back at the middle code (cpu/kernels.h).
+folded   the same with the folding carried out: w8 = rint(127 x/amax) (a query's rest follows in steps of 1/254), sum x*zero +
+         amax/127 * sum code*w8. What remains is f32 arithmetic, and one step times code for every weight so near to a tie that f32
+         may round it to the other side.
 
 f32 arithmetic: a logit errs by (dk + 32) eps sum |terms|; scale, cap, bias and maximum by 32 eps of their sizes. A logit error d_t moves
 the softmax weight w_t by a factor within exp(+-(d_t + max d)); exp and sums add (slots + 64) eps + 1e-6 to that factor's distance r_t
@@ -22,6 +23,7 @@ from attention_cases import Case, build
 from ggml_kvq.reference import K, V, attention
 
 EPS = 2.0**-24
+FINE = 254
 
 
 def heads(c: Case, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -30,16 +32,21 @@ def heads(c: Case, *arrays: np.ndarray) -> list[np.ndarray]:
 
 
 def fold(
-    x: np.ndarray, spread: np.ndarray | float, top: np.ndarray | None = None, levels: int = 127
+    x: np.ndarray, spread: np.ndarray | float, top: np.ndarray | None = None, levels: int = 127, fine: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """x [..., n] -> (step [..., 1], w8 [..., n], flips [..., n]): 8-bit weights under top (default max |x|) in the kernel's own f32
-    operations, and by how many steps w8 may be off when x/top is known up to the relative error `spread` (0: exactly)."""
+    operations, and by how many steps w8 may be off when x/top is known up to the relative error `spread` (0: exactly). fine: steps of a
+    second byte that takes what the first one left."""
     x = x.astype(np.float32)
     amax = np.abs(x).max(axis=-1, keepdims=True) if top is None else top.astype(np.float32)
     y = x * np.divide(np.float32(levels), amax, out=np.zeros_like(amax), where=amax > 0)
-    far = np.abs(y) * (np.asarray(spread) + 4 * EPS * (np.asarray(spread) > 0))
-    near = (np.abs(y - np.floor(y) - 0.5) <= far) & (far > 0)
-    return (amax.astype(np.float64) / levels, np.rint(y).astype(np.float64), np.where(near, np.floor(far) + 1, 0))
+    w8 = np.rint(y).astype(np.float64)
+    if fine > 1:
+        w8 += np.rint((y - np.rint(y)) * np.float32(fine)).astype(np.float64) / fine
+    steps = y.astype(np.float64) * fine
+    far = np.abs(steps) * (np.asarray(spread) + 4 * EPS * (np.asarray(spread) > 0))
+    near = (np.abs(steps - np.floor(steps) - 0.5) <= far) & (far > 0)
+    return (amax.astype(np.float64) / levels, w8, np.where(near, np.floor(far) + 1, 0) / fine)
 
 
 @cache
@@ -56,14 +63,14 @@ def expected(c: Case, folded: bool) -> tuple[np.ndarray, np.ndarray]:
         for cell in range(0, c.page_cells, 16):  # key parameters are constant over 16 cells
             here, codes = slice(at + cell, at + cell + 16), code[:, cell : cell + 16]
             # 8-bit scales are low + step*u8, rounded once or twice
-            step, w8, flips = fold(b.q * s[:, cell].astype(np.float32), 2 * EPS * c.u8)
+            step, w8, flips = fold(b.q * s[:, cell].astype(np.float32), 2 * EPS * c.u8, fine=FINE)
             # the code sum is an exact integer: a few roundings of its product with the step
             sizes[:, :, here] = (np.abs(q) * np.abs(z[:, cell])).sum(-1)[..., None] + 127 * step * codes.sum(-1) * 8 / (c.dk + 32)
             if folded:
                 raw[:, :, here] = (q * z[:, cell]).sum(-1)[..., None] + step * np.einsum("ihd,htd->iht", w8, codes)
                 logit_error[:, :, here] = step * np.einsum("ihd,htd->iht", flips, codes)
             else:
-                logit_error[:, :, here] = step / 2 * (1 + 1e-5) * codes.sum(-1)
+                logit_error[:, :, here] = step / 2 / FINE * (1 + 1e-3) * codes.sum(-1)
     x = raw * scale
     if c.softcap:
         x = c.softcap * np.tanh(x / c.softcap)
@@ -85,21 +92,22 @@ def expected(c: Case, folded: bool) -> tuple[np.ndarray, np.ndarray]:
     for at, s, z, code in b.lanes[V]:
         s, z, code = heads(c, s, z, code)
         here = slice(at, at + c.page_cells)
-        size[:, here] = np.abs(z) + s * code
+        middle = (2**c.v_bits - 1) / 2
+        size[:, here] = np.abs(z) + s * 2 * middle
         for channel in range(0, c.dv, min(c.group, c.dv)):
             group = slice(channel, channel + min(c.group, c.dv))
-            p, codes = w[:, :, here] * s[None, :, :, channel], code[:, :, group]
+            p, codes = w[:, :, here] * s[None, :, :, channel], code[:, :, group] - middle
             top = w[:, :, here].max(-1, keepdims=True) * s[None, :, :, channel].max(-1, keepdims=True)
             step, w8, flips = fold(p, (r[:, :, here] + r[:, :, here].max(-1, keepdims=True)) if folded else 0.0, top, 255)
             add = np.zeros_like(out)
             if folded:
-                exact = np.einsum("iht,htd->ihd", w[:, :, here], (s * code)[:, :, group])
+                exact = np.einsum("iht,htd->ihd", w[:, :, here], s[:, :, group] * codes)
                 out[:, :, group] += step * np.einsum("iht,htd->ihd", w8, codes) - exact
-                add[:, :, group] = step * np.einsum("iht,htd->ihd", flips, codes)
+                add[:, :, group] = step * np.einsum("iht,htd->ihd", flips, np.abs(codes))
                 # the step follows the largest weight
-                add[:, :, group] += step * r[:, :, here].max(-1, keepdims=True) * np.einsum("iht,htd->ihd", w8, codes)
+                add[:, :, group] += step * r[:, :, here].max(-1, keepdims=True) * np.einsum("iht,htd->ihd", w8, np.abs(codes))
             else:
-                add[:, :, group] = step / 2 * (1 + r.max(-1, keepdims=True)) * codes.sum(axis=1)[None]
+                add[:, :, group] = step / 2 * (1 + r.max(-1, keepdims=True)) * np.abs(codes).sum(axis=1)[None]
             jumps = jumps + add
     sink = 1 - w.sum(-1, keepdims=True)
     error = np.einsum("iht,htd->ihd", w * (r + rounding), size) + (

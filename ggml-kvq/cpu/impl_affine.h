@@ -1,5 +1,6 @@
 // Affine blocks (types/affine.h), read in place. A run of pages at a time:
 //   fold   w = x*scale in 8 bits for every page, group of parameters and row, and sum x*zero     x: queries (K) or probabilities (V)
+//          a key's weights take two bytes, w = step*(high + low/254): one byte of a query changes a model's answers measurably
 //   dots   sum code*w8 over the group's tiles by byte-dot instructions; codes are unpacked once for all rows
 namespace KVQ_NS {
 
@@ -67,7 +68,7 @@ struct param_reader {
     }
 };
 
-// One page's queries: w8 [R][ws] (ws a multiple of 64), step and base [R].  y: scratch [R][ws]
+// One page's queries: w8 [high, low][R][ws] (ws a multiple of 64), step and base [R].  y: scratch [R][ws]
 template <int R> static inline void fold_keys(const float * s, const float * z, int dp, int ws, const float * q, float * y, int8_t * w8, float * step, float * base) {
     f32x16 sum[R];
     for (int r = 0; r < R; r++) {
@@ -84,7 +85,15 @@ template <int R> static inline void fold_keys(const float * s, const float * z, 
         top = f32_max_all(top);
         const f32x16 inv = f32_div(f32_set1(127.0f), f32_max(top, f32_set1(1e-36f)));
         for (int i = 0; i < ws; i += 64) {
-            i8_store4(w8 + (size_t) r * ws + i, f32_mul(f32_load(t + i), inv), f32_mul(f32_load(t + i + 16), inv), f32_mul(f32_load(t + i + 32), inv), f32_mul(f32_load(t + i + 48), inv));
+            const f32x16 fine = f32_set1(KVQ_FINE);
+            f32x16 high[4], low[4];
+            for (int j = 0; j < 4; j++) {
+                low [j] = f32_mul(f32_load(t + i + 16*j), inv);
+                high[j] = f32_round(low[j]);
+                low [j] = f32_mul(f32_sub(low[j], high[j]), fine);
+            }
+            i8_store4(w8 + (size_t) r * ws + i, high[0], high[1], high[2], high[3]);
+            i8_store4(w8 + (size_t) (R + r) * ws + i, low[0], low[1], low[2], low[3]);
         }
         step[r] = f32_first(top) * (1.0f / 127.0f);
         sum[r]  = b;
@@ -92,9 +101,9 @@ template <int R> static inline void fold_keys(const float * s, const float * z, 
     sum_rows<R>(base, sum);
 }
 
-// One page's probabilities under one group of parameters: w8 [R][n] of p*s*inv, and zeros[r] += f[r] * p*z by lanes
-template <int R> static inline void fold_values(const float * s, const float * z, float inv, int n, const float * p, const float * f, uint8_t * w8, f32x16 * zeros) {
-    const f32x16 k = f32_set1(inv);
+// One page's probabilities under one group of parameters: w8 [R][n] of p*s*inv, and zeros[r] += f[r] * (p*z - middle*w8) by lanes
+template <int R> static inline void fold_values(const float * s, const float * z, float inv, float middle, int n, const float * p, const float * f, uint8_t * w8, f32x16 * zeros) {
+    const f32x16 k = f32_set1(inv), mid = f32_set1(-middle);
     if (n % 64 == 0) {
         for (int i = 0; i < n; i += 64) {
             f32x16 a[4], b[4];
@@ -104,13 +113,14 @@ template <int R> static inline void fold_values(const float * s, const float * z
             }
             for (int r = 0; r < R; r++) {
                 const float * x = p + (size_t) r * n + i;
-                f32x16 y[4], sum = f32_set1(0.0f);
+                f32x16 y[4], sum = f32_set1(0.0f), weights = sum;
                 for (int j = 0; j < 4; j++) {
                     const f32x16 v = f32_load(x + 16*j);
-                    y[j] = f32_mul(v, a[j]);
-                    sum  = f32_fma(v, b[j], sum);
+                    y[j]    = f32_round(f32_mul(v, a[j]));
+                    weights = f32_add(weights, y[j]);
+                    sum     = f32_fma(v, b[j], sum);
                 }
-                zeros[r] = f32_fma(sum, f32_set1(f[r]), zeros[r]);
+                zeros[r] = f32_fma(f32_fma(weights, mid, sum), f32_set1(f[r]), zeros[r]);
                 u8_store64(w8 + (size_t) r * n + i, y[0], y[1], y[2], y[3]);
             }
         }
@@ -120,16 +130,16 @@ template <int R> static inline void fold_values(const float * s, const float * z
         const f32x16 a0 = f32_mul(f32_load(s + i), k), a1 = f32_mul(f32_load(s + i + 16), k), b0 = f32_load(z + i), b1 = f32_load(z + i + 16);
         for (int r = 0; r < R; r++) {
             const float * x = p + (size_t) r * n + i;
-            const f32x16 v0 = f32_load(x), v1 = f32_load(x + 16);
-            zeros[r] = f32_fma(f32_fma(v1, b1, f32_mul(v0, b0)), f32_set1(f[r]), zeros[r]);
+            const f32x16 v0 = f32_load(x), v1 = f32_load(x + 16), y0 = f32_round(f32_mul(v0, a0)), y1 = f32_round(f32_mul(v1, a1));
+            zeros[r] = f32_fma(f32_fma(f32_add(y0, y1), mid, f32_fma(v1, b1, f32_mul(v0, b0))), f32_set1(f[r]), zeros[r]);
             if (n == 32 && r + 1 < R) {
-                const f32x16 v2 = f32_load(x + 32), v3 = f32_load(x + 48);
-                zeros[r + 1] = f32_fma(f32_fma(v3, b1, f32_mul(v2, b0)), f32_set1(f[r + 1]), zeros[r + 1]);
-                u8_store64(w8 + (size_t) r * n, f32_mul(v0, a0), f32_mul(v1, a1), f32_mul(v2, a0), f32_mul(v3, a1));
+                const f32x16 v2 = f32_load(x + 32), v3 = f32_load(x + 48), y2 = f32_round(f32_mul(v2, a0)), y3 = f32_round(f32_mul(v3, a1));
+                zeros[r + 1] = f32_fma(f32_fma(f32_add(y2, y3), mid, f32_fma(v3, b1, f32_mul(v2, b0))), f32_set1(f[r + 1]), zeros[r + 1]);
+                u8_store64(w8 + (size_t) r * n, y0, y1, y2, y3);
                 r++;
             } else {
-                u8_store16(w8 + (size_t) r * n + i, f32_mul(v0, a0));
-                u8_store16(w8 + (size_t) r * n + i + 16, f32_mul(v1, a1));
+                u8_store16(w8 + (size_t) r * n + i, y0);
+                u8_store16(w8 + (size_t) r * n + i + 16, y1);
             }
         }
     }
@@ -176,7 +186,7 @@ static inline void dot_tiles(const kvq_view & a, const uint8_t * codes, int tile
 // Scratch of a run (kvq_work_bytes). K folds a group of cells at a time, V every group of channels.
 struct affine_work {
     float  * s, * z, * y; // parameters of one group; scaled queries of one page
-    int8_t * w8;          // [page][group][row][ws]
+    int8_t * w8;          // K [page][high, low][row][ws]    V [page][group][row][n_cells]
     float  * step, * base; // [page][group][row]; V: base [group][row]
     uint8_t * u8;         // unpacked codes of the run's pages, nb_u8 bytes each
     size_t   nb_u8;
@@ -189,34 +199,54 @@ struct affine_work {
         step = y + KVQ_WORK_ROWS * longer;
         base = step + KVQ_MAX_RUN * KVQ_WORK_ROWS * groups;
         w8 = (int8_t *) (base + pad_to((int) (KVQ_MAX_RUN * KVQ_WORK_ROWS * groups), 16));
-        u8 = (uint8_t *) w8 + KVQ_MAX_RUN * KVQ_WORK_ROWS * (a.codec.role == KVQ_ROLE_V ? groups * n : d);
+        u8 = (uint8_t *) w8 + KVQ_MAX_RUN * KVQ_WORK_ROWS * (a.codec.role == KVQ_ROLE_V ? groups * n : 2 * d);
         nb_u8 = n * d;
     }
 };
 
+// sums of the high bytes, then of the low bytes
+template <int BITS, int R, int T, bool BOTH>
+static inline void key_sums(const kvq_view & a, const uint8_t * codes, int tile, const int8_t * w8, int ws, i32x16 (&acc)[T][2 * R]) {
+    if (BOTH) {
+        dot_tiles<BITS, 2 * R, T, false>(a, codes, tile, w8, ws, acc);
+        return;
+    }
+    for (int low = 0; low < 2; low++) {
+        i32x16 part[T][R];
+        dot_tiles<BITS, R, T, false>(a, codes, tile, w8 + (size_t) low * R * ws, ws, part);
+        for (int t = 0; t < T; t++) {
+            for (int r = 0; r < R; r++) { acc[t][low * R + r] = part[t][r]; }
+        }
+    }
+}
+
 // logits of R rows against a run
 template <int BITS, int R>
 static void score_rows(const kvq_view & a, int n_pages, const uint8_t * const * codes, const param_reader * in, int n_rows, const float * q, float * logits, const affine_work & w) {
+    constexpr int  T    = 2 * R * KVQ_TILES <= KVQ_SUMS ? KVQ_TILES : 1;
+    constexpr bool BOTH = 2 * R * T <= KVQ_SUMS; // high and low bytes as so many rows; else one after the other
     const int D = a.codec.head_size, n = a.codec.n_cells, ws = pad_to(D, 64);
     for (int cell = 0; cell < n; cell += a.codec.group) {
         for (int i = 0; i < n_pages; i++) {
             in[i].get((size_t) (cell / a.codec.group) * D, D, a.dp, w.s, w.z);
-            fold_keys<R>(w.s, w.z, a.dp, ws, q, w.y, w.w8 + (size_t) i * R * ws, w.step + i * R, w.base + i * R);
+            fold_keys<R>(w.s, w.z, a.dp, ws, q, w.y, w.w8 + (size_t) i * 2 * R * ws, w.step + i * R, w.base + i * R);
         }
         for (int i = 0; i < n_pages; i++) {
-            const int8_t * w8 = w.w8 + (size_t) i * R * ws;
+            const int8_t * w8 = w.w8 + (size_t) i * 2 * R * ws;
             float * to = logits + (size_t) i * n_rows * n;
             for (int tile = cell / 16; tile < (cell + a.codec.group) / 16;) {
 #define TILES(T)                                                                                                            \
-                i32x16 acc[T][R];                                                                                           \
-                dot_tiles<BITS, R, T, false>(a, codes[i], tile, w8, ws, acc);                                               \
+                i32x16 acc[T][2 * R];                                                                                       \
+                key_sums<BITS, R, T, BOTH>(a, codes[i], tile, w8, ws, acc);                                                 \
                 for (int r = 0; r < R; r++) {                                                                               \
-                    const f32x16 m = f32_set1(w.step[i * R + r]), b = f32_set1(w.base[i * R + r]);                          \
-                    for (int t = 0; t < T; t++) { f32_store(to + (size_t) r * n + 16*(tile + t), f32_fma(f32_from_i32(acc[t][r]), m, b)); } \
+                    const f32x16 m = f32_set1(w.step[i * R + r]), m2 = f32_set1(w.step[i * R + r] * (1.0f / KVQ_FINE)), b = f32_set1(w.base[i * R + r]); \
+                    for (int t = 0; t < T; t++) {                                                                           \
+                        f32_store(to + (size_t) r * n + 16*(tile + t), f32_fma(f32_from_i32(acc[t][r]), m, f32_fma(f32_from_i32(acc[t][R + r]), m2, b))); \
+                    }                                                                                                       \
                 }                                                                                                           \
                 tile += T
-                if (tile + KVQ_TILES <= (cell + a.codec.group) / 16) {
-                    TILES(KVQ_TILES);
+                if (tile + T <= (cell + a.codec.group) / 16) {
+                    TILES(T);
                 } else {
                     TILES(1);
                 }
@@ -231,16 +261,21 @@ template <int BITS, int R>
 static void accum_rows(const kvq_view & a, int n_pages, const uint8_t * const * codes, const param_reader * in, int n_rows, const float * p, const float * f, float * out, const affine_work & w) {
     constexpr int T = R > 4 ? 1 : KVQ_TILES; // sums of bytes and outputs share the registers
     const int n = a.codec.n_cells, groups = a.n_groups;
+    const float middle = 0.5f * (float) ((1 << a.codec.bits) - 1);
     for (int g = 0; g < groups; g++) {
         f32x16 zeros[R];
         for (int r = 0; r < R; r++) { zeros[r] = f32_set1(0.0f); }
         for (int i = 0; i < n_pages; i++) {
             in[i].get((size_t) g * n, n, n, w.s, w.z);
-            f32x16 top = f32_load(w.s);
-            for (int t = 16; t < n; t += 16) { top = f32_max(top, f32_load(w.s + t)); }
+            f32x16 top = f32_set1(0.0f);
+            for (int t = 0; t < n; t += 16) { // the middle code's value takes the place of the zero
+                const f32x16 s = f32_load(w.s + t);
+                top = f32_max(top, s);
+                f32_store(w.z + t, f32_fma(s, f32_set1(middle), f32_load(w.z + t)));
+            }
             const float most = f32_hmax(top), step = most * (1.0f / 255.0f);
             const size_t at = (size_t) (i * groups + g) * R;
-            fold_values<R>(w.s, w.z, most > 0.0f ? 255.0f / (most > 1e-36f ? most : 1e-36f) : 0.0f, n, p + (size_t) i * n_rows * n, f + i * KVQ_MAX_ROWS, (uint8_t *) w.w8 + at * n, zeros);
+            fold_values<R>(w.s, w.z, most > 0.0f ? 255.0f / (most > 1e-36f ? most : 1e-36f) : 0.0f, middle * step, n, p + (size_t) i * n_rows * n, f + i * KVQ_MAX_ROWS, (uint8_t *) w.w8 + at * n, zeros);
             for (int r = 0; r < R; r++) { w.step[at + r] = step * f[i * KVQ_MAX_ROWS + r]; }
         }
         sum_rows<R>(w.base + g * R, zeros);

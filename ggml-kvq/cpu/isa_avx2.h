@@ -18,6 +18,7 @@ typedef __m256i i8x4; // four int8 in every lane
 constexpr int KVQ_R     = 4; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 1; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
+constexpr int KVQ_SUMS  = 4; // sums of rows and tiles together
 
 static inline f32x16 f32_set1 (float x)               { const __m256 v = _mm256_set1_ps(x); return { v, v }; }
 static inline f32x16 f32_load (const float * p)       { return { _mm256_loadu_ps(p), _mm256_loadu_ps(p + 8) }; }
@@ -41,6 +42,8 @@ static inline f32x16 f32_max(f32x16 x, f32x16 y)      { return { _mm256_max_ps(x
 static inline f32x16 f32_min(f32x16 x, f32x16 y)      { return { _mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b) }; }
 static inline f32x16 f32_div(f32x16 x, f32x16 y)      { return { _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b) }; }
 static inline f32x16 f32_floor(f32x16 x)              { return { _mm256_floor_ps(x.a), _mm256_floor_ps(x.b) }; }
+// to the nearest integer
+static inline f32x16 f32_round(f32x16 x)              { return { _mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC) }; }
 static inline __m256 within8(__m256 x, float top) {
     return _mm256_and_ps(x, _mm256_cmp_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), x), _mm256_set1_ps(top), _CMP_LE_OQ));
 }

@@ -24,6 +24,7 @@ typedef __m512i i8x4; // four int8 in every lane
 constexpr int KVQ_R     = 8; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 4; // likewise, with four cells each
 constexpr int KVQ_TILES = 2; // tiles of 16 lanes likewise
+constexpr int KVQ_SUMS  = 16; // sums of rows and tiles together
 
 static inline f32x16 f32_set1 (float x)               { return _mm512_set1_ps(x); }
 static inline f32x16 f32_load (const float * p)       { return _mm512_loadu_ps(p); }
@@ -39,6 +40,8 @@ static inline f32x16 f32_max(f32x16 a, f32x16 b)      { return _mm512_max_ps(a, 
 static inline f32x16 f32_min(f32x16 a, f32x16 b)      { return _mm512_min_ps(a, b); }
 static inline f32x16 f32_div(f32x16 a, f32x16 b)      { return _mm512_div_ps(a, b); }
 static inline f32x16 f32_floor(f32x16 a)              { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+// to the nearest integer
+static inline f32x16 f32_round(f32x16 a)              { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // a where |a| <= top, else 0
 static inline f32x16 f32_within(f32x16 a, float top)  { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(_mm512_abs_ps(a), _mm512_set1_ps(top), _CMP_LE_OQ), a); }
 // max(|a|, |b|)

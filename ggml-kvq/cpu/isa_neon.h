@@ -19,6 +19,7 @@ typedef int8x16_t i8x4; // four int8 in every lane
 constexpr int KVQ_R     = 4; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 4; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
+constexpr int KVQ_SUMS  = 4; // sums of rows and tiles together
 
 #define KVQ_EACH for (int i = 0; i < 4; i++)
 
@@ -41,6 +42,8 @@ static inline f32x16 f32_max(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vmaxq_
 static inline f32x16 f32_min(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vminq_f32(a.v[i], b.v[i]); return a; }
 static inline f32x16 f32_div(f32x16 a, f32x16 b)      { KVQ_EACH a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
 static inline f32x16 f32_floor(f32x16 a)              { KVQ_EACH a.v[i] = vrndmq_f32(a.v[i]); return a; }
+// to the nearest integer
+static inline f32x16 f32_round(f32x16 a)              { KVQ_EACH a.v[i] = vrndnq_f32(a.v[i]); return a; }
 // a where |a| <= top, else 0
 static inline f32x16 f32_within(f32x16 a, float top) {
     KVQ_EACH a.v[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.v[i]), vcaleq_f32(a.v[i], vdupq_n_f32(top))));

@@ -17,6 +17,7 @@ struct i8x4   { int8_t  v[4]; };
 constexpr int KVQ_R     = 1; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 1; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
+constexpr int KVQ_SUMS  = 1; // sums of rows and tiles together
 
 #define KVQ_EACH(n) for (int i = 0; i < n; i++)
 
@@ -34,6 +35,8 @@ static inline f32x16 f32_max(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] = a.
 static inline f32x16 f32_min(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 static inline f32x16 f32_div(f32x16 a, f32x16 b)      { KVQ_EACH(16) a.v[i] /= b.v[i]; return a; }
 static inline f32x16 f32_floor(f32x16 a)              { KVQ_EACH(16) a.v[i] = floorf(a.v[i]); return a; }
+// to the nearest integer
+static inline f32x16 f32_round(f32x16 a)              { KVQ_EACH(16) a.v[i] = rintf(a.v[i]); return a; }
 // a where |a| <= top, else 0
 static inline f32x16 f32_within(f32x16 a, float top)  { KVQ_EACH(16) a.v[i] = fabsf(a.v[i]) <= top ? a.v[i] : 0.0f; return a; }
 // max(|a|, |b|)

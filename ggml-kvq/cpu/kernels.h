@@ -18,6 +18,8 @@ constexpr int KVQ_MAX_CELLS = 256;
 constexpr int KVQ_MAX_HEAD  = 1024;
 constexpr int KVQ_N_TYPES   = 2; // kvq_type below; lattice blocks have entries of their own
 
+constexpr float KVQ_FINE = 254.0f; // steps of the low byte of a folded query in one of the high byte
+
 // 2^x on [-1/2, 1/2]: 1 + x*(c1 + x*(c2 + ...)), relative error 8e-8
 constexpr float KVQ_EXP2_1 = 0.69314694f, KVQ_EXP2_2 = 0.24022120f, KVQ_EXP2_3 = 0.055507131f, KVQ_EXP2_4 = 0.0096755419f, KVQ_EXP2_5 = 0.0013276472f;
 
@@ -77,9 +79,10 @@ struct kvq_kernels {
     void (*f32_to_f16)(const float * x, uint16_t * y, int64_t n);
     void (*f16_to_f32)(const uint16_t * x, float * y, int64_t n);
 
-    // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place. K: w = q*scale is folded to int8 once per cell group,
-    //   logit = q.zero + amax/127 * sum code*w8        |error| <= amax/254 * sum code,  amax = max |w|
-    // V: w = p*scale likewise to 8 bits without sign, per channel group, under the group's largest scale (p <= 1).
+    // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place. K: w = q*scale is folded to two bytes once per cell group,
+    //   logit = q.zero + amax/127 * sum code*(high + low/254)        |error| <= amax/254/254 * sum code,  amax = max |w|
+    // V: w = p*scale to 8 bits without sign, per channel group, under the group's largest scale (p <= 1); what rounding takes from a
+    //   weight is given back at the middle code, so |error| <= top/510 * sum |code - middle|,  top = max scale
     kvq_block_kernels block[KVQ_N_TYPES];
     // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16].
     void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, float * logits);

@@ -44,7 +44,7 @@ static size_t pad(size_t n, size_t to) { return (n + to - 1) / to * to; }
 // impl_affine.h, affine_work
 size_t kvq_work_bytes(const kvq_view & v) {
     const size_t n = pad((size_t) v.codec.n_cells, 64), d = pad((size_t) v.codec.head_size, 64), groups = (size_t) v.n_groups;
-    const size_t w8 = v.codec.role == KVQ_ROLE_V ? groups * n : d;
+    const size_t w8 = v.codec.role == KVQ_ROLE_V ? groups * n : 2 * d;
     return 4 * ((2 + KVQ_WORK_ROWS) * std::max(n, d) + 2 * KVQ_MAX_RUN * KVQ_WORK_ROWS * groups + 16) + KVQ_MAX_RUN * (KVQ_WORK_ROWS * w8 + n * d) + 64;
 }
 
