@@ -138,9 +138,7 @@ void kvq_lane::set_state(int s, int p, kvq_page_state state) {
     span.n_slots = spans->k_state[at] && spans->v_state[at] ? l.page_cells : 0;
     spans->changed0 = spans->changed0 < spans->changed1 ? std::min(spans->changed0, at) : at;
     spans->changed1 = std::max(spans->changed1, at + 1);
-    if (x.chain) {
-        x.chain->changed(x.ordinal, value, s, p);
-    }
+    note_change(s, p);
 }
 
 void kvq_lane::take_frame(int s, int p) {
@@ -215,9 +213,7 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
             j++;
         }
         open_page(s, p, j - i < l.page_cells);
-        if (x.chain) {
-            x.chain->changed(x.ordinal, value, s, p);
-        }
+        note_change(s, p);
         kvq_page_info & pi = info(s, p);
         uint8_t * bits = valid(s, p);
         for (int64_t k = i; k < j; k++) {
@@ -487,9 +483,7 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
                 write(end - at, idx.data(), (const float *) there, W, 1);
                 scratch->give(there, nb);
             }
-            for (int i = 0; x.rotor && i < end - at; i++) {
-                x.rotor->reach(kvq_tag_get(l, from + (size_t) i * W, (size_t) l.codec.head_size));
-            }
+            reach_tags(from, end - at);
             if (streams[stream].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
                 commit(n_threads);
             }

@@ -149,6 +149,8 @@ private:
     std::vector<uint16_t> take_out(int s, int p, const uint16_t * tile);
     void put_back(int s, int p, uint16_t * tile) const;
     std::vector<float> predicted(int s, int p) const; // empty: nothing is predicted
+    void note_change(int s, int p);
+    void reach_tags (const uint16_t * rows, int n); // positions of rows as a saved state carries them
     bool settle(int s, std::vector<int> & due);       // of a chain: keeps the pages that may be sealed now; false: some wait
 
     kvq_lane_layout l;

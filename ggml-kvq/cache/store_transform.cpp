@@ -109,6 +109,19 @@ std::vector<float> kvq_lane::predicted(int s, int p) const {
     return out;
 }
 
+void kvq_lane::note_change(int s, int p) {
+    if (x.chain) {
+        x.chain->changed(x.ordinal, value, s, p);
+    }
+}
+
+void kvq_lane::reach_tags(const uint16_t * rows, int n) {
+    const size_t D = (size_t) l.codec.head_size;
+    for (int i = 0; x.rotor && i < n; i++) {
+        x.rotor->reach(kvq_tag_get(l, rows + i * D * l.n_head, D));
+    }
+}
+
 bool kvq_lane::settle(int s, std::vector<int> & due) {
     const size_t n = due.size();
     due.erase(std::remove_if(due.begin(), due.end(), [&](int p) { return !x.chain->ready(x.ordinal, value, s, p); }), due.end());
