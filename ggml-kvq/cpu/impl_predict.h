@@ -117,16 +117,7 @@ static void lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, cons
             case 6:  k ? key_columns<6>(a, codes, t0 / 16, scale, x) : value_columns<6>(a, codes, t0 / 16, scale, x); break;
             default: k ? key_columns<8>(a, codes, t0 / 16, scale, x) : value_columns<8>(a, codes, t0 / 16, scale, x); break;
         }
-        for (int h = 1; h < a.block; h *= 2) {
-            for (int i = 0; i < D; i += 2*h) {
-                for (int c = i; c < i + h; c++) {
-                    float * p = x + (size_t) c * 16, * r = p + (size_t) h * 16;
-                    const f32x16 u = f32_load(p), v = f32_load(r);
-                    f32_store(p, f32_add(u, v));
-                    f32_store(r, f32_sub(u, v));
-                }
-            }
-        }
+        hadamard_columns(a.block, D, x);
         for (int c0 = 0; c0 < Dp; c0 += 16) {
             f32x16 block[16];
             for (int c = 0; c < 16; c++) {

@@ -111,6 +111,38 @@ template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & 
     }
 }
 
+// Stages of distance h .. h*K/2 of a Hadamard transform along columns x[channel][16], K columns in registers
+template <int K> static inline void butterflies(int D, int h, float * x) {
+    for (int i = 0; i < D; i += K * h) {
+        for (int c = i; c < i + h; c++) {
+            f32x16 v[K];
+            KVQ_UNROLL
+            for (int k = 0; k < K; k++) { v[k] = f32_load(x + (size_t) (c + k * h) * 16); }
+            KVQ_UNROLL
+            for (int d = 1; d < K; d *= 2) {
+                KVQ_UNROLL
+                for (int k = 0; k < K; k++) {
+                    if (!(k & d)) {
+                        const f32x16 u = v[k], w = v[k + d];
+                        v[k]     = f32_add(u, w);
+                        v[k + d] = f32_sub(u, w);
+                    }
+                }
+            }
+            KVQ_UNROLL
+            for (int k = 0; k < K; k++) { f32_store(x + (size_t) (c + k * h) * 16, v[k]); }
+        }
+    }
+}
+
+// As kvq_hadamard without its norm, to the bit
+static void hadamard_columns(int block, int D, float * x) {
+    int h = 1;
+    for (; 8*h <= block; h *= 8) { butterflies<8>(D, h, x); }
+    if (4*h <= block)      { butterflies<4>(D, h, x); }
+    else if (2*h <= block) { butterflies<2>(D, h, x); }
+}
+
 // Keys kept before rotary embedding: 16 cells at a time, channels in columns x[channel][16 cells].
 //   k = R_pos (H (s * point) + mean),   logit = q . k
 // cos and sin of a position are those of 64*(pos/64) turned by those of pos%64 (kvq_rotary).
@@ -128,16 +160,7 @@ template <int W> static void rope_columns(const kvq_lattice_view & a, const uint
             }
         }
     }
-    for (int h = 1; h < a.block; h *= 2) {
-        for (int i = 0; i < D; i += 2*h) {
-            for (int c = i; c < i + h; c++) {
-                float * p = x + (size_t) c * 16, * r = p + (size_t) h * 16;
-                const f32x16 u = f32_load(p), v = f32_load(r);
-                f32_store(p, f32_add(u, v));
-                f32_store(r, f32_sub(u, v));
-            }
-        }
-    }
+    hadamard_columns(a.block, D, x);
     for (int c = 0; mean && c < D; c++) {
         f32_store(x + (size_t) c * 16, f32_add(f32_load(x + (size_t) c * 16), f32_set1(mean[c])));
     }
