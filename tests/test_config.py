@@ -81,6 +81,14 @@ def test_info_shows_what_a_file_chooses(sidecar, capsys):
     assert "kvq.xquant.kq     4" in out and "this file chooses xquant [kq=4,vq=4" in out and "true bits" in out
 
 
+def test_a_cache_spec_may_be_a_method_and_a_file():
+    from ggml_kvq.evaluate import specs
+
+    spec = specs.parse("aqua@some/calib.gguf")
+    assert (spec.method, spec.options, spec.config, spec.label) == ("aqua", "", "some/calib.gguf", "aqua")
+    assert specs.parse("x=kivi:bits=2@c.gguf").config == "c.gguf"
+
+
 def test_the_converter_needs_no_data(tmp_path):
     out = tmp_path / "x.gguf"
     argv = [sys.executable, str(ROOT / "convert/convert_xquant_to_gguf.py"), "-m", str(MODEL), "-o", str(out), "--preset", "1.41"]

@@ -53,6 +53,9 @@ def parse(text: str) -> CacheSpec:
     if match and ":" not in body[: match.end()]:
         label, body = match.group(1), body[match.end() :]
     name, _, rest = body.partition(":")
+    if "@" in name:  # no options: aqua@calib.gguf
+        name, _, config = body.partition("@")
+        rest = "@" + config
     if not name:
         raise MethodError(f"cache {text!r} names no method; write f16, upstream:q4_0/q4_0 or METHOD:key=value,...")
     if name == UPSTREAM or body == "f16":
