@@ -2,7 +2,8 @@
 //   bench_kernels [--quick] [--threads N] [--gqa N] [--head N] [FORMAT...]      KVQ_ISA chooses the instruction set
 // For every format and one page of one KV head: keys (score), values (accumulate), the page within a whole attention call, and
 // encoding one block of keys and of values. Then a cache larger than the processor's: bytes read per second beside a STREAM-like
-// sum of the same machine. Attention calls are the product's own (kvq_cpu_attend).
+// sum of the same machine. Attention calls are the product's own (kvq_cpu_attend). Results are held against the portable kernels and
+// the types' own encoders on the way; a difference ends the program with 1.
 #include "cpu/cpu.h"
 #include "cpu/kernels.h"
 #include "cpu/lattice.h"
@@ -17,7 +18,6 @@
 #include <cstring>
 #include <string>
 #include <thread>
-#include <sys/mman.h>
 #include <vector>
 #if defined(__x86_64__)
 #    include <x86intrin.h>
@@ -66,7 +66,7 @@ float random_float() { // sum of uniforms: variance 1
 }
 
 struct bytes { // 64-byte aligned
-    explicit bytes(size_t n) : p((uint8_t *) aligned_alloc(2 << 20, (n + (2 << 20)) >> 21 << 21)) { if (getenv("HUGE")) madvise(p, n, MADV_HUGEPAGE); memset(p, 0, n); }
+    explicit bytes(size_t n) : p((uint8_t *) aligned_alloc(64, (n + 127) / 64 * 64)) { memset(p, 0, n); }
     ~bytes() { free(p); }
     bytes(const bytes &) = delete;
     bytes & operator=(const bytes &) = delete;
@@ -185,6 +185,55 @@ kvq_codec codec(const settings & o, const format & f, int role) {
     return c;
 }
 
+// Largest difference over largest value.
+float apart(const float * a, const float * b, size_t n) {
+    float d = 0.0f, top = 1e-30f;
+    for (size_t i = 0; i < n; i++) {
+        d   = std::max(d, std::isnan(a[i]) ? INFINITY : fabsf(a[i] - b[i]));
+        top = std::max(top, fabsf(b[i]));
+    }
+    return d / top;
+}
+
+void must(bool ok, const format & f, const char * what) {
+    if (!ok) {
+        fprintf(stderr, "%s: %s of the %s kernels differ from the portable ones\n", f.name, what, kvq_kernel_name());
+        exit(1);
+    }
+}
+
+// Scores and values of one run, by any kernels.
+struct kernel_calls {
+    const kvq_kernels & K;
+    const format & f;
+    const cache & c;
+    int rows;
+    kvq_lattice_view lk = {}, lv = {};
+    kvq_lattice_queries folded;
+
+    kernel_calls(const kvq_kernels & K, const format & f, const cache & c, int rows, const float * q) : K(K), f(f), c(c), rows(rows) {
+        if (f.type == KVQ_TYPE_LATTICE) {
+            lk = kvq_lattice_make_view(c.k);
+            lv = kvq_lattice_make_view(c.v);
+            folded.fold(lk, rows, c.vk.dp, q);
+        }
+    }
+    void score(const kvq_run & run, const float * q, float * logits, void * work) const {
+        if (f.type == KVQ_TYPE_LATTICE) {
+            K.score_lattice(lk, rows, run, folded.rows.data(), logits);
+        } else {
+            K.block[f.type].score(c.vk, rows, run, q, logits, work);
+        }
+    }
+    void accum(const kvq_run & run, const float * p, const float * by, float * out, void * work) const {
+        if (f.type == KVQ_TYPE_LATTICE) {
+            K.accum_lattice(lv, rows, run, p, by, out);
+        } else {
+            K.block[f.type].accum(c.vv, rows, run, p, by, out, work);
+        }
+    }
+};
+
 void bench(const settings & o, const format & f, double bandwidth) {
     const kvq_kernels & K = kvq_get_kernels();
     const kvq_codec k = codec(o, f, KVQ_ROLE_K), v = codec(o, f, KVQ_ROLE_V);
@@ -197,13 +246,7 @@ void bench(const settings & o, const format & f, double bandwidth) {
     for (float & x : q) { x = random_float(); }
     float * const p = (float *) logits.p, * const o_rows = (float *) out.p;
 
-    kvq_lattice_view lk = {}, lv = {};
-    kvq_lattice_queries folded;
-    if (f.type == KVQ_TYPE_LATTICE) {
-        lk = kvq_lattice_make_view(k);
-        lv = kvq_lattice_make_view(v);
-        folded.fold(lk, (int) R, (int) dp, q.data());
-    }
+    const kernel_calls here(K, f, c, (int) R, q.data()), plain(kvq_kernels_portable, f, c, (int) R, q.data());
     kvq_run runs[2][PAGES / KVQ_MAX_RUN];
     for (int i = 0; i < PAGES; i++) {
         const kvq_page & page = c.pages[(size_t) i];
@@ -214,14 +257,12 @@ void bench(const settings & o, const format & f, double bandwidth) {
             r.params[i % KVQ_MAX_RUN] = j ? page.v_params : page.k_params;
         }
     }
+    bytes logits2(4 * KVQ_MAX_RUN * R * n), out2(8 * R * dp);
+    here .score(runs[0][0], q.data(), p, work.p);
+    plain.score(runs[0][0], q.data(), (float *) logits2.p, work.p);
+    must(apart(p, (float *) logits2.p, KVQ_MAX_RUN * R * n) < 1e-5f, f, "scores");
     const double score = least(o, [&] {
-        for (const kvq_run & run : runs[0]) {
-            if (f.type == KVQ_TYPE_LATTICE) {
-                K.score_lattice(lk, (int) R, run, folded.rows.data(), p);
-            } else {
-                K.block[f.type].score(c.vk, (int) R, run, q.data(), p, work.p);
-            }
-        }
+        for (const kvq_run & run : runs[0]) { here.score(run, q.data(), p, work.p); }
     });
     std::vector<float> slope(KVQ_MAX_ROWS, 1.0f), m(KVQ_MAX_ROWS, 0.0f), l(KVQ_MAX_ROWS), t(KVQ_MAX_ROWS), by(KVQ_MAX_RUN * KVQ_MAX_ROWS, 0.5f), sums(by.size());
     const std::vector<const uint16_t *> mask(by.size(), nullptr);
@@ -232,14 +273,12 @@ void bench(const settings & o, const format & f, double bandwidth) {
             K.softmax((int) R, (int) n, KVQ_MAX_RUN, p, 0.1f, 0.0f, slope.data(), mask.data(), m.data(), l.data(), t.data(), by.data(), sums.data());
         }
     });
+    memset(out.p, 0, 8 * R * dp);
+    here .accum(runs[1][0], p, by.data(), o_rows, work.p);
+    plain.accum(runs[1][0], p, by.data(), (float *) out2.p, work.p);
+    must(apart(o_rows, (float *) out2.p, 2 * R * dp) < 1e-3f, f, "values"); // a weight near a tie may round to either side
     const double accum = least(o, [&] {
-        for (const kvq_run & run : runs[1]) {
-            if (f.type == KVQ_TYPE_LATTICE) {
-                K.accum_lattice(lv, (int) R, run, p, by.data(), o_rows);
-            } else {
-                K.block[f.type].accum(c.vv, (int) R, run, p, by.data(), o_rows, work.p);
-            }
-        }
+        for (const kvq_run & run : runs[1]) { here.accum(run, p, by.data(), o_rows, work.p); }
     });
     const cache many(k, v, 8 * PAGES, 1);
     const double whole = (least(o, [&] { attend(many, 1, o.gqa, 1, 1, q.data(), o_rows); }) - least(o, [&] { attend(c, 1, o.gqa, 1, 1, q.data(), o_rows); })) / 7;
@@ -249,7 +288,12 @@ void bench(const settings & o, const format & f, double bandwidth) {
         for (uint16_t & x : rows) { x = kvq_f32_to_f16(random_float()); }
         bytes codes(std::max(c.vk.nb_codes, c.vv.nb_codes)), params(std::max(c.vk.nb_params, c.vv.nb_params));
         for (int i = 0; i < 2; i++) {
-            encode[i] = least(o, [&] { kvq_cpu_encode(i ? v : k, rows.data(), nullptr, nullptr, codes.p, params.p); }) / (double) n * 32;
+            const kvq_codec & codec = i ? v : k;
+            encode[i] = least(o, [&] { kvq_cpu_encode(codec, rows.data(), nullptr, nullptr, codes.p, params.p); }) / (double) n * 32;
+            const kvq_view & view = i ? c.vv : c.vk;
+            bytes codes2(view.nb_codes), params2(view.nb_params);
+            kvq_traits(codec.type)->encode(codec, rows.data(), nullptr, nullptr, codes2.p, params2.p);
+            must(!memcmp(codes.p, codes2.p, view.nb_codes) && !memcmp(params.p, params2.p, view.nb_params), f, "encoded bytes");
         }
     }
     // 8 KV heads, beyond the processor's cache
