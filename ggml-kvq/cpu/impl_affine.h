@@ -70,33 +70,43 @@ struct param_reader {
 
 // One page's queries: w8 [high, low][R][ws] (ws a multiple of 64), step and base [R].  y: scratch [R][ws]
 template <int R> static inline void fold_keys(const float * s, const float * z, int dp, int ws, const float * q, float * y, int8_t * w8, float * step, float * base) {
+    constexpr int P = R < 2 * KVQ_TILES ? R : 2 * KVQ_TILES; // rows at once: their chains of maxima run side by side
     f32x16 sum[R];
-    for (int r = 0; r < R; r++) {
-        const float * x = q + (size_t) r * dp;
-        float * t = y + (size_t) r * ws;
-        f32x16 top = f32_set1(0.0f), b = f32_set1(0.0f);
+    for (int r0 = 0; r0 < R; r0 += P) {
+        const float * x = q + (size_t) r0 * dp;
+        float * t = y + (size_t) r0 * ws;
+        f32x16 top[P], inv[P];
+        for (int r = 0; r < P; r++) { top[r] = sum[r0 + r] = f32_set1(0.0f); }
         for (int i = 0; i < dp; i += 16) {
-            const f32x16 v = f32_load(x + i), w = f32_mul(v, f32_load(s + i));
-            b   = f32_fma(v, f32_load(z + i), b);
-            top = f32_absmax(top, w);
-            f32_store(t + i, w);
-        }
-        for (int i = dp; i < ws; i += 16) { f32_store(t + i, f32_set1(0.0f)); }
-        top = f32_max_all(top);
-        const f32x16 inv = f32_div(f32_set1(127.0f), f32_max(top, f32_set1(1e-36f)));
-        for (int i = 0; i < ws; i += 64) {
-            const f32x16 fine = f32_set1(KVQ_FINE);
-            f32x16 high[4], low[4];
-            for (int j = 0; j < 4; j++) {
-                low [j] = f32_mul(f32_load(t + i + 16*j), inv);
-                high[j] = f32_round(low[j]);
-                low [j] = f32_mul(f32_sub(low[j], high[j]), fine);
+            const f32x16 a = f32_load(s + i), b = f32_load(z + i);
+            for (int r = 0; r < P; r++) {
+                const f32x16 v = f32_load(x + r * dp + i), w = f32_mul(v, a);
+                sum[r0 + r] = f32_fma(v, b, sum[r0 + r]);
+                top[r] = f32_absmax(top[r], w);
+                f32_store(t + r * ws + i, w);
             }
-            i8_store4(w8 + (size_t) r * ws + i, high[0], high[1], high[2], high[3]);
-            i8_store4(w8 + (size_t) (R + r) * ws + i, low[0], low[1], low[2], low[3]);
         }
-        step[r] = f32_first(top) * (1.0f / 127.0f);
-        sum[r]  = b;
+        for (int i = dp; i < ws; i += 16) {
+            for (int r = 0; r < P; r++) { f32_store(t + r * ws + i, f32_set1(0.0f)); }
+        }
+        for (int r = 0; r < P; r++) {
+            top[r] = f32_max_all(top[r]);
+            inv[r] = f32_div(f32_set1(127.0f), f32_max(top[r], f32_set1(1e-36f)));
+            step[r0 + r] = f32_first(top[r]) * (1.0f / 127.0f);
+        }
+        const f32x16 fine = f32_set1(KVQ_FINE);
+        for (int r = 0; r < P; r++) {
+            for (int i = r * ws; i < (r + 1) * ws; i += 64) {
+                f32x16 high[4], low[4];
+                for (int j = 0; j < 4; j++) {
+                    low [j] = f32_mul(f32_load(t + i + 16*j), inv[r]);
+                    high[j] = f32_round(low[j]);
+                    low [j] = f32_mul(f32_sub(low[j], high[j]), fine);
+                }
+                i8_store4(w8 + (size_t) r0 * ws + i, high[0], high[1], high[2], high[3]);
+                i8_store4(w8 + (size_t) (R + r0) * ws + i, low[0], low[1], low[2], low[3]);
+            }
+        }
     }
     sum_rows<R>(base, sum);
 }
