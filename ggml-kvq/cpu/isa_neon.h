@@ -1,4 +1,4 @@
-// Vector layer on AArch64 NEON with dot product (ARMv8.2): four registers each. Cross-compiled only, never run by us.
+// Vector layer on AArch64 NEON with dot product (ARMv8.2): four registers each. Run under emulation only (scripts/check_aarch64.sh).
 #pragma once
 
 #include "kernels.h"
