@@ -206,6 +206,7 @@ WALKS = [
     ("kivi", "bits=4,group=64,scales=u8", 0.05),
     ("xquant", "", 1.5),
     ("zipcache", "interval=64,salient=1", 0.06),
+    ("minikv", "bits=4,hh=0.75", 0.05),
     ("zipcache", "interval=64,salient=0.5", 0.6),
 ]
 

@@ -100,6 +100,11 @@ def test_unknown_method_names_the_known_ones(lib):
         ("xquant", "eta1=0.6", "eta1=0.6"),
         ("xquant", "eta2=inf", "eta2=inf"),
         ("xquant", "shared=all", "shared=all"),
+        ("minikv", "hh=0.9", "hh=0.9 and rw=0.25"),
+        ("minikv", "hh=0,rw=0", "hh=0 and rw=0"),
+        ("minikv", "depth=0", "depth=0"),
+        ("minikv", "bits=5", "bits=5"),
+        ("minikv", "group=8", "group=8"),
         ("zipcache", "salient=1.1", "salient=1.1"),
         ("zipcache", "interval=100", "interval=100"),
         ("zipcache", "interval=288", "interval=288"),
@@ -127,19 +132,20 @@ def test_shapes_that_no_block_holds_are_refused(lib, method, shape, needle):
 def test_options_have_an_effect(lib, table, method):
     """No key is parsed and forgotten: each changes a plan's bytes or headline, or the codec (seen in the reference's plan)."""
     other = {
-        "bits": 3, "k_bits": 1, "v_bits": 1, "levels": "mid", "eta": 0.1, "group": 64, "group_v": 16, "window": 512, "sinks": 64,
+        "bits": 3, "k_bits": 1, "v_bits": 1, "levels": "mid", "eta": 0.1, "group": 64, "group_v": 64, "window": 512, "sinks": 64,
         "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
         "shared": "none", "grid": "d4", "predictor": "none", "first_bits": 2, "weights": "4",
         "hi": 3, "lo": 1, "salient": 0.4, "interval": 96, "probe": 0.2, "normalise": False,
+        "hh": 0.4, "rw": 0.1, "budget": "pyramid", "depth": 3,
     }  # fmt: skip
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
     for key in METHODS[method].options:
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
-        more = {"predictor": "full"} if key == "weights" else {}  # of predictors
+        more = {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}}.get(key, {})  # without which the key means nothing
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
         assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
         a, b = (native.plan(lib, method, o, shapes, 8192) for o in (more, {**more, key: other[key]}))
-        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid", "probe", "normalise"):  # these change values, not bytes
+        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid", "probe", "normalise", "depth"):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"

@@ -21,7 +21,7 @@ from ggml_kvq.sampling import Sampling
 DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 12
 PROMPT = "The following options are available:\n"
-METHODS = ["upstream", "f16", "kivi", "xquant", "zipcache"]
+METHODS = ["upstream", "f16", "kivi", "xquant", "zipcache", "minikv"]
 
 
 def open_model(method: str | None = "upstream", opts: object = None, **kwargs: object) -> Model:

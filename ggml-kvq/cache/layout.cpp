@@ -1,9 +1,11 @@
 #include "layout.h"
+#include "slots.h"
 
 #include "chain.h"
 #include "../types/types.h"
 
 #include <algorithm>
+#include <cmath>
 
 kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, int n_head, int n_cells, int n_stream) {
     const kvq_lane_plan & lane = value ? plan.v : plan.k;
@@ -15,6 +17,7 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     l.n_stream     = n_stream;
     l.page_cells   = lane.codec.n_cells;
     l.n_pages      = (n_cells + l.page_cells - 1) / l.page_cells;
+    l.n_store      = plan.keep > 0.0f ? std::min(std::max((int) std::ceil(plan.keep * (float) l.n_pages), 1), l.n_pages) : l.n_pages;
     l.n_sink_pages = std::min((plan.sinks + l.page_cells - 1) / l.page_cells, l.n_pages);
     l.window       = (int) kvq_pad((size_t) plan.window, (size_t) l.page_cells);
 
@@ -29,9 +32,9 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
         // window rows, at least the page being filled, and the sink pages
         l.n_frames  = std::min(std::max(l.window / l.page_cells, 1) + l.n_sink_pages, l.n_pages);
     }
-    const size_t pages = (size_t) l.n_pages * n_stream;
-    l.bytes_codes  = l.shares_codes ? 0 : kvq_pad(pages * n_head * l.nb_codes, KVQ_ALIGN);
-    l.bytes_params = kvq_pad(pages * n_head * l.nb_params, KVQ_ALIGN);
+    const size_t pages = (size_t) l.n_pages * n_stream, stored = (size_t) l.n_store * n_stream;
+    l.bytes_codes  = l.shares_codes ? 0 : kvq_pad(stored * n_head * l.nb_codes, KVQ_ALIGN);
+    l.bytes_params = kvq_pad(stored * n_head * l.nb_params, KVQ_ALIGN);
     l.bytes_window = kvq_pad((size_t) l.n_frames * n_stream * l.nb_frame, KVQ_ALIGN);
     l.bytes_tables = kvq_pad(pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2), KVQ_ALIGN);
     if (plan.mean) {
@@ -46,6 +49,9 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     }
     if (plan.probe > 0.0f && !value) { // sums per head, and who saw a cell
         l.bytes_tables += kvq_pad((size_t) n_stream * l.n_frames * l.page_cells * (4 * (size_t) n_head + 4), KVQ_ALIGN);
+    }
+    if (plan.keep > 0.0f && !value) {
+        l.bytes_tables += kvq_pad(stored * kvq_slots::nb_page(n_head, l.page_cells) + pages * l.page_cells / 4, KVQ_ALIGN);
     }
     if (plan.holds_positions && !value) {
         l.bytes_tables += kvq_pad(4 * pages * l.page_cells, KVQ_ALIGN);
@@ -67,7 +73,7 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value) {
     values[value]  += n;
     bytes [value]  += (double) l.bytes();
     const double hi = l.codec.type == KVQ_TYPE_MIXED ? (double) l.codec.n_hi / l.codec.n_cells : 0.0;
-    code_bits      += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : hi * l.codec.hi + (1.0 - hi) * l.codec.bits) * n;
+    code_bits      += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : hi * l.codec.hi + (1.0 - hi) * l.codec.bits) * n * l.n_store / l.n_pages;
 }
 
 void kvq_accounting::finish() {

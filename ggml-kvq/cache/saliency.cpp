@@ -44,13 +44,14 @@ std::vector<int32_t> kvq_probe_rows(int n, uint64_t at, float share, int page_ce
     return rows;
 }
 
-void kvq_saliency::init(const kvq_lane_layout & keys, float share_, bool normalise_, uint32_t seed_) {
+void kvq_saliency::init(const kvq_lane_layout & keys, float share_, bool normalise_, uint32_t seed_, int min_rows_) {
     n_head     = keys.n_head;
     page_cells = keys.page_cells;
     n_hi       = keys.codec.n_hi;
     share      = share_;
     normalise  = normalise_;
     seed       = seed_;
+    min_rows   = min_rows_;
     pages.clear();
 }
 
@@ -69,6 +70,9 @@ float * kvq_saliency::lse_of(int n_stream, int n_q, int n_query_heads) {
 }
 
 void kvq_saliency::observe(const kvq_attn & attn, int stream, uint64_t first, int n_threads) {
+    if (attn.n_q < min_rows) {
+        return;
+    }
     const std::vector<int32_t> rows = kvq_probe_rows(attn.n_q, first, share, page_cells, seed);
     if (rows.empty()) {
         return;
@@ -116,6 +120,11 @@ void kvq_saliency::choose(int stream, int page, int head, const uint8_t * valid,
     for (int i = 0; i < n_hi; i++) {
         set[order[(size_t) i] / 8] |= (uint8_t) (1 << order[(size_t) i] % 8);
     }
+}
+
+float kvq_saliency::score(int stream, int page, int head, int slot) const {
+    const auto found = pages.find({ stream, page });
+    return found == pages.end() ? 0.0f : found->second.sums[(size_t) head * page_cells + slot] / (normalise ? (float) std::max(found->second.seen[(size_t) slot], 1) : 1.0f);
 }
 
 void kvq_saliency::reopen(int stream, int page, int head, const uint8_t * set) {

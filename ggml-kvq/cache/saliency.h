@@ -17,13 +17,15 @@ std::vector<int32_t> kvq_probe_rows(int n, uint64_t at, float share, int page_ce
 
 class kvq_saliency {
 public:
-    void init(const kvq_lane_layout & keys, float share, bool normalise, uint32_t seed);
+    void init(const kvq_lane_layout & keys, float share, bool normalise, uint32_t seed, int min_rows = 1);
     bool active() const { return share > 0.0f; }
 
     // After attention: adds what the probe rows of this call gave to the open pages among attn.pages, which start at page 0 of the stream.
     void observe(const kvq_attn & attn, int stream, uint64_t at, int n_threads);
     // The salient set of a page about to seal: the n_hi cells of the highest score, earlier ones first when equal; empty cells last.
     void choose(int stream, int page, int head, const uint8_t * valid, uint8_t * set) const;
+    // Sums of a cell and head; 0: never observed.
+    float score(int stream, int page, int head, int slot) const;
     // A sealed page is opened again: its salient cells keep their lead until other scores beat a probability of 1.
     void reopen(int stream, int page, int head, const uint8_t * set);
     void forget(int stream, int page, int slot); // a cell was written anew
@@ -38,7 +40,7 @@ private:
     };
     entry & at(int stream, int page);
 
-    int n_head = 0, page_cells = 0, n_hi = 0;
+    int n_head = 0, page_cells = 0, n_hi = 0, min_rows = 1; // calls of fewer rows are not observed
     float share = 0.0f;
     bool  normalise = true;
     uint32_t seed = 0;

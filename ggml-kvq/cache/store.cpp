@@ -8,80 +8,6 @@
 #include <cstdlib>
 #include <cstring>
 
-// ---------------------------------------------------------------- scratch
-
-kvq_scratch::~kvq_scratch() {
-    for (const auto & b : blocks) {
-        device.free(b.first, b.second);
-    }
-}
-
-uint16_t * kvq_scratch::take(size_t nb) {
-    auto & list = idle[nb];
-    if (list.empty()) {
-        size_t & n_made = made[nb];
-        const size_t n = device.is_host() || !n_made ? 1 : n_made; // an allocation there may cost more than a token
-        uint8_t * p = (uint8_t *) device.alloc(n * nb);
-        if (!p) {
-            throw std::bad_alloc();
-        }
-        blocks.emplace_back(p, n * nb);
-        total  += n * nb;
-        n_made += n;
-        for (size_t i = 0; i < n; i++) { list.push_back((uint16_t *) (p + i * nb)); }
-    }
-    uint16_t * p = list.back();
-    list.pop_back();
-    return p;
-}
-
-void kvq_scratch::give(uint16_t * p, size_t nb) { idle[nb].push_back(p); }
-
-// ---------------------------------------------------------------- spans
-
-void kvq_span_table::init(int n_stream, int n, int page_cells) {
-    n_pages = n;
-    spans.assign((size_t) n_stream * n, kvq_page{});
-    k_state.assign(spans.size(), KVQ_PAGE_EMPTY);
-    v_state.assign(spans.size(), KVQ_PAGE_EMPTY);
-    changed0 = 0;
-    changed1 = spans.size();
-    for (size_t i = 0; i < spans.size(); i++) {
-        spans[i].cell = (int) (i % n) * page_cells;
-    }
-}
-
-kvq_span_table::~kvq_span_table() {
-    if (copy) {
-        device->free(copy, n_copy * sizeof(kvq_page));
-    }
-}
-
-const kvq_page * kvq_span_table::on(kvq_device & d) {
-    if (d.is_host()) {
-        return spans.data();
-    }
-    if (n_copy != spans.size()) {
-        if (copy) {
-            device->free(copy, n_copy * sizeof(kvq_page));
-        }
-        device = &d;
-        n_copy = spans.size();
-        copy   = (kvq_page *) d.alloc(n_copy * sizeof(kvq_page));
-        if (!copy) {
-            n_copy = 0;
-            throw std::bad_alloc();
-        }
-        changed0 = 0;
-        changed1 = n_copy;
-    }
-    if (changed0 < changed1) {
-        d.put(copy + changed0, spans.data() + changed0, (changed1 - changed0) * sizeof(kvq_page));
-        changed0 = changed1 = 0;
-    }
-    return copy;
-}
-
 // ---------------------------------------------------------------- lane
 
 kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters,
@@ -112,18 +38,21 @@ kvq_lane::~kvq_lane() {
 
 uint8_t * kvq_lane::codes_at(int s, int p, int h) const {
     const kvq_lane * c = code_lane();
-    return c->codes + (((size_t) s * l.n_pages + p) * l.n_head + h) * l.nb_codes;
+    return c->codes + (((size_t) s * l.n_store + p) * l.n_head + h) * l.nb_codes;
 }
 
 uint8_t * kvq_lane::params_at(int s, int p, int h) const {
-    return params + (((size_t) s * l.n_pages + p) * l.n_head + h) * l.nb_params;
+    return params + (((size_t) s * l.n_store + p) * l.n_head + h) * l.nb_params;
 }
 
 void kvq_lane::set_state(int s, int p, kvq_page_state state) {
     kvq_page_info & i = info(s, p);
     i.state = state;
-    const size_t at = (size_t) s * l.n_pages + p;
+    const size_t at = (size_t) s * spans->n_pages + p;
     kvq_page & span = spans->spans[at];
+    if (state == KVQ_PAGE_EMPTY) {
+        span.map = nullptr;
+    }
     const void * c = state == KVQ_PAGE_SEALED ? (const void *) codes_at (s, p, 0) : i.frame;
     const void * q = state == KVQ_PAGE_SEALED ? (const void *) params_at(s, p, 0) : nullptr;
     if (value) {
@@ -226,6 +155,12 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
             if (saliency && !value) {
                 saliency->forget(s, p, slot);
             }
+            if (slots && !value) {
+                slots->forget(s, p * l.page_cells + slot);
+            }
+        }
+        if (slots && !value) {
+            slots->wrote(s, p, n);
         }
         i = j;
     }
@@ -279,6 +214,19 @@ template <typename T> T * kvq_lane::view(const void * p, size_t nb, std::vector<
 
 void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
     if (due.empty()) {
+        return;
+    }
+    if (slots) {
+        slots->seal(value, s, due, n_threads);
+        for (int p : due) {
+            drop_frame(s, p);
+            std::fill_n(valid(s, p), l.page_cells / 8, (uint8_t) 0);
+            info(s, p).n_valid = 0;
+            if (saliency && value) {
+                saliency->drop(s, p);
+            }
+            set_state(s, p, KVQ_PAGE_EMPTY);
+        }
         return;
     }
     std::vector<kvq_page_block> blocks;
@@ -412,10 +360,13 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
         }
         at = end;
     }
+    if (slots) {
+        slots->read(value, stream, cell, n, rows);
+    }
 }
 
 bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
-    if (p < l.n_sink_pages || l.is_f16() || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
+    if (slots || p < l.n_sink_pages || l.is_f16() || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
         return false;
     }
     if (saliency && value) {
@@ -461,6 +412,9 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
 
 void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n_threads) {
     waiting = false;
+    if (slots && !value) {
+        slots->restoring(true);
+    }
     const int W = l.codec.head_size * l.n_head;
     std::vector<float>   f32;
     std::vector<int64_t> idx;
@@ -491,6 +445,9 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
         at = end;
     }
     commit(n_threads);
+    if (slots && !value) {
+        slots->restoring(false);
+    }
 }
 
 void kvq_lane::copy_stream(int from, int to) {
@@ -518,6 +475,9 @@ void kvq_lane::copy_stream(int from, int to) {
     if (saliency) {
         saliency->copy(from, to);
     }
+    if (slots) {
+        slots->copy(value, from, to);
+    }
     streams[to].clock = streams[from].clock;
     is_dirty = true; // frames taken from scratch go home at the next commit
 }
@@ -526,6 +486,9 @@ void kvq_lane::edit(int stream, const std::function<bool(int)> & any, const std:
     const int stride = l.head_stride();
     std::vector<uint8_t> copy;
     std::vector<uint16_t *> shared(sharers.size(), nullptr);
+    if (slots) {
+        slots->edit(value, stream, any, fn);
+    }
     for (int p = 0; p < l.n_pages; p++) {
         kvq_page_info & i = info(stream, p);
         bool touched = false;
@@ -593,6 +556,9 @@ void kvq_lane::clear() {
     }
     if (saliency) {
         saliency->clear();
+    }
+    if (slots) {
+        slots->clear();
     }
     std::fill(valid_bits.begin(), valid_bits.end(), 0);
     is_dirty = waiting = false;

@@ -19,6 +19,7 @@
 
 #include "device.h"
 #include "saliency.h"
+#include "slots.h"
 #include "transform.h"
 
 #include <functional>
@@ -103,6 +104,8 @@ public:
     const kvq_transform & transform() const { return x; }
     // Who chooses the salient cells of pages about to seal; shared by the two lanes of a layer. Host memory only.
     void set_saliency(kvq_saliency * s) { saliency = s; }
+    // Where sealed cells go when they are not kept page by page; shared by the two lanes of a layer. Host memory only.
+    void set_slots(kvq_slots * s) { slots = s; }
     int first_written(int stream) const { return streams[stream].first; } // cell of the first row of the last write
     // Open rows of a lane with a rotor: fn as in edit(), and the position moves by by[cell]. Sealed pages need their positions moved only.
     void shift_open(int stream, const int32_t * by, const std::function<void(int cell, int head, uint16_t * row)> & fn);
@@ -118,6 +121,7 @@ public:
     void reopen    (int s, int p) { open_page(s, p, true); is_dirty = true; }
 
 private:
+    friend class kvq_slots;
     struct stream_state {
         uint64_t clock = 0;
         int      first = 0;
@@ -163,6 +167,7 @@ private:
     kvq_counters   * counters;
     kvq_device     & device;
     kvq_saliency   * saliency = nullptr;
+    kvq_slots      * slots    = nullptr;
 
     uint8_t * memory = nullptr; // codes, params, frames
     size_t    nb_memory = 0;

@@ -31,6 +31,7 @@ struct stream_plan {
     float * lse;
     kvq_view k, v, k_open, v_open;
     kvq_lattice_view lk, lv;
+    bool maps;             // pages hold other cells for each KV head
     bool mixed;            // pages of two widths, read part by part
     kvq_view kp[2], vp[2]; // their parts
     kvq_mixed_map km, vm;
@@ -163,8 +164,9 @@ struct ahead {
 };
 
 // Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is.
-bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, uint16_t * out, const uint16_t ** use) {
+bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, uint16_t * out, const uint16_t ** use) {
     const int n = page.n_slots;
+    const int32_t * map = page.map ? page.map + (size_t) kvh * page.map_stride : nullptr;
     if (!page.map && page.cell + n <= p.n_kv) {
         *use = nullptr;
         if (!row) {
@@ -183,7 +185,7 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, const uint16_t * row, 
     }
     bool any = false;
     for (int i = 0; i < n; i++) {
-        const int cell = page.map ? page.map[i] : page.cell + i;
+        const int cell = map ? map[i] : page.cell + i;
         out[i] = cell < 0 || cell >= p.n_kv ? F16_NEG_INF : row ? row[cell] : 0;
         any |= out[i] != F16_NEG_INF;
     }
@@ -341,7 +343,7 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
                 use[r] = use[r - 1];
             } else {
                 const uint16_t * row = p.mask ? p.mask + iq * p.mask_stride_token + head * p.mask_stride_head : nullptr;
-                alive = page_mask(p, page, row, w.mask + ((size_t) slot * n_rows + r) * n, &use[r]);
+                alive = page_mask(p, page, kvh0, row, w.mask + ((size_t) slot * n_rows + r) * n, &use[r]);
             }
             if (alive) {
                 first = std::min(first, r);
@@ -439,9 +441,11 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.m0 = powf(2.0f, -attn.max_bias        / (float) s.n_head_log2);
     s.m1 = powf(2.0f, -attn.max_bias / 2.0f / (float) s.n_head_log2);
     s.n_active = 0;
+    s.maps = false;
     int cells = attn.k.n_cells;
     for (int j = 0; j < attn.n_pages; j++) {
         s.n_active += attn.pages[j].n_slots > 0;
+        s.maps |= attn.pages[j].n_slots && attn.pages[j].map_stride;
         cells = std::max(cells, attn.pages[j].n_slots);
     }
     return cells;
@@ -470,7 +474,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         const int cells = make_plan(s, attn[i]);
         s.lse = lse ? lse[i] : attn[i].lse;
         // few rows: page ranges first, of all heads together; many: heads and row blocks first
-        const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head;
+        const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head && !s.maps;
         const int  most = std::max(s.n_active / 8, 1), n_base = attn[i].n_head_kv * s.n_blocks;
         s.n_splits = std::min(most, few ? want : (want + n_base - 1) / n_base);
         s.n_groups = few ? std::min(attn[i].n_head_kv, (want + s.n_splits - 1) / s.n_splits) : attn[i].n_head_kv;

@@ -261,7 +261,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         a.dst = (float *) ((char *) node->data + s * node->nb[3]);
         a.dst_stride_head  = (int64_t) (node->nb[1] / 4);
         a.dst_stride_token = (int64_t) (node->nb[2] / 4);
-        a.n_pages = std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
+        a.n_pages = l.d.plan.keep > 0.0f ? l.spans.n_pages : std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
         if (l.d.plan.pre_rope) {
             const kvq_rotor * rotor = l.k->transform().rotor;
             a.rotary    = rotor ? &rotor->view() : nullptr;

@@ -109,14 +109,19 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     kvq_kv_layer * prev = l.ordinal ? layers[l.ordinal - 1].get() : nullptr;
     l.v.reset();
     l.k.reset();
-    l.spans.init(l.d.n_stream, l.d.k.n_pages, l.d.k.page_cells);
+    l.spans.init(l.d.n_stream, l.d.k.n_pages + (l.d.plan.keep > 0.0f ? l.d.k.n_store : 0), l.d.k.page_cells);
     l.k.reset(new kvq_lane(l.d.k, false, l.d.k.shares_codes ? prev->k.get() : nullptr, &l.spans, &scratch, &counters, device));
     l.v.reset(new kvq_lane(l.d.v, true,  l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters, device));
     if (!l.k->ok() || !l.v->ok()) {
         return false;
     }
+    if (l.d.plan.keep > 0.0f) {
+        l.slots.init(*l.k, *l.v, l.spans, l.saliency, l.d.plan.keep, l.d.plan.recent);
+        l.k->set_slots(&l.slots);
+        l.v->set_slots(&l.slots);
+    }
     if (l.d.plan.probe > 0.0f) {
-        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal);
+        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal, l.d.plan.keep > 0.0f ? KVQ_PROMPT_ROWS : 1);
         l.k->set_saliency(&l.saliency);
         l.v->set_saliency(&l.saliency);
     }
@@ -297,7 +302,7 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
         const kvq_lane_layout & x = value ? l->d.v : l->d.k;
         const std::string name = x.is_f16() ? "f16" : x.shares_codes ? "shared codes" : !x.codec.bits ? "no codes" :
                                  x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) + " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit" : std::to_string(x.codec.bits) + "-bit";
-        classes[name]++;
+        classes[name + (x.n_store < x.n_pages ? ", evicting" : "")]++;
     }
     char text[64];
     snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);

@@ -53,6 +53,7 @@ struct kvq_kv_layer {
     kvq_draft_layer d;
     kvq_span_table  spans;
     kvq_saliency    saliency; // not active unless the method asks
+    kvq_slots       slots;    // likewise
     std::unique_ptr<kvq_lane> k, v;
 };
 

@@ -115,7 +115,7 @@ const kvq_field kvq_type_info_fields[] = {
 
 const kvq_field kvq_page_fields[] = {
     F(kvq_page, k_codes), F(kvq_page, k_params), F(kvq_page, v_codes), F(kvq_page, v_params),
-    F(kvq_page, cell),    F(kvq_page, n_slots),  F(kvq_page, map),
+    F(kvq_page, cell),    F(kvq_page, n_slots),  F(kvq_page, map), F(kvq_page, map_stride),
 };
 
 const kvq_field kvq_rotary_fields[] = {

@@ -22,6 +22,8 @@ struct kvq_layer_plan {
     int flags  = 0;   // KVQ_ATTN_*
     bool pre_rope = false; // sealed keys are kept before rotary embedding
     bool holds_positions = false; // this layer pays for the table of positions that all layers share
+    float keep     = 0.0f; // share of a prompt's cells that stay when they seal, which bounds the store; 0: cells are kept page by page
+    float recent   = 0.0f; // of them, the newest ones, whatever their score
     float probe    = 0.0f; // share of query rows that score open cells; 0: no method asks
     bool normalise = true; // scores are divided by the number of probe rows that could see the cell
     bool mean     = false; // a calibrated mean per channel is left out of sealed pages

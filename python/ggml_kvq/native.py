@@ -79,6 +79,7 @@ class kvq_page(Structure):
         ("cell", c_int32),
         ("n_slots", c_int32),
         ("map", POINTER(c_int32)),
+        ("map_stride", c_int32),
     ]
 
 

@@ -32,6 +32,7 @@ class LanePlan:
 class LayerPlan:
     """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding;
     mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"), weights: bits of their predictors (reference/predictor.py);
+    keep: share of a prompt's cells that stay, recent: of them the newest ones (0: all stay, page by page);
     probe: share of query rows that score cells, whose scores are divided by the rows that see them when normalise."""
 
     k: LanePlan
@@ -42,6 +43,8 @@ class LayerPlan:
     mean: bool = False
     chain: str = ""
     weights: int = 8
+    keep: float = 0.0
+    recent: float = 0.0
     probe: float = 0.0
     normalise: bool = True
 

@@ -1,0 +1,371 @@
+#include "slots.h"
+
+#include "saliency.h"
+#include "store.h"
+
+#include "../cpu/cpu.h"
+#include "../types/types.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+constexpr uint16_t EVICTED    = 0x8000;
+constexpr size_t   RECENT_RUN = 4; // pages
+enum : uint8_t { OF_PROMPT = 1, AWAY = 2 };
+
+struct kvq_slots::candidate {
+    slot_page info;
+    std::vector<int32_t> map; // [n_head][page_cells]
+};
+
+size_t kvq_slots::nb_page(int n_head, int page_cells) { return sizeof(slot_page) + sizeof(kvq_page) + 4 * (size_t) n_head * page_cells; }
+
+void kvq_slots::init(kvq_lane & k, kvq_lane & v, kvq_span_table & table, const kvq_saliency & scores, float keep_, float recent_) {
+    lane[0]    = &k;
+    lane[1]    = &v;
+    spans      = &table;
+    saliency   = &scores;
+    keep       = keep_;
+    recent     = recent_;
+    n_head     = k.layout().n_head;
+    page_cells = k.layout().page_cells;
+    n_store    = k.layout().n_store;
+    n_pages    = k.layout().n_pages;
+    n_stream   = k.layout().n_stream;
+    pages.resize((size_t) n_stream * n_store);
+    maps.resize(pages.size() * n_head * page_cells);
+    prompt.resize((size_t) n_stream * n_pages * page_cells);
+    open_maps.resize((size_t) n_stream * n_pages);
+    clear();
+}
+
+void kvq_slots::clear() {
+    for (int s = 0; s < n_stream; s++) {
+        for (int i = 0; i < n_store; i++) {
+            free_page(s, i);
+        }
+    }
+    std::fill(prompt.begin(), prompt.end(), 0);
+    top.assign((size_t) n_stream, -1);
+    for (auto & m : open_maps) {
+        m.clear();
+    }
+    queue.clear();
+}
+
+int kvq_slots::n_used(int s) const {
+    int n = 0;
+    for (int i = 0; i < n_store; i++) { n += pages[(size_t) s * n_store + i].used; }
+    return n;
+}
+
+void kvq_slots::free_page(int s, int i) {
+    page(s, i) = slot_page{};
+    std::fill_n(map(s, i, 0), n_head * page_cells, -1);
+    show(s, i);
+}
+
+void kvq_slots::show(int s, int i) {
+    kvq_page & span = spans->spans[(size_t) s * spans->n_pages + n_pages + i];
+    const bool on = page(s, i).used;
+    span.k_codes  = on ? lane[0]->codes_at (s, i, 0) : nullptr;
+    span.k_params = on ? lane[0]->params_at(s, i, 0) : nullptr;
+    span.v_codes  = on ? lane[1]->codes_at (s, i, 0) : nullptr;
+    span.v_params = on ? lane[1]->params_at(s, i, 0) : nullptr;
+    span.map        = map(s, i, 0);
+    span.map_stride = page_cells;
+    span.n_slots    = on ? page_cells : 0;
+}
+
+// ---------------------------------------------------------------- writing
+
+void kvq_slots::wrote(int s, int p, int64_t n_rows) {
+    in_prompt = n_rows >= KVQ_PROMPT_ROWS;
+    const kvq_lane & k = *lane[0];
+    uint8_t * flags = prompt.data() + ((size_t) s * n_pages + p) * page_cells;
+    for (int t = 0; t < page_cells; t++) {
+        if (k.valid(s, p)[t / 8] >> t % 8 & 1 && !(flags[t] & AWAY) && in_prompt) {
+            flags[t] |= OF_PROMPT;
+            top[(size_t) s] = std::max(top[(size_t) s], p * page_cells + t);
+        }
+    }
+    mask_open(s, p);
+}
+
+void kvq_slots::forget(int s, int cell) {
+    uint8_t & flags = prompt[(size_t) s * n_pages * page_cells + cell];
+    if (flags & AWAY) {
+        for (int i = 0; i < n_store; i++) {
+            for (int h = 0; page(s, i).used && h < n_head; h++) {
+                std::replace(map(s, i, h), map(s, i, h) + page_cells, (int32_t) cell, -1);
+            }
+            if (page(s, i).used && std::all_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, [](int32_t c) { return c < 0; })) {
+                free_page(s, i);
+            }
+        }
+    }
+    flags = 0;
+    const int p = cell / page_cells, t = cell % page_cells;
+    for (int h = 0; h < n_head; h++) {
+        if (is_evicted(s, p, h, t)) {
+            lane[0]->info(s, p).frame[((size_t) h * page_cells + t) * lane[0]->layout().head_stride()] = 0;
+        }
+    }
+}
+
+// Cells of an open page that are sealed elsewhere, or were evicted, must not be seen as zeros.
+void kvq_slots::mask_open(int s, int p) {
+    const uint8_t * flags = prompt.data() + ((size_t) s * n_pages + p) * page_cells;
+    kvq_page & span = spans->spans[(size_t) s * spans->n_pages + p];
+    std::vector<int32_t> & m = open_maps[(size_t) s * n_pages + p];
+    m.resize((size_t) n_head * page_cells);
+    bool any = false;
+    for (int h = 0; h < n_head; h++) {
+        for (int t = 0; t < page_cells; t++) {
+            const bool gone = flags[t] & AWAY || is_evicted(s, p, h, t);
+            m[(size_t) h * page_cells + t] = gone ? -1 : p * page_cells + t;
+            any |= gone;
+        }
+    }
+    if (!any) {
+        m = {};
+    }
+    span.map        = any ? m.data() : nullptr;
+    span.map_stride = any ? page_cells : 0;
+}
+
+// An open key of head h that was restored as an evicted one.
+bool kvq_slots::is_evicted(int s, int p, int h, int t) const {
+    const kvq_lane & k = *lane[0];
+    const uint16_t * frame = k.info(s, p).frame;
+    if (!frame) {
+        return false;
+    }
+    const uint16_t * row = frame + ((size_t) h * page_cells + t) * k.layout().head_stride();
+    return std::all_of(row, row + k.layout().codec.head_size, [](uint16_t x) { return x == EVICTED; });
+}
+
+void kvq_slots::restoring(bool on) {
+    is_restoring = on;
+    for (int s = 0; !on && s < n_stream; s++) {
+        for (int p : lane[0]->streams[(size_t) s].open) { mask_open(s, p); }
+    }
+}
+
+// ---------------------------------------------------------------- sealing
+
+// Pages that the run would fill. A cell that no head holds, and a row that was evicted before it was saved, take no slot.
+std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> & due, bool sorted) const {
+    const kvq_lane & k = *lane[0];
+    std::vector<candidate> out;
+    for (int h = 0; h < n_head; h++) {
+        std::vector<std::pair<float, int32_t>> cells;
+        for (int p : due) {
+            for (int t = 0; t < page_cells; t++) {
+                if ((k.valid(s, p)[t / 8] >> t % 8 & 1) && !is_evicted(s, p, h, t)) {
+                    cells.push_back({ saliency->score(s, p, h, t), p * page_cells + t });
+                }
+            }
+        }
+        if (sorted) {
+            std::stable_sort(cells.begin(), cells.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
+        }
+        for (size_t j = 0; j < cells.size(); j += page_cells) {
+            const size_t at = j / page_cells, n = std::min(cells.size() - j, (size_t) page_cells);
+            if (out.size() <= at) {
+                out.emplace_back();
+                out.back().map.assign((size_t) n_head * page_cells, -1);
+            }
+            int32_t * to = &out[at].map[(size_t) h * page_cells];
+            for (size_t i = 0; i < n; i++) {
+                to[i] = cells[j + i].second;
+                out[at].info.score += cells[j + i].first;
+            }
+            std::sort(to, to + n);
+        }
+    }
+    return out;
+}
+
+void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_threads) {
+    std::vector<int> due = due_;
+    std::sort(due.begin(), due.end());
+    std::vector<int> made;
+    if (value) {
+        const auto found = std::find_if(queue.begin(), queue.end(), [&](const pending & x) { return x.due == due; });
+        if (found == queue.end()) {
+            return; // values without keys: cells that are nowhere are evicted ones
+        }
+        made = found->pages;
+        queue.erase(found);
+    } else {
+        const kvq_lane & k = *lane[0];
+        uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
+        int n_prompt = 0, n_open = 0, n_due = 0, n_of = 0;
+        for (int c = 0; c < n_pages * page_cells; c++) { n_prompt += flags[c] & OF_PROMPT; }
+        for (int p : k.streams[(size_t) s].open) {
+            n_open += std::find(due.begin(), due.end(), p) == due.end() ? k.info(s, p).n_valid : 0;
+        }
+        for (int p : due) {
+            for (int t = 0; t < page_cells; t++) { n_of += flags[p * page_cells + t] & OF_PROMPT; }
+            n_due += k.info(s, p).n_valid;
+        }
+        const bool of_prompt = 2 * n_of >= n_due, judged = in_prompt && !is_restoring && keep < 1.0f;
+        const int  first_recent = top[(size_t) s] + 1 - (int) std::lround(recent * (float) n_prompt);
+        std::vector<candidate> fresh;
+        std::vector<std::vector<int>> runs(1); // older cells in one, those within the newest in short ones
+        for (int p : due) {
+            if ((p + 1) * page_cells > first_recent && (runs.size() == 1 || runs.back().size() == RECENT_RUN)) {
+                runs.emplace_back();
+            }
+            runs.back().push_back(p);
+        }
+        for (const auto & run : runs) {
+            for (candidate & c : pack(s, run, judged)) {
+                c.info.used      = true;
+                c.info.generated = !of_prompt;
+                c.info.newest    = run.back() * page_cells + page_cells - 1;
+                fresh.push_back(c);
+            }
+        }
+        int budget = n_store;
+        if (judged) {
+            budget = std::min(budget, std::max((int) std::lround((keep * (float) n_prompt - (float) n_open) / (float) page_cells), 1));
+        }
+        // victims: lowest first
+        const auto rank = [&](const slot_page & x) { return x.generated ? 2 : x.newest >= first_recent; };
+        const auto worse = [&](const slot_page & a, const slot_page & b) {
+            const int ra = rank(a), rb = rank(b);
+            return ra != rb ? ra < rb : ra == 2 ? a.newest < b.newest : a.score < b.score;
+        };
+        std::vector<int> used;
+        for (int i = 0; i < n_store; i++) {
+            if (page(s, i).used) { used.push_back(i); }
+        }
+        while ((int) (used.size() + fresh.size()) > budget) {
+            const auto a = std::min_element(used.begin(), used.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
+            const auto b = std::min_element(fresh.begin(), fresh.end(), [&](const candidate & x, const candidate & y) { return worse(x.info, y.info); });
+            if (b == fresh.end() || (a != used.end() && !worse(b->info, page(s, *a)))) {
+                free_page(s, *a);
+                used.erase(a);
+            } else {
+                fresh.erase(b);
+            }
+        }
+        for (int i = 0, j = 0; j < (int) fresh.size(); i++) {
+            if (!page(s, i).used) {
+                page(s, i) = fresh[(size_t) j].info;
+                std::copy(fresh[(size_t) j].map.begin(), fresh[(size_t) j].map.end(), map(s, i, 0));
+                made.push_back(i);
+                j++;
+            }
+        }
+        for (int p : due) {
+            for (int t = 0; t < page_cells; t++) {
+                if (k.valid(s, p)[t / 8] >> t % 8 & 1) { flags[p * page_cells + t] |= AWAY; }
+            }
+        }
+        queue.push_back({ due, made });
+    }
+    const int n = (int) made.size() * n_head;
+#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
+    for (int j = 0; j < n; j++) {
+        encode(value, s, made[(size_t) (j / n_head)], j % n_head);
+    }
+    for (int i : made) {
+        lane[value]->counters->n_sealed++;
+        if (value) { show(s, i); }
+    }
+}
+
+// Rows of the map's cells, which lie in open pages, into the block of page i.
+void kvq_slots::encode(bool value, int s, int i, int h) {
+    kvq_lane & x = *lane[value];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size;
+    static thread_local std::vector<uint16_t> rows;
+    rows.assign((size_t) page_cells * D, 0);
+    std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
+    bool all = true;
+    for (int t = 0; t < page_cells; t++) {
+        const int32_t cell = map(s, i, h)[t];
+        const uint16_t * frame = cell >= 0 ? x.info(s, cell / page_cells).frame : nullptr;
+        if (frame) {
+            memcpy(&rows[(size_t) t * D], frame + ((size_t) h * page_cells + cell % page_cells) * l.head_stride(), 2 * D);
+            valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
+        }
+        all &= frame != nullptr;
+    }
+    kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
+}
+
+// ---------------------------------------------------------------- save, shift, copy
+
+void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows) const {
+    const kvq_lane & x = *lane[value];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
+    for (int c = cell; c < cell + n; c++) {
+        const bool open = x.info(s, c / page_cells).state == KVQ_PAGE_OPEN && (x.valid(s, c / page_cells)[c % page_cells / 8] >> c % 8 & 1);
+        if (!open && (prompt[(size_t) s * n_pages * page_cells + c] & AWAY)) {
+            std::fill_n(rows + (size_t) (c - cell) * W, W, EVICTED);
+        }
+    }
+    std::vector<uint16_t> block((size_t) page_cells * D);
+    for (int i = 0; i < n_store; i++) {
+        for (int h = 0; pages[(size_t) s * n_store + i].used && h < n_head; h++) {
+            const int32_t * m = map(s, i, h);
+            if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) {
+                continue;
+            }
+            kvq_traits(l.codec.type)->decode(l.codec, x.codes_at(s, i, h), x.params_at(s, i, h), block.data());
+            for (int t = 0; t < page_cells; t++) {
+                if (m[t] >= cell && m[t] < cell + n) {
+                    memcpy(rows + (size_t) (m[t] - cell) * W + (size_t) h * D, &block[(size_t) t * D], 2 * D);
+                }
+            }
+        }
+    }
+}
+
+void kvq_slots::edit(bool value, int s, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
+    kvq_lane & x = *lane[value];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size;
+    std::vector<uint16_t> block((size_t) page_cells * D);
+    for (int i = 0; i < n_store; i++) {
+        for (int h = 0; page(s, i).used && h < n_head; h++) {
+            const int32_t * m = map(s, i, h);
+            if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= 0 && any(c); })) {
+                continue;
+            }
+            kvq_traits(l.codec.type)->decode(l.codec, x.codes_at(s, i, h), x.params_at(s, i, h), block.data());
+            std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
+            for (int t = 0; t < page_cells; t++) {
+                if (m[t] >= 0) {
+                    fn(m[t], h, &block[(size_t) t * D]);
+                    valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
+                }
+            }
+            kvq_cpu_encode(l.codec, block.data(), valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
+        }
+    }
+}
+
+void kvq_slots::copy(bool value, int from, int to) {
+    const kvq_lane_layout & l = lane[value]->layout();
+    for (int i = 0; i < n_store; i++) {
+        memcpy(lane[value]->codes_at (to, i, 0), lane[value]->codes_at (from, i, 0), l.nb_codes  * n_head);
+        memcpy(lane[value]->params_at(to, i, 0), lane[value]->params_at(from, i, 0), l.nb_params * n_head);
+        page(to, i) = page(from, i);
+        std::copy_n(map(from, i, 0), n_head * page_cells, map(to, i, 0));
+        show(to, i);
+    }
+    std::copy_n(prompt.begin() + (long) from * n_pages * page_cells, n_pages * page_cells, prompt.begin() + (long) to * n_pages * page_cells);
+    top[(size_t) to] = top[(size_t) from];
+    for (int p = 0; p < n_pages; p++) {
+        mask_open(to, p);
+    }
+}

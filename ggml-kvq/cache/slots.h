@@ -1,0 +1,75 @@
+// Sealed cells when some are evicted (MiniKV, arXiv 2411.18077): pages of slots, in which every KV head keeps its own cells.
+//
+//   seal     the cells of the pages that are due form a run. Prompt cells: each head sorts the run by score (saliency.h) and packs it
+//            into pages of page_cells slots, in cell order within a page; generated cells stay in cell order
+//   budget   `keep` of the stream's prompt cells, less those still open, in whole pages; never more than n_store pages
+//   evict    while there are more, the page of the lowest score, summed over its cells and heads, goes: old ones and those about to be
+//            sealed alike. Pages whose run reaches into the newest `recent` of the prompt go after all others (such runs are of four pages),
+//            generated ones last, oldest first
+// What is sealed is never quantised again: pages go or stay whole, and because a run is sorted that is close to choosing cells.
+// An evicted cell keeps no trace but a bit; positions of the others do not change. In a saved state its row reads as -0 throughout, and
+// such rows are left out again when the state is sealed elsewhere.
+#pragma once
+
+#include "layout.h"
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <vector>
+
+constexpr int KVQ_PROMPT_ROWS = 32; // a call of as many rows is a prompt; shorter ones are generated cells or drafts of them
+
+class kvq_lane;
+class kvq_saliency;
+struct kvq_span_table;
+
+class kvq_slots {
+public:
+    void init(kvq_lane & k, kvq_lane & v, kvq_span_table & spans, const kvq_saliency & saliency, float keep, float recent);
+    static size_t nb_page(int n_head, int page_cells); // tables of a page of slots
+
+    // Calls of the lanes (store.cpp). Keys seal before values; both seal the same pages in the same order.
+    void wrote (int stream, int page, int64_t n_rows); // rows of a call went to this page
+    void forget(int stream, int cell);                 // a cell is written anew
+    void seal  (bool value, int stream, const std::vector<int> & due, int n_threads);
+    void read  (bool value, int stream, int cell, int n, uint16_t * rows) const; // sealed cells among them
+    void edit  (bool value, int stream, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn);
+    void copy  (bool value, int from, int to);
+    void clear();
+    void restoring(bool on); // what comes from a state is not judged again
+
+    int n_used(int stream) const; // pages
+
+private:
+    struct slot_page {
+        bool  used = false, generated = false;
+        int   newest = 0;   // cell of its run
+        float score = 0.0f;
+    };
+    struct pending { std::vector<int> due, pages; };
+    struct candidate;
+
+    slot_page       & page(int s, int i)       { return pages[(size_t) s * n_store + i]; }
+    int32_t         * map (int s, int i, int h)       { return maps.data() + (((size_t) s * n_store + i) * n_head + h) * page_cells; }
+    const int32_t   * map (int s, int i, int h) const { return maps.data() + (((size_t) s * n_store + i) * n_head + h) * page_cells; }
+    void free_page  (int s, int i);
+    void show       (int s, int i);              // its span
+    void encode     (bool value, int s, int i, int h);
+    void mask_open  (int s, int p);
+    bool is_evicted (int s, int p, int h, int t) const;
+    std::vector<candidate> pack(int s, const std::vector<int> & due, bool prompt) const;
+
+    kvq_lane * lane[2] = {};
+    kvq_span_table * spans = nullptr;
+    const kvq_saliency * saliency = nullptr;
+    float keep = 0.0f, recent = 0.0f;
+    int   n_head = 0, page_cells = 0, n_store = 0, n_pages = 0, n_stream = 0;
+    bool  is_restoring = false, in_prompt = false; // in_prompt: the last call was
+    std::vector<slot_page> pages;   // [n_stream][n_store]
+    std::vector<int32_t>   maps;    // [n_stream][n_store][n_head][page_cells]
+    std::vector<uint8_t>   prompt;  // [n_stream][n_pages*page_cells]: bit 0 of the prompt, bit 1 sealed or evicted
+    std::vector<int>       top;     // newest prompt cell of a stream
+    std::vector<std::vector<int32_t>> open_maps; // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]
+    std::deque<pending>    queue;   // sealed keys whose values are not
+};

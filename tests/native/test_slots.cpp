@@ -1,0 +1,297 @@
+// Lanes that evict (cache/slots.h), one layer: what stays of a prompt against an explicit softmax, attention against what read()
+// returns, and random operations. Usage: test_slots [seed] [steps]
+#include "../../ggml-kvq/cache/store.h"
+#include "../../ggml-kvq/types/f16.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+
+static std::mt19937 rng;
+static int uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
+
+#define CHECK(cond, ...)                                                       \
+    do {                                                                       \
+        if (!(cond)) {                                                         \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);         \
+            fprintf(stderr, __VA_ARGS__);                                      \
+            fprintf(stderr, "\n");                                             \
+            exit(1);                                                           \
+        }                                                                      \
+    } while (0)
+
+constexpr int HEADS = 2, GQA = 2, D = 32, W = HEADS * D;
+
+struct world {
+    kvq_layer_plan plan;
+    kvq_scratch    scratch;
+    kvq_counters   counters;
+    kvq_span_table spans;
+    kvq_saliency   saliency;
+    kvq_slots      slots;
+    std::unique_ptr<kvq_lane> lane[2];
+    int n_cells, n_stream;
+    std::vector<std::vector<bool>> live; // cells that the caller has not freed
+    std::vector<double> column;          // of the last attend: [HEADS][n_cells] sums of probabilities
+};
+
+static std::unique_ptr<world> build(const char * opts, int n_cells, int n_stream, const char * method = "minikv") {
+    std::unique_ptr<world> w(new world);
+    const kvq_method * m = kvq_method_find(method);
+    kvq_options o;
+    std::string err;
+    CHECK(m && kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
+    const kvq_layer_context c = { 0, 2, { 0, HEADS, D, D }, nullptr };
+    CHECK(m->plan(o, c, w->plan, err) == KVQ_OK, "%s", err.c_str());
+    w->plan.flags = KVQ_ATTN_F32;
+    w->n_cells  = n_cells;
+    w->n_stream = n_stream;
+    w->live.assign((size_t) n_stream, std::vector<bool>((size_t) n_cells, false));
+    const bool evicts = w->plan.keep > 0.0f;
+    for (int v = 0; v < 2; v++) {
+        const kvq_lane_layout l = kvq_make_lane_layout(w->plan, v, HEADS, n_cells, n_stream);
+        if (!v) { w->spans.init(n_stream, l.n_pages + (evicts ? l.n_store : 0), l.page_cells); }
+        w->lane[v].reset(new kvq_lane(l, v, nullptr, &w->spans, &w->scratch, &w->counters));
+        CHECK(w->lane[v]->ok(), "out of memory");
+    }
+    if (evicts) {
+        w->saliency.init(w->lane[0]->layout(), w->plan.probe, w->plan.normalise, 0, KVQ_PROMPT_ROWS);
+        w->slots.init(*w->lane[0], *w->lane[1], w->spans, w->saliency, w->plan.keep, w->plan.recent);
+        for (auto & lane : w->lane) {
+            lane->set_saliency(&w->saliency);
+            lane->set_slots(&w->slots);
+        }
+    }
+    return w;
+}
+
+static bool evicted(const uint16_t * row) { return std::all_of(row, row + D, [](uint16_t x) { return x == 0x8000; }); }
+
+// n rows into the cells from `first` on, attended causally, then sealed. The output must be the softmax over the live rows that read()
+// returns before the commit.
+static void decode(world & w, int s, int first, int n, bool check) {
+    std::vector<int64_t> idx((size_t) n);
+    std::vector<float> rows((size_t) n * W);
+    std::normal_distribution<float> normal;
+    for (int i = 0; i < n; i++) { idx[(size_t) i] = (int64_t) s * w.n_cells + first + i; }
+    for (int v = 0; v < 2; v++) {
+        for (float & x : rows) { x = normal(rng); }
+        w.lane[v]->write(n, idx.data(), rows.data(), W, 1);
+    }
+    for (int i = 0; i < n; i++) { w.live[(size_t) s][(size_t) (first + i)] = true; }
+
+    const int heads = HEADS * GQA;
+    std::vector<float> q((size_t) n * heads * D), dst(q.size(), NAN), lse((size_t) n * heads);
+    for (float & x : q) { x = 2.0f * normal(rng); }
+    std::vector<uint16_t> mask((size_t) n * w.n_cells);
+    for (int i = 0; i < n; i++) {
+        for (int c = 0; c < w.n_cells; c++) {
+            const bool later = c > first + i && c < first + n;
+            mask[(size_t) i * w.n_cells + c] = w.live[(size_t) s][(size_t) c] && !later ? 0 : 0xfc00;
+        }
+    }
+    kvq_attn a = {};
+    a.k = w.lane[0]->layout().codec;
+    a.v = w.lane[1]->layout().codec;
+    a.n_q = n; a.n_head = heads; a.n_head_kv = HEADS;
+    a.n_kv  = w.n_cells;
+    a.flags = KVQ_ATTN_F32;
+    a.scale = 1.0f / sqrtf((float) D);
+    a.q = q.data();       a.q_stride_token = heads * D;   a.q_stride_head = D;
+    a.mask = mask.data(); a.mask_stride_token = w.n_cells;
+    a.dst = dst.data();   a.dst_stride_token = heads * D; a.dst_stride_head = D;
+    a.n_pages = w.spans.n_pages;
+    a.pages   = w.spans.spans.data() + (size_t) s * w.spans.n_pages;
+    a.lse     = lse.data();
+    CHECK(kvq_attend(&a, 1, uniform(1, 2)) == KVQ_OK, "attend");
+    if (w.saliency.active()) {
+        w.saliency.observe(a, s, (uint64_t) first, uniform(1, 2));
+    }
+    if (check) {
+        std::vector<uint16_t> kv[2];
+        for (int v = 0; v < 2; v++) {
+            kv[v].resize((size_t) w.n_cells * W);
+            w.lane[v]->read(s, 0, w.n_cells, kv[v].data());
+        }
+        w.column.assign((size_t) HEADS * w.n_cells, 0.0);
+        for (int i = 0; i < n; i++) {
+            for (int h = 0; h < heads; h++) {
+                std::vector<double> p((size_t) w.n_cells, 0.0), out(D, 0.0);
+                double sum = 0;
+                for (int c = 0; c < w.n_cells; c++) {
+                    const uint16_t * k = &kv[0][(size_t) c * W + (size_t) (h / GQA) * D];
+                    if (mask[(size_t) i * w.n_cells + c] || evicted(k)) {
+                        continue;
+                    }
+                    double x = 0;
+                    for (int d = 0; d < D; d++) { x += (double) q[((size_t) i * heads + h) * D + d] * kvq_f16_to_f32(k[d]); }
+                    sum += p[(size_t) c] = exp(x * a.scale);
+                }
+                for (int c = 0; c < w.n_cells; c++) {
+                    p[(size_t) c] /= sum;
+                    w.column[(size_t) (h / GQA) * w.n_cells + c] += p[(size_t) c];
+                    for (int d = 0; d < D; d++) { out[(size_t) d] += p[(size_t) c] * kvq_f16_to_f32(kv[1][(size_t) c * W + (size_t) (h / GQA) * D + d]); }
+                }
+                for (int d = 0; d < D; d++) {
+                    const float y = dst[((size_t) i * heads + h) * D + d];
+                    CHECK(std::isfinite(y) && fabs(y - out[(size_t) d]) < 2e-4, "cell %d head %d channel %d: %g, want %g", first + i, h, d, y, out[(size_t) d]);
+                }
+            }
+        }
+    }
+    w.lane[0]->commit(uniform(1, 2));
+    w.lane[1]->commit(uniform(1, 2));
+    CHECK(w.plan.keep == 0.0f || w.slots.n_used(s) <= w.lane[0]->layout().n_store, "more pages than there are");
+}
+
+static std::vector<bool> kept(world & w, int s, int h, int n) {
+    std::vector<uint16_t> rows((size_t) n * W);
+    w.lane[0]->read(s, 0, n, rows.data());
+    std::vector<bool> out;
+    for (int c = 0; c < n; c++) { out.push_back(!evicted(&rows[(size_t) c * W + (size_t) h * D])); }
+    return out;
+}
+
+static int count(const std::vector<bool> & x, size_t from = 0) { return (int) std::count(x.begin() + (long) from, x.end(), true); }
+
+// A prompt in one call: the window, and of the rest the cells of the largest column sums, per head.
+static void one_prompt() {
+    auto w = build("", 1024, 1);
+    decode(*w, 0, 0, 512, true);
+    for (int h = 0; h < HEADS; h++) {
+        std::vector<int> order;
+        for (int c = 0; c < 384; c++) { order.push_back(c); }
+        const double * sums = &w->column[(size_t) h * w->n_cells];
+        std::sort(order.begin(), order.end(), [&](int a, int b) { return sums[a] > sums[b]; });
+        const std::vector<bool> k = kept(*w, 0, h, 512);
+        CHECK(count(k) == 256 && count(k, 384) == 128, "head %d keeps %d cells, %d of the newest 128", h, count(k), count(k, 384));
+        for (int i = 0; i < 128; i++) {
+            const bool tie = sums[order[(size_t) i]] - sums[order[128]] < 1e-4 * sums[order[128]];
+            CHECK(k[(size_t) order[(size_t) i]] || tie, "head %d lost cell %d, number %d of %g", h, order[(size_t) i], i, sums[order[(size_t) i]]);
+        }
+    }
+    std::vector<bool> before = kept(*w, 0, 0, 512);
+    for (int c = 512; c < 768; c++) { decode(*w, 0, c, 1, c % 40 == 0); } // generated cells stay, and so does what was kept
+    CHECK(kept(*w, 0, 0, 512) == before, "generation changed the kept cells");
+    CHECK(count(kept(*w, 0, 0, 768), 512) == 256, "a generated cell was evicted");
+    for (int c = 768; c < 1024; c++) { decode(*w, 0, c, 1, c % 40 == 0); } // full: of the prompt first
+    CHECK(count(kept(*w, 0, 0, 1024), 512) == 512, "a generated cell was evicted before the prompt");
+    CHECK(count(kept(*w, 0, 0, 512)) < count(before), "nothing was evicted from a full cache");
+}
+
+// A prompt that arrives in pieces, beyond what fits: budget and window hold after every piece.
+static void long_prompt(const char * opts, float keep, float recent) {
+    auto w = build(opts, 2048, 1);
+    for (int at = 0; at < 2048; at += 256) {
+        decode(*w, 0, at, 256, at % 512 == 0);
+        const int t = at + 256;
+        for (int h = 0; h < HEADS; h++) {
+            const std::vector<bool> k = kept(*w, 0, h, t);
+            CHECK(count(k) <= std::max(keep * t, 128.0f + 32) + 32, "%s: %d of %d cells are kept", opts, count(k), t);
+            CHECK(count(k, t - 128) == 128, "%s: a cell of the window was evicted", opts);
+            const int first = t - (int) (recent * t) + 64; // pages straddle the limit
+            CHECK(first >= t || count(k, first) == t - first, "%s: %d of the newest %d cells are kept", opts, count(k, first), t - first);
+        }
+    }
+}
+
+// Everything kept: the blocks of kivi with groups of 16.
+static void all_kept() {
+    auto a = build("hh=0.75", 1024, 1), b = build("group=16,scales=u8", 1024, 1, "kivi");
+    for (auto * w : { a.get(), b.get() }) {
+        rng.seed(5);
+        for (int at = 0; at < 512; at += 128) {
+            std::vector<int64_t> idx;
+            std::vector<float> rows(128 * W);
+            for (int i = 0; i < 128; i++) { idx.push_back(at + i); }
+            for (int v = 0; v < 2; v++) {
+                for (float & x : rows) { x = std::normal_distribution<float>()(rng); }
+                w->lane[v]->write(128, idx.data(), rows.data(), W, 1);
+            }
+            w->lane[0]->commit(1);
+            w->lane[1]->commit(1);
+        }
+    }
+    for (int v = 0; v < 2; v++) {
+        const kvq_lane_layout & l = a->lane[v]->layout();
+        for (int p = 0; p < 12; p++) {
+            CHECK(b->lane[v]->state(0, p) == KVQ_PAGE_SEALED && a->spans.spans[(size_t) l.n_pages + p].map[0] == 32 * p, "page %d is not sealed", p);
+            CHECK(!memcmp(a->lane[v]->codes_at(0, p, 0), b->lane[v]->codes_at(0, p, 0), l.nb_codes * HEADS), "codes of page %d differ", p);
+            CHECK(!memcmp(a->lane[v]->params_at(0, p, 0), b->lane[v]->params_at(0, p, 0), l.nb_params * HEADS), "parameters of page %d differ", p);
+        }
+    }
+}
+
+static void save_and_restore(world & w, const char * opts, int s, int n) {
+    auto other = build(opts, w.n_cells, w.n_stream);
+    for (int v = 0; v < 2; v++) {
+        std::vector<uint16_t> rows((size_t) n * W);
+        w.lane[v]->read(s, 0, n, rows.data());
+        other->lane[v]->restore(0, 0, n, rows.data(), 1);
+    }
+    for (int h = 0; h < HEADS; h++) {
+        CHECK(kept(*other, 0, h, n) == kept(w, s, h, n), "the restored state keeps other cells");
+    }
+    for (int c = 0; c < n; c++) { other->live[0][(size_t) c] = w.live[(size_t) s][(size_t) c]; }
+    if (n < w.n_cells) { decode(*other, 0, n, 1, true); }
+}
+
+static void random_operations(const char * opts, int steps) {
+    auto w = build(opts, 768, 2);
+    std::vector<int> head(2, 0);
+    int n_saved = 0;
+    for (int step = 0; step < steps; step++) {
+        const int op = uniform(0, 99), s = uniform(0, 1);
+        if (op < 75) {
+            const int n = std::min(uniform(0, 5) ? uniform(1, 3) : uniform(33, 300), w->n_cells - head[(size_t) s]);
+            decode(*w, s, head[(size_t) s], n, uniform(0, 3) == 0);
+            head[(size_t) s] += n;
+            if (head[(size_t) s] == w->n_cells) { // the caller frees all and starts again
+                head[(size_t) s] = 0;
+                w->live[(size_t) s].assign((size_t) w->n_cells, false);
+            }
+        } else if (op < 83) { // a draft is taken back
+            const int n = std::min(uniform(1, 200), head[(size_t) s]);
+            head[(size_t) s] -= n;
+            std::fill_n(w->live[(size_t) s].begin() + head[(size_t) s], n, false);
+        } else if (op < 87) { // negation stands for the rotation of a context shift
+            const int a = uniform(0, w->n_cells - 1), b = uniform(a, w->n_cells - 1);
+            w->lane[0]->edit(s, [&](int c) { return c >= a && c <= b; }, [&](int c, int, uint16_t * row) {
+                for (int d = 0; c >= a && c <= b && d < D; d++) { row[d] ^= 0x8000; }
+            });
+        } else if (op < 91) {
+            for (auto & lane : w->lane) { lane->copy_stream(s, 1 - s); }
+            w->live[(size_t) (1 - s)] = w->live[(size_t) s];
+            head[(size_t) (1 - s)]    = head[(size_t) s];
+        } else if (op < 96 && head[(size_t) s] > 64) {
+            save_and_restore(*w, opts, s, head[(size_t) s]);
+            n_saved++;
+        } else if (op == 99 && !uniform(0, 3)) {
+            for (auto & lane : w->lane) { lane->clear(); }
+            for (auto & live : w->live) { live.assign((size_t) w->n_cells, false); }
+            head.assign(2, 0);
+        }
+    }
+    printf("minikv  %-34s %d steps, %d sealed, %d saved\n", opts, steps, (int) w->counters.n_sealed, n_saved);
+}
+
+int main(int argc, char ** argv) {
+    const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 42;
+    const int steps = argc > 2 ? atoi(argv[2]) : 400;
+    rng.seed(seed);
+    one_prompt();
+    long_prompt("", 0.5f, 0.25f);
+    long_prompt("hh=0.1,rw=0.1", 0.2f, 0.1f);
+    long_prompt("hh=0,rw=0.5", 0.5f, 0.5f);
+    long_prompt("hh=0.5,rw=0", 0.5f, 0.0f);
+    all_kept();
+    for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0" }) {
+        rng.seed(seed);
+        random_operations(opts, steps);
+    }
+    return 0;
+}

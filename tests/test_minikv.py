@@ -1,0 +1,78 @@
+"""MiniKV: budgets, true bits, and the method in a model. What stays of a prompt is tested in tests/native/test_slots.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ggml_kvq import Model, loader, native
+from ggml_kvq.reference import METHODS, LayerShape
+from ggml_kvq.reference.minikv import pyramid
+
+DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
+TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 30
+
+
+@pytest.fixture(scope="module")
+def lib():
+    return loader.libraries().need_kvq()
+
+
+def test_pyramid():
+    """U10: the mean is hh, lower layers keep more; the code's end points at hh = 0.25, depth 7."""
+    for n_layer in (2, 16, 32):
+        shares = [pyramid(0.25, 7, i, n_layer) for i in range(n_layer)]
+        assert np.mean(shares) == pytest.approx(0.25) and all(np.diff(shares) < 0)
+        assert shares[0] == pytest.approx(0.4643, abs=1e-4) and shares[-1] == pytest.approx(0.0357, abs=1e-4)
+    assert pyramid(0.25, 1, 3, 8) == pytest.approx(0.25)
+    layers = [LayerShape(i, 4, 64, 64) for i in range(8)]
+    plans = METHODS["minikv"](budget="pyramid").plans(layers)
+    assert np.mean([p.keep for p in plans]) == pytest.approx(0.5) and all(p.recent == 0.25 for p in plans)
+
+
+def test_store_follows_the_budget(lib):
+    """Pages of a layer = ceil(keep * pages), so bytes of codes are known; METHODS 4.4 at 4k."""
+    shapes = [(i, 4, 64, 64) for i in range(16)]
+    half = native.plan(lib, "minikv", "", shapes, 4096)
+    whole = native.plan(lib, "minikv", "hh=0.75", shapes, 4096)
+    kivi = native.plan(lib, "kivi", "group=16,scales=u8", shapes, 4096)
+    assert half["bytes_codes"] * 2 == whole["bytes_codes"] == kivi["bytes_codes"]
+    assert half["bytes_params"] * 2 == whole["bytes_params"] == kivi["bytes_params"]
+    assert half["bits"] <= 2.4 and half["bits_headline"] == 1.0
+    pages = [int(np.ceil(np.float32(min(pyramid(0.25, 7, i, 16) + 0.25, 1)) * np.float32(128))) for i in range(16)]
+    cone = native.plan(lib, "minikv", "budget=pyramid", shapes, 4096)
+    assert cone["bytes_codes"] == half["bytes_codes"] // (16 * 64) * sum(pages)
+
+
+def open_model(opts: str, method: str = "minikv", **kwargs: object) -> Model:
+    return Model(DEMO, method, opts, **{"n_ctx": 1024, "n_batch": 512, "n_ubatch": 256, "n_threads": 2, **kwargs})
+
+
+def test_all_kept_is_kivi_with_groups_of_16():
+    with open_model("hh=0.75") as a, open_model("group=16,scales=u8", "kivi") as b:
+        tokens = a.tokenize(TEXT, add_bos=True)[:600]
+        p, q = a.logits(tokens), b.logits(tokens)
+    assert np.abs(p - q).max() < 0.05 * np.abs(q).max()  # pages are visited in another order
+
+
+def test_a_full_context_is_served():
+    """A prompt as long as the context, twice what the store holds."""
+    with open_model("hh=0.25,rw=0.25") as m:
+        tokens = m.tokenize(TEXT, add_bos=True)[:1000]
+        assert np.isfinite(m.logits(tokens)).all()
+        stats = m.kv_stats()
+        assert stats["n_sealed"] > 0 and stats["bytes_codes"] * 2 == native.plan(
+            loader.libraries().need_kvq(), "kivi", "group=16,scales=u8", [(i, m.n_head_kv, 64, 64) for i in range(m.n_layer)], 1024
+        )["bytes_codes"]
+
+
+def test_second_prompt_after_generation():
+    """What was kept serves a later turn: the conversation goes on, and equals itself."""
+    outs = []
+    for _ in range(2):
+        with open_model("") as m:
+            first = "".join(m.generate(TEXT[:1500], max_tokens=40, temperature=0.0))
+            second = "".join(m.generate(TEXT[:1500] + first + " And then: " + TEXT[:400], max_tokens=20, temperature=0.0))
+            outs.append((first, second))
+    assert outs[0] == outs[1] and outs[0][1]
