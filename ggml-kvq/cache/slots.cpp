@@ -74,9 +74,8 @@ void kvq_slots::show(int s, int i) {
     span.k_params = on ? lane[0]->params_at(s, i, 0) : nullptr;
     span.v_codes  = on ? lane[1]->codes_at (s, i, 0) : nullptr;
     span.v_params = on ? lane[1]->params_at(s, i, 0) : nullptr;
-    span.map        = map(s, i, 0);
-    span.map_stride = page_cells;
-    span.n_slots    = on ? page_cells : 0;
+    span.map     = map(s, i, 0);
+    span.n_slots = on ? page_cells : 0;
 }
 
 // ---------------------------------------------------------------- writing
@@ -132,8 +131,7 @@ void kvq_slots::mask_open(int s, int p) {
     if (!any) {
         m = {};
     }
-    span.map        = any ? m.data() : nullptr;
-    span.map_stride = any ? page_cells : 0;
+    span.map = any ? m.data() : nullptr;
 }
 
 // An open key of head h that was restored as an evicted one.

@@ -166,7 +166,7 @@ struct ahead {
 // Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is.
 bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, uint16_t * out, const uint16_t ** use) {
     const int n = page.n_slots;
-    const int32_t * map = page.map ? page.map + (size_t) kvh * page.map_stride : nullptr;
+    const int32_t * map = page.map ? page.map + kvh * p.map_stride : nullptr;
     if (!page.map && page.cell + n <= p.n_kv) {
         *use = nullptr;
         if (!row) {
@@ -441,11 +441,10 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.m0 = powf(2.0f, -attn.max_bias        / (float) s.n_head_log2);
     s.m1 = powf(2.0f, -attn.max_bias / 2.0f / (float) s.n_head_log2);
     s.n_active = 0;
-    s.maps = false;
+    s.maps = attn.map_stride != 0;
     int cells = attn.k.n_cells;
     for (int j = 0; j < attn.n_pages; j++) {
         s.n_active += attn.pages[j].n_slots > 0;
-        s.maps |= attn.pages[j].n_slots && attn.pages[j].map_stride;
         cells = std::max(cells, attn.pages[j].n_slots);
     }
     return cells;

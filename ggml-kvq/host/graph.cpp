@@ -269,6 +269,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         }
         a.k_mean  = l.k->transform().mean;
         a.v_mean  = l.v->transform().mean;
+        a.map_stride = l.d.plan.keep > 0.0f ? page_cells : 0;
         a.lse     = lse ? lse + (size_t) s * q->ne[1] * q->ne[2] : nullptr;
         a.pages   = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
     }

@@ -115,7 +115,7 @@ const kvq_field kvq_type_info_fields[] = {
 
 const kvq_field kvq_page_fields[] = {
     F(kvq_page, k_codes), F(kvq_page, k_params), F(kvq_page, v_codes), F(kvq_page, v_params),
-    F(kvq_page, cell),    F(kvq_page, n_slots),  F(kvq_page, map), F(kvq_page, map_stride),
+    F(kvq_page, cell),    F(kvq_page, n_slots),  F(kvq_page, map),
 };
 
 const kvq_field kvq_rotary_fields[] = {
@@ -129,7 +129,7 @@ const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, q_stride_token), F(kvq_attn, q_stride_head),    F(kvq_attn, mask),             F(kvq_attn, mask_stride_token),
     F(kvq_attn, mask_stride_head), F(kvq_attn, sinks),          F(kvq_attn, dst),              F(kvq_attn, dst_stride_token),
     F(kvq_attn, dst_stride_head), F(kvq_attn, pages),
-    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions), F(kvq_attn, lse),
+    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions), F(kvq_attn, lse), F(kvq_attn, map_stride),
 };
 
 const kvq_field kvq_layer_shape_fields[] = {

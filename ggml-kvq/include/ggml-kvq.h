@@ -141,7 +141,6 @@ typedef struct kvq_page {
     int32_t      cell;     // cell of slot 0 when map is NULL
     int32_t      n_slots;  // 0: nothing was ever written, skipped
     const int32_t * map;   // slot -> cell, -1 for a slot that holds nothing; NULL: cell + slot
-    int32_t  map_stride;   // from the map of one KV head to that of the next; 0: one map for all
 } kvq_page;
 
 // cos and sin of rotary embedding for keys kept before it, n = n_dims/2 frequencies. Magnitudes are folded into `high`.
@@ -175,6 +174,7 @@ typedef struct kvq_attn {
     const kvq_rotary * rotary;
     const int32_t * positions;
     float * lse; // out, [n_q][n_head]: log of the sum of a row's exponentials, sinks included; NULL: not wanted
+    int64_t map_stride; // of the maps of pages, from one KV head to the next; 0: one map for all heads
 } kvq_attn;
 
 // n independent streams at once, shared among n_threads threads.

@@ -79,7 +79,6 @@ class kvq_page(Structure):
         ("cell", c_int32),
         ("n_slots", c_int32),
         ("map", POINTER(c_int32)),
-        ("map_stride", c_int32),
     ]
 
 
@@ -116,6 +115,7 @@ class kvq_attn(Structure):
         ("rotary", POINTER(kvq_rotary)),
         ("positions", POINTER(c_int32)),
         ("lse", POINTER(c_float)),
+        ("map_stride", c_int64),
     ]
 
 

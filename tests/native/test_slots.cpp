@@ -107,6 +107,7 @@ static void decode(world & w, int s, int first, int n, bool check) {
     a.n_pages = w.spans.n_pages;
     a.pages   = w.spans.spans.data() + (size_t) s * w.spans.n_pages;
     a.lse     = lse.data();
+    a.map_stride = w.lane[0]->layout().page_cells;
     CHECK(kvq_attend(&a, 1, uniform(1, 2)) == KVQ_OK, "attend");
     if (w.saliency.active()) {
         w.saliency.observe(a, s, (uint64_t) first, uniform(1, 2));
