@@ -82,7 +82,8 @@ void kvq_predict_row(const kvq_predictor & p, const int8_t * x8, float s, bool a
             int dot = 0;
             for (int j = 0; j < KVQ_PREDICT_GROUP; j++) {
                 int shift;
-                const int code = *code_at(p, const_cast<uint8_t *>(p.data), i, g, j, shift) >> shift & (p.bits == 8 ? 127 : 15);
+                const uint8_t * b = code_at(p, const_cast<uint8_t *>(p.data), i, g, j, shift);
+                const int code = *b >> shift & (p.bits == 8 ? 127 : 15);
                 dot += (code - p.offset()) * x8[g * KVQ_PREDICT_GROUP + j];
             }
             sum = sum + kvq_f16_to_f32(p.steps()[((size_t) (i / 16) * p.n_groups() + g) * 16 + i % 16]) * (float) dot;
