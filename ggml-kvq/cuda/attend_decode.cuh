@@ -154,6 +154,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16; // sealed pages exist
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
+    early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, is = blockIdx.z;
     const int per_row = DECODE_COLUMNS >> a.k_parts_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
@@ -210,13 +211,13 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         copies_done();
         state0 = next0;
         state1 = next1;
-        if (unit + 1 < unit1) { // ahead of its turn, when it is sealed as a whole; and the pages of the one after it
+        if (unit + 1 < unit1) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
             next1 = state_of(unit + 1, 1);
             if constexpr (CODES) {
-                if (next0 == 3 && next1 == 3) {
+                if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     half_page h[2];
-                    halves_of(unit + 1, 0, 1, h);
+                    halves_of(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
                     copy_stage<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
                 }
             }
@@ -237,8 +238,9 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         }
         uint8_t * stage = stages + unit % 2 * a.stage_bytes;
         if constexpr (CODES) {
-            if (a.k.scale && state0 == 3 && state1 == 3) { widen_stage<D, KB, VB>(a, stage); }
+            if (a.k.scale && (state0 == 3 || state1 == 3)) { widen_stage<D, KB, VB>(a, stage); }
         }
+        bool staged = true;
         int todo = (state0 >= 0 ? 1 : 0) + (state1 >= 0 ? 2 : 0);
         while (todo) { // both halves at once when they are alike
             const int first = todo & 1 ? 0 : 1, now = first ? state1 : state0;
@@ -252,7 +254,8 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             uint32_t mk[2][4];
             load_mask(a, mask, one_mask, kp, first_cell(2*unit + kh) + in_half, mk);
             if constexpr (CODES) {
-                if (now > 0 && !(both && now == 3)) { // nobody asked for these
+                if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
+                    staged = false;
                     half_page h[2];
                     halves_of(unit, both ? 0 : first, both ? 1 : first, h);
                     __syncwarp();

@@ -21,8 +21,9 @@ static __device__ __forceinline__ float f16_bits_to_f32(uint16_t h) { return __h
 static __device__ __forceinline__ uint16_t f32_to_f16_bits(float x)  { return __half_as_ushort(__float2half_rn(x)); }
 static __device__ __forceinline__ uint16_t f32_to_f16_finite(float x) { return f32_to_f16_bits(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
 
-// A kernel that is launched with kvq_launch_early may start once every block of the kernel before it has come to early_start, and
-// sees what that kernel (and all before it) wrote after early_wait. sm_90; before that it simply follows.
+// Programmatic dependent launch, as ggml-cuda's own kernels use it: a kernel that is launched with kvq_launch_early may start once every
+// block of the kernel before it has come to early_start, and sees what that kernel (and all before it) wrote after early_wait, which
+// every such kernel calls. sm_90; before that it simply follows.
 static __device__ __forceinline__ void early_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -10,6 +10,7 @@ static_assert(sizeof(kvq_seal_rows) < 4000, "kernel arguments are limited to 4 K
 
 static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
     early_start();
+    early_wait();
     uint16_t * tile = to.to[blockIdx.x];
     const float * row = rows + blockIdx.x * row_stride;
     for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
@@ -20,6 +21,7 @@ static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t
 
 static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
     early_start();
+    early_wait();
     const kvq_row_job & j = jobs.job[blockIdx.z];
     const int i = 4 * (blockIdx.y * blockDim.x + threadIdx.x); // head sizes are multiples of 8
     if (blockIdx.x < j.n && i < j.width) {
@@ -37,7 +39,7 @@ void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t str
         n     = jobs.job[i].n     > n     ? jobs.job[i].n     : n;
         width = jobs.job[i].width > width ? jobs.job[i].width : width;
     }
-    row_jobs_kernel<<<dim3(n, (width + 511) / 512, n_jobs), 128, 0, stream>>>(jobs);
+    kvq_launch_early(row_jobs_kernel, dim3(n, (width + 511) / 512, n_jobs), 128, 0, stream, jobs);
 }
 
 void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {

@@ -225,7 +225,35 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         x.dst = (float *) to.p + (size_t) s * c.n_q * H * D; x.dst_stride_token = (int64_t) H * D; x.dst_stride_head = D;
         x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * w.k.n_pages;
     }
-    d.attend(a.data(), c.n_stream);
+    // as in a recorded step: one new row a stream, addressed by the table
+    std::vector<uint16_t *> new_to[2];
+    std::vector<float> new_rows[2];
+    const int width = c.n_kv_heads * D;
+    for (int s = 0; s < c.n_stream && !c.map; s++) {
+        for (int i = s * w.k.n_pages; i < (s + 1) * w.k.n_pages; i++) {
+            const kvq_page & p = w.pages[i];
+            const int slot = uniform(0, P - 1), cell = p.cell + slot;
+            if (!p.n_slots || p.k_params || cell >= n_kv || uniform(0, 2)) { continue; }
+            for (int r = 0; r < 2; r++) {
+                new_to[r].push_back((uint16_t *) (r ? p.v_codes : p.k_codes) + (size_t) slot * (r ? w.v : w.k).head_stride());
+                for (int x = 0; x < width; x++) {
+                    new_rows[r].push_back(normal());
+                    (r ? w.vx : w.kx)[s][(size_t) cell * width + x] = kvq_f16_to_f32(kvq_f32_to_f16(new_rows[r].back()));
+                }
+            }
+            break;
+        }
+    }
+    device_bytes up_k(d, new_rows[0].size() * 4, new_rows[0].data()), up_v(d, new_rows[1].size() * 4, new_rows[1].data());
+    const float * up[2] = { (const float *) up_k.p, (const float *) up_v.p };
+    for (const auto step : { kvq_cuda_device::REPLAY, kvq_cuda_device::RECORD }) { // the first fills the table
+        CHECK(d.begin_step(step, 2 * new_to[0].size()), "too many rows");
+        for (int r = 0; r < 2 && !new_to[0].empty(); r++) {
+            d.write_rows(r ? w.v : w.k, (int64_t) new_to[r].size(), new_to[r].data(), up[r], width, 1);
+        }
+        if (step == kvq_cuda_device::RECORD) { d.attend(a.data(), c.n_stream); }
+        d.end_step();
+    }
     d.get(dst.data(), to.p, dst.size() * 4);
     CHECK(d.error().empty(), "%s", d.error().c_str());
     if (!c.map) { // plain rows of the same cells
