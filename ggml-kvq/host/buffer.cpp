@@ -217,7 +217,8 @@ static const ggml_backend_buffer_i buffer_interface = {
 
 // ---------------------------------------------------------------- buffer type interface
 
-static const char * buft_name(ggml_backend_buffer_type_t) { return "KVQ"; }
+// llama.cpp puts cache layers whose buffer types bear one name into one buffer: every device needs its own
+static const char * buft_name(ggml_backend_buffer_type_t buft) { return device_of(buft).ordinal ? device_of(buft).name.c_str() : "KVQ"; }
 static size_t buft_alignment(ggml_backend_buffer_type_t buft) {
     const ggml_backend_dev_t inner = device_of(buft).inner;
     return inner ? std::max(KVQ_ALIGN, ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(inner))) : KVQ_ALIGN;
@@ -309,6 +310,9 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     }
     for (const auto & a : draft.asked) {
         dev.granted[a.first] = { a.second, 2 };
+    }
+    if (b->cache && !dev.name.empty()) {
+        b->cache->device_name = dev.name;
     }
     if (b->cache && kvq_verbosity() > 0) {
         fprintf(stderr, "%s\n", b->cache->load_line().c_str());

@@ -321,9 +321,9 @@ std::string kvq_kv_cache::load_line() const {
     const kvq_stats s = stats();
     const double MiB = 1024.0 * 1024.0;
     char text[320];
-    snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %d cells x %d, device KVQ0, kernels %s",
+    snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %d cells x %d, device %s, kernels %s",
              (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
-             (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), s.n_cells, s.n_stream, s.kernel);
+             (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), s.n_cells, s.n_stream, device_name.c_str(), s.kernel);
     std::string reading;
     if (s.predict_macs) {
         snprintf(text + strlen(text), sizeof(text) - strlen(text), "; predictor %s", config.options.str("predictor").c_str());

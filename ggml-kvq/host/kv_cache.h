@@ -84,6 +84,7 @@ public:
     std::unique_ptr<kvq_chain> chain; // NULL: no layer is predicted from another
     kvq_config config;
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
+    std::string device_name = "KVQ0";
     bool refused = false; // a graph asked for something unsupported: computing fails instead of guessing
 
 private:
