@@ -120,7 +120,7 @@ void kvq_cuda_device::forget_stream(void * s) {
 }
 
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
-    const bool more = plan.pre_rope || plan.mean || plan.k.chained || plan.v.chained || plan.probe > 0.0f; // than pages that are read as they are
+    const bool more = plan.pre_rope || plan.mean || plan.k.chained || plan.v.chained || plan.probe > 0.0f || plan.keep > 0.0f; // than pages that are read as they are
     for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
         if (more || (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE)) {
             return "this method has no CUDA kernels yet: use kivi, xquant or f16, or run on the CPU with -ngl 0";
