@@ -126,9 +126,6 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
             return "this method has no CUDA kernels yet: use kivi, xquant or f16, or run on the CPU with -ngl 0";
         }
     }
-    if (plan.keep > 0.0f) {
-        return "this method has no CUDA kernels yet: use kivi, xquant or f16, or run on the CPU with -ngl 0";
-    }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
         return "there are CUDA kernels for head sizes up to 256 only: run on the CPU with -ngl 0";
     }
