@@ -84,7 +84,8 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
         "Written by scripts/update_results.py from results/*.jsonl; each row there names its commit, command and machine. How it is measured: [evaluation.md](evaluation.md).",
         "## On a text",
         (f"{key['model']}, {first['n_tokens']} scored tokens of {key['text']}, window {key['n_ctx']}, batch {key['n_ubatch']}. `bits` are true bits at this "
-        "window, the f16 window of the newest 128 tokens included; *long context* leaves that window out."),
+        "window, the f16 window of the newest 128 tokens included; *long context* counts codes and their parameters alone, which is where long contexts go; predictors of `aqua-k` and `aqua-full`, and the "
+        "8-bit row that those keep per cell, are in the first column only ([aqua](methods/aqua.md) has their bits at 16k)."),
         text_table(rows),
         "![KL divergence against true bits](img/frontier.png)",
     ]
