@@ -2,6 +2,7 @@
 // must hold, to the bit, what the plain definition gives: rows of the layer below rebuilt from its blocks by kvq_predict_row and the
 // type's own decode (METHODS U11), and blocks that are the encoding of what that prediction leaves. Attention over stripes equals f64.
 // Usage: test_chain [seed] [steps]
+#include "check.h"
 #include "../../ggml-kvq/cache/chain.h"
 #include "../../ggml-kvq/cpu/cpu.h"
 #include "../../ggml-kvq/types/f16.h"
@@ -13,19 +14,7 @@
 #include <cstring>
 #include <random>
 
-static std::mt19937 rng;
-static int uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
 static float normal() { return std::normal_distribution<float>()(rng); }
-
-#define CHECK(cond, ...)                                                       \
-    do {                                                                       \
-        if (!(cond)) {                                                         \
-            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);         \
-            fprintf(stderr, __VA_ARGS__);                                      \
-            fprintf(stderr, "\n");                                             \
-            exit(1);                                                           \
-        }                                                                      \
-    } while (0)
 
 struct config { const char * opts; int n_layer, n_head, head, n_cells, n_stream, bits; bool full; };
 

@@ -1,5 +1,6 @@
 // Lanes that evict (cache/slots.h), one layer: what stays of a prompt against an explicit softmax, attention against what read()
 // returns, and random operations. Usage: test_slots [seed] [steps]
+#include "check.h"
 #include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/types/f16.h"
 
@@ -10,19 +11,6 @@
 #include <cstring>
 #include <memory>
 #include <random>
-
-static std::mt19937 rng;
-static int uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
-
-#define CHECK(cond, ...)                                                       \
-    do {                                                                       \
-        if (!(cond)) {                                                         \
-            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);         \
-            fprintf(stderr, __VA_ARGS__);                                      \
-            fprintf(stderr, "\n");                                             \
-            exit(1);                                                           \
-        }                                                                      \
-    } while (0)
 
 constexpr int HEADS = 2, GQA = 2, D = 32, W = HEADS * D;
 

@@ -1,6 +1,7 @@
 // Random operations on a layer pair of lanes against a plain array: write, overwrite, commit, read, shift, copy, save, restore,
 // clear. f16 must be identical; quantised lanes stay within the codec's error; attention over the spans equals attention over what
 // is read. Usage: test_store [seed] [steps]
+#include "check.h"
 #include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/cpu/cpu.h"
 #include "../../ggml-kvq/types/f16.h"
@@ -11,19 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <random>
-
-static std::mt19937 rng;
-static int uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
-
-#define CHECK(cond, ...)                                                       \
-    do {                                                                       \
-        if (!(cond)) {                                                         \
-            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond);         \
-            fprintf(stderr, __VA_ARGS__);                                      \
-            fprintf(stderr, "\n");                                             \
-            exit(1);                                                           \
-        }                                                                      \
-    } while (0)
 
 struct config { const char * method, * opts; int n_head, dk, dv, n_cells, n_stream; };
 
