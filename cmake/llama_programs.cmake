@@ -32,6 +32,12 @@ foreach(name CMAKE_BUILD_TYPE CMAKE_C_COMPILER CMAKE_CXX_COMPILER CMAKE_C_FLAGS 
         kvq_setting(${name} "${${name}}")
     endif()
 endforeach()
+# What the user chose for CUDA; ggml-cuda has its own defaults (all architectures: most of an hour on few cores).
+foreach(name CMAKE_CUDA_ARCHITECTURES CMAKE_CUDA_COMPILER CMAKE_CUDA_HOST_COMPILER CMAKE_CUDA_FLAGS)
+    if(GGML_CUDA AND DEFINED CACHE{${name}})
+        kvq_setting(${name} "$CACHE{${name}}")
+    endif()
+endforeach()
 kvq_setting(BUILD_SHARED_LIBS ON)
 kvq_setting(CMAKE_INSTALL_RPATH "\$ORIGIN")
 kvq_setting(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
