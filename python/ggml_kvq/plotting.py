@@ -82,29 +82,32 @@ def _bits_axis(axis: Any, bits: Sequence[float]) -> None:
 
 
 def _annotate(axis: Any, points: list[tuple[float, float, str, str]]) -> None:
-    """Labels beside their points; where two would overlap, the later one moves down line by line."""
+    """Labels beside their points: of the free places around a point the nearest, with a hairline to it when that is not next to it."""
+    from matplotlib.text import Text
+
     figure = axis.figure
     figure.canvas.draw()
     taken: list[Any] = []
-    width = figure.bbox.width
     marks = [axis.transData.transform((x, y)) for x, y, _, _ in points]
+    near = [(7, 3), (7, -11), (-7, 5), (-7, -12)]
+    far = [(side * dx, dy) for dx in (8, 24, 40, 60) for dy in (14, -22, 25, -33, 36, -44, 47, -55, 3, -8) for side in (1, -1)]
+    places = near + sorted(far, key=lambda p: math.hypot(*p))
     for x, y, text, color in sorted(points, key=lambda p: (-p[1], p[0])):
-        offsets = [(7, 3), (7, -11), (-7, 5), (-7, -12), (7, 14), (7, -22), (-7, 16), (-7, -24), (7, 25), (7, -33)]
-        best = None
-        for dx, dy in offsets:
-            note = axis.annotate(
-                text, (x, y), (dx, dy), textcoords="offset points", fontsize=8.5, color=color, ha="left" if dx > 0 else "right"
-            )
-            box = note.get_window_extent().padded(0.5)
-            clash = any(box.overlaps(t) for t in taken) or any(box.contains(*m) for m in marks) or box.x1 > width or box.x0 < axis.bbox.x0
-            if not clash:
-                best = box
+        for place in places:
+            line = None if place in near else {"arrowstyle": "-", "color": color, "lw": 0.6, "alpha": 0.7, "shrinkA": 0, "shrinkB": 3}
+            side = "left" if place[0] > 0 else "right"
+            note = axis.annotate(text, (x, y), place, textcoords="offset points", fontsize=8.5, color=color, ha=side, arrowprops=line)
+            note.update_positions(figure.canvas.get_renderer())
+            box = Text.get_window_extent(note).padded(0.5)  # of the text alone, without its line
+            free = not any(box.overlaps(t) for t in taken) and not any(box.padded(3).contains(*m) for m in marks)
+            inside = axis.bbox.x0 < box.x0 and box.x1 < figure.bbox.width and axis.bbox.y0 < box.y0 and box.y1 < figure.bbox.height
+            if free and inside:
                 break
             note.remove()
-        if best is None:
-            note = axis.annotate(text, (x, y), (7, 3), textcoords="offset points", fontsize=8.5, color=color)
-            best = note.get_window_extent()
-        taken.append(best)
+        else:
+            note = axis.annotate(text, (x, y), near[0], textcoords="offset points", fontsize=8.5, color=color)
+            box = note.get_window_extent()
+        taken.append(box)
 
 
 def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[Path]:
@@ -119,7 +122,8 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
         raise KvqError("no row of kind text or retrieval in these files; run ggml-kvq eval with -f or --tasks first")
     plt = _pyplot()
     n = bool(text) + bool(cells)
-    figure, axes = plt.subplots(1, n, figsize=(6.2 * n, 4.6), layout="constrained", squeeze=False)
+    ratios = [1.7, 1.0] if n == 2 else [1.0]
+    figure, axes = plt.subplots(1, n, figsize=(5.2 * sum(ratios), 5.4), layout="constrained", squeeze=False, width_ratios=ratios)
     panels = list(axes[0])
     if text:
         axis = panels.pop(0)
