@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Make the vector grids of the lattice formats: k-means on the standard normal, seeded, checked against known errors.
 
-Writes ggml-kvq/types/lattice_grids.h and python/ggml_kvq/reference/lattice_grids.py. Coordinates are integers in units of 2^-12.
-A grid of n points in d dimensions stores log2(n)/d bits a value. Needs numpy; about a minute.
+Writes ggml-kvq/types/lattice_grids.h and python/ggml_kvq/reference/lattice_grids.py. A grid of n points in d dimensions stores log2(n)/d
+bits a value. Coordinates are a whole number, at most 63 in size, times the grid's step (in units of 2^-12), so that attention multiplies
+them as bytes without rounding; 127 where 63 would cost more than 1 % of error (d=2 n=256). Needs numpy; a few minutes.
 """
 
 from __future__ import annotations
@@ -50,38 +51,52 @@ def k_means(d: int, n: int, seed: int, samples: int, rounds: int) -> np.ndarray:
     return grid
 
 
-def make(d: int, n: int, target: float) -> np.ndarray:
+def make(d: int, n: int, target: float) -> tuple[np.ndarray, int]:
     test = np.random.default_rng(99).normal(size=(1 << 18, d)).astype(np.float32)
     best, error = None, np.inf
     for seed in range(1 if d == 8 else 2):
-        grid = k_means(d, n, seed, 1 << 19, 180)
+        grid = k_means(d, n, seed, 1 << 19, 480 if (d, n) == (2, 256) else 180)
         e = mse(test, grid)
         if e < error:
             best, error = grid, e
-    grid = np.rint(best * UNIT).astype(np.int16)
-    grid = grid[np.lexsort(grid.T[::-1])]
-    error = mse(test, grid.astype(np.float32) / UNIT)
-    print(f"d={d} n={n}: mse {error:.5f}, expected {target}")
-    if error > 1.01 * target:
-        raise SystemExit(f"grid d={d} n={n} has mse {error:.5f}, more than 1 % above {target}")
-    return grid
+    for limit in (63, 127):
+        points, step = whole(best, limit)
+        error = mse(test, points.astype(np.float32) * step / UNIT)
+        if error <= 1.01 * target:
+            print(f"d={d} n={n}: mse {error:.5f}, expected {target}; step {step}, coordinates up to {np.abs(points).max()}")
+            return points[np.lexsort(points.T[::-1])], step
+    raise SystemExit(f"grid d={d} n={n} has mse {error:.5f}, more than 1 % above {target}")
 
 
-def header(grids: dict[tuple[int, int], np.ndarray]) -> str:
-    out = ["// Made by scripts/make_grids.py: points of the lattice grids, [n][d], units of 2^-12.", "#pragma once", "", "#include <cstdint>", ""]
-    for (d, n), g in grids.items():
+def whole(grid: np.ndarray, limit: int) -> tuple[np.ndarray, int]:
+    """(coordinates int8 of at most `limit`, step in units of 2^-12) nearest to the grid."""
+    least = int(np.ceil(np.abs(grid).max() * UNIT / limit))
+    steps = range(least, least + least // 8 + 1)
+    step = min(steps, key=lambda s: float(((np.rint(grid * (UNIT / s)) * (s / UNIT) - grid) ** 2).sum()))
+    return np.rint(grid * (UNIT / step)).astype(np.int8), step
+
+
+Grids = dict[tuple[int, int], tuple[np.ndarray, int]]
+
+
+def header(grids: Grids) -> str:
+    out = ["// Made by scripts/make_grids.py: points of the lattice grids, [n][d], in steps of their grid; steps in units of 2^-12.", "#pragma once", "", "#include <cstdint>", ""]
+    for (d, n), (g, step) in grids.items():
         values = [str(v) for v in g.reshape(-1)]
-        out.append(f"static const int16_t kvq_grid_d{d}_n{n}[] = {{")
+        out.append(f"static const int    kvq_grid_step_d{d}_n{n} = {step};")
+        out.append(f"static const int8_t kvq_grid_d{d}_n{n}[] = {{")
         out += ["    " + ", ".join(values[i : i + 16]) + "," for i in range(0, len(values), 16)]
         out += ["};", ""]
     return "\n".join(out)
 
 
-def module(grids: dict[tuple[int, int], np.ndarray]) -> str:
-    out = ['"""Made by scripts/make_grids.py: points of the lattice grids by (d, n), int16 [n, d] in units of 2^-12."""', ""]
-    out += ["", "import base64", "", "import numpy as np", "", "_TEXT = {"]
-    out += [f'    ({d}, {n}): "{base64.b64encode(g.astype("<i2").tobytes()).decode()}",' for (d, n), g in grids.items()]
-    out += ["}", 'GRIDS = {key: np.frombuffer(base64.b64decode(text), "<i2").reshape(key[1], key[0]) for key, text in _TEXT.items()}', ""]
+def module(grids: Grids) -> str:
+    out = ['"""Made by scripts/make_grids.py: steps of the lattice grids by (d, n) in units of 2^-12, and their points in steps, int8 [n, d]."""', ""]
+    out += ["", "import base64", "", "import numpy as np", "", "STEPS = {"]
+    out += [f"    ({d}, {n}): {step}," for (d, n), (_, step) in grids.items()]
+    out += ["}", "_TEXT = {"]
+    out += [f'    ({d}, {n}): "{base64.b64encode(g.tobytes()).decode()}",' for (d, n), (g, _) in grids.items()]
+    out += ["}", 'POINTS = {key: np.frombuffer(base64.b64decode(text), np.int8).reshape(key[1], key[0]) for key, text in _TEXT.items()}', ""]
     return "\n".join(out)
 
 

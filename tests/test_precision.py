@@ -42,7 +42,7 @@ def answers(model, method, opts, state, tokens):
         return log_softmax(np.array(out))
 
 
-@pytest.mark.parametrize("method, opts", [("kivi", "bits=2"), ("kivi", "bits=4"), ("xquant", "preset=1.38"), ("higgs", "bits=2")])
+@pytest.mark.parametrize("method, opts", [("kivi", "bits=2"), ("kivi", "bits=4"), ("xquant", "preset=1.38"), ("higgs", "bits=2"), ("higgs", "bits=4"), ("higgs", "bits=1,grid=d8")])
 def test_folding_changes_answers_less_than_codes_do(model, tmp_path, method, opts):
     text = "\n".join(p.read_text() for p in sorted((ROOT / "docs").rglob("*.md")))
     with Model(model, kv_method="f16", n_ctx=256) as m:

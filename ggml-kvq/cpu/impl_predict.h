@@ -61,10 +61,8 @@ static void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_
     }
 }
 
-// point coordinate in units of 2^-12, from its two bytes
-static inline f32x16 exact_point(u8x64 low, u8x64 high, int k) {
-    return f32_add(f32_add(f32_from_byte(low, k), f32_mul(f32_from_byte(high, k), f32_set1(256.0f))), f32_set1(-32768.0f));
-}
+// point coordinate: the same f32 number as in the type's own decode, because steps and products with bytes are exact
+static inline f32x16 exact_point(u8x64 byte, int k, float step) { return f32_mul(f32_add(f32_from_byte(byte, k), f32_set1(-128.0f)), f32_set1(step)); }
 
 // Columns x[channel][16 cells] of a K block's cells 16*tile.., before the rotation
 template <int W> static void key_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, float * x) {
@@ -73,9 +71,9 @@ template <int W> static void key_columns(const kvq_lattice_view & a, const uint8
     for (int k = 0; k < (a.n_dots + 3) / 4; k++) {
         const u8x64 index = lattice_index<W>(a, codes, tile, k);
         for (int j = 0; j < a.d; j++) {
-            const u8x64 low = u8_lookup<(1 << W)>(index, a.exact + (size_t) j * stride), high = u8_lookup<(1 << W)>(index, a.exact + (size_t) (a.d + j) * stride);
+            const u8x64 byte = u8_lookup<(1 << W)>(index, a.table + (size_t) j * stride);
             for (int b = 0; b < 4 && 4*k + b < a.n_dots; b++) {
-                f32_store(x + (size_t) ((4*k + b) * a.d + j) * 16, f32_mul(exact_point(low, high, b), s));
+                f32_store(x + (size_t) ((4*k + b) * a.d + j) * 16, f32_mul(exact_point(byte, b, a.step), s));
             }
         }
     }
@@ -89,9 +87,9 @@ template <int W> static void value_columns(const kvq_lattice_view & a, const uin
             f32x16 block[16];
             for (int k = 0; k < 4; k++) {
                 const u8x64 index = lattice_index<W>(a, codes, v0 / 16, tile * 4 + k);
-                const u8x64 low = u8_lookup<(1 << W)>(index, a.exact + (size_t) j * stride), high = u8_lookup<(1 << W)>(index, a.exact + (size_t) (a.d + j) * stride);
+                const u8x64 byte = u8_lookup<(1 << W)>(index, a.table + (size_t) j * stride);
                 for (int b = 0; b < 4; b++) {
-                    block[4*k + b] = f32_mul(exact_point(low, high, b), f32_set1(scale[16*tile + 4*k + b]));
+                    block[4*k + b] = f32_mul(exact_point(byte, b, a.step), f32_set1(scale[16*tile + 4*k + b]));
                 }
             }
             f32_transpose(block);
@@ -107,7 +105,7 @@ static void lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, cons
     float scale[KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
     lattice_scales(a, params, scale);
     const int n = a.codec.n_cells, D = a.codec.head_size, Dp = pad_to(D, 16);
-    for (int t = 0; t < n; t++) { scale[t] = scale[t] - scale[t] == 0.0f ? scale[t] * (1.0f / 4096) : 0.0f; } // only foreign bytes are not finite
+    for (int t = 0; t < n; t++) { scale[t] = scale[t] - scale[t] == 0.0f ? scale[t] : 0.0f; } // only foreign bytes are not finite
     for (int i = D * 16; i < Dp * 16; i++) { x[i] = 0.0f; }
     for (int t0 = 0; t0 < n; t0 += 16) {
         const bool k = a.codec.role == 0;

@@ -19,6 +19,7 @@ constexpr int KVQ_R     = 4; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 1; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
 constexpr int KVQ_SUMS  = 4; // sums of rows and tiles together
+constexpr int KVQ_DOT4_ZERO = 128, KVQ_DOT4U_ZERO = 0; // what dot4 and dot4u take for a coordinate of 0: 128, or 0 where codes are signed
 
 static inline f32x16 f32_set1 (float x)               { const __m256 v = _mm256_set1_ps(x); return { v, v }; }
 static inline f32x16 f32_load (const float * p)       { return { _mm256_loadu_ps(p), _mm256_loadu_ps(p + 8) }; }
@@ -205,14 +206,14 @@ static inline i8x4   i8_set4(const int8_t * w) {
     memcpy(&four, w, 4);
     return _mm256_set1_epi32(four);
 }
-// codes are below 128, so the 16-bit pair sums of maddubs cannot saturate
+// codes are below 128, or weights at most 63 in size, so the 16-bit pair sums of maddubs cannot saturate
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
     const __m256i one = _mm256_set1_epi16(1);
     return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, w), one)),
              _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, w), one)) };
 }
 
-// unsigned weights; codes are below 64, so pair sums cannot saturate
+// unsigned weights; codes are signed, at most 63 in size, so pair sums cannot saturate
 static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
     const __m256i one = _mm256_set1_epi16(1);
     return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(w, codes.a), one)),

@@ -25,6 +25,7 @@ constexpr int KVQ_R     = 8; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 4; // likewise, with four cells each
 constexpr int KVQ_TILES = 2; // tiles of 16 lanes likewise
 constexpr int KVQ_SUMS  = 16; // sums of rows and tiles together
+constexpr int KVQ_DOT4_ZERO = 128, KVQ_DOT4U_ZERO = 0; // what dot4 and dot4u take for a coordinate of 0: 128, or 0 where codes are signed
 
 static inline f32x16 f32_set1 (float x)               { return _mm512_set1_ps(x); }
 static inline f32x16 f32_load (const float * p)       { return _mm512_loadu_ps(p); }

@@ -20,6 +20,7 @@ constexpr int KVQ_R     = 4; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 4; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
 constexpr int KVQ_SUMS  = 4; // sums of rows and tiles together
+constexpr int KVQ_DOT4_ZERO = 0, KVQ_DOT4U_ZERO = 128; // what dot4 and dot4u take for a coordinate of 0: 128, or 0 where codes are signed
 
 #define KVQ_EACH for (int i = 0; i < 4; i++)
 
@@ -158,7 +159,7 @@ static inline i8x4   i8_set4(const int8_t * w) {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
-    KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), w); // codes are below 128
+    KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), w); // codes are below 128, or signed
     return acc;
 }
 static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {

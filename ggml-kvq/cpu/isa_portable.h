@@ -18,6 +18,7 @@ constexpr int KVQ_R     = 1; // rows that share the registers
 constexpr int KVQ_F16_ROWS = 1; // likewise, with four cells each
 constexpr int KVQ_TILES = 1; // tiles of 16 lanes likewise
 constexpr int KVQ_SUMS  = 1; // sums of rows and tiles together
+constexpr int KVQ_DOT4_ZERO = 128, KVQ_DOT4U_ZERO = 128; // what dot4 and dot4u take for a coordinate of 0: 128, or 0 where codes are signed
 
 #define KVQ_EACH(n) for (int i = 0; i < n; i++)
 
@@ -96,7 +97,7 @@ static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
     return acc;
 }
 
-// likewise with unsigned weights; codes are below 64
+// likewise with unsigned weights; codes are below 64 where they are unsigned elsewhere
 static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
     KVQ_EACH(16) { for (int k = 0; k < 4; k++) { acc.v[i] += codes.v[4*i + k] * (uint8_t) w.v[k]; } }
     return acc;

@@ -60,16 +60,19 @@ struct kvq_lattice_view {
     size_t offset[2], nb_codes, nb_params;
     int    block;                    // of the Hadamard rotation
     float  norm;                     // 1/sqrt(block)
-    float  step;                     // point coordinate = step * (table - 64)
-    const uint8_t * table;           // [d][max(n, 16)]
-    const uint8_t * exact;           // low bytes, then high bytes of 2^15 + point, [2][d][max(n, 16)]
+    float  step;                     // point coordinate = step * (table - 128)
+    bool   wide;                     // coordinates beyond KVQ_LATTICE_SMALL steps
+    const uint8_t * table;           // [d][max(n, 16)] + 128, then the same without it, as int8
     const float * points;            // [d][n]
 };
 
-// A query row, rotated and folded to int8: coordinate j of vector i is step/view.step * q8[j*dot_stride + i]; base = 64 * sum q8.
+// A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high + low/KVQ_LATTICE_FINE),
+// high = q8[j*dot_stride + i], low = q8[(d + j)*dot_stride + i], |high|, |low| <= KVQ_LATTICE_TOP: 255 * 63 * 2 fits 16 bits.
+constexpr float KVQ_LATTICE_TOP = 63.0f, KVQ_LATTICE_FINE = 126.0f;
+
 struct kvq_lattice_query {
     const int8_t * q8;
-    float step, base; // step includes the table's
+    float step, sum[2]; // step includes the table's; sums of the high and of the low bytes
 };
 
 struct kvq_kernels {
@@ -84,7 +87,10 @@ struct kvq_kernels {
     // V: w = p*scale to 8 bits without sign, per channel group, under the group's largest scale (p <= 1); what rounding takes from a
     //   weight is given back at the middle code, so |error| <= top/510 * sum |code - middle|,  top = max scale
     kvq_block_kernels block[KVQ_N_TYPES];
-    // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16].
+    // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16]. Points are bytes, without rounding.
+    // K: |error| <= amax/(2*63*126) * sum |point coordinate| * cell's scale,  amax = max |rotated q|
+    // V: w = p*scale under the page's largest scale to 8 bits without sign: |error| <= top/510 * sum |point coordinate|,  top = max scale;
+    //    two bytes with 4-bit codes (d=2 n=256), whose points take all 8 bits: top/(2*63*126)
     void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, float * logits);
     void (*accum_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out);
 

@@ -10,9 +10,8 @@
 namespace {
 
 struct table {
-    float step;
-    std::vector<uint8_t> bytes; // [d][max(n, 16)], coordinate = step * (byte - 64)
-    std::vector<uint8_t> exact; // [2][d][max(n, 16)], low and high bytes of 2^15 + point
+    bool wide = false;
+    std::vector<uint8_t> bytes;  // kvq_lattice_view::table
     std::vector<float>   points; // [d][n]
 };
 
@@ -22,22 +21,16 @@ const table & table_of(const kvq_grid & g) {
     std::lock_guard<std::mutex> lock(mutex);
     table & t = tables[g.d][g.bits];
     if (t.bytes.empty()) {
-        int top = 1;
-        for (int i = 0; i < g.n * g.d; i++) {
-            top = std::max(top, std::abs((int) g.unit[i]));
-        }
         const int stride = std::max(g.n, 16);
-        t.step = (float) top / (63.0f * 4096.0f);
-        t.bytes.assign((size_t) g.d * stride, 64);
-        t.exact.assign((size_t) 2 * g.d * stride, 0);
+        t.bytes.assign((size_t) 2 * g.d * stride, 0);
         t.points.resize((size_t) g.n * g.d);
         for (int i = 0; i < g.n; i++) {
             for (int j = 0; j < g.d; j++) {
-                const unsigned unit = (unsigned) (g.unit[i * g.d + j] + 32768);
-                t.exact[(size_t) j * stride + i] = (uint8_t) unit;
-                t.exact[(size_t) (g.d + j) * stride + i] = (uint8_t) (unit >> 8);
-                t.points[(size_t) j * g.n + i] = (float) g.unit[i * g.d + j] * (1.0f / 4096.0f);
-                t.bytes[(size_t) j * stride + i] = (uint8_t) (64 + lrintf((float) g.unit[i * g.d + j] * 63.0f / (float) top));
+                const int point = g.point[i * g.d + j];
+                t.wide |= std::abs(point) > KVQ_LATTICE_SMALL;
+                t.bytes[(size_t) j * stride + i] = (uint8_t) (128 + point);
+                t.bytes[(size_t) (g.d + j) * stride + i] = (uint8_t) point;
+                t.points[(size_t) j * g.n + i] = (float) (point * g.step) * (1.0f / 4096.0f);
             }
         }
     }
@@ -65,9 +58,9 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.nb_params = kvq_lattice_nb_params(c);
     a.block     = kvq_hadamard_block(c.head_size);
     a.norm      = (float) (1.0 / sqrt((double) a.block)); // as kvq_hadamard
-    a.step      = t.step;
+    a.step      = (float) g.step * (1.0f / 4096.0f);
+    a.wide      = t.wide;
     a.table     = t.bytes.data();
-    a.exact     = t.exact.data();
     a.points    = t.points.data();
     return a;
 }
@@ -78,7 +71,7 @@ size_t kvq_lattice_encode_bytes(const kvq_lattice_view & a) {
 }
 
 void kvq_lattice_queries::fold(const kvq_lattice_view & a, int n_rows, int dp, const float * q) {
-    const int D = a.codec.head_size, stride = a.d * a.dot_stride;
+    const int D = a.codec.head_size, stride = 2 * a.d * a.dot_stride;
     store.assign((size_t) n_rows * stride, 0);
     rows.resize((size_t) n_rows);
     float x[KVQ_MAX_HEAD];
@@ -89,15 +82,18 @@ void kvq_lattice_queries::fold(const kvq_lattice_view & a, int n_rows, int dp, c
         for (int i = 0; i < D; i++) {
             amax = std::max(amax, fabsf(x[i]));
         }
-        const float inv = amax > 0.0f ? 127.0f / amax : 0.0f;
+        const float inv = amax > 0.0f ? KVQ_LATTICE_TOP / amax : 0.0f;
         int8_t * q8 = &store[(size_t) r * stride];
-        int sum = 0;
+        int sum[2] = {};
         for (int i = 0; i < D; i++) {
-            const int v = (int) lrintf(x[i] * inv);
-            q8[i % a.d * a.dot_stride + i / a.d] = (int8_t) v;
-            sum += v;
+            const float y = x[i] * inv, high = rintf(y), low = rintf((y - high) * KVQ_LATTICE_FINE);
+            int8_t * to = q8 + i % a.d * a.dot_stride + i / a.d;
+            to[0] = (int8_t) high;
+            to[a.d * a.dot_stride] = (int8_t) low;
+            sum[0] += (int) high;
+            sum[1] += (int) low;
         }
-        rows[(size_t) r] = { q8, amax / 127.0f * a.step, 64.0f * (float) sum };
+        rows[(size_t) r] = { q8, amax / KVQ_LATTICE_TOP * a.step, { (float) sum[0], (float) sum[1] } };
     }
 }
 

@@ -1,4 +1,4 @@
-// Lattice blocks for the attention loop: views with 7-bit tables of the points, and queries folded to int8.
+// Lattice blocks for the attention loop: views with tables of the points as bytes, and queries folded to two bytes.
 #pragma once
 
 #include "kernels.h"

@@ -1,13 +1,19 @@
 // Kernels over lattice blocks (types/lattice.h), included by kernels_impl.h. The queries come rotated and the output stays rotated,
 // so a cell costs table look-ups and byte dots only:
-//   logit = s_cell * step * sum_j sum_vec (table_j[index] - 64) * q8_j[vec]      table_j = coordinate j of the points in 7 bits
-// The indices of 16 lanes x 4 dots fill a register; each coordinate is one look-up, shared by all query rows.
+//   logit = s_cell * step * sum_j sum_vec point_j[index] * (high_j[vec] + low_j[vec]/126)         point_j = coordinate j of the points
+// Points are bytes: whole numbers of their grid's step. The indices of 16 lanes x 4 dots fill a register; each coordinate is one
+// look-up, shared by all query rows and both bytes.
 
 namespace KVQ_NS {
 
 static inline i32x16 dot4(i32x16 acc, u8x64 codes, const int8_t * w) { return dot4(acc, codes, i8_set4(w)); }
 
 template <int W> static constexpr int lattice_stride() { return W < 4 ? 16 : 1 << W; }
+
+// coordinate j of the points as bytes in which `zero` (128 or 0) stands for 0
+template <int W> static inline const uint8_t * lattice_table(const kvq_lattice_view & a, int zero, int j) {
+    return a.table + (size_t) (zero ? j : a.d + j) * lattice_stride<W>();
+}
 
 // indices of 16 lanes and the dots 4k .. 4k+3 of a tile
 template <int W> static inline u8x64 lattice_index(const kvq_lattice_view & a, const uint8_t * codes, int tile, int k) {
@@ -36,78 +42,113 @@ static inline void lattice_scales(const kvq_lattice_view & a, const void * param
     }
 }
 
-// sums of R rows against T tiles of 16 cells
+// logits of R rows against T tiles of 16 cells: sums of the high bytes, then of the low bytes
 template <int W, int R, int T> static inline void score_lattice_tiles(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, const kvq_lattice_query * q, float * logits) {
-    const int n = a.codec.n_cells, n_k = (a.n_dots + 3) / 4;
-    i32x16 acc[T][R];
+    const int n = a.codec.n_cells, n_k = (a.n_dots + 3) / 4, low = a.d * a.dot_stride;
+    i32x16 acc[T][2 * R];
     for (int t = 0; t < T; t++) {
-        for (int r = 0; r < R; r++) { acc[t][r] = i32_zero(); }
+        for (int r = 0; r < 2 * R; r++) { acc[t][r] = i32_zero(); }
     }
     for (int k = 0; k < n_k; k++) {
         u8x64 index[T];
         for (int t = 0; t < T; t++) { index[t] = lattice_index<W>(a, codes, tile + t, k); }
         for (int j = 0; j < a.d; j++) {
             u8x64 x[T];
-            for (int t = 0; t < T; t++) { x[t] = u8_lookup<(1 << W)>(index[t], a.table + (size_t) j * lattice_stride<W>()); }
+            for (int t = 0; t < T; t++) { x[t] = u8_lookup<(1 << W)>(index[t], lattice_table<W>(a, KVQ_DOT4_ZERO, j)); }
             for (int r = 0; r < R; r++) {
-                const i8x4 w = i8_set4(q[r].q8 + j * a.dot_stride + 4*k);
-                for (int t = 0; t < T; t++) { acc[t][r] = dot4(acc[t][r], x[t], w); }
+                const int8_t * w = q[r].q8 + j * a.dot_stride + 4*k;
+                const i8x4 high = i8_set4(w), rest = i8_set4(w + low);
+                for (int t = 0; t < T; t++) {
+                    acc[t][r]     = dot4(acc[t][r],     x[t], high);
+                    acc[t][R + r] = dot4(acc[t][R + r], x[t], rest);
+                }
             }
         }
     }
     for (int t = 0; t < T; t++) {
         const f32x16 s = f32_load(scale + 16*(tile + t));
         for (int r = 0; r < R; r++) {
-            f32_store(logits + (size_t) r * n + 16*(tile + t), f32_mul(f32_mul(f32_add(f32_from_i32(acc[t][r]), f32_set1(-q[r].base)), f32_set1(q[r].step)), s));
+            const f32x16 high = f32_add(f32_from_i32(acc[t][r]),     f32_set1(-KVQ_DOT4_ZERO * q[r].sum[0]));
+            const f32x16 rest = f32_add(f32_from_i32(acc[t][R + r]), f32_set1(-KVQ_DOT4_ZERO * q[r].sum[1]));
+            f32_store(logits + (size_t) r * n + 16*(tile + t), f32_mul(f32_mul(f32_fma(rest, f32_set1(1.0f / KVQ_LATTICE_FINE), high), f32_set1(q[r].step)), s));
         }
     }
 }
 
 template <int W, int R> static void score_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const kvq_lattice_query * q, float * logits) {
-    for (int tile = 0; tile < a.codec.n_cells / 16; tile += KVQ_TILES) { // 32 cells or a multiple
-        score_lattice_tiles<W, R, KVQ_TILES>(a, codes, tile, scale, q, logits);
+    constexpr int T = 2 * R * KVQ_TILES <= KVQ_SUMS ? KVQ_TILES : 1;
+    for (int tile = 0; tile < a.codec.n_cells / 16; tile += T) { // 32 cells or a multiple
+        score_lattice_tiles<W, R, T>(a, codes, tile, scale, q, logits);
     }
 }
 
-// p*scale under the page's largest scale, p <= 1: w8 in 0..127, the same step for every row
-template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const float * p, const float * f, float * out) {
-    constexpr int J = KVQ_TILES; // coordinates that share an index
+// p*scale under the page's largest scale, p <= 1, the same step for every row: w8 in 0..255, or (BYTES 2) high and low bytes as of queries
+template <int W, int R, int BYTES> static void accum_lattice_bytes(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const float * p, const float * f, float * out) {
+    constexpr int N = R * BYTES, J = N * KVQ_TILES <= 2 * KVQ_SUMS ? KVQ_TILES : 1; // J coordinates share an index
+    constexpr int zero = BYTES == 2 ? KVQ_DOT4_ZERO : KVQ_DOT4U_ZERO;
+    constexpr float levels = BYTES == 2 ? KVQ_LATTICE_TOP : 255.0f;
     const int n = a.codec.n_cells, stride = a.n_tiles * 16;
     f32x16 top = f32_load(scale);
     for (int t = 16; t < n; t += 16) { top = f32_max(top, f32_load(scale + t)); }
     const float most = f32_hmax(top);
-    const f32x16 inv = f32_set1(most > 0.0f ? 127.0f / (most > 1e-36f ? most : 1e-36f) : 0.0f);
-    int8_t w8[R * KVQ_MAX_CELLS];
-    float  step[R], base[R];
+    const f32x16 inv = f32_set1(most > 0.0f ? levels / (most > 1e-36f ? most : 1e-36f) : 0.0f);
+    int8_t w8[N * KVQ_MAX_CELLS];
+    float  step[N], base[N];
     for (int r = 0; r < R; r++) {
-        for (int t = 0; t < n; t += 16) { i8_store(w8 + r * n + t, f32_mul(f32_mul(f32_load(p + (size_t) r * n + t), f32_load(scale + t)), inv)); }
-        step[r] = most * (1.0f / 127.0f) * a.step * f[r];
-        int sum = 0;
-        for (int t = 0; t < n; t++) { sum += w8[r * n + t]; }
-        base[r] = -64.0f * (float) sum;
+        f32x16 sum[2] = { f32_set1(0.0f), f32_set1(0.0f) };
+        for (int t = 0; t < n; t += 16) {
+            const f32x16 y = f32_mul(f32_mul(f32_load(p + (size_t) r * n + t), f32_load(scale + t)), inv), high = f32_round(y);
+            sum[0] = f32_add(sum[0], high);
+            if (BYTES == 1) {
+                u8_store16((uint8_t *) w8 + r * n + t, high);
+            } else {
+                const f32x16 low = f32_round(f32_mul(f32_sub(y, high), f32_set1(KVQ_LATTICE_FINE)));
+                sum[1] = f32_add(sum[1], low);
+                i8_store(w8 + r * n + t, high);
+                i8_store(w8 + (R + r) * n + t, low);
+            }
+        }
+        step[r] = most * (1.0f / levels) * a.step * f[r];
+        base[r] = zero ? -zero * f32_sum(sum[0]) : 0.0f;
+        if (BYTES == 2) {
+            step[N - R + r] = step[r] * (1.0f / KVQ_LATTICE_FINE);
+            base[N - R + r] = zero ? -zero * f32_sum(sum[1]) : 0.0f;
+        }
     }
     for (int tile = 0; tile < a.n_tiles; tile++) {
         for (int j0 = 0; j0 < a.d; j0 += J) {
-            i32x16 acc[J][R];
+            i32x16 acc[J][N];
             for (int j = 0; j < J; j++) {
-                for (int r = 0; r < R; r++) { acc[j][r] = i32_zero(); }
+                for (int r = 0; r < N; r++) { acc[j][r] = i32_zero(); }
             }
             for (int k = 0; k < n / 4; k++) {
                 const u8x64 index = lattice_index<W>(a, codes, tile, k);
                 u8x64 x[J];
-                for (int j = 0; j < J; j++) { x[j] = u8_lookup<(1 << W)>(index, a.table + (size_t) (j0 + j) * lattice_stride<W>()); }
-                for (int r = 0; r < R; r++) {
+                for (int j = 0; j < J; j++) { x[j] = u8_lookup<(1 << W)>(index, lattice_table<W>(a, zero, j0 + j)); }
+                for (int r = 0; r < N; r++) {
                     const i8x4 w = i8_set4(w8 + r * n + 4*k);
-                    for (int j = 0; j < J; j++) { acc[j][r] = dot4(acc[j][r], x[j], w); }
+                    for (int j = 0; j < J; j++) { acc[j][r] = BYTES == 2 ? dot4(acc[j][r], x[j], w) : dot4u(acc[j][r], x[j], w); }
                 }
             }
             for (int j = 0; j < J; j++) {
                 for (int r = 0; r < R; r++) {
                     float * o = out + (size_t) r * a.d * stride + (j0 + j) * stride + tile * 16;
-                    f32_store(o, f32_fma(f32_add(f32_from_i32(acc[j][r]), f32_set1(base[r])), f32_set1(step[r]), f32_load(o)));
+                    f32x16 y = f32_fma(f32_add(f32_from_i32(acc[j][r]), f32_set1(base[r])), f32_set1(step[r]), f32_load(o));
+                    if (BYTES == 2) {
+                        y = f32_fma(f32_add(f32_from_i32(acc[j][N - R + r]), f32_set1(base[N - R + r])), f32_set1(step[N - R + r]), y);
+                    }
+                    f32_store(o, y);
                 }
             }
         }
+    }
+}
+
+template <int W, int R> static void accum_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const float * p, const float * f, float * out) {
+    if (W == 8 && a.wide) {
+        accum_lattice_bytes<W, R, W == 8 ? 2 : 1>(a, codes, scale, p, f, out);
+    } else {
+        accum_lattice_bytes<W, R, 1>(a, codes, scale, p, f, out);
     }
 }
 
@@ -148,12 +189,12 @@ static void hadamard_columns(int block, int D, float * x) {
 // cos and sin of a position are those of 64*(pos/64) turned by those of pos%64 (kvq_rotary).
 template <int W> static void rope_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, f32x16 scale, const float * mean, float * x) {
     const int D = a.codec.head_size, n_k = (a.n_dots + 3) / 4;
-    const f32x16 s = f32_mul(scale, f32_set1(a.step * a.norm)), off = f32_set1(-64.0f);
+    const f32x16 s = f32_mul(scale, f32_set1(a.step * a.norm)), off = f32_set1(-128.0f);
     for (int k = 0; k < n_k; k++) {
         const u8x64 index = lattice_index<W>(a, codes, tile, k);
         for (int j = 0; j < a.d; j++) {
             uint8_t bytes[64 + 4];
-            u8_store(bytes, u8_lookup<(1 << W)>(index, a.table + (size_t) j * lattice_stride<W>()));
+            u8_store(bytes, u8_lookup<(1 << W)>(index, lattice_table<W>(a, 128, j)));
             for (int b = 0; b < 4 && 4*k + b < a.n_dots; b++) {
                 float * column = x + (size_t) ((4*k + b) * a.d + j) * 16;
                 f32_store(column, f32_mul(f32_add(f32_every_4th(bytes + b), off), s));

@@ -9,9 +9,9 @@
 #include <vector>
 
 static const kvq_grid grids[] = {
-    { 2, 4,   1, kvq_grid_d2_n4   }, { 2, 16,  2, kvq_grid_d2_n16  }, { 2, 64,  3, kvq_grid_d2_n64 },
-    { 2, 256, 4, kvq_grid_d2_n256 }, { 4, 16,  1, kvq_grid_d4_n16  }, { 4, 256, 2, kvq_grid_d4_n256 },
-    { 8, 256, 1, kvq_grid_d8_n256 },
+#define GRID(d, n, bits) { d, n, bits, kvq_grid_step_d##d##_n##n, kvq_grid_d##d##_n##n }
+    GRID(2, 4, 1), GRID(2, 16, 2), GRID(2, 64, 3), GRID(2, 256, 4), GRID(4, 16, 1), GRID(4, 256, 2), GRID(8, 256, 1),
+#undef GRID
 };
 static constexpr float UNIT = 1.0f / 4096;
 
@@ -166,7 +166,7 @@ struct columns {
         d = g.d;
         for (int i = 0; i < n; i++) {
             for (int j = 0; j < d; j++) {
-                x[j][i] = (float) g.unit[i * d + j] * UNIT;
+                x[j][i] = (float) (g.point[i * d + j] * g.step) * UNIT;
             }
         }
     }
@@ -252,9 +252,9 @@ void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * pa
     kvq_lattice_scales(c, params, scale.data());
     for (int t = 0; t < c.n_cells; t++) {
         for (int v = 0; v < c.head_size / g.d; v++) {
-            const int16_t * point = g.unit + get_index(c, p, (const uint8_t *) codes, t, v) * g.d;
+            const int8_t * point = g.point + get_index(c, p, (const uint8_t *) codes, t, v) * g.d;
             for (int j = 0; j < g.d; j++) {
-                x[v * g.d + j] = (float) point[j] * UNIT * scale[t];
+                x[v * g.d + j] = (float) (point[j] * g.step) * UNIT * scale[t];
             }
         }
         kvq_hadamard(c.head_size, x.data());

@@ -20,8 +20,11 @@ constexpr int KVQ_LATTICE_MAX_POINTS = 256;
 
 struct kvq_grid {
     int d, n, bits;       // bits a value
-    const int16_t * unit; // [n][d], units of 2^-12
+    int step;             // in units of 2^-12
+    const int8_t * point; // [n][d], coordinates in steps
 };
+
+constexpr int KVQ_LATTICE_SMALL = 63; // largest coordinate of a grid in steps; 127 with d=2 n=256
 
 const kvq_grid * kvq_grid_find(int d, int bits); // NULL: no such grid
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from .codec import Codec, K, to_f16, unpack_valid
-from .lattice_grids import GRIDS
+from .lattice_grids import POINTS, STEPS
 
 LANES = 16
 PARTS = {2: ((2, 0),), 4: ((4, 0),), 6: ((4, 0), (2, 4)), 8: ((8, 0),)}  # index width -> (width, shift)
@@ -24,7 +24,8 @@ UNIT = np.float32(1 / 4096)
 
 def grid(c: Codec) -> np.ndarray:
     """Points f32 [n, d]."""
-    return GRIDS[c.group, 1 << (c.bits * c.group)].astype(np.float32) * UNIT
+    key = c.group, 1 << (c.bits * c.group)
+    return (POINTS[key].astype(np.float32) * np.float32(STEPS[key])) * UNIT
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
