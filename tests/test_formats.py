@@ -31,7 +31,7 @@ def seed_of(*parts: object) -> int:
 
 def codecs(heads=HEADS):
     """Every role, width, scale format, level placement and eta; all groups and pages that fit each other."""
-    for role, bits, scale, head in itertools.product((K, V), range(5), (0, 1), heads):
+    for role, bits, scale, head in itertools.product((K, V), range(5), (0, 1, 2), heads):
         for group, n_cells in itertools.product(GROUPS, PAGES):
             if (role == K and n_cells % group) or (role == V and (group > head or n_cells == 64)):
                 continue
@@ -254,7 +254,8 @@ BAD = Codec(AFFINE, K, 2, 32, 0, 0, 0.0, 32, 64)
         {"eta": -0.1},
         {"eta": float("nan")},
         {"type": 9},
-        {"scale": 2},
+        {"scale": 3},
+        {"scale": -1},
         {"levels": 2},
     ],
     ids=str,

@@ -32,6 +32,8 @@ CODECS = [
         (64, 96, 128, 0, 3, 1, 0.1),
         (32, 256, 80, 0, 4, 2, 0.045),
         (32, 64, 256, 1, 2, 4, 0.0),
+        (96, 160, 64, 2, 4, 2, 0.0),
+        (64, 128, 128, 2, 4, 2, 0.1),
     )
 ]
 
@@ -99,6 +101,7 @@ def test_all_or_none_salient_is_one_plain_block(lib):
         plain = Codec(AFFINE, role, bits, 160 if role == K else 64, 1, 0, 0.0, 160, 64)
         if role == V:
             top = np.sqrt(np.abs(rows.astype(np.float32)).max(axis=0)).astype(np.float16)
+            top = (top.view(np.uint16) + np.uint16(64) & np.uint16(0xFF80)).view(np.float16)  # three mantissa bits
             rows = (rows.astype(np.float32) / top.astype(np.float32)).astype(np.float16)
         want = kernels.encode(lib, plain, rows)
         assert np.array_equal(codes, want[0]) and np.array_equal(params[-want[1].size :], want[1])
@@ -122,6 +125,16 @@ def test_channel_separable_values():
         ]
     assert errors["outliers"][0] < 0.7 * errors["outliers"][1]
     assert errors["equal"][0] == pytest.approx(errors["equal"][1], rel=0.02)
+
+
+@pytest.mark.parametrize(("heads", "d", "limit"), [(4, 64, 3.6), (8, 128, 3.55)])
+def test_true_bits_at_16k(lib, heads, d, limit):
+    """Allocated bits; a page in its f16 frame has no packed block besides, and at 4k that page is what remains (docs/methods/zipcache.md)."""
+    got = {n: native.plan(lib, "zipcache", "", [(il, heads, d, d) for il in range(8)], n) for n in (4096, 16384)}
+    assert got[16384]["bits"] <= limit and got[4096]["bits"] <= 4.0
+    values = got[4096]["bytes_f16"] // 2
+    pages = 8 * got[4096]["bytes_codes"] / (values * (0.6 * 4 + 0.4 * 2)) * 4096 / 160
+    assert pages == 25, "26 pages, one of them in its frame"
 
 
 # ---------------------------------------------------------------- column sums

@@ -17,7 +17,8 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     l.n_stream     = n_stream;
     l.page_cells   = lane.codec.n_cells;
     l.n_pages      = (n_cells + l.page_cells - 1) / l.page_cells;
-    l.n_store      = plan.keep > 0.0f ? std::min(std::max((int) std::ceil(plan.keep * (float) l.n_pages), 1), l.n_pages) : l.n_pages;
+    l.evicts       = plan.keep > 0.0f;
+    l.n_store      = l.evicts ? std::min(std::max((int) std::ceil(plan.keep * (float) l.n_pages), 1), l.n_pages) : l.n_pages;
     l.n_sink_pages = std::min((plan.sinks + l.page_cells - 1) / l.page_cells, l.n_pages);
     l.window       = (int) kvq_pad((size_t) plan.window, (size_t) l.page_cells);
 
@@ -32,11 +33,15 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
         // window rows, at least the page being filled, and the sink pages
         l.n_frames  = std::min(std::max(l.window / l.page_cells, 1) + l.n_sink_pages, l.n_pages);
     }
+    l.moves = plan.probe > 0.0f && !l.evicts && !l.is_f16() && l.n_frames < l.n_pages;
+    if (l.moves) { // pages are long there: as many as there are frames need no block at any time
+        l.n_store = l.n_pages - l.n_frames;
+    }
     const size_t pages = (size_t) l.n_pages * n_stream, stored = (size_t) l.n_store * n_stream;
     l.bytes_codes  = l.shares_codes ? 0 : kvq_pad(stored * n_head * l.nb_codes, KVQ_ALIGN);
     l.bytes_params = kvq_pad(stored * n_head * l.nb_params, KVQ_ALIGN);
     l.bytes_window = kvq_pad((size_t) l.n_frames * n_stream * l.nb_frame, KVQ_ALIGN);
-    l.bytes_tables = kvq_pad(pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2), KVQ_ALIGN);
+    l.bytes_tables = kvq_pad(pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2 + (l.moves ? 4 : 0)), KVQ_ALIGN);
     if (plan.mean) {
         l.bytes_calibration = kvq_pad(4 * (size_t) n_head * l.codec.head_size, KVQ_ALIGN);
     }
@@ -73,7 +78,7 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value) {
     values[value]  += n;
     bytes [value]  += (double) l.bytes();
     const double hi = l.codec.type == KVQ_TYPE_MIXED ? (double) l.codec.n_hi / l.codec.n_cells : 0.0;
-    code_bits      += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : hi * l.codec.hi + (1.0 - hi) * l.codec.bits) * n * l.n_store / l.n_pages;
+    code_bits      += (l.is_f16() ? 16.0 : l.shares_codes ? 0.0 : hi * l.codec.hi + (1.0 - hi) * l.codec.bits) * n * (l.evicts ? (double) l.n_store / l.n_pages : 1.0);
 }
 
 void kvq_accounting::finish() {

@@ -30,7 +30,9 @@ struct kvq_lane_layout {
     bool   shares_codes = false;
     int    n_head = 0, n_cells = 0, n_stream = 0;
     int    page_cells = 0, n_pages = 0; // pages per stream
-    int    n_store = 0;                 // pages per stream that can be sealed at once: n_pages, fewer when cells are evicted
+    int    n_store = 0;                 // pages per stream that can be sealed at once: n_pages, fewer when cells are evicted or blocks move
+    bool   evicts = false;              // sealed cells are kept in slots
+    bool   moves  = false;              // a page takes a stored block when it seals: pages in frames need none
     int    window = 0;                  // rows that stay open, a multiple of page_cells
     int    n_sink_pages = 0;            // leading pages that never seal
     int    n_frames = 0;                // own open frames per stream

@@ -24,6 +24,7 @@ kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner,
     pages.resize((size_t) l.n_pages * l.n_stream);
     valid_bits.resize(pages.size() * (l.page_cells / 8));
     streams.resize(l.n_stream);
+    stored.resize(l.moves ? pages.size() : 0, -1);
     if (owner) {
         owner->sharers.push_back(this);
     }
@@ -38,11 +39,11 @@ kvq_lane::~kvq_lane() {
 
 uint8_t * kvq_lane::codes_at(int s, int p, int h) const {
     const kvq_lane * c = code_lane();
-    return c->codes + (((size_t) s * l.n_store + p) * l.n_head + h) * l.nb_codes;
+    return c->codes + (((size_t) s * l.n_store + c->store_of(s, p)) * l.n_head + h) * l.nb_codes;
 }
 
 uint8_t * kvq_lane::params_at(int s, int p, int h) const {
-    return params + (((size_t) s * l.n_store + p) * l.n_head + h) * l.nb_params;
+    return params + (((size_t) s * l.n_store + store_of(s, p)) * l.n_head + h) * l.nb_params;
 }
 
 void kvq_lane::set_state(int s, int p, kvq_page_state state) {
@@ -105,6 +106,22 @@ void kvq_lane::drop_frame(int s, int p) {
     i.own   = -1;
 }
 
+void kvq_lane::take_block(int s, int p) {
+    int32_t * to = l.moves ? &stored[(size_t) s * l.n_pages + p] : nullptr;
+    if (to && *to < 0) {
+        *to = streams[s].free_blocks.back();
+        streams[s].free_blocks.pop_back();
+    }
+}
+
+void kvq_lane::drop_block(int s, int p) {
+    int32_t * to = l.moves ? &stored[(size_t) s * l.n_pages + p] : nullptr;
+    if (to && *to >= 0) {
+        streams[s].free_blocks.push_back(*to);
+        *to = -1;
+    }
+}
+
 void kvq_lane::open_page(int s, int p, bool keep) {
     kvq_page_info & i = info(s, p);
     if (i.state == KVQ_PAGE_OPEN) {
@@ -128,6 +145,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     } else if (i.state == KVQ_PAGE_EMPTY) {
         device.zero(i.frame, l.nb_frame); // never-written cells are read as zeros
     }
+    drop_block(s, p);
     set_state(s, p, KVQ_PAGE_OPEN);
 }
 
@@ -231,6 +249,7 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
     }
     std::vector<kvq_page_block> blocks;
     for (int p : due) {
+        take_block(s, p);
         blocks.push_back(block(s, p, info(s, p).frame));
         for (int h = 0; saliency && h < l.n_head; h++) {
             saliency->choose(s, p, h, valid(s, p), params_at(s, p, h));
@@ -283,13 +302,13 @@ void kvq_lane::commit_stream(int s, int n_threads) {
     };
     // The newest page waits until it is full. Others that are not full were left behind by freed cells and seal as they are:
     // if they stayed, they would take the window's room from live cells.
-    while (rows > l.window && !open.empty() && (open.size() > 1 || info(s, open[0]).n_valid == l.page_cells)) {
+    while (rows > l.window && (int) due.size() < room(s) && !open.empty() && (open.size() > 1 || info(s, open[0]).n_valid == l.page_cells)) {
         counters->n_forced += info(s, open[0]).n_valid < l.page_cells;
         take(0);
     }
     // more open pages than frames
     const int n_frames = l.n_frames - std::min(l.n_sink_pages, l.n_frames);
-    while ((int) open.size() > std::max(n_frames, 1)) {
+    while ((int) open.size() > std::max(n_frames, 1) && (int) due.size() < room(s)) { // without room no more are open
         counters->n_forced++;
         take(0);
     }
@@ -366,7 +385,7 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
 }
 
 bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
-    if (slots || p < l.n_sink_pages || l.is_f16() || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
+    if (slots || p < l.n_sink_pages || l.is_f16() || (info(s, p).state != KVQ_PAGE_SEALED && !room(s)) || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
         return false;
     }
     if (saliency && value) {
@@ -397,6 +416,7 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
         x.chain->release(x.ordinal, value, s, p);
     }
     drop_frame(s, p);
+    take_block(s, p);
     if (!owner && l.nb_codes) {
         device.put(codes_at(s, p, 0), new_codes.data(), new_codes.size());
     }
@@ -452,6 +472,10 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
 
 void kvq_lane::copy_stream(int from, int to) {
     waiting = false;
+    if (l.moves) {
+        std::copy_n(stored.begin() + (long) from * l.n_pages, l.n_pages, stored.begin() + (long) to * l.n_pages);
+        streams[to].free_blocks = streams[from].free_blocks;
+    }
     for (int p = 0; p < l.n_pages; p++) {
         drop_frame(to, p);
         kvq_page_info & src = info(from, p), & dst = info(to, p);
@@ -549,6 +573,10 @@ void kvq_lane::clear() {
         }
         st.clock = 0;
         st.open.clear();
+        st.free_blocks.clear();
+        for (int i = l.moves ? l.n_store : 0; i > 0; i--) {
+            st.free_blocks.push_back(i - 1);
+        }
         st.free_frames.clear();
         for (int f = l.is_f16() ? 0 : l.n_frames; f > 0; f--) {
             st.free_frames.push_back(f - 1);
@@ -560,6 +588,7 @@ void kvq_lane::clear() {
     if (slots) {
         slots->clear();
     }
+    std::fill(stored.begin(), stored.end(), -1);
     std::fill(valid_bits.begin(), valid_bits.end(), 0);
     is_dirty = waiting = false;
 }

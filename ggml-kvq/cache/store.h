@@ -127,6 +127,7 @@ private:
         int      first = 0;
         std::vector<int> open;        // open pages
         std::vector<int> free_frames; // own frames not in use
+        std::vector<int> free_blocks; // of a lane whose blocks move
     };
 
     kvq_page_info       & info(int s, int p)       { return pages[(size_t) s * l.n_pages + p]; }
@@ -140,6 +141,11 @@ private:
     void drop_frame (int s, int p);
     void set_state  (int s, int p, kvq_page_state state);
     // tile: the device's memory
+    // stored block of a page, -1: none
+    int store_of(int s, int p) const { return l.moves ? stored[(size_t) s * l.n_pages + p] : p; }
+    int room    (int s) const { return l.moves ? (int) streams[s].free_blocks.size() : l.n_pages; } // pages that may still seal
+    void take_block(int s, int p);
+    void drop_block(int s, int p);
     kvq_page_block block(int s, int p, uint16_t * tile) const;
     void encode_page(int s, int p, uint16_t * tile);
     void decode_page(int s, int p, uint16_t * tile) const;
@@ -174,6 +180,7 @@ private:
     uint8_t * codes = nullptr, * params = nullptr, * frames = nullptr;
 
     std::vector<kvq_page_info> pages;
+    std::vector<int32_t>       stored; // page -> block, when blocks move
     std::vector<uint8_t>       valid_bits;
     std::vector<stream_state>  streams;
     bool is_dirty = false;

@@ -53,8 +53,10 @@ void run_mixed_page(const kvq_kernels & K, const stream_plan & s, workspace & w,
         }
         K.block[KVQ_TYPE_AFFINE].accum(s.vp[i], rows, v, w.logits, f, w.part, w.work);
     }
+    uint16_t c16[KVQ_MAX_HEAD];
     float by[KVQ_MAX_HEAD];
-    K.f16_to_f32((const uint16_t *) (vq + s.vm.channels), by, p.v.head_size);
+    for (int d = 0; d < p.v.head_size; d++) { c16[d] = kvq_mixed_channel(vq[s.vm.channels + (size_t) d]); }
+    K.f16_to_f32(c16, by, p.v.head_size);
     for (int r = 0; r < rows; r++) {
         for (int d = 0; d < p.v.head_size; d++) { out[(size_t) r * s.dpv + d] += by[d] * w.part[(size_t) r * s.dpv + d]; }
     }

@@ -6,15 +6,15 @@ namespace KVQ_NS {
 
 // Scales and zeros as f32.
 struct param_reader {
-    const uint8_t * scale, * zero; // f16 or u8 arrays
-    bool   u8;
+    const uint8_t * scale, * zero; // arrays of f16 or u8, or one of 4-bit pairs
+    int    format;
     f32x16 s_low, s_step, z_low, z_step;
 
-    param_reader(const kvq_view & a, const void * params) : u8(a.codec.scale) {
+    param_reader(const kvq_view & a, const void * params) : format(a.codec.scale) {
         const uint8_t * p = (const uint8_t *) params;
-        scale = p + (u8 ? 8 : 0);
-        zero  = scale + (size_t) a.np * (u8 ? 1 : 2);
-        if (u8) {
+        scale = p + (format ? 8 : 0);
+        zero  = format == 2 ? scale : scale + (size_t) a.np * (format ? 1 : 2);
+        if (format) {
             float head[4];
             f16_to_f32_row((const uint16_t *) params, head, 4);
             s_low = f32_set1(head[0]); s_step = f32_set1(head[1]);
@@ -23,8 +23,19 @@ struct param_reader {
             s_low = s_step = z_low = z_step = f32_set1(0.0f);
         }
     }
-    template <bool U8> inline void load16(size_t i, f32x16 & s, f32x16 & z) const {
-        if (U8) {
+    static inline void pairs16(const uint8_t * p, uint8_t * s, uint8_t * z) {
+        for (int i = 0; i < 16; i++) {
+            z[i] = p[i] >> 4; // first: s may be p
+            s[i] = p[i] & 15;
+        }
+    }
+    template <int F> inline void load16(size_t i, f32x16 & s, f32x16 & z) const {
+        if (F == 2) {
+            uint8_t u[2][16];
+            pairs16(scale + i, u[0], u[1]);
+            s = f32_add(f32_mul(f32_load_u8(u[0]), s_step), s_low);
+            z = f32_add(f32_mul(f32_load_u8(u[1]), z_step), z_low);
+        } else if (F) {
             s = f32_add(f32_mul(f32_load_u8(scale + i), s_step), s_low);
             z = f32_add(f32_mul(f32_load_u8(zero  + i), z_step), z_low);
         } else {
@@ -33,11 +44,11 @@ struct param_reader {
         }
     }
     // parameters [at, at + n), zeros behind up to n_pad
-    template <bool U8> inline void get_as(size_t at, int n, int n_pad, float * s, float * z) const {
+    template <int F> inline void get_as(size_t at, int n, int n_pad, float * s, float * z) const {
         int i = 0;
         for (; i + 16 <= n; i += 16) {
             f32x16 a, b;
-            load16<U8>(at + (size_t) i, a, b);
+            load16<F>(at + (size_t) i, a, b);
             f32_store(s + i, a);
             f32_store(z + i, b);
         }
@@ -45,7 +56,7 @@ struct param_reader {
             uint8_t  u[2][16] = {};
             uint16_t h[2][16] = {};
             for (int j = 0; j < n - i; j++) {
-                if (U8) {
+                if (F) {
                     u[0][j] = scale[at + (size_t) (i + j)];
                     u[1][j] = zero [at + (size_t) (i + j)];
                 } else {
@@ -53,17 +64,20 @@ struct param_reader {
                     h[1][j] = ((const uint16_t *) zero )[at + (size_t) (i + j)];
                 }
             }
-            f32_store(s + i, U8 ? f32_add(f32_mul(f32_load_u8(u[0]), s_step), s_low) : f32_load_f16(h[0]));
-            f32_store(z + i, U8 ? f32_add(f32_mul(f32_load_u8(u[1]), z_step), z_low) : f32_load_f16(h[1]));
+            if (F == 2) {
+                pairs16(u[0], u[0], u[1]);
+            }
+            f32_store(s + i, F ? f32_add(f32_mul(f32_load_u8(u[0]), s_step), s_low) : f32_load_f16(h[0]));
+            f32_store(z + i, F ? f32_add(f32_mul(f32_load_u8(u[1]), z_step), z_low) : f32_load_f16(h[1]));
             i = n;
         }
         for (; i < n_pad; i++) { s[i] = z[i] = 0.0f; }
     }
     inline void get(size_t at, int n, int n_pad, float * s, float * z) const {
-        if (u8) {
-            get_as<true> (at, n, n_pad, s, z);
-        } else {
-            get_as<false>(at, n, n_pad, s, z);
+        switch (format) {
+            case 0:  get_as<0>(at, n, n_pad, s, z); break;
+            case 1:  get_as<1>(at, n, n_pad, s, z); break;
+            default: get_as<2>(at, n, n_pad, s, z); break;
         }
     }
 };

@@ -95,6 +95,14 @@ static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8
     if (c.scale) {
         kvq_affine_put_params(c, params, scale, zero);
     }
+    if (c.scale == 2 && c.bits) { // as kvq_affine_encode_ref
+        kvq_affine_get_params(c, params, scale, zero);
+        for (int p = 0; p < np; p += 16) {
+            const f32x16 range = f32_div(f32_mul(f32_load(scale + p), levels), keep);
+            f32_store(lo  + p, f32_sub(f32_load(zero + p), f32_mul(eta, range)));
+            f32_store(mul + p, f32_within(f32_div(width, range), __FLT_MAX__));
+        }
+    }
     if (shared || !c.bits) {
         return;
     }

@@ -302,7 +302,7 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
         const kvq_lane_layout & x = value ? l->d.v : l->d.k;
         const std::string name = x.is_f16() ? "f16" : x.shares_codes ? "shared codes" : !x.codec.bits ? "no codes" :
                                  x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) + " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit" : std::to_string(x.codec.bits) + "-bit";
-        classes[name + (x.n_store < x.n_pages ? ", evicting" : "")]++;
+        classes[name + (x.evicts ? ", evicting" : "")]++;
     }
     char text[64];
     snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);

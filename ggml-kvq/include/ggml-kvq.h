@@ -87,7 +87,7 @@ typedef struct kvq_codec {
     int32_t role;      // kvq_role
     int32_t bits;      // 1..4; 0 stores no codes (every value at the middle of its group)
     int32_t group;     // affine: K cells, V channels per group; lattice: channels per index
-    int32_t scale;     // 0: f16 scales and zeros; 1: 8-bit ones under an f16 range per block
+    int32_t scale;     // 0: f16 scales and zeros; 1: 8-bit, 2: 4-bit ones under an f16 range per block (2: affine and mixed only)
     int32_t levels;    // 0: codes round to end points; 1: 2^bits equal bins, mid-points
     float   eta;       // end points pulled inward by eta of the range (XQuant section 3.2)
     int32_t n_cells;   // cells of a page

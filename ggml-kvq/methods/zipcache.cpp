@@ -18,7 +18,7 @@ static const kvq_option_info options[] = {
     { "eta",       "float", "0",   "end points of the lo cells pulled inward by this share of the range, 0..0.49", "XQuant section 3.2" },
     { "window",    "int",   "0",   "newest cells kept in f16 besides the page being filled, 0..4096", "ggml-kvq" },
     { "sinks",     "int",   "0",   "first cells of a stream kept in f16, 0..64", "ggml-kvq" },
-    { "scales",    "f16|u8", "u8", "format of scales and zeros; u8 halves them", "ggml-kvq" },
+    { "scales",    "f16|u8|u4", "u4", "format of scales and zeros; u8 halves them, u4 takes 4 bits for those of values", "ggml-kvq" },
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },
 };
 
@@ -51,7 +51,7 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         x.n_cells   = page;
         x.head_size = v ? c.shape.head_size_v : c.shape.head_size_k;
         x.group     = v ? x.head_size : page;
-        x.scale     = o.is("scales", "u8");
+        x.scale     = o.is("scales", "f16") ? 0 : v && o.is("scales", "u4") ? 2 : 1; // a channel of keys may lie far from the others
         x.eta       = o.real("eta");
         if (const char * why = kvq_mixed_refuse(x)) {
             err = "layer " + std::to_string(c.shape.il) + " with head size " + std::to_string(x.head_size) + ": " + why;

@@ -50,7 +50,7 @@ const char * kvq_affine_refuse(const kvq_codec & c) {
     if (c.role == KVQ_ROLE_V && c.group > c.head_size)      { return "the value group must not exceed the head size"; }
     // kernels switch parameters between tiles only
     if (c.group % KVQ_TILE_LANES && !(c.role == KVQ_ROLE_V && c.group == c.head_size)) { return "the group must be a multiple of 16, or for values the whole head"; }
-    if (c.scale != 0 && c.scale != 1)                       { return "the scale format must be 0 (f16) or 1 (8-bit)"; }
+    if (c.scale < 0 || c.scale > 2)                         { return "the scale format must be 0 (f16), 1 (8-bit) or 2 (4-bit)"; }
     if (c.levels != 0 && c.levels != 1)                     { return "levels must be 0 (end points) or 1 (bins)"; }
     if (!(c.eta >= 0.0f && c.eta < 0.5f))                   { return "eta must be at least 0 and below 0.5"; }
     return nullptr;
@@ -68,7 +68,7 @@ size_t kvq_affine_nb_codes(const kvq_codec & c) {
 
 size_t kvq_affine_nb_params(const kvq_codec & c) {
     const int np = kvq_affine_get_dims(c).np;
-    return c.scale ? 8 + 2 * (size_t) np : 4 * (size_t) np;
+    return c.scale == 0 ? 4 * (size_t) np : 8 + (c.scale == 1 ? 2 : 1) * (size_t) np;
 }
 
 // byte and shift of the field of part i
@@ -108,18 +108,19 @@ static inline uint16_t to_f16_finite(float x) {
     return kvq_f32_to_f16(std::min(std::max(x, -f16_max), f16_max));
 }
 
-static void put_u8(const float * x, int n, uint16_t * low_step, uint8_t * out) {
+// codes 0..top, or'd into out at `shift`
+static void put_codes(const float * x, int n, float top, int shift, uint16_t * low_step, uint8_t * out) {
     float lo = x[0], hi = x[0];
     for (int i = 1; i < n; i++) {
         lo = std::min(lo, x[i]);
         hi = std::max(hi, x[i]);
     }
     low_step[0] = to_f16_finite(lo);
-    low_step[1] = to_f16_finite((hi - kvq_f16_to_f32(low_step[0])) / 255.0f);
+    low_step[1] = to_f16_finite((hi - kvq_f16_to_f32(low_step[0])) / top);
     const float low = kvq_f16_to_f32(low_step[0]), step = kvq_f16_to_f32(low_step[1]);
     for (int i = 0; i < n; i++) {
         const float q = step > 0.0f ? floorf((x[i] - low) / step + 0.5f) : 0.0f;
-        out[i] = (uint8_t) std::min(std::max(q, 0.0f), 255.0f);
+        out[i] = (uint8_t) (out[i] | (int) std::min(std::max(q, 0.0f), top) << shift);
     }
 }
 
@@ -137,8 +138,9 @@ void kvq_affine_get_params(const kvq_codec & c, const void * params, float * sca
     const uint8_t  * p = (const uint8_t  *) params + 8;
     const float s_low = kvq_f16_to_f32(h[0]), s_step = kvq_f16_to_f32(h[1]), z_low = kvq_f16_to_f32(h[2]), z_step = kvq_f16_to_f32(h[3]);
     for (int i = 0; i < np; i++) {
-        scale[i] = s_low + s_step * (float) p[i];
-        zero [i] = z_low + z_step * (float) p[np + i];
+        const int s = c.scale == 1 ? p[i] : p[i] & 15, z = c.scale == 1 ? p[np + i] : p[i] >> 4;
+        scale[i] = s_low + s_step * (float) s;
+        zero [i] = z_low + z_step * (float) z;
     }
 }
 
@@ -154,8 +156,10 @@ void kvq_affine_put_params(const kvq_codec & c, void * params, const float * sca
     }
     uint16_t * h = (uint16_t *) params;
     uint8_t  * p = (uint8_t  *) params + 8;
-    put_u8(scale, np, h + 0, p);
-    put_u8(zero,  np, h + 2, p + np);
+    const float top = c.scale == 1 ? 255.0f : 15.0f;
+    memset(p, 0, (size_t) np * (c.scale == 1 ? 2 : 1));
+    put_codes(scale, np, top, 0, h + 0, p);
+    put_codes(zero,  np, top, c.scale == 1 ? 0 : 4, h + 2, c.scale == 1 ? p + np : p);
 }
 
 // ---------------------------------------------------------------- encode, decode
@@ -197,6 +201,15 @@ void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uin
 
     if (shared || !c.bits) {
         return;
+    }
+    if (c.scale == 2) { // too coarse to choose codes by the exact range: range = n scale / (1 - 2 eta), lo = zero - eta range
+        kvq_affine_get_params(c, params, scale.data(), zero.data());
+        for (int p = 0; p < d.np; p++) {
+            const float range = scale[p] * n / (1.0f - 2.0f * c.eta);
+            lo [p] = zero[p] - c.eta * range;
+            mul[p] = range > 0.0f ? (c.levels ? n + 1.0f : n) / range : 0.0f;
+            mul[p] = mul[p] <= FLT_MAX ? mul[p] : 0.0f;
+        }
     }
     memset(codes, 0, kvq_affine_nb_codes(c));
     const kvq_affine_parts parts = kvq_affine_get_parts(c);

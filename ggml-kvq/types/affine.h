@@ -14,6 +14,8 @@
 //   scale = f16:   f16 scale[np], f16 zero[np]                                          nb_params = 4*np
 //   scale = 8-bit: f16 s_low, s_step, z_low, z_step, u8 scale[np], u8 zero[np]          nb_params = 8 + 2*np
 //                  value = low + step * u8
+//   scale = 4-bit: f16 s_low, s_step, z_low, z_step, u8 pair[np] = scale | zero << 4            nb_params = 8 + np
+//                  value = low + step * u4; codes are chosen under the stored values, as encode_ref says
 //
 // Stored parameters are the calibrated ones (XQuant section 3.2): zero = min + eta*range, scale = (1 - 2*eta)*range/(2^bits - 1).
 #pragma once

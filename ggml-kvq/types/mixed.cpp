@@ -22,7 +22,7 @@ kvq_codec kvq_mixed_part(const kvq_codec & c, int i) {
 kvq_mixed_map kvq_mixed_offsets(const kvq_codec & c) {
     kvq_mixed_map m = {};
     m.channels  = (size_t) c.n_cells / 8;
-    m.nb_params = m.channels + (c.role == KVQ_ROLE_V ? 2 * (size_t) c.head_size : 0);
+    m.nb_params = m.channels + (c.role == KVQ_ROLE_V ? (size_t) c.head_size : 0);
     for (int i = 0; i < 2; i++) {
         const kvq_codec p = kvq_mixed_part(c, i);
         m.codes [i] = m.nb_codes;
@@ -87,11 +87,10 @@ void kvq_mixed_encode_by(kvq_encode_function encode, const kvq_codec & c, const 
                 top[(size_t) d] = x <= 65504.0f ? std::max(top[(size_t) d], x) : top[(size_t) d]; // inf and nan carry no value
             }
         }
-        uint16_t * out = (uint16_t *) (set + m.channels);
         for (int d = 0; d < D; d++) {
             const uint16_t h = kvq_f32_to_f16(top[(size_t) d] > 0.0f ? sqrtf(top[(size_t) d]) : 1.0f);
-            memcpy(out + d, &h, 2);
-            channel[(size_t) d] = kvq_f16_to_f32(h);
+            set[m.channels + (size_t) d] = (uint8_t) ((h + 64) >> 7);
+            channel[(size_t) d] = kvq_f16_to_f32(kvq_mixed_channel(set[m.channels + (size_t) d]));
         }
     }
     std::vector<int32_t>  cells((size_t) c.n_cells);
@@ -134,8 +133,7 @@ void kvq_mixed_decode(const kvq_codec & c, const void * codes, const void * para
             uint16_t * out = rows + (size_t) cells[(size_t) j] * D;
             memcpy(out, &part[(size_t) j * D], 2 * (size_t) D);
             for (int d = 0; c.role == KVQ_ROLE_V && d < D; d++) {
-                uint16_t h;
-                memcpy(&h, (const uint8_t *) params + m.channels + 2 * (size_t) d, 2);
+                const uint16_t h = kvq_mixed_channel(((const uint8_t *) params)[m.channels + (size_t) d]);
                 out[d] = kvq_f32_to_f16(std::min(std::max(kvq_f16_to_f32(out[d]) * kvq_f16_to_f32(h), -65504.0f), 65504.0f));
             }
         }
@@ -164,12 +162,7 @@ bool kvq_mixed_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, 
                 const bool k = c.role == KVQ_ROLE_K;
                 const size_t   at   = (size_t) (k ? d : j);
                 const uint16_t want = rows[(size_t) cells[(size_t) j] * D + d];
-                float by = 1.0f;
-                if (!k) {
-                    uint16_t h;
-                    memcpy(&h, (const uint8_t *) params + m.channels + 2 * (size_t) d, 2);
-                    by = kvq_f16_to_f32(h);
-                }
+                const float by = k ? 1.0f : kvq_f16_to_f32(kvq_mixed_channel(((const uint8_t *) params)[m.channels + (size_t) d]));
                 int q = 0;
                 for (; q < 1 << p.bits; q++) {
                     uint16_t y = kvq_f32_to_f16(std::min(std::max(zero[at] + scale[at] * (float) q, -65504.0f), 65504.0f));

@@ -4,9 +4,10 @@
 //   set       bit t of a block's first n_cells/8 parameter bytes: cell t is salient. It is an input of encode, which keeps it.
 //   part 0    salient cells in cell order, part 1 the others; a part with no cells has no bytes
 //   keys      part = affine, one (scale, zero) per channel                                              (section 4.2, channel-wise)
-//   values    c_i = f16(sqrt(max_t |x_ti|)), 1 when 0; part = affine of f16(x_ti/c_i), one pair per cell (channel-separable, eq. 6)
+//   values    c_i = sqrt(max_t |x_ti|), 1 when 0; part = affine of f16(x_ti/c_i), one pair per cell         (channel-separable, eq. 6)
+//             c_i is an f16 of 3 mantissa bits: byte = bits 7..14 of (f16 + 64), c_i = the f16 byte << 7
 //
-//   params    set [n_cells/8], values: f16 c[head_size], parameters of part 0, of part 1
+//   params    set [n_cells/8], values: u8 c[head_size], parameters of part 0, of part 1
 //   codes     codes of part 0, of part 1
 #pragma once
 
@@ -24,6 +25,8 @@ struct kvq_mixed_map {
     size_t nb_codes, nb_params;
 };
 kvq_mixed_map kvq_mixed_offsets(const kvq_codec & c);
+
+static inline uint16_t kvq_mixed_channel(uint8_t byte) { return (uint16_t) (byte << 7); } // c as f16
 
 // Cells of part i in order; params: of the block.
 int kvq_mixed_cells(const kvq_codec & c, const void * params, int i, int32_t * cells);

@@ -8,14 +8,15 @@ With lo, hi = extremes of the group's valid cells, r = hi - lo, n = 2^bits - 1, 
     zero  = lo + eta * r,  scale = (1 - 2 eta) * r / n          end points pulled inward (XQuant section 3.2)
     bits 0: no codes, zero = lo + r/2, scale = 0
 
-inf and nan carry no value (0); a group without valid cells has zero = scale = 0. Parameters are stored as f16, or as u8 under an
-f16 range of the block (value = low + step * u8).
+inf and nan carry no value (0); a group without valid cells has zero = scale = 0. Parameters are stored as f16, or as u8 or u4 under an
+f16 range of the block (value = low + step * u). Under 4-bit parameters codes come from the stored ones: r = n scale / (1 - 2 eta),
+lo = zero - eta r.
 
 Bytes of the codes. `lane` accumulates, `dot` is contracted; keys: lane = cell, dot = channel; values: lane = channel, dot = cell.
 A code is stored in parts of width w: {1}, {2}, {2 low, 1 high}, {4}. A part is [tile][chunk][16 lanes][4 bytes]: byte k of lane l
 holds, at bits j*w.., the code of lane tile*16 + l and dot index chunk*(32/w) + 4*j + k. Padding is zero.
 
-Bytes of the parameters: scale[np] then zero[np]; np runs over [cell group][channel] for keys, [channel group][cell] for values.
+Bytes of the parameters: scale[np] then zero[np] (4-bit: one byte, scale | zero << 4, a pair); np runs over [cell group][channel] for keys, [channel group][cell] for values.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def nbytes(c: Codec) -> tuple[int, int]:
         tiles, lanes, chunks, _, k = _part_shape(c, width)
         codes += tiles * chunks * lanes * k
     np_ = n_params(c)
-    return codes, 8 + 2 * np_ if c.scale else 4 * np_
+    return codes, (4 * np_, 8 + 2 * np_, 8 + np_)[c.scale]
 
 
 def pack(c: Codec, codes: np.ndarray) -> np.ndarray:
@@ -84,14 +85,14 @@ def unpack(c: Codec, packed: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------ parameters
 
 
-def _u8_param(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """f32 [np] -> (f16 [low, step], uint8 [np]): step = (max - low) / 255 with the stored low, codes round half up."""
+def _u8_param(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
+    """f32 [np] -> (f16 [low, step], uint8 [np] up to top): step = (max - low) / top with the stored low, codes round half up."""
     low = to_f16(x.min(keepdims=True))
-    step = to_f16((x.max() - low.astype(np.float32)) / np.float32(255))
+    step = to_f16((x.max() - low.astype(np.float32)) / np.float32(top))
     lo32, step32 = low.astype(np.float32), step.astype(np.float32)
     q = np.zeros_like(x)
     if step32 > 0:
-        q = np.clip(np.floor((x - lo32) / step32 + np.float32(0.5)), 0, 255)
+        q = np.clip(np.floor((x - lo32) / step32 + np.float32(0.5)), 0, top)
     return np.concatenate([low, step]), q.astype(np.uint8)
 
 
@@ -99,8 +100,9 @@ def put_params(c: Codec, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """f32 [np] scales and zeros -> uint8 [nb_params]."""
     if not c.scale:
         return np.concatenate([to_f16(scale), to_f16(zero)]).astype("<f2").view(np.uint8)
-    (s_head, s), (z_head, z) = _u8_param(scale), _u8_param(zero)
-    return np.concatenate([np.concatenate([s_head, z_head]).astype("<f2").view(np.uint8), s, z])
+    (s_head, s), (z_head, z) = (_u8_param(x, 255 if c.scale == 1 else 15) for x in (scale, zero))
+    head = np.concatenate([s_head, z_head]).astype("<f2").view(np.uint8)
+    return np.concatenate([head, s, z] if c.scale == 1 else [head, s | z << 4])
 
 
 def get_params(c: Codec, params: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -110,9 +112,10 @@ def get_params(c: Codec, params: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         f = params.view("<f2").astype(np.float32)
         return f[:np_], f[np_:]
     s_low, s_step, z_low, z_step = params[:8].view("<f2").astype(np.float32)
-    u = params[8:].astype(np.float32)
+    u = params[8:]
+    s, z = (x.astype(np.float32) for x in ((u[:np_], u[np_:]) if c.scale == 1 else (u & 15, u >> 4)))
     with np.errstate(invalid="ignore"):
-        return s_low + s_step * u[:np_], z_low + z_step * u[np_:]
+        return s_low + s_step * s, z_low + z_step * z
 
 
 def per_value(c: Codec, param: np.ndarray) -> np.ndarray:
@@ -159,6 +162,10 @@ def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: 
     if shared is not None:
         return shared, params
 
+    if c.scale == 2:
+        scale, zero = get_params(c, params)
+        r = scale * n / (np.float32(1) - np.float32(2) * eta)
+        lo = zero - eta * r
     steps, half = (n + np.float32(1), np.float32(0)) if c.levels else (n, np.float32(0.5))
     mul = np.divide(steps, r, out=np.zeros_like(r), where=r > 0)
     q = np.floor((x - per_value(c, lo)) * per_value(c, mul) + half)

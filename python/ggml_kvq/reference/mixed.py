@@ -4,10 +4,10 @@ A set of n_hi cells, one bit a cell, is given to encode and stored. Part 0 holds
 is an affine block of its own (affine.py) with eta for part 1 only, and a part without cells has no bytes.
 
     keys     one (scale, zero) per channel and part                                              (section 4.2, channel-wise)
-    values   c_i = f16(sqrt(max_t |x_ti|)), 1 when that is 0; the parts hold f16(x_ti / c_i), one (scale, zero) per cell;
+    values   c_i = sqrt(max_t |x_ti|), 1 when that is 0, as an f16 of 3 mantissa bits, c_i = the f16 byte << 7; the parts hold f16(x_ti / c_i), one (scale, zero) per cell;
              decoded = f16(c_i * decoded part)                                                   (channel-separable, equation 6)
 
-params: set [n_cells / 8], for values f16 c [head_size], parameters of part 0, of part 1. codes: part 0, part 1.
+params: set [n_cells / 8], for values u8 c [head_size], parameters of part 0, of part 1. codes: part 0, part 1.
 """
 
 from __future__ import annotations
@@ -34,10 +34,15 @@ def _sizes(c: Codec, i: int) -> tuple[int, int]:
     return affine.nbytes(part(c, i)) if part(c, i).n_cells else (0, 0)
 
 
+def _channels(c: np.ndarray) -> np.ndarray:
+    """uint8 -> f16."""
+    return (c.astype(np.uint16) << 7).view(np.float16)
+
+
 def nbytes(c: Codec) -> tuple[int, int]:
     """(nb_codes, nb_params) in bytes."""
     (c0, p0), (c1, p1) = _sizes(c, 0), _sizes(c, 1)
-    return c0 + c1, c.n_cells // 8 + (2 * c.head_size if c.role == V else 0) + p0 + p1
+    return c0 + c1, c.n_cells // 8 + (c.head_size if c.role == V else 0) + p0 + p1
 
 
 def split(
@@ -48,7 +53,7 @@ def split(
     salient = unpack_valid(params[:at], c.n_cells)
     channels = None
     if c.role == V:
-        channels, at = params[at : at + 2 * c.head_size].view("<f2"), at + 2 * c.head_size
+        channels, at = _channels(params[at : at + c.head_size]), at + c.head_size
     (c0, p0), (c1, p1) = _sizes(c, 0), _sizes(c, 1)
     return salient, channels, [(codes[:c0], params[at : at + p0]), (codes[c0 : c0 + c1], params[at + p0 : at + p0 + p1])]
 
@@ -72,7 +77,8 @@ def encode(
         x = np.abs(rows.astype(np.float32))
         x = np.where(np.isfinite(x) & ok[:, None], x, np.float32(0)).max(axis=0)
         channels = np.where(x > 0, np.sqrt(x), np.float32(1)).astype(np.float16)
-        params.append(channels.astype("<f2").view(np.uint8))
+        params.append((channels.view(np.uint16) + np.uint16(64) >> 7).astype(np.uint8))
+        channels = _channels(params[-1])
         with np.errstate(over="ignore", invalid="ignore"):
             rows = (rows.astype(np.float32) / channels.astype(np.float32)).astype(np.float16)
     for i, cells in enumerate((salient, ~salient)):

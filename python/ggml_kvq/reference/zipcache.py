@@ -25,7 +25,7 @@ class ZipCache(Method):
         "eta": 0.0,
         "window": 0,
         "sinks": 0,
-        "scales": "u8",
+        "scales": "u4",
         "precision": "int8",
     }
 
@@ -35,7 +35,8 @@ class ZipCache(Method):
         n_hi = 32 * int(np.floor(np.float32(o["salient"]) * np.float32(page) / np.float32(32) + np.float32(0.5)))
 
         def lane(role: int, d: int) -> LanePlan:
-            group, scale = page if role == K else d, int(o["scales"] == "u8")
+            group = page if role == K else d
+            scale = {"f16": 0, "u8": 1, "u4": 1 if role == K else 2}[o["scales"]]
             return LanePlan(Codec(MIXED, role, o["lo"], group, scale, 0, o["eta"], page, d, o["hi"], n_hi))
 
         k, v, f32 = lane(K, shape.head_size_k), lane(V, shape.head_size_v), o["precision"] == "f32"
