@@ -24,6 +24,8 @@ CACHES = [
     ("kivi-2 g128", "KVQ0", "f16", "kivi", "bits=2,group=128"),
     ("kivi-4 g32", "KVQ0", "f16", "kivi", "bits=4"),
     ("xquant 1.38", "KVQ0", "f16", "xquant", ""),
+    ("higgs-2", "KVQ0", "f16", "higgs", "bits=2"),
+    ("higgs-4", "KVQ0", "f16", "higgs", "bits=4"),
 ]
 
 

@@ -37,7 +37,7 @@ if has kernels; then
         done
         for f in "$root"/ggml-kvq/cuda/*.cu; do
             extra=
-            [[ $f = */seal.cu ]] && extra=-fmad=false
+            [[ $f = */seal*.cu ]] && extra=-fmad=false
             echo "$CUDACXX $flags -arch=${arch/#9/sm_9} $extra -c $f -o $(basename "$f").o"
         done
         echo "g++ $flags -c $root/tests/native/test_cuda.cpp -o test_cuda.o"
@@ -67,13 +67,13 @@ if has programs; then
     echo "== perplexity: upstream f16, then each method on the device"
     ppl() { grep -E "Final estimate|ggml-kvq|error|Mean PPL|Mean +KLD|Same top p:" | cut -c1-160; }
     upstream llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence-base "$build/base.kld" 2>&1 | ppl
-    for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:"; do
+    for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:" "higgs:bits=2" "higgs:bits=4"; do
         kvq "${m%%:*}" "${m#*:}" llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence --kl-divergence-base "$build/base.kld" 2>&1 | ppl
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1
     done
     echo "== text"
     upstream llama-completion -p "The register file holds" -n 48 --temp 0 -fa on -no-cnv 2>/dev/null | tr '\n' ' '; echo
-    for m in "f16:" "kivi:bits=4"; do
+    for m in "f16:" "kivi:bits=4" "higgs:bits=4"; do
         kvq "${m%%:*}" "${m#*:}" llama-completion -p "The register file holds" -n 48 --temp 0 -fa on -no-cnv 2>"$build/text.log" | tr '\n' ' ' || failed=1
         echo
         grep -E "error|KV buffer|compute buffer|graph splits" "$build/text.log" | cut -c1-160

@@ -52,5 +52,7 @@ void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaS
 int  kvq_decode_occupancy(const kvq_attend_args & a);     // blocks that a multiprocessor holds
 void kvq_launch_decode_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int  kvq_tiles_head_size(int k, int v); // 0: none

@@ -22,14 +22,17 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     for (int i = 0; i < n_streams; i++) {
         fits = fits && (uintptr_t) a.stream[i].mask % 4 == 0 && (uintptr_t) a.stream[i].q % 16 == 0;
     }
-    const bool codes = a.k.np != 0;
+    const bool codes = a.k.np != 0, lattice = a.k.type == KVQ_TYPE_LATTICE;
     a.halves_log2  = log2_of(a.page_cells / 32);
     a.k_group_log2 = codes ? log2_of(a.k.group) : 0;
     a.v_group_log2 = codes ? log2_of(a.v.group) : 0;
     a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
-    fits = fits && codes == (a.v.np != 0) && a.k.head_size == a.v.head_size && (a.k.head_size == 64 || a.k.head_size == 128) && a.halves_log2 >= 0;
+    fits = fits && a.k.type == a.v.type && a.k.head_size == a.v.head_size && (a.k.head_size == 64 || a.k.head_size == 128) && a.halves_log2 >= 0;
     if (codes) {
         fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 5 && a.k.scale == a.v.scale;
+    }
+    if (lattice) {
+        fits = fits && a.k.group == 2 && a.v.group == 2;
     }
     return fits && kvq_decode_row_blocks(a) <= MAX_ROW_BLOCKS;
 }
@@ -39,20 +42,20 @@ int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << a.k_
 int kvq_decode_max_splits(const kvq_attend_args & a) { return (a.n_pages * a.page_cells + CELLS * WARPS - 1) / (CELLS * WARPS); }
 
 static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.head_size == 128) {
-        kvq_launch_decode_128(a, n_streams, stream, occupancy);
+    if (a.k.type == KVQ_TYPE_LATTICE) {
+        (a.k.head_size == 128 ? kvq_launch_decode_lattice_128 : kvq_launch_decode_lattice_64)(a, n_streams, stream, occupancy);
     } else {
-        kvq_launch_decode_64(a, n_streams, stream, occupancy);
+        (a.k.head_size == 128 ? kvq_launch_decode_128 : kvq_launch_decode_64)(a, n_streams, stream, occupancy);
     }
 }
 
 int kvq_decode_occupancy(const kvq_attend_args & a) {
     static std::mutex mutex;
-    static std::map<std::array<int, 8>, int> known;
+    static std::map<std::array<int, 9>, int> known;
     int device = 0, blocks = 1;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto at = known.insert({ { device, a.k.head_size, a.k.np ? a.k.bits : 16, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v.group }, 0 }).first;
+    const auto at = known.insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v.group }, 0 }).first;
     if (!at->second) {
         launch(a, 1, nullptr, &blocks);
         at->second = blocks > 0 ? blocks : 1;

@@ -20,6 +20,7 @@
 // multiplied with that group's scales, and a column sees its own cells only; columns of a row are added up at the end like splits are.
 #pragma once
 
+#include "decode_lattice.cuh"
 #include "decode_products.cuh"
 
 #include <algorithm>
@@ -152,7 +153,7 @@ __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __hal
 
 template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_WARPS, 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     constexpr int S = D / 16;
-    constexpr bool CODES = KB != 16; // sealed pages exist
+    constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -190,6 +191,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         }
     };
     if (unit0 < unit1) { copy_pages(unit0); }
+    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * (2 * a.stage_bytes + 8 * sizeof(kvq_page))), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    if constexpr (ROTATED) {
+        load_table(k_table, a.k.points, 1 << cut<KB>::B);
+        load_table(v_table, a.v.points, 1 << cut<VB>::B);
+        __syncthreads();
+    }
 
     const __half * mask[2];
     float slope[2];
@@ -204,13 +211,22 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
 
     float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f };
-    bool of_codes = CODES; // o in units of codes: times FROM_V
-    uint32_t q[S][2]; // of column g
+    bool of_codes = CODES; // o in units of codes: times FROM_V; or rotated
+    uint32_t q[S][2], raw[2] = {}; // q: of column g; raw: scales of a lattice unit on their way
+    bool q_rotated = false;
+    const auto load_rotated = [&](bool rotated) {
+        const int row = min(row0 + g % per_row, a.n_rows - 1);
+        load_query<D, KB>(st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head, a.scale * LOG2E, rotated, q);
+        q_rotated = rotated;
+    };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
     for (int unit = unit0 - 1; unit < unit1; unit++) {
         copies_done();
         state0 = next0;
         state1 = next1;
+        if constexpr (ROTATED) {
+            if (state0 == 3 || state1 == 3) { put_scales<D, KB, VB>(a, stages + unit % 2 * a.stage_bytes, raw); }
+        }
         if (unit + 1 < unit1) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
             next1 = state_of(unit + 1, 1);
@@ -218,13 +234,21 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     half_page h[2];
                     halves_of(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
-                    copy_stage<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
+                    if constexpr (ROTATED) {
+                        copy_lattice<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true, raw);
+                    } else {
+                        copy_stage<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
+                    }
                 }
             }
             copy_pages(unit + 2);
         }
         if (unit < unit0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
             early_wait();
+            if constexpr (ROTATED) {
+                load_rotated((next0 >= 0 ? next0 : next1) & 1);
+                continue;
+            }
             const int row = min(row0 + g % per_row, a.n_rows - 1);
             const float * p = st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head;
             const float f = a.scale * LOG2E;
@@ -237,7 +261,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             continue;
         }
         uint8_t * stage = stages + unit % 2 * a.stage_bytes;
-        if constexpr (CODES) {
+        if constexpr (CODES && !ROTATED) {
             if (a.k.scale && (state0 == 3 || state1 == 3)) { widen_stage<D, KB, VB>(a, stage); }
         }
         bool staged = true;
@@ -259,22 +283,27 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                     half_page h[2];
                     halves_of(unit, both ? 0 : first, both ? 1 : first, h);
                     __syncwarp();
-                    copy_stage_late<D, KB, VB>(a, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
-                    copies_done();
-                    if (a.k.scale) { widen_stage<D, KB, VB>(a, stage); }
+                    if constexpr (ROTATED) {
+                        copy_lattice_late<D, KB, VB>(a, stage, h[0], h[1], now & 1, now & 2);
+                    } else {
+                        copy_stage_late<D, KB, VB>(a, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
+                        copies_done();
+                        if (a.k.scale) { widen_stage<D, KB, VB>(a, stage); }
+                    }
                 }
             }
             float s[4][4], base[4] = {};
-            if constexpr (CODES) {
-                if (now & 1) {
-                    score<D, KB, VB>(a, q, stage, s, base);
-                }
+            if constexpr (ROTATED) {
+                if (q_rotated != (now & 1)) { load_rotated(now & 1); }
+                if (now & 1) { score_lattice<D, KB, VB>(k_table, q, stage, s); }
+            } else if constexpr (CODES) {
+                if (now & 1) { score<D, KB, VB>(a, q, stage, s, base); }
             }
             if (!(now & 1)) {
                 const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride;
                 score_open<D, KB>(q, rows, a.k.stride, s);
             }
-            const float unit_k = CODES && (now & 1) ? FROM_K : 1.0f;
+            const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
             if (!here || !mine) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
@@ -336,12 +365,20 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             if constexpr (CODES) {
                 if (of_codes != ((now & 2) != 0)) {
                     of_codes = (now & 2) != 0;
-                    const float f = of_codes ? 1.0f / FROM_V : FROM_V;
+                    if constexpr (ROTATED) {
+                        rotate_output<D>(o);
+                    } else {
+                        const float f = of_codes ? 1.0f / FROM_V : FROM_V;
 #pragma unroll
-                    for (int n = 0; n < S; n++) { o[n][0] *= f; o[n][1] *= f; o[n][2] *= f; o[n][3] *= f; }
+                        for (int n = 0; n < S; n++) { o[n][0] *= f; o[n][1] *= f; o[n][2] *= f; o[n][3] *= f; }
+                    }
                 }
                 if (now & 2) {
-                    accumulate<D, KB, VB>(a, stage, p, o, oz);
+                    if constexpr (ROTATED) {
+                        accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
+                    } else {
+                        accumulate<D, KB, VB>(a, stage, p, o, oz);
+                    }
                 }
             }
             if (!(now & 2)) {
@@ -353,6 +390,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     // this thread's columns, over all cells of the warp
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
+    if constexpr (ROTATED) {
+        if (of_codes) { rotate_output<D>(o); }
+        of_codes = false;
+    }
     decode_sums<D> & sums = *(decode_sums<D> *) memory;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -365,7 +406,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         const float f = of_codes ? FROM_V : 1.0f;
 #pragma unroll
         for (int i = 0; i < D / 32; i++) {
-            const float z = CODES ? __shfl_sync(~0u, oz[e], 32*i / a.v.group * 4 + c) : 0.0f;
+            const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], 32*i / a.v.group * 4 + c) : 0.0f;
             *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] =
                 make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
         }
@@ -377,14 +418,17 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 // Launches, or with `occupancy` tells how many blocks a multiprocessor holds.
 template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = 0;
-    if (KB != 16) {
+    if constexpr (KB > LATTICE) {
+        a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
+    } else if (KB != 16) {
         const int keys = 4*D << a.k_parts_log2, values = D * 256 >> a.v_group_log2;
         a.stage_v_params = keys;
         a.stage_raw_k    = keys + values;
         a.stage_raw_v    = a.stage_raw_k + ((keys / 2 + (8 << a.k_parts_log2) + 15) & ~15);
         a.stage_bytes    = stage_map<D, KB, VB>::K_PARAMS + (a.k.scale || a.v.scale ? a.stage_raw_v + values / 2 + 16 : a.stage_raw_k);
     }
-    const size_t nb = std::max(DECODE_WARPS * (2 * (size_t) a.stage_bytes + 8 * sizeof(kvq_page)), sizeof(decode_sums<D>));
+    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) : 0;
+    const size_t nb = std::max(DECODE_WARPS * (2 * (size_t) a.stage_bytes + 8 * sizeof(kvq_page)) + tables, sizeof(decode_sums<D>));
     static size_t allowed = 48 << 10;
     if (nb > allowed) {
         cudaFuncSetAttribute(decode_kernel<D, KB, VB>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) nb);
@@ -396,6 +440,24 @@ template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_str
     }
     const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
     kvq_launch_early(decode_kernel<D, KB, VB>, grid, 32 * DECODE_WARPS, nb, stream, a);
+}
+
+template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.v.bits) {
+        case 1:  launch_kernel<D, KB, LATTICE + 2>(a, n_streams, stream, occupancy); break;
+        case 2:  launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream, occupancy); break;
+        default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+template <int D> void launch_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.k.bits) {
+        case 1:  launch_lattice_values<D, LATTICE + 2>(a, n_streams, stream, occupancy); break;
+        case 2:  launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
+        default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
+    }
 }
 
 template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {

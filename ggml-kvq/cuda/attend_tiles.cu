@@ -3,7 +3,7 @@
 #include "attend.cuh"
 #include "tile.cuh"
 
-template <int D, int N_WARPS> static __global__ void __launch_bounds__(32 * N_WARPS) tiles_kernel(const kvq_attend_args a) {
+template <int D, int N_WARPS> static __global__ void __launch_bounds__(32 * N_WARPS) tiles_kernel(const __grid_constant__ kvq_attend_args a) {
     extern __shared__ __align__(16) __half s_memory[];
     __half * const s_k = s_memory, * const s_v = s_k + TILE_CELLS * (D + 8);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, n_warps = N_WARPS;

@@ -6,13 +6,17 @@
 #include <cstdint>
 #include <cuda_fp16.h>
 
-// types/affine.h, worked out on the host once per launch
+// types/affine.h and types/lattice.h, worked out on the host once per launch
 struct kvq_affine_geometry {
-    int role, bits, group, scale, levels, n_cells, head_size, stride; // stride: channels of a tile row
+    int type, role, bits, group, scale, levels, n_cells, head_size, stride; // stride: channels of a tile row
     float eta;
     int lanes, dots, n_tiles, np;
     int n_parts, width[2], shift[2], n_chunks[2], offset[2];
     int nb_codes, nb_params;
+    // lattice: of the Hadamard rotation; points on the device, [2^(bits*group)][group]
+    int block;
+    float norm;
+    const float * points;
 };
 
 kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c); // device.cu

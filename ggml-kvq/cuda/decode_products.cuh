@@ -73,6 +73,12 @@ void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int strid
         for (int u = 0; u < S / 2; u++) {
             const uint16_t * at = rows + (size_t) (4*j) * stride + channel_of<D, KB>(c, 2*u);
             const uint4 x = load16(at), y = load16(at + stride);
+            if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
+                const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
+                mma(s[j], a, q[2*u][0],     q[2*u][1]);
+                mma(s[j], b, q[2*u + 1][0], q[2*u + 1][1]);
+                continue;
+            }
             const uint32_t a[4] = { even(x.x, x.y), even(y.x, y.y), odd(x.x, x.y), odd(y.x, y.y) };
             const uint32_t b[4] = { even(x.z, x.w), even(y.z, y.w), odd(x.z, x.w), odd(y.z, y.w) };
             mma(s[j], a, q[2*u][0],     q[2*u][1]);
@@ -82,8 +88,8 @@ void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int strid
 }
 
 // How far the weight of probabilities of step j lies above 1, in powers of two, for the planes of V.
-template <int VB> __device__ __forceinline__ constexpr int v_boost() { return VB == 16 ? 0 : VB == 1 ? 3 : 4; }
-template <int VB> __device__ __forceinline__ constexpr int v_weight(int j) { return VB == 16 ? 0 : v_boost<VB>() - cut<VB>::W * (j % cut<VB>::P); }
+template <int VB> __device__ __forceinline__ constexpr int v_boost() { return VB >= 16 ? 0 : VB == 1 ? 3 : 4; }
+template <int VB> __device__ __forceinline__ constexpr int v_weight(int j) { return VB >= 16 ? 0 : v_boost<VB>() - cut<VB>::W * (j % cut<VB>::P); }
 
 __device__ __forceinline__ uint32_t word(const uint4 & x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 

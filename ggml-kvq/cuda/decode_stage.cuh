@@ -22,10 +22,14 @@ __device__ __forceinline__ float exp2_fast(float x) { float y; asm("ex2.approx.f
 __device__ __forceinline__ constexpr float exp2_of(int n) { return n < 0 ? 1.0f / (float) (1 << -n) : (float) (1 << n); }
 __device__ __forceinline__ uint32_t transpose(uint32_t x) { uint32_t y; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y; }
 
-// How a lane of codes of BITS is cut: the first part's width, planes of a word, and the 1-bit part of 3 bits.
+constexpr int LATTICE = 32; // BITS of a lattice page = LATTICE + bits of an index
+
+// How a lane of codes of BITS is cut: the first part's width, planes of a word, and the 1-bit part of 3 bits. Lattice: P = steps of
+// 4 channels in a word; indices of 6 bits have a part of 2.
 template <int BITS> struct cut {
-    static constexpr int W = BITS == 3 ? 2 : BITS == 16 ? 4 : BITS, P = 8 / W;
-    static constexpr bool high = BITS == 3;
+    static constexpr int B = BITS > LATTICE ? BITS - LATTICE : BITS;
+    static constexpr int W = B == 3 ? 2 : B == 16 ? 4 : B == 6 ? 4 : B, P = (BITS > LATTICE ? 16 : 8) / W;
+    static constexpr bool high = B == 3 || B == 6;
 };
 
 // fields of plane `pl` of bytes (0, 2) of x, or (1, 3), as two denormals; high: the word of third bits, its plane 0 belongs to plane 0

@@ -1,8 +1,9 @@
 #include "device.h"
 
 #include "attend.cuh"
+#include "lattice.cuh"
 #include "seal.cuh"
-#include "../types/affine.h"
+#include "../types/lattice.h"
 
 #include <algorithm>
 #include <cmath>
@@ -19,19 +20,33 @@ static std::vector<kvq_cuda_device *> live;
 
 kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
     kvq_affine_geometry g = {};
-    g.role = c.role; g.bits = c.bits; g.group = c.group; g.scale = c.scale; g.levels = c.levels; g.eta = c.eta;
+    g.type = c.type; g.role = c.role; g.bits = c.bits; g.group = c.group; g.scale = c.scale; g.levels = c.levels; g.eta = c.eta;
     g.n_cells   = c.n_cells;
     g.head_size = c.head_size;
     g.stride    = (c.head_size + 15) / 16 * 16;
-    if (c.type != KVQ_TYPE_AFFINE) {
+    if (c.type != KVQ_TYPE_AFFINE && c.type != KVQ_TYPE_LATTICE) {
         return g;
     }
-    const kvq_affine_dims  d = kvq_affine_get_dims(c);
-    const kvq_affine_parts p = kvq_affine_get_parts(c);
-    g.lanes   = d.lanes;
-    g.dots    = d.dots;
-    g.n_tiles = d.n_tiles;
-    g.np      = d.np;
+    kvq_affine_parts p;
+    if (c.type == KVQ_TYPE_LATTICE) {
+        p = kvq_lattice_get_parts(c);
+        g.lanes   = c.role == KVQ_ROLE_K ? c.n_cells : c.head_size / c.group;
+        g.dots    = c.role == KVQ_ROLE_K ? c.head_size / c.group : c.n_cells;
+        g.n_tiles = kvq_lattice_n_tiles(c);
+        g.block   = kvq_hadamard_block(c.head_size);
+        g.norm    = (float) (1.0 / sqrt((double) g.block)); // as kvq_hadamard
+        g.nb_codes  = (int) kvq_lattice_nb_codes(c);
+        g.nb_params = (int) kvq_lattice_nb_params(c);
+    } else {
+        p = kvq_affine_get_parts(c);
+        const kvq_affine_dims d = kvq_affine_get_dims(c);
+        g.lanes   = d.lanes;
+        g.dots    = d.dots;
+        g.n_tiles = d.n_tiles;
+        g.np      = d.np;
+        g.nb_codes  = (int) kvq_affine_nb_codes(c);
+        g.nb_params = (int) kvq_affine_nb_params(c);
+    }
     g.n_parts = p.n;
     for (int i = 0; i < p.n; i++) {
         g.width[i]    = p.width[i];
@@ -39,8 +54,6 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
         g.n_chunks[i] = p.n_chunks[i];
         g.offset[i]   = (int) p.offset[i];
     }
-    g.nb_codes  = (int) kvq_affine_nb_codes(c);
-    g.nb_params = (int) kvq_affine_nb_params(c);
     return g;
 }
 
@@ -65,6 +78,7 @@ kvq_cuda_device::~kvq_cuda_device() {
         synchronize();
         cudaFree(partial);
         cudaFree(tickets);
+        cudaFree(points);
         cudaFree(expanded);
         cudaFree(row_table);
     }
@@ -98,6 +112,31 @@ template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need
     return true;
 }
 
+kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
+    kvq_affine_geometry g = kvq_affine_get_geometry(c);
+    if (c.type != KVQ_TYPE_LATTICE) {
+        return g;
+    }
+    constexpr int n = LATTICE_MAX_VALUES; // of each of the grids, by d and bits
+    const int at = ((c.group == 8 ? 2 : c.group / 4) * 4 + c.bits - 1) * n;
+    if (!points) {
+        std::vector<float> all(3 * 4 * n, 0.0f);
+        for (int d = 2, i = 0; d <= 8; d *= 2) {
+            for (int bits = 1; bits <= 4; bits++, i += n) {
+                const kvq_grid * grid = kvq_grid_find(d, bits);
+                for (int j = 0; grid && j < grid->n * d; j++) { all[(size_t) (i + j)] = (float) (grid->point[j] * grid->step) * (1.0f / 4096.0f); }
+            }
+        }
+        if (!check(cudaMalloc(&points, all.size() * sizeof(float)), "cudaMalloc of grid points")) {
+            points = nullptr;
+            return g;
+        }
+        put(points, all.data(), all.size() * sizeof(float));
+    }
+    g.points = points + at;
+    return g;
+}
+
 void kvq_cuda_device::set_stream(void * s) {
     if (s != stream) {
         synchronize();
@@ -122,8 +161,8 @@ void kvq_cuda_device::forget_stream(void * s) {
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
     const bool more = plan.pre_rope || plan.mean || plan.k.chained || plan.v.chained || plan.probe > 0.0f || plan.keep > 0.0f; // than pages that are read as they are
     for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
-        if (more || (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE)) {
-            return "this method has no CUDA kernels yet: use kivi, xquant or f16, or run on the CPU with -ngl 0";
+        if (more || (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE)) {
+            return "this method has no CUDA kernels yet: use kivi, xquant, higgs or f16, or run on the CPU with -ngl 0";
         }
     }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
@@ -229,7 +268,8 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
 
 void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
     use();
-    const kvq_affine_geometry g = kvq_affine_get_geometry(l.codec);
+    const kvq_affine_geometry g = geometry(l.codec);
+    const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_encode_lattice : kvq_launch_encode;
     for (int i = 0; i < n; i += KVQ_SEAL_JOBS) {
         const int part = std::min(n - i, KVQ_SEAL_JOBS);
         kvq_seal_jobs arg;
@@ -242,14 +282,16 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
                 memset(arg.job[j].valid, 0xff, sizeof(arg.job[j].valid));
             }
         }
-        kvq_launch_encode(g, arg, part, l.n_head, (cudaStream_t) stream);
+        launch(g, arg, part, l.n_head, (cudaStream_t) stream);
     }
     check(cudaGetLastError(), "encode kernel");
 }
 
 void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b) {
     use();
-    kvq_launch_decode(kvq_affine_get_geometry(l.codec), (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
+    const kvq_affine_geometry g = geometry(l.codec);
+    const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_decode_lattice : kvq_launch_decode;
+    launch(g, (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
     check(cudaGetLastError(), "decode kernel");
 }
 
@@ -262,8 +304,8 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
         const kvq_attn & f = attn[i0];
         const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
         kvq_attend_args a = {};
-        a.k = kvq_affine_get_geometry(f.k);
-        a.v = kvq_affine_get_geometry(f.v);
+        a.k = geometry(f.k);
+        a.v = geometry(f.v);
         a.n_q        = f.n_q;
         a.n_head     = f.n_head;
         a.n_head_kv  = f.n_head_kv;
@@ -331,8 +373,11 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v)
     }
     uint16_t * at_k = (uint16_t *) expanded, * at_v = at_k + nk * n;
     for (int i = 0; i < n; i++) {
-        kvq_launch_expand(kvq_affine_get_geometry(f.k), attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, at_k + i * nk, (cudaStream_t) stream);
-        kvq_launch_expand(kvq_affine_get_geometry(f.v), attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, at_v + i * nv, (cudaStream_t) stream);
+        for (const bool value : { false, true }) {
+            const kvq_affine_geometry g = geometry(value ? f.v : f.k);
+            const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_expand_lattice : kvq_launch_expand;
+            launch(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, value ? at_v + i * nv : at_k + i * nk, (cudaStream_t) stream);
+        }
     }
     *k = at_k;
     *v = at_v;

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+struct kvq_affine_geometry;
+
 class kvq_cuda_device : public kvq_device {
 public:
     explicit kvq_cuda_device(int ordinal);
@@ -51,12 +53,14 @@ public:
 private:
     bool use();
     bool check(int status, const char * what);
+    kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
     int         ordinal, n_sm = 1;
     void      * stream = nullptr;
     template <typename T> bool grow(T *& p, size_t & n, size_t need, const char * what);
     float     * partial = nullptr;
     uint32_t  * tickets = nullptr;
     size_t      n_partial = 0, n_tickets = 0;
+    float     * points   = nullptr; // of all grids
     void      * expanded = nullptr;
     size_t      nb_expanded = 0;
     struct row_job;

@@ -28,6 +28,10 @@ void kvq_launch_rows  (const kvq_seal_rows & to, int n, int n_head, int head_siz
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
 void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
+// The same for lattice blocks: seal_lattice.cu, expand_lattice.cu.
+void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
+void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, cudaStream_t stream);
 
 // Cells [0, n_kv) of a lane as f16 rows [cell][head][head_size]: what a kernel for plain caches reads. Empty pages become zeros.
 // expand.cu; rounds once where the reference rounds twice, which attention does not see.

@@ -2,7 +2,7 @@
 // Both are read as the right operand of m16n8k16, two neighbouring values a register; the padding keeps reads off equal banks.
 #pragma once
 
-#include "common.cuh"
+#include "lattice.cuh"
 
 constexpr int TILE_CELLS  = 32;
 constexpr int TILE_V_STEP = TILE_CELLS + 8;
@@ -114,6 +114,20 @@ template <int D, int THREADS> static __device__ void fill_v_open(const uint16_t 
     }
 }
 
+// lattice blocks, rotated back: a warp a cell
+template <int D, int THREADS> static __device__ __noinline__ void fill_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t0, __half * to, int cell_step, int channel_step) {
+    constexpr int N = (D + 31) / 32;
+    for (int t = threadIdx.x / 32; t < TILE_CELLS; t += THREADS / 32) {
+        float x[N];
+        lattice_row<N>(g, codes, params, t0 + t, x);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int c = 32*i + threadIdx.x % 32;
+            if (c < D) { to[t * cell_step + c * channel_step] = __float2half_rn(fminf(fmaxf(x[i], -65504.0f), 65504.0f)); }
+        }
+    }
+}
+
 template <int D, int THREADS> static __device__ void fill_tile(const kvq_affine_geometry & k, const kvq_affine_geometry & v, const kvq_page & page, int kvh, int t0, __half * s_k, __half * s_v) {
     const uint8_t * c = (const uint8_t *) page.k_codes, * p = (const uint8_t *) page.k_params;
     if (!p) {
@@ -121,7 +135,8 @@ template <int D, int THREADS> static __device__ void fill_tile(const kvq_affine_
     } else {
         c += (size_t) kvh * k.nb_codes;
         p += (size_t) kvh * k.nb_params;
-        switch (k.bits) {
+        switch (k.type == KVQ_TYPE_LATTICE ? -1 : k.bits) {
+            case -1: fill_lattice<D, THREADS>(k, c, p, t0, s_k, D + 8, 1); break;
             case 0: fill_k<D, 0, THREADS>(k, c, p, t0, s_k); break;
             case 1: fill_k<D, 1, THREADS>(k, c, p, t0, s_k); break;
             case 2: fill_k<D, 2, THREADS>(k, c, p, t0, s_k); break;
@@ -136,7 +151,8 @@ template <int D, int THREADS> static __device__ void fill_tile(const kvq_affine_
     } else {
         c += (size_t) kvh * v.nb_codes;
         p += (size_t) kvh * v.nb_params;
-        switch (v.bits) {
+        switch (v.type == KVQ_TYPE_LATTICE ? -1 : v.bits) {
+            case -1: fill_lattice<D, THREADS>(v, c, p, t0, s_v, 1, TILE_V_STEP); break;
             case 0: fill_v<D, 0, THREADS>(v, c, p, t0, s_v); break;
             case 1: fill_v<D, 1, THREADS>(v, c, p, t0, s_v); break;
             case 2: fill_v<D, 2, THREADS>(v, c, p, t0, s_v); break;

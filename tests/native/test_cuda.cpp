@@ -24,7 +24,7 @@ static int   uniform(int a, int b) { return std::uniform_int_distribution<int>(a
 
 static kvq_codec make_codec(int role, int bits, int group, int scale, int levels, float eta, int n_cells, int head_size) {
     kvq_codec c = {};
-    c.type = bits == 16 ? KVQ_TYPE_F16 : KVQ_TYPE_AFFINE;
+    c.type = bits == 16 ? KVQ_TYPE_F16 : group < 16 ? KVQ_TYPE_LATTICE : KVQ_TYPE_AFFINE; // less than 16: channels of a point
     c.role = role; c.bits = bits; c.group = group; c.scale = scale; c.levels = levels; c.eta = eta; c.n_cells = n_cells; c.head_size = head_size;
     return c;
 }
@@ -434,7 +434,8 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells) {
     }
     printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %8s\n", bandwidth / 1e12, "attention, one layer", "cells", "n_q", "us", "floor us", "ratio");
     struct { const char * name; int kb, vb, group, scale; } formats[] = {
-        { "f16", 16, 16, 32, 0 }, { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32 u8", 2, 2, 32, 1 }, { "xquant 2/1 g32", 2, 1, 32, 0 }, { "affine-1 g128", 1, 1, 128, 0 }, { "kivi-4 g128", 4, 4, 128, 0 } };
+        { "f16", 16, 16, 32, 0 }, { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32 u8", 2, 2, 32, 1 }, { "xquant 2/1 g32", 2, 1, 32, 0 }, { "affine-1 g128", 1, 1, 128, 0 }, { "kivi-4 g128", 4, 4, 128, 0 },
+        { "higgs-1", 1, 1, 2, 1 }, { "higgs-2", 2, 2, 2, 1 }, { "higgs-3", 3, 3, 2, 1 }, { "higgs-4", 4, 4, 2, 1 } };
     for (const auto & f : formats) {
         for (int cells : { 1024, 32768, 131072 }) {
             if (!strstr(f.name, only) || (only_cells && cells != only_cells)) { continue; }
@@ -482,12 +483,20 @@ int main(int argc, char ** argv) {
             if (!kvq_traits(c.type)->refuse(c) && (!quick || (group == 32 && D == 80))) { n += check_codec(d, c); }
         }
     } } } } }
-    CHECK(quick || n > 2000, "only %d blocks compared", n);
+    const int n_affine = n;
+    for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 1; bits <= 4; bits++) { for (int vec : { 2, 4, 8 }) { for (int scale : { 0, 1 }) { for (int D : { 8, 64, 80, 96, 128, 192, 256 }) {
+        for (int cells : { 32, 96 }) {
+            const kvq_codec c = make_codec(role, bits, vec, scale, 0, 0.0f, cells, D);
+            if (!kvq_traits(c.type)->refuse(c) && (!quick || D == 80)) { n += check_codec(d, c); }
+        }
+    } } } } }
+    CHECK(quick || (n_affine > 2000 && n - n_affine > 2000), "only %d and %d blocks compared", n_affine, n - n_affine);
     printf("sealing: %d pages of 2 heads identical to the C reference\n", n);
     double worst = 0;
     n = 0;
     for (const auto & m : { std::make_pair("f16", ""), std::make_pair("kivi", "bits=2,window=64"), std::make_pair("kivi", "bits=4,group=64,scales=u8,window=0,sinks=4"),
-                            std::make_pair("xquant", "km=0,vm=0,window=32") }) {
+                            std::make_pair("xquant", "km=0,vm=0,window=32"), std::make_pair("higgs", "bits=2,window=64"),
+                            std::make_pair("higgs", "k_bits=4,v_bits=3,scales=f16,window=0,sinks=4"), std::make_pair("higgs", "bits=1,grid=d8,window=32") }) {
         const int steps = quick ? 20 : 1000, n_rows = check_store(d, m.first, m.second, steps);
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
     }
@@ -497,6 +506,9 @@ int main(int argc, char ** argv) {
         check_attention(d, { 4, 3, 32, 1, 64, 1, 4, 1, 700, 1, 0, 0, false, false });
         check_attention(d, { 2, 2, 128, 0, 128, 1, 4, 1, 1500, 1, 0, 0, false, false });
         check_attention(d, { 16, 16, 32, 0, 128, 1, 4, 1, 600, 1, 0, 0, false, false });
+        check_attention(d, { 2, 3, 2, 1, 128, 2, 4, 1, 1500, 1, 0, 0, true, false });
+        check_attention(d, { 4, 1, 2, 0, 64, 1, 4, 2, 700, 1, 0, 0, false, false });
+        check_attention(d, { 2, 1, 4, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
         return 0;
     }
     const auto attention = [&](attention_case c) { worst = std::max(worst, check_attention(d, c)); n++; };
@@ -509,6 +521,14 @@ int main(int argc, char ** argv) {
         attention({ 2, 2, 64, 1, D, 1, gqa, 1, 31 + D, 3, 0, 8.0f, true, false });
         attention({ 4, 3, 32, 0, D, 1, gqa, 5, 300, 1, 0, 0, false, true });
     } }
+    for (int kb : { 1, 2, 3, 4 }) { for (int vb : { 1, 2, 3, 4 }) { for (int D : { 64, 128 }) { // lattices
+        attention({ kb, vb, 2, vb % 2, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
+        attention({ kb, vb, 2, kb % 2, D, 2, vb, 3, 3000, 2, vb == 2 ? 20.0f : 0.0f, vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });
+    } } }
+    for (int D : { 64, 80, 96, 128, 256 }) { for (int vec : { 2, 4, 8 }) { for (int n_q : { 1, 7, 40 }) {
+        attention({ 1, 1, vec, 1, D, 2, n_q == 7 ? 1 : 8, n_q, 500, 1, 0, 0, false, false });
+        if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
+    } } }
     for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
     printf("attention: %d cases, worst relative error %.2g\n", n, worst);
     return 0;

@@ -1,0 +1,85 @@
+// A row of a lattice block (types/lattice.h) by one warp: lane i has channels i, i + 32, ..., N of them.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int LATTICE_MAX_CELLS = 256, LATTICE_MAX_VALUES = 2048; // values: of a grid
+
+// Butterflies in order of growing distance, then the norm: the operations of kvq_hadamard.
+template <int N> static __device__ __forceinline__ void warp_hadamard(const kvq_affine_geometry & g, float (&x)[N]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 1; h < 32; h *= 2) {
+        if (h < g.block) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                const float other = __shfl_xor_sync(~0u, x[i], h);
+                x[i] = lane & h ? other - x[i] : x[i] + other;
+            }
+        }
+    }
+#pragma unroll
+    for (int k = 1; k < N; k *= 2) {
+        if (32 * k < g.block) {
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                if (!(i & k) && i + k < N) {
+                    const float a = x[i], b = x[i + k];
+                    x[i]     = a + b;
+                    x[i + k] = a - b;
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) { x[i] *= g.norm; }
+}
+
+static __device__ __forceinline__ float lattice_scale(const kvq_affine_geometry & g, const uint8_t * params, int cell) {
+    const uint16_t * half = (const uint16_t *) params;
+    float s;
+    if (g.scale) {
+        const float u = (float) params[2 + cell];
+        s = f16_bits_to_f32(half[0]) * (1.0f / 65025.0f) * (u * u);
+    } else {
+        s = f16_bits_to_f32(half[cell]);
+    }
+    return s - s == 0.0f ? s : 0.0f; // only foreign bytes are not finite
+}
+
+static __device__ __forceinline__ int lattice_index(const kvq_affine_geometry & g, const uint8_t * codes, int cell, int vec) {
+    const int lane = g.role == KVQ_ROLE_K ? cell : vec, dot = g.role == KVQ_ROLE_K ? vec : cell;
+    int index = 0;
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        if (part >= g.n_parts) { break; }
+        const int w = g.width[part], span = 32 / w, rest = dot % span;
+        const int at = g.offset[part] + (lane / 16 * g.n_chunks[part] + dot / span) * 64 + lane % 16 * 4 + rest % 4;
+        index |= (codes[at] >> rest / 4 * w & ((1 << w) - 1)) << g.shift[part];
+    }
+    return index;
+}
+
+// Decoded row of a cell, f32; channels behind the head are 0.
+template <int N> static __device__ __forceinline__ void lattice_row(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int cell, float (&x)[N]) {
+    const int lane = threadIdx.x % 32;
+    const float s = lattice_scale(g, params, cell);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int c = 32*i + lane;
+        x[i] = c < g.head_size ? __ldg(g.points + lattice_index(g, codes, cell, c / g.group) * g.group + c % g.group) * s : 0.0f;
+    }
+    warp_hadamard<N>(g, x);
+}
+
+// Calls f with the N of a head size as a type.
+template <int N> struct lattice_width { static constexpr int value = N; };
+template <typename F> static void lattice_switch(int head_size, F && f) {
+    switch ((head_size + 31) / 32) {
+        case 1: case 2: f(lattice_width<2>()); break;
+        case 3:         f(lattice_width<3>()); break;
+        case 4:         f(lattice_width<4>()); break;
+        case 5: case 6: f(lattice_width<6>()); break;
+        default:        f(lattice_width<8>()); break;
+    }
+}
