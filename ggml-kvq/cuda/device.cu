@@ -2,6 +2,7 @@
 
 #include "attend.cuh"
 #include "lattice.cuh"
+#include "predict.cuh"
 #include "seal.cuh"
 #include "../types/lattice.h"
 
@@ -382,4 +383,10 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v)
     *k = at_k;
     *v = at_v;
     return check(cudaGetLastError(), "expand kernel");
+}
+
+void kvq_cuda_device::predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride) {
+    use();
+    kvq_launch_predict({ w.data, w.n_in, w.n_out, w.bits, n, x, s, x_stride, out_stride, out, add }, (cudaStream_t) stream);
+    check(cudaGetLastError(), "predictor kernel");
 }

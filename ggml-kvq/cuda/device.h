@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../cache/device.h"
+#include "../types/predictor.h"
 
 #include <string>
 #include <vector>
@@ -29,6 +30,9 @@ public:
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
     // device, overwritten by the next call. False: out of memory.
     bool expand(const kvq_attn * attn, int n, void ** k, void ** v);
+
+    // out[i] (+)= W x[i] for n rows (types/predictor.h), every pointer in device memory, w.data too; x_stride is a multiple of 32.
+    void predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride);
 
     // A step that is recorded into a CUDA graph and replayed: write_rows then takes its addresses from a table in device memory, and
     // replaying only refills the table. Between begin_step and end_step nothing but write_rows and attend may be called.

@@ -117,6 +117,56 @@ static int check_codec(kvq_cuda_device & d, const kvq_codec & c) {
     return n;
 }
 
+// ---------------------------------------------------------------- predictors
+
+struct predict_case { int n_in, n_out, bits, n_rows; };
+
+struct predict_world {
+    kvq_predictor w;
+    std::vector<uint8_t> packed;
+    std::vector<int8_t> x;
+    std::vector<float>  s;
+    size_t x_stride;
+    std::unique_ptr<device_bytes> weights, rows, scales, out;
+
+    predict_world(kvq_cuda_device & d, const predict_case & c) : packed(kvq_predictor_bytes(c.n_in, c.n_out, c.bits)), s((size_t) c.n_rows), x_stride((size_t) (c.n_in + 31) / 32 * 32) {
+        std::vector<float> m((size_t) c.n_in * c.n_out), row((size_t) c.n_in);
+        for (auto & v : m) { v = 0.05f * normal(); }
+        kvq_predictor_pack(c.n_in, c.n_out, c.bits, m.data(), packed.data());
+        x.assign(x_stride * c.n_rows, 0);
+        for (int i = 0; i < c.n_rows; i++) {
+            const float f = i % 5 ? expf(normal()) : 0.0f;
+            for (auto & v : row) { v = f * normal(); }
+            kvq_quantise_row(c.n_in, row.data(), &x[i * x_stride], &s[(size_t) i]);
+        }
+        weights.reset(new device_bytes(d, packed.size(), packed.data()));
+        rows   .reset(new device_bytes(d, x.size(), x.data()));
+        scales .reset(new device_bytes(d, s.size() * 4, s.data()));
+        out    .reset(new device_bytes(d, (size_t) c.n_rows * c.n_out * 4));
+        w.n_in = c.n_in; w.n_out = c.n_out; w.bits = c.bits;
+    }
+    void run(kvq_cuda_device & d, int n, bool add) {
+        kvq_predictor there = w;
+        there.data = (const uint8_t *) weights->p;
+        d.predict(there, n, (const int8_t *) rows->p, x_stride, (const float *) scales->p, add, (float *) out->p, (size_t) w.n_out);
+    }
+};
+
+static void check_predict(kvq_cuda_device & d, const predict_case & c) {
+    predict_world p(d, c);
+    p.w.data = p.packed.data();
+    std::vector<float> want((size_t) c.n_rows * c.n_out, 0.0f);
+    for (const bool add : { false, true }) {
+        p.run(d, c.n_rows, add);
+        for (int i = 0; i < c.n_rows; i++) { kvq_predict_row(p.w, &p.x[i * p.x_stride], p.s[(size_t) i], add, &want[(size_t) i * c.n_out]); }
+        const std::vector<float> got = p.out->get<float>();
+        for (size_t i = 0; i < want.size(); i++) {
+            CHECK(!memcmp(&got[i], &want[i], 4), "predictor %d -> %d, %d bits: row %d output %d is %.9g, not %.9g", c.n_in, c.n_out, c.bits, (int) i / c.n_out, (int) i % c.n_out, got[i], want[i]);
+        }
+    }
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+}
+
 // ---------------------------------------------------------------- attention
 
 struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; };
@@ -465,6 +515,15 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells) {
             }
         }
     }
+    printf("%-34s %10s %10s\n", "predictors, 8192 cells, one layer", "us", "TMAC/s");
+    for (int bits : { 8, 4 }) {
+        if (!strstr("predict", only)) { continue; }
+        predict_world p(d, { 1024, 1024, bits, 8192 });
+        const double s = seconds(d, 20, [&] { p.run(d, 8192, false); });
+        char name[64];
+        snprintf(name, sizeof(name), "1024 -> 1024, %d-bit weights", bits);
+        printf("%-34s %10.1f %10.1f\n", name, s * 1e6, 8192.0 * 1024 * 1024 / s / 1e12);
+    }
     CHECK(d.error().empty(), "%s", d.error().c_str());
 }
 
@@ -492,6 +551,10 @@ int main(int argc, char ** argv) {
     } } } } }
     CHECK(quick || (n_affine > 2000 && n - n_affine > 2000), "only %d and %d blocks compared", n_affine, n - n_affine);
     printf("sealing: %d pages of 2 heads identical to the C reference\n", n);
+    for (int bits : { 8, 4 }) {
+        for (const predict_case & c : { predict_case{ 96, 80, bits, 33 }, { 40, 200, bits, 7 }, { 512, 256, bits, 300 } }) { check_predict(d, c); }
+    }
+    printf("predictors: the bits of the C reference\n");
     double worst = 0;
     n = 0;
     for (const auto & m : { std::make_pair("f16", ""), std::make_pair("kivi", "bits=2,window=64"), std::make_pair("kivi", "bits=4,group=64,scales=u8,window=0,sinks=4"),
