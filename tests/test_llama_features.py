@@ -222,7 +222,7 @@ def test_random_walk_follows_upstream(
     assert len(kld) > 40 and np.mean(kld) < limit
 
 
-@pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache"])
+@pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache", "minikv"])
 def test_saved_sequence_reads_back_equal(demo_model: Path, method: str) -> None:
     c = Context(demo_model, method, "", 2, unified=False)
     tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
@@ -348,15 +348,16 @@ def test_refused_at_load_with_one_line(
     assert all(w in lines[0] for w in words), lines
 
 
-@pytest.fixture
-def server(demo_model: Path) -> Iterator[str]:
+@pytest.fixture(params=["xquant", "zipcache", "minikv"])
+def server(demo_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = {
         **os.environ,
         "GGML_BACKEND_PATH": str(_paths.backend()),
-        "KVQ_METHOD": "xquant",
+        "KVQ_METHOD": request.param,
+        "KVQ_OPTS": "lo=4" if request.param == "zipcache" else "",  # how prompts are cut decides which rows probe, and 2 bits would show it
     }
     argv = [
         str(_paths.program("llama-server")),
@@ -393,7 +394,7 @@ def server(demo_model: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "limit"), [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2), ("zipcache", 1e-3)]
+    ("method", "limit"), [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2), ("zipcache", 1e-3), ("minikv", 1e-2)]
 )
 def test_two_streams_in_one_batch_answer_as_alone(
     demo_model: Path, method: str, limit: float

@@ -11,9 +11,7 @@
 #include <cmath>
 #include <cstring>
 
-constexpr uint16_t EVICTED    = 0x8000;
 constexpr size_t   RECENT_RUN = 4; // pages
-enum : uint8_t { OF_PROMPT = 1, AWAY = 2 };
 
 struct kvq_slots::candidate {
     slot_page info;
@@ -53,6 +51,7 @@ void kvq_slots::clear() {
         m.clear();
     }
     queue.clear();
+    arrived.clear();
 }
 
 int kvq_slots::n_used(int s) const {
@@ -94,8 +93,11 @@ void kvq_slots::wrote(int s, int p, int64_t n_rows) {
 }
 
 void kvq_slots::forget(int s, int cell) {
+    if (is_restoring) { // restore() has
+        return;
+    }
     uint8_t & flags = prompt[(size_t) s * n_pages * page_cells + cell];
-    if (flags & AWAY) {
+    if (flags & (AWAY | PARTLY)) {
         for (int i = 0; i < n_store; i++) {
             for (int h = 0; page(s, i).used && h < n_head; h++) {
                 std::replace(map(s, i, h), map(s, i, h) + page_cells, (int32_t) cell, -1);
@@ -142,7 +144,7 @@ bool kvq_slots::is_evicted(int s, int p, int h, int t) const {
         return false;
     }
     const uint16_t * row = frame + ((size_t) h * page_cells + t) * k.layout().head_stride();
-    return std::all_of(row, row + k.layout().codec.head_size, [](uint16_t x) { return x == EVICTED; });
+    return std::all_of(row, row + k.layout().codec.head_size, [](uint16_t x) { return x == KVQ_EVICTED; });
 }
 
 void kvq_slots::restoring(bool on) {
@@ -299,34 +301,7 @@ void kvq_slots::encode(bool value, int s, int i, int h) {
     kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
 }
 
-// ---------------------------------------------------------------- save, shift, copy
-
-void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows) const {
-    const kvq_lane & x = *lane[value];
-    const kvq_lane_layout & l = x.layout();
-    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
-    for (int c = cell; c < cell + n; c++) {
-        const bool open = x.info(s, c / page_cells).state == KVQ_PAGE_OPEN && (x.valid(s, c / page_cells)[c % page_cells / 8] >> c % 8 & 1);
-        if (!open && (prompt[(size_t) s * n_pages * page_cells + c] & AWAY)) {
-            std::fill_n(rows + (size_t) (c - cell) * W, W, EVICTED);
-        }
-    }
-    std::vector<uint16_t> block((size_t) page_cells * D);
-    for (int i = 0; i < n_store; i++) {
-        for (int h = 0; pages[(size_t) s * n_store + i].used && h < n_head; h++) {
-            const int32_t * m = map(s, i, h);
-            if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) {
-                continue;
-            }
-            kvq_traits(l.codec.type)->decode(l.codec, x.codes_at(s, i, h), x.params_at(s, i, h), block.data());
-            for (int t = 0; t < page_cells; t++) {
-                if (m[t] >= cell && m[t] < cell + n) {
-                    memcpy(rows + (size_t) (m[t] - cell) * W + (size_t) h * D, &block[(size_t) t * D], 2 * D);
-                }
-            }
-        }
-    }
-}
+// ---------------------------------------------------------------- shift, copy
 
 void kvq_slots::edit(bool value, int s, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
     kvq_lane & x = *lane[value];

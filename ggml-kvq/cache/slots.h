@@ -7,8 +7,7 @@
 //            sealed alike. Pages whose run reaches into the newest `recent` of the prompt go after all others (such runs are of four pages),
 //            generated ones last, oldest first
 // What is sealed is never quantised again: pages go or stay whole, and because a run is sorted that is close to choosing cells.
-// An evicted cell keeps no trace but a bit; positions of the others do not change. In a saved state its row reads as -0 throughout, and
-// such rows are left out again when the state is sealed elsewhere.
+// An evicted cell keeps no trace but a bit; positions of the others do not change. How saved states carry all this: slots_state.cpp.
 #pragma once
 
 #include "layout.h"
@@ -16,7 +15,10 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <vector>
+
+constexpr uint16_t KVQ_EVICTED = 0x8000; // an evicted row reads as -0 throughout
 
 constexpr int KVQ_PROMPT_ROWS = 32; // a call of as many rows is a prompt; shorter ones are generated cells or drafts of them
 
@@ -33,7 +35,10 @@ public:
     void wrote (int stream, int page, int64_t n_rows); // rows of a call went to this page
     void forget(int stream, int cell);                 // a cell is written anew
     void seal  (bool value, int stream, const std::vector<int> & due, int n_threads);
-    void read  (bool value, int stream, int cell, int n, uint16_t * rows) const; // sealed cells among them
+    // Sealed cells among them, as a saved state carries them, or decoded only.
+    void read  (bool value, int stream, int cell, int n, uint16_t * rows, bool image = true) const;
+    // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames, evicted ones not among them.
+    void restore(bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void edit  (bool value, int stream, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn);
     void copy  (bool value, int from, int to);
     void clear();
@@ -49,6 +54,8 @@ private:
     };
     struct pending { std::vector<int> due, pages; };
     struct candidate;
+    struct arrival;
+    enum : uint8_t { OF_PROMPT = 1, AWAY = 2, PARTLY = 4 }; // PARTLY: some heads keep it in a page, others in its frame
 
     slot_page       & page(int s, int i)       { return pages[(size_t) s * n_store + i]; }
     int32_t         * map (int s, int i, int h)       { return maps.data() + (((size_t) s * n_store + i) * n_head + h) * page_cells; }
@@ -58,6 +65,8 @@ private:
     void encode     (bool value, int s, int i, int h);
     void mask_open  (int s, int p);
     bool is_evicted (int s, int p, int h, int t) const;
+    size_t nb_share (bool value) const; // bytes a row carries
+    bool take_block (const kvq_lane & x, const arrival & a, int h, int cell, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & stream) const;
     std::vector<candidate> pack(int s, const std::vector<int> & due, bool prompt) const;
 
     kvq_lane * lane[2] = {};
@@ -68,8 +77,9 @@ private:
     bool  is_restoring = false, in_prompt = false; // in_prompt: the last call was
     std::vector<slot_page> pages;   // [n_stream][n_store]
     std::vector<int32_t>   maps;    // [n_stream][n_store][n_head][page_cells]
-    std::vector<uint8_t>   prompt;  // [n_stream][n_pages*page_cells]: bit 0 of the prompt, bit 1 sealed or evicted
+    std::vector<uint8_t>   prompt;  // [n_stream][n_pages*page_cells]: OF_PROMPT, AWAY: sealed or evicted, PARTLY
     std::vector<int>       top;     // newest prompt cell of a stream
     std::vector<std::vector<int32_t>> open_maps; // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]
     std::deque<pending>    queue;   // sealed keys whose values are not
+    std::map<std::pair<int, int>, int> arrived; // (stream, page in the state) -> page, keys restored whose values are not
 };

@@ -170,6 +170,7 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
                 pi.n_valid++;
             }
             pi.stamp = ++streams[s].clock;
+            streams[s].last = (int) (idx[k] % l.n_cells);
             if (saliency && !value) {
                 saliency->forget(s, p, slot);
             }
@@ -300,9 +301,11 @@ void kvq_lane::commit_stream(int s, int n_threads) {
         due.push_back(open[i]);
         open.erase(open.begin() + (long) i);
     };
-    // The newest page waits until it is full. Others that are not full were left behind by freed cells and seal as they are:
+    const auto full = [&](int p) { return info(s, p).n_valid == l.page_cells && (st.last / l.page_cells != p || st.last % l.page_cells == l.page_cells - 1); };
+    // The newest page waits until it is full: to its last cell, since those behind the one just written may be left from a freed sequence,
+    // and would be sealed anew with every cell that overwrites them. Others that are not full were left behind by freed cells and seal as they are:
     // if they stayed, they would take the window's room from live cells.
-    while (rows > l.window && (int) due.size() < room(s) && !open.empty() && (open.size() > 1 || info(s, open[0]).n_valid == l.page_cells)) {
+    while (rows > l.window && (int) due.size() < room(s) && !open.empty() && (open.size() > 1 || full(open[0]))) {
         counters->n_forced += info(s, open[0]).n_valid < l.page_cells;
         take(0);
     }
@@ -385,7 +388,7 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
 }
 
 bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
-    if (slots || p < l.n_sink_pages || l.is_f16() || (info(s, p).state != KVQ_PAGE_SEALED && !room(s)) || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
+    if (p < l.n_sink_pages || l.is_f16() || (info(s, p).state != KVQ_PAGE_SEALED && !room(s)) || (x.chain && !x.chain->ready(x.ordinal, value, s, p)) || (owner && owner->info(s, p).state != KVQ_PAGE_SEALED)) {
         return false;
     }
     if (saliency && value) {
@@ -432,8 +435,9 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
 
 void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n_threads) {
     waiting = false;
-    if (slots && !value) {
-        slots->restoring(true);
+    if (slots) {
+        restore_slots(stream, cell, n, rows, n_threads);
+        return;
     }
     const int W = l.codec.head_size * l.n_head;
     std::vector<float>   f32;
@@ -465,9 +469,6 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
         at = end;
     }
     commit(n_threads);
-    if (slots && !value) {
-        slots->restoring(false);
-    }
 }
 
 void kvq_lane::copy_stream(int from, int to) {

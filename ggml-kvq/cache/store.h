@@ -124,7 +124,7 @@ private:
     friend class kvq_slots;
     struct stream_state {
         uint64_t clock = 0;
-        int      first = 0;
+        int      first = 0, last = -1; // cells of the first and the last row of the last write
         std::vector<int> open;        // open pages
         std::vector<int> free_frames; // own frames not in use
         std::vector<int> free_blocks; // of a lane whose blocks move
@@ -154,6 +154,7 @@ private:
     void seal       (int s, const std::vector<int> & due, int n_threads);
     void commit_stream(int s, int n_threads);
     bool restore_page(int s, int p, const uint16_t * rows);
+    void restore_slots(int s, int cell, int n, const uint16_t * rows, int n_threads);
     bool restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params);
     void image_page  (int s, int p, const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
     std::vector<uint16_t> take_out(int s, int p, const uint16_t * tile);

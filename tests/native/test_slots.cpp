@@ -105,6 +105,7 @@ static void decode(world & w, int s, int first, int n, bool check) {
         for (int v = 0; v < 2; v++) {
             kv[v].resize((size_t) w.n_cells * W);
             w.lane[v]->read(s, 0, w.n_cells, kv[v].data());
+            if (w.plan.keep > 0.0f) { w.slots.read(v, s, 0, w.n_cells, kv[v].data(), false); }
         }
         w.column.assign((size_t) HEADS * w.n_cells, 0.0);
         for (int i = 0; i < n; i++) {
@@ -229,6 +230,37 @@ static void save_and_restore(world & w, const char * opts, int s, int n) {
     if (n < w.n_cells) { decode(*other, 0, n, 1, true); }
 }
 
+// A state of pages that lost no cell: the same bytes come out of the cache that it went into, through a second one and at other cells.
+static void states_are_exact(const char * opts) {
+    auto w = build(opts, 1024, 1);
+    decode(*w, 0, 0, 500, false);
+    for (int c = 500; c < 700; c++) { decode(*w, 0, c, 1, false); }
+    for (const int shift : { 0, 77 }) {
+        auto other = build(opts, 1024, 2);
+        decode(*other, 1, 0, 300, false); // something to overwrite
+        for (int v = 0; v < 2; v++) {
+            std::vector<uint16_t> rows((size_t) 700 * W);
+            w->lane[v]->read(0, 0, 700, rows.data());
+            other->lane[v]->restore(1, shift, 700, rows.data(), 1);
+        }
+        for (int v = 0; v < 2; v++) {
+            std::vector<uint16_t> rows((size_t) 700 * W), back(rows.size());
+            w->slots.read(v, 0, 0, 700, rows.data(), false);
+            other->slots.read(v, 1, shift, 700, back.data(), false);
+            int n = 0;
+            for (int c = 0; c < 576 - 32; c++) { // older than both windows
+                for (int i = 0; i < W; i++) { n += rows[(size_t) c * W + i] != back[(size_t) c * W + i]; }
+            }
+            CHECK(n == 0, "%s, moved by %d: %d values of %d differ", opts, shift, n, 544 * W);
+            CHECK(std::count_if(back.begin(), back.begin() + 544 * W, [](uint16_t x) { return x != 0 && x != 0x8000; }) > 100 * W, "nothing was kept");
+        }
+        CHECK(shift || w->slots.n_used(0) == other->slots.n_used(1), "%d pages, restored %d", w->slots.n_used(0), other->slots.n_used(1));
+        for (int c = 0; c < shift + 700; c++) { other->live[1][(size_t) c] = c >= shift; }
+        decode(*other, 1, shift + 700, 1, true);
+        decode(*other, 1, shift + 701, 100, true); // a later turn
+    }
+}
+
 static void random_operations(const char * opts, int steps) {
     auto w = build(opts, 768, 2);
     std::vector<int> head(2, 0);
@@ -278,6 +310,7 @@ int main(int argc, char ** argv) {
     long_prompt("hh=0,rw=0.5", 0.5f, 0.5f);
     long_prompt("hh=0.5,rw=0", 0.5f, 0.0f);
     all_kept();
+    for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75" }) { states_are_exact(opts); }
     for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0" }) {
         rng.seed(seed);
         random_operations(opts, steps);

@@ -1,0 +1,255 @@
+// Slots in a saved state, which has f16 rows of cells and no room besides. An evicted row is -0 throughout. A kept row is its decoded values,
+// whose low mantissa bits hold (types.h, kvq_image_put)
+//   u32     page | slot << 20 | generated << 28 | of the prompt << 29
+//   bytes   its share of the head's stream, rows in slot order:  parameters of the block, f32 score, i32 newest - cell of slot 0
+// so that a page whose rows are all there is restored as it was. A page that lost cells is written without; its values are quantised anew.
+#include "slots.h"
+
+#include "saliency.h"
+#include "store.h"
+
+#include "../cpu/cpu.h"
+#include "../types/types.h"
+
+#include <algorithm>
+#include <cstring>
+
+constexpr int    MAX_IMAGE = 8;           // mantissa bits
+constexpr size_t TAIL      = 8;           // score, newest
+constexpr int    MAX_PAGE  = (1 << 20) - 1;
+
+// A page as it comes out of a state.
+struct kvq_slots::arrival {
+    std::vector<int32_t>  cells;  // [n_head][page_cells], -1: not seen
+    std::vector<uint32_t> heads;  // of the rows
+    int  n   = 0;
+    bool bad = false;             // two rows for one slot
+};
+
+static bool all_evicted(const uint16_t * row, size_t D) {
+    return std::all_of(row, row + D, [](uint16_t x) { return x == KVQ_EVICTED; });
+}
+
+size_t kvq_slots::nb_share(bool value) const {
+    return 4 + (lane[value]->layout().nb_params + TAIL + (size_t) page_cells - 1) / (size_t) page_cells;
+}
+
+void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows, bool image) const {
+    const kvq_lane & x = *lane[value];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value), nb = nb_row - 4;
+    for (int c = cell; c < cell + n; c++) {
+        const bool open = x.info(s, c / page_cells).state == KVQ_PAGE_OPEN && (x.valid(s, c / page_cells)[c % page_cells / 8] >> c % 8 & 1);
+        if (!open && (prompt[(size_t) s * n_pages * page_cells + c] & AWAY)) {
+            std::fill_n(rows + (size_t) (c - cell) * W, W, KVQ_EVICTED);
+        }
+    }
+    std::vector<uint16_t> block((size_t) page_cells * D);
+    std::vector<uint8_t>  stream(nb * (size_t) page_cells), bytes(nb_row);
+    for (int i = 0; i < n_store; i++) {
+        const slot_page & page = pages[(size_t) s * n_store + i];
+        if (!page.used) {
+            continue;
+        }
+        const bool whole = image && i <= MAX_PAGE && kvq_image_width(D, nb_row) <= MAX_IMAGE &&
+                           std::all_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, [](int32_t c) { return c >= 0; });
+        for (int h = 0; h < n_head; h++) {
+            const int32_t * m = map(s, i, h);
+            if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) {
+                continue;
+            }
+            kvq_traits(l.codec.type)->decode(l.codec, x.codes_at(s, i, h), x.params_at(s, i, h), block.data());
+            const int32_t newest = page.newest - m[0];
+            memcpy(stream.data(), x.params_at(s, i, h), l.nb_params);
+            memcpy(stream.data() + l.nb_params,     &page.score, 4);
+            memcpy(stream.data() + l.nb_params + 4, &newest, 4);
+            for (int t = 0; t < page_cells; t++) {
+                if (m[t] < cell || m[t] >= cell + n) {
+                    continue;
+                }
+                uint16_t * row = &block[(size_t) t * D];
+                if (whole) {
+                    const bool asked = prompt[(size_t) s * n_pages * page_cells + m[t]] & OF_PROMPT;
+                    const uint32_t head = (uint32_t) i | (uint32_t) t << 20 | (uint32_t) page.generated << 28 | (uint32_t) asked << 29;
+                    memcpy(bytes.data(), &head, 4);
+                    memcpy(bytes.data() + 4, stream.data() + (size_t) t * nb, nb);
+                    kvq_image_put(D, row, 0, nb_row, bytes.data());
+                }
+                memcpy(rows + (size_t) (m[t] - cell) * W + (size_t) h * D, row, 2 * D);
+            }
+        }
+    }
+}
+
+// Codes and stream of one head from its rows; false: they are no image.
+bool kvq_slots::take_block(const kvq_lane & x, const arrival & a, int h, int cell, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & stream) const {
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb = stream.size() / (size_t) page_cells;
+    std::vector<uint16_t> block((size_t) page_cells * D);
+    std::vector<uint8_t>  bytes(nb + 4);
+    for (int t = 0; t < page_cells; t++) {
+        memcpy(&block[(size_t) t * D], rows + (size_t) (a.cells[(size_t) h * page_cells + t] - cell) * W + (size_t) h * D, 2 * D);
+        if (!kvq_image_take(D, &block[(size_t) t * D], 0, bytes.size(), bytes.data())) {
+            return false;
+        }
+        memcpy(stream.data() + (size_t) t * nb, bytes.data() + 4, nb);
+    }
+    const uint16_t mask = (uint16_t) ((1 << kvq_image_width(D, bytes.size())) - 1);
+    return kvq_traits(l.codec.type)->match(l.codec, block.data(), mask, nullptr, codes.data(), stream.data());
+}
+
+void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
+    kvq_lane & x = *lane[value];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value);
+    uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
+    left.assign((size_t) n * n_head, 1);
+    std::map<int, arrival> found; // by page in the state
+    std::vector<uint8_t> bytes(nb_row);
+    for (int c = cell; c < cell + n; c++) {
+        if (!value) {
+            forget(s, c);
+        }
+        for (int h = 0; h < n_head; h++) {
+            const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;
+            uint32_t head;
+            if (all_evicted(row, D)) {
+                left[(size_t) (c - cell) * n_head + h] = 0;
+                continue;
+            }
+            if (kvq_image_width(D, nb_row) > MAX_IMAGE || !kvq_image_take(D, row, 0, nb_row, bytes.data())) {
+                continue;
+            }
+            memcpy(&head, bytes.data(), 4);
+            const int t = (int) (head >> 20 & 255);
+            if (t >= page_cells || head >> 30) {
+                continue;
+            }
+            arrival & a = found[(int) (head & MAX_PAGE)];
+            a.cells.resize((size_t) n_head * page_cells, -1);
+            a.heads.resize(a.cells.size());
+            int32_t & at = a.cells[(size_t) h * page_cells + t];
+            a.bad |= at >= 0;
+            a.n++;
+            at = c;
+            a.heads[(size_t) h * page_cells + t] = head;
+        }
+    }
+    std::vector<uint8_t> codes(l.nb_codes * (size_t) n_head), params(l.nb_params * (size_t) n_head), one(l.nb_codes), stream((nb_row - 4) * (size_t) page_cells);
+    for (const auto & f : found) {
+        const arrival & a = f.second;
+        const auto known = arrived.find({ s, f.first });
+        int i = value && known != arrived.end() ? known->second : -1;
+        if (a.bad || a.n != n_head * page_cells || (value && (i < 0 || !std::equal(a.cells.begin(), a.cells.end(), map(s, i, 0))))) {
+            continue;
+        }
+        bool ok = true;
+        for (int h = 0; ok && h < n_head; h++) {
+            ok = take_block(x, a, h, cell, rows, one, stream);
+            memcpy(&codes [l.nb_codes  * (size_t) h], one.data(), l.nb_codes);
+            memcpy(&params[l.nb_params * (size_t) h], stream.data(), l.nb_params);
+        }
+        for (int j = 0; !value && ok && i < 0 && j < n_store; j++) {
+            i = page(s, j).used ? -1 : j;
+        }
+        if (!ok || i < 0) {
+            continue;
+        }
+        memcpy(x.codes_at (s, i, 0), codes.data(),  codes.size());
+        memcpy(x.params_at(s, i, 0), params.data(), params.size());
+        for (int h = 0; h < n_head; h++) {
+            for (int t = 0; t < page_cells; t++) { left[(size_t) (a.cells[(size_t) h * page_cells + t] - cell) * n_head + h] = 0; }
+        }
+        if (value) {
+            show(s, i);
+            arrived.erase(known);
+            continue;
+        }
+        slot_page & p = page(s, i);
+        int32_t newest;
+        memcpy(&p.score, stream.data() + l.nb_params, 4);
+        memcpy(&newest,  stream.data() + l.nb_params + 4, 4);
+        p.used      = true;
+        p.generated = a.heads[0] >> 28 & 1;
+        p.newest    = std::min(std::max(newest + a.cells[(size_t) (n_head - 1) * page_cells], 0), n_pages * page_cells - 1);
+        std::copy(a.cells.begin(), a.cells.end(), map(s, i, 0));
+        for (size_t j = 0; j < a.cells.size(); j++) { flags[a.cells[j]] |= (uint8_t) (PARTLY | (a.heads[j] >> 29 & 1 ? OF_PROMPT : 0)); }
+        arrived[{ s, f.first }] = i;
+    }
+    // values that do not go with their keys: quantised anew into the same page
+    std::vector<uint16_t> block((size_t) page_cells * D);
+    for (auto it = arrived.begin(); value && it != arrived.end();) {
+        const int i = it->second;
+        const auto here = [&](int32_t c) { return c >= cell && c < cell + n; };
+        if (it->first.first != s || std::none_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, here)) {
+            ++it;
+            continue;
+        }
+        for (int h = 0; h < n_head; h++) {
+            std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
+            std::fill(block.begin(), block.end(), (uint16_t) 0);
+            for (int t = 0; t < page_cells; t++) {
+                const int32_t c = map(s, i, h)[t];
+                if (here(c)) {
+                    memcpy(&block[(size_t) t * D], rows + (size_t) (c - cell) * W + (size_t) h * D, 2 * D);
+                    valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
+                    left[(size_t) (c - cell) * n_head + h] = 0;
+                }
+            }
+            kvq_cpu_encode(l.codec, block.data(), valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
+        }
+        show(s, i);
+        it = arrived.erase(it);
+    }
+    for (int c = cell; c < cell + n; c++) {
+        const uint8_t * of = &left[(size_t) (c - cell) * n_head];
+        if (std::any_of(of, of + n_head, [](uint8_t x) { return x; })) {
+            continue;
+        }
+        if (!value) { // no frame has it; evicted by all heads: of a prompt
+            flags[c] = (uint8_t) (flags[c] & PARTLY ? (flags[c] & OF_PROMPT) | AWAY : OF_PROMPT | AWAY);
+        }
+        uint8_t & bits = x.valid(s, c / page_cells)[c % page_cells / 8];
+        x.info(s, c / page_cells).n_valid = (uint16_t) (x.info(s, c / page_cells).n_valid - (bits >> c % 8 & 1));
+        bits &= (uint8_t) ~(1 << c % 8);
+    }
+    for (int c = cell; !value && c < cell + n; c++) {
+        if (flags[c] & OF_PROMPT) { top[(size_t) s] = std::max(top[(size_t) s], c); }
+    }
+}
+
+void kvq_lane::restore_slots(int s, int cell, int n, const uint16_t * rows, int n_threads) {
+    std::vector<uint8_t> left;
+    slots->restore(value, s, cell, n, rows, left);
+    if (!value) {
+        slots->restoring(true);
+    }
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head;
+    std::vector<uint16_t> row(W);
+    std::vector<float>    f32;
+    std::vector<int64_t>  idx;
+    for (int c = cell; c < cell + n; c++) {
+        const uint8_t * of = &left[(size_t) (c - cell) * l.n_head];
+        if (std::any_of(of, of + l.n_head, [](uint8_t x) { return x; })) {
+            std::copy_n(rows + (size_t) (c - cell) * W, W, row.begin());
+            for (int h = 0; h < l.n_head; h++) {
+                if (!of[h]) { std::fill_n(row.begin() + (long) (D * (size_t) h), D, KVQ_EVICTED); }
+            }
+            f32.resize(f32.size() + W);
+            kvq_cpu_f16_to_f32(row.data(), f32.data() + f32.size() - W, (int64_t) W);
+            idx.push_back((int64_t) s * l.n_cells + c);
+        }
+        if (!idx.empty() && ((c + 1) % l.page_cells == 0 || c + 1 == cell + n)) {
+            write((int64_t) idx.size(), idx.data(), f32.data(), W, 1);
+            idx.clear();
+            f32.clear();
+            if (streams[(size_t) s].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
+                commit(n_threads);
+            }
+        }
+    }
+    commit(n_threads);
+    if (!value) {
+        slots->restoring(false);
+    }
+}
