@@ -38,6 +38,22 @@ foreach(name CMAKE_CUDA_ARCHITECTURES CMAKE_CUDA_COMPILER CMAKE_CUDA_HOST_COMPIL
         kvq_setting(${name} "$CACHE{${name}}")
     endif()
 endforeach()
+# Some toolchains have no shared libstdc++: every library then carries a copy of what it uses and shows it to the others. Programs put
+# them all into one scope, but Python opens one library after the other, and a stream made by one copy and printed through another
+# crashes. Copies that nobody else sees do not mix.
+file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/stand-in/stream.cpp "#include <iostream>\nvoid kvq_stream(int x) { std::cout << x; }\n")
+separate_arguments(flags UNIX_COMMAND "${CMAKE_CXX_FLAGS} ${CMAKE_SHARED_LINKER_FLAGS}")
+execute_process(COMMAND ${CMAKE_CXX_COMPILER} -shared -fPIC stream.cpp -o libstream.so ${flags}
+    WORKING_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stand-in RESULT_VARIABLE failed OUTPUT_QUIET ERROR_QUIET)
+if(NOT failed AND NOT APPLE)
+    file(STRINGS ${CMAKE_CURRENT_BINARY_DIR}/stand-in/libstream.so shared_library REGEX "lib(std)?c\\+\\+\\.so" LIMIT_COUNT 1)
+    if(NOT shared_library)
+        message(STATUS "libstdc++ is linked statically: its copies stay private to each library")
+        foreach(kind SHARED EXE)
+            kvq_setting(CMAKE_${kind}_LINKER_FLAGS "${CMAKE_${kind}_LINKER_FLAGS} -Wl,--exclude-libs,libstdc++.a:libstdc++fs.a:libsupc++.a")
+        endforeach()
+    endif()
+endif()
 kvq_setting(BUILD_SHARED_LIBS ON)
 kvq_setting(CMAKE_INSTALL_RPATH "\$ORIGIN")
 kvq_setting(CMAKE_BUILD_WITH_INSTALL_RPATH ON)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,22 @@ def test_unexpected_defaults_are_caught(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(llama.DEFAULTS["llama_context_default_params"], "n_ubatch", 513)
     with pytest.raises(errors.LibraryError, match="n_ubatch reads 512 instead of 513"):
         loader.prove_defaults(lib)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_a_visible_copy_of_libstdcxx_is_caught(tmp_path: Path) -> None:
+    source = tmp_path / "stream.cpp"
+    source.write_text('#include <iostream>\nextern "C" void print(long x) { std::cout << x; }\n')
+
+    def linked(name: str, *flags: str) -> tuple[ctypes.CDLL, Path]:
+        path = tmp_path / name
+        subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path), *flags], check=True)
+        return ctypes.CDLL(str(path)), path
+
+    loader.prove_one_runtime(*linked("shared.so"))
+    loader.prove_one_runtime(*linked("private.so", "-static-libstdc++", "-Wl,--exclude-libs,libstdc++.a"))
+    with pytest.raises(errors.LibraryError, match="static libstdc.*copies.so shows"):
+        loader.prove_one_runtime(*linked("copies.so", "-static-libstdc++"))
 
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:

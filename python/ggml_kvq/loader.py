@@ -147,6 +147,31 @@ def prove_defaults(lib: CDLL) -> None:
                 )
 
 
+class _Symbol(ctypes.Structure):  # Dl_info
+    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("address", ctypes.c_void_p)]
+
+
+def prove_one_runtime(lib: CDLL, path: Path) -> None:
+    """LibraryError when the streams that `lib` prints through are a copy inside one of these libraries, shown to the others.
+
+    Programs put all libraries into one scope and use one copy; opened from Python, copies mix and the first number printed crashes.
+    """
+    try:
+        function = lib["_ZNSo9_M_insertIlEERSoT_"]  # std::ostream << long
+        dladdr = ctypes.CDLL(None).dladdr
+    except AttributeError:
+        return  # no copy is shown, or not this C++ library
+    dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Symbol)]
+    found = _Symbol()
+    if dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(found)) and found.file:
+        name = Path(os.fsdecode(found.file)).name
+        if not re.match(r"lib(std)?c\+\+", name):
+            raise LibraryError(
+                f"{path} was linked with a static libstdc++, which {name} shows to the other libraries: Python would crash in it; "
+                "rebuild with a shared libstdc++ or with -Wl,--exclude-libs,libstdc++.a (this package's own build does)"
+            )
+
+
 def _mapped_copies(stem: str) -> set[str]:
     """Distinct files named `stem`* mapped into this process (Linux; empty elsewhere)."""
     try:
@@ -197,6 +222,7 @@ def _load() -> Libraries:
             f"two copies of libggml-base are loaded: {', '.join(sorted(copies))}; "
             "import ggml_kvq in a process of its own, without llama_cpp"
         )
+    prove_one_runtime(libs["llama"], files["llama"])
     prove_defaults(libs["llama"])
 
     callback = llama.LogCallback(log.write)
