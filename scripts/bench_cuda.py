@@ -3,14 +3,18 @@
 
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib [--kernels build/kernels/test_cuda] [--depths 1024 32768 131072]
 
-Prints the kernels' own table (time of one layer's attention, floor = bytes / measured copy bandwidth) and then tokens/s.
+Prints the kernels' own table (time of one layer's attention, floor = bytes / measured copy bandwidth) and then tokens/s. With
+--memory also what the device's free memory fell by beside the load line: KV cache, llama.cpp's compute buffer, and the workspace that
+the line promises at most. What is left over is what upstream's own cache leaves over as well (cuBLAS, CUDA graphs); 5 % more fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +81,7 @@ def main() -> None:
     p.add_argument("--depths", type=int, nargs="+", default=[1024, 32768, 131072])
     p.add_argument("--generate", type=int, default=64, help="tokens timed behind each depth")
     p.add_argument("--only", nargs="+", help="parts of cache names")
+    p.add_argument("--memory", action="store_true", help="hold memory against the load line, at every depth")
     p.add_argument("--timeout", type=float, default=120)
     a = p.parse_args()
     if a.kernels:
@@ -85,11 +90,13 @@ def main() -> None:
         write_model(a.model)
     print(f"{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}{'generation t/s':>16}{'x f16':>8}", flush=True)
     base: dict[int, float] = {}
+    failed = False
+    overhead = 0.0
     for depth in a.depths:
         for name, device, cache_type, method, opts in CACHES:
             if a.only and not any(x in name for x in a.only):
                 continue
-            env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_QUIET": "1", "KVQ_MODEL": str(a.model)}
+            env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(a.model)}
             if method:
                 env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
             command = [str(a.bench), str(a.model), device, str(depth), str(a.generate), cache_type]
@@ -99,12 +106,28 @@ def main() -> None:
                 print(f"{name:<16}{depth:>8}  longer than {a.timeout:.0f} s", flush=True)
                 continue
             fields = out.stdout.split()
-            if out.returncode or len(fields) != 4:
+            if out.returncode or len(fields) != 7:
                 print(f"{name:<16}{depth:>8}  failed: {out.stderr.strip()[-200:]}", flush=True)
                 continue
             speed = float(fields[3])
             base.setdefault(depth, speed)
             print(f"{name:<16}{depth:>8}{float(fields[1]):>12.0f}{float(fields[2]):>12.0f}{speed:>16.1f}{speed / base[depth]:>8.2f}", flush=True)
+            if a.memory:
+                used, kv, compute = map(float, fields[4:])
+                line = re.search(r"take up to ([\d.]+) MiB more", out.stderr)
+                workspace = float(line[1]) if line else 0.0
+                if not method:
+                    overhead = max(overhead, used - kv - compute)
+                said = kv + compute + workspace + (overhead if method else 0.0)
+                off = (used - said) / said if method else 0.0
+                failed |= abs(off) > 0.05
+                print(
+                    f"    {used:.0f} MiB taken: KV cache {kv:.1f}, compute buffer {compute:.1f}, workspace {workspace:.1f}, "
+                    f"the rest {used - kv - compute - workspace:.1f}" + (f" ({100 * off:+.1f} % of what is said, with upstream's rest)" if method else ""),
+                    flush=True,
+                )
+    if failed:
+        sys.exit("memory is not as said")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 // Generation and prompt speed behind a filled cache, without saving states in between.
-//   bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0]      prints: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s
+//   bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0]      prints: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s,
+// and in MiB what the device's free memory fell by from behind the model's load to the end, and llama.cpp's KV and compute buffers there
 #include "ggml-backend.h"
 #include "llama.h"
 
@@ -9,6 +10,26 @@
 #include <cstring>
 #include <vector>
 
+static double mib_kv = 0, mib_compute = 0; // as llama.cpp logs them
+
+static void on_log(ggml_log_level level, const char * text, void * device) {
+    const char * at = nullptr;
+    if ((at = strstr(text, " KV buffer size = "))) {
+        mib_kv += atof(at + 18);
+    } else if ((at = strstr(text, " compute buffer size = ")) && (strstr(text, (const char *) device) || strstr(text, " KVQ "))) {
+        mib_compute += atof(at + 23);
+    }
+    if (level >= GGML_LOG_LEVEL_ERROR) {
+        fputs(text, stderr);
+    }
+}
+
+static double mib_free(ggml_backend_dev_t device) {
+    size_t free = 0, total = 0;
+    ggml_backend_dev_memory(device, &free, &total);
+    return (double) free / (1 << 20);
+}
+
 static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 int main(int argc, char ** argv) {
@@ -17,7 +38,7 @@ int main(int argc, char ** argv) {
         return 2;
     }
     const int depth = atoi(argv[3]), n_gen = atoi(argv[4]);
-    llama_log_set([](ggml_log_level level, const char * text, void *) { if (level >= GGML_LOG_LEVEL_ERROR) { fputs(text, stderr); } }, nullptr);
+    llama_log_set(on_log, argv[2]);
     ggml_backend_load_all();
     ggml_backend_dev_t devices[2] = { ggml_backend_dev_by_name(argv[2]), nullptr };
     if (!devices[0]) {
@@ -31,6 +52,7 @@ int main(int argc, char ** argv) {
     if (!model) {
         return 1;
     }
+    const double before = mib_free(devices[0]);
     llama_context_params cp = llama_context_default_params();
     cp.n_ctx    = (uint32_t) (depth + n_gen + 256);
     cp.n_batch  = 2048;
@@ -69,7 +91,8 @@ int main(int argc, char ** argv) {
         }
         llama_synchronize(ctx);
     }
-    printf("%d %.1f %.1f %.2f\n", depth, depth / (t1 - t0), last, n_gen / (now() - t2));
+    printf("%d %.1f %.1f %.2f", depth, depth / (t1 - t0), last, n_gen / (now() - t2));
+    printf(" %.1f %.1f %.1f\n", before - mib_free(devices[0]), mib_kv, mib_compute);
     llama_free(ctx);
     llama_model_free(model);
     return 0;

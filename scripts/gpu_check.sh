@@ -3,7 +3,8 @@
 # upstream's own CUDA backend, then times both.
 #   scripts/gpu_check.sh MODEL.gguf TEXT [BUILD_DIR]      LLAMA_CPP_DIR=<source> (default: the pinned one)
 #   PROGRAMS=<folder>: upstream's programs and libraries, built with CUDA before; default: they are built here
-#   PARTS="kernels programs bench"                        what to run; JOBS=<n> compilers at once; ARCH=native|90|...
+#   PARTS="kernels programs bench"                        what to run, also: quality; JOBS=<n> compilers at once; ARCH=native|90|...
+#   SANITIZER="memcheck racecheck"                        kernel tests once more under these tools of compute-sanitizer
 set -uo pipefail
 cd "$(dirname "$0")/.."
 model=$1 text=$2 build=${3:-build-cuda}
@@ -13,7 +14,7 @@ mkdir -p "$build/kernels"
 
 has() { [[ " $parts " == *" $1 "* ]]; }
 
-if has programs || has bench; then
+if has programs || has bench || has quality; then
     whole=ON; [ -n "${PROGRAMS:-}" ] && whole=OFF
     (cmake -S . -B "$build" -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DKVQ_BUILD_PROGRAMS=$whole ${LLAMA_CPP_DIR:+-DLLAMA_CPP_DIR=$LLAMA_CPP_DIR} &&
         CMAKE_BUILD_PARALLEL_LEVEL=$jobs cmake --build "$build" -j "$jobs" && { [ $whole = ON ] || cp -f "$PROGRAMS"/* "$build/lib/"; }) > "$build/build.log" 2>&1 &
@@ -48,7 +49,8 @@ if has kernels; then
     if [ -n "${SANITIZER:-}" ]; then
         for tool in $SANITIZER; do
             echo "== compute-sanitizer $tool"
-            timeout 150 compute-sanitizer --tool "$tool" ./test_cuda quick 2>&1 | tail -3 || failed=1
+            timeout 300 compute-sanitizer --tool "$tool" --error-exitcode 9 ./test_cuda quick 2>&1 | tail -3
+            [ "${PIPESTATUS[0]}" = 0 ] || failed=1
         done
     fi
     echo "== one layer's attention"
@@ -56,7 +58,7 @@ if has kernels; then
     cd "$OLDPWD"
 fi
 
-if has programs || has bench; then
+if has programs || has bench || has quality; then
     wait "$builder" || { tail -30 "$build/build.log"; exit 1; }
     lib=$(cd "$build/lib" && pwd)
     export LD_LIBRARY_PATH=$lib
@@ -77,6 +79,21 @@ if has programs; then
         kvq "${m%%:*}" "${m#*:}" llama-completion -p "The register file holds" -n 48 --temp 0 -fa on -no-cnv 2>"$build/text.log" | tr '\n' ' ' || failed=1
         echo
         grep -E "error|KV buffer|compute buffer|graph splits" "$build/text.log" | cut -c1-160
+    done
+fi
+if has quality; then
+    # The same programs twice, once with the GPU hidden: KVQ0 is then the CPU. Each against its own upstream f16, whose weights it shares.
+    echo "== KL divergence from upstream's f16 cache, on the GPU and on the CPU"
+    printf '%-34s %12s %12s %8s\n' cache GPU CPU ratio
+    run=(llama-perplexity -f "$text" -c 1024 -b 512 --chunks "${CHUNKS:-12}" -fa on --kl-divergence-base)
+    kld() { grep -oE "Mean +KLD: +[0-9.e+-]+" | grep -oE "[0-9.e+-]+$"; }
+    upstream "${run[0]}" "${run[@]:1}" "$build/base.gpu.kld" > /dev/null 2>&1 || failed=1
+    CUDA_VISIBLE_DEVICES= "$lib/llama-perplexity" -m "$model" -ngl 0 -t "$jobs" "${run[@]:1}" "$build/base.cpu.kld" > /dev/null 2>&1 || failed=1
+    for m in ${METHODS:-f16: kivi:bits=2 kivi:bits=2,group=128,scales=u8 kivi:bits=4 xquant:}; do
+        gpu=$(kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.gpu.kld" --kl-divergence 2>&1 | kld)
+        cpu=$(CUDA_VISIBLE_DEVICES= kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.cpu.kld" --kl-divergence -t "$jobs" 2>&1 | kld)
+        # f16 and others that lose next to nothing are held to 1e-4, what arithmetic alone makes
+        awk -v m="$m" -v g="$gpu" -v c="$cpu" 'BEGIN { printf("%-34s %12s %12s %8.3f\n", m, g, c, (c + 0 > 0 ? g / c : 0)); d = g - c; d = d < 0 ? -d : d; exit !(g != "" && c != "" && (d <= 0.05 * c || d <= 1e-4)) }' || { echo "    differs by more than 5 %"; failed=1; }
     done
 fi
 if has bench; then

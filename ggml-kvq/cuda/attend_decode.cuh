@@ -429,11 +429,8 @@ template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_str
     }
     const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) : 0;
     const size_t nb = std::max(DECODE_WARPS * (2 * (size_t) a.stage_bytes + 8 * sizeof(kvq_page)) + tables, sizeof(decode_sums<D>));
-    static size_t allowed = 48 << 10;
-    if (nb > allowed) {
-        cudaFuncSetAttribute(decode_kernel<D, KB, VB>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) nb);
-        allowed = nb;
-    }
+    static kvq_shared_limit limit;
+    limit.raise(decode_kernel<D, KB, VB>, nb);
     if (occupancy) {
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, decode_kernel<D, KB, VB>, 32 * DECODE_WARPS, nb);
         return;

@@ -3,6 +3,7 @@
 
 #include "ggml-kvq.h"
 
+#include <atomic>
 #include <cstdint>
 #include <cuda_fp16.h>
 
@@ -38,6 +39,21 @@ static __device__ __forceinline__ void early_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
+// Of a kernel, how much dynamic shared memory it has been allowed to take, device by device; launches allow more as they need it.
+struct kvq_shared_limit {
+    static constexpr int MAX_DEVICES = 64;
+    std::atomic<size_t> allowed[MAX_DEVICES] = {};
+    template <typename K> void raise(K * kernel, size_t nb) {
+        int device = 0;
+        cudaGetDevice(&device);
+        std::atomic<size_t> & a = allowed[device % MAX_DEVICES];
+        if (nb > 48 << 10 && nb > a) {
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) nb);
+            a = nb;
+        }
+    }
+};
 
 template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A & args) {
     cudaLaunchAttribute early = {};

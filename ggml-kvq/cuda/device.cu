@@ -77,6 +77,7 @@ kvq_cuda_device::~kvq_cuda_device() {
     }
     if (use()) {
         synchronize();
+        cudaFree(slab);
         cudaFree(partial);
         cudaFree(tickets);
         cudaFree(points);
@@ -174,8 +175,28 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
 
 // ---------------------------------------------------------------- memory
 
+void kvq_cuda_device::reserve(size_t nb) {
+    void * p = nullptr;
+    if (slab || !use()) {
+        return;
+    }
+    if (cudaMalloc(&p, nb) != cudaSuccess) { // too large in one piece: pieces then
+        cudaGetLastError();
+        return;
+    }
+    slab    = (uint8_t *) p;
+    nb_slab = nb;
+}
+
 void * kvq_cuda_device::alloc(size_t nb) {
     void * p = nullptr;
+    if (slab && slab_used + nb <= nb_slab) {
+        p = slab + slab_used;
+        slab_used += kvq_pad(nb, KVQ_ALIGN_SLAB);
+        n_in_slab++;
+        zero(p, nb);
+        return p;
+    }
     if (!use() || cudaMalloc(&p, nb) != cudaSuccess) {
         cudaGetLastError();
         return nullptr;
@@ -186,6 +207,10 @@ void * kvq_cuda_device::alloc(size_t nb) {
 
 void kvq_cuda_device::free(void * p, size_t) {
     synchronize();
+    if (p >= slab && p < slab + nb_slab) {
+        slab_used = --n_in_slab ? slab_used : 0;
+        return;
+    }
     check(cudaFree(p), "cudaFree");
 }
 
@@ -209,6 +234,12 @@ void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
 void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
     use();
     check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
+}
+
+// keys and values of all cells as f16 while a prompt is read, and what blocks of attention leave each other
+size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+    const size_t width = (size_t) k.n_head * (k.codec.head_size + v.codec.head_size), n_rows = (size_t) n_sm * 3 * 64;
+    return 2 * width * k.n_cells * k.n_stream + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
 }
 
 // ---------------------------------------------------------------- pages

@@ -44,6 +44,7 @@ public:
 
     const char * name() const override { return kernels.c_str(); }
     bool   is_host() const override { return false; }
+    void   reserve(size_t nb) override;
     void * alloc(size_t nb) override;
     void   free (void * p, size_t nb) override;
     void   zero (void * p, size_t nb) override;
@@ -53,6 +54,7 @@ public:
     void   write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int n_threads) override;
     void   encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void   decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
+    size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
 
 private:
     bool use();
@@ -61,6 +63,8 @@ private:
     int         ordinal, n_sm = 1;
     void      * stream = nullptr;
     template <typename T> bool grow(T *& p, size_t & n, size_t need, const char * what);
+    uint8_t   * slab = nullptr; // CUDA rounds every allocation up to 2 MiB: a cache's lanes lie in one
+    size_t      nb_slab = 0, slab_used = 0, n_in_slab = 0;
     float     * partial = nullptr;
     uint32_t  * tickets = nullptr;
     size_t      n_partial = 0, n_tickets = 0;

@@ -89,6 +89,12 @@ static std::vector<kvq_kv_cache *> live;
 
 kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
     : device(device), config(draft.config), model(draft.model), calibration(draft.calibration), scratch(device) {
+    size_t nb = 0;
+    for (const kvq_draft_layer & d : draft.layers) {
+        for (const kvq_lane_layout * l : { &d.k, &d.v }) { nb += kvq_pad(l->bytes_codes + l->bytes_params + l->bytes_window + 1, KVQ_ALIGN_SLAB); }
+        nb += kvq_pad(sizeof(kvq_page) * (size_t) d.n_stream * (d.k.n_pages + d.k.n_store), KVQ_ALIGN_SLAB);
+    }
+    device.reserve(nb);
     for (const kvq_draft_layer & d : draft.layers) {
         layers.emplace_back(new kvq_kv_layer);
         layers.back()->ordinal = (int) layers.size() - 1;
@@ -331,6 +337,13 @@ std::string kvq_kv_cache::load_line() const {
         snprintf(cost, sizeof(cost), ": reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f MiB hold the rows of one layer",
                  (double) s.predict_macs / 1e6, layers[0]->d.plan.weight_bits, (double) s.bytes_calibration / MiB, (double) s.bytes_chain / MiB);
         reading = cost;
+    }
+    size_t nb_workspace = 0; // of one layer at a time
+    for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.k, l->d.v)); }
+    if (nb_workspace) {
+        char more[96];
+        snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);
+        reading += more;
     }
     const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
     return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
