@@ -113,6 +113,8 @@ def test_unknown_method_names_the_known_ones(lib):
         ("zipcache", "probe=0", "probe=0"),
         ("zipcache", "eta=0.5", "eta=0.5"),
         ("zipcache", "normalise=yes", "normalise=yes"),
+        ("zipcache", "keep=0", "keep=0"),
+        ("zipcache", "keep=0.2", "recent=0.25"),
     ],
 )
 def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
@@ -136,16 +138,16 @@ def test_options_have_an_effect(lib, table, method):
         "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
         "shared": "none", "grid": "d4", "predictor": "none", "first_bits": 2, "weights": "4",
         "hi": 3, "lo": 1, "salient": 0.4, "interval": 96, "probe": 0.2, "normalise": False,
-        "hh": 0.4, "rw": 0.1, "budget": "pyramid", "depth": 3,
+        "hh": 0.4, "rw": 0.1, "budget": "pyramid", "depth": 3, "keep": 0.5, "recent": 0.1,
     }  # fmt: skip
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
     for key in METHODS[method].options:
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
-        more = {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}}.get(key, {})  # without which the key means nothing
+        more = {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}, "recent": {"keep": 0.5}}.get(key, {})  # without which the key means nothing
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
         assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
         a, b = (native.plan(lib, method, o, shapes, 8192) for o in (more, {**more, key: other[key]}))
-        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid", "probe", "normalise", "depth"):  # these change values, not bytes
+        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid", "probe", "normalise", "depth", "recent"):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"

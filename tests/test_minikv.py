@@ -76,3 +76,16 @@ def test_second_prompt_after_generation():
             second = "".join(m.generate(TEXT[:1500] + first + " And then: " + TEXT[:400], max_tokens=20, temperature=0.0))
             outs.append((first, second))
     assert outs[0] == outs[1] and outs[0][1]
+
+
+def test_selection_over_the_zipcache_split():
+    """Three classes, evicted, 2 and 4 bits, as options of zipcache: half the store, and the model goes on."""
+    lib = loader.libraries().need_kvq()
+    shapes = [(il, 4, 64, 64) for il in range(4)]
+    all_kept, half = (native.plan(lib, "zipcache", {"keep": k}, shapes, 16000) for k in (1, 0.5))
+    assert half["bytes_codes"] == pytest.approx(all_kept["bytes_codes"] / 2, rel=0.02)
+    with open_model("keep=0.5,interval=64,salient=0.5", "zipcache") as m, open_model("interval=64,salient=0.5", "zipcache") as whole:
+        tokens = m.tokenize(TEXT, add_bos=True)[:700]
+        p, q = m.logits(tokens), whole.logits(tokens)
+        assert np.isfinite(p).all() and m.kv_stats()["n_sealed"] > 0
+        assert (p[-100:].argmax(-1) == q[-100:].argmax(-1)).mean() > 0.8

@@ -280,6 +280,26 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
     }
 }
 
+void kvq_slots::choose_set(bool value, int s, int i, int h) {
+    const kvq_codec & c = lane[value]->layout().codec;
+    uint8_t * set = lane[value]->params_at(s, i, h);
+    if (c.type != KVQ_TYPE_MIXED) {
+        return;
+    }
+    if (value) { // of its keys
+        memcpy(set, lane[0]->params_at(s, i, h), (size_t) page_cells / 8);
+        return;
+    }
+    std::vector<std::pair<float, int>> order;
+    for (int t = 0; t < page_cells; t++) {
+        const int32_t cell = map(s, i, h)[t];
+        order.push_back({ cell >= 0 ? saliency->score(s, cell / page_cells, h, cell % page_cells) : -1.0f, t });
+    }
+    std::stable_sort(order.begin(), order.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
+    memset(set, 0, (size_t) page_cells / 8);
+    for (int j = 0; j < c.n_hi; j++) { set[order[(size_t) j].second / 8] |= (uint8_t) (1 << order[(size_t) j].second % 8); }
+}
+
 // Rows of the map's cells, which lie in open pages, into the block of page i.
 void kvq_slots::encode(bool value, int s, int i, int h) {
     kvq_lane & x = *lane[value];
@@ -298,6 +318,7 @@ void kvq_slots::encode(bool value, int s, int i, int h) {
         }
         all &= frame != nullptr;
     }
+    choose_set(value, s, i, h);
     kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
 }
 

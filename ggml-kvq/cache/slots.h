@@ -63,6 +63,7 @@ private:
     void free_page  (int s, int i);
     void show       (int s, int i);              // its span
     void encode     (bool value, int s, int i, int h);
+    void choose_set (bool value, int s, int i, int h); // salient slots of a mixed block, before it is encoded
     void mask_open  (int s, int p);
     bool is_evicted (int s, int p, int h, int t) const;
     size_t nb_share (bool value) const; // bytes a row carries

@@ -196,6 +196,7 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
                     left[(size_t) (c - cell) * n_head + h] = 0;
                 }
             }
+            choose_set(true, s, i, h);
             kvq_cpu_encode(l.codec, block.data(), valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
         }
         show(s, i);

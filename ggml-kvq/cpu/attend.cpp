@@ -163,10 +163,34 @@ struct ahead {
     }
 };
 
-// Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is.
-bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, uint16_t * out, const uint16_t ** use) {
+// Leading cells that a query token sees without a bias, of a row of its mask.
+int clear_cells(const uint16_t * row, int n) {
+    int i = 0;
+    for (uint64_t x = 0; i + 4 <= n; i += 4) {
+        memcpy(&x, row + i, 8);
+        if (x) {
+            break;
+        }
+    }
+    while (i < n && !row[i]) { i++; }
+    return i;
+}
+
+// Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is. clear: as above, for pages with maps.
+bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, int clear, uint16_t * out, const uint16_t ** use) {
     const int n = page.n_slots;
     const int32_t * map = page.map ? page.map + kvh * p.map_stride : nullptr;
+    if (map) { // gathered only when there is something to hide
+        int lo = map[0], hi = map[0];
+        for (int i = 0; i < n; i++) {
+            lo = std::min(lo, (int) map[i]);
+            hi = std::max(hi, (int) map[i]);
+        }
+        if (lo >= 0 && hi < clear) {
+            *use = nullptr;
+            return true;
+        }
+    }
     if (!page.map && page.cell + n <= p.n_kv) {
         *use = nullptr;
         if (!row) {
@@ -314,6 +338,12 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
         start_head(s, w, w.heads[(size_t) h], kvh0 + h, r0, n_rows, at);
     }
     const int max_run = n_rows <= FEW_ROWS ? KVQ_MAX_RUN : 1;
+    int clear[KVQ_MAX_ROWS] = {};
+    for (int r = 0; s.maps && r < n_rows; r++) {
+        const int iq = (r0 + r) / s.gqa, head = kvh0 * s.gqa + (r0 + r) % s.gqa;
+        const bool again = r && (!p.mask || (!p.mask_stride_head && (r0 + r) % s.gqa));
+        clear[r] = again ? clear[r - 1] : p.mask ? clear_cells(p.mask + iq * p.mask_stride_token + head * p.mask_stride_head, p.n_kv) : p.n_kv;
+    }
     page_run run;
     int slot = 0; // of w.mask
     const auto flush = [&](int next) {
@@ -343,7 +373,7 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
                 use[r] = use[r - 1];
             } else {
                 const uint16_t * row = p.mask ? p.mask + iq * p.mask_stride_token + head * p.mask_stride_head : nullptr;
-                alive = page_mask(p, page, kvh0, row, w.mask + ((size_t) slot * n_rows + r) * n, &use[r]);
+                alive = page_mask(p, page, kvh0, row, clear[r], w.mask + ((size_t) slot * n_rows + r) * n, &use[r]);
             }
             if (alive) {
                 first = std::min(first, r);

@@ -38,7 +38,7 @@ void kvq_cpu_column_sums(const kvq_attn & attn, const int32_t * tokens, int n_to
                         use[r] = use[r - 1];
                     } else {
                         const uint16_t * row = attn.mask ? attn.mask + token(r) * attn.mask_stride_token + head * attn.mask_stride_head : nullptr;
-                        alive = page_mask(attn, page, kvh, row, w.mask + (size_t) r * page.n_slots, &use[r]);
+                        alive = page_mask(attn, page, kvh, row, 0, w.mask + (size_t) r * page.n_slots, &use[r]);
                     }
                     a   = alive ? std::min(a, r) : a;
                     end = alive ? r + 1 : end;

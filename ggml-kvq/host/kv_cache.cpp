@@ -127,7 +127,7 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         l.v->set_slots(&l.slots);
     }
     if (l.d.plan.probe > 0.0f) {
-        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal, l.d.plan.keep > 0.0f ? KVQ_PROMPT_ROWS : 1);
+        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal, l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1);
         l.k->set_saliency(&l.saliency);
         l.v->set_saliency(&l.saliency);
     }

@@ -16,6 +16,8 @@ static const kvq_option_info options[] = {
     { "probe",     "float", "0.1", "share of query rows that score cells: half the latest, half random; above 0, up to 1", "ZipCache section 4.3" },
     { "normalise", "bool",  "true", "divide a score by the probe rows that could see the cell; false: accumulated scores", "ZipCache section 4.2" },
     { "eta",       "float", "0",   "end points of the lo cells pulled inward by this share of the range, 0..0.49", "XQuant section 3.2" },
+    { "keep",      "float", "1",   "share of a prompt's cells that stay, those of the highest scores, above 0; 1: all", "MiniKV section 4.1" },
+    { "recent",    "float", "0.25", "with keep below 1: the newest cells that stay whatever their score, share of the prompt, up to keep", "MiniKV section 4.1" },
     { "window",    "int",   "0",   "newest cells kept in f16 besides the page being filled, 0..4096", "ggml-kvq" },
     { "sinks",     "int",   "0",   "first cells of a stream kept in f16, 0..64", "ggml-kvq" },
     { "scales",    "f16|u8|u4", "u4", "format of scales and zeros; u8 halves them, u4 takes 4 bits for those of values", "ggml-kvq" },
@@ -35,6 +37,8 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     else if (page < 32 || page > 256 || page % 32)                  { err = "option interval=" + o.str("interval") + " is not a multiple of 32 within 32..256"; }
     else if (!(o.real("probe") > 0.0f && o.real("probe") <= 1.0f))  { err = "option probe=" + o.str("probe") + " is not above 0 and at most 1"; }
     else if (!(o.real("eta") >= 0.0f && o.real("eta") < 0.5f))      { err = bad(o, "eta", "0..0.49"); }
+    else if (!(o.real("keep") > 0.0f && o.real("keep") <= 1.0f))    { err = "option keep=" + o.str("keep") + " is not above 0 and at most 1"; }
+    else if (!(o.real("recent") >= 0.0f && o.real("recent") <= o.real("keep"))) { err = bad(o, "recent", ("0..keep, which is " + o.str("keep")).c_str()); }
     else if (o.num("window") < 0 || o.num("window") > 4096)         { err = bad(o, "window", "0..4096"); }
     else if (o.num("sinks") < 0 || o.num("sinks") > 64)             { err = bad(o, "sinks", "0..64"); }
     if (!err.empty()) {
@@ -64,6 +68,10 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     out.flags     = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
     out.probe     = o.real("probe");
     out.normalise = o.flag("normalise");
+    if (o.real("keep") < 1.0f) { // three classes: salient, others, evicted
+        out.keep   = o.real("keep");
+        out.recent = o.real("recent");
+    }
     return KVQ_OK;
 }
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <string>
 
 constexpr int HEADS = 2, GQA = 2, D = 32, W = HEADS * D;
 
@@ -27,9 +28,11 @@ struct world {
     std::vector<double> column;          // of the last attend: [HEADS][n_cells] sums of probabilities
 };
 
-static std::unique_ptr<world> build(const char * opts, int n_cells, int n_stream, const char * method = "minikv") {
+// spec: options of minikv, or METHOD:OPTIONS
+static std::unique_ptr<world> build(const char * spec, int n_cells, int n_stream) {
     std::unique_ptr<world> w(new world);
-    const kvq_method * m = kvq_method_find(method);
+    const char * colon = strchr(spec, ':'), * opts = colon ? colon + 1 : spec;
+    const kvq_method * m = kvq_method_find(colon ? std::string(spec, colon).c_str() : "minikv");
     kvq_options o;
     std::string err;
     CHECK(m && kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
@@ -47,7 +50,7 @@ static std::unique_ptr<world> build(const char * opts, int n_cells, int n_stream
         CHECK(w->lane[v]->ok(), "out of memory");
     }
     if (evicts) {
-        w->saliency.init(w->lane[0]->layout(), w->plan.probe, w->plan.normalise, 0, KVQ_PROMPT_ROWS);
+        w->saliency.init(w->lane[0]->layout(), w->plan.probe, w->plan.normalise, 0, w->lane[0]->layout().codec.n_hi ? 1 : KVQ_PROMPT_ROWS);
         w->slots.init(*w->lane[0], *w->lane[1], w->spans, w->saliency, w->plan.keep, w->plan.recent);
         for (auto & lane : w->lane) {
             lane->set_saliency(&w->saliency);
@@ -191,7 +194,7 @@ static void long_prompt(const char * opts, float keep, float recent) {
 
 // Everything kept: the blocks of kivi with groups of 16.
 static void all_kept() {
-    auto a = build("hh=0.75", 1024, 1), b = build("group=16,scales=u8", 1024, 1, "kivi");
+    auto a = build("hh=0.75", 1024, 1), b = build("kivi:group=16,scales=u8", 1024, 1);
     for (auto * w : { a.get(), b.get() }) {
         rng.seed(5);
         for (int at = 0; at < 512; at += 128) {
@@ -297,7 +300,7 @@ static void random_operations(const char * opts, int steps) {
             head.assign(2, 0);
         }
     }
-    printf("minikv  %-34s %d steps, %d sealed, %d saved\n", opts, steps, (int) w->counters.n_sealed, n_saved);
+    printf("%-50s %d steps, %d sealed, %d saved\n", opts, steps, (int) w->counters.n_sealed, n_saved);
 }
 
 int main(int argc, char ** argv) {
@@ -310,8 +313,8 @@ int main(int argc, char ** argv) {
     long_prompt("hh=0,rw=0.5", 0.5f, 0.5f);
     long_prompt("hh=0.5,rw=0", 0.5f, 0.0f);
     all_kept();
-    for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75" }) { states_are_exact(opts); }
-    for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0" }) {
+    for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75", "zipcache:interval=32,salient=1,keep=0.5", "zipcache:interval=64,salient=0.5,keep=0.4" }) { states_are_exact(opts); }
+    for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0", "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
         rng.seed(seed);
         random_operations(opts, steps);
     }

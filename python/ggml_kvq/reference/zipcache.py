@@ -23,6 +23,8 @@ class ZipCache(Method):
         "probe": 0.1,
         "normalise": True,
         "eta": 0.0,
+        "keep": 1.0,
+        "recent": 0.25,
         "window": 0,
         "sinks": 0,
         "scales": "u4",
@@ -40,4 +42,5 @@ class ZipCache(Method):
             return LanePlan(Codec(MIXED, role, o["lo"], group, scale, 0, o["eta"], page, d, o["hi"], n_hi))
 
         k, v, f32 = lane(K, shape.head_size_k), lane(V, shape.head_size_v), o["precision"] == "f32"
-        return LayerPlan(k, v, window=o["window"], sinks=o["sinks"], f32=f32, probe=o["probe"], normalise=o["normalise"])
+        kept = {"keep": o["keep"], "recent": o["recent"]} if o["keep"] < 1 else {}
+        return LayerPlan(k, v, window=o["window"], sinks=o["sinks"], f32=f32, probe=o["probe"], normalise=o["normalise"], **kept)
