@@ -41,6 +41,7 @@ ARMS: dict[str, tuple[str | None, str, str]] = {
     "kivi-2": (None, "kivi", "bits=2"),
     "xquant-1.38": (None, "xquant", "preset=1.38"),
     "higgs-2": (None, "higgs", "bits=2"),
+    "aqua-bias": (None, "aqua", "predictor=bias,first_bits=2"),
 }
 CACHE_RATIO = {"f16": 1.0, "q8_0": 8.5 / 16, "q4_0": 4.5 / 16}
 
@@ -90,6 +91,18 @@ def make_model(path: Path) -> None:
     w.close()
 
 
+def make_means(model: Path, out: Path) -> None:
+    """Channel means for the random model, as large as its keys and values: what they are does not change the speed."""
+    from ggml_kvq.calibrate import files, means
+
+    rng = np.random.default_rng(1)
+    fit = means.Means(n_tokens=1)
+    for il in range(LAYERS):
+        fit.mean[il] = (rng.normal(size=KV_HEADS * HEAD).astype(np.float32), rng.normal(size=KV_HEADS * HEAD).astype(np.float32))
+        fit.removed[il] = (0.5, 0.5)
+    files.write_sidecar(out, files.fields(model, fit, 4), files.arrays(fit))
+
+
 def bandwidth(threads: int, mib: int) -> float:
     """Bytes per second of a[i] = b[i] + c[i], best of 10, counted as STREAM counts: 24 bytes an element."""
     n = (mib << 20) // 8
@@ -106,10 +119,10 @@ def bandwidth(threads: int, mib: int) -> float:
 class Arm:
     """A context of one cache, filled to `depth` tokens of sequence 0."""
 
-    def __init__(self, name: str, path: Path, depth: int, room: int, threads: int) -> None:
+    def __init__(self, name: str, path: Path, depth: int, room: int, threads: int, config: Path | None) -> None:
         cache, method, opts = ARMS[name]
         self.name = name
-        self.model = Model(path, kv_method=method or "upstream", kv_opts=opts or None, n_ctx=256, n_threads=threads, device=None)
+        self.model = Model(path, kv_method=method or "upstream", kv_opts=opts or None, kv_config=config, n_ctx=256, n_threads=threads, device=None)
         libs = self.model._libs
         self.lib, kvq = libs.llama, libs.kvq
         seq_cp = self.lib.llama_memory_seq_cp
@@ -121,7 +134,8 @@ class Arm:
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type, params.kv_unified = llama.FLASH_ATTN_ENABLED, True
         params.type_k = params.type_v = llama.GGML_TYPES[cache or "f16"]
-        if method and kvq is not None and kvq.kvq_configure(method.encode(), opts.encode(), None, os.fsencode(path)):
+        data = os.fsencode(config) if config else None
+        if method and kvq is not None and kvq.kvq_configure(method.encode(), opts.encode(), data, os.fsencode(path)):
             sys.exit(f"{name}: {kvq.kvq_last_error().decode()}")
         self.ctx = self.lib.llama_init_from_model(self.model._model, params)
         if method and kvq is not None:
@@ -202,7 +216,7 @@ def measure(a: argparse.Namespace, test: str, depth: int, path: Path) -> dict[st
         if test == "pp" and name != a.arms[0] and ARMS[name][0] not in (None, "f16"):
             continue  # upstream reads its quantised caches row by row in prefill: minutes a turn
         t = time.perf_counter()
-        arms.append(Arm(name, path, depth, room, a.threads))
+        arms.append(Arm(name, path, depth, room, a.threads, a.kv_config if ARMS[name][1] == "aqua" else None))
         print(f"{name}: {depth} tokens in {time.perf_counter() - t:.1f} s", file=sys.stderr)
     found: dict[str, dict[str, Any]] = {x.name: {"rates": [], "steps": [], "cache_ratio": x.ratio} for x in arms}
     for _ in range(a.rounds if test == "tg" else a.prompt_rounds):
@@ -221,6 +235,7 @@ def measure(a: argparse.Namespace, test: str, depth: int, path: Path) -> dict[st
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", "-m", type=Path, help="GGUF file (default: the random model, made on first use)")
+    p.add_argument("--kv-config", type=Path, help="calibrated data of the model for aqua (default with the random model: random means)")
     p.add_argument("--cache-dir", default=os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "ggml-kvq"), help="where the random model is kept")
     p.add_argument("--arms", default=",".join(ARMS), help="some of: " + ", ".join(ARMS) + "; or NAME=METHOD:key=value:key=value")
     p.add_argument("--depths", default="1024,8192,32768", help="cached tokens before the measured ones")
@@ -237,6 +252,7 @@ def main() -> None:
     if a.quick:
         a.depths, a.prompt_depths, a.prompt, a.gen, a.rounds, a.prompt_rounds = "512", "512", 64, 2, 1, 1
 
+    a.default_arms = [] if a.arms != ",".join(ARMS) else list(ARMS)
     a.arms = [x.strip() for x in a.arms.split(",")]
     for i, x in enumerate(a.arms):
         if x not in ARMS and "=" in x:
@@ -255,6 +271,12 @@ def main() -> None:
         make_model(part)
         part.rename(path)
 
+    if not a.model and not a.kv_config:
+        a.kv_config = path.with_suffix(".kvq.gguf")
+        if not a.kv_config.is_file():
+            make_means(path, a.kv_config)
+    if a.model and not a.kv_config:  # it may hold the data itself
+        a.arms = [x for x in a.arms if ARMS[x][1] != "aqua" or x not in a.default_arms]
     command = shlex.join([sys.executable, *sys.argv])
     peak = bandwidth(a.threads, 64 if a.quick else 512)
     print(f"{command}\nmemory: {peak / 1e9:.1f} GB/s (add, {a.threads} threads)\n")

@@ -220,7 +220,7 @@ struct kernel_calls {
     }
     void score(const kvq_run & run, const float * q, float * logits, void * work) const {
         if (f.type == KVQ_TYPE_LATTICE) {
-            K.score_lattice(lk, rows, run, folded.rows.data(), logits);
+            K.score_lattice(lk, rows, run, folded.rows.data(), nullptr, logits);
         } else {
             K.block[f.type].score(c.vk, rows, run, q, logits, work);
         }

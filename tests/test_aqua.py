@@ -76,6 +76,52 @@ def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_
     assert np.abs(without - want).max() > 0.3  # the test sees what it tests
 
 
+@pytest.mark.parametrize(("head", "n_dims", "neox", "base"), [(64, 64, 0, 1e4), (128, 128, 1, 1e4), (128, 128, 0, 1e6), (96, 48, 1, 1e4), (256, 256, 1, 1e4)])
+@pytest.mark.parametrize("moved", ["nothing", "all", "some", "cells", "shuffled", "no mean"])
+@pytest.mark.parametrize("n_q", [1, 2, 12])
+def test_keys_turned_before_encoding_take_their_mean_from_the_query(lib, head, n_dims, neox, base, moved, n_q):
+    """Equals f64 attention over R_(pos - sealed) decoded + R_pos mean: positions in a row, shifted since, and in no order at all."""
+    rng = np.random.default_rng(n_q)
+    heads, gqa, pages_n = 2, 4, 7
+    n = 32 * pages_n
+    sealed = np.arange(900, 900 + n, dtype=np.int32)
+    sealed[96:] += 5  # a gap between pages
+    pos = sealed.copy()
+    if moved == "all":
+        pos -= 512
+    if moved == "some":
+        pos[64:160] += 1000
+    if moved == "cells":
+        pos[70:100] -= 9
+    if moved == "shuffled":
+        sealed = pos = rng.permutation(3000)[:n].astype(np.int32)
+    rot = lib.kvq_rotary_new(n_dims, neox, base, 3100)
+    speed = base ** (-2.0 * np.arange(n_dims // 2) / n_dims)
+    means = [2 * rng.normal(size=(heads, head)).astype(np.float32) for _ in range(2)]
+    codecs = [Codec(LATTICE, role, 4, 2, 1, 0, 0.0, 32, head) for role in (K, V)]
+    exact, pages = [np.zeros((heads, n, head)) for _ in range(2)], []
+    for p in range(pages_n):
+        at, lanes = slice(32 * p, 32 * p + 32), []
+        for role, c in enumerate(codecs):
+            blocks = [kernels.encode(lib, c, rng.normal(size=(32, head)).astype(np.float16)) for _ in range(heads)]
+            rows = np.stack([lattice.exact(c, *b) for b in blocks])
+            mean = means[role][:, None].astype(np.float64) * np.ones((32, 1))
+            mean = 0 * mean if moved == "no mean" and role == K else mean
+            exact[role][:, at] = rows + mean if role == V else rotate(rows, pos[at] - sealed[at], speed, neox) + rotate(mean, pos[at], speed, neox)
+            lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
+        pages.append(kernels.Page(*lanes, 32, 32 * p))
+    q = (0.3 * rng.normal(size=(n_q, heads * gqa, head))).astype(np.float32)
+    dst = np.zeros_like(q)
+    stream = kernels.Stream(*codecs, heads, n, pages, q, dst, head**-0.5)
+    given = (np.zeros_like(means[0]), means[1]) if moved == "no mean" else means
+    for flags in (0, kernels.F32):
+        stream.flags = flags
+        kernels.attend(lib, [stream], 2, means=given, rotary=rot.contents, positions=pos, sealed=sealed)
+        want = attention.attend(q, *exact, np.zeros((n_q, 1, n)), head**-0.5)
+        assert np.sqrt(((dst - want) ** 2).mean() / (want**2).mean()) < 1.5e-3, flags
+    lib.kvq_rotary_free(rot)
+
+
 # ------------------------------------------------------------------ calibration and files
 
 

@@ -43,18 +43,25 @@ def test_random_walk_follows_upstream(own_model: Path, method: str, opts: str, l
     assert len(kld) > 30 and np.mean(kld) < limit
 
 
-@pytest.mark.parametrize("opts", ["predictor=bias", "predictor=full", "higgs"])
+@pytest.mark.parametrize("opts", ["predictor=bias", "predictor=bias shifted", "predictor=full", "higgs"])
 def test_saved_sequence_reads_back_equal(own_model: Path, opts: str) -> None:
+    """Shifted: blocks keep the position at which they were sealed, which the state carries too."""
+    opts, _, shifted = opts.partition(" ")
     method, opts = ("higgs", "") if opts == "higgs" else ("aqua", opts)
     c = Context(own_model, method, opts, 2, unified=False)
     tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
     c.decode(0, tokens[:500], 0)
     c.decode(0, tokens[500:], 500)
+    by = 37 if shifted else 0
+    if shifted:
+        c.lib.llama_memory_seq_add(c.memory, 0, 0, -1, by)
+        c.decode(0, [9], 700 + by)
+        assert c.lib.llama_memory_seq_rm(c.memory, 0, 700 + by, -1)
     data = c.save(0)
     c.load(1, data)
     n_kv = 2 * 2 * 700 * c.model.n_layer * c.model.n_head_kv * 64  # f16 rows of K and V
     assert c.save(1)[-n_kv:] == data[-n_kv - 4 : -4]  # sequence 0 is followed by the empty cell list of stream 1
-    p, q = c.decode(0, [5, 6, 7], 700), c.decode(1, [5, 6, 7], 700)
+    p, q = c.decode(0, [5, 6, 7], 700 + by), c.decode(1, [5, 6, 7], 700 + by)
     c.close()
     assert np.abs(p - q).max() < 1e-4
 

@@ -48,6 +48,7 @@ uint8_t * kvq_lane::params_at(int s, int p, int h) const {
 
 void kvq_lane::set_state(int s, int p, kvq_page_state state) {
     kvq_page_info & i = info(s, p);
+    count_user(s, p, (state == KVQ_PAGE_SEALED) - (i.state == KVQ_PAGE_SEALED));
     i.state = state;
     const size_t at = (size_t) s * spans->n_pages + p;
     kvq_page & span = spans->spans[at];
@@ -359,7 +360,7 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
         const uint16_t * f = view<uint16_t>(i.frame, l.nb_frame, frame_copy);
         if (sealed && x.active()) {
             page.resize((size_t) l.page_cells * W);
-            image_page(stream, p, positions_at(stream, p), c, q, page.data());
+            image_page(stream, p, positions_at(stream, p), sealed_at(stream, p), c, q, page.data());
             memcpy(rows + (size_t) (at - cell) * W, &page[(size_t) (at % l.page_cells) * W], 2 * (size_t) (end - at) * W);
             at = end;
             continue;
@@ -484,6 +485,9 @@ void kvq_lane::copy_stream(int from, int to) {
         dst.n_valid = src.n_valid;
         if (x.rotor && src.state == KVQ_PAGE_SEALED) {
             std::copy_n(positions_at(from, p), l.page_cells, positions_at(to, p));
+            if (x.keeps_turn()) { // every layer copies: none is left that holds something else there
+                std::copy_n(sealed_at(from, p), l.page_cells, sealed_at(to, p));
+            }
         }
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
         if (src.state == KVQ_PAGE_SEALED) {
@@ -568,6 +572,7 @@ void kvq_lane::clear() {
             if (i.frame && i.own < 0) {
                 scratch->give(i.frame, l.nb_frame);
             }
+            count_user(s, p, -(i.state == KVQ_PAGE_SEALED));
             i = kvq_page_info{};
             i.own = -1;
             set_state(s, p, KVQ_PAGE_EMPTY);

@@ -116,6 +116,7 @@ public:
     uint8_t * codes_at (int s, int p, int h) const;
     uint8_t * params_at(int s, int p, int h) const;
     int32_t * positions_at(int s, int p) const { return x.rotor ? x.positions + ((size_t) s * l.n_pages + p) * l.page_cells : nullptr; }
+    int32_t * sealed_at(int s, int p) const { return x.keeps_turn() ? x.sealed + ((size_t) s * l.n_pages + p) * l.page_cells : nullptr; }
     // rows of an open page without means and rotary embedding, f32 [page_cells][stride]; zeros for an empty one
     void plain_rows(int s, int p, float * out, size_t stride) const;
     void reopen    (int s, int p) { open_page(s, p, true); is_dirty = true; }
@@ -156,7 +157,8 @@ private:
     bool restore_page(int s, int p, const uint16_t * rows);
     void restore_slots(int s, int cell, int n, const uint16_t * rows, int n_threads);
     bool restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params);
-    void image_page  (int s, int p, const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
+    void image_page  (int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
+    void count_user  (int s, int p, int by);
     std::vector<uint16_t> take_out(int s, int p, const uint16_t * tile);
     void put_back(int s, int p, uint16_t * tile) const;
     std::vector<float> predicted(int s, int p) const; // empty: nothing is predicted

@@ -8,15 +8,27 @@
 #include <algorithm>
 #include <cstring>
 
-// Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above the tag's).
-void kvq_lane::image_page(int s, int p, const int32_t * pos, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
+void kvq_lane::count_user(int s, int p, int by) {
+    if (x.keeps_turn() && by) {
+        uint16_t & n = x.users[(size_t) s * l.n_pages + p];
+        n = (uint16_t) (n + by);
+    }
+}
+
+// Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above the tag's), behind
+// those of the first head the positions when sealed.
+void kvq_lane::image_page(int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
     const std::vector<float> pred = predicted(s, p);
     for (int h = 0; h < l.n_head; h++) {
         kvq_traits(l.codec.type)->decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
-        x.restore(l, h, pos, head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
-        kvq_image_put(head.size(), head.data(), x.rotor ? 1 : 0, l.nb_params, params + h * l.nb_params);
+        x.restore(l, h, pos, was, head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
+        std::vector<uint8_t> bytes(params + h * l.nb_params, params + (h + 1) * l.nb_params);
+        if (was && !h) {
+            bytes.insert(bytes.end(), (const uint8_t *) was, (const uint8_t *) (was + l.page_cells));
+        }
+        kvq_image_put(head.size(), head.data(), x.rotor ? 1 : 0, bytes.size(), bytes.data());
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(rows + (size_t) t * W + (size_t) h * D, &head[(size_t) t * D], 2 * (size_t) D);
         }
@@ -41,26 +53,45 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
     const std::vector<float> pred = predicted(s, p);
-    const uint16_t keep = (uint16_t) ~((1 << (low + kvq_image_width(head.size(), l.nb_params))) - 1);
+    std::vector<int32_t> was(x.keeps_turn() ? (size_t) l.page_cells : 0);
     for (int h = 0; h < l.n_head; h++) {
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
         }
-        if (!kvq_image_take(head.size(), head.data(), low, l.nb_params, &params[h * l.nb_params])) {
+        std::vector<uint8_t> bytes(l.nb_params + (h ? 0 : 4 * was.size()));
+        if (!kvq_image_take(head.size(), head.data(), low, bytes.size(), bytes.data())) {
             return false;
         }
+        std::copy_n(bytes.data(), l.nb_params, &params[h * l.nb_params]);
+        if (!h && !was.empty()) {
+            memcpy(was.data(), &bytes[l.nb_params], 4 * was.size());
+            for (int t = 0; t < l.page_cells; t++) {
+                if (was[(size_t) t] < -1 || was[(size_t) t] >= 1 << 26) { // no image
+                    return false;
+                }
+                x.rotor->reach(was[(size_t) t]);
+            }
+        }
+        const uint16_t keep = (uint16_t) ~((1 << (low + kvq_image_width(head.size(), bytes.size()))) - 1);
         for (uint16_t & v : head) {
             v &= keep;
         }
-        x.remove(l, h, pos.data(), head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
+        x.remove(l, h, pos.data(), was.empty() ? nullptr : was.data(), head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
         type->assign(l.codec, head.data(), &codes[h * l.nb_codes], &params[h * l.nb_params]);
     }
-    image_page(s, p, pos.data(), codes.data(), params.data(), again.data());
+    if (!was.empty()) { // other layers hold the page: it has to be sealed as theirs is
+        const uint16_t users = x.users[(size_t) s * l.n_pages + p];
+        if (users > (state(s, p) == KVQ_PAGE_SEALED) && memcmp(was.data(), sealed_at(s, p), 4 * was.size())) {
+            return false;
+        }
+    }
+    image_page(s, p, pos.data(), was.empty() ? nullptr : was.data(), codes.data(), params.data(), again.data());
     if (memcmp(again.data(), rows, 2 * again.size())) {
         return false;
     }
     if (x.rotor) {
         std::copy(pos.begin(), pos.end(), positions_at(s, p));
+        std::copy(was.begin(), was.end(), sealed_at(s, p));
     }
     return true;
 }
@@ -92,10 +123,13 @@ std::vector<uint16_t> kvq_lane::take_out(int s, int p, const uint16_t * tile) {
         positions_at(s, p)[t] = pos;
         x.rotor->reach(pos);
     }
+    if (x.keeps_turn() && x.users[(size_t) s * l.n_pages + p] == (state(s, p) == KVQ_PAGE_SEALED)) {
+        std::copy_n(positions_at(s, p), l.page_cells, sealed_at(s, p));
+    }
     std::vector<uint16_t> out(tile, tile + nb_head * l.n_head);
     const std::vector<float> pred = predicted(s, p);
     for (int h = 0; h < l.n_head; h++) {
-        x.remove(l, h, positions_at(s, p), &out[h * nb_head], (int) stride, pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
+        x.remove(l, h, positions_at(s, p), sealed_at(s, p), &out[h * nb_head], (int) stride, pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
     }
     return out;
 }
@@ -145,7 +179,7 @@ void kvq_lane::plain_rows(int s, int p, float * out, size_t stride) const {
         pos[(size_t) t] = kvq_tag_get(l, i.frame + (size_t) t * tile_stride, nb_head);
     }
     for (int h = 0; h < l.n_head; h++) {
-        x.remove(l, h, pos.data(), &tile[h * nb_head], tile_stride);
+        x.remove(l, h, pos.data(), nullptr, &tile[h * nb_head], tile_stride);
         for (int t = 0; t < l.page_cells; t++) {
             kvq_cpu_f16_to_f32(&tile[h * nb_head + (size_t) t * tile_stride], out + t * stride + (size_t) h * D, D);
         }
@@ -157,7 +191,7 @@ void kvq_lane::put_back(int s, int p, uint16_t * tile) const {
     const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
     const std::vector<float> pred = predicted(s, p);
     for (int h = 0; x.active() && h < l.n_head; h++) {
-        x.restore(l, h, positions_at(s, p), tile + h * nb_head, (int) stride, pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
+        x.restore(l, h, positions_at(s, p), sealed_at(s, p), tile + h * nb_head, (int) stride, pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
     }
     for (int t = 0; x.rotor && t < l.page_cells; t++) {
         kvq_tag_put(l, tile + (size_t) t * stride, nb_head, positions_at(s, p)[t]);

@@ -27,34 +27,51 @@ void kvq_tag_put(const kvq_lane_layout & l, uint16_t * row, size_t head_stride, 
     }
 }
 
-void kvq_transform::remove(const kvq_lane_layout & l, int h, const int32_t * pos, uint16_t * rows, int stride, const float * pred, size_t pred_stride) const {
+// out = R_pos mean
+static const float * turned_mean(const kvq_transform & x, int h, int D, int32_t pos, std::vector<float> & out) {
+    std::copy_n(x.mean + (size_t) h * D, D, out.data());
+    x.rotor->apply(pos, false, out.data());
+    return out.data();
+}
+
+void kvq_transform::remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred, size_t pred_stride) const {
     const int D = l.codec.head_size;
-    std::vector<float> x((size_t) D);
+    std::vector<float> x((size_t) D), m((size_t) D);
     for (int t = 0; t < l.page_cells; t++, rows += stride, pred = pred ? pred + pred_stride : nullptr) {
         kvq_cpu_f16_to_f32(rows, x.data(), D);
-        if (rotor) {
+        const bool stays = rotor && was && was[t] == pos[t];
+        if (rotor && !stays) {
             rotor->apply(pos[t], true, x.data());
         }
+        const float * mu = stays && mean ? turned_mean(*this, h, D, pos[t], m) : mean ? mean + (size_t) h * D : nullptr;
         for (int i = 0; i < D; i++) {
-            x[i] = x[i] - (mean ? mean[h * D + i] : 0.0f) - (pred ? pred[i] : 0.0f);
+            x[i] = x[i] - (mu ? mu[i] : 0.0f) - (pred ? pred[i] : 0.0f);
+        }
+        if (rotor && was && !stays) {
+            rotor->apply(was[t], false, x.data());
+        }
+        for (int i = 0; i < D; i++) {
             x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f);
         }
         kvq_cpu_f32_to_f16(x.data(), rows, D);
     }
 }
 
-void kvq_transform::restore(const kvq_lane_layout & l, int h, const int32_t * pos, uint16_t * rows, int stride, const float * pred, size_t pred_stride) const {
+void kvq_transform::restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred, size_t pred_stride) const {
     const int D = l.codec.head_size;
-    std::vector<float> x((size_t) D);
+    std::vector<float> x((size_t) D), m((size_t) D);
     for (int t = 0; t < l.page_cells; t++, rows += stride, pred = pred ? pred + pred_stride : nullptr) {
         kvq_cpu_f16_to_f32(rows, x.data(), D);
-        for (int i = 0; pred && i < D; i++) {
-            x[i] += pred[i];
+        const bool stays = rotor && was && was[t] == pos[t];
+        if (rotor && was && !stays) {
+            rotor->apply(was[t], true, x.data());
         }
-        for (int i = 0; mean && i < D; i++) {
-            x[i] += mean[h * D + i];
+        const float * mu = stays && mean ? turned_mean(*this, h, D, pos[t], m) : mean ? mean + (size_t) h * D : nullptr;
+        for (int i = 0; i < D; i++) {
+            x[i] += (pred ? pred[i] : 0.0f);
+            x[i] += (mu ? mu[i] : 0.0f);
         }
-        if (rotor) {
+        if (rotor && !stays) {
             rotor->apply(pos[t], false, x.data());
         }
         for (int i = 0; i < D; i++) {

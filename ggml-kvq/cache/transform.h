@@ -1,5 +1,9 @@
-// What sealed pages of a lane leave out (aqua): a mean per channel and, for keys, the rotary embedding.
-//   row = R_pos (decoded + prediction + mean)
+// What sealed pages of a lane leave out (aqua): a mean per channel and, for keys, the rotary embedding, or what it became since.
+//   row = R_pos (decoded + prediction + mean)                 keys that are predicted
+//   row = R_(pos - sealed) decoded + R_pos mean               other keys: they are sealed as they are, less R_sealed mean
+//
+// The second way needs no turning while it is read: the query meets decoded keys as it is, or turned back by the distance by which they
+// moved since; its products with the mean are cheap (cpu/turns.h). Either way a context shift changes positions only.
 //
 // Open rows stay as they came, but a lane of un-rotated keys must know each row's position when it seals, also after a saved state
 // was loaded into other cells. So every open row carries its position in the last mantissa bits of its first 64 channels: 32 bits
@@ -19,13 +23,17 @@ struct kvq_transform {
     const float * mean  = nullptr; // [n_head][head_size]
     kvq_rotor   * rotor = nullptr; // keys lose their rotary embedding
     int32_t     * positions = nullptr; // of sealed cells, [n_stream][n_pages*page_cells], shared by the layers of a cache
+    int32_t     * sealed    = nullptr; // when they were sealed, likewise
+    uint16_t    * users     = nullptr; // layers that hold the page sealed, [n_stream][n_pages]: while there are any, `sealed` stays
     kvq_chain   * chain = nullptr;     // and what is predicted from the layer before (chain.h); ordinal: of this layer
     int           ordinal = 0;
     bool active() const { return mean || rotor || chain; }
+    bool keeps_turn() const { return rotor && !chain; } // sealed keys have the rotary embedding of `sealed`
 
-    // f16 rows [page_cells] of head h in place, `stride` apart; pos [page_cells]; pred: prediction of the head's rows, f32, or NULL
-    void remove (const kvq_lane_layout & l, int h, const int32_t * pos, uint16_t * rows, int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
-    void restore(const kvq_lane_layout & l, int h, const int32_t * pos, uint16_t * rows, int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
+    // f16 rows [page_cells] of head h in place, `stride` apart; pos [page_cells]; was [page_cells]: positions when sealed, NULL: keys come
+    // without rotary embedding; pred: prediction of the head's rows, f32, or NULL
+    void remove (const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
+    void restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
 };
 
 // Position in a row of n_head heads, head h at row + h*head_stride; -1: the row carries none.

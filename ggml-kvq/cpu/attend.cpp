@@ -7,6 +7,7 @@
 #include "cpu.h"
 #include "kernels.h"
 #include "lattice.h"
+#include "turns.h"
 #include "../types/f16.h"
 #include "../types/mixed.h"
 #include "../types/types.h"
@@ -26,6 +27,23 @@ constexpr uint16_t F16_NEG_INF = 0xfc00;
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int   FEW_ROWS = 16; // as many rows of a KV head go through the pages together with the other heads, in runs of pages
 
+struct stream_plan;
+
+// The queries of a KV head as its sealed lattice keys want them. Keys that moved by `by` positions since they were encoded meet
+// queries turned back as far, so one set a distance.
+struct key_queries {
+    struct set {
+        kvq_lattice_queries folded;
+        std::vector<float>  coef, step, rest; // of the keys' mean: kvq_turn_coefficients, and the logit of the channels that are not turned
+    };
+    std::vector<set> sets; // as stream_plan::moved
+    void make(const stream_plan & s, int kvh, int n_rows, const float * q);
+};
+
+struct key_place { int set; int32_t first; }; // of a sealed page: set of queries, -1: none fits; position of its first cell when sealed
+
+constexpr size_t MAX_SETS = 8; // of pages that moved farther apart each cell is turned by itself
+
 struct stream_plan {
     const kvq_attn * p;
     float * lse;
@@ -35,7 +53,12 @@ struct stream_plan {
     bool mixed;            // pages of two widths, read part by part
     kvq_view kp[2], vp[2]; // their parts
     kvq_mixed_map km, vm;
-    bool rope, folded_k, rotated_v; // lattice: keys lack their rotary embedding or mean; int8 keys; values leave a rotated sum
+    bool rope, folded_k, rotated_v; // lattice: keys lack their mean or some rotary embedding; int8 keys; values leave a rotated sum
+    std::vector<int32_t>   moved;  // distances that sealed keys moved
+    std::vector<key_place> places; // of pages, with `rope`
+    kvq_mean_tables        turns;
+    bool few;                           // all rows of a KV head fit a block: its queries are made once, not once a task
+    std::vector<key_queries> prepared;  // by KV head, with `few`
     int gqa, n_rows, n_blocks, n_active; // rows of a KV head; pages that hold anything
     int n_groups, n_splits;
     int dpk, dpv;
@@ -44,6 +67,8 @@ struct stream_plan {
     float m0, m1;   // ALiBi bases
     int   n_head_log2;
 
+    key_place place_of(const kvq_page & page) const { return rope ? places[(size_t) (&page - p->pages)] : key_place{ 0, 0 }; }
+    bool has_means() const { return folded_k && p->k_mean; }
     int n_tasks() const { return n_groups * n_blocks * n_splits; }
     int block_rows() const { return std::min(n_rows, KVQ_MAX_ROWS); }
 };
@@ -54,7 +79,9 @@ struct head_rows {
     float * q, * out, * rot;    // rows of dpk, dpv, stream_plan::rot
     float * m, * l, * weight;   // weight: of sealed values, whose mean is added at the end
     float slope[KVQ_MAX_ROWS];
-    kvq_lattice_queries folded;
+    float * means; // of a run: mean_part
+    key_queries own;
+    const key_queries * keys;
 };
 
 // One thread's working set, grown to the largest task and kept.
@@ -114,7 +141,7 @@ struct lane_part {
     bool tile;                         // through an f32 tile
     kvq_run run;
 
-    lane_part(const kvq_kernels & K, const kvq_view & sealed, const kvq_view & open, const page_run & r, int i, bool value, int kvh, bool f32, bool lattice, bool alone, workspace & w) {
+    lane_part(const kvq_kernels & K, const kvq_view & sealed, const kvq_view & open, const page_run & r, int i, bool value, int kvh, bool f32, bool lattice, int most, workspace & w) {
         const auto params_of = [&](int j) { return value ? r.page[j]->v_params : r.page[j]->k_params; };
         const auto codes_of  = [&](int j) { return value ? r.page[j]->v_codes  : r.page[j]->k_codes; };
         const bool is_sealed = params_of(i), decoded = is_sealed && !lattice && sealed.codec.type >= KVQ_N_TYPES;
@@ -122,11 +149,11 @@ struct lane_part {
         kernels = is_sealed && lattice ? nullptr : &K.block[view->codec.type];
         tile    = kernels && (r.n_rows >= kernels->tile_rows || (is_sealed && f32));
         run.n_pages = 0;
-        for (int j = i; j < r.n_pages && (bool) params_of(j) == is_sealed; j++) {
+        for (int j = i; j < r.n_pages && (bool) params_of(j) == is_sealed && (!is_sealed || j - i < most); j++) {
             const kvq_view & v = is_sealed ? sealed : open;
             run.codes [run.n_pages]   = (const uint8_t *) codes_of(j) + kvh * v.nb_codes;
             run.params[run.n_pages++] = is_sealed ? (const uint8_t *) params_of(j) + kvh * v.nb_params : nullptr;
-            if (decoded || tile || (alone && is_sealed)) {
+            if (decoded || tile) {
                 break;
             }
         }
@@ -176,57 +203,23 @@ int clear_cells(const uint16_t * row, int n) {
     return i;
 }
 
-// Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is. clear: as above, for pages with maps.
-bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, int clear, uint16_t * out, const uint16_t ** use) {
-    const int n = page.n_slots;
-    const int32_t * map = page.map ? page.map + kvh * p.map_stride : nullptr;
-    if (map) { // gathered only when there is something to hide
-        int lo = map[0], hi = map[0];
-        for (int i = 0; i < n; i++) {
-            lo = std::min(lo, (int) map[i]);
-            hi = std::max(hi, (int) map[i]);
-        }
-        if (lo >= 0 && hi < clear) {
-            *use = nullptr;
-            return true;
-        }
-    }
-    if (!page.map && page.cell + n <= p.n_kv) {
-        *use = nullptr;
-        if (!row) {
-            return true;
-        }
-        constexpr uint64_t hidden = F16_NEG_INF * 0x0001000100010001ull;
-        uint64_t any = 0, seen = 0;
-        for (int i = 0; i < n; i += 4) {
-            uint64_t x;
-            memcpy(&x, row + page.cell + i, 8);
-            any  |= x;
-            seen |= x ^ hidden;
-        }
-        *use = any ? row + page.cell : nullptr;
-        return seen;
-    }
-    bool any = false;
-    for (int i = 0; i < n; i++) {
-        const int cell = map ? map[i] : page.cell + i;
-        out[i] = cell < 0 || cell >= p.n_kv ? F16_NEG_INF : row ? row[cell] : 0;
-        any |= out[i] != F16_NEG_INF;
-    }
-    *use = out;
-    return any;
-}
+#include "attend_mask.h"
+#include "attend_keys.h"
 
-// Logits of the pages of a run from page i on that are of one kind; how many there are.
-int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r, int i, const float * q, float * to) {
+// Logits of the pages of a run from page i on that are of one kind; how many there are. means: as mean_part leaves them, or NULL
+int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r, int i, const float * q, const float * means, float * to) {
     const kvq_attn & p = *s.p;
     const int n = r.page[0]->n_slots, rows = r.n_rows;
-    const lane_part k(K, s.k, s.k_open, r, i, false, h.kvh, p.flags & KVQ_ATTN_F32, s.rope || s.folded_k, s.rope, w);
-    if (!k.kernels && s.rope) {
+    const key_place at = s.place_of(*r.page[i]);
+    int most = 1; // pages that take the same queries
+    while (at.set >= 0 && i + most < r.n_pages && s.place_of(*r.page[i + most]).set == at.set) { most++; }
+    const lane_part k(K, s.k, s.k_open, r, i, false, h.kvh, p.flags & KVQ_ATTN_F32, s.rope || s.folded_k, most, w);
+    if (!k.kernels && at.set < 0) {
+        const auto of = [&](const int32_t * x) { return x ? x + r.page[i]->cell : nullptr; };
         K.score_rope(s.lk, rows, (const uint8_t *) k.run.codes[0], k.run.params[0], p.k_mean ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary,
-                     p.positions ? p.positions + r.page[i]->cell : nullptr, s.dpk, q, to);
+                     of(p.sealed), of(p.positions), s.dpk, q, to);
     } else if (!k.kernels) {
-        K.score_lattice(s.lk, rows, k.run, h.folded.rows.data() + r.first, to);
+        K.score_lattice(s.lk, rows, k.run, h.keys->sets[(size_t) at.set].folded.rows.data() + r.first, means ? means + (size_t) i * rows * n : nullptr, to);
     } else if (k.tile) {
         k.kernels->to_tile(*k.view, k.run.codes[0], k.run.params[0], w.tile, w.work);
         K.score_tile(rows, s.dpk, n, w.tile, q, to);
@@ -252,7 +245,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
     const float * q = h.q + (size_t) r.first * s.dpk;
     next.keys(s, 0, KVQ_MAX_RUN / 2);
     for (int i = 0; i < r.n_pages;) {
-        i += score_part(K, s, w, h, r, i, q, w.logits + i * per_page);
+        i += score_part(K, s, w, h, r, i, q, s.has_means() ? h.means : nullptr, w.logits + i * per_page);
     }
 
     next.keys(s, KVQ_MAX_RUN / 2, KVQ_MAX_RUN);
@@ -275,7 +268,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
 
     next.values(s);
     for (int i = 0; i < r.n_pages;) {
-        const lane_part v(K, s.v, s.v_open, r, i, true, h.kvh, f32, s.rotated_v, false, w);
+        const lane_part v(K, s.v, s.v_open, r, i, true, h.kvh, f32, s.rotated_v, KVQ_MAX_RUN, w);
         const float * prob = w.logits + i * per_page, * by = f + i * KVQ_MAX_ROWS;
         if (!v.kernels) {
             K.accum_lattice(s.lv, rows, v.run, prob, by, rot);
@@ -289,11 +282,9 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
     }
 }
 
-// Queries are gathered because query heads and tokens have free strides.
 void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, int r0, int n_rows, size_t & at, const int32_t * tokens = nullptr) {
-    const kvq_attn & p = *s.p;
     const auto take = [&](size_t n) { float * here = w.floats + at; at += (n + 15) / 16 * 16; return here; };
-    const size_t dk = (size_t) p.k.head_size, rows = (size_t) n_rows;
+    const size_t rows = (size_t) n_rows;
     h.kvh = kvh;
     h.q   = take(rows * s.dpk);
     h.out = take(rows * s.dpv);
@@ -301,19 +292,18 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     h.m   = take(rows + 16); // the softmax reads whole registers
     h.l   = take(rows + 16);
     h.weight = take(rows);
+    h.means  = take(s.has_means() ? (size_t) (n_rows <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * s.p->k.n_cells : 0);
+    gather(s, kvh, r0, n_rows, tokens, h.q);
     for (int r = 0; r < n_rows; r++) {
-        const int token = (r0 + r) / s.gqa, iq = tokens ? tokens[token] : token, head = kvh * s.gqa + (r0 + r) % s.gqa;
-        float * q = h.q + (size_t) r * s.dpk;
-        memcpy(q, p.q + iq * p.q_stride_token + head * p.q_stride_head, 4 * dk);
-        memset(q + dk, 0, 4 * (s.dpk - dk));
-        h.slope[r] = alibi_slope(s, head);
+        h.slope[r] = alibi_slope(s, kvh * s.gqa + (r0 + r) % s.gqa);
         h.m[r] = -INFINITY;
         h.l[r] = h.weight[r] = 0.0f;
     }
     memset(h.out, 0, 4 * rows * s.dpv);
     memset(h.rot, 0, 4 * rows * s.rot);
-    if (s.folded_k) {
-        h.folded.fold(s.lk, n_rows, s.dpk, h.q);
+    h.keys = s.few ? &s.prepared[(size_t) kvh] : &h.own;
+    if (s.folded_k && !s.few) {
+        h.own.make(s, kvh, n_rows, h.q);
     }
 }
 
@@ -347,6 +337,7 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
     page_run run;
     int slot = 0; // of w.mask
     const auto flush = [&](int next) {
+        for (int h = 0; run.n_pages && s.has_means() && h < n_heads; h++) { mean_part(K, s, w.heads[(size_t) h], run, w.heads[(size_t) h].means); }
         for (int h = 0; run.n_pages && h < n_heads; h++) {
             const bool here = h + 1 < n_heads;
             ahead a;
@@ -459,13 +450,15 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     if (lattice_k) { s.lk = kvq_lattice_make_view(attn.k); }
     if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
     s.rope      = lattice_k && (attn.rotary || attn.k_mean);
-    s.folded_k  = lattice_k && !s.rope && !f32;
+    s.few       = false;
+    s.folded_k  = lattice_k && !f32 && (!attn.rotary || (attn.sealed && attn.positions && attn.rotary->turns));
     s.rotated_v = lattice_v && !f32;
     s.rot       = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
     s.mixed = attn.k.type == KVQ_TYPE_MIXED && attn.v.type == KVQ_TYPE_MIXED && !f32;
     if (s.mixed) {
         plan_mixed(s);
     }
+    find_places(s);
     s.n_head_log2 = 1;
     while (2 * s.n_head_log2 <= attn.n_head) { s.n_head_log2 *= 2; }
     s.m0 = powf(2.0f, -attn.max_bias        / (float) s.n_head_log2);
@@ -496,6 +489,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
     stream_plan * const plan = plans.data();
     workspace::sizes size;
     size_t n_partial = 0;
+    int    n_prepared = 0; // streams
     // enough tasks that the last one to finish does not matter much
     const int want = n_threads > 1 ? (4*n_threads + n - 1) / n : 1;
     for (int i = 0; i < n; i++) {
@@ -504,6 +498,11 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         s.lse = lse ? lse[i] : attn[i].lse;
         // few rows: page ranges first, of all heads together; many: heads and row blocks first
         const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head && !s.maps;
+        s.few = few && s.folded_k;
+        if (s.few) {
+            s.prepared.resize((size_t) attn[i].n_head_kv);
+            n_prepared = i + 1;
+        }
         const int  most = std::max(s.n_active / 8, 1), n_base = attn[i].n_head_kv * s.n_blocks;
         s.n_splits = std::min(most, few ? want : (want + n_base - 1) / n_base);
         s.n_groups = few ? std::min(attn[i].n_head_kv, (want + s.n_splits - 1) / s.n_splits) : attn[i].n_head_kv;
@@ -516,7 +515,8 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         const size_t rows = (size_t) s.block_rows(), heads = (size_t) (attn[i].n_head_kv + s.n_groups - 1) / s.n_groups;
         const auto   pad  = [](size_t x) { return (x + 15) / 16 * 16; };
         size.heads  = std::max(size.heads, heads);
-        size.floats = std::max(size.floats, heads * (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows) + 32));
+        size.floats = std::max(size.floats, heads * (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows) + 32 +
+                                                              (s.has_means() ? pad((size_t) (rows <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * attn[i].k.n_cells) : 0)));
         size.slots  = std::max(size.slots, (s.block_rows() <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * cells);
         size.tile   = std::max(size.tile, (size_t) cells * std::max(s.dpk, s.dpv));
         size.work   = std::max({ size.work, kvq_work_bytes(s.k), kvq_work_bytes(s.v) });
@@ -528,7 +528,22 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
     const int * const first_task = first.data();
 
     const int n_tasks = first[n];
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
+    int n_heads = 0;
+    for (int i = 0; i < n_prepared; i++) { n_heads = std::max(n_heads, attn[i].n_head_kv); }
+#pragma omp parallel num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
+    {
+#pragma omp for schedule(dynamic)
+    for (int j = 0; j < n_prepared * n_heads; j++) {
+        static thread_local std::vector<float> q;
+        stream_plan & s = plan[j / n_heads];
+        const int kvh = j % n_heads;
+        if (s.few && kvh < s.p->n_head_kv) {
+            q.resize((size_t) s.n_rows * s.dpk);
+            gather(s, kvh, 0, s.n_rows, nullptr, q.data());
+            s.prepared[(size_t) kvh].make(s, kvh, s.n_rows, q.data());
+        }
+    }
+#pragma omp for schedule(dynamic)
     for (int task = 0; task < n_tasks; task++) {
         static thread_local workspace w;
         w.fit(size);
@@ -555,6 +570,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
                 }
             }
         }
+    }
     }
     for (int i = 0; i < n; i++) {
         if (plan[i].n_splits > 1) {

@@ -11,7 +11,7 @@ void kvq_cpu_column_sums(const kvq_attn & attn, const int32_t * tokens, int n_to
     const size_t n_slots = first[(size_t) attn.n_pages], rows = (size_t) std::min(total, KVQ_MAX_ROWS);
     workspace::sizes size;
     size.heads  = 1;
-    size.floats = rows * (size_t) (s.dpk + s.dpv + s.rot + 3) + 12 * 16;
+    size.floats = rows * (size_t) (s.dpk + s.dpv + s.rot + 3) + (s.has_means() ? KVQ_MAX_RUN * rows * (size_t) cells : 0) + 16 * 16;
     size.slots  = rows * (size_t) cells;
     size.tile   = (size_t) cells * std::max(s.dpk, s.dpv);
     size.work   = kvq_work_bytes(s.k);
@@ -51,7 +51,10 @@ void kvq_cpu_column_sums(const kvq_attn & attn, const int32_t * tokens, int n_to
                 run.n_rows  = end - a;
                 run.page[0] = &page;
                 std::copy(use + a, use + end, run.mask);
-                score_part(K, s, w, h, run, 0, h.q + (size_t) a * s.dpk, w.logits);
+                if (s.has_means()) {
+                    mean_part(K, s, h, run, h.means);
+                }
+                score_part(K, s, w, h, run, 0, h.q + (size_t) a * s.dpk, s.has_means() ? h.means : nullptr, w.logits);
                 float m[KVQ_MAX_ROWS + 16] = {}, l[KVQ_MAX_ROWS + 16] = {}, c[KVQ_MAX_ROWS]; // the softmax reads whole registers
                 float f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16], total_of[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
                 for (int r = 0; r < run.n_rows; r++) {

@@ -213,6 +213,21 @@ static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
              _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, w), one)) };
 }
 
+// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
+static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
+    int32_t two;
+    memcpy(&two, w, 4);
+    const __m256i b = _mm256_set1_epi32(two);
+    return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, b)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, b)) };
+}
+static inline void   i16_store16(int16_t * p, f32x16 x) {
+    _mm256_storeu_si256((__m256i *) p, _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8));
+}
+static inline f32x16 f32_reverse(f32x16 x) {
+    const __m256i order = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return { _mm256_permutevar8x32_ps(x.b, order), _mm256_permutevar8x32_ps(x.a, order) };
+}
+
 // unsigned weights; codes are signed, at most 63 in size, so pair sums cannot saturate
 static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
     const __m256i one = _mm256_set1_epi16(1);

@@ -162,7 +162,14 @@ static inline i8x4   i8_set4(const int8_t * w) {
     memcpy(&four, w, 4);
     return _mm512_set1_epi32(four);
 }
-static inline i32x16 dot4 (i32x16 acc, u8x64 codes, i8x4 w) { return _mm512_dpbusd_epi32(acc, codes, w); }
-static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) { return _mm512_dpbusd_epi32(acc, w, codes); }
+// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
+static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
+    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(x), "m"(*(const int32_t *) w));
+    return acc;
+}
+static inline void   i16_store16(int16_t * p, f32x16 a) { _mm256_storeu_si256((__m256i *) p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a))); }
+static inline f32x16 f32_reverse(f32x16 a)            { return _mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), a); }
+static inline i32x16 dot4 (i32x16 acc, u8x64 codes, i8x4 w) { __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(w)); return acc; }
+static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) { __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(codes)); return acc; }
 
 } // namespace

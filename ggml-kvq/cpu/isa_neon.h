@@ -162,6 +162,26 @@ static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
     KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), w); // codes are below 128, or signed
     return acc;
 }
+// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
+static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
+    int32_t two;
+    memcpy(&two, w, 4);
+    const int16x8_t b = vreinterpretq_s16_s32(vdupq_n_s32(two));
+    KVQ_EACH {
+        const int16x8_t y = vreinterpretq_s16_u8(x.v[i]);
+        acc.v[i] = vaddq_s32(acc.v[i], vpaddq_s32(vmull_s16(vget_low_s16(y), vget_low_s16(b)), vmull_high_s16(y, b)));
+    }
+    return acc;
+}
+static inline void   i16_store16(int16_t * p, f32x16 a) { KVQ_EACH vst1_s16(p + 4*i, vqmovn_s32(vcvtnq_s32_f32(a.v[i]))); }
+static inline f32x16 f32_reverse(f32x16 a) {
+    f32x16 r;
+    KVQ_EACH {
+        const float32x4_t x = vrev64q_f32(a.v[3 - i]);
+        r.v[i] = vextq_f32(x, x, 2);
+    }
+    return r;
+}
 static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
     KVQ_EACH acc.v[i] = vreinterpretq_s32_u32(vdotq_u32(vreinterpretq_u32_s32(acc.v[i]), codes.v[i], vreinterpretq_u8_s8(w)));
     return acc;

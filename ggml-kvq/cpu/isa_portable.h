@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 namespace KVQ_NS {
 
@@ -102,6 +103,16 @@ static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
     KVQ_EACH(16) { for (int k = 0; k < 4; k++) { acc.v[i] += codes.v[4*i + k] * (uint8_t) w.v[k]; } }
     return acc;
 }
+
+// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
+static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
+    int16_t y[32];
+    memcpy(y, x.v, 64);
+    KVQ_EACH(16) acc.v[i] += y[2*i] * w[0] + y[2*i + 1] * w[1];
+    return acc;
+}
+static inline void   i16_store16(int16_t * p, f32x16 a) { KVQ_EACH(16) p[i] = (int16_t) lrintf(a.v[i]); }
+static inline f32x16 f32_reverse(f32x16 a)            { f32x16 r; KVQ_EACH(16) r.v[i] = a.v[15 - i]; return r; }
 
 #undef KVQ_EACH
 

@@ -66,6 +66,13 @@ struct kvq_lattice_view {
     const float * points;            // [d][n]
 };
 
+// kvq_turns as kernels read it (turns.h)
+struct kvq_mean_tables {
+    int n_pad, n_fast;
+    const float * high, * low, * power;
+    const int16_t * cos, * sin;
+};
+
 // A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high + low/KVQ_LATTICE_FINE),
 // high = q8[j*dot_stride + i], low = q8[(d + j)*dot_stride + i], |high|, |low| <= KVQ_LATTICE_TOP: 255 * 63 * 2 fits 16 bits.
 constexpr float KVQ_LATTICE_TOP = 63.0f, KVQ_LATTICE_FINE = 126.0f;
@@ -91,13 +98,17 @@ struct kvq_kernels {
     // K: |error| <= amax/(2*63*126) * sum |point coordinate| * cell's scale,  amax = max |rotated q|
     // V: w = p*scale under the page's largest scale to 8 bits without sign: |error| <= top/510 * sum |point coordinate|,  top = max scale;
     //    two bytes with 4-bit codes (d=2 n=256), whose points take all 8 bits: top/(2*63*126)
-    void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, float * logits);
+    // add: on top of the logits, NULL: nothing
+    void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, const float * add, float * logits);
     void (*accum_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out);
 
-    // Keys kept before rotary embedding (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be
-    // NULL; pos [n_cells].
+    // Keys that lack their mean and, by which `sealed` is NULL, all of their rotary embedding or that from position sealed[t] to pos[t]
+    // (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be NULL; sealed, pos [n_cells].
     void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
-                       const int32_t * pos, int dp, const float * q, float * logits);
+                       const int32_t * sealed, const int32_t * pos, int dp, const float * q, float * logits);
+    // logits = step * (q . R_p mean) of n_pages pages of n cells at the positions first..: [page][n_rows][n]. n: a multiple of 32,
+    // n_pages*n up to 128; coef [n_rows][2][n_pad] as kvq_turn_coefficients makes them
+    void (*score_mean)(const kvq_mean_tables & t, int first, int n_pages, int n, int n_rows, const float * coef, const float * step, float * logits);
 
     // score and accum of one page over what to_tile made
     void (*score_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * q, float * logits);

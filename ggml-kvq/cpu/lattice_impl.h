@@ -43,7 +43,7 @@ static inline void lattice_scales(const kvq_lattice_view & a, const void * param
 }
 
 // logits of R rows against T tiles of 16 cells: sums of the high bytes, then of the low bytes
-template <int W, int R, int T> static inline void score_lattice_tiles(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, const kvq_lattice_query * q, float * logits) {
+template <int W, int R, int T> static inline void score_lattice_tiles(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, const kvq_lattice_query * q, const float * add, float * logits) {
     const int n = a.codec.n_cells, n_k = (a.n_dots + 3) / 4, low = a.d * a.dot_stride;
     i32x16 acc[T][2 * R];
     for (int t = 0; t < T; t++) {
@@ -70,15 +70,17 @@ template <int W, int R, int T> static inline void score_lattice_tiles(const kvq_
         for (int r = 0; r < R; r++) {
             const f32x16 high = f32_add(f32_from_i32(acc[t][r]),     f32_set1(-KVQ_DOT4_ZERO * q[r].sum[0]));
             const f32x16 rest = f32_add(f32_from_i32(acc[t][R + r]), f32_set1(-KVQ_DOT4_ZERO * q[r].sum[1]));
-            f32_store(logits + (size_t) r * n + 16*(tile + t), f32_mul(f32_mul(f32_fma(rest, f32_set1(1.0f / KVQ_LATTICE_FINE), high), f32_set1(q[r].step)), s));
+            const size_t at = (size_t) r * n + 16*(tile + t);
+            const f32x16 y = f32_mul(f32_fma(rest, f32_set1(1.0f / KVQ_LATTICE_FINE), high), f32_set1(q[r].step));
+            f32_store(logits + at, add ? f32_fma(y, s, f32_load(add + at)) : f32_mul(y, s));
         }
     }
 }
 
-template <int W, int R> static void score_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const kvq_lattice_query * q, float * logits) {
+template <int W, int R> static void score_lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const float * scale, const kvq_lattice_query * q, const float * add, float * logits) {
     constexpr int T = 2 * R * KVQ_TILES <= KVQ_SUMS ? KVQ_TILES : 1;
     for (int tile = 0; tile < a.codec.n_cells / 16; tile += T) { // 32 cells or a multiple
-        score_lattice_tiles<W, R, T>(a, codes, tile, scale, q, logits);
+        score_lattice_tiles<W, R, T>(a, codes, tile, scale, q, add, logits);
     }
 }
 
@@ -184,10 +186,10 @@ static void hadamard_columns(int block, int D, float * x) {
     else if (2*h <= block) { butterflies<2>(D, h, x); }
 }
 
-// Keys kept before rotary embedding: 16 cells at a time, channels in columns x[channel][16 cells].
-//   k = R_pos (H (s * point) + mean),   logit = q . k
+// Keys without their mean, 16 cells at a time, channels in columns x[channel][16 cells]:
+//   k = R_pos (H (s * point) + mean),  or  R_pos (R_sealed^-1 H (s * point) + mean) when they were rotated before encoding;   logit = q . k
 // cos and sin of a position are those of 64*(pos/64) turned by those of pos%64 (kvq_rotary).
-template <int W> static void rope_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, f32x16 scale, const float * mean, float * x) {
+template <int W> static void rope_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, f32x16 scale, float * x) {
     const int D = a.codec.head_size, n_k = (a.n_dots + 3) / 4;
     const f32x16 s = f32_mul(scale, f32_set1(a.step * a.norm)), off = f32_set1(-128.0f);
     for (int k = 0; k < n_k; k++) {
@@ -202,13 +204,11 @@ template <int W> static void rope_columns(const kvq_lattice_view & a, const uint
         }
     }
     hadamard_columns(a.block, D, x);
-    for (int c = 0; mean && c < D; c++) {
-        f32_store(x + (size_t) c * 16, f32_add(f32_load(x + (size_t) c * 16), f32_set1(mean[c])));
-    }
 }
 
-static void rope_rotate(const kvq_rotary & rot, const int32_t * pos, float * x) {
+static void rope_rotate(const kvq_rotary & rot, const int32_t * pos, float * x, bool inverse = false) {
     const int n = rot.n_dims / 2;
+    const f32x16 back = f32_set1(1.0f / (rot.high[0] * rot.high[0] + rot.high[n] * rot.high[n])); // magnitudes
     int run = 0; // consecutive positions share the coarse part
     while (run < 16 && pos[run] == pos[0] + run && pos[0] >= 0) { run++; }
     for (int i = 0; i < n; i++) {
@@ -229,6 +229,10 @@ static void rope_rotate(const kvq_rotary & rot, const int32_t * pos, float * x) 
             c = f32_load(cs);
             s = f32_load(sn);
         }
+        if (inverse) {
+            c = f32_mul(c, back);
+            s = f32_sub(f32_set1(0.0f), f32_mul(s, back));
+        }
         float * a = x + (size_t) (rot.neox ? i : 2*i) * 16, * b = x + (size_t) (rot.neox ? i + n : 2*i + 1) * 16;
         const f32x16 u = f32_load(a), v = f32_load(b);
         f32_store(a, f32_sub(f32_mul(u, c), f32_mul(v, s)));
@@ -247,18 +251,22 @@ template <int R> static void rope_dot(int D, int dp, const float * x, const floa
 }
 
 static void score_rope(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
-                       const int32_t * pos, int dp, const float * q, float * logits) {
+                       const int32_t * sealed, const int32_t * pos, int dp, const float * q, float * logits) {
     float scale[KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
     lattice_scales(a, params, scale);
     const int n = a.codec.n_cells, D = a.codec.head_size;
     for (int t0 = 0; t0 < n; t0 += 16) {
         const f32x16 s = f32_load(scale + t0);
         switch (a.codec.bits * a.codec.group) {
-            case 2:  rope_columns<2>(a, codes, t0 / 16, s, mean, x); break;
-            case 4:  rope_columns<4>(a, codes, t0 / 16, s, mean, x); break;
-            case 6:  rope_columns<6>(a, codes, t0 / 16, s, mean, x); break;
-            default: rope_columns<8>(a, codes, t0 / 16, s, mean, x); break;
+            case 2:  rope_columns<2>(a, codes, t0 / 16, s, x); break;
+            case 4:  rope_columns<4>(a, codes, t0 / 16, s, x); break;
+            case 6:  rope_columns<6>(a, codes, t0 / 16, s, x); break;
+            default: rope_columns<8>(a, codes, t0 / 16, s, x); break;
         }
+        if (rot && sealed) {
+            rope_rotate(*rot, sealed + t0, x, true);
+        }
+        for (int c = 0; mean && c < D; c++) { f32_store(x + (size_t) c * 16, f32_add(f32_load(x + (size_t) c * 16), f32_set1(mean[c]))); }
         if (rot) {
             rope_rotate(*rot, pos + t0, x);
         }
@@ -280,13 +288,13 @@ static void score_rope(const kvq_lattice_view & a, int n_rows, const uint8_t * c
         default: KVQ_ROWS(n_rows, CALL_8); break;    \
     }
 
-static void score_lattice(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, float * logits) {
+static void score_lattice(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, const float * add, float * logits) {
     const int n = a.codec.n_cells;
-    for (int i = 0; i < run.n_pages; i++, logits += (size_t) n_rows * n) {
+    for (int i = 0; i < run.n_pages; i++, logits += (size_t) n_rows * n, add = add ? add + (size_t) n_rows * n : nullptr) {
         const uint8_t * codes = (const uint8_t *) run.codes[i];
         float scale[KVQ_MAX_CELLS];
         lattice_scales(a, run.params[i], scale);
-#define CALL(W, R, r) score_lattice_rows<W, R>(a, codes, scale, q + r, logits + (size_t) (r) * n)
+#define CALL(W, R, r) score_lattice_rows<W, R>(a, codes, scale, q + r, add ? add + (size_t) (r) * n : nullptr, logits + (size_t) (r) * n)
         KVQ_WIDTHS
 #undef CALL
     }

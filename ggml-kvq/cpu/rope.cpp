@@ -75,12 +75,15 @@ kvq_rotor::kvq_rotor(const kvq_rope & rope) : r(rope), magnitude(magnitude_of(ro
     v.n_dims = r.n_dims;
     v.neox   = r.neox;
     v.low    = low.data();
+    turns.reset(new kvq_turns(speed));
+    v.turns  = turns.get();
     reach(0);
 }
 
 void kvq_rotor::reach(int32_t pos) {
     const int n = r.n_dims / 2;
     for (; v.n_high <= pos / 64; v.n_high++) {
+        turns->add_high(speed, magnitude, v.n_high);
         for (int part = 0; part < 2; part++) {
             for (int i = 0; i < n; i++) {
                 const double angle = 64.0 * v.n_high * speed[i];

@@ -4,8 +4,10 @@
 #pragma once
 
 #include "ggml-kvq.h"
+#include "turns.h"
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 struct kvq_rope {
@@ -39,4 +41,5 @@ private:
     std::vector<double> speed; // radians a position
     std::vector<float>  high, low;
     float magnitude = 1.0f;
+    std::unique_ptr<kvq_turns> turns;
 };

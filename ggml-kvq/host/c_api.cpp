@@ -4,15 +4,20 @@
 #include "../cache/saliency.h"
 #include "../cpu/cpu.h"
 #include "../cpu/kernels.h"
+#include "../cpu/rope.h"
 #include "../types/types.h"
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 
 static int fail(kvq_status status, const std::string & line) {
     kvq_set_error(line);
     return status;
 }
+
+static std::mutex rotor_mutex;
+static std::vector<std::unique_ptr<kvq_rotor>> rotors; // of kvq_rotary_new
 
 extern "C" int          kvq_abi_version(void) { return KVQ_ABI_VERSION; }
 extern "C" const char * kvq_version(void)     { return KVQ_VERSION; }
@@ -174,6 +179,26 @@ extern "C" int kvq_probe_rows(int n, uint64_t at, float share, int page_cells, u
     const std::vector<int32_t> out = n > 0 && page_cells > 0 ? kvq_probe_rows(n, at, share, page_cells, layer) : std::vector<int32_t>();
     std::copy(out.begin(), out.end(), rows);
     return (int) out.size();
+}
+
+extern "C" const kvq_rotary * kvq_rotary_new(int n_dims, int neox, float freq_base, int n_positions) {
+    if (n_dims < 2 || n_dims % 2 || n_dims > KVQ_MAX_HEAD || !(freq_base > 1.0f) || n_positions < 1 || n_positions > 1 << 26) {
+        kvq_set_error("no such rotary embedding: n_dims even and up to 1024, freq_base above 1, n_positions from 1");
+        return nullptr;
+    }
+    kvq_rope r;
+    r.n_dims    = n_dims;
+    r.neox      = neox != 0;
+    r.freq_base = freq_base;
+    std::lock_guard<std::mutex> lock(rotor_mutex);
+    rotors.emplace_back(new kvq_rotor(r));
+    rotors.back()->reach(n_positions - 1);
+    return &rotors.back()->view();
+}
+
+extern "C" void kvq_rotary_free(const kvq_rotary * rotary) {
+    std::lock_guard<std::mutex> lock(rotor_mutex);
+    rotors.erase(std::remove_if(rotors.begin(), rotors.end(), [&](const auto & r) { return &r->view() == rotary; }), rotors.end());
 }
 
 extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,

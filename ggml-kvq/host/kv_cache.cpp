@@ -139,8 +139,12 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     if (l.d.plan.pre_rope && positions.empty()) {
         n_positions = (size_t) l.d.k.n_pages * l.d.k.page_cells;
         positions.assign(n_positions * l.d.n_stream, -1);
+        sealed = positions;
+        sealed_users.assign((size_t) l.d.k.n_pages * l.d.n_stream, 0);
     }
     k.positions = positions.data();
+    k.sealed    = sealed.data();
+    k.users     = sealed_users.data();
     l.k->set_transform(k);
     l.v->set_transform(v);
     return true;

@@ -119,7 +119,7 @@ const kvq_field kvq_page_fields[] = {
 };
 
 const kvq_field kvq_rotary_fields[] = {
-    F(kvq_rotary, n_dims), F(kvq_rotary, neox), F(kvq_rotary, n_high), F(kvq_rotary, high), F(kvq_rotary, low),
+    F(kvq_rotary, n_dims), F(kvq_rotary, neox), F(kvq_rotary, n_high), F(kvq_rotary, high), F(kvq_rotary, low), F(kvq_rotary, turns),
 };
 
 const kvq_field kvq_attn_fields[] = {
@@ -129,7 +129,7 @@ const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, q_stride_token), F(kvq_attn, q_stride_head),    F(kvq_attn, mask),             F(kvq_attn, mask_stride_token),
     F(kvq_attn, mask_stride_head), F(kvq_attn, sinks),          F(kvq_attn, dst),              F(kvq_attn, dst_stride_token),
     F(kvq_attn, dst_stride_head), F(kvq_attn, pages),
-    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions), F(kvq_attn, lse), F(kvq_attn, map_stride),
+    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions), F(kvq_attn, lse), F(kvq_attn, sealed), F(kvq_attn, map_stride),
 };
 
 const kvq_field kvq_layer_shape_fields[] = {

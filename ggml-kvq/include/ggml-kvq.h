@@ -150,7 +150,12 @@ typedef struct kvq_rotary {
     int32_t n_high;
     const float * high;     // [n_high][cos, sin][n] of positions 64*i
     const float * low;      // [n][cos, sin][KVQ_ROTARY_LOW] of positions 0..79
+    const void  * turns;    // what else the library derives from the frequencies; NULL: attention takes a slower way
 } kvq_rotary;
+
+// The tables of an ordinary embedding, angle = pos * freq_base^(-2i/n_dims), for positions below n_positions; NULL: bad numbers.
+KVQ_API const kvq_rotary * kvq_rotary_new(int n_dims, int neox, float freq_base, int n_positions);
+KVQ_API void kvq_rotary_free(const kvq_rotary * rotary);
 
 enum {
     KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
@@ -169,11 +174,13 @@ typedef struct kvq_attn {
     float          * dst;  int64_t dst_stride_token,  dst_stride_head;
     const kvq_page * pages;
     // Lattice pages only, each may be NULL: what was taken from keys and values before encoding, f32 [n_head_kv][head size], and the
-    // rotary embedding that keys still lack, with the position of every cell.
+    // rotary embedding of keys with the position of every cell. Keys lack it altogether, or have that of the positions `sealed` (below),
+    // their means included: key = R_pos (decoded + mean)  or  R_(pos - sealed) decoded + R_pos mean.
     const float * k_mean, * v_mean;
     const kvq_rotary * rotary;
     const int32_t * positions;
     float * lse; // out, [n_q][n_head]: log of the sum of a row's exponentials, sinks included; NULL: not wanted
+    const int32_t * sealed; // position of every cell when it was encoded; NULL: before rotary embedding
     int64_t map_stride; // of the maps of pages, from one KV head to the next; 0: one map for all heads
 } kvq_attn;
 

@@ -160,7 +160,7 @@ def _strides(x: np.ndarray) -> tuple[int, int]:
     return x.strides[0] // x.itemsize, 0 if x.shape[1] == 1 else x.strides[1] // x.itemsize
 
 
-def _structs(streams: list[Stream], means: Any, rotary: Any, positions: np.ndarray | None, lse: np.ndarray | None) -> tuple[Any, list[Any]]:
+def _structs(streams: list[Stream], means: Any, rotary: Any, positions: Any, lse: np.ndarray | None, sealed: Any = None) -> tuple[Any, list[Any]]:
     """kvq_attn of every stream, and what must outlive them."""
     structs = (native.kvq_attn * len(streams))()
     keep: list[Any] = []
@@ -185,7 +185,7 @@ def _structs(streams: list[Stream], means: Any, rotary: Any, positions: np.ndarr
         if means is not None:  # f32 [n_head_kv, head size] of keys and of values
             a.k_mean, a.v_mean = (_at(x, c_float) for x in means)
         if rotary is not None:  # native.kvq_rotary and int32 positions [n cells]
-            a.rotary, a.positions = pointer(rotary), _at(positions, c_int32)
+            a.rotary, a.positions, a.sealed = pointer(rotary), _at(positions, c_int32), _at(sealed, c_int32)
         a.sinks, a.pages, a.lse = _at(s.sinks, c_float), pages, _at(lse, c_float)
         keep += [pages, s]
     return structs, keep
@@ -200,9 +200,10 @@ def attend(
     rotary: Any = None,
     positions: np.ndarray | None = None,
     lse: np.ndarray | None = None,
+    sealed: np.ndarray | None = None,
 ) -> None:
     """Fill dst of every stream, and lse f32 [n_q, n_head] of a single one (kvq_attend)."""
-    structs, _keep = _structs(streams, means, rotary, positions, lse)
+    structs, _keep = _structs(streams, means, rotary, positions, lse, sealed)
     native.check(lib, lib.kvq_attend(structs, len(streams), n_threads))
 
 

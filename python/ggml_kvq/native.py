@@ -83,7 +83,7 @@ class kvq_page(Structure):
 
 
 class kvq_rotary(Structure):
-    _fields_ = [("n_dims", c_int32), ("neox", c_int32), ("n_high", c_int32), ("high", POINTER(c_float)), ("low", POINTER(c_float))]
+    _fields_ = [("n_dims", c_int32), ("neox", c_int32), ("n_high", c_int32), ("high", POINTER(c_float)), ("low", POINTER(c_float)), ("turns", c_void_p)]
 
 
 class kvq_attn(Structure):
@@ -115,6 +115,7 @@ class kvq_attn(Structure):
         ("rotary", POINTER(kvq_rotary)),
         ("positions", POINTER(c_int32)),
         ("lse", POINTER(c_float)),
+        ("sealed", POINTER(c_int32)),
         ("map_stride", c_int64),
     ]
 
@@ -186,6 +187,8 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_weights_bytes", c_size_t, [c_int, c_int, c_int]),
     ("kvq_weights_pack", c_int, [c_int, c_int, c_int, POINTER(c_float), c_void_p]),
     ("kvq_predict", c_int, [c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_float), POINTER(c_float), POINTER(c_float), c_int]),
+    ("kvq_rotary_new", POINTER(kvq_rotary), [c_int, c_int, c_float, c_int]),
+    ("kvq_rotary_free", None, [POINTER(kvq_rotary)]),
     ("kvq_attend", c_int, [POINTER(kvq_attn), c_int, c_int]),
     (
         "kvq_column_sums",
