@@ -1,0 +1,230 @@
+#include "include/cuda_fp16.h"
+#include "../../ggml-kvq/types/f16.h"
+
+#include <cstdio>
+#include <memory>
+#include <vector>
+
+#include <csetjmp>
+#include <ucontext.h>
+
+float    host_half_to_float(uint16_t h) { return kvq_f16_to_f32(h); }
+uint16_t host_float_to_half(float x)    { return kvq_f32_to_f16(x); }
+
+dim3 threadIdx, blockIdx, gridDim, blockDim;
+
+namespace host_cuda {
+
+uint8_t * shared;
+
+namespace {
+
+constexpr size_t STACK = 256 << 10;
+
+struct thread {
+    unsigned   n_ops = 0; // warp operations begun
+    ucontext_t start;       // the first time; later turns jump, which needs no system call
+    jmp_buf    here;
+    std::unique_ptr<uint8_t[]> stack { new uint8_t[STACK] };
+    bool done = false, begun = false;
+};
+struct warp { uint64_t value[2][32]; }; // by the parity of the operation
+
+jmp_buf scheduler;
+thread * now;
+std::vector<std::unique_ptr<thread>> threads;
+std::vector<warp> warps;
+unsigned n_threads, n_arrived, n_barriers, n_done;
+bool any_now, any_before;
+const std::function<void()> * kernel;
+
+void yield() {
+    if (!_setjmp(now->here)) {
+        _longjmp(scheduler, 1);
+    }
+}
+
+void resume(thread & t) {
+    now = &t;
+    if (!_setjmp(scheduler)) {
+        if (t.begun) {
+            _longjmp(t.here, 1);
+        }
+        t.begun = true;
+        setcontext(&t.start);
+    }
+}
+
+void body() {
+    (*kernel)();
+    now->done = true;
+    n_done++;
+    yield();
+}
+
+// every lane of the warp that has not returned has begun operation n
+bool all_began(unsigned w, unsigned n) {
+    for (unsigned i = 32*w; i < min(n_threads, 32*w + 32); i++) {
+        if (!threads[i]->done && threads[i]->n_ops < n) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void release_barrier() { // everybody has come, or returned
+    if (n_arrived && n_arrived + n_done == n_threads) {
+        n_arrived  = 0;
+        any_before = any_now;
+        any_now    = false;
+        n_barriers++;
+    }
+}
+
+void run_block() {
+    memset(shared, 0xa5, SHARED_BYTES);
+    warps.assign((n_threads + 31) / 32, warp());
+    n_arrived = n_done = n_barriers = 0;
+    any_now = any_before = false;
+    for (unsigned i = 0; i < n_threads; i++) {
+        thread & t = *threads[i];
+        t.n_ops  = 0;
+        t.done   = false;
+        t.begun  = false;
+        getcontext(&t.start);
+        t.start.uc_stack.ss_sp   = t.stack.get();
+        t.start.uc_stack.ss_size = STACK;
+        t.start.uc_link          = nullptr;
+        makecontext(&t.start, body, 0);
+    }
+    for (int idle = 0; n_done < n_threads;) {
+        const auto progress = [] {
+            uint64_t n = (uint64_t) n_barriers + n_done + n_arrived;
+            for (unsigned i = 0; i < n_threads; i++) { n += threads[i]->n_ops; }
+            return n;
+        };
+        const uint64_t before = progress();
+        for (unsigned i = 0; i < n_threads; i++) {
+            if (!threads[i]->done) {
+                threadIdx = dim3(i, 0, 0);
+                resume(*threads[i]);
+            }
+        }
+        release_barrier();
+        idle = progress() == before ? idle + 1 : 0;
+        if (idle > 3) {
+            fprintf(stderr, "block %u,%u,%u: threads wait for one another: some never come to a collective\n", blockIdx.x, blockIdx.y, blockIdx.z);
+            abort();
+        }
+    }
+}
+
+} // namespace
+
+const uint64_t * exchange(uint64_t mine) {
+    const unsigned id = threadIdx.x, w = id / 32, n = ++now->n_ops;
+    uint64_t * values = warps[w].value[n % 2];
+    values[id % 32] = mine;
+    while (!all_began(w, n)) { yield(); }
+    for (unsigned i = 0; i < 32; i++) {
+        if (32*w + i >= n_threads || threads[32*w + i]->n_ops < n) { values[i] = 0; } // has returned
+    }
+    return values;
+}
+
+bool block_any(bool x) {
+    const unsigned before = n_barriers;
+    n_arrived++;
+    any_now = any_now || x;
+    release_barrier();
+    while (n_barriers == before) { yield(); }
+    return any_before;
+}
+
+void block_barrier() { block_any(false); }
+
+void launch(dim3 g, dim3 b, size_t nb_shared, const std::function<void()> & k) {
+    if (nb_shared > SHARED_BYTES || b.y != 1 || b.z != 1) {
+        fprintf(stderr, "a launch of %zu shared bytes, %u x %u x %u threads\n", nb_shared, b.x, b.y, b.z);
+        abort();
+    }
+    static std::vector<uint8_t> memory(SHARED_BYTES + 1024);
+    shared     = memory.data() + (1024 - (uintptr_t) memory.data() % 1024);
+    gridDim    = g;
+    blockDim   = b;
+    kernel     = &k;
+    n_threads  = b.x;
+    while (threads.size() < n_threads) { threads.emplace_back(new thread); }
+    for (unsigned z = 0; z < g.z; z++) { for (unsigned y = 0; y < g.y; y++) { for (unsigned x = 0; x < g.x; x++) {
+        blockIdx = dim3(x, y, z);
+        run_block();
+    } } }
+}
+
+} // namespace host_cuda
+
+// ---------------------------------------------------------------- warp-wide products, operands as PTX lays them out
+
+namespace {
+
+// what this lane gave and what lane `i` gave, n registers one after another
+struct registers {
+    uint32_t x[32][10];
+    registers(const uint32_t * mine, int n) {
+        for (int r = 0; r < n; r++) {
+            const uint64_t * all = host_cuda::exchange(mine[r]);
+            for (int i = 0; i < 32; i++) { x[i][r] = (uint32_t) all[i]; }
+        }
+    }
+};
+
+float half_of(uint32_t x, int i) { return kvq_f16_to_f32((uint16_t) (x >> 16*i)); }
+int   byte_of(uint32_t x, int i) { return (int8_t) (x >> 8*i); }
+
+} // namespace
+
+// m16n8k16: a (16 x 16) rows g, g + 8 of lanes 4g + c, columns 2c, 2c + 1 and 8 further; b (16 x 8) column g; d rows g, g + 8, columns 2c, 2c + 1
+void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    const uint32_t mine[6] = { a0, a1, a2, a3, b0, b1 };
+    const registers r(mine, 6);
+    const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
+    float * d[4] = { &d0, &d1, &d2, &d3 };
+    for (int e = 0; e < 4; e++) {
+        const int row = e / 2, column = 2*c + e % 2;
+        double sum = *d[e];
+        for (int k = 0; k < 16; k++) {
+            const float x = half_of(r.x[4*g + k % 8 / 2][row + k / 8 * 2], k % 2), y = half_of(r.x[4*column + k % 8 / 2][4 + k / 8], k % 2);
+            sum += (double) x * y;
+        }
+        *d[e] = (float) sum;
+    }
+}
+
+// m16n8k32: four bytes a register
+void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, int base) {
+    const uint32_t mine[6] = { a0, a1, a2, a3, b0, b1 };
+    const registers r(mine, 6);
+    const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
+    int * d[4] = { &d0, &d1, &d2, &d3 };
+    for (int e = 0; e < 4; e++) {
+        const int row = e / 2, column = 2*c + e % 2;
+        int sum = base;
+        for (int k = 0; k < 32; k++) { sum += byte_of(r.x[4*g + k % 16 / 4][row + k / 16 * 2], k % 4) * byte_of(r.x[4*column + k % 16 / 4][4 + k / 16], k % 4); }
+        *d[e] = sum;
+    }
+}
+
+// x4: rows of matrix m are where lanes 8m .. 8m + 7 point; a lane gets elements 2c, 2c + 1 of row g of each
+void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at) {
+    const registers r(&at, 1);
+    const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
+    uint32_t * x[4] = { &x0, &x1, &x2, &x3 };
+    for (int m = 0; m < 4; m++) { memcpy(x[m], host_cuda::shared + r.x[8*m + g][0] + 4*c, 4); }
+}
+
+uint32_t host_movmatrix(uint32_t x) {
+    const registers r(&x, 1);
+    const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
+    const auto element = [&](int row, int column) { return r.x[4*row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+    return element(2*c, g) | element(2*c + 1, g) << 16;
+}

@@ -1,0 +1,63 @@
+"""The CUDA kernels run here too, on the host (tests/cuda_on_host): sealing, stores and attention against the C reference, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = ROOT / "tests" / "cuda_on_host"
+sys.path.insert(0, str(HERE))
+from translate import INSTRUCTIONS, translate, translate_text  # noqa: E402
+
+CXX = os.environ.get("CXX") or shutil.which("g++")
+FLAGS = ["-std=c++17", "-w", "-fopenmp", f"-I{ROOT / 'ggml-kvq' / 'include'}"]
+
+
+def test_translation() -> None:
+    """Launches, shared memory and instructions; an instruction without host code is an error that names it."""
+    text = translate_text('extern __shared__ __align__(16) uint8_t memory[];\nf<A<2>, 3><<<dim3(a, b), 32, nb, s>>>(x, g(y));\nasm volatile("cp.async.wait_all;" ::: "memory"); z();')
+    assert "uint8_t * const memory = (uint8_t *) host_cuda::shared;" in text
+    assert "host_cuda::launch(dim3(a, b), dim3( 32),  nb, [&] { f<A<2>, 3>(x, g(y)); });" in text
+    assert text.rstrip().endswith("z();")
+    assert "asm" not in text
+    assert all(name.strip() for name, _ in INSTRUCTIONS)
+    with pytest.raises(SystemExit, match="wgmma"):
+        translate_text('asm volatile("wgmma.fence;");')
+
+
+@pytest.mark.skipif(CXX is None or os.uname().machine not in ("x86_64", "aarch64"), reason="needs g++")
+def test_kernels_on_the_host(tmp_path: Path) -> None:
+    """A small part of tests/native/test_cuda.cpp; the whole of it runs on a device (scripts/gpu_check.sh)."""
+    source = tmp_path / "ggml-kvq"
+    (source / "cuda").mkdir(parents=True)
+    for folder in ("cache", "cpu", "include", "methods", "types"):
+        (source / folder).symlink_to(ROOT / "ggml-kvq" / folder)
+    jobs = [(f, ["-O1", f"-I{HERE / 'include'}", *(["-ffp-contract=off"] if f.name.startswith("seal") else [])]) for f in translate(ROOT / "ggml-kvq" / "cuda", source / "cuda")]
+    jobs = [(f, flags) for f, flags in jobs if f.stem != "graph"]
+    for folder in ("cache", "cpu", "methods", "types"):
+        for f in sorted((ROOT / "ggml-kvq" / folder).glob("*.cpp")):
+            if not f.stem.endswith(("_avx2", "_avx512", "_neon")):
+                jobs.append((f, ["-O1", "-ffp-contract=off"]))
+    jobs += [(HERE / "cuda_on_host.cpp", ["-O2"]), (ROOT / "tests" / "native" / "test_cuda.cpp", ["-O1"])]
+
+    def compiled(job: tuple[Path, list[str]]) -> str:
+        path, flags = job
+        out = tmp_path / f"{path.parent.name}_{path.stem}.o"
+        run = subprocess.run([str(CXX), *FLAGS, *flags, "-c", str(path), "-o", str(out)], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr[-3000:]
+        return str(out)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, jobs))
+    program = tmp_path / "test_cuda"
+    subprocess.run([str(CXX), "-fopenmp", *objects, "-o", str(program)], check=True)
+    run = subprocess.run([str(program), "host"], capture_output=True, text=True, check=False, timeout=900)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert "attention: " in run.stdout
