@@ -43,15 +43,17 @@ def text_table(rows: list[results.Row]) -> str:
     )
 
 
-def retrieval_table(rows: list[results.Row]) -> str:
-    """Exact answers by cache, task and length."""
+def retrieval_tables(rows: list[results.Row]) -> list[str]:
+    """Exact answers by cache and task, a table a length."""
     cells = [r for r in rows if r["key"]["kind"] == "retrieval" and "accuracy" in r]
-    columns = sorted({(r["key"]["task"], r["key"]["n_tokens"]) for r in cells})
-    by = {(r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): f"{r['right']}/{r['n']}" for r in cells}
-    caches = list(dict.fromkeys(r["key"]["cache"] for r in cells))
-    return results.table(
-        ["exact answers", *[f"{t} {n}" for t, n in columns]], [[c, *[by.get((c, t, n), "") for t, n in columns]] for c in caches], markdown=True
-    )
+    tasks = sorted({r["key"]["task"] for r in cells})
+    out = []
+    for length in sorted({r["key"]["n_tokens"] for r in cells}):
+        here = [r for r in cells if r["key"]["n_tokens"] == length]
+        by = {(r["key"]["cache"], r["key"]["task"]): f"{r['right']}/{r['n']}" for r in here}
+        caches = dict.fromkeys(r["key"]["cache"] for r in here)
+        out += [f"Prompts of {length} tokens:", results.table(["exact answers", *tasks], [[c, *[by.get((c, t), "") for t in tasks]] for c in caches], markdown=True)]
+    return out
 
 
 def drift_table(rows: list[results.Row]) -> str:
@@ -90,7 +92,7 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
         "![KL divergence against true bits](img/frontier.png)",
     ]
     if any(r["key"]["kind"] == "retrieval" for r in rows):
-        tables += ["## Retrieval", retrieval_table(rows)]
+        tables += ["## Retrieval", *retrieval_tables(rows)]
     long = [r for r in rows if r["key"]["kind"] == "drift" and "kld_mean" in r]
     if long:
         tables += ["## Long generation", f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed, freely.", drift_table(long)]
@@ -108,7 +110,7 @@ def main() -> int:
     p.add_argument("--check", action="store_true", help="change nothing; fail when docs/results.md or README.md are stale")
     p.add_argument("-m", "--model", type=Path, default=ROOT / "models" / "kvq-demo-q8_0.gguf", help="model of the memory figure")
     args = p.parse_args()
-    rows = [row for path in sorted((ROOT / "results").glob("*.jsonl")) for row in results.read(path) if "key" in row]
+    rows = [row for path in sorted((ROOT / "results").glob("kvq-*.jsonl")) for row in results.read(path) if "key" in row]
     speed = [row for path in sorted((ROOT / "results").glob("speed*.jsonl")) for row in results.read(path)]
     files = {ROOT / "docs" / "results.md": page(rows, speed)}
     readme = ROOT / "README.md"

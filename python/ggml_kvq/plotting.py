@@ -113,7 +113,7 @@ def _annotate(axis: Any, points: list[tuple[float, float, str, str]]) -> None:
 def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[Path]:
     """KL divergence (log) and retrieval accuracy against true bits (log), one point a cache.
 
-    rows: of `ggml-kvq eval`, kinds "text" and "retrieval" (accuracy is averaged over tasks, a line per length). The whisker to
+    rows: of `ggml-kvq eval`, kinds "text" and "retrieval" (accuracy is averaged over tasks, at the length that most caches have). The whisker to
     the left of a point ends at the bits of a very long context, where the f16 window no longer counts. KvqError when no row fits.
     """
     text = [r for r in rows if r["key"]["kind"] == "text" and "kld_mean" in r and r["bits"] > 0]
@@ -149,7 +149,7 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
         axis = panels.pop(0)
         lengths = sorted({r["key"]["n_tokens"] for r in cells})
         caches = list(dict.fromkeys(r["key"]["cache"] for r in cells))
-        length = lengths[-1]
+        length = max(lengths, key=lambda n: (len({r["key"]["cache"] for r in cells if r["key"]["n_tokens"] == n}), n))
         points = []
         for cache in caches:
             group = [r for r in cells if r["key"]["cache"] == cache and r["key"]["n_tokens"] == length]
