@@ -95,7 +95,7 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
         tables += ["## Retrieval", *retrieval_tables(rows)]
     long = [r for r in rows if r["key"]["kind"] == "drift" and "kld_mean" in r]
     if long:
-        tables += ["## Long generation", f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed, freely.", drift_table(long)]
+        tables += ["## Long generation", f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed, freely. Sampling is at temperature 0.8, where any rounding parts two texts: the methods here part inside their f16 window.", drift_table(long)]
     if speed:
         tables += ["## Speed on a CPU", "`ggml-kvq bench`, medians; ratios are to upstream's f16 cache in the same run.", bench.summary(speed, markdown=True),
                    "![tokens/s against depth](img/speed.png)"]
