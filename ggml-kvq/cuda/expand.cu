@@ -1,4 +1,5 @@
 // A lane's pages as plain f16 rows. One thread: 4 channels of a cell (K), or 4 channels of 4 cells (V), 8 bytes a store.
+#include "expand.cuh"
 #include "seal.cuh"
 #include "tile.cuh"
 
@@ -38,30 +39,15 @@ template <int BITS> static __device__ void expand_v(const kvq_affine_geometry & 
 }
 
 static __global__ void expand_kernel(const kvq_affine_geometry g, const kvq_page * pages, int n_kv, int n_head, uint16_t * rows) {
-    const kvq_page & page = pages[blockIdx.x];
-    const int h = blockIdx.y, n = min(g.n_cells, n_kv - page.cell);
+    packed_page p;
+    if (!p.find(g, pages, n_kv, n_head, rows)) { return; }
     const bool key = g.role == KVQ_ROLE_K;
-    const uint8_t * codes  = (const uint8_t *) (key ? page.k_codes  : page.v_codes);
-    const uint8_t * params = (const uint8_t *) (key ? page.k_params : page.v_params);
-    const size_t step = (size_t) n_head * g.head_size;
-    rows += page.cell * step + (size_t) h * g.head_size;
-    if (!params || !page.n_slots) {
-        const uint16_t * tile = (const uint16_t *) codes + (size_t) h * g.n_cells * g.stride;
-        const int units = g.head_size / 8;
-        for (int i = threadIdx.x; i < n * units; i += blockDim.x) {
-            const int t = i / units, u = i % units;
-            *(uint4 *) (rows + t * step + 8*u) = page.n_slots ? *(const uint4 *) (tile + t * g.stride + 8*u) : make_uint4(0, 0, 0, 0);
-        }
-        return;
-    }
-    codes  += (size_t) h * g.nb_codes;
-    params += (size_t) h * g.nb_params;
     switch (g.bits) {
-        case 0: key ? expand_k<0>(g, codes, params, n, rows, step) : expand_v<0>(g, codes, params, n, rows, step); break;
-        case 1: key ? expand_k<1>(g, codes, params, n, rows, step) : expand_v<1>(g, codes, params, n, rows, step); break;
-        case 2: key ? expand_k<2>(g, codes, params, n, rows, step) : expand_v<2>(g, codes, params, n, rows, step); break;
-        case 3: key ? expand_k<3>(g, codes, params, n, rows, step) : expand_v<3>(g, codes, params, n, rows, step); break;
-        case 4: key ? expand_k<4>(g, codes, params, n, rows, step) : expand_v<4>(g, codes, params, n, rows, step); break;
+        case 0: key ? expand_k<0>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v<0>(g, p.codes, p.params, p.n, p.rows, p.step); break;
+        case 1: key ? expand_k<1>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v<1>(g, p.codes, p.params, p.n, p.rows, p.step); break;
+        case 2: key ? expand_k<2>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v<2>(g, p.codes, p.params, p.n, p.rows, p.step); break;
+        case 3: key ? expand_k<3>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v<3>(g, p.codes, p.params, p.n, p.rows, p.step); break;
+        case 4: key ? expand_k<4>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v<4>(g, p.codes, p.params, p.n, p.rows, p.step); break;
     }
 }
 

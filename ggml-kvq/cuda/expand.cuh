@@ -1,0 +1,34 @@
+// What the kernels that write pages as plain f16 rows share (kvq_launch_expand): block x = page, block y = KV head.
+#pragma once
+#include "common.cuh"
+
+struct packed_page {
+    const uint8_t * codes, * params;
+    uint16_t * rows; // of this head: cell t at rows + t * step
+    size_t step;
+    int n;           // cells
+
+    // False: nothing is left to do, since the page is f16, whose rows are copied here, or empty, which reads as zero
+    __device__ __forceinline__ bool find(const kvq_affine_geometry & g, const kvq_page * pages, int n_kv, int n_head, uint16_t * all) {
+        const kvq_page & page = pages[blockIdx.x];
+        const int h = blockIdx.y;
+        const bool key = g.role == KVQ_ROLE_K;
+        n      = min(g.n_cells, n_kv - page.cell);
+        codes  = (const uint8_t *) (key ? page.k_codes  : page.v_codes);
+        params = (const uint8_t *) (key ? page.k_params : page.v_params);
+        step   = (size_t) n_head * g.head_size;
+        rows   = all + page.cell * step + (size_t) h * g.head_size;
+        if (!params || !page.n_slots) {
+            const uint16_t * tile = (const uint16_t *) codes + (size_t) h * g.n_cells * g.stride;
+            const int units = g.head_size / 8;
+            for (int i = threadIdx.x; i < n * units; i += blockDim.x) {
+                const int t = i / units, u = i % units;
+                *(uint4 *) (rows + t * step + 8*u) = page.n_slots ? *(const uint4 *) (tile + t * g.stride + 8*u) : make_uint4(0, 0, 0, 0);
+            }
+            return false;
+        }
+        codes  += (size_t) h * g.nb_codes;
+        params += (size_t) h * g.nb_params;
+        return true;
+    }
+};
