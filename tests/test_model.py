@@ -387,7 +387,9 @@ def test_kv_stats_add_up() -> None:
         assert 2 < s["bits"] < 16
         m.logits(m.tokenize(TEXT, add_bos=True)[:400])
         assert m.kv_stats()["n_sealed"] > 0
+        assert [d.split(":")[0] for d in m.devices] == ["KVQ0"]
     with open_model(type_k="q8_0", type_v="q4_0") as m:
+        assert all(not d.startswith("KVQ") for d in m.devices) and m.devices
         s = m.kv_stats()
         assert (s["bits_k"], s["bits_v"], s["bits"]) == (8.5, 4.5, 6.5)
         assert s["bytes_total"] == pytest.approx(1024 * m.n_layer * m.n_head_kv * 64 * (8.5 + 4.5) / 8, rel=0.01)

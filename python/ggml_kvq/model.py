@@ -81,7 +81,7 @@ class Model:
     n_ctx: context in tokens, 0 = what the model was trained with. n_batch, n_ubatch: logical and physical batch in tokens.
     n_threads: CPU threads, None = physical guess of os.cpu_count(). n_seq_max: parallel sequences.
     type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
-    device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU.
+    device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. `devices`: what was chosen.
 
     Contexts are independent: several models, methods and threads may be used side by side; one Model serialises its calls.
     Raises LibraryError, ModelError, MethodError, DownloadError; every message names the value and the cure.
@@ -113,6 +113,7 @@ class Model:
         self._options = native.option_string(dict(kv_opts) if isinstance(kv_opts, Mapping) else kv_opts)
         self.finish_reason = ""
         self.load_line = ""
+        self.devices: list[str] = []
         for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1)):
             if value < low:
                 raise ModelError(f"{name}={value} is too small; choose {low} or more")
@@ -185,6 +186,8 @@ class Model:
                 raise ModelError(f"device {name} needs a kv_method; pass kv_method or another device")
             if not name.startswith("KVQ") and method not in (None, UPSTREAM):
                 raise ModelError(f"device {name} cannot hold the cache of kv_method={method}; choose KVQ0")
+        describe = self._libs.base.ggml_backend_dev_description
+        self.devices = [f"{n}: {describe(handles[n]).decode('utf-8', 'replace')}" for n in names] or ["CPU"]
         return [handles[n] for n in names]
 
     def _load_model(self, method: str | None, device: str | Sequence[str] | None, n_gpu_layers: int | None) -> None:

@@ -68,6 +68,7 @@ class Evaluation:
             "bits_no_window": sealed * 16 / s["bytes_f16"] if sealed else s["bits"],
             "bytes_total": s["bytes_total"],
             "bytes_f16": s["bytes_f16"],
+            "devices": model.devices,
         }
 
     def measure(
