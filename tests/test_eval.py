@@ -133,6 +133,8 @@ def test_agreement_with_llama_perplexity(demo_model: Path, text_file: Path, tmp_
     assert perplexity.BaseFile(theirs, protocol, windows, ours.n_vocab).complete()  # the two programs share the format
     with open_cache("upstream:q4_0", demo_model) as m:
         got = perplexity.divergence(m, ours).summary()
+    assert len(got["kld_by_window"]) == len(ours.windows)
+    assert np.mean(got["kld_by_window"]) == pytest.approx(got["kld_mean"], abs=1e-5)  # windows of one size
     for key, value in want.items():
         scale = 100 if key == "same_top" else 1
         assert got[key] * scale == pytest.approx(value, rel=0.01, abs=2e-6), key
@@ -211,7 +213,15 @@ def test_retrieval_finds_what_the_cache_keeps(demo_model: Path) -> None:
         assert sum(r for r, _ in good["by_depth"]) == good["right"]
         sample = retrieval.make_sample("passkey", 400, 0, None, lambda s: len(m.tokenize(s)))
         wrong = retrieval.Sample(sample.prompt, " 00000", None)
-        assert retrieval.answer_is_right(m, sample, 512) and not retrieval.answer_is_right(m, wrong, 512)
+        (is_right, nll), (is_wrong, more) = retrieval.score_answer(m, sample, 512), retrieval.score_answer(m, wrong, 512)
+        assert is_right and not is_wrong and 0 <= nll < 0.1 < more
+        for s, found in ((sample, nll), (wrong, more)):  # all at once, f16: the same likelihoods
+            want = m.tokenize(s.answer)
+            m.reset()
+            ids = [*m.tokenize(s.prompt, add_bos=True), *want[:-1]]
+            rows = np.concatenate([x.copy() for x in m.feed(ids, outputs=np.ones(len(ids)))])[-len(want) :]
+            assert found == pytest.approx(-metrics.log_softmax(rows)[range(len(want)), want].mean(), rel=0.03, abs=1e-3)
+        assert good["answer_nll_mean"] == pytest.approx(sum(good["answer_nll"]) / 6, abs=1e-4)
 
 
 # ------------------------------------------------------------------ long generation

@@ -68,6 +68,7 @@ class Divergence:
     nll_base: list[npt.NDArray[np.float64]] = field(default_factory=list)
     kld: list[npt.NDArray[np.float64]] = field(default_factory=list)
     same_top: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # of windows, in tokens: two caches are compared window by window
 
     def add(self, logits: F32, base: U16, targets: npt.NDArray[np.int32], block: int = 64) -> None:
         """logits [n, n_vocab] of the cache under test, base: packed rows of the f16 cache, targets: next tokens [n]."""
@@ -87,7 +88,7 @@ class Divergence:
         return np.concatenate(self.kld)
 
     def summary(self) -> dict[str, Any]:
-        """ppl, ppl_base, ln_ppl_ratio, kld_mean/median/p99/max (nats), same_top (fraction), *_err (standard errors), n_tokens."""
+        """ppl, ppl_base, ln_ppl_ratio, kld_mean/median/p99/max (nats), kld_by_window, same_top (fraction), *_err (standard errors), n_tokens."""
         nll, base = np.concatenate(self.nll), np.concatenate(self.nll_base)
         kld, same = self.values(), np.concatenate(self.same_top)
         mean, err = _mean_error(nll)
@@ -108,6 +109,7 @@ class Divergence:
             "kld_median": float(np.median(kld)),
             "kld_p99": float(np.quantile(kld, 0.99)),
             "kld_max": float(kld.max()),
+            "kld_by_window": [round(float(x.mean()), 6) for x in np.split(kld, self.ends) if len(x)],
             "same_top": top,
             "same_top_err": math.sqrt(top * (1 - top) / max(1, n - 1)),
         }

@@ -162,6 +162,7 @@ def divergence(model: Model, base: BaseFile, progress: Progress | None = None) -
         for logits, targets in score(model, window, base.protocol):
             out.add(logits, rows[at : at + len(logits)], targets)
             at += len(logits)
+        out.ends.append(sum(map(len, out.kld)))
         if progress:
             progress(1)
     return out

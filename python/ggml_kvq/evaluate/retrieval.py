@@ -1,7 +1,8 @@
 """Retrieval accuracy: greedy exact-match answers by task, length and depth of the asked fact.
 
 A sample is right when greedy decoding of as many tokens as the answer has gives exactly the answer. Prompts are decoded
-in batches of n_ubatch, the answer token by token, as in use.
+in batches of n_ubatch, the answer token by token, as in use. The mean negative log-likelihood of the answer's tokens, each given
+those before it, says how far from right or wrong a cache is: it separates caches whose accuracies tie.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import tasks
+from . import metrics, tasks
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -52,20 +53,22 @@ def make_sample(task: str, n_tokens: int, seed: int, filler: tasks.Filler | None
     return Sample(prompt, answer, fact_depth(task, prompt, answer))
 
 
-def answer_is_right(model: Model, sample: Sample, n_ubatch: int) -> bool:
-    """Greedy decode; stops at the first wrong token."""
+def score_answer(model: Model, sample: Sample, n_ubatch: int) -> tuple[bool, float]:
+    """(the most likely token is the answer's at each of its tokens: what greedy decoding gives, mean -ln p of those tokens)."""
     want = model.tokenize(sample.answer)
     feed = model.tokenize(sample.prompt, add_bos=True)
     model.reset()
+    right, nll = True, 0.0
     for token in want:
         last = None
         for logits in model.feed(feed, n_ubatch=n_ubatch):
             last = logits
         assert last is not None
-        if int(last[-1].argmax()) != token:
-            return False
+        lp = metrics.log_softmax(last[-1:])[0]
+        right = right and int(lp.argmax()) == token
+        nll -= float(lp[token])
         feed = [token]
-    return True
+    return right, nll / len(want)
 
 
 def run_cell(
@@ -79,13 +82,15 @@ def run_cell(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy of n_samples samples (seeds seed, seed+1, ...): accuracy, its standard error, right, n, and by depth quarter
-    [[right, n], ...] with samples of no single place left out."""
+    """n_samples samples (seeds seed, seed+1, ...): accuracy, its standard error, right, n, by depth quarter [[right, n], ...] with
+    samples of no single place left out; answer_nll of each sample in order of seed (two caches: compare sample by sample), their mean
+    and its standard error, nats a token."""
     right = np.zeros(n_samples, bool)
+    nll = np.zeros(n_samples)
     depths = [[0, 0] for _ in range(N_DEPTHS)]
     for i in range(n_samples):
         sample = make_sample(task, n_tokens, seed + i, filler, lambda s: len(model.tokenize(s)))
-        right[i] = answer_is_right(model, sample, n_ubatch)
+        right[i], nll[i] = score_answer(model, sample, n_ubatch)
         if sample.depth is not None:
             cell = depths[min(N_DEPTHS - 1, int(sample.depth * N_DEPTHS))]
             cell[0] += int(right[i])
@@ -99,4 +104,7 @@ def run_cell(
         "right": int(right.sum()),
         "n": n_samples,
         "by_depth": depths,
+        "answer_nll_mean": float(nll.mean()),
+        "answer_nll_err": float(nll.std() / np.sqrt(max(1, n_samples - 1))),
+        "answer_nll": [round(float(x), 5) for x in nll],
     }

@@ -241,6 +241,17 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
                 markdown=markdown,
             )
         )
+        nll = {
+            (r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): f"{r['answer_nll_mean']:.4f}" for r in cells if "answer_nll_mean" in r
+        }
+        if nll:
+            parts.append(
+                results.table(
+                    ["answer NLL", *[f"{t} {n}" for t, n in columns]],
+                    [[label, *[nll.get((label, t, n), "") for t, n in columns]] for label in labels],
+                    markdown=markdown,
+                )
+            )
     long = [r for r in rows if r["key"]["kind"] == "drift" and "refused" not in r]
     if long:
         parts.append(
