@@ -15,6 +15,12 @@ struct kvq_attend_args {
     int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes;
     float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
+    // short caches: one warp has 32 cells, and rows of this step are taken from where the graph left them
+    bool  is_short;
+    int   n_new;       // rows that the kernel writes into their pages
+    struct { uint16_t * const * to; const float * rows; size_t row_stride, head_stride; } fresh[2];
+    unsigned long long * n_taken; // the output lies where those rows do: blocks that have taken theirs, 0 before the launch; else NULL
+    int   n_takers;
     const float * sinks;
     struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; } stream[KVQ_ATTEND_STREAMS];
 };
@@ -48,11 +54,14 @@ bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cud
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int  kvq_decode_row_blocks(const kvq_attend_args & a);    // blocks of one KV head and split
 int  kvq_decode_max_splits(const kvq_attend_args & a);
+bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // needs partial and tickets
 int  kvq_decode_occupancy(const kvq_attend_args & a);     // blocks that a multiprocessor holds
 void kvq_launch_decode_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_short_64  (const kvq_attend_args & a, int n_streams, cudaStream_t stream); // attend_short.cuh
+void kvq_launch_short_128 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int  kvq_tiles_head_size(int k, int v); // 0: none

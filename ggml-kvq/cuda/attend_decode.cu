@@ -5,7 +5,7 @@
 #include <map>
 #include <mutex>
 
-static constexpr int CELLS = 64, WARPS = 4, COLUMNS = 8, MAX_ROW_BLOCKS = 4;
+static constexpr int CELLS = 64, WARPS = 4, COLUMNS = 8, MAX_ROW_BLOCKS = 4, SHORT_CELLS = 32;
 
 // n = 2^k: k, else -1
 static int log2_of(int n) {
@@ -41,8 +41,17 @@ int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << a.k_
 
 int kvq_decode_max_splits(const kvq_attend_args & a) { return (a.n_pages * a.page_cells + CELLS * WARPS - 1) / (CELLS * WARPS); }
 
+bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
+    const int n_splits = (a.n_pages * a.page_cells + SHORT_CELLS * WARPS - 1) / (SHORT_CELLS * WARPS);
+    a.is_short = a.n_q == 1 && a.k.type != KVQ_TYPE_LATTICE && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
+    a.n_splits = a.is_short ? n_splits : a.n_splits;
+    return a.is_short;
+}
+
 static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.type == KVQ_TYPE_LATTICE) {
+    if (a.is_short && !occupancy) {
+        (a.k.head_size == 128 ? kvq_launch_short_128 : kvq_launch_short_64)(a, n_streams, stream);
+    } else if (a.k.type == KVQ_TYPE_LATTICE) {
         (a.k.head_size == 128 ? kvq_launch_decode_lattice_128 : kvq_launch_decode_lattice_64)(a, n_streams, stream, occupancy);
     } else {
         (a.k.head_size == 128 ? kvq_launch_decode_128 : kvq_launch_decode_64)(a, n_streams, stream, occupancy);

@@ -301,7 +301,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             }
             if (!(now & 1)) {
                 const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride;
-                score_open<D, KB>(q, rows, a.k.stride, s);
+                score_open<D, KB, false>(q, rows, a.k.stride, s);
             }
             const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
             if (!here || !mine) {
@@ -383,7 +383,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             }
             if (!(now & 2)) {
                 const int t = first_cell(2*unit + vh) + c % 2 * 16;
-                accumulate_open<D, VB>((const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride, a.v.stride, p, o);
+                accumulate_open<D, VB, false>((const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride, a.v.stride, p, o);
             }
         }
     }
@@ -421,11 +421,7 @@ template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_str
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
     } else if (KB != 16) {
-        const int keys = 4*D << a.k_parts_log2, values = D * 256 >> a.v_group_log2;
-        a.stage_v_params = keys;
-        a.stage_raw_k    = keys + values;
-        a.stage_raw_v    = a.stage_raw_k + ((keys / 2 + (8 << a.k_parts_log2) + 15) & ~15);
-        a.stage_bytes    = stage_map<D, KB, VB>::K_PARAMS + (a.k.scale || a.v.scale ? a.stage_raw_v + values / 2 + 16 : a.stage_raw_k);
+        lay_out_stage<D, KB, VB>(a);
     }
     const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) : 0;
     const size_t nb = std::max(DECODE_WARPS * (2 * (size_t) a.stage_bytes + 8 * sizeof(kvq_page)) + tables, sizeof(decode_sums<D>));

@@ -60,8 +60,12 @@ void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint
     }
 }
 
+// SHARED: rows lie in shared memory
+template <bool SHARED> __device__ __forceinline__ uint4 row16(const void * p) { return SHARED ? *(const uint4 *) p : load16(p); }
+template <bool SHARED> __device__ __forceinline__ uint2 row8 (const void * p) { return SHARED ? *(const uint2 *) p : load8(p); }
+
 // scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0
-template <int D, int KB> __device__ __forceinline__
+template <int D, int KB, bool SHARED> __device__ __forceinline__
 void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4][4]) {
     constexpr int S = D / 16;
     const int c = threadIdx.x % 4;
@@ -72,7 +76,7 @@ void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int strid
 #pragma unroll
         for (int u = 0; u < S / 2; u++) {
             const uint16_t * at = rows + (size_t) (4*j) * stride + channel_of<D, KB>(c, 2*u);
-            const uint4 x = load16(at), y = load16(at + stride);
+            const uint4 x = row16<SHARED>(at), y = row16<SHARED>(at + stride);
             if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
                 const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
                 mma(s[j], a, q[2*u][0],     q[2*u][1]);
@@ -149,7 +153,7 @@ void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint32_t
 }
 
 // rows: of this thread's first cell, channel 0
-template <int D, int VB> __device__ __forceinline__
+template <int D, int VB, bool SHARED> __device__ __forceinline__
 void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
@@ -160,7 +164,7 @@ void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[4][2
         for (int i = 0; i < D / 32; i++) {
             uint2 x[4];
 #pragma unroll
-            for (int t = 0; t < 4; t++) { x[t] = load8(rows + (size_t) (4*j + t) * stride + 32*i + 4*g); }
+            for (int t = 0; t < 4; t++) { x[t] = row8<SHARED>(rows + (size_t) (4*j + t) * stride + 32*i + 4*g); }
             const uint32_t a[4] = { even(x[0].x, x[2].x), odd(x[0].x, x[2].x), even(x[1].x, x[3].x), odd(x[1].x, x[3].x) };
             const uint32_t b[4] = { even(x[0].y, x[2].y), odd(x[0].y, x[2].y), even(x[1].y, x[3].y), odd(x[1].y, x[3].y) };
             mma(o[2*i],     a, p0, p1);

@@ -70,6 +70,14 @@ template <int D, int KB, int VB> struct stage_map {
     static constexpr int V_HIGH = V + D / 16 * 2*WV * 64, K_PARAMS = V_HIGH + (cut<VB>::high ? D / 16 * 2 * 64 : 0);
 };
 
+template <int D, int KB, int VB> void lay_out_stage(kvq_attend_args & a) {
+    const int keys = 4*D << a.k_parts_log2, values = D * 256 >> a.v_group_log2;
+    a.stage_v_params = keys;
+    a.stage_raw_k    = keys + values;
+    a.stage_raw_v    = a.stage_raw_k + ((keys / 2 + (8 << a.k_parts_log2) + 15) & ~15);
+    a.stage_bytes    = stage_map<D, KB, VB>::K_PARAMS + (a.k.scale || a.v.scale ? a.stage_raw_v + values / 2 + 16 : a.stage_raw_k);
+}
+
 struct half_page { const uint8_t * k_codes, * k_params, * v_codes, * v_params; int t; }; // of one KV head; t: first cell in the page
 
 __device__ __forceinline__ void copy16(uint32_t to, const void * from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }

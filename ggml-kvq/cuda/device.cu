@@ -8,13 +8,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <vector>
 
 static constexpr size_t TABLE_ROWS = 16384; // rows of one replayed step
+static constexpr int    NEW_ROWS   = 8;     // that attention writes itself
 
-struct kvq_cuda_device::row_job : kvq_row_job {};
+struct kvq_cuda_device::row_job : kvq_row_job { const kvq_lane_layout * lane = nullptr; };
 
 static std::mutex live_mutex;
 static std::vector<kvq_cuda_device *> live;
@@ -61,6 +63,8 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
 // ---------------------------------------------------------------- life
 
 kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
+    const char * may = getenv("KVQ_CUDA_SHORT");
+    allow_short = !may || atoi(may);
     cudaDeviceProp p;
     if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
         n_sm    = p.multiProcessorCount;
@@ -246,7 +250,7 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
 
 bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
     use();
-    if (n_rows > TABLE_ROWS || (!row_table && !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses"))) {
+    if (n_rows > TABLE_ROWS / 2 || (!row_table && !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses"))) {
         return false;
     }
     now = s;
@@ -282,10 +286,12 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
                 flush_rows();
             }
             held.emplace_back();
+            held.back().lane = &l;
             (kvq_row_job &) held.back() = { row_table + rows_to.size(), rows, row_stride, (size_t) l.page_cells * l.head_stride(), (int) n,
                                             l.n_head * l.codec.head_size, l.codec.head_size };
         }
         rows_to.insert(rows_to.end(), to, to + n);
+        rows_to.push_back(nullptr); // a counter for the kernel that reads them
         return;
     }
     use();
@@ -329,9 +335,21 @@ void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b
 
 // ---------------------------------------------------------------- attention
 
-void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
+// rows of one layer's keys and values that decode attention can write itself
+static bool rows_go_along(const kvq_row_job & k, const kvq_row_job & v) {
+    bool ok = k.n == v.n && k.n <= NEW_ROWS;
+    for (const kvq_row_job * j : { &k, &v }) {
+        ok = ok && (uintptr_t) j->rows % 16 == 0 && (j->n == 1 || j->row_stride % 4 == 0);
+    }
+    return ok;
+}
+
+void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v) {
     use();
-    flush_rows();
+    const bool held_here = held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
+    if (!held_here) {
+        flush_rows();
+    }
     for (int i0 = 0; i0 < n; i0 += KVQ_ATTEND_STREAMS) {
         const kvq_attn & f = attn[i0];
         const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
@@ -362,11 +380,30 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages };
         }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and more splits
-        const bool few    = kvq_decode_fits(a, n_streams);
+        const bool few    = kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
+        if (is_short && held_here) {
+            for (int i = 0; i < 2; i++) { a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride }; }
+            a.n_new = held[0].n;
+            const float * first = f.dst, * last = first; // of the output
+            for (int i = 0; i < n_streams; i++) {
+                first = std::min(first, (const float *) attn[i].dst);
+                last  = std::max(last, (const float *) attn[i].dst + (size_t) (a.n_q - 1) * a.dst_stride_token + (size_t) (a.n_head - 1) * a.dst_stride_head + a.v.head_size);
+            }
+            for (const row_job & j : held) {
+                if (j.rows < last && first < j.rows + (size_t) (j.n - 1) * j.row_stride + j.width) {
+                    a.n_taken  = (unsigned long long *) (held[0].to + held[0].n);
+                    a.n_takers = a.n_new * a.n_head_kv * kvq_decode_row_blocks(a);
+                }
+            }
+            held.clear();
+        }
+        flush_rows();
         const int n_warps = a.n_rows > 16 ? 4 : 1;
         const int blocks  = (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
-        const int want    = n_sm * (few ? kvq_decode_occupancy(a) : n_warps > 1 ? 3 : 10);
-        a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+        if (!is_short) {
+            const int want = n_sm * (few ? kvq_decode_occupancy(a) : n_warps > 1 ? 3 : 10);
+            a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+        }
         if (a.n_splits > 1) {
             const size_t n_tickets = few ? blocks : 0, n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
             if (!grow(partial, n_partial, n, "attention's partial results") || !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
@@ -375,6 +412,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n) {
             a.partial = partial;
             a.tickets = tickets;
         }
+        n_short += is_short;
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {

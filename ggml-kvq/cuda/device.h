@@ -24,8 +24,11 @@ public:
     // NULL: there are kernels for this layer, else why not (and the cure)
     static const char * refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v);
 
-    // As kvq_attend, with every pointer, the pages too, in device memory.
-    void attend(const kvq_attn * attn, int n);
+    // As kvq_attend, with every pointer, the pages too, in device memory. k, v: the lanes attended; their rows that are held back then
+    // go into their pages on the way, if this is a short cache and the rows lie before its end.
+    void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr);
+    bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
+    int64_t n_short = 0; // launches for short caches so far
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
     // device, overwritten by the next call. False: out of memory.

@@ -45,7 +45,8 @@ bool        kvq_is_view_op  (ggml_op op);
 bool        kvq_supports_op (kvq_device_context & dev, const ggml_tensor * op);
 ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph);
 bool        kvq_set_rows    (const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
-bool        kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, bool or_empty); // their pages are open already
+// their pages are open already, and their cells below n_kv
+bool        kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty);
 
 // cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
 int                kvq_cuda_init  (ggml_backend_reg * reg); // number of devices, 0: none

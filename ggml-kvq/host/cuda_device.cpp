@@ -191,7 +191,8 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const ggml_t
             return b.inner->iface.graph_compute(b.inner, &graph) == GGML_STATUS_SUCCESS;
         }
     }
-    cuda(cache).attend(streams.data(), (int) streams.size());
+    const kvq_kv_layer & layer = *kvq_find_target(node->src[1]).layer;
+    cuda(cache).attend(streams.data(), (int) streams.size(), &layer.k->layout(), &layer.v->layout());
     return true;
 }
 #endif

@@ -10,6 +10,7 @@
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>
+#include <climits>
 #include <cstring>
 
 namespace {
@@ -26,7 +27,7 @@ bool waits(const ggml_tensor * node) {
 } // namespace
 
 struct kvq_cuda_step {
-    struct write { const ggml_tensor * node; kvq_target target; };
+    struct write { const ggml_tensor * node; kvq_target target; int n_kv; }; // n_kv: cells that the attention behind it reads
     uint64_t uid = 0;
     const void * first = nullptr;
     bool     fits  = false;
@@ -70,9 +71,12 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
         }
         if (attends) {
             fits = node->src[0]->ne[1] * node->src[0]->ne[2] / node->src[1]->ne[2] <= MAX_ROWS;
+            for (write & w : writes) { // attention writes these rows itself when the cache is short
+                w.n_kv = w.target.layer == t.layer ? (int) node->src[1]->ne[1] : w.n_kv;
+            }
         } else {
             fits = node->op == GGML_OP_SET_ROWS && !t.cache->refused && !t.layer->d.plan.pre_rope;
-            writes.push_back({ node, t });
+            writes.push_back({ node, t, INT_MAX });
             n_rows += fits ? (size_t) node->src[0]->ne[1] : 0;
         }
     }
@@ -82,7 +86,7 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
 // every row goes into a page that is open already, or into an empty one
 bool kvq_cuda_step::quiet(const kvq_backend_context & b, bool may_open) const {
     for (const write & w : writes) {
-        if (!kvq_rows_stay_open(b, w.node, w.target, may_open)) {
+        if (!kvq_rows_stay_open(b, w.node, w.target, w.n_kv, may_open)) {
             return false;
         }
     }

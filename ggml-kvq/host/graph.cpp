@@ -186,11 +186,11 @@ static const std::vector<int64_t> & cells_of(const kvq_backend_context & b, cons
     return cells;
 }
 
-bool kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, bool or_empty) {
+bool kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty) {
     const kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
     const kvq_lane_layout & l = lane.layout();
     for (const int64_t c : cells_of(b, node)) {
-        if (c < 0 || c >= (int64_t) l.n_cells * l.n_stream) {
+        if (c < 0 || c >= (int64_t) l.n_cells * l.n_stream || c % l.n_cells >= n_kv) {
             return false;
         }
         const kvq_page_state state = lane.state((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells);

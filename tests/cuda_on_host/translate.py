@@ -21,6 +21,8 @@ INSTRUCTIONS = [
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "host_ldmatrix({0}, {1}, {2}, {3}, {4});"),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "{0} = host_movmatrix({1});"),
     ("ex2.approx.ftz.f32", "{0} = exp2f({1});"),
+    ("ld.acquire.gpu.global.u64", "{0} = *({1});"),
+    ("red.release.gpu.global.add.u64", "(*({0}))++;"),
     ("atom.acq_rel.gpu.global.add.u32", "{0} = (*({1}))++;"),
 ]
 

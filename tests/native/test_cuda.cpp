@@ -251,6 +251,8 @@ struct world { // one layer, random page states; decoded values kept in f64-read
     }
 };
 
+static bool take_turns = false; // blocks run one after another, none waits for a later one: on the host
+
 static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     world w(d, c);
     const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells, n_kv = std::min(c.n_cells, w.k.n_pages * P) - uniform(0, 20), n_mask = (n_kv + 63) / 64 * 64;
@@ -296,13 +298,31 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     }
     device_bytes up_k(d, new_rows[0].size() * 4, new_rows[0].data()), up_v(d, new_rows[1].size() * 4, new_rows[1].data());
     const float * up[2] = { (const float *) up_k.p, (const float *) up_v.p };
+    const bool overlap = !take_turns && !new_rows[0].empty() && uniform(0, 1) && new_rows[0].size() + new_rows[1].size() <= dst.size(); // as ggml may place them
+    for (int r = 0; r < 2 && overlap; r++) {
+        float * at = (float *) to.p + (r ? dst.size() - new_rows[1].size() : 0);
+        d.put(at, new_rows[r].data(), new_rows[r].size() * 4);
+        d.synchronize();
+        up[r] = at;
+    }
     for (const auto step : { kvq_cuda_device::REPLAY, kvq_cuda_device::RECORD }) { // the first fills the table
         CHECK(d.begin_step(step, 2 * new_to[0].size()), "too many rows");
         for (int r = 0; r < 2 && !new_to[0].empty(); r++) {
             d.write_rows(r ? w.v : w.k, (int64_t) new_to[r].size(), new_to[r].data(), up[r], width, 1);
         }
-        if (step == kvq_cuda_device::RECORD) { d.attend(a.data(), c.n_stream); }
+        if (step == kvq_cuda_device::RECORD) { d.attend(a.data(), c.n_stream, &w.k, &w.v); }
         d.end_step();
+    }
+    for (size_t i = 0; i < new_to[0].size() + new_to[1].size(); i++) { // whoever wrote them
+        const int r = i >= new_to[0].size();
+        const size_t row = r ? i - new_to[0].size() : i;
+        std::vector<uint16_t> stays(c.D);
+        for (int h = 0; h < c.n_kv_heads; h++) {
+            d.get(stays.data(), new_to[r][row] + (size_t) h * P * (r ? w.v : w.k).head_stride(), 2 * (size_t) c.D);
+            for (int x = 0; x < c.D; x++) {
+                CHECK(stays[x] == kvq_f32_to_f16(new_rows[r][row * width + (size_t) h * c.D + x]), "row %zu of %s, head %d, channel %d did not reach its page", row, r ? "V" : "K", h, x);
+            }
+        }
     }
     d.get(dst.data(), to.p, dst.size() * 4);
     CHECK(d.error().empty(), "%s", d.error().c_str());
@@ -536,6 +556,7 @@ int main(int argc, char ** argv) {
     }
     int n = 0;
     const bool on_host = argc > 1 && !strcmp(argv[1], "host");
+    take_turns = on_host;
     const bool quick   = on_host || (argc > 1 && !strcmp(argv[1], "quick")); // under a sanitizer
     for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 0; bits <= 4; bits++) { for (int group : { 16, 32, 64, 128 }) { for (int scale : { 0, 1 }) { for (int D : { 64, 80, 128, 256 }) {
         for (int levels : { 0, 1 }) {
@@ -564,7 +585,14 @@ int main(int argc, char ** argv) {
         const int steps = on_host ? 8 : quick ? 20 : 1000, n_rows = check_store(d, m.first, m.second, steps);
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
     }
-    const auto attention = [&](attention_case c) { worst = std::max(worst, check_attention(d, c)); n++; };
+    const auto attention = [&](attention_case c) {
+        for (bool on : { true, false }) {
+            d.allow_short = on;
+            worst = std::max(worst, check_attention(d, c));
+            n++;
+        }
+        d.allow_short = true;
+    };
     if (quick) {
         attention({ 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
         attention({ 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
@@ -574,7 +602,12 @@ int main(int argc, char ** argv) {
         attention({ 2, 3, 2, 1, 128, 2, 4, 1, 1500, 1, 0, 0, true, false });
         attention({ 4, 1, 2, 0, 64, 1, 4, 2, 700, 1, 0, 0, false, false });
         attention({ 2, 1, 4, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
-        printf("attention: %d cases, worst relative error %.2g\n", n, worst);
+        for (int bits : { 1, 2, 3, 4, 16 }) { // short enough for a few multiprocessors
+            attention({ bits, bits, 32, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
+            attention({ bits, bits, 128, 0, 128, 1, 1 << bits % 4, 1, 500, 1, bits == 2 ? 20.0f : 0.0f, bits == 4 ? 8.0f : 0.0f, false, false });
+        }
+        CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
+        printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
         return 0;
     }
     for (int bits : { 1, 2, 3, 4, 16 }) { for (int group : { 32, 128 }) { for (int n_q : { 1, 2, 7, 40, 200 }) {
@@ -595,6 +628,7 @@ int main(int argc, char ** argv) {
         if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
     } } }
     for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
-    printf("attention: %d cases, worst relative error %.2g\n", n, worst);
+    CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
+    printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
     return 0;
 }

@@ -1,0 +1,378 @@
+// Attention of one token over a short cache: about a thousand cells, where nothing but latency counts. The products are those of
+// attend_decode.cuh; what surrounds them is as little as possible, because a cold kernel pays for every instruction it has to fetch:
+//
+//   - a warp has 32 cells and sees them once: no loop, no second state of pages
+//   - cells of sealed and open pages come through shared memory, asked for before the kernel before this one is done: they are older
+//   - rows of this step, which that kernel brings, are taken from where it leaves them (fresh): into shared memory, and when all is
+//     computed into their pages, instead of by a kernel in between
+//   - the last block of a KV head to arrive adds up the blocks
+//
+// ggml may place the output where those rows lie, which nobody needs any more behind the kernel that used to copy them: then the output
+// is written when every block has taken its rows (n_taken).
+#pragma once
+
+#include "decode_products.cuh"
+
+#include <algorithm>
+
+namespace {
+
+// 32 open cells of one KV head in shared memory: keys, then values, rows of D + 16 so that reads of neighbouring rows find other banks;
+// of the values, the second 16 rows lie 16 further on for the same reason
+template <int D> struct open_place {
+    static constexpr int STEP = D + 16, V = 32 * STEP, BYTES = 2 * (2*V + 16);
+    static __device__ __forceinline__ int key  (int cell) { return cell * STEP; }
+    static __device__ __forceinline__ int value(int cell) { return V + cell * STEP + cell / 16 * 16; }
+};
+
+template <int D> struct short_sums { // sums of a column: o relative to exp2(m), l likewise
+    float o[DECODE_WARPS][DECODE_COLUMNS][D], m[DECODE_WARPS][DECODE_COLUMNS], l[DECODE_WARPS][DECODE_COLUMNS];
+    int last;
+};
+
+template <int D, bool VALUES> __device__ __forceinline__ void copy_open(uint32_t to, const uint16_t * rows, int stride) {
+    constexpr int N = D / 8, ROWS = 32 / N; // pieces of a row, rows of one step
+    const int lane = threadIdx.x % 32;
+    const uint16_t * from = rows + (size_t) (lane / N) * stride + lane % N * 8;
+    to += 2 * ((VALUES ? open_place<D>::V : 0) + lane / N * open_place<D>::STEP + lane % N * 8);
+#pragma unroll
+    for (int k = 0; k < N; k++, from += ROWS * stride) {
+        copy16(to + 2 * (k * ROWS * open_place<D>::STEP + (VALUES ? k * ROWS / 16 * 16 : 0)), from);
+    }
+}
+
+// mask of cells slot + 4j + {0, 1} when the page's cells are not simply those from `cell` on, or end
+__device__ __noinline__ uint32_t mask_pair(const kvq_attend_args & a, const __half * mask, const int32_t * map, int cell, int slot) {
+    uint32_t out = 0;
+    for (int b = 0; b < 2; b++) {
+        const int at = map ? map[slot + b] : cell + slot + b;
+        out |= (at < 0 || at >= a.n_kv ? 0xfc00u : mask ? __half_as_ushort(mask[at]) : 0u) << 16*b;
+    }
+    return out;
+}
+
+// Every block runs before the next kernel may take its place, so the others come to take theirs; the bound keeps a fault elsewhere from
+// becoming a hang.
+__device__ __forceinline__ void wait_for_takers(const kvq_attend_args & a) {
+    unsigned long long n = 0;
+    for (int i = 0; a.n_taken && i < 1 << 18 && n < (unsigned long long) a.n_takers; i++) {
+        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(n) : "l"(a.n_taken) : "memory");
+    }
+}
+
+template <int D> __device__ __forceinline__ void finish_row(const kvq_attend_args & a, int is, int head, float4 x, float m, float l) {
+    float f = 1.0f;
+    if (a.sinks) { // one more logit without a value
+        const float sink = a.sinks[head] * LOG2E, top = fmaxf(m, sink);
+        f = m == -INFINITY ? 0.0f : exp2_fast(m - top);
+        l = l * f + exp2_fast(sink - top);
+    }
+    f = l > 0.0f ? f / l : 0.0f;
+    float * out = a.stream[is].dst + head * a.dst_stride_head + threadIdx.x % 32 * 4;
+    out[0] = x.x * f; out[1] = x.y * f; out[2] = x.z * f; out[3] = x.w * f;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int d = 16; d; d /= 2) { x = fmaxf(x, __shfl_xor_sync(~0u, x, d)); }
+    return x;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int d = 16; d; d /= 2) { x += __shfl_xor_sync(~0u, x, d); }
+    return x;
+}
+
+template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) short_kernel(const __grid_constant__ kvq_attend_args a) {
+    constexpr int S = D / 16;
+    constexpr bool CODES = KB != 16; // sealed pages exist
+    constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
+    early_start();
+    extern __shared__ __align__(16) uint8_t memory[];
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), g = lane / 4, c = lane % 4, is = blockIdx.z;
+    const int per_row = DECODE_COLUMNS >> a.k_parts_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row, head0 = kvh * a.gqa + row0;
+    const auto & st = a.stream[is];
+    uint8_t * const stage = memory + warp * (a.stage_bytes + open_place<D>::BYTES);
+    uint16_t * const open = (uint16_t *) (stage + a.stage_bytes);
+    const uint32_t stage_at = (uint32_t) __cvta_generic_to_shared(stage), open_at = stage_at + a.stage_bytes;
+
+    if (!a.n_new) { early_wait(); } // the kernel before this one writes into open pages
+    const int half = blockIdx.x * DECODE_WARPS + warp, n_halves = a.n_pages << a.halves_log2, t0 = (half & ((1 << a.halves_log2) - 1)) * 32;
+    const kvq_page page = st.pages[min(half, n_halves - 1) >> a.halves_log2];
+    // -1 nothing, +1 codes of K, +2 codes of V
+    const int state = half >= n_halves || !page.n_slots ? -1 : (CODES && page.k_params ? 1 : 0) + (CODES && page.v_params ? 2 : 0);
+    uint16_t * const k_rows = (uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t0) * a.k.stride;
+    uint16_t * const v_rows = (uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t0) * a.v.stride;
+    int new_k = -1, new_v = -1; // of row `lane` of this step: its cell among the warp's
+    if (CODES && state > 0) {
+        half_page h[2];
+        h[0].k_codes  = (const uint8_t *) page.k_codes  + (size_t) kvh * a.k.nb_codes;
+        h[0].k_params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
+        h[0].v_codes  = (const uint8_t *) page.v_codes  + (size_t) kvh * a.v.nb_codes;
+        h[0].v_params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
+        h[0].t = t0;
+        h[1] = h[0]; // takes both places
+        copy_stage<D, KB, VB>(a, stage_at, h, state & 1, state & 2);
+    }
+    if (state == 0 || state == 2) { copy_open<D, false>(open_at, k_rows, a.k.stride); }
+    if (state == 0 || state == 1) { copy_open<D, true >(open_at, v_rows, a.v.stride); }
+    if (state == 0 && lane < a.n_new) {
+        const int64_t dk = a.fresh[0].to[lane] + kvh * a.fresh[0].head_stride - k_rows, dv = a.fresh[1].to[lane] + kvh * a.fresh[1].head_stride - v_rows;
+        new_k = dk >= 0 && dk < 32 * a.k.stride ? (int) dk / a.k.stride : -1;
+        new_v = dv >= 0 && dv < 32 * a.v.stride ? (int) dv / a.v.stride : -1;
+    }
+    const bool any_new = __any_sync(~0u, new_k >= 0 || new_v >= 0);
+    const int  in_half = g / 2 % 2 * 16 + g % 2 * 2, last = a.n_rows - row0 - 1; // last row of this block, or beyond it
+    const bool mine = c >> (2 - a.k_parts_log2) == g >> (3 - a.k_parts_log2); // this thread's columns belong to its cells' scales
+    const __half * mask[2];
+    float slope[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) { // columns 2c + e
+        const int head = head0 + min((2*c + e) & (per_row - 1), last);
+        slope[e] = alibi_slope(a, head) * LOG2E;
+        mask [e] = st.mask ? st.mask + head * a.mask_stride_head : nullptr;
+    }
+
+    early_wait();
+    uint32_t q[S][2]; // of column g
+    {
+        const float * p = st.q + (head0 + min(g & (per_row - 1), last)) * a.q_stride_head;
+        const float f = a.scale * LOG2E;
+        float4 x[S];
+#pragma unroll
+        for (int s = 0; s < S; s++) { x[s] = *(const float4 *) (p + channel_of<D, KB>(c, s)); }
+#pragma unroll
+        for (int s = 0; s < S; s++) {
+            q[s][0] = pack_half2(x[s].x * f, x[s].z * f);
+            q[s][1] = pack_half2(x[s].y * f, x[s].w * f);
+        }
+    }
+    uint32_t mk[2][4];
+    if (!page.map && page.cell + t0 + 32 <= a.n_kv) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                mk[e][j] = !mask[e] ? 0 : e && !a.mask_stride_head ? mk[0][j] : __ldg((const uint32_t *) (mask[e] + page.cell + t0 + in_half + 4*j));
+            }
+        }
+    } else {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) { mk[e][j] = mask_pair(a, mask[e], page.map, page.cell, t0 + in_half + 4*j); }
+        }
+    }
+    copies_done();
+    if (any_new) {
+#pragma unroll 1
+        for (int i = 0; i < a.n_new; i++) {
+            const int sk = __shfl_sync(~0u, new_k, i), sv = __shfl_sync(~0u, new_v, i);
+            if (lane < D / 4 && sk >= 0 && sv >= 0) {
+                const float4 x = *(const float4 *) (a.fresh[0].rows + i * a.fresh[0].row_stride + kvh * D + 4*lane);
+                const float4 y = *(const float4 *) (a.fresh[1].rows + i * a.fresh[1].row_stride + kvh * D + 4*lane);
+                *(uint2 *) (open + open_place<D>::key  (sk) + 4*lane) = make_uint2(pack_half2(x.x, x.y), pack_half2(x.z, x.w));
+                *(uint2 *) (open + open_place<D>::value(sv) + 4*lane) = make_uint2(pack_half2(y.x, y.y), pack_half2(y.z, y.w));
+            }
+        }
+        __syncwarp();
+        if (a.n_taken && new_k >= 0) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" :: "l"(a.n_taken) : "memory"); }
+    }
+    if constexpr (CODES) {
+        if (a.k.scale && state > 0) { widen_stage<D, KB, VB>(a, stage); }
+    }
+
+    float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f };
+    if (state >= 0) {
+        float s[4][4], base[4] = {};
+        float unit_k = 1.0f;
+        if (CODES && (state & 1)) {
+            if constexpr (CODES) { score<D, KB, VB>(a, q, stage, s, base); }
+            unit_k = FROM_K;
+        } else {
+            score_open<D, KB, true>(q, open + open_place<D>::key(in_half), open_place<D>::STEP, s);
+        }
+        const bool here = g < 4 && mine; // the second 32 rows are the first ones again
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) { s[j][i] = fmaf(s[j][i], unit_k, base[i]); }
+        }
+        if (a.softcap != 0.0f) {
+            const float cap = a.softcap * LOG2E, inv = 2.0f / a.softcap;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) { s[j][i] = cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(fminf(s[j][i] * inv, 64.0f))); } // cap * tanh(s / cap)
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) { // row b = i / 2, column e = i % 2
+                const float2 mm = __half22float2(as_half2(mk[i % 2][j]));
+                s[j][i] = here ? fmaf(slope[i % 2], i / 2 ? mm.y : mm.x, s[j][i]) : -INFINITY;
+                m[i % 2] = fmaxf(m[i % 2], s[j][i]);
+            }
+        }
+        uint32_t p[4][2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int d = 4; d <= 16; d *= 2) { m[e] = fmaxf(m[e], __shfl_xor_sync(~0u, m[e], d)); }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float back = exp2_of(-v_weight<VB>(j));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float lower = m[i % 2] == -INFINITY ? 0.0f : m[i % 2];
+                s[j][i] = exp2_fast(s[j][i] - (lower - (float) v_weight<VB>(j)));
+                l[i % 2] = fmaf(s[j][i], back, l[i % 2]);
+            }
+            p[j][0] = transpose(pack_half2(s[j][0], s[j][1]));
+            p[j][1] = transpose(pack_half2(s[j][2], s[j][3]));
+        }
+        if (CODES && (state & 2)) {
+            if constexpr (CODES) { accumulate<D, KB, VB>(a, stage, p, o, oz); }
+        } else {
+            accumulate_open<D, VB, true>(open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
+        }
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+        }
+    }
+    if (any_new && row0 == 0) { // they stay in their pages
+#pragma unroll 1
+        for (int i = 0; i < a.n_new; i++) {
+            const int sk = __shfl_sync(~0u, new_k, i), sv = __shfl_sync(~0u, new_v, i);
+            if (lane < D / 4 && sk >= 0 && sv >= 0) {
+                *(uint2 *) (k_rows + (size_t) sk * a.k.stride + 4*lane) = *(const uint2 *) (open + open_place<D>::key  (sk) + 4*lane);
+                *(uint2 *) (v_rows + (size_t) sv * a.v.stride + 4*lane) = *(const uint2 *) (open + open_place<D>::value(sv) + 4*lane);
+            }
+        }
+    }
+    // this thread's columns, over all cells of the warp
+    __syncthreads();
+    short_sums<D> & sums = *(short_sums<D> *) memory;
+    const float unit_v = CODES && (state & 2) && state > 0 ? FROM_V : 1.0f;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        if (g == 0) {
+            sums.m[warp][2*c + e] = m[e];
+            sums.l[warp][2*c + e] = l[e];
+        }
+#pragma unroll
+        for (int i = 0; i < D / 32; i++) {
+            const float z = CODES ? __shfl_sync(~0u, oz[e], 32*i / a.v.group * 4 + c) : 0.0f;
+            *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] =
+                make_float4(fmaf(o[2*i][e], unit_v, z), fmaf(o[2*i][2 + e], unit_v, z), fmaf(o[2*i + 1][e], unit_v, z), fmaf(o[2*i + 1][2 + e], unit_v, z));
+        }
+    }
+    __syncthreads();
+    // rows of this block from its columns
+    const int n_rows = min(per_row, a.n_rows - row0), n_blocks = gridDim.x;
+    const int n_sources = DECODE_WARPS << a.k_parts_log2, parts = (1 << a.k_parts_log2) - 1;
+    if (n_blocks == 1) {
+        wait_for_takers(a);
+        __syncthreads();
+    }
+#pragma unroll 1
+    for (int r = warp; r < n_rows; r += DECODE_WARPS) { // a lane: one column of a warp, then 4 channels
+        const int w = min(lane >> a.k_parts_log2, DECODE_WARPS - 1), col = (lane & parts) * per_row + r;
+        const float mine_m = lane < n_sources ? sums.m[w][col] : -INFINITY, top = warp_max(mine_m);
+        const float f = mine_m == -INFINITY ? 0.0f : exp2_fast(mine_m - top), sum = warp_sum(lane < n_sources ? f * sums.l[w][col] : 0.0f);
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int i = 0; i < n_sources; i++) {
+            const float  fi = __shfl_sync(~0u, f, i);
+            const float4 y  = *(const float4 *) &sums.o[i >> a.k_parts_log2][(i & parts) * per_row + r][lane % (D / 4) * 4];
+            x.x += fi * y.x; x.y += fi * y.y; x.z += fi * y.z; x.w += fi * y.w;
+        }
+        if (lane < D / 4) {
+            if (n_blocks == 1) {
+                finish_row<D>(a, is, head0 + r, x, top, sum);
+            } else {
+                float * out = a.partial + partial_at(a, is, kvh, row0 + r, blockIdx.x);
+                *(float4 *) (out + 4*lane) = x;
+                if (lane == 0) { *(float2 *) (out + D) = make_float2(top, sum); }
+            }
+        }
+    }
+    if (n_blocks == 1) {
+        return;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) { // releases what the block wrote, acquires what the others did
+        uint32_t * ticket = a.tickets + blockIdx.z * gridDim.y + blockIdx.y, before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+        sums.last = before == (uint32_t) n_blocks - 1;
+        if (sums.last) {
+            *ticket = 0; // for the next launch
+            wait_for_takers(a);
+        }
+    }
+    __syncthreads();
+    if (!sums.last) {
+        return;
+    }
+#pragma unroll 1
+    for (int r = warp; r < n_rows; r += DECODE_WARPS) { // a lane: 4 channels
+        const float * p = a.partial + partial_at(a, is, kvh, row0 + r, 0), * at = p + lane % (D / 4) * 4;
+        float m = -INFINITY, l = 0.0f;
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+        for (int b0 = 0; b0 < n_blocks; b0 += 32) {
+            const float2 ml = b0 + lane < n_blocks ? __ldcg((const float2 *) (p + (size_t) (b0 + lane) * (D + 4) + D)) : make_float2(-INFINITY, 0.0f);
+            const float top = fmaxf(warp_max(ml.x), m), old = m == -INFINITY ? 0.0f : exp2_fast(m - top), f = ml.x == -INFINITY ? 0.0f : exp2_fast(ml.x - top);
+            m = top;
+            l = l * old + warp_sum(f * ml.y);
+            x.x *= old; x.y *= old; x.z *= old; x.w *= old;
+            const int n = min(32, n_blocks - b0);
+#pragma unroll 8
+            for (int b = 0; b < n; b++) {
+                const float  fb = __shfl_sync(~0u, f, b);
+                const float4 y  = __ldcg((const float4 *) (at + (size_t) (b0 + b) * (D + 4)));
+                x.x += fb * y.x; x.y += fb * y.y; x.z += fb * y.z; x.w += fb * y.w;
+            }
+        }
+        if (lane < D / 4) { finish_row<D>(a, is, head0 + r, x, m, l); }
+    }
+}
+
+template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream) {
+    a.stage_bytes = 0;
+    if (KB != 16) { lay_out_stage<D, KB, VB>(a); }
+    const size_t nb = std::max(DECODE_WARPS * ((size_t) a.stage_bytes + open_place<D>::BYTES), sizeof(short_sums<D>));
+    static kvq_shared_limit limit;
+    limit.raise(short_kernel<D, KB, VB>, nb);
+    const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
+    kvq_launch_early(short_kernel<D, KB, VB>, grid, 32 * DECODE_WARPS, nb, stream, a);
+}
+
+template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+    switch (a.v.bits) {
+        case 1:  launch_kernel<D, KB, 1>(a, n_streams, stream); break;
+        case 2:  launch_kernel<D, KB, 2>(a, n_streams, stream); break;
+        case 3:  launch_kernel<D, KB, 3>(a, n_streams, stream); break;
+        default: launch_kernel<D, KB, 4>(a, n_streams, stream); break;
+    }
+}
+
+template <int D> void launch_short(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+    if (a.k.np == 0) {
+        launch_kernel<D, 16, 16>(a, n_streams, stream);
+        return;
+    }
+    switch (a.k.bits) {
+        case 1:  launch_values<D, 1>(a, n_streams, stream); break;
+        case 2:  launch_values<D, 2>(a, n_streams, stream); break;
+        case 3:  launch_values<D, 3>(a, n_streams, stream); break;
+        default: launch_values<D, 4>(a, n_streams, stream); break;
+    }
+}
+
+} // namespace
