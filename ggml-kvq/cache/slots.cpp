@@ -75,6 +75,8 @@ void kvq_slots::show(int s, int i) {
     span.v_params = on ? lane[1]->params_at(s, i, 0) : nullptr;
     span.map     = map(s, i, 0);
     span.n_slots = on ? page_cells : 0;
+    const int32_t * m = span.map, * end = m + (size_t) n_head * page_cells;
+    span.cell    = on && *std::min_element(m, end) >= 0 ? -1 - *std::max_element(m, end) : 0; // without gaps: the mask is looked at once
 }
 
 // ---------------------------------------------------------------- writing
@@ -99,11 +101,15 @@ void kvq_slots::forget(int s, int cell) {
     uint8_t & flags = prompt[(size_t) s * n_pages * page_cells + cell];
     if (flags & (AWAY | PARTLY)) {
         for (int i = 0; i < n_store; i++) {
-            for (int h = 0; page(s, i).used && h < n_head; h++) {
-                std::replace(map(s, i, h), map(s, i, h) + page_cells, (int32_t) cell, -1);
+            int32_t * m = map(s, i, 0), * end = m + (size_t) n_head * page_cells;
+            if (!page(s, i).used || std::find(m, end, (int32_t) cell) == end) {
+                continue;
             }
-            if (page(s, i).used && std::all_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, [](int32_t c) { return c < 0; })) {
+            std::replace(m, end, (int32_t) cell, -1);
+            if (std::all_of(m, end, [](int32_t c) { return c < 0; })) {
                 free_page(s, i);
+            } else {
+                show(s, i);
             }
         }
     }

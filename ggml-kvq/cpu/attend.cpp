@@ -190,19 +190,6 @@ struct ahead {
     }
 };
 
-// Leading cells that a query token sees without a bias, of a row of its mask.
-int clear_cells(const uint16_t * row, int n) {
-    int i = 0;
-    for (uint64_t x = 0; i + 4 <= n; i += 4) {
-        memcpy(&x, row + i, 8);
-        if (x) {
-            break;
-        }
-    }
-    while (i < n && !row[i]) { i++; }
-    return i;
-}
-
 #include "attend_mask.h"
 #include "attend_keys.h"
 
@@ -497,7 +484,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         const int cells = make_plan(s, attn[i]);
         s.lse = lse ? lse[i] : attn[i].lse;
         // few rows: page ranges first, of all heads together; many: heads and row blocks first
-        const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head && !s.maps;
+        const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head && (!s.maps || masks_are_shared(attn[i]));
         s.few = few && s.folded_k;
         if (s.few) {
             s.prepared.resize((size_t) attn[i].n_head_kv);

@@ -138,7 +138,7 @@ typedef struct kvq_page {
     const void * k_params; // NULL: K is open
     const void * v_codes;
     const void * v_params; // NULL: V is open
-    int32_t      cell;     // cell of slot 0 when map is NULL
+    int32_t      cell;     // cell of slot 0 when map is NULL; with a map -n when no slot of any head is empty and all cells are below n
     int32_t      n_slots;  // 0: nothing was ever written, skipped
     const int32_t * map;   // slot -> cell, -1 for a slot that holds nothing; NULL: cell + slot
 } kvq_page;
