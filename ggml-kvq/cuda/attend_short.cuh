@@ -116,7 +116,9 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         copy_stage<D, KB, VB>(a, stage_at, h, state & 1, state & 2);
     }
     if (state == 0 || state == 2) { copy_open<D, false>(open_at, k_rows, a.k.stride); }
-    if (state == 0 || state == 1) { copy_open<D, true >(open_at, v_rows, a.v.stride); }
+    copies_part();
+    if (state == 0 || state == 1) { copy_open<D, true >(open_at, v_rows, a.v.stride); } // scores do not wait for them
+    copies_part();
     if (state == 0 && lane < a.n_new) {
         const int64_t dk = a.fresh[0].to[lane] + kvh * a.fresh[0].head_stride - k_rows, dv = a.fresh[1].to[lane] + kvh * a.fresh[1].head_stride - v_rows;
         new_k = dk >= 0 && dk < 32 * a.k.stride ? (int) dk / a.k.stride : -1;
@@ -164,7 +166,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             for (int j = 0; j < 4; j++) { mk[e][j] = mask_pair(a, mask[e], page.map, page.cell, t0 + in_half + 4*j); }
         }
     }
-    copies_done();
+    if (any_new || (CODES && a.k.scale)) { copies_done(); } else { first_copies_done(); }
     if (any_new) {
 #pragma unroll 1
         for (int i = 0; i < a.n_new; i++) {
@@ -234,6 +236,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             p[j][0] = transpose(pack_half2(s[j][0], s[j][1]));
             p[j][1] = transpose(pack_half2(s[j][2], s[j][3]));
         }
+        copies_done();
         if (CODES && (state & 2)) {
             if constexpr (CODES) { accumulate<D, KB, VB>(a, stage, p, o, oz); }
         } else {

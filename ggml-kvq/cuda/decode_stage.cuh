@@ -82,6 +82,9 @@ struct half_page { const uint8_t * k_codes, * k_params, * v_codes, * v_params; i
 
 __device__ __forceinline__ void copy16(uint32_t to, const void * from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
 __device__ __forceinline__ void copy8 (uint32_t to, const void * from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"  :: "r"(to), "l"(from) : "memory"); }
+// the first part of what was asked for is closed by copies_part; first_copies_done waits for all but the part closed last
+__device__ __forceinline__ void copies_part() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void first_copies_done() { asm volatile("cp.async.wait_group 1;" ::: "memory"); __syncwarp(); }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); __syncwarp(); }
 
 template <int D, int W> __device__ __forceinline__ void copy_keys(uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb) {
