@@ -9,6 +9,10 @@ depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in 
 the model computes for its tokens, and no arm has to attend to the whole depth while it fills. Most of the time still goes into
 filling upstream's caches at 32k (its masks are read cell by cell); --depths 1024,8192 takes a minute.
 
+--overhead measures what watching attention costs instead: zipcache and minikv against the same method without it, a prompt of --prompt
+tokens and generation behind 3500, as medians of the ratios of turns that follow each other, and by the fastest turn (prompt) or step.
+With -t 1 in seconds of the processor.
+
 Prints a table, the memory bandwidth measured by a STREAM-like add, and writes one JSON line per arm, test and depth.
 """
 
@@ -42,6 +46,14 @@ ARMS: dict[str, tuple[str | None, str, str]] = {
     "xquant-1.38": (None, "xquant", "preset=1.38"),
     "higgs-2": (None, "higgs", "bits=2"),
     "aqua-bias": (None, "aqua", "predictor=bias,first_bits=2"),
+}
+# what watches attention, and the same without it; percent that it may cost in prefill and in generation
+KIVI = "kivi:group=16:scales=u8"
+OVERHEAD: dict[str, tuple[str, str, float, float]] = {
+    "one cache twice": (KIVI + ":eta=0", KIVI, 0, 0),  # the noise of the rows below
+    "zipcache": ("zipcache", "zipcache:probe=0.0001", 12, 3),
+    "minikv, all kept": ("minikv:hh=0.75", KIVI, 60, 3),
+    "minikv": ("minikv", KIVI, 60, 3),
 }
 CACHE_RATIO = {"f16": 1.0, "q8_0": 8.5 / 16, "q4_0": 4.5 / 16}
 
@@ -119,10 +131,13 @@ def bandwidth(threads: int, mib: int) -> float:
 class Arm:
     """A context of one cache, filled to `depth` tokens of sequence 0."""
 
+    clock = staticmethod(time.perf_counter)
+    shared: Model | None = None  # weights of all arms: where they lie in memory moves a step by several percent
+
     def __init__(self, name: str, path: Path, depth: int, room: int, threads: int, config: Path | None) -> None:
         cache, method, opts = ARMS[name]
         self.name = name
-        self.model = Model(path, kv_method=method or "upstream", kv_opts=opts or None, kv_config=config, n_ctx=256, n_threads=threads, device=None)
+        self.model = Arm.shared or Model(path, kv_method=method or "upstream", kv_opts=opts or None, kv_config=config, n_ctx=256, n_threads=threads, device=None)
         libs = self.model._libs
         self.lib, kvq = libs.llama, libs.kvq
         seq_cp = self.lib.llama_memory_seq_cp
@@ -180,25 +195,29 @@ class Arm:
         self.decode(1)
         steps = []
         for _ in range(n):
-            t = time.perf_counter()
+            t = self.clock()
             self.decode(1)
-            steps.append(time.perf_counter() - t)
+            steps.append(self.clock() - t)
         return n / sum(steps), steps
 
     def prompt(self, n: int) -> float:
         """Tokens/s of n tokens in ubatches of 512; they are forgotten again."""
         back = self.pos
-        t = time.perf_counter()
+        t = self.clock()
         for i in range(0, n, 512):
             self.decode(min(512, n - i))
-        rate = n / (time.perf_counter() - t)
-        self.lib.llama_memory_seq_rm(self.memory, 0, back, -1)
+        rate = n / (self.clock() - t)
+        if back:
+            self.lib.llama_memory_seq_rm(self.memory, 0, back, -1)
+        else:
+            self.lib.llama_memory_clear(self.memory, True)
         self.pos = back
         return rate
 
     def close(self) -> None:
         self.lib.llama_free(self.ctx)
-        self.model.close()
+        if self.model is not Arm.shared:
+            self.model.close()
 
 
 def f16_bytes(path: Path) -> int:
@@ -219,8 +238,8 @@ def measure(a: argparse.Namespace, test: str, depth: int, path: Path) -> dict[st
         arms.append(Arm(name, path, depth, room, a.threads, a.kv_config if ARMS[name][1] == "aqua" else None))
         print(f"{name}: {depth} tokens in {time.perf_counter() - t:.1f} s", file=sys.stderr)
     found: dict[str, dict[str, Any]] = {x.name: {"rates": [], "steps": [], "cache_ratio": x.ratio} for x in arms}
-    for _ in range(a.rounds if test == "tg" else a.prompt_rounds):
-        for x in arms:
+    for i in range(a.rounds if test == "tg" else a.prompt_rounds):
+        for x in arms if i % 2 == 0 or not a.overhead else arms[::-1]:
             if test == "tg":
                 rate, steps = x.generate(a.gen)
                 found[x.name]["steps"] += steps
@@ -230,6 +249,18 @@ def measure(a: argparse.Namespace, test: str, depth: int, path: Path) -> dict[st
     for x in arms:
         x.close()
     return found
+
+
+def print_overhead(rows: list[dict[str, Any]]) -> None:
+    """The table of --overhead: time with over time without, of each round."""
+    samples = {(r["test"], r["arm"]): r["samples"] for r in rows}
+    print(f"\n{'test':8} {'watched':18} {'against':24} {'overhead':>9} {'quartiles':>18} {'fastest':>8} {'at most':>8}")
+    best = {(r["test"], r["arm"]): r["step_ms_least"] or 1 / max(r["samples"]) for r in rows}
+    for test in dict.fromkeys(r["test"] for r in rows):
+        for name, (watched, plain, *limits) in OVERHEAD.items():
+            ratios = sorted(100 * (y / x - 1) for x, y in zip(samples[test, watched], samples[test, plain], strict=True))
+            q = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            print(f"{test:8} {name:18} {plain:24} {q[1]:8.1f}% {q[0]:8.1f} to {q[2]:5.1f}% {100 * (best[test, watched] / best[test, plain] - 1):7.1f}% {limits[test.startswith('tg')]:7.0f}%")
 
 
 def main() -> None:
@@ -244,13 +275,22 @@ def main() -> None:
     p.add_argument("--prompt", type=int, default=2048)
     p.add_argument("--gen", type=int, default=8, help="tokens of a turn")
     p.add_argument("--threads", "-t", type=int, default=2)
-    p.add_argument("--rounds", type=int, default=5, help="turns of every arm in generation")
-    p.add_argument("--prompt-rounds", type=int, default=3, help="turns of every arm in prefill")
+    p.add_argument("--rounds", type=int, help="turns of every arm in generation (default: 5, with --overhead 40)")
+    p.add_argument("--prompt-rounds", type=int, help="turns of every arm in prefill (default: 3, with --overhead 9)")
     p.add_argument("--json", help="append the JSON lines here (default: stdout)")
+    p.add_argument("--overhead", action="store_true", help="what zipcache and minikv cost by watching attention; sets --arms, --tests and the depths")
     p.add_argument("--quick", action="store_true", help="seconds instead of minutes: does it run, not how fast")
     a = p.parse_args()
+    a.rounds, a.prompt_rounds = a.rounds or (40 if a.overhead else 5), a.prompt_rounds or (9 if a.overhead else 3)
+    if a.overhead:
+        for spec in dict.fromkeys(x for pair in OVERHEAD.values() for x in pair[:2]):
+            method, _, opts = spec.partition(":")
+            ARMS[spec] = (None, method, opts.replace(":", ","))
+        a.arms, a.tests, a.depths, a.prompt_depths = ",".join(dict.fromkeys(x for pair in OVERHEAD.values() for x in pair[:2])), "pp,tg", "3500", "0"
+        if a.threads == 1:
+            Arm.clock = staticmethod(time.process_time)  # what else runs on the machine counts less
     if a.quick:
-        a.depths, a.prompt_depths, a.prompt, a.gen, a.rounds, a.prompt_rounds = "512", "512", 64, 2, 1, 1
+        a.depths, a.prompt_depths, a.prompt, a.gen, a.rounds, a.prompt_rounds = "512", "0" if a.overhead else "512", 64, 2, 1, 1
 
     a.default_arms = [] if a.arms != ",".join(ARMS) else list(ARMS)
     a.arms = [x.strip() for x in a.arms.split(",")]
@@ -277,6 +317,8 @@ def main() -> None:
             make_means(path, a.kv_config)
     if a.model and not a.kv_config:  # it may hold the data itself
         a.arms = [x for x in a.arms if ARMS[x][1] != "aqua" or x not in a.default_arms]
+    if a.overhead:
+        Arm.shared = Model(path, kv_method="f16", n_ctx=256, n_threads=a.threads)
     command = shlex.join([sys.executable, *sys.argv])
     peak = bandwidth(a.threads, 64 if a.quick else 512)
     print(f"{command}\nmemory: {peak / 1e9:.1f} GB/s (add, {a.threads} threads)\n")
@@ -299,11 +341,14 @@ def main() -> None:
                 }  # fmt: skip
                 print(json.dumps(row), file=out, flush=True)
                 rows.append(row)
-    print(f"\n{'test':8} {'depth':>6}  {'cache':14} {'t/s':>9} {'ratio':>7} {'least ms':>9} {'worst ms':>9} {'cache GB/s':>11} {'of memory':>10}")
+    width = max(14, *(len(r["arm"]) for r in rows))
+    print(f"\n{'test':8} {'depth':>6}  {'cache':{width}} {'t/s':>9} {'ratio':>7} {'least ms':>9} {'worst ms':>9} {'cache GB/s':>11} {'of memory':>10}")
     for r in rows:
         rate = r["cache_bytes_per_second"]
         more = f"{r['step_ms_least']:9.2f} {r['step_ms_worst']:9.2f} {rate / 1e9:11.2f} {rate / peak:10.1%}" if rate else ""
-        print(f"{r['test']:8} {r['depth']:6}  {r['arm']:14} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x {more}")
+        print(f"{r['test']:8} {r['depth']:6}  {r['arm']:{width}} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x {more}")
+    if a.overhead:
+        print_overhead(rows)
 
 
 if __name__ == "__main__":
