@@ -31,6 +31,7 @@ CACHES = [
     ("xquant 1.38", "KVQ0", "f16", "xquant", ""),
     ("higgs-2", "KVQ0", "f16", "higgs", "bits=2"),
     ("higgs-4", "KVQ0", "f16", "higgs", "bits=4"),
+    ("aqua none", "KVQ0", "f16", "aqua", "predictor=none"),
 ]
 
 

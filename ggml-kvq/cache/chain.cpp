@@ -11,16 +11,36 @@
 #    include <omp.h>
 #endif
 
-kvq_chain::kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v)
-    : n_pages(n_pages), page_cells(page_cells), width{ width_k, width_v } {
+kvq_chain::kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v, kvq_device & device)
+    : device(device), n_pages(n_pages), page_cells(page_cells), width{ width_k, width_v } {
+    const size_t n = (size_t) n_stream * n_pages;
     for (int v = 0; v < 2; v++) {
-        const size_t n = (size_t) n_stream * n_pages;
         row_stride[v] = kvq_pad((size_t) width[v], 16);
         stride8[v]    = kvq_pad((size_t) width[v], KVQ_PREDICT_GROUP);
-        rows[v].row.resize(n * page_cells * stride8[v]);
-        rows[v].scale.resize(width[v] ? n * page_cells : 0);
         rows[v].level.assign(n, -1);
+        if (device.is_host()) {
+            rows[v].row.resize(n * page_cells * stride8[v]);
+            rows[v].scale.resize(width[v] ? n * page_cells : 0);
+        } else if (width[v]) {
+            rows[v].row_there   = (int8_t *) device.alloc(n * page_cells * stride8[v]);
+            rows[v].scale_there = (float  *) device.alloc(n * page_cells * sizeof(float));
+            is_ok = is_ok && rows[v].row_there && rows[v].scale_there;
+        }
     }
+    if (!device.is_host()) {
+        nb_predictions = std::min(STRIPE, n_pages) * page_cells * std::max(row_stride[0], row_stride[1]) * sizeof(float);
+        predictions    = (float *) device.alloc(nb_predictions);
+        is_ok = is_ok && predictions;
+    }
+}
+
+kvq_chain::~kvq_chain() {
+    const size_t n = rows[0].level.size() * page_cells;
+    for (int v = 0; v < 2; v++) {
+        if (rows[v].row_there)   { device.free(rows[v].row_there, n * stride8[v]); }
+        if (rows[v].scale_there) { device.free(rows[v].scale_there, n * sizeof(float)); }
+    }
+    if (predictions) { device.free(predictions, nb_predictions); }
 }
 
 size_t kvq_chain::bytes(int n_stream, int n_pages, int page_cells, int width, size_t nb_frame) {
@@ -123,6 +143,11 @@ void kvq_chain::reach(int l, bool value, int s, int p, workspace & w) {
 }
 
 void kvq_chain::predict(int l, bool value, int s, int p, float * out) {
+    if (!device.is_host()) {
+        const float * there = predict_there(l, value, s, { p });
+        device.get(out, there, page_cells * row_stride[value] * sizeof(float));
+        return;
+    }
     workspace & w = space(0);
     const kvq_chain_weights & m = layers[l].w;
     if (value && m.v_from_k.bits) {
@@ -132,6 +157,95 @@ void kvq_chain::predict(int l, bool value, int s, int p, float * out) {
         reach(l - 1, false, s, p, w);
     }
     apply(l, value, (size_t) s * n_pages + p, out, w);
+}
+
+// ---------------------------------------------------------------- rows on a device
+
+kvq_chain_pages kvq_chain::lane_there(int l, bool value, int s, int p0, int n) const {
+    const layer & x = layers[l];
+    const kvq_lane & lane = *x.lane[value];
+    const size_t at = ((size_t) s * n_pages + p0) * page_cells;
+    kvq_chain_pages c;
+    c.l      = &lane.layout();
+    c.value  = value;
+    c.n      = n;
+    c.from_k = value ? x.w.v_from_k : x.w.k;
+    c.from_v = value ? x.w.v_from_v : kvq_predictor();
+    c.pages  = lane.spans_on(s, p0);
+    for (int v = 0; v < 2 && (!v || width[1]); v++) {
+        c.row[v]     = rows[v].row_there + at * stride8[v];
+        c.scale[v]   = rows[v].scale_there + at;
+        c.stride8[v] = stride8[v];
+    }
+    c.stride = row_stride[value];
+    c.turn   = lane.turn_of(s, 0);
+    return c;
+}
+
+bool kvq_chain::alike(int l, int s, int p, int q) const {
+    const size_t a = (size_t) s * n_pages + p, b = (size_t) s * n_pages + q;
+    bool same = true;
+    for (int v = 0; v < 1 + (width[1] > 0); v++) {
+        same = same && rows[v].level[a] == rows[v].level[b];
+        for (int i = 0; i <= l && same; i++) { same = alone(i, v, a, s, p) == alone(i, v, b, s, q); }
+    }
+    return same;
+}
+
+// As reach, for n pages that are alike.
+void kvq_chain::reach_there(int l, bool value, int s, int p, int n) {
+    const size_t at = (size_t) s * n_pages + p;
+    int16_t * const level = &rows[value].level[at];
+    if (*level == l) {
+        return;
+    }
+    int first = l;
+    while (first > 0 && *level != first - 1 && !alone(first, value, at, s, p)) {
+        first--;
+    }
+    for (int i = first; i <= l; i++) {
+        if (value && !alone(i, value, at, s, p)) {
+            reach_there(i, false, s, p, n);
+        }
+        device.chain_step(lane_there(i, value, s, p, n));
+        std::fill_n(level, n, (int16_t) i);
+    }
+}
+
+const float * kvq_chain::predict_there(int l, bool value, int s, const std::vector<int> & pages) {
+    const kvq_chain_weights & m = layers[l].w;
+    const size_t page = page_cells * row_stride[value];
+    const bool zero = value ? !m.v_from_k.bits : !m.k.bits;
+    if (zero) {
+        device.zero(predictions, pages.size() * page * sizeof(float));
+    }
+    for (size_t i = 0, n = 1; !zero && i < pages.size(); i += n, n = 1) {
+        const int p = pages[i];
+        while (i + n < pages.size() && pages[i + n] == p + (int) n && alike(l, s, p, pages[i + n])) { n++; }
+        reach_there(l - 1, value, s, p, (int) n);
+        if (value) {
+            reach_there(l, false, s, p, (int) n);
+        }
+        device.chain_predict(lane_there(l, value, s, p, (int) n), predictions + i * page);
+    }
+    return predictions;
+}
+
+void kvq_chain::layer_below(int l, int s, int n_read) {
+    for (int v = 0; l > 0 && v < 1 + (width[1] > 0); v++) {
+        for (int p = 0, n = 1; p < n_read; p += n, n = 1) {
+            while (p + n < n_read && alike(l - 1, s, p, p + n)) { n++; }
+            reach_there(l - 1, v, s, p, n);
+        }
+    }
+}
+
+void kvq_chain::layer_read(int l, int s, int n) {
+    for (kept & r : rows) { std::fill_n(r.level.begin() + (long) s * n_pages, n, (int16_t) l); }
+}
+
+void kvq_chain::forget() {
+    for (kept & r : rows) { std::fill(r.level.begin(), r.level.end(), (int16_t) -1); }
 }
 
 // ---------------------------------------------------------------- pages that change

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "layout.h"
+#include "../types/predictor.h"
 
 struct kvq_page_block { // one page of all heads: f16 tile <-> block
     uint16_t      * tile;   // [head][cell][stride]
@@ -13,6 +14,29 @@ struct kvq_page_block { // one page of all heads: f16 tile <-> block
 };
 
 constexpr size_t KVQ_ALIGN_SLAB = 256;
+
+struct kvq_row_turn { // what sealed rows of a page lack (transform.h)
+    const float      * mean   = nullptr;    // host memory that stays; NULL: none
+    const kvq_rotary * rotary = nullptr;    // likewise
+    const int32_t    * positions = nullptr; // the device's memory, of the page's cells
+    const int32_t    * sealed    = nullptr;
+    const float      * pred      = nullptr; // likewise, predictions of the page's rows, pred_stride apart
+    size_t             pred_stride = 0;
+};
+
+// A lane of a predicted layer (chain.h): n neighbouring pages of one stream. Pointers are the device's, but the layout, the predictors'
+// data, mean and rotary, which are host memory that stays.
+struct kvq_chain_pages {
+    const kvq_lane_layout * l = nullptr;
+    bool value = false;
+    int  n = 0;
+    kvq_predictor from_k, from_v;  // bits 0: not predicted
+    const kvq_page * pages = nullptr;
+    int8_t * row[2]   = {};        // 8-bit rows of keys and of values and their scales, from the first page on
+    float  * scale[2] = {};
+    size_t   stride8[2] = {}, stride = 0; // stride: of predictions, f32
+    kvq_row_turn turn;             // positions: of the stream's first cell
+};
 
 class kvq_device {
 public:
@@ -28,12 +52,19 @@ public:
     virtual void   put  (void * to, const void * host, size_t nb) = 0;
 
     // f32 row i, n_head*head_size values, goes to tile row to[i] of head 0 and to the same row of the other heads
-    virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int n_threads) = 0;
+    // pos: the rows' positions, which they carry (transform.h); NULL: none, and always where the store does it itself, on the host
+    virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t * pos, int n_threads) = 0;
     virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;
     virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
+    // Where memory is not the host's: n tiles as they are sealed, and back in place, with the positions that open rows carry.
+    virtual void take_out(const kvq_lane_layout &, int, const uint16_t * const *, uint16_t * const *, const kvq_row_turn *) {}
+    virtual void put_back(const kvq_lane_layout &, uint16_t *, const kvq_row_turn &) {}
+    // Likewise: predictions of the pages, f32 [cell][stride]; and the 8-bit rows of this layer in place of those of the layer below.
+    virtual void chain_predict(const kvq_chain_pages &, float *) {}
+    virtual void chain_step(const kvq_chain_pages &) {}
 
-    // What computing on a layer of these lanes takes beside them, at most; 0 where it takes none of the device's memory
-    virtual size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const { (void) k; (void) v; return 0; }
+    // What computing on a layer takes beside its lanes, at most; 0 where it takes none of the device's memory
+    virtual size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const { (void) plan; (void) k; (void) v; return 0; }
 };
 
 kvq_device & kvq_cpu_device(); // cpu/host_device.cpp

@@ -192,10 +192,10 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
         const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
         to[(size_t) i] = info(s, cell / l.page_cells).frame + (size_t) (cell % l.page_cells) * l.head_stride();
     }
-    device.write_rows(l, n, to.data(), rows, row_stride, n_threads);
-    for (int64_t i = 0; x.rotor && pos && i < n; i++) {
-        kvq_tag_put(l, to[(size_t) i], (size_t) l.page_cells * l.head_stride(), pos[i]);
-        x.rotor->reach(pos[i]);
+    const bool tagged = x.rotor && pos;
+    device.write_rows(l, n, to.data(), rows, row_stride, tagged && !device.is_host() ? pos : nullptr, n_threads);
+    if (tagged) {
+        note_positions(n, idx, pos, to.data());
     }
 }
 
@@ -208,26 +208,15 @@ kvq_page_block kvq_lane::block(int s, int p, uint16_t * tile) const {
 }
 
 void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
-    std::vector<uint16_t> left;
-    if (x.active()) {
-        left = take_out(s, p, tile);
-    }
-    const kvq_page_block b = block(s, p, x.active() ? left.data() : tile);
-    device.encode(l, &b, 1, 1);
+    std::vector<kvq_page_block> b = { block(s, p, tile) };
+    const left_tiles left = leave_out(s, { p }, b);
+    device.encode(l, b.data(), 1, 1);
+    give(left);
 }
 
 void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
     device.decode(l, { tile, nullptr, nullptr, codes_at(s, p, 0), params_at(s, p, 0) });
     put_back(s, p, tile);
-}
-
-template <typename T> T * kvq_lane::view(const void * p, size_t nb, std::vector<uint8_t> & temp) const {
-    if (device.is_host() || !p) {
-        return (T *) p;
-    }
-    temp.resize(nb);
-    device.get(temp.data(), p, nb);
-    return (T *) temp.data();
 }
 
 // ---------------------------------------------------------------- commit
@@ -260,12 +249,9 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
             saliency->drop(s, p);
         }
     }
-    std::vector<std::vector<uint16_t>> left; // tiles less what sealed pages leave out
-    for (size_t i = 0; x.active() && i < due.size(); i++) {
-        left.push_back(take_out(s, due[i], blocks[i].tile));
-        blocks[i].tile = left.back().data();
-    }
+    const left_tiles left = leave_out(s, due, blocks);
     device.encode(l, blocks.data(), (int) blocks.size(), n_threads);
+    give(left);
     for (int p : due) {
         drop_frame(s, p);
         set_state(s, p, KVQ_PAGE_SEALED);
@@ -462,7 +448,7 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
                 write(end - at, idx.data(), (const float *) there, W, 1);
                 scratch->give(there, nb);
             }
-            reach_tags(from, end - at);
+            reach_tags(stream, at, from, end - at);
             if (streams[stream].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
                 commit(n_threads);
             }
@@ -483,11 +469,12 @@ void kvq_lane::copy_stream(int from, int to) {
         kvq_page_info & src = info(from, p), & dst = info(to, p);
         dst.stamp   = src.stamp;
         dst.n_valid = src.n_valid;
-        if (x.rotor && src.state == KVQ_PAGE_SEALED) {
+        if (x.rotor && (src.state == KVQ_PAGE_SEALED || (src.state == KVQ_PAGE_OPEN && !device.is_host()))) {
             std::copy_n(positions_at(from, p), l.page_cells, positions_at(to, p));
             if (x.keeps_turn()) { // every layer copies: none is left that holds something else there
                 std::copy_n(sealed_at(from, p), l.page_cells, sealed_at(to, p));
             }
+            put_positions(to, p);
         }
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
         if (src.state == KVQ_PAGE_SEALED) {

@@ -113,6 +113,8 @@ public:
     kvq_page_state state(int stream, int page) const { return (kvq_page_state) info(stream, page).state; }
 
     // For cache/chain.h.
+    const kvq_page * spans_on(int s, int p) const { return spans->on(device) + (size_t) s * spans->n_pages + p; }
+    kvq_row_turn turn_of(int s, int p) const; // where memory is not the host's
     uint8_t * codes_at (int s, int p, int h) const;
     uint8_t * params_at(int s, int p, int h) const;
     int32_t * positions_at(int s, int p) const { return x.rotor ? x.positions + ((size_t) s * l.n_pages + p) * l.page_cells : nullptr; }
@@ -151,7 +153,14 @@ private:
     void encode_page(int s, int p, uint16_t * tile);
     void decode_page(int s, int p, uint16_t * tile) const;
     // host view of device bytes: the bytes themselves, or a copy in `temp`
-    template <typename T> T * view(const void * p, size_t nb, std::vector<uint8_t> & temp) const;
+    template <typename T> T * view(const void * p, size_t nb, std::vector<uint8_t> & temp) const {
+        if (device.is_host() || !p) {
+            return (T *) p;
+        }
+        temp.resize(nb);
+        device.get(temp.data(), p, nb);
+        return (T *) temp.data();
+    }
     void seal       (int s, const std::vector<int> & due, int n_threads);
     void commit_stream(int s, int n_threads);
     bool restore_page(int s, int p, const uint16_t * rows);
@@ -159,11 +168,18 @@ private:
     bool restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params);
     void image_page  (int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
     void count_user  (int s, int p, int by);
+    // Tiles without what sealed pages leave out, in the place of those in `blocks`, until they are given back.
+    struct left_tiles { std::vector<std::vector<uint16_t>> host; std::vector<uint16_t *> there; };
+    left_tiles leave_out(int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks);
+    void give(const left_tiles & left);
     std::vector<uint16_t> take_out(int s, int p, const uint16_t * tile);
+    void note_positions(int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to); // of rows just written
+    void put_positions(int s, int p); // the device's copy
     void put_back(int s, int p, uint16_t * tile) const;
     std::vector<float> predicted(int s, int p) const; // empty: nothing is predicted
     void note_change(int s, int p);
-    void reach_tags (const uint16_t * rows, int n); // positions of rows as a saved state carries them
+    void reach_tags (int s, int cell, const uint16_t * rows, int n); // positions of rows as a saved state carries them
+    void note_sealed(int s, int p); // positions of a page that is about to be sealed
     bool settle(int s, std::vector<int> & due);       // of a chain: keeps the pages that may be sealed now; false: some wait
 
     kvq_lane_layout l;

@@ -92,19 +92,22 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
     if (x.rotor) {
         std::copy(pos.begin(), pos.end(), positions_at(s, p));
         std::copy(was.begin(), was.end(), sealed_at(s, p));
+        put_positions(s, p);
     }
     return true;
 }
 
 void kvq_lane::shift_open(int stream, const int32_t * by, const std::function<void(int, int, uint16_t *)> & fn) {
     const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
+    std::vector<uint8_t> copy;
     for (int p : streams[stream].open) {
+        uint16_t * const tile = info(stream, p).frame, * const rows = view<uint16_t>(tile, l.nb_frame, copy);
         for (int t = 0; t < l.page_cells; t++) {
             const int cell = p * l.page_cells + t;
             if (cell >= l.n_cells || !by[cell] || !(valid(stream, p)[t / 8] >> t % 8 & 1)) {
                 continue;
             }
-            uint16_t * row = info(stream, p).frame + (size_t) t * stride;
+            uint16_t * row = rows + (size_t) t * stride;
             const int32_t pos = kvq_tag_get(l, row, nb_head);
             for (int h = 0; h < l.n_head; h++) {
                 fn(cell, h, row + (size_t) h * nb_head);
@@ -112,6 +115,89 @@ void kvq_lane::shift_open(int stream, const int32_t * by, const std::function<vo
             kvq_tag_put(l, row, nb_head, pos < 0 ? pos : pos + by[cell]);
             x.rotor->reach(pos < 0 ? 0 : pos + by[cell]);
         }
+        if (rows != tile) {
+            device.put(tile, rows, l.nb_frame);
+        }
+    }
+}
+
+void kvq_lane::put_positions(int s, int p) {
+    if (!device.is_host() && x.rotor) {
+        const size_t at = ((size_t) s * l.n_pages + p) * l.page_cells;
+        device.put(x.positions_there + at, x.positions + at, 4 * (size_t) l.page_cells);
+        if (x.keeps_turn()) {
+            device.put(x.sealed_there + at, x.sealed + at, 4 * (size_t) l.page_cells);
+        }
+    }
+}
+
+kvq_row_turn kvq_lane::turn_of(int s, int p) const {
+    const size_t at = ((size_t) s * l.n_pages + p) * l.page_cells;
+    return { x.mean, x.rotor ? &x.rotor->view() : nullptr, x.rotor ? x.positions_there + at : nullptr, x.keeps_turn() ? x.sealed_there + at : nullptr, nullptr, 0 };
+}
+
+void kvq_lane::note_sealed(int s, int p) {
+    for (int t = 0; !device.is_host() && x.rotor && t < l.page_cells; t++) {
+        if (!(valid(s, p)[t / 8] >> t % 8 & 1)) {
+            positions_at(s, p)[t] = -1; // as the tag of a row of zeros
+        }
+    }
+    if (x.keeps_turn() && x.users[(size_t) s * l.n_pages + p] == (state(s, p) == KVQ_PAGE_SEALED)) {
+        std::copy_n(positions_at(s, p), l.page_cells, sealed_at(s, p));
+    }
+    put_positions(s, p);
+}
+
+void kvq_lane::note_positions(int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) {
+    for (int64_t i = 0; i < n; i++) {
+        if (device.is_host()) {
+            kvq_tag_put(l, to[(size_t) i], (size_t) l.page_cells * l.head_stride(), pos[i]);
+            x.rotor->reach(pos[i]);
+        } else { // rows that cannot be read here: their positions are noted at once, and reached in strides, which upload tables
+            const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
+            positions_at(s, cell / l.page_cells)[cell % l.page_cells] = pos[i];
+            if (x.rotor->view().n_high <= pos[i] / 64) { x.rotor->reach(pos[i] + 8192); }
+        }
+    }
+}
+
+kvq_lane::left_tiles kvq_lane::leave_out(int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) {
+    left_tiles left;
+    if (!x.active()) {
+        return left;
+    }
+    if (device.is_host()) {
+        for (size_t i = 0; i < pages.size(); i++) {
+            left.host.push_back(take_out(s, pages[i], blocks[i].tile));
+            blocks[i].tile = left.host.back().data();
+        }
+        return left;
+    }
+    const bool chained = x.chain && x.chain->chains(value);
+    for (size_t i = 0; i < pages.size();) { // predictions of a stripe at a time
+        const size_t n = std::min(pages.size() - i, chained ? (size_t) kvq_chain::STRIPE : pages.size());
+        const std::vector<int> some(pages.begin() + (long) i, pages.begin() + (long) (i + n));
+        for (int p : some) { note_sealed(s, p); }
+        const float * pred = chained ? x.chain->predict_there(x.ordinal, value, s, some) : nullptr;
+        std::vector<const uint16_t *> from;
+        std::vector<kvq_row_turn> turns;
+        for (size_t j = 0; j < n; j++) {
+            from.push_back(blocks[i + j].tile);
+            left.there.push_back(scratch->take(l.nb_frame));
+            blocks[i + j].tile = left.there.back();
+            turns.push_back(turn_of(s, some[j]));
+            turns.back().pred        = pred ? pred + j * l.page_cells * x.chain->stride(value) : nullptr;
+            turns.back().pred_stride = pred ? x.chain->stride(value) : 0;
+        }
+        device.take_out(l, (int) n, from.data(), left.there.data() + i, turns.data());
+        i += n;
+    }
+    return left;
+}
+
+void kvq_lane::give(const left_tiles & left) {
+    for (uint16_t * tile : left.there) { // the device works in order
+        scratch->give(tile, l.nb_frame);
     }
 }
 
@@ -123,9 +209,7 @@ std::vector<uint16_t> kvq_lane::take_out(int s, int p, const uint16_t * tile) {
         positions_at(s, p)[t] = pos;
         x.rotor->reach(pos);
     }
-    if (x.keeps_turn() && x.users[(size_t) s * l.n_pages + p] == (state(s, p) == KVQ_PAGE_SEALED)) {
-        std::copy_n(positions_at(s, p), l.page_cells, sealed_at(s, p));
-    }
+    note_sealed(s, p);
     std::vector<uint16_t> out(tile, tile + nb_head * l.n_head);
     const std::vector<float> pred = predicted(s, p);
     for (int h = 0; h < l.n_head; h++) {
@@ -149,10 +233,14 @@ void kvq_lane::note_change(int s, int p) {
     }
 }
 
-void kvq_lane::reach_tags(const uint16_t * rows, int n) {
+void kvq_lane::reach_tags(int s, int cell, const uint16_t * rows, int n) {
     const size_t D = (size_t) l.codec.head_size;
     for (int i = 0; x.rotor && i < n; i++) {
-        x.rotor->reach(kvq_tag_get(l, rows + i * D * l.n_head, D));
+        const int32_t pos = kvq_tag_get(l, rows + i * D * l.n_head, D);
+        x.rotor->reach(pos);
+        if (!device.is_host()) {
+            positions_at(s, (cell + i) / l.page_cells)[(cell + i) % l.page_cells] = pos;
+        }
     }
 }
 
@@ -188,6 +276,17 @@ void kvq_lane::plain_rows(int s, int p, float * out, size_t stride) const {
 
 // The reverse, in place, tags included.
 void kvq_lane::put_back(int s, int p, uint16_t * tile) const {
+    if (!device.is_host()) {
+        if (x.active()) {
+            kvq_row_turn turn = turn_of(s, p);
+            if (x.chain && x.chain->chains(value)) {
+                turn.pred        = x.chain->predict_there(x.ordinal, value, s, { p });
+                turn.pred_stride = x.chain->stride(value);
+            }
+            device.put_back(l, tile, turn);
+        }
+        return;
+    }
     const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
     const std::vector<float> pred = predicted(s, p);
     for (int h = 0; x.active() && h < l.n_head; h++) {

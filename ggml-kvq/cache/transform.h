@@ -24,6 +24,7 @@ struct kvq_transform {
     kvq_rotor   * rotor = nullptr; // keys lose their rotary embedding
     int32_t     * positions = nullptr; // of sealed cells, [n_stream][n_pages*page_cells], shared by the layers of a cache
     int32_t     * sealed    = nullptr; // when they were sealed, likewise
+    int32_t     * positions_there = nullptr, * sealed_there = nullptr; // the same where a device reads them
     uint16_t    * users     = nullptr; // layers that hold the page sealed, [n_stream][n_pages]: while there are any, `sealed` stays
     kvq_chain   * chain = nullptr;     // and what is predicted from the layer before (chain.h); ordinal: of this layer
     int           ordinal = 0;

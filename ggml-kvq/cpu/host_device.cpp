@@ -34,7 +34,7 @@ public:
     void get (void * host, const void * from, size_t nb) override { memcpy(host, from, nb); }
     void put (void * to, const void * host, size_t nb) override { memcpy(to, host, nb); }
 
-    void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int n_threads) override {
+    void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t *, int n_threads) override {
         const int D = l.codec.head_size;
         const size_t nb_head = (size_t) l.page_cells * l.head_stride();
 #pragma omp parallel for num_threads(n_threads) if (n > 16 && n_threads > 1)

@@ -13,6 +13,7 @@ struct kvq_attend_args {
     // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory
     int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
     int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes;
+    int   in_order;     // the kernel before this one writes pages: no early start
     float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
     // short caches: one warp has 32 cells, and rows of this step are taken from where the graph left them

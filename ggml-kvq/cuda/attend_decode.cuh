@@ -432,7 +432,7 @@ template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_str
         return;
     }
     const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
-    kvq_launch_early(decode_kernel<D, KB, VB>, grid, 32 * DECODE_WARPS, nb, stream, a);
+    kvq_launch_early(decode_kernel<D, KB, VB>, grid, 32 * DECODE_WARPS, nb, stream, a, !a.in_order);
 }
 
 template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {

@@ -55,7 +55,7 @@ struct kvq_shared_limit {
     }
 };
 
-template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A & args) {
+template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A & args, bool may = true) {
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -68,6 +68,6 @@ template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid,
     config.dynamicSmemBytes = nb_shared;
     config.stream   = stream;
     config.attrs    = &early;
-    config.numAttrs = major >= 9;
+    config.numAttrs = may && major >= 9;
     cudaLaunchKernelEx(&config, kernel, args);
 }

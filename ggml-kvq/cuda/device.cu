@@ -87,6 +87,14 @@ kvq_cuda_device::~kvq_cuda_device() {
         cudaFree(points);
         cudaFree(expanded);
         cudaFree(row_table);
+        cudaFree(row_positions);
+        cudaFree(unfolded);
+        cudaFree(predicted);
+        for (auto & c : constants) { cudaFree(c.second); }
+        for (auto & r : rotaries) {
+            cudaFree(r.high);
+            cudaFree(r.low);
+        }
     }
 }
 
@@ -165,10 +173,10 @@ void kvq_cuda_device::forget_stream(void * s) {
 }
 
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
-    const bool more = plan.pre_rope || plan.mean || plan.k.chained || plan.v.chained || plan.probe > 0.0f || plan.keep > 0.0f; // than pages that are read as they are
+    const bool more = plan.probe > 0.0f || plan.keep > 0.0f; // than pages that are read one by one
     for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
         if (more || (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE)) {
-            return "this method has no CUDA kernels yet: use kivi, xquant, higgs or f16, or run on the CPU with -ngl 0";
+            return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua or f16, or run on the CPU with -ngl 0";
         }
     }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
@@ -241,20 +249,30 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
 }
 
 // keys and values of all cells as f16 while a prompt is read, and what blocks of attention leave each other
-size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+size_t kvq_cuda_device::bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     const size_t width = (size_t) k.n_head * (k.codec.head_size + v.codec.head_size), n_rows = (size_t) n_sm * 3 * 64;
-    return 2 * width * k.n_cells * k.n_stream + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
+    size_t nb = 2 * width * k.n_cells * k.n_stream + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
+    if (plan.pre_rope || plan.mean) { // sealed pages leave something out: attention reads them as rows
+        nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
+    }
+    if (plan.k.chained) {
+        nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS);
+    }
+    return nb;
 }
 
 // ---------------------------------------------------------------- pages
 
 bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
     use();
-    if (n_rows > TABLE_ROWS / 2 || (!row_table && !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses"))) {
+    if (n_rows > TABLE_ROWS / 2 || (!row_table && !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses")) ||
+        (!row_positions && !check(cudaMalloc(&row_positions, TABLE_ROWS * sizeof(*row_positions)), "cudaMalloc of row positions"))) {
         return false;
     }
+    refresh();
     now = s;
     rows_to.clear();
+    rows_at.clear();
     return true;
 }
 
@@ -276,10 +294,12 @@ void kvq_cuda_device::end_step() {
     now = EAGER;
     if (!rows_to.empty()) {
         put(row_table, rows_to.data(), rows_to.size() * sizeof(rows_to[0]));
+        put(row_positions, rows_at.data(), rows_at.size() * sizeof(rows_at[0]));
+        refresh();
     }
 }
 
-void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int) {
+void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t * pos, int) {
     if (now != EAGER) {
         if (now == RECORD) { // keys and values of a layer go together
             if (held.size() == KVQ_ROW_JOBS) {
@@ -287,11 +307,12 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
             }
             held.emplace_back();
             held.back().lane = &l;
-            (kvq_row_job &) held.back() = { row_table + rows_to.size(), rows, row_stride, (size_t) l.page_cells * l.head_stride(), (int) n,
+            (kvq_row_job &) held.back() = { row_table + rows_to.size(), pos ? row_positions + rows_to.size() : nullptr, rows, row_stride, (size_t) l.page_cells * l.head_stride(), (int) n,
                                             l.n_head * l.codec.head_size, l.codec.head_size };
         }
         rows_to.insert(rows_to.end(), to, to + n);
         rows_to.push_back(nullptr); // a counter for the kernel that reads them
+        for (int64_t i = 0; i <= n; i++) { rows_at.push_back(pos && i < n ? pos[i] : -1); }
         return;
     }
     use();
@@ -299,6 +320,8 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
         const int part = (int) std::min<int64_t>(n - i, KVQ_SEAL_ROWS);
         kvq_seal_rows arg;
         memcpy(arg.to, to + i, part * sizeof(to[0]));
+        arg.tagged = pos != nullptr;
+        if (pos) { memcpy(arg.pos, pos + i, part * sizeof(pos[0])); }
         kvq_launch_rows(arg, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), rows + i * row_stride, row_stride, (cudaStream_t) stream);
     }
     check(cudaGetLastError(), "rows kernel");
@@ -344,9 +367,10 @@ static bool rows_go_along(const kvq_row_job & k, const kvq_row_job & v) {
     return ok;
 }
 
-void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v) {
+void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
     use();
-    const bool held_here = held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
+    const bool rows_again = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain; // made of all rows, those held back too
+    const bool held_here = !rows_again && held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
     if (!held_here) {
         flush_rows();
     }
@@ -354,8 +378,17 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         const kvq_attn & f = attn[i0];
         const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
         kvq_attend_args a = {};
-        a.k = geometry(f.k);
-        a.v = geometry(f.v);
+        kvq_codec codec_k = f.k, codec_v = f.v;
+        if (rows_again) {
+            if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) {
+                return;
+            }
+            codec_k.type = codec_v.type = KVQ_TYPE_F16;
+            codec_k.bits = codec_v.bits = 16;
+            a.in_order = 1;
+        }
+        a.k = geometry(codec_k);
+        a.v = geometry(codec_v);
         a.n_q        = f.n_q;
         a.n_head     = f.n_head;
         a.n_head_kv  = f.n_head_kv;
@@ -377,7 +410,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         a.sinks = f.sinks;
         for (int i = 0; i < n_streams; i++) {
             const kvq_attn & s = attn[i0 + i];
-            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages };
+            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, rows_again ? (const kvq_page *) (unfolded + i * unfolded_table) : s.pages };
         }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and more splits
         const bool few    = kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
@@ -425,7 +458,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
     check(cudaGetLastError(), "attention kernel");
 }
 
-bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v) {
+bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v, const kvq_chain_pages * chain) {
     use();
     const kvq_attn & f = attn[0];
     const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size, need = 2 * (nk + nv) * n;
@@ -442,11 +475,25 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v)
         nb_expanded = need;
     }
     uint16_t * at_k = (uint16_t *) expanded, * at_v = at_k + nk * n;
+    if (chain && !unfold(attn, n, chain)) {
+        return false;
+    }
     for (int i = 0; i < n; i++) {
         for (const bool value : { false, true }) {
-            const kvq_affine_geometry g = geometry(value ? f.v : f.k);
-            const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_expand_lattice : kvq_launch_expand;
-            launch(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, value ? at_v + i * nv : at_k + i * nk, (cudaStream_t) stream);
+            kvq_codec c = value ? f.v : f.k;
+            uint16_t * const to = value ? at_v + i * nv : at_k + i * nk;
+            if (chain) { // rows already
+                c.type = KVQ_TYPE_F16;
+                c.bits = 16;
+                kvq_launch_expand(geometry(c), (const kvq_page *) (unfolded + i * unfolded_table), f.n_pages, f.n_kv, f.n_head_kv, to, (cudaStream_t) stream);
+                continue;
+            }
+            const kvq_affine_geometry g = geometry(c);
+            if (g.type == KVQ_TYPE_LATTICE) {
+                kvq_launch_expand_lattice(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, turn(attn[i], value), (cudaStream_t) stream);
+            } else {
+                kvq_launch_expand(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, (cudaStream_t) stream);
+            }
         }
     }
     *k = at_k;

@@ -5,10 +5,13 @@
 #include "../cache/device.h"
 #include "../types/predictor.h"
 
+#include <map>
 #include <string>
 #include <vector>
 
 struct kvq_affine_geometry;
+struct kvq_turn;
+struct kvq_device_rotary;
 
 class kvq_cuda_device : public kvq_device {
 public:
@@ -25,14 +28,16 @@ public:
     static const char * refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v);
 
     // As kvq_attend, with every pointer, the pages too, in device memory. k, v: the lanes attended; their rows that are held back then
-    // go into their pages on the way, if this is a short cache and the rows lie before its end.
-    void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr);
+    // go into their pages on the way, if this is a short cache and the rows lie before its end. chain: keys and values of a predicted
+    // layer, of every stream a pair; their 8-bit rows, of the layer below before, are of this one behind it. l NULL: this lane is read
+    // without the layer below.
+    void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr, const kvq_chain_pages * chain = nullptr);
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
     int64_t n_short = 0; // launches for short caches so far
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
     // device, overwritten by the next call. False: out of memory.
-    bool expand(const kvq_attn * attn, int n, void ** k, void ** v);
+    bool expand(const kvq_attn * attn, int n, void ** k, void ** v, const kvq_chain_pages * chain = nullptr);
 
     // out[i] (+)= W x[i] for n rows (types/predictor.h), every pointer in device memory, w.data too; x_stride is a multiple of 32.
     void predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride);
@@ -54,10 +59,14 @@ public:
     void   copy (void * to, const void * from, size_t nb) override;
     void   get  (void * host, const void * from, size_t nb) override;
     void   put  (void * to, const void * host, size_t nb) override;
-    void   write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, int n_threads) override;
+    void   write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t * pos, int n_threads) override;
     void   encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void   decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
-    size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    void   take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) override;
+    void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
+    void   chain_predict(const kvq_chain_pages & c, float * out) override;
+    void   chain_step(const kvq_chain_pages & c) override;
 
 private:
     bool use();
@@ -75,6 +84,21 @@ private:
     void      * expanded = nullptr;
     size_t      nb_expanded = 0;
     struct row_job;
+    struct rotary_copy { const kvq_rotary * host; float * high, * low; int n_high, capacity; };
+    bool room(uint8_t *& p, size_t & nb, size_t need, const char * what);
+    const void * constant(const void * host, size_t nb);  // a copy here of bytes that stay
+    const float * mean_of(const float * host, size_t n);
+    kvq_device_rotary rotary(const kvq_rotary * host);
+    kvq_turn turn(const kvq_attn & a, bool value);
+    void refresh();                                       // tables of rotary embedding that have grown
+    bool unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain); // sealed pages as open ones, into a workspace of one layer
+    void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles);
+    std::map<const void *, void *> constants;
+    std::vector<rotary_copy> rotaries;
+    uint8_t   * unfolded = nullptr, * predicted = nullptr;
+    size_t      nb_unfolded = 0, unfolded_table = 0, nb_predicted = 0; // unfolded_table: bytes of a stream's table
+    int32_t   * row_positions = nullptr;                  // beside row_table
+    std::vector<int32_t> rows_at;
     step        now = EAGER;
     std::vector<uint16_t *> rows_to; // the table as this step fills it
     uint16_t ** row_table = nullptr;

@@ -8,14 +8,15 @@ static_assert(sizeof(kvq_seal_rows) < 4000, "kernel arguments are limited to 4 K
 
 // ---------------------------------------------------------------- rows
 
-static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
+static __global__ void rows_kernel(const __grid_constant__ kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
     early_start();
     early_wait();
     uint16_t * tile = to.to[blockIdx.x];
     const float * row = rows + blockIdx.x * row_stride;
     for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
         const int h = i / head_size;
-        tile[h * head_stride + (i - h * head_size)] = f32_to_f16_bits(row[i]);
+        const uint16_t x = f32_to_f16_bits(row[i]);
+        tile[h * head_stride + (i - h * head_size)] = to.tagged ? kvq_tagged(x, kvq_tag_bits(to.pos[blockIdx.x]), i) : x;
     }
 }
 
@@ -28,7 +29,11 @@ static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
         const int h = i / j.head_size;
         const float * x = j.rows + blockIdx.x * j.row_stride + i;
         uint16_t * to = j.to[blockIdx.x] + h * j.head_stride + (i - h * j.head_size);
-        const ushort4 y = make_ushort4(f32_to_f16_bits(x[0]), f32_to_f16_bits(x[1]), f32_to_f16_bits(x[2]), f32_to_f16_bits(x[3]));
+        ushort4 y = make_ushort4(f32_to_f16_bits(x[0]), f32_to_f16_bits(x[1]), f32_to_f16_bits(x[2]), f32_to_f16_bits(x[3]));
+        if (j.pos && i < KVQ_TAG_BITS) {
+            const uint64_t tag = kvq_tag_bits(j.pos[blockIdx.x]);
+            y = make_ushort4(kvq_tagged(y.x, tag, i), kvq_tagged(y.y, tag, i + 1), kvq_tagged(y.z, tag, i + 2), kvq_tagged(y.w, tag, i + 3));
+        }
         *(ushort4 *) to = y;
     }
 }

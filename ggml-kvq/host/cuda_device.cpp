@@ -173,15 +173,26 @@ static ggml_tensor plain_rows(const ggml_tensor * view, void * data) {
     return t;
 }
 
-bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const ggml_tensor * node, const std::vector<kvq_attn> & streams) {
+bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const kvq_kv_layer & layer, const ggml_tensor * node, int stream0, const std::vector<kvq_attn> & streams) {
     const kvq_attn & a = streams[0];
     void * k = nullptr, * v = nullptr;
+    std::vector<kvq_chain_pages> lanes;
+    for (int s = 0; cache.chain && s < (int) streams.size(); s++) {
+        if (!b.recording) { // when a recorded step runs, its layers follow each other
+            cache.chain->layer_below(layer.ordinal, stream0 + s, a.n_pages);
+            cache.chain->layer_read(layer.ordinal, stream0 + s, a.n_pages);
+        }
+        for (const bool value : { false, true }) {
+            lanes.push_back(cache.chain->chains(value) ? cache.chain->lane_there(layer.ordinal, value, stream0 + s, 0, a.n_pages) : kvq_chain_pages());
+        }
+    }
+    const kvq_chain_pages * const chain = lanes.empty() ? nullptr : lanes.data();
     if (a.n_q * (a.n_head / a.n_head_kv) > 64) {
         ggml_tensor plain[3] = { plain_rows(node->src[1], nullptr), plain_rows(node->src[2], nullptr), *node };
         plain[0].buffer = plain[1].buffer = node->src[0]->buffer;
         plain[2].src[1] = &plain[0];
         plain[2].src[2] = &plain[1];
-        if (ggml_backend_dev_supports_op(inner(b.device), &plain[2]) && cuda(cache).expand(streams.data(), (int) streams.size(), &k, &v)) {
+        if (ggml_backend_dev_supports_op(inner(b.device), &plain[2]) && cuda(cache).expand(streams.data(), (int) streams.size(), &k, &v, chain)) {
             plain[0].data = k;
             plain[1].data = v;
             ggml_tensor * nodes[1] = { &plain[2] };
@@ -191,8 +202,7 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const ggml_t
             return b.inner->iface.graph_compute(b.inner, &graph) == GGML_STATUS_SUCCESS;
         }
     }
-    const kvq_kv_layer & layer = *kvq_find_target(node->src[1]).layer;
-    cuda(cache).attend(streams.data(), (int) streams.size(), &layer.k->layout(), &layer.v->layout());
+    cuda(cache).attend(streams.data(), (int) streams.size(), &layer.k->layout(), &layer.v->layout(), chain);
     return true;
 }
 #endif

@@ -75,7 +75,7 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
                 w.n_kv = w.target.layer == t.layer ? (int) node->src[1]->ne[1] : w.n_kv;
             }
         } else {
-            fits = node->op == GGML_OP_SET_ROWS && !t.cache->refused && !t.layer->d.plan.pre_rope;
+            fits = node->op == GGML_OP_SET_ROWS && !t.cache->refused;
             writes.push_back({ node, t, INT_MAX });
             n_rows += fits ? (size_t) node->src[0]->ne[1] : 0;
         }
@@ -160,6 +160,9 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         if (!ok) {
             return GGML_STATUS_FAILED;
         }
+        if (s.generation != s.moved()) { // a table that the recording reads has grown; rows that were noted are noted again
+            return kvq_compute_graph(b, graph);
+        }
     } else if (ok) {
         s.generation = s.moved();
         ok = s.graph.begin(b.stream);
@@ -179,6 +182,9 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!s.graph.launch(b.stream)) {
         kvq_report_error("the recorded step cannot be launched: set KVQ_CUDA_GRAPHS=0");
         return GGML_STATUS_FAILED;
+    }
+    for (kvq_kv_cache * c : s.caches) {
+        if (c->chain) { c->chain->forget(); }
     }
     s.commit(b.n_threads);
     for (kvq_kv_cache * c : s.caches) {

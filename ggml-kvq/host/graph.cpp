@@ -61,7 +61,7 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
     }
 }
 
-static bool learn_rope(const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err);
+static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err);
 
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (!dev.inner && kvq_graph_op_supported(op)) { // their kernels are CPU kernels
@@ -93,7 +93,7 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     }
     if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.plan.pre_rope) {
         const ggml_tensor * rope;
-        learn_rope(op, t, &rope, why);
+        learn_rope(kvq_backend_context(), op, t, &rope, why);
     }
     if (!why.empty()) {
         if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), why) == dev.refusals.end()) {
@@ -143,16 +143,23 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
     memcpy(&r.attn_factor, p + 8, 4);
     memcpy(&r.beta_fast,   p + 9, 4);
     memcpy(&r.beta_slow,   p + 10, 4);
-    if (factors) {
-        std::vector<uint8_t> temp;
-        const float * f = (const float *) host_data(b, factors, temp);
+    if (factors && b.inner) { // weights: fetched once
+        auto & kept = b.factors[factors->data];
+        if (kept.empty()) {
+            std::vector<uint8_t> temp;
+            const float * f = (const float *) host_data(b, factors, temp);
+            kept.assign(f, f + r.n_dims / 2);
+        }
+        r.freq_factors = kept;
+    } else if (factors) {
+        const float * f = (const float *) factors->data;
         r.freq_factors.assign(f, f + r.n_dims / 2);
     }
     return r;
 }
 
 // Tells the layer what rotary embedding the rows being written went through; NULL in *rope: none.
-static bool learn_rope(const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err) {
+static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err) {
     const ggml_tensor * x = set_rows->src[0];
     while (x && (kvq_is_view_op(x->op) || x->op == GGML_OP_CONT) && x->src[0]) {
         x = x->src[0];
@@ -166,10 +173,10 @@ static bool learn_rope(const ggml_tensor * set_rows, const kvq_target & t, const
         err = "rotary embedding of mode " + std::to_string(mode) + " cannot be undone by this method: use higgs or kivi";
         return false;
     }
-    if (x->src[2] && (!x->src[2]->data || !x->src[2]->buffer || !ggml_backend_buffer_is_host(x->src[2]->buffer))) {
+    if (x->src[2] && (!x->src[2]->data || !x->src[2]->buffer || (!b.inner && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {
         return true; // while graphs are only measured
     }
-    return t.cache->set_rope(*t.layer, rope_of(kvq_backend_context(), x), err);
+    return t.cache->set_rope(*t.layer, rope_of(b, x), err);
 }
 
 // global cells of a SET_ROWS node
@@ -217,11 +224,12 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
     if (!t.value && t.layer->d.plan.pre_rope) {
         const ggml_tensor * rope;
         std::string err;
-        if (!learn_rope(node, t, &rope, err)) {
+        if (!learn_rope(b, node, t, &rope, err)) {
             kvq_report_error(err);
             return false;
         }
-        pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) rope->src[1]->data, n) : nullptr;
+        std::vector<uint8_t> temp;
+        pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) host_data(b, rope->src[1], temp), n) : nullptr;
     }
     lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads, pos);
     return true;
@@ -276,8 +284,8 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     }
 #ifdef KVQ_CUDA
     if (b.inner) {
-        const bool ok = kvq_cuda_attend(b, *t.cache, node, streams);
-        if (!b.recording) {
+        const bool ok = kvq_cuda_attend(b, *t.cache, l, node, stream0, streams);
+        if (!b.recording && !t.cache->chain) { // predicted layers seal together, one from the rows of the other
             t.layer->k->commit(b.n_threads); // frames of this ubatch are free for the next layer
             t.layer->v->commit(b.n_threads);
         }

@@ -107,6 +107,9 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
 }
 
 kvq_kv_cache::~kvq_kv_cache() {
+    if (positions_there) {
+        device.free(positions_there, 8 * positions.size());
+    }
     std::lock_guard<std::mutex> lock(live_mutex);
     live.erase(std::find(live.begin(), live.end(), this));
 }
@@ -141,10 +144,18 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         positions.assign(n_positions * l.d.n_stream, -1);
         sealed = positions;
         sealed_users.assign((size_t) l.d.k.n_pages * l.d.n_stream, 0);
+        if (!device.is_host()) {
+            positions_there = (int32_t *) device.alloc(8 * positions.size());
+            if (!positions_there) {
+                return false;
+            }
+        }
     }
     k.positions = positions.data();
     k.sealed    = sealed.data();
     k.users     = sealed_users.data();
+    k.positions_there = positions_there;
+    k.sealed_there    = positions_there ? positions_there + positions.size() : nullptr;
     l.k->set_transform(k);
     l.v->set_transform(v);
     return true;
@@ -156,7 +167,8 @@ void kvq_kv_cache::link() {
         return;
     }
     const kvq_draft_layer & d = layers[0]->d;
-    chain.reset(new kvq_chain(d.n_stream, d.k.n_pages, d.k.page_cells, d.k.n_head * d.k.codec.head_size, d.plan.v.chained ? d.v.n_head * d.v.codec.head_size : 0));
+    chain.reset(new kvq_chain(d.n_stream, d.k.n_pages, d.k.page_cells, d.k.n_head * d.k.codec.head_size, d.plan.v.chained ? d.v.n_head * d.v.codec.head_size : 0, device));
+    is_ok = chain->ok();
     for (auto & l : layers) {
         chain->add_layer(l->k.get(), l->v.get(), l->ordinal ? calibration->layers.at(l->d.il).w : kvq_chain_weights());
         for (kvq_lane * lane : { l->k.get(), l->v.get() }) {
@@ -210,6 +222,9 @@ void kvq_kv_cache::shift_positions(kvq_kv_layer & l, int stream, const int32_t *
     }
     for (auto & r : rotors) {
         r->reach(top);
+    }
+    if (positions_there) {
+        device.put(positions_there + (size_t) stream * n_positions, positions.data() + (size_t) stream * n_positions, 4 * n_positions);
     }
 }
 
@@ -343,7 +358,7 @@ std::string kvq_kv_cache::load_line() const {
         reading = cost;
     }
     size_t nb_workspace = 0; // of one layer at a time
-    for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.k, l->d.v)); }
+    for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.plan, l->d.k, l->d.v)); }
     if (nb_workspace) {
         char more[96];
         snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);

@@ -71,8 +71,9 @@ public:
     bool set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err);
     // Positions of the rows of this ubatch, read once: later nodes of the graph may reuse the tensor's memory.
     const int32_t * positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n);
-    const int32_t * sealed_positions(int stream) const { return positions.data() + (size_t) stream * n_positions; }
-    const int32_t * positions_when_sealed(int stream) const { return sealed.data() + (size_t) stream * n_positions; }
+    // where the device reads them
+    const int32_t * sealed_positions(int stream) const { return (positions_there ? positions_there : positions.data()) + (size_t) stream * n_positions; }
+    const int32_t * positions_when_sealed(int stream) const { return (positions_there ? positions_there + positions.size() : sealed.data()) + (size_t) stream * n_positions; }
     void note_shift(const kvq_kv_layer & l) { n_shifts = std::max(n_shifts, l.n_shifts); }
     void shift_positions(kvq_kv_layer & l, int stream, const int32_t * by); // by [n_cells]
 
@@ -97,6 +98,7 @@ private:
     std::vector<int32_t> positions;                 // of sealed cells, [n_stream][n_positions]
     std::vector<int32_t> sealed;                    // when they were sealed, likewise (cache/transform.h)
     std::vector<uint16_t> sealed_users;             // [n_stream][pages]
+    int32_t * positions_there = nullptr;            // both on a device that is not the host, NULL else
     size_t n_positions = 0;
     int    n_shifts    = 0;
     struct { std::vector<int32_t> pos; const void * source = nullptr; int ordinal = -1; } ubatch;

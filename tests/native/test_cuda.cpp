@@ -1,12 +1,11 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
+// Usage: test_cuda [quick | host [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/cuda/device.h"
 #include "../../ggml-kvq/types/f16.h"
 #include "../../ggml-kvq/types/types.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -169,7 +168,24 @@ static void check_predict(kvq_cuda_device & d, const predict_case & c) {
 
 // ---------------------------------------------------------------- attention
 
-struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; };
+// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since
+struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; };
+
+// Means and rotary embeddings stay: a device keeps copies of them by address.
+static const float * some_means(int n) {
+    static std::vector<std::vector<float>> all;
+    all.emplace_back((size_t) n);
+    for (auto & x : all.back()) { x = 2.0f * normal(); }
+    return all.back().data();
+}
+static kvq_rotor * some_rotor(int n_dims, bool neox) {
+    static std::vector<std::unique_ptr<kvq_rotor>> all;
+    kvq_rope r;
+    r.n_dims = n_dims;
+    r.neox   = neox;
+    all.emplace_back(new kvq_rotor(r));
+    return all.back().get();
+}
 
 struct world { // one layer, random page states; decoded values kept in f64-ready floats
     kvq_cuda_device & d;
@@ -178,7 +194,9 @@ struct world { // one layer, random page states; decoded values kept in f64-read
     std::vector<std::vector<float>> kx, vx; // per stream [cell][head][D]
     std::vector<kvq_page> pages;
     std::vector<int32_t> map_host;
-    std::unique_ptr<device_bytes> codes[2], params[2], frames[2], pages_there, map_there;
+    std::unique_ptr<device_bytes> codes[2], params[2], frames[2], pages_there, map_there, pos_there, was_there;
+    kvq_transform left_out[2];
+    std::vector<int32_t> pos, was; // [stream][cell]
 
     world(kvq_cuda_device & d, const attention_case & c, bool fill = true) : d(d), n_stream(c.n_stream) {
         const int P = std::max(32, c.group);
@@ -194,6 +212,17 @@ struct world { // one layer, random page states; decoded values kept in f64-read
             hc[r].resize(pages.size() * H * ls[r]->nb_codes);
             hp[r].resize(pages.size() * H * ls[r]->nb_params);
             hf[r].assign(f16 || fill ? pages.size() * ls[r]->nb_frame / 2 : 0, 0);
+        }
+        if (c.turns) {
+            left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox);
+            for (int r = 0; r < 2; r++) { left_out[r].mean = some_means(H * D); }
+            for (size_t i = 0; i < pages.size() * P; i++) {
+                pos.push_back((int) (i % ((size_t) np * P)) + 5 + uniform(0, 1));
+                was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
+                left_out[0].rotor->reach(std::max(pos.back(), was.back()));
+            }
+            pos_there.reset(new device_bytes(d, 4 * pos.size(), pos.data()));
+            was_there.reset(new device_bytes(d, 4 * was.size(), was.data()));
         }
         kx.resize(n_stream); vx.resize(n_stream);
         for (int s = 0; s < n_stream; s++) {
@@ -215,6 +244,9 @@ struct world { // one layer, random page states; decoded values kept in f64-read
                         kvq_cpu_device().encode(l, &b, 1, 1);
                         b.tile = out.data();
                         kvq_cpu_device().decode(l, b);
+                        for (int h = 0; h < H && c.turns; h++) {
+                            left_out[r].restore(l, h, r ? nullptr : &pos[i * P], r ? nullptr : &was[i * P], out.data() + (size_t) h * P * l.head_stride(), l.head_stride());
+                        }
                     }
                     for (int t = 0; t < P; t++) { for (int h = 0; h < H; h++) { for (int x = 0; x < D; x++) {
                         (r ? vx : kx)[i / np][((i % np * P + t) * H + h) * (size_t) D + x] = kvq_f16_to_f32(out[((size_t) h * P + t) * l.head_stride() + x]);
@@ -276,6 +308,13 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         x.sinks = c.sinks ? (const float *) ts.p : nullptr;
         x.dst = (float *) to.p + (size_t) s * c.n_q * H * D; x.dst_stride_token = (int64_t) H * D; x.dst_stride_head = D;
         x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * w.k.n_pages;
+        if (c.turns) {
+            x.rotary = &w.left_out[0].rotor->view();
+            x.k_mean = w.left_out[0].mean;
+            x.v_mean = w.left_out[1].mean;
+            x.positions = (const int32_t *) w.pos_there->p + (size_t) s * w.k.n_pages * P;
+            x.sealed    = (const int32_t *) w.was_there->p + (size_t) s * w.k.n_pages * P;
+        }
     }
     // as in a recorded step: one new row a stream, addressed by the table
     std::vector<uint16_t *> new_to[2];
@@ -298,6 +337,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     }
     device_bytes up_k(d, new_rows[0].size() * 4, new_rows[0].data()), up_v(d, new_rows[1].size() * 4, new_rows[1].data());
     const float * up[2] = { (const float *) up_k.p, (const float *) up_v.p };
+    if (c.turns) { d.attend(a.data(), c.n_stream); } // tables of rotary embedding come to the device outside of recordings
     const bool overlap = !take_turns && !new_rows[0].empty() && uniform(0, 1) && new_rows[0].size() + new_rows[1].size() <= dst.size(); // as ggml may place them
     for (int r = 0; r < 2 && overlap; r++) {
         float * at = (float *) to.p + (r ? dst.size() - new_rows[1].size() : 0);
@@ -308,7 +348,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     for (const auto step : { kvq_cuda_device::REPLAY, kvq_cuda_device::RECORD }) { // the first fills the table
         CHECK(d.begin_step(step, 2 * new_to[0].size()), "too many rows");
         for (int r = 0; r < 2 && !new_to[0].empty(); r++) {
-            d.write_rows(r ? w.v : w.k, (int64_t) new_to[r].size(), new_to[r].data(), up[r], width, 1);
+            d.write_rows(r ? w.v : w.k, (int64_t) new_to[r].size(), new_to[r].data(), up[r], width, nullptr, 1);
         }
         if (step == kvq_cuda_device::RECORD) { d.attend(a.data(), c.n_stream, &w.k, &w.v); }
         d.end_step();
@@ -392,7 +432,11 @@ struct pair_of_layers {
     kvq_scratch  scratch;
     kvq_counters counters;
     kvq_span_table spans[2];
+    std::vector<int32_t> positions, sealed; // of methods that leave rotary embedding and means out
+    std::vector<uint16_t> users;
+    std::unique_ptr<device_bytes> there;
     std::unique_ptr<kvq_lane> lane[2][2];
+    bool turns = false;
 
     pair_of_layers(kvq_device & d, const char * method, const char * opts, int n_head, int head_size, int n_cells, int n_stream) : d(d), scratch(d) {
         const kvq_method * m = kvq_method_find(method);
@@ -409,8 +453,38 @@ struct pair_of_layers {
                 if (!v) { spans[i].init(n_stream, l.n_pages, l.page_cells); }
                 lane[i][v].reset(new kvq_lane(l, v, l.shares_codes ? lane[0][v].get() : nullptr, &spans[i], &scratch, &counters, d));
                 CHECK(lane[i][v]->ok(), "out of memory");
+                turns = turns || plan.pre_rope;
             }
         }
+    }
+    // positions for every cell of the pages
+    void leave_out(const float * const (&mean)[2][2], kvq_rotor * rotor) {
+        const kvq_lane_layout & l = lane[0][0]->layout();
+        const size_t n = (size_t) l.n_stream * l.n_pages * l.page_cells;
+        positions.assign(n, -1);
+        sealed.assign(n, -1);
+        users.assign((size_t) l.n_stream * l.n_pages, 0);
+        if (!d.is_host()) { there.reset(new device_bytes(static_cast<kvq_cuda_device &>(d), 8 * n)); }
+        for (int i = 0; i < 2; i++) { for (int v = 0; v < 2; v++) {
+            kvq_transform t;
+            t.mean = mean[i][v];
+            if (!v) {
+                t.rotor = rotor; t.positions = positions.data(); t.sealed = sealed.data(); t.users = users.data();
+                t.positions_there = there ? (int32_t *) there->p : nullptr;
+                t.sealed_there    = there ? (int32_t *) there->p + n : nullptr;
+            }
+            lane[i][v]->set_transform(t);
+        } }
+    }
+    void shift(int stream, int first, int by) {
+        const kvq_lane_layout & l = lane[0][0]->layout();
+        std::vector<int32_t> cells((size_t) l.n_cells);
+        for (int c = first; c < l.n_cells; c++) { cells[(size_t) c] = by; }
+        for (int i = 0; i < 2; i++) { lane[i][0]->shift_open(stream, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); }); }
+        const size_t at = (size_t) stream * l.n_pages * l.page_cells;
+        for (int c = first; c < l.n_cells; c++) { positions[at + c] += positions[at + c] < 0 ? 0 : by; }
+        lane[0][0]->transform().rotor->reach(1 << 14);
+        if (there) { d.put((int32_t *) there->p + at, &positions[at], 4 * (size_t) l.n_pages * l.page_cells); }
     }
 };
 
@@ -418,6 +492,11 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
     const int n_head = 2, D = 64, W = n_head * D, n_cells = 480, n_stream = 2;
     pair_of_layers host(kvq_cpu_device(), method, opts, n_head, D, n_cells, n_stream), there(d, method, opts, n_head, D, n_cells, n_stream);
     pair_of_layers * both[2] = { &host, &there };
+    if (host.turns) {
+        const float * mean[2][2] = { { some_means(W), some_means(W) }, { some_means(W), some_means(W) } };
+        kvq_rotor * rotor = some_rotor(D, true);
+        for (pair_of_layers * p : both) { p->leave_out(mean, rotor); }
+    }
     std::vector<uint16_t> rows[2];
     int cursor[2] = {}, n_compared = 0;
     const auto compare = [&](int step, int stream, int cell, int n) {
@@ -438,17 +517,19 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
         if (op < 70) { // rows of one ubatch: at the end of the sequence, or anywhere
             const int n = uniform(0, 3) ? uniform(1, 3) : uniform(1, 70);
             std::vector<int64_t> idx(n);
+            std::vector<int32_t> pos(n);
             const int first = uniform(0, n_cells - 1);
             for (int i = 0; i < n; i++) { // distinct
                 const int cell = op < 60 ? cursor[stream]++ % n_cells : (first + 7*i) % n_cells;
                 idx[i] = (int64_t) stream * n_cells + cell;
+                pos[i] = cell + step % 60;
             }
             for (int i = 0; i < 2; i++) { for (int v = 0; v < 2; v++) {
                 std::vector<float> x((size_t) n * W);
                 for (auto & y : x) { y = normal(); }
                 device_bytes up(d, x.size() * 4, x.data());
-                host .lane[i][v]->write(n, idx.data(), x.data(), W, 1);
-                there.lane[i][v]->write(n, idx.data(), (const float *) up.p, W, 1);
+                host .lane[i][v]->write(n, idx.data(), x.data(), W, 1, v ? nullptr : pos.data());
+                there.lane[i][v]->write(n, idx.data(), (const float *) up.p, W, 1, v ? nullptr : pos.data());
             } }
             for (int w = 0; w < 2; w++) { for (int i = 0; i < 4; i++) { both[w]->lane[i / 2][i % 2]->commit(1); } }
         } else if (op < 85) {
@@ -464,6 +545,10 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
         } else if (op < 95) { // context shift: keys change in place
             const int first = uniform(0, n_cells - 1);
             for (pair_of_layers * p : both) { for (int i = 0; i < 2; i++) {
+                if (p->turns) {
+                    if (!i) { p->shift(stream, first, 2); }
+                    continue;
+                }
                 p->lane[i][0]->edit(stream, [&](int cell) { return cell >= first; }, [&](int cell, int, uint16_t * row) { if (cell >= first) { std::swap(row[0], row[1]); } });
             } }
         } else if (op < 99) {
@@ -480,72 +565,8 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
     return n_compared;
 }
 
-// ---------------------------------------------------------------- timing
-
-static double seconds(kvq_cuda_device & d, int n, const std::function<void()> & f) {
-    std::vector<double> t;
-    for (int r = 0; r < 7; r++) {
-        d.synchronize();
-        const auto a = std::chrono::steady_clock::now();
-        for (int i = 0; i < n; i++) { f(); }
-        d.synchronize();
-        t.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - a).count() / n);
-    }
-    std::sort(t.begin(), t.end());
-    return t[t.size() / 2];
-}
-
-static void bench(kvq_cuda_device & d, const char * only, int only_cells) {
-    const size_t nb = (size_t) 2 << 30;
-    double bandwidth;
-    {
-        device_bytes x(d, nb), y(d, nb);
-        bandwidth = 2.0 * nb / seconds(d, 5, [&] { d.copy(y.p, x.p, nb); });
-    }
-    printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %8s\n", bandwidth / 1e12, "attention, one layer", "cells", "n_q", "us", "floor us", "ratio");
-    struct { const char * name; int kb, vb, group, scale; } formats[] = {
-        { "f16", 16, 16, 32, 0 }, { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32 u8", 2, 2, 32, 1 }, { "xquant 2/1 g32", 2, 1, 32, 0 }, { "affine-1 g128", 1, 1, 128, 0 }, { "kivi-4 g128", 4, 4, 128, 0 },
-        { "higgs-1", 1, 1, 2, 1 }, { "higgs-2", 2, 2, 2, 1 }, { "higgs-3", 3, 3, 2, 1 }, { "higgs-4", 4, 4, 2, 1 } };
-    for (const auto & f : formats) {
-        for (int cells : { 1024, 32768, 131072 }) {
-            if (!strstr(f.name, only) || (only_cells && cells != only_cells)) { continue; }
-            for (int n_q : { 1, 512 }) {
-                if (n_q > 1 && cells != 32768) { continue; }
-                const attention_case c = { f.kb, f.vb, f.group, f.scale, 128, 8, 4, n_q, cells, 1, 0, 0, false, false };
-                std::vector<std::unique_ptr<world>> ws; // several layers, so that L2 does not hold the cache
-                for (int i = 0; i < (cells < 100000 ? 4 : 2); i++) { ws.emplace_back(new world(d, c, false)); }
-                device_bytes q(d, (size_t) n_q * 32 * 128 * 4), o(d, (size_t) n_q * 32 * 128 * 4), m(d, (size_t) n_q * cells * 2);
-                std::vector<float> hq((size_t) n_q * 32 * 128);
-                for (auto & x : hq) { x = normal(); }
-                d.put(q.p, hq.data(), hq.size() * 4);
-                size_t i = 0;
-                const double s = seconds(d, n_q == 1 ? 40 : 4, [&] {
-                    world & w = *ws[i++ % ws.size()];
-                    kvq_attn a = {};
-                    a.k = w.k.codec; a.v = w.v.codec; a.n_q = n_q; a.n_head = 32; a.n_head_kv = 8; a.n_kv = cells; a.n_pages = w.k.n_pages; a.scale = 0.088f;
-                    a.q = (const float *) q.p; a.q_stride_token = 32 * 128; a.q_stride_head = 128;
-                    a.mask = (const uint16_t *) m.p; a.mask_stride_token = cells;
-                    a.dst = (float *) o.p; a.dst_stride_token = 32 * 128; a.dst_stride_head = 128;
-                    a.pages = (const kvq_page *) w.pages_there->p;
-                    d.attend(&a, 1);
-                });
-                const world & w = *ws[0];
-                const double bytes = f.kb == 16 ? (double) (w.frames[0]->nb + w.frames[1]->nb) : (double) (w.codes[0]->nb + w.codes[1]->nb + w.params[0]->nb + w.params[1]->nb);
-                printf("%-22s %8d %5d %10.1f %10.1f %8.2f\n", f.name, cells, n_q, s * 1e6, bytes / bandwidth * 1e6, s / (bytes / bandwidth));
-            }
-        }
-    }
-    printf("%-34s %10s %10s\n", "predictors, 8192 cells, one layer", "us", "TMAC/s");
-    for (int bits : { 8, 4 }) {
-        if (!strstr("predict", only)) { continue; }
-        predict_world p(d, { 1024, 1024, bits, 8192 });
-        const double s = seconds(d, 20, [&] { p.run(d, 8192, false); });
-        char name[64];
-        snprintf(name, sizeof(name), "1024 -> 1024, %d-bit weights", bits);
-        printf("%-34s %10.1f %10.1f\n", name, s * 1e6, 8192.0 * 1024 * 1024 / s / 1e12);
-    }
-    CHECK(d.error().empty(), "%s", d.error().c_str());
-}
+#include "cuda_bench.h"
+#include "cuda_chain.h"
 
 int main(int argc, char ** argv) {
     kvq_cuda_device d(0);
@@ -557,6 +578,7 @@ int main(int argc, char ** argv) {
     int n = 0;
     const bool on_host = argc > 1 && !strcmp(argv[1], "host");
     take_turns = on_host;
+    const int  host_steps = on_host && argc > 2 ? atoi(argv[2]) : 8;
     const bool quick   = on_host || (argc > 1 && !strcmp(argv[1], "quick")); // under a sanitizer
     for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 0; bits <= 4; bits++) { for (int group : { 16, 32, 64, 128 }) { for (int scale : { 0, 1 }) { for (int D : { 64, 80, 128, 256 }) {
         for (int levels : { 0, 1 }) {
@@ -581,9 +603,15 @@ int main(int argc, char ** argv) {
     n = 0;
     for (const auto & m : { std::make_pair("f16", ""), std::make_pair("kivi", "bits=2,window=64"), std::make_pair("kivi", "bits=4,group=64,scales=u8,window=0,sinks=4"),
                             std::make_pair("xquant", "km=0,vm=0,window=32"), std::make_pair("higgs", "bits=2,window=64"),
-                            std::make_pair("higgs", "k_bits=4,v_bits=3,scales=f16,window=0,sinks=4"), std::make_pair("higgs", "bits=1,grid=d8,window=32") }) {
-        const int steps = on_host ? 8 : quick ? 20 : 1000, n_rows = check_store(d, m.first, m.second, steps);
+                            std::make_pair("higgs", "k_bits=4,v_bits=3,scales=f16,window=0,sinks=4"), std::make_pair("higgs", "bits=1,grid=d8,window=32"),
+                            std::make_pair("aqua", "predictor=bias,window=32"), std::make_pair("aqua", "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16") }) {
+        const int steps = on_host ? host_steps : quick ? 20 : 1000, n_rows = check_store(d, m.first, m.second, steps);
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
+    }
+    for (const bool full : { false, true }) {
+        const char * opts = full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
+        const int steps = on_host ? host_steps + 1 : quick ? 20 : 600, n_rows = check_chain(d, opts, full ? 8 : 4, full, steps, worst);
+        printf("store, aqua %s: %d random operations, %d rows as on the CPU, attention's worst relative error %.2g\n", opts, steps, n_rows, worst);
     }
     const auto attention = [&](attention_case c) {
         for (bool on : { true, false }) {
@@ -602,6 +630,8 @@ int main(int argc, char ** argv) {
         attention({ 2, 3, 2, 1, 128, 2, 4, 1, 1500, 1, 0, 0, true, false });
         attention({ 4, 1, 2, 0, 64, 1, 4, 2, 700, 1, 0, 0, false, false });
         attention({ 2, 1, 4, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
+        attention({ 2, 2, 2, 1, 128, 2, 4, 1, 700, 2, 0, 0, false, false, 1 });
+        attention({ 2, 3, 2, 1, 80, 1, 2, 20, 150, 1, 0, 0, false, false, 2, 64, 0 });
         for (int bits : { 1, 2, 3, 4, 16 }) { // short enough for a few multiprocessors
             attention({ bits, bits, 32, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
             attention({ bits, bits, 128, 0, 128, 1, 1 << bits % 4, 1, 500, 1, bits == 2 ? 20.0f : 0.0f, bits == 4 ? 8.0f : 0.0f, false, false });
@@ -627,6 +657,10 @@ int main(int argc, char ** argv) {
         attention({ 1, 1, vec, 1, D, 2, n_q == 7 ? 1 : 8, n_q, 500, 1, 0, 0, false, false });
         if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
     } } }
+    for (int D : { 64, 80, 128, 256 }) { for (int n_q : { 1, 20 }) { for (int turns : { 1, 2 }) { for (int neox : { 0, 1 }) {
+        attention({ 2, 2, 2, 1, D, 2, 4, n_q, 1100, turns, 0, 0, false, false, turns, 0, neox });
+        attention({ 4, 3, 2, 0, D, 1, 2, n_q, 300, 1, 0, 0, true, false, turns, D / 2, neox });
+    } } } }
     for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
     CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
     printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);

@@ -1,0 +1,194 @@
+// The device's part of aqua: rows as they are sealed and back, and predicted layers (cache/transform.h, cache/chain.h).
+#include "device.h"
+
+#include "attend.cuh"
+#include "seal.cuh"
+
+#include <algorithm>
+
+// ---------------------------------------------------------------- what sealed rows leave out
+
+const void * kvq_cuda_device::constant(const void * host, size_t nb) {
+    const auto at = constants.find(host);
+    if (at != constants.end()) {
+        return at->second;
+    }
+    void * p = nullptr;
+    if (host && check(cudaMalloc(&p, nb), "cudaMalloc of calibrated data")) {
+        put(p, host, nb);
+        constants[host] = p;
+    }
+    return p;
+}
+
+const float * kvq_cuda_device::mean_of(const float * host, size_t n) { return (const float *) constant(host, n * sizeof(float)); }
+
+kvq_device_rotary kvq_cuda_device::rotary(const kvq_rotary * host) {
+    if (!host) {
+        return {};
+    }
+    size_t i = 0;
+    while (i < rotaries.size() && rotaries[i].host != host) { i++; }
+    if (i == rotaries.size()) {
+        rotaries.push_back({ host, nullptr, nullptr, 0, 0 });
+        const size_t nb = (size_t) host->n_dims * KVQ_ROTARY_LOW * sizeof(float);
+        if (check(cudaMalloc(&rotaries[i].low, nb), "cudaMalloc of rotary embedding")) { put(rotaries[i].low, host->low, nb); }
+    }
+    refresh();
+    return { host->n_dims / 2, host->neox, rotaries[i].high, rotaries[i].low };
+}
+
+void kvq_cuda_device::refresh() {
+    for (rotary_copy & r : rotaries) {
+        const size_t row = (size_t) r.host->n_dims;
+        if (now == RECORD && r.host->n_high > r.n_high) { // no transfers in a recording: it counts as void, and the step runs node by node
+            n_moved++;
+            return;
+        }
+        if (r.host->n_high > r.capacity) {
+            synchronize();
+            cudaFree(r.high);
+            r.high     = nullptr;
+            r.n_high   = 0;
+            r.capacity = std::max(2 * r.host->n_high, 256);
+            n_moved++;
+            if (!check(cudaMalloc(&r.high, r.capacity * row * sizeof(float)), "cudaMalloc of rotary embedding")) {
+                r.capacity = 0;
+                return;
+            }
+        }
+        if (r.host->n_high > r.n_high) {
+            put(r.high + r.n_high * row, r.host->high + r.n_high * row, (r.host->n_high - r.n_high) * row * sizeof(float));
+            r.n_high = r.host->n_high;
+        }
+    }
+}
+
+void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) {
+    use();
+    for (int i = 0; i < n; i += KVQ_TURN_JOBS) {
+        const int part = std::min(n - i, KVQ_TURN_JOBS);
+        kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells, mean_of(x[i].mean, (size_t) l.n_head * l.codec.head_size), rotary(x[i].rotary), x[i].pred_stride, {} };
+        for (int j = 0; j < part; j++) { a.job[j] = { tiles[i + j], out[i + j], x[i + j].positions, x[i + j].sealed, x[i + j].pred }; }
+        kvq_launch_turn(a, part, l.n_head, false, (cudaStream_t) stream);
+    }
+    check(cudaGetLastError(), "kernel of sealed rows");
+}
+
+void kvq_cuda_device::put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) {
+    use();
+    kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells, mean_of(x.mean, (size_t) l.n_head * l.codec.head_size), rotary(x.rotary), x.pred_stride, {} };
+    a.job[0] = { tile, tile, x.positions, x.sealed, x.pred };
+    kvq_launch_turn(a, 1, l.n_head, true, (cudaStream_t) stream);
+    check(cudaGetLastError(), "kernel of sealed rows");
+}
+
+kvq_turn kvq_cuda_device::turn(const kvq_attn & a, bool value) {
+    const kvq_codec & c = value ? a.v : a.k;
+    kvq_turn t = {};
+    t.mean = mean_of(value ? a.v_mean : a.k_mean, (size_t) a.n_head_kv * c.head_size);
+    if (!value) {
+        t.rotary    = rotary(a.rotary);
+        t.positions = a.positions;
+        t.sealed    = a.sealed;
+    }
+    return t;
+}
+
+bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain) {
+    const kvq_attn & f = attn[0];
+    kvq_unfold_args a = {};
+    a.g[0] = geometry(f.k);
+    a.g[1] = geometry(f.v);
+    const size_t table = (f.n_pages * sizeof(kvq_page) + 255) / 256 * 256;
+    size_t tiles[2];
+    for (int v = 0; v < 2; v++) { tiles[v] = 2 * (size_t) f.n_pages * f.n_head_kv * a.g[v].n_cells * a.g[v].stride; }
+    if (!room(unfolded, nb_unfolded, n * (table + tiles[0] + tiles[1]), "cudaMalloc of a layer's rows")) {
+        return false;
+    }
+    unfolded_table = table;
+    for (int i = 0; i < n; i++) {
+        uint8_t * rows = unfolded + n * table + i * (tiles[0] + tiles[1]);
+        a.turn[0] = turn(attn[i], false);
+        a.turn[1] = turn(attn[i], true);
+        a.pages = attn[i].pages;
+        a.table = (kvq_page *) (unfolded + i * table);
+        a.tiles[0] = (uint16_t *) rows;
+        a.tiles[1] = (uint16_t *) (rows + tiles[0]);
+        if (!chain) {
+            kvq_launch_unfold(a, 0, 2, f.n_pages, f.n_head_kv, (cudaStream_t) stream);
+            continue;
+        }
+        for (int v = 0; v < 2; v++) { // values may follow from the keys of their layer
+            if (chain[2*i + v].l) {
+                run_chain(chain[2*i + v], a.table, a.tiles[v]);
+            } else {
+                kvq_launch_unfold(a, v, 1, f.n_pages, f.n_head_kv, (cudaStream_t) stream);
+            }
+        }
+    }
+    return check(cudaGetLastError(), "unfolding kernel");
+}
+
+// ---------------------------------------------------------------- predicted layers
+
+bool kvq_cuda_device::room(uint8_t *& p, size_t & nb, size_t need, const char * what) {
+    if (need <= nb) {
+        return true;
+    }
+    synchronize();
+    cudaFree(p);
+    p  = nullptr;
+    nb = 0;
+    n_moved++;
+    if (!check(cudaMalloc(&p, need), what)) {
+        return false;
+    }
+    nb = need;
+    return true;
+}
+
+void kvq_cuda_device::chain_predict(const kvq_chain_pages & c, float * out) {
+    use();
+    const auto add = [&](kvq_predictor w, int v, bool to_it) {
+        w.data = (const uint8_t *) constant(w.data, kvq_predictor_bytes(w.n_in, w.n_out, w.bits));
+        if (w.data) {
+            predict(w, c.n * c.l->page_cells, c.row[v], c.stride8[v], c.scale[v], to_it, out, c.stride);
+        }
+    };
+    if (c.from_k.bits) { add(c.from_k, 0, false); }
+    if (c.from_v.bits) { add(c.from_v, 1, true); }
+}
+
+// Predictions of some pages at a time, and from them the pages' rows.
+void kvq_cuda_device::run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles) {
+    use();
+    const kvq_lane_layout & l = *c.l;
+    const int stripe = std::max(1, std::min(c.n, CHAIN_CELLS / l.page_cells));
+    if (c.from_k.bits && !room(predicted, nb_predicted, (size_t) stripe * l.page_cells * c.stride * sizeof(float), "cudaMalloc of predictions")) {
+        return;
+    }
+    const int width = l.n_head * l.codec.head_size;
+    kvq_chain_args a = { geometry(l.codec), { mean_of(c.turn.mean, (size_t) width), rotary(c.turn.rotary), c.turn.positions, nullptr }, c.pages, l.n_head, width,
+                         c.from_k.bits ? (const float *) predicted : nullptr, c.stride, c.row[c.value], c.scale[c.value], c.stride8[c.value], table, tiles };
+    for (int p = 0; p < c.n; p += stripe) {
+        kvq_chain_pages some = c;
+        some.n = std::min(stripe, c.n - p);
+        for (int v = 0; v < 2; v++) {
+            if (some.row[v]) {
+                some.row[v]   += (size_t) p * l.page_cells * c.stride8[v];
+                some.scale[v] += (size_t) p * l.page_cells;
+            }
+        }
+        chain_predict(some, (float *) predicted);
+        a.pages = c.pages + p;
+        a.row   = some.row[c.value];
+        a.scale = some.scale[c.value];
+        a.table = table ? table + p : nullptr;
+        a.tiles = tiles ? tiles + (size_t) p * l.nb_frame / 2 : nullptr;
+        kvq_launch_chain(a, some.n, (cudaStream_t) stream);
+    }
+    check(cudaGetLastError(), "kernel of predicted rows");
+}
+
+void kvq_cuda_device::chain_step(const kvq_chain_pages & c) { run_chain(c, nullptr, nullptr); }

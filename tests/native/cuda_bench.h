@@ -1,0 +1,69 @@
+// Part of test_cuda.cpp: time of one layer's attention, and the floor = bytes / copy bandwidth.
+#pragma once
+
+#include <chrono>
+
+static double seconds(kvq_cuda_device & d, int n, const std::function<void()> & f) {
+    std::vector<double> t;
+    for (int r = 0; r < 7; r++) {
+        d.synchronize();
+        const auto a = std::chrono::steady_clock::now();
+        for (int i = 0; i < n; i++) { f(); }
+        d.synchronize();
+        t.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - a).count() / n);
+    }
+    std::sort(t.begin(), t.end());
+    return t[t.size() / 2];
+}
+
+static void bench(kvq_cuda_device & d, const char * only, int only_cells) {
+    const size_t nb = (size_t) 2 << 30;
+    double bandwidth;
+    {
+        device_bytes x(d, nb), y(d, nb);
+        bandwidth = 2.0 * nb / seconds(d, 5, [&] { d.copy(y.p, x.p, nb); });
+    }
+    printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %8s\n", bandwidth / 1e12, "attention, one layer", "cells", "n_q", "us", "floor us", "ratio");
+    struct { const char * name; int kb, vb, group, scale; } formats[] = {
+        { "f16", 16, 16, 32, 0 }, { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32 u8", 2, 2, 32, 1 }, { "xquant 2/1 g32", 2, 1, 32, 0 }, { "affine-1 g128", 1, 1, 128, 0 }, { "kivi-4 g128", 4, 4, 128, 0 },
+        { "higgs-1", 1, 1, 2, 1 }, { "higgs-2", 2, 2, 2, 1 }, { "higgs-3", 3, 3, 2, 1 }, { "higgs-4", 4, 4, 2, 1 } };
+    for (const auto & f : formats) {
+        for (int cells : { 1024, 32768, 131072 }) {
+            if (!strstr(f.name, only) || (only_cells && cells != only_cells)) { continue; }
+            for (int n_q : { 1, 512 }) {
+                if (n_q > 1 && cells != 32768) { continue; }
+                const attention_case c = { f.kb, f.vb, f.group, f.scale, 128, 8, 4, n_q, cells, 1, 0, 0, false, false };
+                std::vector<std::unique_ptr<world>> ws; // several layers, so that L2 does not hold the cache
+                for (int i = 0; i < (cells < 100000 ? 4 : 2); i++) { ws.emplace_back(new world(d, c, false)); }
+                device_bytes q(d, (size_t) n_q * 32 * 128 * 4), o(d, (size_t) n_q * 32 * 128 * 4), m(d, (size_t) n_q * cells * 2);
+                std::vector<float> hq((size_t) n_q * 32 * 128);
+                for (auto & x : hq) { x = normal(); }
+                d.put(q.p, hq.data(), hq.size() * 4);
+                size_t i = 0;
+                const double s = seconds(d, n_q == 1 ? 40 : 4, [&] {
+                    world & w = *ws[i++ % ws.size()];
+                    kvq_attn a = {};
+                    a.k = w.k.codec; a.v = w.v.codec; a.n_q = n_q; a.n_head = 32; a.n_head_kv = 8; a.n_kv = cells; a.n_pages = w.k.n_pages; a.scale = 0.088f;
+                    a.q = (const float *) q.p; a.q_stride_token = 32 * 128; a.q_stride_head = 128;
+                    a.mask = (const uint16_t *) m.p; a.mask_stride_token = cells;
+                    a.dst = (float *) o.p; a.dst_stride_token = 32 * 128; a.dst_stride_head = 128;
+                    a.pages = (const kvq_page *) w.pages_there->p;
+                    d.attend(&a, 1);
+                });
+                const world & w = *ws[0];
+                const double bytes = f.kb == 16 ? (double) (w.frames[0]->nb + w.frames[1]->nb) : (double) (w.codes[0]->nb + w.codes[1]->nb + w.params[0]->nb + w.params[1]->nb);
+                printf("%-22s %8d %5d %10.1f %10.1f %8.2f\n", f.name, cells, n_q, s * 1e6, bytes / bandwidth * 1e6, s / (bytes / bandwidth));
+            }
+        }
+    }
+    printf("%-34s %10s %10s\n", "predictors, 8192 cells, one layer", "us", "TMAC/s");
+    for (int bits : { 8, 4 }) {
+        if (!strstr("predict", only)) { continue; }
+        predict_world p(d, { 1024, 1024, bits, 8192 });
+        const double s = seconds(d, 20, [&] { p.run(d, 8192, false); });
+        char name[64];
+        snprintf(name, sizeof(name), "1024 -> 1024, %d-bit weights", bits);
+        printf("%-34s %10.1f %10.1f\n", name, s * 1e6, 8192.0 * 1024 * 1024 / s / 1e12);
+    }
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+}

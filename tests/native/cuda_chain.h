@@ -1,0 +1,198 @@
+// Part of test_cuda.cpp: predicted layers (cache/chain.h) on the device. The same random operations on a stack of layers there and on the
+// CPU leave the same bytes, whatever is read in between, and attention agrees.
+#pragma once
+
+#include "../../ggml-kvq/cache/chain.h"
+
+struct chain_stack {
+    static constexpr int LAYERS = 3, HEADS = 2, D = 64, W = HEADS * D, CELLS = 224, STREAMS = 2;
+    kvq_device & d;
+    kvq_scratch  scratch;
+    kvq_counters counters;
+    kvq_span_table spans[LAYERS];
+    std::unique_ptr<kvq_chain> chain;
+    std::unique_ptr<kvq_lane> lane[LAYERS][2];
+    std::vector<int32_t> positions, sealed;
+    std::vector<uint16_t> users;
+    std::unique_ptr<device_bytes> there;
+    int n_shifts = 0;
+
+    chain_stack(kvq_device & d, const char * opts, const std::vector<kvq_chain_weights> & w, const float * const (&mean)[LAYERS][2], kvq_rotor * rotor) : d(d), scratch(d) {
+        const kvq_method * m = kvq_method_find("aqua");
+        kvq_options o;
+        std::string err;
+        CHECK(kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
+        const kvq_layer_shape shape = { 0, HEADS, D, D };
+        for (int i = 0; i < LAYERS; i++) {
+            kvq_layer_plan plan;
+            CHECK(m->plan(o, { i, LAYERS, shape, i ? &shape : nullptr }, plan, err) == KVQ_OK, "%s", err.c_str());
+            CHECK(!kvq_cuda_device::refuse(plan, D, D), "refused");
+            const kvq_lane_layout l[2] = { kvq_make_lane_layout(plan, false, HEADS, CELLS, STREAMS), kvq_make_lane_layout(plan, true, HEADS, CELLS, STREAMS) };
+            if (!i) {
+                chain.reset(new kvq_chain(STREAMS, l[0].n_pages, l[0].page_cells, W, plan.v.chained ? W : 0, d));
+                CHECK(chain->ok(), "out of memory");
+                const size_t n = (size_t) STREAMS * l[0].n_pages * l[0].page_cells;
+                positions.assign(n, -1);
+                sealed.assign(n, -1);
+                users.assign((size_t) STREAMS * l[0].n_pages, 0);
+                if (!d.is_host()) { there.reset(new device_bytes(static_cast<kvq_cuda_device &>(d), 8 * n)); }
+            }
+            spans[i].init(STREAMS, l[0].n_pages, l[0].page_cells);
+            for (int v = 0; v < 2; v++) { lane[i][v].reset(new kvq_lane(l[v], v, nullptr, &spans[i], &scratch, &counters, d)); }
+            chain->add_layer(lane[i][0].get(), lane[i][1].get(), w[(size_t) i]);
+            for (int v = 0; v < 2; v++) {
+                kvq_transform t;
+                t.mean    = mean[i][v];
+                t.chain   = chain->chains(v) ? chain.get() : nullptr;
+                t.ordinal = i;
+                if (!v) {
+                    t.rotor = rotor; t.positions = positions.data(); t.sealed = sealed.data(); t.users = users.data();
+                    t.positions_there = there ? (int32_t *) there->p : nullptr;
+                    t.sealed_there    = there ? (int32_t *) there->p + positions.size() : nullptr;
+                }
+                lane[i][v]->set_transform(t);
+            }
+        }
+    }
+    void commit() { for (auto & l : lane) { l[0]->commit(1); l[1]->commit(1); } }
+    size_t base(int s) const { return (size_t) s * lane[0][0]->layout().n_pages * lane[0][0]->layout().page_cells; }
+    void shift(int s, int first, int by) {
+        std::vector<int32_t> cells(CELLS, 0);
+        std::fill(cells.begin() + first, cells.end(), by);
+        for (auto & l : lane) { l[0]->shift_open(s, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); }); }
+        for (int c = first; c < CELLS; c++) { positions[base(s) + c] += positions[base(s) + c] < 0 ? 0 : by; }
+        lane[0][0]->transform().rotor->reach(1 << 12);
+        if (there) { d.put((int32_t *) there->p + base(s), &positions[base(s)], 4 * base(1)); }
+    }
+    kvq_attn attention(int l, int s, int n_kv) {
+        kvq_attn a = {};
+        a.k = lane[l][0]->layout().codec; a.v = lane[l][1]->layout().codec;
+        a.n_head_kv = HEADS; a.n_kv = n_kv; a.n_pages = (n_kv + 31) / 32; a.scale = 0.1f;
+        a.pages  = spans[l].on(d) + (size_t) s * spans[l].n_pages;
+        a.k_mean = lane[l][0]->transform().mean; a.v_mean = lane[l][1]->transform().mean;
+        a.rotary = &lane[l][0]->transform().rotor->view();
+        a.positions = (there ? (const int32_t *) there->p : positions.data()) + base(s);
+        return a;
+    }
+};
+
+// Queries of layer l on both; recorded: as a recorded step runs, whose layers follow each other.
+static double check_chain_attention(kvq_cuda_device & d, chain_stack & host, chain_stack & there, int l, int s, int n_kv, int n_q, bool recorded) {
+    constexpr int H = 2 * chain_stack::HEADS, D = chain_stack::D;
+    std::vector<float> q((size_t) n_q * H * D), want(q.size()), got(q.size(), NAN);
+    for (auto & x : q) { x = normal(); }
+    device_bytes tq(d, 4 * q.size(), q.data()), to(d, 4 * q.size(), got.data());
+    for (chain_stack * w : { &host, &there }) {
+        kvq_attn a = w->attention(l, s, n_kv);
+        const bool on = w == &there;
+        a.n_q = n_q; a.n_head = H; a.q_stride_token = a.dst_stride_token = H * D; a.q_stride_head = a.dst_stride_head = D;
+        a.q   = on ? (const float *) tq.p : q.data();
+        a.dst = on ? (float *) to.p : want.data();
+        if (!on) {
+            a.flags = KVQ_ATTN_F32;
+            w->chain->attend(l, s, &a, 1, 1);
+            continue;
+        }
+        if (!recorded) { w->chain->layer_below(l, s, a.n_pages); }
+        w->chain->layer_read(l, s, a.n_pages);
+        kvq_chain_pages lanes[2];
+        for (const bool v : { false, true }) { lanes[v] = w->chain->chains(v) ? w->chain->lane_there(l, v, s, 0, a.n_pages) : kvq_chain_pages(); }
+        d.attend(&a, 1, nullptr, nullptr, lanes);
+    }
+    d.get(got.data(), to.p, 4 * got.size());
+    double err = 0, norm = 0;
+    for (size_t i = 0; i < got.size(); i++) {
+        err  += (double) (got[i] - want[i]) * (got[i] - want[i]);
+        norm += (double) want[i] * want[i];
+    }
+    const double rel = sqrt(err / norm);
+    CHECK(rel < 2e-3, "predicted layer %d, stream %d, %d cells, %d queries: relative error %.3g", l, s, n_kv, n_q, rel);
+    return rel;
+}
+
+static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool full, int n_steps, double & worst) {
+    constexpr int W = chain_stack::W, CELLS = chain_stack::CELLS, L = chain_stack::LAYERS;
+    static std::vector<std::vector<uint8_t>> packed; // stay: a device keeps copies of them by address
+    std::vector<kvq_chain_weights> w(L);
+    const auto predictor = [&] {
+        std::vector<float> m((size_t) W * W);
+        for (auto & x : m) { x = 0.6f * normal() / sqrtf(W); }
+        packed.emplace_back(kvq_predictor_bytes(W, W, bits));
+        kvq_predictor_pack(W, W, bits, m.data(), packed.back().data());
+        kvq_predictor p;
+        p.n_in = p.n_out = W; p.bits = bits; p.data = packed.back().data();
+        return p;
+    };
+    const float * mean[L][2];
+    for (int i = 0; i < L; i++) {
+        if (i) { w[(size_t) i].k = predictor(); }
+        if (i && full) { w[(size_t) i].v_from_k = predictor(); w[(size_t) i].v_from_v = predictor(); }
+        for (auto & x : mean[i]) { x = some_means(W); }
+    }
+    kvq_rotor * rotor = some_rotor(chain_stack::D, uniform(0, 1));
+    chain_stack host(kvq_cpu_device(), opts, w, mean, rotor), there(d, opts, w, mean, rotor);
+    chain_stack * both[2] = { &host, &there };
+    int cursor[2] = {}, n_compared = 0;
+    const auto compare = [&](int step, int s) {
+        for (int i = 0; i < L; i++) { for (int v = 0; v < 2; v++) {
+            std::vector<uint16_t> rows[2];
+            for (int k = 0; k < 2; k++) {
+                rows[k].resize((size_t) CELLS * W);
+                both[k]->lane[i][v]->read(s, 0, CELLS, rows[k].data());
+            }
+            for (size_t x = 0; x < rows[0].size(); x++) {
+                CHECK(rows[0][x] == rows[1][x], "aqua %s, step %d: layer %d %s stream %d cell %d channel %d is %04x, not %04x", opts, step, i, v ? "V" : "K", s, (int) x / W, (int) x % W, rows[1][x], rows[0][x]);
+            }
+            n_compared += CELLS;
+        } }
+    };
+    for (int step = 0; step < n_steps; step++) {
+        const int op = step < 3 ? 0 : uniform(0, 99), s = step < 3 ? 0 : uniform(0, 1);
+        if (op < 70) { // rows of one ubatch, attention, sealing
+            const int n = std::min(op < 60 ? (step < 3 ? 60 : uniform(1, 50)) : uniform(1, 8), CELLS), first = op < 60 && cursor[s] + n <= CELLS ? cursor[s] : uniform(0, CELLS - n);
+            cursor[s] = std::max(cursor[s], first + n);
+            std::vector<int64_t> idx((size_t) n);
+            std::vector<int32_t> pos((size_t) n);
+            for (int i = 0; i < n; i++) {
+                idx[(size_t) i] = (int64_t) s * CELLS + first + i;
+                pos[(size_t) i] = first + i + step % 40;
+            }
+            const int reads = uniform(0, 3), n_q = uniform(0, 1) ? 1 : 20;
+            if (reads == 1) { there.chain->forget(); }
+            for (int i = 0; i < L; i++) {
+                for (int v = 0; v < 2; v++) {
+                    std::vector<float> x((size_t) n * W);
+                    for (size_t j = 0; j < x.size(); j++) { x[j] = normal() + mean[i][v][j % W]; }
+                    device_bytes up(d, x.size() * 4, x.data());
+                    host .lane[i][v]->write(n, idx.data(), x.data(), W, 1, v ? nullptr : pos.data());
+                    there.lane[i][v]->write(n, idx.data(), (const float *) up.p, W, 1, v ? nullptr : pos.data());
+                }
+                if (reads == 1 || (reads == 2 && uniform(0, 1))) { worst = std::max(worst, check_chain_attention(d, host, there, i, s, cursor[s], n_q, reads == 1)); }
+            }
+            for (chain_stack * x : both) { x->commit(); }
+        } else if (op < 80) {
+            compare(step, s);
+        } else if (op < 87) { // all keys, then all values, as llama.cpp loads them
+            const int page = uniform(0, CELLS / 32 - 3), to = uniform(0, CELLS / 32 - 3), n = uniform(1, 80);
+            for (int v = 0; v < 2; v++) { for (int i = 0; i < L; i++) {
+                std::vector<uint16_t> image((size_t) n * W);
+                host.lane[i][v]->read(s, page * 32, n, image.data());
+                for (chain_stack * x : both) { x->lane[i][v]->restore(s, to * 32, n, image.data(), 1); }
+            } }
+            cursor[s] = std::max(cursor[s], to * 32 + n);
+        } else if (op < 93) {
+            const int first = uniform(0, CELLS - 1);
+            for (chain_stack * x : both) { x->shift(s, first, 2); }
+        } else if (op < 97) {
+            for (chain_stack * x : both) { for (auto & l : x->lane) { l[0]->copy_stream(s, 1 - s); l[1]->copy_stream(s, 1 - s); } x->commit(); }
+            cursor[1 - s] = cursor[s];
+        } else if (op == 99) {
+            for (chain_stack * x : both) { for (auto & l : x->lane) { l[0]->clear(); l[1]->clear(); } }
+            cursor[0] = cursor[1] = 0;
+        }
+        CHECK(d.error().empty(), "%s", d.error().c_str());
+    }
+    for (int s = 0; s < 2; s++) { compare(n_steps, s); }
+    CHECK(host.counters.n_sealed == there.counters.n_sealed && host.counters.n_sealed, "pages sealed: %d, not %d", (int) there.counters.n_sealed, (int) host.counters.n_sealed);
+    return n_compared;
+}
