@@ -31,7 +31,9 @@ CACHES = [
     ("xquant 1.38", "KVQ0", "f16", "xquant", ""),
     ("higgs-2", "KVQ0", "f16", "higgs", "bits=2"),
     ("higgs-4", "KVQ0", "f16", "higgs", "bits=4"),
-    ("aqua none", "KVQ0", "f16", "aqua", "predictor=none"),
+    ("aqua-2 bias", "KVQ0", "f16", "aqua", "bits=2,predictor=bias"),
+    ("aqua-2 k", "KVQ0", "f16", "aqua", "bits=2,predictor=k"),
+    ("aqua-2 full", "KVQ0", "f16", "aqua", "bits=2,predictor=full"),
 ]
 
 
@@ -74,6 +76,27 @@ def write_model(path: Path) -> None:
     w.close()
 
 
+def write_sidecar(model: Path, path: Path) -> None:
+    """Calibrated data for it: means, and predictors of random q4_0 blocks that keep rows at about half their size."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+    from ggml_kvq.calibrate import files
+
+    rng = np.random.default_rng(2)
+    kv = WIDTH // HEADS * HEADS_KV
+    meta = {"kvq.version": files.VERSION, "kvq.method": "aqua", **files.identity(model), "kvq.aqua.predictor": "full"}
+    data = {}
+    for i in range(LAYERS):
+        for name, inputs in (("k", kv), ("v", 2 * kv)):
+            data[f"kvq.aqua.blk.{i}.{name}.bias"] = rng.standard_normal(kv).astype(np.float32)
+            if i:
+                blocks = rng.integers(0, 256, (kv, inputs // 32, 18), dtype=np.uint8)
+                blocks[:, :, :2] = np.frombuffer(np.float16(0.1 / inputs**0.5).tobytes(), dtype=np.uint8)
+                data[f"kvq.aqua.blk.{i}.{name}.weight"] = blocks.reshape(kv, -1)
+        if i:
+            meta[f"kvq.aqua.blk.{i}.prev"] = i - 1
+    files.write_sidecar(path, meta, data)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--bench", type=Path, required=True, help="the program built from scripts/bench_depth.cpp")
@@ -91,6 +114,9 @@ def main() -> None:
         subprocess.run([a.kernels, "bench"], check=True)
     if not a.model.exists():
         write_model(a.model)
+    sidecar = a.model.with_suffix(".aqua.gguf")
+    if not sidecar.exists() and (not a.only or any(x in c[0] for x in a.only for c in CACHES if c[3] == "aqua")):
+        write_sidecar(a.model, sidecar)
     print(f"{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}{'generation t/s':>16}{'x f16':>8}", flush=True)
     chosen = [c for c in CACHES if not a.only or any(x in c[0] for x in a.only)]
     failed = False
@@ -103,6 +129,8 @@ def main() -> None:
                 env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(a.model)}
                 if method:
                     env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
+                if method == "aqua":
+                    env["KVQ_CONFIG"] = str(sidecar)
                 command = [str(a.bench), str(a.model), device, str(depth), str(a.generate), cache_type]
                 try:
                     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)

@@ -4,6 +4,7 @@
 #   scripts/gpu_check.sh MODEL.gguf TEXT [BUILD_DIR]      LLAMA_CPP_DIR=<source> (default: the pinned one)
 #   PROGRAMS=<folder>: upstream's programs and libraries, built with CUDA before; default: they are built here
 #   PARTS="kernels programs bench"                        what to run, also: quality; JOBS=<n> compilers at once; ARCH=native|90|...
+#   KVQ_CONFIG=<sidecar of the model>                     aqua's predictors too
 #   SANITIZER="memcheck racecheck"                        kernel tests once more under these tools of compute-sanitizer
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -69,7 +70,7 @@ if has programs; then
     echo "== perplexity: upstream f16, then each method on the device"
     ppl() { grep -E "Final estimate|ggml-kvq|error|Mean PPL|Mean +KLD|Same top p:" | cut -c1-160; }
     upstream llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence-base "$build/base.kld" 2>&1 | ppl
-    for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:" "higgs:bits=2" "higgs:bits=4" "aqua:predictor=none"; do
+    for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:" "higgs:bits=2" "higgs:bits=4" "aqua:predictor=none" ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=full}; do
         kvq "${m%%:*}" "${m#*:}" llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence --kl-divergence-base "$build/base.kld" 2>&1 | ppl
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1
     done
@@ -89,7 +90,7 @@ if has quality; then
     kld() { grep -oE "Mean +KLD: +[0-9.e+-]+" | grep -oE "[0-9.e+-]+$"; }
     upstream "${run[0]}" "${run[@]:1}" "$build/base.gpu.kld" > /dev/null 2>&1 || failed=1
     CUDA_VISIBLE_DEVICES= "$lib/llama-perplexity" -m "$model" -ngl 0 -t "$jobs" "${run[@]:1}" "$build/base.cpu.kld" > /dev/null 2>&1 || failed=1
-    for m in ${METHODS:-f16: kivi:bits=2 kivi:bits=2,group=128,scales=u8 kivi:bits=4 xquant: higgs:bits=2 higgs:bits=4 aqua:predictor=none}; do
+    for m in ${METHODS:-f16: kivi:bits=2 kivi:bits=2,group=128,scales=u8 kivi:bits=4 xquant: higgs:bits=2 higgs:bits=4 aqua:predictor=none ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=k aqua:predictor=full}}; do
         gpu=$(kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.gpu.kld" --kl-divergence 2>&1 | kld)
         cpu=$(CUDA_VISIBLE_DEVICES= kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.cpu.kld" --kl-divergence -t "$jobs" 2>&1 | kld)
         # f16 and others that lose next to nothing are held to 1e-4, what arithmetic alone makes

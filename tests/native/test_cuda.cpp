@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
+// Usage: test_cuda [quick | host [STEPS] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/cuda/device.h"
 #include "../../ggml-kvq/types/f16.h"
@@ -566,13 +566,17 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 }
 
 #include "cuda_bench.h"
-#include "cuda_chain.h"
+#include "cuda_aqua.h"
 
 int main(int argc, char ** argv) {
     kvq_cuda_device d(0);
     CHECK(d.error().empty(), "%s", d.error().c_str());
     if (argc > 1 && !strcmp(argv[1], "bench")) {
         bench(d, argc > 2 ? argv[2] : "", argc > 3 ? atoi(argv[3]) : 0);
+        return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "aqua")) {
+        check_aqua(d, argc > 2 ? atoi(argv[2]) : 1000, argc < 3);
         return 0;
     }
     int n = 0;
@@ -603,16 +607,11 @@ int main(int argc, char ** argv) {
     n = 0;
     for (const auto & m : { std::make_pair("f16", ""), std::make_pair("kivi", "bits=2,window=64"), std::make_pair("kivi", "bits=4,group=64,scales=u8,window=0,sinks=4"),
                             std::make_pair("xquant", "km=0,vm=0,window=32"), std::make_pair("higgs", "bits=2,window=64"),
-                            std::make_pair("higgs", "k_bits=4,v_bits=3,scales=f16,window=0,sinks=4"), std::make_pair("higgs", "bits=1,grid=d8,window=32"),
-                            std::make_pair("aqua", "predictor=bias,window=32"), std::make_pair("aqua", "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16") }) {
+                            std::make_pair("higgs", "k_bits=4,v_bits=3,scales=f16,window=0,sinks=4"), std::make_pair("higgs", "bits=1,grid=d8,window=32") }) {
         const int steps = on_host ? host_steps : quick ? 20 : 1000, n_rows = check_store(d, m.first, m.second, steps);
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
     }
-    for (const bool full : { false, true }) {
-        const char * opts = full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
-        const int steps = on_host ? host_steps + 1 : quick ? 20 : 600, n_rows = check_chain(d, opts, full ? 8 : 4, full, steps, worst);
-        printf("store, aqua %s: %d random operations, %d rows as on the CPU, attention's worst relative error %.2g\n", opts, steps, n_rows, worst);
-    }
+    check_aqua(d, on_host ? host_steps : quick ? 20 : 1000, !quick);
     const auto attention = [&](attention_case c) {
         for (bool on : { true, false }) {
             d.allow_short = on;
@@ -630,8 +629,6 @@ int main(int argc, char ** argv) {
         attention({ 2, 3, 2, 1, 128, 2, 4, 1, 1500, 1, 0, 0, true, false });
         attention({ 4, 1, 2, 0, 64, 1, 4, 2, 700, 1, 0, 0, false, false });
         attention({ 2, 1, 4, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
-        attention({ 2, 2, 2, 1, 128, 2, 4, 1, 700, 2, 0, 0, false, false, 1 });
-        attention({ 2, 3, 2, 1, 80, 1, 2, 20, 150, 1, 0, 0, false, false, 2, 64, 0 });
         for (int bits : { 1, 2, 3, 4, 16 }) { // short enough for a few multiprocessors
             attention({ bits, bits, 32, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
             attention({ bits, bits, 128, 0, 128, 1, 1 << bits % 4, 1, 500, 1, bits == 2 ? 20.0f : 0.0f, bits == 4 ? 8.0f : 0.0f, false, false });
@@ -657,10 +654,6 @@ int main(int argc, char ** argv) {
         attention({ 1, 1, vec, 1, D, 2, n_q == 7 ? 1 : 8, n_q, 500, 1, 0, 0, false, false });
         if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
     } } }
-    for (int D : { 64, 80, 128, 256 }) { for (int n_q : { 1, 20 }) { for (int turns : { 1, 2 }) { for (int neox : { 0, 1 }) {
-        attention({ 2, 2, 2, 1, D, 2, 4, n_q, 1100, turns, 0, 0, false, false, turns, 0, neox });
-        attention({ 4, 3, 2, 0, D, 1, 2, n_q, 300, 1, 0, 0, true, false, turns, D / 2, neox });
-    } } } }
     for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
     CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
     printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);

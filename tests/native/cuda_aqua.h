@@ -1,4 +1,4 @@
-// Part of test_cuda.cpp: predicted layers (cache/chain.h) on the device. The same random operations on a stack of layers there and on the
+// Part of test_cuda.cpp: aqua. Predicted layers (cache/chain.h) on the device: the same random operations on a stack of layers there and on the
 // CPU leave the same bytes, whatever is read in between, and attention agrees.
 #pragma once
 
@@ -195,4 +195,30 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool fu
     for (int s = 0; s < 2; s++) { compare(n_steps, s); }
     CHECK(host.counters.n_sealed == there.counters.n_sealed && host.counters.n_sealed, "pages sealed: %d, not %d", (int) there.counters.n_sealed, (int) host.counters.n_sealed);
     return n_compared;
+}
+
+static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
+    for (const char * opts : { "predictor=bias,window=32", "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16" }) {
+        const int n_rows = check_store(d, "aqua", opts, n_steps);
+        printf("store, aqua %s: %d random operations, %d rows as on the CPU\n", opts, n_steps, n_rows);
+    }
+    for (const bool full : { false, true }) {
+        const char * opts = full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
+        double worst = 0;
+        const int n_rows = check_chain(d, opts, full ? 8 : 4, full, n_steps, worst);
+        CHECK(worst > 0, "attention was not compared");
+        printf("store, aqua %s: %d random operations, %d rows as on the CPU, attention's worst relative error %.2g\n", opts, n_steps, n_rows, worst);
+    }
+    double worst = 0;
+    int n = 0;
+    const auto attention = [&](attention_case c) { worst = std::max(worst, check_attention(d, c)); n++; };
+    attention({ 2, 2, 2, 1, 128, 2, 4, 1, 700, 2, 0, 0, false, false, 1 });
+    attention({ 2, 3, 2, 1, 80, 1, 2, 20, 150, 1, 0, 0, false, false, 2, 64, 0 });
+    for (int D : { 64, 80, 128, 256 }) { for (int n_q : { 1, 20 }) { for (int turns : { 1, 2 }) { for (int neox : { 0, 1 }) {
+        if (many) {
+            attention({ 2, 2, 2, 1, D, 2, 4, n_q, 1100, turns, 0, 0, false, false, turns, 0, neox });
+            attention({ 4, 3, 2, 0, D, 1, 2, n_q, 300, 1, 0, 0, true, false, turns, D / 2, neox });
+        }
+    } } } }
+    printf("attention over turned keys: %d cases, worst relative error %.2g\n", n, worst);
 }
