@@ -51,7 +51,7 @@ def retrieval_tables(rows: list[results.Row]) -> list[str]:
     for length in sorted({r["key"]["n_tokens"] for r in cells}):
         here = [r for r in cells if r["key"]["n_tokens"] == length]
         by = {(r["key"]["cache"], r["key"]["task"]): f"{r['right']}/{r['n']}" for r in here}
-        caches = dict.fromkeys(r["key"]["cache"] for r in here)
+        caches = dict.fromkeys(r["key"]["cache"] for r in sorted(here, key=lambda r: -r["bits"]))
         out += [f"Prompts of {length} tokens:", results.table(["exact answers", *tasks], [[c, *[by.get((c, t), "") for t in tasks]] for c in caches], markdown=True)]
     return out
 
@@ -92,7 +92,9 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
         "![KL divergence against true bits](img/frontier.png)",
     ]
     if any(r["key"]["kind"] == "retrieval" for r in rows):
-        tables += ["## Retrieval", *retrieval_tables(rows)]
+        cuda = list(dict.fromkeys(r["key"]["cache"] for r in rows if r["key"]["kind"] == "retrieval" and any(d.startswith("CUDA") for d in r.get("devices", []))))
+        note = f" Prompts of 2000 tokens and more with {' and '.join(cuda)} ran on an NVIDIA GPU, the others on a CPU." if cuda else ""
+        tables += ["## Retrieval", "Right answers of all, greedy. A prompt of 4000 tokens takes upstream's CPU attention minutes with q2_0, hence its few samples." + note, *retrieval_tables(rows)]
     long = [r for r in rows if r["key"]["kind"] == "drift" and "kld_mean" in r]
     if long:
         tables += ["## Long generation", f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed, freely. Sampling is at temperature 0.8, where any rounding parts two texts: the methods here part inside their f16 window.", drift_table(long)]
