@@ -128,7 +128,7 @@ def main() -> None:
             for name, device, cache_type, method, opts in chosen:
                 env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(a.model)}
                 if method:
-                    env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
+                    env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts, "KVQ_CUDA_UNPROVEN": "1"}
                 if method == "aqua":
                     env["KVQ_CONFIG"] = str(sidecar)
                 command = [str(a.bench), str(a.model), device, str(depth), str(a.generate), cache_type]

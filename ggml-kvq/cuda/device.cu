@@ -172,7 +172,16 @@ void kvq_cuda_device::forget_stream(void * s) {
     }
 }
 
+// What no GPU has run yet is for those who say that they know (the kernels' test does).
+static bool unproven_allowed() {
+    const char * may = getenv("KVQ_CUDA_UNPROVEN");
+    return may && atoi(may);
+}
+
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
+    if ((plan.pre_rope || plan.mean) && !unproven_allowed()) {
+        return "aqua's CUDA kernels have run on the host only: use higgs, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";
+    }
     const bool more = plan.probe > 0.0f || plan.keep > 0.0f; // than pages that are read one by one
     for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
         if (more || (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE)) {
@@ -266,7 +275,7 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_layer_plan & plan, const kvq_l
 bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
     use();
     if (n_rows > TABLE_ROWS / 2 || (!row_table && !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses")) ||
-        (!row_positions && !check(cudaMalloc(&row_positions, TABLE_ROWS * sizeof(*row_positions)), "cudaMalloc of row positions"))) {
+        (!rotaries.empty() && !row_positions && !check(cudaMalloc(&row_positions, TABLE_ROWS * sizeof(*row_positions)), "cudaMalloc of row positions"))) {
         return false;
     }
     refresh();
@@ -294,7 +303,7 @@ void kvq_cuda_device::end_step() {
     now = EAGER;
     if (!rows_to.empty()) {
         put(row_table, rows_to.data(), rows_to.size() * sizeof(rows_to[0]));
-        put(row_positions, rows_at.data(), rows_at.size() * sizeof(rows_at[0]));
+        if (!rows_at.empty()) { put(row_positions, rows_at.data(), rows_at.size() * sizeof(rows_at[0])); }
         refresh();
     }
 }
@@ -312,7 +321,10 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
         }
         rows_to.insert(rows_to.end(), to, to + n);
         rows_to.push_back(nullptr); // a counter for the kernel that reads them
-        for (int64_t i = 0; i <= n; i++) { rows_at.push_back(pos && i < n ? pos[i] : -1); }
+        if (pos) {
+            rows_at.resize(rows_to.size(), -1);
+            std::copy(pos, pos + n, rows_at.end() - n - 1);
+        }
         return;
     }
     use();
@@ -320,9 +332,14 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
         const int part = (int) std::min<int64_t>(n - i, KVQ_SEAL_ROWS);
         kvq_seal_rows arg;
         memcpy(arg.to, to + i, part * sizeof(to[0]));
-        arg.tagged = pos != nullptr;
-        if (pos) { memcpy(arg.pos, pos + i, part * sizeof(pos[0])); }
-        kvq_launch_rows(arg, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), rows + i * row_stride, row_stride, (cudaStream_t) stream);
+        const float * from = rows + i * row_stride;
+        if (pos) {
+            kvq_seal_positions at;
+            memcpy(at.pos, pos + i, part * sizeof(pos[0]));
+            kvq_launch_rows_at(arg, at, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), from, row_stride, (cudaStream_t) stream);
+        } else {
+            kvq_launch_rows(arg, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), from, row_stride, (cudaStream_t) stream);
+        }
     }
     check(cudaGetLastError(), "rows kernel");
 }

@@ -8,19 +8,30 @@ static_assert(sizeof(kvq_seal_rows) < 4000, "kernel arguments are limited to 4 K
 
 // ---------------------------------------------------------------- rows
 
-static __global__ void rows_kernel(const __grid_constant__ kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
+static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
     early_start();
     early_wait();
     uint16_t * tile = to.to[blockIdx.x];
     const float * row = rows + blockIdx.x * row_stride;
     for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
         const int h = i / head_size;
-        const uint16_t x = f32_to_f16_bits(row[i]);
-        tile[h * head_stride + (i - h * head_size)] = to.tagged ? kvq_tagged(x, kvq_tag_bits(to.pos[blockIdx.x]), i) : x;
+        tile[h * head_stride + (i - h * head_size)] = f32_to_f16_bits(row[i]);
     }
 }
 
-static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
+// rows that carry their positions
+static __global__ void rows_at_kernel(const __grid_constant__ kvq_seal_rows to, const __grid_constant__ kvq_seal_positions at, int head_size, size_t head_stride, const float * rows,
+                                      size_t row_stride, int width) {
+    uint16_t * tile = to.to[blockIdx.x];
+    const float * row = rows + blockIdx.x * row_stride;
+    const uint64_t tag = kvq_tag_bits(at.pos[blockIdx.x]);
+    for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
+        const int h = i / head_size;
+        tile[h * head_stride + (i - h * head_size)] = kvq_tagged(f32_to_f16_bits(row[i]), tag, i);
+    }
+}
+
+template <bool TAGGED> static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
     early_start();
     early_wait();
     const kvq_row_job & j = jobs.job[blockIdx.z];
@@ -30,7 +41,7 @@ static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
         const float * x = j.rows + blockIdx.x * j.row_stride + i;
         uint16_t * to = j.to[blockIdx.x] + h * j.head_stride + (i - h * j.head_size);
         ushort4 y = make_ushort4(f32_to_f16_bits(x[0]), f32_to_f16_bits(x[1]), f32_to_f16_bits(x[2]), f32_to_f16_bits(x[3]));
-        if (j.pos && i < KVQ_TAG_BITS) {
+        if (TAGGED && j.pos && i < KVQ_TAG_BITS) {
             const uint64_t tag = kvq_tag_bits(j.pos[blockIdx.x]);
             y = make_ushort4(kvq_tagged(y.x, tag, i), kvq_tagged(y.y, tag, i + 1), kvq_tagged(y.z, tag, i + 2), kvq_tagged(y.w, tag, i + 3));
         }
@@ -40,16 +51,23 @@ static __global__ void row_jobs_kernel(const kvq_row_jobs jobs) {
 
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream) {
     int n = 0, width = 0;
+    bool tagged = false;
     for (int i = 0; i < n_jobs; i++) {
         n     = jobs.job[i].n     > n     ? jobs.job[i].n     : n;
         width = jobs.job[i].width > width ? jobs.job[i].width : width;
+        tagged = tagged || jobs.job[i].pos;
     }
-    kvq_launch_early(row_jobs_kernel, dim3(n, (width + 511) / 512, n_jobs), 128, 0, stream, jobs);
+    kvq_launch_early(tagged ? row_jobs_kernel<true> : row_jobs_kernel<false>, dim3(n, (width + 511) / 512, n_jobs), 128, 0, stream, jobs);
 }
 
 void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
     const int width = n_head * head_size;
     rows_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(to, head_size, head_stride, rows, row_stride, width);
+}
+
+void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
+    const int width = n_head * head_size;
+    rows_at_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(to, at, head_size, head_stride, rows, row_stride, width);
 }
 
 // ---------------------------------------------------------------- encode

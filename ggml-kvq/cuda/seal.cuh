@@ -17,7 +17,8 @@ struct kvq_seal_job {
     uint8_t         valid[32]; // bit per cell
 };
 struct kvq_seal_jobs { kvq_seal_job job[KVQ_SEAL_JOBS]; };
-struct kvq_seal_rows { uint16_t * to[KVQ_SEAL_ROWS]; int32_t pos[KVQ_SEAL_ROWS]; int tagged; };
+struct kvq_seal_rows { uint16_t * to[KVQ_SEAL_ROWS]; };
+struct kvq_seal_positions { int32_t pos[KVQ_SEAL_ROWS]; }; // that the rows carry
 struct kvq_row_job { // rows of a step that is replayed: addresses in device memory
     uint16_t * const * to;
     const int32_t * pos; // NULL: rows carry none
@@ -43,6 +44,7 @@ static __device__ __forceinline__ uint16_t kvq_tagged(uint16_t x, uint64_t tag, 
 
 void kvq_launch_turn  (const kvq_turn_args & a, int n, int n_head, bool back, cudaStream_t stream);
 void kvq_launch_rows  (const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
+void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
 void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
