@@ -77,7 +77,7 @@ struct stream_plan {
 struct head_rows {
     int kvh;
     float * q, * out, * rot;    // rows of dpk, dpv, stream_plan::rot
-    float * m, * l, * weight;   // weight: of sealed values, whose mean is added at the end
+    float * m, * l, * open;     // open: of l, the part of values that were not sealed: the others lack their mean, which is added at the end
     float slope[KVQ_MAX_ROWS];
     float * means; // of a run: mean_part
     key_queries own;
@@ -241,15 +241,15 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
     if (K.softmax(rows, n, r.n_pages, w.logits, p.scale, p.softcap, h.slope + r.first, r.mask, h.m + r.first, h.l + r.first, c, f, sums)) {
         for (int i = 0; i < rows; i++) {
             if (c[i] != 1.0f) {
-                h.weight[r.first + i] *= c[i];
+                h.open[r.first + i] *= c[i];
                 K.scale(s.dpv, out + (size_t) i * s.dpv, c[i]);
                 K.scale((int) s.rot, rot + i * s.rot, c[i]);
             }
         }
     }
     for (int i = 0; p.v_mean && i < r.n_pages; i++) {
-        for (int j = 0; j < rows && r.page[i]->v_params; j++) {
-            h.weight[r.first + j] += f[i * KVQ_MAX_ROWS + j] * sums[i * KVQ_MAX_ROWS + j];
+        for (int j = 0; j < rows && !r.page[i]->v_params; j++) {
+            h.open[r.first + j] += f[i * KVQ_MAX_ROWS + j] * sums[i * KVQ_MAX_ROWS + j];
         }
     }
 
@@ -278,13 +278,13 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     h.rot = take(rows * s.rot);
     h.m   = take(rows + 16); // the softmax reads whole registers
     h.l   = take(rows + 16);
-    h.weight = take(rows);
+    h.open = take(rows);
     h.means  = take(s.has_means() ? (size_t) (n_rows <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * s.p->k.n_cells : 0);
     gather(s, kvh, r0, n_rows, tokens, h.q);
     for (int r = 0; r < n_rows; r++) {
         h.slope[r] = alibi_slope(s, kvh * s.gqa + (r0 + r) % s.gqa);
         h.m[r] = -INFINITY;
-        h.l[r] = h.weight[r] = 0.0f;
+        h.l[r] = h.open[r] = 0.0f;
     }
     memset(h.out, 0, 4 * rows * s.dpv);
     memset(h.rot, 0, 4 * rows * s.rot);
@@ -302,7 +302,7 @@ void end_head(const stream_plan & s, head_rows & h, int n_rows) {
             kvq_lattice_unrotate(s.lv, h.rot + r * s.rot, out);
         }
         for (int d = 0; p.v_mean && d < p.v.head_size; d++) {
-            out[d] += h.weight[r] * p.v_mean[(size_t) h.kvh * p.v.head_size + d];
+            out[d] += (h.l[r] - h.open[r]) * p.v_mean[(size_t) h.kvh * p.v.head_size + d];
         }
     }
 }

@@ -17,12 +17,12 @@ void key_queries::make(const stream_plan & s, int kvh, int n_rows, const float *
         }
         x.folded.fold(s.lk, n_rows, s.dpk, rows);
         x.coef.resize(p.rotary ? (size_t) n_rows * 2 * s.turns.n_pad : 0);
-        x.step.assign((size_t) n_rows, 0.0f);
+        x.step.assign((size_t) 2 * n_rows, 0.0f);
         x.rest.assign((size_t) n_rows, 0.0f);
         for (int r = 0; mean && r < n_rows; r++) {
             const float * row = rows + (size_t) r * s.dpk;
             if (p.rotary) {
-                kvq_turn_coefficients(*p.rotary, row, mean, &x.coef[(size_t) r * 2 * s.turns.n_pad], x.step[(size_t) r]);
+                kvq_turn_coefficients(*p.rotary, row, mean, &x.coef[(size_t) r * 2 * s.turns.n_pad], &x.step[(size_t) 2 * r]);
             }
             for (int d = p.rotary ? p.rotary->n_dims : 0; d < D; d++) { x.rest[(size_t) r] += row[d] * mean[d]; }
         }
@@ -40,7 +40,7 @@ void find_places(stream_plan & s) {
     }
     const kvq_turns * turns = p.rotary ? (const kvq_turns *) p.rotary->turns : nullptr;
     if (turns) {
-        s.turns = { turns->n_pad, turns->n_fast, turns->high.data(), turns->low.data(), turns->power.data(), turns->cos.data(), turns->sin.data() };
+        s.turns = turns->view();
     }
     const int n = p.k.n_cells;
     s.places.assign((size_t) p.n_pages, { -1, 0 });
@@ -54,9 +54,14 @@ void find_places(stream_plan & s) {
             continue;
         }
         const int32_t * sealed = p.sealed + page.cell, * now = p.positions + page.cell, first = sealed[0], by = now[0] - first;
-        bool fits = first >= 0 && (!p.k_mean || n <= 2 * KVQ_TURN_HALF);
-        for (int t = 0; t < n; t++) { fits &= now[t] - sealed[t] == by && now[t] >= 0 && (!p.k_mean || sealed[t] == first + t); }
-        size_t set = (size_t) (std::find(s.moved.begin(), s.moved.end(), by) - s.moved.begin());
+        int32_t apart = 0, gap = 0, sign = first; // no branches: every layer of every step looks at every position
+        for (int t = 0; t < n; t++) {
+            apart |= now[t] - sealed[t] - by;
+            gap   |= sealed[t] - first - t;
+            sign  |= now[t];
+        }
+        const bool fits = !apart && sign >= 0 && (!p.k_mean || (!gap && n <= 2 * KVQ_TURN_HALF));
+        const size_t set = (size_t) (std::find(s.moved.begin(), s.moved.end(), by) - s.moved.begin());
         if (!fits || set >= MAX_SETS) {
             continue;
         }
@@ -85,7 +90,7 @@ void mean_part(const kvq_kernels & K, const stream_plan & s, const head_rows & h
         };
         while (p.rotary && i + pages < r.n_pages && (pages + 1) * n <= 2 * KVQ_TURN_HALF && follows(*r.page[i + pages], at.first + pages * n)) { pages++; }
         if (p.rotary) {
-            K.score_mean(s.turns, at.first, pages, n, rows, set.coef.data() + (size_t) r.first * 2 * s.turns.n_pad, set.step.data() + r.first, logits);
+            K.score_mean(s.turns, at.first, pages, n, rows, set.coef.data() + (size_t) r.first * 2 * s.turns.n_pad, set.step.data() + 2 * r.first, logits);
         } else {
             std::fill_n(logits, (size_t) rows * n, 0.0f);
         }

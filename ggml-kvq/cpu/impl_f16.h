@@ -50,9 +50,10 @@ template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const 
 template <int R> static void accum_f16_rows(int dp, int n, const uint16_t * tile, const float * p, const float * f, float * out) {
     float x[R * KVQ_MAX_CELLS];
     times_rows<R>(n, p, f, x);
+    constexpr int W = 16 * R <= 4 * KVQ_SUMS ? 4 : 2; // the wider, the more of a row is read in one go
     int d = 0;
-    for (; d + 32 <= dp; d += 32) { accum_f16_lanes<R, 2>(dp, n, tile + d, x, out + d); }
-    for (; d < dp; d += 16)       { accum_f16_lanes<R, 1>(dp, n, tile + d, x, out + d); }
+    for (; d + 16*W <= dp; d += 16*W) { accum_f16_lanes<R, W>(dp, n, tile + d, x, out + d); }
+    for (; d < dp; d += 16)           { accum_f16_lanes<R, 1>(dp, n, tile + d, x, out + d); }
 }
 
 // ---------------------------------------------------------------- f32 tiles

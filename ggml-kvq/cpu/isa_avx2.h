@@ -13,6 +13,7 @@ struct f32x16 { __m256  a, b; };
 struct i32x16 { __m256i a, b; };
 struct u8x64  { __m256i a, b; };
 typedef __m256i i8x4; // four int8 in every lane
+typedef __m256i i16x4; // four int16, again and again
 
 #define KVQ_UNROLL _Pragma("GCC unroll 8")
 constexpr int KVQ_R     = 4; // rows that share the registers
@@ -213,15 +214,26 @@ static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
              _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, w), one)) };
 }
 
-// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
-static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
+static inline i16x4  i16_set4(const int16_t * w) {
+    int64_t four;
+    memcpy(&four, w, 8);
+    return _mm256_set1_epi64x(four);
+}
+static inline i16x4  i16_set2(const int16_t * w) {
     int32_t two;
     memcpy(&two, w, 4);
-    const __m256i b = _mm256_set1_epi32(two);
-    return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, b)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, b)) };
+    return _mm256_set1_epi32(two);
 }
-static inline void   i16_store16(int16_t * p, f32x16 x) {
-    _mm256_storeu_si256((__m256i *) p, _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8));
+static inline i32x16 dot2(i32x16 acc, u8x64 x, i16x4 w) {
+    return { _mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, w)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, w)) };
+}
+static inline void   i16_store_pairs(int16_t * p, f32x16 x, f32x16 y) { // packs works inside 128-bit lanes
+    _mm256_storeu_si256((__m256i *)  p,       _mm256_shuffle_epi32(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(y.a)), 0xd8));
+    _mm256_storeu_si256((__m256i *) (p + 16), _mm256_shuffle_epi32(_mm256_packs_epi32(_mm256_cvtps_epi32(x.b), _mm256_cvtps_epi32(y.b)), 0xd8));
+}
+static inline void   i16_store_sums(int16_t * p, f32x16 x) {
+    const __m256i a = _mm256_shuffle_epi32(_mm256_cvtps_epi32(x.a), 0xd8), b = _mm256_shuffle_epi32(_mm256_cvtps_epi32(x.b), 0xd8);
+    _mm256_storeu_si256((__m256i *) p, _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8));
 }
 static inline f32x16 f32_reverse(f32x16 x) {
     const __m256i order = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);

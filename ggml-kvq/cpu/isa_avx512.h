@@ -19,6 +19,7 @@ typedef __m512  f32x16;
 typedef __m512i i32x16;
 typedef __m512i u8x64;
 typedef __m512i i8x4; // four int8 in every lane
+typedef __m512i i16x4; // four int16, again and again
 
 #define KVQ_UNROLL _Pragma("GCC unroll 8")
 constexpr int KVQ_R     = 8; // rows that share the registers
@@ -162,12 +163,21 @@ static inline i8x4   i8_set4(const int8_t * w) {
     memcpy(&four, w, 4);
     return _mm512_set1_epi32(four);
 }
-// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
-static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
-    __asm__("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(x), "m"(*(const int32_t *) w));
-    return acc;
+static inline i16x4  i16_set4(const int16_t * w) {
+    int64_t four;
+    memcpy(&four, w, 8);
+    return _mm512_set1_epi64(four);
 }
-static inline void   i16_store16(int16_t * p, f32x16 a) { _mm256_storeu_si256((__m256i *) p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a))); }
+static inline i16x4  i16_set2(const int16_t * w) {
+    int32_t two;
+    memcpy(&two, w, 4);
+    return _mm512_set1_epi32(two);
+}
+static inline i32x16 dot2(i32x16 acc, u8x64 x, i16x4 w) { __asm__("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(w)); return acc; }
+static inline void   i16_store_pairs(int16_t * p, f32x16 a, f32x16 b) { // packs works inside 128-bit lanes
+    _mm512_storeu_si512(p, _mm512_shuffle_epi32(_mm512_packs_epi32(_mm512_cvtps_epi32(a), _mm512_cvtps_epi32(b)), (_MM_PERM_ENUM) 0xd8));
+}
+static inline void   i16_store_sums(int16_t * p, f32x16 a) { _mm256_storeu_si256((__m256i *) p, _mm512_cvtsepi32_epi16(_mm512_shuffle_epi32(_mm512_cvtps_epi32(a), (_MM_PERM_ENUM) 0xd8))); }
 static inline f32x16 f32_reverse(f32x16 a)            { return _mm512_permutexvar_ps(_mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), a); }
 static inline i32x16 dot4 (i32x16 acc, u8x64 codes, i8x4 w) { __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(w)); return acc; }
 static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) { __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(codes)); return acc; }

@@ -14,6 +14,7 @@ struct f32x16 { float32x4_t v[4]; };
 struct i32x16 { int32x4_t   v[4]; };
 struct u8x64  { uint8x16_t  v[4]; };
 typedef int8x16_t i8x4; // four int8 in every lane
+typedef int16x8_t i16x4; // four int16, again and again
 
 #define KVQ_UNROLL _Pragma("GCC unroll 8")
 constexpr int KVQ_R     = 4; // rows that share the registers
@@ -162,18 +163,37 @@ static inline i32x16 dot4(i32x16 acc, u8x64 codes, i8x4 w) {
     KVQ_EACH acc.v[i] = vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), w); // codes are below 128, or signed
     return acc;
 }
-// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
-static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
+static inline i16x4  i16_set4(const int16_t * w) {
+    int64_t four;
+    memcpy(&four, w, 8);
+    return vreinterpretq_s16_s64(vdupq_n_s64(four));
+}
+static inline i16x4  i16_set2(const int16_t * w) {
     int32_t two;
     memcpy(&two, w, 4);
-    const int16x8_t b = vreinterpretq_s16_s32(vdupq_n_s32(two));
+    return vreinterpretq_s16_s32(vdupq_n_s32(two));
+}
+static inline i32x16 dot2(i32x16 acc, u8x64 x, i16x4 w) {
     KVQ_EACH {
         const int16x8_t y = vreinterpretq_s16_u8(x.v[i]);
-        acc.v[i] = vaddq_s32(acc.v[i], vpaddq_s32(vmull_s16(vget_low_s16(y), vget_low_s16(b)), vmull_high_s16(y, b)));
+        acc.v[i] = vaddq_s32(acc.v[i], vpaddq_s32(vmull_s16(vget_low_s16(y), vget_low_s16(w)), vmull_high_s16(y, w)));
     }
     return acc;
 }
-static inline void   i16_store16(int16_t * p, f32x16 a) { KVQ_EACH vst1_s16(p + 4*i, vqmovn_s32(vcvtnq_s32_f32(a.v[i]))); }
+static inline void   i16_store_pairs(int16_t * p, f32x16 a, f32x16 b) {
+    KVQ_EACH {
+        const int32x2x2_t z = vzip_s32(vreinterpret_s32_s16(vqmovn_s32(vcvtnq_s32_f32(a.v[i]))), vreinterpret_s32_s16(vqmovn_s32(vcvtnq_s32_f32(b.v[i]))));
+        vst1_s16(p + 8*i,     vreinterpret_s16_s32(z.val[0]));
+        vst1_s16(p + 8*i + 4, vreinterpret_s16_s32(z.val[1]));
+    }
+}
+static inline void   i16_store_sums(int16_t * p, f32x16 a) {
+    KVQ_EACH {
+        const int32x4_t x = vcvtnq_s32_f32(a.v[i]);
+        const int32x2x2_t z = vzip_s32(vget_low_s32(x), vget_high_s32(x));
+        vst1_s16(p + 4*i, vqmovn_s32(vcombine_s32(z.val[0], z.val[1])));
+    }
+}
 static inline f32x16 f32_reverse(f32x16 a) {
     f32x16 r;
     KVQ_EACH {

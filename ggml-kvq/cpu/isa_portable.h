@@ -13,6 +13,7 @@ struct f32x16 { float v[16]; };
 struct i32x16 { int32_t v[16]; };
 struct u8x64  { uint8_t v[64]; };
 struct i8x4   { int8_t  v[4]; };
+struct i16x4  { int16_t v[4]; };
 
 #define KVQ_UNROLL
 constexpr int KVQ_R     = 1; // rows that share the registers
@@ -104,14 +105,19 @@ static inline i32x16 dot4u(i32x16 acc, u8x64 codes, i8x4 w) {
     return acc;
 }
 
-// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits
-static inline i32x16 dot2(i32x16 acc, u8x64 x, const int16_t * w) {
+static inline i16x4  i16_set4(const int16_t * w)      { i16x4 r; KVQ_EACH(4) r.v[i] = w[i]; return r; }
+static inline i16x4  i16_set2(const int16_t * w)      { i16x4 r; KVQ_EACH(4) r.v[i] = w[i % 2]; return r; }
+// acc[i] += x[2i]*w[0] + x[2i + 1]*w[1] in 16 bits; odd i: w[2] and w[3]
+static inline i32x16 dot2(i32x16 acc, u8x64 x, i16x4 w) {
     int16_t y[32];
     memcpy(y, x.v, 64);
-    KVQ_EACH(16) acc.v[i] += y[2*i] * w[0] + y[2*i + 1] * w[1];
+    KVQ_EACH(16) acc.v[i] += y[2*i] * w.v[i % 2 * 2] + y[2*i + 1] * w.v[i % 2 * 2 + 1];
     return acc;
 }
-static inline void   i16_store16(int16_t * p, f32x16 a) { KVQ_EACH(16) p[i] = (int16_t) lrintf(a.v[i]); }
+// a[0], a[1], b[0], b[1], a[2], ...
+static inline void   i16_store_pairs(int16_t * p, f32x16 a, f32x16 b) { KVQ_EACH(16) { p[i / 2 * 4 + i % 2] = (int16_t) lrintf(a.v[i]); p[i / 2 * 4 + 2 + i % 2] = (int16_t) lrintf(b.v[i]); } }
+// the second and the third of every four change places
+static inline void   i16_store_sums(int16_t * p, f32x16 a) { KVQ_EACH(16) p[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = (int16_t) lrintf(a.v[i]); }
 static inline f32x16 f32_reverse(f32x16 a)            { f32x16 r; KVQ_EACH(16) r.v[i] = a.v[15 - i]; return r; }
 
 #undef KVQ_EACH

@@ -66,11 +66,13 @@ struct kvq_lattice_view {
     const float * points;            // [d][n]
 };
 
-// kvq_turns as kernels read it (turns.h)
+constexpr int KVQ_TURN_BASIS = 8; // turns.h
+
+// kvq_turns as kernels read it
 struct kvq_mean_tables {
-    int n_pad, n_fast;
-    const float * high, * low, * power;
-    const int16_t * cos, * sin;
+    int n_pad, n_fast, n_terms;
+    const float * high, * low, * half, * fast;
+    const int16_t * basis, * waves;
 };
 
 // A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high + low/KVQ_LATTICE_FINE),
@@ -106,8 +108,10 @@ struct kvq_kernels {
     // (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be NULL; sealed, pos [n_cells].
     void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
                        const int32_t * sealed, const int32_t * pos, int dp, const float * q, float * logits);
-    // logits = step * (q . R_p mean) of n_pages pages of n cells at the positions first..: [page][n_rows][n]. n: a multiple of 32,
-    // n_pages*n up to 128; coef [n_rows][2][n_pad] as kvq_turn_coefficients makes them
+    // What kvq_turn_coefficients makes of a row's pairs and of those of the mean [n_pad]
+    void (*mean_coefficients)(const kvq_mean_tables & t, float magnitude, const float * qx, const float * qy, const float * mx, const float * my, float * coef, float * step);
+    // logits = (q . R_p mean) of n_pages pages of n cells at the positions first..: [page][n_rows][n]. n: a multiple of 32,
+    // n_pages*n up to 128; coef [n_rows][2][n_pad] and step [n_rows][2] as kvq_turn_coefficients makes them
     void (*score_mean)(const kvq_mean_tables & t, int first, int n_pages, int n, int n_rows, const float * coef, const float * step, float * logits);
 
     // score and accum of one page over what to_tile made
