@@ -27,6 +27,8 @@ CACHES = [
     ("upstream q4_0", "CUDA0", "q4_0", "", ""),
     ("kvq f16", "KVQ0", "f16", "f16", ""),
     ("kivi-2 g128", "KVQ0", "f16", "kivi", "bits=2,group=128"),
+    ("kivi-2 g16", "KVQ0", "f16", "kivi", "bits=2,group=16"),
+    ("kivi-4 g128", "KVQ0", "f16", "kivi", "bits=4,group=128"),
     ("kivi-4 g32", "KVQ0", "f16", "kivi", "bits=4"),
     ("xquant 1.38", "KVQ0", "f16", "xquant", ""),
     ("higgs-2", "KVQ0", "f16", "higgs", "bits=2"),
@@ -34,6 +36,9 @@ CACHES = [
     ("aqua-2 bias", "KVQ0", "f16", "aqua", "bits=2,predictor=bias"),
     ("aqua-2 k", "KVQ0", "f16", "aqua", "bits=2,predictor=k"),
     ("aqua-2 full", "KVQ0", "f16", "aqua", "bits=2,predictor=full"),
+    ("zipcache-60", "KVQ0", "f16", "zipcache", ""),
+    ("zipcache blind", "KVQ0", "f16", "zipcache", ""),
+    ("minikv-50", "KVQ0", "f16", "minikv", ""),
 ]
 
 
@@ -128,6 +133,7 @@ def main() -> None:
             for name, device, cache_type, method, opts in chosen:
                 env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(a.model)}
                 if method:
+                    env["KVQ_CUDA_OBSERVE"] = "0" if "blind" in name else "1"  # nobody scores cells: what observation costs
                     env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts, "KVQ_CUDA_UNPROVEN": "1"}
                 if method == "aqua":
                     env["KVQ_CONFIG"] = str(sidecar)

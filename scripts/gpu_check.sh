@@ -43,20 +43,28 @@ if has kernels; then
             [[ $f = */seal*.cu ]] && extra=-fmad=false
             echo "$CUDACXX $flags -arch=${arch/#9/sm_9} $extra -c $f -o $(basename "$f").o"
         done
-        echo "g++ $flags -c $root/tests/native/test_cuda.cpp -o test_cuda.o"
+        for f in "$root"/tests/native/test_cuda*.cpp; do
+            echo "g++ $flags -c $f -o $(basename "$f" .cpp).main"
+        done
     } | xargs -P "$jobs" -d '\n' -n 1 sh -c || failed=1
-    "$CUDACXX" -arch="${arch/#9/sm_9}" -Xcompiler -fopenmp ./*.o -o test_cuda || failed=1
+    for f in test_cuda*.main; do
+        "$CUDACXX" -arch="${arch/#9/sm_9}" -Xcompiler -fopenmp ./*.o -Xlinker "$f" -o "${f%.main}" || failed=1
+    done
     echo "== kernels against the C reference"
     timeout 250 ./test_cuda || failed=1
+    timeout 250 ./test_cuda_policies || failed=1
     if [ -n "${SANITIZER:-}" ]; then
         for tool in $SANITIZER; do
             echo "== compute-sanitizer $tool"
-            timeout 300 compute-sanitizer --tool "$tool" --error-exitcode 9 ./test_cuda quick 2>&1 | tail -3
-            [ "${PIPESTATUS[0]}" = 0 ] || failed=1
+            for program in test_cuda test_cuda_policies; do
+                timeout 300 compute-sanitizer --tool "$tool" --error-exitcode 9 ./$program quick 2>&1 | tail -3
+                [ "${PIPESTATUS[0]}" = 0 ] || failed=1
+            done
         done
     fi
     echo "== one layer's attention"
     timeout 100 ./test_cuda bench || failed=1
+    timeout 100 ./test_cuda_policies bench || failed=1
     cd "$OLDPWD"
 fi
 
@@ -71,7 +79,7 @@ if has programs; then
     echo "== perplexity: upstream f16, then each method on the device"
     ppl() { grep -E "Final estimate|ggml-kvq|error|Mean PPL|Mean +KLD|Same top p:" | cut -c1-160; }
     upstream llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence-base "$build/base.kld" 2>&1 | ppl
-    for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:" "higgs:bits=2" "higgs:bits=4" "aqua:predictor=none" ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=full}; do
+    for m in "f16:" "kivi:bits=2" "kivi:bits=2,group=128,scales=u8" "kivi:bits=4" "xquant:" "higgs:bits=2" "higgs:bits=4" "zipcache:" "minikv:" "aqua:predictor=none" ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=full}; do
         kvq "${m%%:*}" "${m#*:}" llama-perplexity -f "$text" -c 1024 -b 512 --chunks 12 -fa on --kl-divergence --kl-divergence-base "$build/base.kld" 2>&1 | ppl
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1
     done
@@ -91,7 +99,7 @@ if has quality; then
     kld() { grep -oE "Mean +KLD: +[0-9.e+-]+" | grep -oE "[0-9.e+-]+$"; }
     upstream "${run[0]}" "${run[@]:1}" "$build/base.gpu.kld" > /dev/null 2>&1 || failed=1
     CUDA_VISIBLE_DEVICES= "$lib/llama-perplexity" -m "$model" -ngl 0 -t "$jobs" "${run[@]:1}" "$build/base.cpu.kld" > /dev/null 2>&1 || failed=1
-    for m in ${METHODS:-f16: kivi:bits=2 kivi:bits=2,group=128,scales=u8 kivi:bits=4 xquant: higgs:bits=2 higgs:bits=4 aqua:predictor=none ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=k aqua:predictor=full}}; do
+    for m in ${METHODS:-f16: kivi:bits=2 kivi:bits=2,group=128,scales=u8 kivi:bits=4 xquant: higgs:bits=2 higgs:bits=4 zipcache: minikv: aqua:predictor=none ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=k aqua:predictor=full}}; do
         gpu=$(kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.gpu.kld" --kl-divergence 2>&1 | kld)
         cpu=$(CUDA_VISIBLE_DEVICES= kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.cpu.kld" --kl-divergence -t "$jobs" 2>&1 | kld)
         # f16 and others that lose next to nothing are held to 1e-4, what arithmetic alone makes

@@ -40,7 +40,7 @@ def test_translation() -> None:
 
 @pytest.mark.skipif(CXX is None or os.uname().machine not in ("x86_64", "aarch64"), reason="needs g++")
 def test_kernels_on_the_host(tmp_path: Path) -> None:
-    """A small part of tests/native/test_cuda.cpp; the whole of it runs on a device (scripts/gpu_check.sh)."""
+    """A small part of tests/native/test_cuda*.cpp; the whole of it runs on a device (scripts/gpu_check.sh)."""
     source = tmp_path / "ggml-kvq"
     (source / "cuda").mkdir(parents=True)
     for folder in ("cache", "cpu", "include", "methods", "types"):
@@ -52,7 +52,8 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
             isa = ISA.get(f.stem, (None, []))
             if f.stem not in ISA or isa[0] == os.uname().machine:
                 jobs.append((f, ["-O1", "-ffp-contract=off", *isa[1]]))
-    jobs += [(HERE / "cuda_on_host.cpp", ["-O2"]), (ROOT / "tests" / "native" / "test_cuda.cpp", ["-O1"])]
+    mains = [(f, ["-O1"]) for f in sorted((ROOT / "tests" / "native").glob("test_cuda*.cpp"))]
+    jobs += [(HERE / "cuda_on_host.cpp", ["-O2"]), *mains]
 
     def compiled(job: tuple[Path, list[str]]) -> str:
         path, flags = job
@@ -63,8 +64,10 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, jobs))
-    program = tmp_path / "test_cuda"
-    subprocess.run([str(CXX), "-fopenmp", *objects, "-o", str(program)], check=True)
-    run = subprocess.run([str(program), "host"], capture_output=True, text=True, check=False, timeout=600)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert "attention: " in run.stdout
+    shared = objects[: -len(mains)]
+    for (source_file, _), main in zip(mains, objects[-len(mains) :], strict=True):
+        program = tmp_path / source_file.stem
+        subprocess.run([str(CXX), "-fopenmp", main, *shared, "-o", str(program)], check=True)
+        run = subprocess.run([str(program), "host"], capture_output=True, text=True, check=False, timeout=600)
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+        assert "attention: " in run.stdout

@@ -13,6 +13,24 @@ struct kvq_page_block { // one page of all heads: f16 tile <-> block
     void          * params;
 };
 
+// Who gets attention, as a device keeps it (saliency.h). Scores of an open page: f32 sums [n_head][page_cells], i32 seen [page_cells].
+struct kvq_score_page {
+    const uint16_t * keys; // open tile
+    const int32_t  * map;
+    float          * sums;
+    int32_t cell, place;   // place: of the sums, for the host
+    uint8_t stale[32];     // bit per cell: what is there does not count
+};
+// Of one call of attention: tokens that are probes, and the pages whose cells they score. In device memory.
+struct kvq_probe_table {
+    int32_t n_rows, n_pages, all, max_rows; // all: tokens 0..n_rows-1; i32 rows[max_rows], a multiple of 4, and pages follow
+};
+struct kvq_choice { // of the salient cells of a page
+    const float   * sums; // NULL: never observed
+    const uint8_t * valid, * stale; // host memory; valid as above
+    void          * params;
+};
+
 constexpr size_t KVQ_ALIGN_SLAB = 256;
 
 struct kvq_row_turn { // what sealed rows of a page lack (transform.h)
@@ -62,6 +80,11 @@ public:
     // Likewise: predictions of the pages, f32 [cell][stride]; and the 8-bit rows of this layer in place of those of the layer below.
     virtual void chain_predict(const kvq_chain_pages &, float *) {}
     virtual void chain_step(const kvq_chain_pages &) {}
+
+    // Of devices that keep scores: the salient sets of pages about to seal.
+    // Rows of n tiles from where they are: from[tile][head][cell], NULL: zeros.
+    virtual void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const uint16_t * const * from) { (void) l; (void) n; (void) tiles; (void) from; }
+    virtual void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) { (void) l; (void) normalise; (void) pages; (void) n; }
 
     // What computing on a layer takes beside its lanes, at most; 0 where it takes none of the device's memory
     virtual size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const { (void) plan; (void) k; (void) v; return 0; }

@@ -10,6 +10,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
+#include <new>
 
 constexpr size_t   RECENT_RUN = 4; // pages
 
@@ -20,7 +21,9 @@ struct kvq_slots::candidate {
 
 size_t kvq_slots::nb_page(int n_head, int page_cells) { return sizeof(slot_page) + sizeof(kvq_page) + 4 * (size_t) n_head * page_cells; }
 
-void kvq_slots::init(kvq_lane & k, kvq_lane & v, kvq_span_table & table, const kvq_saliency & scores, float keep_, float recent_) {
+void kvq_slots::init(kvq_lane & k, kvq_lane & v, kvq_span_table & table, kvq_saliency & scores, float keep_, float recent_) {
+    release();
+    device     = k.device.is_host() ? nullptr : &k.device;
     lane[0]    = &k;
     lane[1]    = &v;
     spans      = &table;
@@ -36,7 +39,31 @@ void kvq_slots::init(kvq_lane & k, kvq_lane & v, kvq_span_table & table, const k
     maps.resize(pages.size() * n_head * page_cells);
     prompt.resize((size_t) n_stream * n_pages * page_cells);
     open_maps.resize((size_t) n_stream * n_pages);
+    open_there.assign(open_maps.size(), nullptr);
+    spans->packed = device != nullptr;
+    if (device && !(maps_there = (int32_t *) device->alloc(4 * maps.size()))) {
+        throw std::bad_alloc();
+    }
     clear();
+}
+
+void kvq_slots::release() {
+    if (maps_there) { device->free(maps_there, 4 * maps.size()); }
+    maps_there = nullptr;
+}
+
+void kvq_slots::put_map(int s, int i) {
+    const size_t n = (size_t) n_head * page_cells;
+    if (device) { device->put(maps_there + ((size_t) s * n_store + i) * n, map(s, i, 0), 4 * n); }
+}
+
+template <typename T> const T * kvq_slots::view(const T * p, size_t n, std::vector<T> & copy) const {
+    if (!device) {
+        return p;
+    }
+    copy.resize(n);
+    device->get(copy.data(), p, n * sizeof(T));
+    return copy.data();
 }
 
 void kvq_slots::clear() {
@@ -50,6 +77,11 @@ void kvq_slots::clear() {
     for (auto & m : open_maps) {
         m.clear();
     }
+    for (auto & m : open_there) {
+        if (m) { lane[0]->scratch->give((uint16_t *) m, 4 * (size_t) n_head * page_cells); }
+        m = nullptr;
+    }
+    absent.clear();
     queue.clear();
     arrived.clear();
 }
@@ -67,15 +99,17 @@ void kvq_slots::free_page(int s, int i) {
 }
 
 void kvq_slots::show(int s, int i) {
-    kvq_page & span = spans->spans[(size_t) s * spans->n_pages + n_pages + i];
+    const size_t at = (size_t) s * spans->n_pages + n_pages + i;
+    kvq_page & span = spans->spans[at];
     const bool on = page(s, i).used;
+    spans->changed(at);
     span.k_codes  = on ? lane[0]->codes_at (s, i, 0) : nullptr;
     span.k_params = on ? lane[0]->params_at(s, i, 0) : nullptr;
     span.v_codes  = on ? lane[1]->codes_at (s, i, 0) : nullptr;
     span.v_params = on ? lane[1]->params_at(s, i, 0) : nullptr;
-    span.map     = map(s, i, 0);
+    span.map     = device ? maps_there + (size_t) (map(s, i, 0) - maps.data()) : map(s, i, 0);
     span.n_slots = on ? page_cells : 0;
-    const int32_t * m = span.map, * end = m + (size_t) n_head * page_cells;
+    const int32_t * m = map(s, i, 0), * end = m + (size_t) n_head * page_cells;
     span.cell    = on && *std::min_element(m, end) >= 0 ? -1 - *std::max_element(m, end) : 0; // without gaps: the mask is looked at once
 }
 
@@ -106,6 +140,7 @@ void kvq_slots::forget(int s, int cell) {
                 continue;
             }
             std::replace(m, end, (int32_t) cell, -1);
+            put_map(s, i);
             if (std::all_of(m, end, [](int32_t c) { return c < 0; })) {
                 free_page(s, i);
             } else {
@@ -115,6 +150,11 @@ void kvq_slots::forget(int s, int cell) {
     }
     flags = 0;
     const int p = cell / page_cells, t = cell % page_cells;
+    if (device) {
+        const auto found = absent.find({ s, p });
+        for (int h = 0; found != absent.end() && h < n_head; h++) { found->second[(size_t) h * page_cells + t] = 0; }
+        return;
+    }
     for (int h = 0; h < n_head; h++) {
         if (is_evicted(s, p, h, t)) {
             lane[0]->info(s, p).frame[((size_t) h * page_cells + t) * lane[0]->layout().head_stride()] = 0;
@@ -139,7 +179,36 @@ void kvq_slots::mask_open(int s, int p) {
     if (!any) {
         m = {};
     }
+    const int32_t * was = span.map;
     span.map = any ? m.data() : nullptr;
+    if (device) {
+        int32_t *& there = open_there[(size_t) s * n_pages + p];
+        const size_t nb = 4 * (size_t) n_head * page_cells;
+        if (any) {
+            there = there ? there : (int32_t *) lane[0]->scratch->take(nb);
+            device->put(there, m.data(), nb);
+        } else if (there) {
+            lane[0]->scratch->give((uint16_t *) there, nb);
+            there = nullptr;
+        }
+        span.map = there;
+    }
+    if (span.map != was) { spans->changed((size_t) s * spans->n_pages + p); }
+}
+
+void kvq_slots::note_absent(int s, int cell, const uint8_t * left) {
+    const int p = cell / page_cells, t = cell % page_cells;
+    if (!device || lane[0]->state(s, p) != KVQ_PAGE_OPEN) {
+        return;
+    }
+    std::vector<uint8_t> & of = absent[{ s, p }];
+    of.resize((size_t) n_head * page_cells, 0);
+    for (int h = 0; h < n_head; h++) { of[(size_t) h * page_cells + t] = !left[h]; }
+}
+
+bool kvq_slots::is_plain(int s, int p) const {
+    const uint8_t * flags = prompt.data() + ((size_t) s * n_pages + p) * page_cells;
+    return !absent.count({ s, p }) && std::none_of(flags, flags + page_cells, [](uint8_t x) { return x & (AWAY | PARTLY); });
 }
 
 // An open key of head h that was restored as an evicted one.
@@ -148,6 +217,10 @@ bool kvq_slots::is_evicted(int s, int p, int h, int t) const {
     const uint16_t * frame = k.info(s, p).frame;
     if (!frame) {
         return false;
+    }
+    if (device) {
+        const auto found = absent.find({ s, p });
+        return found != absent.end() && found->second[(size_t) h * page_cells + t];
     }
     const uint16_t * row = frame + ((size_t) h * page_cells + t) * k.layout().head_stride();
     return std::all_of(row, row + k.layout().codec.head_size, [](uint16_t x) { return x == KVQ_EVICTED; });
@@ -228,6 +301,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             }
             runs.back().push_back(p);
         }
+        if (std::any_of(due.begin(), due.end(), [&](int p) { return saliency->knows(s, p); })) { saliency->fetch(); }
         for (const auto & run : runs) {
             for (candidate & c : pack(s, run, judged)) {
                 c.info.used      = true;
@@ -264,6 +338,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             if (!page(s, i).used) {
                 page(s, i) = fresh[(size_t) j].info;
                 std::copy(fresh[(size_t) j].map.begin(), fresh[(size_t) j].map.end(), map(s, i, 0));
+                put_map(s, i);
                 made.push_back(i);
                 j++;
             }
@@ -273,9 +348,13 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
                 if (k.valid(s, p)[t / 8] >> t % 8 & 1) { flags[p * page_cells + t] |= AWAY; }
             }
         }
+        for (int p : due) { absent.erase({ s, p }); }
         queue.push_back({ due, made });
     }
-    const int n = (int) made.size() * n_head;
+    const int n = device ? 0 : (int) made.size() * n_head;
+    if (device) {
+        encode_there(value, s, made);
+    }
 #pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
     for (int j = 0; j < n; j++) {
         encode(value, s, made[(size_t) (j / n_head)], j % n_head);
@@ -286,14 +365,14 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
     }
 }
 
-void kvq_slots::choose_set(bool value, int s, int i, int h) {
+void kvq_slots::choose_set(bool value, int s, int i, int h, uint8_t * set) {
     const kvq_codec & c = lane[value]->layout().codec;
-    uint8_t * set = lane[value]->params_at(s, i, h);
     if (c.type != KVQ_TYPE_MIXED) {
         return;
     }
     if (value) { // of its keys
-        memcpy(set, lane[0]->params_at(s, i, h), (size_t) page_cells / 8);
+        std::vector<uint8_t> copy;
+        memcpy(set, view<uint8_t>(lane[0]->params_at(s, i, h), (size_t) page_cells / 8, copy), (size_t) page_cells / 8);
         return;
     }
     std::vector<std::pair<float, int>> order;
@@ -324,8 +403,63 @@ void kvq_slots::encode(bool value, int s, int i, int h) {
         }
         all &= frame != nullptr;
     }
-    choose_set(value, s, i, h);
+    choose_set(value, s, i, h, x.params_at(s, i, h));
     kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
+}
+
+// The same on a device: rows are gathered into tiles, and each head of a tile is a block, since heads may hold nothing in different slots.
+void kvq_slots::encode_there(bool value, int s, const std::vector<int> & made) {
+    kvq_lane & x = *lane[value];
+    kvq_lane_layout one = x.layout();
+    const size_t nb_frame = one.nb_frame, nb_head = one.nb_tile_head, per_page = (size_t) n_head * page_cells, nb_valid = (size_t) page_cells / 8;
+    one.n_head = 1;
+    std::vector<uint16_t *> tiles;
+    std::vector<const uint16_t *> from(made.size() * per_page, nullptr);
+    std::vector<uint8_t> valid(from.size() / 8, 0), set(nb_valid);
+    std::vector<kvq_page_block> blocks;
+    for (size_t j = 0; j < made.size(); j++) {
+        tiles.push_back(x.scratch->take(nb_frame));
+        for (int h = 0; h < n_head; h++) {
+            const int i = made[j];
+            uint8_t * bits = &valid[(j * n_head + h) * nb_valid];
+            for (int t = 0; t < page_cells; t++) {
+                const int32_t cell = map(s, i, h)[t];
+                const uint16_t * frame = cell >= 0 ? x.info(s, cell / page_cells).frame : nullptr;
+                if (frame) {
+                    from[(j * n_head + h) * page_cells + t] = frame + ((size_t) h * page_cells + cell % page_cells) * one.head_stride();
+                    bits[t / 8] |= (uint8_t) (1 << t % 8);
+                }
+            }
+            if (one.codec.type == KVQ_TYPE_MIXED && value) {
+                device->copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), nb_valid);
+            } else if (one.codec.type == KVQ_TYPE_MIXED) {
+                choose_set(false, s, i, h, set.data());
+                device->put(x.params_at(s, i, h), set.data(), nb_valid);
+            }
+            blocks.push_back({ tiles[j] + h * nb_head / 2, bits, nullptr, x.codes_at(s, i, h), x.params_at(s, i, h) });
+        }
+    }
+    device->gather(x.layout(), (int) tiles.size(), tiles.data(), from.data());
+    device->encode(one, blocks.data(), (int) blocks.size(), 1);
+    for (uint16_t * t : tiles) { x.scratch->give(t, nb_frame); }
+}
+
+void kvq_slots::encode_rows(bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose) {
+    kvq_lane & x = *lane[value];
+    const kvq_lane_layout & l = x.layout();
+    uint8_t * codes = x.codes_at(s, i, h), * params = x.params_at(s, i, h);
+    std::vector<uint8_t> c, q;
+    if (device) {
+        c.resize(l.nb_codes);
+        q.resize(l.nb_params);
+        device->get(q.data(), params, q.size()); // its set stays
+    }
+    if (choose) { choose_set(value, s, i, h, device ? q.data() : params); }
+    kvq_cpu_encode(l.codec, block.data(), valid, nullptr, device ? c.data() : codes, device ? q.data() : params);
+    if (device) {
+        device->put(codes,  c.data(), c.size());
+        device->put(params, q.data(), q.size());
+    }
 }
 
 // ---------------------------------------------------------------- shift, copy
@@ -335,13 +469,14 @@ void kvq_slots::edit(bool value, int s, const std::function<bool(int)> & any, co
     const kvq_lane_layout & l = x.layout();
     const size_t D = (size_t) l.codec.head_size;
     std::vector<uint16_t> block((size_t) page_cells * D);
+    std::vector<uint8_t>  codes, params;
     for (int i = 0; i < n_store; i++) {
         for (int h = 0; page(s, i).used && h < n_head; h++) {
             const int32_t * m = map(s, i, h);
             if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= 0 && any(c); })) {
                 continue;
             }
-            kvq_traits(l.codec.type)->decode(l.codec, x.codes_at(s, i, h), x.params_at(s, i, h), block.data());
+            kvq_traits(l.codec.type)->decode(l.codec, view<uint8_t>(x.codes_at(s, i, h), l.nb_codes, codes), view<uint8_t>(x.params_at(s, i, h), l.nb_params, params), block.data());
             std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
             for (int t = 0; t < page_cells; t++) {
                 if (m[t] >= 0) {
@@ -349,19 +484,26 @@ void kvq_slots::edit(bool value, int s, const std::function<bool(int)> & any, co
                     valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
                 }
             }
-            kvq_cpu_encode(l.codec, block.data(), valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
+            encode_rows(value, s, i, h, block, valid.data(), false);
         }
     }
 }
 
 void kvq_slots::copy(bool value, int from, int to) {
     const kvq_lane_layout & l = lane[value]->layout();
+    kvq_device & d = lane[value]->device;
     for (int i = 0; i < n_store; i++) {
-        memcpy(lane[value]->codes_at (to, i, 0), lane[value]->codes_at (from, i, 0), l.nb_codes  * n_head);
-        memcpy(lane[value]->params_at(to, i, 0), lane[value]->params_at(from, i, 0), l.nb_params * n_head);
+        d.copy(lane[value]->codes_at (to, i, 0), lane[value]->codes_at (from, i, 0), l.nb_codes  * n_head);
+        d.copy(lane[value]->params_at(to, i, 0), lane[value]->params_at(from, i, 0), l.nb_params * n_head);
         page(to, i) = page(from, i);
         std::copy_n(map(from, i, 0), n_head * page_cells, map(to, i, 0));
+        put_map(to, i);
         show(to, i);
+    }
+    for (int p = 0; p < n_pages; p++) {
+        absent.erase({ to, p });
+        const auto found = absent.find({ from, p });
+        if (found != absent.end()) { absent[{ to, p }] = found->second; }
     }
     std::copy_n(prompt.begin() + (long) from * n_pages * page_cells, n_pages * page_cells, prompt.begin() + (long) to * n_pages * page_cells);
     top[(size_t) to] = top[(size_t) from];

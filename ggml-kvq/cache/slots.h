@@ -8,9 +8,10 @@
 //            generated ones last, oldest first
 // What is sealed is never quantised again: pages go or stay whole, and because a run is sorted that is close to choosing cells.
 // An evicted cell keeps no trace but a bit; positions of the others do not change. How saved states carry all this: slots_state.cpp.
+// Pages may lie on a device. Which cells they hold is decided and remembered here, and maps go there as they change; rows move there.
 #pragma once
 
-#include "layout.h"
+#include "device.h"
 
 #include <cstdint>
 #include <deque>
@@ -28,7 +29,11 @@ struct kvq_span_table;
 
 class kvq_slots {
 public:
-    void init(kvq_lane & k, kvq_lane & v, kvq_span_table & spans, const kvq_saliency & saliency, float keep, float recent);
+    kvq_slots() {}
+    ~kvq_slots() { release(); }
+    kvq_slots(const kvq_slots &) = delete;
+    kvq_slots & operator=(const kvq_slots &) = delete;
+    void init(kvq_lane & k, kvq_lane & v, kvq_span_table & spans, kvq_saliency & saliency, float keep, float recent);
     static size_t nb_page(int n_head, int page_cells); // tables of a page of slots
 
     // Calls of the lanes (store.cpp). Keys seal before values; both seal the same pages in the same order.
@@ -43,6 +48,8 @@ public:
     void copy  (bool value, int from, int to);
     void clear();
     void restoring(bool on); // what comes from a state is not judged again
+    void note_absent(int stream, int cell, const uint8_t * left); // a restored key: heads that do not hold it, for devices
+    bool is_plain(int stream, int page) const;                    // an open page all of whose cells are its own
 
     int n_used(int stream) const; // pages
 
@@ -62,8 +69,13 @@ private:
     const int32_t   * map (int s, int i, int h) const { return maps.data() + (((size_t) s * n_store + i) * n_head + h) * page_cells; }
     void free_page  (int s, int i);
     void show       (int s, int i);              // its span
+    void release    ();
+    void put_map    (int s, int i);
     void encode     (bool value, int s, int i, int h);
-    void choose_set (bool value, int s, int i, int h); // salient slots of a mixed block, before it is encoded
+    void encode_there(bool value, int s, const std::vector<int> & made);
+    void encode_rows(bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose); // from the host
+    void choose_set (bool value, int s, int i, int h, uint8_t * set); // salient slots of a mixed block, before it is encoded
+    template <typename T> const T * view(const T * p, size_t n, std::vector<T> & copy) const; // on the host
     void mask_open  (int s, int p);
     bool is_evicted (int s, int p, int h, int t) const;
     size_t nb_share (bool value) const; // bytes a row carries
@@ -72,7 +84,9 @@ private:
 
     kvq_lane * lane[2] = {};
     kvq_span_table * spans = nullptr;
-    const kvq_saliency * saliency = nullptr;
+    kvq_saliency * saliency = nullptr;
+    kvq_device * device = nullptr; // NULL: host memory
+    int32_t * maps_there = nullptr;
     float keep = 0.0f, recent = 0.0f;
     int   n_head = 0, page_cells = 0, n_store = 0, n_pages = 0, n_stream = 0;
     bool  is_restoring = false, in_prompt = false; // in_prompt: the last call was
@@ -81,6 +95,8 @@ private:
     std::vector<uint8_t>   prompt;  // [n_stream][n_pages*page_cells]: OF_PROMPT, AWAY: sealed or evicted, PARTLY
     std::vector<int>       top;     // newest prompt cell of a stream
     std::vector<std::vector<int32_t>> open_maps; // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]
+    std::vector<int32_t *> open_there;           // the same on the device
+    std::map<std::pair<int, int>, std::vector<uint8_t>> absent; // of open pages on a device, [n_head][page_cells]: keys restored as evicted ones
     std::deque<pending>    queue;   // sealed keys whose values are not
     std::map<std::pair<int, int>, int> arrived; // (stream, page in the state) -> page, keys restored whose values are not
 };

@@ -45,7 +45,7 @@ void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
         }
     }
     std::vector<uint16_t> block((size_t) page_cells * D);
-    std::vector<uint8_t>  stream(nb * (size_t) page_cells), bytes(nb_row);
+    std::vector<uint8_t>  stream(nb * (size_t) page_cells), bytes(nb_row), codes_copy, params_copy;
     for (int i = 0; i < n_store; i++) {
         const slot_page & page = pages[(size_t) s * n_store + i];
         if (!page.used) {
@@ -58,9 +58,18 @@ void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
             if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) {
                 continue;
             }
-            kvq_traits(l.codec.type)->decode(l.codec, x.codes_at(s, i, h), x.params_at(s, i, h), block.data());
+            const uint8_t * codes = x.codes_at(s, i, h), * params = x.params_at(s, i, h);
+            if (device) {
+                codes_copy.resize(l.nb_codes);
+                params_copy.resize(l.nb_params);
+                device->get(codes_copy.data(),  codes,  codes_copy.size());
+                device->get(params_copy.data(), params, params_copy.size());
+                codes  = codes_copy.data();
+                params = params_copy.data();
+            }
+            kvq_traits(l.codec.type)->decode(l.codec, codes, params, block.data());
             const int32_t newest = page.newest - m[0];
-            memcpy(stream.data(), x.params_at(s, i, h), l.nb_params);
+            memcpy(stream.data(), params, l.nb_params);
             memcpy(stream.data() + l.nb_params,     &page.score, 4);
             memcpy(stream.data() + l.nb_params + 4, &newest, 4);
             for (int t = 0; t < page_cells; t++) {
@@ -155,8 +164,8 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
         if (!ok || i < 0) {
             continue;
         }
-        memcpy(x.codes_at (s, i, 0), codes.data(),  codes.size());
-        memcpy(x.params_at(s, i, 0), params.data(), params.size());
+        x.device.put(x.codes_at (s, i, 0), codes.data(),  codes.size());
+        x.device.put(x.params_at(s, i, 0), params.data(), params.size());
         for (int h = 0; h < n_head; h++) {
             for (int t = 0; t < page_cells; t++) { left[(size_t) (a.cells[(size_t) h * page_cells + t] - cell) * n_head + h] = 0; }
         }
@@ -173,6 +182,7 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
         p.generated = a.heads[0] >> 28 & 1;
         p.newest    = std::min(std::max(newest + a.cells[(size_t) (n_head - 1) * page_cells], 0), n_pages * page_cells - 1);
         std::copy(a.cells.begin(), a.cells.end(), map(s, i, 0));
+        put_map(s, i);
         for (size_t j = 0; j < a.cells.size(); j++) { flags[a.cells[j]] |= (uint8_t) (PARTLY | (a.heads[j] >> 29 & 1 ? OF_PROMPT : 0)); }
         arrived[{ s, f.first }] = i;
     }
@@ -196,8 +206,7 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
                     left[(size_t) (c - cell) * n_head + h] = 0;
                 }
             }
-            choose_set(true, s, i, h);
-            kvq_cpu_encode(l.codec, block.data(), valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
+            encode_rows(true, s, i, h, block, valid.data(), true);
         }
         show(s, i);
         it = arrived.erase(it);
@@ -225,7 +234,7 @@ void kvq_lane::restore_slots(int s, int cell, int n, const uint16_t * rows, int 
     if (!value) {
         slots->restoring(true);
     }
-    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head;
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head, nb_rows = 4 * W * (size_t) l.page_cells;
     std::vector<uint16_t> row(W);
     std::vector<float>    f32;
     std::vector<int64_t>  idx;
@@ -241,7 +250,17 @@ void kvq_lane::restore_slots(int s, int cell, int n, const uint16_t * rows, int 
             idx.push_back((int64_t) s * l.n_cells + c);
         }
         if (!idx.empty() && ((c + 1) % l.page_cells == 0 || c + 1 == cell + n)) {
-            write((int64_t) idx.size(), idx.data(), f32.data(), W, 1);
+            if (device.is_host()) {
+                write((int64_t) idx.size(), idx.data(), f32.data(), W, 1);
+            } else {
+                uint16_t * there = scratch->take(nb_rows);
+                device.put(there, f32.data(), 4 * f32.size());
+                write((int64_t) idx.size(), idx.data(), (const float *) there, W, 1);
+                scratch->give(there, nb_rows);
+            }
+            for (const int64_t at : idx) {
+                if (!value) { slots->note_absent(s, (int) (at % l.n_cells), &left[(size_t) (at % l.n_cells - cell) * l.n_head]); }
+            }
             idx.clear();
             f32.clear();
             if (streams[(size_t) s].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore

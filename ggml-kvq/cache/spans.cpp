@@ -1,6 +1,7 @@
 #include "store.h"
 
 #include <algorithm>
+#include <iterator>
 #include <new>
 
 // ---------------------------------------------------------------- scratch
@@ -46,6 +47,13 @@ void kvq_span_table::init(int n_stream, int n, int page_cells) {
     }
 }
 
+void kvq_span_table::changed(size_t at) {
+    changed0 = changed0 < changed1 ? std::min(changed0, at) : at;
+    changed1 = std::max(changed1, at + 1);
+}
+
+int kvq_span_table::n_used() const { return n_packed.empty() ? 0 : *std::max_element(n_packed.begin(), n_packed.end()); }
+
 kvq_span_table::~kvq_span_table() {
     if (copy) {
         device->free(copy, n_copy * sizeof(kvq_page));
@@ -69,6 +77,18 @@ const kvq_page * kvq_span_table::on(kvq_device & d) {
         }
         changed0 = 0;
         changed1 = n_copy;
+    }
+    for (size_t s = changed0 / (size_t) n_pages; packed && changed0 < changed1 && s <= (changed1 - 1) / (size_t) n_pages; s++) {
+        n_packed.resize(spans.size() / (size_t) n_pages, 0);
+        std::vector<kvq_page> list;
+        std::copy_if(spans.begin() + (long) s * n_pages, spans.begin() + (long) (s + 1) * n_pages, std::back_inserter(list), [](const kvq_page & p) { return p.n_slots; });
+        const int n = (int) list.size();
+        list.resize((size_t) std::max(n, n_packed[s])); // what was there before becomes empty
+        n_packed[s] = n;
+        if (!list.empty()) { d.put(copy + s * n_pages, list.data(), list.size() * sizeof(kvq_page)); }
+    }
+    if (packed) {
+        changed0 = changed1 = 0;
     }
     if (changed0 < changed1) {
         d.put(copy + changed0, spans.data() + changed0, (changed1 - changed0) * sizeof(kvq_page));

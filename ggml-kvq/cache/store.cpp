@@ -67,8 +67,7 @@ void kvq_lane::set_state(int s, int p, kvq_page_state state) {
         spans->k_state[at] = state;
     }
     span.n_slots = spans->k_state[at] && spans->v_state[at] ? l.page_cells : 0;
-    spans->changed0 = spans->changed0 < spans->changed1 ? std::min(spans->changed0, at) : at;
-    spans->changed1 = std::max(spans->changed1, at + 1);
+    spans->changed(at);
     note_change(s, p);
 }
 
@@ -136,8 +135,10 @@ void kvq_lane::open_page(int s, int p, bool keep) {
             }
         }
         counters->n_reopened++;
-        for (int h = 0; saliency && !value && h < l.n_head; h++) {
-            saliency->reopen(s, p, h, params_at(s, p, h));
+        std::vector<uint8_t> copy;
+        const uint8_t * set = saliency && !value ? view<uint8_t>(params_at(s, p, 0), l.nb_params * l.n_head, copy) : nullptr;
+        for (int h = 0; set && h < l.n_head; h++) {
+            saliency->reopen(s, p, h, set + h * l.nb_params);
         }
     }
     take_frame(s, p);
@@ -239,12 +240,21 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
         return;
     }
     std::vector<kvq_page_block> blocks;
+    std::vector<kvq_choice> choices;
     for (int p : due) {
         take_block(s, p);
         blocks.push_back(block(s, p, info(s, p).frame));
-        for (int h = 0; saliency && h < l.n_head; h++) {
+        for (int h = 0; saliency && device.is_host() && h < l.n_head; h++) {
             saliency->choose(s, p, h, valid(s, p), params_at(s, p, h));
         }
+        if (saliency && !device.is_host()) {
+            choices.push_back(saliency->choice(s, p, valid(s, p), params_at(s, p, 0)));
+        }
+    }
+    if (!choices.empty()) {
+        device.choose(l, saliency->normalises(), choices.data(), (int) choices.size());
+    }
+    for (int p : due) {
         if (saliency && value) { // keys sealed before
             saliency->drop(s, p);
         }
@@ -496,59 +506,6 @@ void kvq_lane::copy_stream(int from, int to) {
     }
     streams[to].clock = streams[from].clock;
     is_dirty = true; // frames taken from scratch go home at the next commit
-}
-
-void kvq_lane::edit(int stream, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
-    const int stride = l.head_stride();
-    std::vector<uint8_t> copy;
-    std::vector<uint16_t *> shared(sharers.size(), nullptr);
-    if (slots) {
-        slots->edit(value, stream, any, fn);
-    }
-    for (int p = 0; p < l.n_pages; p++) {
-        kvq_page_info & i = info(stream, p);
-        bool touched = false;
-        for (int t = 0; i.state != KVQ_PAGE_EMPTY && t < l.page_cells && !touched; t++) {
-            touched = p * l.page_cells + t < l.n_cells && (valid(stream, p)[t / 8] >> t % 8 & 1) && any(p * l.page_cells + t);
-        }
-        if (!touched) {
-            continue;
-        }
-        const bool sealed = i.state == KVQ_PAGE_SEALED;
-        uint16_t * tile = i.frame;
-        if (sealed) {
-            tile = scratch->take(l.nb_frame);
-            decode_page(stream, p, tile);
-            for (size_t k = 0; k < sharers.size(); k++) {
-                if (sharers[k]->info(stream, p).state == KVQ_PAGE_SEALED) {
-                    shared[k] = scratch->take(l.nb_frame);
-                    sharers[k]->decode_page(stream, p, shared[k]);
-                }
-            }
-        }
-        uint16_t * rows = view<uint16_t>(tile, l.nb_frame, copy);
-        for (int h = 0; h < l.n_head; h++) {
-            for (int t = 0; t < l.page_cells; t++) {
-                if (p * l.page_cells + t < l.n_cells && (valid(stream, p)[t / 8] >> t % 8 & 1)) {
-                    fn(p * l.page_cells + t, h, rows + ((size_t) h * l.page_cells + t) * stride);
-                }
-            }
-        }
-        if (rows != tile) {
-            device.put(tile, rows, l.nb_frame);
-        }
-        if (sealed) {
-            encode_page(stream, p, tile);
-            scratch->give(tile, l.nb_frame);
-            for (size_t k = 0; k < sharers.size(); k++) { // refitted to the new codes
-                if (shared[k]) {
-                    sharers[k]->encode_page(stream, p, shared[k]);
-                    scratch->give(shared[k], l.nb_frame);
-                    shared[k] = nullptr;
-                }
-            }
-        }
-    }
 }
 
 void kvq_lane::clear() {

@@ -55,17 +55,22 @@ struct kvq_span_table {
     std::vector<kvq_page> spans;
     std::vector<uint8_t>  k_state, v_state;
     size_t changed0 = 0, changed1 = 0; // spans [changed0, changed1) differ from the device's copy
+    bool   packed = false; // the device's copy of a stream has only spans that hold something, in front
+    int    n_recorded = 0; // spans that a recorded step reads of a packed copy
 
     kvq_span_table() {}
     ~kvq_span_table();
     kvq_span_table(const kvq_span_table &) = delete;
     kvq_span_table & operator=(const kvq_span_table &) = delete;
     void init(int n_stream, int n_pages, int page_cells);
+    void changed(size_t at);
+    int  n_used() const; // of a packed copy, the stream that has most
     const kvq_page * on(kvq_device & device); // the spans where the device reads them
 private:
     kvq_device * device = nullptr;
     kvq_page   * copy   = nullptr;
     size_t       n_copy = 0;
+    std::vector<int> n_packed; // by stream
 };
 
 class kvq_chain;
@@ -102,10 +107,11 @@ public:
     // What sealed pages leave out; before anything is written, the rotor before the first restored or written key.
     void set_transform(const kvq_transform & t) { x = t; }
     const kvq_transform & transform() const { return x; }
-    // Who chooses the salient cells of pages about to seal; shared by the two lanes of a layer. Host memory only.
+    // Who chooses the salient cells of pages about to seal; shared by the two lanes of a layer.
     void set_saliency(kvq_saliency * s) { saliency = s; }
-    // Where sealed cells go when they are not kept page by page; shared by the two lanes of a layer. Host memory only.
+    // Where sealed cells go when they are not kept page by page; shared by the two lanes of a layer.
     void set_slots(kvq_slots * s) { slots = s; }
+    bool is_plain(int stream, int page) const { return !slots || slots->is_plain(stream, page); } // an open page: all of its cells are its own
     int first_written(int stream) const { return streams[stream].first; } // cell of the first row of the last write
     // Open rows of a lane with a rotor: fn as in edit(), and the position moves by by[cell]. Sealed pages need their positions moved only.
     void shift_open(int stream, const int32_t * by, const std::function<void(int cell, int head, uint16_t * row)> & fn);

@@ -1,4 +1,4 @@
-// Lanes whose sealed pages leave something out (transform.h): saving, restoring and shifting them.
+// Rows edited in place; and lanes whose sealed pages leave something out (transform.h): saving, restoring and shifting them.
 #include "store.h"
 #include "chain.h"
 
@@ -7,6 +7,59 @@
 
 #include <algorithm>
 #include <cstring>
+
+void kvq_lane::edit(int stream, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
+    const int stride = l.head_stride();
+    std::vector<uint8_t> copy;
+    std::vector<uint16_t *> shared(sharers.size(), nullptr);
+    if (slots) {
+        slots->edit(value, stream, any, fn);
+    }
+    for (int p = 0; p < l.n_pages; p++) {
+        kvq_page_info & i = info(stream, p);
+        bool touched = false;
+        for (int t = 0; i.state != KVQ_PAGE_EMPTY && t < l.page_cells && !touched; t++) {
+            touched = p * l.page_cells + t < l.n_cells && (valid(stream, p)[t / 8] >> t % 8 & 1) && any(p * l.page_cells + t);
+        }
+        if (!touched) {
+            continue;
+        }
+        const bool sealed = i.state == KVQ_PAGE_SEALED;
+        uint16_t * tile = i.frame;
+        if (sealed) {
+            tile = scratch->take(l.nb_frame);
+            decode_page(stream, p, tile);
+            for (size_t k = 0; k < sharers.size(); k++) {
+                if (sharers[k]->info(stream, p).state == KVQ_PAGE_SEALED) {
+                    shared[k] = scratch->take(l.nb_frame);
+                    sharers[k]->decode_page(stream, p, shared[k]);
+                }
+            }
+        }
+        uint16_t * rows = view<uint16_t>(tile, l.nb_frame, copy);
+        for (int h = 0; h < l.n_head; h++) {
+            for (int t = 0; t < l.page_cells; t++) {
+                if (p * l.page_cells + t < l.n_cells && (valid(stream, p)[t / 8] >> t % 8 & 1)) {
+                    fn(p * l.page_cells + t, h, rows + ((size_t) h * l.page_cells + t) * stride);
+                }
+            }
+        }
+        if (rows != tile) {
+            device.put(tile, rows, l.nb_frame);
+        }
+        if (sealed) {
+            encode_page(stream, p, tile);
+            scratch->give(tile, l.nb_frame);
+            for (size_t k = 0; k < sharers.size(); k++) { // refitted to the new codes
+                if (shared[k]) {
+                    sharers[k]->encode_page(stream, p, shared[k]);
+                    scratch->give(shared[k], l.nb_frame);
+                    shared[k] = nullptr;
+                }
+            }
+        }
+    }
+}
 
 void kvq_lane::count_user(int s, int p, int by) {
     if (x.keeps_turn() && by) {

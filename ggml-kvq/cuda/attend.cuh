@@ -1,7 +1,7 @@
 // Attention over pages in device memory: the arguments of kvq_attn, all pointers (pages too) on the device.
 #pragma once
 
-#include "common.cuh"
+#include "mixed.cuh"
 
 constexpr int KVQ_ATTEND_STREAMS = 32; // of one launch
 
@@ -23,7 +23,9 @@ struct kvq_attend_args {
     unsigned long long * n_taken; // the output lies where those rows do: blocks that have taken theirs, 0 before the launch; else NULL
     int   n_takers;
     const float * sinks;
-    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; } stream[KVQ_ATTEND_STREAMS];
+    kvq_mixed_geometry km, vm; // of mixed pages
+    int map_stride;            // of the maps of pages, from one KV head to the next
+    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, tiles only
 };
 
 // Row r of a KV head: query token r / gqa, query head kvh*gqa + r % gqa.
@@ -51,6 +53,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu
+bool kvq_launch_tiles_mixed(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream);
 // Few rows over many cells. fits: also sets what is derived for it.
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int  kvq_decode_row_blocks(const kvq_attend_args & a);    // blocks of one KV head and split

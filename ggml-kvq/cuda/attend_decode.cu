@@ -29,7 +29,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
     fits = fits && a.k.type == a.v.type && a.k.head_size == a.v.head_size && (a.k.head_size == 64 || a.k.head_size == 128) && a.halves_log2 >= 0;
     if (codes) {
-        fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 5 && a.k.scale == a.v.scale;
+        fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 4 && a.k.scale == a.v.scale;
     }
     if (lattice) {
         fits = fits && a.k.group == 2 && a.v.group == 2;
@@ -43,7 +43,7 @@ int kvq_decode_max_splits(const kvq_attend_args & a) { return (a.n_pages * a.pag
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
     const int n_splits = (a.n_pages * a.page_cells + SHORT_CELLS * WARPS - 1) / (SHORT_CELLS * WARPS);
-    a.is_short = a.n_q == 1 && a.k.type != KVQ_TYPE_LATTICE && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
+    a.is_short = a.n_q == 1 && a.k.type != KVQ_TYPE_LATTICE && a.v_group_log2 != 4 && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
     a.n_splits = a.is_short ? n_splits : a.n_splits;
     return a.is_short;
 }

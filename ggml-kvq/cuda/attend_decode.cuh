@@ -125,7 +125,7 @@ template <int D> __device__ void merge_rows(const kvq_attend_args & a, decode_su
 }
 
 // mask of this thread's cells in S, 4j + {0, 1} from `slot` on in the page, for its two columns
-__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, int slot, uint32_t (&mk)[2][4]) {
+__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, int kvh, int slot, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __hal
             mk[e][j] = 0;
 #pragma unroll
             for (int b = 0; b < 2; b++) {
-                const int cell = page.map ? page.map[slot + 4*j + b] : page.cell + slot + 4*j + b;
+                const int cell = page.map ? page.map[kvh * a.map_stride + slot + 4*j + b] : page.cell + slot + 4*j + b;
                 const uint32_t h = cell < 0 || cell >= a.n_kv ? 0xfc00 : mask[e] ? __half_as_ushort(mask[e][cell]) : 0;
                 mk[e][j] |= h << 16*b;
             }
@@ -276,7 +276,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             const kvq_page & vp = ring[unit % 4 * 2 + vh];
             const bool here = sel >> g / 4 & 1;
             uint32_t mk[2][4];
-            load_mask(a, mask, one_mask, kp, first_cell(2*unit + kh) + in_half, mk);
+            load_mask(a, mask, one_mask, kp, kvh, first_cell(2*unit + kh) + in_half, mk);
             if constexpr (CODES) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
                     staged = false;
@@ -376,8 +376,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                 if (now & 2) {
                     if constexpr (ROTATED) {
                         accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
+                    } else if (a.v_group_log2 == 4) {
+                        accumulate<D, KB, VB, true>(a, stage, p, o, oz);
                     } else {
-                        accumulate<D, KB, VB>(a, stage, p, o, oz);
+                        accumulate<D, KB, VB, false>(a, stage, p, o, oz);
                     }
                 }
             }
@@ -406,7 +408,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         const float f = of_codes ? FROM_V : 1.0f;
 #pragma unroll
         for (int i = 0; i < D / 32; i++) {
-            const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], 32*i / a.v.group * 4 + c) : 0.0f;
+            const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (32*i + 4*g) / a.v.group * 4 + c) : 0.0f;
             *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] =
                 make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
         }

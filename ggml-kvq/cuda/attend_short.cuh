@@ -163,7 +163,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 #pragma unroll
         for (int e = 0; e < 2; e++) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) { mk[e][j] = mask_pair(a, mask[e], page.map, page.cell, t0 + in_half + 4*j); }
+            for (int j = 0; j < 4; j++) { mk[e][j] = mask_pair(a, mask[e], page.map ? page.map + kvh * a.map_stride : nullptr, page.cell, t0 + in_half + 4*j); }
         }
     }
     if (any_new || (CODES && a.k.scale)) { copies_done(); } else { first_copies_done(); }
@@ -238,7 +238,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         }
         copies_done();
         if (CODES && (state & 2)) {
-            if constexpr (CODES) { accumulate<D, KB, VB>(a, stage, p, o, oz); }
+            if constexpr (CODES) { accumulate<D, KB, VB, false>(a, stage, p, o, oz); }
         } else {
             accumulate_open<D, VB, true>(open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
         }

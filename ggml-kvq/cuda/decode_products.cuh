@@ -97,8 +97,9 @@ template <int VB> __device__ __forceinline__ constexpr int v_weight(int j) { ret
 
 __device__ __forceinline__ uint32_t word(const uint4 & x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-// p: weighted probabilities of step j, cells (0, 2) and (1, 3)
-template <int D, int KB, int VB> __device__ __forceinline__
+// p: weighted probabilities of step j, cells (0, 2) and (1, 3). HALVES: groups of 16 channels. Rows of a product are then of two groups
+// (g below 4, and above), so there are two products, each of which sees the rows of one group alone.
+template <int D, int KB, int VB, bool HALVES> __device__ __forceinline__
 void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
     using map = stage_map<D, KB, VB>;
     constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1; // N: words of a channel that a thread needs
@@ -120,21 +121,29 @@ void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint32_t
     const uint8_t * words = stage + map::V + g / 4 * (2*W * 64) + chunk / 2 * 128, * words1 = stage + map::V_HIGH + g / 4 * 128;
     uint32_t ps[4][2];
 #pragma unroll
-    for (int i = 0; i < D / 32; i++) {
-        if (i == 0 || !(32*i & ((1 << a.v_group_log2) - 1))) {
+    for (int k = 0; k < D / 32 * (HALVES ? 2 : 1); k++) {
+        const int i = HALVES ? k / 2 : k;
+        if (k == 0 || HALVES || !(32*i & ((1 << a.v_group_log2) - 1))) {
+            const int group = HALVES ? k : 32*i >> a.v_group_log2;
             uint32_t s[2][4];
-            read_params(params + (32*i >> a.v_group_log2) * 256,      s[0]);
-            read_params(params + (32*i >> a.v_group_log2) * 256 + 16, s[1]);
+            read_params(params + group * 256,      s[0]);
+            read_params(params + group * 256 + 16, s[1]);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 ps[j][0] = mul2(p[j][0], s[j / 2][j % 2 * 2]);
                 ps[j][1] = mul2(p[j][1], s[j / 2][j % 2 * 2 + 1]);
             }
         }
+        const bool mine = !HALVES || g / 4 == k % 2;
         uint4 x[N], h = {};
 #pragma unroll
         for (int n = 0; n < N; n++) { x[n] = *(const uint4 *) (words + i * (4*W * 64) + (((chunk + n) % 2 * 4 + g % 4) ^ 2 * (chunk / 2 % 4)) * 16); }
         if (cut<VB>::high) { h = *(const uint4 *) (words1 + i * 256 + (c / 2 * 4 + g % 4) * 16); }
+        if (!mine) {
+#pragma unroll
+            for (int n = 0; n < N; n++) { x[n] = make_uint4(0, 0, 0, 0); }
+            h = make_uint4(0, 0, 0, 0);
+        }
 #pragma unroll
         for (int r = 0; r < 4; r += 2) { // channels 32i + 4g + r, + r + 1
             uint32_t hx = rotate(word(h, r), turn), hy = rotate(word(h, r + 1), turn);

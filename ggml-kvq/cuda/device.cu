@@ -4,7 +4,9 @@
 #include "lattice.cuh"
 #include "predict.cuh"
 #include "seal.cuh"
+#include "select.cuh"
 #include "../types/lattice.h"
+#include "../types/mixed.h"
 
 #include <algorithm>
 #include <cmath>
@@ -27,6 +29,10 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
     g.n_cells   = c.n_cells;
     g.head_size = c.head_size;
     g.stride    = (c.head_size + 15) / 16 * 16;
+    if (c.type == KVQ_TYPE_MIXED) { // as a whole
+        g.nb_codes  = (int) kvq_mixed_nb_codes(c);
+        g.nb_params = (int) kvq_mixed_nb_params(c);
+    }
     if (c.type != KVQ_TYPE_AFFINE && c.type != KVQ_TYPE_LATTICE) {
         return g;
     }
@@ -65,6 +71,8 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
 kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
     const char * may = getenv("KVQ_CUDA_SHORT");
     allow_short = !may || atoi(may);
+    const char * observes = getenv("KVQ_CUDA_OBSERVE");
+    may_observe = !observes || atoi(observes);
     cudaDeviceProp p;
     if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
         n_sm    = p.multiProcessorCount;
@@ -95,6 +103,9 @@ kvq_cuda_device::~kvq_cuda_device() {
             cudaFree(r.high);
             cudaFree(r.low);
         }
+        cudaFree(lse);
+        cudaFree(parts);
+        cudaFree(addresses);
     }
 }
 
@@ -125,6 +136,8 @@ template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need
     zero(p, 4 * need);
     return true;
 }
+template bool kvq_cuda_device::grow(float *&, size_t &, size_t, const char *);
+template bool kvq_cuda_device::grow(uint32_t *&, size_t &, size_t, const char *);
 
 kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
     kvq_affine_geometry g = kvq_affine_get_geometry(c);
@@ -182,10 +195,9 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
     if ((plan.pre_rope || plan.mean) && !unproven_allowed()) {
         return "aqua's CUDA kernels have run on the host only: use higgs, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";
     }
-    const bool more = plan.probe > 0.0f || plan.keep > 0.0f; // than pages that are read one by one
     for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
-        if (more || (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE)) {
-            return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua or f16, or run on the CPU with -ngl 0";
+        if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE && c->type != KVQ_TYPE_MIXED) {
+            return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or run on the CPU with -ngl 0";
         }
     }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
@@ -348,6 +360,7 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
     use();
     const kvq_affine_geometry g = geometry(l.codec);
     const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_encode_lattice : kvq_launch_encode;
+    const kvq_mixed_geometry mixed = kvq_mixed_get_geometry(l.codec);
     for (int i = 0; i < n; i += KVQ_SEAL_JOBS) {
         const int part = std::min(n - i, KVQ_SEAL_JOBS);
         kvq_seal_jobs arg;
@@ -360,7 +373,11 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
                 memset(arg.job[j].valid, 0xff, sizeof(arg.job[j].valid));
             }
         }
-        launch(g, arg, part, l.n_head, (cudaStream_t) stream);
+        if (g.type == KVQ_TYPE_MIXED) {
+            kvq_launch_encode_mixed(mixed, arg, part, l.n_head, (cudaStream_t) stream);
+        } else {
+            launch(g, arg, part, l.n_head, (cudaStream_t) stream);
+        }
     }
     check(cudaGetLastError(), "encode kernel");
 }
@@ -369,7 +386,11 @@ void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b
     use();
     const kvq_affine_geometry g = geometry(l.codec);
     const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_decode_lattice : kvq_launch_decode;
-    launch(g, (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
+    if (g.type == KVQ_TYPE_MIXED) {
+        kvq_launch_decode_mixed(kvq_mixed_get_geometry(l.codec), (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
+    } else {
+        launch(g, (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
+    }
     check(cudaGetLastError(), "decode kernel");
 }
 
@@ -425,12 +446,18 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
         a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;
         a.sinks = f.sinks;
+        a.map_stride = (int) f.map_stride;
+        const bool mixed = f.k.type == KVQ_TYPE_MIXED;
+        if (mixed) {
+            a.km = kvq_mixed_get_geometry(f.k);
+            a.vm = kvq_mixed_get_geometry(f.v);
+        }
         for (int i = 0; i < n_streams; i++) {
             const kvq_attn & s = attn[i0 + i];
-            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, rows_again ? (const kvq_page *) (unfolded + i * unfolded_table) : s.pages };
+            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, rows_again ? (const kvq_page *) (unfolded + i * unfolded_table) : s.pages, s.lse };
         }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and more splits
-        const bool few    = kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
+        const bool few    = !mixed && !f.lse && kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
         if (is_short && held_here) {
             for (int i = 0; i < 2; i++) { a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride }; }
             a.n_new = held[0].n;
@@ -466,7 +493,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {
-            kvq_launch_tiles(a, n_streams, n_warps, (cudaStream_t) stream);
+            (mixed ? kvq_launch_tiles_mixed : kvq_launch_tiles)(a, n_streams, n_warps, (cudaStream_t) stream);
         }
         if (a.n_splits > 1 && !few) {
             kvq_launch_merge(a, n_streams, (cudaStream_t) stream);
@@ -506,7 +533,9 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
                 continue;
             }
             const kvq_affine_geometry g = geometry(c);
-            if (g.type == KVQ_TYPE_LATTICE) {
+            if (g.type == KVQ_TYPE_MIXED) {
+                kvq_launch_expand_mixed(kvq_mixed_get_geometry(c), attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, (cudaStream_t) stream);
+            } else if (g.type == KVQ_TYPE_LATTICE) {
                 kvq_launch_expand_lattice(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, turn(attn[i], value), (cudaStream_t) stream);
             } else {
                 kvq_launch_expand(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, (cudaStream_t) stream);

@@ -39,6 +39,13 @@ public:
     // device, overwritten by the next call. False: out of memory.
     bool expand(const kvq_attn * attn, int n, void ** k, void ** v, const kvq_chain_pages * chain = nullptr);
 
+    // Column sums of a call that was attended: what the table asks for (cache/saliency.h). keys: of expand(), where another kernel attended; NULL:
+    // attend() left a.lse. max_rows: probe rows at most; max_pages: of the table.
+    void observe(const kvq_attn & a, const kvq_probe_table * table, int max_rows, int max_pages, const void * keys);
+    bool may_observe; // true, unless KVQ_CUDA_OBSERVE=0 is set: to measure what it costs
+    // Log-sum-exp of n rows, a workspace as expand's; NULL: out of memory.
+    float * lse_of(size_t n);
+
     // out[i] (+)= W x[i] for n rows (types/predictor.h), every pointer in device memory, w.data too; x_stride is a multiple of 32.
     void predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride);
 
@@ -67,6 +74,8 @@ public:
     void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
     void   chain_predict(const kvq_chain_pages & c, float * out) override;
     void   chain_step(const kvq_chain_pages & c) override;
+    void   gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const uint16_t * const * from) override;
+    void   choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
 
 private:
     bool use();
@@ -80,6 +89,10 @@ private:
     float     * partial = nullptr;
     uint32_t  * tickets = nullptr;
     size_t      n_partial = 0, n_tickets = 0;
+    float     * lse = nullptr, * parts = nullptr; // parts: of log-sum-exp
+    size_t      n_lse = 0, n_parts = 0;
+    uint32_t  * addresses = nullptr; // of gather
+    size_t      n_addresses = 0;
     float     * points   = nullptr; // of all grids
     void      * expanded = nullptr;
     size_t      nb_expanded = 0;

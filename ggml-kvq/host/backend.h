@@ -56,7 +56,7 @@ ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev); // bu
 std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
 const char *       kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape);
 // node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few: our kernel.
-bool               kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const kvq_kv_layer & layer, const ggml_tensor * node, int stream0, const std::vector<kvq_attn> & streams);
+bool               kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node, int stream0, std::vector<kvq_attn> & streams);
 void               kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
 void *             kvq_cuda_stream(ggml_backend_t inner);

@@ -7,6 +7,7 @@
 #include "ggml-cuda.h"
 #include "ggml-impl.h" // ggml_cgraph
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -173,36 +174,64 @@ static ggml_tensor plain_rows(const ggml_tensor * view, void * data) {
     return t;
 }
 
-bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, const kvq_kv_layer & layer, const ggml_tensor * node, int stream0, const std::vector<kvq_attn> & streams) {
+bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & l, const ggml_tensor * node, int stream0, std::vector<kvq_attn> & streams) {
     const kvq_attn & a = streams[0];
+    kvq_cuda_device & device = cuda(cache);
+    const int n = (int) streams.size();
+    // probes: of each stream; in a recording the table says how many there are when it runs
+    std::vector<int> n_probes((size_t) n, 0);
+    for (int s = 0; device.may_observe && l.saliency.asks(a.n_q) && s < n; s++) {
+        n_probes[(size_t) s] = b.recording ? a.n_q :
+            l.saliency.prepare(l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages, l.spans.packed ? l.spans.n_pages : a.n_pages, stream0 + s, a.n_q, (uint64_t) l.k->first_written(stream0 + s));
+    }
+    const bool observed = std::any_of(n_probes.begin(), n_probes.end(), [](int x) { return x > 0; });
+    if (observed) {
+        const size_t per = (size_t) a.n_q * a.n_head;
+        float * lse = device.lse_of(per * n);
+        for (int s = 0; s < n; s++) { streams[(size_t) s].lse = lse + per * s; }
+        if (!lse) {
+            return false;
+        }
+    }
+    const auto observe = [&](const char * keys) {
+        const size_t nb = 2 * (size_t) a.n_kv * a.n_head_kv * a.k.head_size;
+        for (int s = 0; s < n; s++) {
+            if (n_probes[(size_t) s]) {
+                device.observe(streams[(size_t) s], l.saliency.table_of(stream0 + s), n_probes[(size_t) s], l.saliency.max_pages(stream0 + s), keys ? keys + s * nb : nullptr);
+            }
+        }
+    };
     void * k = nullptr, * v = nullptr;
     std::vector<kvq_chain_pages> lanes;
     for (int s = 0; cache.chain && s < (int) streams.size(); s++) {
         if (!b.recording) { // when a recorded step runs, its layers follow each other
-            cache.chain->layer_below(layer.ordinal, stream0 + s, a.n_pages);
-            cache.chain->layer_read(layer.ordinal, stream0 + s, a.n_pages);
+            cache.chain->layer_below(l.ordinal, stream0 + s, a.n_pages);
+            cache.chain->layer_read(l.ordinal, stream0 + s, a.n_pages);
         }
         for (const bool value : { false, true }) {
-            lanes.push_back(cache.chain->chains(value) ? cache.chain->lane_there(layer.ordinal, value, stream0 + s, 0, a.n_pages) : kvq_chain_pages());
+            lanes.push_back(cache.chain->chains(value) ? cache.chain->lane_there(l.ordinal, value, stream0 + s, 0, a.n_pages) : kvq_chain_pages());
         }
     }
     const kvq_chain_pages * const chain = lanes.empty() ? nullptr : lanes.data();
-    if (a.n_q * (a.n_head / a.n_head_kv) > 64) {
+    if (a.n_q * (a.n_head / a.n_head_kv) > 64 && !l.spans.packed) { // each head has its own cells there
         ggml_tensor plain[3] = { plain_rows(node->src[1], nullptr), plain_rows(node->src[2], nullptr), *node };
         plain[0].buffer = plain[1].buffer = node->src[0]->buffer;
         plain[2].src[1] = &plain[0];
         plain[2].src[2] = &plain[1];
-        if (ggml_backend_dev_supports_op(inner(b.device), &plain[2]) && cuda(cache).expand(streams.data(), (int) streams.size(), &k, &v, chain)) {
+        if (ggml_backend_dev_supports_op(inner(b.device), &plain[2]) && device.expand(streams.data(), n, &k, &v, chain)) {
             plain[0].data = k;
             plain[1].data = v;
             ggml_tensor * nodes[1] = { &plain[2] };
             ggml_cgraph graph = {};
             graph.nodes   = nodes;
             graph.n_nodes = 1;
-            return b.inner->iface.graph_compute(b.inner, &graph) == GGML_STATUS_SUCCESS;
+            const bool ok = b.inner->iface.graph_compute(b.inner, &graph) == GGML_STATUS_SUCCESS;
+            observe((const char *) k);
+            return ok;
         }
     }
-    cuda(cache).attend(streams.data(), (int) streams.size(), &layer.k->layout(), &layer.v->layout(), chain);
+    device.attend(streams.data(), n, &l.k->layout(), &l.v->layout(), chain);
+    observe(nullptr);
     return true;
 }
 #endif

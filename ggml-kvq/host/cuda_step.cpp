@@ -28,6 +28,7 @@ bool waits(const ggml_tensor * node) {
 
 struct kvq_cuda_step {
     struct write { const ggml_tensor * node; kvq_target target; int n_kv; }; // n_kv: cells that the attention behind it reads
+    struct look  { kvq_kv_layer * layer; kvq_cuda_device * device; int stream, n_pages, n_q, n_head; }; // of a stream of a layer whose cells are scored
     uint64_t uid = 0;
     const void * first = nullptr;
     bool     fits  = false;
@@ -35,6 +36,7 @@ struct kvq_cuda_step {
     size_t   n_rows = 0;
     uint64_t generation = 0; // of the caches when the recording was made
     std::vector<write> writes;
+    std::vector<look>  looks;
     std::vector<kvq_kv_cache *> caches;
     kvq_cuda_graph graph;
 
@@ -43,6 +45,7 @@ struct kvq_cuda_step {
     uint64_t moved() const;
     bool begin(kvq_cuda_device::step s);
     void end();
+    bool prepare(); // what scores read, once the rows are noted; false: a recording points elsewhere now
     void commit(int n_threads);
 };
 
@@ -53,6 +56,7 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
     n_rows = 0;
     generation = ~0ull;
     writes.clear();
+    looks.clear();
     caches.clear();
     fits = uid != 0;
     for (int i = 0; i < g->n_nodes && fits; i++) {
@@ -70,9 +74,15 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
             caches.push_back(t.cache);
         }
         if (attends) {
-            fits = node->src[0]->ne[1] * node->src[0]->ne[2] / node->src[1]->ne[2] <= MAX_ROWS;
+            const ggml_tensor * q = node->src[0], * k = node->src[1];
+            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS;
             for (write & w : writes) { // attention writes these rows itself when the cache is short
-                w.n_kv = w.target.layer == t.layer ? (int) node->src[1]->ne[1] : w.n_kv;
+                w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
+            }
+            const kvq_draft_layer & d = t.layer->d;
+            const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
+            for (int i = 0; cuda(*t.cache).may_observe && t.layer->saliency.asks((int) q->ne[1]) && i < q->ne[3]; i++) {
+                looks.push_back({ t.layer, &cuda(*t.cache), stream0 + i, t.layer->spans.packed ? t.layer->spans.n_pages : std::min(((int) k->ne[1] + per_page - 1) / per_page, t.layer->spans.n_pages), (int) q->ne[1], (int) (q->ne[2] * q->ne[3]) });
             }
         } else {
             fits = node->op == GGML_OP_SET_ROWS && !t.cache->refused;
@@ -103,6 +113,12 @@ uint64_t kvq_cuda_step::moved() const {
 
 bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
     bool ok = true;
+    for (const look & x : looks) {
+        if (s == kvq_cuda_device::RECORD) { // everything it will point at
+            x.layer->saliency.reserve(x.stream, MAX_ROWS, 0);
+            ok = ok && x.device->lse_of((size_t) x.n_q * x.n_head);
+        }
+    }
     for (kvq_kv_cache * c : caches) {
         if (s == kvq_cuda_device::RECORD) { // no transfers in a recording
             for (auto & l : c->layers) { l->spans.on(c->device); }
@@ -117,6 +133,29 @@ void kvq_cuda_step::end() {
         for (auto & l : c->layers) { l->spans.on(c->device); }
         cuda(*c).end_step();
     }
+}
+
+bool kvq_cuda_step::prepare() {
+    for (kvq_kv_cache * c : caches) {
+        for (auto & l : c->layers) {
+            l->spans.on(c->device);
+            if (l->spans.packed && l->spans.n_used() > l->spans.n_recorded) {
+                return false;
+            }
+        }
+    }
+    const auto pages = [](const look & x) { return x.layer->spans.spans.data() + (size_t) x.stream * x.layer->spans.n_pages; };
+    for (const look & x : looks) {
+        const kvq_page * p = pages(x);
+        const int n_open = (int) std::count_if(p, p + x.n_pages, [](const kvq_page & y) { return y.n_slots && !y.k_params; });
+        if (x.layer->saliency.reserve(x.stream, x.n_q, n_open)) {
+            return false;
+        }
+    }
+    for (const look & x : looks) {
+        x.layer->saliency.prepare(pages(x), x.n_pages, x.stream, x.n_q, (uint64_t) x.layer->k->first_written(x.stream));
+    }
+    return true;
 }
 
 void kvq_cuda_step::commit(int n_threads) {
@@ -156,13 +195,15 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         for (const kvq_cuda_step::write & w : s.writes) {
             ok = ok && kvq_set_rows(b, w.node, w.target);
         }
-        s.end();
         if (!ok) {
+            s.end();
             return GGML_STATUS_FAILED;
         }
+        s.end();
         if (s.generation != s.moved()) { // a table that the recording reads has grown; rows that were noted are noted again
             return kvq_compute_graph(b, graph);
         }
+        ok = s.prepare();
     } else if (ok) {
         s.generation = s.moved();
         ok = s.graph.begin(b.stream);
@@ -170,7 +211,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
             b.recording = true;
             const bool done = kvq_compute_graph(b, graph) == GGML_STATUS_SUCCESS;
             b.recording = false;
-            ok = s.graph.end(b.stream) && done && s.generation == s.moved();
+            ok = s.graph.end(b.stream) && done && s.generation == s.moved() && s.prepare();
         }
         s.end();
     }

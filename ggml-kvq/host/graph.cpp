@@ -201,7 +201,7 @@ bool kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node,
             return false;
         }
         const kvq_page_state state = lane.state((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells);
-        if (state != KVQ_PAGE_OPEN && !(or_empty && state == KVQ_PAGE_EMPTY)) {
+        if ((state != KVQ_PAGE_OPEN && !(or_empty && state == KVQ_PAGE_EMPTY)) || !t.layer->k->is_plain((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells)) {
             return false;
         }
     }
@@ -242,7 +242,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     const size_t nb_stream = (size_t) l.d.n_embd_k * l.d.n_cells * 2;
     const int stream0 = (int) (k->view_offs / nb_stream);
 
-    float * lse = l.saliency.active() ? l.saliency.lse_of(n_stream, (int) q->ne[1], (int) q->ne[2]) : nullptr;
+    float * lse = l.saliency.active() && !b.inner ? l.saliency.lse_of(n_stream, (int) q->ne[1], (int) q->ne[2]) : nullptr;
     static thread_local std::vector<kvq_attn> streams;
     streams.assign((size_t) n_stream, kvq_attn{});
     for (int s = 0; s < n_stream; s++) {
@@ -281,6 +281,10 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         a.map_stride = l.d.plan.keep > 0.0f ? page_cells : 0;
         a.lse     = lse ? lse + (size_t) s * q->ne[1] * q->ne[2] : nullptr;
         a.pages   = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
+        if (l.spans.packed) { // a recording leaves room for pages that open while it is in use
+            a.n_pages = std::min(l.spans.n_used() + (b.recording ? 16 : 0), l.spans.n_pages);
+            l.spans.n_recorded = b.recording ? a.n_pages : l.spans.n_recorded;
+        }
     }
 #ifdef KVQ_CUDA
     if (b.inner) {

@@ -93,6 +93,7 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
     for (const kvq_draft_layer & d : draft.layers) {
         for (const kvq_lane_layout * l : { &d.k, &d.v }) { nb += kvq_pad(l->bytes_codes + l->bytes_params + l->bytes_window + 1, KVQ_ALIGN_SLAB); }
         nb += kvq_pad(sizeof(kvq_page) * (size_t) d.n_stream * (d.k.n_pages + d.k.n_store), KVQ_ALIGN_SLAB);
+        nb += d.plan.keep > 0.0f ? kvq_pad(4 * (size_t) d.n_stream * d.k.n_store * d.k.n_head * d.k.page_cells, KVQ_ALIGN_SLAB) : 0; // maps
     }
     device.reserve(nb);
     for (const kvq_draft_layer & d : draft.layers) {
@@ -130,7 +131,7 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         l.v->set_slots(&l.slots);
     }
     if (l.d.plan.probe > 0.0f) {
-        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal, l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1);
+        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal, l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &device);
         l.k->set_saliency(&l.saliency);
         l.v->set_saliency(&l.saliency);
     }

@@ -1,0 +1,109 @@
+// kvq_cuda_device, the part of methods that treat cells by the attention they get.
+#include "device.h"
+
+#include "saliency.cuh"
+#include "seal.cuh"
+#include "select.cuh"
+#include "../types/mixed.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+kvq_mixed_geometry kvq_mixed_get_geometry(const kvq_codec & c) {
+    kvq_mixed_geometry g = {};
+    if (c.type != KVQ_TYPE_MIXED) {
+        return g;
+    }
+    const kvq_mixed_map m = kvq_mixed_offsets(c);
+    for (int i = 0; i < 2; i++) {
+        const kvq_codec part = kvq_mixed_part(c, i);
+        g.codes[i]  = (int) m.codes[i];
+        g.params[i] = (int) m.params[i];
+        if (part.n_cells) { g.part[i] = kvq_affine_get_geometry(part); }
+    }
+    g.channels  = (int) m.channels;
+    g.n_cells   = c.n_cells;
+    g.n_hi      = c.n_hi;
+    g.head_size = c.head_size;
+    g.stride    = (c.head_size + 15) / 16 * 16;
+    g.role      = c.role;
+    g.nb_codes  = (int) m.nb_codes;
+    g.nb_params = (int) m.nb_params;
+    return g;
+}
+
+void kvq_cuda_device::gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const uint16_t * const * from) {
+    use();
+    const size_t n_rows = (size_t) n * l.n_head * l.page_cells, nb = 8 * (n + n_rows);
+    if (!n || !grow(addresses, n_addresses, nb / 4, "addresses of rows")) {
+        return;
+    }
+    std::vector<const void *> all(tiles, tiles + n);
+    all.insert(all.end(), from, from + n_rows);
+    put(addresses, all.data(), nb);
+    kvq_launch_gather((uint16_t * const *) addresses, (const uint16_t * const *) addresses + n, n, l.n_head * l.page_cells, l.head_stride(), (cudaStream_t) stream);
+    check(cudaGetLastError(), "gather kernel");
+}
+
+void kvq_cuda_device::choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) {
+    use();
+    for (int i = 0; i < n; i += KVQ_CHOOSE_JOBS) {
+        const int part = std::min(n - i, KVQ_CHOOSE_JOBS);
+        kvq_choose_jobs arg = {};
+        for (int j = 0; j < part; j++) {
+            const kvq_choice & c = pages[i + j];
+            arg.job[j].sums   = c.sums;
+            arg.job[j].params = (uint8_t *) c.params;
+            memcpy(arg.job[j].valid, c.valid, l.page_cells / 8);
+            if (c.stale) { memcpy(arg.job[j].stale, c.stale, l.page_cells / 8); }
+        }
+        kvq_launch_choose(arg, part, l.n_head, l.page_cells, l.codec.n_hi, (int) l.nb_params, normalise, (cudaStream_t) stream);
+    }
+    check(cudaGetLastError(), "selection kernel");
+}
+
+float * kvq_cuda_device::lse_of(size_t n) {
+    use();
+    return grow(lse, n_lse, n, "rows' log-sum-exp") ? lse : nullptr;
+}
+
+void kvq_cuda_device::observe(const kvq_attn & x, const kvq_probe_table * table, int max_rows, int max_pages, const void * keys) {
+    use();
+    kvq_score_args a = {};
+    a.table = table;
+    a.q     = x.q;
+    a.mask  = (const __half *) x.mask;
+    a.lse   = x.lse;
+    a.sinks = x.sinks;
+    a.keys  = (const uint16_t *) keys;
+    a.q_stride_token    = x.q_stride_token;    a.q_stride_head    = x.q_stride_head;
+    a.mask_stride_token = x.mask_stride_token; a.mask_stride_head = x.mask_stride_head;
+    a.n_head     = x.n_head;
+    a.n_head_kv  = x.n_head_kv;
+    a.gqa        = x.n_head / x.n_head_kv;
+    a.n_rows     = max_rows * a.gqa;
+    a.head_size  = x.k.head_size;
+    a.stride     = (x.k.head_size + 15) / 16 * 16;
+    a.page_cells = x.k.n_cells;
+    a.map_stride = (int) x.map_stride;
+    a.n_kv       = x.n_kv;
+    a.scale      = x.scale;
+    a.softcap    = x.softcap;
+    a.max_bias   = x.max_bias;
+    a.n_head_log2 = 1;
+    while (2 * a.n_head_log2 <= a.n_head) { a.n_head_log2 *= 2; }
+    a.m0 = -a.max_bias        / (float) a.n_head_log2;
+    a.m1 = -a.max_bias / 2.0f / (float) a.n_head_log2;
+    if (keys) {
+        const int blocks = (a.n_rows + 63) / 64 * a.n_head_kv;
+        a.n_splits = std::max(1, std::min({ n_sm * 6 / std::max(blocks, 1), x.n_kv / 256, 256 }));
+        if (!grow(parts, n_parts, 2 * (size_t) a.n_splits * a.n_head_kv * a.n_rows, "parts of log-sum-exp")) {
+            return;
+        }
+        a.partial = (float2 *) parts;
+        kvq_launch_lse(a, (cudaStream_t) stream);
+    }
+    kvq_launch_scores(a, max_pages, (cudaStream_t) stream);
+    check(cudaGetLastError(), "column sums kernel");
+}
