@@ -192,6 +192,10 @@ static bool unproven_allowed() {
 }
 
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
+    if (plan.keep > 0.0f && !unproven_allowed()) {
+        return "eviction on CUDA gave right results, but one run ended with a CUDA error that is not explained yet: use kivi or zipcache with keep=1, run on the CPU with -ngl 0, "
+               "or set KVQ_CUDA_UNPROVEN=1 to try it";
+    }
     if ((plan.pre_rope || plan.mean) && !unproven_allowed()) {
         return "aqua's CUDA kernels have run on the host only: use higgs, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";
     }

@@ -500,6 +500,11 @@ int main(int argc, char ** argv) {
         bench(d);
         return 0;
     }
+    unsetenv("KVQ_CUDA_UNPROVEN");
+    for (const auto & x : { std::make_pair("zipcache", ""), std::make_pair("zipcache", "keep=0.5"), std::make_pair("minikv", "") }) { // refused at load, not at a token
+        const kvq_layer_plan plan = make_plan(x.first, x.second, 2, 64);
+        CHECK((kvq_cuda_device::refuse(plan, 64, 64) != nullptr) == (plan.keep > 0.0f), "%s %s is%s refused", x.first, x.second, plan.keep > 0.0f ? " not" : "");
+    }
     const bool on_host = argc > 1 && !strcmp(argv[1], "host"), quick = on_host || (argc > 1 && !strcmp(argv[1], "quick"));
     int n = 0;
     for (const char * opts : { "", "interval=64,salient=0.5,scales=f16", "interval=32,salient=1,hi=3,scales=u8", "interval=256,salient=0.25,hi=4,lo=1,eta=0.1", "interval=96,salient=0,lo=3" }) {
