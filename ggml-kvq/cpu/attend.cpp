@@ -179,6 +179,10 @@ struct ahead {
     static void ask(const void * codes, const void * params, int kvh, const kvq_view & sealed, const kvq_view & open) {
         const kvq_view & v = params ? sealed : open;
         const char * c = (const char *) codes + kvh * v.nb_codes, * p = (const char *) params + kvh * v.nb_params;
+        if (!params && sealed.codec.type != KVQ_TYPE_F16) { // a window's pages: more than the first level holds
+            for (size_t i = 0; c && i < v.nb_codes; i += 64) { __builtin_prefetch(c + i, 0, 2); }
+            return;
+        }
         for (size_t i = 0; c && i < std::min<size_t>(v.nb_codes, 4096); i += 64) { __builtin_prefetch(c + i); }
         for (size_t i = 0; params && i < v.nb_params; i += 64)                   { __builtin_prefetch(p + i); }
     }

@@ -42,6 +42,7 @@ void find_places(stream_plan & s) {
     if (turns) {
         s.turns = turns->view();
     }
+    const kvq_kernels & K = kvq_get_kernels();
     const int n = p.k.n_cells;
     s.places.assign((size_t) p.n_pages, { -1, 0 });
     for (int j = 0; s.folded_k && j < p.n_pages; j++) {
@@ -54,12 +55,8 @@ void find_places(stream_plan & s) {
             continue;
         }
         const int32_t * sealed = p.sealed + page.cell, * now = p.positions + page.cell, first = sealed[0], by = now[0] - first;
-        int32_t apart = 0, gap = 0, sign = first; // no branches: every layer of every step looks at every position
-        for (int t = 0; t < n; t++) {
-            apart |= now[t] - sealed[t] - by;
-            gap   |= sealed[t] - first - t;
-            sign  |= now[t];
-        }
+        int32_t apart, gap, sign;
+        K.page_positions(n, now, sealed, &apart, &gap, &sign);
         const bool fits = !apart && sign >= 0 && (!p.k_mean || (!gap && n <= 2 * KVQ_TURN_HALF));
         const size_t set = (size_t) (std::find(s.moved.begin(), s.moved.end(), by) - s.moved.begin());
         if (!fits || set >= MAX_SETS) {

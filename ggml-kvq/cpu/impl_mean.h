@@ -56,9 +56,8 @@ template <int R, int G> static inline void mean_offsets(const kvq_mean_tables & 
     for (int r = 0; r < R; r++) {
         const f32x16 by = f32_set1(step[2*r] * (1.0f / 4096.0f));
         for (int j = 0; j < G; j++) {
-            const f32x16 e = f32_mul(f32_from_i32(even[j][r]), by), o = f32_from_i32(odd[j][r]);
-            f32_store(hi[g + j] + (size_t) r * n, f32_fma(o, by, e));
-            f32_store(lo[g + j] + (size_t) r * n, f32_reverse(f32_sub(e, f32_mul(o, by))));
+            f32_store(hi[g + j] + (size_t) r * n, f32_mul(f32_from_i32(i32_add(even[j][r], odd[j][r])), by));
+            f32_store(lo[g + j] + (size_t) r * n, f32_reverse(f32_mul(f32_from_i32(i32_sub(even[j][r], odd[j][r])), by)));
         }
     }
 }
@@ -95,6 +94,20 @@ template <int R> static void mean_rows(const kvq_mean_tables & t, int first, int
     int g = 0;
     for (; g + G <= n_groups; g += G) { mean_offsets<R, G>(t, g, w, n, step, hi, lo); }
     for (; g < n_groups; g++)         { mean_offsets<R, 1>(t, g, w, n, step, hi, lo); }
+}
+
+// Positions of a page: what is not 0 of now - sealed - by and of sealed - sealed[0] - t, over all cells; the sign of all
+static void page_positions(int n, const int32_t * now, const int32_t * sealed, int32_t * apart, int32_t * gap, int32_t * sign) {
+    const int32_t first = sealed[0], by = now[0] - first;
+    int32_t a = 0, g = 0, s = first;
+    for (int t = 0; t < n; t++) { // no branches: every layer of every step looks at every position
+        a |= now[t] - sealed[t] - by;
+        g |= sealed[t] - first - t;
+        s |= now[t];
+    }
+    *apart = a;
+    *gap   = g;
+    *sign  = s;
 }
 
 static void score_mean(const kvq_mean_tables & t, int first, int n_pages, int n, int n_rows, const float * coef, const float * step, float * logits) {

@@ -98,6 +98,8 @@ static inline float32x4_t exp2_4(float32x4_t x0) {
 static inline f32x16 f32_exp2(f32x16 a)               { KVQ_EACH a.v[i] = exp2_4(a.v[i]); return a; }
 
 static inline i32x16 i32_zero()                       { i32x16 r; KVQ_EACH r.v[i] = vdupq_n_s32(0); return r; }
+static inline i32x16 i32_add(i32x16 a, i32x16 b)      { KVQ_EACH a.v[i] = vaddq_s32(a.v[i], b.v[i]); return a; }
+static inline i32x16 i32_sub(i32x16 a, i32x16 b)      { KVQ_EACH a.v[i] = vsubq_s32(a.v[i], b.v[i]); return a; }
 static inline f32x16 f32_from_i32(i32x16 a)           { f32x16 r; KVQ_EACH r.v[i] = vcvtq_f32_s32(a.v[i]); return r; }
 static inline void   i8_store(int8_t * p, f32x16 a) {
     int16x4_t h[4];

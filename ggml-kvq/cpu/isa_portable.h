@@ -74,6 +74,8 @@ static inline void   f32_transpose(f32x16 * x) {
 }
 
 static inline i32x16 i32_zero()                       { return i32x16{}; }
+static inline i32x16 i32_add(i32x16 a, i32x16 b)      { KVQ_EACH(16) a.v[i] += b.v[i]; return a; }
+static inline i32x16 i32_sub(i32x16 a, i32x16 b)      { KVQ_EACH(16) a.v[i] -= b.v[i]; return a; }
 static inline f32x16 f32_from_i32(i32x16 a)           { f32x16 r; KVQ_EACH(16) r.v[i] = (float) a.v[i]; return r; }
 // round to nearest, |a| <= 127
 static inline void   i8_store (int8_t * p, f32x16 a)  { KVQ_EACH(16) p[i] = (int8_t) lrintf(a.v[i]); }

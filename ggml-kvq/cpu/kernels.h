@@ -108,6 +108,8 @@ struct kvq_kernels {
     // (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be NULL; sealed, pos [n_cells].
     void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
                        const int32_t * sealed, const int32_t * pos, int dp, const float * q, float * logits);
+    // apart: 0 when all cells moved as far as the first; gap: 0 when they were sealed at positions in a row; sign: negative when some position is
+    void (*page_positions)(int n, const int32_t * now, const int32_t * sealed, int32_t * apart, int32_t * gap, int32_t * sign);
     // What kvq_turn_coefficients makes of a row's pairs and of those of the mean [n_pad]
     void (*mean_coefficients)(const kvq_mean_tables & t, float magnitude, const float * qx, const float * qy, const float * mx, const float * my, float * coef, float * step);
     // logits = (q . R_p mean) of n_pages pages of n cells at the positions first..: [page][n_rows][n]. n: a multiple of 32,
