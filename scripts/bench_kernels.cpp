@@ -3,10 +3,11 @@
 // For every format and one page of one KV head: keys (score), values (accumulate), the page within a whole attention call, and
 // encoding one block of keys and of values. Then a cache larger than the processor's: bytes read per second beside a STREAM-like
 // sum of the same machine. Attention calls are the product's own (kvq_cpu_attend). Results are held against the portable kernels and
-// the types' own encoders on the way; a difference ends the program with 1.
+// the types' own encoders on the way, the means of keys (aqua) against f64; a difference ends the program with 1.
 #include "cpu/cpu.h"
 #include "cpu/kernels.h"
 #include "cpu/lattice.h"
+#include "cpu/rope.h"
 #include "types/f16.h"
 #include "types/types.h"
 
@@ -312,6 +313,47 @@ void bench(const settings & o, const format & f, double bandwidth) {
     fflush(stdout);
 }
 
+// What the mean of keys adds to logits (aqua): against f64 at every position of 1 to 4 pages, then counts for 32 cells.
+void bench_means(const settings & o) {
+    const kvq_kernels & K = kvq_get_kernels();
+    kvq_rope rope;
+    rope.n_dims = o.head;
+    kvq_rotor rotor(rope);
+    rotor.reach(16384);
+    const kvq_turns & t = *(const kvq_turns *) rotor.view().turns;
+    const size_t R = (size_t) o.gqa, head = (size_t) o.head, n_pad = (size_t) t.n_pad;
+    std::vector<float> q(R * head), mean(head), coef(R * 2 * n_pad), step(2 * R), logits(KVQ_MAX_RUN * R * 32);
+    for (float & x : q) { x = random_float(); }
+    for (float & x : mean) { x = random_float(); }
+    std::vector<double> size(R); // of a row's logits over positions
+    for (size_t r = 0; r < R; r++) {
+        kvq_turn_coefficients(rotor.view(), &q[r * head], mean.data(), &coef[r * 2 * n_pad], &step[2 * r]);
+        for (size_t i = 0; i < head; i += 2) { size[r] += 0.5 * (pow(q[r*head + i], 2) + pow(q[r*head + i + 1], 2)) * (pow(mean[i], 2) + pow(mean[i + 1], 2)); }
+    }
+    double worst = 0.0;
+    for (const int first : { 0, 1, 63, 1000, 8001, 16001 }) {
+        for (int pages = 1; pages <= KVQ_MAX_RUN; pages++) {
+            K.score_mean(t.view(), first, pages, 32, o.gqa, coef.data(), step.data(), logits.data());
+            for (int x = 0; x < pages * o.gqa * 32; x++) {
+                const size_t r = (size_t) (x / 32 % o.gqa);
+                const int pos = first + x / 32 / o.gqa * 32 + x % 32;
+                double want = 0.0;
+                for (size_t i = 0; i < head; i += 2) {
+                    const double angle = pos * pow(10000.0, -(double) i / (double) head), a = q[r*head + i], b = q[r*head + i + 1];
+                    want += (a * mean[i] + b * mean[i + 1]) * cos(angle) + (b * mean[i] - a * mean[i + 1]) * sin(angle);
+                }
+                worst = std::max(worst, std::isnan(logits[(size_t) x]) ? INFINITY : fabs(logits[(size_t) x] - want) / sqrt(size[r]));
+            }
+        }
+    }
+    if (worst > 4e-3) {
+        fprintf(stderr, "means of keys: %s kernels are %.2e of a logit's size apart from f64\n", kvq_kernel_name(), worst);
+        exit(1);
+    }
+    const double counts = least(o, [&] { K.score_mean(t.view(), 1000, KVQ_MAX_RUN, 32, o.gqa, coef.data(), step.data(), logits.data()); });
+    printf("%-13s %8.0f of keys' means (aqua): %d terms for %d pairs, worst error %.1e of a logit's size\n", "means", counts / KVQ_MAX_RUN, t.n_terms, t.n_pairs, worst);
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -331,8 +373,8 @@ int main(int argc, char ** argv) {
         }
     }
     for (const std::string & name : o.only) {
-        if (std::none_of(std::begin(formats), std::end(formats), [&](const format & f) { return name == f.name; })) {
-            fprintf(stderr, "no format '%s': it is one of", name.c_str());
+        if (name != "means" && std::none_of(std::begin(formats), std::end(formats), [&](const format & f) { return name == f.name; })) {
+            fprintf(stderr, "no format '%s': it is means or one of", name.c_str());
             for (const format & f : formats) { fprintf(stderr, " %s", f.name); }
             fprintf(stderr, "\n");
             return 2;
@@ -353,6 +395,9 @@ int main(int argc, char ** argv) {
         if (o.only.empty() || std::find(o.only.begin(), o.only.end(), f.name) != o.only.end()) {
             bench(o, f, bandwidth);
         }
+    }
+    if (o.only.empty() || std::find(o.only.begin(), o.only.end(), "means") != o.only.end()) {
+        bench_means(o);
     }
     return 0;
 }

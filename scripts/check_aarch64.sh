@@ -1,6 +1,7 @@
 #!/bin/sh
 # The AArch64 kernels on another machine: cross-compiles types and CPU kernels with scripts/bench_kernels.cpp and runs it under
-# emulation, which holds scores, values and encoded bytes of every format against the portable kernels (its counts mean nothing there).
+# emulation, which holds scores, values and encoded bytes of every format against the portable kernels, and the means of keys against f64
+# (its counts mean nothing there).
 #   scripts/check_aarch64.sh [build folder]        needs aarch64-linux-gnu-g++ and qemu-aarch64 (Debian: g++-aarch64-linux-gnu qemu-user)
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
