@@ -124,11 +124,17 @@ template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need
     if (need <= n) {
         return true;
     }
+    n_moved++;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (now == RECORD && cudaStreamIsCapturing((cudaStream_t) stream, &capture) == cudaSuccess && capture != cudaStreamCaptureStatusNone) { // nothing can be allocated there: this recording is given up, and the step done at once finds room
+        wanted[&n] = need;
+        return false;
+    }
+    need = std::max(need, wanted[&n]);
     synchronize();
     cudaFree(p);
     p = nullptr;
     n = 0;
-    n_moved++;
     if (!check(cudaMalloc(&p, 4 * need), what)) {
         return false;
     }
@@ -193,8 +199,8 @@ static bool unproven_allowed() {
 
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
     if (plan.keep > 0.0f && !unproven_allowed()) {
-        return "eviction on CUDA gave right results, but one run ended with a CUDA error that is not explained yet: use kivi or zipcache with keep=1, run on the CPU with -ngl 0, "
-               "or set KVQ_CUDA_UNPROVEN=1 to try it";
+        return "eviction on CUDA gave right results in prompts and at 32k, but generation has run on the host alone since a fault in it was mended: use kivi, or zipcache with keep=1, "
+               "run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try it";
     }
     if ((plan.pre_rope || plan.mean) && !unproven_allowed()) {
         return "aqua's CUDA kernels have run on the host only: use higgs, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";

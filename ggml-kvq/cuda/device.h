@@ -117,5 +117,6 @@ private:
     uint16_t ** row_table = nullptr;
     std::vector<row_job> held;
     uint64_t    n_moved = 0;
+    std::map<const size_t *, size_t> wanted; // sizes that a recording missed
     std::string err, kernels;
 };

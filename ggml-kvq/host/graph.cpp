@@ -281,8 +281,8 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         a.map_stride = l.d.plan.keep > 0.0f ? page_cells : 0;
         a.lse     = lse ? lse + (size_t) s * q->ne[1] * q->ne[2] : nullptr;
         a.pages   = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
-        if (l.spans.packed) { // a recording leaves room for pages that open while it is in use
-            a.n_pages = std::min(l.spans.n_used() + (b.recording ? 16 : 0), l.spans.n_pages);
+        if (l.spans.packed) { // room for pages that open while a recording is in use; steps outside of one bring buffers to the same size
+            a.n_pages = std::min((int) kvq_pad((size_t) l.spans.n_used() + 16, 16), l.spans.n_pages);
             l.spans.n_recorded = b.recording ? a.n_pages : l.spans.n_recorded;
         }
     }

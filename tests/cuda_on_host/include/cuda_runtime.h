@@ -125,6 +125,8 @@ static inline cudaError_t cudaFree(void * p) { free(p); return cudaSuccess; }
 static inline cudaError_t cudaMemsetAsync(void * p, int x, size_t n, cudaStream_t) { memset(p, x, n); return cudaSuccess; }
 static inline cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t n, cudaMemcpyKind, cudaStream_t) { memmove(to, from, n); return cudaSuccess; }
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus * s) { *s = cudaStreamCaptureStatusNone; return cudaSuccess; }
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline const char * cudaGetErrorString(cudaError_t) { return "out of memory"; }
 template <typename F> static inline cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
