@@ -61,6 +61,7 @@ struct stream_plan {
     std::vector<key_queries> prepared;  // by KV head, with `few`
     int gqa, n_rows, n_blocks, n_active; // rows of a KV head; pages that hold anything
     int n_groups, n_splits;
+    std::vector<int> cuts; // first page of each split, then n_pages
     int dpk, dpv;
     size_t rot;     // floats of a rotated sum
     size_t partial; // offset of this stream's partials
@@ -464,6 +465,21 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     return cells;
 }
 
+// Splits that take about the same time: an open page beside sealed ones costs some two and a half of them, and a cache has all of its
+// open pages in the last split but for the sinks.
+void cut_pages(stream_plan & s) {
+    const kvq_attn & p = *s.p;
+    const auto cost = [&](const kvq_page & page) { return !page.n_slots ? 0 : !page.k_params && p.k.type != KVQ_TYPE_F16 ? 5 : 2; };
+    int64_t total = 0, before = 0;
+    for (int j = 0; j < p.n_pages; j++) { total += cost(p.pages[j]); }
+    s.cuts.assign(1, 0);
+    for (int j = 0; j < p.n_pages; j++) {
+        while ((int) s.cuts.size() < s.n_splits && before * s.n_splits >= total * (int64_t) s.cuts.size()) { s.cuts.push_back(j); }
+        before += cost(p.pages[j]);
+    }
+    s.cuts.resize((size_t) s.n_splits + 1, p.n_pages);
+}
+
 } // namespace
 
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) { kvq_cpu_attend_part(attn, n, nullptr, n_threads); }
@@ -498,6 +514,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         s.n_splits = std::min(most, few ? want : (want + n_base - 1) / n_base);
         s.n_groups = few ? std::min(attn[i].n_head_kv, (want + s.n_splits - 1) / s.n_splits) : attn[i].n_head_kv;
         s.partial  = n_partial;
+        cut_pages(s);
         if (s.n_splits > 1) {
             n_partial += (size_t) attn[i].n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2);
         }
@@ -545,7 +562,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, group = t / s.n_splits / s.n_blocks;
         const int h0    = s.p->n_head_kv * group / s.n_groups, h1 = s.p->n_head_kv * (group + 1) / s.n_groups;
         const int r0    = block * KVQ_MAX_ROWS, rows = std::min(KVQ_MAX_ROWS, s.n_rows - r0);
-        const int p0    = (int) ((int64_t) s.p->n_pages * split / s.n_splits), p1 = (int) ((int64_t) s.p->n_pages * (split + 1) / s.n_splits);
+        const int p0    = s.cuts[(size_t) split], p1 = s.cuts[(size_t) split + 1];
         run_task(K, s, w, h0, h1 - h0, r0, rows, p0, p1);
         for (int kvh = h0; kvh < h1; kvh++) {
             const head_rows & h = w.heads[(size_t) (kvh - h0)];
