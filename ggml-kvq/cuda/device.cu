@@ -198,9 +198,9 @@ static bool unproven_allowed() {
 }
 
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
-    if (plan.keep > 0.0f && !unproven_allowed()) {
-        return "eviction on CUDA gave right results in prompts and at 32k, but generation has run on the host alone since a fault in it was mended: use kivi, or zipcache with keep=1, "
-               "run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try it";
+    if ((plan.keep > 0.0f || plan.probe > 0.0f) && !unproven_allowed()) {
+        return "zipcache and minikv on CUDA are not finished: mixed pages have no decode kernel (30 tokens/s at 32k), and eviction's generation has run on the host alone since a fault in it was "
+               "mended: use kivi, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";
     }
     if ((plan.pre_rope || plan.mean) && !unproven_allowed()) {
         return "aqua's CUDA kernels have run on the host only: use higgs, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";
