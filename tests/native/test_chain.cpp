@@ -261,7 +261,11 @@ static void save_and_load(world & w) {
                 w.layers[i].lane[v]->read(s, 0, n, saved.data());
                 other.layers[i].lane[v]->restore(s, 0, n, saved.data(), 1);
                 other.layers[i].lane[v]->read(s, 0, n, again.data());
-                CHECK(saved == again, "layer %zu %s: a saved state reads back otherwise", i, v ? "values" : "keys");
+                for (int p = 0; p < n / 32; p++) { // a page that was open may be sealed by now: its rows are codes then
+                    const size_t at = (size_t) p * 32 * w.W, nb = 2 * (size_t) 32 * w.W;
+                    const bool sealed_since = w.layers[i].lane[v]->state(s, p) == KVQ_PAGE_OPEN && other.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED;
+                    CHECK(sealed_since || !memcmp(&saved[at], &again[at], nb), "layer %zu %s, page %d: a saved state reads back otherwise", i, v ? "values" : "keys", p);
+                }
                 for (int p = 0; p < n / 32; p++) {
                     if (w.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED) {
                         CHECK(other.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED, "layer %zu page %d did not come back as blocks", i, p);
