@@ -68,23 +68,14 @@ template <int D> __device__ void merge_rows(const kvq_attend_args & a, decode_su
         if (n_blocks == 1) {
             finish(row0 + r, 4*lane, x, m, l);
         } else {
-            float * out = a.partial + partial_at(a, is, kvh, row0 + r, blockIdx.x);
-            *(float4 *) (out + 4*lane) = x;
-            if (lane == 0) { *(float2 *) (out + D) = make_float2(m, l); }
+            put_partial<D>(a, is, kvh, row0 + r, x, m, l);
         }
     }
     if (n_blocks == 1) {
         return;
     }
     __syncthreads();
-    if (threadIdx.x == 0) { // releases what the block wrote, acquires what the others did
-        uint32_t * ticket = a.tickets + blockIdx.z * gridDim.y + blockIdx.y, before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-        s.last = before == (uint32_t) n_blocks - 1;
-        if (s.last) {
-            *ticket = 0; // for the next launch
-        }
-    }
+    if (threadIdx.x == 0) { s.last = arrives_last(a, n_blocks); }
     __syncthreads();
     if (!s.last) {
         return;

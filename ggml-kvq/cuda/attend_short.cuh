@@ -299,9 +299,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             if (n_blocks == 1) {
                 finish_row<D>(a, is, head0 + r, x, top, sum);
             } else {
-                float * out = a.partial + partial_at(a, is, kvh, row0 + r, blockIdx.x);
-                *(float4 *) (out + 4*lane) = x;
-                if (lane == 0) { *(float2 *) (out + D) = make_float2(top, sum); }
+                put_partial<D>(a, is, kvh, row0 + r, x, top, sum);
             }
         }
     }
@@ -309,12 +307,9 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         return;
     }
     __syncthreads();
-    if (threadIdx.x == 0) { // releases what the block wrote, acquires what the others did
-        uint32_t * ticket = a.tickets + blockIdx.z * gridDim.y + blockIdx.y, before;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
-        sums.last = before == (uint32_t) n_blocks - 1;
+    if (threadIdx.x == 0) {
+        sums.last = arrives_last(a, n_blocks);
         if (sums.last) {
-            *ticket = 0; // for the next launch
             wait_for_takers(a);
         }
     }

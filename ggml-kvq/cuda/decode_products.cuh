@@ -182,4 +182,23 @@ void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[4][2
     }
 }
 
+// sums of one block for a row, for the last block to add up
+template <int D> __device__ __forceinline__ void put_partial(const kvq_attend_args & a, int is, int kvh, int row, float4 x, float m, float l) {
+    const int lane = threadIdx.x % 32;
+    float * out = a.partial + partial_at(a, is, kvh, row, blockIdx.x);
+    *(float4 *) (out + 4*lane) = x;
+    if (lane == 0) { *(float2 *) (out + D) = make_float2(m, l); }
+}
+
+// One thread of a block that has put its sums: is it the last of n_blocks? Releases what the block wrote, acquires what the others did.
+__device__ __forceinline__ bool arrives_last(const kvq_attend_args & a, int n_blocks) {
+    uint32_t * ticket = a.tickets + blockIdx.z * gridDim.y + blockIdx.y, before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
+    const bool last = before == (uint32_t) n_blocks - 1;
+    if (last) {
+        *ticket = 0; // for the next launch
+    }
+    return last;
+}
+
 } // namespace

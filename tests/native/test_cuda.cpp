@@ -1,7 +1,7 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
 // Usage: test_cuda [quick | host [STEPS] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "../../ggml-kvq/cache/store.h"
-#include "../../ggml-kvq/cuda/device.h"
+#include "device_bytes.h"
 #include "../../ggml-kvq/types/f16.h"
 #include "../../ggml-kvq/types/types.h"
 
@@ -12,14 +12,9 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <random>
 #include <string>
 
-static std::mt19937 rng(1);
 static float normal() { return std::normal_distribution<float>()(rng); }
-static int   uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
-
-#define CHECK(cond, ...) do { if (!(cond)) { fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #cond); fprintf(stderr, __VA_ARGS__); fprintf(stderr, "\n"); exit(1); } } while (0)
 
 static kvq_codec make_codec(int role, int bits, int group, int scale, int levels, float eta, int n_cells, int head_size) {
     kvq_codec c = {};
@@ -33,17 +28,6 @@ static kvq_lane_layout make_layout(const kvq_codec & c, int n_head, int n_cells)
     plan.k.codec = plan.v.codec = c;
     return kvq_make_lane_layout(plan, c.role == KVQ_ROLE_V, n_head, n_cells, 1);
 }
-
-struct device_bytes { // freed with its device
-    kvq_cuda_device & d; void * p; size_t nb;
-    device_bytes(kvq_cuda_device & d, size_t nb, const void * host = nullptr) : d(d), p(d.alloc(std::max<size_t>(nb, 16))), nb(nb) {
-        CHECK(p, "out of device memory for %zu bytes", nb);
-        if (host) { d.put(p, host, nb); d.synchronize(); }
-    }
-    ~device_bytes() { d.free(p, nb); }
-    device_bytes(const device_bytes &) = delete;
-    template <typename T> std::vector<T> get() const { std::vector<T> v(nb / sizeof(T)); d.get(v.data(), p, nb); return v; }
-};
 
 static std::vector<uint16_t> random_tile(const kvq_lane_layout & l, int kind) {
     std::vector<uint16_t> t(l.nb_frame / 2);
@@ -569,6 +553,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 #include "cuda_aqua.h"
 
 int main(int argc, char ** argv) {
+    rng.seed(1);
     setenv("KVQ_CUDA_UNPROVEN", "1", 0); // this is where it is proven
     kvq_cuda_device d(0);
     CHECK(d.error().empty(), "%s", d.error().c_str());
