@@ -118,9 +118,8 @@ bool kvq_cuda_device::check(int status, const char * what) {
 
 bool kvq_cuda_device::use() { return check(cudaSetDevice(ordinal), "cudaSetDevice"); }
 
-// Grows an array of 4-byte elements, zeroed; what it held is lost.
+// Grows an array, zeroed; what it held is lost.
 template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need, const char * what) {
-    static_assert(sizeof(T) == 4, "counted in elements of 4 bytes");
     if (need <= n) {
         return true;
     }
@@ -135,15 +134,16 @@ template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need
     cudaFree(p);
     p = nullptr;
     n = 0;
-    if (!check(cudaMalloc(&p, 4 * need), what)) {
+    if (!check(cudaMalloc(&p, sizeof(T) * need), what)) {
         return false;
     }
     n = need;
-    zero(p, 4 * need);
+    zero(p, sizeof(T) * need);
     return true;
 }
 template bool kvq_cuda_device::grow(float *&, size_t &, size_t, const char *);
 template bool kvq_cuda_device::grow(uint32_t *&, size_t &, size_t, const char *);
+template bool kvq_cuda_device::grow(uint8_t *&, size_t &, size_t, const char *);
 
 kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
     kvq_affine_geometry g = kvq_affine_get_geometry(c);

@@ -98,7 +98,6 @@ private:
     size_t      nb_expanded = 0;
     struct row_job;
     struct rotary_copy { const kvq_rotary * host; float * high, * low; int n_high, capacity; };
-    bool room(uint8_t *& p, size_t & nb, size_t need, const char * what);
     const void * constant(const void * host, size_t nb);  // a copy here of bytes that stay
     const float * mean_of(const float * host, size_t n);
     kvq_device_rotary rotary(const kvq_rotary * host);

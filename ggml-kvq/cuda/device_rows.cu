@@ -103,7 +103,7 @@ bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages
     const size_t table = (f.n_pages * sizeof(kvq_page) + 255) / 256 * 256;
     size_t tiles[2];
     for (int v = 0; v < 2; v++) { tiles[v] = 2 * (size_t) f.n_pages * f.n_head_kv * a.g[v].n_cells * a.g[v].stride; }
-    if (!room(unfolded, nb_unfolded, n * (table + tiles[0] + tiles[1]), "cudaMalloc of a layer's rows")) {
+    if (!grow(unfolded, nb_unfolded, n * (table + tiles[0] + tiles[1]), "a layer's rows")) {
         return false;
     }
     unfolded_table = table;
@@ -132,22 +132,6 @@ bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages
 
 // ---------------------------------------------------------------- predicted layers
 
-bool kvq_cuda_device::room(uint8_t *& p, size_t & nb, size_t need, const char * what) {
-    if (need <= nb) {
-        return true;
-    }
-    synchronize();
-    cudaFree(p);
-    p  = nullptr;
-    nb = 0;
-    n_moved++;
-    if (!check(cudaMalloc(&p, need), what)) {
-        return false;
-    }
-    nb = need;
-    return true;
-}
-
 void kvq_cuda_device::chain_predict(const kvq_chain_pages & c, float * out) {
     use();
     const auto add = [&](kvq_predictor w, int v, bool to_it) {
@@ -165,7 +149,7 @@ void kvq_cuda_device::run_chain(const kvq_chain_pages & c, kvq_page * table, uin
     use();
     const kvq_lane_layout & l = *c.l;
     const int stripe = std::max(1, std::min(c.n, CHAIN_CELLS / l.page_cells));
-    if (c.from_k.bits && !room(predicted, nb_predicted, (size_t) stripe * l.page_cells * c.stride * sizeof(float), "cudaMalloc of predictions")) {
+    if (c.from_k.bits && !grow(predicted, nb_predicted, (size_t) stripe * l.page_cells * c.stride * sizeof(float), "predictions")) {
         return;
     }
     const int width = l.n_head * l.codec.head_size;

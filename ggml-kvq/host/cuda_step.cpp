@@ -195,11 +195,10 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         for (const kvq_cuda_step::write & w : s.writes) {
             ok = ok && kvq_set_rows(b, w.node, w.target);
         }
+        s.end();
         if (!ok) {
-            s.end();
             return GGML_STATUS_FAILED;
         }
-        s.end();
         if (s.generation != s.moved()) { // a table that the recording reads has grown; rows that were noted are noted again
             return kvq_compute_graph(b, graph);
         }

@@ -53,6 +53,10 @@ class Libraries:
             out.append((self.base.ggml_backend_dev_name(dev).decode(), self.base.ggml_backend_dev_type(dev), dev))
         return out
 
+    def describe(self, name: str, device: int) -> str:
+        """A device of devices() in words: its name and what stands behind it."""
+        return f"{name}: {self.base.ggml_backend_dev_description(device).decode('utf-8', 'replace')}"
+
 
 def find_backend() -> tuple[Path | None, str]:
     """(path of libggml-kvq.so, "") or (None, reason). A bad $KVQ_BACKEND raises: it is an order, not a hint."""

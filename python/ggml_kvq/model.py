@@ -186,8 +186,7 @@ class Model:
                 raise ModelError(f"device {name} needs a kv_method; pass kv_method or another device")
             if not name.startswith("KVQ") and method not in (None, UPSTREAM):
                 raise ModelError(f"device {name} cannot hold the cache of kv_method={method}; choose KVQ0")
-        describe = self._libs.base.ggml_backend_dev_description
-        self.devices = [f"{n}: {describe(handles[n]).decode('utf-8', 'replace')}" for n in names] or ["CPU"]
+        self.devices = [self._libs.describe(n, handles[n]) for n in names] or ["CPU"]
         return [handles[n] for n in names]
 
     def _load_model(self, method: str | None, device: str | Sequence[str] | None, n_gpu_layers: int | None) -> None:
