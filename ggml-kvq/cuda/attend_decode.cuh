@@ -299,19 +299,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 #pragma unroll
                 for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
             }
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) { s[j][i] = fmaf(s[j][i], unit_k, base[i]); }
-            }
-            if (a.softcap != 0.0f) {
-                const float cap = a.softcap * LOG2E, inv = 2.0f / a.softcap;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) { s[j][i] = cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(fminf(s[j][i] * inv, 64.0f))); } // cap * tanh(s / cap)
-                }
-            }
+            finish_scores(a, unit_k, base, s);
             float top[2] = { -INFINITY, -INFINITY };
 #pragma unroll
             for (int j = 0; j < 4; j++) {

@@ -55,6 +55,15 @@ struct kvq_shared_limit {
     }
 };
 
+// slopes of ALiBi: powers of 2^-(max_bias / n) for n = the largest power of two of n_head, then the odd powers of their roots
+template <typename A> static void kvq_set_alibi(A & a, float max_bias, int n_head) {
+    a.max_bias = max_bias;
+    a.n_head_log2 = 1;
+    while (2 * a.n_head_log2 <= n_head) { a.n_head_log2 *= 2; }
+    a.m0 = -max_bias        / (float) a.n_head_log2;
+    a.m1 = -max_bias / 2.0f / (float) a.n_head_log2;
+}
+
 template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A & args, bool may = true) {
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

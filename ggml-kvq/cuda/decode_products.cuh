@@ -91,6 +91,23 @@ void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int strid
     }
 }
 
+// scores in units of q.k from those in units of codes and their zeros' share, capped as the model asks
+__device__ __forceinline__ void finish_scores(const kvq_attend_args & a, float unit, const float (&base)[4], float (&s)[4][4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { s[j][i] = fmaf(s[j][i], unit, base[i]); }
+    }
+    if (a.softcap != 0.0f) {
+        const float cap = a.softcap * LOG2E, inv = 2.0f / a.softcap;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) { s[j][i] = cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(fminf(s[j][i] * inv, 64.0f))); } // cap * tanh(s / cap)
+        }
+    }
+}
+
 // How far the weight of probabilities of step j lies above 1, in powers of two, for the planes of V.
 template <int VB> __device__ __forceinline__ constexpr int v_boost() { return VB >= 16 ? 0 : VB == 1 ? 3 : 4; }
 template <int VB> __device__ __forceinline__ constexpr int v_weight(int j) { return VB >= 16 ? 0 : v_boost<VB>() - cut<VB>::W * (j % cut<VB>::P); }

@@ -446,12 +446,8 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         a.page_cells = f.k.n_cells;
         a.n_kv       = f.n_kv;
         a.scale      = f.scale;
-        a.max_bias   = f.max_bias;
         a.softcap    = f.softcap;
-        a.n_head_log2 = 1;
-        while (2 * a.n_head_log2 <= a.n_head) { a.n_head_log2 *= 2; }
-        a.m0 = -a.max_bias        / (float) a.n_head_log2;
-        a.m1 = -a.max_bias / 2.0f / (float) a.n_head_log2;
+        kvq_set_alibi(a, f.max_bias, f.n_head);
         a.q_stride_token    = f.q_stride_token;    a.q_stride_head    = f.q_stride_head;
         a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
         a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;

@@ -90,11 +90,7 @@ void kvq_cuda_device::observe(const kvq_attn & x, const kvq_probe_table * table,
     a.n_kv       = x.n_kv;
     a.scale      = x.scale;
     a.softcap    = x.softcap;
-    a.max_bias   = x.max_bias;
-    a.n_head_log2 = 1;
-    while (2 * a.n_head_log2 <= a.n_head) { a.n_head_log2 *= 2; }
-    a.m0 = -a.max_bias        / (float) a.n_head_log2;
-    a.m1 = -a.max_bias / 2.0f / (float) a.n_head_log2;
+    kvq_set_alibi(a, x.max_bias, x.n_head);
     if (keys) {
         const int blocks = (a.n_rows + 63) / 64 * a.n_head_kv;
         a.n_splits = std::max(1, std::min({ n_sm * 6 / std::max(blocks, 1), x.n_kv / 256, 256 }));

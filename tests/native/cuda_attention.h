@@ -1,0 +1,261 @@
+// Attention over pages of random states against f64 over their decoded values. Part of test_cuda.cpp.
+#pragma once
+
+struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; };
+
+// Means and rotary embeddings stay: a device keeps copies of them by address.
+static const float * some_means(int n) {
+    static std::vector<std::vector<float>> all;
+    all.emplace_back((size_t) n);
+    for (auto & x : all.back()) { x = 2.0f * normal(); }
+    return all.back().data();
+}
+static kvq_rotor * some_rotor(int n_dims, bool neox) {
+    static std::vector<std::unique_ptr<kvq_rotor>> all;
+    kvq_rope r;
+    r.n_dims = n_dims;
+    r.neox   = neox;
+    all.emplace_back(new kvq_rotor(r));
+    return all.back().get();
+}
+
+struct world { // one layer, random page states; decoded values kept in f64-ready floats
+    kvq_cuda_device & d;
+    kvq_lane_layout k, v;
+    int n_stream;
+    std::vector<std::vector<float>> kx, vx; // per stream [cell][head][D]
+    std::vector<kvq_page> pages;
+    std::vector<int32_t> map_host;
+    std::unique_ptr<device_bytes> codes[2], params[2], frames[2], pages_there, map_there, pos_there, was_there;
+    kvq_transform left_out[2];
+    std::vector<int32_t> pos, was; // [stream][cell]
+
+    world(kvq_cuda_device & d, const attention_case & c, bool fill = true) : d(d), n_stream(c.n_stream) {
+        const int P = std::max(32, c.group);
+        k = make_layout(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
+        v = make_layout(make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
+        const int np = k.n_pages, H = c.n_kv_heads, D = c.D;
+        pages.resize((size_t) np * n_stream);
+        std::vector<uint8_t> hc[2], hp[2];
+        std::vector<uint16_t> hf[2];
+        const kvq_lane_layout * ls[2] = { &k, &v };
+        const bool f16 = c.kb == 16;
+        for (int r = 0; r < 2; r++) {
+            hc[r].resize(pages.size() * H * ls[r]->nb_codes);
+            hp[r].resize(pages.size() * H * ls[r]->nb_params);
+            hf[r].assign(f16 || fill ? pages.size() * ls[r]->nb_frame / 2 : 0, 0);
+        }
+        if (c.turns) {
+            left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox);
+            for (int r = 0; r < 2; r++) { left_out[r].mean = some_means(H * D); }
+            for (size_t i = 0; i < pages.size() * P; i++) {
+                pos.push_back((int) (i % ((size_t) np * P)) + 5 + uniform(0, 1));
+                was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
+                left_out[0].rotor->reach(std::max(pos.back(), was.back()));
+            }
+            pos_there.reset(new device_bytes(d, 4 * pos.size(), pos.data()));
+            was_there.reset(new device_bytes(d, 4 * was.size(), was.data()));
+        }
+        kx.resize(n_stream); vx.resize(n_stream);
+        for (int s = 0; s < n_stream; s++) {
+            for (int r = 0; r < 2; r++) { (r ? vx : kx)[s].assign(fill ? (size_t) np * P * H * D : 0, 0.0f); }
+        }
+        std::vector<uint8_t> state(pages.size());
+        for (size_t i = 0; i < pages.size(); i++) {
+            state[i] = f16 ? 1 : !fill ? 2 : (uint8_t) (uniform(0, 7) == 0 ? 0 : uniform(0, 3) ? 2 : 1);
+        }
+        if (fill) {
+            for (int r = 0; r < 2; r++) {
+                const kvq_lane_layout & l = *ls[r];
+                for (size_t i = 0; i < pages.size(); i++) {
+                    uint16_t * tile = &hf[r][i * l.nb_frame / 2];
+                    for (size_t j = 0; j < l.nb_frame / 2; j++) { tile[j] = (int) (j % l.head_stride()) < D ? kvq_f32_to_f16(normal() + (r ? 0.0f : 0.5f)) : 0; }
+                    std::vector<uint16_t> out(tile, tile + l.nb_frame / 2);
+                    if (state[i] == 2) {
+                        kvq_page_block b = { tile, nullptr, nullptr, &hc[r][i * H * l.nb_codes], &hp[r][i * H * l.nb_params] };
+                        kvq_cpu_device().encode(l, &b, 1, 1);
+                        b.tile = out.data();
+                        kvq_cpu_device().decode(l, b);
+                        for (int h = 0; h < H && c.turns; h++) {
+                            left_out[r].restore(l, h, r ? nullptr : &pos[i * P], r ? nullptr : &was[i * P], out.data() + (size_t) h * P * l.head_stride(), l.head_stride());
+                        }
+                    }
+                    for (int t = 0; t < P; t++) { for (int h = 0; h < H; h++) { for (int x = 0; x < D; x++) {
+                        (r ? vx : kx)[i / np][((i % np * P + t) * H + h) * (size_t) D + x] = kvq_f16_to_f32(out[((size_t) h * P + t) * l.head_stride() + x]);
+                    } } }
+                }
+            }
+        } else { // timing: random bits, small parameters
+            for (int r = 0; r < 2; r++) {
+                for (auto & x : hc[r]) { x = (uint8_t) rng(); }
+                for (size_t i = 0; i + 1 < hp[r].size(); i += 2) { const uint16_t x = kvq_f32_to_f16(0.1f * normal()); memcpy(&hp[r][i], &x, 2); }
+                for (auto & x : hf[r]) { x = kvq_f32_to_f16(normal()); }
+            }
+        }
+        for (int r = 0; r < 2; r++) {
+            codes[r] .reset(new device_bytes(d, hc[r].size(), hc[r].data()));
+            params[r].reset(new device_bytes(d, hp[r].size(), hp[r].data()));
+            frames[r].reset(new device_bytes(d, hf[r].size() * 2, hf[r].data()));
+        }
+        map_host.resize((size_t) np * P);
+        for (size_t i = 0; i < map_host.size(); i++) { map_host[i] = c.map && uniform(0, 5) == 0 ? -1 : (int) i; }
+        if (c.map) { map_there.reset(new device_bytes(d, map_host.size() * 4, map_host.data())); }
+        for (size_t i = 0; i < pages.size(); i++) {
+            kvq_page & p = pages[i];
+            const bool sealed = state[i] == 2;
+            p.k_codes  = sealed ? (uint8_t *) codes[0]->p + i * H * k.nb_codes : (uint8_t *) frames[0]->p + i * k.nb_frame;
+            p.v_codes  = sealed ? (uint8_t *) codes[1]->p + i * H * v.nb_codes : (uint8_t *) frames[1]->p + i * v.nb_frame;
+            p.k_params = sealed ? (uint8_t *) params[0]->p + i * H * k.nb_params : nullptr;
+            p.v_params = sealed ? (uint8_t *) params[1]->p + i * H * v.nb_params : nullptr;
+            p.cell     = (int) (i % np) * P;
+            p.n_slots  = state[i] ? P : 0;
+            p.map      = c.map ? (const int32_t *) map_there->p + i % np * P : nullptr;
+        }
+        pages_there.reset(new device_bytes(d, pages.size() * sizeof(kvq_page), pages.data()));
+    }
+};
+
+static bool take_turns = false; // blocks run one after another, none waits for a later one: on the host
+
+static double check_attention(kvq_cuda_device & d, const attention_case & c) {
+    world w(d, c);
+    const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells, n_kv = std::min(c.n_cells, w.k.n_pages * P) - uniform(0, 20), n_mask = (n_kv + 63) / 64 * 64;
+    std::vector<float> q((size_t) c.n_stream * c.n_q * H * D), sinks(H), dst(q.size(), NAN);
+    for (auto & x : q) { x = normal(); }
+    for (auto & x : sinks) { x = normal(); }
+    std::vector<uint16_t> mask((size_t) c.n_stream * c.n_q * n_mask);
+    for (auto & x : mask) { x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00; }
+    if (c.n_q > 2) { std::fill(mask.begin() + n_mask, mask.begin() + 2 * n_mask, 0xfc00); } // a row that sees nothing
+    device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()), ts(d, sinks.size() * 4, sinks.data()), to(d, dst.size() * 4, dst.data());
+    std::vector<kvq_attn> a(c.n_stream);
+    for (int s = 0; s < c.n_stream; s++) {
+        kvq_attn & x = a[s];
+        x = kvq_attn{};
+        x.k = w.k.codec; x.v = w.v.codec;
+        x.n_q = c.n_q; x.n_head = H; x.n_head_kv = c.n_kv_heads; x.n_kv = n_kv;
+        x.n_pages = std::min((n_kv + P - 1) / P, w.k.n_pages);
+        x.scale = 1.0f / sqrtf((float) D); x.max_bias = c.max_bias; x.softcap = c.softcap;
+        x.q = (const float *) tq.p + (size_t) s * c.n_q * H * D; x.q_stride_token = (int64_t) H * D; x.q_stride_head = D;
+        x.mask = (const uint16_t *) tm.p + (size_t) s * c.n_q * n_mask; x.mask_stride_token = n_mask;
+        x.sinks = c.sinks ? (const float *) ts.p : nullptr;
+        x.dst = (float *) to.p + (size_t) s * c.n_q * H * D; x.dst_stride_token = (int64_t) H * D; x.dst_stride_head = D;
+        x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * w.k.n_pages;
+        if (c.turns) {
+            x.rotary = &w.left_out[0].rotor->view();
+            x.k_mean = w.left_out[0].mean;
+            x.v_mean = w.left_out[1].mean;
+            x.positions = (const int32_t *) w.pos_there->p + (size_t) s * w.k.n_pages * P;
+            x.sealed    = (const int32_t *) w.was_there->p + (size_t) s * w.k.n_pages * P;
+        }
+    }
+    // as in a recorded step: one new row a stream, addressed by the table
+    std::vector<uint16_t *> new_to[2];
+    std::vector<float> new_rows[2];
+    const int width = c.n_kv_heads * D;
+    for (int s = 0; s < c.n_stream && !c.map; s++) {
+        for (int i = s * w.k.n_pages; i < (s + 1) * w.k.n_pages; i++) {
+            const kvq_page & p = w.pages[i];
+            const int slot = uniform(0, P - 1), cell = p.cell + slot;
+            if (!p.n_slots || p.k_params || cell >= n_kv || uniform(0, 2)) { continue; }
+            for (int r = 0; r < 2; r++) {
+                new_to[r].push_back((uint16_t *) (r ? p.v_codes : p.k_codes) + (size_t) slot * (r ? w.v : w.k).head_stride());
+                for (int x = 0; x < width; x++) {
+                    new_rows[r].push_back(normal());
+                    (r ? w.vx : w.kx)[s][(size_t) cell * width + x] = kvq_f16_to_f32(kvq_f32_to_f16(new_rows[r].back()));
+                }
+            }
+            break;
+        }
+    }
+    device_bytes up_k(d, new_rows[0].size() * 4, new_rows[0].data()), up_v(d, new_rows[1].size() * 4, new_rows[1].data());
+    const float * up[2] = { (const float *) up_k.p, (const float *) up_v.p };
+    if (c.turns) { d.attend(a.data(), c.n_stream); } // tables of rotary embedding come to the device outside of recordings
+    const bool overlap = !take_turns && !new_rows[0].empty() && uniform(0, 1) && new_rows[0].size() + new_rows[1].size() <= dst.size(); // as ggml may place them
+    for (int r = 0; r < 2 && overlap; r++) {
+        float * at = (float *) to.p + (r ? dst.size() - new_rows[1].size() : 0);
+        d.put(at, new_rows[r].data(), new_rows[r].size() * 4);
+        d.synchronize();
+        up[r] = at;
+    }
+    for (const auto step : { kvq_cuda_device::REPLAY, kvq_cuda_device::RECORD }) { // the first fills the table
+        CHECK(d.begin_step(step, 2 * new_to[0].size()), "too many rows");
+        for (int r = 0; r < 2 && !new_to[0].empty(); r++) {
+            d.write_rows(r ? w.v : w.k, (int64_t) new_to[r].size(), new_to[r].data(), up[r], width, nullptr, 1);
+        }
+        if (step == kvq_cuda_device::RECORD) { d.attend(a.data(), c.n_stream, &w.k, &w.v); }
+        d.end_step();
+    }
+    for (size_t i = 0; i < new_to[0].size() + new_to[1].size(); i++) { // whoever wrote them
+        const int r = i >= new_to[0].size();
+        const size_t row = r ? i - new_to[0].size() : i;
+        std::vector<uint16_t> stays(c.D);
+        for (int h = 0; h < c.n_kv_heads; h++) {
+            d.get(stays.data(), new_to[r][row] + (size_t) h * P * (r ? w.v : w.k).head_stride(), 2 * (size_t) c.D);
+            for (int x = 0; x < c.D; x++) {
+                CHECK(stays[x] == kvq_f32_to_f16(new_rows[r][row * width + (size_t) h * c.D + x]), "row %zu of %s, head %d, channel %d did not reach its page", row, r ? "V" : "K", h, x);
+            }
+        }
+    }
+    d.get(dst.data(), to.p, dst.size() * 4);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    if (!c.map) { // plain rows of the same cells
+        void * there[2];
+        CHECK(d.expand(a.data(), c.n_stream, &there[0], &there[1]), "out of memory");
+        std::vector<uint16_t> rows((size_t) c.n_stream * n_kv * c.n_kv_heads * D);
+        for (int r = 0; r < 2; r++) {
+            d.get(rows.data(), there[r], rows.size() * 2);
+            for (size_t i = 0; i < rows.size(); i++) {
+                const size_t per = rows.size() / c.n_stream, s = i / per, cell = i % per / ((size_t) c.n_kv_heads * D);
+                const float want = w.pages[s * w.k.n_pages + cell / P].n_slots ? (r ? w.vx : w.kx)[s][i % per] : 0.0f, got = kvq_f16_to_f32(rows[i]);
+                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 5e-3f, "expanded %s of cell %zu is %g, not %g (bits %d/%d group %d scale %d D %d)", r ? "V" : "K", cell, got, want, c.kb, c.vb, c.group, c.scale, D);
+            }
+        }
+    }
+    int log2 = 1;
+    while (2*log2 <= H) { log2 *= 2; }
+    double err = 0, norm = 0;
+    std::vector<double> o(D);
+    for (int s = 0; s < c.n_stream; s++) { for (int t = 0; t < c.n_q; t++) { for (int h = 0; h < H; h++) {
+        if (c.n_q > 64 && (t + h) % 7) { continue; }
+        const double slope = c.max_bias <= 0 ? 1.0 : h < log2 ? pow(pow(2.0, -c.max_bias / log2), h + 1) : pow(pow(2.0, -c.max_bias / 2 / log2), 2*(h - log2) + 1);
+        const float * qr = &q[(((size_t) s * c.n_q + t) * H + h) * D];
+        double top = c.sinks ? sinks[h] : -INFINITY;
+        std::vector<double> x((size_t) w.k.n_pages * P, -INFINITY);
+        for (int slot = 0; slot < (int) x.size(); slot++) {
+            const int cell = w.map_host[slot];
+            if (!w.pages[(size_t) s * w.k.n_pages + slot / P].n_slots || cell < 0 || cell >= n_kv) { continue; }
+            const uint16_t m = mask[((size_t) s * c.n_q + t) * n_mask + cell];
+            if (m == 0xfc00) { continue; }
+            const float * kr = &w.kx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
+            double y = 0;
+            for (int i = 0; i < D; i++) { y += (double) qr[i] * kr[i]; }
+            y /= sqrt((double) D);
+            if (c.softcap != 0) { y = c.softcap * tanh(y / c.softcap); }
+            x[slot] = y + slope * kvq_f16_to_f32(m);
+            top = std::max(top, x[slot]);
+        }
+        double sum = c.sinks ? exp(sinks[h] - top) : 0;
+        std::fill(o.begin(), o.end(), 0.0);
+        for (int slot = 0; slot < (int) x.size(); slot++) {
+            if (x[slot] == -INFINITY) { continue; }
+            const double p = exp(x[slot] - top);
+            sum += p;
+            const float * vr = &w.vx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
+            for (int i = 0; i < D; i++) { o[i] += p * vr[i]; }
+        }
+        for (int i = 0; i < D; i++) {
+            const double ref = sum > 0 ? o[i] / sum : 0, got = dst[(((size_t) s * c.n_q + t) * H + h) * D + i];
+            CHECK(std::isfinite(got), "not finite at token %d head %d channel %d", t, h, i);
+            err  += (got - ref) * (got - ref);
+            norm += ref * ref;
+        }
+    } } }
+    const double rel = sqrt(err / std::max(norm, 1e-30));
+    CHECK(rel < 2e-3, "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d softcap %g alibi %g sinks %d map %d", rel, c.kb, c.vb, c.group,
+          c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, c.softcap, c.max_bias, c.sinks, c.map);
+    return rel;
+}
+
+// ---------------------------------------------------------------- the store over the device
+
+// A layer pair over one device; the same operations on the CPU's must leave the same bytes.
