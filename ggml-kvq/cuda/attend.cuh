@@ -67,5 +67,7 @@ void kvq_launch_decode_lattice_64 (const kvq_attend_args & a, int n_streams, cud
 void kvq_launch_decode_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_short_64  (const kvq_attend_args & a, int n_streams, cudaStream_t stream); // attend_short.cuh
 void kvq_launch_short_128 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
+void kvq_launch_short_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
+void kvq_launch_short_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int  kvq_tiles_head_size(int k, int v); // 0: none

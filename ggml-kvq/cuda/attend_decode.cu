@@ -43,13 +43,16 @@ int kvq_decode_max_splits(const kvq_attend_args & a) { return (a.n_pages * a.pag
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
     const int n_splits = (a.n_pages * a.page_cells + SHORT_CELLS * WARPS - 1) / (SHORT_CELLS * WARPS);
-    a.is_short = a.n_q == 1 && a.k.type != KVQ_TYPE_LATTICE && a.v_group_log2 != 4 && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
+    const bool kernel = a.k.type != KVQ_TYPE_LATTICE || (a.k.bits >= 2 && a.v.bits >= 2);
+    a.is_short = a.n_q == 1 && kernel && a.v_group_log2 != 4 && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
     a.n_splits = a.is_short ? n_splits : a.n_splits;
     return a.is_short;
 }
 
 static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.is_short && !occupancy) {
+    if (a.is_short && !occupancy && a.k.type == KVQ_TYPE_LATTICE) {
+        (a.k.head_size == 128 ? kvq_launch_short_lattice_128 : kvq_launch_short_lattice_64)(a, n_streams, stream);
+    } else if (a.is_short && !occupancy) {
         (a.k.head_size == 128 ? kvq_launch_short_128 : kvq_launch_short_64)(a, n_streams, stream);
     } else if (a.k.type == KVQ_TYPE_LATTICE) {
         (a.k.head_size == 128 ? kvq_launch_decode_lattice_128 : kvq_launch_decode_lattice_64)(a, n_streams, stream, occupancy);

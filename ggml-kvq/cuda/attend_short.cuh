@@ -11,6 +11,7 @@
 // is written when every block has taken its rows (n_taken).
 #pragma once
 
+#include "decode_lattice.cuh"
 #include "decode_products.cuh"
 
 #include <algorithm>
@@ -86,7 +87,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) short_kernel(const __grid_constant__ kvq_attend_args a) {
     constexpr int S = D / 16;
-    constexpr bool CODES = KB != 16; // sealed pages exist
+    constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE, AFFINE = CODES && !ROTATED; // sealed pages exist, and are rotated, or have zeros
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -105,6 +106,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     uint16_t * const k_rows = (uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t0) * a.k.stride;
     uint16_t * const v_rows = (uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t0) * a.v.stride;
     int new_k = -1, new_v = -1; // of row `lane` of this step: its cell among the warp's
+    uint32_t raw[2] = {}; // scales of lattice pages on their way
     if (CODES && state > 0) {
         half_page h[2];
         h[0].k_codes  = (const uint8_t *) page.k_codes  + (size_t) kvh * a.k.nb_codes;
@@ -113,12 +115,23 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         h[0].v_params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
         h[0].t = t0;
         h[1] = h[0]; // takes both places
-        copy_stage<D, KB, VB>(a, stage_at, h, state & 1, state & 2);
+        if constexpr (ROTATED) {
+            copy_lattice<D, KB, VB>(a, stage_at, h, state & 1, state & 2, raw);
+        } else if constexpr (CODES) {
+            copy_stage<D, KB, VB>(a, stage_at, h, state & 1, state & 2);
+        }
     }
     if (state == 0 || state == 2) { copy_open<D, false>(open_at, k_rows, a.k.stride); }
     copies_part();
     if (state == 0 || state == 1) { copy_open<D, true >(open_at, v_rows, a.v.stride); } // scores do not wait for them
     copies_part();
+    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * (a.stage_bytes + open_place<D>::BYTES)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    if constexpr (ROTATED) {
+        load_table(k_table, a.k.points, 1 << cut<KB>::B);
+        load_table(v_table, a.v.points, 1 << cut<VB>::B);
+        if (state > 0) { put_scales<D, KB, VB>(a, stage, raw); }
+        __syncthreads();
+    }
     if (state == 0 && lane < a.n_new) {
         const int64_t dk = a.fresh[0].to[lane] + kvh * a.fresh[0].head_stride - k_rows, dv = a.fresh[1].to[lane] + kvh * a.fresh[1].head_stride - v_rows;
         new_k = dk >= 0 && dk < 32 * a.k.stride ? (int) dk / a.k.stride : -1;
@@ -141,13 +154,17 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     {
         const float * p = st.q + (head0 + min(g & (per_row - 1), last)) * a.q_stride_head;
         const float f = a.scale * LOG2E;
-        float4 x[S];
+        if constexpr (ROTATED) {
+            load_query<D, KB>(p, f, state > 0 && (state & 1), q);
+        } else {
+            float4 x[S];
 #pragma unroll
-        for (int s = 0; s < S; s++) { x[s] = *(const float4 *) (p + channel_of<D, KB>(c, s)); }
+            for (int s = 0; s < S; s++) { x[s] = *(const float4 *) (p + channel_of<D, KB>(c, s)); }
 #pragma unroll
-        for (int s = 0; s < S; s++) {
-            q[s][0] = pack_half2(x[s].x * f, x[s].z * f);
-            q[s][1] = pack_half2(x[s].y * f, x[s].w * f);
+            for (int s = 0; s < S; s++) {
+                q[s][0] = pack_half2(x[s].x * f, x[s].z * f);
+                q[s][1] = pack_half2(x[s].y * f, x[s].w * f);
+            }
         }
     }
     uint32_t mk[2][4];
@@ -166,7 +183,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             for (int j = 0; j < 4; j++) { mk[e][j] = mask_pair(a, mask[e], page.map ? page.map + kvh * a.map_stride : nullptr, page.cell, t0 + in_half + 4*j); }
         }
     }
-    if (any_new || (CODES && a.k.scale)) { copies_done(); } else { first_copies_done(); }
+    if (any_new || (AFFINE && a.k.scale)) { copies_done(); } else { first_copies_done(); }
     if (any_new) {
 #pragma unroll 1
         for (int i = 0; i < a.n_new; i++) {
@@ -181,7 +198,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         __syncwarp();
         if (a.n_taken && new_k >= 0) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" :: "l"(a.n_taken) : "memory"); }
     }
-    if constexpr (CODES) {
+    if constexpr (AFFINE) {
         if (a.k.scale && state > 0) { widen_stage<D, KB, VB>(a, stage); }
     }
 
@@ -190,8 +207,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         float s[4][4], base[4] = {};
         float unit_k = 1.0f;
         if (CODES && (state & 1)) {
-            if constexpr (CODES) { score<D, KB, VB>(a, q, stage, s, base); }
-            unit_k = FROM_K;
+            if constexpr (ROTATED) {
+                score_lattice<D, KB, VB>(k_table, q, stage, s);
+            } else if constexpr (CODES) {
+                score<D, KB, VB>(a, q, stage, s, base);
+                unit_k = FROM_K;
+            }
         } else {
             score_open<D, KB, true>(q, open + open_place<D>::key(in_half), open_place<D>::STEP, s);
         }
@@ -226,7 +247,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         }
         copies_done();
         if (CODES && (state & 2)) {
-            if constexpr (CODES) { accumulate<D, KB, VB, false>(a, stage, p, o, oz); }
+            if constexpr (ROTATED) {
+                accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
+                rotate_output<D>(o);
+            } else if constexpr (CODES) {
+                accumulate<D, KB, VB, false>(a, stage, p, o, oz);
+            }
         } else {
             accumulate_open<D, VB, true>(open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
         }
@@ -249,7 +275,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     // this thread's columns, over all cells of the warp
     __syncthreads();
     short_sums<D> & sums = *(short_sums<D> *) memory;
-    const float unit_v = CODES && (state & 2) && state > 0 ? FROM_V : 1.0f;
+    const float unit_v = AFFINE && (state & 2) && state > 0 ? FROM_V : 1.0f;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         if (g == 0) {
@@ -258,7 +284,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         }
 #pragma unroll
         for (int i = 0; i < D / 32; i++) {
-            const float z = CODES ? __shfl_sync(~0u, oz[e], 32*i / a.v.group * 4 + c) : 0.0f;
+            const float z = AFFINE ? __shfl_sync(~0u, oz[e], 32*i / a.v.group * 4 + c) : 0.0f;
             *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] =
                 make_float4(fmaf(o[2*i][e], unit_v, z), fmaf(o[2*i][2 + e], unit_v, z), fmaf(o[2*i + 1][e], unit_v, z), fmaf(o[2*i + 1][2 + e], unit_v, z));
         }
@@ -331,8 +357,14 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 
 template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream) {
     a.stage_bytes = 0;
-    if (KB != 16) { lay_out_stage<D, KB, VB>(a); }
-    const size_t nb = std::max(DECODE_WARPS * ((size_t) a.stage_bytes + open_place<D>::BYTES), sizeof(short_sums<D>));
+    size_t tables = 0;
+    if constexpr (KB > LATTICE) {
+        a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
+        tables = 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B));
+    } else if constexpr (KB != 16) {
+        lay_out_stage<D, KB, VB>(a);
+    }
+    const size_t nb = std::max(DECODE_WARPS * ((size_t) a.stage_bytes + open_place<D>::BYTES) + tables, sizeof(short_sums<D>));
     static kvq_shared_limit limit;
     limit.raise(short_kernel<D, KB, VB>, nb);
     const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
@@ -358,6 +390,23 @@ template <int D> void launch_short(const kvq_attend_args & a, int n_streams, cud
         case 2:  launch_values<D, 2>(a, n_streams, stream); break;
         case 3:  launch_values<D, 3>(a, n_streams, stream); break;
         default: launch_values<D, 4>(a, n_streams, stream); break;
+    }
+}
+
+// lattices of 2 bits and more
+template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+    switch (a.v.bits) {
+        case 2:  launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream); break;
+        case 3:  launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream); break;
+        default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream); break;
+    }
+}
+
+template <int D> void launch_short_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+    switch (a.k.bits) {
+        case 2:  launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream); break;
+        case 3:  launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream); break;
+        default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream); break;
     }
 }
 

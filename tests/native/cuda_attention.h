@@ -1,6 +1,7 @@
 // Attention over pages of random states against f64 over their decoded values. Part of test_cuda.cpp.
 #pragma once
 
+// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since
 struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
@@ -256,6 +257,67 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     return rel;
 }
 
-// ---------------------------------------------------------------- the store over the device
-
-// A layer pair over one device; the same operations on the CPU's must leave the same bytes.
+// quick: under a sanitizer, or on the host
+static void attention_matrix(kvq_cuda_device & d, bool quick) {
+    double worst = 0;
+    int n = 0;
+    const auto attention = [&](attention_case c) {
+        for (bool on : { true, false }) {
+            d.allow_short = on;
+            worst = std::max(worst, check_attention(d, c));
+            n++;
+        }
+        d.allow_short = true;
+    };
+    const auto short_attention = [&](attention_case c) {
+        const int64_t before = d.n_short;
+        attention(c);
+        CHECK(d.n_short > before, "bits %d/%d group %d D %d: the kernel for short caches did not run", c.kb, c.vb, c.group, c.D);
+    };
+    if (quick) {
+        attention({ 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
+        attention({ 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
+        attention({ 4, 3, 32, 1, 64, 1, 4, 1, 700, 1, 0, 0, false, false });
+        attention({ 2, 2, 128, 0, 128, 1, 4, 1, 1500, 1, 0, 0, false, false });
+        attention({ 16, 16, 32, 0, 128, 1, 4, 1, 600, 1, 0, 0, false, false });
+        attention({ 2, 3, 2, 1, 128, 2, 4, 1, 1500, 1, 0, 0, true, false });
+        attention({ 4, 1, 2, 0, 64, 1, 4, 2, 700, 1, 0, 0, false, false });
+        attention({ 2, 1, 4, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
+        for (int bits : { 1, 2, 3, 4, 16 }) { // short enough for a few multiprocessors
+            attention({ bits, bits, 32, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
+            attention({ bits, bits, 128, 0, 128, 1, 1 << bits % 4, 1, 500, 1, bits == 2 ? 20.0f : 0.0f, bits == 4 ? 8.0f : 0.0f, false, false });
+        }
+        for (int bits : { 2, 3, 4 }) {
+            short_attention({ bits, 2 + (bits + 1) % 3, 2, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
+            short_attention({ bits, 2 + bits % 3, 2, 1 - bits % 2, 128, 1, 1 << bits % 4, 1, 480, 1, bits == 2 ? 20.0f : 0.0f, bits == 3 ? 8.0f : 0.0f, false, false });
+        }
+        CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
+        printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
+        return;
+    }
+    for (int bits : { 1, 2, 3, 4, 16 }) { for (int group : { 32, 128 }) { for (int n_q : { 1, 2, 7, 40, 200 }) {
+        attention({ bits, bits, group, group == 32, 128, 2, n_q == 7 ? 1 : 4, n_q, 1100, 1, 0, 0, false, false });
+    } } }
+    for (int D : { 64, 80, 96, 128, 256 }) { for (int gqa : { 1, 4, 8, 16 }) {
+        attention({ 2, 1, 32, 0, D, 2, gqa, 3, 700, 2, 0, 0, true, false });
+        attention({ 1, 2, 32, 0, D, 2, gqa, 1, 2100, 1, 20.0f, 0, false, false });
+        attention({ 2, 2, 64, 1, D, 1, gqa, 1, 31 + D, 3, 0, 8.0f, true, false });
+        attention({ 4, 3, 32, 0, D, 1, gqa, 5, 300, 1, 0, 0, false, true });
+    } }
+    for (int kb : { 2, 3, 4 }) { for (int vb : { 2, 3, 4 }) { for (int D : { 64, 128 }) { for (int scale : { 0, 1 }) { // short caches of lattice pages
+        short_attention({ kb, vb, 2, scale, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
+        short_attention({ kb, vb, 2, scale, D, 1, 1 << kb, 1, 31 + D, 3, vb == 2 ? 20.0f : 0.0f, vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });
+    } } } }
+    for (int gqa : { 1, 3, 7, 16 }) { short_attention({ 2, 2, 2, 1, 128, 1, gqa, 1, 2000, 2, 0, 0, gqa == 3, false }); }
+    for (int kb : { 1, 2, 3, 4 }) { for (int vb : { 1, 2, 3, 4 }) { for (int D : { 64, 128 }) { // lattices
+        attention({ kb, vb, 2, vb % 2, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
+        attention({ kb, vb, 2, kb % 2, D, 2, vb, 3, 3000, 2, vb == 2 ? 20.0f : 0.0f, vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });
+    } } }
+    for (int D : { 64, 80, 96, 128, 256 }) { for (int vec : { 2, 4, 8 }) { for (int n_q : { 1, 7, 40 }) {
+        attention({ 1, 1, vec, 1, D, 2, n_q == 7 ? 1 : 8, n_q, 500, 1, 0, 0, false, false });
+        if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
+    } } }
+    for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
+    CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
+    printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
+}

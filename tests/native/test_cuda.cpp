@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
+// Usage: test_cuda [quick | host [STEPS] | attention | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "../../ggml-kvq/cache/store.h"
 #include "device_bytes.h"
 #include "../../ggml-kvq/types/f16.h"
@@ -152,8 +152,11 @@ static void check_predict(kvq_cuda_device & d, const predict_case & c) {
 
 // ---------------------------------------------------------------- attention
 
-// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since
 #include "cuda_attention.h"
+
+// ---------------------------------------------------------------- the store over the device
+
+// A layer pair over one device; the same operations on the CPU's must leave the same bytes.
 
 struct pair_of_layers {
     kvq_device & d;
@@ -305,6 +308,10 @@ int main(int argc, char ** argv) {
         bench(d, argc > 2 ? argv[2] : "", argc > 3 ? atoi(argv[3]) : 0);
         return 0;
     }
+    if (argc > 1 && !strcmp(argv[1], "attention")) {
+        attention_matrix(d, false);
+        return 0;
+    }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {
         check_aqua(d, argc > 2 ? atoi(argv[2]) : 1000, argc < 3);
         return 0;
@@ -333,8 +340,6 @@ int main(int argc, char ** argv) {
         for (const predict_case & c : { predict_case{ 96, 80, bits, 33 }, { 40, 200, bits, 7 }, { 512, 256, bits, 300 } }) { check_predict(d, c); }
     }
     printf("predictors: the bits of the C reference\n");
-    double worst = 0;
-    n = 0;
     for (const auto & m : { std::make_pair("f16", ""), std::make_pair("kivi", "bits=2,window=64"), std::make_pair("kivi", "bits=4,group=64,scales=u8,window=0,sinks=4"),
                             std::make_pair("xquant", "km=0,vm=0,window=32"), std::make_pair("higgs", "bits=2,window=64"),
                             std::make_pair("higgs", "k_bits=4,v_bits=3,scales=f16,window=0,sinks=4"), std::make_pair("higgs", "bits=1,grid=d8,window=32") }) {
@@ -342,50 +347,6 @@ int main(int argc, char ** argv) {
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
     }
     check_aqua(d, on_host ? host_steps : quick ? 20 : 1000, !quick);
-    const auto attention = [&](attention_case c) {
-        for (bool on : { true, false }) {
-            d.allow_short = on;
-            worst = std::max(worst, check_attention(d, c));
-            n++;
-        }
-        d.allow_short = true;
-    };
-    if (quick) {
-        attention({ 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
-        attention({ 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
-        attention({ 4, 3, 32, 1, 64, 1, 4, 1, 700, 1, 0, 0, false, false });
-        attention({ 2, 2, 128, 0, 128, 1, 4, 1, 1500, 1, 0, 0, false, false });
-        attention({ 16, 16, 32, 0, 128, 1, 4, 1, 600, 1, 0, 0, false, false });
-        attention({ 2, 3, 2, 1, 128, 2, 4, 1, 1500, 1, 0, 0, true, false });
-        attention({ 4, 1, 2, 0, 64, 1, 4, 2, 700, 1, 0, 0, false, false });
-        attention({ 2, 1, 4, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
-        for (int bits : { 1, 2, 3, 4, 16 }) { // short enough for a few multiprocessors
-            attention({ bits, bits, 32, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
-            attention({ bits, bits, 128, 0, 128, 1, 1 << bits % 4, 1, 500, 1, bits == 2 ? 20.0f : 0.0f, bits == 4 ? 8.0f : 0.0f, false, false });
-        }
-        CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
-        printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
-        return 0;
-    }
-    for (int bits : { 1, 2, 3, 4, 16 }) { for (int group : { 32, 128 }) { for (int n_q : { 1, 2, 7, 40, 200 }) {
-        attention({ bits, bits, group, group == 32, 128, 2, n_q == 7 ? 1 : 4, n_q, 1100, 1, 0, 0, false, false });
-    } } }
-    for (int D : { 64, 80, 96, 128, 256 }) { for (int gqa : { 1, 4, 8, 16 }) {
-        attention({ 2, 1, 32, 0, D, 2, gqa, 3, 700, 2, 0, 0, true, false });
-        attention({ 1, 2, 32, 0, D, 2, gqa, 1, 2100, 1, 20.0f, 0, false, false });
-        attention({ 2, 2, 64, 1, D, 1, gqa, 1, 31 + D, 3, 0, 8.0f, true, false });
-        attention({ 4, 3, 32, 0, D, 1, gqa, 5, 300, 1, 0, 0, false, true });
-    } }
-    for (int kb : { 1, 2, 3, 4 }) { for (int vb : { 1, 2, 3, 4 }) { for (int D : { 64, 128 }) { // lattices
-        attention({ kb, vb, 2, vb % 2, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
-        attention({ kb, vb, 2, kb % 2, D, 2, vb, 3, 3000, 2, vb == 2 ? 20.0f : 0.0f, vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });
-    } } }
-    for (int D : { 64, 80, 96, 128, 256 }) { for (int vec : { 2, 4, 8 }) { for (int n_q : { 1, 7, 40 }) {
-        attention({ 1, 1, vec, 1, D, 2, n_q == 7 ? 1 : 8, n_q, 500, 1, 0, 0, false, false });
-        if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
-    } } }
-    for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
-    CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
-    printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
+    attention_matrix(d, quick);
     return 0;
 }
