@@ -174,11 +174,14 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool fu
             compare(step, s);
         } else if (op < 87) { // all keys, then all values, as llama.cpp loads them
             const int page = uniform(0, CELLS / 32 - 3), to = uniform(0, CELLS / 32 - 3), n = uniform(1, 80);
-            for (int v = 0; v < 2; v++) { for (int i = 0; i < L; i++) {
-                std::vector<uint16_t> image((size_t) n * W);
-                host.lane[i][v]->read(s, page * 32, n, image.data());
-                for (chain_stack * x : both) { x->lane[i][v]->restore(s, to * 32, n, image.data(), 1); }
-            } }
+            std::vector<uint16_t> image[2 * L]; // of all before any is loaded: layers share their positions
+            for (int x = 0; x < 2 * L; x++) {
+                image[x].resize((size_t) n * W);
+                host.lane[x % L][x / L]->read(s, page * 32, n, image[x].data());
+            }
+            for (int x = 0; x < 2 * L; x++) {
+                for (chain_stack * c : both) { c->lane[x % L][x / L]->restore(s, to * 32, n, image[x].data(), 1); }
+            }
             cursor[s] = std::max(cursor[s], to * 32 + n);
         } else if (op < 93) {
             const int first = uniform(0, CELLS - 1);
