@@ -13,6 +13,7 @@ struct kvq_attend_args {
     // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory
     int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
     int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes;
+    int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
     int   in_order;     // the kernel before this one writes pages: no early start
     float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
@@ -25,7 +26,7 @@ struct kvq_attend_args {
     const float * sinks;
     kvq_mixed_geometry km, vm; // of mixed pages
     int map_stride;            // of the maps of pages, from one KV head to the next
-    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, tiles only
+    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, not of short caches
 };
 
 // Row r of a KV head: query token r / gqa, query head kvh*gqa + r % gqa.
@@ -65,6 +66,8 @@ void kvq_launch_decode_64 (const kvq_attend_args & a, int n_streams, cudaStream_
 void kvq_launch_decode_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_mixed_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy); // attend_mixed.cuh
+void kvq_launch_decode_mixed_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_short_64  (const kvq_attend_args & a, int n_streams, cudaStream_t stream); // attend_short.cuh
 void kvq_launch_short_128 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_short_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);

@@ -27,6 +27,12 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     a.k_group_log2 = codes ? log2_of(a.k.group) : 0;
     a.v_group_log2 = codes ? log2_of(a.v.group) : 0;
     a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
+    if (a.k.type == KVQ_TYPE_MIXED) {
+        a.halves_log2 = 0;
+        a.hi_steps    = (a.km.n_hi + CELLS - 1) / CELLS;
+        a.page_steps  = a.hi_steps + (a.km.n_cells - a.km.n_hi + CELLS - 1) / CELLS;
+        for (const kvq_affine_geometry & g : a.km.part) { fits = fits && g.scale <= 1; }
+    }
     fits = fits && a.k.type == a.v.type && a.k.head_size == a.v.head_size && (a.k.head_size == 64 || a.k.head_size == 128) && a.halves_log2 >= 0;
     if (codes) {
         fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 4 && a.k.scale == a.v.scale;
@@ -39,12 +45,15 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
 
 int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << a.k_parts_log2) + COLUMNS - 1) / COLUMNS; }
 
-int kvq_decode_max_splits(const kvq_attend_args & a) { return (a.n_pages * a.page_cells + CELLS * WARPS - 1) / (CELLS * WARPS); }
+int kvq_decode_max_splits(const kvq_attend_args & a) {
+    const int n_units = a.k.type == KVQ_TYPE_MIXED ? a.n_pages * a.page_steps : (a.n_pages * a.page_cells + CELLS - 1) / CELLS;
+    return (n_units + WARPS - 1) / WARPS;
+}
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
     const int n_splits = (a.n_pages * a.page_cells + SHORT_CELLS * WARPS - 1) / (SHORT_CELLS * WARPS);
-    const bool kernel = a.k.type != KVQ_TYPE_LATTICE || (a.k.bits >= 2 && a.v.bits >= 2);
-    a.is_short = a.n_q == 1 && kernel && a.v_group_log2 != 4 && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
+    const bool kernel = a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2 : a.k.type != KVQ_TYPE_MIXED;
+    a.is_short = a.n_q == 1 && kernel && !a.stream[0].lse && a.v_group_log2 != 4 && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
     a.n_splits = a.is_short ? n_splits : a.n_splits;
     return a.is_short;
 }
@@ -54,6 +63,8 @@ static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream
         (a.k.head_size == 128 ? kvq_launch_short_lattice_128 : kvq_launch_short_lattice_64)(a, n_streams, stream);
     } else if (a.is_short && !occupancy) {
         (a.k.head_size == 128 ? kvq_launch_short_128 : kvq_launch_short_64)(a, n_streams, stream);
+    } else if (a.k.type == KVQ_TYPE_MIXED) {
+        (a.k.head_size == 128 ? kvq_launch_decode_mixed_128 : kvq_launch_decode_mixed_64)(a, n_streams, stream, occupancy);
     } else if (a.k.type == KVQ_TYPE_LATTICE) {
         (a.k.head_size == 128 ? kvq_launch_decode_lattice_128 : kvq_launch_decode_lattice_64)(a, n_streams, stream, occupancy);
     } else {
@@ -63,11 +74,12 @@ static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream
 
 int kvq_decode_occupancy(const kvq_attend_args & a) {
     static std::mutex mutex;
-    static std::map<std::array<int, 9>, int> known;
+    static std::map<std::array<int, 12>, int> known;
     int device = 0, blocks = 1;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto at = known.insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v.group }, 0 }).first;
+    const auto at = known.insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v.group,
+        a.km.part[0].bits, a.km.part[1].bits, a.page_cells }, 0 }).first;
     if (!at->second) {
         launch(a, 1, nullptr, &blocks);
         at->second = blocks > 0 ? blocks : 1;

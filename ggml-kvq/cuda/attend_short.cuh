@@ -210,7 +210,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             if constexpr (ROTATED) {
                 score_lattice<D, KB, VB>(k_table, q, stage, s);
             } else if constexpr (CODES) {
-                score<D, KB, VB>(a, q, stage, s, base);
+                score<D, KB, VB>(a, q, stage, stage + stage_map<D, KB, VB>::K_PARAMS, s, base);
                 unit_k = FROM_K;
             }
         } else {

@@ -5,35 +5,36 @@
 
 namespace {
 
-// scores of sealed keys, cells of accumulator j as above, in units of codes; base: their zeros' share
-template <int D, int KB, int VB> __device__ __forceinline__
-void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint8_t * stage, float (&s)[4][4], float (&base)[4]) {
+// Scores of sealed keys, cells of accumulator j as above, in units of codes; base: their zeros' share. params: of the keys, in f16.
+// J: steps of 16 cells, 4 for 64 cells. Of 32 cells (J = 2) a thread has  8*(g/2) + 2*(g%2) + 4j + {0, 1}  in S and  8c + 4j + {0..3}  in O.
+template <int D, int KB, int VB, int J = 4> __device__ __forceinline__
+void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[J][4], float (&base)[4]) {
     using map = stage_map<D, KB, VB>;
     constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4;
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2, part = g >> (3 - a.k_parts_log2);
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = J == 4 ? g / 2 : g / 4, piece = J == 4 ? 0 : g / 2 % 2 * 2, part = g >> (3 - a.k_parts_log2);
 #pragma unroll
     for (int e = 0; e < 4; e++) {
         base[e] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 4; j++) { s[j][e] = 0.0f; }
+        for (int j = 0; j < J; j++) { s[j][e] = 0.0f; }
     }
-    const uint8_t * params = stage + map::K_PARAMS + part * 4*D;
+    params += part * 4*D;
     const uint8_t * words = stage + map::K + tile * N * 16 + g % 2 * 8, * words1 = stage + map::K_HIGH + tile * (D / 8) * 16 + g % 2 * 8;
-    uint2 x[4], h[4];
+    uint2 x[J], h[J];
 #pragma unroll
     for (int u = 0; u < S / 2; u++) { // 8 channels
         const int channel = channel_of<D, KB>(c, 2*u);
         if (S < P ? u == 0 : 2*u % P == 0) {
             const int chunk = S < P ? c / 2 : c + 4 * (2*u / P);
 #pragma unroll
-            for (int j = 0; j < 4; j++) { x[j] = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16); }
+            for (int j = 0; j < J; j++) { x[j] = *(const uint2 *) (words + chunk * 64 + ((piece + j) ^ tile) * 16); }
             if (cut<KB>::high) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) { h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16); }
+                for (int j = 0; j < J; j++) { h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + ((piece + j) ^ tile) * 16); }
             }
             if (S < P || cut<KB>::high) { // two threads share a word of 8 planes
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
+                for (int j = 0; j < J; j++) {
                     uint2 & y = cut<KB>::high ? h[j] : x[j];
                     y.x = rotate(y.x, 4 * (c % 2));
                     y.y = rotate(y.y, 4 * (c % 2));
@@ -51,7 +52,7 @@ void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint
             const float weight = exp2_of(K_BOOST - W*pl);
             const uint32_t q0 = mul2(mul2(q[t][0], scale[2*v]), weight), q1 = mul2(mul2(q[t][1], scale[2*v + 1]), weight);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < J; j++) {
                 const uint32_t f[4] = { fields<KB>(x[j].x, h[j].x, pl, false), fields<KB>(x[j].y, h[j].y, pl, false),
                                         fields<KB>(x[j].x, h[j].x, pl, true),  fields<KB>(x[j].y, h[j].y, pl, true) };
                 mma(s[j], f, q0, q1);
@@ -65,12 +66,12 @@ template <bool SHARED> __device__ __forceinline__ uint4 row16(const void * p) { 
 template <bool SHARED> __device__ __forceinline__ uint2 row8 (const void * p) { return SHARED ? *(const uint2 *) p : load8(p); }
 
 // scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0
-template <int D, int KB, bool SHARED> __device__ __forceinline__
-void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4][4]) {
+template <int D, int KB, bool SHARED, int J = 4> __device__ __forceinline__
+void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[J][4]) {
     constexpr int S = D / 16;
     const int c = threadIdx.x % 4;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < J; j++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) { s[j][e] = 0.0f; }
 #pragma unroll
@@ -92,16 +93,16 @@ void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int strid
 }
 
 // scores in units of q.k from those in units of codes and their zeros' share, capped as the model asks
-__device__ __forceinline__ void finish_scores(const kvq_attend_args & a, float unit, const float (&base)[4], float (&s)[4][4]) {
+template <int J> __device__ __forceinline__ void finish_scores(const kvq_attend_args & a, float unit, const float (&base)[4], float (&s)[J][4]) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < J; j++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) { s[j][i] = fmaf(s[j][i], unit, base[i]); }
     }
     if (a.softcap != 0.0f) {
         const float cap = a.softcap * LOG2E, inv = 2.0f / a.softcap;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < J; j++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) { s[j][i] = cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(fminf(s[j][i] * inv, 64.0f))); } // cap * tanh(s / cap)
         }
@@ -179,11 +180,11 @@ void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint32_t
 }
 
 // rows: of this thread's first cell, channel 0
-template <int D, int VB, bool SHARED> __device__ __forceinline__
-void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+template <int D, int VB, bool SHARED, int J = 4> __device__ __forceinline__
+void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[J][2], float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < J; j++) {
         const float back = exp2_of(-v_weight<VB>(j));
         const uint32_t p0 = mul2(p[j][0], back), p1 = mul2(p[j][1], back);
 #pragma unroll

@@ -463,7 +463,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, rows_again ? (const kvq_page *) (unfolded + i * unfolded_table) : s.pages, s.lse };
         }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and more splits
-        const bool few    = !mixed && !f.lse && kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
+        const bool few    = kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
         if (is_short && held_here) {
             for (int i = 0; i < 2; i++) { a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride }; }
             a.n_new = held[0].n;
@@ -495,7 +495,8 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             a.partial = partial;
             a.tickets = tickets;
         }
-        n_short += is_short;
+        n_short  += is_short;
+        n_decode += few;
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {

@@ -33,7 +33,7 @@ public:
     // without the layer below.
     void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr, const kvq_chain_pages * chain = nullptr);
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
-    int64_t n_short = 0; // launches for short caches so far
+    int64_t n_short = 0, n_decode = 0; // launches for short caches so far; for few rows, short caches among them
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
     // device, overwritten by the next call. False: out of memory.

@@ -16,6 +16,7 @@ INSTRUCTIONS = [
     ("cp.async.commit", ""),
     ("cp.async.cg.shared.global [%0], [%1], 16", "host_copy({0}, {1}, 16);"),
     ("cp.async.ca.shared.global [%0], [%1], 8", "host_copy({0}, {1}, 8);"),
+    ("cp.async.ca.shared.global [%0], [%1], 4", "host_copy({0}, {1}, 4);"),
     ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "host_mma_f16({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9});"),
     ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10});"),
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "host_ldmatrix({0}, {1}, {2}, {3}, {4});"),

@@ -1,0 +1,97 @@
+// Decode attention, the last part: sums of a block's warps, then of all blocks of a row (attend_decode.cuh).
+#pragma once
+
+#include "decode_products.cuh"
+
+namespace {
+
+// sums of a column: o relative to exp2(m), l likewise
+template <int D> struct decode_sums {
+    float o[DECODE_WARPS][DECODE_COLUMNS][D], m[DECODE_WARPS][DECODE_COLUMNS], l[DECODE_WARPS][DECODE_COLUMNS];
+    int last;
+};
+
+// Rows of this block from its columns, then from all blocks of the row by the last of them to arrive.
+template <int D> __device__ void merge_rows(const kvq_attend_args & a, decode_sums<D> & s, int is, int kvh, int row0, int n_rows, int n_blocks) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, per_row = DECODE_COLUMNS >> a.k_parts_log2;
+    const auto finish = [&](int row, int channel, float4 x, float m, float l) {
+        const int head = row_head(a, kvh, row);
+        float f = 1.0f;
+        if (a.sinks) { // one more logit without a value
+            const float sink = a.sinks[head] * LOG2E, top = fmaxf(m, sink);
+            f = m == -INFINITY ? 0.0f : exp2_fast(m - top);
+            l = l * f + exp2_fast(sink - top);
+        }
+        if (a.stream[is].lse && channel == 0) { a.stream[is].lse[(size_t) row_token(a, row) * a.n_head + head] = (log2f(l) + (a.sinks ? fmaxf(m, a.sinks[head] * LOG2E) : m)) * (1.0f / LOG2E); }
+        f = l > 0.0f ? f / l : 0.0f;
+        float * out = a.stream[is].dst + row_token(a, row) * a.dst_stride_token + head * a.dst_stride_head + channel;
+        out[0] = x.x * f; out[1] = x.y * f; out[2] = x.z * f; out[3] = x.w * f;
+    };
+    for (int r = warp; r < n_rows; r += DECODE_WARPS) { // a lane: one column of a warp, then 4 channels
+        const int n_sources = DECODE_WARPS << a.k_parts_log2, parts = (1 << a.k_parts_log2) - 1, w = lane >> a.k_parts_log2, col = (lane & parts) * per_row + r;
+        float m = lane < n_sources ? s.m[w][col] : -INFINITY, l = lane < n_sources ? s.l[w][col] : 0.0f, f = m;
+        for (int d = 16; d; d /= 2) { m = fmaxf(m, __shfl_xor_sync(~0u, m, d)); }
+        f = f == -INFINITY ? 0.0f : exp2_fast(f - m);
+        l *= f;
+        for (int d = 16; d; d /= 2) { l += __shfl_xor_sync(~0u, l, d); }
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+        for (int i = 0; i < n_sources; i++) {
+            const float fi = __shfl_sync(~0u, f, i);
+            const float4 y = *(const float4 *) &s.o[i >> a.k_parts_log2][(i & parts) * per_row + r][lane % (D / 4) * 4];
+            x.x += fi * y.x; x.y += fi * y.y; x.z += fi * y.z; x.w += fi * y.w;
+        }
+        if (lane >= D / 4) {
+            continue;
+        }
+        if (n_blocks == 1) {
+            finish(row0 + r, 4*lane, x, m, l);
+        } else {
+            put_partial<D>(a, is, kvh, row0 + r, x, m, l);
+        }
+    }
+    if (n_blocks == 1) {
+        return;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) { s.last = arrives_last(a, n_blocks); }
+    __syncthreads();
+    if (!s.last) {
+        return;
+    }
+    for (int r = warp; r < n_rows; r += DECODE_WARPS) {
+        const float * p = a.partial + partial_at(a, is, kvh, row0 + r, 0);
+        float m = -INFINITY, l = 0.0f;
+        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        constexpr int HALVES = 128 / D; // a warp reads as many rows of partial results at once
+        for (int b0 = 0; b0 < n_blocks; b0 += 32) {
+            float2 ml = make_float2(-INFINITY, 0.0f); // of block b0 + lane
+            if (b0 + lane < n_blocks) { ml = __ldcg((const float2 *) (p + (size_t) (b0 + lane) * (D + 4) + D)); }
+            float top = ml.x;
+            for (int d = 16; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
+            top = fmaxf(top, m);
+            const float f = ml.x == -INFINITY ? 0.0f : exp2_fast(ml.x - top), old = m == -INFINITY ? 0.0f : exp2_fast(m - top);
+            m = top;
+            l = l * old + f * ml.y;
+            x.x *= old; x.y *= old; x.z *= old; x.w *= old;
+            const int n = min(32, n_blocks - b0);
+#pragma unroll 16
+            for (int b = 0; b < n; b += HALVES) {
+                const int   at = min(b + lane / (D / 4), 31);
+                const float fb = __shfl_sync(~0u, f, at); // 0 beyond the last block
+                const float4 y = __ldcg((const float4 *) (p + (size_t) min(b0 + at, n_blocks - 1) * (D + 4) + lane % (D / 4) * 4));
+                x.x += fb * y.x; x.y += fb * y.y; x.z += fb * y.z; x.w += fb * y.w;
+            }
+        }
+        for (int d = 16; d; d /= 2) { l += __shfl_xor_sync(~0u, l, d); }
+        for (int d = 16; d >= D / 4; d /= 2) {
+            x.x += __shfl_xor_sync(~0u, x.x, d); x.y += __shfl_xor_sync(~0u, x.y, d);
+            x.z += __shfl_xor_sync(~0u, x.z, d); x.w += __shfl_xor_sync(~0u, x.w, d);
+        }
+        if (lane < D / 4) {
+            finish(row0 + r, 4*lane, x, m, l);
+        }
+    }
+}
+
+} // namespace
