@@ -10,9 +10,9 @@ struct kvq_attend_args {
     int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
     float scale, max_bias, softcap, m0, m1; // m0, m1: log2 of the slopes' bases
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
-    // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory
+    // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory, of 8-bit parameters in f16
     int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
-    int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes;
+    int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes, stage_wide;
     int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
     int   in_order;     // the kernel before this one writes pages: no early start
     float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused

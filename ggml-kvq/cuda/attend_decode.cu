@@ -74,12 +74,12 @@ static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream
 
 int kvq_decode_occupancy(const kvq_attend_args & a) {
     static std::mutex mutex;
-    static std::map<std::array<int, 12>, int> known;
+    static std::map<std::array<int, 13>, int> known;
     int device = 0, blocks = 1;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
     const auto at = known.insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v.group,
-        a.km.part[0].bits, a.km.part[1].bits, a.page_cells }, 0 }).first;
+        a.km.part[0].bits, a.km.part[1].bits, a.page_cells, a.map_stride != 0 }, 0 }).first;
     if (!at->second) {
         launch(a, 1, nullptr, &blocks);
         at->second = blocks > 0 ? blocks : 1;

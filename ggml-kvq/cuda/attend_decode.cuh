@@ -28,8 +28,8 @@
 
 namespace {
 
-// mask of this thread's cells in S, 4j + {0, 1} from `slot` on in the page, for its two columns
-__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, int kvh, int slot, uint32_t (&mk)[2][4]) {
+// mask of this thread's cells in S, 4j + {0, 1} from `slot` on in the page, for its two columns; map: of those slots, if the page has one
+__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -40,20 +40,18 @@ __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __hal
         }
         return;
     }
+    const auto of = [&](const __half * m, uint32_t cell) { return cell >= (uint32_t) a.n_kv ? 0xfc00u : m ? __half_as_ushort(m[cell]) : 0u; };
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            mk[e][j] = 0;
-#pragma unroll
-            for (int b = 0; b < 2; b++) {
-                const int cell = page.map ? page.map[kvh * a.map_stride + slot + 4*j + b] : page.cell + slot + 4*j + b;
-                const uint32_t h = cell < 0 || cell >= a.n_kv ? 0xfc00 : mask[e] ? __half_as_ushort(mask[e][cell]) : 0;
-                mk[e][j] |= h << 16*b;
-            }
-        }
+    for (int j = 0; j < 4; j++) {
+        const uint32_t next = (uint32_t) (page.cell + slot + 4*j);
+        const uint2 cells = page.map ? *(const uint2 *) (map + 4*j) : make_uint2(next, next + 1);
+        mk[0][j] = of(mask[0], cells.x) | of(mask[0], cells.y) << 16;
+        mk[1][j] = one_mask ? mk[0][j] : of(mask[1], cells.x) | of(mask[1], cells.y) << 16;
     }
 }
+
+// shared memory of a warp; cells of slots: where every KV head has its own
+__host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) { return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0); }
 
 template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_WARPS, 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     constexpr int S = D / 16;
@@ -65,10 +63,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     const int per_row = DECODE_COLUMNS >> a.k_parts_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
-    // the warp's memory: two stages, then the pages of four units
-    uint8_t * const stages = memory + warp * (2 * a.stage_bytes + 8 * sizeof(kvq_page));
-    kvq_page * const ring = (kvq_page *) (stages + 2 * a.stage_bytes);
-    const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = stages_at + 2 * a.stage_bytes;
+    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots
+    const int nb_warp = warp_bytes(a);
+    uint8_t * const stages = memory + warp * nb_warp, * const wide = stages + 2 * a.stage_bytes;
+    kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
+    int32_t * const maps = (int32_t *) (ring + 8);
+    const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide, maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
     const int split = blockIdx.x * DECODE_WARPS + warp, n_splits = a.n_splits * DECODE_WARPS;
     const int unit0 = (int) ((int64_t) n_units * split / n_splits), unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
@@ -76,6 +76,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
         const int half = min(2*unit + lane / 3, n_halves - 1);
         if (lane < 6) { copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16, (const char *) &st.pages[half >> a.halves_log2] + lane % 3 * 16); }
+    };
+    const auto copy_maps = [&](int unit, int s0, int s1) { // of halves that are there: 32 cells, 8 pieces
+        const int h = lane / 8, half = 2*unit + h;
+        if (lane < 16 && (h ? s1 : s0) >= 0 && ring[unit % 4 * 2 + h].map) {
+            copy16(maps_at + (unit % 2 * 64 + lane * 4) * 4, ring[unit % 4 * 2 + h].map + kvh * a.map_stride + (half & (per_page - 1)) * 32 + lane % 8 * 4);
+        }
     };
     const auto first_cell = [&](int half) { return (half & (per_page - 1)) * 32; };
     // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
@@ -95,7 +101,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         }
     };
     if (unit0 < unit1) { copy_pages(unit0); }
-    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * (2 * a.stage_bytes + 8 * sizeof(kvq_page))), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * nb_warp), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
@@ -145,6 +151,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                     }
                 }
             }
+            if (a.map_stride) { copy_maps(unit + 1, next0, next1); }
             copy_pages(unit + 2);
         }
         if (unit < unit0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
@@ -165,8 +172,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             continue;
         }
         uint8_t * stage = stages + unit % 2 * a.stage_bytes;
+        const uint8_t * params = stage;
+        if constexpr (CODES && !ROTATED) { params = a.k.scale ? wide : stage + stage_map<D, KB, VB>::K_PARAMS; }
         if constexpr (CODES && !ROTATED) {
-            if (a.k.scale && (state0 == 3 || state1 == 3)) { widen_stage<D, KB, VB>(a, stage); }
+            if (a.k.scale && (state0 == 3 || state1 == 3)) { widen_stage<D, KB, VB>(a, stage, wide); }
         }
         bool staged = true;
         int todo = (state0 >= 0 ? 1 : 0) + (state1 >= 0 ? 2 : 0);
@@ -180,7 +189,8 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             const kvq_page & vp = ring[unit % 4 * 2 + vh];
             const bool here = sel >> g / 4 & 1;
             uint32_t mk[2][4];
-            load_mask(a, mask, one_mask, kp, kvh, first_cell(2*unit + kh) + in_half, mk);
+            const int slot = first_cell(2*unit + kh) + in_half;
+            load_mask(a, mask, one_mask, kp, a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, mk);
             if constexpr (CODES) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
                     staged = false;
@@ -192,7 +202,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                     } else {
                         copy_stage_late<D, KB, VB>(a, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
                         copies_done();
-                        if (a.k.scale) { widen_stage<D, KB, VB>(a, stage); }
+                        if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
                     }
                 }
             }
@@ -201,7 +211,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                 if (q_rotated != (now & 1)) { load_rotated(now & 1); }
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q, stage, s); }
             } else if constexpr (CODES) {
-                if (now & 1) { score<D, KB, VB>(a, q, stage, stage + stage_map<D, KB, VB>::K_PARAMS, s, base); }
+                if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, base); }
             }
             if (!(now & 1)) {
                 const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride;
@@ -269,9 +279,9 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                     if constexpr (ROTATED) {
                         accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
                     } else if (a.v_group_log2 == 4) {
-                        accumulate<D, KB, VB, true>(a, stage, p, o, oz);
+                        accumulate<D, KB, VB, true>(a, stage, params, p, o, oz);
                     } else {
-                        accumulate<D, KB, VB, false>(a, stage, p, o, oz);
+                        accumulate<D, KB, VB, false>(a, stage, params, p, o, oz);
                     }
                 }
             }
@@ -311,14 +321,14 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 
 // Launches, or with `occupancy` tells how many blocks a multiprocessor holds.
 template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
-    a.stage_bytes = 0;
+    a.stage_bytes = a.stage_wide = 0;
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
     } else if (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
     const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) : 0;
-    const size_t nb = std::max(DECODE_WARPS * (2 * (size_t) a.stage_bytes + 8 * sizeof(kvq_page)) + tables, sizeof(decode_sums<D>));
+    const size_t nb = std::max(DECODE_WARPS * (size_t) warp_bytes(a) + tables, sizeof(decode_sums<D>));
     static kvq_shared_limit limit;
     limit.raise(decode_kernel<D, KB, VB>, nb);
     if (occupancy) {

@@ -94,9 +94,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), g = lane / 4, c = lane % 4, is = blockIdx.z;
     const int per_row = DECODE_COLUMNS >> a.k_parts_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row, head0 = kvh * a.gqa + row0;
     const auto & st = a.stream[is];
-    uint8_t * const stage = memory + warp * (a.stage_bytes + open_place<D>::BYTES);
-    uint16_t * const open = (uint16_t *) (stage + a.stage_bytes);
-    const uint32_t stage_at = (uint32_t) __cvta_generic_to_shared(stage), open_at = stage_at + a.stage_bytes;
+    const int nb_stage = a.stage_bytes + a.stage_wide;
+    uint8_t * const stage = memory + warp * (nb_stage + open_place<D>::BYTES), * const params = stage + (a.stage_wide ? a.stage_bytes : (int) stage_map<D, KB, VB>::K_PARAMS);
+    uint16_t * const open = (uint16_t *) (stage + nb_stage);
+    const uint32_t stage_at = (uint32_t) __cvta_generic_to_shared(stage), open_at = stage_at + nb_stage;
 
     if (!a.n_new) { early_wait(); } // the kernel before this one writes into open pages
     const int half = blockIdx.x * DECODE_WARPS + warp, n_halves = a.n_pages << a.halves_log2, t0 = (half & ((1 << a.halves_log2) - 1)) * 32;
@@ -125,7 +126,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     copies_part();
     if (state == 0 || state == 1) { copy_open<D, true >(open_at, v_rows, a.v.stride); } // scores do not wait for them
     copies_part();
-    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * (a.stage_bytes + open_place<D>::BYTES)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * (nb_stage + open_place<D>::BYTES)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
@@ -199,7 +200,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         if (a.n_taken && new_k >= 0) { asm volatile("red.release.gpu.global.add.u64 [%0], 1;" :: "l"(a.n_taken) : "memory"); }
     }
     if constexpr (AFFINE) {
-        if (a.k.scale && state > 0) { widen_stage<D, KB, VB>(a, stage); }
+        if (a.k.scale && state > 0) { widen_stage<D, KB, VB>(a, stage, params); }
     }
 
     float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f };
@@ -210,7 +211,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             if constexpr (ROTATED) {
                 score_lattice<D, KB, VB>(k_table, q, stage, s);
             } else if constexpr (CODES) {
-                score<D, KB, VB>(a, q, stage, stage + stage_map<D, KB, VB>::K_PARAMS, s, base);
+                score<D, KB, VB>(a, q, stage, params, s, base);
                 unit_k = FROM_K;
             }
         } else {
@@ -251,7 +252,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                 accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
                 rotate_output<D>(o);
             } else if constexpr (CODES) {
-                accumulate<D, KB, VB, false>(a, stage, p, o, oz);
+                accumulate<D, KB, VB, false>(a, stage, params, p, o, oz);
             }
         } else {
             accumulate_open<D, VB, true>(open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
@@ -356,7 +357,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 }
 
 template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream) {
-    a.stage_bytes = 0;
+    a.stage_bytes = a.stage_wide = 0;
     size_t tables = 0;
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
@@ -364,7 +365,7 @@ template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_str
     } else if constexpr (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
-    const size_t nb = std::max(DECODE_WARPS * ((size_t) a.stage_bytes + open_place<D>::BYTES) + tables, sizeof(short_sums<D>));
+    const size_t nb = std::max(DECODE_WARPS * ((size_t) a.stage_bytes + a.stage_wide + open_place<D>::BYTES) + tables, sizeof(short_sums<D>));
     static kvq_shared_limit limit;
     limit.raise(short_kernel<D, KB, VB>, nb);
     const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);

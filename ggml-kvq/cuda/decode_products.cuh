@@ -115,15 +115,15 @@ template <int VB> __device__ __forceinline__ constexpr int v_weight(int j) { ret
 
 __device__ __forceinline__ uint32_t word(const uint4 & x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
-// p: weighted probabilities of step j, cells (0, 2) and (1, 3). HALVES: groups of 16 channels. Rows of a product are then of two groups
+// params: of keys and values, in f16. p: weighted probabilities of step j, cells (0, 2) and (1, 3). HALVES: groups of 16 channels. Rows of a product are then of two groups
 // (g below 4, and above), so there are two products, each of which sees the rows of one group alone.
 template <int D, int KB, int VB, bool HALVES> __device__ __forceinline__
-void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
+void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint8_t * params, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
     using map = stage_map<D, KB, VB>;
     constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1; // N: words of a channel that a thread needs
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, turn = c % 2 * 4; // turn: two threads share a word of 8 planes
     const int n_groups = D >> a.v_group_log2;
-    const uint8_t * params = stage + map::K_PARAMS + a.stage_v_params + c * 32;
+    params += a.stage_v_params + c * 32;
     {
         uint32_t z[2][4]; // row g of this product: channel group g
         read_params(params + min(g, n_groups - 1) * 256 + 128, z[0]);

@@ -62,8 +62,8 @@ template <int D, int KB> __device__ __forceinline__ int channel_of(int c, int s)
 //   (each followed by the part of third bits, if any)
 //   K parameters  f16 [part][scale, zero][D]
 //   V parameters  f16 [group][scale, zero][64]
-// 8-bit parameters arrive behind that in the same order, one byte each, followed by 8 bytes of ranges a part (K) or half (V), and are
-// turned into f16 once they are here.
+// 8-bit parameters arrive in their place in the same order, one byte each, followed by 8 bytes of ranges a part (K) or half (V), and are
+// turned into f16 once they are here, in memory of the warp's own that all of its stages share.
 template <int D, int KB, int VB> struct stage_map {
     static constexpr int WK = cut<KB>::W, WV = cut<VB>::W;
     static constexpr int K = 0, K_HIGH = K + 4 * (D * WK / 32) * 64, V = K_HIGH + (cut<KB>::high ? 4 * (D / 32) * 64 : 0);
@@ -72,10 +72,11 @@ template <int D, int KB, int VB> struct stage_map {
 
 template <int D, int KB, int VB> void lay_out_stage(kvq_attend_args & a) {
     const int keys = 4*D << a.k_parts_log2, values = D * 256 >> a.v_group_log2;
+    const bool bytes = a.k.scale || a.v.scale;
     a.stage_v_params = keys;
-    a.stage_raw_k    = keys + values;
-    a.stage_raw_v    = a.stage_raw_k + ((keys / 2 + (8 << a.k_parts_log2) + 15) & ~15);
-    a.stage_bytes    = stage_map<D, KB, VB>::K_PARAMS + (a.k.scale || a.v.scale ? a.stage_raw_v + values / 2 + 16 : a.stage_raw_k);
+    a.stage_raw_v    = bytes ? (keys / 2 + (8 << a.k_parts_log2) + 15) & ~15 : keys;
+    a.stage_bytes    = stage_map<D, KB, VB>::K_PARAMS + a.stage_raw_v + (bytes ? values / 2 + 16 : values);
+    a.stage_wide     = bytes ? keys + values : 0;
 }
 
 struct half_page { const uint8_t * k_codes, * k_params, * v_codes, * v_params; int t; }; // of one KV head; t: first cell in the page
@@ -118,7 +119,7 @@ template <int D, int KB, int VB> __device__ __forceinline__ void copy_stage(cons
     if (keys) {
         copy_keys<D, map::WK>(to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t);
         if (cut<KB>::high) { copy_keys<D, 1>(to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1], h[1].t); }
-        const uint32_t at = to + map::K_PARAMS + (a.k.scale ? a.stage_raw_k : 0);
+        const uint32_t at = to + map::K_PARAMS;
 #pragma unroll 1
         for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) { // 8 channels of scales or zeros of a part
             const int part = i / (D / 4), rest = i % (D / 4);
@@ -137,7 +138,7 @@ template <int D, int KB, int VB> __device__ __forceinline__ void copy_stage(cons
     if (values) {
         copy_values<D, map::WV>(to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0]);
         if (cut<VB>::high) { copy_values<D, 1>(to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1]); }
-        const uint32_t at = to + map::K_PARAMS + (a.v.scale ? a.stage_raw_v : a.stage_v_params);
+        const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
         const int n = 16 * D >> a.v_group_log2;
 #pragma unroll 1
         for (int i = lane; i < n; i += 32) { // 8 cells of scales or zeros of a group
@@ -172,18 +173,19 @@ __device__ __forceinline__ void widen(const uint8_t * raw, int i, const uint8_t 
     *(uint4 *) (out + 16*i) = make_uint4(y[0], y[1], y[2], y[3]);
 }
 
-template <int D, int KB, int VB> __device__ __forceinline__ void widen_stage(const kvq_attend_args & a, uint8_t * stage) {
-    uint8_t * const params = stage + stage_map<D, KB, VB>::K_PARAMS;
+// to: of all parameters in f16
+template <int D, int KB, int VB> __device__ __forceinline__ void widen_stage(const kvq_attend_args & a, const uint8_t * stage, uint8_t * to) {
+    const uint8_t * k = stage + stage_map<D, KB, VB>::K_PARAMS, * v = k + a.stage_raw_v;
     const int lane = threadIdx.x % 32;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) {
         const int part = i / (D / 4), zero = i % (D / 4) / (D / 8);
-        widen(params + a.stage_raw_k, i, params + a.stage_raw_k + (2*D << a.k_parts_log2) + part * 8 + zero * 4, params);
+        widen(k, i, k + (2*D << a.k_parts_log2) + part * 8 + zero * 4, to);
     }
     const int n = 16 * D >> a.v_group_log2;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = lane; i < n; i += 32) {
-        widen(params + a.stage_raw_v, i, params + a.stage_raw_v + n * 8 + i / 4 % 2 * 8 + i / 8 % 2 * 4, params + a.stage_v_params);
+        widen(v, i, v + n * 8 + i / 4 % 2 * 8 + i / 8 % 2 * 4, to + a.stage_v_params);
     }
     __syncwarp();
 }

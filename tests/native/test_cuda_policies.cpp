@@ -565,9 +565,12 @@ int main(int argc, char ** argv) {
             for (int torn : { 1, 2, 3 }) { for (const char * opts : { "", "scales=f16", "interval=96,salient=0.33,hi=3,lo=1" }) { attention({ "zipcache", opts, D, 2, 4, 1 + torn % 2, 700, torn, 0, 0, false, torn }); } }
             for (int n_past : { 3, 40, 159, 160, 161, 5000 }) { attention({ "zipcache", "", D, 8, 4, 1, std::max(n_past, 1), 1, 0, 0, false }); } // one block, many
             attention({ "zipcache", "", D, 1, 1, 32, 500, 1, 0, 0, false });
+            for (const char * opts : { "", "scales=f16,window=32", "group=32,bits=4,window=64", "bits=3,window=0" }) { for (int gqa : { 1, 4, 8 }) { // cells by way of maps
+                attention({ "minikv", opts, D, 2, gqa, gqa == 1 ? 2 : 1, 900 + 50 * gqa, 1 + gqa % 3, 0, 0, gqa == 4 });
+            } }
         }
     }
-    printf("decode over pages of two widths: %d cases, worst relative error %.2g\n", n, top.out);
+    printf("decode: %d cases, worst relative error %.2g\n", n, top.out);
     if (decode) {
         return 0;
     }
