@@ -268,11 +268,14 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
             compare(step, stream, cell, uniform(1, n_cells - cell));
         } else if (op < 90) { // saved and restored elsewhere
             const int cell = uniform(0, n_cells / 32 - 3) * 32, n = uniform(1, 80), to = uniform(0, n_cells / 32 - 3) * 32;
-            for (int i = 0; i < 2; i++) { for (int v = 0; v < 2; v++) {
-                std::vector<uint16_t> image((size_t) n * W);
-                host.lane[i][v]->read(stream, cell, n, image.data());
-                for (pair_of_layers * p : both) { p->lane[i][v]->restore(stream, to, n, image.data(), 1); }
-            } }
+            std::vector<uint16_t> image[4]; // of all before any is loaded: layers share their positions
+            for (int i = 0; i < 4; i++) {
+                image[i].resize((size_t) n * W);
+                host.lane[i / 2][i % 2]->read(stream, cell, n, image[i].data());
+            }
+            for (int i = 0; i < 4; i++) {
+                for (pair_of_layers * p : both) { p->lane[i / 2][i % 2]->restore(stream, to, n, image[i].data(), 1); }
+            }
         } else if (op < 95) { // context shift: keys change in place
             const int first = uniform(0, n_cells - 1);
             for (pair_of_layers * p : both) { for (int i = 0; i < 2; i++) {
