@@ -68,6 +68,8 @@ public:
     virtual void   copy (void * to, const void * from, size_t nb) = 0;
     virtual void   get  (void * host, const void * from, size_t nb) = 0;
     virtual void   put  (void * to, const void * host, size_t nb) = 0;
+    virtual void   put_pages(kvq_page * to, const kvq_page * from, size_t n) { put(to, from, n * sizeof(kvq_page)); }
+    virtual void   flush() {} // what still waits to be done together starts now
 
     // f32 row i, n_head*head_size values, goes to tile row to[i] of head 0 and to the same row of the other heads
     // pos: the rows' positions, which they carry (transform.h); NULL: none, and always where the store does it itself, on the host

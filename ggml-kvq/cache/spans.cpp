@@ -85,13 +85,13 @@ const kvq_page * kvq_span_table::on(kvq_device & d) {
         const int n = (int) list.size();
         list.resize((size_t) std::max(n, n_packed[s])); // what was there before becomes empty
         n_packed[s] = n;
-        if (!list.empty()) { d.put(copy + s * n_pages, list.data(), list.size() * sizeof(kvq_page)); }
+        if (!list.empty()) { d.put_pages(copy + s * n_pages, list.data(), list.size()); }
     }
     if (packed) {
         changed0 = changed1 = 0;
     }
     if (changed0 < changed1) {
-        d.put(copy + changed0, spans.data() + changed0, (changed1 - changed0) * sizeof(kvq_page));
+        d.put_pages(copy + changed0, spans.data() + changed0, changed1 - changed0);
         changed0 = changed1 = 0;
     }
     return copy;

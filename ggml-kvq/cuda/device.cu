@@ -116,7 +116,13 @@ bool kvq_cuda_device::check(int status, const char * what) {
     return status == cudaSuccess;
 }
 
-bool kvq_cuda_device::use() { return check(cudaSetDevice(ordinal), "cudaSetDevice"); }
+bool kvq_cuda_device::use() {
+    const bool ok = check(cudaSetDevice(ordinal), "cudaSetDevice");
+    if (!to_seal.empty() || !to_put.empty()) {
+        flush();
+    }
+    return ok;
+}
 
 // Grows an array, zeroed; what it held is lost.
 template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need, const char * what) {
@@ -364,44 +370,6 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
         }
     }
     check(cudaGetLastError(), "rows kernel");
-}
-
-void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
-    use();
-    const kvq_affine_geometry g = geometry(l.codec);
-    const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_encode_lattice : kvq_launch_encode;
-    const kvq_mixed_geometry mixed = kvq_mixed_get_geometry(l.codec);
-    for (int i = 0; i < n; i += KVQ_SEAL_JOBS) {
-        const int part = std::min(n - i, KVQ_SEAL_JOBS);
-        kvq_seal_jobs arg;
-        for (int j = 0; j < part; j++) {
-            const kvq_page_block & b = pages[i + j];
-            arg.job[j] = { b.tile, (const uint8_t *) b.shared, (uint8_t *) b.codes, (uint8_t *) b.params, {} };
-            if (b.valid) {
-                memcpy(arg.job[j].valid, b.valid, l.page_cells / 8);
-            } else {
-                memset(arg.job[j].valid, 0xff, sizeof(arg.job[j].valid));
-            }
-        }
-        if (g.type == KVQ_TYPE_MIXED) {
-            kvq_launch_encode_mixed(mixed, arg, part, l.n_head, (cudaStream_t) stream);
-        } else {
-            launch(g, arg, part, l.n_head, (cudaStream_t) stream);
-        }
-    }
-    check(cudaGetLastError(), "encode kernel");
-}
-
-void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b) {
-    use();
-    const kvq_affine_geometry g = geometry(l.codec);
-    const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_decode_lattice : kvq_launch_decode;
-    if (g.type == KVQ_TYPE_MIXED) {
-        kvq_launch_decode_mixed(kvq_mixed_get_geometry(l.codec), (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
-    } else {
-        launch(g, (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
-    }
-    check(cudaGetLastError(), "decode kernel");
 }
 
 // ---------------------------------------------------------------- attention

@@ -6,7 +6,9 @@
 #include "../types/predictor.h"
 
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 struct kvq_affine_geometry;
@@ -66,6 +68,9 @@ public:
     void   copy (void * to, const void * from, size_t nb) override;
     void   get  (void * host, const void * from, size_t nb) override;
     void   put  (void * to, const void * host, size_t nb) override;
+    void   put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
+    void   flush() override;
+    int64_t n_seals = 0; // launches that sealed pages so far
     void   write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t * pos, int n_threads) override;
     void   encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void   decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
@@ -78,7 +83,7 @@ public:
     void   choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
 
 private:
-    bool use();
+    bool use(); // before anything is done: what waits goes first
     bool check(int status, const char * what);
     kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
     int         ordinal, n_sm = 1;
@@ -115,6 +120,9 @@ private:
     std::vector<uint16_t *> rows_to; // the table as this step fills it
     uint16_t ** row_table = nullptr;
     std::vector<row_job> held;
+    struct seal_batch;                    // pages of one geometry
+    std::vector<std::unique_ptr<seal_batch>> to_seal; // lanes of many layers seal in the same step: they wait for each other
+    std::vector<std::pair<kvq_page *, kvq_page>> to_put;
     uint64_t    n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed
     std::string err, kernels;

@@ -219,6 +219,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         s.fits = b.whole = false;
         return kvq_compute_graph(b, graph);
     }
+    for (kvq_kv_cache * c : s.caches) { c->device.flush(); }
     if (!s.graph.launch(b.stream)) {
         kvq_report_error("the recorded step cannot be launched: set KVQ_CUDA_GRAPHS=0");
         return GGML_STATUS_FAILED;

@@ -291,6 +291,7 @@ void kvq_kv_cache::commit(int n_threads) {
         l->k->commit(n_threads);
         l->v->commit(n_threads);
     }
+    device.flush();
 }
 
 void kvq_kv_cache::clear() {
