@@ -180,6 +180,7 @@ void kvq_lane::put_positions(int s, int p) {
         device.put(x.positions_there + at, x.positions + at, 4 * (size_t) l.page_cells);
         if (x.keeps_turn()) {
             device.put(x.sealed_there + at, x.sealed + at, 4 * (size_t) l.page_cells);
+            if (x.apart) { x.apart[(size_t) s * l.n_pages + p] = kvq_moved(l.page_cells, x.positions + at, x.sealed + at); }
         }
     }
 }

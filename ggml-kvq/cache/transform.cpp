@@ -4,6 +4,12 @@
 
 #include <algorithm>
 
+bool kvq_moved(int n, const int32_t * positions, const int32_t * sealed) {
+    bool moved = false;
+    for (int i = 0; i < n; i++) { moved |= positions[i] >= 0 && positions[i] != sealed[i]; }
+    return moved;
+}
+
 static uint32_t check_of(uint32_t pos) { return (pos ^ 0x5bd1e995u) * 0x9e3779b1u; }
 
 static size_t channel_at(const kvq_lane_layout & l, int c, size_t head_stride) {

@@ -25,6 +25,7 @@ struct kvq_transform {
     int32_t     * positions = nullptr; // of sealed cells, [n_stream][n_pages*page_cells], shared by the layers of a cache
     int32_t     * sealed    = nullptr; // when they were sealed, likewise
     int32_t     * positions_there = nullptr, * sealed_there = nullptr; // the same where a device reads them
+    uint8_t     * apart     = nullptr; // pages of a device whose positions differ from `sealed`, [n_stream][n_pages]; of open ones it says nothing
     uint16_t    * users     = nullptr; // layers that hold the page sealed, [n_stream][n_pages]: while there are any, `sealed` stays
     kvq_chain   * chain = nullptr;     // and what is predicted from the layer before (chain.h); ordinal: of this layer
     int           ordinal = 0;
@@ -36,6 +37,9 @@ struct kvq_transform {
     void remove (const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
     void restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
 };
+
+// Is one of n cells elsewhere than when it was sealed?
+bool kvq_moved(int n, const int32_t * positions, const int32_t * sealed);
 
 // Position in a row of n_head heads, head h at row + h*head_stride; -1: the row carries none.
 int32_t kvq_tag_get(const kvq_lane_layout & l, const uint16_t * row, size_t head_stride);

@@ -26,7 +26,12 @@ struct kvq_attend_args {
     const float * sinks;
     kvq_mixed_geometry km, vm; // of mixed pages
     int map_stride;            // of the maps of pages, from one KV head to the next
-    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, not of short caches
+    // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
+    const float * k_mean, * v_mean; // [head kv][head size]
+    const float * rotary_high;      // kvq_rotary
+    const uint16_t * waves;         // f16 [128][head size]: cos and sin of the pairs
+    int n_pairs, neox;
+    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; const int32_t * positions; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, not of short caches
 };
 
 // Row r of a KV head: query token r / gqa, query head kvh*gqa + r % gqa.
@@ -58,6 +63,7 @@ bool kvq_launch_tiles_mixed(const kvq_attend_args & a, int n_streams, int n_warp
 // Few rows over many cells. fits: also sets what is derived for it.
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int  kvq_decode_row_blocks(const kvq_attend_args & a);    // blocks of one KV head and split
+bool kvq_decode_means(const kvq_attend_args & a);         // may these pages lack their means?
 int  kvq_decode_max_splits(const kvq_attend_args & a);
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // needs partial and tickets
@@ -68,6 +74,8 @@ void kvq_launch_decode_lattice_64 (const kvq_attend_args & a, int n_streams, cud
 void kvq_launch_decode_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_mixed_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy); // attend_mixed.cuh
 void kvq_launch_decode_mixed_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_means_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_means_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_short_64  (const kvq_attend_args & a, int n_streams, cudaStream_t stream); // attend_short.cuh
 void kvq_launch_short_128 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_short_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);

@@ -45,6 +45,8 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
 
 int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << a.k_parts_log2) + COLUMNS - 1) / COLUMNS; }
 
+bool kvq_decode_means(const kvq_attend_args & a) { return a.k.type == KVQ_TYPE_LATTICE && (a.k.bits == a.v.bits || (a.k.bits == 2 && a.v.bits == 1)); }
+
 int kvq_decode_max_splits(const kvq_attend_args & a) {
     const int n_units = a.k.type == KVQ_TYPE_MIXED ? a.n_pages * a.page_steps : (a.n_pages * a.page_cells + CELLS - 1) / CELLS;
     return (n_units + WARPS - 1) / WARPS;
@@ -52,7 +54,7 @@ int kvq_decode_max_splits(const kvq_attend_args & a) {
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
     const int n_splits = (a.n_pages * a.page_cells + SHORT_CELLS * WARPS - 1) / (SHORT_CELLS * WARPS);
-    const bool kernel = a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2 : a.k.type != KVQ_TYPE_MIXED;
+    const bool kernel = a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2 && !a.waves : a.k.type != KVQ_TYPE_MIXED;
     a.is_short = a.n_q == 1 && kernel && !a.stream[0].lse && a.v_group_log2 != 4 && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
     a.n_splits = a.is_short ? n_splits : a.n_splits;
     return a.is_short;
@@ -65,6 +67,8 @@ static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream
         (a.k.head_size == 128 ? kvq_launch_short_128 : kvq_launch_short_64)(a, n_streams, stream);
     } else if (a.k.type == KVQ_TYPE_MIXED) {
         (a.k.head_size == 128 ? kvq_launch_decode_mixed_128 : kvq_launch_decode_mixed_64)(a, n_streams, stream, occupancy);
+    } else if (a.waves) {
+        (a.k.head_size == 128 ? kvq_launch_decode_means_128 : kvq_launch_decode_means_64)(a, n_streams, stream, occupancy);
     } else if (a.k.type == KVQ_TYPE_LATTICE) {
         (a.k.head_size == 128 ? kvq_launch_decode_lattice_128 : kvq_launch_decode_lattice_64)(a, n_streams, stream, occupancy);
     } else {
@@ -74,12 +78,12 @@ static void launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream
 
 int kvq_decode_occupancy(const kvq_attend_args & a) {
     static std::mutex mutex;
-    static std::map<std::array<int, 13>, int> known;
+    static std::map<std::array<int, 14>, int> known;
     int device = 0, blocks = 1;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
     const auto at = known.insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v.group,
-        a.km.part[0].bits, a.km.part[1].bits, a.page_cells, a.map_stride != 0 }, 0 }).first;
+        a.km.part[0].bits, a.km.part[1].bits, a.page_cells, a.map_stride != 0, a.waves != nullptr }, 0 }).first;
     if (!at->second) {
         launch(a, 1, nullptr, &blocks);
         at->second = blocks > 0 ? blocks : 1;

@@ -21,6 +21,7 @@
 #pragma once
 
 #include "decode_lattice.cuh"
+#include "decode_means.cuh"
 #include "decode_merge.cuh"
 #include "decode_products.cuh"
 
@@ -53,7 +54,8 @@ __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __hal
 // shared memory of a warp; cells of slots: where every KV head has its own
 __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) { return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0); }
 
-template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_WARPS, 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
+// MEANS: sealed pages lack theirs
+template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(32 * DECODE_WARPS, MEANS ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
@@ -102,6 +104,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     };
     if (unit0 < unit1) { copy_pages(unit0); }
     uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * nb_warp), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    float * const coefficients = (float *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
@@ -120,10 +123,21 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     const bool mine = c >> (2 - a.k_parts_log2) == g >> (3 - a.k_parts_log2); // this thread's columns belong to its cells' scales
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
 
-    float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f };
+    float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f }, l_sealed[2] = { 0.0f, 0.0f }; // l_sealed: of values that lack their mean
     bool of_codes = CODES; // o in units of codes: times FROM_V; or rotated
     uint32_t q[S][2], raw[2] = {}; // q: of column g; raw: scales of a lattice unit on their way
     bool q_rotated = false;
+    int32_t places[2] = {}; // positions of a unit on their way
+    const auto load_places = [&](int unit, int h0, int h1) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) { places[i] = __ldg(st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(2*unit + (i ? h1 : h0)) + lane); }
+    };
+    const auto put_places = [&](int unit) {
+        int32_t * to = (int32_t *) (stages + unit % 2 * a.stage_bytes + lattice_map<D, KB, VB>::BYTES);
+        to[lane]      = places[0];
+        to[lane + 32] = places[1];
+        __syncwarp();
+    };
     const auto load_rotated = [&](bool rotated) {
         const int row = min(row0 + g % per_row, a.n_rows - 1);
         load_query<D, KB>(st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head, a.scale * LOG2E, rotated, q);
@@ -135,7 +149,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         state0 = next0;
         state1 = next1;
         if constexpr (ROTATED) {
-            if (state0 == 3 || state1 == 3) { put_scales<D, KB, VB>(a, stages + unit % 2 * a.stage_bytes, raw); }
+            if (state0 == 3 || state1 == 3) {
+                if constexpr (MEANS) { put_places(unit); }
+                put_scales<D, KB, VB>(a, stages + unit % 2 * a.stage_bytes, raw);
+            }
         }
         if (unit + 1 < unit1) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
@@ -146,6 +163,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                     halves_of(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
                     if constexpr (ROTATED) {
                         copy_lattice<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true, raw);
+                        if constexpr (MEANS) { load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                     } else {
                         copy_stage<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
                     }
@@ -158,6 +176,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             early_wait();
             if constexpr (ROTATED) {
                 load_rotated((next0 >= 0 ? next0 : next1) & 1);
+                if constexpr (MEANS) { // every warp comes here once
+                    mean_coefficients<D>(a, st.q, kvh, row0, coefficients);
+                    __syncthreads();
+                }
                 continue;
             }
             const int row = min(row0 + g % per_row, a.n_rows - 1);
@@ -199,6 +221,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                     __syncwarp();
                     if constexpr (ROTATED) {
                         copy_lattice_late<D, KB, VB>(a, stage, h[0], h[1], now & 1, now & 2);
+                        if constexpr (MEANS) {
+                            load_places(unit, both ? 0 : first, both ? 1 : first);
+                            put_places(unit);
+                        }
                     } else {
                         copy_stage_late<D, KB, VB>(a, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
                         copies_done();
@@ -210,6 +236,9 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
             if constexpr (ROTATED) {
                 if (q_rotated != (now & 1)) { load_rotated(now & 1); }
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q, stage, s); }
+                if constexpr (MEANS) {
+                    if (now & 1) { add_means<D, KB>(a, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
+                }
             } else if constexpr (CODES) {
                 if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, base); }
             }
@@ -246,12 +275,14 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                     f[e]   = m[e] == -INFINITY ? 0.0f : exp2_fast(m[e] - top[e]);
                     m[e]   = top[e];
                     l[e]  *= f[e];
+                    l_sealed[e] *= f[e];
                 }
 #pragma unroll
                 for (int n = 0; n < S; n++) { o[n][0] *= f[0]; o[n][1] *= f[1]; o[n][2] *= f[0]; o[n][3] *= f[1]; }
                 oz[0] *= f[0]; oz[1] *= f[1];
             }
             uint32_t p[4][2];
+            const float before[2] = { l[0], l[1] };
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float back = exp2_of(-v_weight<VB>(j));
@@ -263,6 +294,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                 }
                 p[j][0] = transpose(pack_half2(s[j][0], s[j][1]));
                 p[j][1] = transpose(pack_half2(s[j][2], s[j][3]));
+            }
+            if (MEANS && (now & 2)) {
+                l_sealed[0] += l[0] - before[0];
+                l_sealed[1] += l[1] - before[1];
             }
             if constexpr (CODES) {
                 if (of_codes != ((now & 2) != 0)) {
@@ -303,6 +338,10 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     for (int e = 0; e < 2; e++) {
 #pragma unroll
         for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+        if constexpr (MEANS) {
+#pragma unroll
+            for (int d = 4; d <= 16; d *= 2) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
+        }
         if (g == 0) {
             sums.m[warp][2*c + e] = m[e];
             sums.l[warp][2*c + e] = l[e];
@@ -311,8 +350,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 #pragma unroll
         for (int i = 0; i < D / 32; i++) {
             const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (32*i + 4*g) / a.v.group * 4 + c) : 0.0f;
-            *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] =
-                make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
+            float4 y = make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
+            if constexpr (MEANS) {
+                const float4 mu = __ldg((const float4 *) (a.v_mean + kvh * D + 32*i + 4*g));
+                y.x = fmaf(l_sealed[e], mu.x, y.x); y.y = fmaf(l_sealed[e], mu.y, y.y); y.z = fmaf(l_sealed[e], mu.z, y.z); y.w = fmaf(l_sealed[e], mu.w, y.w);
+            }
+            *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] = y;
         }
     }
     __syncthreads();
@@ -320,23 +363,23 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 }
 
 // Launches, or with `occupancy` tells how many blocks a multiprocessor holds.
-template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, int KB, int VB, bool MEANS = false> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = a.stage_wide = 0;
     if constexpr (KB > LATTICE) {
-        a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
+        a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
     } else if (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
-    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) : 0;
+    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? MEANS_BYTES<D> : 0) : 0;
     const size_t nb = std::max(DECODE_WARPS * (size_t) warp_bytes(a) + tables, sizeof(decode_sums<D>));
     static kvq_shared_limit limit;
-    limit.raise(decode_kernel<D, KB, VB>, nb);
+    limit.raise(decode_kernel<D, KB, VB, MEANS>, nb);
     if (occupancy) {
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, decode_kernel<D, KB, VB>, 32 * DECODE_WARPS, nb);
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, decode_kernel<D, KB, VB, MEANS>, 32 * DECODE_WARPS, nb);
         return;
     }
     const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
-    kvq_launch_early(decode_kernel<D, KB, VB>, grid, 32 * DECODE_WARPS, nb, stream, a, !a.in_order);
+    kvq_launch_early(decode_kernel<D, KB, VB, MEANS>, grid, 32 * DECODE_WARPS, nb, stream, a, !a.in_order);
 }
 
 template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
@@ -354,6 +397,17 @@ template <int D> void launch_lattice(const kvq_attend_args & a, int n_streams, c
         case 2:  launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
         case 3:  launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
         default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+// of kvq_decode_means
+template <int D> void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.k.bits * 8 + a.v.bits) {
+        case 9:  launch_kernel<D, LATTICE + 2, LATTICE + 2, true>(a, n_streams, stream, occupancy); break;
+        case 17: launch_kernel<D, LATTICE + 4, LATTICE + 2, true>(a, n_streams, stream, occupancy); break;
+        case 18: launch_kernel<D, LATTICE + 4, LATTICE + 4, true>(a, n_streams, stream, occupancy); break;
+        case 27: launch_kernel<D, LATTICE + 6, LATTICE + 6, true>(a, n_streams, stream, occupancy); break;
+        default: launch_kernel<D, LATTICE + 8, LATTICE + 8, true>(a, n_streams, stream, occupancy); break;
     }
 }
 

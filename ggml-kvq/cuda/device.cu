@@ -71,6 +71,8 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
 kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
     const char * may = getenv("KVQ_CUDA_SHORT");
     allow_short = !may || atoi(may);
+    const char * means = getenv("KVQ_CUDA_MEANS");
+    allow_means = !means || atoi(means);
     const char * observes = getenv("KVQ_CUDA_OBSERVE");
     may_observe = !observes || atoi(observes);
     cudaDeviceProp p;
@@ -99,6 +101,7 @@ kvq_cuda_device::~kvq_cuda_device() {
         cudaFree(unfolded);
         cudaFree(predicted);
         for (auto & c : constants) { cudaFree(c.second); }
+        for (auto & w : waves) { cudaFree(w.rows); }
         for (auto & r : rotaries) {
             cudaFree(r.high);
             cudaFree(r.low);
@@ -385,8 +388,8 @@ static bool rows_go_along(const kvq_row_job & k, const kvq_row_job & v) {
 
 void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
     use();
-    const bool rows_again = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain; // made of all rows, those held back too
-    const bool held_here = !rows_again && held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
+    const bool left_out = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain; // open rows carry their positions
+    const bool held_here = !left_out && held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
     if (!held_here) {
         flush_rows();
     }
@@ -394,17 +397,8 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         const kvq_attn & f = attn[i0];
         const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
         kvq_attend_args a = {};
-        kvq_codec codec_k = f.k, codec_v = f.v;
-        if (rows_again) {
-            if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) {
-                return;
-            }
-            codec_k.type = codec_v.type = KVQ_TYPE_F16;
-            codec_k.bits = codec_v.bits = 16;
-            a.in_order = 1;
-        }
-        a.k = geometry(codec_k);
-        a.v = geometry(codec_v);
+        a.k = geometry(f.k);
+        a.v = geometry(f.v);
         a.n_q        = f.n_q;
         a.n_head     = f.n_head;
         a.n_head_kv  = f.n_head_kv;
@@ -428,7 +422,21 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         }
         for (int i = 0; i < n_streams; i++) {
             const kvq_attn & s = attn[i0 + i];
-            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, rows_again ? (const kvq_page *) (unfolded + i * unfolded_table) : s.pages, s.lse };
+            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr };
+        }
+        if (left_out && (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a))) { // as f16 rows then
+            if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) {
+                return;
+            }
+            for (const bool value : { false, true }) {
+                kvq_codec c = value ? f.v : f.k;
+                c.type = KVQ_TYPE_F16;
+                c.bits = 16;
+                (value ? a.v : a.k) = geometry(c);
+            }
+            for (int i = 0; i < n_streams; i++) { a.stream[i].pages = (const kvq_page *) (unfolded + i * unfolded_table); }
+            a.waves    = nullptr;
+            a.in_order = 1;
         }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and more splits
         const bool few    = kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
@@ -465,6 +473,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         }
         n_short  += is_short;
         n_decode += few;
+        n_means  += a.waves != nullptr;
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {

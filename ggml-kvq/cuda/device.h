@@ -12,6 +12,7 @@
 #include <vector>
 
 struct kvq_affine_geometry;
+struct kvq_attend_args;
 struct kvq_turn;
 struct kvq_device_rotary;
 
@@ -35,7 +36,9 @@ public:
     // without the layer below.
     void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr, const kvq_chain_pages * chain = nullptr);
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
+    bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
     int64_t n_short = 0, n_decode = 0; // launches for short caches so far; for few rows, short caches among them
+    int64_t n_means = 0; // and over sealed pages that lack their means
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
     // device, overwritten by the next call. False: out of memory.
@@ -105,6 +108,9 @@ private:
     struct rotary_copy { const kvq_rotary * host; float * high, * low; int n_high, capacity; };
     const void * constant(const void * host, size_t nb);  // a copy here of bytes that stay
     const float * mean_of(const float * host, size_t n);
+    struct wave_table { const kvq_rotary * host; int head_size; uint16_t * rows; };
+    const uint16_t * waves_of(const kvq_rotary * host, int head_size); // cos and sin of 0 .. 127 (decode_means.cuh)
+    bool reads_sealed(const kvq_attn * attn, int n, kvq_attend_args & a); // decode attention reads sealed pages that leave something out, as they are
     kvq_device_rotary rotary(const kvq_rotary * host);
     kvq_turn turn(const kvq_attn & a, bool value);
     void refresh();                                       // tables of rotary embedding that have grown
@@ -112,6 +118,7 @@ private:
     void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles);
     std::map<const void *, void *> constants;
     std::vector<rotary_copy> rotaries;
+    std::vector<wave_table> waves;
     uint8_t   * unfolded = nullptr, * predicted = nullptr;
     size_t      nb_unfolded = 0, unfolded_table = 0, nb_predicted = 0; // unfolded_table: bytes of a stream's table
     int32_t   * row_positions = nullptr;                  // beside row_table

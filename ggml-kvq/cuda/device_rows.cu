@@ -3,6 +3,7 @@
 
 #include "attend.cuh"
 #include "seal.cuh"
+#include "../types/f16.h"
 
 #include <algorithm>
 
@@ -93,6 +94,60 @@ kvq_turn kvq_cuda_device::turn(const kvq_attn & a, bool value) {
         t.sealed    = a.sealed;
     }
     return t;
+}
+
+const uint16_t * kvq_cuda_device::waves_of(const kvq_rotary * host, int head_size) {
+    for (const wave_table & w : waves) {
+        if (w.host == host && w.head_size == head_size) { return w.rows; }
+    }
+    const int n = host->n_dims / 2;
+    std::vector<uint16_t> rows((size_t) 128 * head_size);
+    for (int d = 0; d < 128; d++) {
+        for (int i = 0; i < head_size / 2; i++) {
+            const float * x = host->low + (size_t) i * 2 * KVQ_ROTARY_LOW;
+            double c = 1.0, s = 0.0;
+            if (i < n) {
+                c = x[d % 64];
+                s = x[KVQ_ROTARY_LOW + d % 64];
+            }
+            if (i < n && d >= 64) {
+                const double c64 = x[64], s64 = x[KVQ_ROTARY_LOW + 64], y = c * c64 - s * s64;
+                s = s * c64 + c * s64;
+                c = y;
+            }
+            rows[(size_t) d * head_size + 2*i]     = kvq_f32_to_f16((float) c);
+            rows[(size_t) d * head_size + 2*i + 1] = kvq_f32_to_f16((float) s);
+        }
+    }
+    wave_table w = { host, head_size, nullptr };
+    if (!check(cudaMalloc(&w.rows, 2 * rows.size()), "cudaMalloc of rotary embedding")) {
+        return nullptr;
+    }
+    put(w.rows, rows.data(), 2 * rows.size());
+    waves.push_back(w);
+    return w.rows;
+}
+
+bool kvq_cuda_device::reads_sealed(const kvq_attn * attn, int n, kvq_attend_args & a) {
+    const kvq_attn & f = attn[0];
+    for (int i = 0; i < n; i++) {
+        if (!allow_means || !(attn[i].flags & KVQ_ATTN_STAYED)) { return false; }
+        a.stream[i].positions = attn[i].positions;
+    }
+    if (!f.k_mean && !f.v_mean) { // keys as they are
+        return true;
+    }
+    if (!f.k_mean || !f.v_mean || !f.rotary || !kvq_decode_means(a)) {
+        return false;
+    }
+    const kvq_device_rotary r = rotary(f.rotary);
+    a.k_mean = mean_of(f.k_mean, (size_t) f.n_head_kv * f.k.head_size);
+    a.v_mean = mean_of(f.v_mean, (size_t) f.n_head_kv * f.v.head_size);
+    a.waves  = waves_of(f.rotary, f.k.head_size);
+    a.rotary_high = r.high;
+    a.n_pairs     = r.n;
+    a.neox        = r.neox;
+    return a.k_mean && a.v_mean && a.waves;
 }
 
 bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain) {

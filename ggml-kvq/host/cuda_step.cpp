@@ -105,8 +105,9 @@ bool kvq_cuda_step::quiet(const kvq_backend_context & b, bool may_open) const {
 
 uint64_t kvq_cuda_step::moved() const {
     uint64_t sum = 0;
-    for (kvq_kv_cache * c : caches) {
+    for (kvq_kv_cache * c : caches) { // and attention that takes another way once cells have moved
         sum += cuda(*c).generation();
+        for (int s = 0; s < c->layers[0]->d.n_stream; s++) { sum += c->stayed(s) ? 0 : (uint64_t) 1 << 32; }
     }
     return sum;
 }

@@ -275,6 +275,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
             a.rotary    = rotor ? &rotor->view() : nullptr;
             a.positions = t.cache->sealed_positions(stream0 + s);
             a.sealed    = l.k->transform().keeps_turn() ? t.cache->positions_when_sealed(stream0 + s) : nullptr;
+            a.flags    |= b.inner && a.sealed && t.cache->stayed(stream0 + s) ? KVQ_ATTN_STAYED : 0;
         }
         a.k_mean  = l.k->transform().mean;
         a.v_mean  = l.v->transform().mean;

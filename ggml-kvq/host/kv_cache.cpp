@@ -145,6 +145,7 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         positions.assign(n_positions * l.d.n_stream, -1);
         sealed = positions;
         sealed_users.assign((size_t) l.d.k.n_pages * l.d.n_stream, 0);
+        apart.assign(sealed_users.size(), 0);
         if (!device.is_host()) {
             positions_there = (int32_t *) device.alloc(8 * positions.size());
             if (!positions_there) {
@@ -155,6 +156,7 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     k.positions = positions.data();
     k.sealed    = sealed.data();
     k.users     = sealed_users.data();
+    k.apart     = apart.data();
     k.positions_there = positions_there;
     k.sealed_there    = positions_there ? positions_there + positions.size() : nullptr;
     l.k->set_transform(k);
@@ -225,8 +227,20 @@ void kvq_kv_cache::shift_positions(kvq_kv_layer & l, int stream, const int32_t *
         r->reach(top);
     }
     if (positions_there) {
-        device.put(positions_there + (size_t) stream * n_positions, positions.data() + (size_t) stream * n_positions, 4 * n_positions);
+        const size_t at = (size_t) stream * n_positions, n_pages = sealed_users.size() / (positions.size() / n_positions), n = n_positions / n_pages;
+        device.put(positions_there + at, positions.data() + at, 4 * n_positions);
+        for (size_t p = 0; p < n_pages; p++) { apart[stream * n_pages + p] = kvq_moved((int) n, &positions[at + p * n], &sealed[at + p * n]); }
     }
+}
+
+bool kvq_kv_cache::stayed(int stream) const {
+    const size_t n_pages = positions.empty() ? 0 : sealed_users.size() / (positions.size() / n_positions);
+    for (size_t i = stream * n_pages; i < (stream + 1) * n_pages; i++) {
+        if (apart[i] && sealed_users[i]) {
+            return false;
+        }
+    }
+    return true;
 }
 
 kvq_kv_layer * kvq_kv_cache::layer(int il) {

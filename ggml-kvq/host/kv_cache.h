@@ -74,6 +74,8 @@ public:
     // where the device reads them
     const int32_t * sealed_positions(int stream) const { return (positions_there ? positions_there : positions.data()) + (size_t) stream * n_positions; }
     const int32_t * positions_when_sealed(int stream) const { return (positions_there ? positions_there + positions.size() : sealed.data()) + (size_t) stream * n_positions; }
+    // Is every cell that is sealed where it was sealed? Asked of devices that are not the host.
+    bool stayed(int stream) const;
     void note_shift(const kvq_kv_layer & l) { n_shifts = std::max(n_shifts, l.n_shifts); }
     void shift_positions(kvq_kv_layer & l, int stream, const int32_t * by); // by [n_cells]
 
@@ -98,6 +100,7 @@ private:
     std::vector<int32_t> positions;                 // of sealed cells, [n_stream][n_positions]
     std::vector<int32_t> sealed;                    // when they were sealed, likewise (cache/transform.h)
     std::vector<uint16_t> sealed_users;             // [n_stream][pages]
+    std::vector<uint8_t>  apart;                    // likewise
     int32_t * positions_there = nullptr;            // both on a device that is not the host, NULL else
     size_t n_positions = 0;
     int    n_shifts    = 0;

@@ -159,6 +159,7 @@ KVQ_API void kvq_rotary_free(const kvq_rotary * rotary);
 
 enum {
     KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
+    KVQ_ATTN_STAYED = 2, // a promise: positions of sealed cells are those of `sealed`. Devices then read keys without turning them
 };
 
 // One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v

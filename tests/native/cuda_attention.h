@@ -1,8 +1,9 @@
 // Attention over pages of random states against f64 over their decoded values. Part of test_cuda.cpp.
 #pragma once
 
-// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since
-struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; };
+// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions of three sequences that take turns, 4: no means
+// stayed: the promise that none has moved is given
+struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; bool stayed = false; };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
 static const float * some_means(int n) {
@@ -24,6 +25,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
     kvq_cuda_device & d;
     kvq_lane_layout k, v;
     int n_stream;
+    bool stayed;
     std::vector<std::vector<float>> kx, vx; // per stream [cell][head][D]
     std::vector<kvq_page> pages;
     std::vector<int32_t> map_host;
@@ -31,7 +33,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
     kvq_transform left_out[2];
     std::vector<int32_t> pos, was; // [stream][cell]
 
-    world(kvq_cuda_device & d, const attention_case & c, bool fill = true) : d(d), n_stream(c.n_stream) {
+    world(kvq_cuda_device & d, const attention_case & c, bool fill = true) : d(d), n_stream(c.n_stream), stayed(c.stayed) {
         const int P = std::max(32, c.group);
         k = make_layout(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
         v = make_layout(make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
@@ -48,9 +50,10 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         }
         if (c.turns) {
             left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox);
-            for (int r = 0; r < 2; r++) { left_out[r].mean = some_means(H * D); }
+            for (int r = 0; r < 2 && c.turns != 4; r++) { left_out[r].mean = some_means(H * D); }
             for (size_t i = 0; i < pages.size() * P; i++) {
-                pos.push_back((int) (i % ((size_t) np * P)) + 5 + uniform(0, 1));
+                const int cell = (int) (i % ((size_t) np * P));
+                pos.push_back(c.turns == 3 ? cell % 3 * 500 + cell / 3 : cell + 5 + uniform(0, 1));
                 was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
                 left_out[0].rotor->reach(std::max(pos.back(), was.back()));
             }
@@ -114,6 +117,17 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         }
         pages_there.reset(new device_bytes(d, pages.size() * sizeof(kvq_page), pages.data()));
     }
+    void leave_out(kvq_attn & x, int s) const { // of stream s
+        if (!pos_there) {
+            return;
+        }
+        x.flags  = stayed ? KVQ_ATTN_STAYED : 0;
+        x.rotary = &left_out[0].rotor->view();
+        x.k_mean = left_out[0].mean;
+        x.v_mean = left_out[1].mean;
+        x.positions = (const int32_t *) pos_there->p + (size_t) s * k.n_pages * k.page_cells;
+        x.sealed    = (const int32_t *) was_there->p + (size_t) s * k.n_pages * k.page_cells;
+    }
 };
 
 static bool take_turns = false; // blocks run one after another, none waits for a later one: on the host
@@ -141,13 +155,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         x.sinks = c.sinks ? (const float *) ts.p : nullptr;
         x.dst = (float *) to.p + (size_t) s * c.n_q * H * D; x.dst_stride_token = (int64_t) H * D; x.dst_stride_head = D;
         x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * w.k.n_pages;
-        if (c.turns) {
-            x.rotary = &w.left_out[0].rotor->view();
-            x.k_mean = w.left_out[0].mean;
-            x.v_mean = w.left_out[1].mean;
-            x.positions = (const int32_t *) w.pos_there->p + (size_t) s * w.k.n_pages * P;
-            x.sealed    = (const int32_t *) w.was_there->p + (size_t) s * w.k.n_pages * P;
-        }
+        w.leave_out(x, s);
     }
     // as in a recorded step: one new row a stream, addressed by the table
     std::vector<uint16_t *> new_to[2];

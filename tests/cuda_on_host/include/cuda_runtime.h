@@ -76,6 +76,13 @@ static inline int __any_sync(unsigned, int x) {
     for (int i = 0; i < 32; i++) { any |= (int) all[i]; }
     return any;
 }
+static inline uint32_t __ballot_sync(unsigned, int x) {
+    const uint64_t * all = host_cuda::exchange(x != 0);
+    uint32_t bits = 0;
+    for (int i = 0; i < 32; i++) { bits |= (uint32_t) all[i] << i; }
+    return bits;
+}
+static inline int __ffs(int x) { return __builtin_ffs(x); }
 
 // ---------------------------------------------------------------- arithmetic
 
