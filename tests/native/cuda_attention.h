@@ -260,7 +260,8 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         }
     } } }
     const double rel = sqrt(err / std::max(norm, 1e-30));
-    CHECK(rel < 2e-3, "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d softcap %g alibi %g sinks %d map %d", rel, c.kb, c.vb, c.group,
+    const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3; // one bit: zeros and scales, each rounded to f16 with its probability, nearly cancel
+    CHECK(rel < bound, "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d softcap %g alibi %g sinks %d map %d", rel, c.kb, c.vb, c.group,
           c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, c.softcap, c.max_bias, c.sinks, c.map);
     return rel;
 }
