@@ -128,7 +128,7 @@ private:
     uint16_t ** row_table = nullptr;
     std::vector<row_job> held;
     struct seal_batch;                    // pages of one geometry
-    std::vector<std::unique_ptr<seal_batch>> to_seal; // lanes of many layers seal in the same step: they wait for each other
+    std::vector<std::shared_ptr<seal_batch>> to_seal; // lanes of many layers seal in the same step: they wait for each other
     std::vector<std::pair<kvq_page *, kvq_page>> to_put;
     uint64_t    n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed

@@ -2,8 +2,8 @@
 // else is asked of the device (use) or flush, and so do changes of page tables.
 #include "device.h"
 
-#include "mixed.cuh"
 #include "seal.cuh"
+#include "select.cuh"
 
 #include <algorithm>
 #include <cstring>
@@ -63,7 +63,7 @@ void kvq_cuda_device::flush() {
     if (to_seal.empty() && to_put.empty()) {
         return;
     }
-    std::vector<std::unique_ptr<seal_batch>> batches;
+    std::vector<std::shared_ptr<seal_batch>> batches;
     batches.swap(to_seal);
     check(cudaSetDevice(ordinal), "cudaSetDevice");
     std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; }); // codes exist before they are adopted

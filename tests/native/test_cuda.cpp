@@ -223,6 +223,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
     const int n_head = 2, D = 64, W = n_head * D, n_cells = 480, n_stream = 2;
     pair_of_layers host(kvq_cpu_device(), method, opts, n_head, D, n_cells, n_stream), there(d, method, opts, n_head, D, n_cells, n_stream);
     pair_of_layers * both[2] = { &host, &there };
+    const int64_t n_seals = d.n_seals;
     if (host.turns) {
         const float * mean[2][2] = { { some_means(W), some_means(W) }, { some_means(W), some_means(W) } };
         kvq_rotor * rotor = some_rotor(D, true);
@@ -296,6 +297,8 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
     for (int s = 0; s < n_stream; s++) { compare(n_steps, s, 0, n_cells); }
     CHECK(d.error().empty(), "%s", d.error().c_str());
     CHECK(host.counters.n_sealed == there.counters.n_sealed, "pages sealed: %d, not %d", (int) there.counters.n_sealed, (int) host.counters.n_sealed);
+    CHECK(host.turns || there.lane[1][0]->layout().shares_codes || there.counters.n_sealed < 8 || 4 * (d.n_seals - n_seals) <= 3 * (int64_t) there.counters.n_sealed, "%d launches for %d pages: layers do not seal together",
+          (int) (d.n_seals - n_seals), (int) there.counters.n_sealed);
     return n_compared;
 }
 
