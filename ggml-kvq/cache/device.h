@@ -69,6 +69,7 @@ public:
     virtual void   get  (void * host, const void * from, size_t nb) = 0;
     virtual void   put  (void * to, const void * host, size_t nb) = 0;
     virtual void   put_pages(kvq_page * to, const kvq_page * from, size_t n) { put(to, from, n * sizeof(kvq_page)); }
+    virtual void   copy_later(void * to, const void * from, size_t nb) { copy(to, from, nb); } // a tile, behind pages whose encoding may still wait
     virtual void   flush() {} // what still waits to be done together starts now
 
     // f32 row i, n_head*head_size values, goes to tile row to[i] of head 0 and to the same row of the other heads

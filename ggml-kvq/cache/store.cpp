@@ -333,7 +333,7 @@ void kvq_lane::commit_stream(int s, int n_threads) {
             i.own = st.free_frames.back();
             st.free_frames.pop_back();
             i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
-            device.copy(i.frame, from, l.nb_frame);
+            device.copy_later(i.frame, from, l.nb_frame);
             scratch->give(from, l.nb_frame);
             set_state(s, p, KVQ_PAGE_OPEN);
         }

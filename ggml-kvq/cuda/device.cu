@@ -121,7 +121,7 @@ bool kvq_cuda_device::check(int status, const char * what) {
 
 bool kvq_cuda_device::use() {
     const bool ok = check(cudaSetDevice(ordinal), "cudaSetDevice");
-    if (!to_seal.empty() || !to_put.empty()) {
+    if (waits()) {
         flush();
     }
     return ok;

@@ -72,6 +72,7 @@ public:
     void   get  (void * host, const void * from, size_t nb) override;
     void   put  (void * to, const void * host, size_t nb) override;
     void   put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
+    void   copy_later(void * to, const void * from, size_t nb) override;
     void   flush() override;
     int64_t n_seals = 0; // launches that sealed pages so far
     void   write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t * pos, int n_threads) override;
@@ -129,7 +130,10 @@ private:
     std::vector<row_job> held;
     struct seal_batch;                    // pages of one geometry
     std::vector<std::shared_ptr<seal_batch>> to_seal; // lanes of many layers seal in the same step: they wait for each other
+    struct tile_copy { void * to; const void * from; size_t nb; };
+    std::vector<tile_copy> to_copy;
     std::vector<std::pair<kvq_page *, kvq_page>> to_put;
+    bool waits() const { return !to_seal.empty() || !to_copy.empty() || !to_put.empty(); }
     uint64_t    n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed
     std::string err, kernels;

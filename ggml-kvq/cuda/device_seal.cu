@@ -1,5 +1,5 @@
 // The device's sealing. Pages of many layers are due in the same step, and each launch costs more than a page: sealing waits until something
-// else is asked of the device (use) or flush, and so do changes of page tables.
+// else is asked of the device (use) or flush, and so do, in this order, tiles that take the place of sealed ones and changes of page tables.
 #include "device.h"
 
 #include "seal.cuh"
@@ -43,6 +43,23 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
     if (mixed) { flush(); }
 }
 
+static constexpr int TILE_COPIES = 120;
+struct tile_copies { struct { uint4 * to; const uint4 * from; size_t n; } job[TILE_COPIES]; };
+static_assert(sizeof(tile_copies) < 4000, "kernel arguments are limited to 4 KiB");
+
+static __global__ void copies_kernel(const __grid_constant__ tile_copies a) {
+    const auto & j = a.job[blockIdx.x];
+    for (size_t i = blockIdx.y * blockDim.x + threadIdx.x; i < j.n; i += gridDim.y * blockDim.x) { j.to[i] = j.from[i]; }
+}
+
+void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) {
+    if (nb % sizeof(uint4)) {
+        copy(to, from, nb);
+    } else {
+        to_copy.push_back({ to, from, nb });
+    }
+}
+
 static constexpr int PAGE_PUTS = 60;
 struct page_puts { kvq_page * to[PAGE_PUTS]; kvq_page page[PAGE_PUTS]; };
 static_assert(sizeof(page_puts) < 4000, "kernel arguments are limited to 4 KiB");
@@ -60,7 +77,7 @@ void kvq_cuda_device::put_pages(kvq_page * to, const kvq_page * from, size_t n) 
 }
 
 void kvq_cuda_device::flush() {
-    if (to_seal.empty() && to_put.empty()) {
+    if (!waits()) {
         return;
     }
     std::vector<std::shared_ptr<seal_batch>> batches;
@@ -80,6 +97,16 @@ void kvq_cuda_device::flush() {
             n_seals++;
         }
     }
+    for (size_t i = 0; i < to_copy.size(); i += TILE_COPIES) {
+        const int part = (int) std::min<size_t>(to_copy.size() - i, TILE_COPIES);
+        tile_copies arg;
+        for (int j = 0; j < part; j++) {
+            const tile_copy & c = to_copy[i + (size_t) j];
+            arg.job[j] = { (uint4 *) c.to, (const uint4 *) c.from, c.nb / sizeof(uint4) };
+        }
+        copies_kernel<<<dim3(part, 4), 256, 0, (cudaStream_t) stream>>>(arg);
+    }
+    to_copy.clear();
     for (size_t i = 0; i < to_put.size(); i += PAGE_PUTS) {
         const int part = (int) std::min<size_t>(to_put.size() - i, PAGE_PUTS);
         page_puts arg;
