@@ -134,7 +134,7 @@ def main() -> None:
                 env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(a.model)}
                 if method:
                     env["KVQ_CUDA_OBSERVE"] = "0" if "blind" in name else "1"  # nobody scores cells: what observation costs
-                    env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts, "KVQ_CUDA_UNPROVEN": "1"}
+                    env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
                 if method == "aqua":
                     env["KVQ_CONFIG"] = str(sidecar)
                 command = [str(a.bench), str(a.model), device, str(depth), str(a.generate), cache_type]

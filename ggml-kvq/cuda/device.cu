@@ -200,20 +200,7 @@ void kvq_cuda_device::forget_stream(void * s) {
     }
 }
 
-// What no GPU has run yet is for those who say that they know (the kernels' test does).
-static bool unproven_allowed() {
-    const char * may = getenv("KVQ_CUDA_UNPROVEN");
-    return may && atoi(may);
-}
-
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
-    if ((plan.keep > 0.0f || plan.probe > 0.0f) && !unproven_allowed()) {
-        return "zipcache and minikv on CUDA are not finished: mixed pages have no decode kernel (30 tokens/s at 32k), and eviction's generation has run on the host alone since a fault in it was "
-               "mended: use kivi, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";
-    }
-    if ((plan.pre_rope || plan.mean) && !unproven_allowed()) {
-        return "aqua's CUDA kernels have run on the host only: use higgs, run on the CPU with -ngl 0, or set KVQ_CUDA_UNPROVEN=1 to try them";
-    }
     for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
         if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE && c->type != KVQ_TYPE_MIXED) {
             return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or run on the CPU with -ngl 0";
