@@ -20,6 +20,9 @@ struct kvq_affine_geometry {
     const float * points;
 };
 
+// Where a lane's plain f16 rows [head][head_size] go: row of every cell before n_kv or, by_slot, row of every slot, page after page.
+struct kvq_row_place { uint16_t * rows; int n_kv; bool by_slot; };
+
 kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c); // device.cu
 
 static __device__ __forceinline__ float f16_bits_to_f32(uint16_t h) { return __half2float(__ushort_as_half(h)); }

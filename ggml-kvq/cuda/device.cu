@@ -17,6 +17,7 @@
 
 static constexpr size_t TABLE_ROWS = 16384; // rows of one replayed step
 static constexpr int    NEW_ROWS   = 8;     // that attention writes itself
+static constexpr int    PROMPT_ROWS = 64;   // query rows of a KV head: above it pages are decoded once, into rows; a recorded step has no more
 
 struct kvq_cuda_device::row_job : kvq_row_job { const kvq_lane_layout * lane = nullptr; };
 
@@ -277,8 +278,10 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
 
 // keys and values of all cells as f16 while a prompt is read, and what blocks of attention leave each other
 size_t kvq_cuda_device::bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
-    const size_t width = (size_t) k.n_head * (k.codec.head_size + v.codec.head_size), n_rows = (size_t) n_sm * 3 * 64;
-    size_t nb = 2 * width * k.n_cells * k.n_stream + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
+    const size_t width = (size_t) k.n_head * (k.codec.head_size + v.codec.head_size), n_rows = (size_t) n_sm * 2 * 128;
+    // plain rows of a layer: of all cells, or of one stream's slots and open pages
+    const size_t slots = (size_t) (k.n_store + std::min(k.n_frames + 2048 / k.page_cells, k.n_pages)) * k.page_cells;
+    size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
     if (plan.pre_rope || plan.mean) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
     }
@@ -444,6 +447,9 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             held.clear();
         }
         flush_rows();
+        if (!few && a.n_rows > PROMPT_ROWS && attend_rows(a, codec_k, codec_v, n_streams)) {
+            continue;
+        }
         const int n_warps = a.n_rows > 16 ? 4 : 1;
         const int blocks  = (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
         if (!is_short) {
@@ -471,51 +477,6 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         }
     }
     check(cudaGetLastError(), "attention kernel");
-}
-
-bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v, const kvq_chain_pages * chain) {
-    use();
-    const kvq_attn & f = attn[0];
-    const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size, need = 2 * (nk + nv) * n;
-    if (need > nb_expanded) {
-        synchronize();
-        cudaFree(expanded);
-        expanded    = nullptr;
-        nb_expanded = 0;
-        n_moved++;
-        if (cudaMalloc(&expanded, need) != cudaSuccess) {
-            cudaGetLastError();
-            return false;
-        }
-        nb_expanded = need;
-    }
-    uint16_t * at_k = (uint16_t *) expanded, * at_v = at_k + nk * n;
-    if (chain && !unfold(attn, n, chain)) {
-        return false;
-    }
-    for (int i = 0; i < n; i++) {
-        for (const bool value : { false, true }) {
-            kvq_codec c = value ? f.v : f.k;
-            uint16_t * const to = value ? at_v + i * nv : at_k + i * nk;
-            if (chain) { // rows already
-                c.type = KVQ_TYPE_F16;
-                c.bits = 16;
-                kvq_launch_expand(geometry(c), (const kvq_page *) (unfolded + i * unfolded_table), f.n_pages, f.n_kv, f.n_head_kv, to, (cudaStream_t) stream);
-                continue;
-            }
-            const kvq_affine_geometry g = geometry(c);
-            if (g.type == KVQ_TYPE_MIXED) {
-                kvq_launch_expand_mixed(kvq_mixed_get_geometry(c), attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, (cudaStream_t) stream);
-            } else if (g.type == KVQ_TYPE_LATTICE) {
-                kvq_launch_expand_lattice(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, turn(attn[i], value), (cudaStream_t) stream);
-            } else {
-                kvq_launch_expand(g, attn[i].pages, f.n_pages, f.n_kv, f.n_head_kv, to, (cudaStream_t) stream);
-            }
-        }
-    }
-    *k = at_k;
-    *v = at_v;
-    return check(cudaGetLastError(), "expand kernel");
 }
 
 void kvq_cuda_device::predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride) {

@@ -15,6 +15,7 @@ struct kvq_affine_geometry;
 struct kvq_attend_args;
 struct kvq_turn;
 struct kvq_device_rotary;
+struct kvq_row_place;
 
 class kvq_cuda_device : public kvq_device {
 public:
@@ -37,7 +38,7 @@ public:
     void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr, const kvq_chain_pages * chain = nullptr);
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
     bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
-    int64_t n_short = 0, n_decode = 0; // launches for short caches so far; for few rows, short caches among them
+    int64_t n_short = 0, n_decode = 0, n_prompt = 0; // launches for short caches so far; for few rows, short caches among them; for many
     int64_t n_means = 0; // and over sealed pages that lack their means
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
@@ -115,6 +116,9 @@ private:
     kvq_device_rotary rotary(const kvq_rotary * host);
     kvq_turn turn(const kvq_attn & a, bool value);
     void refresh();                                       // tables of rotary embedding that have grown
+    bool room_for_rows(size_t nb);
+    void expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn);
+    bool attend_rows(const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, int n_streams); // false: not possible, nothing is done
     bool unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain); // sealed pages as open ones, into a workspace of one layer
     void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles);
     std::map<const void *, void *> constants;

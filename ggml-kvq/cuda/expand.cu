@@ -38,9 +38,9 @@ template <int BITS> static __device__ void expand_v(const kvq_affine_geometry & 
     }
 }
 
-static __global__ void expand_kernel(const kvq_affine_geometry g, const kvq_page * pages, int n_kv, int n_head, uint16_t * rows) {
+static __global__ void expand_kernel(const kvq_affine_geometry g, const kvq_page * pages, int n_head, const kvq_row_place to) {
     packed_page p;
-    if (!p.find(g, pages, n_kv, n_head, rows)) { return; }
+    if (!p.find(g, pages, n_head, to)) { return; }
     const bool key = g.role == KVQ_ROLE_K;
     switch (g.bits) {
         case 0: key ? expand_k<0>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v<0>(g, p.codes, p.params, p.n, p.rows, p.step); break;
@@ -51,6 +51,6 @@ static __global__ void expand_kernel(const kvq_affine_geometry g, const kvq_page
     }
 }
 
-void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, cudaStream_t stream) {
-    expand_kernel<<<dim3(n_pages, n_head), 256, 0, stream>>>(g, pages, n_kv, n_head, rows);
+void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream) {
+    expand_kernel<<<dim3(n_pages, n_head), 256, 0, stream>>>(g, pages, n_head, to);
 }

@@ -6,10 +6,10 @@
 constexpr int WARPS = 8;
 
 // TURNS: sealed rows leave something out
-template <int N, bool TURNS> static __global__ void __launch_bounds__(32 * WARPS) expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_kv, int n_head, uint16_t * rows, const __grid_constant__ kvq_turn turn) {
+template <int N, bool TURNS> static __global__ void __launch_bounds__(32 * WARPS) expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_head, const kvq_row_place to, const __grid_constant__ kvq_turn turn) {
     __shared__ float s_row[TURNS ? WARPS : 1][TURNS ? TURN_MAX : 1];
     packed_page p;
-    if (!p.find(g, pages, n_kv, n_head, rows)) { return; }
+    if (!p.find(g, pages, n_head, to)) { return; }
     const int lane = threadIdx.x % 32;
     for (int t = threadIdx.x / 32; t < p.n; t += WARPS) {
         float x[N];
@@ -22,11 +22,11 @@ template <int N, bool TURNS> static __global__ void __launch_bounds__(32 * WARPS
     }
 }
 
-void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, const kvq_turn & turn, cudaStream_t stream) {
+void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
     lattice_switch(g.head_size, [&](auto width) {
         constexpr int N = decltype(width)::value;
         const auto kernel = turn.mean || turn.rotary.n ? expand_kernel<N, true> : expand_kernel<N, false>;
-        kernel<<<dim3(n_pages, n_head), 32 * WARPS, 0, stream>>>(g, pages, n_kv, n_head, rows, turn);
+        kernel<<<dim3(n_pages, n_head), 32 * WARPS, 0, stream>>>(g, pages, n_head, to, turn);
     });
 }
 

@@ -51,7 +51,7 @@ void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, con
 // The same for lattice blocks: seal_lattice.cu, expand_lattice.cu.
 void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
-void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, const kvq_turn & turn, cudaStream_t stream);
+void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream);
 // Sealed pages as open ones: tiles [page][head][cell][stride] of keys, of values, and a table of pages that names them.
 struct kvq_unfold_args {
     kvq_affine_geometry g[2];
@@ -79,6 +79,6 @@ struct kvq_chain_args {
 };
 void kvq_launch_chain(const kvq_chain_args & a, int n_pages, cudaStream_t stream);
 
-// Cells [0, n_kv) of a lane as f16 rows [cell][head][head_size]: what a kernel for plain caches reads. Empty pages become zeros.
+// A lane as f16 rows [cell][head][head_size]: what a kernel for plain caches reads. Empty pages become zeros.
 // expand.cu; rounds once where the reference rounds twice, which attention does not see.
-void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_kv, int n_head, uint16_t * rows, cudaStream_t stream);
+void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream);

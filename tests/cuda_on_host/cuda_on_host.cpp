@@ -222,6 +222,19 @@ void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, u
     for (int m = 0; m < 4; m++) { memcpy(x[m], host_cuda::shared + r.x[8*m + g][0] + 4*c, 4); }
 }
 
+// the same, and a lane gets elements g of rows 2c, 2c + 1 of each
+void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at) {
+    const registers r(&at, 1);
+    const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
+    uint32_t * x[4] = { &x0, &x1, &x2, &x3 };
+    for (int m = 0; m < 4; m++) {
+        uint16_t low, high;
+        memcpy(&low,  host_cuda::shared + r.x[8*m + 2*c][0]     + 2*g, 2);
+        memcpy(&high, host_cuda::shared + r.x[8*m + 2*c + 1][0] + 2*g, 2);
+        *x[m] = low | (uint32_t) high << 16;
+    }
+}
+
 uint32_t host_movmatrix(uint32_t x) {
     const registers r(&x, 1);
     const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;

@@ -20,6 +20,7 @@ INSTRUCTIONS = [
     ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "host_mma_f16({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9});"),
     ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10});"),
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "host_ldmatrix({0}, {1}, {2}, {3}, {4});"),
+    ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "host_ldmatrix_trans({0}, {1}, {2}, {3}, {4});"),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "{0} = host_movmatrix({1});"),
     ("ex2.approx.ftz.f32", "{0} = exp2f({1});"),
     ("ld.acquire.gpu.global.u64", "{0} = *({1});"),

@@ -110,6 +110,7 @@ static inline size_t __cvta_generic_to_shared(const void * p) { return (size_t) 
 void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
 void host_mma_s8 (int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, int base);
 void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
+void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 uint32_t host_movmatrix(uint32_t x);
 static inline void host_copy(uint32_t to, const void * from, int n) { memcpy(host_cuda::shared + to, from, (size_t) n); }
 
