@@ -277,20 +277,23 @@ void kvq_saliency::choose(int stream, int page, int head, const uint8_t * valid,
     }
 }
 
+float kvq_saliency::score_of(const entry & e, int head, int slot) const {
+    if (device && e.stale[slot / 8] >> slot % 8 & 1) {
+        return 0.0f;
+    }
+    const float   * s = device ? (const float *) (fetched.data() + (size_t) e.place * nb_entry()) : e.sums.data();
+    const int32_t * n = device ? (const int32_t *) s + (size_t) n_head * page_cells : e.seen.data();
+    return s[(size_t) head * page_cells + slot] / (normalise ? (float) std::max(n[slot], 1) : 1.0f);
+}
+
 float kvq_saliency::score(int stream, int page, int head, int slot) const {
     const auto found = pages.find({ stream, page });
-    if (found == pages.end()) {
-        return 0.0f;
-    }
-    const entry & e = found->second;
-    if (!device) {
-        return e.sums[(size_t) head * page_cells + slot] / (normalise ? (float) std::max(e.seen[(size_t) slot], 1) : 1.0f);
-    }
-    if (e.stale[slot / 8] >> slot % 8 & 1) {
-        return 0.0f;
-    }
-    const float * s = (const float *) (fetched.data() + (size_t) e.place * nb_entry());
-    return s[(size_t) head * page_cells + slot] / (normalise ? (float) std::max(((const int32_t *) s)[(size_t) n_head * page_cells + slot], 1) : 1.0f);
+    return found == pages.end() ? 0.0f : score_of(found->second, head, slot);
+}
+
+void kvq_saliency::scores(int stream, int page, int head, float * out) const {
+    const auto found = pages.find({ stream, page });
+    for (int t = 0; t < page_cells; t++) { out[t] = found == pages.end() ? 0.0f : score_of(found->second, head, t); }
 }
 
 void kvq_saliency::reopen(int stream, int page, int head, const uint8_t * set) {

@@ -47,6 +47,7 @@ public:
     void choose(int stream, int page, int head, const uint8_t * valid, uint8_t * set) const;
     // Sums of a cell and head; 0: never observed.
     float score(int stream, int page, int head, int slot) const;
+    void  scores(int stream, int page, int head, float * out) const; // of a page's cells
     // A sealed page is opened again: its salient cells keep their lead until other scores beat a probability of 1.
     void reopen(int stream, int page, int head, const uint8_t * set);
     void forget(int stream, int page, int slot); // a cell was written anew
@@ -63,6 +64,7 @@ private:
     };
     struct table { uint8_t * there = nullptr; int max_rows = 0, max_pages = 0; bool empty = true; };
     entry & at(int stream, int page);
+    float score_of(const entry & e, int head, int slot) const;
     float * there(const entry & e) const { return (float *) (pool + (size_t) e.place * nb_entry()); }
     size_t  nb_entry() const { return 4 * (size_t) (n_head + 1) * page_cells; }
     void    release();

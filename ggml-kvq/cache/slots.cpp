@@ -169,9 +169,10 @@ void kvq_slots::mask_open(int s, int p) {
     std::vector<int32_t> & m = open_maps[(size_t) s * n_pages + p];
     m.resize((size_t) n_head * page_cells);
     bool any = false;
+    const bool some_evicted = !device || absent.count({ s, p });
     for (int h = 0; h < n_head; h++) {
         for (int t = 0; t < page_cells; t++) {
-            const bool gone = flags[t] & AWAY || is_evicted(s, p, h, t);
+            const bool gone = flags[t] & AWAY || (some_evicted && is_evicted(s, p, h, t));
             m[(size_t) h * page_cells + t] = gone ? -1 : p * page_cells + t;
             any |= gone;
         }
@@ -235,36 +236,58 @@ void kvq_slots::restoring(bool on) {
 
 // ---------------------------------------------------------------- sealing
 
+// Ranks by falling score, cells in their order when equal: numbers that sort as (-score, place in the run).
+static uint64_t rank_of(float score, size_t place) {
+    uint32_t bits;
+    memcpy(&bits, &score, 4);
+    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
+    return (uint64_t) ~bits << 32 | (uint32_t) place;
+}
+
 // Pages that the run would fill. A cell that no head holds, and a row that was evicted before it was saved, take no slot.
-std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> & due, bool sorted) const {
+std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> & due, bool sorted, int n_threads) const {
     const kvq_lane & k = *lane[0];
-    std::vector<candidate> out;
+    std::vector<candidate> out(due.size()); // a head fills no more pages
+    for (candidate & c : out) { c.map.assign((size_t) n_head * page_cells, -1); }
+    std::vector<float> shares(out.size() * n_head, 0.0f); // of a page's score, by head
+#pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
     for (int h = 0; h < n_head; h++) {
-        std::vector<std::pair<float, int32_t>> cells;
+        std::vector<float>    scores, page_scores((size_t) page_cells);
+        std::vector<int32_t>  cells;
+        std::vector<uint64_t> ranks;
         for (int p : due) {
+            const uint8_t * valid = k.valid(s, p);
+            const bool some_evicted = !device || absent.count({ s, p });
+            saliency->scores(s, p, h, page_scores.data());
             for (int t = 0; t < page_cells; t++) {
-                if ((k.valid(s, p)[t / 8] >> t % 8 & 1) && !is_evicted(s, p, h, t)) {
-                    cells.push_back({ saliency->score(s, p, h, t), p * page_cells + t });
+                if ((valid[t / 8] >> t % 8 & 1) && !(some_evicted && is_evicted(s, p, h, t))) {
+                    scores.push_back(page_scores[(size_t) t]);
+                    cells.push_back(p * page_cells + t);
                 }
             }
         }
-        if (sorted) {
-            std::stable_sort(cells.begin(), cells.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
+        // only which page a cell goes to matters, not the order within it
+        const size_t n = cells.size();
+        std::vector<uint32_t> page_of(n), n_in(out.size(), 0);
+        for (size_t i = 0; i < n; i++) {
+            page_of[i] = (uint32_t) (i / page_cells);
+            if (sorted) { ranks.push_back(rank_of(scores[i], i)); }
         }
-        for (size_t j = 0; j < cells.size(); j += page_cells) {
-            const size_t at = j / page_cells, n = std::min(cells.size() - j, (size_t) page_cells);
-            if (out.size() <= at) {
-                out.emplace_back();
-                out.back().map.assign((size_t) n_head * page_cells, -1);
-            }
-            int32_t * to = &out[at].map[(size_t) h * page_cells];
-            for (size_t i = 0; i < n; i++) {
-                to[i] = cells[j + i].second;
-                out[at].info.score += cells[j + i].first;
-            }
-            std::sort(to, to + n);
+        for (size_t at = 0; sorted && at < n; at += page_cells) {
+            const size_t end = std::min(at + page_cells, n);
+            if (end < n) { std::nth_element(ranks.begin() + (long) at, ranks.begin() + (long) end, ranks.end()); }
+            for (size_t j = at; j < end; j++) { page_of[(uint32_t) ranks[j]] = (uint32_t) (at / page_cells); }
+        }
+        for (size_t i = 0; i < n; i++) {
+            const uint32_t at = page_of[i];
+            out[at].map[(size_t) h * page_cells + n_in[at]++] = cells[i];
+            shares[at * n_head + h] += scores[i];
         }
     }
+    for (size_t i = 0; i < out.size(); i++) {
+        for (int h = 0; h < n_head; h++) { out[i].info.score += shares[i * n_head + h]; }
+    }
+    while (!out.empty() && std::all_of(out.back().map.begin(), out.back().map.end(), [](int32_t c) { return c < 0; })) { out.pop_back(); }
     return out;
 }
 
@@ -303,7 +326,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
         }
         if (std::any_of(due.begin(), due.end(), [&](int p) { return saliency->knows(s, p); })) { saliency->fetch(); }
         for (const auto & run : runs) {
-            for (candidate & c : pack(s, run, judged)) {
+            for (candidate & c : pack(s, run, judged, n_threads)) {
                 c.info.used      = true;
                 c.info.generated = !of_prompt;
                 c.info.newest    = run.back() * page_cells + page_cells - 1;

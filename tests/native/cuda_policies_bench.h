@@ -78,8 +78,8 @@ struct bench_layer {
     }
 };
 
-// decode: one token alone
-static void bench(kvq_cuda_device & d, bool decode) {
+// decode: one token alone; prompt: 512 alone
+static void bench(kvq_cuda_device & d, bool decode, bool prompt) {
     const int N = 32768;
     std::vector<float> hq((size_t) 512 * 4096);
     for (auto & x : hq) { x = normal(); }
@@ -94,11 +94,12 @@ static void bench(kvq_cuda_device & d, bool decode) {
     struct { const char * method, * opts; } arms[] = { { "kivi", "bits=2,group=128" }, { "kivi", "bits=2,group=16" }, { "kivi", "bits=2,group=16,scales=u8" }, { "minikv", "" }, { "minikv", "group=32" }, { "kivi", "bits=4,group=128" }, { "zipcache", "" } };
     for (const auto & arm : arms) {
         for (int cells : { N, 4*N }) {
+            if (prompt && (cells > N || !strcmp(arm.opts, "bits=4,group=128"))) { continue; }
             std::vector<std::unique_ptr<bench_layer>> ws; // several, so that L2 does not hold the cache
             for (int i = 0; i < (cells > N ? 2 : 4); i++) { ws.emplace_back(new bench_layer(d, arm.method, arm.opts, cells)); }
             size_t i = 0;
             for (int n_q : { 1, 512 }) {
-                if (n_q > 1 && (cells > N || decode)) { continue; }
+                if (n_q > 1 ? cells > N || decode : prompt) { continue; }
                 const double us = microseconds(d, n_q > 1 ? 3 : 20, [&] {
                     const kvq_attn a = ws[i++ % ws.size()]->attn(n_q, cells, q, mask, o);
                     d.attend(&a, 1);

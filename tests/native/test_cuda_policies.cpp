@@ -1,5 +1,5 @@
 // Methods that treat cells by the attention they get, on CUDA (zipcache, minikv): sets, kept cells, sealed bytes and stores as on the
-// CPU for the same sums, attention and column sums against f64. Usage: test_cuda_policies [quick | host | decode | bench [decode]]    bench: one layer of 8 KV heads; decode: of one token alone
+// CPU for the same sums, attention and column sums against f64. Usage: test_cuda_policies [quick | host | decode | bench [decode | prompt]]    bench: one layer of 8 KV heads; of one token alone, of 512 alone
 #include "device_bytes.h"
 #include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/cpu/cpu.h"
@@ -216,7 +216,7 @@ int main(int argc, char ** argv) {
     CHECK(d.error().empty(), "%s", d.error().c_str());
     rng.seed(1);
     if (argc > 1 && !strcmp(argv[1], "bench")) {
-        bench(d, argc > 2 && !strcmp(argv[2], "decode"));
+        bench(d, argc > 2 && !strcmp(argv[2], "decode"), argc > 2 && !strcmp(argv[2], "prompt"));
         return 0;
     }
     const bool decode = argc > 1 && !strcmp(argv[1], "decode"), on_host = argc > 1 && !strcmp(argv[1], "host"), quick = on_host || (argc > 1 && !strcmp(argv[1], "quick"));
