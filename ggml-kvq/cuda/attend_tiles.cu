@@ -2,9 +2,9 @@
 #include "attend_tiles.cuh"
 
 // log-sum-exp merge of the splits of a row: warps share the splits, a lane has 4 channels of every 128
-constexpr int MERGE_WARPS = 8, MAX_SPLITS = 1024;
+constexpr int MAX_SPLITS = 1024;
 
-static __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_kernel(const kvq_attend_args a) {
+template <int MERGE_WARPS> static __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_kernel(const kvq_attend_args a) {
     const int row = blockIdx.x, kvh = blockIdx.y, is = blockIdx.z, D = a.v.head_size, size = D + 4;
     const float * p = a.partial + partial_at(a, is, kvh, row, 0);
     const int h = row_head(a, kvh, row);
@@ -60,7 +60,8 @@ static __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_kernel(const kv
 }
 
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
-    merge_kernel<<<dim3(a.n_rows, a.n_head_kv, n_streams), 32 * MERGE_WARPS, 0, stream>>>(a);
+    const dim3 grid(a.n_rows, a.n_head_kv, n_streams);
+    if (a.n_splits <= 4) { merge_kernel<1><<<grid, 32, 0, stream>>>(a); } else { merge_kernel<8><<<grid, 256, 0, stream>>>(a); }
 }
 
 int kvq_tiles_head_size(int k, int v) {

@@ -3,7 +3,7 @@
 #include "attend.cuh"
 #include "tile.cuh"
 
-constexpr int ROWS = 16, WARPS = 4;
+constexpr int ROWS = 16, WARPS = 4, SUM_WARPS = 8; // of log-sum-exp, of sums
 constexpr float LOG2_E = 1.44269504f;
 
 static __device__ __forceinline__ int probe_token(const kvq_score_args & a, int row) {
@@ -164,10 +164,10 @@ static __global__ void lse_merge_kernel(const __grid_constant__ kvq_score_args a
 // Block: 32 cells of an open page, one KV head. Warps share the rows; one thread adds what they found to a cell, so that every sum has
 // one owner and one order of additions.
 
-template <int D> static __global__ void __launch_bounds__(32 * WARPS) scores_kernel(const __grid_constant__ kvq_score_args a) {
+template <int D> static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __grid_constant__ kvq_score_args a) {
     extern __shared__ __align__(16) __half s_keys[];
-    __shared__ float s_sum[WARPS][TILE_CELLS];
-    __shared__ int   s_seen[WARPS][TILE_CELLS];
+    __shared__ float s_sum[SUM_WARPS][TILE_CELLS];
+    __shared__ int   s_seen[SUM_WARPS][TILE_CELLS];
     const int per_page = a.page_cells / TILE_CELLS, ip = blockIdx.x / per_page, t0 = blockIdx.x % per_page * TILE_CELLS, kvh = blockIdx.y;
     if (ip >= a.table->n_pages || a.table->n_rows == 0) {
         return;
@@ -175,7 +175,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS) scores_ker
     const kvq_score_page & page = probe_pages(a.table)[ip];
     const int32_t * map = page.map ? page.map + kvh * a.map_stride : nullptr;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, n_rows = a.table->n_rows * a.gqa;
-    fill_k_open<D, 32 * WARPS>(page.keys + (size_t) kvh * a.page_cells * a.stride, a.stride, a.head_size, t0, s_keys);
+    fill_k_open<D, 32 * SUM_WARPS>(page.keys + (size_t) kvh * a.page_cells * a.stride, a.stride, a.head_size, t0, s_keys);
     __syncthreads();
     const uint32_t k_row = ldmatrix_row<D>(s_keys);
     int cell[4][2];
@@ -190,7 +190,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS) scores_ker
     }
     float sum[4][2] = {};
     int   seen[4][2] = {};
-    for (int row0 = warp * ROWS; row0 < n_rows; row0 += ROWS * WARPS) {
+    for (int row0 = warp * ROWS; row0 < n_rows; row0 += ROWS * SUM_WARPS) {
         probe_rows<D> r;
         r.load(a, kvh, row0, n_rows);
         float s[4][4], lse[2];
@@ -233,7 +233,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS) scores_ker
         float * const to = page.sums + kvh * a.page_cells + slot;
         float total = 0.0f;
         int   count = 0;
-        for (int w = 0; w < WARPS; w++) {
+        for (int w = 0; w < SUM_WARPS; w++) {
             total += s_sum[w][t];
             count += s_seen[w][t];
         }
@@ -273,6 +273,6 @@ bool kvq_launch_scores(const kvq_score_args & a, int max_pages, cudaStream_t str
     return by_head_size(a.head_size, [&](auto d) {
         constexpr int D = decltype(d)::value;
         const dim3 grid(max_pages * (a.page_cells / TILE_CELLS), a.n_head_kv);
-        scores_kernel<D><<<grid, 32 * WARPS, 2 * (size_t) TILE_CELLS * (D + 8), stream>>>(a);
+        scores_kernel<D><<<grid, 32 * SUM_WARPS, 2 * (size_t) TILE_CELLS * (D + 8), stream>>>(a);
     });
 }

@@ -301,6 +301,7 @@ static void attention_matrix(kvq_cuda_device & d, bool quick) {
             short_attention({ bits, 2 + bits % 3, 2, 1 - bits % 2, 128, 1, 1 << bits % 4, 1, 480, 1, bits == 2 ? 20.0f : 0.0f, bits == 3 ? 8.0f : 0.0f, false, false });
         }
         CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
+        CHECK(d.n_prompt >= 2, "only %d launches of the kernel for prompts", (int) d.n_prompt);
         printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
         return;
     }
