@@ -245,16 +245,18 @@ static uint64_t rank_of(float score, size_t place) {
 }
 
 // Pages that the run would fill. A cell that no head holds, and a row that was evicted before it was saved, take no slot.
-std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> & due, bool sorted, int n_threads) const {
+std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> & due, bool sorted) const {
     const kvq_lane & k = *lane[0];
     std::vector<candidate> out(due.size()); // a head fills no more pages
     for (candidate & c : out) { c.map.assign((size_t) n_head * page_cells, -1); }
-    std::vector<float> shares(out.size() * n_head, 0.0f); // of a page's score, by head
-#pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
+    std::vector<float>    scores, page_scores((size_t) page_cells);
+    std::vector<int32_t>  cells;
+    std::vector<uint64_t> ranks;
+    std::vector<uint32_t> page_of, n_in;
     for (int h = 0; h < n_head; h++) {
-        std::vector<float>    scores, page_scores((size_t) page_cells);
-        std::vector<int32_t>  cells;
-        std::vector<uint64_t> ranks;
+        scores.clear();
+        cells.clear();
+        ranks.clear();
         for (int p : due) {
             const uint8_t * valid = k.valid(s, p);
             const bool some_evicted = !device || absent.count({ s, p });
@@ -268,7 +270,8 @@ std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> 
         }
         // only which page a cell goes to matters, not the order within it
         const size_t n = cells.size();
-        std::vector<uint32_t> page_of(n), n_in(out.size(), 0);
+        page_of.resize(n);
+        n_in.assign(out.size(), 0);
         for (size_t i = 0; i < n; i++) {
             page_of[i] = (uint32_t) (i / page_cells);
             if (sorted) { ranks.push_back(rank_of(scores[i], i)); }
@@ -281,11 +284,8 @@ std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> 
         for (size_t i = 0; i < n; i++) {
             const uint32_t at = page_of[i];
             out[at].map[(size_t) h * page_cells + n_in[at]++] = cells[i];
-            shares[at * n_head + h] += scores[i];
+            out[at].info.score += scores[i];
         }
-    }
-    for (size_t i = 0; i < out.size(); i++) {
-        for (int h = 0; h < n_head; h++) { out[i].info.score += shares[i * n_head + h]; }
     }
     while (!out.empty() && std::all_of(out.back().map.begin(), out.back().map.end(), [](int32_t c) { return c < 0; })) { out.pop_back(); }
     return out;
@@ -326,7 +326,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
         }
         if (std::any_of(due.begin(), due.end(), [&](int p) { return saliency->knows(s, p); })) { saliency->fetch(); }
         for (const auto & run : runs) {
-            for (candidate & c : pack(s, run, judged, n_threads)) {
+            for (candidate & c : pack(s, run, judged)) {
                 c.info.used      = true;
                 c.info.generated = !of_prompt;
                 c.info.newest    = run.back() * page_cells + page_cells - 1;

@@ -80,7 +80,7 @@ private:
     bool is_evicted (int s, int p, int h, int t) const;
     size_t nb_share (bool value) const; // bytes a row carries
     bool take_block (const kvq_lane & x, const arrival & a, int h, int cell, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & stream) const;
-    std::vector<candidate> pack(int s, const std::vector<int> & due, bool sorted, int n_threads) const;
+    std::vector<candidate> pack(int s, const std::vector<int> & due, bool sorted) const;
 
     kvq_lane * lane[2] = {};
     kvq_span_table * spans = nullptr;
