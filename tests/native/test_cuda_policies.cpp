@@ -278,9 +278,11 @@ int main(int argc, char ** argv) {
             attention({ "zipcache", "interval=64,salient=0.5,keep=0.5,normalise=false", D, 2, gqa, n_q, 500, 1, 0, 0, true });
         } } }
         attention({ "minikv", "", 128, 8, 4, 1, 4000, 1, 0, 0, false });
-        for (int D : { 64, 80, 96, 128 }) { for (int gqa : { 1, 3, 4, 8 }) { for (int n_q : { 65, 129, 300 }) {
-            attention({ "minikv", n_q == 129 ? "scales=f16,group=32,window=0" : "", D, 2, gqa, n_q, 500 + 7 * n_q, 1 + (gqa == 3), gqa == 8 ? 20.0f : 0.0f, n_q == 65 && gqa == 4 ? 8.0f : 0.0f, gqa != 4 });
-        } } }
+        for (int D : { 64, 80, 96, 128 }) { for (int gqa : { 1, 3, 4, 8 }) { // prompts
+            attention({ "minikv", "", D, 1, gqa, 65, 600, 1 + (gqa == 3), gqa == 8 ? 20.0f : 0.0f, gqa == 4 ? 8.0f : 0.0f, gqa != 4 });
+            if (gqa == 3) { attention({ "minikv", "scales=f16,group=32,window=0", D, 1, gqa, 129, 900, 1, 0, 0, false }); }
+        } }
+        attention({ "minikv", "", 128, 1, 4, 512, 1500, 1, 0, 0, false });
         for (int D : { 64, 80, 96, 128, 192, 256 }) { for (int gqa : { 1, 4, 5 }) {
             attention({ "zipcache", "", D, 2, gqa, 100, 700, 1, 0, 0, false });
             attention({ "zipcache", "interval=96,salient=0.33,hi=3,lo=1,window=100,normalise=false", D, 2, gqa, 33, 500, 1, 20.0f, 0, true });
