@@ -387,8 +387,9 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         const kvq_attn & f = attn[i0];
         const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
         kvq_attend_args a = {};
-        a.k = geometry(f.k);
-        a.v = geometry(f.v);
+        kvq_codec codec_k = f.k, codec_v = f.v;
+        a.k = geometry(codec_k);
+        a.v = geometry(codec_v);
         a.n_q        = f.n_q;
         a.n_head     = f.n_head;
         a.n_head_kv  = f.n_head_kv;
@@ -418,12 +419,10 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) {
                 return;
             }
-            for (const bool value : { false, true }) {
-                kvq_codec c = value ? f.v : f.k;
-                c.type = KVQ_TYPE_F16;
-                c.bits = 16;
-                (value ? a.v : a.k) = geometry(c);
-            }
+            codec_k.type = codec_v.type = KVQ_TYPE_F16;
+            codec_k.bits = codec_v.bits = 16;
+            a.k = geometry(codec_k);
+            a.v = geometry(codec_v);
             for (int i = 0; i < n_streams; i++) { a.stream[i].pages = (const kvq_page *) (unfolded + i * unfolded_table); }
             a.waves    = nullptr;
             a.in_order = 1;
