@@ -25,17 +25,23 @@ struct bench_layer {
 
     bench_layer(kvq_cuda_device & d, const char * method, const char * opts, int n_cells) : plan(make_plan(method, opts, 8, 128)) {
         std::vector<kvq_page> list;
+        std::vector<uint8_t> chosen; // sets of the salient cells of every head: values have those of the keys
         for (int v = 0; v < 2; v++) {
             l[v] = kvq_make_lane_layout(plan, v, 8, n_cells, 1);
             std::vector<uint16_t> tile(l[v].nb_frame / 2);
             for (auto & x : tile) { x = kvq_f32_to_f16(normal()); }
             std::vector<uint8_t> c(l[v].nb_codes * 8), p(l[v].nb_params * 8, 0);
-            for (int h = 0; h < 8; h++) { for (int n = 0; n < l[v].codec.n_hi; ) {
-                const int t = uniform(0, l[v].page_cells - 1);
-                uint8_t & byte = p[h * l[v].nb_params + (size_t) t / 8];
-                n += !(byte >> t % 8 & 1);
-                byte |= (uint8_t) (1 << t % 8);
-            } }
+            const size_t nb_set = (size_t) l[v].page_cells / 8;
+            chosen.resize(8 * nb_set);
+            for (int h = 0; l[v].codec.n_hi && h < 8; h++) {
+                for (int n = 0; !v && n < l[v].codec.n_hi; ) {
+                    const int t = uniform(0, l[v].page_cells - 1);
+                    uint8_t & byte = chosen[h * nb_set + (size_t) t / 8];
+                    n += !(byte >> t % 8 & 1);
+                    byte |= (uint8_t) (1 << t % 8);
+                }
+                std::copy_n(&chosen[h * nb_set], nb_set, &p[h * l[v].nb_params]);
+            }
             const kvq_page_block b = { tile.data(), nullptr, nullptr, c.data(), p.data() };
             kvq_cpu_device().encode(l[v], &b, 1, 1);
             std::vector<uint8_t> all_c, all_p;
