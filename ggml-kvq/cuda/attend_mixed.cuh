@@ -324,33 +324,16 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
             score<D, B, B, J>(a, q, stage, k_params, s, base);
             finish_scores(a, FROM_K, base, s);
         }
-        float top[2] = { -INFINITY, -INFINITY };
-#pragma unroll
-        for (int j = 0; j < J; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) { // row b = i / 2, column e = i % 2
-                const float2 mm = __half22float2(as_half2(mk[i % 2][j]));
-                s[j][i] = fmaf(slope[i % 2], i / 2 ? mm.y : mm.x, s[j][i]);
-                top[i % 2] = fmaxf(top[i % 2], s[j][i]);
-            }
-        }
-        if (!__any_sync(~0u, top[0] > -INFINITY || top[1] > -INFINITY)) {
+        float top[2] = { -INFINITY, -INFINITY }, f[2];
+        if (!mask_scores(mk, slope, s, top)) {
             return;
         }
-        if (__any_sync(~0u, top[0] > m[0] || top[1] > m[1])) {
-            float f[2];
+        if (raise_maxima(top, m, o, f)) {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-#pragma unroll
-                for (int d = 4; d <= 16; d *= 2) { top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], d)); }
-                top[e] = fmaxf(top[e], m[e]);
-                f[e]   = m[e] == -INFINITY ? 0.0f : exp2_fast(m[e] - top[e]);
-                m[e]   = top[e];
-                l[e]  *= f[e];
-                z[e]  *= f[e];
+                l[e] *= f[e];
+                z[e] *= f[e];
             }
-#pragma unroll
-            for (int n = 0; n < S; n++) { o[n][0] *= f[0]; o[n][1] *= f[1]; o[n][2] *= f[0]; o[n][3] *= f[1]; }
         }
         uint32_t p[J][2];
 #pragma unroll

@@ -200,6 +200,39 @@ void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[J][2
     }
 }
 
+// s += slope * mask, row b = i / 2, column e = i % 2; top: the largest of each column. False: nothing is seen
+template <int J> __device__ __forceinline__ bool mask_scores(const uint32_t (&mk)[2][J], const float (&slope)[2], float (&s)[J][4], float (&top)[2]) {
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 mm = __half22float2(as_half2(mk[i % 2][j]));
+            s[j][i] = fmaf(slope[i % 2], i / 2 ? mm.y : mm.x, s[j][i]);
+            top[i % 2] = fmaxf(top[i % 2], s[j][i]);
+        }
+    }
+    return __any_sync(~0u, top[0] > -INFINITY || top[1] > -INFINITY);
+}
+
+// Maxima m of the columns rise to top where a score is above them, and o, which is relative to them, follows; f: the factor for what else is.
+// False: they stay.
+template <int S> __device__ __forceinline__ bool raise_maxima(float (&top)[2], float (&m)[2], float (&o)[S][4], float (&f)[2]) {
+    if (!__any_sync(~0u, top[0] > m[0] || top[1] > m[1])) {
+        return false;
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+#pragma unroll
+        for (int d = 4; d <= 16; d *= 2) { top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], d)); }
+        top[e] = fmaxf(top[e], m[e]);
+        f[e]   = m[e] == -INFINITY ? 0.0f : exp2_fast(m[e] - top[e]);
+        m[e]   = top[e];
+    }
+#pragma unroll
+    for (int n = 0; n < S; n++) { o[n][0] *= f[0]; o[n][1] *= f[1]; o[n][2] *= f[0]; o[n][3] *= f[1]; }
+    return true;
+}
+
 // sums of one block for a row, for the last block to add up
 template <int D> __device__ __forceinline__ void put_partial(const kvq_attend_args & a, int is, int kvh, int row, float4 x, float m, float l) {
     const int lane = threadIdx.x % 32;

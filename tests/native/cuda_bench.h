@@ -1,20 +1,7 @@
 // Part of test_cuda.cpp: time of one layer's attention, and the floor = bytes / copy bandwidth.
 #pragma once
 
-#include <chrono>
-
-static double seconds(kvq_cuda_device & d, int n, const std::function<void()> & f) {
-    std::vector<double> t;
-    for (int r = 0; r < 7; r++) {
-        d.synchronize();
-        const auto a = std::chrono::steady_clock::now();
-        for (int i = 0; i < n; i++) { f(); }
-        d.synchronize();
-        t.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - a).count() / n);
-    }
-    std::sort(t.begin(), t.end());
-    return t[t.size() / 2];
-}
+#include "cuda_timing.h"
 
 static void bench(kvq_cuda_device & d, const char * only, int only_cells) {
     const size_t nb = (size_t) 2 << 30;

@@ -1,20 +1,9 @@
 // Part of test_cuda_policies.cpp: time of one layer's attention and of what observation adds.
 #pragma once
 
-#include <chrono>
+#include "cuda_timing.h"
 
-static double microseconds(kvq_cuda_device & d, int n, const std::function<void()> & f) {
-    std::vector<double> t;
-    for (int r = 0; r < 7; r++) {
-        d.synchronize();
-        const auto a = std::chrono::steady_clock::now();
-        for (int i = 0; i < n; i++) { f(); }
-        d.synchronize();
-        t.push_back(1e6 * std::chrono::duration<double>(std::chrono::steady_clock::now() - a).count() / n);
-    }
-    std::sort(t.begin(), t.end());
-    return t[t.size() / 2];
-}
+static double microseconds(kvq_cuda_device & d, int n, const std::function<void()> & f) { return 1e6 * seconds(d, n, f); }
 
 // A layer whose pages all hold the same block; every KV head of a method that evicts keeps its own cells.
 struct bench_layer {
