@@ -4,8 +4,8 @@
 
 #include "../../ggml-kvq/cache/chain.h"
 
-struct chain_stack {
-    static constexpr int LAYERS = 3, HEADS = 2, D = 64, W = HEADS * D, CELLS = 224, STREAMS = 2;
+template <int HEADS, int D> struct chain_stack {
+    static constexpr int LAYERS = 3, W = HEADS * D, CELLS = 224, STREAMS = 2;
     kvq_device & d;
     kvq_scratch  scratch;
     kvq_counters counters;
@@ -77,12 +77,12 @@ struct chain_stack {
 };
 
 // Queries of layer l on both; recorded: as a recorded step runs, whose layers follow each other.
-static double check_chain_attention(kvq_cuda_device & d, chain_stack & host, chain_stack & there, int l, int s, int n_kv, int n_q, bool recorded) {
-    constexpr int H = 2 * chain_stack::HEADS, D = chain_stack::D;
+template <int HEADS, int D> static double check_chain_attention(kvq_cuda_device & d, chain_stack<HEADS, D> & host, chain_stack<HEADS, D> & there, int l, int s, int n_kv, int n_q, bool recorded) {
+    constexpr int H = 2 * HEADS;
     std::vector<float> q((size_t) n_q * H * D), want(q.size()), got(q.size(), NAN);
     for (auto & x : q) { x = normal(); }
     device_bytes tq(d, 4 * q.size(), q.data()), to(d, 4 * q.size(), got.data());
-    for (chain_stack * w : { &host, &there }) {
+    for (chain_stack<HEADS, D> * w : { &host, &there }) {
         kvq_attn a = w->attention(l, s, n_kv);
         const bool on = w == &there;
         a.n_q = n_q; a.n_head = H; a.q_stride_token = a.dst_stride_token = H * D; a.q_stride_head = a.dst_stride_head = D;
@@ -110,8 +110,9 @@ static double check_chain_attention(kvq_cuda_device & d, chain_stack & host, cha
     return rel;
 }
 
-static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool full, int n_steps, double & worst) {
-    constexpr int W = chain_stack::W, CELLS = chain_stack::CELLS, L = chain_stack::LAYERS;
+template <int HEADS, int D> static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool full, int n_steps, double & worst) {
+    using stack = chain_stack<HEADS, D>;
+    constexpr int W = stack::W, CELLS = stack::CELLS, L = stack::LAYERS;
     static std::vector<std::vector<uint8_t>> packed; // stay: a device keeps copies of them by address
     std::vector<kvq_chain_weights> w(L);
     const auto predictor = [&] {
@@ -129,9 +130,9 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool fu
         if (i && full) { w[(size_t) i].v_from_k = predictor(); w[(size_t) i].v_from_v = predictor(); }
         for (auto & x : mean[i]) { x = some_means(W); }
     }
-    kvq_rotor * rotor = some_rotor(chain_stack::D, uniform(0, 1));
-    chain_stack host(kvq_cpu_device(), opts, w, mean, rotor), there(d, opts, w, mean, rotor);
-    chain_stack * both[2] = { &host, &there };
+    kvq_rotor * rotor = some_rotor(D, uniform(0, 1));
+    stack host(kvq_cpu_device(), opts, w, mean, rotor), there(d, opts, w, mean, rotor);
+    stack * both[2] = { &host, &there };
     int cursor[2] = {}, n_compared = 0;
     const auto compare = [&](int step, int s) {
         for (int i = 0; i < L; i++) { for (int v = 0; v < 2; v++) {
@@ -169,7 +170,7 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool fu
                 }
                 if (reads == 1 || (reads == 2 && uniform(0, 1))) { worst = std::max(worst, check_chain_attention(d, host, there, i, s, cursor[s], n_q, reads == 1)); }
             }
-            for (chain_stack * x : both) { x->commit(); }
+            for (stack * x : both) { x->commit(); }
         } else if (op < 80) {
             compare(step, s);
         } else if (op < 87) { // all keys, then all values, as llama.cpp loads them
@@ -180,17 +181,17 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool fu
                 host.lane[x % L][x / L]->read(s, page * 32, n, image[x].data());
             }
             for (int x = 0; x < 2 * L; x++) {
-                for (chain_stack * c : both) { c->lane[x % L][x / L]->restore(s, to * 32, n, image[x].data(), 1); }
+                for (stack * c : both) { c->lane[x % L][x / L]->restore(s, to * 32, n, image[x].data(), 1); }
             }
             cursor[s] = std::max(cursor[s], to * 32 + n);
         } else if (op < 93) {
             const int first = uniform(0, CELLS - 1);
-            for (chain_stack * x : both) { x->shift(s, first, 2); }
+            for (stack * x : both) { x->shift(s, first, 2); }
         } else if (op < 97) {
-            for (chain_stack * x : both) { for (auto & l : x->lane) { l[0]->copy_stream(s, 1 - s); l[1]->copy_stream(s, 1 - s); } x->commit(); }
+            for (stack * x : both) { for (auto & l : x->lane) { l[0]->copy_stream(s, 1 - s); l[1]->copy_stream(s, 1 - s); } x->commit(); }
             cursor[1 - s] = cursor[s];
         } else if (op == 99) {
-            for (chain_stack * x : both) { for (auto & l : x->lane) { l[0]->clear(); l[1]->clear(); } }
+            for (stack * x : both) { for (auto & l : x->lane) { l[0]->clear(); l[1]->clear(); } }
             cursor[0] = cursor[1] = 0;
         }
         CHECK(d.error().empty(), "%s", d.error().c_str());
@@ -207,10 +208,16 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
     }
     for (const bool full : { false, true }) {
         const char * opts = full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
-        double worst = 0;
-        const int n_rows = check_chain(d, opts, full ? 8 : 4, full, n_steps, worst);
-        CHECK(worst > 0, "attention was not compared");
-        printf("store, aqua %s: %d random operations, %d rows as on the CPU, attention's worst relative error %.2g\n", opts, n_steps, n_rows, worst);
+        const auto check = [&](int D, auto run, int n) {
+            double worst = 0;
+            const int n_rows = run(d, opts, full ? 8 : 4, full, n, worst);
+            CHECK(worst > 0, "attention was not compared");
+            printf("store, aqua %s, head size %d: %d random operations, %d rows as on the CPU, attention's worst relative error %.2g\n", opts, D, n, n_rows, worst);
+        };
+        check(64, check_chain<3, 64>, n_steps);
+        check(128, check_chain<2, 128>, std::max(n_steps / 4, 8));
+        check(80, check_chain<1, 80>, std::max(n_steps / 4, 8));
+        check(256, check_chain<1, 256>, std::max(n_steps / 4, 8));
     }
     double worst = 0;
     int n = 0;

@@ -54,5 +54,54 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells) {
         snprintf(name, sizeof(name), "1024 -> 1024, %d-bit weights", bits);
         printf("%-34s %10.1f %10.1f\n", name, s * 1e6, 8192.0 * 1024 * 1024 / s / 1e12);
     }
+    printf("%-34s %10s\n", "predicted layer, 8192 cells", "us");
+    for (int bits : { 2, 4 }) {
+        if (!strstr("chain", only)) { continue; }
+        // 8 heads of 128: rows without their products, as keys, as both; then attention, which makes tiles of them first
+        const attention_case c = { bits, bits, 2, 1, 128, 8, 4, 1, 8192, 1, 0, 0, false, false, 1, 0, 1, false };
+        world w(d, c, false);
+        const int width = 8 * 128, n = w.k.n_pages * w.k.page_cells;
+        device_bytes q(d, 32 * 128 * 4), o(d, 32 * 128 * 4), m(d, (size_t) n * 2), rows(d, (size_t) 2 * n * width), scales(d, (size_t) 8 * n);
+        kvq_attn a = {};
+        a.k = w.k.codec; a.v = w.v.codec; a.n_q = 1; a.n_head = 32; a.n_head_kv = 8; a.n_kv = 8192; a.n_pages = w.k.n_pages; a.scale = 0.088f;
+        a.q = (const float *) q.p; a.q_stride_token = 32 * 128; a.q_stride_head = 128;
+        a.mask = (const uint16_t *) m.p; a.mask_stride_token = 8192;
+        a.dst = (float *) o.p; a.dst_stride_token = 32 * 128; a.dst_stride_head = 128;
+        a.pages = (const kvq_page *) w.pages_there->p;
+        w.leave_out(a, 0);
+        predict_world p(d, { width, width, 8, 1 });
+        p.w.data = p.packed.data();
+        for (const bool predicted : { false, true }) {
+            kvq_chain_pages lanes[2];
+            for (int v = 0; v < 2; v++) {
+                kvq_chain_pages & x = lanes[v];
+                x.l = v ? &w.v : &w.k;
+                x.value = v;
+                x.n = a.n_pages;
+                x.pages = a.pages;
+                for (int r = 0; r < 2; r++) {
+                    x.row[r]   = (int8_t *) rows.p + (size_t) r * n * width;
+                    x.scale[r] = (float *) scales.p + (size_t) r * n;
+                    x.stride8[r] = (size_t) width;
+                }
+                x.stride = (size_t) width;
+                x.turn.mean = v ? a.v_mean : a.k_mean;
+                if (!v) { x.turn.rotary = a.rotary; x.turn.positions = a.positions; }
+                if (predicted) {
+                    x.from_k = p.w;
+                    if (v) { x.from_v = p.w; }
+                }
+            }
+            const auto line = [&](const char * what, const std::function<void()> & f) {
+                char name[64];
+                snprintf(name, sizeof(name), "%d bits, %s%s", bits, what, predicted ? " + products" : "");
+                printf("%-34s %10.1f\n", name, seconds(d, 20, f) * 1e6);
+            };
+            line("rows of K",       [&] { d.chain_step(lanes[0]); });
+            line("rows of K and V", [&] { d.chain_step(lanes[0]); d.chain_step(lanes[1]); });
+            line("attention",       [&] { d.attend(&a, 1, nullptr, nullptr, lanes); });
+        }
+        printf("%d bits, as rows, no prediction      %10.1f\n", bits, seconds(d, 20, [&] { d.attend(&a, 1); }) * 1e6);
+    }
     CHECK(d.error().empty(), "%s", d.error().c_str());
 }
