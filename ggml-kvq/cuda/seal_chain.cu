@@ -37,7 +37,7 @@ static __device__ __forceinline__ void name_tile(kvq_page & to, const kvq_page &
 
 static __device__ __forceinline__ uint32_t byte_of(float x, float inv) { return (uint32_t) (uint8_t) (int8_t) rintf(x * inv); }
 
-template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS) chain_kernel(const __grid_constant__ kvq_chain_args a) {
+template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2) chain_kernel(const __grid_constant__ kvq_chain_args a) {
     using quad = quads<LANES, Q>;
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ int32_t s_pos[WARPS];
@@ -147,7 +147,7 @@ void kvq_launch_chain(const kvq_chain_args & a, int n_pages, cudaStream_t stream
     });
 }
 
-template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS) unfold_kernel(const __grid_constant__ kvq_unfold_args a, int n_head) {
+template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2) unfold_kernel(const __grid_constant__ kvq_unfold_args a, int n_head) {
     using quad = quads<LANES, Q>;
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ int32_t s_pos[WARPS];
