@@ -437,7 +437,7 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
         }
     }
     // this thread's columns, over all cells of the warp
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    copies_done(); // and every lane is done with the parameters, whose place the units take
     change_units(false, 0);
     __syncthreads();
     decode_sums<D> & sums = *(decode_sums<D> *) memory;
