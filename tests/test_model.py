@@ -341,6 +341,15 @@ def test_close_twice_and_use_after_close() -> None:
 # ------------------------------------------------------------------ interruption
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also in a process that a shell started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("method", ["upstream", "kivi"])
 def test_ctrl_c_stops_a_long_decode_and_the_model_lives_on(method: str) -> None:
     with open_model(method, n_ctx=4096, n_batch=4096, n_ubatch=512) as m:
@@ -363,6 +372,7 @@ def test_ctrl_c_stops_a_long_decode_and_the_model_lives_on(method: str) -> None:
         assert greedy(m) == want
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_between_tokens() -> None:
     with open_model() as m:
         stream = m.generate(PROMPT, max_tokens=-1, temperature=0)
