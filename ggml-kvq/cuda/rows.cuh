@@ -168,14 +168,6 @@ template <int LANES, int Q> struct quads {
     }
 };
 
-// Cosine and sine of pair j at a position, or of its inverse: the operations of turn_row.
-static __device__ __forceinline__ float2 turn_factors(const kvq_device_rotary & r, int32_t pos, bool inverse, int j) {
-    const int at = max(pos, 0);
-    const float * high = r.high + (size_t) (at / 64) * 2 * r.n, * low = r.low + (size_t) j * 2 * KVQ_ROTARY_LOW + at % 64;
-    const float m = r.high[0], inv = inverse ? __fdiv_rn(1.0f, m * m) : 1.0f;
-    return make_float2((high[j] * low[0] - high[r.n + j] * low[KVQ_ROTARY_LOW]) * inv, (high[r.n + j] * low[0] + high[j] * low[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv));
-}
-
 // Shared memory of a block whose warps have a cell each: the grid's points, a row buffer a warp, cosines and sines of the cells'
 // positions, then `width` floats a warp.
 struct row_memory {

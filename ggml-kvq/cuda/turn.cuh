@@ -18,11 +18,17 @@ constexpr int TURN_MAX = 256; // channels of a head
 
 static __device__ __forceinline__ uint16_t turned_to_half(float x) { return f32_to_f16_bits(x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x); } // nan stays
 
-// x = R_pos x, or its inverse: the operations of kvq_rotor::apply. row: TURN_MAX floats of the warp
+// Cosine and sine of pair j at a position, or of its inverse: the operations of kvq_rotor::apply.
+static __device__ __forceinline__ float2 turn_factors(const kvq_device_rotary & r, int32_t pos, bool inverse, int j) {
+    const int at = max(pos, 0);
+    const float * high = r.high + (size_t) (at / 64) * 2 * r.n, * low = r.low + (size_t) j * 2 * KVQ_ROTARY_LOW + at % 64;
+    const float m = r.high[0], inv = inverse ? __fdiv_rn(1.0f, m * m) : 1.0f;
+    return make_float2((high[j] * low[0] - high[r.n + j] * low[KVQ_ROTARY_LOW]) * inv, (high[r.n + j] * low[0] + high[j] * low[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv));
+}
+
+// x = R_pos x, or its inverse, likewise. row: TURN_MAX floats of the warp
 template <int N> static __device__ __forceinline__ void turn_row(const kvq_device_rotary & r, int32_t pos, bool inverse, float * row, float (&x)[N]) {
-    const int lane = threadIdx.x % 32, at = max(pos, 0);
-    const float * high = r.high + (size_t) (at / 64) * 2 * r.n;
-    const float   m = r.high[0], inv = inverse ? __fdiv_rn(1.0f, m * m) : 1.0f;
+    const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < N; i++) { row[32*i + lane] = x[i]; }
@@ -33,11 +39,9 @@ template <int N> static __device__ __forceinline__ void turn_row(const kvq_devic
         if (c < 2*r.n) {
             const bool first = r.neox ? c < r.n : !(c & 1);
             const int  j = r.neox ? (first ? c : c - r.n) : c / 2, other = r.neox ? (first ? c + r.n : j) : c ^ 1;
-            const float * low = r.low + (size_t) j * 2 * KVQ_ROTARY_LOW + at % 64;
-            const float cs = (high[j] * low[0] - high[r.n + j] * low[KVQ_ROTARY_LOW]) * inv;
-            const float sn = (high[r.n + j] * low[0] + high[j] * low[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv);
+            const float2 f = turn_factors(r, pos, inverse, j);
             const float y = row[other];
-            x[i] = first ? x[i] * cs - y * sn : y * sn + x[i] * cs;
+            x[i] = first ? x[i] * f.x - y * f.y : y * f.y + x[i] * f.x;
         }
     }
 }
