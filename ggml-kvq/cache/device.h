@@ -5,6 +5,8 @@
 #include "layout.h"
 #include "../types/predictor.h"
 
+#include <vector>
+
 struct kvq_page_block { // one page of all heads: f16 tile <-> block
     uint16_t      * tile;   // [head][cell][stride]
     const uint8_t * valid;  // host memory; NULL: every cell holds data
@@ -29,6 +31,19 @@ struct kvq_choice { // of the salient cells of a page
     const float   * sums; // NULL: never observed
     const uint8_t * valid, * stale; // host memory; valid as above
     void          * params;
+};
+
+// Of eviction (slots.h): an open page, some of whose cells are packed into pages of slots. Pages of a run follow each other.
+struct kvq_pack_page {
+    const float   * sums;              // NULL: never observed
+    const uint8_t * stale, * present;  // host memory; present: [n_head][page_cells/8], the cells that are packed
+    int32_t cell, first, n;            // its first cell; of its run: the first page, and how many
+};
+struct kvq_packed { // as many pages of slots as went in; a run's are at its pages' places, the empty ones at the end
+    std::vector<float>   sums; // [page][n_head]: scores of its slots, added in their order
+    std::vector<int32_t> maps; // [page][n_head][page_cells]: cells in their order, then -1
+    const int32_t * maps_there   = nullptr; // the device's, until the next call
+    const float   * scores_there = nullptr; // of the slots, likewise; -1 where nothing is
 };
 
 constexpr size_t KVQ_ALIGN_SLAB = 256;
@@ -85,8 +100,14 @@ public:
     virtual void chain_step(const kvq_chain_pages &) {}
 
     // Of devices that keep scores: the salient sets of pages about to seal.
-    // Rows of n tiles from where they are: from[tile][head][cell], NULL: zeros.
-    virtual void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const uint16_t * const * from) { (void) l; (void) n; (void) tiles; (void) from; }
+    // Every head sorts the cells of a run by score, the highest first and earlier ones first when equal (unless `sorted` is off: in
+    // their order), and fills pages of slots.
+    virtual void pack(const kvq_lane_layout &, bool normalise, bool sorted, const kvq_pack_page *, int n, kvq_packed &) { (void) normalise; (void) sorted; (void) n; }
+    // Rows of n tiles from open ones: slot i of a head is its row of cell maps[tile][head][i]; frames: open tiles of n_frames pages from
+    // `first` on. Zeros where either is missing.
+    virtual void gather(const kvq_lane_layout &, int n, uint16_t * const * tiles, const int32_t * const * maps, const uint16_t * const * frames, int first, int n_frames) {
+        (void) n; (void) tiles; (void) maps; (void) frames; (void) first; (void) n_frames;
+    }
     virtual void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) { (void) l; (void) normalise; (void) pages; (void) n; }
 
     // What computing on a layer takes beside its lanes, at most; 0 where it takes none of the device's memory

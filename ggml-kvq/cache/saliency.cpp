@@ -189,14 +189,6 @@ int kvq_saliency::prepare(const kvq_page * spans, int n_spans, int stream, int n
     return n_rows;
 }
 
-void kvq_saliency::fetch() {
-    if (!device || !pool) {
-        return;
-    }
-    fetched.resize(n_pool * nb_entry());
-    device->get(fetched.data(), pool, fetched.size());
-}
-
 kvq_choice kvq_saliency::choice(int stream, int page, const uint8_t * valid, void * params) const {
     const auto found = pages.find({ stream, page });
     return found == pages.end() ? kvq_choice{ nullptr, valid, nullptr, params } : kvq_choice{ there(found->second), valid, found->second.stale, params };
@@ -278,12 +270,7 @@ void kvq_saliency::choose(int stream, int page, int head, const uint8_t * valid,
 }
 
 float kvq_saliency::score_of(const entry & e, int head, int slot) const {
-    if (device && e.stale[slot / 8] >> slot % 8 & 1) {
-        return 0.0f;
-    }
-    const float   * s = device ? (const float *) (fetched.data() + (size_t) e.place * nb_entry()) : e.sums.data();
-    const int32_t * n = device ? (const int32_t *) s + (size_t) n_head * page_cells : e.seen.data();
-    return s[(size_t) head * page_cells + slot] / (normalise ? (float) std::max(n[slot], 1) : 1.0f);
+    return e.sums[(size_t) head * page_cells + slot] / (normalise ? (float) std::max(e.seen[(size_t) slot], 1) : 1.0f);
 }
 
 float kvq_saliency::score(int stream, int page, int head, int slot) const {
@@ -293,7 +280,9 @@ float kvq_saliency::score(int stream, int page, int head, int slot) const {
 
 void kvq_saliency::scores(int stream, int page, int head, float * out) const {
     const auto found = pages.find({ stream, page });
-    for (int t = 0; t < page_cells; t++) { out[t] = found == pages.end() ? 0.0f : score_of(found->second, head, t); }
+    entry here;
+    if (device && found != pages.end()) { get(found->second, here.sums, here.seen); }
+    for (int t = 0; t < page_cells; t++) { out[t] = found == pages.end() ? 0.0f : score_of(device ? here : found->second, head, t); }
 }
 
 void kvq_saliency::reopen(int stream, int page, int head, const uint8_t * set) {

@@ -5,8 +5,7 @@
 // their cell. A call of fewer than 32 takes tokens whose cell, modulo the page, is within the last s/2,
 // and tokens whose hash is below s/2: over a page of generated tokens these are the same two kinds.
 // Only open pages have sums: what is sealed stays as it is.
-// On a device the sums stay there: which tokens and pages count goes there in a table, salient sets are made there, and sums come back
-// only where whole pages are chosen (slots.h), all of them in one transfer.
+// On a device the sums stay there: which tokens and pages count goes there in a table, and what is chosen by them is chosen there.
 #pragma once
 
 #include "device.h"
@@ -35,9 +34,6 @@ public:
     bool reserve(int stream, int n_rows, int n_pages); // makes room in the table; true: it lies elsewhere now
     const kvq_probe_table * table_of(int stream) const { return (const kvq_probe_table *) tables[(size_t) stream].there; }
     int  max_pages(int stream) const { return tables[(size_t) stream].max_pages; }
-    // Sums as they are now, for score(): before whole pages are chosen.
-    void fetch();
-    bool knows(int stream, int page) const { return pages.count({ stream, page }); }
     kvq_choice choice(int stream, int page, const uint8_t * valid, void * params) const;
     bool normalises() const { return normalise; }
 
@@ -45,9 +41,9 @@ public:
     void add(int stream, int page, const float * sums, const int32_t * seen);
     // The salient set of a page about to seal: the n_hi cells of the highest score, earlier ones first when equal; empty cells last.
     void choose(int stream, int page, int head, const uint8_t * valid, uint8_t * set) const;
-    // Sums of a cell and head; 0: never observed.
+    // Score of a cell and head, on the host; 0: never observed.
     float score(int stream, int page, int head, int slot) const;
-    void  scores(int stream, int page, int head, float * out) const; // of a page's cells
+    void  scores(int stream, int page, int head, float * out) const; // of a page's cells; from a device too
     // A sealed page is opened again: its salient cells keep their lead until other scores beat a probability of 1.
     void reopen(int stream, int page, int head, const uint8_t * set);
     void forget(int stream, int page, int slot); // a cell was written anew
@@ -83,8 +79,7 @@ private:
     uint8_t * pool = nullptr;
     int n_pool = 0;
     std::vector<int> free_places;
-    std::vector<table> tables;    // by stream
-    std::vector<uint8_t> fetched; // the pool
+    std::vector<table> tables; // by stream
 
 public:
     // Where attention leaves log-sum-exp of n_q rows of n_head query heads.

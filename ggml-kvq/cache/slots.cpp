@@ -14,11 +14,6 @@
 
 constexpr size_t   RECENT_RUN = 4; // pages
 
-struct kvq_slots::candidate {
-    slot_page info;
-    std::vector<int32_t> map; // [n_head][page_cells]
-};
-
 size_t kvq_slots::nb_page(int n_head, int page_cells) { return sizeof(slot_page) + sizeof(kvq_page) + 4 * (size_t) n_head * page_cells; }
 
 void kvq_slots::init(kvq_lane & k, kvq_lane & v, kvq_span_table & table, kvq_saliency & scores, float keep_, float recent_) {
@@ -236,12 +231,12 @@ void kvq_slots::restoring(bool on) {
 
 // ---------------------------------------------------------------- sealing
 
-// Ranks by falling score, cells in their order when equal: numbers that sort as (-score, place in the run).
+// Ranks by falling score, cells in their order when equal: numbers that sort as (-score, place in the run). Devices do the same (kvq_device::pack).
 static uint64_t rank_of(float score, size_t place) {
     uint32_t bits;
     memcpy(&bits, &score, 4);
-    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-    return (uint64_t) ~bits << 32 | (uint32_t) place;
+    bits = bits >> 31 ? bits : ~(bits | 0x80000000u);
+    return (uint64_t) std::min(bits, ~1u) << 32 | (uint32_t) place;
 }
 
 // Pages that the run would fill. A cell that no head holds, and a row that was evicted before it was saved, take no slot.
@@ -249,7 +244,7 @@ std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> 
     const kvq_lane & k = *lane[0];
     std::vector<candidate> out(due.size()); // a head fills no more pages
     for (candidate & c : out) { c.map.assign((size_t) n_head * page_cells, -1); }
-    std::vector<float>    scores, page_scores((size_t) page_cells);
+    std::vector<float>    scores, page_scores((size_t) page_cells), sums;
     std::vector<int32_t>  cells;
     std::vector<uint64_t> ranks;
     std::vector<uint32_t> page_of, n_in;
@@ -259,10 +254,9 @@ std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> 
         ranks.clear();
         for (int p : due) {
             const uint8_t * valid = k.valid(s, p);
-            const bool some_evicted = !device || absent.count({ s, p });
             saliency->scores(s, p, h, page_scores.data());
             for (int t = 0; t < page_cells; t++) {
-                if ((valid[t / 8] >> t % 8 & 1) && !(some_evicted && is_evicted(s, p, h, t))) {
+                if ((valid[t / 8] >> t % 8 & 1) && !is_evicted(s, p, h, t)) {
                     scores.push_back(page_scores[(size_t) t]);
                     cells.push_back(p * page_cells + t);
                 }
@@ -281,20 +275,23 @@ std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> 
             if (end < n) { std::nth_element(ranks.begin() + (long) at, ranks.begin() + (long) end, ranks.end()); }
             for (size_t j = at; j < end; j++) { page_of[(uint32_t) ranks[j]] = (uint32_t) (at / page_cells); }
         }
+        sums.assign(out.size(), 0.0f);
         for (size_t i = 0; i < n; i++) {
             const uint32_t at = page_of[i];
             out[at].map[(size_t) h * page_cells + n_in[at]++] = cells[i];
-            out[at].info.score += scores[i];
+            sums[at] += scores[i];
         }
+        for (size_t at = 0; at < out.size(); at++) { out[at].info.score += sums[at]; }
     }
-    while (!out.empty() && std::all_of(out.back().map.begin(), out.back().map.end(), [](int32_t c) { return c < 0; })) { out.pop_back(); }
+    while (!out.empty() && out.back().holds_nothing()) { out.pop_back(); }
     return out;
 }
 
 void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_threads) {
     std::vector<int> due = due_;
     std::sort(due.begin(), due.end());
-    std::vector<int> made;
+    std::vector<int> made, places; // pages, and where a device packed them
+    kvq_packed packed;
     if (value) {
         const auto found = std::find_if(queue.begin(), queue.end(), [&](const pending & x) { return x.due == due; });
         if (found == queue.end()) {
@@ -316,7 +313,6 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
         }
         const bool of_prompt = 2 * n_of >= n_due, judged = in_prompt && !is_restoring && keep < 1.0f;
         const int  first_recent = top[(size_t) s] + 1 - (int) std::lround(recent * (float) n_prompt);
-        std::vector<candidate> fresh;
         std::vector<std::vector<int>> runs(1); // older cells in one, those within the newest in short ones
         for (int p : due) {
             if ((p + 1) * page_cells > first_recent && (runs.size() == 1 || runs.back().size() == RECENT_RUN)) {
@@ -324,14 +320,16 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             }
             runs.back().push_back(p);
         }
-        if (std::any_of(due.begin(), due.end(), [&](int p) { return saliency->knows(s, p); })) { saliency->fetch(); }
-        for (const auto & run : runs) {
-            for (candidate & c : pack(s, run, judged)) {
-                c.info.used      = true;
-                c.info.generated = !of_prompt;
-                c.info.newest    = run.back() * page_cells + page_cells - 1;
-                fresh.push_back(c);
+        std::vector<candidate> fresh = device ? pack_there(s, runs, judged, packed) : std::vector<candidate>();
+        for (size_t r = 0; !device && r < runs.size(); r++) {
+            for (candidate & c : pack(s, runs[r], judged)) {
+                c.info.newest = runs[r].back() * page_cells + page_cells - 1;
+                fresh.push_back(std::move(c));
             }
+        }
+        for (candidate & c : fresh) {
+            c.info.used      = true;
+            c.info.generated = !of_prompt;
         }
         int budget = n_store;
         if (judged) {
@@ -361,8 +359,8 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             if (!page(s, i).used) {
                 page(s, i) = fresh[(size_t) j].info;
                 std::copy(fresh[(size_t) j].map.begin(), fresh[(size_t) j].map.end(), map(s, i, 0));
-                put_map(s, i);
                 made.push_back(i);
+                places.push_back(fresh[(size_t) j].place);
                 j++;
             }
         }
@@ -376,7 +374,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
     }
     const int n = device ? 0 : (int) made.size() * n_head;
     if (device) {
-        encode_there(value, s, made);
+        encode_there(value, s, due, made, packed, places);
     }
 #pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
     for (int j = 0; j < n; j++) {
@@ -428,43 +426,6 @@ void kvq_slots::encode(bool value, int s, int i, int h) {
     }
     choose_set(value, s, i, h, x.params_at(s, i, h));
     kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
-}
-
-// The same on a device: rows are gathered into tiles, and each head of a tile is a block, since heads may hold nothing in different slots.
-void kvq_slots::encode_there(bool value, int s, const std::vector<int> & made) {
-    kvq_lane & x = *lane[value];
-    kvq_lane_layout one = x.layout();
-    const size_t nb_frame = one.nb_frame, nb_head = one.nb_tile_head, per_page = (size_t) n_head * page_cells, nb_valid = (size_t) page_cells / 8;
-    one.n_head = 1;
-    std::vector<uint16_t *> tiles;
-    std::vector<const uint16_t *> from(made.size() * per_page, nullptr);
-    std::vector<uint8_t> valid(from.size() / 8, 0), set(nb_valid);
-    std::vector<kvq_page_block> blocks;
-    for (size_t j = 0; j < made.size(); j++) {
-        tiles.push_back(x.scratch->take(nb_frame));
-        for (int h = 0; h < n_head; h++) {
-            const int i = made[j];
-            uint8_t * bits = &valid[(j * n_head + h) * nb_valid];
-            for (int t = 0; t < page_cells; t++) {
-                const int32_t cell = map(s, i, h)[t];
-                const uint16_t * frame = cell >= 0 ? x.info(s, cell / page_cells).frame : nullptr;
-                if (frame) {
-                    from[(j * n_head + h) * page_cells + t] = frame + ((size_t) h * page_cells + cell % page_cells) * one.head_stride();
-                    bits[t / 8] |= (uint8_t) (1 << t % 8);
-                }
-            }
-            if (one.codec.type == KVQ_TYPE_MIXED && value) {
-                device->copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), nb_valid);
-            } else if (one.codec.type == KVQ_TYPE_MIXED) {
-                choose_set(false, s, i, h, set.data());
-                device->put(x.params_at(s, i, h), set.data(), nb_valid);
-            }
-            blocks.push_back({ tiles[j] + h * nb_head / 2, bits, nullptr, x.codes_at(s, i, h), x.params_at(s, i, h) });
-        }
-    }
-    device->gather(x.layout(), (int) tiles.size(), tiles.data(), from.data());
-    device->encode(one, blocks.data(), (int) blocks.size(), 1);
-    for (uint16_t * t : tiles) { x.scratch->give(t, nb_frame); }
 }
 
 void kvq_slots::encode_rows(bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose) {

@@ -8,7 +8,8 @@
 //            generated ones last, oldest first
 // What is sealed is never quantised again: pages go or stay whole, and because a run is sorted that is close to choosing cells.
 // An evicted cell keeps no trace but a bit; positions of the others do not change. How saved states carry all this: slots_state.cpp.
-// Pages may lie on a device. Which cells they hold is decided and remembered here, and maps go there as they change; rows move there.
+// Pages may lie on a device, which then sorts the cells of runs and moves their rows (slots_there.cpp). Which pages stay is decided here, and
+// what they hold is remembered here.
 #pragma once
 
 #include "device.h"
@@ -60,7 +61,12 @@ private:
         float score = 0.0f;
     };
     struct pending { std::vector<int> due, pages; };
-    struct candidate;
+    struct candidate {
+        slot_page info;
+        std::vector<int32_t> map; // [n_head][page_cells]
+        int place = 0;            // on a device, among those packed together
+        bool holds_nothing() const;
+    };
     struct arrival;
     enum : uint8_t { OF_PROMPT = 1, AWAY = 2, PARTLY = 4 }; // PARTLY: some heads keep it in a page, others in its frame
 
@@ -72,7 +78,8 @@ private:
     void release    ();
     void put_map    (int s, int i);
     void encode     (bool value, int s, int i, int h);
-    void encode_there(bool value, int s, const std::vector<int> & made);
+    void encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made, const kvq_packed & packed, const std::vector<int> & places);
+    std::vector<candidate> pack_there(int s, const std::vector<std::vector<int>> & runs, bool sorted, kvq_packed & packed) const;
     void encode_rows(bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose); // from the host
     void choose_set (bool value, int s, int i, int h, uint8_t * set); // salient slots of a mixed block, before it is encoded
     template <typename T> const T * view(const T * p, size_t n, std::vector<T> & copy) const; // on the host

@@ -110,6 +110,7 @@ kvq_cuda_device::~kvq_cuda_device() {
         cudaFree(lse);
         cudaFree(parts);
         cudaFree(addresses);
+        cudaFree(packing);
     }
 }
 

@@ -84,7 +84,8 @@ public:
     void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
     void   chain_predict(const kvq_chain_pages & c, float * out) override;
     void   chain_step(const kvq_chain_pages & c) override;
-    void   gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const uint16_t * const * from) override;
+    void   pack(const kvq_lane_layout & l, bool normalise, bool sorted, const kvq_pack_page * pages, int n, kvq_packed & out) override;
+    void   gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps, const uint16_t * const * frames, int first, int n_frames) override;
     void   choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
 
 private:
@@ -101,8 +102,8 @@ private:
     size_t      n_partial = 0, n_tickets = 0;
     float     * lse = nullptr, * parts = nullptr; // parts: of log-sum-exp
     size_t      n_lse = 0, n_parts = 0;
-    uint32_t  * addresses = nullptr; // of gather
-    size_t      n_addresses = 0;
+    uint32_t  * addresses = nullptr, * packing = nullptr; // of gather; of pack
+    size_t      n_addresses = 0, n_packing = 0;
     float     * points   = nullptr; // of all grids
     void      * expanded = nullptr;
     size_t      nb_expanded = 0;

@@ -33,16 +33,55 @@ kvq_mixed_geometry kvq_mixed_get_geometry(const kvq_codec & c) {
     return g;
 }
 
-void kvq_cuda_device::gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const uint16_t * const * from) {
+void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorted, const kvq_pack_page * pages, int n, kvq_packed & out) {
     use();
-    const size_t n_rows = (size_t) n * l.n_head * l.page_cells, nb = 8 * (n + n_rows);
-    if (!n || !grow(addresses, n_addresses, nb / 4, "addresses of rows")) {
+    const size_t n_heads = (size_t) n * l.n_head, n_slots = n_heads * l.page_cells, nb_present = l.page_cells / 8;
+    const size_t nb_jobs = n * sizeof(kvq_pack_job), nb_table = kvq_pad(nb_jobs + n_heads * nb_present, 16);
+    out.sums.assign(n_heads, 0.0f);
+    out.maps.assign(n_slots, -1);
+    if (!n || !grow(packing, n_packing, nb_table / 4 + kvq_pad(n_heads, 4) + 5 * n_slots, "cells being sorted")) {
         return;
     }
+    std::vector<uint8_t> table(nb_table);
+    for (int i = 0; i < n; i++) {
+        kvq_pack_job job = { pages[i].sums, pages[i].cell, pages[i].first, pages[i].n, 0, {} };
+        if (job.sums) { memcpy(job.stale, pages[i].stale, nb_present); }
+        memcpy(&table[i * sizeof(job)], &job, sizeof(job));
+        memcpy(&table[nb_jobs + (size_t) i * l.n_head * nb_present], pages[i].present, l.n_head * nb_present);
+    }
+    put(packing, table.data(), table.size());
+    kvq_pack_args a = {};
+    a.jobs    = (const kvq_pack_job *) packing;
+    a.present = (const uint8_t *) packing + nb_jobs;
+    a.sums    = (float *) packing + nb_table / 4;
+    a.maps    = (int32_t *) a.sums + kvq_pad(n_heads, 4);
+    a.slot_scores = (float *) a.maps + n_slots;
+    a.scores  = a.slot_scores + n_slots;
+    a.keys    = (uint32_t *) a.scores + n_slots;
+    a.page_of = (int32_t *) a.keys + n_slots;
+    a.n = n; a.n_head = l.n_head; a.page_cells = l.page_cells; a.normalise = normalise; a.sorted = sorted;
+    kvq_launch_pack(a, (cudaStream_t) stream);
+    check(cudaGetLastError(), "sorting kernel");
+    std::vector<int32_t> both(kvq_pad(n_heads, 4) + n_slots); // in one transfer
+    get(both.data(), a.sums, 4 * both.size());
+    memcpy(out.sums.data(), both.data(), 4 * n_heads);
+    memcpy(out.maps.data(), both.data() + kvq_pad(n_heads, 4), 4 * n_slots);
+    out.maps_there   = a.maps;
+    out.scores_there = a.slot_scores;
+}
+
+void kvq_cuda_device::gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps, const uint16_t * const * frames, int first, int n_frames) {
+    use();
     std::vector<const void *> all(tiles, tiles + n);
-    all.insert(all.end(), from, from + n_rows);
-    put(addresses, all.data(), nb);
-    kvq_launch_gather((uint16_t * const *) addresses, (const uint16_t * const *) addresses + n, n, l.n_head * l.page_cells, l.head_stride(), (cudaStream_t) stream);
+    all.insert(all.end(), maps, maps + n);
+    all.insert(all.end(), frames, frames + n_frames);
+    if (!n || !grow(addresses, n_addresses, 2 * all.size(), "addresses of rows")) {
+        return;
+    }
+    put(addresses, all.data(), 8 * all.size());
+    const void * const * at = (const void * const *) addresses;
+    const kvq_gather_args a = { (uint16_t * const *) at, (const int32_t * const *) (at + n), (const uint16_t * const *) (at + 2*n), first, n_frames, l.page_cells, l.n_head * l.page_cells, (int) l.head_stride() };
+    kvq_launch_gather(a, n, (cudaStream_t) stream);
     check(cudaGetLastError(), "gather kernel");
 }
 

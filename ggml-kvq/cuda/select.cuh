@@ -1,5 +1,5 @@
-// Which cells get most attention: column sums of probe rows over open pages, the salient set of a page, and rows into the pages that
-// keep them. Scores of a page: f32 sums [n_head][page_cells], then i32 seen [page_cells] (cache/saliency.h).
+// Which cells get most attention: the salient set of a page, cells sorted into pages of slots, and rows into these.
+// Scores of a page: f32 sums [n_head][page_cells], then i32 seen [page_cells] (cache/saliency.h).
 #pragma once
 
 #include "mixed.cuh"
@@ -18,4 +18,26 @@ void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page
 void kvq_launch_encode_mixed(const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
 void kvq_launch_expand_mixed(const kvq_mixed_geometry & m, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream); // expand_mixed.cu
-void kvq_launch_gather(uint16_t * const * tiles, const uint16_t * const * from, int n, int n_rows, int stride, cudaStream_t stream); // n_rows: of a tile; select.cu
+
+// select.cu
+struct kvq_pack_job { const float * sums; int32_t cell, first, n, pad; uint8_t stale[32]; }; // kvq_pack_page (cache/device.h)
+struct kvq_pack_args {
+    const kvq_pack_job * jobs;
+    const uint8_t * present; // [page][n_head][page_cells/8]
+    float    * sums;         // [page][n_head]
+    int32_t  * maps;         // [page][n_head][page_cells]
+    float    * slot_scores;  // likewise
+    float    * scores;       // [n_head][page][page_cells]: of cells
+    uint32_t * keys;         // likewise: numbers that sort as cells do
+    int32_t  * page_of;      // likewise: the page of its run that a cell goes to
+    int n, n_head, page_cells;
+    bool normalise, sorted;
+};
+struct kvq_gather_args {
+    uint16_t       * const * tiles;
+    const int32_t  * const * maps;
+    const uint16_t * const * frames;
+    int first, n_frames, page_cells, n_rows, stride; // n_rows: of a tile
+};
+void kvq_launch_pack  (const kvq_pack_args & a, cudaStream_t stream);
+void kvq_launch_gather(const kvq_gather_args & a, int n, cudaStream_t stream);

@@ -176,12 +176,14 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
             }
             d.observe(a[(size_t) s], x.saliency.table_of(s), n, x.saliency.max_pages(s), own ? plain[0] : nullptr);
             CHECK(d.error().empty(), "%s", d.error().c_str());
-            x.saliency.fetch();
-            for (int t = 0; t < n_kv; t++) {
-                for (int h = 0; x.lane[0]->state(s, t / l.page_cells) == KVQ_PAGE_OPEN && h < c.heads; h++) {
-                    const double sum = sums[(size_t) h * n_cells + t];
-                    close(x.plan.normalise ? sum / std::max(seen[(size_t) t], 1) : sum * (own + 1), x.saliency.score(s, t / l.page_cells, h, t % l.page_cells), top.sums,
-                          own ? "a column sum of its own pass" : "a column sum");
+            std::vector<float> scores((size_t) l.page_cells);
+            for (int p = 0; p * l.page_cells < n_kv; p++) {
+                for (int h = 0; x.lane[0]->state(s, p) == KVQ_PAGE_OPEN && h < c.heads; h++) {
+                    x.saliency.scores(s, p, h, scores.data());
+                    for (int t = p * l.page_cells; t < std::min((p + 1) * l.page_cells, n_kv); t++) {
+                        const double sum = sums[(size_t) h * n_cells + t];
+                        close(x.plan.normalise ? sum / std::max(seen[(size_t) t], 1) : sum * (own + 1), scores[(size_t) (t % l.page_cells)], top.sums, own ? "a column sum of its own pass" : "a column sum");
+                    }
                 }
             }
         }

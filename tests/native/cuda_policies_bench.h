@@ -113,6 +113,18 @@ static void bench(kvq_cuda_device & d, bool decode, bool prompt) {
     }
     // what observation adds to a call of 512 rows
     if (decode) { return; }
+    {
+        const kvq_lane_layout l = kvq_make_lane_layout(make_plan("minikv", "", 8, 128), false, 8, N, 1);
+        const int n = 512 / l.page_cells;
+        std::vector<float> sums((size_t) n * 9 * l.page_cells);
+        for (auto & x : sums) { x = expf(normal()); }
+        device_bytes there(d, 4 * sums.size(), sums.data());
+        const std::vector<uint8_t> present((size_t) l.page_cells, 0xff), stale((size_t) l.page_cells / 8, 0);
+        std::vector<kvq_pack_page> pages;
+        for (int i = 0; i < n; i++) { pages.push_back({ (const float *) there.p + (size_t) i * 9 * l.page_cells, stale.data(), present.data(), i * l.page_cells, 0, n }); }
+        kvq_packed out;
+        printf("%-44s %8d %5s %10.1f\n", "cells sorted into pages, with the transfer", n * l.page_cells, "", microseconds(d, 20, [&] { d.pack(l, false, true, pages.data(), n, out); }));
+    }
     for (const auto & arm : { std::make_pair("zipcache", ""), std::make_pair("minikv", "") }) {
         const bench_layer w(d, arm.first, arm.second, N);
         two_layers x(d, arm.first, arm.second, 8, 128, 1024, 1);

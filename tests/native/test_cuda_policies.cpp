@@ -208,6 +208,78 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
     return n_compared;
 }
 
+// ---------------------------------------------------------------- cells into pages of slots
+
+// Runs of pages of random scores, among them ties, cells that are not packed and pages that were never observed, against a plain sort.
+static int check_pack(kvq_cuda_device & d, int page, int n_head, const std::vector<int> & runs, bool normalise, bool sorted) {
+    const kvq_lane_layout l = kvq_make_lane_layout(make_plan("zipcache", ("interval=" + std::to_string(page)).c_str(), n_head, 64), false, n_head, 4 * page, 1);
+    const size_t nb_bits = (size_t) page / 8, n_map = (size_t) n_head * page;
+    CHECK(l.page_cells == page, "pages of %d cells", l.page_cells);
+    std::vector<kvq_pack_page> pages;
+    int cell = 0;
+    for (int n : runs) {
+        const int first = (int) pages.size();
+        for (int i = 0; i < n; i++) {
+            pages.push_back({ nullptr, nullptr, nullptr, cell, first, n });
+            cell += page * uniform(1, 3);
+        }
+    }
+    std::vector<uint8_t> present(pages.size() * n_head * nb_bits), stale(pages.size() * nb_bits);
+    std::vector<float> sums(pages.size() * (n_map + page)); // sums of the heads, then how many rows saw the cells
+    const int away = uniform(0, 20);
+    for (auto & b : present) { b = (uint8_t) (rng() | rng() | rng()); }
+    for (auto & b : stale)   { b = (uint8_t) (rng() & rng() & rng()); }
+    for (auto & x : sums)    { x = uniform(0, 3) ? expf(3.0f * normal()) : (float) uniform(-1, 1); }
+    for (size_t i = 0; i < pages.size(); i++) {
+        for (int t = 0; t < page; t++) { const int n = uniform(0, 9); memcpy(&sums[i * (n_map + page) + n_map + t], &n, 4); }
+        if ((int) i % 7 == away) { std::fill_n(&present[i * n_head * nb_bits], n_head * nb_bits, (uint8_t) 0); }
+    }
+    device_bytes there(d, 4 * sums.size(), sums.data());
+    for (size_t i = 0; i < pages.size(); i++) {
+        pages[i].sums    = i % 5 == 3 ? nullptr : (const float *) there.p + i * (n_map + page);
+        pages[i].stale   = &stale[i * nb_bits];
+        pages[i].present = &present[i * n_head * nb_bits];
+    }
+    kvq_packed out;
+    d.pack(l, normalise, sorted, pages.data(), (int) pages.size(), out);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    std::vector<int32_t> maps(out.maps.size());
+    std::vector<float>   scores(out.maps.size());
+    d.get(maps.data(), out.maps_there, 4 * maps.size());
+    d.get(scores.data(), out.scores_there, 4 * scores.size());
+    CHECK(maps == out.maps, "maps there differ from those that came back");
+    for (size_t first = 0; first < pages.size(); first += (size_t) pages[first].n) {
+        for (int h = 0; h < n_head; h++) {
+            std::vector<std::pair<float, int32_t>> cells; // of the run
+            for (size_t i = first; i < first + (size_t) pages[first].n; i++) {
+                for (int t = 0; t < page; t++) {
+                    const float * of = &sums[i * (n_map + page)];
+                    int seen;
+                    memcpy(&seen, of + n_map + t, 4);
+                    const bool known = pages[i].sums && !(pages[i].stale[t / 8] >> t % 8 & 1);
+                    const float score = known ? of[(size_t) h * page + t] / (normalise ? (float) std::max(seen, 1) : 1.0f) : 0.0f;
+                    if (pages[i].present[h * nb_bits + t / 8] >> t % 8 & 1) { cells.emplace_back(score, pages[i].cell + t); }
+                }
+            }
+            if (sorted) { std::stable_sort(cells.begin(), cells.end(), [](const auto & a, const auto & b) { return a.first > b.first; }); }
+            for (size_t at = 0; at < (size_t) pages[first].n; at++) {
+                const auto begin = cells.begin() + (long) std::min(at * page, cells.size()), end = cells.begin() + (long) std::min((at + 1) * page, cells.size());
+                std::sort(begin, end, [](const auto & a, const auto & b) { return a.second < b.second; });
+                float sum = 0.0f;
+                for (int t = 0; t < page; t++) {
+                    const size_t slot = ((first + at) * n_head + h) * page + t;
+                    const bool here = begin + t < end;
+                    CHECK(maps[slot] == (here ? begin[t].second : -1), "page %zu head %d slot %d holds cell %d, not %d", first + at, h, t, maps[slot], here ? begin[t].second : -1);
+                    CHECK(scores[slot] == (here ? begin[t].first : -1.0f), "page %zu head %d slot %d has score %g", first + at, h, t, scores[slot]);
+                    sum += here ? begin[t].first : 0.0f;
+                }
+                CHECK(out.sums[(first + at) * n_head + h] == sum, "page %zu head %d: sum %g, not %g", first + at, h, out.sums[(first + at) * n_head + h], sum);
+            }
+        }
+    }
+    return (int) pages.size() * n_head;
+}
+
 #include "cuda_policies_attention.h"
 #include "cuda_policies_bench.h"
 
@@ -255,6 +327,14 @@ int main(int argc, char ** argv) {
         }
     }
     printf("mixed pages: %d identical to the C reference\n", n);
+    n = 0;
+    for (int page : { 32, 160, 256 }) {
+        for (const auto & runs : std::vector<std::vector<int>>{ { 1 }, { 9, 4, 4, 1 }, { 3 } }) {
+            for (const bool sorted : { true, false }) { n += check_pack(d, page, 3, runs, sorted != (page == 160), sorted); }
+        }
+    }
+    if (!quick) { n += check_pack(d, 128, 8, { 250, 4, 4 }, true, true); }
+    printf("cells sorted into pages: %d heads of pages as by a plain sort\n", n);
     for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0" }) {
         const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_store(d, "minikv", opts, steps);
         printf("store, minikv %s: %d random operations, %d rows as on the CPU\n", opts, steps, n_rows);

@@ -95,6 +95,7 @@ static inline float __fdividef(float a, float b) { return a / b; }
 #define __expf(x) expf(x)
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
+static inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) { return (unsigned) (((uint64_t) high << 32 | low) >> (n & 31)); }
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     const uint64_t x = (uint64_t) b << 32 | a;

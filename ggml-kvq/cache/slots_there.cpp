@@ -1,0 +1,96 @@
+// Pages of slots on a device (slots.h): cells are sorted and rows are moved there. The host decides which pages stay.
+#include "slots.h"
+
+#include "saliency.h"
+#include "store.h"
+
+#include <algorithm>
+
+bool kvq_slots::candidate::holds_nothing() const {
+    return std::all_of(map.begin(), map.end(), [](int32_t c) { return c < 0; });
+}
+
+// As pack(), all runs at once.
+std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector<std::vector<int>> & runs, bool sorted, kvq_packed & packed) const {
+    const kvq_lane & k = *lane[0];
+    const size_t nb_bits = (size_t) page_cells / 8, n_map = (size_t) n_head * page_cells;
+    std::vector<kvq_pack_page> pages;
+    for (const auto & run : runs) {
+        const int first = (int) pages.size();
+        for (int p : run) {
+            const kvq_choice c = saliency->choice(s, p, nullptr, nullptr);
+            pages.push_back({ c.sums, c.stale, nullptr, p * page_cells, first, (int) run.size() });
+        }
+    }
+    std::vector<uint8_t> present(pages.size() * n_head * nb_bits);
+    for (size_t i = 0; i < pages.size(); i++) {
+        const int p = pages[i].cell / page_cells;
+        pages[i].present = &present[i * n_head * nb_bits];
+        const auto away = absent.find({ s, p });
+        for (int h = 0; h < n_head; h++) {
+            uint8_t * bits = &present[(i * n_head + h) * nb_bits];
+            std::copy_n(k.valid(s, p), nb_bits, bits);
+            for (int t = 0; away != absent.end() && t < page_cells; t++) {
+                if (is_evicted(s, p, h, t)) { bits[t / 8] &= (uint8_t) ~(1 << t % 8); }
+            }
+        }
+    }
+    device->pack(k.layout(), saliency->normalises(), sorted, pages.data(), (int) pages.size(), packed);
+    std::vector<candidate> out;
+    for (size_t i = 0; i < pages.size(); i++) {
+        candidate c;
+        c.place = (int) i;
+        c.map.assign(packed.maps.begin() + (long) (i * n_map), packed.maps.begin() + (long) ((i + 1) * n_map));
+        if (c.holds_nothing()) {
+            continue;
+        }
+        for (int h = 0; h < n_head; h++) { c.info.score += packed.sums[i * n_head + h]; }
+        c.info.newest = pages[(size_t) (pages[i].first + pages[i].n) - 1].cell + page_cells - 1;
+        out.push_back(std::move(c));
+    }
+    return out;
+}
+
+// Rows are gathered into tiles, and each head of a tile is a block, since heads may hold nothing in different slots.
+void kvq_slots::encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made, const kvq_packed & packed, const std::vector<int> & places) {
+    if (made.empty()) {
+        return;
+    }
+    kvq_lane & x = *lane[value];
+    kvq_lane_layout one = x.layout();
+    const size_t nb_frame = one.nb_frame, nb_head = one.nb_tile_head, n_map = (size_t) n_head * page_cells, nb_valid = (size_t) page_cells / 8;
+    const bool mixed = one.codec.type == KVQ_TYPE_MIXED;
+    one.n_head = 1;
+    std::vector<const uint16_t *> frames((size_t) (due.back() - due.front() + 1), nullptr); // of pages from due.front() on
+    bool whole = true;
+    for (int p : due) {
+        frames[(size_t) (p - due.front())] = x.info(s, p).frame;
+        whole &= x.info(s, p).frame != nullptr;
+    }
+    std::vector<uint16_t *> tiles;
+    std::vector<const int32_t *> at;
+    std::vector<uint8_t> valid(made.size() * n_head * nb_valid, 0), none(nb_valid, 0), all(nb_valid, 0xff);
+    std::vector<kvq_page_block> blocks;
+    std::vector<kvq_choice> choices;
+    for (size_t j = 0; j < made.size(); j++) {
+        const int i = made[j];
+        int32_t * there = maps_there + ((size_t) s * n_store + i) * n_map;
+        if (!value) { device->copy_later(there, packed.maps_there + (size_t) places[j] * n_map, 4 * n_map); }
+        at.push_back(there);
+        tiles.push_back(x.scratch->take(nb_frame));
+        for (int h = 0; h < n_head; h++) {
+            uint8_t * bits = &valid[(j * n_head + h) * nb_valid];
+            for (int t = 0; t < page_cells; t++) {
+                const int32_t cell = map(s, i, h)[t];
+                if (cell >= 0 && (whole || frames[(size_t) (cell / page_cells - due.front())])) { bits[t / 8] |= (uint8_t) (1 << t % 8); }
+            }
+            if (mixed && value) { device->copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), nb_valid); } // the set of its keys
+            blocks.push_back({ tiles[j] + h * nb_head / 2, bits, nullptr, x.codes_at(s, i, h), x.params_at(s, i, h) });
+        }
+        if (mixed && !value) { choices.push_back({ packed.scores_there + (size_t) places[j] * n_map, all.data(), none.data(), x.params_at(s, i, 0) }); }
+    }
+    if (!choices.empty()) { device->choose(x.layout(), false, choices.data(), (int) choices.size()); }
+    device->gather(x.layout(), (int) tiles.size(), tiles.data(), at.data(), frames.data(), due.front(), (int) frames.size());
+    device->encode(one, blocks.data(), (int) blocks.size(), 1);
+    for (uint16_t * t : tiles) { x.scratch->give(t, nb_frame); }
+}
