@@ -111,6 +111,10 @@ kvq_cuda_device::~kvq_cuda_device() {
         cudaFree(parts);
         cudaFree(addresses);
         cudaFree(packing);
+        if (side) {
+            cudaStreamDestroy((cudaStream_t) side);
+            cudaEventDestroy((cudaEvent_t) observed);
+        }
     }
 }
 
@@ -123,6 +127,7 @@ bool kvq_cuda_device::check(int status, const char * what) {
 
 bool kvq_cuda_device::use() {
     const bool ok = check(cudaSetDevice(ordinal), "cudaSetDevice");
+    n_calls++;
     if (waits()) {
         flush();
     }

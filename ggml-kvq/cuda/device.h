@@ -90,6 +90,9 @@ public:
 
 private:
     bool use(); // before anything is done: what waits goes first
+    void      * side = nullptr, * observed = nullptr; // a stream for what the host waits for; the event behind observe()
+    uint64_t    n_calls = 0, n_calls_observed = 0;    // of use(); equal: nothing has been asked for since observe()
+    bool        begin_side(); // the side stream waits for no more than it has to
     bool check(int status, const char * what);
     kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
     int         ordinal, n_sm = 1;

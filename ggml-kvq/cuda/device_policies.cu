@@ -33,13 +33,27 @@ kvq_mixed_geometry kvq_mixed_get_geometry(const kvq_codec & c) {
     return g;
 }
 
-void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorted, const kvq_pack_page * pages, int n, kvq_packed & out) {
+// The host waits for what is sorted, but not for what else the device was given since attention: sorting has a stream of its own.
+bool kvq_cuda_device::begin_side() {
+    const bool alone = n_calls == n_calls_observed; // the inner backend's work, which does not touch scores, aside
     use();
+    int least = 0, most = 0;
+    if (!side && (!check(cudaDeviceGetStreamPriorityRange(&least, &most), "cudaDeviceGetStreamPriorityRange") ||
+                  !check(cudaEventCreateWithFlags((cudaEvent_t *) &observed, cudaEventDisableTiming), "cudaEventCreate") ||
+                  !check(cudaStreamCreateWithPriority((cudaStream_t *) &side, cudaStreamNonBlocking, most), "cudaStreamCreate"))) {
+        return false;
+    }
+    if (!alone) { check(cudaEventRecord((cudaEvent_t) observed, (cudaStream_t) stream), "cudaEventRecord"); }
+    return check(cudaStreamWaitEvent((cudaStream_t) side, (cudaEvent_t) observed, 0), "cudaStreamWaitEvent");
+}
+
+void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorted, const kvq_pack_page * pages, int n, kvq_packed & out) {
     const size_t n_heads = (size_t) n * l.n_head, n_slots = n_heads * l.page_cells, nb_present = l.page_cells / 8;
     const size_t nb_jobs = n * sizeof(kvq_pack_job), nb_table = kvq_pad(nb_jobs + n_heads * nb_present, 16);
     out.sums.assign(n_heads, 0.0f);
     out.maps.assign(n_slots, -1);
-    if (!n || !grow(packing, n_packing, nb_table / 4 + kvq_pad(n_heads, 4) + 5 * n_slots, "cells being sorted")) {
+    const size_t need = nb_table / 4 + kvq_pad(n_heads, 4) + 5 * n_slots;
+    if (!n || (need > n_packing && !grow(packing, n_packing, need, "cells being sorted")) || !begin_side()) {
         return;
     }
     std::vector<uint8_t> table(nb_table);
@@ -49,7 +63,8 @@ void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorte
         memcpy(&table[i * sizeof(job)], &job, sizeof(job));
         memcpy(&table[nb_jobs + (size_t) i * l.n_head * nb_present], pages[i].present, l.n_head * nb_present);
     }
-    put(packing, table.data(), table.size());
+    const cudaStream_t on = (cudaStream_t) side;
+    check(cudaMemcpyAsync(packing, table.data(), table.size(), cudaMemcpyHostToDevice, on), "cudaMemcpyAsync");
     kvq_pack_args a = {};
     a.jobs    = (const kvq_pack_job *) packing;
     a.present = (const uint8_t *) packing + nb_jobs;
@@ -60,10 +75,11 @@ void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorte
     a.keys    = (uint32_t *) a.scores + n_slots;
     a.page_of = (int32_t *) a.keys + n_slots;
     a.n = n; a.n_head = l.n_head; a.page_cells = l.page_cells; a.normalise = normalise; a.sorted = sorted;
-    kvq_launch_pack(a, (cudaStream_t) stream);
+    kvq_launch_pack(a, on);
     check(cudaGetLastError(), "sorting kernel");
     std::vector<int32_t> both(kvq_pad(n_heads, 4) + n_slots); // in one transfer
-    get(both.data(), a.sums, 4 * both.size());
+    check(cudaMemcpyAsync(both.data(), a.sums, 4 * both.size(), cudaMemcpyDeviceToHost, on), "cudaMemcpyAsync");
+    check(cudaStreamSynchronize(on), "sorting kernel");
     memcpy(out.sums.data(), both.data(), 4 * n_heads);
     memcpy(out.maps.data(), both.data() + kvq_pad(n_heads, 4), 4 * n_slots);
     out.maps_there   = a.maps;
@@ -141,4 +157,8 @@ void kvq_cuda_device::observe(const kvq_attn & x, const kvq_probe_table * table,
     }
     kvq_launch_scores(a, max_pages, (cudaStream_t) stream);
     check(cudaGetLastError(), "column sums kernel");
+    if (observed && now != RECORD) {
+        check(cudaEventRecord((cudaEvent_t) observed, (cudaStream_t) stream), "cudaEventRecord");
+        n_calls_observed = n_calls;
+    }
 }

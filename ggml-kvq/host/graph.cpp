@@ -289,12 +289,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     }
 #ifdef KVQ_CUDA
     if (b.inner) {
-        const bool ok = kvq_cuda_attend(b, *t.cache, l, node, stream0, streams);
-        if (!b.recording && !t.cache->chain) { // predicted layers seal together, one from the rows of the other
-            t.layer->k->commit(b.n_threads); // frames of this ubatch are free for the next layer
-            t.layer->v->commit(b.n_threads);
-        }
-        return ok;
+        return kvq_cuda_attend(b, *t.cache, l, node, stream0, streams);
     }
 #endif
     if (t.cache->chain) {
@@ -346,6 +341,13 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
 
 ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
     std::vector<kvq_kv_cache *> touched;
+    kvq_kv_layer * late = nullptr; // attended, but not sealed yet
+    const auto seal = [&](kvq_kv_layer * l) { // frames of this ubatch are free for the next layer
+        if (l) {
+            l->k->commit(b.n_threads);
+            l->v->commit(b.n_threads);
+        }
+    };
     const int n = ggml_graph_n_nodes(graph);
     int first = 0; // of the nodes not yet handed to the inner backend
     const auto hand_over = [&](int end) {
@@ -405,11 +407,21 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         }
         bool ok = false;
         try {
+            seal(late);
+            late = nullptr;
             switch (node->op) {
                 case GGML_OP_SET_ROWS:       ok = kvq_set_rows(b, node, t); break;
                 case GGML_OP_FLASH_ATTN_EXT: ok = flash_attn(b, node, t); break;
                 case GGML_OP_ROPE:           ok = shift(b, node, t);      break;
                 default: kvq_report_error(why_not(node, t));              break;
+            }
+            // on a device each layer seals when it has been attended; predicted ones together, one from the rows of the other
+            if (b.inner && !b.recording && node->op == GGML_OP_FLASH_ATTN_EXT && !t.cache->chain) {
+                if (t.layer->d.plan.keep > 0.0f) { // eviction waits for scores: what follows attention is launched before
+                    late = t.layer;
+                } else {
+                    seal(t.layer);
+                }
             }
         } catch (const std::bad_alloc &) {
             kvq_report_error("out of memory in " + std::string(ggml_op_name(node->op)) + ": lower -c or -ub");

@@ -135,6 +135,15 @@ static inline cudaError_t cudaFree(void * p) { free(p); return cudaSuccess; }
 static inline cudaError_t cudaMemsetAsync(void * p, int x, size_t n, cudaStream_t) { memset(p, x, n); return cudaSuccess; }
 static inline cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t n, cudaMemcpyKind, cudaStream_t) { memmove(to, from, n); return cudaSuccess; }
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+typedef struct host_event * cudaEvent_t; // all work is done in the order in which it is asked for
+enum { cudaEventDisableTiming, cudaStreamNonBlocking };
+static inline cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * most) { *least = *most = 0; return cudaSuccess; }
+static inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t * s, int, int) { *s = (cudaStream_t) 1; return cudaSuccess; }
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t * e, int) { *e = (cudaEvent_t) 1; return cudaSuccess; }
+static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus * s) { *s = cudaStreamCaptureStatusNone; return cudaSuccess; }
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
