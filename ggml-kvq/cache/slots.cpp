@@ -47,6 +47,17 @@ void kvq_slots::release() {
     maps_there = nullptr;
 }
 
+void kvq_slots::set_map(int s, int i, const int32_t * from) {
+    slot_page & p = page(s, i);
+    p.lo = n_pages * page_cells;
+    p.hi = -1;
+    for (int j = 0; j < n_head * page_cells; j++) {
+        map(s, i, 0)[j] = from[j];
+        p.lo = from[j] >= 0 ? std::min(p.lo, from[j]) : p.lo;
+        p.hi = std::max(p.hi, from[j]);
+    }
+}
+
 void kvq_slots::put_map(int s, int i) {
     const size_t n = (size_t) n_head * page_cells;
     if (device) { device->put(maps_there + ((size_t) s * n_store + i) * n, map(s, i, 0), 4 * n); }
@@ -114,6 +125,7 @@ void kvq_slots::wrote(int s, int p, int64_t n_rows) {
     in_prompt = n_rows >= KVQ_PROMPT_ROWS;
     const kvq_lane & k = *lane[0];
     uint8_t * flags = prompt.data() + ((size_t) s * n_pages + p) * page_cells;
+    forget_all(s);
     for (int t = 0; t < page_cells; t++) {
         if (k.valid(s, p)[t / 8] >> t % 8 & 1 && !(flags[t] & AWAY) && in_prompt) {
             flags[t] |= OF_PROMPT;
@@ -128,21 +140,7 @@ void kvq_slots::forget(int s, int cell) {
         return;
     }
     uint8_t & flags = prompt[(size_t) s * n_pages * page_cells + cell];
-    if (flags & (AWAY | PARTLY)) {
-        for (int i = 0; i < n_store; i++) {
-            int32_t * m = map(s, i, 0), * end = m + (size_t) n_head * page_cells;
-            if (!page(s, i).used || std::find(m, end, (int32_t) cell) == end) {
-                continue;
-            }
-            std::replace(m, end, (int32_t) cell, -1);
-            put_map(s, i);
-            if (std::all_of(m, end, [](int32_t c) { return c < 0; })) {
-                free_page(s, i);
-            } else {
-                show(s, i);
-            }
-        }
-    }
+    if (flags & (AWAY | PARTLY)) { rewritten.push_back(cell); }
     flags = 0;
     const int p = cell / page_cells, t = cell % page_cells;
     if (device) {
@@ -153,6 +151,35 @@ void kvq_slots::forget(int s, int cell) {
     for (int h = 0; h < n_head; h++) {
         if (is_evicted(s, p, h, t)) {
             lane[0]->info(s, p).frame[((size_t) h * page_cells + t) * lane[0]->layout().head_stride()] = 0;
+        }
+    }
+}
+
+void kvq_slots::forget_all(int s) {
+    if (rewritten.empty()) {
+        return;
+    }
+    const int first = *std::min_element(rewritten.begin(), rewritten.end()), last = *std::max_element(rewritten.begin(), rewritten.end());
+    std::vector<uint8_t> gone((size_t) (last - first + 1), 0);
+    for (int c : rewritten) { gone[(size_t) (c - first)] = 1; }
+    rewritten.clear();
+    for (int i = 0; i < n_store; i++) {
+        if (!page(s, i).used || page(s, i).lo > last || page(s, i).hi < first) {
+            continue;
+        }
+        bool any = false, all = true;
+        for (int32_t * m = map(s, i, 0), * end = m + (size_t) n_head * page_cells; m < end; m++) {
+            if (*m >= first && *m <= last && gone[(size_t) (*m - first)]) {
+                *m  = -1;
+                any = true;
+            }
+            all &= *m < 0;
+        }
+        if (any) { put_map(s, i); }
+        if (any && all) {
+            free_page(s, i);
+        } else if (any) {
+            show(s, i);
         }
     }
 }
@@ -358,7 +385,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
         for (int i = 0, j = 0; j < (int) fresh.size(); i++) {
             if (!page(s, i).used) {
                 page(s, i) = fresh[(size_t) j].info;
-                std::copy(fresh[(size_t) j].map.begin(), fresh[(size_t) j].map.end(), map(s, i, 0));
+                set_map(s, i, fresh[(size_t) j].map.data());
                 made.push_back(i);
                 places.push_back(fresh[(size_t) j].place);
                 j++;

@@ -39,7 +39,8 @@ public:
 
     // Calls of the lanes (store.cpp). Keys seal before values; both seal the same pages in the same order.
     void wrote (int stream, int page, int64_t n_rows); // rows of a call went to this page
-    void forget(int stream, int cell);                 // a cell is written anew
+    void forget(int stream, int cell);                 // a cell is written anew: pages of slots leave it
+    void forget_all(int stream);                       // when all that belong together were named: they do now; wrote() calls it
     void seal  (bool value, int stream, const std::vector<int> & due, int n_threads);
     // Sealed cells among them, as a saved state carries them, or decoded only.
     void read  (bool value, int stream, int cell, int n, uint16_t * rows, bool image = true) const;
@@ -58,6 +59,7 @@ private:
     struct slot_page {
         bool  used = false, generated = false;
         int   newest = 0;   // cell of its run
+        int   lo = 0, hi = 0; // its cells lie between them
         float score = 0.0f;
     };
     struct pending { std::vector<int> due, pages; };
@@ -76,6 +78,7 @@ private:
     void free_page  (int s, int i);
     void show       (int s, int i);              // its span
     void release    ();
+    void set_map    (int s, int i, const int32_t * from); // on the host
     void put_map    (int s, int i);
     void encode     (bool value, int s, int i, int h);
     void encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made, const kvq_packed & packed, const std::vector<int> & places);
@@ -101,6 +104,7 @@ private:
     std::vector<int32_t>   maps;    // [n_stream][n_store][n_head][page_cells]
     std::vector<uint8_t>   prompt;  // [n_stream][n_pages*page_cells]: OF_PROMPT, AWAY: sealed or evicted, PARTLY
     std::vector<int>       top;     // newest prompt cell of a stream
+    std::vector<int>       rewritten; // cells named by forget() that pages of slots may still hold
     std::vector<std::vector<int32_t>> open_maps; // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]
     std::vector<int32_t *> open_there;           // the same on the device
     std::map<std::pair<int, int>, std::vector<uint8_t>> absent; // of open pages on a device, [n_head][page_cells]: keys restored as evicted ones

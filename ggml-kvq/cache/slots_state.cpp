@@ -115,10 +115,9 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
     left.assign((size_t) n * n_head, 1);
     std::map<int, arrival> found; // by page in the state
     std::vector<uint8_t> bytes(nb_row);
+    for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
+    forget_all(s);
     for (int c = cell; c < cell + n; c++) {
-        if (!value) {
-            forget(s, c);
-        }
         for (int h = 0; h < n_head; h++) {
             const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;
             uint32_t head;
@@ -181,7 +180,7 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
         p.used      = true;
         p.generated = a.heads[0] >> 28 & 1;
         p.newest    = std::min(std::max(newest + a.cells[(size_t) (n_head - 1) * page_cells], 0), n_pages * page_cells - 1);
-        std::copy(a.cells.begin(), a.cells.end(), map(s, i, 0));
+        set_map(s, i, a.cells.data());
         put_map(s, i);
         for (size_t j = 0; j < a.cells.size(); j++) { flags[a.cells[j]] |= (uint8_t) (PARTLY | (a.heads[j] >> 29 & 1 ? OF_PROMPT : 0)); }
         arrived[{ s, f.first }] = i;
