@@ -134,6 +134,7 @@ void kvq_cuda_device::observe(const kvq_attn & x, const kvq_probe_table * table,
     a.keys  = (const uint16_t *) keys;
     a.q_stride_token    = x.q_stride_token;    a.q_stride_head    = x.q_stride_head;
     a.mask_stride_token = x.mask_stride_token; a.mask_stride_head = x.mask_stride_head;
+    a.mask_pairs = ((x.mask_stride_token | x.mask_stride_head) & 1) == 0 && (uintptr_t) x.mask % 4 == 0;
     a.n_head     = x.n_head;
     a.n_head_kv  = x.n_head_kv;
     a.gqa        = x.n_head / x.n_head_kv;

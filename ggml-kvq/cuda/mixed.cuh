@@ -14,11 +14,12 @@ kvq_mixed_geometry kvq_mixed_get_geometry(const kvq_codec & c); // device.cu
 
 // Place of cell t: part << 8 | index within it. A set of a wrong size, which only foreign bytes hold, gives indices beyond the part.
 static __device__ __forceinline__ int mixed_place(const uint8_t * set, int t) {
+    const uint32_t * words = (const uint32_t *) set;
     int before = 0;
-    for (int i = 0; i < t / 8; i++) { before += __popc((unsigned) set[i]); }
-    const unsigned byte = set[t / 8];
-    before += __popc(byte & ((1u << t % 8) - 1));
-    return byte >> t % 8 & 1 ? before : 256 | (t - before);
+    for (int i = 0; i < t / 32; i++) { before += __popc(words[i]); }
+    const uint32_t word = words[t / 32];
+    before += __popc(word & ((1u << t % 32) - 1));
+    return word >> t % 32 & 1 ? before : 256 | (t - before);
 }
 
 static __device__ __forceinline__ float mixed_channel(uint8_t byte) { return f16_bits_to_f32((uint16_t) (byte << 7)); }
@@ -32,6 +33,16 @@ static __device__ __forceinline__ float2 mixed_params(const kvq_affine_geometry 
     }
     const int s = g.scale == 1 ? params[8 + p] : params[8 + p] & 15, z = g.scale == 1 ? params[8 + g.np + p] : params[8 + p] >> 4;
     return make_float2(mixed_half(params) + mixed_half(params + 2) * (float) s, mixed_half(params + 4) + mixed_half(params + 6) * (float) z);
+}
+
+// codes of keys: 4 channels, from channel 4*u on, of cell j of a part, a byte each
+static __device__ __forceinline__ uint32_t mixed_word(const kvq_affine_geometry & g, const uint8_t * codes, int j, int u) {
+    const int w = g.width[0], planes = 8 / w;
+    uint32_t word = *(const uint32_t *) (codes + (j / 16 * g.n_chunks[0] + u / planes) * 64 + j % 16 * 4) >> u % planes * w & (0x01010101u * ((1u << w) - 1));
+    if (g.n_parts == 2) {
+        word |= (*(const uint32_t *) (codes + g.offset[1] + (j / 16 * g.n_chunks[1] + u / 8) * 64 + j % 16 * 4) >> u % 8 & 0x01010101u) << 2;
+    }
+    return word;
 }
 
 // code of (lane, dot)
@@ -54,12 +65,8 @@ static __device__ __forceinline__ float4 mixed_values(const kvq_mixed_geometry &
     }
     const uint8_t * q = params + m.params[i], * k = codes + m.codes[i];
     float x[4];
-    if (m.role == KVQ_ROLE_K) { // four codes of a lane are one word, pairs one a channel
-        const int w = g.width[0], planes = 8 / w, u = c / 4;
-        uint32_t word = *(const uint32_t *) (k + (j / 16 * g.n_chunks[0] + u / planes) * 64 + j % 16 * 4) >> u % planes * w & (0x01010101u * ((1u << w) - 1));
-        if (g.n_parts == 2) {
-            word |= (*(const uint32_t *) (k + g.offset[1] + (j / 16 * g.n_chunks[1] + u / 8) * 64 + j % 16 * 4) >> u % 8 & 0x01010101u) << 2;
-        }
+    if (m.role == KVQ_ROLE_K) { // pairs one a channel
+        const uint32_t word = mixed_word(g, k, j, c / 4);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const float2 y = mixed_params(g, q, c + e);

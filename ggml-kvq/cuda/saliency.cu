@@ -81,6 +81,15 @@ template <int D> static __device__ __forceinline__ void ask_keys(const kvq_score
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// mask of cells `cell`, which is even, and the next; -inf behind the last cell
+static __device__ __forceinline__ uint32_t pair_of(const kvq_score_args & a, const __half * row, int cell) {
+    if (cell + 1 < a.n_kv && (!row || a.mask_pairs)) {
+        return row ? __ldg((const uint32_t *) (row + cell)) : 0;
+    }
+    const auto of = [&](int c) { return c >= a.n_kv ? 0xfc00u : row ? (uint32_t) __half_as_ushort(row[c]) : 0u; };
+    return of(cell) | of(cell + 1) << 16;
+}
+
 template <int D> static __global__ void __launch_bounds__(32 * WARPS) lse_kernel(const __grid_constant__ kvq_score_args a) {
     extern __shared__ __align__(16) __half s_keys[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, kvh = blockIdx.y, split = blockIdx.z;
@@ -92,6 +101,9 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS) lse_kernel
     }
     probe_rows<D> r;
     r.load(a, kvh, min(row0, n_rows - 1), n_rows);
+    const __half * rows[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) { rows[i] = a.mask ? a.mask + r.token[i] * a.mask_stride_token + r.head[i] * a.mask_stride_head : nullptr; }
     float m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f };
     constexpr int SIZE = TILE_CELLS * (D + 8); // of a buffer
     const uint32_t k_row = ldmatrix_row<D>(s_keys);
@@ -101,23 +113,23 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS) lse_kernel
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
         if (tile + 1 < tile1) { ask_keys<D>(a, kvh, (tile + 1) * TILE_CELLS, s_keys + (now ^ 1) * SIZE); }
+        uint32_t mask[2][4]; // pairs of cells, asked for before the products
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+#pragma unroll
+            for (int n = 0; n < 4; n++) { mask[i][n] = pair_of(a, rows[i], tile * TILE_CELLS + 8*n + 2*tig); }
+        }
         float s[4][4], top[2] = { m[0], m[1] };
         r.scores(k_row + (uint32_t) now * 2 * SIZE, s);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-            const int cell = tile * TILE_CELLS + 8*n + 2*tig;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float y[2] = { 0.0f, 0.0f };
-                if (a.mask) {
-                    const __half * p = a.mask + r.token[i] * a.mask_stride_token + r.head[i] * a.mask_stride_head + min(cell, a.n_kv - 1);
-                    y[0] = r.slope[i] * __half2float(p[0]);
-                    y[1] = r.slope[i] * __half2float(p[cell + 1 < a.n_kv]);
-                }
+                const float2 y = __half22float2(*(const __half2 *) &mask[i][n]);
 #pragma unroll
                 for (int b = 0; b < 2; b++) {
                     float & x = s[n][2*i + b];
-                    x = cell + b < a.n_kv ? (soften(a, x) + y[b]) * LOG2_E : -INFINITY;
+                    x = (soften(a, x) + r.slope[i] * (b ? y.y : y.x)) * LOG2_E;
                     top[i] = fmaxf(top[i], x);
                 }
             }

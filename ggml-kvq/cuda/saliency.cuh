@@ -21,6 +21,7 @@ struct kvq_score_args {
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head;
     int   n_head, n_head_kv, gqa, head_size, stride, page_cells, n_kv, n_splits, n_rows, n_head_log2; // n_rows: of a KV head
     int   map_stride;
+    bool  mask_pairs; // two neighbours of a row, the first of them even, are one word
     float scale, softcap, max_bias, m0, m1;
 };
 
