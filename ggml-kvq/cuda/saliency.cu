@@ -205,21 +205,31 @@ template <int D> static __global__ void __launch_bounds__(32 * SUM_WARPS) scores
     for (int row0 = warp * ROWS; row0 < n_rows; row0 += ROWS * SUM_WARPS) {
         probe_rows<D> r;
         r.load(a, kvh, row0, n_rows);
+        uint16_t mask[2][4][2]; // asked for before the products
         float s[4][4], lse[2];
-        r.scores(k_row, s);
 #pragma unroll
-        for (int i = 0; i < 2; i++) { lse[i] = r.there[i] ? a.lse[(size_t) r.token[i] * a.n_head + r.head[i]] : -INFINITY; }
+        for (int i = 0; i < 2; i++) {
+            const uint16_t * row = a.mask && r.there[i] ? (const uint16_t *) a.mask + r.token[i] * a.mask_stride_token + r.head[i] * a.mask_stride_head : nullptr;
+            lse[i] = r.there[i] ? a.lse[(size_t) r.token[i] * a.n_head + r.head[i]] : -INFINITY;
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+#pragma unroll
+                for (int b = 0; b < 2; b++) {
+                    const int c = cell[n][b];
+                    mask[i][n][b] = c < 0 || !r.there[i] ? 0xfc00 : row ? __ldg(row + c) : 0;
+                }
+            }
+        }
+        r.scores(k_row, s);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int i = e / 2, c = cell[n][e % 2];
-                const __half y = a.mask && c >= 0 ? a.mask[r.token[i] * a.mask_stride_token + r.head[i] * a.mask_stride_head + c] : __ushort_as_half(0);
-                if (c < 0 || !r.there[i] || __half_as_ushort(y) == 0xfc00) {
-                    continue;
-                }
-                if (lse[i] != -INFINITY) { sum[n][e % 2] += exp2f((soften(a, s[n][e]) + r.slope[i] * __half2float(y) - lse[i]) * LOG2_E); }
-                seen[n][e % 2] += r.head[i] == kvh * a.gqa;
+                const int i = e / 2, b = e % 2;
+                const bool sees = mask[i][n][b] != 0xfc00;
+                const float p = exp2f((soften(a, s[n][e]) + r.slope[i] * __half2float(__ushort_as_half(mask[i][n][b])) - lse[i]) * LOG2_E);
+                sum [n][b] += sees && lse[i] != -INFINITY ? p : 0.0f;
+                seen[n][b] += sees && r.head[i] == kvh * a.gqa;
             }
         }
     }
