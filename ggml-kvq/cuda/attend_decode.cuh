@@ -39,7 +39,7 @@ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool 
         for (int e = 0; e < 2; e++) {
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                mk[e][j0 + i] = !mask[e] ? 0 : e && one_mask ? mk[0][j0 + i] : __ldg((const uint32_t *) (mask[e] + page.cell + slot + STEP*i));
+                mk[e][j0 + i] = !mask[0] ? 0 : e && one_mask ? mk[0][j0 + i] : __ldg((const uint32_t *) (mask[e] + page.cell + slot + STEP*i));
             }
         }
         return;

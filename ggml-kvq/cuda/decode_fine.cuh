@@ -89,13 +89,13 @@ void copy_fine_late(const kvq_attend_args & a, uint32_t to, const kvq_page & pag
     copy_fine<D, KB, VB, BYTES>(a, to, page, kvh, t, keys, values);
 }
 
-// a piece from the order in memory to pairs (0, 2) (1, 3) (4, 6) (5, 7)
-__device__ __forceinline__ uint4 pairs_of(const uint4 & x) { return make_uint4(even(x.x, x.y), odd(x.x, x.y), even(x.z, x.w), odd(x.z, x.w)); }
+// a piece from the order in memory to pairs (0, 2) (4, 6) (1, 3) (5, 7): words t and 2 + t are of its step t
+__device__ __forceinline__ uint4 pairs_of(uint4 x) { return make_uint4(even(x.x, x.y), even(x.z, x.w), odd(x.x, x.y), odd(x.z, x.w)); }
 // and from 8 bits: low + step * code; range: (low, step)
-__device__ __forceinline__ uint4 pairs_of(const uint2 & x, uint32_t range) {
+__device__ __forceinline__ uint4 pairs_of(uint64_t x, uint32_t range) {
     const __half2 both = as_half2(range), low = __half2half2(both.x), step = __half2half2(both.y), magic = __float2half2_rn(1024.0f);
-    const auto pair = [&](uint32_t y, uint32_t which) { return as_u32(__hfma2(__hsub2(as_half2(__byte_perm(y, 0x64646464u, which)), magic), step, low)); };
-    return make_uint4(pair(x.x, 0x4240), pair(x.x, 0x4341), pair(x.y, 0x4240), pair(x.y, 0x4341));
+    const auto pair = [&](uint64_t y, uint32_t which) { return as_u32(__hfma2(__hsub2(as_half2(__byte_perm((uint32_t) y, 0x64646464u, which)), magic), step, low)); };
+    return make_uint4(pair(x, 0x4240), pair(x >> 32, 0x4240), pair(x, 0x4341), pair(x >> 32, 0x4341));
 }
 
 // Parameters that have arrived: pieces in f16 pairs, 8-bit ones in `wide`; a lane those that it asked for.
@@ -103,36 +103,43 @@ template <int D, int KB, int VB, bool BYTES> __device__ __forceinline__ void arr
     uint8_t * k_raw = stage + stage_map<D, KB, VB>::K_PARAMS, * v_raw = k_raw + a.stage_raw_v;
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if constexpr (!BYTES) {
+        uint4 x[D / 16]; // all of them are on their way before the first is needed
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) {
-            uint4 * x = (uint4 *) k_raw + lane + 32*k;
-            *x = pairs_of(*x);
-        }
+        for (int k = 0; k < D / 16; k++) { x[k] = *((const uint4 *) k_raw + lane + 32*k); }
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) { *((uint4 *) k_raw + lane + 32*k) = pairs_of(x[k]); }
     } else {
         const uint2 ranges = *(const uint2 *) (k_raw + 8*D + half * 8);
         const uint32_t range = *(const uint32_t *) (v_raw + 8*D + half * 8 + r / 4 % 2 * 4);
+        uint64_t x[D / 32], y[D / 32];
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            x[k] = *((const uint64_t *) k_raw + lane + 32*k);
+            y[k] = *((const uint64_t *) v_raw + lane + 32*k);
+        }
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
             const int odd = 16*k / (D / 4), zero = D == 128 ? k % 2 : 0;
             uint8_t * to = wide + key_piece<D>(2*half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16;
-            *(uint4 *) to = pairs_of(*(const uint2 *) (k_raw + (lane + 32*k) * 8), (D == 128 ? zero : r / 8) ? ranges.y : ranges.x);
+            *(uint4 *) to = pairs_of(x[k], (D == 128 ? zero : r / 8) ? ranges.y : ranges.x);
         }
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-            *(uint4 *) (wide + value_piece<D>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) + k * 512) = pairs_of(*(const uint2 *) (v_raw + (lane + 32*k) * 8), range);
+            *(uint4 *) (wide + value_piece<D>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) + k * 512) = pairs_of(y[k], range);
         }
     }
     __syncwarp();
 }
 
-// scores of sealed keys, zeros' share included
+// Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step in rows g, its second in
+// rows g + 8; each is multiplied with either step's q, and of those products one row counts.
 template <int D, int KB, int VB> __device__ __forceinline__
 void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
     using map = stage_map<D, KB, VB>;
     constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4;
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST));
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    float zeros[4] = {};
+    float zeros[2][4] = {};
 #pragma unroll
     for (int j = 0; j < 4; j++) { s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f; }
     const uint8_t * words = stage + map::K + g % 2 * 8, * words1 = stage + map::K_HIGH + g % 2 * 8;
@@ -159,8 +166,7 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
         for (int v = 0; v < 2; v++) {
             const int t = 2*u + v;
             const float weight = exp2_of(K_BOOST - W * (S < P ? t : t % P));
-            const uint32_t z[4] = { word(zero, 2*v), 0, word(zero, 2*v + 1), 0 };
-            mma(zeros, z, q[t][0], q[t][1]);
+            mma(zeros[v], { zero.x, zero.y, zero.z, zero.w }, q[t][0], q[t][1]);
             weighted[v][0] = mul2(q[t][0], weight);
             weighted[v][1] = mul2(q[t][1], weight);
         }
@@ -172,13 +178,14 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
                 const int pl = S < P ? 2*u + v : (2*u + v) % P;
                 const uint32_t f[4] = { fields<KB>(x[j].x, h[j].x, pl, false), fields<KB>(x[j].y, h[j].y, pl, false),
                                         fields<KB>(x[j].x, h[j].x, pl, true),  fields<KB>(x[j].y, h[j].y, pl, true) };
-                mma(s[j], f, mul2(weighted[v][0], word(scale, 2*v)), mul2(weighted[v][1], word(scale, 2*v + 1)));
+                mma(s[j], f, mul2(weighted[v][0], word(scale, v)), mul2(weighted[v][1], word(scale, 2 + v)));
             }
         }
     }
+    const float base[2] = { zeros[0][0] + zeros[1][2], zeros[0][1] + zeros[1][3] }; // of group g%4
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float b0 = __shfl_sync(~0u, zeros[0], 4*j + c), b1 = __shfl_sync(~0u, zeros[1], 4*j + c);
+        const float b0 = __shfl_sync(~0u, base[0], 4*j + c), b1 = __shfl_sync(~0u, base[1], 4*j + c);
         s[j][0] = fmaf(s[j][0], FROM_K, b0); s[j][1] = fmaf(s[j][1], FROM_K, b1);
         s[j][2] = fmaf(s[j][2], FROM_K, b0); s[j][3] = fmaf(s[j][3], FROM_K, b1);
     }
@@ -216,7 +223,7 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float back = g < GROUPS ? exp2_of(-v_weight<VB>(j)) : 0.0f;
-            const uint32_t f[4] = { mul2(word(z[j / 2], j % 2 * 2), back), 0, mul2(word(z[j / 2], j % 2 * 2 + 1), back), 0 };
+            const uint32_t f[4] = { mul2(word(z[j / 2], j % 2), back), 0, mul2(word(z[j / 2], 2 + j % 2), back), 0 };
             mma(oz, f, p[j][0], p[j][1]);
         }
     }
@@ -239,7 +246,7 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
                 y.y = rotate(y.y, turn);
             }
             const uint32_t f[4] = { fields<VB>(y.x, h.x, j % P, false), fields<VB>(y.y, h.y, j % P, false), fields<VB>(y.x, h.x, j % P, true), fields<VB>(y.y, h.y, j % P, true) };
-            mma(o[k], f, mul2(p[j][0], word(scale[j / 2], j % 2 * 2)), mul2(p[j][1], word(scale[j / 2], j % 2 * 2 + 1)));
+            mma(o[k], f, mul2(p[j][0], word(scale[j / 2], j % 2)), mul2(p[j][1], word(scale[j / 2], 2 + j % 2)));
         }
     }
 }
