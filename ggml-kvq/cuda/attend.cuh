@@ -10,8 +10,8 @@ struct kvq_attend_args {
     int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
     float scale, max_bias, softcap, m0, m1; // m0, m1: log2 of the slopes' bases
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
-    // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory, of 8-bit parameters in f16
-    int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
+    // decode: groups of key scales within 64 cells, columns of a row, pages of 32 cells, groups; fine: scales of groups of 16, a column a row (decode_fine.cuh); bytes in a stage of shared memory, of 8-bit parameters in f16
+    int   k_parts_log2, copies_log2, fine, halves_log2, k_group_log2, v_group_log2;
     int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes, stage_wide;
     int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
     int   in_order;     // the kernel before this one writes pages: no early start
@@ -70,6 +70,8 @@ void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaS
 int  kvq_decode_occupancy(const kvq_attend_args & a);     // blocks that a multiprocessor holds
 void kvq_launch_decode_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_fine_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+void kvq_launch_decode_fine_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 void kvq_launch_decode_mixed_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy); // attend_mixed.cuh

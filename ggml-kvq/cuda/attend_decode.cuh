@@ -18,8 +18,10 @@
 //
 // Keys with groups of 32 cells (16) have 2 (4) scales within the 64 cells. The 8 columns then hold the 4 (2) query rows once per group,
 // multiplied with that group's scales, and a column sees its own cells only; columns of a row are added up at the end like splits are.
+// FINE: of 16 in keys and values; other cells and channels to a thread, and a row has one column (decode_fine.cuh).
 #pragma once
 
+#include "decode_fine.cuh"
 #include "decode_lattice.cuh"
 #include "decode_means.cuh"
 #include "decode_merge.cuh"
@@ -29,48 +31,50 @@
 
 namespace {
 
-// mask of this thread's cells in S, 4j + {0, 1} from `slot` on in the page, for its two columns; map: of those slots, if the page has one
-__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, uint32_t (&mk)[2][4]) {
+// mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from mk[][j0] on; map: of those slots, if the page has one
+template <int N, int STEP> __device__ __forceinline__
+void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                mk[e][j] = !mask[e] ? 0 : e && one_mask ? mk[0][j] : __ldg((const uint32_t *) (mask[e] + page.cell + slot + 4*j));
+            for (int i = 0; i < N; i++) {
+                mk[e][j0 + i] = !mask[0] ? 0 : e && one_mask ? mk[0][j0 + i] : __ldg((const uint32_t *) (mask[e] + page.cell + slot + STEP*i));
             }
         }
         return;
     }
     const auto of = [&](const __half * m, uint32_t cell) { return cell >= (uint32_t) a.n_kv ? 0xfc00u : m ? __half_as_ushort(m[cell]) : 0u; };
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const uint32_t next = (uint32_t) (page.cell + slot + 4*j);
-        const uint2 cells = page.map ? *(const uint2 *) (map + 4*j) : make_uint2(next, next + 1);
-        mk[0][j] = of(mask[0], cells.x) | of(mask[0], cells.y) << 16;
-        mk[1][j] = one_mask ? mk[0][j] : of(mask[1], cells.x) | of(mask[1], cells.y) << 16;
+    for (int i = 0; i < N; i++) {
+        const uint32_t next = (uint32_t) (page.cell + slot + STEP*i);
+        const uint2 cells = page.map ? *(const uint2 *) (map + STEP*i) : make_uint2(next, next + 1);
+        mk[0][j0 + i] = of(mask[0], cells.x) | of(mask[0], cells.y) << 16;
+        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : of(mask[1], cells.x) | of(mask[1], cells.y) << 16;
     }
 }
 
 // shared memory of a warp; cells of slots: where every KV head has its own
-__host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) { return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0); }
+__host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) { return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0); }
 
-// MEANS: sealed pages lack theirs
-template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(32 * DECODE_WARPS, MEANS ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
+// MEANS: sealed pages lack theirs. FINE: as above, 1: parameters in f16, 2: in 8 bits
+template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, is = blockIdx.z;
-    const int per_row = DECODE_COLUMNS >> a.k_parts_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
+    const int per_row = DECODE_COLUMNS >> a.copies_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
-    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots
+    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots, probabilities on their way
     const int nb_warp = warp_bytes(a);
     uint8_t * const stages = memory + warp * nb_warp, * const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
     int32_t * const maps = (int32_t *) (ring + 8);
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide, maps_at = ring_at + 8 * (int) sizeof(kvq_page);
+    const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
     const int split = blockIdx.x * DECODE_WARPS + warp, n_splits = a.n_splits * DECODE_WARPS;
     const int unit0 = (int) ((int64_t) n_units * split / n_splits), unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
@@ -120,7 +124,8 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
         mask [e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
     const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0;
-    const bool mine = c >> (2 - a.k_parts_log2) == g >> (3 - a.k_parts_log2); // this thread's columns belong to its cells' scales
+    const bool mine = c >> (2 - a.copies_log2) == g >> (3 - a.copies_log2); // this thread's columns belong to its cells' scales
+    const int  weight = FINE ? v_boost<VB>() - cut<VB>::W * (g / 2 % cut<VB>::P) : 0; // of all of this thread's probabilities: v_weight of the step that contracts its cells
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
 
     float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f }, l_sealed[2] = { 0.0f, 0.0f }; // l_sealed: of values that lack their mean
@@ -157,8 +162,13 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
         if (unit + 1 < unit1) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
             next1 = state_of(unit + 1, 1);
-            if constexpr (CODES) {
+            if constexpr (FINE) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
+                    const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
+                    copy_fine<D, KB, VB, FINE == 2>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh, first_cell(2*unit + 2 + h), true, true);
+                }
+            } else if constexpr (CODES) {
+                if (next0 == 3 || next1 == 3) {
                     half_page h[2];
                     halves_of(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
                     if constexpr (ROTATED) {
@@ -195,10 +205,15 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
         }
         uint8_t * stage = stages + unit % 2 * a.stage_bytes;
         const uint8_t * params = stage;
-        if constexpr (CODES && !ROTATED) { params = a.k.scale ? wide : stage + stage_map<D, KB, VB>::K_PARAMS; }
-        if constexpr (CODES && !ROTATED) {
-            if (a.k.scale && (state0 == 3 || state1 == 3)) { widen_stage<D, KB, VB>(a, stage, wide); }
-        }
+        if constexpr (CODES && !ROTATED) { params = FINE == 2 || (!FINE && a.k.scale) ? wide : stage + stage_map<D, KB, VB>::K_PARAMS; }
+        const auto arrange = [&] { // parameters that have arrived
+            if constexpr (FINE) {
+                arrange_fine<D, KB, VB, FINE == 2>(a, stage, wide);
+            } else if constexpr (CODES && !ROTATED) {
+                if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
+            }
+        };
+        if (state0 == 3 || state1 == 3) { arrange(); }
         bool staged = true;
         int todo = (state0 >= 0 ? 1 : 0) + (state1 >= 0 ? 2 : 0);
         while (todo) { // both halves at once when they are alike
@@ -211,10 +226,29 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
             const kvq_page & vp = ring[unit % 4 * 2 + vh];
             const bool here = sel >> g / 4 & 1;
             uint32_t mk[2][4];
-            const int slot = first_cell(2*unit + kh) + in_half;
-            load_mask(a, mask, one_mask, kp, a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, mk);
-            if constexpr (CODES) {
+            if constexpr (FINE) { // this thread has cells of both halves
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int from = both ? h : first, slot = first_cell(2*unit + from) + 2*g;
+                    const kvq_page & page = ring[unit % 4 * 2 + from];
+                    load_mask<2, 16>(a, mask, one_mask, page, a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2*g : page.map + slot, slot, 2*h, mk);
+                    if (!(sel >> h & 1)) { mk[0][2*h] = mk[0][2*h + 1] = mk[1][2*h] = mk[1][2*h + 1] = 0xfc00fc00u; }
+                }
+            } else {
+                const int slot = first_cell(2*unit + kh) + in_half;
+                load_mask<4, 4>(a, mask, one_mask, kp, a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
+            }
+            if constexpr (FINE) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
+                    staged = false;
+                    const int h = both ? lane / 16 : first;
+                    __syncwarp();
+                    copy_fine_late<D, KB, VB, FINE == 2>(a, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh, first_cell(2*unit + h), now & 1, now & 2);
+                    copies_done();
+                    arrange();
+                }
+            } else if constexpr (CODES) {
+                if (now > 0 && !(now == 3 && staged)) {
                     staged = false;
                     half_page h[2];
                     halves_of(unit, both ? 0 : first, both ? 1 : first, h);
@@ -228,7 +262,7 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
                     } else {
                         copy_stage_late<D, KB, VB>(a, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
                         copies_done();
-                        if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
+                        arrange();
                     }
                 }
             }
@@ -239,19 +273,33 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
                 if constexpr (MEANS) {
                     if (now & 1) { add_means<D, KB>(a, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
                 }
+            } else if constexpr (FINE) {
+                if (now & 1) { score_fine<D, KB, VB>(q, stage, params, s); }
             } else if constexpr (CODES) {
                 if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, base); }
             }
             if (!(now & 1)) {
-                const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride;
-                score_open<D, KB, false>(q, rows, a.k.stride, s);
-            }
-            const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
-            if (!here || !mine) {
+                if constexpr (FINE) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
+                    for (int j = 0; j < 4; j++) {
+                        const int from = both ? j / 2 : first, t = first_cell(2*unit + from) + j % 2 * 16 + 2*g;
+                        score_open_pair<D, KB, false>(q, (const uint16_t *) ring[unit % 4 * 2 + from].k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride, a.k.stride, s[j]);
+                    }
+                } else {
+                    const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride;
+                    score_open<D, KB, false>(q, rows, a.k.stride, s);
+                }
             }
-            finish_scores(a, unit_k, base, s);
+            if constexpr (FINE) {
+                cap_scores(a, s);
+            } else {
+                const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
+                if (!here || !mine) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
+                }
+                finish_scores(a, unit_k, base, s);
+            }
             float top[2] = { -INFINITY, -INFINITY }, f[2];
             if (!mask_scores(mk, slope, s, top)) {
                 continue;
@@ -268,16 +316,19 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
             const float before[2] = { l[0], l[1] };
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float back = exp2_of(-v_weight<VB>(j));
+                const float back = FINE ? 1.0f : exp2_of(-v_weight<VB>(j)), boost = FINE ? (float) weight : (float) v_weight<VB>(j);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float lower = m[i % 2] == -INFINITY ? 0.0f : m[i % 2];
-                    s[j][i] = exp2_fast(s[j][i] - (lower - (float) v_weight<VB>(j)));
+                    s[j][i] = exp2_fast(s[j][i] - (lower - boost));
                     l[i % 2] = fmaf(s[j][i], back, l[i % 2]);
                 }
-                p[j][0] = transpose(pack_half2(s[j][0], s[j][1]));
-                p[j][1] = transpose(pack_half2(s[j][2], s[j][3]));
+                if constexpr (!FINE) {
+                    p[j][0] = transpose(pack_half2(s[j][0], s[j][1]));
+                    p[j][1] = transpose(pack_half2(s[j][2], s[j][3]));
+                }
             }
+            if constexpr (FINE) { turn_probabilities(stages + turn, stages_at + turn, s, p); }
             if (MEANS && (now & 2)) {
                 l_sealed[0] += l[0] - before[0];
                 l_sealed[1] += l[1] - before[1];
@@ -296,6 +347,8 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
                 if (now & 2) {
                     if constexpr (ROTATED) {
                         accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
+                    } else if constexpr (FINE) {
+                        accumulate_fine<D, KB, VB>(stage, params, p, o, oz);
                     } else if (a.v_group_log2 == 4) {
                         accumulate<D, KB, VB, true>(a, stage, params, p, o, oz);
                     } else {
@@ -305,7 +358,12 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
             }
             if (!(now & 2)) {
                 const int t = first_cell(2*unit + vh) + c % 2 * 16;
-                accumulate_open<D, VB, false>((const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride, a.v.stride, p, o);
+                const uint16_t * rows = (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride;
+                if constexpr (FINE) {
+                    accumulate_fine_open<D, VB>(rows, a.v.stride, p, o);
+                } else {
+                    accumulate_open<D, VB, false>(rows, a.v.stride, p, o);
+                }
             }
         }
     }
@@ -319,6 +377,7 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
     decode_sums<D> & sums = *(decode_sums<D> *) memory;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+        if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
 #pragma unroll
         for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
         if constexpr (MEANS) {
@@ -330,15 +389,23 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
             sums.l[warp][2*c + e] = l[e];
         }
         const float f = of_codes ? FROM_V : 1.0f;
+        if constexpr (FINE) {
 #pragma unroll
-        for (int i = 0; i < D / 32; i++) {
-            const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (32*i + 4*g) / a.v.group * 4 + c) : 0.0f;
-            float4 y = make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
-            if constexpr (MEANS) {
-                const float4 mu = __ldg((const float4 *) (a.v_mean + kvh * D + 32*i + 4*g));
-                y.x = fmaf(l_sealed[e], mu.x, y.x); y.y = fmaf(l_sealed[e], mu.y, y.y); y.z = fmaf(l_sealed[e], mu.z, y.z); y.w = fmaf(l_sealed[e], mu.w, y.w);
+            for (int k = 0; k < S; k++) {
+                const float z = __shfl_sync(~0u, oz[e], 4*k + c);
+                *(float2 *) &sums.o[warp][2*c + e][16*k + 2*g] = make_float2(fmaf(o[k][e], f, z), fmaf(o[k][2 + e], f, z));
             }
-            *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] = y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < D / 32; i++) {
+                const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (32*i + 4*g) / a.v.group * 4 + c) : 0.0f;
+                float4 y = make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
+                if constexpr (MEANS) {
+                    const float4 mu = __ldg((const float4 *) (a.v_mean + kvh * D + 32*i + 4*g));
+                    y.x = fmaf(l_sealed[e], mu.x, y.x); y.y = fmaf(l_sealed[e], mu.y, y.y); y.z = fmaf(l_sealed[e], mu.z, y.z); y.w = fmaf(l_sealed[e], mu.w, y.w);
+                }
+                *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] = y;
+            }
         }
     }
     __syncthreads();
@@ -346,7 +413,7 @@ template <int D, int KB, int VB, bool MEANS> __global__ void __launch_bounds__(3
 }
 
 // Launches, or with `occupancy` tells how many blocks a multiprocessor holds.
-template <int D, int KB, int VB, bool MEANS = false> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, int KB, int VB, bool MEANS = false, int FINE = 0> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = a.stage_wide = 0;
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
@@ -356,13 +423,13 @@ template <int D, int KB, int VB, bool MEANS = false> void launch_kernel(kvq_atte
     const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? MEANS_BYTES<D> : 0) : 0;
     const size_t nb = std::max(DECODE_WARPS * (size_t) warp_bytes(a) + tables, sizeof(decode_sums<D>));
     static kvq_shared_limit limit;
-    limit.raise(decode_kernel<D, KB, VB, MEANS>, nb);
+    limit.raise(decode_kernel<D, KB, VB, MEANS, FINE>, nb);
     if (occupancy) {
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, decode_kernel<D, KB, VB, MEANS>, 32 * DECODE_WARPS, nb);
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, decode_kernel<D, KB, VB, MEANS, FINE>, 32 * DECODE_WARPS, nb);
         return;
     }
     const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
-    kvq_launch_early(decode_kernel<D, KB, VB, MEANS>, grid, 32 * DECODE_WARPS, nb, stream, a, !a.in_order);
+    kvq_launch_early(decode_kernel<D, KB, VB, MEANS, FINE>, grid, 32 * DECODE_WARPS, nb, stream, a, !a.in_order);
 }
 
 template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
@@ -391,6 +458,15 @@ template <int D> void launch_means(const kvq_attend_args & a, int n_streams, cud
         case 18: launch_kernel<D, LATTICE + 4, LATTICE + 4, true>(a, n_streams, stream, occupancy); break;
         case 27: launch_kernel<D, LATTICE + 6, LATTICE + 6, true>(a, n_streams, stream, occupancy); break;
         default: launch_kernel<D, LATTICE + 8, LATTICE + 8, true>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+template <int D, int FINE> void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.k.bits) {
+        case 1:  launch_kernel<D, 1, 1, false, FINE>(a, n_streams, stream, occupancy); break;
+        case 2:  launch_kernel<D, 2, 2, false, FINE>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_kernel<D, 3, 3, false, FINE>(a, n_streams, stream, occupancy); break;
+        default: launch_kernel<D, 4, 4, false, FINE>(a, n_streams, stream, occupancy); break;
     }
 }
 

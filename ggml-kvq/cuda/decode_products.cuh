@@ -65,40 +65,36 @@ void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint
 template <bool SHARED> __device__ __forceinline__ uint4 row16(const void * p) { return SHARED ? *(const uint4 *) p : load16(p); }
 template <bool SHARED> __device__ __forceinline__ uint2 row8 (const void * p) { return SHARED ? *(const uint2 *) p : load8(p); }
 
-// scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0
-template <int D, int KB, bool SHARED, int J = 4> __device__ __forceinline__
-void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[J][4]) {
-    constexpr int S = D / 16;
+// scores of two open keys for all columns; rows: of the first, channel 0
+template <int D, int KB, bool SHARED> __device__ __forceinline__ void score_open_pair(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4]) {
     const int c = threadIdx.x % 4;
+    s[0] = s[1] = s[2] = s[3] = 0.0f;
 #pragma unroll
-    for (int j = 0; j < J; j++) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) { s[j][e] = 0.0f; }
-#pragma unroll
-        for (int u = 0; u < S / 2; u++) {
-            const uint16_t * at = rows + (size_t) (4*j) * stride + channel_of<D, KB>(c, 2*u);
-            const uint4 x = row16<SHARED>(at), y = row16<SHARED>(at + stride);
-            if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
-                const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
-                mma(s[j], a, q[2*u][0],     q[2*u][1]);
-                mma(s[j], b, q[2*u + 1][0], q[2*u + 1][1]);
-                continue;
-            }
-            const uint32_t a[4] = { even(x.x, x.y), even(y.x, y.y), odd(x.x, x.y), odd(y.x, y.y) };
-            const uint32_t b[4] = { even(x.z, x.w), even(y.z, y.w), odd(x.z, x.w), odd(y.z, y.w) };
-            mma(s[j], a, q[2*u][0],     q[2*u][1]);
-            mma(s[j], b, q[2*u + 1][0], q[2*u + 1][1]);
+    for (int u = 0; u < D / 32; u++) {
+        const uint16_t * at = rows + channel_of<D, KB>(c, 2*u);
+        const uint4 x = row16<SHARED>(at), y = row16<SHARED>(at + stride);
+        if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
+            const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
+            mma(s, a, q[2*u][0],     q[2*u][1]);
+            mma(s, b, q[2*u + 1][0], q[2*u + 1][1]);
+            continue;
         }
+        const uint32_t a[4] = { even(x.x, x.y), even(y.x, y.y), odd(x.x, x.y), odd(y.x, y.y) };
+        const uint32_t b[4] = { even(x.z, x.w), even(y.z, y.w), odd(x.z, x.w), odd(y.z, y.w) };
+        mma(s, a, q[2*u][0],     q[2*u][1]);
+        mma(s, b, q[2*u + 1][0], q[2*u + 1][1]);
     }
 }
 
-// scores in units of q.k from those in units of codes and their zeros' share, capped as the model asks
-template <int J> __device__ __forceinline__ void finish_scores(const kvq_attend_args & a, float unit, const float (&base)[4], float (&s)[J][4]) {
+// scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0
+template <int D, int KB, bool SHARED, int J = 4> __device__ __forceinline__
+void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[J][4]) {
 #pragma unroll
-    for (int j = 0; j < J; j++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) { s[j][i] = fmaf(s[j][i], unit, base[i]); }
-    }
+    for (int j = 0; j < J; j++) { score_open_pair<D, KB, SHARED>(q, rows + (size_t) (4*j) * stride, stride, s[j]); }
+}
+
+// as the model asks
+template <int J> __device__ __forceinline__ void cap_scores(const kvq_attend_args & a, float (&s)[J][4]) {
     if (a.softcap != 0.0f) {
         const float cap = a.softcap * LOG2E, inv = 2.0f / a.softcap;
 #pragma unroll
@@ -107,6 +103,16 @@ template <int J> __device__ __forceinline__ void finish_scores(const kvq_attend_
             for (int i = 0; i < 4; i++) { s[j][i] = cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(fminf(s[j][i] * inv, 64.0f))); } // cap * tanh(s / cap)
         }
     }
+}
+
+// scores in units of q.k from those in units of codes and their zeros' share, capped
+template <int J> __device__ __forceinline__ void finish_scores(const kvq_attend_args & a, float unit, const float (&base)[4], float (&s)[J][4]) {
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { s[j][i] = fmaf(s[j][i], unit, base[i]); }
+    }
+    cap_scores(a, s);
 }
 
 // How far the weight of probabilities of step j lies above 1, in powers of two, for the planes of V.

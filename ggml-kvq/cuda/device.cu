@@ -472,6 +472,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         n_short  += is_short;
         n_decode += few;
         n_means  += a.waves != nullptr;
+        n_fine   += few && a.fine;
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {

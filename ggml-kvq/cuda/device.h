@@ -40,6 +40,7 @@ public:
     bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
     int64_t n_short = 0, n_decode = 0, n_prompt = 0; // launches for short caches so far; for few rows, short caches among them; for many
     int64_t n_means = 0; // and over sealed pages that lack their means
+    int64_t n_fine = 0;  // and over groups of 16 in both (decode_fine.cuh)
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
     // device, overwritten by the next call. False: out of memory.

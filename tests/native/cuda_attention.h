@@ -2,8 +2,8 @@
 #pragma once
 
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions of three sequences that take turns, 4: no means
-// stayed: the promise that none has moved is given
-struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; bool stayed = false; };
+// stayed: the promise that none has moved is given. torn: some pages are sealed in keys or in values alone; head_masks: a mask for every head
+struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; bool stayed = false, torn = false, head_masks = false; };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
 static const float * some_means(int n) {
@@ -64,10 +64,12 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         for (int s = 0; s < n_stream; s++) {
             for (int r = 0; r < 2; r++) { (r ? vx : kx)[s].assign(fill ? (size_t) np * P * H * D : 0, 0.0f); }
         }
-        std::vector<uint8_t> state(pages.size());
+        std::vector<uint8_t> state(pages.size()); // 0: unused, 1: open, 2: sealed, 3: keys alone are, 4: values alone
         for (size_t i = 0; i < pages.size(); i++) {
             state[i] = f16 ? 1 : !fill ? 2 : (uint8_t) (uniform(0, 7) == 0 ? 0 : uniform(0, 3) ? 2 : 1);
+            if (c.torn && state[i] && !uniform(0, 1)) { state[i] = (uint8_t) (3 + uniform(0, 1)); }
         }
+        const auto is_sealed = [&](int r, size_t i) { return state[i] == 2 || state[i] == 3 + r; };
         if (fill) {
             for (int r = 0; r < 2; r++) {
                 const kvq_lane_layout & l = *ls[r];
@@ -75,7 +77,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
                     uint16_t * tile = &hf[r][i * l.nb_frame / 2];
                     for (size_t j = 0; j < l.nb_frame / 2; j++) { tile[j] = (int) (j % l.head_stride()) < D ? kvq_f32_to_f16(normal() + (r ? 0.0f : 0.5f)) : 0; }
                     std::vector<uint16_t> out(tile, tile + l.nb_frame / 2);
-                    if (state[i] == 2) {
+                    if (is_sealed(r, i)) {
                         kvq_page_block b = { tile, nullptr, nullptr, &hc[r][i * H * l.nb_codes], &hp[r][i * H * l.nb_params] };
                         kvq_cpu_device().encode(l, &b, 1, 1);
                         b.tile = out.data();
@@ -106,11 +108,10 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         if (c.map) { map_there.reset(new device_bytes(d, map_host.size() * 4, map_host.data())); }
         for (size_t i = 0; i < pages.size(); i++) {
             kvq_page & p = pages[i];
-            const bool sealed = state[i] == 2;
-            p.k_codes  = sealed ? (uint8_t *) codes[0]->p + i * H * k.nb_codes : (uint8_t *) frames[0]->p + i * k.nb_frame;
-            p.v_codes  = sealed ? (uint8_t *) codes[1]->p + i * H * v.nb_codes : (uint8_t *) frames[1]->p + i * v.nb_frame;
-            p.k_params = sealed ? (uint8_t *) params[0]->p + i * H * k.nb_params : nullptr;
-            p.v_params = sealed ? (uint8_t *) params[1]->p + i * H * v.nb_params : nullptr;
+            p.k_codes  = is_sealed(0, i) ? (uint8_t *) codes[0]->p + i * H * k.nb_codes : (uint8_t *) frames[0]->p + i * k.nb_frame;
+            p.v_codes  = is_sealed(1, i) ? (uint8_t *) codes[1]->p + i * H * v.nb_codes : (uint8_t *) frames[1]->p + i * v.nb_frame;
+            p.k_params = is_sealed(0, i) ? (uint8_t *) params[0]->p + i * H * k.nb_params : nullptr;
+            p.v_params = is_sealed(1, i) ? (uint8_t *) params[1]->p + i * H * v.nb_params : nullptr;
             p.cell     = (int) (i % np) * P;
             p.n_slots  = state[i] ? P : 0;
             p.map      = c.map ? (const int32_t *) map_there->p + i % np * P : nullptr;
@@ -138,9 +139,10 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     std::vector<float> q((size_t) c.n_stream * c.n_q * H * D), sinks(H), dst(q.size(), NAN);
     for (auto & x : q) { x = normal(); }
     for (auto & x : sinks) { x = normal(); }
-    std::vector<uint16_t> mask((size_t) c.n_stream * c.n_q * n_mask);
+    const int n_masks = c.head_masks ? H : 1; // of a token
+    std::vector<uint16_t> mask((size_t) c.n_stream * c.n_q * n_masks * n_mask);
     for (auto & x : mask) { x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00; }
-    if (c.n_q > 2) { std::fill(mask.begin() + n_mask, mask.begin() + 2 * n_mask, 0xfc00); } // a row that sees nothing
+    if (c.n_q > 2) { std::fill(mask.begin() + n_masks * n_mask, mask.begin() + 2 * n_masks * n_mask, 0xfc00); } // a row that sees nothing
     device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()), ts(d, sinks.size() * 4, sinks.data()), to(d, dst.size() * 4, dst.data());
     std::vector<kvq_attn> a(c.n_stream);
     for (int s = 0; s < c.n_stream; s++) {
@@ -151,7 +153,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         x.n_pages = std::min((n_kv + P - 1) / P, w.k.n_pages);
         x.scale = 1.0f / sqrtf((float) D); x.max_bias = c.max_bias; x.softcap = c.softcap;
         x.q = (const float *) tq.p + (size_t) s * c.n_q * H * D; x.q_stride_token = (int64_t) H * D; x.q_stride_head = D;
-        x.mask = (const uint16_t *) tm.p + (size_t) s * c.n_q * n_mask; x.mask_stride_token = n_mask;
+        x.mask = (const uint16_t *) tm.p + (size_t) s * c.n_q * n_masks * n_mask; x.mask_stride_token = n_masks * n_mask; x.mask_stride_head = c.head_masks ? n_mask : 0;
         x.sinks = c.sinks ? (const float *) ts.p : nullptr;
         x.dst = (float *) to.p + (size_t) s * c.n_q * H * D; x.dst_stride_token = (int64_t) H * D; x.dst_stride_head = D;
         x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * w.k.n_pages;
@@ -165,7 +167,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         for (int i = s * w.k.n_pages; i < (s + 1) * w.k.n_pages; i++) {
             const kvq_page & p = w.pages[i];
             const int slot = uniform(0, P - 1), cell = p.cell + slot;
-            if (!p.n_slots || p.k_params || cell >= n_kv || uniform(0, 2)) { continue; }
+            if (!p.n_slots || p.k_params || p.v_params || cell >= n_kv || uniform(0, 2)) { continue; }
             for (int r = 0; r < 2; r++) {
                 new_to[r].push_back((uint16_t *) (r ? p.v_codes : p.k_codes) + (size_t) slot * (r ? w.v : w.k).head_stride());
                 for (int x = 0; x < width; x++) {
@@ -233,7 +235,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         for (int slot = 0; slot < (int) x.size(); slot++) {
             const int cell = w.map_host[slot];
             if (!w.pages[(size_t) s * w.k.n_pages + slot / P].n_slots || cell < 0 || cell >= n_kv) { continue; }
-            const uint16_t m = mask[((size_t) s * c.n_q + t) * n_mask + cell];
+            const uint16_t m = mask[(((size_t) s * c.n_q + t) * n_masks + (c.head_masks ? h : 0)) * n_mask + cell];
             if (m == 0xfc00) { continue; }
             const float * kr = &w.kx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
             double y = 0;
@@ -266,6 +268,37 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     return rel;
 }
 
+// groups of 16 in keys and values: every state of pages, masks, maps, rows up to those that the decode kernels take
+static void fine_attention(kvq_cuda_device & d, bool quick) {
+    double worst = 0;
+    int n = 0;
+    const auto attention = [&](attention_case c) {
+        const int64_t before = d.n_fine;
+        worst = std::max(worst, check_attention(d, c));
+        CHECK(d.n_fine == before + 1, "bits %d/%d D %d: the kernel for groups of 16 did not run once", c.kb, c.vb, c.D);
+        n++;
+    };
+    const auto with = [](attention_case c, bool torn, bool head_masks) {
+        c.torn       = torn;
+        c.head_masks = head_masks;
+        return c;
+    };
+    for (int D : { 64, 128 }) { for (int scale : { 0, 1 }) {
+        for (int bits : { 1, 2, 3, 4 }) {
+            if (!quick || bits == 2 || D == 64 * (1 + bits % 2)) { attention(with({ bits, bits, 16, scale, D, 1, 4, 1, 700 + 90 * bits, 1, 0, 0, bits == 3, bits == 4 }, bits % 2, bits == 1)); }
+        }
+        if (quick) { continue; }
+        for (int gqa : { 1, 2, 3, 4, 5, 7, 8, 9, 16 }) {
+            const float softcap = gqa == 5 ? 20.0f : 0.0f, alibi = gqa % 3 == 1 ? 8.0f : 0.0f;
+            attention(with({ 2, 2, 16, scale, D, 2, gqa, 1, 1300 + 61 * gqa, 1 + gqa % 3, softcap, alibi, gqa % 4 == 0, false }, gqa % 2, gqa % 3 == 0));
+            attention(with({ 2, 2, 16, scale, D, 1, gqa, 32 / gqa, 500 + 17 * gqa, 1, softcap, alibi, gqa == 3, true }, gqa % 2 == 0, gqa == 2));
+        }
+        for (int cells : { 1, 33, 64, 65, 250, 9000 }) { attention({ 2, 2, 16, scale, D, cells == 9000 ? 1 : 2, 4, 1, cells + 20, 1, 0, 0, false, false }); }
+        for (int bits : { 1, 3, 4 }) { for (int gqa : { 1, 6, 8 }) { attention(with({ bits, bits, 16, scale, D, 2, gqa, 1, 2100, 1, 0, 0, gqa == 6, gqa == 8 }, gqa != 6, gqa == 1)); } }
+    } }
+    printf("attention, groups of 16: %d cases, worst relative error %.2g\n", n, worst);
+}
+
 // quick: under a sanitizer, or on the host
 static void attention_matrix(kvq_cuda_device & d, bool quick) {
     double worst = 0;
@@ -283,6 +316,7 @@ static void attention_matrix(kvq_cuda_device & d, bool quick) {
         attention(c);
         CHECK(d.n_short > before, "bits %d/%d group %d D %d: the kernel for short caches did not run", c.kb, c.vb, c.group, c.D);
     };
+    fine_attention(d, quick);
     if (quick) {
         attention({ 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
         attention({ 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });

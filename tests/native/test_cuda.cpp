@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
+// Usage: test_cuda [quick | host [STEPS] | attention [fine] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "../../ggml-kvq/cache/store.h"
 #include "device_bytes.h"
 #include "../../ggml-kvq/types/f16.h"
@@ -314,7 +314,11 @@ int main(int argc, char ** argv) {
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "attention")) {
-        attention_matrix(d, false);
+        if (argc > 2) {
+            fine_attention(d, false);
+        } else {
+            attention_matrix(d, false);
+        }
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {

@@ -1,0 +1,272 @@
+// Decode attention over codes whose scales are shared by 16 cells in keys and by 16 channels in values (attend_decode.cuh). A product
+// then has cells, or channels, of one group alone, so that its scale is that of the whole right operand and all 8 columns are rows of
+// queries. A thread (g, c) holds
+//   in S   the rows:    cells 16j + 2g + {0, 1} of group j, j = 0..3
+//   in O   the rows:    channels 16k + 2g + {0, 1} of group k, k = 0..D/16-1
+//          contracted:  cells 16c + 4j + {0..3}, as everywhere: they go from the threads that have them in S through shared memory
+//
+// Zeros: one product per step for all four groups of keys, row g = zeros of group g%4; values: row g = zeros of group g, as everywhere.
+#pragma once
+
+#include "decode_products.cuh"
+
+namespace {
+
+// Parameters in f16, in pieces of 8 neighbours (8 channels or 8 cells): scales of a group and then its zeros. Piece i of group n lies at
+// i ^ n%2: threads that read pieces of neighbouring groups, 2c or 2c + 1, find all banks.
+constexpr int FINE_TURN = 1024; // bytes: probabilities of 64 cells, 8 columns
+template <int D> __device__ __forceinline__ constexpr int key_piece(int part, int i) { return (part * (D / 4) + (i ^ (part & 1))) * 16; }
+template <int D> __device__ __forceinline__ constexpr int value_piece(int group, int i) { return 16*D + (group * 16 + (i ^ (group & 1))) * 16; }
+
+// Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t: of this lane's half, of cell t on
+// in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step, followed by the ranges of both halves.
+template <int D, int KB, int W> __device__ __forceinline__ void copy_fine_keys(uint32_t to, const uint8_t * codes, int t) {
+    constexpr int N = D * W / 32 * 4; // pieces of a tile
+    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
+    codes += t / 16 * (N * 16) + r * 16;
+    to += half * (N * 32);
+#pragma unroll
+    for (int k = 0; k < N / 8; k++) {
+        const int tile = 2*half + (N == 8 ? r / 8 : 16*k / N);
+        copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256);
+    }
+}
+
+template <int D, int KB, int W> __device__ __forceinline__ void copy_fine_values(uint32_t to, const uint8_t * codes, int t, int n_chunks) {
+    constexpr int N = 4 * W; // pieces of half a tile
+    const int r = threadIdx.x % 16, chunk = threadIdx.x / 16 % 2 * W + r % N / 4;
+    codes += r / N * n_chunks * 64 + t / 32 * (N * 16) + r % N * 16;
+    to += r / N * (N * 32) + chunk / 2 * 128 + ((chunk % 2 * 4 + r % 4) ^ 2 * (chunk / 2 % 4)) * 16;
+#pragma unroll
+    for (int k = 0; k < D * W / 64; k++, codes += 256 / W * n_chunks) { copy16(to + k * 512, codes); }
+}
+
+template <int D, int KB, int VB, bool BYTES> __device__ __forceinline__
+void copy_fine(const kvq_attend_args & a, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
+    using map = stage_map<D, KB, VB>;
+    constexpr int SIZE = BYTES ? 1 : 2; // of a parameter
+    const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
+    if (keys) {
+        const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes, * params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
+        copy_fine_keys<D, KB, map::WK>(to + map::K, codes, t);
+        if constexpr (cut<KB>::high) { copy_fine_keys<D, KB, 1>(to + map::K_HIGH, codes + a.k.offset[1], t); }
+        const uint32_t at = to + map::K_PARAMS;
+        if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
+        params += (BYTES ? 8 : 0) + (t / 16 * D + r * 8) * SIZE;
+        const uint8_t * zeros = params + (D == 128 ? a.k.np : a.k.np - D) * SIZE; // D = 128: of the next step, 64: of the upper lanes
+        if (D == 64 && r >= 8) { params = zeros; }
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            const int odd = 16*k / (D / 4), zero = D == 128 ? k % 2 : 0;
+            const uint8_t * from = (zero ? zeros : params) + odd * D * SIZE;
+            if constexpr (BYTES) {
+                copy8(at + (lane + 32*k) * 8, from);
+            } else {
+                copy16(at + key_piece<D>(2*half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16, from);
+            }
+        }
+    }
+    if (values) {
+        const uint8_t * codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes, * params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
+        copy_fine_values<D, VB, map::WV>(to + map::V, codes, t, a.v.n_chunks[0]);
+        if constexpr (cut<VB>::high) { copy_fine_values<D, VB, 1>(to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1]); }
+        const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
+        if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
+        params += (BYTES ? 8 : 0) + (r / 4 % 2 * a.v.np + r / 8 * a.v.n_cells + t + r % 4 * 8) * SIZE;
+#pragma unroll
+        for (int k = 0; k < D / 32; k++, params += 2 * a.v.n_cells * SIZE) {
+            if constexpr (BYTES) {
+                copy8(at + (lane + 32*k) * 8, params);
+            } else {
+                copy16(at + value_piece<D>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) - 16*D + k * 512, params);
+            }
+        }
+    }
+}
+
+template <int D, int KB, int VB, bool BYTES> __device__ __noinline__
+void copy_fine_late(const kvq_attend_args & a, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
+    copy_fine<D, KB, VB, BYTES>(a, to, page, kvh, t, keys, values);
+}
+
+// a piece from the order in memory to pairs (0, 2) (4, 6) (1, 3) (5, 7): words t and 2 + t are of its step t
+__device__ __forceinline__ uint4 pairs_of(uint4 x) { return make_uint4(even(x.x, x.y), even(x.z, x.w), odd(x.x, x.y), odd(x.z, x.w)); }
+// and from 8 bits: low + step * code; range: (low, step)
+__device__ __forceinline__ uint4 pairs_of(uint64_t x, uint32_t range) {
+    const __half2 both = as_half2(range), low = __half2half2(both.x), step = __half2half2(both.y), magic = __float2half2_rn(1024.0f);
+    const auto pair = [&](uint64_t y, uint32_t which) { return as_u32(__hfma2(__hsub2(as_half2(__byte_perm((uint32_t) y, 0x64646464u, which)), magic), step, low)); };
+    return make_uint4(pair(x, 0x4240), pair(x >> 32, 0x4240), pair(x, 0x4341), pair(x >> 32, 0x4341));
+}
+
+// Parameters that have arrived: pieces in f16 pairs, 8-bit ones in `wide`; a lane those that it asked for.
+template <int D, int KB, int VB, bool BYTES> __device__ __forceinline__ void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
+    uint8_t * k_raw = stage + stage_map<D, KB, VB>::K_PARAMS, * v_raw = k_raw + a.stage_raw_v;
+    const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
+    if constexpr (!BYTES) {
+        uint4 x[D / 16]; // all of them are on their way before the first is needed
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) { x[k] = *((const uint4 *) k_raw + lane + 32*k); }
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) { *((uint4 *) k_raw + lane + 32*k) = pairs_of(x[k]); }
+    } else {
+        const uint2 ranges = *(const uint2 *) (k_raw + 8*D + half * 8);
+        const uint32_t range = *(const uint32_t *) (v_raw + 8*D + half * 8 + r / 4 % 2 * 4);
+        uint64_t x[D / 32], y[D / 32];
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            x[k] = *((const uint64_t *) k_raw + lane + 32*k);
+            y[k] = *((const uint64_t *) v_raw + lane + 32*k);
+        }
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            const int odd = 16*k / (D / 4), zero = D == 128 ? k % 2 : 0;
+            uint8_t * to = wide + key_piece<D>(2*half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16;
+            *(uint4 *) to = pairs_of(x[k], (D == 128 ? zero : r / 8) ? ranges.y : ranges.x);
+        }
+#pragma unroll
+        for (int k = 0; k < D / 32; k++) {
+            *(uint4 *) (wide + value_piece<D>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) + k * 512) = pairs_of(y[k], range);
+        }
+    }
+    __syncwarp();
+}
+
+// Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step in rows g, its second in
+// rows g + 8; each is multiplied with either step's q, and of those products one row counts.
+template <int D, int KB, int VB> __device__ __forceinline__
+void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
+    using map = stage_map<D, KB, VB>;
+    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4;
+    constexpr float FROM_K = (float) (1 << (24 - K_BOOST));
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    float zeros[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; j++) { s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f; }
+    const uint8_t * words = stage + map::K + g % 2 * 8, * words1 = stage + map::K_HIGH + g % 2 * 8;
+    uint2 x[4], h[4];
+#pragma unroll
+    for (int u = 0; u < S / 2; u++) { // 8 channels
+        const int i = channel_of<D, KB>(c, 2*u) / 8;
+        if (S < P ? u == 0 : 2*u % P == 0) {
+            const int chunk = S < P ? c / 2 : c + 4 * (2*u / P);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                x[j] = *(const uint2 *) (words + j * N * 16 + chunk * 64 + ((g / 2) ^ j) * 16);
+                if (cut<KB>::high) { h[j] = *(const uint2 *) (words1 + j * (D / 8) * 16 + chunk / 2 * 64 + ((g / 2) ^ j) * 16); }
+                if (S < P || cut<KB>::high) { // two threads share a word of 8 planes
+                    uint2 & y = cut<KB>::high ? h[j] : x[j];
+                    y.x = rotate(y.x, 4 * (c % 2));
+                    y.y = rotate(y.y, 4 * (c % 2));
+                }
+            }
+        }
+        const uint4 zero = *(const uint4 *) (params + key_piece<D>(g % 4, D / 8 + i));
+        uint32_t weighted[2][2];
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            const int t = 2*u + v;
+            const float weight = exp2_of(K_BOOST - W * (S < P ? t : t % P));
+            mma(zeros[v], { zero.x, zero.y, zero.z, zero.w }, q[t][0], q[t][1]);
+            weighted[v][0] = mul2(q[t][0], weight);
+            weighted[v][1] = mul2(q[t][1], weight);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const uint4 scale = *(const uint4 *) (params + key_piece<D>(j, i));
+#pragma unroll
+            for (int v = 0; v < 2; v++) {
+                const int pl = S < P ? 2*u + v : (2*u + v) % P;
+                const uint32_t f[4] = { fields<KB>(x[j].x, h[j].x, pl, false), fields<KB>(x[j].y, h[j].y, pl, false),
+                                        fields<KB>(x[j].x, h[j].x, pl, true),  fields<KB>(x[j].y, h[j].y, pl, true) };
+                mma(s[j], f, mul2(weighted[v][0], word(scale, v)), mul2(weighted[v][1], word(scale, 2 + v)));
+            }
+        }
+    }
+    const float base[2] = { zeros[0][0] + zeros[1][2], zeros[0][1] + zeros[1][3] }; // of group g%4
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float b0 = __shfl_sync(~0u, base[0], 4*j + c), b1 = __shfl_sync(~0u, base[1], 4*j + c);
+        s[j][0] = fmaf(s[j][0], FROM_K, b0); s[j][1] = fmaf(s[j][1], FROM_K, b1);
+        s[j][2] = fmaf(s[j][2], FROM_K, b0); s[j][3] = fmaf(s[j][3], FROM_K, b1);
+    }
+}
+
+// Probabilities s of cells 16j + 2g + b, columns 2c + {0, 1}, to p of column g, cells 16c + 4j + {0, 2} + b. In between cell 16j + 2g + b
+// is row (j, b, g ^ 2j) of 16 bytes: neither way do two threads meet in a bank.
+__device__ __forceinline__ void turn_probabilities(uint8_t * rows, uint32_t rows_at, const float (&s)[4][4], uint32_t (&p)[4][2]) {
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, to = lane % 8 / 2; // to: c of the threads that lane's row of a matrix goes to
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        uint8_t * row = rows + j * 256 + (g ^ 2*j) * 16 + c * 4;
+        *(uint32_t *) row         = pack_half2(s[j][0], s[j][1]);
+        *(uint32_t *) (row + 128) = pack_half2(s[j][2], s[j][3]);
+    }
+    __syncwarp();
+    const uint32_t from = rows_at + to * 256 + ((lane / 8 * 2 + lane % 2) ^ 2*to) * 16;
+#pragma unroll
+    for (int b = 0; b < 2; b++) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+            : "=r"(p[0][b]), "=r"(p[1][b]), "=r"(p[2][b]), "=r"(p[3][b]) : "r"(from + b * 128) : "memory");
+    }
+}
+
+// p: weighted probabilities of step j, cells (0, 2) and (1, 3)
+template <int D, int KB, int VB> __device__ __forceinline__
+void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
+    using map = stage_map<D, KB, VB>;
+    constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1, GROUPS = D / 16; // N: words of a channel that a thread needs
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, turn = c % 2 * 4;
+    {
+        const int group = GROUPS < 8 ? min(g, GROUPS - 1) : g;
+        const uint4 z[2] = { *(const uint4 *) (params + value_piece<D>(group, 8 + 2*c)), *(const uint4 *) (params + value_piece<D>(group, 9 + 2*c)) };
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float back = g < GROUPS ? exp2_of(-v_weight<VB>(j)) : 0.0f;
+            const uint32_t f[4] = { mul2(word(z[j / 2], j % 2), back), 0, mul2(word(z[j / 2], 2 + j % 2), back), 0 };
+            mma(oz, f, p[j][0], p[j][1]);
+        }
+    }
+    const int chunk = P == 8 ? c / 2 : N * c; // the first
+    const uint8_t * words = stage + map::V + chunk / 2 * 128 + g % 2 * 8, * words1 = stage + map::V_HIGH + (c / 2 * 4 + g / 2) * 16 + g % 2 * 8;
+#pragma unroll
+    for (int k = 0; k < GROUPS; k++) {
+        const uint4 scale[2] = { *(const uint4 *) (params + value_piece<D>(k, 2*c)), *(const uint4 *) (params + value_piece<D>(k, 2*c + 1)) };
+        uint2 x[N], h = {};
+#pragma unroll
+        for (int n = 0; n < N; n++) { x[n] = *(const uint2 *) (words + k * (2*W * 64) + (((chunk + n) % 2 * 4 + g / 2) ^ 2 * (chunk / 2 % 4)) * 16); }
+        if (cut<VB>::high) { h = *(const uint2 *) (words1 + k * 128); }
+        h.x = rotate(h.x, turn);
+        h.y = rotate(h.y, turn);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint2 y = x[j / P % N];
+            if (P == 8) { // two threads share a word of 8 planes
+                y.x = rotate(y.x, turn);
+                y.y = rotate(y.y, turn);
+            }
+            const uint32_t f[4] = { fields<VB>(y.x, h.x, j % P, false), fields<VB>(y.y, h.y, j % P, false), fields<VB>(y.x, h.x, j % P, true), fields<VB>(y.y, h.y, j % P, true) };
+            mma(o[k], f, mul2(p[j][0], word(scale[j / 2], j % 2)), mul2(p[j][1], word(scale[j / 2], 2 + j % 2)));
+        }
+    }
+}
+
+// rows: of cell 16c, channel 0
+template <int D, int VB> __device__ __forceinline__ void accumulate_fine_open(const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+    const int g = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float back = exp2_of(-v_weight<VB>(j));
+        const uint32_t p0 = mul2(p[j][0], back), p1 = mul2(p[j][1], back);
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            uint32_t x[4];
+#pragma unroll
+            for (int t = 0; t < 4; t++) { x[t] = __ldg((const uint32_t *) (rows + (size_t) (4*j + t) * stride + 16*k + 2*g)); }
+            const uint32_t f[4] = { even(x[0], x[2]), odd(x[0], x[2]), even(x[1], x[3]), odd(x[1], x[3]) };
+            mma(o[k], f, p0, p1);
+        }
+    }
+}
+
+} // namespace
