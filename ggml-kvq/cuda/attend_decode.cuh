@@ -31,6 +31,14 @@
 
 namespace {
 
+// mask of slots `slot` and the next of a page, whose cells stand at map if it has one
+__device__ __forceinline__ uint32_t mask_pair(const kvq_attend_args & a, const __half * mask, const kvq_page & page, const int32_t * map, int slot) {
+    const uint32_t next = (uint32_t) (page.cell + slot);
+    const uint2 cells = page.map ? *(const uint2 *) map : make_uint2(next, next + 1);
+    const auto of = [&](uint32_t cell) { return cell >= (uint32_t) a.n_kv ? 0xfc00u : mask ? __half_as_ushort(mask[cell]) : 0u; };
+    return of(cells.x) | of(cells.y) << 16;
+}
+
 // mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from mk[][j0] on; map: of those slots, if the page has one
 template <int N, int STEP> __device__ __forceinline__
 void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
@@ -44,13 +52,10 @@ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool 
         }
         return;
     }
-    const auto of = [&](const __half * m, uint32_t cell) { return cell >= (uint32_t) a.n_kv ? 0xfc00u : m ? __half_as_ushort(m[cell]) : 0u; };
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const uint32_t next = (uint32_t) (page.cell + slot + STEP*i);
-        const uint2 cells = page.map ? *(const uint2 *) (map + STEP*i) : make_uint2(next, next + 1);
-        mk[0][j0 + i] = of(mask[0], cells.x) | of(mask[0], cells.y) << 16;
-        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : of(mask[1], cells.x) | of(mask[1], cells.y) << 16;
+        mk[0][j0 + i] = mask_pair(a, mask[0], page, map + STEP*i, slot + STEP*i);
+        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : mask_pair(a, mask[1], page, map + STEP*i, slot + STEP*i);
     }
 }
 
@@ -123,7 +128,7 @@ template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_
         slope[e] = alibi_slope(a, head) * LOG2E;
         mask [e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
-    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0;
+    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = one_mask && a.map_stride;
     const bool mine = c >> (2 - a.copies_log2) == g >> (3 - a.copies_log2); // this thread's columns belong to its cells' scales
     const int  weight = FINE ? v_boost<VB>() - cut<VB>::W * (g / 2 % cut<VB>::P) : 0; // of all of this thread's probabilities: v_weight of the step that contracts its cells
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
@@ -213,6 +218,11 @@ template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_
                 if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
             }
         };
+        uint32_t pair = 0xfc00fc00u; // by_lane: mask of slots 2*lane + {0, 1} of the unit
+        if (by_lane && (lane < 16 ? state0 : state1) >= 0) {
+            const int slot = first_cell(2*unit + lane / 16) + lane % 16 * 2;
+            pair = mask_pair(a, mask[0], ring[unit % 4 * 2 + lane / 16], maps + unit % 2 * 64 + 2*lane, slot);
+        }
         if (state0 == 3 || state1 == 3) { arrange(); }
         bool staged = true;
         int todo = (state0 >= 0 ? 1 : 0) + (state1 >= 0 ? 2 : 0);
@@ -226,13 +236,13 @@ template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_
             const kvq_page & vp = ring[unit % 4 * 2 + vh];
             const bool here = sel >> g / 4 & 1;
             uint32_t mk[2][4];
-            if constexpr (FINE) { // this thread has cells of both halves
+            if (by_lane) { // behind the products
+            } else if constexpr (FINE) { // this thread has cells of both halves
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int from = both ? h : first, slot = first_cell(2*unit + from) + 2*g;
                     const kvq_page & page = ring[unit % 4 * 2 + from];
                     load_mask<2, 16>(a, mask, one_mask, page, a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2*g : page.map + slot, slot, 2*h, mk);
-                    if (!(sel >> h & 1)) { mk[0][2*h] = mk[0][2*h + 1] = mk[1][2*h] = mk[1][2*h + 1] = 0xfc00fc00u; }
                 }
             } else {
                 const int slot = first_cell(2*unit + kh) + in_half;
@@ -290,14 +300,18 @@ template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_
                     score_open<D, KB, false>(q, rows, a.k.stride, s);
                 }
             }
+            if (by_lane) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = __shfl_sync(~0u, pair, FINE ? 8*j + g : g / 2 * 8 + g % 2 + 2*j); }
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (FINE ? !(sel >> j / 2 & 1) : !here || !mine) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
+            }
             if constexpr (FINE) {
                 cap_scores(a, s);
             } else {
                 const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
-                if (!here || !mine) {
-#pragma unroll
-                    for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
-                }
                 finish_scores(a, unit_k, base, s);
             }
             float top[2] = { -INFINITY, -INFINITY }, f[2];
