@@ -10,8 +10,8 @@ struct kvq_attend_args {
     int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
     float scale, max_bias, softcap, m0, m1; // m0, m1: log2 of the slopes' bases
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
-    // decode: groups of key scales within 64 cells, columns of a row, pages of 32 cells, groups; fine: scales of groups of 16, a column a row (decode_fine.cuh); bytes in a stage of shared memory, of 8-bit parameters in f16
-    int   k_parts_log2, copies_log2, fine, halves_log2, k_group_log2, v_group_log2;
+    // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory, of 8-bit parameters in f16
+    int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
     int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes, stage_wide;
     int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
     int   in_order;     // the kernel before this one writes pages: no early start
@@ -26,6 +26,7 @@ struct kvq_attend_args {
     const float * sinks;
     kvq_mixed_geometry km, vm; // of mixed pages
     int map_stride;            // of the maps of pages, from one KV head to the next
+    int fine;                  // decode: groups of 16 in both, by kernels of their own (decode_fine.cuh)
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float * k_mean, * v_mean; // [head kv][head size]
     const float * rotary_high;      // kvq_rotary
@@ -33,6 +34,9 @@ struct kvq_attend_args {
     int n_pairs, neox;
     struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; const int32_t * positions; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, not of short caches
 };
+
+// log2 of the columns of a decode kernel that one row takes
+static __host__ __device__ __forceinline__ int row_columns_log2(const kvq_attend_args & a) { return a.fine ? 0 : a.k_parts_log2; }
 
 // Row r of a KV head: query token r / gqa, query head kvh*gqa + r % gqa.
 static __device__ __forceinline__ int row_token(const kvq_attend_args & a, int r) { return a.n_q == 1 ? 0 : r / a.gqa; }

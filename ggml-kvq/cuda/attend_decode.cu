@@ -28,7 +28,6 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     a.v_group_log2 = codes ? log2_of(a.v.group) : 0;
     a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
     a.fine         = codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 && a.k.bits == a.v.bits;
-    a.copies_log2  = a.fine ? 0 : a.k_parts_log2;
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
         a.hi_steps    = (a.km.n_hi + CELLS - 1) / CELLS;
@@ -45,7 +44,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     return fits && kvq_decode_row_blocks(a) <= MAX_ROW_BLOCKS;
 }
 
-int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << a.copies_log2) + COLUMNS - 1) / COLUMNS; }
+int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << row_columns_log2(a)) + COLUMNS - 1) / COLUMNS; }
 
 bool kvq_decode_means(const kvq_attend_args & a) { return a.k.type == KVQ_TYPE_LATTICE && (a.k.bits == a.v.bits || (a.k.bits == 2 && a.v.bits == 1)); }
 

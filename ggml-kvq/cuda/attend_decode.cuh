@@ -70,7 +70,7 @@ template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, is = blockIdx.z;
-    const int per_row = DECODE_COLUMNS >> a.copies_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
+    const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
     // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots, probabilities on their way
@@ -129,7 +129,7 @@ template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_
         mask [e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
     const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = one_mask && a.map_stride;
-    const bool mine = c >> (2 - a.copies_log2) == g >> (3 - a.copies_log2); // this thread's columns belong to its cells' scales
+    const bool mine = c >> (2 - columns_log2) == g >> (3 - columns_log2); // this thread's columns belong to its cells' scales
     const int  weight = FINE ? v_boost<VB>() - cut<VB>::W * (g / 2 % cut<VB>::P) : 0; // of all of this thread's probabilities: v_weight of the step that contracts its cells
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
 

@@ -92,7 +92,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), g = lane / 4, c = lane % 4, is = blockIdx.z;
-    const int per_row = DECODE_COLUMNS >> a.copies_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row, head0 = kvh * a.gqa + row0;
+    const int per_row = DECODE_COLUMNS >> a.k_parts_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row, head0 = kvh * a.gqa + row0;
     const auto & st = a.stream[is];
     const int nb_stage = a.stage_bytes + a.stage_wide;
     uint8_t * const stage = memory + warp * (nb_stage + open_place<D>::BYTES), * const params = stage + (a.stage_wide ? a.stage_bytes : (int) stage_map<D, KB, VB>::K_PARAMS);
@@ -140,7 +140,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     }
     const bool any_new = __any_sync(~0u, new_k >= 0 || new_v >= 0);
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2, last = a.n_rows - row0 - 1; // last row of this block, or beyond it
-    const bool mine = c >> (2 - a.copies_log2) == g >> (3 - a.copies_log2); // this thread's columns belong to its cells' scales
+    const bool mine = c >> (2 - a.k_parts_log2) == g >> (3 - a.k_parts_log2); // this thread's columns belong to its cells' scales
     const __half * mask[2];
     float slope[2];
 #pragma unroll
@@ -293,21 +293,21 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     __syncthreads();
     // rows of this block from its columns
     const int n_rows = min(per_row, a.n_rows - row0), n_blocks = gridDim.x;
-    const int n_sources = DECODE_WARPS << a.copies_log2, parts = (1 << a.copies_log2) - 1;
+    const int n_sources = DECODE_WARPS << a.k_parts_log2, parts = (1 << a.k_parts_log2) - 1;
     if (n_blocks == 1) {
         wait_for_takers(a);
         __syncthreads();
     }
 #pragma unroll 1
     for (int r = warp; r < n_rows; r += DECODE_WARPS) { // a lane: one column of a warp, then 4 channels
-        const int w = min(lane >> a.copies_log2, DECODE_WARPS - 1), col = (lane & parts) * per_row + r;
+        const int w = min(lane >> a.k_parts_log2, DECODE_WARPS - 1), col = (lane & parts) * per_row + r;
         const float mine_m = lane < n_sources ? sums.m[w][col] : -INFINITY, top = warp_max(mine_m);
         const float f = mine_m == -INFINITY ? 0.0f : exp2_fast(mine_m - top), sum = warp_sum(lane < n_sources ? f * sums.l[w][col] : 0.0f);
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (int i = 0; i < n_sources; i++) {
             const float  fi = __shfl_sync(~0u, f, i);
-            const float4 y  = *(const float4 *) &sums.o[i >> a.copies_log2][(i & parts) * per_row + r][lane % (D / 4) * 4];
+            const float4 y  = *(const float4 *) &sums.o[i >> a.k_parts_log2][(i & parts) * per_row + r][lane % (D / 4) * 4];
             x.x += fi * y.x; x.y += fi * y.y; x.z += fi * y.z; x.w += fi * y.w;
         }
         if (lane < D / 4) {

@@ -12,9 +12,10 @@
 
 namespace {
 
+constexpr int FINE_TURN = 1024; // bytes of shared memory: probabilities of 64 cells, 8 columns
+
 // Parameters in f16, in pieces of 8 neighbours (8 channels or 8 cells): scales of a group and then its zeros. Piece i of group n lies at
 // i ^ n%2: threads that read pieces of neighbouring groups, 2c or 2c + 1, find all banks.
-constexpr int FINE_TURN = 1024; // bytes: probabilities of 64 cells, 8 columns
 template <int D> __device__ __forceinline__ constexpr int key_piece(int part, int i) { return (part * (D / 4) + (i ^ (part & 1))) * 16; }
 template <int D> __device__ __forceinline__ constexpr int value_piece(int group, int i) { return 16*D + (group * 16 + (i ^ (group & 1))) * 16; }
 

@@ -13,7 +13,7 @@ template <int D> struct decode_sums {
 
 // Rows of this block from its columns, then from all blocks of the row by the last of them to arrive.
 template <int D> __device__ void merge_rows(const kvq_attend_args & a, decode_sums<D> & s, int is, int kvh, int row0, int n_rows, int n_blocks) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, per_row = DECODE_COLUMNS >> a.copies_log2;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns_log2 = row_columns_log2(a), per_row = DECODE_COLUMNS >> columns_log2;
     const auto finish = [&](int row, int channel, float4 x, float m, float l) {
         const int head = row_head(a, kvh, row);
         float f = 1.0f;
@@ -28,7 +28,7 @@ template <int D> __device__ void merge_rows(const kvq_attend_args & a, decode_su
         out[0] = x.x * f; out[1] = x.y * f; out[2] = x.z * f; out[3] = x.w * f;
     };
     for (int r = warp; r < n_rows; r += DECODE_WARPS) { // a lane: one column of a warp, then 4 channels
-        const int n_sources = DECODE_WARPS << a.copies_log2, parts = (1 << a.copies_log2) - 1, w = lane >> a.copies_log2, col = (lane & parts) * per_row + r;
+        const int n_sources = DECODE_WARPS << columns_log2, parts = (1 << columns_log2) - 1, w = lane >> columns_log2, col = (lane & parts) * per_row + r;
         float m = lane < n_sources ? s.m[w][col] : -INFINITY, l = lane < n_sources ? s.l[w][col] : 0.0f, f = m;
         for (int d = 16; d; d /= 2) { m = fmaxf(m, __shfl_xor_sync(~0u, m, d)); }
         f = f == -INFINITY ? 0.0f : exp2_fast(f - m);
@@ -38,7 +38,7 @@ template <int D> __device__ void merge_rows(const kvq_attend_args & a, decode_su
 #pragma unroll 4
         for (int i = 0; i < n_sources; i++) {
             const float fi = __shfl_sync(~0u, f, i);
-            const float4 y = *(const float4 *) &s.o[i >> a.copies_log2][(i & parts) * per_row + r][lane % (D / 4) * 4];
+            const float4 y = *(const float4 *) &s.o[i >> columns_log2][(i & parts) * per_row + r][lane % (D / 4) * 4];
             x.x += fi * y.x; x.y += fi * y.y; x.z += fi * y.z; x.w += fi * y.w;
         }
         if (lane >= D / 4) {
