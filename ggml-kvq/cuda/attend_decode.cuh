@@ -60,10 +60,13 @@ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool 
 }
 
 // shared memory of a warp; cells of slots: where every KV head has its own
-__host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) { return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0); }
+__host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
+    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0);
+}
 
 // MEANS: sealed pages lack theirs. FINE: as above, 1: parameters in f16, 2: in 8 bits
-template <int D, int KB, int VB, bool MEANS, int FINE> __global__ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
+template <int D, int KB, int VB, bool MEANS, int FINE> __global__
+void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));

@@ -21,7 +21,7 @@ template <int D> __device__ __forceinline__ constexpr int value_piece(int group,
 
 // Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t: of this lane's half, of cell t on
 // in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step, followed by the ranges of both halves.
-template <int D, int KB, int W> __device__ __forceinline__ void copy_fine_keys(uint32_t to, const uint8_t * codes, int t) {
+template <int D, int W> __device__ __forceinline__ void copy_fine_keys(uint32_t to, const uint8_t * codes, int t) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
     const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
     codes += t / 16 * (N * 16) + r * 16;
@@ -33,7 +33,7 @@ template <int D, int KB, int W> __device__ __forceinline__ void copy_fine_keys(u
     }
 }
 
-template <int D, int KB, int W> __device__ __forceinline__ void copy_fine_values(uint32_t to, const uint8_t * codes, int t, int n_chunks) {
+template <int D, int W> __device__ __forceinline__ void copy_fine_values(uint32_t to, const uint8_t * codes, int t, int n_chunks) {
     constexpr int N = 4 * W; // pieces of half a tile
     const int r = threadIdx.x % 16, chunk = threadIdx.x / 16 % 2 * W + r % N / 4;
     codes += r / N * n_chunks * 64 + t / 32 * (N * 16) + r % N * 16;
@@ -49,8 +49,8 @@ void copy_fine(const kvq_attend_args & a, uint32_t to, const kvq_page & page, in
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if (keys) {
         const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes, * params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
-        copy_fine_keys<D, KB, map::WK>(to + map::K, codes, t);
-        if constexpr (cut<KB>::high) { copy_fine_keys<D, KB, 1>(to + map::K_HIGH, codes + a.k.offset[1], t); }
+        copy_fine_keys<D, map::WK>(to + map::K, codes, t);
+        if constexpr (cut<KB>::high) { copy_fine_keys<D, 1>(to + map::K_HIGH, codes + a.k.offset[1], t); }
         const uint32_t at = to + map::K_PARAMS;
         if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
         params += (BYTES ? 8 : 0) + (t / 16 * D + r * 8) * SIZE;
@@ -69,8 +69,8 @@ void copy_fine(const kvq_attend_args & a, uint32_t to, const kvq_page & page, in
     }
     if (values) {
         const uint8_t * codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes, * params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
-        copy_fine_values<D, VB, map::WV>(to + map::V, codes, t, a.v.n_chunks[0]);
-        if constexpr (cut<VB>::high) { copy_fine_values<D, VB, 1>(to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1]); }
+        copy_fine_values<D, map::WV>(to + map::V, codes, t, a.v.n_chunks[0]);
+        if constexpr (cut<VB>::high) { copy_fine_values<D, 1>(to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1]); }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
         if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
         params += (BYTES ? 8 : 0) + (r / 4 % 2 * a.v.np + r / 8 * a.v.n_cells + t + r % 4 * 8) * SIZE;
@@ -99,7 +99,8 @@ __device__ __forceinline__ uint4 pairs_of(uint64_t x, uint32_t range) {
     return make_uint4(pair(x, 0x4240), pair(x >> 32, 0x4240), pair(x, 0x4341), pair(x >> 32, 0x4341));
 }
 
-// Parameters that have arrived: pieces in f16 pairs, 8-bit ones in `wide`; a lane those that it asked for.
+// Parameters that have arrived, from the order in memory to pairs: f16 in place, 8 bits into `wide`, where a lane's pieces go where it would have
+// asked for them in f16.
 template <int D, int KB, int VB, bool BYTES> __device__ __forceinline__ void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
     uint8_t * k_raw = stage + stage_map<D, KB, VB>::K_PARAMS, * v_raw = k_raw + a.stage_raw_v;
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;

@@ -3,7 +3,8 @@
 
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions of three sequences that take turns, 4: no means
 // stayed: the promise that none has moved is given. torn: some pages are sealed in keys or in values alone; head_masks: a mask for every head
-struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; bool stayed = false, torn = false, head_masks = false; };
+// page: cells of a page, 0: as few as there may be
+struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; bool stayed = false, torn = false, head_masks = false; int page = 0; };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
 static const float * some_means(int n) {
@@ -34,7 +35,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
     std::vector<int32_t> pos, was; // [stream][cell]
 
     world(kvq_cuda_device & d, const attention_case & c, bool fill = true) : d(d), n_stream(c.n_stream), stayed(c.stayed) {
-        const int P = std::max(32, c.group);
+        const int P = c.page ? c.page : std::max(32, c.group);
         k = make_layout(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
         v = make_layout(make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
         const int np = k.n_pages, H = c.n_kv_heads, D = c.D;
@@ -294,6 +295,11 @@ static void fine_attention(kvq_cuda_device & d, bool quick) {
             attention(with({ 2, 2, 16, scale, D, 1, gqa, 32 / gqa, 500 + 17 * gqa, 1, softcap, alibi, gqa == 3, true }, gqa % 2 == 0, gqa == 2));
         }
         for (int cells : { 1, 33, 64, 65, 250, 9000 }) { attention({ 2, 2, 16, scale, D, cells == 9000 ? 1 : 2, 4, 1, cells + 20, 1, 0, 0, false, false }); }
+        for (int page : { 64, 128 }) { for (bool map : { false, true }) {
+            attention_case c = with({ 2, 2, 16, scale, D, 2, 4, 1, 2300, 2, 0, 0, false, map }, page == 64, false);
+            c.page = page;
+            attention(c);
+        } }
         for (int bits : { 1, 3, 4 }) { for (int gqa : { 1, 6, 8 }) { attention(with({ bits, bits, 16, scale, D, 2, gqa, 1, 2100, 1, 0, 0, gqa == 6, gqa == 8 }, gqa != 6, gqa == 1)); } }
     } }
     printf("attention, groups of 16: %d cases, worst relative error %.2g\n", n, worst);
