@@ -221,10 +221,9 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
                 if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
             }
         };
-        uint32_t pair = 0xfc00fc00u; // by_lane: mask of slots 2*lane + {0, 1} of the unit
-        if (by_lane && (lane < 16 ? state0 : state1) >= 0) {
-            const int slot = first_cell(2*unit + lane / 16) + lane % 16 * 2;
-            pair = mask_pair(a, mask[0], ring[unit % 4 * 2 + lane / 16], maps + unit % 2 * 64 + 2*lane, slot);
+        if (by_lane && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
+            int32_t * const at = maps + unit % 2 * 64 + 2*lane;
+            *at = (int32_t) mask_pair(a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2*unit + lane / 16) + lane % 16 * 2);
         }
         if (state0 == 3 || state1 == 3) { arrange(); }
         bool staged = true;
@@ -304,8 +303,9 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
                 }
             }
             if (by_lane) {
+                __syncwarp();
 #pragma unroll
-                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = __shfl_sync(~0u, pair, FINE ? 8*j + g : g / 2 * 8 + g % 2 + 2*j); }
+                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + (FINE ? 16*j + 2*g : g / 2 * 16 + g % 2 * 2 + 4*j)]; }
             }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
