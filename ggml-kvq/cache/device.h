@@ -38,6 +38,7 @@ struct kvq_pack_page {
     const float   * sums;              // NULL: never observed
     const uint8_t * stale, * present;  // host memory; present: [n_head][page_cells/8], the cells that are packed
     int32_t cell, first, n;            // its first cell; of its run: the first page, and how many
+    bool    sorted;                    // the run: by score, the highest first and earlier cells first when equal; else in the cells' order
 };
 struct kvq_packed { // as many pages of slots as went in; a run's are at its pages' places, the empty ones at the end
     std::vector<float>   sums; // [page][n_head]: scores of its slots, added in their order
@@ -100,9 +101,8 @@ public:
     virtual void chain_step(const kvq_chain_pages &) {}
 
     // Of devices that keep scores: the salient sets of pages about to seal.
-    // Every head sorts the cells of a run by score, the highest first and earlier ones first when equal (unless `sorted` is off: in
-    // their order), and fills pages of slots.
-    virtual void pack(const kvq_lane_layout &, bool normalise, bool sorted, const kvq_pack_page *, int n, kvq_packed &) { (void) normalise; (void) sorted; (void) n; }
+    // Every head puts the cells of a run in order and fills pages of slots.
+    virtual void pack(const kvq_lane_layout &, bool normalise, const kvq_pack_page *, int n, kvq_packed &) { (void) normalise; (void) n; }
     // Rows of n tiles from open ones: slot i of a head is its row of cell maps[tile][head][i]; frames: open tiles of n_frames pages from
     // `first` on. Zeros where either is missing.
     virtual void gather(const kvq_lane_layout &, int n, uint16_t * const * tiles, const int32_t * const * maps, const uint16_t * const * frames, int first, int n_frames) {

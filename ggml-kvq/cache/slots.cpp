@@ -79,7 +79,10 @@ void kvq_slots::clear() {
         }
     }
     std::fill(prompt.begin(), prompt.end(), 0);
-    top.assign((size_t) n_stream, -1);
+    top.assign((size_t) n_stream, 0);
+    reach.assign((size_t) n_stream, 0);
+    in_prompt.assign((size_t) n_stream, 0);
+    keys_arrive.assign((size_t) n_stream, 0);
     for (auto & m : open_maps) {
         m.clear();
     }
@@ -121,18 +124,32 @@ void kvq_slots::show(int s, int i) {
 
 // ---------------------------------------------------------------- writing
 
-void kvq_slots::wrote(int s, int p, int64_t n_rows) {
-    in_prompt = n_rows >= KVQ_PROMPT_ROWS;
-    const kvq_lane & k = *lane[0];
+void kvq_slots::wrote(int s, int p, const uint8_t * slots, int64_t n_rows) {
+    const bool asked = n_rows >= KVQ_PROMPT_ROWS && !is_restoring; // who wrote what a state holds is not known
     uint8_t * flags = prompt.data() + ((size_t) s * n_pages + p) * page_cells;
     forget_all(s);
     for (int t = 0; t < page_cells; t++) {
-        if (k.valid(s, p)[t / 8] >> t % 8 & 1 && !(flags[t] & AWAY) && in_prompt) {
-            flags[t] |= OF_PROMPT;
-            top[(size_t) s] = std::max(top[(size_t) s], p * page_cells + t);
+        if (slots[t / 8] >> t % 8 & 1) {
+            flags[t] |= asked ? OF_PROMPT : 0;
+            reach[(size_t) s] = std::max(reach[(size_t) s], p * page_cells + t + 1);
         }
     }
+    in_prompt[(size_t) s] = asked;
+    keys_arrive[(size_t) s] &= is_restoring;
+    if (asked) { top[(size_t) s] = (int64_t) lane[0]->streams[(size_t) s].clock; }
     mask_open(s, p);
+}
+
+void kvq_slots::limit(int s, int n_cells) {
+    int & end = reach[(size_t) s];
+    if (n_cells >= end) {
+        return;
+    }
+    for (int c = n_cells; c < end; c++) { forget(s, c); }
+    forget_all(s);
+    end = n_cells;
+    for (kvq_lane * x : lane) { x->drop_from(s, n_cells); }
+    if (n_cells % page_cells && lane[0]->state(s, n_cells / page_cells) == KVQ_PAGE_OPEN) { mask_open(s, n_cells / page_cells); }
 }
 
 void kvq_slots::forget(int s, int cell) {
@@ -308,7 +325,10 @@ std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> 
             out[at].map[(size_t) h * page_cells + n_in[at]++] = cells[i];
             sums[at] += scores[i];
         }
-        for (size_t at = 0; at < out.size(); at++) { out[at].info.score += sums[at]; }
+        for (size_t at = 0; at < out.size(); at++) {
+            out[at].info.score += sums[at];
+            out[at].index = (int) at;
+        }
     }
     while (!out.empty() && out.back().holds_nothing()) { out.pop_back(); }
     return out;
@@ -320,7 +340,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
     std::vector<int> made, places; // pages, and where a device packed them
     kvq_packed packed;
     if (value) {
-        const auto found = std::find_if(queue.begin(), queue.end(), [&](const pending & x) { return x.due == due; });
+        const auto found = std::find_if(queue.begin(), queue.end(), [&](const pending & x) { return x.stream == s && x.due == due; });
         if (found == queue.end()) {
             return; // values without keys: cells that are nowhere are evicted ones
         }
@@ -329,38 +349,54 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
     } else {
         const kvq_lane & k = *lane[0];
         uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
-        int n_prompt = 0, n_open = 0, n_due = 0, n_of = 0;
+        const auto of_prompt = [&](int p) { // cells of an open page
+            int n = 0;
+            for (int t = 0; t < page_cells; t++) { n += (k.valid(s, p)[t / 8] >> t % 8 & 1) && (flags[p * page_cells + t] & OF_PROMPT); }
+            return n;
+        };
+        int n_prompt = 0, n_open = 0;
         for (int c = 0; c < n_pages * page_cells; c++) { n_prompt += flags[c] & OF_PROMPT; }
-        for (int p : k.streams[(size_t) s].open) {
-            n_open += std::find(due.begin(), due.end(), p) == due.end() ? k.info(s, p).n_valid : 0;
-        }
-        for (int p : due) {
-            for (int t = 0; t < page_cells; t++) { n_of += flags[p * page_cells + t] & OF_PROMPT; }
-            n_due += k.info(s, p).n_valid;
-        }
-        const bool of_prompt = 2 * n_of >= n_due, judged = in_prompt && !is_restoring && keep < 1.0f;
-        const int  first_recent = top[(size_t) s] + 1 - (int) std::lround(recent * (float) n_prompt);
-        std::vector<std::vector<int>> runs(1); // older cells in one, those within the newest in short ones
-        for (int p : due) {
-            if ((p + 1) * page_cells > first_recent && (runs.size() == 1 || runs.back().size() == RECENT_RUN)) {
-                runs.emplace_back();
+        for (int p : k.streams[(size_t) s].open) { n_open += std::binary_search(due.begin(), due.end(), p) ? 0 : of_prompt(p); }
+        const bool    judged = in_prompt[(size_t) s] && !is_restoring && keep < 1.0f;
+        const int64_t first_recent = top[(size_t) s] + 1 - std::lround(recent * (float) n_prompt);
+        // in the order of writing; older cells of the prompt in one run, those within the newest in short ones
+        std::vector<int> order = due;
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return k.info(s, a).stamp < k.info(s, b).stamp; });
+        std::vector<run> runs;
+        for (int p : order) {
+            const bool asked = 2 * of_prompt(p) >= k.info(s, p).n_valid, is_recent = asked && (int64_t) k.info(s, p).stamp >= first_recent;
+            if (runs.empty() || runs.back().of_prompt != asked || runs.back().recent != is_recent || (is_recent && runs.back().pages.size() == RECENT_RUN)) {
+                runs.push_back({ {}, asked, is_recent });
             }
-            runs.back().push_back(p);
+            runs.back().pages.push_back(p);
         }
         std::vector<candidate> fresh = device ? pack_there(s, runs, judged, packed) : std::vector<candidate>();
         for (size_t r = 0; !device && r < runs.size(); r++) {
-            for (candidate & c : pack(s, runs[r], judged)) {
-                c.info.newest = runs[r].back() * page_cells + page_cells - 1;
+            for (candidate & c : pack(s, runs[r].pages, judged && runs[r].of_prompt)) {
+                c.run   = (int) r;
                 fresh.push_back(std::move(c));
             }
         }
+        int n_generated = 0; // pages
         for (candidate & c : fresh) {
+            const run & r = runs[(size_t) c.run];
             c.info.used      = true;
-            c.info.generated = !of_prompt;
+            c.info.generated = !r.of_prompt;
+            c.info.newest    = (int64_t) k.info(s, r.of_prompt ? r.pages.back() : r.pages[(size_t) c.index]).stamp;
+            n_generated += !r.of_prompt;
+        }
+        std::vector<int> used, may_go; // pages; those being restored, whose values are still to come, stay
+        for (int i = 0; i < n_store; i++) {
+            if (!page(s, i).used) {
+                continue;
+            }
+            used.push_back(i);
+            n_generated += page(s, i).generated;
+            if (std::none_of(arrived.begin(), arrived.end(), [&](const auto & a) { return a.first.first == s && a.second == i; })) { may_go.push_back(i); }
         }
         int budget = n_store;
         if (judged) {
-            budget = std::min(budget, std::max((int) std::lround((keep * (float) n_prompt - (float) n_open) / (float) page_cells), 1));
+            budget = std::min(budget, std::max((int) std::lround((keep * (float) n_prompt - (float) n_open) / (float) page_cells), 1) + n_generated);
         }
         // victims: lowest first
         const auto rank = [&](const slot_page & x) { return x.generated ? 2 : x.newest >= first_recent; };
@@ -368,16 +404,12 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             const int ra = rank(a), rb = rank(b);
             return ra != rb ? ra < rb : ra == 2 ? a.newest < b.newest : a.score < b.score;
         };
-        std::vector<int> used;
-        for (int i = 0; i < n_store; i++) {
-            if (page(s, i).used) { used.push_back(i); }
-        }
-        while ((int) (used.size() + fresh.size()) > budget) {
-            const auto a = std::min_element(used.begin(), used.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
+        for (int n = (int) (used.size() + fresh.size()); n > budget && may_go.size() + fresh.size() > 0; n--) {
+            const auto a = std::min_element(may_go.begin(), may_go.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
             const auto b = std::min_element(fresh.begin(), fresh.end(), [&](const candidate & x, const candidate & y) { return worse(x.info, y.info); });
-            if (b == fresh.end() || (a != used.end() && !worse(b->info, page(s, *a)))) {
+            if (b == fresh.end() || (a != may_go.end() && !worse(b->info, page(s, *a)))) {
                 free_page(s, *a);
-                used.erase(a);
+                may_go.erase(a);
             } else {
                 fresh.erase(b);
             }
@@ -397,7 +429,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             }
         }
         for (int p : due) { absent.erase({ s, p }); }
-        queue.push_back({ due, made });
+        queue.push_back({ s, due, made });
     }
     const int n = device ? 0 : (int) made.size() * n_head;
     if (device) {
@@ -517,7 +549,9 @@ void kvq_slots::copy(bool value, int from, int to) {
         if (found != absent.end()) { absent[{ to, p }] = found->second; }
     }
     std::copy_n(prompt.begin() + (long) from * n_pages * page_cells, n_pages * page_cells, prompt.begin() + (long) to * n_pages * page_cells);
-    top[(size_t) to] = top[(size_t) from];
+    top[(size_t) to]       = top[(size_t) from];
+    reach[(size_t) to]     = reach[(size_t) from];
+    in_prompt[(size_t) to] = in_prompt[(size_t) from];
     for (int p = 0; p < n_pages; p++) {
         mask_open(to, p);
     }

@@ -1,11 +1,12 @@
 // Sealed cells when some are evicted (MiniKV, arXiv 2411.18077): pages of slots, in which every KV head keeps its own cells.
 //
-//   seal     the cells of the pages that are due form a run. Prompt cells: each head sorts the run by score (saliency.h) and packs it
-//            into pages of page_cells slots, in cell order within a page; generated cells stay in cell order
-//   budget   `keep` of the stream's prompt cells, less those still open, in whole pages; never more than n_store pages
+//   seal     pages that are due form runs, those of generated cells runs of their own. Prompt cells: each head sorts the run by score
+//            (saliency.h) and packs it into pages of page_cells slots, in cell order within a page; generated cells stay in cell order
+//   budget   `keep` of the stream's prompt cells, less those still open, in whole pages, and all pages of generated cells; never more
+//            than n_store pages
 //   evict    while there are more, the page of the lowest score, summed over its cells and heads, goes: old ones and those about to be
 //            sealed alike. Pages whose run reaches into the newest `recent` of the prompt go after all others (such runs are of four pages),
-//            generated ones last, oldest first
+//            generated ones last, oldest first. Old and new are meant by the order of writing, not by cell
 // What is sealed is never quantised again: pages go or stay whole, and because a run is sorted that is close to choosing cells.
 // An evicted cell keeps no trace but a bit; positions of the others do not change. How saved states carry all this: slots_state.cpp.
 // Pages may lie on a device, which then sorts the cells of runs and moves their rows (slots_there.cpp). Which pages stay is decided here, and
@@ -38,7 +39,7 @@ public:
     static size_t nb_page(int n_head, int page_cells); // tables of a page of slots
 
     // Calls of the lanes (store.cpp). Keys seal before values; both seal the same pages in the same order.
-    void wrote (int stream, int page, int64_t n_rows); // rows of a call went to this page
+    void wrote (int stream, int page, const uint8_t * slots, int64_t n_rows); // rows of a call went to these slots of a page (a bit each); n_rows: of the stream
     void forget(int stream, int cell);                 // a cell is written anew: pages of slots leave it
     void forget_all(int stream);                       // when all that belong together were named: they do now; wrote() calls it
     void seal  (bool value, int stream, const std::vector<int> & due, int n_threads);
@@ -49,6 +50,7 @@ public:
     void edit  (bool value, int stream, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn);
     void copy  (bool value, int from, int to);
     void clear();
+    void limit(int stream, int n_cells); // cells from n_cells on are free: nobody will read what is left of them
     void restoring(bool on); // what comes from a state is not judged again
     void note_absent(int stream, int cell, const uint8_t * left); // a restored key: heads that do not hold it, for devices
     bool is_plain(int stream, int page) const;                    // an open page all of whose cells are its own
@@ -58,15 +60,16 @@ public:
 private:
     struct slot_page {
         bool  used = false, generated = false;
-        int   newest = 0;   // cell of its run
+        int64_t newest = 0; // clock of the lane when the last cell of its run was written
         int   lo = 0, hi = 0; // its cells lie between them
         float score = 0.0f;
     };
-    struct pending { std::vector<int> due, pages; };
+    struct pending { int stream; std::vector<int> due, pages; };
+    struct run { std::vector<int> pages; bool of_prompt, recent; };
     struct candidate {
         slot_page info;
         std::vector<int32_t> map; // [n_head][page_cells]
-        int place = 0;            // on a device, among those packed together
+        int run = 0, index = 0, place = 0; // its run, its place there; on a device, its place among all that were packed together
         bool holds_nothing() const;
     };
     struct arrival;
@@ -82,7 +85,7 @@ private:
     void put_map    (int s, int i);
     void encode     (bool value, int s, int i, int h);
     void encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made, const kvq_packed & packed, const std::vector<int> & places);
-    std::vector<candidate> pack_there(int s, const std::vector<std::vector<int>> & runs, bool sorted, kvq_packed & packed) const;
+    std::vector<candidate> pack_there(int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const;
     void encode_rows(bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose); // from the host
     void choose_set (bool value, int s, int i, int h, uint8_t * set); // salient slots of a mixed block, before it is encoded
     template <typename T> const T * view(const T * p, size_t n, std::vector<T> & copy) const; // on the host
@@ -99,11 +102,13 @@ private:
     int32_t * maps_there = nullptr;
     float keep = 0.0f, recent = 0.0f;
     int   n_head = 0, page_cells = 0, n_store = 0, n_pages = 0, n_stream = 0;
-    bool  is_restoring = false, in_prompt = false; // in_prompt: the last call was
+    bool  is_restoring = false;
     std::vector<slot_page> pages;   // [n_stream][n_store]
     std::vector<int32_t>   maps;    // [n_stream][n_store][n_head][page_cells]
     std::vector<uint8_t>   prompt;  // [n_stream][n_pages*page_cells]: OF_PROMPT, AWAY: sealed or evicted, PARTLY
-    std::vector<int>       top;     // newest prompt cell of a stream
+    std::vector<int64_t>   top;     // of a stream: clock when its newest prompt cell was written
+    std::vector<int>       reach;   // likewise: cells from here on were never written
+    std::vector<uint8_t>   in_prompt, keys_arrive; // likewise: the last call was of a prompt; keys are being restored
     std::vector<int>       rewritten; // cells named by forget() that pages of slots may still hold
     std::vector<std::vector<int32_t>> open_maps; // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]
     std::vector<int32_t *> open_there;           // the same on the device

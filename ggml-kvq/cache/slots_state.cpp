@@ -1,7 +1,7 @@
 // Slots in a saved state, which has f16 rows of cells and no room besides. An evicted row is -0 throughout. A kept row is its decoded values,
 // whose low mantissa bits hold (types.h, kvq_image_put)
 //   u32     page | slot << 20 | generated << 28 | of the prompt << 29
-//   bytes   its share of the head's stream, rows in slot order:  parameters of the block, f32 score, i32 newest - cell of slot 0
+//   bytes   its share of the head's stream, rows in slot order:  parameters of the block, f32 score, i32 rows written since its newest
 // so that a page whose rows are all there is restored as it was. A page that lost cells is written without; its values are quantised anew.
 #include "slots.h"
 
@@ -15,7 +15,7 @@
 #include <cstring>
 
 constexpr int    MAX_IMAGE = 8;           // mantissa bits
-constexpr size_t TAIL      = 8;           // score, newest
+constexpr size_t TAIL      = 8;           // score, age
 constexpr int    MAX_PAGE  = (1 << 20) - 1;
 
 // A page as it comes out of a state.
@@ -68,10 +68,10 @@ void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
                 params = params_copy.data();
             }
             kvq_traits(l.codec.type)->decode(l.codec, codes, params, block.data());
-            const int32_t newest = page.newest - m[0];
+            const int32_t age = (int32_t) std::min<int64_t>((int64_t) lane[0]->streams[(size_t) s].clock - page.newest, INT32_MAX);
             memcpy(stream.data(), params, l.nb_params);
             memcpy(stream.data() + l.nb_params,     &page.score, 4);
-            memcpy(stream.data() + l.nb_params + 4, &newest, 4);
+            memcpy(stream.data() + l.nb_params + 4, &age, 4);
             for (int t = 0; t < page_cells; t++) {
                 if (m[t] < cell || m[t] >= cell + n) {
                     continue;
@@ -115,8 +115,17 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
     left.assign((size_t) n * n_head, 1);
     std::map<int, arrival> found; // by page in the state
     std::vector<uint8_t> bytes(nb_row);
+    if (!value && !keys_arrive[(size_t) s]) { // nothing is left of a state that did not come to its end
+        for (auto it = arrived.begin(); it != arrived.end();) {
+            if (it->first.first == s) { free_page(s, it->second); }
+            it = it->first.first == s ? arrived.erase(it) : std::next(it);
+        }
+        queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const pending & x) { return x.stream == s; }), queue.end());
+    }
+    keys_arrive[(size_t) s] = !value;
     for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
     forget_all(s);
+    reach[(size_t) s] = std::max(reach[(size_t) s], cell + n);
     for (int c = cell; c < cell + n; c++) {
         for (int h = 0; h < n_head; h++) {
             const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;
@@ -174,12 +183,13 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
             continue;
         }
         slot_page & p = page(s, i);
-        int32_t newest;
+        int32_t age;
         memcpy(&p.score, stream.data() + l.nb_params, 4);
-        memcpy(&newest,  stream.data() + l.nb_params + 4, 4);
+        memcpy(&age,     stream.data() + l.nb_params + 4, 4);
         p.used      = true;
         p.generated = a.heads[0] >> 28 & 1;
-        p.newest    = std::min(std::max(newest + a.cells[(size_t) (n_head - 1) * page_cells], 0), n_pages * page_cells - 1);
+        p.newest    = (int64_t) lane[0]->streams[(size_t) s].clock - std::max(age, 0);
+        top[(size_t) s] = std::max(top[(size_t) s], p.generated ? 0 : p.newest);
         set_map(s, i, a.cells.data());
         put_map(s, i);
         for (size_t j = 0; j < a.cells.size(); j++) { flags[a.cells[j]] |= (uint8_t) (PARTLY | (a.heads[j] >> 29 & 1 ? OF_PROMPT : 0)); }
@@ -221,9 +231,6 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
         uint8_t & bits = x.valid(s, c / page_cells)[c % page_cells / 8];
         x.info(s, c / page_cells).n_valid = (uint16_t) (x.info(s, c / page_cells).n_valid - (bits >> c % 8 & 1));
         bits &= (uint8_t) ~(1 << c % 8);
-    }
-    for (int c = cell; !value && c < cell + n; c++) {
-        if (flags[c] & OF_PROMPT) { top[(size_t) s] = std::max(top[(size_t) s], c); }
     }
 }
 

@@ -11,15 +11,17 @@ bool kvq_slots::candidate::holds_nothing() const {
 }
 
 // As pack(), all runs at once.
-std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector<std::vector<int>> & runs, bool sorted, kvq_packed & packed) const {
+std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const {
     const kvq_lane & k = *lane[0];
     const size_t nb_bits = (size_t) page_cells / 8, n_map = (size_t) n_head * page_cells;
     std::vector<kvq_pack_page> pages;
-    for (const auto & run : runs) {
+    std::vector<int> of_run;
+    for (const run & r : runs) {
+        of_run.insert(of_run.end(), r.pages.size(), (int) (&r - runs.data()));
         const int first = (int) pages.size();
-        for (int p : run) {
+        for (int p : r.pages) {
             const kvq_choice c = saliency->choice(s, p, nullptr, nullptr);
-            pages.push_back({ c.sums, c.stale, nullptr, p * page_cells, first, (int) run.size() });
+            pages.push_back({ c.sums, c.stale, nullptr, p * page_cells, first, (int) r.pages.size(), judged && r.of_prompt });
         }
     }
     std::vector<uint8_t> present(pages.size() * n_head * nb_bits);
@@ -35,17 +37,18 @@ std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector
             }
         }
     }
-    device->pack(k.layout(), saliency->normalises(), sorted, pages.data(), (int) pages.size(), packed);
+    device->pack(k.layout(), saliency->normalises(), pages.data(), (int) pages.size(), packed);
     std::vector<candidate> out;
     for (size_t i = 0; i < pages.size(); i++) {
         candidate c;
         c.place = (int) i;
+        c.run   = of_run[i];
+        c.index = (int) i - pages[i].first;
         c.map.assign(packed.maps.begin() + (long) (i * n_map), packed.maps.begin() + (long) ((i + 1) * n_map));
         if (c.holds_nothing()) {
             continue;
         }
         for (int h = 0; h < n_head; h++) { c.info.score += packed.sums[i * n_head + h]; }
-        c.info.newest = pages[(size_t) (pages[i].first + pages[i].n) - 1].cell + page_cells - 1;
         out.push_back(std::move(c));
     }
     return out;

@@ -153,6 +153,8 @@ void kvq_lane::open_page(int s, int p, bool keep) {
 
 void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
     waiting = false;
+    std::vector<int64_t> n_rows((size_t) (slots ? l.n_stream : 0), 0); // by stream
+    for (int64_t i = 0; slots && i < n; i++) { n_rows[(size_t) (idx[i] / l.n_cells)]++; }
     // runs of rows that go to one page: open it once, and know whether all of it is overwritten
     for (int64_t i = 0; i < n;) {
         const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
@@ -164,9 +166,10 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
         open_page(s, p, j - i < l.page_cells);
         note_change(s, p);
         kvq_page_info & pi = info(s, p);
-        uint8_t * bits = valid(s, p);
+        uint8_t * bits = valid(s, p), written[32] = {};
         for (int64_t k = i; k < j; k++) {
             const int slot = (int) (idx[k] % l.n_cells) % l.page_cells;
+            written[slot / 8] |= (uint8_t) (1 << slot % 8);
             if (!(bits[slot / 8] >> slot % 8 & 1)) {
                 bits[slot / 8] |= (uint8_t) (1 << slot % 8);
                 pi.n_valid++;
@@ -181,7 +184,7 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
             }
         }
         if (slots && !value) {
-            slots->wrote(s, p, n);
+            slots->wrote(s, p, written, n_rows[(size_t) s]);
         }
         i = j;
     }
@@ -506,6 +509,22 @@ void kvq_lane::copy_stream(int from, int to) {
     }
     streams[to].clock = streams[from].clock;
     is_dirty = true; // frames taken from scratch go home at the next commit
+}
+
+void kvq_lane::drop_from(int s, int cell) {
+    for (const int p : std::vector<int>(streams[s].open)) {
+        kvq_page_info & i = info(s, p);
+        uint8_t * bits = valid(s, p);
+        for (int t = std::max(cell - p * l.page_cells, 0); t < l.page_cells; t++) {
+            i.n_valid = (uint16_t) (i.n_valid - (bits[t / 8] >> t % 8 & 1));
+            bits[t / 8] &= (uint8_t) ~(1 << t % 8);
+        }
+        if (!i.n_valid) {
+            drop_frame(s, p);
+            set_state(s, p, KVQ_PAGE_EMPTY);
+            if (saliency && value) { saliency->drop(s, p); }
+        }
+    }
 }
 
 void kvq_lane::clear() {

@@ -99,6 +99,7 @@ public:
     void restore(int stream, int cell, int n, const uint16_t * rows, int n_threads);
 
     void clear();
+    void drop_from(int s, int cell); // open cells from `cell` on
     void copy_stream(int from, int to);
 
     // Calls edit(cell, row f16 of one head) for every written cell of `stream` whose page has any(cell) true.

@@ -85,7 +85,7 @@ public:
     void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
     void   chain_predict(const kvq_chain_pages & c, float * out) override;
     void   chain_step(const kvq_chain_pages & c) override;
-    void   pack(const kvq_lane_layout & l, bool normalise, bool sorted, const kvq_pack_page * pages, int n, kvq_packed & out) override;
+    void   pack(const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) override;
     void   gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps, const uint16_t * const * frames, int first, int n_frames) override;
     void   choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
 

@@ -47,7 +47,7 @@ bool kvq_cuda_device::begin_side() {
     return check(cudaStreamWaitEvent((cudaStream_t) side, (cudaEvent_t) observed, 0), "cudaStreamWaitEvent");
 }
 
-void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorted, const kvq_pack_page * pages, int n, kvq_packed & out) {
+void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) {
     const size_t n_heads = (size_t) n * l.n_head, n_slots = n_heads * l.page_cells, nb_present = l.page_cells / 8;
     const size_t nb_jobs = n * sizeof(kvq_pack_job), nb_table = kvq_pad(nb_jobs + n_heads * nb_present, 16);
     out.sums.assign(n_heads, 0.0f);
@@ -58,7 +58,7 @@ void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorte
     }
     std::vector<uint8_t> table(nb_table);
     for (int i = 0; i < n; i++) {
-        kvq_pack_job job = { pages[i].sums, pages[i].cell, pages[i].first, pages[i].n, 0, {} };
+        kvq_pack_job job = { pages[i].sums, pages[i].cell, pages[i].first, pages[i].n, pages[i].sorted, {} };
         if (job.sums) { memcpy(job.stale, pages[i].stale, nb_present); }
         memcpy(&table[i * sizeof(job)], &job, sizeof(job));
         memcpy(&table[nb_jobs + (size_t) i * l.n_head * nb_present], pages[i].present, l.n_head * nb_present);
@@ -74,7 +74,7 @@ void kvq_cuda_device::pack(const kvq_lane_layout & l, bool normalise, bool sorte
     a.scores  = a.slot_scores + n_slots;
     a.keys    = (uint32_t *) a.scores + n_slots;
     a.page_of = (int32_t *) a.keys + n_slots;
-    a.n = n; a.n_head = l.n_head; a.page_cells = l.page_cells; a.normalise = normalise; a.sorted = sorted;
+    a.n = n; a.n_head = l.n_head; a.page_cells = l.page_cells; a.normalise = normalise;
     kvq_launch_pack(a, on);
     check(cudaGetLastError(), "sorting kernel");
     std::vector<int32_t> both(kvq_pad(n_heads, 4) + n_slots); // in one transfer

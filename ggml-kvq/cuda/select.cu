@@ -32,7 +32,7 @@ static __global__ void rank_kernel(const __grid_constant__ kvq_pack_args a) {
     const int n = job.n * a.page_cells, mine = (blockIdx.x - job.first) * a.page_cells + threadIdx.x;
     const uint32_t key = a.keys[run + mine];
     int rank = 0;
-    const auto count = [&](uint32_t x, int place) { rank += a.sorted ? x < key || (x == key && place < mine) : x != NOT_HERE && place < mine; };
+    const auto count = [&](uint32_t x, int place) { rank += job.sorted ? x < key || (x == key && place < mine) : x != NOT_HERE && place < mine; };
     for (int first = 0; first < n; first += KEYS) {
         const int part = min(KEYS, n - first);
         __syncthreads();

@@ -20,7 +20,7 @@ void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes
 void kvq_launch_expand_mixed(const kvq_mixed_geometry & m, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream); // expand_mixed.cu
 
 // select.cu
-struct kvq_pack_job { const float * sums; int32_t cell, first, n, pad; uint8_t stale[32]; }; // kvq_pack_page (cache/device.h)
+struct kvq_pack_job { const float * sums; int32_t cell, first, n, sorted; uint8_t stale[32]; }; // kvq_pack_page (cache/device.h)
 struct kvq_pack_args {
     const kvq_pack_job * jobs;
     const uint8_t * present; // [page][n_head][page_cells/8]
@@ -31,7 +31,7 @@ struct kvq_pack_args {
     uint32_t * keys;         // likewise: numbers that sort as cells do
     int32_t  * page_of;      // likewise: the page of its run that a cell goes to
     int n, n_head, page_cells;
-    bool normalise, sorted;
+    bool normalise;
 };
 struct kvq_gather_args {
     uint16_t       * const * tiles;

@@ -242,6 +242,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     const size_t nb_stream = (size_t) l.d.n_embd_k * l.d.n_cells * 2;
     const int stream0 = (int) (k->view_offs / nb_stream);
 
+    for (int s = 0; l.d.plan.keep > 0.0f && s < n_stream; s++) { l.slots.limit(stream0 + s, n_kv); } // llama.cpp asks for as many as are in use
     float * lse = l.saliency.active() && !b.inner ? l.saliency.lse_of(n_stream, (int) q->ne[1], (int) q->ne[2]) : nullptr;
     static thread_local std::vector<kvq_attn> streams;
     streams.assign((size_t) n_stream, kvq_attn{});
@@ -436,8 +437,11 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         return status;
     }
     for (kvq_kv_cache * cache : touched) {
-        if (!b.recording) {
-            cache->commit(b.n_threads);
+        try {
+            if (!b.recording) { cache->commit(b.n_threads); }
+        } catch (const std::bad_alloc &) {
+            kvq_report_error("out of memory while the cache seals: lower -c or -ub");
+            return GGML_STATUS_ALLOC_FAILED;
         }
 #ifdef KVQ_CUDA
         if (b.inner && !kvq_cuda_error(*cache).empty()) {

@@ -121,9 +121,9 @@ static void bench(kvq_cuda_device & d, bool decode, bool prompt) {
         device_bytes there(d, 4 * sums.size(), sums.data());
         const std::vector<uint8_t> present((size_t) l.page_cells, 0xff), stale((size_t) l.page_cells / 8, 0);
         std::vector<kvq_pack_page> pages;
-        for (int i = 0; i < n; i++) { pages.push_back({ (const float *) there.p + (size_t) i * 9 * l.page_cells, stale.data(), present.data(), i * l.page_cells, 0, n }); }
+        for (int i = 0; i < n; i++) { pages.push_back({ (const float *) there.p + (size_t) i * 9 * l.page_cells, stale.data(), present.data(), i * l.page_cells, 0, n, true }); }
         kvq_packed out;
-        printf("%-44s %8d %5s %10.1f\n", "cells sorted into pages, with the transfer", n * l.page_cells, "", microseconds(d, 20, [&] { d.pack(l, false, true, pages.data(), n, out); }));
+        printf("%-44s %8d %5s %10.1f\n", "cells sorted into pages, with the transfer", n * l.page_cells, "", microseconds(d, 20, [&] { d.pack(l, false, pages.data(), n, out); }));
     }
     for (const auto & arm : { std::make_pair("zipcache", ""), std::make_pair("minikv", "") }) {
         const bench_layer w(d, arm.first, arm.second, N);

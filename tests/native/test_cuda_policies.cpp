@@ -176,6 +176,8 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
             }
             w.write(d, idx);
             w.score(stream);
+            const int limit = uniform(0, 9) ? n_cells : uniform(page, n_cells);
+            for (layer * x : w.both) { if (x->evicts) { x->slots.limit(stream, limit); } }
             for (layer * x : w.both) { x->commit(); }
         } else if (op < 85) {
             const int cell = uniform(0, n_cells - 1);
@@ -220,7 +222,7 @@ static int check_pack(kvq_cuda_device & d, int page, int n_head, const std::vect
     for (int n : runs) {
         const int first = (int) pages.size();
         for (int i = 0; i < n; i++) {
-            pages.push_back({ nullptr, nullptr, nullptr, cell, first, n });
+            pages.push_back({ nullptr, nullptr, nullptr, cell, first, n, sorted != (n == 4) });
             cell += page * uniform(1, 3);
         }
     }
@@ -241,7 +243,7 @@ static int check_pack(kvq_cuda_device & d, int page, int n_head, const std::vect
         pages[i].present = &present[i * n_head * nb_bits];
     }
     kvq_packed out;
-    d.pack(l, normalise, sorted, pages.data(), (int) pages.size(), out);
+    d.pack(l, normalise, pages.data(), (int) pages.size(), out);
     CHECK(d.error().empty(), "%s", d.error().c_str());
     std::vector<int32_t> maps(out.maps.size());
     std::vector<float>   scores(out.maps.size());
@@ -261,7 +263,7 @@ static int check_pack(kvq_cuda_device & d, int page, int n_head, const std::vect
                     if (pages[i].present[h * nb_bits + t / 8] >> t % 8 & 1) { cells.emplace_back(score, pages[i].cell + t); }
                 }
             }
-            if (sorted) { std::stable_sort(cells.begin(), cells.end(), [](const auto & a, const auto & b) { return a.first > b.first; }); }
+            if (pages[first].sorted) { std::stable_sort(cells.begin(), cells.end(), [](const auto & a, const auto & b) { return a.first > b.first; }); }
             for (size_t at = 0; at < (size_t) pages[first].n; at++) {
                 const auto begin = cells.begin() + (long) std::min(at * page, cells.size()), end = cells.begin() + (long) std::min((at + 1) * page, cells.size());
                 std::sort(begin, end, [](const auto & a, const auto & b) { return a.second < b.second; });

@@ -24,6 +24,8 @@ struct world {
     kvq_slots      slots;
     std::unique_ptr<kvq_lane> lane[2];
     int n_cells, n_stream;
+    bool tells = true; // how many cells are in use,
+    int  pad   = 64;   // a multiple of this
     std::vector<std::vector<bool>> live; // cells that the caller has not freed
     std::vector<double> column;          // of the last attend: [HEADS][n_cells] sums of probabilities
 };
@@ -74,6 +76,11 @@ static void decode(world & w, int s, int first, int n, bool check) {
         w.lane[v]->write(n, idx.data(), rows.data(), W, 1);
     }
     for (int i = 0; i < n; i++) { w.live[(size_t) s][(size_t) (first + i)] = true; }
+    if (w.plan.keep > 0.0f && w.tells) { // as llama.cpp, which asks for the cells in use
+        int end = w.n_cells;
+        while (!w.live[(size_t) s][(size_t) (end - 1)]) { end--; }
+        w.slots.limit(s, std::min((end + w.pad - 1) / w.pad * w.pad, w.n_cells));
+    }
 
     const int heads = HEADS * GQA;
     std::vector<float> q((size_t) n * heads * D), dst(q.size(), NAN), lse((size_t) n * heads);
@@ -264,12 +271,93 @@ static void states_are_exact(const char * opts) {
     }
 }
 
+static int n_kept(const world & w, int s, int first, int n) { // of both heads
+    std::vector<uint16_t> rows((size_t) n * W);
+    w.slots.read(false, s, first, n, rows.data(), false);
+    w.lane[0]->read(s, first, n, rows.data());
+    int kept = 0;
+    for (int i = 0; i < n * HEADS; i++) { kept += !evicted(&rows[(size_t) i * D]); }
+    return kept;
+}
+
+// A later prompt may cost cells of the first, but no generated ones while there is room, nor those that were open when it came.
+static void a_second_turn(const char * opts) {
+    auto w = build(opts, 2048, 1);
+    decode(*w, 0, 0, 200, false);
+    for (int c = 200; c < 500; c++) { decode(*w, 0, c, 1, false); }
+    CHECK(n_kept(*w, 0, 200, 300) == 300 * HEADS, "%s: %d of %d generated rows", opts, n_kept(*w, 0, 200, 300), 300 * HEADS);
+    decode(*w, 0, 500, 300, true);
+    const int page = w->lane[0]->layout().page_cells; // cells of the prompt and of the answer share a page
+    CHECK(n_kept(*w, 0, 200, 300) >= (300 - page) * HEADS, "%s: %d of %d generated rows behind a second prompt", opts, n_kept(*w, 0, 200, 300), 300 * HEADS);
+    CHECK(n_kept(*w, 0, 0, 200) < 200 * HEADS, "%s: the first prompt is whole", opts);
+}
+
+// What a slot held before makes no difference to the cells that a prompt keeps.
+static void a_slot_again(const char * opts) {
+    std::vector<uint16_t> rows[2];
+    for (const bool again : { false, true }) {
+        auto w = build(opts, 1024, 1);
+        w->pad = 1;
+        rng.seed(7);
+        if (again) {
+            decode(*w, 0, 0, 700, false);
+            for (int c = 700; c < 900; c++) { decode(*w, 0, c, 1, false); }
+            w->live[0].assign(1024, false);
+        }
+        rng.seed(8);
+        decode(*w, 0, 0, 300, false);
+        decode(*w, 0, 300, 200, true);
+        rows[again].resize((size_t) 500 * W);
+        w->slots.read(false, 0, 0, 500, rows[again].data(), false);
+        w->lane[0]->read(0, 0, 500, rows[again].data());
+    }
+    int n = 0;
+    for (size_t i = 0; i < rows[0].size(); i++) { n += rows[0][i] != rows[1][i]; }
+    CHECK(n == 0, "%s: %d of %d values differ in a slot used again", opts, n, (int) rows[0].size());
+}
+
+// A state that comes into a full cache: what else is kept there keeps its values.
+static void a_state_among_others(const char * opts) {
+    for (int n = 140; n <= 340; n += 40) {
+        auto w = build(opts, 2 * n + 40, 1);
+        decode(*w, 0, 0, 12, false);
+        decode(*w, 0, 12, n, false);
+        decode(*w, 0, 12 + n, n, false);
+        std::vector<uint16_t> was[2], image((size_t) n * W), now((size_t) n * W);
+        for (int v = 0; v < 2; v++) {
+            was[v].resize((size_t) n * W);
+            w->lane[v]->read(0, 12 + n, n, was[v].data());
+            w->slots.read(v, 0, 12 + n, n, was[v].data(), false);
+        }
+        std::vector<uint16_t> images[2];
+        for (int v = 0; v < 2; v++) {
+            images[v].resize((size_t) n * W);
+            w->lane[v]->read(0, 12 + n, n, images[v].data());
+        }
+        for (int v = 0; v < 2; v++) { w->lane[v]->restore(0, 12, n, images[v].data(), 1); }
+        for (int v = 0; v < 2; v++) {
+            w->lane[v]->read(0, 12 + n, n, now.data());
+            w->slots.read(v, 0, 12 + n, n, now.data(), false);
+            int wrong = 0;
+            for (int i = 0; i < n * HEADS; i++) {
+                float most = 0.0f;
+                for (int d = 0; d < D && !evicted(&now[(size_t) i * D]); d++) { most = std::max(most, fabsf(kvq_f16_to_f32(now[(size_t) i * D + d]) - kvq_f16_to_f32(was[v][(size_t) i * D + d]))); }
+                wrong += most > 2.0f; // what sealing now may make of a row in 2 bits
+            }
+            CHECK(!wrong, "%s, %d cells: %d %s of a sequence that nobody touched are others", opts, n, wrong, v ? "values" : "keys");
+        }
+        for (int c = 0; c < 2 * n + 12; c++) { w->live[0][(size_t) c] = true; }
+        decode(*w, 0, 2 * n + 12, 20, true);
+    }
+}
+
 static void random_operations(const char * opts, int steps) {
     auto w = build(opts, 768, 2);
     std::vector<int> head(2, 0);
     int n_saved = 0;
     for (int step = 0; step < steps; step++) {
         const int op = uniform(0, 99), s = uniform(0, 1);
+        w->tells = uniform(0, 3) != 0;
         if (op < 75) {
             const int n = std::min(uniform(0, 5) ? uniform(1, 3) : uniform(33, 300), w->n_cells - head[(size_t) s]);
             decode(*w, s, head[(size_t) s], n, uniform(0, 3) == 0);
@@ -314,6 +402,9 @@ int main(int argc, char ** argv) {
     long_prompt("hh=0.5,rw=0", 0.5f, 0.0f);
     all_kept();
     for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75", "zipcache:interval=32,salient=1,keep=0.5", "zipcache:interval=64,salient=0.5,keep=0.4" }) { states_are_exact(opts); }
+    for (const char * opts : { "", "window=64", "hh=0.5,rw=0", "zipcache:interval=64,salient=0.5,keep=0.5" }) { a_second_turn(opts); }
+    for (const char * opts : { "", "hh=0,rw=0.5", "hh=0.5,rw=0", "zipcache:interval=32,salient=1,keep=0.5" }) { a_slot_again(opts); }
+    for (const char * opts : { "", "bits=4,window=64", "window=32", "zipcache:interval=32,salient=1,keep=0.5" }) { a_state_among_others(opts); }
     for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0", "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
         rng.seed(seed);
         random_operations(opts, steps);
