@@ -56,7 +56,7 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
         l.bytes_tables += kvq_pad((size_t) n_stream * l.n_frames * l.page_cells * (4 * (size_t) n_head + 4), KVQ_ALIGN);
     }
     if (plan.keep > 0.0f && !value) {
-        l.bytes_tables += kvq_pad(stored * kvq_slots::nb_page(n_head, l.page_cells) + pages * l.page_cells / 4, KVQ_ALIGN);
+        l.bytes_tables += kvq_pad(stored * kvq_slots::nb_page(n_head, l.page_cells) + pages * l.page_cells, KVQ_ALIGN); // and a byte a cell
     }
     if (plan.holds_positions && !value) {
         l.bytes_tables += kvq_pad(8 * pages * l.page_cells + 2 * pages, KVQ_ALIGN); // now and when sealed; layers that hold the page

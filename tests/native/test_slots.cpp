@@ -292,6 +292,16 @@ static void a_second_turn(const char * opts) {
     CHECK(n_kept(*w, 0, 0, 200) < 200 * HEADS, "%s: the first prompt is whole", opts);
 }
 
+// A context shift frees cells in the middle: what is then written there is newer than what lies behind it.
+static void text_behind_a_shift(const char * opts) {
+    auto w = build(opts, 1024, 1);
+    decode(*w, 0, 0, 100, false);
+    for (int c = 100; c < 1024; c++) { decode(*w, 0, c, 1, false); }
+    std::fill_n(w->live[0].begin() + 100, 500, false);
+    for (int c = 100; c < 400; c++) { decode(*w, 0, c, 1, false); }
+    CHECK(n_kept(*w, 0, 100, 300) == 300 * HEADS, "%s: %d of the newest %d rows", opts, n_kept(*w, 0, 100, 300), 300 * HEADS);
+}
+
 // What a slot held before makes no difference to the cells that a prompt keeps.
 static void a_slot_again(const char * opts) {
     std::vector<uint16_t> rows[2];
@@ -403,6 +413,7 @@ int main(int argc, char ** argv) {
     all_kept();
     for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75", "zipcache:interval=32,salient=1,keep=0.5", "zipcache:interval=64,salient=0.5,keep=0.4" }) { states_are_exact(opts); }
     for (const char * opts : { "", "window=64", "hh=0.5,rw=0", "zipcache:interval=64,salient=0.5,keep=0.5" }) { a_second_turn(opts); }
+    for (const char * opts : { "", "zipcache:interval=64,salient=0.5,keep=0.5" }) { text_behind_a_shift(opts); }
     for (const char * opts : { "", "hh=0,rw=0.5", "hh=0.5,rw=0", "zipcache:interval=32,salient=1,keep=0.5" }) { a_slot_again(opts); }
     for (const char * opts : { "", "bits=4,window=64", "window=32", "zipcache:interval=32,salient=1,keep=0.5" }) { a_state_among_others(opts); }
     for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0", "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
