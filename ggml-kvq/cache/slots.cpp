@@ -80,6 +80,7 @@ void kvq_slots::clear() {
     }
     std::fill(prompt.begin(), prompt.end(), 0);
     top.assign((size_t) n_stream, 0);
+    restored_at.assign((size_t) n_stream, 0);
     reach.assign((size_t) n_stream, 0);
     in_prompt.assign((size_t) n_stream, 0);
     keys_arrive.assign((size_t) n_stream, 0);

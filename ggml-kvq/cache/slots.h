@@ -106,7 +106,7 @@ private:
     std::vector<slot_page> pages;   // [n_stream][n_store]
     std::vector<int32_t>   maps;    // [n_stream][n_store][n_head][page_cells]
     std::vector<uint8_t>   prompt;  // [n_stream][n_pages*page_cells]: OF_PROMPT, AWAY: sealed or evicted, PARTLY
-    std::vector<int64_t>   top;     // of a stream: clock when its newest prompt cell was written
+    std::vector<int64_t>   top, restored_at; // of a stream: clock when its newest prompt cell was written; when a state began to come in
     std::vector<int>       reach;   // likewise: cells from here on were never written
     std::vector<uint8_t>   in_prompt, keys_arrive; // likewise: the last call was of a prompt; keys are being restored
     std::vector<int>       rewritten; // cells named by forget() that pages of slots may still hold

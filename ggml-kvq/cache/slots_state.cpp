@@ -1,7 +1,7 @@
 // Slots in a saved state, which has f16 rows of cells and no room besides. An evicted row is -0 throughout. A kept row is its decoded values,
 // whose low mantissa bits hold (types.h, kvq_image_put)
 //   u32     page | slot << 20 | generated << 28 | of the prompt << 29
-//   bytes   its share of the head's stream, rows in slot order:  parameters of the block, f32 score, i32 rows written since its newest
+//   bytes   its share of the head's stream, rows in slot order:  parameters of the block, f32 score, i32 rows written between its newest and that of the newest page
 // so that a page whose rows are all there is restored as it was. A page that lost cells is written without; its values are quantised anew.
 #include "slots.h"
 
@@ -46,6 +46,11 @@ void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
     }
     std::vector<uint16_t> block((size_t) page_cells * D);
     std::vector<uint8_t>  stream(nb * (size_t) page_cells), bytes(nb_row), codes_copy, params_copy;
+    int64_t last = INT64_MIN; // ages are counted from the newest page: the same after a save and a restore
+    for (int i = 0; i < n_store; i++) {
+        const slot_page & page = pages[(size_t) s * n_store + i];
+        last = page.used ? std::max(last, page.newest) : last;
+    }
     for (int i = 0; i < n_store; i++) {
         const slot_page & page = pages[(size_t) s * n_store + i];
         if (!page.used) {
@@ -68,7 +73,7 @@ void kvq_slots::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
                 params = params_copy.data();
             }
             kvq_traits(l.codec.type)->decode(l.codec, codes, params, block.data());
-            const int32_t age = (int32_t) std::min<int64_t>((int64_t) lane[0]->streams[(size_t) s].clock - page.newest, INT32_MAX);
+            const int32_t age = (int32_t) std::min<int64_t>(last - page.newest, INT32_MAX);
             memcpy(stream.data(), params, l.nb_params);
             memcpy(stream.data() + l.nb_params,     &page.score, 4);
             memcpy(stream.data() + l.nb_params + 4, &age, 4);
@@ -121,6 +126,7 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
             it = it->first.first == s ? arrived.erase(it) : std::next(it);
         }
         queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const pending & x) { return x.stream == s; }), queue.end());
+        restored_at[(size_t) s] = (int64_t) lane[0]->streams[(size_t) s].clock;
     }
     keys_arrive[(size_t) s] = !value;
     for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
@@ -188,7 +194,7 @@ void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * row
         memcpy(&age,     stream.data() + l.nb_params + 4, 4);
         p.used      = true;
         p.generated = a.heads[0] >> 28 & 1;
-        p.newest    = (int64_t) lane[0]->streams[(size_t) s].clock - std::max(age, 0);
+        p.newest    = restored_at[(size_t) s] - std::max(age, 0);
         top[(size_t) s] = std::max(top[(size_t) s], p.generated ? 0 : p.newest);
         set_map(s, i, a.cells.data());
         put_map(s, i);

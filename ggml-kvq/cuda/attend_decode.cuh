@@ -131,7 +131,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
         slope[e] = alibi_slope(a, head) * LOG2E;
         mask [e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
-    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = one_mask && a.map_stride;
+    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = FINE && one_mask && a.map_stride;
     const bool mine = c >> (2 - columns_log2) == g >> (3 - columns_log2); // this thread's columns belong to its cells' scales
     const int  weight = FINE ? v_boost<VB>() - cut<VB>::W * (g / 2 % cut<VB>::P) : 0; // of all of this thread's probabilities: v_weight of the step that contracts its cells
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
@@ -305,7 +305,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
             if (by_lane) {
                 __syncwarp();
 #pragma unroll
-                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + (FINE ? 16*j + 2*g : g / 2 * 16 + g % 2 * 2 + 4*j)]; }
+                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + 16*j + 2*g]; }
             }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
