@@ -14,6 +14,10 @@
 
 constexpr size_t   RECENT_RUN = 4; // pages
 
+bool kvq_slots::candidate::holds_nothing() const {
+    return std::all_of(map.begin(), map.end(), [](int32_t c) { return c < 0; });
+}
+
 size_t kvq_slots::nb_page(int n_head, int page_cells) { return sizeof(slot_page) + sizeof(kvq_page) + 4 * (size_t) n_head * page_cells; }
 
 void kvq_slots::init(kvq_lane & k, kvq_lane & v, kvq_span_table & table, kvq_saliency & scores, float keep_, float recent_) {
@@ -386,12 +390,11 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             c.info.newest    = (int64_t) k.info(s, r.of_prompt ? r.pages.back() : r.pages[(size_t) c.index]).stamp;
             n_generated += !r.of_prompt;
         }
-        std::vector<int> used, may_go; // pages; those being restored, whose values are still to come, stay
+        std::vector<int> may_go; // pages; those being restored, whose values are still to come, stay
         for (int i = 0; i < n_store; i++) {
             if (!page(s, i).used) {
                 continue;
             }
-            used.push_back(i);
             n_generated += page(s, i).generated;
             if (std::none_of(arrived.begin(), arrived.end(), [&](const auto & a) { return a.first.first == s && a.second == i; })) { may_go.push_back(i); }
         }
@@ -405,7 +408,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             const int ra = rank(a), rb = rank(b);
             return ra != rb ? ra < rb : ra == 2 ? a.newest < b.newest : a.score < b.score;
         };
-        for (int n = (int) (used.size() + fresh.size()); n > budget && may_go.size() + fresh.size() > 0; n--) {
+        for (int n = n_used(s) + (int) fresh.size(); n > budget && may_go.size() + fresh.size() > 0; n--) {
             const auto a = std::min_element(may_go.begin(), may_go.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
             const auto b = std::min_element(fresh.begin(), fresh.end(), [&](const candidate & x, const candidate & y) { return worse(x.info, y.info); });
             if (b == fresh.end() || (a != may_go.end() && !worse(b->info, page(s, *a)))) {

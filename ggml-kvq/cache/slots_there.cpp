@@ -6,10 +6,6 @@
 
 #include <algorithm>
 
-bool kvq_slots::candidate::holds_nothing() const {
-    return std::all_of(map.begin(), map.end(), [](int32_t c) { return c < 0; });
-}
-
 // As pack(), all runs at once.
 std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const {
     const kvq_lane & k = *lane[0];
