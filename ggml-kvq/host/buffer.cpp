@@ -285,8 +285,12 @@ static ggml_backend_buffer_type_t upstream_type(const kvq_device_context & dev) 
 
 bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_name; }
 
-// a tensor that llama.cpp's memory keeps from one graph to the next
-static bool is_memory(const ggml_tensor * t) { return t->op == GGML_OP_NONE && !t->view_src && !strncmp(t->name, "cache_", 6); }
+// A tensor that llama.cpp's memory keeps from one graph to the next: cache_k_l0, cache_r_l0, dsv4_csa_state_kv_l2.
+static bool is_memory(const ggml_tensor * t) {
+    const char * layer = strrchr(t->name, 'l');
+    return t->op == GGML_OP_NONE && !t->view_src && !(t->flags & GGML_TENSOR_FLAG_INPUT) && layer && layer > t->name && layer[-1] == '_' && layer[1] &&
+           strspn(layer + 1, "0123456789") == strlen(layer + 1);
+}
 
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     kvq_device_context & dev = device_of(buft);
@@ -381,7 +385,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         draft.reset();
     } else if (!draft.declined().empty()) {
         return alloc_upstream(dev, draft.bytes_upstream, draft.declined());
-    } else if (!draft.error().empty()) {
+    } else if (!draft.complete()) {
         kvq_report_error(draft.error());
         return nullptr;
     }

@@ -93,19 +93,23 @@ size_t kvq_cache_draft::plan_layer(kvq_draft_layer & d, bool value, int n_embd) 
 }
 
 std::string kvq_cache_draft::declined() const {
-    bool indexer = !layers.empty() && model.indexer_key, keys = !layers.empty();
+    bool indexer = !layers.empty() && model.indexer_key;
     for (const kvq_draft_layer & d : layers) {
-        indexer = indexer && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
-        keys    = keys && !d.has_v && !d.latent;
+        indexer = indexer && !d.latent && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
     }
-    const std::string n = std::to_string(layers.size()), plural = layers.size() == 1 ? "" : "s";
-    if (indexer) {
-        return n + " indexer layer" + plural;
+    return indexer ? std::to_string(layers.size()) + " indexer layer" + (layers.size() == 1 ? "" : "s") : "";
+}
+
+bool kvq_cache_draft::complete() {
+    for (const kvq_draft_layer & d : layers) {
+        if (err.empty() && !d.has_k) {
+            err = "layer " + std::to_string(d.il) + " keeps values without keys: run this model without --kv-method";
+        } else if (err.empty() && !d.has_v && !d.latent) {
+            err = "layer " + std::to_string(d.il) + " keeps keys without values" +
+                  (model.arch.empty() ? ", and the model's file is not known: set KVQ_MODEL if this is latent attention" : ": run this model without --kv-method");
+        }
     }
-    if (keys) {
-        return n + " layer" + plural + " of keys without values" + (model.arch.empty() ? " (set KVQ_MODEL if this is latent attention)" : "");
-    }
-    return "";
+    return err.empty();
 }
 
 // ---------------------------------------------------------------- cache

@@ -32,8 +32,9 @@ public:
     // Bytes of the tensor's lane, or 0 with error() set. A layer that does not come after the last one starts a new draft.
     size_t add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16);
     const std::string & error() const { return err; }
-    // What stays with llama.cpp, "2 indexer layers", when this is no cache that attention reads; "" else. Asked once all tensors are there.
+    // Asked once all tensors are there. What stays with llama.cpp, "2 indexer layers", when this is no cache that attention reads; "" else.
     std::string declined() const;
+    bool complete(); // false, with error(): a layer lacks keys or values, or something was refused before
     bool   empty() const { return layers.empty(); }
     void   reset();
 
