@@ -143,7 +143,12 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     out.head_size_v     = (int) get_int(g, a + "attention.value_length", d);
     out.head_size_k_swa = (int) get_int(g, a + "attention.key_length_swa",   0);
     out.head_size_v_swa = (int) get_int(g, a + "attention.value_length_swa", 0);
-    out.mla = gguf_find_key(g, (a + "attention.kv_lora_rank").c_str()) >= 0 && gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0;
+    if (gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0) {
+        out.latent     = (int) get_int(g, a + "attention.kv_lora_rank",     0);
+        out.latent_swa = (int) get_int(g, a + "attention.kv_lora_rank_swa", out.latent);
+    }
+    out.indexer_key   = (int) get_int(g, a + "attention.indexer.key_length", 0);
+    out.n_layer_nextn = (int) get_int(g, a + "nextn_predict_layers", 0);
     gguf_free(g);
     return KVQ_OK;
 }
@@ -186,6 +191,13 @@ std::string kvq_stored_options(const std::string & path, const kvq_method & m, c
         gguf_free(g);
     }
     return text;
+}
+
+int kvq_model_info::latent_of(int n_embd_k) const {
+    if (latent && n_embd_k == head_size_k) {
+        return latent;
+    }
+    return latent_swa && head_size_k_swa && n_embd_k == head_size_k_swa ? latent_swa : 0;
 }
 
 static int fitting(int width, int a, int b) {

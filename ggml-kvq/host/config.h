@@ -21,7 +21,11 @@ struct kvq_model_info {
     int  n_layer = 0;
     int  head_size_k = 0, head_size_v = 0;         // 0: unknown
     int  head_size_k_swa = 0, head_size_v_swa = 0; // of sliding-window layers, when they differ
-    bool mla = false;
+    // Multi-head latent attention: keys of `latent` channels and the rotary ones behind them, values are the latent ones. 0: none
+    int  latent = 0, latent_swa = 0;
+    int  latent_of(int n_embd_k) const; // of a cache that keeps keys of this width, 0: no latent attention
+    int  indexer_key = 0; // width of the keys of sparse attention's indexer, 0: none
+    int  n_layer_nextn = 0; // last layers, for multi-token prediction
 };
 
 // Status and one line in err; out is complete on KVQ_OK. A missing method means f16.

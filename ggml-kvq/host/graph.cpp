@@ -35,8 +35,13 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         case GGML_OP_FLASH_ATTN_EXT: {
             const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2];
             const kvq_target tv = kvq_find_target(v);
-            if (!t.ours || t.value || !tv.ours || !tv.value || (t.layer && tv.layer != t.layer)) {
-                return "keys and values come from different places (latent attention): run this model without --kv-method";
+            const bool latent = t.layer && t.layer->d.latent;
+            if (!t.ours || t.value || !tv.ours || tv.value == latent || (t.layer && tv.layer != t.layer)) {
+                return std::string("FLASH_ATTN_EXT reads ") + (k->view_src ? k->view_src : k)->name + " and " + (v->view_src ? v->view_src : v)->name +
+                       ", which are no keys and values of one layer: run this model without --kv-method";
+            }
+            if (latent && (k->ne[2] != 1 || v->view_offs != k->view_offs)) {
+                return "latent attention over " + std::to_string(k->ne[2]) + " KV heads is not supported: run this model without --kv-method";
             }
             if (q->type != GGML_TYPE_F32) {
                 return std::string("queries of type ") + ggml_type_name(q->type) + " are not supported: f32 is needed";
@@ -85,6 +90,9 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
             placing = placing || (op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size && kvq_buft_is_ours(op->src[i]->buffer->buft));
         }
         return dev.inner && !placing && ggml_backend_dev_supports_op(dev.inner, op);
+    }
+    if (!t.cache) { // a size query: what is read in the end is known once the cache is there
+        return true;
     }
     std::string why = why_not(op, t);
     if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer) {
@@ -232,6 +240,9 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
         pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) host_data(b, rope->src[1], temp), n) : nullptr;
     }
     lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads, pos);
+    if (t.layer->d.latent) { // the second block of the same rows
+        t.layer->v->write(n, cells.data(), (const float *) rows->data + lane.layout().codec.head_size, rows->nb[1] / sizeof(float), b.n_threads);
+    }
     return true;
 }
 
@@ -308,9 +319,15 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     const ggml_tensor * view = node->src[0], * delta = node->src[1];
     std::vector<uint8_t> temp;
     const kvq_rope r = rope_of(b, node);
-    kvq_lane & lane = *t.layer->k;
+    const int latent = t.layer->d.latent ? t.layer->d.shape.head_size_k : 0; // channels that are not rotated, in a lane of their own
+    kvq_lane & lane = latent ? *t.layer->v : *t.layer->k;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
-    const int first = (int) (view->view_offs / 2 % (size_t) D); // rotated dimensions may start behind unrotated ones
+    const int first = (int) (view->view_offs / 2 % (size_t) (latent + D)) - latent; // rotated dimensions may start behind unrotated ones
+    if (first < 0 || first + r.n_dims > D) {
+        kvq_report_error("context shift rotates channels " + std::to_string(first + latent) + ".." + std::to_string(first + latent + r.n_dims) +
+                         " of a key, beyond its rotary part: run with --no-context-shift");
+        return false;
+    }
     const int32_t * by = (const int32_t *) host_data(b, delta, temp);
     std::map<int32_t, kvq_rope_table> tables;
     std::vector<float> row((size_t) D);

@@ -19,6 +19,7 @@ kvq_lane_id kvq_parse_cache_name(const char * name) {
     }
     id.il    = il;
     id.value = l[-1] == 'v';
+    id.tag.assign(name + 6, l - 1);
     return id;
 }
 
@@ -27,7 +28,7 @@ kvq_lane_id kvq_parse_cache_name(const char * name) {
 void kvq_cache_draft::reset() {
     layers.clear();
     asked.clear();
-    bytes_asked = bytes_nominal = 0;
+    bytes_asked = bytes_nominal = bytes_upstream = 0;
     err.clear();
 }
 
@@ -40,16 +41,7 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     const kvq_lane_id id = kvq_parse_cache_name(name);
     const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
     last = id;
-    if (!next && !begin()) {
-        return 0;
-    }
-    if (!err.empty()) {
-        return 0;
-    }
-    if (!is_f16) {
-        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
-        return 0;
-    }
+    const bool begun = next || begin();
     if (layers.empty() || layers.back().il != id.il) {
         layers.emplace_back();
         layers.back().il = id.il;
@@ -59,27 +51,61 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     d.n_stream = n_stream;
     (id.value ? d.n_embd_v : d.n_embd_k) = n_embd;
     (id.value ? d.has_v    : d.has_k)    = true;
-    if (model.mla) {
-        err = "architecture " + model.arch + " uses multi-head latent attention, which keeps no separate values: run it without --kv-method";
+    if (!begun || !err.empty()) {
         return 0;
     }
+    if (!is_f16) {
+        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
+        return 0;
+    }
+    bytes_nominal += kvq_pad(2 * (size_t) n_embd * n_cells * n_stream, KVQ_ALIGN);
+    return plan_layer(d, id.value, n_embd);
+}
+
+size_t kvq_cache_draft::plan_layer(kvq_draft_layer & d, bool value, int n_embd) {
     const int n_model = model.n_layer > 0 ? model.n_layer : 32;
     if (!d.has_k) { // a query for values alone
         d.n_embd_k = n_embd;
     }
-    d.shape = kvq_guess_shape(model, id.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    d.latent = value ? 0 : model.latent_of(n_embd);
+    // keys that are values altogether: two halves
+    const int first = d.latent == n_embd ? (int) kvq_pad((size_t) n_embd / 2, 16) : d.latent;
+    d.shape  = d.latent ? kvq_layer_shape{ d.il, 1, first, n_embd - first } : kvq_guess_shape(model, d.il, d.n_embd_k, value ? d.n_embd_v : d.n_embd_k);
     const kvq_layer_context c = { (int) layers.size() - 1, n_model, d.shape, layers.size() > 1 ? &layers[layers.size() - 2].shape : nullptr };
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
         return 0;
     }
+    if (d.latent) {
+        if (!kvq_plan_latent(d.plan, config.method->info.name, d.shape, d.latent, err)) {
+            return 0;
+        }
+        d.k = kvq_make_lane_layout(d.plan, false, 1, d.n_cells, d.n_stream);
+        d.v = kvq_make_lane_layout(d.plan, true,  1, d.n_cells, d.n_stream);
+        return d.k.bytes() + d.v.bytes();
+    }
     const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
-    if (d.plan.mean && !calibration->fits(id.il, prev, d.plan, d.n_embd_k, id.value ? d.n_embd_v : 0, err)) {
+    if (d.plan.mean && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) {
         return 0;
     }
-    kvq_lane_layout & l = id.value ? d.v : d.k;
-    l = kvq_make_lane_layout(d.plan, id.value, d.shape.n_head_kv, n_cells, n_stream);
-    bytes_nominal += kvq_pad(2 * (size_t) n_embd * n_cells * n_stream, KVQ_ALIGN);
+    kvq_lane_layout & l = value ? d.v : d.k;
+    l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
     return l.bytes();
+}
+
+std::string kvq_cache_draft::declined() const {
+    bool indexer = !layers.empty() && model.indexer_key, keys = !layers.empty();
+    for (const kvq_draft_layer & d : layers) {
+        indexer = indexer && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
+        keys    = keys && !d.has_v && !d.latent;
+    }
+    const std::string n = std::to_string(layers.size()), plural = layers.size() == 1 ? "" : "s";
+    if (indexer) {
+        return n + " indexer layer" + plural;
+    }
+    if (keys) {
+        return n + " layer" + plural + " of keys without values" + (model.arch.empty() ? " (set KVQ_MODEL if this is latent attention)" : "");
+    }
+    return "";
 }
 
 // ---------------------------------------------------------------- cache
@@ -254,6 +280,14 @@ kvq_kv_layer * kvq_kv_cache::layer(int il) {
 
 bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err) {
     const kvq_layer_shape & s = l.d.shape;
+    if (l.d.latent) {
+        if (n_head_kv == 1 && head_size_k == l.d.n_embd_k && head_size_v == l.d.latent) {
+            return true;
+        }
+        err = "layer " + std::to_string(l.d.il) + " reads " + std::to_string(n_head_kv) + " heads of " + std::to_string(head_size_k) + " and values of " +
+              std::to_string(head_size_v) + ", not latent attention with " + std::to_string(l.d.latent) + " of " + std::to_string(l.d.n_embd_k) + " channels";
+        return false;
+    }
     if (s.n_head_kv == n_head_kv && s.head_size_k == head_size_k && s.head_size_v == head_size_v) {
         return true;
     }
@@ -348,6 +382,10 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
     char text[64];
     snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);
     std::string out = text;
+    if (!layers.empty() && layers[0]->d.latent) {
+        snprintf(text, sizeof(text), "%s %.2f bits", value ? "rotary part" : "latent", bits);
+        out = text;
+    }
     if (classes.size() > 1 || classes.begin()->first.find(' ') != std::string::npos) {
         std::string list;
         for (const auto & c : classes) {
