@@ -271,7 +271,9 @@ static const ggml_backend_buffer_i buffer_interface = {
 // ---------------------------------------------------------------- buffer type interface
 
 // llama.cpp puts cache layers whose buffer types bear one name into one buffer: every device needs its own
-static const char * buft_name(ggml_backend_buffer_type_t buft) { return device_of(buft).ordinal ? device_of(buft).name.c_str() : "KVQ"; }
+static const char * buft_name(ggml_backend_buffer_type_t buft) {
+    return device_of(buft).ordinal || device_of(buft).for_draft ? device_of(buft).name.c_str() : "KVQ";
+}
 static size_t buft_alignment(ggml_backend_buffer_type_t buft) {
     const ggml_backend_dev_t inner = device_of(buft).inner;
     return inner ? std::max(KVQ_ALIGN, ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(inner))) : KVQ_ALIGN;
@@ -310,6 +312,7 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
         return nb;
     }
     kvq_cache_draft & draft = dev.draft;
+    draft.for_draft = dev.for_draft;
     size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2], tensor->type == GGML_TYPE_F16), 1);
 #ifndef NDEBUG
     nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped

@@ -38,6 +38,8 @@ public:
     bool   empty() const { return layers.empty(); }
     void   reset();
 
+    bool           for_draft = false; // of a draft model: its own configuration
+    bool           predicts  = false; // of the layers for multi-token prediction, which draft for the model that they are part of
     kvq_config     config;
     kvq_model_info model;
     std::shared_ptr<const kvq_calibration> calibration; // NULL: the method takes none
@@ -47,7 +49,7 @@ public:
     size_t bytes_upstream = 0; // in a buffer of llama.cpp's own
     std::map<std::string, size_t> asked; // answers by tensor
 private:
-    bool   begin();
+    bool   begin(int il);
     size_t plan_layer(kvq_draft_layer & d, bool value, int n_embd);
     std::string err;
     kvq_lane_id last; // the tensor asked for before this one

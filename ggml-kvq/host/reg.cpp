@@ -148,18 +148,19 @@ static ggml_backend_device_i make_reader_interface(void) {
 
 // ---------------------------------------------------------------- registry
 
-static ggml_backend_device device, reader;
+static ggml_backend_device device, reader, draft_device;
 
 static const char *       reg_name(ggml_backend_reg_t)                 { return "KVQ"; }
 static int                n_cuda = 0; // devices over CUDA; without any, one on the CPU and its reader
-static size_t             reg_count(ggml_backend_reg_t)                { return n_cuda ? (size_t) n_cuda : 2; }
+static size_t             reg_count(ggml_backend_reg_t)                { return n_cuda ? (size_t) n_cuda : kvq_draft_asked() ? 3 : 2; }
 static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) {
 #ifdef KVQ_CUDA
     if (n_cuda) {
         return kvq_cuda_get(index);
     }
 #endif
-    return index == 0 ? &device : index == 1 ? &reader : nullptr;
+    ggml_backend_dev_t all[3] = { &device, &reader, &draft_device };
+    return index < reg_count(nullptr) ? all[index] : nullptr;
 }
 
 static void * reg_proc(ggml_backend_reg_t, const char * name) {
@@ -187,13 +188,18 @@ extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
         return nullptr;
     }
     static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION, reg_interface, nullptr };
-    static kvq_device_context context;
+    static kvq_device_context context, draft_context;
     if (!device.context) {
         context.name        = "KVQ0";
         context.description = std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
         kvq_init_buffer_type(context, &device);
         device = { device_interface, &reg, &context };
         reader = { make_reader_interface(), &reg, &context };
+        draft_context.name        = "KVQD0";
+        draft_context.description = "ggml-kvq KV cache of draft models, CPU";
+        draft_context.for_draft   = true;
+        kvq_init_buffer_type(draft_context, &draft_device);
+        draft_device = { device_interface, &reg, &draft_context };
 #ifdef KVQ_CUDA
         n_cuda = kvq_cuda_init(&reg);
 #endif
