@@ -3,6 +3,7 @@
 
 #include "../methods/method.h"
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,10 @@ struct kvq_model_info {
     int  head_size_k = 0, head_size_v = 0;         // 0: unknown
     int  head_size_k_swa = 0, head_size_v_swa = 0; // of sliding-window layers, when they differ
     bool mla = false;
+    std::vector<uint8_t> attends; // per layer: it has attention; empty: every layer has, as far as the file tells
+
+    int n_attention() const;          // layers with attention
+    int number_of(int il) const;      // of layer il among them
 };
 
 // Status and one line in err; out is complete on KVQ_OK. A missing method means f16.

@@ -19,7 +19,7 @@ struct kvq_lane_id { int il = -1; bool value = false; };
 kvq_lane_id kvq_parse_cache_name(const char * name);
 
 struct kvq_draft_layer {
-    int il = -1, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
+    int il = -1, number = 0, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
     bool has_k = false, has_v = false;
     kvq_layer_shape shape = {};
     kvq_layer_plan  plan;
@@ -93,6 +93,7 @@ public:
 
 private:
     bool build(kvq_kv_layer & l);
+    std::string parted() const; // a note for layers that cannot share codes with the layer before
     void link(); // after every layer is built
     kvq_model_info model;
     std::shared_ptr<const kvq_calibration> calibration;
