@@ -74,17 +74,41 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
         d.n_embd_k = n_embd;
     }
     d.shape = kvq_guess_shape(model, id.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    return plan_lane(d, id.value, n_embd);
+}
+
+bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int n_embd_k, int n_embd_v, int n_cells, int n_stream) {
+    if (layers.empty() && !begin()) {
+        return false;
+    }
+    layers.emplace_back();
+    kvq_draft_layer & d = layers.back();
+    d.il       = shape.il;
+    d.number   = model.number_of(shape.il);
+    d.shape    = shape;
+    d.n_embd_k = n_embd_k;
+    d.n_embd_v = n_embd_v;
+    d.n_cells  = n_cells;
+    d.n_stream = n_stream;
+    d.has_k = d.has_v = true;
+    plan_lane(d, false, n_embd_k);
+    plan_lane(d, true,  n_embd_v);
+    return err.empty();
+}
+
+// of the last layer
+size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     const kvq_layer_context c = context_of(model, d, layers.size() > 1 ? &layers[layers.size() - 2] : nullptr);
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
         return 0;
     }
     const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
-    if (d.plan.mean && !calibration->fits(id.il, prev, d.plan, d.n_embd_k, id.value ? d.n_embd_v : 0, err)) {
+    if (d.plan.mean && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) {
         return 0;
     }
-    kvq_lane_layout & l = id.value ? d.v : d.k;
-    l = kvq_make_lane_layout(d.plan, id.value, d.shape.n_head_kv, n_cells, n_stream);
-    bytes_nominal += kvq_pad(2 * (size_t) n_embd * n_cells * n_stream, KVQ_ALIGN);
+    kvq_lane_layout & l = value ? d.v : d.k;
+    l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
+    bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
     return l.bytes();
 }
 
@@ -111,6 +135,18 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
     link();
     std::lock_guard<std::mutex> lock(live_mutex);
     live.push_back(this);
+}
+
+bool kvq_kv_cache::append(const kvq_draft_layer & d) {
+    if (chain && counters.n_sealed) {
+        return false;
+    }
+    layers.emplace_back(new kvq_kv_layer);
+    layers.back()->ordinal = (int) layers.size() - 1;
+    layers.back()->d = d;
+    is_ok = is_ok && build(*layers.back());
+    link();
+    return is_ok;
 }
 
 kvq_kv_cache::~kvq_kv_cache() {

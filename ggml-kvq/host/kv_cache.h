@@ -33,6 +33,8 @@ public:
     const std::string & error() const { return err; }
     bool   empty() const { return layers.empty(); }
     void   reset();
+    // A layer that a graph shows, with heads as they are there. False with error() set.
+    bool   add_known(const kvq_layer_shape & shape, int n_embd_k, int n_embd_v, int n_cells, int n_stream);
 
     kvq_config     config;
     kvq_model_info model;
@@ -43,6 +45,7 @@ public:
     std::map<std::string, size_t> asked; // answers by tensor
 private:
     bool begin();
+    size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
     std::string err;
     kvq_lane_id last; // the tensor asked for before this one
 };
@@ -55,6 +58,7 @@ struct kvq_kv_layer {
     kvq_saliency    saliency; // not active unless the method asks
     kvq_slots       slots;    // likewise
     std::unique_ptr<kvq_lane> k, v;
+    const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may come without their parent
 };
 
 class kvq_kv_cache {
@@ -64,6 +68,7 @@ public:
     bool ok() const { return is_ok; }
 
     kvq_kv_layer * layer(int il);
+    bool append(const kvq_draft_layer & d); // behind the others; false: out of memory, or predicted layers hold tokens already
     // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
     bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
 
