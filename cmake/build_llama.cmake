@@ -1,4 +1,4 @@
-# cmake -P: configure and build PROGRAMS of SOURCE in BUILD with the cache script SETTINGS, then copy programs and libraries to
+# cmake -P: configure and build the targets PROGRAMS of SOURCE in BUILD with the cache script SETTINGS, then copy programs and libraries to
 # STAGE. Wheels hold no symbolic links, so every library appears once, under its SONAME.
 cmake_minimum_required(VERSION 3.21)
 string(REPLACE "," ";" PROGRAMS "${PROGRAMS}")
@@ -20,7 +20,9 @@ endif()
 
 file(MAKE_DIRECTORY ${STAGE})
 foreach(program IN LISTS PROGRAMS)
-    file(COPY ${BUILD}/bin/${program} DESTINATION ${STAGE})
+    if(EXISTS ${BUILD}/bin/${program}) # the target may be a library
+        file(COPY ${BUILD}/bin/${program} DESTINATION ${STAGE})
+    endif()
 endforeach()
 file(GLOB libraries ${BUILD}/bin/lib*.so*)
 foreach(library IN LISTS libraries)

@@ -1,7 +1,8 @@
-# llama-programs: upstream's five programs and the libraries they need, built unmodified from LLAMA_CPP_DIR in a build folder of
+# llama-programs: upstream's programs and the libraries they need, built unmodified from LLAMA_CPP_DIR in a build folder of
 # their own and staged into ${KVQ_STAGE}. For the pinned source the build folder lives in the cache, keyed by everything that
 # decides its content, so that a second install takes seconds; for a foreign tree it lives in this build folder.
-set(KVQ_PROGRAMS llama-cli llama-completion llama-server llama-bench llama-perplexity)
+set(KVQ_PROGRAMS llama-cli llama-completion llama-server llama-bench llama-perplexity ggml-rpc-server
+    CACHE STRING "targets of llama.cpp that are built; the wheel needs all of them")
 set(KVQ_STAGE ${CMAKE_CURRENT_BINARY_DIR}/lib)
 
 set(settings "")
@@ -55,6 +56,7 @@ if(NOT failed AND NOT APPLE)
     endif()
 endif()
 kvq_setting(BUILD_SHARED_LIBS ON)
+kvq_setting(GGML_RPC ON) # layers on other machines: --rpc in the programs, ggml-rpc-server there
 kvq_setting(CMAKE_INSTALL_RPATH "\$ORIGIN")
 kvq_setting(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
 foreach(off LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_APP LLAMA_BUILD_UI LLAMA_USE_PREBUILT_UI LLAMA_OPENSSL

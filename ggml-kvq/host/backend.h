@@ -25,11 +25,24 @@ struct kvq_backend_context {
     ggml_backend_dev_t device;
     int n_threads = 1;
     ggml_backend_t inner  = nullptr;
+    ggml_backend_t cpu    = nullptr; // without an inner backend: computes what a client on another machine sends besides (remote.cpp)
     void *         stream = nullptr; // the inner backend's: our kernels run between its own
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
     bool           whole = false;     // this graph is, or will be: no recordings by the inner backend
     bool           recording = false; // nodes are being recorded: no sealing
     mutable std::map<const void *, std::vector<float>> factors; // frequency factors of rotary embeddings, by device address
+};
+
+// What a buffer of our type holds (buffer.cpp).
+struct kvq_buffer {
+    void * base = nullptr;
+    size_t nb_map = 0;
+    ggml_backend_buffer_t inner = nullptr; // plain, on a wrapped device: the buffer that is wrapped
+    std::unique_ptr<kvq_device>   device;
+    std::unique_ptr<kvq_kv_cache> cache; // NULL: plain
+    bool announced = false; // as a cache, by size queries
+    std::unique_ptr<struct kvq_found_cache> found; // a cache that was not announced (remote.cpp)
+    ~kvq_buffer();
 };
 
 // Lane of a cache tensor or of a view of one; cache is NULL when the tensor is not ours or a size query's dummy.
@@ -51,6 +64,17 @@ ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph
 bool        kvq_set_rows    (const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
 // their pages are open already, and their cells below n_kv
 bool        kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty);
+
+// remote.cpp: what a client on another machine asks, who names no tensors before he sends a graph
+struct kvq_found_cache {
+    kvq_cache_draft draft;
+    std::vector<std::pair<char *, size_t>> written; // ranges of cache tensors that were set before the first graph
+    size_t nb_known = 0;                            // nominal bytes of the tensors seen so far
+    bool   said = false;                            // the load line is printed
+};
+bool           kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, the reason is printed
+void           kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
+ggml_backend_t kvq_cpu_backend (kvq_backend_context & b); // NULL: there is none
 
 // cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
 int                kvq_cuda_init  (ggml_backend_reg * reg); // number of devices, 0: none

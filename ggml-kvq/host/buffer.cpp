@@ -12,22 +12,15 @@
 #include <set>
 #include <sys/mman.h>
 
-struct kvq_buffer {
-    void * base = nullptr;
-    size_t nb_map = 0;
-    ggml_backend_buffer_t inner = nullptr; // plain, on a wrapped device: the buffer that is wrapped
-    std::unique_ptr<kvq_device>   device;
-    std::unique_ptr<kvq_kv_cache> cache; // NULL: plain
-    ~kvq_buffer() {
-        cache.reset();
-        if (inner) {
-            ggml_backend_buffer_free(inner);
-        }
-        if (base && nb_map) {
-            munmap(base, nb_map);
-        }
+kvq_buffer::~kvq_buffer() {
+    cache.reset();
+    if (inner) {
+        ggml_backend_buffer_free(inner);
     }
-};
+    if (base && nb_map) {
+        munmap(base, nb_map);
+    }
+}
 
 static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *) buffer->context; }
 
@@ -134,14 +127,18 @@ struct row_lanes {
     }
 };
 
-static size_t root_offset(const ggml_tensor * t, size_t offset) { return offset + (t->view_src ? t->view_offs : 0); }
+// A view that came from another machine alone, not in a graph, has lost its parent: only its address tells where it starts.
+static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
+    const char * base = t.layer->base[t.value];
+    return offset + (base ? (size_t) ((const char *) x->data - base) : x->view_src ? x->view_offs : 0);
+}
 
 static void read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     kvq_target t = kvq_find_target(tensor);
     const row_lanes lanes(t);
     t.cache->commit(1);
     const size_t nb_row = 2 * (size_t) lanes.row;
-    const row_range r = rows_of(root_offset(tensor, offset), size, nb_row);
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
     std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
         lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
@@ -154,7 +151,7 @@ static void write_rows(const ggml_tensor * tensor, const void * data, size_t off
     const row_lanes lanes(t);
     t.cache->commit(1);
     const size_t nb_row = 2 * (size_t) lanes.row;
-    const row_range r = rows_of(root_offset(tensor, offset), size, nb_row);
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
     std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
     const auto read = [&](int64_t at) { // rows that are only partly replaced
         each_stream(lanes.layout(), at, at + 1, [&](int s, int cell, int n, int64_t row) {
@@ -182,7 +179,10 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
     if (is_cache(buffer, tensor)) {
         const std::vector<uint8_t> data(size, value);
         write_rows(tensor, data.data(), offset, size);
-    } else if (context(buffer)->inner) {
+        return;
+    }
+    kvq_note_written(*context(buffer), tensor, offset, size);
+    if (context(buffer)->inner) {
         context(buffer)->inner->iface.memset_tensor(context(buffer)->inner, tensor, value, offset, size);
     } else {
         memset((char *) tensor->data + offset, value, size);
@@ -192,7 +192,10 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
 static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
         write_rows(tensor, data, offset, size);
-    } else if (ggml_backend_buffer_t inner = context(buffer)->inner) {
+        return;
+    }
+    kvq_note_written(*context(buffer), tensor, offset, size);
+    if (ggml_backend_buffer_t inner = context(buffer)->inner) {
         inner->iface.set_tensor(inner, tensor, data, offset, size);
         auto & kept = device_of(buffer->buft).indices;
         if ((tensor->type == GGML_TYPE_I64 || tensor->type == GGML_TYPE_I32) && offset == 0 && size == ggml_nbytes(tensor) && size <= 1 << 20) {
@@ -233,7 +236,7 @@ static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, gg
     }
     const row_lanes lanes(a);
     const size_t nb_stream = 2 * (size_t) lanes.row * lanes.layout().n_cells;
-    const size_t from = root_offset(src, 0), to = root_offset(dst, 0);
+    const size_t from = root_offset(a, src, 0), to = root_offset(b, dst, 0);
     if (from % nb_stream || to % nb_stream || ggml_nbytes(src) != nb_stream || ggml_nbytes(dst) != nb_stream) {
         return false;
     }
@@ -245,28 +248,29 @@ static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, gg
 
 static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     kvq_buffer * b = context(buffer);
+    if (b->found) {
+        b->found->written.clear();
+    }
     if (b->cache) {
         b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
     } else if (b->inner) {
         ggml_backend_buffer_clear(b->inner, value);
-    } else {
+    } else if (value || madvise(b->base, b->nb_map, MADV_DONTNEED)) { // pages given back read as zeros, and cost nothing until they are used
         memset(b->base, value, buffer->size);
     }
 }
 
-static const ggml_backend_buffer_i buffer_interface = {
-    /* free_buffer   */ free_buffer,
-    /* get_base      */ get_base,
-    /* init_tensor   */ nullptr,
-    /* memset_tensor */ memset_tensor,
-    /* set_tensor    */ set_tensor,
-    /* get_tensor    */ get_tensor,
-    /* set_tensor_2d */ nullptr,
-    /* get_tensor_2d */ nullptr,
-    /* cpy_tensor    */ cpy_tensor,
-    /* clear         */ clear,
-    /* reset         */ nullptr,
-};
+static const ggml_backend_buffer_i buffer_interface = [] { // by name: members come and go between versions
+    ggml_backend_buffer_i i = {};
+    i.free_buffer   = free_buffer;
+    i.get_base      = get_base;
+    i.memset_tensor = memset_tensor;
+    i.set_tensor    = set_tensor;
+    i.get_tensor    = get_tensor;
+    i.cpy_tensor    = cpy_tensor;
+    i.clear         = clear;
+    return i;
+}();
 
 // ---------------------------------------------------------------- buffer type interface
 
@@ -393,6 +397,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         return nullptr;
     }
     std::unique_ptr<kvq_buffer> b(new kvq_buffer);
+    b->announced = !draft.empty();
     if (!draft.empty()) {
         dev.refused = false;
         try {
@@ -431,7 +436,12 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
 }
 
 void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device) {
-    dev.buft.iface = { buft_name, alloc_buffer, buft_alignment, nullptr, get_alloc_size, buft_is_host };
+    dev.buft.iface = {};
+    dev.buft.iface.get_name       = buft_name;
+    dev.buft.iface.alloc_buffer   = alloc_buffer;
+    dev.buft.iface.get_alignment  = buft_alignment;
+    dev.buft.iface.get_alloc_size = get_alloc_size;
+    dev.buft.iface.is_host        = buft_is_host;
     dev.buft.device  = device;
     dev.buft.context = &dev;
 }

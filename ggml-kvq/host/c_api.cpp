@@ -36,7 +36,7 @@ extern "C" int kvq_check(const char * method, const char * opts) {
     kvq_status status = kvq_options_parse(*m, opts, o, err);
     if (status == KVQ_OK) { // ranges, on a shape that no method refuses
         const kvq_layer_shape shape = { 0, 8, 128, 128 };
-        const kvq_layer_context c = { 0, 128, shape, nullptr };
+        const kvq_layer_context c = { 0, 128, shape, nullptr, 0 };
         kvq_layer_plan plan;
         status = m->plan(o, c, plan, err);
     }
@@ -232,7 +232,7 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
     s.n_cells  = n_cells;
     s.n_stream = n_stream;
     for (int i = 0; i < n_layers; i++) {
-        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr };
+        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr, 0 };
         kvq_layer_plan plan;
         const kvq_status st = m->plan(o, c, plan, err);
         if (st != KVQ_OK) {

@@ -3,6 +3,7 @@
 
 #include "../methods/method.h"
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,10 @@ struct kvq_model_info {
     int  latent_of(int n_embd_k) const; // of a cache that keeps keys of this width, 0: no latent attention
     int  indexer_key = 0; // width of the keys of sparse attention's indexer, 0: none
     int  n_layer_nextn = 0; // last layers, for multi-token prediction
+    std::vector<uint8_t> attends; // per layer: it has attention; empty: every layer has, as far as the file tells
+
+    int n_attention() const;          // layers with attention
+    int number_of(int il) const;      // of layer il among them
 };
 
 // Status and one line in err; out is complete on KVQ_OK. A missing method means f16.

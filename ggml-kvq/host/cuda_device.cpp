@@ -104,23 +104,21 @@ bool dev_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) 
 
 bool dev_offload_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return ggml_backend_dev_offload_op(inner(dev), op); }
 
-const ggml_backend_device_i device_interface = {
-    /* get_name             */ dev_name,
-    /* get_description      */ dev_description,
-    /* get_memory           */ dev_memory,
-    /* get_type             */ dev_type,
-    /* get_props            */ dev_props,
-    /* init_backend         */ dev_init,
-    /* get_buffer_type      */ dev_buft,
-    /* get_host_buffer_type */ dev_host_buft,
-    /* buffer_from_host_ptr */ nullptr,
-    /* supports_op          */ dev_supports_op,
-    /* supports_buft        */ dev_supports_buft,
-    /* offload_op           */ dev_offload_op,
-    /* event_new            */ nullptr,
-    /* event_free           */ nullptr,
-    /* event_synchronize    */ nullptr,
-};
+const ggml_backend_device_i device_interface = [] { // by name: members come and go between versions
+    ggml_backend_device_i i = {};
+    i.get_name             = dev_name;
+    i.get_description      = dev_description;
+    i.get_memory           = dev_memory;
+    i.get_type             = dev_type;
+    i.get_props            = dev_props;
+    i.init_backend         = dev_init;
+    i.get_buffer_type      = dev_buft;
+    i.get_host_buffer_type = dev_host_buft;
+    i.supports_op          = dev_supports_op;
+    i.supports_buft        = dev_supports_buft;
+    i.offload_op           = dev_offload_op;
+    return i;
+}();
 
 kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_device &>(cache.device); }
 

@@ -176,6 +176,9 @@ void kvq_cuda_step_flush(kvq_backend_context & b) {
 }
 
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
+    if (!kvq_find_caches(b, graph)) {
+        return GGML_STATUS_FAILED;
+    }
     if (!b.step) {
         b.step = new kvq_cuda_step;
     }

@@ -357,7 +357,15 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     return true;
 }
 
+// is an operand a cache of ours? Its memory is not there to be read.
+static bool reads_cache(const ggml_tensor * node) {
+    return std::any_of(node->src, node->src + GGML_MAX_SRC, [](const ggml_tensor * x) { return x && kvq_find_target(x).layer; });
+}
+
 ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
+    if (!kvq_find_caches(b, graph)) {
+        return GGML_STATUS_FAILED;
+    }
     std::vector<kvq_kv_cache *> touched;
     kvq_kv_layer * late = nullptr; // attended, but not sealed yet
     const auto seal = [&](kvq_kv_layer * l) { // frames of this ubatch are free for the next layer
@@ -370,7 +378,12 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
     int first = 0; // of the nodes not yet handed to the inner backend
     const auto hand_over = [&](int end) {
         ggml_status status = GGML_STATUS_SUCCESS;
-        if (b.inner && end > first) {
+        ggml_backend_t others = end > first ? (b.inner ? b.inner : kvq_cpu_backend(b)) : nullptr;
+        if (end > first && !others) {
+            kvq_report_error(std::string("node ") + graph->nodes[first]->name + " (" + ggml_op_name(graph->nodes[first]->op) + ") is not on a cache of ours");
+            status = GGML_STATUS_FAILED;
+        }
+        if (others) {
             ggml_cgraph part = *graph; // the nodes [first, end)
             part.nodes   = graph->nodes + first;
             part.n_nodes = end - first;
@@ -383,7 +396,7 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
                 kvq_cuda_no_inner_graph(b.inner, &part);
             }
 #endif
-            status = b.inner->iface.graph_compute(b.inner, &part);
+            status = others->iface.graph_compute(others, &part);
         }
         first = end + 1;
         return status;
@@ -397,11 +410,18 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             continue;
         }
         if (!b.inner && kvq_graph_op_supported(node)) {
+            if (hand_over(i) != GGML_STATUS_SUCCESS) {
+                return GGML_STATUS_FAILED;
+            }
             kvq_graph_op_compute(ggml_graph_node(graph, i), b.n_threads);
             continue;
         }
         kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
-        if (!t.layer && b.inner) {
+        if (!t.layer && (b.inner || !t.ours)) {
+            if (!b.inner && reads_cache(node)) {
+                kvq_report_error(why_not(node, t));
+                return GGML_STATUS_FAILED;
+            }
             continue;
         }
         const ggml_status status = hand_over(i);

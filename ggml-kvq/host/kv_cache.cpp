@@ -47,6 +47,12 @@ bool kvq_cache_draft::begin(int il) {
     return kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
 }
 
+// What a method may know of a layer; prev: the one before it in the same cache, or NULL.
+static kvq_layer_context context_of(const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev) {
+    const int n_model = model.n_attention();
+    return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, prev ? d.number - prev->number - 1 : 0 };
+}
+
 size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
     const kvq_lane_id id = kvq_parse_cache_name(name);
     const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
@@ -54,7 +60,8 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     const bool begun = next || begin(id.il);
     if (layers.empty() || layers.back().il != id.il) {
         layers.emplace_back();
-        layers.back().il = id.il;
+        layers.back().il     = id.il;
+        layers.back().number = model.number_of(id.il);
     }
     kvq_draft_layer & d = layers.back();
     d.n_cells  = n_cells;
@@ -68,23 +75,42 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
         err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
         return 0;
     }
-    bytes_nominal += kvq_pad(2 * (size_t) n_embd * n_cells * n_stream, KVQ_ALIGN);
-    return plan_layer(d, id.value, n_embd);
-}
-
-size_t kvq_cache_draft::plan_layer(kvq_draft_layer & d, bool value, int n_embd) {
-    const int n_model = model.n_layer > 0 ? model.n_layer : 32;
     if (!d.has_k) { // a query for values alone
         d.n_embd_k = n_embd;
     }
-    d.latent = value ? 0 : model.latent_of(n_embd);
+    d.latent = id.value ? 0 : model.latent_of(n_embd);
     // keys that are values altogether: two halves
     const int first = d.latent == n_embd ? (int) kvq_pad((size_t) n_embd / 2, 16) : d.latent;
-    d.shape  = d.latent ? kvq_layer_shape{ d.il, 1, first, n_embd - first } : kvq_guess_shape(model, d.il, d.n_embd_k, value ? d.n_embd_v : d.n_embd_k);
-    const kvq_layer_context c = { (int) layers.size() - 1, n_model, d.shape, layers.size() > 1 ? &layers[layers.size() - 2].shape : nullptr };
+    d.shape = d.latent ? kvq_layer_shape{ d.il, 1, first, n_embd - first } : kvq_guess_shape(model, d.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    return plan_lane(d, id.value, n_embd);
+}
+
+bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int n_embd_k, int n_embd_v, int n_cells, int n_stream) {
+    if (layers.empty() && !begin(shape.il)) {
+        return false;
+    }
+    layers.emplace_back();
+    kvq_draft_layer & d = layers.back();
+    d.il       = shape.il;
+    d.number   = model.number_of(shape.il);
+    d.shape    = shape;
+    d.n_embd_k = n_embd_k;
+    d.n_embd_v = n_embd_v;
+    d.n_cells  = n_cells;
+    d.n_stream = n_stream;
+    d.has_k = d.has_v = true;
+    plan_lane(d, false, n_embd_k);
+    plan_lane(d, true,  n_embd_v);
+    return err.empty();
+}
+
+// of the last layer
+size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
+    const kvq_layer_context c = context_of(model, d, layers.size() > 1 ? &layers[layers.size() - 2] : nullptr);
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
         return 0;
     }
+    bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
     if (d.latent) {
         if (!kvq_plan_latent(d.plan, config.method->info.name, d.shape, d.latent, err)) {
             return 0;
@@ -148,6 +174,18 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
     live.push_back(this);
 }
 
+bool kvq_kv_cache::append(const kvq_draft_layer & d) {
+    if (chain && counters.n_sealed) {
+        return false;
+    }
+    layers.emplace_back(new kvq_kv_layer);
+    layers.back()->ordinal = (int) layers.size() - 1;
+    layers.back()->d = d;
+    is_ok = is_ok && build(*layers.back());
+    link();
+    return is_ok;
+}
+
 kvq_kv_cache::~kvq_kv_cache() {
     if (positions_there) {
         device.free(positions_there, 8 * positions.size());
@@ -172,7 +210,7 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         l.v->set_slots(&l.slots);
     }
     if (l.d.plan.probe > 0.0f) {
-        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal, l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &device);
+        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.d.number, l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &device);
         l.k->set_saliency(&l.saliency);
         l.v->set_saliency(&l.saliency);
     }
@@ -320,7 +358,7 @@ bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, i
             continue;
         }
         d.shape = { d.il, n_head_kv, head_size_k, head_size_v };
-        const kvq_layer_context c = { x->ordinal, model.n_layer > 0 ? model.n_layer : 32, d.shape, planned.empty() ? nullptr : &planned.back().shape };
+        const kvq_layer_context c = context_of(model, d, planned.empty() ? nullptr : &planned.back());
         if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
             return false;
         }
@@ -411,6 +449,22 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
     return out;
 }
 
+// Layers whose codes would be those of a layer in another cache: few of them are named, many counted.
+std::string kvq_kv_cache::parted() const {
+    std::string names;
+    int n = 0;
+    for (const auto & l : layers) {
+        if (l->d.plan.k.parted || l->d.plan.v.parted) {
+            names += (n++ ? " " : "") + std::to_string(l->d.il);
+        }
+    }
+    if (!n) {
+        return "";
+    }
+    const std::string which = n <= 4 ? (n == 1 ? "layer " : "layers ") + names : std::to_string(n) + " layers";
+    return "; " + which + (n == 1 ? " keeps codes of its own, its partner is" : " keep codes of their own, their partners are") + " on another device or in another cache";
+}
+
 std::string kvq_kv_cache::load_line() const {
     const kvq_stats s = stats();
     const double MiB = 1024.0 * 1024.0;
@@ -433,7 +487,7 @@ std::string kvq_kv_cache::load_line() const {
         snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);
         reading += more;
     }
-    const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
+    const std::string note = parted() + reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
     return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
            layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
 }

@@ -19,7 +19,7 @@ struct kvq_lane_id { int il = -1; bool value = false; std::string tag; };
 kvq_lane_id kvq_parse_cache_name(const char * name);
 
 struct kvq_draft_layer {
-    int il = -1, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
+    int il = -1, number = 0, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
     bool has_k = false, has_v = false; // keys alone: those of an indexer, or latent attention
     int  latent = 0; // channels of keys that are the values too: lane k holds them, lane v the others (ggml-kvq.h, KVQ_ATTN_LATENT)
     kvq_layer_shape shape = {};
@@ -37,6 +37,8 @@ public:
     bool complete(); // false, with error(): a layer lacks keys or values, or something was refused before
     bool   empty() const { return layers.empty(); }
     void   reset();
+    // A layer that a graph shows, with heads as they are there. False with error() set.
+    bool   add_known(const kvq_layer_shape & shape, int n_embd_k, int n_embd_v, int n_cells, int n_stream);
 
     bool           for_draft = false; // of a draft model: its own configuration
     bool           predicts  = false; // of the layers for multi-token prediction, which draft for the model that they are part of
@@ -50,7 +52,7 @@ public:
     std::map<std::string, size_t> asked; // answers by tensor
 private:
     bool   begin(int il);
-    size_t plan_layer(kvq_draft_layer & d, bool value, int n_embd);
+    size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
     std::string err;
     kvq_lane_id last; // the tensor asked for before this one
 };
@@ -63,6 +65,7 @@ struct kvq_kv_layer {
     kvq_saliency    saliency; // not active unless the method asks
     kvq_slots       slots;    // likewise
     std::unique_ptr<kvq_lane> k, v;
+    const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may come without their parent
 };
 
 class kvq_kv_cache {
@@ -72,6 +75,7 @@ public:
     bool ok() const { return is_ok; }
 
     kvq_kv_layer * layer(int il);
+    bool append(const kvq_draft_layer & d); // behind the others; false: out of memory, or predicted layers hold tokens already
     // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
     bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
 
@@ -101,6 +105,7 @@ public:
 
 private:
     bool build(kvq_kv_layer & l);
+    std::string parted() const; // a note for layers that cannot share codes with the layer before
     void link(); // after every layer is built
     kvq_model_info model;
     std::shared_ptr<const kvq_calibration> calibration;

@@ -13,6 +13,7 @@
 static const char * backend_name(ggml_backend_t) { return "KVQ"; }
 
 static void backend_free(ggml_backend_t backend) {
+    ggml_backend_free(((kvq_backend_context *) backend->context)->cpu);
     delete (kvq_backend_context *) backend->context;
     delete backend;
 }
@@ -84,23 +85,19 @@ static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buf
     return kvq_buft_is_ours(buft) || ggml_backend_buft_is_host(buft); // queries and masks are read where they are
 }
 
-static const ggml_backend_device_i device_interface = {
-    /* get_name             */ dev_name,
-    /* get_description      */ dev_description,
-    /* get_memory           */ dev_memory,
-    /* get_type             */ dev_type,
-    /* get_props            */ dev_props,
-    /* init_backend         */ dev_init,
-    /* get_buffer_type      */ dev_buft,
-    /* get_host_buffer_type */ nullptr,
-    /* buffer_from_host_ptr */ nullptr,
-    /* supports_op          */ dev_supports_op,
-    /* supports_buft        */ dev_supports_buft,
-    /* offload_op           */ nullptr,
-    /* event_new            */ nullptr,
-    /* event_free           */ nullptr,
-    /* event_synchronize    */ nullptr,
-};
+static const ggml_backend_device_i device_interface = [] { // by name: members come and go between versions
+    ggml_backend_device_i i = {};
+    i.get_name        = dev_name;
+    i.get_description = dev_description;
+    i.get_memory      = dev_memory;
+    i.get_type        = dev_type;
+    i.get_props       = dev_props;
+    i.init_backend    = dev_init;
+    i.get_buffer_type = dev_buft;
+    i.supports_op     = dev_supports_op;
+    i.supports_buft   = dev_supports_buft;
+    return i;
+}();
 
 // ---------------------------------------------------------------- reader
 
@@ -172,7 +169,14 @@ static void * reg_proc(ggml_backend_reg_t, const char * name) {
     return !strcmp(name, "ggml_backend_set_n_threads") ? (void *) backend_set_n_threads : nullptr;
 }
 
-static const ggml_backend_reg_i reg_interface = { reg_name, reg_count, reg_device, reg_proc };
+static const ggml_backend_reg_i reg_interface = [] {
+    ggml_backend_reg_i i = {};
+    i.get_name         = reg_name;
+    i.get_device_count = reg_count;
+    i.get_device       = reg_device;
+    i.get_proc_address = reg_proc;
+    return i;
+}();
 
 static bool version_matches(void) {
     if (strcmp(ggml_version(), KVQ_GGML_VERSION) == 0) {

@@ -7,10 +7,14 @@ attention unless the user chose them, and execs the unmodified program: no Pytho
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from . import _paths
 from .errors import KvqError
@@ -26,8 +30,17 @@ HELP = """\
 
 """
 
+HELP_RPC_SERVER = """\
+--kv-model FILE.gguf    the model that clients run, for methods that count its layers or take data from it; only its header is
+                        read (env: KVQ_MODEL)
+
+"""
+
 DEVICE = "KVQ0"
-_OURS = ("--kv-method", "--kv-opt", "--kv-config")
+RPC_SERVER = "ggml-rpc-server"  # upstream's name; our launcher is llama-rpc-server
+_OURS = {"--kv-method": "NAME", "--kv-opt": "KEY=VALUE", "--kv-config": "FILE.gguf"}
+_OURS_RPC_SERVER = {**_OURS, "--kv-model": "FILE.gguf"}
+_CONNECT_S, _LIST_S = 10, 120  # seconds until an RPC server must accept, and until it must have named its devices
 # Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no harm.
 _TEXT = {"-p", "--prompt", "-sys", "--system-prompt", "-r", "--reverse-prompt", "--in-prefix", "--in-suffix", "--grammar"}
 _FALSE = {"off", "disabled", "false", "0"}
@@ -51,6 +64,7 @@ class Command:
 class _Flags:
     method: str | None = None
     config: str | None = None
+    model: str | None = None
     opts: list[str] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
 
@@ -60,13 +74,13 @@ def _long(arg: str) -> str:
     return arg.replace("_", "-") if arg.startswith("--") else arg
 
 
-def _take_ours(argv: Sequence[str]) -> _Flags:
+def _take_ours(argv: Sequence[str], ours: Mapping[str, str] = _OURS) -> _Flags:
     flags, i = _Flags(), 0
     while i < len(argv):
         arg = argv[i]
         head, eq, tail = arg.partition("=")
         name = _long(head)
-        if name not in _OURS:
+        if name not in ours:
             flags.rest.append(arg)
             if arg in _TEXT and i + 1 < len(argv):
                 i += 1
@@ -76,13 +90,14 @@ def _take_ours(argv: Sequence[str]) -> _Flags:
         if not eq:
             i += 1
             if i >= len(argv):
-                what = {"--kv-method": "NAME", "--kv-opt": "KEY=VALUE", "--kv-config": "FILE.gguf"}[name]
-                raise LaunchError(f"{name} has no value: write {name} {what}")
+                raise LaunchError(f"{name} has no value: write {name} {ours[name]}")
             tail = argv[i]
         if name == "--kv-method":
             flags.method = tail
         elif name == "--kv-config":
             flags.config = tail
+        elif name == "--kv-model":
+            flags.model = tail
         else:
             key, eq, value = tail.partition("=")
             if not key.strip() or not eq or not value.strip():
@@ -131,7 +146,10 @@ def _refuse_conflicts(user: _User, method: str, bench: bool) -> None:
         if any(part in _FALSE for part in value.split(",")):
             raise LaunchError(f"-fa {value} switches flash attention off, which --kv-method {method} works through: drop -fa or write -fa on")
     devices = user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE")
-    if devices and "KVQ" not in ",".join(devices if bench else devices[-1:]):
+    chosen = ",".join(devices if bench else devices[-1:])
+    if chosen and all(name.startswith("RPC") for name in chosen.replace("/", ",").split(",")):
+        raise LaunchError(f"-dev {devices[-1]} leaves every cache to the RPC servers, whose own flags choose its form: drop --kv-method {method} here")
+    if devices and "KVQ" not in chosen:
         raise LaunchError(f"-dev {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: drop -dev or write -dev {DEVICE}")
     if bench:
         kept = any(part in _TRUE for v in user.values(("-nkvo", "--no-kv-offload")) for part in v.split(","))
@@ -163,16 +181,64 @@ def _layer_notes(user: _User, method: str, n_layer: int | None, bench: bool) -> 
     return notes
 
 
+def _rpc_servers(user: _User) -> list[str]:
+    """host:port of every server named by --rpc. LaunchError when one is not of that form or does not accept a connection."""
+    servers = [server for value in user.values(("--rpc", "-rpc"), "LLAMA_ARG_RPC") for server in value.split(",") if server]
+    for server in servers:
+        host, _, port = server.partition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise LaunchError(f"--rpc {server} is not HOST:PORT; write for example --rpc 192.168.1.2:50052")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        except OSError as e:
+            why = e.strerror or str(e)
+            raise LaunchError(f"no RPC server answers at {server} ({why}): start llama-rpc-server there, or drop it from --rpc") from e
+    return servers
+
+
+def _rpc_devices(path: Path, servers: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """The devices of the RPC servers as the program names them (RPC0, RPC1, ...): it alone knows how many each server has."""
+    try:
+        done = subprocess.run([path, "--rpc", ",".join(servers), "--list-devices"], env=dict(env), capture_output=True, text=True, timeout=_LIST_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"the RPC servers {','.join(servers)} named no devices in {_LIST_S} s: a server serves one client at a time") from None
+    devices = re.findall(r"^\s+(RPC\w*): ", done.stdout, re.MULTILINE)
+    if done.returncode or not devices:
+        lines = [line.strip() for line in done.stderr.splitlines() if "RPC" in line or "onnect" in line]
+        raise LaunchError(f"the RPC servers {','.join(servers)} offer no devices ({lines[0] if lines else f'exit code {done.returncode}'}): use servers of the same llama.cpp")
+    return devices
+
+
+def _split_rpc(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(--rpc SERVERS, the other arguments): devices can be named only behind the servers that have them."""
+    rpc: list[str] = []
+    rest: list[str] = []
+    i = 0
+    while i < len(args):
+        if args[i] in ("--rpc", "-rpc") and i + 1 < len(args):
+            rpc += args[i : i + 2]
+            i += 1
+        else:
+            rest.append(args[i])
+            if args[i] in _TEXT and i + 1 < len(args):
+                i += 1
+                rest.append(args[i])
+        i += 1
+    return rpc, rest
+
+
 def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
     """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and environment.
 
     Precedence of the method: --kv-method, KVQ_METHOD, the file of --kv-config / KVQ_CONFIG, the model's metadata.
-    Raises KvqError; reads at most the headers of the GGUF files named.
+    Raises KvqError; reads at most the headers of the GGUF files named. With --rpc it connects to the servers and asks for their devices.
     """
-    bench = program == "llama-bench"
-    flags = _take_ours(argv)
-    user = _User(flags.rest, environ, reads_env=not bench)
-    models = _models(user, bench)
+    bench, serves = program == "llama-bench", program == RPC_SERVER
+    flags = _take_ours(argv, _OURS_RPC_SERVER if serves else _OURS)
+    user = _User(flags.rest, environ, reads_env=not bench and not serves)
+    given = flags.model or environ.get("KVQ_MODEL")
+    models = ([given] if given else []) if serves else _models(user, bench)
+    servers = [] if serves else _rpc_servers(user)
     config = flags.config or environ.get("KVQ_CONFIG") or None
     method = flags.method if flags.method is not None else environ.get("KVQ_METHOD") or None
 
@@ -188,6 +254,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         if method is None:
             method, named_by = str(config_fields["kvq.method"]), config
     header = None
+    if flags.model and not os.path.isfile(flags.model):
+        raise LaunchError(f"--kv-model {flags.model} is not a file; give the GGUF that clients run, or a copy of its first file")
     for model in models:
         if os.path.isfile(model):  # a missing or special file is the program's business
             header = gguf_header.read(model)
@@ -212,7 +280,12 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     held = config_fields.get("kvq.method", method)
     if held != method:
         raise LaunchError(f"--kv-config {config} holds data for method {held}, not {method}; give another file or --kv-method {held}")
-    _refuse_conflicts(user, method, bench)
+    if serves:
+        devices = user.values(("-d", "--device"))
+        if devices and "KVQ" not in ",".join(devices):
+            raise LaunchError(f"-d {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: drop -d or write -d {DEVICE}")
+    else:
+        _refuse_conflicts(user, method, bench)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
     out = Command(flags.rest, notes=_layer_notes(user, method, n_layer if isinstance(n_layer, int) else None, bench))
 
@@ -223,9 +296,19 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     out.env = {"GGML_BACKEND_PATH": backend, "KVQ_METHOD": method, "KVQ_OPTS": joined or None, "KVQ_CONFIG": config}
     if len(models) == 1:
         out.env["KVQ_MODEL"] = models[0]
+    if serves:
+        out.args = [*([] if devices else ["-d", DEVICE]), *flags.rest]
+        return out
     added: list[str] = []
+    if servers:
+        out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started (llama-rpc-server --kv-method {method})")
     if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
-        added += ["-dev", DEVICE]
+        names = [DEVICE]
+        if servers:
+            names = [*_rpc_devices(_paths.program(program), servers, _environment(environ, out)), DEVICE]
+            rpc, flags.rest = _split_rpc(flags.rest)
+            added += rpc
+        added += ["-dev", ("/" if bench else ",").join(names)]
         # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
         placed = user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload"))
         present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url", "-hf", "-hfr", "--hf-repo")) or "LLAMA_ARG_MMPROJ" in environ
@@ -238,29 +321,35 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     return out
 
 
-def run(program: str, argv: Sequence[str]) -> int:
-    """Replace this process by `program`. Returns (an exit code) only when it refuses to."""
+def _environment(environ: Mapping[str, str], cmd: Command) -> dict[str, str]:
+    env = dict(environ)
+    for key, value in cmd.env.items():
+        env.pop(key, None)
+        if value is not None:
+            env[key] = value
+    return env
+
+
+def run(program: str, argv: Sequence[str], name: str = "") -> int:
+    """Replace this process by `program`, which users know as `name`. Returns (an exit code) only when it refuses to."""
+    name = name or program
     try:
         path = _paths.program(program)
         if any(arg in ("-h", "--help", "--usage") for arg in argv):
-            sys.stdout.write(HELP)
+            sys.stdout.write(HELP + (HELP_RPC_SERVER if program == RPC_SERVER else ""))
             sys.stdout.flush()
         cmd = command(program, argv, os.environ)
         for note in cmd.notes:
-            print(f"{program}: note: {note}", file=sys.stderr, flush=True)
-        env = dict(os.environ)
-        for key, value in cmd.env.items():
-            env.pop(key, None)
-            if value is not None:
-                env[key] = value
+            print(f"{name}: note: {note}", file=sys.stderr, flush=True)
+        env = _environment(os.environ, cmd)
         # Python ignores these two from its start on; the program must find them as a shell leaves them.
         for name in ("SIGPIPE", "SIGXFSZ"):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.execve(path, [str(path), *cmd.args], env)
     except KvqError as e:
-        print(f"{program}: error: {e}", file=sys.stderr)
+        print(f"{name}: error: {e}", file=sys.stderr)
     except OSError as e:
-        print(f"{program}: error: {e.filename or program}: {e.strerror}; check the file and its permissions", file=sys.stderr)
+        print(f"{name}: error: {e.filename or program}: {e.strerror}; check the file and its permissions", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 2
@@ -280,6 +369,10 @@ def llama_server() -> int:
 
 def llama_bench() -> int:
     return run("llama-bench", sys.argv[1:])
+
+
+def llama_rpc_server() -> int:
+    return run(RPC_SERVER, sys.argv[1:], "llama-rpc-server")
 
 
 def llama_perplexity() -> int:

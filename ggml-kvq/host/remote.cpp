@@ -1,0 +1,194 @@
+// Caches of clients on other machines. llama.cpp's RPC server hands us a client's requests, and three things differ from a program that
+// runs here: a buffer is asked for by its size alone, without a size query for each tensor; every node of the client's graph for this
+// device comes here, weights included; views that come alone, not in a graph, have lost their parent.
+//   So a KV cache shows itself in the first graph that attends over it: tensors cache_k_l<il>, cache_v_l<il> in a buffer that was
+// plain so far. Its layers are built from the graph, which knows their heads; rows that were set before (a restored state) are moved
+// over, and the plain memory is given back.
+#include "backend.h"
+
+#include "ggml-impl.h" // ggml_cgraph
+
+#include <cstdio>
+#include <cstring>
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static const ggml_tensor * root_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
+
+static kvq_buffer * buffer_of(const ggml_tensor * root) { return (kvq_buffer *) root->buffer->context; }
+
+static kvq_device_context & device_of(const kvq_backend_context & b) { return *(kvq_device_context *) b.device->context; }
+
+void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size) {
+    if (kvq_parse_cache_name(tensor->name).il < 0) {
+        return;
+    }
+    if (!b.found) {
+        b.found.reset(new kvq_found_cache);
+    }
+    auto & written = b.found->written;
+    char * at = (char *) tensor->data + offset;
+    if (!written.empty() && written.back().first + written.back().second == at) {
+        written.back().second += size;
+    } else {
+        written.push_back({ at, size });
+    }
+}
+
+// ---------------------------------------------------------------- a layer
+
+// Rows that were set while the memory was plain go to the lane; then the memory goes back, and an access to it faults.
+static void move_over(kvq_buffer & b, const ggml_tensor * root) {
+    char * first = (char *) root->data, * end = first + ggml_nbytes(root);
+    for (const auto & w : b.found->written) {
+        char * from = std::max(w.first, first), * to = std::min(w.first + w.second, end);
+        if (from >= to) {
+            continue;
+        }
+        std::vector<char> rows((size_t) (to - from));
+        if (b.inner) {
+            b.inner->iface.get_tensor(b.inner, root, rows.data(), (size_t) (from - first), rows.size());
+        } else {
+            memcpy(rows.data(), from, rows.size());
+        }
+        root->buffer->iface.set_tensor(root->buffer, const_cast<ggml_tensor *>(root), rows.data(), (size_t) (from - first), rows.size());
+    }
+    if (!b.inner) {
+        const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE), lo = ((uintptr_t) first + page - 1) / page * page, hi = (uintptr_t) end / page * page;
+        if (lo < hi) { // pages at the ends may be shared with the neighbours
+            madvise((void *) lo, hi - lo, MADV_DONTNEED);
+            mprotect((void *) lo, hi - lo, PROT_NONE);
+        }
+    }
+}
+
+// "" when the layer is there, else why it cannot be
+static std::string find_layer(kvq_backend_context & b, const ggml_tensor * attention) {
+    const ggml_tensor * k = attention->src[1], * v = attention->src[2], * kr = root_of(k), * vr = root_of(v);
+    const kvq_lane_id id_k = kvq_parse_cache_name(kr->name), id_v = kvq_parse_cache_name(vr->name);
+    if (id_k.value || !id_v.value || id_k.il != id_v.il || vr->buffer != kr->buffer) {
+        return "keys and values come from different places (latent attention): run this model without --kv-method";
+    }
+    if (kr->type != GGML_TYPE_F16 || vr->type != GGML_TYPE_F16) {
+        return "the client's cache type is not f16: drop -ctk and -ctv there, the method chooses the format";
+    }
+    const kvq_layer_shape shape = { id_k.il, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0] };
+    if (shape.n_head_kv * shape.head_size_k != kr->ne[0] || shape.n_head_kv * shape.head_size_v != vr->ne[0]) {
+        return "layer " + std::to_string(shape.il) + " attends over " + std::to_string(shape.n_head_kv) + " heads of " + std::to_string(shape.head_size_k) +
+               ", its rows have " + std::to_string(kr->ne[0]) + " channels: run this model without --kv-method";
+    }
+    kvq_buffer & buffer = *buffer_of(kr);
+    if (!buffer.found) {
+        buffer.found.reset(new kvq_found_cache);
+    }
+    kvq_found_cache & found = *buffer.found;
+    if (!found.draft.layers.empty() && found.draft.layers.back().il >= shape.il) {
+        return "layer " + std::to_string(shape.il) + " comes after layer " + std::to_string(found.draft.layers.back().il) + ": layers of a cache must be in order";
+    }
+    if (!found.draft.add_known(shape, (int) kr->ne[0], (int) vr->ne[0], (int) kr->ne[1], (int) kr->ne[2])) {
+        return found.draft.error();
+    }
+    const kvq_draft_layer & d = found.draft.layers.back();
+#ifdef KVQ_CUDA
+    if (b.inner) {
+        if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
+            return "layer " + std::to_string(d.il) + ": " + why;
+        }
+        if (!buffer.device) {
+            buffer.device = kvq_cuda_make_device(device_of(b).ordinal);
+        }
+    }
+#endif
+    bool ok = true;
+    if (buffer.cache) {
+        ok = buffer.cache->append(d);
+    } else if (buffer.device) {
+        buffer.cache.reset(new kvq_kv_cache(found.draft, *buffer.device));
+    } else {
+        buffer.cache.reset(new kvq_kv_cache(found.draft));
+    }
+    if (!ok || !buffer.cache->ok()) {
+        return "layer " + std::to_string(d.il) + " of the KV cache cannot be allocated: lower -c there, and keep its warm-up on";
+    }
+    kvq_kv_layer & layer = *buffer.cache->layers.back();
+    layer.base[0] = (const char *) kr->data;
+    layer.base[1] = (const char *) vr->data;
+    buffer.cache->device_name = device_of(b).name;
+    for (const ggml_tensor * root : { kr, vr }) {
+        move_over(buffer, root);
+        found.nb_known += kvq_pad(ggml_nbytes(root), KVQ_ALIGN);
+    }
+    return "";
+}
+
+// ---------------------------------------------------------------- a graph
+
+bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
+    std::string why;
+    try {
+        for (int i = 0; i < graph->n_nodes && why.empty(); i++) {
+            const ggml_tensor * node = graph->nodes[i];
+            if (node->op != GGML_OP_FLASH_ATTN_EXT) {
+                continue;
+            }
+            const kvq_target t = kvq_find_target(node->src[1]);
+            const ggml_tensor * root = root_of(node->src[1]);
+            if (!t.ours || !root->buffer->size || buffer_of(root)->announced) {
+                continue;
+            }
+            if (!t.layer) {
+                why = find_layer(b, node);
+            }
+            kvq_buffer & buffer = *buffer_of(root);
+            kvq_found_cache * found = buffer.found.get();
+            if (!why.empty() || !found || found->said || (!t.layer && found->nb_known < root->buffer->size)) {
+                continue; // others may follow: with weights left on the client a graph comes in parts
+            }
+            found->said = true;
+            found->written.clear();
+            if (buffer.inner && found->nb_known >= root->buffer->size) { // its addresses stay names of tensors
+                ggml_backend_synchronize(b.inner);
+                ggml_backend_buffer_free(buffer.inner);
+                buffer.inner = nullptr;
+            }
+            if (kvq_verbosity() > 0) {
+                fprintf(stderr, "%s\n", buffer.cache->load_line().c_str());
+            }
+        }
+        for (int i = 0; i < graph->n_nodes && why.empty(); i++) {
+            const ggml_tensor * node = graph->nodes[i];
+            const kvq_target t = node->op == GGML_OP_SET_ROWS ? kvq_find_target(node) : kvq_target();
+            if (t.ours && !t.layer && !buffer_of(root_of(node))->announced) {
+                why = "the client writes " + std::string(root_of(node)->name) + " and reads it without flash attention: run it with -fa on";
+            }
+        }
+    } catch (const std::bad_alloc &) {
+        why = "out of memory for the KV cache of a client: lower -c there";
+    }
+    if (!why.empty()) {
+        kvq_report_error(why);
+    }
+    return why.empty();
+}
+
+// ---------------------------------------------------------------- everything else
+
+ggml_backend_t kvq_cpu_backend(kvq_backend_context & b) {
+    if (!b.cpu) {
+        // libggml, which holds the list of devices, has loaded us and is not among the libraries that we name
+        const std::string name = std::string("libggml.so.") + std::string(KVQ_GGML_VERSION).substr(0, strcspn(KVQ_GGML_VERSION, "."));
+        void * ggml = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+        auto by_type = (decltype(&ggml_backend_dev_by_type)) dlsym(ggml ? ggml : RTLD_DEFAULT, "ggml_backend_dev_by_type");
+        ggml_backend_dev_t cpu = by_type ? by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : nullptr;
+        b.cpu = cpu ? ggml_backend_dev_init(cpu, nullptr) : nullptr;
+        if (!b.cpu) {
+            return nullptr;
+        }
+        auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
+        if (set_n_threads) {
+            set_n_threads(b.cpu, b.n_threads);
+        }
+    }
+    return b.cpu;
+}
