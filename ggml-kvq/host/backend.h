@@ -10,6 +10,7 @@ struct kvq_device_context {
     ggml_backend_buffer_type buft;
     ggml_backend_dev_t inner = nullptr; // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
     int ordinal = 0;                    // of the inner device
+    bool for_draft = false;             // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
     std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
     kvq_cache_draft draft;   // of the cache whose sizes ggml is asking for
     struct asked { std::string name; size_t nb; };

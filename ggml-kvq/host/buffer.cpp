@@ -271,7 +271,9 @@ static const ggml_backend_buffer_i buffer_interface = {
 // ---------------------------------------------------------------- buffer type interface
 
 // llama.cpp puts cache layers whose buffer types bear one name into one buffer: every device needs its own
-static const char * buft_name(ggml_backend_buffer_type_t buft) { return device_of(buft).ordinal ? device_of(buft).name.c_str() : "KVQ"; }
+static const char * buft_name(ggml_backend_buffer_type_t buft) {
+    return device_of(buft).ordinal || device_of(buft).for_draft ? device_of(buft).name.c_str() : "KVQ";
+}
 static size_t buft_alignment(ggml_backend_buffer_type_t buft) {
     const ggml_backend_dev_t inner = device_of(buft).inner;
     return inner ? std::max(KVQ_ALIGN, ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(inner))) : KVQ_ALIGN;
@@ -285,8 +287,12 @@ static ggml_backend_buffer_type_t upstream_type(const kvq_device_context & dev) 
 
 bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_name; }
 
-// a tensor that llama.cpp's memory keeps from one graph to the next
-static bool is_memory(const ggml_tensor * t) { return t->op == GGML_OP_NONE && !t->view_src && !strncmp(t->name, "cache_", 6); }
+// A tensor that llama.cpp's memory keeps from one graph to the next: cache_k_l0, cache_r_l0, dsv4_csa_state_kv_l2.
+static bool is_memory(const ggml_tensor * t) {
+    const char * layer = strrchr(t->name, 'l');
+    return t->op == GGML_OP_NONE && !t->view_src && !(t->flags & GGML_TENSOR_FLAG_INPUT) && layer && layer > t->name && layer[-1] == '_' && layer[1] &&
+           strspn(layer + 1, "0123456789") == strlen(layer + 1);
+}
 
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     kvq_device_context & dev = device_of(buft);
@@ -306,6 +312,7 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
         return nb;
     }
     kvq_cache_draft & draft = dev.draft;
+    draft.for_draft = dev.for_draft;
     size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2], tensor->type == GGML_TYPE_F16), 1);
 #ifndef NDEBUG
     nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped
@@ -381,7 +388,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         draft.reset();
     } else if (!draft.declined().empty()) {
         return alloc_upstream(dev, draft.bytes_upstream, draft.declined());
-    } else if (!draft.error().empty()) {
+    } else if (!draft.complete()) {
         kvq_report_error(draft.error());
         return nullptr;
     }

@@ -220,15 +220,12 @@ kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, 
 
 // ---------------------------------------------------------------- current configuration
 
-kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
-    const auto env = [](const char * name) { const char * v = getenv(name); return std::string(v ? v : ""); };
-    request r = configured;
-    if (!r.set) {
-        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
-    }
-    if (r.model.empty()) {
-        r.model = model_of_command_line();
-    }
+static std::string env(const char * name) {
+    const char * v = getenv(name);
+    return v ? v : "";
+}
+
+static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, std::string & err) {
     model = kvq_model_info{};
     if (!r.model.empty()) {
         const kvq_status status = kvq_read_model_info(r.model, model, err);
@@ -253,4 +250,21 @@ kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::str
     out.config_path  = r.config;
     out.model_path   = r.model;
     return kvq_options_parse(*out.method, r.opts.c_str(), out.options, err);
+}
+
+kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
+    request r = configured;
+    if (!r.set) {
+        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
+    }
+    if (r.model.empty()) {
+        r.model = model_of_command_line();
+    }
+    return resolve(r, out, model, err);
+}
+
+bool kvq_draft_asked(void) { return !env("KVQ_METHOD_DRAFT").empty(); }
+
+kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err) {
+    return resolve({ true, env("KVQ_METHOD_DRAFT"), env("KVQ_OPTS_DRAFT"), "", env("KVQ_MODEL_DRAFT") }, out, model, err);
 }

@@ -31,6 +31,11 @@ struct kvq_model_info {
 // Status and one line in err; out is complete on KVQ_OK. A missing method means f16.
 kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err);
 
+// The same for the caches of a draft model (speculative decoding): KVQ_METHOD_DRAFT, KVQ_OPTS_DRAFT, KVQ_MODEL_DRAFT. A method's calibrated
+// data must be in the draft model itself.
+kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err);
+bool       kvq_draft_asked(void); // KVQ_METHOD_DRAFT is set
+
 // Options that a GGUF file sets for a method (kvq.<method>.<key> of the keys in its table) as "k=v,k=v", without those that `given` rules
 // out: a key the user set, or one of a group that the user set another of (bits of keys and values; preset and splits).
 std::string kvq_stored_options(const std::string & path, const kvq_method & m, const std::string & given);

@@ -97,7 +97,9 @@ ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t dev) { return ggml_b
 bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return kvq_supports_op(context(dev), op); }
 
 bool dev_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
-    return buft == &context(dev).buft || ggml_backend_dev_supports_buft(inner(dev), buft);
+    // a draft device reads the target's cache where a draft model shares it
+    const bool ours = kvq_buft_is_ours(buft) && ((kvq_device_context *) buft->context)->inner == inner(dev);
+    return ours || ggml_backend_dev_supports_buft(inner(dev), buft);
 }
 
 bool dev_offload_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return ggml_backend_dev_offload_op(inner(dev), op); }
@@ -126,12 +128,15 @@ kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_devic
 
 int kvq_cuda_init(ggml_backend_reg * reg) {
     ggml_backend_reg_t cuda_reg = ggml_backend_cuda_reg();
-    for (size_t i = 0; cuda_reg && i < ggml_backend_reg_dev_count(cuda_reg); i++) {
+    const size_t n = cuda_reg ? ggml_backend_reg_dev_count(cuda_reg) : 0;
+    for (size_t j = 0; j < (kvq_draft_asked() ? 2 * n : n); j++) { // KVQ<i>, then KVQD<i>
+        const size_t i = j % n;
         std::unique_ptr<wrapped> w(new wrapped);
         w->context.inner       = ggml_backend_reg_dev_get(cuda_reg, i);
         w->context.ordinal     = (int) i;
-        w->context.name        = "KVQ" + std::to_string(i);
-        w->context.description = std::string("ggml-kvq KV cache over ") + ggml_backend_dev_description(w->context.inner);
+        w->context.for_draft   = j >= n;
+        w->context.name        = (j < n ? "KVQ" : "KVQD") + std::to_string(i);
+        w->context.description = std::string("ggml-kvq KV cache ") + (j < n ? "over " : "of draft models over ") + ggml_backend_dev_description(w->context.inner);
         w->extra[0]            = ggml_backend_dev_buffer_type(w->context.inner);
         w->device              = { device_interface, reg, &w->context };
         kvq_init_buffer_type(w->context, &w->device);

@@ -32,16 +32,26 @@ void kvq_cache_draft::reset() {
     err.clear();
 }
 
-bool kvq_cache_draft::begin() {
+bool kvq_cache_draft::begin(int il) {
     reset();
-    return kvq_config_current(config, model, err) == KVQ_OK && kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
+    if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err)) != KVQ_OK) {
+        return false;
+    }
+    predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
+    if (predicts && kvq_draft_asked()) {
+        kvq_model_info none;
+        if (kvq_config_draft(config, none, err) != KVQ_OK) {
+            return false;
+        }
+    }
+    return kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
 }
 
 size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
     const kvq_lane_id id = kvq_parse_cache_name(name);
     const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
     last = id;
-    const bool begun = next || begin();
+    const bool begun = next || begin(id.il);
     if (layers.empty() || layers.back().il != id.il) {
         layers.emplace_back();
         layers.back().il = id.il;
@@ -93,19 +103,24 @@ size_t kvq_cache_draft::plan_layer(kvq_draft_layer & d, bool value, int n_embd) 
 }
 
 std::string kvq_cache_draft::declined() const {
-    bool indexer = !layers.empty() && model.indexer_key, keys = !layers.empty();
+    bool indexer = !layers.empty() && model.indexer_key;
     for (const kvq_draft_layer & d : layers) {
-        indexer = indexer && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
-        keys    = keys && !d.has_v && !d.latent;
+        indexer = indexer && !d.latent && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
     }
-    const std::string n = std::to_string(layers.size()), plural = layers.size() == 1 ? "" : "s";
-    if (indexer) {
-        return n + " indexer layer" + plural;
+    const std::string n = std::to_string(layers.size()), s = layers.size() == 1 ? "" : "s";
+    return indexer ? n + " indexer layer" + s : predicts && !kvq_draft_asked() ? n + " layer" + s + " for multi-token prediction" : "";
+}
+
+bool kvq_cache_draft::complete() {
+    for (const kvq_draft_layer & d : layers) {
+        if (err.empty() && !d.has_k) {
+            err = "layer " + std::to_string(d.il) + " keeps values without keys: run this model without --kv-method";
+        } else if (err.empty() && !d.has_v && !d.latent) {
+            err = "layer " + std::to_string(d.il) + " keeps keys without values" +
+                  (model.arch.empty() ? ", and the model's file is not known: set KVQ_MODEL if this is latent attention" : ": run this model without --kv-method");
+        }
     }
-    if (keys) {
-        return n + " layer" + plural + " of keys without values" + (model.arch.empty() ? " (set KVQ_MODEL if this is latent attention)" : "");
-    }
-    return "";
+    return err.empty();
 }
 
 // ---------------------------------------------------------------- cache

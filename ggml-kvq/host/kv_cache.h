@@ -32,11 +32,14 @@ public:
     // Bytes of the tensor's lane, or 0 with error() set. A layer that does not come after the last one starts a new draft.
     size_t add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16);
     const std::string & error() const { return err; }
-    // What stays with llama.cpp, "2 indexer layers", when this is no cache that attention reads; "" else. Asked once all tensors are there.
+    // Asked once all tensors are there. What stays with llama.cpp, "2 indexer layers", when this is no cache that attention reads; "" else.
     std::string declined() const;
+    bool complete(); // false, with error(): a layer lacks keys or values, or something was refused before
     bool   empty() const { return layers.empty(); }
     void   reset();
 
+    bool           for_draft = false; // of a draft model: its own configuration
+    bool           predicts  = false; // of the layers for multi-token prediction, which draft for the model that they are part of
     kvq_config     config;
     kvq_model_info model;
     std::shared_ptr<const kvq_calibration> calibration; // NULL: the method takes none
@@ -46,7 +49,7 @@ public:
     size_t bytes_upstream = 0; // in a buffer of llama.cpp's own
     std::map<std::string, size_t> asked; // answers by tensor
 private:
-    bool   begin();
+    bool   begin(int il);
     size_t plan_layer(kvq_draft_layer & d, bool value, int n_embd);
     std::string err;
     kvq_lane_id last; // the tensor asked for before this one
