@@ -118,10 +118,10 @@ def read_rows(arch: str, methods: Sequence[str], output: str, code: int) -> list
         elif line.strip() and not line.startswith("@"):
             since.append(line)
     if now == "reference" and code:
-        reason = since[-1] if since else f"exit code {code}"
+        reason = (since[-1] if since else "") + f" (exit code {code})"
         return [Row(arch, m, "failed", reason="llama.cpp alone: " + reason, output=output) for m in methods]
     if now and code:
-        rows.append(Row(arch, now, "aborted", reason=since[-1] if since else f"exit code {code}", output=output))
+        rows.append(Row(arch, now, "aborted", reason=(since[-1] if since else "") + f" (exit code {code})", output=output))
     return rows
 
 

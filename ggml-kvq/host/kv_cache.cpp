@@ -111,7 +111,18 @@ std::string kvq_cache_draft::declined() const {
     return indexer ? n + " indexer layer" + s : predicts && !kvq_draft_asked() ? n + " layer" + s + " for multi-token prediction" : "";
 }
 
+// Architectures that llama.cpp computes without flash attention whatever was asked for, and why.
+static const struct { const char * arch, * why; } no_flash[] = {
+    { "grok", "its attention logits go through tanh" },
+    { "t5",   "its attention logits have a bias for every pair of positions" },
+};
+
 bool kvq_cache_draft::complete() {
+    for (const auto & x : no_flash) {
+        if (err.empty() && model.arch == x.arch) {
+            err = "llama.cpp computes architecture " + model.arch + " without flash attention (" + x.why + "), which this cache needs: run this model without --kv-method";
+        }
+    }
     for (const kvq_draft_layer & d : layers) {
         if (err.empty() && !d.has_k) {
             err = "layer " + std::to_string(d.il) + " keeps values without keys: run this model without --kv-method";
