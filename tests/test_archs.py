@@ -36,11 +36,11 @@ NO_MODEL = {
 }
 
 # Refused, with a line of ours; with a method: by this one alone.
-LATENT = "deepseek2 deepseek32 glm-dsa bailingmoe3 dots3note hy_v4 mistral4 kimi-linear kimi-k3 glm5-next".split()
+LATENT = ["deepseek2", "deepseek32", "glm-dsa", "bailingmoe3", "dots3note", "hy_v4", "mistral4", "kimi-linear", "kimi-k3", "glm5-next"]
 REFUSED = {
     **{f"{arch} aqua": "multi-head latent attention, which method aqua cannot hold" for arch in LATENT},
     "deepseek4": "keeps keys without values",  # compressed keys that are read as values in a way of their own
-    "minimax-m3": "the graph reads the cache with GET_ROWS",  # sparse attention over blocks that it picks
+    "minimax-m3": "without flash attention (rows of the cells that an indexer picks are gathered)",
     "grok": "without flash attention (its attention logits go through tanh)",
     "t5": "without flash attention (its attention logits have a bias",
 }

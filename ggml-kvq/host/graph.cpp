@@ -61,6 +61,8 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
             const int mode = ((const int32_t *) op->op_params)[2];
             return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX ? "" : "context shift with ROPE of mode " + std::to_string(mode) + " is not supported: run with --no-context-shift";
         }
+        case GGML_OP_GET_ROWS:
+            return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name + "), as sparse attention does: run this model without --kv-method";
         default:
             return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name + "), which means flash attention is off: run with -fa on";
     }

@@ -115,6 +115,7 @@ std::string kvq_cache_draft::declined() const {
 static const struct { const char * arch, * why; } no_flash[] = {
     { "grok", "its attention logits go through tanh" },
     { "t5",   "its attention logits have a bias for every pair of positions" },
+    { "minimax-m3", "rows of the cells that an indexer picks are gathered" },
 };
 
 bool kvq_cache_draft::complete() {
