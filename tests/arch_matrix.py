@@ -54,12 +54,15 @@ class Setup:
     backend: Path
     device: str = "KVQ0"
     reference: str = "CPU"
-    timeout: float = 120.0
+    timeout: float = 60.0
+    image: bool = False  # an image among the tokens: models with M-RoPE only
 
     def env(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k == "KVQ_ISA"}
         paths = [str(self.lib), *filter(None, [env.get("LD_LIBRARY_PATH")])]
         more = {"KVQ_LIB_DIR": str(self.lib), "GGML_BACKEND_PATH": str(self.backend), "LD_LIBRARY_PATH": ":".join(paths), "GGML_NO_BACKTRACE": "1"}
+        if self.image:
+            more["KVQ_MATRIX_IMAGE"] = "1"
         return {**env, **more, "OMP_NUM_THREADS": "1"}
 
 
@@ -115,10 +118,10 @@ def read_rows(arch: str, methods: Sequence[str], output: str, code: int) -> list
         elif line.strip() and not line.startswith("@"):
             since.append(line)
     if now == "reference" and code:
-        reason = since[-1] if since else f"exit code {code}"
+        reason = (since[-1] if since else "") + f" (exit code {code})"
         return [Row(arch, m, "failed", reason="llama.cpp alone: " + reason, output=output) for m in methods]
     if now and code:
-        rows.append(Row(arch, now, "aborted", reason=since[-1] if since else f"exit code {code}", output=output))
+        rows.append(Row(arch, now, "aborted", reason=(since[-1] if since else "") + f" (exit code {code})", output=output))
     return rows
 
 
@@ -159,6 +162,7 @@ def main() -> int:
     parser.add_argument("--backend", type=Path, help="libggml-kvq.so; default: beside it")
     parser.add_argument("--program", type=Path, help="compiled arch_matrix; default: compiled now")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--image", action="store_true", help="an image among the tokens: for models with M-RoPE")
     parser.add_argument("--verbose", action="store_true", help="everything the programs print")
     args = parser.parse_args()
     lib = args.lib
@@ -170,7 +174,7 @@ def main() -> int:
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         program = args.program or compile_program(lib, Path(folder) / "arch_matrix")
-        setup = Setup(program, lib, (args.backend or lib / "libggml-kvq.so").resolve(), args.device, args.reference)
+        setup = Setup(program, lib, (args.backend or lib / "libggml-kvq.so").resolve(), args.device, args.reference, image=args.image)
         archs = [a for a in architectures(setup) if args.arch == "." or re.fullmatch(args.arch, a)]
         rows = run_all(setup, archs, args.method or METHODS, args.jobs)
     seen = ""

@@ -40,7 +40,8 @@ BASE: dict[str, Any] = {
     "attention.group_norm_groups": 8,
 }
 
-EXPERTS: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2, "expert_shared_count": 1}
+# every expert is used: which of several is nearest would hang on the last bit of a logit
+EXPERTS: dict[str, Any] = {"expert_count": 2, "expert_used_count": 2, "expert_shared_count": 1}
 
 # latent attention: rows of 512 latent and 64 rotary channels, one KV head
 LATENT: dict[str, Any] = {
@@ -119,6 +120,7 @@ change("qwen4exp glm5-next", hyper_connection__low_rank=8, attention__compress_r
 change("hy_v4", hyper_connection__magnitude=2.0, swiglu_clamp_exp=10.0, expert_weights_norm=True, attention__indexer__types=[1, 0])
 change("dots3note", attention__indexer__types=[1, 0], rope__freq_base_swa=10000.0, attention__kv_lora_rank_swa=512)
 change("dots3note", {f"attention.{key}_swa": LATENT[f"attention.{key}"] for key in ("key_length", "value_length", "key_length_mla", "value_length_mla")})
+change("qwen3vl qwen3vlmoe qwen35 qwen35moe qwen3tts", rope__dimension_sections=[12, 10, 10, 0])  # interleaved: two of 32 pairs are left over
 change("maple", swiglu_clamp_exp=7.0)
 change("minimax-m3", attention__indexer__block_size=4, attention__indexer__local_blocks=1, attention__indexer__head_count=N_HEAD_KV, rope__dimension_count=32)
 change("minimax-01", residual_scale=3.5)

@@ -25,7 +25,7 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         case GGML_OP_SET_ROWS: {
             const ggml_tensor * root = op->view_src;
             if (op->ne[0] != root->ne[0]) {
-                return "the values are stored transposed, which means flash attention is off: run with -fa on";
+                return std::string("SET_ROWS stores ") + root->name + " transposed, which means flash attention is off: run with -fa on";
             }
             if (op->src[0]->type != GGML_TYPE_F32) {
                 return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
@@ -59,10 +59,12 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         }
         case GGML_OP_ROPE: {
             const int mode = ((const int32_t *) op->op_params)[2];
-            return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX ? "" : "context shift with this kind of rotary embedding is not supported: run with --no-context-shift";
+            return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX ? "" : "context shift with ROPE of mode " + std::to_string(mode) + " is not supported: run with --no-context-shift";
         }
+        case GGML_OP_GET_ROWS:
+            return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name + "), as sparse attention does: run this model without --kv-method";
         default:
-            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + ", which means flash attention is off: run with -fa on";
+            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name + "), which means flash attention is off: run with -fa on";
     }
 }
 
@@ -101,12 +103,15 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     }
     if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.plan.pre_rope) {
         const ggml_tensor * rope;
-        learn_rope(kvq_backend_context(), op, t, &rope, why);
+        if (learn_rope(kvq_backend_context(), op, t, &rope, why) && rope) {
+            rope->src[1]->flags |= GGML_TENSOR_FLAG_OUTPUT; // positions are read when the rows are written: their memory must not be used again before
+        }
     }
     if (!why.empty()) {
-        if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), why) == dev.refusals.end()) {
+        const std::string once = (t.cache ? t.cache->config.method->info.name + (" " + t.cache->config.options_text) : "") + ": " + why;
+        if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), once) == dev.refusals.end()) {
             kvq_report_error(why);
-            dev.refusals.push_back(why);
+            dev.refusals.push_back(once);
         }
         if (!dev.refused) {
             kvq_set_error(why);
@@ -143,7 +148,11 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
     const int32_t * p = (const int32_t *) node->op_params;
     kvq_rope r;
     r.n_dims     = p[1];
-    r.neox       = p[2] == GGML_ROPE_TYPE_NEOX;
+    r.neox       = p[2] != GGML_ROPE_TYPE_NORMAL;
+    if (p[2] == GGML_ROPE_TYPE_MROPE || p[2] == GGML_ROPE_TYPE_IMROPE) {
+        memcpy(r.sections, p + 11, sizeof(r.sections));
+        r.interleaved = p[2] == GGML_ROPE_TYPE_IMROPE;
+    }
     r.n_ctx_orig = p[4];
     memcpy(&r.freq_base,   p + 5, 4);
     memcpy(&r.freq_scale,  p + 6, 4);
@@ -177,8 +186,17 @@ static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_ro
         return t.cache->set_rope(*t.layer, kvq_rope{}, err);
     }
     const int mode = ((const int32_t *) x->op_params)[2];
-    if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX) {
-        err = "rotary embedding of mode " + std::to_string(mode) + " cannot be undone by this method: use higgs or kivi";
+    const bool multi = mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE;
+    if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX && !multi) {
+        err = "ROPE of mode " + std::to_string(mode) + " (" + x->name + ") cannot be undone by this method: use higgs or kivi";
+        return false;
+    }
+    if (const int first = ((const int32_t *) x->op_params)[15]) {
+        err = "ROPE from channel " + std::to_string(first) + " on (" + x->name + ") cannot be undone by this method: use higgs or kivi";
+        return false;
+    }
+    if (x->src[1]->ne[0] != set_rows->src[0]->ne[1] * (multi ? 4 : 1)) {
+        err = "ROPE (" + std::string(x->name) + ") of " + std::to_string(x->src[1]->ne[0]) + " positions for " + std::to_string(set_rows->src[0]->ne[1]) + " rows cannot be undone by this method: use higgs or kivi";
         return false;
     }
     if (x->src[2] && (!x->src[2]->data || !x->src[2]->buffer || (!b.inner && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {

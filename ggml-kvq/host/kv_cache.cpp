@@ -137,7 +137,19 @@ std::string kvq_cache_draft::declined() const {
     return indexer ? n + " indexer layer" + s : predicts && !kvq_draft_asked() ? n + " layer" + s + " for multi-token prediction" : "";
 }
 
+// Architectures that llama.cpp computes without flash attention whatever was asked for, and why.
+static const struct { const char * arch, * why; } no_flash[] = {
+    { "grok", "its attention logits go through tanh" },
+    { "t5",   "its attention logits have a bias for every pair of positions" },
+    { "minimax-m3", "rows of the cells that an indexer picks are gathered" },
+};
+
 bool kvq_cache_draft::complete() {
+    for (const auto & x : no_flash) {
+        if (err.empty() && model.arch == x.arch) {
+            err = "llama.cpp computes architecture " + model.arch + " without flash attention (" + x.why + "), which this cache needs: run this model without --kv-method";
+        }
+    }
     for (const kvq_draft_layer & d : layers) {
         if (err.empty() && !d.has_k) {
             err = "layer " + std::to_string(d.il) + " keeps values without keys: run this model without --kv-method";
@@ -276,7 +288,7 @@ bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string
         t.rotor = rope.n_dims && r->rope() == rope ? r.get() : t.rotor;
     }
     if (rope.n_dims && !t.rotor) {
-        rotors.emplace_back(new kvq_rotor(rope));
+        rotors.emplace_back(new kvq_rotor(rope, std::min(l.d.n_cells, 1 << 20)));
         t.rotor = rotors.back().get();
     }
     l.k->set_transform(t);
@@ -284,12 +296,26 @@ bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string
 }
 
 const int32_t * kvq_kv_cache::positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n) {
-    if (ubatch.source != source || (int64_t) ubatch.pos.size() != n || l.ordinal <= ubatch.ordinal) {
-        ubatch.pos.assign(source, source + n);
+    kvq_rotor * rotor = l.k->transform().rotor;
+    const size_t n_each = rotor && rotor->first() ? 4 : 1; // all times, all rows, ...
+    const bool fresh = ubatch.source != source || ubatch.pos.size() != n_each * n || l.ordinal <= ubatch.ordinal;
+    if (fresh) {
+        ubatch.pos.assign(source, source + n_each * n);
         ubatch.source = source;
     }
     ubatch.ordinal = l.ordinal;
-    return ubatch.pos.data();
+    if (n_each == 1) {
+        return ubatch.pos.data();
+    }
+    if (fresh || ubatch.rotor != rotor) {
+        ubatch.placed.clear();
+        for (size_t i = 0; i < (size_t) n; i++) {
+            const int32_t * p = &ubatch.pos[i];
+            ubatch.placed.push_back(rotor->place({ p[0], p[n], p[2*n], p[3*n] }));
+        }
+        ubatch.rotor = rotor;
+    }
+    return ubatch.placed.data();
 }
 
 void kvq_kv_cache::shift_positions(kvq_kv_layer & l, int stream, const int32_t * by) {
@@ -400,6 +426,10 @@ void kvq_kv_cache::clear() {
         l->k->clear();
         l->v->clear();
     }
+    for (auto & r : rotors) {
+        if (device.is_host()) { r->forget(); } // another device has copies
+    }
+    ubatch = {};
 }
 
 kvq_stats kvq_kv_cache::stats() const {
@@ -532,6 +562,7 @@ extern "C" int kvq_cache_rows(int i, int il, int value, int stream, int cell, in
     kvq_cpu_f16_to_f32(rows.data(), out, (int64_t) rows.size());
     kvq_rotor * rotor = lane.transform().rotor;
     for (int t = 0; rotor && t < n; t++) {
+        kvq_tags_enter(x, *rotor, &rows[t * width], 1);
         const int32_t pos = kvq_tag_get(x, &rows[t * width], (size_t) x.codec.head_size);
         rotor->reach(pos);
         for (int h = 0; h < x.n_head; h++) {

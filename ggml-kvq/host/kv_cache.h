@@ -117,7 +117,7 @@ private:
     int32_t * positions_there = nullptr;            // both on a device that is not the host, NULL else
     size_t n_positions = 0;
     int    n_shifts    = 0;
-    struct { std::vector<int32_t> pos; const void * source = nullptr; int ordinal = -1; } ubatch;
+    struct { std::vector<int32_t> pos, placed; const void * source = nullptr, * rotor = nullptr; int ordinal = -1; } ubatch; // placed: numbers of that rotor
     kvq_scratch    scratch;
     kvq_counters   counters;
     bool is_ok = true;
