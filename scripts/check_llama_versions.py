@@ -77,7 +77,8 @@ def build(version: str, cache: Path, targets: list[str]) -> Path:
     source = fetch.ensure_source(cache)
     folder = cache / "versions" / f"{version}-{'programs' if len(targets) > 1 else 'libraries'}"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = [f"-DLLAMA_CPP_DIR={source}", "-DKVQ_BUILD_PROGRAMS=ON", f"-DKVQ_PROGRAMS={';'.join(targets)}", "-DCMAKE_BUILD_TYPE=Release"]
+    where = [] if version == PINNED else [f"-DLLAMA_CPP_DIR={source}"]  # the pinned one is built in the cache
+    settings = [*where, "-DKVQ_BUILD_PROGRAMS=ON", f"-DKVQ_PROGRAMS={';'.join(targets)}", "-DCMAKE_BUILD_TYPE=Release"]
     log_of(folder, "configure.log", ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *settings])
     log_of(folder, "build.log", ["cmake", "--build", folder])
     return folder

@@ -53,9 +53,14 @@ class LaunchError(KvqError):
 
 @dataclass
 class Command:
-    """What will be executed: arguments (without argv[0]), environment changes (None removes), notes for stderr."""
+    """What will be executed: arguments (without argv[0]), environment changes (None removes), notes for stderr.
+
+    remote: it talks to other machines. Upstream sends to a closed connection without asking for an error, so the signal would end the
+    program without a word, and a server with its client.
+    """
 
     args: list[str]
+    remote: bool = False
     env: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -268,7 +273,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if method is None:
         if flags.opts:
             raise LaunchError(f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
-        return Command(flags.rest)
+        return Command(flags.rest, remote=serves or bool(servers))
 
     from . import methods
 
@@ -287,7 +292,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     else:
         _refuse_conflicts(user, method, bench)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
-    out = Command(flags.rest, notes=_layer_notes(user, method, n_layer if isinstance(n_layer, int) else None, bench))
+    out = Command(flags.rest, remote=serves or bool(servers), notes=_layer_notes(user, method, n_layer if isinstance(n_layer, int) else None, bench))
 
     backend = str(_paths.backend())
     other = environ.get("GGML_BACKEND_PATH")
@@ -343,8 +348,8 @@ def run(program: str, argv: Sequence[str], name: str = "") -> int:
             print(f"{name}: note: {note}", file=sys.stderr, flush=True)
         env = _environment(os.environ, cmd)
         # Python ignores these two from its start on; the program must find them as a shell leaves them.
-        for name in ("SIGPIPE", "SIGXFSZ"):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        for kind in (signal.SIGXFSZ,) if cmd.remote else (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(kind, signal.SIG_DFL)
         os.execve(path, [str(path), *cmd.args], env)
     except KvqError as e:
         print(f"{name}: error: {e}", file=sys.stderr)
