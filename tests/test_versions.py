@@ -1,4 +1,4 @@
-"""More than one llama.cpp: fields are found where a tree has them, facts that no longer hold are named, the oldest tree builds and runs."""
+"""More than one llama.cpp: fields are found, facts that no longer hold are named, the oldest tree runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ fetch = load_script("fetch_llama_cpp")
 
 
 class Probe:
-    """Stands in for libggml-kvq compiled over another llama.cpp: kvq_sizeof and kvq_offsetof of a structure with `fields`."""
+    """Stands in for libggml-kvq over another llama.cpp: kvq_sizeof and kvq_offsetof of a structure with `fields`."""
 
     def __init__(self, fields: list[tuple[str, object]]) -> None:
         self.struct = type("there", (ctypes.Structure,), {"_fields_": fields})
@@ -78,10 +78,30 @@ def test_a_field_that_is_not_known_is_refused(at: int) -> None:
 
 
 CHANGES = {
-    "a new interface": ("ggml/src/ggml-backend-impl.h", "#define GGML_BACKEND_API_VERSION 2", "#define GGML_BACKEND_API_VERSION 3", "GGML_BACKEND_API_VERSION is 3, this source knows 2"),
-    "a member is gone": ("ggml/src/ggml-backend-impl.h", "(*memset_tensor)", "(*fill_tensor)", "ggml_backend_buffer_i::memset_tensor is not there or no longer"),
-    "other arguments": ("ggml/src/ggml-backend-impl.h", "(*supports_buft)(ggml_backend_dev_t dev, ", "(*supports_buft)(ggml_backend_dev_t dev, int n, ", "ggml_backend_device_i::supports_buft"),
-    "a field of llama.h": ("include/llama.h", "enum llama_flash_attn_type   flash_attn_type;", "bool flash_attn;", "llama_context_params::flash_attn_type"),
+    "a new interface": (
+        "ggml/src/ggml-backend-impl.h",
+        "#define GGML_BACKEND_API_VERSION 2",
+        "#define GGML_BACKEND_API_VERSION 3",
+        "GGML_BACKEND_API_VERSION is 3, this source knows 2",
+    ),
+    "a member is gone": (
+        "ggml/src/ggml-backend-impl.h",
+        "(*memset_tensor)",
+        "(*fill_tensor)",
+        "ggml_backend_buffer_i::memset_tensor is not there or no longer",
+    ),
+    "other arguments": (
+        "ggml/src/ggml-backend-impl.h",
+        "(*supports_buft)(ggml_backend_dev_t dev, ",
+        "(*supports_buft)(ggml_backend_dev_t dev, int n, ",
+        "ggml_backend_device_i::supports_buft",
+    ),
+    "a field of llama.h": (
+        "include/llama.h",
+        "enum llama_flash_attn_type   flash_attn_type;",
+        "bool flash_attn;",
+        "llama_context_params::flash_attn_type",
+    ),
 }
 
 
@@ -113,7 +133,8 @@ def test_only_known_versions_are_fetched() -> None:
     with pytest.raises(module.FetchError, match=r"0\.3\.1 is not known here; known: 0\.3\.36, 0\.3\.35"):
         module.choose("0.3.1")
     module.choose("0.3.32")
-    assert (module.ARCHIVE, module.SHA256) == ("llama_cpp_python-0.3.32.tar.gz", module.OLDER["0.3.32"][0]) and module.COMMIT[:9] not in module.FOLDER
+    assert module.ARCHIVE == "llama_cpp_python-0.3.32.tar.gz" and module.OLDER["0.3.32"][0] == module.SHA256
+    assert module.COMMIT[:9] not in module.FOLDER
 
 
 def test_readme_names_the_range() -> None:
@@ -122,7 +143,7 @@ def test_readme_names_the_range() -> None:
 
 
 def test_the_oldest_llama_cpp_builds_and_runs() -> None:
-    """Fetched and built once into the cache (minutes), then compared and run in seconds: scripts/check_llama_versions.py."""
+    """Fetched and built once into the cache (minutes), run in seconds: scripts/check_llama_versions.py."""
     oldest = min(fetch.OLDER, key=lambda v: [int(x) for x in v.split(".")])
     command = [sys.executable, str(ROOT / "scripts" / "check_llama_versions.py"), oldest, "--libraries"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)

@@ -74,7 +74,7 @@ static void each_stream(const kvq_lane & lane, int64_t row0, int64_t row1, const
 
 static kvq_lane & lane_of(const kvq_target & t) { return t.value ? *t.layer->v : *t.layer->k; }
 
-// A view that came from another machine alone, not in a graph, has lost its parent: only its address tells where it starts.
+// A view that came from another machine alone, not in a graph, has lost its parent: its address tells where it starts.
 static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
     const char * base = t.layer->base[t.value];
     return offset + (base ? (size_t) ((const char *) x->data - base) : x->view_src ? x->view_offs : 0);
@@ -202,7 +202,7 @@ static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
         b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
     } else if (b->inner) {
         ggml_backend_buffer_clear(b->inner, value);
-    } else if (value || madvise(b->base, b->nb_map, MADV_DONTNEED)) { // pages given back read as zeros, and cost nothing until they are used
+    } else if (value || madvise(b->base, b->nb_map, MADV_DONTNEED)) { // pages given back are zeros when they are used
         memset(b->base, value, buffer->size);
     }
 }

@@ -1,5 +1,6 @@
-// The numbers of a model's layers, and what methods make of them: a model whose layers lie in several caches (on several devices, or
-// sliding-window layers apart) gets the plans that one cache gives it, but for pairs of layers that are cut apart.
+// The numbers of a model's layers, and what methods make of them: a model whose layers lie in several caches
+// (on several devices, or sliding-window layers apart) gets the plans that one cache gives it, but for pairs of
+// layers that are cut apart.
 #include "../../ggml-kvq/host/kv_cache.h"
 #include "check.h"
 
@@ -11,7 +12,11 @@
 #include <unistd.h>
 
 // Writes a model's header; tensors_of: names of layer il's tensors.
-static std::string model(const char * name, int n_layer, const std::vector<int32_t> & heads, const std::function<std::vector<std::string>(int)> & tensors_of, int n_split = 0) {
+using names    = std::vector<std::string>;
+using names_of = std::function<names(int)>;
+
+static std::string model(const char * name, int n_layer, const std::vector<int32_t> & heads,
+                         const names_of & tensors_of, int n_split = 0) {
     const std::string path = "/tmp/kvq-layers-" + std::to_string(getpid()) + "-" + name + ".gguf";
     gguf_context * g = gguf_init_empty();
     ggml_context * ctx = ggml_init({ 1 << 22, nullptr, false });
@@ -49,25 +54,32 @@ static kvq_model_info info(const std::string & path) {
 }
 
 static void numbers(void) {
-    const auto plain   = [](int) { return std::vector<std::string>{ "attn_q.weight", "attn_k.weight", "ffn_up.weight" }; };
-    const auto fused   = [](int) { return std::vector<std::string>{ "attn_qkv.weight" }; };
-    const auto hybrid  = [](int il) { return il % 4 == 3 ? std::vector<std::string>{ "attn_k.weight" } : std::vector<std::string>{ "attn_qkv.weight", "ssm_a" }; };
-    const auto both    = [](int) { return std::vector<std::string>{ "attn_k.weight", "ssm_a" }; };
-    const auto latent  = [](int) { return std::vector<std::string>{ "attn_kv_a_mqa.weight" }; };
-    const auto nothing = [](int) { return std::vector<std::string>{ "ssm_in.weight" }; };
+    const auto plain   = [](int) { return names{ "attn_q.weight", "attn_k.weight", "ffn_up.weight" }; };
+    const auto fused   = [](int) { return names{ "attn_qkv.weight" }; };
+    const auto hybrid  = [](int il) {
+        return il % 4 == 3 ? names{ "attn_k.weight" } : names{ "attn_qkv.weight", "ssm_a" };
+    };
+    const auto both    = [](int) { return names{ "attn_k.weight", "ssm_a" }; };
+    const auto latent  = [](int) { return names{ "attn_kv_a_mqa.weight" }; };
+    const auto nothing = [](int) { return names{ "ssm_in.weight" }; };
     for (const auto & of : { +plain, +fused, +both, +latent, +nothing }) {
         const kvq_model_info m = info(model("all", 6, { 2 }, of));
         CHECK(m.attends.empty() && m.n_attention() == 6 && m.number_of(4) == 4, "every layer counts");
     }
-    for (const kvq_model_info & m : { info(model("hybrid", 12, { 2 }, hybrid)), info(model("heads", 12, { 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 2 }, plain)) }) {
-        CHECK(m.n_attention() == 3 && m.number_of(3) == 0 && m.number_of(7) == 1 && m.number_of(11) == 2, "%d", m.n_attention());
+    const std::vector<int32_t> heads = { 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 2 };
+    const kvq_model_info by_names = info(model("hybrid", 12, { 2 }, hybrid)), by_heads = info(model("heads", 12, heads, plain));
+    for (const kvq_model_info & m : { by_names, by_heads }) {
+        CHECK(m.n_attention() == 3, "%d", m.n_attention());
+        CHECK(m.number_of(3) == 0 && m.number_of(7) == 1 && m.number_of(11) == 2, "%d", m.number_of(11));
     }
-    const kvq_model_info part = info(model("part", 12, { 2 }, [&](int il) { return il < 4 ? plain(il) : std::vector<std::string>(); }, 3));
+    const auto a_third = [&](int il) { return il < 4 ? plain(il) : names(); };
+    const kvq_model_info part = info(model("part", 12, { 2 }, a_third, 3));
     CHECK(part.n_attention() == 12 && part.number_of(9) == 9, "the first of three files names a third of the tensors");
 }
 
 // plans of these layers, in caches that hold some each
-static std::vector<kvq_draft_layer> plans(const std::string & path, const char * method, const char * opts, const std::vector<std::vector<int>> & caches) {
+static std::vector<kvq_draft_layer> plans(const std::string & path, const char * method, const char * opts,
+                                          const std::vector<std::vector<int>> & caches) {
     CHECK(kvq_configure(method, opts, nullptr, path.c_str()) == KVQ_OK, "%s", kvq_last_error());
     std::vector<kvq_draft_layer> out;
     for (const auto & layers : caches) {
@@ -90,18 +102,22 @@ static std::vector<kvq_draft_layer> plans(const std::string & path, const char *
 }
 
 static bool same(const kvq_lane_plan & a, const kvq_lane_plan & b) {
-    return a.codec.bits == b.codec.bits && a.codec.group == b.codec.group && a.shares_codes == b.shares_codes && a.chained == b.chained;
+    return a.codec.bits == b.codec.bits && a.codec.group == b.codec.group && a.shares_codes == b.shares_codes &&
+           a.chained == b.chained;
 }
 
 static void splits(void) {
-    const std::string path = model("split", 12, { 2 }, [](int) { return std::vector<std::string>{ "attn_k.weight" }; });
+    const std::string path = model("split", 12, { 2 }, [](int) { return names{ "attn_k.weight" }; });
     const std::vector<int> all = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 };
-    const struct { const char * method, * opts; } methods[] = { { "xquant", "" }, { "xquant", "preset=1.16" }, { "xquant", "shared=none" }, { "minikv", "budget=pyramid" },
-                                                                 { "zipcache", "" }, { "kivi", "" }, { "higgs", "" }, { "aqua", "predictor=none" } };
+    const struct { const char * method, * opts; } methods[] = {
+        { "xquant", "" }, { "xquant", "preset=1.16" }, { "xquant", "shared=none" }, { "minikv", "budget=pyramid" },
+        { "zipcache", "" }, { "kivi", "" }, { "higgs", "" }, { "aqua", "predictor=none" },
+    };
     for (const auto & m : methods) {
         const auto one = plans(path, m.method, m.opts, { all });
         for (int cut = 1; cut < 12; cut++) {
-            const auto two = plans(path, m.method, m.opts, { { all.begin(), all.begin() + cut }, { all.begin() + cut, all.end() } });
+            const std::vector<int> low(all.begin(), all.begin() + cut), high(all.begin() + cut, all.end());
+            const auto two = plans(path, m.method, m.opts, { low, high });
             for (int il = 0; il < 12; il++) {
                 const kvq_layer_plan & a = one[(size_t) il].plan, & b = two[(size_t) il].plan;
                 const bool cut_apart = il == cut && cut % 2 && !strcmp(m.method, "xquant");
@@ -110,7 +126,7 @@ static void splits(void) {
                     const bool shared = x.shares_codes || !x.codec.bits; // by codes, or left without them
                     CHECK(!x.parted, "%s: one cache cuts nothing apart", m.method);
                     if (cut_apart && shared) {
-                        CHECK(y.parted && !y.shares_codes && y.codec.bits, "%s %s: layer %d, cut there", m.method, m.opts, il);
+                        CHECK(y.parted && !y.shares_codes && y.codec.bits, "%s %s: layer %d", m.method, m.opts, il);
                     } else {
                         CHECK(same(x, y) && !y.parted, "%s %s: layer %d, cut at %d", m.method, m.opts, il, cut);
                     }
