@@ -1,5 +1,5 @@
-# cmake -P: configure and build the targets PROGRAMS of SOURCE in BUILD with the cache script SETTINGS, then copy programs and libraries to
-# STAGE. Wheels hold no symbolic links, so every library appears once, under its SONAME.
+# cmake -P: configure and build the targets PROGRAMS of SOURCE in BUILD with the cache script SETTINGS, then copy
+# programs and libraries to STAGE. Wheels hold no symbolic links, so every library appears once, under its SONAME.
 cmake_minimum_required(VERSION 3.21)
 string(REPLACE "," ";" PROGRAMS "${PROGRAMS}")
 file(LOCK ${BUILD}.lock RESULT_VARIABLE busy TIMEOUT 0)

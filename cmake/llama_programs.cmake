@@ -57,6 +57,7 @@ if(NOT failed AND NOT APPLE)
 endif()
 kvq_setting(BUILD_SHARED_LIBS ON)
 kvq_setting(GGML_RPC ON) # layers on other machines: --rpc in the programs, ggml-rpc-server there
+kvq_setting(GGML_RPC_RDMA OFF) # else a machine that has libibverbs makes programs that need it
 kvq_setting(CMAKE_INSTALL_RPATH "\$ORIGIN")
 kvq_setting(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
 foreach(off LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_APP LLAMA_BUILD_UI LLAMA_USE_PREBUILT_UI LLAMA_OPENSSL

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Build libggml-kvq over every supported llama.cpp and run it: does LLAMA_CPP_DIR still take the trees that README.md names?
+"""Build libggml-kvq over every supported llama.cpp and run it.
 
-    .venv/bin/python scripts/check_llama_versions.py                       all of them, about five minutes each on two cores
+    .venv/bin/python scripts/check_llama_versions.py                       all of them, five minutes each on two cores
     .venv/bin/python scripts/check_llama_versions.py 0.3.32 --libraries    one, without its programs: half of that
 
-For each tree (fetched and checked by fetch_llama_cpp.py): libggml-kvq and upstream's libraries, llama-completion and llama-perplexity are
-built; perplexity of the demo model with the tree's own f16 cache, with f16 and kivi through KVQ0 (equal to 0.5 %; within a factor of
-1.5); text and load line of llama-completion; the Python package over these libraries, in a process of its own. Builds are kept under the
-cache folder, so that a second run takes seconds. Exit code 1 when a tree fails; the last lines are a table.
+For each tree (fetched and checked by fetch_llama_cpp.py): libggml-kvq and upstream's libraries, llama-completion and
+llama-perplexity are built. Then: perplexity of the demo model with the tree's own f16 cache, with f16 and kivi through
+KVQ0 (equal to 0.5 %; within a factor of 1.5); text and load line of llama-completion; the Python package over these
+libraries, in a process of its own. Builds are kept in the cache folder, so that a second run takes seconds. Exit code 1
+when a tree fails; the last lines are a table.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Failure(Exception):
 
 @dataclass
 class Row:
-    """What one tree gave: perplexities of its own cache, of f16 and kivi through KVQ0, by the programs (0: not built) and by Python."""
+    """Perplexities of a tree: its own cache, f16 and kivi through KVQ0; by programs (0: not built), by Python."""
 
     version: str
     ggml: str
@@ -77,7 +78,8 @@ def build(version: str, cache: Path, targets: list[str]) -> Path:
     source = fetch.ensure_source(cache)
     folder = cache / "versions" / f"{version}-{'programs' if len(targets) > 1 else 'libraries'}"
     folder.mkdir(parents=True, exist_ok=True)
-    settings = [f"-DLLAMA_CPP_DIR={source}", "-DKVQ_BUILD_PROGRAMS=ON", f"-DKVQ_PROGRAMS={';'.join(targets)}", "-DCMAKE_BUILD_TYPE=Release"]
+    where = [] if version == PINNED else [f"-DLLAMA_CPP_DIR={source}"]  # the pinned one is built in the cache
+    settings = [*where, "-DKVQ_BUILD_PROGRAMS=ON", f"-DKVQ_PROGRAMS={';'.join(targets)}", "-DCMAKE_BUILD_TYPE=Release"]
     log_of(folder, "configure.log", ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *settings])
     log_of(folder, "build.log", ["cmake", "--build", folder])
     return folder
@@ -96,20 +98,37 @@ def by_programs(folder: Path) -> tuple[float, float, float]:
         env = bare if method == "upstream" else {**bare, "GGML_BACKEND_PATH": bare["KVQ_BACKEND"], "KVQ_METHOD": method}
         device = [] if method == "upstream" else ["-dev", "KVQ0"]
         common: list[str | Path] = ["-m", DEMO, "-fa", "on", "-t", "2", *device]
-        said = log_of(folder, f"perplexity-{method}.log", [folder / "lib" / "llama-perplexity", *common, "-f", TEXT, "-c", str(CONTEXT), "--chunks", str(CHUNKS)], env)
+        said = log_of(
+            folder,
+            f"perplexity-{method}.log",
+            [folder / "lib" / "llama-perplexity", *common, "-f", TEXT, "-c", str(CONTEXT), "--chunks", str(CHUNKS)],
+            env,
+        )
         found = re.search(r"PPL = ([0-9.]+)", said)
         if not found:
             raise Failure(f"llama-perplexity printed no perplexity with {method}")
         out.append(float(found[1]))
-        said = log_of(folder, f"completion-{method}.log", [folder / "lib" / "llama-completion", *common, "-p", "malloc", "-n", "32", "-no-cnv", "--temp", "0"], env)
+        said = log_of(
+            folder,
+            f"completion-{method}.log",
+            [folder / "lib" / "llama-completion", *common, "-p", "malloc", "-n", "32", "-no-cnv", "--temp", "0"],
+            env,
+        )
         if ("ggml-kvq: kivi" in said) != (method == "kivi"):
-            raise Failure(f"llama-completion printed {'no' if method == 'kivi' else 'a'} load line of kivi with {method}")
+            raise Failure(
+                f"llama-completion printed {'no' if method == 'kivi' else 'a'} load line of kivi with {method}"
+            )
     return out[0], out[1], out[2]
 
 
 def by_python(folder: Path) -> tuple[str, tuple[float, float, float]]:
     """(ggml version, perplexities) by ggml_kvq.Model over the tree's libraries."""
-    said = log_of(folder, "python.log", [sys.executable, "-c", MODEL, str(DEMO), str(TEXT), str(CONTEXT), str(CHUNKS)], environment(folder, KVQ_QUIET="1"))
+    said = log_of(
+        folder,
+        "python.log",
+        [sys.executable, "-c", MODEL, str(DEMO), str(TEXT), str(CONTEXT), str(CHUNKS)],
+        environment(folder, KVQ_QUIET="1"),
+    )
     got = json.loads(said.splitlines()[-1])
     if "kivi" not in got["line"] or not got["text"] or not 2 < got["bits"] < 8:
         raise Failure(f"Model gave the load line {got['line']!r}, {got['bits']} bits and the text {got['text']!r}")
@@ -136,9 +155,13 @@ def check(version: str, cache: Path, libraries: bool) -> Row:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("versions", nargs="*", help=f"of llama-cpp-python's sdist; default: {PINNED} and {', '.join(fetch.OLDER)}")
+    parser.add_argument(
+        "versions", nargs="*", help=f"of llama-cpp-python's sdist; default: {PINNED} and {', '.join(fetch.OLDER)}"
+    )
     parser.add_argument("--libraries", action="store_true", help="build no programs: Python alone runs")
-    parser.add_argument("--cache", type=Path, default=fetch.default_cache(), help="default: %(default)s (KVQ_CACHE_DIR)")
+    parser.add_argument(
+        "--cache", type=Path, default=fetch.default_cache(), help="default: %(default)s (KVQ_CACHE_DIR)"
+    )
     args = parser.parse_args()
     rows, failed = [], 0
     for version in args.versions or [PINNED, *fetch.OLDER]:
@@ -148,9 +171,16 @@ def main() -> int:
         except (Failure, fetch.FetchError) as e:
             print(f"{version}: FAILED: {e}", file=sys.stderr, flush=True)
             failed += 1
-    print("| llama-cpp-python | ggml | programs: own | f16 | kivi | Python: own | f16 | kivi |\n|---|---|---:|---:|---:|---:|---:|---:|")
+    print(
+        "| llama-cpp-python | ggml | programs: own | f16 | kivi | Python: own | f16 | kivi |\n"
+        "|---|---|---:|---:|---:|---:|---:|---:|"
+    )
     for r in rows:
-        print(f"| {r.version} | {r.ggml} | " + " | ".join(f"{x:.4f}" if x else "-" for x in (*r.programs, *r.python)) + " |")
+        print(
+            f"| {r.version} | {r.ggml} | "
+            + " | ".join(f"{x:.4f}" if x else "-" for x in (*r.programs, *r.python))
+            + " |"
+        )
     return 1 if failed else 0
 
 

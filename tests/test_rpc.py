@@ -1,4 +1,4 @@
-"""Layers on other machines, through llama.cpp's RPC backend: two servers on the loopback address and the local device hold four layers each."""
+"""Layers on other machines, by llama.cpp's RPC backend: two servers on the loopback address and the local device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from conftest import ROOT
 
 DEMO = str(ROOT / "models" / "kvq-demo-q8_0.gguf")  # 12 layers
 TEXT = str(ROOT / "tests" / "data" / "walk.txt")
-EVEN, ODD = "4,4,5", "5,4,4"  # of 13, the output counts as a layer: pairs of layers stay together, and two are cut apart
+EVEN, ODD = (
+    "4,4,5",
+    "5,4,4",
+)  # of 13, the output counts as a layer: pairs of layers stay together, and two are cut apart
 LAUNCH = "import sys; from ggml_kvq import launcher; sys.exit(getattr(launcher, sys.argv.pop(1))())"
 # A crash prints no backtrace through a debugger; weights are kept as they are in the file, as an RPC server keeps them.
 ENV = {**os.environ, "GGML_NO_BACKTRACE": "1", "OMP_NUM_THREADS": "1"}
@@ -26,7 +29,14 @@ LOAD_LINE = re.compile(r"^ggml-kvq: (\w+).* (\d+) cells x \d+, device (\w+)", re
 
 
 def run(program: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", LAUNCH, program, *args], env=ENV, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", LAUNCH, program, *args],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 class Server:
@@ -75,14 +85,31 @@ def addresses(servers: Sequence[Server]) -> str:
 
 
 def perplexity(*args: str) -> tuple[float, str]:
-    done = run("llama_perplexity", "-m", DEMO, "-f", TEXT, "-c", "512", "--chunks", "3", "-t", "1", "--no-repack", *args)
+    done = run(
+        "llama_perplexity", "-m", DEMO, "-f", TEXT, "-c", "512", "--chunks", "3", "-t", "1", "--no-repack", *args
+    )
     found = re.search(r"PPL = ([0-9.]+)", done.stdout + done.stderr)
     assert done.returncode == 0 and found, done.stderr[-3000:]
     return float(found[1]), done.stderr
 
 
 def completion(*args: str) -> str:
-    done = run("llama_completion", "-m", DEMO, "-p", "Memory is allocated with malloc(3), which", "-n", "150", "--temp", "0", "-no-cnv", "-t", "1", "--no-repack", *args)
+    done = run(
+        "llama_completion",
+        "-m",
+        DEMO,
+        "-p",
+        "Memory is allocated with malloc(3), which",
+        "-n",
+        "150",
+        "--temp",
+        "0",
+        "-no-cnv",
+        "-t",
+        "1",
+        "--no-repack",
+        *args,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -116,27 +143,68 @@ def test_two_streams_context_shift_and_saved_states(tmp_path: Path) -> None:
         assert completion(*flags, *far, *shift) == completion(*flags, *shift)
         texts = []
         for name, where in (("far", far), ("near", [])):
-            saved = ["--prompt-cache", str(tmp_path / name), "--prompt-cache-all"]
-            first = completion(*flags, *where, *saved)
-            again = [completion(*flags, *where, "--prompt-cache", str(tmp_path / name), "--prompt-cache-ro", *warm) for warm in ((), ("--no-warmup",))]
-            texts.append((first, *again))
+            state = ["--prompt-cache", str(tmp_path / name)]
+            runs = (["--prompt-cache-all"], ["--prompt-cache-ro"], ["--prompt-cache-ro", "--no-warmup"])
+            texts.append([completion(*flags, *where, *state, *more).replace(state[1], "") for more in runs])
         assert texts[0] == texts[1]
     assert all("error" not in s.said() for s in servers)
 
 
 def test_a_client_without_method_gets_the_servers_cache(tmp_path: Path) -> None:
     with two_servers(tmp_path, "--kv-method", "kivi") as servers:
-        alone, far = perplexity("-fa", "on")[0], perplexity("--rpc", addresses(servers), "-dev", "RPC0,RPC1", "-fa", "on")[0]
+        alone, far = (
+            perplexity("-fa", "on")[0],
+            perplexity("--rpc", addresses(servers), "-dev", "RPC0,RPC1", "-fa", "on")[0],
+        )
         assert far != alone and abs(far / alone - 1) < 0.2
         assert sum(int(n) for s in servers for n in re.findall(r"kivi.*?(\d+) cells", s.said())[:1]) == 2 * 512
-        off = run("llama_completion", "-m", DEMO, "-p", "x", "-n", "1", "-no-cnv", "--rpc", servers[0].address, "-dev", "RPC0", "-fa", "off")
+        off = run(
+            "llama_completion",
+            "-m",
+            DEMO,
+            "-p",
+            "x",
+            "-n",
+            "1",
+            "-no-cnv",
+            "--rpc",
+            servers[0].address,
+            "-dev",
+            "RPC0",
+            "-fa",
+            "off",
+        )
         assert off.returncode != 0 and "run it with -fa on" in servers[0].said()
 
 
 def test_a_server_that_dies_ends_the_client(tmp_path: Path) -> None:
     with two_servers(tmp_path, "--kv-method", "kivi") as servers:
-        args = ["-m", DEMO, "-p", "The", "-n", "100000", "-c", "4096", "--context-shift", "--ignore-eos", "-no-cnv", "-t", "1"]
-        command = [sys.executable, "-c", LAUNCH, "llama_completion", *args, "--kv-method", "kivi", "--rpc", addresses(servers)]
+        args = [
+            "-m",
+            DEMO,
+            "-p",
+            "The",
+            "-n",
+            "100000",
+            "-c",
+            "4096",
+            "--context-shift",
+            "--ignore-eos",
+            "-no-cnv",
+            "-t",
+            "1",
+        ]
+        command = [
+            sys.executable,
+            "-c",
+            LAUNCH,
+            "llama_completion",
+            *args,
+            "--kv-method",
+            "kivi",
+            "--rpc",
+            addresses(servers),
+        ]
         with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as client:
             assert client.stdout
             assert len(client.stdout.read(200)) == 200  # it writes

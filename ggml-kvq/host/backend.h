@@ -25,7 +25,7 @@ struct kvq_backend_context {
     ggml_backend_dev_t device;
     int n_threads = 1;
     ggml_backend_t inner  = nullptr;
-    ggml_backend_t cpu    = nullptr; // without an inner backend: computes what a client on another machine sends besides (remote.cpp)
+    ggml_backend_t cpu    = nullptr; // without an inner one: computes what a client on another machine sends besides
     void *         stream = nullptr; // the inner backend's: our kernels run between its own
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
     bool           whole = false;     // this graph is, or will be: no recordings by the inner backend
@@ -72,7 +72,7 @@ struct kvq_found_cache {
     size_t nb_known = 0;                            // nominal bytes of the tensors seen so far
     bool   said = false;                            // the load line is printed
 };
-bool           kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, the reason is printed
+bool           kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, with a line
 void           kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
 ggml_backend_t kvq_cpu_backend (kvq_backend_context & b); // NULL: there is none
 

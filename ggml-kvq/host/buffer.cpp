@@ -127,7 +127,7 @@ struct row_lanes {
     }
 };
 
-// A view that came from another machine alone, not in a graph, has lost its parent: only its address tells where it starts.
+// A view that came from another machine alone, not in a graph, has lost its parent: its address tells where it starts.
 static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
     const char * base = t.layer->base[t.value];
     return offset + (base ? (size_t) ((const char *) x->data - base) : x->view_src ? x->view_offs : 0);
@@ -255,7 +255,7 @@ static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
         b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
     } else if (b->inner) {
         ggml_backend_buffer_clear(b->inner, value);
-    } else if (value || madvise(b->base, b->nb_map, MADV_DONTNEED)) { // pages given back read as zeros, and cost nothing until they are used
+    } else if (value || madvise(b->base, b->nb_map, MADV_DONTNEED)) { // pages given back are zeros when they are used
         memset(b->base, value, buffer->size);
     }
 }

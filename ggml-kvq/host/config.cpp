@@ -109,14 +109,15 @@ static std::string get_str(const gguf_context * g, const char * key) {
     return id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_STRING ? gguf_get_val_str(g, id) : "";
 }
 
-// Which layers have attention: head_count_kv is 0 where they have not; models that give one number for all layers show it by the names
-// of their tensors, of which a file that is one of several holds only some.
+// Which layers have attention: head_count_kv is 0 where they have not. Models that give one number for all layers
+// show it by the names of their tensors, of which a file that is one of several holds only some.
 static std::vector<uint8_t> attention_layers(const gguf_context * g, const std::string & arch, int n_layer) {
     std::vector<uint8_t> out((size_t) std::max(n_layer, 0), 0);
     const int64_t heads = gguf_find_key(g, (arch + ".attention.head_count_kv").c_str());
     if (heads >= 0 && gguf_get_kv_type(g, heads) == GGUF_TYPE_ARRAY) {
         const auto type = gguf_get_arr_type(g, heads);
-        const bool known = (type == GGUF_TYPE_UINT32 || type == GGUF_TYPE_INT32) && gguf_get_arr_n(g, heads) >= out.size();
+        const bool is_int = type == GGUF_TYPE_UINT32 || type == GGUF_TYPE_INT32;
+        const bool known  = is_int && gguf_get_arr_n(g, heads) >= out.size();
         const int32_t * n = known ? (const int32_t *) gguf_get_arr_data(g, heads) : nullptr;
         for (size_t il = 0; n && il < out.size(); il++) { out[il] = n[il] > 0; }
     } else if (get_int(g, "split.count", 1) <= 1) {
@@ -127,7 +128,7 @@ static std::vector<uint8_t> attention_layers(const gguf_context * g, const std::
             if (sscanf(name, "blk.%d.%n", &il, &end) == 1 && end && il >= 0 && il < n_layer) {
                 out[il]   |= !strncmp(name + end, "attn_k.", 7) || !strncmp(name + end, "attn_kv_", 8);
                 fused[il] |= !strncmp(name + end, "attn_qkv.", 9);
-                state[il] |= !strncmp(name + end, "ssm_", 4); // linear attention, whose projections may bear the same name
+                state[il] |= !strncmp(name + end, "ssm_", 4); // linear attention: projections may bear the same name
             }
         }
         for (size_t il = 0; il < out.size(); il++) { out[il] |= fused[il] && !state[il]; }
@@ -137,10 +138,13 @@ static std::vector<uint8_t> attention_layers(const gguf_context * g, const std::
     return all || !any ? std::vector<uint8_t>() : out;
 }
 
-int kvq_model_info::n_attention() const { return attends.empty() ? n_layer - n_layer_nextn : (int) std::count(attends.begin(), attends.end(), 1); }
+int kvq_model_info::n_attention() const {
+    return attends.empty() ? n_layer - n_layer_nextn : (int) std::count(attends.begin(), attends.end(), 1);
+}
 
 int kvq_model_info::number_of(int il) const {
-    return (size_t) il < attends.size() && attends[il] ? (int) std::count(attends.begin(), attends.begin() + il, 1) : il;
+    const bool known = (size_t) il < attends.size() && attends[il];
+    return known ? (int) std::count(attends.begin(), attends.begin() + il, 1) : il;
 }
 
 kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, std::string & err) {

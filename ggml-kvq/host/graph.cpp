@@ -377,7 +377,8 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
 
 // is an operand a cache of ours? Its memory is not there to be read.
 static bool reads_cache(const ggml_tensor * node) {
-    return std::any_of(node->src, node->src + GGML_MAX_SRC, [](const ggml_tensor * x) { return x && kvq_find_target(x).layer; });
+    const auto is_cache = [](const ggml_tensor * x) { return x && kvq_find_target(x).layer; };
+    return std::any_of(node->src, node->src + GGML_MAX_SRC, is_cache);
 }
 
 ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
@@ -398,7 +399,8 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         ggml_status status = GGML_STATUS_SUCCESS;
         ggml_backend_t others = end > first ? (b.inner ? b.inner : kvq_cpu_backend(b)) : nullptr;
         if (end > first && !others) {
-            kvq_report_error(std::string("node ") + graph->nodes[first]->name + " (" + ggml_op_name(graph->nodes[first]->op) + ") is not on a cache of ours");
+            const ggml_tensor * x = graph->nodes[first];
+            kvq_report_error(std::string("node ") + x->name + " (" + ggml_op_name(x->op) + ") is on no cache of ours");
             status = GGML_STATUS_FAILED;
         }
         if (others) {

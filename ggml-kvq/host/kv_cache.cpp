@@ -48,9 +48,10 @@ bool kvq_cache_draft::begin(int il) {
 }
 
 // What a method may know of a layer; prev: the one before it in the same cache, or NULL.
-static kvq_layer_context context_of(const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev) {
-    const int n_model = model.n_attention();
-    return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, prev ? d.number - prev->number - 1 : 0 };
+static kvq_layer_context context_of(const kvq_model_info & model, const kvq_draft_layer & d,
+                                    const kvq_draft_layer * prev) {
+    const int n_model = model.n_attention(), gap = prev ? d.number - prev->number - 1 : 0;
+    return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, gap };
 }
 
 size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
@@ -222,7 +223,8 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         l.v->set_slots(&l.slots);
     }
     if (l.d.plan.probe > 0.0f) {
-        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.d.number, l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &device);
+        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.d.number,
+                        l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &device);
         l.k->set_saliency(&l.saliency);
         l.v->set_saliency(&l.saliency);
     }
@@ -492,7 +494,9 @@ std::string kvq_kv_cache::parted() const {
         return "";
     }
     const std::string which = n <= 4 ? (n == 1 ? "layer " : "layers ") + names : std::to_string(n) + " layers";
-    return "; " + which + (n == 1 ? " keeps codes of its own, its partner is" : " keep codes of their own, their partners are") + " on another device or in another cache";
+    const char * what = n == 1 ? " keeps codes of its own, its partner is"
+                               : " keep codes of their own, their partners are";
+    return "; " + which + what + " on another device or in another cache";
 }
 
 std::string kvq_kv_cache::load_line() const {
@@ -517,7 +521,8 @@ std::string kvq_kv_cache::load_line() const {
         snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);
         reading += more;
     }
-    const std::string note = parted() + reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
+    reading = parted() + reading;
+    const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
     return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
            layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
 }

@@ -65,7 +65,7 @@ struct kvq_kv_layer {
     kvq_saliency    saliency; // not active unless the method asks
     kvq_slots       slots;    // likewise
     std::unique_ptr<kvq_lane> k, v;
-    const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may come without their parent
+    const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
 };
 
 class kvq_kv_cache {
@@ -75,7 +75,7 @@ public:
     bool ok() const { return is_ok; }
 
     kvq_kv_layer * layer(int il);
-    bool append(const kvq_draft_layer & d); // behind the others; false: out of memory, or predicted layers hold tokens already
+    bool append(const kvq_draft_layer & d); // false: out of memory, or predicted layers hold tokens already
     // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
     bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
 

@@ -1,5 +1,5 @@
-// Sizes and field offsets as compiled: ctypes declarations of other languages are checked against these, never guessed. A field that
-// this llama.cpp lacks has the offset (size_t) -1.
+// Sizes and field offsets as compiled: ctypes declarations of other languages are checked against these, never guessed.
+// A field that this llama.cpp lacks has the offset (size_t) -1.
 // The tables name the structures of llama.h and ggml-kvq.h that cross the language border by value or by pointer.
 #include "ggml-kvq.h"
 

@@ -1,9 +1,10 @@
-// Caches of clients on other machines. llama.cpp's RPC server hands us a client's requests, and three things differ from a program that
-// runs here: a buffer is asked for by its size alone, without a size query for each tensor; every node of the client's graph for this
-// device comes here, weights included; views that come alone, not in a graph, have lost their parent.
-//   So a KV cache shows itself in the first graph that attends over it: tensors cache_k_l<il>, cache_v_l<il> in a buffer that was
-// plain so far. Its layers are built from the graph, which knows their heads; rows that were set before (a restored state) are moved
-// over, and the plain memory is given back.
+// Caches of clients on other machines. llama.cpp's RPC server hands us a client's requests, and three things
+// differ from a program that runs here: a buffer is asked for by its size alone, without a size query for each
+// tensor; every node of the client's graph for this device comes here, weights included; views that come alone,
+// not in a graph, have lost their parent.
+//   So a KV cache shows itself in the first graph that attends over it: tensors cache_k_l<il>, cache_v_l<il> in
+// a buffer that was plain so far. Its layers are built from the graph, which knows their heads; rows that were
+// set before (a restored state) are moved over, and the plain memory is given back.
 #include "backend.h"
 
 #include "ggml-impl.h" // ggml_cgraph
@@ -18,7 +19,9 @@ static const ggml_tensor * root_of(const ggml_tensor * t) { return t->view_src ?
 
 static kvq_buffer * buffer_of(const ggml_tensor * root) { return (kvq_buffer *) root->buffer->context; }
 
-static kvq_device_context & device_of(const kvq_backend_context & b) { return *(kvq_device_context *) b.device->context; }
+static kvq_device_context & device_of(const kvq_backend_context & b) {
+    return *(kvq_device_context *) b.device->context;
+}
 
 void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size) {
     if (kvq_parse_cache_name(tensor->name).il < 0) {
@@ -46,16 +49,18 @@ static void move_over(kvq_buffer & b, const ggml_tensor * root) {
         if (from >= to) {
             continue;
         }
+        const size_t at = (size_t) (from - first);
         std::vector<char> rows((size_t) (to - from));
         if (b.inner) {
-            b.inner->iface.get_tensor(b.inner, root, rows.data(), (size_t) (from - first), rows.size());
+            b.inner->iface.get_tensor(b.inner, root, rows.data(), at, rows.size());
         } else {
             memcpy(rows.data(), from, rows.size());
         }
-        root->buffer->iface.set_tensor(root->buffer, const_cast<ggml_tensor *>(root), rows.data(), (size_t) (from - first), rows.size());
+        root->buffer->iface.set_tensor(root->buffer, const_cast<ggml_tensor *>(root), rows.data(), at, rows.size());
     }
     if (!b.inner) {
-        const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE), lo = ((uintptr_t) first + page - 1) / page * page, hi = (uintptr_t) end / page * page;
+        const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
+        const uintptr_t lo = ((uintptr_t) first + page - 1) / page * page, hi = (uintptr_t) end / page * page;
         if (lo < hi) { // pages at the ends may be shared with the neighbours
             madvise((void *) lo, hi - lo, MADV_DONTNEED);
             mprotect((void *) lo, hi - lo, PROT_NONE);
@@ -74,17 +79,20 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
         return "the client's cache type is not f16: drop -ctk and -ctv there, the method chooses the format";
     }
     const kvq_layer_shape shape = { id_k.il, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0] };
+    const std::string name = "layer " + std::to_string(shape.il);
     if (shape.n_head_kv * shape.head_size_k != kr->ne[0] || shape.n_head_kv * shape.head_size_v != vr->ne[0]) {
-        return "layer " + std::to_string(shape.il) + " attends over " + std::to_string(shape.n_head_kv) + " heads of " + std::to_string(shape.head_size_k) +
-               ", its rows have " + std::to_string(kr->ne[0]) + " channels: run this model without --kv-method";
+        return name + " attends over " + std::to_string(shape.n_head_kv) + " heads of " +
+               std::to_string(shape.head_size_k) + ", its rows have " + std::to_string(kr->ne[0]) +
+               " channels: run this model without --kv-method";
     }
     kvq_buffer & buffer = *buffer_of(kr);
     if (!buffer.found) {
         buffer.found.reset(new kvq_found_cache);
     }
     kvq_found_cache & found = *buffer.found;
-    if (!found.draft.layers.empty() && found.draft.layers.back().il >= shape.il) {
-        return "layer " + std::to_string(shape.il) + " comes after layer " + std::to_string(found.draft.layers.back().il) + ": layers of a cache must be in order";
+    const int last = found.draft.layers.empty() ? -1 : found.draft.layers.back().il;
+    if (last >= shape.il) {
+        return name + " comes after layer " + std::to_string(last) + ": layers of a cache must be in order";
     }
     if (!found.draft.add_known(shape, (int) kr->ne[0], (int) vr->ne[0], (int) kr->ne[1], (int) kr->ne[2])) {
         return found.draft.error();
@@ -93,7 +101,7 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
 #ifdef KVQ_CUDA
     if (b.inner) {
         if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
-            return "layer " + std::to_string(d.il) + ": " + why;
+            return name + ": " + why;
         }
         if (!buffer.device) {
             buffer.device = kvq_cuda_make_device(device_of(b).ordinal);
@@ -109,7 +117,7 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
         buffer.cache.reset(new kvq_kv_cache(found.draft));
     }
     if (!ok || !buffer.cache->ok()) {
-        return "layer " + std::to_string(d.il) + " of the KV cache cannot be allocated: lower -c there, and keep its warm-up on";
+        return name + " of a client's KV cache cannot be allocated: lower -c there, and keep its warm-up on";
     }
     kvq_kv_layer & layer = *buffer.cache->layers.back();
     layer.base[0] = (const char *) kr->data;
@@ -160,7 +168,7 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
             const ggml_tensor * node = graph->nodes[i];
             const kvq_target t = node->op == GGML_OP_SET_ROWS ? kvq_find_target(node) : kvq_target();
             if (t.ours && !t.layer && !buffer_of(root_of(node))->announced) {
-                why = "the client writes " + std::string(root_of(node)->name) + " and reads it without flash attention: run it with -fa on";
+                why = std::string(root_of(node)->name) + " is read without flash attention: run the client with -fa on";
             }
         }
     } catch (const std::bad_alloc &) {
@@ -177,17 +185,18 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
 ggml_backend_t kvq_cpu_backend(kvq_backend_context & b) {
     if (!b.cpu) {
         // libggml, which holds the list of devices, has loaded us and is not among the libraries that we name
-        const std::string name = std::string("libggml.so.") + std::string(KVQ_GGML_VERSION).substr(0, strcspn(KVQ_GGML_VERSION, "."));
-        void * ggml = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
-        auto by_type = (decltype(&ggml_backend_dev_by_type)) dlsym(ggml ? ggml : RTLD_DEFAULT, "ggml_backend_dev_by_type");
+        const std::string major(KVQ_GGML_VERSION, strcspn(KVQ_GGML_VERSION, "."));
+        void * ggml = dlopen(("libggml.so." + major).c_str(), RTLD_LAZY | RTLD_NOLOAD);
+        void * found = dlsym(ggml ? ggml : RTLD_DEFAULT, "ggml_backend_dev_by_type");
+        const auto by_type = (decltype(&ggml_backend_dev_by_type)) found;
         ggml_backend_dev_t cpu = by_type ? by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : nullptr;
         b.cpu = cpu ? ggml_backend_dev_init(cpu, nullptr) : nullptr;
         if (!b.cpu) {
             return nullptr;
         }
-        auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
-        if (set_n_threads) {
-            set_n_threads(b.cpu, b.n_threads);
+        void * set = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
+        if (set) {
+            ((ggml_backend_set_n_threads_t) set)(b.cpu, b.n_threads);
         }
     }
     return b.cpu;

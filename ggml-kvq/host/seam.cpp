@@ -1,5 +1,6 @@
-// What this source takes for granted about ggml. It compiles alone, so that a llama.cpp whose interface has changed is refused when the
-// build is configured, with the facts that no longer hold, instead of by a page of errors, or not at all.
+// What this source takes for granted about ggml. It compiles alone, so that a llama.cpp whose interface has
+// changed is refused when the build is configured, with the facts that no longer hold, instead of by a page of
+// errors, or not at all.
 #include "seam.h"
 
 #include "ggml-backend-impl.h"
@@ -10,10 +11,13 @@
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 
-static_assert(GGML_BACKEND_API_VERSION == 2, "GGML_BACKEND_API_VERSION is " TEXT(GGML_BACKEND_API_VERSION) ", this source knows 2");
+static_assert(GGML_BACKEND_API_VERSION == 2,
+              "GGML_BACKEND_API_VERSION is " TEXT(GGML_BACKEND_API_VERSION) ", this source knows 2");
 static_assert(GGML_MAX_OP_PARAMS >= 64, "GGML_MAX_OP_PARAMS is below 64");
-static_assert(GGML_TYPE_F16 == 1 && GGML_TYPE_I32 == 26 && GGML_TYPE_I64 == 27, "numbers of enum ggml_type have changed");
-static_assert(GGML_ROPE_TYPE_NORMAL == 0 && GGML_ROPE_TYPE_NEOX == 2, "numbers of the rotary embeddings' modes have changed");
+static_assert(GGML_TYPE_F16 == 1 && GGML_TYPE_I32 == 26 && GGML_TYPE_I64 == 27,
+              "numbers of enum ggml_type have changed");
+static_assert(GGML_ROPE_TYPE_NORMAL == 0 && GGML_ROPE_TYPE_NEOX == 2,
+              "numbers of the rotary embeddings' modes have changed");
 
 using buffer_t = ggml_backend_buffer_t;
 using buft_t   = ggml_backend_buffer_type_t;
@@ -34,10 +38,12 @@ KVQ_FACT(ggml_tensor, name,      char [GGML_MAX_NAME]);
 KVQ_FACT(ggml_cgraph, nodes,     struct ggml_tensor **);
 KVQ_FACT(ggml_cgraph, n_nodes,   int);
 KVQ_FACT(ggml_cgraph, uid,       uint64_t);
-static_assert(std::is_same<decltype(&ggml_set_rows), ggml_tensor * (*)(ggml_context *, ggml_tensor *, ggml_tensor *, ggml_tensor *)>::value,
+using tensor = struct ggml_tensor *;
+static_assert(std::is_same<decltype(&ggml_set_rows), tensor (*)(ggml_context *, tensor, tensor, tensor)>::value,
               "ggml_set_rows, which writes the cache, has other arguments");
-static_assert(std::is_same<decltype(&ggml_flash_attn_ext), ggml_tensor * (*)(ggml_context *, ggml_tensor *, ggml_tensor *, ggml_tensor *,
-              ggml_tensor *, float, float, float)>::value, "ggml_flash_attn_ext, which reads the cache, has other arguments");
+using attention = tensor (*)(ggml_context *, tensor, tensor, tensor, tensor, float, float, float);
+static_assert(std::is_same<decltype(&ggml_flash_attn_ext), attention>::value,
+              "ggml_flash_attn_ext, which reads the cache, has other arguments");
 
 // buffer types and buffers
 KVQ_FACT(ggml_backend_buffer_type_i, get_name,       const char * (*)(buft_t));

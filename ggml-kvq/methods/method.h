@@ -37,7 +37,8 @@ struct kvq_layer_plan {
 bool kvq_plan_latent(kvq_layer_plan & plan, const char * method, const kvq_layer_shape & shape, int values, std::string & err);
 
 // What a method may know when it plans a layer.
-// A model's layers may lie in several caches (on several devices, or sliding-window layers apart from others), so methods count by number.
+// A model's layers may lie in several caches (on several devices, or sliding-window layers apart from others), so
+// methods count by number.
 struct kvq_layer_context {
     int number;                   // of this layer among the model's layers with attention, 0 = first
     int n_layer;                  // how many those are (scales presets)

@@ -1,7 +1,7 @@
 // XQuant (Yang et al. 2025, cross-layer): KIVI blocks whose end points are calibrated by eta, and whose codes layer pairs share.
 //   keys of layers below kq and values of layers below vq take 2 bits, all others 1 (section 3.3)
-//   an odd layer at or above km (vm) adopts the codes of the layer before it and keeps only its own scale and zero; where that layer is
-//   in another cache (on another device), it keeps codes of its own
+//   an odd layer at or above km (vm) adopts the codes of the layer before it and keeps only its own scale and zero;
+//   where that layer is in another cache (on another device), it keeps codes of its own
 //   eta1 for 1-bit, eta2 for 2-bit blocks (section 3.2)
 // Presets name the equivalent bits of a 32-layer model; -1 scales them to the layer count, rounded so that pairs stay whole.
 // The paper prints no split for 1.156; 26/0/32/0 is ours: all value codes shared, keys favoured.
@@ -61,8 +61,8 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         }
     }
     const bool here = c.prev && c.gap == 0;
-    const bool same_shape = here && c.prev->n_head_kv == c.shape.n_head_kv && c.prev->head_size_k == c.shape.head_size_k &&
-                            c.prev->head_size_v == c.shape.head_size_v;
+    const bool same_shape = here && c.prev->n_head_kv == c.shape.n_head_kv &&
+                            c.prev->head_size_k == c.shape.head_size_k && c.prev->head_size_v == c.shape.head_size_v;
     for (int i = 0; i < 2; i++) {
         kvq_lane_plan & lane = i ? out.v : out.k;
         lane.codec.bits = c.number < split[i] ? 2 : 1;

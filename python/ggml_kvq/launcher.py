@@ -34,8 +34,8 @@ HELP = """\
 """
 
 HELP_RPC_SERVER = """\
---kv-model FILE.gguf    the model that clients run, for methods that count its layers or take data from it; only its header is
-                        read (env: KVQ_MODEL)
+--kv-model FILE.gguf    the model that clients run, for methods that count its layers or take data from it;
+                        only its header is read (env: KVQ_MODEL)
 
 """
 
@@ -58,9 +58,14 @@ class LaunchError(KvqError):
 
 @dataclass
 class Command:
-    """What will be executed: arguments (without argv[0]), environment changes (None removes), notes for stderr."""
+    """What will be executed: arguments (without argv[0]), environment changes (None removes), notes for stderr.
+
+    remote: it talks to other machines. Upstream sends to a closed connection without asking for an error, so the signal
+    would end the program without a word, and a server with its client.
+    """
 
     args: list[str]
+    remote: bool = False
     env: dict[str, str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -157,7 +162,10 @@ def _refuse_conflicts(user: _User, method: str, bench: bool) -> None:
     devices = user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE")
     chosen = ",".join(devices if bench else devices[-1:])
     if chosen and all(name.startswith("RPC") for name in chosen.replace("/", ",").split(",")):
-        raise LaunchError(f"-dev {devices[-1]} leaves every cache to the RPC servers, whose own flags choose its form: drop --kv-method {method} here")
+        raise LaunchError(
+            f"-dev {devices[-1]} leaves every cache to the RPC servers, whose own flags choose its form: "
+            f"drop --kv-method {method} here"
+        )
     if devices and "KVQ" not in chosen:
         raise LaunchError(f"-dev {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: drop -dev or write -dev {DEVICE}")
     if bench:
@@ -191,8 +199,9 @@ def _layer_notes(user: _User, method: str, n_layer: int | None, bench: bool) -> 
 
 
 def _rpc_servers(user: _User) -> list[str]:
-    """host:port of every server named by --rpc. LaunchError when one is not of that form or does not accept a connection."""
-    servers = [server for value in user.values(("--rpc", "-rpc"), "LLAMA_ARG_RPC") for server in value.split(",") if server]
+    """host:port of every server named by --rpc. LaunchError when one is not of that form or accepts no connection."""
+    values = user.values(("--rpc", "-rpc"), "LLAMA_ARG_RPC")
+    servers = [server for value in values for server in value.split(",") if server]
     for server in servers:
         host, _, port = server.partition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -201,20 +210,25 @@ def _rpc_servers(user: _User) -> list[str]:
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
         except OSError as e:
             why = e.strerror or str(e)
-            raise LaunchError(f"no RPC server answers at {server} ({why}): start llama-rpc-server there, or drop it from --rpc") from e
+            cure = "start llama-rpc-server there, or drop it from --rpc"
+            raise LaunchError(f"no RPC server answers at {server} ({why}): {cure}") from e
     return servers
 
 
 def _rpc_devices(path: Path, servers: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """The devices of the RPC servers as the program names them (RPC0, RPC1, ...): it alone knows how many each server has."""
+    """The RPC servers' devices as the program names them (RPC0, RPC1, ...): it alone knows how many each server has."""
+    names = ",".join(servers)
+    argv = [str(path), "--rpc", names, "--list-devices"]
     try:
-        done = subprocess.run([path, "--rpc", ",".join(servers), "--list-devices"], env=dict(env), capture_output=True, text=True, timeout=_LIST_S, check=False)
+        done = subprocess.run(argv, env=dict(env), capture_output=True, text=True, timeout=_LIST_S, check=False)
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"the RPC servers {','.join(servers)} named no devices in {_LIST_S} s: a server serves one client at a time") from None
+        why = "an RPC server serves one client at a time"
+        raise LaunchError(f"{names} named no devices in {_LIST_S} s: {why}") from None
     devices = re.findall(r"^\s+(RPC\w*): ", done.stdout, re.MULTILINE)
     if done.returncode or not devices:
         lines = [line.strip() for line in done.stderr.splitlines() if "RPC" in line or "onnect" in line]
-        raise LaunchError(f"the RPC servers {','.join(servers)} offer no devices ({lines[0] if lines else f'exit code {done.returncode}'}): use servers of the same llama.cpp")
+        why = lines[0] if lines else f"exit code {done.returncode}"
+        raise LaunchError(f"{names} offers no devices ({why}): use an RPC server of the same llama.cpp")
     return devices
 
 
@@ -271,7 +285,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and environment.
 
     Precedence of the method: --kv-method, KVQ_METHOD, the file of --kv-config / KVQ_CONFIG, the model's metadata.
-    Raises KvqError; reads at most the headers of the GGUF files named. With --rpc it connects to the servers and asks for their devices.
+    Raises KvqError; reads at most the headers of the GGUF files named. With --rpc it connects to the servers and asks
+    for their devices.
     """
     bench, serves = program == "llama-bench", program == RPC_SERVER
     flags = _take_ours(argv, _OURS_RPC_SERVER if serves else _OURS)
@@ -295,7 +310,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             method, named_by = str(config_fields["kvq.method"]), config
     header = None
     if flags.model and not os.path.isfile(flags.model):
-        raise LaunchError(f"--kv-model {flags.model} is not a file; give the GGUF that clients run, or a copy of its first file")
+        raise LaunchError(f"--kv-model {flags.model} is not a file; give the GGUF that clients run, or its first part")
     for model in models:
         if os.path.isfile(model):  # a missing or special file is the program's business
             header = gguf_header.read(model)
@@ -310,7 +325,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             raise LaunchError(f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
         if flags.draft_method or flags.draft_opts:
             raise LaunchError("--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)")
-        return Command(flags.rest)
+        return Command(flags.rest, remote=serves or bool(servers))
 
     from . import methods
 
@@ -325,11 +340,15 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if serves:
         devices = user.values(("-d", "--device"))
         if devices and "KVQ" not in ",".join(devices):
-            raise LaunchError(f"-d {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: drop -d or write -d {DEVICE}")
+            raise LaunchError(
+                f"-d {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: "
+                f"drop -d or write -d {DEVICE}"
+            )
     else:
         _refuse_conflicts(user, method, bench)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
-    out = Command(flags.rest, notes=_layer_notes(user, method, n_layer if isinstance(n_layer, int) else None, bench))
+    notes = _layer_notes(user, method, n_layer if isinstance(n_layer, int) else None, bench)
+    out = Command(flags.rest, remote=serves or bool(servers), notes=notes)
 
     backend = str(_paths.backend())
     other = environ.get("GGML_BACKEND_PATH")
@@ -343,7 +362,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         return out
     added: list[str] = []
     if servers:
-        out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started (llama-rpc-server --kv-method {method})")
+        how = f"llama-rpc-server --kv-method {method}"
+        out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started ({how})")
     if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
         names = [DEVICE]
         if servers:
@@ -386,13 +406,14 @@ def run(program: str, argv: Sequence[str], name: str = "") -> int:
             print(f"{name}: note: {note}", file=sys.stderr, flush=True)
         env = _environment(os.environ, cmd)
         # Python ignores these two from its start on; the program must find them as a shell leaves them.
-        for name in ("SIGPIPE", "SIGXFSZ"):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        for kind in (signal.SIGXFSZ,) if cmd.remote else (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(kind, signal.SIG_DFL)
         os.execve(path, [str(path), *cmd.args], env)
     except KvqError as e:
         print(f"{name}: error: {e}", file=sys.stderr)
     except OSError as e:
-        print(f"{name}: error: {e.filename or program}: {e.strerror}; check the file and its permissions", file=sys.stderr)
+        what = f"{e.filename or program}: {e.strerror}; check the file and its permissions"
+        print(f"{name}: error: {what}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 2

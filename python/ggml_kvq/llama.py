@@ -1,7 +1,7 @@
 """C declarations of the parts of libllama and libggml that ggml_kvq calls.
 
-Each structure mirrors include/llama.h of the pinned llama.cpp field by field; each row of FUNCTIONS is one prototype. Over another
-llama.cpp the structures in OTHER_FIELDS are built anew from the fields it has (loader.fit_struct).
+Each structure mirrors include/llama.h of the pinned llama.cpp field by field; each row of FUNCTIONS is one prototype.
+Over another llama.cpp the structures in OTHER_FIELDS are built anew from the fields it has (loader.fit_struct).
 loader.py proves sizes and offsets against the compiled library before any structure is passed by value.
 """
 
@@ -148,7 +148,7 @@ STRUCTS: dict[str, type[Structure]] = {
     )
 }
 
-#: Structures whose fields differ between the supported versions, and their fields in versions other than the pinned one.
+#: Structures whose fields differ between the supported versions, and fields that the pinned one lacks.
 OTHER_FIELDS: dict[str, list[tuple[str, Any]]] = {
     "llama_model_params": [("use_mmap", c_bool), ("use_direct_io", c_bool), ("use_mlock", c_bool)],
     "llama_context_params": [],

@@ -124,9 +124,9 @@ def last_problem(lines: LogLines) -> str:
 
 
 def fit_struct(kvq: CDLL, name: str) -> type[Structure]:
-    """llama.STRUCTS[name], or a structure of those known fields that the llama.cpp has which libggml-kvq was compiled for, in its order.
+    """llama.STRUCTS[name], or a structure of those known fields that libggml-kvq's llama.cpp has, in its order.
 
-    LibraryError when that llama.cpp has a field which is not known here: the sizes differ then.
+    LibraryError when it has a field which is not known here: the sizes differ then.
     """
     pinned = llama.STRUCTS[name]
     known: list[tuple[str, Any]] = [*((f[0], f[1]) for f in pinned._fields_), *llama.OTHER_FIELDS[name]]
@@ -138,16 +138,16 @@ def fit_struct(kvq: CDLL, name: str) -> type[Structure]:
     size = kvq.kvq_sizeof(name.encode())
     if ctypes.sizeof(fitted) != size:
         raise LibraryError(
-            f"struct {name} of this llama.cpp has {size} bytes, its fields that this package knows {ctypes.sizeof(fitted)}: "
+            f"struct {name} of this llama.cpp has {size} bytes, the fields known here {ctypes.sizeof(fitted)}: "
             "the version is not supported; README.md names those that are"
         )
     return fitted
 
 
 def prove_structs(kvq: CDLL, fitted: Mapping[str, type[Structure]] | None = None) -> None:
-    """Compare size and every field offset of our structures with the compiled ones; LibraryError names the first difference.
+    """Compare size and every field offset of our structures with the compiled ones.
 
-    fitted: those of llama.STRUCTS that are replaced (fit_struct).
+    LibraryError names the first difference. fitted: those of llama.STRUCTS that are replaced (fit_struct).
     """
     for name, struct in {**llama.STRUCTS, **native.STRUCTS, **(fitted or {})}.items():
         size = kvq.kvq_sizeof(name.encode())
@@ -239,7 +239,10 @@ def _bind(libs: Mapping[str, CDLL], files: Mapping[str, Path], structs: Mapping[
         except AttributeError:
             if name in llama.OPTIONAL:
                 continue
-            raise LibraryError(f"{files[key]} lacks the function {name}: this llama.cpp is too old or too new; README.md names the versions") from None
+            raise LibraryError(
+                f"{files[key]} lacks the function {name}: this llama.cpp is too old or too new; "
+                "README.md names those that are supported"
+            ) from None
         fn.restype, fn.argtypes = swap.get(restype, restype), [swap.get(a, a) for a in argtypes]
 
 
