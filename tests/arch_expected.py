@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from arch_matrix import METHODS, Row
 
-# NMSE of the logits of 400 tokens. Models of random weights have no outliers to lose; what the bounds tell apart is a cache that is read
-# wrongly (NMSE near 1) or at fewer bits (a bit less is a factor of 4).
+# NMSE of the logits of 400 tokens. Models of random weights have no outliers to lose; what the bounds tell apart is a
+# cache that is read wrongly (NMSE near 1) or at fewer bits (a bit less is a factor of 4).
 LIMITS = dict(zip(METHODS, (1e-4, 5e-3, 1e-2, 5e-3)))
 
-# Attention of these is sharper than of others, which shows what quantisation changes: ten times the bounds, but for f16.
+# Attention of these is sharp, which shows what quantisation changes: ten times the bounds, not for f16.
 SHARP = {
     "gemma4": "queries are not scaled: logits are 8 times as large",
     "graniteswitch": "a layer that routes between adapters turns small changes into large ones",

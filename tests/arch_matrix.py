@@ -5,8 +5,9 @@
     python tests/arch_matrix.py --arch 'qwen35|mamba' --method f16 --verbose
     python tests/arch_matrix.py --device KVQ0 --reference CUDA0
 
-An architecture is a process (tests/archs/arch_matrix.cpp). A process that dies fails the row of the method it was in; another
-process goes on with the methods behind it. Standard library only: scripts/gpu_check.sh runs this where nothing is installed.
+An architecture is a process (tests/archs/arch_matrix.cpp). A process that dies fails the row of the method it was in;
+another process goes on with the methods behind it. Standard library only: scripts/gpu_check.sh runs this where nothing
+is installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every architecture of the built llama.cpp with our cache: what runs is held to llama.cpp's own, what does not is listed with its reason."""
+"""Every architecture of the built llama.cpp: what runs is held to llama.cpp's own cache, what does not is listed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_images_in_the_text_of_models_with_mrope(setup: Setup) -> None:
 
 
 def test_a_model_that_aborts_fails_its_own_row() -> None:
-    output = "@reference ok 8\n@begin f16\n@end f16 nmse 1.0e-07\n@begin kivi:bits=4\nsomewhere.cpp:941: cannot run the operation (SCALE)\n"
+    output = "@reference ok 8\n@begin f16\n@end f16 nmse 1.0e-07\n@begin kivi:bits=4\n"
+    output += "somewhere.cpp:941: cannot run the operation (SCALE)\n"
     rows = arch_matrix.read_rows("mamba", METHODS, output, -6)
     assert [(r.method, r.kind) for r in rows] == [("f16", "nmse"), ("kivi:bits=4", "aborted")]
     assert "cannot run the operation (SCALE)" in rows[1].reason and problem(rows[1])
