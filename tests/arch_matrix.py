@@ -40,6 +40,10 @@ class Row:
     nmse: float = float("nan")
     reason: str = ""  # one line; of an abort the last one of stderr
     output: str = ""
+    apart: tuple[float, float] = (
+        float("nan"),
+        float("nan"),
+    )  # how far keys of one token are apart: of text, of an image
 
     def __str__(self) -> str:
         value = f"{self.nmse:.2e}" if self.kind == "nmse" else f"{self.kind}: {self.reason}"
@@ -57,6 +61,7 @@ class Setup:
     reference: str = "CPU"
     timeout: float = 60.0
     image: bool = False  # an image among the tokens: models with M-RoPE only
+    same: bool = False  # all tokens are the same one: fills Row.apart
 
     def env(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k == "KVQ_ISA"}
@@ -69,6 +74,8 @@ class Setup:
         }
         if self.image:
             more["KVQ_MATRIX_IMAGE"] = "1"
+        if self.same:
+            more["KVQ_MATRIX_SAME"] = "1"
         return {**env, **more, "OMP_NUM_THREADS": "1"}
 
 
@@ -88,7 +95,7 @@ def compile_program(lib: Path, out: Path) -> Path:
     tree = source()
     includes = [f"-I{tree / folder}" for folder in ("include", "ggml/include", "src")]
     found = [sorted(lib.glob(f"lib{stem}.so*"))[0] for stem in ("llama", "ggml", "ggml-base")]
-    link = [*map(str, found), f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]
+    link = [*map(str, found), "-ldl", f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]
     file = ROOT / "tests" / "archs" / "arch_matrix.cpp"
     subprocess.run(
         [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", *includes, str(file), *link, "-o", str(out)], check=True
@@ -113,19 +120,21 @@ def refusal(lines: Sequence[str]) -> str:
 def read_rows(arch: str, methods: Sequence[str], output: str, code: int) -> list[Row]:
     """Rows that the program's stderr tells of; of a program that died the last is the method it died in."""
     rows: list[Row] = []
-    now, since = "reference", list[str]()
+    now, since, apart = "reference", list[str](), (float("nan"), float("nan"))
     for line in output.splitlines():
         if line.startswith("@begin "):
             now, since = line.split(" ", 1)[1], []
         elif line.startswith("@reference failed "):
             reason = line.split(" ", 2)[2] + ": " + next((text for text in since if "error" in text), "")
             return [Row(arch, m, "failed", reason="llama.cpp alone: " + reason, output=output) for m in methods]
+        elif line.startswith("@same "):
+            apart = (float(line.split()[1]), float(line.split()[2]))
         elif line.startswith("@end "):
             _, method, kind, *rest = line.split(" ", 3)
             text = rest[0] if rest else ""
             nmse = float(text) if kind == "nmse" else float("nan")
             reason = text if kind == "failed" else refusal(since) if kind == "refused" else ""
-            rows.append(Row(arch, method, kind, nmse, reason, output))
+            rows.append(Row(arch, method, kind, nmse, reason, output, apart))
             now = ""
         elif line.strip() and not line.startswith("@"):
             since.append(line)

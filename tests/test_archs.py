@@ -37,6 +37,19 @@ def test_images_in_the_text_of_models_with_mrope(setup: Setup) -> None:
     assert not bad, "\n".join(bad)
 
 
+TURNED = ("llama", "chatglm", "stablelm", "phi3", "gemma3", "gpt-oss", "qwen3", "olmo2")
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_keys_of_one_token_are_the_same_at_every_position_without_rotary_embedding(setup: Setup, image: bool) -> None:
+    """What aqua quantises, of open pages: whole, partial, scaled embeddings, sliding windows, sections, images."""
+    archs = [a for a in IMAGES if a != "hunyuan_vl"] if image else [*TURNED, *IMAGES[:2]]  # that one has a norm behind
+    methods = ["aqua:predictor=none,window=512"]
+    for row in arch_matrix.run_all(replace(setup, image=image, same=True), archs, methods):
+        assert row.kind == "nmse" and row.apart[0] < 2e-3 and row.apart[1] < 2e-3, f"{row} {row.apart}"
+        assert row.apart[0] > 0 and (row.apart[1] > 0) == image, f"{row} {row.apart}: nothing was compared"
+
+
 def test_a_model_that_aborts_fails_its_own_row() -> None:
     output = "@reference ok 8\n@begin f16\n@end f16 nmse 1.0e-07\n@begin kivi:bits=4\n"
     output += "somewhere.cpp:941: cannot run the operation (SCALE)\n"

@@ -7,7 +7,9 @@
 // Both runs have the same weights and flash attention. A prompt goes through in ubatches of 64, then 40 tokens alone.
 // KVQ_MATRIX_IMAGE=1: tokens 100 to 195 are an image of 8 rows and 12 columns, random embeddings with four positions
 // each, as llama.cpp's mtmd gives them to models with M-RoPE. KVQ_MATRIX_THREADS: default 1.
-// What happens is told line by line on stderr, so that a program that aborts has said where it was:
+// KVQ_MATRIX_SAME=1: all tokens are the same one, and all parts of the image. Keys of the first layer are then the same
+// at every position once their rotary embedding is undone; "@same TEXT IMAGE" tells how far they are apart. What
+// happens is told line by line on stderr, so that a program that aborts has said where it was:
 //   @reference ok N | @reference failed REASON           N: logits
 //   @begin METHOD
 //   @end METHOD nmse X | @end METHOD refused | @end METHOD failed REASON
@@ -23,6 +25,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <string>
 #include <vector>
 
@@ -162,7 +165,8 @@ static bool step(llama_context * ctx, const std::vector<llama_token> & tokens, i
 static bool image_step(llama_context * ctx, const llama_model * model, result & r) {
     random_numbers random = { 7 };
     std::vector<float> embd((size_t) IMAGE * llama_model_n_embd_inp(model));
-    for (float & x : embd) { x = (float) (1.7 * random.next()); }
+    const size_t n_own = getenv("KVQ_MATRIX_SAME") ? embd.size() / IMAGE : embd.size();
+    for (size_t i = 0; i < embd.size(); i++) { embd[i] = i < n_own ? (float) (1.7 * random.next()) : embd[i - n_own]; }
     std::vector<llama_pos> pos(4 * IMAGE, 0); // all times, all rows, all columns, and one more that is 0
     std::vector<int32_t> n_seq(IMAGE, 1);
     std::vector<int8_t> logits(IMAGE, 1);
@@ -190,6 +194,7 @@ static result run(llama_context * ctx, const llama_model * model, bool embedding
     std::vector<llama_token> tokens;
     for (int i = 0; i < N_PROMPT + N_STEPS; i++) {
         tokens.push_back((llama_token) ((random.next() + 1.0) / 2.0 * (n_vocab - 8)) + 4);
+        tokens.back() = getenv("KVQ_MATRIX_SAME") ? 7 : tokens.back();
     }
     if (!llama_get_memory(ctx)) { // no cache at all: one ubatch
         if (step(ctx, tokens, 0, N_UBATCH, true, false, r)) {
@@ -231,6 +236,33 @@ static std::string not_finite(const result & r) {
         }
     }
     return "";
+}
+
+// How far keys of the first layer, without rotary embedding, are from those of the first cell of their kind.
+static void tell_same(const char * backend) {
+    using rows_fn = int (*)(int, int, int, int, int, int, float *);
+    void * lib = dlopen(backend, RTLD_NOW | RTLD_NOLOAD);
+    const rows_fn rows = lib ? (rows_fn) dlsym(lib, "kvq_cache_rows") : nullptr;
+    std::vector<float> first(1 << 14, NAN), row(first.size(), NAN);
+    int cache = 0;
+    while (rows && cache < 4 && rows(cache, 0, 0, 0, 0, 1, first.data())) { cache++; } // the one with layer 0
+    double apart[2] = { 0.0, 0.0 };
+    const bool image = getenv("KVQ_MATRIX_IMAGE") != nullptr;
+    for (int c = 1; rows && c < N_PROMPT + N_STEPS; c++) {
+        const bool shown = image && c >= IMAGE_AT && c < IMAGE_AT + IMAGE;
+        if (rows(cache, 0, 0, 0, shown ? IMAGE_AT : 0, 1, first.data()) || rows(cache, 0, 0, 0, c, 1, row.data())) {
+            fprintf(stderr, "no keys of cell %d\n", c);
+            return;
+        }
+        double off = 0.0, size = 0.0;
+        for (size_t i = 0; i < row.size() && !std::isnan(row[i]); i++) {
+            off += ((double) row[i] - first[i]) * ((double) row[i] - first[i]);
+            size += (double) first[i] * first[i];
+        }
+        apart[shown] = std::max(apart[shown], size > 0.0 ? std::sqrt(off / size) : INFINITY);
+    }
+    fprintf(stderr, "@same %.2e %.2e\n", apart[0], apart[1]);
+    dlclose(lib);
 }
 
 int main(int argc, char ** argv) {
@@ -297,6 +329,9 @@ int main(int argc, char ** argv) {
             continue;
         }
         result r = run(ctx, ours, embeddings);
+        if (getenv("KVQ_MATRIX_SAME")) {
+            tell_same(backend);
+        }
         llama_free(ctx);
         r.failed = r.failed.empty() ? not_finite(r) : r.failed;
         if (r.failed.empty() && r.x.size() != reference.x.size()) {
