@@ -92,9 +92,9 @@ def change(names: str, *parts: dict[str, Any], **more: Any) -> None:
 change(
     "llama4 grok qwen2moe qwen3moe qwen3next qwen3vlmoe qwen35moe qwen4exp phimoe cohere2moe dbrx olmoe arctic "
     "deepseek deepseek2 deepseek2-ocr deepseek32 deepseek4 glm4moe glm-dsa exaone-moe bailingmoe bailingmoe2 "
-    "bailingmoe3 dots1 dots3note afmoe laguna ernie4_5-moe hunyuan-moe hy_v3 hy_v4 gpt-oss lfm2moe smallthinker llada-moe grovemoe "
-    "minimax-01 minimax-m2 minimax-m3 rnd1 mimo2 step35 kimi-linear kimi-k3 glm5-next mistral4 mellum maple jamba "
-    "nemotron_h_moe granitemoe nomic-bert-moe",
+    "bailingmoe3 dots1 dots3note afmoe laguna ernie4_5-moe hunyuan-moe hy_v3 hy_v4 gpt-oss lfm2moe smallthinker "
+    "llada-moe grovemoe minimax-01 minimax-m2 minimax-m3 rnd1 mimo2 step35 kimi-linear kimi-k3 glm5-next mistral4 "
+    "mellum maple jamba nemotron_h_moe granitemoe nomic-bert-moe",
     EXPERTS,
 )
 change("deepseek2 deepseek32 glm-dsa dots3note kimi-linear bailingmoe3 kimi-k3 glm5-next hy_v4 mistral4", LATENT)

@@ -149,6 +149,10 @@ static std::vector<place_t> story(int n, bool fourth) {
     image(6, 9, 0);
     write(50);
     image(11, 4, fourth ? 2 : 0);
+    write(224 - (int) out.size());
+    p = (p + 63) / 64 * 64;
+    for (int i = 0; i < 36; i++) { out.push_back({ p + i, p + i + 3, p + i + 5, 0 }); } // a page of numbers in a row
+    p += 50;
     while ((int) out.size() < n) { write(1); }
     return out;
 }
@@ -160,6 +164,8 @@ static double cache(const kvq_rope & r, const char * opts, int n_head, int D, bo
     for (float & x : mean) { x = mean_matters ? 4.0f * normal() : 0.0f; }
     const std::vector<place_t> at = story(n, fourth);
     lane_pair a(r, opts, n_head, D, n, mean, 100); // text further on than that is in segments too
+    for (int i = 0; i < 5; i++) { a.rotor.place({ 64 * i, 7, 9, 0 }); } // of a conversation before
+    a.rotor.forget();
     std::vector<float> rows[2];
     std::vector<int64_t> cells;
     std::vector<int32_t> numbers;
