@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ggml_kvq import Model, errors, kernels, loader
 from ggml_kvq.reference import AFFINE, F16, LATTICE, Codec, K
+from test_llama_features import random_walk
 
 ROOT = Path(__file__).resolve().parent.parent
 LATENT, LATENT_ALL = 4, 8  # ggml-kvq.h
@@ -197,3 +198,12 @@ def test_load_line_names_the_blocks(model: Path) -> None:
         stats = m.kv_stats()
     assert "latent " in line and "rotary part " in line, line
     assert stats["bytes_f16"] == 4 * 1024 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.parametrize(("method", "opts", "limit"), [("f16", "", 2e-3), ("kivi", "bits=4", 0.03), ("higgs", "bits=4", 0.06)])
+def test_random_walk_follows_upstream(model: Path, method: str, opts: str, limit: float, unified: bool) -> None:
+    """Decode, rollback, copy, context shift (which rotates the second block alone), save, restore and clear."""
+    kld = random_walk(model, method, opts, unified, 120, 11, tokens(2000, 3))
+    print(f"{len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
+    assert len(kld) > 40 and np.mean(kld) < limit
