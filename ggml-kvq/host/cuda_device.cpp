@@ -177,10 +177,32 @@ static ggml_tensor plain_rows(const ggml_tensor * view, void * data) {
     return t;
 }
 
+// Latent attention: the layer as f16 rows, through the inner backend's own kernel (kvq_supports_op has asked whether there is one).
+static bool attend_latent(kvq_backend_context & b, kvq_cuda_device & device, const ggml_tensor * node, const std::vector<kvq_attn> & streams) {
+    void * rows = nullptr;
+    if (!device.expand_latent(streams.data(), (int) streams.size(), &rows)) {
+        return false;
+    }
+    ggml_tensor k = plain_rows(node->src[1], rows), v = plain_rows(node->src[2], rows), attention = *node;
+    std::copy(k.nb, k.nb + 4, v.nb);
+    k.buffer = v.buffer = node->src[0]->buffer;
+    v.view_src = &k; // its kernel then reads each row once
+    attention.src[1] = &k;
+    attention.src[2] = &v;
+    ggml_tensor * nodes[1] = { &attention };
+    ggml_cgraph graph = {};
+    graph.nodes   = nodes;
+    graph.n_nodes = 1;
+    return b.inner->iface.graph_compute(b.inner, &graph) == GGML_STATUS_SUCCESS;
+}
+
 bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & l, const ggml_tensor * node, int stream0, std::vector<kvq_attn> & streams) {
     const kvq_attn & a = streams[0];
     kvq_cuda_device & device = cuda(cache);
     const int n = (int) streams.size();
+    if (l.d.latent) {
+        return attend_latent(b, device, node, streams);
+    }
     // probes: of each stream; in a recording the table says how many there are when it runs
     std::vector<int> n_probes((size_t) n, 0);
     for (int s = 0; device.may_observe && l.saliency.asks(a.n_q) && s < n; s++) {

@@ -104,6 +104,10 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         return true;
     }
     std::string why = why_not(op, t);
+    if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer && t.layer->d.latent && dev.inner && !ggml_backend_dev_supports_op(dev.inner, op)) {
+        why = std::string(ggml_backend_dev_name(dev.inner)) + " has no latent attention for " + std::to_string(op->src[0]->ne[2]) + " query heads of " +
+              std::to_string(op->src[0]->ne[0]) + " channels: run this model without --kv-method";
+    }
     if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer) {
         const ggml_tensor * k = op->src[1], * v = op->src[2];
         t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
