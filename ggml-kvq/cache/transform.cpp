@@ -47,7 +47,7 @@ static uint64_t place_check(uint64_t code) { return code * 0x9e3779b97f4a7c15u >
 static uint64_t place_bits(const kvq_rotor::place_t & at) {
     const int32_t half = 1 << (SIDE_BITS - 1), down = at[1] - at[0] + half, right = at[2] - at[0] + half;
     if (at[0] < 0 || at[0] >> TIME_BITS || down < 0 || down >> SIDE_BITS || right < 0 || right >> SIDE_BITS || at[3]) {
-        return 0; // a row without any
+        return 0; // no bits of any place
     }
     const uint64_t sides = (uint64_t) right << SIDE_BITS | (uint64_t) down;
     const uint64_t code  = (uint64_t) 1 << (PLACE_BITS - 1) | sides << TIME_BITS | (uint64_t) at[0];
@@ -69,7 +69,14 @@ void kvq_tags_leave(const kvq_lane_layout & l, const kvq_rotor & rotor, uint16_t
     const size_t D = (size_t) l.codec.head_size;
     kvq_rotor::place_t at;
     for (int t = 0; t < n && rotor.first(); t++, rows += D * l.n_head) {
-        if (rotor.place_of(kvq_tag_get(l, rows, D), at)) { put_bits(l, rows, D, place_bits(at)); }
+        if (!rotor.place_of(kvq_tag_get(l, rows, D), at)) {
+            continue;
+        }
+        if (const uint64_t bits = place_bits(at)) {
+            put_bits(l, rows, D, bits);
+        } else {
+            kvq_tag_put(l, rows, D, 0);
+        }
     }
 }
 

@@ -47,8 +47,8 @@ bool kvq_moved(int n, const int32_t * positions, const int32_t * sealed);
 int32_t kvq_tag_get(const kvq_lane_layout & l, const uint16_t * row, size_t head_stride);
 void    kvq_tag_put(const kvq_lane_layout & l, uint16_t * row, size_t head_stride, int32_t pos);
 
-// Rows [n][n_head*head_size] on their way out of the cache, and in. Positions that do not fit are left out: such a row
-// counts as untagged.
+// Rows [n][n_head*head_size] on their way out of the cache, and in. Positions that do not fit leave as 0: such a row
+// is encoded anew where it enters, as it comes.
 void kvq_tags_leave(const kvq_lane_layout & l, const kvq_rotor & rotor, uint16_t * rows, int n);
 void kvq_tags_enter(const kvq_lane_layout & l, kvq_rotor & rotor, uint16_t * rows, int n);
 

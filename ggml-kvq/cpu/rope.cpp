@@ -133,7 +133,7 @@ int32_t kvq_rotor::place(const place_t & at) {
     auto known = segments.find(start);
     if (known == segments.end()) {
         if (starts.size() == (size_t) MAX_SEGMENTS) {
-            return -1;
+            return 0;
         }
         known = segments.emplace(start, (int32_t) starts.size()).first;
         starts.push_back(start);

@@ -90,6 +90,9 @@ static void angles(const kvq_rope & r, int D) {
         CHECK(rotor.place(at) == number, "the same positions have two numbers");
     }
     CHECK(rotor.place(text(5)) == 5 && rotor.place(text(900)) == 900, "text keeps its positions");
+    const int n_free = kvq_rotor::MAX_SEGMENTS * (D == 64);
+    for (int i = 0; i < n_free; i++) { rotor.place({ 0, i, 1 << 20, 0 }); }
+    CHECK(!n_free || rotor.place({ 0, 1, 2, 0 }) == 0, "there is room for more segments than there may be");
     rotor.forget();
     CHECK(rotor.place({ 3, 4, 5, 0 }) == rotor.first() + 3, "segments are left after forgetting");
 }
