@@ -113,7 +113,7 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     }
     bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
     if (d.latent) {
-        if (!kvq_plan_latent(d.plan, config.method->info.name, d.shape, d.latent, err)) {
+        if (!kvq_plan_latent(d.plan, *config.method, d.shape, d.latent, err)) {
             return 0;
         }
         d.k = kvq_make_lane_layout(d.plan, false, 1, d.n_cells, d.n_stream);
