@@ -5,8 +5,9 @@
     python tests/arch_matrix.py --arch 'qwen35|mamba' --method f16 --verbose
     python tests/arch_matrix.py --device KVQ0 --reference CUDA0
 
-An architecture is a process (tests/archs/arch_matrix.cpp). A process that dies fails the row of the method it was in; another
-process goes on with the methods behind it. Standard library only: scripts/gpu_check.sh runs this where nothing is installed.
+An architecture is a process (tests/archs/arch_matrix.cpp). A process that dies fails the row of the method it was in;
+another process goes on with the methods behind it. Standard library only: scripts/gpu_check.sh runs this where nothing
+is installed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Row:
     nmse: float = float("nan")
     reason: str = ""  # one line; of an abort the last one of stderr
     output: str = ""
+    apart: tuple[float, float] = (
+        float("nan"),
+        float("nan"),
+    )  # how far keys of one token are apart: of text, of an image
 
     def __str__(self) -> str:
         value = f"{self.nmse:.2e}" if self.kind == "nmse" else f"{self.kind}: {self.reason}"
@@ -56,13 +61,21 @@ class Setup:
     reference: str = "CPU"
     timeout: float = 60.0
     image: bool = False  # an image among the tokens: models with M-RoPE only
+    same: bool = False  # all tokens are the same one: fills Row.apart
 
     def env(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k == "KVQ_ISA"}
         paths = [str(self.lib), *filter(None, [env.get("LD_LIBRARY_PATH")])]
-        more = {"KVQ_LIB_DIR": str(self.lib), "GGML_BACKEND_PATH": str(self.backend), "LD_LIBRARY_PATH": ":".join(paths), "GGML_NO_BACKTRACE": "1"}
+        more = {
+            "KVQ_LIB_DIR": str(self.lib),
+            "GGML_BACKEND_PATH": str(self.backend),
+            "LD_LIBRARY_PATH": ":".join(paths),
+            "GGML_NO_BACKTRACE": "1",
+        }
         if self.image:
             more["KVQ_MATRIX_IMAGE"] = "1"
+        if self.same:
+            more["KVQ_MATRIX_SAME"] = "1"
         return {**env, **more, "OMP_NUM_THREADS": "1"}
 
 
@@ -71,7 +84,9 @@ def source() -> Path:
     given = os.environ.get("LLAMA_CPP_DIR")
     if given:
         return Path(given)
-    r = subprocess.run([sys.executable, str(ROOT / "scripts" / "fetch_llama_cpp.py")], check=True, capture_output=True, text=True)
+    r = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "fetch_llama_cpp.py")], check=True, capture_output=True, text=True
+    )
     return Path(r.stdout.strip())
 
 
@@ -80,15 +95,19 @@ def compile_program(lib: Path, out: Path) -> Path:
     tree = source()
     includes = [f"-I{tree / folder}" for folder in ("include", "ggml/include", "src")]
     found = [sorted(lib.glob(f"lib{stem}.so*"))[0] for stem in ("llama", "ggml", "ggml-base")]
-    link = [*map(str, found), f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]
+    link = [*map(str, found), "-ldl", f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]
     file = ROOT / "tests" / "archs" / "arch_matrix.cpp"
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-O2", *includes, str(file), *link, "-o", str(out)], check=True)
+    subprocess.run(
+        [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", *includes, str(file), *link, "-o", str(out)], check=True
+    )
     return out
 
 
 def architectures(setup: Setup) -> list[str]:
     """Every name this libllama knows."""
-    r = subprocess.run([str(setup.program), "--list"], check=True, capture_output=True, text=True, env=setup.env(), timeout=60)
+    r = subprocess.run(
+        [str(setup.program), "--list"], check=True, capture_output=True, text=True, env=setup.env(), timeout=60
+    )
     return r.stdout.split()
 
 
@@ -101,19 +120,21 @@ def refusal(lines: Sequence[str]) -> str:
 def read_rows(arch: str, methods: Sequence[str], output: str, code: int) -> list[Row]:
     """Rows that the program's stderr tells of; of a program that died the last is the method it died in."""
     rows: list[Row] = []
-    now, since = "reference", list[str]()
+    now, since, apart = "reference", list[str](), (float("nan"), float("nan"))
     for line in output.splitlines():
         if line.startswith("@begin "):
             now, since = line.split(" ", 1)[1], []
         elif line.startswith("@reference failed "):
             reason = line.split(" ", 2)[2] + ": " + next((text for text in since if "error" in text), "")
             return [Row(arch, m, "failed", reason="llama.cpp alone: " + reason, output=output) for m in methods]
+        elif line.startswith("@same "):
+            apart = (float(line.split()[1]), float(line.split()[2]))
         elif line.startswith("@end "):
             _, method, kind, *rest = line.split(" ", 3)
             text = rest[0] if rest else ""
             nmse = float(text) if kind == "nmse" else float("nan")
             reason = text if kind == "failed" else refusal(since) if kind == "refused" else ""
-            rows.append(Row(arch, method, kind, nmse, reason, output))
+            rows.append(Row(arch, method, kind, nmse, reason, output, apart))
             now = ""
         elif line.strip() and not line.startswith("@"):
             since.append(line)
@@ -121,11 +142,15 @@ def read_rows(arch: str, methods: Sequence[str], output: str, code: int) -> list
         reason = (since[-1] if since else "") + f" (exit code {code})"
         return [Row(arch, m, "failed", reason="llama.cpp alone: " + reason, output=output) for m in methods]
     if now and code:
-        rows.append(Row(arch, now, "aborted", reason=(since[-1] if since else "") + f" (exit code {code})", output=output))
+        rows.append(
+            Row(arch, now, "aborted", reason=(since[-1] if since else "") + f" (exit code {code})", output=output)
+        )
     return rows
 
 
-def run_architecture(setup: Setup, arch: str, methods: Sequence[str] = METHODS, extra: dict[str, object] | None = None) -> list[Row]:
+def run_architecture(
+    setup: Setup, arch: str, methods: Sequence[str] = METHODS, extra: dict[str, object] | None = None
+) -> list[Row]:
     """One row a method."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +160,16 @@ def run_architecture(setup: Setup, arch: str, methods: Sequence[str] = METHODS, 
         while left:
             argv = [str(setup.program), str(meta), setup.reference, setup.device, *left]
             try:
-                r = subprocess.run(argv, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=setup.env(), timeout=setup.timeout)
+                r = subprocess.run(
+                    argv,
+                    check=False,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    env=setup.env(),
+                    timeout=setup.timeout,
+                )
                 output, code = r.stdout, r.returncode
             except subprocess.TimeoutExpired as e:
                 output = e.stdout.decode(errors="replace") if isinstance(e.stdout, bytes) else e.stdout or ""
@@ -155,7 +189,9 @@ def run_all(setup: Setup, archs: Sequence[str], methods: Sequence[str] = METHODS
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default=".", help="regular expression of whole names")
-    parser.add_argument("--method", action="append", help=f"NAME or NAME:KEY=VALUE,...; repeatable; default: {' '.join(METHODS)}")
+    parser.add_argument(
+        "--method", action="append", help=f"NAME or NAME:KEY=VALUE,...; repeatable; default: {' '.join(METHODS)}"
+    )
     parser.add_argument("--device", default="KVQ0")
     parser.add_argument("--reference", default="CPU", help="device of llama.cpp's own cache: CPU or CUDA0")
     parser.add_argument("--lib", type=Path, help="folder of libllama.so; default: the installed package's")
@@ -163,6 +199,9 @@ def main() -> int:
     parser.add_argument("--program", type=Path, help="compiled arch_matrix; default: compiled now")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--image", action="store_true", help="an image among the tokens: for models with M-RoPE")
+    parser.add_argument(
+        "--check", action="store_true", help="exit status 1 unless all is as tests/arch_expected.py has it"
+    )
     parser.add_argument("--verbose", action="store_true", help="everything the programs print")
     args = parser.parse_args()
     lib = args.lib
@@ -174,7 +213,14 @@ def main() -> int:
     start = time.time()
     with tempfile.TemporaryDirectory() as folder:
         program = args.program or compile_program(lib, Path(folder) / "arch_matrix")
-        setup = Setup(program, lib, (args.backend or lib / "libggml-kvq.so").resolve(), args.device, args.reference, image=args.image)
+        setup = Setup(
+            program,
+            lib,
+            (args.backend or lib / "libggml-kvq.so").resolve(),
+            args.device,
+            args.reference,
+            image=args.image,
+        )
         archs = [a for a in architectures(setup) if args.arch == "." or re.fullmatch(args.arch, a)]
         rows = run_all(setup, archs, args.method or METHODS, args.jobs)
     seen = ""
@@ -184,6 +230,10 @@ def main() -> int:
         seen = row.output
         print(row)
     print(f"{len(archs)} architectures in {time.time() - start:.0f} s")
+    if args.check:
+        import arch_expected
+
+        return 1 if arch_expected.report(rows) else 0
     return 0
 
 

@@ -125,8 +125,8 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
             for (int t = 0; t < l.page_cells; t++) {
                 if (x.rotor->first() && was[(size_t) t] == KVQ_SEALED_HERE) {
                     was[(size_t) t] = pos[(size_t) t];
-                } else if (x.rotor->first() && was[(size_t) t] > x.rotor->first() - 128) { // text further on than this rotor knows
-                    return false;
+                } else if (x.rotor->first() && was[(size_t) t] > x.rotor->first() - 128) {
+                    return false; // text further on than this rotor knows
                 }
                 if (was[(size_t) t] < -1 || was[(size_t) t] >= 1 << 26) { // no image
                     return false;

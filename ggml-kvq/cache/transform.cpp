@@ -49,7 +49,8 @@ static uint64_t place_bits(const kvq_rotor::place_t & at) {
     if (at[0] < 0 || at[0] >> TIME_BITS || down < 0 || down >> SIDE_BITS || right < 0 || right >> SIDE_BITS || at[3]) {
         return 0; // a row without any
     }
-    const uint64_t code = (uint64_t) 1 << (PLACE_BITS - 1) | (uint64_t) right << (TIME_BITS + SIDE_BITS) | (uint64_t) down << TIME_BITS | (uint64_t) at[0];
+    const uint64_t sides = (uint64_t) right << SIDE_BITS | (uint64_t) down;
+    const uint64_t code  = (uint64_t) 1 << (PLACE_BITS - 1) | sides << TIME_BITS | (uint64_t) at[0];
     return code | place_check(code);
 }
 
@@ -59,7 +60,8 @@ static bool place_from(uint64_t bits, kvq_rotor::place_t & at) {
         return false;
     }
     const int32_t half = 1 << (SIDE_BITS - 1), side = (1 << SIDE_BITS) - 1, t = (int32_t) (code & ((1 << TIME_BITS) - 1));
-    at = { t, t + ((int32_t) (code >> TIME_BITS) & side) - half, t + ((int32_t) (code >> (TIME_BITS + SIDE_BITS)) & side) - half, 0 };
+    const int32_t sides = (int32_t) (code >> TIME_BITS & ((1 << 2 * SIDE_BITS) - 1));
+    at = { t, t + (sides & side) - half, t + (sides >> SIDE_BITS) - half, 0 };
     return true;
 }
 

@@ -5,7 +5,8 @@
 
 bool kvq_rope::operator==(const kvq_rope & o) const {
     return n_dims == o.n_dims && n_ctx_orig == o.n_ctx_orig && neox == o.neox && freq_base == o.freq_base && freq_scale == o.freq_scale &&
-           ext_factor == o.ext_factor && attn_factor == o.attn_factor && beta_fast == o.beta_fast && beta_slow == o.beta_slow && freq_factors == o.freq_factors &&
+           ext_factor == o.ext_factor && attn_factor == o.attn_factor && beta_fast == o.beta_fast &&
+           beta_slow == o.beta_slow && freq_factors == o.freq_factors &&
            std::equal(sections, sections + 4, o.sections) && interleaved == o.interleaved;
 }
 
@@ -17,7 +18,8 @@ int kvq_rope::section(int pair) const {
     if (interleaved) {
         return i < 3 * sections[i % 3] ? i % 3 : 3;
     }
-    return i < sections[0] ? 0 : i < sections[0] + sections[1] ? 1 : i < sections[0] + sections[1] + sections[2] ? 2 : 3;
+    const int columns = sections[0] + sections[1];
+    return i < sections[0] ? 0 : i < columns ? 1 : i < columns + sections[2] ? 2 : 3;
 }
 
 // dimension whose wavelength makes `beta` turns over the original context
@@ -92,7 +94,8 @@ kvq_rotor::kvq_rotor(const kvq_rope & rope, int n_text) : r(rope), magnitude(mag
     v.low    = low.data();
     turns.reset(new kvq_turns(speed));
     v.turns  = turns.get();
-    reach(r.multi() ? (n_text + 127) / 128 * 128 + 127 : 0); // kernels read 128 positions on from the first of 64: a segment behind stays apart
+    // kernels read 128 positions from a multiple of 64 on: 128 more rows keep segments apart from text
+    reach(r.multi() ? (n_text + 127) / 128 * 128 + 127 : 0);
     first_number = r.multi() ? 64 * v.n_high : 0;
 }
 
@@ -100,10 +103,12 @@ kvq_rotor::kvq_rotor(const kvq_rope & rope, int n_text) : r(rope), magnitude(mag
 void kvq_rotor::add_high(const place_t & at) {
     const int n = r.n_dims / 2;
     std::vector<double> angles;
-    for (int i = 0; i < n; i++) { angles.push_back(at[(size_t) r.section(i)] * (speed[(size_t) i] + extra[(size_t) i])); }
+    for (int i = 0; i < n; i++) {
+        angles.push_back(at[(size_t) r.section(i)] * (speed[(size_t) i] + extra[(size_t) i]));
+    }
     turns->add_high(angles, magnitude);
     for (int part = 0; part < 2; part++) {
-        for (int i = 0; i < n; i++) { high.push_back(magnitude * (float) (part ? sin(angles[(size_t) i]) : cos(angles[(size_t) i]))); }
+        for (const double a : angles) { high.push_back(magnitude * (float) (part ? sin(a) : cos(a))); }
     }
     v.n_high++;
     v.high = high.data();

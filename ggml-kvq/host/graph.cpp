@@ -25,7 +25,8 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         case GGML_OP_SET_ROWS: {
             const ggml_tensor * root = op->view_src;
             if (op->ne[0] != root->ne[0]) {
-                return std::string("SET_ROWS stores ") + root->name + " transposed, which means flash attention is off: run with -fa on";
+                return std::string("SET_ROWS stores ") + root->name +
+                       " transposed, which means flash attention is off: run with -fa on";
             }
             if (op->src[0]->type != GGML_TYPE_F32) {
                 return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
@@ -59,12 +60,18 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         }
         case GGML_OP_ROPE: {
             const int mode = ((const int32_t *) op->op_params)[2];
-            return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX ? "" : "context shift with ROPE of mode " + std::to_string(mode) + " is not supported: run with --no-context-shift";
+            if (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) {
+                return "";
+            }
+            return "context shift with ROPE of mode " + std::to_string(mode) +
+                   " is not supported: run with --no-context-shift";
         }
         case GGML_OP_GET_ROWS:
-            return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name + "), as sparse attention does: run this model without --kv-method";
+            return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name +
+                   "), as sparse attention does: run this model without --kv-method";
         default:
-            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name + "), which means flash attention is off: run with -fa on";
+            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name +
+                   "), which means flash attention is off: run with -fa on";
     }
 }
 
@@ -108,11 +115,13 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.plan.pre_rope) {
         const ggml_tensor * rope;
         if (learn_rope(kvq_backend_context(), op, t, &rope, why) && rope) {
-            rope->src[1]->flags |= GGML_TENSOR_FLAG_OUTPUT; // positions are read when the rows are written: their memory must not be used again before
+            // positions are read when the rows are written: their memory must not hold something else by then
+            rope->src[1]->flags |= GGML_TENSOR_FLAG_OUTPUT;
         }
     }
     if (!why.empty()) {
-        const std::string once = (t.cache ? t.cache->config.method->info.name + (" " + t.cache->config.options_text) : "") + ": " + why;
+        const kvq_config * c = t.cache ? &t.cache->config : nullptr;
+        const std::string once = (c ? c->method->info.name + (" " + c->options_text) : "") + ": " + why;
         if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), once) == dev.refusals.end()) {
             kvq_report_error(why);
             dev.refusals.push_back(once);
@@ -191,16 +200,18 @@ static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_ro
     }
     const int mode = ((const int32_t *) x->op_params)[2];
     const bool multi = mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE;
+    const char * no_way_back = " cannot be undone by this method: use higgs or kivi";
     if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX && !multi) {
-        err = "ROPE of mode " + std::to_string(mode) + " (" + x->name + ") cannot be undone by this method: use higgs or kivi";
+        err = "ROPE of mode " + std::to_string(mode) + " (" + x->name + ")" + no_way_back;
         return false;
     }
     if (const int first = ((const int32_t *) x->op_params)[15]) {
-        err = "ROPE from channel " + std::to_string(first) + " on (" + x->name + ") cannot be undone by this method: use higgs or kivi";
+        err = "ROPE from channel " + std::to_string(first) + " on (" + x->name + ")" + no_way_back;
         return false;
     }
     if (x->src[1]->ne[0] != set_rows->src[0]->ne[1] * (multi ? 4 : 1)) {
-        err = "ROPE (" + std::string(x->name) + ") of " + std::to_string(x->src[1]->ne[0]) + " positions for " + std::to_string(set_rows->src[0]->ne[1]) + " rows cannot be undone by this method: use higgs or kivi";
+        err = "ROPE of " + std::to_string(x->src[1]->ne[0]) + " positions for " +
+              std::to_string(set_rows->src[0]->ne[1]) + " rows (" + x->name + ")" + no_way_back;
         return false;
     }
     if (x->src[2] && (!x->src[2]->data || !x->src[2]->buffer || (!b.inner && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {

@@ -148,7 +148,8 @@ static const struct { const char * arch, * why; } no_flash[] = {
 bool kvq_cache_draft::complete() {
     for (const auto & x : no_flash) {
         if (err.empty() && model.arch == x.arch) {
-            err = "llama.cpp computes architecture " + model.arch + " without flash attention (" + x.why + "), which this cache needs: run this model without --kv-method";
+            err = "llama.cpp computes architecture " + model.arch + " without flash attention (" + x.why +
+                  "), which this cache needs: run this model without --kv-method";
         }
     }
     for (const kvq_draft_layer & d : layers) {

@@ -117,7 +117,11 @@ private:
     int32_t * positions_there = nullptr;            // both on a device that is not the host, NULL else
     size_t n_positions = 0;
     int    n_shifts    = 0;
-    struct { std::vector<int32_t> pos, placed; const void * source = nullptr, * rotor = nullptr; int ordinal = -1; } ubatch; // placed: numbers of that rotor
+    struct {
+        std::vector<int32_t> pos, placed; // placed: numbers of that rotor
+        const void * source = nullptr, * rotor = nullptr;
+        int ordinal = -1;
+    } ubatch;
     kvq_scratch    scratch;
     kvq_counters   counters;
     bool is_ok = true;
