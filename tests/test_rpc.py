@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ def run(program: str, *args: str, timeout: float = 60) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         timeout=timeout,
+        stdin=subprocess.DEVNULL,
         check=False,
     )
 
@@ -237,3 +239,21 @@ def test_refusals_of_the_server(argv: list[str], words: list[str]) -> None:
     done = run("llama_rpc_server", *argv)
     assert done.returncode == 2 and done.stderr.startswith("llama-rpc-server: error: ") and done.stderr.count("\n") == 1
     assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_the_documented_commands(tmp_path: Path) -> None:
+    lines = (ROOT / "docs" / "llama-cpp.md").read_text().splitlines()
+    serve, ask = (
+        next(x for x in lines if x.startswith(f"    {name}") and "192.168" in x) for name in ("llama-rpc", "llama-cli")
+    )
+    words = shlex.split(serve.replace("192.168.1.2", "127.0.0.1").replace("model.gguf", DEMO))[1:]
+    i = words.index("-p")
+    server = Server(tmp_path, *words[:i], *words[i + 2 :])
+    try:
+        words = shlex.split(ask.replace("192.168.1.2:50052", server.address).replace("model.gguf", DEMO))[1:]
+        done = run("llama_cli", *words, "-n", "8", "-st")
+    finally:
+        server.stop()
+    assert done.returncode == 0 and LOAD_LINE.findall(done.stderr) and LOAD_LINE.findall(server.said()), done.stderr[
+        -2000:
+    ]
