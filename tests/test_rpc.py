@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -257,3 +259,49 @@ def test_the_documented_commands(tmp_path: Path) -> None:
     assert done.returncode == 0 and LOAD_LINE.findall(done.stderr) and LOAD_LINE.findall(server.said()), done.stderr[
         -2000:
     ]
+
+
+def post(port: int, path: str, **body: object) -> dict[str, object]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        got: dict[str, object] = json.load(reply)
+    return got
+
+
+def second_slot(folder: Path, *args: str) -> list[object]:
+    """What llama-server's second slot says before it is saved, and when it was overwritten and restored."""
+    folder.mkdir()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = ["-m", DEMO, "-c", "1024", "-np", "2", "-t", "1", "--no-repack", "--slot-save-path", str(folder)]
+    command = [sys.executable, "-c", LAUNCH, "llama_server", *common, "--port", str(port), *args]
+    with open(folder / "log", "w") as log, subprocess.Popen(command, env=ENV, stdout=log, stderr=log) as server:
+        try:
+            for _ in range(300):
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).read()
+                    break
+                except OSError:
+                    assert server.poll() is None, (folder / "log").read_text()[-3000:]
+                    time.sleep(0.1)
+            prompt = Path(TEXT).read_text()[:900]
+            ask = {"n_predict": 24, "temperature": 0, "cache_prompt": True}
+            said = [post(port, "/completion", prompt=prompt, id_slot=1, **ask)["content"]]
+            post(port, "/slots/1?action=save", filename="state")
+            post(port, "/completion", prompt="Something else. " * 60, id_slot=1, **ask)
+            restored = post(port, "/slots/1?action=restore", filename="state")
+            assert int(str(restored["n_restored"])) > 200
+            said.append(post(port, "/completion", prompt=prompt, id_slot=1, **ask)["content"])
+        finally:
+            server.kill()
+    return said
+
+
+def test_a_slot_of_two_is_saved_and_restored(tmp_path: Path) -> None:
+    flags = ["--kv-method", "kivi", "--kv-opt", "window=64"]
+    with two_servers(tmp_path, *flags) as servers:
+        far = second_slot(tmp_path / "far", *flags, "--rpc", addresses(servers), "-ts", EVEN)
+    near = second_slot(tmp_path / "near", *flags)
+    assert far == near and all(far)
