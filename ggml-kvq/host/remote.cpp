@@ -19,6 +19,12 @@ static const ggml_tensor * root_of(const ggml_tensor * t) { return t->view_src ?
 
 static kvq_buffer * buffer_of(const ggml_tensor * root) { return (kvq_buffer *) root->buffer->context; }
 
+// in a buffer of ours that was not announced as a cache's: asked of many nodes, so without its name
+static bool is_plain(const ggml_tensor * root) {
+    ggml_backend_buffer_t b = root->buffer;
+    return b && kvq_buft_is_ours(b->buft) && b->context && b->size && !buffer_of(root)->announced;
+}
+
 static kvq_device_context & device_of(const kvq_backend_context & b) {
     return *(kvq_device_context *) b.device->context;
 }
@@ -140,9 +146,12 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
             if (node->op != GGML_OP_FLASH_ATTN_EXT) {
                 continue;
             }
-            const kvq_target t = kvq_find_target(node->src[1]);
             const ggml_tensor * root = root_of(node->src[1]);
-            if (!t.ours || !root->buffer->size || buffer_of(root)->announced) {
+            if (!is_plain(root)) {
+                continue;
+            }
+            const kvq_target t = kvq_find_target(node->src[1]);
+            if (!t.ours) {
                 continue;
             }
             if (!t.layer) {
@@ -166,8 +175,11 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
         }
         for (int i = 0; i < graph->n_nodes && why.empty(); i++) {
             const ggml_tensor * node = graph->nodes[i];
-            const kvq_target t = node->op == GGML_OP_SET_ROWS ? kvq_find_target(node) : kvq_target();
-            if (t.ours && !t.layer && !buffer_of(root_of(node))->announced) {
+            if (node->op != GGML_OP_SET_ROWS || !is_plain(root_of(node))) {
+                continue;
+            }
+            const kvq_target t = kvq_find_target(node);
+            if (t.ours && !t.layer) {
                 why = std::string(root_of(node)->name) + " is read without flash attention: run the client with -fa on";
             }
         }
