@@ -213,7 +213,8 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
             return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or run on the CPU with -ngl 0";
         }
     }
-    if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
+    const bool by_rows = plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL); // the inner backend attends
+    if (!by_rows && !kvq_tiles_head_size(head_size_k, head_size_v)) {
         return "there are CUDA kernels for head sizes up to 256 only: run on the CPU with -ngl 0";
     }
     return nullptr;

@@ -10,8 +10,11 @@ struct kvq_device_context {
     ggml_backend_buffer_type buft;
     ggml_backend_dev_t inner = nullptr; // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
     int ordinal = 0;                    // of the inner device
+    bool for_draft = false;             // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
     std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
     kvq_cache_draft draft;   // of the cache whose sizes ggml is asking for
+    struct asked { std::string name; size_t nb; };
+    std::vector<asked> others; // tensors of llama.cpp's memory that are no keys or values, in the order of their size queries
     struct grant { size_t nb; int n_left; };
     std::map<std::string, grant> granted; // ggml asks twice more per tensor while it places them
     bool refused = false;    // the graph just split needs something unsupported: the next compute buffer is denied
@@ -44,7 +47,7 @@ struct kvq_buffer {
 
 // Lane of a cache tensor or of a view of one; cache is NULL when the tensor is not ours or a size query's dummy.
 struct kvq_target {
-    bool           ours  = false; // lives in a buffer of our type and bears a cache name
+    bool           ours  = false; // keys or values in a cache of ours, or in a dummy of our type
     kvq_kv_cache * cache = nullptr;
     kvq_kv_layer * layer = nullptr;
     bool           value = false;
@@ -93,3 +96,4 @@ void               kvq_cuda_step_flush(kvq_backend_context & b);
 void               kvq_cuda_step_free(struct kvq_cuda_step * step);
 
 void kvq_report_error(const std::string & line); // stderr and kvq_last_error
+void kvq_report_note (const std::string & line); // stderr

@@ -115,6 +115,15 @@ static const char * attend_refuse(const kvq_attn & a) {
     if (!a.q || !a.dst)                                                          { return "q and dst must not be NULL"; }
     if (a.n_q < 1 || a.n_head_kv < 1 || a.n_head < 1 || a.n_head % a.n_head_kv)  { return "n_head must be a positive multiple of n_head_kv, and n_q positive"; }
     if (a.n_pages < 0 || (a.n_pages && !a.pages))                                { return "n_pages must match pages"; }
+    if (a.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) {
+        if (a.n_head_kv != 1 || a.k.type == KVQ_TYPE_MIXED || a.v.type != a.k.type || a.v.n_cells != a.k.n_cells) {
+            return "latent attention has one KV head and two blocks of one format, which is not mixed";
+        }
+        if ((a.k.role != KVQ_ROLE_K || a.v.role != KVQ_ROLE_K) || a.k_mean || a.v_mean || a.rotary || a.lse) {
+            return "latent attention keeps both blocks as keys, with their means and rotary embedding, and gives no log-sum-exp";
+        }
+        if (a.flags & KVQ_ATTN_LATENT_ALL && a.k.head_size % 16) { return "values of both blocks need a first block of a multiple of 16 channels"; }
+    }
     for (int i = 0; i < a.n_pages; i++) {
         const kvq_page & p = a.pages[i];
         if (p.n_slots < 0 || p.n_slots > KVQ_MAX_CELLS)                          { return "a page holds 0..256 slots"; }

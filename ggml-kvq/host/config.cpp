@@ -139,7 +139,7 @@ static std::vector<uint8_t> attention_layers(const gguf_context * g, const std::
 }
 
 int kvq_model_info::n_attention() const {
-    return attends.empty() ? n_layer : (int) std::count(attends.begin(), attends.end(), 1);
+    return attends.empty() ? n_layer - n_layer_nextn : (int) std::count(attends.begin(), attends.end(), 1);
 }
 
 int kvq_model_info::number_of(int il) const {
@@ -183,7 +183,15 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     out.head_size_v     = (int) get_int(g, a + "attention.value_length", d);
     out.head_size_k_swa = (int) get_int(g, a + "attention.key_length_swa",   0);
     out.head_size_v_swa = (int) get_int(g, a + "attention.value_length_swa", 0);
-    out.mla = gguf_find_key(g, (a + "attention.kv_lora_rank").c_str()) >= 0 && gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0;
+    if (gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0) {
+        out.latent     = (int) get_int(g, a + "attention.kv_lora_rank",     0);
+        out.latent_swa = (int) get_int(g, a + "attention.kv_lora_rank_swa", out.latent);
+    }
+    out.indexer_key   = (int) get_int(g, a + "attention.indexer.key_length", 0);
+    out.n_layer_nextn = (int) std::clamp<int64_t>(get_int(g, a + "nextn_predict_layers", 0), 0, out.n_layer);
+    if (!out.attends.empty()) { // they draft for the others
+        std::fill(out.attends.end() - out.n_layer_nextn, out.attends.end(), (uint8_t) 0);
+    }
     gguf_free(g);
     return KVQ_OK;
 }
@@ -228,6 +236,13 @@ std::string kvq_stored_options(const std::string & path, const kvq_method & m, c
     return text;
 }
 
+int kvq_model_info::latent_of(int n_embd_k) const {
+    if (latent && n_embd_k == head_size_k) {
+        return latent;
+    }
+    return latent_swa && head_size_k_swa && n_embd_k == head_size_k_swa ? latent_swa : 0;
+}
+
 static int fitting(int width, int a, int b) {
     for (int d : { a, b, 64, 32, 16, 8 }) {
         if (d > 0 && width % d == 0) {
@@ -248,15 +263,12 @@ kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, 
 
 // ---------------------------------------------------------------- current configuration
 
-kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
-    const auto env = [](const char * name) { const char * v = getenv(name); return std::string(v ? v : ""); };
-    request r = configured;
-    if (!r.set) {
-        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
-    }
-    if (r.model.empty()) {
-        r.model = model_of_command_line();
-    }
+static std::string env(const char * name) {
+    const char * v = getenv(name);
+    return v ? v : "";
+}
+
+static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, std::string & err) {
     model = kvq_model_info{};
     if (!r.model.empty()) {
         const kvq_status status = kvq_read_model_info(r.model, model, err);
@@ -281,4 +293,21 @@ kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::str
     out.config_path  = r.config;
     out.model_path   = r.model;
     return kvq_options_parse(*out.method, r.opts.c_str(), out.options, err);
+}
+
+kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
+    request r = configured;
+    if (!r.set) {
+        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
+    }
+    if (r.model.empty()) {
+        r.model = model_of_command_line();
+    }
+    return resolve(r, out, model, err);
+}
+
+bool kvq_draft_asked(void) { return !env("KVQ_METHOD_DRAFT").empty(); }
+
+kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err) {
+    return resolve({ true, env("KVQ_METHOD_DRAFT"), env("KVQ_OPTS_DRAFT"), "", env("KVQ_MODEL_DRAFT") }, out, model, err);
 }

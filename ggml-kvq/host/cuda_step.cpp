@@ -75,7 +75,7 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
         }
         if (attends) {
             const ggml_tensor * q = node->src[0], * k = node->src[1];
-            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS;
+            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !t.layer->d.latent;
             for (write & w : writes) { // attention writes these rows itself when the cache is short
                 w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
             }

@@ -19,6 +19,7 @@ kvq_lane_id kvq_parse_cache_name(const char * name) {
     }
     id.il    = il;
     id.value = l[-1] == 'v';
+    id.tag.assign(name + 6, l - 1);
     return id;
 }
 
@@ -27,13 +28,23 @@ kvq_lane_id kvq_parse_cache_name(const char * name) {
 void kvq_cache_draft::reset() {
     layers.clear();
     asked.clear();
-    bytes_asked = bytes_nominal = 0;
+    bytes_asked = bytes_nominal = bytes_upstream = 0;
     err.clear();
 }
 
-bool kvq_cache_draft::begin() {
+bool kvq_cache_draft::begin(int il) {
     reset();
-    return kvq_config_current(config, model, err) == KVQ_OK && kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
+    if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err)) != KVQ_OK) {
+        return false;
+    }
+    predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
+    if (predicts && kvq_draft_asked()) {
+        kvq_model_info none;
+        if (kvq_config_draft(config, none, err) != KVQ_OK) {
+            return false;
+        }
+    }
+    return kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
 }
 
 // What a method may know of a layer; prev: the one before it in the same cache, or NULL.
@@ -47,16 +58,7 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     const kvq_lane_id id = kvq_parse_cache_name(name);
     const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
     last = id;
-    if (!next && !begin()) {
-        return 0;
-    }
-    if (!err.empty()) {
-        return 0;
-    }
-    if (!is_f16) {
-        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
-        return 0;
-    }
+    const bool begun = next || begin(id.il);
     if (layers.empty() || layers.back().il != id.il) {
         layers.emplace_back();
         layers.back().il     = id.il;
@@ -67,19 +69,25 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     d.n_stream = n_stream;
     (id.value ? d.n_embd_v : d.n_embd_k) = n_embd;
     (id.value ? d.has_v    : d.has_k)    = true;
-    if (model.mla) {
-        err = "architecture " + model.arch + " uses multi-head latent attention, which keeps no separate values: run it without --kv-method";
+    if (!begun || !err.empty()) {
+        return 0;
+    }
+    if (!is_f16) {
+        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
         return 0;
     }
     if (!d.has_k) { // a query for values alone
         d.n_embd_k = n_embd;
     }
-    d.shape = kvq_guess_shape(model, id.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    d.latent = id.value ? 0 : model.latent_of(n_embd);
+    // keys that are values altogether: two halves
+    const int first = d.latent == n_embd ? (int) kvq_pad((size_t) n_embd / 2, 16) : d.latent;
+    d.shape = d.latent ? kvq_layer_shape{ d.il, 1, first, n_embd - first } : kvq_guess_shape(model, d.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
     return plan_lane(d, id.value, n_embd);
 }
 
 bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int n_embd_k, int n_embd_v, int n_cells, int n_stream) {
-    if (layers.empty() && !begin()) {
+    if (layers.empty() && !begin(shape.il)) {
         return false;
     }
     layers.emplace_back();
@@ -103,14 +111,55 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
         return 0;
     }
+    bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
+    if (d.latent) {
+        if (!kvq_plan_latent(d.plan, config.method->info.name, d.shape, d.latent, err)) {
+            return 0;
+        }
+        d.k = kvq_make_lane_layout(d.plan, false, 1, d.n_cells, d.n_stream);
+        d.v = kvq_make_lane_layout(d.plan, true,  1, d.n_cells, d.n_stream);
+        return d.k.bytes() + d.v.bytes();
+    }
     const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
     if (d.plan.mean && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) {
         return 0;
     }
     kvq_lane_layout & l = value ? d.v : d.k;
     l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
-    bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
     return l.bytes();
+}
+
+std::string kvq_cache_draft::declined() const {
+    bool indexer = !layers.empty() && model.indexer_key;
+    for (const kvq_draft_layer & d : layers) {
+        indexer = indexer && !d.latent && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
+    }
+    const std::string n = std::to_string(layers.size()), s = layers.size() == 1 ? "" : "s";
+    return indexer ? n + " indexer layer" + s : predicts && !kvq_draft_asked() ? n + " layer" + s + " for multi-token prediction" : "";
+}
+
+// Architectures that llama.cpp computes without flash attention whatever was asked for, and why.
+static const struct { const char * arch, * why; } no_flash[] = {
+    { "grok", "its attention logits go through tanh" },
+    { "t5",   "its attention logits have a bias for every pair of positions" },
+    { "minimax-m3", "rows of the cells that an indexer picks are gathered" },
+};
+
+bool kvq_cache_draft::complete() {
+    for (const auto & x : no_flash) {
+        if (err.empty() && model.arch == x.arch) {
+            err = "llama.cpp computes architecture " + model.arch + " without flash attention (" + x.why + "), which this cache needs: run this model without --kv-method";
+        }
+    }
+    for (const kvq_draft_layer & d : layers) {
+        if (err.empty() && !d.has_k) {
+            err = "layer " + std::to_string(d.il) + " keeps values without keys: run this model without --kv-method";
+        } else if (err.empty() && !d.has_v && !d.latent) {
+            err = "layer " + std::to_string(d.il) + " keeps keys without values" +
+                  (model.arch.empty() ? ", and the model's file is not known: set KVQ_MODEL if this is latent attention" : ": run this model without --kv-method");
+        }
+    }
+    return err.empty();
 }
 
 // ---------------------------------------------------------------- cache
@@ -241,7 +290,7 @@ bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string
         t.rotor = rope.n_dims && r->rope() == rope ? r.get() : t.rotor;
     }
     if (rope.n_dims && !t.rotor) {
-        rotors.emplace_back(new kvq_rotor(rope));
+        rotors.emplace_back(new kvq_rotor(rope, std::min(l.d.n_cells, 1 << 20)));
         t.rotor = rotors.back().get();
     }
     l.k->set_transform(t);
@@ -249,12 +298,26 @@ bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string
 }
 
 const int32_t * kvq_kv_cache::positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n) {
-    if (ubatch.source != source || (int64_t) ubatch.pos.size() != n || l.ordinal <= ubatch.ordinal) {
-        ubatch.pos.assign(source, source + n);
+    kvq_rotor * rotor = l.k->transform().rotor;
+    const size_t n_each = rotor && rotor->first() ? 4 : 1; // all times, all rows, ...
+    const bool fresh = ubatch.source != source || ubatch.pos.size() != n_each * n || l.ordinal <= ubatch.ordinal;
+    if (fresh) {
+        ubatch.pos.assign(source, source + n_each * n);
         ubatch.source = source;
     }
     ubatch.ordinal = l.ordinal;
-    return ubatch.pos.data();
+    if (n_each == 1) {
+        return ubatch.pos.data();
+    }
+    if (fresh || ubatch.rotor != rotor) {
+        ubatch.placed.clear();
+        for (size_t i = 0; i < (size_t) n; i++) {
+            const int32_t * p = &ubatch.pos[i];
+            ubatch.placed.push_back(rotor->place({ p[0], p[n], p[2*n], p[3*n] }));
+        }
+        ubatch.rotor = rotor;
+    }
+    return ubatch.placed.data();
 }
 
 void kvq_kv_cache::shift_positions(kvq_kv_layer & l, int stream, const int32_t * by) {
@@ -298,6 +361,14 @@ kvq_kv_layer * kvq_kv_cache::layer(int il) {
 
 bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err) {
     const kvq_layer_shape & s = l.d.shape;
+    if (l.d.latent) {
+        if (n_head_kv == 1 && head_size_k == l.d.n_embd_k && head_size_v == l.d.latent) {
+            return true;
+        }
+        err = "layer " + std::to_string(l.d.il) + " reads " + std::to_string(n_head_kv) + " heads of " + std::to_string(head_size_k) + " and values of " +
+              std::to_string(head_size_v) + ", not latent attention with " + std::to_string(l.d.latent) + " of " + std::to_string(l.d.n_embd_k) + " channels";
+        return false;
+    }
     if (s.n_head_kv == n_head_kv && s.head_size_k == head_size_k && s.head_size_v == head_size_v) {
         return true;
     }
@@ -357,6 +428,10 @@ void kvq_kv_cache::clear() {
         l->k->clear();
         l->v->clear();
     }
+    for (auto & r : rotors) {
+        if (device.is_host()) { r->forget(); } // another device has copies
+    }
+    ubatch = {};
 }
 
 kvq_stats kvq_kv_cache::stats() const {
@@ -392,6 +467,10 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
     char text[64];
     snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);
     std::string out = text;
+    if (!layers.empty() && layers[0]->d.latent) {
+        snprintf(text, sizeof(text), "%s %.2f bits", value ? "rotary part" : "latent", bits);
+        out = text;
+    }
     if (classes.size() > 1 || classes.begin()->first.find(' ') != std::string::npos) {
         std::string list;
         for (const auto & c : classes) {
@@ -488,6 +567,7 @@ extern "C" int kvq_cache_rows(int i, int il, int value, int stream, int cell, in
     kvq_cpu_f16_to_f32(rows.data(), out, (int64_t) rows.size());
     kvq_rotor * rotor = lane.transform().rotor;
     for (int t = 0; rotor && t < n; t++) {
+        kvq_tags_enter(x, *rotor, &rows[t * width], 1);
         const int32_t pos = kvq_tag_get(x, &rows[t * width], (size_t) x.codec.head_size);
         rotor->reach(pos);
         for (int h = 0; h < x.n_head; h++) {

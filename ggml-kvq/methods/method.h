@@ -32,6 +32,10 @@ struct kvq_layer_plan {
     int  weight_bits  = 8;     // of predictors: 8 or 4
 };
 
+// Turns the plan of a layer with head sizes (first block, second block) into one of latent attention: lane k keeps the first block, lane v
+// the second, both as keys. values: channels of a value. False with one line in err when the method has no such layers.
+bool kvq_plan_latent(kvq_layer_plan & plan, const char * method, const kvq_layer_shape & shape, int values, std::string & err);
+
 // What a method may know when it plans a layer.
 // A model's layers may lie in several caches (on several devices, or sliding-window layers apart from others), so
 // methods count by number.

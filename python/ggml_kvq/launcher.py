@@ -1,6 +1,6 @@
-"""llama-cli, llama-completion, llama-server, llama-bench, llama-perplexity: upstream's programs with three more flags.
+"""llama-cli, llama-completion, llama-server, llama-bench, llama-perplexity: upstream's programs with a few more flags.
 
-A launcher takes --kv-method, --kv-opt and --kv-config away, sets the environment that libggml-kvq.so reads, adds the device and flash
+A launcher takes --kv-method and the flags like it away, sets the environment that libggml-kvq.so reads, adds the device and flash
 attention unless the user chose them, and execs the unmodified program: no Python stays behind. Without a method nothing is changed.
 """
 
@@ -27,6 +27,9 @@ HELP = """\
                         (env: KVQ_METHOD)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
 --kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata (env: KVQ_CONFIG)
+--kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own f16 cache, because
+                        a draft that reads a quantised cache is accepted less often (env: KVQ_METHOD_DRAFT)
+--kv-opt-draft KEY=VALUE  option of that method, repeatable (env: KVQ_OPTS_DRAFT)
 
 """
 
@@ -38,7 +41,9 @@ HELP_RPC_SERVER = """\
 
 DEVICE = "KVQ0"
 RPC_SERVER = "ggml-rpc-server"  # upstream's name; our launcher is llama-rpc-server
-_OURS = {"--kv-method": "NAME", "--kv-opt": "KEY=VALUE", "--kv-config": "FILE.gguf"}
+DRAFT_DEVICE = "KVQD0"  # the library has it when KVQ_METHOD_DRAFT is set
+_OURS = {"--kv-method": "NAME", "--kv-opt": "KEY=VALUE", "--kv-config": "FILE.gguf", "--kv-method-draft": "NAME", "--kv-opt-draft": "KEY=VALUE"}
+_SHARES_CACHE = ("gemma4-assistant",)  # drafts that read the keys and values of their target, on the device that holds them
 _OURS_RPC_SERVER = {**_OURS, "--kv-model": "FILE.gguf"}
 _CONNECT_S, _LIST_S = 10, 120  # seconds until an RPC server must accept, and until it must have named its devices
 # Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no harm.
@@ -71,6 +76,8 @@ class _Flags:
     config: str | None = None
     model: str | None = None
     opts: list[str] = field(default_factory=list)
+    draft_method: str | None = None
+    draft_opts: list[str] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
 
 
@@ -103,11 +110,13 @@ def _take_ours(argv: Sequence[str], ours: Mapping[str, str] = _OURS) -> _Flags:
             flags.config = tail
         elif name == "--kv-model":
             flags.model = tail
+        elif name == "--kv-method-draft":
+            flags.draft_method = tail
         else:
             key, eq, value = tail.partition("=")
             if not key.strip() or not eq or not value.strip():
-                raise LaunchError(f"--kv-opt {tail!r} is not KEY=VALUE; write for example --kv-opt group=64")
-            flags.opts.append(tail)
+                raise LaunchError(f"{name} {tail!r} is not KEY=VALUE; write for example {name} group=64")
+            (flags.opts if name == "--kv-opt" else flags.draft_opts).append(tail)
         i += 1
     return flags
 
@@ -241,6 +250,37 @@ def _split_rpc(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return rpc, rest
 
 
+def _cuda_devices() -> list[str]:
+    """Names of the devices that draft models use without us: [] on a build without CUDA."""
+    return ["CUDA0"] if list(_paths.lib_dir().glob("libggml-cuda.so*")) else []
+
+
+def _draft(user: _User, flags: _Flags, environ: Mapping[str, str], out: Command) -> list[str]:
+    """Arguments that put a draft model's cache where it belongs; environment of its method into out.env. LaunchError on a bad method."""
+    from . import gguf_header, methods
+
+    method = flags.draft_method or environ.get("KVQ_METHOD_DRAFT") or None
+    model = (user.values(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL") or [""])[-1]
+    present = model or user.has(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf")) or "LLAMA_ARG_SPEC_DRAFT_HF_REPO" in environ
+    predicts = any("mtp" in value for value in user.values(("--spec-type",), "LLAMA_ARG_SPEC_TYPE"))
+    if method:
+        if not present and not predicts:
+            raise LaunchError(f"--kv-method-draft {method} needs a draft: add -md FILE.gguf or --spec-type draft-mtp, or drop it")
+        opts = ",".join([*filter(None, [environ.get("KVQ_OPTS_DRAFT")]), *flags.draft_opts])
+        try:
+            methods.check(method, opts)
+        except KvqError as e:
+            raise LaunchError(f"--kv-method-draft: {e}") from e
+        out.env |= {"KVQ_METHOD_DRAFT": method, "KVQ_OPTS_DRAFT": opts or None, "KVQ_MODEL_DRAFT": model or None}
+    elif flags.draft_opts:
+        raise LaunchError(f"--kv-opt-draft {flags.draft_opts[0]} needs a method; add --kv-method-draft NAME")
+    if not present or user.values(("-devd", "--device-draft", "--spec-draft-device")):
+        return []
+    if os.path.isfile(model) and gguf_header.read(model).fields.get("general.architecture") in _SHARES_CACHE:
+        return []  # as its target's
+    return ["-devd", DRAFT_DEVICE if method else ",".join(_cuda_devices()) or "none"]
+
+
 def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
     """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and environment.
 
@@ -283,6 +323,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if method is None:
         if flags.opts:
             raise LaunchError(f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
+        if flags.draft_method or flags.draft_opts:
+            raise LaunchError("--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)")
         return Command(flags.rest, remote=serves or bool(servers))
 
     from . import methods
@@ -336,6 +378,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             added.append("--no-mmproj-offload")
     if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
         added += ["-fa", "on"]
+    added += _draft(user, flags, environ, out)
     # in front: behind a dangling option of the user ("-m" without a file) they would be taken for its value
     out.args = [*added, *flags.rest]
     return out
