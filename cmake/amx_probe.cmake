@@ -55,6 +55,18 @@ void kvq_load_tiles() {
     endif()
 endfunction()
 
+# kvq_accepts(<variable> <compiler> <flags>): whether the compiler knows them.
+function(kvq_accepts result compiler flags)
+    separate_arguments(flags UNIX_COMMAND "${flags}")
+    execute_process(COMMAND ${compiler} ${flags} -x c -fsyntax-only /dev/null
+        RESULT_VARIABLE failed OUTPUT_QUIET ERROR_QUIET)
+    if(failed)
+        set(${result} OFF PARENT_SCOPE)
+    else()
+        set(${result} ON PARENT_SCOPE)
+    endif()
+endfunction()
+
 # kvq_amx_enabled(<variable> <compiler> <flags>): whether these flags let the compiler use AMX by itself.
 function(kvq_amx_enabled result compiler flags)
     separate_arguments(flags UNIX_COMMAND "${flags}")

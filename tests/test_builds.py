@@ -111,45 +111,69 @@ def test_the_probe_knows_both_answers(tmp_path: Path) -> None:
     assert probe("false", "", tmp_path) == "none"
 
 
-def decide(tmp_path: Path, **settings: str) -> tuple[dict[str, str], str]:
-    """What cmake/llama_cpu.cmake passes on to llama.cpp, and what it says, for variables set by a user."""
-    script = tmp_path / "decide.cmake"
-    lines = ["function(kvq_setting name value)", '  message("setting ${name}=${value}")', "endfunction()"]
+FAKE_COMPILER = r"""#!/bin/sh
+# What cmake/llama_cpu.cmake asks of a compiler, in no time. Its name says how it compiles AMX, and for which CPU natively.
+me=$(basename "$0")
+case "$me $*" in
+    ignorant*-mamx*|ignorant*-mno-amx*|old*-mavxvnni*) exit 1;;
+    *-S*) case $me in wrong*) echo ldtilecfg;; *) cat probe.cpp; echo ldtilecfg;; esac > probe.s;;
+    *sapphire*-dM*|*on-amx*native*) echo "#define __AMX_TILE__ 1";;
+esac
+"""
+
+
+def decide(tmp_path: Path, compiler: str, **settings: str) -> tuple[dict[str, str], str]:
+    """What cmake/llama_cpu.cmake passes on to llama.cpp, and what it says, for variables that a user sets."""
+    fake = tmp_path / compiler
+    fake.write_text(FAKE_COMPILER)
+    fake.chmod(0o755)
     known = {
-        "CMAKE_CXX_COMPILER": "c++",
+        "CMAKE_C_COMPILER": str(fake),
+        "CMAKE_CXX_COMPILER": str(fake),
         "CMAKE_CXX_COMPILER_ID": "GNU",
-        "CMAKE_CXX_COMPILER_VERSION": "1",
+        "CMAKE_CXX_COMPILER_VERSION": "1.2",
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": "x86_64",
     }
+    lines = ["function(kvq_setting name value)", '  message("setting ${name}=${value}")', "endfunction()"]
     lines += [f"set({k} [==[{v}]==])" for k, v in known.items()]
     lines += [f'set({k} [==[{v}]==] CACHE STRING "")' for k, v in settings.items()]
-    lines += [f"include({ROOT}/cmake/llama_cpu.cmake)"]
-    script.write_text("\n".join(lines))
+    script = tmp_path / "decide.cmake"
+    script.write_text("\n".join([*lines, f"include({ROOT}/cmake/llama_cpu.cmake)"]))
     r = run(["cmake", "-P", script], cwd=tmp_path, ok=False)
-    return dict(re.findall(r"^setting (\w+)=(.*)$", r.stderr, re.M)), r.stdout + r.stderr
+    return dict(re.findall(r"^setting (\w+)=(.*)$", r.stderr, re.M)), " ".join((r.stdout + r.stderr).split())
 
 
-@X86
-def test_what_is_decided(tmp_path: Path) -> None:
-    finding = probe("c++", "", tmp_path)
-    flags = {"KVQ_CPU_FLAGS": " ".join(NO_AMX)} if finding == "dropped" else {}
-    travels = {"GGML_NATIVE": "OFF", "GGML_BACKEND_DL": "ON", "GGML_CPU_ALL_VARIANTS": "ON"}
-    native_has_amx = "__AMX_TILE__" in run(["c++", "-march=native", "-E", "-dM", "-x", "c++", "/dev/null"]).stdout
-    assert decide(tmp_path)[0] == (flags if native_has_amx else {})
-    assert decide(tmp_path, GGML_NATIVE="OFF")[0] == {**travels, **flags}
-    assert decide(tmp_path, GGML_NATIVE="OFF", GGML_AVX512="ON")[0] == {"GGML_NATIVE": "OFF"}  # an order stays one
-    assert decide(tmp_path, GGML_NATIVE="OFF", GGML_AMX_TILE="ON")[0] == {"GGML_NATIVE": "OFF", **flags}
-    one = {"GGML_NATIVE": "OFF", "GGML_BACKEND_DL": "OFF", "GGML_CPU_ALL_VARIANTS": "OFF"}
-    assert "KVQ_CPU_FLAGS" not in decide(tmp_path, **one)[0]
-    given = decide(tmp_path, **one, CMAKE_CXX_FLAGS="-march=sapphirerapids")[0]
-    assert given.get("KVQ_CPU_FLAGS") == flags.get("KVQ_CPU_FLAGS")
-    if finding != "none":
-        assert decide(tmp_path, KVQ_AMX="OFF")[0] == {"KVQ_CPU_FLAGS": " ".join(NO_AMX)}
-        assert "in use" in decide(tmp_path, KVQ_AMX="ON", GGML_NATIVE="OFF")[1]
-    assert "KVQ_AMX=maybe: give AUTO, ON or OFF" in decide(tmp_path, KVQ_AMX="maybe")[1]
-    assert "drop one of them" in decide(tmp_path, GGML_CUDA="ON", GGML_NATIVE="OFF", GGML_BACKEND_DL="ON")[1]
-    assert "GGML_BACKEND_DL" not in decide(tmp_path, GGML_CUDA="ON", GGML_NATIVE="OFF")[0]
+FLAGS = {"KVQ_CPU_FLAGS": " ".join(NO_AMX)}
+OFF = {"GGML_NATIVE": "OFF"}
+TRAVELS = {**OFF, "GGML_BACKEND_DL": "ON", "GGML_CPU_ALL_VARIANTS": "ON"}
+SAPPHIRE = {"CMAKE_CXX_FLAGS": "-march=sapphirerapids"}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "user", "given", "said"),
+    [
+        ("wrong", {}, {}, "AMX: miscompiled by GNU 1.2 (it drops the stores before ldtilecfg); not in use"),
+        ("wrong-on-amx", {}, FLAGS, f"before ldtilecfg); llama.cpp is built with {' '.join(NO_AMX)}"),
+        ("right-on-amx", {}, {}, "AMX: compiled right by GNU 1.2; in use"),
+        ("right-on-amx", {"KVQ_AMX": "OFF"}, FLAGS, "compiled for this CPU alone"),
+        ("wrong-on-amx", {"KVQ_AMX": "ON"}, {}, "(it drops the stores before ldtilecfg); in use"),
+        ("ignorant", {"KVQ_AMX": "OFF"}, {}, "AMX: not known to GNU 1.2"),
+        ("wrong", OFF, {**TRAVELS, **FLAGS}, "compiled for every CPU of this family"),
+        ("right", OFF, TRAVELS, "AMX: compiled right by GNU 1.2; in use"),
+        ("wrong", {**OFF, "GGML_AVX512": "ON"}, OFF, "the instruction sets that were named (GGML_AVX512)"),
+        ("wrong", {**OFF, "GGML_AMX_TILE": "ON"}, {**OFF, **FLAGS}, "llama.cpp is built with"),
+        ("wrong", {**OFF, "GGML_BACKEND_DL": "OFF"}, OFF, "AVX2 on x86-64 (GGML_BACKEND_DL=OFF)"),
+        ("wrong", {**OFF, "GGML_BACKEND_DL": "OFF", **SAPPHIRE}, {**OFF, **FLAGS}, "llama.cpp is built with"),
+        ("wrong", {**OFF, "GGML_CUDA": "ON"}, OFF, "variants are not built together with CUDA"),
+        ("wrong", {"KVQ_AMX": "maybe"}, {}, "KVQ_AMX=maybe: give AUTO, ON or OFF"),
+        ("wrong", {**TRAVELS, "GGML_CUDA": "ON"}, OFF, "must not be a module; drop one of them"),
+        ("old", OFF, TRAVELS, "old (GNU 1.2) does not know -mavxvnni"),
+    ],
+)
+def test_what_is_decided(tmp_path: Path, compiler: str, user: dict[str, str], given: dict[str, str], said: str) -> None:
+    got, text = decide(tmp_path, compiler, **user)
+    assert got == given and said in text, text
 
 
 def disassembly(path: Path) -> str:
