@@ -13,6 +13,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -284,6 +285,8 @@ int main(int argc, char ** argv) {
         fflush(nullptr);
         const pid_t child = fork();
         if (child == 0) {
+            const rlimit no_core = { 0, 0 };
+            setrlimit(RLIMIT_CORE, &no_core);
             alarm(SECONDS);
             i == 0 ? make_matrices() : check_library(std::string(argv[1]) + "/" + name);
         }

@@ -242,7 +242,8 @@ def test_the_installed_backend_multiplies_right(self_check: Path) -> None:
     assert found and int(found[1]) >= 20 and int(found[2]) >= 1, r.stdout
 
 
-KINDS = "f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 q2_K q3_K q4_K q5_K q6_K iq4_nl mxfp4 iq1_m".split()
+KINDS = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K"]
+KINDS += ["iq4_nl", "iq1_m", "mxfp4"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

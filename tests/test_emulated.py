@@ -49,8 +49,8 @@ def must(*argv: str | Path) -> str:
 def emulate(cpu: str, *argv: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     assert QEMU
     r = run(QEMU, "-cpu", cpu, *argv, OMP_NUM_THREADS="2", **env)
-    warnings = r"^qemu-x86_64: warning: TCG doesn't support requested feature: .*\n"
-    r.stderr = re.sub(warnings, "", r.stderr, flags=re.M)
+    its_own = r"^qemu-x86_64: warning: TCG doesn't support requested feature: .*\n|^qemu: uncaught target signal .*\n"
+    r.stderr = re.sub(its_own, "", r.stderr, flags=re.M)
     return r
 
 
@@ -109,7 +109,7 @@ def test_an_instruction_that_the_cpu_lacks_is_told(self_check: Path, travelling:
     (tmp_path / "libggml-cpu.so.0").write_bytes(library)
     r = emulate("Nehalem", self_check, tmp_path, "GNU 1.2.3")
     assert r.returncode == 1 and r.stderr.count("\n") == 1
-    assert "libggml-cpu.so.0, built by GNU 1.2.3, dies (Illegal instruction) in products with" in r.stderr, r.stderr
+    assert "libggml-cpu.so.0, built by GNU 1.2.3, dies (Illegal instruction) " in r.stderr, r.stderr
 
 
 @pytest.mark.parametrize("cpu", ["Nehalem", "Haswell"])
