@@ -82,6 +82,11 @@ if(settings MATCHES "KVQ_CPU_FLAGS")
     string(APPEND flags_file "${cpu_flags_file}")
 endif()
 set(identity "${settings}${flags_file}${CMAKE_GENERATOR} ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} $ENV{CFLAGS} $ENV{CXXFLAGS} $ENV{LDFLAGS}")
+# Tools of two versions (the system's and pip's) that take turns in one folder compile everything anew each time: ninja's
+# log of commands has another format and other hashes since 1.12.
+execute_process(COMMAND ${CMAKE_MAKE_PROGRAM} --version OUTPUT_VARIABLE make_version ERROR_QUIET)
+string(REGEX MATCH "^[^\n]*" make_version "${make_version}")
+string(APPEND identity " cmake ${CMAKE_VERSION} ${make_version}")
 # GGML_NATIVE compiles for the CPU at hand; a cache shared between machines must not mix them.
 if(EXISTS /proc/cpuinfo)
     file(STRINGS /proc/cpuinfo cpu_lines REGEX "^(flags|Features|model name)" LIMIT_COUNT 2)
