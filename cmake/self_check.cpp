@@ -51,6 +51,7 @@ struct matrix { // [EXPERTS][ROWS][WIDTH]; an ordinary product takes the first e
     char      weights[EXPERTS * ROWS * WIDTH * sizeof(float)];
     float     plain[EXPERTS * ROWS * WIDTH]; // the same, dequantised
 };
+struct product { int64_t experts, columns; };
 struct matrices { // made once; shared with the children
     int    n;
     matrix m[GGML_TYPE_COUNT];
@@ -141,7 +142,8 @@ void compare(const matrix & m, const std::vector<float> & x, const std::vector<i
 }
 
 // One product with weights in `buft`; false when the backend does not do it there.
-bool multiply(ggml_backend_t backend, ggml_backend_buffer_type_t buft, const matrix & m, int64_t experts, int64_t n) {
+bool multiply(ggml_backend_t backend, ggml_backend_buffer_type_t buft, const matrix & m, const product & p) {
+    const int64_t experts = p.experts, n = p.columns;
     ggml_init_params ip = { 8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, /*no_alloc =*/ true };
     ggml_context * wctx = ggml_init(ip), * ctx = ggml_init(ip);
     ggml_tensor * w = ggml_new_tensor_3d(wctx, m.type, WIDTH, ROWS, experts);
@@ -208,23 +210,22 @@ bool multiply(ggml_backend_t backend, ggml_backend_buffer_type_t buft, const mat
         for (ggml_backend_buffer_type_t * b = extra(dev); b && *b; b++) { bufts.push_back(*b); }
     }
     ggml_backend_t backend = ggml_backend_dev_init(dev, nullptr);
-    if (auto threads = (ggml_backend_set_n_threads_t) function("ggml_backend_set_n_threads")) {
-        threads(backend, 2);
-    }
+    auto threads = (ggml_backend_set_n_threads_t) function("ggml_backend_set_n_threads");
     std::vector<int> used(bufts.size());
     for (int i = 0; i < all->n; i++) {
         const matrix & m = all->m[i];
         bool done = false;
         for (size_t b = 0; b < bufts.size(); b++) {
-            for (const int64_t experts : { (int64_t) 1, EXPERTS }) {
-                for (const int64_t n : { (int64_t) 1, MANY }) {
-                    snprintf(shared->doing, sizeof shared->doing,
-                        "in products with %s weights (buffer %s, %d column%s%s)", ggml_type_name(m.type),
-                        ggml_backend_buft_name(bufts[b]), (int) n, n > 1 ? "s" : "", experts > 1 ? ", experts" : "");
-                    if (multiply(backend, bufts[b], m, experts, n)) {
-                        done    = true;
-                        used[b] = 1;
-                    }
+            for (const product & p : { product{ 1, 1 }, product{ 1, MANY }, product{ EXPERTS, MANY } }) {
+                snprintf(shared->doing, sizeof shared->doing, "in products with %s weights (buffer %s, %d column%s%s)",
+                    ggml_type_name(m.type), ggml_backend_buft_name(bufts[b]), (int) p.columns, p.columns > 1 ? "s" : "",
+                    p.experts > 1 ? ", experts" : "");
+                if (threads) {
+                    threads(backend, p.columns > 1 ? 2 : 1);
+                }
+                if (multiply(backend, bufts[b], m, p)) {
+                    done    = true;
+                    used[b] = 1;
                 }
             }
         }
