@@ -1,5 +1,5 @@
 // A CPU backend with a fault, for test_builds.py: the real one ($KVQ_REAL_CPU) behind a wrapper that spoils
-// products with weights of the type $KVQ_FAULT_TYPE. $KVQ_FAULT: wrong (one value is off), crash, or foreign (a
+// products with weights of the type $KVQ_FAULT_TYPE. $KVQ_FAULT: wrong (one value is off), crash, abort, or foreign (a
 // library that says it is not for this CPU).
 #include "ggml-backend-impl.h"
 #include "ggml-backend.h"
@@ -25,6 +25,9 @@ static ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
         if (node->op == GGML_OP_MUL_MAT && setting("KVQ_FAULT_TYPE") == ggml_type_name(node->src[0]->type)) {
             if (setting("KVQ_FAULT") == "crash") {
                 raise(SIGSEGV);
+            }
+            if (setting("KVQ_FAULT") == "abort") {
+                GGML_ABORT("a fault");
             }
             ((float *) node->data)[7] *= 1.5f;
         }

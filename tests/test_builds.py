@@ -255,10 +255,11 @@ def test_a_wrong_product_is_found_for_every_type(self_check: Path, broken: Path,
     assert re.fullmatch(rf"{who} {what} Cure: .*-DKVQ_SELF_CHECK=OFF.*\n", r.stderr), r.stderr
 
 
-def test_a_crash_is_told_in_one_line(self_check: Path, broken: Path) -> None:
-    r = check(self_check, broken, KVQ_REAL_CPU=str(_real_cpu()), KVQ_FAULT="crash", KVQ_FAULT_TYPE="q6_K")
+@pytest.mark.parametrize(("fault", "end"), [("crash", "Segmentation fault"), ("abort", "Aborted")])
+def test_a_crash_is_told_in_one_line(self_check: Path, broken: Path, fault: str, end: str) -> None:
+    r = check(self_check, broken, KVQ_REAL_CPU=str(_real_cpu()), KVQ_FAULT=fault, KVQ_FAULT_TYPE="q6_K")
     assert r.returncode == 1 and r.stdout == "" and r.stderr.count("\n") == 1
-    assert "broken.so, built by GNU 1.2.3, dies (Segmentation fault) in products with q6_K weights" in r.stderr
+    assert f"broken.so, built by GNU 1.2.3, dies ({end}) in products with q6_K weights" in r.stderr
 
 
 def test_a_folder_without_a_backend_for_this_cpu(self_check: Path, broken: Path, tmp_path: Path) -> None:
