@@ -76,7 +76,7 @@ def build(version: str, cache: Path, targets: list[str]) -> Path:
     """Folder with libggml-kvq.so, upstream's libraries and programs of that version."""
     fetch.choose(version)
     source = fetch.ensure_source(cache)
-    folder = cache / "versions" / f"{version}-{'programs' if len(targets) > 1 else 'libraries'}"
+    folder = cache / "versions" / version
     folder.mkdir(parents=True, exist_ok=True)
     where = [] if version == PINNED else [f"-DLLAMA_CPP_DIR={source}"]  # the pinned one is built in the cache
     settings = [*where, "-DKVQ_BUILD_PROGRAMS=ON", f"-DKVQ_PROGRAMS={';'.join(targets)}", "-DCMAKE_BUILD_TYPE=Release"]
@@ -98,13 +98,12 @@ def by_programs(folder: Path) -> tuple[float, float, float]:
         env = bare if method == "upstream" else {**bare, "GGML_BACKEND_PATH": bare["KVQ_BACKEND"], "KVQ_METHOD": method}
         device = [] if method == "upstream" else ["-dev", "KVQ0"]
         common: list[str | Path] = ["-m", DEMO, "-fa", "on", "-t", "2", *device]
-        said = log_of(
-            folder,
-            f"perplexity-{method}.log",
-            [folder / "lib" / "llama-perplexity", *common, "-f", TEXT, "-c", str(CONTEXT), "--chunks", str(CHUNKS)],
-            env,
-        )
-        found = re.search(r"PPL = ([0-9.]+)", said)
+        command: list[str | Path] = [folder / "lib" / "llama-perplexity", *common, "-f", TEXT, "-c", str(CONTEXT)]
+        for _ in range(5):  # upstream's log thread now and then loses the last lines
+            said = log_of(folder, f"perplexity-{method}.log", [*command, "--chunks", str(CHUNKS)], env)
+            found = re.search(r"PPL = ([0-9.]+)", said)
+            if found:
+                break
         if not found:
             raise Failure(f"llama-perplexity printed no perplexity with {method}")
         out.append(float(found[1]))

@@ -62,6 +62,8 @@ OLDER = {
     ),
 }
 
+_PINNED = (VERSION, SHA256, TREE_SHA256, FOLDER)
+
 DEFAULT_INDEX = "https://pypi.org/simple"
 ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.5, text/html;q=0.3"
 TIMEOUT_S = 60
@@ -75,12 +77,10 @@ class FetchError(Exception):
 def choose(version: str) -> None:
     """Fetch this version of the sdist from now on. FetchError when its hashes are not known here."""
     global VERSION, ARCHIVE, SHA256, TREE_SHA256, PREFIX, FOLDER
-    if version == VERSION:
-        return
-    if version not in OLDER:
-        raise FetchError(f"{PROJECT} {version} is not known here; known: {', '.join((VERSION, *OLDER))}")
-    SHA256, TREE_SHA256 = OLDER[version]
-    VERSION, FOLDER = version, f"llama.cpp-of-{version}"
+    known = {_PINNED[0]: _PINNED[1:], **{v: (*hashes, f"llama.cpp-of-{v}") for v, hashes in OLDER.items()}}
+    if version not in known:
+        raise FetchError(f"{PROJECT} {version} is not known here; known: {', '.join(known)}")
+    VERSION, (SHA256, TREE_SHA256, FOLDER) = version, known[version]
     ARCHIVE = f"llama_cpp_python-{version}.tar.gz"
     PREFIX = f"llama_cpp_python-{version}/vendor/llama.cpp/"
 
@@ -342,7 +342,8 @@ def main() -> int:
         print(COMMIT)
         return 0
     try:
-        choose(args.version)
+        if args.version != VERSION:
+            choose(args.version)
         print(ensure_source(args.cache.absolute()))
     except (FetchError, OSError, tarfile.TarError) as e:
         say(f"error: {e}")

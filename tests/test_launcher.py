@@ -289,3 +289,9 @@ def test_installed_programs_start(program: str) -> None:
     got = run_python(f"import sys; from ggml_kvq.launcher import run; sys.exit(run('{program}', ['--help']))")
     assert got.returncode == 0, got.stderr
     assert "--kv-method NAME" in got.stdout and "--flash-attn" in got.stdout
+
+
+def test_installed_rpc_server_starts() -> None:
+    got = run_python("import sys; from ggml_kvq.launcher import run; sys.exit(run('ggml-rpc-server', ['--help']))")
+    assert got.returncode == 0, got.stderr
+    assert "--kv-method NAME" in got.stdout and "--kv-model FILE.gguf" in got.stdout and "--port PORT" in got.stderr

@@ -54,6 +54,12 @@ static kvq_layer_context context_of(const kvq_model_info & model, const kvq_draf
     return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, gap };
 }
 
+// Keys of n_embd channels, of which the first are the values too; altogether: two halves.
+static kvq_layer_shape latent_shape(int il, int latent, int n_embd) {
+    const int first = latent == n_embd ? (int) kvq_pad((size_t) n_embd / 2, 16) : latent;
+    return { il, 1, first, n_embd - first };
+}
+
 size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
     const kvq_lane_id id = kvq_parse_cache_name(name);
     const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
@@ -80,13 +86,12 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
         d.n_embd_k = n_embd;
     }
     d.latent = id.value ? 0 : model.latent_of(n_embd);
-    // keys that are values altogether: two halves
-    const int first = d.latent == n_embd ? (int) kvq_pad((size_t) n_embd / 2, 16) : d.latent;
-    d.shape = d.latent ? kvq_layer_shape{ d.il, 1, first, n_embd - first } : kvq_guess_shape(model, d.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    d.shape  = d.latent ? latent_shape(d.il, d.latent, n_embd)
+                        : kvq_guess_shape(model, d.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
     return plan_lane(d, id.value, n_embd);
 }
 
-bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int n_embd_k, int n_embd_v, int n_cells, int n_stream) {
+bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream) {
     if (layers.empty() && !begin(shape.il)) {
         return false;
     }
@@ -94,14 +99,18 @@ bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int n_embd_k, int
     kvq_draft_layer & d = layers.back();
     d.il       = shape.il;
     d.number   = model.number_of(shape.il);
-    d.shape    = shape;
-    d.n_embd_k = n_embd_k;
-    d.n_embd_v = n_embd_v;
+    d.latent   = latent;
+    d.shape    = latent ? latent_shape(shape.il, latent, shape.head_size_k) : shape;
+    d.n_embd_k = shape.n_head_kv * shape.head_size_k;
+    d.n_embd_v = latent ? 0 : shape.n_head_kv * shape.head_size_v;
     d.n_cells  = n_cells;
     d.n_stream = n_stream;
-    d.has_k = d.has_v = true;
-    plan_lane(d, false, n_embd_k);
-    plan_lane(d, true,  n_embd_v);
+    d.has_k    = true;
+    d.has_v    = !latent;
+    plan_lane(d, false, d.n_embd_k);
+    if (!latent) {
+        plan_lane(d, true, d.n_embd_v);
+    }
     return err.empty();
 }
 
@@ -113,7 +122,7 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     }
     bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
     if (d.latent) {
-        if (!kvq_plan_latent(d.plan, config.method->info.name, d.shape, d.latent, err)) {
+        if (!kvq_plan_latent(d.plan, *config.method, d.shape, d.latent, err)) {
             return 0;
         }
         d.k = kvq_make_lane_layout(d.plan, false, 1, d.n_cells, d.n_stream);

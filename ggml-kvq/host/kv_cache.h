@@ -37,8 +37,9 @@ public:
     bool complete(); // false, with error(): a layer lacks keys or values, or something was refused before
     bool   empty() const { return layers.empty(); }
     void   reset();
-    // A layer that a graph shows, with heads as they are there. False with error() set.
-    bool   add_known(const kvq_layer_shape & shape, int n_embd_k, int n_embd_v, int n_cells, int n_stream);
+    // A layer that a graph shows, with heads as they are there; latent: channels of keys that are the values too, 0: none
+    // are. False with error() set.
+    bool   add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
 
     bool           for_draft = false; // of a draft model: its own configuration
     bool           predicts  = false; // of the layers for multi-token prediction, which draft for the model that they are part of

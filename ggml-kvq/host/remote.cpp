@@ -19,12 +19,26 @@ static const ggml_tensor * root_of(const ggml_tensor * t) { return t->view_src ?
 
 static kvq_buffer * buffer_of(const ggml_tensor * root) { return (kvq_buffer *) root->buffer->context; }
 
+// in a buffer of ours that was not announced as a cache's: asked of many nodes, so without its name
+static bool is_plain(const ggml_tensor * root) {
+    ggml_backend_buffer_t b = root->buffer;
+    return b && kvq_buft_is_ours(b->buft) && b->context && b->size && !buffer_of(root)->announced;
+}
+
+// of a tensor that is named as a cache's, -1: of any other
+static int layer_of(const ggml_tensor * root) {
+    const kvq_lane_id id = kvq_parse_cache_name(root->name);
+    return id.tag.empty() ? id.il : -1;
+}
+
+static bool has_layer(const ggml_tensor * root, int il) { return buffer_of(root)->cache && buffer_of(root)->cache->layer(il); }
+
 static kvq_device_context & device_of(const kvq_backend_context & b) {
     return *(kvq_device_context *) b.device->context;
 }
 
 void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size) {
-    if (kvq_parse_cache_name(tensor->name).il < 0) {
+    if (layer_of(tensor) < 0) {
         return;
     }
     if (!b.found) {
@@ -71,16 +85,17 @@ static void move_over(kvq_buffer & b, const ggml_tensor * root) {
 // "" when the layer is there, else why it cannot be
 static std::string find_layer(kvq_backend_context & b, const ggml_tensor * attention) {
     const ggml_tensor * k = attention->src[1], * v = attention->src[2], * kr = root_of(k), * vr = root_of(v);
+    const int latent = vr == kr ? (int) v->ne[0] : 0; // values are a view of the keys
     const kvq_lane_id id_k = kvq_parse_cache_name(kr->name), id_v = kvq_parse_cache_name(vr->name);
-    if (id_k.value || !id_v.value || id_k.il != id_v.il || vr->buffer != kr->buffer) {
-        return "keys and values come from different places (latent attention): run this model without --kv-method";
+    const kvq_layer_shape shape = { id_k.il, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0] };
+    const std::string name = "layer " + std::to_string(shape.il);
+    if (id_k.value || (!latent && (!id_v.value || id_k.il != id_v.il || vr->buffer != kr->buffer))) {
+        return name + " attends over keys and values of different places: run this model without --kv-method";
     }
     if (kr->type != GGML_TYPE_F16 || vr->type != GGML_TYPE_F16) {
         return "the client's cache type is not f16: drop -ctk and -ctv there, the method chooses the format";
     }
-    const kvq_layer_shape shape = { id_k.il, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0] };
-    const std::string name = "layer " + std::to_string(shape.il);
-    if (shape.n_head_kv * shape.head_size_k != kr->ne[0] || shape.n_head_kv * shape.head_size_v != vr->ne[0]) {
+    if (shape.n_head_kv * shape.head_size_k != kr->ne[0] || (!latent && shape.n_head_kv * shape.head_size_v != vr->ne[0])) {
         return name + " attends over " + std::to_string(shape.n_head_kv) + " heads of " +
                std::to_string(shape.head_size_k) + ", its rows have " + std::to_string(kr->ne[0]) +
                " channels: run this model without --kv-method";
@@ -94,7 +109,7 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     if (last >= shape.il) {
         return name + " comes after layer " + std::to_string(last) + ": layers of a cache must be in order";
     }
-    if (!found.draft.add_known(shape, (int) kr->ne[0], (int) vr->ne[0], (int) kr->ne[1], (int) kr->ne[2])) {
+    if (!found.draft.add_known(shape, latent, (int) kr->ne[1], (int) kr->ne[2])) {
         return found.draft.error();
     }
     const kvq_draft_layer & d = found.draft.layers.back();
@@ -121,11 +136,13 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     }
     kvq_kv_layer & layer = *buffer.cache->layers.back();
     layer.base[0] = (const char *) kr->data;
-    layer.base[1] = (const char *) vr->data;
+    layer.base[1] = (const char *) vr->data; // of latent attention the keys'
     buffer.cache->device_name = device_of(b).name;
     for (const ggml_tensor * root : { kr, vr }) {
-        move_over(buffer, root);
-        found.nb_known += kvq_pad(ggml_nbytes(root), KVQ_ALIGN);
+        if (root == kr || !latent) {
+            move_over(buffer, root);
+            found.nb_known += kvq_pad(ggml_nbytes(root), KVQ_ALIGN);
+        }
     }
     return "";
 }
@@ -140,17 +157,21 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
             if (node->op != GGML_OP_FLASH_ATTN_EXT) {
                 continue;
             }
-            const kvq_target t = kvq_find_target(node->src[1]);
             const ggml_tensor * root = root_of(node->src[1]);
-            if (!t.ours || !root->buffer->size || buffer_of(root)->announced) {
+            if (!is_plain(root)) {
                 continue;
             }
-            if (!t.layer) {
+            const int il = layer_of(root);
+            if (il < 0) {
+                continue;
+            }
+            const bool is_new = !has_layer(root, il);
+            if (is_new) {
                 why = find_layer(b, node);
             }
             kvq_buffer & buffer = *buffer_of(root);
             kvq_found_cache * found = buffer.found.get();
-            if (!why.empty() || !found || found->said || (!t.layer && found->nb_known < root->buffer->size)) {
+            if (!why.empty() || !found || found->said || (is_new && found->nb_known < root->buffer->size)) {
                 continue; // others may follow: with weights left on the client a graph comes in parts
             }
             found->said = true;
@@ -166,8 +187,11 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
         }
         for (int i = 0; i < graph->n_nodes && why.empty(); i++) {
             const ggml_tensor * node = graph->nodes[i];
-            const kvq_target t = node->op == GGML_OP_SET_ROWS ? kvq_find_target(node) : kvq_target();
-            if (t.ours && !t.layer && !buffer_of(root_of(node))->announced) {
+            if (node->op != GGML_OP_SET_ROWS || !is_plain(root_of(node))) {
+                continue;
+            }
+            const int il = layer_of(root_of(node));
+            if (il >= 0 && !has_layer(root_of(node), il)) {
                 why = std::string(root_of(node)->name) + " is read without flash attention: run the client with -fa on";
             }
         }

@@ -2,11 +2,10 @@
 // latent is read as key and as value from the same codes, so one format holds both: the method's format of keys.
 #include "method.h"
 
-bool kvq_plan_latent(kvq_layer_plan & plan, const char * method, const kvq_layer_shape & shape, int values, std::string & err) {
+bool kvq_plan_latent(kvq_layer_plan & plan, const kvq_method & method, const kvq_layer_shape & shape, int values, std::string & err) {
     const std::string layer = "layer " + std::to_string(shape.il);
-    if (plan.mean || plan.pre_rope || plan.keep > 0.0f || plan.probe > 0.0f || plan.k.chained || plan.v.shares_codes || plan.k.shares_codes ||
-        plan.k.codec.type == KVQ_TYPE_MIXED) {
-        err = layer + " uses multi-head latent attention, which method " + method + " cannot hold: use kivi, higgs or f16";
+    if (!method.latent) {
+        err = layer + " uses multi-head latent attention, which method " + method.info.name + " cannot hold: use kivi, higgs or f16";
         return false;
     }
     if (plan.k.codec.bits != plan.v.codec.bits) {

@@ -34,7 +34,7 @@ struct kvq_layer_plan {
 
 // Turns the plan of a layer with head sizes (first block, second block) into one of latent attention: lane k keeps the first block, lane v
 // the second, both as keys. values: channels of a value. False with one line in err when the method has no such layers.
-bool kvq_plan_latent(kvq_layer_plan & plan, const char * method, const kvq_layer_shape & shape, int values, std::string & err);
+bool kvq_plan_latent(kvq_layer_plan & plan, const struct kvq_method & method, const kvq_layer_shape & shape, int values, std::string & err);
 
 // What a method may know when it plans a layer.
 // A model's layers may lie in several caches (on several devices, or sliding-window layers apart from others), so
@@ -51,6 +51,7 @@ struct kvq_method {
     kvq_method_info info;
     // Fills out, or returns a status and one line in err.
     kvq_status (*plan)(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
+    bool latent = false; // holds latent attention (latent.cpp): its blocks of keys may be read as values
 };
 
 const kvq_method * kvq_method_find(const char * name); // NULL when unknown

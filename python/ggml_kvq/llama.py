@@ -174,6 +174,7 @@ FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
     ("ggml", "ggml_backend_dev_get", _P, [c_size_t]),
     ("ggml", "ggml_backend_dev_by_name", _P, [c_char_p]),
     ("ggml", "ggml_backend_load", _P, [c_char_p]),
+    ("ggml", "ggml_backend_load_all_from_path", None, [c_char_p]),
     # llama: life cycle
     ("llama", "llama_version", c_char_p, []),
     ("llama", "llama_backend_init", None, []),

@@ -1,8 +1,9 @@
 """Finding, loading and proving the native libraries.
 
 Importing this module loads nothing and never fails; libraries() loads on first use and raises LibraryError with a
-diagnosis. KVQ_LIB_DIR (a folder with libllama, libggml, libggml-base, libggml-cpu) and KVQ_BACKEND (a libggml-kvq.so)
-override the libraries that the package ships.
+diagnosis. KVQ_LIB_DIR (a folder with libllama, libggml, libggml-base and the CPU backend) and KVQ_BACKEND
+(a libggml-kvq.so) override the libraries that the package ships. Backends that are modules (a build with
+GGML_BACKEND_DL) are loaded from there too.
 """
 
 from __future__ import annotations
@@ -219,6 +220,35 @@ def _mapped_copies(stem: str) -> set[str]:
 
 # ------------------------------------------------------------------ loading
 
+
+def _load_modules(libs: dict[str, CDLL], folder: Path) -> None:
+    """Load backends that are modules from `folder`: llama.cpp looks beside the running program, which is Python.
+
+    LibraryError when there is no CPU backend among them.
+    $GGML_BACKEND_PATH is hidden meanwhile: it may name libggml-kvq.so, which is loaded by its path later.
+    """
+    hidden = os.environ.pop("GGML_BACKEND_PATH", None)
+    try:
+        libs["ggml"].ggml_backend_load_all_from_path(os.fsencode(folder))
+    finally:
+        if hidden is not None:
+            os.environ["GGML_BACKEND_PATH"] = hidden
+    if not libs["ggml"].ggml_backend_dev_count():
+        raise LibraryError(
+            f"{folder} holds no CPU backend that this machine can run; "
+            "reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to a llama.cpp build"
+        )
+
+
+def build_info(folder: Path) -> dict[str, str]:
+    """What the build wrote about itself: compiler, cpu, amx, self-check. Empty when another project built it."""
+    try:
+        lines = (folder / "build-info.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+
+
 _lock = threading.Lock()
 _loaded: Libraries | None = None
 
@@ -250,7 +280,13 @@ def _load() -> Libraries:
     if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         raise LibraryError("ggml-kvq needs a 64-bit little-endian machine; use upstream's cache types here")
     folder = _paths.lib_dir()
-    files = {key: _paths.shared_library(folder, stem) for key, stem in _STEMS.items()}
+    files: dict[str, Path] = {}
+    for key, stem in _STEMS.items():
+        try:
+            files[key] = _paths.shared_library(folder, stem)
+        except LibraryError:
+            if key != "cpu":  # that may be a module: _load_modules
+                raise
     libs = {key: _open(path) for key, path in files.items()}
     _bind(libs, files, {})
     version = libs["base"].ggml_version().decode()
@@ -264,6 +300,8 @@ def _load() -> Libraries:
 
     callback = llama.LogCallback(log.write)
     libs["llama"].llama_log_set(callback, None)
+    if not libs["ggml"].ggml_backend_dev_count():
+        _load_modules(libs, folder)
     libs["llama"].llama_backend_init()
 
     kvq: CDLL | None = None
@@ -330,6 +368,9 @@ def diagnose() -> list[str]:
     lines += [
         f"libraries    {libs.lib_dir}",
         f"llama.cpp    {libs.llama_version()}, ggml {libs.base.ggml_version().decode()}",
+        *(f"{key:<12} {value}" for key, value in build_info(libs.lib_dir).items() if key != "cpu"),
+        f"cpu backend  {', '.join(sorted(Path(p).name for p in _mapped_copies('libggml-cpu'))) or 'unknown'}"
+        f", built for {build_info(libs.lib_dir).get('cpu', 'unknown')}",
     ]
     if libs.kvq is None:
         lines.append(f"backend      NOT LOADED: {libs.kvq_problem}")

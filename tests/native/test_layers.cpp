@@ -89,7 +89,7 @@ static std::vector<kvq_draft_layer> plans(const std::string & path, const char *
                 const std::string name = std::string("cache_") + side + "_l" + std::to_string(il);
                 CHECK(announced.add(name.c_str(), 128, 512, 1, true), "%s", announced.error().c_str());
             }
-            CHECK(known.add_known({ il, 2, 64, 64 }, 128, 128, 512, 1), "%s", known.error().c_str());
+            CHECK(known.add_known({ il, 2, 64, 64 }, 0, 512, 1), "%s", known.error().c_str());
         }
         for (size_t i = 0; i < layers.size(); i++) { // announced by size queries or found in a graph: one plan
             const kvq_draft_layer & a = announced.layers[i], & b = known.layers[i];
