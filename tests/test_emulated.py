@@ -27,8 +27,8 @@ CPUS = {
     "Skylake-Server": (["haswell", "sse42"], "avx2"),
 }
 
-if not QEMU and os.environ.get("KVQ_NEED_QEMU"):
-    raise RuntimeError("KVQ_NEED_QEMU is set and there is no qemu-x86_64; install Debian's qemu-user")
+if not QEMU and os.environ.get("NEED_QEMU"):
+    raise RuntimeError("NEED_QEMU is set and there is no qemu-x86_64; install Debian's qemu-user")
 pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="emulates x86-64 from libraries of this machine"),
     pytest.mark.skipif(not QEMU, reason="no qemu-x86_64 here (Debian: qemu-user)"),
