@@ -22,7 +22,7 @@ BASE: dict[str, Any] = {
     "attention.head_count_kv": N_HEAD_KV,
     "attention.layer_norm_epsilon": 1e-5,
     "attention.layer_norm_rms_epsilon": 1e-5,
-    "attention.sliding_window": 64,
+    "attention.sliding_window": 192,  # more than a method keeps open, so that codes are read
     "attention.sliding_window_pattern": 2,
     "attention.clamp_kqv": 8.0,
     "rope.dimension_sections": [8, 12, 12, 0],
