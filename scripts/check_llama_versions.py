@@ -14,6 +14,7 @@ when a tree fails; the last lines are a table.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -72,13 +73,15 @@ def log_of(folder: Path, name: str, command: list[str | Path], env: dict[str, st
     return text
 
 
-def build(version: str, cache: Path, targets: list[str]) -> Path:
-    """Folder with libggml-kvq.so, upstream's libraries and programs of that version."""
+def build(version: str, cache: Path, into: Path | None, targets: list[str]) -> Path:
+    """Folder with libggml-kvq.so, upstream's libraries and programs of that version; llama.cpp is built in the cache."""
     fetch.choose(version)
     source = fetch.ensure_source(cache)
-    folder = cache / "versions" / version
+    here = hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]  # a build folder belongs to one source folder
+    folder = (into or cache / "versions" / here) / version
     folder.mkdir(parents=True, exist_ok=True)
-    where = [] if version == PINNED else [f"-DLLAMA_CPP_DIR={source}"]  # the pinned one is built in the cache
+    elsewhere = [f"-DLLAMA_CPP_DIR={source}", f"-DKVQ_LLAMA_BUILD={cache / f'build-of-{version}'}"]
+    where = [] if version == PINNED else elsewhere
     settings = [*where, "-DKVQ_BUILD_PROGRAMS=ON", f"-DKVQ_PROGRAMS={';'.join(targets)}", "-DCMAKE_BUILD_TYPE=Release"]
     log_of(folder, "configure.log", ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *settings])
     log_of(folder, "build.log", ["cmake", "--build", folder])
@@ -142,8 +145,8 @@ def judge(what: str, ppl: tuple[float, float, float]) -> None:
         raise Failure(f"{what}: perplexity {kivi:.4f} of kivi, {own:.4f} of the tree's own cache")
 
 
-def check(version: str, cache: Path, libraries: bool) -> Row:
-    folder = build(version, cache, ["llama"] if libraries else list(PROGRAMS))
+def check(version: str, cache: Path, into: Path | None, libraries: bool) -> Row:
+    folder = build(version, cache, into, ["llama"] if libraries else list(PROGRAMS))
     ggml, python = by_python(folder)
     judge("Model", python)
     programs = (0.0, 0.0, 0.0) if libraries else by_programs(folder)
@@ -158,6 +161,7 @@ def main() -> int:
         "versions", nargs="*", help=f"of llama-cpp-python's sdist; default: {PINNED} and {', '.join(fetch.OLDER)}"
     )
     parser.add_argument("--libraries", action="store_true", help="build no programs: Python alone runs")
+    parser.add_argument("--build", type=Path, help="where libggml-kvq is built; default: a folder in the cache")
     parser.add_argument(
         "--cache", type=Path, default=fetch.default_cache(), help="default: %(default)s (KVQ_CACHE_DIR)"
     )
@@ -166,7 +170,7 @@ def main() -> int:
     for version in args.versions or [PINNED, *fetch.OLDER]:
         print(f"{version}: ...", file=sys.stderr, flush=True)
         try:
-            rows.append(check(version, args.cache.absolute(), args.libraries))
+            rows.append(check(version, args.cache.absolute(), args.build, args.libraries))
         except (Failure, fetch.FetchError) as e:
             print(f"{version}: FAILED: {e}", file=sys.stderr, flush=True)
             failed += 1

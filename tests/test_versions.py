@@ -144,10 +144,11 @@ def test_readme_names_the_range() -> None:
     assert f"llama-cpp-python {oldest} to {fetch.VERSION}" in " ".join((ROOT / "README.md").read_text().split())
 
 
-def test_the_oldest_llama_cpp_builds_and_runs() -> None:
-    """Fetched and built once into the cache (minutes), run in seconds: scripts/check_llama_versions.py."""
+def test_the_oldest_llama_cpp_builds_and_runs(tmp_path: Path) -> None:
+    """Fetched and built once into the cache (minutes): scripts/check_llama_versions.py."""
     oldest = min(fetch.OLDER, key=lambda v: [int(x) for x in v.split(".")])
-    command = [sys.executable, str(ROOT / "scripts" / "check_llama_versions.py"), oldest, "--libraries"]
+    script = str(ROOT / "scripts" / "check_llama_versions.py")
+    command = [sys.executable, script, oldest, "--libraries", "--build", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith(f"| {oldest} | 0.15.3 | - |")
