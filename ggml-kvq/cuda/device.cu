@@ -79,6 +79,8 @@ kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda"
     cudaDeviceProp p;
     if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
         n_sm    = p.multiProcessorCount;
+        max_shared    = (int) p.sharedMemPerBlockOptin;
+        max_shared_sm = (int) p.sharedMemPerMultiprocessor;
         kernels = "cuda sm_" + std::to_string(p.major) + std::to_string(p.minor);
     }
     std::lock_guard<std::mutex> lock(live_mutex);
@@ -214,7 +216,7 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
         }
     }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
-        return "there are CUDA kernels for head sizes up to 256 only: run on the CPU with -ngl 0";
+        return "there are CUDA kernels for head sizes up to 512 only: run on the CPU with -ngl 0";
     }
     return nullptr;
 }
@@ -411,6 +413,8 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
         a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;
         a.sinks = f.sinks;
+        a.max_shared    = max_shared;
+        a.max_shared_sm = max_shared_sm;
         a.map_stride = (int) f.map_stride;
         const bool mixed = f.k.type == KVQ_TYPE_MIXED;
         if (mixed) {
@@ -446,7 +450,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             for (const row_job & j : held) {
                 if (j.rows < last && first < j.rows + (size_t) (j.n - 1) * j.row_stride + j.width) {
                     a.n_taken  = (unsigned long long *) (held[0].to + held[0].n);
-                    a.n_takers = a.n_new * a.n_head_kv * kvq_decode_row_blocks(a);
+                    a.n_takers = a.n_new * a.n_head_kv * kvq_decode_row_blocks(a) << (a.wide ? a.slices_log2 : 0);
                 }
             }
             held.clear();
@@ -458,7 +462,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         const int n_warps = a.n_rows > 16 ? 4 : 1;
         const int blocks  = (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
         if (!is_short) {
-            const int want = n_sm * (few ? kvq_decode_occupancy(a) : n_warps > 1 ? 3 : 10);
+            const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
             a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
         }
         if (a.n_splits > 1) {

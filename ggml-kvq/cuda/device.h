@@ -96,7 +96,7 @@ private:
     bool        begin_side(); // the side stream waits for no more than it has to
     bool check(int status, const char * what);
     kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
-    int         ordinal, n_sm = 1;
+    int         ordinal, n_sm = 1, max_shared = 48 << 10, max_shared_sm = 48 << 10; // bytes of a block, of a multiprocessor
     void      * stream = nullptr;
     template <typename T> bool grow(T *& p, size_t & n, size_t need, const char * what);
     uint8_t   * slab = nullptr; // CUDA rounds every allocation up to 2 MiB: a cache's lanes lie in one

@@ -81,11 +81,11 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
     d.attend(a.data(), c.n_stream);
     d.get(dst.data(), to.p, dst.size() * 4);
     if (l.codec.type == KVQ_TYPE_MIXED) {
-        const bool few = (D == 64 || D == 128) && c.gqa * c.n_q <= 32;
+        const bool few = D % 16 == 0 && c.gqa * c.n_q <= 32;
         CHECK((d.n_decode > n_decode) == few, "D %d, %d rows of a KV head: %s", D, c.gqa * c.n_q, few ? "the decode kernel was not used" : "the decode kernel was used");
     }
     if (l.codec.type == KVQ_TYPE_AFFINE) {
-        const bool fine = (D == 64 || D == 128) && c.gqa * c.n_q <= 32 && l.codec.group == 16 && x.lane[1]->layout().codec.group == 16;
+        const bool fine = D % 16 == 0 && c.gqa * c.n_q <= 32 && l.codec.group == 16 && x.lane[1]->layout().codec.group == 16;
         CHECK((d.n_fine > n_fine) == fine, "%s %s, D %d, %d rows of a KV head: %s", c.method, c.opts, D, c.gqa * c.n_q, fine ? "the kernel for groups of 16 was not used" : "the kernel for groups of 16 was used");
     }
     const bool many = D <= 128 && c.gqa * c.n_q > 64;

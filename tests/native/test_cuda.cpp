@@ -314,7 +314,10 @@ int main(int argc, char ** argv) {
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "attention")) {
-        if (argc > 2) {
+        take_turns = argc > 3;
+        if (argc > 2 && !strcmp(argv[2], "wide")) {
+            wide_attention(d, argc > 3);
+        } else if (argc > 2) {
             fine_attention(d, false);
         } else {
             attention_matrix(d, false);
