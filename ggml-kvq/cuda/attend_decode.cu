@@ -115,6 +115,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
 
 int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << row_columns_log2(a)) + COLUMNS - 1) / COLUMNS; }
 
+// called with what kvq_decode_fits set
 bool kvq_decode_means(const kvq_attend_args & a) { return a.k.type == KVQ_TYPE_LATTICE && is_means_pair(a); }
 
 // teams of warps (decode_stage.cuh) that share the cells of a block

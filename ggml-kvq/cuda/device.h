@@ -28,6 +28,8 @@ public:
     // First failure since creation, "" when there was none. Later calls do nothing useful.
     const std::string & error() const { return err; }
 
+    // Compute capability of a device that our kernels are not made for, which is below 8.0; "" of others
+    static std::string too_old(int ordinal);
     // NULL: there are kernels for this layer, else why not (and the cure)
     static const char * refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v);
 
@@ -81,6 +83,7 @@ public:
     void   encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void   decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
     size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    const char * slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void   take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) override;
     void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
     void   chain_predict(const kvq_chain_pages & c, float * out) override;
@@ -90,6 +93,7 @@ public:
     void   choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
 
 private:
+    static std::string refuse_settings(); // KVQ_CUDA_AS; "": nothing is wrong
     bool use(); // before anything is done: what waits goes first
     void      * side = nullptr, * observed = nullptr; // a stream for what the host waits for; the event behind observe()
     uint64_t    n_calls = 0, n_calls_observed = 0;    // of use(); equal: nothing has been asked for since observe()

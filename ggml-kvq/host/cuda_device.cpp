@@ -8,6 +8,7 @@
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -127,6 +128,11 @@ kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_devic
 int kvq_cuda_init(ggml_backend_reg * reg) {
     ggml_backend_reg_t cuda_reg = ggml_backend_cuda_reg();
     for (size_t i = 0; cuda_reg && i < ggml_backend_reg_dev_count(cuda_reg); i++) {
+        const std::string old = kvq_cuda_device::too_old((int) i);
+        if (!old.empty()) {
+            fprintf(stderr, "ggml-kvq: CUDA%zu has compute capability %s and our kernels need 8.0: it keeps llama.cpp's own KV cache\n", i, old.c_str());
+            continue;
+        }
         std::unique_ptr<wrapped> w(new wrapped);
         w->context.inner       = ggml_backend_reg_dev_get(cuda_reg, i);
         w->context.ordinal     = (int) i;

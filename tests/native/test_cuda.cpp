@@ -310,7 +310,11 @@ int main(int argc, char ** argv) {
     kvq_cuda_device d(0);
     CHECK(d.error().empty(), "%s", d.error().c_str());
     if (argc > 1 && !strcmp(argv[1], "bench")) {
-        bench(d, argc > 2 ? argv[2] : "", argc > 3 ? atoi(argv[3]) : 0);
+        bench_heads shape = { 32, 8, 128 };
+        if (argc > 4) { // bench FORMAT CELLS 24/4x256
+            CHECK(sscanf(argv[4], "%d/%dx%d", &shape.heads, &shape.heads_kv, &shape.D) == 3, "%s is no shape, as 24/4x256 is", argv[4]);
+        }
+        bench(d, argc > 2 ? argv[2] : "", argc > 3 ? atoi(argv[3]) : 0, shape);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "attention")) {
