@@ -56,6 +56,7 @@ class Shape:
     heads_kv: int
     head_size: int
     hybrid: bool
+    layers: int = LAYERS
 
     def attends(self, layer: int) -> bool:
         """Is this layer attention?"""
@@ -80,12 +81,12 @@ def write_model(path: Path, shape: Shape) -> None:
     rng = np.random.default_rng(1)
     arch = "lfm2" if shape.hybrid else "llama"
     w = gguf.GGUFWriter(str(path), arch)
-    w.add_block_count(LAYERS)
+    w.add_block_count(shape.layers)
     w.add_context_length(1 << 18)
     w.add_embedding_length(WIDTH)
     w.add_feed_forward_length(FFN)
     w.add_head_count(shape.heads)
-    w.add_head_count_kv([shape.heads_kv if shape.attends(i) else 0 for i in range(LAYERS)] if shape.hybrid else shape.heads_kv)
+    w.add_head_count_kv([shape.heads_kv if shape.attends(i) else 0 for i in range(shape.layers)] if shape.hybrid else shape.heads_kv)
     w.add_key_length(shape.head_size)
     w.add_value_length(shape.head_size)
     w.add_layer_norm_rms_eps(1e-5)
@@ -95,7 +96,7 @@ def write_model(path: Path, shape: Shape) -> None:
     w.add_tokenizer_model("none")
     if shape.hybrid:
         w.add_uint32("lfm2.shortconv.l_cache", 3)
-    blocks = rng.integers(0, 256, (max(FFN, VOCAB) * WIDTH // 32, 18), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (max(FFN, VOCAB, 3 * WIDTH) * WIDTH // 32, 18), dtype=np.uint8)
     blocks[:, :2] = np.frombuffer(np.float16(0.006).tobytes(), dtype=np.uint8)
 
     def q4(name: str, rows: int, columns: int) -> None:
@@ -109,7 +110,7 @@ def write_model(path: Path, shape: Shape) -> None:
     q4("token_embd.weight", VOCAB, WIDTH)
     q4("output.weight", VOCAB, WIDTH)
     ones("token_embd_norm.weight" if shape.hybrid else "output_norm.weight", WIDTH)
-    for i in range(LAYERS):
+    for i in range(shape.layers):
         parts = [("ffn_gate", FFN, WIDTH), ("ffn_up", FFN, WIDTH), ("ffn_down", WIDTH, FFN)]
         if shape.attends(i):
             parts += [("attn_q", q, WIDTH), ("attn_k", kv, WIDTH), ("attn_v", kv, WIDTH), ("attn_output", WIDTH, q)]
@@ -138,7 +139,7 @@ def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> No
     kv = shape.heads_kv * shape.head_size
     meta = {"kvq.version": files.VERSION, "kvq.method": "aqua", **files.identity(model), "kvq.aqua.predictor": "full" if predictors else "bias"}
     data: dict[str, np.ndarray] = {}
-    for i in filter(shape.attends, range(LAYERS)):
+    for i in filter(shape.attends, range(shape.layers)):
         for name, inputs in (("k", kv), ("v", 2 * kv)):
             data[f"kvq.aqua.blk.{i}.{name}.bias"] = rng.standard_normal(kv).astype(np.float32)
             if i and predictors:
@@ -162,6 +163,7 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=1, help="medians of so many runs of each, in turns")
     p.add_argument("--only", nargs="+", help="parts of cache names")
     p.add_argument("--memory", action="store_true", help="hold memory against the load line, at every depth")
+    p.add_argument("--layers", type=int, default=LAYERS, help="fewer are quicker to load and to fill; ratios stay")
     p.add_argument("--keep", action="store_true", help="models of --shapes stay")
     p.add_argument("--timeout", type=float, default=120)
     a = p.parse_args()
@@ -169,7 +171,7 @@ def main() -> None:
         subprocess.run([a.kernels, "bench"], check=True)
     chosen = [c for c in CACHES if not a.only or any(x in c[0] for x in a.only)]
     failed = False
-    for shape in a.shapes:
+    for shape in (dataclasses.replace(s, layers=a.layers) for s in a.shapes):
         failed |= bench_shape(a, shape, chosen)
     if failed:
         sys.exit("memory is not as said")
@@ -177,7 +179,8 @@ def main() -> None:
 
 def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str, str, str, str]]) -> bool:
     """All depths of one model; was its memory other than its load line said?"""
-    model = a.model if shape.text == "32/8x128" else a.model.with_name(f"{a.model.stem}-{re.sub('[:/]', '-', shape.text)}.gguf")
+    usual = shape.text == "32/8x128" and shape.layers == LAYERS
+    model = a.model if usual else a.model.with_name(f"{a.model.stem}-{re.sub('[:/]', '-', shape.text)}-{shape.layers}.gguf")
     if not model.exists():
         write_model(model, shape)
     sidecar = model.with_suffix(".aqua.gguf")
@@ -230,7 +233,7 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str
                             f"the rest {used - kv - compute - workspace:.1f}" + (f" ({100 * off:+.1f} % of what is said, with upstream's rest)" if method else ""),
                             flush=True,
                         )
-    if not a.keep and shape.text != "32/8x128":  # 4 GB each
+    if not a.keep and not usual:  # 4 GB each
         model.unlink()
         sidecar.unlink(missing_ok=True)
     return failed

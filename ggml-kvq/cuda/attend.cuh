@@ -16,7 +16,8 @@ struct kvq_attend_args {
     int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
     int   in_order;     // the kernel before this one writes pages: no early start
     // WIDE decode kernels (decode_stage.cuh): slices of a head; of values: all groups, and slices that share one
-    int   slices_log2, v_groups, v_slices_log2, wide, n_warps, occupancy; // n_warps: of a block, fewer where shared memory is short; occupancy: blocks of a multiprocessor
+    int   slices_log2, v_groups, v_slices_log2, wide, n_warps, occupancy, nb_shared; // n_warps: of a block, fewer where shared memory is short; occupancy: blocks of a multiprocessor
+    int   one_team;      // blocks of one team, for tests
     int   max_shared, max_shared_sm; // bytes that a block and a multiprocessor may have
     float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches

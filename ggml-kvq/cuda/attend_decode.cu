@@ -45,20 +45,20 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     return a.wide ? t.wide : a.k.head_size == 128 ? t.of_128 : t.of_64;
 }
 
-// Blocks that a multiprocessor holds, 0: there is no room for one; and warps of a block.
-static std::array<int, 2> occupancy_of(const kvq_attend_args & a, bool is_short) {
+// Blocks that a multiprocessor holds, 0: there is no room for one; warps of a block; its bytes of shared memory.
+static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short) {
     static std::mutex mutex;
-    static std::map<std::array<int, 22>, std::array<int, 2>> known;
+    static std::map<std::array<int, 23>, std::array<int, 3>> known;
     int device = 0;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
     const auto at = known.insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits,
-        a.km.part[0].n_cells, a.km.part[0].scale, a.vm.part[0].scale, a.page_cells, a.map_stride != 0, a.waves != nullptr, a.fine, a.wide, is_short, a.max_shared, a.max_shared_sm }, { -1, 0 } }).first;
+        a.km.part[0].n_cells, a.km.part[0].scale, a.vm.part[0].scale, a.page_cells, a.map_stride != 0, a.waves != nullptr, a.fine, a.wide, is_short, a.one_team, a.max_shared, a.max_shared_sm }, { -1, 0, 0 } }).first;
     if (at->second[0] < 0) {
-        int found[2] = { 0, 4 };
+        int found[3] = { 0, 4, 0 };
         kernel_of(a, is_short)(a, 1, nullptr, found);
         cudaGetLastError();
-        at->second = { found[0], found[1] };
+        at->second = { found[0], found[1], found[2] };
     }
     return at->second;
 }
@@ -99,17 +99,18 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
         fits = fits && a.k.group == 2 && a.v.group == 2;
     }
     fits = fits && (!a.wide || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
-    // beyond 256 channels there are no tiles
-    if (!fits || (kvq_decode_row_blocks(a) > MAX_ROW_BLOCKS && D <= 2*SLICE)) {
+    // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
+    if (!fits || (kvq_decode_row_blocks(a) > MAX_ROW_BLOCKS && D <= SLICE)) {
         return false;
     }
-    std::array<int, 2> room = occupancy_of(a, false);
+    std::array<int, 3> room = occupancy_of(a, false);
     if (!room[0] && !a.wide && is_wide_pair(a, false)) { // slices go into smaller blocks
         a.wide = 1;
         room   = occupancy_of(a, false);
     }
     a.occupancy = room[0];
     a.n_warps   = room[1];
+    a.nb_shared = room[2];
     return room[0] > 0;
 }
 
@@ -133,7 +134,7 @@ bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
     if (!kernel) {
         return false;
     }
-    const std::array<int, 2> room = occupancy_of(a, true);
+    const std::array<int, 3> room = occupancy_of(a, true);
     const int cells = SHORT_CELLS * (room[1] >> a.slices_log2), n_splits = (a.n_pages * a.page_cells + cells - 1) / cells;
     a.is_short = room[0] && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
     if (a.is_short) {

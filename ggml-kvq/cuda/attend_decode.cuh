@@ -64,9 +64,12 @@ __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
     return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0);
 }
 
+template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
+template <int D, int KB, bool MEANS, int FINE, bool WIDE> constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
+
 // MEANS: sealed pages lack theirs. FINE: as above, 1: parameters in f16, 2: in 8 bits. WIDE: heads that are not D channels
 template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE> __global__
-void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
+void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : takes_many<D, KB, MEANS, FINE> ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
@@ -401,7 +404,8 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
         if (WIDE) { __syncthreads(); }
         of_codes = false;
     }
-    decode_sums<D> & sums = *(decode_sums<D> *) memory;
+    typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
+    sums_type & sums = *(sums_type *) memory;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
@@ -449,10 +453,10 @@ template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = f
     }
     const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0) : 0;
     const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(decode_sums<D>));
+        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a, WIDE, bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a, decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
 }
 
 template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {

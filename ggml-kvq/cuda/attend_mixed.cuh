@@ -204,7 +204,7 @@ template <int D, typename X> __device__ __noinline__ void decode_cells(const X o
 template <int N> using int_of = std::integral_constant<int, N>;
 
 // HI, LO: bits of the parts; 0: any, as the arguments say
-template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32 * DECODE_WARPS, 3) mixed_kernel(const __grid_constant__ kvq_attend_args a) {
+template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3) mixed_kernel(const __grid_constant__ kvq_attend_args a) {
     constexpr int S = D / 16;
     const slice_of<D, WIDE> of(a, threadIdx.x / 32);
     const int Q_STEP = of.n * (D / 4) + 1; // of queries in shared memory: four channels as two pairs, one row after another
@@ -473,7 +473,8 @@ template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32
     copies_done(); // and every lane is done with the parameters, whose place the units take
     change_units(false, 0);
     __syncthreads();
-    decode_sums<D> & sums = *(decode_sums<D> *) memory;
+    typedef decode_sums<D, most_warps<WIDE, false>()> sums_type;
+    sums_type & sums = *(sums_type *) memory;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
 #pragma unroll
@@ -508,10 +509,10 @@ template <int D, int HI, int LO, bool WIDE> void launch_mixed_kernel(kvq_attend_
     a.stage_bytes = std::max((a.stage_raw_k + 4 * (w.k_params + 2*w.set + w.channels + w.v_head + w.v_pairs) + 15) & ~15, 32 * D * 2); // or 32 decoded cells
     const auto bytes = [&](int n_warps) {
         return std::max(n_warps * (2 * (size_t) a.stage_bytes + sizeof(mixed_tables<D>) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + DECODE_COLUMNS * ((D / 4 << a.slices_log2) + 1) * sizeof(uint2),
-                        sizeof(decode_sums<D>));
+                        sizeof(decode_sums<D, most_warps<WIDE, false>()>));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(mixed_kernel<D, HI, LO, WIDE>, limit, a, WIDE, bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(mixed_kernel<D, HI, LO, WIDE>, limit, a, most_warps<WIDE, false>(), WIDE, bytes, n_streams, stream, occupancy);
 }
 
 // 4 and 2 bits, which zipcache starts with, have a kernel of their own

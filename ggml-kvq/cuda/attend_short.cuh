@@ -26,8 +26,9 @@ template <int D> struct open_place {
     static __device__ __forceinline__ int value(int cell) { return V + cell * STEP + cell / 16 * 16; }
 };
 
-template <int D> struct short_sums { // sums of a column: o relative to exp2(m), l likewise
-    float o[DECODE_WARPS][DECODE_COLUMNS][D], m[DECODE_WARPS][DECODE_COLUMNS], l[DECODE_WARPS][DECODE_COLUMNS];
+template <int D, bool WIDE> struct short_sums { // sums of a column: o relative to exp2(m), l likewise
+    static constexpr int WARPS = most_warps<WIDE, true>();
+    float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS];
     int last;
 };
 
@@ -88,7 +89,7 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-template <int D, int KB, int VB, bool WIDE> __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) short_kernel(const __grid_constant__ kvq_attend_args a) {
+template <int D, int KB, int VB, bool WIDE> __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1) short_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE, AFFINE = CODES && !ROTATED; // sealed pages exist, and are rotated, or have zeros
@@ -291,7 +292,7 @@ template <int D, int KB, int VB, bool WIDE> __global__ void __launch_bounds__(32
     }
     // this thread's columns, over all cells of the warp
     __syncthreads();
-    short_sums<D> & sums = *(short_sums<D> *) memory;
+    short_sums<D, WIDE> & sums = *(short_sums<D, WIDE> *) memory;
     const float unit_v = AFFINE && (state & 2) && state > 0 ? FROM_V : 1.0f;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -383,10 +384,10 @@ template <int D, int KB, int VB, bool WIDE> void launch_kernel(kvq_attend_args a
         lay_out_stage<D, KB, VB>(a);
     }
     const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) a.stage_bytes + a.stage_wide + open_place<D>::BYTES + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(short_sums<D>));
+        return std::max(n_warps * ((size_t) a.stage_bytes + a.stage_wide + open_place<D>::BYTES + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(short_sums<D, WIDE>));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(short_kernel<D, KB, VB, WIDE>, limit, a, WIDE, bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(short_kernel<D, KB, VB, WIDE>, limit, a, most_warps<WIDE, true>(), WIDE, bytes, n_streams, stream, occupancy);
 }
 
 template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {

@@ -7,13 +7,13 @@ namespace {
 
 
 // sums of a column: o relative to exp2(m), l likewise
-template <int D> struct decode_sums {
-    float o[DECODE_WARPS][DECODE_COLUMNS][D], m[DECODE_WARPS][DECODE_COLUMNS], l[DECODE_WARPS][DECODE_COLUMNS];
+template <int D, int WARPS> struct decode_sums {
+    float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS];
     int last;
 };
 
 // Rows of this block from its columns, then from all blocks of the row by the last of them to arrive. A warp takes a slice of a row.
-template <int D, typename X> __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<D> & s, int is, int kvh, int row0, int n_rows, int n_blocks) {
+template <int D, int WARPS, typename X> __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<D, WARPS> & s, int is, int kvh, int row0, int n_rows, int n_blocks) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns_log2 = row_columns_log2(a), per_row = DECODE_COLUMNS >> columns_log2;
     const int size = of.head(a); // of a head
     const auto finish = [&](int row, int channel, float4 x, float m, float l) {
@@ -83,12 +83,24 @@ template <int D, typename X> __device__ void merge_rows(const kvq_attend_args & 
             l = l * old + f * ml.y;
             x.x *= old; x.y *= old; x.z *= old; x.w *= old;
             const int n = min(32, n_blocks - b0);
+            if constexpr (X::WIDE) { // 16 are on their way at once, also the last ones
+#pragma unroll 2
+                for (int b = 0; b < n; b += 16) {
+#pragma unroll
+                    for (int k = 0; k < 16; k++) {
+                        const float  fb = __shfl_sync(~0u, f, b + k); // 0 beyond the last block
+                        const float4 y  = __ldcg((const float4 *) (p + (size_t) min(b0 + b + k, n_blocks - 1) * (size + 4) + at_channel));
+                        x.x += fb * y.x; x.y += fb * y.y; x.z += fb * y.z; x.w += fb * y.w;
+                    }
+                }
+            } else {
 #pragma unroll 16
-            for (int b = 0; b < n; b += HALVES) {
-                const int   at = min(b + lane / (D / 4), 31);
-                const float fb = __shfl_sync(~0u, f, at); // 0 beyond the last block
-                const float4 y = __ldcg((const float4 *) (p + (size_t) min(b0 + at, n_blocks - 1) * (size + 4) + at_channel));
-                x.x += fb * y.x; x.y += fb * y.y; x.z += fb * y.z; x.w += fb * y.w;
+                for (int b = 0; b < n; b += HALVES) {
+                    const int   at = min(b + lane / (D / 4), 31);
+                    const float fb = __shfl_sync(~0u, f, at); // 0 beyond the last block
+                    const float4 y = __ldcg((const float4 *) (p + (size_t) min(b0 + at, n_blocks - 1) * (size + 4) + at_channel));
+                    x.x += fb * y.x; x.y += fb * y.y; x.z += fb * y.z; x.w += fb * y.w;
+                }
             }
         }
         for (int d = 16; d; d /= 2) { l += __shfl_xor_sync(~0u, l, d); }

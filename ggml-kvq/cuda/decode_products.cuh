@@ -259,16 +259,18 @@ __device__ __forceinline__ bool arrives_last(const kvq_attend_args & a, int n_bl
     return last;
 }
 
-// Launches a decode kernel or, with `occupancy`, tells how many blocks a multiprocessor holds and how many warps those have: as many as
-// there is shared memory for, but whole teams. bytes(n): of n warps. Kernels for 64 and 128 channels always have DECODE_WARPS.
+// Launches a decode kernel or, with `occupancy`, tells how many blocks a multiprocessor holds, how many warps those have and what shared
+// memory: as many as there is room for, but whole teams. bytes(n): of n warps. Kernels for 64 and 128 channels always have all.
 template <typename K, typename L, typename F>
-void kvq_launch_decode_kernel(K * kernel, L & limit, const kvq_attend_args & a, bool wide, F && bytes, int n_streams, cudaStream_t stream, int * occupancy) {
+void kvq_launch_decode_kernel(K * kernel, L & limit, const kvq_attend_args & a, int n_warps, bool wide, F && bytes, int n_streams, cudaStream_t stream, int * occupancy) {
     if (occupancy) {
-        int n = DECODE_WARPS;
+        int n = wide && a.one_team ? 1 << a.slices_log2 : n_warps;
         const size_t most = (size_t) a.max_shared;
-        while (wide && n > 1 << a.slices_log2 && bytes(n) > most) { n /= 2; }
+        const int team = 1 << a.slices_log2, columns = 1 << row_columns_log2(a); // a lane for each team's columns of a row
+        while (wide && n > team && (bytes(n) > most || n / team * columns > 32)) { n -= team; }
         occupancy[0] = 0;
         occupancy[1] = n;
+        occupancy[2] = (int) bytes(n);
         if (bytes(n) <= most) {
             limit.raise(kernel, bytes(n));
             cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, kernel, 32 * n, bytes(n));
@@ -276,7 +278,7 @@ void kvq_launch_decode_kernel(K * kernel, L & limit, const kvq_attend_args & a, 
         }
         return;
     }
-    const int n = wide ? a.n_warps : DECODE_WARPS;
+    const int n = wide ? a.n_warps : n_warps;
     limit.raise(kernel, bytes(n));
     const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
     kvq_launch_early(kernel, grid, 32 * n, bytes(n), stream, a, !a.in_order);

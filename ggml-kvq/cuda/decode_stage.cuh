@@ -85,6 +85,10 @@ template <int D> struct slice_of<D, true> {
     __device__ __forceinline__ bool has(int channel) const { return channel < channels; }
 };
 
+// Warps of a block, at most. WIDE kernels have one block on a multiprocessor: what teams leave each other stays in its shared memory, and
+// there are fewer blocks whose sums the last one adds up.
+template <bool WIDE, bool MANY_REGISTERS> __host__ __device__ constexpr int most_warps() { return !WIDE ? DECODE_WARPS : MANY_REGISTERS ? 8 : 12; }
+
 // Waits for the other warps of the team, whose memory before it is then seen.
 __device__ __forceinline__ void team_barrier(int team, int n_warps) {
     __syncwarp();

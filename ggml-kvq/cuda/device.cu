@@ -304,6 +304,13 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
     return nullptr;
 }
 
+kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const kvq_codec & v) const {
+    cudaSetDevice(ordinal);
+    kvq_attend_args a = decode_args(k, v);
+    const bool fits = kvq_decode_fits(a, 0);
+    return { a.wide ? "slices of 128" : a.k.head_size == 64 ? "64" : "128", fits ? a.n_warps : 0, a.nb_shared };
+}
+
 const char * kvq_cuda_device::slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     cudaSetDevice(ordinal);
     kvq_attend_args a = decode_args(k.codec, v.codec);
@@ -508,6 +515,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
         a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;
         a.sinks = f.sinks;
+        a.one_team      = one_team;
         a.max_shared    = max_shared;
         a.max_shared_sm = max_shared_sm;
         a.map_stride = (int) f.map_stride;
@@ -520,7 +528,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             const kvq_attn & s = attn[i0 + i];
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr };
         }
-        if (left_out && (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a))) { // as f16 rows then
+        if (left_out && (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) || !kvq_decode_fits(a, n_streams))) { // as f16 rows then
             if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) {
                 return;
             }
@@ -559,6 +567,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         if (!is_short) {
             const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
             a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+            if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; } // the last block reads them by 32
         }
         if (a.n_splits > 1) {
             const size_t n_tickets = few ? blocks : 0, n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);

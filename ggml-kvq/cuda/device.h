@@ -40,6 +40,7 @@ public:
     void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr, const kvq_chain_pages * chain = nullptr);
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
     bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
+    bool one_team = false; // tests: blocks of decode attention have one team of warps, whose barrier is then the block's
     int64_t n_short = 0, n_decode = 0, n_prompt = 0; // launches for short caches so far; for few rows, short caches among them; for many
     int64_t n_means = 0; // and over sealed pages that lack their means
     int64_t n_fine = 0;  // and over groups of 16 in both (decode_fine.cuh)
@@ -83,6 +84,9 @@ public:
     void   encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void   decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
     size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a block, for tests; warps 0: none
+    struct decode_room { const char * kernel; int n_warps, nb_shared; };
+    decode_room room_of(const kvq_codec & k, const kvq_codec & v) const;
     const char * slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void   take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) override;
     void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;

@@ -381,7 +381,7 @@ static void wide_attention(kvq_cuda_device & d, bool quick) {
 }
 
 // quick: under a sanitizer, or on the host
-static void attention_matrix(kvq_cuda_device & d, bool quick) {
+static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false) {
     double worst = 0;
     int n = 0;
     const auto attention = [&](attention_case c) {
@@ -397,8 +397,10 @@ static void attention_matrix(kvq_cuda_device & d, bool quick) {
         attention(c);
         CHECK(d.n_short > before, "bits %d/%d group %d D %d: the kernel for short caches did not run", c.kb, c.vb, c.group, c.D);
     };
-    fine_attention(d, quick);
-    wide_attention(d, quick);
+    if (!rest) {
+        fine_attention(d, quick);
+        wide_attention(d, quick);
+    }
     if (quick) {
         attention({ 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
         attention({ 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });

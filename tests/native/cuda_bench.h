@@ -3,6 +3,30 @@
 
 #include "cuda_timing.h"
 
+// Warps and shared memory of a block of every decode kernel on this device (KVQ_CUDA_AS: on another), and what has none and takes tiles.
+static void print_limits(kvq_cuda_device & d) {
+    printf("%s\n%-14s %6s %8s %16s %8s %10s\n", d.name(), "format", "heads", "group", "kernel", "warps", "bytes");
+    int n_none = 0;
+    const auto line = [&](const char * name, int kb, int vb, int group, int scale, int D) {
+        const kvq_codec k = make_codec(KVQ_ROLE_K, kb, group, scale, 0, 0.0f, std::max(32, group), D), v = make_codec(KVQ_ROLE_V, vb, std::min(group, D), scale, 0, 0.0f, std::max(32, group), D);
+        if (kb < 16 && (kvq_traits(k.type)->refuse(k) || kvq_traits(v.type)->refuse(v))) { return; }
+        const auto room = d.room_of(k, v);
+        char bits[32];
+        snprintf(bits, sizeof(bits), "%s %d/%d%s", name, kb, vb, scale ? " u8" : "");
+        printf("%-14s %6d %8d %16s %8d %10d\n", bits, D, group, room.n_warps ? room.kernel : "none", room.n_warps, room.n_warps ? room.nb_shared : 0);
+        n_none += !room.n_warps;
+    };
+    const std::pair<int, int> pairs[] = { { 1, 1 }, { 2, 1 }, { 2, 2 }, { 3, 2 }, { 3, 3 }, { 4, 2 }, { 4, 4 } };
+    for (int D : { 64, 80, 96, 128, 192, 256, 512 }) {
+        line("f16", 16, 16, 32, 0, D);
+        for (const auto & p : pairs) { for (int scale : { 0, 1 }) {
+            for (int group : { 16, 32, 128 }) { line("affine", p.first, p.second, group, scale, D); }
+            if (scale) { line("lattice", p.first, p.second, 2, scale, D); }
+        } }
+    }
+    printf("%d without a kernel\n", n_none);
+}
+
 struct bench_heads { int heads, heads_kv, D; };
 
 static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_heads shape = { 32, 8, 128 }) {

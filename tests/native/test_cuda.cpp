@@ -318,14 +318,21 @@ int main(int argc, char ** argv) {
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "attention")) {
-        take_turns = argc > 3;
+        take_turns = argc > 3 && !strcmp(argv[3], "host");
+        d.one_team = argc > 4; // racecheck does not know barriers of some of a block's warps
         if (argc > 2 && !strcmp(argv[2], "wide")) {
             wide_attention(d, argc > 3);
+        } else if (argc > 2 && !strcmp(argv[2], "rest")) {
+            attention_matrix(d, false, true);
         } else if (argc > 2) {
             fine_attention(d, false);
         } else {
             attention_matrix(d, false);
         }
+        return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "limits")) {
+        print_limits(d);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {

@@ -365,6 +365,7 @@ int main(int argc, char ** argv) {
             attention({ "zipcache", "interval=64,salient=0.5,keep=0.5,normalise=false", D, 2, gqa, n_q, 500, 1, 0, 0, true });
         } } }
         attention({ "minikv", "", 128, 8, 4, 1, 4000, 1, 0, 0, false });
+        for (int gqa : { 1, 6 }) { attention({ "minikv", "", 256, 1, gqa, 65, 600, 1, 0, 0, gqa == 1 }); }
         for (int D : { 64, 80, 96, 128 }) { for (int gqa : { 1, 3, 4, 8 }) { // prompts
             attention({ "minikv", "", D, 1, gqa, 65, 600, 1 + (gqa == 3), gqa == 8 ? 20.0f : 0.0f, gqa == 4 ? 8.0f : 0.0f, gqa != 4 });
             if (gqa == 3) { attention({ "minikv", "scales=f16,group=32,window=0", D, 1, gqa, 129, 900, 1, 0, 0, false }); }
