@@ -296,6 +296,12 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
             return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a multiple of 16: run on the CPU with -ngl 0";
         }
         kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec);
+        if (!kvq_decode_fits(a, 0) && a.nb_shared > a.max_shared) {
+            static thread_local std::string why;
+            why = "attention over heads of " + std::to_string(head_size_k) + " needs " + std::to_string(a.nb_shared >> 10) + " KB of shared memory a block with these bits and groups, and this card has " +
+                  std::to_string(a.max_shared >> 10) + " KB: take fewer bits or larger groups (kivi with group=128), or run on the CPU with -ngl 0";
+            return why.c_str();
+        }
         if (!kvq_decode_fits(a, 0)) {
             return "there are CUDA kernels for heads above 256 channels only with bits 1/1, 2/1, 2/2, 3/2, 3/3, 4/2 or 4/4 of keys and values, groups of 16, 32, 64, 128 or the head, and grids of "
                    "d2: change the method's options, or run on the CPU with -ngl 0";
@@ -317,7 +323,8 @@ const char * kvq_cuda_device::slow_reading(const kvq_layer_plan & plan, const kv
     if (!kvq_decode_fits(a, 0)) {
         return "tiles, about 8 times slower";
     }
-    if (plan.mean && !plan.k.chained && !kvq_decode_means(a)) {
+    a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
+    if (plan.mean && !plan.k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
         return "f16 rows made for each token, about 4 times slower";
     }
     return nullptr;

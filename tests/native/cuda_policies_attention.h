@@ -35,6 +35,10 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
     two_layers w(d, c.method, c.opts, c.heads, D, n_cells, c.n_stream);
     layer & x = w.there;
     const kvq_lane_layout & l = x.lane[0]->layout();
+    if (getenv("KVQ_CUDA_AS") && D > 256 && !d.room_of(l.codec, x.lane[1]->layout().codec).n_warps) { // refused at load there
+        printf("%s %s, D %d: no room\n", c.method, c.opts, D);
+        return;
+    }
     for (int s = 0; s < c.n_stream; s++) {
         for (int at = 0; at < c.n_past; at += 100) {
             std::vector<int64_t> idx;

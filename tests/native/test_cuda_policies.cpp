@@ -329,8 +329,8 @@ int main(int argc, char ** argv) {
     }
     n = 0;
     for (const char * opts : { "", "interval=64,salient=0.5,scales=f16", "interval=32,salient=1,hi=3,scales=u8", "interval=256,salient=0.25,hi=4,lo=1,eta=0.1", "interval=96,salient=0,lo=3" }) {
-        for (int D : { 64, 80, 128, 256 }) {
-            if (!quick || D == 80) { n += check_blocks(d, opts, D); }
+        for (int D : { 64, 80, 128, 192, 256, 512 }) {
+            if (!quick || D == 80 || D == 512) { n += check_blocks(d, opts, D); }
         }
     }
     printf("mixed pages: %d identical to the C reference\n", n);
