@@ -1,5 +1,6 @@
-# cmake -P: configure and build PROGRAMS of SOURCE in BUILD with the cache script SETTINGS, then copy programs and libraries to
-# STAGE. Wheels hold no symbolic links, so every library appears once, under its SONAME.
+# cmake -P: configure and build the targets PROGRAMS of SOURCE in BUILD with the cache script SETTINGS, then copy
+# programs and libraries to STAGE. Wheels hold no symbolic links, so every library appears once, under its SONAME.
+# A backend that is a module (GGML_BACKEND_DL) keeps its plain name, by which llama.cpp finds it beside its programs.
 cmake_minimum_required(VERSION 3.21)
 string(REPLACE "," ";" PROGRAMS "${PROGRAMS}")
 file(LOCK ${BUILD}.lock RESULT_VARIABLE busy TIMEOUT 0)
@@ -20,9 +21,12 @@ endif()
 
 file(MAKE_DIRECTORY ${STAGE})
 foreach(program IN LISTS PROGRAMS)
-    file(COPY ${BUILD}/bin/${program} DESTINATION ${STAGE})
+    if(EXISTS ${BUILD}/bin/${program}) # the target may be a library
+        file(COPY ${BUILD}/bin/${program} DESTINATION ${STAGE})
+    endif()
 endforeach()
 file(GLOB libraries ${BUILD}/bin/lib*.so*)
+set(staged libggml-kvq.so)
 foreach(library IN LISTS libraries)
     if(IS_SYMLINK ${library})
         continue()
@@ -30,4 +34,12 @@ foreach(library IN LISTS libraries)
     get_filename_component(name ${library} NAME)
     string(REGEX REPLACE "^(lib.*\\.so(\\.[0-9]+)?).*$" "\\1" soname ${name})
     execute_process(COMMAND ${CMAKE_COMMAND} -E copy_if_different ${library} ${STAGE}/${soname} COMMAND_ERROR_IS_FATAL ANY)
+    list(APPEND staged ${soname})
+endforeach()
+# What an earlier build with other settings left would be found by programs and by the wheel.
+file(GLOB libraries RELATIVE ${STAGE} ${STAGE}/lib*.so*)
+foreach(library IN LISTS libraries)
+    if(NOT library IN_LIST staged)
+        file(REMOVE ${STAGE}/${library})
+    endif()
 endforeach()

@@ -1,7 +1,8 @@
-# llama-programs: upstream's five programs and the libraries they need, built unmodified from LLAMA_CPP_DIR in a build folder of
+# llama-programs: upstream's programs and the libraries they need, built unmodified from LLAMA_CPP_DIR in a build folder of
 # their own and staged into ${KVQ_STAGE}. For the pinned source the build folder lives in the cache, keyed by everything that
 # decides its content, so that a second install takes seconds; for a foreign tree it lives in this build folder.
-set(KVQ_PROGRAMS llama-cli llama-completion llama-server llama-bench llama-perplexity)
+set(KVQ_PROGRAMS llama-cli llama-completion llama-server llama-bench llama-perplexity ggml-rpc-server
+    CACHE STRING "targets of llama.cpp that are built; the wheel needs all of them")
 set(KVQ_STAGE ${CMAKE_CURRENT_BINARY_DIR}/lib)
 
 set(settings "")
@@ -55,6 +56,8 @@ if(NOT failed AND NOT APPLE)
     endif()
 endif()
 kvq_setting(BUILD_SHARED_LIBS ON)
+kvq_setting(GGML_RPC ON) # layers on other machines: --rpc in the programs, ggml-rpc-server there
+kvq_setting(GGML_RPC_RDMA OFF) # else a machine that has libibverbs makes programs that need it
 kvq_setting(CMAKE_INSTALL_RPATH "\$ORIGIN")
 kvq_setting(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
 foreach(off LLAMA_BUILD_TESTS LLAMA_BUILD_EXAMPLES LLAMA_BUILD_APP LLAMA_BUILD_UI LLAMA_USE_PREBUILT_UI LLAMA_OPENSSL
@@ -67,6 +70,7 @@ if(KVQ_LLAMA_PINNED)
     string(REGEX MATCH "[0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f][0-9a-f]" commit "${commit}")
     kvq_setting(LLAMA_BUILD_COMMIT ${commit})
 endif()
+include(${CMAKE_CURRENT_LIST_DIR}/llama_cpu.cmake) # kvq_llama_dl, kvq_cpu_note, kvq_amx_note
 # What the user sets for llama.cpp (-DGGML_NATIVE=OFF, -DLLAMA_OPENSSL=ON, ...) comes last and wins.
 get_cmake_property(cache_names CACHE_VARIABLES)
 foreach(name IN LISTS cache_names)
@@ -76,7 +80,16 @@ foreach(name IN LISTS cache_names)
 endforeach()
 
 file(READ ${CMAKE_CURRENT_LIST_DIR}/llama_flags.cmake flags_file)
+if(settings MATCHES "KVQ_CPU_FLAGS")
+    file(READ ${CMAKE_CURRENT_LIST_DIR}/llama_cpu_flags.cmake cpu_flags_file)
+    string(APPEND flags_file "${cpu_flags_file}")
+endif()
 set(identity "${settings}${flags_file}${CMAKE_GENERATOR} ${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION} $ENV{CFLAGS} $ENV{CXXFLAGS} $ENV{LDFLAGS}")
+# Tools of two versions (the system's and pip's) that take turns in one folder compile everything anew each time: ninja's
+# log of commands has another format and other hashes since 1.12.
+execute_process(COMMAND ${CMAKE_MAKE_PROGRAM} --version OUTPUT_VARIABLE make_version ERROR_QUIET)
+string(REGEX MATCH "^[^\n]*" make_version "${make_version}")
+string(APPEND identity " cmake ${CMAKE_VERSION} ${make_version}")
 # GGML_NATIVE compiles for the CPU at hand; a cache shared between machines must not mix them.
 if(EXISTS /proc/cpuinfo)
     file(STRINGS /proc/cpuinfo cpu_lines REGEX "^(flags|Features|model name)" LIMIT_COUNT 2)
@@ -94,11 +107,20 @@ endif()
 set(settings_file ${CMAKE_CURRENT_BINARY_DIR}/llama_settings.cmake)
 string(APPEND settings "set(CMAKE_MAKE_PROGRAM [==[${CMAKE_MAKE_PROGRAM}]==] CACHE FILEPATH \"\" FORCE)\n"
     "set(CMAKE_PROJECT_llama.cpp_INCLUDE [==[${CMAKE_CURRENT_LIST_DIR}/llama_flags.cmake]==] CACHE FILEPATH \"\" FORCE)\n")
+if(settings MATCHES "KVQ_CPU_FLAGS")
+    string(APPEND settings
+        "set(CMAKE_PROJECT_ggml_INCLUDE [==[${CMAKE_CURRENT_LIST_DIR}/llama_cpu_flags.cmake]==] "
+        "CACHE FILEPATH \"\" FORCE)\n")
+endif()
 file(CONFIGURE OUTPUT ${settings_file} CONTENT "${settings}" @ONLY)
 message(STATUS "llama.cpp build folder: ${llama_build}")
 
+set(kvq_upstream ggml-base ggml llama)
+if(NOT kvq_llama_dl) # else a module, which nothing is linked to
+    list(APPEND kvq_upstream ggml-cpu)
+endif()
 set(imported "")
-foreach(name ggml-base ggml-cpu ggml llama)
+foreach(name IN LISTS kvq_upstream)
     list(APPEND imported ${KVQ_STAGE}/lib${name}.so.${KVQ_GGML_SOVERSION})
 endforeach()
 string(REPLACE ";" "," programs "${KVQ_PROGRAMS}")
@@ -109,13 +131,25 @@ add_custom_target(llama-programs ALL
     COMMENT "llama.cpp: ${programs} (many minutes the first time)"
     USES_TERMINAL VERBATIM)
 
-foreach(name ggml-base ggml-cpu ggml llama)
+foreach(name IN LISTS kvq_upstream)
     add_library(upstream-${name} SHARED IMPORTED)
     set_target_properties(upstream-${name} PROPERTIES
         IMPORTED_LOCATION ${KVQ_STAGE}/lib${name}.so.${KVQ_GGML_SOVERSION} IMPORTED_SONAME lib${name}.so.${KVQ_GGML_SOVERSION}
         INTERFACE_INCLUDE_DIRECTORIES "${LLAMA_CPP_DIR}/ggml/include;${LLAMA_CPP_DIR}/include")
     add_dependencies(upstream-${name} llama-programs)
 endforeach()
+if(kvq_llama_dl)
+    add_library(upstream-ggml-cpu INTERFACE)
+endif()
+
+include(${CMAKE_CURRENT_LIST_DIR}/self_check.cmake) # kvq_check_note
+
+# What `python -m ggml_kvq` tells of the build, in lines of "key: value".
+file(WRITE ${KVQ_STAGE}/build-info.txt "compiler: ${kvq_compiler}
+cpu: ${kvq_cpu_note}
+amx: ${kvq_amx_note}
+self-check: ${kvq_check_note}
+")
 
 if(KVQ_BUILD_PROGRAMS)
     install(DIRECTORY ${KVQ_STAGE}/ DESTINATION lib USE_SOURCE_PERMISSIONS PATTERN libggml-kvq.so EXCLUDE)

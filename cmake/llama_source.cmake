@@ -33,3 +33,17 @@ endif()
 set(KVQ_GGML_VERSION "${ggml_version_MAJOR}.${ggml_version_MINOR}.${ggml_version_PATCH}")
 set(KVQ_GGML_SOVERSION ${ggml_version_MAJOR})
 message(STATUS "llama.cpp source: ${LLAMA_CPP_DIR} (ggml ${KVQ_GGML_VERSION})")
+
+# Facts about ggml's interface that the source needs, each a static assertion: a tree where one is gone is refused here.
+execute_process(COMMAND ${CMAKE_CXX_COMPILER} -std=c++17 -fsyntax-only -w
+        -I${LLAMA_CPP_DIR}/ggml/include -I${LLAMA_CPP_DIR}/ggml/src -I${LLAMA_CPP_DIR}/include
+        ${CMAKE_CURRENT_SOURCE_DIR}/ggml-kvq/host/seam.cpp
+    RESULT_VARIABLE failed ERROR_VARIABLE said OUTPUT_QUIET)
+if(failed)
+    string(REGEX MATCHALL "error: [^\n]*" facts "${said}")
+    list(TRANSFORM facts REPLACE "^error: (static assertion failed: |static_assert failed[^\"]*)?" "  ")
+    string(REPLACE ";" "\n" facts "${facts}")
+    message(FATAL_ERROR
+        "this llama.cpp (ggml ${KVQ_GGML_VERSION}) has another backend interface than libggml-kvq knows:\n${facts}\n"
+        "Use a llama.cpp of the range that README.md names, or port ggml-kvq/host/seam.cpp and what it lists.")
+endif()

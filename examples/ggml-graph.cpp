@@ -7,11 +7,12 @@
 // It prints how far attention over the blocks is from attention in f32, and what the prediction saves.
 //
 //   cmake -B build -DLLAMA_CPP_DIR=<llama.cpp source> -DKVQ_BUILD_TESTS=ON && cmake --build build --target ggml-graph
-//   build/examples/ggml-graph
+//   build/examples/ggml-graph [FOLDER]
+//
+// FOLDER: where llama.cpp's backends are modules (GGML_BACKEND_DL), theirs.
 #include "ggml-kvq-graph.h"
 
 #include "ggml-backend.h"
-#include "ggml-cpu.h"
 #include "ggml.h"
 
 #include <cmath>
@@ -59,7 +60,7 @@ static double round_trip_error(kvq_codec codec, std::vector<float> x) {
     return sqrt(off / (double) x.size());
 }
 
-int main(void) {
+int main(int argc, char ** argv) {
     std::mt19937 rng(1);
     std::normal_distribution<float> normal;
     std::vector<float> w((size_t) WIDTH * WIDTH), k0((size_t) WIDTH * CELLS), v0(k0.size()), k1(k0.size()), q((size_t) HEAD * HEADS * QUERIES);
@@ -107,7 +108,14 @@ int main(void) {
     ggml_cgraph * graph = ggml_new_graph(ctx);
     for (ggml_tensor * t : { out, left, rest }) { ggml_build_forward_expand(graph, t); }
 
-    ggml_backend_t backend = ggml_backend_cpu_init();
+    if (!ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU)) {
+        ggml_backend_load_all_from_path(argc > 1 ? argv[1] : nullptr);
+    }
+    ggml_backend_t backend = ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr);
+    if (!backend) {
+        fprintf(stderr, "no CPU backend; give the folder of libggml-cpu-*.so\n");
+        return 1;
+    }
     ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
     fill(keys0, k0);
     fill(values0, v0);

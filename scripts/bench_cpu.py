@@ -4,7 +4,8 @@
 Every arm is a context of the same model in this one process; upstream's arms run on llama.cpp's CPU backend alone. Arms take turns of
 a few tokens, so that a slow minute of the machine hits all of them. Figures are medians over the rounds.
 
-The default model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128. A cache is filled to the
+The default model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128; --heads, --kv-heads and
+--head-size give other shapes, --latent one with multi-head latent attention. A cache is filled to the
 depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the cells hold what
 the model computes for its tokens, and no arm has to attend to the whole depth while it fills. Most of the time still goes into
 filling upstream's caches at 32k (its masks are read cell by cell); --depths 1024,8192 takes a minute.
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 from ggml_kvq import Model, llama
 
-LAYERS, HEADS, KV_HEADS, HEAD, EMBED, FFN, VOCAB = 4, 32, 8, 128, 128, 256, 256
+LAYERS, EMBED, FFN, VOCAB = 4, 128, 256, 256
 CHUNK = 256  # tokens of a sequence while a cache is filled
 
 # name: (upstream's cache type or None, our method, its options)
@@ -58,59 +59,105 @@ OVERHEAD: dict[str, tuple[str, str, float, float]] = {
 CACHE_RATIO = {"f16": 1.0, "q8_0": 8.5 / 16, "q4_0": 4.5 / 16}
 
 
-def make_model(path: Path) -> None:
-    import gguf
+class Writer:
+    """A random model with weights in 8 bits."""
 
-    rng = np.random.default_rng(0)
-    w = gguf.GGUFWriter(path, "llama")
-    w.add_block_count(LAYERS)
-    w.add_context_length(1 << 20)
-    w.add_embedding_length(EMBED)
-    w.add_feed_forward_length(FFN)
-    w.add_head_count(HEADS)
-    w.add_head_count_kv(KV_HEADS)
-    w.add_key_length(HEAD)
-    w.add_value_length(HEAD)
-    w.add_rope_dimension_count(HEAD)
-    w.add_layer_norm_rms_eps(1e-5)
-    w.add_vocab_size(VOCAB)
-    w.add_tokenizer_model("no_vocab")
+    def __init__(self, path: Path, arch: str, embed: int) -> None:
+        import gguf
 
-    def matrix(name: str, rows: int, cols: int) -> None:
-        x = rng.normal(scale=cols**-0.5, size=(rows, cols)).astype(np.float32)
-        w.add_tensor(name, gguf.quants.quantize(x, gguf.GGMLQuantizationType.Q8_0), raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        self.rng, self.kind, self.quantize = np.random.default_rng(0), gguf.GGMLQuantizationType.Q8_0, gguf.quants.quantize
+        self.embed, self.gguf = embed, gguf.GGUFWriter(path, arch)
+        w = self.gguf
+        w.add_block_count(LAYERS)
+        w.add_context_length(1 << 20)
+        w.add_embedding_length(embed)
+        w.add_feed_forward_length(FFN)
+        w.add_layer_norm_rms_eps(1e-5)
+        w.add_vocab_size(VOCAB)
+        w.add_tokenizer_model("no_vocab")
+        self.matrix("token_embd.weight", VOCAB, embed)
+        self.matrix("output.weight", VOCAB, embed)
+        self.ones("output_norm.weight", embed)
+        for il in range(LAYERS):
+            b = f"blk.{il}."
+            self.ones(b + "attn_norm.weight", embed)
+            self.ones(b + "ffn_norm.weight", embed)
+            self.matrix(b + "ffn_gate.weight", FFN, embed)
+            self.matrix(b + "ffn_up.weight", FFN, embed)
+            self.matrix(b + "ffn_down.weight", embed, FFN)
 
-    def ones(name: str) -> None:
-        w.add_tensor(name, np.ones(EMBED, np.float32))
+    def matrix(self, name: str, *shape: int) -> None:
+        x = self.rng.normal(scale=shape[-1] ** -0.5, size=shape).astype(np.float32)
+        self.gguf.add_tensor(name, self.quantize(x, self.kind), raw_dtype=self.kind)
 
-    matrix("token_embd.weight", VOCAB, EMBED)
-    matrix("output.weight", VOCAB, EMBED)
-    ones("output_norm.weight")
+    def ones(self, name: str, n: int) -> None:
+        self.gguf.add_tensor(name, np.ones(n, np.float32))
+
+    def close(self) -> None:
+        self.gguf.write_header_to_file()
+        self.gguf.write_kv_data_to_file()
+        self.gguf.write_tensors_to_file()
+        self.gguf.close()
+
+
+def make_model(path: Path, heads: int, kv_heads: int, head: int) -> None:
+    m = Writer(path, "llama", EMBED)
+    w = m.gguf
+    w.add_head_count(heads)
+    w.add_head_count_kv(kv_heads)
+    w.add_key_length(head)
+    w.add_value_length(head)
+    w.add_rope_dimension_count(head)
     for il in range(LAYERS):
         b = f"blk.{il}."
-        ones(b + "attn_norm.weight")
-        ones(b + "ffn_norm.weight")
-        matrix(b + "attn_q.weight", HEADS * HEAD, EMBED)
-        matrix(b + "attn_k.weight", KV_HEADS * HEAD, EMBED)
-        matrix(b + "attn_v.weight", KV_HEADS * HEAD, EMBED)
-        matrix(b + "attn_output.weight", EMBED, HEADS * HEAD)
-        matrix(b + "ffn_gate.weight", FFN, EMBED)
-        matrix(b + "ffn_up.weight", FFN, EMBED)
-        matrix(b + "ffn_down.weight", EMBED, FFN)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
+        m.matrix(b + "attn_q.weight", heads * head, EMBED)
+        m.matrix(b + "attn_k.weight", kv_heads * head, EMBED)
+        m.matrix(b + "attn_v.weight", kv_heads * head, EMBED)
+        m.matrix(b + "attn_output.weight", EMBED, heads * head)
+    m.close()
 
 
-def make_means(model: Path, out: Path) -> None:
+def make_latent_model(path: Path, heads: int) -> None:
+    """Multi-head latent attention with the widths of DeepSeek-V2 and V3: 512 latent and 64 rotary channels, no experts."""
+    latent, rotary, nope, value = 512, 64, 128, 128
+    m = Writer(path, "deepseek2", EMBED)
+    w = m.gguf
+    w.add_head_count(heads)
+    w.add_head_count_kv(1)
+    w.add_key_length(latent + rotary)
+    w.add_value_length(latent)
+    w.add_key_length_mla(nope + rotary)
+    w.add_value_length_mla(value)
+    w.add_rope_dimension_count(rotary)
+    w.add_kv_lora_rank(latent)
+    w.add_q_lora_rank(EMBED)
+    w.add_leading_dense_block_count(LAYERS)
+    w.add_expert_count(2)
+    w.add_expert_used_count(1)
+    w.add_expert_shared_count(1)
+    w.add_expert_feed_forward_length(32)
+    w.add_expert_weights_scale(1.0)
+    for il in range(LAYERS):
+        b = f"blk.{il}."
+        m.ones(b + "attn_q_a_norm.weight", EMBED)
+        m.ones(b + "attn_kv_a_norm.weight", latent)
+        m.matrix(b + "attn_q_a.weight", EMBED, EMBED)
+        m.matrix(b + "attn_q_b.weight", heads * (nope + rotary), EMBED)
+        m.matrix(b + "attn_kv_a_mqa.weight", latent + rotary, EMBED)
+        m.matrix(b + "attn_k_b.weight", heads, latent, nope)
+        m.matrix(b + "attn_v_b.weight", heads, value, latent)
+        m.matrix(b + "attn_output.weight", EMBED, heads * value)
+    m.close()
+
+
+def make_means(model: Path, out: Path, width: int) -> None:
     """Channel means for the random model, as large as its keys and values: what they are does not change the speed."""
     from ggml_kvq.calibrate import files, means
 
     rng = np.random.default_rng(1)
     fit = means.Means(n_tokens=1)
     for il in range(LAYERS):
-        fit.mean[il] = (rng.normal(size=KV_HEADS * HEAD).astype(np.float32), rng.normal(size=KV_HEADS * HEAD).astype(np.float32))
+        fit.mean[il] = (rng.normal(size=width).astype(np.float32), rng.normal(size=width).astype(np.float32))
         fit.removed[il] = (0.5, 0.5)
     files.write_sidecar(out, files.fields(model, fit, 4), files.arrays(fit))
 
@@ -268,6 +315,10 @@ def main() -> None:
     p.add_argument("--model", "-m", type=Path, help="GGUF file (default: the random model, made on first use)")
     p.add_argument("--kv-config", type=Path, help="calibrated data of the model for aqua (default with the random model: random means)")
     p.add_argument("--cache-dir", default=os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "ggml-kvq"), help="where the random model is kept")
+    p.add_argument("--heads", type=int, default=32, help="query heads of the random model")
+    p.add_argument("--kv-heads", type=int, default=8)
+    p.add_argument("--head-size", type=int, default=128)
+    p.add_argument("--latent", action="store_true", help="latent attention of 512 + 64 channels (aqua and xquant cannot hold it)")
     p.add_argument("--arms", default=",".join(ARMS), help="some of: " + ", ".join(ARMS) + "; or NAME=METHOD:key=value:key=value")
     p.add_argument("--depths", default="1024,8192,32768", help="cached tokens before the measured ones")
     p.add_argument("--tests", default="tg,pp", help="tg: generation, pp: prefill of --prompt tokens (at the depths of --prompt-depths)")
@@ -302,19 +353,25 @@ def main() -> None:
             a.arms[i] = name
         elif x not in ARMS:
             p.error(f"no arm '{x}': it is one of {', '.join(ARMS)}, or NAME=METHOD:key=value")
-    path = a.model or Path(a.cache_dir) / "random-4x32x8x128.gguf"
+    shape = f"{a.heads}-latent" if a.latent else f"{a.heads}x{a.kv_heads}x{a.head_size}"
+    path = a.model or Path(a.cache_dir) / f"random-{LAYERS}x{shape}.gguf"
+    if a.latent:
+        a.arms = [x for x in a.arms if ARMS[x][1] not in ("aqua", "xquant") or x not in a.default_arms]
     if not path.is_file():
         if a.model:
             p.error(f"{path} is not a file")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        make_model(part)
+        if a.latent:
+            make_latent_model(part, a.heads)
+        else:
+            make_model(part, a.heads, a.kv_heads, a.head_size)
         part.rename(path)
 
-    if not a.model and not a.kv_config:
+    if not a.model and not a.kv_config and not a.latent:
         a.kv_config = path.with_suffix(".kvq.gguf")
         if not a.kv_config.is_file():
-            make_means(path, a.kv_config)
+            make_means(path, a.kv_config, a.kv_heads * a.head_size)
     if a.model and not a.kv_config:  # it may hold the data itself
         a.arms = [x for x in a.arms if ARMS[x][1] != "aqua" or x not in a.default_arms]
     if a.overhead:

@@ -37,9 +37,32 @@ ARCHIVE = "llama_cpp_python-0.3.36.tar.gz"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 COMMIT = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
 PREFIX = "llama_cpp_python-0.3.36/vendor/llama.cpp/"
+FOLDER = f"llama.cpp-{COMMIT[:9]}"
 # What the programs are built from; models, docs, tests and examples (three quarters of the tree) stay in the archive.
 PARTS = ("AUTHORS", "CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tools", "vendor")
 TREE_SHA256 = "7818aacd159ecbce284a3dd987103f224ecdb0a3df30b15a7a5a175713fea9d8"
+
+# Older sources that are supported (README.md): sdist version -> (SHA256, TREE_SHA256); for choose().
+OLDER = {
+    "0.3.35": (
+        "1139dbb54509074b70893fab8554e3b079aa9f4d312058ce4018ef0019e3de12",
+        "48838e83c0072bb810d594b391c20e56da223c38f1c0c8db32ad2fe8d8367b27",
+    ),
+    "0.3.34": (
+        "d849d286d808284f1d3ec1bd6875572430d29d1f9574a010232caa4e9cef0e35",
+        "d7ef14309ec257ad4e4dc553b555b82ebfcaf4e9e2bfdf7abeb95b01747e3011",
+    ),
+    "0.3.33": (
+        "369ba03d02caaef42c1ed07bbdc454f7436e47c7675b8b9757fa13fbac6acd92",
+        "7ca2daeddb6599d1c8f2dec3d2cf4bbd89c4eccc6dddfbfd144ea73f84269bd0",
+    ),
+    "0.3.32": (
+        "b06502361770f82eb08b7f1a192eb084b9ead2b88fe32cda8c397a2782eabde6",
+        "b8e002f73300a3799a23c6c556d2e5a1d7f35908a3cd5cadb9b44d7117679785",
+    ),
+}
+
+_PINNED = (VERSION, SHA256, TREE_SHA256, FOLDER)
 
 DEFAULT_INDEX = "https://pypi.org/simple"
 ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.5, text/html;q=0.3"
@@ -49,6 +72,17 @@ ATTEMPTS = 3
 
 class FetchError(Exception):
     """One line: what failed and what to do."""
+
+
+def choose(version: str) -> None:
+    """Fetch this version of the sdist from now on. FetchError when its hashes are not known here."""
+    global VERSION, ARCHIVE, SHA256, TREE_SHA256, PREFIX, FOLDER
+    known = {_PINNED[0]: _PINNED[1:], **{v: (*hashes, f"llama.cpp-of-{v}") for v, hashes in OLDER.items()}}
+    if version not in known:
+        raise FetchError(f"{PROJECT} {version} is not known here; known: {', '.join(known)}")
+    VERSION, (SHA256, TREE_SHA256, FOLDER) = version, known[version]
+    ARCHIVE = f"llama_cpp_python-{version}.tar.gz"
+    PREFIX = f"llama_cpp_python-{version}/vendor/llama.cpp/"
 
 
 def say(text: str) -> None:
@@ -281,7 +315,7 @@ def unpack(archive: Path, target: Path) -> None:
 def ensure_source(cache: Path) -> Path:
     """Folder of the pinned llama.cpp source under `cache`, fetched when absent, damaged or edited."""
     cache.mkdir(parents=True, exist_ok=True)
-    target = cache / f"llama.cpp-{COMMIT[:9]}"
+    target = cache / FOLDER
     with open(cache / "fetch.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in (*cache.glob("download-*"), *cache.glob("unpack-*")):  # of a run that was killed
@@ -300,12 +334,16 @@ def ensure_source(cache: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fetch the pinned llama.cpp source and print its folder.")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="default: %(default)s (KVQ_CACHE_DIR)")
+    older = ", ".join(OLDER)
+    parser.add_argument("--version", default=VERSION, help=f"of the sdist: %(default)s, which is pinned, or {older}")
     parser.add_argument("--commit", action="store_true", help="print the pinned upstream commit and exit")
     args = parser.parse_args()
     if args.commit:
         print(COMMIT)
         return 0
     try:
+        if args.version != VERSION:
+            choose(args.version)
         print(ensure_source(args.cache.absolute()))
     except (FetchError, OSError, tarfile.TarError) as e:
         say(f"error: {e}")

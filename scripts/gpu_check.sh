@@ -3,7 +3,7 @@
 # upstream's own CUDA backend, then times both.
 #   scripts/gpu_check.sh MODEL.gguf TEXT [BUILD_DIR]      LLAMA_CPP_DIR=<source> (default: the pinned one)
 #   PROGRAMS=<folder>: upstream's programs and libraries, built with CUDA before; default: they are built here
-#   PARTS="kernels programs bench"                        what to run, also: quality; JOBS=<n> compilers at once; ARCH=native|90|...
+#   PARTS="kernels programs bench"                        what to run, also: quality, archs (every architecture, tests/arch_matrix.py); JOBS=<n> compilers at once; ARCH=native|90|...
 #   KVQ_CONFIG=<sidecar of the model>                     aqua's predictors too
 #   SANITIZER="memcheck racecheck"                        kernel tests once more under these tools of compute-sanitizer
 set -uo pipefail
@@ -15,7 +15,7 @@ mkdir -p "$build/kernels"
 
 has() { [[ " $parts " == *" $1 "* ]]; }
 
-if has programs || has bench || has quality; then
+if has programs || has bench || has quality || has archs; then
     whole=ON; [ -n "${PROGRAMS:-}" ] && whole=OFF
     (cmake -S . -B "$build" -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DKVQ_BUILD_PROGRAMS=$whole ${LLAMA_CPP_DIR:+-DLLAMA_CPP_DIR=$LLAMA_CPP_DIR} &&
         CMAKE_BUILD_PARALLEL_LEVEL=$jobs cmake --build "$build" -j "$jobs" && { [ $whole = ON ] || cp -f "$PROGRAMS"/* "$build/lib/"; }) > "$build/build.log" 2>&1 &
@@ -67,12 +67,19 @@ if has kernels; then
     cd "$OLDPWD"
 fi
 
-if has programs || has bench || has quality; then
+if has programs || has bench || has quality || has archs; then
     wait "$builder" || { tail -30 "$build/build.log"; exit 1; }
     lib=$(cd "$build/lib" && pwd)
     export LD_LIBRARY_PATH=$lib
     kvq() { GGML_BACKEND_PATH=$lib/libggml-kvq.so KVQ_METHOD=$1 KVQ_OPTS=$2 KVQ_MODEL=$model "$lib/$3" -m "$model" -dev KVQ0 -ngl 99 "${@:4}"; }
     upstream() { "$lib/$1" -m "$model" -dev CUDA0 -ngl 99 "${@:2}"; }
+    llama=${LLAMA_CPP_DIR:-$(sed -n 's/^LLAMA_CPP_DIR:PATH=//p' "$build/CMakeCache.txt")}
+fi
+if has archs; then
+    echo "== architectures: each method on the device against upstream's own cache on it"
+    LLAMA_CPP_DIR=$llama python3 tests/arch_matrix.py --lib "$lib" --reference CUDA0 --jobs 4 --check > "$build/archs.log" 2>&1 || failed=1
+    grep -E "<-|worst|architectures in|rror" "$build/archs.log" | cut -c1-200
+    LLAMA_CPP_DIR=$llama python3 tests/arch_matrix.py --lib "$lib" --reference CUDA0 --jobs 4 --check --image --arch 'qwen2vl|qwen3vl|glm4|paddleocr' | grep -E "<-|worst" || failed=1
 fi
 if has programs; then
     echo "== perplexity: upstream f16, then each method on the device"
@@ -107,8 +114,6 @@ if has quality; then
 fi
 if has bench; then
     echo "== speed"
-    llama=$(sed -n 's/^LLAMA_CPP_DIR:PATH=//p' "$build/CMakeCache.txt")
-    llama=${LLAMA_CPP_DIR:-$llama}
     g++ -std=c++17 -O2 -I"$llama/include" -I"$llama/ggml/include" scripts/bench_depth.cpp "$lib"/lib{llama,ggml,ggml-base,ggml-cpu,ggml-cuda}.so.0 -o "$build/bench_depth" &&
         python3 scripts/bench_cuda.py --bench "$build/bench_depth" --lib "$lib" --model "$build/random-8b-q4_0.gguf" ${BENCH_ARGS:-} || failed=1
 fi

@@ -150,6 +150,32 @@ def test_llama_bench_lists_are_read(argv: list[str], word: str) -> None:
     assert word in refusal("llama-bench", "--kv-method", "f16", *argv)
 
 
+def test_the_rpc_server_takes_our_flags(demo_model: Path, tmp_path: Path) -> None:
+    argv = ["-p", "50052", "--kv-method", "kivi", "--kv-model", str(demo_model)]
+    got = launcher.command("ggml-rpc-server", argv, {"LLAMA_ARG_DEVICE": "CPU"})
+    assert got.args == ["-d", "KVQ0", "-p", "50052"] and got.remote
+    assert (got.env["KVQ_METHOD"], got.env["KVQ_MODEL"]) == ("kivi", str(demo_model))
+    assert launcher.command("ggml-rpc-server", ["--kv-method=kivi", "-d", "KVQ0,KVQ1"], {}).args == ["-d", "KVQ0,KVQ1"]
+    got = launcher.command("ggml-rpc-server", ["-p", "50052"], {})
+    assert (got.args, got.env, got.notes, got.remote) == (["-p", "50052"], {}, [], True)
+
+
+def test_servers_are_named_before_their_devices(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> None:
+    monkeypatch.setattr(launcher.socket, "create_connection", lambda *_, **__: open(os.devnull))
+    monkeypatch.setattr(launcher, "_rpc_devices", lambda *_: ["RPC0", "RPC1", "RPC2"])
+    argv = ["-m", str(demo_model), "-p", "--rpc", "--rpc", "a:1,b:2", "--kv-method", "kivi", "-n", "8"]
+    got = launcher.command("llama-cli", argv, {})
+    added = ["--rpc", "a:1,b:2", "-dev", "RPC0,RPC1,RPC2,KVQ0", "-fa", "on"]
+    assert got.args == [*added, "-m", str(demo_model), "-p", "--rpc", "-n", "8"]
+    assert got.remote and "a:1,b:2" in got.notes[0] and "llama-rpc-server --kv-method kivi" in got.notes[0]
+    assert "RPC0/RPC1/RPC2/KVQ0" in launcher.command("llama-bench", ["-rpc", "a:1", "--kv-method", "kivi"], {}).args
+    by_environment = launcher.command("llama-cli", ["--kv-method", "kivi", "-n", "8"], {"LLAMA_ARG_RPC": "a:1"})
+    assert by_environment.args[:2] == ["-dev", "RPC0,RPC1,RPC2,KVQ0"]
+    chosen = ["--rpc", "a:1", "-dev", "RPC0,KVQ0", "-fa", "on"]
+    assert launcher.command("llama-cli", [*chosen, "--kv-method", "kivi"], {}).args == chosen  # as the user put it
+    assert "drop --kv-method kivi" in refusal("llama-cli", "--rpc", "a:1", "-dev", "RPC0,RPC1", "--kv-method", "kivi")
+
+
 def test_partial_offload_is_said(demo_model: Path) -> None:
     got = launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "f16", "-ngl", "5"], {})
     assert "8 of 12 layers" in got.notes[0]
@@ -263,3 +289,9 @@ def test_installed_programs_start(program: str) -> None:
     got = run_python(f"import sys; from ggml_kvq.launcher import run; sys.exit(run('{program}', ['--help']))")
     assert got.returncode == 0, got.stderr
     assert "--kv-method NAME" in got.stdout and "--flash-attn" in got.stdout
+
+
+def test_installed_rpc_server_starts() -> None:
+    got = run_python("import sys; from ggml_kvq.launcher import run; sys.exit(run('ggml-rpc-server', ['--help']))")
+    assert got.returncode == 0, got.stderr
+    assert "--kv-method NAME" in got.stdout and "--kv-model FILE.gguf" in got.stdout and "--port PORT" in got.stderr

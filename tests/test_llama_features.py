@@ -136,15 +136,21 @@ class Context:
 
 
 def random_walk(
-    path: Path, method: str, opts: str, unified: bool, n_steps: int, seed: int
+    path: Path,
+    method: str,
+    opts: str,
+    unified: bool,
+    n_steps: int,
+    seed: int,
+    tokens: list[int] | None = None,
 ) -> list[float]:
-    """KL divergence from upstream's f16 cache after each decode of a random walk."""
+    """KL divergence from upstream's f16 cache after each decode of a random walk. tokens: what is read, for models without a vocabulary."""
     rng = np.random.default_rng(seed)
     ours, theirs = (
         Context(path, method, opts, 2, unified),
         Context(path, None, "", 2, unified),
     )
-    text = ours.model.tokenize(TEXT, add_bos=True)
+    text = tokens or ours.model.tokenize(TEXT, add_bos=True)
     kld: list[float] = []
     length = [0, 0]
     held: dict[int, tuple[int, list[bytes]]] = {}

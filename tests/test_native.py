@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["test_store", "test_graph_door", "test_chain", "test_slots", "test_fuzz_calibration", "ggml-graph"]
+TESTS = [
+    *("test_store", "test_mrope", "test_graph_door", "test_chain", "test_slots", "test_fuzz_calibration", "test_layers", "test_caches"),
+    "ggml-graph",
+]
+RUNS = [
+    *(("test_store", ["42", "400"]), ("test_store", ["2026", "400"]), ("test_graph_door", [])),
+    *(("test_chain", ["3", "40"]), ("test_chain", ["1", "40"])),
+    *(("test_mrope", ["1"]), ("test_mrope", ["2"])),
+    *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +32,7 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build
 
 
-@pytest.mark.parametrize(("name", "args"), [("test_store", ["42", "400"]), ("test_store", ["2026", "400"]), ("test_graph_door", []), ("test_chain", ["3", "40"]), ("test_chain", ["1", "40"]), ("test_slots", []), ("test_fuzz_calibration", [])])
+@pytest.mark.parametrize(("name", "args"), RUNS)
 def test_native(build_dir: Path, name: str, args: list[str]) -> None:
     # leaks are looked for in our code; libgomp keeps its team's memory
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "LSAN_OPTIONS": "suppressions=" + str(ROOT / "tests" / "native" / "lsan.supp")}

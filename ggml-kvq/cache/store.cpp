@@ -385,6 +385,9 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
     if (slots) {
         slots->read(value, stream, cell, n, rows);
     }
+    if (x.rotor) {
+        kvq_tags_leave(l, *x.rotor, rows, n);
+    }
 }
 
 bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
@@ -442,6 +445,12 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
     const int W = l.codec.head_size * l.n_head;
     std::vector<float>   f32;
     std::vector<int64_t> idx;
+    std::vector<uint16_t> entered;
+    if (x.rotor && x.rotor->first()) {
+        entered.assign(rows, rows + (size_t) n * W);
+        kvq_tags_enter(l, *x.rotor, entered.data(), n);
+        rows = entered.data();
+    }
     for (int at = cell; at < cell + n;) {
         const int p = at / l.page_cells, end = std::min((p + 1) * l.page_cells, cell + n);
         const uint16_t * from = rows + (size_t) (at - cell) * W;

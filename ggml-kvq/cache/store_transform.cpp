@@ -79,7 +79,11 @@ void kvq_lane::image_page(int s, int p, const int32_t * pos, const int32_t * was
         x.restore(l, h, pos, was, head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
         std::vector<uint8_t> bytes(params + h * l.nb_params, params + (h + 1) * l.nb_params);
         if (was && !h) {
-            bytes.insert(bytes.end(), (const uint8_t *) was, (const uint8_t *) (was + l.page_cells));
+            std::vector<int32_t> then(was, was + l.page_cells);
+            for (int t = 0; x.rotor->first() && t < l.page_cells; t++) {
+                if (was[t] == pos[t] && was[t] >= x.rotor->first()) { then[(size_t) t] = KVQ_SEALED_HERE; }
+            }
+            bytes.insert(bytes.end(), (const uint8_t *) then.data(), (const uint8_t *) (then.data() + l.page_cells));
         }
         kvq_image_put(head.size(), head.data(), x.rotor ? 1 : 0, bytes.size(), bytes.data());
         for (int t = 0; t < l.page_cells; t++) {
@@ -119,6 +123,11 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
         if (!h && !was.empty()) {
             memcpy(was.data(), &bytes[l.nb_params], 4 * was.size());
             for (int t = 0; t < l.page_cells; t++) {
+                if (x.rotor->first() && was[(size_t) t] == KVQ_SEALED_HERE) {
+                    was[(size_t) t] = pos[(size_t) t];
+                } else if (x.rotor->first() && was[(size_t) t] > x.rotor->first() - 128) {
+                    return false; // text further on than this rotor knows
+                }
                 if (was[(size_t) t] < -1 || was[(size_t) t] >= 1 << 26) { // no image
                     return false;
                 }

@@ -20,6 +20,10 @@
 #include <new>
 #include <vector>
 
+#if defined(__SSE__)
+#    include <xmmintrin.h>
+#endif
+
 namespace {
 
 constexpr uint16_t F16_NEG_INF = 0xfc00;
@@ -51,6 +55,7 @@ struct stream_plan {
     kvq_lattice_view lk, lv;
     bool maps;             // pages hold other cells for each KV head
     bool mixed;            // pages of two widths, read part by part
+    bool latent;           // values are part of the keys
     kvq_view kp[2], vp[2]; // their parts
     kvq_mixed_map km, vm;
     bool rope, folded_k, rotated_v; // lattice: keys lack their mean or some rotary embedding; int8 keys; values leave a rotated sum
@@ -62,7 +67,7 @@ struct stream_plan {
     int gqa, n_rows, n_blocks, n_active; // rows of a KV head; pages that hold anything
     int n_groups, n_splits;
     std::vector<int> cuts; // first page of each split, then n_pages
-    int dpk, dpv;
+    int dpk, dpv, n_out; // padded rows of queries and of outputs; channels of an output
     size_t rot;     // floats of a rotated sum
     size_t partial; // offset of this stream's partials
     float m0, m1;   // ALiBi bases
@@ -223,10 +228,15 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
 
 void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next);
 #include "attend_mixed.h"
+#include "attend_latent.h"
 
 // One KV head against a run.
 void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next) {
     const kvq_attn & p = *s.p;
+    if (s.latent) {
+        run_latent(K, s, w, h, r);
+        return;
+    }
     if (s.mixed && (r.n_pages > 1 || one_set(s, *r.page[0], h.kvh))) {
         run_mixed(K, s, w, h, r, next);
         return;
@@ -398,7 +408,7 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
         s.lse[(size_t) iq * p.n_head + h] = std::max(m, p.sinks ? p.sinks[h] * LOG2_E : m) / LOG2_E + logf(l);
     }
     const float inv = l > 0.0f ? c / l : 0.0f;
-    for (int d = 0; d < p.v.head_size; d++) {
+    for (int d = 0; d < s.n_out; d++) {
         dst[d] = out[d] * inv;
     }
 }
@@ -438,7 +448,10 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.v_open = kvq_make_open_view(attn.v);
     s.dpk = s.k.dp;
     s.dpv = s.v.dp;
-    const bool lattice_k = attn.k.type == KVQ_TYPE_LATTICE, lattice_v = attn.v.type == KVQ_TYPE_LATTICE, f32 = attn.flags & KVQ_ATTN_F32;
+    s.n_out  = attn.v.head_size;
+    s.latent = attn.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL);
+    const bool lattice_k = attn.k.type == KVQ_TYPE_LATTICE && !s.latent, lattice_v = attn.v.type == KVQ_TYPE_LATTICE && !s.latent;
+    const bool f32 = attn.flags & KVQ_ATTN_F32;
     if (lattice_k) { s.lk = kvq_lattice_make_view(attn.k); }
     if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
     s.rope      = lattice_k && (attn.rotary || attn.k_mean);
@@ -449,6 +462,9 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.mixed = attn.k.type == KVQ_TYPE_MIXED && attn.v.type == KVQ_TYPE_MIXED && !f32;
     if (s.mixed) {
         plan_mixed(s);
+    }
+    if (s.latent) {
+        plan_latent(s);
     }
     find_places(s);
     s.n_head_log2 = 1;
@@ -526,7 +542,7 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         size.floats = std::max(size.floats, heads * (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows) + 32 +
                                                               (s.has_means() ? pad((size_t) (rows <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * attn[i].k.n_cells) : 0)));
         size.slots  = std::max(size.slots, (s.block_rows() <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * cells);
-        size.tile   = std::max(size.tile, (size_t) cells * std::max(s.dpk, s.dpv));
+        size.tile   = std::max(size.tile, (size_t) cells * (s.latent ? s.dpk + s.dpv + std::max(s.k.dp, s.v.dp) : std::max(s.dpk, s.dpv)));
         size.work   = std::max({ size.work, kvq_work_bytes(s.k), kvq_work_bytes(s.v) });
         size.part      = std::max(size.part, s.mixed ? rows * s.dpv : 0);
         size.part_mask = std::max(size.part_mask, s.mixed ? rows * cells : 0);

@@ -101,7 +101,11 @@ void gather(const stream_plan & s, int kvh, int r0, int n_rows, const int32_t * 
     const size_t dk = (size_t) p.k.head_size;
     for (int r = 0; r < n_rows; r++, to += s.dpk) {
         const int token = (r0 + r) / s.gqa, iq = tokens ? tokens[token] : token, head = kvh * s.gqa + (r0 + r) % s.gqa;
-        memcpy(to, p.q + iq * p.q_stride_token + head * p.q_stride_head, 4 * dk);
-        memset(to + dk, 0, 4 * (s.dpk - dk));
+        const float * from = p.q + iq * p.q_stride_token + head * p.q_stride_head;
+        memset(to, 0, 4 * (size_t) s.dpk);
+        memcpy(to, from, 4 * dk);
+        if (s.latent) {
+            memcpy(to + s.k.dp, from + dk, 4 * (size_t) p.v.head_size);
+        }
     }
 }

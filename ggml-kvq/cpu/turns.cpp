@@ -105,10 +105,10 @@ kvq_turns::kvq_turns(const std::vector<double> & speed) {
     }
 }
 
-void kvq_turns::add_high(const std::vector<double> & speed, float magnitude, int i) {
+void kvq_turns::add_high(const std::vector<double> & angles, float magnitude) {
     for (int part = 0; part < 2; part++) {
         for (int j = 0; j < n_pad; j++) {
-            const double angle = j < n_pairs ? 64.0 * i * speed[(size_t) pair[(size_t) j]] : 0.0;
+            const double angle = j < n_pairs ? angles[(size_t) pair[(size_t) j]] : 0.0;
             high.push_back(magnitude * (float) (part ? std::sin(angle) : std::cos(angle)));
         }
     }

@@ -28,7 +28,8 @@ struct kvq_turns {
     std::vector<int16_t> waves;             // [KVQ_TURN_PAGES][n_terms/2][cos, sin][16 offsets][2 terms]
 
     explicit kvq_turns(const std::vector<double> & speed);
-    void add_high(const std::vector<double> & speed, float magnitude, int i); // positions 64*i..
+    void add_high(const std::vector<double> & angles, float magnitude); // of every pair
+    void cut_high(int n) { high.resize((size_t) n * 2 * n_pad); }
     kvq_mean_tables view() const { return { n_pad, n_fast, n_terms, high.data(), low.data(), half.data(), fast.data(), basis.data(), waves.data() }; }
 };
 

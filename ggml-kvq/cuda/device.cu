@@ -287,6 +287,9 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
             return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or run on the CPU with -ngl 0";
         }
     }
+    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // the inner backend attends
+        return nullptr;
+    }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
         return "there are CUDA kernels for head sizes up to 512 only: run on the CPU with -ngl 0";
     }
@@ -318,6 +321,9 @@ kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const
 }
 
 const char * kvq_cuda_device::slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) {
+        return nullptr;
+    }
     cudaSetDevice(ordinal);
     kvq_attend_args a = decode_args(k.codec, v.codec);
     if (!kvq_decode_fits(a, 0)) {
@@ -399,6 +405,9 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_layer_plan & plan, const kvq_l
     // plain rows of a layer: of all cells, or of one stream's slots and open pages
     const size_t slots = (size_t) (k.n_store + std::min(k.n_frames + 2048 / k.page_cells, k.n_pages)) * k.page_cells;
     size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
+    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // both blocks once more, side by side
+        nb += 2 * width * k.n_cells * k.n_stream;
+    }
     if (plan.pre_rope || plan.mean) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
     }

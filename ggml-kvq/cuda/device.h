@@ -49,6 +49,9 @@ public:
     // device, overwritten by the next call. False: out of memory.
     bool expand(const kvq_attn * attn, int n, void ** k, void ** v, const kvq_chain_pages * chain = nullptr);
 
+    // The same of latent attention (KVQ_ATTN_LATENT): both blocks side by side, [stream][n_kv][channels of both].
+    bool expand_latent(const kvq_attn * attn, int n, void ** rows);
+
     // Column sums of a call that was attended: what the table asks for (cache/saliency.h). keys: of expand(), where another kernel attended; NULL:
     // attend() left a.lse. max_rows: probe rows at most; max_pages: of the table.
     void observe(const kvq_attn & a, const kvq_probe_table * table, int max_rows, int max_pages, const void * keys);

@@ -60,6 +60,21 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
     return check(cudaGetLastError(), "expand kernel");
 }
 
+bool kvq_cuda_device::expand_latent(const kvq_attn * attn, int n, void ** rows) {
+    const kvq_attn & f = attn[0];
+    const size_t a = 2 * (size_t) f.k.head_size, b = 2 * (size_t) f.v.head_size, n_rows = (size_t) f.n_kv * n; // bytes of a row
+    void * k = nullptr, * v = nullptr;
+    if (!room_for_rows(2 * (a + b) * n_rows) || !expand(attn, n, &k, &v)) { // the blocks first, their rows side by side behind them
+        return false;
+    }
+    uint8_t * const to = (uint8_t *) k + (a + b) * n_rows;
+    const auto copy = [&](size_t at, const void * from, size_t nb) {
+        return check(cudaMemcpy2DAsync(to + at, a + b, from, nb, nb, n_rows, cudaMemcpyDeviceToDevice, (cudaStream_t) stream), "rows of latent attention");
+    };
+    *rows = to;
+    return copy(0, k, a) && copy(a, v, b);
+}
+
 bool kvq_cuda_device::attend_rows(const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, int n_streams) {
     if (!kvq_rows_fit(all)) {
         return false;

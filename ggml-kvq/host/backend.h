@@ -10,8 +10,11 @@ struct kvq_device_context {
     ggml_backend_buffer_type buft;
     ggml_backend_dev_t inner = nullptr; // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
     int ordinal = 0;                    // of the inner device
+    bool for_draft = false;             // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
     std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
     kvq_cache_draft draft;   // of the cache whose sizes ggml is asking for
+    struct asked { std::string name; size_t nb; };
+    std::vector<asked> others; // tensors of llama.cpp's memory that are no keys or values, in the order of their size queries
     struct grant { size_t nb; int n_left; };
     std::map<std::string, grant> granted; // ggml asks twice more per tensor while it places them
     bool refused = false;    // the graph just split needs something unsupported: the next compute buffer is denied
@@ -22,6 +25,7 @@ struct kvq_backend_context {
     ggml_backend_dev_t device;
     int n_threads = 1;
     ggml_backend_t inner  = nullptr;
+    ggml_backend_t cpu    = nullptr; // without an inner one: computes what a client on another machine sends besides
     void *         stream = nullptr; // the inner backend's: our kernels run between its own
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
     bool           whole = false;     // this graph is, or will be: no recordings by the inner backend
@@ -29,9 +33,21 @@ struct kvq_backend_context {
     mutable std::map<const void *, std::vector<float>> factors; // frequency factors of rotary embeddings, by device address
 };
 
+// What a buffer of our type holds (buffer.cpp).
+struct kvq_buffer {
+    void * base = nullptr;
+    size_t nb_map = 0;
+    ggml_backend_buffer_t inner = nullptr; // plain, on a wrapped device: the buffer that is wrapped
+    std::unique_ptr<kvq_device>   device;
+    std::unique_ptr<kvq_kv_cache> cache; // NULL: plain
+    bool announced = false; // as a cache, by size queries
+    std::unique_ptr<struct kvq_found_cache> found; // a cache that was not announced (remote.cpp)
+    ~kvq_buffer();
+};
+
 // Lane of a cache tensor or of a view of one; cache is NULL when the tensor is not ours or a size query's dummy.
 struct kvq_target {
-    bool           ours  = false; // lives in a buffer of our type and bears a cache name
+    bool           ours  = false; // keys or values in a cache of ours, or in a dummy of our type
     kvq_kv_cache * cache = nullptr;
     kvq_kv_layer * layer = nullptr;
     bool           value = false;
@@ -48,6 +64,17 @@ ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph
 bool        kvq_set_rows    (const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
 // their pages are open already, and their cells below n_kv
 bool        kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty);
+
+// remote.cpp: what a client on another machine asks, who names no tensors before he sends a graph
+struct kvq_found_cache {
+    kvq_cache_draft draft;
+    std::vector<std::pair<char *, size_t>> written; // ranges of cache tensors that were set before the first graph
+    size_t nb_known = 0;                            // nominal bytes of the tensors seen so far
+    bool   said = false;                            // the load line is printed
+};
+bool           kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, with a line
+void           kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
+ggml_backend_t kvq_cpu_backend (kvq_backend_context & b); // NULL: there is none
 
 // cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
 int                kvq_cuda_init  (ggml_backend_reg * reg); // number of devices, 0: none
@@ -69,3 +96,4 @@ void               kvq_cuda_step_flush(kvq_backend_context & b);
 void               kvq_cuda_step_free(struct kvq_cuda_step * step);
 
 void kvq_report_error(const std::string & line); // stderr and kvq_last_error
+void kvq_report_note (const std::string & line); // stderr

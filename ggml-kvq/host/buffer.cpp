@@ -1,30 +1,26 @@
-// Buffers. Two kinds behind one type, told apart by the size queries that precede the allocation:
-//   cache   the tensors of one KV cache object. Their addresses are reserved, never mapped: a stray access faults instead of
-//           reading garbage. Data goes through get/set in the nominal f16 layout, through SET_ROWS and FLASH_ATTN_EXT.
-//   plain   results of our ops in compute buffers: ordinary host memory.
+// Buffers. Three kinds behind one type, told apart by the size queries that precede the allocation:
+//   cache     the tensors of one KV cache object. Their addresses are reserved, never mapped: a stray access faults instead of
+//             reading garbage. Data goes through get/set in the nominal f16 layout, through SET_ROWS and FLASH_ATTN_EXT.
+//   upstream  memory of llama.cpp that is not ours to keep: recurrent states, keys of an indexer. A buffer of the type that
+//             llama.cpp would have used without us, so that its own backend computes on it.
+//   plain     results of our ops in compute buffers: ordinary host memory.
 #include "backend.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <sys/mman.h>
 
-struct kvq_buffer {
-    void * base = nullptr;
-    size_t nb_map = 0;
-    ggml_backend_buffer_t inner = nullptr; // plain, on a wrapped device: the buffer that is wrapped
-    std::unique_ptr<kvq_device>   device;
-    std::unique_ptr<kvq_kv_cache> cache; // NULL: plain
-    ~kvq_buffer() {
-        cache.reset();
-        if (inner) {
-            ggml_backend_buffer_free(inner);
-        }
-        if (base && nb_map) {
-            munmap(base, nb_map);
-        }
+kvq_buffer::~kvq_buffer() {
+    cache.reset();
+    if (inner) {
+        ggml_backend_buffer_free(inner);
     }
-};
+    if (base && nb_map) {
+        munmap(base, nb_map);
+    }
+}
 
 static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *) buffer->context; }
 
@@ -37,6 +33,12 @@ void kvq_report_error(const std::string & line) {
     }
 }
 
+void kvq_report_note(const std::string & line) {
+    if (kvq_verbosity() > 0) {
+        fprintf(stderr, "ggml-kvq: %s\n", line.c_str());
+    }
+}
+
 kvq_target kvq_find_target(const ggml_tensor * t) {
     kvq_target r;
     const ggml_tensor * root = t && t->view_src ? t->view_src : t;
@@ -44,13 +46,14 @@ kvq_target kvq_find_target(const ggml_tensor * t) {
         return r;
     }
     const kvq_lane_id id = kvq_parse_cache_name(root->name);
-    if (id.il < 0) {
+    if (id.il < 0 || !id.tag.empty()) {
         return r;
     }
     r.ours  = true;
     r.value = id.value;
     if (root->buffer->context && root->buffer->size) { // a dummy buffer of a size query has neither
         r.cache = context(root->buffer)->cache.get();
+        r.ours  = r.cache;
         r.layer = r.cache ? r.cache->layer(id.il) : nullptr;
     }
     return r;
@@ -70,8 +73,9 @@ static row_range rows_of(size_t offset, size_t size, size_t nb_row) {
     return r;
 }
 
-static void each_stream(const kvq_lane & lane, int64_t row0, int64_t row1, const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
-    const int64_t n_cells = lane.layout().n_cells;
+static void each_stream(const kvq_lane_layout & l, int64_t row0, int64_t row1,
+                        const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
+    const int64_t n_cells = l.n_cells;
     for (int64_t row = row0; row < row1;) {
         const int64_t end = std::min((row / n_cells + 1) * n_cells, row1);
         fn((int) (row / n_cells), (int) (row % n_cells), (int) (end - row), row);
@@ -79,40 +83,86 @@ static void each_stream(const kvq_lane & lane, int64_t row0, int64_t row1, const
     }
 }
 
-static kvq_lane & lane_of(const kvq_target & t) { return t.value ? *t.layer->v : *t.layer->k; }
+// The lanes that hold a row of a cache tensor side by side: one, or the two blocks of latent attention.
+struct row_lanes {
+    kvq_lane * lane[2];
+    int n = 0, width[2], row = 0; // channels
+    explicit row_lanes(const kvq_target & t) {
+        const auto add = [&](kvq_lane & l) {
+            lane[n]    = &l;
+            width[n++] = l.layout().n_head * l.layout().codec.head_size;
+            row += width[n - 1];
+        };
+        add(t.value ? *t.layer->v : *t.layer->k);
+        if (t.layer->d.latent) {
+            add(*t.layer->v);
+        }
+    }
+    const kvq_lane_layout & layout() const { return lane[0]->layout(); }
 
-static size_t root_offset(const ggml_tensor * t, size_t offset) { return offset + (t->view_src ? t->view_offs : 0); }
+    // rows f16 [n_rows][row]
+    void read(int stream, int cell, int n_rows, uint16_t * rows) const {
+        std::vector<uint16_t> part;
+        for (int i = 0, at = 0; i < n; at += width[i++]) {
+            if (n == 1) {
+                lane[i]->read(stream, cell, n_rows, rows);
+                continue;
+            }
+            part.resize((size_t) n_rows * width[i]);
+            lane[i]->read(stream, cell, n_rows, part.data());
+            for (int t = 0; t < n_rows; t++) { memcpy(rows + (size_t) t * row + at, &part[(size_t) t * width[i]], 2 * (size_t) width[i]); }
+        }
+    }
+    void restore(int stream, int cell, int n_rows, const uint16_t * rows) const {
+        std::vector<uint16_t> part;
+        for (int i = 0, at = 0; i < n; at += width[i++]) {
+            if (n == 1) {
+                lane[i]->restore(stream, cell, n_rows, rows, 1);
+                continue;
+            }
+            part.resize((size_t) n_rows * width[i]);
+            for (int t = 0; t < n_rows; t++) { memcpy(&part[(size_t) t * width[i]], rows + (size_t) t * row + at, 2 * (size_t) width[i]); }
+            lane[i]->restore(stream, cell, n_rows, part.data(), 1);
+        }
+    }
+};
+
+// A view that came from another machine alone, not in a graph, has lost its parent: its address tells where it starts.
+static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
+    const char * base = t.layer->base[t.value];
+    return offset + (base ? (size_t) ((const char *) x->data - base) : x->view_src ? x->view_offs : 0);
+}
 
 static void read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     kvq_target t = kvq_find_target(tensor);
-    kvq_lane & lane = lane_of(t);
+    const row_lanes lanes(t);
     t.cache->commit(1);
-    const size_t nb_row = 2 * (size_t) lane.layout().n_head * lane.layout().codec.head_size;
-    const row_range r = rows_of(root_offset(tensor, offset), size, nb_row);
+    const size_t nb_row = 2 * (size_t) lanes.row;
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
     std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
-    each_stream(lane, r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        lane.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+        lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
     });
     memcpy(data, (const char *) rows.data() + r.head, size);
 }
 
 static void write_rows(const ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     kvq_target t = kvq_find_target(tensor);
-    kvq_lane & lane = lane_of(t);
+    const row_lanes lanes(t);
     t.cache->commit(1);
-    const size_t nb_row = 2 * (size_t) lane.layout().n_head * lane.layout().codec.head_size;
-    const row_range r = rows_of(root_offset(tensor, offset), size, nb_row);
+    const size_t nb_row = 2 * (size_t) lanes.row;
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
     std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
     const auto read = [&](int64_t at) { // rows that are only partly replaced
-        each_stream(lane, at, at + 1, [&](int s, int cell, int n, int64_t row) {
-            lane.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+        each_stream(lanes.layout(), at, at + 1, [&](int s, int cell, int n, int64_t row) {
+            lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
         });
     };
     if (r.head)  { read(r.row0); }
     if (r.tail)  { read(r.row1 - 1); }
     memcpy((char *) rows.data() + r.head, data, size);
-    each_stream(lane, r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        lane.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2, 1);
+    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+        lanes.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
     });
 }
 
@@ -129,7 +179,10 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
     if (is_cache(buffer, tensor)) {
         const std::vector<uint8_t> data(size, value);
         write_rows(tensor, data.data(), offset, size);
-    } else if (context(buffer)->inner) {
+        return;
+    }
+    kvq_note_written(*context(buffer), tensor, offset, size);
+    if (context(buffer)->inner) {
         context(buffer)->inner->iface.memset_tensor(context(buffer)->inner, tensor, value, offset, size);
     } else {
         memset((char *) tensor->data + offset, value, size);
@@ -139,7 +192,10 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
 static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
         write_rows(tensor, data, offset, size);
-    } else if (ggml_backend_buffer_t inner = context(buffer)->inner) {
+        return;
+    }
+    kvq_note_written(*context(buffer), tensor, offset, size);
+    if (ggml_backend_buffer_t inner = context(buffer)->inner) {
         inner->iface.set_tensor(inner, tensor, data, offset, size);
         auto & kept = device_of(buffer->buft).indices;
         if ((tensor->type == GGML_TYPE_I64 || tensor->type == GGML_TYPE_I32) && offset == 0 && size == ggml_nbytes(tensor) && size <= 1 << 20) {
@@ -178,61 +234,79 @@ static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, gg
     if (!a.layer || a.layer != b.layer || a.value != b.value) {
         return false;
     }
-    kvq_lane & lane = lane_of(a);
-    const size_t nb_stream = 2 * (size_t) lane.layout().n_head * lane.layout().codec.head_size * lane.layout().n_cells;
-    const size_t from = root_offset(src, 0), to = root_offset(dst, 0);
+    const row_lanes lanes(a);
+    const size_t nb_stream = 2 * (size_t) lanes.row * lanes.layout().n_cells;
+    const size_t from = root_offset(a, src, 0), to = root_offset(b, dst, 0);
     if (from % nb_stream || to % nb_stream || ggml_nbytes(src) != nb_stream || ggml_nbytes(dst) != nb_stream) {
         return false;
     }
     a.cache->commit(1);
-    lane.copy_stream((int) (from / nb_stream), (int) (to / nb_stream));
+    for (int i = 0; i < lanes.n; i++) { lanes.lane[i]->copy_stream((int) (from / nb_stream), (int) (to / nb_stream)); }
     a.cache->commit(1);
     return true;
 }
 
 static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     kvq_buffer * b = context(buffer);
+    if (b->found) {
+        b->found->written.clear();
+    }
     if (b->cache) {
         b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
     } else if (b->inner) {
         ggml_backend_buffer_clear(b->inner, value);
-    } else {
+    } else if (value || madvise(b->base, b->nb_map, MADV_DONTNEED)) { // pages given back are zeros when they are used
         memset(b->base, value, buffer->size);
     }
 }
 
-static const ggml_backend_buffer_i buffer_interface = {
-    /* free_buffer   */ free_buffer,
-    /* get_base      */ get_base,
-    /* init_tensor   */ nullptr,
-    /* memset_tensor */ memset_tensor,
-    /* set_tensor    */ set_tensor,
-    /* get_tensor    */ get_tensor,
-    /* set_tensor_2d */ nullptr,
-    /* get_tensor_2d */ nullptr,
-    /* cpy_tensor    */ cpy_tensor,
-    /* clear         */ clear,
-    /* reset         */ nullptr,
-};
+static const ggml_backend_buffer_i buffer_interface = [] { // by name: members come and go between versions
+    ggml_backend_buffer_i i = {};
+    i.free_buffer   = free_buffer;
+    i.get_base      = get_base;
+    i.memset_tensor = memset_tensor;
+    i.set_tensor    = set_tensor;
+    i.get_tensor    = get_tensor;
+    i.cpy_tensor    = cpy_tensor;
+    i.clear         = clear;
+    return i;
+}();
 
 // ---------------------------------------------------------------- buffer type interface
 
 // llama.cpp puts cache layers whose buffer types bear one name into one buffer: every device needs its own
-static const char * buft_name(ggml_backend_buffer_type_t buft) { return device_of(buft).ordinal ? device_of(buft).name.c_str() : "KVQ"; }
+static const char * buft_name(ggml_backend_buffer_type_t buft) {
+    return device_of(buft).ordinal || device_of(buft).for_draft ? device_of(buft).name.c_str() : "KVQ";
+}
 static size_t buft_alignment(ggml_backend_buffer_type_t buft) {
     const ggml_backend_dev_t inner = device_of(buft).inner;
     return inner ? std::max(KVQ_ALIGN, ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(inner))) : KVQ_ALIGN;
 }
 static bool   buft_is_host(ggml_backend_buffer_type_t)    { return false; } // else the CPU backend would touch the cache
 
+// where llama.cpp keeps memory of this device's layers without us
+static ggml_backend_buffer_type_t upstream_type(const kvq_device_context & dev) {
+    return dev.inner ? ggml_backend_dev_buffer_type(dev.inner) : ggml_backend_cpu_buffer_type();
+}
+
 bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft) { return buft && buft->iface.get_name == buft_name; }
 
+// A tensor that llama.cpp's memory keeps from one graph to the next: cache_k_l0, cache_r_l0, dsv4_csa_state_kv_l2.
+static bool is_memory(const ggml_tensor * t) {
+    const char * layer = strrchr(t->name, 'l');
+    return t->op == GGML_OP_NONE && !t->view_src && !(t->flags & GGML_TENSOR_FLAG_INPUT) && layer && layer > t->name && layer[-1] == '_' && layer[1] &&
+           strspn(layer + 1, "0123456789") == strlen(layer + 1);
+}
+
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
-    if (tensor->op != GGML_OP_NONE || tensor->view_src || kvq_parse_cache_name(tensor->name).il < 0) {
-        const ggml_backend_dev_t inner = device_of(buft).inner;
-        return inner && tensor->op != GGML_OP_FLASH_ATTN_EXT ? ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(inner), tensor) : ggml_nbytes(tensor);
-    }
     kvq_device_context & dev = device_of(buft);
+    const size_t nb_upstream = ggml_backend_buft_get_alloc_size(upstream_type(dev), tensor);
+    if (!is_memory(tensor) || kvq_parse_cache_name(tensor->name).il < 0 || !kvq_parse_cache_name(tensor->name).tag.empty()) {
+        if (is_memory(tensor)) {
+            dev.others.push_back({ tensor->name, nb_upstream });
+        }
+        return dev.inner && tensor->op != GGML_OP_FLASH_ATTN_EXT ? nb_upstream : ggml_nbytes(tensor);
+    }
     const auto placed = dev.granted.find(tensor->name);
     if (placed != dev.granted.end()) {
         const size_t nb = placed->second.nb;
@@ -242,13 +316,67 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
         return nb;
     }
     kvq_cache_draft & draft = dev.draft;
+    draft.for_draft = dev.for_draft;
     size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2], tensor->type == GGML_TYPE_F16), 1);
 #ifndef NDEBUG
     nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped
 #endif
-    draft.bytes_asked += kvq_pad(nb, buft_alignment(buft));
+    draft.bytes_asked    += kvq_pad(nb, buft_alignment(buft));
+    draft.bytes_upstream += kvq_pad(nb_upstream, buft_alignment(buft));
     draft.asked[tensor->name] = nb;
     return nb;
+}
+
+// Memory that stays with llama.cpp, NULL when it cannot be had.
+static ggml_backend_buffer_t alloc_upstream(kvq_device_context & dev, size_t size, const std::string & what) {
+    ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(upstream_type(dev), size);
+    char mib[32];
+    snprintf(mib, sizeof(mib), "%.2f MiB", (double) size / 1048576.0);
+    if (!buffer) {
+        kvq_report_error("cannot allocate " + std::string(mib) + " for " + what + ": lower -c or -np");
+    } else {
+        kvq_report_note(what + (what[0] == '1' && what[1] == ' ' ? " stays" : " stay") + " with llama.cpp (" + mib + ", device " + dev.name + ")");
+    }
+    return buffer;
+}
+
+// The last tensors that sizes were asked of, if `size` is what they take together: "18 recurrent layers"; else "".
+static std::string others_of(kvq_device_context & dev, size_t size, size_t alignment) {
+    std::set<std::string> recurrent, indexers;
+    size_t nb = 0;
+    for (size_t i = dev.others.size(); i-- > 0 && nb < size;) {
+        const std::string & name = dev.others[i].name;
+        nb += kvq_pad(dev.others[i].nb, alignment);
+        (kvq_parse_cache_name(name.c_str()).il < 0 ? recurrent : indexers).insert(name.substr(name.rfind("_l") + 1));
+    }
+    dev.others.clear();
+    if (!nb || nb != size) {
+        return "";
+    }
+    const auto text = [](size_t n, const char * kind) { return std::to_string(n) + " " + kind + (n == 1 ? " layer" : " layers"); };
+    std::string what = recurrent.empty() ? "" : text(recurrent.size(), "recurrent");
+    if (!indexers.empty()) {
+        what += (what.empty() ? "" : " and ") + text(indexers.size(), "indexer");
+    }
+    return what;
+}
+
+static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache_draft & draft) {
+#ifdef KVQ_CUDA
+    if (dev.inner) {
+        for (const kvq_draft_layer & d : draft.layers) {
+            if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
+                kvq_report_error("layer " + std::to_string(d.il) + ": " + why);
+                return;
+            }
+        }
+        b.device = kvq_cuda_make_device(dev.ordinal);
+        b.cache.reset(new kvq_kv_cache(draft, *b.device));
+    }
+#endif
+    if (!dev.inner) {
+        b.cache.reset(new kvq_kv_cache(draft));
+    }
 }
 
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
@@ -256,37 +384,24 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     kvq_cache_draft draft;
     std::swap(draft, dev.draft);
     dev.granted.clear();
+    const std::string others = others_of(dev, size, buft_alignment(buft));
+    if (!others.empty()) {
+        return alloc_upstream(dev, size, others);
+    }
     if (draft.bytes_asked != size) { // sizes were asked for (--fit), but something else is allocated
         draft.reset();
-    } else if (!draft.error().empty()) {
+    } else if (!draft.declined().empty()) {
+        return alloc_upstream(dev, draft.bytes_upstream, draft.declined());
+    } else if (!draft.complete()) {
         kvq_report_error(draft.error());
         return nullptr;
     }
     std::unique_ptr<kvq_buffer> b(new kvq_buffer);
+    b->announced = !draft.empty();
     if (!draft.empty()) {
         dev.refused = false;
-        for (const kvq_draft_layer & d : draft.layers) {
-            if (!d.has_k || !d.has_v) {
-                kvq_report_error("layer " + std::to_string(d.il) + " keeps " + (d.has_k ? "keys" : "values") + " only (latent attention): run this model without --kv-method");
-                return nullptr;
-            }
-        }
         try {
-#ifdef KVQ_CUDA
-            if (dev.inner) {
-                for (const kvq_draft_layer & d : draft.layers) {
-                    if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
-                        kvq_report_error("layer " + std::to_string(d.il) + ": " + why);
-                        return nullptr;
-                    }
-                }
-                b->device = kvq_cuda_make_device(dev.ordinal);
-                b->cache.reset(new kvq_kv_cache(draft, *b->device));
-            }
-#endif
-            if (!dev.inner) {
-                b->cache.reset(new kvq_kv_cache(draft));
-            }
+            fill_cache(dev, *b, draft);
         } catch (const std::bad_alloc &) {
         }
         b->nb_map = std::max(draft.bytes_nominal, size);
@@ -321,7 +436,12 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
 }
 
 void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device) {
-    dev.buft.iface = { buft_name, alloc_buffer, buft_alignment, nullptr, get_alloc_size, buft_is_host };
+    dev.buft.iface = {};
+    dev.buft.iface.get_name       = buft_name;
+    dev.buft.iface.alloc_buffer   = alloc_buffer;
+    dev.buft.iface.get_alignment  = buft_alignment;
+    dev.buft.iface.get_alloc_size = get_alloc_size;
+    dev.buft.iface.is_host        = buft_is_host;
     dev.buft.device  = device;
     dev.buft.context = &dev;
 }

@@ -36,7 +36,7 @@ extern "C" int kvq_check(const char * method, const char * opts) {
     kvq_status status = kvq_options_parse(*m, opts, o, err);
     if (status == KVQ_OK) { // ranges, on a shape that no method refuses
         const kvq_layer_shape shape = { 0, 8, 128, 128 };
-        const kvq_layer_context c = { 0, 128, shape, nullptr };
+        const kvq_layer_context c = { 0, 128, shape, nullptr, 0 };
         kvq_layer_plan plan;
         status = m->plan(o, c, plan, err);
     }
@@ -115,6 +115,15 @@ static const char * attend_refuse(const kvq_attn & a) {
     if (!a.q || !a.dst)                                                          { return "q and dst must not be NULL"; }
     if (a.n_q < 1 || a.n_head_kv < 1 || a.n_head < 1 || a.n_head % a.n_head_kv)  { return "n_head must be a positive multiple of n_head_kv, and n_q positive"; }
     if (a.n_pages < 0 || (a.n_pages && !a.pages))                                { return "n_pages must match pages"; }
+    if (a.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) {
+        if (a.n_head_kv != 1 || a.k.type == KVQ_TYPE_MIXED || a.v.type != a.k.type || a.v.n_cells != a.k.n_cells) {
+            return "latent attention has one KV head and two blocks of one format, which is not mixed";
+        }
+        if ((a.k.role != KVQ_ROLE_K || a.v.role != KVQ_ROLE_K) || a.k_mean || a.v_mean || a.rotary || a.lse) {
+            return "latent attention keeps both blocks as keys, with their means and rotary embedding, and gives no log-sum-exp";
+        }
+        if (a.flags & KVQ_ATTN_LATENT_ALL && a.k.head_size % 16) { return "values of both blocks need a first block of a multiple of 16 channels"; }
+    }
     for (int i = 0; i < a.n_pages; i++) {
         const kvq_page & p = a.pages[i];
         if (p.n_slots < 0 || p.n_slots > KVQ_MAX_CELLS)                          { return "a page holds 0..256 slots"; }
@@ -223,7 +232,7 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
     s.n_cells  = n_cells;
     s.n_stream = n_stream;
     for (int i = 0; i < n_layers; i++) {
-        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr };
+        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr, 0 };
         kvq_layer_plan plan;
         const kvq_status st = m->plan(o, c, plan, err);
         if (st != KVQ_OK) {

@@ -84,6 +84,7 @@ static int64_t get_int(const gguf_context * g, const std::string & key, int64_t 
         return missing;
     }
     switch (gguf_get_kv_type(g, id)) {
+        case GGUF_TYPE_UINT16: return gguf_get_val_u16(g, id);
         case GGUF_TYPE_UINT32: return gguf_get_val_u32(g, id);
         case GGUF_TYPE_INT32:  return gguf_get_val_i32(g, id);
         case GGUF_TYPE_UINT64: return (int64_t) gguf_get_val_u64(g, id);
@@ -106,6 +107,44 @@ static int64_t get_int(const gguf_context * g, const std::string & key, int64_t 
 static std::string get_str(const gguf_context * g, const char * key) {
     const int64_t id = gguf_find_key(g, key);
     return id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_STRING ? gguf_get_val_str(g, id) : "";
+}
+
+// Which layers have attention: head_count_kv is 0 where they have not. Models that give one number for all layers
+// show it by the names of their tensors, of which a file that is one of several holds only some.
+static std::vector<uint8_t> attention_layers(const gguf_context * g, const std::string & arch, int n_layer) {
+    std::vector<uint8_t> out((size_t) std::max(n_layer, 0), 0);
+    const int64_t heads = gguf_find_key(g, (arch + ".attention.head_count_kv").c_str());
+    if (heads >= 0 && gguf_get_kv_type(g, heads) == GGUF_TYPE_ARRAY) {
+        const auto type = gguf_get_arr_type(g, heads);
+        const bool is_int = type == GGUF_TYPE_UINT32 || type == GGUF_TYPE_INT32;
+        const bool known  = is_int && gguf_get_arr_n(g, heads) >= out.size();
+        const int32_t * n = known ? (const int32_t *) gguf_get_arr_data(g, heads) : nullptr;
+        for (size_t il = 0; n && il < out.size(); il++) { out[il] = n[il] > 0; }
+    } else if (get_int(g, "split.count", 1) <= 1) {
+        std::vector<uint8_t> fused(out.size(), 0), state(out.size(), 0);
+        for (int64_t i = 0; i < gguf_get_n_tensors(g); i++) {
+            int il = 0, end = 0;
+            const char * name = gguf_get_tensor_name(g, i);
+            if (sscanf(name, "blk.%d.%n", &il, &end) == 1 && end && il >= 0 && il < n_layer) {
+                out[il]   |= !strncmp(name + end, "attn_k.", 7) || !strncmp(name + end, "attn_kv_", 8);
+                fused[il] |= !strncmp(name + end, "attn_qkv.", 9);
+                state[il] |= !strncmp(name + end, "ssm_", 4); // linear attention: projections may bear the same name
+            }
+        }
+        for (size_t il = 0; il < out.size(); il++) { out[il] |= fused[il] && !state[il]; }
+    }
+    const bool all = std::all_of(out.begin(), out.end(), [](uint8_t x) { return x != 0; });
+    const bool any = std::any_of(out.begin(), out.end(), [](uint8_t x) { return x != 0; });
+    return all || !any ? std::vector<uint8_t>() : out;
+}
+
+int kvq_model_info::n_attention() const {
+    return attends.empty() ? n_layer - n_layer_nextn : (int) std::count(attends.begin(), attends.end(), 1);
+}
+
+int kvq_model_info::number_of(int il) const {
+    const bool known = (size_t) il < attends.size() && attends[il];
+    return known ? (int) std::count(attends.begin(), attends.begin() + il, 1) : il;
 }
 
 kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, std::string & err) {
@@ -137,13 +176,22 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     out.hash = hex;
     const std::string a = out.arch + ".";
     out.n_layer = (int) get_int(g, a + "block_count", 0);
+    out.attends = attention_layers(g, out.arch, out.n_layer);
     const int64_t n_embd = get_int(g, a + "embedding_length", 0), n_head = get_int(g, a + "attention.head_count", 0);
     const int64_t d = n_head > 0 ? n_embd / n_head : 0;
     out.head_size_k     = (int) get_int(g, a + "attention.key_length",   d);
     out.head_size_v     = (int) get_int(g, a + "attention.value_length", d);
     out.head_size_k_swa = (int) get_int(g, a + "attention.key_length_swa",   0);
     out.head_size_v_swa = (int) get_int(g, a + "attention.value_length_swa", 0);
-    out.mla = gguf_find_key(g, (a + "attention.kv_lora_rank").c_str()) >= 0 && gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0;
+    if (gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0) {
+        out.latent     = (int) get_int(g, a + "attention.kv_lora_rank",     0);
+        out.latent_swa = (int) get_int(g, a + "attention.kv_lora_rank_swa", out.latent);
+    }
+    out.indexer_key   = (int) get_int(g, a + "attention.indexer.key_length", 0);
+    out.n_layer_nextn = (int) std::clamp<int64_t>(get_int(g, a + "nextn_predict_layers", 0), 0, out.n_layer);
+    if (!out.attends.empty()) { // they draft for the others
+        std::fill(out.attends.end() - out.n_layer_nextn, out.attends.end(), (uint8_t) 0);
+    }
     gguf_free(g);
     return KVQ_OK;
 }
@@ -188,6 +236,13 @@ std::string kvq_stored_options(const std::string & path, const kvq_method & m, c
     return text;
 }
 
+int kvq_model_info::latent_of(int n_embd_k) const {
+    if (latent && n_embd_k == head_size_k) {
+        return latent;
+    }
+    return latent_swa && head_size_k_swa && n_embd_k == head_size_k_swa ? latent_swa : 0;
+}
+
 static int fitting(int width, int a, int b) {
     for (int d : { a, b, 64, 32, 16, 8 }) {
         if (d > 0 && width % d == 0) {
@@ -208,15 +263,12 @@ kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, 
 
 // ---------------------------------------------------------------- current configuration
 
-kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
-    const auto env = [](const char * name) { const char * v = getenv(name); return std::string(v ? v : ""); };
-    request r = configured;
-    if (!r.set) {
-        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
-    }
-    if (r.model.empty()) {
-        r.model = model_of_command_line();
-    }
+static std::string env(const char * name) {
+    const char * v = getenv(name);
+    return v ? v : "";
+}
+
+static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, std::string & err) {
     model = kvq_model_info{};
     if (!r.model.empty()) {
         const kvq_status status = kvq_read_model_info(r.model, model, err);
@@ -241,4 +293,21 @@ kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::str
     out.config_path  = r.config;
     out.model_path   = r.model;
     return kvq_options_parse(*out.method, r.opts.c_str(), out.options, err);
+}
+
+kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
+    request r = configured;
+    if (!r.set) {
+        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
+    }
+    if (r.model.empty()) {
+        r.model = model_of_command_line();
+    }
+    return resolve(r, out, model, err);
+}
+
+bool kvq_draft_asked(void) { return !env("KVQ_METHOD_DRAFT").empty(); }
+
+kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err) {
+    return resolve({ true, env("KVQ_METHOD_DRAFT"), env("KVQ_OPTS_DRAFT"), "", env("KVQ_MODEL_DRAFT") }, out, model, err);
 }

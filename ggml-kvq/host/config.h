@@ -3,6 +3,7 @@
 
 #include "../methods/method.h"
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -21,11 +22,24 @@ struct kvq_model_info {
     int  n_layer = 0;
     int  head_size_k = 0, head_size_v = 0;         // 0: unknown
     int  head_size_k_swa = 0, head_size_v_swa = 0; // of sliding-window layers, when they differ
-    bool mla = false;
+    // Multi-head latent attention: keys of `latent` channels and the rotary ones behind them, values are the latent ones. 0: none
+    int  latent = 0, latent_swa = 0;
+    int  latent_of(int n_embd_k) const; // of a cache that keeps keys of this width, 0: no latent attention
+    int  indexer_key = 0; // width of the keys of sparse attention's indexer, 0: none
+    int  n_layer_nextn = 0; // last layers, for multi-token prediction
+    std::vector<uint8_t> attends; // per layer: it has attention; empty: every layer has, as far as the file tells
+
+    int n_attention() const;          // layers with attention
+    int number_of(int il) const;      // of layer il among them
 };
 
 // Status and one line in err; out is complete on KVQ_OK. A missing method means f16.
 kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err);
+
+// The same for the caches of a draft model (speculative decoding): KVQ_METHOD_DRAFT, KVQ_OPTS_DRAFT, KVQ_MODEL_DRAFT. A method's calibrated
+// data must be in the draft model itself.
+kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err);
+bool       kvq_draft_asked(void); // KVQ_METHOD_DRAFT is set
 
 // Options that a GGUF file sets for a method (kvq.<method>.<key> of the keys in its table) as "k=v,k=v", without those that `given` rules
 // out: a key the user set, or one of a group that the user set another of (bits of keys and values; preset and splits).

@@ -98,28 +98,28 @@ ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t dev) { return ggml_b
 bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return kvq_supports_op(context(dev), op); }
 
 bool dev_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
-    return buft == &context(dev).buft || ggml_backend_dev_supports_buft(inner(dev), buft);
+    // a draft device reads the target's cache where a draft model shares it
+    const bool ours = kvq_buft_is_ours(buft) && ((kvq_device_context *) buft->context)->inner == inner(dev);
+    return ours || ggml_backend_dev_supports_buft(inner(dev), buft);
 }
 
 bool dev_offload_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return ggml_backend_dev_offload_op(inner(dev), op); }
 
-const ggml_backend_device_i device_interface = {
-    /* get_name             */ dev_name,
-    /* get_description      */ dev_description,
-    /* get_memory           */ dev_memory,
-    /* get_type             */ dev_type,
-    /* get_props            */ dev_props,
-    /* init_backend         */ dev_init,
-    /* get_buffer_type      */ dev_buft,
-    /* get_host_buffer_type */ dev_host_buft,
-    /* buffer_from_host_ptr */ nullptr,
-    /* supports_op          */ dev_supports_op,
-    /* supports_buft        */ dev_supports_buft,
-    /* offload_op           */ dev_offload_op,
-    /* event_new            */ nullptr,
-    /* event_free           */ nullptr,
-    /* event_synchronize    */ nullptr,
-};
+const ggml_backend_device_i device_interface = [] { // by name: members come and go between versions
+    ggml_backend_device_i i = {};
+    i.get_name             = dev_name;
+    i.get_description      = dev_description;
+    i.get_memory           = dev_memory;
+    i.get_type             = dev_type;
+    i.get_props            = dev_props;
+    i.init_backend         = dev_init;
+    i.get_buffer_type      = dev_buft;
+    i.get_host_buffer_type = dev_host_buft;
+    i.supports_op          = dev_supports_op;
+    i.supports_buft        = dev_supports_buft;
+    i.offload_op           = dev_offload_op;
+    return i;
+}();
 
 kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_device &>(cache.device); }
 
@@ -127,17 +127,20 @@ kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_devic
 
 int kvq_cuda_init(ggml_backend_reg * reg) {
     ggml_backend_reg_t cuda_reg = ggml_backend_cuda_reg();
-    for (size_t i = 0; cuda_reg && i < ggml_backend_reg_dev_count(cuda_reg); i++) {
+    const size_t n = cuda_reg ? ggml_backend_reg_dev_count(cuda_reg) : 0;
+    for (size_t j = 0; j < (kvq_draft_asked() ? 2 * n : n); j++) { // KVQ<i>, then KVQD<i>
+        const size_t i = j % n;
         const std::string old = kvq_cuda_device::too_old((int) i);
         if (!old.empty()) {
-            fprintf(stderr, "ggml-kvq: CUDA%zu has compute capability %s and our kernels need 8.0: it keeps llama.cpp's own KV cache\n", i, old.c_str());
+            if (j < n) { fprintf(stderr, "ggml-kvq: CUDA%zu has compute capability %s and our kernels need 8.0: it keeps llama.cpp's own KV cache\n", i, old.c_str()); }
             continue;
         }
         std::unique_ptr<wrapped> w(new wrapped);
         w->context.inner       = ggml_backend_reg_dev_get(cuda_reg, i);
         w->context.ordinal     = (int) i;
-        w->context.name        = "KVQ" + std::to_string(i);
-        w->context.description = std::string("ggml-kvq KV cache over ") + ggml_backend_dev_description(w->context.inner);
+        w->context.for_draft   = j >= n;
+        w->context.name        = (j < n ? "KVQ" : "KVQD") + std::to_string(i);
+        w->context.description = std::string("ggml-kvq KV cache ") + (j < n ? "over " : "of draft models over ") + ggml_backend_dev_description(w->context.inner);
         w->extra[0]            = ggml_backend_dev_buffer_type(w->context.inner);
         w->device              = { device_interface, reg, &w->context };
         kvq_init_buffer_type(w->context, &w->device);
@@ -180,10 +183,32 @@ static ggml_tensor plain_rows(const ggml_tensor * view, void * data) {
     return t;
 }
 
+// Latent attention: the layer as f16 rows, through the inner backend's own kernel (kvq_supports_op has asked whether there is one).
+static bool attend_latent(kvq_backend_context & b, kvq_cuda_device & device, const ggml_tensor * node, const std::vector<kvq_attn> & streams) {
+    void * rows = nullptr;
+    if (!device.expand_latent(streams.data(), (int) streams.size(), &rows)) {
+        return false;
+    }
+    ggml_tensor k = plain_rows(node->src[1], rows), v = plain_rows(node->src[2], rows), attention = *node;
+    std::copy(k.nb, k.nb + 4, v.nb);
+    k.buffer = v.buffer = node->src[0]->buffer;
+    v.view_src = &k; // its kernel then reads each row once
+    attention.src[1] = &k;
+    attention.src[2] = &v;
+    ggml_tensor * nodes[1] = { &attention };
+    ggml_cgraph graph = {};
+    graph.nodes   = nodes;
+    graph.n_nodes = 1;
+    return b.inner->iface.graph_compute(b.inner, &graph) == GGML_STATUS_SUCCESS;
+}
+
 bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & l, const ggml_tensor * node, int stream0, std::vector<kvq_attn> & streams) {
     const kvq_attn & a = streams[0];
     kvq_cuda_device & device = cuda(cache);
     const int n = (int) streams.size();
+    if (l.d.latent) {
+        return attend_latent(b, device, node, streams);
+    }
     // probes: of each stream; in a recording the table says how many there are when it runs
     std::vector<int> n_probes((size_t) n, 0);
     for (int s = 0; device.may_observe && l.saliency.asks(a.n_q) && s < n; s++) {

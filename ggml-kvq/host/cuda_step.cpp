@@ -75,7 +75,7 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
         }
         if (attends) {
             const ggml_tensor * q = node->src[0], * k = node->src[1];
-            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS;
+            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !t.layer->d.latent;
             for (write & w : writes) { // attention writes these rows itself when the cache is short
                 w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
             }
@@ -176,6 +176,9 @@ void kvq_cuda_step_flush(kvq_backend_context & b) {
 }
 
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
+    if (!kvq_find_caches(b, graph)) {
+        return GGML_STATUS_FAILED;
+    }
     if (!b.step) {
         b.step = new kvq_cuda_step;
     }

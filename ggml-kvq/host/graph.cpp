@@ -25,7 +25,8 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         case GGML_OP_SET_ROWS: {
             const ggml_tensor * root = op->view_src;
             if (op->ne[0] != root->ne[0]) {
-                return "the values are stored transposed, which means flash attention is off: run with -fa on";
+                return std::string("SET_ROWS stores ") + root->name +
+                       " transposed, which means flash attention is off: run with -fa on";
             }
             if (op->src[0]->type != GGML_TYPE_F32) {
                 return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
@@ -35,8 +36,13 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         case GGML_OP_FLASH_ATTN_EXT: {
             const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2];
             const kvq_target tv = kvq_find_target(v);
-            if (!t.ours || t.value || !tv.ours || !tv.value || (t.layer && tv.layer != t.layer)) {
-                return "keys and values come from different places (latent attention): run this model without --kv-method";
+            const bool latent = t.layer && t.layer->d.latent;
+            if (!t.ours || t.value || !tv.ours || tv.value == latent || (t.layer && tv.layer != t.layer)) {
+                return std::string("FLASH_ATTN_EXT reads ") + (k->view_src ? k->view_src : k)->name + " and " + (v->view_src ? v->view_src : v)->name +
+                       ", which are no keys and values of one layer: run this model without --kv-method";
+            }
+            if (latent && (k->ne[2] != 1 || v->view_offs != k->view_offs)) {
+                return "latent attention over " + std::to_string(k->ne[2]) + " KV heads is not supported: run this model without --kv-method";
             }
             if (q->type != GGML_TYPE_F32) {
                 return std::string("queries of type ") + ggml_type_name(q->type) + " are not supported: f32 is needed";
@@ -54,10 +60,18 @@ static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
         }
         case GGML_OP_ROPE: {
             const int mode = ((const int32_t *) op->op_params)[2];
-            return mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX ? "" : "context shift with this kind of rotary embedding is not supported: run with --no-context-shift";
+            if (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) {
+                return "";
+            }
+            return "context shift with ROPE of mode " + std::to_string(mode) +
+                   " is not supported: run with --no-context-shift";
         }
+        case GGML_OP_GET_ROWS:
+            return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name +
+                   "), as sparse attention does: run this model without --kv-method";
         default:
-            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + ", which means flash attention is off: run with -fa on";
+            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name +
+                   "), which means flash attention is off: run with -fa on";
     }
 }
 
@@ -86,19 +100,31 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         }
         return dev.inner && !placing && ggml_backend_dev_supports_op(dev.inner, op);
     }
+    if (!t.cache) { // a size query: what is read in the end is known once the cache is there
+        return true;
+    }
     std::string why = why_not(op, t);
+    if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer && t.layer->d.latent && dev.inner && !ggml_backend_dev_supports_op(dev.inner, op)) {
+        why = std::string(ggml_backend_dev_name(dev.inner)) + " has no latent attention for " + std::to_string(op->src[0]->ne[2]) + " query heads of " +
+              std::to_string(op->src[0]->ne[0]) + " channels: run this model without --kv-method";
+    }
     if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer) {
         const ggml_tensor * k = op->src[1], * v = op->src[2];
         t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
     }
     if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.plan.pre_rope) {
         const ggml_tensor * rope;
-        learn_rope(kvq_backend_context(), op, t, &rope, why);
+        if (learn_rope(kvq_backend_context(), op, t, &rope, why) && rope) {
+            // positions are read when the rows are written: their memory must not hold something else by then
+            rope->src[1]->flags |= GGML_TENSOR_FLAG_OUTPUT;
+        }
     }
     if (!why.empty()) {
-        if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), why) == dev.refusals.end()) {
+        const kvq_config * c = t.cache ? &t.cache->config : nullptr;
+        const std::string once = (c ? c->method->info.name + (" " + c->options_text) : "") + ": " + why;
+        if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), once) == dev.refusals.end()) {
             kvq_report_error(why);
-            dev.refusals.push_back(why);
+            dev.refusals.push_back(once);
         }
         if (!dev.refused) {
             kvq_set_error(why);
@@ -135,7 +161,11 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
     const int32_t * p = (const int32_t *) node->op_params;
     kvq_rope r;
     r.n_dims     = p[1];
-    r.neox       = p[2] == GGML_ROPE_TYPE_NEOX;
+    r.neox       = p[2] != GGML_ROPE_TYPE_NORMAL;
+    if (p[2] == GGML_ROPE_TYPE_MROPE || p[2] == GGML_ROPE_TYPE_IMROPE) {
+        memcpy(r.sections, p + 11, sizeof(r.sections));
+        r.interleaved = p[2] == GGML_ROPE_TYPE_IMROPE;
+    }
     r.n_ctx_orig = p[4];
     memcpy(&r.freq_base,   p + 5, 4);
     memcpy(&r.freq_scale,  p + 6, 4);
@@ -169,8 +199,19 @@ static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_ro
         return t.cache->set_rope(*t.layer, kvq_rope{}, err);
     }
     const int mode = ((const int32_t *) x->op_params)[2];
-    if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX) {
-        err = "rotary embedding of mode " + std::to_string(mode) + " cannot be undone by this method: use higgs or kivi";
+    const bool multi = mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE;
+    const char * no_way_back = " cannot be undone by this method: use higgs or kivi";
+    if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX && !multi) {
+        err = "ROPE of mode " + std::to_string(mode) + " (" + x->name + ")" + no_way_back;
+        return false;
+    }
+    if (const int first = ((const int32_t *) x->op_params)[15]) {
+        err = "ROPE from channel " + std::to_string(first) + " on (" + x->name + ")" + no_way_back;
+        return false;
+    }
+    if (x->src[1]->ne[0] != set_rows->src[0]->ne[1] * (multi ? 4 : 1)) {
+        err = "ROPE of " + std::to_string(x->src[1]->ne[0]) + " positions for " +
+              std::to_string(set_rows->src[0]->ne[1]) + " rows (" + x->name + ")" + no_way_back;
         return false;
     }
     if (x->src[2] && (!x->src[2]->data || !x->src[2]->buffer || (!b.inner && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {
@@ -232,6 +273,9 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
         pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) host_data(b, rope->src[1], temp), n) : nullptr;
     }
     lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads, pos);
+    if (t.layer->d.latent) { // the second block of the same rows
+        t.layer->v->write(n, cells.data(), (const float *) rows->data + lane.layout().codec.head_size, rows->nb[1] / sizeof(float), b.n_threads);
+    }
     return true;
 }
 
@@ -308,9 +352,15 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     const ggml_tensor * view = node->src[0], * delta = node->src[1];
     std::vector<uint8_t> temp;
     const kvq_rope r = rope_of(b, node);
-    kvq_lane & lane = *t.layer->k;
+    const int latent = t.layer->d.latent ? t.layer->d.shape.head_size_k : 0; // channels that are not rotated, in a lane of their own
+    kvq_lane & lane = latent ? *t.layer->v : *t.layer->k;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
-    const int first = (int) (view->view_offs / 2 % (size_t) D); // rotated dimensions may start behind unrotated ones
+    const int first = (int) (view->view_offs / 2 % (size_t) (latent + D)) - latent; // rotated dimensions may start behind unrotated ones
+    if (first < 0 || first + r.n_dims > D) {
+        kvq_report_error("context shift rotates channels " + std::to_string(first + latent) + ".." + std::to_string(first + latent + r.n_dims) +
+                         " of a key, beyond its rotary part: run with --no-context-shift");
+        return false;
+    }
     const int32_t * by = (const int32_t *) host_data(b, delta, temp);
     std::map<int32_t, kvq_rope_table> tables;
     std::vector<float> row((size_t) D);
@@ -340,7 +390,16 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     return true;
 }
 
+// is an operand a cache of ours? Its memory is not there to be read.
+static bool reads_cache(const ggml_tensor * node) {
+    const auto is_cache = [](const ggml_tensor * x) { return x && kvq_find_target(x).layer; };
+    return std::any_of(node->src, node->src + GGML_MAX_SRC, is_cache);
+}
+
 ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
+    if (!kvq_find_caches(b, graph)) {
+        return GGML_STATUS_FAILED;
+    }
     std::vector<kvq_kv_cache *> touched;
     kvq_kv_layer * late = nullptr; // attended, but not sealed yet
     const auto seal = [&](kvq_kv_layer * l) { // frames of this ubatch are free for the next layer
@@ -353,7 +412,13 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
     int first = 0; // of the nodes not yet handed to the inner backend
     const auto hand_over = [&](int end) {
         ggml_status status = GGML_STATUS_SUCCESS;
-        if (b.inner && end > first) {
+        ggml_backend_t others = end > first ? (b.inner ? b.inner : kvq_cpu_backend(b)) : nullptr;
+        if (end > first && !others) {
+            const ggml_tensor * x = graph->nodes[first];
+            kvq_report_error(std::string("node ") + x->name + " (" + ggml_op_name(x->op) + ") is on no cache of ours");
+            status = GGML_STATUS_FAILED;
+        }
+        if (others) {
             ggml_cgraph part = *graph; // the nodes [first, end)
             part.nodes   = graph->nodes + first;
             part.n_nodes = end - first;
@@ -366,7 +431,7 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
                 kvq_cuda_no_inner_graph(b.inner, &part);
             }
 #endif
-            status = b.inner->iface.graph_compute(b.inner, &part);
+            status = others->iface.graph_compute(others, &part);
         }
         first = end + 1;
         return status;
@@ -380,11 +445,18 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             continue;
         }
         if (!b.inner && kvq_graph_op_supported(node)) {
+            if (hand_over(i) != GGML_STATUS_SUCCESS) {
+                return GGML_STATUS_FAILED;
+            }
             kvq_graph_op_compute(ggml_graph_node(graph, i), b.n_threads);
             continue;
         }
         kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
-        if (!t.layer && b.inner) {
+        if (!t.layer && (b.inner || !t.ours)) {
+            if (!b.inner && reads_cache(node)) {
+                kvq_report_error(why_not(node, t));
+                return GGML_STATUS_FAILED;
+            }
             continue;
         }
         const ggml_status status = hand_over(i);

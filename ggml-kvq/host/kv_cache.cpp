@@ -19,6 +19,7 @@ kvq_lane_id kvq_parse_cache_name(const char * name) {
     }
     id.il    = il;
     id.value = l[-1] == 'v';
+    id.tag.assign(name + 6, l - 1);
     return id;
 }
 
@@ -27,59 +28,148 @@ kvq_lane_id kvq_parse_cache_name(const char * name) {
 void kvq_cache_draft::reset() {
     layers.clear();
     asked.clear();
-    bytes_asked = bytes_nominal = 0;
+    bytes_asked = bytes_nominal = bytes_upstream = 0;
     err.clear();
 }
 
-bool kvq_cache_draft::begin() {
+bool kvq_cache_draft::begin(int il) {
     reset();
-    return kvq_config_current(config, model, err) == KVQ_OK && kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
+    if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err)) != KVQ_OK) {
+        return false;
+    }
+    predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
+    if (predicts && kvq_draft_asked()) {
+        kvq_model_info none;
+        if (kvq_config_draft(config, none, err) != KVQ_OK) {
+            return false;
+        }
+    }
+    return kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
+}
+
+// What a method may know of a layer; prev: the one before it in the same cache, or NULL.
+static kvq_layer_context context_of(const kvq_model_info & model, const kvq_draft_layer & d,
+                                    const kvq_draft_layer * prev) {
+    const int n_model = model.n_attention(), gap = prev ? d.number - prev->number - 1 : 0;
+    return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, gap };
+}
+
+// Keys of n_embd channels, of which the first are the values too; altogether: two halves.
+static kvq_layer_shape latent_shape(int il, int latent, int n_embd) {
+    const int first = latent == n_embd ? (int) kvq_pad((size_t) n_embd / 2, 16) : latent;
+    return { il, 1, first, n_embd - first };
 }
 
 size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
     const kvq_lane_id id = kvq_parse_cache_name(name);
     const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
     last = id;
-    if (!next && !begin()) {
-        return 0;
-    }
-    if (!err.empty()) {
-        return 0;
-    }
-    if (!is_f16) {
-        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
-        return 0;
-    }
+    const bool begun = next || begin(id.il);
     if (layers.empty() || layers.back().il != id.il) {
         layers.emplace_back();
-        layers.back().il = id.il;
+        layers.back().il     = id.il;
+        layers.back().number = model.number_of(id.il);
     }
     kvq_draft_layer & d = layers.back();
     d.n_cells  = n_cells;
     d.n_stream = n_stream;
     (id.value ? d.n_embd_v : d.n_embd_k) = n_embd;
     (id.value ? d.has_v    : d.has_k)    = true;
-    if (model.mla) {
-        err = "architecture " + model.arch + " uses multi-head latent attention, which keeps no separate values: run it without --kv-method";
+    if (!begun || !err.empty()) {
         return 0;
     }
-    const int n_model = model.n_layer > 0 ? model.n_layer : 32;
+    if (!is_f16) {
+        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
+        return 0;
+    }
     if (!d.has_k) { // a query for values alone
         d.n_embd_k = n_embd;
     }
-    d.shape = kvq_guess_shape(model, id.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
-    const kvq_layer_context c = { (int) layers.size() - 1, n_model, d.shape, layers.size() > 1 ? &layers[layers.size() - 2].shape : nullptr };
+    d.latent = id.value ? 0 : model.latent_of(n_embd);
+    d.shape  = d.latent ? latent_shape(d.il, d.latent, n_embd)
+                        : kvq_guess_shape(model, d.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    return plan_lane(d, id.value, n_embd);
+}
+
+bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream) {
+    if (layers.empty() && !begin(shape.il)) {
+        return false;
+    }
+    layers.emplace_back();
+    kvq_draft_layer & d = layers.back();
+    d.il       = shape.il;
+    d.number   = model.number_of(shape.il);
+    d.latent   = latent;
+    d.shape    = latent ? latent_shape(shape.il, latent, shape.head_size_k) : shape;
+    d.n_embd_k = shape.n_head_kv * shape.head_size_k;
+    d.n_embd_v = latent ? 0 : shape.n_head_kv * shape.head_size_v;
+    d.n_cells  = n_cells;
+    d.n_stream = n_stream;
+    d.has_k    = true;
+    d.has_v    = !latent;
+    plan_lane(d, false, d.n_embd_k);
+    if (!latent) {
+        plan_lane(d, true, d.n_embd_v);
+    }
+    return err.empty();
+}
+
+// of the last layer
+size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
+    const kvq_layer_context c = context_of(model, d, layers.size() > 1 ? &layers[layers.size() - 2] : nullptr);
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
         return 0;
     }
+    bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
+    if (d.latent) {
+        if (!kvq_plan_latent(d.plan, *config.method, d.shape, d.latent, err)) {
+            return 0;
+        }
+        d.k = kvq_make_lane_layout(d.plan, false, 1, d.n_cells, d.n_stream);
+        d.v = kvq_make_lane_layout(d.plan, true,  1, d.n_cells, d.n_stream);
+        return d.k.bytes() + d.v.bytes();
+    }
     const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
-    if (d.plan.mean && !calibration->fits(id.il, prev, d.plan, d.n_embd_k, id.value ? d.n_embd_v : 0, err)) {
+    if (d.plan.mean && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) {
         return 0;
     }
-    kvq_lane_layout & l = id.value ? d.v : d.k;
-    l = kvq_make_lane_layout(d.plan, id.value, d.shape.n_head_kv, n_cells, n_stream);
-    bytes_nominal += kvq_pad(2 * (size_t) n_embd * n_cells * n_stream, KVQ_ALIGN);
+    kvq_lane_layout & l = value ? d.v : d.k;
+    l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
     return l.bytes();
+}
+
+std::string kvq_cache_draft::declined() const {
+    bool indexer = !layers.empty() && model.indexer_key;
+    for (const kvq_draft_layer & d : layers) {
+        indexer = indexer && !d.latent && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
+    }
+    const std::string n = std::to_string(layers.size()), s = layers.size() == 1 ? "" : "s";
+    return indexer ? n + " indexer layer" + s : predicts && !kvq_draft_asked() ? n + " layer" + s + " for multi-token prediction" : "";
+}
+
+// Architectures that llama.cpp computes without flash attention whatever was asked for, and why.
+static const struct { const char * arch, * why; } no_flash[] = {
+    { "grok", "its attention logits go through tanh" },
+    { "t5",   "its attention logits have a bias for every pair of positions" },
+    { "minimax-m3", "rows of the cells that an indexer picks are gathered" },
+};
+
+bool kvq_cache_draft::complete() {
+    for (const auto & x : no_flash) {
+        if (err.empty() && model.arch == x.arch) {
+            err = "llama.cpp computes architecture " + model.arch + " without flash attention (" + x.why +
+                  "), which this cache needs: run this model without --kv-method";
+        }
+    }
+    for (const kvq_draft_layer & d : layers) {
+        if (err.empty() && !d.has_k) {
+            err = "layer " + std::to_string(d.il) + " keeps values without keys: run this model without --kv-method";
+        } else if (err.empty() && !d.has_v && !d.latent) {
+            err = "layer " + std::to_string(d.il) + " keeps keys without values" +
+                  (model.arch.empty() ? ", and the model's file is not known: set KVQ_MODEL if this is latent attention" : ": run this model without --kv-method");
+        }
+    }
+    return err.empty();
 }
 
 // ---------------------------------------------------------------- cache
@@ -107,6 +197,18 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
     live.push_back(this);
 }
 
+bool kvq_kv_cache::append(const kvq_draft_layer & d) {
+    if (chain && counters.n_sealed) {
+        return false;
+    }
+    layers.emplace_back(new kvq_kv_layer);
+    layers.back()->ordinal = (int) layers.size() - 1;
+    layers.back()->d = d;
+    is_ok = is_ok && build(*layers.back());
+    link();
+    return is_ok;
+}
+
 kvq_kv_cache::~kvq_kv_cache() {
     if (positions_there) {
         device.free(positions_there, 8 * positions.size());
@@ -131,7 +233,8 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         l.v->set_slots(&l.slots);
     }
     if (l.d.plan.probe > 0.0f) {
-        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.ordinal, l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &device);
+        l.saliency.init(l.d.k, l.d.plan.probe, l.d.plan.normalise, (uint32_t) l.d.number,
+                        l.d.plan.keep > 0.0f && !l.d.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &device);
         l.k->set_saliency(&l.saliency);
         l.v->set_saliency(&l.saliency);
     }
@@ -197,7 +300,7 @@ bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string
         t.rotor = rope.n_dims && r->rope() == rope ? r.get() : t.rotor;
     }
     if (rope.n_dims && !t.rotor) {
-        rotors.emplace_back(new kvq_rotor(rope));
+        rotors.emplace_back(new kvq_rotor(rope, std::min(l.d.n_cells, 1 << 20)));
         t.rotor = rotors.back().get();
     }
     l.k->set_transform(t);
@@ -205,12 +308,26 @@ bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string
 }
 
 const int32_t * kvq_kv_cache::positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n) {
-    if (ubatch.source != source || (int64_t) ubatch.pos.size() != n || l.ordinal <= ubatch.ordinal) {
-        ubatch.pos.assign(source, source + n);
+    kvq_rotor * rotor = l.k->transform().rotor;
+    const size_t n_each = rotor && rotor->first() ? 4 : 1; // all times, all rows, ...
+    const bool fresh = ubatch.source != source || ubatch.pos.size() != n_each * n || l.ordinal <= ubatch.ordinal;
+    if (fresh) {
+        ubatch.pos.assign(source, source + n_each * n);
         ubatch.source = source;
     }
     ubatch.ordinal = l.ordinal;
-    return ubatch.pos.data();
+    if (n_each == 1) {
+        return ubatch.pos.data();
+    }
+    if (fresh || ubatch.rotor != rotor) {
+        ubatch.placed.clear();
+        for (size_t i = 0; i < (size_t) n; i++) {
+            const int32_t * p = &ubatch.pos[i];
+            ubatch.placed.push_back(rotor->place({ p[0], p[n], p[2*n], p[3*n] }));
+        }
+        ubatch.rotor = rotor;
+    }
+    return ubatch.placed.data();
 }
 
 void kvq_kv_cache::shift_positions(kvq_kv_layer & l, int stream, const int32_t * by) {
@@ -254,6 +371,14 @@ kvq_kv_layer * kvq_kv_cache::layer(int il) {
 
 bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err) {
     const kvq_layer_shape & s = l.d.shape;
+    if (l.d.latent) {
+        if (n_head_kv == 1 && head_size_k == l.d.n_embd_k && head_size_v == l.d.latent) {
+            return true;
+        }
+        err = "layer " + std::to_string(l.d.il) + " reads " + std::to_string(n_head_kv) + " heads of " + std::to_string(head_size_k) + " and values of " +
+              std::to_string(head_size_v) + ", not latent attention with " + std::to_string(l.d.latent) + " of " + std::to_string(l.d.n_embd_k) + " channels";
+        return false;
+    }
     if (s.n_head_kv == n_head_kv && s.head_size_k == head_size_k && s.head_size_v == head_size_v) {
         return true;
     }
@@ -271,7 +396,7 @@ bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, i
             continue;
         }
         d.shape = { d.il, n_head_kv, head_size_k, head_size_v };
-        const kvq_layer_context c = { x->ordinal, model.n_layer > 0 ? model.n_layer : 32, d.shape, planned.empty() ? nullptr : &planned.back().shape };
+        const kvq_layer_context c = context_of(model, d, planned.empty() ? nullptr : &planned.back());
         if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) {
             return false;
         }
@@ -313,6 +438,10 @@ void kvq_kv_cache::clear() {
         l->k->clear();
         l->v->clear();
     }
+    for (auto & r : rotors) {
+        if (device.is_host()) { r->forget(); } // another device has copies
+    }
+    ubatch = {};
 }
 
 kvq_stats kvq_kv_cache::stats() const {
@@ -348,6 +477,10 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
     char text[64];
     snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);
     std::string out = text;
+    if (!layers.empty() && layers[0]->d.latent) {
+        snprintf(text, sizeof(text), "%s %.2f bits", value ? "rotary part" : "latent", bits);
+        out = text;
+    }
     if (classes.size() > 1 || classes.begin()->first.find(' ') != std::string::npos) {
         std::string list;
         for (const auto & c : classes) {
@@ -356,6 +489,24 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
         out += " (" + list + ")";
     }
     return out;
+}
+
+// Layers whose codes would be those of a layer in another cache: few of them are named, many counted.
+std::string kvq_kv_cache::parted() const {
+    std::string names;
+    int n = 0;
+    for (const auto & l : layers) {
+        if (l->d.plan.k.parted || l->d.plan.v.parted) {
+            names += (n++ ? " " : "") + std::to_string(l->d.il);
+        }
+    }
+    if (!n) {
+        return "";
+    }
+    const std::string which = n <= 4 ? (n == 1 ? "layer " : "layers ") + names : std::to_string(n) + " layers";
+    const char * what = n == 1 ? " keeps codes of its own, its partner is"
+                               : " keep codes of their own, their partners are";
+    return "; " + which + what + " on another device or in another cache";
 }
 
 std::string kvq_kv_cache::load_line() const {
@@ -385,6 +536,7 @@ std::string kvq_kv_cache::load_line() const {
         if (const char * by = device.slow_reading(l->d.plan, l->d.k, l->d.v)) { slow[by]++; }
     }
     for (const auto & s : slow) { reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) + " layers are read by " + s.first; }
+    reading = parted() + reading;
     const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
     return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
            layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
@@ -430,6 +582,7 @@ extern "C" int kvq_cache_rows(int i, int il, int value, int stream, int cell, in
     kvq_cpu_f16_to_f32(rows.data(), out, (int64_t) rows.size());
     kvq_rotor * rotor = lane.transform().rotor;
     for (int t = 0; rotor && t < n; t++) {
+        kvq_tags_enter(x, *rotor, &rows[t * width], 1);
         const int32_t pos = kvq_tag_get(x, &rows[t * width], (size_t) x.codec.head_size);
         rotor->reach(pos);
         for (int h = 0; h < x.n_head; h++) {

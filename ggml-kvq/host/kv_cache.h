@@ -13,14 +13,15 @@
 #include <string>
 #include <vector>
 
-struct kvq_lane_id { int il = -1; bool value = false; };
+struct kvq_lane_id { int il = -1; bool value = false; std::string tag; };
 
-// Parses "cache_<tag>k_l12"; il = -1 for any other name.
+// Parses "cache_<tag>k_l12"; il = -1 for any other name. Caches with a tag are those of indexers ("idx_").
 kvq_lane_id kvq_parse_cache_name(const char * name);
 
 struct kvq_draft_layer {
-    int il = -1, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
-    bool has_k = false, has_v = false;
+    int il = -1, number = 0, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
+    bool has_k = false, has_v = false; // keys alone: those of an indexer, or latent attention
+    int  latent = 0; // channels of keys that are the values too: lane k holds them, lane v the others (ggml-kvq.h, KVQ_ATTN_LATENT)
     kvq_layer_shape shape = {};
     kvq_layer_plan  plan;
     kvq_lane_layout k, v;
@@ -31,18 +32,28 @@ public:
     // Bytes of the tensor's lane, or 0 with error() set. A layer that does not come after the last one starts a new draft.
     size_t add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16);
     const std::string & error() const { return err; }
+    // Asked once all tensors are there. What stays with llama.cpp, "2 indexer layers", when this is no cache that attention reads; "" else.
+    std::string declined() const;
+    bool complete(); // false, with error(): a layer lacks keys or values, or something was refused before
     bool   empty() const { return layers.empty(); }
     void   reset();
+    // A layer that a graph shows, with heads as they are there; latent: channels of keys that are the values too, 0: none
+    // are. False with error() set.
+    bool   add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
 
+    bool           for_draft = false; // of a draft model: its own configuration
+    bool           predicts  = false; // of the layers for multi-token prediction, which draft for the model that they are part of
     kvq_config     config;
     kvq_model_info model;
     std::shared_ptr<const kvq_calibration> calibration; // NULL: the method takes none
     std::vector<kvq_draft_layer> layers;
     size_t bytes_asked   = 0; // what ggml was told, padded as ggml pads: identifies the allocation that follows
     size_t bytes_nominal = 0; // as f16 tensors
+    size_t bytes_upstream = 0; // in a buffer of llama.cpp's own
     std::map<std::string, size_t> asked; // answers by tensor
 private:
-    bool begin();
+    bool   begin(int il);
+    size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
     std::string err;
     kvq_lane_id last; // the tensor asked for before this one
 };
@@ -55,6 +66,7 @@ struct kvq_kv_layer {
     kvq_saliency    saliency; // not active unless the method asks
     kvq_slots       slots;    // likewise
     std::unique_ptr<kvq_lane> k, v;
+    const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
 };
 
 class kvq_kv_cache {
@@ -64,6 +76,7 @@ public:
     bool ok() const { return is_ok; }
 
     kvq_kv_layer * layer(int il);
+    bool append(const kvq_draft_layer & d); // false: out of memory, or predicted layers hold tokens already
     // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
     bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
 
@@ -93,6 +106,7 @@ public:
 
 private:
     bool build(kvq_kv_layer & l);
+    std::string parted() const; // a note for layers that cannot share codes with the layer before
     void link(); // after every layer is built
     kvq_model_info model;
     std::shared_ptr<const kvq_calibration> calibration;
@@ -104,7 +118,11 @@ private:
     int32_t * positions_there = nullptr;            // both on a device that is not the host, NULL else
     size_t n_positions = 0;
     int    n_shifts    = 0;
-    struct { std::vector<int32_t> pos; const void * source = nullptr; int ordinal = -1; } ubatch;
+    struct {
+        std::vector<int32_t> pos, placed; // placed: numbers of that rotor
+        const void * source = nullptr, * rotor = nullptr;
+        int ordinal = -1;
+    } ubatch;
     kvq_scratch    scratch;
     kvq_counters   counters;
     bool is_ok = true;

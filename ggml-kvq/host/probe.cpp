@@ -1,8 +1,10 @@
 // Sizes and field offsets as compiled: ctypes declarations of other languages are checked against these, never guessed.
+// A field that this llama.cpp lacks has the offset (size_t) -1.
 // The tables name the structures of llama.h and ggml-kvq.h that cross the language border by value or by pointer.
 #include "ggml-kvq.h"
 
 #include "llama.h"
+#include "seam.h"
 
 #include <cstddef>
 #include <cstring>
@@ -22,66 +24,70 @@ struct kvq_struct {
 };
 
 #define F(type, field) { #field, offsetof(type, field) }
+#define M(type, field) { #field, KVQ_OFFSET(type, field) } // in some of the supported versions of llama.cpp
 #define S(type) { #type, sizeof(type), type##_fields, sizeof(type##_fields) / sizeof(kvq_field) }
 
 const kvq_field llama_model_params_fields[] = {
-    F(llama_model_params, devices),
-    F(llama_model_params, tensor_buft_overrides),
-    F(llama_model_params, n_gpu_layers),
-    F(llama_model_params, split_mode),
-    F(llama_model_params, load_mode),
-    F(llama_model_params, lazy_mode),
-    F(llama_model_params, main_gpu),
-    F(llama_model_params, tensor_split),
-    F(llama_model_params, progress_callback),
-    F(llama_model_params, progress_callback_user_data),
-    F(llama_model_params, kv_overrides),
-    F(llama_model_params, vocab_only),
-    F(llama_model_params, check_tensors),
-    F(llama_model_params, use_extra_bufts),
-    F(llama_model_params, no_host),
-    F(llama_model_params, no_alloc),
-    F(llama_model_params, load_mtp),
+    M(llama_model_params, devices),
+    M(llama_model_params, tensor_buft_overrides),
+    M(llama_model_params, n_gpu_layers),
+    M(llama_model_params, split_mode),
+    M(llama_model_params, load_mode),
+    M(llama_model_params, lazy_mode),
+    M(llama_model_params, main_gpu),
+    M(llama_model_params, tensor_split),
+    M(llama_model_params, progress_callback),
+    M(llama_model_params, progress_callback_user_data),
+    M(llama_model_params, kv_overrides),
+    M(llama_model_params, vocab_only),
+    M(llama_model_params, use_mmap),
+    M(llama_model_params, use_direct_io),
+    M(llama_model_params, use_mlock),
+    M(llama_model_params, check_tensors),
+    M(llama_model_params, use_extra_bufts),
+    M(llama_model_params, no_host),
+    M(llama_model_params, no_alloc),
+    M(llama_model_params, load_mtp),
 };
 
 const kvq_field llama_context_params_fields[] = {
-    F(llama_context_params, n_ctx),
-    F(llama_context_params, n_batch),
-    F(llama_context_params, n_ubatch),
-    F(llama_context_params, n_seq_max),
-    F(llama_context_params, n_rs_seq),
-    F(llama_context_params, n_outputs_max),
-    F(llama_context_params, n_outputs_max_per_seq),
-    F(llama_context_params, n_threads),
-    F(llama_context_params, n_threads_batch),
-    F(llama_context_params, ctx_type),
-    F(llama_context_params, rope_scaling_type),
-    F(llama_context_params, pooling_type),
-    F(llama_context_params, attention_type),
-    F(llama_context_params, flash_attn_type),
-    F(llama_context_params, rope_freq_base),
-    F(llama_context_params, rope_freq_scale),
-    F(llama_context_params, yarn_ext_factor),
-    F(llama_context_params, yarn_attn_factor),
-    F(llama_context_params, yarn_beta_fast),
-    F(llama_context_params, yarn_beta_slow),
-    F(llama_context_params, yarn_orig_ctx),
-    F(llama_context_params, defrag_thold),
-    F(llama_context_params, cb_eval),
-    F(llama_context_params, cb_eval_user_data),
-    F(llama_context_params, type_k),
-    F(llama_context_params, type_v),
-    F(llama_context_params, abort_callback),
-    F(llama_context_params, abort_callback_data),
-    F(llama_context_params, embeddings),
-    F(llama_context_params, offload_kqv),
-    F(llama_context_params, no_perf),
-    F(llama_context_params, op_offload),
-    F(llama_context_params, swa_full),
-    F(llama_context_params, kv_unified),
-    F(llama_context_params, samplers),
-    F(llama_context_params, n_samplers),
-    F(llama_context_params, ctx_other),
+    M(llama_context_params, n_ctx),
+    M(llama_context_params, n_batch),
+    M(llama_context_params, n_ubatch),
+    M(llama_context_params, n_seq_max),
+    M(llama_context_params, n_rs_seq),
+    M(llama_context_params, n_outputs_max),
+    M(llama_context_params, n_outputs_max_per_seq),
+    M(llama_context_params, n_threads),
+    M(llama_context_params, n_threads_batch),
+    M(llama_context_params, ctx_type),
+    M(llama_context_params, rope_scaling_type),
+    M(llama_context_params, pooling_type),
+    M(llama_context_params, attention_type),
+    M(llama_context_params, flash_attn_type),
+    M(llama_context_params, rope_freq_base),
+    M(llama_context_params, rope_freq_scale),
+    M(llama_context_params, yarn_ext_factor),
+    M(llama_context_params, yarn_attn_factor),
+    M(llama_context_params, yarn_beta_fast),
+    M(llama_context_params, yarn_beta_slow),
+    M(llama_context_params, yarn_orig_ctx),
+    M(llama_context_params, defrag_thold),
+    M(llama_context_params, cb_eval),
+    M(llama_context_params, cb_eval_user_data),
+    M(llama_context_params, type_k),
+    M(llama_context_params, type_v),
+    M(llama_context_params, abort_callback),
+    M(llama_context_params, abort_callback_data),
+    M(llama_context_params, embeddings),
+    M(llama_context_params, offload_kqv),
+    M(llama_context_params, no_perf),
+    M(llama_context_params, op_offload),
+    M(llama_context_params, swa_full),
+    M(llama_context_params, kv_unified),
+    M(llama_context_params, samplers),
+    M(llama_context_params, n_samplers),
+    M(llama_context_params, ctx_other),
 };
 
 const kvq_field llama_batch_fields[] = {
@@ -152,6 +158,7 @@ const kvq_struct structs[] = {
 };
 
 #undef F
+#undef M
 #undef S
 
 const kvq_struct * find(const char * type) {

@@ -13,6 +13,7 @@
 static const char * backend_name(ggml_backend_t) { return "KVQ"; }
 
 static void backend_free(ggml_backend_t backend) {
+    ggml_backend_free(((kvq_backend_context *) backend->context)->cpu);
     delete (kvq_backend_context *) backend->context;
     delete backend;
 }
@@ -84,38 +85,79 @@ static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buf
     return kvq_buft_is_ours(buft) || ggml_backend_buft_is_host(buft); // queries and masks are read where they are
 }
 
-static const ggml_backend_device_i device_interface = {
-    /* get_name             */ dev_name,
-    /* get_description      */ dev_description,
-    /* get_memory           */ dev_memory,
-    /* get_type             */ dev_type,
-    /* get_props            */ dev_props,
-    /* init_backend         */ dev_init,
-    /* get_buffer_type      */ dev_buft,
-    /* get_host_buffer_type */ nullptr,
-    /* buffer_from_host_ptr */ nullptr,
-    /* supports_op          */ dev_supports_op,
-    /* supports_buft        */ dev_supports_buft,
-    /* offload_op           */ nullptr,
-    /* event_new            */ nullptr,
-    /* event_free           */ nullptr,
-    /* event_synchronize    */ nullptr,
-};
+static const ggml_backend_device_i device_interface = [] { // by name: members come and go between versions
+    ggml_backend_device_i i = {};
+    i.get_name        = dev_name;
+    i.get_description = dev_description;
+    i.get_memory      = dev_memory;
+    i.get_type        = dev_type;
+    i.get_props       = dev_props;
+    i.init_backend    = dev_init;
+    i.get_buffer_type = dev_buft;
+    i.supports_op     = dev_supports_op;
+    i.supports_buft   = dev_supports_buft;
+    return i;
+}();
+
+// ---------------------------------------------------------------- reader
+
+// llama.cpp's scheduler gives an operation without weights to the device of its neighbours. Attention that stands between operations of
+// the CPU (sparse attention builds its mask there) would go to the CPU backend, which cannot read a cache: the scheduler would copy all
+// of it as f16 in every step. A second device of type ACCEL with the CPU's buffer type takes such nodes back: the scheduler moves a node
+// of the CPU to any device of higher rank and the same buffer type that supports it. It has no memory and keeps nothing.
+
+static const char * reader_name(ggml_backend_dev_t)        { return "KVQ-reader"; }
+static const char * reader_description(ggml_backend_dev_t) { return "ggml-kvq, attention between operations of the CPU"; }
+static enum ggml_backend_dev_type reader_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
+static ggml_backend_buffer_type_t reader_buft(ggml_backend_dev_t) { return ggml_backend_cpu_buffer_type(); }
+
+static void reader_memory(ggml_backend_dev_t, size_t * free, size_t * total) { *free = *total = 0; }
+
+static void reader_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    props->name        = reader_name(dev);
+    props->description = reader_description(dev);
+    props->type        = reader_type(dev);
+    props->device_id   = nullptr;
+    props->memory_free = props->memory_total = 0;
+    props->caps        = {};
+}
+
+static bool reader_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    for (int i = 0; i < GGML_MAX_SRC && !kvq_is_view_op(op->op); i++) {
+        if (op->src[i] && kvq_find_target(op->src[i]).cache) {
+            return kvq_supports_op(context(dev), op);
+        }
+    }
+    return false;
+}
+
+static ggml_backend_device_i make_reader_interface(void) {
+    ggml_backend_device_i i = device_interface;
+    i.get_name        = reader_name;
+    i.get_description = reader_description;
+    i.get_memory      = reader_memory;
+    i.get_type        = reader_type;
+    i.get_props       = reader_props;
+    i.get_buffer_type = reader_buft;
+    i.supports_op     = reader_supports_op;
+    return i;
+}
 
 // ---------------------------------------------------------------- registry
 
-static ggml_backend_device device;
+static ggml_backend_device device, reader, draft_device;
 
 static const char *       reg_name(ggml_backend_reg_t)                 { return "KVQ"; }
-static int                n_cuda = 0; // devices over CUDA; without any, one on the CPU
-static size_t             reg_count(ggml_backend_reg_t)                { return (size_t) std::max(n_cuda, 1); }
+static int                n_cuda = 0; // devices over CUDA; without any, one on the CPU and its reader
+static size_t             reg_count(ggml_backend_reg_t)                { return n_cuda ? (size_t) n_cuda : kvq_draft_asked() ? 3 : 2; }
 static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) {
 #ifdef KVQ_CUDA
     if (n_cuda) {
         return kvq_cuda_get(index);
     }
 #endif
-    return index == 0 ? &device : nullptr;
+    ggml_backend_dev_t all[3] = { &device, &reader, &draft_device };
+    return index < reg_count(nullptr) ? all[index] : nullptr;
 }
 
 static void * reg_proc(ggml_backend_reg_t, const char * name) {
@@ -127,7 +169,14 @@ static void * reg_proc(ggml_backend_reg_t, const char * name) {
     return !strcmp(name, "ggml_backend_set_n_threads") ? (void *) backend_set_n_threads : nullptr;
 }
 
-static const ggml_backend_reg_i reg_interface = { reg_name, reg_count, reg_device, reg_proc };
+static const ggml_backend_reg_i reg_interface = [] {
+    ggml_backend_reg_i i = {};
+    i.get_name         = reg_name;
+    i.get_device_count = reg_count;
+    i.get_device       = reg_device;
+    i.get_proc_address = reg_proc;
+    return i;
+}();
 
 static bool version_matches(void) {
     if (strcmp(ggml_version(), KVQ_GGML_VERSION) == 0) {
@@ -143,12 +192,18 @@ extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
         return nullptr;
     }
     static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION, reg_interface, nullptr };
-    static kvq_device_context context;
+    static kvq_device_context context, draft_context;
     if (!device.context) {
         context.name        = "KVQ0";
         context.description = std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
         kvq_init_buffer_type(context, &device);
         device = { device_interface, &reg, &context };
+        reader = { make_reader_interface(), &reg, &context };
+        draft_context.name        = "KVQD0";
+        draft_context.description = "ggml-kvq KV cache of draft models, CPU";
+        draft_context.for_draft   = true;
+        kvq_init_buffer_type(draft_context, &draft_device);
+        draft_device = { device_interface, &reg, &draft_context };
 #ifdef KVQ_CUDA
         n_cuda = kvq_cuda_init(&reg);
 #endif

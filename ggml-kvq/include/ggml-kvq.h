@@ -160,6 +160,9 @@ KVQ_API void kvq_rotary_free(const kvq_rotary * rotary);
 enum {
     KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
     KVQ_ATTN_STAYED = 2, // a promise: positions of sealed cells are those of `sealed`. Devices then read keys without turning them
+    // Latent attention: one KV head whose keys are two blocks, of codec `k` and then of codec `v`, both in the layout of keys. Queries have
+    // the channels of both. Values are the first block, or both: then the first one's head size is a multiple of 16.
+    KVQ_ATTN_LATENT = 4, KVQ_ATTN_LATENT_ALL = 8,
 };
 
 // One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v

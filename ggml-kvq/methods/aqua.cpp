@@ -33,8 +33,10 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         err = "layer " + std::to_string(c.shape.il) + " has " + std::to_string(c.shape.n_head_kv * c.shape.head_size_k) + " key channels: 64 are needed, use higgs";
         return KVQ_ERR_SHAPE;
     }
+    const bool full = o.is("predictor", "full"), chained = full || o.is("predictor", "k");
+    const bool is_first = c.number == 0 || (chained && !c.prev); // what nothing predicts needs the bits as well
     for (kvq_codec * x : { &out.k.codec, &out.v.codec }) {
-        if (c.ordinal == 0 && first > x->bits) {
+        if (is_first && first > x->bits) {
             x->bits  = first;
             x->group = 2; // the only grids above two bits
         }
@@ -42,12 +44,11 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     out.pre_rope        = true;
     out.mean            = !o.is("predictor", "none");
     out.weight_bits     = o.is("weights", "4") ? 4 : 8;
-    const bool full = o.is("predictor", "full");
-    if (full || o.is("predictor", "k")) {
+    if (chained) {
         const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
         out.k.chained   = true;
         out.v.chained   = full;
-        out.holds_chain = c.ordinal == 0;
+        out.holds_chain = !c.prev;
         if (c.prev) {
             if (c.prev->n_head_kv * c.prev->head_size_k != width_k || c.prev->n_head_kv * c.prev->head_size_v != width_v) {
                 err = "layer " + std::to_string(c.shape.il) + " has another KV width than the layer before, which cannot predict it: use predictor=bias";
@@ -60,7 +61,7 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
             }
         }
     }
-    out.holds_positions = c.ordinal == 0;
+    out.holds_positions = !c.prev;
     return KVQ_OK;
 }
 

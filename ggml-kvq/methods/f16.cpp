@@ -25,5 +25,5 @@ static kvq_status plan(const kvq_options &, const kvq_layer_context & c, kvq_lay
 extern const kvq_method kvq_method_f16;
 const kvq_method kvq_method_f16 = {
     { "f16", "16-bit cells, the control arm: equals upstream's cache", "-", 0, nullptr },
-    plan,
+    plan, true,
 };

@@ -15,5 +15,5 @@ extern const kvq_method kvq_method_higgs;
 const kvq_method kvq_method_higgs = {
     { "higgs", "1-4 bit grid indices of Hadamard-rotated heads, one scale per cell", "HIGGS, arXiv 2411.17525; AQUA-KV, arXiv 2501.19392",
       sizeof(options) / sizeof(options[0]), options },
-    kvq_plan_lattice,
+    kvq_plan_lattice, true,
 };

@@ -41,5 +41,5 @@ extern const kvq_method kvq_method_kivi;
 const kvq_method kvq_method_kivi = {
     { "kivi", "1-4 bit keys per channel and values per token, f16 window", "KIVI, arXiv 2402.02750",
       sizeof(options) / sizeof(options[0]), options },
-    plan,
+    plan, true,
 };

@@ -11,6 +11,7 @@
 struct kvq_lane_plan {
     kvq_codec codec       = {};
     bool      shares_codes = false; // codes of the previous layer's lane; own parameters
+    bool      parted       = false; // would share, but the layer of those codes is in another cache: own codes
     bool      chained      = false; // read through the layers before it (cache/chain.h)
     int       inputs[2]    = {};    // of its predictors: keys; values of the layer before. 0: not predicted
 };
@@ -31,18 +32,26 @@ struct kvq_layer_plan {
     int  weight_bits  = 8;     // of predictors: 8 or 4
 };
 
+// Turns the plan of a layer with head sizes (first block, second block) into one of latent attention: lane k keeps the first block, lane v
+// the second, both as keys. values: channels of a value. False with one line in err when the method has no such layers.
+bool kvq_plan_latent(kvq_layer_plan & plan, const struct kvq_method & method, const kvq_layer_shape & shape, int values, std::string & err);
+
 // What a method may know when it plans a layer.
+// A model's layers may lie in several caches (on several devices, or sliding-window layers apart from others), so
+// methods count by number.
 struct kvq_layer_context {
-    int ordinal;                  // of this layer in its cache, 0 = first
-    int n_layer;                  // attention layers of the model (scales presets)
+    int number;                   // of this layer among the model's layers with attention, 0 = first
+    int n_layer;                  // how many those are (scales presets)
     kvq_layer_shape shape;
     const kvq_layer_shape * prev; // previous layer of the same cache, NULL for the first
+    int gap = 0;                  // layers with attention between prev and this one; they are in another cache
 };
 
 struct kvq_method {
     kvq_method_info info;
     // Fills out, or returns a status and one line in err.
     kvq_status (*plan)(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
+    bool latent = false; // holds latent attention (latent.cpp): its blocks of keys may be read as values
 };
 
 const kvq_method * kvq_method_find(const char * name); // NULL when unknown

@@ -39,7 +39,7 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     }
     out.k.codec.bits = out.v.codec.bits = o.num("bits");
     out.k.codec.eta  = out.v.codec.eta  = o.real("eta");
-    const float depth = c.n_layer > 1 ? (float) c.ordinal / (float) (c.n_layer - 1) : 0.5f;
+    const float depth = c.n_layer > 1 ? (float) c.number / (float) (c.n_layer - 1) : 0.5f;
     const float share = o.is("budget", "pyramid") ? hh * ((2.0f - 1.0f / d) + (2.0f / d - 2.0f) * depth) : hh;
     out.keep      = std::min(share + rw, 1.0f);
     out.recent    = rw;

@@ -1,6 +1,7 @@
 // XQuant (Yang et al. 2025, cross-layer): KIVI blocks whose end points are calibrated by eta, and whose codes layer pairs share.
 //   keys of layers below kq and values of layers below vq take 2 bits, all others 1 (section 3.3)
-//   an odd layer at or above km (vm) adopts the codes of the layer before it and keeps only its own scale and zero
+//   an odd layer at or above km (vm) adopts the codes of the layer before it and keeps only its own scale and zero;
+//   where that layer is in another cache (on another device), it keeps codes of its own
 //   eta1 for 1-bit, eta2 for 2-bit blocks (section 3.2)
 // Presets name the equivalent bits of a 32-layer model; -1 scales them to the layer count, rounded so that pairs stay whole.
 // The paper prints no split for 1.156; 26/0/32/0 is ours: all value codes shared, keys favoured.
@@ -59,11 +60,12 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
             return KVQ_ERR_OPTION;
         }
     }
-    const bool same_shape = c.prev && c.prev->n_head_kv == c.shape.n_head_kv && c.prev->head_size_k == c.shape.head_size_k &&
-                            c.prev->head_size_v == c.shape.head_size_v;
+    const bool here = c.prev && c.gap == 0;
+    const bool same_shape = here && c.prev->n_head_kv == c.shape.n_head_kv &&
+                            c.prev->head_size_k == c.shape.head_size_k && c.prev->head_size_v == c.shape.head_size_v;
     for (int i = 0; i < 2; i++) {
         kvq_lane_plan & lane = i ? out.v : out.k;
-        lane.codec.bits = c.ordinal < split[i] ? 2 : 1;
+        lane.codec.bits = c.number < split[i] ? 2 : 1;
         for (const char * key : { "eta1", "eta2" }) {
             if (!(o.real(key) >= 0.0f && o.real(key) < 0.5f)) {
                 err = "option " + std::string(key) + "=" + o.str(key) + " is not within 0..0.49";
@@ -71,7 +73,9 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
             }
         }
         lane.codec.eta    = o.real(lane.codec.bits == 1 ? "eta1" : "eta2");
-        lane.shares_codes = c.ordinal % 2 && c.ordinal >= split[2 + i] && same_shape;
+        const bool paired = c.number % 2 && c.number >= split[2 + i];
+        lane.shares_codes = paired && same_shape;
+        lane.parted       = paired && !here;
         if (lane.shares_codes && o.is("shared", "none")) {
             lane.shares_codes = false;
             lane.codec.bits   = 0;

@@ -1,6 +1,7 @@
 """C declarations of the parts of libllama and libggml that ggml_kvq calls.
 
 Each structure mirrors include/llama.h of the pinned llama.cpp field by field; each row of FUNCTIONS is one prototype.
+Over another llama.cpp the structures in OTHER_FIELDS are built anew from the fields it has (loader.fit_struct).
 loader.py proves sizes and offsets against the compiled library before any structure is passed by value.
 """
 
@@ -25,7 +26,7 @@ from ctypes import (
 )
 from typing import Any
 
-#: The ggml version the declarations below were written against.
+#: The ggml version of the pinned llama.cpp, which the declarations below mirror.
 GGML_VERSION = "0.25.3"
 
 Token = c_int32
@@ -147,6 +148,15 @@ STRUCTS: dict[str, type[Structure]] = {
     )
 }
 
+#: Structures whose fields differ between the supported versions, and fields that the pinned one lacks.
+OTHER_FIELDS: dict[str, list[tuple[str, Any]]] = {
+    "llama_model_params": [("use_mmap", c_bool), ("use_direct_io", c_bool), ("use_mlock", c_bool)],
+    "llama_context_params": [],
+}
+
+#: Functions that only a diagnosis calls and older versions lack.
+OPTIONAL = {"llama_version"}
+
 # (library, name, restype, argtypes); opaque handles are void pointers.
 _P = c_void_p
 FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
@@ -164,6 +174,7 @@ FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
     ("ggml", "ggml_backend_dev_get", _P, [c_size_t]),
     ("ggml", "ggml_backend_dev_by_name", _P, [c_char_p]),
     ("ggml", "ggml_backend_load", _P, [c_char_p]),
+    ("ggml", "ggml_backend_load_all_from_path", None, [c_char_p]),
     # llama: life cycle
     ("llama", "llama_version", c_char_p, []),
     ("llama", "llama_backend_init", None, []),
@@ -240,6 +251,7 @@ FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
 
 #: Values of the default-parameter functions that must survive the round trip through our structures. A wrong size or
 #: offset moves at least one of them; used beside the native probe, and alone when only upstream's libraries are there.
+#: Fields that this llama.cpp lacks are left out.
 DEFAULTS: dict[str, dict[str, object]] = {
     "llama_model_default_params": {
         "n_gpu_layers": -1,
@@ -254,6 +266,9 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "use_extra_bufts": True,
         "no_alloc": False,
         "load_mtp": False,
+        "use_mmap": True,
+        "use_direct_io": False,
+        "use_mlock": False,
     },
     "llama_context_default_params": {
         "n_ctx": 512,

@@ -1,8 +1,9 @@
 """Finding, loading and proving the native libraries.
 
 Importing this module loads nothing and never fails; libraries() loads on first use and raises LibraryError with a
-diagnosis. KVQ_LIB_DIR (a folder with libllama, libggml, libggml-base, libggml-cpu) and KVQ_BACKEND (a libggml-kvq.so)
-override the libraries that the package ships.
+diagnosis. KVQ_LIB_DIR (a folder with libllama, libggml, libggml-base and the CPU backend) and KVQ_BACKEND
+(a libggml-kvq.so) override the libraries that the package ships. Backends that are modules (a build with
+GGML_BACKEND_DL) are loaded from there too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import re
 import sys
 import threading
-from ctypes import CDLL
+from collections.abc import Mapping
+from ctypes import CDLL, Structure
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,10 @@ class Libraries:
         if self.kvq is None:
             raise LibraryError(self.kvq_problem)
         return self.kvq
+
+    def llama_version(self) -> str:
+        """What libllama calls itself; older ones have no name for it."""
+        return self.llama.llama_version().decode() if hasattr(self.llama, "llama_version") else "(no version)"
 
     def devices(self) -> list[tuple[str, int, int]]:
         """(name, type, handle) of every ggml device, in registry order."""
@@ -118,9 +124,33 @@ def last_problem(lines: LogLines) -> str:
 # ------------------------------------------------------------------ proof
 
 
-def prove_structs(kvq: CDLL) -> None:
-    """Compare size and every field offset of our structures with the compiled ones; LibraryError names the first difference."""
-    for name, struct in {**llama.STRUCTS, **native.STRUCTS}.items():
+def fit_struct(kvq: CDLL, name: str) -> type[Structure]:
+    """llama.STRUCTS[name], or a structure of those known fields that libggml-kvq's llama.cpp has, in its order.
+
+    LibraryError when it has a field which is not known here: the sizes differ then.
+    """
+    pinned = llama.STRUCTS[name]
+    known: list[tuple[str, Any]] = [*((f[0], f[1]) for f in pinned._fields_), *llama.OTHER_FIELDS[name]]
+    offsets = {field: kvq.kvq_offsetof(name.encode(), field.encode()) for field, _ in known}
+    there = sorted((entry for entry in known if offsets[entry[0]] != _UNKNOWN), key=lambda entry: offsets[entry[0]])
+    if there == [(f[0], f[1]) for f in pinned._fields_]:
+        return pinned
+    fitted = type(name, (Structure,), {"_fields_": there})
+    size = kvq.kvq_sizeof(name.encode())
+    if ctypes.sizeof(fitted) != size:
+        raise LibraryError(
+            f"struct {name} of this llama.cpp has {size} bytes, the fields known here {ctypes.sizeof(fitted)}: "
+            "the version is not supported; README.md names those that are"
+        )
+    return fitted
+
+
+def prove_structs(kvq: CDLL, fitted: Mapping[str, type[Structure]] | None = None) -> None:
+    """Compare size and every field offset of our structures with the compiled ones.
+
+    LibraryError names the first difference. fitted: those of llama.STRUCTS that are replaced (fit_struct).
+    """
+    for name, struct in {**llama.STRUCTS, **native.STRUCTS, **(fitted or {})}.items():
         size = kvq.kvq_sizeof(name.encode())
         if size != ctypes.sizeof(struct):
             got = "unknown to the probe" if size == _UNKNOWN else f"{size} bytes"
@@ -142,6 +172,8 @@ def prove_defaults(lib: CDLL) -> None:
     for function, expected in llama.DEFAULTS.items():
         params = getattr(lib, function)()
         for key, want in expected.items():
+            if not hasattr(params, key):
+                continue  # this llama.cpp has no such field: prove_structs has seen all that it has
             got = getattr(params, key)
             got = bool(got) and got if isinstance(got, ctypes._Pointer) else got
             if (got or None) != (want or None):
@@ -188,6 +220,35 @@ def _mapped_copies(stem: str) -> set[str]:
 
 # ------------------------------------------------------------------ loading
 
+
+def _load_modules(libs: dict[str, CDLL], folder: Path) -> None:
+    """Load backends that are modules from `folder`: llama.cpp looks beside the running program, which is Python.
+
+    LibraryError when there is no CPU backend among them.
+    $GGML_BACKEND_PATH is hidden meanwhile: it may name libggml-kvq.so, which is loaded by its path later.
+    """
+    hidden = os.environ.pop("GGML_BACKEND_PATH", None)
+    try:
+        libs["ggml"].ggml_backend_load_all_from_path(os.fsencode(folder))
+    finally:
+        if hidden is not None:
+            os.environ["GGML_BACKEND_PATH"] = hidden
+    if not libs["ggml"].ggml_backend_dev_count():
+        raise LibraryError(
+            f"{folder} holds no CPU backend that this machine can run; "
+            "reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to a llama.cpp build"
+        )
+
+
+def build_info(folder: Path) -> dict[str, str]:
+    """What the build wrote about itself: compiler, cpu, amx, self-check. Empty when another project built it."""
+    try:
+        lines = (folder / "build-info.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+
+
 _lock = threading.Lock()
 _loaded: Libraries | None = None
 
@@ -199,27 +260,36 @@ def _open(path: Path) -> CDLL:
         raise LibraryError(f"{path} does not load: {e}; rebuild or reinstall it for this machine") from e
 
 
-def _load() -> Libraries:
-    if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
-        raise LibraryError("ggml-kvq needs a 64-bit little-endian machine; use upstream's cache types here")
-    folder = _paths.lib_dir()
-    files = {key: _paths.shared_library(folder, stem) for key, stem in _STEMS.items()}
-    libs = {key: _open(path) for key, path in files.items()}
+def _bind(libs: Mapping[str, CDLL], files: Mapping[str, Path], structs: Mapping[str, type[Structure]]) -> None:
+    """Give every function of llama.FUNCTIONS its prototype, with `structs` in place of those of llama.STRUCTS."""
+    swap = {llama.STRUCTS[name]: struct for name, struct in structs.items()}
     for key, name, restype, argtypes in llama.FUNCTIONS:
         try:
             fn = getattr(libs[key], name)
         except AttributeError:
+            if name in llama.OPTIONAL:
+                continue
             raise LibraryError(
-                f"{files[key]} lacks the function {name}; use libraries of ggml {llama.GGML_VERSION}"
+                f"{files[key]} lacks the function {name}: this llama.cpp is too old or too new; "
+                "README.md names those that are supported"
             ) from None
-        fn.restype, fn.argtypes = restype, argtypes
+        fn.restype, fn.argtypes = swap.get(restype, restype), [swap.get(a, a) for a in argtypes]
 
+
+def _load() -> Libraries:
+    if sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise LibraryError("ggml-kvq needs a 64-bit little-endian machine; use upstream's cache types here")
+    folder = _paths.lib_dir()
+    files: dict[str, Path] = {}
+    for key, stem in _STEMS.items():
+        try:
+            files[key] = _paths.shared_library(folder, stem)
+        except LibraryError:
+            if key != "cpu":  # that may be a module: _load_modules
+                raise
+    libs = {key: _open(path) for key, path in files.items()}
+    _bind(libs, files, {})
     version = libs["base"].ggml_version().decode()
-    if version != llama.GGML_VERSION:
-        raise LibraryError(
-            f"{folder} holds ggml {version}, this package was written for {llama.GGML_VERSION}; "
-            "install the matching ggml-kvq or point KVQ_LIB_DIR at a matching build"
-        )
     copies = _mapped_copies("libggml-base.so")
     if len(copies) > 1:
         raise LibraryError(
@@ -227,10 +297,11 @@ def _load() -> Libraries:
             "import ggml_kvq in a process of its own, without llama_cpp"
         )
     prove_one_runtime(libs["llama"], files["llama"])
-    prove_defaults(libs["llama"])
 
     callback = llama.LogCallback(log.write)
     libs["llama"].llama_log_set(callback, None)
+    if not libs["ggml"].ggml_backend_dev_count():
+        _load_modules(libs, folder)
     libs["llama"].llama_backend_init()
 
     kvq: CDLL | None = None
@@ -252,8 +323,16 @@ def _load() -> Libraries:
             raise LibraryError(
                 f"{path} speaks C ABI {kvq.kvq_abi_version()}, this package {native.ABI_VERSION}; reinstall the package"
             )
-        prove_structs(kvq)
+        fitted = {name: fit_struct(kvq, name) for name in llama.OTHER_FIELDS}
+        prove_structs(kvq, fitted)
+        _bind(libs, files, fitted)
         kvq.kvq_set_verbosity(0)  # errors reach Python through kvq_last_error, the load line through kvq_cache_line
+    elif version != llama.GGML_VERSION:
+        raise LibraryError(
+            f"{folder} holds ggml {version}, this package was written for {llama.GGML_VERSION}, and {problem}: "
+            f"point KVQ_BACKEND at a {BACKEND_FILE} that was built for this llama.cpp (cmake -DLLAMA_CPP_DIR=...)"
+        )
+    prove_defaults(libs["llama"])
     return Libraries(folder, libs["base"], libs["ggml"], libs["llama"], kvq, path, problem, callback)
 
 
@@ -288,7 +367,10 @@ def diagnose() -> list[str]:
         return [*lines, f"libraries    NOT USABLE: {e}"]
     lines += [
         f"libraries    {libs.lib_dir}",
-        f"llama.cpp    {libs.llama.llama_version().decode()}, ggml {libs.base.ggml_version().decode()}",
+        f"llama.cpp    {libs.llama_version()}, ggml {libs.base.ggml_version().decode()}",
+        *(f"{key:<12} {value}" for key, value in build_info(libs.lib_dir).items() if key != "cpu"),
+        f"cpu backend  {', '.join(sorted(Path(p).name for p in _mapped_copies('libggml-cpu'))) or 'unknown'}"
+        f", built for {build_info(libs.lib_dir).get('cpu', 'unknown')}",
     ]
     if libs.kvq is None:
         lines.append(f"backend      NOT LOADED: {libs.kvq_problem}")

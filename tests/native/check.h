@@ -6,7 +6,7 @@
 #include <random>
 
 static std::mt19937 rng;
-static int uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
+[[maybe_unused]] static int uniform(int a, int b) { return std::uniform_int_distribution<int>(a, b)(rng); }
 
 #define CHECK(cond, ...)                                                       \
     do {                                                                       \

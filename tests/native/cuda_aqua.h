@@ -203,6 +203,7 @@ template <int HEADS, int D> static int check_chain(kvq_cuda_device & d, const ch
 
 static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
     for (const char * opts : { "predictor=bias,window=32", "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16" }) {
+        check_store(d, "aqua", opts, n_steps, true);
         const int n_rows = check_store(d, "aqua", opts, n_steps);
         printf("store, aqua %s: %d random operations, %d rows as on the CPU\n", opts, n_steps, n_rows);
     }
@@ -235,14 +236,16 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
     stays({ 3, 3, 2, 0, 64, 1, 4, 1, 500, 1, 0, 0, true, false, 3, 32, 0 });
     stays({ 2, 1, 2, 1, 64, 1, 4, 2, 300, 1, 0, 0, false, false, 1 });
     stays({ 4, 3, 2, 0, 64, 1, 4, 1, 200, 1, 0, 0, false, false, 4 });
+    stays({ 2, 2, 2, 1, 128, 1, 4, 1, 400, 1, 0, 0, false, false, 5 });
     attention({ 2, 3, 2, 1, 80, 1, 2, 20, 150, 1, 0, 0, false, false, 2, 64, 0 });
-    for (int D : { 64, 128 }) { for (int bits : { 9, 17, 18, 27, 36 }) { for (int turns : { 1, 3, 4 }) { for (int neox : { 0, 1 }) { // bits: 8*k + v
+    attention({ 2, 3, 2, 1, 80, 1, 2, 20, 150, 1, 0, 0, false, false, 5, 64 });
+    for (int D : { 64, 128 }) { for (int bits : { 9, 17, 18, 27, 36 }) { for (int turns : { 1, 3, 4, 5 }) { for (int neox : { 0, 1 }) { // bits: 8*k + v
         if (many) {
             stays({ bits / 8, bits % 8, 2, neox, D, 2, 4, 1, 1100, turns, 0, 0, false, false, turns, neox ? 0 : D / 2, neox });
             stays({ bits / 8, bits % 8, 2, 1 - neox, D, 1, bits == 18 ? 8 : 5, turns == 1 ? 3 : 1, 3000, 1, bits == 27 ? 20.0f : 0.0f, bits == 36 ? 8.0f : 0.0f, neox == 1, false, turns, 0, neox });
         }
     } } } }
-    for (int D : { 64, 80, 128, 256 }) { for (int n_q : { 1, 20 }) { for (int turns : { 1, 2 }) { for (int neox : { 0, 1 }) {
+    for (int D : { 64, 80, 128, 256 }) { for (int n_q : { 1, 20 }) { for (int turns : { 1, 2, 5 }) { for (int neox : { 0, 1 }) {
         if (many) {
             attention({ 2, 2, 2, 1, D, 2, 4, n_q, 1100, turns, 0, 0, false, false, turns, 0, neox });
             attention({ 4, 3, 2, 0, D, 1, 2, n_q, 300, 1, 0, 0, true, false, turns, D / 2, neox });

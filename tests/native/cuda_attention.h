@@ -5,7 +5,7 @@
 #define KVQ_TEST_WIDE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
 #define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4)
 
-// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions of three sequences that take turns, 4: no means
+// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions of three sequences that take turns, 4: no means, 5: images
 // stayed: the promise that none has moved is given. torn: some pages are sealed in keys or in values alone; head_masks: a mask for every head
 // page: cells of a page, 0: as few as there may be
 struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; bool stayed = false, torn = false, head_masks = false; int page = 0; };
@@ -17,13 +17,20 @@ static const float * some_means(int n) {
     for (auto & x : all.back()) { x = 2.0f * normal(); }
     return all.back().data();
 }
-static kvq_rotor * some_rotor(int n_dims, bool neox) {
+static kvq_rotor * some_rotor(int n_dims, bool neox, bool images = false) {
     static std::vector<std::unique_ptr<kvq_rotor>> all;
     kvq_rope r;
     r.n_dims = n_dims;
     r.neox   = neox;
+    for (int i = 0; i < 3 && images; i++) { r.sections[i] = (n_dims / 2 + 2) / 3; }
     all.emplace_back(new kvq_rotor(r));
     return all.back().get();
+}
+
+// Number of the positions of a cell: every other 64 cells are text, the others are images of 9 columns.
+static int32_t some_place(kvq_rotor & rotor, int cell) {
+    const int p = cell / 64 * 32, i = cell % 64;
+    return rotor.place(cell / 64 % 2 ? kvq_rotor::place_t{ p, p + i / 9, p + i % 9, 0 } : kvq_rotor::place_t{ p + i, p + i, p + i, 0 });
 }
 
 struct world { // one layer, random page states; decoded values kept in f64-ready floats
@@ -54,11 +61,11 @@ struct world { // one layer, random page states; decoded values kept in f64-read
             hf[r].assign(f16 || fill ? pages.size() * ls[r]->nb_frame / 2 : 0, 0);
         }
         if (c.turns) {
-            left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox);
+            left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox, c.turns == 5);
             for (int r = 0; r < 2 && c.turns != 4; r++) { left_out[r].mean = some_means(H * D); }
             for (size_t i = 0; i < pages.size() * P; i++) {
                 const int cell = (int) (i % ((size_t) np * P));
-                pos.push_back(c.turns == 3 ? cell % 3 * 500 + cell / 3 : cell + 5 + uniform(0, 1));
+                pos.push_back(c.turns == 5 ? some_place(*left_out[0].rotor, cell) : c.turns == 3 ? cell % 3 * 500 + cell / 3 : cell + 5 + uniform(0, 1));
                 was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
                 left_out[0].rotor->reach(std::max(pos.back(), was.back()));
             }

@@ -219,14 +219,15 @@ struct pair_of_layers {
     }
 };
 
-static int check_store(kvq_cuda_device & d, const char * method, const char * opts, int n_steps) {
+static int check_store(kvq_cuda_device & d, const char * method, const char * opts, int n_steps, bool images = false) {
     const int n_head = 2, D = 64, W = n_head * D, n_cells = 480, n_stream = 2;
     pair_of_layers host(kvq_cpu_device(), method, opts, n_head, D, n_cells, n_stream), there(d, method, opts, n_head, D, n_cells, n_stream);
     pair_of_layers * both[2] = { &host, &there };
     const int64_t n_seals = d.n_seals;
+    kvq_rotor * rotor = nullptr;
     if (host.turns) {
         const float * mean[2][2] = { { some_means(W), some_means(W) }, { some_means(W), some_means(W) } };
-        kvq_rotor * rotor = some_rotor(D, true);
+        rotor = some_rotor(D, true, images);
         for (pair_of_layers * p : both) { p->leave_out(mean, rotor); }
     }
     std::vector<uint16_t> rows[2];
@@ -254,7 +255,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
             for (int i = 0; i < n; i++) { // distinct
                 const int cell = op < 60 ? cursor[stream]++ % n_cells : (first + 7*i) % n_cells;
                 idx[i] = (int64_t) stream * n_cells + cell;
-                pos[i] = cell + step % 60;
+                pos[i] = images ? some_place(*rotor, cell + step % 60) : cell + step % 60;
             }
             for (int i = 0; i < 2; i++) { for (int v = 0; v < 2; v++) {
                 std::vector<float> x((size_t) n * W);
@@ -277,7 +278,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
             for (int i = 0; i < 4; i++) {
                 for (pair_of_layers * p : both) { p->lane[i / 2][i % 2]->restore(stream, to, n, image[i].data(), 1); }
             }
-        } else if (op < 95) { // context shift: keys change in place
+        } else if (op < 95 && !images) { // context shift: keys change in place
             const int first = uniform(0, n_cells - 1);
             for (pair_of_layers * p : both) { for (int i = 0; i < 2; i++) {
                 if (p->turns) {

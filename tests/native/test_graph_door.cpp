@@ -404,6 +404,9 @@ static void refusals(void) {
 
 int main(void) {
     refusals();
+    if (!ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU)) {
+        ggml_backend_load_all_from_path(getenv("KVQ_LIB_DIR")); // a build whose CPU backend is a module
+    }
     const ggml_backend_dev_t devices[] = {
         ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU),
         ggml_backend_reg_dev_get(ggml_backend_init(), 0), // KVQ0 of the objects this test is linked to

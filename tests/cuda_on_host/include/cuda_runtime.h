@@ -136,6 +136,13 @@ template <typename T> static inline cudaError_t cudaMalloc(T ** p, size_t nb) { 
 static inline cudaError_t cudaFree(void * p) { free(p); return cudaSuccess; }
 static inline cudaError_t cudaMemsetAsync(void * p, int x, size_t n, cudaStream_t) { memset(p, x, n); return cudaSuccess; }
 static inline cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t n, cudaMemcpyKind, cudaStream_t) { memmove(to, from, n); return cudaSuccess; }
+static inline cudaError_t cudaMemcpy2DAsync(void * to, size_t to_pitch, const void * from, size_t from_pitch,
+                                            size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
+    for (size_t i = 0; i < height; i++) {
+        memmove((char *) to + i * to_pitch, (const char *) from + i * from_pitch, width);
+    }
+    return cudaSuccess;
+}
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 typedef struct host_event * cudaEvent_t; // all work is done in the order in which it is asked for
 enum { cudaEventDisableTiming, cudaStreamNonBlocking };

@@ -1,0 +1,16 @@
+# Included by ggml's project() call when llama_cpu.cmake found flags to give (KVQ_CPU_FLAGS). They go to the CPU
+# backend, in all its variants, behind upstream's own flags: the last of -mamx-tile and -mno-amx-tile wins.
+function(kvq_cpu_targets folder)
+    get_property(targets DIRECTORY ${folder} PROPERTY BUILDSYSTEM_TARGETS)
+    foreach(target IN LISTS targets)
+        if(target MATCHES "^ggml-cpu" AND NOT target MATCHES "-feats$")
+            target_compile_options(${target} PRIVATE ${ARGN})
+        endif()
+    endforeach()
+    get_property(folders DIRECTORY ${folder} PROPERTY SUBDIRECTORIES)
+    foreach(inner IN LISTS folders)
+        kvq_cpu_targets(${inner} ${ARGN})
+    endforeach()
+endfunction()
+separate_arguments(kvq_cpu_flags UNIX_COMMAND "${KVQ_CPU_FLAGS}")
+cmake_language(DEFER CALL kvq_cpu_targets ${CMAKE_CURRENT_SOURCE_DIR} ${kvq_cpu_flags})

@@ -1,0 +1,117 @@
+// What becomes of a cache object by its tensors and the model's metadata: ours, llama.cpp's, or refused with a line.
+#include "../../ggml-kvq/host/kv_cache.h"
+#include "check.h"
+
+#include "gguf.h"
+
+#include <cstring>
+#include <unistd.h>
+
+using keys = std::vector<std::pair<const char *, uint32_t>>;
+
+static std::string model(const keys & more) {
+    const std::string path = "/tmp/kvq-caches-" + std::to_string(getpid()) + ".gguf";
+    gguf_context * g = gguf_init_empty();
+    gguf_set_val_str(g, "general.architecture", "test");
+    const keys base = { { "block_count", 6 }, { "embedding_length", 256 }, { "attention.head_count", 4 }, { "attention.head_count_kv", 2 } };
+    for (const keys & part : { base, more }) {
+        for (const auto & k : part) { gguf_set_val_u32(g, (std::string("test.") + k.first).c_str(), k.second); }
+    }
+    CHECK(gguf_write_to_file(g, path.c_str(), true), "%s", path.c_str());
+    gguf_free(g);
+    return path;
+}
+
+// Size queries of layers [first, last) with these widths (values 0: none), 512 cells.
+static kvq_cache_draft asked(const char * method, const char * opts, const keys & metadata, int first, int last, int width_k, int width_v, bool for_draft = false) {
+    const std::string path = model(metadata);
+    CHECK(kvq_configure(method, opts, nullptr, path.c_str()) == KVQ_OK, "%s", kvq_last_error());
+    setenv("KVQ_MODEL_DRAFT", path.c_str(), 1);
+    kvq_cache_draft d;
+    d.for_draft = for_draft;
+    for (int il = first; il < last; il++) {
+        d.add(("cache_k_l" + std::to_string(il)).c_str(), width_k, 512, 1, true);
+        if (width_v) {
+            d.add(("cache_v_l" + std::to_string(il)).c_str(), width_v, 512, 1, true);
+        }
+    }
+    kvq_configure(nullptr, nullptr, nullptr, nullptr);
+    unsetenv("KVQ_MODEL_DRAFT");
+    unlink(path.c_str());
+    return d;
+}
+
+static bool refused(kvq_cache_draft & d, const char * why) { return !d.complete() && d.error().find(why) != std::string::npos; }
+
+static const keys LATENT = { { "attention.key_length", 192 }, { "attention.value_length", 128 }, { "attention.key_length_mla", 96 },
+                             { "attention.value_length_mla", 64 }, { "attention.kv_lora_rank", 128 } };
+
+static void ordinary(void) {
+    kvq_cache_draft d = asked("kivi", "", {}, 0, 6, 128, 128);
+    CHECK(d.declined().empty() && d.complete() && d.layers.size() == 6 && !d.layers[0].latent, "%s", d.error().c_str());
+    kvq_cache_draft wide = asked("kivi", "", {}, 0, 6, 128, 0);
+    CHECK(wide.declined().empty() && refused(wide, "layer 0 keeps keys without values"), "%s", wide.error().c_str());
+    kvq_cache_draft typed;
+    typed.add("cache_k_l0", 128, 512, 1, false);
+    CHECK(refused(typed, "not f16"), "%s", typed.error().c_str());
+}
+
+static void latent(void) {
+    for (const char * method : { "f16", "kivi", "higgs" }) {
+        kvq_cache_draft d = asked(method, "", LATENT, 0, 6, 192, 0);
+        CHECK(d.declined().empty() && d.complete(), "%s: %s", method, d.error().c_str());
+        const kvq_draft_layer & l = d.layers[5];
+        CHECK(l.latent == 128 && l.k.codec.head_size == 128 && l.v.codec.head_size == 64 && l.v.codec.role == KVQ_ROLE_K, "%s", method);
+        CHECK(d.asked.empty() && d.bytes_nominal == 6 * 2 * 192 * 512, "%zu", d.bytes_nominal);
+    }
+    for (const char * method : { "xquant", "zipcache", "minikv", "aqua" }) {
+        kvq_cache_draft d = asked(method, !strcmp(method, "aqua") ? "predictor=none" : "", LATENT, 0, 6, 192, 0);
+        CHECK(refused(d, "multi-head latent attention") && d.error().find(method) != std::string::npos, "%s: %s", method, d.error().c_str());
+    }
+    keys whole = LATENT; // no rotary part: keys are values altogether, kept as two halves
+    whole[0].second = 128;
+    kvq_cache_draft d = asked("higgs", "", whole, 0, 2, 128, 0);
+    CHECK(d.complete() && d.layers[0].latent == 128 && d.layers[0].k.codec.head_size == 64 && d.layers[0].plan.flags & KVQ_ATTN_LATENT_ALL, "%s", d.error().c_str());
+}
+
+static void indexers(void) {
+    keys sparse = LATENT;
+    sparse.push_back({ "attention.indexer.key_length", 128 });
+    for (const char * method : { "kivi", "aqua" }) {
+        kvq_cache_draft lid = asked(method, !strcmp(method, "aqua") ? "predictor=none" : "", sparse, 0, 6, 128, 0);
+        CHECK(lid.declined() == "6 indexer layers", "'%s' %s", lid.declined().c_str(), lid.error().c_str());
+    }
+    kvq_cache_draft main = asked("kivi", "", sparse, 0, 6, 192, 0);
+    CHECK(main.declined().empty() && main.complete(), "%s", main.error().c_str());
+    kvq_cache_draft both = asked("kivi", "", { { "attention.indexer.key_length", 64 } }, 2, 3, 64, 128); // keys and values, one head
+    CHECK(both.declined() == "1 indexer layer", "'%s'", both.declined().c_str());
+    CHECK(!kvq_parse_cache_name("cache_idx_k_l3").tag.empty() && kvq_parse_cache_name("cache_k_l3").tag.empty(), "tags");
+}
+
+static void drafts(void) {
+    const keys predicts = { { "nextn_predict_layers", 1 } };
+    kvq_cache_draft main = asked("xquant", "", predicts, 0, 5, 128, 128);
+    CHECK(main.declined().empty() && main.complete() && main.model.n_attention() == 5, "%d", main.model.n_attention());
+    kvq_cache_draft mtp = asked("xquant", "", predicts, 5, 6, 128, 128);
+    CHECK(mtp.declined() == "1 layer for multi-token prediction", "'%s'", mtp.declined().c_str());
+    setenv("KVQ_METHOD_DRAFT", "higgs", 1);
+    setenv("KVQ_OPTS_DRAFT", "bits=4", 1);
+    kvq_cache_draft own = asked("xquant", "", predicts, 5, 6, 128, 128), other = asked("xquant", "", {}, 0, 6, 128, 128, true);
+    for (kvq_cache_draft * d : { &own, &other }) {
+        CHECK(d->declined().empty() && d->complete() && !strcmp(d->config.method->info.name, "higgs") && d->layers[0].k.codec.bits == 4, "%s", d->error().c_str());
+    }
+    setenv("KVQ_METHOD_DRAFT", "higgz", 1);
+    kvq_cache_draft wrong = asked("xquant", "", {}, 0, 6, 128, 128, true);
+    CHECK(refused(wrong, "higgz"), "%s", wrong.error().c_str());
+    unsetenv("KVQ_METHOD_DRAFT");
+    unsetenv("KVQ_OPTS_DRAFT");
+}
+
+int main() {
+    ordinary();
+    latent();
+    indexers();
+    drafts();
+    printf("caches: ok\n");
+    return 0;
+}
