@@ -91,7 +91,8 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
         a.page_steps  = a.hi_steps + (a.km.n_cells - a.km.n_hi + CELLS - 1) / CELLS;
         for (const kvq_affine_geometry & g : a.km.part) { fits = fits && g.scale <= 1; }
     }
-    fits = fits && a.k.type == a.v.type && D == a.v.head_size && D <= SLICE * MAX_SLICES && (!a.wide || D % 16 == 0) && a.halves_log2 >= 0;
+    // no slice is empty: there are 1, 2 or 4 of them
+    fits = fits && a.k.type == a.v.type && D == a.v.head_size && D <= SLICE * MAX_SLICES && (D <= 2*SLICE || D > 3*SLICE) && (!a.wide || D % 16 == 0) && a.halves_log2 >= 0;
     if (codes) {
         fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 4 && a.k.scale == a.v.scale;
     }

@@ -216,8 +216,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             const float f = a.scale * LOG2E;
 #pragma unroll
             for (int s = 0; s < S; s++) {
-                const int channel = channel_of<D, KB>(c, s);
-                const float4 x = of.has(channel) ? *(const float4 *) (p + of.first() + channel) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                const float4 x = load_four(of, p, channel_of<D, KB>(c, s));
                 q[s][0] = pack_half2(x.x * f, x.z * f);
                 q[s][1] = pack_half2(x.y * f, x.w * f);
             }
@@ -432,7 +431,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (WIDE ? (32*i + 4*g) >> a.v_group_log2 : (32*i + 4*g) / a.v.group) * 4 + c) : 0.0f;
                 float4 y = make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
                 if constexpr (MEANS) {
-                    const float4 mu = of.has(32*i + 4*g) ? __ldg((const float4 *) (a.v_mean + kvh * of.head(a) + of.first() + 32*i + 4*g)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    const float4 mu = __ldg((const float4 *) (a.v_mean + kvh * of.head(a) + of.first() + of.near(32*i + 4*g, 4)));
                     y.x = fmaf(l_sealed[e], mu.x, y.x); y.y = fmaf(l_sealed[e], mu.y, y.y); y.z = fmaf(l_sealed[e], mu.z, y.z); y.w = fmaf(l_sealed[e], mu.w, y.w);
                 }
                 *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] = y;

@@ -172,10 +172,7 @@ template <int D, int KB, int VB, bool WIDE> __global__ void __launch_bounds__(32
         } else {
             float4 x[S];
 #pragma unroll
-            for (int s = 0; s < S; s++) {
-                const int channel = channel_of<D, KB>(c, s);
-                x[s] = of.has(channel) ? *(const float4 *) (p + of.first() + channel) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            }
+            for (int s = 0; s < S; s++) { x[s] = load_four(of, p, channel_of<D, KB>(c, s)); }
 #pragma unroll
             for (int s = 0; s < S; s++) {
                 q[s][0] = pack_half2(x[s].x * f, x[s].z * f);

@@ -274,7 +274,7 @@ template <int D, int VB, typename X> __device__ __forceinline__ void accumulate_
         for (int k = 0; k < D / 16; k++) {
             uint32_t x[4];
 #pragma unroll
-            for (int t = 0; t < 4; t++) { x[t] = of.has(16*k) ? __ldg((const uint32_t *) (rows + (size_t) (4*j + t) * stride + 16*k + 2*g)) : 0; }
+            for (int t = 0; t < 4; t++) { x[t] = __ldg((const uint32_t *) (rows + (size_t) (4*j + t) * stride + of.near(16*k + 2*g, 2))); }
             const uint32_t f[4] = { even(x[0], x[2]), odd(x[0], x[2]), even(x[1], x[3]), odd(x[1], x[3]) };
             mma(o[k], f, p0, p1);
         }

@@ -244,8 +244,7 @@ template <int D, int KB, typename X> __device__ __forceinline__ void load_query(
     float x[D / 4];
 #pragma unroll
     for (int s = 0; s < S; s++) {
-        const int channel = channel_of<D, KB>(threadIdx.x % 4, s);
-        const float4 y = of.has(channel) ? *(const float4 *) (p + of.first() + channel) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const float4 y = load_four(of, p, channel_of<D, KB>(threadIdx.x % 4, s));
         x[4*s] = y.x * f; x[4*s + 1] = y.y * f; x[4*s + 2] = y.z * f; x[4*s + 3] = y.w * f;
     }
     if (rotated) {

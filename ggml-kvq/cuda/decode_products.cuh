@@ -64,8 +64,8 @@ void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint
 }
 
 // SHARED: rows lie in shared memory
-template <bool SHARED> __device__ __forceinline__ uint4 row16(const void * p, bool has) { return !has ? make_uint4(0, 0, 0, 0) : SHARED ? *(const uint4 *) p : load16(p); }
-template <bool SHARED> __device__ __forceinline__ uint2 row8 (const void * p, bool has) { return !has ? make_uint2(0, 0) : SHARED ? *(const uint2 *) p : load8(p); }
+template <bool SHARED> __device__ __forceinline__ uint4 row16(const void * p) { return SHARED ? *(const uint4 *) p : load16(p); }
+template <bool SHARED> __device__ __forceinline__ uint2 row8 (const void * p) { return SHARED ? *(const uint2 *) p : load8(p); }
 
 // scores of two open keys for all columns; rows: of the first, channel 0 of the slice
 template <int D, int KB, bool SHARED, typename X> __device__ __forceinline__ void score_open_pair(const X & of, const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4]) {
@@ -73,9 +73,8 @@ template <int D, int KB, bool SHARED, typename X> __device__ __forceinline__ voi
     s[0] = s[1] = s[2] = s[3] = 0.0f;
 #pragma unroll
     for (int u = 0; u < D / 32; u++) {
-        const int channel = channel_of<D, KB>(c, 2*u);
-        const uint16_t * at = rows + channel;
-        const uint4 x = row16<SHARED>(at, of.has(channel)), y = row16<SHARED>(at + stride, of.has(channel));
+        const uint16_t * at = rows + of.near(channel_of<D, KB>(c, 2*u), 8); // beyond the head queries are 0
+        const uint4 x = row16<SHARED>(at), y = row16<SHARED>(at + stride);
         if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
             const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
             mma(s, a, q[2*u][0],     q[2*u][1]);
@@ -199,7 +198,7 @@ void accumulate_open(const X & of, const uint16_t * rows, int stride, const uint
         for (int i = 0; i < D / 32; i++) {
             uint2 x[4];
 #pragma unroll
-            for (int t = 0; t < 4; t++) { x[t] = row8<SHARED>(rows + (size_t) (4*j + t) * stride + 32*i + 4*g, of.has(32*i + 4*g)); }
+            for (int t = 0; t < 4; t++) { x[t] = row8<SHARED>(rows + (size_t) (4*j + t) * stride + of.near(32*i + 4*g, 4)); }
             const uint32_t a[4] = { even(x[0].x, x[2].x), odd(x[0].x, x[2].x), even(x[1].x, x[3].x), odd(x[1].x, x[3].x) };
             const uint32_t b[4] = { even(x[0].y, x[2].y), odd(x[0].y, x[2].y), even(x[1].y, x[3].y), odd(x[1].y, x[3].y) };
             mma(o[2*i],     a, p0, p1);

@@ -68,6 +68,7 @@ template <int D, bool WIDE_> struct slice_of {
     static __device__ __forceinline__ int first() { return 0; }                                 // channel of the head
     static __device__ __forceinline__ int head(const kvq_attend_args &) { return D; }           // channels of a head
     static __device__ __forceinline__ bool has(int) { return true; }                            // this channel of the slice is one of the head's
+    static __device__ __forceinline__ int near(int channel, int) { return channel; }            // the last n channels of the head instead of others
 };
 template <int D> struct slice_of<D, true> {
     static constexpr bool WIDE = true;
@@ -83,6 +84,7 @@ template <int D> struct slice_of<D, true> {
     __device__ __forceinline__ int first() const { return i * D; }
     __device__ __forceinline__ int head(const kvq_attend_args & a) const { return a.k.head_size; }
     __device__ __forceinline__ bool has(int channel) const { return channel < channels; }
+    __device__ __forceinline__ int near(int channel, int n) const { return min(channel, channels - n); } // where any number does, so that loads need no branch
 };
 
 // Warps of a block, at most. WIDE kernels have one block on a multiprocessor: what teams leave each other stays in its shared memory, and
@@ -202,6 +204,13 @@ template <int D, int W, typename X> __device__ __forceinline__ void copy_values(
 }
 
 // of a slice; a group may reach over some slices (v_slices_log2)
+// 4 channels of a row of queries, which begins with the head; 0 beyond it
+template <typename X> __device__ __forceinline__ float4 load_four(const X & of, const float * row, int channel) {
+    float4 x = *(const float4 *) (row + of.first() + of.near(channel, 4));
+    if (X::WIDE && !of.has(channel)) { x = make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+    return x;
+}
+
 template <int D> __device__ __forceinline__ int first_v_group(const kvq_attend_args & a, int slice) { return slice * (D >> a.v_group_log2) >> a.v_slices_log2; }
 
 // asks for what two halves hold; a or b twice when only one counts

@@ -295,8 +295,8 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
     }
     // beyond 256 there are no tiles: few rows need a decode kernel, of whatever the pages hold or of their rows
     if (std::max(head_size_k, head_size_v) > 256) {
-        if (head_size_k != head_size_v || head_size_k % 16) {
-            return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a multiple of 16: run on the CPU with -ngl 0";
+        if (head_size_k != head_size_v || head_size_k % 16 || head_size_k <= 384) {
+            return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a multiple of 16 from 400 to 512: run on the CPU with -ngl 0";
         }
         kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec);
         if (!kvq_decode_fits(a, 0) && a.nb_shared > a.max_shared) {
