@@ -2,6 +2,10 @@
 """Speed of caches on one GPU, upstream's and ours, on a random 8B-shaped Q4_0 model. Builds nothing.
 
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib [--kernels build/kernels/test_cuda] [--depths 1024 32768 131072]
+    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --shapes 32/8x128 24/4x256 hybrid:16/4x256 [--rounds 3]
+
+A shape is query heads / KV heads x channels of a head, of a Llama; with hybrid: every fourth layer is attention and the others are short
+convolutions (LFM2). Width, feed-forward width and layers stay those of the 8B shape.
 
 Prints the kernels' own table (time of one layer's attention, floor = bytes / measured copy bandwidth) and then tokens/s. With
 --memory also what the device's free memory fell by beside the load line: KV cache, llama.cpp's compute buffer, and the workspace that
@@ -11,6 +15,7 @@ the line promises at most. What is left over is what upstream's own cache leaves
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import statistics
@@ -20,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-LAYERS, WIDTH, HEADS, HEADS_KV, FFN, VOCAB = 32, 4096, 32, 8, 14336, 32000
+LAYERS, WIDTH, FFN, VOCAB, INTERVAL = 32, 4096, 14336, 32000, 4  # INTERVAL: of attention layers in hybrid models
 CACHES = [
     ("upstream f16", "CUDA0", "f16", "", ""),
     ("upstream q8_0", "CUDA0", "q8_0", "", ""),
@@ -42,38 +47,82 @@ CACHES = [
 ]
 
 
-def write_model(path: Path) -> None:
-    """Random weights of the right shapes: Q4_0 blocks of 18 bytes (f16 scale, 32 nibbles), f32 norms."""
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Heads of a model."""
+
+    text: str
+    heads: int
+    heads_kv: int
+    head_size: int
+    hybrid: bool
+    layers: int = LAYERS
+
+    def attends(self, layer: int) -> bool:
+        """Is this layer attention?"""
+        return not self.hybrid or layer % INTERVAL == INTERVAL - 1
+
+
+def shape_of(text: str) -> Shape:
+    """[hybrid:]HEADS/KV_HEADSxHEAD_SIZE; raises ArgumentTypeError."""
+    match = re.fullmatch(r"(hybrid:)?(\d+)/(\d+)x(\d+)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"no shape: {text}; write it as 24/4x256 or hybrid:16/4x256")
+    shape = Shape(text, int(match[2]), int(match[3]), int(match[4]), bool(match[1]))
+    if shape.heads % shape.heads_kv or (shape.hybrid and shape.heads * shape.head_size != WIDTH):
+        raise argparse.ArgumentTypeError(f"{text}: KV heads must divide query heads, whose channels must make {WIDTH} in a hybrid model")
+    return shape
+
+
+def write_model(path: Path, shape: Shape) -> None:
+    """Random weights of the right shapes: Q4_0 blocks of 18 bytes (f16 scale, 32 nibbles), f32 norms. Tensors share their random bytes."""
     import gguf
 
     rng = np.random.default_rng(1)
-    w = gguf.GGUFWriter(str(path), "llama")
-    w.add_block_count(LAYERS)
+    arch = "lfm2" if shape.hybrid else "llama"
+    w = gguf.GGUFWriter(str(path), arch)
+    w.add_block_count(shape.layers)
     w.add_context_length(1 << 18)
     w.add_embedding_length(WIDTH)
     w.add_feed_forward_length(FFN)
-    w.add_head_count(HEADS)
-    w.add_head_count_kv(HEADS_KV)
+    w.add_head_count(shape.heads)
+    w.add_head_count_kv([shape.heads_kv if shape.attends(i) else 0 for i in range(shape.layers)] if shape.hybrid else shape.heads_kv)
+    w.add_key_length(shape.head_size)
+    w.add_value_length(shape.head_size)
     w.add_layer_norm_rms_eps(1e-5)
-    w.add_rope_dimension_count(WIDTH // HEADS)
+    w.add_rope_dimension_count(shape.head_size)
     w.add_rope_freq_base(500000.0)
     w.add_vocab_size(VOCAB)
     w.add_tokenizer_model("none")
+    if shape.hybrid:
+        w.add_uint32("lfm2.shortconv.l_cache", 3)
+    blocks = rng.integers(0, 256, (max(FFN, VOCAB, 3 * WIDTH) * WIDTH // 32, 18), dtype=np.uint8)
+    blocks[:, :2] = np.frombuffer(np.float16(0.006).tobytes(), dtype=np.uint8)
 
     def q4(name: str, rows: int, columns: int) -> None:
-        blocks = rng.integers(0, 256, (rows, columns // 32, 18), dtype=np.uint8)
-        blocks[:, :, :2] = np.frombuffer(np.float16(0.006).tobytes(), dtype=np.uint8)
-        w.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+        data = blocks[: rows * columns // 32].reshape(rows, -1)
+        w.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
 
-    kv = WIDTH // HEADS * HEADS_KV
+    def ones(name: str, n: int) -> None:
+        w.add_tensor(name, np.ones(n, np.float32))
+
+    q, kv = shape.heads * shape.head_size, shape.heads_kv * shape.head_size
     q4("token_embd.weight", VOCAB, WIDTH)
     q4("output.weight", VOCAB, WIDTH)
-    w.add_tensor("output_norm.weight", np.ones(WIDTH, np.float32))
-    for i in range(LAYERS):
-        for name in ("attn_norm", "ffn_norm"):
-            w.add_tensor(f"blk.{i}.{name}.weight", np.ones(WIDTH, np.float32))
-        for name, rows, columns in (("attn_q", WIDTH, WIDTH), ("attn_k", kv, WIDTH), ("attn_v", kv, WIDTH), ("attn_output", WIDTH, WIDTH),
-                                    ("ffn_gate", FFN, WIDTH), ("ffn_up", FFN, WIDTH), ("ffn_down", WIDTH, FFN)):
+    ones("token_embd_norm.weight" if shape.hybrid else "output_norm.weight", WIDTH)
+    for i in range(shape.layers):
+        parts = [("ffn_gate", FFN, WIDTH), ("ffn_up", FFN, WIDTH), ("ffn_down", WIDTH, FFN)]
+        if shape.attends(i):
+            parts += [("attn_q", q, WIDTH), ("attn_k", kv, WIDTH), ("attn_v", kv, WIDTH), ("attn_output", WIDTH, q)]
+        else:
+            parts += [("shortconv.in_proj", 3 * WIDTH, WIDTH), ("shortconv.out_proj", WIDTH, WIDTH)]
+            w.add_tensor(f"blk.{i}.shortconv.conv.weight", rng.standard_normal((WIDTH, 3)).astype(np.float32))
+        ones(f"blk.{i}.attn_norm.weight", WIDTH)
+        ones(f"blk.{i}.ffn_norm.weight", WIDTH)
+        if shape.hybrid and shape.attends(i):
+            ones(f"blk.{i}.attn_q_norm.weight", shape.head_size)
+            ones(f"blk.{i}.attn_k_norm.weight", shape.head_size)
+        for name, rows, columns in parts:
             q4(f"blk.{i}.{name}.weight", rows, columns)
     w.write_header_to_file()
     w.write_kv_data_to_file()
@@ -81,23 +130,23 @@ def write_model(path: Path) -> None:
     w.close()
 
 
-def write_sidecar(model: Path, path: Path) -> None:
-    """Calibrated data for it: means, and predictors of random q4_0 blocks that keep rows at about half their size."""
+def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> None:
+    """Calibrated data for it: means and, if asked for, predictors of random q4_0 blocks that keep rows at about half their size."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
     from ggml_kvq.calibrate import files
 
     rng = np.random.default_rng(2)
-    kv = WIDTH // HEADS * HEADS_KV
-    meta = {"kvq.version": files.VERSION, "kvq.method": "aqua", **files.identity(model), "kvq.aqua.predictor": "full"}
-    data = {}
-    for i in range(LAYERS):
+    kv = shape.heads_kv * shape.head_size
+    meta = {"kvq.version": files.VERSION, "kvq.method": "aqua", **files.identity(model), "kvq.aqua.predictor": "full" if predictors else "bias"}
+    data: dict[str, np.ndarray] = {}
+    for i in filter(shape.attends, range(shape.layers)):
         for name, inputs in (("k", kv), ("v", 2 * kv)):
             data[f"kvq.aqua.blk.{i}.{name}.bias"] = rng.standard_normal(kv).astype(np.float32)
-            if i:
+            if i and predictors:
                 blocks = rng.integers(0, 256, (kv, inputs // 32, 18), dtype=np.uint8)
                 blocks[:, :, :2] = np.frombuffer(np.float16(0.1 / inputs**0.5).tobytes(), dtype=np.uint8)
                 data[f"kvq.aqua.blk.{i}.{name}.weight"] = blocks.reshape(kv, -1)
-        if i:
+        if i and predictors:
             meta[f"kvq.aqua.blk.{i}.prev"] = i - 1
     files.write_sidecar(path, meta, data)
 
@@ -107,67 +156,87 @@ def main() -> None:
     p.add_argument("--bench", type=Path, required=True, help="the program built from scripts/bench_depth.cpp")
     p.add_argument("--lib", type=Path, required=True, help="folder of libllama, libggml-cuda and libggml-kvq")
     p.add_argument("--kernels", type=Path, help="the program built from tests/native/test_cuda.cpp")
-    p.add_argument("--model", type=Path, default=Path("random-8b-q4_0.gguf"), help="written when missing")
+    p.add_argument("--model", type=Path, default=Path("random-8b-q4_0.gguf"), help="written when missing; with --shapes one beside it for each")
+    p.add_argument("--shapes", type=shape_of, nargs="+", default=[shape_of("32/8x128")], help="heads/KV heads x head size, hybrid: before it")
     p.add_argument("--depths", type=int, nargs="+", default=[1024, 32768, 131072])
     p.add_argument("--generate", type=int, default=64, help="tokens timed behind each depth")
     p.add_argument("--rounds", type=int, default=1, help="medians of so many runs of each, in turns")
     p.add_argument("--only", nargs="+", help="parts of cache names")
     p.add_argument("--memory", action="store_true", help="hold memory against the load line, at every depth")
+    p.add_argument("--layers", type=int, default=LAYERS, help="fewer are quicker to load and to fill; ratios stay")
+    p.add_argument("--keep", action="store_true", help="models of --shapes stay")
     p.add_argument("--timeout", type=float, default=120)
     a = p.parse_args()
     if a.kernels:
         subprocess.run([a.kernels, "bench"], check=True)
-    if not a.model.exists():
-        write_model(a.model)
-    sidecar = a.model.with_suffix(".aqua.gguf")
-    if not sidecar.exists() and (not a.only or any(x in c[0] for x in a.only for c in CACHES if c[3] == "aqua")):
-        write_sidecar(a.model, sidecar)
-    print(f"{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}{'generation t/s':>16}{'x f16':>8}", flush=True)
     chosen = [c for c in CACHES if not a.only or any(x in c[0] for x in a.only)]
     failed = False
+    for shape in (dataclasses.replace(s, layers=a.layers) for s in a.shapes):
+        failed |= bench_shape(a, shape, chosen)
+    if failed:
+        sys.exit("memory is not as said")
+
+
+def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str, str, str, str]]) -> bool:
+    """All depths of one model; was its memory other than its load line said?"""
+    usual = shape.text == "32/8x128" and shape.layers == LAYERS
+    model = a.model if usual else a.model.with_name(f"{a.model.stem}-{re.sub('[:/]', '-', shape.text)}-{shape.layers}.gguf")
+    if not model.exists():
+        write_model(model, shape)
+    sidecar = model.with_suffix(".aqua.gguf")
+    predicted = not shape.hybrid and any(c[3] == "aqua" and "bias" not in c[4] for c in chosen)
+    if not sidecar.exists() and any(c[3] == "aqua" for c in chosen):
+        write_sidecar(model, sidecar, shape, predicted)
+    print(f"\n{shape.text}\n{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}{'generation t/s':>16}{'x f16':>8}{'prompt x f16':>14}", flush=True)
+    failed = False
     overhead = 0.0
-    for depth in a.depths:
-        rounds: dict[str, list[list[float]]] = {}
-        base = 0.0
+    groups = [[d] for d in a.depths] if a.memory else [a.depths]  # a process goes from one depth to the next
+    for depths in groups:
+        rounds: dict[tuple[str, int], list[list[float]]] = {}
+        base: dict[int, tuple[float, float]] = {}
         for turn in range(a.rounds):  # caches take turns: what changes with time meets all of them
             for name, device, cache_type, method, opts in chosen:
-                env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(a.model)}
+                env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(model)}
                 if method:
                     env["KVQ_CUDA_OBSERVE"] = "0" if "blind" in name else "1"  # nobody scores cells: what observation costs
                     env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
                 if method == "aqua":
                     env["KVQ_CONFIG"] = str(sidecar)
-                command = [str(a.bench), str(a.model), device, str(depth), str(a.generate), cache_type]
+                command = [str(a.bench), str(model), device, ",".join(map(str, depths)), str(a.generate), cache_type]
                 try:
                     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
                 except subprocess.TimeoutExpired:
-                    print(f"{name:<16}{depth:>8}  longer than {a.timeout:.0f} s", flush=True)
+                    print(f"{name:<16}  longer than {a.timeout:.0f} s", flush=True)
                     continue
-                fields = out.stdout.split()
-                if out.returncode or len(fields) != 7:
-                    print(f"{name:<16}{depth:>8}  failed: {out.stderr.strip()[-200:]}", flush=True)
+                lines = [line.split() for line in out.stdout.splitlines()]
+                if out.returncode or [len(fields) for fields in lines] != [7] * len(depths):
+                    print(f"{name:<16}  failed: {out.stderr.strip()[-300:]}", flush=True)
                     continue
-                rounds.setdefault(name, []).append([float(x) for x in fields[1:]])
-                if turn + 1 < a.rounds:
-                    continue
-                prompt, last, speed, used, kv, compute = (statistics.median(column) for column in zip(*rounds[name]))
-                base = base or speed
-                print(f"{name:<16}{depth:>8}{prompt:>12.0f}{last:>12.0f}{speed:>16.1f}{speed / base:>8.2f}", flush=True)
-                if a.memory:
-                    line = re.search(r"take up to ([\d.]+) MiB more", out.stderr)
-                    workspace = float(line[1]) if line else 0.0
-                    if not method:
-                        overhead = max(overhead, used - kv - compute)
-                    said = kv + compute + workspace + (overhead if method else 0.0)
-                    off = (used - said) / said if method else 0.0
-                    failed |= abs(off) > 0.05
-                    print(
-                        f"    {used:.0f} MiB taken: KV cache {kv:.1f}, compute buffer {compute:.1f}, workspace {workspace:.1f}, "
-                        f"the rest {used - kv - compute - workspace:.1f}" + (f" ({100 * off:+.1f} % of what is said, with upstream's rest)" if method else ""),
-                        flush=True,
-                    )
-    if failed:
-        sys.exit("memory is not as said")
+                for depth, fields in zip(depths, lines):
+                    rounds.setdefault((name, depth), []).append([float(x) for x in fields[1:]])
+                    if turn + 1 < a.rounds:
+                        continue
+                    prompt, last, speed, used, kv, compute = (statistics.median(column) for column in zip(*rounds[name, depth]))
+                    base.setdefault(depth, (speed, last))
+                    ratio, ratio_prompt = speed / base[depth][0], last / base[depth][1] if base[depth][1] else 0.0
+                    print(f"{name:<16}{depth:>8}{prompt:>12.0f}{last:>12.0f}{speed:>16.1f}{ratio:>8.2f}{ratio_prompt:>14.2f}", flush=True)
+                    if a.memory:
+                        line = re.search(r"take up to ([\d.]+) MiB more", out.stderr)
+                        workspace = float(line[1]) if line else 0.0
+                        if not method:
+                            overhead = max(overhead, used - kv - compute)
+                        said = kv + compute + workspace + (overhead if method else 0.0)
+                        off = (used - said) / said if method else 0.0
+                        failed |= abs(off) > 0.05
+                        print(
+                            f"    {used:.0f} MiB taken: KV cache {kv:.1f}, compute buffer {compute:.1f}, workspace {workspace:.1f}, "
+                            f"the rest {used - kv - compute - workspace:.1f}" + (f" ({100 * off:+.1f} % of what is said, with upstream's rest)" if method else ""),
+                            flush=True,
+                        )
+    if not a.keep and not usual:  # 4 GB each
+        model.unlink()
+        sidecar.unlink(missing_ok=True)
+    return failed
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 // Generation and prompt speed behind a filled cache, without saving states in between.
-//   bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0]      prints: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s,
-// and in MiB what the device's free memory fell by from behind the model's load to the end, and llama.cpp's KV and compute buffers there
+//   bench_depth MODEL DEVICE DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
+// prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, and in MiB what the device's free memory fell by from behind the model's load to the end, and llama.cpp's KV and compute buffers there
 #include "ggml-backend.h"
 #include "llama.h"
 
@@ -37,7 +37,9 @@ int main(int argc, char ** argv) {
         fprintf(stderr, "usage: bench_depth MODEL DEVICE DEPTH N_GEN [f16|q8_0|q4_0]\n");
         return 2;
     }
-    const int depth = atoi(argv[3]), n_gen = atoi(argv[4]);
+    std::vector<int> depths;
+    for (const char * p = argv[3]; *p; p += strcspn(p, ","), p += *p == ',') { depths.push_back(atoi(p)); }
+    const int depth = depths.back(), n_gen = atoi(argv[4]);
     llama_log_set(on_log, argv[2]);
     ggml_backend_load_all();
     ggml_backend_dev_t devices[2] = { ggml_backend_dev_by_name(argv[2]), nullptr };
@@ -54,7 +56,7 @@ int main(int argc, char ** argv) {
     }
     const double before = mib_free(devices[0]);
     llama_context_params cp = llama_context_default_params();
-    cp.n_ctx    = (uint32_t) (depth + n_gen + 256);
+    cp.n_ctx    = (uint32_t) (depth + (n_gen + 8) * (int) depths.size() + 256);
     cp.n_batch  = 2048;
     cp.n_ubatch = 512;
     cp.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
@@ -67,32 +69,38 @@ int main(int argc, char ** argv) {
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     std::vector<llama_token> tokens((size_t) depth);
     for (auto & t : tokens) { t = rand() % n_vocab; }
-    const double t0 = now();
-    double last = 0;
-    for (int i = 0; i < depth; i += 2048) {
-        const int n = depth - i < 2048 ? depth - i : 2048;
-        llama_synchronize(ctx);
-        const double a = now();
-        if (llama_decode(ctx, llama_batch_get_one(&tokens[(size_t) i], n))) {
-            return 1;
+    int at = 0; // tokens in the cache; generation behind one depth counts toward the next
+    for (const int to : depths) {
+        const int first = at;
+        const double t0 = now();
+        double last = 0;
+        for (; at < to; at += 2048) {
+            const int n = to - at < 2048 ? to - at : 2048;
+            llama_synchronize(ctx);
+            const double a = now();
+            if (llama_decode(ctx, llama_batch_get_one(&tokens[(size_t) at], n))) {
+                return 1;
+            }
+            llama_synchronize(ctx);
+            last = n > 1024 || first == 0 ? n / (now() - a) : last; // a short rest says little
         }
-        llama_synchronize(ctx);
-        last = n / (now() - a);
+        at = to;
+        const double t1 = now();
+        double t2 = t1;
+        for (int i = 0; i < n_gen + 8; i++) {
+            if (i == 8) {
+                t2 = now();
+            }
+            llama_token t = rand() % n_vocab;
+            if (llama_decode(ctx, llama_batch_get_one(&t, 1))) {
+                return 1;
+            }
+            llama_synchronize(ctx);
+        }
+        at += n_gen + 8;
+        printf("%d %.1f %.1f %.2f", to, (to - first) / (t1 - t0), last, n_gen / (now() - t2));
+        printf(" %.1f %.1f %.1f\n", before - mib_free(devices[0]), mib_kv, mib_compute);
     }
-    const double t1 = now();
-    double t2 = t1;
-    for (int i = 0; i < n_gen + 8; i++) {
-        if (i == 8) {
-            t2 = now();
-        }
-        llama_token t = rand() % n_vocab;
-        if (llama_decode(ctx, llama_batch_get_one(&t, 1))) {
-            return 1;
-        }
-        llama_synchronize(ctx);
-    }
-    printf("%d %.1f %.1f %.2f", depth, depth / (t1 - t0), last, n_gen / (now() - t2));
-    printf(" %.1f %.1f %.1f\n", before - mib_free(devices[0]), mib_kv, mib_compute);
     llama_free(ctx);
     llama_model_free(model);
     return 0;

@@ -68,6 +68,15 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     for (source_file, _), main in zip(mains, objects[-len(mains) :], strict=True):
         program = tmp_path / source_file.stem
         subprocess.run([str(CXX), "-fopenmp", main, *shared, "-o", str(program)], check=True)
-        run = subprocess.run([str(program), "host"], capture_output=True, text=True, check=False, timeout=600)
-        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-        assert "attention: " in run.stdout
+        # then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more
+        for env in ({}, {"KVQ_CUDA_AS": "8.6"}):
+            run = subprocess.run([str(program), "host"], capture_output=True, text=True, check=False, timeout=600, env={**os.environ, **env})
+            assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+            assert "attention: " in run.stdout
+        if main == objects[-len(mains)]:
+            for capability in ("8.0", "8.6", "9.0"):
+                run = subprocess.run([str(program), "limits"], capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "KVQ_CUDA_AS": capability})
+                print(run.stdout)
+                sizes = [int(line.split()[-1]) for line in run.stdout.splitlines() if line.split()[-1].isdigit()]
+                assert len(sizes) > 100
+                assert max(sizes) <= {"8.0": 163, "8.6": 99, "9.0": 227}[capability] << 10

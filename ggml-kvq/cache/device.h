@@ -110,6 +110,8 @@ public:
     }
     virtual void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) { (void) l; (void) normalise; (void) pages; (void) n; }
 
+    // NULL: a token reads this layer by the kernels made for that; else what it is read by instead, for the load line
+    virtual const char * slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const { (void) plan; (void) k; (void) v; return nullptr; }
     // What computing on a layer takes beside its lanes, at most; 0 where it takes none of the device's memory
     virtual size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const { (void) plan; (void) k; (void) v; return 0; }
 };

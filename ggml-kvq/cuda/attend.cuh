@@ -15,6 +15,10 @@ struct kvq_attend_args {
     int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes, stage_wide;
     int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
     int   in_order;     // the kernel before this one writes pages: no early start
+    // WIDE decode kernels (decode_stage.cuh): slices of a head; of values: all groups, and slices that share one
+    int   slices_log2, v_groups, v_slices_log2, wide, n_warps, occupancy, nb_shared; // n_warps: of a block, fewer where shared memory is short; occupancy: blocks of a multiprocessor
+    int   one_team;      // blocks of one team, for tests
+    int   max_shared, max_shared_sm; // bytes that a block and a multiprocessor may have
     float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
     // short caches: one warp has 32 cells, and rows of this step are taken from where the graph left them
@@ -61,30 +65,29 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
     return *(const uint32_t *) &h;
 }
 
+// Decode kernels for heads of 64 and 128 channels are made for every pair of bits of keys and values; those for other heads (slices of
+// 128, decode_stage.cuh) for these pairs, X(keys, values). Short caches of lattice pages have them from 2 bits on.
+#define KVQ_WIDE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_WIDE_SHORT_LATTICE(X) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
+
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu
 bool kvq_launch_tiles_mixed(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream);
-// Few rows over many cells. fits: also sets what is derived for it.
+// Few rows over many cells. fits: also sets what is derived for it. occupancy: blocks that a multiprocessor holds, 0: not one.
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int  kvq_decode_row_blocks(const kvq_attend_args & a);    // blocks of one KV head and split
 bool kvq_decode_means(const kvq_attend_args & a);         // may these pages lack their means?
 int  kvq_decode_max_splits(const kvq_attend_args & a);
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // needs partial and tickets
-int  kvq_decode_occupancy(const kvq_attend_args & a);     // blocks that a multiprocessor holds
-void kvq_launch_decode_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_fine_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_fine_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_mixed_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy); // attend_mixed.cuh
-void kvq_launch_decode_mixed_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_means_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_decode_means_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-void kvq_launch_short_64  (const kvq_attend_args & a, int n_streams, cudaStream_t stream); // attend_short.cuh
-void kvq_launch_short_128 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
-void kvq_launch_short_lattice_64 (const kvq_attend_args & a, int n_streams, cudaStream_t stream);
-void kvq_launch_short_lattice_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
+typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
+kvq_decode_launch kvq_launch_decode_64,         kvq_launch_decode_128,         kvq_launch_decode_wide;         // attend_decode.cuh
+kvq_decode_launch kvq_launch_decode_fine_64,    kvq_launch_decode_fine_128,    kvq_launch_decode_fine_wide;
+kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
+kvq_decode_launch kvq_launch_decode_means_64,   kvq_launch_decode_means_128,   kvq_launch_decode_means_wide;
+kvq_decode_launch kvq_launch_decode_mixed_64,   kvq_launch_decode_mixed_128,   kvq_launch_decode_mixed_wide;   // attend_mixed.cuh
+kvq_decode_launch kvq_launch_short_64,          kvq_launch_short_128,          kvq_launch_short_wide;          // attend_short.cuh
+kvq_decode_launch kvq_launch_short_lattice_64,  kvq_launch_short_lattice_128,  kvq_launch_short_lattice_wide;
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
-int  kvq_tiles_head_size(int k, int v); // 0: none
+int  kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none

@@ -64,15 +64,20 @@ __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
     return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0);
 }
 
-// MEANS: sealed pages lack theirs. FINE: as above, 1: parameters in f16, 2: in 8 bits
-template <int D, int KB, int VB, bool MEANS, int FINE> __global__
-void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
+template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
+template <int D, int KB, bool MEANS, int FINE, bool WIDE> constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
+
+// MEANS: sealed pages lack theirs. FINE: as above, 1: parameters in f16, 2: in 8 bits. WIDE: heads that are not D channels
+template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE> __global__
+void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : takes_many<D, KB, MEANS, FINE> ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
+    typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, is = blockIdx.z;
+    const slice of(a, warp);
     const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
@@ -84,7 +89,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide, maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    const int split = blockIdx.x * DECODE_WARPS + warp, n_splits = a.n_splits * DECODE_WARPS;
+    const int split = blockIdx.x * of.teams + of.team, n_splits = a.n_splits * of.teams;
     const int unit0 = (int) ((int64_t) n_units * split / n_splits), unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
 
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
@@ -114,8 +119,14 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
             h[i].t = first_cell(2*unit + (i ? h1 : h0));
         }
     };
+    if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
+        for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) { ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0); }
+        __syncwarp();
+    }
     if (unit0 < unit1) { copy_pages(unit0); }
-    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * nb_warp), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    uint8_t * const shared_sums = memory + of.warps * nb_warp; // of teams
+    int sums_turn = 0;
+    uint32_t * const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
     float * const coefficients = (float *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
@@ -153,7 +164,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
     };
     const auto load_rotated = [&](bool rotated) {
         const int row = min(row0 + g % per_row, a.n_rows - 1);
-        load_query<D, KB>(st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head, a.scale * LOG2E, rotated, q);
+        load_query<D, KB>(a, of, st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head, a.scale * LOG2E, rotated, q);
         q_rotated = rotated;
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
@@ -173,17 +184,17 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
             if constexpr (FINE) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_fine<D, KB, VB, FINE == 2>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh, first_cell(2*unit + 2 + h), true, true);
+                    copy_fine<D, KB, VB, FINE == 2>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh, first_cell(2*unit + 2 + h), true, true);
                 }
             } else if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) {
                     half_page h[2];
                     halves_of(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
                     if constexpr (ROTATED) {
-                        copy_lattice<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true, raw);
+                        copy_lattice<D, KB, VB>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true, raw);
                         if constexpr (MEANS) { load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                     } else {
-                        copy_stage<D, KB, VB>(a, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
+                        copy_stage<D, KB, VB>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
                     }
                 }
             }
@@ -195,7 +206,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
             if constexpr (ROTATED) {
                 load_rotated((next0 >= 0 ? next0 : next1) & 1);
                 if constexpr (MEANS) { // every warp comes here once
-                    mean_coefficients<D>(a, st.q, kvh, row0, coefficients);
+                    mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients);
                     __syncthreads();
                 }
                 continue;
@@ -205,7 +216,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
             const float f = a.scale * LOG2E;
 #pragma unroll
             for (int s = 0; s < S; s++) {
-                const float4 x = *(const float4 *) (p + channel_of<D, KB>(c, s));
+                const float4 x = load_four(of, p, channel_of<D, KB>(c, s));
                 q[s][0] = pack_half2(x.x * f, x.z * f);
                 q[s][1] = pack_half2(x.y * f, x.w * f);
             }
@@ -255,7 +266,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
-                    copy_fine_late<D, KB, VB, FINE == 2>(a, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh, first_cell(2*unit + h), now & 1, now & 2);
+                    copy_fine_late<D, KB, VB, FINE == 2>(a, of, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh, first_cell(2*unit + h), now & 1, now & 2);
                     copies_done();
                     arrange();
                 }
@@ -266,13 +277,13 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
                     halves_of(unit, both ? 0 : first, both ? 1 : first, h);
                     __syncwarp();
                     if constexpr (ROTATED) {
-                        copy_lattice_late<D, KB, VB>(a, stage, h[0], h[1], now & 1, now & 2);
+                        copy_lattice_late<D, KB, VB>(a, of, stage, h[0], h[1], now & 1, now & 2);
                         if constexpr (MEANS) {
                             load_places(unit, both ? 0 : first, both ? 1 : first);
                             put_places(unit);
                         }
                     } else {
-                        copy_stage_late<D, KB, VB>(a, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
+                        copy_stage_late<D, KB, VB>(a, of, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
                         copies_done();
                         arrange();
                     }
@@ -283,7 +294,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
                 if (q_rotated != (now & 1)) { load_rotated(now & 1); }
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q, stage, s); }
                 if constexpr (MEANS) {
-                    if (now & 1) { add_means<D, KB>(a, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
+                    if (now & 1) { add_means<D, KB>(a, of, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
                 }
             } else if constexpr (FINE) {
                 if (now & 1) { score_fine<D, KB, VB>(q, stage, params, s); }
@@ -295,11 +306,11 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const int from = both ? j / 2 : first, t = first_cell(2*unit + from) + j % 2 * 16 + 2*g;
-                        score_open_pair<D, KB, false>(q, (const uint16_t *) ring[unit % 4 * 2 + from].k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride, a.k.stride, s[j]);
+                        score_open_pair<D, KB, false>(of, q, (const uint16_t *) ring[unit % 4 * 2 + from].k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first(), a.k.stride, s[j]);
                     }
                 } else {
-                    const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride;
-                    score_open<D, KB, false>(q, rows, a.k.stride, s);
+                    const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride + of.first();
+                    score_open<D, KB, false>(of, q, rows, a.k.stride, s);
                 }
             }
             if (by_lane) {
@@ -311,12 +322,12 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
             for (int j = 0; j < 4; j++) {
                 if (FINE ? !(sel >> j / 2 & 1) : !here || !mine) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
             }
-            if constexpr (FINE) {
-                cap_scores(a, s);
-            } else {
+            if constexpr (!FINE) {
                 const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
-                finish_scores(a, unit_k, base, s);
+                scale_scores(unit_k, base, s);
             }
+            if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
+            cap_scores(a, s);
             float top[2] = { -INFINITY, -INFINITY }, f[2];
             if (!mask_scores(mk, slope, s, top)) {
                 continue;
@@ -354,7 +365,7 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
                 if (of_codes != ((now & 2) != 0)) {
                     of_codes = (now & 2) != 0;
                     if constexpr (ROTATED) {
-                        rotate_output<D>(o);
+                        rotate_output<D>(a, of, shared_sums, sums_turn, o);
                     } else {
                         const float f = of_codes ? 1.0f / FROM_V : FROM_V;
 #pragma unroll
@@ -375,11 +386,11 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
             }
             if (!(now & 2)) {
                 const int t = first_cell(2*unit + vh) + c % 2 * 16;
-                const uint16_t * rows = (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride;
+                const uint16_t * rows = (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first();
                 if constexpr (FINE) {
-                    accumulate_fine_open<D, VB>(rows, a.v.stride, p, o);
+                    accumulate_fine_open<D, VB>(of, rows, a.v.stride, p, o);
                 } else {
-                    accumulate_open<D, VB, false>(rows, a.v.stride, p, o);
+                    accumulate_open<D, VB, false>(of, rows, a.v.stride, p, o);
                 }
             }
         }
@@ -388,10 +399,12 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     if constexpr (ROTATED) {
-        if (of_codes) { rotate_output<D>(o); }
+        if (of_codes) { rotate_output<D>(a, of, shared_sums, sums_turn, o); } // of_codes is the same in a team
+        if (WIDE) { __syncthreads(); }
         of_codes = false;
     }
-    decode_sums<D> & sums = *(decode_sums<D> *) memory;
+    typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
+    sums_type & sums = *(sums_type *) memory;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
@@ -415,10 +428,10 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
         } else {
 #pragma unroll
             for (int i = 0; i < D / 32; i++) {
-                const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (32*i + 4*g) / a.v.group * 4 + c) : 0.0f;
+                const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (WIDE ? (32*i + 4*g) >> a.v_group_log2 : (32*i + 4*g) / a.v.group) * 4 + c) : 0.0f;
                 float4 y = make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
                 if constexpr (MEANS) {
-                    const float4 mu = __ldg((const float4 *) (a.v_mean + kvh * D + 32*i + 4*g));
+                    const float4 mu = __ldg((const float4 *) (a.v_mean + kvh * of.head(a) + of.first() + of.near(32*i + 4*g, 4)));
                     y.x = fmaf(l_sealed[e], mu.x, y.x); y.y = fmaf(l_sealed[e], mu.y, y.y); y.z = fmaf(l_sealed[e], mu.z, y.z); y.w = fmaf(l_sealed[e], mu.w, y.w);
                 }
                 *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] = y;
@@ -426,27 +439,23 @@ void __launch_bounds__(32 * DECODE_WARPS, MEANS || (FINE && D * KB > 256) ? 2 : 
         }
     }
     __syncthreads();
-    merge_rows<D>(a, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
+    merge_rows<D>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
 }
 
-// Launches, or with `occupancy` tells how many blocks a multiprocessor holds.
-template <int D, int KB, int VB, bool MEANS = false, int FINE = 0> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
+// Launches, or with `occupancy` tells how many blocks a multiprocessor holds; 0: there is not room for one.
+template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = a.stage_wide = 0;
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
     } else if (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
-    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? MEANS_BYTES<D> : 0) : 0;
-    const size_t nb = std::max(DECODE_WARPS * (size_t) warp_bytes(a) + tables, sizeof(decode_sums<D>));
+    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0) : 0;
+    const auto bytes = [&](int n_warps) {
+        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
+    };
     static kvq_shared_limit limit;
-    limit.raise(decode_kernel<D, KB, VB, MEANS, FINE>, nb);
-    if (occupancy) {
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, decode_kernel<D, KB, VB, MEANS, FINE>, 32 * DECODE_WARPS, nb);
-        return;
-    }
-    const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
-    kvq_launch_early(decode_kernel<D, KB, VB, MEANS, FINE>, grid, 32 * DECODE_WARPS, nb, stream, a, !a.in_order);
+    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a, decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
 }
 
 template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
@@ -467,23 +476,24 @@ template <int D> void launch_lattice(const kvq_attend_args & a, int n_streams, c
     }
 }
 
-// of kvq_decode_means
-template <int D> void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.k.bits * 8 + a.v.bits) {
-        case 9:  launch_kernel<D, LATTICE + 2, LATTICE + 2, true>(a, n_streams, stream, occupancy); break;
-        case 17: launch_kernel<D, LATTICE + 4, LATTICE + 2, true>(a, n_streams, stream, occupancy); break;
-        case 18: launch_kernel<D, LATTICE + 4, LATTICE + 4, true>(a, n_streams, stream, occupancy); break;
-        case 27: launch_kernel<D, LATTICE + 6, LATTICE + 6, true>(a, n_streams, stream, occupancy); break;
-        default: launch_kernel<D, LATTICE + 8, LATTICE + 8, true>(a, n_streams, stream, occupancy); break;
-    }
+template <int D> void launch_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, LATTICE + 2*K, LATTICE + 2*V, false, 0, true>(a, n_streams, stream, occupancy); break;
+    switch (8*a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
 }
 
-template <int D, int FINE> void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, bool WIDE> void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, LATTICE + 2*K, LATTICE + 2*V, true, 0, WIDE>(a, n_streams, stream, occupancy); break;
+    switch (8*a.k.bits + a.v.bits) { KVQ_MEANS_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+template <int D, int FINE, bool WIDE> void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.k.bits) {
-        case 1:  launch_kernel<D, 1, 1, false, FINE>(a, n_streams, stream, occupancy); break;
-        case 2:  launch_kernel<D, 2, 2, false, FINE>(a, n_streams, stream, occupancy); break;
-        case 3:  launch_kernel<D, 3, 3, false, FINE>(a, n_streams, stream, occupancy); break;
-        default: launch_kernel<D, 4, 4, false, FINE>(a, n_streams, stream, occupancy); break;
+        case 1:  launch_kernel<D, 1, 1, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+        case 2:  launch_kernel<D, 2, 2, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+        default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
     }
 }
 
@@ -507,6 +517,16 @@ template <int D> void launch_decode(const kvq_attend_args & a, int n_streams, cu
         case 3:  launch_values<D, 3>(a, n_streams, stream, occupancy); break;
         default: launch_values<D, 4>(a, n_streams, stream, occupancy); break;
     }
+}
+
+template <int D> void launch_decode_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.np == 0) {
+        launch_kernel<D, 16, 16, false, 0, true>(a, n_streams, stream, occupancy);
+        return;
+    }
+#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, K, V, false, 0, true>(a, n_streams, stream, occupancy); break;
+    switch (8*a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
 }
 
 } // namespace

@@ -1,5 +1,5 @@
 #include "attend_decode.cuh"
 
 void kvq_launch_decode_means_128(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_means<128>(a, n_streams, stream, occupancy);
+    launch_means<128, false>(a, n_streams, stream, occupancy);
 }

@@ -28,8 +28,8 @@ template <int D, int B> constexpr int mixed_code_bytes() { return stage_map<D, B
 //   K      part's ranges and parameters, set           V      set, c, part's ranges, parameters of these cells
 struct mixed_words { int k_params, set, channels, v_head, v_pairs; };
 
-__host__ __device__ __forceinline__ mixed_words mixed_words_of(const kvq_attend_args & a) {
-    const int D = a.km.head_size, v = a.vm.part[a.vm.part[0].n_cells == 0].scale;
+template <int D> __host__ __device__ __forceinline__ mixed_words mixed_words_of(const kvq_attend_args & a) {
+    const int v = a.vm.part[a.vm.part[0].n_cells == 0].scale;
     mixed_words w;
     w.k_params = a.km.part[a.km.part[0].n_cells == 0].scale ? 2 + D / 2 : D;
     w.set      = a.page_cells / 32;
@@ -54,42 +54,53 @@ __device__ __forceinline__ void copy4(uint32_t to, const void * from) { asm vola
 
 struct mixed_part { const uint8_t * k_codes, * v_codes, * k_block, * v_block; int i, t; }; // of one KV head; t: first cell in part i
 
-template <int D, int W, int J> __device__ __forceinline__ void copy_mixed_keys(uint32_t to, const uint8_t * from, int t) {
+template <int D, int W, int J, typename X> __device__ __forceinline__ void copy_mixed_keys(const X & of, uint32_t to, const uint8_t * from, int t, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
-    from += t / 16 * N * 16;
+    const int step = X::WIDE ? n_chunks * 4 : N, left = step - of.i * N;
+    from += (t / 16 * step + of.i * N) * 16;
 #pragma unroll
     for (int k = 0; k < (J * N + 31) / 32; k++) {
         const int at = threadIdx.x % 32 + 32*k, tile = at / N;
-        if (J * N % 32 == 0 || at < J * N) { copy16(to + (tile * N + (at % N ^ tile)) * 16, from + at * 16); }
+        if ((J * N % 32 == 0 || at < J * N) && (!X::WIDE || at % N < left)) { copy16(to + (tile * N + (at % N ^ tile)) * 16, from + (X::WIDE ? tile * step + at % N : at) * 16); }
     }
 }
 
-template <int D, int W, int J> __device__ __forceinline__ void copy_mixed_values(uint32_t to, const uint8_t * from, int t, int n_chunks) {
+template <int D, int W, int J, typename X> __device__ __forceinline__ void copy_mixed_values(const X & of, uint32_t to, const uint8_t * from, int t, int n_chunks, int n_tiles) {
     constexpr int N = J*W / 2 * 4, PLACES = 2*W * 4; // pieces of a tile, here and in the stage
-    from += t / 32 * W * 64;
+    const int first = of.i * (D / 16);
+    from += (first * n_chunks + t / 32 * W) * 64;
 #pragma unroll
     for (int k = 0; k < (D / 16 * N + 31) / 32; k++) {
         const int at = threadIdx.x % 32 + 32*k, tile = at / N, chunk = at % N / 4;
-        if (D / 16 * N % 32 == 0 || at < D / 16 * N) {
+        if ((D / 16 * N % 32 == 0 || at < D / 16 * N) && (!X::WIDE || first + tile < n_tiles)) {
             copy16(to + tile * PLACES * 16 + chunk / 2 * 128 + ((chunk % 2 * 4 + at % 4) ^ 2 * (chunk / 2 % 4)) * 16, from + (tile * n_chunks + chunk) * 64 + at % 4 * 16);
         }
     }
 }
 
-template <int D, int B, int J> __device__ __forceinline__ void copy_mixed(const kvq_attend_args & a, uint32_t to, const mixed_part & p) {
+template <int D, int B, int J, typename X> __device__ __forceinline__ void copy_mixed(const kvq_attend_args & a, const X & of, uint32_t to, const mixed_part & p) {
     using map = stage_map<D, B, B>;
     const kvq_affine_geometry & k = a.km.part[p.i], & v = a.vm.part[p.i];
-    copy_mixed_keys  <D, map::WK, J>(to + map::K, p.k_codes, p.t);
-    copy_mixed_values<D, map::WV, J>(to + map::V, p.v_codes, p.t, v.n_chunks[0]);
+    copy_mixed_keys  <D, map::WK, J>(of, to + map::K, p.k_codes, p.t, k.n_chunks[0]);
+    copy_mixed_values<D, map::WV, J>(of, to + map::V, p.v_codes, p.t, v.n_chunks[0], v.n_tiles);
     if (cut<B>::high) {
-        copy_mixed_keys  <D, 1, J>(to + map::K_HIGH, p.k_codes + k.offset[1], p.t);
-        copy_mixed_values<D, 1, J>(to + map::V_HIGH, p.v_codes + v.offset[1], p.t, v.n_chunks[1]);
+        copy_mixed_keys  <D, 1, J>(of, to + map::K_HIGH, p.k_codes + k.offset[1], p.t, k.n_chunks[1]);
+        copy_mixed_values<D, 1, J>(of, to + map::V_HIGH, p.v_codes + v.offset[1], p.t, v.n_chunks[1], v.n_tiles);
     }
 }
 
+// where a slice's word i of keys' parameters or of c lies; NULL: beyond the head
+template <int D, typename X> __device__ __forceinline__ const uint8_t * wide_word(const kvq_attend_args & a, const X & of, const uint8_t * block, int i, int head, int per_word) {
+    if (i < head) {
+        return block + 4*i;
+    }
+    const int words = D / per_word, array = (i - head) / words, channel = (i - head) % words * per_word; // arrays of channels
+    return of.has(channel) ? block + 4*head + (array * a.k.head_size + of.first() + channel) * (4 / per_word) : nullptr;
+}
+
 // parameters of n cells of a part
-__device__ __forceinline__ void copy_mixed_params(const kvq_attend_args & a, uint32_t to, const mixed_part & p, int n) {
-    const mixed_words w = mixed_words_of(a);
+template <int D, typename X> __device__ __forceinline__ void copy_mixed_params(const kvq_attend_args & a, const X & of, uint32_t to, const mixed_part & p, int n) {
+    const mixed_words w = mixed_words_of<D>(a);
     const kvq_affine_geometry & v = a.vm.part[p.i];
     const int per = v.scale ? n / 4 : n / 2, arrays = v.scale == 2 ? 1 : 2, set_k = w.k_params, v0 = set_k + w.set, head = v0 + w.set + w.channels, pairs = head + w.v_head, end = pairs + per * arrays;
     const uint8_t * vp = p.v_block + a.vm.params[p.i], * first = vp + 4*w.v_head + p.t * (v.scale ? 1 : 2);
@@ -98,6 +109,17 @@ __device__ __forceinline__ void copy_mixed_params(const kvq_attend_args & a, uin
     for (int i = threadIdx.x % 32; i < end; i += 32) {
         const uint8_t * from = i < set_k ? p.k_block + a.km.params[p.i] + 4*i : i < v0 ? p.k_block + 4*(i - set_k) : i < head ? p.v_block + 4*(i - v0) : i < pairs ? vp + 4*(i - head) :
                                first + (i - pairs) / per * next + (i - pairs) % per * 4;
+        if constexpr (X::WIDE) {
+            const bool bytes = a.km.part[p.i].scale;
+            if (i < set_k) {
+                from = wide_word<D>(a, of, p.k_block + a.km.params[p.i], i, bytes ? 2 : 0, bytes ? 4 : 2);
+            } else if (i >= v0 && i < head) {
+                from = wide_word<D>(a, of, p.v_block, i - v0, w.set, 4);
+            }
+            if (!from) {
+                continue;
+            }
+        }
         copy4(to + 4*i, from);
     }
 }
@@ -168,13 +190,13 @@ void accumulate_mixed(const uint8_t * stage, const uint32_t (&p)[J][2], float (&
 }
 
 // 32 cells of a mixed block from slot t0 on, as rows of D, by one warp
-template <int D> __device__ __noinline__ void decode_cells(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params, int t0, uint16_t * to) {
+template <int D, typename X> __device__ __noinline__ void decode_cells(const X of, const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params, int t0, uint16_t * to) {
     __syncwarp();
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int t = 0; t < 32; t++) {
         const int place = mixed_place(params, t0 + t);
-        if (lane < D / 4) { *(uint2 *) (to + t * D + 4*lane) = mixed_halves(mixed_values(m, codes, params, place, 4*lane)); }
+        if (lane < D / 4 && of.has(4*lane)) { *(uint2 *) (to + t * D + 4*lane) = mixed_halves(mixed_values(m, codes, params, place, of.first() + 4*lane)); }
     }
     __syncwarp();
 }
@@ -182,8 +204,10 @@ template <int D> __device__ __noinline__ void decode_cells(const kvq_mixed_geome
 template <int N> using int_of = std::integral_constant<int, N>;
 
 // HI, LO: bits of the parts; 0: any, as the arguments say
-template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_WARPS, 3) mixed_kernel(const __grid_constant__ kvq_attend_args a) {
-    constexpr int S = D / 16, Q_STEP = D / 4 + 1; // of queries in shared memory: four channels as two pairs, one row after another
+template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3) mixed_kernel(const __grid_constant__ kvq_attend_args a) {
+    constexpr int S = D / 16;
+    const slice_of<D, WIDE> of(a, threadIdx.x / 32);
+    const int Q_STEP = of.n * (D / 4) + 1; // of queries in shared memory: four channels as two pairs, one row after another
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - MIXED_BOOST));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -193,10 +217,16 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
 
     uint8_t * const stages = memory + warp * (2 * a.stage_bytes + (int) sizeof(mixed_tables<D>));
     mixed_tables<D> & own = *(mixed_tables<D> *) (stages + 2 * a.stage_bytes);
-    uint2 * const queries = (uint2 *) (memory + DECODE_WARPS * (2 * a.stage_bytes + (int) sizeof(mixed_tables<D>)));
+    uint8_t * const shared_sums = memory + of.warps * (2 * a.stage_bytes + (int) sizeof(mixed_tables<D>)); // of teams
+    int sums_turn = 0;
+    uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
+    if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
+        for (int i = lane; i < 2 * a.stage_bytes / 16; i += 32) { ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0); }
+        __syncwarp();
+    }
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = (uint32_t) __cvta_generic_to_shared(own.ring);
-    const mixed_words w = mixed_words_of(a);
-    const int n_units = a.n_pages * a.page_steps, split = blockIdx.x * DECODE_WARPS + warp, n_splits = a.n_splits * DECODE_WARPS;
+    const mixed_words w = mixed_words_of<D>(a);
+    const int n_units = a.n_pages * a.page_steps, split = blockIdx.x * of.teams + of.team, n_splits = a.n_splits * of.teams;
     const int unit0 = (int) ((int64_t) n_units * split / n_splits), unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
 
     const auto copy_page = [&](int unit) {
@@ -236,8 +266,8 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
         const mixed_part x = part_of(unit);
         const bool whole = a.km.part[x.i].n_cells - x.t >= 64;
         const uint32_t to = stages_at + unit % 2 * a.stage_bytes;
-        with_width(x.i, whole, [&](auto bits, auto steps) { copy_mixed<D, decltype(bits)::value, decltype(steps)::value>(a, to, x); });
-        copy_mixed_params(a, to + a.stage_raw_k, x, whole ? 64 : 32);
+        with_width(x.i, whole, [&](auto bits, auto steps) { copy_mixed<D, decltype(bits)::value, decltype(steps)::value>(a, of, to, x); });
+        copy_mixed_params<D>(a, of, to + a.stage_raw_k, x, whole ? 64 : 32);
     };
     if (unit0 < unit1) { copy_page(unit0); }
 
@@ -312,18 +342,19 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
         uint32_t q[S][2]; // of column g
 #pragma unroll
         for (int t = 0; t < S; t++) {
-            const uint2 x = queries[g * Q_STEP + channel_of<D, B>(c, t) / 4];
+            const uint2 x = queries[g * Q_STEP + (of.first() + channel_of<D, B>(c, t)) / 4];
             q[t][0] = x.x;
             q[t][1] = x.y;
         }
         float s[J][4], base[4] = {};
         if constexpr (B == 16) {
-            score_open<D, B, true, J>(q, k_rows + (size_t) cell0 * k_stride, k_stride, s);
-            finish_scores(a, 1.0f, base, s);
+            score_open<D, B, true, J>(of, q, k_rows + (size_t) cell0 * k_stride, k_stride, s);
         } else {
             score<D, B, B, J>(a, q, stage, k_params, s, base);
-            finish_scores(a, FROM_K, base, s);
+            scale_scores(FROM_K, base, s);
         }
+        if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
+        cap_scores(a, s);
         float top[2] = { -INFINITY, -INFINITY }, f[2];
         if (!mask_scores(mk, slope, s, top)) {
             return;
@@ -356,7 +387,7 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
         if constexpr (B == 16) {
             int stride;
             const uint16_t * rows = values(stride);
-            accumulate_open<D, B, true, J>(rows + (size_t) (4*J*c) * stride, stride, p, o);
+            accumulate_open<D, B, true, J>(of, rows + (size_t) (4*J*c) * stride, stride, p, o);
         } else {
             accumulate_mixed<D, B, J>(stage, p, o);
         }
@@ -374,10 +405,12 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
         if (unit < unit0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
             early_wait();
             const float f = a.scale * LOG2E;
-            for (int i = threadIdx.x; i < DECODE_COLUMNS * (D / 4); i += 32 * DECODE_WARPS) {
-                const int row = min(row0 + i / (D / 4), a.n_rows - 1);
-                const float4 x = *(const float4 *) (st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + i % (D / 4) * 4);
-                queries[i / (D / 4) * Q_STEP + i % (D / 4)] = make_uint2(pack_half2(x.x * f, x.z * f), pack_half2(x.y * f, x.w * f));
+            const int quads = of.n * (D / 4); // of a row
+            for (int i = threadIdx.x; i < DECODE_COLUMNS * quads; i += 32 * of.warps) {
+                const int row = min(row0 + i / quads, a.n_rows - 1), channel = i % quads * 4;
+                const float * p = st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + channel;
+                const float4 x = !WIDE || channel < a.k.head_size ? *(const float4 *) p : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                queries[i / quads * Q_STEP + i % quads] = make_uint2(pack_half2(x.x * f, x.z * f), pack_half2(x.y * f, x.w * f));
             }
             __syncthreads();
             continue;
@@ -417,10 +450,10 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
             }
             __syncwarp();
             own.slots[lane] = (uint8_t) (t + lane);
-            const uint16_t * rows = (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride;
+            const uint16_t * rows = (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first();
             int stride = a.k.stride;
             if (state & 1) {
-                decode_cells<D>(a.km, (const uint8_t *) page.k_codes + (size_t) kvh * a.km.nb_codes, x.k_block, t, (uint16_t *) stage);
+                decode_cells<D>(of, a.km, (const uint8_t *) page.k_codes + (size_t) kvh * a.km.nb_codes, x.k_block, t, (uint16_t *) stage);
                 rows   = (const uint16_t *) stage;
                 stride = D;
             }
@@ -428,9 +461,9 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
             attend(int_of<16>(), int_of<2>(), page, stage, nullptr, rows, stride, [&](int & step) {
                 step = a.v.stride;
                 if (!(state & 2)) {
-                    return (const uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride;
+                    return (const uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first();
                 }
-                decode_cells<D>(a.vm, (const uint8_t *) page.v_codes + (size_t) kvh * a.vm.nb_codes, x.v_block, t, (uint16_t *) stage);
+                decode_cells<D>(of, a.vm, (const uint8_t *) page.v_codes + (size_t) kvh * a.vm.nb_codes, x.v_block, t, (uint16_t *) stage);
                 step = D;
                 return (const uint16_t *) stage;
             });
@@ -440,7 +473,8 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
     copies_done(); // and every lane is done with the parameters, whose place the units take
     change_units(false, 0);
     __syncthreads();
-    decode_sums<D> & sums = *(decode_sums<D> *) memory;
+    typedef decode_sums<D, most_warps<WIDE, false>()> sums_type;
+    sums_type & sums = *(sums_type *) memory;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
 #pragma unroll
@@ -455,10 +489,10 @@ template <int D, int HI, int LO> __global__ void __launch_bounds__(32 * DECODE_W
         }
     }
     __syncthreads();
-    merge_rows<D>(a, sums, is, kvh, row0, min(DECODE_COLUMNS, a.n_rows - row0), a.n_splits);
+    merge_rows<D>(a, of, sums, is, kvh, row0, min(DECODE_COLUMNS, a.n_rows - row0), a.n_splits);
 }
 
-template <int D, int HI, int LO> void launch_mixed_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, int HI, int LO, bool WIDE> void launch_mixed_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     const auto code_bytes = [](int bits) {
         switch (bits) {
             case 1:  return mixed_code_bytes<D, 1>();
@@ -471,26 +505,23 @@ template <int D, int HI, int LO> void launch_mixed_kernel(kvq_attend_args a, int
     for (const kvq_affine_geometry & g : a.km.part) {
         if (g.n_cells) { a.stage_raw_k = std::max(a.stage_raw_k, code_bytes(g.bits)); }
     }
-    const mixed_words w = mixed_words_of(a);
+    const mixed_words w = mixed_words_of<D>(a);
     a.stage_bytes = std::max((a.stage_raw_k + 4 * (w.k_params + 2*w.set + w.channels + w.v_head + w.v_pairs) + 15) & ~15, 32 * D * 2); // or 32 decoded cells
-    const size_t nb = std::max(DECODE_WARPS * (2 * (size_t) a.stage_bytes + sizeof(mixed_tables<D>)) + DECODE_COLUMNS * (D / 4 + 1) * sizeof(uint2), sizeof(decode_sums<D>));
+    const auto bytes = [&](int n_warps) {
+        return std::max(n_warps * (2 * (size_t) a.stage_bytes + sizeof(mixed_tables<D>) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + DECODE_COLUMNS * ((D / 4 << a.slices_log2) + 1) * sizeof(uint2),
+                        sizeof(decode_sums<D, most_warps<WIDE, false>()>));
+    };
     static kvq_shared_limit limit;
-    limit.raise(mixed_kernel<D, HI, LO>, nb);
-    if (occupancy) {
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, mixed_kernel<D, HI, LO>, 32 * DECODE_WARPS, nb);
-        return;
-    }
-    const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
-    kvq_launch_early(mixed_kernel<D, HI, LO>, grid, 32 * DECODE_WARPS, nb, stream, a, !a.in_order);
+    kvq_launch_decode_kernel(mixed_kernel<D, HI, LO, WIDE>, limit, a, most_warps<WIDE, false>(), WIDE, bytes, n_streams, stream, occupancy);
 }
 
 // 4 and 2 bits, which zipcache starts with, have a kernel of their own
-template <int D> void launch_mixed(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, bool WIDE = false> void launch_mixed(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     const auto is = [&](int i, int bits) { return !a.km.part[i].n_cells || a.km.part[i].bits == bits; };
     if (is(0, 4) && is(1, 2)) {
-        launch_mixed_kernel<D, 4, 2>(a, n_streams, stream, occupancy);
+        launch_mixed_kernel<D, 4, 2, WIDE>(a, n_streams, stream, occupancy);
     } else {
-        launch_mixed_kernel<D, 0, 0>(a, n_streams, stream, occupancy);
+        launch_mixed_kernel<D, 0, 0, WIDE>(a, n_streams, stream, occupancy);
     }
 }
 

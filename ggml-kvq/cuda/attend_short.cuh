@@ -26,14 +26,18 @@ template <int D> struct open_place {
     static __device__ __forceinline__ int value(int cell) { return V + cell * STEP + cell / 16 * 16; }
 };
 
-template <int D> struct short_sums { // sums of a column: o relative to exp2(m), l likewise
-    float o[DECODE_WARPS][DECODE_COLUMNS][D], m[DECODE_WARPS][DECODE_COLUMNS], l[DECODE_WARPS][DECODE_COLUMNS];
+template <int D, bool WIDE> struct short_sums { // sums of a column: o relative to exp2(m), l likewise
+    static constexpr int WARPS = most_warps<WIDE, true>();
+    float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS];
     int last;
 };
 
-template <int D, bool VALUES> __device__ __forceinline__ void copy_open(uint32_t to, const uint16_t * rows, int stride) {
+template <int D, bool VALUES, typename X> __device__ __forceinline__ void copy_open(const X & of, uint32_t to, const uint16_t * rows, int stride) {
     constexpr int N = D / 8, ROWS = 32 / N; // pieces of a row, rows of one step
     const int lane = threadIdx.x % 32;
+    if (!of.has(lane % N * 8)) {
+        return;
+    }
     const uint16_t * from = rows + (size_t) (lane / N) * stride + lane % N * 8;
     to += 2 * ((VALUES ? open_place<D>::V : 0) + lane / N * open_place<D>::STEP + lane % N * 8);
 #pragma unroll
@@ -61,7 +65,7 @@ __device__ __forceinline__ void wait_for_takers(const kvq_attend_args & a) {
     }
 }
 
-template <int D> __device__ __forceinline__ void finish_row(const kvq_attend_args & a, int is, int head, float4 x, float m, float l) {
+__device__ __forceinline__ void finish_row(const kvq_attend_args & a, int is, int head, int channel, float4 x, float m, float l) {
     float f = 1.0f;
     if (a.sinks) { // one more logit without a value
         const float sink = a.sinks[head] * LOG2E, top = fmaxf(m, sink);
@@ -69,7 +73,7 @@ template <int D> __device__ __forceinline__ void finish_row(const kvq_attend_arg
         l = l * f + exp2_fast(sink - top);
     }
     f = l > 0.0f ? f / l : 0.0f;
-    float * out = a.stream[is].dst + head * a.dst_stride_head + threadIdx.x % 32 * 4;
+    float * out = a.stream[is].dst + head * a.dst_stride_head + channel;
     out[0] = x.x * f; out[1] = x.y * f; out[2] = x.z * f; out[3] = x.w * f;
 }
 
@@ -85,13 +89,15 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_WARPS, 1) short_kernel(const __grid_constant__ kvq_attend_args a) {
+template <int D, int KB, int VB, bool WIDE> __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1) short_kernel(const __grid_constant__ kvq_attend_args a) {
+    typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE, AFFINE = CODES && !ROTATED; // sealed pages exist, and are rotated, or have zeros
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = __shfl_sync(~0u, threadIdx.x / 32, 0), g = lane / 4, c = lane % 4, is = blockIdx.z;
+    const slice of(a, warp);
     const int per_row = DECODE_COLUMNS >> a.k_parts_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row, head0 = kvh * a.gqa + row0;
     const auto & st = a.stream[is];
     const int nb_stage = a.stage_bytes + a.stage_wide;
@@ -99,13 +105,19 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     uint16_t * const open = (uint16_t *) (stage + nb_stage);
     const uint32_t stage_at = (uint32_t) __cvta_generic_to_shared(stage), open_at = stage_at + nb_stage;
 
+    uint8_t * const shared_sums = memory + of.warps * (nb_stage + open_place<D>::BYTES); // of teams
+    int sums_turn = 0;
+    if (!of.has(D - 1)) { // channels beyond the head meet queries of 0: their parameters and keys must be numbers
+        for (int i = lane; i < (nb_stage + open_place<D>::BYTES) / 16; i += 32) { ((uint4 *) stage)[i] = make_uint4(0, 0, 0, 0); }
+        __syncwarp();
+    }
     if (!a.n_new) { early_wait(); } // the kernel before this one writes into open pages
-    const int half = blockIdx.x * DECODE_WARPS + warp, n_halves = a.n_pages << a.halves_log2, t0 = (half & ((1 << a.halves_log2) - 1)) * 32;
+    const int half = blockIdx.x * of.teams + of.team, n_halves = a.n_pages << a.halves_log2, t0 = (half & ((1 << a.halves_log2) - 1)) * 32;
     const kvq_page page = st.pages[min(half, n_halves - 1) >> a.halves_log2];
     // -1 nothing, +1 codes of K, +2 codes of V
     const int state = half >= n_halves || !page.n_slots ? -1 : (CODES && page.k_params ? 1 : 0) + (CODES && page.v_params ? 2 : 0);
-    uint16_t * const k_rows = (uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t0) * a.k.stride;
-    uint16_t * const v_rows = (uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t0) * a.v.stride;
+    uint16_t * const k_rows = (uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t0) * a.k.stride + of.first();
+    uint16_t * const v_rows = (uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t0) * a.v.stride + of.first();
     int new_k = -1, new_v = -1; // of row `lane` of this step: its cell among the warp's
     uint32_t raw[2] = {}; // scales of lattice pages on their way
     if (CODES && state > 0) {
@@ -117,16 +129,16 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         h[0].t = t0;
         h[1] = h[0]; // takes both places
         if constexpr (ROTATED) {
-            copy_lattice<D, KB, VB>(a, stage_at, h, state & 1, state & 2, raw);
+            copy_lattice<D, KB, VB>(a, of, stage_at, h, state & 1, state & 2, raw);
         } else if constexpr (CODES) {
-            copy_stage<D, KB, VB>(a, stage_at, h, state & 1, state & 2);
+            copy_stage<D, KB, VB>(a, of, stage_at, h, state & 1, state & 2);
         }
     }
-    if (state == 0 || state == 2) { copy_open<D, false>(open_at, k_rows, a.k.stride); }
+    if (state == 0 || state == 2) { copy_open<D, false>(of, open_at, k_rows, a.k.stride); }
     copies_part();
-    if (state == 0 || state == 1) { copy_open<D, true >(open_at, v_rows, a.v.stride); } // scores do not wait for them
+    if (state == 0 || state == 1) { copy_open<D, true >(of, open_at, v_rows, a.v.stride); } // scores do not wait for them
     copies_part();
-    uint32_t * const k_table = (uint32_t *) (memory + DECODE_WARPS * (nb_stage + open_place<D>::BYTES)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    uint32_t * const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
@@ -134,7 +146,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         __syncthreads();
     }
     if (state == 0 && lane < a.n_new) {
-        const int64_t dk = a.fresh[0].to[lane] + kvh * a.fresh[0].head_stride - k_rows, dv = a.fresh[1].to[lane] + kvh * a.fresh[1].head_stride - v_rows;
+        const int64_t dk = a.fresh[0].to[lane] + kvh * a.fresh[0].head_stride + of.first() - k_rows, dv = a.fresh[1].to[lane] + kvh * a.fresh[1].head_stride + of.first() - v_rows;
         new_k = dk >= 0 && dk < 32 * a.k.stride ? (int) dk / a.k.stride : -1;
         new_v = dv >= 0 && dv < 32 * a.v.stride ? (int) dv / a.v.stride : -1;
     }
@@ -156,11 +168,11 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         const float * p = st.q + (head0 + min(g & (per_row - 1), last)) * a.q_stride_head;
         const float f = a.scale * LOG2E;
         if constexpr (ROTATED) {
-            load_query<D, KB>(p, f, state > 0 && (state & 1), q);
+            load_query<D, KB>(a, of, p, f, state > 0 && (state & 1), q);
         } else {
             float4 x[S];
 #pragma unroll
-            for (int s = 0; s < S; s++) { x[s] = *(const float4 *) (p + channel_of<D, KB>(c, s)); }
+            for (int s = 0; s < S; s++) { x[s] = load_four(of, p, channel_of<D, KB>(c, s)); }
 #pragma unroll
             for (int s = 0; s < S; s++) {
                 q[s][0] = pack_half2(x[s].x * f, x[s].z * f);
@@ -189,9 +201,9 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 #pragma unroll 1
         for (int i = 0; i < a.n_new; i++) {
             const int sk = __shfl_sync(~0u, new_k, i), sv = __shfl_sync(~0u, new_v, i);
-            if (lane < D / 4 && sk >= 0 && sv >= 0) {
-                const float4 x = *(const float4 *) (a.fresh[0].rows + i * a.fresh[0].row_stride + kvh * D + 4*lane);
-                const float4 y = *(const float4 *) (a.fresh[1].rows + i * a.fresh[1].row_stride + kvh * D + 4*lane);
+            if (lane < D / 4 && of.has(4*lane) && sk >= 0 && sv >= 0) {
+                const float4 x = *(const float4 *) (a.fresh[0].rows + i * a.fresh[0].row_stride + kvh * of.head(a) + of.first() + 4*lane);
+                const float4 y = *(const float4 *) (a.fresh[1].rows + i * a.fresh[1].row_stride + kvh * of.head(a) + of.first() + 4*lane);
                 *(uint2 *) (open + open_place<D>::key  (sk) + 4*lane) = make_uint2(pack_half2(x.x, x.y), pack_half2(x.z, x.w));
                 *(uint2 *) (open + open_place<D>::value(sv) + 4*lane) = make_uint2(pack_half2(y.x, y.y), pack_half2(y.z, y.w));
             }
@@ -215,10 +227,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
                 unit_k = FROM_K;
             }
         } else {
-            score_open<D, KB, true>(q, open + open_place<D>::key(in_half), open_place<D>::STEP, s);
+            score_open<D, KB, true>(of, q, open + open_place<D>::key(in_half), open_place<D>::STEP, s);
         }
         const bool here = g < 4 && mine; // the second 32 rows are the first ones again
-        finish_scores(a, unit_k, base, s);
+        scale_scores(unit_k, base, s);
+        if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
+        cap_scores(a, s);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
 #pragma unroll
@@ -250,12 +264,12 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         if (CODES && (state & 2)) {
             if constexpr (ROTATED) {
                 accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
-                rotate_output<D>(o);
+                rotate_output<D>(a, of, shared_sums, sums_turn, o);
             } else if constexpr (CODES) {
                 accumulate<D, KB, VB, false>(a, stage, params, p, o, oz);
             }
         } else {
-            accumulate_open<D, VB, true>(open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
+            accumulate_open<D, VB, true>(of, open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
         }
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -267,7 +281,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 #pragma unroll 1
         for (int i = 0; i < a.n_new; i++) {
             const int sk = __shfl_sync(~0u, new_k, i), sv = __shfl_sync(~0u, new_v, i);
-            if (lane < D / 4 && sk >= 0 && sv >= 0) {
+            if (lane < D / 4 && of.has(4*lane) && sk >= 0 && sv >= 0) {
                 *(uint2 *) (k_rows + (size_t) sk * a.k.stride + 4*lane) = *(const uint2 *) (open + open_place<D>::key  (sk) + 4*lane);
                 *(uint2 *) (v_rows + (size_t) sv * a.v.stride + 4*lane) = *(const uint2 *) (open + open_place<D>::value(sv) + 4*lane);
             }
@@ -275,7 +289,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     }
     // this thread's columns, over all cells of the warp
     __syncthreads();
-    short_sums<D> & sums = *(short_sums<D> *) memory;
+    short_sums<D, WIDE> & sums = *(short_sums<D, WIDE> *) memory;
     const float unit_v = AFFINE && (state & 2) && state > 0 ? FROM_V : 1.0f;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -285,7 +299,7 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         }
 #pragma unroll
         for (int i = 0; i < D / 32; i++) {
-            const float z = AFFINE ? __shfl_sync(~0u, oz[e], 32*i / a.v.group * 4 + c) : 0.0f;
+            const float z = AFFINE ? __shfl_sync(~0u, oz[e], (WIDE ? 32*i >> a.v_group_log2 : 32*i / a.v.group) * 4 + c) : 0.0f;
             *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] =
                 make_float4(fmaf(o[2*i][e], unit_v, z), fmaf(o[2*i][2 + e], unit_v, z), fmaf(o[2*i + 1][e], unit_v, z), fmaf(o[2*i + 1][2 + e], unit_v, z));
         }
@@ -293,28 +307,28 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
     __syncthreads();
     // rows of this block from its columns
     const int n_rows = min(per_row, a.n_rows - row0), n_blocks = gridDim.x;
-    const int n_sources = DECODE_WARPS << a.k_parts_log2, parts = (1 << a.k_parts_log2) - 1;
+    const int n_sources = of.teams << a.k_parts_log2, size = of.head(a), parts = (1 << a.k_parts_log2) - 1;
     if (n_blocks == 1) {
         wait_for_takers(a);
         __syncthreads();
     }
 #pragma unroll 1
-    for (int r = warp; r < n_rows; r += DECODE_WARPS) { // a lane: one column of a warp, then 4 channels
-        const int w = min(lane >> a.k_parts_log2, DECODE_WARPS - 1), col = (lane & parts) * per_row + r;
+    for (int u = warp; u < n_rows * of.n; u += of.warps) { // a lane: one column of a warp, then 4 channels of a slice
+        const int r = u / of.n, slice = u % of.n, channel = slice * D + 4*lane, w = min(lane >> a.k_parts_log2, of.teams - 1) * of.n + slice, col = (lane & parts) * per_row + r;
         const float mine_m = lane < n_sources ? sums.m[w][col] : -INFINITY, top = warp_max(mine_m);
         const float f = mine_m == -INFINITY ? 0.0f : exp2_fast(mine_m - top), sum = warp_sum(lane < n_sources ? f * sums.l[w][col] : 0.0f);
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
         for (int i = 0; i < n_sources; i++) {
             const float  fi = __shfl_sync(~0u, f, i);
-            const float4 y  = *(const float4 *) &sums.o[i >> a.k_parts_log2][(i & parts) * per_row + r][lane % (D / 4) * 4];
+            const float4 y  = *(const float4 *) &sums.o[(i >> a.k_parts_log2) * of.n + slice][(i & parts) * per_row + r][lane % (D / 4) * 4];
             x.x += fi * y.x; x.y += fi * y.y; x.z += fi * y.z; x.w += fi * y.w;
         }
-        if (lane < D / 4) {
+        if (lane < D / 4 && (!WIDE || channel < size)) {
             if (n_blocks == 1) {
-                finish_row<D>(a, is, head0 + r, x, top, sum);
+                finish_row(a, is, head0 + r, channel, x, top, sum);
             } else {
-                put_partial<D>(a, is, kvh, row0 + r, x, top, sum);
+                put_partial(a, is, kvh, row0 + r, size, channel, x, top, sum);
             }
         }
     }
@@ -333,13 +347,14 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
         return;
     }
 #pragma unroll 1
-    for (int r = warp; r < n_rows; r += DECODE_WARPS) { // a lane: 4 channels
-        const float * p = a.partial + partial_at(a, is, kvh, row0 + r, 0), * at = p + lane % (D / 4) * 4;
+    for (int u = warp; u < n_rows * of.n; u += of.warps) { // a lane: 4 channels of a slice
+        const int r = u / of.n, channel = u % of.n * D + lane % (D / 4) * 4;
+        const float * p = a.partial + partial_at(a, is, kvh, row0 + r, 0), * at = p + (WIDE ? min(channel, size - 4) : channel);
         float m = -INFINITY, l = 0.0f;
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
         for (int b0 = 0; b0 < n_blocks; b0 += 32) {
-            const float2 ml = b0 + lane < n_blocks ? __ldcg((const float2 *) (p + (size_t) (b0 + lane) * (D + 4) + D)) : make_float2(-INFINITY, 0.0f);
+            const float2 ml = b0 + lane < n_blocks ? __ldcg((const float2 *) (p + (size_t) (b0 + lane) * (size + 4) + size)) : make_float2(-INFINITY, 0.0f);
             const float top = fmaxf(warp_max(ml.x), m), old = m == -INFINITY ? 0.0f : exp2_fast(m - top), f = ml.x == -INFINITY ? 0.0f : exp2_fast(ml.x - top);
             m = top;
             l = l * old + warp_sum(f * ml.y);
@@ -348,15 +363,15 @@ template <int D, int KB, int VB> __global__ void __launch_bounds__(32 * DECODE_W
 #pragma unroll 8
             for (int b = 0; b < n; b++) {
                 const float  fb = __shfl_sync(~0u, f, b);
-                const float4 y  = __ldcg((const float4 *) (at + (size_t) (b0 + b) * (D + 4)));
+                const float4 y  = __ldcg((const float4 *) (at + (size_t) (b0 + b) * (size + 4)));
                 x.x += fb * y.x; x.y += fb * y.y; x.z += fb * y.z; x.w += fb * y.w;
             }
         }
-        if (lane < D / 4) { finish_row<D>(a, is, head0 + r, x, m, l); }
+        if (lane < D / 4 && (!WIDE || channel < size)) { finish_row(a, is, head0 + r, channel, x, m, l); }
     }
 }
 
-template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream) {
+template <int D, int KB, int VB, bool WIDE> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = a.stage_wide = 0;
     size_t tables = 0;
     if constexpr (KB > LATTICE) {
@@ -365,50 +380,67 @@ template <int D, int KB, int VB> void launch_kernel(kvq_attend_args a, int n_str
     } else if constexpr (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
-    const size_t nb = std::max(DECODE_WARPS * ((size_t) a.stage_bytes + a.stage_wide + open_place<D>::BYTES) + tables, sizeof(short_sums<D>));
+    const auto bytes = [&](int n_warps) {
+        return std::max(n_warps * ((size_t) a.stage_bytes + a.stage_wide + open_place<D>::BYTES + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(short_sums<D, WIDE>));
+    };
     static kvq_shared_limit limit;
-    limit.raise(short_kernel<D, KB, VB>, nb);
-    const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
-    kvq_launch_early(short_kernel<D, KB, VB>, grid, 32 * DECODE_WARPS, nb, stream, a);
+    kvq_launch_decode_kernel(short_kernel<D, KB, VB, WIDE>, limit, a, most_warps<WIDE, true>(), WIDE, bytes, n_streams, stream, occupancy);
 }
 
-template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.v.bits) {
-        case 1:  launch_kernel<D, KB, 1>(a, n_streams, stream); break;
-        case 2:  launch_kernel<D, KB, 2>(a, n_streams, stream); break;
-        case 3:  launch_kernel<D, KB, 3>(a, n_streams, stream); break;
-        default: launch_kernel<D, KB, 4>(a, n_streams, stream); break;
+        case 1:  launch_kernel<D, KB, 1, false>(a, n_streams, stream, occupancy); break;
+        case 2:  launch_kernel<D, KB, 2, false>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_kernel<D, KB, 3, false>(a, n_streams, stream, occupancy); break;
+        default: launch_kernel<D, KB, 4, false>(a, n_streams, stream, occupancy); break;
     }
 }
 
-template <int D> void launch_short(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+template <int D> void launch_short(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     if (a.k.np == 0) {
-        launch_kernel<D, 16, 16>(a, n_streams, stream);
+        launch_kernel<D, 16, 16, false>(a, n_streams, stream, occupancy);
         return;
     }
     switch (a.k.bits) {
-        case 1:  launch_values<D, 1>(a, n_streams, stream); break;
-        case 2:  launch_values<D, 2>(a, n_streams, stream); break;
-        case 3:  launch_values<D, 3>(a, n_streams, stream); break;
-        default: launch_values<D, 4>(a, n_streams, stream); break;
+        case 1:  launch_values<D, 1>(a, n_streams, stream, occupancy); break;
+        case 2:  launch_values<D, 2>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_values<D, 3>(a, n_streams, stream, occupancy); break;
+        default: launch_values<D, 4>(a, n_streams, stream, occupancy); break;
     }
 }
 
 // lattices of 2 bits and more
-template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.v.bits) {
-        case 2:  launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream); break;
-        case 3:  launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream); break;
-        default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream); break;
+        case 2:  launch_kernel<D, KB, LATTICE + 4, false>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_kernel<D, KB, LATTICE + 6, false>(a, n_streams, stream, occupancy); break;
+        default: launch_kernel<D, KB, LATTICE + 8, false>(a, n_streams, stream, occupancy); break;
     }
 }
 
-template <int D> void launch_short_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+template <int D> void launch_short_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.k.bits) {
-        case 2:  launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream); break;
-        case 3:  launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream); break;
-        default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream); break;
+        case 2:  launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
+        case 3:  launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
+        default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
     }
+}
+
+// heads of any other size, the pairs of bits that KVQ_WIDE_BITS lists
+template <int D> void launch_short_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.np == 0) {
+        launch_kernel<D, 16, 16, true>(a, n_streams, stream, occupancy);
+        return;
+    }
+#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, K, V, true>(a, n_streams, stream, occupancy); break;
+    switch (8*a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+template <int D> void launch_short_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, LATTICE + 2*K, LATTICE + 2*V, true>(a, n_streams, stream, occupancy); break;
+    switch (8*a.k.bits + a.v.bits) { KVQ_WIDE_SHORT_LATTICE(KVQ_CASE) }
+#undef KVQ_CASE
 }
 
 } // namespace

@@ -66,7 +66,7 @@ void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t str
 
 int kvq_tiles_head_size(int k, int v) {
     const int d = k > v ? k : v;
-    for (int x : { 64, 80, 96, 128, 192, 256 }) {
+    for (int x : { 64, 80, 96, 128, 192, 256, 512 }) {
         if (d <= x) {
             return x;
         }

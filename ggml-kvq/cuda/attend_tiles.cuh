@@ -190,6 +190,7 @@ template <bool MIXED> static bool launch_tiles_of(const kvq_attend_args & a, int
         case 128: launch_tiles<128, MIXED>(a, n_streams, n_warps, stream); return true;
         case 192: launch_tiles<192, MIXED>(a, n_streams, n_warps, stream); return true;
         case 256: launch_tiles<256, MIXED>(a, n_streams, n_warps, stream); return true;
+        // 512: a row of output alone would take all registers; decode kernels do without tiles (attend_decode.cu)
     }
     return false;
 }

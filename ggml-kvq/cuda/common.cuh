@@ -67,19 +67,22 @@ template <typename A> static void kvq_set_alibi(A & a, float max_bias, int n_hea
     a.m1 = -max_bias / 2.0f / (float) a.n_head_log2;
 }
 
+// What a device's kernels may take. KVQ_CUDA_AS=8.6 makes a bigger one take the limits of another compute capability, for tests.
+struct kvq_device_limits { int major, minor, max_shared, max_shared_sm; }; // bytes of shared memory, of a block and of a multiprocessor
+kvq_device_limits kvq_limits_of(int device); // device.cu
+
 template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A & args, bool may = true) {
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    int device = 0, major = 0;
+    int device = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(n_threads);
     config.dynamicSmemBytes = nb_shared;
     config.stream   = stream;
     config.attrs    = &early;
-    config.numAttrs = may && major >= 9;
+    config.numAttrs = may && kvq_limits_of(device).major >= 9;
     cudaLaunchKernelEx(&config, kernel, args);
 }

@@ -21,45 +21,51 @@ template <int D> __device__ __forceinline__ constexpr int value_piece(int group,
 
 // Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t: of this lane's half, of cell t on
 // in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step, followed by the ranges of both halves.
-template <int D, int W> __device__ __forceinline__ void copy_fine_keys(uint32_t to, const uint8_t * codes, int t) {
+template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
-    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
-    codes += t / 16 * (N * 16) + r * 16;
+    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N, left = step - of.i * N;
+    codes += (t / 16 * step + of.i * N + r) * 16;
     to += half * (N * 32);
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
-        const int tile = 2*half + (N == 8 ? r / 8 : 16*k / N);
-        copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256);
+        const int tile = 2*half + (N == 8 ? r / 8 : 16*k / N), skipped = X::WIDE ? 16*k / N * (step - N) * 16 : 0;
+        if (!X::WIDE || 16*k % N + r < left) { copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256 + skipped); }
     }
 }
 
-template <int D, int W> __device__ __forceinline__ void copy_fine_values(uint32_t to, const uint8_t * codes, int t, int n_chunks) {
+template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_values(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks, int n_tiles) {
     constexpr int N = 4 * W; // pieces of half a tile
     const int r = threadIdx.x % 16, chunk = threadIdx.x / 16 % 2 * W + r % N / 4;
-    codes += r / N * n_chunks * 64 + t / 32 * (N * 16) + r % N * 16;
+    const int first = of.i * (D / 16) + r / N; // tile
+    codes += first * n_chunks * 64 + t / 32 * (N * 16) + r % N * 16;
     to += r / N * (N * 32) + chunk / 2 * 128 + ((chunk % 2 * 4 + r % 4) ^ 2 * (chunk / 2 % 4)) * 16;
 #pragma unroll
-    for (int k = 0; k < D * W / 64; k++, codes += 256 / W * n_chunks) { copy16(to + k * 512, codes); }
+    for (int k = 0; k < D * W / 64; k++, codes += 256 / W * n_chunks) {
+        if (!X::WIDE || first + 4 / W * k < n_tiles) { copy16(to + k * 512, codes); }
+    }
 }
 
-template <int D, int KB, int VB, bool BYTES> __device__ __forceinline__
-void copy_fine(const kvq_attend_args & a, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
+template <int D, int KB, int VB, bool BYTES, typename X> __device__ __forceinline__
+void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
     using map = stage_map<D, KB, VB>;
     constexpr int SIZE = BYTES ? 1 : 2; // of a parameter
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if (keys) {
         const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes, * params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
-        copy_fine_keys<D, map::WK>(to + map::K, codes, t);
-        if constexpr (cut<KB>::high) { copy_fine_keys<D, 1>(to + map::K_HIGH, codes + a.k.offset[1], t); }
+        copy_fine_keys<D, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
+        if constexpr (cut<KB>::high) { copy_fine_keys<D, 1>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]); }
         const uint32_t at = to + map::K_PARAMS;
         if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
-        params += (BYTES ? 8 : 0) + (t / 16 * D + r * 8) * SIZE;
+        params += (BYTES ? 8 : 0) + (t / 16 * of.head(a) + of.first() + r * 8) * SIZE;
         const uint8_t * zeros = params + (D == 128 ? a.k.np : a.k.np - D) * SIZE; // D = 128: of the next step, 64: of the upper lanes
         if (D == 64 && r >= 8) { params = zeros; }
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
             const int odd = 16*k / (D / 4), zero = D == 128 ? k % 2 : 0;
-            const uint8_t * from = (zero ? zeros : params) + odd * D * SIZE;
+            const uint8_t * from = (zero ? zeros : params) + odd * of.head(a) * SIZE;
+            if (X::WIDE && !of.has(r * 8)) {
+                continue;
+            }
             if constexpr (BYTES) {
                 copy8(at + (lane + 32*k) * 8, from);
             } else {
@@ -69,13 +75,17 @@ void copy_fine(const kvq_attend_args & a, uint32_t to, const kvq_page & page, in
     }
     if (values) {
         const uint8_t * codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes, * params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
-        copy_fine_values<D, map::WV>(to + map::V, codes, t, a.v.n_chunks[0]);
-        if constexpr (cut<VB>::high) { copy_fine_values<D, 1>(to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1]); }
+        copy_fine_values<D, map::WV>(of, to + map::V, codes, t, a.v.n_chunks[0], a.v.n_tiles);
+        if constexpr (cut<VB>::high) { copy_fine_values<D, 1>(of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles); }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
         if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
-        params += (BYTES ? 8 : 0) + (r / 4 % 2 * a.v.np + r / 8 * a.v.n_cells + t + r % 4 * 8) * SIZE;
+        const int first = of.i * (D / 16) + r / 8; // group
+        params += (BYTES ? 8 : 0) + (r / 4 % 2 * a.v.np + first * a.v.n_cells + t + r % 4 * 8) * SIZE;
 #pragma unroll
         for (int k = 0; k < D / 32; k++, params += 2 * a.v.n_cells * SIZE) {
+            if (X::WIDE && first + 2*k >= a.v_groups) {
+                continue;
+            }
             if constexpr (BYTES) {
                 copy8(at + (lane + 32*k) * 8, params);
             } else {
@@ -85,9 +95,9 @@ void copy_fine(const kvq_attend_args & a, uint32_t to, const kvq_page & page, in
     }
 }
 
-template <int D, int KB, int VB, bool BYTES> __device__ __noinline__
-void copy_fine_late(const kvq_attend_args & a, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
-    copy_fine<D, KB, VB, BYTES>(a, to, page, kvh, t, keys, values);
+template <int D, int KB, int VB, bool BYTES, typename X> __device__ __noinline__
+void copy_fine_late(const kvq_attend_args & a, const X of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
+    copy_fine<D, KB, VB, BYTES>(a, of, to, page, kvh, t, keys, values);
 }
 
 // a piece from the order in memory to pairs (0, 2) (4, 6) (1, 3) (5, 7): words t and 2 + t are of its step t
@@ -253,8 +263,8 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
     }
 }
 
-// rows: of cell 16c, channel 0
-template <int D, int VB> __device__ __forceinline__ void accumulate_fine_open(const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+// rows: of cell 16c, channel 0 of the slice
+template <int D, int VB, typename X> __device__ __forceinline__ void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -264,7 +274,7 @@ template <int D, int VB> __device__ __forceinline__ void accumulate_fine_open(co
         for (int k = 0; k < D / 16; k++) {
             uint32_t x[4];
 #pragma unroll
-            for (int t = 0; t < 4; t++) { x[t] = __ldg((const uint32_t *) (rows + (size_t) (4*j + t) * stride + 16*k + 2*g)); }
+            for (int t = 0; t < 4; t++) { x[t] = __ldg((const uint32_t *) (rows + (size_t) (4*j + t) * stride + of.near(16*k + 2*g, 2))); }
             const uint32_t f[4] = { even(x[0], x[2]), odd(x[0], x[2]), even(x[1], x[3]), odd(x[1], x[3]) };
             mma(o[k], f, p0, p1);
         }

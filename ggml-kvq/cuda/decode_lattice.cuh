@@ -52,24 +52,24 @@ template <int D, int KB, int VB> __device__ __forceinline__ void put_scales(cons
 }
 
 // asks for what two halves hold; the scales are on their way into registers
-template <int D, int KB, int VB> __device__ __forceinline__ void copy_lattice(const kvq_attend_args & a, uint32_t to, const half_page (&h)[2], bool keys, bool values, uint32_t (&raw)[2]) {
+template <int D, int KB, int VB, typename X> __device__ __forceinline__ void copy_lattice(const kvq_attend_args & a, const X & x, uint32_t to, const half_page (&h)[2], bool keys, bool values, uint32_t (&raw)[2]) {
     using map = lattice_map<D, KB, VB>;
     if (keys) {
-        copy_keys<map::VECS, map::WK>(to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t);
-        if (cut<KB>::high) { copy_keys<map::VECS, map::HIGH>(to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1], h[1].t); }
+        copy_keys<map::VECS, map::WK>(x, to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t, a.k.n_chunks[0]);
+        if (cut<KB>::high) { copy_keys<map::VECS, map::HIGH>(x, to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1], h[1].t, a.k.n_chunks[1]); }
         raw[0] = load_scales(a.k, h[0].k_params, h[0].t, h[1].k_params, h[1].t);
     }
     if (values) {
-        copy_values<map::VECS, map::WV>(to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0]);
-        if (cut<VB>::high) { copy_values<map::VECS, map::HIGH>(to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1]); }
+        copy_values<map::VECS, map::WV>(x, to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0], a.v.n_tiles);
+        if (cut<VB>::high) { copy_values<map::VECS, map::HIGH>(x, to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1], a.v.n_tiles); }
         raw[1] = load_scales(a.v, h[0].v_params, h[0].t, h[1].v_params, h[1].t);
     }
 }
 
-template <int D, int KB, int VB> __device__ __noinline__ void copy_lattice_late(const kvq_attend_args & a, uint8_t * stage, half_page h0, half_page h1, bool keys, bool values) {
+template <int D, int KB, int VB, typename X> __device__ __noinline__ void copy_lattice_late(const kvq_attend_args & a, const X x, uint8_t * stage, half_page h0, half_page h1, bool keys, bool values) {
     const half_page h[2] = { h0, h1 };
     uint32_t raw[2] = {};
-    copy_lattice<D, KB, VB>(a, (uint32_t) __cvta_generic_to_shared(stage), h, keys, values, raw);
+    copy_lattice<D, KB, VB>(a, x, (uint32_t) __cvta_generic_to_shared(stage), h, keys, values, raw);
     copies_done();
     put_scales<D, KB, VB>(a, stage, raw);
 }
@@ -163,16 +163,19 @@ void accumulate_lattice(const uint32_t * table, const uint8_t * stage, const uin
     }
 }
 
-// x <- H x without its norm, along the index of an array; a Hadamard matrix is a product over the bits of the channel, in any order
-template <int N> __device__ __forceinline__ void butterflies(float (&x)[N]) {
+// x <- H x without its norm, along the index of an array; a Hadamard matrix is a product over the bits of the channel, in any order.
+// take(h): bit h of the index is one of the matrix
+template <int N, typename F> __device__ __forceinline__ void butterflies(float (&x)[N], F && take) {
 #pragma unroll
     for (int h = 1; h < N; h *= 2) {
+        if (take(h)) {
 #pragma unroll
-        for (int i = 0; i < N; i++) {
-            if (!(i & h)) {
-                const float u = x[i], v = x[i + h];
-                x[i]     = u + v;
-                x[i + h] = u - v;
+            for (int i = 0; i < N; i++) {
+                if (!(i & h)) {
+                    const float u = x[i], v = x[i + h];
+                    x[i]     = u + v;
+                    x[i + h] = u - v;
+                }
             }
         }
     }
@@ -184,20 +187,49 @@ __device__ __forceinline__ float across(float x, int h) {
     return threadIdx.x & h ? other - x : x + other;
 }
 
-// o <- H o, in place and its own inverse
-template <int D> __device__ __forceinline__ void rotate_output(float (&o)[D / 16][4]) {
-    constexpr float NORM = D == 64 ? 0.125f : 0.088388348f;
+template <int D, typename X> __device__ __forceinline__ float rotation_norm(const kvq_attend_args & a) { return X::WIDE ? a.k.norm : D == 64 ? 0.125f : 0.088388348f; }
+// is the matrix one of channels that are `distance` apart? Blocks are the largest powers of two that divide a head.
+template <typename X> __device__ __forceinline__ bool rotates(const kvq_attend_args & a, int distance) { return !X::WIDE || distance < a.k.block; }
+// the sign of slice i ^ k in the rotated slice i
+__device__ __forceinline__ float slice_sign(int i, int k) { return __popc(i & (i ^ k)) & 1 ? -1.0f : 1.0f; }
+
+// o <- H o, in place and its own inverse; all: memory of the team
+template <int D, typename X> __device__ __forceinline__ void rotate_output(const kvq_attend_args & a, const X & of, uint8_t * all, int & turn, float (&o)[D / 16][4]) {
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        float x[D / 8];
+        float x[D / 8]; // of channels 32i + 4g + {0..3}: bits 0, 1 and from 5 on of the channel
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             x[2*n]     = o[n][e];
             x[2*n + 1] = o[n][2 + e];
         }
-        butterflies(x);
+        butterflies(x, [&](int h) { return rotates<X>(a, h < 4 ? h : 8*h); });
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) { x[n] = across(across(across(x[n] * NORM, 4), 8), 16); }
+        for (int n = 0; n < D / 8; n++) { x[n] *= rotation_norm<D, X>(a); }
+#pragma unroll
+        for (int h = 4; h <= 16; h *= 2) {
+            if (rotates<X>(a, h)) {
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) { x[n] = across(x[n], h); }
+            }
+        }
+        if constexpr (X::WIDE) {
+            if (a.k.block > D) { // and along the slices
+                const float own = slice_sign(of.i, 0);
+                float y[D / 8];
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) { y[n] = own * x[n]; }
+                team_exchange(of, all, turn, x, [&](int k, const float (&z)[16]) {
+                    if (k * D < a.k.block) {
+                        const float sign = slice_sign(of.i, k);
+#pragma unroll
+                        for (int n = 0; n < D / 8; n++) { y[n] = fmaf(sign, z[n], y[n]); }
+                    }
+                });
+#pragma unroll
+                for (int n = 0; n < D / 8; n++) { x[n] = y[n]; }
+            }
+        }
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
             o[n][e]     = x[2*n];
@@ -206,22 +238,45 @@ template <int D> __device__ __forceinline__ void rotate_output(float (&o)[D / 16
     }
 }
 
-// a query's channels of this thread, 4 a step, to f16; rotated when the pages are
-template <int D, int KB> __device__ __forceinline__ void load_query(const float * p, float f, bool rotated, uint32_t (&q)[D / 16][2]) {
-    constexpr float NORM = D == 64 ? 0.125f : 0.088388348f;
+// a query's channels of this thread, 4 a step, to f16; rotated when the pages are. p: of the whole head
+template <int D, int KB, typename X> __device__ __forceinline__ void load_query(const kvq_attend_args & a, const X & of, const float * p, float f, bool rotated, uint32_t (&q)[D / 16][2]) {
+    constexpr int P = cut<KB>::P, S = D / 16, RUN = 4 * (S < P ? S : P); // RUN: neighbouring channels of a thread
     float x[D / 4];
 #pragma unroll
-    for (int s = 0; s < D / 16; s++) {
-        const float4 y = *(const float4 *) (p + channel_of<D, KB>(threadIdx.x % 4, s));
+    for (int s = 0; s < S; s++) {
+        const float4 y = load_four(of, p, channel_of<D, KB>(threadIdx.x % 4, s));
         x[4*s] = y.x * f; x[4*s + 1] = y.y * f; x[4*s + 2] = y.z * f; x[4*s + 3] = y.w * f;
     }
     if (rotated) {
-        butterflies(x);
+        if constexpr (X::WIDE) {
+            if (a.k.block > D) { // whole slices
+                const float own = slice_sign(of.i, 0);
 #pragma unroll
-        for (int i = 0; i < D / 4; i++) { x[i] = across(across(x[i] * NORM, 1), 2); }
+                for (int i = 0; i < D / 4; i++) { x[i] *= own; }
+#pragma unroll 1
+                for (int k = 1; k * D < a.k.block; k++) {
+                    const float sign = slice_sign(of.i, k) * f;
+#pragma unroll
+                    for (int s = 0; s < S; s++) {
+                        const float4 y = *(const float4 *) (p + (of.i ^ k) * D + channel_of<D, KB>(threadIdx.x % 4, s));
+                        x[4*s] = fmaf(sign, y.x, x[4*s]); x[4*s + 1] = fmaf(sign, y.y, x[4*s + 1]); x[4*s + 2] = fmaf(sign, y.z, x[4*s + 2]); x[4*s + 3] = fmaf(sign, y.w, x[4*s + 3]);
+                    }
+                }
+            }
+        }
+        butterflies(x, [&](int h) { return rotates<X>(a, h < RUN ? h : 4*h); });
+#pragma unroll
+        for (int i = 0; i < D / 4; i++) { x[i] *= rotation_norm<D, X>(a); }
+#pragma unroll
+        for (int h = 1; h <= 2; h *= 2) {
+            if (rotates<X>(a, h * RUN)) {
+#pragma unroll
+                for (int i = 0; i < D / 4; i++) { x[i] = across(x[i], h); }
+            }
+        }
     }
 #pragma unroll
-    for (int s = 0; s < D / 16; s++) {
+    for (int s = 0; s < S; s++) {
         q[s][0] = pack_half2(x[4*s],     x[4*s + 1]);
         q[s][1] = pack_half2(x[4*s + 2], x[4*s + 3]);
     }

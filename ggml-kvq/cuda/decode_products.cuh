@@ -3,6 +3,8 @@
 
 #include "decode_stage.cuh"
 
+#include <algorithm>
+
 namespace {
 
 // Scores of sealed keys, cells of accumulator j as above, in units of codes; base: their zeros' share. params: of the keys, in f16.
@@ -65,13 +67,13 @@ void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint
 template <bool SHARED> __device__ __forceinline__ uint4 row16(const void * p) { return SHARED ? *(const uint4 *) p : load16(p); }
 template <bool SHARED> __device__ __forceinline__ uint2 row8 (const void * p) { return SHARED ? *(const uint2 *) p : load8(p); }
 
-// scores of two open keys for all columns; rows: of the first, channel 0
-template <int D, int KB, bool SHARED> __device__ __forceinline__ void score_open_pair(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4]) {
+// scores of two open keys for all columns; rows: of the first, channel 0 of the slice
+template <int D, int KB, bool SHARED, typename X> __device__ __forceinline__ void score_open_pair(const X & of, const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4]) {
     const int c = threadIdx.x % 4;
     s[0] = s[1] = s[2] = s[3] = 0.0f;
 #pragma unroll
     for (int u = 0; u < D / 32; u++) {
-        const uint16_t * at = rows + channel_of<D, KB>(c, 2*u);
+        const uint16_t * at = rows + of.near(channel_of<D, KB>(c, 2*u), 8); // beyond the head queries are 0
         const uint4 x = row16<SHARED>(at), y = row16<SHARED>(at + stride);
         if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
             const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
@@ -86,11 +88,11 @@ template <int D, int KB, bool SHARED> __device__ __forceinline__ void score_open
     }
 }
 
-// scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0
-template <int D, int KB, bool SHARED, int J = 4> __device__ __forceinline__
-void score_open(const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[J][4]) {
+// scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0 of the slice
+template <int D, int KB, bool SHARED, int J = 4, typename X> __device__ __forceinline__
+void score_open(const X & of, const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[J][4]) {
 #pragma unroll
-    for (int j = 0; j < J; j++) { score_open_pair<D, KB, SHARED>(q, rows + (size_t) (4*j) * stride, stride, s[j]); }
+    for (int j = 0; j < J; j++) { score_open_pair<D, KB, SHARED>(of, q, rows + (size_t) (4*j) * stride, stride, s[j]); }
 }
 
 // as the model asks
@@ -105,14 +107,13 @@ template <int J> __device__ __forceinline__ void cap_scores(const kvq_attend_arg
     }
 }
 
-// scores in units of q.k from those in units of codes and their zeros' share, capped
-template <int J> __device__ __forceinline__ void finish_scores(const kvq_attend_args & a, float unit, const float (&base)[4], float (&s)[J][4]) {
+// scores in units of q.k from those in units of codes and their zeros' share
+template <int J> __device__ __forceinline__ void scale_scores(float unit, const float (&base)[4], float (&s)[J][4]) {
 #pragma unroll
     for (int j = 0; j < J; j++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) { s[j][i] = fmaf(s[j][i], unit, base[i]); }
     }
-    cap_scores(a, s);
 }
 
 // How far the weight of probabilities of step j lies above 1, in powers of two, for the planes of V.
@@ -185,9 +186,9 @@ void accumulate(const kvq_attend_args & a, const uint8_t * stage, const uint8_t 
     }
 }
 
-// rows: of this thread's first cell, channel 0
-template <int D, int VB, bool SHARED, int J = 4> __device__ __forceinline__
-void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[J][2], float (&o)[D / 16][4]) {
+// rows: of this thread's first cell, channel 0 of the slice
+template <int D, int VB, bool SHARED, int J = 4, typename X> __device__ __forceinline__
+void accumulate_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[J][2], float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -197,7 +198,7 @@ void accumulate_open(const uint16_t * rows, int stride, const uint32_t (&p)[J][2
         for (int i = 0; i < D / 32; i++) {
             uint2 x[4];
 #pragma unroll
-            for (int t = 0; t < 4; t++) { x[t] = row8<SHARED>(rows + (size_t) (4*j + t) * stride + 32*i + 4*g); }
+            for (int t = 0; t < 4; t++) { x[t] = row8<SHARED>(rows + (size_t) (4*j + t) * stride + of.near(32*i + 4*g, 4)); }
             const uint32_t a[4] = { even(x[0].x, x[2].x), odd(x[0].x, x[2].x), even(x[1].x, x[3].x), odd(x[1].x, x[3].x) };
             const uint32_t b[4] = { even(x[0].y, x[2].y), odd(x[0].y, x[2].y), even(x[1].y, x[3].y), odd(x[1].y, x[3].y) };
             mma(o[2*i],     a, p0, p1);
@@ -239,12 +240,11 @@ template <int S> __device__ __forceinline__ bool raise_maxima(float (&top)[2], f
     return true;
 }
 
-// sums of one block for a row, for the last block to add up
-template <int D> __device__ __forceinline__ void put_partial(const kvq_attend_args & a, int is, int kvh, int row, float4 x, float m, float l) {
-    const int lane = threadIdx.x % 32;
+// sums of one block for a row, for the last block to add up; size: channels of a head, channel: of this lane
+__device__ __forceinline__ void put_partial(const kvq_attend_args & a, int is, int kvh, int row, int size, int channel, float4 x, float m, float l) {
     float * out = a.partial + partial_at(a, is, kvh, row, blockIdx.x);
-    *(float4 *) (out + 4*lane) = x;
-    if (lane == 0) { *(float2 *) (out + D) = make_float2(m, l); }
+    *(float4 *) (out + channel) = x;
+    if (channel == 0) { *(float2 *) (out + size) = make_float2(m, l); }
 }
 
 // One thread of a block that has put its sums: is it the last of n_blocks? Releases what the block wrote, acquires what the others did.
@@ -256,6 +256,31 @@ __device__ __forceinline__ bool arrives_last(const kvq_attend_args & a, int n_bl
         *ticket = 0; // for the next launch
     }
     return last;
+}
+
+// Launches a decode kernel or, with `occupancy`, tells how many blocks a multiprocessor holds, how many warps those have and what shared
+// memory: as many as there is room for, but whole teams. bytes(n): of n warps. Kernels for 64 and 128 channels always have all.
+template <typename K, typename L, typename F>
+void kvq_launch_decode_kernel(K * kernel, L & limit, const kvq_attend_args & a, int n_warps, bool wide, F && bytes, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (occupancy) {
+        int n = wide && a.one_team ? 1 << a.slices_log2 : n_warps;
+        const size_t most = (size_t) a.max_shared;
+        const int team = 1 << a.slices_log2, columns = 1 << row_columns_log2(a); // a lane for each team's columns of a row
+        while (wide && n > team && (bytes(n) > most || n / team * columns > 32)) { n -= team; }
+        occupancy[0] = 0;
+        occupancy[1] = n;
+        occupancy[2] = (int) bytes(n);
+        if (bytes(n) <= most) {
+            limit.raise(kernel, bytes(n));
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(occupancy, kernel, 32 * n, bytes(n));
+            occupancy[0] = std::min(occupancy[0], (int) ((size_t) a.max_shared_sm / (bytes(n) + 1024))); // 1 KB of each is CUDA's
+        }
+        return;
+    }
+    const int n = wide ? a.n_warps : n_warps;
+    limit.raise(kernel, bytes(n));
+    const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
+    kvq_launch_early(kernel, grid, 32 * n, bytes(n), stream, a, !a.in_order);
 }
 
 } // namespace

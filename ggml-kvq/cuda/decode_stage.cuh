@@ -56,6 +56,96 @@ template <int D, int KB> __device__ __forceinline__ int channel_of(int c, int s)
     return S < P ? 16*c + 4*s : (c + 4 * (s / P)) * 4*P + s % P * 4; // a word a thread, or half a word
 }
 
+// ---------------------------------------------------------------- channels of a warp
+// Kernels are made for heads of D channels. WIDE ones (D = 128) take all other heads: the warps of a team walk the same cells, each has
+// a slice of D channels, and what they have of the scores is added up in shared memory (team_sum). A slice may reach beyond the head.
+// Other heads cost nothing that way: every loop here knows its bounds when it is compiled.
+template <int D, bool WIDE_> struct slice_of {
+    static constexpr bool WIDE = false;
+    static constexpr int n = 1, i = 0, warps = DECODE_WARPS, teams = DECODE_WARPS;
+    int team;
+    __device__ __forceinline__ slice_of(const kvq_attend_args &, int warp) : team(warp) {}
+    static __device__ __forceinline__ int first() { return 0; }                                 // channel of the head
+    static __device__ __forceinline__ int head(const kvq_attend_args &) { return D; }           // channels of a head
+    static __device__ __forceinline__ bool has(int) { return true; }                            // this channel of the slice is one of the head's
+    static __device__ __forceinline__ int near(int channel, int) { return channel; }            // the last n channels of the head instead of others
+};
+template <int D> struct slice_of<D, true> {
+    static constexpr bool WIDE = true;
+    int n, i, warps, teams, team, channels; // slices of a head, this one, warps and teams of the block, this one, channels of this slice
+    __device__ __forceinline__ slice_of(const kvq_attend_args & a, int warp) {
+        n        = 1 << a.slices_log2;
+        i        = warp & (n - 1);
+        warps    = blockDim.x / 32;
+        teams    = warps >> a.slices_log2;
+        team     = warp >> a.slices_log2;
+        channels = a.k.head_size - i * D;
+    }
+    __device__ __forceinline__ int first() const { return i * D; }
+    __device__ __forceinline__ int head(const kvq_attend_args & a) const { return a.k.head_size; }
+    __device__ __forceinline__ bool has(int channel) const { return channel < channels; }
+    __device__ __forceinline__ int near(int channel, int n) const { return min(channel, channels - n); } // where any number does, so that loads need no branch
+};
+
+// Warps of a block, at most. WIDE kernels have one block on a multiprocessor: what teams leave each other stays in its shared memory, and
+// there are fewer blocks whose sums the last one adds up.
+template <bool WIDE, bool MANY_REGISTERS> __host__ __device__ constexpr int most_warps() { return !WIDE ? DECODE_WARPS : MANY_REGISTERS ? 8 : 12; }
+
+// Waits for the other warps of the team, whose memory before it is then seen.
+__device__ __forceinline__ void team_barrier(int team, int n_warps) {
+    __syncwarp();
+    asm volatile("bar.sync %0, %1;" :: "r"(1 + team), "r"(32 * n_warps) : "memory");
+}
+
+constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4; // of shared memory, a warp: two turns of sums of 64 cells and 8 columns
+
+// The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Turns change each time, so
+// that one barrier is enough: who writes a turn again has passed the barrier of the other one, behind everybody's reading.
+template <typename X, typename F> __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[16], F && f) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float4 * const to = (float4 *) (all + warp * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
+#pragma unroll
+    for (int j = 0; j < 4; j++) { to[32*j] = make_float4(mine[4*j], mine[4*j + 1], mine[4*j + 2], mine[4*j + 3]); }
+    team_barrier(x.team, x.n);
+#pragma unroll 1
+    for (int k = 1; k < x.n; k++) {
+        const float4 * from = (const float4 *) (all + (warp ^ k) * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
+        float y[16];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float4 v = from[32*j];
+            y[4*j] = v.x; y[4*j + 1] = v.y; y[4*j + 2] = v.z; y[4*j + 3] = v.w;
+        }
+        f(k, y);
+    }
+    turn ^= 1;
+}
+
+// Scores of all slices, the same bits in each: a + b and (a + b) + (c + d) whoever begins.
+template <typename X, int J> __device__ __forceinline__ void team_sum(const X & x, uint8_t * all, int & turn, float (&s)[J][4]) {
+    if (x.n == 1) {
+        return;
+    }
+    float mine[16], pair[16];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            mine[4*j + e] = j < J ? s[j < J ? j : 0][e] : 0.0f;
+            pair[4*j + e] = 0.0f;
+        }
+    }
+    team_exchange(x, all, turn, mine, [&](int k, const float (&y)[16]) {
+#pragma unroll
+        for (int j = 0; j < 16; j++) { (k == 1 ? mine[j] : pair[j]) += y[j]; }
+    });
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) { s[j][e] = mine[4*j + e] + pair[4*j + e]; }
+    }
+}
+
 // ---------------------------------------------------------------- the stage: 64 cells of one KV head
 //   codes of K    [tile of 16 cells: 4][chunk][16 bytes: 4]      a piece of 16 bytes is xored with its tile
 //   codes of V    [tile of 16 channels][chunk][16 bytes: 4]      and here with its pair of chunks, so that reads find all banks
@@ -88,44 +178,58 @@ __device__ __forceinline__ void copies_part() { asm volatile("cp.async.commit_gr
 __device__ __forceinline__ void first_copies_done() { asm volatile("cp.async.wait_group 1;" ::: "memory"); __syncwarp(); }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); __syncwarp(); }
 
-template <int D, int W> __device__ __forceinline__ void copy_keys(uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb) {
+// D: of a slice, here and below; n_chunks: of a tile as it lies in the page
+template <int D, int W, typename X> __device__ __forceinline__ void copy_keys(const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
-    const int lane = threadIdx.x % 32;
-    a += (ta / 16) * N * 16;
-    b += (tb / 16) * N * 16;
+    const int lane = threadIdx.x % 32, step = X::WIDE ? n_chunks * 4 : N, left = step - x.i * N;
+    a += ((ta / 16) * step + x.i * N) * 16;
+    b += ((tb / 16) * step + x.i * N) * 16;
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
         const int at = lane + 32*k, tile = at / N, rest = at % N;
-        copy16(to + (tile * N + (rest ^ tile)) * 16, (tile < 2 ? a : b) + ((tile & 1) * N + rest) * 16);
+        if (!X::WIDE || rest < left) { copy16(to + (tile * N + (rest ^ tile)) * 16, (tile < 2 ? a : b) + ((tile & 1) * step + rest) * 16); }
     }
 }
 
-template <int D, int W> __device__ __forceinline__ void copy_values(uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks) {
+template <int D, int W, typename X> __device__ __forceinline__ void copy_values(const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks, int n_tiles) {
     constexpr int N = 2*W * 4; // pieces of a tile
-    const int lane = threadIdx.x % 32;
-    a += ta / 32 * W * 64;
-    b += tb / 32 * W * 64;
+    const int lane = threadIdx.x % 32, first = x.i * (D / 16);
+    a += (first * n_chunks + ta / 32 * W) * 64;
+    b += (first * n_chunks + tb / 32 * W) * 64;
 #pragma unroll
     for (int k = 0; k < D / 16 * N / 32; k++) {
         const int at = lane + 32*k, tile = at / N, chunk = at % N / 4, slot = at % 8 ^ 2 * (chunk / 2 % 4);
-        copy16(to + tile * N * 16 + chunk / 2 * 128 + slot * 16, (chunk < W ? a : b) + (tile * n_chunks + chunk % W) * 64 + at % 4 * 16);
+        if (!X::WIDE || first + tile < n_tiles) { copy16(to + tile * N * 16 + chunk / 2 * 128 + slot * 16, (chunk < W ? a : b) + (tile * n_chunks + chunk % W) * 64 + at % 4 * 16); }
     }
 }
 
+// of a slice; a group may reach over some slices (v_slices_log2)
+// 4 channels of a row of queries, which begins with the head; 0 beyond it
+template <typename X> __device__ __forceinline__ float4 load_four(const X & of, const float * row, int channel) {
+    float4 x = *(const float4 *) (row + of.first() + of.near(channel, 4));
+    if (X::WIDE && !of.has(channel)) { x = make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+    return x;
+}
+
+template <int D> __device__ __forceinline__ int first_v_group(const kvq_attend_args & a, int slice) { return slice * (D >> a.v_group_log2) >> a.v_slices_log2; }
+
 // asks for what two halves hold; a or b twice when only one counts
-template <int D, int KB, int VB> __device__ __forceinline__ void copy_stage(const kvq_attend_args & a, uint32_t to, const half_page (&h)[2], bool keys, bool values) {
+template <int D, int KB, int VB, typename X> __device__ __forceinline__ void copy_stage(const kvq_attend_args & a, const X & x, uint32_t to, const half_page (&h)[2], bool keys, bool values) {
     using map = stage_map<D, KB, VB>;
     const int lane = threadIdx.x % 32;
     if (keys) {
-        copy_keys<D, map::WK>(to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t);
-        if (cut<KB>::high) { copy_keys<D, 1>(to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1], h[1].t); }
+        copy_keys<D, map::WK>(x, to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t, a.k.n_chunks[0]);
+        if (cut<KB>::high) { copy_keys<D, 1>(x, to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1], h[1].t, a.k.n_chunks[1]); }
         const uint32_t at = to + map::K_PARAMS;
 #pragma unroll 1
         for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) { // 8 channels of scales or zeros of a part
             const int part = i / (D / 4), rest = i % (D / 4);
             const bool second = a.k_parts_log2 && part >> (a.k_parts_log2 - 1);
             const int cell = (second ? h[1].t : h[0].t) + (a.k_parts_log2 == 2 ? part % 2 * 16 : 0);
-            const int index = (rest < D / 8 ? 0 : a.k.np - D) + (cell >> a.k_group_log2) * D + rest * 8;
+            const int index = (rest < D / 8 ? 0 : a.k.np - D) + x.first() + (cell >> a.k_group_log2) * x.head(a) + rest * 8;
+            if (X::WIDE && !x.has(rest % (D / 8) * 8)) {
+                continue;
+            }
             const uint8_t * p = second ? h[1].k_params : h[0].k_params;
             if (!a.k.scale) {
                 copy16(at + i * 16, p + 2*index);
@@ -136,15 +240,18 @@ template <int D, int KB, int VB> __device__ __forceinline__ void copy_stage(cons
         }
     }
     if (values) {
-        copy_values<D, map::WV>(to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0]);
-        if (cut<VB>::high) { copy_values<D, 1>(to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1]); }
+        copy_values<D, map::WV>(x, to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0], a.v.n_tiles);
+        if (cut<VB>::high) { copy_values<D, 1>(x, to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1], a.v.n_tiles); }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
         const int n = 16 * D >> a.v_group_log2;
 #pragma unroll 1
         for (int i = lane; i < n; i += 32) { // 8 cells of scales or zeros of a group
             const bool second = i % 8 >= 4;
             const uint8_t * p = second ? h[1].v_params : h[0].v_params;
-            const int index = (i / 8 % 2 ? a.v.np : 0) + i / 16 * a.v.n_cells + (second ? h[1].t : h[0].t) + i % 4 * 8;
+            const int group = i / 16 + (X::WIDE ? first_v_group<D>(a, x.i) : 0), index = (i / 8 % 2 ? a.v.np : 0) + group * a.v.n_cells + (second ? h[1].t : h[0].t) + i % 4 * 8;
+            if (X::WIDE && group >= a.v_groups) {
+                continue;
+            }
             if (!a.v.scale) {
                 copy16(at + i * 16, p + 2*index);
             } else {
@@ -155,9 +262,9 @@ template <int D, int KB, int VB> __device__ __forceinline__ void copy_stage(cons
     }
 }
 
-template <int D, int KB, int VB> __device__ __noinline__ void copy_stage_late(const kvq_attend_args & a, uint32_t to, half_page h0, half_page h1, bool keys, bool values) {
+template <int D, int KB, int VB, typename X> __device__ __noinline__ void copy_stage_late(const kvq_attend_args & a, const X x, uint32_t to, half_page h0, half_page h1, bool keys, bool values) {
     const half_page h[2] = { h0, h1 };
-    copy_stage<D, KB, VB>(a, to, h, keys, values);
+    copy_stage<D, KB, VB>(a, x, to, h, keys, values);
 }
 
 // 8-bit parameters that have arrived

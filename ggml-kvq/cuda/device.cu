@@ -79,7 +79,11 @@ kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda"
     cudaDeviceProp p;
     if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
         n_sm    = p.multiProcessorCount;
+        const kvq_device_limits limits = kvq_limits_of(ordinal);
+        max_shared    = limits.max_shared;
+        max_shared_sm = limits.max_shared_sm;
         kernels = "cuda sm_" + std::to_string(p.major) + std::to_string(p.minor);
+        if (limits.major != p.major || limits.minor != p.minor) { kernels += " as sm_" + std::to_string(limits.major) + std::to_string(limits.minor); }
     }
     std::lock_guard<std::mutex> lock(live_mutex);
     live.push_back(this);
@@ -205,19 +209,6 @@ void kvq_cuda_device::forget_stream(void * s) {
             d->set_stream(nullptr);
         }
     }
-}
-
-const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
-    for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
-        if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE && c->type != KVQ_TYPE_MIXED) {
-            return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or run on the CPU with -ngl 0";
-        }
-    }
-    const bool by_rows = plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL); // the inner backend attends
-    if (!by_rows && !kvq_tiles_head_size(head_size_k, head_size_v)) {
-        return "there are CUDA kernels for head sizes up to 256 only: run on the CPU with -ngl 0";
-    }
-    return nullptr;
 }
 
 // ---------------------------------------------------------------- memory
@@ -415,6 +406,9 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
         a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;
         a.sinks = f.sinks;
+        a.one_team      = one_team;
+        a.max_shared    = max_shared;
+        a.max_shared_sm = max_shared_sm;
         a.map_stride = (int) f.map_stride;
         const bool mixed = f.k.type == KVQ_TYPE_MIXED;
         if (mixed) {
@@ -425,7 +419,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             const kvq_attn & s = attn[i0 + i];
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr };
         }
-        if (left_out && (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a))) { // as f16 rows then
+        if (left_out && (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) || !kvq_decode_fits(a, n_streams))) { // as f16 rows then
             if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) {
                 return;
             }
@@ -450,7 +444,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             for (const row_job & j : held) {
                 if (j.rows < last && first < j.rows + (size_t) (j.n - 1) * j.row_stride + j.width) {
                     a.n_taken  = (unsigned long long *) (held[0].to + held[0].n);
-                    a.n_takers = a.n_new * a.n_head_kv * kvq_decode_row_blocks(a);
+                    a.n_takers = a.n_new * a.n_head_kv * kvq_decode_row_blocks(a) << (a.wide ? a.slices_log2 : 0);
                 }
             }
             held.clear();
@@ -462,8 +456,9 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         const int n_warps = a.n_rows > 16 ? 4 : 1;
         const int blocks  = (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
         if (!is_short) {
-            const int want = n_sm * (few ? kvq_decode_occupancy(a) : n_warps > 1 ? 3 : 10);
+            const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
             a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+            if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; } // the last block reads them by 32
         }
         if (a.n_splits > 1) {
             const size_t n_tickets = few ? blocks : 0, n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);

@@ -28,6 +28,8 @@ public:
     // First failure since creation, "" when there was none. Later calls do nothing useful.
     const std::string & error() const { return err; }
 
+    // Compute capability of a device that our kernels are not made for, which is below 8.0; "" of others
+    static std::string too_old(int ordinal);
     // NULL: there are kernels for this layer, else why not (and the cure)
     static const char * refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v);
 
@@ -38,6 +40,7 @@ public:
     void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr, const kvq_chain_pages * chain = nullptr);
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
     bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
+    bool one_team = false; // tests: blocks of decode attention have one team of warps, whose barrier is then the block's
     int64_t n_short = 0, n_decode = 0, n_prompt = 0; // launches for short caches so far; for few rows, short caches among them; for many
     int64_t n_means = 0; // and over sealed pages that lack their means
     int64_t n_fine = 0;  // and over groups of 16 in both (decode_fine.cuh)
@@ -84,6 +87,10 @@ public:
     void   encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void   decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
     size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a block, for tests; warps 0: none
+    struct decode_room { const char * kernel; int n_warps, nb_shared; };
+    decode_room room_of(const kvq_codec & k, const kvq_codec & v) const;
+    const char * slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void   take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) override;
     void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
     void   chain_predict(const kvq_chain_pages & c, float * out) override;
@@ -93,13 +100,14 @@ public:
     void   choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
 
 private:
+    static std::string refuse_settings(); // KVQ_CUDA_AS; "": nothing is wrong
     bool use(); // before anything is done: what waits goes first
     void      * side = nullptr, * observed = nullptr; // a stream for what the host waits for; the event behind observe()
     uint64_t    n_calls = 0, n_calls_observed = 0;    // of use(); equal: nothing has been asked for since observe()
     bool        begin_side(); // the side stream waits for no more than it has to
     bool check(int status, const char * what);
     kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
-    int         ordinal, n_sm = 1;
+    int         ordinal, n_sm = 1, max_shared = 48 << 10, max_shared_sm = 48 << 10; // bytes of a block, of a multiprocessor
     void      * stream = nullptr;
     template <typename T> bool grow(T *& p, size_t & n, size_t need, const char * what);
     uint8_t   * slab = nullptr; // CUDA rounds every allocation up to 2 MiB: a cache's lanes lie in one

@@ -80,6 +80,7 @@ template <typename F> static void lattice_switch(int head_size, F && f) {
         case 3:         f(lattice_width<3>()); break;
         case 4:         f(lattice_width<4>()); break;
         case 5: case 6: f(lattice_width<6>()); break;
-        default:        f(lattice_width<8>()); break;
+        case 7: case 8: f(lattice_width<8>()); break;
+        default:        f(lattice_width<16>()); break;
     }
 }

@@ -78,9 +78,14 @@ template <int LANES, int Q> struct quads {
                 }
             }
         }
-        if (Q == 2 && 4*LANES < g.block) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) { both(x[0][j], x[Q - 1][j]); }
+        for (int k = 1; k < Q; k *= 2) {
+            if (4*LANES*k < g.block) {
+#pragma unroll
+                for (int i = 0; i < 4*Q; i++) {
+                    if (!(i / 4 & k)) { both(x[i / 4][i % 4], x[(i / 4 + k) % Q][i % 4]); }
+                }
+            }
         }
 #pragma unroll
         for (int q = 0; q < Q; q++) {
@@ -195,5 +200,6 @@ template <int L, int N> struct quads_shape { static constexpr int LANES = L, Q =
 template <typename F> static void quads_switch(int head_size, F && f) {
     if (head_size <= 64)       { f(quads_shape<16, 1>()); }
     else if (head_size <= 128) { f(quads_shape<32, 1>()); }
-    else                       { f(quads_shape<32, 2>()); }
+    else if (head_size <= 256) { f(quads_shape<32, 2>()); }
+    else                       { f(quads_shape<32, 4>()); }
 }

@@ -278,6 +278,7 @@ template <typename F> static bool by_head_size(int head_size, F && f) {
         case 128: f(head_width<128>()); return true;
         case 192: f(head_width<192>()); return true;
         case 256: f(head_width<256>()); return true;
+        case 512: f(head_width<512>()); return true;
     }
     return false;
 }
@@ -286,7 +287,10 @@ bool kvq_launch_lse(const kvq_score_args & a, cudaStream_t stream) {
     return by_head_size(a.head_size, [&](auto d) {
         constexpr int D = decltype(d)::value;
         const dim3 grid((a.n_rows + ROWS * WARPS - 1) / (ROWS * WARPS), a.n_head_kv, a.n_splits), merge((a.n_rows + 127) / 128, a.n_head_kv);
-        lse_kernel<D><<<grid, 32 * WARPS, 4 * (size_t) TILE_CELLS * (D + 8), stream>>>(a);
+        constexpr size_t nb = 4 * (size_t) TILE_CELLS * (D + 8);
+        static kvq_shared_limit limit;
+        limit.raise(lse_kernel<D>, nb);
+        lse_kernel<D><<<grid, 32 * WARPS, nb, stream>>>(a);
         lse_merge_kernel<<<merge, 128, 0, stream>>>(a);
     });
 }

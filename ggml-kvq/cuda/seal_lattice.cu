@@ -136,7 +136,11 @@ template <int N> static __global__ void __launch_bounds__(32 * WARPS) encode_ker
 
 void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
     const size_t nb = 4 * ((size_t) (g.group << g.bits * g.group) + SLICE * (g.head_size + 1)) + (size_t) g.head_size / g.group * SLICE;
-    lattice_switch(g.head_size, [&](auto width) { encode_kernel<decltype(width)::value><<<dim3(n, n_head), 32 * WARPS, nb, stream>>>(g, jobs); });
+    lattice_switch(g.head_size, [&](auto width) {
+        static kvq_shared_limit limit;
+        limit.raise(encode_kernel<decltype(width)::value>, nb);
+        encode_kernel<decltype(width)::value><<<dim3(n, n_head), 32 * WARPS, nb, stream>>>(g, jobs);
+    });
 }
 
 // ---------------------------------------------------------------- decode

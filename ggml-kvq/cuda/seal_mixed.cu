@@ -7,7 +7,7 @@
 static_assert(sizeof(kvq_seal_jobs) + sizeof(kvq_mixed_geometry) < 4000, "kernel arguments are limited to 4 KiB");
 static_assert(sizeof(kvq_choose_jobs) < 4000, "kernel arguments are limited to 4 KiB");
 
-constexpr int MAX_CELLS = 256;
+constexpr int MAX_CELLS = 256, MAX_CHANNELS = 512;
 
 // ---------------------------------------------------------------- the salient set
 // Block (page, head), thread = cell; its rank is the number of cells that come before it.
@@ -60,7 +60,7 @@ struct part_rows {
 
 static __global__ void encode_mixed_kernel(const kvq_mixed_geometry m, const kvq_seal_jobs jobs) {
     extern __shared__ float shared_memory[];
-    __shared__ float s_channel[MAX_CELLS]; // head sizes go up to as many
+    __shared__ float s_channel[MAX_CHANNELS];
     __shared__ int   s_cells[2][MAX_CELLS], s_wrong;
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const size_t h = blockIdx.y;

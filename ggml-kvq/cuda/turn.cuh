@@ -14,7 +14,7 @@ struct kvq_turn {
     const int32_t * positions, * sealed;     // of cells; sealed NULL: before rotary embedding
 };
 
-constexpr int TURN_MAX = 256; // channels of a head
+constexpr int TURN_MAX = 512; // channels of a head
 
 static __device__ __forceinline__ uint16_t turned_to_half(float x) { return f32_to_f16_bits(x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x); } // nan stays
 

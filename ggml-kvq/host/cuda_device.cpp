@@ -8,6 +8,7 @@
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -129,6 +130,11 @@ int kvq_cuda_init(ggml_backend_reg * reg) {
     const size_t n = cuda_reg ? ggml_backend_reg_dev_count(cuda_reg) : 0;
     for (size_t j = 0; j < (kvq_draft_asked() ? 2 * n : n); j++) { // KVQ<i>, then KVQD<i>
         const size_t i = j % n;
+        const std::string old = kvq_cuda_device::too_old((int) i);
+        if (!old.empty()) {
+            if (j < n) { fprintf(stderr, "ggml-kvq: CUDA%zu has compute capability %s and our kernels need 8.0: it keeps llama.cpp's own KV cache\n", i, old.c_str()); }
+            continue;
+        }
         std::unique_ptr<wrapped> w(new wrapped);
         w->context.inner       = ggml_backend_reg_dev_get(cuda_reg, i);
         w->context.ordinal     = (int) i;

@@ -531,6 +531,11 @@ std::string kvq_kv_cache::load_line() const {
         snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);
         reading += more;
     }
+    std::map<std::string, int> slow; // what layers are read by that no kernel was made for
+    for (const auto & l : layers) {
+        if (const char * by = device.slow_reading(l->d.plan, l->d.k, l->d.v)) { slow[by]++; }
+    }
+    for (const auto & s : slow) { reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) + " layers are read by " + s.first; }
     reading = parted() + reading;
     const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
     return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +

@@ -35,6 +35,7 @@ thread * now;
 std::vector<std::unique_ptr<thread>> threads;
 std::vector<warp> warps;
 unsigned n_threads, n_arrived, n_barriers, n_done;
+struct { unsigned n_arrived, n_passed; } teams[16];
 bool any_now, any_before;
 const std::function<void()> * kernel;
 
@@ -86,6 +87,7 @@ void run_block() {
     warps.assign((n_threads + 31) / 32, warp());
     n_arrived = n_done = n_barriers = 0;
     any_now = any_before = false;
+    for (auto & t : teams) { t = {}; }
     for (unsigned i = 0; i < n_threads; i++) {
         thread & t = *threads[i];
         t.n_ops  = 0;
@@ -101,6 +103,7 @@ void run_block() {
         const auto progress = [] {
             uint64_t n = (uint64_t) n_barriers + n_done + n_arrived;
             for (unsigned i = 0; i < n_threads; i++) { n += threads[i]->n_ops; }
+            for (const auto & t : teams) { n += (uint64_t) t.n_passed * n_threads + t.n_arrived; }
             return n;
         };
         const uint64_t before = progress();
@@ -143,9 +146,22 @@ bool block_any(bool x) {
 
 void block_barrier() { block_any(false); }
 
+void team_barrier(int id, int n) {
+    auto & t = teams[id];
+    const unsigned before = t.n_passed;
+    if (++t.n_arrived == (unsigned) n) {
+        t.n_arrived = 0;
+        t.n_passed++;
+    }
+    while (t.n_passed == before) { yield(); }
+}
+
 void launch(dim3 g, dim3 b, size_t nb_shared, const std::function<void()> & k) {
-    if (nb_shared > SHARED_BYTES || b.y != 1 || b.z != 1) {
-        fprintf(stderr, "a launch of %zu shared bytes, %u x %u x %u threads\n", nb_shared, b.x, b.y, b.z);
+    cudaDeviceProp p;
+    cudaGetDeviceProperties(&p, 0);
+    static const size_t most = getenv("KVQ_CUDA_AS") ? (99 << 10) : p.sharedMemPerBlockOptin; // of the smallest cards that can be asked for
+    if (nb_shared > most || b.y != 1 || b.z != 1) {
+        fprintf(stderr, "a launch of %zu shared bytes where there are %zu, %u x %u x %u threads\n", nb_shared, most, b.x, b.y, b.z);
         abort();
     }
     static std::vector<uint8_t> memory(SHARED_BYTES + 1024);

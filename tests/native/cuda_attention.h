@@ -1,6 +1,10 @@
 // Attention over pages of random states against f64 over their decoded values. Part of test_cuda.cpp.
 #pragma once
 
+// as cuda/attend.cuh, which is no header of C++
+#define KVQ_TEST_WIDE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4)
+
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions of three sequences that take turns, 4: no means, 5: images
 // stayed: the promise that none has moved is given. torn: some pages are sealed in keys or in values alone; head_masks: a mask for every head
 // page: cells of a page, 0: as few as there may be
@@ -312,8 +316,90 @@ static void fine_attention(kvq_cuda_device & d, bool quick) {
     printf("attention, groups of 16: %d cases, worst relative error %.2g\n", n, worst);
 }
 
+// Heads that are not 64 or 128 channels: every kernel that takes them by slices (cuda/attend.cuh, KVQ_WIDE_BITS), with parts of a slice, one
+// slice, two, and four; groups of values over several slices; rotations over several slices; rows that are no power of two
+static void wide_attention(kvq_cuda_device & d, bool quick) {
+    double worst = 0;
+    int n = 0;
+    int n_no_room = 0; // where shared memory is short, some formats are refused at load (kvq_cuda_device::refuse)
+    const auto has_room = [&](const attention_case & c) {
+        const int P = c.page ? c.page : std::max(32, c.group);
+        const bool room = c.kb == 16 || d.room_of(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D)).n_warps;
+        n_no_room += !room;
+        return room;
+    };
+    const auto attention = [&](attention_case c) {
+        if (!has_room(c)) {
+            return;
+        }
+        for (const bool on : { true, false }) {
+            d.allow_short = on;
+            const int64_t before = d.n_decode;
+            worst = std::max(worst, check_attention(d, c));
+            CHECK(d.n_decode > before, "bits %d/%d group %d heads of %d: no decode kernel ran", c.kb, c.vb, c.group, c.D);
+            n++;
+            if (quick && n % 2) { break; }
+        }
+        d.allow_short = true;
+    };
+    const auto with = [](attention_case c, bool torn, bool head_masks, int page = 0) {
+        c.torn       = torn;
+        c.head_masks = head_masks;
+        c.page       = page;
+        return c;
+    };
+#define KVQ_PAIR(K, V) { K, V },
+    const std::vector<std::pair<int, int>> pairs = { KVQ_TEST_WIDE_BITS(KVQ_PAIR) }, means = { KVQ_TEST_MEANS_BITS(KVQ_PAIR) };
+#undef KVQ_PAIR
+    for (int D : { 80, 96, 192, 256, 512 }) {
+        for (size_t i = 0; i < pairs.size(); i++) {
+            const int k = pairs[i].first, v = pairs[i].second, x = (int) i + D / 16, gqa = 1 + x * 5 % 16;
+            if (quick && (i + D / 16) % 3) { continue; }
+            attention(with({ k, v, 32 << x % 3, x % 2, D, 1, gqa, 1, 350 + 30 * x, 1, 0, 0, k == 3, v == 4 }, i % 3 == 0, i % 4 == 2));     // affine
+            attention(with({ k, v, 2, (x + 1) % 2, D, 1, 1 + gqa % 8, 1, 350 + 30 * x, 1, 0, 0, k == 2, v == 3 }, i % 3 == 1, i % 4 == 3)); // lattice
+        }
+        attention({ 16, 16, 32, 0, D, 2, 6, 1, 600, 1, 0, 0, false, false });
+        attention({ 2, 2, 2, 1, D, 1, 6, 1, 900, 2, D == 256 ? 20.0f : 0.0f, D == 192 ? 8.0f : 0.0f, true, false });
+        if (quick && D != 80 && D != 512) { continue; }
+        attention({ 2, 2, 256, 0, D, 1, 6, 1, 700, 1, 0, 0, false, false }); // one group of values in the whole head
+        attention(with({ 2, 1, 128, 1, D, 1, 3, 2, 500, 2, 0, 0, true, true }, true, true, 256));
+    }
+    for (int D : { 80, 96, 192, 256, 512 }) {
+        for (size_t i = 0; i < means.size(); i++) {
+            if (quick && (i + D / 16) % 3) { continue; }
+            attention_case c = { means[i].first, means[i].second, 2, (int) i % 2, D, 1, 1 + (int) i * 3, 1, 500, 1, 0, 0, i == 2, false };
+            c.turns  = i % 2 ? 3 : 1;
+            c.n_dims = i % 3 ? 0 : D / 2;
+            c.neox   = i % 2;
+            c.stayed = true;
+            const int64_t before = d.n_means;
+            attention(c);
+            CHECK(d.n_means > before || (D == 512 && c.kb == 4 && getenv("KVQ_CUDA_AS")), "heads of %d: no kernel for pages without their means ran", D);
+        }
+        for (int bits : { 1, 2, 3, 4 }) {
+            if (quick && (bits + D / 16) % 3) { continue; }
+            const int64_t before = d.n_fine;
+            attention(with({ bits, bits, 16, bits % 2, D, 1, 2 * bits, 1, 400, 1, 0, 0, bits == 3, bits == 4 }, bits % 2, bits == 1)); // groups of 16
+            CHECK(d.n_fine > before || n_no_room, "heads of %d: the kernel for groups of 16 did not run", D);
+        }
+    }
+    if (!quick) {
+        for (int D : { 80, 96, 192, 256, 512 }) { for (int gqa = 1; gqa <= 16; gqa++) {
+            attention(with({ 2, 2, 128, 0, D, 2, gqa, 1, 1300 + 70 * gqa, 1 + gqa % 2, 0, 0, gqa == 4, gqa == 9 }, gqa % 5 == 0, gqa == 7));
+            attention(with({ 2, 2, 2, 1, D, 2, gqa, 1, 1300 + 70 * gqa, 1 + gqa % 2, 0, 0, gqa == 4, gqa == 9 }, gqa % 5 == 0, gqa == 7));
+            attention({ 2, 2, 128, 0, D, 1, gqa, 1 + 16 / gqa, 3000, 1, 0, 0, false, false });
+        }
+        for (int cells : { 1, 33, 64, 65, 250, 9000 }) {
+            attention({ 2, 2, 32, 0, D, 1, 6, 1, cells + 20, 1, 0, 0, false, false });
+            attention({ 2, 2, 2, 1, D, 1, 6, 1, cells + 20, 1, 0, 0, false, false });
+        } }
+    }
+    CHECK(!n_no_room || getenv("KVQ_CUDA_AS"), "%d cases found no room in shared memory", n_no_room);
+    printf("attention, other heads than 64 and 128: %d cases, %d without room, worst relative error %.2g\n", n, n_no_room, worst);
+}
+
 // quick: under a sanitizer, or on the host
-static void attention_matrix(kvq_cuda_device & d, bool quick) {
+static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false) {
     double worst = 0;
     int n = 0;
     const auto attention = [&](attention_case c) {
@@ -329,7 +415,10 @@ static void attention_matrix(kvq_cuda_device & d, bool quick) {
         attention(c);
         CHECK(d.n_short > before, "bits %d/%d group %d D %d: the kernel for short caches did not run", c.kb, c.vb, c.group, c.D);
     };
-    fine_attention(d, quick);
+    if (!rest) {
+        fine_attention(d, quick);
+        wide_attention(d, quick);
+    }
     if (quick) {
         attention({ 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });
         attention({ 3, 4, 32, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });

@@ -311,15 +311,29 @@ int main(int argc, char ** argv) {
     kvq_cuda_device d(0);
     CHECK(d.error().empty(), "%s", d.error().c_str());
     if (argc > 1 && !strcmp(argv[1], "bench")) {
-        bench(d, argc > 2 ? argv[2] : "", argc > 3 ? atoi(argv[3]) : 0);
+        bench_heads shape = { 32, 8, 128 };
+        if (argc > 4) { // bench FORMAT CELLS 24/4x256
+            CHECK(sscanf(argv[4], "%d/%dx%d", &shape.heads, &shape.heads_kv, &shape.D) == 3, "%s is no shape, as 24/4x256 is", argv[4]);
+        }
+        bench(d, argc > 2 ? argv[2] : "", argc > 3 ? atoi(argv[3]) : 0, shape);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "attention")) {
-        if (argc > 2) {
+        take_turns = argc > 3 && !strcmp(argv[3], "host");
+        d.one_team = argc > 4; // racecheck does not know barriers of some of a block's warps
+        if (argc > 2 && !strcmp(argv[2], "wide")) {
+            wide_attention(d, argc > 3);
+        } else if (argc > 2 && !strcmp(argv[2], "rest")) {
+            attention_matrix(d, argc > 3, true);
+        } else if (argc > 2) {
             fine_attention(d, false);
         } else {
             attention_matrix(d, false);
         }
+        return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "limits")) {
+        print_limits(d);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {
@@ -331,17 +345,17 @@ int main(int argc, char ** argv) {
     take_turns = on_host;
     const int  host_steps = on_host && argc > 2 ? atoi(argv[2]) : 8;
     const bool quick   = on_host || (argc > 1 && !strcmp(argv[1], "quick")); // under a sanitizer
-    for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 0; bits <= 4; bits++) { for (int group : { 16, 32, 64, 128 }) { for (int scale : { 0, 1 }) { for (int D : { 64, 80, 128, 256 }) {
+    for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 0; bits <= 4; bits++) { for (int group : { 16, 32, 64, 128 }) { for (int scale : { 0, 1 }) { for (int D : { 64, 80, 96, 128, 192, 256, 512 }) {
         for (int levels : { 0, 1 }) {
             const kvq_codec c = make_codec(role, bits, role == KVQ_ROLE_V ? std::min(group, D) : group, scale, levels, levels ? 0.125f : bits == 1 ? 0.16666667f : 0.045f, std::max(32, group), D);
-            if (!kvq_traits(c.type)->refuse(c) && (!quick || (group == 32 && D == 80)) && (!on_host || scale == bits % 2)) { n += check_codec(d, c); }
+            if (!kvq_traits(c.type)->refuse(c) && (!quick || (group == 32 && (D == 80 || D == 512))) && (!on_host || scale == bits % 2)) { n += check_codec(d, c); }
         }
     } } } } }
     const int n_affine = n;
-    for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 1; bits <= 4; bits++) { for (int vec : { 2, 4, 8 }) { for (int scale : { 0, 1 }) { for (int D : { 8, 64, 80, 96, 128, 192, 256 }) {
+    for (int role : { KVQ_ROLE_K, KVQ_ROLE_V }) { for (int bits = 1; bits <= 4; bits++) { for (int vec : { 2, 4, 8 }) { for (int scale : { 0, 1 }) { for (int D : { 8, 64, 80, 96, 128, 192, 256, 512 }) {
         for (int cells : { 32, 96 }) {
             const kvq_codec c = make_codec(role, bits, vec, scale, 0, 0.0f, cells, D);
-            if (!kvq_traits(c.type)->refuse(c) && (!quick || D == 80) && (!on_host || scale == cells / 96)) { n += check_codec(d, c); }
+            if (!kvq_traits(c.type)->refuse(c) && (!quick || D == 80 || (D == 512 && vec == 2)) && (!on_host || scale == cells / 96)) { n += check_codec(d, c); }
         }
     } } } } }
     CHECK(quick || (n_affine > 2000 && n - n_affine > 2000), "only %d and %d blocks compared", n_affine, n - n_affine);

@@ -302,11 +302,16 @@ int main(int argc, char ** argv) {
     attention({ "zipcache", "scales=u8", 64, 2, 3, 1, 400, 2, 0, 8.0f, true });
     attention({ "zipcache", "interval=96,salient=0.33,hi=3,lo=1,scales=f16,window=40", 64, 1, 16, 2, 300, 1, 20.0f, 0, false });
     for (int torn : { 1, 2, 3 }) { attention({ "zipcache", "", 64, 2, 4, 1, 350, 1, 0, 0, false, torn }); }
+    for (int D : { 80, 192, 256, 512 }) { // by slices
+        attention({ "zipcache", D == 80 ? "scales=u8" : D == 192 ? "interval=96,salient=0.33,hi=3,lo=1,scales=f16,window=40" : "", D, 1, D == 256 ? 6 : 3, 1, 350, 1, 0, 0, D == 80 });
+        if (!quick || D == 192) { attention({ "zipcache", "", D, 2, 4, 1, 350, 1, 0, 0, false, 1 + D / 64 % 3 }); }
+        if (!quick || D == 512) { attention({ "minikv", D == 256 ? "scales=f16,window=32" : "window=32", D, 2, 6, 1, 400, 1, 0, 0, false }); }
+    }
     if (!quick) {
         const char * formats[] = { "", "scales=u8", "scales=f16", "interval=32,salient=0", "interval=32,salient=1", "interval=64,salient=0.5", "interval=64,salient=1,hi=1", "interval=128,salient=0,lo=4",
                                    "interval=256,salient=0.25,hi=4,lo=1", "interval=96,salient=0.33,hi=3,lo=1,window=100", "interval=224,salient=0.42,hi=2,lo=3,scales=f16", "interval=160,salient=0.2,hi=3,lo=2,scales=u8",
                                    "keep=0.5", "keep=0.6,interval=64,salient=0.5,hi=3,lo=1" };
-        for (int D : { 64, 128 }) { for (const char * opts : formats) { for (int gqa : { 1, 2, 3, 4, 5, 7, 8, 12, 16 }) {
+        for (int D : { 64, 128, 96, 256, 512 }) { for (const char * opts : formats) { for (int gqa : { 1, 2, 3, 4, 5, 7, 8, 12, 16 }) {
             const int n_q = gqa % 3 ? 1 : 2;
             attention({ "zipcache", opts, D, 2, gqa, n_q, 600 + 37 * gqa, 1 + gqa % 3, gqa == 5 ? 20.0f : 0.0f, gqa == 7 ? 8.0f : 0.0f, gqa % 2 == 0 });
         } }
@@ -324,8 +329,8 @@ int main(int argc, char ** argv) {
     }
     n = 0;
     for (const char * opts : { "", "interval=64,salient=0.5,scales=f16", "interval=32,salient=1,hi=3,scales=u8", "interval=256,salient=0.25,hi=4,lo=1,eta=0.1", "interval=96,salient=0,lo=3" }) {
-        for (int D : { 64, 80, 128, 256 }) {
-            if (!quick || D == 80) { n += check_blocks(d, opts, D); }
+        for (int D : { 64, 80, 128, 192, 256, 512 }) {
+            if (!quick || D == 80 || D == 512) { n += check_blocks(d, opts, D); }
         }
     }
     printf("mixed pages: %d identical to the C reference\n", n);
@@ -360,6 +365,7 @@ int main(int argc, char ** argv) {
             attention({ "zipcache", "interval=64,salient=0.5,keep=0.5,normalise=false", D, 2, gqa, n_q, 500, 1, 0, 0, true });
         } } }
         attention({ "minikv", "", 128, 8, 4, 1, 4000, 1, 0, 0, false });
+        for (int gqa : { 1, 6 }) { attention({ "minikv", "", 256, 1, gqa, 65, 600, 1, 0, 0, gqa == 1 }); }
         for (int D : { 64, 80, 96, 128 }) { for (int gqa : { 1, 3, 4, 8 }) { // prompts
             attention({ "minikv", "", D, 1, gqa, 65, 600, 1 + (gqa == 3), gqa == 8 ? 20.0f : 0.0f, gqa == 4 ? 8.0f : 0.0f, gqa != 4 });
             if (gqa == 3) { attention({ "minikv", "scales=f16,group=32,window=0", D, 1, gqa, 129, 900, 1, 0, 0, false }); }

@@ -52,6 +52,7 @@ constexpr size_t SHARED_BYTES = 256 << 10;
 
 void launch(dim3 grid, dim3 block, size_t nb_shared, const std::function<void()> & kernel);
 void block_barrier();
+void team_barrier(int id, int n_threads); // of some of the block's threads
 bool block_any(bool x);
 // All lanes of this warp give a value and see everybody's; lanes that have returned give 0.
 const uint64_t * exchange(uint64_t mine);
@@ -122,11 +123,12 @@ typedef int cudaError_t;
 enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 typedef struct host_stream * cudaStream_t;
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-struct cudaDeviceProp { int multiProcessorCount, major, minor; };
+constexpr size_t SHARED_BYTES_OF_BLOCK = 227 << 10; // as cards of compute capability 9.0
+struct cudaDeviceProp { int multiProcessorCount, major, minor; size_t sharedMemPerBlockOptin, sharedMemPerMultiprocessor; };
 enum { cudaDevAttrComputeCapabilityMajor };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) { *p = { 4, 0, 0 }; return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) { *p = { 4, 8, 0, SHARED_BYTES_OF_BLOCK, SHARED_BYTES_OF_BLOCK + 1024 }; return cudaSuccess; }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 static inline cudaError_t cudaGetDevice(int * d) { *d = 0; return cudaSuccess; }
 static inline cudaError_t cudaDeviceGetAttribute(int * x, int, int) { *x = 0; return cudaSuccess; }

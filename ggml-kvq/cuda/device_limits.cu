@@ -1,0 +1,136 @@
+// What a device has, and which layers its kernels take: asked when a model loads.
+#include "device.h"
+
+#include "attend.cuh"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+
+// ---------------------------------------------------------------- what a device has
+
+static const kvq_device_limits LIMITS[] = { { 8, 0, 163 << 10, 164 << 10 }, { 8, 6, 99 << 10, 100 << 10 }, { 8, 7, 163 << 10, 164 << 10 }, { 8, 9, 99 << 10, 100 << 10 },
+                                            { 9, 0, 227 << 10, 228 << 10 }, { 10, 0, 227 << 10, 228 << 10 }, { 12, 0, 99 << 10, 100 << 10 } };
+
+// NULL: not set, or nothing that is known
+static const kvq_device_limits * asked_limits() {
+    const char * as = getenv("KVQ_CUDA_AS");
+    for (const kvq_device_limits & l : LIMITS) {
+        if (as && as == std::to_string(l.major) + "." + std::to_string(l.minor)) { return &l; }
+    }
+    return nullptr;
+}
+
+std::string kvq_cuda_device::refuse_settings() {
+    const char * as = getenv("KVQ_CUDA_AS");
+    return !as || !*as || asked_limits() ? "" : std::string("KVQ_CUDA_AS=") + as + " is no compute capability with limits of its own: use 8.0, 8.6, 8.7, 8.9, 9.0, 10.0 or 12.0";
+}
+
+static kvq_device_limits limits_now(int device) {
+    cudaDeviceProp p = {};
+    if (cudaGetDeviceProperties(&p, device) != cudaSuccess) {
+        cudaGetLastError();
+        return { 0, 0, 48 << 10, 48 << 10 };
+    }
+    kvq_device_limits limits = { p.major, p.minor, (int) p.sharedMemPerBlockOptin, (int) p.sharedMemPerMultiprocessor };
+    if (const kvq_device_limits * as = asked_limits()) { // never more than there is
+        const bool older = as->major < p.major || (as->major == p.major && as->minor < p.minor);
+        limits = { older ? as->major : p.major, older ? as->minor : p.minor, std::min(as->max_shared, limits.max_shared), std::min(as->max_shared_sm, limits.max_shared_sm) };
+    }
+    return limits;
+}
+
+kvq_device_limits kvq_limits_of(int device) {
+    static std::mutex mutex;
+    static std::map<int, kvq_device_limits> known;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto at = known.find(device);
+    return at != known.end() ? at->second : known[device] = limits_now(device);
+}
+
+std::string kvq_cuda_device::too_old(int ordinal) {
+    cudaDeviceProp p = {};
+    const bool old = cudaGetDeviceProperties(&p, ordinal) == cudaSuccess && p.major < 8;
+    return old ? std::to_string(p.major) + "." + std::to_string(p.minor) : "";
+}
+
+// ---------------------------------------------------------------- which layers
+
+// A call of one row, to ask which kernels take it: limits are those of the device in use.
+static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v) {
+    kvq_attend_args a = {};
+    a.k = kvq_affine_get_geometry(k);
+    a.v = kvq_affine_get_geometry(v);
+    if (k.type == KVQ_TYPE_MIXED) {
+        a.km = kvq_mixed_get_geometry(k);
+        a.vm = kvq_mixed_get_geometry(v);
+    }
+    a.n_q = a.n_head = a.n_head_kv = a.gqa = a.n_rows = a.n_pages = 1;
+    a.page_cells = k.n_cells;
+    int device = 0;
+    cudaGetDevice(&device);
+    a.max_shared    = kvq_limits_of(device).max_shared;
+    a.max_shared_sm = kvq_limits_of(device).max_shared_sm;
+    return a;
+}
+
+const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
+    static const std::string wrong = refuse_settings();
+    if (!wrong.empty()) {
+        return wrong.c_str();
+    }
+    for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
+        if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE && c->type != KVQ_TYPE_MIXED) {
+            return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or run on the CPU with -ngl 0";
+        }
+    }
+    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // the inner backend attends
+        return nullptr;
+    }
+    if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
+        return "there are CUDA kernels for head sizes up to 512 only: run on the CPU with -ngl 0";
+    }
+    // beyond 256 there are no tiles: few rows need a decode kernel, of whatever the pages hold or of their rows
+    if (std::max(head_size_k, head_size_v) > 256) {
+        if (head_size_k != head_size_v || head_size_k % 16 || head_size_k <= 384) {
+            return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a multiple of 16 from 400 to 512: run on the CPU with -ngl 0";
+        }
+        kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec);
+        if (!kvq_decode_fits(a, 0) && a.nb_shared > a.max_shared) {
+            static thread_local std::string why;
+            why = "attention over heads of " + std::to_string(head_size_k) + " needs " + std::to_string(a.nb_shared >> 10) + " KB of shared memory a block with these bits and groups, and this card has " +
+                  std::to_string(a.max_shared >> 10) + " KB: take fewer bits or larger groups (kivi with group=128), or run on the CPU with -ngl 0";
+            return why.c_str();
+        }
+        if (!kvq_decode_fits(a, 0)) {
+            return "there are CUDA kernels for heads above 256 channels only with bits 1/1, 2/1, 2/2, 3/2, 3/3, 4/2 or 4/4 of keys and values, groups of 16, 32, 64, 128 or the head, and grids of "
+                   "d2: change the method's options, or run on the CPU with -ngl 0";
+        }
+    }
+    return nullptr;
+}
+
+kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const kvq_codec & v) const {
+    cudaSetDevice(ordinal);
+    kvq_attend_args a = decode_args(k, v);
+    const bool fits = kvq_decode_fits(a, 0);
+    return { a.wide ? "slices of 128" : a.k.head_size == 64 ? "64" : "128", fits ? a.n_warps : 0, a.nb_shared };
+}
+
+const char * kvq_cuda_device::slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) {
+        return nullptr;
+    }
+    cudaSetDevice(ordinal);
+    kvq_attend_args a = decode_args(k.codec, v.codec);
+    if (!kvq_decode_fits(a, 0)) {
+        // one H200, heads of 256 at 32k cells: 400 and 2000 us a layer instead of 25 and 35
+        return a.k.type == KVQ_TYPE_LATTICE ? "tiles, about 60 times slower" : "tiles, about 15 times slower";
+    }
+    a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
+    if (plan.mean && !plan.k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
+        return "f16 rows made for each token, about 7 times slower"; // 313 us instead of 46
+    }
+    return nullptr;
+}
