@@ -21,7 +21,8 @@ struct kvq_affine_geometry {
 };
 
 // Where a lane's plain f16 rows [head][head_size] go: row of every cell before n_kv or, by_slot, row of every slot, page after page.
-struct kvq_row_place { uint16_t * rows; int n_kv; bool by_slot; };
+// value: the lane is the pages' second one. step: channels from one cell's row to the next, 0: those of its heads.
+struct kvq_row_place { uint16_t * rows; int n_kv; bool by_slot, value; int step; };
 
 kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c); // device.cu
 

@@ -280,9 +280,6 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_layer_plan & plan, const kvq_l
     // plain rows of a layer: of all cells, or of one stream's slots and open pages
     const size_t slots = (size_t) (k.n_store + std::min(k.n_frames + 2048 / k.page_cells, k.n_pages)) * k.page_cells;
     size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
-    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // both blocks once more, side by side
-        nb += 2 * width * k.n_cells * k.n_stream;
-    }
     if (plan.pre_rope || plan.mean) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
     }

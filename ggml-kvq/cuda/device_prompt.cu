@@ -46,7 +46,7 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
     for (int i = 0; i < n; i++) {
         for (const bool value : { false, true }) {
             kvq_codec c = value ? f.v : f.k;
-            const kvq_row_place to = { value ? at_v + i * nv : at_k + i * nk, f.n_kv, false };
+            const kvq_row_place to = { value ? at_v + i * nv : at_k + i * nk, f.n_kv, false, value, 0 };
             if (chain) { // rows already
                 c.type = KVQ_TYPE_F16;
                 c.bits = 16;
@@ -61,18 +61,19 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
 }
 
 bool kvq_cuda_device::expand_latent(const kvq_attn * attn, int n, void ** rows) {
+    use();
     const kvq_attn & f = attn[0];
-    const size_t a = 2 * (size_t) f.k.head_size, b = 2 * (size_t) f.v.head_size, n_rows = (size_t) f.n_kv * n; // bytes of a row
-    void * k = nullptr, * v = nullptr;
-    if (!room_for_rows(2 * (a + b) * n_rows) || !expand(attn, n, &k, &v)) { // the blocks first, their rows side by side behind them
+    const int width = f.k.head_size + f.v.head_size;
+    if (!room_for_rows(2 * (size_t) f.n_kv * width * n)) {
         return false;
     }
-    uint8_t * const to = (uint8_t *) k + (a + b) * n_rows;
-    const auto copy = [&](size_t at, const void * from, size_t nb) {
-        return check(cudaMemcpy2DAsync(to + at, a + b, from, nb, nb, n_rows, cudaMemcpyDeviceToDevice, (cudaStream_t) stream), "rows of latent attention");
-    };
-    *rows = to;
-    return copy(0, k, a) && copy(a, v, b);
+    for (int i = 0; i < n; i++) {
+        uint16_t * const at = (uint16_t *) expanded + (size_t) i * f.n_kv * width;
+        expand_lane(f.k, attn[i].pages, f.n_pages, 1, { at, f.n_kv, false, false, width }, kvq_turn());
+        expand_lane(f.v, attn[i].pages, f.n_pages, 1, { at + f.k.head_size, f.n_kv, false, true, width }, kvq_turn());
+    }
+    *rows = expanded;
+    return check(cudaGetLastError(), "expand kernel of latent attention");
 }
 
 bool kvq_cuda_device::attend_rows(const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, int n_streams) {
@@ -106,7 +107,7 @@ bool kvq_cuda_device::attend_rows(const kvq_attend_args & all, const kvq_codec &
         for (int value = 0; value < 2; value++) {
             const kvq_codec & c = value ? v : k;
             const size_t row = (size_t) a.n_head_kv * c.head_size, used = row * n_slots;
-            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, { rows[value], a.n_kv, true }, kvq_turn());
+            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, { rows[value], a.n_kv, true, (bool) value, 0 }, kvq_turn());
             if (used < (value ? nv : nk)) { zero(rows[value] + used, 2 * ((value ? nv : nk) - used)); }
         }
         kvq_launch_rows_attention(a, r, (cudaStream_t) stream);

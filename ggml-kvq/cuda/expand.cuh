@@ -12,11 +12,10 @@ struct packed_page {
     __device__ __forceinline__ bool find(const kvq_affine_geometry & g, const kvq_page * pages, int n_head, const kvq_row_place & to) {
         const kvq_page & page = pages[blockIdx.x];
         const int h = blockIdx.y;
-        const bool key = g.role == KVQ_ROLE_K;
         n      = to.by_slot ? g.n_cells : min(g.n_cells, to.n_kv - page.cell);
-        codes  = (const uint8_t *) (key ? page.k_codes  : page.v_codes);
-        params = (const uint8_t *) (key ? page.k_params : page.v_params);
-        step   = (size_t) n_head * g.head_size;
+        codes  = (const uint8_t *) (to.value ? page.v_codes  : page.k_codes);
+        params = (const uint8_t *) (to.value ? page.v_params : page.k_params);
+        step   = to.step ? (size_t) to.step : (size_t) n_head * g.head_size;
         rows   = to.rows + (to.by_slot ? blockIdx.x * g.n_cells : page.cell) * step + (size_t) h * g.head_size;
         if (!params || !page.n_slots) {
             const uint16_t * tile = (const uint16_t *) codes + (size_t) h * g.n_cells * g.stride;
