@@ -89,7 +89,7 @@ public:
     size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a block, for tests; warps 0: none
     struct decode_room { const char * kernel; int n_warps, nb_shared; };
-    decode_room room_of(const kvq_codec & k, const kvq_codec & v) const;
+    decode_room room_of(const kvq_codec & k, const kvq_codec & v, bool maps = false) const; // maps: pages of cells that were kept
     const char * slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void   take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) override;
     void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;

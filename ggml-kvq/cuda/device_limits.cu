@@ -58,7 +58,7 @@ std::string kvq_cuda_device::too_old(int ordinal) {
 // ---------------------------------------------------------------- which layers
 
 // A call of one row, to ask which kernels take it: limits are those of the device in use.
-static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v) {
+static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v, bool maps) {
     kvq_attend_args a = {};
     a.k = kvq_affine_get_geometry(k);
     a.v = kvq_affine_get_geometry(v);
@@ -68,6 +68,7 @@ static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v) {
     }
     a.n_q = a.n_head = a.n_head_kv = a.gqa = a.n_rows = a.n_pages = 1;
     a.page_cells = k.n_cells;
+    a.map_stride = maps ? k.n_cells : 0; // masks of pages with maps wait in shared memory
     int device = 0;
     cudaGetDevice(&device);
     a.max_shared    = kvq_limits_of(device).max_shared;
@@ -96,7 +97,7 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
         if (head_size_k != head_size_v || head_size_k % 16 || head_size_k <= 384) {
             return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a multiple of 16 from 400 to 512: run on the CPU with -ngl 0";
         }
-        kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec);
+        kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec, plan.keep > 0.0f);
         if (!kvq_decode_fits(a, 0) && a.nb_shared > a.max_shared) {
             static thread_local std::string why;
             why = "attention over heads of " + std::to_string(head_size_k) + " needs " + std::to_string(a.nb_shared >> 10) + " KB of shared memory a block with these bits and groups, and this card has " +
@@ -111,9 +112,9 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
     return nullptr;
 }
 
-kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const kvq_codec & v) const {
+kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const kvq_codec & v, bool maps) const {
     cudaSetDevice(ordinal);
-    kvq_attend_args a = decode_args(k, v);
+    kvq_attend_args a = decode_args(k, v, maps);
     const bool fits = kvq_decode_fits(a, 0);
     return { a.wide ? "slices of 128" : a.k.head_size == 64 ? "64" : "128", fits ? a.n_warps : 0, a.nb_shared };
 }
@@ -123,7 +124,7 @@ const char * kvq_cuda_device::slow_reading(const kvq_layer_plan & plan, const kv
         return nullptr;
     }
     cudaSetDevice(ordinal);
-    kvq_attend_args a = decode_args(k.codec, v.codec);
+    kvq_attend_args a = decode_args(k.codec, v.codec, k.evicts);
     if (!kvq_decode_fits(a, 0)) {
         // one H200, heads of 256 at 32k cells: 400 and 2000 us a layer instead of 25 and 35
         return a.k.type == KVQ_TYPE_LATTICE ? "tiles, about 60 times slower" : "tiles, about 15 times slower";

@@ -35,7 +35,7 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
     two_layers w(d, c.method, c.opts, c.heads, D, n_cells, c.n_stream);
     layer & x = w.there;
     const kvq_lane_layout & l = x.lane[0]->layout();
-    if (getenv("KVQ_CUDA_AS") && D > 256 && !d.room_of(l.codec, x.lane[1]->layout().codec).n_warps) { // refused at load there
+    if (getenv("KVQ_CUDA_AS") && D > 256 && !d.room_of(l.codec, x.lane[1]->layout().codec, l.evicts).n_warps) { // refused at load there
         printf("%s %s, D %d: no room\n", c.method, c.opts, D);
         return;
     }
