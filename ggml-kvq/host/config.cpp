@@ -187,6 +187,7 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
         out.latent     = (int) get_int(g, a + "attention.kv_lora_rank",     0);
         out.latent_swa = (int) get_int(g, a + "attention.kv_lora_rank_swa", out.latent);
     }
+    out.n_head_kv     = (int) get_int(g, a + "attention.head_count_kv", n_head);
     out.indexer_key   = (int) get_int(g, a + "attention.indexer.key_length", 0);
     out.n_layer_nextn = (int) std::clamp<int64_t>(get_int(g, a + "nextn_predict_layers", 0), 0, out.n_layer);
     if (!out.attends.empty()) { // they draft for the others

@@ -25,6 +25,7 @@ struct kvq_model_info {
     // Multi-head latent attention: keys of `latent` channels and the rotary ones behind them, values are the latent ones. 0: none
     int  latent = 0, latent_swa = 0;
     int  latent_of(int n_embd_k) const; // of a cache that keeps keys of this width, 0: no latent attention
+    int  n_head_kv = 0;   // of the layer that has most, 0: unknown
     int  indexer_key = 0; // width of the keys of sparse attention's indexer, 0: none
     int  n_layer_nextn = 0; // last layers, for multi-token prediction
     std::vector<uint8_t> attends; // per layer: it has attention; empty: every layer has, as far as the file tells

@@ -141,7 +141,7 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
 std::string kvq_cache_draft::declined() const {
     bool indexer = !layers.empty() && model.indexer_key;
     for (const kvq_draft_layer & d : layers) {
-        indexer = indexer && !d.latent && d.n_embd_k == model.indexer_key && d.shape.n_head_kv * model.head_size_k != d.n_embd_k;
+        indexer = indexer && !d.latent && d.n_embd_k == model.indexer_key && d.n_embd_k != model.n_head_kv * model.head_size_k;
     }
     const std::string n = std::to_string(layers.size()), s = layers.size() == 1 ? "" : "s";
     return indexer ? n + " indexer layer" + s : predicts && !kvq_draft_asked() ? n + " layer" + s + " for multi-token prediction" : "";
