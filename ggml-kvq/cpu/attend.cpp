@@ -7,6 +7,7 @@
 #include "cpu.h"
 #include "kernels.h"
 #include "lattice.h"
+#include "transpose.h"
 #include "turns.h"
 #include "../types/f16.h"
 #include "../types/mixed.h"
@@ -19,10 +20,6 @@
 #include <memory>
 #include <new>
 #include <vector>
-
-#if defined(__SSE__)
-#    include <xmmintrin.h>
-#endif
 
 namespace {
 
@@ -460,12 +457,8 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.rotated_v = lattice_v && !f32;
     s.rot       = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
     s.mixed = attn.k.type == KVQ_TYPE_MIXED && attn.v.type == KVQ_TYPE_MIXED && !f32;
-    if (s.mixed) {
-        plan_mixed(s);
-    }
-    if (s.latent) {
-        plan_latent(s);
-    }
+    if (s.mixed)  { plan_mixed(s); }
+    if (s.latent) { plan_latent(s); }
     find_places(s);
     s.n_head_log2 = 1;
     while (2 * s.n_head_log2 <= attn.n_head) { s.n_head_log2 *= 2; }
