@@ -26,7 +26,8 @@ static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *
 
 static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) { return *(kvq_device_context *) buft->context; }
 
-void kvq_report_error(const std::string & line) {
+void kvq_report_error(const std::string & text) {
+    const std::string line = kvq_words_for_caller(text);
     kvq_set_error(line);
     if (kvq_verbosity() > 0) {
         fprintf(stderr, "ggml-kvq: error: %s\n", line.c_str());
@@ -168,7 +169,15 @@ static void write_rows(const ggml_tensor * tensor, const void * data, size_t off
 
 // ---------------------------------------------------------------- buffer interface
 
-static void free_buffer(ggml_backend_buffer_t buffer) { delete context(buffer); }
+static void free_buffer(ggml_backend_buffer_t buffer) {
+    if (context(buffer)->cache) {
+        kvq_stats_file_write();
+        if (kvq_verbosity() > 0) {
+            fprintf(stderr, "%s\n", context(buffer)->cache->closing_line().c_str());
+        }
+    }
+    delete context(buffer);
+}
 static void * get_base(ggml_backend_buffer_t buffer)  { return context(buffer)->base; }
 
 static bool is_cache(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
@@ -429,8 +438,11 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     if (b->cache && !dev.name.empty()) {
         b->cache->device_name = dev.name;
     }
-    if (b->cache && kvq_verbosity() > 0) {
-        fprintf(stderr, "%s\n", b->cache->load_line().c_str());
+    if (b->cache) {
+        kvq_stats_file_start();
+        if (kvq_verbosity() > 0) {
+            fprintf(stderr, "%s\n", b->cache->load_line().c_str());
+        }
     }
     return ggml_backend_buffer_init(buft, buffer_interface, b.release(), size);
 }

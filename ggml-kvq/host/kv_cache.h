@@ -96,6 +96,7 @@ public:
     void clear();
     kvq_stats stats() const;
     std::string load_line() const;
+    std::string closing_line() const; // when it is freed
 
     kvq_device & device;
     std::unique_ptr<kvq_chain> chain; // NULL: no layer is predicted from another
@@ -106,6 +107,7 @@ public:
 
 private:
     bool build(kvq_kv_layer & l);
+    std::string part_of_model() const;
     std::string parted() const; // a note for layers that cannot share codes with the layer before
     void link(); // after every layer is built
     kvq_model_info model;

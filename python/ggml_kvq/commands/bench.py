@@ -30,9 +30,10 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Entry point."""
-    from .. import bench, hub
+    from .. import bench, files, hub
     from ..errors import KvqError
     from ..evaluate.specs import parse
+    from ..memory import tokens
 
     specs = [parse(text) for text in args.cache]
     if not any(s.is_reference for s in specs):
@@ -40,15 +41,21 @@ def run(args: argparse.Namespace) -> int:
     if len({s.label for s in specs}) < len(specs):
         raise KvqError("two caches have the same name; give one of them another: NAME=SPEC")
     try:
-        depths = tuple(int(d) for d in args.depths.split(","))
+        depths = tuple(tokens(d) for d in args.depths.split(","))
     except ValueError as e:
         raise KvqError(f"--depths {args.depths} is no comma list of token counts, as 0,4096") from e
     settings = bench.Settings(depths, args.n_gen, args.n_prompt, args.ubatch_size, args.threads, args.reps, args.rounds, args.device)
-    rows = []
-    for row in bench.run(hub.resolve(args.model), specs, settings):
-        rows.append(row)
-        if args.output:
-            with open(args.output, "a", encoding="utf-8") as f:
-                f.write(json.dumps(row) + "\n")
-    print(bench.summary(rows, markdown=args.markdown))
+    for spec in specs:
+        spec.check()
+    if args.output:
+        files.probe(args.output)
+    rows: list[bench.Row] = []
+    try:
+        for row in bench.run(hub.resolve(args.model), specs, settings):
+            rows.append(row)
+            if args.output:
+                files.append_line(args.output, json.dumps(row))
+    finally:  # what was measured is shown, whatever came in between
+        if rows:
+            print(bench.summary(rows, markdown=args.markdown), flush=True)
     return 0

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .. import files
 from ..errors import KvqError
 from . import metrics
 
@@ -132,18 +133,12 @@ class BaseFile:
 
     def write(self, model: Model, progress: Progress | None = None) -> None:
         """Run the reference cache over all windows; the file appears under its name only when whole."""
-        partial = self.path.with_name(self.path.name + ".part")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(partial, "wb") as f:
-                f.write(self.header())
-                for window in self.windows:
-                    f.writelines(metrics.pack(logits).tobytes() for logits, _ in score(model, window, self.protocol))
-                    if progress:
-                        progress(1)
-            os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with files.whole(self.path, need=self.n_bytes()) as partial, open(partial, "wb") as f:
+            f.write(self.header())
+            for window in self.windows:
+                f.writelines(metrics.pack(logits).tobytes() for logits, _ in score(model, window, self.protocol))
+                if progress:
+                    progress(1)
 
     def rows(self, i: int) -> npt.NDArray[np.uint16]:
         """Packed rows of window i, uint16 [n_scored, row_words], read from disk."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import hub
+from .. import files, hub
 from ..errors import KvqError, LibraryError
 from . import documents, drift, perplexity, results, retrieval, specs, tasks
 
@@ -32,6 +32,9 @@ class Evaluation:
         for label in labels:
             if labels.count(label) > 1:
                 raise KvqError(f"two caches are called {label}; name one of them, e.g. other={label}")
+        for cache in self.caches:
+            cache.check()
+        files.probe(args.output)
         self.results = results.ResultFile(args.output)
         self.rows: list[results.Row] = []
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .. import llama
+from .. import llama, methods
 from ..errors import MethodError
 from ..kvstats import UPSTREAM
 from ..model import Model
@@ -35,6 +36,14 @@ class CacheSpec:
     @property
     def is_reference(self) -> bool:
         return self.method is None and (self.type_k, self.type_v) == ("f16", "f16")
+
+    def check(self) -> None:
+        """MethodError for a method, option or file that does not exist: found before anything is measured."""
+        if self.method is None:
+            return
+        methods.check(self.method, self.options)
+        if self.config and not Path(self.config).is_file():
+            raise MethodError(f"cache {self.text!r}: {self.config} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`")
 
     def open(self, path: Any, **kwargs: Any) -> Model:
         """A Model of `path` with this cache; kwargs go to Model."""
