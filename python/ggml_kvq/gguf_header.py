@@ -90,6 +90,12 @@ _TYPE_SIZES = {
 }  # fmt: skip
 
 
+def type_bits(kind: int) -> float:
+    """Bits of a value of a ggml type, block scales included. KeyError for a type that is not known here."""
+    block, size = _TYPE_SIZES[kind]
+    return size * 8 / block
+
+
 class _Cursor:
     def __init__(self, data: mmap.mmap, path: str) -> None:
         self.data, self.path, self.at, self.end = data, path, 0, len(data)

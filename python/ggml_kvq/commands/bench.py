@@ -7,6 +7,8 @@ import json
 import os
 from typing import Any
 
+from . import _sizes as sizes
+
 HELP = "measure speed: generation and prompt tokens/s at depth, against upstream's f16 cache"
 
 
@@ -16,16 +18,16 @@ def register(subparsers: Any) -> None:
     p.add_argument("-m", "--model", required=True, help="GGUF model, or hf:owner/repo/file.gguf")
     p.add_argument("--cache", action="append", default=[], metavar="SPEC", help="a cache, as for ggml-kvq eval; repeatable (f16 is always measured)")
     p.add_argument("-d", "--depths", default="0,4096", help="tokens already in the cache (default 0,4096)")
-    p.add_argument("-n", "--n-gen", type=int, default=32, help="tokens generated (default 32; 0: none)")
-    p.add_argument("-p", "--n-prompt", type=int, default=0, help="tokens of a prompt read at each depth (default 0: none)")
+    p.add_argument("-n", "--n-gen", type=sizes.tokens, default=32, help="tokens generated (default 32; 0: none)")
+    p.add_argument("-p", "--n-prompt", type=sizes.tokens, default=0, help="tokens of a prompt read at each depth (default 0: none)")
     p.add_argument("-t", "--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
-    p.add_argument("-ub", "--ubatch-size", type=int, default=512, help="tokens decoded at once (default 512)")
+    p.add_argument("-ub", "--ubatch-size", type=sizes.tokens, default=512, help="tokens decoded at once (default 512)")
     p.add_argument("-r", "--reps", type=int, default=2, help="repetitions in a process (default 2)")
     p.add_argument("--rounds", type=int, default=3, help="times that the caches alternate (default 3)")
     p.add_argument("--device", default="", help="llama.cpp device of upstream's caches (default: the CPU); KVQ0 runs ours")
     p.add_argument("-o", "--output", help="append one JSON line per row, as ggml-kvq plot speed reads")
     p.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    p.set_defaults(run=run)
+    p.set_defaults(run=run, interrupted="the rows so far stand above and in the -o file")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from . import _sizes as sizes
+
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("calibrate", help="fit what method aqua subtracts from a model's cache, and write it as a sidecar GGUF")
@@ -21,12 +23,12 @@ def register(subparsers: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"code bits the cache will give {what} (default {default})")
     parser.add_argument("--hf", metavar="DIR", help="run this Hugging Face model (a folder, or an id on the hub) instead of the GGUF, which names it")
     parser.add_argument("--work", metavar="DIR", help="folder for captured rows while predictors are fitted (default: beside the output)")
-    parser.add_argument("--sequences", type=int, default=64, metavar="N", help="sequences to run (default 64)")
-    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
+    parser.add_argument("--sequences", type=sizes.tokens, default=64, metavar="N", help="sequences to run (default 64)")
+    parser.add_argument("--length", type=sizes.tokens, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
     parser.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="which sequences of the text (default 0)")
     parser.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted="the same command goes on where it stopped")
 
 
 def run(args: argparse.Namespace) -> int:
