@@ -97,6 +97,9 @@ std::string kvq_kv_cache::load_line() const {
 std::string kvq_kv_cache::closing_line() const {
     const kvq_stats s = stats();
     std::string text = std::string("ggml-kvq: ") + s.method + ": ";
+    if (!strcmp(s.method, "f16")) {
+        return text + "every token was kept as it came";
+    }
     if (!s.n_sealed) {
         return text + "no page was sealed: all that was read lay in the f16 window";
     }
