@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 _MAGIC = b"nsgg"  # LLAMA_SESSION_MAGIC 'ggsn', little endian
 
 
+def _tag(tokens: list[int]) -> int:
+    """32 bits that rows of a cache carry beside their checksum (kvq_state_begin): CRC-32 of the tokens, never 0."""
+    return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens)) or 1
+
+
 def save(model: Model, path: str | os.PathLike[str]) -> None:
     """Write tokens and cache of `model` to `path`. Raises StateError; what was there before is then still there."""
     target = Path(path)
@@ -26,6 +32,8 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
         ctx = model._open()
         ids = np.asarray(model._tokens, np.int32)
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        if model.kv_method is not None and model._libs.kvq is not None:
+            model._libs.kvq.kvq_state_begin(_tag(ids.tolist()))
         try:
             log.begin()
             ok = model._libs.llama.llama_state_save_file(
@@ -40,6 +48,8 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
         except OSError as e:
             raise StateError(f"{target} could not be written: {e.strerror}; check folder and disk space") from e
         finally:
+            if model.kv_method is not None and model._libs.kvq is not None:
+                model._libs.kvq.kvq_state_begin(0)
             partial.unlink(missing_ok=True)
 
 
@@ -67,21 +77,24 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
         n = ctypes.c_size_t()
         kvq = model._libs.kvq if model.kv_method is not None else None
         if kvq is not None:
-            kvq.kvq_check(b"f16", b"")  # forgets an error of before
+            kvq.kvq_state_begin(0)
         log.begin()
         ok = model._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, model.n_ctx, ctypes.byref(n))
         lines = log.end()
         reason = kvq.kvq_last_error().decode() if kvq is not None else ""
-        if reason or not ok:
+        tag = kvq.kvq_state_tag() if kvq is not None else 0
+        tokens = list(out[: n.value])
+        if not ok or reason:
             model.reset()
-        if reason:
-            raise StateError(f"{source}: {reason}")
-        if not ok:
+            if reason:
+                raise StateError(f"{source}: {reason}")
             problem = last_problem(lines)
             if "end of file" in problem or "read error" in problem or "failed to read" in problem:
                 raise StateError(f"{source} is cut off ({problem}); save the state again")
             raise StateError(f"{source} does not fit this context: {problem}; use the model it was saved with and n_ctx >= its length")
-        tokens = list(out[: n.value])
+        if tag and tag != _tag(tokens):
+            model.reset()
+            raise StateError(f"{source} is damaged: its tokens are not those that were saved with the cache; save the state again")
         if any(not 0 <= t < model.n_vocab for t in tokens):
             model.reset()
             raise StateError(f"{source} is damaged: its tokens are outside the vocabulary of {model.n_vocab}; save the state again")
