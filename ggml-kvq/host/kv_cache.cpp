@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 
@@ -442,6 +443,13 @@ void kvq_kv_cache::clear() {
         if (device.is_host()) { r->forget(); } // another device has copies
     }
     ubatch = {};
+    refused = refused && arrivals.damage.empty(); // a state that was refused is gone
+    arrivals.reset();
+}
+
+uint16_t kvq_kv_cache::model_mark() const {
+    const uint64_t h = model.arch.empty() ? 0 : strtoull(model.hash.c_str(), nullptr, 16);
+    return h ? (uint16_t) (h ^ h >> 16 ^ h >> 32 ^ h >> 48) | 1 : 0;
 }
 
 kvq_stats kvq_kv_cache::stats() const {

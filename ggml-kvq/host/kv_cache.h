@@ -5,6 +5,7 @@
 
 #include "calibration.h"
 #include "config.h"
+#include "state.h"
 #include "../cache/chain.h"
 
 #include <algorithm>
@@ -103,6 +104,8 @@ public:
     kvq_config config;
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
     std::string device_name = "KVQ0";
+    kvq_arrivals arrivals; // rows of a saved state that is being restored
+    uint16_t model_mark() const; // of the model, for marks; 0: not known
     bool refused = false; // a graph asked for something unsupported: computing fails instead of guessing
 
 private:
