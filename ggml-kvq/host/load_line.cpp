@@ -1,6 +1,7 @@
-// The one line that a cache prints when it is made.
+// What is said of a cache: the line at load, the line when it is freed.
 #include "kv_cache.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -48,13 +49,25 @@ std::string kvq_kv_cache::parted() const {
     return "; " + which + what + " on another device or in another cache";
 }
 
+// "; 8 of 12 layers" when the model has more: the others lie on another device, in another cache, or are llama.cpp's own (-ngl, --fit).
+std::string kvq_kv_cache::part_of_model() const {
+    const int n = (int) layers.size(), n_all = model.n_attention();
+    const bool predicts = n && layers[0]->d.il >= model.n_layer - model.n_layer_nextn;
+    return model.arch.empty() || predicts || n >= n_all ? "" : "; " + std::to_string(n) + " of " + std::to_string(n_all) + " layers";
+}
+
+static std::string capacity(const kvq_stats & s) {
+    const std::string slots = s.n_stream > 1 ? " x " + std::to_string(s.n_stream) + " slots" : "";
+    return std::to_string(s.n_cells) + " tokens" + slots;
+}
+
 std::string kvq_kv_cache::load_line() const {
     const kvq_stats s = stats();
     const double MiB = 1024.0 * 1024.0;
-    char text[320];
-    snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %d cells x %d, device %s, kernels %s",
+    char text[384];
+    snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %s, device %s, kernels %s",
              (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
-             (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), s.n_cells, s.n_stream, device_name.c_str(), s.kernel);
+             (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), capacity(s).c_str(), device_name.c_str(), s.kernel);
     std::string reading;
     if (s.predict_macs) {
         snprintf(text + strlen(text), sizeof(text) - strlen(text), "; predictor %s", config.options.str("predictor").c_str());
@@ -75,8 +88,25 @@ std::string kvq_kv_cache::load_line() const {
         if (const char * by = device.slow_reading(l->d.plan, l->d.k, l->d.v)) { slow[by]++; }
     }
     for (const auto & s : slow) { reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) + " layers are read by " + s.first; }
-    reading = parted() + reading;
+    reading = part_of_model() + parted() + reading;
     const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
     return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
            layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
+}
+
+std::string kvq_kv_cache::closing_line() const {
+    const kvq_stats s = stats();
+    std::string text = std::string("ggml-kvq: ") + s.method + ": ";
+    if (!strcmp(s.method, "f16")) {
+        return text + "every token was kept as it came";
+    }
+    if (!s.n_sealed) {
+        return text + "no page was sealed: all that was read lay in the f16 window";
+    }
+    const uint64_t n_lanes = std::max<uint64_t>(1, 2 * layers.size());
+    char what[160];
+    snprintf(what, sizeof(what), "%llu pages sealed, about %llu tokens of every layer were read from codes", (unsigned long long) s.n_sealed,
+             (unsigned long long) (s.n_sealed / n_lanes * (uint64_t) s.page_cells));
+    text += what;
+    return s.n_reopened ? text + "; " + std::to_string(s.n_reopened) + " pages were written again" : text;
 }

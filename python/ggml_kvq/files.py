@@ -72,11 +72,11 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
     data = (line.rstrip("\n") + "\n").encode()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "ab") as f:
-            before = f.seek(0, os.SEEK_END)
+        with open(target, "ab", buffering=0) as f:
+            before, done = f.seek(0, os.SEEK_END), 0
             try:
-                f.write(data)
-                f.flush()
+                while done < len(data):
+                    done += f.write(data[done:])
                 os.fsync(f.fileno())
             except OSError:
                 os.truncate(target, before)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _paths, gguf_header, hub_args, refusals
+from . import _paths, gguf_header, hub_args, refusals, sidecars
 from .errors import KvqError
 from .flags import OURS, OURS_RPC_SERVER, OURS_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
@@ -198,6 +198,9 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
     notes = refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
     out = Command(flags.rest, remote=serves or bool(servers), notes=notes)
+    if not config and len(models) == 1 and os.path.isfile(models[0]):
+        config = sidecars.beside(models[0], method)
+        out.notes += [f"data of {config}, which lies beside the model"] if config else []
 
     backend = str(_paths.backend())
     other = environ.get("GGML_BACKEND_PATH")

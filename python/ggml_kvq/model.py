@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import chat, hub, kvstats, llama, native, processes, states
+from . import arguments, chat, hub, kvstats, llama, native, processes, states
 from .errors import (
     BusyError,
     ContextOverflowError,
@@ -48,9 +48,10 @@ class Model:
 
     path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub).
     kv_method: f16, kivi, xquant, ... (`ggml-kvq methods`); None = the method named in the model's metadata, else
-        upstream's own cache; "upstream" = upstream's cache in any case.
-    kv_opts: options of the method, a dict or "key=value,key=value". kv_config: calibrated data (sidecar GGUF).
-    n_ctx: context in tokens, 0 = what the model was trained with. n_batch, n_ubatch: logical and physical batch in tokens.
+        upstream's own cache; "upstream" or "none" = upstream's cache in any case.
+    kv_opts: options of the method, a dict or "key=value,key=value". kv_config: calibrated data (sidecar GGUF); None = the model's own,
+        else MODEL.kvq.gguf beside MODEL.gguf when it is of the method; "none" = neither file beside.
+    n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with. n_batch, n_ubatch: logical and physical batch in tokens.
     n_threads: CPU threads, None = physical guess of os.cpu_count(). n_seq_max: parallel sequences.
     type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
     device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. `devices`: what was chosen.
@@ -66,9 +67,9 @@ class Model:
         kv_opts: Options = None,
         kv_config: str | os.PathLike[str] | None = None,
         *,
-        n_ctx: int = 4096,
-        n_batch: int = 2048,
-        n_ubatch: int = 512,
+        n_ctx: int | str = 4096,
+        n_batch: int | str = 2048,
+        n_ubatch: int | str = 512,
         n_threads: int | None = None,
         n_seq_max: int = 1,
         type_k: str = "f16",
@@ -84,22 +85,23 @@ class Model:
         self._tokens: list[int] = []
         self._edits = 0  # of the tokens held, so that a generator sees that they are no longer its own
         self._generating: tuple[threading.Thread, weakref.ref[Any]] | None = None
-        self._options = native.option_string(dict(kv_opts) if isinstance(kv_opts, Mapping) else kv_opts)
+        self._options = arguments.options(kv_opts)
         self.finish_reason = ""
         self.load_line = ""
         self.devices: list[str] = []
-        for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1)):
-            if value < low:
-                raise ModelError(f"{name}={value} is too small; choose {low} or more")
+        n_ctx, n_batch, n_ubatch = arguments.count("n_ctx", n_ctx, 0), arguments.count("n_batch", n_batch, 1), arguments.count("n_ubatch", n_ubatch, 1)
+        n_seq_max = arguments.count("n_seq_max", n_seq_max, 1)
+        kv_method = arguments.method(kv_method)
         for name, kind in (("type_k", type_k), ("type_v", type_v)):
             if kind not in llama.GGML_TYPES:
                 raise MethodError(f"{name}={kind!r} is no cache type; choose one of {', '.join(llama.GGML_TYPES)}")
 
         processes.check_not_forked()
         self._libs = libraries()
-        self.path = hub.resolve(path)
+        self.path = hub.resolve(arguments.path(path))
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
+        kv_config = arguments.sidecar(self.path, kv_method, kv_config)
         self._check_method(kv_method, kv_config, type_k, type_v)
 
         processes.note_computing()
@@ -212,7 +214,7 @@ class Model:
                     kvq.kvq_configure(None, None, None, None)
             if not self._ctx:
                 if reason:
-                    raise MethodError(reason)
+                    raise arguments.in_python(MethodError(reason))
                 problem = last_problem(log.end())
                 cure = "choose another type_k or type_v" if "cache type" in problem else "try a smaller n_ctx"
                 raise ModelError(f"no context of {self.path} with n_ctx={n_ctx}: {problem}; {cure}")
@@ -242,6 +244,9 @@ class Model:
         with self._lock:
             self._free()
         processes.models.discard(self)
+
+    def __repr__(self) -> str:
+        return arguments.describe(self)
 
     def __enter__(self) -> Self:
         return self
@@ -281,7 +286,7 @@ class Model:
     def tokenize(self, text: str, *, add_bos: bool = False, special: bool = False) -> list[int]:
         """Token ids of `text`. add_bos: prepend BOS when the model wants one; special: read <|...|> markers as tokens."""
         self._open()
-        data = text.encode("utf-8")
+        data = arguments.utf8(text)
         fn = self._libs.llama.llama_tokenize
         n = -fn(self._vocab, data, len(data), None, 0, add_bos, special)
         if n <= 0:
@@ -482,7 +487,7 @@ class Model:
             self._open()
             self._check_idle()
             start = reset or not self._tokens
-            ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else list(prompt)
+            ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else arguments.token_ids(prompt)
             if reset:
                 self.reset()
             if not ids:

@@ -46,3 +46,31 @@ class Bar:
             self._bar.close()
         elif not self.quiet:
             self._line()
+
+
+class Line:
+    """One line of state on stderr: rewritten on a terminal, else printed now and then."""
+
+    def __init__(self, show: bool = True) -> None:
+        self.show, self._said, self._width = show, -EVERY_S, 0
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, text: str) -> None:
+        if not self.show:
+            return
+        if self._terminal:
+            print("\r" + text.ljust(self._width), end="", file=sys.stderr, flush=True)
+            self._width = len(text)
+        elif time.monotonic() - self._said >= EVERY_S:
+            print(text, file=sys.stderr, flush=True)
+            self._said = time.monotonic()
+
+    def clear(self) -> None:
+        """Leave an empty line, or the last text where lines stay."""
+        if self.show and self._terminal and self._width:
+            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Keep what is there and go to the next line."""
+        if self.show and self._terminal and self._width:
+            print(file=sys.stderr)

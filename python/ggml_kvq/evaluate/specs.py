@@ -49,7 +49,11 @@ class CacheSpec:
         """A Model of `path` with this cache; kwargs go to Model."""
         if self.method is None:
             return Model(path, UPSTREAM, type_k=self.type_k, type_v=self.type_v, **kwargs)
-        return Model(path, self.method, self.options or None, self.config, **kwargs)
+        try:  # "none": what is measured is in the spec, not in a file that happens to lie beside the model
+            return Model(path, self.method, self.options or None, self.config or "none", **kwargs)
+        except MethodError as e:
+            text = str(e).replace("pass kv_config='FILE.gguf'", f"write {self.method}@FILE.gguf")
+            raise MethodError(text.replace("kv_opts={'predictor': 'none'}", f"{self.method}:predictor=none")) from e
 
 
 _LABEL = re.compile(r"([A-Za-z0-9][\w.+-]*)=")
