@@ -15,13 +15,20 @@
 
 static std::mutex busy_mutex;
 
-static const std::string & stats_path(void) {
-    static const std::string path = getenv("KVQ_STATS_FILE") ? getenv("KVQ_STATS_FILE") : "";
-    return path;
+static const std::vector<std::string> & stats_paths(void) { // the user's, and one beside the page that llama-server serves
+    static const std::vector<std::string> paths = [] {
+        std::vector<std::string> out;
+        for (const char * name : { "KVQ_STATS_FILE", "KVQ_PAGE_STATS_FILE" }) {
+            const char * path = getenv(name);
+            if (path && *path) { out.push_back(path); }
+        }
+        return out;
+    }();
+    return paths;
 }
 
-kvq_busy::kvq_busy()  { if (!stats_path().empty()) { busy_mutex.lock(); } }
-kvq_busy::~kvq_busy() { if (!stats_path().empty()) { busy_mutex.unlock(); } }
+kvq_busy::kvq_busy()  { if (!stats_paths().empty()) { busy_mutex.lock(); } }
+kvq_busy::~kvq_busy() { if (!stats_paths().empty()) { busy_mutex.unlock(); } }
 
 static std::string quoted(const char * text) {
     std::string out = "\"";
@@ -64,8 +71,22 @@ static std::string cache_json(int i) {
     return out + "}";
 }
 
+static void write_whole(const std::string & path, const std::string & text) {
+    const std::string partial = path + "." + std::to_string(getpid()) + ".part";
+    FILE * f = fopen(partial.c_str(), "w");
+    const bool ok = f && fwrite(text.data(), 1, text.size(), f) == text.size();
+    if (!(f && fclose(f) == 0 && ok && rename(partial.c_str(), path.c_str()) == 0)) {
+        remove(partial.c_str());
+        static bool said = false;
+        if (!said) {
+            said = true;
+            kvq_report_note("the figures of the cache cannot be written to " + path + ": check its folder and the disk");
+        }
+    }
+}
+
 void kvq_stats_file_write(void) {
-    if (stats_path().empty()) {
+    if (stats_paths().empty()) {
         return;
     }
     const kvq_busy busy;
@@ -74,17 +95,9 @@ void kvq_stats_file_write(void) {
     if (caches.empty()) {
         return; // the last figures stay
     }
-    const std::string partial = stats_path() + "." + std::to_string(getpid()) + ".part";
-    FILE * f = fopen(partial.c_str(), "w");
-    const bool ok = f && fprintf(f, "{\"version\": 1, \"pid\": %d, \"time\": %lld, \"caches\": [%s\n]}\n", (int) getpid(), (long long) time(nullptr), caches.c_str()) > 0;
-    if (!(f && fclose(f) == 0 && ok && rename(partial.c_str(), stats_path().c_str()) == 0)) {
-        remove(partial.c_str());
-        static bool said = false;
-        if (!said) {
-            said = true;
-            kvq_report_note("KVQ_STATS_FILE=" + stats_path() + " cannot be written: check its folder and the disk");
-        }
-    }
+    const std::string text = "{\"version\": 1, \"pid\": " + std::to_string(getpid()) + ", \"time\": " + std::to_string((long long) time(nullptr)) +
+                             ", \"caches\": [" + caches + "\n]}\n";
+    for (const std::string & path : stats_paths()) { write_whole(path, text); }
 }
 
 namespace {
@@ -107,7 +120,7 @@ struct writer {
 }
 
 void kvq_stats_file_start(void) {
-    if (!stats_path().empty()) {
+    if (!stats_paths().empty()) {
         static writer w; // joined at exit, before the list of caches goes
     }
 }

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _paths, gguf_header, hub_args, refusals, sidecars
+from . import _paths, gguf_header, hub_args, refusals, served_page, sidecars
 from .errors import KvqError
 from .flags import OURS, OURS_RPC_SERVER, OURS_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
@@ -65,6 +65,7 @@ class Command:
     args: list[str]
     remote: bool = False
     env: dict[str, str | None] = field(default_factory=dict)
+    page: Path | None = None  # to serve with the cache's figures beside it
     notes: list[str] = field(default_factory=list)
 
 
@@ -169,7 +170,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             raise LaunchError("--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)")
         if flags.stats_file:
             raise LaunchError(f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
-        out = Command(_page(program, user) + flags.rest, remote=serves or bool(servers), env=hub_env)
+        page = served_page.wanted(program, user)
+        out = Command([*(["--path", str(page)] if page else []), *flags.rest], remote=serves or bool(servers), env=hub_env)
         if off:  # llama-bench would load the library and take its device
             out.env |= dict.fromkeys(k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ)
             out.env |= {"GGML_BACKEND_PATH": None} if _is_ours(environ.get("GGML_BACKEND_PATH")) else {}
@@ -239,7 +241,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         out.notes += more
         _, flags.rest = without(flags.rest, tuple(replaced)) if replaced else ([], flags.rest)
     # in front: behind a dangling option of the user ("-m" without a file) they would be taken for its value
-    out.args = [*added, *_page(program, user), *flags.rest]
+    out.args = [*added, *flags.rest]
+    out.page = served_page.wanted(program, user)
     return out
 
 
@@ -286,15 +289,6 @@ def _stats_file(path: str) -> str:
     return target
 
 
-def _page(program: str, user: User) -> list[str]:
-    """--path with our page, where upstream's was not built in and the user serves none of his own."""
-    if program != "llama-server" or user.has(("--path", "--no-webui", "--no-ui")) or not _paths.page_dir():
-        return []
-    if any(name in user.environ for name in ("LLAMA_ARG_STATIC_PATH", "LLAMA_ARG_NO_WEBUI", "LLAMA_ARG_NO_UI")):
-        return []
-    return ["--path", str(_paths.page_dir())]
-
-
 def _environment(environ: Mapping[str, str], cmd: Command) -> dict[str, str]:
     env = dict(environ)
     for key, value in cmd.env.items():
@@ -315,6 +309,9 @@ def run(program: str, argv: Sequence[str], name: str = "") -> int:
         cmd = command(program, argv, os.environ)
         for note in cmd.notes:
             print(f"{name}: note: {note}", file=sys.stderr, flush=True)
+        if cmd.page:
+            folder, stats = served_page.prepare(cmd.page, os.environ)
+            cmd.args[:0], cmd.env["KVQ_PAGE_STATS_FILE"] = ["--path", str(folder)], stats
         env = _environment(os.environ, cmd)
         # Python ignores these two from its start on; the program must find them as a shell leaves them.
         for kind in (signal.SIGXFSZ,) if cmd.remote else (signal.SIGPIPE, signal.SIGXFSZ):
