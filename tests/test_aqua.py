@@ -174,7 +174,7 @@ def opened(config=None, opts="", **kw):
 
 
 def test_without_data_it_says_what_to_do():
-    with pytest.raises(KvqError, match=r"ggml-kvq calibrate.*predictor=none"):
+    with pytest.raises(KvqError, match=r"kv_config=.*ggml-kvq calibrate.*kv_opts=.*none"):
         opened()
 
 

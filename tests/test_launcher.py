@@ -18,6 +18,13 @@ from ggml_kvq.errors import KvqError
 CALL = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-cli', sys.argv[1:]))"
 PROGRAMS = ["llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity"]
 SERVER = "llama-server"
+ADDED = ["-dev", "KVQ0", "-fa", "on"]
+FIT = ["-fit", "off"]  # the launcher has held the compressed size against the memory; on a CPU upstream would only move layers
+
+
+def page(program: str) -> list[str]:
+    folder = _paths.page_dir()
+    return ["--path", str(folder)] if program == SERVER and folder else []
 
 
 def refusal(program: str, *argv: str, env: dict[str, str] | None = None) -> str:
@@ -35,7 +42,7 @@ def refusal(program: str, *argv: str, env: dict[str, str] | None = None) -> str:
 def test_without_method_nothing_changes(program: str, demo_model: Path) -> None:
     argv = ["-m", str(demo_model), "-fa", "off", "-dev", "none", "-p", "--kv-method"]
     got = launcher.command(program, argv, {"LLAMA_ARG_THREADS": "3"})
-    assert (got.args, got.env, got.notes) == (argv, {}, [])
+    assert (got.args, got.env, got.notes) == ([*page(program), *argv], {}, [])
 
 
 def test_option_without_method_is_refused() -> None:
@@ -49,8 +56,9 @@ def test_option_without_method_is_refused() -> None:
 def test_method_sets_environment_device_and_flash_attention(program: str, demo_model: Path) -> None:
     argv = ["-m", str(demo_model), "--kv-method", "kivi", "-n", "8", "--kv-opt", "group=64", "--kv-opt=window=64"]
     got = launcher.command(program, argv, {})
-    assert got.args == ["-dev", "KVQ0", "-fa", "on", "-m", str(demo_model), "-n", "8"]
+    assert got.args == [*ADDED, *([] if program == "llama-bench" else FIT), "-m", str(demo_model), "-n", "8"]
     assert got.env == {
+        "KVQ_LAUNCHER": program,
         "GGML_BACKEND_PATH": str(_paths.backend()),
         "KVQ_METHOD": "kivi",
         "KVQ_OPTS": "group=64,window=64",
@@ -62,20 +70,20 @@ def test_method_sets_environment_device_and_flash_attention(program: str, demo_m
 @pytest.mark.parametrize("spelling", [["--kv-method", "f16"], ["--kv-method=f16"], ["--kv_method", "f16"]])
 def test_spellings(spelling: list[str]) -> None:
     got = launcher.command("llama-cli", spelling, {})
-    assert got.env["KVQ_METHOD"] == "f16" and got.args == ["-dev", "KVQ0", "-fa", "on"]
+    assert got.env["KVQ_METHOD"] == "f16" and got.args == [*ADDED, *FIT]
 
 
 @pytest.mark.parametrize("chosen", [["-dev", "KVQ0"], ["--device", "KVQ0"], ["-fa", "on"], ["--flash-attn", "auto"], ["--flash_attn", "1"]])
 def test_users_choice_stands(chosen: list[str]) -> None:
     args = launcher.command("llama-cli", ["--kv-method", "f16", *chosen], {}).args
-    assert args[-2:] == chosen and len(args) == 4
+    assert args[-2:] == chosen and len(args) == 6 and args[2:4] == FIT
     assert ("-dev" in args[:2]) != ("dev" in chosen[0])
 
 
 def test_users_choice_by_environment_stands_except_in_llama_bench() -> None:
     env = {"LLAMA_ARG_DEVICE": "KVQ0", "LLAMA_ARG_FLASH_ATTN": "on"}
-    assert launcher.command("llama-cli", ["--kv-method", "f16"], env).args == []
-    assert launcher.command("llama-bench", ["--kv-method", "f16"], env).args == ["-dev", "KVQ0", "-fa", "on"]
+    assert launcher.command("llama-cli", ["--kv-method", "f16"], env).args == FIT
+    assert launcher.command("llama-bench", ["--kv-method", "f16"], env).args == ADDED
 
 
 def test_environment_twins_and_precedence() -> None:
@@ -204,8 +212,12 @@ def test_foreign_file_and_version(tmp_path: Path, write_gguf: Callable[..., Path
     assert "version 9" in refusal("llama-cli", "-m", str(write_gguf("v9.gguf", LLAMA_FIELDS, version=9)))
 
 
-def test_missing_model_is_the_programs_business() -> None:
-    assert launcher.command("llama-cli", ["-m", "/nowhere.gguf", "--kv-method", "f16"], {}).env["KVQ_MODEL"] == "/nowhere.gguf"
+@pytest.mark.parametrize("method", [[], ["--kv-method", "f16"]])
+def test_missing_model_is_one_line(method: list[str], tmp_path: Path) -> None:
+    assert "-m /nowhere.gguf does not exist" in refusal("llama-cli", "-m", "/nowhere.gguf", *method)
+    assert "is a folder" in refusal("llama-bench", "-m", str(tmp_path), *method)
+    fetched = ["-m", "/nowhere.gguf", "-mu", "http://localhost/x.gguf", *method]  # the place to download to
+    assert launcher.command("llama-cli", fetched, {}).args[-4:] == fetched[:4]
 
 
 # ------------------------------------------------------------------ the exec
@@ -246,7 +258,7 @@ def test_exec_replaces_python_and_passes_everything(recorder: dict[str, str], de
         out, err = process.communicate("typed\n", timeout=60)
         got = json.loads(out)
         assert got["pid"] == process.pid  # the same process: exec, not a child
-    assert got["argv"] == ["-dev", "KVQ0", "-fa", "on", "-m", str(demo_model), "-p", "two words", ""]
+    assert got["argv"] == [*ADDED, *FIT, "-m", str(demo_model), "-p", "two words", ""]
     assert got["stdin"] == "typed\n" and err == "diagnostics\n" and process.returncode == 0
     assert got["env"]["KVQ_METHOD"] == "xquant" and got["env"]["GGML_BACKEND_PATH"] == recorder["KVQ_BACKEND"]
 

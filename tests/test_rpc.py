@@ -28,7 +28,7 @@ EVEN, ODD = (
 LAUNCH = "import sys; from ggml_kvq import launcher; sys.exit(getattr(launcher, sys.argv.pop(1))())"
 # A crash prints no backtrace through a debugger; weights are kept as they are in the file, as an RPC server keeps them.
 ENV = {**os.environ, "GGML_NO_BACKTRACE": "1", "OMP_NUM_THREADS": "1"}
-LOAD_LINE = re.compile(r"^ggml-kvq: (\w+).* (\d+) cells x \d+, device (\w+)", re.MULTILINE)
+LOAD_LINE = re.compile(r"^ggml-kvq: (\w+).* (\d+) tokens(?: x \d+ slots)?, device (\w+)", re.MULTILINE)
 
 
 def run(program: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

@@ -108,8 +108,7 @@ bool kvq_slots::take_block(const kvq_lane & x, const arrival & a, int h, int cel
         }
         memcpy(stream.data() + (size_t) t * nb, bytes.data() + 4, nb);
     }
-    const uint16_t mask = (uint16_t) ((1 << kvq_image_width(D, bytes.size())) - 1);
-    return kvq_traits(l.codec.type)->match(l.codec, block.data(), mask, nullptr, codes.data(), stream.data());
+    return kvq_traits(l.codec.type)->match(l.codec, block.data(), { kvq_image_width(D, bytes.size()), false }, nullptr, codes.data(), stream.data());
 }
 
 void kvq_slots::restore(bool value, int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {

@@ -75,6 +75,12 @@ private:
 
 class kvq_chain;
 
+// A sealed page by itself. codes: empty where they are another lane's; pos, was: positions now and when sealed, where the lane keeps them.
+struct kvq_page_image {
+    std::vector<uint8_t> codes, params;
+    std::vector<int32_t> pos, was;
+};
+
 class kvq_lane {
 public:
     // owner: the lane whose codes are adopted, NULL unless layout.shares_codes
@@ -97,6 +103,11 @@ public:
     // f16 rows [n][n_head*head_size] of one stream, as a saved state carries them
     void read   (int stream, int cell, int n, uint16_t * rows) const;
     void restore(int stream, int cell, int n, const uint16_t * rows, int n_threads);
+
+    // Of a sealed page: the block as it is, and may the rows of its image carry a mark, whose bits they have?
+    kvq_page_image block_of(int s, int p) const;
+    bool is_marked_image(int s, int p, const uint16_t * rows) const;
+    int  mark_plane() const; // the mantissa bit that marks take, -1: there is none
 
     void clear();
     void drop_from(int s, int cell); // open cells from `cell` on
@@ -171,8 +182,12 @@ private:
     void seal       (int s, const std::vector<int> & due, int n_threads);
     void commit_stream(int s, int n_threads);
     bool restore_page(int s, int p, const uint16_t * rows);
+    bool may_place(int s, int p) const; // may this page be sealed now?
     void restore_slots(int s, int cell, int n, const uint16_t * rows, int n_threads);
-    bool restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params);
+    // The block whose image the rows are; marked: they may carry a mark (mark.h). False: they are none.
+    bool take_image      (int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const;
+    bool take_transformed(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const;
+    void place(int s, int p, const kvq_page_image & image);
     void image_page  (int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const;
     void count_user  (int s, int p, int by);
     // Tiles without what sealed pages leave out, in the place of those in `blocks`, until they are given back.

@@ -95,22 +95,24 @@ void kvq_lane::image_page(int s, int p, const int32_t * pos, const int32_t * was
     }
 }
 
-// Blocks whose image the rows are: parameters and positions from the low bits, codes as the nearest ones to what the rows were
+// The block whose image the rows are: parameters and positions from the low bits, codes as the nearest ones to what the rows were
 // encoded from; the image made of them must equal the rows bit for bit.
-bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vector<uint8_t> & codes, std::vector<uint8_t> & params) {
+bool kvq_lane::take_transformed(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const {
     const kvq_type_traits * type = kvq_traits(l.codec.type);
     const int D = l.codec.head_size, W = D * l.n_head, low = x.rotor ? 1 : 0;
     if (!type->assign) {
         return false;
     }
-    std::vector<int32_t> pos((size_t) l.page_cells, -1);
+    std::vector<uint8_t> & codes = out.codes, & params = out.params;
+    std::vector<int32_t> & pos = out.pos, & was = out.was;
+    pos.assign((size_t) l.page_cells, -1);
     for (int t = 0; x.rotor && t < l.page_cells; t++) {
         pos[(size_t) t] = kvq_tag_get(l, rows + (size_t) t * W, (size_t) D);
         x.rotor->reach(pos[(size_t) t]);
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
     const std::vector<float> pred = predicted(s, p);
-    std::vector<int32_t> was(x.keeps_turn() ? (size_t) l.page_cells : 0);
+    was.assign(x.keeps_turn() ? (size_t) l.page_cells : 0, 0);
     for (int h = 0; h < l.n_head; h++) {
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
@@ -134,10 +136,8 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
                 x.rotor->reach(was[(size_t) t]);
             }
         }
-        const uint16_t keep = (uint16_t) ~((1 << (low + kvq_image_width(head.size(), bytes.size()))) - 1);
-        for (uint16_t & v : head) {
-            v &= keep;
-        }
+        const kvq_low_bits more = { low + kvq_image_width(head.size(), bytes.size()), marked && !h };
+        for (size_t i = 0; i < head.size(); i++) { head[i] &= (uint16_t) ~more.mask(l.codec, i); }
         x.remove(l, h, pos.data(), was.empty() ? nullptr : was.data(), head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
         type->assign(l.codec, head.data(), &codes[h * l.nb_codes], &params[h * l.nb_params]);
     }
@@ -148,15 +148,14 @@ bool kvq_lane::restore_transformed(int s, int p, const uint16_t * rows, std::vec
         }
     }
     image_page(s, p, pos.data(), was.empty() ? nullptr : was.data(), codes.data(), params.data(), again.data());
-    if (memcmp(again.data(), rows, 2 * again.size())) {
-        return false;
+    for (int i = 0; marked && i < l.page_cells * D; i++) { // what a mark has there says nothing
+        const size_t at = (size_t) (i / D) * W + (size_t) (i % D);
+        if (kvq_mark_covers(l.codec, (size_t) i)) { again[at] = (uint16_t) ((again[at] & ~(1 << mark_plane())) | (rows[at] & 1 << mark_plane())); }
     }
-    if (x.rotor) {
-        std::copy(pos.begin(), pos.end(), positions_at(s, p));
-        std::copy(was.begin(), was.end(), sealed_at(s, p));
-        put_positions(s, p);
+    if (!x.rotor) {
+        pos.clear();
     }
-    return true;
+    return !memcmp(again.data(), rows, 2 * again.size());
 }
 
 void kvq_lane::shift_open(int stream, const int32_t * by, const std::function<void(int, int, uint16_t *)> & fn) {

@@ -95,5 +95,13 @@ ggml_status        kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph
 void               kvq_cuda_step_flush(kvq_backend_context & b);
 void               kvq_cuda_step_free(struct kvq_cuda_step * step);
 
+// stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds while there are any
+void kvq_stats_file_start(void);
+void kvq_stats_file_write(void);
+struct kvq_busy { kvq_busy(); ~kvq_busy(); }; // held while a graph is computed: figures are read between graphs
+
+// absent.cpp: one line when KVQ_METHOD is set and a context keeps its cache elsewhere. Asked of every node that a device could take.
+void kvq_note_absent(const ggml_tensor * op);
+
 void kvq_report_error(const std::string & line); // stderr and kvq_last_error
 void kvq_report_note (const std::string & line); // stderr

@@ -26,7 +26,8 @@ static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *
 
 static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) { return *(kvq_device_context *) buft->context; }
 
-void kvq_report_error(const std::string & line) {
+void kvq_report_error(const std::string & text) {
+    const std::string line = kvq_words_for_caller(text);
     kvq_set_error(line);
     if (kvq_verbosity() > 0) {
         fprintf(stderr, "ggml-kvq: error: %s\n", line.c_str());
@@ -59,116 +60,17 @@ kvq_target kvq_find_target(const ggml_tensor * t) {
     return r;
 }
 
-// ---------------------------------------------------------------- rows of a cache tensor
-// Offsets are nominal: byte = 2*((stream*n_cells + cell)*n_embd + channel). Ranges need not be whole rows.
-
-struct row_range { int64_t row0, row1; size_t head, tail; };
-
-static row_range rows_of(size_t offset, size_t size, size_t nb_row) {
-    row_range r;
-    r.row0 = (int64_t) (offset / nb_row);
-    r.row1 = (int64_t) ((offset + size + nb_row - 1) / nb_row);
-    r.head = offset - (size_t) r.row0 * nb_row;
-    r.tail = (size_t) r.row1 * nb_row - (offset + size);
-    return r;
-}
-
-static void each_stream(const kvq_lane_layout & l, int64_t row0, int64_t row1,
-                        const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
-    const int64_t n_cells = l.n_cells;
-    for (int64_t row = row0; row < row1;) {
-        const int64_t end = std::min((row / n_cells + 1) * n_cells, row1);
-        fn((int) (row / n_cells), (int) (row % n_cells), (int) (end - row), row);
-        row = end;
-    }
-}
-
-// The lanes that hold a row of a cache tensor side by side: one, or the two blocks of latent attention.
-struct row_lanes {
-    kvq_lane * lane[2];
-    int n = 0, width[2], row = 0; // channels
-    explicit row_lanes(const kvq_target & t) {
-        const auto add = [&](kvq_lane & l) {
-            lane[n]    = &l;
-            width[n++] = l.layout().n_head * l.layout().codec.head_size;
-            row += width[n - 1];
-        };
-        add(t.value ? *t.layer->v : *t.layer->k);
-        if (t.layer->d.latent) {
-            add(*t.layer->v);
-        }
-    }
-    const kvq_lane_layout & layout() const { return lane[0]->layout(); }
-
-    // rows f16 [n_rows][row]
-    void read(int stream, int cell, int n_rows, uint16_t * rows) const {
-        std::vector<uint16_t> part;
-        for (int i = 0, at = 0; i < n; at += width[i++]) {
-            if (n == 1) {
-                lane[i]->read(stream, cell, n_rows, rows);
-                continue;
-            }
-            part.resize((size_t) n_rows * width[i]);
-            lane[i]->read(stream, cell, n_rows, part.data());
-            for (int t = 0; t < n_rows; t++) { memcpy(rows + (size_t) t * row + at, &part[(size_t) t * width[i]], 2 * (size_t) width[i]); }
-        }
-    }
-    void restore(int stream, int cell, int n_rows, const uint16_t * rows) const {
-        std::vector<uint16_t> part;
-        for (int i = 0, at = 0; i < n; at += width[i++]) {
-            if (n == 1) {
-                lane[i]->restore(stream, cell, n_rows, rows, 1);
-                continue;
-            }
-            part.resize((size_t) n_rows * width[i]);
-            for (int t = 0; t < n_rows; t++) { memcpy(&part[(size_t) t * width[i]], rows + (size_t) t * row + at, 2 * (size_t) width[i]); }
-            lane[i]->restore(stream, cell, n_rows, part.data(), 1);
-        }
-    }
-};
-
-// A view that came from another machine alone, not in a graph, has lost its parent: its address tells where it starts.
-static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
-    const char * base = t.layer->base[t.value];
-    return offset + (base ? (size_t) ((const char *) x->data - base) : x->view_src ? x->view_offs : 0);
-}
-
-static void read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    kvq_target t = kvq_find_target(tensor);
-    const row_lanes lanes(t);
-    t.cache->commit(1);
-    const size_t nb_row = 2 * (size_t) lanes.row;
-    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
-    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
-    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
-    });
-    memcpy(data, (const char *) rows.data() + r.head, size);
-}
-
-static void write_rows(const ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    kvq_target t = kvq_find_target(tensor);
-    const row_lanes lanes(t);
-    t.cache->commit(1);
-    const size_t nb_row = 2 * (size_t) lanes.row;
-    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
-    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
-    const auto read = [&](int64_t at) { // rows that are only partly replaced
-        each_stream(lanes.layout(), at, at + 1, [&](int s, int cell, int n, int64_t row) {
-            lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
-        });
-    };
-    if (r.head)  { read(r.row0); }
-    if (r.tail)  { read(r.row1 - 1); }
-    memcpy((char *) rows.data() + r.head, data, size);
-    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        lanes.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
-    });
-}
-
 // ---------------------------------------------------------------- buffer interface
 
-static void free_buffer(ggml_backend_buffer_t buffer) { delete context(buffer); }
+static void free_buffer(ggml_backend_buffer_t buffer) {
+    if (context(buffer)->cache) {
+        kvq_stats_file_write();
+        if (kvq_verbosity() > 0) {
+            fprintf(stderr, "%s\n", context(buffer)->cache->closing_line().c_str());
+        }
+    }
+    delete context(buffer);
+}
 static void * get_base(ggml_backend_buffer_t buffer)  { return context(buffer)->base; }
 
 static bool is_cache(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
@@ -177,8 +79,7 @@ static bool is_cache(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
 
 static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
-        const std::vector<uint8_t> data(size, value);
-        write_rows(tensor, data.data(), offset, size);
+        kvq_fill_rows(tensor, value, offset, size);
         return;
     }
     kvq_note_written(*context(buffer), tensor, offset, size);
@@ -191,7 +92,7 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
 
 static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
-        write_rows(tensor, data, offset, size);
+        kvq_write_rows(tensor, data, offset, size, !context(buffer)->found);
         return;
     }
     kvq_note_written(*context(buffer), tensor, offset, size);
@@ -210,7 +111,7 @@ static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
 
 static void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
-        read_rows(tensor, data, offset, size);
+        kvq_read_rows(tensor, data, offset, size);
     } else if (ggml_backend_buffer_t inner = context(buffer)->inner) {
         inner->iface.get_tensor(inner, tensor, data, offset, size);
     } else {
@@ -230,20 +131,7 @@ static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, gg
         }
         return false;
     }
-    const kvq_target a = kvq_find_target(src), b = kvq_find_target(dst);
-    if (!a.layer || a.layer != b.layer || a.value != b.value) {
-        return false;
-    }
-    const row_lanes lanes(a);
-    const size_t nb_stream = 2 * (size_t) lanes.row * lanes.layout().n_cells;
-    const size_t from = root_offset(a, src, 0), to = root_offset(b, dst, 0);
-    if (from % nb_stream || to % nb_stream || ggml_nbytes(src) != nb_stream || ggml_nbytes(dst) != nb_stream) {
-        return false;
-    }
-    a.cache->commit(1);
-    for (int i = 0; i < lanes.n; i++) { lanes.lane[i]->copy_stream((int) (from / nb_stream), (int) (to / nb_stream)); }
-    a.cache->commit(1);
-    return true;
+    return kvq_copy_rows(src, dst);
 }
 
 static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
@@ -429,8 +317,11 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     if (b->cache && !dev.name.empty()) {
         b->cache->device_name = dev.name;
     }
-    if (b->cache && kvq_verbosity() > 0) {
-        fprintf(stderr, "%s\n", b->cache->load_line().c_str());
+    if (b->cache) {
+        kvq_stats_file_start();
+        if (kvq_verbosity() > 0) {
+            fprintf(stderr, "%s\n", b->cache->load_line().c_str());
+        }
     }
     return ggml_backend_buffer_init(buft, buffer_interface, b.release(), size);
 }

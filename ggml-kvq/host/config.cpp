@@ -49,6 +49,23 @@ extern "C" int kvq_configure(const char * method, const char * opts, const char 
     return KVQ_OK;
 }
 
+std::string kvq_words_for_caller(const std::string & text) {
+    if (configured.set || getenv("KVQ_LAUNCHER")) {
+        return text;
+    }
+    static const struct { const char * flag, * variable; } words[] = {
+        { "--kv-config (", "KVQ_CONFIG=FILE.gguf (" }, { "set predictor=none", "set KVQ_OPTS=predictor=none" }, { "--kv-method ", "KVQ_METHOD=" },
+    };
+    std::string out = text;
+    for (const auto & w : words) {
+        const size_t at = out.find(w.flag);
+        if (at != std::string::npos) {
+            out.replace(at, strlen(w.flag), w.variable);
+        }
+    }
+    return out;
+}
+
 // ---------------------------------------------------------------- the model file
 
 static std::string model_of_command_line(void) {

@@ -51,5 +51,8 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
 // Shape of a cache layer from its row widths; the file's head sizes, else a guess that the first graph corrects.
 kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, int n_embd_v);
 
+// A message that names a launcher's flag, in the words of who is asking: a program of the user's own sets variables.
+std::string kvq_words_for_caller(const std::string & text);
+
 void kvq_set_error(const std::string & line); // kvq_last_error of this thread
 int  kvq_verbosity(void);

@@ -45,6 +45,7 @@ void backend_free(ggml_backend_t backend) {
 void backend_synchronize(ggml_backend_t backend) { ggml_backend_synchronize(state(backend).inner); }
 
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    const kvq_busy busy;
     kvq_backend_context & b = state(backend);
     if (!b.stream) {
         b.stream = kvq_cuda_stream(b.inner);
@@ -95,7 +96,10 @@ ggml_backend_t dev_init(ggml_backend_dev_t dev, const char * params) {
 ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev)      { return &context(dev).buft; }
 ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t dev) { return ggml_backend_dev_host_buffer_type(inner(dev)); }
 
-bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return kvq_supports_op(context(dev), op); }
+bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    kvq_note_absent(op);
+    return kvq_supports_op(context(dev), op);
+}
 
 bool dev_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
     // a draft device reads the target's cache where a draft model shares it

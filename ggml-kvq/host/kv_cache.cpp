@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <mutex>
 
@@ -442,6 +443,13 @@ void kvq_kv_cache::clear() {
         if (device.is_host()) { r->forget(); } // another device has copies
     }
     ubatch = {};
+    refused = refused && arrivals.damage.empty(); // a state that was refused is gone
+    arrivals.reset();
+}
+
+uint16_t kvq_kv_cache::model_mark() const {
+    const uint64_t h = model.arch.empty() ? 0 : strtoull(model.hash.c_str(), nullptr, 16);
+    return h ? (uint16_t) (h ^ h >> 16 ^ h >> 32 ^ h >> 48) | 1 : 0;
 }
 
 kvq_stats kvq_kv_cache::stats() const {
@@ -463,83 +471,6 @@ kvq_stats kvq_kv_cache::stats() const {
     s.n_reopened = counters.n_reopened;
     s.n_forced   = counters.n_forced;
     return s;
-}
-
-// "K 3.2" or "K 2.7 (12 layers of 2 code bits, 4 of 1, 4 shared)"
-static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>> & layers, bool value, double bits) {
-    std::map<std::string, int> classes;
-    for (const auto & l : layers) {
-        const kvq_lane_layout & x = value ? l->d.v : l->d.k;
-        const std::string name = x.is_f16() ? "f16" : x.shares_codes ? "shared codes" : !x.codec.bits ? "no codes" :
-                                 x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) + " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit" : std::to_string(x.codec.bits) + "-bit";
-        classes[name + (x.evicts ? ", evicting" : "")]++;
-    }
-    char text[64];
-    snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);
-    std::string out = text;
-    if (!layers.empty() && layers[0]->d.latent) {
-        snprintf(text, sizeof(text), "%s %.2f bits", value ? "rotary part" : "latent", bits);
-        out = text;
-    }
-    if (classes.size() > 1 || classes.begin()->first.find(' ') != std::string::npos) {
-        std::string list;
-        for (const auto & c : classes) {
-            list += (list.empty() ? "" : ", ") + std::to_string(c.second) + " layers " + c.first;
-        }
-        out += " (" + list + ")";
-    }
-    return out;
-}
-
-// Layers whose codes would be those of a layer in another cache: few of them are named, many counted.
-std::string kvq_kv_cache::parted() const {
-    std::string names;
-    int n = 0;
-    for (const auto & l : layers) {
-        if (l->d.plan.k.parted || l->d.plan.v.parted) {
-            names += (n++ ? " " : "") + std::to_string(l->d.il);
-        }
-    }
-    if (!n) {
-        return "";
-    }
-    const std::string which = n <= 4 ? (n == 1 ? "layer " : "layers ") + names : std::to_string(n) + " layers";
-    const char * what = n == 1 ? " keeps codes of its own, its partner is"
-                               : " keep codes of their own, their partners are";
-    return "; " + which + what + " on another device or in another cache";
-}
-
-std::string kvq_kv_cache::load_line() const {
-    const kvq_stats s = stats();
-    const double MiB = 1024.0 * 1024.0;
-    char text[320];
-    snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %d cells x %d, device %s, kernels %s",
-             (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
-             (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), s.n_cells, s.n_stream, device_name.c_str(), s.kernel);
-    std::string reading;
-    if (s.predict_macs) {
-        snprintf(text + strlen(text), sizeof(text) - strlen(text), "; predictor %s", config.options.str("predictor").c_str());
-        char cost[160];
-        snprintf(cost, sizeof(cost), ": reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f MiB hold the rows of one layer",
-                 (double) s.predict_macs / 1e6, layers[0]->d.plan.weight_bits, (double) s.bytes_calibration / MiB, (double) s.bytes_chain / MiB);
-        reading = cost;
-    }
-    size_t nb_workspace = 0; // of one layer at a time
-    for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.plan, l->d.k, l->d.v)); }
-    if (nb_workspace) {
-        char more[96];
-        snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);
-        reading += more;
-    }
-    std::map<std::string, int> slow; // what layers are read by that no kernel was made for
-    for (const auto & l : layers) {
-        if (const char * by = device.slow_reading(l->d.plan, l->d.k, l->d.v)) { slow[by]++; }
-    }
-    for (const auto & s : slow) { reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) + " layers are read by " + s.first; }
-    reading = parted() + reading;
-    const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
-    return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
-           layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
 }
 
 // ---------------------------------------------------------------- C ABI

@@ -5,6 +5,7 @@
 
 #include "calibration.h"
 #include "config.h"
+#include "state.h"
 #include "../cache/chain.h"
 
 #include <algorithm>
@@ -96,16 +97,20 @@ public:
     void clear();
     kvq_stats stats() const;
     std::string load_line() const;
+    std::string closing_line() const; // when it is freed
 
     kvq_device & device;
     std::unique_ptr<kvq_chain> chain; // NULL: no layer is predicted from another
     kvq_config config;
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
     std::string device_name = "KVQ0";
+    kvq_arrivals arrivals; // rows of a saved state that is being restored
+    uint16_t model_mark() const; // of the model, for marks; 0: not known
     bool refused = false; // a graph asked for something unsupported: computing fails instead of guessing
 
 private:
     bool build(kvq_kv_layer & l);
+    std::string part_of_model() const;
     std::string parted() const; // a note for layers that cannot share codes with the layer before
     void link(); // after every layer is built
     kvq_model_info model;

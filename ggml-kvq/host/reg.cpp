@@ -19,6 +19,7 @@ static void backend_free(ggml_backend_t backend) {
 }
 
 static ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    const kvq_busy busy;
     return kvq_compute_graph(*(kvq_backend_context *) backend->context, graph);
 }
 
@@ -79,7 +80,10 @@ static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
 
 static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return &context(dev).buft; }
 
-static bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) { return kvq_supports_op(context(dev), op); }
+static bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    kvq_note_absent(op);
+    return kvq_supports_op(context(dev), op);
+}
 
 static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) {
     return kvq_buft_is_ours(buft) || ggml_backend_buft_is_host(buft); // queries and masks are read where they are
@@ -123,6 +127,7 @@ static void reader_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props)
 }
 
 static bool reader_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    kvq_note_absent(op);
     for (int i = 0; i < GGML_MAX_SRC && !kvq_is_view_op(op->op); i++) {
         if (op->src[i] && kvq_find_target(op->src[i]).cache) {
             return kvq_supports_op(context(dev), op);

@@ -119,6 +119,11 @@ KVQ_API int kvq_decode(const kvq_codec * codec, const void * codes, const void *
 KVQ_API int kvq_image      (const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
 KVQ_API int kvq_image_match(const kvq_codec * codec, const uint16_t * rows, const void * shared, void * codes, void * params);
 
+// Saved states carry checksums (cache/mark.h), and with them a number of whoever saves, 0: none. Of this thread, until it begins again: the
+// number that states carry which are saved, and the one of a state that was restored. kvq_last_error() is "" after kvq_state_begin.
+KVQ_API void     kvq_state_begin(uint32_t tag);
+KVQ_API uint32_t kvq_state_tag(void);
+
 // rows f32 [n][n_head*head_size] become what encoded pages of n_cells rows give back.
 KVQ_API int kvq_round_trip (const kvq_codec * codec, int n_head, int64_t n, float * rows, int n_threads);
 

@@ -264,7 +264,7 @@ void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * pa
     }
 }
 
-bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params) {
+bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params) {
     const size_t n = (size_t) c.n_cells * c.head_size;
     std::vector<uint8_t>  own(codes ? 0 : kvq_lattice_nb_codes(c));
     std::vector<uint16_t> back(n);
@@ -272,14 +272,14 @@ bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask
     const void * use = shared;
     if (!shared) {
         for (int t = 0; t < c.n_cells; t++) {
-            rotate(c, rows + (size_t) t * c.head_size, (uint16_t) ~mask, &x[(size_t) t * c.head_size]);
+            rotate(c, rows + (size_t) t * c.head_size, (uint16_t) ~low.mask(c, (size_t) t * c.head_size), &x[(size_t) t * c.head_size]);
         }
         use = codes ? codes : own.data();
         put_indices(c, x.data(), params, (void *) use);
     }
     kvq_lattice_decode(c, use, params, back.data());
     for (size_t i = 0; i < n; i++) {
-        if ((back[i] ^ rows[i]) & ~mask & 0xffff) {
+        if ((back[i] ^ rows[i]) & ~low.mask(c, i) & 0xffff) {
             return false;
         }
     }

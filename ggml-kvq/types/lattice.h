@@ -15,6 +15,7 @@
 #pragma once
 
 #include "affine.h"
+#include "types.h"
 
 constexpr int KVQ_LATTICE_MAX_POINTS = 256;
 
@@ -33,7 +34,7 @@ size_t       kvq_lattice_nb_codes (const kvq_codec & c);
 size_t       kvq_lattice_nb_params(const kvq_codec & c);
 void         kvq_lattice_encode   (const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
 void         kvq_lattice_decode   (const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
-bool         kvq_lattice_match    (const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params);
+bool         kvq_lattice_match    (const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params);
 
 void         kvq_lattice_assign   (const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
 

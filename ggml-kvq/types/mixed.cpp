@@ -140,7 +140,7 @@ void kvq_mixed_decode(const kvq_codec & c, const void * codes, const void * para
     }
 }
 
-bool kvq_mixed_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void *, void * codes, const void * params) {
+bool kvq_mixed_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void *, void * codes, const void * params) {
     const int D = c.head_size;
     const kvq_mixed_map m = kvq_mixed_offsets(c);
     std::vector<int32_t> cells((size_t) c.n_cells);
@@ -169,7 +169,7 @@ bool kvq_mixed_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, 
                     if (!k) {
                         y = kvq_f32_to_f16(std::min(std::max(kvq_f16_to_f32(y) * by, -65504.0f), 65504.0f));
                     }
-                    if (((y ^ want) & ~mask & 0xffff) == 0) {
+                    if (((y ^ want) & ~low.mask(c, (size_t) cells[(size_t) j] * D + d) & 0xffff) == 0) {
                         break;
                     }
                 }

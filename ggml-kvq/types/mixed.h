@@ -11,7 +11,7 @@
 //   codes     codes of part 0, of part 1
 #pragma once
 
-#include "ggml-kvq.h"
+#include "types.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -40,4 +40,4 @@ void kvq_mixed_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t 
 typedef void (*kvq_encode_function)(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
 void kvq_mixed_encode_by(kvq_encode_function encode, const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, void * codes, void * params);
 void kvq_mixed_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
-bool kvq_mixed_match (const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params);
+bool kvq_mixed_match (const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params);

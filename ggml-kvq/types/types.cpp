@@ -23,14 +23,14 @@ static void f16_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t
 static void f16_decode(const kvq_codec & c, const void * codes, const void *, uint16_t * rows) {
     memcpy(rows, codes, f16_nb_codes(c));
 }
-static bool f16_match(const kvq_codec & c, const uint16_t * rows, uint16_t, const void *, void * codes, const void *) {
+static bool f16_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits, const void *, void * codes, const void *) {
     memcpy(codes, rows, f16_nb_codes(c));
     return true;
 }
 
 // ---------------------------------------------------------------- affine
 
-static bool affine_match(const kvq_codec & c, const uint16_t * rows, uint16_t mask, const void * shared, void * codes, const void * params) {
+static bool affine_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params) {
     const kvq_affine_dims  d     = kvq_affine_get_dims(c);
     const kvq_affine_parts parts = kvq_affine_get_parts(c);
     std::vector<float> scale(d.np), zero(d.np);
@@ -43,7 +43,7 @@ static bool affine_match(const kvq_codec & c, const uint16_t * rows, uint16_t ma
     for (int t = 0; t < c.n_cells; t++) {
         for (int i = 0; i < c.head_size; i++) {
             const int      p = k ? t / c.group * c.head_size + i : i / c.group * c.n_cells + t;
-            const uint16_t v = rows[(size_t) t * c.head_size + i];
+            const uint16_t v = rows[(size_t) t * c.head_size + i], mask = low.mask(c, (size_t) t * c.head_size + i);
             auto reproduces = [&](int q) {
                 const float y = std::min(std::max(zero[p] + scale[p] * (float) q, -65504.0f), 65504.0f);
                 return ((kvq_f32_to_f16(y) ^ v) & ~mask & 0xffff) == 0;
@@ -127,8 +127,8 @@ void kvq_image_write(const kvq_codec & c, const void * codes, const void * param
     kvq_image_put((size_t) c.n_cells * c.head_size, rows, 0, t->nb_params(c), params);
 }
 
-bool kvq_image_read(const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params) {
+bool kvq_image_read(const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params, bool marked) {
     const kvq_type_traits * t = kvq_traits(c.type);
     const size_t nv = (size_t) c.n_cells * c.head_size, nb = t->nb_params(c);
-    return kvq_image_take(nv, rows, 0, nb, params) && t->match(c, rows, (uint16_t) ((1 << kvq_image_width(nv, nb)) - 1), shared, codes, params);
+    return kvq_image_take(nv, rows, 0, nb, params) && t->match(c, rows, { kvq_image_width(nv, nb), marked }, shared, codes, params);
 }

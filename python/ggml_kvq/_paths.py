@@ -5,6 +5,7 @@ KVQ_LIB_DIR (a folder of llama.cpp programs and libraries) and KVQ_BACKEND (a li
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -58,3 +59,15 @@ def shared_library(folder: Path, stem: str) -> Path:
     if versioned:
         return versioned[0]
     raise LibraryError(f"{folder} holds no lib{stem}.so; reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to the bin folder of a llama.cpp build")
+
+
+def page_dir() -> Path | None:
+    """Folder of the page that llama-server serves; None when the program has upstream's page built in."""
+    try:
+        with open(shared_library(lib_dir(), "llama-server-impl"), "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data.find(b"gzip is not supported by this browser") >= 0:
+                return None
+    except (LibraryError, OSError, ValueError):
+        return None  # another build of llama.cpp: as it is
+    folder = Path(__file__).resolve().parent / "page"
+    return folder if (folder / "index.html").is_file() else None

@@ -7,7 +7,6 @@ import os
 import shlex
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from . import _paths
 from .errors import KvqError
 from .evaluate.results import provenance, table
 from .evaluate.specs import CacheSpec
+from .progress import Line
 
 Row = dict[str, Any]
 CPU_DEVICE, KVQ_DEVICE = "none", "KVQ0"
@@ -60,13 +60,14 @@ def _once(argv: list[str], env: dict[str, str]) -> Row:
 
 def run(model: Path, specs: Sequence[CacheSpec], s: Settings) -> Iterator[Row]:
     """One row per test, depth and cache, as llama-bench -o jsonl writes them, with cache, kv_method, kv_opts, ratio (to the first cache), command."""
+    line = Line()
     tests = [("tg", d) for d in s.depths if s.n_gen] + [("pp", d) for d in s.depths if s.n_prompt]
     for test, depth in tests:
         samples: dict[str, list[float]] = {spec.label: [] for spec in specs}
         last: dict[str, Row] = {}
         for n in range(s.rounds):
             for spec in specs:
-                print(f"\r{test} at {depth}: round {n + 1}/{s.rounds}, {spec.label:24}", end="", file=sys.stderr, flush=True)
+                line(f"{test} at {depth}: round {n + 1}/{s.rounds}, {spec.label}")
                 last[spec.label] = _once(*command(model, spec, s, depth, test))
                 samples[spec.label] += last[spec.label]["samples_ts"]
         base = statistics.median(samples[specs[0].label])
@@ -86,7 +87,7 @@ def run(model: Path, specs: Sequence[CacheSpec], s: Settings) -> Iterator[Row]:
                 "ratio": median / base,
                 "command": shlex.join([*(f"{k}={v}" for k, v in env.items()), *argv]),
             }
-    print("\r" + " " * 70 + "\r", end="", file=sys.stderr)
+        line.clear()
 
 
 def summary(rows: Sequence[Row], *, markdown: bool = False) -> str:

@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ggml-kvq {args.command}: error: {e.filename or ''}: {e.strerror or e}; check the path and its permissions", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        hint = getattr(args, "interrupted", "")
+        print(f"ggml-kvq {args.command}: stopped" + (f"; {hint}" if hint else ""), file=sys.stderr)
         return 130
 
 

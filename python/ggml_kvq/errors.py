@@ -27,6 +27,10 @@ class ContextOverflowError(DecodeError):
     """The tokens do not fit the context."""
 
 
+class BusyError(KvqError, RuntimeError):
+    """A Model is generating for another thread, or a generator's tokens were replaced by a newer call."""
+
+
 class StateError(KvqError, RuntimeError):
     """A saved state cannot be written, read or applied."""
 

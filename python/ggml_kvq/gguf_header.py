@@ -7,6 +7,7 @@ Format: ggml/docs/gguf.md of llama.cpp. All numbers little-endian.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -38,11 +39,17 @@ class Array:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's name, shape (ggml order: fastest first) and ggml type id."""
+    """A tensor's name, shape (ggml order: fastest first), ggml type id and offset into the file's data (bytes)."""
 
     name: str
     shape: tuple[int, ...]
     type: int
+    offset: int = 0
+
+    def n_bytes(self) -> int:
+        """Size of its data in bytes, 0 for a type that is not known here."""
+        block, size = _TYPE_SIZES.get(self.type, (1, 0))
+        return math.prod(self.shape) // block * size
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,17 @@ class Header:
     n_tensors: int
     fields: dict[str, Any]
     tensors: tuple[Tensor, ...] = ()
+    data_start: int = 0
+
+    def data_end(self) -> int:
+        """Bytes that a whole file has at least; only known when the tensors were asked for."""
+        return self.data_start + max((t.offset + t.n_bytes() for t in self.tensors), default=0)
+
+    def check_whole(self) -> None:
+        """GgufError when the file ends inside the data of its tensors: a download that stopped."""
+        size, end = os.path.getsize(self.path), self.data_end()
+        if size < end:
+            raise GgufError(f"{self.path} is cut off: it has {size} bytes, its tensors end at {end}; fetch or convert it again")
 
     def kvq(self) -> dict[str, Any]:
         """The fields under `kvq.`."""
@@ -61,6 +79,21 @@ class Header:
 
 
 _TYPE_NAMES = {0: "u8", 1: "i8", 2: "u16", 3: "i16", 4: "u32", 5: "i32", 6: "f32", 7: "bool", 8: "string", 9: "array", 10: "u64", 11: "i64", 12: "f64"}
+
+
+# ggml type id -> (values of a block, bytes of a block); ggml/src/ggml.c, type_traits
+_TYPE_SIZES = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110), 12: (256, 144),
+    13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110),
+    22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54),
+    35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
+}  # fmt: skip
+
+
+def type_bits(kind: int) -> float:
+    """Bits of a value of a ggml type, block scales included. KeyError for a type that is not known here."""
+    block, size = _TYPE_SIZES[kind]
+    return size * 8 / block
 
 
 class _Cursor:
@@ -144,9 +177,36 @@ def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int 
                 if n_dims > 8:
                     raise cursor.fail(f"tensor {tensor!r} of {n_dims} dimensions")
                 shape = tuple(cursor.scalar("Q") for _ in range(n_dims))
-                infos.append(Tensor(tensor, shape, cursor.scalar("I")))
-                cursor.take(8)
-            return Header(name, version, n_tensors, fields, tuple(infos))
+                infos.append(Tensor(tensor, shape, cursor.scalar("I"), cursor.scalar("Q")))
+            alignment = fields.get("general.alignment", 32)
+            alignment = alignment if isinstance(alignment, int) and alignment > 0 else 32
+            start = -(-cursor.at // alignment) * alignment if infos else 0
+            return Header(name, version, n_tensors, fields, tuple(infos), start)
+
+
+def _attending(header: Header, n_layer: int) -> set[int] | None:
+    """Layers whose tensors are those of attention, in files that give one number of heads for all; None: all, or not known.
+
+    The rule of host/config.cpp: a file that is one of several holds only some of the tensors.
+    """
+    if not header.tensors or header.fields.get("split.count", 1) != 1:
+        return None
+    keys: set[int] = set()
+    fused: set[int] = set()
+    state: set[int] = set()
+    for tensor in header.tensors:
+        part = tensor.name.split(".")
+        if len(part) < 3 or part[0] != "blk" or not part[1].isdigit():
+            continue
+        il, what = int(part[1]), part[2]
+        if what == "attn_k" or what.startswith("attn_kv_"):
+            keys.add(il)
+        elif what == "attn_qkv":
+            fused.add(il)
+        elif what.startswith("ssm_"):
+            state.add(il)
+    out = {il for il in keys | (fused - state) if il < n_layer}
+    return out if 0 < len(out) < n_layer else None
 
 
 def attention_layers(header: Header) -> list[tuple[int, int, int, int]]:
@@ -171,11 +231,12 @@ def attention_layers(header: Header) -> list[tuple[int, int, int, int]]:
         return int(value[il]) if isinstance(value, list) else int(value)
 
     n_head_kv = get("attention.head_count_kv", n_head)
+    attends = _attending(header, int(n_layer)) if not isinstance(n_head_kv, list) else None
     pattern = get("attention.sliding_window_pattern")
     out = []
     for il in range(int(n_layer)):
         heads, heads_kv = per_layer(n_head, il), per_layer(n_head_kv, il)
-        if not heads or not heads_kv:
+        if not heads or not heads_kv or (attends and il not in attends):
             continue  # recurrent or attention-free layer
         sliding = isinstance(pattern, list) and il < len(pattern) and bool(pattern[il])
         key, value = get("attention.key_length", width // heads), get("attention.value_length", width // heads)

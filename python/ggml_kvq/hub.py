@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from .errors import DownloadError
@@ -57,3 +58,50 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     """A local path as it is, an `hf:` path as the downloaded file."""
     text = os.fspath(path)
     return fetch(text) if text.startswith(PREFIX) else Path(text).expanduser()
+
+
+def _files(repo: str, token: str | None) -> list[str]:
+    """Names of the GGUF files of a repository; offline, of those in the local cache."""
+    try:
+        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import errors as hub_errors
+    except ImportError as e:
+        raise DownloadError(f"{repo} needs huggingface_hub; pip install huggingface_hub") from e
+    try:
+        names = HfApi(token=token).list_repo_files(repo)
+    except hub_errors.GatedRepoError as e:
+        raise DownloadError(f"{repo} is gated; accept its terms on the hub and log in with `hf auth login`") from e
+    except hub_errors.RepositoryNotFoundError as e:
+        raise DownloadError(f"no repository {repo} on the hub; check the name, or log in if it is private") from e
+    except Exception as e:  # the network layer has many errors of its own
+        try:
+            folder = Path(snapshot_download(repo, local_files_only=True))
+        except (OSError, ValueError, hub_errors.LocalEntryNotFoundError):
+            raise DownloadError(f"{repo} is not in the local cache and the hub cannot be reached ({type(e).__name__}); check the network") from e
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+    return sorted(name for name in names if name.endswith(".gguf"))
+
+
+def choose(repo: str, tag: str = "", file: str = "", *, token: str | None = None) -> tuple[Path, Callable[[], Path] | None]:
+    """(downloaded model of a repository, a function that downloads its projector, None without one).
+
+    file: that file. tag: the file with this quantisation in its name, as "Q8_0". Neither: Q4_K_M, else Q8_0, else the first.
+    All parts of a split model are fetched. Raises DownloadError.
+    """
+    names = _files(repo, token)
+    models = [n for n in names if "mmproj" not in n.lower() and not n.lower().endswith(".kvq.gguf")]
+    first = [n for n in models if not re.search(r"-\d{5}-of-\d{5}\.gguf$", n) or "-00001-of-" in n]
+    wanted = [n for n in first if n == file] if file else [n for n in first if tag.lower() in n.lower()]
+    if not wanted:
+        what = f"no file {file}" if file else f"no GGUF file of {tag}" if tag else "no GGUF file"
+        there = ", ".join(first[:6]) + (", ..." if len(first) > 6 else "")
+        raise DownloadError(f"{repo} has {what}" + (f"; it has {there}" if first else "; convert the model with convert_hf_to_gguf.py"))
+    if not file and not tag:
+        wanted = next((c for q in ("Q4_K_M", "Q8_0") if (c := [n for n in first if q.lower() in n.lower()])), wanted)
+    chosen = wanted[0]
+    parts = [n for n in models if re.sub(r"-\d{5}-of-", "-of-", n) == re.sub(r"-\d{5}-of-", "-of-", chosen)] if "-00001-of-" in chosen else [chosen]
+    paths = [fetch(f"{PREFIX}{repo}/{name}", token=token) for name in parts]
+    projectors = [n for n in names if "mmproj" in n.lower()]
+    if not projectors:
+        return paths[0], None
+    return paths[0], lambda: fetch(f"{PREFIX}{repo}/{projectors[0]}", token=token)

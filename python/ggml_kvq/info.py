@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import gguf_header, methods, native
+from . import gguf_header, llama, methods, native
 from .errors import MethodError
 
 
@@ -23,20 +24,34 @@ class Plan:
     refused: str = ""
 
 
-def plans(header: gguf_header.Header, n_ctx: int) -> list[Plan]:
-    """kvq_plan of every method with default options, for one stream of n_ctx tokens of the model described by `header`."""
+def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> list[Plan]:
+    """kvq_plan of every cache of `specs` (CacheSpec), else of every method with default options, for one stream of n_ctx tokens.
+
+    Upstream's own cache types follow from their bits.
+    """
     shapes = gguf_header.attention_layers(header)
     arch = header.fields["general.architecture"]
     n_layer = int(header.fields[f"{arch}.block_count"])
     out = []
-    for row in methods.table():
-        try:
-            got = native.plan(methods.library(), row["name"], "", shapes, n_ctx, n_layer_model=n_layer)
-        except MethodError as e:
-            out.append(Plan(row["name"], refused=str(e)))
+    wanted = [(s.label, s.method, s.options, s.type_k, s.type_v) for s in specs] or [(row["name"], row["name"], "", "", "") for row in methods.table()]
+    for label, method, options, type_k, type_v in wanted:
+        if method is None:
+            out.append(_upstream(label, shapes, n_ctx, type_k, type_v))
             continue
-        out.append(Plan(row["name"], got["bits"], got["bits_k"], got["bits_v"], got["bytes_total"], got["bytes_f16"]))
+        try:
+            got = native.plan(methods.library(), method, options, shapes, n_ctx, n_layer_model=n_layer)
+        except MethodError as e:
+            out.append(Plan(label, refused=str(e)))
+            continue
+        out.append(Plan(label, got["bits"], got["bits_k"], got["bits_v"], got["bytes_total"], got["bytes_f16"]))
     return out
+
+
+def _upstream(label: str, shapes: Sequence[tuple[int, int, int, int]], n_ctx: int, type_k: str, type_v: str) -> Plan:
+    """llama.cpp's own cache of these types."""
+    k, v = (gguf_header.type_bits(llama.GGML_TYPES[kind]) for kind in (type_k, type_v))
+    n_k, n_v = (sum(s[1] * s[i] for s in shapes) * n_ctx for i in (2, 3))
+    return Plan(label, (k * n_k + v * n_v) / (n_k + n_v), k, v, int((k * n_k + v * n_v) / 8), 2 * (n_k + n_v))
 
 
 def stored_options(header: gguf_header.Header) -> tuple[str, str]:

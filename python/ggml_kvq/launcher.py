@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _paths
+from . import _paths, gguf_header, hub_args, refusals, served_page, sidecars
 from .errors import KvqError
+from .flags import OURS, OURS_RPC_SERVER, OURS_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
+from .refusals import DEVICE
 
 HELP = """\
 ----- ggml-kvq options -----
@@ -26,10 +28,17 @@ HELP = """\
                         default: the method named in the model's metadata, else llama.cpp's own cache
                         (env: KVQ_METHOD)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
---kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata (env: KVQ_CONFIG)
+                        none: llama.cpp's own cache, whatever the model or the environment names
+--kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata, else MODEL.kvq.gguf beside
+                        MODEL.gguf, when it is of the chosen method (env: KVQ_CONFIG)
 --kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own f16 cache, because
                         a draft that reads a quantised cache is accepted less often (env: KVQ_METHOD_DRAFT)
 --kv-opt-draft KEY=VALUE  option of that method, repeatable (env: KVQ_OPTS_DRAFT)
+
+"""
+
+HELP_SERVER = """\
+--kv-stats-file FILE.json  what the cache holds (method, bits, bytes, sealed pages, layers), rewritten every two seconds
 
 """
 
@@ -39,21 +48,10 @@ HELP_RPC_SERVER = """\
 
 """
 
-DEVICE = "KVQ0"
 RPC_SERVER = "ggml-rpc-server"  # upstream's name; our launcher is llama-rpc-server
 DRAFT_DEVICE = "KVQD0"  # the library has it when KVQ_METHOD_DRAFT is set
-_OURS = {"--kv-method": "NAME", "--kv-opt": "KEY=VALUE", "--kv-config": "FILE.gguf", "--kv-method-draft": "NAME", "--kv-opt-draft": "KEY=VALUE"}
 _SHARES_CACHE = ("gemma4-assistant",)  # drafts that read the keys and values of their target, on the device that holds them
-_OURS_RPC_SERVER = {**_OURS, "--kv-model": "FILE.gguf"}
 _CONNECT_S, _LIST_S = 10, 120  # seconds until an RPC server must accept, and until it must have named its devices
-# Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no harm.
-_TEXT = {"-p", "--prompt", "-sys", "--system-prompt", "-r", "--reverse-prompt", "--in-prefix", "--in-suffix", "--grammar"}
-_FALSE = {"off", "disabled", "false", "0"}
-_TRUE = {"on", "enabled", "true", "1"}
-
-
-class LaunchError(KvqError):
-    """A refused command line: one line that names the value and the cure."""
 
 
 @dataclass
@@ -67,138 +65,11 @@ class Command:
     args: list[str]
     remote: bool = False
     env: dict[str, str | None] = field(default_factory=dict)
+    page: Path | None = None  # to serve with the cache's figures beside it
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass
-class _Flags:
-    method: str | None = None
-    config: str | None = None
-    model: str | None = None
-    opts: list[str] = field(default_factory=list)
-    draft_method: str | None = None
-    draft_opts: list[str] = field(default_factory=list)
-    rest: list[str] = field(default_factory=list)
-
-
-def _long(arg: str) -> str:
-    """llama.cpp reads --kv_method as --kv-method; so do we."""
-    return arg.replace("_", "-") if arg.startswith("--") else arg
-
-
-def _take_ours(argv: Sequence[str], ours: Mapping[str, str] = _OURS) -> _Flags:
-    flags, i = _Flags(), 0
-    while i < len(argv):
-        arg = argv[i]
-        head, eq, tail = arg.partition("=")
-        name = _long(head)
-        if name not in ours:
-            flags.rest.append(arg)
-            if arg in _TEXT and i + 1 < len(argv):
-                i += 1
-                flags.rest.append(argv[i])
-            i += 1
-            continue
-        if not eq:
-            i += 1
-            if i >= len(argv):
-                raise LaunchError(f"{name} has no value: write {name} {ours[name]}")
-            tail = argv[i]
-        if name == "--kv-method":
-            flags.method = tail
-        elif name == "--kv-config":
-            flags.config = tail
-        elif name == "--kv-model":
-            flags.model = tail
-        elif name == "--kv-method-draft":
-            flags.draft_method = tail
-        else:
-            key, eq, value = tail.partition("=")
-            if not key.strip() or not eq or not value.strip():
-                raise LaunchError(f"{name} {tail!r} is not KEY=VALUE; write for example {name} group=64")
-            (flags.opts if name == "--kv-opt" else flags.draft_opts).append(tail)
-        i += 1
-    return flags
-
-
-class _User:
-    """What the user chose for upstream, from the arguments and (not in llama-bench, which reads none) LLAMA_ARG_* variables."""
-
-    def __init__(self, args: Sequence[str], environ: Mapping[str, str], reads_env: bool) -> None:
-        self.args, self.environ, self.reads_env = args, environ, reads_env
-
-    def values(self, names: Sequence[str], env: str | None = None) -> list[str]:
-        """Values given to an option, in order; the variable's when the option is absent."""
-        out, i = [], 0
-        while i < len(self.args):
-            arg = self.args[i]
-            if _long(arg) in names and i + 1 < len(self.args):
-                out.append(self.args[i + 1])
-                i += 1
-            elif arg in _TEXT:
-                i += 1
-            i += 1
-        if not out and env and self.reads_env and env in self.environ:
-            out.append(self.environ[env])
-        return out
-
-    def has(self, names: Sequence[str]) -> bool:
-        return any(_long(arg) in names for arg in self.args)
-
-
-def _models(user: _User, bench: bool) -> list[str]:
-    values = user.values(("-m", "--model"), "LLAMA_ARG_MODEL")
-    if bench:
-        return [path for value in values for path in value.split(",") if path]
-    return values[-1:]
-
-
-def _refuse_conflicts(user: _User, method: str, bench: bool) -> None:
-    """Choices of the user that would leave the method unused, silently."""
-    flash = user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN")
-    for value in flash if bench else flash[-1:]:
-        if any(part in _FALSE for part in value.split(",")):
-            raise LaunchError(f"-fa {value} switches flash attention off, which --kv-method {method} works through: drop -fa or write -fa on")
-    devices = user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE")
-    chosen = ",".join(devices if bench else devices[-1:])
-    if chosen and all(name.startswith("RPC") for name in chosen.replace("/", ",").split(",")):
-        raise LaunchError(
-            f"-dev {devices[-1]} leaves every cache to the RPC servers, whose own flags choose its form: "
-            f"drop --kv-method {method} here"
-        )
-    if devices and "KVQ" not in chosen:
-        raise LaunchError(f"-dev {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: drop -dev or write -dev {DEVICE}")
-    if bench:
-        kept = any(part in _TRUE for v in user.values(("-nkvo", "--no-kv-offload")) for part in v.split(","))
-    else:
-        env = user.environ
-        kept = user.has(("-nkvo", "--no-kv-offload")) or env.get("LLAMA_ARG_KV_OFFLOAD") in _FALSE or "LLAMA_ARG_NO_KV_OFFLOAD" in env
-        kept = kept and not user.has(("-kvo", "--kv-offload"))
-    if kept:
-        raise LaunchError(f"-nkvo keeps the KV cache in llama.cpp's own memory, so --kv-method {method} would not be used: drop one of them")
-    for side in ("k", "v"):
-        for value in user.values((f"-ct{side}", f"--cache-type-{side}"), f"LLAMA_ARG_CACHE_TYPE_{side.upper()}"):
-            if set(value.split(",")) != {"f16"}:
-                raise LaunchError(f"-ct{side} {value} asks llama.cpp to quantise the cache that --kv-method {method} owns: drop one of them")
-
-
-def _layer_notes(user: _User, method: str, n_layer: int | None, bench: bool) -> list[str]:
-    """-ngl decides which layers' caches are offloaded, to KVQ0 here: 0 means none, up to n_layer means only the last ones."""
-    notes = []
-    values = user.values(("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS")
-    for value in values if bench else values[-1:]:
-        for part in value.split(","):
-            if not part.lstrip("-").isdigit():
-                continue
-            n = int(part)
-            if n == 0:
-                raise LaunchError(f"-ngl {value} leaves the KV cache of every layer to llama.cpp, so --kv-method {method} would not be used: drop -ngl")
-            if n_layer and 0 < n <= n_layer:
-                notes.append(f"-ngl {n}: {n_layer + 1 - n} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to compress all")
-    return notes
-
-
-def _rpc_servers(user: _User) -> list[str]:
+def _rpc_servers(user: User) -> list[str]:
     """host:port of every server named by --rpc. LaunchError when one is not of that form or accepts no connection."""
     values = user.values(("--rpc", "-rpc"), "LLAMA_ARG_RPC")
     servers = [server for value in values for server in value.split(",") if server]
@@ -232,32 +103,14 @@ def _rpc_devices(path: Path, servers: Sequence[str], env: Mapping[str, str]) -> 
     return devices
 
 
-def _split_rpc(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(--rpc SERVERS, the other arguments): devices can be named only behind the servers that have them."""
-    rpc: list[str] = []
-    rest: list[str] = []
-    i = 0
-    while i < len(args):
-        if args[i] in ("--rpc", "-rpc") and i + 1 < len(args):
-            rpc += args[i : i + 2]
-            i += 1
-        else:
-            rest.append(args[i])
-            if args[i] in _TEXT and i + 1 < len(args):
-                i += 1
-                rest.append(args[i])
-        i += 1
-    return rpc, rest
-
-
 def _cuda_devices() -> list[str]:
     """Names of the devices that draft models use without us: [] on a build without CUDA."""
     return ["CUDA0"] if list(_paths.lib_dir().glob("libggml-cuda.so*")) else []
 
 
-def _draft(user: _User, flags: _Flags, environ: Mapping[str, str], out: Command) -> list[str]:
+def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -> list[str]:
     """Arguments that put a draft model's cache where it belongs; environment of its method into out.env. LaunchError on a bad method."""
-    from . import gguf_header, methods
+    from . import methods
 
     method = flags.draft_method or environ.get("KVQ_METHOD_DRAFT") or None
     model = (user.values(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL") or [""])[-1]
@@ -286,77 +139,80 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
 
     Precedence of the method: --kv-method, KVQ_METHOD, the file of --kv-config / KVQ_CONFIG, the model's metadata.
     Raises KvqError; reads at most the headers of the GGUF files named. With --rpc it connects to the servers and asks
-    for their devices.
+    for their devices; a model on the hub is downloaded.
     """
     bench, serves = program == "llama-bench", program == RPC_SERVER
-    flags = _take_ours(argv, _OURS_RPC_SERVER if serves else _OURS)
-    user = _User(flags.rest, environ, reads_env=not bench and not serves)
+    flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS_SERVER if program == "llama-server" else OURS)
+    hub_env: dict[str, str | None] = {}
+    if not serves:
+        flags.rest, hub_env = hub_args.resolve(program, spell_sizes(flags.rest, bench), environ)
+    user = User(flags.rest, environ, reads_env=not bench and not serves)
     given = flags.model or environ.get("KVQ_MODEL")
-    models = ([given] if given else []) if serves else _models(user, bench)
+    models = ([given] if given else []) if serves else user.models(bench)
     servers = [] if serves else _rpc_servers(user)
     config = flags.config or environ.get("KVQ_CONFIG") or None
-    method = flags.method if flags.method is not None else environ.get("KVQ_METHOD") or None
 
-    from . import gguf_header  # mmap, struct: cheap
-
-    named_by, config_fields = "", {}
-    if config:
-        if not os.path.isfile(config):
-            raise LaunchError(f"--kv-config {config} is not a file; give a GGUF written by `ggml-kvq calibrate`")
-        config_fields = gguf_header.read(config).kvq()
-        if "kvq.method" not in config_fields:
-            raise LaunchError(f"--kv-config {config} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
-        if method is None:
-            method, named_by = str(config_fields["kvq.method"]), config
-    header = None
+    if config and not os.path.isfile(config):
+        raise LaunchError(f"--kv-config {config} is not a file; give a GGUF written by `ggml-kvq calibrate`")
     if flags.model and not os.path.isfile(flags.model):
         raise LaunchError(f"--kv-model {flags.model} is not a file; give the GGUF that clients run, or its first part")
-    for model in models:
-        if os.path.isfile(model):  # a missing or special file is the program's business
-            header = gguf_header.read(model)
-            if method is None and "kvq.method" in header.fields:
-                method, named_by = str(header.fields["kvq.method"]), model
+    header = _header(user, models, serves)
+    config_fields = gguf_header.read(config).kvq() if config else {}
+    if config and "kvq.method" not in config_fields:
+        raise LaunchError(f"--kv-config {config} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
+    choice = _choice(flags, environ, config, config_fields, header)
 
-    opts = list(flags.opts)
-    if environ.get("KVQ_OPTS") and environ.get("KVQ_METHOD", method) == method:
-        opts.insert(0, environ["KVQ_OPTS"])
-    if method is None:
+    if choice is None or choice.method == refusals.OFF:
+        off = choice is not None
         if flags.opts:
             raise LaunchError(f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
         if flags.draft_method or flags.draft_opts:
             raise LaunchError("--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)")
-        return Command(flags.rest, remote=serves or bool(servers))
+        if flags.stats_file:
+            raise LaunchError(f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
+        page = served_page.wanted(program, user)
+        out = Command([*(["--path", str(page)] if page else []), *flags.rest], remote=serves or bool(servers), env=hub_env)
+        if off:  # llama-bench would load the library and take its device
+            out.env |= dict.fromkeys(k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ)
+            out.env |= {"GGML_BACKEND_PATH": None} if _is_ours(environ.get("GGML_BACKEND_PATH")) else {}
+        return out
 
     from . import methods
 
+    method = choice.method
+    opts = list(flags.opts)
+    if environ.get("KVQ_OPTS") and environ.get("KVQ_METHOD", method) == method:
+        opts.insert(0, environ["KVQ_OPTS"])
     joined = ",".join(opts)
     try:
         methods.check(method, joined)
     except KvqError as e:
-        raise LaunchError(f"{named_by}: kvq.method: {e}" if named_by else str(e)) from e
+        raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
     held = config_fields.get("kvq.method", method)
     if held != method:
         raise LaunchError(f"--kv-config {config} holds data for method {held}, not {method}; give another file or --kv-method {held}")
     if serves:
         devices = user.values(("-d", "--device"))
         if devices and "KVQ" not in ",".join(devices):
-            raise LaunchError(
-                f"-d {devices[-1]} leaves out the device that holds the cache of --kv-method {method}: "
-                f"drop -d or write -d {DEVICE}"
-            )
+            raise LaunchError(f"-d {devices[-1]} leaves out the device that holds the cache of {choice.words}: drop -d or write -d {DEVICE}")
     else:
-        _refuse_conflicts(user, method, bench)
+        refusals.conflicts(user, choice, bench)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
-    notes = _layer_notes(user, method, n_layer if isinstance(n_layer, int) else None, bench)
+    notes = refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
     out = Command(flags.rest, remote=serves or bool(servers), notes=notes)
+    if not config and len(models) == 1 and os.path.isfile(models[0]):
+        config = sidecars.beside(models[0], method)
+        out.notes += [f"data of {config}, which lies beside the model"] if config else []
 
     backend = str(_paths.backend())
     other = environ.get("GGML_BACKEND_PATH")
-    if other and os.path.realpath(other) != os.path.realpath(backend):
+    if other and not _is_ours(other):
         out.notes.append(f"GGML_BACKEND_PATH={other} is replaced by {backend}; ggml loads one such library")
-    out.env = {"GGML_BACKEND_PATH": backend, "KVQ_METHOD": method, "KVQ_OPTS": joined or None, "KVQ_CONFIG": config}
+    out.env = {**hub_env, "KVQ_LAUNCHER": program, "GGML_BACKEND_PATH": backend, "KVQ_METHOD": method, "KVQ_OPTS": joined or None, "KVQ_CONFIG": config}
     if len(models) == 1:
         out.env["KVQ_MODEL"] = models[0]
+    if flags.stats_file:
+        out.env["KVQ_STATS_FILE"] = _stats_file(flags.stats_file)
     if serves:
         out.args = [*([] if devices else ["-d", DEVICE]), *flags.rest]
         return out
@@ -368,20 +224,69 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         names = [DEVICE]
         if servers:
             names = [*_rpc_devices(_paths.program(program), servers, _environment(environ, out)), DEVICE]
-            rpc, flags.rest = _split_rpc(flags.rest)
+            rpc, flags.rest = without(flags.rest, ("--rpc", "-rpc"))
             added += rpc
         added += ["-dev", ("/" if bench else ",").join(names)]
         # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
         placed = user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload"))
-        present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url", "-hf", "-hfr", "--hf-repo")) or "LLAMA_ARG_MMPROJ" in environ
+        present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url")) or "LLAMA_ARG_MMPROJ" in environ
         if program in ("llama-server", "llama-cli") and present and not placed:
             added.append("--no-mmproj-offload")
     if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
         added += ["-fa", "on"]
     added += _draft(user, flags, environ, out)
+    if not servers and not refusals.on_gpu():
+        fitted, more, replaced = refusals.fit(program, user, choice, models[-1] if models else "", joined)
+        added += fitted
+        out.notes += more
+        _, flags.rest = without(flags.rest, tuple(replaced)) if replaced else ([], flags.rest)
     # in front: behind a dangling option of the user ("-m" without a file) they would be taken for its value
     out.args = [*added, *flags.rest]
+    out.page = served_page.wanted(program, user)
     return out
+
+
+def _choice(
+    flags: Flags, environ: Mapping[str, str], config: str | None, config_fields: Mapping[str, object], header: gguf_header.Header | None
+) -> refusals.Choice | None:
+    """The method and what chose it; None: llama.cpp's own cache."""
+    if flags.method is not None:
+        return refusals.Choice(flags.method, f"--kv-method {flags.method}")
+    if environ.get("KVQ_METHOD"):
+        return refusals.Choice(environ["KVQ_METHOD"], f"KVQ_METHOD={environ['KVQ_METHOD']}", by_flag=False)
+    if config:
+        return refusals.Choice(str(config_fields["kvq.method"]), f"method {config_fields['kvq.method']} of {config}", by_flag=False)
+    if header and "kvq.method" in header.fields:
+        method = str(header.fields["kvq.method"])
+        return refusals.Choice(method, f"method {method} of the model's metadata ({header.path})", by_flag=False)
+    return None
+
+
+def _header(user: User, models: Sequence[str], serves: bool) -> gguf_header.Header | None:
+    """Header of the last model. LaunchError for one that is not there, GgufError for one that is cut off or no GGUF."""
+    header = None
+    fetched = user.has(("-mu", "--model-url", "-dr", "--docker-repo")) or "LLAMA_ARG_MODEL_URL" in user.environ or "LLAMA_ARG_DOCKER_REPO" in user.environ
+    for model in models:
+        if os.path.isfile(model):
+            header = gguf_header.read(model, tensors=not serves)
+            if not serves:
+                header.check_whole()
+        elif not fetched and not serves and (os.path.isdir(model) or not os.path.exists(model)):
+            raise LaunchError(refusals.missing(model))
+    return header
+
+
+def _is_ours(path: str | None) -> bool:
+    return bool(path) and os.path.realpath(str(path)) == os.path.realpath(_paths.backend())
+
+
+def _stats_file(path: str) -> str:
+    """Absolute path of --kv-stats-file. LaunchError when its folder takes no file."""
+    target = os.path.abspath(path)
+    folder = os.path.dirname(target)
+    if os.path.isdir(target) or not os.access(folder, os.W_OK | os.X_OK):
+        raise LaunchError(f"--kv-stats-file {path} cannot be written; give a file in a folder that exists and is yours")
+    return target
 
 
 def _environment(environ: Mapping[str, str], cmd: Command) -> dict[str, str]:
@@ -399,11 +304,14 @@ def run(program: str, argv: Sequence[str], name: str = "") -> int:
     try:
         path = _paths.program(program)
         if any(arg in ("-h", "--help", "--usage") for arg in argv):
-            sys.stdout.write(HELP + (HELP_RPC_SERVER if program == RPC_SERVER else ""))
+            sys.stdout.write(HELP + {RPC_SERVER: HELP_RPC_SERVER, "llama-server": HELP_SERVER}.get(program, ""))
             sys.stdout.flush()
         cmd = command(program, argv, os.environ)
         for note in cmd.notes:
             print(f"{name}: note: {note}", file=sys.stderr, flush=True)
+        if cmd.page:
+            folder, stats = served_page.prepare(cmd.page, os.environ)
+            cmd.args[:0], cmd.env["KVQ_PAGE_STATS_FILE"] = ["--path", str(folder)], stats
         env = _environment(os.environ, cmd)
         # Python ignores these two from its start on; the program must find them as a shell leaves them.
         for kind in (signal.SIGXFSZ,) if cmd.remote else (signal.SIGPIPE, signal.SIGXFSZ):

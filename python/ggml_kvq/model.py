@@ -9,8 +9,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import chat, hub, kvstats, llama, native
+from . import arguments, chat, hub, kvstats, llama, native, processes, states
 from .errors import (
+    BusyError,
     ContextOverflowError,
     DecodeError,
     KvqError,
     MethodError,
     ModelError,
-    StateError,
 )
 from .gguf_header import read as read_header
 from .kvstats import UPSTREAM
@@ -38,36 +37,9 @@ if TYPE_CHECKING:
 
 Options = Mapping[str, object] | str | None
 
-_models: weakref.WeakSet[Model] = weakref.WeakSet()
-
-_worker_lock = threading.Lock()
-_worker: ThreadPoolExecutor | None = None
-
-
-def _run_interruptible(model: Model, call: Any) -> Any:
-    """Run `call` on a helper thread while the main thread stays open to Ctrl-C, which aborts the running llama_decode."""
-    global _worker
-    with _worker_lock:
-        if _worker is None:
-            _worker = ThreadPoolExecutor(1, thread_name_prefix="ggml-kvq-decode")
-    future: Future[Any] = _worker.submit(call)
-    try:
-        return future.result()
-    except KeyboardInterrupt:
-        model._abort[0] = b"\x01"
-        while not future.done():
-            try:
-                future.exception()
-            except KeyboardInterrupt:
-                continue
-        raise
-    finally:
-        model._abort[0] = b"\x00"
-
-
 def close_all() -> None:
     """Close every open Model of this process."""
-    for model in list(_models):
+    for model in list(processes.models):
         model.close()
 
 
@@ -76,9 +48,10 @@ class Model:
 
     path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub).
     kv_method: f16, kivi, xquant, ... (`ggml-kvq methods`); None = the method named in the model's metadata, else
-        upstream's own cache; "upstream" = upstream's cache in any case.
-    kv_opts: options of the method, a dict or "key=value,key=value". kv_config: calibrated data (sidecar GGUF).
-    n_ctx: context in tokens, 0 = what the model was trained with. n_batch, n_ubatch: logical and physical batch in tokens.
+        upstream's own cache; "upstream" or "none" = upstream's cache in any case.
+    kv_opts: options of the method, a dict or "key=value,key=value". kv_config: calibrated data (sidecar GGUF); None = the model's own,
+        else MODEL.kvq.gguf beside MODEL.gguf when it is of the method; "none" = neither file beside.
+    n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with. n_batch, n_ubatch: logical and physical batch in tokens.
     n_threads: CPU threads, None = physical guess of os.cpu_count(). n_seq_max: parallel sequences.
     type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
     device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. `devices`: what was chosen.
@@ -94,9 +67,9 @@ class Model:
         kv_opts: Options = None,
         kv_config: str | os.PathLike[str] | None = None,
         *,
-        n_ctx: int = 4096,
-        n_batch: int = 2048,
-        n_ubatch: int = 512,
+        n_ctx: int | str = 4096,
+        n_batch: int | str = 2048,
+        n_ubatch: int | str = 512,
         n_threads: int | None = None,
         n_seq_max: int = 1,
         type_k: str = "f16",
@@ -110,23 +83,28 @@ class Model:
         self._lock = threading.RLock()
         self._abort = ctypes.create_string_buffer(2)
         self._tokens: list[int] = []
-        self._options = native.option_string(dict(kv_opts) if isinstance(kv_opts, Mapping) else kv_opts)
+        self._edits = 0  # of the tokens held, so that a generator sees that they are no longer its own
+        self._generating: tuple[threading.Thread, weakref.ref[Any]] | None = None
+        self._options = arguments.options(kv_opts)
         self.finish_reason = ""
         self.load_line = ""
         self.devices: list[str] = []
-        for name, value, low in (("n_ctx", n_ctx, 0), ("n_batch", n_batch, 1), ("n_ubatch", n_ubatch, 1)):
-            if value < low:
-                raise ModelError(f"{name}={value} is too small; choose {low} or more")
+        n_ctx, n_batch, n_ubatch = arguments.count("n_ctx", n_ctx, 0), arguments.count("n_batch", n_batch, 1), arguments.count("n_ubatch", n_ubatch, 1)
+        n_seq_max = arguments.count("n_seq_max", n_seq_max, 1)
+        kv_method = arguments.method(kv_method)
         for name, kind in (("type_k", type_k), ("type_v", type_v)):
             if kind not in llama.GGML_TYPES:
                 raise MethodError(f"{name}={kind!r} is no cache type; choose one of {', '.join(llama.GGML_TYPES)}")
 
+        processes.check_not_forked()
         self._libs = libraries()
-        self.path = hub.resolve(path)
+        self.path = hub.resolve(arguments.path(path))
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
+        kv_config = arguments.sidecar(self.path, kv_method, kv_config)
         self._check_method(kv_method, kv_config, type_k, type_v)
 
+        processes.note_computing()
         log.begin(verbose)
         try:
             if kv_method is None:
@@ -148,7 +126,7 @@ class Model:
             self.load_line = "\n".join(kvstats.load_lines(self._libs, id(self)))
             if verbose:
                 print(self.load_line, file=sys.stderr)
-        _models.add(self)
+        processes.models.add(self)
 
     # -------------------------------------------------------------- loading
 
@@ -236,7 +214,7 @@ class Model:
                     kvq.kvq_configure(None, None, None, None)
             if not self._ctx:
                 if reason:
-                    raise MethodError(reason)
+                    raise arguments.in_python(MethodError(reason))
                 problem = last_problem(log.end())
                 cure = "choose another type_k or type_v" if "cache type" in problem else "try a smaller n_ctx"
                 raise ModelError(f"no context of {self.path} with n_ctx={n_ctx}: {problem}; {cure}")
@@ -265,7 +243,10 @@ class Model:
             return
         with self._lock:
             self._free()
-        _models.discard(self)
+        processes.models.discard(self)
+
+    def __repr__(self) -> str:
+        return arguments.describe(self)
 
     def __enter__(self) -> Self:
         return self
@@ -279,8 +260,14 @@ class Model:
         if getattr(self, "_ctx", None) or getattr(self, "_model", None):
             self.close()
 
+    def _forget(self) -> None:
+        """In a forked child: context and model are the parent's. Nothing is freed."""
+        self._ctx = self._model = None
+        self._lock = threading.RLock()
+
     def _open(self) -> int:
         if self._ctx is None:
+            processes.check_not_forked()
             raise ModelError(f"the model {self.path.name} is closed; open a new Model")
         return self._ctx
 
@@ -288,8 +275,7 @@ class Model:
 
     def metadata(self, key: str) -> str | None:
         """Scalar GGUF metadata value as a string, None when absent or an array."""
-        if self._model is None:
-            raise ModelError(f"the model {self.path.name} is closed; open a new Model")
+        self._open()
         buf = ctypes.create_string_buffer(4096)
         n = self._libs.llama.llama_model_meta_val_str(self._model, key.encode(), buf, len(buf))
         if n >= len(buf):
@@ -300,7 +286,7 @@ class Model:
     def tokenize(self, text: str, *, add_bos: bool = False, special: bool = False) -> list[int]:
         """Token ids of `text`. add_bos: prepend BOS when the model wants one; special: read <|...|> markers as tokens."""
         self._open()
-        data = text.encode("utf-8")
+        data = arguments.utf8(text)
         fn = self._libs.llama.llama_tokenize
         n = -fn(self._vocab, data, len(data), None, 0, add_bos, special)
         if n <= 0:
@@ -352,6 +338,7 @@ class Model:
             ctx = self._open()
             self._libs.llama.llama_memory_clear(self._libs.llama.llama_get_memory(ctx), True)
             self._tokens = []
+            self._edits += 1
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first n_tokens of the cache; 0 <= n_tokens <= len(tokens)."""
@@ -362,6 +349,7 @@ class Model:
             if not self._libs.llama.llama_memory_seq_rm(self._memory, 0, n_tokens, -1):
                 raise DecodeError(f"this model's memory cannot be cut at {n_tokens}; call reset() and decode again")
             del self._tokens[n_tokens:]
+            self._edits += 1
 
     def feed(
         self, tokens: Sequence[int] | TokenArray, *, outputs: npt.ArrayLike | None = None, n_ubatch: int | None = None
@@ -384,8 +372,20 @@ class Model:
         step = min(n_ubatch or self.n_batch, self.n_batch)
         if step < 1:
             raise DecodeError(f"n_ubatch={n_ubatch} is too small; choose 1 or more")
+        edits = None
         for start in range(0, len(ids), step):
-            yield self._decode(ids[start : start + step], mask[start : start + step])
+            with self._lock:
+                self._check_own(edits)
+                part = self._decode(ids[start : start + step], mask[start : start + step])
+                edits = self._edits
+            yield part
+
+    def _check_own(self, edits: int | None) -> None:
+        """BusyError when the tokens held are no longer those that a running feed() or generate() left."""
+        if edits is not None and edits != self._edits:
+            raise BusyError(
+                "this generator is stale: the tokens of the model were changed since (a newer generate(), feed() or reset()); use the newer one"
+            )
 
     def _decode(self, ids: TokenArray, mask: npt.NDArray[np.int8]) -> npt.NDArray[np.float32]:
         with self._lock:
@@ -410,10 +410,11 @@ class Model:
             try:
                 # one token is quick and Ctrl-C waits for it; a batch may take seconds
                 wait = n > 1 and threading.current_thread() is threading.main_thread()
-                status, lines = _run_interruptible(self, call) if wait else call()
+                status, lines = processes.run_interruptible(self, call) if wait else call()
             finally:
                 held = self._libs.llama.llama_memory_seq_pos_max(self._memory, 0) + 1
                 self._tokens += ids[: max(0, held - n_past)].tolist()
+                self._edits += 1
             if status:
                 what = {1: "no room in the KV cache", 2: "aborted", -1: "invalid batch"}.get(status, f"status {status}")
                 raise DecodeError(f"decoding {n} tokens at {n_past} failed ({what}): {last_problem(lines)}; reset() and try again")
@@ -428,13 +429,14 @@ class Model:
 
         Raises ContextOverflowError when the tokens exceed n_ctx.
         """
-        self.reset()
-        out = np.empty((len(tokens), self.n_vocab), np.float32)
-        row = 0
-        for part in self.feed(tokens, outputs=np.ones(len(tokens), bool), n_ubatch=n_ubatch):
-            out[row : row + len(part)] = part
-            row += len(part)
-        return out
+        with self._lock:
+            self.reset()
+            out = np.empty((len(tokens), self.n_vocab), np.float32)
+            row = 0
+            for part in self.feed(tokens, outputs=np.ones(len(tokens), bool), n_ubatch=n_ubatch):
+                out[row : row + len(part)] = part
+                row += len(part)
+            return out
 
     def perplexity(
         self, text: str | Sequence[int], *, n_ctx: int | None = None, n_ubatch: int | None = None, stride: int = 0
@@ -467,7 +469,8 @@ class Model:
         reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty prompt then
         continues. special: read control tokens in the prompt (chat templates). sampling or its fields (temperature, top_k,
         top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling.
-        Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError.
+        Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError, and BusyError while
+        another thread's generate() of this Model has not ended; an unfinished one of this thread ends, and raises BusyError if it is used.
         """
         if sampling is not None and options:
             raise KvqError(f"sampling and {', '.join(options)} given together; put all into Sampling(...)")
@@ -480,23 +483,36 @@ class Model:
         stops = [stop] if isinstance(stop, str) else list(stop)
         if any(not s for s in stops):
             raise KvqError("stop='' would end every text at once; drop the empty string")
-        self._open()
-        start = reset or not self._tokens
-        ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else list(prompt)
-        if reset:
-            self.reset()
-        if not ids:
-            if not self._tokens:
-                raise KvqError("prompt='' with an empty cache gives nothing to continue; pass some text")
-            ids = self._tokens[-1:]
-            self.truncate(len(self._tokens) - 1)
-        if len(self._tokens) + len(ids) > self.n_ctx:
-            raise ContextOverflowError(
-                f"{len(self._tokens) + len(ids)} prompt tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx"
-            )
-        return self._generate(ids, max_tokens, stops, chosen)
+        with self._lock:
+            self._open()
+            self._check_idle()
+            start = reset or not self._tokens
+            ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else arguments.token_ids(prompt)
+            if reset:
+                self.reset()
+            if not ids:
+                if not self._tokens:
+                    raise KvqError("prompt='' with an empty cache gives nothing to continue; pass some text")
+                ids = self._tokens[-1:]
+                self.truncate(len(self._tokens) - 1)
+            if len(self._tokens) + len(ids) > self.n_ctx:
+                raise ContextOverflowError(
+                    f"{len(self._tokens) + len(ids)} prompt tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx"
+                )
+            self._edits += 1  # whatever generates still is stale
+            pieces = self._generate(ids, max_tokens, stops, chosen, self._edits)
+            self._generating = threading.current_thread(), weakref.ref(pieces)
+            return pieces
 
-    def _generate(self, ids: list[int], max_tokens: int, stops: list[str], options: Sampling) -> Iterator[str]:
+    def _check_idle(self) -> None:
+        """BusyError while a generator that another thread began is neither at its end nor closed."""
+        if self._generating is not None:
+            thread, pieces = self._generating[0], self._generating[1]()
+            if thread is not threading.current_thread() and thread.is_alive() and pieces is not None and pieces.gi_frame is not None:
+                raise BusyError(f"generate() of thread {thread.name} has not ended; wait for it, close() it, or open a Model for each thread")
+
+    def _generate(self, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int) -> Generator[str, None, None]:
+        self._check_own(edits)
         self.finish_reason = ""
         chain = Chain(self._libs.llama, self.n_vocab, options)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -508,10 +524,12 @@ class Model:
             if max_tokens == 0:
                 self.finish_reason = "length"
             while not self.finish_reason:
-                for _ in self.feed(ids):
-                    pass
                 with self._lock:
+                    self._check_own(edits)
+                    for _ in self.feed(ids):
+                        pass
                     token = chain.sample(self._open())
+                    edits = self._edits
                 if self._libs.llama.llama_vocab_is_eog(self._vocab, token):
                     self.finish_reason = "eos"
                     break
@@ -549,52 +567,12 @@ class Model:
         return kvstats.stats(self._libs, id(self))
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Write tokens, cache and logits to `path`, whole or not at all. StateError when that fails."""
-        target = Path(path)
-        with self._lock:
-            ctx = self._open()
-            ids = np.asarray(self._tokens, np.int32)
-            partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-            try:
-                log.begin()
-                ok = self._libs.llama.llama_state_save_file(
-                    ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
-                )
-                lines = log.end()
-                if not ok:
-                    raise StateError(f"{target} could not be written: {last_problem(lines)}; check folder and disk space")
-                with open(partial, "rb+") as f:
-                    os.fsync(f.fileno())
-                os.replace(partial, target)
-            except OSError as e:
-                raise StateError(f"{target} could not be written: {e.strerror}; check folder and disk space") from e
-            finally:
-                partial.unlink(missing_ok=True)
+        """Write tokens and cache to `path`, whole or not at all. StateError when that fails."""
+        states.save(self, path)
 
     def load_state(self, path: str | os.PathLike[str]) -> int:
         """Restore what save_state wrote (same model and n_ctx at least as long); returns the number of tokens held.
 
         StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty.
         """
-        source = Path(path)
-        if not source.is_file():
-            raise StateError(f"{source} is not a file; give a path that save_state wrote")
-        with open(source, "rb") as f:
-            magic = f.read(4)
-        if magic != b"nsgg":  # LLAMA_SESSION_MAGIC 'ggsn', little endian
-            raise StateError(f"{source} is no saved state (magic {magic!r}); give a path that save_state wrote")
-        with self._lock:
-            ctx = self._open()
-            self.reset()
-            out = (ctypes.c_int32 * self.n_ctx)()
-            n = ctypes.c_size_t()
-            log.begin()
-            ok = self._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, self.n_ctx, ctypes.byref(n))
-            lines = log.end()
-            if not ok:
-                self.reset()
-                raise StateError(
-                    f"{source} does not fit this context: {last_problem(lines)}; use the model it was saved with and n_ctx >= its length"
-                )
-            self._tokens = list(out[: n.value])
-        return len(self._tokens)
+        return states.load(self, path)

@@ -171,6 +171,8 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_abi_version", c_int, []),
     ("kvq_version", c_char_p, []),
     ("kvq_last_error", c_char_p, []),
+    ("kvq_state_begin", None, [c_uint32]),
+    ("kvq_state_tag", c_uint32, []),
     ("kvq_kernel_name", c_char_p, []),
     ("kvq_method_count", c_int, []),
     ("kvq_method_at", POINTER(kvq_method_info), [c_int]),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from . import files
 from .errors import KvqError
 
 Row = dict[str, Any]
@@ -55,10 +56,11 @@ def _pyplot() -> Any:
 def _save(figure: Any, out: str | Path) -> list[Path]:
     base = Path(out)
     base = base.with_suffix("") if base.suffix in (".png", ".svg") else base
-    base.parent.mkdir(parents=True, exist_ok=True)
     paths = [base.with_suffix(".png"), base.with_suffix(".svg")]
-    figure.savefig(paths[0], dpi=160, metadata={"Software": None})
-    figure.savefig(paths[1], metadata={"Date": None})
+    with files.whole(paths[0]) as partial:
+        figure.savefig(partial, dpi=160, metadata={"Software": None})
+    with files.whole(paths[1]) as partial:
+        figure.savefig(partial, metadata={"Date": None})
     return paths
 
 

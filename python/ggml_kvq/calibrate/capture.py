@@ -24,7 +24,7 @@ def open_model(path: str | os.PathLike[str], length: int, n_threads: int | None 
     if not 16 <= length <= MAX_LENGTH:
         raise KvqError(f"sequences of {length} tokens cannot be captured; choose 16 to {MAX_LENGTH}")
     opts = {"predictor": "none", "window": MAX_LENGTH, "sinks": 0}
-    return Model(path, kv_method="aqua", kv_opts=opts, n_ctx=-(-length // 256) * 256, n_ubatch=512, n_threads=n_threads)
+    return Model(path, kv_method="aqua", kv_opts=opts, kv_config="none", n_ctx=-(-length // 256) * 256, n_ubatch=512, n_threads=n_threads)
 
 
 def layers(path: str | os.PathLike[str]) -> list[tuple[int, int, int, int]]:

@@ -6,12 +6,14 @@ first) beside it."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import gguf_header
 from ..errors import KvqError
+from ..files import whole as whole_file
 from .means import Means
 from .predictors import Bits, Fit
 
@@ -102,6 +104,12 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def write_sidecar(out: str | os.PathLike[str], meta: dict[str, Any], data: dict[str, np.ndarray]) -> None:
+    """Write a sidecar, whole or not at all. KvqError when that fails."""
+    with whole_file(out, need=sum(x.nbytes for x in data.values())) as partial:
+        _write_sidecar(partial, meta, data)
+
+
+def _write_sidecar(out: Path, meta: dict[str, Any], data: dict[str, np.ndarray]) -> None:
     gguf = _gguf()
     writer = gguf.GGUFWriter(os.fspath(out), "kvq")
     writer.add_string("general.type", "kvq")
@@ -127,7 +135,13 @@ def read_sidecar(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
 
 
 def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Copy of a model file with the sidecar's data as metadata. Refuses a sidecar of another model."""
+    """Copy of a model file with the sidecar's data as metadata, whole or not at all. Refuses a sidecar of another model."""
+    gguf_header.read(model, tensors=True).check_whole()
+    with whole_file(out, need=os.path.getsize(model) + os.path.getsize(sidecar)) as partial:
+        _embed(model, sidecar, partial)
+
+
+def _embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: Path) -> None:
     gguf = _gguf()
     meta, data = read_sidecar(sidecar)
     for key, value in identity(model).items():

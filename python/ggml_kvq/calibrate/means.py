@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 import resource
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ..progress import Line
 from . import capture
 
 
@@ -67,6 +67,7 @@ def fit(
                 done = int(saved["done"])
                 for (il, v), m in sums.items():
                     m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
+    line = Line(progress)
     with capture.open_model(path, length, n_threads) as model:
         chosen = capture.sequences(model, text, n_sequences, length, seed)
         for i in range(done, n_sequences):
@@ -77,9 +78,8 @@ def fit(
                 _save(store, key, i + 1, sums)
             if progress:
                 left = (time.monotonic() - started) / (i + 1 - done) * (n_sequences - i - 1)
-                print(f"\rcalibrating: {i + 1}/{n_sequences} sequences, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
-    if progress:
-        print(file=sys.stderr)
+                line(f"calibrating: {i + 1}/{n_sequences} sequences, {left:.0f} s left")
+    line.end()
     n = n_sequences * (length - sinks)
     out = Means(n_tokens=n, seconds=time.monotonic() - started, peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     for il, *_ in shapes:

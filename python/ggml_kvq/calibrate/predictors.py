@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import numpy as np
 
 from .. import kernels, loader
 from ..errors import KvqError
+from ..progress import Line
 from ..reference import LATTICE, Codec, K, V
 from . import weights
 
@@ -147,20 +147,18 @@ class Progress:
     """One line on stderr: share of the work done, time left."""
 
     def __init__(self, show: bool) -> None:
-        self.show, self.started, self.first = show, time.monotonic(), -1.0
+        self.line, self.started, self.first = Line(show), time.monotonic(), -1.0
 
     def __call__(self, what: str, share: float) -> None:
         if self.first < 0:
             self.first = share
-        if self.show:
-            spent, part = time.monotonic() - self.started, share - self.first
-            left = f", {spent / part * (1 - share):.0f} s left" if part > 0.02 else ""
-            full = int(30 * share)
-            print(f"\rcalibrating [{'#' * full}{'.' * (30 - full)}] {100 * share:3.0f}%{left} ({what})    ", end="", file=sys.stderr, flush=True)
+        spent, part = time.monotonic() - self.started, share - self.first
+        left = f", {spent / part * (1 - share):.0f} s left" if part > 0.02 else ""
+        full = int(30 * share)
+        self.line(f"calibrating [{'#' * full}{'.' * (30 - full)}] {100 * share:3.0f}%{left} ({what})")
 
     def end(self) -> None:
-        if self.show:
-            print(file=sys.stderr)
+        self.line.end()
 
 
 def fit(

@@ -7,6 +7,8 @@ import json
 import os
 from typing import Any
 
+from . import _sizes as sizes
+
 HELP = "measure speed: generation and prompt tokens/s at depth, against upstream's f16 cache"
 
 
@@ -16,23 +18,24 @@ def register(subparsers: Any) -> None:
     p.add_argument("-m", "--model", required=True, help="GGUF model, or hf:owner/repo/file.gguf")
     p.add_argument("--cache", action="append", default=[], metavar="SPEC", help="a cache, as for ggml-kvq eval; repeatable (f16 is always measured)")
     p.add_argument("-d", "--depths", default="0,4096", help="tokens already in the cache (default 0,4096)")
-    p.add_argument("-n", "--n-gen", type=int, default=32, help="tokens generated (default 32; 0: none)")
-    p.add_argument("-p", "--n-prompt", type=int, default=0, help="tokens of a prompt read at each depth (default 0: none)")
+    p.add_argument("-n", "--n-gen", type=sizes.tokens, default=32, help="tokens generated (default 32; 0: none)")
+    p.add_argument("-p", "--n-prompt", type=sizes.tokens, default=0, help="tokens of a prompt read at each depth (default 0: none)")
     p.add_argument("-t", "--threads", type=int, default=os.cpu_count(), help="CPU threads (default: all)")
-    p.add_argument("-ub", "--ubatch-size", type=int, default=512, help="tokens decoded at once (default 512)")
+    p.add_argument("-ub", "--ubatch-size", type=sizes.tokens, default=512, help="tokens decoded at once (default 512)")
     p.add_argument("-r", "--reps", type=int, default=2, help="repetitions in a process (default 2)")
     p.add_argument("--rounds", type=int, default=3, help="times that the caches alternate (default 3)")
     p.add_argument("--device", default="", help="llama.cpp device of upstream's caches (default: the CPU); KVQ0 runs ours")
     p.add_argument("-o", "--output", help="append one JSON line per row, as ggml-kvq plot speed reads")
     p.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    p.set_defaults(run=run)
+    p.set_defaults(run=run, interrupted="the rows so far stand above and in the -o file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Entry point."""
-    from .. import bench, hub
+    from .. import bench, files, hub
     from ..errors import KvqError
     from ..evaluate.specs import parse
+    from ..memory import tokens
 
     specs = [parse(text) for text in args.cache]
     if not any(s.is_reference for s in specs):
@@ -40,15 +43,21 @@ def run(args: argparse.Namespace) -> int:
     if len({s.label for s in specs}) < len(specs):
         raise KvqError("two caches have the same name; give one of them another: NAME=SPEC")
     try:
-        depths = tuple(int(d) for d in args.depths.split(","))
+        depths = tuple(tokens(d) for d in args.depths.split(","))
     except ValueError as e:
         raise KvqError(f"--depths {args.depths} is no comma list of token counts, as 0,4096") from e
     settings = bench.Settings(depths, args.n_gen, args.n_prompt, args.ubatch_size, args.threads, args.reps, args.rounds, args.device)
-    rows = []
-    for row in bench.run(hub.resolve(args.model), specs, settings):
-        rows.append(row)
-        if args.output:
-            with open(args.output, "a", encoding="utf-8") as f:
-                f.write(json.dumps(row) + "\n")
-    print(bench.summary(rows, markdown=args.markdown))
+    for spec in specs:
+        spec.check()
+    if args.output:
+        files.probe(args.output)
+    rows: list[bench.Row] = []
+    try:
+        for row in bench.run(hub.resolve(args.model), specs, settings):
+            rows.append(row)
+            if args.output:
+                files.append_line(args.output, json.dumps(row))
+    finally:  # what was measured is shown, whatever came in between
+        if rows:
+            print(bench.summary(rows, markdown=args.markdown), flush=True)
     return 0

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+
+from .. import sidecars
+from . import _sizes as sizes
 
 
 def register(subparsers: Any) -> None:
@@ -21,15 +25,16 @@ def register(subparsers: Any) -> None:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"code bits the cache will give {what} (default {default})")
     parser.add_argument("--hf", metavar="DIR", help="run this Hugging Face model (a folder, or an id on the hub) instead of the GGUF, which names it")
     parser.add_argument("--work", metavar="DIR", help="folder for captured rows while predictors are fitted (default: beside the output)")
-    parser.add_argument("--sequences", type=int, default=64, metavar="N", help="sequences to run (default 64)")
-    parser.add_argument("--length", type=int, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
+    parser.add_argument("--sequences", type=sizes.tokens, default=64, metavar="N", help="sequences to run (default 64)")
+    parser.add_argument("--length", type=sizes.tokens, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
     parser.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="which sequences of the text (default 0)")
     parser.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, interrupted="the same command goes on where it stopped")
 
 
 def run(args: argparse.Namespace) -> int:
+    from .. import hub
     from ..calibrate import files, means
     from ..errors import KvqError
 
@@ -37,8 +42,9 @@ def run(args: argparse.Namespace) -> int:
         return run_xquant(args)
     if not args.file:
         raise KvqError("aqua is calibrated on a text; give -f TEXT")
-    model = Path(args.model)
-    out = Path(args.output) if args.output else model.with_name(model.stem + ".kvq.gguf")
+    model = hub.resolve(args.model)
+    check_inputs(model, args.file)
+    out = Path(args.output or sidecars.default_path(model))
     if args.sequences < 1 or not 0 <= args.sinks < args.length:
         raise KvqError(f"--sequences {args.sequences} with --sinks {args.sinks} leaves no tokens; choose at least 1 and fewer sinks than --length")
     files._gguf()
@@ -56,7 +62,32 @@ def run(args: argparse.Namespace) -> int:
     for il, (k, v) in fitted.removed.items():
         print(f"{il:>5} {100 * k:>17.1f}% {100 * v:>17.1f}%")
     print(f"{out}: {fitted.n_tokens} tokens in {fitted.seconds:.0f} s, peak memory {fitted.peak_mib:.0f} MiB")
+    print(next_commands(args, model, out))
     return 0
+
+
+def check_inputs(model: Path, text: str | None) -> None:
+    """Refuse a model or text that is not there, or a model that is cut off, before anything runs."""
+    from .. import gguf_header
+    from ..errors import KvqError
+
+    for what, path in (("-m", model), ("-f", text)):
+        if path and not Path(path).is_file():
+            raise KvqError(f"{what} {path} is not a file; give {'a GGUF model' if what == '-m' else 'a text'}")
+    gguf_header.read(model, tensors=True).check_whole()
+
+
+def next_commands(args: argparse.Namespace, model: Path, out: Path) -> str:
+    """What to do with the data: run, measure, put into the model. A sidecar in its default place is found by itself."""
+    found = out == Path(sidecars.default_path(model))
+    config = "" if found else f" --kv-config {shlex.quote(str(out))}"
+    m, text = shlex.quote(str(model)), shlex.quote(args.file or "TEXT")
+    whole = shlex.quote(str(model.with_name(f"{model.stem}-{args.method}.gguf")))
+    return (
+        f"next: llama-cli -m {m} --kv-method {args.method}{config}\n"
+        f"      ggml-kvq eval -m {m} --cache {shlex.quote(f'{args.method}@{out}')} -f {text}\n"
+        f"      ggml-kvq embed {m} {shlex.quote(str(out))} {whole}"
+    )
 
 
 def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) -> int:
@@ -87,6 +118,7 @@ def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) 
         f"{out}: {fit.n_tokens} tokens in {fit.seconds:.0f} s ({fit.seconds_capture:.0f} s running the model), peak memory {fit.peak_mib:.0f} MiB, "
         f"{fit.disk_mib:.0f} MiB of rows on disk"
     )
+    print(next_commands(args, model, out))
     return 0
 
 
@@ -103,11 +135,12 @@ def print_fit(fit: Any) -> None:
 
 
 def run_xquant(args: argparse.Namespace) -> int:
-    from .. import gguf_header
+    from .. import gguf_header, hub
     from ..calibrate import files, xquant
 
-    model = Path(args.model)
-    out = Path(args.output) if args.output else model.with_name(model.stem + ".kvq.gguf")
+    model = hub.resolve(args.model)
+    check_inputs(model, args.file)
+    out = Path(args.output or sidecars.default_path(model))
     n_layer = len(gguf_header.attention_layers(gguf_header.read(model)))
     best = start = xquant.preset(args.preset, n_layer)
     if args.file:
@@ -117,4 +150,5 @@ def run_xquant(args: argparse.Namespace) -> int:
     how = "searched on " + args.file if args.file else f"preset {args.preset}, no data"
     shared = "codes shared by layer pairs" if best.shared == "codes" else "no codes in sharing layers: the null is better on this text"
     print(f"{out}: {how}: {xquant.code_bits(best, n_layer):.2f} code bits, {shared if min(best.km, best.vm) < n_layer else 'nothing shared'}")
+    print(next_commands(args, model, out))
     return 0

@@ -7,46 +7,64 @@ import dataclasses
 import json
 from typing import Any
 
+from . import _sizes as sizes
+
 MIB = 1 << 20
+SHOWN = 8  # longest array of metadata that is printed
 
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("info", help="show what a GGUF holds and what its KV cache takes under each method")
-    parser.add_argument("file", metavar="FILE", help="a GGUF model, or a sidecar of calibrated data")
-    parser.add_argument("-c", "--ctx-size", type=int, metavar="N", help="context length in tokens (default: the model's own)")
+    parser.add_argument("file", metavar="FILE", help="a GGUF model, hf:owner/repo/file.gguf, or a sidecar of calibrated data")
+    parser.add_argument("--cache", action="append", default=[], metavar="SPEC", help="plan this cache, as for ggml-kvq eval (kivi:bits=2,group=64); repeatable")
+    parser.add_argument("-c", "--ctx-size", type=sizes.tokens, metavar="N", help="context length in tokens, 32k is 32768 (default: the model's own)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import gguf_header, info
+    from .. import gguf_header, hub, info
     from ..errors import MethodError
+    from ..evaluate.specs import parse
 
-    header = gguf_header.read(args.file)
+    specs = [parse(text) for text in args.cache]
+    for spec in specs:
+        spec.check()
+    header = gguf_header.read(hub.resolve(args.file), tensors=True)
+    header.check_whole()
     facts = info.summary(header)
     n_ctx = args.ctx_size or facts.get("context") or 4096
     if n_ctx < 1:
         raise MethodError(f"--ctx-size {n_ctx} is not a positive number of tokens")
-    plans = info.plans(header, n_ctx) if "attention_layers" in facts else []
+    plans = info.plans(header, n_ctx, specs) if "attention_layers" in facts else []
+    if specs and not plans:
+        raise MethodError(f"{args.file} describes no attention layers, --cache {specs[0].text} has nothing to plan: give the model")
     shapes = gguf_header.attention_layers(header) if plans else sidecar_shapes(header)
     stored = info.stored_plan(header, shapes, n_ctx) if shapes else None
     if args.json:
-        kvq = {key: value if isinstance(value, str | int | float | bool | list) else str(value) for key, value in header.kvq().items()}
+        kvq = {key: shown(value) for key, value in header.kvq().items()}
         out = {**facts, "kvq": kvq, "n_ctx": n_ctx, "methods": [dataclasses.asdict(p) for p in plans]}
         out["stored"] = dataclasses.asdict(stored) if stored else None
         print(json.dumps(out, indent=2))
         return 0
     print_facts(facts)
     for key, value in header.kvq().items():
-        print(f"{key:<17} {value}")
+        print(f"{key:<17} {shown(value)}")
     if not header.kvq():
         print(f"{'kvq.*':<17} none: --kv-method chooses, options have their defaults")
     if plans:
-        print_plans(plans, n_ctx)
+        print_plans(plans, n_ctx, bool(specs))
     if stored:
         text = f"refused: {stored.refused}" if stored.refused else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
         print(f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB")
     return 0
+
+
+def shown(value: Any) -> Any:
+    """Metadata as it is, a long array as its length."""
+    if isinstance(value, list) and len(value) > SHOWN:
+        return f"[{len(value)} values]"
+    return value if isinstance(value, str | int | float | bool | list) else str(value)
 
 
 def sidecar_shapes(header: Any) -> list[tuple[int, int, int, int]]:
@@ -74,15 +92,17 @@ def print_facts(facts: dict[str, Any]) -> None:
         print(f"{'KV width':<17} K {span(facts['k_width'])}, V {span(facts['v_width'])} values per token and layer")
 
 
-def print_plans(plans: list[Any], n_ctx: int) -> None:
-    print(f"\nKV cache of one stream of {n_ctx} tokens, default options. True bits: all bytes allocated, over the values of the f16 cache.\n")
-    print(f"{'method':<10} {'bits':>6} {'K':>6} {'V':>6} {'MiB':>10} {'f16 MiB':>10} {'MiB per 1k':>11} {'f16 / it':>9}")
+def print_plans(plans: list[Any], n_ctx: int, chosen: bool) -> None:
+    what = "" if chosen else ", default options"
+    print(f"\nKV cache of one stream of {n_ctx} tokens{what}. True bits: all bytes allocated, over the values of the f16 cache.\n")
+    width = max(10, *(len(p.method) for p in plans))
+    print(f"{'method':<{width}} {'bits':>6} {'K':>6} {'V':>6} {'MiB':>10} {'f16 MiB':>10} {'MiB per 1k':>11} {'f16 / it':>9}")
     for p in plans:
         if p.refused:
-            print(f"{p.method:<10} refused: {p.refused}")
+            print(f"{p.method:<{width}} refused: {p.refused}")
             continue
         per_1k = p.bytes_total / n_ctx * 1024 / MIB
         print(
-            f"{p.method:<10} {p.bits:6.2f} {p.bits_k:6.2f} {p.bits_v:6.2f} {p.bytes_total / MIB:10.2f} {p.bytes_f16 / MIB:10.2f} "
+            f"{p.method:<{width}} {p.bits:6.2f} {p.bits_k:6.2f} {p.bits_v:6.2f} {p.bytes_total / MIB:10.2f} {p.bytes_f16 / MIB:10.2f} "
             f"{per_1k:11.3f} {p.bytes_f16 / p.bytes_total:8.2f}x"
         )

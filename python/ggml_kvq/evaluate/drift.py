@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import files
 from . import metrics
 from .perplexity import Tokens
 
@@ -76,11 +77,8 @@ def _sample(logits: Any, protocol: DriftProtocol, rng: np.random.Generator) -> i
 def write_reference(path: Path, model: Model, protocol: DriftProtocol, progress: Progress | None = None) -> None:
     """Generate with the f16 cache and store prompt, text and packed rows in `path` (npz, atomic)."""
     prompt, tokens, rows = generate_tokens(model, protocol, progress)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part")
-    with open(partial, "wb") as f:
+    with files.whole(path, need=rows.nbytes) as partial, open(partial, "wb") as f:
         np.savez(f, prompt=prompt, tokens=tokens, rows=rows)
-    partial.replace(path)
 
 
 def drift(model: Model, reference: Path, protocol: DriftProtocol, progress: Progress | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .. import files
 from ..errors import KvqError
 from . import metrics
 
@@ -73,8 +74,29 @@ def text_tokens(model: Model, text: str | Sequence[int] | Tokens) -> Tokens:
     return np.asarray(ids, np.int32)
 
 
-def score(model: Model, window: Tokens, protocol: Protocol) -> Iterator[tuple[npt.NDArray[np.float32], Tokens]]:
-    """Decode one window; yields (logits float32 [n, n_vocab], next tokens int32 [n]) of scored positions, batch by batch."""
+@dataclass
+class CodesRead:
+    """How much of what was scored read codes: tokens scored, and those of them that were decoded after pages had been sealed."""
+
+    n_scored: int = 0
+    n_read: int = 0
+
+    def share(self) -> float:
+        return self.n_read / max(1, self.n_scored)
+
+
+def n_sealed(model: Model) -> int:
+    """Pages sealed since the cache was made; 0 for upstream's caches, which have none."""
+    return int(model.kv_stats().get("n_sealed", 0))
+
+
+def score(
+    model: Model, window: Tokens, protocol: Protocol, codes: CodesRead | None = None
+) -> Iterator[tuple[npt.NDArray[np.float32], Tokens]]:
+    """Decode one window; yields (logits float32 [n, n_vocab], next tokens int32 [n]) of scored positions, batch by batch.
+
+    codes: counts, where given, the scored tokens whose batch found sealed pages.
+    """
     if protocol.n_ctx > model.n_ctx:
         raise KvqError(f"n_ctx={protocol.n_ctx} exceeds the model's context of {model.n_ctx}; open it with a larger n_ctx")
     if protocol.n_ubatch > model.n_ubatch:
@@ -86,9 +108,16 @@ def score(model: Model, window: Tokens, protocol: Protocol) -> Iterator[tuple[np
     wanted[protocol.first : -1] = True
     model.reset()
     row = protocol.first + 1
-    for logits in model.feed(ids, outputs=wanted, n_ubatch=protocol.n_ubatch):
-        yield logits, window[row : row + len(logits)]
-        row += len(logits)
+    before = n_sealed(model) if codes else 0
+    for at in range(0, len(ids), protocol.n_ubatch):
+        part = slice(at, at + protocol.n_ubatch)
+        if codes and wanted[part].any():
+            n = int(wanted[part].sum())
+            codes.n_scored += n
+            codes.n_read += n if n_sealed(model) > before else 0
+        for logits in model.feed(ids[part], outputs=wanted[part]):
+            yield logits, window[row : row + len(logits)]
+            row += len(logits)
 
 
 def perplexity(model: Model, text: str | Sequence[int] | Tokens, protocol: Protocol, progress: Progress | None = None) -> float:
@@ -132,18 +161,12 @@ class BaseFile:
 
     def write(self, model: Model, progress: Progress | None = None) -> None:
         """Run the reference cache over all windows; the file appears under its name only when whole."""
-        partial = self.path.with_name(self.path.name + ".part")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(partial, "wb") as f:
-                f.write(self.header())
-                for window in self.windows:
-                    f.writelines(metrics.pack(logits).tobytes() for logits, _ in score(model, window, self.protocol))
-                    if progress:
-                        progress(1)
-            os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with files.whole(self.path, need=self.n_bytes()) as partial, open(partial, "wb") as f:
+            f.write(self.header())
+            for window in self.windows:
+                f.writelines(metrics.pack(logits).tobytes() for logits, _ in score(model, window, self.protocol))
+                if progress:
+                    progress(1)
 
     def rows(self, i: int) -> npt.NDArray[np.uint16]:
         """Packed rows of window i, uint16 [n_scored, row_words], read from disk."""
@@ -152,14 +175,16 @@ class BaseFile:
         return np.fromfile(self.path, "<u2", n * self._row // 2, offset=offset).reshape(n, -1)
 
 
-def divergence(model: Model, base: BaseFile, progress: Progress | None = None) -> metrics.Divergence:
+def divergence(
+    model: Model, base: BaseFile, progress: Progress | None = None, codes: CodesRead | None = None
+) -> metrics.Divergence:
     """The cache of `model` against the base on the same windows. Memory: one window of packed rows, one batch of logits."""
     if model.n_vocab != base.n_vocab:
         raise KvqError(f"{base.path} holds {base.n_vocab} tokens a row, the model has {model.n_vocab}; use the same model")
     out = metrics.Divergence()
     for i, window in enumerate(base.windows):
         rows, at = base.rows(i), 0
-        for logits, targets in score(model, window, base.protocol):
+        for logits, targets in score(model, window, base.protocol, codes):
             out.add(logits, rows[at : at + len(logits)], targets)
             at += len(logits)
         out.ends.append(sum(map(len, out.kld)))

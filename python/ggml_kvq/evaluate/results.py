@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .. import files
 from ..errors import KvqError
 
 Row = dict[str, Any]
@@ -103,11 +104,7 @@ class ResultFile:
     def add(self, key: Row, values: Row) -> Row:
         """Append one row and flush it to disk."""
         row = {"key": key, **values, **provenance()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(row, ensure_ascii=False) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        files.append_line(self.path, json.dumps(row, ensure_ascii=False))
         self.rows.append(row)
         self._known[key_of(key)] = row
         return row
@@ -125,7 +122,8 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
             rows.append(json.loads(line))
         except json.JSONDecodeError as e:
             if number == len(lines):
-                Path(path).write_text("\n".join(lines[:-1]) + "\n" if lines[:-1] else "", encoding="utf-8")
+                with files.whole(path) as partial:
+                    partial.write_text("\n".join(lines[:-1]) + "\n" if lines[:-1] else "", encoding="utf-8")
                 break
             raise KvqError(f"{path}:{number} is no JSON ({e.msg}); repair or remove that line") from e
     return rows

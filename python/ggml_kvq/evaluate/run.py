@@ -7,14 +7,11 @@ import hashlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .. import hub
+from .. import files, hub, progress
 from ..errors import KvqError, LibraryError
 from . import documents, drift, perplexity, results, retrieval, specs, tasks
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Evaluation:
@@ -22,6 +19,7 @@ class Evaluation:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        args.ubatch_size = args.ubatch_size or default_ubatch(args.ctx_size if args.file else 0)
         self.model_path = hub.resolve(args.model)
         if not self.model_path.is_file():
             raise KvqError(f"{self.model_path} is not a file; give -m a GGUF model")
@@ -32,8 +30,12 @@ class Evaluation:
         for label in labels:
             if labels.count(label) > 1:
                 raise KvqError(f"two caches are called {label}; name one of them, e.g. other={label}")
+        for cache in self.caches:
+            cache.check()
+        files.probe(args.output)
         self.results = results.ResultFile(args.output)
         self.rows: list[results.Row] = []
+        self.n_reused = 0
 
     # ------------------------------------------------------------ shared parts
 
@@ -68,6 +70,7 @@ class Evaluation:
             "bits_no_window": sealed * 16 / s["bytes_f16"] if sealed else s["bits"],
             "bytes_total": s["bytes_total"],
             "bytes_f16": s["bytes_f16"],
+            "sealed": s.get("n_sealed"),
             "devices": model.devices,
         }
 
@@ -76,9 +79,10 @@ class Evaluation:
     ) -> None:
         """Run `work(model, progress)` unless the row exists; a cache that this model cannot have becomes a refused row."""
         row = self.results.get(key)
+        self.n_reused += row is not None
         if row is None:
             label = " ".join(str(key[k]) for k in ("cache", "kind", "task", "n_tokens") if k in key)
-            with Bar(label, n_steps, self.args.quiet) as bar:
+            with progress.Bar(label, n_steps, self.args.quiet) as bar:
                 try:
                     model = self.open(cache, n_ctx)
                 except LibraryError:
@@ -90,6 +94,17 @@ class Evaluation:
                         values = work(model, bar)
                         row = self.results.add(key, {**self.facts(model), **values})
         self.rows.append(row)
+
+    def warn(self, row: results.Row) -> None:
+        """Say so when a row tells of the f16 window and the batch more than of codes."""
+        share = row.get("read_codes")
+        if share is not None and share < 0.5 and row["method"] != "f16":
+            a = self.args
+            print(
+                f"ggml-kvq eval: warning: {row['key']['cache']}: only {100 * share:.0f} % of what was scored read codes, the rest read the f16 "
+                f"window and its own batch: lower -ub (now {min(a.ubatch_size, a.ctx_size)}) or raise -c (now {a.ctx_size})",
+                file=sys.stderr,
+            )
 
     # ------------------------------------------------------------ the four parts
 
@@ -110,15 +125,18 @@ class Evaluation:
                 if not base.complete():
                     if a.base and path.exists():
                         raise KvqError(f"{path} holds another text, window or model; remove it or give another --base")
-                    with Bar("f16 base", len(windows), a.quiet) as bar:
+                    with progress.Bar("f16 base", len(windows), a.quiet) as bar:
                         base.write(model, bar)
         for cache, key in keys:
 
             def work(model: Any, bar: Any) -> results.Row:
                 assert base is not None
-                return perplexity.divergence(model, base, bar).summary()
+                codes = perplexity.CodesRead()
+                out = perplexity.divergence(model, base, bar, codes).summary()
+                return {**out, "read_codes": codes.share() if model.kv_method else None}
 
             self.measure(key, cache, a.ctx_size, len(base.windows) if base else 1, work)
+            self.warn(self.rows[-1])
         if base is not None and not a.base:
             base.path.unlink(missing_ok=True)
 
@@ -149,6 +167,7 @@ class Evaluation:
         keys = [(c, self.key("drift", c, **protocol.key())) for c in self.caches]
         if all(self.results.get(k) for _, k in keys):
             self.rows += [r for _, k in keys if (r := self.results.get(k))]
+            self.n_reused += len(keys)
             return
         reference = next(c for c in self.caches if c.is_reference)
         n_ctx = 0
@@ -157,7 +176,7 @@ class Evaluation:
         with reference.open(self.model_path, n_ctx=256) as model:
             n_ctx = pad(len(model.tokenize(a.prompt, add_bos=True)) + a.drift)
         if not path.exists():
-            with self.open(reference, n_ctx) as model, Bar("f16 generation", a.drift, a.quiet) as bar:
+            with self.open(reference, n_ctx) as model, progress.Bar("f16 generation", a.drift, a.quiet) as bar:
                 drift.write_reference(path, model, protocol, bar)
         for cache, key in keys:
             self.measure(key, cache, n_ctx, 2 * a.drift, lambda model, bar: drift.drift(model, path, protocol, bar))
@@ -178,25 +197,9 @@ class Evaluation:
             )
 
 
-class Bar:
-    """A tqdm bar that is called with the number of finished steps."""
-
-    def __init__(self, label: str, total: int, quiet: bool) -> None:
-        try:
-            from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-        except ImportError as e:
-            raise KvqError("the progress bar needs tqdm; pip install tqdm") from e
-
-        self._bar = tqdm(total=total, desc=label, disable=quiet or not sys.stderr.isatty(), leave=False, dynamic_ncols=True)
-
-    def __call__(self, n: int) -> None:
-        self._bar.update(n)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+def default_ubatch(n_ctx: int) -> int:
+    """Tokens decoded at once so that most of what is scored reads codes: 128, an eighth of a short window, at least 16."""
+    return min(128, max(16, n_ctx // 8 // 16 * 16)) if n_ctx else 128
 
 
 def pad(n_tokens: int) -> int:
@@ -211,9 +214,9 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
     if text:
         parts.append(
             results.table(
-                ["cache", "bits", "PPL", "KLD mean", "median", "99 %", "same top"],
+                ["cache", "bits", "PPL", "KLD mean", "median", "99 %", "same top", "read codes"],
                 [
-                    [r["key"]["cache"], "refused", *[""] * 5]
+                    [r["key"]["cache"], "refused", *[""] * 6]
                     if "refused" in r
                     else [
                         r["key"]["cache"],
@@ -223,6 +226,7 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
                         f"{r['kld_median']:.5f}",
                         f"{r['kld_p99']:.4f}",
                         f"{100 * r['same_top']:.2f} %",
+                        f"{100 * r['read_codes']:.0f} %" if r.get("read_codes") is not None else "",
                     ]
                     for r in text
                 ],
@@ -298,5 +302,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         if wanted:
             part()
+    if evaluation.n_reused:
+        print(f"ggml-kvq eval: reused {evaluation.n_reused} rows of {args.output}, measured {len(evaluation.rows) - evaluation.n_reused}", file=sys.stderr)
     print(summary(evaluation.rows, args.markdown))
-    return 0
+    asked = [r for r in evaluation.rows if r["key"]["spec"] != "f16"]
+    return 1 if asked and all("refused" in r for r in asked) else 0

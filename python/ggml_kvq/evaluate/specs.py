@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .. import llama
+from .. import llama, methods
 from ..errors import MethodError
 from ..kvstats import UPSTREAM
 from ..model import Model
@@ -36,11 +37,23 @@ class CacheSpec:
     def is_reference(self) -> bool:
         return self.method is None and (self.type_k, self.type_v) == ("f16", "f16")
 
+    def check(self) -> None:
+        """MethodError for a method, option or file that does not exist: found before anything is measured."""
+        if self.method is None:
+            return
+        methods.check(self.method, self.options)
+        if self.config and not Path(self.config).is_file():
+            raise MethodError(f"cache {self.text!r}: {self.config} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`")
+
     def open(self, path: Any, **kwargs: Any) -> Model:
         """A Model of `path` with this cache; kwargs go to Model."""
         if self.method is None:
             return Model(path, UPSTREAM, type_k=self.type_k, type_v=self.type_v, **kwargs)
-        return Model(path, self.method, self.options or None, self.config, **kwargs)
+        try:  # "none": what is measured is in the spec, not in a file that happens to lie beside the model
+            return Model(path, self.method, self.options or None, self.config or "none", **kwargs)
+        except MethodError as e:
+            text = str(e).replace("pass kv_config='FILE.gguf'", f"write {self.method}@FILE.gguf")
+            raise MethodError(text.replace("kv_opts={'predictor': 'none'}", f"{self.method}:predictor=none")) from e
 
 
 _LABEL = re.compile(r"([A-Za-z0-9][\w.+-]*)=")

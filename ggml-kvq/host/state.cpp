@@ -1,0 +1,309 @@
+#include "state.h"
+
+#include "backend.h"
+
+#include <cstring>
+
+// ---------------------------------------------------------------- rows of a cache tensor
+// Offsets are nominal: byte = 2*((stream*n_cells + cell)*n_embd + channel). Ranges need not be whole rows.
+
+struct row_range {
+    int64_t row0, row1;
+    size_t head, tail;
+    bool whole() const { return !head && !tail; }
+};
+
+static row_range rows_of(size_t offset, size_t size, size_t nb_row) {
+    row_range r;
+    r.row0 = (int64_t) (offset / nb_row);
+    r.row1 = (int64_t) ((offset + size + nb_row - 1) / nb_row);
+    r.head = offset - (size_t) r.row0 * nb_row;
+    r.tail = (size_t) r.row1 * nb_row - (offset + size);
+    return r;
+}
+
+static void each_stream(const kvq_lane_layout & l, int64_t row0, int64_t row1,
+                        const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
+    const int64_t n_cells = l.n_cells;
+    for (int64_t row = row0; row < row1;) {
+        const int64_t end = std::min((row / n_cells + 1) * n_cells, row1);
+        fn((int) (row / n_cells), (int) (row % n_cells), (int) (end - row), row);
+        row = end;
+    }
+}
+
+// The lanes that hold a row of a cache tensor side by side: one, or the two blocks of latent attention.
+struct row_lanes {
+    kvq_lane * lane[2];
+    int n = 0, width[2], row = 0; // channels
+    explicit row_lanes(const kvq_target & t) {
+        const auto add = [&](kvq_lane & l) {
+            lane[n]    = &l;
+            width[n++] = l.layout().n_head * l.layout().codec.head_size;
+            row += width[n - 1];
+        };
+        add(t.value ? *t.layer->v : *t.layer->k);
+        if (t.layer->d.latent) {
+            add(*t.layer->v);
+        }
+    }
+    const kvq_lane_layout & layout() const { return lane[0]->layout(); }
+
+    // channels of lane i out of rows [n_rows][row], or into them
+    void part(int i, int n_rows, const uint16_t * rows, uint16_t * out) const {
+        const int at = i ? width[0] : 0;
+        for (int t = 0; t < n_rows; t++) { memcpy(out + (size_t) t * width[i], rows + (size_t) t * row + at, 2 * (size_t) width[i]); }
+    }
+    void read(int stream, int cell, int n_rows, uint16_t * rows) const {
+        std::vector<uint16_t> one;
+        for (int i = 0, at = 0; i < n; at += width[i++]) {
+            if (n == 1) {
+                lane[i]->read(stream, cell, n_rows, rows);
+                continue;
+            }
+            one.resize((size_t) n_rows * width[i]);
+            lane[i]->read(stream, cell, n_rows, one.data());
+            for (int t = 0; t < n_rows; t++) { memcpy(rows + (size_t) t * row + at, &one[(size_t) t * width[i]], 2 * (size_t) width[i]); }
+        }
+    }
+    void restore(int stream, int cell, int n_rows, const uint16_t * rows) const {
+        std::vector<uint16_t> one;
+        for (int i = 0; i < n; i++) {
+            if (n == 1) {
+                lane[i]->restore(stream, cell, n_rows, rows, 1);
+                continue;
+            }
+            one.resize((size_t) n_rows * width[i]);
+            part(i, n_rows, rows, one.data());
+            lane[i]->restore(stream, cell, n_rows, one.data(), 1);
+        }
+    }
+};
+
+// A view that came from another machine alone, not in a graph, has lost its parent: its address tells where it starts.
+static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
+    const char * base = t.layer->base[t.value];
+    return offset + (base ? (size_t) ((const char *) x->data - base) : x->view_src ? x->view_offs : 0);
+}
+
+// ---------------------------------------------------------------- marks
+
+static thread_local uint32_t tag_out = 0, tag_in = 0;
+
+extern "C" void kvq_state_begin(uint32_t tag) {
+    tag_out = tag;
+    tag_in  = 0;
+    kvq_set_error("");
+}
+extern "C" uint32_t kvq_state_tag(void) { return tag_in; }
+
+static void add_hashes(const uint16_t * rows, int n, int width, std::vector<uint64_t> & out) {
+    for (int i = 0; i < n; i++) { out.push_back(kvq_mark_hash(rows + (size_t) i * width, width)); }
+}
+
+// Both copies of a mark go into plane `plane` of the rows a[] and b[].
+static void put_marks(const kvq_target & t, const kvq_mark_rows_view & v, const int * a, const int * b, int plane, int page_cells) {
+    kvq_mark m;
+    kvq_mark_clear(v, a, plane);
+    kvq_mark_clear(v, b, plane);
+    std::vector<uint64_t> hashes;
+    add_hashes(v.rows, v.n, v.width, hashes);
+    m.sum   = kvq_mark_sum(hashes.data(), v.n, t.layer->d.il, t.value);
+    m.tag   = tag_out;
+    m.model = t.cache->model_mark();
+    m.page_cells = (uint16_t) page_cells;
+    m.n   = v.n;
+    m.row = a[0];
+    kvq_mark_put(v, a, plane, m);
+    m.row = b[0];
+    kvq_mark_put(v, b, plane, m);
+}
+
+// Marks the rows of cells [cell, cell + n) as they leave; unchanged where nothing can carry a mark.
+static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint16_t * rows) {
+    const kvq_lane & lane = *lanes.lane[0];
+    const kvq_lane_layout & l = lane.layout();
+    const kvq_mark_rows_view v = { rows, n, lanes.row, l.codec.head_size };
+    const int k = kvq_mark_rows(l.codec.head_size), pc = l.page_cells, plane = lane.mark_plane();
+    if (l.is_f16() || n >= 1 << 24) {
+        return;
+    }
+    if (l.evicts) {
+        const std::vector<int> evicted = kvq_mark_evicted(v);
+        if (evicted.size() >= 2 * (size_t) k) {
+            put_marks(t, v, &evicted[0], &evicted[(size_t) k], 0, 0);
+        }
+        return;
+    }
+    std::vector<int> a((size_t) k), b((size_t) k);
+    std::vector<uint16_t> before, page((size_t) pc * lanes.width[0]);
+    int n_tries = 0;
+    for (int p = (cell + pc - 1) / pc; plane >= 0 && (p + 1) * pc <= cell + n && n_tries < 8; p++) {
+        if (lane.state(s, p) != KVQ_PAGE_SEALED) {
+            continue;
+        }
+        const int r = p * pc - cell;
+        before.assign(v.row(r), v.row(r) + (size_t) pc * lanes.row);
+        for (int i = 0; i < k; i++) {
+            a[(size_t) i] = r + i;
+            b[(size_t) i] = r + pc - k + i;
+        }
+        put_marks(t, v, a.data(), b.data(), plane, pc);
+        lanes.part(0, pc, v.row(r), page.data());
+        if (lane.is_marked_image(s, p, page.data())) {
+            return;
+        }
+        std::copy(before.begin(), before.end(), v.row(r)); // another page can be restored without those bits
+        n_tries++;
+    }
+}
+
+static std::string which(const kvq_target & t) {
+    return std::string(t.value ? "values" : "keys") + " of layer " + std::to_string(t.layer->d.il);
+}
+
+// Why the rows are refused, "" when they are not. `rows` lose what an evicted row carries.
+static std::string check(const kvq_target & t, const row_lanes & lanes, int s, int n, uint16_t * rows) {
+    kvq_arrivals & in = t.cache->arrivals;
+    const kvq_mark_rows_view v = { rows, n, lanes.row, lanes.layout().codec.head_size };
+    if (in.layer != t.layer || in.value != t.value || in.stream != s) {
+        const bool cut = !in.open.empty();
+        const std::string of = cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
+        in.hashes.clear();
+        in.open.clear();
+        in.layer  = t.layer;
+        in.value  = t.value;
+        in.stream = s;
+        if (cut) {
+            return "the saved state is cut off: rows of the " + of + " are missing; save it again";
+        }
+    }
+    for (size_t i = 0; i < (size_t) n * lanes.row; i++) {
+        if ((rows[i] & 0x7c00) == 0x7c00) {
+            return "the saved state is damaged: the " + which(t) + " hold a value that is not finite; save it again";
+        }
+    }
+    const int first = (int) in.hashes.size();
+    std::vector<uint16_t> cleared;
+    for (kvq_mark_found f : kvq_mark_find(v, cleared)) {
+        f.at += first;
+        if (f.at >= f.mark.row) { // else the rows before were never set
+            in.open.push_back(f);
+        }
+        tag_in = f.mark.tag ? f.mark.tag : tag_in;
+    }
+    add_hashes(cleared.empty() ? rows : cleared.data(), n, v.width, in.hashes);
+    if (lanes.layout().evicts && !cleared.empty()) {
+        for (const int r : kvq_mark_evicted(v)) { std::fill_n(v.row(r), v.head_size, KVQ_EVICTED); }
+    }
+    for (auto f = in.open.begin(); f != in.open.end();) {
+        const kvq_mark & m = f->mark;
+        const size_t from = (size_t) (f->at - m.row);
+        if (from + (size_t) m.n > in.hashes.size()) {
+            ++f;
+            continue;
+        }
+        const uint16_t mine = t.cache->model_mark();
+        if (m.model && mine && m.model != mine) {
+            return "the saved state is of another model: give it the model that it was saved with";
+        }
+        if (kvq_mark_sum(&in.hashes[from], m.n, t.layer->d.il, t.value) != m.sum) {
+            return "the saved state is damaged: the checksum of the " + which(t) + " does not fit; save it again";
+        }
+        f = in.open.erase(f);
+    }
+    return "";
+}
+
+// ---------------------------------------------------------------- entry points
+
+void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    const kvq_target t = kvq_find_target(tensor);
+    const row_lanes lanes(t);
+    t.cache->commit(1);
+    t.cache->arrivals.reset();
+    const size_t nb_row = 2 * (size_t) lanes.row;
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
+    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
+    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+        uint16_t * const to = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
+        lanes.read(s, cell, n, to);
+        if (r.whole()) {
+            sign(t, lanes, s, cell, n, to);
+        }
+    });
+    memcpy(data, (const char *) rows.data() + r.head, size);
+}
+
+static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const void * data, size_t offset, size_t size, bool from_state, bool may_throw) {
+    const row_lanes lanes(t);
+    t.cache->commit(1);
+    const size_t nb_row = 2 * (size_t) lanes.row;
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
+    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
+    const auto read = [&](int64_t at) { // rows that are only partly replaced
+        each_stream(lanes.layout(), at, at + 1, [&](int s, int cell, int n, int64_t row) {
+            lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+        });
+    };
+    if (r.head)  { read(r.row0); }
+    if (r.tail)  { read(r.row1 - 1); }
+    memcpy((char *) rows.data() + r.head, data, size);
+
+    kvq_arrivals & in = t.cache->arrivals;
+    const bool staged = in.data == data; // one buffer for one tensor after the other: they come from a file
+    std::string why = in.damage;
+    if (from_state && r.whole()) {
+        each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int, int n, int64_t row) {
+            const std::string bad = check(t, lanes, s, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+            why = why.empty() ? bad : why;
+        });
+    }
+    in.data = data;
+    if (!why.empty()) {
+        if (in.damage.empty()) {
+            kvq_report_error(why);
+        }
+        in.damage = why;
+        t.cache->refused = true;
+        if (staged && may_throw) { // llama.cpp hears of it and empties what it began to restore
+            t.cache->refused = false;
+            in.reset();
+            throw kvq_state_error(why);
+        }
+        return;
+    }
+    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+        lanes.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+    });
+}
+
+void kvq_write_rows(const ggml_tensor * tensor, const void * data, size_t offset, size_t size, bool may_throw) {
+    put_rows(kvq_find_target(tensor), tensor, data, offset, size, true, may_throw);
+}
+
+void kvq_fill_rows(const ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+    const kvq_target t = kvq_find_target(tensor);
+    const std::vector<uint8_t> data(size, value);
+    if (t.cache->arrivals.damage.empty()) {
+        t.cache->arrivals.reset();
+        put_rows(t, tensor, data.data(), offset, size, false, false);
+    }
+}
+
+bool kvq_copy_rows(const ggml_tensor * src, const ggml_tensor * dst) {
+    const kvq_target a = kvq_find_target(src), b = kvq_find_target(dst);
+    if (!a.layer || a.layer != b.layer || a.value != b.value) {
+        return false;
+    }
+    const row_lanes lanes(a);
+    const size_t nb_stream = 2 * (size_t) lanes.row * lanes.layout().n_cells;
+    const size_t from = root_offset(a, src, 0), to = root_offset(b, dst, 0);
+    if (from % nb_stream || to % nb_stream || ggml_nbytes(src) != nb_stream || ggml_nbytes(dst) != nb_stream) {
+        return false;
+    }
+    a.cache->commit(1);
+    for (int i = 0; i < lanes.n; i++) { lanes.lane[i]->copy_stream((int) (from / nb_stream), (int) (to / nb_stream)); }
+    a.cache->commit(1);
+    return true;
+}

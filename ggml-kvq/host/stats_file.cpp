@@ -1,0 +1,126 @@
+// KVQ_STATS_FILE: what the caches of this process hold, as JSON, for programs whose own reports cannot be extended (llama-server's
+// /props, /slots, /metrics). A thread of its own writes; a reader finds a whole file at any time.
+#include "backend.h"
+
+#include "../include/ggml-kvq.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <mutex>
+#include <thread>
+#include <unistd.h>
+
+static std::mutex busy_mutex;
+
+static const std::vector<std::string> & stats_paths(void) { // the user's, and one beside the page that llama-server serves
+    static const std::vector<std::string> paths = [] {
+        std::vector<std::string> out;
+        for (const char * name : { "KVQ_STATS_FILE", "KVQ_PAGE_STATS_FILE" }) {
+            const char * path = getenv(name);
+            if (path && *path) { out.push_back(path); }
+        }
+        return out;
+    }();
+    return paths;
+}
+
+kvq_busy::kvq_busy()  { if (!stats_paths().empty()) { busy_mutex.lock(); } }
+kvq_busy::~kvq_busy() { if (!stats_paths().empty()) { busy_mutex.unlock(); } }
+
+static std::string quoted(const char * text) {
+    std::string out = "\"";
+    for (const char * c = text; *c; c++) {
+        char code[8];
+        snprintf(code, sizeof(code), "\\u%04x", (unsigned char) *c);
+        out += *c == '"' || *c == '\\' ? std::string("\\") + *c : (unsigned char) *c < 0x20 ? std::string(code) : std::string(1, *c);
+    }
+    return out + "\"";
+}
+
+static std::string number(double x) {
+    char text[32];
+    snprintf(text, sizeof(text), "%.6g", x);
+    return text;
+}
+
+static std::string cache_json(int i) {
+    kvq_stats s;
+    if (kvq_cache_stats(i, &s) != KVQ_OK) {
+        return "";
+    }
+    std::string out = "{";
+    const auto add = [&](const char * key, const std::string & value) { out += (out.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + value; };
+    add("method", quoted(s.method));
+    add("options", quoted(s.options));
+    add("kernel", quoted(s.kernel));
+    const std::pair<const char *, uint64_t> counts[] = {
+        { "layers", (uint64_t) s.n_layer }, { "tokens", (uint64_t) s.n_cells }, { "slots", (uint64_t) s.n_stream }, { "page_tokens", (uint64_t) s.page_cells },
+        { "bytes_total", s.bytes_total }, { "bytes_f16", s.bytes_f16 }, { "bytes_codes", s.bytes_codes }, { "bytes_params", s.bytes_params },
+        { "bytes_window", s.bytes_window }, { "bytes_tables", s.bytes_tables }, { "bytes_calibration", s.bytes_calibration },
+        { "bytes_chain", s.bytes_chain }, { "bytes_scratch", s.bytes_scratch }, { "sealed_pages", s.n_sealed },
+        { "reopened_pages", s.n_reopened }, { "forced_pages", s.n_forced },
+    };
+    for (const auto & c : counts) { add(c.first, std::to_string(c.second)); }
+    add("bits", number(s.bits));
+    add("bits_k", number(s.bits_k));
+    add("bits_v", number(s.bits_v));
+    add("line", quoted(kvq_cache_line(i)));
+    return out + "}";
+}
+
+static void write_whole(const std::string & path, const std::string & text) {
+    const std::string partial = path + "." + std::to_string(getpid()) + ".part";
+    FILE * f = fopen(partial.c_str(), "w");
+    const bool ok = f && fwrite(text.data(), 1, text.size(), f) == text.size();
+    if (!(f && fclose(f) == 0 && ok && rename(partial.c_str(), path.c_str()) == 0)) {
+        remove(partial.c_str());
+        static bool said = false;
+        if (!said) {
+            said = true;
+            kvq_report_note("the figures of the cache cannot be written to " + path + ": check its folder and the disk");
+        }
+    }
+}
+
+void kvq_stats_file_write(void) {
+    if (stats_paths().empty()) {
+        return;
+    }
+    const kvq_busy busy;
+    std::string caches;
+    for (int i = 0; i < kvq_cache_count(); i++) { caches += (i ? ",\n  " : "\n  ") + cache_json(i); }
+    if (caches.empty()) {
+        return; // the last figures stay
+    }
+    const std::string text = "{\"version\": 1, \"pid\": " + std::to_string(getpid()) + ", \"time\": " + std::to_string((long long) time(nullptr)) +
+                             ", \"caches\": [" + caches + "\n]}\n";
+    for (const std::string & path : stats_paths()) { write_whole(path, text); }
+}
+
+namespace {
+struct writer {
+    std::mutex mutex;
+    std::condition_variable wake;
+    bool stop = false;
+    std::thread thread{[this] {
+        std::unique_lock<std::mutex> lock(mutex);
+        do {
+            kvq_stats_file_write();
+        } while (!wake.wait_for(lock, std::chrono::seconds(2), [this] { return stop; }));
+    }};
+    ~writer() {
+        { std::lock_guard<std::mutex> lock(mutex); stop = true; }
+        wake.notify_all();
+        thread.join();
+    }
+};
+}
+
+void kvq_stats_file_start(void) {
+    if (!stats_paths().empty()) {
+        static writer w; // joined at exit, before the list of caches goes
+    }
+}

@@ -1,0 +1,114 @@
+"""Arguments of Model, checked: a wrong type or a text that has no bytes raises one line, not a trace from the middle of ctypes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import memory, native, sidecars
+from .errors import KvqError, MethodError, ModelError
+from .kvstats import UPSTREAM
+
+if TYPE_CHECKING:
+    from .model import Model
+
+OFF = "none"  # kv_method: as "upstream"; kv_config: no sidecar, not even the one beside the model
+
+
+class ArgumentTypeError(KvqError, TypeError):
+    """An argument of a type that the call does not take."""
+
+
+class TextError(KvqError, ValueError):
+    """A text that cannot be written as UTF-8."""
+
+
+def count(name: str, value: Any, low: int) -> int:
+    """A number of tokens: an int, or a size like "32k". ArgumentTypeError, ModelError."""
+    if isinstance(value, str):
+        try:
+            value = memory.tokens(value)
+        except (ValueError, IndexError):
+            raise ArgumentTypeError(f"{name}={value!r} is no number of tokens; pass 32768 or '32k'") from None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(f"{name}={value!r} is a {type(value).__name__}; pass a whole number of tokens")
+    number = int(value)
+    if number < low:
+        raise ModelError(f"{name}={number} is too small; choose {low} or more")
+    if number > memory.MOST:
+        raise ModelError(f"{name}={number} is too large; choose {memory.MOST} or less")
+    return number
+
+
+def path(value: Any, name: str = "path") -> str:
+    """A file name. ArgumentTypeError for what is none."""
+    if isinstance(value, bytes) or not isinstance(value, str | os.PathLike):
+        raise ArgumentTypeError(f"{name}={value!r} is a {type(value).__name__}; pass a str or a pathlib.Path")
+    return os.fspath(value)
+
+
+def method(value: Any) -> str | None:
+    """kv_method; "none" is another name of "upstream"."""
+    if value is not None and not isinstance(value, str):
+        raise ArgumentTypeError(f"kv_method={value!r} is a {type(value).__name__}; pass a name, as 'kivi'")
+    return UPSTREAM if value == OFF else value
+
+
+def options(value: Any) -> str:
+    """kv_opts as "key=value,key=value"."""
+    if value is None or isinstance(value, str):
+        return native.option_string(value)
+    if not isinstance(value, Mapping):
+        raise ArgumentTypeError(f"kv_opts={value!r} is a {type(value).__name__}; pass a dict, as {{'bits': 2}}, or a str, as 'bits=2'")
+    return native.option_string(dict(value))
+
+
+def utf8(text: Any) -> bytes:
+    """Bytes of a text. ArgumentTypeError for bytes and other types, TextError for lone surrogates."""
+    if not isinstance(text, str):
+        hint = "; decode it first: text.decode()" if isinstance(text, bytes | bytearray) else ""
+        raise ArgumentTypeError(f"{text!r:.60} is a {type(text).__name__}, not a text{hint}")
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise TextError(
+            f"the text has a lone surrogate at position {e.start} ({text[e.start]!r}): it came from bytes that are no UTF-8; "
+            "read them with errors='replace'"
+        ) from None
+
+
+def token_ids(tokens: Any) -> list[int]:
+    """A prompt of token ids. ArgumentTypeError for bytes and what holds no whole numbers."""
+    if isinstance(tokens, bytes | bytearray) or not isinstance(tokens, Iterable):
+        utf8(tokens)
+    out = []
+    for token in tokens:
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise ArgumentTypeError(f"token {token!r} is a {type(token).__name__}; pass a text, or token ids as tokenize() gives them")
+        out.append(int(token))
+    return out
+
+
+def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any) -> str | None:
+    """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of it."""
+    if config is not None:
+        path(config, "kv_config")
+        return None if config == OFF else str(config)
+    return None if chosen in (None, UPSTREAM) else sidecars.beside(model, str(chosen))
+
+
+def in_python(e: MethodError) -> MethodError:
+    """The library's message, which names a launcher's flags, in Python's words."""
+    text = str(e).replace("give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none",
+                          "pass kv_config='FILE.gguf' (ggml-kvq calibrate makes it) or kv_opts={'predictor': 'none'}")  # fmt: skip
+    return MethodError(text)
+
+
+def describe(model: Model) -> str:
+    """repr of a Model: what it was opened with, what it holds."""
+    name = getattr(getattr(model, "path", None), "name", "?")
+    if getattr(model, "_ctx", None) is None:
+        return f"<Model {name} (closed)>"
+    options = f" [{model._options}]" if model._options else ""
+    return f"<Model {name} kv_method={model.kv_method}{options} n_ctx={model.n_ctx}, {len(model._tokens)} tokens held>"

@@ -1,0 +1,99 @@
+"""Files that are whole or absent: written under another name, flushed to the disk, then renamed. And lines appended whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import KvqError
+
+MIB = 1 << 20
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "the file size limit is reached"}
+
+
+def _words(n_bytes: int) -> str:
+    return f"{n_bytes / MIB:.1f} MiB" if n_bytes >= MIB // 10 else f"{n_bytes} bytes"
+
+
+def refuse(path: Path, e: OSError, need: int = 0) -> KvqError:
+    """One line for a file that could not be written: what, why, how many bytes it needs (0: unknown) and how many are free."""
+    if e.errno not in _FULL:
+        return KvqError(f"{path} could not be written: {e.strerror or e}; check the path and its permissions")
+    try:
+        free = f", {_words(shutil.disk_usage(path.parent).free)} are free"
+    except OSError:
+        free = ""
+    size = f": it needs {_words(need)}{free}" if need else free.replace(", ", ": ", 1)
+    return KvqError(f"{path} could not be written, {_FULL[e.errno]}{size}; make room or choose another folder")
+
+
+@contextmanager
+def whole(path: str | os.PathLike[str], need: int = 0) -> Iterator[Path]:
+    """A path to write to; it becomes `path` when the block ends, and is removed when the block raises.
+
+    need: bytes the file will have, 0 when unknown; a disk with less room is refused before anything is written.
+    Raises KvqError instead of OSError.
+    """
+    target = Path(path)
+    # beside the target, same suffix: writers choose formats by it
+    partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if need and shutil.disk_usage(target.parent).free < need:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield partial
+        with open(partial, "rb+") as f:
+            os.fsync(f.fileno())
+        os.replace(partial, target)
+        _flush_folder(target.parent)
+    except OSError as e:
+        raise refuse(target, e, need) from e
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass  # some file systems know no such thing; the rename is atomic all the same
+    finally:
+        os.close(handle)
+
+
+def append_line(path: str | os.PathLike[str], line: str) -> None:
+    """Append one line and flush it to the disk; when that fails the file is as long as before. Raises KvqError."""
+    target = Path(path)
+    data = (line.rstrip("\n") + "\n").encode()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "ab", buffering=0) as f:
+            before, done = f.seek(0, os.SEEK_END), 0
+            try:
+                while done < len(data):
+                    done += f.write(data[done:])
+                os.fsync(f.fileno())
+            except OSError:
+                os.truncate(target, before)
+                raise
+    except OSError as e:
+        raise refuse(target, e, len(data)) from e
+
+
+def probe(path: str | os.PathLike[str]) -> None:
+    """KvqError now, not after hours, when lines cannot be appended to `path`. A file that was not there is not left behind."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        there = target.exists()
+        with open(target, "ab"):
+            pass
+        if not there:
+            target.unlink()
+    except OSError as e:
+        raise refuse(target, e) from e

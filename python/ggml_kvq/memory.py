@@ -1,0 +1,147 @@
+"""What a context needs and what the machine has: the answer before a program starts, in place of an upstream that moves layers
+off the device that compresses them, or of a machine that swaps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import gguf_header
+
+MIB = 1 << 20
+STEP = 256  # llama.cpp pads a context to this many tokens
+MOST = (1 << 31) - STEP  # tokens, as llama.cpp counts them
+Shape = tuple[int, int, int, int]  # layer, KV heads, K head size, V head size
+
+
+def available() -> int:
+    """Bytes that this process may still take: MemAvailable, less when a control group allows less."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    return min([free, *_group_rooms()]) if free else 0
+
+
+def _group_rooms() -> list[int]:
+    """Room in the memory control groups (version 2, then 1) that this process sees; those without a limit are left out."""
+    out: list[int] = []
+    for limit, used, stat in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat"),
+    ):
+        try:
+            most, now = Path(limit).read_text().strip(), int(Path(used).read_text())
+            cached = [int(line.split()[1]) for line in Path(stat).read_text().splitlines() if line.split()[0] in ("inactive_file", "total_inactive_file")]
+        except (OSError, ValueError, IndexError):
+            continue
+        if most.isdigit() and int(most) < 1 << 60:
+            out.append(max(0, int(most) - now + max(cached, default=0)))
+    return out
+
+
+@dataclass(frozen=True)
+class Model:
+    """What counts of a model: weights (bytes of its files), layers that see the whole context, layers that see a window of it."""
+
+    weights: int
+    full: list[Shape]
+    windowed: list[Shape]
+    window: int
+    n_layer: int
+    latent: bool  # one row a token serves as keys and values
+    n_ctx_train: int
+
+
+def model(path: str | os.PathLike[str]) -> Model | None:
+    """Facts of a GGUF file; None when it describes no attention cache."""
+    header = gguf_header.read(path, tensors=True)
+    try:
+        shapes = gguf_header.attention_layers(header)
+    except gguf_header.GgufError:
+        return None
+    arch = header.fields["general.architecture"]
+
+    def get(key: str) -> int:
+        value = header.fields.get(f"{arch}.{key}", 0)
+        return value if isinstance(value, int) else 0
+
+    shapes = shapes[: max(1, len(shapes) - get("nextn_predict_layers") - get("attention.shared_kv_layers"))]
+    window = get("attention.sliding_window")
+    pattern = header.fields.get(f"{arch}.attention.sliding_window_pattern")
+    windowed: list[Shape] = []
+    if window and isinstance(pattern, list):
+        windowed = [s for s in shapes if s[0] < len(pattern) and pattern[s[0]]]
+    elif window:  # the architecture's own rule, unknown here: count what any of them keeps whole, one layer of six
+        windowed = [s for s in shapes if s[0] % 6 != 5]
+    full = [s for s in shapes if s not in windowed]
+    latent = f"{arch}.attention.key_length_mla" in header.fields
+    return Model(os.path.getsize(path), full, windowed, window, get("block_count"), latent, get("context_length"))
+
+
+Plan = Callable[[list[Shape], int, int], int]  # layers, tokens of a stream, streams -> bytes of their caches
+
+
+def planner(method: str, opts: str, n_layer: int) -> Plan:
+    """Bytes as libggml-kvq will allocate them. MethodError when the method refuses the layers."""
+    from . import methods, native
+
+    def plan(shapes: list[Shape], n_cells: int, n_stream: int) -> int:
+        return int(native.plan(methods.library(), method, opts, shapes, n_cells, n_layer_model=n_layer, n_stream=n_stream)["bytes_total"])
+
+    return plan
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of a context: cache, the attention mask of one ubatch, weights."""
+
+    cache: int
+    mask: int
+    weights: int
+
+    @property
+    def total(self) -> int:
+        return self.cache + self.mask + self.weights
+
+    def words(self) -> str:
+        return f"{_mib(self.total)} (cache {_mib(self.cache)}, mask {_mib(self.mask)}, weights {_mib(self.weights)})"
+
+
+def _mib(n: int) -> str:
+    return f"{n / MIB:.0f} MiB"
+
+
+def need(m: Model, plan: Plan, n_ctx: int, *, n_stream: int = 1, n_ubatch: int = 512) -> Need:
+    """Bytes that n_ctx tokens take, split evenly over n_stream streams."""
+    cells = min(MOST, -(-max(1, n_ctx // n_stream) // STEP) * STEP)
+    cache = plan(m.full, cells, n_stream) if m.full else 0
+    if m.windowed:
+        cache += plan(m.windowed, min(cells, -(-(m.window + n_ubatch) // STEP) * STEP), n_stream)
+    return Need(cache // 2 if m.latent else cache, cells * n_stream * n_ubatch * 2 // n_stream, m.weights)
+
+
+def longest(m: Model, plan: Plan, free: int, *, n_stream: int = 1, n_ubatch: int = 512) -> int:
+    """The longest context (tokens, a multiple of 256 for each stream) that takes at most `free` bytes; 0 when none does."""
+    step = STEP * n_stream
+    low, high = 0, MOST // step
+    while low < high:
+        mid = (low + high + 1) // 2
+        if need(m, plan, mid * step, n_stream=n_stream, n_ubatch=n_ubatch).total <= free:
+            low = mid
+        else:
+            high = mid - 1
+    return low * step
+
+
+def tokens(text: str) -> int:
+    """"32768", "32k", "1.5M" -> tokens. k is 1024, M its square. ValueError for anything else."""
+    text = text.strip()
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+    number = text[:-1] if factor > 1 else text
+    value = float(number) if factor > 1 else int(number)
+    if not 0 <= value * factor < 1 << 62 or value * factor != int(value * factor):
+        raise ValueError(text)
+    return int(value * factor)

@@ -1,0 +1,106 @@
+"""Saved states of a Model: a file of llama.cpp's own format, written whole or not at all, and refused with one line when it is damaged."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import StateError
+from .loader import last_problem, log
+
+if TYPE_CHECKING:
+    from .model import Model
+
+_MAGIC = b"nsgg"  # LLAMA_SESSION_MAGIC 'ggsn', little endian
+
+
+def _tag(tokens: list[int]) -> int:
+    """32 bits that rows of a cache carry beside their checksum (kvq_state_begin): CRC-32 of the tokens, never 0."""
+    return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens)) or 1
+
+
+def save(model: Model, path: str | os.PathLike[str]) -> None:
+    """Write tokens and cache of `model` to `path`. Raises StateError; what was there before is then still there."""
+    target = Path(path)
+    with model._lock:
+        ctx = model._open()
+        ids = np.asarray(model._tokens, np.int32)
+        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        if model.kv_method is not None and model._libs.kvq is not None:
+            model._libs.kvq.kvq_state_begin(_tag(ids.tolist()))
+        try:
+            log.begin()
+            ok = model._libs.llama.llama_state_save_file(
+                ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
+            )
+            lines = log.end()
+            if not ok:
+                raise StateError(f"{target} could not be written: {last_problem(lines)}; check folder and disk space")
+            with open(partial, "rb+") as f:
+                os.fsync(f.fileno())
+            os.replace(partial, target)
+        except OSError as e:
+            raise StateError(f"{target} could not be written: {e.strerror}; check folder and disk space") from e
+        finally:
+            if model.kv_method is not None and model._libs.kvq is not None:
+                model._libs.kvq.kvq_state_begin(0)
+            partial.unlink(missing_ok=True)
+
+
+def _check_head(source: Path) -> None:
+    """Magic and length of the token list; llama.cpp itself would read past the end of a short file."""
+    if not source.is_file():
+        raise StateError(f"{source} is not a file; give a path that save_state wrote")
+    with open(source, "rb") as f:
+        head, size = f.read(12), os.fstat(f.fileno()).st_size
+    if head[:4] != _MAGIC:
+        raise StateError(f"{source} is no saved state (magic {head[:4]!r}); give a path that save_state wrote")
+    if len(head) < 12 or 12 + 4 * struct.unpack_from("<I", head, 8)[0] > size:
+        raise StateError(f"{source} is cut off after {size} bytes; save the state again")
+
+
+def load(model: Model, path: str | os.PathLike[str]) -> int:
+    """Restore what save() wrote; returns the number of tokens held. StateError, with an empty cache, when the file is not whole or not
+    of this model."""
+    source = Path(path)
+    _check_head(source)
+    with model._lock:
+        ctx = model._open()
+        model.reset()
+        out = (ctypes.c_int32 * model.n_ctx)()
+        n = ctypes.c_size_t()
+        kvq = model._libs.kvq if model.kv_method is not None else None
+        if kvq is not None:
+            kvq.kvq_state_begin(0)
+        log.begin()
+        ok = model._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, model.n_ctx, ctypes.byref(n))
+        lines = log.end()
+        reason = kvq.kvq_last_error().decode() if kvq is not None else ""
+        tag = kvq.kvq_state_tag() if kvq is not None else 0
+        tokens = list(out[: n.value])
+        if not ok or reason:
+            model.reset()
+            if reason:
+                raise StateError(f"{source}: {reason}")
+            problem = last_problem(lines)
+            if "end of file" in problem or "read error" in problem or "failed to read" in problem:
+                raise StateError(f"{source} is cut off ({problem}); save the state again")
+            raise StateError(f"{source} does not fit this context: {problem}; use the model it was saved with and n_ctx >= its length")
+        if tag and tag != _tag(tokens):
+            model.reset()
+            raise StateError(f"{source} is damaged: its tokens are not those that were saved with the cache; save the state again")
+        if any(not 0 <= t < model.n_vocab for t in tokens):
+            model.reset()
+            raise StateError(f"{source} is damaged: its tokens are outside the vocabulary of {model.n_vocab}; save the state again")
+        held = model._libs.llama.llama_memory_seq_pos_max(model._memory, 0) + 1
+        if len(tokens) != held:
+            model.reset()
+            raise StateError(f"{source} is damaged: it lists {len(tokens)} tokens and holds {held}; save the state again")
+        model._tokens = tokens
+    return len(tokens)
