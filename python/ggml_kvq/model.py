@@ -572,6 +572,6 @@ class Model:
     def load_state(self, path: str | os.PathLike[str]) -> int:
         """Restore what save_state wrote (same model and n_ctx at least as long); returns the number of tokens held.
 
-        StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty.
+        StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty, or as it was.
         """
         return states.load(self, path)
