@@ -223,7 +223,7 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
             return "the saved state is of another model: give it the model that it was saved with";
         }
         if (kvq_mark_sum(&in.hashes[from], m.n, t.layer->d.il, t.value) != m.sum) {
-            return "the saved state is damaged: the checksum of the " + which(t) + " does not fit; save it again";
+            return "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
         }
         f = in.open.erase(f);
     }
