@@ -42,6 +42,8 @@ def test_a_draft_stays_with_llama_cpp_unless_asked(demo_model: Path, write_gguf:
     assert chosen.args.count("-devd") == 1
     shares = write_gguf("draft.gguf", {**LLAMA_FIELDS, "general.architecture": "gemma4-assistant"})
     assert device_of(launcher.command("llama-server", [*argv[:3], str(shares), *argv[4:]], {}).args) is None
+    with pytest.raises(KvqError, match="gemma4-assistant.* has no cache of its own"):
+        launcher.command("llama-server", [*argv[:3], str(shares), *argv[4:], "--kv-method-draft", "f16"], {})
     predicts = launcher.command("llama-server", ["-m", str(demo_model), "--spec-type", "draft-mtp", "--kv-method", "kivi", "--kv-method-draft", "f16"], {})
     assert device_of(predicts.args) is None and predicts.env["KVQ_METHOD_DRAFT"] == "f16"
 
