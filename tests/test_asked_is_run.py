@@ -43,6 +43,8 @@ def refusal(*argv: str, program: str = "llama-completion", env: dict[str, str] |
         (["-c", "2000M", "--kv-method", "xquant"], ["needs", "the longest context is -c "]),
         (["-c", "4096", "-fitt", "99999999", "--kv-method", "kivi"], ["less 99999999 MiB of -fitt", "lower -fitt"]),
         (["-fitt", "99999999", "--kv-method", "kivi"], ["the model's context of 4096 tokens", "lower -fitt"]),
+        (["-c", "-1", "--kv-method", "kivi"], ["-c -1 is no number of tokens"]),
+        (["-b", "0", "--kv-method", "kivi"], ["-b 0"]),
     ],
 )
 def test_a_context_that_does_not_fit_is_refused_before_the_load(demo_model: Path, argv: list[str], words: list[str]) -> None:
@@ -74,6 +76,8 @@ def test_the_models_own_context_is_shortened_aloud(demo_model: Path) -> None:
     added, notes, _ = refusals.fit("llama-server", user, choice, str(demo_model), "", lambda: free)
     assert added == ["-fit", "off", "-c", "2048"]
     assert "4096 tokens" in notes[0] and "-c 2048 is used" in notes[0]
+    with pytest.raises(KvqError, match="-c 0, the model's context of 4096 tokens .* the longest context is -c 2048"):
+        refusals.fit("llama-server", launcher.User(["-c", "0", "-fitt", "0"], {}, reads_env=True), choice, str(demo_model), "", lambda: free)
 
 
 def test_what_the_plan_says_is_what_is_allocated(demo_model: Path) -> None:

@@ -252,3 +252,25 @@ def test_models_of_the_hub(monkeypatch: pytest.MonkeyPatch, write_gguf: Callable
             args("llama-cli", *argv)
     got = launcher.command("llama-cli", ["-hf", "o/r:Q8_0", "--no-mmproj", "--kv-method", "kivi"], {})
     assert got.env["KVQ_MODEL"] == str(tmp_path / "a-Q8_0.gguf")
+
+
+def test_arguments_of_calls_are_checked(demo_model: Path) -> None:
+    """llama.cpp ends the process at a token that the model does not have."""
+    with Model(demo_model, "none", n_ctx=256) as m:
+        for call in (lambda: m.detokenize([10**9]), lambda: m.detokenize([-1]), lambda: m.piece(m.n_vocab), lambda: m.generate([m.n_vocab])):
+            with pytest.raises(errors.DecodeError, match="outside the vocabulary of 8192"):
+                call()
+        for call, word in (
+            (lambda: m.generate("x", max_tokens="3"), "max_tokens='3'"),
+            (lambda: m.generate("x", stop=[3]), "3 is a int"),
+            (lambda: m.generate("x", temperature="hot"), "temperature='hot'"),
+            (lambda: m.generate("x", top_k=2.5), "top_k=2.5"),
+            (lambda: m.detokenize("abc"), "'abc' is a text"),
+            (lambda: m.logits("abc"), "'abc' is a text"),
+            (lambda: m.chat_prompt("hi"), "messages='hi'"),
+        ):
+            with pytest.raises(errors.KvqError, match=re.escape(word)):
+                call()
+    for kwargs, word in (({"device": 5}, "device=5"), ({"n_threads": 0}, "n_threads=0"), ({"n_threads": "x"}, "n_threads='x'"), ({"n_gpu_layers": "x"}, "n_gpu_layers")):
+        with pytest.raises(errors.KvqError, match=re.escape(word)):
+            Model(demo_model, **kwargs)

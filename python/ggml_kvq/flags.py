@@ -14,8 +14,8 @@ OURS = {
     "--kv-config": "FILE.gguf",
     "--kv-method-draft": "NAME",
     "--kv-opt-draft": "KEY=VALUE",
+    "--kv-stats-file": "FILE.json",
 }
-OURS_SERVER = {**OURS, "--kv-stats-file": "FILE.json"}
 OURS_RPC_SERVER = {**OURS, "--kv-model": "FILE.gguf"}
 # Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no harm.
 TEXT = {"-p", "--prompt", "-sys", "--system-prompt", "-r", "--reverse-prompt", "--in-prefix", "--in-suffix", "--grammar"}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from . import _paths, gguf_header, hub_args, refusals, served_page, sidecars
 from .errors import KvqError
-from .flags import OURS, OURS_RPC_SERVER, OURS_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
+from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
 
 HELP = """\
@@ -34,11 +34,8 @@ HELP = """\
 --kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own f16 cache, because
                         a draft that reads a quantised cache is accepted less often (env: KVQ_METHOD_DRAFT)
 --kv-opt-draft KEY=VALUE  option of that method, repeatable (env: KVQ_OPTS_DRAFT)
-
-"""
-
-HELP_SERVER = """\
 --kv-stats-file FILE.json  what the cache holds (method, bits, bytes, sealed pages, layers), rewritten every two seconds
+                        (env: KVQ_STATS_FILE)
 
 """
 
@@ -142,7 +139,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     for their devices; a model on the hub is downloaded.
     """
     bench, serves = program == "llama-bench", program == RPC_SERVER
-    flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS_SERVER if program == "llama-server" else OURS)
+    flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS)
     hub_env: dict[str, str | None] = {}
     if not serves:
         flags.rest, hub_env = hub_args.resolve(program, spell_sizes(flags.rest, bench), environ)
@@ -304,7 +301,7 @@ def run(program: str, argv: Sequence[str], name: str = "") -> int:
     try:
         path = _paths.program(program)
         if any(arg in ("-h", "--help", "--usage") for arg in argv):
-            sys.stdout.write(HELP + {RPC_SERVER: HELP_RPC_SERVER, "llama-server": HELP_SERVER}.get(program, ""))
+            sys.stdout.write(HELP + (HELP_RPC_SERVER if program == RPC_SERVER else ""))
             sys.stdout.flush()
         cmd = command(program, argv, os.environ)
         for note in cmd.notes:

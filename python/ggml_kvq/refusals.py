@@ -119,9 +119,11 @@ def fit(
         return added, [], replaced
     margin = int(margins.split(",")[0]) * memory.MIB if margins.split(",")[0].isdigit() else None
     asked = user.last(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
-    n_ctx = _number(asked, "-c") if asked.lstrip("+")[:1].isdigit() else _N_CTX.get(program, 0)
+    n_ctx = _number(asked, "-c") if asked and asked[0] in "-0123456789" else _N_CTX.get(program, 0)
     n_batch = _number(user.last(("-b", "--batch-size"), "LLAMA_ARG_BATCH") or "2048", "-b")
-    n_ubatch = min(n_batch, _number(user.last(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH") or "512", "-ub"))
+    if not n_batch:
+        raise LaunchError("-b 0 decodes nothing: drop -b or write a number of tokens")
+    n_ubatch = min(n_batch, _number(user.last(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH") or "512", "-ub") or n_batch)
     slots = user.last(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
     unified = user.has(("-kvu", "--kv-unified")) or not slots.isdigit()
     n_stream = 1 if unified else max(1, int(slots))
@@ -143,9 +145,9 @@ def fit(
     least = _number(user.last(("-fitc", "--fit-ctx"), "LLAMA_ARG_FIT_CTX") or "4096", "-fitc")
     kept = "" if margin is None else f" less {margin // memory.MIB} MiB of -fitt"
     answer = f"needs {need.words()}, free {free // memory.MIB} MiB{kept}"
-    if n_ctx or fits < least:
+    if n_ctx or asked or fits < least:
         cure = f"the longest context is -c {fits}" if fits else "no context fits: use a smaller model" if margin is None else "no context fits: lower -fitt"
-        what = f"-c {asked}" if n_ctx else f"the model's context of {chosen} tokens"
+        what = f"-c {asked}" if n_ctx else f"{'-c 0, ' if asked else ''}the model's context of {chosen} tokens"
         raise LaunchError(f"{what} with {choice.words} {answer}: {cure}")
     note = f"the model's context of {chosen} tokens {answer}: -c {fits} is used, the longest that leaves {(free - room) // memory.MIB} MiB"
     return [*added, "-c", str(fits)], [note], replaced

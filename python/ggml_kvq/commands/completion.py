@@ -34,7 +34,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 def script() -> str:
     """A bash script; zsh reads it through bashcompinit."""
     from .. import methods
-    from ..flags import OURS_RPC_SERVER, OURS_SERVER
+    from ..flags import OURS, OURS_RPC_SERVER
 
     table = methods.table()
     names = " ".join(row["name"] for row in table)
@@ -50,7 +50,7 @@ def script() -> str:
                 choices = " ".join(map(str, action.choices))
                 values += [f'        "{name} {flag}") words="{choices}" ;;' for flag in action.option_strings]
     options = "\n".join(f'        {row["name"]}) words="{" ".join(o["key"] + "=" for o in row["options"])}" ;;' for row in table)
-    flags_text = " ".join(dict.fromkeys([*OURS_SERVER, *OURS_RPC_SERVER]))
+    flags_text = " ".join(dict.fromkeys([*OURS, *OURS_RPC_SERVER]))
     return f"""\
 # ggml-kvq: subcommands and flags; llama-*: the flags of the launchers, everything else is completed as files
 _ggml_kvq() {{
