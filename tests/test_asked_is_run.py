@@ -172,6 +172,14 @@ def test_a_missing_or_cut_model_is_one_line(demo_model: Path, tmp_path: Path) ->
     assert cli.main(["info", str(cut)]) == 2
 
 
+@pytest.mark.parametrize("program", ["llama-completion", "llama-server", "llama-bench"])
+def test_a_cache_that_is_refused_at_load_is_one_line(demo_model: Path, program: str) -> None:
+    argv = ["-m", str(demo_model), "--kv-method", "aqua", *(["-n", "1", "-p", "0"] if program == "llama-bench" else ["-c", "512"])]
+    done = launch(program, *argv, *(["--port", "1"] if program == "llama-server" else []))
+    lines = [line for line in done.stderr.splitlines() if " E " in line or "rror" in line]
+    assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith("ggml-kvq: error: method aqua needs calibrated data"), done.stderr
+
+
 # ------------------------------------------------------------------ files
 
 LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,7 +35,7 @@ class Sampling:
             value, whole = getattr(self, field.name), field.name in ("top_k", "repeat_last_n", "seed")
             if field.name == "seed" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
                 raise KvqError(f"{field.name}={value!r} is a {type(value).__name__}; pass a {'whole number' if whole else 'number'}")
         checks: list[tuple[str, float, bool, str]] = [
             ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
