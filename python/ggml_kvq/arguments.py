@@ -1,4 +1,6 @@
-"""Arguments of Model, checked: a wrong type or a text that has no bytes raises one line, not a trace from the middle of ctypes."""
+"""Arguments of Model, checked: a wrong type or a text that has no bytes raises one line, not a trace from the middle
+of ctypes.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def devices(value: Any) -> list[str] | None:
     """device: a name, names, or None."""
     names = [value] if isinstance(value, str) else value
     if names is not None and (not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names)):
-        raise ArgumentTypeError(f"device={value!r} is a {type(value).__name__}; pass a name, as 'KVQ0', or a list of names")
+        raise ArgumentTypeError(
+            f"device={value!r} is a {type(value).__name__}; pass a name, as 'KVQ0', or a list of names"
+        )
     return None if names is None else list(names)
 
 
@@ -93,7 +97,9 @@ def options(value: Any) -> str:
     if value is None or isinstance(value, str):
         return native.option_string(value)
     if not isinstance(value, Mapping):
-        raise ArgumentTypeError(f"kv_opts={value!r} is a {type(value).__name__}; pass a dict, as {{'bits': 2}}, or a str, as 'bits=2'")
+        raise ArgumentTypeError(
+            f"kv_opts={value!r} is a {type(value).__name__}; pass a dict, as {{'bits': 2}}, or a str, as 'bits=2'"
+        )
     return native.option_string(dict(value))
 
 
@@ -112,7 +118,8 @@ def utf8(text: Any) -> bytes:
 
 
 def token_ids(tokens: Any, n_vocab: int) -> list[int]:
-    """Token ids. ArgumentTypeError for bytes and what holds no whole numbers, DecodeError for one outside the vocabulary.
+    """Token ids. ArgumentTypeError for bytes and what holds no whole numbers, DecodeError for one outside the
+    vocabulary.
 
     llama.cpp ends the process at such an id.
     """
@@ -123,7 +130,9 @@ def token_ids(tokens: Any, n_vocab: int) -> list[int]:
     out = []
     for token in tokens:
         if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise ArgumentTypeError(f"token {token!r} is a {type(token).__name__}; pass a text, or token ids as tokenize() gives them")
+            raise ArgumentTypeError(
+                f"token {token!r} is a {type(token).__name__}; pass a text, or token ids as tokenize() gives them"
+            )
         if not 0 <= int(token) < n_vocab:
             raise DecodeError(f"token {token} is outside the vocabulary of {n_vocab}; tokenize with this model")
         out.append(int(token))
@@ -131,7 +140,9 @@ def token_ids(tokens: Any, n_vocab: int) -> list[int]:
 
 
 def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any) -> str | None:
-    """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of it."""
+    """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of
+    it.
+    """
     if config is not None:
         path(config, "kv_config")
         return None if config == OFF else str(config)
