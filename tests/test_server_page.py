@@ -186,4 +186,5 @@ def test_without_a_method_the_page_says_so_and_old_folders_go(demo_model: Path, 
             urllib.request.urlopen(address + "/kv-stats.json", timeout=10)
     assert gone.exists()  # nothing of ours was needed here
     with server("-m", str(demo_model), "-c", "256", "--kv-method", "f16", log=tmp_path / "log", env=env):
-        assert not gone.exists()
+        assert not gone.exists() and len(list(tmp_path.glob("ggml-kvq-page-*/index.html"))) == 1
+    assert not list(tmp_path.glob("ggml-kvq-page-*"))  # the server took its folder away

@@ -109,6 +109,20 @@ void kvq_stats_file_write(void) {
     for (const std::string & path : stats_paths()) { write_whole(path, text); }
 }
 
+// The folder that the launcher made for this server's page: index.html and the figures, ".../ggml-kvq-page-<user>-<process>".
+// A router's children inherit the variable and leave it alone.
+static void remove_page(void) {
+    const char * file = getenv("KVQ_PAGE_STATS_FILE");
+    const std::string path = file ? file : "";
+    const std::string folder = path.substr(0, path.rfind('/')), mine = "-" + std::to_string(getpid());
+    if (path.empty() || folder.size() < mine.size() || folder.compare(folder.size() - mine.size(), mine.size(), mine)) {
+        return;
+    }
+    remove(path.c_str());
+    remove((folder + "/index.html").c_str());
+    rmdir(folder.c_str());
+}
+
 namespace {
 struct writer {
     std::mutex mutex;
@@ -124,6 +138,7 @@ struct writer {
         { std::lock_guard<std::mutex> lock(mutex); stop = true; }
         wake.notify_all();
         thread.join();
+        remove_page();
     }
 };
 }
