@@ -195,6 +195,7 @@ def test_none_is_an_off_switch(write_gguf: Callable[..., Path], demo_model: Path
 
 
 def test_refusals_name_what_chose_the_method(write_gguf: Callable[..., Path]) -> None:
+    assert "KVQ_CONFIG=/nope is not a file" in refusal(env={"KVQ_CONFIG": "/nope"})
     named = str(write_gguf("m.gguf", {**LLAMA_FIELDS, "kvq.method": "kivi"}))
     text = refusal("-m", named, "-ctk", "q8_0")
     assert (

@@ -149,14 +149,15 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     servers = [] if serves else _rpc_servers(user)
     config = flags.config or environ.get("KVQ_CONFIG") or None
 
+    config_words = f"--kv-config {config}" if flags.config else f"KVQ_CONFIG={config}"
     if config and not os.path.isfile(config):
-        raise LaunchError(f"--kv-config {config} is not a file; give a GGUF written by `ggml-kvq calibrate`")
+        raise LaunchError(f"{config_words} is not a file; give a GGUF written by `ggml-kvq calibrate`")
     if flags.model and not os.path.isfile(flags.model):
         raise LaunchError(f"--kv-model {flags.model} is not a file; give the GGUF that clients run, or its first part")
     header = _header(user, models, serves)
     config_fields = gguf_header.read(config).kvq() if config else {}
     if config and "kvq.method" not in config_fields:
-        raise LaunchError(f"--kv-config {config} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
+        raise LaunchError(f"{config_words} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
     choice = _choice(flags, environ, config, config_fields, header)
 
     if choice is None or choice.method == refusals.OFF:
@@ -187,7 +188,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
     held = config_fields.get("kvq.method", method)
     if held != method:
-        raise LaunchError(f"--kv-config {config} holds data for method {held}, not {method}; give another file or --kv-method {held}")
+        raise LaunchError(f"{config_words} holds data for method {held}, not {method}; give another file or --kv-method {held}")
     if serves:
         devices = user.values(("-d", "--device"))
         if devices and "KVQ" not in ",".join(devices):
