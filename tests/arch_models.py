@@ -255,6 +255,10 @@ class Long(int):
     """An integer written as u64."""
 
 
+class Signed(int):
+    """An integer written as i32."""
+
+
 def _text(s: str) -> bytes:
     return struct.pack("<Q", len(s.encode())) + s.encode()
 
@@ -265,6 +269,8 @@ def _value(v: Any) -> tuple[int, bytes]:
         return 7, struct.pack("<?", v)
     if isinstance(v, Long):
         return 10, struct.pack("<Q", v)
+    if isinstance(v, Signed):
+        return 5, struct.pack("<i", v)
     if isinstance(v, int):
         return 4, struct.pack("<I", v)
     if isinstance(v, float):

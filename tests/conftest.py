@@ -14,12 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 _U32, _STRING, _ARRAY = 4, 8, 9
+# Files that take minutes, the longest first: the last file to start is a short one, so that no worker waits long.
+LONG = ("native", "cuda_on_host", "cuda_compile", "builds", "versions", "emulated", "archs", "attention", "llama_features", "eval")
 
 
 def pytest_configure() -> None:
+    # Two workers share the cores: a thread that waits for another sleeps.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in [n for n in os.environ if n.startswith(("KVQ_", "LLAMA_ARG_")) or n == "GGML_BACKEND_PATH"]:
         if name not in ("KVQ_LIB_DIR", "KVQ_BACKEND", "KVQ_ISA"):  # where the libraries are, not what they shall do
             del os.environ[name]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session")

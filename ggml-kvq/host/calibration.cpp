@@ -3,6 +3,7 @@
 #include "gguf.h"
 #include "ggml.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -140,6 +141,40 @@ bool get_matrix(const file & f, const std::string & name, kvq_calibration::matri
     return true;
 }
 
+// Root mean square of the captured rows of a layer, 0: an older file, which does not say.
+float get_rms(const gguf_context * g, const std::string & name) {
+    const int64_t id = gguf_find_key(g, name.c_str());
+    const float x = id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_FLOAT32 ? gguf_get_val_f32(g, id) : 0.0f;
+    return std::isfinite(x) && x > 0 ? x : 0.0f;
+}
+
+// A mean cannot carry more energy than the rows it is of. Without their size: far more than keys of any model known have.
+bool mean_fits(const std::vector<float> & mean, float rms) {
+    double sum = 0;
+    float top = 0;
+    for (const float x : mean) {
+        sum += (double) x * x;
+        top = std::max(top, fabsf(x));
+    }
+    return rms > 0 ? sum <= 1.02 * (double) mean.size() * rms * rms + 1e-6 : top <= 8192.0f;
+}
+
+// Predictions are about as large as what they predict; rows of correlated channels may take large weights, which cancel.
+bool matrix_fits(const kvq_calibration::matrix & m, float rms_in, float rms_out) {
+    std::vector<float> row((size_t) m.n_in);
+    const size_t nb_row = ggml_row_size((ggml_type) m.type, m.n_in);
+    double sum = 0;
+    for (int i = 0; i < m.n_out; i++) {
+        if (m.type == GGML_TYPE_F32) {
+            memcpy(row.data(), &m.raw[i * nb_row], nb_row);
+        } else {
+            ggml_get_type_traits((ggml_type) m.type)->to_float(&m.raw[i * nb_row], row.data(), m.n_in);
+        }
+        for (const float x : row) { sum += (double) x * x; }
+    }
+    return sqrt(sum / m.n_out) * rms_in <= 1000.0 * rms_out;
+}
+
 } // namespace
 
 kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err) {
@@ -211,6 +246,16 @@ kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info &
             }
             if (!get_matrix(f, base + (v ? ".v.weight" : ".k.weight"), v ? l.v : l.k, why) && !why.empty()) {
                 return refuse(why);
+            }
+        }
+        const float rms[2] = { get_rms(f.g, base + ".k.rms"), get_rms(f.g, base + ".v.rms") };
+        for (int v = 0; v < 2; v++) {
+            const kvq_calibration::matrix & m = v ? l.v : l.k;
+            if (!mean_fits(v ? l.v_mean : l.k_mean, rms[v])) {
+                return refuse(base + (v ? ".v" : ".k") + ".bias is larger than the rows that were calibrated");
+            }
+            if (m.n_in && rms[0] > 0 && rms[1] > 0 && !matrix_fits(m, std::min(rms[0], rms[1]), rms[v])) {
+                return refuse(base + (v ? ".v" : ".k") + ".weight predicts far larger rows than those that were calibrated");
             }
         }
         if (l.k_mean.empty() != l.v_mean.empty()) {

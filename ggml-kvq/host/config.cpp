@@ -1,4 +1,5 @@
 #include "config.h"
+#include "fingerprint.h"
 
 #include "gguf.h"
 
@@ -13,6 +14,10 @@
 static thread_local std::string last_error;
 
 void kvq_set_error(const std::string & line) { last_error = line; }
+
+static thread_local std::string last_note;
+
+extern "C" const char * kvq_last_note(void) { return last_note.c_str(); }
 
 extern "C" const char * kvq_last_error(void) { return last_error.c_str(); }
 
@@ -37,6 +42,7 @@ struct request {
 static thread_local request configured;
 
 extern "C" int kvq_configure(const char * method, const char * opts, const char * config, const char * model) {
+    last_note.clear();
     if (!method) {
         configured = request{};
         return KVQ_OK;
@@ -304,6 +310,17 @@ static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, s
     }
     const std::string from = r.config.empty() && model.calibrated ? r.model : r.config;
     if (!from.empty()) {
+        std::string note;
+        const kvq_status status = kvq_check_calibrated(from, r.model, note, err);
+        if (status != KVQ_OK) {
+            return status;
+        }
+        if (!note.empty()) {
+            last_note = note;
+            if (kvq_verbosity() > 0) {
+                fprintf(stderr, "ggml-kvq: %s\n", note.c_str());
+            }
+        }
         const std::string stored = kvq_stored_options(from, *out.method, r.opts);
         r.opts = stored + (stored.empty() || r.opts.empty() ? "" : ",") + r.opts;
     }

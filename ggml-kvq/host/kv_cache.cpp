@@ -447,11 +447,6 @@ void kvq_kv_cache::clear() {
     arrivals.reset();
 }
 
-uint16_t kvq_kv_cache::model_mark() const {
-    const uint64_t h = model.arch.empty() ? 0 : strtoull(model.hash.c_str(), nullptr, 16);
-    return h ? (uint16_t) (h ^ h >> 16 ^ h >> 32 ^ h >> 48) | 1 : 0;
-}
-
 kvq_stats kvq_kv_cache::stats() const {
     kvq_accounting sum;
     for (const auto & l : layers) {

@@ -105,7 +105,7 @@ public:
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
     std::string device_name = "KVQ0";
     kvq_arrivals arrivals; // rows of a saved state that is being restored
-    uint16_t model_mark() const; // of the model, for marks; 0: not known
+    uint16_t model_mark(); // of the model, for marks; 0: not known (state.cpp)
     bool refused = false; // a graph asked for something unsupported: computing fails instead of guessing
 
 private:
@@ -130,5 +130,6 @@ private:
     } ubatch;
     kvq_scratch    scratch;
     kvq_counters   counters;
+    int  mark  = -1; // not looked at yet
     bool is_ok = true;
 };

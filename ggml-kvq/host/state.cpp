@@ -1,7 +1,9 @@
 #include "state.h"
 
 #include "backend.h"
+#include "fingerprint.h"
 
+#include <cstdlib>
 #include <cstring>
 
 // ---------------------------------------------------------------- rows of a cache tensor
@@ -96,6 +98,19 @@ extern "C" void kvq_state_begin(uint32_t tag) {
     kvq_set_error("");
 }
 extern "C" uint32_t kvq_state_tag(void) { return tag_in; }
+
+// Tokens and the first norm, which no quantisation changes.
+uint16_t kvq_kv_cache::model_mark() {
+    if (mark < 0) {
+        uint64_t h = model.arch.empty() ? 0 : strtoull(model.hash.c_str(), nullptr, 16);
+        const std::vector<float> sketch = h ? kvq_make_sketch(config.model_path) : std::vector<float>();
+        if (sketch.size() >= KVQ_SKETCH) {
+            h ^= kvq_mark_hash((const uint16_t *) &sketch[KVQ_SKETCH - 16], 2 * 16);
+        }
+        mark = h ? (int) (uint16_t) (h ^ h >> 16 ^ h >> 32 ^ h >> 48) | 1 : 0;
+    }
+    return (uint16_t) mark;
+}
 
 static void add_hashes(const uint16_t * rows, int n, int width, std::vector<uint64_t> & out) {
     for (int i = 0; i < n; i++) { out.push_back(kvq_mark_hash(rows + (size_t) i * width, width)); }
@@ -208,7 +223,7 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
             return "the saved state is of another model: give it the model that it was saved with";
         }
         if (kvq_mark_sum(&in.hashes[from], m.n, t.layer->d.il, t.value) != m.sum) {
-            return "the saved state is damaged: the checksum of the " + which(t) + " does not fit; save it again";
+            return "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
         }
         f = in.open.erase(f);
     }

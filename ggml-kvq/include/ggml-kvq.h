@@ -37,6 +37,7 @@ typedef enum kvq_status {
 KVQ_API int          kvq_abi_version(void);
 KVQ_API const char * kvq_version(void);
 KVQ_API const char * kvq_last_error(void); // thread-local, "" when nothing failed
+KVQ_API const char * kvq_last_note (void); // of this thread: the last line about calibrated data that was taken with a reservation, "" when there was none
 KVQ_API const char * kvq_kernel_name(void); // "avx512-vnni", "avx2", "portable"; KVQ_ISA forces a lower one
 
 // ---------------------------------------------------------------- methods
@@ -66,6 +67,10 @@ KVQ_API int kvq_check(const char * method, const char * opts);
 // Configuration of the KV caches this thread creates next. method NULL: back to the environment
 // (KVQ_METHOD, KVQ_OPTS, KVQ_CONFIG, KVQ_MODEL). opts, config and model may be NULL.
 KVQ_API int kvq_configure(const char * method, const char * opts, const char * config, const char * model);
+
+// What a model's weights are, whatever their quantisation (host/fingerprint.h): calibrated data holds it. Number of values, 0: not readable; at most n
+// are written to out.
+KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 
 // ---------------------------------------------------------------- block formats
 

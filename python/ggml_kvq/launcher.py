@@ -113,7 +113,10 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
     model = (user.values(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL") or [""])[-1]
     present = model or user.has(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf")) or "LLAMA_ARG_SPEC_DRAFT_HF_REPO" in environ
     predicts = any("mtp" in value for value in user.values(("--spec-type",), "LLAMA_ARG_SPEC_TYPE"))
+    arch = gguf_header.read(model).fields.get("general.architecture") if os.path.isfile(model) else None
     if method:
+        if arch in _SHARES_CACHE:
+            raise LaunchError(f"--kv-method-draft {method}: {model} ({arch}) has no cache of its own, it reads the model's; drop the flag")
         if not present and not predicts:
             raise LaunchError(f"--kv-method-draft {method} needs a draft: add -md FILE.gguf or --spec-type draft-mtp, or drop it")
         opts = ",".join([*filter(None, [environ.get("KVQ_OPTS_DRAFT")]), *flags.draft_opts])
@@ -126,7 +129,7 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
         raise LaunchError(f"--kv-opt-draft {flags.draft_opts[0]} needs a method; add --kv-method-draft NAME")
     if not present or user.values(("-devd", "--device-draft", "--spec-draft-device")):
         return []
-    if os.path.isfile(model) and gguf_header.read(model).fields.get("general.architecture") in _SHARES_CACHE:
+    if arch in _SHARES_CACHE:
         return []  # as its target's
     return ["-devd", DRAFT_DEVICE if method else ",".join(_cuda_devices()) or "none"]
 

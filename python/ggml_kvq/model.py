@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -210,6 +211,7 @@ class Model:
             try:
                 self._ctx = lib.llama_init_from_model(self._model, params)
                 reason = kvq.kvq_last_error().decode() if kvq is not None and self.kv_method is not None else ""
+                note = kvq.kvq_last_note().decode() if kvq is not None and self.kv_method is not None else ""
             finally:
                 if kvq is not None and self.kv_method is not None:
                     kvq.kvq_configure(None, None, None, None)
@@ -219,6 +221,8 @@ class Model:
                 problem = last_problem(log.end())
                 cure = "choose another type_k or type_v" if "cache type" in problem else "try a smaller n_ctx"
                 raise ModelError(f"no context of {self.path} with n_ctx={n_ctx}: {problem}; {cure}")
+            if note:
+                warnings.warn(note, stacklevel=3)
             self._n_caches = kvq.kvq_cache_count() - before if kvq is not None else 0
             if self.kv_method is not None and self._n_caches == 0:
                 raise MethodError(f"kv_method={self.kv_method} was not used: this model keeps no attention cache; drop kv_method")
@@ -575,6 +579,6 @@ class Model:
     def load_state(self, path: str | os.PathLike[str]) -> int:
         """Restore what save_state wrote (same model and n_ctx at least as long); returns the number of tokens held.
 
-        StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty.
+        StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty, or as it was.
         """
         return states.load(self, path)

@@ -66,8 +66,8 @@ def _check_head(source: Path) -> None:
 
 
 def load(model: Model, path: str | os.PathLike[str]) -> int:
-    """Restore what save() wrote; returns the number of tokens held. StateError, with an empty cache, when the file is not whole or not
-    of this model."""
+    """Restore what save() wrote; returns the number of tokens held. StateError when the file is not whole or not of this model: the
+    cache is then empty, or as it was when the file does not even begin like a state."""
     source = Path(path)
     _check_head(source)
     with model._lock:
@@ -91,7 +91,8 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
             problem = last_problem(lines)
             if "end of file" in problem or "read error" in problem or "failed to read" in problem:
                 raise StateError(f"{source} is cut off ({problem}); save the state again")
-            raise StateError(f"{source} does not fit this context: {problem}; use the model it was saved with and n_ctx >= its length")
+            # llama.cpp itself does not see every file's end and then reads what was in memory
+            raise StateError(f"{source} is cut off or damaged, or does not fit this context: {problem}; use the model it was saved with and n_ctx >= its length")
         if tag and tag != _tag(tokens):
             model.reset()
             raise StateError(f"{source} is damaged: its tokens are not those that were saved with the cache; save the state again")

@@ -1,5 +1,6 @@
 // One random tiny model, run with llama.cpp's own cache and then with ours: how far the logits are apart.
 //   arch_matrix --list                                   every architecture that this libllama knows, one a line
+//   arch_matrix --save META.gguf OUT.gguf                the model with its random weights as a file
 //   arch_matrix META.gguf REFERENCE [DEVICE METHOD...]   META.gguf: metadata alone (tests/arch_models.py writes it)
 // KVQ_LIB_DIR: where upstream's libraries lie. GGML_BACKEND_PATH: libggml-kvq.so.
 // REFERENCE: the device of llama.cpp's own cache, CPU or CUDA0. DEVICE: ours, KVQ0. METHOD: NAME or NAME:KEY=VALUE,...
@@ -86,7 +87,7 @@ static void set_weights(ggml_tensor * t, void *) {
 
 // ---------------------------------------------------------------- one run
 
-static llama_model * make_model(gguf_context * meta, const char * device) {
+static llama_model * make_model(gguf_context * meta, const char * device, bool all_layers = false) {
     ggml_backend_dev_t devices[2] = { ggml_backend_dev_by_name(device), nullptr };
     if (!devices[0]) {
         fprintf(stderr, "no device %s\n", device);
@@ -98,6 +99,7 @@ static llama_model * make_model(gguf_context * meta, const char * device) {
     llama_model_params p = llama_model_default_params();
     p.devices = devices;
     p.n_gpu_layers = 999;
+    p.load_mtp = all_layers; // of multi-token prediction too
     p.progress_callback = [](float, void *) { return true; };
     return llama_model_init_from_user(meta, set_weights, nullptr, p);
 }
@@ -271,8 +273,8 @@ int main(int argc, char ** argv) {
         return 0;
     }
     if (argc < 3) {
-        fprintf(stderr, "usage: [KVQ_LIB_DIR=FOLDER] [GGML_BACKEND_PATH=FILE] arch_matrix --list | META.gguf REFERENCE "
-                        "[DEVICE METHOD[:KEY=VALUE,...]...]\n");
+        fprintf(stderr, "usage: [KVQ_LIB_DIR=FOLDER] [GGML_BACKEND_PATH=FILE] arch_matrix --list | --save META.gguf OUT.gguf | "
+                        "META.gguf REFERENCE [DEVICE METHOD[:KEY=VALUE,...]...]\n");
         return 2;
     }
     llama_log_set(
@@ -284,10 +286,16 @@ int main(int argc, char ** argv) {
         nullptr);
     const char * backend = getenv("GGML_BACKEND_PATH");
     ggml_backend_load_all_from_path(getenv("KVQ_LIB_DIR")); // also the library that GGML_BACKEND_PATH names
-    gguf_context * meta = gguf_init_from_file(argv[1], { /*no_alloc =*/true, /*ctx =*/nullptr });
-    if ((argc > 3 && !backend) || !meta) {
+    const bool save = argc == 4 && !strcmp(argv[1], "--save");
+    gguf_context * meta = gguf_init_from_file(argv[save ? 2 : 1], { /*no_alloc =*/true, /*ctx =*/nullptr });
+    if ((argc > 3 && !backend && !save) || !meta) {
         fprintf(stderr, "%s\n", !meta ? "cannot read the metadata" : "GGML_BACKEND_PATH has to name libggml-kvq.so");
         return 2;
+    }
+    if (save) {
+        llama_model * model = make_model(meta, "CPU", true);
+        if (model) { llama_model_save_to_file(model, argv[3]); }
+        return model ? 0 : 1;
     }
     setenv("KVQ_MODEL", argv[1], 1);
     llama_model * upstream = make_model(meta, argv[2]);

@@ -1,11 +1,14 @@
 """Calibrated data in GGUF: as a sidecar (general.type "kvq", tensors), or as metadata arrays inside a model file, which unmodified
 llama.cpp ignores (it refuses unknown tensors). Layout: kvq.version, kvq.method, kvq.model.*, kvq.aqua.*,
-kvq.aqua.blk.<il>.{k,v}.{bias,weight}, kvq.aqua.blk.<il>.prev; in a model file each array is a u8 array with .type and .shape (outermost
+kvq.aqua.blk.<il>.{k,v}.{bias,weight,rms}, kvq.aqua.blk.<il>.prev, kvq.model.sketch (what the weights are), kvq.checksum; in a model file each array is a u8 array with .type and .shape (outermost
 first) beside it."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import numpy as np
 from .. import gguf_header
 from ..errors import KvqError
 from ..files import whole as whole_file
+from ..loader import libraries
 from .means import Means
 from .predictors import Bits, Fit
 
@@ -51,6 +55,40 @@ def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
+def sketch(path: str | os.PathLike[str]) -> np.ndarray:
+    """f32 [50 * layers], what the model's weights are whatever their quantisation (host/fingerprint.h)."""
+    lib = libraries().need_kvq()
+    n = lib.kvq_model_sketch(os.fsencode(path), None, 0)
+    if not n:
+        raise KvqError(lib.kvq_last_error().decode())
+    out = np.zeros(n, np.float32)
+    lib.kvq_model_sketch(os.fsencode(path), out.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), n)
+    return out
+
+
+def _format(x: np.ndarray) -> tuple[str, list[int]]:
+    """GGUF's name of the type, and the shape, outermost first; rows of q4_0 blocks come as uint8."""
+    shape = [x.shape[0], x.shape[1] // 18 * 32] if x.dtype == np.uint8 else [int(n) for n in x.shape]
+    return {"float32": "f32", "float16": "f16", "uint8": "q4_0"}[str(x.dtype)], shape
+
+
+def checksum(meta: dict[str, Any], data: dict[str, np.ndarray]) -> str:
+    """CRC-32 of everything but kvq.checksum itself, by name (host/fingerprint.h reads it)."""
+    crc = 0
+    for name, x in sorted([*meta.items(), *data.items()]):
+        if not name.startswith("kvq.") or name == "kvq.checksum":
+            continue
+        if isinstance(x, np.ndarray):
+            kind, shape = _format(x)
+            head, body = b"a" + kind.encode() + b"\0" + np.array(shape, "<u4").tobytes(), np.ascontiguousarray(x).tobytes()
+        elif isinstance(x, str):
+            head, body = b"s", x.encode()
+        else:
+            head, body = (b"f", struct.pack("<f", x)) if isinstance(x, float) else (b"u", struct.pack("<I", x))
+        crc = zlib.crc32(body, zlib.crc32(head, zlib.crc32(name.encode() + b"\0", crc)))
+    return f"{crc:08x}"
+
+
 def arrays(means: Means) -> dict[str, np.ndarray]:
     """Names and f32 vectors."""
     return {f"kvq.aqua.blk.{il}.{name}.bias": x for il, pair in means.mean.items() for name, x in zip("kv", pair)}
@@ -61,6 +99,8 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
         "kvq.version": VERSION,
         "kvq.method": "aqua",
         **identity(path),
+        "kvq.model.sketch": sketch(path),
+        **{f"kvq.aqua.blk.{il}.{name}.rms": x for il, pair in means.rms.items() for name, x in zip("kv", pair)},
         "kvq.aqua.predictor": "bias",
         "kvq.aqua.sinks": sinks,
         "kvq.aqua.tokens": means.n_tokens,
@@ -83,6 +123,8 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
         "kvq.version": VERSION,
         "kvq.method": "aqua",
         **identity(path),
+        "kvq.model.sketch": sketch(path),
+        **{f"kvq.aqua.blk.{il}.{name}.rms": x for il, layer in fit.layers.items() for name, x in zip("kv", layer.rms) if x > 0},
         "kvq.aqua.predictor": fit.predictor,
         "kvq.aqua.inputs": "k of the layer before; k of this layer, v of the layer before",
         "kvq.aqua.k_bits": bits.k,
@@ -104,13 +146,16 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def write_sidecar(out: str | os.PathLike[str], meta: dict[str, Any], data: dict[str, np.ndarray]) -> None:
-    """Write a sidecar, whole or not at all. KvqError when that fails."""
+    """Write a sidecar, whole or not at all; arrays among the fields become tensors too. KvqError when that fails."""
     with whole_file(out, need=sum(x.nbytes for x in data.values())) as partial:
         _write_sidecar(partial, meta, data)
 
 
 def _write_sidecar(out: Path, meta: dict[str, Any], data: dict[str, np.ndarray]) -> None:
     gguf = _gguf()
+    data = {**{key: x for key, x in meta.items() if isinstance(x, np.ndarray)}, **data}
+    meta = {key: x for key, x in meta.items() if not isinstance(x, np.ndarray) and key != "kvq.checksum"}
+    meta["kvq.checksum"] = checksum(meta, data)
     writer = gguf.GGUFWriter(os.fspath(out), "kvq")
     writer.add_string("general.type", "kvq")
     for key, value in meta.items():
@@ -131,7 +176,10 @@ def read_sidecar(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
     if "general.type" not in reader.fields or reader.fields["general.type"].contents() != "kvq":
         raise KvqError(f"{os.fspath(path)} is no sidecar of calibrated data (general.type is not kvq); ggml-kvq calibrate writes one")
     meta = {key: f.contents() for key, f in reader.fields.items() if key.startswith("kvq.")}
-    return meta, {t.name: np.array(t.data) for t in reader.tensors}
+    data = {t.name: np.array(t.data) for t in reader.tensors}
+    if meta.get("kvq.checksum", checksum(meta, data)) != checksum(meta, data):
+        raise KvqError(f"{os.fspath(path)} is damaged (checksum {checksum(meta, data)}, {meta['kvq.checksum']} when it was made); calibrate again")
+    return meta, data
 
 
 def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
@@ -161,10 +209,10 @@ def _embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: 
         _add(writer, key, value)
     for name, x in data.items():
         raw = np.ascontiguousarray(x).tobytes()
-        shape = [x.shape[0], x.shape[1] // 18 * 32] if x.dtype == np.uint8 else x.shape
+        kind, shape = _format(x)
         writer.add_key_value(name, raw, gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT8)
-        writer.add_string(name + ".type", {"float32": "f32", "float16": "f16", "uint8": "q4_0"}[str(x.dtype)])
-        writer.add_key_value(name + ".shape", [int(n) for n in shape], gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT32)
+        writer.add_string(name + ".type", kind)
+        writer.add_key_value(name + ".shape", shape, gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT32)
     for t in reader.tensors:
         writer.add_tensor_info(t.name, t.data.shape, t.data.dtype, t.data.nbytes, t.tensor_type)
     writer.write_header_to_file()

@@ -30,10 +30,12 @@ class Moments:
 
 @dataclass
 class Means:
-    """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry, keys and values."""
+    """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry, keys and values;
+    rms[il] = root mean square of the rows."""
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     removed: dict[int, tuple[float, float]] = field(default_factory=dict)
+    rms: dict[int, tuple[float, float]] = field(default_factory=dict)
     n_tokens: int = 0
     seconds: float = 0.0
     peak_mib: float = 0.0
@@ -87,6 +89,8 @@ def fit(
         share_k, share_v = (float((m**2).sum() / max((sums[il, v].square / n).sum(), 1e-30)) for v, m in enumerate((mean_k, mean_v)))
         out.mean[il] = (mean_k.astype(np.float32), mean_v.astype(np.float32))
         out.removed[il] = (share_k, share_v)
+        rms_k, rms_v = (float(np.sqrt((sums[il, v].square / n).mean())) for v in (0, 1))
+        out.rms[il] = (rms_k, rms_v)
     if store:
         store.unlink(missing_ok=True)
     return out

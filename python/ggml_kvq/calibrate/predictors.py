@@ -48,7 +48,7 @@ class Source(Protocol):
 
 @dataclass
 class Layer:
-    """mean: f32 [width] of keys, values. weight: raw rows as GGUF holds them ("f16" or "q4_0"), None in the first layer.
+    """mean: f32 [width] of keys, values; rms: of their rows. weight: raw rows as GGUF holds them ("f16" or "q4_0"), None in the first layer.
     explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of sequences."""
 
     mean: tuple[np.ndarray, np.ndarray]
@@ -56,6 +56,7 @@ class Layer:
     prev: int = -1
     explained: list[float] = field(default_factory=lambda: [0.0, 0.0])
     gain: dict[int, list[float]] = field(default_factory=dict)
+    rms: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass
@@ -261,12 +262,16 @@ class _Work:
     def centred(self, name: str, mean: np.ndarray, row: int, n: int) -> np.ndarray:
         return self.store.read(name, row, n, len(mean)) - mean
 
-    def mean(self, name: str, width: int) -> np.ndarray:
-        total = np.zeros(width)
+    def mean(self, name: str, width: int) -> tuple[np.ndarray, float]:
+        """Mean of every channel, and the rows' root mean square."""
+        total, square = np.zeros(width), 0.0
         for row, n, seq in self.chunks():
             if seq < self.n_fit:
-                total += self.store.read(name, row, n, width).sum(0, dtype=np.float64)
-        return (total / (self.n_fit * self.per)).astype(np.float32)
+                x = self.store.read(name, row, n, width)
+                total += x.sum(0, dtype=np.float64)
+                square += float(np.einsum("ti,ti->", x, x, dtype=np.float64))
+        rows = self.n_fit * self.per
+        return (total / rows).astype(np.float32), float(np.sqrt(square / (rows * width)))
 
     def rebuilt(self, codec: Codec, y: np.ndarray, pred: np.ndarray | None) -> np.ndarray:
         """What the cache gives back for y when pred is subtracted first."""
@@ -286,7 +291,8 @@ class _Work:
         il, heads, size_k, size_v = shape
         wk, wv = heads * size_k, heads * size_v
         self.bar(f"layer {il}", 0.6 + 0.4 * self.done / self.n_layers)
-        out = Layer((self.mean(f"k.{il}", wk), self.mean(f"v.{il}", wv)), prev=prev)
+        (mean_k, rms_k), (mean_v, rms_v) = self.mean(f"k.{il}", wk), self.mean(f"v.{il}", wv)
+        out = Layer((mean_k, mean_v), prev=prev, rms=(rms_k, rms_v))
         full, bits = predictor == "full", 8 if self.form == "f16" else 4
         codecs = [self.bits.codec(role, ordinal, size) for role, size in ((K, size_k), (V, size_v))]
         k_pred = v_pred = None
@@ -341,7 +347,7 @@ def _save(path: Path, layer: Layer) -> None:
     arrays = {f"weight{i}": w for i, w in enumerate(layer.weight) if w is not None}
     gain = np.array([[n, *g] for n, g in sorted(layer.gain.items())])
     with open(new, "wb") as f:
-        np.savez(f, mean0=layer.mean[0], mean1=layer.mean[1], prev=np.array(layer.prev), explained=np.array(layer.explained), gain=gain, **arrays)  # type: ignore[arg-type]
+        np.savez(f, mean0=layer.mean[0], mean1=layer.mean[1], prev=np.array(layer.prev), explained=np.array(layer.explained), gain=gain, rms=np.array(layer.rms), **arrays)  # type: ignore[arg-type]
     os.replace(new, path)
 
 
@@ -353,4 +359,5 @@ def _load(path: Path) -> Layer:
             int(z["prev"]),
             [float(x) for x in z["explained"]],
             {int(row[0]): [float(row[1]), float(row[2])] for row in z["gain"]},
+            tuple(float(x) for x in z["rms"]) if "rms" in z else (0.0, 0.0),  # type: ignore[arg-type]
         )

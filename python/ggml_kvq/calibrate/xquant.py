@@ -116,8 +116,8 @@ def search(model: str | os.PathLike[str], text: str, start: Config, *, n_ctx: in
 
 def fields(model: str | os.PathLike[str], c: Config) -> dict[str, Any]:
     """kvq.* metadata of a configuration."""
-    from .files import VERSION, identity
+    from .files import VERSION, identity, sketch
 
     if not all(n % 2 == 0 for n in (c.kq, c.vq, c.km, c.vm)):
         raise KvqError(f"kq={c.kq} vq={c.vq} km={c.km} vm={c.vm} cut a layer pair in two; use even numbers")
-    return {"kvq.version": VERSION, "kvq.method": "xquant", **identity(model), **{f"kvq.xquant.{key}": value for key, value in c.options().items()}}
+    return {"kvq.version": VERSION, "kvq.method": "xquant", **identity(model), "kvq.model.sketch": sketch(model), **{f"kvq.xquant.{key}": value for key, value in c.options().items()}}

@@ -1,0 +1,162 @@
+"""Calibrated data that is damaged, out of range or of another model is refused; another fine-tune and an older file are noted."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from ggml_kvq import Model, errors
+from ggml_kvq.calibrate import files, means
+
+DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
+TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("sidecars")
+    fitted = means.fit(DEMO, TEXT, n_sequences=2, length=256, n_threads=2)
+    files.write_sidecar(out / "aqua.gguf", files.fields(DEMO, fitted, 4), files.arrays(fitted))
+    for name, change in (("tuned", 2), ("other", 128), ("norms", 0)):
+        (out / f"{name}.gguf").write_bytes(changed_model(change, name == "norms"))
+    return out
+
+
+def changed_model(change: int, norms: bool) -> bytes:
+    """The demo model, q8_0 codes of its keys and values moved by up to `change`; 128: drawn anew."""
+    out = bytearray(DEMO.read_bytes())
+    rng = np.random.default_rng(1)
+    for t in gguf.GGUFReader(DEMO).tensors:
+        at, nb = t.data_offset, t.n_bytes
+        if t.name.endswith(("attn_k.weight", "attn_v.weight")) and change > 0:
+            blocks = np.frombuffer(out[at : at + nb], np.uint8).reshape(-1, 34).copy()
+            codes = blocks[:, 2:].view(np.int8)
+            moved = rng.integers(-change, change + 1, codes.shape) + (codes if change < 128 else 0)
+            codes[:] = np.clip(moved, -127, 127)
+            out[at : at + nb] = blocks.tobytes()
+        if t.name.endswith("attn_norm.weight") and norms:
+            x = np.frombuffer(out[at : at + nb], np.float32) * np.float32(1.02)
+            out[at : at + nb] = x.tobytes()
+    return bytes(out)
+
+
+def open_model(model: Path, sidecar: Path, **kwargs: object) -> list[str]:
+    """Warnings of opening it; it computes."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Model(model, kwargs.pop("method", "aqua"), kwargs.pop("opts", None), sidecar, n_ctx=256, n_batch=64, n_threads=1) as m:  # type: ignore[arg-type]
+            assert "".join(m.generate("The", max_tokens=4))
+    return [str(w.message) for w in said]
+
+
+def test_its_own_model_takes_it_without_a_word(folder: Path) -> None:
+    assert open_model(DEMO, folder / "aqua.gguf") == []
+    meta, data = files.read_sidecar(folder / "aqua.gguf")
+    assert data["kvq.model.sketch"].any() and meta["kvq.aqua.blk.0.k.rms"] > 0
+    files.embed(DEMO, folder / "aqua.gguf", folder / "embedded.gguf")
+    assert open_model(folder / "embedded.gguf", folder / "embedded.gguf") == []
+
+
+@pytest.mark.parametrize("what", ["bias", "field", "sketch", "many bytes"])
+def test_a_damaged_file_is_refused(folder: Path, what: str, tmp_path: Path) -> None:
+    raw = bytearray((folder / "aqua.gguf").read_bytes())
+    where = {t.name: t.data_offset for t in gguf.GGUFReader(folder / "aqua.gguf").tensors}
+    if what == "bias":
+        raw[where["kvq.aqua.blk.3.v.bias"] + 8] ^= 1  # one bit of one mean
+    elif what == "sketch":
+        raw[where["kvq.model.sketch"] + 8] ^= 1
+    elif what == "field":
+        at = raw.index(b"kvq.aqua.tokens")
+        raw[at + len(b"kvq.aqua.tokens") + 4] ^= 1
+    else:
+        rng = random.Random(5)
+        for _ in range(50):
+            raw[rng.randrange(min(where.values()), len(raw))] ^= rng.randrange(1, 256)
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(raw)
+    with pytest.raises(errors.MethodError, match="damaged|not finite"):
+        open_model(DEMO, bad)
+    with pytest.raises(errors.KvqError, match="damaged"):
+        files.read_sidecar(bad)
+
+
+@pytest.mark.parametrize(("what", "match"), [("k.bias", "larger than the rows"), ("v.bias", "larger than the rows")])
+def test_values_far_from_what_was_calibrated_are_refused_under_a_good_checksum(folder: Path, what: str, match: str, tmp_path: Path) -> None:
+    meta, data = files.read_sidecar(folder / "aqua.gguf")
+    for name in data:
+        if name.endswith(what):
+            data[name] = np.clip(data[name] * 1e4, -6e4, 6e4).astype(np.float32)
+    files.write_sidecar(tmp_path / "big.gguf", meta, data)
+    with pytest.raises(errors.MethodError, match=match):
+        open_model(DEMO, tmp_path / "big.gguf")
+
+
+def older(folder: Path, to: Path, factor: float = 1) -> Path:
+    """As a version before checksums wrote it."""
+    meta, data = files.read_sidecar(folder / "aqua.gguf")
+    writer = gguf.GGUFWriter(to, "kvq")
+    writer.add_string("general.type", "kvq")
+    for key, value in meta.items():
+        if not key.endswith(".rms") and key != "kvq.checksum":
+            files._add(writer, key, value)
+    for name, x in data.items():
+        if name != "kvq.model.sketch":
+            writer.add_tensor(name, x * np.float32(factor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+def test_an_older_file_loads_with_one_line(folder: Path, tmp_path: Path) -> None:
+    (line,) = open_model(DEMO, older(folder, tmp_path / "older.gguf"))
+    assert "no checksum" in line and "older" in line
+    with pytest.raises(errors.MethodError, match="larger than the rows"):
+        open_model(DEMO, older(folder, tmp_path / "older-big.gguf", 1e4))
+
+
+@pytest.mark.parametrize("kind", ["tuned", "norms", "other"])
+@pytest.mark.parametrize("method", ["aqua", "xquant"])
+def test_the_models_weights_are_recognised(folder: Path, kind: str, method: str, tmp_path: Path) -> None:
+    sidecar = folder / "aqua.gguf"
+    if method == "xquant":
+        sidecar = tmp_path / "x.gguf"
+        meta = {**files.identity(DEMO), "kvq.version": 1, "kvq.method": "xquant", "kvq.xquant.window": 64, "kvq.model.sketch": files.sketch(DEMO)}
+        files.write_sidecar(sidecar, meta, {})
+    if kind == "other":
+        with pytest.raises(errors.MethodError, match="of another model"):
+            open_model(folder / "other.gguf", sidecar, method=method)
+    else:
+        (line,) = open_model(folder / f"{kind}.gguf", sidecar, method=method)
+        assert "fine-tune" in line
+
+
+def requantized(to: Path, kind: gguf.GGMLQuantizationType) -> Path:
+    """The demo model, its keys' and values' projections in another type."""
+    reader = gguf.GGUFReader(DEMO)
+    writer = gguf.GGUFWriter(to, "llama")
+    for key, f in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            writer.add_key_value(key, f.contents(), f.types[0], sub_type=f.types[-1] if f.types[0] == gguf.GGUFValueType.ARRAY else None)
+    for t in reader.tensors:
+        if t.name.endswith(("attn_k.weight", "attn_v.weight")):
+            x = gguf.quants.dequantize(t.data, t.tensor_type)
+            writer.add_tensor(t.name, gguf.quants.quantize(x, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0"])
+def test_another_quantisation_is_the_same_model(folder: Path, kind: str, tmp_path: Path) -> None:
+    model = requantized(tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
+    assert open_model(model, folder / "aqua.gguf") == []
