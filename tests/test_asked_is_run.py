@@ -1,4 +1,6 @@
-"""What was asked for is what runs, or one line says why not: memory, devices, files, and what an evaluation measures."""
+"""What was asked for is what runs, or one line says why not: memory, devices, files, and what an evaluation
+measures.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,20 @@ def refusal(*argv: str, program: str = "llama-completion", env: dict[str, str] |
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["-c", "20000000", "--kv-method", "kivi"], ["-c 20000000", "--kv-method kivi", "needs", "free", "the longest context is -c "]),
+        (
+            ["-c", "20000000", "--kv-method", "kivi"],
+            ["-c 20000000", "--kv-method kivi", "needs", "free", "the longest context is -c "],
+        ),
         (["-c", "2000M", "--kv-method", "xquant"], ["needs", "the longest context is -c "]),
         (["-c", "4096", "-fitt", "99999999", "--kv-method", "kivi"], ["less 99999999 MiB of -fitt", "lower -fitt"]),
         (["-fitt", "99999999", "--kv-method", "kivi"], ["the model's context of 4096 tokens", "lower -fitt"]),
+        (["-c", "-1", "--kv-method", "kivi"], ["-c -1 is no number of tokens"]),
+        (["-b", "0", "--kv-method", "kivi"], ["-b 0"]),
     ],
 )
-def test_a_context_that_does_not_fit_is_refused_before_the_load(demo_model: Path, argv: list[str], words: list[str]) -> None:
+def test_a_context_that_does_not_fit_is_refused_before_the_load(
+    demo_model: Path, argv: list[str], words: list[str]
+) -> None:
     """llama.cpp's --fit would move layers off KVQ0 and keep their cache as f16, without a word."""
     done = launch("llama-completion", "-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", *argv)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr[-2000:]
@@ -74,6 +83,15 @@ def test_the_models_own_context_is_shortened_aloud(demo_model: Path) -> None:
     added, notes, _ = refusals.fit("llama-server", user, choice, str(demo_model), "", lambda: free)
     assert added == ["-fit", "off", "-c", "2048"]
     assert "4096 tokens" in notes[0] and "-c 2048 is used" in notes[0]
+    with pytest.raises(KvqError, match="-c 0, the model's context of 4096 tokens .* the longest context is -c 2048"):
+        refusals.fit(
+            "llama-server",
+            launcher.User(["-c", "0", "-fitt", "0"], {}, reads_env=True),
+            choice,
+            str(demo_model),
+            "",
+            lambda: free,
+        )
 
 
 def test_what_the_plan_says_is_what_is_allocated(demo_model: Path) -> None:
@@ -90,7 +108,10 @@ def test_layers_without_attention_and_windows_are_not_counted(write_gguf: Callab
     assert facts is not None and (len(facts.full), len(facts.windowed), facts.window) == (1, 3, 512)
     plan = memory.planner("kivi", "", 4)
     assert memory.need(facts, plan, 65536).cache < plan(facts.full, 65536, 1) * 1.1
-    tensors = tuple(gguf_header.Tensor(f"blk.{il}.{kind}.weight", (32,), 0) for il, kind in [(0, "ssm_in"), (1, "attn_k"), (2, "ssm_in"), (3, "attn_k")])
+    tensors = tuple(
+        gguf_header.Tensor(f"blk.{il}.{kind}.weight", (32,), 0)
+        for il, kind in [(0, "ssm_in"), (1, "attn_k"), (2, "ssm_in"), (3, "attn_k")]
+    )
     header = gguf_header.Header("h.gguf", 3, 4, LLAMA_FIELDS, tensors)
     assert [s[0] for s in gguf_header.attention_layers(header)] == [1, 3]
 
@@ -104,9 +125,26 @@ def test_sizes_of_tokens() -> None:
 
 
 def test_the_load_line_counts_the_layers(demo_model: Path) -> None:
-    done = launch("llama-completion", "-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", "-c", "512", "--kv-method", "kivi", "-ngl", "9")
+    done = launch(
+        "llama-completion",
+        "-m",
+        str(demo_model),
+        "-no-cnv",
+        "-n",
+        "1",
+        "-p",
+        "hi",
+        "-c",
+        "512",
+        "--kv-method",
+        "kivi",
+        "-ngl",
+        "9",
+    )
     assert re.search(r"ggml-kvq: kivi, .*; 8 of 12 layers", done.stderr), done.stderr[-2000:]
-    done = launch("llama-completion", "-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", "-c", "512", "--kv-method", "kivi")
+    done = launch(
+        "llama-completion", "-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", "-c", "512", "--kv-method", "kivi"
+    )
     assert "of 12 layers" not in done.stderr and "512 tokens, device KVQ0" in done.stderr
     assert "no page was sealed" in done.stderr
 
@@ -128,8 +166,15 @@ def test_a_method_that_no_cache_uses_is_said(demo_model: Path, away: list[str]) 
 
 @pytest.mark.parametrize("mode", ["row", "tensor"])
 def test_splits_within_a_layer_are_refused(demo_model: Path, mode: str) -> None:
-    done = launch("llama-completion", "-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", "--kv-method", "kivi", "-sm", mode)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"-sm {mode}" in done.stderr and "-sm layer" in done.stderr
+    done = launch(
+        "llama-completion", "-m", str(demo_model), "-no-cnv", "-n", "1", "-p", "hi", "--kv-method", "kivi", "-sm", mode
+    )
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and f"-sm {mode}" in done.stderr
+        and "-sm layer" in done.stderr
+    )
     assert f"-sm {mode}" in refusal("--kv-method", "kivi", env={"LLAMA_ARG_SPLIT_MODE": mode})
     assert f"-sm {mode}" in refusal("--kv-method", "kivi", "-sm", f"layer,{mode}", program="llama-bench")
 
@@ -141,16 +186,24 @@ def test_none_is_an_off_switch(write_gguf: Callable[..., Path], demo_model: Path
     env = {"KVQ_METHOD": "kivi", "KVQ_OPTS": "bits=2", "GGML_BACKEND_PATH": str(_paths.backend())}
     got = launcher.command("llama-bench", ["--kv-method", "none"], env).env
     assert got == {"KVQ_METHOD": None, "KVQ_OPTS": None, "GGML_BACKEND_PATH": None}
-    assert launcher.command("llama-bench", ["--kv-method", "none"], {**env, "GGML_BACKEND_PATH": "/other.so"}).env.keys() == {"KVQ_METHOD", "KVQ_OPTS"}
+    assert launcher.command(
+        "llama-bench", ["--kv-method", "none"], {**env, "GGML_BACKEND_PATH": "/other.so"}
+    ).env.keys() == {"KVQ_METHOD", "KVQ_OPTS"}
     assert "needs a method" in refusal("--kv-method", "none", "--kv-opt", "bits=2")
     with Model(demo_model, "none", n_ctx=256) as m:
         assert m.kv_method is None
 
 
 def test_refusals_name_what_chose_the_method(write_gguf: Callable[..., Path]) -> None:
+    assert "KVQ_CONFIG=/nope is not a file" in refusal(env={"KVQ_CONFIG": "/nope"})
     named = str(write_gguf("m.gguf", {**LLAMA_FIELDS, "kvq.method": "kivi"}))
     text = refusal("-m", named, "-ctk", "q8_0")
-    assert "the model's metadata" in text and named in text and "--kv-method none" in text and "--kv-method kivi" not in text
+    assert (
+        "the model's metadata" in text
+        and named in text
+        and "--kv-method none" in text
+        and "--kv-method kivi" not in text
+    )
     assert "KVQ_METHOD=kivi" in refusal("-ctk", "q8_0", env={"KVQ_METHOD": "kivi"})
     assert "drop one of them" in refusal("-ctk", "q8_0", "--kv-method", "kivi")
 
@@ -164,8 +217,28 @@ def test_a_missing_or_cut_model_is_one_line(demo_model: Path, tmp_path: Path) ->
     for method in ([], ["--kv-method", "kivi"]):
         for path, word in (("/nonexistent", "does not exist"), (str(cut), "is cut off")):
             done = launch("llama-completion", "-m", path, "-no-cnv", "-p", "hi", *method)
-            assert done.returncode == 2 and done.stderr.count("\n") == 1 and word in done.stderr and path in done.stderr, done.stderr
+            assert (
+                done.returncode == 2 and done.stderr.count("\n") == 1 and word in done.stderr and path in done.stderr
+            ), done.stderr
     assert cli.main(["info", str(cut)]) == 2
+
+
+@pytest.mark.parametrize("program", ["llama-completion", "llama-server", "llama-bench"])
+def test_a_cache_that_is_refused_at_load_is_one_line(demo_model: Path, program: str) -> None:
+    argv = [
+        "-m",
+        str(demo_model),
+        "--kv-method",
+        "aqua",
+        *(["-n", "1", "-p", "0"] if program == "llama-bench" else ["-c", "512"]),
+    ]
+    done = launch(program, *argv, *(["--port", "1"] if program == "llama-server" else []))
+    lines = [line for line in done.stderr.splitlines() if " E " in line or "rror" in line]
+    assert (
+        done.returncode == 1
+        and len(lines) == 1
+        and lines[0].startswith("ggml-kvq: error: method aqua needs calibrated data")
+    ), done.stderr
 
 
 # ------------------------------------------------------------------ files
@@ -193,10 +266,15 @@ def test_a_full_disk_leaves_no_half_model(demo_model: Path, sidecar: Path, tmp_p
     assert "needs 11.4 MiB" in text and "file size limit" in text
 
 
-def test_a_disk_with_too_little_room_is_seen_first(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_with_too_little_room_is_seen_first(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
-    with pytest.raises(KvqError, match=r"x\.gguf could not be written, the disk is full: it needs 5\.0 MiB, 1\.0 MiB are free"), files.whole(
-        tmp_path / "x.gguf", need=5 << 20
+    with (
+        pytest.raises(
+            KvqError, match=r"x\.gguf could not be written, the disk is full: it needs 5\.0 MiB, 1\.0 MiB are free"
+        ),
+        files.whole(tmp_path / "x.gguf", need=5 << 20),
     ):
         raise AssertionError("nothing must be written")
     assert not list(tmp_path.iterdir())
@@ -211,7 +289,10 @@ def test_a_full_disk_leaves_no_half_figure_and_no_half_row(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
     rows = tmp_path / "rows.jsonl"
-    code = limit + "from ggml_kvq import files\ntry:\n    files.append_line(sys.argv[1], 'x' * 4000)\nexcept Exception as e: print(e)"
+    code = (
+        limit
+        + "from ggml_kvq import files\ntry:\n    files.append_line(sys.argv[1], 'x' * 4000)\nexcept Exception as e: print(e)"
+    )
     before = rows.read_bytes()
     assert "4001 bytes" in run_python(code, str(rows)).stdout
     assert rows.read_bytes() == before
@@ -232,24 +313,36 @@ def test_files_replace_their_predecessor_only_when_whole(tmp_path: Path) -> None
 def bench_rows(n: int) -> Callable[..., Any]:
     def rows(_model: Path, specs: Any, _settings: Any) -> Any:
         for i in range(n):
-            yield {"n_gen": 4, "n_prompt": 0, "n_depth": i, "cache": specs[0].label, "avg_ts": 1.0, "stddev_ts": 0.0, "ratio": 1.0}
+            yield {
+                "n_gen": 4,
+                "n_prompt": 0,
+                "n_depth": i,
+                "cache": specs[0].label,
+                "avg_ts": 1.0,
+                "stddev_ts": 0.0,
+                "ratio": 1.0,
+            }
 
     return rows
 
 
-def test_bench_probes_its_output_first(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_probes_its_output_first(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("measured before the output was probed"))
     assert cli.main(["bench", "-m", str(demo_model), "-o", str(tmp_path / "file" / "x.jsonl")]) == 2
     assert "x.jsonl" in capsys.readouterr().err
 
 
-def test_bench_shows_what_it_measured_whatever_happens(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_shows_what_it_measured_whatever_happens(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "run", bench_rows(3))
     out = tmp_path / "x.jsonl"
 
     def full(path: object, line: str) -> None:
-        if "\"n_depth\": 1" in line:
+        if '"n_depth": 1' in line:
             raise KvqError(f"{path} could not be written, the disk is full")
 
     monkeypatch.setattr(files, "append_line", full)
@@ -261,21 +354,49 @@ def test_bench_shows_what_it_measured_whatever_happens(demo_model: Path, tmp_pat
 # ------------------------------------------------------------------ evaluation
 
 
-def test_eval_checks_every_cache_first(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ggml_kvq.evaluate.specs.CacheSpec.open", lambda *_, **__: pytest.fail("measured before the specs were checked"))
+def test_eval_checks_every_cache_first(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "ggml_kvq.evaluate.specs.CacheSpec.open", lambda *_, **__: pytest.fail("measured before the specs were checked")
+    )
     text = tmp_path / "t.txt"
     text.write_text("word " * 4000)
-    for spec, word in (("kivy", "kivy"), ("kivi:bits=9", "bits=9"), ("aqua@/nowhere.gguf", "/nowhere.gguf"), ("upstream:q9", "q9")):
-        assert cli.main(["eval", "-m", str(demo_model), "-f", str(text), "--cache", spec, "-o", str(tmp_path / "r.jsonl")]) == 2
+    for spec, word in (
+        ("kivy", "kivy"),
+        ("kivi:bits=9", "bits=9"),
+        ("aqua@/nowhere.gguf", "/nowhere.gguf"),
+        ("upstream:q9", "q9"),
+    ):
+        assert (
+            cli.main(["eval", "-m", str(demo_model), "-f", str(text), "--cache", spec, "-o", str(tmp_path / "r.jsonl")])
+            == 2
+        )
         got = capsys.readouterr().err
         assert word in got and got.count("\n") == 1
     assert not (tmp_path / "r.jsonl").exists()
 
 
-def test_evals_default_reads_codes_and_says_when_not(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evals_default_reads_codes_and_says_when_not(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, out = tmp_path / "t.txt", tmp_path / "r.jsonl"
     text.write_text((ROOT / "examples/prompt.txt").read_text() * 6)
-    argv = ["eval", "-m", str(demo_model), "-f", str(text), "-c", "512", "--chunks", "1", "-o", str(out), "--cache", "kivi:bits=2"]
+    argv = [
+        "eval",
+        "-m",
+        str(demo_model),
+        "-f",
+        str(text),
+        "-c",
+        "512",
+        "--chunks",
+        "1",
+        "-o",
+        str(out),
+        "--cache",
+        "kivi:bits=2",
+    ]
     assert cli.main(argv) == 0
     assert "warning" not in capsys.readouterr().err
     assert cli.main([*argv, "-ub", "512"]) == 0
@@ -304,7 +425,11 @@ def test_the_first_command_reads_codes(demo_model: Path) -> None:
     with Model(demo_model, n_ctx=256) as m:
         assert len(m.tokenize(prompt)) > 2 * 128
     argv = [sys.executable, "-c", LAUNCH, "llama-cli", *words]
-    done = subprocess.run(argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=True)
-    sealed = re.search(r"ggml-kvq: xquant: (\d+) pages sealed, about (\d+) tokens of every layer were read from codes", done.stderr)
+    done = subprocess.run(
+        argv, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=True
+    )
+    sealed = re.search(
+        r"ggml-kvq: xquant: (\d+) pages sealed, about (\d+) tokens of every layer were read from codes", done.stderr
+    )
     assert sealed and int(sealed[2]) >= 256 and sealed[0] in text, done.stderr[-2000:]
     assert "with `--kv-method f16` goes on" in text

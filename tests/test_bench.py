@@ -41,10 +41,22 @@ def test_the_command_of_a_row_is_what_ran(demo_model: Path) -> None:
     [
         (["--cache", "kivi:bits=9"], ["bits=9", "1..4"]),
         (["--cache", "kivi", "--cache", "kivi"], ["same name"]),
-        (["-d", "many"], ["--depths many"]),
+        (["-n", "0"], ["nothing to measure"]),
     ],
 )
 def test_refusals(demo_model: Path, args: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "-m", str(demo_model), "-d", "16", "-n", "1", "-r", "1", "--rounds", "1", *args]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(p in message for p in parts), message
+
+
+@pytest.mark.parametrize("args", [["-d", "many"], ["-d", "-5"], ["--rounds", "0"], ["-t", "0"], ["-r", "x"]])
+def test_numbers_that_are_none(demo_model: Path, args: list[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["bench", "-m", str(demo_model), *args])
+    assert e.value.code == 2
+
+
+def test_a_model_that_is_not_there_is_seen_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "-m", "/nowhere.gguf"]) == 2
+    assert capsys.readouterr().err == "ggml-kvq bench: error: /nowhere.gguf is not a file; give -m a GGUF model\n"

@@ -157,7 +157,7 @@ def test_a_client_without_method_gets_the_servers_cache(tmp_path: Path) -> None:
             perplexity("--rpc", addresses(servers), "-dev", "RPC0,RPC1", "-fa", "on")[0],
         )
         assert far != alone and abs(far / alone - 1) < 0.2
-        assert sum(int(n) for s in servers for n in re.findall(r"kivi.*?(\d+) cells", s.said())[:1]) == 2 * 512
+        assert sum(int(n) for s in servers for n in re.findall(r"kivi.*?(\d+) tokens", s.said())[:1]) == 2 * 512
         off = run(
             "llama_completion",
             "-m",

@@ -1,4 +1,6 @@
-"""What llama-server shows of the cache: --kv-stats-file, and the page at /, in a headless browser where one is installed."""
+"""What llama-server shows of the cache: --kv-stats-file, and the page at /, in a headless browser where one is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def server(*argv: str, log: Path, env: dict[str, str] | None = None) -> Iterator
         port = s.getsockname()[1]
     with open(log, "wb") as f:
         process = subprocess.Popen(
-            [sys.executable, "-c", CALL, "--port", str(port), "-t", "2", *argv], env={**os.environ, **(env or {})}, stdout=f, stderr=subprocess.STDOUT
+            [sys.executable, "-c", CALL, "--port", str(port), "-t", "2", *argv],
+            env={**os.environ, **(env or {})},
+            stdout=f,
+            stderr=subprocess.STDOUT,
         )
     address = f"http://127.0.0.1:{port}"
     try:
@@ -59,12 +64,32 @@ def complete(address: str, prompt: str, n: int) -> None:
 
 def test_the_stats_file_tells_what_the_cache_holds(demo_model: Path, tmp_path: Path) -> None:
     stats = tmp_path / "kv.json"
-    argv = ["-m", str(demo_model), "--kv-method", "kivi", "--kv-opt", "bits=2", "-c", "4096", "-np", "2", "-no-kvu", "--kv-stats-file", str(stats)]
+    argv = [
+        "-m",
+        str(demo_model),
+        "--kv-method",
+        "kivi",
+        "--kv-opt",
+        "bits=2",
+        "-c",
+        "4096",
+        "-np",
+        "2",
+        "-no-kvu",
+        "--kv-stats-file",
+        str(stats),
+    ]
     with server(*argv, log=tmp_path / "log") as (address, process):
         first = json.loads(stats.read_text())
         [cache] = first["caches"]
         assert first["version"] == 1 and first["pid"] == process.pid
-        assert (cache["method"], cache["options"], cache["layers"], cache["tokens"], cache["slots"]) == ("kivi", "bits=2", 12, 2048, 2)
+        assert (cache["method"], cache["options"], cache["layers"], cache["tokens"], cache["slots"]) == (
+            "kivi",
+            "bits=2",
+            12,
+            2048,
+            2,
+        )
         assert cache["sealed_pages"] == 0 and 0 < cache["bytes_total"] < cache["bytes_f16"]
         assert cache["bits"] == pytest.approx(cache["bytes_total"] * 16 / cache["bytes_f16"], rel=1e-4)
         assert "2048 tokens x 2 slots" in cache["line"] and cache["line"] in (tmp_path / "log").read_text()
@@ -98,7 +123,16 @@ def test_the_user_may_serve_his_own_page(tmp_path: Path) -> None:
 def browse(browser: str, url: str, profile: Path) -> str:
     """The document once the answer is complete. Virtual time runs ahead of a busy server: then more of it."""
     for budget in (300_000, 3_000_000, 30_000_000):
-        argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}", f"--virtual-time-budget={budget}", "--dump-dom", url]
+        argv = [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={profile}",
+            f"--virtual-time-budget={budget}",
+            "--dump-dom",
+            url,
+        ]
         dom = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True).stdout
         if 'data-done="yes"' in dom:
             break
@@ -109,7 +143,20 @@ def browse(browser: str, url: str, profile: Path) -> str:
 def test_the_page_chats_and_shows_the_cache(demo_model: Path, tmp_path: Path) -> None:
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     env = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    with server("-m", str(demo_model), "--kv-method", "xquant", "-c", "2048", "-n", "24", "--temp", "0", log=tmp_path / "log", env=env) as (address, _):
+    with server(
+        "-m",
+        str(demo_model),
+        "--kv-method",
+        "xquant",
+        "-c",
+        "2048",
+        "-n",
+        "24",
+        "--temp",
+        "0",
+        log=tmp_path / "log",
+        env=env,
+    ) as (address, _):
         with urllib.request.urlopen(address + "/", timeout=10) as r:
             assert r.status == 200 and b"llama-server with ggml-kvq" in r.read()
         with urllib.request.urlopen(address + "/kv-stats.json", timeout=10) as r:
@@ -139,4 +186,5 @@ def test_without_a_method_the_page_says_so_and_old_folders_go(demo_model: Path, 
             urllib.request.urlopen(address + "/kv-stats.json", timeout=10)
     assert gone.exists()  # nothing of ours was needed here
     with server("-m", str(demo_model), "-c", "256", "--kv-method", "f16", log=tmp_path / "log", env=env):
-        assert not gone.exists()
+        assert not gone.exists() and len(list(tmp_path.glob("ggml-kvq-page-*/index.html"))) == 1
+    assert not list(tmp_path.glob("ggml-kvq-page-*"))  # the server took its folder away

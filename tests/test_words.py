@@ -106,7 +106,9 @@ def test_embedded_data_comes_before_data_beside(write_gguf: Callable[..., Path])
     assert sidecars.beside(model, "kivi") is None
     plain = write_gguf("p.gguf", LLAMA_FIELDS)
     write_gguf("p.kvq.gguf", {"general.type": "kvq", "kvq.method": "kivi", "kvq.version": 1})
-    assert sidecars.beside(plain, "kivi") == str(plain.with_name("p.kvq.gguf")) and sidecars.beside(plain, "aqua") is None
+    assert (
+        sidecars.beside(plain, "kivi") == str(plain.with_name("p.kvq.gguf")) and sidecars.beside(plain, "aqua") is None
+    )
 
 
 def test_calibrate_ends_with_the_next_commands(calibrated: tuple[Path, str]) -> None:
@@ -123,27 +125,58 @@ def test_advice_about_data_fits_the_caller(demo_model: Path, tmp_path: Path) -> 
         Model(demo_model, "aqua", n_ctx=256)
     text = tmp_path / "t.txt"
     text.write_text((ROOT / "examples/prompt.txt").read_text() * 2)
-    done = run_python(CLI, "eval", "-m", str(demo_model), "-f", str(text), "-c", "256", "--chunks", "1", "--cache", "aqua", "-o", str(tmp_path / "r.jsonl"))
+    done = run_python(
+        CLI,
+        "eval",
+        "-m",
+        str(demo_model),
+        "-f",
+        str(text),
+        "-c",
+        "256",
+        "--chunks",
+        "1",
+        "--cache",
+        "aqua",
+        "-o",
+        str(tmp_path / "r.jsonl"),
+    )
     assert "aqua@FILE.gguf" in done.stdout and "aqua:predictor=none" in done.stdout and "--kv-config" not in done.stdout
     assert done.returncode == 1  # everything that was asked for was refused
     call = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-completion', sys.argv[1:]))"
     argv = ["-m", str(demo_model), "-c", "256", "-n", "1", "-p", "x", "-no-cnv"]
     assert "--kv-config" in run_python(call, *argv, "--kv-method", "aqua", stdin=subprocess.DEVNULL).stderr
     env = {**os.environ, "GGML_BACKEND_PATH": str(_paths.backend()), "KVQ_METHOD": "aqua"}
-    own = subprocess.run([str(_paths.program("llama-completion")), *argv, "-dev", "KVQ0"], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
-    assert "KVQ_CONFIG=FILE.gguf" in own.stderr and "KVQ_OPTS=predictor=none" in own.stderr and "--kv-config" not in own.stderr
+    own = subprocess.run(
+        [str(_paths.program("llama-completion")), *argv, "-dev", "KVQ0"],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (
+        "KVQ_CONFIG=FILE.gguf" in own.stderr
+        and "KVQ_OPTS=predictor=none" in own.stderr
+        and "--kv-config" not in own.stderr
+    )
 
 
 # ------------------------------------------------------------------ info
 
 
-def test_info_hides_arrays_and_plans_caches(write_gguf: Callable[..., Path], capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
+def test_info_hides_arrays_and_plans_caches(
+    write_gguf: Callable[..., Path], capsys: pytest.CaptureFixture[str], demo_model: Path
+) -> None:
     path = write_gguf("m.gguf", {**LLAMA_FIELDS, "kvq.method": "kivi", "kvq.blob": list(range(900))})
     for argv in ([], ["--json"]):
         assert cli.main(["info", str(path), *argv]) == 0
         out = capsys.readouterr().out
         assert "[900 values]" in out and len(out) < 4000
-    assert cli.main(["info", str(demo_model), "-c", "32k", "--cache", "kivi:bits=2", "--cache", "upstream:q4_0", "--json"]) == 0
+    assert (
+        cli.main(["info", str(demo_model), "-c", "32k", "--cache", "kivi:bits=2", "--cache", "upstream:q4_0", "--json"])
+        == 0
+    )
     got = json.loads(capsys.readouterr().out)
     ours, theirs = got["methods"]
     assert got["n_ctx"] == 32768 and ours["method"] == "kivi:bits=2" and theirs["bits"] == 4.5
@@ -156,7 +189,9 @@ def test_info_hides_arrays_and_plans_caches(write_gguf: Callable[..., Path], cap
 # ------------------------------------------------------------------ progress, interruption
 
 
-def test_progress_without_a_terminal_or_tqdm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_or_tqdm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with progress.Bar("kivi text", 3) as bar:
         for _ in range(3):
             bar(1)
@@ -174,7 +209,26 @@ def test_progress_without_a_terminal_or_tqdm(monkeypatch: pytest.MonkeyPatch, ca
 def test_ctrl_c_says_how_to_go_on(demo_model: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "t.txt", tmp_path / "r.jsonl"
     text.write_text((ROOT / "examples/prompt.txt").read_text() * 40)
-    argv = [sys.executable, "-c", CLI, "eval", "-m", str(demo_model), "-f", str(text), "-c", "512", "-ub", "32", "-t", "1", "-o", str(out), "--cache", "kivi"]
+    argv = [
+        sys.executable,
+        "-c",
+        CLI,
+        "eval",
+        "-m",
+        str(demo_model),
+        "-f",
+        str(text),
+        "-c",
+        "512",
+        "-ub",
+        "32",
+        "-t",
+        "1",
+        "-o",
+        str(out),
+        "--cache",
+        "kivi",
+    ]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     time.sleep(4)
     process.send_signal(signal.SIGINT)
@@ -193,7 +247,12 @@ def test_doctor(demo_model: Path, tmp_path: Path) -> None:
     bad = [line for line in done.stdout.splitlines() if line.startswith("BAD")]
     assert done.returncode == 1 and len(bad) == 2 and "/nowhere.so" in bad[0] and "kivy" in bad[1], done.stdout
     done = run_python(CLI, "doctor", env={"KVQ_LIB_DIR": str(tmp_path)})
-    assert done.returncode == 1 and str(tmp_path) in done.stdout and "reinstall" in done.stdout and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 1
+        and str(tmp_path) in done.stdout
+        and "reinstall" in done.stdout
+        and "Traceback" not in done.stderr
+    )
     done = run_python(CLI, "doctor", "-m", "/nowhere.gguf")
     assert done.returncode == 1 and "/nowhere.gguf" in done.stdout
 
@@ -217,7 +276,9 @@ def test_completion(words: str, expected: str, tmp_path: Path, capsys: pytest.Ca
     script.write_text(capsys.readouterr().out)
     function = "_ggml_kvq" if words.startswith("ggml-kvq") else "_ggml_kvq_launcher"
     code = f'. "$1"; complete -p {words.split()[0]} | grep -q {function} || exit 3; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); {function}; echo "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", code, "bash", str(script)], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["bash", "-c", code, "bash", str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.split() == [expected], done.stderr
 
 
@@ -225,7 +286,14 @@ def test_completion(words: str, expected: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_models_of_the_hub(monkeypatch: pytest.MonkeyPatch, write_gguf: Callable[..., Path], tmp_path: Path) -> None:
-    files = ["a-Q4_K_M.gguf", "a-Q8_0.gguf", "big-Q6_K-00001-of-00002.gguf", "big-Q6_K-00002-of-00002.gguf", "mmproj-a.gguf", "README.md"]
+    files = [
+        "a-Q4_K_M.gguf",
+        "a-Q8_0.gguf",
+        "big-Q6_K-00001-of-00002.gguf",
+        "big-Q6_K-00002-of-00002.gguf",
+        "mmproj-a.gguf",
+        "README.md",
+    ]
     fetched: list[str] = []
 
     def fetch(spec: str, **_: object) -> Path:
@@ -242,13 +310,52 @@ def test_models_of_the_hub(monkeypatch: pytest.MonkeyPatch, write_gguf: Callable
     assert args("llama-cli", "-n", "1", "-hf", "o/r")[:4] == ["-n", "1", "-m", str(tmp_path / "a-Q4_K_M.gguf")]
     assert fetched == ["hf:o/r/a-Q4_K_M.gguf", "hf:o/r/mmproj-a.gguf"]
     assert args("llama-completion", "-hf", "o/r:q8_0") == ["-m", str(tmp_path / "a-Q8_0.gguf")] and len(fetched) == 1
-    assert args("llama-bench", "-hf", "o/r:Q6_K") == ["-m", str(tmp_path / "big-Q6_K-00001-of-00002.gguf")] and len(fetched) == 2
+    assert (
+        args("llama-bench", "-hf", "o/r:Q6_K") == ["-m", str(tmp_path / "big-Q6_K-00001-of-00002.gguf")]
+        and len(fetched) == 2
+    )
     assert args("llama-cli", "-hf", "o/r", "-hff", "a-Q8_0.gguf", "--no-mmproj")[-1].endswith("a-Q8_0.gguf")
     assert args("llama-cli", "-m", "hf:o/r/a-Q8_0.gguf") == ["-m", str(tmp_path / "a-Q8_0.gguf")]
     assert args("llama-cli", env={"LLAMA_ARG_HF_REPO": "o/r", "LLAMA_ARG_NO_MMPROJ": "1"})[:1] == ["-m"]
     assert hub_args.resolve("llama-cli", [], {"LLAMA_ARG_HF_REPO": "o/r"})[1] == {"LLAMA_ARG_HF_REPO": None}
-    for argv, word in ((["-hf", "o/r:Q2_K"], "no GGUF file of Q2_K; it has a-Q4_K_M.gguf"), (["-hf", "o"], "write -hf owner/repo"), (["-hf", "o/r", "-m", "x"], "drop one")):
+    for argv, word in (
+        (["-hf", "o/r:Q2_K"], "no GGUF file of Q2_K; it has a-Q4_K_M.gguf"),
+        (["-hf", "o"], "write -hf owner/repo"),
+        (["-hf", "o/r", "-m", "x"], "drop one"),
+    ):
         with pytest.raises(errors.KvqError, match=re.escape(word)):
             args("llama-cli", *argv)
     got = launcher.command("llama-cli", ["-hf", "o/r:Q8_0", "--no-mmproj", "--kv-method", "kivi"], {})
     assert got.env["KVQ_MODEL"] == str(tmp_path / "a-Q8_0.gguf")
+
+
+def test_arguments_of_calls_are_checked(demo_model: Path) -> None:
+    """llama.cpp ends the process at a token that the model does not have."""
+    with Model(demo_model, "none", n_ctx=256) as m:
+        for call in (
+            lambda: m.detokenize([10**9]),
+            lambda: m.detokenize([-1]),
+            lambda: m.piece(m.n_vocab),
+            lambda: m.generate([m.n_vocab]),
+        ):
+            with pytest.raises(errors.DecodeError, match="outside the vocabulary of 8192"):
+                call()
+        for call, word in (
+            (lambda: m.generate("x", max_tokens="3"), "max_tokens='3'"),
+            (lambda: m.generate("x", stop=[3]), "3 is a int"),
+            (lambda: m.generate("x", temperature="hot"), "temperature='hot'"),
+            (lambda: m.generate("x", top_k=2.5), "top_k=2.5"),
+            (lambda: m.detokenize("abc"), "'abc' is a text"),
+            (lambda: m.logits("abc"), "'abc' is a text"),
+            (lambda: m.chat_prompt("hi"), "messages='hi'"),
+        ):
+            with pytest.raises(errors.KvqError, match=re.escape(word)):
+                call()
+    for kwargs, word in (
+        ({"device": 5}, "device=5"),
+        ({"n_threads": 0}, "n_threads=0"),
+        ({"n_threads": "x"}, "n_threads='x'"),
+        ({"n_gpu_layers": "x"}, "n_gpu_layers"),
+    ):
+        with pytest.raises(errors.KvqError, match=re.escape(word)):
+            Model(demo_model, **kwargs)

@@ -1,5 +1,6 @@
-// A method was asked for and no cache came: llama.cpp placed its layers elsewhere (-dev none, -ngl 0, -nkvo, --fit). The library sees
-// it when the scheduler asks who writes rows into a cache: that graph is built after all memory of a context is there.
+// A method was asked for and no cache came: llama.cpp placed its layers elsewhere (-dev none, -ngl 0, -nkvo, --fit).
+// The library sees it when the scheduler asks who writes rows into a cache: that graph is built after all memory of a
+// context is there.
 #include "backend.h"
 
 #include <atomic>
@@ -15,11 +16,12 @@ void kvq_note_absent(const ggml_tensor * op) {
     }
     const ggml_tensor * root = op->view_src ? op->view_src : op;
     const char * method = getenv("KVQ_METHOD");
-    if (!method || !*method || !root->buffer || !root->buffer->size || kvq_buft_is_ours(root->buffer->buft) || // no size: --fit only measures
-        kvq_parse_cache_name(root->name).il < 0 || !kvq_parse_cache_name(root->name).tag.empty() || kvq_cache_count() > 0) {
+    const kvq_lane_id id = kvq_parse_cache_name(root->name);
+    if (!method || !*method || id.il < 0 || !id.tag.empty() || kvq_cache_count() > 0 ||
+        !root->buffer || !root->buffer->size || kvq_buft_is_ours(root->buffer->buft)) { // no size: --fit only measures
         return;
     }
     said = true;
-    kvq_report_note(std::string("KVQ_METHOD=") + method + " is set and no cache landed on KVQ0, this context keeps llama.cpp's own: "
-                    "add -dev KVQ0 (and drop -ngl 0, -nkvo, or lower -c where --fit moved the layers)");
+    kvq_report_note(std::string("KVQ_METHOD=") + method + " is set and no cache landed on KVQ0, "
+                    "this context keeps llama.cpp's own: add -dev KVQ0 (and drop -ngl 0, -nkvo, or lower -c where --fit moved the layers)");
 }

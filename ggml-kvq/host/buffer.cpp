@@ -11,6 +11,7 @@
 #include <cstring>
 #include <set>
 #include <sys/mman.h>
+#include <unistd.h>
 
 kvq_buffer::~kvq_buffer() {
     cache.reset();
@@ -267,6 +268,17 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache
     }
 }
 
+// The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here. Servers of other
+// machines' layers live on.
+static ggml_backend_buffer_t refuse(size_t size) {
+    const char * launcher = getenv("KVQ_LAUNCHER");
+    if (size && launcher && *launcher && strcmp(launcher, "ggml-rpc-server") && kvq_verbosity() > 0) {
+        fflush(nullptr);
+        _exit(1);
+    }
+    return nullptr;
+}
+
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     kvq_device_context & dev = device_of(buft);
     kvq_cache_draft draft;
@@ -282,7 +294,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         return alloc_upstream(dev, draft.bytes_upstream, draft.declined());
     } else if (!draft.complete()) {
         kvq_report_error(draft.error());
-        return nullptr;
+        return refuse(size);
     }
     std::unique_ptr<kvq_buffer> b(new kvq_buffer);
     b->announced = !draft.empty();
@@ -296,7 +308,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         b->base   = b->cache && b->cache->ok() ? mmap(nullptr, b->nb_map, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : MAP_FAILED;
     } else {
         if (dev.refused) { // said why when the graph was split
-            return nullptr;
+            return refuse(size);
         }
         if (dev.inner) {
             b->inner = ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(dev.inner), size);
@@ -309,7 +321,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     if (b->base == MAP_FAILED) {
         b->base = nullptr;
         kvq_report_error("cannot allocate " + std::to_string(size >> 20) + " MiB for the " + (draft.empty() ? "compute buffer" : "KV cache") + ": lower -c or -ub");
-        return nullptr;
+        return refuse(size);
     }
     for (const auto & a : draft.asked) {
         dev.granted[a.first] = { a.second, 2 };

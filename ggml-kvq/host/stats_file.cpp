@@ -1,5 +1,5 @@
-// KVQ_STATS_FILE: what the caches of this process hold, as JSON, for programs whose own reports cannot be extended (llama-server's
-// /props, /slots, /metrics). A thread of its own writes; a reader finds a whole file at any time.
+// KVQ_STATS_FILE: what the caches of this process hold, as JSON, for programs whose own reports cannot be extended
+// (llama-server's /props, /slots, /metrics). A thread of its own writes; a reader finds a whole file at any time.
 #include "backend.h"
 
 #include "../include/ggml-kvq.h"
@@ -15,7 +15,8 @@
 
 static std::mutex busy_mutex;
 
-static const std::vector<std::string> & stats_paths(void) { // the user's, and one beside the page that llama-server serves
+// The user's file, and one beside the page that llama-server serves.
+static const std::vector<std::string> & stats_paths(void) {
     static const std::vector<std::string> paths = [] {
         std::vector<std::string> out;
         for (const char * name : { "KVQ_STATS_FILE", "KVQ_PAGE_STATS_FILE" }) {
@@ -35,7 +36,11 @@ static std::string quoted(const char * text) {
     for (const char * c = text; *c; c++) {
         char code[8];
         snprintf(code, sizeof(code), "\\u%04x", (unsigned char) *c);
-        out += *c == '"' || *c == '\\' ? std::string("\\") + *c : (unsigned char) *c < 0x20 ? std::string(code) : std::string(1, *c);
+        if (*c == '"' || *c == '\\') {
+            out += std::string("\\") + *c;
+        } else {
+            out += (unsigned char) *c < 0x20 ? std::string(code) : std::string(1, *c);
+        }
     }
     return out + "\"";
 }
@@ -52,13 +57,16 @@ static std::string cache_json(int i) {
         return "";
     }
     std::string out = "{";
-    const auto add = [&](const char * key, const std::string & value) { out += (out.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + value; };
+    const auto add = [&](const char * key, const std::string & value) {
+        out += (out.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + value;
+    };
     add("method", quoted(s.method));
     add("options", quoted(s.options));
     add("kernel", quoted(s.kernel));
     const std::pair<const char *, uint64_t> counts[] = {
-        { "layers", (uint64_t) s.n_layer }, { "tokens", (uint64_t) s.n_cells }, { "slots", (uint64_t) s.n_stream }, { "page_tokens", (uint64_t) s.page_cells },
-        { "bytes_total", s.bytes_total }, { "bytes_f16", s.bytes_f16 }, { "bytes_codes", s.bytes_codes }, { "bytes_params", s.bytes_params },
+        { "layers", (uint64_t) s.n_layer }, { "tokens", (uint64_t) s.n_cells }, { "slots", (uint64_t) s.n_stream },
+        { "page_tokens", (uint64_t) s.page_cells }, { "bytes_total", s.bytes_total }, { "bytes_f16", s.bytes_f16 },
+        { "bytes_codes", s.bytes_codes }, { "bytes_params", s.bytes_params },
         { "bytes_window", s.bytes_window }, { "bytes_tables", s.bytes_tables }, { "bytes_calibration", s.bytes_calibration },
         { "bytes_chain", s.bytes_chain }, { "bytes_scratch", s.bytes_scratch }, { "sealed_pages", s.n_sealed },
         { "reopened_pages", s.n_reopened }, { "forced_pages", s.n_forced },
@@ -95,9 +103,24 @@ void kvq_stats_file_write(void) {
     if (caches.empty()) {
         return; // the last figures stay
     }
-    const std::string text = "{\"version\": 1, \"pid\": " + std::to_string(getpid()) + ", \"time\": " + std::to_string((long long) time(nullptr)) +
+    const std::string text = "{\"version\": 1, \"pid\": " + std::to_string(getpid()) +
+                             ", \"time\": " + std::to_string((long long) time(nullptr)) +
                              ", \"caches\": [" + caches + "\n]}\n";
     for (const std::string & path : stats_paths()) { write_whole(path, text); }
+}
+
+// The folder that the launcher made for this server's page: index.html and the figures, ".../ggml-kvq-page-<user>-<process>".
+// A router's children inherit the variable and leave it alone.
+static void remove_page(void) {
+    const char * file = getenv("KVQ_PAGE_STATS_FILE");
+    const std::string path = file ? file : "";
+    const std::string folder = path.substr(0, path.rfind('/')), mine = "-" + std::to_string(getpid());
+    if (path.empty() || folder.size() < mine.size() || folder.compare(folder.size() - mine.size(), mine.size(), mine)) {
+        return;
+    }
+    remove(path.c_str());
+    remove((folder + "/index.html").c_str());
+    rmdir(folder.c_str());
 }
 
 namespace {
@@ -115,6 +138,7 @@ struct writer {
         { std::lock_guard<std::mutex> lock(mutex); stop = true; }
         wake.notify_all();
         thread.join();
+        remove_page();
     }
 };
 }

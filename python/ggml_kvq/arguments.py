@@ -1,4 +1,6 @@
-"""Arguments of Model, checked: a wrong type or a text that has no bytes raises one line, not a trace from the middle of ctypes."""
+"""Arguments of Model, checked: a wrong type or a text that has no bytes raises one line, not a trace from the middle
+of ctypes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from . import memory, native, sidecars
-from .errors import KvqError, MethodError, ModelError
+from .errors import DecodeError, KvqError, MethodError, ModelError
 from .kvstats import UPSTREAM
 
 if TYPE_CHECKING:
@@ -41,6 +43,41 @@ def count(name: str, value: Any, low: int) -> int:
     return number
 
 
+def whole(name: str, value: Any) -> int:
+    """A whole number of any size. ArgumentTypeError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(f"{name}={value!r} is a {type(value).__name__}; pass a whole number")
+    return int(value)
+
+
+def threads(value: Any) -> int:
+    """n_threads; None: as many as there are CPUs."""
+    number = (os.cpu_count() or 1) if value is None else whole("n_threads", value)
+    if not 0 < number <= 512:
+        raise ModelError(f"n_threads={number} is outside 1..512; pass None for all CPUs")
+    return number
+
+
+def devices(value: Any) -> list[str] | None:
+    """device: a name, names, or None."""
+    names = [value] if isinstance(value, str) else value
+    if names is not None and (not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names)):
+        raise ArgumentTypeError(
+            f"device={value!r} is a {type(value).__name__}; pass a name, as 'KVQ0', or a list of names"
+        )
+    return None if names is None else list(names)
+
+
+def stops(value: Any) -> list[str]:
+    """stop: a text or texts that end a generation."""
+    out = [value] if isinstance(value, str) else list(value)
+    for text in out:
+        utf8(text)
+        if not text:
+            raise KvqError("stop='' would end every text at once; drop the empty string")
+    return out
+
+
 def path(value: Any, name: str = "path") -> str:
     """A file name. ArgumentTypeError for what is none."""
     if isinstance(value, bytes) or not isinstance(value, str | os.PathLike):
@@ -60,7 +97,9 @@ def options(value: Any) -> str:
     if value is None or isinstance(value, str):
         return native.option_string(value)
     if not isinstance(value, Mapping):
-        raise ArgumentTypeError(f"kv_opts={value!r} is a {type(value).__name__}; pass a dict, as {{'bits': 2}}, or a str, as 'bits=2'")
+        raise ArgumentTypeError(
+            f"kv_opts={value!r} is a {type(value).__name__}; pass a dict, as {{'bits': 2}}, or a str, as 'bits=2'"
+        )
     return native.option_string(dict(value))
 
 
@@ -78,20 +117,32 @@ def utf8(text: Any) -> bytes:
         ) from None
 
 
-def token_ids(tokens: Any) -> list[int]:
-    """A prompt of token ids. ArgumentTypeError for bytes and what holds no whole numbers."""
+def token_ids(tokens: Any, n_vocab: int) -> list[int]:
+    """Token ids. ArgumentTypeError for bytes and what holds no whole numbers, DecodeError for one outside the
+    vocabulary.
+
+    llama.cpp ends the process at such an id.
+    """
+    if isinstance(tokens, str):
+        raise ArgumentTypeError(f"{tokens!r:.60} is a text; pass token ids, as tokenize() gives them")
     if isinstance(tokens, bytes | bytearray) or not isinstance(tokens, Iterable):
         utf8(tokens)
     out = []
     for token in tokens:
         if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise ArgumentTypeError(f"token {token!r} is a {type(token).__name__}; pass a text, or token ids as tokenize() gives them")
+            raise ArgumentTypeError(
+                f"token {token!r} is a {type(token).__name__}; pass a text, or token ids as tokenize() gives them"
+            )
+        if not 0 <= int(token) < n_vocab:
+            raise DecodeError(f"token {token} is outside the vocabulary of {n_vocab}; tokenize with this model")
         out.append(int(token))
     return out
 
 
 def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any) -> str | None:
-    """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of it."""
+    """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of
+    it.
+    """
     if config is not None:
         path(config, "kv_config")
         return None if config == OFF else str(config)

@@ -18,6 +18,8 @@ def render(
     special: bos_token and eos_token text for Jinja. llama_chat_apply_template knows the common templates by their shape;
     others are rendered by jinja2 in its sandbox. Raises ModelError naming the cure.
     """
+    if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
+        raise ModelError(f"messages={messages!r:.60} is no list of dicts; write [{{'role': 'user', 'content': '...'}}]")
     for m in messages:
         if not {"role", "content"} <= set(m):
             raise ModelError(f"message {dict(m)!r} lacks role or content; write {{'role': 'user', 'content': '...'}}")

@@ -8,9 +8,17 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from . import __version__, commands
 from .errors import KvqError
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's, but an error is one line: the usage of a subcommand with 20 options hides it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     register(subparsers) adds its parser with subparsers.add_parser(NAME, help=...) and calls parser.set_defaults(run=FUNCTION);
     FUNCTION(args) returns the exit code and raises KvqError for a refused input. Modules import what is heavy inside FUNCTION.
     """
-    parser = argparse.ArgumentParser(prog="ggml-kvq", description="Manage KV caches of 1-4 calibrated bits for llama.cpp.")
+    parser = Parser(prog="ggml-kvq", description="Manage KV caches of 1-4 calibrated bits for llama.cpp.")
     parser.add_argument("--version", action="version", version=f"ggml-kvq {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in sorted(m.name for m in pkgutil.iter_modules(commands.__path__) if not m.name.startswith("_")):

@@ -22,7 +22,17 @@ OPTIONAL = {
     "jinja2": ("chat templates that llama.cpp does not know", "pip install 'ggml-kvq[chat]'"),
     "tqdm": ("progress bars; lines without it", "pip install tqdm"),
 }
-VARIABLES = ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_MODEL", "KVQ_METHOD_DRAFT", "KVQ_ISA", "KVQ_LIB_DIR", "KVQ_BACKEND", "GGML_BACKEND_PATH")
+VARIABLES = (
+    "KVQ_METHOD",
+    "KVQ_OPTS",
+    "KVQ_CONFIG",
+    "KVQ_MODEL",
+    "KVQ_METHOD_DRAFT",
+    "KVQ_ISA",
+    "KVQ_LIB_DIR",
+    "KVQ_BACKEND",
+    "GGML_BACKEND_PATH",
+)
 
 
 @dataclass(frozen=True)
@@ -45,13 +55,29 @@ def _library() -> Iterator[Check]:
         found, _, cure = str(e).partition("; ")
         yield Check(BAD, "libraries", found, cure or "reinstall ggml-kvq (pip install .)")
         return
-    yield Check(GOOD, "libraries", f"{libs.lib_dir}, llama.cpp {libs.llama_version()}, ggml {libs.base.ggml_version().decode()}")
-    yield Check(GOOD, "libggml-kvq", f"{libs.backend_path}, version {kvq.kvq_version().decode()}, kernels {kvq.kvq_kernel_name().decode()}")
+    yield Check(
+        GOOD, "libraries", f"{libs.lib_dir}, llama.cpp {libs.llama_version()}, ggml {libs.base.ggml_version().decode()}"
+    )
+    yield Check(
+        GOOD,
+        "libggml-kvq",
+        f"{libs.backend_path}, version {kvq.kvq_version().decode()}, kernels {kvq.kvq_kernel_name().decode()}",
+    )
     if kvq.kvq_version().decode() != __version__:
-        yield Check(NOTE, "versions", f"library {kvq.kvq_version().decode()}, Python package {__version__}", "reinstall ggml-kvq")
+        yield Check(
+            NOTE,
+            "versions",
+            f"library {kvq.kvq_version().decode()}, Python package {__version__}",
+            "reinstall ggml-kvq",
+        )
     names = [name for name, _, _ in libs.devices()]
     ours = [name for name in names if name.startswith("KVQ")]
-    yield Check(GOOD if ours else BAD, "devices", ", ".join(names), "" if ours else "reinstall ggml-kvq: the library offers no device")
+    yield Check(
+        GOOD if ours else BAD,
+        "devices",
+        ", ".join(names),
+        "" if ours else "reinstall ggml-kvq: the library offers no device",
+    )
     yield Check(GOOD, "methods", " ".join(m["name"] for m in native.methods(kvq)))
     info = loader.build_info(libs.lib_dir)
     check = info.get("self-check", "")
@@ -70,7 +96,9 @@ def _programs() -> Iterator[Check]:
         if there is None:
             yield Check(NOTE, name, "not on PATH", f"activate the environment, or run {beside}")
         elif beside.is_file() and os.path.realpath(there) != os.path.realpath(beside):
-            yield Check(NOTE, name, f"PATH finds {there}, which knows no --kv-method", f"put {beside.parent} in front of PATH")
+            yield Check(
+                NOTE, name, f"PATH finds {there}, which knows no --kv-method", f"put {beside.parent} in front of PATH"
+            )
         else:
             yield Check(GOOD, name, there)
 
@@ -96,12 +124,22 @@ def _environment() -> Iterator[Check]:
                 "add -dev KVQ0 -fa on, which loads it in any build; a load line `ggml-kvq: ...` tells that it is in use",
             )  # fmt: skip
     if importlib.util.find_spec("llama_cpp"):
-        yield Check(NOTE, "llama_cpp", "installed too", "import it in another process than ggml_kvq: there would be two copies of libggml")
+        yield Check(
+            NOTE,
+            "llama_cpp",
+            "installed too",
+            "import it in another process than ggml_kvq: there would be two copies of libggml",
+        )
 
 
 def _machine() -> Iterator[Check]:
     free = memory.available()
-    yield Check(GOOD if free > 1 << 30 else NOTE, "memory", f"{free // memory.MIB} MiB free for a process", "" if free > 1 << 30 else "lower -c")
+    yield Check(
+        GOOD if free > 1 << 30 else NOTE,
+        "memory",
+        f"{free // memory.MIB} MiB free for a process",
+        "" if free > 1 << 30 else "lower -c",
+    )
     for name, (what, cure) in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
             yield Check(NOTE, name, f"not installed; needed for: {what}", cure)

@@ -1,4 +1,6 @@
-"""Files that are whole or absent: written under another name, flushed to the disk, then renamed. And lines appended whole or not at all."""
+"""Files that are whole or absent: written under another name, flushed to the disk, then renamed. And lines appended
+whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from pathlib import Path
 from .errors import KvqError
 
 MIB = 1 << 20
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "the file size limit is reached"}
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file size limit is reached",
+}
 
 
 def _words(n_bytes: int) -> str:
@@ -20,7 +26,9 @@ def _words(n_bytes: int) -> str:
 
 
 def refuse(path: Path, e: OSError, need: int = 0) -> KvqError:
-    """One line for a file that could not be written: what, why, how many bytes it needs (0: unknown) and how many are free."""
+    """One line for a file that could not be written: what, why, how many bytes it needs (0: unknown) and how many
+    are free.
+    """
     if e.errno not in _FULL:
         return KvqError(f"{path} could not be written: {e.strerror or e}; check the path and its permissions")
     try:
@@ -86,7 +94,9 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
 
 
 def probe(path: str | os.PathLike[str]) -> None:
-    """KvqError now, not after hours, when lines cannot be appended to `path`. A file that was not there is not left behind."""
+    """KvqError now, not after hours, when lines cannot be appended to `path`. A file that was not there is not left
+    behind.
+    """
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Reading a llama.cpp command line: our own flags are taken out of it, the user's choices for upstream are looked up in it."""
+"""Reading a llama.cpp command line: our own flags are taken out of it, the user's choices for upstream are looked up
+in it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,21 @@ OURS = {
     "--kv-config": "FILE.gguf",
     "--kv-method-draft": "NAME",
     "--kv-opt-draft": "KEY=VALUE",
+    "--kv-stats-file": "FILE.json",
 }
-OURS_SERVER = {**OURS, "--kv-stats-file": "FILE.json"}
 OURS_RPC_SERVER = {**OURS, "--kv-model": "FILE.gguf"}
 # Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no harm.
-TEXT = {"-p", "--prompt", "-sys", "--system-prompt", "-r", "--reverse-prompt", "--in-prefix", "--in-suffix", "--grammar"}
+TEXT = {
+    "-p",
+    "--prompt",
+    "-sys",
+    "--system-prompt",
+    "-r",
+    "--reverse-prompt",
+    "--in-prefix",
+    "--in-suffix",
+    "--grammar",
+}
 FALSE = {"off", "disabled", "false", "0"}
 TRUE = {"on", "enabled", "true", "1"}
 
@@ -85,7 +97,9 @@ def take_ours(argv: Sequence[str], ours: Mapping[str, str] = OURS) -> Flags:
 
 
 class User:
-    """What the user chose for upstream, from the arguments and (not in llama-bench, which reads none) LLAMA_ARG_* variables."""
+    """What the user chose for upstream, from the arguments and (not in llama-bench, which reads none) LLAMA_ARG_*
+    variables.
+    """
 
     def __init__(self, args: Sequence[str], environ: Mapping[str, str], reads_env: bool) -> None:
         self.args, self.environ, self.reads_env = args, environ, reads_env
@@ -144,8 +158,33 @@ def without(args: Sequence[str], names: Sequence[str], n_values: int = 1) -> tup
     return taken, rest
 
 
-_SIZED = {"-c", "--ctx-size", "-b", "--batch-size", "-ub", "--ubatch-size", "-n", "--predict", "--n-predict", "--keep", "-fitc", "--fit-ctx"}
-_SIZED_BENCH = {"-p", "--n-prompt", "-n", "--n-gen", "-d", "--n-depth", "-b", "--batch-size", "-ub", "--ubatch-size", "-pg"}
+_SIZED = {
+    "-c",
+    "--ctx-size",
+    "-b",
+    "--batch-size",
+    "-ub",
+    "--ubatch-size",
+    "-n",
+    "--predict",
+    "--n-predict",
+    "--keep",
+    "-fitc",
+    "--fit-ctx",
+}
+_SIZED_BENCH = {
+    "-p",
+    "--n-prompt",
+    "-n",
+    "--n-gen",
+    "-d",
+    "--n-depth",
+    "-b",
+    "--batch-size",
+    "-ub",
+    "--ubatch-size",
+    "-pg",
+}
 
 
 def spell_sizes(args: Sequence[str], bench: bool) -> list[str]:
@@ -162,7 +201,9 @@ def spell_sizes(args: Sequence[str], bench: bool) -> list[str]:
             try:
                 out[i + 1] = ",".join(spell(part) for part in out[i + 1].split(","))
             except ValueError:
-                raise LaunchError(f"{out[i]} {out[i + 1]} is no number of tokens; write for example {out[i]} 32k") from None
+                raise LaunchError(
+                    f"{out[i]} {out[i + 1]} is no number of tokens; write for example {out[i]} 32k"
+                ) from None
             i += 1
         elif out[i] in TEXT:
             i += 1

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from . import _paths, gguf_header, hub_args, refusals, served_page, sidecars
 from .errors import KvqError
-from .flags import OURS, OURS_RPC_SERVER, OURS_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
+from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
 
 HELP = """\
@@ -34,11 +34,8 @@ HELP = """\
 --kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own f16 cache, because
                         a draft that reads a quantised cache is accepted less often (env: KVQ_METHOD_DRAFT)
 --kv-opt-draft KEY=VALUE  option of that method, repeatable (env: KVQ_OPTS_DRAFT)
-
-"""
-
-HELP_SERVER = """\
 --kv-stats-file FILE.json  what the cache holds (method, bits, bytes, sealed pages, layers), rewritten every two seconds
+                        (env: KVQ_STATS_FILE)
 
 """
 
@@ -145,7 +142,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     for their devices; a model on the hub is downloaded.
     """
     bench, serves = program == "llama-bench", program == RPC_SERVER
-    flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS_SERVER if program == "llama-server" else OURS)
+    flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS)
     hub_env: dict[str, str | None] = {}
     if not serves:
         flags.rest, hub_env = hub_args.resolve(program, spell_sizes(flags.rest, bench), environ)
@@ -155,14 +152,15 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     servers = [] if serves else _rpc_servers(user)
     config = flags.config or environ.get("KVQ_CONFIG") or None
 
+    config_words = f"--kv-config {config}" if flags.config else f"KVQ_CONFIG={config}"
     if config and not os.path.isfile(config):
-        raise LaunchError(f"--kv-config {config} is not a file; give a GGUF written by `ggml-kvq calibrate`")
+        raise LaunchError(f"{config_words} is not a file; give a GGUF written by `ggml-kvq calibrate`")
     if flags.model and not os.path.isfile(flags.model):
         raise LaunchError(f"--kv-model {flags.model} is not a file; give the GGUF that clients run, or its first part")
     header = _header(user, models, serves)
     config_fields = gguf_header.read(config).kvq() if config else {}
     if config and "kvq.method" not in config_fields:
-        raise LaunchError(f"--kv-config {config} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
+        raise LaunchError(f"{config_words} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
     choice = _choice(flags, environ, config, config_fields, header)
 
     if choice is None or choice.method == refusals.OFF:
@@ -193,7 +191,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
     held = config_fields.get("kvq.method", method)
     if held != method:
-        raise LaunchError(f"--kv-config {config} holds data for method {held}, not {method}; give another file or --kv-method {held}")
+        raise LaunchError(f"{config_words} holds data for method {held}, not {method}; give another file or --kv-method {held}")
     if serves:
         devices = user.values(("-d", "--device"))
         if devices and "KVQ" not in ",".join(devices):
@@ -307,7 +305,7 @@ def run(program: str, argv: Sequence[str], name: str = "") -> int:
     try:
         path = _paths.program(program)
         if any(arg in ("-h", "--help", "--usage") for arg in argv):
-            sys.stdout.write(HELP + {RPC_SERVER: HELP_RPC_SERVER, "llama-server": HELP_SERVER}.get(program, ""))
+            sys.stdout.write(HELP + (HELP_RPC_SERVER if program == RPC_SERVER else ""))
             sys.stdout.flush()
         cmd = command(program, argv, os.environ)
         for note in cmd.notes:

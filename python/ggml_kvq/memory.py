@@ -1,4 +1,5 @@
-"""What a context needs and what the machine has: the answer before a program starts, in place of an upstream that moves layers
+"""What a context needs and what the machine has: the answer before a program starts, in place of an upstream that
+moves layers
 off the device that compresses them, or of a machine that swaps."""
 
 from __future__ import annotations
@@ -26,15 +27,25 @@ def available() -> int:
 
 
 def _group_rooms() -> list[int]:
-    """Room in the memory control groups (version 2, then 1) that this process sees; those without a limit are left out."""
+    """Room in the memory control groups (version 2, then 1) that this process sees; those without a limit are left
+    out.
+    """
     out: list[int] = []
     for limit, used, stat in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+            "/sys/fs/cgroup/memory/memory.stat",
+        ),
     ):
         try:
             most, now = Path(limit).read_text().strip(), int(Path(used).read_text())
-            cached = [int(line.split()[1]) for line in Path(stat).read_text().splitlines() if line.split()[0] in ("inactive_file", "total_inactive_file")]
+            cached = [
+                int(line.split()[1])
+                for line in Path(stat).read_text().splitlines()
+                if line.split()[0] in ("inactive_file", "total_inactive_file")
+            ]
         except (OSError, ValueError, IndexError):
             continue
         if most.isdigit() and int(most) < 1 << 60:
@@ -44,7 +55,9 @@ def _group_rooms() -> list[int]:
 
 @dataclass(frozen=True)
 class Model:
-    """What counts of a model: weights (bytes of its files), layers that see the whole context, layers that see a window of it."""
+    """What counts of a model: weights (bytes of its files), layers that see the whole context, layers that see a
+    window of it.
+    """
 
     weights: int
     full: list[Shape]
@@ -89,7 +102,11 @@ def planner(method: str, opts: str, n_layer: int) -> Plan:
     from . import methods, native
 
     def plan(shapes: list[Shape], n_cells: int, n_stream: int) -> int:
-        return int(native.plan(methods.library(), method, opts, shapes, n_cells, n_layer_model=n_layer, n_stream=n_stream)["bytes_total"])
+        return int(
+            native.plan(methods.library(), method, opts, shapes, n_cells, n_layer_model=n_layer, n_stream=n_stream)[
+                "bytes_total"
+            ]
+        )
 
     return plan
 
@@ -124,7 +141,9 @@ def need(m: Model, plan: Plan, n_ctx: int, *, n_stream: int = 1, n_ubatch: int =
 
 
 def longest(m: Model, plan: Plan, free: int, *, n_stream: int = 1, n_ubatch: int = 512) -> int:
-    """The longest context (tokens, a multiple of 256 for each stream) that takes at most `free` bytes; 0 when none does."""
+    """The longest context (tokens, a multiple of 256 for each stream) that takes at most `free` bytes; 0 when none
+    does.
+    """
     step = STEP * n_stream
     low, high = 0, MOST // step
     while low < high:
@@ -137,7 +156,7 @@ def longest(m: Model, plan: Plan, free: int, *, n_stream: int = 1, n_ubatch: int
 
 
 def tokens(text: str) -> int:
-    """"32768", "32k", "1.5M" -> tokens. k is 1024, M its square. ValueError for anything else."""
+    """ "32768", "32k", "1.5M" -> tokens. k is 1024, M its square. ValueError for anything else."""
     text = text.strip()
     factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
     number = text[:-1] if factor > 1 else text

@@ -92,7 +92,8 @@ class Model:
         self.devices: list[str] = []
         n_ctx, n_batch, n_ubatch = arguments.count("n_ctx", n_ctx, 0), arguments.count("n_batch", n_batch, 1), arguments.count("n_ubatch", n_ubatch, 1)
         n_seq_max = arguments.count("n_seq_max", n_seq_max, 1)
-        kv_method = arguments.method(kv_method)
+        kv_method, device, n_threads = arguments.method(kv_method), arguments.devices(device), arguments.threads(n_threads)
+        n_gpu_layers = None if n_gpu_layers is None else arguments.whole("n_gpu_layers", n_gpu_layers)
         for name, kind in (("type_k", type_k), ("type_v", type_v)):
             if kind not in llama.GGML_TYPES:
                 raise MethodError(f"{name}={kind!r} is no cache type; choose one of {', '.join(llama.GGML_TYPES)}")
@@ -116,7 +117,7 @@ class Model:
             self._load_model(kv_method, device, n_gpu_layers)
             self.kv_method = None if kv_method in (None, UPSTREAM) else kv_method
             self.type_k, self.type_v = type_k, type_v
-            self._init_context(n_ctx, n_batch, n_ubatch, n_threads or os.cpu_count() or 1, n_seq_max, kv_config)
+            self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, kv_config)
         except BaseException:
             self._free()
             raise
@@ -302,7 +303,7 @@ class Model:
         """Text of `tokens`; bytes that are no UTF-8 become U+FFFD. special: render control tokens."""
         self._open()
         n = len(tokens)
-        ids = (ctypes.c_int32 * n)(*tokens)
+        ids = (ctypes.c_int32 * n)(*arguments.token_ids(tokens, self.n_vocab))
         size = max(64, n * 16)
         while True:
             buf = ctypes.create_string_buffer(size)
@@ -313,6 +314,7 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Bytes of one token; they may end inside a UTF-8 character."""
+        arguments.token_ids([token], self.n_vocab)
         buf = ctypes.create_string_buffer(256)
         n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
         if n < 0:
@@ -364,6 +366,8 @@ class Model:
         tokens at once (None: n_batch, which llama.cpp splits by the context's n_ubatch). Yields per batch a float32 view
         [outputs of this batch, n_vocab] that the next batch overwrites. Raises ContextOverflowError, DecodeError.
         """
+        if isinstance(tokens, str | bytes):
+            arguments.token_ids(tokens, self.n_vocab)
         ids = np.ascontiguousarray(tokens, dtype=np.int32)
         mask = np.zeros(len(ids), np.int8)
         if outputs is None:
@@ -484,14 +488,12 @@ class Model:
             known = ", ".join(Sampling.__dataclass_fields__)
             bad = ", ".join(k for k in options if k not in Sampling.__dataclass_fields__)
             raise KvqError(f"unknown sampling option {bad}; choose from {known}") from None
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if any(not s for s in stops):
-            raise KvqError("stop='' would end every text at once; drop the empty string")
+        stops, max_tokens = arguments.stops(stop), arguments.whole("max_tokens", max_tokens)
         with self._lock:
             self._open()
             self._check_idle()
             start = reset or not self._tokens
-            ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else arguments.token_ids(prompt)
+            ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else arguments.token_ids(prompt, self.n_vocab)
             if reset:
                 self.reset()
             if not ids:

@@ -13,7 +13,9 @@ EVERY_S = 30.0  # between lines
 
 
 class Bar:
-    """Called with the number of steps that were finished. Without tqdm, which is optional, a terminal gets lines too."""
+    """Called with the number of steps that were finished. Without tqdm, which is optional, a terminal gets lines
+    too.
+    """
 
     def __init__(self, label: str, total: int, quiet: bool = False) -> None:
         self.label, self.total, self.quiet = label, total, quiet
@@ -29,7 +31,11 @@ class Bar:
 
     def _line(self) -> None:
         self._said = time.monotonic()
-        print(f"{self.label}: {self._done} of {self.total} ({self._said - self._start:.0f} s)", file=sys.stderr, flush=True)
+        print(
+            f"{self.label}: {self._done} of {self.total} ({self._said - self._start:.0f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def __call__(self, n: int) -> None:
         self._done += n

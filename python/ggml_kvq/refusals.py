@@ -1,4 +1,6 @@
-"""What a launcher refuses, and the context it chooses: choices under which the method would not be used, or the machine would not last."""
+"""What a launcher refuses, and the context it chooses: choices under which the method would not be used, or the
+machine would not last.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _MARGIN = 1 << 30  # what stays free when the context is chosen here, bytes; ups
 
 @dataclass(frozen=True)
 class Choice:
-    """A method and, for messages, what chose it: "--kv-method kivi", "KVQ_METHOD=kivi", "method kivi of model.gguf's metadata"."""
+    """A method and, for messages, what chose it: "--kv-method kivi", "KVQ_METHOD=kivi", "method kivi of model.gguf's
+    metadata".
+    """
 
     method: str
     words: str
@@ -36,11 +40,15 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
     flash = user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN")
     for value in flash if bench else flash[-1:]:
         if any(part in FALSE for part in value.split(",")):
-            raise LaunchError(f"-fa {value} switches flash attention off, which {words} works through: drop -fa or write -fa on")
+            raise LaunchError(
+                f"-fa {value} switches flash attention off, which {words} works through: drop -fa or write -fa on"
+            )
     for value in user.values(("-sm", "--split-mode"), "LLAMA_ARG_SPLIT_MODE"):
         for mode in ("row", "tensor"):
             if mode in value.split(","):
-                raise LaunchError(f"-sm {mode} splits every layer over devices, {words} keeps the cache of whole layers: write -sm layer or {choice.drop}")
+                raise LaunchError(
+                    f"-sm {mode} splits every layer over devices, {words} keeps the cache of whole layers: write -sm layer or {choice.drop}"
+                )
     devices = user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE")
     chosen = ",".join(devices if bench else devices[-1:])
     if chosen and all(name.startswith("RPC") for name in chosen.replace("/", ",").split(",")):
@@ -48,12 +56,18 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
             f"-dev {devices[-1]} leaves every cache to the RPC servers, whose own flags choose its form: {choice.drop} here"
         )
     if devices and "KVQ" not in chosen:
-        raise LaunchError(f"-dev {devices[-1]} leaves out the device that holds the cache of {words}: drop -dev or write -dev {DEVICE}")
+        raise LaunchError(
+            f"-dev {devices[-1]} leaves out the device that holds the cache of {words}: drop -dev or write -dev {DEVICE}"
+        )
     if bench:
         kept = any(part in TRUE for v in user.values(("-nkvo", "--no-kv-offload")) for part in v.split(","))
     else:
         env = user.environ
-        kept = user.has(("-nkvo", "--no-kv-offload")) or env.get("LLAMA_ARG_KV_OFFLOAD") in FALSE or "LLAMA_ARG_NO_KV_OFFLOAD" in env
+        kept = (
+            user.has(("-nkvo", "--no-kv-offload"))
+            or env.get("LLAMA_ARG_KV_OFFLOAD") in FALSE
+            or "LLAMA_ARG_NO_KV_OFFLOAD" in env
+        )
         kept = kept and not user.has(("-kvo", "--kv-offload"))
     if kept:
         raise LaunchError(f"-nkvo keeps the KV cache in llama.cpp's own memory, so {words} would not be used: {either}")
@@ -64,7 +78,9 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
 
 
 def layer_notes(user: User, choice: Choice, n_layer: int | None, bench: bool) -> list[str]:
-    """-ngl decides which layers' caches are offloaded, to KVQ0 here: 0 means none, up to n_layer means only the last ones."""
+    """-ngl decides which layers' caches are offloaded, to KVQ0 here: 0 means none, up to n_layer means only the last
+    ones.
+    """
     notes = []
     values = user.values(("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS")
     for value in values if bench else values[-1:]:
@@ -73,9 +89,13 @@ def layer_notes(user: User, choice: Choice, n_layer: int | None, bench: bool) ->
                 continue
             n = int(part)
             if n == 0:
-                raise LaunchError(f"-ngl {value} leaves the KV cache of every layer to llama.cpp, so {choice.words} would not be used: drop -ngl")
+                raise LaunchError(
+                    f"-ngl {value} leaves the KV cache of every layer to llama.cpp, so {choice.words} would not be used: drop -ngl"
+                )
             if n_layer and 0 < n <= n_layer:
-                notes.append(f"-ngl {n}: {n_layer + 1 - n} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to compress all")
+                notes.append(
+                    f"-ngl {n}: {n_layer + 1 - n} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to compress all"
+                )
     return notes
 
 
@@ -88,7 +108,9 @@ def _number(text: str, what: str) -> int:
     try:
         return memory.tokens(text)
     except ValueError:
-        raise LaunchError(f"{what} {text} is no number of tokens; write for example {what} 32768 or {what} 32k") from None
+        raise LaunchError(
+            f"{what} {text} is no number of tokens; write for example {what} 32768 or {what} 32k"
+        ) from None
 
 
 def fit(
@@ -108,7 +130,9 @@ def fit(
     margins = user.last(("-fitt", "--fit-target"), None if bench else "LLAMA_ARG_FIT_TARGET")
     if bench:
         if margins:
-            raise LaunchError(f"-fitt {margins} moves layers off {DEVICE}, where {choice.words} keeps their cache: drop -fitt")
+            raise LaunchError(
+                f"-fitt {margins} moves layers off {DEVICE}, where {choice.words} keeps their cache: drop -fitt"
+            )
         return [], [], set()
     wanted = user.last(("-fit", "--fit"), "LLAMA_ARG_FIT")
     if wanted in FALSE:
@@ -119,14 +143,18 @@ def fit(
         return added, [], replaced
     margin = int(margins.split(",")[0]) * memory.MIB if margins.split(",")[0].isdigit() else None
     asked = user.last(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
-    n_ctx = _number(asked, "-c") if asked.lstrip("+")[:1].isdigit() else _N_CTX.get(program, 0)
+    n_ctx = _number(asked, "-c") if asked and asked[0] in "-0123456789" else _N_CTX.get(program, 0)
     n_batch = _number(user.last(("-b", "--batch-size"), "LLAMA_ARG_BATCH") or "2048", "-b")
-    n_ubatch = min(n_batch, _number(user.last(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH") or "512", "-ub"))
+    if not n_batch:
+        raise LaunchError("-b 0 decodes nothing: drop -b or write a number of tokens")
+    n_ubatch = min(n_batch, _number(user.last(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH") or "512", "-ub") or n_batch)
     slots = user.last(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
     unified = user.has(("-kvu", "--kv-unified")) or not slots.isdigit()
     n_stream = 1 if unified else max(1, int(slots))
     if user.has(("--swa-full",)):
-        facts = memory.Model(facts.weights, [*facts.full, *facts.windowed], [], 0, facts.n_layer, facts.latent, facts.n_ctx_train)
+        facts = memory.Model(
+            facts.weights, [*facts.full, *facts.windowed], [], 0, facts.n_layer, facts.latent, facts.n_ctx_train
+        )
     try:
         plan = memory.planner(choice.method, opts, facts.n_layer)
         size = {"n_stream": n_stream, "n_ubatch": n_ubatch}
@@ -143,9 +171,15 @@ def fit(
     least = _number(user.last(("-fitc", "--fit-ctx"), "LLAMA_ARG_FIT_CTX") or "4096", "-fitc")
     kept = "" if margin is None else f" less {margin // memory.MIB} MiB of -fitt"
     answer = f"needs {need.words()}, free {free // memory.MIB} MiB{kept}"
-    if n_ctx or fits < least:
-        cure = f"the longest context is -c {fits}" if fits else "no context fits: use a smaller model" if margin is None else "no context fits: lower -fitt"
-        what = f"-c {asked}" if n_ctx else f"the model's context of {chosen} tokens"
+    if n_ctx or asked or fits < least:
+        cure = (
+            f"the longest context is -c {fits}"
+            if fits
+            else "no context fits: use a smaller model"
+            if margin is None
+            else "no context fits: lower -fitt"
+        )
+        what = f"-c {asked}" if n_ctx else f"{'-c 0, ' if asked else ''}the model's context of {chosen} tokens"
         raise LaunchError(f"{what} with {choice.words} {answer}: {cure}")
     note = f"the model's context of {chosen} tokens {answer}: -c {fits} is used, the longest that leaves {(free - room) // memory.MIB} MiB"
     return [*added, "-c", str(fits)], [note], replaced

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numbers
+from dataclasses import dataclass, fields
 from typing import Any
 
 from . import llama
@@ -30,6 +31,12 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, whole = getattr(self, field.name), field.name in ("top_k", "repeat_last_n", "seed")
+            if field.name == "seed" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
+                raise KvqError(f"{field.name}={value!r} is a {type(value).__name__}; pass a {'whole number' if whole else 'number'}")
         checks: list[tuple[str, float, bool, str]] = [
             ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
             ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),

@@ -16,8 +16,12 @@ _PREFIX = "ggml-kvq-page-"
 
 
 def wanted(program: str, user: User) -> Path | None:
-    """Our page's folder, where upstream's page was not built in and the user neither serves files of his own nor switched pages off."""
-    if program != "llama-server" or user.has(("--path", "--no-webui", "--no-ui", "-h", "--help", "--usage", "--version", "--list-devices")):
+    """Our page's folder, where upstream's page was not built in and the user neither serves files of his own nor
+    switched pages off.
+    """
+    if program != "llama-server" or user.has(
+        ("--path", "--no-webui", "--no-ui", "-h", "--help", "--usage", "--version", "--list-devices")
+    ):
         return None
     if any(user.environ.get(f"LLAMA_ARG_{name}", "1") in ("0", "off", "false", "disabled") for name in ("UI", "WEBUI")):
         return None

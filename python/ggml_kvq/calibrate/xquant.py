@@ -83,7 +83,7 @@ def search(model: str | os.PathLike[str], text: str, start: Config, *, n_ctx: in
 
         def loss(what: str, c: Config) -> float:
             if c not in known:
-                with Model(model, "xquant", dict(c.options()), "none", **size) as m:
+                with Model(model, "xquant", dict(c.options()), kv_config="none", **size) as m:
                     known[c] = float(perplexity.divergence(m, base).summary()["kld_mean"])
                 found.tried.append((what, c, known[c]))
                 report(f"{what:<14} kq={c.kq} vq={c.vq} km={c.km} vm={c.vm} eta1={c.eta1:.4g} eta2={c.eta2:.4g} shared={c.shared}: KL divergence {known[c]:.5f}")

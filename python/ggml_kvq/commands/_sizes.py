@@ -1,4 +1,4 @@
-"""Numbers of tokens on our command lines: 32768 or 32k."""
+"""Numbers on our command lines: tokens (32768 or 32k), and how often or how many of something."""
 
 from __future__ import annotations
 
@@ -13,3 +13,15 @@ def tokens(text: str) -> int:
         return _tokens(text)
     except (ValueError, IndexError):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 32768 or 32k") from None
+
+
+def token_list(text: str) -> list[int]:
+    """argparse type: "2k,8k" is [2048, 8192]."""
+    return [tokens(part) for part in text.split(",")]
+
+
+def positive(text: str) -> int:
+    """argparse type: 1 or more."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)

@@ -29,7 +29,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--length", type=sizes.tokens, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
     parser.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)")
     parser.add_argument("--seed", type=int, default=0, help="which sequences of the text (default 0)")
-    parser.add_argument("-t", "--threads", type=int, metavar="N", help="CPU threads")
+    parser.add_argument("-t", "--threads", type=sizes.positive, metavar="N", help="CPU threads")
     parser.set_defaults(run=run, interrupted="the same command goes on where it stopped")
 
 

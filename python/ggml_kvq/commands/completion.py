@@ -1,4 +1,6 @@
-"""`ggml-kvq completion SHELL`: completion of our subcommands and flags, of the launchers' too, generated from the parser and the methods."""
+"""`ggml-kvq completion SHELL`: completion of our subcommands and flags, of the launchers' too, generated from the
+parser and the methods.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ HELP = "print shell completion for ggml-kvq and for the launchers' own flags (ba
 
 def register(subparsers: Any) -> None:
     """Add the `completion` parser."""
-    p = subparsers.add_parser("completion", help=HELP, description=HELP + '. In ~/.bashrc: eval "$(ggml-kvq completion bash)"')
+    p = subparsers.add_parser(
+        "completion", help=HELP, description=HELP + '. In ~/.bashrc: eval "$(ggml-kvq completion bash)"'
+    )
     p.add_argument("shell", choices=("bash", "zsh"), help="the shell that reads it")
     p.set_defaults(run=run)
 
@@ -34,7 +38,7 @@ def subcommands() -> dict[str, argparse.ArgumentParser]:
 def script() -> str:
     """A bash script; zsh reads it through bashcompinit."""
     from .. import methods
-    from ..flags import OURS_RPC_SERVER, OURS_SERVER
+    from ..flags import OURS, OURS_RPC_SERVER
 
     table = methods.table()
     names = " ".join(row["name"] for row in table)
@@ -49,8 +53,10 @@ def script() -> str:
             if action.option_strings and action.choices:
                 choices = " ".join(map(str, action.choices))
                 values += [f'        "{name} {flag}") words="{choices}" ;;' for flag in action.option_strings]
-    options = "\n".join(f'        {row["name"]}) words="{" ".join(o["key"] + "=" for o in row["options"])}" ;;' for row in table)
-    flags_text = " ".join(dict.fromkeys([*OURS_SERVER, *OURS_RPC_SERVER]))
+    options = "\n".join(
+        f'        {row["name"]}) words="{" ".join(o["key"] + "=" for o in row["options"])}" ;;' for row in table
+    )
+    flags_text = " ".join(dict.fromkeys([*OURS, *OURS_RPC_SERVER]))
     return f"""\
 # ggml-kvq: subcommands and flags; llama-*: the flags of the launchers, everything else is completed as files
 _ggml_kvq() {{

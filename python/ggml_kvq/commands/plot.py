@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from . import _sizes as sizes
+
 HELP = "draw the frontier, memory and speed figures from result files (PNG and SVG)"
 
 
@@ -18,7 +20,7 @@ def register(subparsers: Any) -> None:
     p.add_argument("--caches", default="", help="comma list: only these caches, in this order")
     p.add_argument("-m", "--model", help="memory: the model whose layers are planned")
     p.add_argument("--cache", action="append", default=[], metavar="SPEC", help="memory: a cache, as for ggml-kvq eval; repeatable")
-    p.add_argument("--lengths", default="2048,8192,32768,131072", help="memory: context lengths in tokens")
+    p.add_argument("--lengths", type=sizes.token_list, default=[2048, 8192, 32768, 131072], help="memory: context lengths in tokens")
     p.set_defaults(run=run)
 
 
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "memory":
         if not args.model or not args.cache:
             raise KvqError("plot memory needs -m MODEL and at least one --cache SPEC")
-        rows += plotting.memory_rows(hub.resolve(args.model), [specs.parse(c) for c in args.cache], [int(n) for n in args.lengths.split(",")])
+        rows += plotting.memory_rows(hub.resolve(args.model), [specs.parse(c) for c in args.cache], args.lengths)
     elif not rows:
         raise KvqError(f"plot {args.kind} needs result files; run ggml-kvq {'bench' if args.kind == 'speed' else 'eval'} first")
     if args.kind != "speed":

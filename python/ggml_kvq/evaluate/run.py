@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import files, hub, progress
+from .. import files, gguf_header, hub, progress
 from ..errors import KvqError, LibraryError
 from . import documents, drift, perplexity, results, retrieval, specs, tasks
 
@@ -32,6 +32,13 @@ class Evaluation:
                 raise KvqError(f"two caches are called {label}; name one of them, e.g. other={label}")
         for cache in self.caches:
             cache.check()
+        gguf_header.read(self.model_path, tensors=True).check_whole()
+        for task in filter(None, args.tasks.split(",")):
+            if task not in tasks.TASKS:
+                raise KvqError(f"--tasks {task} is unknown; choose from {','.join(tasks.TASKS)}")
+        for path in filter(None, (args.file, args.filler, args.documents)):
+            if not Path(path).exists():
+                raise KvqError(f"{path} does not exist; give a text, or documents")
         files.probe(args.output)
         self.results = results.ResultFile(args.output)
         self.rows: list[results.Row] = []
@@ -111,7 +118,10 @@ class Evaluation:
     def text(self) -> None:
         a = self.args
         protocol = perplexity.Protocol(a.ctx_size, min(a.ubatch_size, a.ctx_size), a.stride, a.chunks)
-        text = Path(a.file).read_text(encoding="utf-8")
+        try:
+            text = Path(a.file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise KvqError(f"-f {a.file} is no text in UTF-8 (byte {e.start}); convert it, or give a text") from e
         params = {"text": Path(a.file).name, "text_hash": results.fingerprint(a.file), "n_ctx": a.ctx_size, "stride": a.stride, "chunks": a.chunks}
         keys = [(c, self.key("text", c, **params)) for c in self.caches]
         reference = next(c for c in self.caches if c.is_reference)
@@ -146,7 +156,7 @@ class Evaluation:
         for t in chosen:
             if t not in tasks.TASKS:
                 raise KvqError(f"--tasks {t} is unknown; choose from {','.join(tasks.TASKS)}")
-        lengths = [int(n) for n in a.lengths.split(",")]
+        lengths = a.lengths
         filler = tasks.text_filler(a.filler) if a.filler else None
         name = results.fingerprint(a.filler) if a.filler else "built-in"
         for cache in self.caches:
