@@ -263,11 +263,12 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
     }
 }
 
-// rows: of cell 16c, channel 0 of the slice
-template <int D, int VB, typename X> __device__ __forceinline__ void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+// rows: of cell 4J * c, channel 0 of the slice
+template <int D, int VB, int J = 4, typename X> __device__ __forceinline__
+void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[J][2], float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < J; j++) {
         const float back = exp2_of(-v_weight<VB>(j));
         const uint32_t p0 = mul2(p[j][0], back), p1 = mul2(p[j][1], back);
 #pragma unroll

@@ -447,7 +447,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             held.clear();
         }
         flush_rows();
-        if (!few && a.n_rows > PROMPT_ROWS && attend_rows(a, codec_k, codec_v, n_streams)) {
+        if (a.n_rows > PROMPT_ROWS && !a.waves && attend_rows(a, codec_k, codec_v, n_streams)) {
             continue;
         }
         const int n_warps = a.n_rows > 16 ? 4 : 1;
