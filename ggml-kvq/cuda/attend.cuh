@@ -30,7 +30,7 @@ struct kvq_attend_args {
     const float * sinks;
     kvq_mixed_geometry km, vm; // of mixed pages
     int map_stride;            // of the maps of pages, from one KV head to the next
-    int fine;                  // decode: groups of 16 in both, by kernels of their own (decode_fine.cuh)
+    int fine;                  // decode: groups of 16 in both (1), or 32 (3), by kernels of their own (decode_fine.cuh)
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float * k_mean, * v_mean; // [head kv][head size]
     const float * rotary_high;      // kvq_rotary
@@ -86,6 +86,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 // 128, decode_stage.cuh) for these pairs, X(keys, values). Short caches of lattice pages have them from 2 bits on.
 #define KVQ_WIDE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
 #define KVQ_WIDE_SHORT_LATTICE(X) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_FINE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
@@ -100,7 +101,7 @@ bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short en
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // needs partial and tickets
 typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 kvq_decode_launch kvq_launch_decode_64,         kvq_launch_decode_128,         kvq_launch_decode_wide;         // attend_decode.cuh
-kvq_decode_launch kvq_launch_decode_fine_64,    kvq_launch_decode_fine_128,    kvq_launch_decode_fine_wide;
+kvq_decode_launch kvq_launch_decode_fine_64,    kvq_launch_decode_fine_128,    kvq_launch_decode_fine_wide, kvq_launch_decode_fine_32;
 kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
 kvq_decode_launch kvq_launch_decode_means_64,   kvq_launch_decode_means_128,   kvq_launch_decode_means_wide;
 kvq_decode_launch kvq_launch_decode_mixed_64,   kvq_launch_decode_mixed_128,   kvq_launch_decode_mixed_wide;   // attend_mixed.cuh

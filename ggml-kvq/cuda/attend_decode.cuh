@@ -18,7 +18,7 @@
 //
 // Keys with groups of 32 cells (16) have 2 (4) scales within the 64 cells. The 8 columns then hold the 4 (2) query rows once per group,
 // multiplied with that group's scales, and a column sees its own cells only; columns of a row are added up at the end like splits are.
-// FINE: of 16 in keys and values; other cells and channels to a thread, and a row has one column (decode_fine.cuh).
+// FINE: of 16 in keys and values, or of 32 where query rows are many; other cells and channels to a thread, and a row has one column (decode_fine.cuh).
 #pragma once
 
 #include "decode_fine.cuh"
@@ -69,12 +69,13 @@ __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
 template <int D, int KB, bool MEANS, int FINE, bool WIDE> constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
 
-// MEANS: sealed pages lack theirs. FINE: as above, 1: parameters in f16, 2: in 8 bits. WIDE: heads that are not D channels
+// MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32 in f16 (3). WIDE: heads that are not D channels
 template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE> __global__
 void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : takes_many<D, KB, MEANS, FINE> ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
+    constexpr int G = FINE == 3 ? 32 : 16;
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -294,7 +295,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             if constexpr (FINE) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_fine<D, KB, VB, FINE == 2>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh,
+                    copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh,
                                                      first_cell(half_next + h), true, true);
                 }
             } else if constexpr (CODES) {
@@ -340,7 +341,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         if constexpr (CODES && !ROTATED) { params = FINE == 2 || (!FINE && a.k.scale) ? wide : stage + stage_map<D, KB, VB>::K_PARAMS; }
         const auto arrange = [&] { // parameters that have arrived
             if constexpr (FINE) {
-                arrange_fine<D, KB, VB, FINE == 2>(a, stage, wide);
+                arrange_fine<D, KB, VB, FINE == 2, G>(a, stage, wide);
             } else if constexpr (CODES && !ROTATED) {
                 if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
             }
@@ -377,7 +378,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
-                    copy_fine_late<D, KB, VB, FINE == 2>(a, of, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh,
+                    copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh,
                                                               first_cell(half0 + h), now & 1, now & 2);
                     copies_done();
                     arrange();
@@ -408,7 +409,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     if (now & 1) { add_means<D, KB>(a, of, coefficients, near, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
                 }
             } else if constexpr (FINE) {
-                if (now & 1) { score_fine<D, KB, VB>(q, stage, params, s); }
+                if (now & 1) { score_fine<D, KB, VB, G>(q, stage, params, s); }
             } else if constexpr (CODES) {
                 if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, base); }
             }
@@ -480,7 +481,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     if constexpr (ROTATED) {
                         accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
                     } else if constexpr (FINE) {
-                        accumulate_fine<D, KB, VB>(stage, params, p, o, oz);
+                        accumulate_fine<D, KB, VB, G>(stage, params, p, o, oz);
                     } else if (a.v_group_log2 == 4) {
                         accumulate<D, KB, VB, true>(a, stage, params, p, o, oz);
                     } else {
@@ -526,7 +527,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         if constexpr (FINE) {
 #pragma unroll
             for (int k = 0; k < S; k++) {
-                const float z = __shfl_sync(~0u, oz[e], 4*k + c);
+                const float z = __shfl_sync(~0u, oz[e], k / (G / 16) * 4 + c);
                 *(float2 *) &sums.o[warp][2*c + e][16*k + 2*g] = make_float2(fmaf(o[k][e], f, z), fmaf(o[k][2 + e], f, z));
             }
         } else {
@@ -601,6 +602,12 @@ template <int D, int FINE, bool WIDE> void launch_fine(const kvq_attend_args & a
         case 3:  launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
         default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
     }
+}
+
+template <int D> void launch_fine_32(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, K, V, false, 3, true>(a, n_streams, stream, occupancy); break;
+    switch (8*a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
 }
 
 template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
