@@ -148,5 +148,6 @@ template <bool EIGHT> static __global__ void expand_kernel(const kvq_affine_geom
 
 void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream) {
     const bool eight = g.bits && g.head_size % 8 == 0 && to.step % 8 == 0 && (g.role == KVQ_ROLE_K || g.group % 8 == 0 || g.group >= g.head_size);
-    (eight ? expand_kernel<true> : expand_kernel<false>)<<<dim3(n_pages, n_head), 256, 0, stream>>>(g, pages, n_head, to);
+    const auto kernel = eight ? expand_kernel<true> : expand_kernel<false>;
+    kernel<<<dim3(n_pages, n_head), 256, 0, stream>>>(g, pages, n_head, to);
 }
