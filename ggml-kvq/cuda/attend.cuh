@@ -35,7 +35,7 @@ struct kvq_attend_args {
     const float * k_mean, * v_mean; // [head kv][head size]
     const float * rotary_high;      // kvq_rotary
     const uint16_t * waves;         // f16 [128][head size]: cos and sin of the pairs
-    int n_pairs, neox, waves_near;  // waves_near: half of them go into shared memory
+    int n_pairs, neox;
     struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; const int32_t * positions; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, not of short caches
 };
 
@@ -52,23 +52,6 @@ static __device__ __forceinline__ float alibi_slope(const kvq_attend_args & a, i
 
 static __device__ __forceinline__ size_t partial_at(const kvq_attend_args & a, int stream, int kvh, int row, int split) {
     return ((((size_t) stream * a.n_head_kv + kvh) * a.n_rows + row) * a.n_splits + split) * (a.v.head_size + 4);
-}
-
-// How a decode kernel cuts a cache of halves, 32 cells each: units of two halves, that lie one after the other, and pieces, single halves
-// that may be open, so take longer, and go one by one to other teams than their neighbours: the last ones and, with sinks, the first two.
-struct kvq_decode_cut { int first, n_units, n_pieces; };
-
-constexpr int KVQ_LAST_HALVES = 16; // 512 cells: a window, a page that fills, and what llama.cpp rounds up
-
-static __host__ __device__ __forceinline__ kvq_decode_cut decode_cut(int n_halves, bool sinks) {
-    const int first = sinks ? (n_halves < 2 ? n_halves : 2) : 0, n = n_halves - first - KVQ_LAST_HALVES, n_units = n < 0 ? 0 : n / 2;
-    return { first, n_units, n_halves - 2 * n_units };
-}
-
-// and mixed pages, by steps of 64 cells of one part: pieces are those of the last pages
-static __host__ __device__ __forceinline__ kvq_decode_cut mixed_cut(int n_pages, int page_cells, int page_steps) {
-    const int last = (32 * KVQ_LAST_HALVES + page_cells - 1) / page_cells, n = last < n_pages ? last : n_pages;
-    return { 0, (n_pages - n) * page_steps, n * page_steps };
 }
 
 // d += a b: 16 rows x 16 x 8 columns, f16 in, f32 out

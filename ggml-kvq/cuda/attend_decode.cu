@@ -128,8 +128,8 @@ bool kvq_decode_means(const kvq_attend_args & a) { return a.k.type == KVQ_TYPE_L
 static int teams_of(const kvq_attend_args & a) { return a.n_warps >> a.slices_log2; }
 
 int kvq_decode_max_splits(const kvq_attend_args & a) {
-    const kvq_decode_cut cut = a.k.type == KVQ_TYPE_MIXED ? mixed_cut(a.n_pages, a.page_cells, a.page_steps) : decode_cut(a.n_pages << a.halves_log2, a.k.type == KVQ_TYPE_LATTICE);
-    return (cut.n_units + cut.n_pieces + teams_of(a) - 1) / teams_of(a);
+    const int n_units = a.k.type == KVQ_TYPE_MIXED ? a.n_pages * a.page_steps : (a.n_pages * a.page_cells + CELLS - 1) / CELLS;
+    return (n_units + teams_of(a) - 1) / teams_of(a);
 }
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {

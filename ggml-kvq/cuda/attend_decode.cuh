@@ -40,9 +40,8 @@ __device__ __forceinline__ uint32_t mask_pair(const kvq_attend_args & a, const _
 }
 
 // mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from mk[][j0] on; map: of those slots, if the page has one
-template <int N, int STEP, int M> __device__ __forceinline__
-void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, int j0,
-               uint32_t (&mk)[2][M]) {
+template <int N, int STEP> __device__ __forceinline__
+void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -60,10 +59,9 @@ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool 
     }
 }
 
-// shared memory of a warp: pages, masks of two units, cells of slots where every KV head has its own
+// shared memory of a warp; masks or, where every KV head has its own, cells of slots
 __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
-    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + 4 * DECODE_CELLS + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0) +
-           (a.fine ? FINE_TURN : 0);
+    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride || a.fine ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0);
 }
 
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
@@ -88,26 +86,19 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
     const int nb_warp = warp_bytes(a);
     uint8_t * const stages = memory + warp * nb_warp, * const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
-    uint32_t * const masks = (uint32_t *) (ring + 8);
-    int32_t * const maps = (int32_t *) (masks + DECODE_CELLS);
-    const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide, masks_at = ring_at + 8 * (int) sizeof(kvq_page), maps_at = masks_at + 4 * DECODE_CELLS;
+    int32_t * const maps = (int32_t *) (ring + 8);
+    const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide, maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
-    const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2;
-    const kvq_decode_cut whole = decode_cut(n_halves, ROTATED);
-    const team_share share = share_of(whole, blockIdx.x * of.teams + of.team, a.n_splits * of.teams);
-    const int n_pairs = share.n, n_units = n_pairs + share.n_pieces; // units of this team that are pairs, and with the pieces behind them
-    const int pairs_at = whole.first + 2 * share.first, pieces_at = whole.first + 2 * whole.n_units + share.piece - n_pairs;
-    const auto half_of = [&](int unit) { // the first of a unit; the first halves of all are the last pieces
-        const int half = unit < n_pairs ? pairs_at + 2*unit : pieces_at + unit;
-        return half < n_halves ? half : half - n_halves;
-    };
+    const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
+    const int split = blockIdx.x * of.teams + of.team, n_splits = a.n_splits * of.teams;
+    const int unit0 = (int) ((int64_t) n_units * split / n_splits), unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
 
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
-        const int half = min(half_of(unit) + lane / 3, n_halves - 1);
+        const int half = min(2*unit + lane / 3, n_halves - 1);
         if (lane < 6) { copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16, (const char *) &st.pages[half >> a.halves_log2] + lane % 3 * 16); }
     };
-    const auto copy_maps = [&](int unit, int half0, int s0, int s1) { // of halves that are there: 32 cells, 8 pieces
-        const int h = lane / 8, half = half0 + h;
+    const auto copy_maps = [&](int unit, int s0, int s1) { // of halves that are there: 32 cells, 8 pieces
+        const int h = lane / 8, half = 2*unit + h;
         if (lane < 16 && (h ? s1 : s0) >= 0 && ring[unit % 4 * 2 + h].map) {
             copy16(maps_at + (unit % 2 * 64 + lane * 4) * 4, ring[unit % 4 * 2 + h].map + kvh * a.map_stride + (half & (per_page - 1)) * 32 + lane % 8 * 4);
         }
@@ -116,9 +107,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
     // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int h) {
         const kvq_page & p = ring[unit % 4 * 2 + h];
-        return (h && unit >= n_pairs) || !p.n_slots ? -1 : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
+        return 2*unit + h >= n_halves || !p.n_slots ? -1 : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
     };
-    const auto halves_of = [&](int unit, int half0, int h0, int h1, half_page (&h)[2]) {
+    const auto halves_of = [&](int unit, int h0, int h1, half_page (&h)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const kvq_page & p = ring[unit % 4 * 2 + (i ? h1 : h0)];
@@ -126,22 +117,18 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             h[i].k_params = (const uint8_t *) p.k_params + (size_t) kvh * a.k.nb_params;
             h[i].v_codes  = (const uint8_t *) p.v_codes  + (size_t) kvh * a.v.nb_codes;
             h[i].v_params = (const uint8_t *) p.v_params + (size_t) kvh * a.v.nb_params;
-            h[i].t = first_cell(half0 + (i ? h1 : h0));
+            h[i].t = first_cell(2*unit + (i ? h1 : h0));
         }
     };
     if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
         for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) { ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0); }
         __syncwarp();
     }
-    if (n_units) { copy_pages(0); }
+    if (unit0 < unit1) { copy_pages(unit0); }
     uint8_t * const shared_sums = memory + of.warps * nb_warp; // of teams
     int sums_turn = 0;
     uint32_t * const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
     float * const coefficients = (float *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
-    uint8_t * const near = (uint8_t *) (coefficients + (MEANS ? DECODE_COLUMNS * means_step<D>(a) : 0));
-    if constexpr (MEANS) {
-        if (a.waves_near) { copy_near<D, KB>(a, of, near); }
-    }
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
@@ -156,17 +143,17 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         slope[e] = alibi_slope(a, head) * LOG2E;
         mask [e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
-    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0; // then each lane asks for that of two cells, ahead of their turn
-    const auto ask_mask = [&](int unit, int half0, int s0, int s1) { // of cells 2 * lane, 2 * lane + 1 of the unit
+    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = FINE && one_mask;
+    const auto ask_mask = [&](int unit, int s0, int s1) { // of cells 2 * lane, 2 * lane + 1 of a unit without maps
         if ((lane < 16 ? s0 : s1) < 0) {
             return;
         }
         const kvq_page & page = ring[unit % 4 * 2 + lane / 16];
-        const int slot = first_cell(half0 + lane / 16) + lane % 16 * 2, at = unit % 2 * 32 + lane;
+        const int slot = first_cell(2*unit + lane / 16) + lane % 16 * 2, at = unit % 2 * 64 + 2*lane;
         if (mask[0] && !page.map && page.cell + slot + 2 <= a.n_kv) {
-            copy4(masks_at + 4*at, mask[0] + page.cell + slot);
+            copy4(maps_at + 4*at, mask[0] + page.cell + slot);
         } else {
-            masks[at] = mask_pair(a, mask[0], page, a.map_stride ? maps + unit % 2 * 64 + 2*lane : page.map + slot, slot);
+            maps[at] = (int32_t) mask_pair(a, mask[0], page, page.map + slot, slot);
         }
     };
     const bool mine = c >> (2 - columns_log2) == g >> (3 - columns_log2); // this thread's columns belong to its cells' scales
@@ -178,18 +165,14 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
     uint32_t q[S][2], raw[2] = {}; // q: of column g; raw: scales of a lattice unit on their way
     bool q_rotated = false;
     int32_t places[2] = {}; // positions of a unit on their way
-    const auto load_places = [&](int unit, int half0, int h0, int h1) {
+    const auto load_places = [&](int unit, int h0, int h1) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int h = i ? h1 : h0;
-            places[i] = __ldg(st.positions + ring[unit % 4 * 2 + h].cell + first_cell(half0 + h) + lane);
-        }
+        for (int i = 0; i < 2; i++) { places[i] = __ldg(st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(2*unit + (i ? h1 : h0)) + lane); }
     };
     const auto put_places = [&](int unit) {
         int32_t * to = (int32_t *) (stages + unit % 2 * a.stage_bytes + lattice_map<D, KB, VB>::BYTES);
         to[lane]      = places[0];
         to[lane + 32] = places[1];
-        expect_window(a, __shfl_sync(~0u, places[0], 0));
         __syncwarp();
     };
     const auto load_rotated = [&](bool rotated) {
@@ -197,126 +180,44 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         load_query<D, KB>(a, of, st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head, a.scale * LOG2E, rotated, q);
         q_rotated = rotated;
     };
-    // maxima of this thread's columns rise
-    const auto rise = [&](float (&top)[2]) {
-        float f[2];
-        if (raise_maxima(top, m, o, f)) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                l[e]        *= f[e];
-                l_sealed[e] *= f[e];
-                oz[e]       *= f[e];
-            }
-        }
-    };
-    // o in units of codes, or plain
-    const auto bring_to = [&](bool codes) {
-        if (!CODES || of_codes == codes) {
-            return;
-        }
-        of_codes = codes;
-        if constexpr (ROTATED) {
-            rotate_output<D>(a, of, shared_sums, sums_turn, o);
-        } else {
-            const float f = codes ? 1.0f / FROM_V : FROM_V;
-#pragma unroll
-            for (int n = 0; n < S; n++) { o[n][0] *= f; o[n][1] *= f; o[n][2] *= f; o[n][3] *= f; }
-        }
-    };
-    // 16J cells of half h of a unit, from cell t on in the page and `in` on in the half, whose keys and values are open
-    constexpr int J_OPEN = CODES ? 1 : 2; // registers
-    const auto attend_open = [&](int unit, int h, int t, int in) {
-        constexpr int J = J_OPEN;
-        const kvq_page & page = ring[unit % 4 * 2 + h];
-        const int cell = g / 2 * (4*J) + g % 2 * 2; // this thread's in S: cell + 4j + {0, 1}
-        uint32_t mk[2][J];
-        if (one_mask) {
-#pragma unroll
-            for (int j = 0; j < J; j++) { mk[0][j] = mk[1][j] = masks[unit % 2 * 32 + (h * 32 + in + cell) / 2 + 2*j]; }
-        } else {
-            load_mask<J, 4>(a, mask, one_mask, page, a.map_stride ? maps + unit % 2 * 64 + h * 32 + in + cell : page.map + t + cell, t + cell, 0, mk);
-        }
-        float s[J][4], top[2] = { -INFINITY, -INFINITY };
-        score_open<D, KB, false, J>(of, q, (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t + cell) * a.k.stride + of.first(), a.k.stride, s);
-        if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
-        cap_scores(a, s);
-#pragma unroll
-        for (int j = 0; j < J; j++) {
-            if (!mine) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
-        }
-        if (!mask_scores(mk, slope, s, top)) {
-            return;
-        }
-        rise(top);
-        const float boost = FINE ? exp2_fast((float) weight) : 1.0f; // l's
-        uint32_t p[J][2];
-#pragma unroll
-        for (int j = 0; j < J; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                s[j][i] = exp2_fast(s[j][i] - (m[i % 2] == -INFINITY ? 0.0f : m[i % 2]));
-                l[i % 2] = fmaf(s[j][i], boost, l[i % 2]);
-            }
-            p[j][0] = transpose(pack_half2(s[j][0], s[j][1]));
-            p[j][1] = transpose(pack_half2(s[j][2], s[j][3]));
-        }
-        const uint16_t * rows = (const uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t + 4*J*c) * a.v.stride + of.first();
-        if constexpr (FINE) {
-            accumulate_fine_open<D, 16, J>(of, rows, a.v.stride, p, o);
-        } else {
-            accumulate_open<D, 16, false, J>(of, rows, a.v.stride, p, o);
-        }
-    };
-    int state0 = -1, state1 = -1, next0 = -1, next1 = -1, half0 = 0, half_next = 0; // half0: first of this unit
-    for (int unit = -1; unit < n_units; unit++) {
+    int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
+    for (int unit = unit0 - 1; unit < unit1; unit++) {
         copies_done();
         state0 = next0;
         state1 = next1;
-        half0  = half_next;
         if constexpr (ROTATED) {
             if (state0 == 3 || state1 == 3) {
                 if constexpr (MEANS) { put_places(unit); }
                 put_scales<D, KB, VB>(a, stages + unit % 2 * a.stage_bytes, raw);
             }
         }
-        if (unit + 1 < n_units) { // what is sealed of it, ahead of its turn; and the pages of the one after it
+        if (unit + 1 < unit1) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
             next1 = state_of(unit + 1, 1);
-            half_next = half_of(unit + 1);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if ((h ? next1 : next0) == 0) {
-                    const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
-                    const size_t t = (size_t) (first_cell(half_next + h) + lane);
-                    expect_row<D>(of, (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first());
-                    expect_row<D>(of, (const uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first());
-                }
-            }
             if constexpr (FINE) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh,
-                                                     first_cell(half_next + h), true, true);
+                    copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh, first_cell(2*unit + 2 + h), true, true);
                 }
             } else if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) {
                     half_page h[2];
-                    halves_of(unit + 1, half_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
+                    halves_of(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
                     if constexpr (ROTATED) {
                         copy_lattice<D, KB, VB>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true, raw);
-                        if constexpr (MEANS) { load_places(unit + 1, half_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
+                        if constexpr (MEANS) { load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                     } else {
                         copy_stage<D, KB, VB>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
                     }
                 }
             }
-            if (a.map_stride) { copy_maps(unit + 1, half_next, next0, next1); }
+            if (a.map_stride) { copy_maps(unit + 1, next0, next1); }
             copy_pages(unit + 2);
-            if (one_mask && !a.map_stride && unit >= 0) { ask_mask(unit + 1, half_next, next0, next1); }
+            if (by_lane && !a.map_stride && unit >= unit0) { ask_mask(unit + 1, next0, next1); }
         }
-        if (unit < 0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
+        if (unit < unit0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
             early_wait();
-            if (one_mask && !a.map_stride && n_units) { ask_mask(0, half_next, next0, next1); }
+            if (by_lane && !a.map_stride && unit0 < unit1) { ask_mask(unit0, next0, next1); }
             if constexpr (ROTATED) {
                 load_rotated((next0 >= 0 ? next0 : next1) & 1);
                 if constexpr (MEANS) { // every warp comes here once
@@ -346,9 +247,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
             }
         };
-        if (one_mask && a.map_stride) { // whose maps are here by now
-            ask_mask(unit, half0, state0, state1);
-            copies_done();
+        if (by_lane && a.map_stride && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
+            int32_t * const at = maps + unit % 2 * 64 + 2*lane;
+            *at = (int32_t) mask_pair(a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2*unit + lane / 16) + lane % 16 * 2);
         }
         if (state0 == 3 || state1 == 3) { arrange(); }
         bool staged = true;
@@ -358,28 +259,29 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             const bool both = todo == 3 && state0 == state1;
             const int sel   = both ? 3 : 1 << first;
             todo &= ~sel;
-            bring_to((now & 2) != 0);
-            if constexpr (ROTATED) {
-                if (q_rotated != (now & 1)) { load_rotated(now & 1); }
-            }
-            if (!CODES || now == 0) {
-#pragma unroll 1
-                for (int i = 32 * first; i < (both ? 64 : 32 * first + 32); i += 16 * J_OPEN) {
-                    attend_open(unit, i / 32, first_cell(half0 + i / 32) + i % 32, i % 32);
-                }
-                continue;
-            }
             const int kh = both ? g / 4 : first, vh = both ? c / 2 : first; // halves that this thread reads
             const kvq_page & kp = ring[unit % 4 * 2 + kh];
             const kvq_page & vp = ring[unit % 4 * 2 + vh];
             const bool here = sel >> g / 4 & 1;
+            uint32_t mk[2][4];
+            if (by_lane) { // behind the products
+            } else if constexpr (FINE) { // this thread has cells of both halves
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int from = both ? h : first, slot = first_cell(2*unit + from) + 2*g;
+                    const kvq_page & page = ring[unit % 4 * 2 + from];
+                    load_mask<2, 16>(a, mask, one_mask, page, a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2*g : page.map + slot, slot, 2*h, mk);
+                }
+            } else {
+                const int slot = first_cell(2*unit + kh) + in_half;
+                load_mask<4, 4>(a, mask, one_mask, kp, a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
+            }
             if constexpr (FINE) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
-                    copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh,
-                                                              first_cell(half0 + h), now & 1, now & 2);
+                    copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh, first_cell(2*unit + h), now & 1, now & 2);
                     copies_done();
                     arrange();
                 }
@@ -387,12 +289,12 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 if (now > 0 && !(now == 3 && staged)) {
                     staged = false;
                     half_page h[2];
-                    halves_of(unit, half0, both ? 0 : first, both ? 1 : first, h);
+                    halves_of(unit, both ? 0 : first, both ? 1 : first, h);
                     __syncwarp();
                     if constexpr (ROTATED) {
                         copy_lattice_late<D, KB, VB>(a, of, stage, h[0], h[1], now & 1, now & 2);
                         if constexpr (MEANS) {
-                            load_places(unit, half0, both ? 0 : first, both ? 1 : first);
+                            load_places(unit, both ? 0 : first, both ? 1 : first);
                             put_places(unit);
                         }
                     } else {
@@ -404,9 +306,10 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             }
             float s[4][4], base[4] = {};
             if constexpr (ROTATED) {
+                if (q_rotated != (now & 1)) { load_rotated(now & 1); }
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q, stage, s); }
                 if constexpr (MEANS) {
-                    if (now & 1) { add_means<D, KB>(a, of, coefficients, near, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
+                    if (now & 1) { add_means<D, KB>(a, of, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
                 }
             } else if constexpr (FINE) {
                 if (now & 1) { score_fine<D, KB, VB, G>(q, stage, params, s); }
@@ -417,13 +320,22 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 if constexpr (FINE) {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const int from = both ? j / 2 : first, t = first_cell(half0 + from) + j % 2 * 16 + 2*g;
+                        const int from = both ? j / 2 : first, t = first_cell(2*unit + from) + j % 2 * 16 + 2*g;
                         score_open_pair<D, KB, false>(of, q, (const uint16_t *) ring[unit % 4 * 2 + from].k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first(), a.k.stride, s[j]);
                     }
                 } else {
-                    const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(half0 + kh) + in_half) * a.k.stride + of.first();
+                    const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride + of.first();
                     score_open<D, KB, false>(of, q, rows, a.k.stride, s);
                 }
+            }
+            if (by_lane) {
+                __syncwarp();
+#pragma unroll
+                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + 16*j + 2*g]; }
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (FINE ? !(sel >> j / 2 & 1) : !here || !mine) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
             }
             if constexpr (!FINE) {
                 const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
@@ -431,30 +343,18 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             }
             if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
             cap_scores(a, s);
-            uint32_t mk[2][4];
-            if (one_mask) {
-#pragma unroll
-                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = masks[unit % 2 * 32 + (FINE ? 8*j + g : kh * 16 + in_half / 2 + 2*j)]; }
-            } else if constexpr (FINE) { // this thread has cells of both halves
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int from = both ? h : first, slot = first_cell(half0 + from) + 2*g;
-                    const kvq_page & page = ring[unit % 4 * 2 + from];
-                    load_mask<2, 16>(a, mask, one_mask, page, a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2*g : page.map + slot, slot, 2*h, mk);
-                }
-            } else {
-                const int slot = first_cell(half0 + kh) + in_half;
-                load_mask<4, 4>(a, mask, one_mask, kp, a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
-            }
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if (FINE ? !(sel >> j / 2 & 1) : !here || !mine) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
-            }
-            float top[2] = { -INFINITY, -INFINITY };
+            float top[2] = { -INFINITY, -INFINITY }, f[2];
             if (!mask_scores(mk, slope, s, top)) {
                 continue;
             }
-            rise(top);
+            if (raise_maxima(top, m, o, f)) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    l[e]        *= f[e];
+                    l_sealed[e] *= f[e];
+                    oz[e]       *= f[e];
+                }
+            }
             uint32_t p[4][2];
             const float before[2] = { l[0], l[1] };
 #pragma unroll
@@ -477,6 +377,16 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 l_sealed[1] += l[1] - before[1];
             }
             if constexpr (CODES) {
+                if (of_codes != ((now & 2) != 0)) {
+                    of_codes = (now & 2) != 0;
+                    if constexpr (ROTATED) {
+                        rotate_output<D>(a, of, shared_sums, sums_turn, o);
+                    } else {
+                        const float f = of_codes ? 1.0f / FROM_V : FROM_V;
+#pragma unroll
+                        for (int n = 0; n < S; n++) { o[n][0] *= f; o[n][1] *= f; o[n][2] *= f; o[n][3] *= f; }
+                    }
+                }
                 if (now & 2) {
                     if constexpr (ROTATED) {
                         accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
@@ -490,7 +400,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 }
             }
             if (!(now & 2)) {
-                const int t = first_cell(half0 + vh) + c % 2 * 16;
+                const int t = first_cell(2*unit + vh) + c % 2 * 16;
                 const uint16_t * rows = (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first();
                 if constexpr (FINE) {
                     accumulate_fine_open<D, VB>(of, rows, a.v.stride, p, o);
@@ -555,9 +465,7 @@ template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = f
     } else if (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
-    if constexpr (MEANS) { a.waves_near = near_bytes<D>(a) <= a.max_shared / 3; }
-    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) +
-                                         (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + (a.waves_near ? near_bytes<D>(a) : 0) : 0) : 0;
+    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0) : 0;
     const auto bytes = [&](int n_warps) {
         return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
     };

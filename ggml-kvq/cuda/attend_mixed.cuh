@@ -224,17 +224,11 @@ template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32
     }
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = (uint32_t) __cvta_generic_to_shared(own.ring);
     const mixed_words w = mixed_words_of<D>(a);
-    const kvq_decode_cut whole = mixed_cut(a.n_pages, a.page_cells, a.page_steps);
-    const team_share share = share_of(whole, blockIdx.x * of.teams + of.team, a.n_splits * of.teams);
-    const int n_units = share.n + share.n_pieces; // of this team
-    // steps of 64 cells of all pages before a unit's
-    const auto step_of = [&](int unit) { return unit < share.n ? share.first + unit : whole.n_units + share.piece + unit - share.n; };
+    const int n_units = a.n_pages * a.page_steps, split = blockIdx.x * of.teams + of.team, n_splits = a.n_splits * of.teams;
+    const int unit0 = (int) ((int64_t) n_units * split / n_splits), unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
 
     const auto copy_page = [&](int unit) {
-        if (lane < 3) {
-            const kvq_page * page = &st.pages[min(step_of(unit) / a.page_steps, a.n_pages - 1)];
-            copy16(ring_at + unit % RING * (int) sizeof(kvq_page) + lane * 16, (const char *) page + lane * 16);
-        }
+        if (lane < 3) { copy16(ring_at + unit % RING * (int) sizeof(kvq_page) + lane * 16, (const char *) &st.pages[min(unit / a.page_steps, a.n_pages - 1)] + lane * 16); }
     };
     const auto state_of = [&](int unit) { // -1 nothing, +1 codes of K, +2 codes of V
         const kvq_page & p = own.ring[unit % RING];
@@ -242,7 +236,7 @@ template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32
     };
     const auto part_of = [&](int unit) {
         const kvq_page & p = own.ring[unit % RING];
-        const int k = step_of(unit) % a.page_steps;
+        const int k = unit % a.page_steps;
         mixed_part x;
         x.i = k >= a.hi_steps;
         x.t = 64 * (x.i ? k - a.hi_steps : k);
@@ -273,17 +267,7 @@ template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32
         with_width(x.i, whole, [&](auto bits, auto steps) { copy_mixed<D, decltype(bits)::value, decltype(steps)::value>(a, of, to, x); });
         copy_mixed_params<D>(a, of, to + a.stage_raw_k, x, whole ? 64 : 32);
     };
-    if (n_units) { copy_page(0); }
-    const auto expect = [&](int unit) { // of an open page
-        const kvq_page & p = own.ring[unit % RING];
-        for (int i = 0; i < 2; i++) {
-            const int t = step_of(unit) % a.page_steps * 64 + 32*i + lane;
-            if (t < a.page_cells) {
-                expect_row<D>(of, (const uint16_t *) p.k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first());
-                expect_row<D>(of, (const uint16_t *) p.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first());
-            }
-        }
-    };
+    if (unit0 < unit1) { copy_page(unit0); }
 
     const __half * mask[2];
     float slope[2];
@@ -408,16 +392,15 @@ template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32
     };
 
     int state = -1, next = -1;
-    for (int unit = -1; unit < n_units; unit++) {
+    for (int unit = unit0 - 1; unit < unit1; unit++) {
         copies_done();
         state = next;
-        if (unit + 1 < n_units) { // what is sealed of it, ahead of its turn; and the page of the one after it
+        if (unit + 1 < unit1) { // what is sealed of it, ahead of its turn; and the page of the one after it
             next = state_of(unit + 1);
             if (next == 3) { ask(unit + 1); }
-            if (next == 0) { expect(unit + 1); }
             copy_page(unit + 2);
         }
-        if (unit < 0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
+        if (unit < unit0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
             early_wait();
             const float f = a.scale * LOG2E;
             const int quads = of.n * (D / 4); // of a row
@@ -441,7 +424,7 @@ template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32
             const kvq_affine_geometry & k = a.km.part[x.i], & v = a.vm.part[x.i];
             const bool whole = k.n_cells - x.t >= 64;
             if (put_mixed_slots(a, k_set, v_set, x.i, x.t, whole ? 64 : 32, own.slots)) {
-                const int ip = step_of(unit) / a.page_steps;
+                const int ip = unit / a.page_steps;
                 if (ip != page_now || !of_codes) { change_units(true, lane < D / 4 ? v_set[w.set + lane] : 0); }
                 page_now = ip;
                 put_mixed_pairs((const uint8_t *) v_head, (const uint8_t *) (v_head + w.v_head), v.scale, whole ? 64 : 32, own.pairs);
@@ -459,7 +442,7 @@ template <int D, int HI, int LO, bool WIDE> __global__ void __launch_bounds__(32
         change_units(false, 0);
 #pragma unroll 1
         for (int half = 0; half < 2; half++) {
-            const int t = 64 * (step_of(unit) % a.page_steps) + 32 * half;
+            const int t = 64 * (unit % a.page_steps) + 32 * half;
             if (t >= a.page_cells) {
                 break;
             }

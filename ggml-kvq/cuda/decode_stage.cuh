@@ -101,19 +101,18 @@ constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4; // of shared m
 
 // The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Turns change each time, so
 // that one barrier is enough: who writes a turn again has passed the barrier of the other one, behind everybody's reading.
-template <int N, typename X, typename F> __device__ __forceinline__
-void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[N], F && f) {
+template <typename X, typename F> __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[16], F && f) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float4 * const to = (float4 *) (all + warp * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
 #pragma unroll
-    for (int j = 0; j < N / 4; j++) { to[32*j] = make_float4(mine[4*j], mine[4*j + 1], mine[4*j + 2], mine[4*j + 3]); }
+    for (int j = 0; j < 4; j++) { to[32*j] = make_float4(mine[4*j], mine[4*j + 1], mine[4*j + 2], mine[4*j + 3]); }
     team_barrier(x.team, x.n);
 #pragma unroll 1
     for (int k = 1; k < x.n; k++) {
         const float4 * from = (const float4 *) (all + (warp ^ k) * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
-        float y[N];
+        float y[16];
 #pragma unroll
-        for (int j = 0; j < N / 4; j++) {
+        for (int j = 0; j < 4; j++) {
             const float4 v = from[32*j];
             y[4*j] = v.x; y[4*j + 1] = v.y; y[4*j + 2] = v.z; y[4*j + 3] = v.w;
         }
@@ -127,49 +126,24 @@ template <typename X, int J> __device__ __forceinline__ void team_sum(const X & 
     if (x.n == 1) {
         return;
     }
-    float mine[4*J], pair[4*J];
+    float mine[16], pair[16];
 #pragma unroll
-    for (int j = 0; j < J; j++) {
+    for (int j = 0; j < 4; j++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            mine[4*j + e] = s[j][e];
+            mine[4*j + e] = j < J ? s[j < J ? j : 0][e] : 0.0f;
             pair[4*j + e] = 0.0f;
         }
     }
-    team_exchange(x, all, turn, mine, [&](int k, const float (&y)[4*J]) {
+    team_exchange(x, all, turn, mine, [&](int k, const float (&y)[16]) {
 #pragma unroll
-        for (int j = 0; j < 4*J; j++) { (k == 1 ? mine[j] : pair[j]) += y[j]; }
+        for (int j = 0; j < 16; j++) { (k == 1 ? mine[j] : pair[j]) += y[j]; }
     });
 #pragma unroll
     for (int j = 0; j < J; j++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) { s[j][e] = mine[4*j + e] + pair[4*j + e]; }
     }
-}
-
-// ---------------------------------------------------------------- which cells are a team's
-
-// n units from `first` on, then n_pieces from `piece` on. Pieces go to teams that have a unit less than others, where those are enough.
-struct team_share { int first, n, piece, n_pieces; };
-
-__device__ __forceinline__ team_share share_of(const kvq_decode_cut & cut, int team, int n_teams) {
-    const int each = cut.n_units / n_teams, first = (int) ((int64_t) cut.n_units * team / n_teams);
-    const int n = (int) ((int64_t) cut.n_units * (team + 1) / n_teams) - first;
-    int n_light = n_teams - (cut.n_units - each * n_teams), light = team - (first - each * team); // teams of `each` units, and those before
-    bool takes = n == each;
-    if (n_light < cut.n_pieces) {
-        n_light = n_teams;
-        light   = team;
-        takes   = true;
-    }
-    const int piece = cut.n_pieces * light / n_light;
-    return { first, n, piece, takes ? cut.n_pieces * (light + 1) / n_light - piece : 0 };
-}
-
-// Open rows are read where they lie: this asks the L2 cache for them, ahead of their turn. row: of this lane, channel 0 of the slice
-template <int D, typename X> __device__ __forceinline__ void expect_row(const X & of, const uint16_t * row) {
-#pragma unroll
-    for (int i = 0; i < D; i += 64) { asm volatile("prefetch.global.L2 [%0];" :: "l"(row + of.near(i, 8))); }
 }
 
 // ---------------------------------------------------------------- the stage: 64 cells of one KV head

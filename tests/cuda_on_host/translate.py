@@ -12,7 +12,6 @@ from pathlib import Path
 # instruction -> the statement for it; {0}, {1}, ... are its operands in order
 INSTRUCTIONS = [
     ("griddepcontrol", ""),
-    ("prefetch.global.L2", ""),
     ("cp.async.wait", ""),
     ("cp.async.commit", ""),
     ("cp.async.cg.shared.global [%0], [%1], 16", "host_copy({0}, {1}, 16);"),
