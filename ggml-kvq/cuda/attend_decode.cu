@@ -88,7 +88,8 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
     a.fine         = codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 && a.k.bits == a.v.bits;
     // scales of 32 cells in columns of their own leave room for 4 rows in a block
-    if (codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5 && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
+    const bool of_32 = codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5;
+    if (of_32 && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
         a.hi_steps    = (a.km.n_hi + CELLS - 1) / CELLS;
@@ -109,6 +110,10 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
         return false;
     }
     std::array<int, 3> room = occupancy_of(a, false);
+    if (!room[0] && a.fine == 3) { // these need a little more shared memory
+        a.fine = 0;
+        room   = occupancy_of(a, false);
+    }
     if (!room[0] && !a.wide && is_wide_pair(a, false)) { // slices go into smaller blocks
         a.wide = 1;
         room   = occupancy_of(a, false);

@@ -1,13 +1,15 @@
-// Attention of few rows (query heads of a group times query tokens) over long caches. A warp walks 64 cells at a time. Codes and
-// parameters of the next 64 cells are on their way into the warp's own shared memory (cp.async) while it works on these; from there
-// codes go through registers into the left operand of m16n8k16, which has 16 rows of them for 8 columns of queries:
+// Attention of few rows (query heads of a group times query tokens) over long caches. A warp walks 64 cells at a
+// time. Codes and parameters of the next 64 cells are on their way into the warp's own shared memory (cp.async)
+// while it works on these; from there codes go through registers into the left operand of m16n8k16, which has 16
+// rows of them for 8 columns of queries:
 //
 //   S = K Q^T     rows = cells, columns = query rows, contracted = channels
 //   O = V^T P^T   rows = channels, columns = query rows, contracted = cells
 //
-// Unpacking is one AND per two codes: the fields of a word's plane, two bytes apart, are two f16 denormals code * 2^(W*plane - 24),
-// which tensor cores multiply exactly. The plane's weight 2^-(W*plane) goes into the other operand, with the scale, the power of two
-// that is left over comes off in f32. Zeros are one more product:  q.(zero + scale*code) = q.zero + (q*scale).code  and likewise p.
+// Unpacking is one AND per two codes: the fields of a word's plane, two bytes apart, are two f16 denormals code *
+// 2^(W*plane - 24), which tensor cores multiply exactly. The plane's weight 2^-(W*plane) goes into the other
+// operand, with the scale, the power of two that is left over comes off in f32. Zeros are one more product:
+// q.(zero + scale*code) = q.zero + (q*scale).code  and likewise p.
 //
 // A thread is (g = lane/4, c = lane%4). Of the 64 cells it holds
 //   in S   the rows:    cells 16*(g/2) + 2*(g%2) + 4j + {0, 1},  j = 0..3
@@ -16,9 +18,10 @@
 //
 // The order of channels within S is free, and that of cells within O, which is all this rests on.
 //
-// Keys with groups of 32 cells (16) have 2 (4) scales within the 64 cells. The 8 columns then hold the 4 (2) query rows once per group,
-// multiplied with that group's scales, and a column sees its own cells only; columns of a row are added up at the end like splits are.
-// FINE: of 16 in keys and values, or of 32 where query rows are many; other cells and channels to a thread, and a row has one column (decode_fine.cuh).
+// Keys with groups of 32 cells (16) have 2 (4) scales within the 64 cells. The 8 columns then hold the 4 (2) query
+// rows once per group, multiplied with that group's scales, and a column sees its own cells only; columns of a row
+// are added up at the end like splits are. FINE: of 16 in keys and values, or of 32 where query rows are many;
+// other cells and channels to a thread, and a row has one column (decode_fine.cuh).
 #pragma once
 
 #include "decode_fine.cuh"
@@ -39,7 +42,8 @@ __device__ __forceinline__ uint32_t mask_pair(const kvq_attend_args & a, const _
     return of(cells.x) | of(cells.y) << 16;
 }
 
-// mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from mk[][j0] on; map: of those slots, if the page has one
+// mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from
+// mk[][j0] on; map: of those slots, if the page has one
 template <int N, int STEP> __device__ __forceinline__
 void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
@@ -61,13 +65,15 @@ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool 
 
 // shared memory of a warp; masks or, where every KV head has its own, cells of slots
 __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
-    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride || a.fine ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0);
+    const int maps = a.map_stride || a.fine ? 2 * DECODE_CELLS * 4 : 0;
+    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + maps + (a.fine ? FINE_TURN : 0);
 }
 
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
 template <int D, int KB, bool MEANS, int FINE, bool WIDE> constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
 
-// MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32 in f16 (3). WIDE: heads that are not D channels
+// MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
+// in f16 (3). WIDE: heads that are not D channels
 template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE> __global__
 void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : takes_many<D, KB, MEANS, FINE> ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
@@ -82,7 +88,8 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
     const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
-    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots, probabilities on their way
+    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots,
+    // probabilities on their way
     const int nb_warp = warp_bytes(a);
     uint8_t * const stages = memory + warp * nb_warp, * const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
@@ -197,7 +204,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             if constexpr (FINE) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh, first_cell(2*unit + 2 + h), true, true);
+                    const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
+                    copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, page, kvh,
+                                                       first_cell(2*unit + 2 + h), true, true);
                 }
             } else if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) {
@@ -281,7 +290,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
-                    copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh, first_cell(2*unit + h), now & 1, now & 2);
+                    const kvq_page & page = ring[unit % 4 * 2 + h];
+                    copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, page, kvh,
+                                                            first_cell(2*unit + h), now & 1, now & 2);
                     copies_done();
                     arrange();
                 }

@@ -1,10 +1,11 @@
-// Online softmax (FlashAttention-2, arXiv 2307.08691, section 3) over f16 rows. A block = one KV head, 128 rows, one split of the slots;
-// a warp has 32 rows, so that what it reads of shared memory feeds two products; 16 where heads are above 128, for want of registers. Values are on their way while keys are multiplied, and
-// the other way round. Tiles that nobody sees are skipped; only those of which a row does not see all look at the mask.
+// Online softmax (FlashAttention-2, arXiv 2307.08691, section 3) over f16 rows. A block = one KV head, 128 rows,
+// one split of the slots; a warp has 32 rows, so that what it reads of shared memory feeds two products; 16 where
+// heads are above 128 channels, for want of registers. Values are on their way while keys are multiplied, and the
+// other way round. Tiles that nobody sees are skipped; only those of which a row does not see all look at the mask.
 #include "attend_rows.cuh"
 
 constexpr int TILE = KVQ_ROWS_TILE;
-template <int D> constexpr int products_of = D <= 128 ? 2 : 1;                        // that share what is read, of 16 rows each
+template <int D> constexpr int products_of = D <= 128 ? 2 : 1; // that share what is read, of 16 rows each
 template <int D> constexpr int warps_of    = KVQ_ROWS_BLOCK / (16 * products_of<D>);
 constexpr float LOG2_E = 1.44269504f;
 
@@ -108,7 +109,7 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
         const float * p = a.stream[0].q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + c;
         *(uint2 *) (s_q + i / (D / 4) * STEP + c) = c < a.k.head_size ? make_uint2(pack_half2(p[0] * a.scale, p[1] * a.scale), pack_half2(p[2] * a.scale, p[3] * a.scale)) : make_uint2(0, 0);
     }
-    const uint32_t q_row = (uint32_t) __cvta_generic_to_shared(s_q + (warp * (16*B) + lane % 16) * STEP + lane / 16 * 8);
+    const uint32_t q_row = (uint32_t) __cvta_generic_to_shared(s_q + (warp * 16*B + lane % 16) * STEP + lane / 16 * 8);
     const uint32_t k_row = (uint32_t) __cvta_generic_to_shared(s_k + (lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
     const uint32_t v_row = (uint32_t) __cvta_generic_to_shared(s_v + (lane % 8 + lane / 8 % 2 * 8) * STEP + lane / 16 * 8);
     float o[B][D / 8][4] = {}, m[2*B], l[2*B];

@@ -1,13 +1,14 @@
-// Decode attention over codes whose scales are shared by G = 16 cells in keys and by 16 channels in values (attend_decode.cuh). A product
-// then has cells, or channels, of one group alone, so that its scale is that of the whole right operand and all 8 columns are rows of
-// queries. A thread (g, c) holds
+// Decode attention over codes whose scales are shared by G = 16 cells in keys, 16 channels in values
+// (attend_decode.cuh). A product then has cells, or channels, of one group alone, so that its scale is that of the
+// whole right operand and all 8 columns are rows of queries. A thread (g, c) holds
 //   in S   the rows:    cells 16j + 2g + {0, 1} of group j, j = 0..3
 //   in O   the rows:    channels 16k + 2g + {0, 1} of group k, k = 0..D/16-1
 //          contracted:  cells 16c + 4j + {0..3}, as everywhere: they go from the threads that have them in S through shared memory
 //
 // G = 32: two neighbours j, or k, have the same scale.
 //
-// Zeros: one product per step for all four groups of keys, row g = zeros of group g%4; values: row g = zeros of group g, as everywhere.
+// Zeros: one product per step for all four groups of keys, row g = zeros of group g%4; values: row g = zeros of
+// group g, as everywhere.
 #pragma once
 
 #include "decode_products.cuh"
@@ -16,13 +17,16 @@ namespace {
 
 constexpr int FINE_TURN = 1024; // bytes of shared memory: probabilities of 64 cells, 8 columns
 
-// Parameters in f16, in pieces of 8 neighbours (8 channels or 8 cells): scales of a group and then its zeros. Piece i of group n lies at
-// i ^ n%2: threads that read pieces of neighbouring groups, 2c or 2c + 1, find all banks.
+// Parameters in f16, in pieces of 8 neighbours (8 channels or 8 cells): scales of a group and then its zeros. Piece
+// i of group n lies at i ^ n%2: threads that read pieces of neighbouring groups, 2c or 2c + 1, find all banks.
 template <int D> __device__ __forceinline__ constexpr int key_piece(int part, int i) { return (part * (D / 4) + (i ^ (part & 1))) * 16; }
-template <int D, int G> __device__ __forceinline__ constexpr int value_piece(int group, int i) { return 256*D / G + (group * 16 + (i ^ (group & 1))) * 16; }
+template <int D, int G> __device__ __forceinline__ constexpr int value_piece(int group, int i) {
+    return 256*D / G + (group * 16 + (i ^ (group & 1))) * 16;
+}
 
-// Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t: of this lane's half, of cell t on
-// in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step, followed by the ranges of both halves.
+// Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t:
+// of this lane's half, of cell t on in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step,
+// followed by the ranges of both halves.
 template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
     const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N, left = step - of.i * N;
@@ -114,9 +118,10 @@ __device__ __forceinline__ uint4 pairs_of(uint64_t x, uint32_t range) {
     return make_uint4(pair(x, 0x4240), pair(x >> 32, 0x4240), pair(x, 0x4341), pair(x >> 32, 0x4341));
 }
 
-// Parameters that have arrived, from the order in memory to pairs: f16 in place, 8 bits into `wide`, where a lane's pieces go where it would have
-// asked for them in f16.
-template <int D, int KB, int VB, bool BYTES, int G> __device__ __forceinline__ void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
+// Parameters that have arrived, from the order in memory to pairs: f16 in place, 8 bits into `wide`, where a lane's
+// pieces go where it would have asked for them in f16.
+template <int D, int KB, int VB, bool BYTES, int G> __device__ __forceinline__
+void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
     uint8_t * k_raw = stage + stage_map<D, KB, VB>::K_PARAMS, * v_raw = k_raw + a.stage_raw_v;
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if constexpr (!BYTES) {
@@ -142,14 +147,16 @@ template <int D, int KB, int VB, bool BYTES, int G> __device__ __forceinline__ v
         }
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-            *(uint4 *) (wide + value_piece<D, G>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) + k * 512) = pairs_of(y[k], range);
+            uint8_t * to = wide + value_piece<D, G>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) + k * 512;
+            *(uint4 *) to = pairs_of(y[k], range);
         }
     }
     __syncwarp();
 }
 
-// Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step in rows g, its second in
-// rows g + 8; each is multiplied with either step's q, and of those products one row counts.
+// Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step
+// in rows g, its second in rows g + 8; each is multiplied with either step's q, and of those products one row
+// counts.
 template <int D, int KB, int VB, int G> __device__ __forceinline__
 void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
     using map = stage_map<D, KB, VB>;
@@ -216,8 +223,8 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
     }
 }
 
-// Probabilities s of cells 16j + 2g + b, columns 2c + {0, 1}, to p of column g, cells 16c + 4j + {0, 2} + b. In between cell 16j + 2g + b
-// is row (j, b, g ^ 2j) of 16 bytes: neither way do two threads meet in a bank.
+// Probabilities s of cells 16j + 2g + b, columns 2c + {0, 1}, to p of column g, cells 16c + 4j + {0, 2} + b. In
+// between cell 16j + 2g + b is row (j, b, g ^ 2j) of 16 bytes: neither way do two threads meet in a bank.
 __device__ __forceinline__ void turn_probabilities(uint8_t * rows, uint32_t rows_at, const float (&s)[4][4], uint32_t (&p)[4][2]) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, to = lane % 8 / 2; // to: c of the threads that lane's row of a matrix goes to
     __syncwarp();
@@ -240,11 +247,13 @@ __device__ __forceinline__ void turn_probabilities(uint8_t * rows, uint32_t rows
 template <int D, int KB, int VB, int G> __device__ __forceinline__
 void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
     using map = stage_map<D, KB, VB>;
-    constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1, GROUPS = D / G, EACH = G / 16; // EACH: k of a group; N: words of a channel that a thread needs
+    constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1; // N: words of a channel that a thread needs
+    constexpr int GROUPS = D / G, EACH = G / 16;                                 // EACH: k of a group
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, turn = c % 2 * 4;
     {
         const int group = GROUPS < 8 ? min(g, GROUPS - 1) : g;
-        const uint4 z[2] = { *(const uint4 *) (params + value_piece<D, G>(group, 8 + 2*c)), *(const uint4 *) (params + value_piece<D, G>(group, 9 + 2*c)) };
+        const uint4 z[2] = { *(const uint4 *) (params + value_piece<D, G>(group, 8 + 2*c)),
+                             *(const uint4 *) (params + value_piece<D, G>(group, 9 + 2*c)) };
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float back = g < GROUPS ? exp2_of(-v_weight<VB>(j)) : 0.0f;
@@ -258,7 +267,8 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         if (k % EACH == 0) {
-            const uint4 scale[2] = { *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c)), *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c + 1)) };
+            const uint4 scale[2] = { *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c)),
+                                     *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c + 1)) };
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 ps[j][0] = mul2(p[j][0], word(scale[j / 2], j % 2));
@@ -286,7 +296,8 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
 
 // rows: of cell 4J * c, channel 0 of the slice
 template <int D, int VB, int J = 4, typename X> __device__ __forceinline__
-void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[J][2], float (&o)[D / 16][4]) {
+void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[J][2],
+                          float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < J; j++) {

@@ -1,5 +1,5 @@
-// A lane's pages as plain f16 rows. One thread: 8 channels of a cell (K), or of the cells of a word (V), 16 bytes a store. Heads and groups
-// that are no multiples of 8: 4 channels of a cell, or of 4 cells.
+// A lane's pages as plain f16 rows. One thread: 8 channels of a cell (K), or of the cells of a word (V), 16 bytes a
+// store. Heads and groups that are no multiples of 8: 4 channels of a cell, or of 4 cells.
 #include "expand.cuh"
 #include "seal.cuh"
 #include "tile.cuh"
@@ -42,7 +42,9 @@ template <int BITS> static __device__ void expand_v(const kvq_affine_geometry & 
 }
 
 // This thread's channels stay, and with them its parameters as long as cells are of one group.
-template <int BITS> static __device__ void expand_k8(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int n, uint16_t * rows, size_t step) {
+template <int BITS> static __device__
+void expand_k8(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int n, uint16_t * rows,
+               size_t step) {
     const int units = g.head_size / 8, u = threadIdx.x % units, n_rows = blockDim.x / units;
     if ((int) threadIdx.x >= units * n_rows) {
         return;
@@ -77,7 +79,9 @@ static __device__ __forceinline__ void turn_bytes(const uint32_t (&x)[8], int i,
     y[3] = __byte_perm(c, d, 0x7632);
 }
 
-template <int BITS> static __device__ void expand_v8(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int n, uint16_t * rows, size_t step) {
+template <int BITS> static __device__
+void expand_v8(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int n, uint16_t * rows,
+               size_t step) {
     constexpr int W = BITS == 3 ? 2 : BITS, P = 8 / W, SPAN = 4 * P; // cells of a word
     const int units = g.head_size / 8;
     for (int i = threadIdx.x; i < (n + SPAN - 1) / SPAN * units; i += blockDim.x) {
@@ -87,9 +91,11 @@ template <int BITS> static __device__ void expand_v8(const kvq_affine_geometry &
         const uint32_t x[8] = { lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w };
         uint32_t high[8] = {};
         if (BITS == 3) {
-            const uint4 * third = (const uint4 *) (codes + g.offset[1] + (c / 16 * g.n_chunks[1] + w * SPAN / 32) * 64 + c % 16 * 4);
+            const uint8_t * more = codes + g.offset[1] + (c / 16 * g.n_chunks[1] + w * SPAN / 32) * 64 + c % 16 * 4;
+            const uint4 * third = (const uint4 *) more;
             const uint4 p = third[0], q = third[1];
-            high[0] = p.x; high[1] = p.y; high[2] = p.z; high[3] = p.w; high[4] = q.x; high[5] = q.y; high[6] = q.z; high[7] = q.w;
+            high[0] = p.x; high[1] = p.y; high[2] = p.z; high[3] = p.w;
+            high[4] = q.x; high[5] = q.y; high[6] = q.z; high[7] = q.w;
         }
 #pragma unroll
         for (int j = 0; j < P; j++) {
@@ -109,7 +115,8 @@ template <int BITS> static __device__ void expand_v8(const kvq_affine_geometry &
             turn_bytes(y, 4, cells[1]);
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                const __half2 sk = __half2half2(k % 2 ? s[k / 2].y : s[k / 2].x), zk = __half2half2(k % 2 ? z[k / 2].y : z[k / 2].x);
+                const __half2 sk = __half2half2(k % 2 ? s[k / 2].y : s[k / 2].x);
+                const __half2 zk = __half2half2(k % 2 ? z[k / 2].y : z[k / 2].x);
                 uint2 out[2];
 #pragma unroll
                 for (int v = 0; v < 2; v++) {
@@ -117,22 +124,34 @@ template <int BITS> static __device__ void expand_v8(const kvq_affine_geometry &
                     codes_to_half(cells[v][k], a, b);
                     out[v] = two(__hfma2(a, sk, zk), __hfma2(b, sk, zk));
                 }
-                if (t + k < n) { *(uint4 *) (rows + (size_t) (t + k) * step + c) = make_uint4(out[0].x, out[0].y, out[1].x, out[1].y); }
+                if (t + k < n) {
+                    uint16_t * to = rows + (size_t) (t + k) * step + c;
+                    *(uint4 *) to = make_uint4(out[0].x, out[0].y, out[1].x, out[1].y);
+                }
             }
         }
     }
 }
 
-template <bool EIGHT> static __global__ void expand_kernel(const kvq_affine_geometry g, const kvq_page * pages, int n_head, const kvq_row_place to) {
+template <bool EIGHT> static __global__
+void expand_kernel(const kvq_affine_geometry g, const kvq_page * pages, int n_head, const kvq_row_place to) {
     packed_page p;
     if (!p.find(g, pages, n_head, to)) { return; }
     const bool key = g.role == KVQ_ROLE_K;
     const auto of = [&](auto bits) {
         constexpr int BITS = decltype(bits)::value;
         if constexpr (EIGHT) {
-            key ? expand_k8<BITS>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v8<BITS>(g, p.codes, p.params, p.n, p.rows, p.step);
+            if (key) {
+                expand_k8<BITS>(g, p.codes, p.params, p.n, p.rows, p.step);
+            } else {
+                expand_v8<BITS>(g, p.codes, p.params, p.n, p.rows, p.step);
+            }
         } else {
-            key ? expand_k<BITS>(g, p.codes, p.params, p.n, p.rows, p.step) : expand_v<BITS>(g, p.codes, p.params, p.n, p.rows, p.step);
+            if (key) {
+                expand_k<BITS>(g, p.codes, p.params, p.n, p.rows, p.step);
+            } else {
+                expand_v<BITS>(g, p.codes, p.params, p.n, p.rows, p.step);
+            }
         }
     };
     switch (g.bits) {
@@ -147,7 +166,8 @@ template <bool EIGHT> static __global__ void expand_kernel(const kvq_affine_geom
 }
 
 void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream) {
-    const bool eight = g.bits && g.head_size % 8 == 0 && to.step % 8 == 0 && (g.role == KVQ_ROLE_K || g.group % 8 == 0 || g.group >= g.head_size);
+    const bool eight = g.bits && g.head_size % 8 == 0 && to.step % 8 == 0 &&
+                       (g.role == KVQ_ROLE_K || g.group % 8 == 0 || g.group >= g.head_size);
     const auto kernel = eight ? expand_kernel<true> : expand_kernel<false>;
     kernel<<<dim3(n_pages, n_head), 256, 0, stream>>>(g, pages, n_head, to);
 }

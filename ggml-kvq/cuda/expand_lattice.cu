@@ -6,7 +6,8 @@
 constexpr int WARPS = 8;
 
 // TURNS: sealed rows leave something out
-template <int LANES, int Q, bool TURNS> static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 || !TURNS))
+template <int LANES, int Q, bool TURNS> static __global__
+void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 || !TURNS))
 expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_head, const kvq_row_place to,
               const __grid_constant__ kvq_turn left_out) {
     using quad = quads<LANES, Q>;
@@ -37,7 +38,8 @@ expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pa
     const row_memory shared(g, r, quad::BUFFER, 0);
     const bool turns = TURNS && r.n != 0;
     const int cell = page.cell + min(t, n - 1);
-    const int32_t pos = turns ? left_out.positions[cell] : 0, was = turns && left_out.sealed ? left_out.sealed[cell] : 0;
+    const int32_t pos = turns ? left_out.positions[cell] : 0;
+    const int32_t was = turns && left_out.sealed ? left_out.sealed[cell] : 0;
     const bool stays = turns && left_out.sealed && was == pos, moved = turns && left_out.sealed && !stays;
     if (lane == 0) { s_pos[warp] = pos; }
     shared.fill(base, g, r, s_pos, turns, false);
@@ -85,8 +87,8 @@ expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pa
     }
 }
 
-void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn,
-                               cudaStream_t stream) {
+void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
+                               const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
     quads_switch(g.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
         const auto kernel = turn.mean || turn.rotary.n ? expand_kernel<LANES, Q, true> : expand_kernel<LANES, Q, false>;
