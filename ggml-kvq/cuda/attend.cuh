@@ -10,7 +10,8 @@ struct kvq_attend_args {
     int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
     float scale, max_bias, softcap, m0, m1; // m0, m1: log2 of the slopes' bases
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
-    // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory, of 8-bit parameters in f16
+    // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory,
+    // of 8-bit parameters in f16
     int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
     int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes, stage_wide;
     int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
@@ -30,7 +31,7 @@ struct kvq_attend_args {
     const float * sinks;
     kvq_mixed_geometry km, vm; // of mixed pages
     int map_stride;            // of the maps of pages, from one KV head to the next
-    int fine;                  // decode: groups of 16 in both, by kernels of their own (decode_fine.cuh)
+    int fine;                  // decode: groups of 16 in both (1), or 32 (3), by kernels of their own (decode_fine.cuh)
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float * k_mean, * v_mean; // [head kv][head size]
     const float * rotary_high;      // kvq_rotary
@@ -65,16 +66,19 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
     return *(const uint32_t *) &h;
 }
 
-// Decode kernels for heads of 64 and 128 channels are made for every pair of bits of keys and values; those for other heads (slices of
-// 128, decode_stage.cuh) for these pairs, X(keys, values). Short caches of lattice pages have them from 2 bits on.
+// Decode kernels for heads of 64 and 128 channels are made for every pair of bits of keys and values; those for
+// other heads (slices of 128, decode_stage.cuh) for these pairs, X(keys, values). Short caches of lattice pages
+// have them from 2 bits on.
 #define KVQ_WIDE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
 #define KVQ_WIDE_SHORT_LATTICE(X) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_FINE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu
 bool kvq_launch_tiles_mixed(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream);
-// Few rows over many cells. fits: also sets what is derived for it. occupancy: blocks that a multiprocessor holds, 0: not one.
+// Few rows over many cells. fits: also sets what is derived for it. occupancy: blocks that a multiprocessor holds,
+// 0: not one.
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int  kvq_decode_row_blocks(const kvq_attend_args & a);    // blocks of one KV head and split
 bool kvq_decode_means(const kvq_attend_args & a);         // may these pages lack their means?
@@ -84,6 +88,7 @@ void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaS
 typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 kvq_decode_launch kvq_launch_decode_64,         kvq_launch_decode_128,         kvq_launch_decode_wide;         // attend_decode.cuh
 kvq_decode_launch kvq_launch_decode_fine_64,    kvq_launch_decode_fine_128,    kvq_launch_decode_fine_wide;
+kvq_decode_launch kvq_launch_decode_fine_32;
 kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
 kvq_decode_launch kvq_launch_decode_means_64,   kvq_launch_decode_means_128,   kvq_launch_decode_means_wide;
 kvq_decode_launch kvq_launch_decode_mixed_64,   kvq_launch_decode_mixed_128,   kvq_launch_decode_mixed_wide;   // attend_mixed.cuh

@@ -37,10 +37,12 @@ static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 }
 
 static bool is_means_pair(const kvq_attend_args & a) { return false KVQ_MEANS_BITS(KVQ_PAIR); }
+static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS(KVQ_PAIR); }
 #undef KVQ_PAIR
 
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
+    if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
     const kernels & t = is_short ? (lattice ? SHORT_LATTICE : SHORT) : a.k.type == KVQ_TYPE_MIXED ? MIXED : a.waves ? MEANS : lattice ? LATTICES : a.fine ? FINE : DECODE;
     return a.wide ? t.wide : a.k.head_size == 128 ? t.of_128 : t.of_64;
 }
@@ -85,6 +87,9 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     a.v_groups       = codes ? (D + a.v.group - 1) / a.v.group : 0;
     a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
     a.fine         = codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 && a.k.bits == a.v.bits;
+    // scales of 32 cells in columns of their own leave room for 4 rows in a block
+    const bool of_32 = codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5;
+    if (of_32 && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
         a.hi_steps    = (a.km.n_hi + CELLS - 1) / CELLS;
@@ -105,6 +110,10 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
         return false;
     }
     std::array<int, 3> room = occupancy_of(a, false);
+    if (!room[0] && a.fine == 3) { // these need a little more shared memory
+        a.fine = 0;
+        room   = occupancy_of(a, false);
+    }
     if (!room[0] && !a.wide && is_wide_pair(a, false)) { // slices go into smaller blocks
         a.wide = 1;
         room   = occupancy_of(a, false);
@@ -135,12 +144,16 @@ bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
     if (!kernel) {
         return false;
     }
+    const int fine = a.fine;
+    a.fine = 0; // their columns are the usual ones
     const std::array<int, 3> room = occupancy_of(a, true);
     const int cells = SHORT_CELLS * (room[1] >> a.slices_log2), n_splits = (a.n_pages * a.page_cells + cells - 1) / cells;
     a.is_short = room[0] && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
     if (a.is_short) {
         a.n_splits = n_splits;
         a.n_warps  = room[1];
+    } else {
+        a.fine = fine;
     }
     return a.is_short;
 }

@@ -1,13 +1,15 @@
-// Attention of few rows (query heads of a group times query tokens) over long caches. A warp walks 64 cells at a time. Codes and
-// parameters of the next 64 cells are on their way into the warp's own shared memory (cp.async) while it works on these; from there
-// codes go through registers into the left operand of m16n8k16, which has 16 rows of them for 8 columns of queries:
+// Attention of few rows (query heads of a group times query tokens) over long caches. A warp walks 64 cells at a
+// time. Codes and parameters of the next 64 cells are on their way into the warp's own shared memory (cp.async)
+// while it works on these; from there codes go through registers into the left operand of m16n8k16, which has 16
+// rows of them for 8 columns of queries:
 //
 //   S = K Q^T     rows = cells, columns = query rows, contracted = channels
 //   O = V^T P^T   rows = channels, columns = query rows, contracted = cells
 //
-// Unpacking is one AND per two codes: the fields of a word's plane, two bytes apart, are two f16 denormals code * 2^(W*plane - 24),
-// which tensor cores multiply exactly. The plane's weight 2^-(W*plane) goes into the other operand, with the scale, the power of two
-// that is left over comes off in f32. Zeros are one more product:  q.(zero + scale*code) = q.zero + (q*scale).code  and likewise p.
+// Unpacking is one AND per two codes: the fields of a word's plane, two bytes apart, are two f16 denormals code *
+// 2^(W*plane - 24), which tensor cores multiply exactly. The plane's weight 2^-(W*plane) goes into the other
+// operand, with the scale, the power of two that is left over comes off in f32. Zeros are one more product:
+// q.(zero + scale*code) = q.zero + (q*scale).code  and likewise p.
 //
 // A thread is (g = lane/4, c = lane%4). Of the 64 cells it holds
 //   in S   the rows:    cells 16*(g/2) + 2*(g%2) + 4j + {0, 1},  j = 0..3
@@ -16,9 +18,10 @@
 //
 // The order of channels within S is free, and that of cells within O, which is all this rests on.
 //
-// Keys with groups of 32 cells (16) have 2 (4) scales within the 64 cells. The 8 columns then hold the 4 (2) query rows once per group,
-// multiplied with that group's scales, and a column sees its own cells only; columns of a row are added up at the end like splits are.
-// FINE: of 16 in keys and values; other cells and channels to a thread, and a row has one column (decode_fine.cuh).
+// Keys with groups of 32 cells (16) have 2 (4) scales within the 64 cells. The 8 columns then hold the 4 (2) query
+// rows once per group, multiplied with that group's scales, and a column sees its own cells only; columns of a row
+// are added up at the end like splits are. FINE: of 16 in keys and values, or of 32 where query rows are many;
+// other cells and channels to a thread, and a row has one column (decode_fine.cuh).
 #pragma once
 
 #include "decode_fine.cuh"
@@ -39,7 +42,8 @@ __device__ __forceinline__ uint32_t mask_pair(const kvq_attend_args & a, const _
     return of(cells.x) | of(cells.y) << 16;
 }
 
-// mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from mk[][j0] on; map: of those slots, if the page has one
+// mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from
+// mk[][j0] on; map: of those slots, if the page has one
 template <int N, int STEP> __device__ __forceinline__
 void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
@@ -59,20 +63,23 @@ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool 
     }
 }
 
-// shared memory of a warp; cells of slots: where every KV head has its own
+// shared memory of a warp; masks or, where every KV head has its own, cells of slots
 __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
-    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + (a.map_stride ? 2 * DECODE_CELLS * 4 : 0) + (a.fine ? FINE_TURN : 0);
+    const int maps = a.map_stride || a.fine ? 2 * DECODE_CELLS * 4 : 0;
+    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + maps + (a.fine ? FINE_TURN : 0);
 }
 
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
 template <int D, int KB, bool MEANS, int FINE, bool WIDE> constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
 
-// MEANS: sealed pages lack theirs. FINE: as above, 1: parameters in f16, 2: in 8 bits. WIDE: heads that are not D channels
+// MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
+// in f16 (3). WIDE: heads that are not D channels
 template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE> __global__
 void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : takes_many<D, KB, MEANS, FINE> ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
+    constexpr int G = FINE == 3 ? 32 : 16;
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -81,7 +88,8 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
     const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
-    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots, probabilities on their way
+    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots,
+    // probabilities on their way
     const int nb_warp = warp_bytes(a);
     uint8_t * const stages = memory + warp * nb_warp, * const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
@@ -142,7 +150,19 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         slope[e] = alibi_slope(a, head) * LOG2E;
         mask [e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
-    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = FINE && one_mask && a.map_stride;
+    const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = FINE && one_mask;
+    const auto ask_mask = [&](int unit, int s0, int s1) { // of cells 2 * lane, 2 * lane + 1 of a unit without maps
+        if ((lane < 16 ? s0 : s1) < 0) {
+            return;
+        }
+        const kvq_page & page = ring[unit % 4 * 2 + lane / 16];
+        const int slot = first_cell(2*unit + lane / 16) + lane % 16 * 2, at = unit % 2 * 64 + 2*lane;
+        if (mask[0] && !page.map && page.cell + slot + 2 <= a.n_kv) {
+            copy4(maps_at + 4*at, mask[0] + page.cell + slot);
+        } else {
+            maps[at] = (int32_t) mask_pair(a, mask[0], page, page.map + slot, slot);
+        }
+    };
     const bool mine = c >> (2 - columns_log2) == g >> (3 - columns_log2); // this thread's columns belong to its cells' scales
     const int  weight = FINE ? v_boost<VB>() - cut<VB>::W * (g / 2 % cut<VB>::P) : 0; // of all of this thread's probabilities: v_weight of the step that contracts its cells
     const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
@@ -184,7 +204,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             if constexpr (FINE) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_fine<D, KB, VB, FINE == 2>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, ring[(unit + 1) % 4 * 2 + h], kvh, first_cell(2*unit + 2 + h), true, true);
+                    const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
+                    copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, page, kvh,
+                                                       first_cell(2*unit + 2 + h), true, true);
                 }
             } else if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) {
@@ -200,9 +222,11 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             }
             if (a.map_stride) { copy_maps(unit + 1, next0, next1); }
             copy_pages(unit + 2);
+            if (by_lane && !a.map_stride && unit >= unit0) { ask_mask(unit + 1, next0, next1); }
         }
         if (unit < unit0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
             early_wait();
+            if (by_lane && !a.map_stride && unit0 < unit1) { ask_mask(unit0, next0, next1); }
             if constexpr (ROTATED) {
                 load_rotated((next0 >= 0 ? next0 : next1) & 1);
                 if constexpr (MEANS) { // every warp comes here once
@@ -227,12 +251,12 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         if constexpr (CODES && !ROTATED) { params = FINE == 2 || (!FINE && a.k.scale) ? wide : stage + stage_map<D, KB, VB>::K_PARAMS; }
         const auto arrange = [&] { // parameters that have arrived
             if constexpr (FINE) {
-                arrange_fine<D, KB, VB, FINE == 2>(a, stage, wide);
+                arrange_fine<D, KB, VB, FINE == 2, G>(a, stage, wide);
             } else if constexpr (CODES && !ROTATED) {
                 if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
             }
         };
-        if (by_lane && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
+        if (by_lane && a.map_stride && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
             int32_t * const at = maps + unit % 2 * 64 + 2*lane;
             *at = (int32_t) mask_pair(a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2*unit + lane / 16) + lane % 16 * 2);
         }
@@ -266,7 +290,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
-                    copy_fine_late<D, KB, VB, FINE == 2>(a, of, stages_at + unit % 2 * a.stage_bytes, ring[unit % 4 * 2 + h], kvh, first_cell(2*unit + h), now & 1, now & 2);
+                    const kvq_page & page = ring[unit % 4 * 2 + h];
+                    copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, page, kvh,
+                                                            first_cell(2*unit + h), now & 1, now & 2);
                     copies_done();
                     arrange();
                 }
@@ -297,7 +323,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     if (now & 1) { add_means<D, KB>(a, of, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
                 }
             } else if constexpr (FINE) {
-                if (now & 1) { score_fine<D, KB, VB>(q, stage, params, s); }
+                if (now & 1) { score_fine<D, KB, VB, G>(q, stage, params, s); }
             } else if constexpr (CODES) {
                 if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, base); }
             }
@@ -376,7 +402,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     if constexpr (ROTATED) {
                         accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
                     } else if constexpr (FINE) {
-                        accumulate_fine<D, KB, VB>(stage, params, p, o, oz);
+                        accumulate_fine<D, KB, VB, G>(stage, params, p, o, oz);
                     } else if (a.v_group_log2 == 4) {
                         accumulate<D, KB, VB, true>(a, stage, params, p, o, oz);
                     } else {
@@ -422,7 +448,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         if constexpr (FINE) {
 #pragma unroll
             for (int k = 0; k < S; k++) {
-                const float z = __shfl_sync(~0u, oz[e], 4*k + c);
+                const float z = __shfl_sync(~0u, oz[e], k / (G / 16) * 4 + c);
                 *(float2 *) &sums.o[warp][2*c + e][16*k + 2*g] = make_float2(fmaf(o[k][e], f, z), fmaf(o[k][2 + e], f, z));
             }
         } else {
@@ -495,6 +521,12 @@ template <int D, int FINE, bool WIDE> void launch_fine(const kvq_attend_args & a
         case 3:  launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
         default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
     }
+}
+
+template <int D> void launch_fine_32(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, K, V, false, 3, true>(a, n_streams, stream, occupancy); break;
+    switch (8*a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
 }
 
 template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {

@@ -1,6 +1,6 @@
-// Attention of few rows over long caches of mixed pages (types/mixed.h), in the manner of attend_decode.cuh: a warp walks over 64 cells at
-// a time, of one part of a page, whose codes and parameters were asked for while it worked on those before. A last 32 cells of a part
-// take half as many products. What differs from pages of one width:
+// Attention of few rows over long caches of mixed pages (types/mixed.h), in the manner of attend_decode.cuh: a warp
+// walks over 64 cells at a time, of one part of a page, whose codes and parameters were asked for while it worked
+// on those before. A last 32 cells of a part take half as many products. What differs from pages of one width:
 //
 //   - Cells of a part lie anywhere in the page. Sums do not mind the order; masks do: slots of the cells are found by rank in the page's set.
 //   - A thread's channels of S depend on the bits, so queries are read from shared memory instead of being held.
@@ -8,8 +8,8 @@
 //     one's by their ratios; zeros are summed apart, per row:  O = c * (sum of p*zero + sum of (p*scale) * code).
 //     Scales go into probabilities in f32, before these become f16.
 //
-// A page that was partly restored may have one lane open, or two sets: it is decoded cell by cell into shared memory, then read as open pages
-// are, 32 cells at a time.
+// A page that was partly restored may have one lane open, or two sets: it is decoded cell by cell into shared
+// memory, then read as open pages are, 32 cells at a time.
 #pragma once
 
 #include "decode_merge.cuh"
@@ -41,16 +41,15 @@ template <int D> __host__ __device__ __forceinline__ mixed_words mixed_words_of(
 
 constexpr int RING = 3; // pages of a step, of the next and of the one after it: three blocks are just as many as a multiprocessor of sm_90 holds
 
-// What a warp has besides its stages: parameters of keys in f16 (and ratios of c before that), (scale, zero) of values, slots, pages.
-// Values' stay f32: with 4-bit parameters many cells have the same ones, and their errors would not average out.
+// What a warp has besides its stages: parameters of keys in f16 (and ratios of c before that), (scale, zero) of
+// values, slots, pages. Values' stay f32: with 4-bit parameters many cells have the same ones, and their errors
+// would not average out.
 template <int D> struct mixed_tables {
     uint8_t  k_params[4*D];
     float2   pairs[DECODE_CELLS];
     uint8_t  slots[DECODE_CELLS];
     kvq_page ring[RING];
 };
-
-__device__ __forceinline__ void copy4(uint32_t to, const void * from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory"); }
 
 struct mixed_part { const uint8_t * k_codes, * v_codes, * k_block, * v_block; int i, t; }; // of one KV head; t: first cell in part i
 
@@ -143,7 +142,8 @@ __device__ __forceinline__ void put_mixed_pairs(const uint8_t * head, const uint
     *(float4 *) (to + 2*lane) = make_float4(s.x, z.x, s.y, z.y);
 }
 
-// Slots of cells [t, t + n) of a part, by their rank in the set. False: keys and values have different sets, or one of a wrong size.
+// Slots of cells [t, t + n) of a part, by their rank in the set. False: keys and values have different sets, or one
+// of a wrong size.
 __device__ __forceinline__ bool put_mixed_slots(const kvq_attend_args & a, const uint32_t * k_set, const uint32_t * v_set, int part, int t, int n, uint8_t * slots) {
     const int lane = threadIdx.x % 32;
     int before = 0;

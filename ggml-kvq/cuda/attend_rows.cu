@@ -1,9 +1,12 @@
-// Online softmax (FlashAttention-2, arXiv 2307.08691, section 3) over f16 rows. A block = one KV head, 128 rows, one split of the slots;
-// a warp has 32 rows, so that what it reads of shared memory feeds two products. Values are on their way while keys are multiplied, and
-// the other way round. Tiles that nobody sees are skipped; only those of which a row does not see all look at the mask.
+// Online softmax (FlashAttention-2, arXiv 2307.08691, section 3) over f16 rows. A block = one KV head, 128 rows,
+// one split of the slots; a warp has 32 rows, so that what it reads of shared memory feeds two products; 16 where
+// heads are above 128 channels, for want of registers. Values are on their way while keys are multiplied, and the
+// other way round. Tiles that nobody sees are skipped; only those of which a row does not see all look at the mask.
 #include "attend_rows.cuh"
 
-constexpr int WARPS = KVQ_ROWS_BLOCK / 32, TILE = KVQ_ROWS_TILE;
+constexpr int TILE = KVQ_ROWS_TILE;
+template <int D> constexpr int products_of = D <= 128 ? 2 : 1; // that share what is read, of 16 rows each
+template <int D> constexpr int warps_of    = KVQ_ROWS_BLOCK / (16 * products_of<D>);
 constexpr float LOG2_E = 1.44269504f;
 
 static __device__ __forceinline__ float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -63,7 +66,7 @@ static __global__ void seen_tiles_kernel(const __grid_constant__ kvq_attend_args
 
 // 64 rows of a KV head, row_step apart
 template <int D> static __device__ __forceinline__ void ask_rows(const uint16_t * rows, uint32_t row_step, int head_size, int tile, uint32_t to) {
-    constexpr int PIECES = D / 8, THREADS = 32 * WARPS; // pieces of a row
+    constexpr int PIECES = D / 8, THREADS = 32 * warps_of<D>; // pieces of a row
     static_assert(TILE * PIECES % THREADS == 0, "every thread asks for as many pieces");
     rows += (size_t) tile * TILE * row_step;
     const int t0 = threadIdx.x / PIECES, c0 = threadIdx.x % PIECES;
@@ -77,9 +80,10 @@ template <int D> static __device__ __forceinline__ void ask_rows(const uint16_t 
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
+template <int D> static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
+rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
     extern __shared__ __align__(16) __half s_memory[];
-    constexpr int STEP = D + 8; // keeps reads off equal banks
+    constexpr int STEP = D + 8, B = products_of<D>, WARPS = warps_of<D>; // STEP: keeps reads off equal banks
     __half * const s_q = s_memory, * const s_k = s_q + KVQ_ROWS_BLOCK * STEP, * const s_v = s_k + TILE * STEP;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4;
     const int row_block = blockIdx.x / a.n_splits, split = blockIdx.x % a.n_splits, kvh = blockIdx.y, rows0 = row_block * KVQ_ROWS_BLOCK;
@@ -90,8 +94,8 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
         while (t < tile1 && !seen[t]) { t++; }
         return t;
     };
-    // this thread's row i of 4; rows behind the last repeat it and are not stored
-    const auto row_of = [&](int i) { return rows0 + warp * 32 + i / 2 * 16 + g + i % 2 * 8; };
+    // this thread's row i of 2B; rows behind the last repeat it and are not stored
+    const auto row_of = [&](int i) { return rows0 + warp * (16*B) + i / 2 * 16 + g + i % 2 * 8; };
 
     const auto ask = [&](bool value, int t) {
         const int head_size = value ? a.v.head_size : a.k.head_size;
@@ -105,23 +109,23 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
         const float * p = a.stream[0].q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + c;
         *(uint2 *) (s_q + i / (D / 4) * STEP + c) = c < a.k.head_size ? make_uint2(pack_half2(p[0] * a.scale, p[1] * a.scale), pack_half2(p[2] * a.scale, p[3] * a.scale)) : make_uint2(0, 0);
     }
-    const uint32_t q_row = (uint32_t) __cvta_generic_to_shared(s_q + (warp * 32 + lane % 16) * STEP + lane / 16 * 8);
+    const uint32_t q_row = (uint32_t) __cvta_generic_to_shared(s_q + (warp * 16*B + lane % 16) * STEP + lane / 16 * 8);
     const uint32_t k_row = (uint32_t) __cvta_generic_to_shared(s_k + (lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
     const uint32_t v_row = (uint32_t) __cvta_generic_to_shared(s_v + (lane % 8 + lane / 8 % 2 * 8) * STEP + lane / 16 * 8);
-    float o[2][D / 8][4] = {}, m[4], l[4];
+    float o[B][D / 8][4] = {}, m[2*B], l[2*B];
 #pragma unroll
-    for (int i = 0; i < 4; i++) { m[i] = -INFINITY; l[i] = 0.0f; }
+    for (int i = 0; i < 2*B; i++) { m[i] = -INFINITY; l[i] = 0.0f; }
 
     while (tile < tile1) {
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads(); // keys are there, nobody reads the values before
         ask(true, tile);
-        float s[2][TILE / 8][4] = {};
+        float s[B][TILE / 8][4] = {};
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
-            uint32_t q[2][4];
+            uint32_t q[B][4];
 #pragma unroll
-            for (int b = 0; b < 2; b++) {
+            for (int b = 0; b < B; b++) {
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                     : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3]) : "r"(q_row + 2 * (b * 16 * STEP + 16*k)));
             }
@@ -131,7 +135,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(k_row + 2 * (n * 8 * STEP + 16*k)));
 #pragma unroll
-                for (int b = 0; b < 2; b++) {
+                for (int b = 0; b < B; b++) {
                     mma(s[b][n],     q[b], x[0], x[1]);
                     mma(s[b][n + 1], q[b], x[2], x[3]);
                 }
@@ -144,7 +148,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
 
         if (a.softcap != 0.0f) {
 #pragma unroll
-            for (int b = 0; b < 2; b++) {
+            for (int b = 0; b < B; b++) {
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++) {
 #pragma unroll
@@ -154,7 +158,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
         }
         if (seen[tile] != 1) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2*B; i++) {
                 const int row = min(row_of(i), a.n_rows - 1);
                 const float slope = alibi_slope(a, row_head(a, kvh, row));
                 const __half * const mask = a.stream[0].mask ? a.stream[0].mask + row_token(a, row) * a.mask_stride_token : nullptr;
@@ -170,10 +174,10 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
                 }
             }
         }
-        float top[4];
+        float top[2*B];
         int   higher = 0;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 2*B; i++) {
             top[i] = m[i];
 #pragma unroll
             for (int n = 0; n < TILE / 8; n++) { top[i] = fmaxf(top[i], fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1])); }
@@ -183,7 +187,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
         }
         if (__any_sync(~0u, higher)) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 2*B; i++) {
                 const float c = m[i] == -INFINITY ? 0.0f : exp2_of((m[i] - top[i]) * LOG2_E);
                 m[i]  = top[i];
                 l[i] *= c;
@@ -195,7 +199,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 2*B; i++) {
             const float base = m[i] == -INFINITY ? 0.0f : m[i] * LOG2_E;
 #pragma unroll
             for (int n = 0; n < TILE / 8; n++) {
@@ -209,9 +213,9 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
         }
 #pragma unroll
         for (int k = 0; k < TILE / 16; k++) {
-            uint32_t p[2][4];
+            uint32_t p[B][4];
 #pragma unroll
-            for (int b = 0; b < 2; b++) {
+            for (int b = 0; b < B; b++) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) { p[b][j] = pack_half2(s[b][2*k + j / 2][j % 2 * 2], s[b][2*k + j / 2][j % 2 * 2 + 1]); }
             }
@@ -221,7 +225,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(v_row + 2 * (k * 16 * STEP + 8*n)));
 #pragma unroll
-                for (int b = 0; b < 2; b++) {
+                for (int b = 0; b < B; b++) {
                     mma(o[b][n],     p[b], x[0], x[1]);
                     mma(o[b][n + 1], p[b], x[2], x[3]);
                 }
@@ -230,7 +234,7 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
         tile = after;
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 2*B; i++) {
         l[i] += __shfl_xor_sync(~0u, l[i], 1);
         l[i] += __shfl_xor_sync(~0u, l[i], 2);
         const int row = row_of(i);
@@ -271,14 +275,14 @@ template <int D> static __global__ void __launch_bounds__(32 * WARPS, 2) rows_ke
 
 bool kvq_rows_fit(const kvq_attend_args & a) {
     const int d = kvq_tiles_head_size(a.k.head_size, a.v.head_size);
-    return d && d <= 128 && !a.mask_stride_head;
+    return d && d <= 256 && 2 * (KVQ_ROWS_BLOCK + 2 * TILE) * (d + 8) <= a.max_shared && !a.mask_stride_head;
 }
 
 template <int D> static void launch_rows(const kvq_attend_args & a, const kvq_rows_args & r, cudaStream_t stream) {
     static kvq_shared_limit limit;
     constexpr size_t nb = 2 * (size_t) (KVQ_ROWS_BLOCK + 2 * TILE) * (D + 8);
     limit.raise(rows_kernel<D>, nb);
-    rows_kernel<D><<<dim3(kvq_rows_blocks(a) * a.n_splits, a.n_head_kv), 32 * WARPS, nb, stream>>>(a, r);
+    rows_kernel<D><<<dim3(kvq_rows_blocks(a) * a.n_splits, a.n_head_kv), 32 * warps_of<D>, nb, stream>>>(a, r);
 }
 
 void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & r, cudaStream_t stream) {
@@ -290,6 +294,8 @@ void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & 
         case  80: launch_rows< 80>(a, r, stream); break;
         case  96: launch_rows< 96>(a, r, stream); break;
         case 128: launch_rows<128>(a, r, stream); break;
+        case 192: launch_rows<192>(a, r, stream); break;
+        case 256: launch_rows<256>(a, r, stream); break;
     }
     if (a.n_splits > 1) { kvq_launch_merge(a, 1, stream); }
 }

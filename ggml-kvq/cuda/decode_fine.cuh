@@ -1,11 +1,14 @@
-// Decode attention over codes whose scales are shared by 16 cells in keys and by 16 channels in values (attend_decode.cuh). A product
-// then has cells, or channels, of one group alone, so that its scale is that of the whole right operand and all 8 columns are rows of
-// queries. A thread (g, c) holds
+// Decode attention over codes whose scales are shared by G = 16 cells in keys, 16 channels in values
+// (attend_decode.cuh). A product then has cells, or channels, of one group alone, so that its scale is that of the
+// whole right operand and all 8 columns are rows of queries. A thread (g, c) holds
 //   in S   the rows:    cells 16j + 2g + {0, 1} of group j, j = 0..3
 //   in O   the rows:    channels 16k + 2g + {0, 1} of group k, k = 0..D/16-1
 //          contracted:  cells 16c + 4j + {0..3}, as everywhere: they go from the threads that have them in S through shared memory
 //
-// Zeros: one product per step for all four groups of keys, row g = zeros of group g%4; values: row g = zeros of group g, as everywhere.
+// G = 32: two neighbours j, or k, have the same scale.
+//
+// Zeros: one product per step for all four groups of keys, row g = zeros of group g%4; values: row g = zeros of
+// group g, as everywhere.
 #pragma once
 
 #include "decode_products.cuh"
@@ -14,13 +17,16 @@ namespace {
 
 constexpr int FINE_TURN = 1024; // bytes of shared memory: probabilities of 64 cells, 8 columns
 
-// Parameters in f16, in pieces of 8 neighbours (8 channels or 8 cells): scales of a group and then its zeros. Piece i of group n lies at
-// i ^ n%2: threads that read pieces of neighbouring groups, 2c or 2c + 1, find all banks.
+// Parameters in f16, in pieces of 8 neighbours (8 channels or 8 cells): scales of a group and then its zeros. Piece
+// i of group n lies at i ^ n%2: threads that read pieces of neighbouring groups, 2c or 2c + 1, find all banks.
 template <int D> __device__ __forceinline__ constexpr int key_piece(int part, int i) { return (part * (D / 4) + (i ^ (part & 1))) * 16; }
-template <int D> __device__ __forceinline__ constexpr int value_piece(int group, int i) { return 16*D + (group * 16 + (i ^ (group & 1))) * 16; }
+template <int D, int G> __device__ __forceinline__ constexpr int value_piece(int group, int i) {
+    return 256*D / G + (group * 16 + (i ^ (group & 1))) * 16;
+}
 
-// Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t: of this lane's half, of cell t on
-// in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step, followed by the ranges of both halves.
+// Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t:
+// of this lane's half, of cell t on in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step,
+// followed by the ranges of both halves.
 template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
     const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N, left = step - of.i * N;
@@ -45,10 +51,11 @@ template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_va
     }
 }
 
-template <int D, int KB, int VB, bool BYTES, typename X> __device__ __forceinline__
+template <int D, int KB, int VB, bool BYTES, int G, typename X> __device__ __forceinline__
 void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
     using map = stage_map<D, KB, VB>;
     constexpr int SIZE = BYTES ? 1 : 2; // of a parameter
+    static_assert(G == 16 || (D == 128 && !BYTES), "groups of 32: of slices, in f16");
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if (keys) {
         const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes, * params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
@@ -56,11 +63,11 @@ void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_p
         if constexpr (cut<KB>::high) { copy_fine_keys<D, 1>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]); }
         const uint32_t at = to + map::K_PARAMS;
         if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
-        params += (BYTES ? 8 : 0) + (t / 16 * of.head(a) + of.first() + r * 8) * SIZE;
+        params += (BYTES ? 8 : 0) + (t / G * of.head(a) + of.first() + r * 8) * SIZE;
         const uint8_t * zeros = params + (D == 128 ? a.k.np : a.k.np - D) * SIZE; // D = 128: of the next step, 64: of the upper lanes
         if (D == 64 && r >= 8) { params = zeros; }
 #pragma unroll
-        for (int k = 0; k < D / 32; k++) {
+        for (int k = 0; k < D / (2*G); k++) {
             const int odd = 16*k / (D / 4), zero = D == 128 ? k % 2 : 0;
             const uint8_t * from = (zero ? zeros : params) + odd * of.head(a) * SIZE;
             if (X::WIDE && !of.has(r * 8)) {
@@ -68,6 +75,8 @@ void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_p
             }
             if constexpr (BYTES) {
                 copy8(at + (lane + 32*k) * 8, from);
+            } else if constexpr (G == 32) {
+                copy16(at + (half * (D / 4) + zero * 16 + (r ^ half)) * 16, from);
             } else {
                 copy16(at + key_piece<D>(2*half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16, from);
             }
@@ -79,25 +88,25 @@ void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_p
         if constexpr (cut<VB>::high) { copy_fine_values<D, 1>(of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles); }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
         if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
-        const int first = of.i * (D / 16) + r / 8; // group
+        const int first = of.i * (D / G) + r / 8; // group
         params += (BYTES ? 8 : 0) + (r / 4 % 2 * a.v.np + first * a.v.n_cells + t + r % 4 * 8) * SIZE;
 #pragma unroll
-        for (int k = 0; k < D / 32; k++, params += 2 * a.v.n_cells * SIZE) {
+        for (int k = 0; k < D / (2*G); k++, params += 2 * a.v.n_cells * SIZE) {
             if (X::WIDE && first + 2*k >= a.v_groups) {
                 continue;
             }
             if constexpr (BYTES) {
                 copy8(at + (lane + 32*k) * 8, params);
             } else {
-                copy16(at + value_piece<D>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) - 16*D + k * 512, params);
+                copy16(at + value_piece<D, G>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) - 256*D / G + k * 512, params);
             }
         }
     }
 }
 
-template <int D, int KB, int VB, bool BYTES, typename X> __device__ __noinline__
+template <int D, int KB, int VB, bool BYTES, int G, typename X> __device__ __noinline__
 void copy_fine_late(const kvq_attend_args & a, const X of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
-    copy_fine<D, KB, VB, BYTES>(a, of, to, page, kvh, t, keys, values);
+    copy_fine<D, KB, VB, BYTES, G>(a, of, to, page, kvh, t, keys, values);
 }
 
 // a piece from the order in memory to pairs (0, 2) (4, 6) (1, 3) (5, 7): words t and 2 + t are of its step t
@@ -109,17 +118,18 @@ __device__ __forceinline__ uint4 pairs_of(uint64_t x, uint32_t range) {
     return make_uint4(pair(x, 0x4240), pair(x >> 32, 0x4240), pair(x, 0x4341), pair(x >> 32, 0x4341));
 }
 
-// Parameters that have arrived, from the order in memory to pairs: f16 in place, 8 bits into `wide`, where a lane's pieces go where it would have
-// asked for them in f16.
-template <int D, int KB, int VB, bool BYTES> __device__ __forceinline__ void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
+// Parameters that have arrived, from the order in memory to pairs: f16 in place, 8 bits into `wide`, where a lane's
+// pieces go where it would have asked for them in f16.
+template <int D, int KB, int VB, bool BYTES, int G> __device__ __forceinline__
+void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
     uint8_t * k_raw = stage + stage_map<D, KB, VB>::K_PARAMS, * v_raw = k_raw + a.stage_raw_v;
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if constexpr (!BYTES) {
-        uint4 x[D / 16]; // all of them are on their way before the first is needed
+        uint4 x[D / G]; // all of them are on their way before the first is needed
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) { x[k] = *((const uint4 *) k_raw + lane + 32*k); }
+        for (int k = 0; k < D / G; k++) { x[k] = *((const uint4 *) k_raw + lane + 32*k); }
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) { *((uint4 *) k_raw + lane + 32*k) = pairs_of(x[k]); }
+        for (int k = 0; k < D / G; k++) { *((uint4 *) k_raw + lane + 32*k) = pairs_of(x[k]); }
     } else {
         const uint2 ranges = *(const uint2 *) (k_raw + 8*D + half * 8);
         const uint32_t range = *(const uint32_t *) (v_raw + 8*D + half * 8 + r / 4 % 2 * 4);
@@ -137,18 +147,20 @@ template <int D, int KB, int VB, bool BYTES> __device__ __forceinline__ void arr
         }
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-            *(uint4 *) (wide + value_piece<D>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) + k * 512) = pairs_of(y[k], range);
+            uint8_t * to = wide + value_piece<D, G>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) + k * 512;
+            *(uint4 *) to = pairs_of(y[k], range);
         }
     }
     __syncwarp();
 }
 
-// Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step in rows g, its second in
-// rows g + 8; each is multiplied with either step's q, and of those products one row counts.
-template <int D, int KB, int VB> __device__ __forceinline__
+// Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step
+// in rows g, its second in rows g + 8; each is multiplied with either step's q, and of those products one row
+// counts.
+template <int D, int KB, int VB, int G> __device__ __forceinline__
 void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
     using map = stage_map<D, KB, VB>;
-    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4;
+    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4, EACH = G / 16; // EACH: j of a group
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST));
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     float zeros[2][4] = {};
@@ -172,7 +184,7 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
                 }
             }
         }
-        const uint4 zero = *(const uint4 *) (params + key_piece<D>(g % 4, D / 8 + i));
+        const uint4 zero = *(const uint4 *) (params + key_piece<D>(g % (4 / EACH), D / 8 + i));
         uint32_t weighted[2][2];
 #pragma unroll
         for (int v = 0; v < 2; v++) {
@@ -182,29 +194,37 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
             weighted[v][0] = mul2(q[t][0], weight);
             weighted[v][1] = mul2(q[t][1], weight);
         }
+        uint32_t scaled[2][2];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const uint4 scale = *(const uint4 *) (params + key_piece<D>(j, i));
+            if (j % EACH == 0) {
+                const uint4 scale = *(const uint4 *) (params + key_piece<D>(j / EACH, i));
+#pragma unroll
+                for (int v = 0; v < 2; v++) {
+                    scaled[v][0] = mul2(weighted[v][0], word(scale, v));
+                    scaled[v][1] = mul2(weighted[v][1], word(scale, 2 + v));
+                }
+            }
 #pragma unroll
             for (int v = 0; v < 2; v++) {
                 const int pl = S < P ? 2*u + v : (2*u + v) % P;
                 const uint32_t f[4] = { fields<KB>(x[j].x, h[j].x, pl, false), fields<KB>(x[j].y, h[j].y, pl, false),
                                         fields<KB>(x[j].x, h[j].x, pl, true),  fields<KB>(x[j].y, h[j].y, pl, true) };
-                mma(s[j], f, mul2(weighted[v][0], word(scale, v)), mul2(weighted[v][1], word(scale, 2 + v)));
+                mma(s[j], f, scaled[v][0], scaled[v][1]);
             }
         }
     }
-    const float base[2] = { zeros[0][0] + zeros[1][2], zeros[0][1] + zeros[1][3] }; // of group g%4
+    const float base[2] = { zeros[0][0] + zeros[1][2], zeros[0][1] + zeros[1][3] }; // of group g % (4 / EACH)
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float b0 = __shfl_sync(~0u, base[0], 4*j + c), b1 = __shfl_sync(~0u, base[1], 4*j + c);
+        const float b0 = __shfl_sync(~0u, base[0], j / EACH * 4 + c), b1 = __shfl_sync(~0u, base[1], j / EACH * 4 + c);
         s[j][0] = fmaf(s[j][0], FROM_K, b0); s[j][1] = fmaf(s[j][1], FROM_K, b1);
         s[j][2] = fmaf(s[j][2], FROM_K, b0); s[j][3] = fmaf(s[j][3], FROM_K, b1);
     }
 }
 
-// Probabilities s of cells 16j + 2g + b, columns 2c + {0, 1}, to p of column g, cells 16c + 4j + {0, 2} + b. In between cell 16j + 2g + b
-// is row (j, b, g ^ 2j) of 16 bytes: neither way do two threads meet in a bank.
+// Probabilities s of cells 16j + 2g + b, columns 2c + {0, 1}, to p of column g, cells 16c + 4j + {0, 2} + b. In
+// between cell 16j + 2g + b is row (j, b, g ^ 2j) of 16 bytes: neither way do two threads meet in a bank.
 __device__ __forceinline__ void turn_probabilities(uint8_t * rows, uint32_t rows_at, const float (&s)[4][4], uint32_t (&p)[4][2]) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, to = lane % 8 / 2; // to: c of the threads that lane's row of a matrix goes to
     __syncwarp();
@@ -224,14 +244,16 @@ __device__ __forceinline__ void turn_probabilities(uint8_t * rows, uint32_t rows
 }
 
 // p: weighted probabilities of step j, cells (0, 2) and (1, 3)
-template <int D, int KB, int VB> __device__ __forceinline__
+template <int D, int KB, int VB, int G> __device__ __forceinline__
 void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
     using map = stage_map<D, KB, VB>;
-    constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1, GROUPS = D / 16; // N: words of a channel that a thread needs
+    constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1; // N: words of a channel that a thread needs
+    constexpr int GROUPS = D / G, EACH = G / 16;                                 // EACH: k of a group
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, turn = c % 2 * 4;
     {
         const int group = GROUPS < 8 ? min(g, GROUPS - 1) : g;
-        const uint4 z[2] = { *(const uint4 *) (params + value_piece<D>(group, 8 + 2*c)), *(const uint4 *) (params + value_piece<D>(group, 9 + 2*c)) };
+        const uint4 z[2] = { *(const uint4 *) (params + value_piece<D, G>(group, 8 + 2*c)),
+                             *(const uint4 *) (params + value_piece<D, G>(group, 9 + 2*c)) };
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float back = g < GROUPS ? exp2_of(-v_weight<VB>(j)) : 0.0f;
@@ -241,9 +263,18 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
     }
     const int chunk = P == 8 ? c / 2 : N * c; // the first
     const uint8_t * words = stage + map::V + chunk / 2 * 128 + g % 2 * 8, * words1 = stage + map::V_HIGH + (c / 2 * 4 + g / 2) * 16 + g % 2 * 8;
+    uint32_t ps[4][2];
 #pragma unroll
-    for (int k = 0; k < GROUPS; k++) {
-        const uint4 scale[2] = { *(const uint4 *) (params + value_piece<D>(k, 2*c)), *(const uint4 *) (params + value_piece<D>(k, 2*c + 1)) };
+    for (int k = 0; k < D / 16; k++) {
+        if (k % EACH == 0) {
+            const uint4 scale[2] = { *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c)),
+                                     *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c + 1)) };
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                ps[j][0] = mul2(p[j][0], word(scale[j / 2], j % 2));
+                ps[j][1] = mul2(p[j][1], word(scale[j / 2], 2 + j % 2));
+            }
+        }
         uint2 x[N], h = {};
 #pragma unroll
         for (int n = 0; n < N; n++) { x[n] = *(const uint2 *) (words + k * (2*W * 64) + (((chunk + n) % 2 * 4 + g / 2) ^ 2 * (chunk / 2 % 4)) * 16); }
@@ -258,16 +289,18 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
                 y.y = rotate(y.y, turn);
             }
             const uint32_t f[4] = { fields<VB>(y.x, h.x, j % P, false), fields<VB>(y.y, h.y, j % P, false), fields<VB>(y.x, h.x, j % P, true), fields<VB>(y.y, h.y, j % P, true) };
-            mma(o[k], f, mul2(p[j][0], word(scale[j / 2], j % 2)), mul2(p[j][1], word(scale[j / 2], 2 + j % 2)));
+            mma(o[k], f, ps[j][0], ps[j][1]);
         }
     }
 }
 
-// rows: of cell 16c, channel 0 of the slice
-template <int D, int VB, typename X> __device__ __forceinline__ void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+// rows: of cell 4J * c, channel 0 of the slice
+template <int D, int VB, int J = 4, typename X> __device__ __forceinline__
+void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[J][2],
+                          float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
+    for (int j = 0; j < J; j++) {
         const float back = exp2_of(-v_weight<VB>(j));
         const uint32_t p0 = mul2(p[j][0], back), p1 = mul2(p[j][1], back);
 #pragma unroll

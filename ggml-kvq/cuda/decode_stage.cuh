@@ -24,15 +24,16 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) { uint32_t y; asm vola
 
 constexpr int LATTICE = 32; // BITS of a lattice page = LATTICE + bits of an index
 
-// How a lane of codes of BITS is cut: the first part's width, planes of a word, and the 1-bit part of 3 bits. Lattice: P = steps of
-// 4 channels in a word; indices of 6 bits have a part of 2.
+// How a lane of codes of BITS is cut: the first part's width, planes of a word, and the 1-bit part of 3 bits.
+// Lattice: P = steps of 4 channels in a word; indices of 6 bits have a part of 2.
 template <int BITS> struct cut {
     static constexpr int B = BITS > LATTICE ? BITS - LATTICE : BITS;
     static constexpr int W = B == 3 ? 2 : B == 16 ? 4 : B == 6 ? 4 : B, P = (BITS > LATTICE ? 16 : 8) / W;
     static constexpr bool high = B == 3 || B == 6;
 };
 
-// fields of plane `pl` of bytes (0, 2) of x, or (1, 3), as two denormals; high: the word of third bits, its plane 0 belongs to plane 0
+// fields of plane `pl` of bytes (0, 2) of x, or (1, 3), as two denormals; high: the word of third bits, its plane 0
+// belongs to plane 0
 template <int BITS> __device__ __forceinline__ uint32_t fields(uint32_t x, uint32_t high, int pl, bool second) {
     constexpr int W = cut<BITS>::W;
     const uint32_t mask = (uint32_t) (((1 << W) - 1) << (W * pl)) * 0x00010001u;
@@ -57,9 +58,9 @@ template <int D, int KB> __device__ __forceinline__ int channel_of(int c, int s)
 }
 
 // ---------------------------------------------------------------- channels of a warp
-// Kernels are made for heads of D channels. WIDE ones (D = 128) take all other heads: the warps of a team walk the same cells, each has
-// a slice of D channels, and what they have of the scores is added up in shared memory (team_sum). A slice may reach beyond the head.
-// Other heads cost nothing that way: every loop here knows its bounds when it is compiled.
+// Kernels are made for heads of D channels. WIDE ones (D = 128) take all other heads: the warps of a team walk the same
+// cells, each has a slice of D channels, and what they have of the scores is added up in shared memory (team_sum). A
+// slice may reach beyond the head. Other heads cost nothing that way: every loop here knows its bounds when compiled.
 template <int D, bool WIDE_> struct slice_of {
     static constexpr bool WIDE = false;
     static constexpr int n = 1, i = 0, warps = DECODE_WARPS, teams = DECODE_WARPS;
@@ -87,8 +88,8 @@ template <int D> struct slice_of<D, true> {
     __device__ __forceinline__ int near(int channel, int n) const { return min(channel, channels - n); } // where any number does, so that loads need no branch
 };
 
-// Warps of a block, at most. WIDE kernels have one block on a multiprocessor: what teams leave each other stays in its shared memory, and
-// there are fewer blocks whose sums the last one adds up.
+// Warps of a block, at most. WIDE kernels have one block on a multiprocessor: what teams leave each other stays in
+// its shared memory, and there are fewer blocks whose sums the last one adds up.
 template <bool WIDE, bool MANY_REGISTERS> __host__ __device__ constexpr int most_warps() { return !WIDE ? DECODE_WARPS : MANY_REGISTERS ? 8 : 12; }
 
 // Waits for the other warps of the team, whose memory before it is then seen.
@@ -99,8 +100,9 @@ __device__ __forceinline__ void team_barrier(int team, int n_warps) {
 
 constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4; // of shared memory, a warp: two turns of sums of 64 cells and 8 columns
 
-// The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Turns change each time, so
-// that one barrier is enough: who writes a turn again has passed the barrier of the other one, behind everybody's reading.
+// The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Turns
+// change each time, so that one barrier is enough: who writes a turn again has passed the barrier of the other one,
+// behind everybody's reading.
 template <typename X, typename F> __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[16], F && f) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float4 * const to = (float4 *) (all + warp * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
@@ -152,8 +154,9 @@ template <typename X, int J> __device__ __forceinline__ void team_sum(const X & 
 //   (each followed by the part of third bits, if any)
 //   K parameters  f16 [part][scale, zero][D]
 //   V parameters  f16 [group][scale, zero][64]
-// 8-bit parameters arrive in their place in the same order, one byte each, followed by 8 bytes of ranges a part (K) or half (V), and are
-// turned into f16 once they are here, in memory of the warp's own that all of its stages share.
+// 8-bit parameters arrive in their place in the same order, one byte each, followed by 8 bytes of ranges a part (K)
+// or half (V), and are turned into f16 once they are here, in memory of the warp's own that all of its stages
+// share.
 template <int D, int KB, int VB> struct stage_map {
     static constexpr int WK = cut<KB>::W, WV = cut<VB>::W;
     static constexpr int K = 0, K_HIGH = K + 4 * (D * WK / 32) * 64, V = K_HIGH + (cut<KB>::high ? 4 * (D / 32) * 64 : 0);
@@ -173,7 +176,11 @@ struct half_page { const uint8_t * k_codes, * k_params, * v_codes, * v_params; i
 
 __device__ __forceinline__ void copy16(uint32_t to, const void * from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
 __device__ __forceinline__ void copy8 (uint32_t to, const void * from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"  :: "r"(to), "l"(from) : "memory"); }
-// the first part of what was asked for is closed by copies_part; first_copies_done waits for all but the part closed last
+__device__ __forceinline__ void copy4(uint32_t to, const void * from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+}
+// the first part of what was asked for is closed by copies_part; first_copies_done waits for all but the part
+// closed last
 __device__ __forceinline__ void copies_part() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void first_copies_done() { asm volatile("cp.async.wait_group 1;" ::: "memory"); __syncwarp(); }
 __device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); __syncwarp(); }

@@ -428,7 +428,8 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             a.waves    = nullptr;
             a.in_order = 1;
         }
-        // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and more splits
+        // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and
+        // more splits
         const bool few    = kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
         if (is_short && held_here) {
             for (int i = 0; i < 2; i++) { a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride }; }
@@ -447,7 +448,7 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             held.clear();
         }
         flush_rows();
-        if (!few && a.n_rows > PROMPT_ROWS && attend_rows(a, codec_k, codec_v, n_streams)) {
+        if (a.n_rows > PROMPT_ROWS && !a.waves && attend_rows(a, codec_k, codec_v, n_streams)) {
             continue;
         }
         const int n_warps = a.n_rows > 16 ? 4 : 1;
