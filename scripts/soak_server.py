@@ -26,7 +26,7 @@ from typing import Any
 from ggml_kvq import _paths
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = "the register holds a word that is read by decoder before next cycle and file of model cache page".split()
+WORDS = ["the", "register", "holds", "a", "word", "that", "is", "read", "by", "decoder", "before", "next", "cycle", "of", "model", "cache", "page"]
 
 
 class Soak:
@@ -39,7 +39,7 @@ class Soak:
         env = {**os.environ, "KVQ_METHOD": args.method, "KVQ_OPTS": args.opts, "GGML_BACKEND_PATH": str(_paths.backend())}
         flags = ["-m", str(args.model), "-dev", "KVQ0", "-fa", "on", "-c", str(640 * args.slots), "-np", str(args.slots), "-t", str(args.threads), "-b", "512"]
         more = ["--port", str(args.port), "--slot-save-path", f"{folder}/", "--context-shift", "--cache-ram", "0", "--no-webui"]
-        self.log = open(folder / "server.log", "w")  # noqa: SIM115: as long as the server
+        self.log = open(folder / "server.log", "w")
         self.server = subprocess.Popen([str(_paths.program("llama-server")), *flags, *more], env=env, stdout=self.log, stderr=subprocess.STDOUT)
 
     def wait(self) -> None:

@@ -107,6 +107,8 @@ public:
     // Of a sealed page: the block as it is, and may the rows of its image carry a mark, whose bits they have?
     kvq_page_image block_of(int s, int p) const;
     bool is_marked_image(int s, int p, const uint16_t * rows) const;
+    bool blocks_travel() const { return !slots && !l.is_f16() && !(x.rotor && x.rotor->first()); } // do blocks mean the same in another cache?
+    bool place_block(int s, int p, const kvq_page_image & image); // false: the page cannot hold it, nothing changed
     int  mark_plane() const; // the mantissa bit that marks take, -1: there is none
 
     void clear();

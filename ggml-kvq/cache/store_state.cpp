@@ -101,6 +101,31 @@ void kvq_lane::place(int s, int p, const kvq_page_image & image) {
     set_state(s, p, KVQ_PAGE_SEALED);
 }
 
+bool kvq_lane::place_block(int s, int p, const kvq_page_image & image) {
+    const size_t n_pos = x.rotor ? (size_t) l.page_cells : 0, n_was = x.keeps_turn() ? (size_t) l.page_cells : 0;
+    if (!may_place(s, p) || image.codes.size() != (owner ? 0 : l.nb_codes * l.n_head) || image.params.size() != l.nb_params * l.n_head ||
+        image.pos.size() != n_pos || image.was.size() != n_was) {
+        return false;
+    }
+    for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
+        for (const int32_t pos : *list) {
+            if (pos < -1 || pos >= 1 << 26) {
+                return false;
+            }
+            x.rotor->reach(pos);
+        }
+    }
+    if (n_was) { // other layers hold the page: it has to be sealed as theirs is
+        const uint16_t users = x.users[(size_t) s * l.n_pages + p];
+        if (users > (state(s, p) == KVQ_PAGE_SEALED) && memcmp(image.was.data(), sealed_at(s, p), 4 * n_was)) {
+            return false;
+        }
+    }
+    waiting = false;
+    place(s, p, image);
+    return true;
+}
+
 bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
     kvq_page_image image;
     if (!may_place(s, p) || (!take_image(s, p, rows, false, image) && !(mark_plane() >= 0 && take_image(s, p, rows, true, image)))) {

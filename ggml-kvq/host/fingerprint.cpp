@@ -1,10 +1,10 @@
 #include "fingerprint.h"
+#include "state_blocks.h"
 
 #include "ggml.h"
 #include "gguf.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -143,20 +143,6 @@ kinship compare(const std::vector<float> & a, const std::vector<float> & b) {
 
 // ---------------------------------------------------------------- checksum
 
-uint32_t crc32(uint32_t crc, const void * data, size_t nb) { // of zlib
-    static const std::array<uint32_t, 256> table = [] {
-        std::array<uint32_t, 256> t;
-        for (uint32_t i = 0; i < 256; i++) {
-            t[i] = i;
-            for (int j = 0; j < 8; j++) { t[i] = t[i] >> 1 ^ (t[i] & 1 ? 0xedb88320u : 0); }
-        }
-        return t;
-    }();
-    crc = ~crc;
-    for (size_t i = 0; i < nb; i++) { crc = crc >> 8 ^ table[(crc ^ ((const uint8_t *) data)[i]) & 255]; }
-    return ~crc;
-}
-
 struct entry { std::string head; const void * data; size_t nb; }; // head: kind, and of arrays type and shape
 
 std::string head_of(const std::string & type, const std::vector<uint32_t> & shape) {
@@ -210,9 +196,9 @@ std::map<std::string, entry> entries_of(const file & f) {
 std::string checksum(const std::map<std::string, entry> & entries) {
     uint32_t crc = 0;
     for (const auto & e : entries) {
-        crc = crc32(crc, e.first.c_str(), e.first.size() + 1);
-        crc = crc32(crc, e.second.head.data(), e.second.head.size());
-        crc = crc32(crc, e.second.data, e.second.nb);
+        crc = kvq_crc32(crc, e.first.c_str(), e.first.size() + 1);
+        crc = kvq_crc32(crc, e.second.head.data(), e.second.head.size());
+        crc = kvq_crc32(crc, e.second.data, e.second.nb);
     }
     char text[9];
     snprintf(text, sizeof(text), "%08x", crc);
@@ -301,6 +287,9 @@ kvq_status kvq_check_calibrated(const std::string & path, const std::string & mo
         return found->second.status;
     }
     const kvq_status status = check(path, model, (size_t) st.st_size, note, err);
+    if (known.size() >= 64) {
+        known.clear();
+    }
     known[key] = { status, status == KVQ_OK ? "" : err };
     return status;
 }

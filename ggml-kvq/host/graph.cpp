@@ -472,6 +472,7 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         }
         if (std::find(touched.begin(), touched.end(), t.cache) == touched.end()) {
             touched.push_back(t.cache);
+            t.cache->arrivals.reset(); // whatever state came in is complete
 #ifdef KVQ_CUDA
             if (b.inner) {
                 kvq_cuda_use_stream(*t.cache, b.stream);

@@ -194,6 +194,8 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device)
         is_ok = is_ok && build(*layers.back());
     }
     link();
+    const auto state = config.options.values.find("state");
+    compact = state != config.options.values.end() && state->second != "rows";
     std::lock_guard<std::mutex> lock(live_mutex);
     live.push_back(this);
 }

@@ -2,6 +2,7 @@
 
 #include "backend.h"
 #include "fingerprint.h"
+#include "state_blocks.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -182,10 +183,11 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     kvq_arrivals & in = t.cache->arrivals;
     const kvq_mark_rows_view v = { rows, n, lanes.row, lanes.layout().codec.head_size };
     if (in.layer != t.layer || in.value != t.value || in.stream != s) {
-        const bool cut = !in.open.empty();
+        const bool cut = !in.open.empty() || !in.blob.empty();
         const std::string of = cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
         in.hashes.clear();
         in.open.clear();
+        in.blob.clear();
         in.layer  = t.layer;
         in.value  = t.value;
         in.stream = s;
@@ -230,6 +232,73 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     return "";
 }
 
+// ---------------------------------------------------------------- blocks as they are
+
+static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint8_t * to) {
+    const kvq_blob_head head = { 0, 0, tag_out, t.cache->model_mark(), t.value, (uint8_t) lanes.n, t.layer->d.il, n };
+    const std::vector<uint8_t> blob = kvq_blob_write(lanes.lane, s, cell, n, 2 * (size_t) lanes.row * n, head);
+    std::copy(blob.begin(), blob.end(), to); // zeros behind it
+    return !blob.empty();
+}
+
+// Zeros are left where memory has them already: fresh pages of it then stay untouched (states.py maps a whole state, most of it zeros).
+static void copy_out(void * data, const char * from, size_t nb) {
+    static const char zeros[4096] = {};
+    for (size_t at = 0; at < nb; at += sizeof(zeros)) {
+        const size_t n = std::min(sizeof(zeros), nb - at);
+        if (memcmp(from + at, zeros, n) || memcmp((char *) data + at, zeros, n)) {
+            memcpy((char *) data + at, from + at, n);
+        }
+    }
+}
+
+// Bytes of a compact tensor on their way in; true: they are, and there are no rows to restore.
+static bool take_blob(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, const uint16_t * rows, std::string & why) {
+    kvq_arrivals & in = t.cache->arrivals;
+    const bool same = in.layer == t.layer && in.value == t.value && in.stream == s;
+    if (!same || in.blob.empty()) {
+        if (!kvq_blob_begins(rows, 2 * (size_t) lanes.row * n)) {
+            return false;
+        }
+        in.hashes.clear();
+        in.open.clear();
+        in.blob.clear();
+        in.runs.clear();
+        in.layer  = t.layer;
+        in.value  = t.value;
+        in.stream = s;
+    }
+    in.blob.insert(in.blob.end(), (const uint8_t *) rows, (const uint8_t *) (rows + (size_t) lanes.row * n));
+    in.runs.push_back({ s, cell, n });
+    int32_t n_rows;
+    memcpy(&n_rows, in.blob.data() + 32, 4);
+    int n_have = 0;
+    for (const kvq_blob_run & r : in.runs) { n_have += r.n; }
+    if (n_have < n_rows) {
+        return true; // the rest goes to cells elsewhere
+    }
+    kvq_blob_head head = {};
+    const uint16_t mine = t.cache->model_mark();
+    if (n_have != n_rows || !kvq_blob_read_head(in.blob.data(), in.blob.size(), head) || head.il != t.layer->d.il || head.value != t.value || head.n_lanes != lanes.n) {
+        why = "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
+    } else if (head.model && mine && head.model != mine) {
+        why = "the saved state is of another model: give it the model that it was saved with";
+    } else {
+        std::string note;
+        in.blob.resize(head.nb);
+        tag_in = head.tag ? head.tag : tag_in;
+        why = kvq_blob_restore(in.blob, in.owner[t.value], lanes.lane, in.runs, note);
+        if (!note.empty() && !in.noted) {
+            kvq_report_note(note);
+            in.noted = true;
+        }
+        in.owner[t.value] = in.blob;
+    }
+    in.blob.clear();
+    in.runs.clear();
+    return true;
+}
+
 // ---------------------------------------------------------------- entry points
 
 void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
@@ -242,12 +311,15 @@ void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_
     std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
         uint16_t * const to = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
+        if (r.whole() && t.cache->compact && compact_rows(t, lanes, s, cell, n, (uint8_t *) to)) {
+            return;
+        }
         lanes.read(s, cell, n, to);
         if (r.whole()) {
             sign(t, lanes, s, cell, n, to);
         }
     });
-    memcpy(data, (const char *) rows.data() + r.head, size);
+    copy_out(data, (const char *) rows.data() + r.head, size);
 }
 
 static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const void * data, size_t offset, size_t size, bool from_state, bool may_throw) {
@@ -268,9 +340,16 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
     kvq_arrivals & in = t.cache->arrivals;
     const bool staged = in.data == data; // one buffer for one tensor after the other: they come from a file
     std::string why = in.damage;
+    std::vector<int64_t> done; // first rows of those that are no rows
     if (from_state && r.whole()) {
-        each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int, int n, int64_t row) {
-            const std::string bad = check(t, lanes, s, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+        each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+            uint16_t * const from = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
+            std::string bad;
+            if (why.empty() && take_blob(t, lanes, s, cell, n, from, bad)) {
+                done.push_back(row);
+            } else if (why.empty()) {
+                bad = check(t, lanes, s, n, from);
+            }
             why = why.empty() ? bad : why;
         });
     }
@@ -289,7 +368,9 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
         return;
     }
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        lanes.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+        if (std::find(done.begin(), done.end(), row) == done.end()) {
+            lanes.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+        }
     });
 }
 

@@ -6,6 +6,7 @@
 // So the first throws, and the second leaves a cache that does not compute until it is cleared.
 #pragma once
 
+#include "state_blocks.h"
 #include "../cache/mark.h"
 
 #include <cstdint>
@@ -25,6 +26,10 @@ struct kvq_arrivals {
     int  stream = -1;
     std::vector<uint64_t>       hashes; // of its rows so far
     std::vector<kvq_mark_found> open;   // marks whose rows have not all come
+    std::vector<uint8_t>        blob;   // a compact tensor, until all of it has come
+    std::vector<kvq_blob_run>   runs;   // where its rows go
+    std::vector<uint8_t>        owner[2]; // the last compact keys and values: a lane may share their codes
+    bool         noted = false;
     const void * data = nullptr;        // where the last call's rows were
     std::string  damage;                // why rows were refused
     void reset() { *this = kvq_arrivals(); }

@@ -60,19 +60,24 @@ const kvq_method * kvq_method_find(const char * name); // NULL when unknown
 kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_options & out, std::string & err);
 
 // Options that every quantising method has, and their reading.
+#define KVQ_OPTIONS_STATE                                                                                                       \
+    { "state", "rows|compact|packed", "rows", "saved states: f16 rows, which other builds read; blocks as they are; squeezed blocks", "ggml-kvq" }
+
 #define KVQ_OPTIONS_AFFINE                                                                                                      \
     { "group",   "int", "32",  "cells per key group and channels per value group: 16 32 64 128", "KIVI section 4.1" },         \
     { "group_v", "int", "0",   "channels per value group; 0: as group, at most the head size", "KIVI section 4.1" },          \
     { "window",  "int", "128", "newest cells kept in f16, 0..4096", "KIVI section 4.1 (residual length)" },                    \
     { "sinks",   "int", "0",   "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },                            \
     { "scales",  "f16|u8", "f16", "format of scales and zeros; u8 halves them", "ggml-kvq" },                                  \
-    { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" }
+    { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },                              \
+    KVQ_OPTIONS_STATE
 
 #define KVQ_OPTIONS_LATTICE(sinks)                                                                                             \
     { "grid",    "auto|d2|d4|d8", "auto", "channels per index; auto: 2; d4 for 1 and 2 bits, d8 for 1 bit", "HIGGS section 3" },  \
     { "sinks",   "int", sinks, "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },                            \
     { "scales",  "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },                                                \
-    { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" }
+    { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },                              \
+    KVQ_OPTIONS_STATE
 
 kvq_status kvq_plan_lattice(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_affine(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);

@@ -22,6 +22,7 @@ static const kvq_option_info options[] = {
     { "sinks",     "int",   "0",   "first cells of a stream kept in f16, 0..64", "ggml-kvq" },
     { "scales",    "f16|u8|u4", "u4", "format of scales and zeros; u8 halves them, u4 takes 4 bits for those of values", "ggml-kvq" },
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },
+    KVQ_OPTIONS_STATE,
 };
 
 static std::string bad(const kvq_options & o, const char * key, const char * range) {

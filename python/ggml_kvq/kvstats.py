@@ -19,6 +19,12 @@ lock = threading.RLock()
 _owners: list[tuple[int, int]] = []
 
 
+def option(text: str, key: str) -> str:
+    """Value of `key` in "key=value,key=value", "" when it is not there."""
+    pairs = dict(item.split("=", 1) for item in text.split(",") if "=" in item)
+    return next((v.strip() for k, v in pairs.items() if k.strip() == key), "")
+
+
 def own(owner: int, n_caches: int) -> None:
     """Note that `owner` just created n_caches caches. Call with the lock held."""
     if n_caches:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import struct
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from . import kvstats, state_files
 from .errors import StateError
 from .loader import last_problem, log
 
@@ -26,31 +29,50 @@ def _tag(tokens: list[int]) -> int:
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
-    """Write tokens and cache of `model` to `path`. Raises StateError; what was there before is then still there."""
+    """Write tokens and cache of `model` to `path`, in llama.cpp's format or, with the option state=compact or packed, in that of state_files.py.
+    Raises StateError; what was there before is then still there."""
     target = Path(path)
+    form = kvstats.option(model._options, "state") if model.kv_method is not None else "rows"
     with model._lock:
         ctx = model._open()
         ids = np.asarray(model._tokens, np.int32)
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-        if model.kv_method is not None and model._libs.kvq is not None:
-            model._libs.kvq.kvq_state_begin(_tag(ids.tolist()))
+        kvq = model._libs.kvq if model.kv_method is not None else None
+        if kvq is not None:
+            kvq.kvq_state_begin(_tag(ids.tolist()))
         try:
-            log.begin()
-            ok = model._libs.llama.llama_state_save_file(
-                ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
-            )
-            lines = log.end()
-            if not ok:
-                raise StateError(f"{target} could not be written: {last_problem(lines)}; check folder and disk space")
+            if form in ("compact", "packed"):
+                state_files.write(partial, ids, _state_data(model), form == "packed")
+            else:
+                log.begin()
+                ok = model._libs.llama.llama_state_save_file(
+                    ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
+                )
+                lines = log.end()
+                if not ok:
+                    raise StateError(f"{target} could not be written: {last_problem(lines)}; check folder and disk space")
             with open(partial, "rb+") as f:
                 os.fsync(f.fileno())
             os.replace(partial, target)
         except OSError as e:
             raise StateError(f"{target} could not be written: {e.strerror}; check folder and disk space") from e
         finally:
-            if model.kv_method is not None and model._libs.kvq is not None:
-                model._libs.kvq.kvq_state_begin(0)
+            if kvq is not None:
+                kvq.kvq_state_begin(0)
             partial.unlink(missing_ok=True)
+
+
+def _state_data(model: Model) -> mmap.mmap:
+    """The state in memory: as large as with f16 rows, but pages of it that stay zero take no memory."""
+    lib, ctx = model._libs.llama, model._open()
+    size = lib.llama_state_get_size(ctx)
+    data = state_files.zeros(size)
+    view = (ctypes.c_uint8 * size).from_buffer(data)
+    got = lib.llama_state_get_data(ctx, view, size)
+    del view
+    if got != size:
+        raise StateError(f"llama.cpp gave {got} bytes of a state of {size}; save the state again")
+    return data
 
 
 def _check_head(source: Path) -> None:
@@ -65,11 +87,25 @@ def _check_head(source: Path) -> None:
         raise StateError(f"{source} is cut off after {size} bytes; save the state again")
 
 
+def _set_state_data(model: Model, ids: npt.NDArray[np.int32], data: mmap.mmap, out: Any, n: Any) -> bool:
+    """As llama_state_load_file does, from memory; False when it does not fit."""
+    size = len(data)
+    if len(ids) > len(out):
+        return False
+    view = (ctypes.c_uint8 * size).from_buffer(data)
+    got = model._libs.llama.llama_state_set_data(model._open(), view, size)
+    del view
+    out[: len(ids)], n.value = ids.tolist(), len(ids)
+    return bool(got == size)
+
+
 def load(model: Model, path: str | os.PathLike[str]) -> int:
     """Restore what save() wrote; returns the number of tokens held. StateError when the file is not whole or not of this model: the
     cache is then empty, or as it was when the file does not even begin like a state."""
     source = Path(path)
-    _check_head(source)
+    blocks = state_files.read(source) if source.is_file() else None
+    if blocks is None:
+        _check_head(source)
     with model._lock:
         ctx = model._open()
         model.reset()
@@ -79,7 +115,10 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
         if kvq is not None:
             kvq.kvq_state_begin(0)
         log.begin()
-        ok = model._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, model.n_ctx, ctypes.byref(n))
+        if blocks is not None:
+            ok = _set_state_data(model, *blocks, out, n)
+        else:
+            ok = model._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, model.n_ctx, ctypes.byref(n))
         lines = log.end()
         reason = kvq.kvq_last_error().decode() if kvq is not None else ""
         tag = kvq.kvq_state_tag() if kvq is not None else 0

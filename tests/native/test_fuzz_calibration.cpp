@@ -1,6 +1,7 @@
 // The loader of calibrated data against random mutations of good files, as sidecar and as metadata: every input is refused with one line
 // or loaded and packed; none crashes, none makes memory grow beyond a few times the file. Usage: test_fuzz_calibration [n] [seed]
 #include "../../ggml-kvq/host/calibration.h"
+#include "../../ggml-kvq/host/fingerprint.h"
 
 #include "ggml.h"
 #include "gguf.h"
@@ -38,6 +39,10 @@ static std::vector<uint8_t> make(bool sidecar) {
     gguf_set_val_str(g, "kvq.model.hash", "00");
     gguf_set_val_u32(g, "kvq.model.n_layer", LAYERS);
     gguf_set_val_str(g, "kvq.aqua.predictor", "full");
+    gguf_set_val_str(g, "kvq.checksum", "00000000");
+    gguf_set_val_u32(g, "llama.block_count", LAYERS);
+    gguf_set_val_f32(g, "kvq.aqua.blk.1.k.rms", 1.0f);
+    gguf_set_val_f32(g, "kvq.aqua.blk.1.v.rms", 1.0f);
     std::vector<uint8_t> data;
     for (int il = 0; il < LAYERS; il++) {
         if (il) { gguf_set_val_u32(g, ("kvq.aqua.blk." + std::to_string(il) + ".prev").c_str(), (uint32_t) il - 1); }
@@ -128,7 +133,9 @@ int main(int argc, char ** argv) {
     const auto run = [&](const std::vector<uint8_t> & bytes) {
         if (ftruncate(fd, 0) || pwrite(fd, bytes.data(), bytes.size(), 0) != (ssize_t) bytes.size()) { abort(); }
         kvq_calibration c;
-        std::string err;
+        std::string err, note;
+        kvq_check_calibrated(path, below(2) ? path : "", note, err); // checksum and sketch: refused, noted or taken
+        err.clear();
         if (kvq_calibration_load(path, model, c, err) != KVQ_OK) {
             n_refused++;
             if (err.find("calibrated data") == std::string::npos || err.size() > 4096) {

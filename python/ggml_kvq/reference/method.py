@@ -77,4 +77,4 @@ def register(cls: type[Method]) -> type[Method]:
 
 
 #: Options of every method that quantises, as KVQ_OPTIONS_AFFINE in methods/method.h.
-AFFINE_OPTIONS: dict[str, Any] = {"group": 32, "group_v": 0, "window": 128, "sinks": 0, "scales": "f16", "precision": "int8"}
+AFFINE_OPTIONS: dict[str, Any] = {"group": 32, "group_v": 0, "window": 128, "sinks": 0, "scales": "f16", "precision": "int8", "state": "rows"}

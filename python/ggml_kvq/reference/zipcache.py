@@ -29,6 +29,7 @@ class ZipCache(Method):
         "sinks": 0,
         "scales": "u4",
         "precision": "int8",
+        "state": "rows",
     }
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
