@@ -383,6 +383,16 @@ static void wide_attention(kvq_cuda_device & d, bool quick) {
             CHECK(d.n_fine > before || n_no_room, "heads of %d: the kernel for groups of 16 did not run", D);
         }
     }
+    d.allow_short = false; // groups of 32 with more than 4 query rows (cuda/attend.cuh, KVQ_FINE_BITS)
+    for (int D : { 80, 96, 192, 256, 512 }) { for (const auto & p : { std::make_pair(1, 1), { 2, 1 }, { 2, 2 }, { 3, 3 }, { 4, 4 } }) {
+        const attention_case c = with({ p.first, p.second, 32, 0, D, 1, 5 + p.first, 1, 470, 1, 0, 0, p.second == 2, false }, p.first % 2, false);
+        if ((quick && (p.first + p.second + D / 16) % 3) || !has_room(c)) { continue; }
+        const int64_t before = d.n_fine;
+        worst = std::max(worst, check_attention(d, c));
+        CHECK(d.n_fine == before + 1 || getenv("KVQ_CUDA_AS"), "bits %d/%d heads of %d: not the kernel for many rows", p.first, p.second, D);
+        n++;
+    } }
+    d.allow_short = true;
     if (!quick) {
         for (int D : { 80, 96, 192, 256, 512 }) { for (int gqa = 1; gqa <= 16; gqa++) {
             attention(with({ 2, 2, 128, 0, D, 2, gqa, 1, 1300 + 70 * gqa, 1 + gqa % 2, 0, 0, gqa == 4, gqa == 9 }, gqa % 5 == 0, gqa == 7));
