@@ -134,7 +134,8 @@ kinship compare(const std::vector<float> & a, const std::vector<float> & b) {
         }
         const float * x = &a[at + 2 + 2 * SUMS], * y = &b[at + 2 + 2 * SUMS];
         for (int i = 0; x[0] && y[0] && i < NORMS; i++) {
-            differ = differ || fabsf(x[i] - y[i]) > 0.004f * (fabsf(x[i]) + fabsf(y[i])); // a file that kept norms in f16 or bf16
+            // a file that kept norms in f16 or bf16
+            differ = differ || fabsf(x[i] - y[i]) > 0.004f * (fabsf(x[i]) + fabsf(y[i]));
         }
     }
     const double far = size > 0 ? sqrt(apart / size) : 0;
@@ -149,7 +150,8 @@ std::string head_of(const std::string & type, const std::vector<uint32_t> & shap
     return "a" + type + std::string("\0", 1) + std::string((const char *) shape.data(), 4 * shape.size());
 }
 
-// Everything named kvq.* but the checksum itself, by name. Arrays are tensors, or arrays of u8 with .type and .shape beside them.
+// Everything named kvq.* but the checksum itself, by name. Arrays are tensors, or arrays of u8 with .type and .shape
+// beside them.
 std::map<std::string, entry> entries_of(const file & f) {
     std::map<std::string, entry> out;
     for (int64_t i = 0; i < gguf_get_n_kv(f.g); i++) {

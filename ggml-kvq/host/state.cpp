@@ -241,7 +241,8 @@ static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, i
     return !blob.empty();
 }
 
-// Zeros are left where memory has them already: fresh pages of it then stay untouched (states.py maps a whole state, most of it zeros).
+// Zeros are left where memory has them already: fresh pages of it then stay untouched (states.py maps a whole state,
+// most of it zeros).
 static void copy_out(void * data, const char * from, size_t nb) {
     static const char zeros[4096] = {};
     for (size_t at = 0; at < nb; at += sizeof(zeros)) {

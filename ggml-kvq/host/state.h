@@ -1,8 +1,12 @@
-// Rows of cache tensors on their way out and in: what llama.cpp saves and restores, and a checksum of it (cache/mark.h).
+// Rows of cache tensors on their way out and in: what llama.cpp saves and restores, and a checksum of it
+// (cache/mark.h).
 //
-// Rows that carry one are refused unless they are the rows that were saved, by a model with the same weights. Rows without one, of other builds and older
-// files, need only be finite. llama.cpp has no way to be told that setting a tensor failed. Restoring from a file, it reads every
-// tensor into one staging buffer, and ends well when that throws; restoring from memory it sets tensors in a destructor, which must not throw.
+// Rows that carry one are refused unless they are the rows that were saved, by a model with the same weights. Rows
+// without one, of other builds and older
+// files, need only be finite. llama.cpp has no way to be told that setting a tensor failed. Restoring from a file, it
+// reads every
+// tensor into one staging buffer, and ends well when that throws; restoring from memory it sets tensors in a
+// destructor, which must not throw.
 // So the first throws, and the second leaves a cache that does not compute until it is cleared.
 #pragma once
 
@@ -19,7 +23,8 @@ struct kvq_kv_layer;
 
 struct kvq_state_error : std::runtime_error { using std::runtime_error::runtime_error; };
 
-// What has come in of the tensor that is being restored. llama.cpp sets its rows in their order, in as many calls as there are runs of free cells.
+// What has come in of the tensor that is being restored. llama.cpp sets its rows in their order, in as many calls as
+// there are runs of free cells.
 struct kvq_arrivals {
     const kvq_kv_layer * layer = nullptr;
     bool value  = false;

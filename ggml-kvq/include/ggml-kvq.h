@@ -37,7 +37,7 @@ typedef enum kvq_status {
 KVQ_API int          kvq_abi_version(void);
 KVQ_API const char * kvq_version(void);
 KVQ_API const char * kvq_last_error(void); // thread-local, "" when nothing failed
-KVQ_API const char * kvq_last_note (void); // of this thread: the last line about calibrated data that was taken with a reservation, "" when there was none
+KVQ_API const char * kvq_last_note (void); // likewise, of calibrated data that was taken with a reservation
 KVQ_API const char * kvq_kernel_name(void); // "avx512-vnni", "avx2", "portable"; KVQ_ISA forces a lower one
 
 // ---------------------------------------------------------------- methods
@@ -68,8 +68,8 @@ KVQ_API int kvq_check(const char * method, const char * opts);
 // (KVQ_METHOD, KVQ_OPTS, KVQ_CONFIG, KVQ_MODEL). opts, config and model may be NULL.
 KVQ_API int kvq_configure(const char * method, const char * opts, const char * config, const char * model);
 
-// What a model's weights are, whatever their quantisation (host/fingerprint.h): calibrated data holds it. Number of values, 0: not readable; at most n
-// are written to out.
+// What a model's weights are, whatever their quantisation (host/fingerprint.h): calibrated data holds it. Returns the
+// number of values, 0: not readable; at most n are written to out.
 KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 
 // ---------------------------------------------------------------- block formats
@@ -124,8 +124,9 @@ KVQ_API int kvq_decode(const kvq_codec * codec, const void * codes, const void *
 KVQ_API int kvq_image      (const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
 KVQ_API int kvq_image_match(const kvq_codec * codec, const uint16_t * rows, const void * shared, void * codes, void * params);
 
-// Saved states carry checksums (cache/mark.h), and with them a number of whoever saves, 0: none. Of this thread, until it begins again: the
-// number that states carry which are saved, and the one of a state that was restored. kvq_last_error() is "" after kvq_state_begin.
+// Saved states carry checksums (cache/mark.h), and with them a number of whoever saves, 0: none. Of this thread, until
+// it begins again: the number that saved states carry, and the one that a restored state carried. kvq_last_error() is
+// "" after kvq_state_begin.
 KVQ_API void     kvq_state_begin(uint32_t tag);
 KVQ_API uint32_t kvq_state_tag(void);
 
