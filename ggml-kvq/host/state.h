@@ -1,13 +1,11 @@
 // Rows of cache tensors on their way out and in: what llama.cpp saves and restores, and a checksum of it
 // (cache/mark.h).
 //
-// Rows that carry one are refused unless they are the rows that were saved, by a model with the same weights. Rows
-// without one, of other builds and older
-// files, need only be finite. llama.cpp has no way to be told that setting a tensor failed. Restoring from a file, it
-// reads every
-// tensor into one staging buffer, and ends well when that throws; restoring from memory it sets tensors in a
-// destructor, which must not throw.
-// So the first throws, and the second leaves a cache that does not compute until it is cleared.
+// Rows that carry one are refused unless they are the rows that were saved, by a model with the same weights. Rows without
+// one, of other builds and older files, need only be finite. llama.cpp has no way to be told that setting a tensor failed.
+// Restoring from a file, it reads every tensor into one staging buffer, and ends well when that throws; restoring from
+// memory it sets tensors in a destructor, which must not throw. So the first throws, and the second leaves a cache that
+// does not compute until it is cleared.
 #pragma once
 
 #include "state_blocks.h"

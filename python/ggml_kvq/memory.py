@@ -1,6 +1,7 @@
-"""What a context needs and what the machine has: the answer before a program starts, in place of an upstream that
-moves layers
-off the device that compresses them, or of a machine that swaps."""
+"""What a context needs and what the machine has: the answer before a program starts.
+
+Without it llama.cpp moves layers off the device that compresses them, or the machine swaps.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,7 @@ def available() -> int:
 
 
 def _group_rooms() -> list[int]:
-    """Room in the memory control groups (version 2, then 1) that this process sees; those without a limit are left
-    out.
-    """
+    """Room in the memory control groups (version 2, then 1) that this process sees and that have a limit."""
     out: list[int] = []
     for limit, used, stat in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
@@ -55,9 +54,7 @@ def _group_rooms() -> list[int]:
 
 @dataclass(frozen=True)
 class Model:
-    """What counts of a model: weights (bytes of its files), layers that see the whole context, layers that see a
-    window of it.
-    """
+    """What counts of a model: weights (bytes of its file), layers that see the whole context or a window of it."""
 
     weights: int
     full: list[Shape]
@@ -141,9 +138,7 @@ def need(m: Model, plan: Plan, n_ctx: int, *, n_stream: int = 1, n_ubatch: int =
 
 
 def longest(m: Model, plan: Plan, free: int, *, n_stream: int = 1, n_ubatch: int = 512) -> int:
-    """The longest context (tokens, a multiple of 256 for each stream) that takes at most `free` bytes; 0 when none
-    does.
-    """
+    """The longest context (tokens, a multiple of 256 a stream) that takes at most `free` bytes; 0 when none does."""
     step = STEP * n_stream
     low, high = 0, MOST // step
     while low < high:

@@ -1,6 +1,5 @@
 // Saved states against random changes: rows with marks and blocks as they are, whole, cut off, with a good checksum
-// over what is wrong. Each is refused or
-// restored; none crashes, and a lane that took one goes on working. Usage: test_fuzz_states [n] [seed]
+// over what is wrong. Each is refused or restored; none crashes, and a lane that took one goes on working. Usage: test_fuzz_states [n] [seed]
 #include "check.h"
 #include "../../ggml-kvq/cache/mark.h"
 #include "../../ggml-kvq/cache/store.h"
