@@ -69,7 +69,7 @@ def sketch(path: str | os.PathLike[str]) -> np.ndarray:
 def _format(x: np.ndarray) -> tuple[str, list[int]]:
     """GGUF's name of the type, and the shape, outermost first; rows of q4_0 blocks come as uint8."""
     shape = [x.shape[0], x.shape[1] // 18 * 32] if x.dtype == np.uint8 else [int(n) for n in x.shape]
-    return {"float32": "f32", "float16": "f16", "uint8": "q4_0"}[str(x.dtype)], shape
+    return {"float32": "f32", "float16": "f16", "uint8": "q4_0", "int8": "i8"}[str(x.dtype)], shape
 
 
 def checksum(meta: dict[str, Any], data: dict[str, np.ndarray]) -> str:
