@@ -185,12 +185,7 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     if (in.layer != t.layer || in.value != t.value || in.stream != s) {
         const bool cut = !in.open.empty() || !in.blob.empty();
         const std::string of = cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
-        in.hashes.clear();
-        in.open.clear();
-        in.blob.clear();
-        in.layer  = t.layer;
-        in.value  = t.value;
-        in.stream = s;
+        in.begin(t.layer, t.value, s);
         if (cut) {
             return "the saved state is cut off: rows of the " + of + " are missing; save it again";
         }
@@ -261,13 +256,7 @@ static bool take_blob(const kvq_target & t, const row_lanes & lanes, int s, int 
         if (!kvq_blob_begins(rows, 2 * (size_t) lanes.row * n)) {
             return false;
         }
-        in.hashes.clear();
-        in.open.clear();
-        in.blob.clear();
-        in.runs.clear();
-        in.layer  = t.layer;
-        in.value  = t.value;
-        in.stream = s;
+        in.begin(t.layer, t.value, s);
     }
     in.blob.insert(in.blob.end(), (const uint8_t *) rows, (const uint8_t *) (rows + (size_t) lanes.row * n));
     in.runs.push_back({ s, cell, n });

@@ -35,6 +35,15 @@ struct kvq_arrivals {
     bool         noted = false;
     const void * data = nullptr;        // where the last call's rows were
     std::string  damage;                // why rows were refused
+    void begin(const kvq_kv_layer * its_layer, bool its_value, int its_stream) { // of the next tensor
+        hashes.clear();
+        open.clear();
+        blob.clear();
+        runs.clear();
+        layer  = its_layer;
+        value  = its_value;
+        stream = its_stream;
+    }
     void reset() { *this = kvq_arrivals(); }
 };
 
