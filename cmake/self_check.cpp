@@ -31,7 +31,7 @@
 namespace {
 
 constexpr int64_t WIDTH = 512, ROWS = 64, EXPERTS = 3, MANY = 19; // AMX takes 32 rows at a time, K-quants 256 channels
-constexpr int     SECONDS = 600; // then a child counts as hanging; an emulator needs a minute
+constexpr int SECONDS = 600; // then a child counts as hanging; an emulator needs a minute
 // Columns hold whole numbers up to 127, and 127 in every block: 8 bits hold them exactly, as do f16 and bf16. What
 // is left is rounding of the sums (below 1e-6 of the sum of magnitudes in f32, 5e-4 where a CPU sums in f16). A
 // product that lost one block of 32 is 0.01 off in the mean.
@@ -42,18 +42,20 @@ enum { RIGHT = 0, WRONG = 1, NOT_FOR_THIS_CPU = 2 };
 struct report { // what a child does, readable when it is dead
     char doing[160];
     char problem[200];
-    int  n_types, n_buffers;
+    int n_types, n_buffers;
 };
 report * shared;
 
 struct matrix { // [EXPERTS][ROWS][WIDTH]; an ordinary product takes the first expert's
     ggml_type type;
-    char      weights[EXPERTS * ROWS * WIDTH * sizeof(float)];
-    float     plain[EXPERTS * ROWS * WIDTH]; // the same, dequantised
+    char weights[EXPERTS * ROWS * WIDTH * sizeof(float)];
+    float plain[EXPERTS * ROWS * WIDTH]; // the same, dequantised
 };
-struct product { int64_t experts, columns; };
+struct product {
+    int64_t experts, columns;
+};
 struct matrices { // made once; shared with the children
-    int    n;
+    int n;
     matrix m[GGML_TYPE_COUNT];
 };
 matrices * all;
@@ -64,9 +66,7 @@ void quiet(ggml_log_level, const char *, void *) {}
 std::vector<float> columns(int64_t n) {
     std::mt19937 rng(7);
     std::vector<float> x((size_t) (n * WIDTH));
-    for (size_t i = 0; i < x.size(); i++) {
-        x[i] = i % 32 == 5 ? 127.0f : (float) (int) (rng() % 253) - 126.0f;
-    }
+    for (size_t i = 0; i < x.size(); i++) { x[i] = i % 32 == 5 ? 127.0f : (float) (int) (rng() % 253) - 126.0f; }
     return x;
 }
 
@@ -121,7 +121,7 @@ void random_blocks(char * blocks, size_t size, size_t block) {
 }
 
 void compare(const matrix & m, const std::vector<float> & x, const std::vector<int32_t> & expert,
-             const std::vector<float> & got) {
+    const std::vector<float> & got) {
     for (size_t c = 0; c < expert.size(); c++) {
         for (int64_t r = 0; r < ROWS; r++) {
             const float * w = m.plain + (expert[c] * ROWS + r) * WIDTH;
@@ -144,14 +144,14 @@ void compare(const matrix & m, const std::vector<float> & x, const std::vector<i
 // One product with weights in `buft`; false when the backend does not do it there.
 bool multiply(ggml_backend_t backend, ggml_backend_buffer_type_t buft, const matrix & m, const product & p) {
     const int64_t experts = p.experts, n = p.columns;
-    ggml_init_params ip = { 8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, /*no_alloc =*/ true };
-    ggml_context * wctx = ggml_init(ip), * ctx = ggml_init(ip);
+    ggml_init_params ip = { 8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, /*no_alloc =*/true };
+    ggml_context *wctx = ggml_init(ip), *ctx = ggml_init(ip);
     ggml_tensor * w = ggml_new_tensor_3d(wctx, m.type, WIDTH, ROWS, experts);
-    ggml_tensor * x = nullptr, * ids = nullptr, * y = nullptr;
+    ggml_tensor *x = nullptr, *ids = nullptr, *y = nullptr;
     if (experts > 1) {
-        x   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, WIDTH, 1, n);
+        x = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, WIDTH, 1, n);
         ids = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n);
-        y   = ggml_mul_mat_id(ctx, w, x, ids);
+        y = ggml_mul_mat_id(ctx, w, x, ids);
     } else {
         x = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, WIDTH, n);
         y = ggml_mul_mat(ctx, w, x);
@@ -159,12 +159,12 @@ bool multiply(ggml_backend_t backend, ggml_backend_buffer_type_t buft, const mat
     ggml_backend_buffer_t weights = ggml_backend_alloc_ctx_tensors_from_buft(wctx, buft);
     const bool supported = weights && ggml_backend_dev_supports_op(ggml_backend_get_device(backend), y);
     if (supported) {
-        ggml_backend_buffer_t rest  = ggml_backend_alloc_ctx_tensors(ctx, backend);
-        ggml_cgraph *         graph = ggml_new_graph(ctx);
+        ggml_backend_buffer_t rest = ggml_backend_alloc_ctx_tensors(ctx, backend);
+        ggml_cgraph * graph = ggml_new_graph(ctx);
         ggml_build_forward_expand(graph, y);
         const std::vector<float> xs = columns(n);
         std::vector<int32_t> expert((size_t) n, 0);
-        std::vector<float>   got((size_t) (n * ROWS), NAN);
+        std::vector<float> got((size_t) (n * ROWS), NAN);
         ggml_backend_tensor_set(w, m.weights, 0, ggml_nbytes(w));
         ggml_backend_tensor_set(x, xs.data(), 0, ggml_nbytes(x));
         if (ids) {
@@ -193,11 +193,9 @@ bool multiply(ggml_backend_t backend, ggml_backend_buffer_type_t buft, const mat
         snprintf(shared->problem, sizeof shared->problem, "%s", dlerror());
         _exit(WRONG);
     }
-    auto score    = (int (*)()) dlsym(library, "ggml_backend_score");
+    auto score = (int (*)()) dlsym(library, "ggml_backend_score");
     auto registry = (ggml_backend_reg_t (*)()) dlsym(library, "ggml_backend_cpu_reg");
-    if (score && score() == 0) {
-        _exit(NOT_FOR_THIS_CPU);
-    }
+    if (score && score() == 0) { _exit(NOT_FOR_THIS_CPU); }
     if (!registry) {
         snprintf(shared->problem, sizeof shared->problem, "it has no ggml_backend_cpu_reg");
         _exit(WRONG);
@@ -220,11 +218,9 @@ bool multiply(ggml_backend_t backend, ggml_backend_buffer_type_t buft, const mat
                 snprintf(shared->doing, sizeof shared->doing, "in products with %s weights (buffer %s, %d column%s%s)",
                     ggml_type_name(m.type), ggml_backend_buft_name(bufts[b]), (int) p.columns, p.columns > 1 ? "s" : "",
                     p.experts > 1 ? ", experts" : "");
-                if (threads) {
-                    threads(backend, p.columns > 1 ? 2 : 1);
-                }
+                if (threads) { threads(backend, p.columns > 1 ? 2 : 1); }
                 if (multiply(backend, bufts[b], m, p)) {
-                    done    = true;
+                    done = true;
                     used[b] = 1;
                 }
             }
@@ -265,13 +261,13 @@ int main(int argc, char ** argv) {
     }
     const std::vector<std::string> names = cpu_libraries(argv[1]);
     if (names.empty()) {
-        fprintf(stderr, "ggml-kvq: self-check: %s holds no libggml-cpu; give the folder of the built libraries\n",
-            argv[1]);
+        fprintf(
+            stderr, "ggml-kvq: self-check: %s holds no libggml-cpu; give the folder of the built libraries\n", argv[1]);
         return 2;
     }
     const auto start = std::chrono::steady_clock::now();
     shared = (report *) shared_memory(sizeof(report));
-    all    = (matrices *) shared_memory(sizeof(matrices));
+    all = (matrices *) shared_memory(sizeof(matrices));
     if (!shared || !all) {
         perror("ggml-kvq: self-check");
         return 2;
@@ -306,17 +302,16 @@ int main(int argc, char ** argv) {
         }
         if (!WIFEXITED(status) || WEXITSTATUS(status) != RIGHT) {
             const char * end = WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : nullptr;
-            fprintf(stderr, "ggml-kvq: self-check: %s, built by %s, %s%s%s %s%s%s. Cure: another compiler "
+            fprintf(stderr,
+                "ggml-kvq: self-check: %s, built by %s, %s%s%s %s%s%s. Cure: another compiler "
                 "(CC=clang CXX=clang++ pip install .), or kernels for every CPU (CMAKE_ARGS=-DGGML_NATIVE=OFF); "
                 "-DKVQ_SELF_CHECK=OFF in CMAKE_ARGS installs it as it is\n",
                 name.c_str(), argv[2], end ? "dies (" : "is wrong", end ? end : "", end ? ")" : "", shared->doing,
                 shared->problem[0] ? ": " : "", shared->problem);
             return 1;
         }
-        if (i == 0) {
-            continue;
-        }
-        best.n_types   = std::max(best.n_types, shared->n_types);
+        if (i == 0) { continue; }
+        best.n_types = std::max(best.n_types, shared->n_types);
         best.n_buffers = std::max(best.n_buffers, shared->n_buffers);
         right += " " + name;
     }
@@ -327,7 +322,7 @@ int main(int argc, char ** argv) {
     }
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     printf("ggml-kvq: self-check: %d weight types in %d buffer types multiply right on this CPU (%.1f s):%s%s%s\n",
-        best.n_types, best.n_buffers, seconds, right.c_str(), skipped.empty() ? "" : "; not for this CPU:",
-        skipped.c_str());
+        best.n_types, best.n_buffers, seconds, right.c_str(),
+        skipped.empty() ? "" : "; not for this CPU:", skipped.c_str());
     return 0;
 }

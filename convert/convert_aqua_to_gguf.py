@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Calibrate a model for method aqua and write the data as a sidecar GGUF: `ggml-kvq calibrate` under llama.cpp's kind of name."""
+"""Calibrate a model for method aqua and write the data as a sidecar GGUF: `ggml-kvq calibrate` under llama.cpp's
+kind of name.
+"""
 
 import sys
 

@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Write an XQuant configuration as a sidecar GGUF: the preset, or with -f TEXT a search; `ggml-kvq calibrate --method xquant`."""
+"""Write an XQuant configuration as a sidecar GGUF: the preset, or with -f TEXT a search; `ggml-kvq calibrate
+--method xquant`.
+"""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Talk to a model through its chat template; the conversation stays in the compressed cache between turns.
 
-    python examples/chat.py [-m model.gguf] [--kv-method kivi]        (end with an empty line)
+python examples/chat.py [-m model.gguf] [--kv-method kivi]        (end with an empty line)
 """
 
 import argparse
@@ -31,7 +31,11 @@ with Model(args.model, args.kv_method, n_ctx=4096) as model:
         grows = prompt.startswith(known) and bool(known)
         reply = ""
         for piece in model.generate(
-            prompt[len(known) :] if grows else prompt, reset=not grows, special=True, max_tokens=args.max_tokens, temperature=0.7
+            prompt[len(known) :] if grows else prompt,
+            reset=not grows,
+            special=True,
+            max_tokens=args.max_tokens,
+            temperature=0.7,
         ):
             reply += piece
             print(piece, end="", flush=True)

@@ -1,6 +1,7 @@
-"""How much each cache costs and how far it strays from f16 on one text: bits, MiB, perplexity, KL divergence, greedy text.
+"""How much each cache costs and how far it strays from f16 on one text: bits, MiB, perplexity, KL divergence, greedy
+text.
 
-    python examples/compare_methods.py [-m model.gguf] [-f text.txt] [--cache SPEC ...]
+python examples/compare_methods.py [-m model.gguf] [-f text.txt] [--cache SPEC ...]
 """
 
 import argparse
@@ -27,7 +28,9 @@ else:
     import random
 
     text = default_filler(random.Random(1), 8 * args.ctx_size * args.chunks)
-caches = [specs.parse(s) for s in args.cache or ["upstream:q8_0", "upstream:q4_0", "kivi:bits=4", "kivi:bits=2", "xquant"]]
+caches = [
+    specs.parse(s) for s in args.cache or ["upstream:q8_0", "upstream:q4_0", "kivi:bits=4", "kivi:bits=2", "xquant"]
+]
 protocol = perplexity.Protocol(args.ctx_size, 128, max_chunks=args.chunks)
 size = {"n_ctx": args.ctx_size, "n_batch": 128, "n_ubatch": 128}
 

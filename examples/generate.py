@@ -1,6 +1,6 @@
 """Stream text with a compressed KV cache.
 
-    python examples/generate.py [-m model.gguf] [--kv-method xquant] [--kv-opt window=64] [PROMPT]
+python examples/generate.py [-m model.gguf] [--kv-method xquant] [--kv-opt window=64] [PROMPT]
 """
 
 import argparse
@@ -25,4 +25,7 @@ with Model(args.model, args.kv_method, ",".join(args.kv_opt), n_ctx=2048) as mod
     for piece in model.generate(args.prompt, max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed):
         print(piece, end="", flush=True)
     stats = model.kv_stats()
-print(f"\n[{stats['method']}: {stats['bits']:.2f} true bits, {stats['bytes_total'] / 2**20:.2f} MiB instead of {stats['bytes_f16'] / 2**20:.2f}]")
+print(
+    f"\n[{stats['method']}: {stats['bits']:.2f} true bits, {stats['bytes_total'] / 2**20:.2f} MiB instead of"
+    f" {stats['bytes_f16'] / 2**20:.2f}]"
+)

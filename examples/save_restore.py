@@ -1,6 +1,6 @@
 """Read a long text once, save the compressed cache, and continue from the file in a new context.
 
-    python examples/save_restore.py [-m model.gguf] [--kv-method kivi]
+python examples/save_restore.py [-m model.gguf] [--kv-method kivi]
 """
 
 import argparse
@@ -19,7 +19,11 @@ parser.add_argument("-m", "--model", default=DEMO)
 parser.add_argument("--kv-method", default="kivi")
 args = parser.parse_args()
 
-text = default_filler(random.Random(7), 3000) + "\nThe secret code for Oslo is 40817.\n" + default_filler(random.Random(8), 1500)
+text = (
+    default_filler(random.Random(7), 3000)
+    + "\nThe secret code for Oslo is 40817.\n"
+    + default_filler(random.Random(8), 1500)
+)
 question = "\nQuestion: What is the secret code for Oslo?\nAnswer:"
 
 with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """CPU speed of every cache on one machine: libllama of the pinned llama.cpp, upstream's caches and ours in turn.
 
-Every arm is a context of the same model in this one process; upstream's arms run on llama.cpp's CPU backend alone. Arms take turns of
-a few tokens, so that a slow minute of the machine hits all of them. Figures are medians over the rounds.
+Every arm is a context of the same model in this one process; upstream's arms run on llama.cpp's CPU backend alone.
+Arms take turns of a few tokens, so that a slow minute of the machine hits all of them. Figures are medians over the
+rounds.
 
-The default model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128; --heads, --kv-heads and
---head-size give other shapes, --latent one with multi-head latent attention. A cache is filled to the
-depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the cells hold what
-the model computes for its tokens, and no arm has to attend to the whole depth while it fills. Most of the time still goes into
-filling upstream's caches at 32k (its masks are read cell by cell); --depths 1024,8192 takes a minute.
+The default model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128; --heads,
+--kv-heads and --head-size give other shapes, --latent one with multi-head latent attention. A cache is filled to the
+depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the
+cells hold what the model computes for its tokens, and no arm has to attend to the whole depth while it fills. Most of
+the time still goes into filling upstream's caches at 32k (its masks are read cell by cell); --depths 1024,8192 takes a
+minute.
 
---overhead measures what watching attention costs instead: zipcache and minikv against the same method without it, a prompt of --prompt
-tokens and generation behind 3500, as medians of the ratios of turns that follow each other, and by the fastest turn (prompt) or step.
-With -t 1 in seconds of the processor.
+--overhead measures what watching attention costs instead: zipcache and minikv against the same method without it, a
+prompt of --prompt tokens and generation behind 3500, as medians of the ratios of turns that follow each other, and by
+the fastest turn (prompt) or step. With -t 1 in seconds of the processor.
 
 Prints a table, the memory bandwidth measured by a STREAM-like add, and writes one JSON line per arm, test and depth.
 """
@@ -65,7 +67,11 @@ class Writer:
     def __init__(self, path: Path, arch: str, embed: int) -> None:
         import gguf
 
-        self.rng, self.kind, self.quantize = np.random.default_rng(0), gguf.GGMLQuantizationType.Q8_0, gguf.quants.quantize
+        self.rng, self.kind, self.quantize = (
+            np.random.default_rng(0),
+            gguf.GGMLQuantizationType.Q8_0,
+            gguf.quants.quantize,
+        )
         self.embed, self.gguf = embed, gguf.GGUFWriter(path, arch)
         w = self.gguf
         w.add_block_count(LAYERS)
@@ -118,7 +124,9 @@ def make_model(path: Path, heads: int, kv_heads: int, head: int) -> None:
 
 
 def make_latent_model(path: Path, heads: int) -> None:
-    """Multi-head latent attention with the widths of DeepSeek-V2 and V3: 512 latent and 64 rotary channels, no experts."""
+    """Multi-head latent attention with the widths of DeepSeek-V2 and V3: 512 latent and 64 rotary channels, no
+    experts.
+    """
     latent, rotary, nope, value = 512, 64, 128, 128
     m = Writer(path, "deepseek2", EMBED)
     w = m.gguf
@@ -184,7 +192,15 @@ class Arm:
     def __init__(self, name: str, path: Path, depth: int, room: int, threads: int, config: Path | None) -> None:
         cache, method, opts = ARMS[name]
         self.name = name
-        self.model = Arm.shared or Model(path, kv_method=method or "upstream", kv_opts=opts or None, kv_config=config, n_ctx=256, n_threads=threads, device=None)
+        self.model = Arm.shared or Model(
+            path,
+            kv_method=method or "upstream",
+            kv_opts=opts or None,
+            kv_config=config,
+            n_ctx=256,
+            n_threads=threads,
+            device=None,
+        )
         libs = self.model._libs
         self.lib, kvq = libs.llama, libs.kvq
         seq_cp = self.lib.llama_memory_seq_cp
@@ -228,7 +244,9 @@ class Arm:
             token=(c_int32 * n)(*tokens.tolist()),
             pos=(c_int32 * n)(*range(self.pos, self.pos + n)),
             n_seq_id=(c_int32 * n)(*[1] * n),
-            seq_id=ctypes.cast((POINTER(c_int32) * n)(*[ctypes.cast(ids, POINTER(c_int32))] * n), POINTER(POINTER(c_int32))),
+            seq_id=ctypes.cast(
+                (POINTER(c_int32) * n)(*[ctypes.cast(ids, POINTER(c_int32))] * n), POINTER(POINTER(c_int32))
+            ),
             logits=(c_int8 * n)(*[0] * (n - 1), 1),
         )
         status = self.lib.llama_decode(self.ctx, batch)
@@ -305,23 +323,44 @@ def print_overhead(rows: list[dict[str, Any]]) -> None:
     best = {(r["test"], r["arm"]): r["step_ms_least"] or 1 / max(r["samples"]) for r in rows}
     for test in dict.fromkeys(r["test"] for r in rows):
         for name, (watched, plain, *limits) in OVERHEAD.items():
-            ratios = sorted(100 * (y / x - 1) for x, y in zip(samples[test, watched], samples[test, plain], strict=True))
+            ratios = sorted(
+                100 * (y / x - 1) for x, y in zip(samples[test, watched], samples[test, plain], strict=True)
+            )
             q = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-            print(f"{test:8} {name:18} {plain:24} {q[1]:8.1f}% {q[0]:8.1f} to {q[2]:5.1f}% {100 * (best[test, watched] / best[test, plain] - 1):7.1f}% {limits[test.startswith('tg')]:7.0f}%")
+            print(
+                f"{test:8} {name:18} {plain:24} {q[1]:8.1f}% {q[0]:8.1f} to {q[2]:5.1f}%"
+                f" {100 * (best[test, watched] / best[test, plain] - 1):7.1f}% {limits[test.startswith('tg')]:7.0f}%"
+            )
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", "-m", type=Path, help="GGUF file (default: the random model, made on first use)")
-    p.add_argument("--kv-config", type=Path, help="calibrated data of the model for aqua (default with the random model: random means)")
-    p.add_argument("--cache-dir", default=os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "ggml-kvq"), help="where the random model is kept")
+    p.add_argument(
+        "--kv-config",
+        type=Path,
+        help="calibrated data of the model for aqua (default with the random model: random means)",
+    )
+    p.add_argument(
+        "--cache-dir",
+        default=os.path.join(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")), "ggml-kvq"),
+        help="where the random model is kept",
+    )
     p.add_argument("--heads", type=int, default=32, help="query heads of the random model")
     p.add_argument("--kv-heads", type=int, default=8)
     p.add_argument("--head-size", type=int, default=128)
-    p.add_argument("--latent", action="store_true", help="latent attention of 512 + 64 channels (aqua and xquant cannot hold it)")
-    p.add_argument("--arms", default=",".join(ARMS), help="some of: " + ", ".join(ARMS) + "; or NAME=METHOD:key=value:key=value")
+    p.add_argument(
+        "--latent", action="store_true", help="latent attention of 512 + 64 channels (aqua and xquant cannot hold it)"
+    )
+    p.add_argument(
+        "--arms", default=",".join(ARMS), help="some of: " + ", ".join(ARMS) + "; or NAME=METHOD:key=value:key=value"
+    )
     p.add_argument("--depths", default="1024,8192,32768", help="cached tokens before the measured ones")
-    p.add_argument("--tests", default="tg,pp", help="tg: generation, pp: prefill of --prompt tokens (at the depths of --prompt-depths)")
+    p.add_argument(
+        "--tests",
+        default="tg,pp",
+        help="tg: generation, pp: prefill of --prompt tokens (at the depths of --prompt-depths)",
+    )
     p.add_argument("--prompt-depths", default="8192")
     p.add_argument("--prompt", type=int, default=2048)
     p.add_argument("--gen", type=int, default=8, help="tokens of a turn")
@@ -329,7 +368,11 @@ def main() -> None:
     p.add_argument("--rounds", type=int, help="turns of every arm in generation (default: 5, with --overhead 40)")
     p.add_argument("--prompt-rounds", type=int, help="turns of every arm in prefill (default: 3, with --overhead 9)")
     p.add_argument("--json", help="append the JSON lines here (default: stdout)")
-    p.add_argument("--overhead", action="store_true", help="what zipcache and minikv cost by watching attention; sets --arms, --tests and the depths")
+    p.add_argument(
+        "--overhead",
+        action="store_true",
+        help="what zipcache and minikv cost by watching attention; sets --arms, --tests and the depths",
+    )
     p.add_argument("--quick", action="store_true", help="seconds instead of minutes: does it run, not how fast")
     a = p.parse_args()
     a.rounds, a.prompt_rounds = a.rounds or (40 if a.overhead else 5), a.prompt_rounds or (9 if a.overhead else 3)
@@ -337,11 +380,23 @@ def main() -> None:
         for spec in dict.fromkeys(x for pair in OVERHEAD.values() for x in pair[:2]):
             method, _, opts = spec.partition(":")
             ARMS[spec] = (None, method, opts.replace(":", ","))
-        a.arms, a.tests, a.depths, a.prompt_depths = ",".join(dict.fromkeys(x for pair in OVERHEAD.values() for x in pair[:2])), "pp,tg", "3500", "0"
+        a.arms, a.tests, a.depths, a.prompt_depths = (
+            ",".join(dict.fromkeys(x for pair in OVERHEAD.values() for x in pair[:2])),
+            "pp,tg",
+            "3500",
+            "0",
+        )
         if a.threads == 1:
             Arm.clock = staticmethod(time.process_time)  # what else runs on the machine counts less
     if a.quick:
-        a.depths, a.prompt_depths, a.prompt, a.gen, a.rounds, a.prompt_rounds = "512", "0" if a.overhead else "512", 64, 2, 1, 1
+        a.depths, a.prompt_depths, a.prompt, a.gen, a.rounds, a.prompt_rounds = (
+            "512",
+            "0" if a.overhead else "512",
+            64,
+            2,
+            1,
+            1,
+        )
 
     a.default_arms = [] if a.arms != ",".join(ARMS) else list(ARMS)
     a.arms = [x.strip() for x in a.arms.split(",")]
@@ -389,21 +444,39 @@ def main() -> None:
             for name, f in found.items():
                 median = statistics.median(f["rates"])
                 row = {
-                    "arm": name, "test": f"{test}{a.gen if test == 'tg' else a.prompt}", "depth": depth, "tokens_per_second": round(median, 3),
-                    "against_first": round(median / base, 3), "samples": [round(x, 3) for x in f["rates"]],
+                    "arm": name,
+                    "test": f"{test}{a.gen if test == 'tg' else a.prompt}",
+                    "depth": depth,
+                    "tokens_per_second": round(median, 3),
+                    "against_first": round(median / base, 3),
+                    "samples": [round(x, 3) for x in f["rates"]],
                     "step_ms_least": round(1e3 * min(f["steps"]), 3) if f["steps"] else None,
-                    "step_ms_worst": round(1e3 * max(f["steps"]), 3) if f["steps"] else None, "cache_ratio": round(f["cache_ratio"], 4),
+                    "step_ms_worst": round(1e3 * max(f["steps"]), 3) if f["steps"] else None,
+                    "cache_ratio": round(f["cache_ratio"], 4),
                     "cache_bytes_per_second": median * depth * nb_token * f["cache_ratio"] if test == "tg" else None,
-                    "memory_bytes_per_second": peak, "threads": a.threads, "model": path.name, "command": command,
-                }  # fmt: skip
+                    "memory_bytes_per_second": peak,
+                    "threads": a.threads,
+                    "model": path.name,
+                    "command": command,
+                }
                 print(json.dumps(row), file=out, flush=True)
                 rows.append(row)
     width = max(14, *(len(r["arm"]) for r in rows))
-    print(f"\n{'test':8} {'depth':>6}  {'cache':{width}} {'t/s':>9} {'ratio':>7} {'least ms':>9} {'worst ms':>9} {'cache GB/s':>11} {'of memory':>10}")
+    print(
+        f"\n{'test':8} {'depth':>6}  {'cache':{width}} {'t/s':>9} {'ratio':>7} {'least ms':>9} {'worst ms':>9}"
+        f" {'cache GB/s':>11} {'of memory':>10}"
+    )
     for r in rows:
         rate = r["cache_bytes_per_second"]
-        more = f"{r['step_ms_least']:9.2f} {r['step_ms_worst']:9.2f} {rate / 1e9:11.2f} {rate / peak:10.1%}" if rate else ""
-        print(f"{r['test']:8} {r['depth']:6}  {r['arm']:{width}} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x {more}")
+        more = (
+            f"{r['step_ms_least']:9.2f} {r['step_ms_worst']:9.2f} {rate / 1e9:11.2f} {rate / peak:10.1%}"
+            if rate
+            else ""
+        )
+        print(
+            f"{r['test']:8} {r['depth']:6}  {r['arm']:{width}} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x"
+            f" {more}"
+        )
     if a.overhead:
         print_overhead(rows)
 

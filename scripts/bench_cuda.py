@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Speed of caches on one GPU, upstream's and ours, on a random 8B-shaped Q4_0 model. Builds nothing.
 
-    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib [--kernels build/kernels/test_cuda] [--depths 1024 32768 131072]
-    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --shapes 32/8x128 24/4x256 hybrid:16/4x256 [--rounds 3]
+    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib [--kernels build/kernels/test_cuda] [--depths 1024
+    32768 131072] scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --shapes 32/8x128 24/4x256
+    hybrid:16/4x256 [--rounds 3]
 
-A shape is query heads / KV heads x channels of a head, of a Llama; with hybrid: every fourth layer is attention and the others are short
-convolutions (LFM2). Width, feed-forward width and layers stay those of the 8B shape.
+A shape is query heads / KV heads x channels of a head, of a Llama; with hybrid: every fourth layer is attention and
+the others are short convolutions (LFM2). Width, feed-forward width and layers stay those of the 8B shape.
 
-Prints the kernels' own table (time of one layer's attention, floor = bytes / measured copy bandwidth) and then tokens/s. With
---memory also what the device's free memory fell by beside the load line: KV cache, llama.cpp's compute buffer, and the workspace that
-the line promises at most. What is left over is what upstream's own cache leaves over as well (cuBLAS, CUDA graphs); 5 % more fails.
+Prints the kernels' own table (time of one layer's attention, floor = bytes / measured copy bandwidth) and then
+tokens/s. With --memory also what the device's free memory fell by beside the load line: KV cache, llama.cpp's compute
+buffer, and the workspace that the line promises at most. What is left over is what upstream's own cache leaves over as
+well (cuBLAS, CUDA graphs); 5 % more fails.
 """
 
 from __future__ import annotations
@@ -70,12 +72,16 @@ def shape_of(text: str) -> Shape:
         raise argparse.ArgumentTypeError(f"no shape: {text}; write it as 24/4x256 or hybrid:16/4x256")
     shape = Shape(text, int(match[2]), int(match[3]), int(match[4]), bool(match[1]))
     if shape.heads % shape.heads_kv or (shape.hybrid and shape.heads * shape.head_size != WIDTH):
-        raise argparse.ArgumentTypeError(f"{text}: KV heads must divide query heads, whose channels must make {WIDTH} in a hybrid model")
+        raise argparse.ArgumentTypeError(
+            f"{text}: KV heads must divide query heads, whose channels must make {WIDTH} in a hybrid model"
+        )
     return shape
 
 
 def write_model(path: Path, shape: Shape) -> None:
-    """Random weights of the right shapes: Q4_0 blocks of 18 bytes (f16 scale, 32 nibbles), f32 norms. Tensors share their random bytes."""
+    """Random weights of the right shapes: Q4_0 blocks of 18 bytes (f16 scale, 32 nibbles), f32 norms. Tensors share
+    their random bytes.
+    """
     import gguf
 
     rng = np.random.default_rng(1)
@@ -86,7 +92,9 @@ def write_model(path: Path, shape: Shape) -> None:
     w.add_embedding_length(WIDTH)
     w.add_feed_forward_length(FFN)
     w.add_head_count(shape.heads)
-    w.add_head_count_kv([shape.heads_kv if shape.attends(i) else 0 for i in range(shape.layers)] if shape.hybrid else shape.heads_kv)
+    w.add_head_count_kv(
+        [shape.heads_kv if shape.attends(i) else 0 for i in range(shape.layers)] if shape.hybrid else shape.heads_kv
+    )
     w.add_key_length(shape.head_size)
     w.add_value_length(shape.head_size)
     w.add_layer_norm_rms_eps(1e-5)
@@ -131,13 +139,20 @@ def write_model(path: Path, shape: Shape) -> None:
 
 
 def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> None:
-    """Calibrated data for it: means and, if asked for, predictors of random q4_0 blocks that keep rows at about half their size."""
+    """Calibrated data for it: means and, if asked for, predictors of random q4_0 blocks that keep rows at about
+    half their size.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
     from ggml_kvq.calibrate import files
 
     rng = np.random.default_rng(2)
     kv = shape.heads_kv * shape.head_size
-    meta = {"kvq.version": files.VERSION, "kvq.method": "aqua", **files.identity(model), "kvq.aqua.predictor": "full" if predictors else "bias"}
+    meta = {
+        "kvq.version": files.VERSION,
+        "kvq.method": "aqua",
+        **files.identity(model),
+        "kvq.aqua.predictor": "full" if predictors else "bias",
+    }
     data: dict[str, np.ndarray] = {}
     for i in filter(shape.attends, range(shape.layers)):
         for name, inputs in (("k", kv), ("v", 2 * kv)):
@@ -156,8 +171,19 @@ def main() -> None:
     p.add_argument("--bench", type=Path, required=True, help="the program built from scripts/bench_depth.cpp")
     p.add_argument("--lib", type=Path, required=True, help="folder of libllama, libggml-cuda and libggml-kvq")
     p.add_argument("--kernels", type=Path, help="the program built from tests/native/test_cuda.cpp")
-    p.add_argument("--model", type=Path, default=Path("random-8b-q4_0.gguf"), help="written when missing; with --shapes one beside it for each")
-    p.add_argument("--shapes", type=shape_of, nargs="+", default=[shape_of("32/8x128")], help="heads/KV heads x head size, hybrid: before it")
+    p.add_argument(
+        "--model",
+        type=Path,
+        default=Path("random-8b-q4_0.gguf"),
+        help="written when missing; with --shapes one beside it for each",
+    )
+    p.add_argument(
+        "--shapes",
+        type=shape_of,
+        nargs="+",
+        default=[shape_of("32/8x128")],
+        help="heads/KV heads x head size, hybrid: before it",
+    )
     p.add_argument("--depths", type=int, nargs="+", default=[1024, 32768, 131072])
     p.add_argument("--generate", type=int, default=64, help="tokens timed behind each depth")
     p.add_argument("--rounds", type=int, default=1, help="medians of so many runs of each, in turns")
@@ -180,14 +206,20 @@ def main() -> None:
 def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str, str, str, str]]) -> bool:
     """All depths of one model; was its memory other than its load line said?"""
     usual = shape.text == "32/8x128" and shape.layers == LAYERS
-    model = a.model if usual else a.model.with_name(f"{a.model.stem}-{re.sub('[:/]', '-', shape.text)}-{shape.layers}.gguf")
+    model = (
+        a.model if usual else a.model.with_name(f"{a.model.stem}-{re.sub('[:/]', '-', shape.text)}-{shape.layers}.gguf")
+    )
     if not model.exists():
         write_model(model, shape)
     sidecar = model.with_suffix(".aqua.gguf")
     predicted = not shape.hybrid and any(c[3] == "aqua" and "bias" not in c[4] for c in chosen)
     if not sidecar.exists() and any(c[3] == "aqua" for c in chosen):
         write_sidecar(model, sidecar, shape, predicted)
-    print(f"\n{shape.text}\n{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}{'generation t/s':>16}{'x f16':>8}{'prompt x f16':>14}", flush=True)
+    print(
+        f"\n{shape.text}\n{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}"
+        f"{'generation t/s':>16}{'x f16':>8}{'prompt x f16':>14}",
+        flush=True,
+    )
     failed = False
     overhead = 0.0
     groups = [[d] for d in a.depths] if a.memory else [a.depths]  # a process goes from one depth to the next
@@ -201,7 +233,9 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str
                     continue
                 env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(model)}
                 if method:
-                    env["KVQ_CUDA_OBSERVE"] = "0" if "blind" in name else "1"  # nobody scores cells: what observation costs
+                    env["KVQ_CUDA_OBSERVE"] = (
+                        "0" if "blind" in name else "1"
+                    )  # nobody scores cells: what observation costs
                     env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
                 if method == "aqua":
                     env["KVQ_CONFIG"] = str(sidecar)
@@ -220,7 +254,9 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str
                     rounds.setdefault((name, depth), []).append([float(x) for x in fields[1:]])
                     if turn + 1 < a.rounds:
                         continue
-                    prompt, last, speed, used, kv, compute = (statistics.median(column) for column in zip(*rounds[name, depth]))
+                    prompt, last, speed, used, kv, compute = (
+                        statistics.median(column) for column in zip(*rounds[name, depth])
+                    )
                     if name == CACHES[0][0]:
                         base[depth] = (speed, last)
                     ratios = [f"{x / y:.2f}" if y else "-" for x, y in zip((speed, last), base.get(depth, (0.0, 0.0)))]
@@ -235,8 +271,9 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str
                         off = (used - said) / said if method else 0.0
                         failed |= abs(off) > 0.05
                         print(
-                            f"    {used:.0f} MiB taken: KV cache {kv:.1f}, compute buffer {compute:.1f}, workspace {workspace:.1f}, "
-                            f"the rest {used - kv - compute - workspace:.1f}" + (f" ({100 * off:+.1f} % of what is said, with upstream's rest)" if method else ""),
+                            f"    {used:.0f} MiB taken: KV cache {kv:.1f}, compute buffer {compute:.1f}, workspace"
+                            f" {workspace:.1f}, the rest {used - kv - compute - workspace:.1f}"
+                            + (f" ({100 * off:+.1f} % of what is said, with upstream's rest)" if method else ""),
                             flush=True,
                         )
     if not a.keep and not usual:  # 4 GB each

@@ -1,6 +1,8 @@
 // Generation and prompt speed behind a filled cache, without saving states in between.
 //   bench_depth MODEL DEVICE DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
-// prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, and in MiB what the device's free memory fell by from behind the model's load to the end, and llama.cpp's KV and compute buffers there
+// prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, and in MiB
+// what the device's free memory fell by from behind the model's load to the end, and llama.cpp's KV and compute
+// buffers there
 #include "ggml-backend.h"
 #include "llama.h"
 
@@ -16,12 +18,11 @@ static void on_log(ggml_log_level level, const char * text, void * device) {
     const char * at = nullptr;
     if ((at = strstr(text, " KV buffer size = "))) {
         mib_kv += atof(at + 18);
-    } else if ((at = strstr(text, " compute buffer size = ")) && (strstr(text, (const char *) device) || strstr(text, " KVQ "))) {
+    } else if ((at = strstr(text, " compute buffer size = ")) &&
+        (strstr(text, (const char *) device) || strstr(text, " KVQ "))) {
         mib_compute += atof(at + 23);
     }
-    if (level >= GGML_LOG_LEVEL_ERROR) {
-        fputs(text, stderr);
-    }
+    if (level >= GGML_LOG_LEVEL_ERROR) { fputs(text, stderr); }
 }
 
 static double mib_free(ggml_backend_dev_t device) {
@@ -30,7 +31,9 @@ static double mib_free(ggml_backend_dev_t device) {
     return (double) free / (1 << 20);
 }
 
-static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 int main(int argc, char ** argv) {
     if (argc < 5) {
@@ -48,24 +51,22 @@ int main(int argc, char ** argv) {
         return 1;
     }
     llama_model_params mp = llama_model_default_params();
-    mp.devices      = devices;
+    mp.devices = devices;
     mp.n_gpu_layers = 999;
     llama_model * model = llama_model_load_from_file(argv[1], mp);
-    if (!model) {
-        return 1;
-    }
+    if (!model) { return 1; }
     const double before = mib_free(devices[0]);
     llama_context_params cp = llama_context_default_params();
-    cp.n_ctx    = (uint32_t) (depth + (n_gen + 8) * (int) depths.size() + 256);
-    cp.n_batch  = 2048;
+    cp.n_ctx = (uint32_t) (depth + (n_gen + 8) * (int) depths.size() + 256);
+    cp.n_batch = 2048;
     cp.n_ubatch = 512;
     cp.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     const char * type = argc > 5 ? argv[5] : "f16";
-    cp.type_k = cp.type_v = !strcmp(type, "q8_0") ? GGML_TYPE_Q8_0 : !strcmp(type, "q4_0") ? GGML_TYPE_Q4_0 : GGML_TYPE_F16;
+    cp.type_k = cp.type_v = !strcmp(type, "q8_0") ? GGML_TYPE_Q8_0
+        : !strcmp(type, "q4_0")                   ? GGML_TYPE_Q4_0
+                                                  : GGML_TYPE_F16;
     llama_context * ctx = llama_init_from_model(model, cp);
-    if (!ctx) {
-        return 1;
-    }
+    if (!ctx) { return 1; }
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     std::vector<llama_token> tokens((size_t) depth);
     for (auto & t : tokens) { t = rand() % n_vocab; }
@@ -78,9 +79,7 @@ int main(int argc, char ** argv) {
             const int n = to - at < 2048 ? to - at : 2048;
             llama_synchronize(ctx);
             const double a = now();
-            if (llama_decode(ctx, llama_batch_get_one(&tokens[(size_t) at], n))) {
-                return 1;
-            }
+            if (llama_decode(ctx, llama_batch_get_one(&tokens[(size_t) at], n))) { return 1; }
             llama_synchronize(ctx);
             last = n > 1024 || first == 0 ? n / (now() - a) : last; // a short rest says little
         }
@@ -88,13 +87,9 @@ int main(int argc, char ** argv) {
         const double t1 = now();
         double t2 = t1;
         for (int i = 0; i < n_gen + 8; i++) {
-            if (i == 8) {
-                t2 = now();
-            }
+            if (i == 8) { t2 = now(); }
             llama_token t = rand() % n_vocab;
-            if (llama_decode(ctx, llama_batch_get_one(&t, 1))) {
-                return 1;
-            }
+            if (llama_decode(ctx, llama_batch_get_one(&t, 1))) { return 1; }
             llama_synchronize(ctx);
         }
         at += n_gen + 8;

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Fetch the pinned llama.cpp source into a cache and print the folder. Standard library only; CMake runs it.
 
-The source comes from the PyPI sdist of llama-cpp-python, whose vendor/llama.cpp is an exact upstream commit, so that a machine
-that reaches nothing but a package index can build. `pip download` would first run the build hooks of that sdist (minutes), so
-the index that pip is configured for is asked directly through the Simple API (PEP 503 and 691); `pip download` is the last resort.
+The source comes from the PyPI sdist of llama-cpp-python, whose vendor/llama.cpp is an exact upstream commit, so that a
+machine that reaches nothing but a package index can build. `pip download` would first run the build hooks of that
+sdist (minutes), so the index that pip is configured for is asked directly through the Simple API (PEP 503 and 691);
+`pip download` is the last resort.
 
 Nothing is trusted by its name: the archive must have SHA256, the unpacked tree must have TREE_SHA256, on every use.
 Both appear under their final names by rename only, after the check.
@@ -39,7 +40,20 @@ COMMIT = "0c1e57098bba43ac29e6e3b677cdceebdd22334f"
 PREFIX = "llama_cpp_python-0.3.36/vendor/llama.cpp/"
 FOLDER = f"llama.cpp-{COMMIT[:9]}"
 # What the programs are built from; models, docs, tests and examples (three quarters of the tree) stay in the archive.
-PARTS = ("AUTHORS", "CMakeLists.txt", "LICENSE", "cmake", "common", "ggml", "include", "licenses", "scripts", "src", "tools", "vendor")
+PARTS = (
+    "AUTHORS",
+    "CMakeLists.txt",
+    "LICENSE",
+    "cmake",
+    "common",
+    "ggml",
+    "include",
+    "licenses",
+    "scripts",
+    "src",
+    "tools",
+    "vendor",
+)
 TREE_SHA256 = "7818aacd159ecbce284a3dd987103f224ecdb0a3df30b15a7a5a175713fea9d8"
 
 # Older sources that are supported (README.md): sdist version -> (SHA256, TREE_SHA256); for choose().
@@ -107,7 +121,11 @@ def file_sha256(path: Path) -> str:
 
 def tree_sha256(root: Path) -> str:
     """sha256 over the sorted lines "<sha256 of file>  <path>\\n" of all regular files under root."""
-    lines = [f"{file_sha256(p)}  {p.relative_to(root).as_posix()}\n" for p in root.rglob("*") if p.is_file() and not p.is_symlink()]
+    lines = [
+        f"{file_sha256(p)}  {p.relative_to(root).as_posix()}\n"
+        for p in root.rglob("*")
+        if p.is_file() and not p.is_symlink()
+    ]
     return hashlib.sha256("".join(sorted(lines, key=lambda line: line[66:])).encode()).hexdigest()
 
 
@@ -119,7 +137,11 @@ def pip_settings() -> dict[str, str]:
     out: dict[str, str] = {}
     try:
         listed = subprocess.run(
-            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+            [sys.executable, "-m", "pip", "config", "list"],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         listed = ""  # no pip in this interpreter
@@ -197,7 +219,9 @@ def find_on_page(open_url: urllib.request.OpenerDirector, url: str) -> str | Non
 
 def candidates(settings: dict[str, str]) -> list[str]:
     """Pages and folders that may list ARCHIVE, in pip's order: find-links, index-url, extra-index-url."""
-    pages = [p if "://" in p else Path(p).expanduser().absolute().as_uri() for p in settings.get("find-links", "").split()]
+    pages = [
+        p if "://" in p else Path(p).expanduser().absolute().as_uri() for p in settings.get("find-links", "").split()
+    ]
     if not settings.get("no-index"):
         indexes = [settings.get("index-url") or DEFAULT_INDEX, *settings.get("extra-index-url", "").split()]
         pages += [f"{index.rstrip('/')}/{PROJECT}/" for index in indexes]
@@ -205,7 +229,9 @@ def candidates(settings: dict[str, str]) -> list[str]:
 
 
 def find_archive(open_url: urllib.request.OpenerDirector, page: str) -> str | None:
-    """URL of ARCHIVE that `page` offers, or None. A file:// page is a folder with the archive or an index.html in it."""
+    """URL of ARCHIVE that `page` offers, or None. A file:// page is a folder with the archive or an index.html in
+    it.
+    """
     if page.startswith("file://"):
         folder = Path(urllib.request.url2pathname(urllib.parse.urlsplit(page).path))
         if (folder / ARCHIVE).is_file():
@@ -235,7 +261,18 @@ def download(open_url: urllib.request.OpenerDirector, url: str, target: Path) ->
 
 def download_by_pip(folder: Path) -> Path:
     say("asking `pip download` instead; it runs the archive's build hooks first, which takes minutes")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(folder), f"{PROJECT}=={VERSION}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "-d",
+        str(folder),
+        f"{PROJECT}=={VERSION}",
+    ]
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     if done.returncode or not (folder / ARCHIVE).is_file():
         raise OSError(f"`{' '.join(command[1:])}` failed with exit code {done.returncode}")
@@ -289,8 +326,8 @@ def fetch_archive(cache: Path) -> Path:
         if attempt("pip download", lambda: download_by_pip(Path(scratch))):
             return final
     raise FetchError(
-        f"cannot get {ARCHIVE}: {'; '.join(dict.fromkeys(problems)) or 'no index lists it'}. Check the network and pip's index-url, "
-        f"or put the file into {cache}, or set LLAMA_CPP_DIR to an unpacked llama.cpp source tree"
+        f"cannot get {ARCHIVE}: {'; '.join(dict.fromkeys(problems)) or 'no index lists it'}. Check the network and"
+        f" pip's index-url, or put the file into {cache}, or set LLAMA_CPP_DIR to an unpacked llama.cpp source tree"
     )
 
 
@@ -308,7 +345,9 @@ def unpack(archive: Path, target: Path) -> None:
             tar.extractall(Path(scratch) / "tree", members, **options)  # type: ignore[arg-type]
         digest = tree_sha256(Path(scratch) / "tree")
         if digest != TREE_SHA256:
-            raise FetchError(f"the tree in {archive} has digest {digest}, expected {TREE_SHA256}; update TREE_SHA256 with SHA256")
+            raise FetchError(
+                f"the tree in {archive} has digest {digest}, expected {TREE_SHA256}; update TREE_SHA256 with SHA256"
+            )
         os.replace(Path(scratch) / "tree", target)
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Make the vector grids of the lattice formats: k-means on the standard normal, seeded, checked against known errors.
 
-Writes ggml-kvq/types/lattice_grids.h and python/ggml_kvq/reference/lattice_grids.py. A grid of n points in d dimensions stores log2(n)/d
-bits a value. Coordinates are a whole number, at most 63 in size, times the grid's step (in units of 2^-12), so that attention multiplies
-them as bytes without rounding; 127 where 63 would cost more than 1 % of error (d=2 n=256). Needs numpy; a few minutes.
+Writes ggml-kvq/types/lattice_grids.h and python/ggml_kvq/reference/lattice_grids.py. A grid of n points in d
+dimensions stores log2(n)/d bits a value. Coordinates are a whole number, at most 63 in size, times the grid's step (in
+units of 2^-12), so that attention multiplies them as bytes without rounding; 127 where 63 would cost more than 1 % of
+error (d=2 n=256). Needs numpy; a few minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 UNIT = 4096
 #: (d, n) -> mean squared error per coordinate on N(0,1): AQUA-KV's EDEN grids for two bits and more, k-means at one bit
-GRIDS = {(2, 4): 0.3634, (4, 16): 0.348, (8, 256): 0.324, (2, 16): 0.1080, (4, 256): 0.0964, (2, 64): 0.0297, (2, 256): 0.00773}
+GRIDS = {
+    (2, 4): 0.3634,
+    (4, 16): 0.348,
+    (8, 256): 0.324,
+    (2, 16): 0.1080,
+    (4, 256): 0.0964,
+    (2, 64): 0.0297,
+    (2, 256): 0.00773,
+}
 
 
 def nearest(x: np.ndarray, grid: np.ndarray) -> np.ndarray:
@@ -33,7 +42,9 @@ def mse(x: np.ndarray, grid: np.ndarray) -> float:
 
 
 def k_means(d: int, n: int, seed: int, samples: int, rounds: int) -> np.ndarray:
-    """Lloyd's algorithm from a seeded draw, shaken less and less (stochastic relaxation) so that it leaves poor optima."""
+    """Lloyd's algorithm from a seeded draw, shaken less and less (stochastic relaxation) so that it leaves poor
+    optima.
+    """
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(samples, d)).astype(np.float32)
     # spread the start like the optimal point density, which is the normal's to the power d/(d+2)
@@ -63,7 +74,10 @@ def make(d: int, n: int, target: float) -> tuple[np.ndarray, int]:
         points, step = whole(best, limit)
         error = mse(test, points.astype(np.float32) * step / UNIT)
         if error <= 1.01 * target:
-            print(f"d={d} n={n}: mse {error:.5f}, expected {target}; step {step}, coordinates up to {np.abs(points).max()}")
+            print(
+                f"d={d} n={n}: mse {error:.5f}, expected {target}; step {step}, coordinates up to"
+                f" {np.abs(points).max()}"
+            )
             return points[np.lexsort(points.T[::-1])], step
     raise SystemExit(f"grid d={d} n={n} has mse {error:.5f}, more than 1 % above {target}")
 
@@ -80,7 +94,16 @@ Grids = dict[tuple[int, int], tuple[np.ndarray, int]]
 
 
 def header(grids: Grids) -> str:
-    out = ["// Made by scripts/make_grids.py: points of the lattice grids, [n][d], in steps of their grid; steps in units of 2^-12.", "#pragma once", "", "#include <cstdint>", ""]
+    out = [
+        (
+            "// Made by scripts/make_grids.py: points of the lattice grids, [n][d], in steps of their grid; steps in"
+            " units of 2^-12."
+        ),
+        "#pragma once",
+        "",
+        "#include <cstdint>",
+        "",
+    ]
     for (d, n), (g, step) in grids.items():
         values = [str(v) for v in g.reshape(-1)]
         out.append(f"static const int    kvq_grid_step_d{d}_n{n} = {step};")
@@ -91,12 +114,25 @@ def header(grids: Grids) -> str:
 
 
 def module(grids: Grids) -> str:
-    out = ['"""Made by scripts/make_grids.py: steps of the lattice grids by (d, n) in units of 2^-12, and their points in steps, int8 [n, d]."""', ""]
+    out = [
+        (
+            '"""Made by scripts/make_grids.py: steps of the lattice grids by (d, n) in units of 2^-12, and their points'
+            ' in steps, int8 [n, d]."""'
+        ),
+        "",
+    ]
     out += ["", "import base64", "", "import numpy as np", "", "STEPS = {"]
     out += [f"    ({d}, {n}): {step}," for (d, n), (_, step) in grids.items()]
     out += ["}", "_TEXT = {"]
     out += [f'    ({d}, {n}): "{base64.b64encode(g.tobytes()).decode()}",' for (d, n), (g, _) in grids.items()]
-    out += ["}", 'POINTS = {key: np.frombuffer(base64.b64decode(text), np.int8).reshape(key[1], key[0]) for key, text in _TEXT.items()}', ""]
+    out += [
+        "}",
+        (
+            "POINTS = {key: np.frombuffer(base64.b64decode(text), np.int8).reshape(key[1], key[0]) for key, text in"
+            " _TEXT.items()}"
+        ),
+        "",
+    ]
     return "\n".join(out)
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""llama-server under load: requests of random lengths in every slot, streams that are cut off, slots saved, erased and restored, contexts that
-shift. Fixed probes must be answered alike before and after, every request must succeed, and memory must stay as it is.
+"""llama-server under load: requests of random lengths in every slot, streams that are cut off, slots saved, erased and
+restored, contexts that shift. Fixed probes must be answered alike before and after, every request must succeed, and
+memory must stay as it is.
 
     soak_server.py --minutes 20 --method kivi [--slots 8] [--model MODEL.gguf] [--port 8790]
 
@@ -26,7 +27,25 @@ from typing import Any
 from ggml_kvq import _paths
 
 ROOT = Path(__file__).resolve().parent.parent
-WORDS = ["the", "register", "holds", "a", "word", "that", "is", "read", "by", "decoder", "before", "next", "cycle", "of", "model", "cache", "page"]
+WORDS = [
+    "the",
+    "register",
+    "holds",
+    "a",
+    "word",
+    "that",
+    "is",
+    "read",
+    "by",
+    "decoder",
+    "before",
+    "next",
+    "cycle",
+    "of",
+    "model",
+    "cache",
+    "page",
+]
 
 
 class Soak:
@@ -36,16 +55,50 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.saved: dict[int, list[str]] = {i: [] for i in range(args.slots)}
-        env = {**os.environ, "KVQ_METHOD": args.method, "KVQ_OPTS": args.opts, "GGML_BACKEND_PATH": str(_paths.backend())}
-        flags = ["-m", str(args.model), "-dev", "KVQ0", "-fa", "on", "-c", str(640 * args.slots), "-np", str(args.slots), "-t", str(args.threads), "-b", "512"]
-        more = ["--port", str(args.port), "--slot-save-path", f"{folder}/", "--context-shift", "--cache-ram", "0", "--no-webui"]
+        env = {
+            **os.environ,
+            "KVQ_METHOD": args.method,
+            "KVQ_OPTS": args.opts,
+            "GGML_BACKEND_PATH": str(_paths.backend()),
+        }
+        flags = [
+            "-m",
+            str(args.model),
+            "-dev",
+            "KVQ0",
+            "-fa",
+            "on",
+            "-c",
+            str(640 * args.slots),
+            "-np",
+            str(args.slots),
+            "-t",
+            str(args.threads),
+            "-b",
+            "512",
+        ]
+        more = [
+            "--port",
+            str(args.port),
+            "--slot-save-path",
+            f"{folder}/",
+            "--context-shift",
+            "--cache-ram",
+            "0",
+            "--no-webui",
+        ]
         self.log = open(folder / "server.log", "w")
-        self.server = subprocess.Popen([str(_paths.program("llama-server")), *flags, *more], env=env, stdout=self.log, stderr=subprocess.STDOUT)
+        self.server = subprocess.Popen(
+            [str(_paths.program("llama-server")), *flags, *more], env=env, stdout=self.log, stderr=subprocess.STDOUT
+        )
 
     def wait(self) -> None:
         for _ in range(600):
             if self.server.poll() is not None:
-                raise SystemExit(f"the server ended with {self.server.returncode}: {(self.folder / 'server.log').read_text()[-2000:]}")
+                raise SystemExit(
+                    f"the server ended with {self.server.returncode}:"
+                    f" {(self.folder / 'server.log').read_text()[-2000:]}"
+                )
             try:
                 urllib.request.urlopen(self.url + "/health", timeout=5).close()
                 return
@@ -54,7 +107,9 @@ class Soak:
         raise SystemExit("the server does not answer")
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         return urllib.request.urlopen(request, timeout=600)
 
     def ask(self, **body: Any) -> dict[str, Any]:
@@ -62,8 +117,13 @@ class Soak:
             return dict(json.loads(r.read()))
 
     def probes(self) -> list[str]:
-        prompts = [" ".join(WORDS[(i * k) % len(WORDS)] for i in range(n)) for k, n in ((1, 12), (3, 60), (5, 130), (7, 230))]
-        return [self.ask(prompt=p, n_predict=24, id_slot=i % self.args.slots, cache_prompt=False)["content"] for i, p in enumerate(prompts)]
+        prompts = [
+            " ".join(WORDS[(i * k) % len(WORDS)] for i in range(n)) for k, n in ((1, 12), (3, 60), (5, 130), (7, 230))
+        ]
+        return [
+            self.ask(prompt=p, n_predict=24, id_slot=i % self.args.slots, cache_prompt=False)["content"]
+            for i, p in enumerate(prompts)
+        ]
 
     def rss(self) -> int:
         status = Path(f"/proc/{self.server.pid}/status").read_text()
@@ -79,7 +139,9 @@ class Soak:
             r = self.ask(prompt=prompt, n_predict=700, id_slot=slot, ignore_eos=True)
             self.counts["shifts"] += bool(r.get("tokens_predicted", 0) + r.get("tokens_evaluated", 0) > 640)
         elif what < 0.8:  # a reader that goes away
-            with self.post("/completion", {"prompt": prompt, "n_predict": 300, "stream": True, "id_slot": slot, "ignore_eos": True}) as r:
+            with self.post(
+                "/completion", {"prompt": prompt, "n_predict": 300, "stream": True, "id_slot": slot, "ignore_eos": True}
+            ) as r:
                 for _ in range(rng.randint(1, 12)):
                     r.readline()
             self.counts["cut off"] += 1
@@ -140,7 +202,14 @@ class Soak:
         self.problems += [line for line in text.splitlines() if "ggml-kvq: error" in line][:5]
         if code:
             self.problems.append(f"the server ended with {code}")
-        return {"method": self.args.method, "minutes": self.args.minutes, **self.counts, "rss_mib": rss >> 10, "grown": round(grown, 4), "problems": self.problems}
+        return {
+            "method": self.args.method,
+            "minutes": self.args.minutes,
+            **self.counts,
+            "rss_mib": rss >> 10,
+            "grown": round(grown, 4),
+            "problems": self.problems,
+        }
 
 
 def main() -> int:

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Train a small language model like models/kvq-demo-q8_0.gguf from a folder of text, and write it as GGUF.
 
-    python scripts/train_demo_model.py --text ~/texts --out demo --minutes 5          (one GPU; the demo took 300 s on an H200)
-    python scripts/train_demo_model.py --text ~/texts --out tiny --size tiny --steps 20 --device cpu        (does it run?)
+    python scripts/train_demo_model.py --text ~/texts --out demo --minutes 5          (one GPU; the demo took 300 s on
+    an H200) python scripts/train_demo_model.py --text ~/texts --out tiny --size tiny --steps 20 --device cpu
+    (does it run?)
 
-Needs torch, tokenizers, gguf and this package. The demo: 79.5 M tokens of documentation and source code, a quarter of the
-sequences replaced by the retrieval tasks of ggml_kvq.evaluate.tasks, so that a model of 11 M parameters can look things up in
-4096 tokens. Steps: byte-level BPE; a llama of --size; Muon (Jordan et al. 2024) for matrices and AdamW for the rest, warm-up,
-constant rate, linear decay; answers weighted up, task contexts down; export with llama.cpp's order of Q and K rows.
+Needs torch, tokenizers, gguf and this package. The demo: 79.5 M tokens of documentation and source code, a quarter of
+the sequences replaced by the retrieval tasks of ggml_kvq.evaluate.tasks, so that a model of 11 M parameters can look
+things up in 4096 tokens. Steps: byte-level BPE; a llama of --size; Muon (Jordan et al. 2024) for matrices and AdamW
+for the rest, warm-up, constant rate, linear decay; answers weighted up, task contexts down; export with llama.cpp's
+order of Q and K rows.
 """
 
 from __future__ import annotations
@@ -34,15 +36,35 @@ ROPE_BASE, NORM_EPS = 10000.0, 1e-5
 BOS, EOS, PAD = 0, 1, 2
 SUFFIXES = {".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".tex"}
 # loss weight of the text around the facts: nearly random in list-like tasks, readable in the others
-CONTEXT_WEIGHT = {"passkey": 0.5, "multineedle": 0.5, "vartrack": 0.4, "count": 0.4, "lines": 0.1, "kv": 0.05, "copy": 0.1, "fewshot": 0.1}
-CHARS_PER_TOKEN = {"lines": 2.65, "passkey": 3.2, "multineedle": 3.1, "kv": 1.85, "copy": 2.9, "vartrack": 3.0, "fewshot": 2.9, "count": 3.1}
+CONTEXT_WEIGHT = {
+    "passkey": 0.5,
+    "multineedle": 0.5,
+    "vartrack": 0.4,
+    "count": 0.4,
+    "lines": 0.1,
+    "kv": 0.05,
+    "copy": 0.1,
+    "fewshot": 0.1,
+}
+CHARS_PER_TOKEN = {
+    "lines": 2.65,
+    "passkey": 3.2,
+    "multineedle": 3.1,
+    "kv": 1.85,
+    "copy": 2.9,
+    "vartrack": 3.0,
+    "fewshot": 2.9,
+    "count": 3.1,
+}
 
 
 # ------------------------------------------------------------------ text
 
 
 def read_texts(folder: Path, heldout_share: float) -> tuple[list[str], list[str]]:
-    """(training documents, held-out documents): text files without duplicates, split by file stem so that twins stay together."""
+    """(training documents, held-out documents): text files without duplicates, split by file stem so that twins
+    stay together.
+    """
     seen: set[bytes] = set()
     train, held = [], []
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()):
@@ -54,7 +76,10 @@ def read_texts(folder: Path, heldout_share: float) -> tuple[list[str], list[str]
         share = int.from_bytes(hashlib.sha256(path.stem.encode()).digest()[:4], "little") / 2**32
         (held if share < heldout_share else train).append(text)
     if not train or not held:
-        raise SystemExit(f"{folder} gives {len(train)} training and {len(held)} held-out texts; add more files ({' '.join(sorted(SUFFIXES))})")
+        raise SystemExit(
+            f"{folder} gives {len(train)} training and {len(held)} held-out texts; add more files"
+            f" ({' '.join(sorted(SUFFIXES))})"
+        )
     return train, held
 
 
@@ -66,7 +91,9 @@ def make_tokenizer(documents: list[str], n_vocab: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=n_vocab, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=n_vocab, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
 
@@ -81,7 +108,9 @@ def encode(tokenizer: Any, documents: list[str]) -> np.ndarray:
 
 
 class Batches:
-    """Sequences of n_ctx + 1 tokens with loss weights: windows of the text, a share of them replaced by retrieval tasks."""
+    """Sequences of n_ctx + 1 tokens with loss weights: windows of the text, a share of them replaced by retrieval
+    tasks.
+    """
 
     def __init__(self, tokenizer: Any, tokens: np.ndarray, text: str, n_ctx: int, task_share: float, seed: int) -> None:
         self.tokenizer, self.tokens, self.n_ctx, self.task_share = tokenizer, tokens, n_ctx, task_share
@@ -96,7 +125,9 @@ class Batches:
         return ids, (ids != PAD).astype(np.float32)
 
     def task(self, progress: float) -> tuple[np.ndarray, np.ndarray]:
-        """Task contexts until the sequence is full; short ones first (progress 0..1), so that copying is learnt before searching."""
+        """Task contexts until the sequence is full; short ones first (progress 0..1), so that copying is learnt
+        before searching.
+        """
         ids, weights = [BOS], [0.0]
         while (room := self.n_ctx + 1 - len(ids)) >= 150:
             longest = 800 if progress < 0.08 else room
@@ -217,7 +248,9 @@ def muon_step(torch: Any, matrices: list[Any], momenta: list[Any], rate: float, 
         p.mul_(1 - rate * decay).add_(x.float(), alpha=-rate * 0.2 * math.sqrt(max(p.shape)))
 
 
-def train(args: argparse.Namespace, tokenizer: Any, tokens: np.ndarray, text: str, heldout: np.ndarray, n_vocab: int) -> dict[str, np.ndarray]:
+def train(
+    args: argparse.Namespace, tokenizer: Any, tokens: np.ndarray, text: str, heldout: np.ndarray, n_vocab: int
+) -> dict[str, np.ndarray]:
     """Train until --minutes or --steps are over; returns the weights by name."""
     import torch
 
@@ -233,7 +266,9 @@ def train(args: argparse.Namespace, tokenizer: Any, tokens: np.ndarray, text: st
     adam = torch.optim.AdamW(others, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0)
     data = Batches(tokenizer, tokens, text, args.n_ctx, args.task_share, args.seed)
     mixed = torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(tokens) / 1e6:.1f} M tokens of text")
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(tokens) / 1e6:.1f} M tokens of text"
+    )
 
     def loss_of(ids: np.ndarray, weights: np.ndarray) -> Any:
         x = torch.from_numpy(ids).to(device)
@@ -284,7 +319,15 @@ def to_llama_rows(weight: np.ndarray, n_head: int) -> np.ndarray:
     return weight.reshape(n_head, 2, weight.shape[0] // n_head // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def export(path: Path, weights: dict[str, np.ndarray], c: dict[str, int], n_ctx: int, tokenizer: Any, n_vocab: int, quantize: bool) -> None:
+def export(
+    path: Path,
+    weights: dict[str, np.ndarray],
+    c: dict[str, int],
+    n_ctx: int,
+    tokenizer: Any,
+    n_vocab: int,
+    quantize: bool,
+) -> None:
     """Write GGUF: matrices in q8_0 or f16, norms in f32, tokenizer inside."""
     import gguf
 
@@ -338,7 +381,12 @@ def export(path: Path, weights: dict[str, np.ndarray], c: dict[str, int], n_ctx:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--text", type=Path, required=True, help=f"folder of text files ({' '.join(sorted(SUFFIXES))})")
-    p.add_argument("--out", type=Path, required=True, help="path of the model without suffix: writes OUT-q8_0.gguf and OUT-f16.gguf")
+    p.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="path of the model without suffix: writes OUT-q8_0.gguf and OUT-f16.gguf",
+    )
     p.add_argument("--size", choices=SIZES, default="demo")
     p.add_argument("--n-ctx", type=int, default=4096, help="sequence length in tokens")
     p.add_argument("--vocab", type=int, default=8192, help="vocabulary, a multiple of 32, below 65536")
@@ -356,7 +404,14 @@ def main() -> None:
 
     documents, held = read_texts(args.text, args.heldout)
     tokenizer = make_tokenizer(documents, args.vocab)
-    weights = train(args, tokenizer, encode(tokenizer, documents), "\n\n".join(documents) + "\n", encode(tokenizer, held), args.vocab)
+    weights = train(
+        args,
+        tokenizer,
+        encode(tokenizer, documents),
+        "\n\n".join(documents) + "\n",
+        encode(tokenizer, held),
+        args.vocab,
+    )
     for kind, quantize in (("q8_0", True), ("f16", False)):
         path = args.out.with_name(f"{args.out.name}-{kind}.gguf")
         export(path, weights, SIZES[args.size], args.n_ctx, tokenizer, args.vocab, quantize)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Redraw docs/img and docs/results.md from the committed result files, and the table in README.md between its markers.
 
-    python scripts/update_results.py            (--check: exit 1 when something committed differs from what the files say)
+    python scripts/update_results.py            (--check: exit 1 when something committed differs from what the files
+    say)
 
 README.md takes the table where it has the lines `<!-- results -->` and `<!-- /results -->`.
 """
@@ -18,7 +19,14 @@ from ggml_kvq.evaluate import results
 from ggml_kvq.evaluate.specs import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-MEMORY_CACHES = ["f16", "upstream:q8_0", "upstream:q4_0", "kivi-4=kivi:bits=4", "kivi-2=kivi:bits=2", "xquant-1.38=xquant"]
+MEMORY_CACHES = [
+    "f16",
+    "upstream:q8_0",
+    "upstream:q4_0",
+    "kivi-4=kivi:bits=4",
+    "kivi-2=kivi:bits=2",
+    "xquant-1.38=xquant",
+]
 MEMORY_LENGTHS = [2048, 8192, 32768, 131072]
 
 
@@ -52,12 +60,19 @@ def retrieval_tables(rows: list[results.Row]) -> list[str]:
         here = [r for r in cells if r["key"]["n_tokens"] == length]
         by = {(r["key"]["cache"], r["key"]["task"]): f"{r['right']}/{r['n']}" for r in here}
         caches = dict.fromkeys(r["key"]["cache"] for r in sorted(here, key=lambda r: -r["bits"]))
-        out += [f"Prompts of {length} tokens:", results.table(["exact answers", *tasks], [[c, *[by.get((c, t), "") for t in tasks]] for c in caches], markdown=True)]
+        out += [
+            f"Prompts of {length} tokens:",
+            results.table(
+                ["exact answers", *tasks], [[c, *[by.get((c, t), "") for t in tasks]] for c in caches], markdown=True
+            ),
+        ]
     return out
 
 
 def drift_table(rows: list[results.Row]) -> str:
-    """Divergence along a long generation, first and last eighth, and where free generation parts from the f16 cache's."""
+    """Divergence along a long generation, first and last eighth, and where free generation parts from the f16
+    cache's.
+    """
     return results.table(
         ["cache", "bits", "KLD mean", "first eighth", "last eighth", "same top token", "parts after"],
         [
@@ -83,24 +98,58 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
     refused = sorted({f"- {r['key']['cache']}: {r['refused']}" for r in rows if "refused" in r})
     tables = [
         "# Results",
-        "Written by scripts/update_results.py from results/*.jsonl; each row there names its commit, command and machine. How it is measured: [evaluation.md](evaluation.md).",
+        (
+            "Written by scripts/update_results.py from results/*.jsonl; each row there names its commit, command and"
+            " machine. How it is measured: [evaluation.md](evaluation.md)."
+        ),
         "## On a text",
-        (f"{key['model']}, {first['n_tokens']} scored tokens of {key['text']}, window {key['n_ctx']}, batch {key['n_ubatch']}. `bits` are true bits at this "
-        "window, the f16 window of the newest 128 tokens included; *long context* counts codes and their parameters alone, which is where long contexts go; predictors of `aqua-k` and `aqua-full`, and the "
-        "8-bit row that those keep per cell, are in the first column only ([aqua](methods/aqua.md) has their bits at 16k)."),
+        (
+            f"{key['model']}, {first['n_tokens']} scored tokens of {key['text']}, window {key['n_ctx']}, batch"
+            f" {key['n_ubatch']}. `bits` are true bits at this window, the f16 window of the newest 128 tokens"
+            " included; *long context* counts codes and their parameters alone, which is where long contexts go;"
+            " predictors of `aqua-k` and `aqua-full`, and the 8-bit row that those keep per cell, are in the first"
+            " column only ([aqua](methods/aqua.md) has their bits at 16k)."
+        ),
         text_table(rows),
         "![KL divergence against true bits](img/frontier.png)",
     ]
     if any(r["key"]["kind"] == "retrieval" for r in rows):
-        cuda = list(dict.fromkeys(r["key"]["cache"] for r in rows if r["key"]["kind"] == "retrieval" and any(d.startswith("CUDA") for d in r.get("devices", []))))
-        note = f" Prompts of 2000 tokens and more with {' and '.join(cuda)} ran on an NVIDIA GPU, the others on a CPU." if cuda else ""
-        tables += ["## Retrieval", "Right answers of all, greedy. A prompt of 4000 tokens takes upstream's CPU attention minutes with q2_0, hence its few samples." + note, *retrieval_tables(rows)]
+        cuda = list(
+            dict.fromkeys(
+                r["key"]["cache"]
+                for r in rows
+                if r["key"]["kind"] == "retrieval" and any(d.startswith("CUDA") for d in r.get("devices", []))
+            )
+        )
+        note = (
+            f" Prompts of 2000 tokens and more with {' and '.join(cuda)} ran on an NVIDIA GPU, the others on a CPU."
+            if cuda
+            else ""
+        )
+        tables += [
+            "## Retrieval",
+            "Right answers of all, greedy. A prompt of 4000 tokens takes upstream's CPU attention minutes with q2_0,"
+            " hence its few samples." + note,
+            *retrieval_tables(rows),
+        ]
     long = [r for r in rows if r["key"]["kind"] == "drift" and "kld_mean" in r]
     if long:
-        tables += ["## Long generation", f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed, freely. Sampling is at temperature 0.8, where any rounding parts two texts: the methods here part inside their f16 window.", drift_table(long)]
+        tables += [
+            "## Long generation",
+            (
+                f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed,"
+                " freely. Sampling is at temperature 0.8, where any rounding parts two texts: the methods here part"
+                " inside their f16 window."
+            ),
+            drift_table(long),
+        ]
     if speed:
-        tables += ["## Speed on a CPU", "`ggml-kvq bench`, medians; ratios are to upstream's f16 cache in the same run.", bench.summary(speed, markdown=True),
-                   "![tokens/s against depth](img/speed.png)"]
+        tables += [
+            "## Speed on a CPU",
+            "`ggml-kvq bench`, medians; ratios are to upstream's f16 cache in the same run.",
+            bench.summary(speed, markdown=True),
+            "![tokens/s against depth](img/speed.png)",
+        ]
     tables += ["## Memory", "![cache size against context length](img/memory.png)"]
     if refused:
         tables += ["## Refused", "\n".join(refused)]
@@ -109,16 +158,25 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--check", action="store_true", help="change nothing; fail when docs/results.md or README.md are stale")
-    p.add_argument("-m", "--model", type=Path, default=ROOT / "models" / "kvq-demo-q8_0.gguf", help="model of the memory figure")
+    p.add_argument(
+        "--check", action="store_true", help="change nothing; fail when docs/results.md or README.md are stale"
+    )
+    p.add_argument(
+        "-m", "--model", type=Path, default=ROOT / "models" / "kvq-demo-q8_0.gguf", help="model of the memory figure"
+    )
     args = p.parse_args()
-    rows = [row for path in sorted((ROOT / "results").glob("kvq-*.jsonl")) for row in results.read(path) if "key" in row]
+    rows = [
+        row for path in sorted((ROOT / "results").glob("kvq-*.jsonl")) for row in results.read(path) if "key" in row
+    ]
     speed = [row for path in sorted((ROOT / "results").glob("speed*.jsonl")) for row in results.read(path)]
     files = {ROOT / "docs" / "results.md": page(rows, speed)}
     readme = ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
     files[readme] = re.sub(
-        r"(<!-- results -->\n).*?(<!-- /results -->)", lambda m: f"{m[1]}{text_table(rows)}\n{m[2]}", old, flags=re.DOTALL
+        r"(<!-- results -->\n).*?(<!-- /results -->)",
+        lambda m: f"{m[1]}{text_table(rows)}\n{m[2]}",
+        old,
+        flags=re.DOTALL,
     )
     stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check:
@@ -131,7 +189,9 @@ def main() -> int:
     plotting.frontier(rows, image / "frontier")
     if speed:
         plotting.speed(speed, image / "speed")
-    plotting.memory(plotting.memory_rows(args.model, [parse(c) for c in MEMORY_CACHES], MEMORY_LENGTHS), image / "memory")
+    plotting.memory(
+        plotting.memory_rows(args.model, [parse(c) for c in MEMORY_CACHES], MEMORY_LENGTHS), image / "memory"
+    )
     return 0
 
 

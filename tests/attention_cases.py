@@ -90,24 +90,57 @@ def cases() -> list[Case]:
     for n_kv in (31, 32, 33, 63, 64, 65, 127, 128, 129):
         out.append(replace(base, name=f"n_kv {n_kv}", n_kv=n_kv, dk=128, dv=128, open="mixed"))
     for bits in range(5):
-        out.append(replace(base, name=f"{bits} bits sealed", k_bits=bits, v_bits=bits, open="none", dk=128, dv=96, n_kv=160))
         out.append(
-            replace(base, name=f"{bits} bits sealed f32", k_bits=bits, v_bits=bits, open="none", f32=True, u8=1, n_q=5, n_kv=160)
+            replace(base, name=f"{bits} bits sealed", k_bits=bits, v_bits=bits, open="none", dk=128, dv=96, n_kv=160)
+        )
+        out.append(
+            replace(
+                base,
+                name=f"{bits} bits sealed f32",
+                k_bits=bits,
+                v_bits=bits,
+                open="none",
+                f32=True,
+                u8=1,
+                n_q=5,
+                n_kv=160,
+            )
         )
     for mask in ("none", "holes", "bias", "heads", "rows", "pages", "all"):
         out.append(replace(base, name=f"mask {mask}", mask=mask, n_q=7, n_kv=130, open="mixed"))
         out.append(replace(base, name=f"mask {mask} sinks", mask=mask, n_q=7, n_kv=130, sinks=True, slots="shuffled"))
     out += [
         replace(base, name="16 query heads a KV head", gqa=16, n_q=3),
-        replace(base, name="3 query heads a KV head", gqa=3, n_q=6, n_head_kv=4, max_bias=8.0, softcap=20.0, mask="bias"),
+        replace(
+            base, name="3 query heads a KV head", gqa=3, n_q=6, n_head_kv=4, max_bias=8.0, softcap=20.0, mask="bias"
+        ),
         replace(base, name="odd rows", gqa=5, n_q=11, n_kv=200, n_head_kv=1),
         replace(base, name="512 tokens", gqa=2, n_head_kv=1, n_q=512, n_kv=520, open="mixed"),
         replace(base, name="512 tokens f32", gqa=1, n_head_kv=2, n_q=512, n_kv=545, dk=96, dv=80, f32=True),
-        replace(base, name="512 tokens open", gqa=1, n_head_kv=1, n_q=512, n_kv=512, k_bits=16, v_bits=16, mask="holes"),
-        replace(base, name="split", n_kv=2049, gqa=4, n_head_kv=1),
-        replace(base, name="split over groups of 128", n_kv=4100, gqa=1, n_head_kv=2, group=128, open="mixed", dk=128, dv=128),
         replace(
-            base, name="split with sinks and holes", n_kv=1500, n_q=2, mask="pages", sinks=True, max_bias=4.0, slots="shuffled"
+            base, name="512 tokens open", gqa=1, n_head_kv=1, n_q=512, n_kv=512, k_bits=16, v_bits=16, mask="holes"
+        ),
+        replace(base, name="split", n_kv=2049, gqa=4, n_head_kv=1),
+        replace(
+            base,
+            name="split over groups of 128",
+            n_kv=4100,
+            gqa=1,
+            n_head_kv=2,
+            group=128,
+            open="mixed",
+            dk=128,
+            dv=128,
+        ),
+        replace(
+            base,
+            name="split with sinks and holes",
+            n_kv=1500,
+            n_q=2,
+            mask="pages",
+            sinks=True,
+            max_bias=4.0,
+            slots="shuffled",
         ),
         replace(base, name="split of all-masked rows", n_kv=1200, n_q=3, mask="all", n_head_kv=1),
         replace(base, name="sharp softmax", q_size=6.0, n_kv=300, f32=True, n_q=3),
@@ -115,7 +148,9 @@ def cases() -> list[Case]:
         replace(base, name="page of 256", page=256, group=64, n_kv=600, n_q=2, dk=72, dv=72),
         replace(base, name="value group is the head", dk=72, dv=72, group=128, n_kv=300, open="none"),
         replace(base, name="head of 8", dk=8, dv=8, k_bits=4, v_bits=4, n_kv=70),
-        replace(base, name="head of 1024", dk=1024, dv=1024, n_head_kv=1, gqa=1, n_kv=70, open="mixed", k_bits=3, v_bits=3),
+        replace(
+            base, name="head of 1024", dk=1024, dv=1024, n_head_kv=1, gqa=1, n_kv=70, open="mixed", k_bits=3, v_bits=3
+        ),
         replace(base, name="few cells used", n_kv=1, open="all", k_bits=16, v_bits=16),
     ]
     assert len({c.name for c in out}) == len(out)
@@ -124,7 +159,8 @@ def cases() -> list[Case]:
 
 @dataclass
 class Built:
-    """A case as data. slots: cell of every slot, -1 none, pages one after the other; k, v: exact decoded values by slot;
+    """A case as data. slots: cell of every slot, -1 none, pages one after the other; k, v: exact decoded values by
+    slot;
     lanes: per role the pages read as int8, (first slot, scale, zero, code), each [n_head_kv, n_cells, d]."""
 
     case: Case
@@ -235,7 +271,9 @@ def build(c: Case) -> Built:
             if not c.f32:
                 params = [ref.affine.get_params(codec, block[1]) for block in blocks]
                 scale, zero = (np.stack([ref.affine.per_value(codec, pair[i]) for pair in params]) for i in (0, 1))
-                b.lanes[role].append((at.start, scale, zero, np.stack([ref.affine.unpack(codec, block[0]) for block in blocks])))
+                b.lanes[role].append(
+                    (at.start, scale, zero, np.stack([ref.affine.unpack(codec, block[0]) for block in blocks]))
+                )
         slots = np.ascontiguousarray(cells[at]) if c.slots == "shuffled" else None
         b.pages.append(kernels.Page(lanes[K], lanes[V], c.page_cells, at.start, slots))
         if p % 3 == 1:  # a page that was never written

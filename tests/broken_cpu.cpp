@@ -23,12 +23,8 @@ static ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);
         if (node->op == GGML_OP_MUL_MAT && setting("KVQ_FAULT_TYPE") == ggml_type_name(node->src[0]->type)) {
-            if (setting("KVQ_FAULT") == "crash") {
-                raise(SIGSEGV);
-            }
-            if (setting("KVQ_FAULT") == "abort") {
-                GGML_ABORT("a fault");
-            }
+            if (setting("KVQ_FAULT") == "crash") { raise(SIGSEGV); }
+            if (setting("KVQ_FAULT") == "abort") { GGML_ABORT("a fault"); }
             ((float *) node->data)[7] *= 1.5f;
         }
     }
@@ -39,10 +35,10 @@ extern "C" int ggml_backend_score() { return setting("KVQ_FAULT") == "foreign" ?
 
 extern "C" ggml_backend_reg_t ggml_backend_cpu_reg() {
     void * library = dlopen(setting("KVQ_REAL_CPU").c_str(), RTLD_NOW);
-    auto   open    = (ggml_backend_reg_t (*)()) dlsym(library, "ggml_backend_cpu_reg");
-    static ggml_backend_reg    reg      = *open();
-    static ggml_backend_dev_t  real_dev = ggml_backend_reg_dev_get(open(), 0);
-    static ggml_backend_device dev      = *real_dev;
+    auto open = (ggml_backend_reg_t (*)()) dlsym(library, "ggml_backend_cpu_reg");
+    static ggml_backend_reg reg = *open();
+    static ggml_backend_dev_t real_dev = ggml_backend_reg_dev_get(open(), 0);
+    static ggml_backend_device dev = *real_dev;
     dev.iface.init_backend = [](ggml_backend_dev_t, const char * params) {
         ggml_backend_t backend = real_dev->iface.init_backend(real_dev, params);
         real_compute = backend->iface.graph_compute;

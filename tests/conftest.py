@@ -1,4 +1,6 @@
-"""Fixtures of all tests. Tests run against the installed package: programs, libraries and libggml-kvq of the same build."""
+"""Fixtures of all tests. Tests run against the installed package: programs, libraries and libggml-kvq of the same
+build.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 _U32, _STRING, _ARRAY = 4, 8, 9
 # Files that take minutes, the longest first: the last file to start is a short one, so that no worker waits long.
-LONG = ("native", "cuda_on_host", "cuda_compile", "builds", "versions", "emulated", "archs", "attention", "llama_features", "eval")
+LONG = (
+    "native",
+    "cuda_on_host",
+    "cuda_compile",
+    "builds",
+    "versions",
+    "emulated",
+    "archs",
+    "attention",
+    "llama_features",
+    "eval",
+)
 
 
 def pytest_configure() -> None:
@@ -79,7 +92,9 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def run_python(module_call: str, *args: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_python(
+    module_call: str, *args: str, env: dict[str, str] | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run `module_call` (Python source) in a fresh interpreter, sys.argv[1:] = args, env on top of this environment."""
     return subprocess.run(
         [sys.executable, "-c", module_call, *args],

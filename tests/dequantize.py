@@ -1,4 +1,5 @@
-"""A copy of a GGUF model with every tensor in f32: no 8-bit rounding of activations hides or amplifies what a cache does.
+"""A copy of a GGUF model with every tensor in f32: no 8-bit rounding of activations hides or amplifies what a cache
+does.
 
 python tests/dequantize.py MODEL.gguf OUT.gguf
 """
@@ -20,7 +21,9 @@ def dequantize_model(source: Path, target: Path) -> Path:
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue
         kind = field.types[0]
-        writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None)
+        writer.add_key_value(
+            name, field.contents(), kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        )
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
     writer.write_header_to_file()

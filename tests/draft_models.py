@@ -1,4 +1,5 @@
-"""Random models whose drafts read the model's own memory: one with a layer for multi-token prediction, one with an assistant.
+"""Random models whose drafts read the model's own memory: one with a layer for multi-token prediction, one with an
+assistant.
 
 llama.cpp's model saver leaves out some keys, so that the metadata of tests/arch_models.py goes in front of its tensors.
 """
@@ -53,15 +54,26 @@ def assistant(demo: Path, out: Path, n_embd_target: int) -> Path:
     arch, n_embd, n_ff, n_layer, head, n_head = "gemma4-assistant", 128, 256, 2, 64, 4
     writer = gguf.GGUFWriter(str(out), arch)
     numbers = {
-        "context_length": 4096, "embedding_length": n_embd, "embedding_length_out": n_embd_target,
-        "block_count": n_layer, "nextn_predict_layers": n_layer, "feed_forward_length": n_ff,
-        "attention.head_count": n_head, "attention.head_count_kv": 2, "attention.sliding_window": 192,
+        "context_length": 4096,
+        "embedding_length": n_embd,
+        "embedding_length_out": n_embd_target,
+        "block_count": n_layer,
+        "nextn_predict_layers": n_layer,
+        "feed_forward_length": n_ff,
+        "attention.head_count": n_head,
+        "attention.head_count_kv": 2,
+        "attention.sliding_window": 192,
         **{f"attention.{what}_length{swa}": head for what in ("key", "value") for swa in ("", "_swa")},
-        "rope.dimension_count": head, "rope.dimension_count_swa": head,
+        "rope.dimension_count": head,
+        "rope.dimension_count_swa": head,
     }
     for key, value in numbers.items():
         writer.add_uint32(f"{arch}.{key}", value)
-    for key, real in {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 1e4, "rope.freq_base_swa": 1e4}.items():
+    for key, real in {
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e4,
+        "rope.freq_base_swa": 1e4,
+    }.items():
         writer.add_float32(f"{arch}.{key}", real)
     writer.add_array(f"{arch}.attention.sliding_window_pattern", [True, False])
     for key, value in tokenizer(demo).items():
@@ -80,10 +92,17 @@ def assistant(demo: Path, out: Path, n_embd_target: int) -> Path:
     }
     for i in range(n_layer):
         layer: dict[str, tuple[int, ...]] = {
-            **{f"{name}.weight": (n_embd,) for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")},
-            "attn_q_norm.weight": (head,), "layer_output_scale.weight": (1,),
-            "attn_q.weight": (n_head * head, n_embd), "attn_output.weight": (n_embd, n_head * head),
-            "ffn_gate.weight": (n_ff, n_embd), "ffn_up.weight": (n_ff, n_embd), "ffn_down.weight": (n_embd, n_ff),
+            **{
+                f"{name}.weight": (n_embd,)
+                for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+            },
+            "attn_q_norm.weight": (head,),
+            "layer_output_scale.weight": (1,),
+            "attn_q.weight": (n_head * head, n_embd),
+            "attn_output.weight": (n_embd, n_head * head),
+            "ffn_gate.weight": (n_ff, n_embd),
+            "ffn_up.weight": (n_ff, n_embd),
+            "ffn_down.weight": (n_embd, n_ff),
         }
         shapes.update({f"blk.{i}.{name}": shape for name, shape in layer.items()})
     for name, shape in shapes.items():

@@ -1,4 +1,6 @@
-"""AQUA: rotary tables, means folded into attention (METHODS U13), calibration files, whole models with state files and shifts."""
+"""AQUA: rotary tables, means folded into attention (METHODS U13), calibration files, whole models with state files
+and shifts.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ def lib():
 def rotary(n_dims, neox, top, base=10000.0):
     """(kvq_rotary, what it points to, angle per position f64 [n])."""
     speed = base ** (-2.0 * np.arange(n_dims // 2) / n_dims)
+
     def table(pos):
         return np.stack([np.cos(np.outer(pos, speed)), np.sin(np.outer(pos, speed))])  # [2, pos, n]
+
     high = np.ascontiguousarray(table(64 * np.arange(top // 64 + 1)).transpose(1, 0, 2), np.float32)
     low = np.ascontiguousarray(table(np.arange(80)).transpose(2, 0, 1), np.float32)
     at = [x.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for x in (high, low)]
@@ -35,7 +39,11 @@ def rotate(x, pos, speed, neox):
     """f64 rotary embedding of rows [..., t, d] at pos [t]."""
     y, n = np.array(x, np.float64), len(speed)
     c, s = np.cos(np.outer(pos, speed)), np.sin(np.outer(pos, speed))
-    a, b = (y[..., :n].copy(), y[..., n : 2 * n].copy()) if neox else (y[..., 0 : 2 * n : 2].copy(), y[..., 1 : 2 * n : 2].copy())
+    a, b = (
+        (y[..., :n].copy(), y[..., n : 2 * n].copy())
+        if neox
+        else (y[..., 0 : 2 * n : 2].copy(), y[..., 1 : 2 * n : 2].copy())
+    )
     u, v = a * c - b * s, a * s + b * c
     if neox:
         y[..., :n], y[..., n : 2 * n] = u, v
@@ -44,11 +52,15 @@ def rotate(x, pos, speed, neox):
     return y
 
 
-@pytest.mark.parametrize(("head", "n_dims", "neox"), [(64, 64, 0), (64, 64, 1), (128, 128, 1), (96, 48, 1), (80, 32, 0)])
+@pytest.mark.parametrize(
+    ("head", "n_dims", "neox"), [(64, 64, 0), (64, 64, 1), (128, 128, 1), (96, 48, 1), (80, 32, 0)]
+)
 @pytest.mark.parametrize("order", ["run", "shuffled"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_dims, neox, order, bits):
-    """Equals f64 attention over R_pos(decoded + mean) and decoded + mean; keys in f32 over 7-bit points, values folded to int8."""
+    """Equals f64 attention over R_pos(decoded + mean) and decoded + mean; keys in f32 over 7-bit points, values
+    folded to int8.
+    """
     rng = np.random.default_rng(bits)
     heads, gqa, n = 2, 2, 96
     pos = np.arange(1000, 1000 + n, dtype=np.int32) if order == "run" else rng.permutation(3000)[:n].astype(np.int32)
@@ -76,11 +88,16 @@ def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_
     assert np.abs(without - want).max() > 0.3  # the test sees what it tests
 
 
-@pytest.mark.parametrize(("head", "n_dims", "neox", "base"), [(64, 64, 0, 1e4), (128, 128, 1, 1e4), (128, 128, 0, 1e6), (96, 48, 1, 1e4), (256, 256, 1, 1e4)])
+@pytest.mark.parametrize(
+    ("head", "n_dims", "neox", "base"),
+    [(64, 64, 0, 1e4), (128, 128, 1, 1e4), (128, 128, 0, 1e6), (96, 48, 1, 1e4), (256, 256, 1, 1e4)],
+)
 @pytest.mark.parametrize("moved", ["nothing", "all", "some", "cells", "shuffled", "no mean"])
 @pytest.mark.parametrize("n_q", [1, 2, 12])
 def test_keys_turned_before_encoding_take_their_mean_from_the_query(lib, head, n_dims, neox, base, moved, n_q):
-    """Equals f64 attention over R_(pos - sealed) decoded + R_pos mean: positions in a row, shifted since, and in no order at all."""
+    """Equals f64 attention over R_(pos - sealed) decoded + R_pos mean: positions in a row, shifted since, and in no
+    order at all.
+    """
     rng = np.random.default_rng(n_q)
     heads, gqa, pages_n = 2, 4, 7
     n = 32 * pages_n
@@ -107,7 +124,11 @@ def test_keys_turned_before_encoding_take_their_mean_from_the_query(lib, head, n
             rows = np.stack([lattice.exact(c, *b) for b in blocks])
             mean = means[role][:, None].astype(np.float64) * np.ones((32, 1))
             mean = 0 * mean if moved == "no mean" and role == K else mean
-            exact[role][:, at] = rows + mean if role == V else rotate(rows, pos[at] - sealed[at], speed, neox) + rotate(mean, pos[at], speed, neox)
+            exact[role][:, at] = (
+                rows + mean
+                if role == V
+                else rotate(rows, pos[at] - sealed[at], speed, neox) + rotate(mean, pos[at], speed, neox)
+            )
             lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
         pages.append(kernels.Page(*lanes, 32, 32 * p))
     q = (0.3 * rng.normal(size=(n_q, heads * gqa, head))).astype(np.float32)

@@ -291,7 +291,8 @@ def test_a_full_disk_leaves_no_half_figure_and_no_half_row(tmp_path: Path) -> No
     rows = tmp_path / "rows.jsonl"
     code = (
         limit
-        + "from ggml_kvq import files\ntry:\n    files.append_line(sys.argv[1], 'x' * 4000)\nexcept Exception as e: print(e)"
+        + "from ggml_kvq import files\ntry:\n    files.append_line(sys.argv[1], 'x' * 4000)\nexcept Exception as e:"
+        " print(e)"
     )
     before = rows.read_bytes()
     assert "4001 bytes" in run_python(code, str(rows)).stdout

@@ -27,7 +27,9 @@ def outputs(tmp_path_factory):
         path = tmp_path_factory.mktemp("attention") / "out.npz"
         env = {**os.environ, "KVQ_ISA": isa, "OMP_WAIT_POLICY": "passive"}
         worker = Path(__file__).with_name("attention_cases.py")
-        done = subprocess.run([sys.executable, str(worker), str(path)], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, str(worker), str(path)], env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{isa}: {done.stderr[-2000:]}"
         result = dict(np.load(path))
         if str(result["kernel"]) == isa:
@@ -47,7 +49,11 @@ def at(request):
 
 
 def runs(outputs, i):
-    return [(f"{CASES[i]} on {isa}, run {run}", result[f"{i} {run}"].copy()) for isa, result in outputs.items() for run in RUNS]
+    return [
+        (f"{CASES[i]} on {isa}, run {run}", result[f"{i} {run}"].copy())
+        for isa, result in outputs.items()
+        for run in RUNS
+    ]
 
 
 def test_output_is_finite_and_stays_inside_dst(outputs, at):
@@ -72,19 +78,24 @@ def test_against_f64(outputs, at, folded):
 
 
 def test_kernels_agree(outputs, at):
-    """Instruction sets, thread counts and company in a call: the same result up to twice the arithmetic's bound; without splits
-    between threads, the other streams of a call change no bit."""
+    """Instruction sets, thread counts and company in a call: the same result up to twice the arithmetic's bound;
+    without splits between threads, the other streams of a call change no bit.
+    """
     i, case = at
     _, bound = expected(case, True)
     first = dst_view(case, outputs["portable"][f"{i} 1"])
     for what, buffer in runs(outputs, i):
         assert (np.abs(dst_view(case, buffer) - first) <= 2 * bound).all(), f"differs from portable: {what}"
     for isa, result in outputs.items():
-        assert np.array_equal(result[f"{i} 1"], result[f"{i} all 1"]), f"{case}: {isa} depends on the other streams of a call"
+        assert np.array_equal(result[f"{i} 1"], result[f"{i} all 1"]), (
+            f"{case}: {isa} depends on the other streams of a call"
+        )
 
 
 def test_the_bounds_can_be_missed():
-    """A tolerance that swallows the result tests nothing: median bound over median output, folded within 0.3 %, exact within 1/2."""
+    """A tolerance that swallows the result tests nothing: median bound over median output, folded within 0.3 %,
+    exact within 1/2.
+    """
     for folded, most in ((True, 0.003), (False, 0.5)):
         ratio = []
         for case in CASES:
@@ -106,7 +117,9 @@ def test_rows_without_any_cell_are_zero(outputs):
 
 
 def test_folding_is_seen_and_the_f32_flag_avoids_it(outputs):
-    """The folded arithmetic is used, and not with KVQ_ATTN_F32: median error over median output, an order apart on either side."""
+    """The folded arithmetic is used, and not with KVQ_ATTN_F32: median error over median output, an order apart on
+    either side.
+    """
     by_name = {c.name: i for i, c in enumerate(CASES)}
     for name, low, high in (("2 bits sealed", 2e-5, 1e-3), ("2 bits sealed f32", 0, 2e-6)):
         i = by_name[name]

@@ -14,7 +14,25 @@ QUICK = ["-d", "64,256", "-n", "4", "-r", "1", "--rounds", "2", "-t", "2"]
 
 def test_rows_and_table(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "speed.jsonl"
-    assert cli.main(["bench", "-m", str(demo_model), "--cache", "kivi:bits=2", "--cache", "upstream:q8_0", *QUICK, "-p", "32", "-o", str(out)]) == 0
+    assert (
+        cli.main(
+            [
+                "bench",
+                "-m",
+                str(demo_model),
+                "--cache",
+                "kivi:bits=2",
+                "--cache",
+                "upstream:q8_0",
+                *QUICK,
+                "-p",
+                "32",
+                "-o",
+                str(out),
+            ]
+        )
+        == 0
+    )
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     tests = [(r["n_gen"], r["n_prompt"], r["n_depth"]) for r in rows[::3]]
     assert tests == [(4, 0, 64), (4, 0, 256), (0, 32, 64), (0, 32, 256)]

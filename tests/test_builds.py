@@ -112,7 +112,8 @@ def test_the_probe_knows_both_answers(tmp_path: Path) -> None:
 
 
 FAKE_COMPILER = r"""#!/bin/sh
-# What cmake/llama_cpu.cmake asks of a compiler, in no time. Its name says how it compiles AMX, and for which CPU natively.
+# What cmake/llama_cpu.cmake asks of a compiler, in no time. Its name says how it compiles AMX, and for which CPU
+# natively.
 me=$(basename "$0")
 case "$me $*" in
     ignorant*-mamx*|ignorant*-mno-amx*|old*-mavxvnni*) exit 1;;

@@ -33,7 +33,9 @@ def test_methods_name_shows_every_option(capsys: pytest.CaptureFixture[str]) -> 
         lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
         for option in row["options"]:
             assert option["default_value"] in lines[option["key"]] and option["type"] in lines[option["key"]]
-            methods.check(row["name"], f"{option['key']}={option['default_value']}")  # what is printed as default is accepted
+            methods.check(
+                row["name"], f"{option['key']}={option['default_value']}"
+            )  # what is printed as default is accepted
         got = json.loads(run(capsys, "methods", row["name"], "--json")[1])
         assert got == row
 
@@ -81,7 +83,11 @@ def test_info_of_what_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_layers_without_attention_and_sliding_windows(write_gguf: Callable[..., Path]) -> None:
     fields = {**LLAMA_FIELDS, "llama.attention.head_count_kv": [2, 0, 1, 2], "llama.attention.key_length": 64}
-    fields |= {"llama.attention.value_length": 32, "llama.attention.key_length_swa": 16, "llama.attention.sliding_window_pattern": [0, 0, 1, 0]}
+    fields |= {
+        "llama.attention.value_length": 32,
+        "llama.attention.key_length_swa": 16,
+        "llama.attention.sliding_window_pattern": [0, 0, 1, 0],
+    }
     header = gguf_header.read(write_gguf("m.gguf", fields))
     assert gguf_header.attention_layers(header) == [(0, 2, 64, 32), (2, 1, 16, 32), (3, 2, 64, 32)]
     plans = {p.method: p for p in info.plans(header, 1024)}
@@ -97,7 +103,9 @@ def test_header_reader_agrees_with_gguf_py(demo_model: Path) -> None:
     assert set(fields) == set(ours.fields)
     for key, field in fields.items():
         assert field.contents() == ours.fields[key], key
-    assert [(t.name, tuple(map(int, t.shape)), int(t.tensor_type)) for t in theirs.tensors] == [(t.name, t.shape, t.type) for t in ours.tensors]
+    assert [(t.name, tuple(map(int, t.shape)), int(t.tensor_type)) for t in theirs.tensors] == [
+        (t.name, t.shape, t.type) for t in ours.tensors
+    ]
 
 
 def test_environment_report() -> None:

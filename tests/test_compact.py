@@ -1,4 +1,6 @@
-"""state=compact and state=packed: blocks go out as they are and come back as they were, whoever reads them, or are refused."""
+"""state=compact and state=packed: blocks go out as they are and come back as they were, whoever reads them, or are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -145,5 +147,3 @@ def test_every_byte_of_a_compact_tensor_counts_in_llama_cpps_own_format(models: 
             assert "damaged" in str(e) or "fit" in str(e)
         else:
             assert not any(a <= at < a + 64 for a, _ in pieces), at
-
-

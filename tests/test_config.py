@@ -23,6 +23,7 @@ def sidecar(tmp_path):
         out = tmp_path / "x.kvq.gguf"
         files.write_sidecar(out, xquant.fields(MODEL, config), {})
         return out
+
     return write
 
 
@@ -38,29 +39,46 @@ def test_presets_scale_as_the_native_side_scales_them(name, n_layer):
     a, b = (native.plan(lib, "xquant", o, shapes, 4096) for o in ({"preset": name}, splits))
     assert all(a[k] == b[k] for k in a if k != "options")
     if n_layer == 32:
-        assert xquant.code_bits(c, 32) == pytest.approx({"1.38": 1.375, "1.41": 1.40625, "1.16": 1.15625}[name])  # METHODS U4
+        assert xquant.code_bits(c, 32) == pytest.approx(
+            {"1.38": 1.375, "1.41": 1.40625, "1.16": 1.15625}[name]
+        )  # METHODS U4
         assert a["bits_headline"] == pytest.approx(xquant.code_bits(c, 32))
 
 
 def test_a_file_sets_options_and_the_user_overrides_them(sidecar):
     path = sidecar(xquant.Config(6, 4, 8, 6, eta1=0.25, group=64, window=64))
+
     def line(opts=None, **kw):
-        with Model(MODEL, kv_opts=opts, n_ctx=1024, n_threads=1, **{"kv_method": "xquant", "kv_config": path, **kw}) as m:
+        with Model(
+            MODEL, kv_opts=opts, n_ctx=1024, n_threads=1, **{"kv_method": "xquant", "kv_config": path, **kw}
+        ) as m:
             return m.kv_stats()
-    same = line({"kq": 6, "vq": 4, "km": 8, "vm": 6, "eta1": 0.25, "eta2": 0.045, "group": 64, "window": 64}, kv_config=None)
+
+    same = line(
+        {"kq": 6, "vq": 4, "km": 8, "vm": 6, "eta1": 0.25, "eta2": 0.045, "group": 64, "window": 64}, kv_config=None
+    )
     stored = line()
-    assert {k: v for k, v in stored.items() if k not in ("options", "caches")} == {k: v for k, v in same.items() if k not in ("options", "caches")}
+    assert {k: v for k, v in stored.items() if k not in ("options", "caches")} == {
+        k: v for k, v in same.items() if k not in ("options", "caches")
+    }
     assert line(kv_method=None)["bytes_total"] == stored["bytes_total"]  # the file names the method too
     assert line({"window": 128})["bytes_window"] > stored["bytes_window"]
     # a preset of the user's replaces all four splits of the file
-    assert line({"preset": "1.16"})["bytes_codes"] == line({"preset": "1.16", "group": 64, "window": 64}, kv_config=None)["bytes_codes"]
+    assert (
+        line({"preset": "1.16"})["bytes_codes"]
+        == line({"preset": "1.16", "group": 64, "window": 64}, kv_config=None)["bytes_codes"]
+    )
 
 
 def test_a_model_may_hold_its_configuration(sidecar, tmp_path):
     own = tmp_path / "m.gguf"
     files.embed(MODEL, sidecar(xquant.Config(4, 4, 12, 12)), own)
     with Model(own, n_ctx=512, n_threads=1) as m:
-        assert m.kv_method == "xquant" and "kq=4" in m.kv_stats()["options"] and m.logits(m.tokenize(TEXT)[:40]).shape[0] == 40
+        assert (
+            m.kv_method == "xquant"
+            and "kq=4" in m.kv_stats()["options"]
+            and m.logits(m.tokenize(TEXT)[:40]).shape[0] == 40
+        )
     assert info.stored_options(gguf_header.read(own))[0] == "xquant"
 
 
@@ -91,12 +109,25 @@ def test_a_cache_spec_may_be_a_method_and_a_file():
 
 def test_the_converter_needs_no_data(tmp_path):
     out = tmp_path / "x.gguf"
-    argv = [sys.executable, str(ROOT / "convert/convert_xquant_to_gguf.py"), "-m", str(MODEL), "-o", str(out), "--preset", "1.41"]
+    argv = [
+        sys.executable,
+        str(ROOT / "convert/convert_xquant_to_gguf.py"),
+        "-m",
+        str(MODEL),
+        "-o",
+        str(out),
+        "--preset",
+        "1.41",
+    ]
     done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     kvq = gguf_header.read(out).kvq()
     want = xquant.preset("1.41", 12)
-    assert (kvq["kvq.xquant.kq"], kvq["kvq.xquant.vm"], kvq["kvq.method"]) == (want.kq, want.vm, "xquant") and "no data" in done.stdout
+    assert (kvq["kvq.xquant.kq"], kvq["kvq.xquant.vm"], kvq["kvq.method"]) == (
+        want.kq,
+        want.vm,
+        "xquant",
+    ) and "no data" in done.stdout
 
 
 def test_the_search_shares_codes_only_where_that_beats_the_null(monkeypatch):
@@ -106,33 +137,45 @@ def test_the_search_shares_codes_only_where_that_beats_the_null(monkeypatch):
     def search(share_helps):
         def loss_of(c):
             shares = sum(1 for il in range(1, 12, 2) for m in (c.km, c.vm) if il >= m)
-            return abs(c.eta1 - 0.25) + abs(c.eta2 - 0.09) + 0.02 * abs(c.kq - 8) + shares * (-0.001 if (c.shared == "codes") == share_helps else 0.001)
+            return (
+                abs(c.eta1 - 0.25)
+                + abs(c.eta2 - 0.09)
+                + 0.02 * abs(c.kq - 8)
+                + shares * (-0.001 if (c.shared == "codes") == share_helps else 0.001)
+            )
 
         class Fake:
             n_vocab = 1
+
             def __init__(self, model, method, opts=None, **size):
                 self.opts = opts
+
             def __enter__(self):
                 return self
+
             def __exit__(self, *_):
                 pass
 
         class Result:
             def __init__(self, value):
                 self.value = value
+
             def summary(self):
                 return {"kld_mean": self.value}
 
         class Base:
             def __init__(self, *args):
                 pass
+
             def write(self, m):
                 pass
 
         def divergence(m, base):
             o = m.opts
             tried.append(o)
-            return Result(loss_of(xquant.Config(**{**o, "eta1": next(e for e in xquant.ETA1 if abs(e - o["eta1"]) < 1e-6)})))
+            return Result(
+                loss_of(xquant.Config(**{**o, "eta1": next(e for e in xquant.ETA1 if abs(e - o["eta1"]) < 1e-6)}))
+            )
 
         monkeypatch.setattr(xquant, "Model", Fake)
         monkeypatch.setattr(xquant.perplexity, "BaseFile", Base)

@@ -1,5 +1,7 @@
-"""Method f16 against upstream's own f16 cache. With f32 weights nothing rounds but the cache itself, so the two must agree to the rounding of f32
-sums; with q8_0 weights llama.cpp rounds activations to 8 bits, which turns a difference in the last bit into noise of that size."""
+"""Method f16 against upstream's own f16 cache. With f32 weights nothing rounds but the cache itself, so the two must
+agree to the rounding of f32 sums; with q8_0 weights llama.cpp rounds activations to 8 bits, which turns a difference
+in the last bit into noise of that size.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def test_f16_method_equals_upstream(f32_model: Path, n_ubatch: int) -> None:
             ids = m.tokenize(TEXT, add_bos=True)[: 200 if n_ubatch == 1 else 768]
             arms.append((m.logits(ids), m.perplexity(ids, n_ctx=len(ids) // 2)))
     (a, ppl_a), (b, ppl_b) = arms
-    # below 64 queries upstream sums values in f16; its tiled path, from there on, sums in f32 as we do, and what is left are last bits of cached
-    # keys that fell on the other side
+    # below 64 queries upstream sums values in f16; its tiled path, from there on, sums in f32 as we do, and what is
+    # left are last bits of cached keys that fell on the other side
     tolerance = 2e-2 if n_ubatch >= 128 else 0.2
     worst = float(np.abs(a - b).max())
     assert worst < tolerance

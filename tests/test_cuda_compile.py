@@ -1,4 +1,6 @@
-"""Every CUDA source compiles, on machines without a GPU too. nvcc is not needed to use the CPU build: without it this is skipped."""
+"""Every CUDA source compiles, on machines without a GPU too. nvcc is not needed to use the CPU build: without it
+this is skipped.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ OTHERS = {  # one file each for what else the build targets; all of them with KV
     "120": "attend_short_wide.cu",
 }
 ALL = os.environ.get("KVQ_CUDA_ARCHS", "").split()
-CASES = [("80", source) for source in SOURCES] + [(arch, source) for arch in OTHERS for source in SOURCES if arch in ALL or source.name == OTHERS[arch]]
+CASES = [("80", source) for source in SOURCES] + [
+    (arch, source) for arch in OTHERS for source in SOURCES if arch in ALL or source.name == OTHERS[arch]
+]
 
 
 def architectures() -> set[str]:
@@ -51,26 +55,53 @@ def resources(text: str) -> list[tuple[str, int, int, int]]:
 
 def compiled(arch: str, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """One file for one architecture; what ptxas says of its kernels is on stderr."""
-    command = [str(NVCC), "-std=c++17", f"-arch=sm_{arch}", "-Xptxas", "-O1,-v", f"-I{ROOT / 'include'}", "-c", str(source), "-o", str(out)]
+    command = [
+        str(NVCC),
+        "-std=c++17",
+        f"-arch=sm_{arch}",
+        "-Xptxas",
+        "-O1,-v",
+        f"-I{ROOT / 'include'}",
+        "-c",
+        str(source),
+        "-o",
+        str(out),
+    ]
     if source.name.startswith("seal"):
         command.insert(1, "-fmad=false")
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
-def builds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, Path], Future[subprocess.CompletedProcess[str]]]]:
+def builds(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, Path], Future[subprocess.CompletedProcess[str]]]]:
     """What the chosen tests compile, on all cores."""
     folder, known = tmp_path_factory.mktemp("cuda"), architectures()
-    chosen = [x.callspec.params for x in request.session.items if isinstance(x, pytest.Function) and x.fspath == request.fspath and hasattr(x, "callspec")]
+    chosen = [
+        x.callspec.params
+        for x in request.session.items
+        if isinstance(x, pytest.Function) and x.fspath == request.fspath and hasattr(x, "callspec")
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {(c["arch"], c["source"]): pool.submit(compiled, c["arch"], c["source"], folder / f"{c['source'].stem}_{c['arch']}.o") for c in chosen if c["arch"] in known}
+        yield {
+            (c["arch"], c["source"]): pool.submit(
+                compiled, c["arch"], c["source"], folder / f"{c['source'].stem}_{c['arch']}.o"
+            )
+            for c in chosen
+            if c["arch"] in known
+        }
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize(("arch", "source"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_compiles(arch: str, source: Path, builds: dict[tuple[str, Path], Future[subprocess.CompletedProcess[str]]]) -> None:
-    """ptxas reads the inline assembly. Registers and static shared memory fit every card of the architecture: at most 255 registers, 48 KB
-    a block before a kernel asks for more. What is asked for is held to each card's limit where it is launched (test_cuda_on_host.py)."""
+def test_compiles(
+    arch: str, source: Path, builds: dict[tuple[str, Path], Future[subprocess.CompletedProcess[str]]]
+) -> None:
+    """ptxas reads the inline assembly. Registers and static shared memory fit every card of the architecture: at most
+    255 registers, 48 KB a block before a kernel asks for more. What is asked for is held to each card's limit where it
+    is launched (test_cuda_on_host.py).
+    """
     if (arch, source) not in builds:
         pytest.skip(f"this nvcc does not know sm_{arch}")
     run = builds[arch, source].result()

@@ -1,4 +1,6 @@
-"""The CUDA kernels run here too, on the host (tests/cuda_on_host): sealing, stores and attention against the C reference, without a GPU."""
+"""The CUDA kernels run here too, on the host (tests/cuda_on_host): sealing, stores and attention against the C
+reference, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ FLAGS = ["-std=c++17", "-w", "-fopenmp", f"-I{ROOT / 'ggml-kvq' / 'include'}"]
 
 def test_translation() -> None:
     """Launches, shared memory and instructions; an instruction without host code is an error that names it."""
-    text = translate_text('extern __shared__ __align__(16) uint8_t memory[];\nf<A<2>, 3><<<dim3(a, b), 32, nb, s>>>(x, g(y));\nasm volatile("cp.async.wait_all;" ::: "memory"); z();')
+    text = translate_text(
+        "extern __shared__ __align__(16) uint8_t memory[];\nf<A<2>, 3><<<dim3(a, b), 32, nb, s>>>(x, g(y));\nasm"
+        ' volatile("cp.async.wait_all;" ::: "memory"); z();'
+    )
     assert "uint8_t * const memory = (uint8_t *) host_cuda::shared;" in text
     assert "host_cuda::launch(dim3(a, b), dim3( 32),  nb, [&] { f<A<2>, 3>(x, g(y)); });" in text
     assert text.rstrip().endswith("z();")
@@ -45,7 +50,10 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     (source / "cuda").mkdir(parents=True)
     for folder in ("cache", "cpu", "include", "methods", "types"):
         (source / folder).symlink_to(ROOT / "ggml-kvq" / folder)
-    jobs = [(f, ["-O1", f"-I{HERE / 'include'}", *(["-ffp-contract=off"] if f.name.startswith("seal") else [])]) for f in translate(ROOT / "ggml-kvq" / "cuda", source / "cuda")]
+    jobs = [
+        (f, ["-O1", f"-I{HERE / 'include'}", *(["-ffp-contract=off"] if f.name.startswith("seal") else [])])
+        for f in translate(ROOT / "ggml-kvq" / "cuda", source / "cuda")
+    ]
     jobs = [(f, flags) for f, flags in jobs if f.stem != "graph"]
     for folder in ("cache", "cpu", "methods", "types"):
         for f in sorted((ROOT / "ggml-kvq" / folder).glob("*.cpp")):
@@ -58,7 +66,9 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     def compiled(job: tuple[Path, list[str]]) -> str:
         path, flags = job
         out = tmp_path / f"{path.parent.name}_{path.stem}.o"
-        run = subprocess.run([str(CXX), *FLAGS, *flags, "-c", str(path), "-o", str(out)], capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [str(CXX), *FLAGS, *flags, "-c", str(path), "-o", str(out)], capture_output=True, text=True, check=False
+        )
         assert run.returncode == 0, run.stderr[-3000:]
         return str(out)
 
@@ -70,12 +80,26 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
         subprocess.run([str(CXX), "-fopenmp", main, *shared, "-o", str(program)], check=True)
         # then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more
         for env in ({}, {"KVQ_CUDA_AS": "8.6"}):
-            run = subprocess.run([str(program), "host"], capture_output=True, text=True, check=False, timeout=600, env={**os.environ, **env})
+            run = subprocess.run(
+                [str(program), "host"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=600,
+                env={**os.environ, **env},
+            )
             assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
             assert "attention: " in run.stdout
         if main == objects[-len(mains)]:
             for capability in ("8.0", "8.6", "9.0"):
-                run = subprocess.run([str(program), "limits"], capture_output=True, text=True, check=True, timeout=60, env={**os.environ, "KVQ_CUDA_AS": capability})
+                run = subprocess.run(
+                    [str(program), "limits"],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    timeout=60,
+                    env={**os.environ, "KVQ_CUDA_AS": capability},
+                )
                 print(run.stdout)
                 sizes = [int(line.split()[-1]) for line in run.stdout.splitlines() if line.split()[-1].isdigit()]
                 assert len(sizes) > 100

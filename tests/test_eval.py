@@ -78,7 +78,9 @@ def test_divergence_equals_the_definition_in_float64() -> None:
     assert got["n_tokens"] == 150
 
 
-@pytest.mark.parametrize(("n_ctx", "stride", "first", "scored", "windows"), [(64, 0, 32, 31, 15), (64, 16, 47, 16, 59), (10, 3, 6, 3, 330)])
+@pytest.mark.parametrize(
+    ("n_ctx", "stride", "first", "scored", "windows"), [(64, 0, 32, 31, 15), (64, 16, 47, 16, 59), (10, 3, 6, 3, 330)]
+)
 def test_windows_follow_llama_perplexity(n_ctx: int, stride: int, first: int, scored: int, windows: int) -> None:
     p = perplexity.Protocol(n_ctx, 8, stride)
     w = p.windows(np.arange(1000))
@@ -100,7 +102,19 @@ def test_short_text_is_refused() -> None:
 
 
 def upstream_kld(model: Path, text: Path, base: Path, *extra: str) -> dict[str, float]:
-    program = [str(_paths.program("llama-perplexity")), "-m", str(model), "-f", str(text), "-c", "512", "-b", "512", "-ub", "128"]
+    program = [
+        str(_paths.program("llama-perplexity")),
+        "-m",
+        str(model),
+        "-f",
+        str(text),
+        "-c",
+        "512",
+        "-b",
+        "512",
+        "-ub",
+        "128",
+    ]
     program += ["-fa", "on", "-t", "2", "--chunks", "3", "--kl-divergence-base", str(base), *extra]
     patterns = {
         "ppl": r"Mean PPL\(Q\)\s*:\s*([\d.]+)",
@@ -166,7 +180,9 @@ def test_the_base_file_of_another_text_is_not_taken(tmp_path: Path) -> None:
         ("method:f16", "kvq-f16", "f16", "", None, ("f16", "f16")),
     ],
 )
-def test_cache_specs(text: str, label: str, method: str | None, options: str, config: str | None, types: tuple[str, str]) -> None:
+def test_cache_specs(
+    text: str, label: str, method: str | None, options: str, config: str | None, types: tuple[str, str]
+) -> None:
     s = specs.parse(text)
     assert (s.label, s.method, s.options, s.config, (s.type_k, s.type_v)) == (label, method, options, config, types)
 
@@ -213,7 +229,10 @@ def test_retrieval_finds_what_the_cache_keeps(demo_model: Path) -> None:
         assert sum(r for r, _ in good["by_depth"]) == good["right"]
         sample = retrieval.make_sample("passkey", 400, 0, None, lambda s: len(m.tokenize(s)))
         wrong = retrieval.Sample(sample.prompt, " 00000", None)
-        (is_right, nll), (is_wrong, more) = retrieval.score_answer(m, sample, 512), retrieval.score_answer(m, wrong, 512)
+        (is_right, nll), (is_wrong, more) = (
+            retrieval.score_answer(m, sample, 512),
+            retrieval.score_answer(m, wrong, 512),
+        )
         assert is_right and not is_wrong and 0 <= nll < 0.1 < more
         for s, found in ((sample, nll), (wrong, more)):  # all at once, f16: the same likelihoods
             want = m.tokenize(s.answer)
@@ -253,7 +272,9 @@ def test_document_scores() -> None:
 
 
 def test_document_files(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"context": "C", "input": "Q", "answers": ["A"], "dataset": "qa"}) + "\n\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"context": "C", "input": "Q", "answers": ["A"], "dataset": "qa"}) + "\n\n"
+    )
     (tmp_path / "b.jsonl").write_text(json.dumps({"input": "R", "outputs": ["x", "y"]}) + "\n")
     got = list(documents.read(tmp_path))
     assert [k for k, _ in got] == ["longbench", "ruler"]
@@ -275,9 +296,24 @@ def run_eval(model: Path, out: Path, *args: str) -> int:
     return cli.main(["eval", "-m", str(model), "-o", str(out), "-t", "2", "--quiet", *args])
 
 
-def test_command_measures_resumes_and_refuses(demo_model: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_measures_resumes_and_refuses(
+    demo_model: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "r.jsonl"
-    args = ["-f", str(text_file), "-c", "256", "--chunks", "2", "-ub", "64", "--cache", "kivi:bits=2", "--cache", "upstream:q1_0"]
+    args = [
+        "-f",
+        str(text_file),
+        "-c",
+        "256",
+        "--chunks",
+        "2",
+        "-ub",
+        "64",
+        "--cache",
+        "kivi:bits=2",
+        "--cache",
+        "upstream:q1_0",
+    ]
     args += ["--tasks", "passkey", "--lengths", "300", "--samples", "2"]
     assert run_eval(demo_model, out, *args) == 0
     first = capsys.readouterr().out
@@ -313,13 +349,17 @@ def test_command_measures_resumes_and_refuses(demo_model: Path, text_file: Path,
         (["-f", "/no/such/text"], "/no/such/text"),
     ],
 )
-def test_command_refusals(demo_model: Path, tmp_path: Path, args: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refusals(
+    demo_model: Path, tmp_path: Path, args: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_eval(demo_model, tmp_path / "r.jsonl", *args) == 2
     assert part in capsys.readouterr().err
 
 
 def test_the_recorded_command_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/usr/bin/ggml-kvq", "eval", "-m", "/home/me/model.gguf", "--cache", "kivi:bits=2,group=32"])
+    monkeypatch.setattr(
+        "sys.argv", ["/usr/bin/ggml-kvq", "eval", "-m", "/home/me/model.gguf", "--cache", "kivi:bits=2,group=32"]
+    )
     assert results.command() == "ggml-kvq eval -m model.gguf --cache kivi:bits=2,group=32"
 
 
@@ -356,7 +396,11 @@ def is_figure(paths: list[Path], *names: str) -> bool:
 
 
 def test_frontier_shows_every_cache(tmp_path: Path) -> None:
-    rows = [text_row("f16", "upstream", 16, 0), text_row("q4_0", "upstream", 4.5, 0.01), text_row("kivi-2", "kivi", 3.9, 0.04)]
+    rows = [
+        text_row("f16", "upstream", 16, 0),
+        text_row("q4_0", "upstream", 4.5, 0.01),
+        text_row("kivi-2", "kivi", 3.9, 0.04),
+    ]
     rows += [cell_row("q4_0", "upstream", 4.5, 20), cell_row("kivi-2", "kivi", 3.9, 13)]
     assert is_figure(plotting.frontier(rows, tmp_path / "frontier"), "q4_0", "kivi-2", "true bits per K or V value")
     with pytest.raises(errors.KvqError, match="ggml-kvq eval"):
@@ -376,8 +420,20 @@ def test_memory_is_planned_from_the_model(demo_model: Path, tmp_path: Path) -> N
 
 def test_speed_reads_llama_bench_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bench.jsonl"
-    rows = [{"n_gen": 32, "n_depth": d, "avg_ts": 100 / (1 + d / 4096), "stddev_ts": 1.0, "type_k": "q4_0", "type_v": "q4_0"} for d in (0, 4096)]
-    rows += [{**r, "kv_method": "kivi", "kv_opts": "bits=2", "avg_ts": 90} for r in rows] + [{"n_gen": 0, "n_prompt": 512, "avg_ts": 500}]
+    rows = [
+        {
+            "n_gen": 32,
+            "n_depth": d,
+            "avg_ts": 100 / (1 + d / 4096),
+            "stddev_ts": 1.0,
+            "type_k": "q4_0",
+            "type_v": "q4_0",
+        }
+        for d in (0, 4096)
+    ]
+    rows += [{**r, "kv_method": "kivi", "kv_opts": "bits=2", "avg_ts": 90} for r in rows] + [
+        {"n_gen": 0, "n_prompt": 512, "avg_ts": 500}
+    ]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert cli.main(["plot", "speed", str(path), "-o", str(tmp_path / "speed")]) == 0
     paths = [Path(line) for line in capsys.readouterr().out.split()]

@@ -20,7 +20,12 @@ EXAMPLES = ROOT / "examples"
 
 def run(name: str, *args: str, stdin: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args], input=stdin, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, str(EXAMPLES / name), *args],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
@@ -44,7 +49,9 @@ def test_generate() -> None:
     match = re.search(r"\[xquant: ([\d.]+) true bits, ([\d.]+) MiB instead of ([\d.]+)\]", out)
     assert match and float(match[1]) < 8 and float(match[2]) < float(match[3]) / 2
     assert out == run("generate.py", "-n", "24", "--seed", "3", "The manual page of")
-    assert "[kivi:" in run("generate.py", "-n", "4", "--kv-method", "kivi", "--kv-opt", "bits=4", "--kv-opt", "window=64")
+    assert "[kivi:" in run(
+        "generate.py", "-n", "4", "--kv-method", "kivi", "--kv-opt", "bits=4", "--kv-opt", "window=64"
+    )
 
 
 def test_chat() -> None:
@@ -53,7 +60,17 @@ def test_chat() -> None:
 
 
 def test_compare_methods() -> None:
-    out = run("compare_methods.py", "-c", "256", "--cache", "upstream:q8_0", "--cache", "kivi:bits=4", "--cache", "kivi:bits=1,window=32")
+    out = run(
+        "compare_methods.py",
+        "-c",
+        "256",
+        "--cache",
+        "upstream:q8_0",
+        "--cache",
+        "kivi:bits=4",
+        "--cache",
+        "kivi:bits=1,window=32",
+    )
     rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
     kld = [float(rows[c][4]) for c in ("q8_0", "kivi:bits=4", "kivi:bits=1,window=32")]
     assert min(kld[:2]) > 0 and 10 * max(kld[:2]) < kld[2]
@@ -73,11 +90,15 @@ def test_server(tmp_path: Path) -> None:
     assert shutil.which("curl"), "examples/server.sh needs curl; install it"
     # the launcher by its module, so that the test also covers a checkout that is not installed
     launcher = tmp_path / "llama-server"
-    launcher.write_text(f"#!{sys.executable}\nfrom ggml_kvq.launcher import llama_server\nraise SystemExit(llama_server())\n")
+    launcher.write_text(
+        f"#!{sys.executable}\nfrom ggml_kvq.launcher import llama_server\nraise SystemExit(llama_server())\n"
+    )
     launcher.chmod(0o755)
     log = tmp_path / "server.log"
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PORT": str(port), "LOG": str(log)}
-    done = subprocess.run(["sh", str(EXAMPLES / "server.sh")], capture_output=True, text=True, timeout=300, env=env, check=False)
+    done = subprocess.run(
+        ["sh", str(EXAMPLES / "server.sh")], capture_output=True, text=True, timeout=300, env=env, check=False
+    )
     assert done.returncode == 0, done.stderr + log.read_text()[-2000:]
     assert len(json.loads(done.stdout)["content"]) > 10
     assert "xquant" in log.read_text()
@@ -87,7 +108,9 @@ def python_blocks() -> list[tuple[str, str]]:
     """(file and number, source) of every ```python block in README.md and docs/llama-cpp.md."""
     out = []
     for name in ("README.md", "docs/llama-cpp.md"):
-        for i, source in enumerate(re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)):
+        for i, source in enumerate(
+            re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+        ):
             out.append((f"{name}:{i}", source))
     return out
 
@@ -95,6 +118,8 @@ def python_blocks() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "source"), python_blocks(), ids=[name for name, _ in python_blocks()])
 def test_python_blocks_of_the_docs_run(name: str, source: str, tmp_path: Path, demo_model: Path) -> None:
     (tmp_path / "model.gguf").symlink_to(demo_model)
-    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, f"{name}\n{done.stderr[-2000:]}"
     assert done.stdout.strip()

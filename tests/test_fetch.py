@@ -64,7 +64,10 @@ class Index:
     def page(self, handler: http.server.BaseHTTPRequestHandler) -> None:
         href = f"../../files/{self.name}"
         if self.json:
-            kind, body = "application/vnd.pypi.simple.v1+json", json.dumps({"files": [{"filename": self.name, "url": href}]})
+            kind, body = (
+                "application/vnd.pypi.simple.v1+json",
+                json.dumps({"files": [{"filename": self.name, "url": href}]}),
+            )
         else:
             kind, body = "text/html", f'<a href="{href}-other">x</a><a href="{href}#sha256=00">{self.name}</a>'
         handler.send_response(200)
@@ -120,7 +123,9 @@ def contents(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["html", "json", "password"])
-def test_fetch_once_then_from_the_cache(fetch: ModuleType, index: Index, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_once_then_from_the_cache(
+    fetch: ModuleType, index: Index, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index.json = kind == "json"
     if kind == "password":
         index.password = "Basic dXNlcjpwQHNz"  # user:p@ss
@@ -128,7 +133,10 @@ def test_fetch_once_then_from_the_cache(fetch: ModuleType, index: Index, tmp_pat
     cache = tmp_path / "cache"
     tree = fetch.ensure_source(cache)
     assert contents(tree) == {"CMakeLists.txt", "ggml/CMakeLists.txt", "src/llama.cpp"}
-    assert not (tmp_path / "outside.txt").exists() and contents(cache) == {"fetch.lock", *(f"{tree.name}/{c}" for c in contents(tree))}
+    assert not (tmp_path / "outside.txt").exists() and contents(cache) == {
+        "fetch.lock",
+        *(f"{tree.name}/{c}" for c in contents(tree)),
+    }
     assert fetch.ensure_source(cache) == tree and index.downloads == 1
 
 
@@ -166,7 +174,11 @@ def test_archive_laid_into_the_cache_is_used(fetch: ModuleType, index: Index, tm
 def test_changed_tree_is_unpacked_again(fetch: ModuleType, index: Index, tmp_path: Path, damage: str) -> None:
     tree = fetch.ensure_source(tmp_path / "cache")
     victim = tree / "src/llama.cpp"
-    {"edit": lambda: victim.write_text("x"), "add": lambda: (tree / "src/more.cpp").write_text(""), "remove": victim.unlink}[damage]()
+    {
+        "edit": lambda: victim.write_text("x"),
+        "add": lambda: (tree / "src/more.cpp").write_text(""),
+        "remove": victim.unlink,
+    }[damage]()
     fetch.ensure_source(tmp_path / "cache")
     assert victim.read_text() == "content of src/llama.cpp\n" and not (tree / "src/more.cpp").exists()
 
@@ -178,13 +190,17 @@ def test_leftovers_of_a_killed_run_are_removed(fetch: ModuleType, index: Index, 
     assert not list((tmp_path / "cache").glob("*-abc"))
 
 
-def test_local_find_links_and_file_index(fetch: ModuleType, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_find_links_and_file_index(
+    fetch: ModuleType, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wheels, mirror = tmp_path / "wheels", tmp_path / "mirror"
     wheels.mkdir()
     (mirror / fetch.PROJECT).mkdir(parents=True)
     (wheels / fetch.ARCHIVE).write_bytes(index.archive)
     (mirror / fetch.PROJECT / "index.html").write_text(f'<a href="{(wheels / fetch.ARCHIVE).as_uri()}">x</a>')
-    for i, settings in enumerate(({"find-links": f"/nowhere {wheels}", "no-index": "1"}, {"index-url": mirror.as_uri()})):
+    for i, settings in enumerate(
+        ({"find-links": f"/nowhere {wheels}", "no-index": "1"}, {"index-url": mirror.as_uri()})
+    ):
         monkeypatch.setattr(fetch, "pip_settings", lambda settings=settings: settings)
         assert contents(fetch.ensure_source(tmp_path / f"cache{i}"))
     assert index.downloads == 0
@@ -193,7 +209,9 @@ def test_local_find_links_and_file_index(fetch: ModuleType, index: Index, tmp_pa
 def test_settings_of_pip_are_read_in_its_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = load_script()
     config = tmp_path / "pip.conf"
-    config.write_text("[global]\nindex-url = https://global/simple\nproxy = p\n[download]\nindex-url = https://download/simple\n")
+    config.write_text(
+        "[global]\nindex-url = https://global/simple\nproxy = p\n[download]\nindex-url = https://download/simple\n"
+    )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     assert module.pip_settings()["index-url"] == "https://download/simple"

@@ -35,11 +35,15 @@ def codecs(heads=HEADS):
         for group, n_cells in itertools.product(GROUPS, PAGES):
             if (role == K and n_cells % group) or (role == V and (group > head or n_cells == 64)):
                 continue
-            yield Codec(AFFINE, role, bits, group, scale, 0, (0.0, 1 / 6, 0.045, 0.25)[(bits + head) % 4], n_cells, head)
+            yield Codec(
+                AFFINE, role, bits, group, scale, 0, (0.0, 1 / 6, 0.045, 0.25)[(bits + head) % 4], n_cells, head
+            )
         if bits:
             yield Codec(AFFINE, role, bits, 32, scale, 1, 0.5 / (1 << bits), 32, head)
         if role == V:
-            yield Codec(AFFINE, role, bits, head, scale, 0, 0.1, 32, head)  # one group a head, also where 16 does not divide it
+            yield Codec(
+                AFFINE, role, bits, head, scale, 0, 0.1, 32, head
+            )  # one group a head, also where 16 does not divide it
 
 
 def finite_bits(rng, shape):
@@ -115,13 +119,17 @@ def test_valid_cells_alone_set_the_parameters(lib, kind):
         rows = INPUTS[kind](rng, (c.n_cells, c.head_size))
         for valid in (
             rng.integers(0, 256, c.n_cells // 8, np.uint8),
-            np.eye(1, c.n_cells // 8, rng.integers(c.n_cells // 8), np.uint8)[0],  # one cell, so groups of one value or none
+            np.eye(1, c.n_cells // 8, rng.integers(c.n_cells // 8), np.uint8)[
+                0
+            ],  # one cell, so groups of one value or none
             np.zeros(c.n_cells // 8, np.uint8),
         ):
             _, params = check(lib, c, rows, valid, what=f"{c} {kind} seed {seed} valid {valid}")
             ok = np.unpackbits(valid, bitorder="little").astype(bool)
             other = np.where(ok[:, None], rows, np.float16(3e4))
-            assert np.array_equal(kernels.encode(lib, c, other, valid)[1], params), f"{c}: an empty cell moved the parameters"
+            assert np.array_equal(kernels.encode(lib, c, other, valid)[1], params), (
+                f"{c}: an empty cell moved the parameters"
+            )
 
 
 def test_shared_codes_are_adopted(lib):
@@ -166,9 +174,13 @@ def test_pack_and_unpack(lib):
             assert code == q[cell, channel]
 
 
-@pytest.mark.parametrize("kind", ["normal", "outlier channels", "near extreme", "constant", "denormal", "offset", "ties"])
+@pytest.mark.parametrize(
+    "kind", ["normal", "outlier channels", "near extreme", "constant", "denormal", "offset", "ties"]
+)
 def test_image(lib, kind):
-    """The image of a block is alike in both; reading it gives the parameters back, and codes that have the same image."""
+    """The image of a block is alike in both; reading it gives the parameters back, and codes that have the same
+    image.
+    """
     for c in codecs((72, 128)):
         seed = seed_of("image", kind, c)
         what = f"{c} {kind} seed {seed}"

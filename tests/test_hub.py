@@ -38,7 +38,9 @@ class StandIn(http.server.BaseHTTPRequestHandler):
         self.seen.append(f"{self.command} {path}")
         if path == "/owner/repo/resolve/main/sub/model.gguf":
             etag = hashlib.sha256(CONTENT).hexdigest()
-            self.reply(200, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Content-Length": str(len(CONTENT))}, CONTENT)
+            self.reply(
+                200, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Content-Length": str(len(CONTENT))}, CONTENT
+            )
         elif path.startswith("/api/models/owner/repo/tree/main"):
             names = ["README.md", "sub/model.gguf", "sub/mmproj-model.gguf"]
             body = json.dumps([{"type": "file", "path": n, "size": 1, "oid": "0" * 40} for n in names]).encode()
@@ -102,21 +104,36 @@ def test_no_network_is_said_plainly(tmp_path: Path) -> None:
         hub.fetch("hf:owner/repo/sub/model.gguf", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize("spec", ["hf:model.gguf", "hf:owner/repo", "hf:owner/repo/file.bin", "hf:owner/../x.gguf", "hf:/a/b.gguf"])
+@pytest.mark.parametrize(
+    "spec", ["hf:model.gguf", "hf:owner/repo", "hf:owner/repo/file.bin", "hf:owner/../x.gguf", "hf:/a/b.gguf"]
+)
 def test_malformed_paths_are_refused_before_any_request(spec: str) -> None:
     with pytest.raises(errors.DownloadError, match="hf:owner/repo/file.gguf"):
         hub.fetch(spec)
 
 
 def test_a_repository_is_asked_for_its_files(endpoint: str, tmp_path: Path) -> None:
-    """In another process: huggingface_hub reads its variables when it is imported. Then without a network: the cache answers."""
-    code = "import sys; from ggml_kvq import hub; path, projector = hub.choose('owner/repo', sys.argv[1]); print(path, projector is not None)"
+    """In another process: huggingface_hub reads its variables when it is imported. Then without a network: the
+    cache answers.
+    """
+    code = (
+        "import sys; from ggml_kvq import hub; path, projector = hub.choose('owner/repo', sys.argv[1]); print(path,"
+        " projector is not None)"
+    )
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
     for where in (endpoint, "http://127.0.0.1:9"):
-        done = subprocess.run([sys.executable, "-c", code, ""], env={**env, "HF_ENDPOINT": where}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", code, ""],
+            env={**env, "HF_ENDPOINT": where},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
         path, projector = done.stdout.split()
-        assert Path(path).read_bytes() == CONTENT and projector == str(where == endpoint)  # only what was downloaded is known
+        assert Path(path).read_bytes() == CONTENT and projector == str(
+            where == endpoint
+        )  # only what was downloaded is known
     done = subprocess.run([sys.executable, "-c", code, "Q9"], env=env, capture_output=True, text=True, timeout=120)
     assert "no GGUF file of Q9; it has sub/model.gguf" in done.stderr
 

@@ -1,4 +1,6 @@
-"""Multi-head latent attention: one KV head whose keys are two blocks, values the first of them or both (KVQ_ATTN_LATENT, _ALL)."""
+"""Multi-head latent attention: one KV head whose keys are two blocks, values the first of them or both
+(KVQ_ATTN_LATENT, _ALL).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ def codec(kind: str, d: int) -> Codec:
     return Codec(LATTICE, K, int(kind[7:]), 2, 1, 0, 0.0, CELLS, d)
 
 
-def pages_and_rows(rng: np.random.Generator, codecs: tuple[Codec, Codec], n_pages: int, open_pages: int) -> tuple[list[kernels.Page], np.ndarray]:
-    """Pages of both blocks, and what is in them: f64 [cells, channels of both]. The last `open_pages` are f16 tiles, the first as well."""
+def pages_and_rows(
+    rng: np.random.Generator, codecs: tuple[Codec, Codec], n_pages: int, open_pages: int
+) -> tuple[list[kernels.Page], np.ndarray]:
+    """Pages of both blocks, and what is in them: f64 [cells, channels of both]. The last `open_pages` are f16
+    tiles, the first as well.
+    """
     lib = loader.libraries().need_kvq()
     pages, rows = [], []
     for p in range(n_pages):
@@ -49,7 +55,9 @@ def pages_and_rows(rng: np.random.Generator, codecs: tuple[Codec, Codec], n_page
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", ["f16", "affine4", "affine2", "affine1", "affine3", "lattice4", "lattice2", "lattice1"])
+@pytest.mark.parametrize(
+    "kind", ["f16", "affine4", "affine2", "affine1", "affine3", "lattice4", "lattice2", "lattice1"]
+)
 @pytest.mark.parametrize(
     ("first", "second", "n_head", "n_q", "all_of_it", "softcap"),
     [
@@ -62,7 +70,9 @@ def pages_and_rows(rng: np.random.Generator, codecs: tuple[Codec, Codec], n_page
         (48, 24, 2, 1, True, 0.0),
     ],
 )
-def test_attention_against_f64(first: int, second: int, n_head: int, n_q: int, all_of_it: bool, softcap: float, kind: str, threads: int) -> None:
+def test_attention_against_f64(
+    first: int, second: int, n_head: int, n_q: int, all_of_it: bool, softcap: float, kind: str, threads: int
+) -> None:
     rng = np.random.default_rng(first + second + n_q)
     codecs = codec(kind, first), codec(kind, second)
     pages, rows = pages_and_rows(rng, codecs, 9, 2)
@@ -75,7 +85,19 @@ def test_attention_against_f64(first: int, second: int, n_head: int, n_q: int, a
     dst = np.full((n_q, n_head, width + 3), 7e8, np.float32)
     scale = np.float32(1 / np.sqrt(first + second))
     stream = kernels.Stream(
-        codecs[0], codecs[1], 1, n_kv, pages, q, dst[:, :, :width], scale, mask, 0.0, softcap, None, LATENT_ALL if all_of_it else LATENT
+        codecs[0],
+        codecs[1],
+        1,
+        n_kv,
+        pages,
+        q,
+        dst[:, :, :width],
+        scale,
+        mask,
+        0.0,
+        softcap,
+        None,
+        LATENT_ALL if all_of_it else LATENT,
     )
     kernels.attend(loader.libraries().need_kvq(), [stream], threads)
 
@@ -96,7 +118,17 @@ def test_impossible_latent_attention_is_refused() -> None:
     def attempt(**change: Any) -> str:
         codecs = codec("affine2", 72), codec("affine2", 24)
         pages, _ = pages_and_rows(rng, codecs, 3, 1)
-        stream = kernels.Stream(codecs[0], codecs[1], 1, 90, pages, np.zeros((1, 2, 96), np.float32), np.zeros((1, 2, 96), np.float32), np.float32(1), None)
+        stream = kernels.Stream(
+            codecs[0],
+            codecs[1],
+            1,
+            90,
+            pages,
+            np.zeros((1, 2, 96), np.float32),
+            np.zeros((1, 2, 96), np.float32),
+            np.float32(1),
+            None,
+        )
         stream.flags = LATENT
         for key, value in change.items():
             setattr(stream, key, value)
@@ -149,7 +181,13 @@ def test_divergence_falls_with_bits(model: Path) -> None:
     with opened(model, "upstream") as m:
         want = m.logits(ids)[300:]
     found = {}
-    for method, opts in (("f16", None), ("kivi", {"bits": 4}), ("higgs", {"bits": 4}), ("higgs", {"bits": 2}), ("higgs", {"bits": 1, "grid": "d8"})):
+    for method, opts in (
+        ("f16", None),
+        ("kivi", {"bits": 4}),
+        ("higgs", {"bits": 4}),
+        ("higgs", {"bits": 2}),
+        ("higgs", {"bits": 1, "grid": "d8"}),
+    ):
         with opened(model, method, opts) as m:
             got = m.logits(ids)[300:]
             found[f"{method}-{(opts or {}).get('bits', 16)}"] = divergence(want, got)
@@ -170,8 +208,12 @@ def test_kivi_reads_what_it_stores(model: Path) -> None:
         assert divergence(want, m.logits(ids)) > 1e-4
 
 
-@pytest.mark.parametrize(("method", "opts"), [("f16", None), ("kivi", {"bits": 4, "window": 64}), ("higgs", {"bits": 2})])
-def test_saved_states_restore_both_blocks(model: Path, tmp_path: Path, method: str, opts: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    ("method", "opts"), [("f16", None), ("kivi", {"bits": 4, "window": 64}), ("higgs", {"bits": 2})]
+)
+def test_saved_states_restore_both_blocks(
+    model: Path, tmp_path: Path, method: str, opts: dict[str, Any] | None
+) -> None:
     ids, more = tokens(416), tokens(40, 1)
     with opened(model, method, opts) as m:
         logits_of(m, ids)
@@ -187,7 +229,10 @@ def test_methods_without_latent_attention_say_so(model: Path) -> None:
     for method, opts in (("zipcache", None), ("minikv", None), ("xquant", None), ("aqua", {"predictor": "none"})):
         with pytest.raises(errors.KvqError, match="use kivi, higgs or f16"), opened(model, method, opts):
             pass
-    with pytest.raises(errors.KvqError, match="the same k_bits and v_bits"), opened(model, "kivi", {"k_bits": 4, "v_bits": 2}):
+    with (
+        pytest.raises(errors.KvqError, match="the same k_bits and v_bits"),
+        opened(model, "kivi", {"k_bits": 4, "v_bits": 2}),
+    ):
         pass
 
 
@@ -201,7 +246,9 @@ def test_load_line_names_the_blocks(model: Path) -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
-@pytest.mark.parametrize(("method", "opts", "limit"), [("f16", "", 2e-3), ("kivi", "bits=4", 0.03), ("higgs", "bits=4", 0.06)])
+@pytest.mark.parametrize(
+    ("method", "opts", "limit"), [("f16", "", 2e-3), ("kivi", "bits=4", 0.03), ("higgs", "bits=4", 0.06)]
+)
 def test_random_walk_follows_upstream(model: Path, method: str, opts: str, limit: float, unified: bool) -> None:
     """Decode, rollback, copy, context shift (which rotates the second block alone), save, restore and clear."""
     kld = random_walk(model, method, opts, unified, 120, 11, tokens(2000, 3))

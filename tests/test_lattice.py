@@ -1,4 +1,6 @@
-"""Lattice blocks: grids against their known errors (METHODS U5), the rotation (U6), numpy == C byte for byte, images, attention."""
+"""Lattice blocks: grids against their known errors (METHODS U5), the rotation (U6), numpy == C byte for byte,
+images, attention.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_u6_rotation_is_orthonormal_and_its_own_inverse(n):
     assert np.abs(h @ h.T - np.eye(n)).max() < 1e-6 and np.abs(h - h.T).max() == 0
     q, k = np.random.default_rng(n).normal(size=(2, n)).astype(np.float32)
     a, b = lattice.hadamard(q), lattice.hadamard(k)
-    assert a @ b == pytest.approx(float(q @ k), abs=1e-4 * np.sqrt(n)) and a @ a == pytest.approx(float(q @ q), rel=1e-5)
+    assert a @ b == pytest.approx(float(q @ k), abs=1e-4 * np.sqrt(n)) and a @ a == pytest.approx(
+        float(q @ q), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "any", "zero rows"])
@@ -70,7 +74,9 @@ def test_encode_and_decode_equal_the_definition(lib, kind):
         want = ref.encode(c, rows, valid)
         assert ref.nbytes(c) == kernels.nbytes(lib, c) == (codes.size, params.size), c
         assert np.array_equal(params, want[1]) and np.array_equal(codes, want[0]), f"{c} {kind}"
-        assert np.array_equal(kernels.decode(lib, c, codes, params).view(np.uint16), ref.decode(c, codes, params).view(np.uint16)), c
+        assert np.array_equal(
+            kernels.decode(lib, c, codes, params).view(np.uint16), ref.decode(c, codes, params).view(np.uint16)
+        ), c
 
 
 def test_random_bytes_decode_alike(lib):
@@ -122,8 +128,9 @@ def test_image_restores_the_block(lib):
 
 
 def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
-    """(output of kvq_attend, f64 softmax over exactly decoded rows, bound of the L2 error of every output row that folding may cause);
-    the last page is open."""
+    """(output of kvq_attend, f64 softmax over exactly decoded rows, bound of the L2 error of every output row that
+    folding may cause); the last page is open.
+    """
     rng = np.random.default_rng(11)
     heads, gqa, n = 2, 3, n_pages * 32
     k, v, pages = np.zeros((heads, n, ck.head_size)), np.zeros((heads, n, cv.head_size)), []
@@ -140,7 +147,9 @@ def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
                 continue
             blocks = [kernels.encode(lib, c, r) for r in rows]
             out[:, p * 32 : p * 32 + 32] = [lattice.exact(c, *b) for b in blocks]
-            sealed[c.role].append([(np.abs(lattice.rotated(c, *b)).astype(np.float64), lattice.scales(c, b[1])) for b in blocks])
+            sealed[c.role].append(
+                [(np.abs(lattice.rotated(c, *b)).astype(np.float64), lattice.scales(c, b[1])) for b in blocks]
+            )
             lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
         pages.append(kernels.Page(*lanes, 32, p * 32))
     q = rng.normal(size=(n_q, heads * gqa, ck.head_size)).astype(np.float32)
@@ -158,14 +167,19 @@ def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
             rows, s = b[h // gqa]
             levels = 2 * 63 * 126 if cv.bits * cv.group == 8 and cv.group == 2 else 2 * 255
             error += w[32 * p : 32 * p + 32].max() * s.max() / levels * (rows / np.maximum(s, 1e-30)[:, None]).sum(0)
-        bound[iq, h] = np.linalg.norm(error) * np.exp(2 * logit) + np.expm1(2 * logit) * 2 * (w @ np.linalg.norm(v[h // gqa], axis=1)) + 1e-5
+        bound[iq, h] = (
+            np.linalg.norm(error) * np.exp(2 * logit)
+            + np.expm1(2 * logit) * 2 * (w @ np.linalg.norm(v[h // gqa], axis=1))
+            + 1e-5
+        )
     return dst, attention.attend(q, k, v, np.zeros((n_q, 1, n)), scale), bound
 
 
 @pytest.mark.parametrize(("d", "bits"), MSE)
 @pytest.mark.parametrize("head", [64, 80, 96, 128])
 def test_attention_over_lattice_pages(lib, d, bits, head):
-    """Queries in two bytes, points exact, weights in 8 bits, two bytes with d=2 n=256 (cpu/kernels.h): within the bound of every row;
+    """Queries in two bytes, points exact, weights in 8 bits, two bytes with d=2 n=256 (cpu/kernels.h): within the
+    bound of every row;
     f32: rounding of rows to f16."""
     for scale, n_q in ((0, 1), (1, 2), (1, 7)):
         ck, cv = codec(d, bits, K, scale, head), codec(d, bits, V, scale, head)
@@ -179,12 +193,26 @@ def test_attention_over_lattice_pages(lib, d, bits, head):
 
 
 def test_coordinates_fit_the_bytes_that_multiply_them():
-    """AVX2 adds products of bytes in pairs of 16 bits: 255*63 twice. Grids beyond 63 steps take weights in two bytes of at most 63."""
+    """AVX2 adds products of bytes in pairs of 16 bits: 255*63 twice. Grids beyond 63 steps take weights in two
+    bytes of at most 63.
+    """
     for (d, bits), (n, points) in {(d, b): (1 << d * b, lattice.POINTS[d, 1 << d * b]) for d, b in MSE}.items():
         assert points.shape == (n, d) and np.abs(points.astype(int)).max() <= (127 if (d, bits) == (2, 4) else 63)
 
 
-@pytest.mark.parametrize("fields", [{"bits": 3, "group": 4}, {"bits": 0}, {"group": 3}, {"bits": 2, "group": 8}, {"scale": 2}, {"n_cells": 40}, {"role": 2}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bits": 3, "group": 4},
+        {"bits": 0},
+        {"group": 3},
+        {"bits": 2, "group": 8},
+        {"scale": 2},
+        {"n_cells": 40},
+        {"role": 2},
+    ],
+    ids=str,
+)
 def test_refused_formats(lib, fields):
     with pytest.raises(MethodError, match=r"\w"):
         kernels.nbytes(lib, codec(2, 2).with_(**fields))

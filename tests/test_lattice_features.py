@@ -1,5 +1,7 @@
-"""higgs and aqua under what llama.cpp does to a cache besides decoding (test_llama_features.py): random walks of decode, rollback, copy,
-shift, save, restore and clear beside upstream's f16 cache; saved sequences; context shift that re-quantises nothing."""
+"""higgs and aqua under what llama.cpp does to a cache besides decoding (test_llama_features.py): random walks of
+decode, rollback, copy, shift, save, restore and clear beside upstream's f16 cache; saved sequences; context shift
+that re-quantises nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = Path(__file__).resolve().parents[1] / "models" / "kvq-demo-q8_0.gguf"
     source = capture.GgufSource(model, TEXT, 512, 2)
     fit = predictors.fit(source, n_sequences=6, length=512, folder=folder / "w", n_threads=2)
-    files.write_sidecar(folder / "s.gguf", files.predictor_fields(model, fit, predictors.Bits(), 4), files.predictor_arrays(fit))
+    files.write_sidecar(
+        folder / "s.gguf", files.predictor_fields(model, fit, predictors.Bits(), 4), files.predictor_arrays(fit)
+    )
     files.embed(model, folder / "s.gguf", folder / "m.gguf")
     return folder / "m.gguf"
 
@@ -68,7 +72,9 @@ def test_saved_sequence_reads_back_equal(own_model: Path, opts: str) -> None:
 
 @pytest.mark.parametrize("predictor", ["bias", "full"])
 def test_a_shift_and_back_changes_nothing(own_model: Path, predictor: str) -> None:
-    """Sealed keys hold no position: moving all cells by 96 and back leaves the same blocks, the window loses f16 rounding only."""
+    """Sealed keys hold no position: moving all cells by 96 and back leaves the same blocks, the window loses f16
+    rounding only.
+    """
     c = Context(own_model, "aqua", f"predictor={predictor},window=32", 1, unified=True)
     tokens = c.model.tokenize(TEXT, add_bos=True)[:500]
     c.decode(0, tokens[:500], 0)

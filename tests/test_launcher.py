@@ -19,7 +19,10 @@ CALL = "import sys; from ggml_kvq.launcher import run; sys.exit(run('llama-cli',
 PROGRAMS = ["llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity"]
 SERVER = "llama-server"
 ADDED = ["-dev", "KVQ0", "-fa", "on"]
-FIT = ["-fit", "off"]  # the launcher has held the compressed size against the memory; on a CPU upstream would only move layers
+FIT = [
+    "-fit",
+    "off",
+]  # the launcher has held the compressed size against the memory; on a CPU upstream would only move layers
 
 
 def page(program: str) -> list[str]:
@@ -73,7 +76,9 @@ def test_spellings(spelling: list[str]) -> None:
     assert got.env["KVQ_METHOD"] == "f16" and got.args == [*ADDED, *FIT]
 
 
-@pytest.mark.parametrize("chosen", [["-dev", "KVQ0"], ["--device", "KVQ0"], ["-fa", "on"], ["--flash-attn", "auto"], ["--flash_attn", "1"]])
+@pytest.mark.parametrize(
+    "chosen", [["-dev", "KVQ0"], ["--device", "KVQ0"], ["-fa", "on"], ["--flash-attn", "auto"], ["--flash_attn", "1"]]
+)
 def test_users_choice_stands(chosen: list[str]) -> None:
     args = launcher.command("llama-cli", ["--kv-method", "f16", *chosen], {}).args
     assert args[-2:] == chosen and len(args) == 6 and args[2:4] == FIT
@@ -152,7 +157,13 @@ def test_refusals_name_value_and_cure(argv: list[str], words: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("argv", "word"), [(["-fa", "1,0"], "-fa 1,0"), (["-nkvo", "1"], "-nkvo"), (["-ngl", "0,99"], "-ngl 0,99"), (["-ctv", "f16,q4_0"], "q4_0")]
+    ("argv", "word"),
+    [
+        (["-fa", "1,0"], "-fa 1,0"),
+        (["-nkvo", "1"], "-nkvo"),
+        (["-ngl", "0,99"], "-ngl 0,99"),
+        (["-ctv", "f16,q4_0"], "q4_0"),
+    ],
 )
 def test_llama_bench_lists_are_read(argv: list[str], word: str) -> None:
     assert word in refusal("llama-bench", "--kv-method", "f16", *argv)
@@ -225,7 +236,9 @@ def test_missing_model_is_one_line(method: list[str], tmp_path: Path) -> None:
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> dict[str, str]:
-    """Environment whose llama-cli is a script that reports what it was started with; the libraries are the real ones."""
+    """Environment whose llama-cli is a script that reports what it was started with; the libraries are the real
+    ones.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     for path in _paths.lib_dir().glob("lib*.so*"):

@@ -1,5 +1,6 @@
-"""What llama.cpp does to a cache besides decoding: random sequences of decode, rollback, copy, shift, save, restore and clear on our
-cache and on upstream's, the same tokens at the same positions, logits compared after every step."""
+"""What llama.cpp does to a cache besides decoding: random sequences of decode, rollback, copy, shift, save, restore
+and clear on our cache and on upstream's, the same tokens at the same positions, logits compared after every step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ import pytest
 from ggml_kvq import Model, _paths, llama
 
 N_CTX = 1024
-TEXT = (Path(__file__).parent / "data" / "walk.txt").read_text()  # C declarations, which the demo model reads well; fixed, as limits depend on it
+TEXT = (
+    Path(__file__).parent / "data" / "walk.txt"
+).read_text()  # C declarations, which the demo model reads well; fixed, as limits depend on it
 MORE = [
     ("llama_memory_seq_cp", None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
     ("llama_memory_seq_add", None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
@@ -42,12 +45,8 @@ MORE = [
 class Context:
     """A llama_context with n_seq sequences on the weights of a Model (which also keeps a small context of its own)."""
 
-    def __init__(
-        self, path: Path, method: str | None, opts: str, n_seq: int, unified: bool
-    ) -> None:
-        self.model = Model(
-            path, kv_method=method or "upstream", kv_opts=opts or None, n_ctx=256, n_threads=2
-        )
+    def __init__(self, path: Path, method: str | None, opts: str, n_seq: int, unified: bool) -> None:
+        self.model = Model(path, kv_method=method or "upstream", kv_opts=opts or None, n_ctx=256, n_threads=2)
         self.lib = self.model._libs.llama
         for name, restype, argtypes in MORE:
             f = getattr(self.lib, name)
@@ -63,12 +62,7 @@ class Context:
         params.flash_attn_type, params.kv_unified = llama.FLASH_ATTN_ENABLED, unified
         kvq = self.model._libs.kvq
         if method:
-            assert (
-                kvq.kvq_configure(
-                    method.encode(), opts.encode(), None, os.fsencode(path)
-                )
-                == 0
-            )
+            assert kvq.kvq_configure(method.encode(), opts.encode(), None, os.fsencode(path)) == 0
         self.ctx = self.lib.llama_init_from_model(self.model._model, params)
         if method:
             kvq.kvq_configure(None, None, None, None)
@@ -93,21 +87,15 @@ class Context:
             logits=(c_int8 * n)(*[0] * (n - 1), 1),
         )
         assert self.lib.llama_decode(self.ctx, batch) == 0
-        x = np.ctypeslib.as_array(
-            self.lib.llama_get_logits(self.ctx), (1, self.model.n_vocab)
-        )[0].astype(np.float64)
+        x = np.ctypeslib.as_array(self.lib.llama_get_logits(self.ctx), (1, self.model.n_vocab))[0].astype(np.float64)
         x -= x.max()
         return x - np.log(np.exp(x).sum())
 
-    def decode_both(
-        self, parts: list[list[int]], pos: int
-    ) -> list[np.ndarray[Any, Any]]:
+    def decode_both(self, parts: list[list[int]], pos: int) -> list[np.ndarray[Any, Any]]:
         """Sequences 0 and 1 in one batch, the same number of tokens each."""
         n = len(parts[0])
         ids = [(c_int32 * 1)(s) for s in (0, 1)]
-        rows = (POINTER(c_int32) * (2 * n))(
-            *[ctypes.cast(ids[i // n], POINTER(c_int32)) for i in range(2 * n)]
-        )
+        rows = (POINTER(c_int32) * (2 * n))(*[ctypes.cast(ids[i // n], POINTER(c_int32)) for i in range(2 * n)])
         batch = llama.llama_batch(
             n_tokens=2 * n,
             token=(c_int32 * (2 * n))(*parts[0], *parts[1]),
@@ -117,9 +105,7 @@ class Context:
             logits=(c_int8 * (2 * n))(*[int(i % n == n - 1) for i in range(2 * n)]),
         )
         assert self.lib.llama_decode(self.ctx, batch) == 0
-        x = np.ctypeslib.as_array(
-            self.lib.llama_get_logits(self.ctx), (2, self.model.n_vocab)
-        ).astype(np.float64)
+        x = np.ctypeslib.as_array(self.lib.llama_get_logits(self.ctx), (2, self.model.n_vocab)).astype(np.float64)
         x -= x.max(1, keepdims=True)
         return list(x - np.log(np.exp(x).sum(1, keepdims=True)))
 
@@ -144,7 +130,9 @@ def random_walk(
     seed: int,
     tokens: list[int] | None = None,
 ) -> list[float]:
-    """KL divergence from upstream's f16 cache after each decode of a random walk. tokens: what is read, for models without a vocabulary."""
+    """KL divergence from upstream's f16 cache after each decode of a random walk. tokens: what is read, for models
+    without a vocabulary.
+    """
     rng = np.random.default_rng(seed)
     ours, theirs = (
         Context(path, method, opts, 2, unified),
@@ -163,9 +151,7 @@ def random_walk(
                     c.lib.llama_memory_seq_rm(c.memory, seq, -1, -1)
                 length[seq] = 0
             at = int(rng.integers(0, len(text) - n))
-            p, q = (
-                c.decode(seq, text[at : at + n], length[seq]) for c in (ours, theirs)
-            )
+            p, q = (c.decode(seq, text[at : at + n], length[seq]) for c in (ours, theirs))
             kld.append(float((np.exp(q) * (q - p)).sum()))
             assert np.isfinite(p).all(), (seed, step)
             length[seq] += n
@@ -174,9 +160,7 @@ def random_walk(
             for c in (ours, theirs):
                 assert c.lib.llama_memory_seq_rm(c.memory, seq, length[seq] - cut, -1)
             length[seq] -= cut
-        elif (
-            op == 15 and length[seq] > 200
-        ):  # context shift: drop 64 tokens behind the first 4
+        elif op == 15 and length[seq] > 200:  # context shift: drop 64 tokens behind the first 4
             for c in (ours, theirs):
                 assert c.lib.llama_memory_seq_rm(c.memory, seq, 4, 68)
                 c.lib.llama_memory_seq_add(c.memory, seq, 68, -1, -64)
@@ -214,17 +198,11 @@ WALKS = [
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
-@pytest.mark.parametrize(
-    ("method", "opts", "limit"), WALKS, ids=[f"{m}-{o}" for m, o, _ in WALKS]
-)
-def test_random_walk_follows_upstream(
-    demo_model: Path, method: str, opts: str, limit: float, unified: bool
-) -> None:
+@pytest.mark.parametrize(("method", "opts", "limit"), WALKS, ids=[f"{m}-{o}" for m, o, _ in WALKS])
+def test_random_walk_follows_upstream(demo_model: Path, method: str, opts: str, limit: float, unified: bool) -> None:
     seed = 11
     kld = random_walk(demo_model, method, opts, unified, 120, seed)
-    print(
-        f"seed {seed}: {len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}"
-    )
+    print(f"seed {seed}: {len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
     assert len(kld) > 40 and np.mean(kld) < limit
 
 
@@ -259,9 +237,7 @@ def program(
         "KVQ_OPTS": opts,
     }
     argv = [str(_paths.program(name)), *map(str, args)]
-    return subprocess.run(
-        argv, env=env, capture_output=True, text=True, timeout=300, **more
-    )
+    return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300, **more)
 
 
 def test_load_line_and_buffer_size_agree(demo_model: Path) -> None:
@@ -284,16 +260,12 @@ def test_load_line_and_buffer_size_agree(demo_model: Path) -> None:
         "4",
     )
     assert r.returncode == 0, r.stderr
-    line = re.search(
-        r"ggml-kvq: xquant.*?: ([\d.]+) MiB KV cache instead of ([\d.]+) MiB", r.stderr
-    )
+    line = re.search(r"ggml-kvq: xquant.*?: ([\d.]+) MiB KV cache instead of ([\d.]+) MiB", r.stderr)
     size = re.search(r"KVQ KV buffer size = +([\d.]+) MiB", r.stderr)
     assert line and size, r.stderr
     assert float(line[1]) == pytest.approx(float(size[1]), abs=0.02)
     with Model(demo_model, kv_method="xquant", n_ctx=2048) as m:
-        assert m.kv_stats()["bytes_total"] / 2**20 == pytest.approx(
-            float(line[1]), abs=0.02
-        )
+        assert m.kv_stats()["bytes_total"] / 2**20 == pytest.approx(float(line[1]), abs=0.02)
 
 
 def test_llama_bench_at_depth(demo_model: Path) -> None:
@@ -363,7 +335,9 @@ def server(demo_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         **os.environ,
         "GGML_BACKEND_PATH": str(_paths.backend()),
         "KVQ_METHOD": request.param,
-        "KVQ_OPTS": "lo=4" if request.param == "zipcache" else "",  # how prompts are cut decides which rows probe, and 2 bits would show it
+        "KVQ_OPTS": (
+            "lo=4" if request.param == "zipcache" else ""
+        ),  # how prompts are cut decides which rows probe, and 2 bits would show it
     }
     argv = [
         str(_paths.program("llama-server")),
@@ -402,9 +376,7 @@ def server(demo_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("method", "limit"), [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2), ("zipcache", 1e-3), ("minikv", 1e-2)]
 )
-def test_two_streams_in_one_batch_answer_as_alone(
-    demo_model: Path, method: str, limit: float
-) -> None:
+def test_two_streams_in_one_batch_answer_as_alone(demo_model: Path, method: str, limit: float) -> None:
     tokens = Model(demo_model).tokenize(TEXT, add_bos=True)
     halves = [tokens[:200], tokens[300:500]]
     rows = []
@@ -412,18 +384,10 @@ def test_two_streams_in_one_batch_answer_as_alone(
         c = Context(demo_model, method, "", 2, unified=False)
         for start, stop in ((0, 100), (100, 200)):
             parts = [h[start:stop] for h in halves]
-            out = (
-                c.decode_both(parts, start)
-                if together
-                else [c.decode(s, p, start) for s, p in enumerate(parts)]
-            )
+            out = c.decode_both(parts, start) if together else [c.decode(s, p, start) for s, p in enumerate(parts)]
         for i in range(200, 240):
             parts = [[tokens[i]], [tokens[i + 300]]]
-            out = (
-                c.decode_both(parts, i)
-                if together
-                else [c.decode(s, p, i) for s, p in enumerate(parts)]
-            )
+            out = c.decode_both(parts, i) if together else [c.decode(s, p, i) for s, p in enumerate(parts)]
         rows.append(out)
         c.close()
     for p, q in zip(*rows, strict=True):
@@ -443,16 +407,14 @@ def complete(url: str, prompt: str, slot: int) -> str:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    return str(
-        json.loads(urllib.request.urlopen(request, timeout=240).read())["content"]
-    )
+    return str(json.loads(urllib.request.urlopen(request, timeout=240).read())["content"])
 
 
 def test_two_parallel_slots_answer_as_alone(server: str) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    # within the f16 window, because how a server cuts prompts into ubatches decides what later tokens see exactly; pages are sealed
-    # during generation. Repeating, so that rounding decides no token.
+    # within the f16 window, because how a server cuts prompts into ubatches decides what later tokens see exactly;
+    # pages are sealed during generation. Repeating, so that rounding decides no token.
     prompts = ["red: 5\ngreen: 7\nblue: 9\n" * 7, "one: 1\ntwo: 2\nthree: 3\n" * 7]
     alone = [complete(server, p, slot) for slot, p in enumerate(prompts)]
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,6 @@
-"""The native method table and the Python reference describe the same methods: names, order, option keys, types, defaults, plans."""
+"""The native method table and the Python reference describe the same methods: names, order, option keys, types,
+defaults, plans.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_registry_parity(table):
     rows = re.findall(r"^KVQ_METHOD\((\w+)\)", (ROOT / "ggml-kvq/methods.inc").read_text(), re.MULTILINE)
     assert rows == list(table) and sorted(rows) == sorted(METHODS)
     for name in rows:
-        assert (ROOT / f"ggml-kvq/methods/{name}.cpp").is_file() and (ROOT / f"python/ggml_kvq/reference/{name}.py").is_file()
+        assert (ROOT / f"ggml-kvq/methods/{name}.cpp").is_file() and (
+            ROOT / f"python/ggml_kvq/reference/{name}.py"
+        ).is_file()
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -132,14 +136,46 @@ def test_shapes_that_no_block_holds_are_refused(lib, method, shape, needle):
 
 @pytest.mark.parametrize("method", list(METHODS))
 def test_options_have_an_effect(lib, table, method):
-    """No key is parsed and forgotten: each changes a plan's bytes or headline, or the codec (seen in the reference's plan)."""
+    """No key is parsed and forgotten: each changes a plan's bytes or headline, or the codec (seen in the
+    reference's plan).
+    """
     other = {
-        "bits": 3, "k_bits": 1, "v_bits": 1, "levels": "mid", "eta": 0.1, "group": 64, "group_v": 64, "window": 512, "sinks": 64,
-        "scales": "u8", "precision": "f32", "preset": "1.16", "kq": 2, "vq": 6, "km": 2, "vm": 0, "eta1": 0.3, "eta2": 0.2,
-        "shared": "none", "grid": "d4", "predictor": "none", "first_bits": 2, "weights": "4",
-        "hi": 3, "lo": 1, "salient": 0.4, "interval": 96, "probe": 0.2, "normalise": False,
-        "hh": 0.4, "rw": 0.1, "budget": "pyramid", "depth": 3, "keep": 0.5, "recent": 0.1,
-    }  # fmt: skip
+        "bits": 3,
+        "k_bits": 1,
+        "v_bits": 1,
+        "levels": "mid",
+        "eta": 0.1,
+        "group": 64,
+        "group_v": 64,
+        "window": 512,
+        "sinks": 64,
+        "scales": "u8",
+        "precision": "f32",
+        "preset": "1.16",
+        "kq": 2,
+        "vq": 6,
+        "km": 2,
+        "vm": 0,
+        "eta1": 0.3,
+        "eta2": 0.2,
+        "shared": "none",
+        "grid": "d4",
+        "predictor": "none",
+        "first_bits": 2,
+        "weights": "4",
+        "hi": 3,
+        "lo": 1,
+        "salient": 0.4,
+        "interval": 96,
+        "probe": 0.2,
+        "normalise": False,
+        "hh": 0.4,
+        "rw": 0.1,
+        "budget": "pyramid",
+        "depth": 3,
+        "keep": 0.5,
+        "recent": 0.1,
+    }
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
     for key in METHODS[method].options:
@@ -147,9 +183,23 @@ def test_options_have_an_effect(lib, table, method):
             continue
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
-        more = {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}, "recent": {"keep": 0.5}}.get(key, {})  # without which the key means nothing
+        more = {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}, "recent": {"keep": 0.5}}.get(
+            key, {}
+        )  # without which the key means nothing
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
         assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
         a, b = (native.plan(lib, method, o, shapes, 8192) for o in (more, {**more, key: other[key]}))
-        if key not in ("levels", "eta", "eta1", "eta2", "precision", "shared", "grid", "probe", "normalise", "depth", "recent"):  # these change values, not bytes
+        if key not in (
+            "levels",
+            "eta",
+            "eta1",
+            "eta2",
+            "precision",
+            "shared",
+            "grid",
+            "probe",
+            "normalise",
+            "depth",
+            "recent",
+        ):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"

@@ -1,4 +1,6 @@
-"""MiniKV: budgets, true bits, and the method in a model. What stays of a prompt is tested in tests/native/test_slots.cpp."""
+"""MiniKV: budgets, true bits, and the method in a model. What stays of a prompt is tested in
+tests/native/test_slots.cpp.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,17 @@ def test_a_full_context_is_served():
         tokens = m.tokenize(TEXT, add_bos=True)[:1000]
         assert np.isfinite(m.logits(tokens)).all()
         stats = m.kv_stats()
-        assert stats["n_sealed"] > 0 and stats["bytes_codes"] * 2 == native.plan(
-            loader.libraries().need_kvq(), "kivi", "group=16,scales=u8", [(i, m.n_head_kv, 64, 64) for i in range(m.n_layer)], 1024
-        )["bytes_codes"]
+        assert (
+            stats["n_sealed"] > 0
+            and stats["bytes_codes"] * 2
+            == native.plan(
+                loader.libraries().need_kvq(),
+                "kivi",
+                "group=16,scales=u8",
+                [(i, m.n_head_kv, 64, 64) for i in range(m.n_layer)],
+                1024,
+            )["bytes_codes"]
+        )
 
 
 def test_second_prompt_after_generation():
@@ -75,7 +85,9 @@ def test_second_prompt_after_generation():
     for _ in range(2):
         with open_model("") as m:
             first = "".join(m.generate(TEXT[:1500], max_tokens=40, temperature=0.0))
-            second = "".join(m.generate(TEXT[:1500] + first + " And then: " + TEXT[:400], max_tokens=20, temperature=0.0))
+            second = "".join(
+                m.generate(TEXT[:1500] + first + " And then: " + TEXT[:400], max_tokens=20, temperature=0.0)
+            )
             outs.append((first, second))
     assert outs[0] == outs[1] and outs[0][1]
 
@@ -86,7 +98,10 @@ def test_selection_over_the_zipcache_split():
     shapes = [(il, 4, 64, 64) for il in range(4)]
     all_kept, half = (native.plan(lib, "zipcache", {"keep": k}, shapes, 16000) for k in (1, 0.5))
     assert half["bytes_codes"] == pytest.approx(all_kept["bytes_codes"] / 2, rel=0.02)
-    with open_model("keep=0.5,interval=64,salient=0.5", "zipcache") as m, open_model("interval=64,salient=0.5", "zipcache") as whole:
+    with (
+        open_model("keep=0.5,interval=64,salient=0.5", "zipcache") as m,
+        open_model("interval=64,salient=0.5", "zipcache") as whole,
+    ):
         tokens = m.tokenize(TEXT, add_bos=True)[:700]
         p, q = m.logits(tokens), whole.logits(tokens)
         assert np.isfinite(p).all() and m.kv_stats()["n_sealed"] > 0
@@ -94,8 +109,12 @@ def test_selection_over_the_zipcache_split():
 
 
 def column_sums(path: Path, ids: np.ndarray, n_head: int, n_head_kv: int, head: int) -> np.ndarray:
-    """[layer, KV head, cell] sums of attention probabilities over all rows of a prompt, by the model's definition in numpy."""
-    weights = {t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32) for t in gguf.GGUFReader(path).tensors}
+    """[layer, KV head, cell] sums of attention probabilities over all rows of a prompt, by the model's definition
+    in numpy.
+    """
+    weights = {
+        t.name: gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float32) for t in gguf.GGUFReader(path).tensors
+    }
     n = len(ids)
     angle = np.outer(np.arange(n), 10000.0 ** (-np.arange(0, head, 2) / head))[:, None]
 
@@ -105,7 +124,11 @@ def column_sums(path: Path, ids: np.ndarray, n_head: int, n_head_kv: int, head: 
     def turned(x, heads):
         x = x.reshape(n, heads, head)
         a, b = x[..., ::2], x[..., 1::2]
-        return np.stack([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], -1).reshape(x.shape).astype(np.float32)
+        return (
+            np.stack([a * np.cos(angle) - b * np.sin(angle), a * np.sin(angle) + b * np.cos(angle)], -1)
+            .reshape(x.shape)
+            .astype(np.float32)
+        )
 
     x, sums = weights["token_embd.weight"][ids], []
     hidden = np.triu(np.full((n, n), -np.inf, np.float32), 1)
@@ -119,7 +142,10 @@ def column_sums(path: Path, ids: np.ndarray, n_head: int, n_head_kv: int, head: 
         p = np.exp(p - p.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         sums.append(p.sum(1).reshape(n_head_kv, group, n).sum(1))
-        x = x + np.einsum("hij,jhd->ihd", p, np.repeat(v, group, 1)).reshape(n, -1) @ weights[w + "attn_output.weight"].T
+        x = (
+            x
+            + np.einsum("hij,jhd->ihd", p, np.repeat(v, group, 1)).reshape(n, -1) @ weights[w + "attn_output.weight"].T
+        )
         y = norm(x, w + "ffn_norm.weight")
         gate = y @ weights[w + "ffn_gate.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ weights[w + "ffn_up.weight"].T)) @ weights[w + "ffn_down.weight"].T
@@ -127,7 +153,9 @@ def column_sums(path: Path, ids: np.ndarray, n_head: int, n_head_kv: int, head: 
 
 
 def test_what_stays_of_a_real_prompt(lib):
-    """The cells of the largest explicit column sums, in every layer and head. Weights and activations of 8 bits move a few at the edge."""
+    """The cells of the largest explicit column sums, in every layer and head. Weights and activations of 8 bits
+    move a few at the edge.
+    """
     with open_model("hh=0.5,rw=0,window=32", n_batch=512, n_ubatch=512) as m:
         ids = m.tokenize((DEMO.parent.parent / "README.md").read_text(), add_bos=True)[:448]
         m.logits(ids)
@@ -137,7 +165,10 @@ def test_what_stays_of_a_real_prompt(lib):
         assert len(sums) == m.n_layer
         shares = []
         for il in range(m.n_layer):
-            assert lib.kvq_cache_rows(lib.kvq_cache_count() - 1, il, 0, 0, 0, 448, rows.ctypes.data_as(POINTER(c_float))) == 0
+            assert (
+                lib.kvq_cache_rows(lib.kvq_cache_count() - 1, il, 0, 0, 0, 448, rows.ctypes.data_as(POINTER(c_float)))
+                == 0
+            )
             gone = ((rows == 0) & np.signbit(rows)).all(-1)
             for h in range(m.n_head_kv):
                 stays = np.flatnonzero(~gone[:n_old, h])

@@ -88,7 +88,12 @@ def test_a_visible_copy_of_libstdcxx_is_caught(tmp_path: Path) -> None:
 
 def run_python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=120,
+        check=False,
     )
 
 
@@ -108,7 +113,10 @@ def test_diagnosis_names_versions_and_devices() -> None:
 
 
 def test_a_quiet_load_prints_nothing_and_keeps_the_line() -> None:
-    code = f"from ggml_kvq import Model\nm = Model({str(DEMO)!r}, 'kivi', n_ctx=512)\nassert 'kivi' in m.load_line, m.load_line\nm.close()"
+    code = (
+        f"from ggml_kvq import Model\nm = Model({str(DEMO)!r}, 'kivi', n_ctx=512)\nassert 'kivi' in m.load_line,"
+        " m.load_line\nm.close()"
+    )
     done = run_python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -132,7 +140,9 @@ def test_a_quiet_load_prints_nothing_and_keeps_the_line() -> None:
         ({"n_ubatch": 0}, errors.ModelError, ["n_ubatch=0"]),
     ],
 )
-def test_refusals_are_one_line_naming_value_and_cure(kwargs: dict[str, object], kind: type[Exception], parts: list[str]) -> None:
+def test_refusals_are_one_line_naming_value_and_cure(
+    kwargs: dict[str, object], kind: type[Exception], parts: list[str]
+) -> None:
     with pytest.raises(kind) as caught:
         Model(**{"path": DEMO, "n_ctx": 512, **kwargs})  # type: ignore[arg-type]
     message = str(caught.value)
@@ -210,7 +220,11 @@ def test_greedy_generation_follows_the_logits(method: str) -> None:
 
 
 def test_stream_pieces_are_whole_characters_and_join_to_the_text(plain: Model) -> None:
-    pieces = list(plain.generate("Grüße 世界 \U0001f600 é", max_tokens=200, temperature=1.5, top_p=1.0, min_p=0.0, top_k=0, seed=3))
+    pieces = list(
+        plain.generate(
+            "Grüße 世界 \U0001f600 é", max_tokens=200, temperature=1.5, top_p=1.0, min_p=0.0, top_k=0, seed=3
+        )
+    )
     assert len(pieces) > 20
     for piece in pieces:
         piece.encode("utf-8").decode("utf-8")
@@ -244,7 +258,10 @@ def test_sampling_options_change_the_text(plain: Model) -> None:
     assert "".join(plain.generate(PROMPT, max_tokens=0)) == ""
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}, {"colour": 1}, {"stop": ""}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}, {"colour": 1}, {"stop": ""}],
+)
 def test_bad_sampling_options_are_refused_at_the_call(plain: Model, bad: dict[str, object]) -> None:
     stop = bad.get("stop")
     with pytest.raises(errors.KvqError, match=next(iter(bad))):
@@ -333,7 +350,13 @@ def test_close_twice_and_use_after_close() -> None:
     m = open_model("kivi")
     m.close()
     m.close()
-    for use in (m.reset, m.kv_stats, lambda: m.tokenize("x"), lambda: m.metadata("general.name"), lambda: next(m.generate("x"))):
+    for use in (
+        m.reset,
+        m.kv_stats,
+        lambda: m.tokenize("x"),
+        lambda: m.metadata("general.name"),
+        lambda: next(m.generate("x")),
+    ):
         with pytest.raises(errors.ModelError, match="closed"):
             use()
 
@@ -467,7 +490,10 @@ def test_templates_known_by_shape_and_by_jinja() -> None:
     messages = [{"role": "user", "content": "Hi"}]
     chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     assert render(lib, chatml, messages, True, {}) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    own = "{{ bos_token }}{% for m in messages %}[{{ m.role|upper }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    own = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role|upper }}] {{ m.content }}{% endfor %}{% if"
+        " add_generation_prompt %}>{% endif %}"
+    )
     assert render(lib, own, messages, True, {"bos_token": "<s>"}) == "<s>[USER] Hi>"
     with pytest.raises(errors.ModelError, match="only users"):
         render(lib, "{{ raise_exception('only users') }}", messages, True, {})

@@ -1,4 +1,6 @@
-"""The C++ tests, built from this tree with the address sanitizer: random operations on the page store, the ops of any ggml graph."""
+"""The C++ tests, built from this tree with the address sanitizer: random operations on the page store, the ops of
+any ggml graph.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
-    *("test_store", "test_mrope", "test_graph_door", "test_chain", "test_slots", "test_fuzz_calibration", "test_fuzz_states", "test_layers", "test_caches"),
+    *(
+        "test_store",
+        "test_mrope",
+        "test_graph_door",
+        "test_chain",
+        "test_slots",
+        "test_fuzz_calibration",
+        "test_fuzz_states",
+        "test_layers",
+        "test_caches",
+    ),
     "ggml-graph",
 ]
 RUNS = [
@@ -26,8 +38,18 @@ RUNS = [
 def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = tmp_path_factory.mktemp("native")
     # generator and build type of `pip install`: the build of llama.cpp that it cached serves here too
-    options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DKVQ_BUILD_TESTS=ON", "-DKVQ_SANITIZE=address,undefined", "-DCMAKE_CXX_FLAGS_RELEASE=-O1"]
-    for argv in (["cmake", "-S", str(ROOT), "-B", str(build), *options], ["cmake", "--build", str(build), "--target", *TESTS]):
+    options = [
+        "-G",
+        "Ninja",
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DKVQ_BUILD_TESTS=ON",
+        "-DKVQ_SANITIZE=address,undefined",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+    ]
+    for argv in (
+        ["cmake", "-S", str(ROOT), "-B", str(build), *options],
+        ["cmake", "--build", str(build), "--target", *TESTS],
+    ):
         r = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=1800)
         assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-3000:]
     return build
@@ -36,8 +58,14 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("name", "args"), RUNS)
 def test_native(build_dir: Path, name: str, args: list[str]) -> None:
     # leaks are looked for in our code; libgomp keeps its team's memory
-    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "LSAN_OPTIONS": "suppressions=" + str(ROOT / "tests" / "native" / "lsan.supp")}
-    r = subprocess.run([str(build_dir / "tests" / name), *args], check=False, capture_output=True, text=True, timeout=900, env=env)
+    env = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_leaks=1",
+        "LSAN_OPTIONS": "suppressions=" + str(ROOT / "tests" / "native" / "lsan.supp"),
+    }
+    r = subprocess.run(
+        [str(build_dir / "tests" / name), *args], check=False, capture_output=True, text=True, timeout=900, env=env
+    )
     print(r.stdout[-2000:])
     assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-3000:]
     assert "runtime error" not in r.stderr, r.stderr[-3000:]
@@ -46,6 +74,8 @@ def test_native(build_dir: Path, name: str, args: list[str]) -> None:
 def test_the_ops_of_any_ggml_graph_without_llama_cpp(build_dir: Path) -> None:
     """examples/ggml-graph.cpp on libggml-kvq.so."""
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
-    r = subprocess.run([str(build_dir / "examples" / "ggml-graph")], check=False, capture_output=True, text=True, timeout=300, env=env)
+    r = subprocess.run(
+        [str(build_dir / "examples" / "ggml-graph")], check=False, capture_output=True, text=True, timeout=300, env=env
+    )
     assert r.returncode == 0 and "runtime error" not in r.stderr, r.stdout + r.stderr[-3000:]
     assert "behind the prediction" in r.stdout

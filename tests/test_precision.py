@@ -1,8 +1,10 @@
-"""What folding to 8 bits (cpu/kernels.h) changes in a model's answers: KL divergence from the same cache read in f32 arithmetic.
+"""What folding to 8 bits (cpu/kernels.h) changes in a model's answers: KL divergence from the same cache read in f32
+arithmetic.
 
-Both read the same saved blocks, and weights are f32. Run freely the two caches would not hold the same: a difference in the last bit of
-a hidden state turns some codes of later tokens over, whatever the arithmetic; and so do q8_0 weights, for which llama.cpp rounds
-activations to 8 bits. Another model: PRECISION_MODEL=FILE.gguf python -m pytest -s tests/test_precision.py
+Both read the same saved blocks, and weights are f32. Run freely the two caches would not hold the same: a difference
+in the last bit of a hidden state turns some codes of later tokens over, whatever the arithmetic; and so do q8_0
+weights, for which llama.cpp rounds activations to 8 bits. Another model: PRECISION_MODEL=FILE.gguf python -m pytest -s
+tests/test_precision.py
 """
 
 from __future__ import annotations
@@ -42,7 +44,17 @@ def answers(model, method, opts, state, tokens):
         return log_softmax(np.array(out))
 
 
-@pytest.mark.parametrize("method, opts", [("kivi", "bits=2"), ("kivi", "bits=4"), ("xquant", "preset=1.38"), ("higgs", "bits=2"), ("higgs", "bits=4"), ("higgs", "bits=1,grid=d8")])
+@pytest.mark.parametrize(
+    "method, opts",
+    [
+        ("kivi", "bits=2"),
+        ("kivi", "bits=4"),
+        ("xquant", "preset=1.38"),
+        ("higgs", "bits=2"),
+        ("higgs", "bits=4"),
+        ("higgs", "bits=1,grid=d8"),
+    ],
+)
 def test_folding_changes_answers_less_than_codes_do(model, tmp_path, method, opts):
     text = "\n".join(p.read_text() for p in sorted((ROOT / "docs").rglob("*.md")))
     with Model(model, kv_method="f16", n_ctx=256) as m:

@@ -32,13 +32,17 @@ def test_predictions_equal_the_definition_to_the_bit(lib, n_in, n_out, bits):
     packed = kernels.pack_weights(lib, w, bits)
     assert np.array_equal(packed.data, predictor.pack(w, bits))
     for n in (70, 1):
-        assert np.array_equal(kernels.predict(lib, packed, rows[:n], add[:n], 2), predictor.predict(w, bits, rows[:n], add[:n]))
+        assert np.array_equal(
+            kernels.predict(lib, packed, rows[:n], add[:n], 2), predictor.predict(w, bits, rows[:n], add[:n])
+        )
     assert np.array_equal(kernels.predict(lib, packed, rows), predictor.predict(w, bits, rows))
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.015), (4, 0.1)])
 def test_predictions_are_near_the_product_in_f64(lib, bits, tolerance):
-    """Root mean square of the error over that of the product; 8 bits round weights to 1/63 of their group's largest, rows to 1/127."""
+    """Root mean square of the error over that of the product; 8 bits round weights to 1/63 of their group's
+    largest, rows to 1/127.
+    """
     rng = np.random.default_rng(0)
     w, rows = rng.normal(size=(128, 512)).astype(np.float32), rng.normal(size=(64, 512)).astype(np.float32)
     want = rows.astype(np.float64) @ w.T.astype(np.float64)
@@ -55,8 +59,9 @@ def test_bad_shapes_are_refused(lib):
 
 
 def test_u11_a_chain_is_read_with_the_bits_it_was_written_against(lib):
-    """Twelve layers: native encode, decode and predict against numpy, and |error|^2 = (1 - explained) * MSE of the grid at every depth:
-    closed loop, nothing adds up (METHODS 1.6, 2)."""
+    """Twelve layers: native encode, decode and predict against numpy, and |error|^2 = (1 - explained) * MSE of the
+    grid at every depth: closed loop, nothing adds up (METHODS 1.6, 2).
+    """
     rng = np.random.default_rng(5)
     heads, size, n, depth = 4, 64, 64, 12
     width = heads * size
@@ -95,7 +100,9 @@ def test_u11_a_chain_is_read_with_the_bits_it_was_written_against(lib):
             left_energy, error = ((x - pred[0]) ** 2).mean(), ((x - rows[-1]) ** 2).mean()
             assert error / left_energy == pytest.approx(0.107, rel=0.06), (layer, role)  # MSE of d=2 n=16
             if layer:
-                assert left_energy < 3 * (0.3**2 + 0.107 * 0.3**2)  # predicts all but the noise and what the layer before lost
+                assert left_energy < 3 * (
+                    0.3**2 + 0.107 * 0.3**2
+                )  # predicts all but the noise and what the layer before lost
         seen = rows
 
 
@@ -111,7 +118,10 @@ def test_q4_0_rows_are_ggml_s_and_errors_are_made_good():
     w = rng.normal(size=(48, 128))
     for raw in (weights.to_q4_0(w), weights.to_q4_0(w, x.T @ x)):
         assert np.array_equal(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_0), weights.to_f32(raw, "q4_0"))
-    plain, carried = (np.square(x @ (weights.to_f32(r, "q4_0") - w).T).mean() for r in (weights.to_q4_0(w), weights.to_q4_0(w, x.T @ x)))
+    plain, carried = (
+        np.square(x @ (weights.to_f32(r, "q4_0") - w).T).mean()
+        for r in (weights.to_q4_0(w), weights.to_q4_0(w, x.T @ x))
+    )
     assert carried < 0.6 * plain
 
 
@@ -125,7 +135,9 @@ def test_q4_0_goes_into_four_bit_predictors_unchanged(lib):
 
 
 def test_u12_permuted_keys_give_the_same_residual():
-    """GGUF interleaves the two halves of a head's rotary pairs (METHODS 10, item 1): P W P^T on permuted rows, V inputs W P^T."""
+    """GGUF interleaves the two halves of a head's rotary pairs (METHODS 10, item 1): P W P^T on permuted rows, V
+    inputs W P^T.
+    """
     from ggml_kvq.calibrate import hf
 
     rng = np.random.default_rng(4)
@@ -192,20 +204,24 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     opts = {"n_sequences": 8, "length": 100, "folder": tmp_path / "w"}
     whole = predictors.fit(Made(), **{**opts, "folder": tmp_path / "other"})
     made, real = Made(), Made.rows
+
     def dies(self, tokens, sinks):
         if self.calls == 5:
             raise KeyboardInterrupt
         return real(self, tokens, sinks)
+
     monkeypatch.setattr(Made, "rows", dies)
     with pytest.raises(KeyboardInterrupt):
         predictors.fit(made, **opts)
     monkeypatch.setattr(Made, "rows", real)
     layer, n = predictors._Work.layer, []
+
     def stops(self, *args):
         n.append(1)
         if len(n) == 3:
             raise KeyboardInterrupt
         return layer(self, *args)
+
     monkeypatch.setattr(predictors._Work, "layer", stops)
     with pytest.raises(KeyboardInterrupt):
         predictors.fit(made, **opts)
@@ -214,7 +230,11 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     assert made.calls == 8 and len(n) == 5
     for il, x in whole.layers.items():
         y = again.layers[il]
-        assert all(np.array_equal(a, b) for a, b in zip(x.mean, y.mean)) and x.prev == y.prev and x.explained == y.explained
+        assert (
+            all(np.array_equal(a, b) for a, b in zip(x.mean, y.mean))
+            and x.prev == y.prev
+            and x.explained == y.explained
+        )
         assert all((a is None and b is None) or np.array_equal(a, b) for a, b in zip(x.weight, y.weight))
 
 
@@ -239,7 +259,9 @@ def sidecar(request, tmp_path_factory):
 
 
 def opened(config=None, opts="", **kw):
-    return Model(MODEL, kv_method="aqua", kv_opts=opts, kv_config=config, **{"n_ctx": 768, "n_ubatch": 64, "n_threads": 2, **kw})
+    return Model(
+        MODEL, kv_method="aqua", kv_opts=opts, kv_config=config, **{"n_ctx": 768, "n_ubatch": 64, "n_threads": 2, **kw}
+    )
 
 
 def kld(model, ids, want):
@@ -272,7 +294,11 @@ def test_auto_takes_what_the_file_was_made_for_and_a_model_may_hold_it(sidecar, 
     own = tmp_path / "demo-aqua.gguf"
     files.embed(MODEL, sidecar, own)
     form = 4 if any(t.type == 2 for t in gguf_header.read(sidecar, tensors=True).tensors) else 8
-    with opened(sidecar) as a, opened(sidecar, f"predictor=full,weights={form}") as b, Model(own, n_ctx=768, n_ubatch=64, n_threads=2) as c:
+    with (
+        opened(sidecar) as a,
+        opened(sidecar, f"predictor=full,weights={form}") as b,
+        Model(own, n_ctx=768, n_ubatch=64, n_threads=2) as c,
+    ):
         assert "predictor full" in a.load_line and f"({form}-bit weights" in a.load_line
         rows = [m.logits(exact[0][:300]) for m in (a, b, c)]
         assert a.kv_stats()["bytes_total"] == b.kv_stats()["bytes_total"] == c.kv_stats()["bytes_total"]
@@ -309,8 +335,12 @@ BAD = {
     "kvq.aqua.blk.2.k.weight is missing": lambda m, d: d.pop("kvq.aqua.blk.2.k.weight"),
     "kvq.aqua.blk.1.v.weight": lambda m, d: d.update({"kvq.aqua.blk.1.v.weight": d["kvq.aqua.blk.1.k.weight"]}),
     "kvq.aqua.blk.3.prev": lambda m, d: m.update({"kvq.aqua.blk.3.prev": 1}),
-    "kvq.aqua.blk.4.k.weight is not of type": lambda m, d: d.update({"kvq.aqua.blk.4.k.weight": np.zeros((2, 2), np.int8)}),
-    "kvq.aqua.blk.5.k.weight holds": lambda m, d: d["kvq.aqua.blk.5.k.weight"].reshape(-1).view(np.uint8).__setitem__(slice(0, 2), (0, 0x7E)),
+    "kvq.aqua.blk.4.k.weight is not of type": lambda m, d: d.update(
+        {"kvq.aqua.blk.4.k.weight": np.zeros((2, 2), np.int8)}
+    ),
+    "kvq.aqua.blk.5.k.weight holds": (
+        lambda m, d: d["kvq.aqua.blk.5.k.weight"].reshape(-1).view(np.uint8).__setitem__(slice(0, 2), (0, 0x7E))
+    ),
 }
 
 
@@ -324,6 +354,7 @@ def test_means_alone_do_not_make_a_predictor(sidecar, tmp_path):
     def strip(m, d):
         for name in [n for n in d if n.endswith("weight")]:
             del d[name]
+
     with pytest.raises(KvqError, match="--predictor full"):
         opened(change(sidecar, tmp_path / "means.gguf", strip), "predictor=full")
 
@@ -339,9 +370,15 @@ def test_hf_rows_are_what_the_gguf_caches(tmp_path):
     gguf = files._gguf()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     folder, path = tmp_path / "hf", tmp_path / "m.gguf"
     model.save_pretrained(folder)
@@ -359,15 +396,19 @@ def test_hf_rows_are_what_the_gguf_caches(tmp_path):
         for il, k, v in source.rows(ids, 4):
             for a, b in ((k, native_rows[il][0]), (v, native_rows[il][1])):
                 assert np.abs(a - b).max() < 0.01 * np.abs(b).max(), il
-            assert np.abs(k[:, hf.gguf_order(2, 32, 32)] - native_rows[il][0]).max() > 0.5 * np.abs(k).max()  # twice is wrong
+            assert (
+                np.abs(k[:, hf.gguf_order(2, 32, 32)] - native_rows[il][0]).max() > 0.5 * np.abs(k).max()
+            )  # twice is wrong
     fit = predictors.fit(source, n_sequences=8, length=64, folder=tmp_path / "w")
     assert [x.prev for x in fit.layers.values()] == [-1, 0, 1]
 
 
 def _write_llama(gguf, path, model, config):
     """The conversion of llama.cpp: Q and K rows of each head from halves to pairs."""
+
     def pairs(w, heads):
         return w.reshape(heads, 2, w.shape[0] // heads // 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
+
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(512)
@@ -379,14 +420,35 @@ def _write_llama(gguf, path, model, config):
     writer.add_rope_dimension_count(32)
     writer.add_rope_freq_base(10000.0)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([b"<unk>", b"<s>", b"</s>", *(f"<0x{i:02X}>".encode() for i in range(256)), *(f"t{i}".encode() for i in range(41))])
+    writer.add_token_list(
+        [
+            b"<unk>",
+            b"<s>",
+            b"</s>",
+            *(f"<0x{i:02X}>".encode() for i in range(256)),
+            *(f"t{i}".encode() for i in range(41)),
+        ]
+    )
     writer.add_token_scores([0.0] * 300)
     writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 41)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}  # fmt: skip
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
     for key, x in model.state_dict().items():
         w = x.numpy().astype(np.float32)
-        name = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}.get(key)
+        name = {
+            "model.embed_tokens.weight": "token_embd.weight",
+            "model.norm.weight": "output_norm.weight",
+            "lm_head.weight": "output.weight",
+        }.get(key)
         if name is None:
             _, _, il, rest = key.split(".", 3)
             name = f"blk.{il}.{names[rest.removesuffix('.weight')]}.weight"

@@ -36,13 +36,21 @@ def test_marked_commands_exist_once() -> None:
 def test_build_for_a_llama_cpp_of_your_own(tmp_path: Path, demo_model: Path) -> None:
     [block] = [b for b in blocks(ROOT / "README.md") if "cmake -B build" in b]
     tree = tmp_path / "ggml-kvq"
-    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "models", "results", "build", ".*_cache"))
-    source = subprocess.run(["python3", str(ROOT / "scripts/fetch_llama_cpp.py")], check=True, capture_output=True, text=True).stdout.strip()
+    shutil.copytree(
+        ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "models", "results", "build", ".*_cache")
+    )
+    source = subprocess.run(
+        ["python3", str(ROOT / "scripts/fetch_llama_cpp.py")], check=True, capture_output=True, text=True
+    ).stdout.strip()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    script = block.replace("/path/to/llama.cpp/build/bin/llama-server", f"exec {_paths.program('llama-server')} --port {port}")
-    script = script.replace("/path/to/llama.cpp", source).replace("model.gguf", str(demo_model)).replace("-j\n", "-j 2\n")
+    script = block.replace(
+        "/path/to/llama.cpp/build/bin/llama-server", f"exec {_paths.program('llama-server')} --port {port}"
+    )
+    script = (
+        script.replace("/path/to/llama.cpp", source).replace("model.gguf", str(demo_model)).replace("-j\n", "-j 2\n")
+    )
     assert "/path/to" not in script
     with open(tmp_path / "log", "w+") as log:
         server = subprocess.Popen(["bash", "-ec", script], cwd=tree, stdout=log, stderr=subprocess.STDOUT)
@@ -63,7 +71,9 @@ def test_build_for_a_llama_cpp_of_your_own(tmp_path: Path, demo_model: Path) -> 
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
-def test_commands_parse_and_python_runs(path: Path, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_parse_and_python_runs(
+    path: Path, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copy(demo_model, "model.gguf")
     ran = 0

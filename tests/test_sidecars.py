@@ -1,4 +1,6 @@
-"""Calibrated data that is damaged, out of range or of another model is refused; another fine-tune and an older file are noted."""
+"""Calibrated data that is damaged, out of range or of another model is refused; another fine-tune and an older file
+are noted.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def open_model(model: Path, sidecar: Path, **kwargs: object) -> list[str]:
     """Warnings of opening it; it computes."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with Model(model, kwargs.pop("method", "aqua"), kwargs.pop("opts", None), sidecar, n_ctx=256, n_batch=64, n_threads=1) as m:  # type: ignore[arg-type]
+        with Model(
+            model, kwargs.pop("method", "aqua"), kwargs.pop("opts", None), sidecar, n_ctx=256, n_batch=64, n_threads=1
+        ) as m:  # type: ignore[arg-type]
             assert "".join(m.generate("The", max_tokens=4))
     return [str(w.message) for w in said]
 
@@ -85,7 +89,9 @@ def test_a_damaged_file_is_refused(folder: Path, what: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("what", "match"), [("k.bias", "larger than the rows"), ("v.bias", "larger than the rows")])
-def test_values_far_from_what_was_calibrated_are_refused_under_a_good_checksum(folder: Path, what: str, match: str, tmp_path: Path) -> None:
+def test_values_far_from_what_was_calibrated_are_refused_under_a_good_checksum(
+    folder: Path, what: str, match: str, tmp_path: Path
+) -> None:
     meta, data = files.read_sidecar(folder / "aqua.gguf")
     for name in data:
         if name.endswith(what):
@@ -126,7 +132,13 @@ def test_the_models_weights_are_recognised(folder: Path, kind: str, method: str,
     sidecar = folder / "aqua.gguf"
     if method == "xquant":
         sidecar = tmp_path / "x.gguf"
-        meta = {**files.identity(DEMO), "kvq.version": 1, "kvq.method": "xquant", "kvq.xquant.window": 64, "kvq.model.sketch": files.sketch(DEMO)}
+        meta = {
+            **files.identity(DEMO),
+            "kvq.version": 1,
+            "kvq.method": "xquant",
+            "kvq.xquant.window": 64,
+            "kvq.model.sketch": files.sketch(DEMO),
+        }
         files.write_sidecar(sidecar, meta, {})
     if kind == "other":
         with pytest.raises(errors.MethodError, match="of another model"):
@@ -142,7 +154,9 @@ def requantized(to: Path, kind: gguf.GGMLQuantizationType) -> Path:
     writer = gguf.GGUFWriter(to, "llama")
     for key, f in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
-            writer.add_key_value(key, f.contents(), f.types[0], sub_type=f.types[-1] if f.types[0] == gguf.GGUFValueType.ARRAY else None)
+            writer.add_key_value(
+                key, f.contents(), f.types[0], sub_type=f.types[-1] if f.types[0] == gguf.GGUFValueType.ARRAY else None
+            )
     for t in reader.tensors:
         if t.name.endswith(("attn_k.weight", "attn_v.weight")):
             x = gguf.quants.dequantize(t.data, t.tensor_type)

@@ -1,4 +1,6 @@
-"""Saved states: damaged, cut off and foreign ones are refused, in Python and in llama.cpp's own programs; whole ones come back bit for bit."""
+"""Saved states: damaged, cut off and foreign ones are refused, in Python and in llama.cpp's own programs; whole
+ones come back bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def test_other_tokens_than_those_of_the_cache_are_refused(prepared: tuple[Model,
 
 
 @pytest.mark.parametrize("prepared", ["kivi"], indirect=True)
-def test_a_state_of_another_model_of_the_same_shape_is_refused(prepared: tuple[Model, Path, bytes], tmp_path: Path) -> None:
+def test_a_state_of_another_model_of_the_same_shape_is_refused(
+    prepared: tuple[Model, Path, bytes], tmp_path: Path
+) -> None:
     raw = bytearray(DEMO.read_bytes())
     for t in gguf.GGUFReader(DEMO).tensors:
         if t.name.endswith("attn_norm.weight"):
@@ -141,8 +145,12 @@ def test_a_state_of_another_model_of_the_same_shape_is_refused(prepared: tuple[M
         assert "another model" in refused(other, path, data)
 
 
-@pytest.mark.parametrize(("first", "second"), [("kivi", "f16"), ("f16", "kivi"), ("kivi", "kivi4"), ("kivi4", "xquant")])
-def test_rows_of_another_method_are_still_read_and_still_checked(opened: dict[str, Model], first: str, second: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [("kivi", "f16"), ("f16", "kivi"), ("kivi", "kivi4"), ("kivi4", "xquant")]
+)
+def test_rows_of_another_method_are_still_read_and_still_checked(
+    opened: dict[str, Model], first: str, second: str, tmp_path: Path
+) -> None:
     a, b = (opened.setdefault(c, open_model(c)) for c in (first, second))
     a.reset()
     for _ in a.feed(a.tokenize(TEXT, add_bos=True)[:300]):
@@ -191,11 +199,30 @@ def program(name: str) -> str:
 
 def test_llama_completion_refuses_a_damaged_prompt_cache(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text(TEXT)
-    flags = ["-m", str(DEMO), "-dev", "KVQ0", "-fa", "on", "-c", "1024", "-t", "1", "--temp", "0", "-n", "4", "-f", str(tmp_path / "p.txt")]
+    flags = [
+        "-m",
+        str(DEMO),
+        "-dev",
+        "KVQ0",
+        "-fa",
+        "on",
+        "-c",
+        "1024",
+        "-t",
+        "1",
+        "--temp",
+        "0",
+        "-n",
+        "4",
+        "-f",
+        str(tmp_path / "p.txt"),
+    ]
     argv = [program("llama-completion"), *flags, "-no-cnv", "--no-warmup", "--prompt-cache", str(tmp_path / "cache")]
 
     def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(argv, check=False, env=environment(), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        return subprocess.run(
+            argv, check=False, env=environment(), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+        )
 
     first, again = run(), run()
     assert first.returncode == again.returncode == 0 and "exact match" in again.stderr and first.stdout == again.stdout
@@ -208,12 +235,33 @@ def test_llama_completion_refuses_a_damaged_prompt_cache(tmp_path: Path) -> None
 
 def test_llama_server_refuses_a_damaged_slot_and_serves_on(tmp_path: Path) -> None:
     port = 18000 + os.getpid() % 2000
-    flags = ["-m", str(DEMO), "-dev", "KVQ0", "-fa", "on", "-c", "4096", "-np", "4", "-t", "1", "--port", str(port), "--slot-save-path", f"{tmp_path}/"]
+    flags = [
+        "-m",
+        str(DEMO),
+        "-dev",
+        "KVQ0",
+        "-fa",
+        "on",
+        "-c",
+        "4096",
+        "-np",
+        "4",
+        "-t",
+        "1",
+        "--port",
+        str(port),
+        "--slot-save-path",
+        f"{tmp_path}/",
+    ]
     with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen([program("llama-server"), *flags], env=environment(), stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [program("llama-server"), *flags], env=environment(), stdout=log, stderr=subprocess.STDOUT
+        )
 
     def post(path: str, **body: Any) -> dict[str, Any]:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as r:
                 return dict(json.loads(r.read()))

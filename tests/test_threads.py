@@ -1,4 +1,6 @@
-"""One Model, two threads; generators that a newer one replaced; children that are forked from a process that has generated."""
+"""One Model, two threads; generators that a newer one replaced; children that are forked from a process that has
+generated.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,8 @@ if pid == 0:
     signal.alarm(60)
     calls = [open_model]
     if parent_uses:
-        calls += [lambda: next(m.generate("The", max_tokens=8)), lambda: m.logits([1, 2, 3]), m.reset, m.kv_stats, lambda: m.save_state("nowhere")]
+        calls += [lambda: next(m.generate("The", max_tokens=8)), lambda: m.logits([1, 2, 3])]
+        calls += [m.reset, m.kv_stats, lambda: m.save_state("nowhere")]
     for call in calls:
         try:
             call()

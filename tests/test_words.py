@@ -275,7 +275,10 @@ def test_completion(words: str, expected: str, tmp_path: Path, capsys: pytest.Ca
     script = tmp_path / "completion.sh"
     script.write_text(capsys.readouterr().out)
     function = "_ggml_kvq" if words.startswith("ggml-kvq") else "_ggml_kvq_launcher"
-    code = f'. "$1"; complete -p {words.split()[0]} | grep -q {function} || exit 3; COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); {function}; echo "${{COMPREPLY[@]}}"'
+    code = (
+        f'. "$1"; complete -p {words.split()[0]} | grep -q {function} || exit 3; COMP_WORDS=({words});'
+        f' COMP_CWORD=$((${{#COMP_WORDS[@]}}-1)); {function}; echo "${{COMPREPLY[@]}}"'
+    )
     done = subprocess.run(
         ["bash", "-c", code, "bash", str(script)], capture_output=True, text=True, timeout=60, check=True
     )

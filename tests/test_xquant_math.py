@@ -1,4 +1,6 @@
-"""What the papers' formulas promise, measured on the blocks themselves: METHODS U1, U2, U3, U4, U15, U16 (U7 is in test_formats.py)."""
+"""What the papers' formulas promise, measured on the blocks themselves: METHODS U1, U2, U3, U4, U15, U16 (U7 is in
+test_formats.py).
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def test_u2_improved_one_bit_kivi_is_eta_one_quarter(lib, role):
 
 @pytest.mark.parametrize("role", [K, V])
 def test_u3_eta_zero_is_kivi(lib, role):
-    """lo + round((x - lo)/s) * s by the formula of KIVI section 3, in f64; differences only where f32 and f64 round a tie apart."""
+    """lo + round((x - lo)/s) * s by the formula of KIVI section 3, in f64; differences only where f32 and f64 round
+    a tie apart.
+    """
     rows = np.random.default_rng(4).normal(size=(32, 128)).astype(np.float16)
     x = rows.astype(np.float64) if role == K else rows.astype(np.float64).reshape(-1, 32).T
     for bits in (1, 2, 3, 4):
@@ -100,7 +104,14 @@ def test_u15_rounding_to_end_points_at_one_bit_is_worse_than_zero(lib, group, re
 
 @pytest.mark.parametrize(
     ("bits", "eta", "levels", "relative"),
-    [(1, 1 / 6, 0, 0.69), (1, 0.25, 0, 0.41), (2, 0.0, 0, 0.154), (2, 0.045, 0, 0.135), (2, 1 / 8, 1, 0.102), (3, 0.0, 0, 0.028)],
+    [
+        (1, 1 / 6, 0, 0.69),
+        (1, 0.25, 0, 0.41),
+        (2, 0.0, 0, 0.154),
+        (2, 0.045, 0, 0.135),
+        (2, 1 / 8, 1, 0.102),
+        (3, 0.0, 0, 0.028),
+    ],
 )
 def test_error_on_gaussian_groups_of_32(lib, bits, eta, levels, relative):
     """Relative error of the quantisers that the methods use, against their table of METHODS section 6.1."""
@@ -162,7 +173,9 @@ def closed_bytes(plan, shape: LayerShape, n_cells: int, n_stream: int):
         page, h = c.n_cells, shape.n_head_kv
         pages = -(-n_cells // page)
         window = (
-            pages * page if c.type == ref.F16 else min(max(-(-plan.window // page), 1) + -(-plan.sinks // page), pages) * page
+            pages * page
+            if c.type == ref.F16
+            else min(max(-(-plan.window // page), 1) + -(-plan.sinks // page), pages) * page
         )
         out[2] += pad64(n_stream * window * h * 2 * (-(-d // 16) * 16))
         if c.type == ref.F16:
@@ -221,8 +234,10 @@ def test_u16_bytes_follow_the_formulas(lib, method, opts, n_cells, n_stream):
     ids=str,
 )
 def test_u16_true_bits_of_the_papers_shape(lib, method, opts, floor, table_4k, table_32k):
-    """8B shape. Floor = code bits + 32/group; METHODS 3.4 and 6.2 add (16 - floor) * 96/T, the average residual (half the keys' 128
-    rows, all of the values'), which replaces sealed cells. We allocate both: 16 * 128/T on top of the floor, and page tables."""
+    """8B shape. Floor = code bits + 32/group; METHODS 3.4 and 6.2 add (16 - floor) * 96/T, the average residual (half
+    the keys' 128 rows, all of the values'), which replaces sealed cells. We allocate both: 16 * 128/T on top of the
+    floor, and page tables.
+    """
     for n_cells, table in ((4096, table_4k), (32768, table_32k)):
         assert floor + (16 - floor) * 96 / n_cells == pytest.approx(table, abs=0.008)
         got = native.plan(lib, method, opts, shapes(32), n_cells)
@@ -257,7 +272,9 @@ def test_layers_of_unlike_shape_do_not_share(lib):
 
 
 def test_codes_of_unrelated_layers_agree_by_chance(lib):
-    """2-bit codes of two independent Gaussian layers differ by at most 1 in 81.5 % of values: the paper's own statistic is chance."""
+    """2-bit codes of two independent Gaussian layers differ by at most 1 in 81.5 % of values: the paper's own
+    statistic is chance.
+    """
     rng = np.random.default_rng(7)
     c = codec(n_cells=256, head_size=1024)
     a, b = (
@@ -284,7 +301,9 @@ def test_error_of_adopted_one_bit_codes(lib, rho, relative):
 
 
 def test_value_blocks_use_the_other_axis(lib):
-    """Keys with outlier channels cost little per channel and much per token; the roles are not interchangeable (KIVI section 3)."""
+    """Keys with outlier channels cost little per channel and much per token; the roles are not interchangeable
+    (KIVI section 3).
+    """
     x = np.random.default_rng(9).normal(size=(32, 128))
     x[:, ::32] *= 50
     x = x.astype(np.float16)

@@ -1,4 +1,6 @@
-"""ZipCache: mixed blocks, column sums, probes, the choice of salient cells, and the method in a model (METHODS of the docs: zipcache)."""
+"""ZipCache: mixed blocks, column sums, probes, the choice of salient cells, and the method in a model (METHODS of
+the docs: zipcache).
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ def native_encode(lib, c, rows, valid, salient):
     native.check(
         lib,
         lib.kvq_encode(
-            kernels.c_codec(c), np.ascontiguousarray(rows).view(np.uint16).ctypes.data_as(POINTER(c_uint16)),
-            None if valid is None else valid.ctypes.data_as(u8), None, codes.ctypes.data_as(c_void_p), params.ctypes.data_as(c_void_p),
+            kernels.c_codec(c),
+            np.ascontiguousarray(rows).view(np.uint16).ctypes.data_as(POINTER(c_uint16)),
+            None if valid is None else valid.ctypes.data_as(u8),
+            None,
+            codes.ctypes.data_as(c_void_p),
+            params.ctypes.data_as(c_void_p),
         ),
-    )  # fmt: skip
+    )
     return codes, params
 
 
@@ -77,7 +83,9 @@ def test_block_equals_definition(lib, c, kind):
         salient = np.isin(np.arange(c.n_cells), rng.choice(c.n_cells, c.n_hi, replace=False)) if with_set else None
         valid = rng.integers(0, 256, c.n_cells // 8, np.uint8) if with_valid else None
         want_codes, want_params = mixed.encode(c, rows, valid, salient=salient)
-        codes, params = native_encode(lib, c, rows, valid, salient if with_set else np.ones(c.n_cells, bool)[: c.n_cells - 1])
+        codes, params = native_encode(
+            lib, c, rows, valid, salient if with_set else np.ones(c.n_cells, bool)[: c.n_cells - 1]
+        )
         assert ref.nbytes(c) == kernels.nbytes(lib, c) == (codes.size, params.size)
         assert np.array_equal(params, want_params) and np.array_equal(codes, want_codes)
         decoded = ref.decode(c, codes, params)
@@ -92,7 +100,9 @@ def test_block_equals_definition(lib, c, kind):
 
 
 def test_all_or_none_salient_is_one_plain_block(lib):
-    """All salient = the 4-bit block of the page, none = the 2-bit block, byte for byte behind the set (and the channels of values)."""
+    """All salient = the 4-bit block of the page, none = the 2-bit block, byte for byte behind the set (and the
+    channels of values).
+    """
     rng = np.random.default_rng(1)
     for role, n_hi, bits in ((K, 160, 4), (K, 0, 2), (V, 160, 4), (V, 0, 2)):
         c = codec(role, n_hi)
@@ -121,7 +131,8 @@ def test_channel_separable_values():
         x = rows.astype(np.float64)
         scale = np.abs(x).max(axis=0)
         errors[kind] = [
-            np.mean(((t.decode(k, *t.encode(k, rows)).astype(np.float64) - x) / scale) ** 2) for t, k in ((mixed, c), (affine, plain))
+            np.mean(((t.decode(k, *t.encode(k, rows)).astype(np.float64) - x) / scale) ** 2)
+            for t, k in ((mixed, c), (affine, plain))
         ]
     assert errors["outliers"][0] < 0.7 * errors["outliers"][1]
     assert errors["equal"][0] == pytest.approx(errors["equal"][1], rel=0.02)
@@ -129,7 +140,9 @@ def test_channel_separable_values():
 
 @pytest.mark.parametrize(("heads", "d", "limit"), [(4, 64, 3.6), (8, 128, 3.55)])
 def test_true_bits_at_16k(lib, heads, d, limit):
-    """Allocated bits; a page in its f16 frame has no packed block besides, and at 4k that page is what remains (docs/methods/zipcache.md)."""
+    """Allocated bits; a page in its f16 frame has no packed block besides, and at 4k that page is what remains
+    (docs/methods/zipcache.md).
+    """
     got = {n: native.plan(lib, "zipcache", "", [(il, heads, d, d) for il in range(8)], n) for n in (4096, 16384)}
     assert got[16384]["bits"] <= limit and got[4096]["bits"] <= 4.0
     values = got[4096]["bytes_f16"] // 2
@@ -177,10 +190,18 @@ def test_column_sums_equal_an_explicit_softmax(lib, case):
 
 def test_probe_rows_equal_definition(lib):
     rows = np.zeros(600, np.int32)
-    for n, at, share, page, seed in ((512, 0, 0.1, 160, 0), (512, 512, 0.1, 160, 5), (1, 158, 0.1, 160, 0), (40, 7, 1.0, 96, 1), (33, 9, 0.5, 32, 2)):
+    for n, at, share, page, seed in (
+        (512, 0, 0.1, 160, 0),
+        (512, 512, 0.1, 160, 5),
+        (1, 158, 0.1, 160, 0),
+        (40, 7, 1.0, 96, 1),
+        (33, 9, 0.5, 32, 2),
+    ):
         got = lib.kvq_probe_rows(n, at, share, page, seed, rows.ctypes.data_as(POINTER(c_int32)))
         assert rows[:got].tolist() == saliency.probe_rows(n, at, share, page, seed)
-    one_by_one = [at for at in range(1600) if lib.kvq_probe_rows(1, at, 0.1, 160, 3, rows.ctypes.data_as(POINTER(c_int32)))]
+    one_by_one = [
+        at for at in range(1600) if lib.kvq_probe_rows(1, at, 0.1, 160, 3, rows.ctypes.data_as(POINTER(c_int32)))
+    ]
     assert one_by_one == [at for at in range(1600) if saliency.probe_rows(1, at, 0.1, 160, 3)]
     assert all(at in one_by_one for at in range(1600) if at % 160 >= 152) and 120 < len(one_by_one) < 200
     prompt = saliency.probe_rows(512, 0, 0.1, 160, 0)
@@ -189,7 +210,9 @@ def test_probe_rows_equal_definition(lib):
 
 
 def test_normalised_scores_find_a_late_cell():
-    """A late cell that every row behind it looks at: sums are larger for the first cells, which more rows see (section 4.2)."""
+    """A late cell that every row behind it looks at: sums are larger for the first cells, which more rows see
+    (section 4.2).
+    """
     n, late = 256, 200
     weights = np.tril(np.ones((n, n))) / np.arange(1, n + 1)[:, None]
     weights[late:, late] = 0.05

@@ -8,28 +8,29 @@
 #include <cmath>
 #include <cstring>
 #ifdef _OPENMP
-#    include <omp.h>
+#include <omp.h>
 #endif
 
-kvq_chain::kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v, kvq_device & device)
-    : device(device), n_pages(n_pages), page_cells(page_cells), width{ width_k, width_v } {
+kvq_chain::kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v, kvq_device & device) :
+    device(device), n_pages(n_pages), page_cells(page_cells), width{ width_k, width_v } {
     const size_t n = (size_t) n_stream * n_pages;
     for (int v = 0; v < 2; v++) {
         row_stride[v] = kvq_pad((size_t) width[v], 16);
-        stride8[v]    = kvq_pad((size_t) width[v], KVQ_PREDICT_GROUP);
+        stride8[v] = kvq_pad((size_t) width[v], KVQ_PREDICT_GROUP);
         rows[v].level.assign(n, -1);
         if (device.is_host()) {
             rows[v].row.resize(n * page_cells * stride8[v]);
             rows[v].scale.resize(width[v] ? n * page_cells : 0);
         } else if (width[v]) {
-            rows[v].row_there   = (int8_t *) device.alloc(n * page_cells * stride8[v]);
-            rows[v].scale_there = (float  *) device.alloc(n * page_cells * sizeof(float));
+            rows[v].row_there = (int8_t *) device.alloc(n * page_cells * stride8[v]);
+            rows[v].scale_there = (float *) device.alloc(n * page_cells * sizeof(float));
             is_ok = is_ok && rows[v].row_there && rows[v].scale_there;
         }
     }
     if (!device.is_host()) {
-        nb_predictions = std::min(STRIPE, n_pages) * page_cells * std::max(row_stride[0], row_stride[1]) * sizeof(float);
-        predictions    = (float *) device.alloc(nb_predictions);
+        nb_predictions =
+            std::min(STRIPE, n_pages) * page_cells * std::max(row_stride[0], row_stride[1]) * sizeof(float);
+        predictions = (float *) device.alloc(nb_predictions);
         is_ok = is_ok && predictions;
     }
 }
@@ -37,7 +38,7 @@ kvq_chain::kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int
 kvq_chain::~kvq_chain() {
     const size_t n = rows[0].level.size() * page_cells;
     for (int v = 0; v < 2; v++) {
-        if (rows[v].row_there)   { device.free(rows[v].row_there, n * stride8[v]); }
+        if (rows[v].row_there) { device.free(rows[v].row_there, n * stride8[v]); }
         if (rows[v].scale_there) { device.free(rows[v].scale_there, n * sizeof(float)); }
     }
     if (predictions) { device.free(predictions, nb_predictions); }
@@ -45,7 +46,8 @@ kvq_chain::~kvq_chain() {
 
 size_t kvq_chain::bytes(int n_stream, int n_pages, int page_cells, int width, size_t nb_frame) {
     const size_t cells = (size_t) n_stream * n_pages * page_cells;
-    return cells * (kvq_pad((size_t) width, KVQ_PREDICT_GROUP) + 4) + 2 * (size_t) n_stream * n_pages + std::min(STRIPE, n_pages) * nb_frame;
+    return cells * (kvq_pad((size_t) width, KVQ_PREDICT_GROUP) + 4) + 2 * (size_t) n_stream * n_pages +
+        std::min(STRIPE, n_pages) * nb_frame;
 }
 
 void kvq_chain::add_layer(kvq_lane * k, kvq_lane * v, const kvq_chain_weights & w) {
@@ -56,16 +58,12 @@ void kvq_chain::add_layer(kvq_lane * k, kvq_lane * v, const kvq_chain_weights & 
 kvq_chain::workspace & kvq_chain::space(size_t i) {
     int head = 0, groups = 1;
     for (const layer & l : layers) {
-        head   = std::max({ head, l.lane[0]->layout().codec.head_size, l.lane[1]->layout().codec.head_size });
+        head = std::max({ head, l.lane[0]->layout().codec.head_size, l.lane[1]->layout().codec.head_size });
         groups = std::max({ groups, l.w.k.n_groups(), l.w.v_from_k.n_groups(), l.w.v_from_v.n_groups() });
     }
-    while (spaces.size() <= i) {
-        spaces.emplace_back(new workspace);
-    }
+    while (spaces.size() <= i) { spaces.emplace_back(new workspace); }
     workspace & w = *spaces[i];
-    for (int v = 0; v < 2; v++) {
-        w.rows[v].resize(page_cells * row_stride[v]);
-    }
+    for (int v = 0; v < 2; v++) { w.rows[v].resize(page_cells * row_stride[v]); }
     w.decoded.resize(page_cells * kvq_pad((size_t) head, 16));
     w.work.resize((size_t) page_cells * groups);
     return w;
@@ -83,7 +81,8 @@ void kvq_chain::apply(int l, bool value, size_t at, float * out, workspace & w) 
     const kvq_kernels & K = kvq_get_kernels();
     const kvq_chain_weights & m = layers[l].w;
     const auto from = [&](const kvq_predictor & p, int v, bool add) {
-        K.predict(p, page_cells, &rows[v].row[at * page_cells * stride8[v]], stride8[v], &rows[v].scale[at * page_cells], add, out, row_stride[value], w.work.data());
+        K.predict(p, page_cells, &rows[v].row[at * page_cells * stride8[v]], stride8[v],
+            &rows[v].scale[at * page_cells], add, out, row_stride[value], w.work.data());
     };
     if (value ? !m.v_from_k.bits : !m.k.bits) {
         std::fill_n(out, page_cells * row_stride[value], 0.0f);
@@ -110,16 +109,15 @@ void kvq_chain::step(int l, bool value, int s, int p, workspace & w) {
             K.lattice_rows(view, lane.codes_at(s, p, h), lane.params_at(s, p, h), w.decoded.data(), (size_t) Dp);
             for (int t = 0; t < page_cells; t++) {
                 float * to = out + t * stride + (size_t) h * D;
-                for (int i = 0; i < D; i++) {
-                    to[i] += w.decoded[(size_t) t * Dp + i];
-                }
+                for (int i = 0; i < D; i++) { to[i] += w.decoded[(size_t) t * Dp + i]; }
             }
         }
     } else {
         lane.plain_rows(s, p, out, stride);
     }
     for (int t = 0; t < page_cells; t++) {
-        K.quantise_row(width[value], out + t * stride, &rows[value].row[(at * page_cells + t) * stride8[value]], &rows[value].scale[at * page_cells + t]);
+        K.quantise_row(width[value], out + t * stride, &rows[value].row[(at * page_cells + t) * stride8[value]],
+            &rows[value].scale[at * page_cells + t]);
     }
     rows[value].level[at] = (int16_t) l;
 }
@@ -127,17 +125,11 @@ void kvq_chain::step(int l, bool value, int s, int p, workspace & w) {
 void kvq_chain::reach(int l, bool value, int s, int p, workspace & w) {
     const size_t at = (size_t) s * n_pages + p;
     int16_t & level = rows[value].level[at];
-    if (level == l) {
-        return;
-    }
+    if (level == l) { return; }
     int first = l;
-    while (first > 0 && level != first - 1 && !alone(first, value, at, s, p)) {
-        first--;
-    }
+    while (first > 0 && level != first - 1 && !alone(first, value, at, s, p)) { first--; }
     for (int i = first; i <= l; i++) {
-        if (value && !alone(i, value, at, s, p)) {
-            reach(i, false, s, p, w);
-        }
+        if (value && !alone(i, value, at, s, p)) { reach(i, false, s, p, w); }
         step(i, value, s, p, w);
     }
 }
@@ -166,19 +158,19 @@ kvq_chain_pages kvq_chain::lane_there(int l, bool value, int s, int p0, int n) c
     const kvq_lane & lane = *x.lane[value];
     const size_t at = ((size_t) s * n_pages + p0) * page_cells;
     kvq_chain_pages c;
-    c.l      = &lane.layout();
-    c.value  = value;
-    c.n      = n;
+    c.l = &lane.layout();
+    c.value = value;
+    c.n = n;
     c.from_k = value ? x.w.v_from_k : x.w.k;
     c.from_v = value ? x.w.v_from_v : kvq_predictor();
-    c.pages  = lane.spans_on(s, p0);
+    c.pages = lane.spans_on(s, p0);
     for (int v = 0; v < 2 && (!v || width[1]); v++) {
-        c.row[v]     = rows[v].row_there + at * stride8[v];
-        c.scale[v]   = rows[v].scale_there + at;
+        c.row[v] = rows[v].row_there + at * stride8[v];
+        c.scale[v] = rows[v].scale_there + at;
         c.stride8[v] = stride8[v];
     }
     c.stride = row_stride[value];
-    c.turn   = lane.turn_of(s, 0);
+    c.turn = lane.turn_of(s, 0);
     return c;
 }
 
@@ -196,17 +188,11 @@ bool kvq_chain::alike(int l, int s, int p, int q) const {
 void kvq_chain::reach_there(int l, bool value, int s, int p, int n) {
     const size_t at = (size_t) s * n_pages + p;
     int16_t * const level = &rows[value].level[at];
-    if (*level == l) {
-        return;
-    }
+    if (*level == l) { return; }
     int first = l;
-    while (first > 0 && *level != first - 1 && !alone(first, value, at, s, p)) {
-        first--;
-    }
+    while (first > 0 && *level != first - 1 && !alone(first, value, at, s, p)) { first--; }
     for (int i = first; i <= l; i++) {
-        if (value && !alone(i, value, at, s, p)) {
-            reach_there(i, false, s, p, n);
-        }
+        if (value && !alone(i, value, at, s, p)) { reach_there(i, false, s, p, n); }
         device.chain_step(lane_there(i, value, s, p, n));
         std::fill_n(level, n, (int16_t) i);
     }
@@ -216,16 +202,12 @@ const float * kvq_chain::predict_there(int l, bool value, int s, const std::vect
     const kvq_chain_weights & m = layers[l].w;
     const size_t page = page_cells * row_stride[value];
     const bool zero = value ? !m.v_from_k.bits : !m.k.bits;
-    if (zero) {
-        device.zero(predictions, pages.size() * page * sizeof(float));
-    }
+    if (zero) { device.zero(predictions, pages.size() * page * sizeof(float)); }
     for (size_t i = 0, n = 1; !zero && i < pages.size(); i += n, n = 1) {
         const int p = pages[i];
         while (i + n < pages.size() && pages[i + n] == p + (int) n && alike(l, s, p, pages[i + n])) { n++; }
         reach_there(l - 1, value, s, p, (int) n);
-        if (value) {
-            reach_there(l, false, s, p, (int) n);
-        }
+        if (value) { reach_there(l, false, s, p, (int) n); }
         device.chain_predict(lane_there(l, value, s, p, (int) n), predictions + i * page);
     }
     return predictions;
@@ -253,9 +235,7 @@ void kvq_chain::forget() {
 void kvq_chain::changed(int l, bool value, int s, int p) {
     const size_t at = (size_t) s * n_pages + p;
     for (int v = value; v < 2; v++) { // values depend on keys
-        if (rows[v].level[at] >= l) {
-            rows[v].level[at] = -1;
-        }
+        if (rows[v].level[at] >= l) { rows[v].level[at] = -1; }
     }
 }
 
@@ -267,7 +247,8 @@ bool kvq_chain::ready(int l, bool value, int s, int p) const {
 
 void kvq_chain::release(int l, bool value, int s, int p) {
     const auto give_up = [&](int i, bool v) {
-        if (i < (int) layers.size() && (v ? layers[i].w.v_from_k.bits : layers[i].w.k.bits) && layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED) {
+        if (i < (int) layers.size() && (v ? layers[i].w.v_from_k.bits : layers[i].w.k.bits) &&
+            layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED) {
             layers[i].lane[v]->reopen(s, p);
         }
     };
@@ -282,7 +263,8 @@ void kvq_chain::release(int l, bool value, int s, int p) {
 // ---------------------------------------------------------------- attention
 
 // dst = sum_i exp(lse_i - top) o_i / sum_i exp(lse_i - top), a sink being one more term without a value
-static void merge(const kvq_attn & a, const std::vector<std::vector<float>> & out, const std::vector<std::vector<float>> & lse) {
+static void merge(
+    const kvq_attn & a, const std::vector<std::vector<float>> & out, const std::vector<std::vector<float>> & lse) {
     const int D = a.v.head_size;
     for (int i = 0; i < a.n_q; i++) {
         for (int h = 0; h < a.n_head; h++) {
@@ -291,9 +273,7 @@ static void merge(const kvq_attn & a, const std::vector<std::vector<float>> & ou
             for (const auto & x : lse) { top = std::max(top, x[row]); }
             float * dst = a.dst + i * a.dst_stride_token + h * a.dst_stride_head;
             std::fill_n(dst, D, 0.0f);
-            if (top == -INFINITY) {
-                continue;
-            }
+            if (top == -INFINITY) { continue; }
             float sum = a.sinks ? expf(a.sinks[h] - top) : 0.0f;
             for (const auto & x : lse) { sum += expf(x[row] - top); }
             for (size_t j = 0; j < lse.size(); j++) {
@@ -307,9 +287,7 @@ static void merge(const kvq_attn & a, const std::vector<std::vector<float>> & ou
 void kvq_chain::attend(int l, int stream0, const kvq_attn * attn, int n, int n_threads) {
     const kvq_kernels & K = kvq_get_kernels();
     const kvq_lane_layout * x[2] = { &layers[l].lane[0]->layout(), &layers[l].lane[1]->layout() };
-    for (int v = 0; v < 2; v++) {
-        tiles[v].resize(chains(v) ? std::min(STRIPE, n_pages) * x[v]->nb_frame / 2 : 0);
-    }
+    for (int v = 0; v < 2; v++) { tiles[v].resize(chains(v) ? std::min(STRIPE, n_pages) * x[v]->nb_frame / 2 : 0); }
     n_threads = std::max(n_threads, 1);
     for (int t = 0; t < n_threads; t++) { // grown here: nothing may throw between threads
         space((size_t) t);
@@ -330,13 +308,9 @@ void kvq_chain::attend(int l, int stream0, const kvq_attn * attn, int n, int n_t
             for (; p1 < a.n_pages; p1++) {
                 const kvq_page & page = attn[i].pages[p1];
                 const bool closed = page.n_slots && (page.k_params || (chains(true) && page.v_params));
-                if (closed && sealed.size() == (size_t) STRIPE) {
-                    break;
-                }
+                if (closed && sealed.size() == (size_t) STRIPE) { break; }
                 pages.push_back(page);
-                if (closed) {
-                    sealed.push_back(p1);
-                }
+                if (closed) { sealed.push_back(p1); }
             }
             const int n_sealed = (int) sealed.size();
 #pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_sealed > 1 && n_threads > 1)
@@ -349,24 +323,25 @@ void kvq_chain::attend(int l, int stream0, const kvq_attn * attn, int n, int n_t
                 const int p = sealed[(size_t) j];
                 kvq_page & page = pages[(size_t) (p - p0)];
                 for (int v = 0; v < 2; v++) {
-                    if (!chains(v) || !(v ? page.v_params : page.k_params)) {
-                        continue;
-                    }
+                    if (!chains(v) || !(v ? page.v_params : page.k_params)) { continue; }
                     int16_t & level = rows[v].level[(size_t) s * n_pages + p];
-                    level = level == l ? (int16_t) -1 : level; // the rows themselves are wanted, not only what was kept of them
+                    // the rows themselves are wanted, not only what was kept of them
+                    level = level == l ? (int16_t) -1 : level;
                     reach(l, v, s, p, w);
                     uint16_t * tile = tiles[v].data() + (size_t) j * x[v]->nb_frame / 2;
                     const kvq_transform & t = layers[l].lane[v]->transform();
                     const int D = x[v]->codec.head_size;
                     for (int h = 0; h < x[v]->n_head; h++) {
-                        K.rows_to_f16(page_cells, D, w.rows[v].data() + (size_t) h * D, row_stride[v], t.mean ? t.mean + (size_t) h * D : nullptr,
-                                      t.rotor ? &t.rotor->view() : nullptr, layers[l].lane[v]->positions_at(s, p), tile + h * x[v]->nb_tile_head / 2, x[v]->head_stride());
+                        K.rows_to_f16(page_cells, D, w.rows[v].data() + (size_t) h * D, row_stride[v],
+                            t.mean ? t.mean + (size_t) h * D : nullptr, t.rotor ? &t.rotor->view() : nullptr,
+                            layers[l].lane[v]->positions_at(s, p), tile + h * x[v]->nb_tile_head / 2,
+                            x[v]->head_stride());
                     }
-                    (v ? page.v_codes : page.k_codes)   = tile;
+                    (v ? page.v_codes : page.k_codes) = tile;
                     (v ? page.v_params : page.k_params) = nullptr;
                 }
             }
-            a.pages   = pages.data();
+            a.pages = pages.data();
             a.n_pages = (int) pages.size();
             const bool whole = p0 == 0 && p1 == attn[i].n_pages;
             if (whole) {
@@ -377,16 +352,14 @@ void kvq_chain::attend(int l, int stream0, const kvq_attn * attn, int n, int n_t
             out.emplace_back((size_t) a.n_q * a.n_head * a.v.head_size);
             lse.emplace_back((size_t) a.n_q * a.n_head);
             part.sinks = nullptr;
-            part.dst   = out.back().data();
-            part.dst_stride_head  = a.v.head_size;
+            part.dst = out.back().data();
+            part.dst_stride_head = a.v.head_size;
             part.dst_stride_token = (int64_t) a.n_head * a.v.head_size;
             float * to = lse.back().data();
             kvq_cpu_attend_part(&part, 1, &to, n_threads);
             p0 = p1;
             a.n_pages = attn[i].n_pages;
         }
-        if (!lse.empty()) {
-            merge(attn[i], out, lse);
-        }
+        if (!lse.empty()) { merge(attn[i], out, lse); }
     }
 }

@@ -1,13 +1,15 @@
-// Linear predictors along the layers of a cache (AQUA-KV, arXiv 2501.19392, section 3.1). A sealed page holds what the prediction from
-// the layer before leaves, un-rotated and less the channel means:
+// Linear predictors along the layers of a cache (AQUA-KV, arXiv 2501.19392, section 3.1). A sealed page holds what
+// the prediction from the layer before leaves, un-rotated and less the channel means:
 //
-//   k'[l] = W_k k'[l-1] + decoded            v'[l] = W_v [k'[l]; v'[l-1]] + decoded         key = R_pos (k' + mean_k), value = v' + mean_v
+//   k'[l] = W_k k'[l-1] + decoded            v'[l] = W_v [k'[l]; v'[l-1]] + decoded         key = R_pos (k' +
+//       mean_k), value = v' + mean_v
 //
-// so layer l can be read only after layer l-1. Of every cell one reconstructed row is kept in 8 bits (types/predictor.h), that of the
-// layer read last; it is the input of the next layer, when writing and when reading: both see the same bits. Rows of a page become
-// f16 tiles in stripes of pages, attended at once and merged; nothing holds a whole layer in f16.
-// On a GPU (cuda/seal_chain.cu) the kept rows are there, and attention makes the rows of all pages of a layer at once.
-// A page that is open one layer below is predicted from its open rows: that happens only while it is being rewritten.
+// so layer l can be read only after layer l-1. Of every cell one reconstructed row is kept in 8 bits
+// (types/predictor.h), that of the layer read last; it is the input of the next layer, when writing and when reading:
+// both see the same bits. Rows of a page become f16 tiles in stripes of pages, attended at once and merged; nothing
+// holds a whole layer in f16. On a GPU (cuda/seal_chain.cu) the kept rows are there, and attention makes the rows of
+// all pages of a layer at once. A page that is open one layer below is predicted from its open rows: that happens
+// only while it is being rewritten.
 #pragma once
 
 #include "store.h"
@@ -25,7 +27,8 @@ public:
     static constexpr int STRIPE = 32; // pages
 
     // width_v 0: values are not predicted; device: of the lanes
-    kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v, kvq_device & device = kvq_cpu_device());
+    kvq_chain(
+        int n_stream, int n_pages, int page_cells, int width_k, int width_v, kvq_device & device = kvq_cpu_device());
     ~kvq_chain();
     kvq_chain(const kvq_chain &) = delete;
     kvq_chain & operator=(const kvq_chain &) = delete;
@@ -52,30 +55,34 @@ public:
     // Attention of layer l, streams stream0..: like kvq_cpu_attend, over pages that are made readable stripe by stripe.
     void attend(int l, int stream0, const kvq_attn * attn, int n, int n_threads);
 
-    // Where memory is not the host's, attention itself turns the first pages' rows of layer l-1 into those of layer l; what it needs for that.
-    // layer_below: rows of l-1 are made where there are others; not while a step is recorded, whose layers follow each other.
+    // Where memory is not the host's, attention itself turns the first pages' rows of layer l-1 into those of layer
+    // l; what it needs for that. layer_below: rows of l-1 are made where there are others; not while a step is
+    // recorded, whose layers follow each other.
     kvq_chain_pages lane_there(int l, bool value, int s, int p0, int n) const;
     void layer_below(int l, int s, int n);
     void layer_read(int l, int s, int n);
     void forget(); // a recorded step has run: rows are of no known layer
 
 private:
-    struct layer { kvq_lane * lane[2]; kvq_chain_weights w; };
+    struct layer {
+        kvq_lane * lane[2];
+        kvq_chain_weights w;
+    };
     struct workspace {
         std::vector<float> rows[2], decoded, work;
     };
-    struct kept { // [stream][page][cell]
-        std::vector<int8_t>  row;   // [stride8]
-        std::vector<float>   scale;
-        std::vector<int16_t> level; // [stream][page] layer that the rows are of, -1: none
-        int8_t * row_there   = nullptr; // both, where memory is not the host's
-        float  * scale_there = nullptr;
+    struct kept {                // [stream][page][cell]
+        std::vector<int8_t> row; // [stride8]
+        std::vector<float> scale;
+        std::vector<int16_t> level;   // [stream][page] layer that the rows are of, -1: none
+        int8_t * row_there = nullptr; // both, where memory is not the host's
+        float * scale_there = nullptr;
     };
     void reach_there(int l, bool value, int s, int p, int n);
-    bool alike(int l, int s, int p, int q) const; // pages that need the same to reach layer l
+    bool alike(int l, int s, int p, int q) const;                 // pages that need the same to reach layer l
     bool alone(int l, bool value, size_t at, int s, int p) const; // its rows need no other layer
     void reach(int l, bool value, int s, int p, workspace & w);
-    void step (int l, bool value, int s, int p, workspace & w);
+    void step(int l, bool value, int s, int p, workspace & w);
     void apply(int l, bool value, size_t at, float * out, workspace & w) const;
     workspace & space(size_t i);
 

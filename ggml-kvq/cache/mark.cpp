@@ -5,7 +5,7 @@
 namespace {
 
 constexpr uint32_t MAGIC = 0x8d4b96e5;
-constexpr int      NB    = KVQ_MARK_BITS / 8;
+constexpr int NB = KVQ_MARK_BITS / 8;
 
 uint64_t mix(uint64_t h) {
     h ^= h >> 32;
@@ -31,7 +31,7 @@ void to_bytes(const kvq_mark & m, uint8_t * b) {
     memcpy(b + 12, &m.model, 2);
     memcpy(b + 14, &m.page_cells, 2);
     for (int i = 0; i < 3; i++) {
-        b[16 + i] = (uint8_t) (m.n   >> 8 * i);
+        b[16 + i] = (uint8_t) (m.n >> 8 * i);
         b[19 + i] = (uint8_t) (m.row >> 8 * i);
     }
     const uint16_t check = (uint16_t) hash_bytes(b, 22, 1);
@@ -40,19 +40,19 @@ void to_bytes(const kvq_mark & m, uint8_t * b) {
 
 bool from_bytes(const uint8_t * b, kvq_mark & m) {
     const uint16_t check = (uint16_t) hash_bytes(b, 22, 1);
-    if (memcmp(b, &MAGIC, 4) || memcmp(b + 22, &check, 2)) {
-        return false;
-    }
+    if (memcmp(b, &MAGIC, 4) || memcmp(b + 22, &check, 2)) { return false; }
     memcpy(&m.sum, b + 4, 4);
     memcpy(&m.tag, b + 8, 4);
     memcpy(&m.model, b + 12, 2);
     memcpy(&m.page_cells, b + 14, 2);
-    m.n   = b[16] | b[17] << 8 | b[18] << 16;
+    m.n = b[16] | b[17] << 8 | b[18] << 16;
     m.row = b[19] | b[20] << 8 | b[21] << 16;
     return true;
 }
 
-uint16_t & value(const kvq_mark_rows_view & v, const int * at, int i) { return v.row(at[i / v.head_size])[i % v.head_size]; }
+uint16_t & value(const kvq_mark_rows_view & v, const int * at, int i) {
+    return v.row(at[i / v.head_size])[i % v.head_size];
+}
 
 // Planes in which the magic may begin here, a bit each.
 unsigned planes(const kvq_mark_rows_view & v, const int * at) {
@@ -76,16 +76,12 @@ void kvq_mark_put(const kvq_mark_rows_view & v, const int * at, int plane, const
 }
 
 void kvq_mark_clear(const kvq_mark_rows_view & v, const int * at, int plane) {
-    for (int i = 0; i < KVQ_MARK_BITS; i++) {
-        value(v, at, i) &= (uint16_t) ~(1 << plane);
-    }
+    for (int i = 0; i < KVQ_MARK_BITS; i++) { value(v, at, i) &= (uint16_t) ~(1 << plane); }
 }
 
 bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_mark & m) {
     uint8_t b[NB] = {};
-    for (int i = 0; i < KVQ_MARK_BITS; i++) {
-        b[i / 8] |= (uint8_t) ((value(v, at, i) >> plane & 1) << i % 8);
-    }
+    for (int i = 0; i < KVQ_MARK_BITS; i++) { b[i / 8] |= (uint8_t) ((value(v, at, i) >> plane & 1) << i % 8); }
     return from_bytes(b, m);
 }
 
@@ -112,9 +108,7 @@ std::vector<kvq_mark_found> kvq_mark_find(const kvq_mark_rows_view & v, std::vec
         for (int i = 0; i < k; i++) { at[(size_t) i] = r + i; }
         unsigned which = planes(v, at.data());
         for (int p = 0; which; p++, which >>= 1) {
-            if (!(which & 1) || !kvq_mark_get(v, at.data(), p, m) || !m.page_cells) {
-                continue;
-            }
+            if (!(which & 1) || !kvq_mark_get(v, at.data(), p, m) || !m.page_cells) { continue; }
             out.push_back({ m, r });
             kvq_mark_clear(view(), at.data(), p);
         }
@@ -133,8 +127,6 @@ uint64_t kvq_mark_hash(const uint16_t * row, int width) { return hash_bytes(row,
 
 uint32_t kvq_mark_sum(const uint64_t * hashes, int n, int il, bool value) {
     uint64_t h = mix((uint64_t) il * 2 + value + 1);
-    for (int i = 0; i < n; i++) {
-        h = mix(h ^ hashes[i]) + 0x9e3779b97f4a7c15u;
-    }
+    for (int i = 0; i < n; i++) { h = mix(h ^ hashes[i]) + 0x9e3779b97f4a7c15u; }
     return (uint32_t) (h ^ h >> 32);
 }

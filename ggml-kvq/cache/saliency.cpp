@@ -16,7 +16,9 @@ static uint32_t hash(uint64_t row, uint32_t seed) {
     return x ^ x >> 16;
 }
 
-static size_t nb_table(int max_rows, int max_pages) { return sizeof(kvq_probe_table) + 4 * (size_t) max_rows + (size_t) max_pages * sizeof(kvq_score_page); }
+static size_t nb_table(int max_rows, int max_pages) {
+    return sizeof(kvq_probe_table) + 4 * (size_t) max_rows + (size_t) max_pages * sizeof(kvq_score_page);
+}
 
 std::vector<int32_t> kvq_probe_rows(int n, uint64_t at, float share, int page_cells, uint32_t seed) {
     const double half = (double) share / 2;
@@ -41,9 +43,7 @@ std::vector<int32_t> kvq_probe_rows(int n, uint64_t at, float share, int page_ce
     std::sort(rest.begin(), rest.end(), before);
     rows.assign(rest.begin(), rest.begin() + std::min(n_half, n_rest));
     std::sort(rows.begin(), rows.end());
-    for (int i = n_rest; i < n; i++) {
-        rows.push_back(i);
-    }
+    for (int i = n_rest; i < n; i++) { rows.push_back(i); }
     return rows;
 }
 
@@ -55,22 +55,23 @@ void kvq_saliency::release() {
     tables.clear();
     free_places.clear();
     pages.clear();
-    pool   = nullptr;
+    pool = nullptr;
     n_pool = 0;
 }
 
-void kvq_saliency::init(const kvq_lane_layout & keys, float share_, bool normalise_, uint32_t seed_, int min_rows_, kvq_device * device_) {
+void kvq_saliency::init(
+    const kvq_lane_layout & keys, float share_, bool normalise_, uint32_t seed_, int min_rows_, kvq_device * device_) {
     release();
     tables.assign((size_t) keys.n_stream, table());
-    device     = device_ && !device_->is_host() ? device_ : nullptr;
-    n_frames   = keys.n_frames;
-    n_head     = keys.n_head;
+    device = device_ && !device_->is_host() ? device_ : nullptr;
+    n_frames = keys.n_frames;
+    n_head = keys.n_head;
     page_cells = keys.page_cells;
-    n_hi       = keys.codec.n_hi;
-    share      = share_;
-    normalise  = normalise_;
-    seed       = seed_;
-    min_rows   = min_rows_;
+    n_hi = keys.codec.n_hi;
+    share = share_;
+    normalise = normalise_;
+    seed = seed_;
+    min_rows = min_rows_;
 }
 
 // ---------------------------------------------------------------- on a device
@@ -90,16 +91,14 @@ kvq_saliency::entry & kvq_saliency::at(int stream, int page) {
                 device->free(pool, n_pool * nb_entry());
             }
             for (int i = n; i > n_pool; i--) { free_places.push_back(i - 1); }
-            pool   = more;
+            pool = more;
             n_pool = n;
         }
         e.place = free_places.back();
         free_places.pop_back();
         memset(e.stale, 0xff, sizeof(e.stale));
     }
-    if (device) {
-        return e;
-    }
+    if (device) { return e; }
     if (e.sums.empty()) {
         e.sums.assign((size_t) n_head * page_cells, 0.0f);
         e.seen.assign((size_t) page_cells, 0);
@@ -120,12 +119,12 @@ void kvq_saliency::get(const entry & e, std::vector<float> & s, std::vector<int3
 
 void kvq_saliency::add(int stream, int page, const float * more, const int32_t * more_seen) {
     entry & e = at(stream, page);
-    std::vector<float>   s;
+    std::vector<float> s;
     std::vector<int32_t> n;
     if (device) { get(e, s, n); }
-    std::vector<float>   & to   = device ? s : e.sums;
+    std::vector<float> & to = device ? s : e.sums;
     std::vector<int32_t> & to_n = device ? n : e.seen;
-    for (size_t i = 0; i < to.size(); i++)   { to[i]   += more[i]; }
+    for (size_t i = 0; i < to.size(); i++) { to[i] += more[i]; }
     for (size_t i = 0; i < to_n.size(); i++) { to_n[i] += more_seen[i]; }
     if (device) {
         device->put(there(e), s.data(), 4 * s.size());
@@ -136,16 +135,12 @@ void kvq_saliency::add(int stream, int page, const float * more, const int32_t *
 
 bool kvq_saliency::reserve(int stream, int n_rows, int n_pages) {
     table & t = tables[(size_t) stream];
-    if (t.there && n_rows <= t.max_rows && n_pages <= t.max_pages) {
-        return false;
-    }
+    if (t.there && n_rows <= t.max_rows && n_pages <= t.max_pages) { return false; }
     table more;
-    more.max_rows  = std::max((int) kvq_pad((size_t) n_rows, 64), t.max_rows);
+    more.max_rows = std::max((int) kvq_pad((size_t) n_rows, 64), t.max_rows);
     more.max_pages = std::max({ n_pages + 4, n_frames + 4, t.max_pages });
-    more.there     = (uint8_t *) device->alloc(nb_table(more.max_rows, more.max_pages)); // zeros: no rows
-    if (!more.there) {
-        throw std::bad_alloc();
-    }
+    more.there = (uint8_t *) device->alloc(nb_table(more.max_rows, more.max_pages)); // zeros: no rows
+    if (!more.there) { throw std::bad_alloc(); }
     if (t.there) { device->free(t.there, nb_table(t.max_rows, t.max_pages)); }
     t = more;
     t.empty = true;
@@ -157,28 +152,23 @@ int kvq_saliency::prepare(const kvq_page * spans, int n_spans, int stream, int n
     std::vector<int32_t> rows;
     if (asked && !all) { rows = kvq_probe_rows(n_q, first, share, page_cells, seed); }
     const int n_rows = asked ? (all ? n_q : (int) rows.size()) : 0;
-    if (!n_rows && !tables[(size_t) stream].there) {
-        return 0;
-    }
+    if (!n_rows && !tables[(size_t) stream].there) { return 0; }
     std::vector<kvq_score_page> jobs;
     for (int p = 0; n_rows && p < n_spans; p++) {
-        if (!spans[p].n_slots || spans[p].k_params) {
-            continue;
-        }
+        if (!spans[p].n_slots || spans[p].k_params) { continue; }
         entry & e = at(stream, spans[p].cell / page_cells);
         kvq_score_page job = { (const uint16_t *) spans[p].k_codes, spans[p].map, nullptr, spans[p].cell, e.place, {} };
         memcpy(job.stale, e.stale, sizeof(job.stale));
         memset(e.stale, 0, sizeof(e.stale));
         jobs.push_back(job);
     }
-    for (kvq_score_page & job : jobs) { job.sums = (float *) (pool + (size_t) job.place * nb_entry()); } // the pool stands still now
-    const int  n_listed = all ? 0 : n_rows;
+    // the pool stands still now
+    for (kvq_score_page & job : jobs) { job.sums = (float *) (pool + (size_t) job.place * nb_entry()); }
+    const int n_listed = all ? 0 : n_rows;
     const bool grew = reserve(stream, n_listed, (int) jobs.size());
     table & t = tables[(size_t) stream];
     if (moved) { *moved = *moved || grew; }
-    if (!n_rows && t.empty) {
-        return 0;
-    }
+    if (!n_rows && t.empty) { return 0; }
     t.empty = !n_rows;
     std::vector<uint8_t> bytes(nb_table(n_rows ? t.max_rows : 0, (int) jobs.size()));
     const kvq_probe_table head = { n_rows, (int) jobs.size(), all, t.max_rows };
@@ -191,7 +181,8 @@ int kvq_saliency::prepare(const kvq_page * spans, int n_spans, int stream, int n
 
 kvq_choice kvq_saliency::choice(int stream, int page, const uint8_t * valid, void * params) const {
     const auto found = pages.find({ stream, page });
-    return found == pages.end() ? kvq_choice{ nullptr, valid, nullptr, params } : kvq_choice{ there(found->second), valid, found->second.stale, params };
+    return found == pages.end() ? kvq_choice{ nullptr, valid, nullptr, params }
+                                : kvq_choice{ there(found->second), valid, found->second.stale, params };
 }
 
 void kvq_saliency::drop(int stream, int page) {
@@ -217,22 +208,16 @@ float * kvq_saliency::lse_of(int n_stream, int n_q, int n_query_heads) {
 }
 
 void kvq_saliency::observe(const kvq_attn & attn, int stream, uint64_t first, int n_threads) {
-    if (attn.n_q < min_rows) {
-        return;
-    }
+    if (attn.n_q < min_rows) { return; }
     const std::vector<int32_t> rows = kvq_probe_rows(attn.n_q, first, share, page_cells, seed);
-    if (rows.empty()) {
-        return;
-    }
+    if (rows.empty()) { return; }
     open.clear();
     for (int p = 0; p < attn.n_pages; p++) {
-        if (attn.pages[p].n_slots && !attn.pages[p].k_params) {
-            open.push_back(attn.pages[p]);
-        }
+        if (attn.pages[p].n_slots && !attn.pages[p].k_params) { open.push_back(attn.pages[p]); }
     }
     kvq_attn a = attn;
-    a.pages    = open.data();
-    a.n_pages  = (int32_t) open.size();
+    a.pages = open.data();
+    a.n_pages = (int32_t) open.size();
     const size_t n = open.size() * (size_t) page_cells;
     sums.assign(n * n_head, 0.0f);
     seen.assign(n * n_head, 0);
@@ -251,7 +236,7 @@ void kvq_saliency::observe(const kvq_attn & attn, int stream, uint64_t first, in
 }
 
 void kvq_saliency::choose(int stream, int page, int head, const uint8_t * valid, uint8_t * set) const {
-    std::vector<float>   score((size_t) page_cells, 0.0f);
+    std::vector<float> score((size_t) page_cells, 0.0f);
     std::vector<int32_t> order((size_t) page_cells);
     std::iota(order.begin(), order.end(), 0);
     const auto found = pages.find({ stream, page });
@@ -259,14 +244,14 @@ void kvq_saliency::choose(int stream, int page, int head, const uint8_t * valid,
         if (!(valid[t / 8] >> t % 8 & 1)) {
             score[(size_t) t] = -1.0f;
         } else if (found != pages.end()) {
-            score[(size_t) t] = found->second.sums[(size_t) head * page_cells + t] / (normalise ? (float) std::max(found->second.seen[(size_t) t], 1) : 1.0f);
+            score[(size_t) t] = found->second.sums[(size_t) head * page_cells + t] /
+                (normalise ? (float) std::max(found->second.seen[(size_t) t], 1) : 1.0f);
         }
     }
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return score[(size_t) a] > score[(size_t) b]; });
+    std::stable_sort(
+        order.begin(), order.end(), [&](int32_t a, int32_t b) { return score[(size_t) a] > score[(size_t) b]; });
     memset(set, 0, (size_t) page_cells / 8);
-    for (int i = 0; i < n_hi; i++) {
-        set[order[(size_t) i] / 8] |= (uint8_t) (1 << order[(size_t) i] % 8);
-    }
+    for (int i = 0; i < n_hi; i++) { set[order[(size_t) i] / 8] |= (uint8_t) (1 << order[(size_t) i] % 8); }
 }
 
 float kvq_saliency::score_of(const entry & e, int head, int slot) const {
@@ -282,12 +267,14 @@ void kvq_saliency::scores(int stream, int page, int head, float * out) const {
     const auto found = pages.find({ stream, page });
     entry here;
     if (device && found != pages.end()) { get(found->second, here.sums, here.seen); }
-    for (int t = 0; t < page_cells; t++) { out[t] = found == pages.end() ? 0.0f : score_of(device ? here : found->second, head, t); }
+    for (int t = 0; t < page_cells; t++) {
+        out[t] = found == pages.end() ? 0.0f : score_of(device ? here : found->second, head, t);
+    }
 }
 
 void kvq_saliency::reopen(int stream, int page, int head, const uint8_t * set) {
     entry & e = at(stream, page);
-    std::vector<float>   s((size_t) page_cells);
+    std::vector<float> s((size_t) page_cells);
     std::vector<int32_t> n((size_t) page_cells, 1);
     for (int t = 0; t < page_cells; t++) { s[(size_t) t] = (float) (set[t / 8] >> t % 8 & 1); }
     if (device) { // head by head
@@ -333,9 +320,7 @@ void kvq_saliency::copy(int from, int to) {
     }
     std::map<std::pair<int, int>, entry> more;
     for (const auto & i : pages) {
-        if (i.first.first == from) {
-            more[{ to, i.first.second }] = i.second;
-        }
+        if (i.first.first == from) { more[{ to, i.first.second }] = i.second; }
     }
     pages.insert(more.begin(), more.end());
 }

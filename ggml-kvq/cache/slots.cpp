@@ -12,37 +12,38 @@
 #include <cstring>
 #include <new>
 
-constexpr size_t   RECENT_RUN = 4; // pages
+constexpr size_t RECENT_RUN = 4; // pages
 
 bool kvq_slots::candidate::holds_nothing() const {
     return std::all_of(map.begin(), map.end(), [](int32_t c) { return c < 0; });
 }
 
-size_t kvq_slots::nb_page(int n_head, int page_cells) { return sizeof(slot_page) + sizeof(kvq_page) + 4 * (size_t) n_head * page_cells; }
+size_t kvq_slots::nb_page(int n_head, int page_cells) {
+    return sizeof(slot_page) + sizeof(kvq_page) + 4 * (size_t) n_head * page_cells;
+}
 
-void kvq_slots::init(kvq_lane & k, kvq_lane & v, kvq_span_table & table, kvq_saliency & scores, float keep_, float recent_) {
+void kvq_slots::init(
+    kvq_lane & k, kvq_lane & v, kvq_span_table & table, kvq_saliency & scores, float keep_, float recent_) {
     release();
-    device     = k.device.is_host() ? nullptr : &k.device;
-    lane[0]    = &k;
-    lane[1]    = &v;
-    spans      = &table;
-    saliency   = &scores;
-    keep       = keep_;
-    recent     = recent_;
-    n_head     = k.layout().n_head;
+    device = k.device.is_host() ? nullptr : &k.device;
+    lane[0] = &k;
+    lane[1] = &v;
+    spans = &table;
+    saliency = &scores;
+    keep = keep_;
+    recent = recent_;
+    n_head = k.layout().n_head;
     page_cells = k.layout().page_cells;
-    n_store    = k.layout().n_store;
-    n_pages    = k.layout().n_pages;
-    n_stream   = k.layout().n_stream;
+    n_store = k.layout().n_store;
+    n_pages = k.layout().n_pages;
+    n_stream = k.layout().n_stream;
     pages.resize((size_t) n_stream * n_store);
     maps.resize(pages.size() * n_head * page_cells);
     prompt.resize((size_t) n_stream * n_pages * page_cells);
     open_maps.resize((size_t) n_stream * n_pages);
     open_there.assign(open_maps.size(), nullptr);
     spans->packed = device != nullptr;
-    if (device && !(maps_there = (int32_t *) device->alloc(4 * maps.size()))) {
-        throw std::bad_alloc();
-    }
+    if (device && !(maps_there = (int32_t *) device->alloc(4 * maps.size()))) { throw std::bad_alloc(); }
     clear();
 }
 
@@ -68,9 +69,7 @@ void kvq_slots::put_map(int s, int i) {
 }
 
 template <typename T> const T * kvq_slots::view(const T * p, size_t n, std::vector<T> & copy) const {
-    if (!device) {
-        return p;
-    }
+    if (!device) { return p; }
     copy.resize(n);
     device->get(copy.data(), p, n * sizeof(T));
     return copy.data();
@@ -78,9 +77,7 @@ template <typename T> const T * kvq_slots::view(const T * p, size_t n, std::vect
 
 void kvq_slots::clear() {
     for (int s = 0; s < n_stream; s++) {
-        for (int i = 0; i < n_store; i++) {
-            free_page(s, i);
-        }
+        for (int i = 0; i < n_store; i++) { free_page(s, i); }
     }
     std::fill(prompt.begin(), prompt.end(), 0);
     top.assign((size_t) n_stream, 0);
@@ -88,9 +85,7 @@ void kvq_slots::clear() {
     reach.assign((size_t) n_stream, 0);
     in_prompt.assign((size_t) n_stream, 0);
     keys_arrive.assign((size_t) n_stream, 0);
-    for (auto & m : open_maps) {
-        m.clear();
-    }
+    for (auto & m : open_maps) { m.clear(); }
     for (auto & m : open_there) {
         if (m) { lane[0]->scratch->give((uint16_t *) m, 4 * (size_t) n_head * page_cells); }
         m = nullptr;
@@ -117,14 +112,15 @@ void kvq_slots::show(int s, int i) {
     kvq_page & span = spans->spans[at];
     const bool on = page(s, i).used;
     spans->changed(at);
-    span.k_codes  = on ? lane[0]->codes_at (s, i, 0) : nullptr;
+    span.k_codes = on ? lane[0]->codes_at(s, i, 0) : nullptr;
     span.k_params = on ? lane[0]->params_at(s, i, 0) : nullptr;
-    span.v_codes  = on ? lane[1]->codes_at (s, i, 0) : nullptr;
+    span.v_codes = on ? lane[1]->codes_at(s, i, 0) : nullptr;
     span.v_params = on ? lane[1]->params_at(s, i, 0) : nullptr;
-    span.map     = device ? maps_there + (size_t) (map(s, i, 0) - maps.data()) : map(s, i, 0);
+    span.map = device ? maps_there + (size_t) (map(s, i, 0) - maps.data()) : map(s, i, 0);
     span.n_slots = on ? page_cells : 0;
-    const int32_t * m = map(s, i, 0), * end = m + (size_t) n_head * page_cells;
-    span.cell    = on && *std::min_element(m, end) >= 0 ? -1 - *std::max_element(m, end) : 0; // without gaps: the mask is looked at once
+    const int32_t *m = map(s, i, 0), *end = m + (size_t) n_head * page_cells;
+    // without gaps: the mask is looked at once
+    span.cell = on && *std::min_element(m, end) >= 0 ? -1 - *std::max_element(m, end) : 0;
 }
 
 // ---------------------------------------------------------------- writing
@@ -147,14 +143,14 @@ void kvq_slots::wrote(int s, int p, const uint8_t * slots, int64_t n_rows) {
 
 void kvq_slots::limit(int s, int n_cells) {
     int & end = reach[(size_t) s];
-    if (n_cells >= end) {
-        return;
-    }
+    if (n_cells >= end) { return; }
     for (int c = n_cells; c < end; c++) { forget(s, c); }
     forget_all(s);
     end = n_cells;
     for (kvq_lane * x : lane) { x->drop_from(s, n_cells); }
-    if (n_cells % page_cells && lane[0]->state(s, n_cells / page_cells) == KVQ_PAGE_OPEN) { mask_open(s, n_cells / page_cells); }
+    if (n_cells % page_cells && lane[0]->state(s, n_cells / page_cells) == KVQ_PAGE_OPEN) {
+        mask_open(s, n_cells / page_cells);
+    }
 }
 
 void kvq_slots::forget(int s, int cell) {
@@ -178,21 +174,18 @@ void kvq_slots::forget(int s, int cell) {
 }
 
 void kvq_slots::forget_all(int s) {
-    if (rewritten.empty()) {
-        return;
-    }
-    const int first = *std::min_element(rewritten.begin(), rewritten.end()), last = *std::max_element(rewritten.begin(), rewritten.end());
+    if (rewritten.empty()) { return; }
+    const int first = *std::min_element(rewritten.begin(), rewritten.end()),
+              last = *std::max_element(rewritten.begin(), rewritten.end());
     std::vector<uint8_t> gone((size_t) (last - first + 1), 0);
     for (int c : rewritten) { gone[(size_t) (c - first)] = 1; }
     rewritten.clear();
     for (int i = 0; i < n_store; i++) {
-        if (!page(s, i).used || page(s, i).lo > last || page(s, i).hi < first) {
-            continue;
-        }
+        if (!page(s, i).used || page(s, i).lo > last || page(s, i).hi < first) { continue; }
         bool any = false, all = true;
-        for (int32_t * m = map(s, i, 0), * end = m + (size_t) n_head * page_cells; m < end; m++) {
+        for (int32_t *m = map(s, i, 0), *end = m + (size_t) n_head * page_cells; m < end; m++) {
             if (*m >= first && *m <= last && gone[(size_t) (*m - first)]) {
-                *m  = -1;
+                *m = -1;
                 any = true;
             }
             all &= *m < 0;
@@ -221,9 +214,7 @@ void kvq_slots::mask_open(int s, int p) {
             any |= gone;
         }
     }
-    if (!any) {
-        m = {};
-    }
+    if (!any) { m = {}; }
     const int32_t * was = span.map;
     span.map = any ? m.data() : nullptr;
     if (device) {
@@ -243,9 +234,7 @@ void kvq_slots::mask_open(int s, int p) {
 
 void kvq_slots::note_absent(int s, int cell, const uint8_t * left) {
     const int p = cell / page_cells, t = cell % page_cells;
-    if (!device || lane[0]->state(s, p) != KVQ_PAGE_OPEN) {
-        return;
-    }
+    if (!device || lane[0]->state(s, p) != KVQ_PAGE_OPEN) { return; }
     std::vector<uint8_t> & of = absent[{ s, p }];
     of.resize((size_t) n_head * page_cells, 0);
     for (int h = 0; h < n_head; h++) { of[(size_t) h * page_cells + t] = !left[h]; }
@@ -253,16 +242,15 @@ void kvq_slots::note_absent(int s, int cell, const uint8_t * left) {
 
 bool kvq_slots::is_plain(int s, int p) const {
     const uint8_t * flags = prompt.data() + ((size_t) s * n_pages + p) * page_cells;
-    return !absent.count({ s, p }) && std::none_of(flags, flags + page_cells, [](uint8_t x) { return x & (AWAY | PARTLY); });
+    return !absent.count({ s, p }) &&
+        std::none_of(flags, flags + page_cells, [](uint8_t x) { return x & (AWAY | PARTLY); });
 }
 
 // An open key of head h that was restored as an evicted one.
 bool kvq_slots::is_evicted(int s, int p, int h, int t) const {
     const kvq_lane & k = *lane[0];
     const uint16_t * frame = k.info(s, p).frame;
-    if (!frame) {
-        return false;
-    }
+    if (!frame) { return false; }
     if (device) {
         const auto found = absent.find({ s, p });
         return found != absent.end() && found->second[(size_t) h * page_cells + t];
@@ -280,7 +268,8 @@ void kvq_slots::restoring(bool on) {
 
 // ---------------------------------------------------------------- sealing
 
-// Ranks by falling score, cells in their order when equal: numbers that sort as (-score, place in the run). Devices do the same (kvq_device::pack).
+// Ranks by falling score, cells in their order when equal: numbers that sort as (-score, place in the run). Devices
+// do the same (kvq_device::pack).
 static uint64_t rank_of(float score, size_t place) {
     uint32_t bits;
     memcpy(&bits, &score, 4);
@@ -288,13 +277,14 @@ static uint64_t rank_of(float score, size_t place) {
     return (uint64_t) std::min(bits, ~1u) << 32 | (uint32_t) place;
 }
 
-// Pages that the run would fill. A cell that no head holds, and a row that was evicted before it was saved, take no slot.
+// Pages that the run would fill. A cell that no head holds, and a row that was evicted before it was saved, take no
+// slot.
 std::vector<kvq_slots::candidate> kvq_slots::pack(int s, const std::vector<int> & due, bool sorted) const {
     const kvq_lane & k = *lane[0];
     std::vector<candidate> out(due.size()); // a head fills no more pages
     for (candidate & c : out) { c.map.assign((size_t) n_head * page_cells, -1); }
-    std::vector<float>    scores, page_scores((size_t) page_cells), sums;
-    std::vector<int32_t>  cells;
+    std::vector<float> scores, page_scores((size_t) page_cells), sums;
+    std::vector<int32_t> cells;
     std::vector<uint64_t> ranks;
     std::vector<uint32_t> page_of, n_in;
     for (int h = 0; h < n_head; h++) {
@@ -345,7 +335,8 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
     std::vector<int> made, places; // pages, and where a device packed them
     kvq_packed packed;
     if (value) {
-        const auto found = std::find_if(queue.begin(), queue.end(), [&](const pending & x) { return x.stream == s && x.due == due; });
+        const auto found =
+            std::find_if(queue.begin(), queue.end(), [&](const pending & x) { return x.stream == s && x.due == due; });
         if (found == queue.end()) {
             return; // values without keys: cells that are nowhere are evicted ones
         }
@@ -356,21 +347,28 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
         uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
         const auto of_prompt = [&](int p) { // cells of an open page
             int n = 0;
-            for (int t = 0; t < page_cells; t++) { n += (k.valid(s, p)[t / 8] >> t % 8 & 1) && (flags[p * page_cells + t] & OF_PROMPT); }
+            for (int t = 0; t < page_cells; t++) {
+                n += (k.valid(s, p)[t / 8] >> t % 8 & 1) && (flags[p * page_cells + t] & OF_PROMPT);
+            }
             return n;
         };
         int n_prompt = 0, n_open = 0;
         for (int c = 0; c < n_pages * page_cells; c++) { n_prompt += flags[c] & OF_PROMPT; }
-        for (int p : k.streams[(size_t) s].open) { n_open += std::binary_search(due.begin(), due.end(), p) ? 0 : of_prompt(p); }
-        const bool    judged = in_prompt[(size_t) s] && !is_restoring && keep < 1.0f;
+        for (int p : k.streams[(size_t) s].open) {
+            n_open += std::binary_search(due.begin(), due.end(), p) ? 0 : of_prompt(p);
+        }
+        const bool judged = in_prompt[(size_t) s] && !is_restoring && keep < 1.0f;
         const int64_t first_recent = top[(size_t) s] + 1 - std::lround(recent * (float) n_prompt);
         // in the order of writing; older cells of the prompt in one run, those within the newest in short ones
         std::vector<int> order = due;
-        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return k.info(s, a).stamp < k.info(s, b).stamp; });
+        std::stable_sort(
+            order.begin(), order.end(), [&](int a, int b) { return k.info(s, a).stamp < k.info(s, b).stamp; });
         std::vector<run> runs;
         for (int p : order) {
-            const bool asked = 2 * of_prompt(p) >= k.info(s, p).n_valid, is_recent = asked && (int64_t) k.info(s, p).stamp >= first_recent;
-            if (runs.empty() || runs.back().of_prompt != asked || runs.back().recent != is_recent || (is_recent && runs.back().pages.size() == RECENT_RUN)) {
+            const bool asked = 2 * of_prompt(p) >= k.info(s, p).n_valid,
+                       is_recent = asked && (int64_t) k.info(s, p).stamp >= first_recent;
+            if (runs.empty() || runs.back().of_prompt != asked || runs.back().recent != is_recent ||
+                (is_recent && runs.back().pages.size() == RECENT_RUN)) {
                 runs.push_back({ {}, asked, is_recent });
             }
             runs.back().pages.push_back(p);
@@ -378,29 +376,32 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
         std::vector<candidate> fresh = device ? pack_there(s, runs, judged, packed) : std::vector<candidate>();
         for (size_t r = 0; !device && r < runs.size(); r++) {
             for (candidate & c : pack(s, runs[r].pages, judged && runs[r].of_prompt)) {
-                c.run   = (int) r;
+                c.run = (int) r;
                 fresh.push_back(std::move(c));
             }
         }
         int n_generated = 0; // pages
         for (candidate & c : fresh) {
             const run & r = runs[(size_t) c.run];
-            c.info.used      = true;
+            c.info.used = true;
             c.info.generated = !r.of_prompt;
-            c.info.newest    = (int64_t) k.info(s, r.of_prompt ? r.pages.back() : r.pages[(size_t) c.index]).stamp;
+            c.info.newest = (int64_t) k.info(s, r.of_prompt ? r.pages.back() : r.pages[(size_t) c.index]).stamp;
             n_generated += !r.of_prompt;
         }
         std::vector<int> may_go; // pages; those being restored, whose values are still to come, stay
         for (int i = 0; i < n_store; i++) {
-            if (!page(s, i).used) {
-                continue;
-            }
+            if (!page(s, i).used) { continue; }
             n_generated += page(s, i).generated;
-            if (std::none_of(arrived.begin(), arrived.end(), [&](const auto & a) { return a.first.first == s && a.second == i; })) { may_go.push_back(i); }
+            if (std::none_of(arrived.begin(), arrived.end(),
+                    [&](const auto & a) { return a.first.first == s && a.second == i; })) {
+                may_go.push_back(i);
+            }
         }
         int budget = n_store;
         if (judged) {
-            budget = std::min(budget, std::max((int) std::lround((keep * (float) n_prompt - (float) n_open) / (float) page_cells), 1) + n_generated);
+            budget = std::min(budget,
+                std::max((int) std::lround((keep * (float) n_prompt - (float) n_open) / (float) page_cells), 1) +
+                    n_generated);
         }
         // victims: lowest first
         const auto rank = [&](const slot_page & x) { return x.generated ? 2 : x.newest >= first_recent; };
@@ -409,8 +410,10 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
             return ra != rb ? ra < rb : ra == 2 ? a.newest < b.newest : a.score < b.score;
         };
         for (int n = n_used(s) + (int) fresh.size(); n > budget && may_go.size() + fresh.size() > 0; n--) {
-            const auto a = std::min_element(may_go.begin(), may_go.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
-            const auto b = std::min_element(fresh.begin(), fresh.end(), [&](const candidate & x, const candidate & y) { return worse(x.info, y.info); });
+            const auto a = std::min_element(
+                may_go.begin(), may_go.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
+            const auto b = std::min_element(fresh.begin(), fresh.end(),
+                [&](const candidate & x, const candidate & y) { return worse(x.info, y.info); });
             if (b == fresh.end() || (a != may_go.end() && !worse(b->info, page(s, *a)))) {
                 free_page(s, *a);
                 may_go.erase(a);
@@ -436,13 +439,9 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
         queue.push_back({ s, due, made });
     }
     const int n = device ? 0 : (int) made.size() * n_head;
-    if (device) {
-        encode_there(value, s, due, made, packed, places);
-    }
+    if (device) { encode_there(value, s, due, made, packed, places); }
 #pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
-    for (int j = 0; j < n; j++) {
-        encode(value, s, made[(size_t) (j / n_head)], j % n_head);
-    }
+    for (int j = 0; j < n; j++) { encode(value, s, made[(size_t) (j / n_head)], j % n_head); }
     for (int i : made) {
         lane[value]->counters->n_sealed++;
         if (value) { show(s, i); }
@@ -451,9 +450,7 @@ void kvq_slots::seal(bool value, int s, const std::vector<int> & due_, int n_thr
 
 void kvq_slots::choose_set(bool value, int s, int i, int h, uint8_t * set) {
     const kvq_codec & c = lane[value]->layout().codec;
-    if (c.type != KVQ_TYPE_MIXED) {
-        return;
-    }
+    if (c.type != KVQ_TYPE_MIXED) { return; }
     if (value) { // of its keys
         std::vector<uint8_t> copy;
         memcpy(set, view<uint8_t>(lane[0]->params_at(s, i, h), (size_t) page_cells / 8, copy), (size_t) page_cells / 8);
@@ -466,7 +463,9 @@ void kvq_slots::choose_set(bool value, int s, int i, int h, uint8_t * set) {
     }
     std::stable_sort(order.begin(), order.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
     memset(set, 0, (size_t) page_cells / 8);
-    for (int j = 0; j < c.n_hi; j++) { set[order[(size_t) j].second / 8] |= (uint8_t) (1 << order[(size_t) j].second % 8); }
+    for (int j = 0; j < c.n_hi; j++) {
+        set[order[(size_t) j].second / 8] |= (uint8_t) (1 << order[(size_t) j].second % 8);
+    }
 }
 
 // Rows of the map's cells, which lie in open pages, into the block of page i.
@@ -482,19 +481,22 @@ void kvq_slots::encode(bool value, int s, int i, int h) {
         const int32_t cell = map(s, i, h)[t];
         const uint16_t * frame = cell >= 0 ? x.info(s, cell / page_cells).frame : nullptr;
         if (frame) {
-            memcpy(&rows[(size_t) t * D], frame + ((size_t) h * page_cells + cell % page_cells) * l.head_stride(), 2 * D);
+            memcpy(
+                &rows[(size_t) t * D], frame + ((size_t) h * page_cells + cell % page_cells) * l.head_stride(), 2 * D);
             valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
         }
         all &= frame != nullptr;
     }
     choose_set(value, s, i, h, x.params_at(s, i, h));
-    kvq_cpu_encode(l.codec, rows.data(), all ? nullptr : valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
+    kvq_cpu_encode(
+        l.codec, rows.data(), all ? nullptr : valid.data(), nullptr, x.codes_at(s, i, h), x.params_at(s, i, h));
 }
 
-void kvq_slots::encode_rows(bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose) {
+void kvq_slots::encode_rows(
+    bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose) {
     kvq_lane & x = *lane[value];
     const kvq_lane_layout & l = x.layout();
-    uint8_t * codes = x.codes_at(s, i, h), * params = x.params_at(s, i, h);
+    uint8_t *codes = x.codes_at(s, i, h), *params = x.params_at(s, i, h);
     std::vector<uint8_t> c, q;
     if (device) {
         c.resize(l.nb_codes);
@@ -504,26 +506,27 @@ void kvq_slots::encode_rows(bool value, int s, int i, int h, const std::vector<u
     if (choose) { choose_set(value, s, i, h, device ? q.data() : params); }
     kvq_cpu_encode(l.codec, block.data(), valid, nullptr, device ? c.data() : codes, device ? q.data() : params);
     if (device) {
-        device->put(codes,  c.data(), c.size());
+        device->put(codes, c.data(), c.size());
         device->put(params, q.data(), q.size());
     }
 }
 
 // ---------------------------------------------------------------- shift, copy
 
-void kvq_slots::edit(bool value, int s, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
+void kvq_slots::edit(
+    bool value, int s, const std::function<bool(int)> & any, const std::function<void(int, int, uint16_t *)> & fn) {
     kvq_lane & x = *lane[value];
     const kvq_lane_layout & l = x.layout();
     const size_t D = (size_t) l.codec.head_size;
     std::vector<uint16_t> block((size_t) page_cells * D);
-    std::vector<uint8_t>  codes, params;
+    std::vector<uint8_t> codes, params;
     for (int i = 0; i < n_store; i++) {
         for (int h = 0; page(s, i).used && h < n_head; h++) {
             const int32_t * m = map(s, i, h);
-            if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= 0 && any(c); })) {
-                continue;
-            }
-            kvq_traits(l.codec.type)->decode(l.codec, view<uint8_t>(x.codes_at(s, i, h), l.nb_codes, codes), view<uint8_t>(x.params_at(s, i, h), l.nb_params, params), block.data());
+            if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= 0 && any(c); })) { continue; }
+            kvq_traits(l.codec.type)
+                ->decode(l.codec, view<uint8_t>(x.codes_at(s, i, h), l.nb_codes, codes),
+                    view<uint8_t>(x.params_at(s, i, h), l.nb_params, params), block.data());
             std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
             for (int t = 0; t < page_cells; t++) {
                 if (m[t] >= 0) {
@@ -540,7 +543,7 @@ void kvq_slots::copy(bool value, int from, int to) {
     const kvq_lane_layout & l = lane[value]->layout();
     kvq_device & d = lane[value]->device;
     for (int i = 0; i < n_store; i++) {
-        d.copy(lane[value]->codes_at (to, i, 0), lane[value]->codes_at (from, i, 0), l.nb_codes  * n_head);
+        d.copy(lane[value]->codes_at(to, i, 0), lane[value]->codes_at(from, i, 0), l.nb_codes * n_head);
         d.copy(lane[value]->params_at(to, i, 0), lane[value]->params_at(from, i, 0), l.nb_params * n_head);
         page(to, i) = page(from, i);
         std::copy_n(map(from, i, 0), n_head * page_cells, map(to, i, 0));
@@ -552,11 +555,10 @@ void kvq_slots::copy(bool value, int from, int to) {
         const auto found = absent.find({ from, p });
         if (found != absent.end()) { absent[{ to, p }] = found->second; }
     }
-    std::copy_n(prompt.begin() + (long) from * n_pages * page_cells, n_pages * page_cells, prompt.begin() + (long) to * n_pages * page_cells);
-    top[(size_t) to]       = top[(size_t) from];
-    reach[(size_t) to]     = reach[(size_t) from];
+    std::copy_n(prompt.begin() + (long) from * n_pages * page_cells, n_pages * page_cells,
+        prompt.begin() + (long) to * n_pages * page_cells);
+    top[(size_t) to] = top[(size_t) from];
+    reach[(size_t) to] = reach[(size_t) from];
     in_prompt[(size_t) to] = in_prompt[(size_t) from];
-    for (int p = 0; p < n_pages; p++) {
-        mask_open(to, p);
-    }
+    for (int p = 0; p < n_pages; p++) { mask_open(to, p); }
 }

@@ -7,7 +7,8 @@
 #include <algorithm>
 
 // As pack(), all runs at once.
-std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const {
+std::vector<kvq_slots::candidate> kvq_slots::pack_there(
+    int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const {
     const kvq_lane & k = *lane[0];
     const size_t nb_bits = (size_t) page_cells / 8, n_map = (size_t) n_head * page_cells;
     std::vector<kvq_pack_page> pages;
@@ -17,7 +18,8 @@ std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector
         const int first = (int) pages.size();
         for (int p : r.pages) {
             const kvq_choice c = saliency->choice(s, p, nullptr, nullptr);
-            pages.push_back({ c.sums, c.stale, nullptr, p * page_cells, first, (int) r.pages.size(), judged && r.of_prompt });
+            pages.push_back(
+                { c.sums, c.stale, nullptr, p * page_cells, first, (int) r.pages.size(), judged && r.of_prompt });
         }
     }
     std::vector<uint8_t> present(pages.size() * n_head * nb_bits);
@@ -38,12 +40,10 @@ std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector
     for (size_t i = 0; i < pages.size(); i++) {
         candidate c;
         c.place = (int) i;
-        c.run   = of_run[i];
+        c.run = of_run[i];
         c.index = (int) i - pages[i].first;
         c.map.assign(packed.maps.begin() + (long) (i * n_map), packed.maps.begin() + (long) ((i + 1) * n_map));
-        if (c.holds_nothing()) {
-            continue;
-        }
+        if (c.holds_nothing()) { continue; }
         for (int h = 0; h < n_head; h++) { c.info.score += packed.sums[i * n_head + h]; }
         out.push_back(std::move(c));
     }
@@ -51,16 +51,17 @@ std::vector<kvq_slots::candidate> kvq_slots::pack_there(int s, const std::vector
 }
 
 // Rows are gathered into tiles, and each head of a tile is a block, since heads may hold nothing in different slots.
-void kvq_slots::encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made, const kvq_packed & packed, const std::vector<int> & places) {
-    if (made.empty()) {
-        return;
-    }
+void kvq_slots::encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made,
+    const kvq_packed & packed, const std::vector<int> & places) {
+    if (made.empty()) { return; }
     kvq_lane & x = *lane[value];
     kvq_lane_layout one = x.layout();
-    const size_t nb_frame = one.nb_frame, nb_head = one.nb_tile_head, n_map = (size_t) n_head * page_cells, nb_valid = (size_t) page_cells / 8;
+    const size_t nb_frame = one.nb_frame, nb_head = one.nb_tile_head, n_map = (size_t) n_head * page_cells,
+                 nb_valid = (size_t) page_cells / 8;
     const bool mixed = one.codec.type == KVQ_TYPE_MIXED;
     one.n_head = 1;
-    std::vector<const uint16_t *> frames((size_t) (due.back() - due.front() + 1), nullptr); // of pages from due.front() on
+    // of pages from due.front() on
+    std::vector<const uint16_t *> frames((size_t) (due.back() - due.front() + 1), nullptr);
     bool whole = true;
     for (int p : due) {
         frames[(size_t) (p - due.front())] = x.info(s, p).frame;
@@ -81,15 +82,22 @@ void kvq_slots::encode_there(bool value, int s, const std::vector<int> & due, co
             uint8_t * bits = &valid[(j * n_head + h) * nb_valid];
             for (int t = 0; t < page_cells; t++) {
                 const int32_t cell = map(s, i, h)[t];
-                if (cell >= 0 && (whole || frames[(size_t) (cell / page_cells - due.front())])) { bits[t / 8] |= (uint8_t) (1 << t % 8); }
+                if (cell >= 0 && (whole || frames[(size_t) (cell / page_cells - due.front())])) {
+                    bits[t / 8] |= (uint8_t) (1 << t % 8);
+                }
             }
-            if (mixed && value) { device->copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), nb_valid); } // the set of its keys
+            // the set of its keys
+            if (mixed && value) { device->copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), nb_valid); }
             blocks.push_back({ tiles[j] + h * nb_head / 2, bits, nullptr, x.codes_at(s, i, h), x.params_at(s, i, h) });
         }
-        if (mixed && !value) { choices.push_back({ packed.scores_there + (size_t) places[j] * n_map, all.data(), none.data(), x.params_at(s, i, 0) }); }
+        if (mixed && !value) {
+            choices.push_back(
+                { packed.scores_there + (size_t) places[j] * n_map, all.data(), none.data(), x.params_at(s, i, 0) });
+        }
     }
     if (!choices.empty()) { device->choose(x.layout(), false, choices.data(), (int) choices.size()); }
-    device->gather(x.layout(), (int) tiles.size(), tiles.data(), at.data(), frames.data(), due.front(), (int) frames.size());
+    device->gather(
+        x.layout(), (int) tiles.size(), tiles.data(), at.data(), frames.data(), due.front(), (int) frames.size());
     device->encode(one, blocks.data(), (int) blocks.size(), 1);
     for (uint16_t * t : tiles) { x.scratch->give(t, nb_frame); }
 }

@@ -10,31 +10,25 @@
 
 // ---------------------------------------------------------------- lane
 
-kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans, kvq_scratch * scratch, kvq_counters * counters,
-                   kvq_device & device)
-    : l(layout), value(value), owner(owner), spans(spans), scratch(scratch), counters(counters), device(device) {
+kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * owner, kvq_span_table * spans,
+    kvq_scratch * scratch, kvq_counters * counters, kvq_device & device) :
+    l(layout), value(value), owner(owner), spans(spans), scratch(scratch), counters(counters), device(device) {
     nb_memory = std::max<size_t>(l.bytes_codes + l.bytes_params + l.bytes_window, 1);
     memory = (uint8_t *) device.alloc(nb_memory);
-    if (!memory) {
-        return;
-    }
-    codes  = memory;
+    if (!memory) { return; }
+    codes = memory;
     params = codes + l.bytes_codes;
     frames = params + l.bytes_params;
     pages.resize((size_t) l.n_pages * l.n_stream);
     valid_bits.resize(pages.size() * (l.page_cells / 8));
     streams.resize(l.n_stream);
     stored.resize(l.moves ? pages.size() : 0, -1);
-    if (owner) {
-        owner->sharers.push_back(this);
-    }
+    if (owner) { owner->sharers.push_back(this); }
     clear();
 }
 
 kvq_lane::~kvq_lane() {
-    if (memory) {
-        device.free(memory, nb_memory);
-    }
+    if (memory) { device.free(memory, nb_memory); }
 }
 
 uint8_t * kvq_lane::codes_at(int s, int p, int h) const {
@@ -52,10 +46,8 @@ void kvq_lane::set_state(int s, int p, kvq_page_state state) {
     i.state = state;
     const size_t at = (size_t) s * spans->n_pages + p;
     kvq_page & span = spans->spans[at];
-    if (state == KVQ_PAGE_EMPTY) {
-        span.map = nullptr;
-    }
-    const void * c = state == KVQ_PAGE_SEALED ? (const void *) codes_at (s, p, 0) : i.frame;
+    if (state == KVQ_PAGE_EMPTY) { span.map = nullptr; }
+    const void * c = state == KVQ_PAGE_SEALED ? (const void *) codes_at(s, p, 0) : i.frame;
     const void * q = state == KVQ_PAGE_SEALED ? (const void *) params_at(s, p, 0) : nullptr;
     if (value) {
         span.v_codes = c;
@@ -73,29 +65,25 @@ void kvq_lane::set_state(int s, int p, kvq_page_state state) {
 
 void kvq_lane::take_frame(int s, int p) {
     kvq_page_info & i = info(s, p);
-    stream_state  & st = streams[s];
+    stream_state & st = streams[s];
     if (l.is_f16()) { // one frame a page, in page order
-        i.own   = p;
+        i.own = p;
         i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + p) * l.nb_frame);
     } else if (!st.free_frames.empty()) {
         i.own = st.free_frames.back();
         st.free_frames.pop_back();
         i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
     } else {
-        i.own   = -1;
+        i.own = -1;
         i.frame = scratch->take(l.nb_frame);
     }
-    if (!l.is_f16()) {
-        st.open.push_back(p);
-    }
+    if (!l.is_f16()) { st.open.push_back(p); }
 }
 
 void kvq_lane::drop_frame(int s, int p) {
     kvq_page_info & i = info(s, p);
-    stream_state  & st = streams[s];
-    if (!i.frame) {
-        return;
-    }
+    stream_state & st = streams[s];
+    if (!i.frame) { return; }
     if (i.own < 0) {
         scratch->give(i.frame, l.nb_frame);
     } else if (!l.is_f16()) {
@@ -103,7 +91,7 @@ void kvq_lane::drop_frame(int s, int p) {
     }
     st.open.erase(std::remove(st.open.begin(), st.open.end(), p), st.open.end());
     i.frame = nullptr;
-    i.own   = -1;
+    i.own = -1;
 }
 
 void kvq_lane::take_block(int s, int p) {
@@ -124,9 +112,7 @@ void kvq_lane::drop_block(int s, int p) {
 
 void kvq_lane::open_page(int s, int p, bool keep) {
     kvq_page_info & i = info(s, p);
-    if (i.state == KVQ_PAGE_OPEN) {
-        return;
-    }
+    if (i.state == KVQ_PAGE_OPEN) { return; }
     if (i.state == KVQ_PAGE_SEALED) {
         for (kvq_lane * x : sharers) { // their codes are about to change
             if (x->info(s, p).state == KVQ_PAGE_SEALED) {
@@ -136,10 +122,9 @@ void kvq_lane::open_page(int s, int p, bool keep) {
         }
         counters->n_reopened++;
         std::vector<uint8_t> copy;
-        const uint8_t * set = saliency && !value ? view<uint8_t>(params_at(s, p, 0), l.nb_params * l.n_head, copy) : nullptr;
-        for (int h = 0; set && h < l.n_head; h++) {
-            saliency->reopen(s, p, h, set + h * l.nb_params);
-        }
+        const uint8_t * set =
+            saliency && !value ? view<uint8_t>(params_at(s, p, 0), l.nb_params * l.n_head, copy) : nullptr;
+        for (int h = 0; set && h < l.n_head; h++) { saliency->reopen(s, p, h, set + h * l.nb_params); }
     }
     take_frame(s, p);
     if (i.state == KVQ_PAGE_SEALED && keep) {
@@ -151,7 +136,8 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     set_state(s, p, KVQ_PAGE_OPEN);
 }
 
-void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
+void kvq_lane::write(
+    int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
     waiting = false;
     std::vector<int64_t> n_rows((size_t) (slots ? l.n_stream : 0), 0); // by stream
     for (int64_t i = 0; slots && i < n; i++) { n_rows[(size_t) (idx[i] / l.n_cells)]++; }
@@ -160,13 +146,11 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
         const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
         streams[s].first = i && idx[i - 1] / l.n_cells == s ? streams[s].first : (int) (idx[i] % l.n_cells);
         int64_t j = i + 1;
-        while (j < n && idx[j] / l.n_cells == s && (int) (idx[j] % l.n_cells) / l.page_cells == p) {
-            j++;
-        }
+        while (j < n && idx[j] / l.n_cells == s && (int) (idx[j] % l.n_cells) / l.page_cells == p) { j++; }
         open_page(s, p, j - i < l.page_cells);
         note_change(s, p);
         kvq_page_info & pi = info(s, p);
-        uint8_t * bits = valid(s, p), written[32] = {};
+        uint8_t *bits = valid(s, p), written[32] = {};
         for (int64_t k = i; k < j; k++) {
             const int slot = (int) (idx[k] % l.n_cells) % l.page_cells;
             written[slot / 8] |= (uint8_t) (1 << slot % 8);
@@ -176,16 +160,10 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
             }
             pi.stamp = ++streams[s].clock;
             streams[s].last = (int) (idx[k] % l.n_cells);
-            if (saliency && !value) {
-                saliency->forget(s, p, slot);
-            }
-            if (slots && !value) {
-                slots->forget(s, p * l.page_cells + slot);
-            }
+            if (saliency && !value) { saliency->forget(s, p, slot); }
+            if (slots && !value) { slots->forget(s, p * l.page_cells + slot); }
         }
-        if (slots && !value) {
-            slots->wrote(s, p, written, n_rows[(size_t) s]);
-        }
+        if (slots && !value) { slots->wrote(s, p, written, n_rows[(size_t) s]); }
         i = j;
     }
     is_dirty = true;
@@ -198,9 +176,7 @@ void kvq_lane::write(int64_t n, const int64_t * idx, const float * rows, size_t 
     }
     const bool tagged = x.rotor && pos;
     device.write_rows(l, n, to.data(), rows, row_stride, tagged && !device.is_host() ? pos : nullptr, n_threads);
-    if (tagged) {
-        note_positions(n, idx, pos, to.data());
-    }
+    if (tagged) { note_positions(n, idx, pos, to.data()); }
 }
 
 // ---------------------------------------------------------------- encode, decode
@@ -226,18 +202,14 @@ void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
 // ---------------------------------------------------------------- commit
 
 void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
-    if (due.empty()) {
-        return;
-    }
+    if (due.empty()) { return; }
     if (slots) {
         slots->seal(value, s, due, n_threads);
         for (int p : due) {
             drop_frame(s, p);
             std::fill_n(valid(s, p), l.page_cells / 8, (uint8_t) 0);
             info(s, p).n_valid = 0;
-            if (saliency && value) {
-                saliency->drop(s, p);
-            }
+            if (saliency && value) { saliency->drop(s, p); }
             set_state(s, p, KVQ_PAGE_EMPTY);
         }
         return;
@@ -254,9 +226,7 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
             choices.push_back(saliency->choice(s, p, valid(s, p), params_at(s, p, 0)));
         }
     }
-    if (!choices.empty()) {
-        device.choose(l, saliency->normalises(), choices.data(), (int) choices.size());
-    }
+    if (!choices.empty()) { device.choose(l, saliency->normalises(), choices.data(), (int) choices.size()); }
     for (int p : due) {
         if (saliency && value) { // keys sealed before
             saliency->drop(s, p);
@@ -273,13 +243,9 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
 }
 
 void kvq_lane::commit(int n_threads) {
-    if (!is_dirty || waiting) {
-        return;
-    }
+    if (!is_dirty || waiting) { return; }
     is_dirty = false;
-    for (int s = 0; s < l.n_stream && !l.is_f16(); s++) {
-        commit_stream(s, n_threads);
-    }
+    for (int s = 0; s < l.n_stream && !l.is_f16(); s++) { commit_stream(s, n_threads); }
 }
 
 void kvq_lane::commit_stream(int s, int n_threads) {
@@ -301,10 +267,14 @@ void kvq_lane::commit_stream(int s, int n_threads) {
         due.push_back(open[i]);
         open.erase(open.begin() + (long) i);
     };
-    const auto full = [&](int p) { return info(s, p).n_valid == l.page_cells && (st.last / l.page_cells != p || st.last % l.page_cells == l.page_cells - 1); };
-    // The newest page waits until it is full: to its last cell, since those behind the one just written may be left from a freed sequence,
-    // and would be sealed anew with every cell that overwrites them. Others that are not full were left behind by freed cells and seal as they are:
-    // if they stayed, they would take the window's room from live cells.
+    const auto full = [&](int p) {
+        return info(s, p).n_valid == l.page_cells &&
+            (st.last / l.page_cells != p || st.last % l.page_cells == l.page_cells - 1);
+    };
+    // The newest page waits until it is full: to its last cell, since those behind the one just written may be left
+    // from a freed sequence, and would be sealed anew with every cell that overwrites them. Others that are not full
+    // were left behind by freed cells and seal as they are: if they stayed, they would take the window's room from
+    // live cells.
     while (rows > l.window && (int) due.size() < room(s) && !open.empty() && (open.size() > 1 || full(open[0]))) {
         counters->n_forced += info(s, open[0]).n_valid < l.page_cells;
         take(0);
@@ -318,15 +288,11 @@ void kvq_lane::commit_stream(int s, int n_threads) {
     if (owner) {
         std::vector<int> first; // codes must exist before they are adopted
         for (int p : due) {
-            if (owner->info(s, p).state == KVQ_PAGE_OPEN) {
-                first.push_back(p);
-            }
+            if (owner->info(s, p).state == KVQ_PAGE_OPEN) { first.push_back(p); }
         }
         owner->seal(s, first, n_threads);
     }
-    if (x.chain && !settle(s, due)) {
-        is_dirty = true;
-    }
+    if (x.chain && !settle(s, due)) { is_dirty = true; }
     seal(s, due, n_threads);
 
     for (int p : st.open) {
@@ -353,8 +319,8 @@ void kvq_lane::copy_stream(int from, int to) {
     }
     for (int p = 0; p < l.n_pages; p++) {
         drop_frame(to, p);
-        kvq_page_info & src = info(from, p), & dst = info(to, p);
-        dst.stamp   = src.stamp;
+        kvq_page_info &src = info(from, p), &dst = info(to, p);
+        dst.stamp = src.stamp;
         dst.n_valid = src.n_valid;
         if (x.rotor && (src.state == KVQ_PAGE_SEALED || (src.state == KVQ_PAGE_OPEN && !device.is_host()))) {
             std::copy_n(positions_at(from, p), l.page_cells, positions_at(to, p));
@@ -365,9 +331,7 @@ void kvq_lane::copy_stream(int from, int to) {
         }
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
         if (src.state == KVQ_PAGE_SEALED) {
-            if (!owner && l.nb_codes) {
-                device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
-            }
+            if (!owner && l.nb_codes) { device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head); }
             device.copy(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
         } else if (src.state == KVQ_PAGE_OPEN) {
             take_frame(to, p);
@@ -375,12 +339,8 @@ void kvq_lane::copy_stream(int from, int to) {
         }
         set_state(to, p, (kvq_page_state) src.state);
     }
-    if (saliency) {
-        saliency->copy(from, to);
-    }
-    if (slots) {
-        slots->copy(value, from, to);
-    }
+    if (saliency) { saliency->copy(from, to); }
+    if (slots) { slots->copy(value, from, to); }
     streams[to].clock = streams[from].clock;
     is_dirty = true; // frames taken from scratch go home at the next commit
 }
@@ -406,9 +366,7 @@ void kvq_lane::clear() {
         stream_state & st = streams[s];
         for (int p = 0; p < l.n_pages; p++) {
             kvq_page_info & i = info(s, p);
-            if (i.frame && i.own < 0) {
-                scratch->give(i.frame, l.nb_frame);
-            }
+            if (i.frame && i.own < 0) { scratch->give(i.frame, l.nb_frame); }
             count_user(s, p, -(i.state == KVQ_PAGE_SEALED));
             i = kvq_page_info{};
             i.own = -1;
@@ -417,20 +375,12 @@ void kvq_lane::clear() {
         st.clock = 0;
         st.open.clear();
         st.free_blocks.clear();
-        for (int i = l.moves ? l.n_store : 0; i > 0; i--) {
-            st.free_blocks.push_back(i - 1);
-        }
+        for (int i = l.moves ? l.n_store : 0; i > 0; i--) { st.free_blocks.push_back(i - 1); }
         st.free_frames.clear();
-        for (int f = l.is_f16() ? 0 : l.n_frames; f > 0; f--) {
-            st.free_frames.push_back(f - 1);
-        }
+        for (int f = l.is_f16() ? 0 : l.n_frames; f > 0; f--) { st.free_frames.push_back(f - 1); }
     }
-    if (saliency) {
-        saliency->clear();
-    }
-    if (slots) {
-        slots->clear();
-    }
+    if (saliency) { saliency->clear(); }
+    if (slots) { slots->clear(); }
     std::fill(stored.begin(), stored.end(), -1);
     std::fill(valid_bits.begin(), valid_bits.end(), 0);
     is_dirty = waiting = false;

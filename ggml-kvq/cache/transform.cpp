@@ -50,16 +50,15 @@ static uint64_t place_bits(const kvq_rotor::place_t & at) {
         return 0; // no bits of any place
     }
     const uint64_t sides = (uint64_t) right << SIDE_BITS | (uint64_t) down;
-    const uint64_t code  = (uint64_t) 1 << (PLACE_BITS - 1) | sides << TIME_BITS | (uint64_t) at[0];
+    const uint64_t code = (uint64_t) 1 << (PLACE_BITS - 1) | sides << TIME_BITS | (uint64_t) at[0];
     return code | place_check(code);
 }
 
 static bool place_from(uint64_t bits, kvq_rotor::place_t & at) {
     const uint64_t code = bits & (((uint64_t) 1 << PLACE_BITS) - 1);
-    if (!(code >> (PLACE_BITS - 1)) || bits - code != place_check(code)) {
-        return false;
-    }
-    const int32_t half = 1 << (SIDE_BITS - 1), side = (1 << SIDE_BITS) - 1, t = (int32_t) (code & ((1 << TIME_BITS) - 1));
+    if (!(code >> (PLACE_BITS - 1)) || bits - code != place_check(code)) { return false; }
+    const int32_t half = 1 << (SIDE_BITS - 1), side = (1 << SIDE_BITS) - 1,
+                  t = (int32_t) (code & ((1 << TIME_BITS) - 1));
     const int32_t sides = (int32_t) (code >> TIME_BITS & ((1 << 2 * SIDE_BITS) - 1));
     at = { t, t + (sides & side) - half, t + (sides >> SIDE_BITS) - half, 0 };
     return true;
@@ -69,9 +68,7 @@ void kvq_tags_leave(const kvq_lane_layout & l, const kvq_rotor & rotor, uint16_t
     const size_t D = (size_t) l.codec.head_size;
     kvq_rotor::place_t at;
     for (int t = 0; t < n && rotor.first(); t++, rows += D * l.n_head) {
-        if (!rotor.place_of(kvq_tag_get(l, rows, D), at)) {
-            continue;
-        }
+        if (!rotor.place_of(kvq_tag_get(l, rows, D), at)) { continue; }
         if (const uint64_t bits = place_bits(at)) {
             put_bits(l, rows, D, bits);
         } else {
@@ -98,49 +95,37 @@ static const float * turned_mean(const kvq_transform & x, int h, int D, int32_t 
     return out.data();
 }
 
-void kvq_transform::remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred, size_t pred_stride) const {
+void kvq_transform::remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
+    int stride, const float * pred, size_t pred_stride) const {
     const int D = l.codec.head_size;
     std::vector<float> x((size_t) D), m((size_t) D);
     for (int t = 0; t < l.page_cells; t++, rows += stride, pred = pred ? pred + pred_stride : nullptr) {
         kvq_cpu_f16_to_f32(rows, x.data(), D);
         const bool stays = rotor && was && was[t] == pos[t];
-        if (rotor && !stays) {
-            rotor->apply(pos[t], true, x.data());
-        }
+        if (rotor && !stays) { rotor->apply(pos[t], true, x.data()); }
         const float * mu = stays && mean ? turned_mean(*this, h, D, pos[t], m) : mean ? mean + (size_t) h * D : nullptr;
-        for (int i = 0; i < D; i++) {
-            x[i] = x[i] - (mu ? mu[i] : 0.0f) - (pred ? pred[i] : 0.0f);
-        }
-        if (rotor && was && !stays) {
-            rotor->apply(was[t], false, x.data());
-        }
-        for (int i = 0; i < D; i++) {
-            x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f);
-        }
+        for (int i = 0; i < D; i++) { x[i] = x[i] - (mu ? mu[i] : 0.0f) - (pred ? pred[i] : 0.0f); }
+        if (rotor && was && !stays) { rotor->apply(was[t], false, x.data()); }
+        for (int i = 0; i < D; i++) { x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f); }
         kvq_cpu_f32_to_f16(x.data(), rows, D);
     }
 }
 
-void kvq_transform::restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride, const float * pred, size_t pred_stride) const {
+void kvq_transform::restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
+    int stride, const float * pred, size_t pred_stride) const {
     const int D = l.codec.head_size;
     std::vector<float> x((size_t) D), m((size_t) D);
     for (int t = 0; t < l.page_cells; t++, rows += stride, pred = pred ? pred + pred_stride : nullptr) {
         kvq_cpu_f16_to_f32(rows, x.data(), D);
         const bool stays = rotor && was && was[t] == pos[t];
-        if (rotor && was && !stays) {
-            rotor->apply(was[t], true, x.data());
-        }
+        if (rotor && was && !stays) { rotor->apply(was[t], true, x.data()); }
         const float * mu = stays && mean ? turned_mean(*this, h, D, pos[t], m) : mean ? mean + (size_t) h * D : nullptr;
         for (int i = 0; i < D; i++) {
             x[i] += (pred ? pred[i] : 0.0f);
             x[i] += (mu ? mu[i] : 0.0f);
         }
-        if (rotor && !stays) {
-            rotor->apply(pos[t], false, x.data());
-        }
-        for (int i = 0; i < D; i++) {
-            x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f);
-        }
+        if (rotor && !stays) { rotor->apply(pos[t], false, x.data()); }
+        for (int i = 0; i < D; i++) { x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f); }
         kvq_cpu_f32_to_f16(x.data(), rows, D);
     }
 }

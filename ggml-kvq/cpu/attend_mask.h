@@ -5,9 +5,7 @@ int clear_cells(const uint16_t * row, int n) {
     for (; i + 32 <= n; i += 32) {
         uint64_t x[8];
         memcpy(x, row + i, sizeof(x));
-        if (x[0] | x[1] | x[2] | x[3] | x[4] | x[5] | x[6] | x[7]) {
-            break;
-        }
+        if (x[0] | x[1] | x[2] | x[3] | x[4] | x[5] | x[6] | x[7]) { break; }
     }
     while (i < n && !row[i]) { i++; }
     return i;
@@ -16,18 +14,20 @@ int clear_cells(const uint16_t * row, int n) {
 // Pages with maps all of whose cells every query token sees, or pages without: the heads share their masks.
 bool masks_are_shared(const kvq_attn & p) {
     int clear = p.n_kv;
-    for (int iq = 0; p.mask && iq < p.n_q; iq++) { clear = std::min(clear, clear_cells(p.mask + iq * p.mask_stride_token, p.n_kv)); }
+    for (int iq = 0; p.mask && iq < p.n_q; iq++) {
+        clear = std::min(clear, clear_cells(p.mask + iq * p.mask_stride_token, p.n_kv));
+    }
     for (int j = 0; j < p.n_pages; j++) {
         const kvq_page & page = p.pages[j];
-        if (page.n_slots && page.map && !(page.cell < 0 && -page.cell <= clear)) {
-            return false;
-        }
+        if (page.n_slots && page.map && !(page.cell < 0 && -page.cell <= clear)) { return false; }
     }
     return true;
 }
 
-// Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is. clear: as above, for pages with maps.
-bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, int clear, uint16_t * out, const uint16_t ** use) {
+// Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is.
+// clear: as above, for pages with maps.
+bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, int clear, uint16_t * out,
+    const uint16_t ** use) {
     const int n = page.n_slots;
     const int32_t * map = page.map ? page.map + kvh * p.map_stride : nullptr;
     if (map && page.cell < 0 && -page.cell <= clear) { // nothing to hide
@@ -36,15 +36,13 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_
     }
     if (!page.map && page.cell + n <= p.n_kv) {
         *use = nullptr;
-        if (!row) {
-            return true;
-        }
+        if (!row) { return true; }
         constexpr uint64_t hidden = F16_NEG_INF * 0x0001000100010001ull;
         uint64_t any = 0, seen = 0;
         for (int i = 0; i < n; i += 4) {
             uint64_t x;
             memcpy(&x, row + page.cell + i, 8);
-            any  |= x;
+            any |= x;
             seen |= x ^ hidden;
         }
         *use = any ? row + page.cell : nullptr;

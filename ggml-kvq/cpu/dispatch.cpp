@@ -1,5 +1,5 @@
-// Choice of the instruction set, once per process. KVQ_ISA names one to force it (portable, avx2, avx512-vnni, neon-dot);
-// a name this CPU cannot run is reported and ignored.
+// Choice of the instruction set, once per process. KVQ_ISA names one to force it (portable, avx2, avx512-vnni,
+// neon-dot); a name this CPU cannot run is reported and ignored.
 #include "kernels.h"
 
 #include "cpu.h"
@@ -26,15 +26,11 @@ static const kvq_kernels * const table[] = {
 static const kvq_kernels * choose(void) {
     const char * want = getenv("KVQ_ISA");
     for (const kvq_kernels * k : table) {
-        if (k->available() && (!want || !*want || !strcmp(want, k->name))) {
-            return k;
-        }
+        if (k->available() && (!want || !*want || !strcmp(want, k->name))) { return k; }
     }
     fprintf(stderr, "ggml-kvq: KVQ_ISA=%s is not available on this CPU, ignored\n", want);
     for (const kvq_kernels * k : table) {
-        if (k->available()) {
-            return k;
-        }
+        if (k->available()) { return k; }
     }
     return &kvq_kernels_portable;
 }
@@ -49,7 +45,8 @@ extern "C" const char * kvq_kernel_name(void) { return kvq_get_kernels().name; }
 void kvq_cpu_f32_to_f16(const float * x, uint16_t * y, int64_t n) { kvq_get_kernels().f32_to_f16(x, y, n); }
 void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n) { kvq_get_kernels().f16_to_f32(x, y, n); }
 
-void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
+void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
+    void * codes, void * params) {
     if (c.type == KVQ_TYPE_MIXED) {
         kvq_mixed_encode_by(kvq_cpu_encode, c, rows, valid, codes, params);
         return;

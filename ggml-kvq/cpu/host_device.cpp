@@ -31,18 +31,17 @@ public:
     void free(void * p, size_t nb) override { munmap(p, nb); }
     void zero(void * p, size_t nb) override { memset(p, 0, nb); }
     void copy(void * to, const void * from, size_t nb) override { memcpy(to, from, nb); }
-    void get (void * host, const void * from, size_t nb) override { memcpy(host, from, nb); }
-    void put (void * to, const void * host, size_t nb) override { memcpy(to, host, nb); }
+    void get(void * host, const void * from, size_t nb) override { memcpy(host, from, nb); }
+    void put(void * to, const void * host, size_t nb) override { memcpy(to, host, nb); }
 
-    void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t *, int n_threads) override {
+    void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
+        const int32_t *, int n_threads) override {
         const int D = l.codec.head_size;
         const size_t nb_head = (size_t) l.page_cells * l.head_stride();
 #pragma omp parallel for num_threads(n_threads) if (n > 16 && n_threads > 1)
         for (int64_t i = 0; i < n; i++) {
             const float * row = rows + i * row_stride;
-            for (int h = 0; h < l.n_head; h++) {
-                kvq_cpu_f32_to_f16(row + (size_t) h * D, to[i] + h * nb_head, D);
-            }
+            for (int h = 0; h < l.n_head; h++) { kvq_cpu_f32_to_f16(row + (size_t) h * D, to[i] + h * nb_head, D); }
         }
     }
 
@@ -55,7 +54,7 @@ public:
             const size_t h = i % l.n_head, at = h * l.nb_codes;
             head_rows(l, b.tile, (int) h, rows);
             kvq_cpu_encode(l.codec, rows.data(), b.valid, b.shared ? (const uint8_t *) b.shared + at : nullptr,
-                           b.codes ? (uint8_t *) b.codes + at : nullptr, (uint8_t *) b.params + h * l.nb_params);
+                b.codes ? (uint8_t *) b.codes + at : nullptr, (uint8_t *) b.params + h * l.nb_params);
         }
     }
 
@@ -63,7 +62,9 @@ public:
         const int D = l.codec.head_size, stride = l.head_stride();
         std::vector<uint16_t> rows((size_t) l.page_cells * D);
         for (int h = 0; h < l.n_head; h++) {
-            kvq_traits(l.codec.type)->decode(l.codec, (const uint8_t *) b.codes + h * l.nb_codes, (const uint8_t *) b.params + h * l.nb_params, rows.data());
+            kvq_traits(l.codec.type)
+                ->decode(l.codec, (const uint8_t *) b.codes + h * l.nb_codes,
+                    (const uint8_t *) b.params + h * l.nb_params, rows.data());
             for (int t = 0; t < l.page_cells; t++) {
                 uint16_t * row = b.tile + ((size_t) h * l.page_cells + t) * stride;
                 memcpy(row, &rows[(size_t) t * D], 2 * (size_t) D);

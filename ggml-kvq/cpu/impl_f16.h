@@ -1,4 +1,5 @@
-// Open pages (f16 tiles [n_cells][dp]) and f32 tiles. Few rows read a page as it lies; many rows share an f32 tile of it:
+// Open pages (f16 tiles [n_cells][dp]) and f32 tiles. Few rows read a page as it lies; many rows share an f32 tile of
+// it:
 //   K tile [dp][n_cells], so that a register holds 16 cells and no horizontal sum is needed      V tile [n_cells][dp]
 namespace KVQ_NS {
 
@@ -18,7 +19,9 @@ template <int R> static void score_f16_rows(int dp, int n, const uint16_t * tile
                 for (int c = 0; c < CELLS; c++) { acc[r][c] = f32_fma(k[c], x, acc[r][c]); }
             }
         }
-        for (int r = 0; r < R; r++) { f32_sum4(logits + (size_t) r * n + t, acc[r][0], acc[r][1], acc[r][2], acc[r][3]); }
+        for (int r = 0; r < R; r++) {
+            f32_sum4(logits + (size_t) r * n + t, acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+        }
     }
 }
 
@@ -29,31 +32,33 @@ template <int R> static inline void times_rows(int n, const float * p, const flo
     }
 }
 
-template <int R, int W> static inline void accum_f16_lanes(int dp, int n, const uint16_t * tile, const float * p, float * out) {
+template <int R, int W>
+static inline void accum_f16_lanes(int dp, int n, const uint16_t * tile, const float * p, float * out) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; r++) {
-        for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16*i); }
+        for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16 * i); }
     }
     for (int t = 0; t < n; t++) {
         f32x16 v[W];
-        for (int i = 0; i < W; i++) { v[i] = f32_load_f16(tile + (size_t) t * dp + 16*i); }
+        for (int i = 0; i < W; i++) { v[i] = f32_load_f16(tile + (size_t) t * dp + 16 * i); }
         for (int r = 0; r < R; r++) {
             const f32x16 x = f32_set1(p[(size_t) r * n + t]);
             for (int i = 0; i < W; i++) { acc[r][i] = f32_fma(v[i], x, acc[r][i]); }
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int i = 0; i < W; i++) { f32_store(out + (size_t) r * dp + 16*i, acc[r][i]); }
+        for (int i = 0; i < W; i++) { f32_store(out + (size_t) r * dp + 16 * i, acc[r][i]); }
     }
 }
 
-template <int R> static void accum_f16_rows(int dp, int n, const uint16_t * tile, const float * p, const float * f, float * out) {
+template <int R>
+static void accum_f16_rows(int dp, int n, const uint16_t * tile, const float * p, const float * f, float * out) {
     float x[R * KVQ_MAX_CELLS];
     times_rows<R>(n, p, f, x);
     constexpr int W = 16 * R <= 4 * KVQ_SUMS ? 4 : 2; // the wider, the more of a row is read in one go
     int d = 0;
-    for (; d + 16*W <= dp; d += 16*W) { accum_f16_lanes<R, W>(dp, n, tile + d, x, out + d); }
-    for (; d < dp; d += 16)           { accum_f16_lanes<R, 1>(dp, n, tile + d, x, out + d); }
+    for (; d + 16 * W <= dp; d += 16 * W) { accum_f16_lanes<R, W>(dp, n, tile + d, x, out + d); }
+    for (; d < dp; d += 16) { accum_f16_lanes<R, 1>(dp, n, tile + d, x, out + d); }
 }
 
 // ---------------------------------------------------------------- f32 tiles
@@ -71,36 +76,38 @@ template <int R> static void score_tile_rows(int dp, int n, const float * tile, 
             }
         }
         for (int r = 0; r < R; r++) {
-            f32_store(logits + (size_t) r * n + t,      acc[r][0]);
+            f32_store(logits + (size_t) r * n + t, acc[r][0]);
             f32_store(logits + (size_t) r * n + t + 16, acc[r][1]);
         }
     }
 }
 
-template <int R, int W> static inline void accum_tile_lanes(int dp, int n, const float * tile, const float * p, float * out) {
+template <int R, int W>
+static inline void accum_tile_lanes(int dp, int n, const float * tile, const float * p, float * out) {
     f32x16 acc[R][W];
     for (int r = 0; r < R; r++) {
-        for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16*i); }
+        for (int i = 0; i < W; i++) { acc[r][i] = f32_load(out + (size_t) r * dp + 16 * i); }
     }
     for (int t = 0; t < n; t++) {
         f32x16 v[W];
-        for (int i = 0; i < W; i++) { v[i] = f32_load(tile + (size_t) t * dp + 16*i); }
+        for (int i = 0; i < W; i++) { v[i] = f32_load(tile + (size_t) t * dp + 16 * i); }
         for (int r = 0; r < R; r++) {
             const f32x16 x = f32_set1(p[(size_t) r * n + t]);
             for (int i = 0; i < W; i++) { acc[r][i] = f32_fma(v[i], x, acc[r][i]); }
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int i = 0; i < W; i++) { f32_store(out + (size_t) r * dp + 16*i, acc[r][i]); }
+        for (int i = 0; i < W; i++) { f32_store(out + (size_t) r * dp + 16 * i, acc[r][i]); }
     }
 }
 
-template <int R> static void accum_tile_rows(int dp, int n, const float * tile, const float * p, const float * f, float * out) {
+template <int R>
+static void accum_tile_rows(int dp, int n, const float * tile, const float * p, const float * f, float * out) {
     float x[R * KVQ_MAX_CELLS];
     times_rows<R>(n, p, f, x);
     int d = 0;
     for (; d + 32 <= dp; d += 32) { accum_tile_lanes<R, 2>(dp, n, tile + d, x, out + d); }
-    for (; d < dp; d += 16)       { accum_tile_lanes<R, 1>(dp, n, tile + d, x, out + d); }
+    for (; d < dp; d += 16) { accum_tile_lanes<R, 1>(dp, n, tile + d, x, out + d); }
 }
 
 static void score_tile(int n_rows, int dp, int n, const float * tile, const float * q, float * logits) {
@@ -139,12 +146,15 @@ static void score_f16(const kvq_view & v, int n_rows, const kvq_run & run, const
     for (int i = 0; i < run.n_pages; i++, logits += (size_t) n_rows * n) {
         const uint16_t * tile = (const uint16_t *) run.codes[i];
         int r = 0;
-        for (; r + KVQ_F16_ROWS <= n_rows; r += KVQ_F16_ROWS) { score_f16_rows<KVQ_F16_ROWS>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n); }
-        for (; r < n_rows; r++)                               { score_f16_rows<1>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n); }
+        for (; r + KVQ_F16_ROWS <= n_rows; r += KVQ_F16_ROWS) {
+            score_f16_rows<KVQ_F16_ROWS>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n);
+        }
+        for (; r < n_rows; r++) { score_f16_rows<1>(dp, n, tile, q + (size_t) r * dp, logits + (size_t) r * n); }
     }
 }
 
-static void accum_f16(const kvq_view & v, int n_rows, const kvq_run & run, const float * p, const float * f, float * out, void *) {
+static void accum_f16(
+    const kvq_view & v, int n_rows, const kvq_run & run, const float * p, const float * f, float * out, void *) {
     const int dp = v.dp, n = v.codec.n_cells;
     for (int i = 0; i < run.n_pages; i++, p += (size_t) n_rows * n, f += KVQ_MAX_ROWS) {
         const uint16_t * tile = (const uint16_t *) run.codes[i];

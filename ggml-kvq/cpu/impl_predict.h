@@ -1,5 +1,5 @@
-// Predictions and reconstructed rows (types/predictor.h, cache/chain.h), included by kernels_impl.h. No fused multiply-add: every
-// instruction set gives the bits of the plain loops.
+// Predictions and reconstructed rows (types/predictor.h, cache/chain.h), included by kernels_impl.h. No fused
+// multiply-add: every instruction set gives the bits of the plain loops.
 
 namespace KVQ_NS {
 
@@ -16,10 +16,11 @@ static void quantise_row(int n, const float * x, int8_t * x8, float * s) {
 }
 
 // A tile of 16 outputs for R rows. base [row][group] = offset * sum of the group's x8.
-template <int B, int R> static inline void predict_tile(const kvq_predictor & p, int tile, const int8_t * x, size_t x_stride, const float * base,
-                                                        const float * s, bool add, float * out, size_t out_stride) {
+template <int B, int R>
+static inline void predict_tile(const kvq_predictor & p, int tile, const int8_t * x, size_t x_stride,
+    const float * base, const float * s, bool add, float * out, size_t out_stride) {
     const int G = p.n_groups();
-    const uint8_t  * codes = p.codes() + (size_t) tile * G * p.nb_group();
+    const uint8_t * codes = p.codes() + (size_t) tile * G * p.nb_group();
     const uint16_t * steps = p.steps() + (size_t) tile * G * 16;
     f32x16 sum[R];
     for (int r = 0; r < R; r++) { sum[r] = f32_set1(0.0f); }
@@ -27,10 +28,10 @@ template <int B, int R> static inline void predict_tile(const kvq_predictor & p,
         i32x16 acc[R];
         for (int r = 0; r < R; r++) { acc[r] = i32_zero(); }
         for (int c = 0; c < 8; c++) {
-            const u8x64 w = B == 8 ? u8_load(codes + 64*c) : u8_field(u8_load(codes + c / 2 * 64), c % 2 * 4, 15, 0);
-            for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], w, x + r * x_stride + g * 32 + 4*c); }
+            const u8x64 w = B == 8 ? u8_load(codes + 64 * c) : u8_field(u8_load(codes + c / 2 * 64), c % 2 * 4, 15, 0);
+            for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], w, x + r * x_stride + g * 32 + 4 * c); }
         }
-        const f32x16 step = f32_load_f16(steps + 16*g);
+        const f32x16 step = f32_load_f16(steps + 16 * g);
         for (int r = 0; r < R; r++) {
             sum[r] = f32_add(sum[r], f32_mul(step, f32_sub(f32_from_i32(acc[r]), f32_set1(base[r * G + g]))));
         }
@@ -42,7 +43,8 @@ template <int B, int R> static inline void predict_tile(const kvq_predictor & p,
     }
 }
 
-static void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride, float * work) {
+static void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
+    float * out, size_t out_stride, float * work) {
     const int G = p.n_groups();
     for (int r = 0; r < n_rows; r++) {
         for (int g = 0; g < G; g++) {
@@ -52,34 +54,45 @@ static void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_
         }
     }
     for (int tile = 0; tile < p.n_tiles(); tile++) {
-#define CALL(R, r) predict_tile<8, R>(p, tile, x + (r) * x_stride, x_stride, work + (r) * G, s + (r), add, out + (r) * out_stride, out_stride)
-        if (p.bits == 8) { KVQ_ROWS(n_rows, CALL); continue; }
+#define CALL(R, r)                                                                                                     \
+    predict_tile<8, R>(                                                                                                \
+        p, tile, x + (r) * x_stride, x_stride, work + (r) * G, s + (r), add, out + (r) * out_stride, out_stride)
+        if (p.bits == 8) {
+            KVQ_ROWS(n_rows, CALL);
+            continue;
+        }
 #undef CALL
-#define CALL(R, r) predict_tile<4, R>(p, tile, x + (r) * x_stride, x_stride, work + (r) * G, s + (r), add, out + (r) * out_stride, out_stride)
+#define CALL(R, r)                                                                                                     \
+    predict_tile<4, R>(                                                                                                \
+        p, tile, x + (r) * x_stride, x_stride, work + (r) * G, s + (r), add, out + (r) * out_stride, out_stride)
         KVQ_ROWS(n_rows, CALL);
 #undef CALL
     }
 }
 
 // point coordinate: the same f32 number as in the type's own decode, because steps and products with bytes are exact
-static inline f32x16 exact_point(u8x64 byte, int k, float step) { return f32_mul(f32_add(f32_from_byte(byte, k), f32_set1(-128.0f)), f32_set1(step)); }
+static inline f32x16 exact_point(u8x64 byte, int k, float step) {
+    return f32_mul(f32_add(f32_from_byte(byte, k), f32_set1(-128.0f)), f32_set1(step));
+}
 
 // Columns x[channel][16 cells] of a K block's cells 16*tile.., before the rotation
-template <int W> static void key_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, float * x) {
+template <int W>
+static void key_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, float * x) {
     constexpr int stride = lattice_stride<W>();
-    const f32x16 s = f32_load(scale + 16*tile);
+    const f32x16 s = f32_load(scale + 16 * tile);
     for (int k = 0; k < (a.n_dots + 3) / 4; k++) {
         const u8x64 index = lattice_index<W>(a, codes, tile, k);
         for (int j = 0; j < a.d; j++) {
             const u8x64 byte = u8_lookup<(1 << W)>(index, a.table + (size_t) j * stride);
-            for (int b = 0; b < 4 && 4*k + b < a.n_dots; b++) {
-                f32_store(x + (size_t) ((4*k + b) * a.d + j) * 16, f32_mul(exact_point(byte, b, a.step), s));
+            for (int b = 0; b < 4 && 4 * k + b < a.n_dots; b++) {
+                f32_store(x + (size_t) ((4 * k + b) * a.d + j) * 16, f32_mul(exact_point(byte, b, a.step), s));
             }
         }
     }
 }
 
-template <int W> static void value_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, float * x) {
+template <int W>
+static void value_columns(const kvq_lattice_view & a, const uint8_t * codes, int tile, const float * scale, float * x) {
     constexpr int stride = lattice_stride<W>();
     const int n_vec = a.codec.head_size / a.d;
     for (int v0 = 0; v0 < n_vec; v0 += 16) { // lanes are vectors here
@@ -89,7 +102,7 @@ template <int W> static void value_columns(const kvq_lattice_view & a, const uin
                 const u8x64 index = lattice_index<W>(a, codes, v0 / 16, tile * 4 + k);
                 const u8x64 byte = u8_lookup<(1 << W)>(index, a.table + (size_t) j * stride);
                 for (int b = 0; b < 4; b++) {
-                    block[4*k + b] = f32_mul(exact_point(byte, b, a.step), f32_set1(scale[16*tile + 4*k + b]));
+                    block[4 * k + b] = f32_mul(exact_point(byte, b, a.step), f32_set1(scale[16 * tile + 4 * k + b]));
                 }
             }
             f32_transpose(block);
@@ -101,19 +114,21 @@ template <int W> static void value_columns(const kvq_lattice_view & a, const uin
 }
 
 // Decoded rows of a lattice block as f32, [n_cells][stride]: the values of its decode, f16 rounding included.
-static void lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride) {
+static void lattice_rows(
+    const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride) {
     float scale[KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
     lattice_scales(a, params, scale);
     const int n = a.codec.n_cells, D = a.codec.head_size, Dp = pad_to(D, 16);
-    for (int t = 0; t < n; t++) { scale[t] = scale[t] - scale[t] == 0.0f ? scale[t] : 0.0f; } // only foreign bytes are not finite
+    // only foreign bytes are not finite
+    for (int t = 0; t < n; t++) { scale[t] = scale[t] - scale[t] == 0.0f ? scale[t] : 0.0f; }
     for (int i = D * 16; i < Dp * 16; i++) { x[i] = 0.0f; }
     for (int t0 = 0; t0 < n; t0 += 16) {
         const bool k = a.codec.role == 0;
         switch (a.codec.bits * a.codec.group) {
-            case 2:  k ? key_columns<2>(a, codes, t0 / 16, scale, x) : value_columns<2>(a, codes, t0 / 16, scale, x); break;
-            case 4:  k ? key_columns<4>(a, codes, t0 / 16, scale, x) : value_columns<4>(a, codes, t0 / 16, scale, x); break;
-            case 6:  k ? key_columns<6>(a, codes, t0 / 16, scale, x) : value_columns<6>(a, codes, t0 / 16, scale, x); break;
-            default: k ? key_columns<8>(a, codes, t0 / 16, scale, x) : value_columns<8>(a, codes, t0 / 16, scale, x); break;
+        case 2: k ? key_columns<2>(a, codes, t0 / 16, scale, x) : value_columns<2>(a, codes, t0 / 16, scale, x); break;
+        case 4: k ? key_columns<4>(a, codes, t0 / 16, scale, x) : value_columns<4>(a, codes, t0 / 16, scale, x); break;
+        case 6: k ? key_columns<6>(a, codes, t0 / 16, scale, x) : value_columns<6>(a, codes, t0 / 16, scale, x); break;
+        default: k ? key_columns<8>(a, codes, t0 / 16, scale, x) : value_columns<8>(a, codes, t0 / 16, scale, x); break;
         }
         hadamard_columns(a.block, D, x);
         for (int c0 = 0; c0 < Dp; c0 += 16) {
@@ -125,7 +140,7 @@ static void lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, cons
             f32_transpose(block);
             for (int t = 0; t < 16; t++) {
                 uint16_t half[16];
-                float    back[16];
+                float back[16];
                 f32_store_f16(half, block[t]);
                 float * to = out + (size_t) (t0 + t) * stride + c0;
                 if (c0 + 16 <= D) {
@@ -140,7 +155,8 @@ static void lattice_rows(const kvq_lattice_view & a, const uint8_t * codes, cons
 }
 
 // f16 tile rows R_pos (row + mean) of one head; n a multiple of 16, rows may be read up to 16 channels
-static void rows_to_f16(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot, const int32_t * pos, uint16_t * tile, int tile_stride) {
+static void rows_to_f16(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot,
+    const int32_t * pos, uint16_t * tile, int tile_stride) {
     float x[KVQ_MAX_HEAD * 16];
     const int Dp = pad_to(D, 16);
     for (int t0 = 0; t0 < n; t0 += 16) {
@@ -154,16 +170,16 @@ static void rows_to_f16(int n, int D, const float * rows, size_t stride, const f
             }
             f32_transpose(block);
             for (int c = 0; c < 16; c++) {
-                f32_store(x + (size_t) (c0 + c) * 16, mean && c0 + c < D ? f32_add(block[c], f32_set1(mean[c0 + c])) : block[c]);
+                f32_store(x + (size_t) (c0 + c) * 16,
+                    mean && c0 + c < D ? f32_add(block[c], f32_set1(mean[c0 + c])) : block[c]);
             }
         }
-        if (rot) {
-            rope_rotate(*rot, pos + t0, x);
-        }
+        if (rot) { rope_rotate(*rot, pos + t0, x); }
         for (int c0 = 0; c0 < Dp; c0 += 16) {
             f32x16 block[16];
             for (int c = 0; c < 16; c++) {
-                block[c] = f32_max(f32_min(f32_load(x + (size_t) (c0 + c) * 16), f32_set1(65504.0f)), f32_set1(-65504.0f));
+                block[c] =
+                    f32_max(f32_min(f32_load(x + (size_t) (c0 + c) * 16), f32_set1(65504.0f)), f32_set1(-65504.0f));
             }
             f32_transpose(block);
             for (int t = 0; t < 16; t++) { f32_store_f16(tile + (size_t) (t0 + t) * tile_stride + c0, block[t]); }

@@ -1,13 +1,16 @@
-// Encoding of lattice blocks: the same bytes as kvq_lattice_encode, so the same f32 operations in the same order, 16 cells at a time.
+// Encoding of lattice blocks: the same bytes as kvq_lattice_encode, so the same f32 operations in the same order, 16
+// cells at a time.
 namespace KVQ_NS {
 
-// Nearest points of a vector in 32 cells: first index of the least sum over j of (y_j - point_j)^2. x: columns [D][stride]
-template <int D> static inline void nearest32(int n, const float * points, const float * x, int stride, uint8_t * index) {
+// Nearest points of a vector in 32 cells: first index of the least sum over j of (y_j - point_j)^2. x: columns
+// [D][stride]
+template <int D>
+static inline void nearest32(int n, const float * points, const float * x, int stride, uint8_t * index) {
     f32x16 y[D][2], least[2], at[2];
     for (int t = 0; t < 2; t++) {
-        for (int j = 0; j < D; j++) { y[j][t] = f32_load(x + (size_t) j * stride + 16*t); }
+        for (int j = 0; j < D; j++) { y[j][t] = f32_load(x + (size_t) j * stride + 16 * t); }
         least[t] = f32_set1(INFINITY);
-        at[t]    = f32_set1(0.0f);
+        at[t] = f32_set1(0.0f);
     }
     for (int i = 0; i < n; i++) {
         f32x16 sum[2];
@@ -25,12 +28,13 @@ template <int D> static inline void nearest32(int n, const float * points, const
 }
 
 // head_size is a multiple of 16. work: kvq_encode_bytes
-static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work) {
+static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared,
+    void * codes, void * params, void * work) {
     const kvq_codec & c = a.codec;
     const int D = c.head_size, n = c.n_cells, n_vec = D / a.d;
     const bool V = c.role == KVQ_ROLE_V;
     float * x = (float *) work; // columns [channel][cell]
-    uint8_t * index = (uint8_t *) (x + (size_t) n * D), * quads = index + (size_t) n * n_vec;
+    uint8_t *index = (uint8_t *) (x + (size_t) n * D), *quads = index + (size_t) n * n_vec;
 
     for (int t = 0; t < n; t += 16) {
         for (int d = 0; d < D; d += 16) {
@@ -41,9 +45,9 @@ static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, co
         }
     }
     for (int h = 1; h < a.block; h *= 2) {
-        for (int i = 0; i < D; i += 2*h) {
+        for (int i = 0; i < D; i += 2 * h) {
             for (int j = i; j < i + h; j++) {
-                float * p = x + (size_t) j * n, * q = p + (size_t) h * n;
+                float *p = x + (size_t) j * n, *q = p + (size_t) h * n;
                 for (int t = 0; t < n; t += 16) {
                     const f32x16 u = f32_load(p + t), v = f32_load(q + t);
                     f32_store(p + t, f32_add(u, v));
@@ -63,9 +67,7 @@ static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, co
     float scale[KVQ_MAX_CELLS] = {};
     for (int t = 0; t < n; t++) { scale[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum[t] / D) : 0.0f; }
     kvq_lattice_put_scales(c, scale, params);
-    if (shared) {
-        return;
-    }
+    if (shared) { return; }
     kvq_lattice_scales(c, params, scale);
     for (int t = 0; t < n; t++) {
         const float inv = 1.0f / scale[t];
@@ -80,9 +82,9 @@ static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, co
             const float * y = x + (size_t) v * a.d * n + t;
             uint8_t * to = index + (size_t) v * n + t;
             switch (a.d) {
-                case 2:  nearest32<2>(a.n, a.points, y, n, to); break;
-                case 4:  nearest32<4>(a.n, a.points, y, n, to); break;
-                default: nearest32<8>(a.n, a.points, y, n, to); break;
+            case 2: nearest32<2>(a.n, a.points, y, n, to); break;
+            case 4: nearest32<4>(a.n, a.points, y, n, to); break;
+            default: nearest32<8>(a.n, a.points, y, n, to); break;
             }
         }
     }
@@ -93,8 +95,8 @@ static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, co
             uint8_t * to = quads + ((size_t) tile * n_quads + q) * KVQ_CHUNK_BYTES;
             for (int i = 0; i < 16; i++) {
                 for (int k = 0; k < 4; k++) {
-                    const int vec = V ? 16*tile + i : 4*q + k, cell = V ? 4*q + k : 16*tile + i;
-                    to[4*i + k] = vec < n_vec ? index[(size_t) vec * n + cell] : 0;
+                    const int vec = V ? 16 * tile + i : 4 * q + k, cell = V ? 4 * q + k : 16 * tile + i;
+                    to[4 * i + k] = vec < n_vec ? index[(size_t) vec * n + cell] : 0;
                 }
             }
         }

@@ -5,7 +5,8 @@ constexpr float LOG2_E = 1.44269504088896341f, LEAST = -3e38f;
 
 // x and its maxima over a page; x is left as scale*logits when STORE is false
 template <int R, bool STORE>
-static inline void softmax_top(int n, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask, float * top) {
+static inline void softmax_top(
+    int n, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask, float * top) {
     f32x16 most[R];
     const f32x16 one = f32_set1(1.0f), by = f32_set1(scale * LOG2_E);
     for (int r = 0; r < R; r++) {
@@ -21,16 +22,12 @@ static inline void softmax_top(int n, float * logits, float scale, float cap, co
                 } else {
                     y = f32_mul(y, by);
                 }
-                if (mask[r]) {
-                    y = f32_fma(f32_load_f16(mask[r] + i), k, y);
-                }
+                if (mask[r]) { y = f32_fma(f32_load_f16(mask[r] + i), k, y); }
                 f32_store(x + i, y);
             }
             most[r] = f32_max(most[r], y);
         }
-        if (!STORE) {
-            most[r] = f32_mul(most[r], by);
-        }
+        if (!STORE) { most[r] = f32_mul(most[r], by); }
     }
     max_rows<R>(top, most);
 }
@@ -52,24 +49,27 @@ template <int R> static inline void softmax_exp(int n, float * logits, float by,
     sum_rows<R>(sums, sum);
 }
 
-template <int R> static inline void softmax_rows(int n, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask, float * top, float * sums) {
+template <int R>
+static inline void softmax_rows(int n, float * logits, float scale, float cap, const float * slope,
+    const uint16_t * const * mask, float * top, float * sums) {
     bool plain = cap == 0.0f && scale > 0.0f;
     for (int r = 0; r < R; r++) { plain &= !mask[r]; }
     if (plain) {
         softmax_top<R, false>(n, logits, scale, cap, slope, mask, top);
     } else {
-        softmax_top<R, true> (n, logits, scale, cap, slope, mask, top);
+        softmax_top<R, true>(n, logits, scale, cap, slope, mask, top);
     }
     softmax_exp<R>(n, logits, plain ? scale * LOG2_E : 1.0f, top, sums);
 }
 
-static bool softmax(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask,
-                    float * m, float * l, float * c, float * f, float * sums) {
+static bool softmax(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope,
+    const uint16_t * const * mask, float * m, float * l, float * c, float * f, float * sums) {
     float top[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
     for (int i = 0; i < n_pages; i++) {
         float * x = logits + (size_t) i * n_rows * n;
         const int at = i * KVQ_MAX_ROWS;
-#define CALL(R, r) softmax_rows<R>(n, x + (size_t) (r) * n, scale, cap, slope + r, mask + at + r, top + at + r, sums + at + r)
+#define CALL(R, r)                                                                                                     \
+    softmax_rows<R>(n, x + (size_t) (r) * n, scale, cap, slope + r, mask + at + r, top + at + r, sums + at + r)
         int r = 0;
         for (; KVQ_R >= 4 && r + 4 <= n_rows; r += 4) { CALL((KVQ_R >= 4 ? 4 : 1), r); }
         for (; r < n_rows; r++) { CALL(1, r); }
@@ -103,9 +103,7 @@ static bool softmax(int n_rows, int n, int n_pages, float * logits, float scale,
 }
 
 static void scale_row(int n, float * out, float c) {
-    for (int i = 0; i < n; i += 16) {
-        f32_store(out + i, f32_mul(f32_load(out + i), f32_set1(c)));
-    }
+    for (int i = 0; i < n; i += 16) { f32_store(out + i, f32_mul(f32_load(out + i), f32_set1(c))); }
 }
 
 } // namespace

@@ -1,8 +1,9 @@
-// The kernels of one instruction set: one source (kernels_impl.h) over a thin vector layer (isa_*.h), compiled once per ISA and
-// chosen at run time. Row order in the table of dispatch.cpp = preference.
+// The kernels of one instruction set: one source (kernels_impl.h) over a thin vector layer (isa_*.h), compiled once
+// per ISA and chosen at run time. Row order in the table of dispatch.cpp = preference.
 //
 // A block of rows = up to KVQ_MAX_ROWS query rows that read one KV head (query heads of the group times query tokens).
-// Rows are padded: q and out have stride dp = head size rounded up to 16 (zeros behind), logits have stride n_slots of the page.
+// Rows are padded: q and out have stride dp = head size rounded up to 16 (zeros behind), logits have stride n_slots
+// of the page.
 #pragma once
 
 #include "ggml-kvq.h"
@@ -11,42 +12,46 @@
 #include <cstddef>
 #include <cstdint>
 
-constexpr int KVQ_MAX_ROWS  = 64;
-constexpr int KVQ_WORK_ROWS = 8;   // rows a kernel works on at once
-constexpr int KVQ_MAX_RUN   = 4;   // pages likewise
+constexpr int KVQ_MAX_ROWS = 64;
+constexpr int KVQ_WORK_ROWS = 8; // rows a kernel works on at once
+constexpr int KVQ_MAX_RUN = 4;   // pages likewise
 constexpr int KVQ_MAX_CELLS = 256;
-constexpr int KVQ_MAX_HEAD  = 1024;
-constexpr int KVQ_N_TYPES   = 2; // kvq_type below; lattice blocks have entries of their own
+constexpr int KVQ_MAX_HEAD = 1024;
+constexpr int KVQ_N_TYPES = 2; // kvq_type below; lattice blocks have entries of their own
 
 constexpr float KVQ_FINE = 254.0f; // steps of the low byte of a folded query in one of the high byte
 
 // 2^x on [-1/2, 1/2]: 1 + x*(c1 + x*(c2 + ...)), relative error 8e-8
-constexpr float KVQ_EXP2_1 = 0.69314694f, KVQ_EXP2_2 = 0.24022120f, KVQ_EXP2_3 = 0.055507131f, KVQ_EXP2_4 = 0.0096755419f, KVQ_EXP2_5 = 0.0013276472f;
+constexpr float KVQ_EXP2_1 = 0.69314694f, KVQ_EXP2_2 = 0.24022120f, KVQ_EXP2_3 = 0.055507131f,
+                KVQ_EXP2_4 = 0.0096755419f, KVQ_EXP2_5 = 0.0013276472f;
 
-// Blocks of one KV head in up to KVQ_MAX_RUN pages, which a kernel takes together so that one page's latencies hide behind the others.
+// Blocks of one KV head in up to KVQ_MAX_RUN pages, which a kernel takes together so that one page's latencies hide
+// behind the others.
 struct kvq_run {
     int n_pages;
-    const void * codes[KVQ_MAX_RUN], * params[KVQ_MAX_RUN];
+    const void *codes[KVQ_MAX_RUN], *params[KVQ_MAX_RUN];
 };
 
 // Geometry of a lane's blocks, worked out once per call (kvq_make_view). Codecs add their own fields at the end.
 struct kvq_view {
     kvq_codec codec;
-    int    dp;                  // head size padded to 16
+    int dp;                     // head size padded to 16
     size_t nb_codes, nb_params; // of one KV head; f16: bytes of the padded tile, 0
     // affine
-    int    np, n_groups;        // parameter pairs; groups of lanes that share them
-    int    n_tiles;
-    int    n_parts, width[2], shift[2], n_chunks[2];
+    int np, n_groups; // parameter pairs; groups of lanes that share them
+    int n_tiles;
+    int n_parts, width[2], shift[2], n_chunks[2];
     size_t offset[2];
 };
 
-// What a block type offers to the attention loop. Rows are padded as above; logits and p: [page][row][n_cells]; work: kvq_work_bytes.
+// What a block type offers to the attention loop. Rows are padded as above; logits and p: [page][row][n_cells]; work:
+// kvq_work_bytes.
 struct kvq_block_kernels {
     // logits[i][r][t] = q[r] . k[i][t]
     void (*score)(const kvq_view & v, int n_rows, const kvq_run & run, const float * q, float * logits, void * work);
     // out[r] += sum_i f[i][r] sum_t p[i][r][t] * v[i][t]      0 <= p <= 1; f: [page][KVQ_MAX_ROWS]
-    void (*accum)(const kvq_view & v, int n_rows, const kvq_run & run, const float * p, const float * f, float * out, void * work);
+    void (*accum)(const kvq_view & v, int n_rows, const kvq_run & run, const float * p, const float * f, float * out,
+        void * work);
     // decoded values as f32: K [dp][n_cells], V [n_cells][dp]
     void (*to_tile)(const kvq_view & v, const void * codes, const void * params, float * tile, void * work);
     int tile_rows; // from so many rows on, to_tile and the tile kernels are faster
@@ -55,15 +60,15 @@ struct kvq_block_kernels {
 // Geometry of a lattice block.
 struct kvq_lattice_view {
     kvq_codec codec;
-    int    d, n, n_dots, dot_stride; // dot_stride: dots padded to 4
-    int    n_tiles, n_chunks[2];
+    int d, n, n_dots, dot_stride; // dot_stride: dots padded to 4
+    int n_tiles, n_chunks[2];
     size_t offset[2], nb_codes, nb_params;
-    int    block;                    // of the Hadamard rotation
-    float  norm;                     // 1/sqrt(block)
-    float  step;                     // point coordinate = step * (table - 128)
-    bool   wide;                     // coordinates beyond KVQ_LATTICE_SMALL steps
-    const uint8_t * table;           // [d][max(n, 16)] + 128, then the same without it, as int8
-    const float * points;            // [d][n]
+    int block;             // of the Hadamard rotation
+    float norm;            // 1/sqrt(block)
+    float step;            // point coordinate = step * (table - 128)
+    bool wide;             // coordinates beyond KVQ_LATTICE_SMALL steps
+    const uint8_t * table; // [d][max(n, 16)] + 128, then the same without it, as int8
+    const float * points;  // [d][n]
 };
 
 constexpr int KVQ_TURN_BASIS = 8; // turns.h
@@ -71,12 +76,13 @@ constexpr int KVQ_TURN_BASIS = 8; // turns.h
 // kvq_turns as kernels read it
 struct kvq_mean_tables {
     int n_pad, n_fast, n_terms;
-    const float * high, * low, * half, * fast;
-    const int16_t * basis, * waves;
+    const float *high, *low, *half, *fast;
+    const int16_t *basis, *waves;
 };
 
-// A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high + low/KVQ_LATTICE_FINE),
-// high = q8[j*dot_stride + i], low = q8[(d + j)*dot_stride + i], |high|, |low| <= KVQ_LATTICE_TOP: 255 * 63 * 2 fits 16 bits.
+// A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high +
+// low/KVQ_LATTICE_FINE), high = q8[j*dot_stride + i], low = q8[(d + j)*dot_stride + i], |high|, |low| <=
+// KVQ_LATTICE_TOP: 255 * 63 * 2 fits 16 bits.
 constexpr float KVQ_LATTICE_TOP = 63.0f, KVQ_LATTICE_FINE = 126.0f;
 
 struct kvq_lattice_query {
@@ -91,57 +97,77 @@ struct kvq_kernels {
     void (*f32_to_f16)(const float * x, uint16_t * y, int64_t n);
     void (*f16_to_f32)(const uint16_t * x, float * y, int64_t n);
 
-    // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place. K: w = q*scale is folded to two bytes once per cell group,
-    //   logit = q.zero + amax/127 * sum code*(high + low/254)        |error| <= amax/254/254 * sum code,  amax = max |w|
-    // V: w = p*scale to 8 bits without sign, per channel group, under the group's largest scale (p <= 1); what rounding takes from a
+    // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place. K: w = q*scale is folded to two bytes
+    // once per cell group,
+    //   logit = q.zero + amax/127 * sum code*(high + low/254)        |error| <= amax/254/254 * sum code,  amax = max
+    //       |w|
+    // V: w = p*scale to 8 bits without sign, per channel group, under the group's largest scale (p <= 1); what
+    // rounding takes from a
     //   weight is given back at the middle code, so |error| <= top/510 * sum |code - middle|,  top = max scale
     kvq_block_kernels block[KVQ_N_TYPES];
-    // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16]. Points are bytes, without rounding.
-    // K: |error| <= amax/(2*63*126) * sum |point coordinate| * cell's scale,  amax = max |rotated q|
-    // V: w = p*scale under the page's largest scale to 8 bits without sign: |error| <= top/510 * sum |point coordinate|,  top = max scale;
+    // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16]. Points are
+    // bytes, without rounding. K: |error| <= amax/(2*63*126) * sum |point coordinate| * cell's scale,  amax = max
+    // |rotated q| V: w = p*scale under the page's largest scale to 8 bits without sign: |error| <= top/510 * sum
+    // |point coordinate|,  top = max scale;
     //    two bytes with 4-bit codes (d=2 n=256), whose points take all 8 bits: top/(2*63*126)
     // add: on top of the logits, NULL: nothing
-    void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q, const float * add, float * logits);
-    void (*accum_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out);
+    void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q,
+        const float * add, float * logits);
+    void (*accum_lattice)(
+        const kvq_lattice_view & a, int n_rows, const kvq_run & run, const float * p, const float * f, float * out);
 
-    // Keys that lack their mean and, by which `sealed` is NULL, all of their rotary embedding or that from position sealed[t] to pos[t]
-    // (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be NULL; sealed, pos [n_cells].
-    void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params, const float * mean, const kvq_rotary * rot,
-                       const int32_t * sealed, const int32_t * pos, int dp, const float * q, float * logits);
-    // apart: 0 when all cells moved as far as the first; gap: 0 when they were sealed at positions in a row; sign: negative when some position is
-    void (*page_positions)(int n, const int32_t * now, const int32_t * sealed, int32_t * apart, int32_t * gap, int32_t * sign);
+    // Keys that lack their mean and, by which `sealed` is NULL, all of their rotary embedding or that from position
+    // sealed[t] to pos[t] (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be
+    // NULL; sealed, pos [n_cells].
+    void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params,
+        const float * mean, const kvq_rotary * rot, const int32_t * sealed, const int32_t * pos, int dp,
+        const float * q, float * logits);
+    // apart: 0 when all cells moved as far as the first; gap: 0 when they were sealed at positions in a row; sign:
+    // negative when some position is
+    void (*page_positions)(
+        int n, const int32_t * now, const int32_t * sealed, int32_t * apart, int32_t * gap, int32_t * sign);
     // What kvq_turn_coefficients makes of a row's pairs and of those of the mean [n_pad]
-    void (*mean_coefficients)(const kvq_mean_tables & t, float magnitude, const float * qx, const float * qy, const float * mx, const float * my, float * coef, float * step);
-    // logits = (q . R_p mean) of n_pages pages of n cells at the positions first..: [page][n_rows][n]. n: a multiple of 32,
-    // n_pages*n up to 128; coef [n_rows][2][n_pad] and step [n_rows][2] as kvq_turn_coefficients makes them
-    void (*score_mean)(const kvq_mean_tables & t, int first, int n_pages, int n, int n_rows, const float * coef, const float * step, float * logits);
+    void (*mean_coefficients)(const kvq_mean_tables & t, float magnitude, const float * qx, const float * qy,
+        const float * mx, const float * my, float * coef, float * step);
+    // logits = (q . R_p mean) of n_pages pages of n cells at the positions first..: [page][n_rows][n]. n: a multiple
+    // of 32, n_pages*n up to 128; coef [n_rows][2][n_pad] and step [n_rows][2] as kvq_turn_coefficients makes them
+    void (*score_mean)(const kvq_mean_tables & t, int first, int n_pages, int n, int n_rows, const float * coef,
+        const float * step, float * logits);
 
     // score and accum of one page over what to_tile made
     void (*score_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * q, float * logits);
-    void (*accum_tile)(int n_rows, int dp, int n_cells, const float * tile, const float * p, const float * f, float * out);
+    void (*accum_tile)(
+        int n_rows, int dp, int n_cells, const float * tile, const float * p, const float * f, float * out);
 
     // Online softmax of a run's logits [page][row][n], in powers of two: m is in units of ln 2.
-    //   x = (cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask) / ln 2;  top[i] = max x[i] of a page;  m = max(m_old, top)
-    //   logits[i] = 2^(x[i] - top[i]);  f[i] = 2^(top[i] - m);  l = l*c + sum_i f[i]*sums[i], sums[i] = sum logits[i];  c = 2^(m_old - m)
-    // mask [page][KVQ_MAX_ROWS]: f16 of the n slots, NULL: none. f, sums: [page][KVQ_MAX_ROWS]. True when some c is not 1.
-    // m, l, f and sums can be read (f written) up to 15 values behind the rows.
-    bool (*softmax)(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope, const uint16_t * const * mask,
-                    float * m, float * l, float * c, float * f, float * sums);
+    //   x = (cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask) / ln 2;  top[i] = max x[i] of a page;  m
+    //   = max(m_old, top) logits[i] = 2^(x[i] - top[i]);  f[i] = 2^(top[i] - m);  l = l*c + sum_i f[i]*sums[i],
+    //   sums[i] = sum logits[i];  c = 2^(m_old - m)
+    // mask [page][KVQ_MAX_ROWS]: f16 of the n slots, NULL: none. f, sums: [page][KVQ_MAX_ROWS]. True when some c is
+    // not 1. m, l, f and sums can be read (f written) up to 15 values behind the rows.
+    bool (*softmax)(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope,
+        const uint16_t * const * mask, float * m, float * l, float * c, float * f, float * sums);
     // out *= c
     void (*scale)(int n, float * out, float c);
 
-    // Predicted methods, types/predictor.h; x [n_rows][x_stride] padded with zeros to groups, out padded to 16, work [n_rows][groups]
+    // Predicted methods, types/predictor.h; x [n_rows][x_stride] padded with zeros to groups, out padded to 16, work
+    // [n_rows][groups]
     void (*quantise_row)(int n, const float * x, int8_t * x8, float * s);
-    void (*predict)(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride, float * work);
+    void (*predict)(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
+        float * out, size_t out_stride, float * work);
     // decoded rows of a lattice block, f32 [n_cells][stride], the values of its decode
-    void (*lattice_rows)(const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride);
+    void (*lattice_rows)(
+        const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride);
     // f16 rows R_pos (row + mean) of one head, n a multiple of 16; mean and rot may be NULL
-    void (*rows_to_f16)(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot, const int32_t * pos, uint16_t * tile, int tile_stride);
+    void (*rows_to_f16)(int n, int D, const float * rows, size_t stride, const float * mean, const kvq_rotary * rot,
+        const int32_t * pos, uint16_t * tile, int tile_stride);
 
     // As kvq_affine_encode_ref, for head sizes that are a multiple of 16; work: kvq_encode_bytes
-    void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work);
+    void (*encode_affine)(const kvq_view & v, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes,
+        void * params, void * work);
     // As kvq_lattice_encode, likewise; work: kvq_lattice_encode_bytes
-    void (*encode_lattice)(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes, void * params, void * work);
+    void (*encode_lattice)(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared,
+        void * codes, void * params, void * work);
 };
 
 extern const kvq_kernels kvq_kernels_portable;
@@ -157,5 +183,5 @@ const kvq_kernels & kvq_get_kernels(void);
 kvq_view kvq_make_view(const kvq_codec & c);
 // The same lane while its pages are open f16 tiles.
 kvq_view kvq_make_open_view(const kvq_codec & c);
-size_t kvq_work_bytes  (const kvq_view & v);
+size_t kvq_work_bytes(const kvq_view & v);
 size_t kvq_encode_bytes(const kvq_view & v);

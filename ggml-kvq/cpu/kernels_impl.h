@@ -1,5 +1,5 @@
-// The kernels, written once over the vector layer of the including file (isa_*.h). No std:: here: inline library code compiled
-// with wider instructions could be picked by the linker for every ISA.
+// The kernels, written once over the vector layer of the including file (isa_*.h). No std:: here: inline library code
+// compiled with wider instructions could be picked by the linker for every ISA.
 #include "kernels.h"
 #include "../types/affine.h"
 #include "../types/lattice.h"
@@ -13,13 +13,13 @@ static inline int imin(int a, int b) { return a < b ? a : b; }
 static inline int pad_to(int n, int to) { return (n + to - 1) / to * to; }
 
 // call(R, r) over blocks of rows [r, r + R), as many as share the registers
-#define KVQ_ROWS(n_rows, call)                                                                  \
-    do {                                                                                        \
-        int r = 0;                                                                              \
-        for (; KVQ_R >= 8 && r + 8 <= n_rows; r += 8) { call((KVQ_R >= 8 ? 8 : 1), r); }        \
-        for (; KVQ_R >= 4 && r + 4 <= n_rows; r += 4) { call((KVQ_R >= 4 ? 4 : 1), r); }        \
-        for (; KVQ_R >= 2 && r + 2 <= n_rows; r += 2) { call((KVQ_R >= 2 ? 2 : 1), r); }        \
-        for (; r < n_rows; r++) { call(1, r); }                                                 \
+#define KVQ_ROWS(n_rows, call)                                                                                         \
+    do {                                                                                                               \
+        int r = 0;                                                                                                     \
+        for (; KVQ_R >= 8 && r + 8 <= n_rows; r += 8) { call((KVQ_R >= 8 ? 8 : 1), r); }                               \
+        for (; KVQ_R >= 4 && r + 4 <= n_rows; r += 4) { call((KVQ_R >= 4 ? 4 : 1), r); }                               \
+        for (; KVQ_R >= 2 && r + 2 <= n_rows; r += 2) { call((KVQ_R >= 2 ? 2 : 1), r); }                               \
+        for (; r < n_rows; r++) { call(1, r); }                                                                        \
     } while (0)
 
 // p[i] = sum (maximum) of x[i], i < R
@@ -40,11 +40,9 @@ template <int R> static inline void max_rows(float * p, const f32x16 * x) {
 
 static void f32_to_f16_row(const float * x, uint16_t * y, int64_t n) {
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        f32_store_f16(y + i, f32_load(x + i));
-    }
+    for (; i + 16 <= n; i += 16) { f32_store_f16(y + i, f32_load(x + i)); }
     if (i < n) {
-        float    a[16] = {};
+        float a[16] = {};
         uint16_t b[16];
         for (int64_t j = i; j < n; j++) { a[j - i] = x[j]; }
         f32_store_f16(b, f32_load(a));
@@ -54,12 +52,10 @@ static void f32_to_f16_row(const float * x, uint16_t * y, int64_t n) {
 
 static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
     int64_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        f32_store(y + i, f32_load_f16(x + i));
-    }
+    for (; i + 16 <= n; i += 16) { f32_store(y + i, f32_load_f16(x + i)); }
     if (i < n) {
         uint16_t a[16] = {};
-        float    b[16];
+        float b[16];
         for (int64_t j = i; j < n; j++) { a[j - i] = x[j]; }
         f32_store(b, f32_load_f16(a));
         for (int64_t j = i; j < n; j++) { y[j] = b[j - i]; }
@@ -77,11 +73,11 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
 #include "impl_predict.h"
 #include "impl_seal_lattice.h"
 
-#define KVQ_KERNELS(name, available)                                                                        \
-    { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row,                                      \
-      { { KVQ_NS::score_f16,    KVQ_NS::accum_f16,    KVQ_NS::f16_to_tile, 9 },                             \
-        { KVQ_NS::score_affine, KVQ_NS::accum_affine, KVQ_NS::affine_to_tile, 1 << 30 } },                           \
-      KVQ_NS::score_lattice, KVQ_NS::accum_lattice, KVQ_NS::score_rope, KVQ_NS::page_positions, KVQ_NS::mean_coefficients, KVQ_NS::score_mean,                                     \
-      KVQ_NS::score_tile, KVQ_NS::accum_tile, KVQ_NS::softmax, KVQ_NS::scale_row,                                  \
-      KVQ_NS::quantise_row, KVQ_NS::predict, KVQ_NS::lattice_rows, KVQ_NS::rows_to_f16,                     \
-      KVQ_NS::encode_affine, KVQ_NS::encode_lattice }
+#define KVQ_KERNELS(name, available)                                                                                   \
+    { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row,                                                 \
+        { { KVQ_NS::score_f16, KVQ_NS::accum_f16, KVQ_NS::f16_to_tile, 9 },                                            \
+            { KVQ_NS::score_affine, KVQ_NS::accum_affine, KVQ_NS::affine_to_tile, 1 << 30 } },                         \
+        KVQ_NS::score_lattice, KVQ_NS::accum_lattice, KVQ_NS::score_rope, KVQ_NS::page_positions,                      \
+        KVQ_NS::mean_coefficients, KVQ_NS::score_mean, KVQ_NS::score_tile, KVQ_NS::accum_tile, KVQ_NS::softmax,        \
+        KVQ_NS::scale_row, KVQ_NS::quantise_row, KVQ_NS::predict, KVQ_NS::lattice_rows, KVQ_NS::rows_to_f16,           \
+        KVQ_NS::encode_affine, KVQ_NS::encode_lattice }

@@ -2,8 +2,6 @@
 #include "isa_portable.h"
 #include "kernels_impl.h"
 
-static bool available(void) {
-    return true;
-}
+static bool available(void) { return true; }
 
 const kvq_kernels kvq_kernels_portable = KVQ_KERNELS("portable", available);

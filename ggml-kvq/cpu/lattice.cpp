@@ -11,8 +11,8 @@ namespace {
 
 struct table {
     bool wide = false;
-    std::vector<uint8_t> bytes;  // kvq_lattice_view::table
-    std::vector<float>   points; // [d][n]
+    std::vector<uint8_t> bytes; // kvq_lattice_view::table
+    std::vector<float> points;  // [d][n]
 };
 
 const table & table_of(const kvq_grid & g) {
@@ -44,29 +44,30 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     const kvq_affine_parts p = kvq_lattice_get_parts(c);
     const table & t = table_of(g);
     kvq_lattice_view a = {};
-    a.codec  = c;
-    a.d      = g.d;
-    a.n      = g.n;
+    a.codec = c;
+    a.d = g.d;
+    a.n = g.n;
     a.n_dots = c.role == KVQ_ROLE_K ? c.head_size / g.d : c.n_cells;
     a.dot_stride = (a.n_dots + 3) / 4 * 4;
-    a.n_tiles    = kvq_lattice_n_tiles(c);
+    a.n_tiles = kvq_lattice_n_tiles(c);
     for (int i = 0; i < p.n; i++) {
         a.n_chunks[i] = p.n_chunks[i];
-        a.offset[i]   = p.offset[i];
+        a.offset[i] = p.offset[i];
     }
-    a.nb_codes  = kvq_lattice_nb_codes(c);
+    a.nb_codes = kvq_lattice_nb_codes(c);
     a.nb_params = kvq_lattice_nb_params(c);
-    a.block     = kvq_hadamard_block(c.head_size);
-    a.norm      = (float) (1.0 / sqrt((double) a.block)); // as kvq_hadamard
-    a.step      = (float) g.step * (1.0f / 4096.0f);
-    a.wide      = t.wide;
-    a.table     = t.bytes.data();
-    a.points    = t.points.data();
+    a.block = kvq_hadamard_block(c.head_size);
+    a.norm = (float) (1.0 / sqrt((double) a.block)); // as kvq_hadamard
+    a.step = (float) g.step * (1.0f / 4096.0f);
+    a.wide = t.wide;
+    a.table = t.bytes.data();
+    a.points = t.points.data();
     return a;
 }
 
 size_t kvq_lattice_encode_bytes(const kvq_lattice_view & a) {
-    const size_t n = (size_t) a.codec.n_cells, n_vec = (size_t) a.codec.head_size / a.d, n_quads = (size_t) (a.n_dots + 3) / 4;
+    const size_t n = (size_t) a.codec.n_cells, n_vec = (size_t) a.codec.head_size / a.d,
+                 n_quads = (size_t) (a.n_dots + 3) / 4;
     return 4 * n * a.codec.head_size + n * n_vec + a.n_tiles * n_quads * 64 + 64;
 }
 
@@ -79,9 +80,7 @@ void kvq_lattice_queries::fold(const kvq_lattice_view & a, int n_rows, int dp, c
         std::copy_n(q + (size_t) r * dp, D, x);
         kvq_hadamard(D, x);
         float amax = 0.0f;
-        for (int i = 0; i < D; i++) {
-            amax = std::max(amax, fabsf(x[i]));
-        }
+        for (int i = 0; i < D; i++) { amax = std::max(amax, fabsf(x[i])); }
         const float inv = amax > 0.0f ? KVQ_LATTICE_TOP / amax : 0.0f;
         int8_t * q8 = &store[(size_t) r * stride];
         int sum[2] = {};
@@ -100,11 +99,7 @@ void kvq_lattice_queries::fold(const kvq_lattice_view & a, int n_rows, int dp, c
 void kvq_lattice_unrotate(const kvq_lattice_view & a, const float * rot, float * out) {
     const int D = a.codec.head_size, stride = a.n_tiles * 16;
     float x[KVQ_MAX_HEAD];
-    for (int i = 0; i < D; i++) {
-        x[i] = rot[i % a.d * stride + i / a.d];
-    }
+    for (int i = 0; i < D; i++) { x[i] = rot[i % a.d * stride + i / a.d]; }
     kvq_hadamard(D, x);
-    for (int i = 0; i < D; i++) {
-        out[i] += x[i];
-    }
+    for (int i = 0; i < D; i++) { out[i] += x[i]; }
 }

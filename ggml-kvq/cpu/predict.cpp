@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <vector>
 
-void kvq_cpu_predict(const kvq_predictor & p, int64_t n, const float * rows, int64_t row_stride, const float * add, int64_t add_stride,
-                     float * out, int64_t out_stride, int n_threads) {
+void kvq_cpu_predict(const kvq_predictor & p, int64_t n, const float * rows, int64_t row_stride, const float * add,
+    int64_t add_stride, float * out, int64_t out_stride, int n_threads) {
     constexpr int64_t BLOCK = 32;
     const kvq_kernels & K = kvq_get_kernels();
     const size_t stride8 = (size_t) p.n_groups() * KVQ_PREDICT_GROUP, width = (size_t) p.n_tiles() * 16;
@@ -16,19 +16,15 @@ void kvq_cpu_predict(const kvq_predictor & p, int64_t n, const float * rows, int
 #pragma omp parallel for num_threads(n_threads) if (n_blocks > 1 && n_threads > 1)
     for (int64_t b = 0; b < n_blocks; b++) {
         std::vector<int8_t> x8(BLOCK * stride8);
-        std::vector<float>  y(BLOCK * width), work((size_t) BLOCK * p.n_groups());
+        std::vector<float> y(BLOCK * width), work((size_t) BLOCK * p.n_groups());
         float s[BLOCK];
         const int64_t first = b * BLOCK, count = std::min(BLOCK, n - first);
         for (int64_t t = 0; t < count; t++) {
             K.quantise_row(p.n_in, rows + (first + t) * row_stride, &x8[t * stride8], &s[t]);
-            for (int i = 0; add && i < p.n_out; i++) {
-                y[t * width + i] = add[(first + t) * add_stride + i];
-            }
+            for (int i = 0; add && i < p.n_out; i++) { y[t * width + i] = add[(first + t) * add_stride + i]; }
         }
         K.predict(p, (int) count, x8.data(), stride8, s, add != nullptr, y.data(), width, work.data());
-        for (int64_t t = 0; t < count; t++) {
-            std::copy_n(&y[t * width], p.n_out, out + (first + t) * out_stride);
-        }
+        for (int64_t t = 0; t < count; t++) { std::copy_n(&y[t * width], p.n_out, out + (first + t) * out_stride); }
     }
 }
 
@@ -39,7 +35,7 @@ void kvq_cpu_round_trip(const kvq_codec & c, int n_head, int64_t n, float * rows
     for (int64_t u = 0; u < n_pages * n_head; u++) {
         const int64_t first = u / n_head * c.n_cells, count = std::min<int64_t>(c.n_cells, n - first);
         std::vector<uint16_t> page((size_t) c.n_cells * c.head_size);
-        std::vector<uint8_t>  codes(type->nb_codes(c)), params(type->nb_params(c));
+        std::vector<uint8_t> codes(type->nb_codes(c)), params(type->nb_params(c));
         float * head = rows + first * width + u % n_head * c.head_size;
         for (int64_t t = 0; t < count; t++) {
             kvq_cpu_f32_to_f16(head + t * width, &page[(size_t) t * c.head_size], c.head_size);

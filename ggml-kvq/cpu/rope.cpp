@@ -4,20 +4,16 @@
 #include <cmath>
 
 bool kvq_rope::operator==(const kvq_rope & o) const {
-    return n_dims == o.n_dims && n_ctx_orig == o.n_ctx_orig && neox == o.neox && freq_base == o.freq_base && freq_scale == o.freq_scale &&
-           ext_factor == o.ext_factor && attn_factor == o.attn_factor && beta_fast == o.beta_fast &&
-           beta_slow == o.beta_slow && freq_factors == o.freq_factors &&
-           std::equal(sections, sections + 4, o.sections) && interleaved == o.interleaved;
+    return n_dims == o.n_dims && n_ctx_orig == o.n_ctx_orig && neox == o.neox && freq_base == o.freq_base &&
+        freq_scale == o.freq_scale && ext_factor == o.ext_factor && attn_factor == o.attn_factor &&
+        beta_fast == o.beta_fast && beta_slow == o.beta_slow && freq_factors == o.freq_factors &&
+        std::equal(sections, sections + 4, o.sections) && interleaved == o.interleaved;
 }
 
 int kvq_rope::section(int pair) const {
-    if (!multi()) {
-        return 0;
-    }
+    if (!multi()) { return 0; }
     const int i = pair % (sections[0] + sections[1] + sections[2] + sections[3]);
-    if (interleaved) {
-        return i < 3 * sections[i % 3] ? i % 3 : 3;
-    }
+    if (interleaved) { return i < 3 * sections[i % 3] ? i % 3 : 3; }
     const int columns = sections[0] + sections[1];
     return i < sections[0] ? 0 : i < columns ? 1 : i < columns + sections[2] ? 2 : 3;
 }
@@ -35,19 +31,17 @@ void kvq_rope_fill(const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table
     const int n = r.n_dims / 2;
     t.cos.resize(n);
     t.sin.resize(n);
-    const float low  = std::max(0.0f, floorf(ramp_edge(r, r.beta_fast)));
+    const float low = std::max(0.0f, floorf(ramp_edge(r, r.beta_fast)));
     const float high = std::min((float) r.n_dims - 1.0f, ceilf(ramp_edge(r, r.beta_slow)));
     float magnitude = magnitude_of(r);
-    if (inverse) {
-        magnitude = 1.0f / magnitude;
-    }
+    if (inverse) { magnitude = 1.0f / magnitude; }
     const float step = powf(r.freq_base, -2.0f / (float) r.n_dims);
     float angle = (float) pos;
     for (int i = 0; i < n; i++, angle *= step) {
         const float extrapolated = angle / (r.freq_factors.empty() ? 1.0f : r.freq_factors[i]);
         float theta = r.freq_scale * extrapolated;
         if (r.ext_factor != 0.0f) {
-            const float y   = ((float) i - low) / std::max(0.001f, high - low);
+            const float y = ((float) i - low) / std::max(0.001f, high - low);
             const float mix = (1.0f - std::min(1.0f, std::max(0.0f, y))) * r.ext_factor;
             theta = theta * (1.0f - mix) + extrapolated * mix;
         }
@@ -59,8 +53,8 @@ void kvq_rope_fill(const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table
 void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row) {
     const int n = r.n_dims / 2;
     for (int i = 0; i < n; i++) {
-        float & a = row[r.neox ? i : 2*i];
-        float & b = row[r.neox ? i + n : 2*i + 1];
+        float & a = row[r.neox ? i : 2 * i];
+        float & b = row[r.neox ? i + n : 2 * i + 1];
         const float x = a, y = b;
         a = x * t.cos[i] - y * t.sin[i];
         b = x * t.sin[i] + y * t.cos[i];
@@ -71,14 +65,16 @@ void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row) {
 
 kvq_rotor::kvq_rotor(const kvq_rope & rope, int n_text) : r(rope), magnitude(magnitude_of(rope)) {
     const int n = r.n_dims / 2;
-    const double low_edge  = std::max(0.0f, floorf(ramp_edge(r, r.beta_fast)));
+    const double low_edge = std::max(0.0f, floorf(ramp_edge(r, r.beta_fast)));
     const double high_edge = std::min((float) r.n_dims - 1.0f, ceilf(ramp_edge(r, r.beta_slow)));
     for (int i = 0; i < n; i++) {
-        const double extrapolated = pow((double) r.freq_base, -2.0 * i / r.n_dims) / (r.freq_factors.empty() ? 1.0 : (double) r.freq_factors[i]);
-        const double ramp = 1.0 - std::min(1.0, std::max(0.0, ((double) i - low_edge) / std::max(0.001, high_edge - low_edge)));
-        const double mix  = r.ext_factor != 0.0f ? ramp * (double) r.ext_factor : 0.0;
+        const double extrapolated = pow((double) r.freq_base, -2.0 * i / r.n_dims) /
+            (r.freq_factors.empty() ? 1.0 : (double) r.freq_factors[i]);
+        const double ramp =
+            1.0 - std::min(1.0, std::max(0.0, ((double) i - low_edge) / std::max(0.001, high_edge - low_edge)));
+        const double mix = r.ext_factor != 0.0f ? ramp * (double) r.ext_factor : 0.0;
         const double angle = extrapolated * ((double) r.freq_scale * (1.0 - mix) + mix);
-        const bool fourth  = r.section(i) == 3;
+        const bool fourth = r.section(i) == 3;
         speed.push_back(fourth ? 0.0 : angle);
         extra.push_back(fourth ? angle : 0.0);
     }
@@ -90,10 +86,10 @@ kvq_rotor::kvq_rotor(const kvq_rope & rope, int n_text) : r(rope), magnitude(mag
         }
     }
     v.n_dims = r.n_dims;
-    v.neox   = r.neox;
-    v.low    = low.data();
+    v.neox = r.neox;
+    v.low = low.data();
     turns.reset(new kvq_turns(speed));
-    v.turns  = turns.get();
+    v.turns = turns.get();
     // kernels read 128 positions from a multiple of 64 on: 128 more rows keep segments apart from text
     reach(r.multi() ? (n_text + 127) / 128 * 128 + 127 : 0);
     first_number = r.multi() ? 64 * v.n_high : 0;
@@ -125,16 +121,12 @@ int32_t kvq_rotor::place(const place_t & at) {
     const int n = r.n_dims / 2;
     const bool fourth = std::any_of(extra.begin(), extra.begin() + n, [](double x) { return x != 0.0; });
     const int32_t last = fourth ? at[3] : 0;
-    if (at[0] >= 0 && at[0] <= first_number - 128 && at[0] == at[1] && at[0] == at[2] && !last) {
-        return at[0];
-    }
+    if (at[0] >= 0 && at[0] <= first_number - 128 && at[0] == at[1] && at[0] == at[2] && !last) { return at[0]; }
     const int32_t by = at[0] & 63;
     const place_t start = { at[0] - by, at[1] - by, at[2] - by, last };
     auto known = segments.find(start);
     if (known == segments.end()) {
-        if (starts.size() == (size_t) MAX_SEGMENTS) {
-            return 0;
-        }
+        if (starts.size() == (size_t) MAX_SEGMENTS) { return 0; }
         known = segments.emplace(start, (int32_t) starts.size()).first;
         starts.push_back(start);
         add_high(start);
@@ -145,9 +137,7 @@ int32_t kvq_rotor::place(const place_t & at) {
 
 bool kvq_rotor::place_of(int32_t number, place_t & at) const {
     const int32_t i = number - first_number;
-    if (!first_number || i < 0 || (size_t) (i / 128) >= starts.size()) {
-        return false;
-    }
+    if (!first_number || i < 0 || (size_t) (i / 128) >= starts.size()) { return false; }
     at = starts[(size_t) (i / 128)];
     for (int a = 0; a < 3; a++) { at[(size_t) a] += i % 128; }
     return true;
@@ -158,7 +148,7 @@ void kvq_rotor::forget() {
     if (!starts.empty()) {
         high.resize((size_t) n_text * r.n_dims);
         turns->cut_high(n_text);
-        v.high   = high.data();
+        v.high = high.data();
         v.n_high = n_text;
         segments.clear();
         starts.clear();
@@ -173,8 +163,8 @@ void kvq_rotor::apply(int32_t pos, bool inverse, float * row) const {
         const float * lo = v.low + (size_t) i * 2 * KVQ_ROTARY_LOW + at % 64;
         const float c = (hi[i] * lo[0] - hi[n + i] * lo[KVQ_ROTARY_LOW]) * inv;
         const float s = (hi[n + i] * lo[0] + hi[i] * lo[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv);
-        float & a = row[r.neox ? i : 2*i];
-        float & b = row[r.neox ? i + n : 2*i + 1];
+        float & a = row[r.neox ? i : 2 * i];
+        float & b = row[r.neox ? i + n : 2 * i + 1];
         const float x = a, y = b;
         a = x * c - y * s;
         b = x * s + y * c;

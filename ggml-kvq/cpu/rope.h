@@ -16,14 +16,15 @@
 #include <vector>
 
 struct kvq_rope {
-    int   n_dims = 0, n_ctx_orig = 0;
-    bool  neox = false; // pairs (i, i + n/2) instead of (2i, 2i+1)
-    float freq_base = 10000.0f, freq_scale = 1.0f, ext_factor = 0.0f, attn_factor = 1.0f, beta_fast = 32.0f, beta_slow = 1.0f;
+    int n_dims = 0, n_ctx_orig = 0;
+    bool neox = false; // pairs (i, i + n/2) instead of (2i, 2i+1)
+    float freq_base = 10000.0f, freq_scale = 1.0f, ext_factor = 0.0f, attn_factor = 1.0f, beta_fast = 32.0f,
+          beta_slow = 1.0f;
     std::vector<float> freq_factors; // n_dims/2 or empty
-    int  sections[4] = {};    // pairs that turn by each of four positions; all 0: a token has one position
-    bool interleaved = false; // the sections alternate: time, row, column, time, ...
+    int sections[4] = {};            // pairs that turn by each of four positions; all 0: a token has one position
+    bool interleaved = false;        // the sections alternate: time, row, column, time, ...
     bool multi() const { return sections[0] || sections[1] || sections[2] || sections[3]; }
-    int  section(int pair) const; // 0..3
+    int section(int pair) const; // 0..3
     bool operator==(const kvq_rope & o) const;
 };
 
@@ -32,11 +33,12 @@ struct kvq_rope_table { // cos and sin of one position, magnitude folded in
 };
 
 // inverse: rotate back
-void kvq_rope_fill (const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table & t);
+void kvq_rope_fill(const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table & t);
 void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row);
 
-// The same rotation as tables that kernels read (kvq_rotary): angles are linear in the position, so cos and sin of 64*a + b are a
-// complex product. Computed in f64; against kvq_rope_fill the angle differs by the f32 rounding of the latter.
+// The same rotation as tables that kernels read (kvq_rotary): angles are linear in the position, so cos and sin of
+// 64*a + b are a complex product. Computed in f64; against kvq_rope_fill the angle differs by the f32 rounding of the
+// latter.
 //
 // Four positions are one number here, so that kernels, tables of positions and tags need not know of sections. Numbers
 // below first() are text: p is (p, p, p, 0). Behind them lie segments of 128 numbers, two rows of `high` each: number i
@@ -48,24 +50,25 @@ public:
     static constexpr int MAX_SEGMENTS = 1 << 16;
 
     explicit kvq_rotor(const kvq_rope & rope, int n_text = 0); // n_text: with sections, positions of text
-    void reach(int32_t pos);                                  // makes positions up to pos usable, before parallel use
-    int32_t place(const place_t & at);                        // number of four positions; 0, no turn: no room left
-    bool    place_of(int32_t number, place_t & at) const;     // the reverse; false: text, or no such number
+    void reach(int32_t pos);                                   // makes positions up to pos usable, before parallel use
+    int32_t place(const place_t & at);                         // number of four positions; 0, no turn: no room left
+    bool place_of(int32_t number, place_t & at) const;         // the reverse; false: text, or no such number
     int32_t first() const { return first_number; }
-    void    forget();                                         // segments, when no number of theirs is in use
+    void forget();                                            // segments, when no number of theirs is in use
     void apply(int32_t pos, bool inverse, float * row) const; // pos < 0 counts as 0
-    const kvq_rope   & rope() const { return r; }
+    const kvq_rope & rope() const { return r; }
     const kvq_rotary & view() const { return v; }
+
 private:
-    kvq_rope   r;
+    kvq_rope r;
     kvq_rotary v = {};
     void add_high(const place_t & at);
     std::vector<double> speed; // radians a position
     std::vector<double> extra; // likewise of the fourth position, which stands still in text and in a segment
     int32_t first_number = 0;
     std::map<place_t, int32_t> segments; // by the positions of their number 0
-    std::vector<place_t>       starts;
-    std::vector<float>  high, low;
+    std::vector<place_t> starts;
+    std::vector<float> high, low;
     float magnitude = 1.0f;
     std::unique_ptr<kvq_turns> turns;
 };

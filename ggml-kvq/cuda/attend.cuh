@@ -7,58 +7,81 @@ constexpr int KVQ_ATTEND_STREAMS = 32; // of one launch
 
 struct kvq_attend_args {
     kvq_affine_geometry k, v; // type f16: only head_size, stride, n_cells
-    int   n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
+    int n_q, n_head, n_head_kv, gqa, n_rows, n_pages, page_cells, n_kv, n_splits, n_head_log2;
     float scale, max_bias, softcap, m0, m1; // m0, m1: log2 of the slopes' bases
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head, dst_stride_token, dst_stride_head;
     // decode: groups of key scales within 64 cells, pages of 32 cells, groups; bytes in a stage of shared memory,
     // of 8-bit parameters in f16
-    int   k_parts_log2, halves_log2, k_group_log2, v_group_log2;
-    int   stage_v_params, stage_raw_k, stage_raw_v, stage_bytes, stage_wide;
-    int   page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
-    int   in_order;     // the kernel before this one writes pages: no early start
+    int k_parts_log2, halves_log2, k_group_log2, v_group_log2;
+    int stage_v_params, stage_raw_k, stage_raw_v, stage_bytes, stage_wide;
+    int page_steps, hi_steps; // mixed pages: steps of 64 cells of a page, and of its salient cells
+    int in_order;             // the kernel before this one writes pages: no early start
     // WIDE decode kernels (decode_stage.cuh): slices of a head; of values: all groups, and slices that share one
-    int   slices_log2, v_groups, v_slices_log2, wide, n_warps, occupancy, nb_shared; // n_warps: of a block, fewer where shared memory is short; occupancy: blocks of a multiprocessor
-    int   one_team;      // blocks of one team, for tests
-    int   max_shared, max_shared_sm; // bytes that a block and a multiprocessor may have
-    float * partial; // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
+    // n_warps: of a block, fewer where shared memory is short; occupancy: blocks of a multiprocessor
+    int slices_log2, v_groups, v_slices_log2, wide, n_warps, occupancy, nb_shared;
+    int one_team;                  // blocks of one team, for tests
+    int max_shared, max_shared_sm; // bytes that a block and a multiprocessor may have
+    float * partial;               // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
     // short caches: one warp has 32 cells, and rows of this step are taken from where the graph left them
-    bool  is_short;
-    int   n_new;       // rows that the kernel writes into their pages
-    struct { uint16_t * const * to; const float * rows; size_t row_stride, head_stride; } fresh[2];
-    unsigned long long * n_taken; // the output lies where those rows do: blocks that have taken theirs, 0 before the launch; else NULL
-    int   n_takers;
+    bool is_short;
+    int n_new; // rows that the kernel writes into their pages
+    struct {
+        uint16_t * const * to;
+        const float * rows;
+        size_t row_stride, head_stride;
+    } fresh[2];
+    // the output lies where those rows do: blocks that have taken theirs, 0 before the launch; else NULL
+    unsigned long long * n_taken;
+    int n_takers;
     const float * sinks;
     kvq_mixed_geometry km, vm; // of mixed pages
     int map_stride;            // of the maps of pages, from one KV head to the next
     int fine;                  // decode: groups of 16 in both (1), or 32 (3), by kernels of their own (decode_fine.cuh)
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
-    const float * k_mean, * v_mean; // [head kv][head size]
-    const float * rotary_high;      // kvq_rotary
-    const uint16_t * waves;         // f16 [128][head size]: cos and sin of the pairs
+    const float *k_mean, *v_mean; // [head kv][head size]
+    const float * rotary_high;    // kvq_rotary
+    const uint16_t * waves;       // f16 [128][head size]: cos and sin of the pairs
     int n_pairs, neox;
-    struct { const float * q; const __half * mask; float * dst; const kvq_page * pages; float * lse; const int32_t * positions; } stream[KVQ_ATTEND_STREAMS]; // lse: as in kvq_attn, not of short caches
+    // lse: as in kvq_attn, not of short caches
+    struct {
+        const float * q;
+        const __half * mask;
+        float * dst;
+        const kvq_page * pages;
+        float * lse;
+        const int32_t * positions;
+    } stream[KVQ_ATTEND_STREAMS];
 };
 
 // log2 of the columns of a decode kernel that one row takes
-static __host__ __device__ __forceinline__ int row_columns_log2(const kvq_attend_args & a) { return a.fine ? 0 : a.k_parts_log2; }
+static __host__ __device__ __forceinline__ int row_columns_log2(const kvq_attend_args & a) {
+    return a.fine ? 0 : a.k_parts_log2;
+}
 
 // Row r of a KV head: query token r / gqa, query head kvh*gqa + r % gqa.
 static __device__ __forceinline__ int row_token(const kvq_attend_args & a, int r) { return a.n_q == 1 ? 0 : r / a.gqa; }
-static __device__ __forceinline__ int row_head (const kvq_attend_args & a, int kvh, int r) { return kvh * a.gqa + (a.n_q == 1 ? r : r % a.gqa); }
-
-static __device__ __forceinline__ float alibi_slope(const kvq_attend_args & a, int h) {
-    return a.max_bias <= 0.0f ? 1.0f : exp2f(h < a.n_head_log2 ? a.m0 * (float) (h + 1) : a.m1 * (float) (2*(h - a.n_head_log2) + 1));
+static __device__ __forceinline__ int row_head(const kvq_attend_args & a, int kvh, int r) {
+    return kvh * a.gqa + (a.n_q == 1 ? r : r % a.gqa);
 }
 
-static __device__ __forceinline__ size_t partial_at(const kvq_attend_args & a, int stream, int kvh, int row, int split) {
+static __device__ __forceinline__ float alibi_slope(const kvq_attend_args & a, int h) {
+    return a.max_bias <= 0.0f
+        ? 1.0f
+        : exp2f(h < a.n_head_log2 ? a.m0 * (float) (h + 1) : a.m1 * (float) (2 * (h - a.n_head_log2) + 1));
+}
+
+static __device__ __forceinline__ size_t partial_at(
+    const kvq_attend_args & a, int stream, int kvh, int row, int split) {
     return ((((size_t) stream * a.n_head_kv + kvh) * a.n_rows + row) * a.n_splits + split) * (a.v.head_size + 4);
 }
 
 // d += a b: 16 rows x 16 x 8 columns, f16 in, f32 out
 static __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
@@ -69,9 +92,9 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 // Decode kernels for heads of 64 and 128 channels are made for every pair of bits of keys and values; those for
 // other heads (slices of 128, decode_stage.cuh) for these pairs, X(keys, values). Short caches of lattice pages
 // have them from 2 bits on.
-#define KVQ_WIDE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
 #define KVQ_WIDE_SHORT_LATTICE(X) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
-#define KVQ_FINE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
+#define KVQ_FINE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4)  // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
@@ -80,19 +103,23 @@ bool kvq_launch_tiles_mixed(const kvq_attend_args & a, int n_streams, int n_warp
 // Few rows over many cells. fits: also sets what is derived for it. occupancy: blocks that a multiprocessor holds,
 // 0: not one.
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
-int  kvq_decode_row_blocks(const kvq_attend_args & a);    // blocks of one KV head and split
+int kvq_decode_row_blocks(const kvq_attend_args & a);     // blocks of one KV head and split
 bool kvq_decode_means(const kvq_attend_args & a);         // may these pages lack their means?
-int  kvq_decode_max_splits(const kvq_attend_args & a);
+int kvq_decode_max_splits(const kvq_attend_args & a);
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
-void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // needs partial and tickets
+// needs partial and tickets
+void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
 typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
-kvq_decode_launch kvq_launch_decode_64,         kvq_launch_decode_128,         kvq_launch_decode_wide;         // attend_decode.cuh
-kvq_decode_launch kvq_launch_decode_fine_64,    kvq_launch_decode_fine_128,    kvq_launch_decode_fine_wide;
+// attend_decode.cuh
+kvq_decode_launch kvq_launch_decode_64, kvq_launch_decode_128, kvq_launch_decode_wide;
+kvq_decode_launch kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide;
 kvq_decode_launch kvq_launch_decode_fine_32;
 kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
-kvq_decode_launch kvq_launch_decode_means_64,   kvq_launch_decode_means_128,   kvq_launch_decode_means_wide;
-kvq_decode_launch kvq_launch_decode_mixed_64,   kvq_launch_decode_mixed_128,   kvq_launch_decode_mixed_wide;   // attend_mixed.cuh
-kvq_decode_launch kvq_launch_short_64,          kvq_launch_short_128,          kvq_launch_short_wide;          // attend_short.cuh
-kvq_decode_launch kvq_launch_short_lattice_64,  kvq_launch_short_lattice_128,  kvq_launch_short_lattice_wide;
+kvq_decode_launch kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide;
+// attend_mixed.cuh
+kvq_decode_launch kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_launch_decode_mixed_wide;
+// attend_short.cuh
+kvq_decode_launch kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide;
+kvq_decode_launch kvq_launch_short_lattice_64, kvq_launch_short_lattice_128, kvq_launch_short_lattice_wide;
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
-int  kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none
+int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none

@@ -19,15 +19,19 @@ static int log2_of(int n) {
 
 // ---------------------------------------------------------------- the table of kernels
 
-struct kernels { kvq_decode_launch * of_64, * of_128, * wide; };
+struct kernels {
+    kvq_decode_launch *of_64, *of_128, *wide;
+};
 
-static const kernels DECODE        = { kvq_launch_decode_64,         kvq_launch_decode_128,         kvq_launch_decode_wide         };
-static const kernels FINE          = { kvq_launch_decode_fine_64,    kvq_launch_decode_fine_128,    kvq_launch_decode_fine_wide    };
-static const kernels LATTICES      = { kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide };
-static const kernels MEANS         = { kvq_launch_decode_means_64,   kvq_launch_decode_means_128,   kvq_launch_decode_means_wide   };
-static const kernels MIXED         = { kvq_launch_decode_mixed_64,   kvq_launch_decode_mixed_128,   kvq_launch_decode_mixed_wide   };
-static const kernels SHORT         = { kvq_launch_short_64,          kvq_launch_short_128,          kvq_launch_short_wide          };
-static const kernels SHORT_LATTICE = { kvq_launch_short_lattice_64,  kvq_launch_short_lattice_128,  kvq_launch_short_lattice_wide  };
+static const kernels DECODE = { kvq_launch_decode_64, kvq_launch_decode_128, kvq_launch_decode_wide };
+static const kernels FINE = { kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide };
+static const kernels LATTICES = { kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128,
+    kvq_launch_decode_lattice_wide };
+static const kernels MEANS = { kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide };
+static const kernels MIXED = { kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_launch_decode_mixed_wide };
+static const kernels SHORT = { kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide };
+static const kernels SHORT_LATTICE = { kvq_launch_short_lattice_64, kvq_launch_short_lattice_128,
+    kvq_launch_short_lattice_wide };
 
 // is there a kernel of slices for these bits?
 static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
@@ -43,7 +47,12 @@ static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
-    const kernels & t = is_short ? (lattice ? SHORT_LATTICE : SHORT) : a.k.type == KVQ_TYPE_MIXED ? MIXED : a.waves ? MEANS : lattice ? LATTICES : a.fine ? FINE : DECODE;
+    const kernels & t = is_short     ? (lattice ? SHORT_LATTICE : SHORT)
+        : a.k.type == KVQ_TYPE_MIXED ? MIXED
+        : a.waves                    ? MEANS
+        : lattice                    ? LATTICES
+        : a.fine                     ? FINE
+                                     : DECODE;
     return a.wide ? t.wide : a.k.head_size == 128 ? t.of_128 : t.of_64;
 }
 
@@ -54,8 +63,14 @@ static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short)
     int device = 0;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto at = known.insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2, a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits,
-        a.km.part[0].n_cells, a.km.part[0].scale, a.vm.part[0].scale, a.page_cells, a.map_stride != 0, a.waves != nullptr, a.fine, a.wide, is_short, a.one_team, a.max_shared, a.max_shared_sm }, { -1, 0, 0 } }).first;
+    const auto at =
+        known
+            .insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2,
+                          a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits, a.km.part[0].n_cells,
+                          a.km.part[0].scale, a.vm.part[0].scale, a.page_cells, a.map_stride != 0, a.waves != nullptr,
+                          a.fine, a.wide, is_short, a.one_team, a.max_shared, a.max_shared_sm },
+                { -1, 0, 0 } })
+            .first;
     if (at->second[0] < 0) {
         int found[3] = { 0, 4, 0 };
         kernel_of(a, is_short)(a, 1, nullptr, found);
@@ -68,63 +83,65 @@ static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short)
 // ---------------------------------------------------------------- which attention they take
 
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
-    bool fits = a.mask_stride_token % 2 == 0 && a.mask_stride_head % 2 == 0 && a.q_stride_token % 4 == 0 && a.q_stride_head % 4 == 0;
+    bool fits = a.mask_stride_token % 2 == 0 && a.mask_stride_head % 2 == 0 && a.q_stride_token % 4 == 0 &&
+        a.q_stride_head % 4 == 0;
     for (int i = 0; i < n_streams; i++) {
         fits = fits && (uintptr_t) a.stream[i].mask % 4 == 0 && (uintptr_t) a.stream[i].q % 16 == 0;
     }
-    const int  D     = a.k.head_size;
-    const bool codes = a.k.np != 0, lattice = a.k.type == KVQ_TYPE_LATTICE, whole_v = a.v.group >= a.v.head_size; // whole_v: one group of values
-    a.wide          = D != 64 && D != 128;
-    a.slices_log2   = D <= SLICE ? 0 : D <= 2*SLICE ? 1 : 2;
-    a.halves_log2   = log2_of(a.page_cells / 32);
-    a.k_group_log2  = codes ? log2_of(a.k.group) : 0;
-    a.v_group_log2  = codes ? (whole_v && a.wide ? 7 : log2_of(a.v.group)) : 0;
+    const int D = a.k.head_size;
+    // whole_v: one group of values
+    const bool codes = a.k.np != 0, lattice = a.k.type == KVQ_TYPE_LATTICE, whole_v = a.v.group >= a.v.head_size;
+    a.wide = D != 64 && D != 128;
+    a.slices_log2 = D <= SLICE ? 0 : D <= 2 * SLICE ? 1 : 2;
+    a.halves_log2 = log2_of(a.page_cells / 32);
+    a.k_group_log2 = codes ? log2_of(a.k.group) : 0;
+    a.v_group_log2 = codes ? (whole_v && a.wide ? 7 : log2_of(a.v.group)) : 0;
     a.v_slices_log2 = codes && whole_v ? MAX_SLICES : 0;
     if (a.wide && a.v_group_log2 > 7) {
         a.v_slices_log2 = a.v_group_log2 - 7;
-        a.v_group_log2  = 7;
+        a.v_group_log2 = 7;
     }
-    a.v_groups       = codes ? (D + a.v.group - 1) / a.v.group : 0;
+    a.v_groups = codes ? (D + a.v.group - 1) / a.v.group : 0;
     a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
-    a.fine         = codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 && a.k.bits == a.v.bits;
+    a.fine = codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 && a.k.bits == a.v.bits;
     // scales of 32 cells in columns of their own leave room for 4 rows in a block
     const bool of_32 = codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5;
     if (of_32 && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
-        a.hi_steps    = (a.km.n_hi + CELLS - 1) / CELLS;
-        a.page_steps  = a.hi_steps + (a.km.n_cells - a.km.n_hi + CELLS - 1) / CELLS;
+        a.hi_steps = (a.km.n_hi + CELLS - 1) / CELLS;
+        a.page_steps = a.hi_steps + (a.km.n_cells - a.km.n_hi + CELLS - 1) / CELLS;
         for (const kvq_affine_geometry & g : a.km.part) { fits = fits && g.scale <= 1; }
     }
     // no slice is empty: there are 1, 2 or 4 of them
-    fits = fits && a.k.type == a.v.type && D == a.v.head_size && D <= SLICE * MAX_SLICES && (D <= 2*SLICE || D > 3*SLICE) && (!a.wide || D % 16 == 0) && a.halves_log2 >= 0;
+    fits = fits && a.k.type == a.v.type && D == a.v.head_size && D <= SLICE * MAX_SLICES &&
+        (D <= 2 * SLICE || D > 3 * SLICE) && (!a.wide || D % 16 == 0) && a.halves_log2 >= 0;
     if (codes) {
-        fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 4 && a.k.scale == a.v.scale;
+        fits = fits && a.k.bits >= 1 && a.v.bits >= 1 && a.k_group_log2 >= 4 && a.v_group_log2 >= 4 &&
+            a.k.scale == a.v.scale;
     }
-    if (lattice) {
-        fits = fits && a.k.group == 2 && a.v.group == 2;
-    }
+    if (lattice) { fits = fits && a.k.group == 2 && a.v.group == 2; }
     fits = fits && (!a.wide || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
     // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
-    if (!fits || (kvq_decode_row_blocks(a) > MAX_ROW_BLOCKS && D <= SLICE)) {
-        return false;
-    }
+    if (!fits || (kvq_decode_row_blocks(a) > MAX_ROW_BLOCKS && D <= SLICE)) { return false; }
     std::array<int, 3> room = occupancy_of(a, false);
     if (!room[0] && a.fine == 3) { // these need a little more shared memory
         a.fine = 0;
-        room   = occupancy_of(a, false);
+        room = occupancy_of(a, false);
     }
     if (!room[0] && !a.wide && is_wide_pair(a, false)) { // slices go into smaller blocks
         a.wide = 1;
-        room   = occupancy_of(a, false);
+        room = occupancy_of(a, false);
     }
     a.occupancy = room[0];
-    a.n_warps   = room[1];
+    a.n_warps = room[1];
     a.nb_shared = room[2];
     return room[0] > 0;
 }
 
-int kvq_decode_row_blocks(const kvq_attend_args & a) { return ((a.n_rows << row_columns_log2(a)) + COLUMNS - 1) / COLUMNS; }
+int kvq_decode_row_blocks(const kvq_attend_args & a) {
+    return ((a.n_rows << row_columns_log2(a)) + COLUMNS - 1) / COLUMNS;
+}
 
 // called with what kvq_decode_fits set
 bool kvq_decode_means(const kvq_attend_args & a) { return a.k.type == KVQ_TYPE_LATTICE && is_means_pair(a); }
@@ -133,29 +150,33 @@ bool kvq_decode_means(const kvq_attend_args & a) { return a.k.type == KVQ_TYPE_L
 static int teams_of(const kvq_attend_args & a) { return a.n_warps >> a.slices_log2; }
 
 int kvq_decode_max_splits(const kvq_attend_args & a) {
-    const int n_units = a.k.type == KVQ_TYPE_MIXED ? a.n_pages * a.page_steps : (a.n_pages * a.page_cells + CELLS - 1) / CELLS;
+    const int n_units =
+        a.k.type == KVQ_TYPE_MIXED ? a.n_pages * a.page_steps : (a.n_pages * a.page_cells + CELLS - 1) / CELLS;
     return (n_units + teams_of(a) - 1) / teams_of(a);
 }
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
-    bool kernel = a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2 && !a.waves : a.k.type != KVQ_TYPE_MIXED;
+    bool kernel =
+        a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2 && !a.waves : a.k.type != KVQ_TYPE_MIXED;
     kernel = kernel && a.n_q == 1 && !a.stream[0].lse && a.v_group_log2 != 4 && (!a.wide || is_wide_pair(a, true));
     a.is_short = false;
-    if (!kernel) {
-        return false;
-    }
+    if (!kernel) { return false; }
     const int fine = a.fine;
     a.fine = 0; // their columns are the usual ones
     const std::array<int, 3> room = occupancy_of(a, true);
-    const int cells = SHORT_CELLS * (room[1] >> a.slices_log2), n_splits = (a.n_pages * a.page_cells + cells - 1) / cells;
-    a.is_short = room[0] && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm; // a block for each multiprocessor
+    const int cells = SHORT_CELLS * (room[1] >> a.slices_log2),
+              n_splits = (a.n_pages * a.page_cells + cells - 1) / cells;
+    // a block for each multiprocessor
+    a.is_short = room[0] && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm;
     if (a.is_short) {
         a.n_splits = n_splits;
-        a.n_warps  = room[1];
+        a.n_warps = room[1];
     } else {
         a.fine = fine;
     }
     return a.is_short;
 }
 
-void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream) { kernel_of(a, a.is_short)(a, n_streams, stream, nullptr); }
+void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
+    kernel_of(a, a.is_short)(a, n_streams, stream, nullptr);
+}

@@ -13,7 +13,8 @@
 //
 // A thread is (g = lane/4, c = lane%4). Of the 64 cells it holds
 //   in S   the rows:    cells 16*(g/2) + 2*(g%2) + 4j + {0, 1},  j = 0..3
-//   in O   contracted:  cells 16c + 4j + {0..3}: of a word of V plane j, bytes (0,2) and (1,3); one movmatrix per 8 cells brings P there
+//   in O   contracted:  cells 16c + 4j + {0..3}: of a word of V plane j, bytes (0,2) and (1,3); one movmatrix per 8
+//       cells brings P there
 // and of the channels of S  base(c, s) + {0..3}, s = 0..D/16-1, of those of O  32i + 4g + {0..3}, i = 0..D/32-1.
 //
 // The order of channels within S is free, and that of cells within O, which is all this rests on.
@@ -35,31 +36,37 @@
 namespace {
 
 // mask of slots `slot` and the next of a page, whose cells stand at map if it has one
-__device__ __forceinline__ uint32_t mask_pair(const kvq_attend_args & a, const __half * mask, const kvq_page & page, const int32_t * map, int slot) {
+__device__ __forceinline__ uint32_t mask_pair(
+    const kvq_attend_args & a, const __half * mask, const kvq_page & page, const int32_t * map, int slot) {
     const uint32_t next = (uint32_t) (page.cell + slot);
     const uint2 cells = page.map ? *(const uint2 *) map : make_uint2(next, next + 1);
-    const auto of = [&](uint32_t cell) { return cell >= (uint32_t) a.n_kv ? 0xfc00u : mask ? __half_as_ushort(mask[cell]) : 0u; };
+    const auto of = [&](uint32_t cell) {
+        return cell >= (uint32_t) a.n_kv ? 0xfc00u : mask ? __half_as_ushort(mask[cell]) : 0u;
+    };
     return of(cells.x) | of(cells.y) << 16;
 }
 
 // mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from
 // mk[][j0] on; map: of those slots, if the page has one
-template <int N, int STEP> __device__ __forceinline__
-void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask, const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
+template <int N, int STEP>
+__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask,
+    const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                mk[e][j0 + i] = !mask[0] ? 0 : e && one_mask ? mk[0][j0 + i] : __ldg((const uint32_t *) (mask[e] + page.cell + slot + STEP*i));
+                mk[e][j0 + i] = !mask[0] ? 0
+                    : e && one_mask      ? mk[0][j0 + i]
+                                         : __ldg((const uint32_t *) (mask[e] + page.cell + slot + STEP * i));
             }
         }
         return;
     }
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        mk[0][j0 + i] = mask_pair(a, mask[0], page, map + STEP*i, slot + STEP*i);
-        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : mask_pair(a, mask[1], page, map + STEP*i, slot + STEP*i);
+        mk[0][j0 + i] = mask_pair(a, mask[0], page, map + STEP * i, slot + STEP * i);
+        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : mask_pair(a, mask[1], page, map + STEP * i, slot + STEP * i);
     }
 }
 
@@ -70,12 +77,16 @@ __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
 }
 
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
-template <int D, int KB, bool MEANS, int FINE, bool WIDE> constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
+template <int D, int KB, bool MEANS, int FINE, bool WIDE>
+constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
 
 // MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
 // in f16 (3). WIDE: heads that are not D channels
-template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE> __global__
-void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : takes_many<D, KB, MEANS, FINE> ? 2 : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
+template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE>
+__global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
+    WIDE                                 ? 1
+        : takes_many<D, KB, MEANS, FINE> ? 2
+                                         : 3) decode_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
@@ -85,56 +96,68 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, is = blockIdx.z;
     const slice of(a, warp);
-    const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2, kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
+    const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2,
+              kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
     // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots,
     // probabilities on their way
     const int nb_warp = warp_bytes(a);
-    uint8_t * const stages = memory + warp * nb_warp, * const wide = stages + 2 * a.stage_bytes;
+    uint8_t *const stages = memory + warp * nb_warp, *const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
     int32_t * const maps = (int32_t *) (ring + 8);
-    const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages), ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide, maps_at = ring_at + 8 * (int) sizeof(kvq_page);
+    const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages),
+                   ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide,
+                   maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
     const int split = blockIdx.x * of.teams + of.team, n_splits = a.n_splits * of.teams;
-    const int unit0 = (int) ((int64_t) n_units * split / n_splits), unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
+    const int unit0 = (int) ((int64_t) n_units * split / n_splits),
+              unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
 
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
-        const int half = min(2*unit + lane / 3, n_halves - 1);
-        if (lane < 6) { copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16, (const char *) &st.pages[half >> a.halves_log2] + lane % 3 * 16); }
+        const int half = min(2 * unit + lane / 3, n_halves - 1);
+        if (lane < 6) {
+            copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16,
+                (const char *) &st.pages[half >> a.halves_log2] + lane % 3 * 16);
+        }
     };
     const auto copy_maps = [&](int unit, int s0, int s1) { // of halves that are there: 32 cells, 8 pieces
-        const int h = lane / 8, half = 2*unit + h;
+        const int h = lane / 8, half = 2 * unit + h;
         if (lane < 16 && (h ? s1 : s0) >= 0 && ring[unit % 4 * 2 + h].map) {
-            copy16(maps_at + (unit % 2 * 64 + lane * 4) * 4, ring[unit % 4 * 2 + h].map + kvh * a.map_stride + (half & (per_page - 1)) * 32 + lane % 8 * 4);
+            copy16(maps_at + (unit % 2 * 64 + lane * 4) * 4,
+                ring[unit % 4 * 2 + h].map + kvh * a.map_stride + (half & (per_page - 1)) * 32 + lane % 8 * 4);
         }
     };
     const auto first_cell = [&](int half) { return (half & (per_page - 1)) * 32; };
     // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int h) {
         const kvq_page & p = ring[unit % 4 * 2 + h];
-        return 2*unit + h >= n_halves || !p.n_slots ? -1 : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
+        return 2 * unit + h >= n_halves || !p.n_slots ? -1
+                                                      : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
     };
-    const auto halves_of = [&](int unit, int h0, int h1, half_page (&h)[2]) {
+    const auto halves_of = [&](int unit, int h0, int h1, half_page(&h)[2]) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const kvq_page & p = ring[unit % 4 * 2 + (i ? h1 : h0)];
-            h[i].k_codes  = (const uint8_t *) p.k_codes  + (size_t) kvh * a.k.nb_codes;
+            h[i].k_codes = (const uint8_t *) p.k_codes + (size_t) kvh * a.k.nb_codes;
             h[i].k_params = (const uint8_t *) p.k_params + (size_t) kvh * a.k.nb_params;
-            h[i].v_codes  = (const uint8_t *) p.v_codes  + (size_t) kvh * a.v.nb_codes;
+            h[i].v_codes = (const uint8_t *) p.v_codes + (size_t) kvh * a.v.nb_codes;
             h[i].v_params = (const uint8_t *) p.v_params + (size_t) kvh * a.v.nb_params;
-            h[i].t = first_cell(2*unit + (i ? h1 : h0));
+            h[i].t = first_cell(2 * unit + (i ? h1 : h0));
         }
     };
     if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
-        for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) { ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0); }
+        for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) {
+            ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0);
+        }
         __syncwarp();
     }
     if (unit0 < unit1) { copy_pages(unit0); }
     uint8_t * const shared_sums = memory + of.warps * nb_warp; // of teams
     int sums_turn = 0;
-    uint32_t * const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0)), * const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    uint32_t *const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0)),
+                    *const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
     float * const coefficients = (float *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
@@ -146,45 +169,52 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
     float slope[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) { // columns 2c + e
-        const int row = min(row0 + (2*c + e) % per_row, a.n_rows - 1), token = row_token(a, row), head = row_head(a, kvh, row);
+        const int row = min(row0 + (2 * c + e) % per_row, a.n_rows - 1), token = row_token(a, row),
+                  head = row_head(a, kvh, row);
         slope[e] = alibi_slope(a, head) * LOG2E;
-        mask [e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
+        mask[e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
     const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = FINE && one_mask;
     const auto ask_mask = [&](int unit, int s0, int s1) { // of cells 2 * lane, 2 * lane + 1 of a unit without maps
-        if ((lane < 16 ? s0 : s1) < 0) {
-            return;
-        }
+        if ((lane < 16 ? s0 : s1) < 0) { return; }
         const kvq_page & page = ring[unit % 4 * 2 + lane / 16];
-        const int slot = first_cell(2*unit + lane / 16) + lane % 16 * 2, at = unit % 2 * 64 + 2*lane;
+        const int slot = first_cell(2 * unit + lane / 16) + lane % 16 * 2, at = unit % 2 * 64 + 2 * lane;
         if (mask[0] && !page.map && page.cell + slot + 2 <= a.n_kv) {
-            copy4(maps_at + 4*at, mask[0] + page.cell + slot);
+            copy4(maps_at + 4 * at, mask[0] + page.cell + slot);
         } else {
             maps[at] = (int32_t) mask_pair(a, mask[0], page, page.map + slot, slot);
         }
     };
-    const bool mine = c >> (2 - columns_log2) == g >> (3 - columns_log2); // this thread's columns belong to its cells' scales
-    const int  weight = FINE ? v_boost<VB>() - cut<VB>::W * (g / 2 % cut<VB>::P) : 0; // of all of this thread's probabilities: v_weight of the step that contracts its cells
-    const int  in_half = g / 2 % 2 * 16 + g % 2 * 2;
+    // this thread's columns belong to its cells' scales
+    const bool mine = c >> (2 - columns_log2) == g >> (3 - columns_log2);
+    // of all of this thread's probabilities: v_weight of the step that contracts its cells
+    const int weight = FINE ? v_boost<VB>() - cut<VB>::W * (g / 2 % cut<VB>::P) : 0;
+    const int in_half = g / 2 % 2 * 16 + g % 2 * 2;
 
-    float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f }, l_sealed[2] = { 0.0f, 0.0f }; // l_sealed: of values that lack their mean
-    bool of_codes = CODES; // o in units of codes: times FROM_V; or rotated
+    // l_sealed: of values that lack their mean
+    float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f },
+          l_sealed[2] = { 0.0f, 0.0f };
+    bool of_codes = CODES;         // o in units of codes: times FROM_V; or rotated
     uint32_t q[S][2], raw[2] = {}; // q: of column g; raw: scales of a lattice unit on their way
     bool q_rotated = false;
     int32_t places[2] = {}; // positions of a unit on their way
     const auto load_places = [&](int unit, int h0, int h1) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) { places[i] = __ldg(st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(2*unit + (i ? h1 : h0)) + lane); }
+        for (int i = 0; i < 2; i++) {
+            places[i] = __ldg(
+                st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(2 * unit + (i ? h1 : h0)) + lane);
+        }
     };
     const auto put_places = [&](int unit) {
         int32_t * to = (int32_t *) (stages + unit % 2 * a.stage_bytes + lattice_map<D, KB, VB>::BYTES);
-        to[lane]      = places[0];
+        to[lane] = places[0];
         to[lane + 32] = places[1];
         __syncwarp();
     };
     const auto load_rotated = [&](bool rotated) {
         const int row = min(row0 + g % per_row, a.n_rows - 1);
-        load_query<D, KB>(a, of, st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head, a.scale * LOG2E, rotated, q);
+        load_query<D, KB>(a, of, st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head,
+            a.scale * LOG2E, rotated, q);
         q_rotated = rotated;
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
@@ -206,7 +236,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
                     const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
                     copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, page, kvh,
-                                                       first_cell(2*unit + 2 + h), true, true);
+                        first_cell(2 * unit + 2 + h), true, true);
                 }
             } else if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) {
@@ -224,7 +254,8 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             copy_pages(unit + 2);
             if (by_lane && !a.map_stride && unit >= unit0) { ask_mask(unit + 1, next0, next1); }
         }
-        if (unit < unit0) { // sealed pages are older than the kernel before this one and were asked for without waiting for it
+        // sealed pages are older than the kernel before this one and were asked for without waiting for it
+        if (unit < unit0) {
             early_wait();
             if (by_lane && !a.map_stride && unit0 < unit1) { ask_mask(unit0, next0, next1); }
             if constexpr (ROTATED) {
@@ -248,7 +279,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         }
         uint8_t * stage = stages + unit % 2 * a.stage_bytes;
         const uint8_t * params = stage;
-        if constexpr (CODES && !ROTATED) { params = FINE == 2 || (!FINE && a.k.scale) ? wide : stage + stage_map<D, KB, VB>::K_PARAMS; }
+        if constexpr (CODES && !ROTATED) {
+            params = FINE == 2 || (!FINE && a.k.scale) ? wide : stage + stage_map<D, KB, VB>::K_PARAMS;
+        }
         const auto arrange = [&] { // parameters that have arrived
             if constexpr (FINE) {
                 arrange_fine<D, KB, VB, FINE == 2, G>(a, stage, wide);
@@ -257,8 +290,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             }
         };
         if (by_lane && a.map_stride && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
-            int32_t * const at = maps + unit % 2 * 64 + 2*lane;
-            *at = (int32_t) mask_pair(a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2*unit + lane / 16) + lane % 16 * 2);
+            int32_t * const at = maps + unit % 2 * 64 + 2 * lane;
+            *at = (int32_t) mask_pair(
+                a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2 * unit + lane / 16) + lane % 16 * 2);
         }
         if (state0 == 3 || state1 == 3) { arrange(); }
         bool staged = true;
@@ -266,24 +300,26 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
         while (todo) { // both halves at once when they are alike
             const int first = todo & 1 ? 0 : 1, now = first ? state1 : state0;
             const bool both = todo == 3 && state0 == state1;
-            const int sel   = both ? 3 : 1 << first;
+            const int sel = both ? 3 : 1 << first;
             todo &= ~sel;
             const int kh = both ? g / 4 : first, vh = both ? c / 2 : first; // halves that this thread reads
             const kvq_page & kp = ring[unit % 4 * 2 + kh];
             const kvq_page & vp = ring[unit % 4 * 2 + vh];
             const bool here = sel >> g / 4 & 1;
             uint32_t mk[2][4];
-            if (by_lane) { // behind the products
+            if (by_lane) {               // behind the products
             } else if constexpr (FINE) { // this thread has cells of both halves
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int from = both ? h : first, slot = first_cell(2*unit + from) + 2*g;
+                    const int from = both ? h : first, slot = first_cell(2 * unit + from) + 2 * g;
                     const kvq_page & page = ring[unit % 4 * 2 + from];
-                    load_mask<2, 16>(a, mask, one_mask, page, a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2*g : page.map + slot, slot, 2*h, mk);
+                    load_mask<2, 16>(a, mask, one_mask, page,
+                        a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2 * g : page.map + slot, slot, 2 * h, mk);
                 }
             } else {
-                const int slot = first_cell(2*unit + kh) + in_half;
-                load_mask<4, 4>(a, mask, one_mask, kp, a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
+                const int slot = first_cell(2 * unit + kh) + in_half;
+                load_mask<4, 4>(a, mask, one_mask, kp,
+                    a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
             }
             if constexpr (FINE) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
@@ -292,7 +328,7 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     __syncwarp();
                     const kvq_page & page = ring[unit % 4 * 2 + h];
                     copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, page, kvh,
-                                                            first_cell(2*unit + h), now & 1, now & 2);
+                        first_cell(2 * unit + h), now & 1, now & 2);
                     copies_done();
                     arrange();
                 }
@@ -309,7 +345,8 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                             put_places(unit);
                         }
                     } else {
-                        copy_stage_late<D, KB, VB>(a, of, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
+                        copy_stage_late<D, KB, VB>(
+                            a, of, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
                         copies_done();
                         arrange();
                     }
@@ -320,7 +357,10 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 if (q_rotated != (now & 1)) { load_rotated(now & 1); }
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q, stage, s); }
                 if constexpr (MEANS) {
-                    if (now & 1) { add_means<D, KB>(a, of, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s); }
+                    if (now & 1) {
+                        add_means<D, KB>(
+                            a, of, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s);
+                    }
                 }
             } else if constexpr (FINE) {
                 if (now & 1) { score_fine<D, KB, VB, G>(q, stage, params, s); }
@@ -331,18 +371,22 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 if constexpr (FINE) {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const int from = both ? j / 2 : first, t = first_cell(2*unit + from) + j % 2 * 16 + 2*g;
-                        score_open_pair<D, KB, false>(of, q, (const uint16_t *) ring[unit % 4 * 2 + from].k_codes + ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first(), a.k.stride, s[j]);
+                        const int from = both ? j / 2 : first, t = first_cell(2 * unit + from) + j % 2 * 16 + 2 * g;
+                        score_open_pair<D, KB, false>(of, q,
+                            (const uint16_t *) ring[unit % 4 * 2 + from].k_codes +
+                                ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first(),
+                            a.k.stride, s[j]);
                     }
                 } else {
-                    const uint16_t * rows = (const uint16_t *) kp.k_codes + ((size_t) kvh * a.k.n_cells + first_cell(2*unit + kh) + in_half) * a.k.stride + of.first();
+                    const uint16_t * rows = (const uint16_t *) kp.k_codes +
+                        ((size_t) kvh * a.k.n_cells + first_cell(2 * unit + kh) + in_half) * a.k.stride + of.first();
                     score_open<D, KB, false>(of, q, rows, a.k.stride, s);
                 }
             }
             if (by_lane) {
                 __syncwarp();
 #pragma unroll
-                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + 16*j + 2*g]; }
+                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + 16 * j + 2 * g]; }
             }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -355,22 +399,21 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
             cap_scores(a, s);
             float top[2] = { -INFINITY, -INFINITY }, f[2];
-            if (!mask_scores(mk, slope, s, top)) {
-                continue;
-            }
+            if (!mask_scores(mk, slope, s, top)) { continue; }
             if (raise_maxima(top, m, o, f)) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    l[e]        *= f[e];
+                    l[e] *= f[e];
                     l_sealed[e] *= f[e];
-                    oz[e]       *= f[e];
+                    oz[e] *= f[e];
                 }
             }
             uint32_t p[4][2];
             const float before[2] = { l[0], l[1] };
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const float back = FINE ? 1.0f : exp2_of(-v_weight<VB>(j)), boost = FINE ? (float) weight : (float) v_weight<VB>(j);
+                const float back = FINE ? 1.0f : exp2_of(-v_weight<VB>(j)),
+                            boost = FINE ? (float) weight : (float) v_weight<VB>(j);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float lower = m[i % 2] == -INFINITY ? 0.0f : m[i % 2];
@@ -395,7 +438,12 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                     } else {
                         const float f = of_codes ? 1.0f / FROM_V : FROM_V;
 #pragma unroll
-                        for (int n = 0; n < S; n++) { o[n][0] *= f; o[n][1] *= f; o[n][2] *= f; o[n][3] *= f; }
+                        for (int n = 0; n < S; n++) {
+                            o[n][0] *= f;
+                            o[n][1] *= f;
+                            o[n][2] *= f;
+                            o[n][3] *= f;
+                        }
                     }
                 }
                 if (now & 2) {
@@ -411,8 +459,9 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
                 }
             }
             if (!(now & 2)) {
-                const int t = first_cell(2*unit + vh) + c % 2 * 16;
-                const uint16_t * rows = (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first();
+                const int t = first_cell(2 * unit + vh) + c % 2 * 16;
+                const uint16_t * rows =
+                    (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first();
                 if constexpr (FINE) {
                     accumulate_fine_open<D, VB>(of, rows, a.v.stride, p, o);
                 } else {
@@ -441,26 +490,35 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
             for (int d = 4; d <= 16; d *= 2) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
         }
         if (g == 0) {
-            sums.m[warp][2*c + e] = m[e];
-            sums.l[warp][2*c + e] = l[e];
+            sums.m[warp][2 * c + e] = m[e];
+            sums.l[warp][2 * c + e] = l[e];
         }
         const float f = of_codes ? FROM_V : 1.0f;
         if constexpr (FINE) {
 #pragma unroll
             for (int k = 0; k < S; k++) {
                 const float z = __shfl_sync(~0u, oz[e], k / (G / 16) * 4 + c);
-                *(float2 *) &sums.o[warp][2*c + e][16*k + 2*g] = make_float2(fmaf(o[k][e], f, z), fmaf(o[k][2 + e], f, z));
+                *(float2 *) &sums.o[warp][2 * c + e][16 * k + 2 * g] =
+                    make_float2(fmaf(o[k][e], f, z), fmaf(o[k][2 + e], f, z));
             }
         } else {
 #pragma unroll
             for (int i = 0; i < D / 32; i++) {
-                const float z = CODES && !ROTATED ? __shfl_sync(~0u, oz[e], (WIDE ? (32*i + 4*g) >> a.v_group_log2 : (32*i + 4*g) / a.v.group) * 4 + c) : 0.0f;
-                float4 y = make_float4(fmaf(o[2*i][e], f, z), fmaf(o[2*i][2 + e], f, z), fmaf(o[2*i + 1][e], f, z), fmaf(o[2*i + 1][2 + e], f, z));
+                const float z = CODES && !ROTATED
+                    ? __shfl_sync(~0u, oz[e],
+                          (WIDE ? (32 * i + 4 * g) >> a.v_group_log2 : (32 * i + 4 * g) / a.v.group) * 4 + c)
+                    : 0.0f;
+                float4 y = make_float4(fmaf(o[2 * i][e], f, z), fmaf(o[2 * i][2 + e], f, z),
+                    fmaf(o[2 * i + 1][e], f, z), fmaf(o[2 * i + 1][2 + e], f, z));
                 if constexpr (MEANS) {
-                    const float4 mu = __ldg((const float4 *) (a.v_mean + kvh * of.head(a) + of.first() + of.near(32*i + 4*g, 4)));
-                    y.x = fmaf(l_sealed[e], mu.x, y.x); y.y = fmaf(l_sealed[e], mu.y, y.y); y.z = fmaf(l_sealed[e], mu.z, y.z); y.w = fmaf(l_sealed[e], mu.w, y.w);
+                    const float4 mu =
+                        __ldg((const float4 *) (a.v_mean + kvh * of.head(a) + of.first() + of.near(32 * i + 4 * g, 4)));
+                    y.x = fmaf(l_sealed[e], mu.x, y.x);
+                    y.y = fmaf(l_sealed[e], mu.y, y.y);
+                    y.z = fmaf(l_sealed[e], mu.z, y.z);
+                    y.w = fmaf(l_sealed[e], mu.w, y.w);
                 }
-                *(float4 *) &sums.o[warp][2*c + e][32*i + 4*g] = y;
+                *(float4 *) &sums.o[warp][2 * c + e][32 * i + 4 * g] = y;
             }
         }
     }
@@ -469,72 +527,89 @@ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE ? 1 : t
 }
 
 // Launches, or with `occupancy` tells how many blocks a multiprocessor holds; 0: there is not room for one.
-template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false> void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false>
+void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = a.stage_wide = 0;
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
     } else if (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
-    const size_t tables = KB > LATTICE ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0) : 0;
+    const size_t tables = KB > LATTICE
+        ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0)
+        : 0;
     const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables, sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
+        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables,
+            sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a, decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a,
+        decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
 }
 
-template <int D, int KB> void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, int KB>
+void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.v.bits) {
-        case 1:  launch_kernel<D, KB, LATTICE + 2>(a, n_streams, stream, occupancy); break;
-        case 2:  launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream, occupancy); break;
-        case 3:  launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream, occupancy); break;
-        default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream, occupancy); break;
+    case 1: launch_kernel<D, KB, LATTICE + 2>(a, n_streams, stream, occupancy); break;
+    case 2: launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream, occupancy); break;
+    case 3: launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream, occupancy); break;
+    default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream, occupancy); break;
     }
 }
 
 template <int D> void launch_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.k.bits) {
-        case 1:  launch_lattice_values<D, LATTICE + 2>(a, n_streams, stream, occupancy); break;
-        case 2:  launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
-        case 3:  launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
-        default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
+    case 1: launch_lattice_values<D, LATTICE + 2>(a, n_streams, stream, occupancy); break;
+    case 2: launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
+    case 3: launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
+    default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
     }
 }
 
-template <int D> void launch_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, LATTICE + 2*K, LATTICE + 2*V, false, 0, true>(a, n_streams, stream, occupancy); break;
-    switch (8*a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
+template <int D>
+void launch_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V:                                                                                                    \
+        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, 0, true>(a, n_streams, stream, occupancy);           \
+        break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 
-template <int D, bool WIDE> void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, LATTICE + 2*K, LATTICE + 2*V, true, 0, WIDE>(a, n_streams, stream, occupancy); break;
-    switch (8*a.k.bits + a.v.bits) { KVQ_MEANS_BITS(KVQ_CASE) }
+template <int D, bool WIDE>
+void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V:                                                                                                    \
+        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, 0, WIDE>(a, n_streams, stream, occupancy);            \
+        break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_MEANS_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 
-template <int D, int FINE, bool WIDE> void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, int FINE, bool WIDE>
+void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.k.bits) {
-        case 1:  launch_kernel<D, 1, 1, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-        case 2:  launch_kernel<D, 2, 2, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-        case 3:  launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-        default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    case 1: launch_kernel<D, 1, 1, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    case 2: launch_kernel<D, 2, 2, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    case 3: launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
     }
 }
 
 template <int D> void launch_fine_32(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, K, V, false, 3, true>(a, n_streams, stream, occupancy); break;
-    switch (8*a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V: launch_kernel<D, K, V, false, 3, true>(a, n_streams, stream, occupancy); break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 
-template <int D, int KB> void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, int KB>
+void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.v.bits) {
-        case 1:  launch_kernel<D, KB, 1>(a, n_streams, stream, occupancy); break;
-        case 2:  launch_kernel<D, KB, 2>(a, n_streams, stream, occupancy); break;
-        case 3:  launch_kernel<D, KB, 3>(a, n_streams, stream, occupancy); break;
-        default: launch_kernel<D, KB, 4>(a, n_streams, stream, occupancy); break;
+    case 1: launch_kernel<D, KB, 1>(a, n_streams, stream, occupancy); break;
+    case 2: launch_kernel<D, KB, 2>(a, n_streams, stream, occupancy); break;
+    case 3: launch_kernel<D, KB, 3>(a, n_streams, stream, occupancy); break;
+    default: launch_kernel<D, KB, 4>(a, n_streams, stream, occupancy); break;
     }
 }
 
@@ -544,20 +619,22 @@ template <int D> void launch_decode(const kvq_attend_args & a, int n_streams, cu
         return;
     }
     switch (a.k.bits) {
-        case 1:  launch_values<D, 1>(a, n_streams, stream, occupancy); break;
-        case 2:  launch_values<D, 2>(a, n_streams, stream, occupancy); break;
-        case 3:  launch_values<D, 3>(a, n_streams, stream, occupancy); break;
-        default: launch_values<D, 4>(a, n_streams, stream, occupancy); break;
+    case 1: launch_values<D, 1>(a, n_streams, stream, occupancy); break;
+    case 2: launch_values<D, 2>(a, n_streams, stream, occupancy); break;
+    case 3: launch_values<D, 3>(a, n_streams, stream, occupancy); break;
+    default: launch_values<D, 4>(a, n_streams, stream, occupancy); break;
     }
 }
 
-template <int D> void launch_decode_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D>
+void launch_decode_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     if (a.k.np == 0) {
         launch_kernel<D, 16, 16, false, 0, true>(a, n_streams, stream, occupancy);
         return;
     }
-#define KVQ_CASE(K, V) case 8*K + V: launch_kernel<D, K, V, false, 0, true>(a, n_streams, stream, occupancy); break;
-    switch (8*a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V: launch_kernel<D, K, V, false, 0, true>(a, n_streams, stream, occupancy); break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 

@@ -6,18 +6,22 @@
 
 constexpr int TILE = KVQ_ROWS_TILE;
 template <int D> constexpr int products_of = D <= 128 ? 2 : 1; // that share what is read, of 16 rows each
-template <int D> constexpr int warps_of    = KVQ_ROWS_BLOCK / (16 * products_of<D>);
+template <int D> constexpr int warps_of = KVQ_ROWS_BLOCK / (16 * products_of<D>);
 constexpr float LOG2_E = 1.44269504f;
 
-static __device__ __forceinline__ float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+static __device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // ---------------------------------------------------------------- which slots are seen
 
-static __global__ void cells_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, kvh = blockIdx.y, ip = i / a.page_cells, slot = i % a.page_cells;
-    if (i >= r.n_tiles * TILE) {
-        return;
-    }
+static __global__ void cells_kernel(
+    const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, kvh = blockIdx.y, ip = i / a.page_cells,
+              slot = i % a.page_cells;
+    if (i >= r.n_tiles * TILE) { return; }
     int cell = -1;
     if (ip < a.n_pages && a.stream[0].pages[ip].n_slots) {
         const kvq_page & page = a.stream[0].pages[ip];
@@ -26,11 +30,10 @@ static __global__ void cells_kernel(const __grid_constant__ kvq_attend_args a, c
     r.cells[(size_t) kvh * r.n_tiles * TILE + i] = cell < a.n_kv ? cell : -1;
 }
 
-static __global__ void seen_cells_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
+static __global__ void seen_cells_kernel(
+    const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
     const int cell = blockIdx.x * blockDim.x + threadIdx.x, rows0 = blockIdx.y * KVQ_ROWS_BLOCK;
-    if (cell >= a.n_kv) {
-        return;
-    }
+    if (cell >= a.n_kv) { return; }
     bool any = false, all = true;
     if (a.stream[0].mask) {
         const int t1 = row_token(a, min(rows0 + KVQ_ROWS_BLOCK, a.n_rows) - 1);
@@ -45,27 +48,32 @@ static __global__ void seen_cells_kernel(const __grid_constant__ kvq_attend_args
 }
 
 // a warp a tile
-static __global__ void seen_tiles_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
+static __global__ void seen_tiles_kernel(
+    const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
     const int tile = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, kvh = blockIdx.y;
-    if (tile >= r.n_tiles) {
-        return;
-    }
+    if (tile >= r.n_tiles) { return; }
     int any = 0, not_all = 0;
     for (int i = lane; i < TILE; i += 32) {
         const int cell = r.cells[((size_t) kvh * r.n_tiles + tile) * TILE + i];
         const int seen = cell < 0 ? 0 : r.seen_cells[(size_t) blockIdx.z * a.n_kv + cell];
-        any     |= seen != 0;
+        any |= seen != 0;
         not_all |= seen != 1;
     }
-    any     = __any_sync(~0u, any);
+    any = __any_sync(~0u, any);
     not_all = __any_sync(~0u, not_all);
-    if (lane == 0) { r.seen_tiles[((size_t) blockIdx.z * a.n_head_kv + kvh) * r.n_tiles + tile] = (uint8_t) (!any ? 0 : not_all ? 2 : 1); }
+    if (lane == 0) {
+        r.seen_tiles[((size_t) blockIdx.z * a.n_head_kv + kvh) * r.n_tiles + tile] = (uint8_t) (!any ? 0
+                : not_all                                                                            ? 2
+                                                                                                     : 1);
+    }
 }
 
 // ---------------------------------------------------------------- attention
 
 // 64 rows of a KV head, row_step apart
-template <int D> static __device__ __forceinline__ void ask_rows(const uint16_t * rows, uint32_t row_step, int head_size, int tile, uint32_t to) {
+template <int D>
+static __device__ __forceinline__ void ask_rows(
+    const uint16_t * rows, uint32_t row_step, int head_size, int tile, uint32_t to) {
     constexpr int PIECES = D / 8, THREADS = 32 * warps_of<D>; // pieces of a row
     static_assert(TILE * PIECES % THREADS == 0, "every thread asks for as many pieces");
     rows += (size_t) tile * TILE * row_step;
@@ -73,21 +81,27 @@ template <int D> static __device__ __forceinline__ void ask_rows(const uint16_t 
 #pragma unroll
     for (int i = 0; i < TILE * PIECES / THREADS; i++) {
         const int j = i * THREADS + threadIdx.x;
-        const int t = THREADS % PIECES ? j / PIECES : t0 + i * (THREADS / PIECES), c = 8 * (THREADS % PIECES ? j % PIECES : c0);
+        const int t = THREADS % PIECES ? j / PIECES : t0 + i * (THREADS / PIECES),
+                  c = 8 * (THREADS % PIECES ? j % PIECES : c0);
         // behind the head: any, queries are 0 there and nothing of it is stored
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + 2 * (t * (D + 8) + c)), "l"(rows + t * row_step + min(c, head_size - 8)) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 2 * (t * (D + 8) + c)),
+            "l"(rows + t * row_step + min(c, head_size - 8))
+            : "memory");
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-template <int D> static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
-rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
+template <int D>
+static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
+    rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
     extern __shared__ __align__(16) __half s_memory[];
     constexpr int STEP = D + 8, B = products_of<D>, WARPS = warps_of<D>; // STEP: keeps reads off equal banks
-    __half * const s_q = s_memory, * const s_k = s_q + KVQ_ROWS_BLOCK * STEP, * const s_v = s_k + TILE * STEP;
+    __half *const s_q = s_memory, *const s_k = s_q + KVQ_ROWS_BLOCK * STEP, *const s_v = s_k + TILE * STEP;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4;
-    const int row_block = blockIdx.x / a.n_splits, split = blockIdx.x % a.n_splits, kvh = blockIdx.y, rows0 = row_block * KVQ_ROWS_BLOCK;
-    const int tile0 = (int) ((int64_t) r.n_tiles * split / a.n_splits), tile1 = (int) ((int64_t) r.n_tiles * (split + 1) / a.n_splits);
+    const int row_block = blockIdx.x / a.n_splits, split = blockIdx.x % a.n_splits, kvh = blockIdx.y,
+              rows0 = row_block * KVQ_ROWS_BLOCK;
+    const int tile0 = (int) ((int64_t) r.n_tiles * split / a.n_splits),
+              tile1 = (int) ((int64_t) r.n_tiles * (split + 1) / a.n_splits);
     const uint8_t * const seen = r.seen_tiles + ((size_t) row_block * a.n_head_kv + kvh) * r.n_tiles;
     const int32_t * const cells = r.cells + (size_t) kvh * r.n_tiles * TILE;
     const auto next = [&](int t) {
@@ -95,26 +109,36 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
         return t;
     };
     // this thread's row i of 2B; rows behind the last repeat it and are not stored
-    const auto row_of = [&](int i) { return rows0 + warp * (16*B) + i / 2 * 16 + g + i % 2 * 8; };
+    const auto row_of = [&](int i) { return rows0 + warp * (16 * B) + i / 2 * 16 + g + i % 2 * 8; };
 
     const auto ask = [&](bool value, int t) {
         const int head_size = value ? a.v.head_size : a.k.head_size;
-        ask_rows<D>((value ? r.v : r.k) + kvh * head_size, a.n_head_kv * head_size, head_size, t, (uint32_t) __cvta_generic_to_shared(value ? s_v : s_k));
+        ask_rows<D>((value ? r.v : r.k) + kvh * head_size, a.n_head_kv * head_size, head_size, t,
+            (uint32_t) __cvta_generic_to_shared(value ? s_v : s_k));
     };
 
     int tile = next(tile0);
     if (tile < tile1) { ask(false, tile); }
     for (int i = threadIdx.x; i < KVQ_ROWS_BLOCK * (D / 4); i += 32 * WARPS) {
         const int row = min(rows0 + i / (D / 4), a.n_rows - 1), c = i % (D / 4) * 4;
-        const float * p = a.stream[0].q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + c;
-        *(uint2 *) (s_q + i / (D / 4) * STEP + c) = c < a.k.head_size ? make_uint2(pack_half2(p[0] * a.scale, p[1] * a.scale), pack_half2(p[2] * a.scale, p[3] * a.scale)) : make_uint2(0, 0);
+        const float * p =
+            a.stream[0].q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + c;
+        *(uint2 *) (s_q + i / (D / 4) * STEP + c) = c < a.k.head_size
+            ? make_uint2(pack_half2(p[0] * a.scale, p[1] * a.scale), pack_half2(p[2] * a.scale, p[3] * a.scale))
+            : make_uint2(0, 0);
     }
-    const uint32_t q_row = (uint32_t) __cvta_generic_to_shared(s_q + (warp * 16*B + lane % 16) * STEP + lane / 16 * 8);
-    const uint32_t k_row = (uint32_t) __cvta_generic_to_shared(s_k + (lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
-    const uint32_t v_row = (uint32_t) __cvta_generic_to_shared(s_v + (lane % 8 + lane / 8 % 2 * 8) * STEP + lane / 16 * 8);
-    float o[B][D / 8][4] = {}, m[2*B], l[2*B];
+    const uint32_t q_row =
+        (uint32_t) __cvta_generic_to_shared(s_q + (warp * 16 * B + lane % 16) * STEP + lane / 16 * 8);
+    const uint32_t k_row =
+        (uint32_t) __cvta_generic_to_shared(s_k + (lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
+    const uint32_t v_row =
+        (uint32_t) __cvta_generic_to_shared(s_v + (lane % 8 + lane / 8 % 2 * 8) * STEP + lane / 16 * 8);
+    float o[B][D / 8][4] = {}, m[2 * B], l[2 * B];
 #pragma unroll
-    for (int i = 0; i < 2*B; i++) { m[i] = -INFINITY; l[i] = 0.0f; }
+    for (int i = 0; i < 2 * B; i++) {
+        m[i] = -INFINITY;
+        l[i] = 0.0f;
+    }
 
     while (tile < tile1) {
         asm volatile("cp.async.wait_all;" ::: "memory");
@@ -127,16 +151,18 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
 #pragma unroll
             for (int b = 0; b < B; b++) {
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                    : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3]) : "r"(q_row + 2 * (b * 16 * STEP + 16*k)));
+                    : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
+                    : "r"(q_row + 2 * (b * 16 * STEP + 16 * k)));
             }
 #pragma unroll
             for (int n = 0; n < TILE / 8; n += 2) {
                 uint32_t x[4];
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(k_row + 2 * (n * 8 * STEP + 16*k)));
+                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                    : "r"(k_row + 2 * (n * 8 * STEP + 16 * k)));
 #pragma unroll
                 for (int b = 0; b < B; b++) {
-                    mma(s[b][n],     q[b], x[0], x[1]);
+                    mma(s[b][n], q[b], x[0], x[1]);
                     mma(s[b][n + 1], q[b], x[2], x[3]);
                 }
             }
@@ -158,13 +184,14 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
         }
         if (seen[tile] != 1) {
 #pragma unroll
-            for (int i = 0; i < 2*B; i++) {
+            for (int i = 0; i < 2 * B; i++) {
                 const int row = min(row_of(i), a.n_rows - 1);
                 const float slope = alibi_slope(a, row_head(a, kvh, row));
-                const __half * const mask = a.stream[0].mask ? a.stream[0].mask + row_token(a, row) * a.mask_stride_token : nullptr;
+                const __half * const mask =
+                    a.stream[0].mask ? a.stream[0].mask + row_token(a, row) * a.mask_stride_token : nullptr;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++) {
-                    const uint2 cell = *(const uint2 *) (cells + tile * TILE + 8*n + 2*tig);
+                    const uint2 cell = *(const uint2 *) (cells + tile * TILE + 8 * n + 2 * tig);
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         const int c = (int) (e ? cell.y : cell.x);
@@ -174,32 +201,34 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
                 }
             }
         }
-        float top[2*B];
-        int   higher = 0;
+        float top[2 * B];
+        int higher = 0;
 #pragma unroll
-        for (int i = 0; i < 2*B; i++) {
+        for (int i = 0; i < 2 * B; i++) {
             top[i] = m[i];
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++) { top[i] = fmaxf(top[i], fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1])); }
+            for (int n = 0; n < TILE / 8; n++) {
+                top[i] = fmaxf(top[i], fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]));
+            }
             top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
             top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
             higher |= top[i] > m[i];
         }
         if (__any_sync(~0u, higher)) {
 #pragma unroll
-            for (int i = 0; i < 2*B; i++) {
+            for (int i = 0; i < 2 * B; i++) {
                 const float c = m[i] == -INFINITY ? 0.0f : exp2_of((m[i] - top[i]) * LOG2_E);
-                m[i]  = top[i];
+                m[i] = top[i];
                 l[i] *= c;
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) {
-                    o[i / 2][n][i % 2 * 2]     *= c;
+                    o[i / 2][n][i % 2 * 2] *= c;
                     o[i / 2][n][i % 2 * 2 + 1] *= c;
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < 2*B; i++) {
+        for (int i = 0; i < 2 * B; i++) {
             const float base = m[i] == -INFINITY ? 0.0f : m[i] * LOG2_E;
 #pragma unroll
             for (int n = 0; n < TILE / 8; n++) {
@@ -217,16 +246,19 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
 #pragma unroll
             for (int b = 0; b < B; b++) {
 #pragma unroll
-                for (int j = 0; j < 4; j++) { p[b][j] = pack_half2(s[b][2*k + j / 2][j % 2 * 2], s[b][2*k + j / 2][j % 2 * 2 + 1]); }
+                for (int j = 0; j < 4; j++) {
+                    p[b][j] = pack_half2(s[b][2 * k + j / 2][j % 2 * 2], s[b][2 * k + j / 2][j % 2 * 2 + 1]);
+                }
             }
 #pragma unroll
             for (int n = 0; n < D / 8; n += 2) {
                 uint32_t x[4];
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(v_row + 2 * (k * 16 * STEP + 8*n)));
+                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                    : "r"(v_row + 2 * (k * 16 * STEP + 8 * n)));
 #pragma unroll
                 for (int b = 0; b < B; b++) {
-                    mma(o[b][n],     p[b], x[0], x[1]);
+                    mma(o[b][n], p[b], x[0], x[1]);
                     mma(o[b][n + 1], p[b], x[2], x[3]);
                 }
             }
@@ -234,19 +266,17 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
         tile = after;
     }
 #pragma unroll
-    for (int i = 0; i < 2*B; i++) {
+    for (int i = 0; i < 2 * B; i++) {
         l[i] += __shfl_xor_sync(~0u, l[i], 1);
         l[i] += __shfl_xor_sync(~0u, l[i], 2);
         const int row = row_of(i);
-        if (row >= a.n_rows) {
-            continue;
-        }
+        if (row >= a.n_rows) { continue; }
         const int token = row_token(a, row), head = row_head(a, kvh, row);
-        float * out, inv = 1.0f;
+        float *out, inv = 1.0f;
         if (a.n_splits > 1) {
             out = a.partial + partial_at(a, 0, kvh, row, split);
             if (tig == 0) {
-                out[a.v.head_size]     = m[i];
+                out[a.v.head_size] = m[i];
                 out[a.v.head_size + 1] = l[i];
             }
         } else {
@@ -254,17 +284,17 @@ rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ k
             float sum = l[i], cs = 1.0f, high = m[i];
             if (a.sinks) { // one more logit without a value
                 high = fmaxf(m[i], a.sinks[head]);
-                cs   = m[i] == -INFINITY ? 0.0f : exp2_of((m[i] - high) * LOG2_E);
-                sum  = sum * cs + exp2_of((a.sinks[head] - high) * LOG2_E);
+                cs = m[i] == -INFINITY ? 0.0f : exp2_of((m[i] - high) * LOG2_E);
+                sum = sum * cs + exp2_of((a.sinks[head] - high) * LOG2_E);
             }
             inv = sum > 0.0f ? cs / sum : 0.0f;
             if (a.stream[0].lse && tig == 0) { a.stream[0].lse[(size_t) token * a.n_head + head] = high + logf(sum); }
         }
 #pragma unroll
         for (int n = 0; n < D / 8; n++) {
-            const int d = 8*n + 2*tig;
+            const int d = 8 * n + 2 * tig;
             if (d < a.v.head_size) {
-                out[d]     = o[i / 2][n][i % 2 * 2]     * inv;
+                out[d] = o[i / 2][n][i % 2 * 2] * inv;
                 out[d + 1] = o[i / 2][n][i % 2 * 2 + 1] * inv;
             }
         }
@@ -290,12 +320,12 @@ void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & 
     seen_cells_kernel<<<dim3((a.n_kv + 255) / 256, kvq_rows_blocks(a)), 256, 0, stream>>>(a, r);
     seen_tiles_kernel<<<dim3((r.n_tiles + 7) / 8, a.n_head_kv, kvq_rows_blocks(a)), 256, 0, stream>>>(a, r);
     switch (kvq_tiles_head_size(a.k.head_size, a.v.head_size)) {
-        case  64: launch_rows< 64>(a, r, stream); break;
-        case  80: launch_rows< 80>(a, r, stream); break;
-        case  96: launch_rows< 96>(a, r, stream); break;
-        case 128: launch_rows<128>(a, r, stream); break;
-        case 192: launch_rows<192>(a, r, stream); break;
-        case 256: launch_rows<256>(a, r, stream); break;
+    case 64: launch_rows<64>(a, r, stream); break;
+    case 80: launch_rows<80>(a, r, stream); break;
+    case 96: launch_rows<96>(a, r, stream); break;
+    case 128: launch_rows<128>(a, r, stream); break;
+    case 192: launch_rows<192>(a, r, stream); break;
+    case 256: launch_rows<256>(a, r, stream); break;
     }
     if (a.n_splits > 1) { kvq_launch_merge(a, 1, stream); }
 }

@@ -1,22 +1,28 @@
-// Attention of prompts over plain f16 rows (attend_rows.cu). A layer's pages are written once as rows, slot after slot; then every
-// block of query rows reads them, which costs no decoding. Each KV head may hold its own cells: the cell of a slot comes from a list.
+// Attention of prompts over plain f16 rows (attend_rows.cu). A layer's pages are written once as rows, slot after
+// slot; then every block of query rows reads them, which costs no decoding. Each KV head may hold its own cells: the
+// cell of a slot comes from a list.
 #pragma once
 
 #include "attend.cuh"
 
 constexpr int KVQ_ROWS_BLOCK = 128; // query rows of a block
-constexpr int KVQ_ROWS_TILE  = 64;  // slots that are multiplied at a time
+constexpr int KVQ_ROWS_TILE = 64;   // slots that are multiplied at a time
 
 struct kvq_rows_args {
-    const uint16_t * k, * v; // [n_tiles*64][n_head_kv][head size]
-    int32_t * cells;         // [n_head_kv][n_tiles*64], -1: none
-    uint8_t * seen_cells;    // [row block][n_kv]: 0 no query row of the block sees the cell, 1 all do and nothing is added to their scores, 2 else
-    uint8_t * seen_tiles;    // [row block][n_head_kv][n_tiles]: the same of 64 slots
+    const uint16_t *k, *v; // [n_tiles*64][n_head_kv][head size]
+    int32_t * cells;       // [n_head_kv][n_tiles*64], -1: none
+    // [row block][n_kv]: 0 no query row of the block sees the cell, 1 all do and nothing is added to their scores, 2
+    // else
+    uint8_t * seen_cells;
+    uint8_t * seen_tiles; // [row block][n_head_kv][n_tiles]: the same of 64 slots
     int n_tiles;
 };
 
-static inline int kvq_rows_blocks(const kvq_attend_args & a) { return (a.n_rows + KVQ_ROWS_BLOCK - 1) / KVQ_ROWS_BLOCK; }
+static inline int kvq_rows_blocks(const kvq_attend_args & a) {
+    return (a.n_rows + KVQ_ROWS_BLOCK - 1) / KVQ_ROWS_BLOCK;
+}
 
-// False: no kernel for this head size, or masks differ by head. One stream, a.stream[0]; n_splits and partial as of tiles.
+// False: no kernel for this head size, or masks differ by head. One stream, a.stream[0]; n_splits and partial as of
+// tiles.
 bool kvq_rows_fit(const kvq_attend_args & a);
 void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & r, cudaStream_t stream);

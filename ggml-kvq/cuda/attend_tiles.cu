@@ -4,7 +4,8 @@
 // log-sum-exp merge of the splits of a row: warps share the splits, a lane has 4 channels of every 128
 constexpr int MAX_SPLITS = 1024;
 
-template <int MERGE_WARPS> static __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_kernel(const kvq_attend_args a) {
+template <int MERGE_WARPS>
+static __global__ void __launch_bounds__(32 * MERGE_WARPS) merge_kernel(const kvq_attend_args a) {
     const int row = blockIdx.x, kvh = blockIdx.y, is = blockIdx.z, D = a.v.head_size, size = D + 4;
     const float * p = a.partial + partial_at(a, is, kvh, row, 0);
     const int h = row_head(a, kvh, row);
@@ -36,14 +37,17 @@ template <int MERGE_WARPS> static __global__ void __launch_bounds__(32 * MERGE_W
     }
     float * out = a.stream[is].dst + row_token(a, row) * a.dst_stride_token + h * a.dst_stride_head;
     for (int d0 = 0; d0 < D; d0 += 128) {
-        const int d = d0 + 4*lane;
+        const int d = d0 + 4 * lane;
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (d < D) {
 #pragma unroll 4
             for (int i = warp; i < a.n_splits; i += MERGE_WARPS) {
-                const float  f = s_weight[i];
+                const float f = s_weight[i];
                 const float4 y = *(const float4 *) (p + (size_t) i * size + d);
-                x.x += f * y.x; x.y += f * y.y; x.z += f * y.z; x.w += f * y.w;
+                x.x += f * y.x;
+                x.y += f * y.y;
+                x.z += f * y.z;
+                x.w += f * y.w;
             }
         }
         s_o[warp][lane] = x;
@@ -51,9 +55,15 @@ template <int MERGE_WARPS> static __global__ void __launch_bounds__(32 * MERGE_W
         if (warp == 0 && d < D) {
             for (int i = 1; i < MERGE_WARPS; i++) {
                 const float4 y = s_o[i][lane];
-                x.x += y.x; x.y += y.y; x.z += y.z; x.w += y.w;
+                x.x += y.x;
+                x.y += y.y;
+                x.z += y.z;
+                x.w += y.w;
             }
-            out[d] = x.x * inv; out[d + 1] = x.y * inv; out[d + 2] = x.z * inv; out[d + 3] = x.w * inv;
+            out[d] = x.x * inv;
+            out[d + 1] = x.y * inv;
+            out[d + 2] = x.z * inv;
+            out[d + 3] = x.w * inv;
         }
         __syncthreads();
     }
@@ -61,17 +71,21 @@ template <int MERGE_WARPS> static __global__ void __launch_bounds__(32 * MERGE_W
 
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
     const dim3 grid(a.n_rows, a.n_head_kv, n_streams);
-    if (a.n_splits <= 4) { merge_kernel<1><<<grid, 32, 0, stream>>>(a); } else { merge_kernel<8><<<grid, 256, 0, stream>>>(a); }
+    if (a.n_splits <= 4) {
+        merge_kernel<1><<<grid, 32, 0, stream>>>(a);
+    } else {
+        merge_kernel<8><<<grid, 256, 0, stream>>>(a);
+    }
 }
 
 int kvq_tiles_head_size(int k, int v) {
     const int d = k > v ? k : v;
     for (int x : { 64, 80, 96, 128, 192, 256, 512 }) {
-        if (d <= x) {
-            return x;
-        }
+        if (d <= x) { return x; }
     }
     return 0;
 }
 
-bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream) { return launch_tiles_of<false>(a, n_streams, n_warps, stream); }
+bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream) {
+    return launch_tiles_of<false>(a, n_streams, n_warps, stream);
+}

@@ -20,19 +20,27 @@ struct kvq_affine_geometry {
     const float * points;
 };
 
-// Where a lane's plain f16 rows [head][head_size] go: row of every cell before n_kv or, by_slot, row of every slot, page after page.
-// value: the lane is the pages' second one. step: channels from one cell's row to the next, 0: those of its heads.
-struct kvq_row_place { uint16_t * rows; int n_kv; bool by_slot, value; int step; };
+// Where a lane's plain f16 rows [head][head_size] go: row of every cell before n_kv or, by_slot, row of every slot,
+// page after page. value: the lane is the pages' second one. step: channels from one cell's row to the next, 0: those
+// of its heads.
+struct kvq_row_place {
+    uint16_t * rows;
+    int n_kv;
+    bool by_slot, value;
+    int step;
+};
 
 kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c); // device.cu
 
 static __device__ __forceinline__ float f16_bits_to_f32(uint16_t h) { return __half2float(__ushort_as_half(h)); }
-static __device__ __forceinline__ uint16_t f32_to_f16_bits(float x)  { return __half_as_ushort(__float2half_rn(x)); }
-static __device__ __forceinline__ uint16_t f32_to_f16_finite(float x) { return f32_to_f16_bits(fminf(fmaxf(x, -65504.0f), 65504.0f)); }
+static __device__ __forceinline__ uint16_t f32_to_f16_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }
+static __device__ __forceinline__ uint16_t f32_to_f16_finite(float x) {
+    return f32_to_f16_bits(fminf(fmaxf(x, -65504.0f), 65504.0f));
+}
 
-// Programmatic dependent launch, as ggml-cuda's own kernels use it: a kernel that is launched with kvq_launch_early may start once every
-// block of the kernel before it has come to early_start, and sees what that kernel (and all before it) wrote after early_wait, which
-// every such kernel calls. sm_90; before that it simply follows.
+// Programmatic dependent launch, as ggml-cuda's own kernels use it: a kernel that is launched with kvq_launch_early
+// may start once every block of the kernel before it has come to early_start, and sees what that kernel (and all
+// before it) wrote after early_wait, which every such kernel calls. sm_90; before that it simply follows.
 static __device__ __forceinline__ void early_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -44,7 +52,8 @@ static __device__ __forceinline__ void early_wait() {
 #endif
 }
 
-// Of a kernel, how much dynamic shared memory it has been allowed to take, device by device; launches allow more as they need it.
+// Of a kernel, how much dynamic shared memory it has been allowed to take, device by device; launches allow more as
+// they need it.
 struct kvq_shared_limit {
     static constexpr int MAX_DEVICES = 64;
     std::atomic<size_t> allowed[MAX_DEVICES] = {};
@@ -59,20 +68,26 @@ struct kvq_shared_limit {
     }
 };
 
-// slopes of ALiBi: powers of 2^-(max_bias / n) for n = the largest power of two of n_head, then the odd powers of their roots
+// slopes of ALiBi: powers of 2^-(max_bias / n) for n = the largest power of two of n_head, then the odd powers of
+// their roots
 template <typename A> static void kvq_set_alibi(A & a, float max_bias, int n_head) {
     a.max_bias = max_bias;
     a.n_head_log2 = 1;
     while (2 * a.n_head_log2 <= n_head) { a.n_head_log2 *= 2; }
-    a.m0 = -max_bias        / (float) a.n_head_log2;
+    a.m0 = -max_bias / (float) a.n_head_log2;
     a.m1 = -max_bias / 2.0f / (float) a.n_head_log2;
 }
 
-// What a device's kernels may take. KVQ_CUDA_AS=8.6 makes a bigger one take the limits of another compute capability, for tests.
-struct kvq_device_limits { int major, minor, max_shared, max_shared_sm; }; // bytes of shared memory, of a block and of a multiprocessor
+// What a device's kernels may take. KVQ_CUDA_AS=8.6 makes a bigger one take the limits of another compute capability,
+// for tests. bytes of shared memory, of a block and of a multiprocessor
+struct kvq_device_limits {
+    int major, minor, max_shared, max_shared_sm;
+};
 kvq_device_limits kvq_limits_of(int device); // device.cu
 
-template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A & args, bool may = true) {
+template <typename A>
+static void kvq_launch_early(void (*kernel)(A), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream,
+    const A & args, bool may = true) {
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -82,8 +97,8 @@ template <typename A> static void kvq_launch_early(void (*kernel)(A), dim3 grid,
     config.gridDim = grid;
     config.blockDim = dim3(n_threads);
     config.dynamicSmemBytes = nb_shared;
-    config.stream   = stream;
-    config.attrs    = &early;
+    config.stream = stream;
+    config.attrs = &early;
     config.numAttrs = may && kvq_limits_of(device).major >= 9;
     cudaLaunchKernelEx(&config, kernel, args);
 }

@@ -3,7 +3,8 @@
 // whole right operand and all 8 columns are rows of queries. A thread (g, c) holds
 //   in S   the rows:    cells 16j + 2g + {0, 1} of group j, j = 0..3
 //   in O   the rows:    channels 16k + 2g + {0, 1} of group k, k = 0..D/16-1
-//          contracted:  cells 16c + 4j + {0..3}, as everywhere: they go from the threads that have them in S through shared memory
+//          contracted:  cells 16c + 4j + {0..3}, as everywhere: they go from the threads that have them in S through
+//          shared memory
 //
 // G = 32: two neighbours j, or k, have the same scale.
 //
@@ -19,27 +20,33 @@ constexpr int FINE_TURN = 1024; // bytes of shared memory: probabilities of 64 c
 
 // Parameters in f16, in pieces of 8 neighbours (8 channels or 8 cells): scales of a group and then its zeros. Piece
 // i of group n lies at i ^ n%2: threads that read pieces of neighbouring groups, 2c or 2c + 1, find all banks.
-template <int D> __device__ __forceinline__ constexpr int key_piece(int part, int i) { return (part * (D / 4) + (i ^ (part & 1))) * 16; }
+template <int D> __device__ __forceinline__ constexpr int key_piece(int part, int i) {
+    return (part * (D / 4) + (i ^ (part & 1))) * 16;
+}
 template <int D, int G> __device__ __forceinline__ constexpr int value_piece(int group, int i) {
-    return 256*D / G + (group * 16 + (i ^ (group & 1))) * 16;
+    return 256 * D / G + (group * 16 + (i ^ (group & 1))) * 16;
 }
 
 // Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t:
 // of this lane's half, of cell t on in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step,
 // followed by the ranges of both halves.
-template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
+template <int D, int W, typename X>
+__device__ __forceinline__ void copy_fine_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
-    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N, left = step - of.i * N;
+    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N,
+              left = step - of.i * N;
     codes += (t / 16 * step + of.i * N + r) * 16;
     to += half * (N * 32);
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
-        const int tile = 2*half + (N == 8 ? r / 8 : 16*k / N), skipped = X::WIDE ? 16*k / N * (step - N) * 16 : 0;
-        if (!X::WIDE || 16*k % N + r < left) { copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256 + skipped); }
+        const int tile = 2 * half + (N == 8 ? r / 8 : 16 * k / N), skipped = X::WIDE ? 16 * k / N * (step - N) * 16 : 0;
+        if (!X::WIDE || 16 * k % N + r < left) { copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256 + skipped); }
     }
 }
 
-template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_values(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks, int n_tiles) {
+template <int D, int W, typename X>
+__device__ __forceinline__ void copy_fine_values(
+    const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks, int n_tiles) {
     constexpr int N = 4 * W; // pieces of half a tile
     const int r = threadIdx.x % 16, chunk = threadIdx.x / 16 % 2 * W + r % N / 4;
     const int first = of.i * (D / 16) + r / N; // tile
@@ -51,98 +58,108 @@ template <int D, int W, typename X> __device__ __forceinline__ void copy_fine_va
     }
 }
 
-template <int D, int KB, int VB, bool BYTES, int G, typename X> __device__ __forceinline__
-void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
+template <int D, int KB, int VB, bool BYTES, int G, typename X>
+__device__ __forceinline__ void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
+    int kvh, int t, bool keys, bool values) {
     using map = stage_map<D, KB, VB>;
     constexpr int SIZE = BYTES ? 1 : 2; // of a parameter
     static_assert(G == 16 || (D == 128 && !BYTES), "groups of 32: of slices, in f16");
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if (keys) {
-        const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes, * params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
+        const uint8_t *codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes,
+                      *params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
         copy_fine_keys<D, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
-        if constexpr (cut<KB>::high) { copy_fine_keys<D, 1>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]); }
+        if constexpr (cut<KB>::high) {
+            copy_fine_keys<D, 1>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
+        }
         const uint32_t at = to + map::K_PARAMS;
-        if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
+        if (BYTES && r == 0) { copy8(at + 8 * D + half * 8, params); }
         params += (BYTES ? 8 : 0) + (t / G * of.head(a) + of.first() + r * 8) * SIZE;
-        const uint8_t * zeros = params + (D == 128 ? a.k.np : a.k.np - D) * SIZE; // D = 128: of the next step, 64: of the upper lanes
+        // D = 128: of the next step, 64: of the upper lanes
+        const uint8_t * zeros = params + (D == 128 ? a.k.np : a.k.np - D) * SIZE;
         if (D == 64 && r >= 8) { params = zeros; }
 #pragma unroll
-        for (int k = 0; k < D / (2*G); k++) {
-            const int odd = 16*k / (D / 4), zero = D == 128 ? k % 2 : 0;
+        for (int k = 0; k < D / (2 * G); k++) {
+            const int odd = 16 * k / (D / 4), zero = D == 128 ? k % 2 : 0;
             const uint8_t * from = (zero ? zeros : params) + odd * of.head(a) * SIZE;
-            if (X::WIDE && !of.has(r * 8)) {
-                continue;
-            }
+            if (X::WIDE && !of.has(r * 8)) { continue; }
             if constexpr (BYTES) {
-                copy8(at + (lane + 32*k) * 8, from);
+                copy8(at + (lane + 32 * k) * 8, from);
             } else if constexpr (G == 32) {
                 copy16(at + (half * (D / 4) + zero * 16 + (r ^ half)) * 16, from);
             } else {
-                copy16(at + key_piece<D>(2*half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16, from);
+                copy16(at + key_piece<D>(2 * half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16, from);
             }
         }
     }
     if (values) {
-        const uint8_t * codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes, * params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
+        const uint8_t *codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes,
+                      *params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
         copy_fine_values<D, map::WV>(of, to + map::V, codes, t, a.v.n_chunks[0], a.v.n_tiles);
-        if constexpr (cut<VB>::high) { copy_fine_values<D, 1>(of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles); }
+        if constexpr (cut<VB>::high) {
+            copy_fine_values<D, 1>(of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles);
+        }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
-        if (BYTES && r == 0) { copy8(at + 8*D + half * 8, params); }
+        if (BYTES && r == 0) { copy8(at + 8 * D + half * 8, params); }
         const int first = of.i * (D / G) + r / 8; // group
         params += (BYTES ? 8 : 0) + (r / 4 % 2 * a.v.np + first * a.v.n_cells + t + r % 4 * 8) * SIZE;
 #pragma unroll
-        for (int k = 0; k < D / (2*G); k++, params += 2 * a.v.n_cells * SIZE) {
-            if (X::WIDE && first + 2*k >= a.v_groups) {
-                continue;
-            }
+        for (int k = 0; k < D / (2 * G); k++, params += 2 * a.v.n_cells * SIZE) {
+            if (X::WIDE && first + 2 * k >= a.v_groups) { continue; }
             if constexpr (BYTES) {
-                copy8(at + (lane + 32*k) * 8, params);
+                copy8(at + (lane + 32 * k) * 8, params);
             } else {
-                copy16(at + value_piece<D, G>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) - 256*D / G + k * 512, params);
+                copy16(at + value_piece<D, G>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) - 256 * D / G + k * 512, params);
             }
         }
     }
 }
 
-template <int D, int KB, int VB, bool BYTES, int G, typename X> __device__ __noinline__
-void copy_fine_late(const kvq_attend_args & a, const X of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
+template <int D, int KB, int VB, bool BYTES, int G, typename X>
+__device__ __noinline__ void copy_fine_late(
+    const kvq_attend_args & a, const X of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
     copy_fine<D, KB, VB, BYTES, G>(a, of, to, page, kvh, t, keys, values);
 }
 
 // a piece from the order in memory to pairs (0, 2) (4, 6) (1, 3) (5, 7): words t and 2 + t are of its step t
-__device__ __forceinline__ uint4 pairs_of(uint4 x) { return make_uint4(even(x.x, x.y), even(x.z, x.w), odd(x.x, x.y), odd(x.z, x.w)); }
+__device__ __forceinline__ uint4 pairs_of(uint4 x) {
+    return make_uint4(even(x.x, x.y), even(x.z, x.w), odd(x.x, x.y), odd(x.z, x.w));
+}
 // and from 8 bits: low + step * code; range: (low, step)
 __device__ __forceinline__ uint4 pairs_of(uint64_t x, uint32_t range) {
-    const __half2 both = as_half2(range), low = __half2half2(both.x), step = __half2half2(both.y), magic = __float2half2_rn(1024.0f);
-    const auto pair = [&](uint64_t y, uint32_t which) { return as_u32(__hfma2(__hsub2(as_half2(__byte_perm((uint32_t) y, 0x64646464u, which)), magic), step, low)); };
+    const __half2 both = as_half2(range), low = __half2half2(both.x), step = __half2half2(both.y),
+                  magic = __float2half2_rn(1024.0f);
+    const auto pair = [&](uint64_t y, uint32_t which) {
+        return as_u32(__hfma2(__hsub2(as_half2(__byte_perm((uint32_t) y, 0x64646464u, which)), magic), step, low));
+    };
     return make_uint4(pair(x, 0x4240), pair(x >> 32, 0x4240), pair(x, 0x4341), pair(x >> 32, 0x4341));
 }
 
 // Parameters that have arrived, from the order in memory to pairs: f16 in place, 8 bits into `wide`, where a lane's
 // pieces go where it would have asked for them in f16.
-template <int D, int KB, int VB, bool BYTES, int G> __device__ __forceinline__
-void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
-    uint8_t * k_raw = stage + stage_map<D, KB, VB>::K_PARAMS, * v_raw = k_raw + a.stage_raw_v;
+template <int D, int KB, int VB, bool BYTES, int G>
+__device__ __forceinline__ void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
+    uint8_t *k_raw = stage + stage_map<D, KB, VB>::K_PARAMS, *v_raw = k_raw + a.stage_raw_v;
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16;
     if constexpr (!BYTES) {
         uint4 x[D / G]; // all of them are on their way before the first is needed
 #pragma unroll
-        for (int k = 0; k < D / G; k++) { x[k] = *((const uint4 *) k_raw + lane + 32*k); }
+        for (int k = 0; k < D / G; k++) { x[k] = *((const uint4 *) k_raw + lane + 32 * k); }
 #pragma unroll
-        for (int k = 0; k < D / G; k++) { *((uint4 *) k_raw + lane + 32*k) = pairs_of(x[k]); }
+        for (int k = 0; k < D / G; k++) { *((uint4 *) k_raw + lane + 32 * k) = pairs_of(x[k]); }
     } else {
-        const uint2 ranges = *(const uint2 *) (k_raw + 8*D + half * 8);
-        const uint32_t range = *(const uint32_t *) (v_raw + 8*D + half * 8 + r / 4 % 2 * 4);
+        const uint2 ranges = *(const uint2 *) (k_raw + 8 * D + half * 8);
+        const uint32_t range = *(const uint32_t *) (v_raw + 8 * D + half * 8 + r / 4 % 2 * 4);
         uint64_t x[D / 32], y[D / 32];
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-            x[k] = *((const uint64_t *) k_raw + lane + 32*k);
-            y[k] = *((const uint64_t *) v_raw + lane + 32*k);
+            x[k] = *((const uint64_t *) k_raw + lane + 32 * k);
+            y[k] = *((const uint64_t *) v_raw + lane + 32 * k);
         }
 #pragma unroll
         for (int k = 0; k < D / 32; k++) {
-            const int odd = 16*k / (D / 4), zero = D == 128 ? k % 2 : 0;
-            uint8_t * to = wide + key_piece<D>(2*half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16;
+            const int odd = 16 * k / (D / 4), zero = D == 128 ? k % 2 : 0;
+            uint8_t * to = wide + key_piece<D>(2 * half, 0) + (odd * (D / 4) + zero * 16 + (r ^ odd)) * 16;
             *(uint4 *) to = pairs_of(x[k], (D == 128 ? zero : r / 8) ? ranges.y : ranges.x);
         }
 #pragma unroll
@@ -157,8 +174,9 @@ void arrange_fine(const kvq_attend_args & a, uint8_t * stage, uint8_t * wide) {
 // Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step
 // in rows g, its second in rows g + 8; each is multiplied with either step's q, and of those products one row
 // counts.
-template <int D, int KB, int VB, int G> __device__ __forceinline__
-void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
+template <int D, int KB, int VB, int G>
+__device__ __forceinline__ void score_fine(
+    const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
     using map = stage_map<D, KB, VB>;
     constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4, EACH = G / 16; // EACH: j of a group
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST));
@@ -166,17 +184,19 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
     float zeros[2][4] = {};
 #pragma unroll
     for (int j = 0; j < 4; j++) { s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f; }
-    const uint8_t * words = stage + map::K + g % 2 * 8, * words1 = stage + map::K_HIGH + g % 2 * 8;
+    const uint8_t *words = stage + map::K + g % 2 * 8, *words1 = stage + map::K_HIGH + g % 2 * 8;
     uint2 x[4], h[4];
 #pragma unroll
     for (int u = 0; u < S / 2; u++) { // 8 channels
-        const int i = channel_of<D, KB>(c, 2*u) / 8;
-        if (S < P ? u == 0 : 2*u % P == 0) {
-            const int chunk = S < P ? c / 2 : c + 4 * (2*u / P);
+        const int i = channel_of<D, KB>(c, 2 * u) / 8;
+        if (S < P ? u == 0 : 2 * u % P == 0) {
+            const int chunk = S < P ? c / 2 : c + 4 * (2 * u / P);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 x[j] = *(const uint2 *) (words + j * N * 16 + chunk * 64 + ((g / 2) ^ j) * 16);
-                if (cut<KB>::high) { h[j] = *(const uint2 *) (words1 + j * (D / 8) * 16 + chunk / 2 * 64 + ((g / 2) ^ j) * 16); }
+                if (cut<KB>::high) {
+                    h[j] = *(const uint2 *) (words1 + j * (D / 8) * 16 + chunk / 2 * 64 + ((g / 2) ^ j) * 16);
+                }
                 if (S < P || cut<KB>::high) { // two threads share a word of 8 planes
                     uint2 & y = cut<KB>::high ? h[j] : x[j];
                     y.x = rotate(y.x, 4 * (c % 2));
@@ -188,7 +208,7 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
         uint32_t weighted[2][2];
 #pragma unroll
         for (int v = 0; v < 2; v++) {
-            const int t = 2*u + v;
+            const int t = 2 * u + v;
             const float weight = exp2_of(K_BOOST - W * (S < P ? t : t % P));
             mma(zeros[v], { zero.x, zero.y, zero.z, zero.w }, q[t][0], q[t][1]);
             weighted[v][0] = mul2(q[t][0], weight);
@@ -207,9 +227,9 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
             }
 #pragma unroll
             for (int v = 0; v < 2; v++) {
-                const int pl = S < P ? 2*u + v : (2*u + v) % P;
+                const int pl = S < P ? 2 * u + v : (2 * u + v) % P;
                 const uint32_t f[4] = { fields<KB>(x[j].x, h[j].x, pl, false), fields<KB>(x[j].y, h[j].y, pl, false),
-                                        fields<KB>(x[j].x, h[j].x, pl, true),  fields<KB>(x[j].y, h[j].y, pl, true) };
+                    fields<KB>(x[j].x, h[j].x, pl, true), fields<KB>(x[j].y, h[j].y, pl, true) };
                 mma(s[j], f, scaled[v][0], scaled[v][1]);
             }
         }
@@ -218,42 +238,49 @@ void score_fine(const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uin
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float b0 = __shfl_sync(~0u, base[0], j / EACH * 4 + c), b1 = __shfl_sync(~0u, base[1], j / EACH * 4 + c);
-        s[j][0] = fmaf(s[j][0], FROM_K, b0); s[j][1] = fmaf(s[j][1], FROM_K, b1);
-        s[j][2] = fmaf(s[j][2], FROM_K, b0); s[j][3] = fmaf(s[j][3], FROM_K, b1);
+        s[j][0] = fmaf(s[j][0], FROM_K, b0);
+        s[j][1] = fmaf(s[j][1], FROM_K, b1);
+        s[j][2] = fmaf(s[j][2], FROM_K, b0);
+        s[j][3] = fmaf(s[j][3], FROM_K, b1);
     }
 }
 
 // Probabilities s of cells 16j + 2g + b, columns 2c + {0, 1}, to p of column g, cells 16c + 4j + {0, 2} + b. In
 // between cell 16j + 2g + b is row (j, b, g ^ 2j) of 16 bytes: neither way do two threads meet in a bank.
-__device__ __forceinline__ void turn_probabilities(uint8_t * rows, uint32_t rows_at, const float (&s)[4][4], uint32_t (&p)[4][2]) {
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, to = lane % 8 / 2; // to: c of the threads that lane's row of a matrix goes to
+__device__ __forceinline__ void turn_probabilities(
+    uint8_t * rows, uint32_t rows_at, const float (&s)[4][4], uint32_t (&p)[4][2]) {
+    // to: c of the threads that lane's row of a matrix goes to
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, to = lane % 8 / 2;
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        uint8_t * row = rows + j * 256 + (g ^ 2*j) * 16 + c * 4;
-        *(uint32_t *) row         = pack_half2(s[j][0], s[j][1]);
+        uint8_t * row = rows + j * 256 + (g ^ 2 * j) * 16 + c * 4;
+        *(uint32_t *) row = pack_half2(s[j][0], s[j][1]);
         *(uint32_t *) (row + 128) = pack_half2(s[j][2], s[j][3]);
     }
     __syncwarp();
-    const uint32_t from = rows_at + to * 256 + ((lane / 8 * 2 + lane % 2) ^ 2*to) * 16;
+    const uint32_t from = rows_at + to * 256 + ((lane / 8 * 2 + lane % 2) ^ 2 * to) * 16;
 #pragma unroll
     for (int b = 0; b < 2; b++) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-            : "=r"(p[0][b]), "=r"(p[1][b]), "=r"(p[2][b]), "=r"(p[3][b]) : "r"(from + b * 128) : "memory");
+            : "=r"(p[0][b]), "=r"(p[1][b]), "=r"(p[2][b]), "=r"(p[3][b])
+            : "r"(from + b * 128)
+            : "memory");
     }
 }
 
 // p: weighted probabilities of step j, cells (0, 2) and (1, 3)
-template <int D, int KB, int VB, int G> __device__ __forceinline__
-void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
+template <int D, int KB, int VB, int G>
+__device__ __forceinline__ void accumulate_fine(
+    const uint8_t * stage, const uint8_t * params, const uint32_t (&p)[4][2], float (&o)[D / 16][4], float (&oz)[4]) {
     using map = stage_map<D, KB, VB>;
     constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1; // N: words of a channel that a thread needs
-    constexpr int GROUPS = D / G, EACH = G / 16;                                 // EACH: k of a group
+    constexpr int GROUPS = D / G, EACH = G / 16;                      // EACH: k of a group
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, turn = c % 2 * 4;
     {
         const int group = GROUPS < 8 ? min(g, GROUPS - 1) : g;
-        const uint4 z[2] = { *(const uint4 *) (params + value_piece<D, G>(group, 8 + 2*c)),
-                             *(const uint4 *) (params + value_piece<D, G>(group, 9 + 2*c)) };
+        const uint4 z[2] = { *(const uint4 *) (params + value_piece<D, G>(group, 8 + 2 * c)),
+            *(const uint4 *) (params + value_piece<D, G>(group, 9 + 2 * c)) };
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const float back = g < GROUPS ? exp2_of(-v_weight<VB>(j)) : 0.0f;
@@ -262,13 +289,14 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
         }
     }
     const int chunk = P == 8 ? c / 2 : N * c; // the first
-    const uint8_t * words = stage + map::V + chunk / 2 * 128 + g % 2 * 8, * words1 = stage + map::V_HIGH + (c / 2 * 4 + g / 2) * 16 + g % 2 * 8;
+    const uint8_t *words = stage + map::V + chunk / 2 * 128 + g % 2 * 8,
+                  *words1 = stage + map::V_HIGH + (c / 2 * 4 + g / 2) * 16 + g % 2 * 8;
     uint32_t ps[4][2];
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
         if (k % EACH == 0) {
-            const uint4 scale[2] = { *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c)),
-                                     *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2*c + 1)) };
+            const uint4 scale[2] = { *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2 * c)),
+                *(const uint4 *) (params + value_piece<D, G>(k / EACH, 2 * c + 1)) };
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 ps[j][0] = mul2(p[j][0], word(scale[j / 2], j % 2));
@@ -277,7 +305,10 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
         }
         uint2 x[N], h = {};
 #pragma unroll
-        for (int n = 0; n < N; n++) { x[n] = *(const uint2 *) (words + k * (2*W * 64) + (((chunk + n) % 2 * 4 + g / 2) ^ 2 * (chunk / 2 % 4)) * 16); }
+        for (int n = 0; n < N; n++) {
+            x[n] = *(
+                const uint2 *) (words + k * (2 * W * 64) + (((chunk + n) % 2 * 4 + g / 2) ^ 2 * (chunk / 2 % 4)) * 16);
+        }
         if (cut<VB>::high) { h = *(const uint2 *) (words1 + k * 128); }
         h.x = rotate(h.x, turn);
         h.y = rotate(h.y, turn);
@@ -288,16 +319,17 @@ void accumulate_fine(const uint8_t * stage, const uint8_t * params, const uint32
                 y.x = rotate(y.x, turn);
                 y.y = rotate(y.y, turn);
             }
-            const uint32_t f[4] = { fields<VB>(y.x, h.x, j % P, false), fields<VB>(y.y, h.y, j % P, false), fields<VB>(y.x, h.x, j % P, true), fields<VB>(y.y, h.y, j % P, true) };
+            const uint32_t f[4] = { fields<VB>(y.x, h.x, j % P, false), fields<VB>(y.y, h.y, j % P, false),
+                fields<VB>(y.x, h.x, j % P, true), fields<VB>(y.y, h.y, j % P, true) };
             mma(o[k], f, ps[j][0], ps[j][1]);
         }
     }
 }
 
 // rows: of cell 4J * c, channel 0 of the slice
-template <int D, int VB, int J = 4, typename X> __device__ __forceinline__
-void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[J][2],
-                          float (&o)[D / 16][4]) {
+template <int D, int VB, int J = 4, typename X>
+__device__ __forceinline__ void accumulate_fine_open(
+    const X & of, const uint16_t * rows, int stride, const uint32_t (&p)[J][2], float (&o)[D / 16][4]) {
     const int g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int j = 0; j < J; j++) {
@@ -307,7 +339,9 @@ void accumulate_fine_open(const X & of, const uint16_t * rows, int stride, const
         for (int k = 0; k < D / 16; k++) {
             uint32_t x[4];
 #pragma unroll
-            for (int t = 0; t < 4; t++) { x[t] = __ldg((const uint32_t *) (rows + (size_t) (4*j + t) * stride + of.near(16*k + 2*g, 2))); }
+            for (int t = 0; t < 4; t++) {
+                x[t] = __ldg((const uint32_t *) (rows + (size_t) (4 * j + t) * stride + of.near(16 * k + 2 * g, 2)));
+            }
             const uint32_t f[4] = { even(x[0], x[2]), odd(x[0], x[2]), even(x[1], x[3]), odd(x[1], x[3]) };
             mma(o[k], f, p0, p1);
         }

@@ -6,21 +6,33 @@
 namespace {
 
 constexpr int DECODE_WARPS = 4, DECODE_CELLS = 64, DECODE_COLUMNS = 8;
-constexpr int K_BOOST = 3;               // weights of K planes: 2^(3 - W*plane)
+constexpr int K_BOOST = 3; // weights of K planes: 2^(3 - W*plane)
 constexpr float LOG2E = 1.44269504f;
 
 __device__ __forceinline__ __half2 as_half2(uint32_t x) { return *(const __half2 *) &x; }
 __device__ __forceinline__ uint32_t as_u32(const __half2 & x) { return *(const uint32_t *) &x; }
 __device__ __forceinline__ uint32_t mul2(uint32_t a, uint32_t b) { return as_u32(__hmul2(as_half2(a), as_half2(b))); }
-__device__ __forceinline__ uint32_t mul2(uint32_t a, float b) { return as_u32(__hmul2(as_half2(a), __float2half2_rn(b))); }
+__device__ __forceinline__ uint32_t mul2(uint32_t a, float b) {
+    return as_u32(__hmul2(as_half2(a), __float2half2_rn(b)));
+}
 __device__ __forceinline__ uint32_t even(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); } // (a.x, b.x)
-__device__ __forceinline__ uint32_t odd (uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+__device__ __forceinline__ uint32_t odd(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
 __device__ __forceinline__ uint4 load16(const void * p) { return __ldg((const uint4 *) p); }
-__device__ __forceinline__ uint2 load8 (const void * p) { return __ldg((const uint2 *) p); }
+__device__ __forceinline__ uint2 load8(const void * p) { return __ldg((const uint2 *) p); }
 __device__ __forceinline__ uint32_t rotate(uint32_t x, int right) { return __funnelshift_r(x, x, right); }
-__device__ __forceinline__ float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-__device__ __forceinline__ constexpr float exp2_of(int n) { return n < 0 ? 1.0f / (float) (1 << -n) : (float) (1 << n); }
-__device__ __forceinline__ uint32_t transpose(uint32_t x) { uint32_t y; asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x)); return y; }
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ constexpr float exp2_of(int n) {
+    return n < 0 ? 1.0f / (float) (1 << -n) : (float) (1 << n);
+}
+__device__ __forceinline__ uint32_t transpose(uint32_t x) {
+    uint32_t y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
 
 constexpr int LATTICE = 32; // BITS of a lattice page = LATTICE + bits of an index
 
@@ -38,23 +50,23 @@ template <int BITS> __device__ __forceinline__ uint32_t fields(uint32_t x, uint3
     constexpr int W = cut<BITS>::W;
     const uint32_t mask = (uint32_t) (((1 << W) - 1) << (W * pl)) * 0x00010001u;
     uint32_t y = (second ? x >> 8 : x) & mask;
-    if (BITS == 3) {
-        y |= (second ? high >> (6 - pl) : high << (pl + 2)) & (0x00010001u << (2*pl + 2));
-    }
+    if (BITS == 3) { y |= (second ? high >> (6 - pl) : high << (pl + 2)) & (0x00010001u << (2 * pl + 2)); }
     return y;
 }
 
 // 8 neighbouring scales or zeros of the stage, in pairs (0, 2) (1, 3) (4, 6) (5, 7)
 __device__ __forceinline__ void read_params(const uint8_t * at, uint32_t (&out)[4]) {
     const uint4 x = *(const uint4 *) at;
-    out[0] = even(x.x, x.y); out[1] = odd(x.x, x.y);
-    out[2] = even(x.z, x.w); out[3] = odd(x.z, x.w);
+    out[0] = even(x.x, x.y);
+    out[1] = odd(x.x, x.y);
+    out[2] = even(x.z, x.w);
+    out[3] = odd(x.z, x.w);
 }
 
 // first of the 4 channels of S that thread c contracts in step s
 template <int D, int KB> __device__ __forceinline__ int channel_of(int c, int s) {
     constexpr int P = cut<KB>::P, S = D / 16;
-    return S < P ? 16*c + 4*s : (c + 4 * (s / P)) * 4*P + s % P * 4; // a word a thread, or half a word
+    return S < P ? 16 * c + 4 * s : (c + 4 * (s / P)) * 4 * P + s % P * 4; // a word a thread, or half a word
 }
 
 // ---------------------------------------------------------------- channels of a warp
@@ -66,48 +78,58 @@ template <int D, bool WIDE_> struct slice_of {
     static constexpr int n = 1, i = 0, warps = DECODE_WARPS, teams = DECODE_WARPS;
     int team;
     __device__ __forceinline__ slice_of(const kvq_attend_args &, int warp) : team(warp) {}
-    static __device__ __forceinline__ int first() { return 0; }                                 // channel of the head
-    static __device__ __forceinline__ int head(const kvq_attend_args &) { return D; }           // channels of a head
-    static __device__ __forceinline__ bool has(int) { return true; }                            // this channel of the slice is one of the head's
-    static __device__ __forceinline__ int near(int channel, int) { return channel; }            // the last n channels of the head instead of others
+    static __device__ __forceinline__ int first() { return 0; }                       // channel of the head
+    static __device__ __forceinline__ int head(const kvq_attend_args &) { return D; } // channels of a head
+    // this channel of the slice is one of the head's
+    static __device__ __forceinline__ bool has(int) { return true; }
+    // the last n channels of the head instead of others
+    static __device__ __forceinline__ int near(int channel, int) { return channel; }
 };
 template <int D> struct slice_of<D, true> {
     static constexpr bool WIDE = true;
-    int n, i, warps, teams, team, channels; // slices of a head, this one, warps and teams of the block, this one, channels of this slice
+    // slices of a head, this one, warps and teams of the block, this one, channels of this slice
+    int n, i, warps, teams, team, channels;
     __device__ __forceinline__ slice_of(const kvq_attend_args & a, int warp) {
-        n        = 1 << a.slices_log2;
-        i        = warp & (n - 1);
-        warps    = blockDim.x / 32;
-        teams    = warps >> a.slices_log2;
-        team     = warp >> a.slices_log2;
+        n = 1 << a.slices_log2;
+        i = warp & (n - 1);
+        warps = blockDim.x / 32;
+        teams = warps >> a.slices_log2;
+        team = warp >> a.slices_log2;
         channels = a.k.head_size - i * D;
     }
     __device__ __forceinline__ int first() const { return i * D; }
     __device__ __forceinline__ int head(const kvq_attend_args & a) const { return a.k.head_size; }
     __device__ __forceinline__ bool has(int channel) const { return channel < channels; }
-    __device__ __forceinline__ int near(int channel, int n) const { return min(channel, channels - n); } // where any number does, so that loads need no branch
+    // where any number does, so that loads need no branch
+    __device__ __forceinline__ int near(int channel, int n) const { return min(channel, channels - n); }
 };
 
 // Warps of a block, at most. WIDE kernels have one block on a multiprocessor: what teams leave each other stays in
 // its shared memory, and there are fewer blocks whose sums the last one adds up.
-template <bool WIDE, bool MANY_REGISTERS> __host__ __device__ constexpr int most_warps() { return !WIDE ? DECODE_WARPS : MANY_REGISTERS ? 8 : 12; }
+template <bool WIDE, bool MANY_REGISTERS> __host__ __device__ constexpr int most_warps() {
+    return !WIDE ? DECODE_WARPS : MANY_REGISTERS ? 8 : 12;
+}
 
 // Waits for the other warps of the team, whose memory before it is then seen.
 __device__ __forceinline__ void team_barrier(int team, int n_warps) {
     __syncwarp();
-    asm volatile("bar.sync %0, %1;" :: "r"(1 + team), "r"(32 * n_warps) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * n_warps) : "memory");
 }
 
-constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4; // of shared memory, a warp: two turns of sums of 64 cells and 8 columns
+// of shared memory, a warp: two turns of sums of 64 cells and 8 columns
+constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4;
 
 // The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Turns
 // change each time, so that one barrier is enough: who writes a turn again has passed the barrier of the other one,
 // behind everybody's reading.
-template <typename X, typename F> __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[16], F && f) {
+template <typename X, typename F>
+__device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[16], F && f) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float4 * const to = (float4 *) (all + warp * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
 #pragma unroll
-    for (int j = 0; j < 4; j++) { to[32*j] = make_float4(mine[4*j], mine[4*j + 1], mine[4*j + 2], mine[4*j + 3]); }
+    for (int j = 0; j < 4; j++) {
+        to[32 * j] = make_float4(mine[4 * j], mine[4 * j + 1], mine[4 * j + 2], mine[4 * j + 3]);
+    }
     team_barrier(x.team, x.n);
 #pragma unroll 1
     for (int k = 1; k < x.n; k++) {
@@ -115,8 +137,11 @@ template <typename X, typename F> __device__ __forceinline__ void team_exchange(
         float y[16];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            const float4 v = from[32*j];
-            y[4*j] = v.x; y[4*j + 1] = v.y; y[4*j + 2] = v.z; y[4*j + 3] = v.w;
+            const float4 v = from[32 * j];
+            y[4 * j] = v.x;
+            y[4 * j + 1] = v.y;
+            y[4 * j + 2] = v.z;
+            y[4 * j + 3] = v.w;
         }
         f(k, y);
     }
@@ -124,17 +149,16 @@ template <typename X, typename F> __device__ __forceinline__ void team_exchange(
 }
 
 // Scores of all slices, the same bits in each: a + b and (a + b) + (c + d) whoever begins.
-template <typename X, int J> __device__ __forceinline__ void team_sum(const X & x, uint8_t * all, int & turn, float (&s)[J][4]) {
-    if (x.n == 1) {
-        return;
-    }
+template <typename X, int J>
+__device__ __forceinline__ void team_sum(const X & x, uint8_t * all, int & turn, float (&s)[J][4]) {
+    if (x.n == 1) { return; }
     float mine[16], pair[16];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            mine[4*j + e] = j < J ? s[j < J ? j : 0][e] : 0.0f;
-            pair[4*j + e] = 0.0f;
+            mine[4 * j + e] = j < J ? s[j < J ? j : 0][e] : 0.0f;
+            pair[4 * j + e] = 0.0f;
         }
     }
     team_exchange(x, all, turn, mine, [&](int k, const float (&y)[16]) {
@@ -144,13 +168,14 @@ template <typename X, int J> __device__ __forceinline__ void team_sum(const X & 
 #pragma unroll
     for (int j = 0; j < J; j++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) { s[j][e] = mine[4*j + e] + pair[4*j + e]; }
+        for (int e = 0; e < 4; e++) { s[j][e] = mine[4 * j + e] + pair[4 * j + e]; }
     }
 }
 
 // ---------------------------------------------------------------- the stage: 64 cells of one KV head
 //   codes of K    [tile of 16 cells: 4][chunk][16 bytes: 4]      a piece of 16 bytes is xored with its tile
-//   codes of V    [tile of 16 channels][chunk][16 bytes: 4]      and here with its pair of chunks, so that reads find all banks
+//   codes of V    [tile of 16 channels][chunk][16 bytes: 4]      and here with its pair of chunks, so that reads find
+//       all banks
 //   (each followed by the part of third bits, if any)
 //   K parameters  f16 [part][scale, zero][D]
 //   V parameters  f16 [group][scale, zero][64]
@@ -159,54 +184,78 @@ template <typename X, int J> __device__ __forceinline__ void team_sum(const X & 
 // share.
 template <int D, int KB, int VB> struct stage_map {
     static constexpr int WK = cut<KB>::W, WV = cut<VB>::W;
-    static constexpr int K = 0, K_HIGH = K + 4 * (D * WK / 32) * 64, V = K_HIGH + (cut<KB>::high ? 4 * (D / 32) * 64 : 0);
-    static constexpr int V_HIGH = V + D / 16 * 2*WV * 64, K_PARAMS = V_HIGH + (cut<VB>::high ? D / 16 * 2 * 64 : 0);
+    static constexpr int K = 0, K_HIGH = K + 4 * (D * WK / 32) * 64,
+                         V = K_HIGH + (cut<KB>::high ? 4 * (D / 32) * 64 : 0);
+    static constexpr int V_HIGH = V + D / 16 * 2 * WV * 64, K_PARAMS = V_HIGH + (cut<VB>::high ? D / 16 * 2 * 64 : 0);
 };
 
 template <int D, int KB, int VB> void lay_out_stage(kvq_attend_args & a) {
-    const int keys = 4*D << a.k_parts_log2, values = D * 256 >> a.v_group_log2;
+    const int keys = 4 * D << a.k_parts_log2, values = D * 256 >> a.v_group_log2;
     const bool bytes = a.k.scale || a.v.scale;
     a.stage_v_params = keys;
-    a.stage_raw_v    = bytes ? (keys / 2 + (8 << a.k_parts_log2) + 15) & ~15 : keys;
-    a.stage_bytes    = stage_map<D, KB, VB>::K_PARAMS + a.stage_raw_v + (bytes ? values / 2 + 16 : values);
-    a.stage_wide     = bytes ? keys + values : 0;
+    a.stage_raw_v = bytes ? (keys / 2 + (8 << a.k_parts_log2) + 15) & ~15 : keys;
+    a.stage_bytes = stage_map<D, KB, VB>::K_PARAMS + a.stage_raw_v + (bytes ? values / 2 + 16 : values);
+    a.stage_wide = bytes ? keys + values : 0;
 }
 
-struct half_page { const uint8_t * k_codes, * k_params, * v_codes, * v_params; int t; }; // of one KV head; t: first cell in the page
+// of one KV head; t: first cell in the page
+struct half_page {
+    const uint8_t *k_codes, *k_params, *v_codes, *v_params;
+    int t;
+};
 
-__device__ __forceinline__ void copy16(uint32_t to, const void * from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
-__device__ __forceinline__ void copy8 (uint32_t to, const void * from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 8;"  :: "r"(to), "l"(from) : "memory"); }
+__device__ __forceinline__ void copy16(uint32_t to, const void * from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy8(uint32_t to, const void * from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copy4(uint32_t to, const void * from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 // the first part of what was asked for is closed by copies_part; first_copies_done waits for all but the part
 // closed last
 __device__ __forceinline__ void copies_part() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void first_copies_done() { asm volatile("cp.async.wait_group 1;" ::: "memory"); __syncwarp(); }
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); __syncwarp(); }
+__device__ __forceinline__ void first_copies_done() {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    __syncwarp();
+}
+__device__ __forceinline__ void copies_done() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+}
 
 // D: of a slice, here and below; n_chunks: of a tile as it lies in the page
-template <int D, int W, typename X> __device__ __forceinline__ void copy_keys(const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks) {
+template <int D, int W, typename X>
+__device__ __forceinline__ void copy_keys(
+    const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
     const int lane = threadIdx.x % 32, step = X::WIDE ? n_chunks * 4 : N, left = step - x.i * N;
     a += ((ta / 16) * step + x.i * N) * 16;
     b += ((tb / 16) * step + x.i * N) * 16;
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
-        const int at = lane + 32*k, tile = at / N, rest = at % N;
-        if (!X::WIDE || rest < left) { copy16(to + (tile * N + (rest ^ tile)) * 16, (tile < 2 ? a : b) + ((tile & 1) * step + rest) * 16); }
+        const int at = lane + 32 * k, tile = at / N, rest = at % N;
+        if (!X::WIDE || rest < left) {
+            copy16(to + (tile * N + (rest ^ tile)) * 16, (tile < 2 ? a : b) + ((tile & 1) * step + rest) * 16);
+        }
     }
 }
 
-template <int D, int W, typename X> __device__ __forceinline__ void copy_values(const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks, int n_tiles) {
-    constexpr int N = 2*W * 4; // pieces of a tile
+template <int D, int W, typename X>
+__device__ __forceinline__ void copy_values(
+    const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks, int n_tiles) {
+    constexpr int N = 2 * W * 4; // pieces of a tile
     const int lane = threadIdx.x % 32, first = x.i * (D / 16);
     a += (first * n_chunks + ta / 32 * W) * 64;
     b += (first * n_chunks + tb / 32 * W) * 64;
 #pragma unroll
     for (int k = 0; k < D / 16 * N / 32; k++) {
-        const int at = lane + 32*k, tile = at / N, chunk = at % N / 4, slot = at % 8 ^ 2 * (chunk / 2 % 4);
-        if (!X::WIDE || first + tile < n_tiles) { copy16(to + tile * N * 16 + chunk / 2 * 128 + slot * 16, (chunk < W ? a : b) + (tile * n_chunks + chunk % W) * 64 + at % 4 * 16); }
+        const int at = lane + 32 * k, tile = at / N, chunk = at % N / 4, slot = at % 8 ^ 2 * (chunk / 2 % 4);
+        if (!X::WIDE || first + tile < n_tiles) {
+            copy16(to + tile * N * 16 + chunk / 2 * 128 + slot * 16,
+                (chunk < W ? a : b) + (tile * n_chunks + chunk % W) * 64 + at % 4 * 16);
+        }
     }
 }
 
@@ -218,49 +267,58 @@ template <typename X> __device__ __forceinline__ float4 load_four(const X & of, 
     return x;
 }
 
-template <int D> __device__ __forceinline__ int first_v_group(const kvq_attend_args & a, int slice) { return slice * (D >> a.v_group_log2) >> a.v_slices_log2; }
+template <int D> __device__ __forceinline__ int first_v_group(const kvq_attend_args & a, int slice) {
+    return slice * (D >> a.v_group_log2) >> a.v_slices_log2;
+}
 
 // asks for what two halves hold; a or b twice when only one counts
-template <int D, int KB, int VB, typename X> __device__ __forceinline__ void copy_stage(const kvq_attend_args & a, const X & x, uint32_t to, const half_page (&h)[2], bool keys, bool values) {
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ void copy_stage(
+    const kvq_attend_args & a, const X & x, uint32_t to, const half_page (&h)[2], bool keys, bool values) {
     using map = stage_map<D, KB, VB>;
     const int lane = threadIdx.x % 32;
     if (keys) {
         copy_keys<D, map::WK>(x, to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t, a.k.n_chunks[0]);
-        if (cut<KB>::high) { copy_keys<D, 1>(x, to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1], h[1].t, a.k.n_chunks[1]); }
+        if (cut<KB>::high) {
+            copy_keys<D, 1>(x, to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1],
+                h[1].t, a.k.n_chunks[1]);
+        }
         const uint32_t at = to + map::K_PARAMS;
 #pragma unroll 1
         for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) { // 8 channels of scales or zeros of a part
             const int part = i / (D / 4), rest = i % (D / 4);
             const bool second = a.k_parts_log2 && part >> (a.k_parts_log2 - 1);
             const int cell = (second ? h[1].t : h[0].t) + (a.k_parts_log2 == 2 ? part % 2 * 16 : 0);
-            const int index = (rest < D / 8 ? 0 : a.k.np - D) + x.first() + (cell >> a.k_group_log2) * x.head(a) + rest * 8;
-            if (X::WIDE && !x.has(rest % (D / 8) * 8)) {
-                continue;
-            }
+            const int index =
+                (rest < D / 8 ? 0 : a.k.np - D) + x.first() + (cell >> a.k_group_log2) * x.head(a) + rest * 8;
+            if (X::WIDE && !x.has(rest % (D / 8) * 8)) { continue; }
             const uint8_t * p = second ? h[1].k_params : h[0].k_params;
             if (!a.k.scale) {
-                copy16(at + i * 16, p + 2*index);
+                copy16(at + i * 16, p + 2 * index);
             } else {
                 copy8(at + i * 8, p + 8 + index);
-                if (rest == 0) { copy8(at + (2*D << a.k_parts_log2) + part * 8, p); }
+                if (rest == 0) { copy8(at + (2 * D << a.k_parts_log2) + part * 8, p); }
             }
         }
     }
     if (values) {
-        copy_values<D, map::WV>(x, to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0], a.v.n_tiles);
-        if (cut<VB>::high) { copy_values<D, 1>(x, to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1], a.v.n_tiles); }
+        copy_values<D, map::WV>(
+            x, to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0], a.v.n_tiles);
+        if (cut<VB>::high) {
+            copy_values<D, 1>(x, to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1],
+                h[1].t, a.v.n_chunks[1], a.v.n_tiles);
+        }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
         const int n = 16 * D >> a.v_group_log2;
 #pragma unroll 1
         for (int i = lane; i < n; i += 32) { // 8 cells of scales or zeros of a group
             const bool second = i % 8 >= 4;
             const uint8_t * p = second ? h[1].v_params : h[0].v_params;
-            const int group = i / 16 + (X::WIDE ? first_v_group<D>(a, x.i) : 0), index = (i / 8 % 2 ? a.v.np : 0) + group * a.v.n_cells + (second ? h[1].t : h[0].t) + i % 4 * 8;
-            if (X::WIDE && group >= a.v_groups) {
-                continue;
-            }
+            const int group = i / 16 + (X::WIDE ? first_v_group<D>(a, x.i) : 0),
+                      index = (i / 8 % 2 ? a.v.np : 0) + group * a.v.n_cells + (second ? h[1].t : h[0].t) + i % 4 * 8;
+            if (X::WIDE && group >= a.v_groups) { continue; }
             if (!a.v.scale) {
-                copy16(at + i * 16, p + 2*index);
+                copy16(at + i * 16, p + 2 * index);
             } else {
                 copy8(at + i * 8, p + 8 + index);
                 if (i % 4 == 0 && i < 8) { copy8(at + n * 8 + i / 4 * 8, p); }
@@ -269,32 +327,36 @@ template <int D, int KB, int VB, typename X> __device__ __forceinline__ void cop
     }
 }
 
-template <int D, int KB, int VB, typename X> __device__ __noinline__ void copy_stage_late(const kvq_attend_args & a, const X x, uint32_t to, half_page h0, half_page h1, bool keys, bool values) {
+template <int D, int KB, int VB, typename X>
+__device__ __noinline__ void copy_stage_late(
+    const kvq_attend_args & a, const X x, uint32_t to, half_page h0, half_page h1, bool keys, bool values) {
     const half_page h[2] = { h0, h1 };
     copy_stage<D, KB, VB>(a, x, to, h, keys, values);
 }
 
 // 8-bit parameters that have arrived
 __device__ __forceinline__ void widen(const uint8_t * raw, int i, const uint8_t * ranges, uint8_t * out) {
-    const __half2 range = as_half2(*(const uint32_t *) ranges), low = __half2half2(range.x), step = __half2half2(range.y), magic = __float2half2_rn(1024.0f);
-    const uint2 x = *(const uint2 *) (raw + 8*i);
+    const __half2 range = as_half2(*(const uint32_t *) ranges), low = __half2half2(range.x),
+                  step = __half2half2(range.y), magic = __float2half2_rn(1024.0f);
+    const uint2 x = *(const uint2 *) (raw + 8 * i);
     uint32_t y[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         y[j] = __byte_perm(j < 2 ? x.x : x.y, 0x64646464u, j % 2 ? 0x4342 : 0x4140);
         y[j] = as_u32(__hfma2(__hsub2(as_half2(y[j]), magic), step, low));
     }
-    *(uint4 *) (out + 16*i) = make_uint4(y[0], y[1], y[2], y[3]);
+    *(uint4 *) (out + 16 * i) = make_uint4(y[0], y[1], y[2], y[3]);
 }
 
 // to: of all parameters in f16
-template <int D, int KB, int VB> __device__ __forceinline__ void widen_stage(const kvq_attend_args & a, const uint8_t * stage, uint8_t * to) {
-    const uint8_t * k = stage + stage_map<D, KB, VB>::K_PARAMS, * v = k + a.stage_raw_v;
+template <int D, int KB, int VB>
+__device__ __forceinline__ void widen_stage(const kvq_attend_args & a, const uint8_t * stage, uint8_t * to) {
+    const uint8_t *k = stage + stage_map<D, KB, VB>::K_PARAMS, *v = k + a.stage_raw_v;
     const int lane = threadIdx.x % 32;
 #pragma unroll 4
     for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) {
         const int part = i / (D / 4), zero = i % (D / 4) / (D / 8);
-        widen(k, i, k + (2*D << a.k_parts_log2) + part * 8 + zero * 4, to);
+        widen(k, i, k + (2 * D << a.k_parts_log2) + part * 8 + zero * 4, to);
     }
     const int n = 16 * D >> a.v_group_log2;
 #pragma unroll 4

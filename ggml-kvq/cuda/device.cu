@@ -16,53 +16,60 @@
 #include <vector>
 
 static constexpr size_t TABLE_ROWS = 16384; // rows of one replayed step
-static constexpr int    NEW_ROWS   = 8;     // that attention writes itself
-static constexpr int    PROMPT_ROWS = 64;   // query rows of a KV head: above it pages are decoded once, into rows; a recorded step has no more
+static constexpr int NEW_ROWS = 8;          // that attention writes itself
+// query rows of a KV head: above it pages are decoded once, into rows; a recorded step has no more
+static constexpr int PROMPT_ROWS = 64;
 
-struct kvq_cuda_device::row_job : kvq_row_job { const kvq_lane_layout * lane = nullptr; };
+struct kvq_cuda_device::row_job : kvq_row_job {
+    const kvq_lane_layout * lane = nullptr;
+};
 
 static std::mutex live_mutex;
 static std::vector<kvq_cuda_device *> live;
 
 kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
     kvq_affine_geometry g = {};
-    g.type = c.type; g.role = c.role; g.bits = c.bits; g.group = c.group; g.scale = c.scale; g.levels = c.levels; g.eta = c.eta;
-    g.n_cells   = c.n_cells;
+    g.type = c.type;
+    g.role = c.role;
+    g.bits = c.bits;
+    g.group = c.group;
+    g.scale = c.scale;
+    g.levels = c.levels;
+    g.eta = c.eta;
+    g.n_cells = c.n_cells;
     g.head_size = c.head_size;
-    g.stride    = (c.head_size + 15) / 16 * 16;
+    g.stride = (c.head_size + 15) / 16 * 16;
     if (c.type == KVQ_TYPE_MIXED) { // as a whole
-        g.nb_codes  = (int) kvq_mixed_nb_codes(c);
+        g.nb_codes = (int) kvq_mixed_nb_codes(c);
         g.nb_params = (int) kvq_mixed_nb_params(c);
     }
-    if (c.type != KVQ_TYPE_AFFINE && c.type != KVQ_TYPE_LATTICE) {
-        return g;
-    }
+    if (c.type != KVQ_TYPE_AFFINE && c.type != KVQ_TYPE_LATTICE) { return g; }
     kvq_affine_parts p;
     if (c.type == KVQ_TYPE_LATTICE) {
         p = kvq_lattice_get_parts(c);
-        g.lanes   = c.role == KVQ_ROLE_K ? c.n_cells : c.head_size / c.group;
-        g.dots    = c.role == KVQ_ROLE_K ? c.head_size / c.group : c.n_cells;
+        g.lanes = c.role == KVQ_ROLE_K ? c.n_cells : c.head_size / c.group;
+        g.dots = c.role == KVQ_ROLE_K ? c.head_size / c.group : c.n_cells;
         g.n_tiles = kvq_lattice_n_tiles(c);
-        g.block   = kvq_hadamard_block(c.head_size);
-        g.norm    = (float) (1.0 / sqrt((double) g.block)); // as kvq_hadamard
-        g.nb_codes  = (int) kvq_lattice_nb_codes(c);
+        g.block = kvq_hadamard_block(c.head_size);
+        g.norm = (float) (1.0 / sqrt((double) g.block)); // as kvq_hadamard
+        g.nb_codes = (int) kvq_lattice_nb_codes(c);
         g.nb_params = (int) kvq_lattice_nb_params(c);
     } else {
         p = kvq_affine_get_parts(c);
         const kvq_affine_dims d = kvq_affine_get_dims(c);
-        g.lanes   = d.lanes;
-        g.dots    = d.dots;
+        g.lanes = d.lanes;
+        g.dots = d.dots;
         g.n_tiles = d.n_tiles;
-        g.np      = d.np;
-        g.nb_codes  = (int) kvq_affine_nb_codes(c);
+        g.np = d.np;
+        g.nb_codes = (int) kvq_affine_nb_codes(c);
         g.nb_params = (int) kvq_affine_nb_params(c);
     }
     g.n_parts = p.n;
     for (int i = 0; i < p.n; i++) {
-        g.width[i]    = p.width[i];
-        g.shift[i]    = p.shift[i];
+        g.width[i] = p.width[i];
+        g.shift[i] = p.shift[i];
         g.n_chunks[i] = p.n_chunks[i];
-        g.offset[i]   = (int) p.offset[i];
+        g.offset[i] = (int) p.offset[i];
     }
     return g;
 }
@@ -78,12 +85,14 @@ kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda"
     may_observe = !observes || atoi(observes);
     cudaDeviceProp p;
     if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
-        n_sm    = p.multiProcessorCount;
+        n_sm = p.multiProcessorCount;
         const kvq_device_limits limits = kvq_limits_of(ordinal);
-        max_shared    = limits.max_shared;
+        max_shared = limits.max_shared;
         max_shared_sm = limits.max_shared_sm;
         kernels = "cuda sm_" + std::to_string(p.major) + std::to_string(p.minor);
-        if (limits.major != p.major || limits.minor != p.minor) { kernels += " as sm_" + std::to_string(limits.major) + std::to_string(limits.minor); }
+        if (limits.major != p.major || limits.minor != p.minor) {
+            kernels += " as sm_" + std::to_string(limits.major) + std::to_string(limits.minor);
+        }
     }
     std::lock_guard<std::mutex> lock(live_mutex);
     live.push_back(this);
@@ -124,7 +133,8 @@ kvq_cuda_device::~kvq_cuda_device() {
 
 bool kvq_cuda_device::check(int status, const char * what) {
     if (status != cudaSuccess && err.empty()) {
-        err = std::string(what) + " failed on CUDA device " + std::to_string(ordinal) + ": " + cudaGetErrorString((cudaError_t) status);
+        err = std::string(what) + " failed on CUDA device " + std::to_string(ordinal) + ": " +
+            cudaGetErrorString((cudaError_t) status);
     }
     return status == cudaSuccess;
 }
@@ -132,20 +142,18 @@ bool kvq_cuda_device::check(int status, const char * what) {
 bool kvq_cuda_device::use() {
     const bool ok = check(cudaSetDevice(ordinal), "cudaSetDevice");
     n_calls++;
-    if (waits()) {
-        flush();
-    }
+    if (waits()) { flush(); }
     return ok;
 }
 
 // Grows an array, zeroed; what it held is lost.
 template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need, const char * what) {
-    if (need <= n) {
-        return true;
-    }
+    if (need <= n) { return true; }
     n_moved++;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    if (now == RECORD && cudaStreamIsCapturing((cudaStream_t) stream, &capture) == cudaSuccess && capture != cudaStreamCaptureStatusNone) { // nothing can be allocated there: this recording is given up, and the step done at once finds room
+    // nothing can be allocated there: this recording is given up, and the step done at once finds room
+    if (now == RECORD && cudaStreamIsCapturing((cudaStream_t) stream, &capture) == cudaSuccess &&
+        capture != cudaStreamCaptureStatusNone) {
         wanted[&n] = need;
         return false;
     }
@@ -154,9 +162,7 @@ template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need
     cudaFree(p);
     p = nullptr;
     n = 0;
-    if (!check(cudaMalloc(&p, sizeof(T) * need), what)) {
-        return false;
-    }
+    if (!check(cudaMalloc(&p, sizeof(T) * need), what)) { return false; }
     n = need;
     zero(p, sizeof(T) * need);
     return true;
@@ -167,9 +173,7 @@ template bool kvq_cuda_device::grow(uint8_t *&, size_t &, size_t, const char *);
 
 kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
     kvq_affine_geometry g = kvq_affine_get_geometry(c);
-    if (c.type != KVQ_TYPE_LATTICE) {
-        return g;
-    }
+    if (c.type != KVQ_TYPE_LATTICE) { return g; }
     constexpr int n = LATTICE_MAX_VALUES; // of each of the grids, by d and bits
     const int at = ((c.group == 8 ? 2 : c.group / 4) * 4 + c.bits - 1) * n;
     if (!points) {
@@ -177,7 +181,9 @@ kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
         for (int d = 2, i = 0; d <= 8; d *= 2) {
             for (int bits = 1; bits <= 4; bits++, i += n) {
                 const kvq_grid * grid = kvq_grid_find(d, bits);
-                for (int j = 0; grid && j < grid->n * d; j++) { all[(size_t) (i + j)] = (float) (grid->point[j] * grid->step) * (1.0f / 4096.0f); }
+                for (int j = 0; grid && j < grid->n * d; j++) {
+                    all[(size_t) (i + j)] = (float) (grid->point[j] * grid->step) * (1.0f / 4096.0f);
+                }
             }
         }
         if (!check(cudaMalloc(&points, all.size() * sizeof(float)), "cudaMalloc of grid points")) {
@@ -205,9 +211,7 @@ void kvq_cuda_device::synchronize() {
 void kvq_cuda_device::forget_stream(void * s) {
     std::lock_guard<std::mutex> lock(live_mutex);
     for (kvq_cuda_device * d : live) {
-        if (d->stream == s) {
-            d->set_stream(nullptr);
-        }
+        if (d->stream == s) { d->set_stream(nullptr); }
     }
 }
 
@@ -215,14 +219,12 @@ void kvq_cuda_device::forget_stream(void * s) {
 
 void kvq_cuda_device::reserve(size_t nb) {
     void * p = nullptr;
-    if (slab || !use()) {
-        return;
-    }
+    if (slab || !use()) { return; }
     if (cudaMalloc(&p, nb) != cudaSuccess) { // too large in one piece: pieces then
         cudaGetLastError();
         return;
     }
-    slab    = (uint8_t *) p;
+    slab = (uint8_t *) p;
     nb_slab = nb;
 }
 
@@ -275,17 +277,17 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
 }
 
 // keys and values of all cells as f16 while a prompt is read, and what blocks of attention leave each other
-size_t kvq_cuda_device::bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+size_t kvq_cuda_device::bytes_workspace(
+    const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     const size_t width = (size_t) k.n_head * (k.codec.head_size + v.codec.head_size), n_rows = (size_t) n_sm * 2 * 128;
     // plain rows of a layer: of all cells, or of one stream's slots and open pages
     const size_t slots = (size_t) (k.n_store + std::min(k.n_frames + 2048 / k.page_cells, k.n_pages)) * k.page_cells;
-    size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) + 4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
+    size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) +
+        4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
     if (plan.pre_rope || plan.mean) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
     }
-    if (plan.k.chained) {
-        nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS);
-    }
+    if (plan.k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
     return nb;
 }
 
@@ -293,8 +295,11 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_layer_plan & plan, const kvq_l
 
 bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
     use();
-    if (n_rows > TABLE_ROWS / 2 || (!row_table && !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses")) ||
-        (!rotaries.empty() && !row_positions && !check(cudaMalloc(&row_positions, TABLE_ROWS * sizeof(*row_positions)), "cudaMalloc of row positions"))) {
+    if (n_rows > TABLE_ROWS / 2 ||
+        (!row_table &&
+            !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses")) ||
+        (!rotaries.empty() && !row_positions &&
+            !check(cudaMalloc(&row_positions, TABLE_ROWS * sizeof(*row_positions)), "cudaMalloc of row positions"))) {
         return false;
     }
     refresh();
@@ -305,13 +310,9 @@ bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
 }
 
 void kvq_cuda_device::flush_rows() {
-    if (held.empty()) {
-        return;
-    }
+    if (held.empty()) { return; }
     kvq_row_jobs jobs = {};
-    for (size_t i = 0; i < held.size(); i++) {
-        jobs.job[i] = held[i];
-    }
+    for (size_t i = 0; i < held.size(); i++) { jobs.job[i] = held[i]; }
     kvq_launch_row_jobs(jobs, (int) held.size(), (cudaStream_t) stream);
     check(cudaGetLastError(), "rows kernel");
     held.clear();
@@ -327,16 +328,16 @@ void kvq_cuda_device::end_step() {
     }
 }
 
-void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t * pos, int) {
+void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows,
+    size_t row_stride, const int32_t * pos, int) {
     if (now != EAGER) {
         if (now == RECORD) { // keys and values of a layer go together
-            if (held.size() == KVQ_ROW_JOBS) {
-                flush_rows();
-            }
+            if (held.size() == KVQ_ROW_JOBS) { flush_rows(); }
             held.emplace_back();
             held.back().lane = &l;
-            (kvq_row_job &) held.back() = { row_table + rows_to.size(), pos ? row_positions + rows_to.size() : nullptr, rows, row_stride, (size_t) l.page_cells * l.head_stride(), (int) n,
-                                            l.n_head * l.codec.head_size, l.codec.head_size };
+            (kvq_row_job &) held.back() = { row_table + rows_to.size(), pos ? row_positions + rows_to.size() : nullptr,
+                rows, row_stride, (size_t) l.page_cells * l.head_stride(), (int) n, l.n_head * l.codec.head_size,
+                l.codec.head_size };
         }
         rows_to.insert(rows_to.end(), to, to + n);
         rows_to.push_back(nullptr); // a counter for the kernel that reads them
@@ -355,9 +356,11 @@ void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t 
         if (pos) {
             kvq_seal_positions at;
             memcpy(at.pos, pos + i, part * sizeof(pos[0]));
-            kvq_launch_rows_at(arg, at, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), from, row_stride, (cudaStream_t) stream);
+            kvq_launch_rows_at(arg, at, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(),
+                from, row_stride, (cudaStream_t) stream);
         } else {
-            kvq_launch_rows(arg, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), from, row_stride, (cudaStream_t) stream);
+            kvq_launch_rows(arg, part, l.n_head, l.codec.head_size, (size_t) l.page_cells * l.head_stride(), from,
+                row_stride, (cudaStream_t) stream);
         }
     }
     check(cudaGetLastError(), "rows kernel");
@@ -374,13 +377,14 @@ static bool rows_go_along(const kvq_row_job & k, const kvq_row_job & v) {
     return ok;
 }
 
-void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
+void kvq_cuda_device::attend(
+    const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
     use();
-    const bool left_out = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain; // open rows carry their positions
-    const bool held_here = !left_out && held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
-    if (!held_here) {
-        flush_rows();
-    }
+    // open rows carry their positions
+    const bool left_out = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain;
+    const bool held_here = !left_out && held.size() == 2 && held[0].lane == k && held[1].lane == v &&
+        n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
+    if (!held_here) { flush_rows(); }
     for (int i0 = 0; i0 < n; i0 += KVQ_ATTEND_STREAMS) {
         const kvq_attn & f = attn[i0];
         const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
@@ -388,23 +392,26 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
         kvq_codec codec_k = f.k, codec_v = f.v;
         a.k = geometry(codec_k);
         a.v = geometry(codec_v);
-        a.n_q        = f.n_q;
-        a.n_head     = f.n_head;
-        a.n_head_kv  = f.n_head_kv;
-        a.gqa        = f.n_head / f.n_head_kv;
-        a.n_rows     = a.gqa * f.n_q;
-        a.n_pages    = f.n_pages;
+        a.n_q = f.n_q;
+        a.n_head = f.n_head;
+        a.n_head_kv = f.n_head_kv;
+        a.gqa = f.n_head / f.n_head_kv;
+        a.n_rows = a.gqa * f.n_q;
+        a.n_pages = f.n_pages;
         a.page_cells = f.k.n_cells;
-        a.n_kv       = f.n_kv;
-        a.scale      = f.scale;
-        a.softcap    = f.softcap;
+        a.n_kv = f.n_kv;
+        a.scale = f.scale;
+        a.softcap = f.softcap;
         kvq_set_alibi(a, f.max_bias, f.n_head);
-        a.q_stride_token    = f.q_stride_token;    a.q_stride_head    = f.q_stride_head;
-        a.mask_stride_token = f.mask_stride_token; a.mask_stride_head = f.mask_stride_head;
-        a.dst_stride_token  = f.dst_stride_token;  a.dst_stride_head  = f.dst_stride_head;
+        a.q_stride_token = f.q_stride_token;
+        a.q_stride_head = f.q_stride_head;
+        a.mask_stride_token = f.mask_stride_token;
+        a.mask_stride_head = f.mask_stride_head;
+        a.dst_stride_token = f.dst_stride_token;
+        a.dst_stride_head = f.dst_stride_head;
         a.sinks = f.sinks;
-        a.one_team      = one_team;
-        a.max_shared    = max_shared;
+        a.one_team = one_team;
+        a.max_shared = max_shared;
         a.max_shared_sm = max_shared_sm;
         a.map_stride = (int) f.map_stride;
         const bool mixed = f.k.type == KVQ_TYPE_MIXED;
@@ -416,74 +423,86 @@ void kvq_cuda_device::attend(const kvq_attn * attn, int n, const kvq_lane_layout
             const kvq_attn & s = attn[i0 + i];
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr };
         }
-        if (left_out && (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) || !kvq_decode_fits(a, n_streams))) { // as f16 rows then
-            if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) {
-                return;
-            }
+        // as f16 rows then
+        if (left_out &&
+            (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) ||
+                !kvq_decode_fits(a, n_streams))) {
+            if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) { return; }
             codec_k.type = codec_v.type = KVQ_TYPE_F16;
             codec_k.bits = codec_v.bits = 16;
             a.k = geometry(codec_k);
             a.v = geometry(codec_v);
-            for (int i = 0; i < n_streams; i++) { a.stream[i].pages = (const kvq_page *) (unfolded + i * unfolded_table); }
-            a.waves    = nullptr;
+            for (int i = 0; i < n_streams; i++) {
+                a.stream[i].pages = (const kvq_page *) (unfolded + i * unfolded_table);
+            }
+            a.waves = nullptr;
             a.in_order = 1;
         }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and
         // more splits
-        const bool few    = kvq_decode_fits(a, n_streams), is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
+        const bool few = kvq_decode_fits(a, n_streams),
+                   is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
         if (is_short && held_here) {
-            for (int i = 0; i < 2; i++) { a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride }; }
+            for (int i = 0; i < 2; i++) {
+                a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride };
+            }
             a.n_new = held[0].n;
-            const float * first = f.dst, * last = first; // of the output
+            const float *first = f.dst, *last = first; // of the output
             for (int i = 0; i < n_streams; i++) {
                 first = std::min(first, (const float *) attn[i].dst);
-                last  = std::max(last, (const float *) attn[i].dst + (size_t) (a.n_q - 1) * a.dst_stride_token + (size_t) (a.n_head - 1) * a.dst_stride_head + a.v.head_size);
+                last = std::max(last,
+                    (const float *) attn[i].dst + (size_t) (a.n_q - 1) * a.dst_stride_token +
+                        (size_t) (a.n_head - 1) * a.dst_stride_head + a.v.head_size);
             }
             for (const row_job & j : held) {
                 if (j.rows < last && first < j.rows + (size_t) (j.n - 1) * j.row_stride + j.width) {
-                    a.n_taken  = (unsigned long long *) (held[0].to + held[0].n);
+                    a.n_taken = (unsigned long long *) (held[0].to + held[0].n);
                     a.n_takers = a.n_new * a.n_head_kv * kvq_decode_row_blocks(a) << (a.wide ? a.slices_log2 : 0);
                 }
             }
             held.clear();
         }
         flush_rows();
-        if (a.n_rows > PROMPT_ROWS && !a.waves && attend_rows(a, codec_k, codec_v, n_streams)) {
-            continue;
-        }
+        if (a.n_rows > PROMPT_ROWS && !a.waves && attend_rows(a, codec_k, codec_v, n_streams)) { continue; }
         const int n_warps = a.n_rows > 16 ? 4 : 1;
-        const int blocks  = (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
+        const int blocks =
+            (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
         if (!is_short) {
             const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
-            a.n_splits = std::max(1, std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
-            if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; } // the last block reads them by 32
+            a.n_splits = std::max(1,
+                std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32,
+                    1024 }));
+            // the last block reads them by 32
+            if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
         }
         if (a.n_splits > 1) {
-            const size_t n_tickets = few ? blocks : 0, n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
-            if (!grow(partial, n_partial, n, "attention's partial results") || !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
+            const size_t n_tickets = few ? blocks : 0,
+                         n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
+            if (!grow(partial, n_partial, n, "attention's partial results") ||
+                !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
                 return;
             }
             a.partial = partial;
             a.tickets = tickets;
         }
-        n_short  += is_short;
+        n_short += is_short;
         n_decode += few;
-        n_means  += a.waves != nullptr;
-        n_fine   += few && a.fine;
+        n_means += a.waves != nullptr;
+        n_fine += few && a.fine;
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {
             (mixed ? kvq_launch_tiles_mixed : kvq_launch_tiles)(a, n_streams, n_warps, (cudaStream_t) stream);
         }
-        if (a.n_splits > 1 && !few) {
-            kvq_launch_merge(a, n_streams, (cudaStream_t) stream);
-        }
+        if (a.n_splits > 1 && !few) { kvq_launch_merge(a, n_streams, (cudaStream_t) stream); }
     }
     check(cudaGetLastError(), "attention kernel");
 }
 
-void kvq_cuda_device::predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride) {
+void kvq_cuda_device::predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s,
+    bool add, float * out, size_t out_stride) {
     use();
-    kvq_launch_predict({ w.data, w.n_in, w.n_out, w.bits, n, x, s, x_stride, out_stride, out, add }, (cudaStream_t) stream);
+    kvq_launch_predict(
+        { w.data, w.n_in, w.n_out, w.bits, n, x, s, x_stride, out_stride, out, add }, (cudaStream_t) stream);
     check(cudaGetLastError(), "predictor kernel");
 }

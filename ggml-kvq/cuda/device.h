@@ -1,5 +1,5 @@
-// The store's device over CUDA memory, and attention on it. One object per KV cache; all its work is ordered on one stream.
-// No CUDA header here: host/ includes this file.
+// The store's device over CUDA memory, and attention on it. One object per KV cache; all its work is ordered on one
+// stream. No CUDA header here: host/ includes this file.
 #pragma once
 
 #include "../cache/device.h"
@@ -33,128 +33,163 @@ public:
     // NULL: there are kernels for this layer, else why not (and the cure)
     static const char * refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v);
 
-    // As kvq_attend, with every pointer, the pages too, in device memory. k, v: the lanes attended; their rows that are held back then
-    // go into their pages on the way, if this is a short cache and the rows lie before its end. chain: keys and values of a predicted
-    // layer, of every stream a pair; their 8-bit rows, of the layer below before, are of this one behind it. l NULL: this lane is read
-    // without the layer below.
-    void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr, const kvq_chain_pages * chain = nullptr);
+    // As kvq_attend, with every pointer, the pages too, in device memory. k, v: the lanes attended; their rows that
+    // are held back then go into their pages on the way, if this is a short cache and the rows lie before its end.
+    // chain: keys and values of a predicted layer, of every stream a pair; their 8-bit rows, of the layer below
+    // before, are of this one behind it. l NULL: this lane is read without the layer below.
+    void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr,
+        const kvq_chain_pages * chain = nullptr);
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
     bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
-    bool one_team = false; // tests: blocks of decode attention have one team of warps, whose barrier is then the block's
-    int64_t n_short = 0, n_decode = 0, n_prompt = 0; // launches for short caches so far; for few rows, short caches among them; for many
+    // tests: blocks of decode attention have one team of warps, whose barrier is then the block's
+    bool one_team = false;
+    // launches for short caches so far; for few rows, short caches among them; for many
+    int64_t n_short = 0, n_decode = 0, n_prompt = 0;
     int64_t n_means = 0; // and over sealed pages that lack their means
     int64_t n_fine = 0;  // and over groups of 16 in both (decode_fine.cuh)
 
-    // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace of this
-    // device, overwritten by the next call. False: out of memory.
+    // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace
+    // of this device, overwritten by the next call. False: out of memory.
     bool expand(const kvq_attn * attn, int n, void ** k, void ** v, const kvq_chain_pages * chain = nullptr);
 
     // The same of latent attention (KVQ_ATTN_LATENT): both blocks side by side, [stream][n_kv][channels of both].
     bool expand_latent(const kvq_attn * attn, int n, void ** rows);
 
-    // Column sums of a call that was attended: what the table asks for (cache/saliency.h). keys: of expand(), where another kernel attended; NULL:
-    // attend() left a.lse. max_rows: probe rows at most; max_pages: of the table.
+    // Column sums of a call that was attended: what the table asks for (cache/saliency.h). keys: of expand(), where
+    // another kernel attended; NULL: attend() left a.lse. max_rows: probe rows at most; max_pages: of the table.
     void observe(const kvq_attn & a, const kvq_probe_table * table, int max_rows, int max_pages, const void * keys);
     bool may_observe; // true, unless KVQ_CUDA_OBSERVE=0 is set: to measure what it costs
     // Log-sum-exp of n rows, a workspace as expand's; NULL: out of memory.
     float * lse_of(size_t n);
 
-    // out[i] (+)= W x[i] for n rows (types/predictor.h), every pointer in device memory, w.data too; x_stride is a multiple of 32.
-    void predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add, float * out, size_t out_stride);
+    // out[i] (+)= W x[i] for n rows (types/predictor.h), every pointer in device memory, w.data too; x_stride is a
+    // multiple of 32.
+    void predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add,
+        float * out, size_t out_stride);
 
-    // A step that is recorded into a CUDA graph and replayed: write_rows then takes its addresses from a table in device memory, and
-    // replaying only refills the table. Between begin_step and end_step nothing but write_rows and attend may be called.
+    // A step that is recorded into a CUDA graph and replayed: write_rows then takes its addresses from a table in
+    // device memory, and replaying only refills the table. Between begin_step and end_step nothing but write_rows and
+    // attend may be called.
     enum step { EAGER, RECORD, REPLAY };
-    bool     begin_step(step s, size_t n_rows); // n_rows: of all write_rows; false: too many for the table
-    void     flush_rows();                      // RECORD: what write_rows still holds back is launched
-    void     end_step();                        // the table goes to the device; before the recording is launched
+    bool begin_step(step s, size_t n_rows);         // n_rows: of all write_rows; false: too many for the table
+    void flush_rows();                              // RECORD: what write_rows still holds back is launched
+    void end_step();                                // the table goes to the device; before the recording is launched
     uint64_t generation() const { return n_moved; } // changes when memory that a recording points at was given back
 
     const char * name() const override { return kernels.c_str(); }
-    bool   is_host() const override { return false; }
-    void   reserve(size_t nb) override;
+    bool is_host() const override { return false; }
+    void reserve(size_t nb) override;
     void * alloc(size_t nb) override;
-    void   free (void * p, size_t nb) override;
-    void   zero (void * p, size_t nb) override;
-    void   copy (void * to, const void * from, size_t nb) override;
-    void   get  (void * host, const void * from, size_t nb) override;
-    void   put  (void * to, const void * host, size_t nb) override;
-    void   put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
-    void   copy_later(void * to, const void * from, size_t nb) override;
-    void   flush() override;
+    void free(void * p, size_t nb) override;
+    void zero(void * p, size_t nb) override;
+    void copy(void * to, const void * from, size_t nb) override;
+    void get(void * host, const void * from, size_t nb) override;
+    void put(void * to, const void * host, size_t nb) override;
+    void put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
+    void copy_later(void * to, const void * from, size_t nb) override;
+    void flush() override;
     int64_t n_seals = 0; // launches that sealed pages so far
-    void   write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride, const int32_t * pos, int n_threads) override;
-    void   encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
-    void   decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
-    size_t bytes_workspace(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
-    // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a block, for tests; warps 0: none
-    struct decode_room { const char * kernel; int n_warps, nb_shared; };
-    decode_room room_of(const kvq_codec & k, const kvq_codec & v, bool maps = false) const; // maps: pages of cells that were kept
-    const char * slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
-    void   take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) override;
-    void   put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
-    void   chain_predict(const kvq_chain_pages & c, float * out) override;
-    void   chain_step(const kvq_chain_pages & c) override;
-    void   pack(const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) override;
-    void   gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps, const uint16_t * const * frames, int first, int n_frames) override;
-    void   choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
+    void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
+        const int32_t * pos, int n_threads) override;
+    void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
+    void decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
+    size_t bytes_workspace(
+        const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a
+    // block, for tests; warps 0: none
+    struct decode_room {
+        const char * kernel;
+        int n_warps, nb_shared;
+    };
+    // maps: pages of cells that were kept
+    decode_room room_of(const kvq_codec & k, const kvq_codec & v, bool maps = false) const;
+    const char * slow_reading(
+        const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+        const kvq_row_turn * x) override;
+    void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
+    void chain_predict(const kvq_chain_pages & c, float * out) override;
+    void chain_step(const kvq_chain_pages & c) override;
+    void pack(const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) override;
+    void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
+        const uint16_t * const * frames, int first, int n_frames) override;
+    void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
 
 private:
     static std::string refuse_settings(); // KVQ_CUDA_AS; "": nothing is wrong
-    bool use(); // before anything is done: what waits goes first
-    void      * side = nullptr, * observed = nullptr; // a stream for what the host waits for; the event behind observe()
-    uint64_t    n_calls = 0, n_calls_observed = 0;    // of use(); equal: nothing has been asked for since observe()
-    bool        begin_side(); // the side stream waits for no more than it has to
+    bool use();                           // before anything is done: what waits goes first
+    // a stream for what the host waits for; the event behind observe()
+    void *side = nullptr, *observed = nullptr;
+    uint64_t n_calls = 0, n_calls_observed = 0; // of use(); equal: nothing has been asked for since observe()
+    bool begin_side();                          // the side stream waits for no more than it has to
     bool check(int status, const char * what);
     kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
-    int         ordinal, n_sm = 1, max_shared = 48 << 10, max_shared_sm = 48 << 10; // bytes of a block, of a multiprocessor
-    void      * stream = nullptr;
+    // bytes of a block, of a multiprocessor
+    int ordinal, n_sm = 1, max_shared = 48 << 10, max_shared_sm = 48 << 10;
+    void * stream = nullptr;
     template <typename T> bool grow(T *& p, size_t & n, size_t need, const char * what);
-    uint8_t   * slab = nullptr; // CUDA rounds every allocation up to 2 MiB: a cache's lanes lie in one
-    size_t      nb_slab = 0, slab_used = 0, n_in_slab = 0;
-    float     * partial = nullptr;
-    uint32_t  * tickets = nullptr;
-    size_t      n_partial = 0, n_tickets = 0;
-    float     * lse = nullptr, * parts = nullptr; // parts: of log-sum-exp
-    size_t      n_lse = 0, n_parts = 0;
-    uint32_t  * addresses = nullptr, * packing = nullptr; // of gather; of pack
-    size_t      n_addresses = 0, n_packing = 0;
-    float     * points   = nullptr; // of all grids
-    void      * expanded = nullptr;
-    size_t      nb_expanded = 0;
+    uint8_t * slab = nullptr; // CUDA rounds every allocation up to 2 MiB: a cache's lanes lie in one
+    size_t nb_slab = 0, slab_used = 0, n_in_slab = 0;
+    float * partial = nullptr;
+    uint32_t * tickets = nullptr;
+    size_t n_partial = 0, n_tickets = 0;
+    float *lse = nullptr, *parts = nullptr; // parts: of log-sum-exp
+    size_t n_lse = 0, n_parts = 0;
+    uint32_t *addresses = nullptr, *packing = nullptr; // of gather; of pack
+    size_t n_addresses = 0, n_packing = 0;
+    float * points = nullptr; // of all grids
+    void * expanded = nullptr;
+    size_t nb_expanded = 0;
     struct row_job;
-    struct rotary_copy { const kvq_rotary * host; float * high, * low; int n_high, capacity; };
-    const void * constant(const void * host, size_t nb);  // a copy here of bytes that stay
+    struct rotary_copy {
+        const kvq_rotary * host;
+        float *high, *low;
+        int n_high, capacity;
+    };
+    const void * constant(const void * host, size_t nb); // a copy here of bytes that stay
     const float * mean_of(const float * host, size_t n);
-    struct wave_table { const kvq_rotary * host; int head_size; uint16_t * rows; };
+    struct wave_table {
+        const kvq_rotary * host;
+        int head_size;
+        uint16_t * rows;
+    };
     const uint16_t * waves_of(const kvq_rotary * host, int head_size); // cos and sin of 0 .. 127 (decode_means.cuh)
-    bool reads_sealed(const kvq_attn * attn, int n, kvq_attend_args & a); // decode attention reads sealed pages that leave something out, as they are
+    // decode attention reads sealed pages that leave something out, as they are
+    bool reads_sealed(const kvq_attn * attn, int n, kvq_attend_args & a);
     kvq_device_rotary rotary(const kvq_rotary * host);
     kvq_turn turn(const kvq_attn & a, bool value);
-    void refresh();                                       // tables of rotary embedding that have grown
+    void refresh(); // tables of rotary embedding that have grown
     bool room_for_rows(size_t nb);
-    void expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn);
-    bool attend_rows(const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, int n_streams); // false: not possible, nothing is done
-    bool unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain); // sealed pages as open ones, into a workspace of one layer
+    void expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to,
+        const kvq_turn & turn);
+    // false: not possible, nothing is done
+    bool attend_rows(const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, int n_streams);
+    // sealed pages as open ones, into a workspace of one layer
+    bool unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain);
     void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles);
     std::map<const void *, void *> constants;
     std::vector<rotary_copy> rotaries;
     std::vector<wave_table> waves;
-    uint8_t   * unfolded = nullptr, * predicted = nullptr;
-    size_t      nb_unfolded = 0, unfolded_table = 0, nb_predicted = 0; // unfolded_table: bytes of a stream's table
-    int32_t   * row_positions = nullptr;                  // beside row_table
+    uint8_t *unfolded = nullptr, *predicted = nullptr;
+    size_t nb_unfolded = 0, unfolded_table = 0, nb_predicted = 0; // unfolded_table: bytes of a stream's table
+    int32_t * row_positions = nullptr;                            // beside row_table
     std::vector<int32_t> rows_at;
-    step        now = EAGER;
+    step now = EAGER;
     std::vector<uint16_t *> rows_to; // the table as this step fills it
     uint16_t ** row_table = nullptr;
     std::vector<row_job> held;
-    struct seal_batch;                    // pages of one geometry
-    std::vector<std::shared_ptr<seal_batch>> to_seal; // lanes of many layers seal in the same step: they wait for each other
-    struct tile_copy { void * to; const void * from; size_t nb; };
+    struct seal_batch; // pages of one geometry
+    // lanes of many layers seal in the same step: they wait for each other
+    std::vector<std::shared_ptr<seal_batch>> to_seal;
+    struct tile_copy {
+        void * to;
+        const void * from;
+        size_t nb;
+    };
     std::vector<tile_copy> to_copy;
     std::vector<std::pair<kvq_page *, kvq_page>> to_put;
     bool waits() const { return !to_seal.empty() || !to_copy.empty() || !to_put.empty(); }
-    uint64_t    n_moved = 0;
+    uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed
     std::string err, kernels;
 };

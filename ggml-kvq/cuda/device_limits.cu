@@ -10,8 +10,9 @@
 
 // ---------------------------------------------------------------- what a device has
 
-static const kvq_device_limits LIMITS[] = { { 8, 0, 163 << 10, 164 << 10 }, { 8, 6, 99 << 10, 100 << 10 }, { 8, 7, 163 << 10, 164 << 10 }, { 8, 9, 99 << 10, 100 << 10 },
-                                            { 9, 0, 227 << 10, 228 << 10 }, { 10, 0, 227 << 10, 228 << 10 }, { 12, 0, 99 << 10, 100 << 10 } };
+static const kvq_device_limits LIMITS[] = { { 8, 0, 163 << 10, 164 << 10 }, { 8, 6, 99 << 10, 100 << 10 },
+    { 8, 7, 163 << 10, 164 << 10 }, { 8, 9, 99 << 10, 100 << 10 }, { 9, 0, 227 << 10, 228 << 10 },
+    { 10, 0, 227 << 10, 228 << 10 }, { 12, 0, 99 << 10, 100 << 10 } };
 
 // NULL: not set, or nothing that is known
 static const kvq_device_limits * asked_limits() {
@@ -24,7 +25,9 @@ static const kvq_device_limits * asked_limits() {
 
 std::string kvq_cuda_device::refuse_settings() {
     const char * as = getenv("KVQ_CUDA_AS");
-    return !as || !*as || asked_limits() ? "" : std::string("KVQ_CUDA_AS=") + as + " is no compute capability with limits of its own: use 8.0, 8.6, 8.7, 8.9, 9.0, 10.0 or 12.0";
+    return !as || !*as || asked_limits() ? ""
+                                         : std::string("KVQ_CUDA_AS=") + as +
+            " is no compute capability with limits of its own: use 8.0, 8.6, 8.7, 8.9, 9.0, 10.0 or 12.0";
 }
 
 static kvq_device_limits limits_now(int device) {
@@ -36,7 +39,8 @@ static kvq_device_limits limits_now(int device) {
     kvq_device_limits limits = { p.major, p.minor, (int) p.sharedMemPerBlockOptin, (int) p.sharedMemPerMultiprocessor };
     if (const kvq_device_limits * as = asked_limits()) { // never more than there is
         const bool older = as->major < p.major || (as->major == p.major && as->minor < p.minor);
-        limits = { older ? as->major : p.major, older ? as->minor : p.minor, std::min(as->max_shared, limits.max_shared), std::min(as->max_shared_sm, limits.max_shared_sm) };
+        limits = { older ? as->major : p.major, older ? as->minor : p.minor,
+            std::min(as->max_shared, limits.max_shared), std::min(as->max_shared_sm, limits.max_shared_sm) };
     }
     return limits;
 }
@@ -71,19 +75,19 @@ static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v, boo
     a.map_stride = maps ? k.n_cells : 0; // masks of pages with maps wait in shared memory
     int device = 0;
     cudaGetDevice(&device);
-    a.max_shared    = kvq_limits_of(device).max_shared;
+    a.max_shared = kvq_limits_of(device).max_shared;
     a.max_shared_sm = kvq_limits_of(device).max_shared_sm;
     return a;
 }
 
 const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
     static const std::string wrong = refuse_settings();
-    if (!wrong.empty()) {
-        return wrong.c_str();
-    }
+    if (!wrong.empty()) { return wrong.c_str(); }
     for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
-        if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE && c->type != KVQ_TYPE_MIXED) {
-            return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or run on the CPU with -ngl 0";
+        if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE &&
+            c->type != KVQ_TYPE_MIXED) {
+            return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or "
+                   "run on the CPU with -ngl 0";
         }
     }
     if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // the inner backend attends
@@ -95,17 +99,22 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
     // beyond 256 there are no tiles: few rows need a decode kernel, of whatever the pages hold or of their rows
     if (std::max(head_size_k, head_size_v) > 256) {
         if (head_size_k != head_size_v || head_size_k % 16 || head_size_k <= 384) {
-            return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a multiple of 16 from 400 to 512: run on the CPU with -ngl 0";
+            return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a "
+                   "multiple of 16 from 400 to 512: run on the CPU with -ngl 0";
         }
         kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec, plan.keep > 0.0f);
         if (!kvq_decode_fits(a, 0) && a.nb_shared > a.max_shared) {
             static thread_local std::string why;
-            why = "attention over heads of " + std::to_string(head_size_k) + " needs " + std::to_string(a.nb_shared >> 10) + " KB of shared memory a block with these bits and groups, and this card has " +
-                  std::to_string(a.max_shared >> 10) + " KB: take fewer bits or larger groups (kivi with group=128), or run on the CPU with -ngl 0";
+            why = "attention over heads of " + std::to_string(head_size_k) + " needs " +
+                std::to_string(a.nb_shared >> 10) +
+                " KB of shared memory a block with these bits and groups, and this card has " +
+                std::to_string(a.max_shared >> 10) +
+                " KB: take fewer bits or larger groups (kivi with group=128), or run on the CPU with -ngl 0";
             return why.c_str();
         }
         if (!kvq_decode_fits(a, 0)) {
-            return "there are CUDA kernels for heads above 256 channels only with bits 1/1, 2/1, 2/2, 3/2, 3/3, 4/2 or 4/4 of keys and values, groups of 16, 32, 64, 128 or the head, and grids of "
+            return "there are CUDA kernels for heads above 256 channels only with bits 1/1, 2/1, 2/2, 3/2, 3/3, 4/2 or "
+                   "4/4 of keys and values, groups of 16, 32, 64, 128 or the head, and grids of "
                    "d2: change the method's options, or run on the CPU with -ngl 0";
         }
     }
@@ -119,10 +128,9 @@ kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const
     return { a.wide ? "slices of 128" : a.k.head_size == 64 ? "64" : "128", fits ? a.n_warps : 0, a.nb_shared };
 }
 
-const char * kvq_cuda_device::slow_reading(const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
-    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) {
-        return nullptr;
-    }
+const char * kvq_cuda_device::slow_reading(
+    const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
     cudaSetDevice(ordinal);
     kvq_attend_args a = decode_args(k.codec, v.codec, k.evicts);
     if (!kvq_decode_fits(a, 0)) {

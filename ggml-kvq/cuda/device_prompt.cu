@@ -8,12 +8,10 @@
 #include <algorithm>
 
 bool kvq_cuda_device::room_for_rows(size_t nb) {
-    if (nb <= nb_expanded) {
-        return true;
-    }
+    if (nb <= nb_expanded) { return true; }
     synchronize();
     cudaFree(expanded);
-    expanded    = nullptr;
+    expanded = nullptr;
     nb_expanded = 0;
     n_moved++;
     if (cudaMalloc(&expanded, nb) != cudaSuccess) {
@@ -24,7 +22,8 @@ bool kvq_cuda_device::room_for_rows(size_t nb) {
     return true;
 }
 
-void kvq_cuda_device::expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn) {
+void kvq_cuda_device::expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head,
+    const kvq_row_place & to, const kvq_turn & turn) {
     const kvq_affine_geometry g = geometry(c);
     if (g.type == KVQ_TYPE_MIXED) {
         kvq_launch_expand_mixed(kvq_mixed_get_geometry(c), pages, n_pages, n_head, to, (cudaStream_t) stream);
@@ -39,10 +38,8 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
     use();
     const kvq_attn & f = attn[0];
     const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size;
-    if (!room_for_rows(2 * (nk + nv) * n) || (chain && !unfold(attn, n, chain))) {
-        return false;
-    }
-    uint16_t * at_k = (uint16_t *) expanded, * at_v = at_k + nk * n;
+    if (!room_for_rows(2 * (nk + nv) * n) || (chain && !unfold(attn, n, chain))) { return false; }
+    uint16_t *at_k = (uint16_t *) expanded, *at_v = at_k + nk * n;
     for (int i = 0; i < n; i++) {
         for (const bool value : { false, true }) {
             kvq_codec c = value ? f.v : f.k;
@@ -64,9 +61,7 @@ bool kvq_cuda_device::expand_latent(const kvq_attn * attn, int n, void ** rows) 
     use();
     const kvq_attn & f = attn[0];
     const int width = f.k.head_size + f.v.head_size;
-    if (!room_for_rows(2 * (size_t) f.n_kv * width * n)) {
-        return false;
-    }
+    if (!room_for_rows(2 * (size_t) f.n_kv * width * n)) { return false; }
     for (int i = 0; i < n; i++) {
         uint16_t * const at = (uint16_t *) expanded + (size_t) i * f.n_kv * width;
         expand_lane(f.k, attn[i].pages, f.n_pages, 1, { at, f.n_kv, false, false, width }, kvq_turn());
@@ -76,15 +71,15 @@ bool kvq_cuda_device::expand_latent(const kvq_attn * attn, int n, void ** rows) 
     return check(cudaGetLastError(), "expand kernel of latent attention");
 }
 
-bool kvq_cuda_device::attend_rows(const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, int n_streams) {
-    if (!kvq_rows_fit(all)) {
-        return false;
-    }
+bool kvq_cuda_device::attend_rows(
+    const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, int n_streams) {
+    if (!kvq_rows_fit(all)) { return false; }
     kvq_attend_args a = all;
     kvq_rows_args r = {};
     const int n_slots = a.n_pages * a.page_cells;
     r.n_tiles = (n_slots + KVQ_ROWS_TILE - 1) / KVQ_ROWS_TILE;
-    const size_t n_rows = (size_t) r.n_tiles * KVQ_ROWS_TILE * a.n_head_kv, nk = n_rows * a.k.head_size, nv = n_rows * a.v.head_size, n_blocks = (size_t) kvq_rows_blocks(a);
+    const size_t n_rows = (size_t) r.n_tiles * KVQ_ROWS_TILE * a.n_head_kv, nk = n_rows * a.k.head_size,
+                 nv = n_rows * a.v.head_size, n_blocks = (size_t) kvq_rows_blocks(a);
     if (!room_for_rows(2 * (nk + nv) + 4 * n_rows + n_blocks * ((size_t) a.n_kv + (size_t) a.n_head_kv * r.n_tiles))) {
         return false;
     }
@@ -97,7 +92,8 @@ bool kvq_cuda_device::attend_rows(const kvq_attend_args & all, const kvq_codec &
     // two blocks on every multiprocessor, and no split of less than 256 slots
     a.n_splits = std::max(1, std::min({ n_sm * 2 / std::max((int) n_blocks * a.n_head_kv, 1), r.n_tiles / 4, 1024 }));
     if (a.n_splits > 1) {
-        if (!grow(partial, n_partial, (size_t) a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4), "attention's partial results")) {
+        if (!grow(partial, n_partial, (size_t) a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4),
+                "attention's partial results")) {
             return true; // noted as an error
         }
         a.partial = partial;
@@ -107,7 +103,8 @@ bool kvq_cuda_device::attend_rows(const kvq_attend_args & all, const kvq_codec &
         for (int value = 0; value < 2; value++) {
             const kvq_codec & c = value ? v : k;
             const size_t row = (size_t) a.n_head_kv * c.head_size, used = row * n_slots;
-            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, { rows[value], a.n_kv, true, (bool) value, 0 }, kvq_turn());
+            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, { rows[value], a.n_kv, true, (bool) value, 0 },
+                kvq_turn());
             if (used < (value ? nv : nk)) { zero(rows[value] + used, 2 * ((value ? nv : nk) - used)); }
         }
         kvq_launch_rows_attention(a, r, (cudaStream_t) stream);

@@ -11,9 +11,7 @@
 
 const void * kvq_cuda_device::constant(const void * host, size_t nb) {
     const auto at = constants.find(host);
-    if (at != constants.end()) {
-        return at->second;
-    }
+    if (at != constants.end()) { return at->second; }
     void * p = nullptr;
     if (host && check(cudaMalloc(&p, nb), "cudaMalloc of calibrated data")) {
         put(p, host, nb);
@@ -22,18 +20,20 @@ const void * kvq_cuda_device::constant(const void * host, size_t nb) {
     return p;
 }
 
-const float * kvq_cuda_device::mean_of(const float * host, size_t n) { return (const float *) constant(host, n * sizeof(float)); }
+const float * kvq_cuda_device::mean_of(const float * host, size_t n) {
+    return (const float *) constant(host, n * sizeof(float));
+}
 
 kvq_device_rotary kvq_cuda_device::rotary(const kvq_rotary * host) {
-    if (!host) {
-        return {};
-    }
+    if (!host) { return {}; }
     size_t i = 0;
     while (i < rotaries.size() && rotaries[i].host != host) { i++; }
     if (i == rotaries.size()) {
         rotaries.push_back({ host, nullptr, nullptr, 0, 0 });
         const size_t nb = (size_t) host->n_dims * KVQ_ROTARY_LOW * sizeof(float);
-        if (check(cudaMalloc(&rotaries[i].low, nb), "cudaMalloc of rotary embedding")) { put(rotaries[i].low, host->low, nb); }
+        if (check(cudaMalloc(&rotaries[i].low, nb), "cudaMalloc of rotary embedding")) {
+            put(rotaries[i].low, host->low, nb);
+        }
     }
     refresh();
     return { host->n_dims / 2, host->neox, rotaries[i].high, rotaries[i].low };
@@ -42,15 +42,16 @@ kvq_device_rotary kvq_cuda_device::rotary(const kvq_rotary * host) {
 void kvq_cuda_device::refresh() {
     for (rotary_copy & r : rotaries) {
         const size_t row = (size_t) r.host->n_dims;
-        if (now == RECORD && r.host->n_high > r.n_high) { // no transfers in a recording: it counts as void, and the step runs node by node
+        // no transfers in a recording: it counts as void, and the step runs node by node
+        if (now == RECORD && r.host->n_high > r.n_high) {
             n_moved++;
             return;
         }
         if (r.host->n_high > r.capacity) {
             synchronize();
             cudaFree(r.high);
-            r.high     = nullptr;
-            r.n_high   = 0;
+            r.high = nullptr;
+            r.n_high = 0;
             r.capacity = std::max(2 * r.host->n_high, 256);
             n_moved++;
             if (!check(cudaMalloc(&r.high, r.capacity * row * sizeof(float)), "cudaMalloc of rotary embedding")) {
@@ -59,18 +60,23 @@ void kvq_cuda_device::refresh() {
             }
         }
         if (r.host->n_high > r.n_high) {
-            put(r.high + r.n_high * row, r.host->high + r.n_high * row, (r.host->n_high - r.n_high) * row * sizeof(float));
+            put(r.high + r.n_high * row, r.host->high + r.n_high * row,
+                (r.host->n_high - r.n_high) * row * sizeof(float));
             r.n_high = r.host->n_high;
         }
     }
 }
 
-void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) {
+void kvq_cuda_device::take_out(
+    const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) {
     use();
     for (int i = 0; i < n; i += KVQ_TURN_JOBS) {
         const int part = std::min(n - i, KVQ_TURN_JOBS);
-        kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells, mean_of(x[i].mean, (size_t) l.n_head * l.codec.head_size), rotary(x[i].rotary), x[i].pred_stride, {} };
-        for (int j = 0; j < part; j++) { a.job[j] = { tiles[i + j], out[i + j], x[i + j].positions, x[i + j].sealed, x[i + j].pred }; }
+        kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells,
+            mean_of(x[i].mean, (size_t) l.n_head * l.codec.head_size), rotary(x[i].rotary), x[i].pred_stride, {} };
+        for (int j = 0; j < part; j++) {
+            a.job[j] = { tiles[i + j], out[i + j], x[i + j].positions, x[i + j].sealed, x[i + j].pred };
+        }
         kvq_launch_turn(a, part, l.n_head, false, (cudaStream_t) stream);
     }
     check(cudaGetLastError(), "kernel of sealed rows");
@@ -78,7 +84,8 @@ void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t 
 
 void kvq_cuda_device::put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) {
     use();
-    kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells, mean_of(x.mean, (size_t) l.n_head * l.codec.head_size), rotary(x.rotary), x.pred_stride, {} };
+    kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells,
+        mean_of(x.mean, (size_t) l.n_head * l.codec.head_size), rotary(x.rotary), x.pred_stride, {} };
     a.job[0] = { tile, tile, x.positions, x.sealed, x.pred };
     kvq_launch_turn(a, 1, l.n_head, true, (cudaStream_t) stream);
     check(cudaGetLastError(), "kernel of sealed rows");
@@ -89,9 +96,9 @@ kvq_turn kvq_cuda_device::turn(const kvq_attn & a, bool value) {
     kvq_turn t = {};
     t.mean = mean_of(value ? a.v_mean : a.k_mean, (size_t) a.n_head_kv * c.head_size);
     if (!value) {
-        t.rotary    = rotary(a.rotary);
+        t.rotary = rotary(a.rotary);
         t.positions = a.positions;
-        t.sealed    = a.sealed;
+        t.sealed = a.sealed;
     }
     return t;
 }
@@ -115,14 +122,12 @@ const uint16_t * kvq_cuda_device::waves_of(const kvq_rotary * host, int head_siz
                 s = s * c64 + c * s64;
                 c = y;
             }
-            rows[(size_t) d * head_size + 2*i]     = kvq_f32_to_f16((float) c);
-            rows[(size_t) d * head_size + 2*i + 1] = kvq_f32_to_f16((float) s);
+            rows[(size_t) d * head_size + 2 * i] = kvq_f32_to_f16((float) c);
+            rows[(size_t) d * head_size + 2 * i + 1] = kvq_f32_to_f16((float) s);
         }
     }
     wave_table w = { host, head_size, nullptr };
-    if (!check(cudaMalloc(&w.rows, 2 * rows.size()), "cudaMalloc of rotary embedding")) {
-        return nullptr;
-    }
+    if (!check(cudaMalloc(&w.rows, 2 * rows.size()), "cudaMalloc of rotary embedding")) { return nullptr; }
     put(w.rows, rows.data(), 2 * rows.size());
     waves.push_back(w);
     return w.rows;
@@ -137,16 +142,14 @@ bool kvq_cuda_device::reads_sealed(const kvq_attn * attn, int n, kvq_attend_args
     if (!f.k_mean && !f.v_mean) { // keys as they are
         return true;
     }
-    if (!f.k_mean || !f.v_mean || !f.rotary || !kvq_decode_means(a)) {
-        return false;
-    }
+    if (!f.k_mean || !f.v_mean || !f.rotary || !kvq_decode_means(a)) { return false; }
     const kvq_device_rotary r = rotary(f.rotary);
     a.k_mean = mean_of(f.k_mean, (size_t) f.n_head_kv * f.k.head_size);
     a.v_mean = mean_of(f.v_mean, (size_t) f.n_head_kv * f.v.head_size);
-    a.waves  = waves_of(f.rotary, f.k.head_size);
+    a.waves = waves_of(f.rotary, f.k.head_size);
     a.rotary_high = r.high;
-    a.n_pairs     = r.n;
-    a.neox        = r.neox;
+    a.n_pairs = r.n;
+    a.neox = r.neox;
     return a.k_mean && a.v_mean && a.waves;
 }
 
@@ -158,9 +161,7 @@ bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages
     const size_t table = (f.n_pages * sizeof(kvq_page) + 255) / 256 * 256;
     size_t tiles[2];
     for (int v = 0; v < 2; v++) { tiles[v] = 2 * (size_t) f.n_pages * f.n_head_kv * a.g[v].n_cells * a.g[v].stride; }
-    if (!grow(unfolded, nb_unfolded, n * (table + tiles[0] + tiles[1]), "a layer's rows")) {
-        return false;
-    }
+    if (!grow(unfolded, nb_unfolded, n * (table + tiles[0] + tiles[1]), "a layer's rows")) { return false; }
     unfolded_table = table;
     for (int i = 0; i < n; i++) {
         uint8_t * rows = unfolded + n * table + i * (tiles[0] + tiles[1]);
@@ -175,8 +176,8 @@ bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages
             continue;
         }
         for (int v = 0; v < 2; v++) { // values may follow from the keys of their layer
-            if (chain[2*i + v].l) {
-                run_chain(chain[2*i + v], a.table, a.tiles[v]);
+            if (chain[2 * i + v].l) {
+                run_chain(chain[2 * i + v], a.table, a.tiles[v]);
             } else {
                 kvq_launch_unfold(a, v, 1, f.n_pages, f.n_head_kv, (cudaStream_t) stream);
             }
@@ -191,9 +192,7 @@ void kvq_cuda_device::chain_predict(const kvq_chain_pages & c, float * out) {
     use();
     const auto add = [&](kvq_predictor w, int v, bool to_it) {
         w.data = (const uint8_t *) constant(w.data, kvq_predictor_bytes(w.n_in, w.n_out, w.bits));
-        if (w.data) {
-            predict(w, c.n * c.l->page_cells, c.row[v], c.stride8[v], c.scale[v], to_it, out, c.stride);
-        }
+        if (w.data) { predict(w, c.n * c.l->page_cells, c.row[v], c.stride8[v], c.scale[v], to_it, out, c.stride); }
     };
     if (c.from_k.bits) { add(c.from_k, 0, false); }
     if (c.from_v.bits) { add(c.from_v, 1, true); }
@@ -204,24 +203,27 @@ void kvq_cuda_device::run_chain(const kvq_chain_pages & c, kvq_page * table, uin
     use();
     const kvq_lane_layout & l = *c.l;
     const int stripe = std::max(1, std::min(c.n, CHAIN_CELLS / l.page_cells));
-    if (c.from_k.bits && !grow(predicted, nb_predicted, (size_t) stripe * l.page_cells * c.stride * sizeof(float), "predictions")) {
+    if (c.from_k.bits &&
+        !grow(predicted, nb_predicted, (size_t) stripe * l.page_cells * c.stride * sizeof(float), "predictions")) {
         return;
     }
     const int width = l.n_head * l.codec.head_size;
-    kvq_chain_args a = { geometry(l.codec), { mean_of(c.turn.mean, (size_t) width), rotary(c.turn.rotary), c.turn.positions, nullptr }, c.pages, l.n_head, width,
-                         c.from_k.bits ? (const float *) predicted : nullptr, c.stride, c.row[c.value], c.scale[c.value], c.stride8[c.value], table, tiles };
+    kvq_chain_args a = { geometry(l.codec),
+        { mean_of(c.turn.mean, (size_t) width), rotary(c.turn.rotary), c.turn.positions, nullptr }, c.pages, l.n_head,
+        width, c.from_k.bits ? (const float *) predicted : nullptr, c.stride, c.row[c.value], c.scale[c.value],
+        c.stride8[c.value], table, tiles };
     for (int p = 0; p < c.n; p += stripe) {
         kvq_chain_pages some = c;
         some.n = std::min(stripe, c.n - p);
         for (int v = 0; v < 2; v++) {
             if (some.row[v]) {
-                some.row[v]   += (size_t) p * l.page_cells * c.stride8[v];
+                some.row[v] += (size_t) p * l.page_cells * c.stride8[v];
                 some.scale[v] += (size_t) p * l.page_cells;
             }
         }
         chain_predict(some, (float *) predicted);
         a.pages = c.pages + p;
-        a.row   = some.row[c.value];
+        a.row = some.row[c.value];
         a.scale = some.scale[c.value];
         a.table = table ? table + p : nullptr;
         a.tiles = tiles ? tiles + (size_t) p * l.nb_frame / 2 : nullptr;

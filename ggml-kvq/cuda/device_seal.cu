@@ -1,5 +1,6 @@
-// The device's sealing. Pages of many layers are due in the same step, and each launch costs more than a page: sealing waits until something
-// else is asked of the device (use) or flush, and so do, in this order, tiles that take the place of sealed ones and changes of page tables.
+// The device's sealing. Pages of many layers are due in the same step, and each launch costs more than a page:
+// sealing waits until something else is asked of the device (use) or flush, and so do, in this order, tiles that take
+// the place of sealed ones and changes of page tables.
 #include "device.h"
 
 #include "seal.cuh"
@@ -10,15 +11,15 @@
 
 struct kvq_cuda_device::seal_batch {
     kvq_codec codec;
-    int  n_head;
+    int n_head;
     bool adopts;
     kvq_affine_geometry g;
     std::vector<kvq_seal_job> jobs;
 };
 
 static bool is_same(const kvq_codec & a, const kvq_codec & b) {
-    return a.type == b.type && a.role == b.role && a.bits == b.bits && a.group == b.group && a.scale == b.scale && a.levels == b.levels && a.eta == b.eta && a.n_cells == b.n_cells &&
-           a.head_size == b.head_size;
+    return a.type == b.type && a.role == b.role && a.bits == b.bits && a.group == b.group && a.scale == b.scale &&
+        a.levels == b.levels && a.eta == b.eta && a.n_cells == b.n_cells && a.head_size == b.head_size;
 }
 
 void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
@@ -27,9 +28,11 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
     for (int i = 0; i < n; i++) {
         const kvq_page_block & b = pages[i];
         const bool adopts = b.shared != nullptr;
-        auto at = std::find_if(to_seal.begin(), to_seal.end(), [&](const auto & x) { return x->n_head == l.n_head && x->adopts == adopts && is_same(x->codec, l.codec); });
+        auto at = std::find_if(to_seal.begin(), to_seal.end(),
+            [&](const auto & x) { return x->n_head == l.n_head && x->adopts == adopts && is_same(x->codec, l.codec); });
         if (at == to_seal.end()) {
-            to_seal.emplace_back(new seal_batch{ l.codec, l.n_head, adopts, mixed ? kvq_affine_geometry() : geometry(l.codec), {} });
+            to_seal.emplace_back(
+                new seal_batch{ l.codec, l.n_head, adopts, mixed ? kvq_affine_geometry() : geometry(l.codec), {} });
             at = to_seal.end() - 1;
         }
         (*at)->jobs.push_back({ b.tile, (const uint8_t *) b.shared, (uint8_t *) b.codes, (uint8_t *) b.params, {} });
@@ -44,12 +47,20 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
 }
 
 static constexpr int TILE_COPIES = 120;
-struct tile_copies { struct { uint4 * to; const uint4 * from; size_t n; } job[TILE_COPIES]; };
+struct tile_copies {
+    struct {
+        uint4 * to;
+        const uint4 * from;
+        size_t n;
+    } job[TILE_COPIES];
+};
 static_assert(sizeof(tile_copies) < 4000, "kernel arguments are limited to 4 KiB");
 
 static __global__ void copies_kernel(const __grid_constant__ tile_copies a) {
     const auto & j = a.job[blockIdx.x];
-    for (size_t i = blockIdx.y * blockDim.x + threadIdx.x; i < j.n; i += gridDim.y * blockDim.x) { j.to[i] = j.from[i]; }
+    for (size_t i = blockIdx.y * blockDim.x + threadIdx.x; i < j.n; i += gridDim.y * blockDim.x) {
+        j.to[i] = j.from[i];
+    }
 }
 
 void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) {
@@ -61,7 +72,10 @@ void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) {
 }
 
 static constexpr int PAGE_PUTS = 60;
-struct page_puts { kvq_page * to[PAGE_PUTS]; kvq_page page[PAGE_PUTS]; };
+struct page_puts {
+    kvq_page * to[PAGE_PUTS];
+    kvq_page page[PAGE_PUTS];
+};
 static_assert(sizeof(page_puts) < 4000, "kernel arguments are limited to 4 KiB");
 
 static __global__ void pages_kernel(const __grid_constant__ page_puts a, int n) {
@@ -77,13 +91,12 @@ void kvq_cuda_device::put_pages(kvq_page * to, const kvq_page * from, size_t n) 
 }
 
 void kvq_cuda_device::flush() {
-    if (!waits()) {
-        return;
-    }
+    if (!waits()) { return; }
     std::vector<std::shared_ptr<seal_batch>> batches;
     batches.swap(to_seal);
     check(cudaSetDevice(ordinal), "cudaSetDevice");
-    std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; }); // codes exist before they are adopted
+    // codes exist before they are adopted
+    std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; });
     for (const auto & b : batches) {
         for (size_t i = 0; i < b->jobs.size(); i += KVQ_SEAL_JOBS) {
             const int part = (int) std::min<size_t>(b->jobs.size() - i, KVQ_SEAL_JOBS);
@@ -92,7 +105,8 @@ void kvq_cuda_device::flush() {
             if (b->codec.type == KVQ_TYPE_MIXED) {
                 kvq_launch_encode_mixed(kvq_mixed_get_geometry(b->codec), arg, part, b->n_head, (cudaStream_t) stream);
             } else {
-                (b->codec.type == KVQ_TYPE_LATTICE ? kvq_launch_encode_lattice : kvq_launch_encode)(b->g, arg, part, b->n_head, (cudaStream_t) stream);
+                (b->codec.type == KVQ_TYPE_LATTICE ? kvq_launch_encode_lattice : kvq_launch_encode)(
+                    b->g, arg, part, b->n_head, (cudaStream_t) stream);
             }
             n_seals++;
         }
@@ -111,7 +125,7 @@ void kvq_cuda_device::flush() {
         const int part = (int) std::min<size_t>(to_put.size() - i, PAGE_PUTS);
         page_puts arg;
         for (int j = 0; j < part; j++) {
-            arg.to[j]   = to_put[i + (size_t) j].first;
+            arg.to[j] = to_put[i + (size_t) j].first;
             arg.page[j] = to_put[i + (size_t) j].second;
         }
         pages_kernel<<<1, 64, 0, (cudaStream_t) stream>>>(arg, part);
@@ -125,7 +139,8 @@ void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b
     const kvq_affine_geometry g = geometry(l.codec);
     const auto launch = g.type == KVQ_TYPE_LATTICE ? kvq_launch_decode_lattice : kvq_launch_decode;
     if (g.type == KVQ_TYPE_MIXED) {
-        kvq_launch_decode_mixed(kvq_mixed_get_geometry(l.codec), (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
+        kvq_launch_decode_mixed(kvq_mixed_get_geometry(l.codec), (const uint8_t *) b.codes, (const uint8_t *) b.params,
+            b.tile, l.n_head, (cudaStream_t) stream);
     } else {
         launch(g, (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
     }

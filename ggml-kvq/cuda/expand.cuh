@@ -3,30 +3,32 @@
 #include "common.cuh"
 
 struct packed_page {
-    const uint8_t * codes, * params;
+    const uint8_t *codes, *params;
     uint16_t * rows; // of this head: cell t at rows + t * step
     size_t step;
-    int n;           // cells
+    int n; // cells
 
     // False: nothing is left to do, since the page is f16, whose rows are copied here, or empty, which reads as zero
-    __device__ __forceinline__ bool find(const kvq_affine_geometry & g, const kvq_page * pages, int n_head, const kvq_row_place & to) {
+    __device__ __forceinline__ bool find(
+        const kvq_affine_geometry & g, const kvq_page * pages, int n_head, const kvq_row_place & to) {
         const kvq_page & page = pages[blockIdx.x];
         const int h = blockIdx.y;
-        n      = to.by_slot ? g.n_cells : min(g.n_cells, to.n_kv - page.cell);
-        codes  = (const uint8_t *) (to.value ? page.v_codes  : page.k_codes);
+        n = to.by_slot ? g.n_cells : min(g.n_cells, to.n_kv - page.cell);
+        codes = (const uint8_t *) (to.value ? page.v_codes : page.k_codes);
         params = (const uint8_t *) (to.value ? page.v_params : page.k_params);
-        step   = to.step ? (size_t) to.step : (size_t) n_head * g.head_size;
-        rows   = to.rows + (to.by_slot ? blockIdx.x * g.n_cells : page.cell) * step + (size_t) h * g.head_size;
+        step = to.step ? (size_t) to.step : (size_t) n_head * g.head_size;
+        rows = to.rows + (to.by_slot ? blockIdx.x * g.n_cells : page.cell) * step + (size_t) h * g.head_size;
         if (!params || !page.n_slots) {
             const uint16_t * tile = (const uint16_t *) codes + (size_t) h * g.n_cells * g.stride;
             const int units = g.head_size / 8;
             for (int i = threadIdx.x; i < n * units; i += blockDim.x) {
                 const int t = i / units, u = i % units;
-                *(uint4 *) (rows + t * step + 8*u) = page.n_slots ? *(const uint4 *) (tile + t * g.stride + 8*u) : make_uint4(0, 0, 0, 0);
+                *(uint4 *) (rows + t * step + 8 * u) =
+                    page.n_slots ? *(const uint4 *) (tile + t * g.stride + 8 * u) : make_uint4(0, 0, 0, 0);
             }
             return false;
         }
-        codes  += (size_t) h * g.nb_codes;
+        codes += (size_t) h * g.nb_codes;
         params += (size_t) h * g.nb_params;
         return true;
     }

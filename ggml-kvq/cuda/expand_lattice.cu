@@ -6,10 +6,10 @@
 constexpr int WARPS = 8;
 
 // TURNS: sealed rows leave something out
-template <int LANES, int Q, bool TURNS> static __global__
-void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 || !TURNS))
-expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_head, const kvq_row_place to,
-              const __grid_constant__ kvq_turn left_out) {
+template <int LANES, int Q, bool TURNS>
+static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 || !TURNS))
+    expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_head,
+        const kvq_row_place to, const __grid_constant__ kvq_turn left_out) {
     using quad = quads<LANES, Q>;
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ int32_t s_pos[WARPS];
@@ -17,13 +17,11 @@ expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pa
     const kvq_page & page = pages[blockIdx.y];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = blockIdx.x * WARPS + warp, D = g.head_size;
     const int n = to.by_slot ? g.n_cells : min(g.n_cells, to.n_kv - page.cell);
-    const uint8_t * codes  = (const uint8_t *) (to.value ? page.v_codes  : page.k_codes);
+    const uint8_t * codes = (const uint8_t *) (to.value ? page.v_codes : page.k_codes);
     const uint8_t * params = (const uint8_t *) (to.value ? page.v_params : page.k_params);
     const size_t step = to.step ? (size_t) to.step : (size_t) n_head * D;
     uint16_t * const row = to.rows + (size_t) ((to.by_slot ? (int) blockIdx.y * g.n_cells : page.cell) + t) * step;
-    if ((int) blockIdx.x * WARPS >= n) {
-        return;
-    }
+    if ((int) blockIdx.x * WARPS >= n) { return; }
     if (!params || !page.n_slots) { // open, or empty, which reads as zero
         const uint16_t * from = (const uint16_t *) codes + (size_t) t * g.stride;
         const int units = D / 8;
@@ -43,9 +41,7 @@ expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pa
     const bool stays = turns && left_out.sealed && was == pos, moved = turns && left_out.sealed && !stays;
     if (lane == 0) { s_pos[warp] = pos; }
     shared.fill(base, g, r, s_pos, turns, false);
-    if (t >= n) {
-        return;
-    }
+    if (t >= n) { return; }
     typename quad::turner turn;
     if (turns) {
         const float2 * factors = shared.turn_of(base, WARPS, warp);
@@ -53,7 +49,7 @@ expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pa
     }
     float * const buffer = shared.buffer_of(base, warp);
     typename quad::places places;
-    uint32_t words[2*Q][2];
+    uint32_t words[2 * Q][2];
     places.find(g, t);
     places.load(g, codes + (size_t) min(quad::sub(), n_head - 1) * g.nb_codes, words);
     float scales = 0.0f;
@@ -61,9 +57,12 @@ expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pa
         const int h = h0 + quad::sub();
         const bool valid = h < n_head;
         typename quad::row x;
-        uint32_t now[2*Q][2];
+        uint32_t now[2 * Q][2];
 #pragma unroll
-        for (int i = 0; i < 2*Q; i++) { now[i][0] = words[i][0]; now[i][1] = words[i][1]; }
+        for (int i = 0; i < 2 * Q; i++) {
+            now[i][0] = words[i][0];
+            now[i][1] = words[i][1];
+        }
         places.load(g, codes + (size_t) min(h + quad::ROWS, n_head - 1) * g.nb_codes, words); // of the next
         if (h0 % 32 == 0) { scales = lattice_scale(g, params + (size_t) min(h0 + lane, n_head - 1) * g.nb_params, t); }
         places.decode(g, now, base, __shfl_sync(~0u, scales, h % 32), x);
@@ -88,7 +87,7 @@ expand_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pa
 }
 
 void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
-                               const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
+    const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
     quads_switch(g.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
         const auto kernel = turn.mean || turn.rotary.n ? expand_kernel<LANES, Q, true> : expand_kernel<LANES, Q, false>;

@@ -28,12 +28,10 @@ bool kvq_cuda_graph::end(void * stream) {
     }
     if (ok && !exec) {
         cudaGraphExec_t made = nullptr;
-        ok   = cudaGraphInstantiate(&made, graph, 0) == cudaSuccess;
+        ok = cudaGraphInstantiate(&made, graph, 0) == cudaSuccess;
         exec = ok ? made : nullptr;
     }
-    if (graph) {
-        cudaGraphDestroy(graph);
-    }
+    if (graph) { cudaGraphDestroy(graph); }
     if (!ok) {
         cudaGetLastError();
         reset();
@@ -41,4 +39,6 @@ bool kvq_cuda_graph::end(void * stream) {
     return ok;
 }
 
-bool kvq_cuda_graph::launch(void * stream) { return cudaGraphLaunch((cudaGraphExec_t) exec, (cudaStream_t) stream) == cudaSuccess; }
+bool kvq_cuda_graph::launch(void * stream) {
+    return cudaGraphLaunch((cudaGraphExec_t) exec, (cudaStream_t) stream) == cudaSuccess;
+}

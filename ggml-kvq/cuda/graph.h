@@ -8,12 +8,15 @@ public:
     kvq_cuda_graph(const kvq_cuda_graph &) = delete;
     kvq_cuda_graph & operator=(const kvq_cuda_graph &) = delete;
 
-    // Between begin and end all work on the stream is recorded, not done. False: nothing was recorded, and an older recording is gone.
+    // Between begin and end all work on the stream is recorded, not done. False: nothing was recorded, and an older
+    // recording is gone.
     bool begin(void * stream);
-    bool end  (void * stream);
+    bool end(void * stream);
     bool launch(void * stream);
     bool ready() const { return exec != nullptr; }
     void reset();
+
 private:
-    void * exec = nullptr; // cudaGraphExec_t; kept when a recording of the same shape follows, which is cheaper than a new one
+    // cudaGraphExec_t; kept when a recording of the same shape follows, which is cheaper than a new one
+    void * exec = nullptr;
 };

@@ -25,7 +25,7 @@ template <int N> static __device__ __forceinline__ void warp_hadamard(const kvq_
             for (int i = 0; i < N; i++) {
                 if (!(i & k) && i + k < N) {
                     const float a = x[i], b = x[i + k];
-                    x[i]     = a + b;
+                    x[i] = a + b;
                     x[i + k] = a - b;
                 }
             }
@@ -47,7 +47,8 @@ static __device__ __forceinline__ float lattice_scale(const kvq_affine_geometry 
     return s - s == 0.0f ? s : 0.0f; // only foreign bytes are not finite
 }
 
-static __device__ __forceinline__ int lattice_index(const kvq_affine_geometry & g, const uint8_t * codes, int cell, int vec) {
+static __device__ __forceinline__ int lattice_index(
+    const kvq_affine_geometry & g, const uint8_t * codes, int cell, int vec) {
     const int lane = g.role == KVQ_ROLE_K ? cell : vec, dot = g.role == KVQ_ROLE_K ? vec : cell;
     int index = 0;
 #pragma unroll
@@ -61,26 +62,35 @@ static __device__ __forceinline__ int lattice_index(const kvq_affine_geometry & 
 }
 
 // Decoded row of a cell, f32; channels behind the head are 0.
-template <int N> static __device__ __forceinline__ void lattice_row(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int cell, float (&x)[N]) {
+template <int N>
+static __device__ __forceinline__ void lattice_row(
+    const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int cell, float (&x)[N]) {
     const int lane = threadIdx.x % 32;
     const float s = lattice_scale(g, params, cell);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const int c = 32*i + lane;
-        x[i] = c < g.head_size ? __ldg(g.points + lattice_index(g, codes, cell, c / g.group) * g.group + c % g.group) * s : 0.0f;
+        const int c = 32 * i + lane;
+        x[i] = c < g.head_size
+            ? __ldg(g.points + lattice_index(g, codes, cell, c / g.group) * g.group + c % g.group) * s
+            : 0.0f;
     }
     warp_hadamard<N>(g, x);
 }
 
 // Calls f with the N of a head size as a type.
-template <int N> struct lattice_width { static constexpr int value = N; };
+template <int N> struct lattice_width {
+    static constexpr int value = N;
+};
 template <typename F> static void lattice_switch(int head_size, F && f) {
     switch ((head_size + 31) / 32) {
-        case 1: case 2: f(lattice_width<2>()); break;
-        case 3:         f(lattice_width<3>()); break;
-        case 4:         f(lattice_width<4>()); break;
-        case 5: case 6: f(lattice_width<6>()); break;
-        case 7: case 8: f(lattice_width<8>()); break;
-        default:        f(lattice_width<16>()); break;
+    case 1:
+    case 2: f(lattice_width<2>()); break;
+    case 3: f(lattice_width<3>()); break;
+    case 4: f(lattice_width<4>()); break;
+    case 5:
+    case 6: f(lattice_width<6>()); break;
+    case 7:
+    case 8: f(lattice_width<8>()); break;
+    default: f(lattice_width<16>()); break;
     }
 }

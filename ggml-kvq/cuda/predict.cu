@@ -1,38 +1,47 @@
-// y = W x for many rows, on tensor cores. Products of a group of 32 inputs are exact integers; their sum over groups runs in f32 in
-// order and every operation rounds, so the result has the bits of the C reference.
+// y = W x for many rows, on tensor cores. Products of a group of 32 inputs are exact integers; their sum over groups
+// runs in f32 in order and every operation rounds, so the result has the bits of the C reference.
 //
-// A block has 128 outputs x 128 rows, a warp 32 x 64. m16n8k32: left operand = codes (16 outputs x 32 inputs, which is how they are
-// packed), right operand = rows. The integer accumulator starts at the bits of 1.5 * 2^23, so that its bits are those of a float that is
-// the dot product above it: |dot| <= 32*127*63 < 2^22.
+// A block has 128 outputs x 128 rows, a warp 32 x 64. m16n8k32: left operand = codes (16 outputs x 32 inputs, which
+// is how they are packed), right operand = rows. The integer accumulator starts at the bits of 1.5 * 2^23, so that
+// its bits are those of a float that is the dot product above it: |dot| <= 32*127*63 < 2^22.
 #include "predict.cuh"
 
 constexpr int OUT = 128, ROWS = 128, WARPS = 8, GROUPS = 2, STAGES = 3; // GROUPS: of a stage
-constexpr int X_STEP = GROUPS * 32 + 16;                                // bytes of a row in a stage; the padding keeps reads off equal banks
+// bytes of a row in a stage; the padding keeps reads off equal banks
+constexpr int X_STEP = GROUPS * 32 + 16;
 
 template <int BITS> struct stage_of {
-    static constexpr int GROUP = BITS * 64;                             // bytes of 16 outputs
-    static constexpr int CODES = OUT / 16 * GROUPS * GROUP, STEPS = OUT * GROUPS * 2, BYTES = CODES + STEPS + ROWS * X_STEP;
+    static constexpr int GROUP = BITS * 64; // bytes of 16 outputs
+    static constexpr int CODES = OUT / 16 * GROUPS * GROUP, STEPS = OUT * GROUPS * 2,
+                         BYTES = CODES + STEPS + ROWS * X_STEP;
 };
 
-static __device__ __forceinline__ void copy16(uint32_t to, const void * from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
+static __device__ __forceinline__ void copy16(uint32_t to, const void * from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 
 static __device__ __forceinline__ void mma8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     constexpr int base = 0x4b400000;
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
-        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(base));
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(base));
 }
 
 // codes less their offset: 0..15 - 8, or 1..127 - 64
 template <int BITS> static __device__ __forceinline__ uint32_t centred(uint32_t codes) {
-    return BITS == 4 ? ((codes | 0x80808080u) - 0x08080808u) ^ 0x80808080u : ((codes | 0x80808080u) - 0x40404040u) ^ 0x80808080u;
+    return BITS == 4 ? ((codes | 0x80808080u) - 0x08080808u) ^ 0x80808080u
+                     : ((codes | 0x80808080u) - 0x40404040u) ^ 0x80808080u;
 }
 
-template <int BITS> static __global__ void __launch_bounds__(32 * WARPS, 2) predict_kernel(const __grid_constant__ kvq_predict_args a) {
+template <int BITS>
+static __global__ void __launch_bounds__(32 * WARPS, 2) predict_kernel(const __grid_constant__ kvq_predict_args a) {
     using stage = stage_of<BITS>;
     extern __shared__ __align__(16) uint8_t memory[];
     const uint32_t memory_at = (uint32_t) __cvta_generic_to_shared(memory);
     const int G = (a.n_in + 31) / 32, n_tiles = (a.n_out + 15) / 16, n_stages = (G + GROUPS - 1) / GROUPS;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, wo = warp % 4 * 32, wr = warp / 4 * 64;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, wo = warp % 4 * 32,
+              wr = warp / 4 * 64;
     const int tile0 = blockIdx.x * (OUT / 16), row0 = blockIdx.y * ROWS;
     const uint8_t * steps = a.weights + (size_t) n_tiles * G * stage::GROUP;
 
@@ -41,16 +50,19 @@ template <int BITS> static __global__ void __launch_bounds__(32 * WARPS, 2) pred
             const uint32_t to = memory_at + k % STAGES * stage::BYTES;
             constexpr int PIECES = stage::GROUP / 16;
             for (int i = threadIdx.x; i < OUT / 16 * GROUPS * PIECES; i += 32 * WARPS) {
-                const int piece = i % PIECES, group = min(k * GROUPS + i / PIECES % GROUPS, G - 1), tile = min(tile0 + i / PIECES / GROUPS, n_tiles - 1);
+                const int piece = i % PIECES, group = min(k * GROUPS + i / PIECES % GROUPS, G - 1),
+                          tile = min(tile0 + i / PIECES / GROUPS, n_tiles - 1);
                 copy16(to + i * 16, a.weights + ((size_t) tile * G + group) * stage::GROUP + piece * 16);
             }
             if (threadIdx.x < OUT / 16 * GROUPS * 2) { // 8 steps
-                const int i = threadIdx.x, group = min(k * GROUPS + i / 2 % GROUPS, G - 1), tile = min(tile0 + i / 2 / GROUPS, n_tiles - 1);
+                const int i = threadIdx.x, group = min(k * GROUPS + i / 2 % GROUPS, G - 1),
+                          tile = min(tile0 + i / 2 / GROUPS, n_tiles - 1);
                 copy16(to + stage::CODES + i * 16, steps + ((size_t) tile * G + group) * 32 + i % 2 * 16);
             }
             for (int i = threadIdx.x; i < ROWS * GROUPS * 2; i += 32 * WARPS) {
                 const int piece = i % (GROUPS * 2), row = i / (GROUPS * 2), group = min(k * GROUPS + piece / 2, G - 1);
-                copy16(to + stage::CODES + stage::STEPS + row * X_STEP + piece * 16, a.x + min(row0 + row, a.n_rows - 1) * a.x_stride + group * 32 + piece % 2 * 16);
+                copy16(to + stage::CODES + stage::STEPS + row * X_STEP + piece * 16,
+                    a.x + min(row0 + row, a.n_rows - 1) * a.x_stride + group * 32 + piece % 2 * 16);
             }
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -58,15 +70,13 @@ template <int BITS> static __global__ void __launch_bounds__(32 * WARPS, 2) pred
     float sum[2][8][4] = {};
     for (int k = 0; k < STAGES - 1; k++) { copy(k); }
     for (int k = 0; k < n_stages; k++) {
-        asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 2) : "memory");
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
         __syncthreads(); // the stage is here, and everybody is done with the one before, which is refilled
         copy(k + STAGES - 1);
         const uint8_t * at = memory + k % STAGES * stage::BYTES;
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
-            if (k * GROUPS + j >= G) {
-                break;
-            }
+            if (k * GROUPS + j >= G) { break; }
             uint32_t w[2][4];
             float step[2][2];
 #pragma unroll
@@ -79,21 +89,26 @@ template <int BITS> static __global__ void __launch_bounds__(32 * WARPS, 2) pred
                 // threads with c >= 2 ask for the rows in the other order, which is other banks
                 const int other = BITS == 8 ? c / 2 : 0, first = g + 8 * other, second = g + 8 - 8 * other;
                 if (BITS == 8) {
-                    const uint32_t x0 = *(const uint32_t *) (codes + c * 64 + first * 4),       x1 = *(const uint32_t *) (codes + c * 64 + second * 4);
-                    const uint32_t x2 = *(const uint32_t *) (codes + (c + 4) * 64 + first * 4), x3 = *(const uint32_t *) (codes + (c + 4) * 64 + second * 4);
-                    w[m][0] = centred<8>(other ? x1 : x0); w[m][1] = centred<8>(other ? x0 : x1);
-                    w[m][2] = centred<8>(other ? x3 : x2); w[m][3] = centred<8>(other ? x2 : x3);
+                    const uint32_t x0 = *(const uint32_t *) (codes + c * 64 + first * 4),
+                                   x1 = *(const uint32_t *) (codes + c * 64 + second * 4);
+                    const uint32_t x2 = *(const uint32_t *) (codes + (c + 4) * 64 + first * 4),
+                                   x3 = *(const uint32_t *) (codes + (c + 4) * 64 + second * 4);
+                    w[m][0] = centred<8>(other ? x1 : x0);
+                    w[m][1] = centred<8>(other ? x0 : x1);
+                    w[m][2] = centred<8>(other ? x3 : x2);
+                    w[m][3] = centred<8>(other ? x2 : x3);
                 } else { // a word has the inputs of two threads
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        const uint32_t x = *(const uint32_t *) (codes + (c / 2 + i / 2 * 2) * 64 + (i % 2 ? second : first) * 4);
+                        const uint32_t x =
+                            *(const uint32_t *) (codes + (c / 2 + i / 2 * 2) * 64 + (i % 2 ? second : first) * 4);
                         w[m][i] = centred<4>(x >> 4 * (c % 2) & 0x0f0f0f0fu);
                     }
                 }
             }
 #pragma unroll
             for (int n = 0; n < 8; n++) {
-                const uint8_t * x = at + stage::CODES + stage::STEPS + (wr + 8*n + g) * X_STEP + j * 32 + c * 4;
+                const uint8_t * x = at + stage::CODES + stage::STEPS + (wr + 8 * n + g) * X_STEP + j * 32 + c * 4;
                 const uint32_t b0 = *(const uint32_t *) x, b1 = *(const uint32_t *) (x + 16);
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
@@ -112,19 +127,17 @@ template <int BITS> static __global__ void __launch_bounds__(32 * WARPS, 2) pred
     for (int n = 0; n < 8; n++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) { // row 8n + 2c + e
-            const int row = row0 + wr + 8*n + 2*c + e;
-            if (row >= a.n_rows) {
-                continue;
-            }
+            const int row = row0 + wr + 8 * n + 2 * c + e;
+            if (row >= a.n_rows) { continue; }
             const float s = a.s[row];
 #pragma unroll
             for (int m = 0; m < 2; m++) {
 #pragma unroll
                 for (int b = 0; b < 2; b++) {
-                    const int out = (tile0 + wo / 16 + m) * 16 + g + 8*b;
+                    const int out = (tile0 + wo / 16 + m) * 16 + g + 8 * b;
                     if (out < a.n_out) {
                         float * to = a.out + row * a.out_stride + out;
-                        const float y = __fmul_rn(sum[m][n][2*b + e], s);
+                        const float y = __fmul_rn(sum[m][n][2 * b + e], s);
                         *to = a.add ? __fadd_rn(*to, y) : y;
                     }
                 }
@@ -139,4 +152,6 @@ template <int BITS> static void launch(const kvq_predict_args & a, cudaStream_t 
     predict_kernel<BITS><<<dim3((a.n_out + OUT - 1) / OUT, (a.n_rows + ROWS - 1) / ROWS), 32 * WARPS, nb, stream>>>(a);
 }
 
-void kvq_launch_predict(const kvq_predict_args & a, cudaStream_t stream) { a.bits == 8 ? launch<8>(a, stream) : launch<4>(a, stream); }
+void kvq_launch_predict(const kvq_predict_args & a, cudaStream_t stream) {
+    a.bits == 8 ? launch<8>(a, stream) : launch<4>(a, stream);
+}

@@ -1,29 +1,35 @@
-// How much attention open cells get from probe rows (cache/saliency.h). A row is a query head of a probe token; rows of a KV head are
-// its query heads of consecutive probe tokens. Their log-sum-exp comes from our attention or, where another kernel
-// attended, from one more pass over keys as plain rows; the sums of a cell from the open pages alone.
+// How much attention open cells get from probe rows (cache/saliency.h). A row is a query head of a probe token; rows
+// of a KV head are its query heads of consecutive probe tokens. Their log-sum-exp comes from our attention or, where
+// another kernel attended, from one more pass over keys as plain rows; the sums of a cell from the open pages alone.
 #pragma once
 
 #include "mixed.cuh"
 
 #include "../cache/device.h"
 
-static __device__ __forceinline__ const int32_t * probe_tokens(const kvq_probe_table * t) { return (const int32_t *) (t + 1); }
-static __device__ __forceinline__ const kvq_score_page * probe_pages(const kvq_probe_table * t) { return (const kvq_score_page *) (probe_tokens(t) + t->max_rows); }
+static __device__ __forceinline__ const int32_t * probe_tokens(const kvq_probe_table * t) {
+    return (const int32_t *) (t + 1);
+}
+static __device__ __forceinline__ const kvq_score_page * probe_pages(const kvq_probe_table * t) {
+    return (const kvq_score_page *) (probe_tokens(t) + t->max_rows);
+}
 
 struct kvq_score_args {
     const kvq_probe_table * table; // which tokens and pages
-    const float  * q;
+    const float * q;
     const __half * mask;
-    float        * lse;            // [n_q][n_head]
-    const float  * sinks;
-    const uint16_t * keys;         // plain rows [n_kv][n_head_kv][head_size]
-    float2       * partial;        // m, l of [split][n_head_kv][rows]
+    float * lse; // [n_q][n_head]
+    const float * sinks;
+    const uint16_t * keys; // plain rows [n_kv][n_head_kv][head_size]
+    float2 * partial;      // m, l of [split][n_head_kv][rows]
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head;
-    int   n_head, n_head_kv, gqa, head_size, stride, page_cells, n_kv, n_splits, n_rows, n_head_log2; // n_rows: of a KV head
-    int   map_stride;
-    bool  mask_pairs; // two neighbours of a row, the first of them even, are one word
+    // n_rows: of a KV head
+    int n_head, n_head_kv, gqa, head_size, stride, page_cells, n_kv, n_splits, n_rows, n_head_log2;
+    int map_stride;
+    bool mask_pairs; // two neighbours of a row, the first of them even, are one word
     float scale, softcap, max_bias, m0, m1;
 };
 
-bool kvq_launch_lse   (const kvq_score_args & a, cudaStream_t stream); // needs keys, partial, n_splits; false: no kernel for this head size
+// needs keys, partial, n_splits; false: no kernel for this head size
+bool kvq_launch_lse(const kvq_score_args & a, cudaStream_t stream);
 bool kvq_launch_scores(const kvq_score_args & a, int max_pages, cudaStream_t stream);

@@ -7,7 +7,8 @@ static_assert(sizeof(kvq_seal_rows) < 4000, "kernel arguments are limited to 4 K
 
 // ---------------------------------------------------------------- rows
 
-static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
+static __global__ void rows_kernel(
+    const kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
     early_start();
     early_wait();
     uint16_t * tile = to.to[blockIdx.x];
@@ -19,8 +20,9 @@ static __global__ void rows_kernel(const kvq_seal_rows to, int head_size, size_t
 }
 
 // rows that carry their positions
-static __global__ void rows_at_kernel(const __grid_constant__ kvq_seal_rows to, const __grid_constant__ kvq_seal_positions at, int head_size, size_t head_stride, const float * rows,
-                                      size_t row_stride, int width) {
+static __global__ void rows_at_kernel(const __grid_constant__ kvq_seal_rows to,
+    const __grid_constant__ kvq_seal_positions at, int head_size, size_t head_stride, const float * rows,
+    size_t row_stride, int width) {
     uint16_t * tile = to.to[blockIdx.x];
     const float * row = rows + blockIdx.x * row_stride;
     const uint64_t tag = kvq_tag_bits(at.pos[blockIdx.x]);
@@ -39,10 +41,12 @@ template <bool TAGGED> static __global__ void row_jobs_kernel(const kvq_row_jobs
         const int h = i / j.head_size;
         const float * x = j.rows + blockIdx.x * j.row_stride + i;
         uint16_t * to = j.to[blockIdx.x] + h * j.head_stride + (i - h * j.head_size);
-        ushort4 y = make_ushort4(f32_to_f16_bits(x[0]), f32_to_f16_bits(x[1]), f32_to_f16_bits(x[2]), f32_to_f16_bits(x[3]));
+        ushort4 y =
+            make_ushort4(f32_to_f16_bits(x[0]), f32_to_f16_bits(x[1]), f32_to_f16_bits(x[2]), f32_to_f16_bits(x[3]));
         if (TAGGED && j.pos && i < KVQ_TAG_BITS) {
             const uint64_t tag = kvq_tag_bits(j.pos[blockIdx.x]);
-            y = make_ushort4(kvq_tagged(y.x, tag, i), kvq_tagged(y.y, tag, i + 1), kvq_tagged(y.z, tag, i + 2), kvq_tagged(y.w, tag, i + 3));
+            y = make_ushort4(kvq_tagged(y.x, tag, i), kvq_tagged(y.y, tag, i + 1), kvq_tagged(y.z, tag, i + 2),
+                kvq_tagged(y.w, tag, i + 3));
         }
         *(ushort4 *) to = y;
     }
@@ -52,21 +56,26 @@ void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t str
     int n = 0, width = 0;
     bool tagged = false;
     for (int i = 0; i < n_jobs; i++) {
-        n     = jobs.job[i].n     > n     ? jobs.job[i].n     : n;
+        n = jobs.job[i].n > n ? jobs.job[i].n : n;
         width = jobs.job[i].width > width ? jobs.job[i].width : width;
         tagged = tagged || jobs.job[i].pos;
     }
-    kvq_launch_early(tagged ? row_jobs_kernel<true> : row_jobs_kernel<false>, dim3(n, (width + 511) / 512, n_jobs), 128, 0, stream, jobs);
+    kvq_launch_early(tagged ? row_jobs_kernel<true> : row_jobs_kernel<false>, dim3(n, (width + 511) / 512, n_jobs), 128,
+        0, stream, jobs);
 }
 
-void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
+void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows,
+    size_t row_stride, cudaStream_t stream) {
     const int width = n_head * head_size;
-    rows_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(to, head_size, head_stride, rows, row_stride, width);
+    rows_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(
+        to, head_size, head_stride, rows, row_stride, width);
 }
 
-void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
+void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size,
+    size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
     const int width = n_head * head_size;
-    rows_at_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(to, at, head_size, head_stride, rows, row_stride, width);
+    rows_at_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(
+        to, at, head_size, head_stride, rows, row_stride, width);
 }
 
 // ---------------------------------------------------------------- encode
@@ -74,36 +83,41 @@ void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at,
 struct tile_rows { // of one head
     const kvq_affine_geometry & g;
     const uint16_t * tile;
-    const uint8_t  * bits;
-    __device__ __forceinline__ bool  valid(int t) const { return bits[t / 8] >> t % 8 & 1; }
-    __device__ __forceinline__ float value(int t, int c) const { return finite_or_zero(f16_bits_to_f32(tile[(size_t) t * g.stride + c])); }
+    const uint8_t * bits;
+    __device__ __forceinline__ bool valid(int t) const { return bits[t / 8] >> t % 8 & 1; }
+    __device__ __forceinline__ float value(int t, int c) const {
+        return finite_or_zero(f16_bits_to_f32(tile[(size_t) t * g.stride + c]));
+    }
 };
 
 static __global__ void encode_kernel(const kvq_affine_geometry g, const kvq_seal_jobs jobs) {
     extern __shared__ float shared_memory[];
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const size_t h = blockIdx.y;
-    encode_block(g, tile_rows{ g, job.tile + h * g.n_cells * g.stride, job.valid }, job.shared != nullptr, job.codes + h * g.nb_codes, job.params + h * g.nb_params, shared_memory);
+    encode_block(g, tile_rows{ g, job.tile + h * g.n_cells * g.stride, job.valid }, job.shared != nullptr,
+        job.codes + h * g.nb_codes, job.params + h * g.nb_params, shared_memory);
 }
 
-void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
+void kvq_launch_encode(
+    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
     const size_t nb = 16 * (size_t) g.np;
-    if (nb > 48 * 1024) {
-        cudaFuncSetAttribute(encode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) nb);
-    }
+    if (nb > 48 * 1024) { cudaFuncSetAttribute(encode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) nb); }
     encode_kernel<<<dim3(n, n_head), 256, nb, stream>>>(g, jobs);
 }
 
 // ---------------------------------------------------------------- decode
 
-static __global__ void decode_kernel(const kvq_affine_geometry g, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
+static __global__ void decode_kernel(
+    const kvq_affine_geometry g, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
     const int h = blockIdx.x, t = blockIdx.y;
     for (int c = threadIdx.x; c < g.stride; c += blockDim.x) {
-        tile[((size_t) h * g.n_cells + t) * g.stride + c] =
-            c < g.head_size ? decode_at(g, codes + (size_t) h * g.nb_codes, params + (size_t) h * g.nb_params, t, c) : 0;
+        tile[((size_t) h * g.n_cells + t) * g.stride + c] = c < g.head_size
+            ? decode_at(g, codes + (size_t) h * g.nb_codes, params + (size_t) h * g.nb_params, t, c)
+            : 0;
     }
 }
 
-void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream) {
+void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile,
+    int n_head, cudaStream_t stream) {
     decode_kernel<<<dim3(n_head, g.n_cells), 128, 0, stream>>>(g, codes, params, tile);
 }

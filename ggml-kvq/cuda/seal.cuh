@@ -3,22 +3,28 @@
 
 #include "turn.cuh"
 
-constexpr int KVQ_SEAL_JOBS = 40;  // 4 KiB of kernel arguments
+constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
 constexpr int KVQ_TURN_JOBS = 90;
-constexpr int CHAIN_CELLS   = 8192; // whose predictions exist at once
-constexpr int KVQ_TAG_BITS  = 64;  // channels of a row that carry its position, KVQ_TAG_CHANNELS of transform.h
+constexpr int CHAIN_CELLS = 8192; // whose predictions exist at once
+constexpr int KVQ_TAG_BITS = 64;  // channels of a row that carry its position, KVQ_TAG_CHANNELS of transform.h
 
 struct kvq_seal_job {
-    uint16_t      * tile; // [head][cell][stride]
+    uint16_t * tile; // [head][cell][stride]
     const uint8_t * shared;
-    uint8_t       * codes;
-    uint8_t       * params;
-    uint8_t         valid[32]; // bit per cell
+    uint8_t * codes;
+    uint8_t * params;
+    uint8_t valid[32]; // bit per cell
 };
-struct kvq_seal_jobs { kvq_seal_job job[KVQ_SEAL_JOBS]; };
-struct kvq_seal_rows { uint16_t * to[KVQ_SEAL_ROWS]; };
-struct kvq_seal_positions { int32_t pos[KVQ_SEAL_ROWS]; }; // that the rows carry
+struct kvq_seal_jobs {
+    kvq_seal_job job[KVQ_SEAL_JOBS];
+};
+struct kvq_seal_rows {
+    uint16_t * to[KVQ_SEAL_ROWS];
+};
+struct kvq_seal_positions {
+    int32_t pos[KVQ_SEAL_ROWS];
+}; // that the rows carry
 struct kvq_row_job { // rows of a step that is replayed: addresses in device memory
     uint16_t * const * to;
     const int32_t * pos; // NULL: rows carry none
@@ -27,9 +33,17 @@ struct kvq_row_job { // rows of a step that is replayed: addresses in device mem
     int n, width, head_size;
 };
 constexpr int KVQ_ROW_JOBS = 2;
-struct kvq_row_jobs { kvq_row_job job[KVQ_ROW_JOBS]; };
+struct kvq_row_jobs {
+    kvq_row_job job[KVQ_ROW_JOBS];
+};
 
-struct kvq_turn_job { const uint16_t * from; uint16_t * to; const int32_t * positions, * sealed; const float * pred; }; // pred: [cell][pred_stride] of all heads
+// pred: [cell][pred_stride] of all heads
+struct kvq_turn_job {
+    const uint16_t * from;
+    uint16_t * to;
+    const int32_t *positions, *sealed;
+    const float * pred;
+};
 struct kvq_turn_args {
     int head_size, stride, n_cells;
     const float * mean;
@@ -39,19 +53,30 @@ struct kvq_turn_args {
 };
 
 // kvq_tag_put's bits
-static __device__ __forceinline__ uint64_t kvq_tag_bits(int32_t pos) { return (uint64_t) (((uint32_t) pos ^ 0x5bd1e995u) * 0x9e3779b1u) << 32 | (uint32_t) pos; }
-static __device__ __forceinline__ uint16_t kvq_tagged(uint16_t x, uint64_t tag, int channel) { return channel < KVQ_TAG_BITS ? (uint16_t) ((x & ~1) | (tag >> channel & 1)) : x; }
+static __device__ __forceinline__ uint64_t kvq_tag_bits(int32_t pos) {
+    return (uint64_t) (((uint32_t) pos ^ 0x5bd1e995u) * 0x9e3779b1u) << 32 | (uint32_t) pos;
+}
+static __device__ __forceinline__ uint16_t kvq_tagged(uint16_t x, uint64_t tag, int channel) {
+    return channel < KVQ_TAG_BITS ? (uint16_t) ((x & ~1) | (tag >> channel & 1)) : x;
+}
 
-void kvq_launch_turn  (const kvq_turn_args & a, int n, int n_head, bool back, cudaStream_t stream);
-void kvq_launch_rows  (const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
-void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size, size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
+void kvq_launch_turn(const kvq_turn_args & a, int n, int n_head, bool back, cudaStream_t stream);
+void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows,
+    size_t row_stride, cudaStream_t stream);
+void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size,
+    size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
-void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
-void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
+void kvq_launch_encode(
+    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile,
+    int n_head, cudaStream_t stream);
 // The same for lattice blocks: seal_lattice.cu, expand_lattice.cu.
-void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
-void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
-void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream);
+void kvq_launch_encode_lattice(
+    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params,
+    uint16_t * tile, int n_head, cudaStream_t stream);
+void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
+    const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream);
 // Sealed pages as open ones: tiles [page][head][cell][stride] of keys, of values, and a table of pages that names them.
 struct kvq_unfold_args {
     kvq_affine_geometry g[2];
@@ -61,18 +86,20 @@ struct kvq_unfold_args {
     uint16_t * tiles[2];
     int first_role;
 };
-void kvq_launch_unfold(const kvq_unfold_args & a, int first_role, int n_roles, int n_pages, int n_head, cudaStream_t stream);
+void kvq_launch_unfold(
+    const kvq_unfold_args & a, int first_role, int n_roles, int n_pages, int n_head, cudaStream_t stream);
 
-// A lane of a predicted layer (cache/chain.h): rows in 8 bits for the layer above and, where tiles are wanted, sealed pages as open ones.
+// A lane of a predicted layer (cache/chain.h): rows in 8 bits for the layer above and, where tiles are wanted, sealed
+// pages as open ones.
 struct kvq_chain_args {
     kvq_affine_geometry g;
     kvq_turn turn;
     const kvq_page * pages;
     int n_head, width;
-    const float * pred;          // [page][cell][pred_stride], NULL: nothing is predicted
+    const float * pred; // [page][cell][pred_stride], NULL: nothing is predicted
     size_t pred_stride;
-    int8_t * row;                // [page][cell][row_stride]
-    float  * scale;
+    int8_t * row; // [page][cell][row_stride]
+    float * scale;
     size_t row_stride;
     kvq_page * table;
     uint16_t * tiles;
@@ -81,4 +108,5 @@ void kvq_launch_chain(const kvq_chain_args & a, int n_pages, cudaStream_t stream
 
 // A lane as f16 rows [cell][head][head_size]: what a kernel for plain caches reads. Empty pages become zeros.
 // expand.cu; rounds once where the reference rounds twice, which attention does not see.
-void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream);
+void kvq_launch_expand(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
+    const kvq_row_place & to, cudaStream_t stream);

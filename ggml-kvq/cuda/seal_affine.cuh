@@ -1,5 +1,5 @@
-// One affine block (types/affine.h) by one thread block: the operations of types/affine.cpp in the same order, each rounded. For files
-// that are compiled without fused multiply-add (seal*.cu).
+// One affine block (types/affine.h) by one thread block: the operations of types/affine.cpp in the same order, each
+// rounded. For files that are compiled without fused multiply-add (seal*.cu).
 #pragma once
 
 #include "common.cuh"
@@ -12,28 +12,44 @@ static __device__ __forceinline__ int param_index(const kvq_affine_geometry & g,
 
 static __device__ __forceinline__ float finite_or_zero(float v) { return v >= -65504.0f && v <= 65504.0f ? v : 0.0f; }
 
-// x[0..n) as codes 0..top under an f16 range, by one warp: put(i, code). Of equal extremes the first counts: +0 and -0 have different bytes.
-template <typename Put> static __device__ __forceinline__ void put_range(const float * x, int n, float top, uint8_t * low_step, Put put) {
+// x[0..n) as codes 0..top under an f16 range, by one warp: put(i, code). Of equal extremes the first counts: +0 and
+// -0 have different bytes.
+template <typename Put>
+static __device__ __forceinline__ void put_range(const float * x, int n, float top, uint8_t * low_step, Put put) {
     const int lane = threadIdx.x % 32;
     float lo = FLT_MAX, hi = -FLT_MAX;
     int at_lo = 0x7fffffff, at_hi = 0x7fffffff;
     for (int i = lane; i < n; i += 32) {
-        if (x[i] < lo || at_lo == 0x7fffffff) { lo = x[i]; at_lo = i; }
-        if (x[i] > hi || at_hi == 0x7fffffff) { hi = x[i]; at_hi = i; }
+        if (x[i] < lo || at_lo == 0x7fffffff) {
+            lo = x[i];
+            at_lo = i;
+        }
+        if (x[i] > hi || at_hi == 0x7fffffff) {
+            hi = x[i];
+            at_hi = i;
+        }
     }
     for (int d = 16; d; d /= 2) {
         const float l2 = __shfl_xor_sync(~0u, lo, d), h2 = __shfl_xor_sync(~0u, hi, d);
-        const int   a2 = __shfl_xor_sync(~0u, at_lo, d), b2 = __shfl_xor_sync(~0u, at_hi, d);
-        if (a2 != 0x7fffffff && (at_lo == 0x7fffffff || l2 < lo || (l2 == lo && a2 < at_lo))) { lo = l2; at_lo = a2; }
-        if (b2 != 0x7fffffff && (at_hi == 0x7fffffff || h2 > hi || (h2 == hi && b2 < at_hi))) { hi = h2; at_hi = b2; }
+        const int a2 = __shfl_xor_sync(~0u, at_lo, d), b2 = __shfl_xor_sync(~0u, at_hi, d);
+        if (a2 != 0x7fffffff && (at_lo == 0x7fffffff || l2 < lo || (l2 == lo && a2 < at_lo))) {
+            lo = l2;
+            at_lo = a2;
+        }
+        if (b2 != 0x7fffffff && (at_hi == 0x7fffffff || h2 > hi || (h2 == hi && b2 < at_hi))) {
+            hi = h2;
+            at_hi = b2;
+        }
     }
     const uint16_t low16 = f32_to_f16_finite(lo);
-    const float    low   = f16_bits_to_f32(low16);
+    const float low = f16_bits_to_f32(low16);
     const uint16_t step16 = f32_to_f16_finite(__fdiv_rn(hi - low, top));
-    const float    step   = f16_bits_to_f32(step16);
+    const float step = f16_bits_to_f32(step16);
     if (lane == 0) {
-        low_step[0] = (uint8_t) low16;  low_step[1] = (uint8_t) (low16 >> 8);
-        low_step[2] = (uint8_t) step16; low_step[3] = (uint8_t) (step16 >> 8);
+        low_step[0] = (uint8_t) low16;
+        low_step[1] = (uint8_t) (low16 >> 8);
+        low_step[2] = (uint8_t) step16;
+        low_step[3] = (uint8_t) (step16 >> 8);
     }
     for (int i = lane; i < n; i += 32) {
         const float q = step > 0.0f ? floorf(__fdiv_rn(x[i] - low, step) + 0.5f) : 0.0f;
@@ -41,30 +57,37 @@ template <typename Put> static __device__ __forceinline__ void put_range(const f
     }
 }
 
-static __device__ __forceinline__ float half_at(const uint8_t * p) { return f16_bits_to_f32((uint16_t) (p[0] | p[1] << 8)); }
+static __device__ __forceinline__ float half_at(const uint8_t * p) {
+    return f16_bits_to_f32((uint16_t) (p[0] | p[1] << 8));
+}
 
 // Stored parameters of pair p.
-static __device__ __forceinline__ void stored_params(const kvq_affine_geometry & g, const uint8_t * params, int p, float & scale, float & zero) {
+static __device__ __forceinline__ void stored_params(
+    const kvq_affine_geometry & g, const uint8_t * params, int p, float & scale, float & zero) {
     if (!g.scale) {
-        scale = half_at(params + 2*p);
-        zero  = half_at(params + 2*(g.np + p));
+        scale = half_at(params + 2 * p);
+        zero = half_at(params + 2 * (g.np + p));
         return;
     }
-    const int s = g.scale == 1 ? params[8 + p] : params[8 + p] & 15, z = g.scale == 1 ? params[8 + g.np + p] : params[8 + p] >> 4;
-    scale = half_at(params)     + half_at(params + 2) * (float) s;
-    zero  = half_at(params + 4) + half_at(params + 6) * (float) z;
+    const int s = g.scale == 1 ? params[8 + p] : params[8 + p] & 15,
+              z = g.scale == 1 ? params[8 + g.np + p] : params[8 + p] >> 4;
+    scale = half_at(params) + half_at(params + 2) * (float) s;
+    zero = half_at(params + 4) + half_at(params + 6) * (float) z;
 }
 
 // rows.value(cell, channel): finite; rows.valid(cell). memory: 4*np floats.
-template <typename Rows> static __device__ __forceinline__ void encode_block(const kvq_affine_geometry & g, const Rows & rows, bool shared, uint8_t * codes, uint8_t * params, float * memory) {
-    float * const s_lo = memory, * const s_mul = s_lo + g.np, * const s_scale = s_mul + g.np, * const s_zero = s_scale + g.np;
+template <typename Rows>
+static __device__ __forceinline__ void encode_block(
+    const kvq_affine_geometry & g, const Rows & rows, bool shared, uint8_t * codes, uint8_t * params, float * memory) {
+    float *const s_lo = memory, *const s_mul = s_lo + g.np, *const s_scale = s_mul + g.np,
+                 *const s_zero = s_scale + g.np;
     const float n = (float) ((1 << g.bits) - 1);
 
     for (int p = threadIdx.x; p < g.np; p += blockDim.x) {
         float lo = FLT_MAX, hi = -FLT_MAX;
         const int row = g.role == KVQ_ROLE_K ? g.head_size : g.n_cells, a = p / row, b = p % row;
         const int first = a * g.group;
-        const int end   = g.role == KVQ_ROLE_K ? first + g.group : min(first + g.group, g.head_size);
+        const int end = g.role == KVQ_ROLE_K ? first + g.group : min(first + g.group, g.head_size);
         for (int i = first; i < end; i++) {
             const int t = g.role == KVQ_ROLE_K ? i : b, c = g.role == KVQ_ROLE_K ? b : i;
             if (rows.valid(t)) {
@@ -73,22 +96,20 @@ template <typename Rows> static __device__ __forceinline__ void encode_block(con
                 hi = hi < v ? v : hi;
             }
         }
-        if (lo > hi) {
-            lo = hi = 0.0f;
-        }
+        if (lo > hi) { lo = hi = 0.0f; }
         const float range = hi - lo;
         float mul = range > 0.0f ? __fdiv_rn(g.levels ? n + 1.0f : n, range) : 0.0f;
         mul = mul <= FLT_MAX ? mul : 0.0f;
-        s_lo   [p] = lo;
-        s_mul  [p] = mul;
-        s_zero [p] = g.bits ? lo + g.eta * range : lo + 0.5f * range;
+        s_lo[p] = lo;
+        s_mul[p] = mul;
+        s_zero[p] = g.bits ? lo + g.eta * range : lo + 0.5f * range;
         s_scale[p] = g.bits ? __fdiv_rn((1.0f - 2.0f * g.eta) * range, n) : 0.0f;
     }
     __syncthreads();
 
     if (!g.scale) {
         for (int p = threadIdx.x; p < g.np; p += blockDim.x) {
-            ((uint16_t *) params)[p]        = f32_to_f16_finite(s_scale[p]);
+            ((uint16_t *) params)[p] = f32_to_f16_finite(s_scale[p]);
             ((uint16_t *) params)[g.np + p] = f32_to_f16_finite(s_zero[p]);
         }
     } else if (g.scale == 1) {
@@ -98,12 +119,10 @@ template <typename Rows> static __device__ __forceinline__ void encode_block(con
             put_range(s_zero, g.np, 255.0f, params + 4, [&](int i, uint8_t q) { params[8 + g.np + i] = q; });
         }
     } else if (threadIdx.x < 32) { // two in a byte, both of them from the same thread
-        put_range(s_scale, g.np, 15.0f, params,     [&](int i, uint8_t q) { params[8 + i] = q; });
-        put_range(s_zero,  g.np, 15.0f, params + 4, [&](int i, uint8_t q) { params[8 + i] |= (uint8_t) (q << 4); });
+        put_range(s_scale, g.np, 15.0f, params, [&](int i, uint8_t q) { params[8 + i] = q; });
+        put_range(s_zero, g.np, 15.0f, params + 4, [&](int i, uint8_t q) { params[8 + i] |= (uint8_t) (q << 4); });
     }
-    if (shared || !g.bits) {
-        return;
-    }
+    if (shared || !g.bits) { return; }
     if (g.scale == 2) { // codes are chosen under the stored values
         __syncthreads();
         for (int p = threadIdx.x; p < g.np; p += blockDim.x) {
@@ -111,7 +130,7 @@ template <typename Rows> static __device__ __forceinline__ void encode_block(con
             stored_params(g, params, p, scale, zero);
             const float range = __fdiv_rn(scale * n, 1.0f - 2.0f * g.eta);
             float mul = range > 0.0f ? __fdiv_rn(g.levels ? n + 1.0f : n, range) : 0.0f;
-            s_lo [p] = zero - g.eta * range;
+            s_lo[p] = zero - g.eta * range;
             s_mul[p] = mul <= FLT_MAX ? mul : 0.0f;
         }
         __syncthreads();
@@ -120,16 +139,17 @@ template <typename Rows> static __device__ __forceinline__ void encode_block(con
     for (int part = 0; part < g.n_parts; part++) { // one thread a byte
         const int w = g.width[part], nb = g.n_tiles * g.n_chunks[part] * 64;
         for (int i = threadIdx.x; i < nb; i += blockDim.x) {
-            const int lane = i / 64 / g.n_chunks[part] * 16 + i % 64 / 4, dot0 = i / 64 % g.n_chunks[part] * (32 / w) + i % 4;
+            const int lane = i / 64 / g.n_chunks[part] * 16 + i % 64 / 4,
+                      dot0 = i / 64 % g.n_chunks[part] * (32 / w) + i % 4;
             int byte = 0;
             for (int j = 0; j < 8 / w; j++) {
-                const int dot = dot0 + 4*j;
+                const int dot = dot0 + 4 * j;
                 if (lane < g.lanes && dot < g.dots) {
                     const int t = g.role == KVQ_ROLE_K ? lane : dot, c = g.role == KVQ_ROLE_K ? dot : lane;
                     const int p = param_index(g, t, c);
                     const float q = floorf((rows.value(t, c) - s_lo[p]) * s_mul[p] + half);
                     const int code = (int) fminf(fmaxf(q, 0.0f), n);
-                    byte |= (code >> g.shift[part] & ((1 << w) - 1)) << j*w;
+                    byte |= (code >> g.shift[part] & ((1 << w) - 1)) << j * w;
                 }
             }
             codes[g.offset[part] + i] = (uint8_t) byte;
@@ -148,7 +168,8 @@ static __device__ __forceinline__ int code_at(const kvq_affine_geometry & g, con
     return code;
 }
 
-static __device__ __forceinline__ uint16_t decode_at(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t, int c) {
+static __device__ __forceinline__ uint16_t decode_at(
+    const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, int t, int c) {
     float scale, zero;
     stored_params(g, params, param_index(g, t, c), scale, zero);
     return f32_to_f16_finite(zero + scale * (float) code_at(g, codes, t, c));

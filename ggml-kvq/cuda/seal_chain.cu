@@ -13,7 +13,7 @@ static __device__ __forceinline__ int32_t tag_of(const uint16_t * row, size_t he
     uint32_t half[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int c = 32*i + threadIdx.x % 32;
+        const int c = 32 * i + threadIdx.x % 32;
         half[i] = (uint32_t) (row[c / head_size * head_stride + c % head_size] & 1) << (threadIdx.x % 32);
 #pragma unroll
         for (int d = 16; d; d /= 2) { half[i] |= __shfl_xor_sync(~0u, half[i], d); }
@@ -24,20 +24,24 @@ static __device__ __forceinline__ int32_t tag_of(const uint16_t * row, size_t he
 // the page with its tile instead of its blocks
 static __device__ __forceinline__ void name_tile(kvq_page & to, const kvq_page & page, bool value, const void * from) {
     if (value) {
-        to.v_codes  = from;
+        to.v_codes = from;
         to.v_params = nullptr;
     } else {
-        to.k_codes  = from;
+        to.k_codes = from;
         to.k_params = nullptr;
-        to.cell     = page.cell;
-        to.n_slots  = page.n_slots;
-        to.map      = page.map;
+        to.cell = page.cell;
+        to.n_slots = page.n_slots;
+        to.map = page.map;
     }
 }
 
-static __device__ __forceinline__ uint32_t byte_of(float x, float inv) { return (uint32_t) (uint8_t) (int8_t) rintf(x * inv); }
+static __device__ __forceinline__ uint32_t byte_of(float x, float inv) {
+    return (uint32_t) (uint8_t) (int8_t) rintf(x * inv);
+}
 
-template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2) chain_kernel(const __grid_constant__ kvq_chain_args a) {
+template <int LANES, int Q>
+static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
+    chain_kernel(const __grid_constant__ kvq_chain_args a) {
     using quad = quads<LANES, Q>;
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ int32_t s_pos[WARPS];
@@ -45,14 +49,17 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
     const kvq_page & page = a.pages[blockIdx.y];
     const kvq_affine_geometry & g = a.g;
     const kvq_device_rotary & r = a.turn.rotary;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32, t = blockIdx.x * n_warps + warp, D = g.head_size;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32,
+              t = blockIdx.x * n_warps + warp, D = g.head_size;
     const bool key = g.role == KVQ_ROLE_K, turns = r.n != 0;
     const row_memory shared(g, r, quad::BUFFER, a.width);
-    const uint8_t * codes  = (const uint8_t *) (key ? page.k_codes  : page.v_codes);
+    const uint8_t * codes = (const uint8_t *) (key ? page.k_codes : page.v_codes);
     const uint8_t * params = (const uint8_t *) (key ? page.k_params : page.v_params);
     const size_t at = (size_t) blockIdx.y * g.n_cells + t, head = (size_t) g.n_cells * g.stride;
     uint16_t * const tile = a.tiles ? a.tiles + blockIdx.y * a.n_head * head : nullptr;
-    if (a.table && t == 0 && lane == 0) { name_tile(a.table[blockIdx.y], page, !key, params ? (const void *) tile : codes); }
+    if (a.table && t == 0 && lane == 0) {
+        name_tile(a.table[blockIdx.y], page, !key, params ? (const void *) tile : codes);
+    }
     const uint16_t * open = (const uint16_t *) codes + (size_t) t * g.stride;
     const bool turning = turns && codes && (!params || tile);
     if (turning) {
@@ -65,9 +72,9 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
         const float2 * factors = shared.turn_of(base, n_warps, warp);
         turn.find(r, [&](int j) { return factors[j]; });
     }
-    float * const buffer = shared.buffer_of(base, warp), * const row = shared.row_of(base, n_warps, warp);
+    float *const buffer = shared.buffer_of(base, warp), *const row = shared.row_of(base, n_warps, warp);
     typename quad::places places;
-    uint32_t words[2*Q][2];
+    uint32_t words[2 * Q][2];
     if (params) {
         places.find(g, t);
         places.load(g, codes + (size_t) min(quad::sub(), a.n_head - 1) * g.nb_codes, words);
@@ -80,12 +87,17 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
         quad::load(a.turn.mean + (size_t) h * D, a.turn.mean && valid, D, mu);
         if (params) {
             typename quad::row y;
-            uint32_t now[2*Q][2];
+            uint32_t now[2 * Q][2];
 #pragma unroll
-            for (int i = 0; i < 2*Q; i++) { now[i][0] = words[i][0]; now[i][1] = words[i][1]; }
+            for (int i = 0; i < 2 * Q; i++) {
+                now[i][0] = words[i][0];
+                now[i][1] = words[i][1];
+            }
             places.load(g, codes + (size_t) min(h + quad::ROWS, a.n_head - 1) * g.nb_codes, words); // of the next
             quad::load(a.pred + at * a.pred_stride + (size_t) h * D, a.pred && valid, D, y);
-            if (h0 % 32 == 0) { scales = lattice_scale(g, params + (size_t) min(h0 + lane, a.n_head - 1) * g.nb_params, t); }
+            if (h0 % 32 == 0) {
+                scales = lattice_scale(g, params + (size_t) min(h0 + lane, a.n_head - 1) * g.nb_params, t);
+            }
             places.decode(g, now, base, __shfl_sync(~0u, scales, h % 32), x);
 #pragma unroll
             for (int q = 0; q < Q; q++) {
@@ -104,8 +116,10 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
             for (int q = 0; q < Q; q++) {
                 if (valid && quad::channel(q) < D) {
                     const uint2 v = *(const uint2 *) (open + h * head + quad::channel(q));
-                    x[q][0] = f16_bits_to_f32((uint16_t) v.x); x[q][1] = f16_bits_to_f32((uint16_t) (v.x >> 16));
-                    x[q][2] = f16_bits_to_f32((uint16_t) v.y); x[q][3] = f16_bits_to_f32((uint16_t) (v.y >> 16));
+                    x[q][0] = f16_bits_to_f32((uint16_t) v.x);
+                    x[q][1] = f16_bits_to_f32((uint16_t) (v.x >> 16));
+                    x[q][2] = f16_bits_to_f32((uint16_t) v.y);
+                    x[q][3] = f16_bits_to_f32((uint16_t) (v.y >> 16));
                 }
             }
             if (turns) { turn.apply(r, buffer, x); }
@@ -128,9 +142,10 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
     for (int d = 16; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
     __syncwarp();
     const float inv = top >= 1e-30f ? __fdiv_rn(127.0f, top) : 0.0f;
-    for (int c = 4*lane; c < a.width; c += 128) {
+    for (int c = 4 * lane; c < a.width; c += 128) {
         const float4 v = *(const float4 *) (row + c);
-        *(uint32_t *) (a.row + at * a.row_stride + c) = byte_of(v.x, inv) | byte_of(v.y, inv) << 8 | byte_of(v.z, inv) << 16 | byte_of(v.w, inv) << 24;
+        *(uint32_t *) (a.row + at * a.row_stride + c) =
+            byte_of(v.x, inv) | byte_of(v.y, inv) << 8 | byte_of(v.z, inv) << 16 | byte_of(v.w, inv) << 24;
     }
     if (lane == 0) { a.scale[at] = top >= 1e-30f ? __fdiv_rn(top, 127.0f) : 0.0f; }
 }
@@ -143,32 +158,35 @@ void kvq_launch_chain(const kvq_chain_args & a, int n_pages, cudaStream_t stream
         while (n_warps > 1 && shared.bytes(n_warps) > 48 << 10) { n_warps /= 2; } // of wide rows, fewer at a time
         static kvq_shared_limit limit;
         limit.raise(chain_kernel<LANES, Q>, shared.bytes(n_warps));
-        chain_kernel<LANES, Q><<<dim3(a.g.n_cells / n_warps, n_pages), 32 * n_warps, shared.bytes(n_warps), stream>>>(a);
+        chain_kernel<LANES, Q>
+            <<<dim3(a.g.n_cells / n_warps, n_pages), 32 * n_warps, shared.bytes(n_warps), stream>>>(a);
     });
 }
 
-template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2) unfold_kernel(const __grid_constant__ kvq_unfold_args a, int n_head) {
+template <int LANES, int Q>
+static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
+    unfold_kernel(const __grid_constant__ kvq_unfold_args a, int n_head) {
     using quad = quads<LANES, Q>;
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ int32_t s_pos[WARPS];
     float * const base = (float *) memory;
     const kvq_page & page = a.pages[blockIdx.y];
-    const int role = a.first_role + blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = blockIdx.x * WARPS + warp;
+    const int role = a.first_role + blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32,
+              t = blockIdx.x * WARPS + warp;
     const kvq_affine_geometry & g = a.g[role];
     const kvq_turn & left_out = a.turn[role];
     const kvq_device_rotary & r = left_out.rotary;
     const row_memory shared(g, r, quad::BUFFER, 0);
-    const uint8_t * codes  = (const uint8_t *) (role ? page.v_codes  : page.k_codes);
+    const uint8_t * codes = (const uint8_t *) (role ? page.v_codes : page.k_codes);
     const uint8_t * params = (const uint8_t *) (role ? page.v_params : page.k_params);
     const int D = g.head_size;
     const size_t head = (size_t) g.n_cells * g.stride;
     uint16_t * tile = a.tiles[role] + (size_t) blockIdx.y * n_head * head;
     if (t == 0 && lane == 0) { name_tile(a.table[blockIdx.y], page, role, params ? (const void *) tile : codes); }
-    if (!params || !page.n_slots || (int) blockIdx.x * WARPS >= g.n_cells) {
-        return;
-    }
+    if (!params || !page.n_slots || (int) blockIdx.x * WARPS >= g.n_cells) { return; }
     const bool turns = r.n != 0;
-    const int32_t pos = turns ? left_out.positions[page.cell + t] : 0, was = turns && left_out.sealed ? left_out.sealed[page.cell + t] : 0;
+    const int32_t pos = turns ? left_out.positions[page.cell + t] : 0,
+                  was = turns && left_out.sealed ? left_out.sealed[page.cell + t] : 0;
     const bool stays = turns && left_out.sealed && was == pos, moved = turns && left_out.sealed && !stays;
     if (lane == 0) { s_pos[warp] = pos; }
     shared.fill(base, g, r, s_pos, turns, false);
@@ -179,7 +197,7 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
     }
     float * const buffer = shared.buffer_of(base, warp);
     typename quad::places places;
-    uint32_t words[2*Q][2];
+    uint32_t words[2 * Q][2];
     places.find(g, t);
     places.load(g, codes + (size_t) min(quad::sub(), n_head - 1) * g.nb_codes, words);
     float scales = 0.0f;
@@ -187,9 +205,12 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
         const int h = h0 + quad::sub();
         const bool valid = h < n_head;
         typename quad::row x, mu;
-        uint32_t now[2*Q][2];
+        uint32_t now[2 * Q][2];
 #pragma unroll
-        for (int i = 0; i < 2*Q; i++) { now[i][0] = words[i][0]; now[i][1] = words[i][1]; }
+        for (int i = 0; i < 2 * Q; i++) {
+            now[i][0] = words[i][0];
+            now[i][1] = words[i][1];
+        }
         places.load(g, codes + (size_t) min(h + quad::ROWS, n_head - 1) * g.nb_codes, words); // of the next
         quad::load(left_out.mean + (size_t) h * D, left_out.mean && valid, D, mu);
         if (h0 % 32 == 0) { scales = lattice_scale(g, params + (size_t) min(h0 + lane, n_head - 1) * g.nb_params, t); }
@@ -210,14 +231,17 @@ template <int LANES, int Q> static __global__ void __launch_bounds__(32 * WARPS,
     }
 }
 
-void kvq_launch_unfold(const kvq_unfold_args & args, int first_role, int n_roles, int n_pages, int n_head, cudaStream_t stream) {
+void kvq_launch_unfold(
+    const kvq_unfold_args & args, int first_role, int n_roles, int n_pages, int n_head, cudaStream_t stream) {
     kvq_unfold_args a = args;
     a.first_role = first_role;
-    const kvq_affine_geometry & k = a.g[0], & v = a.g[1];
+    const kvq_affine_geometry &k = a.g[0], &v = a.g[1];
     quads_switch(k.head_size > v.head_size ? k.head_size : v.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
-        const size_t nk = row_memory(k, a.turn[0].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS), nv = row_memory(v, a.turn[1].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS);
+        const size_t nk = row_memory(k, a.turn[0].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS),
+                     nv = row_memory(v, a.turn[1].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS);
         const int n_cells = k.n_cells > v.n_cells ? k.n_cells : v.n_cells;
-        unfold_kernel<LANES, Q><<<dim3(n_cells / WARPS, n_pages, n_roles), 32 * WARPS, nk > nv ? nk : nv, stream>>>(a, n_head);
+        unfold_kernel<LANES, Q> < < <dim3(n_cells / WARPS, n_pages, n_roles), 32 * WARPS, nk> nv ? nk : nv,
+            stream >>> (a, n_head);
     });
 }

@@ -1,4 +1,5 @@
-// The bytes of types/lattice.cpp: same operations in the same order, each rounded (compiled without fused multiply-add).
+// The bytes of types/lattice.cpp: same operations in the same order, each rounded (compiled without fused
+// multiply-add).
 #include "lattice.cuh"
 #include "seal.cuh"
 
@@ -9,25 +10,27 @@ constexpr int WARPS = 8, SLICE = 32; // cells at a time
 static __device__ __forceinline__ float finite_or_zero(float x) { return x - x == 0.0f ? x : 0.0f; }
 
 // rotated rows t0 .. t0 + 31
-template <int N> static __device__ void rotate_slice(const kvq_affine_geometry & g, const uint16_t * tile, int t0, float * s_x) {
+template <int N>
+static __device__ void rotate_slice(const kvq_affine_geometry & g, const uint16_t * tile, int t0, float * s_x) {
     const int lane = threadIdx.x % 32, D = g.head_size;
     for (int t = threadIdx.x / 32; t < SLICE; t += WARPS) {
         float x[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            const int c = 32*i + lane;
+            const int c = 32 * i + lane;
             x[i] = c < D ? finite_or_zero(f16_bits_to_f32(tile[(size_t) (t0 + t) * g.stride + c])) : 0.0f;
         }
         warp_hadamard<N>(g, x);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (32*i + lane < D) { s_x[t * (D + 1) + 32*i + lane] = x[i]; }
+            if (32 * i + lane < D) { s_x[t * (D + 1) + 32 * i + lane] = x[i]; }
         }
     }
 }
 
 // first index of the least sum over j of (y_j - point_j)^2, summed in order of j
-template <int D> static __device__ __forceinline__ int nearest(int n, const float * points, const float * x, float inv) {
+template <int D>
+static __device__ __forceinline__ int nearest(int n, const float * points, const float * x, float inv) {
     float y[D], least = INFINITY;
     int at = 0;
 #pragma unroll
@@ -47,12 +50,14 @@ template <int D> static __device__ __forceinline__ int nearest(int n, const floa
     return at;
 }
 
-template <int N> static __global__ void __launch_bounds__(32 * WARPS) encode_kernel(const __grid_constant__ kvq_affine_geometry g, const __grid_constant__ kvq_seal_jobs jobs) {
+template <int N>
+static __global__ void __launch_bounds__(32 * WARPS)
+    encode_kernel(const __grid_constant__ kvq_affine_geometry g, const __grid_constant__ kvq_seal_jobs jobs) {
     extern __shared__ float shared_memory[];
     __shared__ float s_scale[LATTICE_MAX_CELLS];
     const int D = g.head_size, n_vec = D / g.group, n_points = 1 << g.bits * g.group, h = blockIdx.y;
-    float   * const s_points = shared_memory, * const s_x = s_points + n_points * g.group;
-    uint8_t * const s_index  = (uint8_t *) (s_x + SLICE * (D + 1));
+    float *const s_points = shared_memory, *const s_x = s_points + n_points * g.group;
+    uint8_t * const s_index = (uint8_t *) (s_x + SLICE * (D + 1));
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const uint16_t * tile = job.tile + (size_t) h * g.n_cells * g.stride;
     uint8_t * params = job.params + (size_t) h * g.nb_params;
@@ -86,7 +91,9 @@ template <int N> static __global__ void __launch_bounds__(32 * WARPS) encode_ker
     for (int t = threadIdx.x; t < g.n_cells; t += blockDim.x) {
         float s;
         if (g.scale) {
-            const float u = top > 0.0f ? fminf(fmaxf(floorf(255.0f * __fsqrt_rn(__fdiv_rn(s_scale[t], top)) + 0.5f), 0.0f), 255.0f) : 0.0f;
+            const float u = top > 0.0f
+                ? fminf(fmaxf(floorf(255.0f * __fsqrt_rn(__fdiv_rn(s_scale[t], top)) + 0.5f), 0.0f), 255.0f)
+                : 0.0f;
             params[2 + t] = (uint8_t) u;
             s = top * (1.0f / 65025.0f) * (u * u);
         } else {
@@ -96,9 +103,7 @@ template <int N> static __global__ void __launch_bounds__(32 * WARPS) encode_ker
         }
         s_scale[t] = s > 0.0f ? fminf(__fdiv_rn(1.0f, s), 3e38f) : 0.0f; // what rows are multiplied with
     }
-    if (job.shared) {
-        return;
-    }
+    if (job.shared) { return; }
     uint8_t * codes = job.codes + (size_t) h * g.nb_codes;
     __syncthreads();
     for (int t0 = 0; t0 < g.n_cells; t0 += SLICE) {
@@ -108,23 +113,24 @@ template <int N> static __global__ void __launch_bounds__(32 * WARPS) encode_ker
         }
         for (int i = threadIdx.x; i < n_vec * SLICE; i += blockDim.x) {
             const int t = i % SLICE, v = i / SLICE;
-            const float * x = s_x + t * (D + 1) + v * g.group, inv = s_scale[t0 + t];
-            s_index[i] = (uint8_t) (g.group == 2 ? nearest<2>(n_points, s_points, x, inv) : g.group == 4 ? nearest<4>(n_points, s_points, x, inv) : nearest<8>(n_points, s_points, x, inv));
+            const float *x = s_x + t * (D + 1) + v * g.group, inv = s_scale[t0 + t];
+            s_index[i] = (uint8_t) (g.group == 2 ? nearest<2>(n_points, s_points, x, inv)
+                    : g.group == 4               ? nearest<4>(n_points, s_points, x, inv)
+                                                 : nearest<8>(n_points, s_points, x, inv));
         }
         __syncthreads();
         for (int part = 0; part < g.n_parts; part++) { // one thread a byte
             const int w = g.width[part], nb = g.n_tiles * g.n_chunks[part] * 64;
             for (int i = threadIdx.x; i < nb; i += blockDim.x) {
-                const int lane = i / 64 / g.n_chunks[part] * 16 + i % 64 / 4, dot0 = i / 64 % g.n_chunks[part] * (32 / w) + i % 4;
-                if ((g.role == KVQ_ROLE_K ? lane : dot0) / SLICE * SLICE != t0) {
-                    continue;
-                }
+                const int lane = i / 64 / g.n_chunks[part] * 16 + i % 64 / 4,
+                          dot0 = i / 64 % g.n_chunks[part] * (32 / w) + i % 4;
+                if ((g.role == KVQ_ROLE_K ? lane : dot0) / SLICE * SLICE != t0) { continue; }
                 int byte = 0;
                 for (int j = 0; j < 8 / w; j++) {
-                    const int dot = dot0 + 4*j;
+                    const int dot = dot0 + 4 * j;
                     if (lane < g.lanes && dot < g.dots) {
                         const int t = g.role == KVQ_ROLE_K ? lane : dot, v = g.role == KVQ_ROLE_K ? dot : lane;
-                        byte |= (s_index[v * SLICE + t - t0] >> g.shift[part] & ((1 << w) - 1)) << j*w;
+                        byte |= (s_index[v * SLICE + t - t0] >> g.shift[part] & ((1 << w) - 1)) << j * w;
                     }
                 }
                 codes[g.offset[part] + i] = (uint8_t) byte;
@@ -134,8 +140,10 @@ template <int N> static __global__ void __launch_bounds__(32 * WARPS) encode_ker
     }
 }
 
-void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
-    const size_t nb = 4 * ((size_t) (g.group << g.bits * g.group) + SLICE * (g.head_size + 1)) + (size_t) g.head_size / g.group * SLICE;
+void kvq_launch_encode_lattice(
+    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
+    const size_t nb = 4 * ((size_t) (g.group << g.bits * g.group) + SLICE * (g.head_size + 1)) +
+        (size_t) g.head_size / g.group * SLICE;
     lattice_switch(g.head_size, [&](auto width) {
         static kvq_shared_limit limit;
         limit.raise(encode_kernel<decltype(width)::value>, nb);
@@ -145,17 +153,22 @@ void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const kvq_seal_job
 
 // ---------------------------------------------------------------- decode
 
-template <int N> static __global__ void decode_kernel(const __grid_constant__ kvq_affine_geometry g, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
+template <int N>
+static __global__ void decode_kernel(
+    const __grid_constant__ kvq_affine_geometry g, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
     const int h = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
     float x[N];
     lattice_row<N>(g, codes + (size_t) h * g.nb_codes, params + (size_t) h * g.nb_params, t, x);
     uint16_t * row = tile + ((size_t) h * g.n_cells + t) * g.stride;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        if (32*i + lane < g.stride) { row[32*i + lane] = f32_to_f16_finite(x[i]); }
+        if (32 * i + lane < g.stride) { row[32 * i + lane] = f32_to_f16_finite(x[i]); }
     }
 }
 
-void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream) {
-    lattice_switch(g.head_size, [&](auto width) { decode_kernel<decltype(width)::value><<<dim3(n_head, g.n_cells), 32, 0, stream>>>(g, codes, params, tile); });
+void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params,
+    uint16_t * tile, int n_head, cudaStream_t stream) {
+    lattice_switch(g.head_size, [&](auto width) {
+        decode_kernel<decltype(width)::value><<<dim3(n_head, g.n_cells), 32, 0, stream>>>(g, codes, params, tile);
+    });
 }

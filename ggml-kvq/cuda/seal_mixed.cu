@@ -12,9 +12,10 @@ constexpr int MAX_CELLS = 256, MAX_CHANNELS = 512;
 // ---------------------------------------------------------------- the salient set
 // Block (page, head), thread = cell; its rank is the number of cells that come before it.
 
-static __global__ void choose_kernel(const kvq_choose_jobs jobs, int page_cells, int n_hi, int nb_params, bool normalise) {
+static __global__ void choose_kernel(
+    const kvq_choose_jobs jobs, int page_cells, int n_hi, int nb_params, bool normalise) {
     __shared__ float s_score[MAX_CELLS];
-    __shared__ int   s_in[MAX_CELLS];
+    __shared__ int s_in[MAX_CELLS];
     const kvq_choose_job & job = jobs.job[blockIdx.x];
     const int h = blockIdx.y, t = threadIdx.x;
     const auto bit = [&](const uint8_t * bits) { return bits[t / 8] >> t % 8 & 1; };
@@ -34,12 +35,13 @@ static __global__ void choose_kernel(const kvq_choose_jobs jobs, int page_cells,
     __syncthreads();
     if (t < page_cells / 8) {
         int byte = 0;
-        for (int i = 0; i < 8; i++) { byte |= s_in[8*t + i] << i; }
+        for (int i = 0; i < 8; i++) { byte |= s_in[8 * t + i] << i; }
         job.params[(size_t) h * nb_params + t] = (uint8_t) byte;
     }
 }
 
-void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, int nb_params, bool normalise, cudaStream_t stream) {
+void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, int nb_params,
+    bool normalise, cudaStream_t stream) {
     choose_kernel<<<dim3(n, n_head), page_cells, 0, stream>>>(jobs, page_cells, n_hi, nb_params, normalise);
 }
 
@@ -47,11 +49,11 @@ void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page
 
 struct part_rows {
     const uint16_t * tile;
-    const uint8_t  * bits;    // of the page
-    const int      * cells;   // of the part, in the page
-    const float    * channel; // NULL: keys
+    const uint8_t * bits;  // of the page
+    const int * cells;     // of the part, in the page
+    const float * channel; // NULL: keys
     int stride;
-    __device__ __forceinline__ bool  valid(int j) const { return bits[cells[j] / 8] >> cells[j] % 8 & 1; }
+    __device__ __forceinline__ bool valid(int j) const { return bits[cells[j] / 8] >> cells[j] % 8 & 1; }
     __device__ __forceinline__ float value(int j, int c) const {
         const float v = f16_bits_to_f32(tile[(size_t) cells[j] * stride + c]);
         return finite_or_zero(channel ? f16_bits_to_f32(f32_to_f16_bits(__fdiv_rn(v, channel[c]))) : v);
@@ -61,11 +63,11 @@ struct part_rows {
 static __global__ void encode_mixed_kernel(const kvq_mixed_geometry m, const kvq_seal_jobs jobs) {
     extern __shared__ float shared_memory[];
     __shared__ float s_channel[MAX_CHANNELS];
-    __shared__ int   s_cells[2][MAX_CELLS], s_wrong;
+    __shared__ int s_cells[2][MAX_CELLS], s_wrong;
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const size_t h = blockIdx.y;
     const uint16_t * tile = job.tile + h * m.n_cells * m.stride;
-    uint8_t * codes = job.codes + h * m.nb_codes, * set = job.params + h * m.nb_params;
+    uint8_t *codes = job.codes + h * m.nb_codes, *set = job.params + h * m.nb_params;
     if (threadIdx.x == 0) {
         int n = 0;
         for (int i = 0; i < m.n_cells / 8; i++) { n += __popc((unsigned) set[i]); }
@@ -97,34 +99,40 @@ static __global__ void encode_mixed_kernel(const kvq_mixed_geometry m, const kvq
     __syncthreads();
     for (int i = 0; i < 2; i++) {
         if (m.part[i].n_cells) {
-            encode_block(m.part[i], part_rows{ tile, job.valid, s_cells[i], values ? s_channel : nullptr, m.stride }, false, codes + m.codes[i], set + m.params[i], shared_memory);
+            encode_block(m.part[i], part_rows{ tile, job.valid, s_cells[i], values ? s_channel : nullptr, m.stride },
+                false, codes + m.codes[i], set + m.params[i], shared_memory);
         }
         __syncthreads();
     }
 }
 
-void kvq_launch_encode_mixed(const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
+void kvq_launch_encode_mixed(
+    const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
     const int np = m.part[0].np > m.part[1].np ? m.part[0].np : m.part[1].np;
     encode_mixed_kernel<<<dim3(n, n_head), 256, 16 * (size_t) np, stream>>>(m, jobs);
 }
 
 // ---------------------------------------------------------------- decode
 
-static __global__ void decode_mixed_kernel(const kvq_mixed_geometry m, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
+static __global__ void decode_mixed_kernel(
+    const kvq_mixed_geometry m, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
     const int h = blockIdx.x, t = blockIdx.y;
-    codes  += (size_t) h * m.nb_codes;
+    codes += (size_t) h * m.nb_codes;
     params += (size_t) h * m.nb_params;
     const int place = mixed_place(params, t), i = place >> 8, j = place & 255;
     for (int c = threadIdx.x; c < m.stride; c += blockDim.x) {
         uint16_t x = 0;
         if (c < m.head_size && j < m.part[i].n_cells) {
             x = decode_at(m.part[i], codes + m.codes[i], params + m.params[i], j, c);
-            if (m.role == KVQ_ROLE_V) { x = f32_to_f16_finite(f16_bits_to_f32(x) * mixed_channel(params[m.channels + c])); }
+            if (m.role == KVQ_ROLE_V) {
+                x = f32_to_f16_finite(f16_bits_to_f32(x) * mixed_channel(params[m.channels + c]));
+            }
         }
         tile[((size_t) h * m.n_cells + t) * m.stride + c] = x;
     }
 }
 
-void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream) {
+void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params,
+    uint16_t * tile, int n_head, cudaStream_t stream) {
     decode_mixed_kernel<<<dim3(n_head, m.n_cells), 128, 0, stream>>>(m, codes, params, tile);
 }

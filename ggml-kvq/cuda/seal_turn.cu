@@ -1,11 +1,13 @@
-// Open tiles less what sealed rows leave out, and back: the bits of kvq_transform (compiled without fused multiply-add).
+// Open tiles less what sealed rows leave out, and back: the bits of kvq_transform (compiled without fused
+// multiply-add).
 #include "lattice.cuh"
 #include "seal.cuh"
 #include "turn.cuh"
 
 constexpr int WARPS = 8;
 
-template <int N, bool BACK> static __global__ void __launch_bounds__(32 * WARPS) turn_kernel(const __grid_constant__ kvq_turn_args a) {
+template <int N, bool BACK>
+static __global__ void __launch_bounds__(32 * WARPS) turn_kernel(const __grid_constant__ kvq_turn_args a) {
     __shared__ float s_row[WARPS][TURN_MAX];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = blockIdx.y, D = a.head_size;
     const kvq_turn_job & job = a.job[blockIdx.x];
@@ -14,7 +16,7 @@ template <int N, bool BACK> static __global__ void __launch_bounds__(32 * WARPS)
         const size_t at = ((size_t) h * a.n_cells + t) * a.stride;
         float x[N];
 #pragma unroll
-        for (int i = 0; i < N; i++) { x[i] = 32*i + lane < D ? f16_bits_to_f32(job.from[at + 32*i + lane]) : 0.0f; }
+        for (int i = 0; i < N; i++) { x[i] = 32 * i + lane < D ? f16_bits_to_f32(job.from[at + 32 * i + lane]) : 0.0f; }
         const float * pred = job.pred ? job.pred + t * a.pred_stride + (size_t) h * D : nullptr;
         if (BACK) {
             restore_row<N>(turn, D, h, t, s_row[warp], x, pred);
@@ -26,13 +28,15 @@ template <int N, bool BACK> static __global__ void __launch_bounds__(32 * WARPS)
             float mu[N];
             mean_row<N>(turn, D, h, stays, pos, s_row[warp], mu);
 #pragma unroll
-            for (int i = 0; i < N; i++) { x[i] = x[i] - mu[i] - (pred && 32*i + lane < D ? pred[32*i + lane] : 0.0f); }
+            for (int i = 0; i < N; i++) {
+                x[i] = x[i] - mu[i] - (pred && 32 * i + lane < D ? pred[32 * i + lane] : 0.0f);
+            }
             if (turns && job.sealed && !stays) { turn_row<N>(a.rotary, was, false, s_row[warp], x); }
         }
         const uint64_t tag = BACK && a.rotary.n ? kvq_tag_bits(job.positions[t]) : 0;
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            const int c = 32*i + lane, carrier = h * D + c;
+            const int c = 32 * i + lane, carrier = h * D + c;
             const uint16_t half = turned_to_half(x[i]), y = BACK && a.rotary.n ? kvq_tagged(half, tag, carrier) : half;
             if (c < a.stride) { job.to[at + c] = c < D ? y : 0; }
         }
@@ -42,6 +46,10 @@ template <int N, bool BACK> static __global__ void __launch_bounds__(32 * WARPS)
 void kvq_launch_turn(const kvq_turn_args & a, int n, int n_head, bool back, cudaStream_t stream) {
     lattice_switch(a.head_size, [&](auto width) {
         constexpr int N = decltype(width)::value;
-        if (back) { turn_kernel<N, true><<<dim3(n, n_head), 32 * WARPS, 0, stream>>>(a); } else { turn_kernel<N, false><<<dim3(n, n_head), 32 * WARPS, 0, stream>>>(a); }
+        if (back) {
+            turn_kernel<N, true><<<dim3(n, n_head), 32 * WARPS, 0, stream>>>(a);
+        } else {
+            turn_kernel<N, false><<<dim3(n, n_head), 32 * WARPS, 0, stream>>>(a);
+        }
     });
 }

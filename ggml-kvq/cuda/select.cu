@@ -21,7 +21,7 @@ static __global__ void keys_kernel(const __grid_constant__ kvq_pack_args a) {
     const uint32_t bits = __float_as_uint(score), key = bits >> 31 ? bits : ~(bits | 0x80000000u);
     const size_t at = ((size_t) h * a.n + page) * a.page_cells + t;
     a.scores[at] = score;
-    a.keys[at]   = here ? min(key, NOT_HERE - 1) : NOT_HERE;
+    a.keys[at] = here ? min(key, NOT_HERE - 1) : NOT_HERE;
 }
 
 // The rank of a cell is the number of those before it; page_cells of them fill a page.
@@ -32,15 +32,19 @@ static __global__ void rank_kernel(const __grid_constant__ kvq_pack_args a) {
     const int n = job.n * a.page_cells, mine = (blockIdx.x - job.first) * a.page_cells + threadIdx.x;
     const uint32_t key = a.keys[run + mine];
     int rank = 0;
-    const auto count = [&](uint32_t x, int place) { rank += job.sorted ? x < key || (x == key && place < mine) : x != NOT_HERE && place < mine; };
+    const auto count = [&](uint32_t x, int place) {
+        rank += job.sorted ? x < key || (x == key && place < mine) : x != NOT_HERE && place < mine;
+    };
     for (int first = 0; first < n; first += KEYS) {
         const int part = min(KEYS, n - first);
         __syncthreads();
-        for (int i = threadIdx.x; i < part / 4; i += blockDim.x) { s_keys[i] = *(const uint4 *) (a.keys + run + first + 4*i); }
+        for (int i = threadIdx.x; i < part / 4; i += blockDim.x) {
+            s_keys[i] = *(const uint4 *) (a.keys + run + first + 4 * i);
+        }
         __syncthreads();
         for (int i = 0; i < part / 4; i++) {
             const uint4 x = s_keys[i];
-            const int place = first + 4*i;
+            const int place = first + 4 * i;
             count(x.x, place);
             count(x.y, place + 1);
             count(x.z, place + 2);
@@ -53,10 +57,12 @@ static __global__ void rank_kernel(const __grid_constant__ kvq_pack_args a) {
 // Of a page of slots: its cells in their order.
 static __global__ void slots_kernel(const __grid_constant__ kvq_pack_args a) {
     __shared__ float s_score[MAX_CELLS];
-    __shared__ int   s_before[MAX_CELLS / 32];
+    __shared__ int s_before[MAX_CELLS / 32];
     const kvq_pack_job & job = a.jobs[blockIdx.x];
-    const size_t run = ((size_t) blockIdx.y * a.n + job.first) * a.page_cells, out = ((size_t) blockIdx.x * a.n_head + blockIdx.y) * a.page_cells;
-    const int n = job.n * a.page_cells, wanted = blockIdx.x - job.first, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const size_t run = ((size_t) blockIdx.y * a.n + job.first) * a.page_cells,
+                 out = ((size_t) blockIdx.x * a.n_head + blockIdx.y) * a.page_cells;
+    const int n = job.n * a.page_cells, wanted = blockIdx.x - job.first, lane = threadIdx.x % 32,
+              warp = threadIdx.x / 32;
     int filled = 0;
     for (int first = 0; first < n; first += blockDim.x) {
         const int i = first + threadIdx.x;
@@ -67,12 +73,12 @@ static __global__ void slots_kernel(const __grid_constant__ kvq_pack_args a) {
         __syncthreads();
         int at = filled + __popc(votes & ((1u << lane) - 1));
         for (int w = 0; w < (int) blockDim.x / 32; w++) {
-            at     += w < warp ? s_before[w] : 0;
+            at += w < warp ? s_before[w] : 0;
             filled += s_before[w];
         }
         if (mine) {
             a.maps[out + at] = a.jobs[job.first + i / a.page_cells].cell + i % a.page_cells;
-            s_score[at]      = a.scores[run + i];
+            s_score[at] = a.scores[run + i];
         }
     }
     __syncthreads();
@@ -99,9 +105,7 @@ void kvq_launch_pack(const kvq_pack_args & a, cudaStream_t stream) {
 // a warp a row; strides are multiples of 16
 static __global__ void gather_kernel(const __grid_constant__ kvq_gather_args a) {
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    if (row >= a.n_rows) {
-        return;
-    }
+    if (row >= a.n_rows) { return; }
     const int cell = a.maps[blockIdx.y][row], page = cell / a.page_cells - a.first;
     const uint16_t * x = cell < 0 || page < 0 || page >= a.n_frames ? nullptr : a.frames[page];
     if (x) { x += (size_t) (row / a.page_cells * a.page_cells + cell % a.page_cells) * a.stride; }
@@ -111,4 +115,6 @@ static __global__ void gather_kernel(const __grid_constant__ kvq_gather_args a) 
     }
 }
 
-void kvq_launch_gather(const kvq_gather_args & a, int n, cudaStream_t stream) { gather_kernel<<<dim3((a.n_rows + 7) / 8, n), 256, 0, stream>>>(a); }
+void kvq_launch_gather(const kvq_gather_args & a, int n, cudaStream_t stream) {
+    gather_kernel<<<dim3((a.n_rows + 7) / 8, n), 256, 0, stream>>>(a);
+}

@@ -9,35 +9,48 @@ struct kvq_seal_jobs;
 constexpr int KVQ_CHOOSE_JOBS = 40;
 struct kvq_choose_job {
     const float * sums; // NULL: never observed
-    uint8_t     * params;
+    uint8_t * params;
     uint8_t valid[32], stale[32]; // stale: sums of these cells do not count
 };
-struct kvq_choose_jobs { kvq_choose_job job[KVQ_CHOOSE_JOBS]; };
+struct kvq_choose_jobs {
+    kvq_choose_job job[KVQ_CHOOSE_JOBS];
+};
 
-void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, int nb_params, bool normalise, cudaStream_t stream); // seal_mixed.cu
-void kvq_launch_encode_mixed(const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
-void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params, uint16_t * tile, int n_head, cudaStream_t stream);
-void kvq_launch_expand_mixed(const kvq_mixed_geometry & m, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to, cudaStream_t stream); // expand_mixed.cu
+// seal_mixed.cu
+void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, int nb_params,
+    bool normalise, cudaStream_t stream);
+void kvq_launch_encode_mixed(
+    const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params,
+    uint16_t * tile, int n_head, cudaStream_t stream);
+// expand_mixed.cu
+void kvq_launch_expand_mixed(const kvq_mixed_geometry & m, const kvq_page * pages, int n_pages, int n_head,
+    const kvq_row_place & to, cudaStream_t stream);
 
 // select.cu
-struct kvq_pack_job { const float * sums; int32_t cell, first, n, sorted; uint8_t stale[32]; }; // kvq_pack_page (cache/device.h)
+// kvq_pack_page (cache/device.h)
+struct kvq_pack_job {
+    const float * sums;
+    int32_t cell, first, n, sorted;
+    uint8_t stale[32];
+};
 struct kvq_pack_args {
     const kvq_pack_job * jobs;
     const uint8_t * present; // [page][n_head][page_cells/8]
-    float    * sums;         // [page][n_head]
-    int32_t  * maps;         // [page][n_head][page_cells]
-    float    * slot_scores;  // likewise
-    float    * scores;       // [n_head][page][page_cells]: of cells
+    float * sums;            // [page][n_head]
+    int32_t * maps;          // [page][n_head][page_cells]
+    float * slot_scores;     // likewise
+    float * scores;          // [n_head][page][page_cells]: of cells
     uint32_t * keys;         // likewise: numbers that sort as cells do
-    int32_t  * page_of;      // likewise: the page of its run that a cell goes to
+    int32_t * page_of;       // likewise: the page of its run that a cell goes to
     int n, n_head, page_cells;
     bool normalise;
 };
 struct kvq_gather_args {
-    uint16_t       * const * tiles;
-    const int32_t  * const * maps;
+    uint16_t * const * tiles;
+    const int32_t * const * maps;
     const uint16_t * const * frames;
     int first, n_frames, page_cells, n_rows, stride; // n_rows: of a tile
 };
-void kvq_launch_pack  (const kvq_pack_args & a, cudaStream_t stream);
+void kvq_launch_pack(const kvq_pack_args & a, cudaStream_t stream);
 void kvq_launch_gather(const kvq_gather_args & a, int n, cudaStream_t stream);

@@ -1,44 +1,51 @@
-// Rows of keys between what is sealed and what attention reads (cache/transform.h), by one warp: lane i has channels i, i + 32, ...
+// Rows of keys between what is sealed and what attention reads (cache/transform.h), by one warp: lane i has channels
+// i, i + 32, ...
 #pragma once
 
 #include "common.cuh"
 
 struct kvq_device_rotary { // kvq_rotary in device memory; n 0: none
     int n, neox;           // n: pairs
-    const float * high, * low;
+    const float *high, *low;
 };
 
 struct kvq_turn {
-    const float * mean;                      // [head][head size]; NULL: none
+    const float * mean; // [head][head size]; NULL: none
     kvq_device_rotary rotary;
-    const int32_t * positions, * sealed;     // of cells; sealed NULL: before rotary embedding
+    const int32_t *positions, *sealed; // of cells; sealed NULL: before rotary embedding
 };
 
 constexpr int TURN_MAX = 512; // channels of a head
 
-static __device__ __forceinline__ uint16_t turned_to_half(float x) { return f32_to_f16_bits(x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x); } // nan stays
+// nan stays
+static __device__ __forceinline__ uint16_t turned_to_half(float x) {
+    return f32_to_f16_bits(x < -65504.0f ? -65504.0f : x > 65504.0f ? 65504.0f : x);
+}
 
 // Cosine and sine of pair j at a position, or of its inverse: the operations of kvq_rotor::apply.
 static __device__ __forceinline__ float2 turn_factors(const kvq_device_rotary & r, int32_t pos, bool inverse, int j) {
     const int at = max(pos, 0);
-    const float * high = r.high + (size_t) (at / 64) * 2 * r.n, * low = r.low + (size_t) j * 2 * KVQ_ROTARY_LOW + at % 64;
+    const float *high = r.high + (size_t) (at / 64) * 2 * r.n, *low = r.low + (size_t) j * 2 * KVQ_ROTARY_LOW + at % 64;
     const float m = r.high[0], inv = inverse ? __fdiv_rn(1.0f, m * m) : 1.0f;
-    return make_float2((high[j] * low[0] - high[r.n + j] * low[KVQ_ROTARY_LOW]) * inv, (high[r.n + j] * low[0] + high[j] * low[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv));
+    return make_float2((high[j] * low[0] - high[r.n + j] * low[KVQ_ROTARY_LOW]) * inv,
+        (high[r.n + j] * low[0] + high[j] * low[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv));
 }
 
 // x = R_pos x, or its inverse, likewise. row: TURN_MAX floats of the warp
-template <int N> static __device__ __forceinline__ void turn_row(const kvq_device_rotary & r, int32_t pos, bool inverse, float * row, float (&x)[N]) {
+template <int N>
+static __device__ __forceinline__ void turn_row(
+    const kvq_device_rotary & r, int32_t pos, bool inverse, float * row, float (&x)[N]) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < N; i++) { row[32*i + lane] = x[i]; }
+    for (int i = 0; i < N; i++) { row[32 * i + lane] = x[i]; }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        const int c = 32*i + lane;
-        if (c < 2*r.n) {
+        const int c = 32 * i + lane;
+        if (c < 2 * r.n) {
             const bool first = r.neox ? c < r.n : !(c & 1);
-            const int  j = r.neox ? (first ? c : c - r.n) : c / 2, other = r.neox ? (first ? c + r.n : j) : c ^ 1;
+            const int j = r.neox ? (first ? c : c - r.n) : c / 2, other = r.neox ? (first ? c + r.n : j) : c ^ 1;
             const float2 f = turn_factors(r, pos, inverse, j);
             const float y = row[other];
             x[i] = first ? x[i] * f.x - y * f.y : y * f.y + x[i] * f.x;
@@ -47,15 +54,21 @@ template <int N> static __device__ __forceinline__ void turn_row(const kvq_devic
 }
 
 // this lane's means of head h, turned to pos when the row stays where it was sealed
-template <int N> static __device__ __forceinline__ void mean_row(const kvq_turn & a, int head_size, int h, bool stays, int32_t pos, float * row, float (&mu)[N]) {
+template <int N>
+static __device__ __forceinline__ void mean_row(
+    const kvq_turn & a, int head_size, int h, bool stays, int32_t pos, float * row, float (&mu)[N]) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < N; i++) { mu[i] = a.mean && 32*i + lane < head_size ? a.mean[(size_t) h * head_size + 32*i + lane] : 0.0f; }
+    for (int i = 0; i < N; i++) {
+        mu[i] = a.mean && 32 * i + lane < head_size ? a.mean[(size_t) h * head_size + 32 * i + lane] : 0.0f;
+    }
     if (a.mean && stays) { turn_row<N>(a.rotary, pos, false, row, mu); }
 }
 
 // kvq_transform::restore of the row of a cell; pred: what is predicted of this head
-template <int N> static __device__ __forceinline__ void restore_row(const kvq_turn & a, int head_size, int h, int cell, float * row, float (&x)[N], const float * pred = nullptr) {
+template <int N>
+static __device__ __forceinline__ void restore_row(
+    const kvq_turn & a, int head_size, int h, int cell, float * row, float (&x)[N], const float * pred = nullptr) {
     const int lane = threadIdx.x % 32;
     const bool turns = a.rotary.n != 0;
     const int32_t pos = turns ? a.positions[cell] : 0, was = turns && a.sealed ? a.sealed[cell] : 0;
@@ -64,6 +77,8 @@ template <int N> static __device__ __forceinline__ void restore_row(const kvq_tu
     float mu[N];
     mean_row<N>(a, head_size, h, stays, pos, row, mu);
 #pragma unroll
-    for (int i = 0; i < N; i++) { x[i] = (x[i] + (pred && 32*i + lane < head_size ? pred[32*i + lane] : 0.0f)) + mu[i]; }
+    for (int i = 0; i < N; i++) {
+        x[i] = (x[i] + (pred && 32 * i + lane < head_size ? pred[32 * i + lane] : 0.0f)) + mu[i];
+    }
     if (turns && !stays) { turn_row<N>(a.rotary, pos, false, row, x); }
 }

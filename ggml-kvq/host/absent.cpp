@@ -10,18 +10,18 @@
 extern "C" int kvq_cache_count(void);
 
 void kvq_note_absent(const ggml_tensor * op) {
-    static std::atomic<bool> said{false};
-    if (op->op != GGML_OP_SET_ROWS || said) {
-        return;
-    }
+    static std::atomic<bool> said{ false };
+    if (op->op != GGML_OP_SET_ROWS || said) { return; }
     const ggml_tensor * root = op->view_src ? op->view_src : op;
     const char * method = getenv("KVQ_METHOD");
     const kvq_lane_id id = kvq_parse_cache_name(root->name);
-    if (!method || !*method || id.il < 0 || !id.tag.empty() || kvq_cache_count() > 0 ||
-        !root->buffer || !root->buffer->size || kvq_buft_is_ours(root->buffer->buft)) { // no size: --fit only measures
+    if (!method || !*method || id.il < 0 || !id.tag.empty() || kvq_cache_count() > 0 || !root->buffer ||
+        !root->buffer->size || kvq_buft_is_ours(root->buffer->buft)) { // no size: --fit only measures
         return;
     }
     said = true;
-    kvq_report_note(std::string("KVQ_METHOD=") + method + " is set and no cache landed on KVQ0, "
-                    "this context keeps llama.cpp's own: add -dev KVQ0 (and drop -ngl 0, -nkvo, or lower -c where --fit moved the layers)");
+    kvq_report_note(std::string("KVQ_METHOD=") + method +
+        " is set and no cache landed on KVQ0, "
+        "this context keeps llama.cpp's own: add -dev KVQ0 (and drop -ngl 0, -nkvo, or lower -c where --fit moved the "
+        "layers)");
 }

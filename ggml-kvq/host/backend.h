@@ -8,29 +8,39 @@
 struct kvq_device_context {
     std::string name, description;
     ggml_backend_buffer_type buft;
-    ggml_backend_dev_t inner = nullptr; // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
-    int ordinal = 0;                    // of the inner device
-    bool for_draft = false;             // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
+    // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
+    ggml_backend_dev_t inner = nullptr;
+    int ordinal = 0;        // of the inner device
+    bool for_draft = false; // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
     std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
-    kvq_cache_draft draft;   // of the cache whose sizes ggml is asking for
-    struct asked { std::string name; size_t nb; };
-    std::vector<asked> others; // tensors of llama.cpp's memory that are no keys or values, in the order of their size queries
-    struct grant { size_t nb; int n_left; };
+    kvq_cache_draft draft;                                // of the cache whose sizes ggml is asking for
+    struct asked {
+        std::string name;
+        size_t nb;
+    };
+    // tensors of llama.cpp's memory that are no keys or values, in the order of their size queries
+    std::vector<asked> others;
+    struct grant {
+        size_t nb;
+        int n_left;
+    };
     std::map<std::string, grant> granted; // ggml asks twice more per tensor while it places them
-    bool refused = false;    // the graph just split needs something unsupported: the next compute buffer is denied
-    std::vector<std::string> refusals; // printed once each: llama.cpp may try a context for size (--fit) before the real one
+    bool refused = false; // the graph just split needs something unsupported: the next compute buffer is denied
+    // printed once each: llama.cpp may try a context for size (--fit) before the real one
+    std::vector<std::string> refusals;
 };
 
 struct kvq_backend_context {
     ggml_backend_dev_t device;
     int n_threads = 1;
-    ggml_backend_t inner  = nullptr;
-    ggml_backend_t cpu    = nullptr; // without an inner one: computes what a client on another machine sends besides
-    void *         stream = nullptr; // the inner backend's: our kernels run between its own
+    ggml_backend_t inner = nullptr;
+    ggml_backend_t cpu = nullptr; // without an inner one: computes what a client on another machine sends besides
+    void * stream = nullptr;      // the inner backend's: our kernels run between its own
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
-    bool           whole = false;     // this graph is, or will be: no recordings by the inner backend
-    bool           recording = false; // nodes are being recorded: no sealing
-    mutable std::map<const void *, std::vector<float>> factors; // frequency factors of rotary embeddings, by device address
+    bool whole = false;                    // this graph is, or will be: no recordings by the inner backend
+    bool recording = false;                // nodes are being recorded: no sealing
+    // frequency factors of rotary embeddings, by device address
+    mutable std::map<const void *, std::vector<float>> factors;
 };
 
 // What a buffer of our type holds (buffer.cpp).
@@ -38,19 +48,19 @@ struct kvq_buffer {
     void * base = nullptr;
     size_t nb_map = 0;
     ggml_backend_buffer_t inner = nullptr; // plain, on a wrapped device: the buffer that is wrapped
-    std::unique_ptr<kvq_device>   device;
-    std::unique_ptr<kvq_kv_cache> cache; // NULL: plain
-    bool announced = false; // as a cache, by size queries
+    std::unique_ptr<kvq_device> device;
+    std::unique_ptr<kvq_kv_cache> cache;           // NULL: plain
+    bool announced = false;                        // as a cache, by size queries
     std::unique_ptr<struct kvq_found_cache> found; // a cache that was not announced (remote.cpp)
     ~kvq_buffer();
 };
 
 // Lane of a cache tensor or of a view of one; cache is NULL when the tensor is not ours or a size query's dummy.
 struct kvq_target {
-    bool           ours  = false; // keys or values in a cache of ours, or in a dummy of our type
+    bool ours = false; // keys or values in a cache of ours, or in a dummy of our type
     kvq_kv_cache * cache = nullptr;
     kvq_kv_layer * layer = nullptr;
-    bool           value = false;
+    bool value = false;
 };
 kvq_target kvq_find_target(const ggml_tensor * t);
 
@@ -58,50 +68,60 @@ bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft);
 void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device);
 
 // graph.cpp
-bool        kvq_is_view_op  (ggml_op op);
-bool        kvq_supports_op (kvq_device_context & dev, const ggml_tensor * op);
+bool kvq_is_view_op(ggml_op op);
+bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op);
 ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph);
-bool        kvq_set_rows    (const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
+bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
 // their pages are open already, and their cells below n_kv
-bool        kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty);
+bool kvq_rows_stay_open(
+    const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty);
 
 // remote.cpp: what a client on another machine asks, who names no tensors before he sends a graph
 struct kvq_found_cache {
     kvq_cache_draft draft;
     std::vector<std::pair<char *, size_t>> written; // ranges of cache tensors that were set before the first graph
     size_t nb_known = 0;                            // nominal bytes of the tensors seen so far
-    bool   said = false;                            // the load line is printed
+    bool said = false;                              // the load line is printed
 };
-bool           kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, with a line
-void           kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
-ggml_backend_t kvq_cpu_backend (kvq_backend_context & b); // NULL: there is none
+bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, with a line
+void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
+ggml_backend_t kvq_cpu_backend(kvq_backend_context & b); // NULL: there is none
 
 // cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
-int                kvq_cuda_init  (ggml_backend_reg * reg); // number of devices, 0: none
-ggml_backend_dev_t kvq_cuda_get   (size_t index);
-ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev); // buffer types of the inner device, NULL-terminated
+int kvq_cuda_init(ggml_backend_reg * reg); // number of devices, 0: none
+ggml_backend_dev_t kvq_cuda_get(size_t index);
+// buffer types of the inner device, NULL-terminated
+ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev);
 std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
-const char *       kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape);
-// node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few: our kernel.
-bool               kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node, int stream0, std::vector<kvq_attn> & streams);
-void               kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
+const char * kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape);
+// node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
+// our kernel.
+bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node,
+    int stream0, std::vector<kvq_attn> & streams);
+void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
-void *             kvq_cuda_stream(ggml_backend_t inner);
+void * kvq_cuda_stream(ggml_backend_t inner);
 
-void               kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part); // it would record this part on its own
+// it would record this part on its own
+void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
 
 // cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
-ggml_status        kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
-void               kvq_cuda_step_flush(kvq_backend_context & b);
-void               kvq_cuda_step_free(struct kvq_cuda_step * step);
+ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
+void kvq_cuda_step_flush(kvq_backend_context & b);
+void kvq_cuda_step_free(struct kvq_cuda_step * step);
 
-// stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds while there are any
+// stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds while
+// there are any
 void kvq_stats_file_start(void);
 void kvq_stats_file_write(void);
-struct kvq_busy { kvq_busy(); ~kvq_busy(); }; // held while a graph is computed: figures are read between graphs
+struct kvq_busy {
+    kvq_busy();
+    ~kvq_busy();
+}; // held while a graph is computed: figures are read between graphs
 
-// absent.cpp: one line when KVQ_METHOD is set and a context keeps its cache elsewhere. Asked of every node that a device could take.
+// absent.cpp: one line when KVQ_METHOD is set and a context keeps its cache elsewhere. Asked of every node that a
+// device could take.
 void kvq_note_absent(const ggml_tensor * op);
 
 void kvq_report_error(const std::string & line); // stderr and kvq_last_error
-void kvq_report_note (const std::string & line); // stderr
+void kvq_report_note(const std::string & line);  // stderr

@@ -1,7 +1,10 @@
 // Buffers. Three kinds behind one type, told apart by the size queries that precede the allocation:
-//   cache     the tensors of one KV cache object. Their addresses are reserved, never mapped: a stray access faults instead of
-//             reading garbage. Data goes through get/set in the nominal f16 layout, through SET_ROWS and FLASH_ATTN_EXT.
-//   upstream  memory of llama.cpp that is not ours to keep: recurrent states, keys of an indexer. A buffer of the type that
+//   cache     the tensors of one KV cache object. Their addresses are reserved, never mapped: a stray access faults
+//       instead of
+//             reading garbage. Data goes through get/set in the nominal f16 layout, through SET_ROWS and
+//             FLASH_ATTN_EXT.
+//   upstream  memory of llama.cpp that is not ours to keep: recurrent states, keys of an indexer. A buffer of the
+//   type that
 //             llama.cpp would have used without us, so that its own backend computes on it.
 //   plain     results of our ops in compute buffers: ordinary host memory.
 #include "backend.h"
@@ -15,12 +18,8 @@
 
 kvq_buffer::~kvq_buffer() {
     cache.reset();
-    if (inner) {
-        ggml_backend_buffer_free(inner);
-    }
-    if (base && nb_map) {
-        munmap(base, nb_map);
-    }
+    if (inner) { ggml_backend_buffer_free(inner); }
+    if (base && nb_map) { munmap(base, nb_map); }
 }
 
 static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *) buffer->context; }
@@ -30,32 +29,24 @@ static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) { return 
 void kvq_report_error(const std::string & text) {
     const std::string line = kvq_words_for_caller(text);
     kvq_set_error(line);
-    if (kvq_verbosity() > 0) {
-        fprintf(stderr, "ggml-kvq: error: %s\n", line.c_str());
-    }
+    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: error: %s\n", line.c_str()); }
 }
 
 void kvq_report_note(const std::string & line) {
-    if (kvq_verbosity() > 0) {
-        fprintf(stderr, "ggml-kvq: %s\n", line.c_str());
-    }
+    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", line.c_str()); }
 }
 
 kvq_target kvq_find_target(const ggml_tensor * t) {
     kvq_target r;
     const ggml_tensor * root = t && t->view_src ? t->view_src : t;
-    if (!root || !root->buffer || !kvq_buft_is_ours(root->buffer->buft)) {
-        return r;
-    }
+    if (!root || !root->buffer || !kvq_buft_is_ours(root->buffer->buft)) { return r; }
     const kvq_lane_id id = kvq_parse_cache_name(root->name);
-    if (id.il < 0 || !id.tag.empty()) {
-        return r;
-    }
-    r.ours  = true;
+    if (id.il < 0 || !id.tag.empty()) { return r; }
+    r.ours = true;
     r.value = id.value;
     if (root->buffer->context && root->buffer->size) { // a dummy buffer of a size query has neither
         r.cache = context(root->buffer)->cache.get();
-        r.ours  = r.cache;
+        r.ours = r.cache;
         r.layer = r.cache ? r.cache->layer(id.il) : nullptr;
     }
     return r;
@@ -66,19 +57,18 @@ kvq_target kvq_find_target(const ggml_tensor * t) {
 static void free_buffer(ggml_backend_buffer_t buffer) {
     if (context(buffer)->cache) {
         kvq_stats_file_write();
-        if (kvq_verbosity() > 0) {
-            fprintf(stderr, "%s\n", context(buffer)->cache->closing_line().c_str());
-        }
+        if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", context(buffer)->cache->closing_line().c_str()); }
     }
     delete context(buffer);
 }
-static void * get_base(ggml_backend_buffer_t buffer)  { return context(buffer)->base; }
+static void * get_base(ggml_backend_buffer_t buffer) { return context(buffer)->base; }
 
 static bool is_cache(ggml_backend_buffer_t buffer, const ggml_tensor * tensor) {
     return context(buffer)->cache && kvq_find_target(tensor).layer;
 }
 
-static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+static void memset_tensor(
+    ggml_backend_buffer_t buffer, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
         kvq_fill_rows(tensor, value, offset, size);
         return;
@@ -91,7 +81,8 @@ static void memset_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, ui
     }
 }
 
-static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+static void set_tensor(
+    ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
         kvq_write_rows(tensor, data, offset, size, !context(buffer)->found);
         return;
@@ -100,7 +91,8 @@ static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
     if (ggml_backend_buffer_t inner = context(buffer)->inner) {
         inner->iface.set_tensor(inner, tensor, data, offset, size);
         auto & kept = device_of(buffer->buft).indices;
-        if ((tensor->type == GGML_TYPE_I64 || tensor->type == GGML_TYPE_I32) && offset == 0 && size == ggml_nbytes(tensor) && size <= 1 << 20) {
+        if ((tensor->type == GGML_TYPE_I64 || tensor->type == GGML_TYPE_I32) && offset == 0 &&
+            size == ggml_nbytes(tensor) && size <= 1 << 20) {
             kept[tensor->data].assign((const uint8_t *) data, (const uint8_t *) data + size);
         } else {
             kept.erase(tensor->data);
@@ -110,7 +102,8 @@ static void set_tensor(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const
     }
 }
 
-static void get_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+static void get_tensor(
+    ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     if (is_cache(buffer, tensor)) {
         kvq_read_rows(tensor, data, offset, size);
     } else if (ggml_backend_buffer_t inner = context(buffer)->inner) {
@@ -137,9 +130,7 @@ static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, gg
 
 static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     kvq_buffer * b = context(buffer);
-    if (b->found) {
-        b->found->written.clear();
-    }
+    if (b->found) { b->found->written.clear(); }
     if (b->cache) {
         b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
     } else if (b->inner) {
@@ -151,13 +142,13 @@ static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
 
 static const ggml_backend_buffer_i buffer_interface = [] { // by name: members come and go between versions
     ggml_backend_buffer_i i = {};
-    i.free_buffer   = free_buffer;
-    i.get_base      = get_base;
+    i.free_buffer = free_buffer;
+    i.get_base = get_base;
     i.memset_tensor = memset_tensor;
-    i.set_tensor    = set_tensor;
-    i.get_tensor    = get_tensor;
-    i.cpy_tensor    = cpy_tensor;
-    i.clear         = clear;
+    i.set_tensor = set_tensor;
+    i.get_tensor = get_tensor;
+    i.cpy_tensor = cpy_tensor;
+    i.clear = clear;
     return i;
 }();
 
@@ -169,9 +160,11 @@ static const char * buft_name(ggml_backend_buffer_type_t buft) {
 }
 static size_t buft_alignment(ggml_backend_buffer_type_t buft) {
     const ggml_backend_dev_t inner = device_of(buft).inner;
-    return inner ? std::max(KVQ_ALIGN, ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(inner))) : KVQ_ALIGN;
+    return inner ? std::max(KVQ_ALIGN, ggml_backend_buft_get_alignment(ggml_backend_dev_buffer_type(inner)))
+                 : KVQ_ALIGN;
 }
-static bool   buft_is_host(ggml_backend_buffer_type_t)    { return false; } // else the CPU backend would touch the cache
+// else the CPU backend would touch the cache
+static bool buft_is_host(ggml_backend_buffer_type_t) { return false; }
 
 // where llama.cpp keeps memory of this device's layers without us
 static ggml_backend_buffer_type_t upstream_type(const kvq_device_context & dev) {
@@ -183,34 +176,33 @@ bool kvq_buft_is_ours(ggml_backend_buffer_type_t buft) { return buft && buft->if
 // A tensor that llama.cpp's memory keeps from one graph to the next: cache_k_l0, cache_r_l0, dsv4_csa_state_kv_l2.
 static bool is_memory(const ggml_tensor * t) {
     const char * layer = strrchr(t->name, 'l');
-    return t->op == GGML_OP_NONE && !t->view_src && !(t->flags & GGML_TENSOR_FLAG_INPUT) && layer && layer > t->name && layer[-1] == '_' && layer[1] &&
-           strspn(layer + 1, "0123456789") == strlen(layer + 1);
+    return t->op == GGML_OP_NONE && !t->view_src && !(t->flags & GGML_TENSOR_FLAG_INPUT) && layer && layer > t->name &&
+        layer[-1] == '_' && layer[1] && strspn(layer + 1, "0123456789") == strlen(layer + 1);
 }
 
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     kvq_device_context & dev = device_of(buft);
     const size_t nb_upstream = ggml_backend_buft_get_alloc_size(upstream_type(dev), tensor);
-    if (!is_memory(tensor) || kvq_parse_cache_name(tensor->name).il < 0 || !kvq_parse_cache_name(tensor->name).tag.empty()) {
-        if (is_memory(tensor)) {
-            dev.others.push_back({ tensor->name, nb_upstream });
-        }
+    if (!is_memory(tensor) || kvq_parse_cache_name(tensor->name).il < 0 ||
+        !kvq_parse_cache_name(tensor->name).tag.empty()) {
+        if (is_memory(tensor)) { dev.others.push_back({ tensor->name, nb_upstream }); }
         return dev.inner && tensor->op != GGML_OP_FLASH_ATTN_EXT ? nb_upstream : ggml_nbytes(tensor);
     }
     const auto placed = dev.granted.find(tensor->name);
     if (placed != dev.granted.end()) {
         const size_t nb = placed->second.nb;
-        if (--placed->second.n_left == 0) {
-            dev.granted.erase(placed);
-        }
+        if (--placed->second.n_left == 0) { dev.granted.erase(placed); }
         return nb;
     }
     kvq_cache_draft & draft = dev.draft;
     draft.for_draft = dev.for_draft;
-    size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2], tensor->type == GGML_TYPE_F16), 1);
+    size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2],
+                                     tensor->type == GGML_TYPE_F16),
+        1);
 #ifndef NDEBUG
     nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped
 #endif
-    draft.bytes_asked    += kvq_pad(nb, buft_alignment(buft));
+    draft.bytes_asked += kvq_pad(nb, buft_alignment(buft));
     draft.bytes_upstream += kvq_pad(nb_upstream, buft_alignment(buft));
     draft.asked[tensor->name] = nb;
     return nb;
@@ -224,7 +216,8 @@ static ggml_backend_buffer_t alloc_upstream(kvq_device_context & dev, size_t siz
     if (!buffer) {
         kvq_report_error("cannot allocate " + std::string(mib) + " for " + what + ": lower -c or -np");
     } else {
-        kvq_report_note(what + (what[0] == '1' && what[1] == ' ' ? " stays" : " stay") + " with llama.cpp (" + mib + ", device " + dev.name + ")");
+        kvq_report_note(what + (what[0] == '1' && what[1] == ' ' ? " stays" : " stay") + " with llama.cpp (" + mib +
+            ", device " + dev.name + ")");
     }
     return buffer;
 }
@@ -239,14 +232,12 @@ static std::string others_of(kvq_device_context & dev, size_t size, size_t align
         (kvq_parse_cache_name(name.c_str()).il < 0 ? recurrent : indexers).insert(name.substr(name.rfind("_l") + 1));
     }
     dev.others.clear();
-    if (!nb || nb != size) {
-        return "";
-    }
-    const auto text = [](size_t n, const char * kind) { return std::to_string(n) + " " + kind + (n == 1 ? " layer" : " layers"); };
+    if (!nb || nb != size) { return ""; }
+    const auto text = [](size_t n, const char * kind) {
+        return std::to_string(n) + " " + kind + (n == 1 ? " layer" : " layers");
+    };
     std::string what = recurrent.empty() ? "" : text(recurrent.size(), "recurrent");
-    if (!indexers.empty()) {
-        what += (what.empty() ? "" : " and ") + text(indexers.size(), "indexer");
-    }
+    if (!indexers.empty()) { what += (what.empty() ? "" : " and ") + text(indexers.size(), "indexer"); }
     return what;
 }
 
@@ -263,13 +254,11 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache
         b.cache.reset(new kvq_kv_cache(draft, *b.device));
     }
 #endif
-    if (!dev.inner) {
-        b.cache.reset(new kvq_kv_cache(draft));
-    }
+    if (!dev.inner) { b.cache.reset(new kvq_kv_cache(draft)); }
 }
 
-// The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here. Servers of other
-// machines' layers live on.
+// The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here.
+// Servers of other machines' layers live on.
 static ggml_backend_buffer_t refuse(size_t size) {
     const char * launcher = getenv("KVQ_LAUNCHER");
     if (size && launcher && *launcher && strcmp(launcher, "ggml-rpc-server") && kvq_verbosity() > 0) {
@@ -285,9 +274,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     std::swap(draft, dev.draft);
     dev.granted.clear();
     const std::string others = others_of(dev, size, buft_alignment(buft));
-    if (!others.empty()) {
-        return alloc_upstream(dev, size, others);
-    }
+    if (!others.empty()) { return alloc_upstream(dev, size, others); }
     if (draft.bytes_asked != size) { // sizes were asked for (--fit), but something else is allocated
         draft.reset();
     } else if (!draft.declined().empty()) {
@@ -302,49 +289,45 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
         dev.refused = false;
         try {
             fill_cache(dev, *b, draft);
-        } catch (const std::bad_alloc &) {
-        }
+        } catch (const std::bad_alloc &) {}
         b->nb_map = std::max(draft.bytes_nominal, size);
-        b->base   = b->cache && b->cache->ok() ? mmap(nullptr, b->nb_map, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) : MAP_FAILED;
+        b->base = b->cache && b->cache->ok()
+            ? mmap(nullptr, b->nb_map, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+            : MAP_FAILED;
     } else {
         if (dev.refused) { // said why when the graph was split
             return refuse(size);
         }
         if (dev.inner) {
             b->inner = ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(dev.inner), size);
-            b->base  = b->inner ? ggml_backend_buffer_get_base(b->inner) : MAP_FAILED;
+            b->base = b->inner ? ggml_backend_buffer_get_base(b->inner) : MAP_FAILED;
         } else {
             b->nb_map = std::max<size_t>(size, 1);
-            b->base   = mmap(nullptr, b->nb_map, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            b->base = mmap(nullptr, b->nb_map, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         }
     }
     if (b->base == MAP_FAILED) {
         b->base = nullptr;
-        kvq_report_error("cannot allocate " + std::to_string(size >> 20) + " MiB for the " + (draft.empty() ? "compute buffer" : "KV cache") + ": lower -c or -ub");
+        kvq_report_error("cannot allocate " + std::to_string(size >> 20) + " MiB for the " +
+            (draft.empty() ? "compute buffer" : "KV cache") + ": lower -c or -ub");
         return refuse(size);
     }
-    for (const auto & a : draft.asked) {
-        dev.granted[a.first] = { a.second, 2 };
-    }
-    if (b->cache && !dev.name.empty()) {
-        b->cache->device_name = dev.name;
-    }
+    for (const auto & a : draft.asked) { dev.granted[a.first] = { a.second, 2 }; }
+    if (b->cache && !dev.name.empty()) { b->cache->device_name = dev.name; }
     if (b->cache) {
         kvq_stats_file_start();
-        if (kvq_verbosity() > 0) {
-            fprintf(stderr, "%s\n", b->cache->load_line().c_str());
-        }
+        if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", b->cache->load_line().c_str()); }
     }
     return ggml_backend_buffer_init(buft, buffer_interface, b.release(), size);
 }
 
 void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device) {
     dev.buft.iface = {};
-    dev.buft.iface.get_name       = buft_name;
-    dev.buft.iface.alloc_buffer   = alloc_buffer;
-    dev.buft.iface.get_alignment  = buft_alignment;
+    dev.buft.iface.get_name = buft_name;
+    dev.buft.iface.alloc_buffer = alloc_buffer;
+    dev.buft.iface.get_alignment = buft_alignment;
     dev.buft.iface.get_alloc_size = get_alloc_size;
-    dev.buft.iface.is_host        = buft_is_host;
-    dev.buft.device  = device;
+    dev.buft.iface.is_host = buft_is_host;
+    dev.buft.device = device;
     dev.buft.context = &dev;
 }

@@ -19,17 +19,16 @@ static int fail(kvq_status status, const std::string & line) {
 static std::mutex rotor_mutex;
 static std::vector<std::unique_ptr<kvq_rotor>> rotors; // of kvq_rotary_new
 
-extern "C" int          kvq_abi_version(void) { return KVQ_ABI_VERSION; }
-extern "C" const char * kvq_version(void)     { return KVQ_VERSION; }
+extern "C" int kvq_abi_version(void) { return KVQ_ABI_VERSION; }
+extern "C" const char * kvq_version(void) { return KVQ_VERSION; }
 
 extern "C" int kvq_check(const char * method, const char * opts) {
     const kvq_method * m = kvq_method_find(method);
     if (!m) {
         std::string names;
-        for (int i = 0; i < kvq_method_count(); i++) {
-            names += std::string(i ? ", " : "") + kvq_method_at(i)->name;
-        }
-        return fail(KVQ_ERR_METHOD, "unknown method '" + std::string(method ? method : "") + "': choose one of " + names);
+        for (int i = 0; i < kvq_method_count(); i++) { names += std::string(i ? ", " : "") + kvq_method_at(i)->name; }
+        return fail(
+            KVQ_ERR_METHOD, "unknown method '" + std::string(method ? method : "") + "': choose one of " + names);
     }
     kvq_options o;
     std::string err;
@@ -44,11 +43,11 @@ extern "C" int kvq_check(const char * method, const char * opts) {
 }
 
 static const kvq_type_info type_infos[] = {
-    { "f16",     KVQ_TYPE_F16,    16, 1,  16.0 },
-    { "affine1", KVQ_TYPE_AFFINE, 1,  32, 2.0 },
-    { "affine2", KVQ_TYPE_AFFINE, 2,  32, 3.0 },
-    { "affine3", KVQ_TYPE_AFFINE, 3,  32, 4.0 },
-    { "affine4", KVQ_TYPE_AFFINE, 4,  32, 5.0 },
+    { "f16", KVQ_TYPE_F16, 16, 1, 16.0 },
+    { "affine1", KVQ_TYPE_AFFINE, 1, 32, 2.0 },
+    { "affine2", KVQ_TYPE_AFFINE, 2, 32, 3.0 },
+    { "affine3", KVQ_TYPE_AFFINE, 3, 32, 4.0 },
+    { "affine4", KVQ_TYPE_AFFINE, 4, 32, 5.0 },
     { "lattice1", KVQ_TYPE_LATTICE, 1, 32, 1.125 },
     { "lattice2", KVQ_TYPE_LATTICE, 2, 32, 2.125 },
     { "lattice3", KVQ_TYPE_LATTICE, 3, 32, 3.125 },
@@ -56,7 +55,9 @@ static const kvq_type_info type_infos[] = {
 };
 
 extern "C" int kvq_type_count(void) { return sizeof(type_infos) / sizeof(type_infos[0]); }
-extern "C" const kvq_type_info * kvq_type_at(int i) { return i >= 0 && i < kvq_type_count() ? &type_infos[i] : nullptr; }
+extern "C" const kvq_type_info * kvq_type_at(int i) {
+    return i >= 0 && i < kvq_type_count() ? &type_infos[i] : nullptr;
+}
 
 static const kvq_type_traits * check_codec(const kvq_codec * c, int & status) {
     const kvq_type_traits * t = c ? kvq_traits(c->type) : nullptr;
@@ -69,18 +70,17 @@ extern "C" int kvq_codec_bytes(const kvq_codec * c, size_t * nb_codes, size_t * 
     int status;
     const kvq_type_traits * t = check_codec(c, status);
     if (t) {
-        if (nb_codes)  { *nb_codes  = t->nb_codes(*c); }
+        if (nb_codes) { *nb_codes = t->nb_codes(*c); }
         if (nb_params) { *nb_params = t->nb_params(*c); }
     }
     return status;
 }
 
-extern "C" int kvq_encode(const kvq_codec * c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
+extern "C" int kvq_encode(const kvq_codec * c, const uint16_t * rows, const uint8_t * valid, const void * shared,
+    void * codes, void * params) {
     int status;
     const kvq_type_traits * t = check_codec(c, status);
-    if (!t) {
-        return status;
-    }
+    if (!t) { return status; }
     if (!rows || (!codes && !shared && t->nb_codes(*c)) || (!params && t->nb_params(*c))) {
         return fail(KVQ_ERR_ARGUMENT, "rows, codes and params must not be NULL");
     }
@@ -91,43 +91,46 @@ extern "C" int kvq_encode(const kvq_codec * c, const uint16_t * rows, const uint
 extern "C" int kvq_decode(const kvq_codec * c, const void * codes, const void * params, uint16_t * rows) {
     int status;
     const kvq_type_traits * t = check_codec(c, status);
-    if (t) {
-        t->decode(*c, codes, params, rows);
-    }
+    if (t) { t->decode(*c, codes, params, rows); }
     return status;
 }
 
 extern "C" int kvq_image(const kvq_codec * c, const void * codes, const void * params, uint16_t * rows) {
     int status;
-    if (check_codec(c, status)) {
-        kvq_image_write(*c, codes, params, rows);
-    }
+    if (check_codec(c, status)) { kvq_image_write(*c, codes, params, rows); }
     return status;
 }
 
-extern "C" int kvq_image_match(const kvq_codec * c, const uint16_t * rows, const void * shared, void * codes, void * params) {
+extern "C" int kvq_image_match(
+    const kvq_codec * c, const uint16_t * rows, const void * shared, void * codes, void * params) {
     int status;
     return check_codec(c, status) && kvq_image_read(*c, rows, shared, codes, params) ? 1 : 0;
 }
 
 // NULL when the stream can be attended, else why not
 static const char * attend_refuse(const kvq_attn & a) {
-    if (!a.q || !a.dst)                                                          { return "q and dst must not be NULL"; }
-    if (a.n_q < 1 || a.n_head_kv < 1 || a.n_head < 1 || a.n_head % a.n_head_kv)  { return "n_head must be a positive multiple of n_head_kv, and n_q positive"; }
-    if (a.n_pages < 0 || (a.n_pages && !a.pages))                                { return "n_pages must match pages"; }
+    if (!a.q || !a.dst) { return "q and dst must not be NULL"; }
+    if (a.n_q < 1 || a.n_head_kv < 1 || a.n_head < 1 || a.n_head % a.n_head_kv) {
+        return "n_head must be a positive multiple of n_head_kv, and n_q positive";
+    }
+    if (a.n_pages < 0 || (a.n_pages && !a.pages)) { return "n_pages must match pages"; }
     if (a.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) {
         if (a.n_head_kv != 1 || a.k.type == KVQ_TYPE_MIXED || a.v.type != a.k.type || a.v.n_cells != a.k.n_cells) {
             return "latent attention has one KV head and two blocks of one format, which is not mixed";
         }
         if ((a.k.role != KVQ_ROLE_K || a.v.role != KVQ_ROLE_K) || a.k_mean || a.v_mean || a.rotary || a.lse) {
-            return "latent attention keeps both blocks as keys, with their means and rotary embedding, and gives no log-sum-exp";
+            return "latent attention keeps both blocks as keys, with their means and rotary embedding, and gives no "
+                   "log-sum-exp";
         }
-        if (a.flags & KVQ_ATTN_LATENT_ALL && a.k.head_size % 16) { return "values of both blocks need a first block of a multiple of 16 channels"; }
+        if (a.flags & KVQ_ATTN_LATENT_ALL && a.k.head_size % 16) {
+            return "values of both blocks need a first block of a multiple of 16 channels";
+        }
     }
     for (int i = 0; i < a.n_pages; i++) {
         const kvq_page & p = a.pages[i];
-        if (p.n_slots < 0 || p.n_slots > KVQ_MAX_CELLS)                          { return "a page holds 0..256 slots"; }
-        if ((p.k_params && p.n_slots && p.n_slots != a.k.n_cells) || (p.v_params && p.n_slots && p.n_slots != a.v.n_cells)) {
+        if (p.n_slots < 0 || p.n_slots > KVQ_MAX_CELLS) { return "a page holds 0..256 slots"; }
+        if ((p.k_params && p.n_slots && p.n_slots != a.k.n_cells) ||
+            (p.v_params && p.n_slots && p.n_slots != a.v.n_cells)) {
             return "a sealed page has as many slots as its codec has cells";
         }
         if (p.n_slots && ((!p.k_codes && a.k.bits) || (!p.v_codes && a.v.bits))) {
@@ -138,14 +141,10 @@ static const char * attend_refuse(const kvq_attn & a) {
 }
 
 static int check_attn(const kvq_attn & a) {
-    if (const char * why = attend_refuse(a)) {
-        return fail(KVQ_ERR_ARGUMENT, why);
-    }
+    if (const char * why = attend_refuse(a)) { return fail(KVQ_ERR_ARGUMENT, why); }
     for (const kvq_codec * c : { &a.k, &a.v }) {
         int status;
-        if (!check_codec(c, status)) {
-            return status;
-        }
+        if (!check_codec(c, status)) { return status; }
         if (c->n_cells > KVQ_MAX_CELLS || c->head_size > KVQ_MAX_HEAD) {
             return fail(KVQ_ERR_SHAPE, "attention takes pages up to 256 cells and heads up to 1024 channels");
         }
@@ -154,30 +153,26 @@ static int check_attn(const kvq_attn & a) {
 }
 
 extern "C" int kvq_attend(const kvq_attn * attn, int n, int n_threads) {
-    if (!attn || n < 0) {
-        return fail(KVQ_ERR_ARGUMENT, "attn must not be NULL and n not negative");
-    }
+    if (!attn || n < 0) { return fail(KVQ_ERR_ARGUMENT, "attn must not be NULL and n not negative"); }
     for (int i = 0; i < n; i++) {
         const int status = check_attn(attn[i]);
-        if (status != KVQ_OK) {
-            return status;
-        }
+        if (status != KVQ_OK) { return status; }
     }
     kvq_cpu_attend(attn, n, n_threads);
     return KVQ_OK;
 }
 
-extern "C" int kvq_column_sums(const kvq_attn * attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads) {
+extern "C" int kvq_column_sums(
+    const kvq_attn * attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads) {
     if (!attn || !attn->lse || !sums || n_rows < 0) {
         return fail(KVQ_ERR_ARGUMENT, "attn, its lse and sums must not be NULL and n_rows not negative");
     }
     const int status = check_attn(*attn);
-    if (status != KVQ_OK) {
-        return status;
-    }
+    if (status != KVQ_OK) { return status; }
     for (int i = 0; rows && i < n_rows; i++) {
         if (rows[i] < 0 || rows[i] >= attn->n_q) {
-            return fail(KVQ_ERR_ARGUMENT, "row " + std::to_string(rows[i]) + " is not within the " + std::to_string(attn->n_q) + " query tokens");
+            return fail(KVQ_ERR_ARGUMENT,
+                "row " + std::to_string(rows[i]) + " is not within the " + std::to_string(attn->n_q) + " query tokens");
         }
     }
     kvq_cpu_column_sums(*attn, rows, rows ? n_rows : attn->n_q, sums, seen, n_threads);
@@ -185,19 +180,21 @@ extern "C" int kvq_column_sums(const kvq_attn * attn, const int32_t * rows, int 
 }
 
 extern "C" int kvq_probe_rows(int n, uint64_t at, float share, int page_cells, uint32_t layer, int32_t * rows) {
-    const std::vector<int32_t> out = n > 0 && page_cells > 0 ? kvq_probe_rows(n, at, share, page_cells, layer) : std::vector<int32_t>();
+    const std::vector<int32_t> out =
+        n > 0 && page_cells > 0 ? kvq_probe_rows(n, at, share, page_cells, layer) : std::vector<int32_t>();
     std::copy(out.begin(), out.end(), rows);
     return (int) out.size();
 }
 
 extern "C" const kvq_rotary * kvq_rotary_new(int n_dims, int neox, float freq_base, int n_positions) {
-    if (n_dims < 2 || n_dims % 2 || n_dims > KVQ_MAX_HEAD || !(freq_base > 1.0f) || n_positions < 1 || n_positions > 1 << 26) {
+    if (n_dims < 2 || n_dims % 2 || n_dims > KVQ_MAX_HEAD || !(freq_base > 1.0f) || n_positions < 1 ||
+        n_positions > 1 << 26) {
         kvq_set_error("no such rotary embedding: n_dims even and up to 1024, freq_base above 1, n_positions from 1");
         return nullptr;
     }
     kvq_rope r;
-    r.n_dims    = n_dims;
-    r.neox      = neox != 0;
+    r.n_dims = n_dims;
+    r.neox = neox != 0;
     r.freq_base = freq_base;
     std::lock_guard<std::mutex> lock(rotor_mutex);
     rotors.emplace_back(new kvq_rotor(r));
@@ -207,15 +204,14 @@ extern "C" const kvq_rotary * kvq_rotary_new(int n_dims, int neox, float freq_ba
 
 extern "C" void kvq_rotary_free(const kvq_rotary * rotary) {
     std::lock_guard<std::mutex> lock(rotor_mutex);
-    rotors.erase(std::remove_if(rotors.begin(), rotors.end(), [&](const auto & r) { return &r->view() == rotary; }), rotors.end());
+    rotors.erase(std::remove_if(rotors.begin(), rotors.end(), [&](const auto & r) { return &r->view() == rotary; }),
+        rotors.end());
 }
 
 extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
-                        int n_layer_model, int n_cells, int n_stream, kvq_stats * out) {
+    int n_layer_model, int n_cells, int n_stream, kvq_stats * out) {
     int status = kvq_check(method, opts);
-    if (status != KVQ_OK) {
-        return status;
-    }
+    if (status != KVQ_OK) { return status; }
     if (!layers || n_layers < 1 || n_cells < 1 || n_stream < 1 || !out) {
         return fail(KVQ_ERR_ARGUMENT, "layers, n_cells and n_stream must be positive");
     }
@@ -228,16 +224,14 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
     strncpy(s.method, method, sizeof(s.method) - 1);
     strncpy(s.options, opts ? opts : "", sizeof(s.options) - 1);
     strncpy(s.kernel, kvq_kernel_name(), sizeof(s.kernel) - 1);
-    s.n_layer  = n_layers;
-    s.n_cells  = n_cells;
+    s.n_layer = n_layers;
+    s.n_cells = n_cells;
     s.n_stream = n_stream;
     for (int i = 0; i < n_layers; i++) {
         const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr, 0 };
         kvq_layer_plan plan;
         const kvq_status st = m->plan(o, c, plan, err);
-        if (st != KVQ_OK) {
-            return fail(st, err);
-        }
+        if (st != KVQ_OK) { return fail(st, err); }
         for (int v = 0; v < 2; v++) {
             sum.add(kvq_make_lane_layout(plan, v, layers[i].n_head_kv, n_cells, n_stream), v);
         }

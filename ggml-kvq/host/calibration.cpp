@@ -16,16 +16,14 @@ struct file {
     gguf_context * g = nullptr;
     ggml_context * data = nullptr;
     ~file() {
-        if (g)    { gguf_free(g); }
+        if (g) { gguf_free(g); }
         if (data) { ggml_free(data); }
     }
 };
 
 bool get_u32(const gguf_context * g, const char * key, uint32_t & out) {
     const int64_t id = gguf_find_key(g, key);
-    if (id < 0 || gguf_get_kv_type(g, id) != GGUF_TYPE_UINT32) {
-        return false;
-    }
+    if (id < 0 || gguf_get_kv_type(g, id) != GGUF_TYPE_UINT32) { return false; }
     out = gguf_get_val_u32(g, id);
     return true;
 }
@@ -46,21 +44,24 @@ bool get_vector(const file & f, const std::string & name, std::vector<float> & o
             return false;
         }
         from = (const float *) t->data;
-        n    = (size_t) t->ne[0];
+        n = (size_t) t->ne[0];
     } else if (key >= 0) {
         const int64_t shape = gguf_find_key(f.g, (name + ".shape").c_str());
-        if (gguf_get_kv_type(f.g, key) != GGUF_TYPE_ARRAY || gguf_get_arr_type(f.g, key) != GGUF_TYPE_UINT8 || get_str(f.g, name + ".type") != "f32") {
+        if (gguf_get_kv_type(f.g, key) != GGUF_TYPE_ARRAY || gguf_get_arr_type(f.g, key) != GGUF_TYPE_UINT8 ||
+            get_str(f.g, name + ".type") != "f32") {
             err = name + " is not an array of u8 with " + name + ".type f32";
             return false;
         }
-        if (shape < 0 || gguf_get_kv_type(f.g, shape) != GGUF_TYPE_ARRAY || gguf_get_arr_type(f.g, shape) != GGUF_TYPE_UINT32 || gguf_get_arr_n(f.g, shape) != 1) {
+        if (shape < 0 || gguf_get_kv_type(f.g, shape) != GGUF_TYPE_ARRAY ||
+            gguf_get_arr_type(f.g, shape) != GGUF_TYPE_UINT32 || gguf_get_arr_n(f.g, shape) != 1) {
             err = name + ".shape is not an array of one u32";
             return false;
         }
-        n    = ((const uint32_t *) gguf_get_arr_data(f.g, shape))[0];
+        n = ((const uint32_t *) gguf_get_arr_data(f.g, shape))[0];
         from = (const float *) gguf_get_arr_data(f.g, key);
         if (gguf_get_arr_n(f.g, key) != 4 * n) {
-            err = name + " has " + std::to_string(gguf_get_arr_n(f.g, key)) + " bytes, its shape says " + std::to_string(n) + " values";
+            err = name + " has " + std::to_string(gguf_get_arr_n(f.g, key)) + " bytes, its shape says " +
+                std::to_string(n) + " values";
             return false;
         }
     } else {
@@ -89,26 +90,30 @@ bool get_matrix(const file & f, const std::string & name, kvq_calibration::matri
     const int64_t key = gguf_find_key(f.g, name.c_str());
     if (ggml_tensor * t = f.data ? ggml_get_tensor(f.data, name.c_str()) : nullptr) {
         out.type = t->type;
-        n_in  = t->ne[0];
+        n_in = t->ne[0];
         n_out = t->ne[1];
-        nb    = ggml_nbytes(t);
-        from  = ggml_n_dims(t) <= 2 ? t->data : nullptr;
+        nb = ggml_nbytes(t);
+        from = ggml_n_dims(t) <= 2 ? t->data : nullptr;
     } else if (key >= 0) {
         const std::string type = get_str(f.g, name + ".type");
         const int64_t shape = gguf_find_key(f.g, (name + ".shape").c_str());
-        out.type = type == "f32" ? GGML_TYPE_F32 : type == "f16" ? GGML_TYPE_F16 : type == "q4_0" ? GGML_TYPE_Q4_0 : GGML_TYPE_COUNT;
+        out.type = type == "f32" ? GGML_TYPE_F32
+            : type == "f16"      ? GGML_TYPE_F16
+            : type == "q4_0"     ? GGML_TYPE_Q4_0
+                                 : GGML_TYPE_COUNT;
         if (gguf_get_kv_type(f.g, key) != GGUF_TYPE_ARRAY || gguf_get_arr_type(f.g, key) != GGUF_TYPE_UINT8) {
             err = name + " is not an array of u8";
             return false;
         }
-        if (shape < 0 || gguf_get_kv_type(f.g, shape) != GGUF_TYPE_ARRAY || gguf_get_arr_type(f.g, shape) != GGUF_TYPE_UINT32 || gguf_get_arr_n(f.g, shape) != 2) {
+        if (shape < 0 || gguf_get_kv_type(f.g, shape) != GGUF_TYPE_ARRAY ||
+            gguf_get_arr_type(f.g, shape) != GGUF_TYPE_UINT32 || gguf_get_arr_n(f.g, shape) != 2) {
             err = name + ".shape is not an array of two u32";
             return false;
         }
         n_out = ((const uint32_t *) gguf_get_arr_data(f.g, shape))[0];
-        n_in  = ((const uint32_t *) gguf_get_arr_data(f.g, shape))[1];
-        nb    = gguf_get_arr_n(f.g, key);
-        from  = gguf_get_arr_data(f.g, key);
+        n_in = ((const uint32_t *) gguf_get_arr_data(f.g, shape))[1];
+        nb = gguf_get_arr_n(f.g, key);
+        from = gguf_get_arr_data(f.g, key);
     } else {
         return false;
     }
@@ -117,12 +122,13 @@ bool get_matrix(const file & f, const std::string & name, kvq_calibration::matri
         return false;
     }
     const ggml_type type = (ggml_type) out.type;
-    if (!from || n_in < 1 || n_out < 1 || n_in > (int64_t) MAX_VALUES || n_out > (int64_t) MAX_VALUES || n_in % ggml_blck_size(type) ||
-        nb != (size_t) n_out * ggml_row_size(type, n_in)) {
-        err = name + " has " + std::to_string(nb) + " bytes for " + std::to_string(n_out) + " x " + std::to_string(n_in) + " values";
+    if (!from || n_in < 1 || n_out < 1 || n_in > (int64_t) MAX_VALUES || n_out > (int64_t) MAX_VALUES ||
+        n_in % ggml_blck_size(type) || nb != (size_t) n_out * ggml_row_size(type, n_in)) {
+        err = name + " has " + std::to_string(nb) + " bytes for " + std::to_string(n_out) + " x " +
+            std::to_string(n_in) + " values";
         return false;
     }
-    out.n_in  = (int) n_in;
+    out.n_in = (int) n_in;
     out.n_out = (int) n_out;
     out.raw.assign((const uint8_t *) from, (const uint8_t *) from + nb);
     // the scale is the first of a block
@@ -148,7 +154,8 @@ float get_rms(const gguf_context * g, const std::string & name) {
     return std::isfinite(x) && x > 0 ? x : 0.0f;
 }
 
-// A mean cannot carry more energy than the rows it is of. Without their size: far more than keys of any model known have.
+// A mean cannot carry more energy than the rows it is of. Without their size: far more than keys of any model known
+// have.
 bool mean_fits(const std::vector<float> & mean, float rms) {
     double sum = 0;
     float top = 0;
@@ -159,7 +166,8 @@ bool mean_fits(const std::vector<float> & mean, float rms) {
     return rms > 0 ? sum <= 1.02 * (double) mean.size() * rms * rms + 1e-6 : top <= 8192.0f;
 }
 
-// Predictions are about as large as what they predict; rows of correlated channels may take large weights, which cancel.
+// Predictions are about as large as what they predict; rows of correlated channels may take large weights, which
+// cancel.
 bool matrix_fits(const kvq_calibration::matrix & m, float rms_in, float rms_out) {
     std::vector<float> row((size_t) m.n_in);
     const size_t nb_row = ggml_row_size((ggml_type) m.type, m.n_in);
@@ -177,7 +185,8 @@ bool matrix_fits(const kvq_calibration::matrix & m, float rms_in, float rms_out)
 
 } // namespace
 
-kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err) {
+kvq_status kvq_calibration_load(
+    const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err) {
     const std::string again = ": make it again with ggml-kvq calibrate";
     kvq_model_info self; // a model file is read without its weights
     const auto refuse = [&](const std::string & why) {
@@ -193,41 +202,33 @@ kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info &
     const long size = ftell(exists);
     fclose(exists);
     file f;
-    f.g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/ true, /*ctx =*/ nullptr });
-    if (!f.g) {
-        return refuse("it is not a readable GGUF file");
-    }
+    f.g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/true, /*ctx =*/nullptr });
+    if (!f.g) { return refuse("it is not a readable GGUF file"); }
     if (get_str(f.g, "general.type") == "kvq") { // a sidecar is small and read whole; its size bounds what is allocated
         size_t nb = gguf_get_data_offset(f.g);
         for (int64_t i = 0; i < gguf_get_n_tensors(f.g) && nb <= (size_t) size; i++) {
             nb = gguf_get_tensor_size(f.g, i) <= (size_t) size ? nb + gguf_get_tensor_size(f.g, i) : SIZE_MAX;
         }
-        if (nb > (size_t) size) {
-            return refuse("it is cut off, or its tensors are larger than it");
-        }
+        if (nb > (size_t) size) { return refuse("it is cut off, or its tensors are larger than it"); }
         gguf_free(f.g);
         f.g = size <= (1l << 30) ? gguf_init_from_file(path.c_str(), { false, &f.data }) : nullptr;
-        if (!f.g) {
-            return refuse("its tensors cannot be read");
-        }
+        if (!f.g) { return refuse("its tensors cannot be read"); }
     }
     uint32_t version = 0, n_layer = 0;
-    if (!get_u32(f.g, "kvq.version", version)) {
-        return refuse("kvq.version is missing");
-    }
+    if (!get_u32(f.g, "kvq.version", version)) { return refuse("kvq.version is missing"); }
     if (version != KVQ_CALIBRATION_VERSION) {
-        return refuse("kvq.version is " + std::to_string(version) + ", this library reads " + std::to_string(KVQ_CALIBRATION_VERSION));
+        return refuse("kvq.version is " + std::to_string(version) + ", this library reads " +
+            std::to_string(KVQ_CALIBRATION_VERSION));
     }
-    if (!get_u32(f.g, "kvq.model.n_layer", n_layer)) {
-        return refuse("kvq.model.n_layer is missing");
-    }
+    if (!get_u32(f.g, "kvq.model.n_layer", n_layer)) { return refuse("kvq.model.n_layer is missing"); }
     const std::string arch = get_str(f.g, "kvq.model.arch"), hash = get_str(f.g, "kvq.model.hash");
     if (!model.arch.empty()) {
         if (arch != model.arch) {
             return refuse("kvq.model.arch is '" + arch + "', the model's is '" + model.arch + "'");
         }
         if ((int) n_layer != model.n_layer) {
-            return refuse("kvq.model.n_layer is " + std::to_string(n_layer) + ", the model has " + std::to_string(model.n_layer));
+            return refuse(
+                "kvq.model.n_layer is " + std::to_string(n_layer) + ", the model has " + std::to_string(model.n_layer));
         }
         if (hash != model.hash) {
             return refuse("kvq.model.hash is '" + hash + "', the model's is '" + model.hash + "'");
@@ -255,24 +256,22 @@ kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info &
                 return refuse(base + (v ? ".v" : ".k") + ".bias is larger than the rows that were calibrated");
             }
             if (m.n_in && rms[0] > 0 && rms[1] > 0 && !matrix_fits(m, std::min(rms[0], rms[1]), rms[v])) {
-                return refuse(base + (v ? ".v" : ".k") + ".weight predicts far larger rows than those that were calibrated");
+                return refuse(
+                    base + (v ? ".v" : ".k") + ".weight predicts far larger rows than those that were calibrated");
             }
         }
         if (l.k_mean.empty() != l.v_mean.empty()) {
             return refuse(base + (l.k_mean.empty() ? ".k.bias" : ".v.bias") + " is missing");
         }
         uint32_t prev;
-        if (get_u32(f.g, (base + ".prev").c_str(), prev)) {
-            l.prev = (int) prev;
-        }
-        if (!l.k_mean.empty()) {
-            out.layers[(int) il] = l;
-        }
+        if (get_u32(f.g, (base + ".prev").c_str(), prev)) { l.prev = (int) prev; }
+        if (!l.k_mean.empty()) { out.layers[(int) il] = l; }
     }
     return out.layers.empty() ? refuse("kvq.aqua.blk.0.k.bias is missing") : KVQ_OK;
 }
 
-bool kvq_calibration::fits(int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, std::string & err) const {
+bool kvq_calibration::fits(
+    int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, std::string & err) const {
     const auto l = layers.find(il);
     const std::string base = "calibrated data in '" + path + "': kvq.aqua.blk." + std::to_string(il);
     if (l == layers.end()) {
@@ -282,26 +281,29 @@ bool kvq_calibration::fits(int il, int prev, const kvq_layer_plan & plan, int wi
     for (int v = 0; v < 2; v++) {
         const size_t have = (v ? l->second.v_mean : l->second.k_mean).size(), want = (size_t) (v ? width_v : width_k);
         if (want && have != want) {
-            err = base + (v ? ".v" : ".k") + ".bias has " + std::to_string(have) + " values, the model's layer " + std::to_string(want);
+            err = base + (v ? ".v" : ".k") + ".bias has " + std::to_string(have) + " values, the model's layer " +
+                std::to_string(want);
             return false;
         }
         const kvq_lane_plan & lane = v ? plan.v : plan.k;
         const matrix & m = v ? l->second.v : l->second.k;
         const int n_in = lane.inputs[0] + lane.inputs[1];
-        const std::string name = base + (v ? ".v.weight" : ".k.weight"), again = ": make it again with ggml-kvq calibrate --predictor " + std::string(plan.v.chained ? "full" : "k");
-        if (!n_in || !want) {
-            continue;
-        }
+        const std::string name = base + (v ? ".v.weight" : ".k.weight"),
+                          again = ": make it again with ggml-kvq calibrate --predictor " +
+            std::string(plan.v.chained ? "full" : "k");
+        if (!n_in || !want) { continue; }
         if (!m.n_in) {
             err = name + " is missing" + again;
             return false;
         }
         if (m.n_in != n_in || m.n_out != (int) want) {
-            err = name + " is " + std::to_string(m.n_out) + " x " + std::to_string(m.n_in) + ", the model needs " + std::to_string(want) + " x " + std::to_string(n_in) + again;
+            err = name + " is " + std::to_string(m.n_out) + " x " + std::to_string(m.n_in) + ", the model needs " +
+                std::to_string(want) + " x " + std::to_string(n_in) + again;
             return false;
         }
         if (l->second.prev != prev) {
-            err = base + ".prev is " + std::to_string(l->second.prev) + ", in this cache layer " + std::to_string(prev) + " comes before" + again;
+            err = base + ".prev is " + std::to_string(l->second.prev) + ", in this cache layer " +
+                std::to_string(prev) + " comes before" + again;
             return false;
         }
     }
@@ -309,16 +311,18 @@ bool kvq_calibration::fits(int il, int prev, const kvq_layer_plan & plan, int wi
 }
 
 // q4_0 goes over as it is, other types by value
-static void pack_matrix(const kvq_calibration::matrix & m, int in0, int n_in, int bits, kvq_predictor & p, std::vector<uint8_t> & packed) {
+static void pack_matrix(
+    const kvq_calibration::matrix & m, int in0, int n_in, int bits, kvq_predictor & p, std::vector<uint8_t> & packed) {
     packed.assign(kvq_predictor_bytes(n_in, m.n_out, bits), 0);
     const size_t nb_row = ggml_row_size((ggml_type) m.type, m.n_in);
     if (m.type == GGML_TYPE_Q4_0 && bits == 4 && in0 % 32 == 0 && n_in % 32 == 0) {
         for (int i = 0; i < m.n_out; i++) {
             for (int g = 0; g < n_in / 32; g++) {
-                const uint8_t * block = &m.raw[i * nb_row + (size_t) (in0 / 32 + g) * 18]; // f16 scale, 16 bytes: low halves first
+                // f16 scale, 16 bytes: low halves first
+                const uint8_t * block = &m.raw[i * nb_row + (size_t) (in0 / 32 + g) * 18];
                 uint8_t code[32];
                 for (int j = 0; j < 16; j++) {
-                    code[j]      = block[2 + j] & 15;
+                    code[j] = block[2 + j] & 15;
                     code[16 + j] = block[2 + j] >> 4;
                 }
                 uint16_t step;
@@ -338,19 +342,17 @@ static void pack_matrix(const kvq_calibration::matrix & m, int in0, int n_in, in
         }
         kvq_predictor_pack(n_in, m.n_out, bits, w.data(), packed.data());
     }
-    p.n_in  = n_in;
+    p.n_in = n_in;
     p.n_out = m.n_out;
-    p.bits  = bits;
-    p.data  = packed.data();
+    p.bits = bits;
+    p.data = packed.data();
 }
 
 void kvq_calibration::pack(int bits, bool values) {
     for (auto & x : layers) {
         layer & l = x.second;
         const int width_k = (int) l.k_mean.size();
-        if (l.k.n_in) {
-            pack_matrix(l.k, 0, l.k.n_in, bits, l.w.k, l.packed[0]);
-        }
+        if (l.k.n_in) { pack_matrix(l.k, 0, l.k.n_in, bits, l.w.k, l.packed[0]); }
         if (values && l.v.n_in > width_k) {
             pack_matrix(l.v, 0, width_k, bits, l.w.v_from_k, l.packed[1]);
             pack_matrix(l.v, width_k, l.v.n_in - width_k, bits, l.w.v_from_v, l.packed[2]);
@@ -359,34 +361,26 @@ void kvq_calibration::pack(int bits, bool values) {
     }
 }
 
-kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model, std::shared_ptr<const kvq_calibration> & out, std::string & err) {
+kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model,
+    std::shared_ptr<const kvq_calibration> & out, std::string & err) {
     out.reset();
-    if (strcmp(config.method->info.name, "aqua") || config.options.is("predictor", "none")) {
-        return KVQ_OK;
-    }
+    if (strcmp(config.method->info.name, "aqua") || config.options.is("predictor", "none")) { return KVQ_OK; }
     const std::string path = config.config_path.empty() ? config.model_path : config.config_path;
     if (path.empty() || (config.config_path.empty() && !model.calibrated)) {
-        err = "method aqua needs calibrated data and '" + path + "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none";
+        err = "method aqua needs calibrated data and '" + path +
+            "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none";
         return KVQ_ERR_CONFIG;
     }
     std::shared_ptr<kvq_calibration> c(new kvq_calibration);
     const kvq_status status = kvq_calibration_load(path, model, *c, err);
-    if (status != KVQ_OK) {
-        return status;
-    }
-    std::string & predictor = config.options.values["predictor"], & weights = config.options.values["weights"];
-    if (predictor == "auto") {
-        predictor = c->predictor == "full" || c->predictor == "k" ? c->predictor : "bias";
-    }
+    if (status != KVQ_OK) { return status; }
+    std::string &predictor = config.options.values["predictor"], &weights = config.options.values["weights"];
+    if (predictor == "auto") { predictor = c->predictor == "full" || c->predictor == "k" ? c->predictor : "bias"; }
     if (weights == "auto") {
         weights = "8";
-        for (const auto & l : c->layers) {
-            weights = l.second.k.type == GGML_TYPE_Q4_0 ? "4" : weights;
-        }
+        for (const auto & l : c->layers) { weights = l.second.k.type == GGML_TYPE_Q4_0 ? "4" : weights; }
     }
-    if (predictor != "bias") {
-        c->pack(weights == "4" ? 4 : 8, predictor == "full");
-    }
+    if (predictor != "bias") { c->pack(weights == "4" ? 4 : 8, predictor == "full"); }
     out = c;
     return status;
 }

@@ -22,9 +22,9 @@ struct kvq_calibration {
     };
     struct layer {
         std::vector<float> k_mean, v_mean;
-        int    prev = -1;
+        int prev = -1;
         matrix k, v;
-        kvq_chain_weights    w; // packed, points into the next
+        kvq_chain_weights w; // packed, points into the next
         std::vector<uint8_t> packed[3];
     };
     std::map<int, layer> layers;
@@ -35,7 +35,9 @@ struct kvq_calibration {
 };
 
 // Refuses with the field named: another model, version, type, shape, or a value that is not finite.
-kvq_status kvq_calibration_load(const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err);
+kvq_status kvq_calibration_load(
+    const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err);
 
 // What the configured method needs; out is NULL when it needs nothing. Options that leave a choice to the data are set.
-kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model, std::shared_ptr<const kvq_calibration> & out, std::string & err);
+kvq_status kvq_calibration_for(
+    kvq_config & config, const kvq_model_info & model, std::shared_ptr<const kvq_calibration> & out, std::string & err);

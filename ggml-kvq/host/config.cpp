@@ -48,26 +48,24 @@ extern "C" int kvq_configure(const char * method, const char * opts, const char 
         return KVQ_OK;
     }
     const int status = kvq_check(method, opts);
-    if (status != KVQ_OK) {
-        return status;
-    }
+    if (status != KVQ_OK) { return status; }
     configured = { true, method, opts ? opts : "", config ? config : "", model ? model : "" };
     return KVQ_OK;
 }
 
 std::string kvq_words_for_caller(const std::string & text) {
-    if (configured.set || getenv("KVQ_LAUNCHER")) {
-        return text;
-    }
-    static const struct { const char * flag, * variable; } words[] = {
-        { "--kv-config (", "KVQ_CONFIG=FILE.gguf (" }, { "set predictor=none", "set KVQ_OPTS=predictor=none" }, { "--kv-method ", "KVQ_METHOD=" },
+    if (configured.set || getenv("KVQ_LAUNCHER")) { return text; }
+    static const struct {
+        const char *flag, *variable;
+    } words[] = {
+        { "--kv-config (", "KVQ_CONFIG=FILE.gguf (" },
+        { "set predictor=none", "set KVQ_OPTS=predictor=none" },
+        { "--kv-method ", "KVQ_METHOD=" },
     };
     std::string out = text;
     for (const auto & w : words) {
         const size_t at = out.find(w.flag);
-        if (at != std::string::npos) {
-            out.replace(at, strlen(w.flag), w.variable);
-        }
+        if (at != std::string::npos) { out.replace(at, strlen(w.flag), w.variable); }
     }
     return out;
 }
@@ -76,15 +74,11 @@ std::string kvq_words_for_caller(const std::string & text) {
 
 static std::string model_of_command_line(void) {
     FILE * f = fopen("/proc/self/cmdline", "rb");
-    if (!f) {
-        return "";
-    }
+    if (!f) { return ""; }
     std::string all;
     char buffer[4096];
     size_t n;
-    while ((n = fread(buffer, 1, sizeof(buffer), f)) > 0) {
-        all.append(buffer, n);
-    }
+    while ((n = fread(buffer, 1, sizeof(buffer), f)) > 0) { all.append(buffer, n); }
     fclose(f);
     std::vector<std::string> args;
     for (size_t at = 0; at < all.size();) {
@@ -93,9 +87,7 @@ static std::string model_of_command_line(void) {
         at = end + 1;
     }
     for (size_t i = 1; i + 1 < args.size(); i++) {
-        if (args[i] == "-m" || args[i] == "--model") {
-            return args[i + 1];
-        }
+        if (args[i] == "-m" || args[i] == "--model") { return args[i + 1]; }
     }
     const char * env = getenv("LLAMA_ARG_MODEL");
     return env ? env : "";
@@ -103,27 +95,21 @@ static std::string model_of_command_line(void) {
 
 static int64_t get_int(const gguf_context * g, const std::string & key, int64_t missing) {
     const int64_t id = gguf_find_key(g, key.c_str());
-    if (id < 0) {
-        return missing;
-    }
+    if (id < 0) { return missing; }
     switch (gguf_get_kv_type(g, id)) {
-        case GGUF_TYPE_UINT16: return gguf_get_val_u16(g, id);
-        case GGUF_TYPE_UINT32: return gguf_get_val_u32(g, id);
-        case GGUF_TYPE_INT32:  return gguf_get_val_i32(g, id);
-        case GGUF_TYPE_UINT64: return (int64_t) gguf_get_val_u64(g, id);
-        case GGUF_TYPE_ARRAY: { // per layer: the largest
-            int64_t top = missing;
-            const auto type = gguf_get_arr_type(g, id);
-            if (type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_INT32) {
-                return missing;
-            }
-            const int32_t * v = (const int32_t *) gguf_get_arr_data(g, id);
-            for (size_t i = 0; i < gguf_get_arr_n(g, id); i++) {
-                top = std::max<int64_t>(top, v[i]);
-            }
-            return top;
-        }
-        default: return missing;
+    case GGUF_TYPE_UINT16: return gguf_get_val_u16(g, id);
+    case GGUF_TYPE_UINT32: return gguf_get_val_u32(g, id);
+    case GGUF_TYPE_INT32: return gguf_get_val_i32(g, id);
+    case GGUF_TYPE_UINT64: return (int64_t) gguf_get_val_u64(g, id);
+    case GGUF_TYPE_ARRAY: { // per layer: the largest
+        int64_t top = missing;
+        const auto type = gguf_get_arr_type(g, id);
+        if (type != GGUF_TYPE_UINT32 && type != GGUF_TYPE_INT32) { return missing; }
+        const int32_t * v = (const int32_t *) gguf_get_arr_data(g, id);
+        for (size_t i = 0; i < gguf_get_arr_n(g, id); i++) { top = std::max<int64_t>(top, v[i]); }
+        return top;
+    }
+    default: return missing;
     }
 }
 
@@ -140,7 +126,7 @@ static std::vector<uint8_t> attention_layers(const gguf_context * g, const std::
     if (heads >= 0 && gguf_get_kv_type(g, heads) == GGUF_TYPE_ARRAY) {
         const auto type = gguf_get_arr_type(g, heads);
         const bool is_int = type == GGUF_TYPE_UINT32 || type == GGUF_TYPE_INT32;
-        const bool known  = is_int && gguf_get_arr_n(g, heads) >= out.size();
+        const bool known = is_int && gguf_get_arr_n(g, heads) >= out.size();
         const int32_t * n = known ? (const int32_t *) gguf_get_arr_data(g, heads) : nullptr;
         for (size_t il = 0; n && il < out.size(); il++) { out[il] = n[il] > 0; }
     } else if (get_int(g, "split.count", 1) <= 1) {
@@ -149,7 +135,7 @@ static std::vector<uint8_t> attention_layers(const gguf_context * g, const std::
             int il = 0, end = 0;
             const char * name = gguf_get_tensor_name(g, i);
             if (sscanf(name, "blk.%d.%n", &il, &end) == 1 && end && il >= 0 && il < n_layer) {
-                out[il]   |= !strncmp(name + end, "attn_k.", 7) || !strncmp(name + end, "attn_kv_", 8);
+                out[il] |= !strncmp(name + end, "attn_k.", 7) || !strncmp(name + end, "attn_kv_", 8);
                 fused[il] |= !strncmp(name + end, "attn_qkv.", 9);
                 state[il] |= !strncmp(name + end, "ssm_", 4); // linear attention: projections may bear the same name
             }
@@ -172,27 +158,24 @@ int kvq_model_info::number_of(int il) const {
 
 kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, std::string & err) {
     out = kvq_model_info{};
-    gguf_init_params params = { /*no_alloc =*/ true, /*ctx =*/ nullptr };
+    gguf_init_params params = { /*no_alloc =*/true, /*ctx =*/nullptr };
     gguf_context * g = gguf_init_from_file(path.c_str(), params);
     if (!g) {
         err = "cannot read '" + path + "' as GGUF: give the model's path with -m or KVQ_MODEL";
         return KVQ_ERR_MODEL;
     }
-    out.arch   = get_str(g, "general.architecture");
+    out.arch = get_str(g, "general.architecture");
     out.method = get_str(g, "kvq.method");
     out.calibrated = gguf_find_key(g, "kvq.version") >= 0;
     uint64_t hash = 0xcbf29ce484222325u;
     const auto mix = [&](const char * text) { // with its final zero
-        do {
-            hash = (hash ^ (uint8_t) *text) * 0x100000001b3u;
-        } while (*text++);
+        do { hash = (hash ^ (uint8_t) *text) * 0x100000001b3u; } while (*text++);
     };
     mix(out.arch.c_str());
     const int64_t tokens = gguf_find_key(g, "tokenizer.ggml.tokens");
-    if (tokens >= 0 && gguf_get_kv_type(g, tokens) == GGUF_TYPE_ARRAY && gguf_get_arr_type(g, tokens) == GGUF_TYPE_STRING) {
-        for (size_t i = 0; i < gguf_get_arr_n(g, tokens); i++) {
-            mix(gguf_get_arr_str(g, tokens, i));
-        }
+    if (tokens >= 0 && gguf_get_kv_type(g, tokens) == GGUF_TYPE_ARRAY &&
+        gguf_get_arr_type(g, tokens) == GGUF_TYPE_STRING) {
+        for (size_t i = 0; i < gguf_get_arr_n(g, tokens); i++) { mix(gguf_get_arr_str(g, tokens, i)); }
     }
     char hex[17];
     snprintf(hex, sizeof(hex), "%016llx", (unsigned long long) hash);
@@ -202,16 +185,16 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     out.attends = attention_layers(g, out.arch, out.n_layer);
     const int64_t n_embd = get_int(g, a + "embedding_length", 0), n_head = get_int(g, a + "attention.head_count", 0);
     const int64_t d = n_head > 0 ? n_embd / n_head : 0;
-    out.head_size_k     = (int) get_int(g, a + "attention.key_length",   d);
-    out.head_size_v     = (int) get_int(g, a + "attention.value_length", d);
-    out.head_size_k_swa = (int) get_int(g, a + "attention.key_length_swa",   0);
+    out.head_size_k = (int) get_int(g, a + "attention.key_length", d);
+    out.head_size_v = (int) get_int(g, a + "attention.value_length", d);
+    out.head_size_k_swa = (int) get_int(g, a + "attention.key_length_swa", 0);
     out.head_size_v_swa = (int) get_int(g, a + "attention.value_length_swa", 0);
     if (gguf_find_key(g, (a + "attention.key_length_mla").c_str()) >= 0) {
-        out.latent     = (int) get_int(g, a + "attention.kv_lora_rank",     0);
+        out.latent = (int) get_int(g, a + "attention.kv_lora_rank", 0);
         out.latent_swa = (int) get_int(g, a + "attention.kv_lora_rank_swa", out.latent);
     }
-    out.n_head_kv     = (int) get_int(g, a + "attention.head_count_kv", n_head);
-    out.indexer_key   = (int) get_int(g, a + "attention.indexer.key_length", 0);
+    out.n_head_kv = (int) get_int(g, a + "attention.head_count_kv", n_head);
+    out.indexer_key = (int) get_int(g, a + "attention.indexer.key_length", 0);
     out.n_layer_nextn = (int) std::clamp<int64_t>(get_int(g, a + "nextn_predict_layers", 0), 0, out.n_layer);
     if (!out.attends.empty()) { // they draft for the others
         std::fill(out.attends.end() - out.n_layer_nextn, out.attends.end(), (uint8_t) 0);
@@ -223,17 +206,18 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
 static std::string value_text(const gguf_context * g, int64_t id) {
     char text[64];
     switch (gguf_get_kv_type(g, id)) {
-        case GGUF_TYPE_UINT32:  return std::to_string(gguf_get_val_u32(g, id));
-        case GGUF_TYPE_INT32:   return std::to_string(gguf_get_val_i32(g, id));
-        case GGUF_TYPE_FLOAT32: snprintf(text, sizeof(text), "%.9g", (double) gguf_get_val_f32(g, id)); return text;
-        case GGUF_TYPE_BOOL:    return gguf_get_val_bool(g, id) ? "true" : "false";
-        case GGUF_TYPE_STRING:  return gguf_get_val_str(g, id);
-        default:                return "";
+    case GGUF_TYPE_UINT32: return std::to_string(gguf_get_val_u32(g, id));
+    case GGUF_TYPE_INT32: return std::to_string(gguf_get_val_i32(g, id));
+    case GGUF_TYPE_FLOAT32: snprintf(text, sizeof(text), "%.9g", (double) gguf_get_val_f32(g, id)); return text;
+    case GGUF_TYPE_BOOL: return gguf_get_val_bool(g, id) ? "true" : "false";
+    case GGUF_TYPE_STRING: return gguf_get_val_str(g, id);
+    default: return "";
     }
 }
 
 std::string kvq_stored_options(const std::string & path, const kvq_method & m, const std::string & given) {
-    static const std::vector<std::vector<std::string>> groups = { { "bits", "k_bits", "v_bits" }, { "preset", "kq", "vq", "km", "vm" } };
+    static const std::vector<std::vector<std::string>> groups = { { "bits", "k_bits", "v_bits" },
+        { "preset", "kq", "vq", "km", "vm" } };
     const auto has = [&](const std::string & key) { return ("," + given).find("," + key + "=") != std::string::npos; };
     const auto ruled_out = [&](const std::string & key) {
         bool out = has(key);
@@ -244,7 +228,7 @@ std::string kvq_stored_options(const std::string & path, const kvq_method & m, c
         }
         return out;
     };
-    gguf_context * g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/ true, /*ctx =*/ nullptr });
+    gguf_context * g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/true, /*ctx =*/nullptr });
     std::string text;
     for (int i = 0; g && i < m.info.n_options; i++) {
         const std::string key = m.info.options[i].key;
@@ -254,34 +238,29 @@ std::string kvq_stored_options(const std::string & path, const kvq_method & m, c
             text += (text.empty() ? "" : ",") + key + "=" + value;
         }
     }
-    if (g) {
-        gguf_free(g);
-    }
+    if (g) { gguf_free(g); }
     return text;
 }
 
 int kvq_model_info::latent_of(int n_embd_k) const {
-    if (latent && n_embd_k == head_size_k) {
-        return latent;
-    }
+    if (latent && n_embd_k == head_size_k) { return latent; }
     return latent_swa && head_size_k_swa && n_embd_k == head_size_k_swa ? latent_swa : 0;
 }
 
 static int fitting(int width, int a, int b) {
     for (int d : { a, b, 64, 32, 16, 8 }) {
-        if (d > 0 && width % d == 0) {
-            return d;
-        }
+        if (d > 0 && width % d == 0) { return d; }
     }
     return width;
 }
 
 kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, int n_embd_v) {
     kvq_layer_shape s;
-    s.il          = il;
+    s.il = il;
     s.head_size_k = fitting(n_embd_k, m.head_size_k, m.head_size_k_swa);
-    s.n_head_kv   = n_embd_k / s.head_size_k;
-    s.head_size_v = n_embd_v % s.n_head_kv == 0 ? n_embd_v / s.n_head_kv : fitting(n_embd_v, m.head_size_v, m.head_size_v_swa);
+    s.n_head_kv = n_embd_k / s.head_size_k;
+    s.head_size_v =
+        n_embd_v % s.n_head_kv == 0 ? n_embd_v / s.n_head_kv : fitting(n_embd_v, m.head_size_v, m.head_size_v_swa);
     return s;
 }
 
@@ -296,13 +275,9 @@ static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, s
     model = kvq_model_info{};
     if (!r.model.empty()) {
         const kvq_status status = kvq_read_model_info(r.model, model, err);
-        if (status != KVQ_OK) {
-            return status;
-        }
+        if (status != KVQ_OK) { return status; }
     }
-    if (r.method.empty()) {
-        r.method = model.method.empty() ? "f16" : model.method;
-    }
+    if (r.method.empty()) { r.method = model.method.empty() ? "f16" : model.method; }
     out.method = kvq_method_find(r.method.c_str());
     if (!out.method) {
         err = kvq_check(r.method.c_str(), nullptr) == KVQ_OK ? "" : kvq_last_error();
@@ -312,37 +287,30 @@ static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, s
     if (!from.empty()) {
         std::string note;
         const kvq_status status = kvq_check_calibrated(from, r.model, note, err);
-        if (status != KVQ_OK) {
-            return status;
-        }
+        if (status != KVQ_OK) { return status; }
         if (!note.empty()) {
             last_note = note;
-            if (kvq_verbosity() > 0) {
-                fprintf(stderr, "ggml-kvq: %s\n", note.c_str());
-            }
+            if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", note.c_str()); }
         }
         const std::string stored = kvq_stored_options(from, *out.method, r.opts);
         r.opts = stored + (stored.empty() || r.opts.empty() ? "" : ",") + r.opts;
     }
     out.options_text = r.opts;
-    out.config_path  = r.config;
-    out.model_path   = r.model;
+    out.config_path = r.config;
+    out.model_path = r.model;
     return kvq_options_parse(*out.method, r.opts.c_str(), out.options, err);
 }
 
 kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
     request r = configured;
-    if (!r.set) {
-        r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") };
-    }
-    if (r.model.empty()) {
-        r.model = model_of_command_line();
-    }
+    if (!r.set) { r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") }; }
+    if (r.model.empty()) { r.model = model_of_command_line(); }
     return resolve(r, out, model, err);
 }
 
 bool kvq_draft_asked(void) { return !env("KVQ_METHOD_DRAFT").empty(); }
 
 kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err) {
-    return resolve({ true, env("KVQ_METHOD_DRAFT"), env("KVQ_OPTS_DRAFT"), "", env("KVQ_MODEL_DRAFT") }, out, model, err);
+    return resolve(
+        { true, env("KVQ_METHOD_DRAFT"), env("KVQ_OPTS_DRAFT"), "", env("KVQ_MODEL_DRAFT") }, out, model, err);
 }

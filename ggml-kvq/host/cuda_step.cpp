@@ -1,7 +1,8 @@
-// One token of a model is the same graph many times over: llama.cpp reuses it while the padded cache length stays. Such a graph is
-// recorded once - the inner backend's kernels and ours, on its stream - and launched again as one CUDA graph. What changes from step
-// to step comes from device memory: the rows' addresses (kvq_cuda_device's table) and the spans, both brought up to date before
-// the launch. Sealing follows it. A step that reopens a sealed page runs node by node: what it holds is decoded when its turn comes.
+// One token of a model is the same graph many times over: llama.cpp reuses it while the padded cache length stays.
+// Such a graph is recorded once - the inner backend's kernels and ours, on its stream - and launched again as one
+// CUDA graph. What changes from step to step comes from device memory: the rows' addresses (kvq_cuda_device's table)
+// and the spans, both brought up to date before the launch. Sealing follows it. A step that reopens a sealed page
+// runs node by node: what it holds is decoded when its turn comes.
 #ifdef KVQ_CUDA
 #include "backend.h"
 
@@ -21,22 +22,33 @@ kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_devic
 
 // the inner backend would wait for the device in the middle of this node
 bool waits(const ggml_tensor * node) {
-    return node->op == GGML_OP_MUL_MAT_ID && (node->ne[2] > 1 || !ggml_is_quantized(node->src[0]->type) || node->src[1]->type != GGML_TYPE_F32);
+    return node->op == GGML_OP_MUL_MAT_ID &&
+        (node->ne[2] > 1 || !ggml_is_quantized(node->src[0]->type) || node->src[1]->type != GGML_TYPE_F32);
 }
 
 } // namespace
 
 struct kvq_cuda_step {
-    struct write { const ggml_tensor * node; kvq_target target; int n_kv; }; // n_kv: cells that the attention behind it reads
-    struct look  { kvq_kv_layer * layer; kvq_cuda_device * device; int stream, n_pages, n_q, n_head; }; // of a stream of a layer whose cells are scored
+    // n_kv: cells that the attention behind it reads
+    struct write {
+        const ggml_tensor * node;
+        kvq_target target;
+        int n_kv;
+    };
+    // of a stream of a layer whose cells are scored
+    struct look {
+        kvq_kv_layer * layer;
+        kvq_cuda_device * device;
+        int stream, n_pages, n_q, n_head;
+    };
     uint64_t uid = 0;
     const void * first = nullptr;
-    bool     fits  = false;
-    int      n_run = 0;
-    size_t   n_rows = 0;
+    bool fits = false;
+    int n_run = 0;
+    size_t n_rows = 0;
     uint64_t generation = 0; // of the caches when the recording was made
     std::vector<write> writes;
-    std::vector<look>  looks;
+    std::vector<look> looks;
     std::vector<kvq_kv_cache *> caches;
     kvq_cuda_graph graph;
 
@@ -50,7 +62,7 @@ struct kvq_cuda_step {
 };
 
 void kvq_cuda_step::learn(const ggml_cgraph * g) {
-    uid   = g->uid;
+    uid = g->uid;
     first = g->n_nodes ? g->nodes[0] : nullptr;
     n_run = 0;
     n_rows = 0;
@@ -61,20 +73,16 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
     fits = uid != 0;
     for (int i = 0; i < g->n_nodes && fits; i++) {
         const ggml_tensor * node = g->nodes[i];
-        if (kvq_is_view_op(node->op) || ggml_is_empty(node)) {
-            continue;
-        }
+        if (kvq_is_view_op(node->op) || ggml_is_empty(node)) { continue; }
         const bool attends = node->op == GGML_OP_FLASH_ATTN_EXT;
         const kvq_target t = kvq_find_target(attends ? node->src[1] : node);
         if (!t.layer) {
             fits = !t.ours && !waits(node);
             continue;
         }
-        if (std::find(caches.begin(), caches.end(), t.cache) == caches.end()) {
-            caches.push_back(t.cache);
-        }
+        if (std::find(caches.begin(), caches.end(), t.cache) == caches.end()) { caches.push_back(t.cache); }
         if (attends) {
-            const ggml_tensor * q = node->src[0], * k = node->src[1];
+            const ggml_tensor *q = node->src[0], *k = node->src[1];
             fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !t.layer->d.latent;
             for (write & w : writes) { // attention writes these rows itself when the cache is short
                 w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
@@ -82,7 +90,11 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
             const kvq_draft_layer & d = t.layer->d;
             const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
             for (int i = 0; cuda(*t.cache).may_observe && t.layer->saliency.asks((int) q->ne[1]) && i < q->ne[3]; i++) {
-                looks.push_back({ t.layer, &cuda(*t.cache), stream0 + i, t.layer->spans.packed ? t.layer->spans.n_pages : std::min(((int) k->ne[1] + per_page - 1) / per_page, t.layer->spans.n_pages), (int) q->ne[1], (int) (q->ne[2] * q->ne[3]) });
+                looks.push_back({ t.layer, &cuda(*t.cache), stream0 + i,
+                    t.layer->spans.packed
+                        ? t.layer->spans.n_pages
+                        : std::min(((int) k->ne[1] + per_page - 1) / per_page, t.layer->spans.n_pages),
+                    (int) q->ne[1], (int) (q->ne[2] * q->ne[3]) });
             }
         } else {
             fits = node->op == GGML_OP_SET_ROWS && !t.cache->refused;
@@ -96,9 +108,7 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
 // every row goes into a page that is open already, or into an empty one
 bool kvq_cuda_step::quiet(const kvq_backend_context & b, bool may_open) const {
     for (const write & w : writes) {
-        if (!kvq_rows_stay_open(b, w.node, w.target, w.n_kv, may_open)) {
-            return false;
-        }
+        if (!kvq_rows_stay_open(b, w.node, w.target, w.n_kv, may_open)) { return false; }
     }
     return true;
 }
@@ -140,18 +150,17 @@ bool kvq_cuda_step::prepare() {
     for (kvq_kv_cache * c : caches) {
         for (auto & l : c->layers) {
             l->spans.on(c->device);
-            if (l->spans.packed && l->spans.n_used() > l->spans.n_recorded) {
-                return false;
-            }
+            if (l->spans.packed && l->spans.n_used() > l->spans.n_recorded) { return false; }
         }
     }
-    const auto pages = [](const look & x) { return x.layer->spans.spans.data() + (size_t) x.stream * x.layer->spans.n_pages; };
+    const auto pages = [](const look & x) {
+        return x.layer->spans.spans.data() + (size_t) x.stream * x.layer->spans.n_pages;
+    };
     for (const look & x : looks) {
         const kvq_page * p = pages(x);
-        const int n_open = (int) std::count_if(p, p + x.n_pages, [](const kvq_page & y) { return y.n_slots && !y.k_params; });
-        if (x.layer->saliency.reserve(x.stream, x.n_q, n_open)) {
-            return false;
-        }
+        const int n_open =
+            (int) std::count_if(p, p + x.n_pages, [](const kvq_page & y) { return y.n_slots && !y.k_params; });
+        if (x.layer->saliency.reserve(x.stream, x.n_q, n_open)) { return false; }
     }
     for (const look & x : looks) {
         x.layer->saliency.prepare(pages(x), x.n_pages, x.stream, x.n_q, (uint64_t) x.layer->k->first_written(x.stream));
@@ -160,52 +169,35 @@ bool kvq_cuda_step::prepare() {
 }
 
 void kvq_cuda_step::commit(int n_threads) {
-    for (kvq_kv_cache * c : caches) {
-        c->commit(n_threads);
-    }
+    for (kvq_kv_cache * c : caches) { c->commit(n_threads); }
 }
 
 void kvq_cuda_step_free(kvq_cuda_step * step) { delete step; }
 
 void kvq_cuda_step_flush(kvq_backend_context & b) {
     if (b.recording) {
-        for (kvq_kv_cache * c : b.step->caches) {
-            cuda(*c).flush_rows();
-        }
+        for (kvq_kv_cache * c : b.step->caches) { cuda(*c).flush_rows(); }
     }
 }
 
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
-    if (!kvq_find_caches(b, graph)) {
-        return GGML_STATUS_FAILED;
-    }
-    if (!b.step) {
-        b.step = new kvq_cuda_step;
-    }
+    if (!kvq_find_caches(b, graph)) { return GGML_STATUS_FAILED; }
+    if (!b.step) { b.step = new kvq_cuda_step; }
     kvq_cuda_step & s = *b.step;
-    if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) {
-        s.learn(graph);
-    }
+    if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(graph); }
     b.whole = s.fits; // the inner backend makes no graphs of its own from its parts
-    for (kvq_kv_cache * c : s.caches) {
-        cuda(*c).set_stream(b.stream);
-    }
+    for (kvq_kv_cache * c : s.caches) { cuda(*c).set_stream(b.stream); }
     const bool replay = s.graph.ready() && s.generation == s.moved();
     if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay)) { // the first run brings every buffer to its size
         return kvq_compute_graph(b, graph);
     }
     bool ok = s.begin(replay ? kvq_cuda_device::REPLAY : kvq_cuda_device::RECORD);
     if (ok && replay) {
-        for (const kvq_cuda_step::write & w : s.writes) {
-            ok = ok && kvq_set_rows(b, w.node, w.target);
-        }
+        for (const kvq_cuda_step::write & w : s.writes) { ok = ok && kvq_set_rows(b, w.node, w.target); }
         s.end();
-        if (!ok) {
-            return GGML_STATUS_FAILED;
-        }
-        if (s.generation != s.moved()) { // a table that the recording reads has grown; rows that were noted are noted again
-            return kvq_compute_graph(b, graph);
-        }
+        if (!ok) { return GGML_STATUS_FAILED; }
+        // a table that the recording reads has grown; rows that were noted are noted again
+        if (s.generation != s.moved()) { return kvq_compute_graph(b, graph); }
         ok = s.prepare();
     } else if (ok) {
         s.generation = s.moved();

@@ -1,5 +1,5 @@
-// The one look into ggml-cuda's own context: its stream, and its recordings. The type comes from the source that libggml-cuda was
-// built from; the part behind the recordings is only touched when that build has them.
+// The one look into ggml-cuda's own context: its stream, and its recordings. The type comes from the source that
+// libggml-cuda was built from; the part behind the recordings is only touched when that build has them.
 #define GGML_CUDA_USE_GRAPHS
 #include "ggml-cuda/common.cuh"
 
@@ -14,11 +14,10 @@ void * kvq_cuda_stream(ggml_backend_t inner) {
 }
 
 static bool has_graphs() {
-    const auto features = (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(ggml_backend_cuda_reg(), "ggml_backend_get_features");
+    const auto features = (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(
+        ggml_backend_cuda_reg(), "ggml_backend_get_features");
     for (const ggml_backend_feature * f = features ? features(ggml_backend_cuda_reg()) : nullptr; f && f->name; f++) {
-        if (!strcmp(f->name, "USE_GRAPHS")) {
-            return true;
-        }
+        if (!strcmp(f->name, "USE_GRAPHS")) { return true; }
     }
     return false;
 }

@@ -20,7 +20,7 @@ struct file {
     ggml_context * data = nullptr;
     file(const std::string & path, bool no_alloc) { g = gguf_init_from_file(path.c_str(), { no_alloc, &data }); }
     ~file() {
-        if (g)    { gguf_free(g); }
+        if (g) { gguf_free(g); }
         if (data) { ggml_free(data); }
     }
     file(const file &) = delete;
@@ -49,7 +49,9 @@ bool read_row(FILE * f, const gguf_context * g, const ggml_tensor * t, int64_t r
     const ggml_type_traits * traits = ggml_get_type_traits(t->type);
     std::vector<uint8_t> raw(nb);
     out.resize((size_t) t->ne[0]);
-    if (id < 0 || fseeko(f, (off_t) (gguf_get_data_offset(g) + gguf_get_tensor_offset(g, id) + (size_t) r * nb), SEEK_SET) || fread(raw.data(), 1, nb, f) != nb) {
+    if (id < 0 ||
+        fseeko(f, (off_t) (gguf_get_data_offset(g) + gguf_get_tensor_offset(g, id) + (size_t) r * nb), SEEK_SET) ||
+        fread(raw.data(), 1, nb, f) != nb) {
         return false;
     }
     if (t->type == GGML_TYPE_F32) {
@@ -67,16 +69,18 @@ bool read_row(FILE * f, const gguf_context * g, const ggml_tensor * t, int64_t r
 std::vector<float> kvq_make_sketch(const std::string & model) {
     const file m(model, true);
     FILE * f = m.g ? fopen(model.c_str(), "rb") : nullptr;
-    if (!f) {
-        return {};
-    }
+    if (!f) { return {}; }
     const int64_t count = gguf_find_key(m.g, (get_str(m.g, "general.architecture") + ".block_count").c_str());
-    const uint32_t n_layer = count >= 0 && gguf_get_kv_type(m.g, count) == GGUF_TYPE_UINT32 ? gguf_get_val_u32(m.g, count) : 0;
+    const uint32_t n_layer =
+        count >= 0 && gguf_get_kv_type(m.g, count) == GGUF_TYPE_UINT32 ? gguf_get_val_u32(m.g, count) : 0;
     std::vector<float> out(n_layer <= MAX_LAYERS ? (size_t) n_layer * KVQ_SKETCH : 0), row;
     for (size_t il = 0; il * KVQ_SKETCH < out.size(); il++) {
         float * const s = &out[il * KVQ_SKETCH];
-        const auto tensor = [&](const char * name) { return ggml_get_tensor(m.data, ("blk." + std::to_string(il) + "." + name + ".weight").c_str()); };
-        static const char * const names[2][4] = { { "attn_k", "attn_qkv", "attn_kv_a_mqa", "attn_k_b" }, { "attn_v", "attn_output", "attn_kv_b", "attn_v_b" } };
+        const auto tensor = [&](const char * name) {
+            return ggml_get_tensor(m.data, ("blk." + std::to_string(il) + "." + name + ".weight").c_str());
+        };
+        static const char * const names[2][4] = { { "attn_k", "attn_qkv", "attn_kv_a_mqa", "attn_k_b" },
+            { "attn_v", "attn_output", "attn_kv_b", "attn_v_b" } };
         for (int v = 0; v < 2; v++) {
             const ggml_tensor * t = nullptr;
             for (int i = 0; !t && i < 4; i++) { t = tensor(names[v][i]); }
@@ -119,20 +123,18 @@ kinship compare(const std::vector<float> & a, const std::vector<float> & b) {
     bool differ = false; // where nothing but other weights explains it
     for (size_t at = 0; at < a.size(); at += KVQ_SKETCH) {
         for (int v = 0; v < 2; v++) {
-            const float * x = &a[at + 2 + (size_t) v * SUMS], * y = &b[at + 2 + (size_t) v * SUMS];
-            if (!a[at + (size_t) v] || !b[at + (size_t) v]) {
-                continue;
-            }
+            const float *x = &a[at + 2 + (size_t) v * SUMS], *y = &b[at + 2 + (size_t) v * SUMS];
+            if (!a[at + (size_t) v] || !b[at + (size_t) v]) { continue; }
             double d = 0, n = 0;
             for (int i = 0; i < SUMS; i++) {
                 d += ((double) x[i] - y[i]) * ((double) x[i] - y[i]);
                 n += ((double) x[i] * x[i] + (double) y[i] * y[i]) / 2;
             }
             apart += d;
-            size  += n;
+            size += n;
             differ = differ || (a[at + (size_t) v] == b[at + (size_t) v] && d > 1e-8 * n);
         }
-        const float * x = &a[at + 2 + 2 * SUMS], * y = &b[at + 2 + 2 * SUMS];
+        const float *x = &a[at + 2 + 2 * SUMS], *y = &b[at + 2 + 2 * SUMS];
         for (int i = 0; x[0] && y[0] && i < NORMS; i++) {
             // a file that kept norms in f16 or bf16
             differ = differ || fabsf(x[i] - y[i]) > 0.004f * (fabsf(x[i]) + fabsf(y[i]));
@@ -144,7 +146,11 @@ kinship compare(const std::vector<float> & a, const std::vector<float> & b) {
 
 // ---------------------------------------------------------------- checksum
 
-struct entry { std::string head; const void * data; size_t nb; }; // head: kind, and of arrays type and shape
+struct entry {
+    std::string head;
+    const void * data;
+    size_t nb;
+}; // head: kind, and of arrays type and shape
 
 std::string head_of(const std::string & type, const std::vector<uint32_t> & shape) {
     return "a" + type + std::string("\0", 1) + std::string((const char *) shape.data(), 4 * shape.size());
@@ -157,19 +163,20 @@ std::map<std::string, entry> entries_of(const file & f) {
     for (int64_t i = 0; i < gguf_get_n_kv(f.g); i++) {
         const std::string key = gguf_get_key(f.g, i);
         const gguf_type type = gguf_get_kv_type(f.g, i);
-        if (key.compare(0, 4, "kvq.") || key == "kvq.checksum") {
-            continue;
-        }
+        if (key.compare(0, 4, "kvq.") || key == "kvq.checksum") { continue; }
         if (type == GGUF_TYPE_STRING) {
             const char * text = gguf_get_val_str(f.g, i);
             out[key] = { "s", text, strlen(text) };
         } else if (type != GGUF_TYPE_ARRAY) {
-            const size_t nb = type == GGUF_TYPE_BOOL ? 1 : type == GGUF_TYPE_UINT32 || type == GGUF_TYPE_INT32 || type == GGUF_TYPE_FLOAT32 ? 4 : 0;
+            const size_t nb = type == GGUF_TYPE_BOOL                                               ? 1
+                : type == GGUF_TYPE_UINT32 || type == GGUF_TYPE_INT32 || type == GGUF_TYPE_FLOAT32 ? 4
+                                                                                                   : 0;
             out[key] = { type == GGUF_TYPE_FLOAT32 ? "f" : "u", nb ? gguf_get_val_data(f.g, i) : nullptr, nb };
         } else if (gguf_get_arr_type(f.g, i) == GGUF_TYPE_UINT8) {
             const int64_t shape = gguf_find_key(f.g, (key + ".shape").c_str());
             std::vector<uint32_t> n;
-            if (shape >= 0 && gguf_get_kv_type(f.g, shape) == GGUF_TYPE_ARRAY && gguf_get_arr_type(f.g, shape) == GGUF_TYPE_UINT32) {
+            if (shape >= 0 && gguf_get_kv_type(f.g, shape) == GGUF_TYPE_ARRAY &&
+                gguf_get_arr_type(f.g, shape) == GGUF_TYPE_UINT32) {
                 const uint32_t * p = (const uint32_t *) gguf_get_arr_data(f.g, shape);
                 n.assign(p, p + gguf_get_arr_n(f.g, shape));
             }
@@ -185,9 +192,7 @@ std::map<std::string, entry> entries_of(const file & f) {
         out.erase(name + ".shape");
     }
     for (ggml_tensor * t = f.data ? ggml_get_first_tensor(f.data) : nullptr; t; t = ggml_get_next_tensor(f.data, t)) {
-        if (strncmp(t->name, "kvq.", 4) || !t->data) {
-            continue;
-        }
+        if (strncmp(t->name, "kvq.", 4) || !t->data) { continue; }
         std::vector<uint32_t> n;
         for (int d = ggml_n_dims(t) - 1; d >= 0; d--) { n.push_back((uint32_t) t->ne[d]); }
         out[t->name] = { head_of(ggml_type_name(t->type), n), t->data, ggml_nbytes(t) };
@@ -216,7 +221,8 @@ bool is_cut(const gguf_context * g, size_t nb_file) {
     return nb > nb_file;
 }
 
-kvq_status check(const std::string & path, const std::string & model, size_t nb_file, std::string & note, std::string & err) {
+kvq_status check(
+    const std::string & path, const std::string & model, size_t nb_file, std::string & note, std::string & err) {
     const std::string what = "calibrated data in '" + path + "'", again = ": make it again with ggml-kvq calibrate";
     std::unique_ptr<file> f(new file(path, true));
     if (!f->g) {
@@ -237,7 +243,8 @@ kvq_status check(const std::string & path, const std::string & model, size_t nb_
     const std::map<std::string, entry> entries = entries_of(*f);
     const std::string sum = get_str(f->g, "kvq.checksum");
     if (sum.empty()) {
-        note = what + " has no checksum and no fingerprint of the model: an older version made it, ggml-kvq calibrate makes both";
+        note = what +
+            " has no checksum and no fingerprint of the model: an older version made it, ggml-kvq calibrate makes both";
         return KVQ_OK;
     }
     if (checksum(entries) != sum) {
@@ -245,36 +252,41 @@ kvq_status check(const std::string & path, const std::string & model, size_t nb_
         return KVQ_ERR_CONFIG;
     }
     const auto sketch = entries.find("kvq.model.sketch");
-    if (sketch == entries.end() || model.empty()) {
-        return KVQ_OK;
-    }
+    if (sketch == entries.end() || model.empty()) { return KVQ_OK; }
     const std::vector<float> is = kvq_make_sketch(model);
     std::vector<float> was(sketch->second.nb / 4);
     memcpy(was.data(), sketch->second.data, 4 * was.size());
-    const bool comparable = !is.empty() && was.size() == is.size() && std::all_of(was.begin(), was.end(), [](float x) { return std::isfinite(x); });
+    const bool comparable = !is.empty() && was.size() == is.size() &&
+        std::all_of(was.begin(), was.end(), [](float x) { return std::isfinite(x); });
     const kinship k = comparable ? compare(was, is) : is.empty() ? SAME : OTHER;
     if (k == OTHER) {
         err = what + " is of another model than '" + model + "': their weights have nothing in common" + again;
         return KVQ_ERR_CONFIG;
     }
     if (k == TUNED) {
-        note = what + " is of other weights than '" + model + "' (another fine-tune?): it may fit less well, ggml-kvq calibrate fits it";
+        note = what + " is of other weights than '" + model +
+            "' (another fine-tune?): it may fit less well, ggml-kvq calibrate fits it";
     }
     return KVQ_OK;
 }
 
 } // namespace
 
-kvq_status kvq_check_calibrated(const std::string & path, const std::string & model, std::string & note, std::string & err) {
+kvq_status kvq_check_calibrated(
+    const std::string & path, const std::string & model, std::string & note, std::string & err) {
     // sizes are asked for several times before a cache is made: a file that stays as it is is read once
-    struct answer { kvq_status status; std::string err; };
+    struct answer {
+        kvq_status status;
+        std::string err;
+    };
     static std::mutex mutex;
     static std::map<std::string, answer> known;
     std::string key = path + "\n" + model;
     struct stat st = {};
     for (const std::string & p : { path, model }) {
         if (!p.empty() && !stat(p.c_str(), &st)) {
-            key += "\n" + std::to_string(st.st_size) + " " + std::to_string(st.st_mtim.tv_sec) + "." + std::to_string(st.st_mtim.tv_nsec) + " " + std::to_string(st.st_ino);
+            key += "\n" + std::to_string(st.st_size) + " " + std::to_string(st.st_mtim.tv_sec) + "." +
+                std::to_string(st.st_mtim.tv_nsec) + " " + std::to_string(st.st_ino);
         }
     }
     note.clear();
@@ -289,9 +301,7 @@ kvq_status kvq_check_calibrated(const std::string & path, const std::string & mo
         return found->second.status;
     }
     const kvq_status status = check(path, model, (size_t) st.st_size, note, err);
-    if (known.size() >= 64) {
-        known.clear();
-    }
+    if (known.size() >= 64) { known.clear(); }
     known[key] = { status, status == KVQ_OK ? "" : err };
     return status;
 }

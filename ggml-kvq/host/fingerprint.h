@@ -2,10 +2,11 @@
 //   kvq.checksum       CRC-32 of everything named kvq.* in it, in hexadecimal
 //   kvq.model.sketch   f32, 50 values a layer: what the model's weights are, whatever their quantisation
 //
-// A layer of a sketch: types of its key and value projections (0: the file lacks it), 16 sums of each, every one a row of the projection with
-// signs drawn by chance, and 16 weights of the norm before attention. Norms are never quantised. A sum of other weights is another number
-// altogether, one of quantised weights differs by their error: sums 0.7 of their size apart are of another model, which is refused;
-// other norms, sums further apart than the quantisation explains, or any difference under the same types are another fine-tune, which is noted.
+// A layer of a sketch: types of its key and value projections (0: the file lacks it), 16 sums of each, every one a
+// row of the projection with signs drawn by chance, and 16 weights of the norm before attention. Norms are never
+// quantised. A sum of other weights is another number altogether, one of quantised weights differs by their error:
+// sums 0.7 of their size apart are of another model, which is refused; other norms, sums further apart than the
+// quantisation explains, or any difference under the same types are another fine-tune, which is noted.
 #pragma once
 
 #include "config.h"
@@ -18,5 +19,7 @@ constexpr int KVQ_SKETCH = 50; // values a layer
 // Empty: the file cannot be read. Layers whose tensors are not in it (one file of several) are zeros.
 std::vector<float> kvq_make_sketch(const std::string & model);
 
-// Data in `path` (a sidecar, or a model file that holds it) for the model in `model` ("": not known). note: one line, or "".
-kvq_status kvq_check_calibrated(const std::string & path, const std::string & model, std::string & note, std::string & err);
+// Data in `path` (a sidecar, or a model file that holds it) for the model in `model` ("": not known). note: one line,
+// or "".
+kvq_status kvq_check_calibrated(
+    const std::string & path, const std::string & model, std::string & note, std::string & err);

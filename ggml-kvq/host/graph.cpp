@@ -16,66 +16,70 @@
 // ---------------------------------------------------------------- what a graph may ask
 
 bool kvq_is_view_op(ggml_op op) {
-    return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
+    return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE ||
+        op == GGML_OP_TRANSPOSE;
 }
 
 // one line on why this node on our cache cannot be computed, "" when it can
 static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
     switch (op->op) {
-        case GGML_OP_SET_ROWS: {
-            const ggml_tensor * root = op->view_src;
-            if (op->ne[0] != root->ne[0]) {
-                return std::string("SET_ROWS stores ") + root->name +
-                       " transposed, which means flash attention is off: run with -fa on";
-            }
-            if (op->src[0]->type != GGML_TYPE_F32) {
-                return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
-            }
-            return "";
+    case GGML_OP_SET_ROWS: {
+        const ggml_tensor * root = op->view_src;
+        if (op->ne[0] != root->ne[0]) {
+            return std::string("SET_ROWS stores ") + root->name +
+                " transposed, which means flash attention is off: run with -fa on";
         }
-        case GGML_OP_FLASH_ATTN_EXT: {
-            const ggml_tensor * q = op->src[0], * k = op->src[1], * v = op->src[2];
-            const kvq_target tv = kvq_find_target(v);
-            const bool latent = t.layer && t.layer->d.latent;
-            if (!t.ours || t.value || !tv.ours || tv.value == latent || (t.layer && tv.layer != t.layer)) {
-                return std::string("FLASH_ATTN_EXT reads ") + (k->view_src ? k->view_src : k)->name + " and " + (v->view_src ? v->view_src : v)->name +
-                       ", which are no keys and values of one layer: run this model without --kv-method";
-            }
-            if (latent && (k->ne[2] != 1 || v->view_offs != k->view_offs)) {
-                return "latent attention over " + std::to_string(k->ne[2]) + " KV heads is not supported: run this model without --kv-method";
-            }
-            if (q->type != GGML_TYPE_F32) {
-                return std::string("queries of type ") + ggml_type_name(q->type) + " are not supported: f32 is needed";
-            }
-            if (k->ne[0] % 8 || v->ne[0] % 8 || k->ne[0] > 1024 || v->ne[0] > 1024) {
-                return "head size " + std::to_string(k->ne[0] % 8 ? k->ne[0] : v->ne[0]) + " is not supported: a multiple of 8 up to 1024 is needed";
-            }
-            if (k->ne[2] != v->ne[2] || q->ne[2] % k->ne[2]) {
-                return std::to_string(q->ne[2]) + " query heads over " + std::to_string(k->ne[2]) + " KV heads are not supported";
-            }
-            if (op->src[3] && op->src[3]->type != GGML_TYPE_F16) {
-                return "an attention mask that is not f16 is not supported";
-            }
-            return "";
+        if (op->src[0]->type != GGML_TYPE_F32) {
+            return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
         }
-        case GGML_OP_ROPE: {
-            const int mode = ((const int32_t *) op->op_params)[2];
-            if (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) {
-                return "";
-            }
-            return "context shift with ROPE of mode " + std::to_string(mode) +
-                   " is not supported: run with --no-context-shift";
+        return "";
+    }
+    case GGML_OP_FLASH_ATTN_EXT: {
+        const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2];
+        const kvq_target tv = kvq_find_target(v);
+        const bool latent = t.layer && t.layer->d.latent;
+        if (!t.ours || t.value || !tv.ours || tv.value == latent || (t.layer && tv.layer != t.layer)) {
+            return std::string("FLASH_ATTN_EXT reads ") + (k->view_src ? k->view_src : k)->name + " and " +
+                (v->view_src ? v->view_src : v)->name +
+                ", which are no keys and values of one layer: run this model without --kv-method";
         }
-        case GGML_OP_GET_ROWS:
-            return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name +
-                   "), as sparse attention does: run this model without --kv-method";
-        default:
-            return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name +
-                   "), which means flash attention is off: run with -fa on";
+        if (latent && (k->ne[2] != 1 || v->view_offs != k->view_offs)) {
+            return "latent attention over " + std::to_string(k->ne[2]) +
+                " KV heads is not supported: run this model without --kv-method";
+        }
+        if (q->type != GGML_TYPE_F32) {
+            return std::string("queries of type ") + ggml_type_name(q->type) + " are not supported: f32 is needed";
+        }
+        if (k->ne[0] % 8 || v->ne[0] % 8 || k->ne[0] > 1024 || v->ne[0] > 1024) {
+            return "head size " + std::to_string(k->ne[0] % 8 ? k->ne[0] : v->ne[0]) +
+                " is not supported: a multiple of 8 up to 1024 is needed";
+        }
+        if (k->ne[2] != v->ne[2] || q->ne[2] % k->ne[2]) {
+            return std::to_string(q->ne[2]) + " query heads over " + std::to_string(k->ne[2]) +
+                " KV heads are not supported";
+        }
+        if (op->src[3] && op->src[3]->type != GGML_TYPE_F16) {
+            return "an attention mask that is not f16 is not supported";
+        }
+        return "";
+    }
+    case GGML_OP_ROPE: {
+        const int mode = ((const int32_t *) op->op_params)[2];
+        if (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) { return ""; }
+        return "context shift with ROPE of mode " + std::to_string(mode) +
+            " is not supported: run with --no-context-shift";
+    }
+    case GGML_OP_GET_ROWS:
+        return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name +
+            "), as sparse attention does: run this model without --kv-method";
+    default:
+        return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name +
+            "), which means flash attention is off: run with -fa on";
     }
 }
 
-static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err);
+static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
+    const ggml_tensor ** rope, std::string & err);
 
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (!dev.inner && kvq_graph_op_supported(op)) { // their kernels are CPU kernels
@@ -83,20 +87,19 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     }
     kvq_target t = kvq_find_target(op);
     if (kvq_is_view_op(op->op)) {
-        return dev.inner || t.ours || (!op->buffer && !op->view_src) || (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
-               (op->buffer && kvq_buft_is_ours(op->buffer->buft) && op->buffer->size);
+        return dev.inner || t.ours || (!op->buffer && !op->view_src) ||
+            (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
+            (op->buffer && kvq_buft_is_ours(op->buffer->buft) && op->buffer->size);
     }
-    if (op->op == GGML_OP_FLASH_ATTN_EXT) {
-        t = kvq_find_target(op->src[1]);
-    }
-    for (int i = 0; i < GGML_MAX_SRC && !t.ours; i++) {
-        t = op->src[i] ? kvq_find_target(op->src[i]) : t;
-    }
+    if (op->op == GGML_OP_FLASH_ATTN_EXT) { t = kvq_find_target(op->src[1]); }
+    for (int i = 0; i < GGML_MAX_SRC && !t.ours; i++) { t = op->src[i] ? kvq_find_target(op->src[i]) : t; }
     if (!t.ours) {
         // a weight offered in our own type belongs in the inner device's
         bool placing = false;
         for (int i = 0; i < GGML_MAX_SRC && dev.inner; i++) {
-            placing = placing || (op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size && kvq_buft_is_ours(op->src[i]->buffer->buft));
+            placing = placing ||
+                (op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size &&
+                    kvq_buft_is_ours(op->src[i]->buffer->buft));
         }
         return dev.inner && !placing && ggml_backend_dev_supports_op(dev.inner, op);
     }
@@ -104,12 +107,14 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         return true;
     }
     std::string why = why_not(op, t);
-    if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer && t.layer->d.latent && dev.inner && !ggml_backend_dev_supports_op(dev.inner, op)) {
-        why = std::string(ggml_backend_dev_name(dev.inner)) + " has no latent attention for " + std::to_string(op->src[0]->ne[2]) + " query heads of " +
-              std::to_string(op->src[0]->ne[0]) + " channels: run this model without --kv-method";
+    if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer && t.layer->d.latent && dev.inner &&
+        !ggml_backend_dev_supports_op(dev.inner, op)) {
+        why = std::string(ggml_backend_dev_name(dev.inner)) + " has no latent attention for " +
+            std::to_string(op->src[0]->ne[2]) + " query heads of " + std::to_string(op->src[0]->ne[0]) +
+            " channels: run this model without --kv-method";
     }
     if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer) {
-        const ggml_tensor * k = op->src[1], * v = op->src[2];
+        const ggml_tensor *k = op->src[1], *v = op->src[2];
         t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
     }
     if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.plan.pre_rope) {
@@ -126,29 +131,22 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
             kvq_report_error(why);
             dev.refusals.push_back(once);
         }
-        if (!dev.refused) {
-            kvq_set_error(why);
-        }
+        if (!dev.refused) { kvq_set_error(why); }
         dev.refused = true;
     }
-    if (!why.empty() && t.cache) {
-        t.cache->refused = true;
-    }
-    return true; // a node on our cache can run nowhere else: declining would abort the program, refusing its buffer ends it cleanly
+    if (!why.empty() && t.cache) { t.cache->refused = true; }
+    // a node on our cache can run nowhere else: declining would abort the program, refusing its buffer ends it cleanly
+    return true;
 }
 
 // ---------------------------------------------------------------- nodes
 
 // A tensor's bytes on the host: where they are, the copy kept when they were set, or fetched.
 static const void * host_data(const kvq_backend_context & b, const ggml_tensor * t, std::vector<uint8_t> & temp) {
-    if (!b.inner || (t->buffer && ggml_backend_buffer_is_host(t->buffer))) {
-        return t->data;
-    }
+    if (!b.inner || (t->buffer && ggml_backend_buffer_is_host(t->buffer))) { return t->data; }
     const auto & kept = ((kvq_device_context *) b.device->context)->indices;
     const auto at = kept.find(t->data);
-    if (t->op == GGML_OP_NONE && at != kept.end() && at->second.size() == ggml_nbytes(t)) {
-        return at->second.data();
-    }
+    if (t->op == GGML_OP_NONE && at != kept.end() && at->second.size() == ggml_nbytes(t)) { return at->second.data(); }
     temp.resize(ggml_nbytes(t));
     ggml_backend_synchronize(b.inner);
     ggml_backend_tensor_get(t, temp.data(), 0, temp.size());
@@ -160,19 +158,19 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
     const ggml_tensor * factors = node->src[2];
     const int32_t * p = (const int32_t *) node->op_params;
     kvq_rope r;
-    r.n_dims     = p[1];
-    r.neox       = p[2] != GGML_ROPE_TYPE_NORMAL;
+    r.n_dims = p[1];
+    r.neox = p[2] != GGML_ROPE_TYPE_NORMAL;
     if (p[2] == GGML_ROPE_TYPE_MROPE || p[2] == GGML_ROPE_TYPE_IMROPE) {
         memcpy(r.sections, p + 11, sizeof(r.sections));
         r.interleaved = p[2] == GGML_ROPE_TYPE_IMROPE;
     }
     r.n_ctx_orig = p[4];
-    memcpy(&r.freq_base,   p + 5, 4);
-    memcpy(&r.freq_scale,  p + 6, 4);
-    memcpy(&r.ext_factor,  p + 7, 4);
+    memcpy(&r.freq_base, p + 5, 4);
+    memcpy(&r.freq_scale, p + 6, 4);
+    memcpy(&r.ext_factor, p + 7, 4);
     memcpy(&r.attn_factor, p + 8, 4);
-    memcpy(&r.beta_fast,   p + 9, 4);
-    memcpy(&r.beta_slow,   p + 10, 4);
+    memcpy(&r.beta_fast, p + 9, 4);
+    memcpy(&r.beta_slow, p + 10, 4);
     if (factors && b.inner) { // weights: fetched once
         auto & kept = b.factors[factors->data];
         if (kept.empty()) {
@@ -189,15 +187,12 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
 }
 
 // Tells the layer what rotary embedding the rows being written went through; NULL in *rope: none.
-static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t, const ggml_tensor ** rope, std::string & err) {
+static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
+    const ggml_tensor ** rope, std::string & err) {
     const ggml_tensor * x = set_rows->src[0];
-    while (x && (kvq_is_view_op(x->op) || x->op == GGML_OP_CONT) && x->src[0]) {
-        x = x->src[0];
-    }
+    while (x && (kvq_is_view_op(x->op) || x->op == GGML_OP_CONT) && x->src[0]) { x = x->src[0]; }
     *rope = x && x->op == GGML_OP_ROPE ? x : nullptr;
-    if (!*rope) {
-        return t.cache->set_rope(*t.layer, kvq_rope{}, err);
-    }
+    if (!*rope) { return t.cache->set_rope(*t.layer, kvq_rope{}, err); }
     const int mode = ((const int32_t *) x->op_params)[2];
     const bool multi = mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE;
     const char * no_way_back = " cannot be undone by this method: use higgs or kivi";
@@ -211,10 +206,11 @@ static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_ro
     }
     if (x->src[1]->ne[0] != set_rows->src[0]->ne[1] * (multi ? 4 : 1)) {
         err = "ROPE of " + std::to_string(x->src[1]->ne[0]) + " positions for " +
-              std::to_string(set_rows->src[0]->ne[1]) + " rows (" + x->name + ")" + no_way_back;
+            std::to_string(set_rows->src[0]->ne[1]) + " rows (" + x->name + ")" + no_way_back;
         return false;
     }
-    if (x->src[2] && (!x->src[2]->data || !x->src[2]->buffer || (!b.inner && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {
+    if (x->src[2] &&
+        (!x->src[2]->data || !x->src[2]->buffer || (!b.inner && !ggml_backend_buffer_is_host(x->src[2]->buffer)))) {
         return true; // while graphs are only measured
     }
     return t.cache->set_rope(*t.layer, rope_of(b, x), err);
@@ -227,22 +223,23 @@ static const std::vector<int64_t> & cells_of(const kvq_backend_context & b, cons
     cells.resize((size_t) node->src[0]->ne[1]);
     std::vector<uint8_t> temp;
     const void * data = host_data(b, idx, temp);
-    const int64_t row0 = (int64_t) (node->view_offs / node->view_src->nb[1]); // the destination may start at a later stream
+    // the destination may start at a later stream
+    const int64_t row0 = (int64_t) (node->view_offs / node->view_src->nb[1]);
     for (size_t i = 0; i < cells.size(); i++) {
         cells[i] = row0 + (idx->type == GGML_TYPE_I64 ? ((const int64_t *) data)[i] : ((const int32_t *) data)[i]);
     }
     return cells;
 }
 
-bool kvq_rows_stay_open(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty) {
+bool kvq_rows_stay_open(
+    const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, int n_kv, bool or_empty) {
     const kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
     const kvq_lane_layout & l = lane.layout();
     for (const int64_t c : cells_of(b, node)) {
-        if (c < 0 || c >= (int64_t) l.n_cells * l.n_stream || c % l.n_cells >= n_kv) {
-            return false;
-        }
+        if (c < 0 || c >= (int64_t) l.n_cells * l.n_stream || c % l.n_cells >= n_kv) { return false; }
         const kvq_page_state state = lane.state((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells);
-        if ((state != KVQ_PAGE_OPEN && !(or_empty && state == KVQ_PAGE_EMPTY)) || !t.layer->k->is_plain((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells)) {
+        if ((state != KVQ_PAGE_OPEN && !(or_empty && state == KVQ_PAGE_EMPTY)) ||
+            !t.layer->k->is_plain((int) (c / l.n_cells), (int) (c % l.n_cells) / l.page_cells)) {
             return false;
         }
     }
@@ -257,7 +254,8 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
     const int64_t n_rows = (int64_t) lane.layout().n_cells * lane.layout().n_stream;
     for (const int64_t c : cells) {
         if (c < 0 || c >= n_rows) {
-            kvq_report_error("cell " + std::to_string(c) + " is outside the cache of " + std::to_string(n_rows) + " cells");
+            kvq_report_error(
+                "cell " + std::to_string(c) + " is outside the cache of " + std::to_string(n_rows) + " cells");
             return false;
         }
     }
@@ -274,68 +272,71 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
     }
     lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads, pos);
     if (t.layer->d.latent) { // the second block of the same rows
-        t.layer->v->write(n, cells.data(), (const float *) rows->data + lane.layout().codec.head_size, rows->nb[1] / sizeof(float), b.n_threads);
+        t.layer->v->write(n, cells.data(), (const float *) rows->data + lane.layout().codec.head_size,
+            rows->nb[1] / sizeof(float), b.n_threads);
     }
     return true;
 }
 
 static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
-    const ggml_tensor * q = node->src[0], * k = node->src[1], * mask = node->src[3], * sinks = node->src[4];
+    const ggml_tensor *q = node->src[0], *k = node->src[1], *mask = node->src[3], *sinks = node->src[4];
     kvq_kv_layer & l = *t.layer;
     const int page_cells = l.d.k.page_cells, n_kv = (int) k->ne[1], n_stream = (int) q->ne[3];
     const size_t nb_stream = (size_t) l.d.n_embd_k * l.d.n_cells * 2;
     const int stream0 = (int) (k->view_offs / nb_stream);
 
-    for (int s = 0; l.d.plan.keep > 0.0f && s < n_stream; s++) { l.slots.limit(stream0 + s, n_kv); } // llama.cpp asks for as many as are in use
-    float * lse = l.saliency.active() && !b.inner ? l.saliency.lse_of(n_stream, (int) q->ne[1], (int) q->ne[2]) : nullptr;
+    // llama.cpp asks for as many as are in use
+    for (int s = 0; l.d.plan.keep > 0.0f && s < n_stream; s++) { l.slots.limit(stream0 + s, n_kv); }
+    float * lse =
+        l.saliency.active() && !b.inner ? l.saliency.lse_of(n_stream, (int) q->ne[1], (int) q->ne[2]) : nullptr;
     static thread_local std::vector<kvq_attn> streams;
     streams.assign((size_t) n_stream, kvq_attn{});
     for (int s = 0; s < n_stream; s++) {
         kvq_attn & a = streams[(size_t) s];
         a.k = l.d.k.codec;
         a.v = l.d.v.codec;
-        a.n_q       = (int32_t) q->ne[1];
-        a.n_head    = (int32_t) q->ne[2];
+        a.n_q = (int32_t) q->ne[1];
+        a.n_head = (int32_t) q->ne[2];
         a.n_head_kv = (int32_t) k->ne[2];
-        a.n_kv      = n_kv;
-        a.flags     = l.d.plan.flags;
-        memcpy(&a.scale,    (const float *) node->op_params + 0, 4);
+        a.n_kv = n_kv;
+        a.flags = l.d.plan.flags;
+        memcpy(&a.scale, (const float *) node->op_params + 0, 4);
         memcpy(&a.max_bias, (const float *) node->op_params + 1, 4);
-        memcpy(&a.softcap,  (const float *) node->op_params + 2, 4);
+        memcpy(&a.softcap, (const float *) node->op_params + 2, 4);
         a.q = (const float *) ((const char *) q->data + s * q->nb[3]);
         a.q_stride_token = (int64_t) (q->nb[1] / 4);
-        a.q_stride_head  = (int64_t) (q->nb[2] / 4);
+        a.q_stride_head = (int64_t) (q->nb[2] / 4);
         if (mask) {
             a.mask = (const uint16_t *) ((const char *) mask->data + (s % mask->ne[3]) * mask->nb[3]);
             a.mask_stride_token = (int64_t) (mask->nb[1] / 2);
-            a.mask_stride_head  = mask->ne[2] > 1 ? (int64_t) (mask->nb[2] / 2) : 0;
+            a.mask_stride_head = mask->ne[2] > 1 ? (int64_t) (mask->nb[2] / 2) : 0;
         }
         a.sinks = sinks ? (const float *) sinks->data : nullptr;
         a.dst = (float *) ((char *) node->data + s * node->nb[3]);
-        a.dst_stride_head  = (int64_t) (node->nb[1] / 4);
+        a.dst_stride_head = (int64_t) (node->nb[1] / 4);
         a.dst_stride_token = (int64_t) (node->nb[2] / 4);
-        a.n_pages = l.d.plan.keep > 0.0f ? l.spans.n_pages : std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
+        a.n_pages =
+            l.d.plan.keep > 0.0f ? l.spans.n_pages : std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
         if (l.d.plan.pre_rope) {
             const kvq_rotor * rotor = l.k->transform().rotor;
-            a.rotary    = rotor ? &rotor->view() : nullptr;
+            a.rotary = rotor ? &rotor->view() : nullptr;
             a.positions = t.cache->sealed_positions(stream0 + s);
-            a.sealed    = l.k->transform().keeps_turn() ? t.cache->positions_when_sealed(stream0 + s) : nullptr;
-            a.flags    |= b.inner && a.sealed && t.cache->stayed(stream0 + s) ? KVQ_ATTN_STAYED : 0;
+            a.sealed = l.k->transform().keeps_turn() ? t.cache->positions_when_sealed(stream0 + s) : nullptr;
+            a.flags |= b.inner && a.sealed && t.cache->stayed(stream0 + s) ? KVQ_ATTN_STAYED : 0;
         }
-        a.k_mean  = l.k->transform().mean;
-        a.v_mean  = l.v->transform().mean;
+        a.k_mean = l.k->transform().mean;
+        a.v_mean = l.v->transform().mean;
         a.map_stride = l.d.plan.keep > 0.0f ? page_cells : 0;
-        a.lse     = lse ? lse + (size_t) s * q->ne[1] * q->ne[2] : nullptr;
-        a.pages   = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
-        if (l.spans.packed) { // room for pages that open while a recording is in use; steps outside of one bring buffers to the same size
+        a.lse = lse ? lse + (size_t) s * q->ne[1] * q->ne[2] : nullptr;
+        a.pages = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
+        // room for pages that open while a recording is in use; steps outside of one bring buffers to the same size
+        if (l.spans.packed) {
             a.n_pages = std::min((int) kvq_pad((size_t) l.spans.n_used() + 16, 16), l.spans.n_pages);
             l.spans.n_recorded = b.recording ? a.n_pages : l.spans.n_recorded;
         }
     }
 #ifdef KVQ_CUDA
-    if (b.inner) {
-        return kvq_cuda_attend(b, *t.cache, l, node, stream0, streams);
-    }
+    if (b.inner) { return kvq_cuda_attend(b, *t.cache, l, node, stream0, streams); }
 #endif
     if (t.cache->chain) {
         t.cache->chain->attend(l.ordinal, stream0, streams.data(), n_stream, b.n_threads);
@@ -349,16 +350,19 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
 }
 
 static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
-    const ggml_tensor * view = node->src[0], * delta = node->src[1];
+    const ggml_tensor *view = node->src[0], *delta = node->src[1];
     std::vector<uint8_t> temp;
     const kvq_rope r = rope_of(b, node);
-    const int latent = t.layer->d.latent ? t.layer->d.shape.head_size_k : 0; // channels that are not rotated, in a lane of their own
+    // channels that are not rotated, in a lane of their own
+    const int latent = t.layer->d.latent ? t.layer->d.shape.head_size_k : 0;
     kvq_lane & lane = latent ? *t.layer->v : *t.layer->k;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
-    const int first = (int) (view->view_offs / 2 % (size_t) (latent + D)) - latent; // rotated dimensions may start behind unrotated ones
+    // rotated dimensions may start behind unrotated ones
+    const int first = (int) (view->view_offs / 2 % (size_t) (latent + D)) - latent;
     if (first < 0 || first + r.n_dims > D) {
-        kvq_report_error("context shift rotates channels " + std::to_string(first + latent) + ".." + std::to_string(first + latent + r.n_dims) +
-                         " of a key, beyond its rotary part: run with --no-context-shift");
+        kvq_report_error("context shift rotates channels " + std::to_string(first + latent) + ".." +
+            std::to_string(first + latent + r.n_dims) +
+            " of a key, beyond its rotary part: run with --no-context-shift");
         return false;
     }
     const int32_t * by = (const int32_t *) host_data(b, delta, temp);
@@ -368,13 +372,9 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     for (int s = 0; s < lane.layout().n_stream; s++) {
         const auto rotate = [&](int cell, int, uint16_t * f16) {
             const int32_t d = by[s * n_cells + cell];
-            if (!d) {
-                return;
-            }
+            if (!d) { return; }
             kvq_rope_table & table = tables[d];
-            if (table.cos.empty()) {
-                kvq_rope_fill(r, d, false, table);
-            }
+            if (table.cos.empty()) { kvq_rope_fill(r, d, false, table); }
             kvq_cpu_f16_to_f32(f16, row.data(), D);
             kvq_rope_apply(r, table, row.data() + first);
             kvq_cpu_f32_to_f16(row.data(), f16, D);
@@ -397,11 +397,9 @@ static bool reads_cache(const ggml_tensor * node) {
 }
 
 ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
-    if (!kvq_find_caches(b, graph)) {
-        return GGML_STATUS_FAILED;
-    }
+    if (!kvq_find_caches(b, graph)) { return GGML_STATUS_FAILED; }
     std::vector<kvq_kv_cache *> touched;
-    kvq_kv_layer * late = nullptr; // attended, but not sealed yet
+    kvq_kv_layer * late = nullptr;            // attended, but not sealed yet
     const auto seal = [&](kvq_kv_layer * l) { // frames of this ubatch are free for the next layer
         if (l) {
             l->k->commit(b.n_threads);
@@ -420,16 +418,14 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         }
         if (others) {
             ggml_cgraph part = *graph; // the nodes [first, end)
-            part.nodes   = graph->nodes + first;
+            part.nodes = graph->nodes + first;
             part.n_nodes = end - first;
-            part.size    = part.n_leafs = 0;
-            part.leafs   = part.grads = part.grad_accs = nullptr;
-            part.uid     = 0;
+            part.size = part.n_leafs = 0;
+            part.leafs = part.grads = part.grad_accs = nullptr;
+            part.uid = 0;
 #ifdef KVQ_CUDA
             kvq_cuda_step_flush(b);
-            if (b.whole) {
-                kvq_cuda_no_inner_graph(b.inner, &part);
-            }
+            if (b.whole) { kvq_cuda_no_inner_graph(b.inner, &part); }
 #endif
             status = others->iface.graph_compute(others, &part);
         }
@@ -445,9 +441,7 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             continue;
         }
         if (!b.inner && kvq_graph_op_supported(node)) {
-            if (hand_over(i) != GGML_STATUS_SUCCESS) {
-                return GGML_STATUS_FAILED;
-            }
+            if (hand_over(i) != GGML_STATUS_SUCCESS) { return GGML_STATUS_FAILED; }
             kvq_graph_op_compute(ggml_graph_node(graph, i), b.n_threads);
             continue;
         }
@@ -460,23 +454,18 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             continue;
         }
         const ggml_status status = hand_over(i);
-        if (status != GGML_STATUS_SUCCESS) {
-            return status;
-        }
+        if (status != GGML_STATUS_SUCCESS) { return status; }
         if (!t.layer) {
-            kvq_report_error(std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is not on a cache of ours");
+            kvq_report_error(
+                std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is not on a cache of ours");
             return GGML_STATUS_FAILED;
         }
-        if (t.cache->refused) {
-            return GGML_STATUS_FAILED;
-        }
+        if (t.cache->refused) { return GGML_STATUS_FAILED; }
         if (std::find(touched.begin(), touched.end(), t.cache) == touched.end()) {
             touched.push_back(t.cache);
             t.cache->arrivals.reset(); // whatever state came in is complete
 #ifdef KVQ_CUDA
-            if (b.inner) {
-                kvq_cuda_use_stream(*t.cache, b.stream);
-            }
+            if (b.inner) { kvq_cuda_use_stream(*t.cache, b.stream); }
 #endif
         }
         bool ok = false;
@@ -484,14 +473,16 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             seal(late);
             late = nullptr;
             switch (node->op) {
-                case GGML_OP_SET_ROWS:       ok = kvq_set_rows(b, node, t); break;
-                case GGML_OP_FLASH_ATTN_EXT: ok = flash_attn(b, node, t); break;
-                case GGML_OP_ROPE:           ok = shift(b, node, t);      break;
-                default: kvq_report_error(why_not(node, t));              break;
+            case GGML_OP_SET_ROWS: ok = kvq_set_rows(b, node, t); break;
+            case GGML_OP_FLASH_ATTN_EXT: ok = flash_attn(b, node, t); break;
+            case GGML_OP_ROPE: ok = shift(b, node, t); break;
+            default: kvq_report_error(why_not(node, t)); break;
             }
-            // on a device each layer seals when it has been attended; predicted ones together, one from the rows of the other
+            // on a device each layer seals when it has been attended; predicted ones together, one from the rows of
+            // the other
             if (b.inner && !b.recording && node->op == GGML_OP_FLASH_ATTN_EXT && !t.cache->chain) {
-                if (t.layer->d.plan.keep > 0.0f) { // eviction waits for scores: what follows attention is launched before
+                // eviction waits for scores: what follows attention is launched before
+                if (t.layer->d.plan.keep > 0.0f) {
                     late = t.layer;
                 } else {
                     seal(t.layer);
@@ -501,14 +492,10 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             kvq_report_error("out of memory in " + std::string(ggml_op_name(node->op)) + ": lower -c or -ub");
             return GGML_STATUS_ALLOC_FAILED;
         }
-        if (!ok) {
-            return GGML_STATUS_FAILED;
-        }
+        if (!ok) { return GGML_STATUS_FAILED; }
     }
     const ggml_status status = hand_over(n);
-    if (status != GGML_STATUS_SUCCESS) {
-        return status;
-    }
+    if (status != GGML_STATUS_SUCCESS) { return status; }
     for (kvq_kv_cache * cache : touched) {
         try {
             if (!b.recording) { cache->commit(b.n_threads); }

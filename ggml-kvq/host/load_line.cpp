@@ -10,8 +10,12 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
     std::map<std::string, int> classes;
     for (const auto & l : layers) {
         const kvq_lane_layout & x = value ? l->d.v : l->d.k;
-        const std::string name = x.is_f16() ? "f16" : x.shares_codes ? "shared codes" : !x.codec.bits ? "no codes" :
-                                 x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) + " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit" : std::to_string(x.codec.bits) + "-bit";
+        const std::string name = x.is_f16()  ? "f16"
+            : x.shares_codes                 ? "shared codes"
+            : !x.codec.bits                  ? "no codes"
+            : x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) +
+                " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit"
+                                             : std::to_string(x.codec.bits) + "-bit";
         classes[name + (x.evicts ? ", evicting" : "")]++;
     }
     char text[64];
@@ -36,24 +40,23 @@ std::string kvq_kv_cache::parted() const {
     std::string names;
     int n = 0;
     for (const auto & l : layers) {
-        if (l->d.plan.k.parted || l->d.plan.v.parted) {
-            names += (n++ ? " " : "") + std::to_string(l->d.il);
-        }
+        if (l->d.plan.k.parted || l->d.plan.v.parted) { names += (n++ ? " " : "") + std::to_string(l->d.il); }
     }
-    if (!n) {
-        return "";
-    }
+    if (!n) { return ""; }
     const std::string which = n <= 4 ? (n == 1 ? "layer " : "layers ") + names : std::to_string(n) + " layers";
-    const char * what = n == 1 ? " keeps codes of its own, its partner is"
-                               : " keep codes of their own, their partners are";
+    const char * what =
+        n == 1 ? " keeps codes of its own, its partner is" : " keep codes of their own, their partners are";
     return "; " + which + what + " on another device or in another cache";
 }
 
-// "; 8 of 12 layers" when the model has more: the others lie on another device, in another cache, or are llama.cpp's own (-ngl, --fit).
+// "; 8 of 12 layers" when the model has more: the others lie on another device, in another cache, or are llama.cpp's
+// own (-ngl, --fit).
 std::string kvq_kv_cache::part_of_model() const {
     const int n = (int) layers.size(), n_all = model.n_attention();
     const bool predicts = n && layers[0]->d.il >= model.n_layer - model.n_layer_nextn;
-    return model.arch.empty() || predicts || n >= n_all ? "" : "; " + std::to_string(n) + " of " + std::to_string(n_all) + " layers";
+    return model.arch.empty() || predicts || n >= n_all
+        ? ""
+        : "; " + std::to_string(n) + " of " + std::to_string(n_all) + " layers";
 }
 
 static std::string capacity(const kvq_stats & s) {
@@ -65,19 +68,27 @@ std::string kvq_kv_cache::load_line() const {
     const kvq_stats s = stats();
     const double MiB = 1024.0 * 1024.0;
     char text[384];
-    snprintf(text, sizeof(text), ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %s, device %s, kernels %s",
-             (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
-             (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), capacity(s).c_str(), device_name.c_str(), s.kernel);
+    snprintf(text, sizeof(text),
+        ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %s, device %s, kernels %s",
+        (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
+        (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), capacity(s).c_str(), device_name.c_str(),
+        s.kernel);
     std::string reading;
     if (s.predict_macs) {
-        snprintf(text + strlen(text), sizeof(text) - strlen(text), "; predictor %s", config.options.str("predictor").c_str());
+        snprintf(text + strlen(text), sizeof(text) - strlen(text), "; predictor %s",
+            config.options.str("predictor").c_str());
         char cost[160];
-        snprintf(cost, sizeof(cost), ": reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f MiB hold the rows of one layer",
-                 (double) s.predict_macs / 1e6, layers[0]->d.plan.weight_bits, (double) s.bytes_calibration / MiB, (double) s.bytes_chain / MiB);
+        snprintf(cost, sizeof(cost),
+            ": reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f MiB hold the "
+            "rows of one layer",
+            (double) s.predict_macs / 1e6, layers[0]->d.plan.weight_bits, (double) s.bytes_calibration / MiB,
+            (double) s.bytes_chain / MiB);
         reading = cost;
     }
     size_t nb_workspace = 0; // of one layer at a time
-    for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.plan, l->d.k, l->d.v)); }
+    for (const auto & l : layers) {
+        nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.plan, l->d.k, l->d.v));
+    }
     if (nb_workspace) {
         char more[96];
         snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);
@@ -87,26 +98,28 @@ std::string kvq_kv_cache::load_line() const {
     for (const auto & l : layers) {
         if (const char * by = device.slow_reading(l->d.plan, l->d.k, l->d.v)) { slow[by]++; }
     }
-    for (const auto & s : slow) { reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) + " layers are read by " + s.first; }
+    for (const auto & s : slow) {
+        reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) +
+            " layers are read by " + s.first;
+    }
     reading = part_of_model() + parted() + reading;
-    const std::string note = reading + (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers" : "");
-    return std::string("ggml-kvq: ") + s.method + (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
-           layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
+    const std::string note = reading +
+        (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers"
+                                                    : "");
+    return std::string("ggml-kvq: ") + s.method +
+        (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
+        layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
 }
 
 std::string kvq_kv_cache::closing_line() const {
     const kvq_stats s = stats();
     std::string text = std::string("ggml-kvq: ") + s.method + ": ";
-    if (!strcmp(s.method, "f16")) {
-        return text + "every token was kept as it came";
-    }
-    if (!s.n_sealed) {
-        return text + "no page was sealed: all that was read lay in the f16 window";
-    }
+    if (!strcmp(s.method, "f16")) { return text + "every token was kept as it came"; }
+    if (!s.n_sealed) { return text + "no page was sealed: all that was read lay in the f16 window"; }
     const uint64_t n_lanes = std::max<uint64_t>(1, 2 * layers.size());
     char what[160];
-    snprintf(what, sizeof(what), "%llu pages sealed, about %llu tokens of every layer were read from codes", (unsigned long long) s.n_sealed,
-             (unsigned long long) (s.n_sealed / n_lanes * (uint64_t) s.page_cells));
+    snprintf(what, sizeof(what), "%llu pages sealed, about %llu tokens of every layer were read from codes",
+        (unsigned long long) s.n_sealed, (unsigned long long) (s.n_sealed / n_lanes * (uint64_t) s.page_cells));
     text += what;
     return s.n_reopened ? text + "; " + std::to_string(s.n_reopened) + " pages were written again" : text;
 }

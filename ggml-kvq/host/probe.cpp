@@ -13,14 +13,14 @@ namespace {
 
 struct kvq_field {
     const char * name;
-    size_t       offset;
+    size_t offset;
 };
 
 struct kvq_struct {
-    const char *      name;
-    size_t            size;
+    const char * name;
+    size_t size;
     const kvq_field * fields;
-    size_t            n_fields;
+    size_t n_fields;
 };
 
 #define F(type, field) { #field, offsetof(type, field) }
@@ -91,8 +91,13 @@ const kvq_field llama_context_params_fields[] = {
 };
 
 const kvq_field llama_batch_fields[] = {
-    F(llama_batch, n_tokens), F(llama_batch, token),  F(llama_batch, embd),   F(llama_batch, pos),
-    F(llama_batch, n_seq_id), F(llama_batch, seq_id), F(llama_batch, logits),
+    F(llama_batch, n_tokens),
+    F(llama_batch, token),
+    F(llama_batch, embd),
+    F(llama_batch, pos),
+    F(llama_batch, n_seq_id),
+    F(llama_batch, seq_id),
+    F(llama_batch, logits),
 };
 
 const kvq_field llama_sampler_chain_params_fields[] = { F(llama_sampler_chain_params, no_perf) };
@@ -100,61 +105,144 @@ const kvq_field llama_sampler_chain_params_fields[] = { F(llama_sampler_chain_pa
 const kvq_field llama_chat_message_fields[] = { F(llama_chat_message, role), F(llama_chat_message, content) };
 
 const kvq_field kvq_option_info_fields[] = {
-    F(kvq_option_info, key),  F(kvq_option_info, type),   F(kvq_option_info, default_value),
-    F(kvq_option_info, help), F(kvq_option_info, source),
+    F(kvq_option_info, key),
+    F(kvq_option_info, type),
+    F(kvq_option_info, default_value),
+    F(kvq_option_info, help),
+    F(kvq_option_info, source),
 };
 
 const kvq_field kvq_method_info_fields[] = {
-    F(kvq_method_info, name),      F(kvq_method_info, summary), F(kvq_method_info, paper),
-    F(kvq_method_info, n_options), F(kvq_method_info, options),
+    F(kvq_method_info, name),
+    F(kvq_method_info, summary),
+    F(kvq_method_info, paper),
+    F(kvq_method_info, n_options),
+    F(kvq_method_info, options),
 };
 
 const kvq_field kvq_codec_fields[] = {
-    F(kvq_codec, type),   F(kvq_codec, role), F(kvq_codec, bits),    F(kvq_codec, group),     F(kvq_codec, scale),
-    F(kvq_codec, levels), F(kvq_codec, eta),  F(kvq_codec, n_cells), F(kvq_codec, head_size), F(kvq_codec, hi), F(kvq_codec, n_hi), F(kvq_codec, reserved),
+    F(kvq_codec, type),
+    F(kvq_codec, role),
+    F(kvq_codec, bits),
+    F(kvq_codec, group),
+    F(kvq_codec, scale),
+    F(kvq_codec, levels),
+    F(kvq_codec, eta),
+    F(kvq_codec, n_cells),
+    F(kvq_codec, head_size),
+    F(kvq_codec, hi),
+    F(kvq_codec, n_hi),
+    F(kvq_codec, reserved),
 };
 
 const kvq_field kvq_type_info_fields[] = {
-    F(kvq_type_info, name),        F(kvq_type_info, type),           F(kvq_type_info, bits),
-    F(kvq_type_info, block_cells), F(kvq_type_info, bits_per_value),
+    F(kvq_type_info, name),
+    F(kvq_type_info, type),
+    F(kvq_type_info, bits),
+    F(kvq_type_info, block_cells),
+    F(kvq_type_info, bits_per_value),
 };
 
 const kvq_field kvq_page_fields[] = {
-    F(kvq_page, k_codes), F(kvq_page, k_params), F(kvq_page, v_codes), F(kvq_page, v_params),
-    F(kvq_page, cell),    F(kvq_page, n_slots),  F(kvq_page, map),
+    F(kvq_page, k_codes),
+    F(kvq_page, k_params),
+    F(kvq_page, v_codes),
+    F(kvq_page, v_params),
+    F(kvq_page, cell),
+    F(kvq_page, n_slots),
+    F(kvq_page, map),
 };
 
 const kvq_field kvq_rotary_fields[] = {
-    F(kvq_rotary, n_dims), F(kvq_rotary, neox), F(kvq_rotary, n_high), F(kvq_rotary, high), F(kvq_rotary, low), F(kvq_rotary, turns),
+    F(kvq_rotary, n_dims),
+    F(kvq_rotary, neox),
+    F(kvq_rotary, n_high),
+    F(kvq_rotary, high),
+    F(kvq_rotary, low),
+    F(kvq_rotary, turns),
 };
 
 const kvq_field kvq_attn_fields[] = {
-    F(kvq_attn, k),              F(kvq_attn, v),                F(kvq_attn, n_q),              F(kvq_attn, n_head),
-    F(kvq_attn, n_head_kv),      F(kvq_attn, n_pages),          F(kvq_attn, n_kv),             F(kvq_attn, flags),
-    F(kvq_attn, scale),          F(kvq_attn, max_bias),         F(kvq_attn, softcap),          F(kvq_attn, q),
-    F(kvq_attn, q_stride_token), F(kvq_attn, q_stride_head),    F(kvq_attn, mask),             F(kvq_attn, mask_stride_token),
-    F(kvq_attn, mask_stride_head), F(kvq_attn, sinks),          F(kvq_attn, dst),              F(kvq_attn, dst_stride_token),
-    F(kvq_attn, dst_stride_head), F(kvq_attn, pages),
-    F(kvq_attn, k_mean),         F(kvq_attn, v_mean),           F(kvq_attn, rotary),           F(kvq_attn, positions), F(kvq_attn, lse), F(kvq_attn, sealed), F(kvq_attn, map_stride),
+    F(kvq_attn, k),
+    F(kvq_attn, v),
+    F(kvq_attn, n_q),
+    F(kvq_attn, n_head),
+    F(kvq_attn, n_head_kv),
+    F(kvq_attn, n_pages),
+    F(kvq_attn, n_kv),
+    F(kvq_attn, flags),
+    F(kvq_attn, scale),
+    F(kvq_attn, max_bias),
+    F(kvq_attn, softcap),
+    F(kvq_attn, q),
+    F(kvq_attn, q_stride_token),
+    F(kvq_attn, q_stride_head),
+    F(kvq_attn, mask),
+    F(kvq_attn, mask_stride_token),
+    F(kvq_attn, mask_stride_head),
+    F(kvq_attn, sinks),
+    F(kvq_attn, dst),
+    F(kvq_attn, dst_stride_token),
+    F(kvq_attn, dst_stride_head),
+    F(kvq_attn, pages),
+    F(kvq_attn, k_mean),
+    F(kvq_attn, v_mean),
+    F(kvq_attn, rotary),
+    F(kvq_attn, positions),
+    F(kvq_attn, lse),
+    F(kvq_attn, sealed),
+    F(kvq_attn, map_stride),
 };
 
 const kvq_field kvq_layer_shape_fields[] = {
-    F(kvq_layer_shape, il), F(kvq_layer_shape, n_head_kv), F(kvq_layer_shape, head_size_k), F(kvq_layer_shape, head_size_v),
+    F(kvq_layer_shape, il),
+    F(kvq_layer_shape, n_head_kv),
+    F(kvq_layer_shape, head_size_k),
+    F(kvq_layer_shape, head_size_v),
 };
 
 const kvq_field kvq_stats_fields[] = {
-    F(kvq_stats, method),       F(kvq_stats, options),      F(kvq_stats, kernel),       F(kvq_stats, n_layer),
-    F(kvq_stats, n_cells),      F(kvq_stats, n_stream),     F(kvq_stats, page_cells),   F(kvq_stats, bytes_f16),
-    F(kvq_stats, bytes_codes),  F(kvq_stats, bytes_params), F(kvq_stats, bytes_window), F(kvq_stats, bytes_tables),
-    F(kvq_stats, bytes_calibration), F(kvq_stats, bytes_chain), F(kvq_stats, bytes_total), F(kvq_stats, bytes_scratch), F(kvq_stats, bits_k),
-    F(kvq_stats, bits_v),       F(kvq_stats, bits),         F(kvq_stats, bits_headline), F(kvq_stats, n_sealed),
-    F(kvq_stats, n_reopened),   F(kvq_stats, n_forced),     F(kvq_stats, predict_macs),
+    F(kvq_stats, method),
+    F(kvq_stats, options),
+    F(kvq_stats, kernel),
+    F(kvq_stats, n_layer),
+    F(kvq_stats, n_cells),
+    F(kvq_stats, n_stream),
+    F(kvq_stats, page_cells),
+    F(kvq_stats, bytes_f16),
+    F(kvq_stats, bytes_codes),
+    F(kvq_stats, bytes_params),
+    F(kvq_stats, bytes_window),
+    F(kvq_stats, bytes_tables),
+    F(kvq_stats, bytes_calibration),
+    F(kvq_stats, bytes_chain),
+    F(kvq_stats, bytes_total),
+    F(kvq_stats, bytes_scratch),
+    F(kvq_stats, bits_k),
+    F(kvq_stats, bits_v),
+    F(kvq_stats, bits),
+    F(kvq_stats, bits_headline),
+    F(kvq_stats, n_sealed),
+    F(kvq_stats, n_reopened),
+    F(kvq_stats, n_forced),
+    F(kvq_stats, predict_macs),
 };
 
 const kvq_struct structs[] = {
-    S(llama_model_params), S(llama_context_params), S(llama_batch),   S(llama_sampler_chain_params), S(llama_chat_message),
-    S(kvq_option_info),    S(kvq_method_info),      S(kvq_codec),     S(kvq_type_info),              S(kvq_page),                   S(kvq_rotary),
-    S(kvq_attn),           S(kvq_layer_shape),      S(kvq_stats),
+    S(llama_model_params),
+    S(llama_context_params),
+    S(llama_batch),
+    S(llama_sampler_chain_params),
+    S(llama_chat_message),
+    S(kvq_option_info),
+    S(kvq_method_info),
+    S(kvq_codec),
+    S(kvq_type_info),
+    S(kvq_page),
+    S(kvq_rotary),
+    S(kvq_attn),
+    S(kvq_layer_shape),
+    S(kvq_stats),
 };
 
 #undef F
@@ -163,9 +251,7 @@ const kvq_struct structs[] = {
 
 const kvq_struct * find(const char * type) {
     for (const kvq_struct & s : structs) {
-        if (type && std::strcmp(s.name, type) == 0) {
-            return &s;
-        }
+        if (type && std::strcmp(s.name, type) == 0) { return &s; }
     }
     return nullptr;
 }
@@ -180,9 +266,7 @@ extern "C" KVQ_API size_t kvq_sizeof(const char * type) {
 extern "C" KVQ_API size_t kvq_offsetof(const char * type, const char * field) {
     const kvq_struct * s = find(type);
     for (size_t i = 0; s && field && i < s->n_fields; i++) {
-        if (std::strcmp(s->fields[i].name, field) == 0) {
-            return s->fields[i].offset;
-        }
+        if (std::strcmp(s->fields[i].name, field) == 0) { return s->fields[i].offset; }
     }
     return (size_t) -1;
 }

@@ -1,5 +1,5 @@
-// Registry, device and backend: what ggml_backend_load finds. On CPU the device reports host memory and takes only the nodes
-// that touch a cache; weights fall through to upstream's CPU buffer types.
+// Registry, device and backend: what ggml_backend_load finds. On CPU the device reports host memory and takes only
+// the nodes that touch a cache; weights fall through to upstream's CPU buffer types.
 #include "backend.h"
 
 #include <algorithm>
@@ -24,7 +24,8 @@ static ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * g
 }
 
 static ggml_guid_t backend_guid(void) {
-    static ggml_guid guid = { 0x6b, 0x76, 0x71, 0x2d, 0x67, 0x67, 0x6d, 0x6c, 0x90, 0x21, 0x4a, 0x5e, 0x11, 0x7c, 0x33, 0xd4 };
+    static ggml_guid guid = { 0x6b, 0x76, 0x71, 0x2d, 0x67, 0x67, 0x6d, 0x6c, 0x90, 0x21, 0x4a, 0x5e, 0x11, 0x7c, 0x33,
+        0xd4 };
     return &guid;
 }
 
@@ -36,20 +37,18 @@ static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
 
 static kvq_device_context & context(ggml_backend_dev_t dev) { return *(kvq_device_context *) dev->context; }
 
-static const char * dev_name(ggml_backend_dev_t dev)        { return context(dev).name.c_str(); }
+static const char * dev_name(ggml_backend_dev_t dev) { return context(dev).name.c_str(); }
 static const char * dev_description(ggml_backend_dev_t dev) { return context(dev).description.c_str(); }
 
 static void dev_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     const size_t page = (size_t) sysconf(_SC_PAGESIZE);
     *total = (size_t) sysconf(_SC_PHYS_PAGES) * page;
-    *free  = (size_t) sysconf(_SC_AVPHYS_PAGES) * page;
+    *free = (size_t) sysconf(_SC_AVPHYS_PAGES) * page;
     if (FILE * f = fopen("/proc/meminfo", "r")) { // counts reclaimable cache as free
         char line[128];
         unsigned long kib;
         while (fgets(line, sizeof(line), f)) {
-            if (sscanf(line, "MemAvailable: %lu kB", &kib) == 1) {
-                *free = (size_t) kib * 1024;
-            }
+            if (sscanf(line, "MemAvailable: %lu kB", &kib) == 1) { *free = (size_t) kib * 1024; }
         }
         fclose(f);
     }
@@ -59,23 +58,23 @@ static void dev_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
 static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 
 static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    props->name        = dev_name(dev);
+    props->name = dev_name(dev);
     props->description = dev_description(dev);
-    props->type        = dev_type(dev);
-    props->device_id   = nullptr;
+    props->type = dev_type(dev);
+    props->device_id = nullptr;
     dev_memory(dev, &props->memory_free, &props->memory_total);
-    props->caps        = {};
+    props->caps = {};
 }
 
 static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
     ggml_backend_i iface = {};
-    iface.get_name      = backend_name;
-    iface.free          = backend_free;
+    iface.get_name = backend_name;
+    iface.free = backend_free;
     iface.graph_compute = backend_graph_compute;
     kvq_backend_context * c = new kvq_backend_context;
-    c->device    = dev;
+    c->device = dev;
     c->n_threads = (int) std::max(1u, std::thread::hardware_concurrency() / 2);
-    return new ggml_backend { backend_guid(), iface, dev, c };
+    return new ggml_backend{ backend_guid(), iface, dev, c };
 }
 
 static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return &context(dev).buft; }
@@ -91,60 +90,61 @@ static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buf
 
 static const ggml_backend_device_i device_interface = [] { // by name: members come and go between versions
     ggml_backend_device_i i = {};
-    i.get_name        = dev_name;
+    i.get_name = dev_name;
     i.get_description = dev_description;
-    i.get_memory      = dev_memory;
-    i.get_type        = dev_type;
-    i.get_props       = dev_props;
-    i.init_backend    = dev_init;
+    i.get_memory = dev_memory;
+    i.get_type = dev_type;
+    i.get_props = dev_props;
+    i.init_backend = dev_init;
     i.get_buffer_type = dev_buft;
-    i.supports_op     = dev_supports_op;
-    i.supports_buft   = dev_supports_buft;
+    i.supports_op = dev_supports_op;
+    i.supports_buft = dev_supports_buft;
     return i;
 }();
 
 // ---------------------------------------------------------------- reader
 
-// llama.cpp's scheduler gives an operation without weights to the device of its neighbours. Attention that stands between operations of
-// the CPU (sparse attention builds its mask there) would go to the CPU backend, which cannot read a cache: the scheduler would copy all
-// of it as f16 in every step. A second device of type ACCEL with the CPU's buffer type takes such nodes back: the scheduler moves a node
-// of the CPU to any device of higher rank and the same buffer type that supports it. It has no memory and keeps nothing.
+// llama.cpp's scheduler gives an operation without weights to the device of its neighbours. Attention that stands
+// between operations of the CPU (sparse attention builds its mask there) would go to the CPU backend, which cannot
+// read a cache: the scheduler would copy all of it as f16 in every step. A second device of type ACCEL with the CPU's
+// buffer type takes such nodes back: the scheduler moves a node of the CPU to any device of higher rank and the same
+// buffer type that supports it. It has no memory and keeps nothing.
 
-static const char * reader_name(ggml_backend_dev_t)        { return "KVQ-reader"; }
-static const char * reader_description(ggml_backend_dev_t) { return "ggml-kvq, attention between operations of the CPU"; }
+static const char * reader_name(ggml_backend_dev_t) { return "KVQ-reader"; }
+static const char * reader_description(ggml_backend_dev_t) {
+    return "ggml-kvq, attention between operations of the CPU";
+}
 static enum ggml_backend_dev_type reader_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_ACCEL; }
 static ggml_backend_buffer_type_t reader_buft(ggml_backend_dev_t) { return ggml_backend_cpu_buffer_type(); }
 
 static void reader_memory(ggml_backend_dev_t, size_t * free, size_t * total) { *free = *total = 0; }
 
 static void reader_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
-    props->name        = reader_name(dev);
+    props->name = reader_name(dev);
     props->description = reader_description(dev);
-    props->type        = reader_type(dev);
-    props->device_id   = nullptr;
+    props->type = reader_type(dev);
+    props->device_id = nullptr;
     props->memory_free = props->memory_total = 0;
-    props->caps        = {};
+    props->caps = {};
 }
 
 static bool reader_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     kvq_note_absent(op);
     for (int i = 0; i < GGML_MAX_SRC && !kvq_is_view_op(op->op); i++) {
-        if (op->src[i] && kvq_find_target(op->src[i]).cache) {
-            return kvq_supports_op(context(dev), op);
-        }
+        if (op->src[i] && kvq_find_target(op->src[i]).cache) { return kvq_supports_op(context(dev), op); }
     }
     return false;
 }
 
 static ggml_backend_device_i make_reader_interface(void) {
     ggml_backend_device_i i = device_interface;
-    i.get_name        = reader_name;
+    i.get_name = reader_name;
     i.get_description = reader_description;
-    i.get_memory      = reader_memory;
-    i.get_type        = reader_type;
-    i.get_props       = reader_props;
+    i.get_memory = reader_memory;
+    i.get_type = reader_type;
+    i.get_props = reader_props;
     i.get_buffer_type = reader_buft;
-    i.supports_op     = reader_supports_op;
+    i.supports_op = reader_supports_op;
     return i;
 }
 
@@ -152,14 +152,12 @@ static ggml_backend_device_i make_reader_interface(void) {
 
 static ggml_backend_device device, reader, draft_device;
 
-static const char *       reg_name(ggml_backend_reg_t)                 { return "KVQ"; }
-static int                n_cuda = 0; // devices over CUDA; without any, one on the CPU and its reader
-static size_t             reg_count(ggml_backend_reg_t)                { return n_cuda ? (size_t) n_cuda : kvq_draft_asked() ? 3 : 2; }
+static const char * reg_name(ggml_backend_reg_t) { return "KVQ"; }
+static int n_cuda = 0; // devices over CUDA; without any, one on the CPU and its reader
+static size_t reg_count(ggml_backend_reg_t) { return n_cuda ? (size_t) n_cuda : kvq_draft_asked() ? 3 : 2; }
 static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) {
 #ifdef KVQ_CUDA
-    if (n_cuda) {
-        return kvq_cuda_get(index);
-    }
+    if (n_cuda) { return kvq_cuda_get(index); }
 #endif
     ggml_backend_dev_t all[3] = { &device, &reader, &draft_device };
     return index < reg_count(nullptr) ? all[index] : nullptr;
@@ -176,37 +174,33 @@ static void * reg_proc(ggml_backend_reg_t, const char * name) {
 
 static const ggml_backend_reg_i reg_interface = [] {
     ggml_backend_reg_i i = {};
-    i.get_name         = reg_name;
+    i.get_name = reg_name;
     i.get_device_count = reg_count;
-    i.get_device       = reg_device;
+    i.get_device = reg_device;
     i.get_proc_address = reg_proc;
     return i;
 }();
 
 static bool version_matches(void) {
-    if (strcmp(ggml_version(), KVQ_GGML_VERSION) == 0) {
-        return true;
-    }
-    kvq_report_error(std::string("this libggml is ") + ggml_version() + ", libggml-kvq.so was built for " + KVQ_GGML_VERSION +
-                     ": rebuild it with cmake -DLLAMA_CPP_DIR=<source of this llama.cpp>");
+    if (strcmp(ggml_version(), KVQ_GGML_VERSION) == 0) { return true; }
+    kvq_report_error(std::string("this libggml is ") + ggml_version() + ", libggml-kvq.so was built for " +
+        KVQ_GGML_VERSION + ": rebuild it with cmake -DLLAMA_CPP_DIR=<source of this llama.cpp>");
     return false;
 }
 
 extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
-    if (!version_matches()) {
-        return nullptr;
-    }
+    if (!version_matches()) { return nullptr; }
     static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION, reg_interface, nullptr };
     static kvq_device_context context, draft_context;
     if (!device.context) {
-        context.name        = "KVQ0";
+        context.name = "KVQ0";
         context.description = std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
         kvq_init_buffer_type(context, &device);
         device = { device_interface, &reg, &context };
         reader = { make_reader_interface(), &reg, &context };
-        draft_context.name        = "KVQD0";
+        draft_context.name = "KVQD0";
         draft_context.description = "ggml-kvq KV cache of draft models, CPU";
-        draft_context.for_draft   = true;
+        draft_context.for_draft = true;
         kvq_init_buffer_type(draft_context, &draft_device);
         draft_device = { device_interface, &reg, &draft_context };
 #ifdef KVQ_CUDA

@@ -31,19 +31,17 @@ static int layer_of(const ggml_tensor * root) {
     return id.tag.empty() ? id.il : -1;
 }
 
-static bool has_layer(const ggml_tensor * root, int il) { return buffer_of(root)->cache && buffer_of(root)->cache->layer(il); }
+static bool has_layer(const ggml_tensor * root, int il) {
+    return buffer_of(root)->cache && buffer_of(root)->cache->layer(il);
+}
 
 static kvq_device_context & device_of(const kvq_backend_context & b) {
     return *(kvq_device_context *) b.device->context;
 }
 
 void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size) {
-    if (layer_of(tensor) < 0) {
-        return;
-    }
-    if (!b.found) {
-        b.found.reset(new kvq_found_cache);
-    }
+    if (layer_of(tensor) < 0) { return; }
+    if (!b.found) { b.found.reset(new kvq_found_cache); }
     auto & written = b.found->written;
     char * at = (char *) tensor->data + offset;
     if (!written.empty() && written.back().first + written.back().second == at) {
@@ -57,12 +55,10 @@ void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset,
 
 // Rows that were set while the memory was plain go to the lane; then the memory goes back, and an access to it faults.
 static void move_over(kvq_buffer & b, const ggml_tensor * root) {
-    char * first = (char *) root->data, * end = first + ggml_nbytes(root);
+    char *first = (char *) root->data, *end = first + ggml_nbytes(root);
     for (const auto & w : b.found->written) {
-        char * from = std::max(w.first, first), * to = std::min(w.first + w.second, end);
-        if (from >= to) {
-            continue;
-        }
+        char *from = std::max(w.first, first), *to = std::min(w.first + w.second, end);
+        if (from >= to) { continue; }
         const size_t at = (size_t) (from - first);
         std::vector<char> rows((size_t) (to - from));
         if (b.inner) {
@@ -84,7 +80,7 @@ static void move_over(kvq_buffer & b, const ggml_tensor * root) {
 
 // "" when the layer is there, else why it cannot be
 static std::string find_layer(kvq_backend_context & b, const ggml_tensor * attention) {
-    const ggml_tensor * k = attention->src[1], * v = attention->src[2], * kr = root_of(k), * vr = root_of(v);
+    const ggml_tensor *k = attention->src[1], *v = attention->src[2], *kr = root_of(k), *vr = root_of(v);
     const int latent = vr == kr ? (int) v->ne[0] : 0; // values are a view of the keys
     const kvq_lane_id id_k = kvq_parse_cache_name(kr->name), id_v = kvq_parse_cache_name(vr->name);
     const kvq_layer_shape shape = { id_k.il, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0] };
@@ -95,32 +91,25 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     if (kr->type != GGML_TYPE_F16 || vr->type != GGML_TYPE_F16) {
         return "the client's cache type is not f16: drop -ctk and -ctv there, the method chooses the format";
     }
-    if (shape.n_head_kv * shape.head_size_k != kr->ne[0] || (!latent && shape.n_head_kv * shape.head_size_v != vr->ne[0])) {
+    if (shape.n_head_kv * shape.head_size_k != kr->ne[0] ||
+        (!latent && shape.n_head_kv * shape.head_size_v != vr->ne[0])) {
         return name + " attends over " + std::to_string(shape.n_head_kv) + " heads of " +
-               std::to_string(shape.head_size_k) + ", its rows have " + std::to_string(kr->ne[0]) +
-               " channels: run this model without --kv-method";
+            std::to_string(shape.head_size_k) + ", its rows have " + std::to_string(kr->ne[0]) +
+            " channels: run this model without --kv-method";
     }
     kvq_buffer & buffer = *buffer_of(kr);
-    if (!buffer.found) {
-        buffer.found.reset(new kvq_found_cache);
-    }
+    if (!buffer.found) { buffer.found.reset(new kvq_found_cache); }
     kvq_found_cache & found = *buffer.found;
     const int last = found.draft.layers.empty() ? -1 : found.draft.layers.back().il;
     if (last >= shape.il) {
         return name + " comes after layer " + std::to_string(last) + ": layers of a cache must be in order";
     }
-    if (!found.draft.add_known(shape, latent, (int) kr->ne[1], (int) kr->ne[2])) {
-        return found.draft.error();
-    }
+    if (!found.draft.add_known(shape, latent, (int) kr->ne[1], (int) kr->ne[2])) { return found.draft.error(); }
     const kvq_draft_layer & d = found.draft.layers.back();
 #ifdef KVQ_CUDA
     if (b.inner) {
-        if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
-            return name + ": " + why;
-        }
-        if (!buffer.device) {
-            buffer.device = kvq_cuda_make_device(device_of(b).ordinal);
-        }
+        if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) { return name + ": " + why; }
+        if (!buffer.device) { buffer.device = kvq_cuda_make_device(device_of(b).ordinal); }
     }
 #endif
     bool ok = true;
@@ -154,21 +143,13 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
     try {
         for (int i = 0; i < graph->n_nodes && why.empty(); i++) {
             const ggml_tensor * node = graph->nodes[i];
-            if (node->op != GGML_OP_FLASH_ATTN_EXT) {
-                continue;
-            }
+            if (node->op != GGML_OP_FLASH_ATTN_EXT) { continue; }
             const ggml_tensor * root = root_of(node->src[1]);
-            if (!is_plain(root)) {
-                continue;
-            }
+            if (!is_plain(root)) { continue; }
             const int il = layer_of(root);
-            if (il < 0) {
-                continue;
-            }
+            if (il < 0) { continue; }
             const bool is_new = !has_layer(root, il);
-            if (is_new) {
-                why = find_layer(b, node);
-            }
+            if (is_new) { why = find_layer(b, node); }
             kvq_buffer & buffer = *buffer_of(root);
             kvq_found_cache * found = buffer.found.get();
             if (!why.empty() || !found || found->said || (is_new && found->nb_known < root->buffer->size)) {
@@ -181,26 +162,18 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
                 ggml_backend_buffer_free(buffer.inner);
                 buffer.inner = nullptr;
             }
-            if (kvq_verbosity() > 0) {
-                fprintf(stderr, "%s\n", buffer.cache->load_line().c_str());
-            }
+            if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", buffer.cache->load_line().c_str()); }
         }
         for (int i = 0; i < graph->n_nodes && why.empty(); i++) {
             const ggml_tensor * node = graph->nodes[i];
-            if (node->op != GGML_OP_SET_ROWS || !is_plain(root_of(node))) {
-                continue;
-            }
+            if (node->op != GGML_OP_SET_ROWS || !is_plain(root_of(node))) { continue; }
             const int il = layer_of(root_of(node));
             if (il >= 0 && !has_layer(root_of(node), il)) {
                 why = std::string(root_of(node)->name) + " is read without flash attention: run the client with -fa on";
             }
         }
-    } catch (const std::bad_alloc &) {
-        why = "out of memory for the KV cache of a client: lower -c there";
-    }
-    if (!why.empty()) {
-        kvq_report_error(why);
-    }
+    } catch (const std::bad_alloc &) { why = "out of memory for the KV cache of a client: lower -c there"; }
+    if (!why.empty()) { kvq_report_error(why); }
     return why.empty();
 }
 
@@ -215,13 +188,9 @@ ggml_backend_t kvq_cpu_backend(kvq_backend_context & b) {
         const auto by_type = (decltype(&ggml_backend_dev_by_type)) found;
         ggml_backend_dev_t cpu = by_type ? by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : nullptr;
         b.cpu = cpu ? ggml_backend_dev_init(cpu, nullptr) : nullptr;
-        if (!b.cpu) {
-            return nullptr;
-        }
+        if (!b.cpu) { return nullptr; }
         void * set = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
-        if (set) {
-            ((ggml_backend_set_n_threads_t) set)(b.cpu, b.n_threads);
-        }
+        if (set) { ((ggml_backend_set_n_threads_t) set)(b.cpu, b.n_threads); }
     }
     return b.cpu;
 }

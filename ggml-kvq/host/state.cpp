@@ -26,7 +26,7 @@ static row_range rows_of(size_t offset, size_t size, size_t nb_row) {
 }
 
 static void each_stream(const kvq_lane_layout & l, int64_t row0, int64_t row1,
-                        const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
+    const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
     const int64_t n_cells = l.n_cells;
     for (int64_t row = row0; row < row1;) {
         const int64_t end = std::min((row / n_cells + 1) * n_cells, row1);
@@ -41,21 +41,21 @@ struct row_lanes {
     int n = 0, width[2], row = 0; // channels
     explicit row_lanes(const kvq_target & t) {
         const auto add = [&](kvq_lane & l) {
-            lane[n]    = &l;
+            lane[n] = &l;
             width[n++] = l.layout().n_head * l.layout().codec.head_size;
             row += width[n - 1];
         };
         add(t.value ? *t.layer->v : *t.layer->k);
-        if (t.layer->d.latent) {
-            add(*t.layer->v);
-        }
+        if (t.layer->d.latent) { add(*t.layer->v); }
     }
     const kvq_lane_layout & layout() const { return lane[0]->layout(); }
 
     // channels of lane i out of rows [n_rows][row], or into them
     void part(int i, int n_rows, const uint16_t * rows, uint16_t * out) const {
         const int at = i ? width[0] : 0;
-        for (int t = 0; t < n_rows; t++) { memcpy(out + (size_t) t * width[i], rows + (size_t) t * row + at, 2 * (size_t) width[i]); }
+        for (int t = 0; t < n_rows; t++) {
+            memcpy(out + (size_t) t * width[i], rows + (size_t) t * row + at, 2 * (size_t) width[i]);
+        }
     }
     void read(int stream, int cell, int n_rows, uint16_t * rows) const {
         std::vector<uint16_t> one;
@@ -66,7 +66,9 @@ struct row_lanes {
             }
             one.resize((size_t) n_rows * width[i]);
             lane[i]->read(stream, cell, n_rows, one.data());
-            for (int t = 0; t < n_rows; t++) { memcpy(rows + (size_t) t * row + at, &one[(size_t) t * width[i]], 2 * (size_t) width[i]); }
+            for (int t = 0; t < n_rows; t++) {
+                memcpy(rows + (size_t) t * row + at, &one[(size_t) t * width[i]], 2 * (size_t) width[i]);
+            }
         }
     }
     void restore(int stream, int cell, int n_rows, const uint16_t * rows) const {
@@ -95,7 +97,7 @@ static thread_local uint32_t tag_out = 0, tag_in = 0;
 
 extern "C" void kvq_state_begin(uint32_t tag) {
     tag_out = tag;
-    tag_in  = 0;
+    tag_in = 0;
     kvq_set_error("");
 }
 extern "C" uint32_t kvq_state_tag(void) { return tag_in; }
@@ -105,9 +107,7 @@ uint16_t kvq_kv_cache::model_mark() {
     if (mark < 0) {
         uint64_t h = model.arch.empty() ? 0 : strtoull(model.hash.c_str(), nullptr, 16);
         const std::vector<float> sketch = h ? kvq_make_sketch(config.model_path) : std::vector<float>();
-        if (sketch.size() >= KVQ_SKETCH) {
-            h ^= kvq_mark_hash((const uint16_t *) &sketch[KVQ_SKETCH - 16], 2 * 16);
-        }
+        if (sketch.size() >= KVQ_SKETCH) { h ^= kvq_mark_hash((const uint16_t *) &sketch[KVQ_SKETCH - 16], 2 * 16); }
         mark = h ? (int) (uint16_t) (h ^ h >> 16 ^ h >> 32 ^ h >> 48) | 1 : 0;
     }
     return (uint16_t) mark;
@@ -118,17 +118,18 @@ static void add_hashes(const uint16_t * rows, int n, int width, std::vector<uint
 }
 
 // Both copies of a mark go into plane `plane` of the rows a[] and b[].
-static void put_marks(const kvq_target & t, const kvq_mark_rows_view & v, const int * a, const int * b, int plane, int page_cells) {
+static void put_marks(
+    const kvq_target & t, const kvq_mark_rows_view & v, const int * a, const int * b, int plane, int page_cells) {
     kvq_mark m;
     kvq_mark_clear(v, a, plane);
     kvq_mark_clear(v, b, plane);
     std::vector<uint64_t> hashes;
     add_hashes(v.rows, v.n, v.width, hashes);
-    m.sum   = kvq_mark_sum(hashes.data(), v.n, t.layer->d.il, t.value);
-    m.tag   = tag_out;
+    m.sum = kvq_mark_sum(hashes.data(), v.n, t.layer->d.il, t.value);
+    m.tag = tag_out;
     m.model = t.cache->model_mark();
     m.page_cells = (uint16_t) page_cells;
-    m.n   = v.n;
+    m.n = v.n;
     m.row = a[0];
     kvq_mark_put(v, a, plane, m);
     m.row = b[0];
@@ -141,23 +142,17 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
     const kvq_lane_layout & l = lane.layout();
     const kvq_mark_rows_view v = { rows, n, lanes.row, l.codec.head_size };
     const int k = kvq_mark_rows(l.codec.head_size), pc = l.page_cells, plane = lane.mark_plane();
-    if (l.is_f16() || n >= 1 << 24) {
-        return;
-    }
+    if (l.is_f16() || n >= 1 << 24) { return; }
     if (l.evicts) {
         const std::vector<int> evicted = kvq_mark_evicted(v);
-        if (evicted.size() >= 2 * (size_t) k) {
-            put_marks(t, v, &evicted[0], &evicted[(size_t) k], 0, 0);
-        }
+        if (evicted.size() >= 2 * (size_t) k) { put_marks(t, v, &evicted[0], &evicted[(size_t) k], 0, 0); }
         return;
     }
     std::vector<int> a((size_t) k), b((size_t) k);
     std::vector<uint16_t> before, page((size_t) pc * lanes.width[0]);
     int n_tries = 0;
     for (int p = (cell + pc - 1) / pc; plane >= 0 && (p + 1) * pc <= cell + n && n_tries < 8; p++) {
-        if (lane.state(s, p) != KVQ_PAGE_SEALED) {
-            continue;
-        }
+        if (lane.state(s, p) != KVQ_PAGE_SEALED) { continue; }
         const int r = p * pc - cell;
         before.assign(v.row(r), v.row(r) + (size_t) pc * lanes.row);
         for (int i = 0; i < k; i++) {
@@ -166,9 +161,7 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
         }
         put_marks(t, v, a.data(), b.data(), plane, pc);
         lanes.part(0, pc, v.row(r), page.data());
-        if (lane.is_marked_image(s, p, page.data())) {
-            return;
-        }
+        if (lane.is_marked_image(s, p, page.data())) { return; }
         std::copy(before.begin(), before.end(), v.row(r)); // another page can be restored without those bits
         n_tries++;
     }
@@ -184,11 +177,10 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     const kvq_mark_rows_view v = { rows, n, lanes.row, lanes.layout().codec.head_size };
     if (in.layer != t.layer || in.value != t.value || in.stream != s) {
         const bool cut = !in.open.empty() || !in.blob.empty();
-        const std::string of = cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
+        const std::string of =
+            cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
         in.begin(t.layer, t.value, s);
-        if (cut) {
-            return "the saved state is cut off: rows of the " + of + " are missing; save it again";
-        }
+        if (cut) { return "the saved state is cut off: rows of the " + of + " are missing; save it again"; }
     }
     for (size_t i = 0; i < (size_t) n * lanes.row; i++) {
         if ((rows[i] & 0x7c00) == 0x7c00) {
@@ -220,7 +212,8 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
             return "the saved state is of another model: give it the model that it was saved with";
         }
         if (kvq_mark_sum(&in.hashes[from], m.n, t.layer->d.il, t.value) != m.sum) {
-            return "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
+            return "the saved state is damaged or cut off: the checksum of the " + which(t) +
+                " does not fit; save it again";
         }
         f = in.open.erase(f);
     }
@@ -249,13 +242,12 @@ static void copy_out(void * data, const char * from, size_t nb) {
 }
 
 // Bytes of a compact tensor on their way in; true: they are, and there are no rows to restore.
-static bool take_blob(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, const uint16_t * rows, std::string & why) {
+static bool take_blob(
+    const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, const uint16_t * rows, std::string & why) {
     kvq_arrivals & in = t.cache->arrivals;
     const bool same = in.layer == t.layer && in.value == t.value && in.stream == s;
     if (!same || in.blob.empty()) {
-        if (!kvq_blob_begins(rows, 2 * (size_t) lanes.row * n)) {
-            return false;
-        }
+        if (!kvq_blob_begins(rows, 2 * (size_t) lanes.row * n)) { return false; }
         in.begin(t.layer, t.value, s);
     }
     in.blob.insert(in.blob.end(), (const uint8_t *) rows, (const uint8_t *) (rows + (size_t) lanes.row * n));
@@ -269,7 +261,8 @@ static bool take_blob(const kvq_target & t, const row_lanes & lanes, int s, int 
     }
     kvq_blob_head head = {};
     const uint16_t mine = t.cache->model_mark();
-    if (n_have != n_rows || !kvq_blob_read_head(in.blob.data(), in.blob.size(), head) || head.il != t.layer->d.il || head.value != t.value || head.n_lanes != lanes.n) {
+    if (n_have != n_rows || !kvq_blob_read_head(in.blob.data(), in.blob.size(), head) || head.il != t.layer->d.il ||
+        head.value != t.value || head.n_lanes != lanes.n) {
         why = "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
     } else if (head.model && mine && head.model != mine) {
         why = "the saved state is of another model: give it the model that it was saved with";
@@ -301,18 +294,15 @@ void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_
     std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
         uint16_t * const to = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
-        if (r.whole() && t.cache->compact && compact_rows(t, lanes, s, cell, n, (uint8_t *) to)) {
-            return;
-        }
+        if (r.whole() && t.cache->compact && compact_rows(t, lanes, s, cell, n, (uint8_t *) to)) { return; }
         lanes.read(s, cell, n, to);
-        if (r.whole()) {
-            sign(t, lanes, s, cell, n, to);
-        }
+        if (r.whole()) { sign(t, lanes, s, cell, n, to); }
     });
     copy_out(data, (const char *) rows.data() + r.head, size);
 }
 
-static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const void * data, size_t offset, size_t size, bool from_state, bool may_throw) {
+static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const void * data, size_t offset, size_t size,
+    bool from_state, bool may_throw) {
     const row_lanes lanes(t);
     t.cache->commit(1);
     const size_t nb_row = 2 * (size_t) lanes.row;
@@ -323,8 +313,8 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
             lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
         });
     };
-    if (r.head)  { read(r.row0); }
-    if (r.tail)  { read(r.row1 - 1); }
+    if (r.head) { read(r.row0); }
+    if (r.tail) { read(r.row1 - 1); }
     memcpy((char *) rows.data() + r.head, data, size);
 
     kvq_arrivals & in = t.cache->arrivals;
@@ -345,9 +335,7 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
     }
     in.data = data;
     if (!why.empty()) {
-        if (in.damage.empty()) {
-            kvq_report_error(why);
-        }
+        if (in.damage.empty()) { kvq_report_error(why); }
         in.damage = why;
         t.cache->refused = true;
         if (staged && may_throw) { // llama.cpp hears of it and empties what it began to restore
@@ -379,9 +367,7 @@ void kvq_fill_rows(const ggml_tensor * tensor, uint8_t value, size_t offset, siz
 
 bool kvq_copy_rows(const ggml_tensor * src, const ggml_tensor * dst) {
     const kvq_target a = kvq_find_target(src), b = kvq_find_target(dst);
-    if (!a.layer || a.layer != b.layer || a.value != b.value) {
-        return false;
-    }
+    if (!a.layer || a.layer != b.layer || a.value != b.value) { return false; }
     const row_lanes lanes(a);
     const size_t nb_stream = 2 * (size_t) lanes.row * lanes.layout().n_cells;
     const size_t from = root_offset(a, src, 0), to = root_offset(b, dst, 0);

@@ -28,8 +28,12 @@ static const std::vector<std::string> & stats_paths(void) {
     return paths;
 }
 
-kvq_busy::kvq_busy()  { if (!stats_paths().empty()) { busy_mutex.lock(); } }
-kvq_busy::~kvq_busy() { if (!stats_paths().empty()) { busy_mutex.unlock(); } }
+kvq_busy::kvq_busy() {
+    if (!stats_paths().empty()) { busy_mutex.lock(); }
+}
+kvq_busy::~kvq_busy() {
+    if (!stats_paths().empty()) { busy_mutex.unlock(); }
+}
 
 static std::string quoted(const char * text) {
     std::string out = "\"";
@@ -53,9 +57,7 @@ static std::string number(double x) {
 
 static std::string cache_json(int i) {
     kvq_stats s;
-    if (kvq_cache_stats(i, &s) != KVQ_OK) {
-        return "";
-    }
+    if (kvq_cache_stats(i, &s) != KVQ_OK) { return ""; }
     std::string out = "{";
     const auto add = [&](const char * key, const std::string & value) {
         out += (out.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + value;
@@ -64,12 +66,22 @@ static std::string cache_json(int i) {
     add("options", quoted(s.options));
     add("kernel", quoted(s.kernel));
     const std::pair<const char *, uint64_t> counts[] = {
-        { "layers", (uint64_t) s.n_layer }, { "tokens", (uint64_t) s.n_cells }, { "slots", (uint64_t) s.n_stream },
-        { "page_tokens", (uint64_t) s.page_cells }, { "bytes_total", s.bytes_total }, { "bytes_f16", s.bytes_f16 },
-        { "bytes_codes", s.bytes_codes }, { "bytes_params", s.bytes_params },
-        { "bytes_window", s.bytes_window }, { "bytes_tables", s.bytes_tables }, { "bytes_calibration", s.bytes_calibration },
-        { "bytes_chain", s.bytes_chain }, { "bytes_scratch", s.bytes_scratch }, { "sealed_pages", s.n_sealed },
-        { "reopened_pages", s.n_reopened }, { "forced_pages", s.n_forced },
+        { "layers", (uint64_t) s.n_layer },
+        { "tokens", (uint64_t) s.n_cells },
+        { "slots", (uint64_t) s.n_stream },
+        { "page_tokens", (uint64_t) s.page_cells },
+        { "bytes_total", s.bytes_total },
+        { "bytes_f16", s.bytes_f16 },
+        { "bytes_codes", s.bytes_codes },
+        { "bytes_params", s.bytes_params },
+        { "bytes_window", s.bytes_window },
+        { "bytes_tables", s.bytes_tables },
+        { "bytes_calibration", s.bytes_calibration },
+        { "bytes_chain", s.bytes_chain },
+        { "bytes_scratch", s.bytes_scratch },
+        { "sealed_pages", s.n_sealed },
+        { "reopened_pages", s.n_reopened },
+        { "forced_pages", s.n_forced },
     };
     for (const auto & c : counts) { add(c.first, std::to_string(c.second)); }
     add("bits", number(s.bits));
@@ -88,15 +100,14 @@ static void write_whole(const std::string & path, const std::string & text) {
         static bool said = false;
         if (!said) {
             said = true;
-            kvq_report_note("the figures of the cache cannot be written to " + path + ": check its folder and the disk");
+            kvq_report_note(
+                "the figures of the cache cannot be written to " + path + ": check its folder and the disk");
         }
     }
 }
 
 void kvq_stats_file_write(void) {
-    if (stats_paths().empty()) {
-        return;
-    }
+    if (stats_paths().empty()) { return; }
     const kvq_busy busy;
     std::string caches;
     for (int i = 0; i < kvq_cache_count(); i++) { caches += (i ? ",\n  " : "\n  ") + cache_json(i); }
@@ -104,13 +115,12 @@ void kvq_stats_file_write(void) {
         return; // the last figures stay
     }
     const std::string text = "{\"version\": 1, \"pid\": " + std::to_string(getpid()) +
-                             ", \"time\": " + std::to_string((long long) time(nullptr)) +
-                             ", \"caches\": [" + caches + "\n]}\n";
+        ", \"time\": " + std::to_string((long long) time(nullptr)) + ", \"caches\": [" + caches + "\n]}\n";
     for (const std::string & path : stats_paths()) { write_whole(path, text); }
 }
 
-// The folder that the launcher made for this server's page: index.html and the figures, ".../ggml-kvq-page-<user>-<process>".
-// A router's children inherit the variable and leave it alone.
+// The folder that the launcher made for this server's page: index.html and the figures,
+// ".../ggml-kvq-page-<user>-<process>". A router's children inherit the variable and leave it alone.
 static void remove_page(void) {
     const char * file = getenv("KVQ_PAGE_STATS_FILE");
     const std::string path = file ? file : "";
@@ -128,14 +138,15 @@ struct writer {
     std::mutex mutex;
     std::condition_variable wake;
     bool stop = false;
-    std::thread thread{[this] {
+    std::thread thread{ [this] {
         std::unique_lock<std::mutex> lock(mutex);
-        do {
-            kvq_stats_file_write();
-        } while (!wake.wait_for(lock, std::chrono::seconds(2), [this] { return stop; }));
-    }};
+        do { kvq_stats_file_write(); } while (!wake.wait_for(lock, std::chrono::seconds(2), [this] { return stop; }));
+    } };
     ~writer() {
-        { std::lock_guard<std::mutex> lock(mutex); stop = true; }
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stop = true;
+        }
         wake.notify_all();
         thread.join();
         remove_page();

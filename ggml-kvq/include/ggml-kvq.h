@@ -6,7 +6,8 @@
 //   * ggml programs build graph nodes with the functions of ggml-kvq-graph.h.
 //
 // Conventions: f16 values are uint16_t IEEE half bits; n_ counts, nb_ bytes; strides are in elements.
-// Every function that can fail returns a kvq_status; kvq_last_error() then holds one line that names the value and the cure.
+// Every function that can fail returns a kvq_status; kvq_last_error() then holds one line that names the value and
+// the cure.
 #pragma once
 
 #include <stdbool.h>
@@ -18,47 +19,47 @@ extern "C" {
 #endif
 
 #ifndef KVQ_API
-#    define KVQ_API __attribute__((visibility("default")))
+#define KVQ_API __attribute__((visibility("default")))
 #endif
 
 #define KVQ_ABI_VERSION 1
 
 typedef enum kvq_status {
-    KVQ_OK            = 0,
-    KVQ_ERR_METHOD    = 1, // no such method
-    KVQ_ERR_OPTION    = 2, // no such option, or a value outside its range
-    KVQ_ERR_SHAPE     = 3, // a head size, head count or layer layout the method cannot hold
-    KVQ_ERR_MODEL     = 4, // the model cannot be identified or does not fit the configuration
-    KVQ_ERR_CONFIG    = 5, // calibrated data missing, corrupt or of another model
-    KVQ_ERR_MEMORY    = 6,
-    KVQ_ERR_ARGUMENT  = 7, // a caller's mistake: null pointer, negative count
+    KVQ_OK = 0,
+    KVQ_ERR_METHOD = 1, // no such method
+    KVQ_ERR_OPTION = 2, // no such option, or a value outside its range
+    KVQ_ERR_SHAPE = 3,  // a head size, head count or layer layout the method cannot hold
+    KVQ_ERR_MODEL = 4,  // the model cannot be identified or does not fit the configuration
+    KVQ_ERR_CONFIG = 5, // calibrated data missing, corrupt or of another model
+    KVQ_ERR_MEMORY = 6,
+    KVQ_ERR_ARGUMENT = 7, // a caller's mistake: null pointer, negative count
 } kvq_status;
 
-KVQ_API int          kvq_abi_version(void);
+KVQ_API int kvq_abi_version(void);
 KVQ_API const char * kvq_version(void);
-KVQ_API const char * kvq_last_error(void); // thread-local, "" when nothing failed
-KVQ_API const char * kvq_last_note (void); // likewise, of calibrated data that was taken with a reservation
+KVQ_API const char * kvq_last_error(void);  // thread-local, "" when nothing failed
+KVQ_API const char * kvq_last_note(void);   // likewise, of calibrated data that was taken with a reservation
 KVQ_API const char * kvq_kernel_name(void); // "avx512-vnni", "avx2", "portable"; KVQ_ISA forces a lower one
 
 // ---------------------------------------------------------------- methods
 
 typedef struct kvq_option_info {
     const char * key;
-    const char * type;         // "int", "float", "bool" or "a|b|c"
+    const char * type; // "int", "float", "bool" or "a|b|c"
     const char * default_value;
     const char * help;
-    const char * source;       // paper and section
+    const char * source; // paper and section
 } kvq_option_info;
 
 typedef struct kvq_method_info {
     const char * name;
     const char * summary;
     const char * paper;
-    int32_t      n_options;
+    int32_t n_options;
     const kvq_option_info * options;
 } kvq_method_info;
 
-KVQ_API int                     kvq_method_count(void);
+KVQ_API int kvq_method_count(void);
 KVQ_API const kvq_method_info * kvq_method_at(int i); // NULL when out of range
 
 // Checks a method name and its "key=value,key=value" options without a model.
@@ -75,10 +76,10 @@ KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 // ---------------------------------------------------------------- block formats
 
 typedef enum kvq_type {
-    KVQ_TYPE_F16    = 0, // rows as they came
-    KVQ_TYPE_AFFINE = 1, // x = zero + scale * code
+    KVQ_TYPE_F16 = 0,     // rows as they came
+    KVQ_TYPE_AFFINE = 1,  // x = zero + scale * code
     KVQ_TYPE_LATTICE = 2, // x = H (scale * point[index]), H a Hadamard rotation of the head
-    KVQ_TYPE_MIXED   = 3, // affine in two widths: the salient cells of a page in more bits
+    KVQ_TYPE_MIXED = 3,   // affine in two widths: the salient cells of a page in more bits
 } kvq_type;
 
 typedef enum kvq_role {
@@ -88,13 +89,14 @@ typedef enum kvq_role {
 
 // The block format of one page of one KV head. Byte maps: types/affine.h, types/lattice.h, types/mixed.h.
 typedef struct kvq_codec {
-    int32_t type;      // kvq_type
-    int32_t role;      // kvq_role
-    int32_t bits;      // 1..4; 0 stores no codes (every value at the middle of its group)
-    int32_t group;     // affine: K cells, V channels per group; lattice: channels per index
-    int32_t scale;     // 0: f16 scales and zeros; 1: 8-bit, 2: 4-bit ones under an f16 range per block (2: affine and mixed only)
+    int32_t type;  // kvq_type
+    int32_t role;  // kvq_role
+    int32_t bits;  // 1..4; 0 stores no codes (every value at the middle of its group)
+    int32_t group; // affine: K cells, V channels per group; lattice: channels per index
+    // 0: f16 scales and zeros; 1: 8-bit, 2: 4-bit ones under an f16 range per block (2: affine and mixed only)
+    int32_t scale;
     int32_t levels;    // 0: codes round to end points; 1: 2^bits equal bins, mid-points
-    float   eta;       // end points pulled inward by eta of the range (XQuant section 3.2)
+    float eta;         // end points pulled inward by eta of the range (XQuant section 3.2)
     int32_t n_cells;   // cells of a page
     int32_t head_size; // channels of a head
     int32_t hi, n_hi;  // mixed: bits of the salient cells, and how many of a page are
@@ -102,43 +104,47 @@ typedef struct kvq_codec {
 } kvq_codec;
 
 typedef struct kvq_type_info {
-    const char * name;       // "f16", "affine2", ...
-    int32_t      type, bits;
-    int32_t      block_cells; // smallest page
-    double       bits_per_value; // head size 128, group 32
+    const char * name; // "f16", "affine2", ...
+    int32_t type, bits;
+    int32_t block_cells;   // smallest page
+    double bits_per_value; // head size 128, group 32
 } kvq_type_info;
 
-KVQ_API int                   kvq_type_count(void);
+KVQ_API int kvq_type_count(void);
 KVQ_API const kvq_type_info * kvq_type_at(int i);
 
 // Bytes of one block: codes and parameters. KVQ_ERR_SHAPE when the format cannot hold these numbers.
 KVQ_API int kvq_codec_bytes(const kvq_codec * codec, size_t * nb_codes, size_t * nb_params);
 
 // rows: f16 [n_cells][head_size]. valid: bit i set = cell i holds data (NULL: all do); other cells do not
-// influence the parameters. shared: codes of another layer to adopt instead of writing own ones (then `codes` may be NULL).
-KVQ_API int kvq_encode(const kvq_codec * codec, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
+// influence the parameters. shared: codes of another layer to adopt instead of writing own ones (then `codes` may be
+// NULL).
+KVQ_API int kvq_encode(const kvq_codec * codec, const uint16_t * rows, const uint8_t * valid, const void * shared,
+    void * codes, void * params);
 KVQ_API int kvq_decode(const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
 
 // The f16 image of a block that a saved state carries: decoded values whose lowest mantissa bits hold the parameters,
 // so that kvq_image_match restores the identical block. Returns 1 on a match, 0 for rows that are no such image.
-KVQ_API int kvq_image      (const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
-KVQ_API int kvq_image_match(const kvq_codec * codec, const uint16_t * rows, const void * shared, void * codes, void * params);
+KVQ_API int kvq_image(const kvq_codec * codec, const void * codes, const void * params, uint16_t * rows);
+KVQ_API int kvq_image_match(
+    const kvq_codec * codec, const uint16_t * rows, const void * shared, void * codes, void * params);
 
 // Saved states carry checksums (cache/mark.h), and with them a number of whoever saves, 0: none. Of this thread, until
 // it begins again: the number that saved states carry, and the one that a restored state carried. kvq_last_error() is
 // "" after kvq_state_begin.
-KVQ_API void     kvq_state_begin(uint32_t tag);
+KVQ_API void kvq_state_begin(uint32_t tag);
 KVQ_API uint32_t kvq_state_tag(void);
 
 // rows f32 [n][n_head*head_size] become what encoded pages of n_cells rows give back.
-KVQ_API int kvq_round_trip (const kvq_codec * codec, int n_head, int64_t n, float * rows, int n_threads);
+KVQ_API int kvq_round_trip(const kvq_codec * codec, int n_head, int64_t n, float * rows, int n_threads);
 
-// Predictors (AQUA-KV section 3.1): out[t] = W rows[t] + add[t], rows rounded to 8 bits, W held in 8 or 4 bits (types/predictor.h);
-// the same bits on every machine. w f32 [n_out][n_in]; rows, add (NULL: none) and out are contiguous.
+// Predictors (AQUA-KV section 3.1): out[t] = W rows[t] + add[t], rows rounded to 8 bits, W held in 8 or 4 bits
+// (types/predictor.h); the same bits on every machine. w f32 [n_out][n_in]; rows, add (NULL: none) and out are
+// contiguous.
 KVQ_API size_t kvq_weights_bytes(int n_in, int n_out, int bits); // 0: no such format
-KVQ_API int    kvq_weights_pack (int n_in, int n_out, int bits, const float * w, void * weights);
-KVQ_API int    kvq_predict      (int n_in, int n_out, int bits, const void * weights, int64_t n, const float * rows, const float * add, float * out,
-                                 int n_threads);
+KVQ_API int kvq_weights_pack(int n_in, int n_out, int bits, const float * w, void * weights);
+KVQ_API int kvq_predict(int n_in, int n_out, int bits, const void * weights, int64_t n, const float * rows,
+    const float * add, float * out, int n_threads);
 
 // ---------------------------------------------------------------- attention
 
@@ -149,67 +155,79 @@ typedef struct kvq_page {
     const void * k_params; // NULL: K is open
     const void * v_codes;
     const void * v_params; // NULL: V is open
-    int32_t      cell;     // cell of slot 0 when map is NULL; with a map -n when no slot of any head is empty and all cells are below n
-    int32_t      n_slots;  // 0: nothing was ever written, skipped
-    const int32_t * map;   // slot -> cell, -1 for a slot that holds nothing; NULL: cell + slot
+    // cell of slot 0 when map is NULL; with a map -n when no slot of any head is empty and all cells are below n
+    int32_t cell;
+    int32_t n_slots;     // 0: nothing was ever written, skipped
+    const int32_t * map; // slot -> cell, -1 for a slot that holds nothing; NULL: cell + slot
 } kvq_page;
 
 // cos and sin of rotary embedding for keys kept before it, n = n_dims/2 frequencies. Magnitudes are folded into `high`.
 #define KVQ_ROTARY_LOW 80
 typedef struct kvq_rotary {
-    int32_t n_dims, neox;   // neox: pairs (i, i + n), else (2i, 2i + 1); channels from n_dims on stay
+    int32_t n_dims, neox; // neox: pairs (i, i + n), else (2i, 2i + 1); channels from n_dims on stay
     int32_t n_high;
-    const float * high;     // [n_high][cos, sin][n] of positions 64*i
-    const float * low;      // [n][cos, sin][KVQ_ROTARY_LOW] of positions 0..79
-    const void  * turns;    // what else the library derives from the frequencies; NULL: attention takes a slower way
+    const float * high; // [n_high][cos, sin][n] of positions 64*i
+    const float * low;  // [n][cos, sin][KVQ_ROTARY_LOW] of positions 0..79
+    const void * turns; // what else the library derives from the frequencies; NULL: attention takes a slower way
 } kvq_rotary;
 
-// The tables of an ordinary embedding, angle = pos * freq_base^(-2i/n_dims), for positions below n_positions; NULL: bad numbers.
+// The tables of an ordinary embedding, angle = pos * freq_base^(-2i/n_dims), for positions below n_positions; NULL:
+// bad numbers.
 KVQ_API const kvq_rotary * kvq_rotary_new(int n_dims, int neox, float freq_base, int n_positions);
 KVQ_API void kvq_rotary_free(const kvq_rotary * rotary);
 
 enum {
     KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
-    KVQ_ATTN_STAYED = 2, // a promise: positions of sealed cells are those of `sealed`. Devices then read keys without turning them
-    // Latent attention: one KV head whose keys are two blocks, of codec `k` and then of codec `v`, both in the layout of keys. Queries have
-    // the channels of both. Values are the first block, or both: then the first one's head size is a multiple of 16.
-    KVQ_ATTN_LATENT = 4, KVQ_ATTN_LATENT_ALL = 8,
+    // a promise: positions of sealed cells are those of `sealed`. Devices then read keys without turning them
+    KVQ_ATTN_STAYED = 2,
+    // Latent attention: one KV head whose keys are two blocks, of codec `k` and then of codec `v`, both in the layout
+    // of keys. Queries have the channels of both. Values are the first block, or both: then the first one's head size
+    // is a multiple of 16.
+    KVQ_ATTN_LATENT = 4,
+    KVQ_ATTN_LATENT_ALL = 8,
 };
 
 // One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v
 typedef struct kvq_attn {
     kvq_codec k, v;
-    int32_t   n_q, n_head, n_head_kv, n_pages;
-    int32_t   n_kv;        // cells at or beyond n_kv are masked
-    int32_t   flags;
-    float     scale, max_bias, softcap;
-    const float    * q;    int64_t q_stride_token,    q_stride_head;
-    const uint16_t * mask; int64_t mask_stride_token, mask_stride_head; // f16, added to the logits; NULL: none
-    const float    * sinks;                                             // [n_head], NULL: none
-    float          * dst;  int64_t dst_stride_token,  dst_stride_head;
+    int32_t n_q, n_head, n_head_kv, n_pages;
+    int32_t n_kv; // cells at or beyond n_kv are masked
+    int32_t flags;
+    float scale, max_bias, softcap;
+    const float * q;
+    int64_t q_stride_token, q_stride_head;
+    const uint16_t * mask;
+    int64_t mask_stride_token, mask_stride_head; // f16, added to the logits; NULL: none
+    const float * sinks;                         // [n_head], NULL: none
+    float * dst;
+    int64_t dst_stride_token, dst_stride_head;
     const kvq_page * pages;
-    // Lattice pages only, each may be NULL: what was taken from keys and values before encoding, f32 [n_head_kv][head size], and the
-    // rotary embedding of keys with the position of every cell. Keys lack it altogether, or have that of the positions `sealed` (below),
-    // their means included: key = R_pos (decoded + mean)  or  R_(pos - sealed) decoded + R_pos mean.
-    const float * k_mean, * v_mean;
+    // Lattice pages only, each may be NULL: what was taken from keys and values before encoding, f32 [n_head_kv][head
+    // size], and the rotary embedding of keys with the position of every cell. Keys lack it altogether, or have that
+    // of the positions `sealed` (below), their means included: key = R_pos (decoded + mean)  or  R_(pos - sealed)
+    // decoded + R_pos mean.
+    const float *k_mean, *v_mean;
     const kvq_rotary * rotary;
     const int32_t * positions;
     float * lse; // out, [n_q][n_head]: log of the sum of a row's exponentials, sinks included; NULL: not wanted
     const int32_t * sealed; // position of every cell when it was encoded; NULL: before rotary embedding
-    int64_t map_stride; // of the maps of pages, from one KV head to the next; 0: one map for all heads
+    int64_t map_stride;     // of the maps of pages, from one KV head to the next; 0: one map for all heads
 } kvq_attn;
 
 // n independent streams at once, shared among n_threads threads.
 KVQ_API int kvq_attend(const kvq_attn * attn, int n, int n_threads);
 
-// Column sums of attention probabilities, after kvq_attend wrote attn->lse (ZipCache section 4.3, MiniKV section 3.1.2):
+// Column sums of attention probabilities, after kvq_attend wrote attn->lse (ZipCache section 4.3, MiniKV section
+// 3.1.2):
 //   sums[h][slot] += sum over the query heads of KV head h and the `rows` (query tokens, NULL: all) of exp(logit - lse)
 //   seen[h][slot] += rows that see the slot, unless NULL
-// Slots of attn->pages, which may be any of the pages that were attended, follow one another. Memory does not grow with n_q.
-KVQ_API int kvq_column_sums(const kvq_attn * attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads);
+// Slots of attn->pages, which may be any of the pages that were attended, follow one another. Memory does not grow
+// with n_q.
+KVQ_API int kvq_column_sums(
+    const kvq_attn * attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads);
 
-// The rows (query tokens) of a call of n that zipcache takes as probes, ascending; at: cell of the first one; share: of all
-// rows; layer: ordinal of the layer, the seed. Returns how many; rows holds n.
+// The rows (query tokens) of a call of n that zipcache takes as probes, ascending; at: cell of the first one; share:
+// of all rows; layer: ordinal of the layer, the seed. Returns how many; rows holds n.
 KVQ_API int kvq_probe_rows(int n, uint64_t at, float share, int page_cells, uint32_t layer, int32_t * rows);
 
 // ---------------------------------------------------------------- accounting
@@ -219,36 +237,38 @@ typedef struct kvq_layer_shape {
 } kvq_layer_shape;
 
 typedef struct kvq_stats {
-    char     method[32];
-    char     options[128];
-    char     kernel[32];
-    int32_t  n_layer, n_cells, n_stream, page_cells;
-    uint64_t bytes_f16;     // the same cache as upstream's f16
+    char method[32];
+    char options[128];
+    char kernel[32];
+    int32_t n_layer, n_cells, n_stream, page_cells;
+    uint64_t bytes_f16; // the same cache as upstream's f16
     uint64_t bytes_codes, bytes_params, bytes_window, bytes_tables, bytes_calibration, bytes_chain;
-    uint64_t bytes_total;   // sum of the six: what is allocated
-    uint64_t bytes_scratch; // shared f16 pages of the current ubatch, grown on demand
-    double   bits_k, bits_v, bits; // true bits: allocated bytes * 8 / values of the f16 cache
-    double   bits_headline; // code bits only, as papers count
+    uint64_t bytes_total;                    // sum of the six: what is allocated
+    uint64_t bytes_scratch;                  // shared f16 pages of the current ubatch, grown on demand
+    double bits_k, bits_v, bits;             // true bits: allocated bytes * 8 / values of the f16 cache
+    double bits_headline;                    // code bits only, as papers count
     uint64_t n_sealed, n_reopened, n_forced; // pages, since creation
-    uint64_t predict_macs;  // multiply-adds of predictors for one cached cell, each time it is read; all layers
+    uint64_t predict_macs; // multiply-adds of predictors for one cached cell, each time it is read; all layers
 } kvq_stats;
 
 KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
-                     int n_layer_model, int n_cells, int n_stream, kvq_stats * out);
+    int n_layer_model, int n_cells, int n_stream, kvq_stats * out);
 
 // Live caches of this process, in creation order.
 KVQ_API int kvq_cache_count(void);
 KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
-// Rows of a live cache between two decodes, f32 [n][width], width = KV heads * head size. Keys of methods that keep them before
-// rotary embedding come without it; with a window that holds them all, exactly as the model made them (f16).
+// Rows of a live cache between two decodes, f32 [n][width], width = KV heads * head size. Keys of methods that keep
+// them before rotary embedding come without it; with a window that holds them all, exactly as the model made them
+// (f16).
 KVQ_API int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n, float * out);
 KVQ_API const char * kvq_cache_line(int i); // the load line of a live cache; valid until the thread's next call
 
 // 0: print nothing; 1 (default): errors and the load line on stderr. KVQ_QUIET=1 in the environment starts at 0.
 KVQ_API void kvq_set_verbosity(int level);
 
-// Sizes and field offsets as this library was compiled, e.g. ("llama_context_params", "n_ctx"); (size_t) -1 when unknown.
-KVQ_API size_t kvq_sizeof  (const char * type);
+// Sizes and field offsets as this library was compiled, e.g. ("llama_context_params", "n_ctx"); (size_t) -1 when
+// unknown.
+KVQ_API size_t kvq_sizeof(const char * type);
 KVQ_API size_t kvq_offsetof(const char * type, const char * field);
 
 #ifdef __cplusplus

@@ -1,6 +1,7 @@
-// AQUA-KV (Shutova et al. 2025, arXiv 2501.19392): lattice blocks of what a prediction leaves. Keys are kept before rotary embedding;
-// the first cells stay f16, the first layer takes more bits.
-//   predictor=bias  subtracts the calibrated mean of every channel (the paper's "bias only"). Values get theirs back once per query,
+// AQUA-KV (Shutova et al. 2025, arXiv 2501.19392): lattice blocks of what a prediction leaves. Keys are kept before
+// rotary embedding; the first cells stay f16, the first layer takes more bits.
+//   predictor=bias  subtracts the calibrated mean of every channel (the paper's "bias only"). Values get theirs back
+//   once per query,
 //                   because attention weights sum to one; keys while they are rotated forward.
 //   predictor=k     and keys what the layer before says of them; full: values too (section 3.1, cache/chain.h)
 //   predictor=auto  what the calibrated data was made for; bias without data
@@ -9,11 +10,16 @@
 #include <algorithm>
 
 static const kvq_option_info options[] = {
-    { "predictor", "auto|none|bias|k|full", "auto", "what is subtracted before encoding: nothing, channel means, and predictions of keys, or of both; auto: as calibrated", "AQUA-KV section 3.1 and appendix" },
-    { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: 4 when the calibrated data holds them so, else 8", "AQUA-KV section 4 (GPTQ)" },
-    { "bits",   "int",   "2", "code bits of keys and values, 1..4", "AQUA-KV section 3.2" },
-    { "k_bits", "int",   "0", "code bits of keys; 0: as bits", "AQUA-KV section 3.2" },
-    { "v_bits", "int",   "0", "code bits of values; 0: as bits", "AQUA-KV section 3.2" },
+    { "predictor", "auto|none|bias|k|full", "auto",
+        "what is subtracted before encoding: nothing, channel means, and predictions of keys, or of both; auto: as "
+        "calibrated",
+        "AQUA-KV section 3.1 and appendix" },
+    { "weights", "auto|8|4", "auto",
+        "bits of the predictors in memory; auto: 4 when the calibrated data holds them so, else 8",
+        "AQUA-KV section 4 (GPTQ)" },
+    { "bits", "int", "2", "code bits of keys and values, 1..4", "AQUA-KV section 3.2" },
+    { "k_bits", "int", "0", "code bits of keys; 0: as bits", "AQUA-KV section 3.2" },
+    { "v_bits", "int", "0", "code bits of values; 0: as bits", "AQUA-KV section 3.2" },
     { "first_bits", "int", "4", "least code bits in the first layer, 0..4", "AQUA-KV section 4" },
     { "window", "int", "128", "newest cells kept in f16, 0..4096", "AQUA-KV section 4" },
     KVQ_OPTIONS_LATTICE("4"),
@@ -21,37 +27,38 @@ static const kvq_option_info options[] = {
 
 static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
-    if (status != KVQ_OK) {
-        return status;
-    }
+    if (status != KVQ_OK) { return status; }
     const int first = o.num("first_bits");
     if (first < 0 || first > 4) {
         err = "option first_bits=" + o.str("first_bits") + " is not within 0..4";
         return KVQ_ERR_OPTION;
     }
     if (c.shape.n_head_kv * c.shape.head_size_k < 64) {
-        err = "layer " + std::to_string(c.shape.il) + " has " + std::to_string(c.shape.n_head_kv * c.shape.head_size_k) + " key channels: 64 are needed, use higgs";
+        err = "layer " + std::to_string(c.shape.il) + " has " +
+            std::to_string(c.shape.n_head_kv * c.shape.head_size_k) + " key channels: 64 are needed, use higgs";
         return KVQ_ERR_SHAPE;
     }
     const bool full = o.is("predictor", "full"), chained = full || o.is("predictor", "k");
     const bool is_first = c.number == 0 || (chained && !c.prev); // what nothing predicts needs the bits as well
     for (kvq_codec * x : { &out.k.codec, &out.v.codec }) {
         if (is_first && first > x->bits) {
-            x->bits  = first;
+            x->bits = first;
             x->group = 2; // the only grids above two bits
         }
     }
-    out.pre_rope        = true;
-    out.mean            = !o.is("predictor", "none");
-    out.weight_bits     = o.is("weights", "4") ? 4 : 8;
+    out.pre_rope = true;
+    out.mean = !o.is("predictor", "none");
+    out.weight_bits = o.is("weights", "4") ? 4 : 8;
     if (chained) {
         const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
-        out.k.chained   = true;
-        out.v.chained   = full;
+        out.k.chained = true;
+        out.v.chained = full;
         out.holds_chain = !c.prev;
         if (c.prev) {
-            if (c.prev->n_head_kv * c.prev->head_size_k != width_k || c.prev->n_head_kv * c.prev->head_size_v != width_v) {
-                err = "layer " + std::to_string(c.shape.il) + " has another KV width than the layer before, which cannot predict it: use predictor=bias";
+            if (c.prev->n_head_kv * c.prev->head_size_k != width_k ||
+                c.prev->n_head_kv * c.prev->head_size_v != width_v) {
+                err = "layer " + std::to_string(c.shape.il) +
+                    " has another KV width than the layer before, which cannot predict it: use predictor=bias";
                 return KVQ_ERR_SHAPE;
             }
             out.k.inputs[0] = width_k;
@@ -68,6 +75,6 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
 extern const kvq_method kvq_method_aqua;
 const kvq_method kvq_method_aqua = {
     { "aqua", "grid indices of un-rotated keys and values less their calibrated means", "AQUA-KV, arXiv 2501.19392",
-      sizeof(options) / sizeof(options[0]), options },
+        sizeof(options) / sizeof(options[0]), options },
     plan,
 };

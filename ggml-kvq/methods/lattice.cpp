@@ -7,7 +7,8 @@
 // "auto" takes d = 2, the fastest; "d4" and "d8" hold a little more per bit at one and two bits
 static int vector_size(const kvq_options & o) { return o.is("grid", "d4") ? 4 : o.is("grid", "d8") ? 8 : 2; }
 
-kvq_status kvq_plan_lattice(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+kvq_status kvq_plan_lattice(
+    const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     if (o.num("window") < 0 || o.num("window") > 4096) {
         err = "option window=" + o.str("window") + " is not within 0..4096";
         return KVQ_ERR_OPTION;
@@ -18,22 +19,23 @@ kvq_status kvq_plan_lattice(const kvq_options & o, const kvq_layer_context & c, 
     }
     const char * keys[2] = { "k_bits", "v_bits" };
     for (int i = 0; i < 2; i++) {
-        const char * key  = o.num(keys[i]) ? keys[i] : "bits";
-        const int    bits = o.num(key);
+        const char * key = o.num(keys[i]) ? keys[i] : "bits";
+        const int bits = o.num(key);
         if (bits < 1 || bits > 4) {
             err = "option " + std::string(key) + "=" + std::to_string(bits) + " is not within 1..4";
             return KVQ_ERR_OPTION;
         }
         kvq_codec x = {};
-        x.type      = KVQ_TYPE_LATTICE;
-        x.role      = i ? KVQ_ROLE_V : KVQ_ROLE_K;
-        x.bits      = bits;
-        x.group     = vector_size(o);
-        x.scale     = o.is("scales", "u8");
-        x.n_cells   = 32;
+        x.type = KVQ_TYPE_LATTICE;
+        x.role = i ? KVQ_ROLE_V : KVQ_ROLE_K;
+        x.bits = bits;
+        x.group = vector_size(o);
+        x.scale = o.is("scales", "u8");
+        x.n_cells = 32;
         x.head_size = i ? c.shape.head_size_v : c.shape.head_size_k;
         if (!kvq_grid_find(x.group, bits)) {
-            err = "option grid=" + o.str("grid") + " has no points for " + key + "=" + std::to_string(bits) + ": d4 holds 1 and 2 bits, d8 holds 1";
+            err = "option grid=" + o.str("grid") + " has no points for " + key + "=" + std::to_string(bits) +
+                ": d4 holds 1 and 2 bits, d8 holds 1";
             return KVQ_ERR_OPTION;
         }
         if (const char * why = kvq_lattice_refuse(x)) {
@@ -43,7 +45,7 @@ kvq_status kvq_plan_lattice(const kvq_options & o, const kvq_layer_context & c, 
         (i ? out.v : out.k).codec = x;
     }
     out.window = o.num("window");
-    out.sinks  = o.num("sinks");
-    out.flags  = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
+    out.sinks = o.num("sinks");
+    out.flags = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
     return KVQ_OK;
 }

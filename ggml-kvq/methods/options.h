@@ -8,8 +8,8 @@ struct kvq_options {
     std::map<std::string, std::string> values; // every key of the table
 
     const std::string & str(const char * key) const { return values.at(key); }
-    int    num (const char * key) const { return std::stoi(values.at(key)); }
-    float  real(const char * key) const { return std::stof(values.at(key)); }
-    bool   flag(const char * key) const { return values.at(key) == "true"; }
-    bool   is  (const char * key, const char * value) const { return values.at(key) == value; }
+    int num(const char * key) const { return std::stoi(values.at(key)); }
+    float real(const char * key) const { return std::stof(values.at(key)); }
+    bool flag(const char * key) const { return values.at(key) == "true"; }
+    bool is(const char * key, const char * value) const { return values.at(key) == value; }
 };

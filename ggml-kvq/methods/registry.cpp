@@ -25,9 +25,7 @@ extern "C" const kvq_method_info * kvq_method_at(int i) {
 
 const kvq_method * kvq_method_find(const char * name) {
     for (const kvq_method * m : methods) {
-        if (name && !strcmp(m->info.name, name)) {
-            return m;
-        }
+        if (name && !strcmp(m->info.name, name)) { return m; }
     }
     return nullptr;
 }
@@ -38,9 +36,7 @@ static bool one_of(const std::string & choices, const std::string & value) {
     size_t at = 0;
     while (at <= choices.size()) {
         const size_t bar = std::min(choices.find('|', at), choices.size());
-        if (choices.compare(at, bar - at, value) == 0) {
-            return true;
-        }
+        if (choices.compare(at, bar - at, value) == 0) { return true; }
         at = bar + 1;
     }
     return false;
@@ -58,7 +54,7 @@ static std::string check_value(const std::string & type, const std::string & val
         return !value.empty() && !*end && std::isfinite(v) ? value : "";
     }
     if (type == "bool") {
-        if (value == "true"  || value == "1" || value == "on")  { return "true"; }
+        if (value == "true" || value == "1" || value == "on") { return "true"; }
         if (value == "false" || value == "0" || value == "off") { return "false"; }
         return "";
     }
@@ -67,7 +63,7 @@ static std::string check_value(const std::string & type, const std::string & val
 
 static std::string trim(const std::string & s) {
     size_t a = 0, b = s.size();
-    while (a < b && isspace((unsigned char) s[a]))     { a++; }
+    while (a < b && isspace((unsigned char) s[a])) { a++; }
     while (b > a && isspace((unsigned char) s[b - 1])) { b--; }
     return s.substr(a, b - a);
 }
@@ -85,9 +81,7 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
         const size_t comma = std::min(all.find(',', at), all.size());
         const std::string item = trim(all.substr(at, comma - at));
         at = comma + 1;
-        if (item.empty()) {
-            continue;
-        }
+        if (item.empty()) { continue; }
         const size_t eq = item.find('=');
         if (eq == std::string::npos) {
             err = "option '" + item + "' has no value: write " + item + "=VALUE";
@@ -96,12 +90,11 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
         const std::string key = trim(item.substr(0, eq)), value = trim(item.substr(eq + 1));
         const kvq_option_info * found = nullptr;
         for (int i = 0; i < m.info.n_options; i++) {
-            if (key == m.info.options[i].key) {
-                found = &m.info.options[i];
-            }
+            if (key == m.info.options[i].key) { found = &m.info.options[i]; }
         }
         if (!found) {
-            err = "method " + std::string(m.info.name) + " has no option '" + key + "': it has " + (keys.empty() ? "none" : keys);
+            err = "method " + std::string(m.info.name) + " has no option '" + key + "': it has " +
+                (keys.empty() ? "none" : keys);
             return KVQ_ERR_OPTION;
         }
         const std::string canonical = check_value(found->type, value);

@@ -1,6 +1,7 @@
 // Affine blocks: x = zero + scale * code, 0-4 bits. One block = one page of one KV head.
 //
-// Codes are laid out for byte-dot instructions. Two dimensions: `lane` (a vector lane accumulates one of them) and `dot`
+// Codes are laid out for byte-dot instructions. Two dimensions: `lane` (a vector lane accumulates one of them) and
+// `dot`
 // (contracted, four bytes a lane):        K: lane = cell, dot = channel        V: lane = channel, dot = cell
 //
 //   part     a bit field of the code: 1 = {1}, 2 = {2}, 3 = {2 low, 1 high}, 4 = {4}; parts follow one another
@@ -17,7 +18,8 @@
 //   scale = 4-bit: f16 s_low, s_step, z_low, z_step, u8 pair[np] = scale | zero << 4            nb_params = 8 + np
 //                  value = low + step * u4; codes are chosen under the stored values, as encode_ref says
 //
-// Stored parameters are the calibrated ones (XQuant section 3.2): zero = min + eta*range, scale = (1 - 2*eta)*range/(2^bits - 1).
+// Stored parameters are the calibrated ones (XQuant section 3.2): zero = min + eta*range, scale = (1 -
+// 2*eta)*range/(2^bits - 1).
 #pragma once
 
 #include "ggml-kvq.h"
@@ -25,14 +27,14 @@
 #include <cstddef>
 #include <cstdint>
 
-constexpr int KVQ_TILE_LANES  = 16;
+constexpr int KVQ_TILE_LANES = 16;
 constexpr int KVQ_CHUNK_BYTES = 64;
 static_assert(KVQ_TILE_LANES * 4 == KVQ_CHUNK_BYTES, "a chunk is 16 lanes of 4 bytes");
 
 struct kvq_affine_dims {
-    int lanes, dots;   // padded lanes are a multiple of 16
+    int lanes, dots; // padded lanes are a multiple of 16
     int n_tiles;
-    int np;            // parameter pairs
+    int np; // parameter pairs
 };
 
 kvq_affine_dims kvq_affine_get_dims(const kvq_codec & c);
@@ -40,10 +42,11 @@ kvq_affine_dims kvq_affine_get_dims(const kvq_codec & c);
 // NULL when the block can be held, else why not (and the cure).
 const char * kvq_affine_refuse(const kvq_codec & c);
 
-size_t kvq_affine_nb_codes (const kvq_codec & c);
+size_t kvq_affine_nb_codes(const kvq_codec & c);
 size_t kvq_affine_nb_params(const kvq_codec & c);
 
-void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
+void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
+    void * codes, void * params);
 void kvq_affine_decode_ref(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
 
 // Stores parameters in the block's format.
@@ -51,16 +54,16 @@ void kvq_affine_put_params(const kvq_codec & c, void * params, const float * sca
 
 // Width and byte offset of the parts of a code; n <= 2.
 struct kvq_affine_parts {
-    int    n;
-    int    width[2], shift[2];
+    int n;
+    int width[2], shift[2];
     size_t offset[2];
-    int    n_chunks[2]; // per tile
+    int n_chunks[2]; // per tile
 };
 kvq_affine_parts kvq_affine_get_parts(const kvq_codec & c);
 
-// Code of (lane, dot). The parts come from the caller: worked out anew for every value they cost more than the code itself, and GCC
-// 12.2 then miscompiles the encode loop at -O1 and -O2 (all codes 0).
-int  kvq_affine_get_code(const kvq_affine_parts & p, const uint8_t * codes, int lane, int dot);
+// Code of (lane, dot). The parts come from the caller: worked out anew for every value they cost more than the code
+// itself, and GCC 12.2 then miscompiles the encode loop at -O1 and -O2 (all codes 0).
+int kvq_affine_get_code(const kvq_affine_parts & p, const uint8_t * codes, int lane, int dot);
 void kvq_affine_put_code(const kvq_affine_parts & p, uint8_t * codes, int lane, int dot, int code);
 
 // The two parameter arrays as f32.

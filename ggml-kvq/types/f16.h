@@ -6,9 +6,9 @@
 
 static inline float kvq_f16_to_f32(uint16_t h) {
     const uint32_t sign = (uint32_t) (h & 0x8000) << 16;
-    const uint32_t mag  = h & 0x7fff;
+    const uint32_t mag = h & 0x7fff;
     uint32_t bits;
-    float    f;
+    float f;
     if (mag >= 0x7c00) { // inf, nan
         bits = sign | 0x7f800000u | (mag & 0x3ff) << 13;
     } else if (mag >= 0x0400) {
@@ -32,7 +32,7 @@ static inline uint16_t kvq_f32_to_f16(float f) {
     if (x >= 0x47800000) {
         return (uint16_t) (sign | 0x7c00); // >= 65536 and inf
     }
-    if (x < 0x38800000) { // below 2^-14: let the float adder round at 2^-24
+    if (x < 0x38800000) {                       // below 2^-14: let the float adder round at 2^-24
         const uint32_t magic_bits = 0x3f000000; // 0.5f has 2^-24 as its last place
         float mag, magic;
         memcpy(&mag, &x, 4);

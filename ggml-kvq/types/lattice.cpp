@@ -10,16 +10,20 @@
 
 static const kvq_grid grids[] = {
 #define GRID(d, n, bits) { d, n, bits, kvq_grid_step_d##d##_n##n, kvq_grid_d##d##_n##n }
-    GRID(2, 4, 1), GRID(2, 16, 2), GRID(2, 64, 3), GRID(2, 256, 4), GRID(4, 16, 1), GRID(4, 256, 2), GRID(8, 256, 1),
+    GRID(2, 4, 1),
+    GRID(2, 16, 2),
+    GRID(2, 64, 3),
+    GRID(2, 256, 4),
+    GRID(4, 16, 1),
+    GRID(4, 256, 2),
+    GRID(8, 256, 1),
 #undef GRID
 };
 static constexpr float UNIT = 1.0f / 4096;
 
 const kvq_grid * kvq_grid_find(int d, int bits) {
     for (const kvq_grid & g : grids) {
-        if (g.d == d && g.bits == bits) {
-            return &g;
-        }
+        if (g.d == d && g.bits == bits) { return &g; }
     }
     return nullptr;
 }
@@ -27,7 +31,7 @@ const kvq_grid * kvq_grid_find(int d, int bits) {
 static int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 static int lanes(const kvq_codec & c) { return c.role == KVQ_ROLE_K ? c.n_cells : c.head_size / c.group; }
-static int dots (const kvq_codec & c) { return c.role == KVQ_ROLE_K ? c.head_size / c.group : c.n_cells; }
+static int dots(const kvq_codec & c) { return c.role == KVQ_ROLE_K ? c.head_size / c.group : c.n_cells; }
 
 int kvq_lattice_n_tiles(const kvq_codec & c) { return ceil_div(lanes(c), KVQ_TILE_LANES); }
 
@@ -41,27 +45,31 @@ kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c) {
     size_t offset = 0;
     for (int i = 0; i < p.n; i++) {
         p.n_chunks[i] = ceil_div(dots(c) * p.width[i], 32);
-        p.offset[i]   = offset;
+        p.offset[i] = offset;
         offset += (size_t) kvq_lattice_n_tiles(c) * p.n_chunks[i] * KVQ_CHUNK_BYTES;
     }
     return p;
 }
 
 const char * kvq_lattice_refuse(const kvq_codec & c) {
-    if (!kvq_grid_find(c.group, c.bits))                          { return "no such grid: bits 1 with d 2, 4 or 8; bits 2 with d 2 or 4; bits 3 and 4 with d 2"; }
-    if (c.n_cells < 32 || c.n_cells % 32 || c.n_cells > 256)      { return "a page must have 32..256 cells, a multiple of 32"; }
-    if (c.head_size < 8 || c.head_size > 1024 || c.head_size % 8) { return "the head size must be a multiple of 8 up to 1024"; }
-    if (c.role != KVQ_ROLE_K && c.role != KVQ_ROLE_V)             { return "the role must be K or V"; }
-    if (c.scale != 0 && c.scale != 1)                             { return "the scale format must be 0 (f16) or 1 (8-bit)"; }
+    if (!kvq_grid_find(c.group, c.bits)) {
+        return "no such grid: bits 1 with d 2, 4 or 8; bits 2 with d 2 or 4; bits 3 and 4 with d 2";
+    }
+    if (c.n_cells < 32 || c.n_cells % 32 || c.n_cells > 256) {
+        return "a page must have 32..256 cells, a multiple of 32";
+    }
+    if (c.head_size < 8 || c.head_size > 1024 || c.head_size % 8) {
+        return "the head size must be a multiple of 8 up to 1024";
+    }
+    if (c.role != KVQ_ROLE_K && c.role != KVQ_ROLE_V) { return "the role must be K or V"; }
+    if (c.scale != 0 && c.scale != 1) { return "the scale format must be 0 (f16) or 1 (8-bit)"; }
     return nullptr;
 }
 
 size_t kvq_lattice_nb_codes(const kvq_codec & c) {
     const kvq_affine_parts p = kvq_lattice_get_parts(c);
     size_t nb = 0;
-    for (int i = 0; i < p.n; i++) {
-        nb += (size_t) kvq_lattice_n_tiles(c) * p.n_chunks[i] * KVQ_CHUNK_BYTES;
-    }
+    for (int i = 0; i < p.n; i++) { nb += (size_t) kvq_lattice_n_tiles(c) * p.n_chunks[i] * KVQ_CHUNK_BYTES; }
     return nb;
 }
 
@@ -72,8 +80,9 @@ size_t kvq_lattice_nb_params(const kvq_codec & c) { return c.scale ? 2 + (size_t
 static uint8_t * field(const kvq_affine_parts & p, int i, const uint8_t * codes, int lane, int dot, int & shift) {
     const int w = p.width[i], span = 32 / w, rest = dot % span;
     shift = rest / 4 * w;
-    return (uint8_t *) codes + p.offset[i] + ((size_t) (lane / KVQ_TILE_LANES) * p.n_chunks[i] + dot / span) * KVQ_CHUNK_BYTES +
-           lane % KVQ_TILE_LANES * 4 + rest % 4;
+    return (uint8_t *) codes + p.offset[i] +
+        ((size_t) (lane / KVQ_TILE_LANES) * p.n_chunks[i] + dot / span) * KVQ_CHUNK_BYTES + lane % KVQ_TILE_LANES * 4 +
+        rest % 4;
 }
 
 static int get_index(const kvq_codec & c, const kvq_affine_parts & p, const uint8_t * codes, int cell, int vec) {
@@ -87,7 +96,8 @@ static int get_index(const kvq_codec & c, const kvq_affine_parts & p, const uint
     return index;
 }
 
-static void put_index(const kvq_codec & c, const kvq_affine_parts & p, uint8_t * codes, int cell, int vec, int index) { // over zeros
+// over zeros
+static void put_index(const kvq_codec & c, const kvq_affine_parts & p, uint8_t * codes, int cell, int vec, int index) {
     const bool k = c.role == KVQ_ROLE_K;
     for (int i = 0; i < p.n; i++) {
         int shift;
@@ -101,20 +111,18 @@ static void put_index(const kvq_codec & c, const kvq_affine_parts & p, uint8_t *
 int kvq_hadamard_block(int n) { return n & -n; }
 
 void kvq_hadamard(int n, float * x) {
-    const int   block = kvq_hadamard_block(n);
-    const float norm  = (float) (1.0 / sqrt((double) block));
+    const int block = kvq_hadamard_block(n);
+    const float norm = (float) (1.0 / sqrt((double) block));
     for (int h = 1; h < block; h *= 2) {
-        for (int i = 0; i < n; i += 2*h) {
+        for (int i = 0; i < n; i += 2 * h) {
             for (int j = i; j < i + h; j++) {
                 const float a = x[j], b = x[j + h];
-                x[j]     = a + b;
+                x[j] = a + b;
                 x[j + h] = a - b;
             }
         }
     }
-    for (int i = 0; i < n; i++) {
-        x[i] *= norm;
-    }
+    for (int i = 0; i < n; i++) { x[i] *= norm; }
 }
 
 static uint16_t to_f16(float x) { return kvq_f32_to_f16(std::min(std::max(x, -65504.0f), 65504.0f)); }
@@ -165,9 +173,7 @@ struct columns {
         n = g.n;
         d = g.d;
         for (int i = 0; i < n; i++) {
-            for (int j = 0; j < d; j++) {
-                x[j][i] = (float) (g.point[i * d + j] * g.step) * UNIT;
-            }
+            for (int j = 0; j < d; j++) { x[j][i] = (float) (g.point[i * d + j] * g.step) * UNIT; }
         }
     }
 };
@@ -186,22 +192,16 @@ static int nearest(const columns & g, const float * y) {
         }
     }
     float least = dist[0];
-    for (int i = 1; i < g.n; i++) {
-        least = std::min(least, dist[i]);
-    }
+    for (int i = 1; i < g.n; i++) { least = std::min(least, dist[i]); }
     int at = 0;
-    while (dist[at] != least) {
-        at++;
-    }
+    while (dist[at] != least) { at++; }
     return at;
 }
 
 static void rotate(const kvq_codec & c, const uint16_t * row, uint16_t keep, float * x) {
     for (int i = 0; i < c.head_size; i++) {
         x[i] = kvq_f16_to_f32((uint16_t) (row[i] & keep));
-        if (!std::isfinite(x[i])) {
-            x[i] = 0.0f;
-        }
+        if (!std::isfinite(x[i])) { x[i] = 0.0f; }
     }
     kvq_hadamard(c.head_size, x);
 }
@@ -216,9 +216,7 @@ static void put_indices(const kvq_codec & c, float * x, const void * params, voi
     for (int t = 0; t < c.n_cells; t++) {
         float * row = x + (size_t) t * c.head_size;
         const float inv = scale[t] > 0.0f ? std::min(1.0f / scale[t], 3e38f) : 0.0f;
-        for (int i = 0; i < c.head_size; i++) {
-            row[i] *= inv;
-        }
+        for (int i = 0; i < c.head_size; i++) { row[i] *= inv; }
         for (int v = 0; v < c.head_size / c.group; v++) {
             put_index(c, p, (uint8_t *) codes, t, v, nearest(g, row + v * c.group));
         }
@@ -227,22 +225,19 @@ static void put_indices(const kvq_codec & c, float * x, const void * params, voi
 
 // ---------------------------------------------------------------- encode, decode
 
-void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params) {
+void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
+    void * codes, void * params) {
     const int D = c.head_size;
     std::vector<float> x((size_t) c.n_cells * D), rms(c.n_cells);
     for (int t = 0; t < c.n_cells; t++) {
         float * row = &x[(size_t) t * D];
         rotate(c, rows + (size_t) t * D, 0xffff, row);
         double sum = 0.0;
-        for (int i = 0; i < D; i++) {
-            sum += (double) row[i] * (double) row[i];
-        }
+        for (int i = 0; i < D; i++) { sum += (double) row[i] * (double) row[i]; }
         rms[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum / D) : 0.0f;
     }
     kvq_lattice_put_scales(c, rms.data(), params);
-    if (!shared) {
-        put_indices(c, x.data(), params, codes);
-    }
+    if (!shared) { put_indices(c, x.data(), params, codes); }
 }
 
 void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
@@ -253,35 +248,31 @@ void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * pa
     for (int t = 0; t < c.n_cells; t++) {
         for (int v = 0; v < c.head_size / g.d; v++) {
             const int8_t * point = g.point + get_index(c, p, (const uint8_t *) codes, t, v) * g.d;
-            for (int j = 0; j < g.d; j++) {
-                x[v * g.d + j] = (float) (point[j] * g.step) * UNIT * scale[t];
-            }
+            for (int j = 0; j < g.d; j++) { x[v * g.d + j] = (float) (point[j] * g.step) * UNIT * scale[t]; }
         }
         kvq_hadamard(c.head_size, x.data());
-        for (int i = 0; i < c.head_size; i++) {
-            rows[(size_t) t * c.head_size + i] = to_f16(x[i]);
-        }
+        for (int i = 0; i < c.head_size; i++) { rows[(size_t) t * c.head_size + i] = to_f16(x[i]); }
     }
 }
 
-bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params) {
+bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,
+    const void * params) {
     const size_t n = (size_t) c.n_cells * c.head_size;
-    std::vector<uint8_t>  own(codes ? 0 : kvq_lattice_nb_codes(c));
+    std::vector<uint8_t> own(codes ? 0 : kvq_lattice_nb_codes(c));
     std::vector<uint16_t> back(n);
-    std::vector<float>    x(n);
+    std::vector<float> x(n);
     const void * use = shared;
     if (!shared) {
         for (int t = 0; t < c.n_cells; t++) {
-            rotate(c, rows + (size_t) t * c.head_size, (uint16_t) ~low.mask(c, (size_t) t * c.head_size), &x[(size_t) t * c.head_size]);
+            rotate(c, rows + (size_t) t * c.head_size, (uint16_t) ~low.mask(c, (size_t) t * c.head_size),
+                &x[(size_t) t * c.head_size]);
         }
         use = codes ? codes : own.data();
         put_indices(c, x.data(), params, (void *) use);
     }
     kvq_lattice_decode(c, use, params, back.data());
     for (size_t i = 0; i < n; i++) {
-        if ((back[i] ^ rows[i]) & ~low.mask(c, i) & 0xffff) {
-            return false;
-        }
+        if ((back[i] ^ rows[i]) & ~low.mask(c, i) & 0xffff) { return false; }
     }
     return true;
 }

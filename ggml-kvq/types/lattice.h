@@ -1,6 +1,7 @@
-// Lattice blocks (HIGGS, arXiv 2411.17525; AQUA-KV section 3): each head row is rotated by a Hadamard matrix, divided by its
-// root mean square, and every d neighbouring coordinates become the index of the nearest of n fixed points.
-//     x = H (s * point[index])        H = H^T = H^-1, block diagonal: blocks of the largest power of two that divides the head size
+// Lattice blocks (HIGGS, arXiv 2411.17525; AQUA-KV section 3): each head row is rotated by a Hadamard matrix, divided
+// by its root mean square, and every d neighbouring coordinates become the index of the nearest of n fixed points.
+//     x = H (s * point[index])        H = H^T = H^-1, block diagonal: blocks of the largest power of two that divides
+//         the head size
 // One block = one page of one KV head. codec.bits = log2(n)/d code bits a value, codec.group = d, so n = 2^(bits*d).
 //
 // Indices are laid out as affine codes are (affine.h), a vector of d channels taking the place of a channel:
@@ -29,22 +30,25 @@ constexpr int KVQ_LATTICE_SMALL = 63; // largest coordinate of a grid in steps; 
 
 const kvq_grid * kvq_grid_find(int d, int bits); // NULL: no such grid
 
-const char * kvq_lattice_refuse   (const kvq_codec & c);
-size_t       kvq_lattice_nb_codes (const kvq_codec & c);
-size_t       kvq_lattice_nb_params(const kvq_codec & c);
-void         kvq_lattice_encode   (const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
-void         kvq_lattice_decode   (const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
-bool         kvq_lattice_match    (const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params);
+const char * kvq_lattice_refuse(const kvq_codec & c);
+size_t kvq_lattice_nb_codes(const kvq_codec & c);
+size_t kvq_lattice_nb_params(const kvq_codec & c);
+void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
+    void * codes, void * params);
+void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
+bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,
+    const void * params);
 
-void         kvq_lattice_assign   (const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
+void kvq_lattice_assign(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
 
 void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale); // [n_cells]
-void kvq_lattice_put_scales(const kvq_codec & c, const float * rms, void * params); // root mean square of every cell's row
+// root mean square of every cell's row
+void kvq_lattice_put_scales(const kvq_codec & c, const float * rms, void * params);
 
 // Geometry: parts of an index, lanes and dots as in affine.h.
 kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c);
-int              kvq_lattice_n_tiles  (const kvq_codec & c);
+int kvq_lattice_n_tiles(const kvq_codec & c);
 
 // x = H x, n channels; butterflies in order of growing distance, then one product with 1/sqrt(block).
-int  kvq_hadamard_block(int n);
-void kvq_hadamard      (int n, float * x);
+int kvq_hadamard_block(int n);
+void kvq_hadamard(int n, float * x);

@@ -7,13 +7,11 @@
 #include <cstring>
 
 size_t kvq_predictor_bytes(int n_in, int n_out, int bits) {
-    if (n_in < 1 || n_out < 1 || n_in > 1 << 20 || n_out > 1 << 20 || (bits != 8 && bits != 4)) {
-        return 0;
-    }
+    if (n_in < 1 || n_out < 1 || n_in > 1 << 20 || n_out > 1 << 20 || (bits != 8 && bits != 4)) { return 0; }
     kvq_predictor p;
-    p.n_in  = n_in;
+    p.n_in = n_in;
     p.n_out = n_out;
-    p.bits  = bits;
+    p.bits = bits;
     return (size_t) p.n_tiles() * p.n_groups() * (p.nb_group() + 32);
 }
 
@@ -23,12 +21,13 @@ static uint8_t * code_at(const kvq_predictor & p, uint8_t * data, int i, int g, 
     return data + ((size_t) (i / 16) * p.n_groups() + g) * p.nb_group() + j / per * 64 + i % 16 * 4 + j % 4;
 }
 
-void kvq_predictor_put(int n_in, int n_out, int bits, int i, int g, uint16_t step, const uint8_t * code, uint8_t * data) {
+void kvq_predictor_put(
+    int n_in, int n_out, int bits, int i, int g, uint16_t step, const uint8_t * code, uint8_t * data) {
     kvq_predictor p;
-    p.n_in  = n_in;
+    p.n_in = n_in;
     p.n_out = n_out;
-    p.bits  = bits;
-    p.data  = data;
+    p.bits = bits;
+    p.data = data;
     for (int j = 0; j < KVQ_PREDICT_GROUP; j++) {
         int shift;
         uint8_t * b = code_at(p, data, i, g, j, shift);
@@ -39,9 +38,9 @@ void kvq_predictor_put(int n_in, int n_out, int bits, int i, int g, uint16_t ste
 
 void kvq_predictor_pack(int n_in, int n_out, int bits, const float * w, uint8_t * data) {
     kvq_predictor p;
-    p.n_in  = n_in;
+    p.n_in = n_in;
     p.n_out = n_out;
-    p.bits  = bits;
+    p.bits = bits;
     memset(data, 0, kvq_predictor_bytes(n_in, n_out, bits));
     for (int i = 0; i < p.n_tiles() * 16; i++) {
         for (int g = 0; g < p.n_groups(); g++) {
@@ -49,14 +48,16 @@ void kvq_predictor_pack(int n_in, int n_out, int bits, const float * w, uint8_t 
             for (int j = 0; j < KVQ_PREDICT_GROUP; j++) {
                 const int at = g * KVQ_PREDICT_GROUP + j;
                 x[j] = i < n_out && at < n_in ? w[(size_t) i * n_in + at] : 0.0f;
-                top  = fabsf(x[j]) > fabsf(top) ? x[j] : top;
+                top = fabsf(x[j]) > fabsf(top) ? x[j] : top;
             }
-            const uint16_t step = kvq_f32_to_f16(bits == 8 ? fabsf(top) / 63.0f : top / -8.0f + 0.0f); // + 0: no negative zero
+            // + 0: no negative zero
+            const uint16_t step = kvq_f32_to_f16(bits == 8 ? fabsf(top) / 63.0f : top / -8.0f + 0.0f);
             const float d = kvq_f16_to_f32(step), inv = d != 0.0f ? 1.0f / d : 0.0f;
             uint8_t code[KVQ_PREDICT_GROUP];
             for (int j = 0; j < KVQ_PREDICT_GROUP; j++) {
                 const float q = rintf(x[j] * inv);
-                code[j] = (uint8_t) (bits == 8 ? 64 + (int) std::min(std::max(q, -63.0f), 63.0f) : 8 + (int) std::min(std::max(q, -8.0f), 7.0f));
+                code[j] = (uint8_t) (bits == 8 ? 64 + (int) std::min(std::max(q, -63.0f), 63.0f)
+                                               : 8 + (int) std::min(std::max(q, -8.0f), 7.0f));
             }
             kvq_predictor_put(n_in, n_out, bits, i, g, step, code, data);
         }
@@ -65,13 +66,9 @@ void kvq_predictor_pack(int n_in, int n_out, int bits, const float * w, uint8_t 
 
 void kvq_quantise_row(int n, const float * x, int8_t * x8, float * s) {
     float amax = 0.0f;
-    for (int i = 0; i < n; i++) {
-        amax = std::max(amax, fabsf(x[i]));
-    }
+    for (int i = 0; i < n; i++) { amax = std::max(amax, fabsf(x[i])); }
     const float inv = amax >= 1e-30f ? 127.0f / amax : 0.0f;
-    for (int i = 0; i < n; i++) {
-        x8[i] = (int8_t) rintf(x[i] * inv);
-    }
+    for (int i = 0; i < n; i++) { x8[i] = (int8_t) rintf(x[i] * inv); }
     *s = amax >= 1e-30f ? amax / 127.0f : 0.0f;
 }
 

@@ -14,35 +14,36 @@
 static const char * f16_refuse(const kvq_codec & c) {
     return c.head_size < 1 || c.n_cells < 1 ? "head size and cells must be positive" : nullptr;
 }
-static size_t f16_nb_codes (const kvq_codec & c) { return 2 * (size_t) c.n_cells * c.head_size; }
-static size_t f16_nb_params(const kvq_codec &)   { return 0; }
+static size_t f16_nb_codes(const kvq_codec & c) { return 2 * (size_t) c.n_cells * c.head_size; }
+static size_t f16_nb_params(const kvq_codec &) { return 0; }
 
-static void f16_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t *, const void *, void * codes, void *) {
+static void f16_encode(
+    const kvq_codec & c, const uint16_t * rows, const uint8_t *, const void *, void * codes, void *) {
     memcpy(codes, rows, f16_nb_codes(c));
 }
 static void f16_decode(const kvq_codec & c, const void * codes, const void *, uint16_t * rows) {
     memcpy(rows, codes, f16_nb_codes(c));
 }
-static bool f16_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits, const void *, void * codes, const void *) {
+static bool f16_match(
+    const kvq_codec & c, const uint16_t * rows, kvq_low_bits, const void *, void * codes, const void *) {
     memcpy(codes, rows, f16_nb_codes(c));
     return true;
 }
 
 // ---------------------------------------------------------------- affine
 
-static bool affine_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params) {
-    const kvq_affine_dims  d     = kvq_affine_get_dims(c);
+static bool affine_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared,
+    void * codes, const void * params) {
+    const kvq_affine_dims d = kvq_affine_get_dims(c);
     const kvq_affine_parts parts = kvq_affine_get_parts(c);
     std::vector<float> scale(d.np), zero(d.np);
     kvq_affine_get_params(c, params, scale.data(), zero.data());
-    if (codes && !shared) {
-        memset(codes, 0, kvq_affine_nb_codes(c));
-    }
-    const int  n = (1 << c.bits) - 1;
+    if (codes && !shared) { memset(codes, 0, kvq_affine_nb_codes(c)); }
+    const int n = (1 << c.bits) - 1;
     const bool k = c.role == KVQ_ROLE_K;
     for (int t = 0; t < c.n_cells; t++) {
         for (int i = 0; i < c.head_size; i++) {
-            const int      p = k ? t / c.group * c.head_size + i : i / c.group * c.n_cells + t;
+            const int p = k ? t / c.group * c.head_size + i : i / c.group * c.n_cells + t;
             const uint16_t v = rows[(size_t) t * c.head_size + i], mask = low.mask(c, (size_t) t * c.head_size + i);
             auto reproduces = [&](int q) {
                 const float y = std::min(std::max(zero[p] + scale[p] * (float) q, -65504.0f), 65504.0f);
@@ -51,37 +52,30 @@ static bool affine_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bit
             int q = 0;
             if (shared) {
                 q = c.bits ? kvq_affine_get_code(parts, (const uint8_t *) shared, k ? t : i, k ? i : t) : 0;
-                if (!reproduces(q)) {
-                    return false;
-                }
+                if (!reproduces(q)) { return false; }
             } else {
-                while (q <= n && !reproduces(q)) {
-                    q++;
-                }
-                if (q > n) {
-                    return false;
-                }
+                while (q <= n && !reproduces(q)) { q++; }
+                if (q > n) { return false; }
             }
-            if (!shared && q) {
-                kvq_affine_put_code(parts, (uint8_t *) codes, k ? t : i, k ? i : t, q);
-            }
+            if (!shared && q) { kvq_affine_put_code(parts, (uint8_t *) codes, k ? t : i, k ? i : t, q); }
         }
     }
     return true;
 }
 
 static const kvq_type_traits traits[] = {
-    { KVQ_TYPE_F16,    "f16",    f16_refuse,        f16_nb_codes,        f16_nb_params,        f16_encode,            f16_decode,            f16_match,    nullptr },
-    { KVQ_TYPE_AFFINE, "affine", kvq_affine_refuse, kvq_affine_nb_codes, kvq_affine_nb_params, kvq_affine_encode_ref, kvq_affine_decode_ref, affine_match, nullptr },
-    { KVQ_TYPE_LATTICE, "lattice", kvq_lattice_refuse, kvq_lattice_nb_codes, kvq_lattice_nb_params, kvq_lattice_encode, kvq_lattice_decode, kvq_lattice_match, kvq_lattice_assign },
-    { KVQ_TYPE_MIXED,  "mixed",  kvq_mixed_refuse,  kvq_mixed_nb_codes,  kvq_mixed_nb_params,  kvq_mixed_encode,      kvq_mixed_decode,      kvq_mixed_match, nullptr },
+    { KVQ_TYPE_F16, "f16", f16_refuse, f16_nb_codes, f16_nb_params, f16_encode, f16_decode, f16_match, nullptr },
+    { KVQ_TYPE_AFFINE, "affine", kvq_affine_refuse, kvq_affine_nb_codes, kvq_affine_nb_params, kvq_affine_encode_ref,
+        kvq_affine_decode_ref, affine_match, nullptr },
+    { KVQ_TYPE_LATTICE, "lattice", kvq_lattice_refuse, kvq_lattice_nb_codes, kvq_lattice_nb_params, kvq_lattice_encode,
+        kvq_lattice_decode, kvq_lattice_match, kvq_lattice_assign },
+    { KVQ_TYPE_MIXED, "mixed", kvq_mixed_refuse, kvq_mixed_nb_codes, kvq_mixed_nb_params, kvq_mixed_encode,
+        kvq_mixed_decode, kvq_mixed_match, nullptr },
 };
 
 const kvq_type_traits * kvq_traits(int type) {
     for (const auto & t : traits) {
-        if (t.type == type) {
-            return &t;
-        }
+        if (t.type == type) { return &t; }
     }
     return nullptr;
 }
@@ -98,7 +92,7 @@ void kvq_image_put(size_t n_values, uint16_t * rows, int low, size_t nb, const v
     for (size_t i = 0; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
-            const int    v   = bit < 8 * nb ? p[bit / 8] >> bit % 8 & 1 : 0;
+            const int v = bit < 8 * nb ? p[bit / 8] >> bit % 8 & 1 : 0;
             rows[i] = (uint16_t) ((rows[i] & ~(1 << (low + j))) | v << (low + j));
         }
     }
@@ -110,7 +104,7 @@ bool kvq_image_take(size_t n_values, const uint16_t * rows, int low, size_t nb, 
     for (size_t i = 0; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
-            const int    v   = rows[i] >> (low + j) & 1;
+            const int v = rows[i] >> (low + j) & 1;
             if (bit < 8 * nb) {
                 ((uint8_t *) bytes)[bit / 8] |= (uint8_t) (v << bit % 8);
             } else if (v) {
@@ -127,8 +121,10 @@ void kvq_image_write(const kvq_codec & c, const void * codes, const void * param
     kvq_image_put((size_t) c.n_cells * c.head_size, rows, 0, t->nb_params(c), params);
 }
 
-bool kvq_image_read(const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params, bool marked) {
+bool kvq_image_read(
+    const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params, bool marked) {
     const kvq_type_traits * t = kvq_traits(c.type);
     const size_t nv = (size_t) c.n_cells * c.head_size, nb = t->nb_params(c);
-    return kvq_image_take(nv, rows, 0, nb, params) && t->match(c, rows, { kvq_image_width(nv, nb), marked }, shared, codes, params);
+    return kvq_image_take(nv, rows, 0, nb, params) &&
+        t->match(c, rows, { kvq_image_width(nv, nb), marked }, shared, codes, params);
 }

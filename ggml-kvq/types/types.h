@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// A mark (cache/mark.h) of a saved state takes so many values, in rows at the beginning of a page and in as many at its end.
+// A mark (cache/mark.h) of a saved state takes so many values, in rows at the beginning of a page and in as many at
+// its end.
 constexpr int KVQ_MARK_BITS = 192;
 static inline int kvq_mark_rows(int head_size) { return (KVQ_MARK_BITS + head_size - 1) / head_size; }
 static inline bool kvq_mark_covers(const kvq_codec & c, size_t i) { // value i of a head of the page
@@ -16,31 +17,37 @@ static inline bool kvq_mark_covers(const kvq_codec & c, size_t i) { // value i o
 
 // Low mantissa bits of a value that say nothing of it: `n` in general, one more where a mark may be.
 struct kvq_low_bits {
-    int  n = 0;
+    int n = 0;
     bool marked = false;
-    uint16_t mask(const kvq_codec & c, size_t i) const { return (uint16_t) ((1 << (n + (marked && kvq_mark_covers(c, i)))) - 1); }
+    uint16_t mask(const kvq_codec & c, size_t i) const {
+        return (uint16_t) ((1 << (n + (marked && kvq_mark_covers(c, i)))) - 1);
+    }
 };
 
 struct kvq_type_traits {
-    kvq_type     type;
+    kvq_type type;
     const char * name;
-    const char * (*refuse)   (const kvq_codec & c); // NULL: can be held
-    size_t       (*nb_codes) (const kvq_codec & c);
-    size_t       (*nb_params)(const kvq_codec & c);
-    void         (*encode)   (const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes, void * params);
-    void         (*decode)   (const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
+    const char * (*refuse)(const kvq_codec & c); // NULL: can be held
+    size_t (*nb_codes)(const kvq_codec & c);
+    size_t (*nb_params)(const kvq_codec & c);
+    void (*encode)(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes,
+        void * params);
+    void (*decode)(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
     // nearest code of every value under given parameters; false when a value is not reproduced up to `low` low bits
-    bool         (*match)    (const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes, const void * params);
+    bool (*match)(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,
+        const void * params);
     // nearest codes alone; NULL: the type has no use for it
-    void         (*assign)   (const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
+    void (*assign)(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
 };
 
 const kvq_type_traits * kvq_traits(int type); // NULL when unknown
 
 // Saved-state image (see kvq_image in ggml-kvq.h).
 void kvq_image_write(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
-// Its bit stream, `low` bits above the last: puts nb bytes into the rows, or takes them; false when bits behind them are set.
-int  kvq_image_width(size_t n_values, size_t nb);
-void kvq_image_put  (size_t n_values, uint16_t * rows, int low, size_t nb, const void * bytes);
-bool kvq_image_take (size_t n_values, const uint16_t * rows, int low, size_t nb, void * bytes);
-bool kvq_image_read (const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params, bool marked = false);
+// Its bit stream, `low` bits above the last: puts nb bytes into the rows, or takes them; false when bits behind them
+// are set.
+int kvq_image_width(size_t n_values, size_t nb);
+void kvq_image_put(size_t n_values, uint16_t * rows, int low, size_t nb, const void * bytes);
+bool kvq_image_take(size_t n_values, const uint16_t * rows, int low, size_t nb, void * bytes);
+bool kvq_image_read(
+    const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params, bool marked = false);

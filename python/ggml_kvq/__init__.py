@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from .errors import KvqError, LibraryError, MethodError, ModelError
     from .model import Model
 
-_HOME = {"Model": "model", "KvqError": "errors", "LibraryError": "errors", "ModelError": "errors", "MethodError": "errors"}
+_HOME = {
+    "Model": "model",
+    "KvqError": "errors",
+    "LibraryError": "errors",
+    "ModelError": "errors",
+    "MethodError": "errors",
+}
 
 __all__ = ["KvqError", "LibraryError", "MethodError", "Model", "ModelError", "__version__"]
 

@@ -1,6 +1,7 @@
 """Where the native parts lie: programs, upstream's libraries and libggml-kvq.so, all in one folder.
 
-KVQ_LIB_DIR (a folder of llama.cpp programs and libraries) and KVQ_BACKEND (a libggml-kvq.so) override the package's own.
+KVQ_LIB_DIR (a folder of llama.cpp programs and libraries) and KVQ_BACKEND (a libggml-kvq.so) override the package's
+own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ BACKEND_FILE = "libggml-kvq.so"
 
 
 def package_dir() -> Path:
-    """The lib folder that the wheel installed; with an editable install it lies in site-packages, not beside this file."""
+    """The lib folder that the wheel installed; with an editable install it lies in site-packages, not beside this
+    file.
+    """
     import ggml_kvq
 
     folders = [Path(entry) / "lib" for entry in ggml_kvq.__path__]
@@ -32,12 +35,17 @@ def program(name: str) -> Path:
     """Path of an upstream program. LibraryError when it is not there."""
     path = lib_dir() / name
     if not path.is_file():
-        raise LibraryError(f"{path} does not exist; reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to the bin folder of a llama.cpp build")
+        raise LibraryError(
+            f"{path} does not exist; reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to the bin folder of a"
+            " llama.cpp build"
+        )
     return path
 
 
 def backend() -> Path:
-    """Path of libggml-kvq.so: $KVQ_BACKEND, else in $KVQ_LIB_DIR, else the package's. LibraryError when there is none."""
+    """Path of libggml-kvq.so: $KVQ_BACKEND, else in $KVQ_LIB_DIR, else the package's. LibraryError when there is
+    none.
+    """
     env = os.environ.get("KVQ_BACKEND")
     if env:
         path = Path(env).expanduser().absolute()
@@ -47,7 +55,9 @@ def backend() -> Path:
     for path in (lib_dir() / BACKEND_FILE, package_dir() / BACKEND_FILE):
         if path.is_file():
             return path
-    raise LibraryError(f"{lib_dir() / BACKEND_FILE} does not exist; reinstall ggml-kvq (pip install .) or set KVQ_BACKEND to its path")
+    raise LibraryError(
+        f"{lib_dir() / BACKEND_FILE} does not exist; reinstall ggml-kvq (pip install .) or set KVQ_BACKEND to its path"
+    )
 
 
 def shared_library(folder: Path, stem: str) -> Path:
@@ -58,13 +68,19 @@ def shared_library(folder: Path, stem: str) -> Path:
     versioned = sorted(p for p in folder.glob(f"lib{stem}.so.*") if p.suffix[1:].isdigit())
     if versioned:
         return versioned[0]
-    raise LibraryError(f"{folder} holds no lib{stem}.so; reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to the bin folder of a llama.cpp build")
+    raise LibraryError(
+        f"{folder} holds no lib{stem}.so; reinstall ggml-kvq (pip install .) or set KVQ_LIB_DIR to the bin folder of a"
+        " llama.cpp build"
+    )
 
 
 def page_dir() -> Path | None:
     """Folder of the page that llama-server serves; None when the program has upstream's page built in."""
     try:
-        with open(shared_library(lib_dir(), "llama-server-impl"), "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            open(shared_library(lib_dir(), "llama-server-impl"), "rb") as f,
+            mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             if data.find(b"gzip is not supported by this browser") >= 0:
                 return None
     except (LibraryError, OSError, ValueError):

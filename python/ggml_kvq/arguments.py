@@ -112,8 +112,8 @@ def utf8(text: Any) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as e:
         raise TextError(
-            f"the text has a lone surrogate at position {e.start} ({text[e.start]!r}): it came from bytes that are no UTF-8; "
-            "read them with errors='replace'"
+            f"the text has a lone surrogate at position {e.start} ({text[e.start]!r}): it came from bytes that are no"
+            " UTF-8; read them with errors='replace'"
         ) from None
 
 
@@ -151,8 +151,10 @@ def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any) -> s
 
 def in_python(e: MethodError) -> MethodError:
     """The library's message, which names a launcher's flags, in Python's words."""
-    text = str(e).replace("give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none",
-                          "pass kv_config='FILE.gguf' (ggml-kvq calibrate makes it) or kv_opts={'predictor': 'none'}")  # fmt: skip
+    text = str(e).replace(
+        "give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none",
+        "pass kv_config='FILE.gguf' (ggml-kvq calibrate makes it) or kv_opts={'predictor': 'none'}",
+    )
     return MethodError(text)
 
 

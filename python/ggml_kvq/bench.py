@@ -1,4 +1,6 @@
-"""Speed of KV caches on a model, side by side: unmodified llama-bench once per cache and round, caches in turn, medians over all rounds."""
+"""Speed of KV caches on a model, side by side: unmodified llama-bench once per cache and round, caches in turn,
+medians over all rounds.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,29 @@ class Settings:
 
 def command(model: Path, spec: CacheSpec, s: Settings, depth: int, test: str) -> tuple[list[str], dict[str, str]]:
     """(argv, environment on top of ours) of one llama-bench run. test: tg (generation) or pp (prompt)."""
-    argv = [str(_paths.program("llama-bench")), "-m", str(model), "-t", str(s.n_threads), "-ub", str(s.n_ubatch), "-fa", "1", "-d", str(depth)]
-    argv += ["-r", str(s.reps), "-o", "json", "-n", str(s.n_gen if test == "tg" else 0), "-p", str(s.n_prompt if test == "pp" else 0)]
+    argv = [
+        str(_paths.program("llama-bench")),
+        "-m",
+        str(model),
+        "-t",
+        str(s.n_threads),
+        "-ub",
+        str(s.n_ubatch),
+        "-fa",
+        "1",
+        "-d",
+        str(depth),
+    ]
+    argv += [
+        "-r",
+        str(s.reps),
+        "-o",
+        "json",
+        "-n",
+        str(s.n_gen if test == "tg" else 0),
+        "-p",
+        str(s.n_prompt if test == "pp" else 0),
+    ]
     if spec.method is None:
         return [*argv, "-ctk", spec.type_k, "-ctv", spec.type_v, *(["-dev", s.device or CPU_DEVICE])], {}
     env = {"GGML_BACKEND_PATH": str(_paths.backend()), "KVQ_METHOD": spec.method, "KVQ_MODEL": str(model)}
@@ -49,17 +72,25 @@ def command(model: Path, spec: CacheSpec, s: Settings, depth: int, test: str) ->
 
 
 def _once(argv: list[str], env: dict[str, str]) -> Row:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k in ("KVQ_ISA", "KVQ_LIB_DIR")}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k in ("KVQ_ISA", "KVQ_LIB_DIR")
+    }
     done = subprocess.run(argv, env={**clean, **env}, capture_output=True, text=True)
     if done.returncode:
-        reason = next((x for x in done.stderr.splitlines() if "ggml-kvq: error" in x), "") or "\n".join(done.stderr.strip().splitlines()[-2:])
+        reason = next((x for x in done.stderr.splitlines() if "ggml-kvq: error" in x), "") or "\n".join(
+            done.stderr.strip().splitlines()[-2:]
+        )
         raise KvqError(f"llama-bench ended with {done.returncode}: {reason}")
     row: Row = json.loads(done.stdout)[0]
     return row
 
 
 def run(model: Path, specs: Sequence[CacheSpec], s: Settings) -> Iterator[Row]:
-    """One row per test, depth and cache, as llama-bench -o jsonl writes them, with cache, kv_method, kv_opts, ratio (to the first cache), command."""
+    """One row per test, depth and cache, as llama-bench -o jsonl writes them, with cache, kv_method, kv_opts, ratio
+    (to the first cache), command.
+    """
     line = Line()
     tests = [("tg", d) for d in s.depths if s.n_gen] + [("pp", d) for d in s.depths if s.n_prompt]
     for test, depth in tests:
@@ -93,7 +124,13 @@ def run(model: Path, specs: Sequence[CacheSpec], s: Settings) -> Iterator[Row]:
 def summary(rows: Sequence[Row], *, markdown: bool = False) -> str:
     """Table of medians; ratio is to the first cache of the same test."""
     cells = [
-        [f"{'tg' if r['n_gen'] else 'pp'}{r['n_gen'] or r['n_prompt']} @ {r['n_depth']}", r["cache"], f"{r['avg_ts']:.2f}", f"{r['stddev_ts']:.2f}", f"{r['ratio']:.2f}x"]
+        [
+            f"{'tg' if r['n_gen'] else 'pp'}{r['n_gen'] or r['n_prompt']} @ {r['n_depth']}",
+            r["cache"],
+            f"{r['avg_ts']:.2f}",
+            f"{r['stddev_ts']:.2f}",
+            f"{r['ratio']:.2f}x",
+        ]
         for r in rows
     ]
     return table(["test", "cache", "tokens/s (median)", "stddev", "ratio"], cells, markdown=markdown)

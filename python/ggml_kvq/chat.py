@@ -15,8 +15,8 @@ def render(
 ) -> str:
     """Prompt text of `messages` ([{"role", "content"}]) under `template` (tokenizer.chat_template of the model).
 
-    special: bos_token and eos_token text for Jinja. llama_chat_apply_template knows the common templates by their shape;
-    others are rendered by jinja2 in its sandbox. Raises ModelError naming the cure.
+    special: bos_token and eos_token text for Jinja. llama_chat_apply_template knows the common templates by their
+    shape; others are rendered by jinja2 in its sandbox. Raises ModelError naming the cure.
     """
     if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
         raise ModelError(f"messages={messages!r:.60} is no list of dicts; write [{{'role': 'user', 'content': '...'}}]")
@@ -38,12 +38,16 @@ def render(
         size = got
 
 
-def _jinja(template: str, messages: Sequence[Mapping[str, str]], add_assistant: bool, special: Mapping[str, str]) -> str:
+def _jinja(
+    template: str, messages: Sequence[Mapping[str, str]], add_assistant: bool, special: Mapping[str, str]
+) -> str:
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as e:
-        raise ModelError("this chat template is not one llama.cpp knows by shape; pip install jinja2 to render it") from e
+        raise ModelError(
+            "this chat template is not one llama.cpp knows by shape; pip install jinja2 to render it"
+        ) from e
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

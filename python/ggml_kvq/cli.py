@@ -24,8 +24,9 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every module of ggml_kvq.commands registered.
 
-    register(subparsers) adds its parser with subparsers.add_parser(NAME, help=...) and calls parser.set_defaults(run=FUNCTION);
-    FUNCTION(args) returns the exit code and raises KvqError for a refused input. Modules import what is heavy inside FUNCTION.
+    register(subparsers) adds its parser with subparsers.add_parser(NAME, help=...) and calls
+    parser.set_defaults(run=FUNCTION); FUNCTION(args) returns the exit code and raises KvqError for a refused input.
+    Modules import what is heavy inside FUNCTION.
     """
     parser = Parser(prog="ggml-kvq", description="Manage KV caches of 1-4 calibrated bits for llama.cpp.")
     parser.add_argument("--version", action="version", version=f"ggml-kvq {__version__}")
@@ -49,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as e:
-        print(f"ggml-kvq {args.command}: error: {e.filename or ''}: {e.strerror or e}; check the path and its permissions", file=sys.stderr)
+        print(
+            f"ggml-kvq {args.command}: error: {e.filename or ''}: {e.strerror or e}; check the path and its"
+            " permissions",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         hint = getattr(args, "interrupted", "")

@@ -119,10 +119,12 @@ def _environment() -> Iterator[Check]:
             yield Check(BAD, "KVQ_METHOD", str(e))
         if other:
             yield Check(
-                NOTE, "programs of your own",
+                NOTE,
+                "programs of your own",
                 "llama.cpp opens GGML_BACKEND_PATH by itself only when it was built with GGML_BACKEND_DL",
-                "add -dev KVQ0 -fa on, which loads it in any build; a load line `ggml-kvq: ...` tells that it is in use",
-            )  # fmt: skip
+                "add -dev KVQ0 -fa on, which loads it in any build; a load line `ggml-kvq: ...` tells that it is"
+                " in use",
+            )
     if importlib.util.find_spec("llama_cpp"):
         yield Check(
             NOTE,
@@ -161,8 +163,12 @@ def _model(path: str) -> Iterator[Check]:
                 line = m.load_line
         yield Check(GOOD, "model", line)
         same = texts[None] == texts["f16"]
-        yield Check(GOOD if same else NOTE, "method f16", "writes what llama.cpp writes" if same else "parts from llama.cpp's text within 16 tokens",
-                    "" if same else "rounding can do that; compare with ggml-kvq eval --cache method:f16")  # fmt: skip
+        yield Check(
+            GOOD if same else NOTE,
+            "method f16",
+            "writes what llama.cpp writes" if same else "parts from llama.cpp's text within 16 tokens",
+            "" if same else "rounding can do that; compare with ggml-kvq eval --cache method:f16",
+        )
     except (KvqError, OSError) as e:
         yield Check(BAD, "model", str(e))
 

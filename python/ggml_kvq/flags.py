@@ -19,7 +19,8 @@ OURS = {
     "--kv-stats-file": "FILE.json",
 }
 OURS_RPC_SERVER = {**OURS, "--kv-model": "FILE.gguf"}
-# Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no harm.
+# Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no
+# harm.
 TEXT = {
     "-p",
     "--prompt",

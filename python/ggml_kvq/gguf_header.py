@@ -1,7 +1,8 @@
 """The metadata of a GGUF file, read fast: the launchers look into every model before its program starts.
 
-gguf-py's GGUFReader imports numpy and walks every vocabulary entry through it; measured on an 8k-token model it costs a quarter of a
-second, and seconds at 150k tokens. Here arrays of numbers are skipped by one addition and arrays of text by one step per entry.
+gguf-py's GGUFReader imports numpy and walks every vocabulary entry through it; measured on an 8k-token model it costs
+a quarter of a second, and seconds at 150k tokens. Here arrays of numbers are skipped by one addition and arrays of
+text by one step per entry.
 Format: ggml/docs/gguf.md of llama.cpp. All numbers little-endian.
 """
 
@@ -71,22 +72,39 @@ class Header:
         """GgufError when the file ends inside the data of its tensors: a download that stopped."""
         size, end = os.path.getsize(self.path), self.data_end()
         if size < end:
-            raise GgufError(f"{self.path} is cut off: it has {size} bytes, its tensors end at {end}; fetch or convert it again")
+            raise GgufError(
+                f"{self.path} is cut off: it has {size} bytes, its tensors end at {end}; fetch or convert it again"
+            )
 
     def kvq(self) -> dict[str, Any]:
         """The fields under `kvq.`."""
         return {key: value for key, value in self.fields.items() if key.startswith("kvq.")}
 
 
-_TYPE_NAMES = {0: "u8", 1: "i8", 2: "u16", 3: "i16", 4: "u32", 5: "i32", 6: "f32", 7: "bool", 8: "string", 9: "array", 10: "u64", 11: "i64", 12: "f64"}
+_TYPE_NAMES = {
+    0: "u8",
+    1: "i8",
+    2: "u16",
+    3: "i16",
+    4: "u32",
+    5: "i32",
+    6: "f32",
+    7: "bool",
+    8: "string",
+    9: "array",
+    10: "u64",
+    11: "i64",
+    12: "f64",
+}
 
 
 # ggml type id -> (values of a block, bytes of a block); ggml/src/ggml.c, type_traits
 _TYPE_SIZES = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110), 12: (256, 144),
-    13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110),
-    22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54),
-    35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84),
+    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
+    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
+    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
+    40: (64, 36), 41: (128, 18), 42: (64, 18),
 }  # fmt: skip
 
 
@@ -106,7 +124,9 @@ class _Cursor:
     def take(self, n: int) -> int:
         """Advance by n bytes; the old position."""
         if n < 0 or self.at + n > self.end:
-            raise GgufError(f"{self.path} is cut off: it ends after {self.end} bytes, inside its header; fetch or convert it again")
+            raise GgufError(
+                f"{self.path} is cut off: it ends after {self.end} bytes, inside its header; fetch or convert it again"
+            )
         at, self.at = self.at, self.at + n
         return at
 
@@ -148,7 +168,8 @@ class _Cursor:
 def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int = 1024) -> Header:
     """Header of the GGUF file at `path`. Arrays longer than max_array are not read (Array stands for them).
 
-    Raises FileNotFoundError and other OSError as open() does, GgufError for a file that is not GGUF, foreign or cut off.
+    Raises FileNotFoundError and other OSError as open() does, GgufError for a file that is not GGUF, foreign or cut
+    off.
     """
     name = os.fspath(path)
     with open(name, "rb") as f:
@@ -156,13 +177,18 @@ def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int 
             raise GgufError(f"{name} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model")
         size = os.fstat(f.fileno()).st_size
         if size < 24:
-            raise GgufError(f"{name} is cut off: it ends after {size} bytes, inside its header; fetch or convert it again")
+            raise GgufError(
+                f"{name} is cut off: it ends after {size} bytes, inside its header; fetch or convert it again"
+            )
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, name)
             cursor.at = 4
             version = cursor.scalar("I")
             if version not in (2, 3):
-                raise GgufError(f"{name} is GGUF version {version}, this reads 2 and 3 (little-endian); convert it again with a current llama.cpp")
+                raise GgufError(
+                    f"{name} is GGUF version {version}, this reads 2 and 3 (little-endian); convert it again with a"
+                    " current llama.cpp"
+                )
             n_tensors, n_fields = cursor.scalar("Q"), cursor.scalar("Q")
             if n_fields > size or n_tensors > size:
                 raise cursor.fail(f"{n_fields} fields and {n_tensors} tensors in {size} bytes")
@@ -185,7 +211,8 @@ def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int 
 
 
 def _attending(header: Header, n_layer: int) -> set[int] | None:
-    """Layers whose tensors are those of attention, in files that give one number of heads for all; None: all, or not known.
+    """Layers whose tensors are those of attention, in files that give one number of heads for all; None: all, or not
+    known.
 
     The rule of host/config.cpp: a file that is one of several holds only some of the tensors.
     """
@@ -210,7 +237,8 @@ def _attending(header: Header, n_layer: int) -> set[int] | None:
 
 
 def attention_layers(header: Header) -> list[tuple[int, int, int, int]]:
-    """(layer index, KV heads, K head size, V head size) of every layer that keeps K and V, from llama.cpp's metadata keys.
+    """(layer index, KV heads, K head size, V head size) of every layer that keeps K and V, from llama.cpp's metadata
+    keys.
 
     Sliding-window layers with head sizes of their own ({arch}.attention.{key,value}_length_swa) are told apart by
     {arch}.attention.sliding_window_pattern when it is an array. Raises GgufError when the file describes no attention.
@@ -225,7 +253,10 @@ def attention_layers(header: Header) -> list[tuple[int, int, int, int]]:
 
     n_layer, n_head, width = get("block_count"), get("attention.head_count"), get("embedding_length")
     if not n_layer or not n_head or not width:
-        raise GgufError(f"{header.path} ({arch}) has no block_count, attention.head_count or embedding_length: no attention cache to plan")
+        raise GgufError(
+            f"{header.path} ({arch}) has no block_count, attention.head_count or embedding_length: no attention cache"
+            " to plan"
+        )
 
     def per_layer(value: Any, il: int) -> int:
         return int(value[il]) if isinstance(value, list) else int(value)

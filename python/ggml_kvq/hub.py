@@ -48,10 +48,14 @@ def fetch(
     except hub_errors.LocalEntryNotFoundError as e:
         raise DownloadError(f"{spec} is not in the local cache and the hub cannot be reached; check the network") from e
     except hub_errors.EntryNotFoundError as e:
-        raise DownloadError(f"{repo} has no file {filename} at {revision}; see https://huggingface.co/{repo}/tree/{revision}") from e
+        raise DownloadError(
+            f"{repo} has no file {filename} at {revision}; see https://huggingface.co/{repo}/tree/{revision}"
+        ) from e
     except (OSError, hub_errors.HfHubHTTPError) as e:
         first = (str(e).splitlines() or ["no message"])[0]
-        raise DownloadError(f"{spec} could not be downloaded: {first}; check network, disk space and HF_ENDPOINT") from e
+        raise DownloadError(
+            f"{spec} could not be downloaded: {first}; check network, disk space and HF_ENDPOINT"
+        ) from e
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -77,16 +81,21 @@ def _files(repo: str, token: str | None) -> list[str]:
         try:
             folder = Path(snapshot_download(repo, local_files_only=True))
         except (OSError, ValueError, hub_errors.LocalEntryNotFoundError):
-            raise DownloadError(f"{repo} is not in the local cache and the hub cannot be reached ({type(e).__name__}); check the network") from e
+            raise DownloadError(
+                f"{repo} is not in the local cache and the hub cannot be reached ({type(e).__name__}); check the"
+                " network"
+            ) from e
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
     return sorted(name for name in names if name.endswith(".gguf"))
 
 
-def choose(repo: str, tag: str = "", file: str = "", *, token: str | None = None) -> tuple[Path, Callable[[], Path] | None]:
+def choose(
+    repo: str, tag: str = "", file: str = "", *, token: str | None = None
+) -> tuple[Path, Callable[[], Path] | None]:
     """(downloaded model of a repository, a function that downloads its projector, None without one).
 
-    file: that file. tag: the file with this quantisation in its name, as "Q8_0". Neither: Q4_K_M, else Q8_0, else the first.
-    All parts of a split model are fetched. Raises DownloadError.
+    file: that file. tag: the file with this quantisation in its name, as "Q8_0". Neither: Q4_K_M, else Q8_0, else the
+    first. All parts of a split model are fetched. Raises DownloadError.
     """
     names = _files(repo, token)
     models = [n for n in names if "mmproj" not in n.lower() and not n.lower().endswith(".kvq.gguf")]
@@ -95,11 +104,17 @@ def choose(repo: str, tag: str = "", file: str = "", *, token: str | None = None
     if not wanted:
         what = f"no file {file}" if file else f"no GGUF file of {tag}" if tag else "no GGUF file"
         there = ", ".join(first[:6]) + (", ..." if len(first) > 6 else "")
-        raise DownloadError(f"{repo} has {what}" + (f"; it has {there}" if first else "; convert the model with convert_hf_to_gguf.py"))
+        raise DownloadError(
+            f"{repo} has {what}" + (f"; it has {there}" if first else "; convert the model with convert_hf_to_gguf.py")
+        )
     if not file and not tag:
         wanted = next((c for q in ("Q4_K_M", "Q8_0") if (c := [n for n in first if q.lower() in n.lower()])), wanted)
     chosen = wanted[0]
-    parts = [n for n in models if re.sub(r"-\d{5}-of-", "-of-", n) == re.sub(r"-\d{5}-of-", "-of-", chosen)] if "-00001-of-" in chosen else [chosen]
+    parts = (
+        [n for n in models if re.sub(r"-\d{5}-of-", "-of-", n) == re.sub(r"-\d{5}-of-", "-of-", chosen)]
+        if "-00001-of-" in chosen
+        else [chosen]
+    )
     paths = [fetch(f"{PREFIX}{repo}/{name}", token=token) for name in parts]
     projectors = [n for n in names if "mmproj" in n.lower()]
     if not projectors:

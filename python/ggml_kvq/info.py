@@ -13,7 +13,9 @@ from .errors import MethodError
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of one method at n_ctx tokens: true bits per K and V value, bytes, bytes of the f16 cache; or why it is refused."""
+    """Memory of one method at n_ctx tokens: true bits per K and V value, bytes, bytes of the f16 cache; or why it
+    is refused.
+    """
 
     method: str
     bits: float = 0.0
@@ -25,7 +27,8 @@ class Plan:
 
 
 def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> list[Plan]:
-    """kvq_plan of every cache of `specs` (CacheSpec), else of every method with default options, for one stream of n_ctx tokens.
+    """kvq_plan of every cache of `specs` (CacheSpec), else of every method with default options, for one stream of
+    n_ctx tokens.
 
     Upstream's own cache types follow from their bits.
     """
@@ -33,7 +36,9 @@ def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> 
     arch = header.fields["general.architecture"]
     n_layer = int(header.fields[f"{arch}.block_count"])
     out = []
-    wanted = [(s.label, s.method, s.options, s.type_k, s.type_v) for s in specs] or [(row["name"], row["name"], "", "", "") for row in methods.table()]
+    wanted = [(s.label, s.method, s.options, s.type_k, s.type_v) for s in specs] or [
+        (row["name"], row["name"], "", "", "") for row in methods.table()
+    ]
     for label, method, options, type_k, type_v in wanted:
         if method is None:
             out.append(_upstream(label, shapes, n_ctx, type_k, type_v))
@@ -55,18 +60,24 @@ def _upstream(label: str, shapes: Sequence[tuple[int, int, int, int]], n_ctx: in
 
 
 def stored_options(header: gguf_header.Header) -> tuple[str, str]:
-    """(method, its options as "key=value,...") that a file's kvq.* metadata choose; ("", "") when it names no method."""
+    """(method, its options as "key=value,...") that a file's kvq.* metadata choose; ("", "") when it names no
+    method.
+    """
     kvq = header.kvq()
     method = str(kvq.get("kvq.method", ""))
     known = next(([o["key"] for o in row["options"]] for row in methods.table() if row["name"] == method), None)
     if known is None:
         return "", ""
     values = {key: kvq[f"kvq.{method}.{key}"] for key in known if f"kvq.{method}.{key}" in kvq}
-    return method, ",".join(f"{key}={value:.9g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items())
+    return method, ",".join(
+        f"{key}={value:.9g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
+    )
 
 
 def stored_plan(header: gguf_header.Header, shapes: list[tuple[int, int, int, int]], n_ctx: int) -> Plan | None:
-    """What the method and options that the file itself chooses take on layers of these shapes; None when it chooses none."""
+    """What the method and options that the file itself chooses take on layers of these shapes; None when it chooses
+    none.
+    """
     method, options = stored_options(header)
     if not method:
         return None

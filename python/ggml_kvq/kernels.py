@@ -1,6 +1,7 @@
 """encode, decode, image and attend of libggml-kvq on numpy arrays; ggml_kvq.reference defines what they compute.
 
-`lib` is the library as loader.libraries().need_kvq() returns it. Every function raises MethodError for what the library refuses.
+`lib` is the library as loader.libraries().need_kvq() returns it. Every function raises MethodError for what the
+library refuses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ F32 = 1  # KVQ_ATTN_F32
 
 def c_codec(c: Codec) -> native.kvq_codec:
     """The C structure of a Codec."""
-    return native.kvq_codec(c.type, c.role, c.bits, c.group, c.scale, c.levels, c.eta, c.n_cells, c.head_size, c.hi, c.n_hi)
+    return native.kvq_codec(
+        c.type, c.role, c.bits, c.group, c.scale, c.levels, c.eta, c.n_cells, c.head_size, c.hi, c.n_hi
+    )
 
 
 def _at(array: np.ndarray | None, ctype: Any = c_void_p) -> Any:
@@ -49,11 +52,15 @@ def nbytes(lib: CDLL, c: Codec) -> tuple[int, int]:
 def encode(
     lib: CDLL, c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """rows f16 [n_cells, head_size], valid uint8 [n_cells/8], shared uint8 [nb_codes] -> (codes, params) (kvq_encode)."""
+    """rows f16 [n_cells, head_size], valid uint8 [n_cells/8], shared uint8 [nb_codes] -> (codes, params)
+    (kvq_encode).
+    """
     nb_codes, nb_params = nbytes(lib, c)
     codes, params = (np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8))
     rows, valid, shared = _rows(c, rows), _u8(valid), _u8(shared)
-    status = lib.kvq_encode(byref(c_codec(c)), _at(rows, c_uint16), _at(valid, c_uint8), _at(shared), _at(codes), _at(params))
+    status = lib.kvq_encode(
+        byref(c_codec(c)), _at(rows, c_uint16), _at(valid, c_uint8), _at(shared), _at(codes), _at(params)
+    )
     native.check(lib, status)
     return (codes if shared is None else shared), params
 
@@ -68,7 +75,9 @@ def decode(lib: CDLL, c: Codec, codes: np.ndarray, params: np.ndarray) -> np.nda
 def round_trip(lib: CDLL, c: Codec, rows: np.ndarray, n_threads: int = 1) -> np.ndarray:
     """f32 [n, heads * head_size] -> what encoded pages of n_cells rows give back, f32 (kvq_round_trip)."""
     out = np.array(rows, np.float32, order="C")
-    native.check(lib, lib.kvq_round_trip(byref(c_codec(c)), out.shape[1] // c.head_size, len(out), _at(out, c_float), n_threads))
+    native.check(
+        lib, lib.kvq_round_trip(byref(c_codec(c)), out.shape[1] // c.head_size, len(out), _at(out, c_float), n_threads)
+    )
     return out
 
 
@@ -98,7 +107,17 @@ def predict(lib: CDLL, w: Weights, rows: np.ndarray, add: np.ndarray | None = No
     if rows.shape[1:] != (w.n_in,) or (add is not None and add.shape != (len(rows), w.n_out)):
         raise ValueError(f"rows have shape {rows.shape}, the predictor takes {w.n_in} inputs and gives {w.n_out}")
     out = np.empty((len(rows), w.n_out), np.float32)
-    status = lib.kvq_predict(w.n_in, w.n_out, w.bits, _at(w.data), len(rows), _at(rows, c_float), _at(add, c_float), _at(out, c_float), n_threads)
+    status = lib.kvq_predict(
+        w.n_in,
+        w.n_out,
+        w.bits,
+        _at(w.data),
+        len(rows),
+        _at(rows, c_float),
+        _at(add, c_float),
+        _at(out, c_float),
+        n_threads,
+    )
     native.check(lib, status)
     return out
 
@@ -110,7 +129,9 @@ def image(lib: CDLL, c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndar
     return rows
 
 
-def image_match(lib: CDLL, c: Codec, rows: np.ndarray, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray] | None:
+def image_match(
+    lib: CDLL, c: Codec, rows: np.ndarray, shared: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray] | None:
     """uint16 [n_cells, head_size] -> (codes, params), None when it is no image (kvq_image_match)."""
     nb_codes, nb_params = nbytes(lib, c)
     codes, params = (np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8))
@@ -121,8 +142,8 @@ def image_match(lib: CDLL, c: Codec, rows: np.ndarray, shared: np.ndarray | None
 
 @dataclass
 class Page:
-    """A page of all KV heads of a stream. A lane is (codes uint8 [n_head_kv, nb_codes], params uint8 [n_head_kv, nb_params]) when
-    sealed, or an open f16 tile [n_head_kv, n_slots, head size padded to 16].
+    """A page of all KV heads of a stream. A lane is (codes uint8 [n_head_kv, nb_codes], params uint8 [n_head_kv,
+    nb_params]) when sealed, or an open f16 tile [n_head_kv, n_slots, head size padded to 16].
 
     cell: of slot 0; slots: slot -> cell, -1 for none, int32 [n_slots], or None for cell + slot.
     """
@@ -136,8 +157,9 @@ class Page:
 
 @dataclass
 class Stream:
-    """One softmax problem. q f32 [n_q, n_head, head_size_k] and dst f32 [n_q, n_head, head_size_v], last axis contiguous, others
-    free; mask f16 [n_q, 1 or n_head, n_kv] or None; sinks f32 [n_head] or None. dst is written."""
+    """One softmax problem. q f32 [n_q, n_head, head_size_k] and dst f32 [n_q, n_head, head_size_v], last axis
+    contiguous, others free; mask f16 [n_q, 1 or n_head, n_kv] or None; sinks f32 [n_head] or None. dst is written.
+    """
 
     k: Codec
     v: Codec
@@ -156,11 +178,15 @@ class Stream:
 
 def _strides(x: np.ndarray) -> tuple[int, int]:
     if x.strides[-1] != x.itemsize:
-        raise ValueError(f"the last axis has stride {x.strides[-1]} bytes instead of {x.itemsize}: pass a contiguous one")
+        raise ValueError(
+            f"the last axis has stride {x.strides[-1]} bytes instead of {x.itemsize}: pass a contiguous one"
+        )
     return x.strides[0] // x.itemsize, 0 if x.shape[1] == 1 else x.strides[1] // x.itemsize
 
 
-def _structs(streams: list[Stream], means: Any, rotary: Any, positions: Any, lse: np.ndarray | None, sealed: Any = None) -> tuple[Any, list[Any]]:
+def _structs(
+    streams: list[Stream], means: Any, rotary: Any, positions: Any, lse: np.ndarray | None, sealed: Any = None
+) -> tuple[Any, list[Any]]:
     """kvq_attn of every stream, and what must outlive them."""
     structs = (native.kvq_attn * len(streams))()
     keep: list[Any] = []
@@ -224,4 +250,16 @@ def column_sums(
     return sums, seen
 
 
-__all__ = ["F32", "Page", "Stream", "attend", "c_codec", "column_sums", "decode", "encode", "image", "image_match", "nbytes"]
+__all__ = [
+    "F32",
+    "Page",
+    "Stream",
+    "attend",
+    "c_codec",
+    "column_sums",
+    "decode",
+    "encode",
+    "image",
+    "image_match",
+    "nbytes",
+]

@@ -13,8 +13,8 @@ from .loader import Libraries
 #: kv_method value that keeps upstream's own cache even when the model's metadata name a method.
 UPSTREAM = "upstream"
 
-# libggml-kvq numbers live caches in creation order over the whole process: contexts are created and freed under this lock,
-# and _owners holds (owner, number of its caches) in the same order.
+# libggml-kvq numbers live caches in creation order over the whole process: contexts are created and freed under this
+# lock, and _owners holds (owner, number of its caches) in the same order.
 lock = threading.RLock()
 _owners: list[tuple[int, int]] = []
 
@@ -53,7 +53,9 @@ def load_lines(libs: Libraries, owner: int) -> list[str]:
 
 
 def stats(libs: Libraries, owner: int) -> dict[str, Any]:
-    """kv_stats() of the caches of `owner`: one dict, sums over its caches, bits weighted by size; `caches` lists them."""
+    """kv_stats() of the caches of `owner`: one dict, sums over its caches, bits weighted by size; `caches` lists
+    them.
+    """
     kvq = libs.need_kvq()
     caches = []
     with lock:
@@ -78,7 +80,9 @@ def type_bits(libs: Libraries, name: str) -> float:
 
 
 def upstream_stats(libs: Libraries, type_k: str, type_v: str, log_lines: list[str]) -> dict[str, Any]:
-    """kv_stats() of upstream's own cache: bits from ggml's type table, bytes from the size llama.cpp reports at load."""
+    """kv_stats() of upstream's own cache: bits from ggml's type table, bytes from the size llama.cpp reports at
+    load.
+    """
     k, v = type_bits(libs, type_k), type_bits(libs, type_v)
     mib = sum(float(m.group(1)) for line in log_lines if (m := re.search(r"size\s*=\s*([\d.]+) MiB", line)))
     total = int(mib * 2**20)

@@ -1,7 +1,8 @@
 """llama-cli, llama-completion, llama-server, llama-bench, llama-perplexity: upstream's programs with a few more flags.
 
-A launcher takes --kv-method and the flags like it away, sets the environment that libggml-kvq.so reads, adds the device and flash
-attention unless the user chose them, and execs the unmodified program: no Python stays behind. Without a method nothing is changed.
+A launcher takes --kv-method and the flags like it away, sets the environment that libggml-kvq.so reads, adds the
+device and flash attention unless the user chose them, and execs the unmodified program: no Python stays behind.
+Without a method nothing is changed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ HELP = """\
 --kv-method NAME        keep the KV cache in the form of NAME (`ggml-kvq methods` lists them);
                         default: the method named in the model's metadata, else llama.cpp's own cache
                         (env: KVQ_METHOD)
---kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
                         none: llama.cpp's own cache, whatever the model or the environment names
+--kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
 --kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata, else MODEL.kvq.gguf beside
                         MODEL.gguf, when it is of the chosen method (env: KVQ_CONFIG)
---kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own f16 cache, because
-                        a draft that reads a quantised cache is accepted less often (env: KVQ_METHOD_DRAFT)
+--kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own
+                        f16 cache, because a draft that reads a quantised cache is accepted less often
+                        (env: KVQ_METHOD_DRAFT)
 --kv-opt-draft KEY=VALUE  option of that method, repeatable (env: KVQ_OPTS_DRAFT)
 --kv-stats-file FILE.json  what the cache holds (method, bits, bytes, sealed pages, layers), rewritten every two seconds
                         (env: KVQ_STATS_FILE)
@@ -47,7 +49,9 @@ HELP_RPC_SERVER = """\
 
 RPC_SERVER = "ggml-rpc-server"  # upstream's name; our launcher is llama-rpc-server
 DRAFT_DEVICE = "KVQD0"  # the library has it when KVQ_METHOD_DRAFT is set
-_SHARES_CACHE = ("gemma4-assistant",)  # drafts that read the keys and values of their target, on the device that holds them
+_SHARES_CACHE = (
+    "gemma4-assistant",
+)  # drafts that read the keys and values of their target, on the device that holds them
 _CONNECT_S, _LIST_S = 10, 120  # seconds until an RPC server must accept, and until it must have named its devices
 
 
@@ -106,19 +110,30 @@ def _cuda_devices() -> list[str]:
 
 
 def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -> list[str]:
-    """Arguments that put a draft model's cache where it belongs; environment of its method into out.env. LaunchError on a bad method."""
+    """Arguments that put a draft model's cache where it belongs; environment of its method into out.env.
+    LaunchError on a bad method.
+    """
     from . import methods
 
     method = flags.draft_method or environ.get("KVQ_METHOD_DRAFT") or None
     model = (user.values(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL") or [""])[-1]
-    present = model or user.has(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf")) or "LLAMA_ARG_SPEC_DRAFT_HF_REPO" in environ
+    present = (
+        model
+        or user.has(("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"))
+        or "LLAMA_ARG_SPEC_DRAFT_HF_REPO" in environ
+    )
     predicts = any("mtp" in value for value in user.values(("--spec-type",), "LLAMA_ARG_SPEC_TYPE"))
     arch = gguf_header.read(model).fields.get("general.architecture") if os.path.isfile(model) else None
     if method:
         if arch in _SHARES_CACHE:
-            raise LaunchError(f"--kv-method-draft {method}: {model} ({arch}) has no cache of its own, it reads the model's; drop the flag")
+            raise LaunchError(
+                f"--kv-method-draft {method}: {model} ({arch}) has no cache of its own, it reads the model's; drop the"
+                " flag"
+            )
         if not present and not predicts:
-            raise LaunchError(f"--kv-method-draft {method} needs a draft: add -md FILE.gguf or --spec-type draft-mtp, or drop it")
+            raise LaunchError(
+                f"--kv-method-draft {method} needs a draft: add -md FILE.gguf or --spec-type draft-mtp, or drop it"
+            )
         opts = ",".join([*filter(None, [environ.get("KVQ_OPTS_DRAFT")]), *flags.draft_opts])
         try:
             methods.check(method, opts)
@@ -135,7 +150,8 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
 
 
 def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
-    """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and environment.
+    """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and
+    environment.
 
     Precedence of the method: --kv-method, KVQ_METHOD, the file of --kv-config / KVQ_CONFIG, the model's metadata.
     Raises KvqError; reads at most the headers of the GGUF files named. With --rpc it connects to the servers and asks
@@ -166,15 +182,26 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if choice is None or choice.method == refusals.OFF:
         off = choice is not None
         if flags.opts:
-            raise LaunchError(f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
+            raise LaunchError(
+                f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)"
+            )
         if flags.draft_method or flags.draft_opts:
-            raise LaunchError("--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)")
+            raise LaunchError(
+                "--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)"
+            )
         if flags.stats_file:
-            raise LaunchError(f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)")
+            raise LaunchError(
+                f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists"
+                " them)"
+            )
         page = served_page.wanted(program, user)
-        out = Command([*(["--path", str(page)] if page else []), *flags.rest], remote=serves or bool(servers), env=hub_env)
+        out = Command(
+            [*(["--path", str(page)] if page else []), *flags.rest], remote=serves or bool(servers), env=hub_env
+        )
         if off:  # llama-bench would load the library and take its device
-            out.env |= dict.fromkeys(k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ)
+            out.env |= dict.fromkeys(
+                k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ
+            )
             out.env |= {"GGML_BACKEND_PATH": None} if _is_ours(environ.get("GGML_BACKEND_PATH")) else {}
         return out
 
@@ -191,11 +218,16 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
     held = config_fields.get("kvq.method", method)
     if held != method:
-        raise LaunchError(f"{config_words} holds data for method {held}, not {method}; give another file or --kv-method {held}")
+        raise LaunchError(
+            f"{config_words} holds data for method {held}, not {method}; give another file or --kv-method {held}"
+        )
     if serves:
         devices = user.values(("-d", "--device"))
         if devices and "KVQ" not in ",".join(devices):
-            raise LaunchError(f"-d {devices[-1]} leaves out the device that holds the cache of {choice.words}: drop -d or write -d {DEVICE}")
+            raise LaunchError(
+                f"-d {devices[-1]} leaves out the device that holds the cache of {choice.words}: drop -d or write -d"
+                f" {DEVICE}"
+            )
     else:
         refusals.conflicts(user, choice, bench)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
@@ -209,7 +241,14 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     other = environ.get("GGML_BACKEND_PATH")
     if other and not _is_ours(other):
         out.notes.append(f"GGML_BACKEND_PATH={other} is replaced by {backend}; ggml loads one such library")
-    out.env = {**hub_env, "KVQ_LAUNCHER": program, "GGML_BACKEND_PATH": backend, "KVQ_METHOD": method, "KVQ_OPTS": joined or None, "KVQ_CONFIG": config}
+    out.env = {
+        **hub_env,
+        "KVQ_LAUNCHER": program,
+        "GGML_BACKEND_PATH": backend,
+        "KVQ_METHOD": method,
+        "KVQ_OPTS": joined or None,
+        "KVQ_CONFIG": config,
+    }
     if len(models) == 1:
         out.env["KVQ_MODEL"] = models[0]
     if flags.stats_file:
@@ -248,7 +287,11 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
 
 
 def _choice(
-    flags: Flags, environ: Mapping[str, str], config: str | None, config_fields: Mapping[str, object], header: gguf_header.Header | None
+    flags: Flags,
+    environ: Mapping[str, str],
+    config: str | None,
+    config_fields: Mapping[str, object],
+    header: gguf_header.Header | None,
 ) -> refusals.Choice | None:
     """The method and what chose it; None: llama.cpp's own cache."""
     if flags.method is not None:
@@ -256,7 +299,9 @@ def _choice(
     if environ.get("KVQ_METHOD"):
         return refusals.Choice(environ["KVQ_METHOD"], f"KVQ_METHOD={environ['KVQ_METHOD']}", by_flag=False)
     if config:
-        return refusals.Choice(str(config_fields["kvq.method"]), f"method {config_fields['kvq.method']} of {config}", by_flag=False)
+        return refusals.Choice(
+            str(config_fields["kvq.method"]), f"method {config_fields['kvq.method']} of {config}", by_flag=False
+        )
     if header and "kvq.method" in header.fields:
         method = str(header.fields["kvq.method"])
         return refusals.Choice(method, f"method {method} of the model's metadata ({header.path})", by_flag=False)
@@ -266,7 +311,11 @@ def _choice(
 def _header(user: User, models: Sequence[str], serves: bool) -> gguf_header.Header | None:
     """Header of the last model. LaunchError for one that is not there, GgufError for one that is cut off or no GGUF."""
     header = None
-    fetched = user.has(("-mu", "--model-url", "-dr", "--docker-repo")) or "LLAMA_ARG_MODEL_URL" in user.environ or "LLAMA_ARG_DOCKER_REPO" in user.environ
+    fetched = (
+        user.has(("-mu", "--model-url", "-dr", "--docker-repo"))
+        or "LLAMA_ARG_MODEL_URL" in user.environ
+        or "LLAMA_ARG_DOCKER_REPO" in user.environ
+    )
     for model in models:
         if os.path.isfile(model):
             header = gguf_header.read(model, tensors=not serves)

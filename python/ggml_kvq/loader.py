@@ -168,7 +168,9 @@ def prove_structs(kvq: CDLL, fitted: Mapping[str, type[Structure]] | None = None
 
 
 def prove_defaults(lib: CDLL) -> None:
-    """Check that upstream's default parameters read back through our structures; LibraryError names the first that does not."""
+    """Check that upstream's default parameters read back through our structures; LibraryError names the first that
+    does not.
+    """
     for function, expected in llama.DEFAULTS.items():
         params = getattr(lib, function)()
         for key, want in expected.items():
@@ -184,13 +186,20 @@ def prove_defaults(lib: CDLL) -> None:
 
 
 class _Symbol(ctypes.Structure):  # Dl_info
-    _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("address", ctypes.c_void_p)]
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
 
 
 def prove_one_runtime(lib: CDLL, path: Path) -> None:
-    """LibraryError when the streams that `lib` prints through are a copy inside one of these libraries, shown to the others.
+    """LibraryError when the streams that `lib` prints through are a copy inside one of these libraries, shown to the
+    others.
 
-    Programs put all libraries into one scope and use one copy; opened from Python, copies mix and the first number printed crashes.
+    Programs put all libraries into one scope and use one copy; opened from Python, copies mix and the first number
+    printed crashes.
     """
     try:
         function = lib["_ZNSo9_M_insertIlEERSoT_"]  # std::ostream << long
@@ -203,8 +212,9 @@ def prove_one_runtime(lib: CDLL, path: Path) -> None:
         name = Path(os.fsdecode(found.file)).name
         if not re.match(r"lib(std)?c\+\+", name):
             raise LibraryError(
-                f"{path} was linked with a static libstdc++, which {name} shows to the other libraries: Python would crash in it; "
-                "rebuild with a shared libstdc++ or with -Wl,--exclude-libs,libstdc++.a (this package's own build does)"
+                f"{path} was linked with a static libstdc++, which {name} shows to the other libraries: Python would"
+                " crash in it; rebuild with a shared libstdc++ or with -Wl,--exclude-libs,libstdc++.a (this package's"
+                " own build does)"
             )
 
 
@@ -312,7 +322,8 @@ def _load() -> Libraries:
         lines = log.end()
         if not registry:
             raise LibraryError(
-                f"{path} was refused by ggml {version}: {last_problem(lines)}; rebuild it against the llama.cpp in {folder}"
+                f"{path} was refused by ggml {version}: {last_problem(lines)}; rebuild it against the llama.cpp in"
+                f" {folder}"
             )
         kvq = _open(path.resolve())
         try:
@@ -369,8 +380,10 @@ def diagnose() -> list[str]:
         f"libraries    {libs.lib_dir}",
         f"llama.cpp    {libs.llama_version()}, ggml {libs.base.ggml_version().decode()}",
         *(f"{key:<12} {value}" for key, value in build_info(libs.lib_dir).items() if key != "cpu"),
-        f"cpu backend  {', '.join(sorted(Path(p).name for p in _mapped_copies('libggml-cpu'))) or 'unknown'}"
-        f", built for {build_info(libs.lib_dir).get('cpu', 'unknown')}",
+        (
+            f"cpu backend  {', '.join(sorted(Path(p).name for p in _mapped_copies('libggml-cpu'))) or 'unknown'}"
+            f", built for {build_info(libs.lib_dir).get('cpu', 'unknown')}"
+        ),
     ]
     if libs.kvq is None:
         lines.append(f"backend      NOT LOADED: {libs.kvq_problem}")

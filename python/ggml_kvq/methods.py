@@ -28,12 +28,16 @@ def library() -> ctypes.CDLL:
     except AttributeError as e:
         raise LibraryError(f"{path} is of another ggml-kvq version ({e}); reinstall ggml-kvq") from None
     if lib.kvq_abi_version() != native.ABI_VERSION:
-        raise LibraryError(f"{path} speaks C ABI {lib.kvq_abi_version()}, this package {native.ABI_VERSION}; reinstall ggml-kvq")
+        raise LibraryError(
+            f"{path} speaks C ABI {lib.kvq_abi_version()}, this package {native.ABI_VERSION}; reinstall ggml-kvq"
+        )
     return lib
 
 
 def table() -> list[dict[str, Any]]:
-    """One dict per method, in registry order: name, summary, paper, options (key, type, default_value, help, source)."""
+    """One dict per method, in registry order: name, summary, paper, options (key, type, default_value, help,
+    source).
+    """
     return native.methods(library())
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, chat, hub, kvstats, llama, native, processes, states
+from . import arguments, chat, choices, hub, kvstats, llama, native, processes, states
 from .errors import (
     BusyError,
     ContextOverflowError,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 Options = Mapping[str, object] | str | None
 
+
 def close_all() -> None:
     """Close every open Model of this process."""
     for model in list(processes.models):
@@ -50,15 +51,18 @@ class Model:
     path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub).
     kv_method: f16, kivi, xquant, ... (`ggml-kvq methods`); None = the method named in the model's metadata, else
         upstream's own cache; "upstream" or "none" = upstream's cache in any case.
-    kv_opts: options of the method, a dict or "key=value,key=value". kv_config: calibrated data (sidecar GGUF); None = the model's own,
-        else MODEL.kvq.gguf beside MODEL.gguf when it is of the method; "none" = neither file beside.
-    n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with. n_batch, n_ubatch: logical and physical batch in tokens.
+    kv_opts: options of the method, a dict or "key=value,key=value".
+    kv_config: calibrated data (sidecar GGUF); None = the model's own, else MODEL.kvq.gguf beside MODEL.gguf when it is
+        of the method; "none" = neither.
+    n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with.
+    n_batch, n_ubatch: logical and physical batch in tokens.
     n_threads: CPU threads, None = physical guess of os.cpu_count(). n_seq_max: parallel sequences.
     type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
-    device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. `devices`: what was chosen.
+    device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. The
+        attribute `devices` tells what was chosen.
 
-    Contexts are independent: several models, methods and threads may be used side by side; one Model serialises its calls.
-    Raises LibraryError, ModelError, MethodError, DownloadError; every message names the value and the cure.
+    Contexts are independent: several models, methods and threads may be used side by side; one Model serialises its
+    calls. Raises LibraryError, ModelError, MethodError, DownloadError; every message names the value and the cure.
     """
 
     def __init__(
@@ -90,9 +94,17 @@ class Model:
         self.finish_reason = ""
         self.load_line = ""
         self.devices: list[str] = []
-        n_ctx, n_batch, n_ubatch = arguments.count("n_ctx", n_ctx, 0), arguments.count("n_batch", n_batch, 1), arguments.count("n_ubatch", n_ubatch, 1)
+        n_ctx, n_batch, n_ubatch = (
+            arguments.count("n_ctx", n_ctx, 0),
+            arguments.count("n_batch", n_batch, 1),
+            arguments.count("n_ubatch", n_ubatch, 1),
+        )
         n_seq_max = arguments.count("n_seq_max", n_seq_max, 1)
-        kv_method, device, n_threads = arguments.method(kv_method), arguments.devices(device), arguments.threads(n_threads)
+        kv_method, device, n_threads = (
+            arguments.method(kv_method),
+            arguments.devices(device),
+            arguments.threads(n_threads),
+        )
         n_gpu_layers = None if n_gpu_layers is None else arguments.whole("n_gpu_layers", n_gpu_layers)
         for name, kind in (("type_k", type_k), ("type_v", type_v)):
             if kind not in llama.GGML_TYPES:
@@ -104,7 +116,7 @@ class Model:
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
         kv_config = arguments.sidecar(self.path, kv_method, kv_config)
-        self._check_method(kv_method, kv_config, type_k, type_v)
+        choices.check_method(self._libs, kv_method, self._options, kv_config, type_k, type_v)
 
         processes.note_computing()
         log.begin(verbose)
@@ -132,52 +144,17 @@ class Model:
 
     # -------------------------------------------------------------- loading
 
-    def _check_method(
-        self, method: str | None, config: str | os.PathLike[str] | None, type_k: str, type_v: str
-    ) -> None:
-        if method in (None, UPSTREAM):
-            if self._options:
-                raise MethodError(f"kv_opts={self._options!r} without a method; pass kv_method as well")
-            if config is not None and method == UPSTREAM:
-                raise MethodError("kv_config goes with a kvq method; drop it or choose a kv_method")
-            return
-        kvq = self._libs.need_kvq()
-        assert method is not None
-        if (type_k, type_v) != ("f16", "f16"):
-            raise MethodError(f"type_k={type_k} type_v={type_v} belong to upstream's cache; drop them with kv_method={method}")
-        native.check(kvq, kvq.kvq_check(method.encode(), self._options.encode()))
-        if config is not None and not Path(config).is_file():
-            raise MethodError(f"kv_config={os.fspath(config)} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`")
-
-    def _choose_devices(self, method: str | None, device: str | Sequence[str] | None) -> list[int]:
-        known = self._libs.devices()
-        if device is not None:
-            names = [device] if isinstance(device, str) else list(device)
-        elif method in (None, UPSTREAM):
-            gpu = (llama.DEVICE_TYPE_GPU, llama.DEVICE_TYPE_IGPU)
-            names = [n for n, kind, _ in known if kind in gpu and not n.startswith("KVQ")]
-        else:
-            names = ["KVQ0"]
-        handles = {n: h for n, _, h in known}
-        for name in names:
-            if name not in handles:
-                raise ModelError(f"device {name} does not exist; choose from {', '.join(handles)}")
-            if name.startswith("KVQ") and method in (None, UPSTREAM):
-                raise ModelError(f"device {name} needs a kv_method; pass kv_method or another device")
-            if not name.startswith("KVQ") and method not in (None, UPSTREAM):
-                raise ModelError(f"device {name} cannot hold the cache of kv_method={method}; choose KVQ0")
-        self.devices = [self._libs.describe(n, handles[n]) for n in names] or ["CPU"]
-        return [handles[n] for n in names]
-
     def _load_model(self, method: str | None, device: str | Sequence[str] | None, n_gpu_layers: int | None) -> None:
         lib = self._libs.llama
-        handles = self._choose_devices(method, device)
+        self.devices, handles = choices.devices(self._libs, method, device)
         params = lib.llama_model_default_params()
         params.devices = (ctypes.c_void_p * (len(handles) + 1))(*handles, None)
         params.n_gpu_layers = n_gpu_layers if n_gpu_layers is not None else (999 if handles else 0)
         self._model = lib.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self._model:
-            raise ModelError(f"{self.path} does not load: {last_problem(log.end())}; check that it is a complete GGUF model")
+            raise ModelError(
+                f"{self.path} does not load: {last_problem(log.end())}; check that it is a complete GGUF model"
+            )
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self._vocab)
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(self._model)
@@ -189,7 +166,13 @@ class Model:
         self.add_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
 
     def _init_context(
-        self, n_ctx: int, n_batch: int, n_ubatch: int, n_threads: int, n_seq_max: int, config: str | os.PathLike[str] | None
+        self,
+        n_ctx: int,
+        n_batch: int,
+        n_ubatch: int,
+        n_threads: int,
+        n_seq_max: int,
+        config: str | os.PathLike[str] | None,
     ) -> None:
         lib, kvq = self._libs.llama, self._libs.kvq
         params = lib.llama_context_default_params()
@@ -197,7 +180,8 @@ class Model:
         params.n_seq_max, params.n_threads, params.n_threads_batch = n_seq_max, n_threads, n_threads
         params.flash_attn_type = llama.FLASH_ATTN_ENABLED
         params.type_k, params.type_v = llama.GGML_TYPES[self.type_k], llama.GGML_TYPES[self.type_v]
-        # strlen as abort callback: 0 for an empty buffer, 1 once the flag byte is set; costs no Python call per graph node
+        # strlen as abort callback: 0 for an empty buffer, 1 once the flag byte is set; costs no Python call per graph
+        # node
         params.abort_callback = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
         params.abort_callback_data = ctypes.cast(self._abort, ctypes.c_void_p)
         with kvstats.lock:
@@ -225,7 +209,9 @@ class Model:
                 warnings.warn(note, stacklevel=3)
             self._n_caches = kvq.kvq_cache_count() - before if kvq is not None else 0
             if self.kv_method is not None and self._n_caches == 0:
-                raise MethodError(f"kv_method={self.kv_method} was not used: this model keeps no attention cache; drop kv_method")
+                raise MethodError(
+                    f"kv_method={self.kv_method} was not used: this model keeps no attention cache; drop kv_method"
+                )
             kvstats.own(id(self), self._n_caches)
         self.n_ctx: int = lib.llama_n_ctx(self._ctx)
         self.n_batch: int = lib.llama_n_batch(self._ctx)
@@ -289,7 +275,9 @@ class Model:
         return buf.value.decode("utf-8", "replace") if n >= 0 else None
 
     def tokenize(self, text: str, *, add_bos: bool = False, special: bool = False) -> list[int]:
-        """Token ids of `text`. add_bos: prepend BOS when the model wants one; special: read <|...|> markers as tokens."""
+        """Token ids of `text`. add_bos: prepend BOS when the model wants one; special: read <|...|> markers as
+        tokens.
+        """
         self._open()
         data = arguments.utf8(text)
         fn = self._libs.llama.llama_tokenize
@@ -328,7 +316,10 @@ class Model:
         template = self._libs.llama.llama_model_chat_template(self._model, None)
         if template is None:
             raise ModelError(f"{self.path.name} has no chat template; use generate() with plain text")
-        special = {name: self.piece(t, special=True).decode() if t >= 0 else "" for name, t in (("bos_token", self.bos), ("eos_token", self.eos))}
+        special = {
+            name: self.piece(t, special=True).decode() if t >= 0 else ""
+            for name, t in (("bos_token", self.bos), ("eos_token", self.eos))
+        }
         return chat.render(self._libs.llama, template.decode(), messages, add_assistant, special)
 
     # -------------------------------------------------------------- decoding
@@ -362,9 +353,10 @@ class Model:
     ) -> Iterator[npt.NDArray[np.float32]]:
         """Append tokens to the cache batch by batch.
 
-        outputs: bool [n_tokens], which tokens' logits to compute (None: the last one's). n_ubatch: decode at most so many
-        tokens at once (None: n_batch, which llama.cpp splits by the context's n_ubatch). Yields per batch a float32 view
-        [outputs of this batch, n_vocab] that the next batch overwrites. Raises ContextOverflowError, DecodeError.
+        outputs: bool [n_tokens], which tokens' logits to compute (None: the last one's). n_ubatch: decode at most so
+        many tokens at once (None: n_batch, which llama.cpp splits by the context's n_ubatch). Yields per batch a
+        float32 view [outputs of this batch, n_vocab] that the next batch overwrites. Raises ContextOverflowError,
+        DecodeError.
         """
         if isinstance(tokens, str | bytes):
             arguments.token_ids(tokens, self.n_vocab)
@@ -392,7 +384,8 @@ class Model:
         """BusyError when the tokens held are no longer those that a running feed() or generate() left."""
         if edits is not None and edits != self._edits:
             raise BusyError(
-                "this generator is stale: the tokens of the model were changed since (a newer generate(), feed() or reset()); use the newer one"
+                "this generator is stale: the tokens of the model were changed since (a newer generate(), feed() or"
+                " reset()); use the newer one"
             )
 
     def _decode(self, ids: TokenArray, mask: npt.NDArray[np.int8]) -> npt.NDArray[np.float32]:
@@ -401,7 +394,8 @@ class Model:
             n_past, n = len(self._tokens), len(ids)
             if n_past + n > self.n_ctx:
                 raise ContextOverflowError(
-                    f"{n_past + n} tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx or shorten the text"
+                    f"{n_past + n} tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx or shorten the"
+                    " text"
                 )
             batch = llama.llama_batch(
                 n_tokens=n,
@@ -425,7 +419,9 @@ class Model:
                 self._edits += 1
             if status:
                 what = {1: "no room in the KV cache", 2: "aborted", -1: "invalid batch"}.get(status, f"status {status}")
-                raise DecodeError(f"decoding {n} tokens at {n_past} failed ({what}): {last_problem(lines)}; reset() and try again")
+                raise DecodeError(
+                    f"decoding {n} tokens at {n_past} failed ({what}): {last_problem(lines)}; reset() and try again"
+                )
             n_out = int(mask.sum())
             if not n_out:
                 return np.empty((0, self.n_vocab), np.float32)
@@ -474,11 +470,12 @@ class Model:
         """Continue `prompt`; yields pieces of text as they are sampled, always whole UTF-8 characters.
 
         max_tokens: most tokens to sample, -1 until the context is full. stop: strings that end the text (not yielded).
-        reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty prompt then
-        continues. special: read control tokens in the prompt (chat templates). sampling or its fields (temperature, top_k,
-        top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling.
-        Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError, and BusyError while
-        another thread's generate() of this Model has not ended; an unfinished one of this thread ends, and raises BusyError if it is used.
+        reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty prompt
+        then continues. special: read control tokens in the prompt (chat templates). sampling or its fields
+        (temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling.
+        Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError, and
+        BusyError while another thread's generate() of this Model has not ended; an unfinished one of this thread ends,
+        and raises BusyError if it is used.
         """
         if sampling is not None and options:
             raise KvqError(f"sampling and {', '.join(options)} given together; put all into Sampling(...)")
@@ -493,7 +490,11 @@ class Model:
             self._open()
             self._check_idle()
             start = reset or not self._tokens
-            ids = self.tokenize(prompt, add_bos=start, special=special) if isinstance(prompt, str) else arguments.token_ids(prompt, self.n_vocab)
+            ids = (
+                self.tokenize(prompt, add_bos=start, special=special)
+                if isinstance(prompt, str)
+                else arguments.token_ids(prompt, self.n_vocab)
+            )
             if reset:
                 self.reset()
             if not ids:
@@ -503,7 +504,8 @@ class Model:
                 self.truncate(len(self._tokens) - 1)
             if len(self._tokens) + len(ids) > self.n_ctx:
                 raise ContextOverflowError(
-                    f"{len(self._tokens) + len(ids)} prompt tokens exceed n_ctx={self.n_ctx}; open the model with a larger n_ctx"
+                    f"{len(self._tokens) + len(ids)} prompt tokens exceed n_ctx={self.n_ctx}; open the model with a"
+                    " larger n_ctx"
                 )
             self._edits += 1  # whatever generates still is stale
             pieces = self._generate(ids, max_tokens, stops, chosen, self._edits)
@@ -514,10 +516,20 @@ class Model:
         """BusyError while a generator that another thread began is neither at its end nor closed."""
         if self._generating is not None:
             thread, pieces = self._generating[0], self._generating[1]()
-            if thread is not threading.current_thread() and thread.is_alive() and pieces is not None and pieces.gi_frame is not None:
-                raise BusyError(f"generate() of thread {thread.name} has not ended; wait for it, close() it, or open a Model for each thread")
+            if (
+                thread is not threading.current_thread()
+                and thread.is_alive()
+                and pieces is not None
+                and pieces.gi_frame is not None
+            ):
+                raise BusyError(
+                    f"generate() of thread {thread.name} has not ended; wait for it, close() it, or open a Model for"
+                    " each thread"
+                )
 
-    def _generate(self, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int) -> Generator[str, None, None]:
+    def _generate(
+        self, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int
+    ) -> Generator[str, None, None]:
         self._check_own(edits)
         self.finish_reason = ""
         chain = Chain(self._libs.llama, self.n_vocab, options)
@@ -564,8 +576,9 @@ class Model:
     # -------------------------------------------------------------- cache facts, state
 
     def kv_stats(self) -> dict[str, Any]:
-        """What the KV cache holds: method, bytes_* (bytes), bits, bits_k, bits_v (true bits: allocated bytes * 8 per K or V
-        value of the f16 cache), page counts. Several caches of one context (sliding windows) are summed; `caches` lists them.
+        """What the KV cache holds: method, bytes_* (bytes), bits, bits_k, bits_v (true bits: allocated bytes * 8 per K
+        or V value of the f16 cache), page counts. Several caches of one context (sliding windows) are summed; `caches`
+        lists them.
         """
         self._open()
         if self.kv_method is None:
@@ -579,6 +592,7 @@ class Model:
     def load_state(self, path: str | os.PathLike[str]) -> int:
         """Restore what save_state wrote (same model and n_ctx at least as long); returns the number of tokens held.
 
-        StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty, or as it was.
+        StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty, or as
+        it was.
         """
         return states.load(self, path)

@@ -83,7 +83,14 @@ class kvq_page(Structure):
 
 
 class kvq_rotary(Structure):
-    _fields_ = [("n_dims", c_int32), ("neox", c_int32), ("n_high", c_int32), ("high", POINTER(c_float)), ("low", POINTER(c_float)), ("turns", c_void_p)]
+    _fields_ = [
+        ("n_dims", c_int32),
+        ("neox", c_int32),
+        ("n_high", c_int32),
+        ("high", POINTER(c_float)),
+        ("low", POINTER(c_float)),
+        ("turns", c_void_p),
+    ]
 
 
 class kvq_attn(Structure):
@@ -190,7 +197,11 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_round_trip", c_int, [POINTER(kvq_codec), c_int, c_int64, POINTER(c_float), c_int]),
     ("kvq_weights_bytes", c_size_t, [c_int, c_int, c_int]),
     ("kvq_weights_pack", c_int, [c_int, c_int, c_int, POINTER(c_float), c_void_p]),
-    ("kvq_predict", c_int, [c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_float), POINTER(c_float), POINTER(c_float), c_int]),
+    (
+        "kvq_predict",
+        c_int,
+        [c_int, c_int, c_int, c_void_p, c_int64, POINTER(c_float), POINTER(c_float), POINTER(c_float), c_int],
+    ),
     ("kvq_rotary_new", POINTER(kvq_rotary), [c_int, c_int, c_float, c_int]),
     ("kvq_rotary_free", None, [POINTER(kvq_rotary)]),
     ("kvq_attend", c_int, [POINTER(kvq_attn), c_int, c_int]),
@@ -285,8 +296,8 @@ def plan(
 ) -> dict[str, Any]:
     """Memory of a cache that does not exist yet (kvq_plan).
 
-    shapes: one (layer index, KV heads, K head size, V head size) per attention layer; n_cells: context length in tokens.
-    Returns stats_dict(); raises MethodError for a refused method, option or shape.
+    shapes: one (layer index, KV heads, K head size, V head size) per attention layer; n_cells: context length in
+    tokens. Returns stats_dict(); raises MethodError for a refused method, option or shape.
     """
     array = (kvq_layer_shape * len(shapes))(*[kvq_layer_shape(*s) for s in shapes])
     out = kvq_stats()

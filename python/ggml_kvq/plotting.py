@@ -1,6 +1,7 @@
 """Figures from result files: frontier (damage against true bits), memory against context, speed against depth.
 
-Every figure is written twice, NAME.png (README) and NAME.svg, and shows only rows given to it: nothing is typed in by hand.
+Every figure is written twice, NAME.png (README) and NAME.svg, and shows only rows given to it: nothing is typed in by
+hand.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def _bits_axis(axis: Any, bits: Sequence[float]) -> None:
 
 
 def _annotate(axis: Any, points: list[tuple[float, float, str, str]]) -> None:
-    """Labels beside their points: of the free places around a point the nearest, with a hairline to it when that is not next to it."""
+    """Labels beside their points: of the free places around a point the nearest, with a hairline to it when that is
+    not next to it.
+    """
     from matplotlib.text import Text
 
     figure = axis.figure
@@ -92,17 +95,33 @@ def _annotate(axis: Any, points: list[tuple[float, float, str, str]]) -> None:
     taken: list[Any] = []
     marks = [axis.transData.transform((x, y)) for x, y, _, _ in points]
     near = [(7, 3), (7, -11), (-7, 5), (-7, -12)]
-    far = [(side * dx, dy) for dx in (8, 24, 40, 60) for dy in (14, -22, 25, -33, 36, -44, 47, -55, 3, -8) for side in (1, -1)]
+    far = [
+        (side * dx, dy)
+        for dx in (8, 24, 40, 60)
+        for dy in (14, -22, 25, -33, 36, -44, 47, -55, 3, -8)
+        for side in (1, -1)
+    ]
     places = near + sorted(far, key=lambda p: math.hypot(*p))
     for x, y, text, color in sorted(points, key=lambda p: (-p[1], p[0])):
         for place in places:
-            line = None if place in near else {"arrowstyle": "-", "color": color, "lw": 0.6, "alpha": 0.7, "shrinkA": 0, "shrinkB": 3}
+            line = (
+                None
+                if place in near
+                else {"arrowstyle": "-", "color": color, "lw": 0.6, "alpha": 0.7, "shrinkA": 0, "shrinkB": 3}
+            )
             side = "left" if place[0] > 0 else "right"
-            note = axis.annotate(text, (x, y), place, textcoords="offset points", fontsize=8.5, color=color, ha=side, arrowprops=line)
+            note = axis.annotate(
+                text, (x, y), place, textcoords="offset points", fontsize=8.5, color=color, ha=side, arrowprops=line
+            )
             note.update_positions(figure.canvas.get_renderer())
             box = Text.get_window_extent(note).padded(0.5)  # of the text alone, without its line
             free = not any(box.overlaps(t) for t in taken) and not any(box.padded(3).contains(*m) for m in marks)
-            inside = axis.bbox.x0 < box.x0 and box.x1 < figure.bbox.width and axis.bbox.y0 < box.y0 and box.y1 < figure.bbox.height
+            inside = (
+                axis.bbox.x0 < box.x0
+                and box.x1 < figure.bbox.width
+                and axis.bbox.y0 < box.y0
+                and box.y1 < figure.bbox.height
+            )
             if free and inside:
                 break
             note.remove()
@@ -115,8 +134,9 @@ def _annotate(axis: Any, points: list[tuple[float, float, str, str]]) -> None:
 def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[Path]:
     """KL divergence (log) and retrieval accuracy against true bits (log), one point a cache.
 
-    rows: of `ggml-kvq eval`, kinds "text" and "retrieval" (accuracy is averaged over tasks, at the length that most caches have). The whisker to
-    the left of a point ends at the bits of a very long context, where the f16 window no longer counts. KvqError when no row fits.
+    rows: of `ggml-kvq eval`, kinds "text" and "retrieval" (accuracy is averaged over tasks, at the length that most
+    caches have). The whisker to the left of a point ends at the bits of a very long context, where the f16 window no
+    longer counts. KvqError when no row fits.
     """
     text = [r for r in rows if r["key"]["kind"] == "text" and "kld_mean" in r and r["bits"] > 0]
     cells = [r for r in rows if r["key"]["kind"] == "retrieval" and "accuracy" in r]
@@ -125,7 +145,9 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
     plt = _pyplot()
     n = bool(text) + bool(cells)
     ratios = [1.7, 1.0] if n == 2 else [1.0]
-    figure, axes = plt.subplots(1, n, figsize=(5.2 * sum(ratios), 5.4), layout="constrained", squeeze=False, width_ratios=ratios)
+    figure, axes = plt.subplots(
+        1, n, figsize=(5.2 * sum(ratios), 5.4), layout="constrained", squeeze=False, width_ratios=ratios
+    )
     panels = list(axes[0])
     if text:
         axis = panels.pop(0)
@@ -138,15 +160,27 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
         for r in shown:
             x, y = r["bits"], max(r["kld_mean"], _FLOOR)
             axis.plot([r["bits_no_window"], x], [y, y], "-", color=_color(r), alpha=0.45, lw=1.2)
-            axis.plot(x, y, _marker(r), color=_color(r), ms=7, mfc="white" if "null" in r["key"]["cache"] else _color(r))
+            axis.plot(
+                x, y, _marker(r), color=_color(r), ms=7, mfc="white" if "null" in r["key"]["cache"] else _color(r)
+            )
             points.append((x, y, r["key"]["cache"], _color(r)))
         if any(r["bits_no_window"] < r["bits"] for r in shown):
-            axis.text(0.02, 0.02, "thin line: down to the bits of a long context (f16 window left out)", transform=axis.transAxes, fontsize=8, color="#555555")
+            axis.text(
+                0.02,
+                0.02,
+                "thin line: down to the bits of a long context (f16 window left out)",
+                transform=axis.transAxes,
+                fontsize=8,
+                color="#555555",
+            )
         top = max(p[1] for p in points)
         axis.set_ylim(_FLOOR / 1.5, top * 2.5)
         _annotate(axis, points)
         key = text[0]["key"]
-        axis.set_title(f"{key['model'].removesuffix('.gguf')}, {key['text']}, window {key['n_ctx']}, ubatch {key['n_ubatch']}", fontsize=10)
+        axis.set_title(
+            f"{key['model'].removesuffix('.gguf')}, {key['text']}, window {key['n_ctx']}, ubatch {key['n_ubatch']}",
+            fontsize=10,
+        )
     if cells:
         axis = panels.pop(0)
         lengths = sorted({r["key"]["n_tokens"] for r in cells})
@@ -242,7 +276,13 @@ def _end_labels(axis: Any, x: float, ends: list[tuple[float, str, str]]) -> None
         place = min(at, last - step)
         last = place
         axis.annotate(
-            text, (x, y), (6, (place - at) * 72 / axis.figure.dpi - 3), textcoords="offset points", fontsize=8.5, color=color, annotation_clip=False
+            text,
+            (x, y),
+            (6, (place - at) * 72 / axis.figure.dpi - 3),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=color,
+            annotation_clip=False,
         )
 
 
@@ -253,12 +293,15 @@ def _count(n: float) -> str:
 def speed(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[Path]:
     """Generation speed against depth, one line a cache.
 
-    rows: of `ggml-kvq bench` or llama-bench -o jsonl: n_gen > 0, n_depth (tokens), avg_ts and stddev_ts (tokens/s), and the
-    cache's name in cache, kv_method (+ kv_opts), or type_k/type_v.
+    rows: of `ggml-kvq bench` or llama-bench -o jsonl: n_gen > 0, n_depth (tokens), avg_ts and stddev_ts (tokens/s),
+    and the cache's name in cache, kv_method (+ kv_opts), or type_k/type_v.
     """
     chosen = [r for r in rows if r.get("n_gen", 0) > 0 and "avg_ts" in r]
     if not chosen:
-        raise KvqError("no generation row (n_gen > 0, avg_ts) in these files; run ggml-kvq bench or llama-bench -n 32 -d ... -o jsonl")
+        raise KvqError(
+            "no generation row (n_gen > 0, avg_ts) in these files; run ggml-kvq bench or llama-bench -n 32 -d ... -o"
+            " jsonl"
+        )
 
     def name(r: Row) -> str:
         if r.get("cache"):
@@ -275,7 +318,16 @@ def speed(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[Path
         xs, ys = [r.get("n_depth", 0) for r in group], [r["avg_ts"] for r in group]
         method = next((m for m in COLORS if cache.startswith(m) and (m != "f16" or group[0].get("kv_method"))), "")
         color = COLORS.get(method, UPSTREAM_COLOR)
-        axis.errorbar(xs, ys, [r.get("stddev_ts", 0) for r in group], fmt="o-" if method else "s--", color=color, lw=2, ms=5, capsize=2)
+        axis.errorbar(
+            xs,
+            ys,
+            [r.get("stddev_ts", 0) for r in group],
+            fmt="o-" if method else "s--",
+            color=color,
+            lw=2,
+            ms=5,
+            capsize=2,
+        )
         ends.append((ys[-1], cache, color))
     depths = sorted({r.get("n_depth", 0) for r in chosen})
     axis.set_xticks(depths, [_count(d) for d in depths])

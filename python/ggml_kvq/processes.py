@@ -23,7 +23,9 @@ _forked = False  # this process was forked from one that had computed
 
 
 def run_interruptible(model: Model, call: Any) -> Any:
-    """Run `call` on a helper thread while the main thread stays open to Ctrl-C, which aborts the running llama_decode."""
+    """Run `call` on a helper thread while the main thread stays open to Ctrl-C, which aborts the running
+    llama_decode.
+    """
     global _worker
     with _worker_lock:
         if _worker is None:
@@ -50,11 +52,13 @@ def note_computing() -> None:
 
 
 def check_not_forked() -> None:
-    """ModelError in a child that was forked from a process whose llama.cpp had computed: its threads would be waited for for ever."""
+    """ModelError in a child that was forked from a process whose llama.cpp had computed: its threads would be
+    waited for for ever.
+    """
     if _forked:
         raise ModelError(
-            f"process {os.getpid()} was forked from one that had used a Model, and llama.cpp's threads did not come along; "
-            'start processes with multiprocessing.get_context("spawn"), or open models only in the children'
+            f"process {os.getpid()} was forked from one that had used a Model, and llama.cpp's threads did not come"
+            ' along; start processes with multiprocessing.get_context("spawn"), or open models only in the children'
         )
 
 

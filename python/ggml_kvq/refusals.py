@@ -47,17 +47,20 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
         for mode in ("row", "tensor"):
             if mode in value.split(","):
                 raise LaunchError(
-                    f"-sm {mode} splits every layer over devices, {words} keeps the cache of whole layers: write -sm layer or {choice.drop}"
+                    f"-sm {mode} splits every layer over devices, {words} keeps the cache of whole layers: write -sm"
+                    f" layer or {choice.drop}"
                 )
     devices = user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE")
     chosen = ",".join(devices if bench else devices[-1:])
     if chosen and all(name.startswith("RPC") for name in chosen.replace("/", ",").split(",")):
         raise LaunchError(
-            f"-dev {devices[-1]} leaves every cache to the RPC servers, whose own flags choose its form: {choice.drop} here"
+            f"-dev {devices[-1]} leaves every cache to the RPC servers, whose own flags choose its form: {choice.drop}"
+            " here"
         )
     if devices and "KVQ" not in chosen:
         raise LaunchError(
-            f"-dev {devices[-1]} leaves out the device that holds the cache of {words}: drop -dev or write -dev {DEVICE}"
+            f"-dev {devices[-1]} leaves out the device that holds the cache of {words}: drop -dev or write -dev"
+            f" {DEVICE}"
         )
     if bench:
         kept = any(part in TRUE for v in user.values(("-nkvo", "--no-kv-offload")) for part in v.split(","))
@@ -90,11 +93,13 @@ def layer_notes(user: User, choice: Choice, n_layer: int | None, bench: bool) ->
             n = int(part)
             if n == 0:
                 raise LaunchError(
-                    f"-ngl {value} leaves the KV cache of every layer to llama.cpp, so {choice.words} would not be used: drop -ngl"
+                    f"-ngl {value} leaves the KV cache of every layer to llama.cpp, so {choice.words} would not be"
+                    " used: drop -ngl"
                 )
             if n_layer and 0 < n <= n_layer:
                 notes.append(
-                    f"-ngl {n}: {n_layer + 1 - n} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to compress all"
+                    f"-ngl {n}: {n_layer + 1 - n} of {n_layer} layers keep llama.cpp's own f16 cache; drop -ngl to"
+                    " compress all"
                 )
     return notes
 
@@ -124,7 +129,8 @@ def fit(
     """(arguments to add, notes, options of the user that this replaces) so that all layers stay on KVQ0.
 
     llama.cpp's own --fit knows one way to save memory: layers leave the device, and their cache stays f16. Here the
-    context is held against the compressed size before anything is loaded. LaunchError names what it needs and what fits.
+    context is held against the compressed size before anything is loaded. LaunchError names what it needs and what
+    fits.
     """
     bench = program == "llama-bench"
     margins = user.last(("-fitt", "--fit-target"), None if bench else "LLAMA_ARG_FIT_TARGET")
@@ -181,7 +187,10 @@ def fit(
         )
         what = f"-c {asked}" if n_ctx else f"{'-c 0, ' if asked else ''}the model's context of {chosen} tokens"
         raise LaunchError(f"{what} with {choice.words} {answer}: {cure}")
-    note = f"the model's context of {chosen} tokens {answer}: -c {fits} is used, the longest that leaves {(free - room) // memory.MIB} MiB"
+    note = (
+        f"the model's context of {chosen} tokens {answer}: -c {fits} is used, the longest that leaves"
+        f" {(free - room) // memory.MIB} MiB"
+    )
     return [*added, "-c", str(fits)], [note], replaced
 
 

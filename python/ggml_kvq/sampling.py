@@ -36,7 +36,10 @@ class Sampling:
             if field.name == "seed" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, numbers.Integral if whole else numbers.Real):
-                raise KvqError(f"{field.name}={value!r} is a {type(value).__name__}; pass a {'whole number' if whole else 'number'}")
+                raise KvqError(
+                    f"{field.name}={value!r} is a {type(value).__name__}; pass a"
+                    f" {'whole number' if whole else 'number'}"
+                )
         checks: list[tuple[str, float, bool, str]] = [
             ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
             ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),
@@ -49,7 +52,9 @@ class Sampling:
             if not ok:
                 raise KvqError(f"{name}={value} is out of range; choose a value {cure}")
         if self.seed is not None and not 0 <= self.seed < llama.DEFAULT_SEED:
-            raise KvqError(f"seed={self.seed} is out of range; choose 0 to {llama.DEFAULT_SEED - 1}, or None for random")
+            raise KvqError(
+                f"seed={self.seed} is out of range; choose 0 to {llama.DEFAULT_SEED - 1}, or None for random"
+            )
 
 
 class Chain:

@@ -1,10 +1,12 @@
 """State files of blocks (state=compact, state=packed): a state of llama.cpp without its zeros.
 
-    "kvqs"   u32 version   u32 1: compact, 2: packed   u32 CRC-32 of all that follows   u32 tokens   u64 bytes of the state   i32 tokens ...
-    then, until the state is complete:   u64 zeros   u64 bytes   u64 bytes in the file   and those
+    "kvqs"   u32 version   u32 1: compact, 2: packed   u32 CRC-32 of all that follows   u32 tokens   u64 bytes of the
+    state   i32 tokens ... then, until the state is complete:   u64 zeros   u64 bytes   u64 bytes in the file   and
+    those
 
-llama.cpp's state has room for f16 rows; the blocks of a compact one fill its beginning of every tensor (host/state_blocks.h). packed: pieces are
-deflated where that makes them smaller: zlib at level 1, since zstd and higher levels save the same share of such blocks within 0.03 bits a value.
+llama.cpp's state has room for f16 rows; the blocks of a compact one fill its beginning of every tensor
+(host/state_blocks.h). packed: pieces are deflated where that makes them smaller: zlib at level 1, since zstd and
+higher levels save the same share of such blocks within 0.03 bits a value.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _MOST = 1 << 26  # bytes of a piece
 
 def zeros(size: int) -> mmap.mmap:
     """Private memory of `size` bytes that takes room where it is written only."""
-    return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))
+    return mmap.mmap(
+        -1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    )
 
 
 def _pieces(data: mmap.mmap) -> list[tuple[int, int]]:
@@ -86,7 +90,10 @@ def read(path: Path) -> tuple[npt.NDArray[np.int32], mmap.mmap] | None:
             raise broken
         _, version, kind, want, n_tokens, size = _HEAD.unpack(head)
         if version != VERSION or kind not in (COMPACT, PACKED):
-            raise StateError(f"{path} is a state file of version {version}.{kind}, this ggml-kvq reads version {VERSION}; save the state again")
+            raise StateError(
+                f"{path} is a state file of version {version}.{kind}, this ggml-kvq reads version {VERSION}; save the"
+                " state again"
+            )
         crc = 0
         while part := f.read(1 << 22):
             crc = zlib.crc32(part, crc)
@@ -100,7 +107,9 @@ def read(path: Path) -> tuple[npt.NDArray[np.int32], mmap.mmap] | None:
         try:
             data = zeros(size)
         except (OSError, ValueError, OverflowError) as e:
-            raise StateError(f"{path} holds a state of {size} bytes, which does not fit into memory; save a shorter one") from e
+            raise StateError(
+                f"{path} holds a state of {size} bytes, which does not fit into memory; save a shorter one"
+            ) from e
         at = 0
         while at < size:
             piece = f.read(_PIECE.size)

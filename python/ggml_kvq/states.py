@@ -1,4 +1,6 @@
-"""Saved states of a Model: a file of llama.cpp's own format, written whole or not at all, and refused with one line when it is damaged."""
+"""Saved states of a Model: a file of llama.cpp's own format, written whole or not at all, and refused with one line
+when it is damaged.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ def _tag(tokens: list[int]) -> int:
 
 
 def save(model: Model, path: str | os.PathLike[str]) -> None:
-    """Write tokens and cache of `model` to `path`, in llama.cpp's format or, with the option state=compact or packed, in that of state_files.py.
-    Raises StateError; what was there before is then still there."""
+    """Write tokens and cache of `model` to `path`, in llama.cpp's format or, with the option state=compact or
+    packed, in that of state_files.py. Raises StateError; what was there before is then still there.
+    """
     target = Path(path)
     form = kvstats.option(model._options, "state") if model.kv_method is not None else "rows"
     with model._lock:
@@ -50,7 +53,9 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
                 )
                 lines = log.end()
                 if not ok:
-                    raise StateError(f"{target} could not be written: {last_problem(lines)}; check folder and disk space")
+                    raise StateError(
+                        f"{target} could not be written: {last_problem(lines)}; check folder and disk space"
+                    )
             with open(partial, "rb+") as f:
                 os.fsync(f.fileno())
             os.replace(partial, target)
@@ -100,8 +105,9 @@ def _set_state_data(model: Model, ids: npt.NDArray[np.int32], data: mmap.mmap, o
 
 
 def load(model: Model, path: str | os.PathLike[str]) -> int:
-    """Restore what save() wrote; returns the number of tokens held. StateError when the file is not whole or not of this model: the
-    cache is then empty, or as it was when the file does not even begin like a state."""
+    """Restore what save() wrote; returns the number of tokens held. StateError when the file is not whole or not of
+    this model: the cache is then empty, or as it was when the file does not even begin like a state.
+    """
     source = Path(path)
     blocks = state_files.read(source) if source.is_file() else None
     if blocks is None:
@@ -131,16 +137,25 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
             if "end of file" in problem or "read error" in problem or "failed to read" in problem:
                 raise StateError(f"{source} is cut off ({problem}); save the state again")
             # llama.cpp itself does not see every file's end and then reads what was in memory
-            raise StateError(f"{source} is cut off or damaged, or does not fit this context: {problem}; use the model it was saved with and n_ctx >= its length")
+            raise StateError(
+                f"{source} is cut off or damaged, or does not fit this context: {problem}; use the model it was saved"
+                " with and n_ctx >= its length"
+            )
         if tag and tag != _tag(tokens):
             model.reset()
-            raise StateError(f"{source} is damaged: its tokens are not those that were saved with the cache; save the state again")
+            raise StateError(
+                f"{source} is damaged: its tokens are not those that were saved with the cache; save the state again"
+            )
         if any(not 0 <= t < model.n_vocab for t in tokens):
             model.reset()
-            raise StateError(f"{source} is damaged: its tokens are outside the vocabulary of {model.n_vocab}; save the state again")
+            raise StateError(
+                f"{source} is damaged: its tokens are outside the vocabulary of {model.n_vocab}; save the state again"
+            )
         held = model._libs.llama.llama_memory_seq_pos_max(model._memory, 0) + 1
         if len(tokens) != held:
             model.reset()
-            raise StateError(f"{source} is damaged: it lists {len(tokens)} tokens and holds {held}; save the state again")
+            raise StateError(
+                f"{source} is damaged: it lists {len(tokens)} tokens and holds {held}; save the state again"
+            )
         model._tokens = tokens
     return len(tokens)

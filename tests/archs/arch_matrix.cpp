@@ -159,7 +159,7 @@ static bool step(llama_context * ctx, const std::vector<llama_token> & tokens, i
     llama_batch_free(b);
     if (status) {
         r.failed = std::string(encode ? "llama_encode" : "llama_decode") + " of " + std::to_string(n) + " tokens at " +
-                   std::to_string(first) + " gives " + std::to_string(status);
+            std::to_string(first) + " gives " + std::to_string(status);
     }
     return status == 0;
 }
@@ -182,9 +182,7 @@ static bool image_step(llama_context * ctx, const llama_model * model, result & 
     }
     const int status =
         llama_decode(ctx, { IMAGE, nullptr, embd.data(), pos.data(), n_seq.data(), seq.data(), logits.data() });
-    if (status) {
-        r.failed = "llama_decode of an image gives " + std::to_string(status);
-    }
+    if (status) { r.failed = "llama_decode of an image gives " + std::to_string(status); }
     return status == 0;
 }
 
@@ -199,43 +197,31 @@ static result run(llama_context * ctx, const llama_model * model, bool embedding
         tokens.back() = getenv("KVQ_MATRIX_SAME") ? 7 : tokens.back();
     }
     if (!llama_get_memory(ctx)) { // no cache at all: one ubatch
-        if (step(ctx, tokens, 0, N_UBATCH, true, false, r)) {
-            take(ctx, model, N_UBATCH, r);
-        }
+        if (step(ctx, tokens, 0, N_UBATCH, true, false, r)) { take(ctx, model, N_UBATCH, r); }
         return r;
     }
-    if (llama_model_has_encoder(model) && !step(ctx, tokens, 0, N_UBATCH, true, false, r)) {
-        return r;
-    }
+    if (llama_model_has_encoder(model) && !step(ctx, tokens, 0, N_UBATCH, true, false, r)) { return r; }
     if (!llama_model_has_decoder(model)) {
         take(ctx, model, N_UBATCH, r);
         return r;
     }
     const bool image = getenv("KVQ_MATRIX_IMAGE") != nullptr;
     int n = image ? IMAGE_AT : N_PROMPT;
-    if (step(ctx, tokens, 0, n, false, false, r)) {
-        take(ctx, model, n, r);
-    }
+    if (step(ctx, tokens, 0, n, false, false, r)) { take(ctx, model, n, r); }
     if (image && r.failed.empty() && image_step(ctx, model, r)) {
         take(ctx, model, IMAGE, r);
         n = N_PROMPT - IMAGE_AT - IMAGE;
-        if (step(ctx, tokens, N_PROMPT - n, n, false, true, r)) {
-            take(ctx, model, n, r);
-        }
+        if (step(ctx, tokens, N_PROMPT - n, n, false, true, r)) { take(ctx, model, n, r); }
     }
     for (int i = 0; i < N_STEPS && r.failed.empty(); i++) {
-        if (step(ctx, tokens, N_PROMPT + i, 1, false, image, r)) {
-            take(ctx, model, 1, r);
-        }
+        if (step(ctx, tokens, N_PROMPT + i, 1, false, image, r)) { take(ctx, model, 1, r); }
     }
     return r;
 }
 
 static std::string not_finite(const result & r) {
     for (size_t i = 0; i < r.x.size(); i++) {
-        if (!std::isfinite(r.x[i])) {
-            return "logit " + std::to_string(i) + " is not finite";
-        }
+        if (!std::isfinite(r.x[i])) { return "logit " + std::to_string(i) + " is not finite"; }
     }
     return "";
 }
@@ -273,15 +259,14 @@ int main(int argc, char ** argv) {
         return 0;
     }
     if (argc < 3) {
-        fprintf(stderr, "usage: [KVQ_LIB_DIR=FOLDER] [GGML_BACKEND_PATH=FILE] arch_matrix --list | --save META.gguf OUT.gguf | "
-                        "META.gguf REFERENCE [DEVICE METHOD[:KEY=VALUE,...]...]\n");
+        fprintf(stderr,
+            "usage: [KVQ_LIB_DIR=FOLDER] [GGML_BACKEND_PATH=FILE] arch_matrix --list | --save META.gguf OUT.gguf | "
+            "META.gguf REFERENCE [DEVICE METHOD[:KEY=VALUE,...]...]\n");
         return 2;
     }
     llama_log_set(
         [](ggml_log_level level, const char * text, void *) {
-            if (level >= GGML_LOG_LEVEL_WARN && level != GGML_LOG_LEVEL_CONT) {
-                fputs(text, stderr);
-            }
+            if (level >= GGML_LOG_LEVEL_WARN && level != GGML_LOG_LEVEL_CONT) { fputs(text, stderr); }
         },
         nullptr);
     const char * backend = getenv("GGML_BACKEND_PATH");
@@ -312,10 +297,10 @@ int main(int argc, char ** argv) {
         llama_free(ctx);
     }
     const double power = reference.power();
-    reference.failed = !upstream                   ? "no model"
-                       : !reference.failed.empty() ? reference.failed
-                       : power > 0.0               ? not_finite(reference)
-                                                   : "zeros come out";
+    reference.failed = !upstream    ? "no model"
+        : !reference.failed.empty() ? reference.failed
+        : power > 0.0               ? not_finite(reference)
+                                    : "zeros come out";
     if (!reference.failed.empty()) {
         fprintf(stderr, "@reference failed %s\n", reference.failed.c_str());
         return 1;
@@ -337,9 +322,7 @@ int main(int argc, char ** argv) {
             continue;
         }
         result r = run(ctx, ours, embeddings);
-        if (getenv("KVQ_MATRIX_SAME")) {
-            tell_same(backend);
-        }
+        if (getenv("KVQ_MATRIX_SAME")) { tell_same(backend); }
         llama_free(ctx);
         r.failed = r.failed.empty() ? not_finite(r) : r.failed;
         if (r.failed.empty() && r.x.size() != reference.x.size()) {

@@ -8,8 +8,8 @@
 #include <csetjmp>
 #include <ucontext.h>
 
-float    host_half_to_float(uint16_t h) { return kvq_f16_to_f32(h); }
-uint16_t host_float_to_half(float x)    { return kvq_f32_to_f16(x); }
+float host_half_to_float(uint16_t h) { return kvq_f16_to_f32(h); }
+uint16_t host_float_to_half(float x) { return kvq_f32_to_f16(x); }
 
 dim3 threadIdx, blockIdx, gridDim, blockDim;
 
@@ -22,35 +22,35 @@ namespace {
 constexpr size_t STACK = 256 << 10;
 
 struct thread {
-    unsigned   n_ops = 0; // warp operations begun
-    ucontext_t start;       // the first time; later turns jump, which needs no system call
-    jmp_buf    here;
-    std::unique_ptr<uint8_t[]> stack { new uint8_t[STACK] };
+    unsigned n_ops = 0; // warp operations begun
+    ucontext_t start;   // the first time; later turns jump, which needs no system call
+    jmp_buf here;
+    std::unique_ptr<uint8_t[]> stack{ new uint8_t[STACK] };
     bool done = false, begun = false;
 };
-struct warp { uint64_t value[2][32]; }; // by the parity of the operation
+struct warp {
+    uint64_t value[2][32];
+}; // by the parity of the operation
 
 jmp_buf scheduler;
 thread * now;
 std::vector<std::unique_ptr<thread>> threads;
 std::vector<warp> warps;
 unsigned n_threads, n_arrived, n_barriers, n_done;
-struct { unsigned n_arrived, n_passed; } teams[16];
+struct {
+    unsigned n_arrived, n_passed;
+} teams[16];
 bool any_now, any_before;
 const std::function<void()> * kernel;
 
 void yield() {
-    if (!_setjmp(now->here)) {
-        _longjmp(scheduler, 1);
-    }
+    if (!_setjmp(now->here)) { _longjmp(scheduler, 1); }
 }
 
 void resume(thread & t) {
     now = &t;
     if (!_setjmp(scheduler)) {
-        if (t.begun) {
-            _longjmp(t.here, 1);
-        }
+        if (t.begun) { _longjmp(t.here, 1); }
         t.begun = true;
         setcontext(&t.start);
     }
@@ -65,19 +65,17 @@ void body() {
 
 // every lane of the warp that has not returned has begun operation n
 bool all_began(unsigned w, unsigned n) {
-    for (unsigned i = 32*w; i < min(n_threads, 32*w + 32); i++) {
-        if (!threads[i]->done && threads[i]->n_ops < n) {
-            return false;
-        }
+    for (unsigned i = 32 * w; i < min(n_threads, 32 * w + 32); i++) {
+        if (!threads[i]->done && threads[i]->n_ops < n) { return false; }
     }
     return true;
 }
 
 void release_barrier() { // everybody has come, or returned
     if (n_arrived && n_arrived + n_done == n_threads) {
-        n_arrived  = 0;
+        n_arrived = 0;
         any_before = any_now;
-        any_now    = false;
+        any_now = false;
         n_barriers++;
     }
 }
@@ -90,13 +88,13 @@ void run_block() {
     for (auto & t : teams) { t = {}; }
     for (unsigned i = 0; i < n_threads; i++) {
         thread & t = *threads[i];
-        t.n_ops  = 0;
-        t.done   = false;
-        t.begun  = false;
+        t.n_ops = 0;
+        t.done = false;
+        t.begun = false;
         getcontext(&t.start);
-        t.start.uc_stack.ss_sp   = t.stack.get();
+        t.start.uc_stack.ss_sp = t.stack.get();
         t.start.uc_stack.ss_size = STACK;
-        t.start.uc_link          = nullptr;
+        t.start.uc_link = nullptr;
         makecontext(&t.start, body, 0);
     }
     for (int idle = 0; n_done < n_threads;) {
@@ -116,7 +114,8 @@ void run_block() {
         release_barrier();
         idle = progress() == before ? idle + 1 : 0;
         if (idle > 3) {
-            fprintf(stderr, "block %u,%u,%u: threads wait for one another: some never come to a collective\n", blockIdx.x, blockIdx.y, blockIdx.z);
+            fprintf(stderr, "block %u,%u,%u: threads wait for one another: some never come to a collective\n",
+                blockIdx.x, blockIdx.y, blockIdx.z);
             abort();
         }
     }
@@ -130,7 +129,7 @@ const uint64_t * exchange(uint64_t mine) {
     values[id % 32] = mine;
     while (!all_began(w, n)) { yield(); }
     for (unsigned i = 0; i < 32; i++) {
-        if (32*w + i >= n_threads || threads[32*w + i]->n_ops < n) { values[i] = 0; } // has returned
+        if (32 * w + i >= n_threads || threads[32 * w + i]->n_ops < n) { values[i] = 0; } // has returned
     }
     return values;
 }
@@ -159,22 +158,28 @@ void team_barrier(int id, int n) {
 void launch(dim3 g, dim3 b, size_t nb_shared, const std::function<void()> & k) {
     cudaDeviceProp p;
     cudaGetDeviceProperties(&p, 0);
-    static const size_t most = getenv("KVQ_CUDA_AS") ? (99 << 10) : p.sharedMemPerBlockOptin; // of the smallest cards that can be asked for
+    // of the smallest cards that can be asked for
+    static const size_t most = getenv("KVQ_CUDA_AS") ? (99 << 10) : p.sharedMemPerBlockOptin;
     if (nb_shared > most || b.y != 1 || b.z != 1) {
-        fprintf(stderr, "a launch of %zu shared bytes where there are %zu, %u x %u x %u threads\n", nb_shared, most, b.x, b.y, b.z);
+        fprintf(stderr, "a launch of %zu shared bytes where there are %zu, %u x %u x %u threads\n", nb_shared, most,
+            b.x, b.y, b.z);
         abort();
     }
     static std::vector<uint8_t> memory(SHARED_BYTES + 1024);
-    shared     = memory.data() + (1024 - (uintptr_t) memory.data() % 1024);
-    gridDim    = g;
-    blockDim   = b;
-    kernel     = &k;
-    n_threads  = b.x;
+    shared = memory.data() + (1024 - (uintptr_t) memory.data() % 1024);
+    gridDim = g;
+    blockDim = b;
+    kernel = &k;
+    n_threads = b.x;
     while (threads.size() < n_threads) { threads.emplace_back(new thread); }
-    for (unsigned z = 0; z < g.z; z++) { for (unsigned y = 0; y < g.y; y++) { for (unsigned x = 0; x < g.x; x++) {
-        blockIdx = dim3(x, y, z);
-        run_block();
-    } } }
+    for (unsigned z = 0; z < g.z; z++) {
+        for (unsigned y = 0; y < g.y; y++) {
+            for (unsigned x = 0; x < g.x; x++) {
+                blockIdx = dim3(x, y, z);
+                run_block();
+            }
+        }
+    }
 }
 
 } // namespace host_cuda
@@ -194,22 +199,25 @@ struct registers {
     }
 };
 
-float half_of(uint32_t x, int i) { return kvq_f16_to_f32((uint16_t) (x >> 16*i)); }
-int   byte_of(uint32_t x, int i) { return (int8_t) (x >> 8*i); }
+float half_of(uint32_t x, int i) { return kvq_f16_to_f32((uint16_t) (x >> 16 * i)); }
+int byte_of(uint32_t x, int i) { return (int8_t) (x >> 8 * i); }
 
 } // namespace
 
-// m16n8k16: a (16 x 16) rows g, g + 8 of lanes 4g + c, columns 2c, 2c + 1 and 8 further; b (16 x 8) column g; d rows g, g + 8, columns 2c, 2c + 1
-void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+// m16n8k16: a (16 x 16) rows g, g + 8 of lanes 4g + c, columns 2c, 2c + 1 and 8 further; b (16 x 8) column g; d rows
+// g, g + 8, columns 2c, 2c + 1
+void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+    uint32_t b0, uint32_t b1) {
     const uint32_t mine[6] = { a0, a1, a2, a3, b0, b1 };
     const registers r(mine, 6);
     const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
     float * d[4] = { &d0, &d1, &d2, &d3 };
     for (int e = 0; e < 4; e++) {
-        const int row = e / 2, column = 2*c + e % 2;
+        const int row = e / 2, column = 2 * c + e % 2;
         double sum = *d[e];
         for (int k = 0; k < 16; k++) {
-            const float x = half_of(r.x[4*g + k % 8 / 2][row + k / 8 * 2], k % 2), y = half_of(r.x[4*column + k % 8 / 2][4 + k / 8], k % 2);
+            const float x = half_of(r.x[4 * g + k % 8 / 2][row + k / 8 * 2], k % 2),
+                        y = half_of(r.x[4 * column + k % 8 / 2][4 + k / 8], k % 2);
             sum += (double) x * y;
         }
         *d[e] = (float) sum;
@@ -217,15 +225,19 @@ void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, u
 }
 
 // m16n8k32: four bytes a register
-void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, int base) {
+void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+    uint32_t b0, uint32_t b1, int base) {
     const uint32_t mine[6] = { a0, a1, a2, a3, b0, b1 };
     const registers r(mine, 6);
     const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
     int * d[4] = { &d0, &d1, &d2, &d3 };
     for (int e = 0; e < 4; e++) {
-        const int row = e / 2, column = 2*c + e % 2;
+        const int row = e / 2, column = 2 * c + e % 2;
         int sum = base;
-        for (int k = 0; k < 32; k++) { sum += byte_of(r.x[4*g + k % 16 / 4][row + k / 16 * 2], k % 4) * byte_of(r.x[4*column + k % 16 / 4][4 + k / 16], k % 4); }
+        for (int k = 0; k < 32; k++) {
+            sum += byte_of(r.x[4 * g + k % 16 / 4][row + k / 16 * 2], k % 4) *
+                byte_of(r.x[4 * column + k % 16 / 4][4 + k / 16], k % 4);
+        }
         *d[e] = sum;
     }
 }
@@ -235,7 +247,7 @@ void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, u
     const registers r(&at, 1);
     const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
     uint32_t * x[4] = { &x0, &x1, &x2, &x3 };
-    for (int m = 0; m < 4; m++) { memcpy(x[m], host_cuda::shared + r.x[8*m + g][0] + 4*c, 4); }
+    for (int m = 0; m < 4; m++) { memcpy(x[m], host_cuda::shared + r.x[8 * m + g][0] + 4 * c, 4); }
 }
 
 // the same, and a lane gets elements g of rows 2c, 2c + 1 of each
@@ -245,8 +257,8 @@ void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t &
     uint32_t * x[4] = { &x0, &x1, &x2, &x3 };
     for (int m = 0; m < 4; m++) {
         uint16_t low, high;
-        memcpy(&low,  host_cuda::shared + r.x[8*m + 2*c][0]     + 2*g, 2);
-        memcpy(&high, host_cuda::shared + r.x[8*m + 2*c + 1][0] + 2*g, 2);
+        memcpy(&low, host_cuda::shared + r.x[8 * m + 2 * c][0] + 2 * g, 2);
+        memcpy(&high, host_cuda::shared + r.x[8 * m + 2 * c + 1][0] + 2 * g, 2);
         *x[m] = low | (uint32_t) high << 16;
     }
 }
@@ -254,6 +266,8 @@ void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t &
 uint32_t host_movmatrix(uint32_t x) {
     const registers r(&x, 1);
     const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
-    const auto element = [&](int row, int column) { return r.x[4*row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
-    return element(2*c, g) | element(2*c + 1, g) << 16;
+    const auto element = [&](int row, int column) {
+        return r.x[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff;
+    };
+    return element(2 * c, g) | element(2 * c + 1, g) << 16;
 }

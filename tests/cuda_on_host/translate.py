@@ -1,4 +1,5 @@
-"""CUDA sources to C++ that runs on the host (include/cuda_runtime.h): launches become calls, PTX instructions become functions.
+"""CUDA sources to C++ that runs on the host (include/cuda_runtime.h): launches become calls, PTX instructions become
+functions.
 
 translate(folder, out) writes every .cu as .cpp and every .cuh as it is named, so that includes still work.
 """
@@ -17,8 +18,14 @@ INSTRUCTIONS = [
     ("cp.async.cg.shared.global [%0], [%1], 16", "host_copy({0}, {1}, 16);"),
     ("cp.async.ca.shared.global [%0], [%1], 8", "host_copy({0}, {1}, 8);"),
     ("cp.async.ca.shared.global [%0], [%1], 4", "host_copy({0}, {1}, 4);"),
-    ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "host_mma_f16({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9});"),
-    ("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32", "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10});"),
+    (
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+        "host_mma_f16({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9});",
+    ),
+    (
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
+        "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10});",
+    ),
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "host_ldmatrix({0}, {1}, {2}, {3}, {4});"),
     ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "host_ldmatrix_trans({0}, {1}, {2}, {3}, {4});"),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "{0} = host_movmatrix({1});"),
@@ -103,7 +110,11 @@ def translate_text(text: str) -> str:
         shared = how[2] if len(how) > 2 else "0"
         call = f"host_cuda::launch({how[0]}, dim3({how[1]}), {shared}, [&] {{ {name}({arguments}); }})"
         text = text[: start - len(name)] + call + text[last + 1 :]
-    text = re.sub(r"extern __shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];", r"\1 * const \2 = (\1 *) host_cuda::shared;", text)
+    text = re.sub(
+        r"extern __shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];",
+        r"\1 * const \2 = (\1 *) host_cuda::shared;",
+        text,
+    )
     return re.sub(r"#pragma unroll.*\n", "\n", text)
 
 

@@ -1,5 +1,5 @@
-// Part of test_cuda.cpp: aqua. Predicted layers (cache/chain.h) on the device: the same random operations on a stack of layers there and on the
-// CPU leave the same bytes, whatever is read in between, and attention agrees.
+// Part of test_cuda.cpp: aqua. Predicted layers (cache/chain.h) on the device: the same random operations on a stack
+// of layers there and on the CPU leave the same bytes, whatever is read in between, and attention agrees.
 #pragma once
 
 #include "../../ggml-kvq/cache/chain.h"
@@ -7,7 +7,7 @@
 template <int HEADS, int D> struct chain_stack {
     static constexpr int LAYERS = 3, W = HEADS * D, CELLS = 224, STREAMS = 2;
     kvq_device & d;
-    kvq_scratch  scratch;
+    kvq_scratch scratch;
     kvq_counters counters;
     kvq_span_table spans[LAYERS];
     std::unique_ptr<kvq_chain> chain;
@@ -17,7 +17,9 @@ template <int HEADS, int D> struct chain_stack {
     std::unique_ptr<device_bytes> there;
     int n_shifts = 0;
 
-    chain_stack(kvq_device & d, const char * opts, const std::vector<kvq_chain_weights> & w, const float * const (&mean)[LAYERS][2], kvq_rotor * rotor) : d(d), scratch(d) {
+    chain_stack(kvq_device & d, const char * opts, const std::vector<kvq_chain_weights> & w,
+        const float * const (&mean)[LAYERS][2], kvq_rotor * rotor) :
+        d(d), scratch(d) {
         const kvq_method * m = kvq_method_find("aqua");
         kvq_options o;
         std::string err;
@@ -27,7 +29,8 @@ template <int HEADS, int D> struct chain_stack {
             kvq_layer_plan plan;
             CHECK(m->plan(o, { i, LAYERS, shape, i ? &shape : nullptr }, plan, err) == KVQ_OK, "%s", err.c_str());
             CHECK(!kvq_cuda_device::refuse(plan, D, D), "refused");
-            const kvq_lane_layout l[2] = { kvq_make_lane_layout(plan, false, HEADS, CELLS, STREAMS), kvq_make_lane_layout(plan, true, HEADS, CELLS, STREAMS) };
+            const kvq_lane_layout l[2] = { kvq_make_lane_layout(plan, false, HEADS, CELLS, STREAMS),
+                kvq_make_lane_layout(plan, true, HEADS, CELLS, STREAMS) };
             if (!i) {
                 chain.reset(new kvq_chain(STREAMS, l[0].n_pages, l[0].page_cells, W, plan.v.chained ? W : 0, d));
                 CHECK(chain->ok(), "out of memory");
@@ -38,38 +41,55 @@ template <int HEADS, int D> struct chain_stack {
                 if (!d.is_host()) { there.reset(new device_bytes(static_cast<kvq_cuda_device &>(d), 8 * n)); }
             }
             spans[i].init(STREAMS, l[0].n_pages, l[0].page_cells);
-            for (int v = 0; v < 2; v++) { lane[i][v].reset(new kvq_lane(l[v], v, nullptr, &spans[i], &scratch, &counters, d)); }
+            for (int v = 0; v < 2; v++) {
+                lane[i][v].reset(new kvq_lane(l[v], v, nullptr, &spans[i], &scratch, &counters, d));
+            }
             chain->add_layer(lane[i][0].get(), lane[i][1].get(), w[(size_t) i]);
             for (int v = 0; v < 2; v++) {
                 kvq_transform t;
-                t.mean    = mean[i][v];
-                t.chain   = chain->chains(v) ? chain.get() : nullptr;
+                t.mean = mean[i][v];
+                t.chain = chain->chains(v) ? chain.get() : nullptr;
                 t.ordinal = i;
                 if (!v) {
-                    t.rotor = rotor; t.positions = positions.data(); t.sealed = sealed.data(); t.users = users.data();
+                    t.rotor = rotor;
+                    t.positions = positions.data();
+                    t.sealed = sealed.data();
+                    t.users = users.data();
                     t.positions_there = there ? (int32_t *) there->p : nullptr;
-                    t.sealed_there    = there ? (int32_t *) there->p + positions.size() : nullptr;
+                    t.sealed_there = there ? (int32_t *) there->p + positions.size() : nullptr;
                 }
                 lane[i][v]->set_transform(t);
             }
         }
     }
-    void commit() { for (auto & l : lane) { l[0]->commit(1); l[1]->commit(1); } }
+    void commit() {
+        for (auto & l : lane) {
+            l[0]->commit(1);
+            l[1]->commit(1);
+        }
+    }
     size_t base(int s) const { return (size_t) s * lane[0][0]->layout().n_pages * lane[0][0]->layout().page_cells; }
     void shift(int s, int first, int by) {
         std::vector<int32_t> cells(CELLS, 0);
         std::fill(cells.begin() + first, cells.end(), by);
-        for (auto & l : lane) { l[0]->shift_open(s, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); }); }
+        for (auto & l : lane) {
+            l[0]->shift_open(s, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); });
+        }
         for (int c = first; c < CELLS; c++) { positions[base(s) + c] += positions[base(s) + c] < 0 ? 0 : by; }
         lane[0][0]->transform().rotor->reach(1 << 12);
         if (there) { d.put((int32_t *) there->p + base(s), &positions[base(s)], 4 * base(1)); }
     }
     kvq_attn attention(int l, int s, int n_kv) {
         kvq_attn a = {};
-        a.k = lane[l][0]->layout().codec; a.v = lane[l][1]->layout().codec;
-        a.n_head_kv = HEADS; a.n_kv = n_kv; a.n_pages = (n_kv + 31) / 32; a.scale = 0.1f;
-        a.pages  = spans[l].on(d) + (size_t) s * spans[l].n_pages;
-        a.k_mean = lane[l][0]->transform().mean; a.v_mean = lane[l][1]->transform().mean;
+        a.k = lane[l][0]->layout().codec;
+        a.v = lane[l][1]->layout().codec;
+        a.n_head_kv = HEADS;
+        a.n_kv = n_kv;
+        a.n_pages = (n_kv + 31) / 32;
+        a.scale = 0.1f;
+        a.pages = spans[l].on(d) + (size_t) s * spans[l].n_pages;
+        a.k_mean = lane[l][0]->transform().mean;
+        a.v_mean = lane[l][1]->transform().mean;
         a.rotary = &lane[l][0]->transform().rotor->view();
         a.positions = (there ? (const int32_t *) there->p : positions.data()) + base(s);
         return a;
@@ -77,7 +97,9 @@ template <int HEADS, int D> struct chain_stack {
 };
 
 // Queries of layer l on both; recorded: as a recorded step runs, whose layers follow each other.
-template <int HEADS, int D> static double check_chain_attention(kvq_cuda_device & d, chain_stack<HEADS, D> & host, chain_stack<HEADS, D> & there, int l, int s, int n_kv, int n_q, bool recorded) {
+template <int HEADS, int D>
+static double check_chain_attention(kvq_cuda_device & d, chain_stack<HEADS, D> & host, chain_stack<HEADS, D> & there,
+    int l, int s, int n_kv, int n_q, bool recorded) {
     constexpr int H = 2 * HEADS;
     std::vector<float> q((size_t) n_q * H * D), want(q.size()), got(q.size(), NAN);
     for (auto & x : q) { x = normal(); }
@@ -85,8 +107,11 @@ template <int HEADS, int D> static double check_chain_attention(kvq_cuda_device 
     for (chain_stack<HEADS, D> * w : { &host, &there }) {
         kvq_attn a = w->attention(l, s, n_kv);
         const bool on = w == &there;
-        a.n_q = n_q; a.n_head = H; a.q_stride_token = a.dst_stride_token = H * D; a.q_stride_head = a.dst_stride_head = D;
-        a.q   = on ? (const float *) tq.p : q.data();
+        a.n_q = n_q;
+        a.n_head = H;
+        a.q_stride_token = a.dst_stride_token = H * D;
+        a.q_stride_head = a.dst_stride_head = D;
+        a.q = on ? (const float *) tq.p : q.data();
         a.dst = on ? (float *) to.p : want.data();
         if (!on) {
             a.flags = KVQ_ATTN_F32;
@@ -96,13 +121,15 @@ template <int HEADS, int D> static double check_chain_attention(kvq_cuda_device 
         if (!recorded) { w->chain->layer_below(l, s, a.n_pages); }
         w->chain->layer_read(l, s, a.n_pages);
         kvq_chain_pages lanes[2];
-        for (const bool v : { false, true }) { lanes[v] = w->chain->chains(v) ? w->chain->lane_there(l, v, s, 0, a.n_pages) : kvq_chain_pages(); }
+        for (const bool v : { false, true }) {
+            lanes[v] = w->chain->chains(v) ? w->chain->lane_there(l, v, s, 0, a.n_pages) : kvq_chain_pages();
+        }
         d.attend(&a, 1, nullptr, nullptr, lanes);
     }
     d.get(got.data(), to.p, 4 * got.size());
     double err = 0, norm = 0;
     for (size_t i = 0; i < got.size(); i++) {
-        err  += (double) (got[i] - want[i]) * (got[i] - want[i]);
+        err += (double) (got[i] - want[i]) * (got[i] - want[i]);
         norm += (double) want[i] * want[i];
     }
     const double rel = sqrt(err / norm);
@@ -110,7 +137,8 @@ template <int HEADS, int D> static double check_chain_attention(kvq_cuda_device 
     return rel;
 }
 
-template <int HEADS, int D> static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool full, int n_steps, double & worst) {
+template <int HEADS, int D>
+static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool full, int n_steps, double & worst) {
     using stack = chain_stack<HEADS, D>;
     constexpr int W = stack::W, CELLS = stack::CELLS, L = stack::LAYERS;
     static std::vector<std::vector<uint8_t>> packed; // stay: a device keeps copies of them by address
@@ -121,13 +149,18 @@ template <int HEADS, int D> static int check_chain(kvq_cuda_device & d, const ch
         packed.emplace_back(kvq_predictor_bytes(W, W, bits));
         kvq_predictor_pack(W, W, bits, m.data(), packed.back().data());
         kvq_predictor p;
-        p.n_in = p.n_out = W; p.bits = bits; p.data = packed.back().data();
+        p.n_in = p.n_out = W;
+        p.bits = bits;
+        p.data = packed.back().data();
         return p;
     };
     const float * mean[L][2];
     for (int i = 0; i < L; i++) {
         if (i) { w[(size_t) i].k = predictor(); }
-        if (i && full) { w[(size_t) i].v_from_k = predictor(); w[(size_t) i].v_from_v = predictor(); }
+        if (i && full) {
+            w[(size_t) i].v_from_k = predictor();
+            w[(size_t) i].v_from_v = predictor();
+        }
         for (auto & x : mean[i]) { x = some_means(W); }
     }
     kvq_rotor * rotor = some_rotor(D, uniform(0, 1));
@@ -135,22 +168,27 @@ template <int HEADS, int D> static int check_chain(kvq_cuda_device & d, const ch
     stack * both[2] = { &host, &there };
     int cursor[2] = {}, n_compared = 0;
     const auto compare = [&](int step, int s) {
-        for (int i = 0; i < L; i++) { for (int v = 0; v < 2; v++) {
-            std::vector<uint16_t> rows[2];
-            for (int k = 0; k < 2; k++) {
-                rows[k].resize((size_t) CELLS * W);
-                both[k]->lane[i][v]->read(s, 0, CELLS, rows[k].data());
+        for (int i = 0; i < L; i++) {
+            for (int v = 0; v < 2; v++) {
+                std::vector<uint16_t> rows[2];
+                for (int k = 0; k < 2; k++) {
+                    rows[k].resize((size_t) CELLS * W);
+                    both[k]->lane[i][v]->read(s, 0, CELLS, rows[k].data());
+                }
+                for (size_t x = 0; x < rows[0].size(); x++) {
+                    CHECK(rows[0][x] == rows[1][x],
+                        "aqua %s, step %d: layer %d %s stream %d cell %d channel %d is %04x, not %04x", opts, step, i,
+                        v ? "V" : "K", s, (int) x / W, (int) x % W, rows[1][x], rows[0][x]);
+                }
+                n_compared += CELLS;
             }
-            for (size_t x = 0; x < rows[0].size(); x++) {
-                CHECK(rows[0][x] == rows[1][x], "aqua %s, step %d: layer %d %s stream %d cell %d channel %d is %04x, not %04x", opts, step, i, v ? "V" : "K", s, (int) x / W, (int) x % W, rows[1][x], rows[0][x]);
-            }
-            n_compared += CELLS;
-        } }
+        }
     };
     for (int step = 0; step < n_steps; step++) {
         const int op = step < 3 ? 0 : uniform(0, 99), s = step < 3 ? 0 : uniform(0, 1);
         if (op < 70) { // rows of one ubatch, attention, sealing
-            const int n = std::min(op < 60 ? (step < 3 ? 60 : uniform(1, 50)) : uniform(1, 8), CELLS), first = op < 60 && cursor[s] + n <= CELLS ? cursor[s] : uniform(0, CELLS - n);
+            const int n = std::min(op < 60 ? (step < 3 ? 60 : uniform(1, 50)) : uniform(1, 8), CELLS),
+                      first = op < 60 && cursor[s] + n <= CELLS ? cursor[s] : uniform(0, CELLS - n);
             cursor[s] = std::max(cursor[s], first + n);
             std::vector<int64_t> idx((size_t) n);
             std::vector<int32_t> pos((size_t) n);
@@ -165,10 +203,12 @@ template <int HEADS, int D> static int check_chain(kvq_cuda_device & d, const ch
                     std::vector<float> x((size_t) n * W);
                     for (size_t j = 0; j < x.size(); j++) { x[j] = normal() + mean[i][v][j % W]; }
                     device_bytes up(d, x.size() * 4, x.data());
-                    host .lane[i][v]->write(n, idx.data(), x.data(), W, 1, v ? nullptr : pos.data());
+                    host.lane[i][v]->write(n, idx.data(), x.data(), W, 1, v ? nullptr : pos.data());
                     there.lane[i][v]->write(n, idx.data(), (const float *) up.p, W, 1, v ? nullptr : pos.data());
                 }
-                if (reads == 1 || (reads == 2 && uniform(0, 1))) { worst = std::max(worst, check_chain_attention(d, host, there, i, s, cursor[s], n_q, reads == 1)); }
+                if (reads == 1 || (reads == 2 && uniform(0, 1))) {
+                    worst = std::max(worst, check_chain_attention(d, host, there, i, s, cursor[s], n_q, reads == 1));
+                }
             }
             for (stack * x : both) { x->commit(); }
         } else if (op < 80) {
@@ -188,49 +228,70 @@ template <int HEADS, int D> static int check_chain(kvq_cuda_device & d, const ch
             const int first = uniform(0, CELLS - 1);
             for (stack * x : both) { x->shift(s, first, 2); }
         } else if (op < 97) {
-            for (stack * x : both) { for (auto & l : x->lane) { l[0]->copy_stream(s, 1 - s); l[1]->copy_stream(s, 1 - s); } x->commit(); }
+            for (stack * x : both) {
+                for (auto & l : x->lane) {
+                    l[0]->copy_stream(s, 1 - s);
+                    l[1]->copy_stream(s, 1 - s);
+                }
+                x->commit();
+            }
             cursor[1 - s] = cursor[s];
         } else if (op == 99) {
-            for (stack * x : both) { for (auto & l : x->lane) { l[0]->clear(); l[1]->clear(); } }
+            for (stack * x : both) {
+                for (auto & l : x->lane) {
+                    l[0]->clear();
+                    l[1]->clear();
+                }
+            }
             cursor[0] = cursor[1] = 0;
         }
         CHECK(d.error().empty(), "%s", d.error().c_str());
     }
     for (int s = 0; s < 2; s++) { compare(n_steps, s); }
-    CHECK(host.counters.n_sealed == there.counters.n_sealed && host.counters.n_sealed, "pages sealed: %d, not %d", (int) there.counters.n_sealed, (int) host.counters.n_sealed);
+    CHECK(host.counters.n_sealed == there.counters.n_sealed && host.counters.n_sealed, "pages sealed: %d, not %d",
+        (int) there.counters.n_sealed, (int) host.counters.n_sealed);
     return n_compared;
 }
 
 static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
-    for (const char * opts : { "predictor=bias,window=32", "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16" }) {
+    for (const char * opts :
+        { "predictor=bias,window=32", "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16" }) {
         check_store(d, "aqua", opts, n_steps, true);
         const int n_rows = check_store(d, "aqua", opts, n_steps);
         printf("store, aqua %s: %d random operations, %d rows as on the CPU\n", opts, n_steps, n_rows);
     }
     for (const bool full : { false, true }) {
-        const char * opts = full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
+        const char * opts =
+            full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
         const auto check = [&](int D, auto run, int n) {
             double worst = 0;
             const int n_rows = run(d, opts, full ? 8 : 4, full, n, worst);
             CHECK(worst > 0, "attention was not compared");
-            printf("store, aqua %s, head size %d: %d random operations, %d rows as on the CPU, attention's worst relative error %.2g\n", opts, D, n, n_rows, worst);
+            printf("store, aqua %s, head size %d: %d random operations, %d rows as on the CPU, attention's worst "
+                   "relative error %.2g\n",
+                opts, D, n, n_rows, worst);
         };
         check(64, check_chain<3, 64>, n_steps);
         const int fewer = std::max(n_steps / 4, 4); // other shapes of the kernels
-        if (many || full)  { check(128, check_chain<1, 128>, fewer); }
+        if (many || full) { check(128, check_chain<1, 128>, fewer); }
         if (many || !full) { check(80, check_chain<1, 80>, fewer); }
-        if (many)          { check(256, check_chain<1, 256>, fewer); }
+        if (many) { check(256, check_chain<1, 256>, fewer); }
     }
     double worst = 0;
     int n = 0;
-    const auto attention = [&](attention_case c) { worst = std::max(worst, check_attention(d, c)); n++; };
+    const auto attention = [&](attention_case c) {
+        worst = std::max(worst, check_attention(d, c));
+        n++;
+    };
     const auto stays = [&](attention_case c) { // read as they are sealed, and as f16 rows
         const int64_t before = d.n_means;
         for (bool stayed : { true, false }) {
             c.stayed = stayed;
             attention(c);
         }
-        CHECK(d.n_means - before == (c.turns == 4 ? 0 : 2), "bits %d/%d D %d turns %d: %d launches over pages without their means", c.kb, c.vb, c.D, c.turns, (int) (d.n_means - before));
+        CHECK(d.n_means - before == (c.turns == 4 ? 0 : 2),
+            "bits %d/%d D %d turns %d: %d launches over pages without their means", c.kb, c.vb, c.D, c.turns,
+            (int) (d.n_means - before));
     };
     stays({ 2, 2, 2, 1, 128, 2, 4, 1, 700, 2, 0, 0, false, false, 1 });
     stays({ 3, 3, 2, 0, 64, 1, 4, 1, 500, 1, 0, 0, true, false, 3, 32, 0 });
@@ -239,17 +300,32 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
     stays({ 2, 2, 2, 1, 128, 1, 4, 1, 400, 1, 0, 0, false, false, 5 });
     attention({ 2, 3, 2, 1, 80, 1, 2, 20, 150, 1, 0, 0, false, false, 2, 64, 0 });
     attention({ 2, 3, 2, 1, 80, 1, 2, 20, 150, 1, 0, 0, false, false, 5, 64 });
-    for (int D : { 64, 128 }) { for (int bits : { 9, 17, 18, 27, 36 }) { for (int turns : { 1, 3, 4, 5 }) { for (int neox : { 0, 1 }) { // bits: 8*k + v
-        if (many) {
-            stays({ bits / 8, bits % 8, 2, neox, D, 2, 4, 1, 1100, turns, 0, 0, false, false, turns, neox ? 0 : D / 2, neox });
-            stays({ bits / 8, bits % 8, 2, 1 - neox, D, 1, bits == 18 ? 8 : 5, turns == 1 ? 3 : 1, 3000, 1, bits == 27 ? 20.0f : 0.0f, bits == 36 ? 8.0f : 0.0f, neox == 1, false, turns, 0, neox });
+    // bits: 8*k + v
+    for (int D : { 64, 128 }) {
+        for (int bits : { 9, 17, 18, 27, 36 }) {
+            for (int turns : { 1, 3, 4, 5 }) {
+                for (int neox : { 0, 1 }) {
+                    if (many) {
+                        stays({ bits / 8, bits % 8, 2, neox, D, 2, 4, 1, 1100, turns, 0, 0, false, false, turns,
+                            neox ? 0 : D / 2, neox });
+                        stays({ bits / 8, bits % 8, 2, 1 - neox, D, 1, bits == 18 ? 8 : 5, turns == 1 ? 3 : 1, 3000, 1,
+                            bits == 27 ? 20.0f : 0.0f, bits == 36 ? 8.0f : 0.0f, neox == 1, false, turns, 0, neox });
+                    }
+                }
+            }
         }
-    } } } }
-    for (int D : { 64, 80, 128, 256 }) { for (int n_q : { 1, 20 }) { for (int turns : { 1, 2, 5 }) { for (int neox : { 0, 1 }) {
-        if (many) {
-            attention({ 2, 2, 2, 1, D, 2, 4, n_q, 1100, turns, 0, 0, false, false, turns, 0, neox });
-            attention({ 4, 3, 2, 0, D, 1, 2, n_q, 300, 1, 0, 0, true, false, turns, D / 2, neox });
+    }
+    for (int D : { 64, 80, 128, 256 }) {
+        for (int n_q : { 1, 20 }) {
+            for (int turns : { 1, 2, 5 }) {
+                for (int neox : { 0, 1 }) {
+                    if (many) {
+                        attention({ 2, 2, 2, 1, D, 2, 4, n_q, 1100, turns, 0, 0, false, false, turns, 0, neox });
+                        attention({ 4, 3, 2, 0, D, 1, 2, n_q, 300, 1, 0, 0, true, false, turns, D / 2, neox });
+                    }
+                }
+            }
         }
-    } } } }
+    }
     printf("attention over turned keys: %d cases, worst relative error %.2g\n", n, worst);
 }

@@ -2,13 +2,21 @@
 #pragma once
 
 // as cuda/attend.cuh, which is no header of C++
-#define KVQ_TEST_WIDE_BITS(X)  X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_TEST_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
 #define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4)
 
-// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions of three sequences that take turns, 4: no means, 5: images
-// stayed: the promise that none has moved is given. torn: some pages are sealed in keys or in values alone; head_masks: a mask for every head
-// page: cells of a page, 0: as few as there may be
-struct attention_case { int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream; float softcap, max_bias; bool sinks, map; int turns = 0, n_dims = 0, neox = 1; bool stayed = false, torn = false, head_masks = false; int page = 0; };
+// turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions
+// of three sequences that take turns, 4: no means, 5: images stayed: the promise that none has moved is given. torn:
+// some pages are sealed in keys or in values alone; head_masks: a mask for every head page: cells of a page, 0: as
+// few as there may be
+struct attention_case {
+    int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream;
+    float softcap, max_bias;
+    bool sinks, map;
+    int turns = 0, n_dims = 0, neox = 1;
+    bool stayed = false, torn = false, head_masks = false;
+    int page = 0;
+};
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
 static const float * some_means(int n) {
@@ -21,7 +29,7 @@ static kvq_rotor * some_rotor(int n_dims, bool neox, bool images = false) {
     static std::vector<std::unique_ptr<kvq_rotor>> all;
     kvq_rope r;
     r.n_dims = n_dims;
-    r.neox   = neox;
+    r.neox = neox;
     for (int i = 0; i < 3 && images; i++) { r.sections[i] = (n_dims / 2 + 2) / 3; }
     all.emplace_back(new kvq_rotor(r));
     return all.back().get();
@@ -30,7 +38,8 @@ static kvq_rotor * some_rotor(int n_dims, bool neox, bool images = false) {
 // Number of the positions of a cell: every other 64 cells are text, the others are images of 9 columns.
 static int32_t some_place(kvq_rotor & rotor, int cell) {
     const int p = cell / 64 * 32, i = cell % 64;
-    return rotor.place(cell / 64 % 2 ? kvq_rotor::place_t{ p, p + i / 9, p + i % 9, 0 } : kvq_rotor::place_t{ p + i, p + i, p + i, 0 });
+    return rotor.place(cell / 64 % 2 ? kvq_rotor::place_t{ p, p + i / 9, p + i % 9, 0 }
+                                     : kvq_rotor::place_t{ p + i, p + i, p + i, 0 });
 }
 
 struct world { // one layer, random page states; decoded values kept in f64-ready floats
@@ -45,10 +54,12 @@ struct world { // one layer, random page states; decoded values kept in f64-read
     kvq_transform left_out[2];
     std::vector<int32_t> pos, was; // [stream][cell]
 
-    world(kvq_cuda_device & d, const attention_case & c, bool fill = true) : d(d), n_stream(c.n_stream), stayed(c.stayed) {
+    world(kvq_cuda_device & d, const attention_case & c, bool fill = true) :
+        d(d), n_stream(c.n_stream), stayed(c.stayed) {
         const int P = c.page ? c.page : std::max(32, c.group);
         k = make_layout(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
-        v = make_layout(make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
+        v = make_layout(
+            make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
         const int np = k.n_pages, H = c.n_kv_heads, D = c.D;
         pages.resize((size_t) np * n_stream);
         std::vector<uint8_t> hc[2], hp[2];
@@ -65,14 +76,17 @@ struct world { // one layer, random page states; decoded values kept in f64-read
             for (int r = 0; r < 2 && c.turns != 4; r++) { left_out[r].mean = some_means(H * D); }
             for (size_t i = 0; i < pages.size() * P; i++) {
                 const int cell = (int) (i % ((size_t) np * P));
-                pos.push_back(c.turns == 5 ? some_place(*left_out[0].rotor, cell) : c.turns == 3 ? cell % 3 * 500 + cell / 3 : cell + 5 + uniform(0, 1));
+                pos.push_back(c.turns == 5 ? some_place(*left_out[0].rotor, cell)
+                        : c.turns == 3     ? cell % 3 * 500 + cell / 3
+                                           : cell + 5 + uniform(0, 1));
                 was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
                 left_out[0].rotor->reach(std::max(pos.back(), was.back()));
             }
             pos_there.reset(new device_bytes(d, 4 * pos.size(), pos.data()));
             was_there.reset(new device_bytes(d, 4 * was.size(), was.data()));
         }
-        kx.resize(n_stream); vx.resize(n_stream);
+        kx.resize(n_stream);
+        vx.resize(n_stream);
         for (int s = 0; s < n_stream; s++) {
             for (int r = 0; r < 2; r++) { (r ? vx : kx)[s].assign(fill ? (size_t) np * P * H * D : 0, 0.0f); }
         }
@@ -87,31 +101,43 @@ struct world { // one layer, random page states; decoded values kept in f64-read
                 const kvq_lane_layout & l = *ls[r];
                 for (size_t i = 0; i < pages.size(); i++) {
                     uint16_t * tile = &hf[r][i * l.nb_frame / 2];
-                    for (size_t j = 0; j < l.nb_frame / 2; j++) { tile[j] = (int) (j % l.head_stride()) < D ? kvq_f32_to_f16(normal() + (r ? 0.0f : 0.5f)) : 0; }
+                    for (size_t j = 0; j < l.nb_frame / 2; j++) {
+                        tile[j] = (int) (j % l.head_stride()) < D ? kvq_f32_to_f16(normal() + (r ? 0.0f : 0.5f)) : 0;
+                    }
                     std::vector<uint16_t> out(tile, tile + l.nb_frame / 2);
                     if (is_sealed(r, i)) {
-                        kvq_page_block b = { tile, nullptr, nullptr, &hc[r][i * H * l.nb_codes], &hp[r][i * H * l.nb_params] };
+                        kvq_page_block b = { tile, nullptr, nullptr, &hc[r][i * H * l.nb_codes],
+                            &hp[r][i * H * l.nb_params] };
                         kvq_cpu_device().encode(l, &b, 1, 1);
                         b.tile = out.data();
                         kvq_cpu_device().decode(l, b);
                         for (int h = 0; h < H && c.turns; h++) {
-                            left_out[r].restore(l, h, r ? nullptr : &pos[i * P], r ? nullptr : &was[i * P], out.data() + (size_t) h * P * l.head_stride(), l.head_stride());
+                            left_out[r].restore(l, h, r ? nullptr : &pos[i * P], r ? nullptr : &was[i * P],
+                                out.data() + (size_t) h * P * l.head_stride(), l.head_stride());
                         }
                     }
-                    for (int t = 0; t < P; t++) { for (int h = 0; h < H; h++) { for (int x = 0; x < D; x++) {
-                        (r ? vx : kx)[i / np][((i % np * P + t) * H + h) * (size_t) D + x] = kvq_f16_to_f32(out[((size_t) h * P + t) * l.head_stride() + x]);
-                    } } }
+                    for (int t = 0; t < P; t++) {
+                        for (int h = 0; h < H; h++) {
+                            for (int x = 0; x < D; x++) {
+                                (r ? vx : kx)[i / np][((i % np * P + t) * H + h) * (size_t) D + x] =
+                                    kvq_f16_to_f32(out[((size_t) h * P + t) * l.head_stride() + x]);
+                            }
+                        }
+                    }
                 }
             }
         } else { // timing: random bits, small parameters
             for (int r = 0; r < 2; r++) {
                 for (auto & x : hc[r]) { x = (uint8_t) rng(); }
-                for (size_t i = 0; i + 1 < hp[r].size(); i += 2) { const uint16_t x = kvq_f32_to_f16(0.1f * normal()); memcpy(&hp[r][i], &x, 2); }
+                for (size_t i = 0; i + 1 < hp[r].size(); i += 2) {
+                    const uint16_t x = kvq_f32_to_f16(0.1f * normal());
+                    memcpy(&hp[r][i], &x, 2);
+                }
                 for (auto & x : hf[r]) { x = kvq_f32_to_f16(normal()); }
             }
         }
         for (int r = 0; r < 2; r++) {
-            codes[r] .reset(new device_bytes(d, hc[r].size(), hc[r].data()));
+            codes[r].reset(new device_bytes(d, hc[r].size(), hc[r].data()));
             params[r].reset(new device_bytes(d, hp[r].size(), hp[r].data()));
             frames[r].reset(new device_bytes(d, hf[r].size() * 2, hf[r].data()));
         }
@@ -120,26 +146,26 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         if (c.map) { map_there.reset(new device_bytes(d, map_host.size() * 4, map_host.data())); }
         for (size_t i = 0; i < pages.size(); i++) {
             kvq_page & p = pages[i];
-            p.k_codes  = is_sealed(0, i) ? (uint8_t *) codes[0]->p + i * H * k.nb_codes : (uint8_t *) frames[0]->p + i * k.nb_frame;
-            p.v_codes  = is_sealed(1, i) ? (uint8_t *) codes[1]->p + i * H * v.nb_codes : (uint8_t *) frames[1]->p + i * v.nb_frame;
+            p.k_codes = is_sealed(0, i) ? (uint8_t *) codes[0]->p + i * H * k.nb_codes
+                                        : (uint8_t *) frames[0]->p + i * k.nb_frame;
+            p.v_codes = is_sealed(1, i) ? (uint8_t *) codes[1]->p + i * H * v.nb_codes
+                                        : (uint8_t *) frames[1]->p + i * v.nb_frame;
             p.k_params = is_sealed(0, i) ? (uint8_t *) params[0]->p + i * H * k.nb_params : nullptr;
             p.v_params = is_sealed(1, i) ? (uint8_t *) params[1]->p + i * H * v.nb_params : nullptr;
-            p.cell     = (int) (i % np) * P;
-            p.n_slots  = state[i] ? P : 0;
-            p.map      = c.map ? (const int32_t *) map_there->p + i % np * P : nullptr;
+            p.cell = (int) (i % np) * P;
+            p.n_slots = state[i] ? P : 0;
+            p.map = c.map ? (const int32_t *) map_there->p + i % np * P : nullptr;
         }
         pages_there.reset(new device_bytes(d, pages.size() * sizeof(kvq_page), pages.data()));
     }
     void leave_out(kvq_attn & x, int s) const { // of stream s
-        if (!pos_there) {
-            return;
-        }
-        x.flags  = stayed ? KVQ_ATTN_STAYED : 0;
+        if (!pos_there) { return; }
+        x.flags = stayed ? KVQ_ATTN_STAYED : 0;
         x.rotary = &left_out[0].rotor->view();
         x.k_mean = left_out[0].mean;
         x.v_mean = left_out[1].mean;
         x.positions = (const int32_t *) pos_there->p + (size_t) s * k.n_pages * k.page_cells;
-        x.sealed    = (const int32_t *) was_there->p + (size_t) s * k.n_pages * k.page_cells;
+        x.sealed = (const int32_t *) was_there->p + (size_t) s * k.n_pages * k.page_cells;
     }
 };
 
@@ -147,27 +173,44 @@ static bool take_turns = false; // blocks run one after another, none waits for 
 
 static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     world w(d, c);
-    const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells, n_kv = std::min(c.n_cells, w.k.n_pages * P) - uniform(0, 20), n_mask = (n_kv + 63) / 64 * 64;
+    const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells,
+              n_kv = std::min(c.n_cells, w.k.n_pages * P) - uniform(0, 20), n_mask = (n_kv + 63) / 64 * 64;
     std::vector<float> q((size_t) c.n_stream * c.n_q * H * D), sinks(H), dst(q.size(), NAN);
     for (auto & x : q) { x = normal(); }
     for (auto & x : sinks) { x = normal(); }
     const int n_masks = c.head_masks ? H : 1; // of a token
     std::vector<uint16_t> mask((size_t) c.n_stream * c.n_q * n_masks * n_mask);
-    for (auto & x : mask) { x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00; }
-    if (c.n_q > 2) { std::fill(mask.begin() + n_masks * n_mask, mask.begin() + 2 * n_masks * n_mask, 0xfc00); } // a row that sees nothing
-    device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()), ts(d, sinks.size() * 4, sinks.data()), to(d, dst.size() * 4, dst.data());
+    for (auto & x : mask) {
+        x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00;
+    }
+    // a row that sees nothing
+    if (c.n_q > 2) { std::fill(mask.begin() + n_masks * n_mask, mask.begin() + 2 * n_masks * n_mask, 0xfc00); }
+    device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()),
+        ts(d, sinks.size() * 4, sinks.data()), to(d, dst.size() * 4, dst.data());
     std::vector<kvq_attn> a(c.n_stream);
     for (int s = 0; s < c.n_stream; s++) {
         kvq_attn & x = a[s];
         x = kvq_attn{};
-        x.k = w.k.codec; x.v = w.v.codec;
-        x.n_q = c.n_q; x.n_head = H; x.n_head_kv = c.n_kv_heads; x.n_kv = n_kv;
+        x.k = w.k.codec;
+        x.v = w.v.codec;
+        x.n_q = c.n_q;
+        x.n_head = H;
+        x.n_head_kv = c.n_kv_heads;
+        x.n_kv = n_kv;
         x.n_pages = std::min((n_kv + P - 1) / P, w.k.n_pages);
-        x.scale = 1.0f / sqrtf((float) D); x.max_bias = c.max_bias; x.softcap = c.softcap;
-        x.q = (const float *) tq.p + (size_t) s * c.n_q * H * D; x.q_stride_token = (int64_t) H * D; x.q_stride_head = D;
-        x.mask = (const uint16_t *) tm.p + (size_t) s * c.n_q * n_masks * n_mask; x.mask_stride_token = n_masks * n_mask; x.mask_stride_head = c.head_masks ? n_mask : 0;
+        x.scale = 1.0f / sqrtf((float) D);
+        x.max_bias = c.max_bias;
+        x.softcap = c.softcap;
+        x.q = (const float *) tq.p + (size_t) s * c.n_q * H * D;
+        x.q_stride_token = (int64_t) H * D;
+        x.q_stride_head = D;
+        x.mask = (const uint16_t *) tm.p + (size_t) s * c.n_q * n_masks * n_mask;
+        x.mask_stride_token = n_masks * n_mask;
+        x.mask_stride_head = c.head_masks ? n_mask : 0;
         x.sinks = c.sinks ? (const float *) ts.p : nullptr;
-        x.dst = (float *) to.p + (size_t) s * c.n_q * H * D; x.dst_stride_token = (int64_t) H * D; x.dst_stride_head = D;
+        x.dst = (float *) to.p + (size_t) s * c.n_q * H * D;
+        x.dst_stride_token = (int64_t) H * D;
+        x.dst_stride_head = D;
         x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * w.k.n_pages;
         w.leave_out(x, s);
     }
@@ -181,19 +224,25 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
             const int slot = uniform(0, P - 1), cell = p.cell + slot;
             if (!p.n_slots || p.k_params || p.v_params || cell >= n_kv || uniform(0, 2)) { continue; }
             for (int r = 0; r < 2; r++) {
-                new_to[r].push_back((uint16_t *) (r ? p.v_codes : p.k_codes) + (size_t) slot * (r ? w.v : w.k).head_stride());
+                new_to[r].push_back(
+                    (uint16_t *) (r ? p.v_codes : p.k_codes) + (size_t) slot * (r ? w.v : w.k).head_stride());
                 for (int x = 0; x < width; x++) {
                     new_rows[r].push_back(normal());
-                    (r ? w.vx : w.kx)[s][(size_t) cell * width + x] = kvq_f16_to_f32(kvq_f32_to_f16(new_rows[r].back()));
+                    (r ? w.vx : w.kx)[s][(size_t) cell * width + x] =
+                        kvq_f16_to_f32(kvq_f32_to_f16(new_rows[r].back()));
                 }
             }
             break;
         }
     }
-    device_bytes up_k(d, new_rows[0].size() * 4, new_rows[0].data()), up_v(d, new_rows[1].size() * 4, new_rows[1].data());
+    device_bytes up_k(d, new_rows[0].size() * 4, new_rows[0].data()),
+        up_v(d, new_rows[1].size() * 4, new_rows[1].data());
     const float * up[2] = { (const float *) up_k.p, (const float *) up_v.p };
-    if (c.turns) { d.attend(a.data(), c.n_stream); } // tables of rotary embedding come to the device outside of recordings
-    const bool overlap = !take_turns && !new_rows[0].empty() && uniform(0, 1) && new_rows[0].size() + new_rows[1].size() <= dst.size(); // as ggml may place them
+    // tables of rotary embedding come to the device outside of recordings
+    if (c.turns) { d.attend(a.data(), c.n_stream); }
+    // as ggml may place them
+    const bool overlap =
+        !take_turns && !new_rows[0].empty() && uniform(0, 1) && new_rows[0].size() + new_rows[1].size() <= dst.size();
     for (int r = 0; r < 2 && overlap; r++) {
         float * at = (float *) to.p + (r ? dst.size() - new_rows[1].size() : 0);
         d.put(at, new_rows[r].data(), new_rows[r].size() * 4);
@@ -215,7 +264,8 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         for (int h = 0; h < c.n_kv_heads; h++) {
             d.get(stays.data(), new_to[r][row] + (size_t) h * P * (r ? w.v : w.k).head_stride(), 2 * (size_t) c.D);
             for (int x = 0; x < c.D; x++) {
-                CHECK(stays[x] == kvq_f32_to_f16(new_rows[r][row * width + (size_t) h * c.D + x]), "row %zu of %s, head %d, channel %d did not reach its page", row, r ? "V" : "K", h, x);
+                CHECK(stays[x] == kvq_f32_to_f16(new_rows[r][row * width + (size_t) h * c.D + x]),
+                    "row %zu of %s, head %d, channel %d did not reach its page", row, r ? "V" : "K", h, x);
             }
         }
     }
@@ -229,54 +279,68 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
             d.get(rows.data(), there[r], rows.size() * 2);
             for (size_t i = 0; i < rows.size(); i++) {
                 const size_t per = rows.size() / c.n_stream, s = i / per, cell = i % per / ((size_t) c.n_kv_heads * D);
-                const float want = w.pages[s * w.k.n_pages + cell / P].n_slots ? (r ? w.vx : w.kx)[s][i % per] : 0.0f, got = kvq_f16_to_f32(rows[i]);
-                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 5e-3f, "expanded %s of cell %zu is %g, not %g (bits %d/%d group %d scale %d D %d)", r ? "V" : "K", cell, got, want, c.kb, c.vb, c.group, c.scale, D);
+                const float want = w.pages[s * w.k.n_pages + cell / P].n_slots ? (r ? w.vx : w.kx)[s][i % per] : 0.0f,
+                            got = kvq_f16_to_f32(rows[i]);
+                CHECK(fabsf(got - want) <= 2e-3f * fabsf(want) + 5e-3f,
+                    "expanded %s of cell %zu is %g, not %g (bits %d/%d group %d scale %d D %d)", r ? "V" : "K", cell,
+                    got, want, c.kb, c.vb, c.group, c.scale, D);
             }
         }
     }
     int log2 = 1;
-    while (2*log2 <= H) { log2 *= 2; }
+    while (2 * log2 <= H) { log2 *= 2; }
     double err = 0, norm = 0;
     std::vector<double> o(D);
-    for (int s = 0; s < c.n_stream; s++) { for (int t = 0; t < c.n_q; t++) { for (int h = 0; h < H; h++) {
-        if (c.n_q > 64 && (t + h) % 7) { continue; }
-        const double slope = c.max_bias <= 0 ? 1.0 : h < log2 ? pow(pow(2.0, -c.max_bias / log2), h + 1) : pow(pow(2.0, -c.max_bias / 2 / log2), 2*(h - log2) + 1);
-        const float * qr = &q[(((size_t) s * c.n_q + t) * H + h) * D];
-        double top = c.sinks ? sinks[h] : -INFINITY;
-        std::vector<double> x((size_t) w.k.n_pages * P, -INFINITY);
-        for (int slot = 0; slot < (int) x.size(); slot++) {
-            const int cell = w.map_host[slot];
-            if (!w.pages[(size_t) s * w.k.n_pages + slot / P].n_slots || cell < 0 || cell >= n_kv) { continue; }
-            const uint16_t m = mask[(((size_t) s * c.n_q + t) * n_masks + (c.head_masks ? h : 0)) * n_mask + cell];
-            if (m == 0xfc00) { continue; }
-            const float * kr = &w.kx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
-            double y = 0;
-            for (int i = 0; i < D; i++) { y += (double) qr[i] * kr[i]; }
-            y /= sqrt((double) D);
-            if (c.softcap != 0) { y = c.softcap * tanh(y / c.softcap); }
-            x[slot] = y + slope * kvq_f16_to_f32(m);
-            top = std::max(top, x[slot]);
+    for (int s = 0; s < c.n_stream; s++) {
+        for (int t = 0; t < c.n_q; t++) {
+            for (int h = 0; h < H; h++) {
+                if (c.n_q > 64 && (t + h) % 7) { continue; }
+                const double slope = c.max_bias <= 0 ? 1.0
+                    : h < log2                       ? pow(pow(2.0, -c.max_bias / log2), h + 1)
+                                                     : pow(pow(2.0, -c.max_bias / 2 / log2), 2 * (h - log2) + 1);
+                const float * qr = &q[(((size_t) s * c.n_q + t) * H + h) * D];
+                double top = c.sinks ? sinks[h] : -INFINITY;
+                std::vector<double> x((size_t) w.k.n_pages * P, -INFINITY);
+                for (int slot = 0; slot < (int) x.size(); slot++) {
+                    const int cell = w.map_host[slot];
+                    if (!w.pages[(size_t) s * w.k.n_pages + slot / P].n_slots || cell < 0 || cell >= n_kv) { continue; }
+                    const uint16_t m =
+                        mask[(((size_t) s * c.n_q + t) * n_masks + (c.head_masks ? h : 0)) * n_mask + cell];
+                    if (m == 0xfc00) { continue; }
+                    const float * kr = &w.kx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
+                    double y = 0;
+                    for (int i = 0; i < D; i++) { y += (double) qr[i] * kr[i]; }
+                    y /= sqrt((double) D);
+                    if (c.softcap != 0) { y = c.softcap * tanh(y / c.softcap); }
+                    x[slot] = y + slope * kvq_f16_to_f32(m);
+                    top = std::max(top, x[slot]);
+                }
+                double sum = c.sinks ? exp(sinks[h] - top) : 0;
+                std::fill(o.begin(), o.end(), 0.0);
+                for (int slot = 0; slot < (int) x.size(); slot++) {
+                    if (x[slot] == -INFINITY) { continue; }
+                    const double p = exp(x[slot] - top);
+                    sum += p;
+                    const float * vr = &w.vx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
+                    for (int i = 0; i < D; i++) { o[i] += p * vr[i]; }
+                }
+                for (int i = 0; i < D; i++) {
+                    const double ref = sum > 0 ? o[i] / sum : 0, got = dst[(((size_t) s * c.n_q + t) * H + h) * D + i];
+                    CHECK(std::isfinite(got), "not finite at token %d head %d channel %d", t, h, i);
+                    err += (got - ref) * (got - ref);
+                    norm += ref * ref;
+                }
+            }
         }
-        double sum = c.sinks ? exp(sinks[h] - top) : 0;
-        std::fill(o.begin(), o.end(), 0.0);
-        for (int slot = 0; slot < (int) x.size(); slot++) {
-            if (x[slot] == -INFINITY) { continue; }
-            const double p = exp(x[slot] - top);
-            sum += p;
-            const float * vr = &w.vx[s][((size_t) slot * c.n_kv_heads + h / c.gqa) * D];
-            for (int i = 0; i < D; i++) { o[i] += p * vr[i]; }
-        }
-        for (int i = 0; i < D; i++) {
-            const double ref = sum > 0 ? o[i] / sum : 0, got = dst[(((size_t) s * c.n_q + t) * H + h) * D + i];
-            CHECK(std::isfinite(got), "not finite at token %d head %d channel %d", t, h, i);
-            err  += (got - ref) * (got - ref);
-            norm += ref * ref;
-        }
-    } } }
+    }
     const double rel = sqrt(err / std::max(norm, 1e-30));
-    const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3; // one bit: zeros and scales, each rounded to f16 with its probability, nearly cancel
-    CHECK(rel < bound, "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d softcap %g alibi %g sinks %d map %d", rel, c.kb, c.vb, c.group,
-          c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, c.softcap, c.max_bias, c.sinks, c.map);
+    // one bit: zeros and scales, each rounded to f16 with its probability, nearly cancel
+    const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3;
+    CHECK(rel < bound,
+        "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d softcap %g "
+        "alibi %g sinks %d map %d",
+        rel, c.kb, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, c.softcap,
+        c.max_bias, c.sinks, c.map);
     return rel;
 }
 
@@ -291,72 +355,100 @@ static void fine_attention(kvq_cuda_device & d, bool quick) {
         n++;
     };
     const auto with = [](attention_case c, bool torn, bool head_masks) {
-        c.torn       = torn;
+        c.torn = torn;
         c.head_masks = head_masks;
         return c;
     };
-    for (int D : { 64, 128 }) { for (int scale : { 0, 1 }) {
-        for (int bits : { 1, 2, 3, 4 }) {
-            if (!quick || bits == 2 || D == 64 * (1 + bits % 2)) { attention(with({ bits, bits, 16, scale, D, 1, 4, 1, 700 + 90 * bits, 1, 0, 0, bits == 3, bits == 4 }, bits % 2, bits == 1)); }
+    for (int D : { 64, 128 }) {
+        for (int scale : { 0, 1 }) {
+            for (int bits : { 1, 2, 3, 4 }) {
+                if (!quick || bits == 2 || D == 64 * (1 + bits % 2)) {
+                    attention(
+                        with({ bits, bits, 16, scale, D, 1, 4, 1, 700 + 90 * bits, 1, 0, 0, bits == 3, bits == 4 },
+                            bits % 2, bits == 1));
+                }
+            }
+            if (quick) { continue; }
+            for (int gqa : { 1, 2, 3, 4, 5, 7, 8, 9, 16 }) {
+                const float softcap = gqa == 5 ? 20.0f : 0.0f, alibi = gqa % 3 == 1 ? 8.0f : 0.0f;
+                attention(with({ 2, 2, 16, scale, D, 2, gqa, 1, 1300 + 61 * gqa, 1 + gqa % 3, softcap, alibi,
+                                   gqa % 4 == 0, false },
+                    gqa % 2, gqa % 3 == 0));
+                attention(
+                    with({ 2, 2, 16, scale, D, 1, gqa, 32 / gqa, 500 + 17 * gqa, 1, softcap, alibi, gqa == 3, true },
+                        gqa % 2 == 0, gqa == 2));
+            }
+            for (int cells : { 1, 33, 64, 65, 250, 9000 }) {
+                attention({ 2, 2, 16, scale, D, cells == 9000 ? 1 : 2, 4, 1, cells + 20, 1, 0, 0, false, false });
+            }
+            for (int page : { 64, 128 }) {
+                for (bool map : { false, true }) {
+                    attention_case c =
+                        with({ 2, 2, 16, scale, D, 2, 4, 1, 2300, 2, 0, 0, false, map }, page == 64, false);
+                    c.page = page;
+                    attention(c);
+                }
+            }
+            for (int bits : { 1, 3, 4 }) {
+                for (int gqa : { 1, 6, 8 }) {
+                    attention(with({ bits, bits, 16, scale, D, 2, gqa, 1, 2100, 1, 0, 0, gqa == 6, gqa == 8 }, gqa != 6,
+                        gqa == 1));
+                }
+            }
         }
-        if (quick) { continue; }
-        for (int gqa : { 1, 2, 3, 4, 5, 7, 8, 9, 16 }) {
-            const float softcap = gqa == 5 ? 20.0f : 0.0f, alibi = gqa % 3 == 1 ? 8.0f : 0.0f;
-            attention(with({ 2, 2, 16, scale, D, 2, gqa, 1, 1300 + 61 * gqa, 1 + gqa % 3, softcap, alibi, gqa % 4 == 0, false }, gqa % 2, gqa % 3 == 0));
-            attention(with({ 2, 2, 16, scale, D, 1, gqa, 32 / gqa, 500 + 17 * gqa, 1, softcap, alibi, gqa == 3, true }, gqa % 2 == 0, gqa == 2));
-        }
-        for (int cells : { 1, 33, 64, 65, 250, 9000 }) { attention({ 2, 2, 16, scale, D, cells == 9000 ? 1 : 2, 4, 1, cells + 20, 1, 0, 0, false, false }); }
-        for (int page : { 64, 128 }) { for (bool map : { false, true }) {
-            attention_case c = with({ 2, 2, 16, scale, D, 2, 4, 1, 2300, 2, 0, 0, false, map }, page == 64, false);
-            c.page = page;
-            attention(c);
-        } }
-        for (int bits : { 1, 3, 4 }) { for (int gqa : { 1, 6, 8 }) { attention(with({ bits, bits, 16, scale, D, 2, gqa, 1, 2100, 1, 0, 0, gqa == 6, gqa == 8 }, gqa != 6, gqa == 1)); } }
-    } }
+    }
     printf("attention, groups of 16: %d cases, worst relative error %.2g\n", n, worst);
 }
 
-// Heads that are not 64 or 128 channels: every kernel that takes them by slices (cuda/attend.cuh, KVQ_WIDE_BITS), with parts of a slice, one
-// slice, two, and four; groups of values over several slices; rotations over several slices; rows that are no power of two
+// Heads that are not 64 or 128 channels: every kernel that takes them by slices (cuda/attend.cuh, KVQ_WIDE_BITS),
+// with parts of a slice, one slice, two, and four; groups of values over several slices; rotations over several
+// slices; rows that are no power of two
 static void wide_attention(kvq_cuda_device & d, bool quick) {
     double worst = 0;
     int n = 0;
     int n_no_room = 0; // where shared memory is short, some formats are refused at load (kvq_cuda_device::refuse)
     const auto has_room = [&](const attention_case & c) {
         const int P = c.page ? c.page : std::max(32, c.group);
-        const bool room = c.kb == 16 || d.room_of(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D)).n_warps;
+        const bool room = c.kb == 16 ||
+            d.room_of(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D),
+                 make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D))
+                .n_warps;
         n_no_room += !room;
         return room;
     };
     const auto attention = [&](attention_case c) {
-        if (!has_room(c)) {
-            return;
-        }
+        if (!has_room(c)) { return; }
         for (const bool on : { true, false }) {
             d.allow_short = on;
             const int64_t before = d.n_decode;
             worst = std::max(worst, check_attention(d, c));
-            CHECK(d.n_decode > before, "bits %d/%d group %d heads of %d: no decode kernel ran", c.kb, c.vb, c.group, c.D);
+            CHECK(
+                d.n_decode > before, "bits %d/%d group %d heads of %d: no decode kernel ran", c.kb, c.vb, c.group, c.D);
             n++;
             if (quick && n % 2) { break; }
         }
         d.allow_short = true;
     };
     const auto with = [](attention_case c, bool torn, bool head_masks, int page = 0) {
-        c.torn       = torn;
+        c.torn = torn;
         c.head_masks = head_masks;
-        c.page       = page;
+        c.page = page;
         return c;
     };
 #define KVQ_PAIR(K, V) { K, V },
-    const std::vector<std::pair<int, int>> pairs = { KVQ_TEST_WIDE_BITS(KVQ_PAIR) }, means = { KVQ_TEST_MEANS_BITS(KVQ_PAIR) };
+    const std::vector<std::pair<int, int>> pairs = { KVQ_TEST_WIDE_BITS(KVQ_PAIR) },
+                                           means = { KVQ_TEST_MEANS_BITS(KVQ_PAIR) };
 #undef KVQ_PAIR
     for (int D : { 80, 96, 192, 256, 512 }) {
         for (size_t i = 0; i < pairs.size(); i++) {
             const int k = pairs[i].first, v = pairs[i].second, x = (int) i + D / 16, gqa = 1 + x * 5 % 16;
             if (quick && (i + D / 16) % 3) { continue; }
-            attention(with({ k, v, 32 << x % 3, x % 2, D, 1, gqa, 1, 350 + 30 * x, 1, 0, 0, k == 3, v == 4 }, i % 3 == 0, i % 4 == 2));     // affine
-            attention(with({ k, v, 2, (x + 1) % 2, D, 1, 1 + gqa % 8, 1, 350 + 30 * x, 1, 0, 0, k == 2, v == 3 }, i % 3 == 1, i % 4 == 3)); // lattice
+            // affine
+            attention(with({ k, v, 32 << x % 3, x % 2, D, 1, gqa, 1, 350 + 30 * x, 1, 0, 0, k == 3, v == 4 },
+                i % 3 == 0, i % 4 == 2));
+            // lattice
+            attention(with({ k, v, 2, (x + 1) % 2, D, 1, 1 + gqa % 8, 1, 350 + 30 * x, 1, 0, 0, k == 2, v == 3 },
+                i % 3 == 1, i % 4 == 3));
         }
         attention({ 16, 16, 32, 0, D, 2, 6, 1, 600, 1, 0, 0, false, false });
         attention({ 2, 2, 2, 1, D, 1, 6, 1, 900, 2, D == 256 ? 20.0f : 0.0f, D == 192 ? 8.0f : 0.0f, true, false });
@@ -367,45 +459,59 @@ static void wide_attention(kvq_cuda_device & d, bool quick) {
     for (int D : { 80, 96, 192, 256, 512 }) {
         for (size_t i = 0; i < means.size(); i++) {
             if (quick && (i + D / 16) % 3) { continue; }
-            attention_case c = { means[i].first, means[i].second, 2, (int) i % 2, D, 1, 1 + (int) i * 3, 1, 500, 1, 0, 0, i == 2, false };
-            c.turns  = i % 2 ? 3 : 1;
+            attention_case c = { means[i].first, means[i].second, 2, (int) i % 2, D, 1, 1 + (int) i * 3, 1, 500, 1, 0,
+                0, i == 2, false };
+            c.turns = i % 2 ? 3 : 1;
             c.n_dims = i % 3 ? 0 : D / 2;
-            c.neox   = i % 2;
+            c.neox = i % 2;
             c.stayed = true;
             const int64_t before = d.n_means;
             attention(c);
-            CHECK(d.n_means > before || (D == 512 && c.kb == 4 && getenv("KVQ_CUDA_AS")), "heads of %d: no kernel for pages without their means ran", D);
+            CHECK(d.n_means > before || (D == 512 && c.kb == 4 && getenv("KVQ_CUDA_AS")),
+                "heads of %d: no kernel for pages without their means ran", D);
         }
         for (int bits : { 1, 2, 3, 4 }) {
             if (quick && (bits + D / 16) % 3) { continue; }
             const int64_t before = d.n_fine;
-            attention(with({ bits, bits, 16, bits % 2, D, 1, 2 * bits, 1, 400, 1, 0, 0, bits == 3, bits == 4 }, bits % 2, bits == 1)); // groups of 16
+            // groups of 16
+            attention(with({ bits, bits, 16, bits % 2, D, 1, 2 * bits, 1, 400, 1, 0, 0, bits == 3, bits == 4 },
+                bits % 2, bits == 1));
             CHECK(d.n_fine > before || n_no_room, "heads of %d: the kernel for groups of 16 did not run", D);
         }
     }
     d.allow_short = false; // groups of 32 with more than 4 query rows (cuda/attend.cuh, KVQ_FINE_BITS)
-    for (int D : { 80, 96, 192, 256, 512 }) { for (const auto & p : { std::make_pair(1, 1), { 2, 1 }, { 2, 2 }, { 3, 3 }, { 4, 4 } }) {
-        const attention_case c = with({ p.first, p.second, 32, 0, D, 1, 5 + p.first, 1, 470, 1, 0, 0, p.second == 2, false }, p.first % 2, false);
-        if ((quick && (p.first + p.second + D / 16) % 3) || !has_room(c)) { continue; }
-        const int64_t before = d.n_fine;
-        worst = std::max(worst, check_attention(d, c));
-        CHECK(d.n_fine == before + 1 || getenv("KVQ_CUDA_AS"), "bits %d/%d heads of %d: not the kernel for many rows", p.first, p.second, D);
-        n++;
-    } }
+    for (int D : { 80, 96, 192, 256, 512 }) {
+        for (const auto & p : { std::make_pair(1, 1), { 2, 1 }, { 2, 2 }, { 3, 3 }, { 4, 4 } }) {
+            const attention_case c =
+                with({ p.first, p.second, 32, 0, D, 1, 5 + p.first, 1, 470, 1, 0, 0, p.second == 2, false },
+                    p.first % 2, false);
+            if ((quick && (p.first + p.second + D / 16) % 3) || !has_room(c)) { continue; }
+            const int64_t before = d.n_fine;
+            worst = std::max(worst, check_attention(d, c));
+            CHECK(d.n_fine == before + 1 || getenv("KVQ_CUDA_AS"),
+                "bits %d/%d heads of %d: not the kernel for many rows", p.first, p.second, D);
+            n++;
+        }
+    }
     d.allow_short = true;
     if (!quick) {
-        for (int D : { 80, 96, 192, 256, 512 }) { for (int gqa = 1; gqa <= 16; gqa++) {
-            attention(with({ 2, 2, 128, 0, D, 2, gqa, 1, 1300 + 70 * gqa, 1 + gqa % 2, 0, 0, gqa == 4, gqa == 9 }, gqa % 5 == 0, gqa == 7));
-            attention(with({ 2, 2, 2, 1, D, 2, gqa, 1, 1300 + 70 * gqa, 1 + gqa % 2, 0, 0, gqa == 4, gqa == 9 }, gqa % 5 == 0, gqa == 7));
-            attention({ 2, 2, 128, 0, D, 1, gqa, 1 + 16 / gqa, 3000, 1, 0, 0, false, false });
+        for (int D : { 80, 96, 192, 256, 512 }) {
+            for (int gqa = 1; gqa <= 16; gqa++) {
+                attention(with({ 2, 2, 128, 0, D, 2, gqa, 1, 1300 + 70 * gqa, 1 + gqa % 2, 0, 0, gqa == 4, gqa == 9 },
+                    gqa % 5 == 0, gqa == 7));
+                attention(with({ 2, 2, 2, 1, D, 2, gqa, 1, 1300 + 70 * gqa, 1 + gqa % 2, 0, 0, gqa == 4, gqa == 9 },
+                    gqa % 5 == 0, gqa == 7));
+                attention({ 2, 2, 128, 0, D, 1, gqa, 1 + 16 / gqa, 3000, 1, 0, 0, false, false });
+            }
+            for (int cells : { 1, 33, 64, 65, 250, 9000 }) {
+                attention({ 2, 2, 32, 0, D, 1, 6, 1, cells + 20, 1, 0, 0, false, false });
+                attention({ 2, 2, 2, 1, D, 1, 6, 1, cells + 20, 1, 0, 0, false, false });
+            }
         }
-        for (int cells : { 1, 33, 64, 65, 250, 9000 }) {
-            attention({ 2, 2, 32, 0, D, 1, 6, 1, cells + 20, 1, 0, 0, false, false });
-            attention({ 2, 2, 2, 1, D, 1, 6, 1, cells + 20, 1, 0, 0, false, false });
-        } }
     }
     CHECK(!n_no_room || getenv("KVQ_CUDA_AS"), "%d cases found no room in shared memory", n_no_room);
-    printf("attention, other heads than 64 and 128: %d cases, %d without room, worst relative error %.2g\n", n, n_no_room, worst);
+    printf("attention, other heads than 64 and 128: %d cases, %d without room, worst relative error %.2g\n", n,
+        n_no_room, worst);
 }
 
 // quick: under a sanitizer, or on the host
@@ -424,7 +530,8 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
         const int64_t before = d.n_short;
         attention(c);
         // cards with less shared memory a block take the long kernel where the short one does not fit
-        CHECK(d.n_short > before || getenv("KVQ_CUDA_AS"), "bits %d/%d group %d D %d: the kernel for short caches did not run", c.kb, c.vb, c.group, c.D);
+        CHECK(d.n_short > before || getenv("KVQ_CUDA_AS"),
+            "bits %d/%d group %d D %d: the kernel for short caches did not run", c.kb, c.vb, c.group, c.D);
     };
     if (!rest) {
         fine_attention(d, quick);
@@ -441,39 +548,65 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
         attention({ 2, 1, 4, 1, 80, 1, 4, 20, 150, 1, 0, 0, false, true });
         for (int bits : { 1, 2, 3, 4, 16 }) { // short enough for a few multiprocessors
             attention({ bits, bits, 32, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
-            attention({ bits, bits, 128, 0, 128, 1, 1 << bits % 4, 1, 500, 1, bits == 2 ? 20.0f : 0.0f, bits == 4 ? 8.0f : 0.0f, false, false });
+            attention({ bits, bits, 128, 0, 128, 1, 1 << bits % 4, 1, 500, 1, bits == 2 ? 20.0f : 0.0f,
+                bits == 4 ? 8.0f : 0.0f, false, false });
         }
         for (int bits : { 2, 3, 4 }) {
             short_attention({ bits, 2 + (bits + 1) % 3, 2, bits % 2, 64, 1, 4, 1, 330, 1, 0, 0, bits == 3, bits == 4 });
-            short_attention({ bits, 2 + bits % 3, 2, 1 - bits % 2, 128, 1, 1 << bits % 4, 1, 480, 1, bits == 2 ? 20.0f : 0.0f, bits == 3 ? 8.0f : 0.0f, false, false });
+            short_attention({ bits, 2 + bits % 3, 2, 1 - bits % 2, 128, 1, 1 << bits % 4, 1, 480, 1,
+                bits == 2 ? 20.0f : 0.0f, bits == 3 ? 8.0f : 0.0f, false, false });
         }
         CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
         CHECK(d.n_prompt >= 2, "only %d launches of the kernel for prompts", (int) d.n_prompt);
         printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
         return;
     }
-    for (int bits : { 1, 2, 3, 4, 16 }) { for (int group : { 32, 128 }) { for (int n_q : { 1, 2, 7, 40, 200 }) {
-        attention({ bits, bits, group, group == 32, 128, 2, n_q == 7 ? 1 : 4, n_q, 1100, 1, 0, 0, false, false });
-    } } }
-    for (int D : { 64, 80, 96, 128, 256 }) { for (int gqa : { 1, 4, 8, 16 }) {
-        attention({ 2, 1, 32, 0, D, 2, gqa, 3, 700, 2, 0, 0, true, false });
-        attention({ 1, 2, 32, 0, D, 2, gqa, 1, 2100, 1, 20.0f, 0, false, false });
-        attention({ 2, 2, 64, 1, D, 1, gqa, 1, 31 + D, 3, 0, 8.0f, true, false });
-        attention({ 4, 3, 32, 0, D, 1, gqa, 5, 300, 1, 0, 0, false, true });
-    } }
-    for (int kb : { 2, 3, 4 }) { for (int vb : { 2, 3, 4 }) { for (int D : { 64, 128 }) { for (int scale : { 0, 1 }) { // short caches of lattice pages
-        short_attention({ kb, vb, 2, scale, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
-        short_attention({ kb, vb, 2, scale, D, 1, 1 << kb, 1, 31 + D, 3, vb == 2 ? 20.0f : 0.0f, vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });
-    } } } }
+    for (int bits : { 1, 2, 3, 4, 16 }) {
+        for (int group : { 32, 128 }) {
+            for (int n_q : { 1, 2, 7, 40, 200 }) {
+                attention(
+                    { bits, bits, group, group == 32, 128, 2, n_q == 7 ? 1 : 4, n_q, 1100, 1, 0, 0, false, false });
+            }
+        }
+    }
+    for (int D : { 64, 80, 96, 128, 256 }) {
+        for (int gqa : { 1, 4, 8, 16 }) {
+            attention({ 2, 1, 32, 0, D, 2, gqa, 3, 700, 2, 0, 0, true, false });
+            attention({ 1, 2, 32, 0, D, 2, gqa, 1, 2100, 1, 20.0f, 0, false, false });
+            attention({ 2, 2, 64, 1, D, 1, gqa, 1, 31 + D, 3, 0, 8.0f, true, false });
+            attention({ 4, 3, 32, 0, D, 1, gqa, 5, 300, 1, 0, 0, false, true });
+        }
+    }
+    // short caches of lattice pages
+    for (int kb : { 2, 3, 4 }) {
+        for (int vb : { 2, 3, 4 }) {
+            for (int D : { 64, 128 }) {
+                for (int scale : { 0, 1 }) {
+                    short_attention({ kb, vb, 2, scale, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
+                    short_attention({ kb, vb, 2, scale, D, 1, 1 << kb, 1, 31 + D, 3, vb == 2 ? 20.0f : 0.0f,
+                        vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });
+                }
+            }
+        }
+    }
     for (int gqa : { 1, 3, 7, 16 }) { short_attention({ 2, 2, 2, 1, 128, 1, gqa, 1, 2000, 2, 0, 0, gqa == 3, false }); }
-    for (int kb : { 1, 2, 3, 4 }) { for (int vb : { 1, 2, 3, 4 }) { for (int D : { 64, 128 }) { // lattices
-        attention({ kb, vb, 2, vb % 2, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
-        attention({ kb, vb, 2, kb % 2, D, 2, vb, 3, 3000, 2, vb == 2 ? 20.0f : 0.0f, vb == 3 ? 8.0f : 0.0f, vb == 4, kb == vb });
-    } } }
-    for (int D : { 64, 80, 96, 128, 256 }) { for (int vec : { 2, 4, 8 }) { for (int n_q : { 1, 7, 40 }) {
-        attention({ 1, 1, vec, 1, D, 2, n_q == 7 ? 1 : 8, n_q, 500, 1, 0, 0, false, false });
-        if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
-    } } }
+    for (int kb : { 1, 2, 3, 4 }) {
+        for (int vb : { 1, 2, 3, 4 }) {
+            for (int D : { 64, 128 }) { // lattices
+                attention({ kb, vb, 2, vb % 2, D, 2, 4, 1, 1100, 1, 0, 0, false, false });
+                attention({ kb, vb, 2, kb % 2, D, 2, vb, 3, 3000, 2, vb == 2 ? 20.0f : 0.0f, vb == 3 ? 8.0f : 0.0f,
+                    vb == 4, kb == vb });
+            }
+        }
+    }
+    for (int D : { 64, 80, 96, 128, 256 }) {
+        for (int vec : { 2, 4, 8 }) {
+            for (int n_q : { 1, 7, 40 }) {
+                attention({ 1, 1, vec, 1, D, 2, n_q == 7 ? 1 : 8, n_q, 500, 1, 0, 0, false, false });
+                if (vec < 8) { attention({ 2, 2, vec, 0, D, 1, 4, n_q, 333, 2, 0, 0, true, n_q == 7 }); }
+            }
+        }
+    }
     for (int gqa : { 3, 5, 7 }) { attention({ 2, 2, 128, 0, 128, 2, gqa, 1, 5000, 1, 0, 0, false, false }); }
     CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
     printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);

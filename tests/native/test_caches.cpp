@@ -13,7 +13,8 @@ static std::string model(const keys & more) {
     const std::string path = "/tmp/kvq-caches-" + std::to_string(getpid()) + ".gguf";
     gguf_context * g = gguf_init_empty();
     gguf_set_val_str(g, "general.architecture", "test");
-    const keys base = { { "block_count", 6 }, { "embedding_length", 256 }, { "attention.head_count", 4 }, { "attention.head_count_kv", 2 } };
+    const keys base = { { "block_count", 6 }, { "embedding_length", 256 }, { "attention.head_count", 4 },
+        { "attention.head_count_kv", 2 } };
     for (const keys & part : { base, more }) {
         for (const auto & k : part) { gguf_set_val_u32(g, (std::string("test.") + k.first).c_str(), k.second); }
     }
@@ -23,7 +24,8 @@ static std::string model(const keys & more) {
 }
 
 // Size queries of layers [first, last) with these widths (values 0: none), 512 cells.
-static kvq_cache_draft asked(const char * method, const char * opts, const keys & metadata, int first, int last, int width_k, int width_v, bool for_draft = false) {
+static kvq_cache_draft asked(const char * method, const char * opts, const keys & metadata, int first, int last,
+    int width_k, int width_v, bool for_draft = false) {
     const std::string path = model(metadata);
     CHECK(kvq_configure(method, opts, nullptr, path.c_str()) == KVQ_OK, "%s", kvq_last_error());
     setenv("KVQ_MODEL_DRAFT", path.c_str(), 1);
@@ -31,9 +33,7 @@ static kvq_cache_draft asked(const char * method, const char * opts, const keys 
     d.for_draft = for_draft;
     for (int il = first; il < last; il++) {
         d.add(("cache_k_l" + std::to_string(il)).c_str(), width_k, 512, 1, true);
-        if (width_v) {
-            d.add(("cache_v_l" + std::to_string(il)).c_str(), width_v, 512, 1, true);
-        }
+        if (width_v) { d.add(("cache_v_l" + std::to_string(il)).c_str(), width_v, 512, 1, true); }
     }
     kvq_configure(nullptr, nullptr, nullptr, nullptr);
     unsetenv("KVQ_MODEL_DRAFT");
@@ -41,10 +41,12 @@ static kvq_cache_draft asked(const char * method, const char * opts, const keys 
     return d;
 }
 
-static bool refused(kvq_cache_draft & d, const char * why) { return !d.complete() && d.error().find(why) != std::string::npos; }
+static bool refused(kvq_cache_draft & d, const char * why) {
+    return !d.complete() && d.error().find(why) != std::string::npos;
+}
 
-static const keys LATENT = { { "attention.key_length", 192 }, { "attention.value_length", 128 }, { "attention.key_length_mla", 96 },
-                             { "attention.value_length_mla", 64 }, { "attention.kv_lora_rank", 128 } };
+static const keys LATENT = { { "attention.key_length", 192 }, { "attention.value_length", 128 },
+    { "attention.key_length_mla", 96 }, { "attention.value_length_mla", 64 }, { "attention.kv_lora_rank", 128 } };
 
 static void ordinary(void) {
     kvq_cache_draft d = asked("kivi", "", {}, 0, 6, 128, 128);
@@ -61,17 +63,22 @@ static void latent(void) {
         kvq_cache_draft d = asked(method, "", LATENT, 0, 6, 192, 0);
         CHECK(d.declined().empty() && d.complete(), "%s: %s", method, d.error().c_str());
         const kvq_draft_layer & l = d.layers[5];
-        CHECK(l.latent == 128 && l.k.codec.head_size == 128 && l.v.codec.head_size == 64 && l.v.codec.role == KVQ_ROLE_K, "%s", method);
+        CHECK(
+            l.latent == 128 && l.k.codec.head_size == 128 && l.v.codec.head_size == 64 && l.v.codec.role == KVQ_ROLE_K,
+            "%s", method);
         CHECK(d.asked.empty() && d.bytes_nominal == 6 * 2 * 192 * 512, "%zu", d.bytes_nominal);
     }
     for (const char * method : { "xquant", "zipcache", "minikv", "aqua" }) {
         kvq_cache_draft d = asked(method, !strcmp(method, "aqua") ? "predictor=none" : "", LATENT, 0, 6, 192, 0);
-        CHECK(refused(d, "multi-head latent attention") && d.error().find(method) != std::string::npos, "%s: %s", method, d.error().c_str());
+        CHECK(refused(d, "multi-head latent attention") && d.error().find(method) != std::string::npos, "%s: %s",
+            method, d.error().c_str());
     }
     keys whole = LATENT; // no rotary part: keys are values altogether, kept as two halves
     whole[0].second = 128;
     kvq_cache_draft d = asked("higgs", "", whole, 0, 2, 128, 0);
-    CHECK(d.complete() && d.layers[0].latent == 128 && d.layers[0].k.codec.head_size == 64 && d.layers[0].plan.flags & KVQ_ATTN_LATENT_ALL, "%s", d.error().c_str());
+    CHECK(d.complete() && d.layers[0].latent == 128 && d.layers[0].k.codec.head_size == 64 &&
+            d.layers[0].plan.flags & KVQ_ATTN_LATENT_ALL,
+        "%s", d.error().c_str());
 }
 
 static void indexers(void) {
@@ -83,9 +90,11 @@ static void indexers(void) {
     }
     kvq_cache_draft main = asked("kivi", "", sparse, 0, 6, 192, 0);
     CHECK(main.declined().empty() && main.complete(), "%s", main.error().c_str());
-    kvq_cache_draft both = asked("kivi", "", { { "attention.indexer.key_length", 64 } }, 2, 3, 64, 128); // keys and values, one head
+    // keys and values, one head
+    kvq_cache_draft both = asked("kivi", "", { { "attention.indexer.key_length", 64 } }, 2, 3, 64, 128);
     CHECK(both.declined() == "1 indexer layer", "'%s'", both.declined().c_str());
-    CHECK(!kvq_parse_cache_name("cache_idx_k_l3").tag.empty() && kvq_parse_cache_name("cache_k_l3").tag.empty(), "tags");
+    CHECK(
+        !kvq_parse_cache_name("cache_idx_k_l3").tag.empty() && kvq_parse_cache_name("cache_k_l3").tag.empty(), "tags");
 }
 
 static void drafts(void) {
@@ -96,9 +105,12 @@ static void drafts(void) {
     CHECK(mtp.declined() == "1 layer for multi-token prediction", "'%s'", mtp.declined().c_str());
     setenv("KVQ_METHOD_DRAFT", "higgs", 1);
     setenv("KVQ_OPTS_DRAFT", "bits=4", 1);
-    kvq_cache_draft own = asked("xquant", "", predicts, 5, 6, 128, 128), other = asked("xquant", "", {}, 0, 6, 128, 128, true);
+    kvq_cache_draft own = asked("xquant", "", predicts, 5, 6, 128, 128),
+                    other = asked("xquant", "", {}, 0, 6, 128, 128, true);
     for (kvq_cache_draft * d : { &own, &other }) {
-        CHECK(d->declined().empty() && d->complete() && !strcmp(d->config.method->info.name, "higgs") && d->layers[0].k.codec.bits == 4, "%s", d->error().c_str());
+        CHECK(d->declined().empty() && d->complete() && !strcmp(d->config.method->info.name, "higgs") &&
+                d->layers[0].k.codec.bits == 4,
+            "%s", d->error().c_str());
     }
     setenv("KVQ_METHOD_DRAFT", "higgz", 1);
     kvq_cache_draft wrong = asked("xquant", "", {}, 0, 6, 128, 128, true);

@@ -1,7 +1,7 @@
-// Predicted layers (cache/chain.h): random writes, commits, saves and reads on a stack of layers. After every step each sealed page
-// must hold, to the bit, what the plain definition gives: rows of the layer below rebuilt from its blocks by kvq_predict_row and the
-// type's own decode (METHODS U11), and blocks that are the encoding of what that prediction leaves. Attention over stripes equals f64.
-// Usage: test_chain [seed] [steps]
+// Predicted layers (cache/chain.h): random writes, commits, saves and reads on a stack of layers. After every step
+// each sealed page must hold, to the bit, what the plain definition gives: rows of the layer below rebuilt from its
+// blocks by kvq_predict_row and the type's own decode (METHODS U11), and blocks that are the encoding of what that
+// prediction leaves. Attention over stripes equals f64. Usage: test_chain [seed] [steps]
 #include "check.h"
 #include "../../ggml-kvq/cache/chain.h"
 #include "../../ggml-kvq/cpu/cpu.h"
@@ -16,12 +16,16 @@
 
 static float normal() { return std::normal_distribution<float>()(rng); }
 
-struct config { const char * opts; int n_layer, n_head, head, n_cells, n_stream, bits; bool full; };
+struct config {
+    const char * opts;
+    int n_layer, n_head, head, n_cells, n_stream, bits;
+    bool full;
+};
 
 struct world {
     config c;
     int W;
-    kvq_scratch  scratch;
+    kvq_scratch scratch;
     kvq_counters counters;
     struct layer {
         kvq_span_table spans;
@@ -29,7 +33,7 @@ struct world {
         std::vector<float> mean[2];
         kvq_chain_weights w;
         std::vector<uint8_t> packed[3];
-        std::vector<float>   plain[2]; // [stream][cell][W] as written, f16 values
+        std::vector<float> plain[2]; // [stream][cell][W] as written, f16 values
     };
     std::vector<layer> layers;
     std::unique_ptr<kvq_chain> chain;
@@ -42,10 +46,10 @@ static kvq_predictor make_predictor(int n_in, int n_out, int bits, std::vector<u
     packed.resize(kvq_predictor_bytes(n_in, n_out, bits));
     kvq_predictor_pack(n_in, n_out, bits, w.data(), packed.data());
     kvq_predictor p;
-    p.n_in  = n_in;
+    p.n_in = n_in;
     p.n_out = n_out;
-    p.bits  = bits;
-    p.data  = packed.data();
+    p.bits = bits;
+    p.data = packed.data();
     return p;
 }
 
@@ -65,12 +69,8 @@ static void build(world & w, const config & c) {
         CHECK(m->plan(o, context, plan, err) == KVQ_OK, "%s", err.c_str());
         for (int v = 0; v < 2; v++) {
             const kvq_lane_layout x = kvq_make_lane_layout(plan, v, c.n_head, c.n_cells, c.n_stream);
-            if (!v) {
-                l.spans.init(c.n_stream, x.n_pages, x.page_cells);
-            }
-            if (!w.chain) {
-                w.chain.reset(new kvq_chain(c.n_stream, x.n_pages, x.page_cells, w.W, c.full ? w.W : 0));
-            }
+            if (!v) { l.spans.init(c.n_stream, x.n_pages, x.page_cells); }
+            if (!w.chain) { w.chain.reset(new kvq_chain(c.n_stream, x.n_pages, x.page_cells, w.W, c.full ? w.W : 0)); }
             l.lane[v].reset(new kvq_lane(x, v, nullptr, &l.spans, &w.scratch, &w.counters));
             CHECK(l.lane[v]->ok(), "out of memory");
             l.mean[v].resize(w.W);
@@ -87,8 +87,8 @@ static void build(world & w, const config & c) {
         w.chain->add_layer(l.lane[0].get(), l.lane[1].get(), l.w);
         for (int v = 0; v < 2; v++) {
             kvq_transform t;
-            t.mean    = l.mean[v].data();
-            t.chain   = !v || c.full ? w.chain.get() : nullptr;
+            t.mean = l.mean[v].data();
+            t.chain = !v || c.full ? w.chain.get() : nullptr;
             t.ordinal = i;
             l.lane[v]->set_transform(t);
         }
@@ -112,7 +112,8 @@ static std::vector<float> decoded(const kvq_lane & lane, int s, int p) {
     return out;
 }
 
-static void add_product(const kvq_predictor & p, const std::vector<float> & x, int n, bool add, std::vector<float> & y) {
+static void add_product(
+    const kvq_predictor & p, const std::vector<float> & x, int n, bool add, std::vector<float> & y) {
     std::vector<int8_t> x8(kvq_pad((size_t) p.n_in, 32), 0);
     for (int t = 0; t < n; t++) {
         float s;
@@ -122,7 +123,9 @@ static void add_product(const kvq_predictor & p, const std::vector<float> & x, i
 }
 
 // Predictions for layer l and rows of layers 0..l of one page, every layer sealed.
-struct rebuilt { std::vector<float> k, v, k_pred, v_pred; };
+struct rebuilt {
+    std::vector<float> k, v, k_pred, v_pred;
+};
 static rebuilt rebuild(const world & w, int l, int s, int p) {
     rebuilt below;
     for (int i = 0; i <= l; i++) {
@@ -167,8 +170,9 @@ static void compare(world & w, const char * after) {
                 w.chain->predict(l, v, s, p, got.data());
                 const std::vector<float> & want = v ? r.v_pred : r.k_pred;
                 for (int t = 0; t < n; t++) {
-                    CHECK(!memcmp(&got[t * stride], &want[(size_t) t * w.W], 4 * (size_t) w.W), "after %s: layer %d page %d cell %d %s is predicted otherwise than when it was written",
-                          after, l, p, t, v ? "value" : "key");
+                    CHECK(!memcmp(&got[t * stride], &want[(size_t) t * w.W], 4 * (size_t) w.W),
+                        "after %s: layer %d page %d cell %d %s is predicted otherwise than when it was written", after,
+                        l, p, t, v ? "value" : "key");
                 }
                 n_compared++;
             }
@@ -176,7 +180,8 @@ static void compare(world & w, const char * after) {
     }
 }
 
-// A page just sealed from rows as they were written: its blocks are the encoding of what the definition's prediction leaves.
+// A page just sealed from rows as they were written: its blocks are the encoding of what the definition's prediction
+// leaves.
 static void compare_blocks(world & w, int l, int s, int p) {
     const rebuilt r = rebuild(w, l, s, p);
     for (int v = 0; v < 2; v++) {
@@ -185,7 +190,7 @@ static void compare_blocks(world & w, int l, int s, int p) {
         const int n = y.page_cells, D = w.c.head;
         const std::vector<float> & pred = v ? r.v_pred : r.k_pred;
         std::vector<uint16_t> rows((size_t) n * D);
-        std::vector<uint8_t>  codes(y.nb_codes), params(y.nb_params);
+        std::vector<uint8_t> codes(y.nb_codes), params(y.nb_params);
         for (int h = 0; h < y.n_head; h++) {
             for (int t = 0; t < n; t++) {
                 for (int i = 0; i < D; i++) {
@@ -195,8 +200,9 @@ static void compare_blocks(world & w, int l, int s, int p) {
                 }
             }
             kvq_cpu_encode(y.codec, rows.data(), nullptr, nullptr, codes.data(), params.data());
-            CHECK(!memcmp(codes.data(), x.lane[v]->codes_at(s, p, h), y.nb_codes) && !memcmp(params.data(), x.lane[v]->params_at(s, p, h), y.nb_params),
-                  "layer %d page %d head %d: %s blocks encode something else", l, p, h, v ? "value" : "key");
+            CHECK(!memcmp(codes.data(), x.lane[v]->codes_at(s, p, h), y.nb_codes) &&
+                    !memcmp(params.data(), x.lane[v]->params_at(s, p, h), y.nb_params),
+                "layer %d page %d head %d: %s blocks encode something else", l, p, h, v ? "value" : "key");
         }
     }
 }
@@ -221,7 +227,8 @@ static void write(world & w, int s, int cell, int n) {
         for (int v = 0; v < 2; v++) {
             for (int i = 0; i < n; i++) {
                 for (int c = 0; c < w.W; c++) {
-                    rows[(size_t) i * w.W + c] = l.plain[v][idx[i] * w.W + c] = kvq_f16_to_f32(kvq_f32_to_f16(normal() + l.mean[v][c]));
+                    rows[(size_t) i * w.W + c] = l.plain[v][idx[i] * w.W + c] =
+                        kvq_f16_to_f32(kvq_f32_to_f16(normal() + l.mean[v][c]));
                 }
             }
             l.lane[v]->write(n, idx.data(), rows.data(), w.W, uniform(1, 2));
@@ -263,15 +270,20 @@ static void save_and_load(world & w) {
                 other.layers[i].lane[v]->read(s, 0, n, again.data());
                 for (int p = 0; p < n / 32; p++) { // a page that was open may be sealed by now: its rows are codes then
                     const size_t at = (size_t) p * 32 * w.W, nb = 2 * (size_t) 32 * w.W;
-                    const bool sealed_since = w.layers[i].lane[v]->state(s, p) == KVQ_PAGE_OPEN && other.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED;
-                    CHECK(sealed_since || !memcmp(&saved[at], &again[at], nb), "layer %zu %s, page %d: a saved state reads back otherwise", i, v ? "values" : "keys", p);
+                    const bool sealed_since = w.layers[i].lane[v]->state(s, p) == KVQ_PAGE_OPEN &&
+                        other.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED;
+                    CHECK(sealed_since || !memcmp(&saved[at], &again[at], nb),
+                        "layer %zu %s, page %d: a saved state reads back otherwise", i, v ? "values" : "keys", p);
                 }
                 for (int p = 0; p < n / 32; p++) {
                     if (w.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED) {
-                        CHECK(other.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED, "layer %zu page %d did not come back as blocks", i, p);
+                        CHECK(other.layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED,
+                            "layer %zu page %d did not come back as blocks", i, p);
                         for (int h = 0; h < w.c.n_head; h++) {
-                            CHECK(!memcmp(w.layers[i].lane[v]->codes_at(s, p, h), other.layers[i].lane[v]->codes_at(s, p, h), w.layers[i].lane[v]->layout().nb_codes),
-                                  "layer %zu page %d came back as other blocks", i, p);
+                            CHECK(
+                                !memcmp(w.layers[i].lane[v]->codes_at(s, p, h),
+                                    other.layers[i].lane[v]->codes_at(s, p, h), w.layers[i].lane[v]->layout().nb_codes),
+                                "layer %zu page %d came back as other blocks", i, p);
                         }
                     }
                 }
@@ -281,7 +293,8 @@ static void save_and_load(world & w) {
 }
 
 static void attend(world & w) {
-    const int l = uniform(0, w.c.n_layer - 1), s = uniform(0, w.c.n_stream - 1), D = w.c.head, n_head = 2 * w.c.n_head, n_q = uniform(0, 1) ? 1 : 7;
+    const int l = uniform(0, w.c.n_layer - 1), s = uniform(0, w.c.n_stream - 1), D = w.c.head, n_head = 2 * w.c.n_head,
+              n_q = uniform(0, 1) ? 1 : 7;
     int n_kv = 0;
     while (n_kv < w.c.n_cells && w.written[(size_t) s * w.c.n_cells + n_kv]) { n_kv++; }
     if (!n_kv) { return; }
@@ -293,15 +306,23 @@ static void attend(world & w) {
     kvq_attn a = {};
     a.k = x.lane[0]->layout().codec;
     a.v = x.lane[1]->layout().codec;
-    a.n_q = n_q; a.n_head = n_head; a.n_head_kv = w.c.n_head; a.n_pages = (n_kv + 31) / 32; a.n_kv = n_kv;
+    a.n_q = n_q;
+    a.n_head = n_head;
+    a.n_head_kv = w.c.n_head;
+    a.n_pages = (n_kv + 31) / 32;
+    a.n_kv = n_kv;
     a.scale = 0.1f;
-    a.q = q.data(); a.q_stride_token = (int64_t) n_head * D; a.q_stride_head = D;
+    a.q = q.data();
+    a.q_stride_token = (int64_t) n_head * D;
+    a.q_stride_head = D;
     a.sinks = sinks.data();
-    a.dst = dst.data(); a.dst_stride_token = (int64_t) n_head * D; a.dst_stride_head = D;
+    a.dst = dst.data();
+    a.dst_stride_token = (int64_t) n_head * D;
+    a.dst_stride_head = D;
     a.pages = x.spans.spans.data() + (size_t) s * y.n_pages;
     a.k_mean = x.mean[0].data();
     a.v_mean = x.mean[1].data();
-    a.flags  = KVQ_ATTN_F32;
+    a.flags = KVQ_ATTN_F32;
     w.chain->attend(l, s, &a, 1, uniform(1, 3));
     // rows as they are read, in f64
     std::vector<double> rows[2];
@@ -316,7 +337,9 @@ static void attend(world & w) {
                 x.lane[v]->plain_rows(s, p, page.data(), w.W);
             }
             for (int t = 0; t < 32 && p * 32 + t < n_kv; t++) {
-                for (int c = 0; c < w.W; c++) { rows[v][(size_t) (p * 32 + t) * w.W + c] = (double) page[(size_t) t * w.W + c] + x.mean[v][c]; }
+                for (int c = 0; c < w.W; c++) {
+                    rows[v][(size_t) (p * 32 + t) * w.W + c] = (double) page[(size_t) t * w.W + c] + x.mean[v][c];
+                }
             }
         }
     }
@@ -338,7 +361,8 @@ static void attend(world & w) {
             }
             for (int d = 0; d < D; d++) {
                 const double got = dst[((size_t) i * n_head + h) * D + d];
-                CHECK(fabs(got - o[d] / sum) < 0.02, "layer %d, %d cells, row %d head %d channel %d: %g, not %g", l, n_kv, i, h, d, got, o[d] / sum);
+                CHECK(fabs(got - o[d] / sum) < 0.02, "layer %d, %d cells, row %d head %d channel %d: %g, not %g", l,
+                    n_kv, i, h, d, got, o[d] / sum);
             }
         }
     }
@@ -352,50 +376,66 @@ static void run(const config & c, int n_steps) {
         int end = 0;
         while (end < c.n_cells && w.written[(size_t) s * c.n_cells + end]) { end++; }
         switch (uniform(0, 9)) {
-            default: {
-                const int n = std::min(uniform(0, 2) ? uniform(1, 9) : uniform(30, 90), c.n_cells - end);
-                if (n > 0) {
-                    const int first = end / 32, last = (end + n - 1) / 32;
-                    write(w, s, end, n);
-                    commit(w);
-                    for (int p = std::max(0, first - 3); p <= last; p++) {
-                        if (all_sealed(w, s, p)) { compare(w, "append"); break; }
+        default: {
+            const int n = std::min(uniform(0, 2) ? uniform(1, 9) : uniform(30, 90), c.n_cells - end);
+            if (n > 0) {
+                const int first = end / 32, last = (end + n - 1) / 32;
+                write(w, s, end, n);
+                commit(w);
+                for (int p = std::max(0, first - 3); p <= last; p++) {
+                    if (all_sealed(w, s, p)) {
+                        compare(w, "append");
+                        break;
                     }
                 }
-                break;
             }
-            case 6: // over cells that hold something, as a reused slot is written
-                if (end > 40) {
-                    const int at = uniform(0, end - 20);
-                    write(w, s, at, uniform(1, std::min(70, end - at)));
-                    attend(w);
-                    commit(w);
-                    compare(w, "overwrite");
-                }
-                break;
-            case 7: save_and_load(w); compare(w, "save"); break;
-            case 8: attend(w); compare(w, "attention"); break;
-            case 9:
-                if (!uniform(0, 5)) { // whole streams
-                    const int to = uniform(0, c.n_stream - 1);
-                    if (to != s) {
-                        for (auto & l : w.layers) {
-                            for (int v = 0; v < 2; v++) {
-                                l.lane[v]->copy_stream(s, to);
-                                std::copy_n(l.plain[v].begin() + (long) s * c.n_cells * w.W, (size_t) c.n_cells * w.W, l.plain[v].begin() + (long) to * c.n_cells * w.W);
-                            }
+            break;
+        }
+        case 6: // over cells that hold something, as a reused slot is written
+            if (end > 40) {
+                const int at = uniform(0, end - 20);
+                write(w, s, at, uniform(1, std::min(70, end - at)));
+                attend(w);
+                commit(w);
+                compare(w, "overwrite");
+            }
+            break;
+        case 7:
+            save_and_load(w);
+            compare(w, "save");
+            break;
+        case 8:
+            attend(w);
+            compare(w, "attention");
+            break;
+        case 9:
+            if (!uniform(0, 5)) { // whole streams
+                const int to = uniform(0, c.n_stream - 1);
+                if (to != s) {
+                    for (auto & l : w.layers) {
+                        for (int v = 0; v < 2; v++) {
+                            l.lane[v]->copy_stream(s, to);
+                            std::copy_n(l.plain[v].begin() + (long) s * c.n_cells * w.W, (size_t) c.n_cells * w.W,
+                                l.plain[v].begin() + (long) to * c.n_cells * w.W);
                         }
-                        std::copy_n(w.written.begin() + s * c.n_cells, c.n_cells, w.written.begin() + to * c.n_cells);
-                        compare(w, "copy");
                     }
-                } else if (!uniform(0, 5)) {
-                    for (auto & l : w.layers) { l.lane[0]->clear(); l.lane[1]->clear(); }
-                    w.written.assign(w.written.size(), false);
+                    std::copy_n(w.written.begin() + s * c.n_cells, c.n_cells, w.written.begin() + to * c.n_cells);
+                    compare(w, "copy");
                 }
+            } else if (!uniform(0, 5)) {
+                for (auto & l : w.layers) {
+                    l.lane[0]->clear();
+                    l.lane[1]->clear();
+                }
+                w.written.assign(w.written.size(), false);
+            }
         }
     }
     // blocks of a stream written in one go
-    for (auto & l : w.layers) { l.lane[0]->clear(); l.lane[1]->clear(); }
+    for (auto & l : w.layers) {
+        l.lane[0]->clear();
+        l.lane[1]->clear();
+    }
     w.written.assign(w.written.size(), false);
     write(w, 0, 0, c.n_cells);
     commit(w);
@@ -414,12 +454,12 @@ int main(int argc, char ** argv) {
     const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 1;
     const int steps = argc > 2 ? atoi(argv[2]) : 60;
     const config cases[] = {
-        { "predictor=full,window=32",                        3, 2, 64, 512, 1, 8, true },
-        { "predictor=full,window=64,k_bits=2,v_bits=1",      4, 2, 32, 300, 2, 8, true },
-        { "predictor=full,window=0,bits=1,weights=4",        3, 1, 128, 400, 2, 4, true },
-        { "predictor=k,window=32,sinks=0",                   3, 2, 64, 512, 2, 8, false },
-        { "predictor=full,window=32,bits=3,first_bits=0",    2, 3, 72, 1600, 1, 8, true },
-        { "predictor=full,window=32,bits=1,grid=d8",         2, 1, 128, 256, 1, 4, true },
+        { "predictor=full,window=32", 3, 2, 64, 512, 1, 8, true },
+        { "predictor=full,window=64,k_bits=2,v_bits=1", 4, 2, 32, 300, 2, 8, true },
+        { "predictor=full,window=0,bits=1,weights=4", 3, 1, 128, 400, 2, 4, true },
+        { "predictor=k,window=32,sinks=0", 3, 2, 64, 512, 2, 8, false },
+        { "predictor=full,window=32,bits=3,first_bits=0", 2, 3, 72, 1600, 1, 8, true },
+        { "predictor=full,window=32,bits=1,grid=d8", 2, 1, 128, 256, 1, 4, true },
         { "predictor=k,window=96,bits=2,grid=d4,scales=f16", 3, 4, 80, 200, 1, 4, false },
     };
     for (const config & c : cases) {

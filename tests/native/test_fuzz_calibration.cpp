@@ -1,5 +1,6 @@
-// The loader of calibrated data against random mutations of good files, as sidecar and as metadata: every input is refused with one line
-// or loaded and packed; none crashes, none makes memory grow beyond a few times the file. Usage: test_fuzz_calibration [n] [seed]
+// The loader of calibrated data against random mutations of good files, as sidecar and as metadata: every input is
+// refused with one line or loaded and packed; none crashes, none makes memory grow beyond a few times the file.
+// Usage: test_fuzz_calibration [n] [seed]
 #include "../../ggml-kvq/host/calibration.h"
 #include "../../ggml-kvq/host/fingerprint.h"
 
@@ -48,9 +49,11 @@ static std::vector<uint8_t> make(bool sidecar) {
         if (il) { gguf_set_val_u32(g, ("kvq.aqua.blk." + std::to_string(il) + ".prev").c_str(), (uint32_t) il - 1); }
         for (int v = 0; v < 2; v++) {
             for (int m = 0; m < (il ? 2 : 1); m++) {
-                const std::string name = "kvq.aqua.blk." + std::to_string(il) + (v ? ".v." : ".k.") + (m ? "weight" : "bias");
+                const std::string name =
+                    "kvq.aqua.blk." + std::to_string(il) + (v ? ".v." : ".k.") + (m ? "weight" : "bias");
                 const ggml_type type = !m ? GGML_TYPE_F32 : il == 1 ? GGML_TYPE_F16 : GGML_TYPE_Q4_0;
-                ggml_tensor * t = m ? ggml_new_tensor_2d(ctx, type, v ? 2 * WIDTH : WIDTH, WIDTH) : ggml_new_tensor_1d(ctx, type, WIDTH);
+                ggml_tensor * t = m ? ggml_new_tensor_2d(ctx, type, v ? 2 * WIDTH : WIDTH, WIDTH)
+                                    : ggml_new_tensor_1d(ctx, type, WIDTH);
                 uint8_t * p = (uint8_t *) t->data;
                 const size_t step = type == GGML_TYPE_F32 ? 4 : type == GGML_TYPE_F16 ? 2 : 18;
                 for (size_t i = 0; i < ggml_nbytes(t); i++) { p[i] = (uint8_t) rng(); }
@@ -67,7 +70,10 @@ static std::vector<uint8_t> make(bool sidecar) {
                 } else {
                     const uint32_t shape[2] = { (uint32_t) t->ne[m ? 1 : 0], (uint32_t) t->ne[0] };
                     gguf_set_arr_data(g, name.c_str(), GGUF_TYPE_UINT8, p, ggml_nbytes(t));
-                    gguf_set_val_str (g, (name + ".type").c_str(), type == GGML_TYPE_F32 ? "f32" : type == GGML_TYPE_F16 ? "f16" : "q4_0");
+                    gguf_set_val_str(g, (name + ".type").c_str(),
+                        type == GGML_TYPE_F32       ? "f32"
+                            : type == GGML_TYPE_F16 ? "f16"
+                                                    : "q4_0");
                     gguf_set_arr_data(g, (name + ".shape").c_str(), GGUF_TYPE_UINT32, shape, m ? 2 : 1);
                 }
             }
@@ -81,8 +87,9 @@ static std::vector<uint8_t> make(bool sidecar) {
     return out;
 }
 
-static const uint64_t odd_values[] = { 0, 1, 2, 4, 8, 9, 12, 18, 31, 32, 33, 63, 64, 127, 255, 0x7c00, 0x7e00, 0xfc00, 0xffff, 1u << 20, (1u << 20) + 1, 0x7f800000, 0x7fc00000,
-                                       0x7fffffff, 0x80000000, 0xffffffff, 1ull << 32, 1ull << 40, 1ull << 62, 1ull << 63, ~0ull };
+static const uint64_t odd_values[] = { 0, 1, 2, 4, 8, 9, 12, 18, 31, 32, 33, 63, 64, 127, 255, 0x7c00, 0x7e00, 0xfc00,
+    0xffff, 1u << 20, (1u << 20) + 1, 0x7f800000, 0x7fc00000, 0x7fffffff, 0x80000000, 0xffffffff, 1ull << 32,
+    1ull << 40, 1ull << 62, 1ull << 63, ~0ull };
 
 static std::vector<uint8_t> mutate(const std::vector<uint8_t> & good) {
     std::vector<uint8_t> x = good;
@@ -90,20 +97,20 @@ static std::vector<uint8_t> mutate(const std::vector<uint8_t> & good) {
     for (uint64_t n = 1 + below(4); n > 0 && !x.empty(); n--) {
         const size_t at = below(below(3) ? std::min(header, x.size()) : x.size());
         switch (below(7)) {
-            case 0: x[at] ^= (uint8_t) (1u << below(8)); break;
-            case 1: x[at] = (uint8_t) rng(); break;
-            case 2:
-            case 3: {
-                const uint64_t v = odd_values[below(sizeof(odd_values) / sizeof(odd_values[0]))];
-                memcpy(&x[at], &v, std::min<size_t>(1u << below(4), x.size() - at));
-                break;
-            }
-            case 4: x.resize(below(4) ? x.size() - std::min<size_t>(x.size(), below(40)) : at); break;
-            case 5: x.insert(x.begin() + (long) at, below(20), (uint8_t) rng()); break;
-            default: { // a piece of the file somewhere else
-                const size_t from = below(x.size()), len = std::min<size_t>({ below(64), x.size() - from, x.size() - at });
-                memmove(&x[at], &x[from], len);
-            }
+        case 0: x[at] ^= (uint8_t) (1u << below(8)); break;
+        case 1: x[at] = (uint8_t) rng(); break;
+        case 2:
+        case 3: {
+            const uint64_t v = odd_values[below(sizeof(odd_values) / sizeof(odd_values[0]))];
+            memcpy(&x[at], &v, std::min<size_t>(1u << below(4), x.size() - at));
+            break;
+        }
+        case 4: x.resize(below(4) ? x.size() - std::min<size_t>(x.size(), below(40)) : at); break;
+        case 5: x.insert(x.begin() + (long) at, below(20), (uint8_t) rng()); break;
+        default: { // a piece of the file somewhere else
+            const size_t from = below(x.size()), len = std::min<size_t>({ below(64), x.size() - from, x.size() - at });
+            memmove(&x[at], &x[from], len);
+        }
         }
     }
     return x;
@@ -122,8 +129,8 @@ int main(int argc, char ** argv) {
     const int fd = memfd_create("calibration", 0);
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
     kvq_model_info model;
-    model.arch    = "llama";
-    model.hash    = "00";
+    model.arch = "llama";
+    model.hash = "00";
     model.n_layer = LAYERS;
     kvq_layer_plan plan;
     plan.k.chained = plan.v.chained = true;
@@ -149,29 +156,39 @@ int main(int argc, char ** argv) {
         c.pack(below(2) ? 8 : 4, true);
         for (const auto & l : c.layers) {
             for (const float x : l.second.k_mean) {
-                if (!std::isfinite(x)) { printf("a value that is not finite came through\n"); exit(1); }
+                if (!std::isfinite(x)) {
+                    printf("a value that is not finite came through\n");
+                    exit(1);
+                }
             }
         }
         return true;
     };
     const std::vector<uint8_t> good[2] = { make(true), make(false) };
     for (const auto & g : good) {
-        if (!run(g)) { printf("a good file was refused\n"); return 1; }
+        if (!run(g)) {
+            printf("a good file was refused\n");
+            return 1;
+        }
     }
-    if (n_fit != 2) { printf("a good file does not fit\n"); return 1; }
+    if (n_fit != 2) {
+        printf("a good file does not fit\n");
+        return 1;
+    }
     const long before = max_rss_kib();
 #if !defined(__SANITIZE_ADDRESS__)
     rlimit limit = { 4ull << 30, 4ull << 30 }; // a huge allocation fails, and what does not expect that dies
     setrlimit(RLIMIT_AS, &limit);
 #endif
-    for (long i = 0; i < n; i++) {
-        run(mutate(good[i % 2]));
-    }
+    for (long i = 0; i < n; i++) { run(mutate(good[i % 2])); }
     const long grown = max_rss_kib() - before;
-    printf("%ld mutations of %zu and %zu bytes: %ld refused, %ld loaded, %ld of these fit; memory grew by %ld KiB\n", n, good[0].size(), good[1].size(), n_refused, n_loaded - 2,
-           n_fit - 2, grown);
+    printf("%ld mutations of %zu and %zu bytes: %ld refused, %ld loaded, %ld of these fit; memory grew by %ld KiB\n", n,
+        good[0].size(), good[1].size(), n_refused, n_loaded - 2, n_fit - 2, grown);
 #if !defined(__SANITIZE_ADDRESS__)
-    if (grown > 64 * 1024) { printf("memory grew\n"); return 1; }
+    if (grown > 64 * 1024) {
+        printf("memory grew\n");
+        return 1;
+    }
 #endif
     return n_refused > n / 4 && n_loaded > n / 50 ? 0 : 1;
 }

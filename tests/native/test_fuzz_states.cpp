@@ -1,5 +1,6 @@
 // Saved states against random changes: rows with marks and blocks as they are, whole, cut off, with a good checksum
-// over what is wrong. Each is refused or restored; none crashes, and a lane that took one goes on working. Usage: test_fuzz_states [n] [seed]
+// over what is wrong. Each is refused or restored; none crashes, and a lane that took one goes on working. Usage:
+// test_fuzz_states [n] [seed]
 #include "check.h"
 #include "../../ggml-kvq/cache/mark.h"
 #include "../../ggml-kvq/cache/store.h"
@@ -12,7 +13,10 @@
 #include <cstring>
 #include <random>
 
-struct config { const char * method, * opts; int n_head, head_size, n_cells; };
+struct config {
+    const char *method, *opts;
+    int n_head, head_size, n_cells;
+};
 
 // Keys of two layers; the second may share codes of the first.
 struct world {
@@ -33,7 +37,8 @@ struct world {
             CHECK(m->plan(o, context, plan, err) == KVQ_OK, "%s", err.c_str());
             const kvq_lane_layout l = kvq_make_lane_layout(plan, false, c.n_head, c.n_cells, 1);
             spans[i].init(1, l.n_pages, l.page_cells);
-            lane[i].reset(new kvq_lane(l, false, l.shares_codes ? lane[0].get() : nullptr, &spans[i], &scratch, &counters));
+            lane[i].reset(
+                new kvq_lane(l, false, l.shares_codes ? lane[0].get() : nullptr, &spans[i], &scratch, &counters));
             if (plan.probe > 0) {
                 saliency[i].init(l, plan.probe, plan.normalise, (uint32_t) i);
                 lane[i]->set_saliency(&saliency[i]);
@@ -56,10 +61,12 @@ static void change(std::vector<uint8_t> & x, size_t first) {
     for (int n = uniform(1, 8); n > 0 && x.size() > first; n--) {
         const size_t at = first + (size_t) uniform(0, (int) (x.size() - first) - 1);
         switch (uniform(0, 3)) {
-            case 0: x[at] ^= (uint8_t) (1 << uniform(0, 7)); break;
-            case 1: x[at] = (uint8_t) uniform(0, 255); break;
-            case 2: memset(&x[at], uniform(0, 1) ? 0xff : 0, std::min<size_t>(x.size() - at, (size_t) uniform(1, 16))); break;
-            default: x.resize(uniform(0, 3) ? x.size() : at); break;
+        case 0: x[at] ^= (uint8_t) (1 << uniform(0, 7)); break;
+        case 1: x[at] = (uint8_t) uniform(0, 255); break;
+        case 2:
+            memset(&x[at], uniform(0, 1) ? 0xff : 0, std::min<size_t>(x.size() - at, (size_t) uniform(1, 16)));
+            break;
+        default: x.resize(uniform(0, 3) ? x.size() : at); break;
         }
     }
 }
@@ -115,15 +122,20 @@ static void run(const config & c, int steps, unsigned seed) {
             std::string note;
             const int first = uniform(1, n - 1);
             const std::vector<kvq_blob_run> one = { { 0, at, n } }, two = { { 0, 0, first }, { 0, first, n - first } };
-            n_refused += !kvq_blob_restore(bad, uniform(0, 3) ? blob[0] : std::vector<uint8_t>(), &lane, uniform(0, 3) ? one : two, note).empty();
+            n_refused += !kvq_blob_restore(
+                bad, uniform(0, 3) ? blob[0] : std::vector<uint8_t>(), &lane, uniform(0, 3) ? one : two, note)
+                              .empty();
             n_taken++;
         } else {
-            std::vector<uint8_t> bytes((const uint8_t *) rows[i].data(), (const uint8_t *) (rows[i].data() + rows[i].size()));
+            std::vector<uint8_t> bytes(
+                (const uint8_t *) rows[i].data(), (const uint8_t *) (rows[i].data() + rows[i].size()));
             change(bytes, 0);
             bytes.resize(2 * rows[i].size());
             std::vector<uint16_t> bad(rows[i].size()), cleared;
             memcpy(bad.data(), bytes.data(), bytes.size());
-            for (const kvq_mark_found & f : kvq_mark_find({ bad.data(), n, W, c.head_size }, cleared)) { CHECK(f.at >= 0 && f.at < n, "a mark at row %d", f.at); }
+            for (const kvq_mark_found & f : kvq_mark_find({ bad.data(), n, W, c.head_size }, cleared)) {
+                CHECK(f.at >= 0 && f.at < n, "a mark at row %d", f.at);
+            }
             for (uint16_t & x : bad) { x = (x & 0x7c00) == 0x7c00 ? 0 : x; } // refused before a lane sees them
             lane->restore(0, at, n, bad.data(), 1);
             n_taken++;
@@ -133,7 +145,8 @@ static void run(const config & c, int steps, unsigned seed) {
             lane->read(0, 0, c.n_cells, again.data());
         }
     }
-    printf("%-8s %-28s seed %u: %d states, %d refused, %d restored in part or whole\n", c.method, c.opts, seed, steps, n_refused, n_taken);
+    printf("%-8s %-28s seed %u: %d states, %d refused, %d restored in part or whole\n", c.method, c.opts, seed, steps,
+        n_refused, n_taken);
 }
 
 static void marks() { // every single changed bit of marked rows is seen
@@ -170,16 +183,14 @@ int main(int argc, char ** argv) {
     const int steps = argc > 1 ? atoi(argv[1]) : 1500;
     const unsigned seed = argc > 2 ? (unsigned) atoi(argv[2]) : 1;
     const config configs[] = {
-        { "kivi",   "window=32",                               2, 64, 256 },
-        { "kivi",   "bits=4,group=64,scales=u8,sinks=4,window=64", 1, 80, 256 },
-        { "xquant", "kq=2,vq=0,km=0,vm=0,window=32",           2, 64, 256 },
-        { "higgs",  "",                                        2, 64, 256 },
-        { "zipcache", "interval=64,window=0",                  2, 64, 256 },
+        { "kivi", "window=32", 2, 64, 256 },
+        { "kivi", "bits=4,group=64,scales=u8,sinks=4,window=64", 1, 80, 256 },
+        { "xquant", "kq=2,vq=0,km=0,vm=0,window=32", 2, 64, 256 },
+        { "higgs", "", 2, 64, 256 },
+        { "zipcache", "interval=64,window=0", 2, 64, 256 },
     };
     rng.seed(seed);
     marks();
-    for (const config & c : configs) {
-        run(c, steps, seed);
-    }
+    for (const config & c : configs) { run(c, steps, seed); }
     return 0;
 }

@@ -12,11 +12,11 @@
 #include <unistd.h>
 
 // Writes a model's header; tensors_of: names of layer il's tensors.
-using names    = std::vector<std::string>;
+using names = std::vector<std::string>;
 using names_of = std::function<names(int)>;
 
-static std::string model(const char * name, int n_layer, const std::vector<int32_t> & heads,
-                         const names_of & tensors_of, int n_split = 0) {
+static std::string model(
+    const char * name, int n_layer, const std::vector<int32_t> & heads, const names_of & tensors_of, int n_split = 0) {
     const std::string path = "/tmp/kvq-layers-" + std::to_string(getpid()) + "-" + name + ".gguf";
     gguf_context * g = gguf_init_empty();
     ggml_context * ctx = ggml_init({ 1 << 22, nullptr, false });
@@ -29,9 +29,7 @@ static std::string model(const char * name, int n_layer, const std::vector<int32
     } else {
         gguf_set_arr_data(g, "test.attention.head_count_kv", GGUF_TYPE_INT32, heads.data(), heads.size());
     }
-    if (n_split) {
-        gguf_set_val_u16(g, "split.count", (uint16_t) n_split);
-    }
+    if (n_split) { gguf_set_val_u16(g, "split.count", (uint16_t) n_split); }
     for (int il = 0; il < n_layer; il++) {
         for (const std::string & t : tensors_of(il)) {
             ggml_tensor * x = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 1);
@@ -54,20 +52,21 @@ static kvq_model_info info(const std::string & path) {
 }
 
 static void numbers(void) {
-    const auto plain   = [](int) { return names{ "attn_q.weight", "attn_k.weight", "ffn_up.weight" }; };
-    const auto fused   = [](int) { return names{ "attn_qkv.weight" }; };
-    const auto hybrid  = [](int il) {
+    const auto plain = [](int) { return names{ "attn_q.weight", "attn_k.weight", "ffn_up.weight" }; };
+    const auto fused = [](int) { return names{ "attn_qkv.weight" }; };
+    const auto hybrid = [](int il) {
         return il % 4 == 3 ? names{ "attn_k.weight" } : names{ "attn_qkv.weight", "ssm_a" };
     };
-    const auto both    = [](int) { return names{ "attn_k.weight", "ssm_a" }; };
-    const auto latent  = [](int) { return names{ "attn_kv_a_mqa.weight" }; };
+    const auto both = [](int) { return names{ "attn_k.weight", "ssm_a" }; };
+    const auto latent = [](int) { return names{ "attn_kv_a_mqa.weight" }; };
     const auto nothing = [](int) { return names{ "ssm_in.weight" }; };
     for (const auto & of : { +plain, +fused, +both, +latent, +nothing }) {
         const kvq_model_info m = info(model("all", 6, { 2 }, of));
         CHECK(m.attends.empty() && m.n_attention() == 6 && m.number_of(4) == 4, "every layer counts");
     }
     const std::vector<int32_t> heads = { 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 2 };
-    const kvq_model_info by_names = info(model("hybrid", 12, { 2 }, hybrid)), by_heads = info(model("heads", 12, heads, plain));
+    const kvq_model_info by_names = info(model("hybrid", 12, { 2 }, hybrid)),
+                         by_heads = info(model("heads", 12, heads, plain));
     for (const kvq_model_info & m : { by_names, by_heads }) {
         CHECK(m.n_attention() == 3, "%d", m.n_attention());
         CHECK(m.number_of(3) == 0 && m.number_of(7) == 1 && m.number_of(11) == 2, "%d", m.number_of(11));
@@ -78,8 +77,8 @@ static void numbers(void) {
 }
 
 // plans of these layers, in caches that hold some each
-static std::vector<kvq_draft_layer> plans(const std::string & path, const char * method, const char * opts,
-                                          const std::vector<std::vector<int>> & caches) {
+static std::vector<kvq_draft_layer> plans(
+    const std::string & path, const char * method, const char * opts, const std::vector<std::vector<int>> & caches) {
     CHECK(kvq_configure(method, opts, nullptr, path.c_str()) == KVQ_OK, "%s", kvq_last_error());
     std::vector<kvq_draft_layer> out;
     for (const auto & layers : caches) {
@@ -92,7 +91,7 @@ static std::vector<kvq_draft_layer> plans(const std::string & path, const char *
             CHECK(known.add_known({ il, 2, 64, 64 }, 0, 512, 1), "%s", known.error().c_str());
         }
         for (size_t i = 0; i < layers.size(); i++) { // announced by size queries or found in a graph: one plan
-            const kvq_draft_layer & a = announced.layers[i], & b = known.layers[i];
+            const kvq_draft_layer &a = announced.layers[i], &b = known.layers[i];
             CHECK(a.k.bytes() == b.k.bytes() && a.v.bytes() == b.v.bytes() && a.number == b.number, "layer %d", a.il);
             out.push_back(a);
         }
@@ -103,15 +102,23 @@ static std::vector<kvq_draft_layer> plans(const std::string & path, const char *
 
 static bool same(const kvq_lane_plan & a, const kvq_lane_plan & b) {
     return a.codec.bits == b.codec.bits && a.codec.group == b.codec.group && a.shares_codes == b.shares_codes &&
-           a.chained == b.chained;
+        a.chained == b.chained;
 }
 
 static void splits(void) {
     const std::string path = model("split", 12, { 2 }, [](int) { return names{ "attn_k.weight" }; });
     const std::vector<int> all = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 };
-    const struct { const char * method, * opts; } methods[] = {
-        { "xquant", "" }, { "xquant", "preset=1.16" }, { "xquant", "shared=none" }, { "minikv", "budget=pyramid" },
-        { "zipcache", "" }, { "kivi", "" }, { "higgs", "" }, { "aqua", "predictor=none" },
+    const struct {
+        const char *method, *opts;
+    } methods[] = {
+        { "xquant", "" },
+        { "xquant", "preset=1.16" },
+        { "xquant", "shared=none" },
+        { "minikv", "budget=pyramid" },
+        { "zipcache", "" },
+        { "kivi", "" },
+        { "higgs", "" },
+        { "aqua", "predictor=none" },
     };
     for (const auto & m : methods) {
         const auto one = plans(path, m.method, m.opts, { all });
@@ -119,10 +126,10 @@ static void splits(void) {
             const std::vector<int> low(all.begin(), all.begin() + cut), high(all.begin() + cut, all.end());
             const auto two = plans(path, m.method, m.opts, { low, high });
             for (int il = 0; il < 12; il++) {
-                const kvq_layer_plan & a = one[(size_t) il].plan, & b = two[(size_t) il].plan;
+                const kvq_layer_plan &a = one[(size_t) il].plan, &b = two[(size_t) il].plan;
                 const bool cut_apart = il == cut && cut % 2 && !strcmp(m.method, "xquant");
                 for (int v = 0; v < 2; v++) {
-                    const kvq_lane_plan & x = v ? a.v : a.k, & y = v ? b.v : b.k;
+                    const kvq_lane_plan &x = v ? a.v : a.k, &y = v ? b.v : b.k;
                     const bool shared = x.shares_codes || !x.codec.bits; // by codes, or left without them
                     CHECK(!x.parted, "%s: one cache cuts nothing apart", m.method);
                     if (cut_apart && shared) {

@@ -33,9 +33,7 @@ static int axis_of(const kvq_rope & r, int pair) {
     const int *s = r.sections, i = pair % (s[0] + s[1] + s[2] + s[3]);
     if (!r.interleaved) {
         for (int a = 0, end = 0; a < 4; a++) {
-            if (i < (end += s[a])) {
-                return a;
-            }
+            if (i < (end += s[a])) { return a; }
         }
     }
     const int a = i % 3;
@@ -53,7 +51,7 @@ static std::vector<double> turned(const kvq_rope & r, const place_t & at, const 
     const double size = r.attn_factor * (r.ext_factor != 0.0f ? 1.0 + 0.1 * log(1.0 / r.freq_scale) : 1.0);
     for (int i = 0; i < n; i++) {
         const double plain = at[(size_t) axis_of(r, i)] * pow(r.freq_base, -2.0 * i / r.n_dims) /
-                             (r.freq_factors.empty() ? 1.0 : r.freq_factors[(size_t) i]);
+            (r.freq_factors.empty() ? 1.0 : r.freq_factors[(size_t) i]);
         const double mix = r.ext_factor * (1.0 - std::min(1.0, std::max(0.0, (i - low) / std::max(0.001, high - low)))),
                      a = plain * (r.freq_scale * (1.0 - mix) + mix);
         y[(size_t) i] = size * (x[i] * cos(a) - x[i + n] * sin(a));
@@ -108,8 +106,8 @@ struct lane_pair {
     std::unique_ptr<kvq_lane> lane[2];
 
     lane_pair(const kvq_rope & r, const char * opts, int n_head, int D, int n_cells, const std::vector<float> & mean,
-        int n_text)
-        : rotor(r, n_text) {
+        int n_text) :
+        rotor(r, n_text) {
         const kvq_method * m = kvq_method_find("aqua");
         kvq_options o;
         std::string err;
@@ -166,7 +164,7 @@ static double cache(const kvq_rope & r, const char * opts, int n_head, int D, bo
     std::vector<float> mean((size_t) W);
     for (float & x : mean) { x = mean_matters ? 4.0f * normal() : 0.0f; }
     const std::vector<place_t> at = story(n, fourth);
-    lane_pair a(r, opts, n_head, D, n, mean, 100); // text further on than that is in segments too
+    lane_pair a(r, opts, n_head, D, n, mean, 100);                      // text further on than that is in segments too
     for (int i = 0; i < 5; i++) { a.rotor.place({ 64 * i, 7, 9, 0 }); } // of a conversation before
     a.rotor.forget();
     std::vector<float> rows[2];

@@ -1,5 +1,5 @@
-// Lanes that evict (cache/slots.h), one layer: what stays of a prompt against an explicit softmax, attention against what read()
-// returns, and random operations. Usage: test_slots [seed] [steps]
+// Lanes that evict (cache/slots.h), one layer: what stays of a prompt against an explicit softmax, attention against
+// what read() returns, and random operations. Usage: test_slots [seed] [steps]
 #include "check.h"
 #include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/types/f16.h"
@@ -17,15 +17,15 @@ constexpr int HEADS = 2, GQA = 2, D = 32, W = HEADS * D;
 
 struct world {
     kvq_layer_plan plan;
-    kvq_scratch    scratch;
-    kvq_counters   counters;
+    kvq_scratch scratch;
+    kvq_counters counters;
     kvq_span_table spans;
-    kvq_saliency   saliency;
-    kvq_slots      slots;
+    kvq_saliency saliency;
+    kvq_slots slots;
     std::unique_ptr<kvq_lane> lane[2];
     int n_cells, n_stream;
-    bool tells = true; // how many cells are in use,
-    int  pad   = 64;   // a multiple of this
+    bool tells = true;                   // how many cells are in use,
+    int pad = 64;                        // a multiple of this
     std::vector<std::vector<bool>> live; // cells that the caller has not freed
     std::vector<double> column;          // of the last attend: [HEADS][n_cells] sums of probabilities
 };
@@ -33,7 +33,7 @@ struct world {
 // spec: options of minikv, or METHOD:OPTIONS
 static std::unique_ptr<world> build(const char * spec, int n_cells, int n_stream) {
     std::unique_ptr<world> w(new world);
-    const char * colon = strchr(spec, ':'), * opts = colon ? colon + 1 : spec;
+    const char *colon = strchr(spec, ':'), *opts = colon ? colon + 1 : spec;
     const kvq_method * m = kvq_method_find(colon ? std::string(spec, colon).c_str() : "minikv");
     kvq_options o;
     std::string err;
@@ -41,7 +41,7 @@ static std::unique_ptr<world> build(const char * spec, int n_cells, int n_stream
     const kvq_layer_context c = { 0, 2, { 0, HEADS, D, D }, nullptr };
     CHECK(m->plan(o, c, w->plan, err) == KVQ_OK, "%s", err.c_str());
     w->plan.flags = KVQ_ATTN_F32;
-    w->n_cells  = n_cells;
+    w->n_cells = n_cells;
     w->n_stream = n_stream;
     w->live.assign((size_t) n_stream, std::vector<bool>((size_t) n_cells, false));
     const bool evicts = w->plan.keep > 0.0f;
@@ -52,7 +52,8 @@ static std::unique_ptr<world> build(const char * spec, int n_cells, int n_stream
         CHECK(w->lane[v]->ok(), "out of memory");
     }
     if (evicts) {
-        w->saliency.init(w->lane[0]->layout(), w->plan.probe, w->plan.normalise, 0, w->lane[0]->layout().codec.n_hi ? 1 : KVQ_PROMPT_ROWS);
+        w->saliency.init(w->lane[0]->layout(), w->plan.probe, w->plan.normalise, 0,
+            w->lane[0]->layout().codec.n_hi ? 1 : KVQ_PROMPT_ROWS);
         w->slots.init(*w->lane[0], *w->lane[1], w->spans, w->saliency, w->plan.keep, w->plan.recent);
         for (auto & lane : w->lane) {
             lane->set_saliency(&w->saliency);
@@ -62,10 +63,12 @@ static std::unique_ptr<world> build(const char * spec, int n_cells, int n_stream
     return w;
 }
 
-static bool evicted(const uint16_t * row) { return std::all_of(row, row + D, [](uint16_t x) { return x == 0x8000; }); }
+static bool evicted(const uint16_t * row) {
+    return std::all_of(row, row + D, [](uint16_t x) { return x == 0x8000; });
+}
 
-// n rows into the cells from `first` on, attended causally, then sealed. The output must be the softmax over the live rows that read()
-// returns before the commit.
+// n rows into the cells from `first` on, attended causally, then sealed. The output must be the softmax over the live
+// rows that read() returns before the commit.
 static void decode(world & w, int s, int first, int n, bool check) {
     std::vector<int64_t> idx((size_t) n);
     std::vector<float> rows((size_t) n * W);
@@ -95,21 +98,26 @@ static void decode(world & w, int s, int first, int n, bool check) {
     kvq_attn a = {};
     a.k = w.lane[0]->layout().codec;
     a.v = w.lane[1]->layout().codec;
-    a.n_q = n; a.n_head = heads; a.n_head_kv = HEADS;
-    a.n_kv  = w.n_cells;
+    a.n_q = n;
+    a.n_head = heads;
+    a.n_head_kv = HEADS;
+    a.n_kv = w.n_cells;
     a.flags = KVQ_ATTN_F32;
     a.scale = 1.0f / sqrtf((float) D);
-    a.q = q.data();       a.q_stride_token = heads * D;   a.q_stride_head = D;
-    a.mask = mask.data(); a.mask_stride_token = w.n_cells;
-    a.dst = dst.data();   a.dst_stride_token = heads * D; a.dst_stride_head = D;
+    a.q = q.data();
+    a.q_stride_token = heads * D;
+    a.q_stride_head = D;
+    a.mask = mask.data();
+    a.mask_stride_token = w.n_cells;
+    a.dst = dst.data();
+    a.dst_stride_token = heads * D;
+    a.dst_stride_head = D;
     a.n_pages = w.spans.n_pages;
-    a.pages   = w.spans.spans.data() + (size_t) s * w.spans.n_pages;
-    a.lse     = lse.data();
+    a.pages = w.spans.spans.data() + (size_t) s * w.spans.n_pages;
+    a.lse = lse.data();
     a.map_stride = w.lane[0]->layout().page_cells;
     CHECK(kvq_attend(&a, 1, uniform(1, 2)) == KVQ_OK, "attend");
-    if (w.saliency.active()) {
-        w.saliency.observe(a, s, (uint64_t) first, uniform(1, 2));
-    }
+    if (w.saliency.active()) { w.saliency.observe(a, s, (uint64_t) first, uniform(1, 2)); }
     if (check) {
         std::vector<uint16_t> kv[2];
         for (int v = 0; v < 2; v++) {
@@ -124,21 +132,25 @@ static void decode(world & w, int s, int first, int n, bool check) {
                 double sum = 0;
                 for (int c = 0; c < w.n_cells; c++) {
                     const uint16_t * k = &kv[0][(size_t) c * W + (size_t) (h / GQA) * D];
-                    if (mask[(size_t) i * w.n_cells + c] || evicted(k)) {
-                        continue;
-                    }
+                    if (mask[(size_t) i * w.n_cells + c] || evicted(k)) { continue; }
                     double x = 0;
-                    for (int d = 0; d < D; d++) { x += (double) q[((size_t) i * heads + h) * D + d] * kvq_f16_to_f32(k[d]); }
+                    for (int d = 0; d < D; d++) {
+                        x += (double) q[((size_t) i * heads + h) * D + d] * kvq_f16_to_f32(k[d]);
+                    }
                     sum += p[(size_t) c] = exp(x * a.scale);
                 }
                 for (int c = 0; c < w.n_cells; c++) {
                     p[(size_t) c] /= sum;
                     w.column[(size_t) (h / GQA) * w.n_cells + c] += p[(size_t) c];
-                    for (int d = 0; d < D; d++) { out[(size_t) d] += p[(size_t) c] * kvq_f16_to_f32(kv[1][(size_t) c * W + (size_t) (h / GQA) * D + d]); }
+                    for (int d = 0; d < D; d++) {
+                        out[(size_t) d] +=
+                            p[(size_t) c] * kvq_f16_to_f32(kv[1][(size_t) c * W + (size_t) (h / GQA) * D + d]);
+                    }
                 }
                 for (int d = 0; d < D; d++) {
                     const float y = dst[((size_t) i * heads + h) * D + d];
-                    CHECK(std::isfinite(y) && fabs(y - out[(size_t) d]) < 2e-4, "cell %d head %d channel %d: %g, want %g", first + i, h, d, y, out[(size_t) d]);
+                    CHECK(std::isfinite(y) && fabs(y - out[(size_t) d]) < 2e-4,
+                        "cell %d head %d channel %d: %g, want %g", first + i, h, d, y, out[(size_t) d]);
                 }
             }
         }
@@ -156,7 +168,9 @@ static std::vector<bool> kept(world & w, int s, int h, int n) {
     return out;
 }
 
-static int count(const std::vector<bool> & x, size_t from = 0) { return (int) std::count(x.begin() + (long) from, x.end(), true); }
+static int count(const std::vector<bool> & x, size_t from = 0) {
+    return (int) std::count(x.begin() + (long) from, x.end(), true);
+}
 
 // A prompt in one call: the window, and of the rest the cells of the largest column sums, per head.
 static void one_prompt() {
@@ -168,14 +182,17 @@ static void one_prompt() {
         const double * sums = &w->column[(size_t) h * w->n_cells];
         std::sort(order.begin(), order.end(), [&](int a, int b) { return sums[a] > sums[b]; });
         const std::vector<bool> k = kept(*w, 0, h, 512);
-        CHECK(count(k) == 256 && count(k, 384) == 128, "head %d keeps %d cells, %d of the newest 128", h, count(k), count(k, 384));
+        CHECK(count(k) == 256 && count(k, 384) == 128, "head %d keeps %d cells, %d of the newest 128", h, count(k),
+            count(k, 384));
         for (int i = 0; i < 128; i++) {
             const bool tie = sums[order[(size_t) i]] - sums[order[128]] < 1e-4 * sums[order[128]];
-            CHECK(k[(size_t) order[(size_t) i]] || tie, "head %d lost cell %d, number %d of %g", h, order[(size_t) i], i, sums[order[(size_t) i]]);
+            CHECK(k[(size_t) order[(size_t) i]] || tie, "head %d lost cell %d, number %d of %g", h, order[(size_t) i],
+                i, sums[order[(size_t) i]]);
         }
     }
     std::vector<bool> before = kept(*w, 0, 0, 512);
-    for (int c = 512; c < 768; c++) { decode(*w, 0, c, 1, c % 40 == 0); } // generated cells stay, and so does what was kept
+    // generated cells stay, and so does what was kept
+    for (int c = 512; c < 768; c++) { decode(*w, 0, c, 1, c % 40 == 0); }
     CHECK(kept(*w, 0, 0, 512) == before, "generation changed the kept cells");
     CHECK(count(kept(*w, 0, 0, 768), 512) == 256, "a generated cell was evicted");
     for (int c = 768; c < 1024; c++) { decode(*w, 0, c, 1, c % 40 == 0); } // full: of the prompt first
@@ -194,7 +211,8 @@ static void long_prompt(const char * opts, float keep, float recent) {
             CHECK(count(k) <= std::max(keep * t, 128.0f + 32) + 32, "%s: %d of %d cells are kept", opts, count(k), t);
             CHECK(count(k, t - 128) == 128, "%s: a cell of the window was evicted", opts);
             const int first = t - (int) (recent * t) + 64; // pages straddle the limit
-            CHECK(first >= t || count(k, first) == t - first, "%s: %d of the newest %d cells are kept", opts, count(k, first), t - first);
+            CHECK(first >= t || count(k, first) == t - first, "%s: %d of the newest %d cells are kept", opts,
+                count(k, first), t - first);
         }
     }
 }
@@ -219,9 +237,12 @@ static void all_kept() {
     for (int v = 0; v < 2; v++) {
         const kvq_lane_layout & l = a->lane[v]->layout();
         for (int p = 0; p < 12; p++) {
-            CHECK(b->lane[v]->state(0, p) == KVQ_PAGE_SEALED && a->spans.spans[(size_t) l.n_pages + p].map[0] == 32 * p, "page %d is not sealed", p);
-            CHECK(!memcmp(a->lane[v]->codes_at(0, p, 0), b->lane[v]->codes_at(0, p, 0), l.nb_codes * HEADS), "codes of page %d differ", p);
-            CHECK(!memcmp(a->lane[v]->params_at(0, p, 0), b->lane[v]->params_at(0, p, 0), l.nb_params * HEADS), "parameters of page %d differ", p);
+            CHECK(b->lane[v]->state(0, p) == KVQ_PAGE_SEALED && a->spans.spans[(size_t) l.n_pages + p].map[0] == 32 * p,
+                "page %d is not sealed", p);
+            CHECK(!memcmp(a->lane[v]->codes_at(0, p, 0), b->lane[v]->codes_at(0, p, 0), l.nb_codes * HEADS),
+                "codes of page %d differ", p);
+            CHECK(!memcmp(a->lane[v]->params_at(0, p, 0), b->lane[v]->params_at(0, p, 0), l.nb_params * HEADS),
+                "parameters of page %d differ", p);
         }
     }
 }
@@ -240,7 +261,8 @@ static void save_and_restore(world & w, const char * opts, int s, int n) {
     if (n < w.n_cells) { decode(*other, 0, n, 1, true); }
 }
 
-// A state of pages that lost no cell: the same bytes come out of the cache that it went into, through a second one and at other cells.
+// A state of pages that lost no cell: the same bytes come out of the cache that it went into, through a second one
+// and at other cells.
 static void states_are_exact(const char * opts) {
     auto w = build(opts, 1024, 1);
     decode(*w, 0, 0, 500, false);
@@ -262,9 +284,12 @@ static void states_are_exact(const char * opts) {
                 for (int i = 0; i < W; i++) { n += rows[(size_t) c * W + i] != back[(size_t) c * W + i]; }
             }
             CHECK(n == 0, "%s, moved by %d: %d values of %d differ", opts, shift, n, 544 * W);
-            CHECK(std::count_if(back.begin(), back.begin() + 544 * W, [](uint16_t x) { return x != 0 && x != 0x8000; }) > 100 * W, "nothing was kept");
+            CHECK(std::count_if(
+                      back.begin(), back.begin() + 544 * W, [](uint16_t x) { return x != 0 && x != 0x8000; }) > 100 * W,
+                "nothing was kept");
         }
-        CHECK(shift || w->slots.n_used(0) == other->slots.n_used(1), "%d pages, restored %d", w->slots.n_used(0), other->slots.n_used(1));
+        CHECK(shift || w->slots.n_used(0) == other->slots.n_used(1), "%d pages, restored %d", w->slots.n_used(0),
+            other->slots.n_used(1));
         for (int c = 0; c < shift + 700; c++) { other->live[1][(size_t) c] = c >= shift; }
         decode(*other, 1, shift + 700, 1, true);
         decode(*other, 1, shift + 701, 100, true); // a later turn
@@ -280,15 +305,18 @@ static int n_kept(const world & w, int s, int first, int n) { // of both heads
     return kept;
 }
 
-// A later prompt may cost cells of the first, but no generated ones while there is room, nor those that were open when it came.
+// A later prompt may cost cells of the first, but no generated ones while there is room, nor those that were open
+// when it came.
 static void a_second_turn(const char * opts) {
     auto w = build(opts, 2048, 1);
     decode(*w, 0, 0, 200, false);
     for (int c = 200; c < 500; c++) { decode(*w, 0, c, 1, false); }
-    CHECK(n_kept(*w, 0, 200, 300) == 300 * HEADS, "%s: %d of %d generated rows", opts, n_kept(*w, 0, 200, 300), 300 * HEADS);
+    CHECK(n_kept(*w, 0, 200, 300) == 300 * HEADS, "%s: %d of %d generated rows", opts, n_kept(*w, 0, 200, 300),
+        300 * HEADS);
     decode(*w, 0, 500, 300, true);
     const int page = w->lane[0]->layout().page_cells; // cells of the prompt and of the answer share a page
-    CHECK(n_kept(*w, 0, 200, 300) >= (300 - page) * HEADS, "%s: %d of %d generated rows behind a second prompt", opts, n_kept(*w, 0, 200, 300), 300 * HEADS);
+    CHECK(n_kept(*w, 0, 200, 300) >= (300 - page) * HEADS, "%s: %d of %d generated rows behind a second prompt", opts,
+        n_kept(*w, 0, 200, 300), 300 * HEADS);
     CHECK(n_kept(*w, 0, 0, 200) < 200 * HEADS, "%s: the first prompt is whole", opts);
 }
 
@@ -299,7 +327,8 @@ static void text_behind_a_shift(const char * opts) {
     for (int c = 100; c < 1024; c++) { decode(*w, 0, c, 1, false); }
     std::fill_n(w->live[0].begin() + 100, 500, false);
     for (int c = 100; c < 400; c++) { decode(*w, 0, c, 1, false); }
-    CHECK(n_kept(*w, 0, 100, 300) == 300 * HEADS, "%s: %d of the newest %d rows", opts, n_kept(*w, 0, 100, 300), 300 * HEADS);
+    CHECK(n_kept(*w, 0, 100, 300) == 300 * HEADS, "%s: %d of the newest %d rows", opts, n_kept(*w, 0, 100, 300),
+        300 * HEADS);
 }
 
 // What a slot held before makes no difference to the cells that a prompt keeps.
@@ -351,10 +380,14 @@ static void a_state_among_others(const char * opts) {
             int wrong = 0;
             for (int i = 0; i < n * HEADS; i++) {
                 float most = 0.0f;
-                for (int d = 0; d < D && !evicted(&now[(size_t) i * D]); d++) { most = std::max(most, fabsf(kvq_f16_to_f32(now[(size_t) i * D + d]) - kvq_f16_to_f32(was[v][(size_t) i * D + d]))); }
+                for (int d = 0; d < D && !evicted(&now[(size_t) i * D]); d++) {
+                    most = std::max(most,
+                        fabsf(kvq_f16_to_f32(now[(size_t) i * D + d]) - kvq_f16_to_f32(was[v][(size_t) i * D + d])));
+                }
                 wrong += most > 2.0f; // what sealing now may make of a row in 2 bits
             }
-            CHECK(!wrong, "%s, %d cells: %d %s of a sequence that nobody touched are others", opts, n, wrong, v ? "values" : "keys");
+            CHECK(!wrong, "%s, %d cells: %d %s of a sequence that nobody touched are others", opts, n, wrong,
+                v ? "values" : "keys");
         }
         for (int c = 0; c < 2 * n + 12; c++) { w->live[0][(size_t) c] = true; }
         decode(*w, 0, 2 * n + 12, 20, true);
@@ -382,13 +415,15 @@ static void random_operations(const char * opts, int steps) {
             std::fill_n(w->live[(size_t) s].begin() + head[(size_t) s], n, false);
         } else if (op < 87) { // negation stands for the rotation of a context shift
             const int a = uniform(0, w->n_cells - 1), b = uniform(a, w->n_cells - 1);
-            w->lane[0]->edit(s, [&](int c) { return c >= a && c <= b; }, [&](int c, int, uint16_t * row) {
-                for (int d = 0; c >= a && c <= b && d < D; d++) { row[d] ^= 0x8000; }
-            });
+            w->lane[0]->edit(
+                s, [&](int c) { return c >= a && c <= b; },
+                [&](int c, int, uint16_t * row) {
+                    for (int d = 0; c >= a && c <= b && d < D; d++) { row[d] ^= 0x8000; }
+                });
         } else if (op < 91) {
             for (auto & lane : w->lane) { lane->copy_stream(s, 1 - s); }
             w->live[(size_t) (1 - s)] = w->live[(size_t) s];
-            head[(size_t) (1 - s)]    = head[(size_t) s];
+            head[(size_t) (1 - s)] = head[(size_t) s];
         } else if (op < 96 && head[(size_t) s] > 64) {
             save_and_restore(*w, opts, s, head[(size_t) s]);
             n_saved++;
@@ -411,12 +446,22 @@ int main(int argc, char ** argv) {
     long_prompt("hh=0,rw=0.5", 0.5f, 0.5f);
     long_prompt("hh=0.5,rw=0", 0.5f, 0.0f);
     all_kept();
-    for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75", "zipcache:interval=32,salient=1,keep=0.5", "zipcache:interval=64,salient=0.5,keep=0.4" }) { states_are_exact(opts); }
-    for (const char * opts : { "", "window=64", "hh=0.5,rw=0", "zipcache:interval=64,salient=0.5,keep=0.5" }) { a_second_turn(opts); }
+    for (const char * opts : { "", "scales=f16", "bits=4,group=32", "hh=0.75",
+             "zipcache:interval=32,salient=1,keep=0.5", "zipcache:interval=64,salient=0.5,keep=0.4" }) {
+        states_are_exact(opts);
+    }
+    for (const char * opts : { "", "window=64", "hh=0.5,rw=0", "zipcache:interval=64,salient=0.5,keep=0.5" }) {
+        a_second_turn(opts);
+    }
     for (const char * opts : { "", "zipcache:interval=64,salient=0.5,keep=0.5" }) { text_behind_a_shift(opts); }
-    for (const char * opts : { "", "hh=0,rw=0.5", "hh=0.5,rw=0", "zipcache:interval=32,salient=1,keep=0.5" }) { a_slot_again(opts); }
-    for (const char * opts : { "", "bits=4,window=64", "window=32", "zipcache:interval=32,salient=1,keep=0.5" }) { a_state_among_others(opts); }
-    for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0", "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
+    for (const char * opts : { "", "hh=0,rw=0.5", "hh=0.5,rw=0", "zipcache:interval=32,salient=1,keep=0.5" }) {
+        a_slot_again(opts);
+    }
+    for (const char * opts : { "", "bits=4,window=64", "window=32", "zipcache:interval=32,salient=1,keep=0.5" }) {
+        a_state_among_others(opts);
+    }
+    for (const char * opts : { "", "hh=0.1,rw=0.1,window=64", "scales=f16,group=32,sinks=4,window=0",
+             "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
         rng.seed(seed);
         random_operations(opts, steps);
     }

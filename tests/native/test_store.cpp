@@ -1,6 +1,6 @@
-// Random operations on a layer pair of lanes against a plain array: write, overwrite, commit, read, shift, copy, save, restore,
-// clear. f16 must be identical; quantised lanes stay within the codec's error; attention over the spans equals attention over what
-// is read. Usage: test_store [seed] [steps]
+// Random operations on a layer pair of lanes against a plain array: write, overwrite, commit, read, shift, copy,
+// save, restore, clear. f16 must be identical; quantised lanes stay within the codec's error; attention over the
+// spans equals attention over what is read. Usage: test_store [seed] [steps]
 #include "check.h"
 #include "../../ggml-kvq/cache/store.h"
 #include "../../ggml-kvq/cpu/cpu.h"
@@ -13,14 +13,17 @@
 #include <cstring>
 #include <random>
 
-struct config { const char * method, * opts; int n_head, dk, dv, n_cells, n_stream; };
+struct config {
+    const char *method, *opts;
+    int n_head, dk, dv, n_cells, n_stream;
+};
 
 // What a cell must hold: the value written, or after requantisations an error bound around it.
 struct plain_lane {
     int W;
     std::vector<float> value;
-    std::vector<float> slack;  // per cell: largest |read - value| allowed
-    std::vector<bool>  written;
+    std::vector<float> slack; // per cell: largest |read - value| allowed
+    std::vector<bool> written;
     bool exact_read = false;
 };
 
@@ -33,7 +36,7 @@ struct layer_under_test {
 
 struct world {
     config c;
-    kvq_scratch  scratch;
+    kvq_scratch scratch;
     kvq_counters counters;
     layer_under_test layer[2];
     kvq_layer_plan plan[2];
@@ -52,10 +55,9 @@ static void build(world & w, const config & c) {
         CHECK(m->plan(o, context, w.plan[i], err) == KVQ_OK, "%s", err.c_str());
         for (int v = 0; v < 2; v++) {
             const kvq_lane_layout l = kvq_make_lane_layout(w.plan[i], v, c.n_head, c.n_cells, c.n_stream);
-            if (!v) {
-                w.layer[i].spans.init(c.n_stream, l.n_pages, l.page_cells);
-            }
-            w.layer[i].lane[v].reset(new kvq_lane(l, v, l.shares_codes ? w.layer[0].lane[v].get() : nullptr, &w.layer[i].spans, &w.scratch, &w.counters));
+            if (!v) { w.layer[i].spans.init(c.n_stream, l.n_pages, l.page_cells); }
+            w.layer[i].lane[v].reset(new kvq_lane(
+                l, v, l.shares_codes ? w.layer[0].lane[v].get() : nullptr, &w.layer[i].spans, &w.scratch, &w.counters));
             CHECK(w.layer[i].lane[v]->ok(), "out of memory");
             if (w.plan[i].probe > 0) {
                 if (!v) { w.layer[i].saliency.init(l, w.plan[i].probe, w.plan[i].normalise, (uint32_t) i); }
@@ -71,15 +73,12 @@ static void build(world & w, const config & c) {
     }
 }
 
-// Values lie within +-1, so an affine block of `bits` with eta has error <= range*(0.5/(2^b - 1) + eta), range <= 2; the low
-// mantissa bits of an image and f16 rounding add 2^-7 of the value. Adopted codes bound nothing but the range itself.
+// Values lie within +-1, so an affine block of `bits` with eta has error <= range*(0.5/(2^b - 1) + eta), range <= 2;
+// the low mantissa bits of an image and f16 rounding add 2^-7 of the value. Adopted codes bound nothing but the range
+// itself.
 static float seal_error(const kvq_lane_layout & l) {
-    if (l.is_f16()) {
-        return 0.0f;
-    }
-    if (l.shares_codes || !l.codec.bits) {
-        return 2.1f;
-    }
+    if (l.is_f16()) { return 0.0f; }
+    if (l.shares_codes || !l.codec.bits) { return 2.1f; }
     return 2.0f * (0.5f / (float) ((1 << l.codec.bits) - 1) + l.codec.eta) + 0.02f;
 }
 
@@ -97,10 +96,12 @@ static void compare(world & w, const char * after) {
                     const size_t cell = (size_t) s * w.c.n_cells + a + i;
                     const bool sealed = lane.state(s, (a + i) / lane.layout().page_cells) == KVQ_PAGE_SEALED;
                     // a seal, or several when the page was written into, each from the values of the one before
-                    const float bound = p.exact_read ? 0.0f : p.slack[cell] + (sealed ? seal_error(lane.layout()) : 0.0f);
+                    const float bound =
+                        p.exact_read ? 0.0f : p.slack[cell] + (sealed ? seal_error(lane.layout()) : 0.0f);
                     for (int d = 0; d < p.W && p.written[cell]; d++) {
                         const float x = kvq_f16_to_f32(rows[(size_t) i * p.W + d]), y = p.value[cell * p.W + d];
-                        CHECK(fabsf(x - y) <= bound, "after %s: cell %zu channel %d is %g, was %g, bound %g", after, cell, d, x, y, bound);
+                        CHECK(fabsf(x - y) <= bound, "after %s: cell %zu channel %d is %g, was %g, bound %g", after,
+                            cell, d, x, y, bound);
                     }
                 }
             }
@@ -112,9 +113,7 @@ static void compare(world & w, const char * after) {
 static void absorb(world & w, int li, int v, int s, int page) {
     layer_under_test & layer = w.layer[li];
     kvq_lane & lane = *layer.lane[v];
-    if (lane.state(s, page) != KVQ_PAGE_SEALED) {
-        return;
-    }
+    if (lane.state(s, page) != KVQ_PAGE_SEALED) { return; }
     const int pc = lane.layout().page_cells;
     for (int t = 0; t < pc && page * pc + t < w.c.n_cells; t++) {
         layer.plain[v].slack[(size_t) s * w.c.n_cells + page * pc + t] += seal_error(lane.layout());
@@ -151,7 +150,7 @@ static void write(world & w, std::vector<int64_t> idx) {
                     rows[i * p.W + d] = x;
                     p.value[idx[i] * p.W + d] = x;
                 }
-                p.slack[idx[i]]   = 0;
+                p.slack[idx[i]] = 0;
                 p.written[idx[i]] = true;
             }
             // a lane that adopts these codes must keep what it holds, to the image's low bits
@@ -169,7 +168,8 @@ static void write(world & w, std::vector<int64_t> idx) {
                 sharer.read(s0, 0, w.c.n_cells, after.data());
                 for (size_t i = 0; i < before.size(); i++) {
                     const float x = kvq_f16_to_f32(before[i]), y = kvq_f16_to_f32(after[i]);
-                    CHECK(fabsf(x - y) <= 0.01f * fabsf(x) + 1e-6f, "writing layer 0 changed layer 1: %g became %g", x, y);
+                    CHECK(fabsf(x - y) <= 0.01f * fabsf(x) + 1e-6f, "writing layer 0 changed layer 1: %g became %g", x,
+                        y);
                 }
             }
         }
@@ -179,11 +179,13 @@ static void write(world & w, std::vector<int64_t> idx) {
 // keys and values of a sealed page hold one set
 static void check_sets(world & w) {
     for (auto & layer : w.layer) {
-        const kvq_lane_layout & lk = layer.lane[0]->layout(), & lv = layer.lane[1]->layout();
+        const kvq_lane_layout &lk = layer.lane[0]->layout(), &lv = layer.lane[1]->layout();
         for (const kvq_page & p : layer.spans.spans) {
             for (int h = 0; lk.codec.type == KVQ_TYPE_MIXED && p.k_params && p.v_params && h < w.c.n_head; h++) {
-                const uint8_t * a = (const uint8_t *) p.k_params + h * lk.nb_params, * b = (const uint8_t *) p.v_params + h * lv.nb_params;
-                CHECK(!memcmp(a, b, (size_t) lk.page_cells / 8), "keys and values of cell %d have different sets", p.cell);
+                const uint8_t *a = (const uint8_t *) p.k_params + h * lk.nb_params,
+                              *b = (const uint8_t *) p.v_params + h * lv.nb_params;
+                CHECK(!memcmp(a, b, (size_t) lk.page_cells / 8), "keys and values of cell %d have different sets",
+                    p.cell);
             }
         }
     }
@@ -200,9 +202,7 @@ static void save_and_restore(world & w) {
                 // the cells in use, as llama.cpp saves them: a prefix
                 int n = 0;
                 while (n < w.c.n_cells && p.written[(size_t) s * w.c.n_cells + n]) { n++; }
-                if (!n) {
-                    continue;
-                }
+                if (!n) { continue; }
                 std::vector<uint16_t> saved((size_t) n * p.W), again(saved.size());
                 w.layer[li].lane[v]->read(s, 0, n, saved.data());
                 other.layer[li].lane[v]->restore(s, 0, n, saved.data(), 1);
@@ -210,10 +210,12 @@ static void save_and_restore(world & w) {
                 const int pc = w.layer[li].lane[v]->layout().page_cells;
                 for (int page = 0; page < n / pc; page++) { // whole pages sealed on both sides are the same block
                     const bool sealed = w.layer[li].lane[v]->state(s, page) == KVQ_PAGE_SEALED;
-                    const bool exact  = other.layer[li].lane[v]->state(s, page) == w.layer[li].lane[v]->state(s, page);
+                    const bool exact = other.layer[li].lane[v]->state(s, page) == w.layer[li].lane[v]->state(s, page);
                     CHECK(!sealed || exact, "restored page %d of layer %d is not sealed", page, li);
-                    const bool same = !memcmp(&saved[(size_t) page * pc * p.W], &again[(size_t) page * pc * p.W], 2 * (size_t) pc * p.W);
-                    CHECK(!exact || same, "restored page %d of layer %d %s differs (sealed %d)", page, li, v ? "V" : "K", sealed);
+                    const bool same = !memcmp(
+                        &saved[(size_t) page * pc * p.W], &again[(size_t) page * pc * p.W], 2 * (size_t) pc * p.W);
+                    CHECK(!exact || same, "restored page %d of layer %d %s differs (sealed %d)", page, li,
+                        v ? "V" : "K", sealed);
                 }
             }
         }
@@ -224,7 +226,7 @@ static void save_and_restore(world & w) {
 static void attend(world & w) {
     const int li = uniform(0, 1), s = uniform(0, w.c.n_stream - 1);
     layer_under_test & layer = w.layer[li];
-    const kvq_lane_layout & lk = layer.lane[0]->layout(), & lv = layer.lane[1]->layout();
+    const kvq_lane_layout &lk = layer.lane[0]->layout(), &lv = layer.lane[1]->layout();
     const int n_q = uniform(1, 3), gqa = uniform(1, 4), n_head = gqa * w.c.n_head, n_kv = uniform(1, w.c.n_cells);
     std::vector<float> q((size_t) n_q * n_head * w.c.dk), dst((size_t) n_q * n_head * w.c.dv, NAN);
     for (float & x : q) { x = std::uniform_real_distribution<float>(-1, 1)(rng); }
@@ -238,25 +240,23 @@ static void attend(world & w) {
     a.n_q = n_q;
     a.n_head = n_head;
     a.n_head_kv = w.c.n_head;
-    a.n_kv  = n_kv;
+    a.n_kv = n_kv;
     a.flags = KVQ_ATTN_F32;
     a.scale = 1.0f / sqrtf((float) w.c.dk);
     a.q = q.data();
     a.q_stride_token = (int64_t) n_head * w.c.dk;
-    a.q_stride_head  = w.c.dk;
+    a.q_stride_head = w.c.dk;
     a.mask = mask.data();
     a.mask_stride_token = n_kv;
     a.dst = dst.data();
     a.dst_stride_token = (int64_t) n_head * w.c.dv;
-    a.dst_stride_head  = w.c.dv;
+    a.dst_stride_head = w.c.dv;
     a.n_pages = (n_kv + lk.page_cells - 1) / lk.page_cells;
-    a.pages   = layer.spans.spans.data() + (size_t) s * layer.spans.n_pages;
+    a.pages = layer.spans.spans.data() + (size_t) s * layer.spans.n_pages;
     std::vector<float> lse((size_t) n_q * n_head);
     a.lse = layer.saliency.active() ? lse.data() : nullptr;
     CHECK(kvq_attend(&a, 1, uniform(1, 2)) == KVQ_OK, "attend");
-    if (a.lse) {
-        layer.saliency.observe(a, s, (uint64_t) layer.lane[0]->first_written(s), uniform(1, 2));
-    }
+    if (a.lse) { layer.saliency.observe(a, s, (uint64_t) layer.lane[0]->first_written(s), uniform(1, 2)); }
 
     // what the pages decode to; read() would return saved-state images
     std::vector<float> kv[2];
@@ -268,13 +268,14 @@ static void attend(world & w) {
         for (int p = 0; p < a.n_pages; p++) {
             const kvq_page & page = a.pages[p];
             for (int h = 0; page.n_slots && h < w.c.n_head; h++) {
-                const uint8_t * codes = (const uint8_t *) (v ? page.v_codes : page.k_codes), * params = (const uint8_t *) (v ? page.v_params : page.k_params);
-                if (params) {
-                    kvq_decode(&l.codec, codes + h * l.nb_codes, params + h * l.nb_params, rows.data());
-                }
+                const uint8_t *codes = (const uint8_t *) (v ? page.v_codes : page.k_codes),
+                              *params = (const uint8_t *) (v ? page.v_params : page.k_params);
+                if (params) { kvq_decode(&l.codec, codes + h * l.nb_codes, params + h * l.nb_params, rows.data()); }
                 for (int t = 0; t < l.page_cells && p * l.page_cells + t < w.c.n_cells; t++) {
                     for (int d = 0; d < D; d++) {
-                        const uint16_t x = params ? rows[(size_t) t * D + d] : ((const uint16_t *) codes)[((size_t) h * l.page_cells + t) * stride + d];
+                        const uint16_t x = params
+                            ? rows[(size_t) t * D + d]
+                            : ((const uint16_t *) codes)[((size_t) h * l.page_cells + t) * stride + d];
                         kv[v][((size_t) (p * l.page_cells + t) * w.c.n_head + h) * D + d] = kvq_f16_to_f32(x);
                     }
                 }
@@ -286,12 +287,11 @@ static void attend(world & w) {
             std::vector<double> o(w.c.dv, 0.0);
             double sum = 0;
             for (int t = 0; t < n_kv; t++) {
-                if (mask[(size_t) iq * n_kv + t]) {
-                    continue;
-                }
+                if (mask[(size_t) iq * n_kv + t]) { continue; }
                 double x = 0;
                 for (int d = 0; d < w.c.dk; d++) {
-                    x += (double) q[((size_t) iq * n_head + h) * w.c.dk + d] * kv[0][((size_t) t * w.c.n_head + h / gqa) * w.c.dk + d];
+                    x += (double) q[((size_t) iq * n_head + h) * w.c.dk + d] *
+                        kv[0][((size_t) t * w.c.n_head + h / gqa) * w.c.dk + d];
                 }
                 const double e = exp(x * a.scale);
                 sum += e;
@@ -302,7 +302,8 @@ static void attend(world & w) {
             for (int d = 0; d < w.c.dv; d++) {
                 const float y = dst[((size_t) iq * n_head + h) * w.c.dv + d];
                 const double want = sum > 0 ? o[d] / sum : 0.0;
-                CHECK(std::isfinite(y) && fabs(y - want) < 1e-4, "attention: query %d head %d channel %d is %g, want %g", iq, h, d, y, want);
+                CHECK(std::isfinite(y) && fabs(y - want) < 1e-4,
+                    "attention: query %d head %d channel %d is %g, want %g", iq, h, d, y, want);
             }
         }
     }
@@ -320,9 +321,7 @@ static void run(const config & c, unsigned seed, int steps) {
             std::vector<int64_t> idx;
             for (int t = s; t < (uniform(0, 3) ? s + 1 : c.n_stream); t++) {
                 const int n = std::min(uniform(0, 9) ? uniform(1, 4) : uniform(1, 300), c.n_cells - head[t]);
-                for (int i = 0; i < n; i++) {
-                    idx.push_back((int64_t) t * c.n_cells + head[t]++);
-                }
+                for (int i = 0; i < n; i++) { idx.push_back((int64_t) t * c.n_cells + head[t]++); }
                 if (head[t] == c.n_cells) { head[t] = 0; }
             }
             write(w, idx);
@@ -355,9 +354,11 @@ static void run(const config & c, unsigned seed, int steps) {
                 for (int page = a / pc; page <= b / pc; page++) {
                     for (int k = li; k < 2; k++) { absorb(w, k, 0, s, page); }
                 }
-                w.layer[li].lane[0]->edit(s, [&](int cell) { return cell >= a && cell <= b; }, [&](int cell, int, uint16_t * row) {
-                    for (int d = 0; cell >= a && cell <= b && d < c.dk; d++) { row[d] ^= 0x8000; }
-                });
+                w.layer[li].lane[0]->edit(
+                    s, [&](int cell) { return cell >= a && cell <= b; },
+                    [&](int cell, int, uint16_t * row) {
+                        for (int d = 0; cell >= a && cell <= b && d < c.dk; d++) { row[d] ^= 0x8000; }
+                    });
                 for (int cell = a; cell <= b; cell++) {
                     for (int d = 0; d < p.W; d++) { p.value[((size_t) s * c.n_cells + cell) * p.W + d] *= -1; }
                 }
@@ -370,9 +371,12 @@ static void run(const config & c, unsigned seed, int steps) {
                 for (int v = 0; v < 2; v++) {
                     plain_lane & p = layer.plain[v];
                     layer.lane[v]->copy_stream(s, to);
-                    std::copy_n(p.value.begin() + (long) s * c.n_cells * p.W, (size_t) c.n_cells * p.W, p.value.begin() + (long) to * c.n_cells * p.W);
-                    std::copy_n(p.slack.begin() + (long) s * c.n_cells, c.n_cells, p.slack.begin() + (long) to * c.n_cells);
-                    std::copy_n(p.written.begin() + (long) s * c.n_cells, c.n_cells, p.written.begin() + (long) to * c.n_cells);
+                    std::copy_n(p.value.begin() + (long) s * c.n_cells * p.W, (size_t) c.n_cells * p.W,
+                        p.value.begin() + (long) to * c.n_cells * p.W);
+                    std::copy_n(
+                        p.slack.begin() + (long) s * c.n_cells, c.n_cells, p.slack.begin() + (long) to * c.n_cells);
+                    std::copy_n(
+                        p.written.begin() + (long) s * c.n_cells, c.n_cells, p.written.begin() + (long) to * c.n_cells);
                 }
             }
             head[to] = head[s];
@@ -398,27 +402,25 @@ static void run(const config & c, unsigned seed, int steps) {
     }
     compare(w, "the end");
     CHECK(!strcmp(c.method, "f16") || w.counters.n_sealed > 20, "only %d pages were sealed", (int) w.counters.n_sealed);
-    printf("%-7s %-34s seed %u: %d steps, %d sealed, %d reopened, %d forced\n", c.method, c.opts, seed, steps, (int) w.counters.n_sealed,
-           (int) w.counters.n_reopened, (int) w.counters.n_forced);
+    printf("%-7s %-34s seed %u: %d steps, %d sealed, %d reopened, %d forced\n", c.method, c.opts, seed, steps,
+        (int) w.counters.n_sealed, (int) w.counters.n_reopened, (int) w.counters.n_forced);
 }
 
 int main(int argc, char ** argv) {
-    const unsigned seed  = argc > 1 ? (unsigned) atoi(argv[1]) : 42;
-    const int      steps = argc > 2 ? atoi(argv[2]) : 1500;
+    const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 42;
+    const int steps = argc > 2 ? atoi(argv[2]) : 1500;
     const config configs[] = {
-        { "f16",    "",                                   2, 64, 64, 512, 2 },
-        { "kivi",   "",                                   2, 64, 64, 512, 2 },
-        { "kivi",   "bits=4,group=128,group_v=64",        1, 64, 80, 640, 1 },
-        { "kivi",   "bits=3,group=64,scales=u8,sinks=4",  1, 80, 64, 512, 2 },
-        { "kivi",   "bits=1,levels=mid,window=0",         2, 64, 64, 256, 3 },
-        { "xquant", "kq=2,vq=0,km=0,vm=0",                2, 64, 64, 512, 2 },
-        { "xquant", "kq=0,vq=0,km=0,vm=0,shared=none",    1, 64, 64, 512, 1 },
+        { "f16", "", 2, 64, 64, 512, 2 },
+        { "kivi", "", 2, 64, 64, 512, 2 },
+        { "kivi", "bits=4,group=128,group_v=64", 1, 64, 80, 640, 1 },
+        { "kivi", "bits=3,group=64,scales=u8,sinks=4", 1, 80, 64, 512, 2 },
+        { "kivi", "bits=1,levels=mid,window=0", 2, 64, 64, 256, 3 },
+        { "xquant", "kq=2,vq=0,km=0,vm=0", 2, 64, 64, 512, 2 },
+        { "xquant", "kq=0,vq=0,km=0,vm=0,shared=none", 1, 64, 64, 512, 1 },
         { "xquant", "kq=0,vq=2,km=0,vm=2,group=16,window=32", 1, 96, 64, 512, 2 },
-        { "zipcache", "probe=0.5",                        2, 64, 64, 640, 2 },
+        { "zipcache", "probe=0.5", 2, 64, 64, 640, 2 },
         { "zipcache", "interval=64,salient=0.5,hi=3,window=64,sinks=4,scales=f16", 1, 64, 96, 448, 2 },
     };
-    for (const config & c : configs) {
-        run(c, seed, steps);
-    }
+    for (const config & c : configs) { run(c, seed, steps); }
     return 0;
 }

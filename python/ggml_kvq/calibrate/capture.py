@@ -1,6 +1,7 @@
 """Keys before rotary embedding and values, as the model itself makes them, from the cache of an ordinary Model.
 
-The model runs with method aqua, nothing subtracted and a window that holds the whole sequence, so every row is the model's own f16.
+The model runs with method aqua, nothing subtracted and a window that holds the whole sequence, so every row is the
+model's own f16.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ def open_model(path: str | os.PathLike[str], length: int, n_threads: int | None 
     if not 16 <= length <= MAX_LENGTH:
         raise KvqError(f"sequences of {length} tokens cannot be captured; choose 16 to {MAX_LENGTH}")
     opts = {"predictor": "none", "window": MAX_LENGTH, "sinks": 0}
-    return Model(path, kv_method="aqua", kv_opts=opts, kv_config="none", n_ctx=-(-length // 256) * 256, n_ubatch=512, n_threads=n_threads)
+    return Model(
+        path,
+        kv_method="aqua",
+        kv_opts=opts,
+        kv_config="none",
+        n_ctx=-(-length // 256) * 256,
+        n_ubatch=512,
+        n_threads=n_threads,
+    )
 
 
 def layers(path: str | os.PathLike[str]) -> list[tuple[int, int, int, int]]:
@@ -52,7 +61,10 @@ def sequences(model: Model, text: str, n: int, length: int, seed: int) -> list[n
     ids = np.asarray(model.tokenize(text), np.int32)
     whole = len(ids) // length
     if whole < n:
-        raise KvqError(f"the text has {len(ids)} tokens, {n} sequences of {length} need {n * length}; give more text or lower --sequences")
+        raise KvqError(
+            f"the text has {len(ids)} tokens, {n} sequences of {length} need {n * length}; give more text or lower"
+            " --sequences"
+        )
     pick = np.random.default_rng(seed).permutation(whole)[:n]
     return [ids[i * length : (i + 1) * length] for i in pick]
 
@@ -64,9 +76,12 @@ def run(model: Model, tokens: np.ndarray) -> None:
         pass
 
 
-def each(model: Model, shapes: list[tuple[int, int, int, int]], tokens: np.ndarray, sinks: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(layer, keys f32 [n, heads*size], values) of one sequence without its first `sinks` tokens: their rows are unlike all others and
-    ruin a regression (they stay f16 in the cache)."""
+def each(
+    model: Model, shapes: list[tuple[int, int, int, int]], tokens: np.ndarray, sinks: int
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(layer, keys f32 [n, heads*size], values) of one sequence without its first `sinks` tokens: their rows are
+    unlike all others and ruin a regression (they stay f16 in the cache).
+    """
     run(model, tokens)
     n = len(tokens) - sinks
     for il, heads, size_k, size_v in shapes:
@@ -74,7 +89,9 @@ def each(model: Model, shapes: list[tuple[int, int, int, int]], tokens: np.ndarr
 
 
 class GgufSource:
-    """Rows of a GGUF model for predictors.fit: the model itself writes them into a cache that keeps them as they come."""
+    """Rows of a GGUF model for predictors.fit: the model itself writes them into a cache that keeps them as they
+    come.
+    """
 
     def __init__(self, path: str | os.PathLike[str], text: str, length: int, n_threads: int | None = None) -> None:
         self.shapes = layers(path)
@@ -89,7 +106,9 @@ class GgufSource:
         with kvstats.lock:
             for il, *_ in self.shapes:
                 at = np.empty(0, np.float32).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-                found[il] = next((i for i in kvstats._numbers(id(model)) if kvq.kvq_cache_rows(i, il, 0, 0, 0, 0, at) == 0), -1)
+                found[il] = next(
+                    (i for i in kvstats._numbers(id(model)) if kvq.kvq_cache_rows(i, il, 0, 0, 0, 0, at) == 0), -1
+                )
         return [[il for il in found if found[il] == i] for i in sorted(set(found.values()))]
 
     def groups(self) -> list[list[int]]:

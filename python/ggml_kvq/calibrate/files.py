@@ -1,7 +1,8 @@
-"""Calibrated data in GGUF: as a sidecar (general.type "kvq", tensors), or as metadata arrays inside a model file, which unmodified
-llama.cpp ignores (it refuses unknown tensors). Layout: kvq.version, kvq.method, kvq.model.*, kvq.aqua.*,
-kvq.aqua.blk.<il>.{k,v}.{bias,weight,rms}, kvq.aqua.blk.<il>.prev, kvq.model.sketch (what the weights are), kvq.checksum; in a model file each array is a u8 array with .type and .shape (outermost
-first) beside it."""
+"""Calibrated data in GGUF: as a sidecar (general.type "kvq", tensors), or as metadata arrays inside a model file,
+which unmodified llama.cpp ignores (it refuses unknown tensors). Layout: kvq.version, kvq.method, kvq.model.*,
+kvq.aqua.*, kvq.aqua.blk.<il>.{k,v}.{bias,weight,rms}, kvq.aqua.blk.<il>.prev, kvq.model.sketch (what the weights
+are), kvq.checksum; in a model file each array is a u8 array with .type and .shape (outermost first) beside it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def _gguf() -> Any:
 
 
 def model_hash(arch: str, tokens: list[str]) -> str:
-    """64-bit FNV-1a of the architecture and every token, each with a final zero byte, in hexadecimal: fits every quantisation of a model."""
+    """64-bit FNV-1a of the architecture and every token, each with a final zero byte, in hexadecimal: fits every
+    quantisation of a model.
+    """
     h = 0xCBF29CE484222325
     for text in [arch, *tokens]:
         for byte in text.encode("utf-8", "surrogateescape").split(b"\0")[0] + b"\0":
@@ -80,7 +83,10 @@ def checksum(meta: dict[str, Any], data: dict[str, np.ndarray]) -> str:
             continue
         if isinstance(x, np.ndarray):
             kind, shape = _format(x)
-            head, body = b"a" + kind.encode() + b"\0" + np.array(shape, "<u4").tobytes(), np.ascontiguousarray(x).tobytes()
+            head, body = (
+                b"a" + kind.encode() + b"\0" + np.array(shape, "<u4").tobytes(),
+                np.ascontiguousarray(x).tobytes(),
+            )
         elif isinstance(x, str):
             head, body = b"s", x.encode()
         else:
@@ -124,7 +130,12 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
         "kvq.method": "aqua",
         **identity(path),
         "kvq.model.sketch": sketch(path),
-        **{f"kvq.aqua.blk.{il}.{name}.rms": x for il, layer in fit.layers.items() for name, x in zip("kv", layer.rms) if x > 0},
+        **{
+            f"kvq.aqua.blk.{il}.{name}.rms": x
+            for il, layer in fit.layers.items()
+            for name, x in zip("kv", layer.rms)
+            if x > 0
+        },
         "kvq.aqua.predictor": fit.predictor,
         "kvq.aqua.inputs": "k of the layer before; k of this layer, v of the layer before",
         "kvq.aqua.k_bits": bits.k,
@@ -174,16 +185,24 @@ def read_sidecar(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
     gguf = _gguf()
     reader = gguf.GGUFReader(os.fspath(path))
     if "general.type" not in reader.fields or reader.fields["general.type"].contents() != "kvq":
-        raise KvqError(f"{os.fspath(path)} is no sidecar of calibrated data (general.type is not kvq); ggml-kvq calibrate writes one")
+        raise KvqError(
+            f"{os.fspath(path)} is no sidecar of calibrated data (general.type is not kvq); ggml-kvq calibrate"
+            " writes one"
+        )
     meta = {key: f.contents() for key, f in reader.fields.items() if key.startswith("kvq.")}
     data = {t.name: np.array(t.data) for t in reader.tensors}
     if meta.get("kvq.checksum", checksum(meta, data)) != checksum(meta, data):
-        raise KvqError(f"{os.fspath(path)} is damaged (checksum {checksum(meta, data)}, {meta['kvq.checksum']} when it was made); calibrate again")
+        raise KvqError(
+            f"{os.fspath(path)} is damaged (checksum {checksum(meta, data)}, {meta['kvq.checksum']} when it was made);"
+            " calibrate again"
+        )
     return meta, data
 
 
 def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Copy of a model file with the sidecar's data as metadata, whole or not at all. Refuses a sidecar of another model."""
+    """Copy of a model file with the sidecar's data as metadata, whole or not at all. Refuses a sidecar of another
+    model.
+    """
     gguf_header.read(model, tensors=True).check_whole()
     with whole_file(out, need=os.path.getsize(model) + os.path.getsize(sidecar)) as partial:
         _embed(model, sidecar, partial)
@@ -194,7 +213,9 @@ def _embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: 
     meta, data = read_sidecar(sidecar)
     for key, value in identity(model).items():
         if meta.get(key) != value:
-            raise KvqError(f"{os.fspath(sidecar)}: {key} is {meta.get(key)!r}, the model's is {value!r}; calibrate this model")
+            raise KvqError(
+                f"{os.fspath(sidecar)}: {key} is {meta.get(key)!r}, the model's is {value!r}; calibrate this model"
+            )
     reader = gguf.GGUFReader(os.fspath(model))
     arch = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(os.fspath(out), arch, endianess=reader.endianess)

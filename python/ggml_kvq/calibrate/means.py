@@ -1,4 +1,6 @@
-"""Channel means of un-rotated keys and of values (AQUA-KV's "bias only"), streamed: memory does not grow with the number of tokens."""
+"""Channel means of un-rotated keys and of values (AQUA-KV's "bias only"), streamed: memory does not grow with the
+number of tokens.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ class Moments:
 
 @dataclass
 class Means:
-    """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry, keys and values;
-    rms[il] = root mean square of the rows."""
+    """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry,
+    keys and values; rms[il] = root mean square of the rows.
+    """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     removed: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -55,13 +58,20 @@ def fit(
 ) -> Means:
     """Means over n_sequences of `length` tokens of the text.
 
-    checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where it stopped, and a
-    finished run removes it. Raises KvqError for a text that is too short or a model without attention.
+    checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
+    it stopped, and a finished run removes it. Raises KvqError for a text that is too short or a model without
+    attention.
     """
     started = time.monotonic()
     shapes = capture.layers(path)
-    key = json.dumps([os.path.basename(os.fspath(path)), hashlib.sha256(text.encode()).hexdigest(), n_sequences, length, sinks, seed])
-    sums = {(il, v): Moments(np.zeros(h * (dv if v else dk)), np.zeros(h * (dv if v else dk))) for il, h, dk, dv in shapes for v in (0, 1)}
+    key = json.dumps(
+        [os.path.basename(os.fspath(path)), hashlib.sha256(text.encode()).hexdigest(), n_sequences, length, sinks, seed]
+    )
+    sums = {
+        (il, v): Moments(np.zeros(h * (dv if v else dk)), np.zeros(h * (dv if v else dk)))
+        for il, h, dk, dv in shapes
+        for v in (0, 1)
+    }
     done, store = 0, Path(checkpoint) if checkpoint else None
     if store and store.is_file():
         with np.load(store) as saved:
@@ -83,10 +93,16 @@ def fit(
                 line(f"calibrating: {i + 1}/{n_sequences} sequences, {left:.0f} s left")
     line.end()
     n = n_sequences * (length - sinks)
-    out = Means(n_tokens=n, seconds=time.monotonic() - started, peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    out = Means(
+        n_tokens=n,
+        seconds=time.monotonic() - started,
+        peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
     for il, *_ in shapes:
         mean_k, mean_v = (sums[il, v].total / n for v in (0, 1))
-        share_k, share_v = (float((m**2).sum() / max((sums[il, v].square / n).sum(), 1e-30)) for v, m in enumerate((mean_k, mean_v)))
+        share_k, share_v = (
+            float((m**2).sum() / max((sums[il, v].square / n).sum(), 1e-30)) for v, m in enumerate((mean_k, mean_v))
+        )
         out.mean[il] = (mean_k.astype(np.float32), mean_v.astype(np.float32))
         out.removed[il] = (share_k, share_v)
         rms_k, rms_v = (float(np.sqrt((sums[il, v].square / n).mean())) for v in (0, 1))

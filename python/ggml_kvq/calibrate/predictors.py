@@ -1,9 +1,9 @@
-"""AQUA-KV's linear predictors (arXiv 2501.19392, section 3.1): ridge regression layer by layer, each on what the cache will reconstruct
-of the layer before.
+"""AQUA-KV's linear predictors (arXiv 2501.19392, section 3.1): ridge regression layer by layer, each on what the cache
+will reconstruct of the layer before.
 
-Rows of every layer are captured once into a folder on disk (f16, 2 * tokens * K and V width bytes) and read in chunks from then on:
-memory holds one chunk and the sums of products, whatever the number of tokens; every token is read a fixed number of times. A run that
-was killed goes on after the last sequence captured, or the last layer fitted.
+Rows of every layer are captured once into a folder on disk (f16, 2 * tokens * K and V width bytes) and read in chunks
+from then on: memory holds one chunk and the sums of products, whatever the number of tokens; every token is read a
+fixed number of times. A run that was killed goes on after the last sequence captured, or the last layer fitted.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ class Source(Protocol):
 
 @dataclass
 class Layer:
-    """mean: f32 [width] of keys, values; rms: of their rows. weight: raw rows as GGUF holds them ("f16" or "q4_0"), None in the first layer.
-    explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of sequences."""
+    """mean: f32 [width] of keys, values; rms: of their rows. weight: raw rows as GGUF holds them ("f16" or "q4_0"),
+    None in the first layer.
+    explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of
+    sequences.
+    """
 
     mean: tuple[np.ndarray, np.ndarray]
     weight: list[np.ndarray | None] = field(default_factory=lambda: [None, None])
@@ -106,7 +109,11 @@ class Products:
         """1 - |y - W x|^2 / |y|^2 on rows held out, or on all when there are none; w [n_out, n_in]."""
         i = 1 if self.yy[1] else 0
         w = w.astype(np.float64)
-        left = self.yy[i] - 2 * np.einsum("oi,io->", w, self.xy[i]) + np.einsum("oi,ij,oj->", w, self.xx[i], w, optimize=True)
+        left = (
+            self.yy[i]
+            - 2 * np.einsum("oi,io->", w, self.xy[i])
+            + np.einsum("oi,ij,oj->", w, self.xx[i], w, optimize=True)
+        )
         return float(1 - left / max(self.yy[i], 1e-30))
 
 
@@ -178,8 +185,9 @@ def fit(
 ) -> Fit:
     """Fit predictors ("k" or "full") of every layer but the first of each group, in f16 or q4_0.
 
-    folder: where rows and finished layers are kept until the end; a folder left by a killed run of the same numbers is continued.
-    One sequence in eight is held out to measure explained variance. Raises KvqError for layers of unequal width or too little text.
+    folder: where rows and finished layers are kept until the end; a folder left by a killed run of the same numbers is
+    continued. One sequence in eight is held out to measure explained variance. Raises KvqError for layers of unequal
+    width or too little text.
     """
     bits = bits or Bits()
     started = time.monotonic()
@@ -197,7 +205,10 @@ def fit(
     for group in groups:
         for a, b in itertools.pairwise(group):
             if any(shapes[a][1] * shapes[a][i] != shapes[b][1] * shapes[b][i] for i in (2, 3)):
-                raise KvqError(f"layers {a} and {b} have KV rows of unequal width, which no predictor of this method takes; use --predictor bias")
+                raise KvqError(
+                    f"layers {a} and {b} have KV rows of unequal width, which no predictor of this method takes; use"
+                    " --predictor bias"
+                )
     captured = _capture(source, store, place, n_sequences, length, sinks, seed, bar)
     spent = time.monotonic() - started
     total = n_sequences * per
@@ -207,7 +218,11 @@ def fit(
     for group in groups:
         for ordinal, il in enumerate(group):
             saved = place / f"layer.{il}.npz"
-            out.layers[il] = _load(saved) if saved.is_file() else work.layer(shapes[il], ordinal, group[ordinal - 1] if ordinal else -1, predictor)
+            out.layers[il] = (
+                _load(saved)
+                if saved.is_file()
+                else work.layer(shapes[il], ordinal, group[ordinal - 1] if ordinal else -1, predictor)
+            )
             if not saved.is_file():
                 _save(saved, out.layers[il])
             if ordinal:
@@ -220,7 +235,9 @@ def fit(
     return out
 
 
-def _capture(source: Source, store: Store, place: Path, n: int, length: int, sinks: int, seed: int, bar: Progress) -> int:
+def _capture(
+    source: Source, store: Store, place: Path, n: int, length: int, sinks: int, seed: int, bar: Progress
+) -> int:
     """Rows of n sequences on disk; bytes of them."""
     mark = place / "captured"
     done = int(mark.read_text()) if mark.is_file() else 0
@@ -228,7 +245,10 @@ def _capture(source: Source, store: Store, place: Path, n: int, length: int, sin
     if done < n:
         free = shutil.disk_usage(place).free
         if size * 1.15 > free:
-            raise KvqError(f"captured rows need {size >> 20} MiB in {place}, {free >> 20} are free; lower --sequences or give --work another folder")
+            raise KvqError(
+                f"captured rows need {size >> 20} MiB in {place}, {free >> 20} are free; lower --sequences or give"
+                " --work another folder"
+            )
         chosen = source.tokens(n, length, seed)
         for i in range(done, n):
             for il, k, v in source.rows(chosen[i], sinks):
@@ -247,7 +267,18 @@ def _replace(path: Path, text: str) -> None:
 
 
 class _Work:
-    def __init__(self, store: Store, total: int, per: int, n_seq: int, bits: Bits, form: str, n_threads: int, bar: Progress, n_layers: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        total: int,
+        per: int,
+        n_seq: int,
+        bits: Bits,
+        form: str,
+        n_threads: int,
+        bar: Progress,
+        n_layers: int,
+    ) -> None:
         self.store, self.total, self.per, self.n_seq = store, total, per, n_seq
         self.bits, self.form, self.n_threads, self.bar, self.n_layers = bits, form, n_threads, bar, n_layers
         self.lib = loader.libraries().need_kvq()
@@ -283,7 +314,9 @@ class _Work:
         """(raw rows for GGUF, the same as f32 [n_out, n_in])."""
         w = ridge(p.xx[0], p.xy[0])
         if not np.isfinite(w).all():
-            raise KvqError(f"the regression of {name} gives values that are not finite; the text holds too little variety")
+            raise KvqError(
+                f"the regression of {name} gives values that are not finite; the text holds too little variety"
+            )
         raw = weights.to_f16(w) if self.form == "f16" else weights.to_q4_0(w, p.xx[0])
         return raw, weights.to_f32(raw, self.form)
 
@@ -300,14 +333,24 @@ class _Work:
             p = Products(wk, wk)
             for row, n, seq in self.chunks():
                 self.note(p, seq, row)
-                p.add(self.store.read(f"k.{prev}.rec", row, n, wk), self.centred(f"k.{il}", out.mean[0], row, n), seq >= self.n_fit)
+                p.add(
+                    self.store.read(f"k.{prev}.rec", row, n, wk),
+                    self.centred(f"k.{il}", out.mean[0], row, n),
+                    seq >= self.n_fit,
+                )
             out.weight[0], w = self.solve(p, f"keys of layer {il}")
             self.measure(out, 0, p, w)
             k_pred = kernels.pack_weights(self.lib, w, bits)
         p = Products(wk + wv, wv)
         for row, n, seq in self.chunks():
             y = self.centred(f"k.{il}", out.mean[0], row, n)
-            pred = None if k_pred is None else kernels.predict(self.lib, k_pred, self.store.read(f"k.{prev}.rec", row, n, wk), None, self.n_threads)
+            pred = (
+                None
+                if k_pred is None
+                else kernels.predict(
+                    self.lib, k_pred, self.store.read(f"k.{prev}.rec", row, n, wk), None, self.n_threads
+                )
+            )
             k = self.rebuilt(codecs[0], y, pred)
             self.store.write_at(f"k.{il}.rec", row, k)
             if ordinal and full:
@@ -325,8 +368,12 @@ class _Work:
             y = self.centred(f"v.{il}", out.mean[1], row, n)
             v_pred = None
             if ordinal:
-                v_pred = kernels.predict(self.lib, parts[0], self.store.read(f"k.{il}.rec", row, n, wk), None, self.n_threads)
-                v_pred = kernels.predict(self.lib, parts[1], self.store.read(f"v.{prev}.rec", row, n, wv), v_pred, self.n_threads)
+                v_pred = kernels.predict(
+                    self.lib, parts[0], self.store.read(f"k.{il}.rec", row, n, wk), None, self.n_threads
+                )
+                v_pred = kernels.predict(
+                    self.lib, parts[1], self.store.read(f"v.{prev}.rec", row, n, wv), v_pred, self.n_threads
+                )
             self.store.write_at(f"v.{il}.rec", row, self.rebuilt(codecs[1], y, v_pred))
         return out
 
@@ -344,10 +391,11 @@ class _Work:
 
 def _save(path: Path, layer: Layer) -> None:
     new = path.with_name("new.npz")
-    arrays = {f"weight{i}": w for i, w in enumerate(layer.weight) if w is not None}
-    gain = np.array([[n, *g] for n, g in sorted(layer.gain.items())])
+    arrays: dict[str, Any] = {f"weight{i}": w for i, w in enumerate(layer.weight) if w is not None}
+    arrays |= {"mean0": layer.mean[0], "mean1": layer.mean[1], "prev": layer.prev, "rms": layer.rms}
+    arrays |= {"explained": layer.explained, "gain": [[n, *g] for n, g in sorted(layer.gain.items())]}
     with open(new, "wb") as f:
-        np.savez(f, mean0=layer.mean[0], mean1=layer.mean[1], prev=np.array(layer.prev), explained=np.array(layer.explained), gain=gain, rms=np.array(layer.rms), **arrays)  # type: ignore[arg-type]
+        np.savez(f, **{name: np.asarray(value) for name, value in arrays.items()})  # type: ignore[arg-type]
     os.replace(new, path)
 
 

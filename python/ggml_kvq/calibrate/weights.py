@@ -1,5 +1,6 @@
-"""Predictor matrices as GGUF holds them: f16, or ggml's q4_0 with the rounding of each column made good by the columns behind it
-(GPTQ, arXiv 2210.17323, section 3)."""
+"""Predictor matrices as GGUF holds them: f16, or ggml's q4_0 with the rounding of each column made good by the
+columns behind it (GPTQ, arXiv 2210.17323, section 3).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""XQuant configurations in GGUF: the preset scaled to the model, or a search over kq, vq, km, vm, eta1 and eta2 on a text.
+"""XQuant configurations in GGUF: the preset scaled to the model, or a search over kq, vq, km, vm, eta1 and eta2 on a
+text.
 
-The search minimises the mean KL divergence from the f16 cache at the preset's code bits, one parameter after the other (section 4.1 of
-the paper grids eta). Codes are shared only where that beats the null: the same layers with no codes at all, which costs fewer bytes.
+The search minimises the mean KL divergence from the f16 cache at the preset's code bits, one parameter after the other
+(section 4.1 of the paper grids eta). Codes are shared only where that beats the null: the same layers with no codes at
+all, which costs fewer bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ class Found:
 
 
 def preset(name: str, n_layer: int) -> Config:
-    """The preset's splits scaled to n_layer, pairs whole: keys round down, values up, as methods/xquant.cpp scales them."""
+    """The preset's splits scaled to n_layer, pairs whole: keys round down, values up, as methods/xquant.cpp scales
+    them.
+    """
+
     def scaled(of32: int, up: bool) -> int:
         pairs = (of32 * n_layer + 63) // 64 if up else of32 * n_layer // 64
         return min(2 * pairs, n_layer + n_layer % 2)
@@ -60,23 +65,40 @@ def preset(name: str, n_layer: int) -> Config:
 
 
 def code_bits(c: Config, n_layer: int) -> float:
-    """Mean code bits of a value, as the paper counts (appendix C): shared codes once; the null stores none for sharing layers."""
+    """Mean code bits of a value, as the paper counts (appendix C): shared codes once; the null stores none for
+    sharing layers.
+    """
     total = 0
     for q, m in ((c.kq, c.km), (c.vq, c.vm)):
         total += sum(0 if il % 2 and il >= m else 2 if il < q else 1 for il in range(n_layer))
     return total / (2 * n_layer)
 
 
-def search(model: str | os.PathLike[str], text: str, start: Config, *, n_ctx: int = 1024, chunks: int = 2, n_threads: int | None = None,
-           report: Callable[[str], None] = print) -> Found:  # fmt: skip
+def search(
+    model: str | os.PathLike[str],
+    text: str,
+    start: Config,
+    *,
+    n_ctx: int = 1024,
+    chunks: int = 2,
+    n_threads: int | None = None,
+    report: Callable[[str], None] = print,
+) -> Found:
     """Best configuration at the code bits of `start`. Raises KvqError for a text shorter than two windows of n_ctx."""
     header = gguf_header.read(model)
     n_layer = len(gguf_header.attention_layers(header))
     protocol = perplexity.Protocol(n_ctx, min(128, n_ctx), 0, chunks)
-    size: dict[str, Any] = {"n_ctx": n_ctx, "n_batch": protocol.n_ubatch, "n_ubatch": protocol.n_ubatch, "n_threads": n_threads}
+    size: dict[str, Any] = {
+        "n_ctx": n_ctx,
+        "n_batch": protocol.n_ubatch,
+        "n_ubatch": protocol.n_ubatch,
+        "n_threads": n_threads,
+    }
     with tempfile.TemporaryDirectory() as folder:
         with Model(model, UPSTREAM, **size) as m:
-            base = perplexity.BaseFile(Path(folder) / "base", protocol, protocol.windows(perplexity.text_tokens(m, text)), m.n_vocab)
+            base = perplexity.BaseFile(
+                Path(folder) / "base", protocol, protocol.windows(perplexity.text_tokens(m, text)), m.n_vocab
+            )
             base.write(m)
         found = Found(start)
         known: dict[Config, float] = {}
@@ -86,7 +108,10 @@ def search(model: str | os.PathLike[str], text: str, start: Config, *, n_ctx: in
                 with Model(model, "xquant", dict(c.options()), kv_config="none", **size) as m:
                     known[c] = float(perplexity.divergence(m, base).summary()["kld_mean"])
                 found.tried.append((what, c, known[c]))
-                report(f"{what:<14} kq={c.kq} vq={c.vq} km={c.km} vm={c.vm} eta1={c.eta1:.4g} eta2={c.eta2:.4g} shared={c.shared}: KL divergence {known[c]:.5f}")
+                report(
+                    f"{what:<14} kq={c.kq} vq={c.vq} km={c.km} vm={c.vm} eta1={c.eta1:.4g} eta2={c.eta2:.4g}"
+                    f" shared={c.shared}: KL divergence {known[c]:.5f}"
+                )
             return known[c]
 
         best = start
@@ -98,7 +123,11 @@ def search(model: str | os.PathLike[str], text: str, start: Config, *, n_ctx: in
             best = null
         for d in (-4, -2, 2, 4):  # pairs of layers that give key bits to values, or take them
             c = replace(best, kq=best.kq - d, vq=best.vq + d)
-            whole = min(c.kq, c.vq) >= 0 and max(c.kq, c.vq) <= n_layer and abs(code_bits(c, n_layer) - code_bits(best, n_layer)) < 1e-9
+            whole = (
+                min(c.kq, c.vq) >= 0
+                and max(c.kq, c.vq) <= n_layer
+                and abs(code_bits(c, n_layer) - code_bits(best, n_layer)) < 1e-9
+            )
             if whole and loss("bits moved", c) < loss("", best):
                 best = c
         for key in ("km", "vm"):  # sharing in fewer layers, paid for with values of one bit
@@ -108,7 +137,11 @@ def search(model: str | os.PathLike[str], text: str, start: Config, *, n_ctx: in
                     c = replace(c, vq=c.vq - 2) if c.vq else replace(c, kq=c.kq - 2)
                 if code_bits(c, n_layer) <= code_bits(start, n_layer) + 1e-9 and loss(key, c) < loss("", best):
                     best = c
-        if best.shared == "codes" and min(best.km, best.vm) < n_layer and loss("null", replace(best, shared="none")) <= loss("", best):
+        if (
+            best.shared == "codes"
+            and min(best.km, best.vm) < n_layer
+            and loss("null", replace(best, shared="none")) <= loss("", best)
+        ):
             best = replace(best, shared="none")
         found.best = best
         return found
@@ -120,4 +153,10 @@ def fields(model: str | os.PathLike[str], c: Config) -> dict[str, Any]:
 
     if not all(n % 2 == 0 for n in (c.kq, c.vq, c.km, c.vm)):
         raise KvqError(f"kq={c.kq} vq={c.vq} km={c.km} vm={c.vm} cut a layer pair in two; use even numbers")
-    return {"kvq.version": VERSION, "kvq.method": "xquant", **identity(model), "kvq.model.sketch": sketch(model), **{f"kvq.xquant.{key}": value for key, value in c.options().items()}}
+    return {
+        "kvq.version": VERSION,
+        "kvq.method": "xquant",
+        **identity(model),
+        "kvq.model.sketch": sketch(model),
+        **{f"kvq.xquant.{key}": value for key, value in c.options().items()},
+    }

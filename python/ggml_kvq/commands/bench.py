@@ -14,17 +14,31 @@ HELP = "measure speed: generation and prompt tokens/s at depth, against upstream
 
 def register(subparsers: Any) -> None:
     """Add the `bench` parser."""
-    p = subparsers.add_parser("bench", help=HELP, description=HELP + ". Runs llama-bench, caches in turn; figures are medians.")
+    p = subparsers.add_parser(
+        "bench", help=HELP, description=HELP + ". Runs llama-bench, caches in turn; figures are medians."
+    )
     p.add_argument("-m", "--model", required=True, help="GGUF model, or hf:owner/repo/file.gguf")
-    p.add_argument("--cache", action="append", default=[], metavar="SPEC", help="a cache, as for ggml-kvq eval; repeatable (f16 is always measured)")
-    p.add_argument("-d", "--depths", type=sizes.token_list, default=[0, 4096], help="tokens already in the cache (default 0,4096)")
+    p.add_argument(
+        "--cache",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="a cache, as for ggml-kvq eval; repeatable (f16 is always measured)",
+    )
+    p.add_argument(
+        "-d", "--depths", type=sizes.token_list, default=[0, 4096], help="tokens already in the cache (default 0,4096)"
+    )
     p.add_argument("-n", "--n-gen", type=sizes.tokens, default=32, help="tokens generated (default 32; 0: none)")
-    p.add_argument("-p", "--n-prompt", type=sizes.tokens, default=0, help="tokens of a prompt read at each depth (default 0: none)")
+    p.add_argument(
+        "-p", "--n-prompt", type=sizes.tokens, default=0, help="tokens of a prompt read at each depth (default 0: none)"
+    )
     p.add_argument("-t", "--threads", type=sizes.positive, default=os.cpu_count(), help="CPU threads (default: all)")
     p.add_argument("-ub", "--ubatch-size", type=sizes.tokens, default=512, help="tokens decoded at once (default 512)")
     p.add_argument("-r", "--reps", type=sizes.positive, default=2, help="repetitions in a process (default 2)")
     p.add_argument("--rounds", type=sizes.positive, default=3, help="times that the caches alternate (default 3)")
-    p.add_argument("--device", default="", help="llama.cpp device of upstream's caches (default: the CPU); KVQ0 runs ours")
+    p.add_argument(
+        "--device", default="", help="llama.cpp device of upstream's caches (default: the CPU); KVQ0 runs ours"
+    )
     p.add_argument("-o", "--output", help="append one JSON line per row, as ggml-kvq plot speed reads")
     p.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     p.set_defaults(run=run, interrupted="the rows so far stand above and in the -o file")
@@ -47,7 +61,16 @@ def run(args: argparse.Namespace) -> int:
     if not model.is_file():
         raise KvqError(f"{model} is not a file; give -m a GGUF model")
     gguf_header.read(model, tensors=True).check_whole()
-    settings = bench.Settings(tuple(args.depths), args.n_gen, args.n_prompt, args.ubatch_size, args.threads, args.reps, args.rounds, args.device)
+    settings = bench.Settings(
+        tuple(args.depths),
+        args.n_gen,
+        args.n_prompt,
+        args.ubatch_size,
+        args.threads,
+        args.reps,
+        args.rounds,
+        args.device,
+    )
     for spec in specs:
         spec.check()
     if args.output:

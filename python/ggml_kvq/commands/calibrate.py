@@ -13,21 +13,60 @@ from . import _sizes as sizes
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("calibrate", help="fit what method aqua subtracts from a model's cache, and write it as a sidecar GGUF")
+    parser = subparsers.add_parser(
+        "calibrate", help="fit what method aqua subtracts from a model's cache, and write it as a sidecar GGUF"
+    )
     parser.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF model")
-    parser.add_argument("--method", choices=("aqua", "xquant"), default="aqua", help="method to calibrate for (default aqua)")
-    parser.add_argument("--preset", choices=("1.38", "1.41", "1.16"), default="1.38", help="xquant: code bits to keep (default 1.38)")
-    parser.add_argument("-f", "--file", metavar="TEXT", help="text of the kind the model will see; xquant without it: the preset alone")
-    parser.add_argument("-o", "--output", metavar="FILE", help="sidecar to write (default: the model's name with .kvq.gguf)")
-    parser.add_argument("--predictor", choices=("bias", "k", "full"), default="bias", help="channel means, or linear predictors of keys, or of both (default bias)")
-    parser.add_argument("--weights", choices=("f16", "q4_0"), default="f16", help="format of the predictors (default f16)")
-    for name, what, default in (("k-bits", "keys", 2), ("v-bits", "values", 2), ("first-bits", "the first layer, at least", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"code bits the cache will give {what} (default {default})")
-    parser.add_argument("--hf", metavar="DIR", help="run this Hugging Face model (a folder, or an id on the hub) instead of the GGUF, which names it")
-    parser.add_argument("--work", metavar="DIR", help="folder for captured rows while predictors are fitted (default: beside the output)")
+    parser.add_argument(
+        "--method", choices=("aqua", "xquant"), default="aqua", help="method to calibrate for (default aqua)"
+    )
+    parser.add_argument(
+        "--preset", choices=("1.38", "1.41", "1.16"), default="1.38", help="xquant: code bits to keep (default 1.38)"
+    )
+    parser.add_argument(
+        "-f", "--file", metavar="TEXT", help="text of the kind the model will see; xquant without it: the preset alone"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="sidecar to write (default: the model's name with .kvq.gguf)"
+    )
+    parser.add_argument(
+        "--predictor",
+        choices=("bias", "k", "full"),
+        default="bias",
+        help="channel means, or linear predictors of keys, or of both (default bias)",
+    )
+    parser.add_argument(
+        "--weights", choices=("f16", "q4_0"), default="f16", help="format of the predictors (default f16)"
+    )
+    for name, what, default in (
+        ("k-bits", "keys", 2),
+        ("v-bits", "values", 2),
+        ("first-bits", "the first layer, at least", 4),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"code bits the cache will give {what} (default {default})",
+        )
+    parser.add_argument(
+        "--hf",
+        metavar="DIR",
+        help="run this Hugging Face model (a folder, or an id on the hub) instead of the GGUF, which names it",
+    )
+    parser.add_argument(
+        "--work",
+        metavar="DIR",
+        help="folder for captured rows while predictors are fitted (default: beside the output)",
+    )
     parser.add_argument("--sequences", type=sizes.tokens, default=64, metavar="N", help="sequences to run (default 64)")
-    parser.add_argument("--length", type=sizes.tokens, default=2048, metavar="N", help="tokens of a sequence (default 2048)")
-    parser.add_argument("--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)")
+    parser.add_argument(
+        "--length", type=sizes.tokens, default=2048, metavar="N", help="tokens of a sequence (default 2048)"
+    )
+    parser.add_argument(
+        "--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which sequences of the text (default 0)")
     parser.add_argument("-t", "--threads", type=sizes.positive, metavar="N", help="CPU threads")
     parser.set_defaults(run=run, interrupted="the same command goes on where it stopped")
@@ -46,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
     check_inputs(model, args.file)
     out = Path(args.output or sidecars.default_path(model))
     if args.sequences < 1 or not 0 <= args.sinks < args.length:
-        raise KvqError(f"--sequences {args.sequences} with --sinks {args.sinks} leaves no tokens; choose at least 1 and fewer sinks than --length")
+        raise KvqError(
+            f"--sequences {args.sequences} with --sinks {args.sinks} leaves no tokens; choose at least 1 and fewer"
+            " sinks than --length"
+        )
     files._gguf()
     text = Path(args.file).read_text("utf-8", errors="replace")
     if args.predictor != "bias":
@@ -54,9 +96,16 @@ def run(args: argparse.Namespace) -> int:
     if args.hf:
         raise KvqError("--hf goes with --predictor k or full; means come from the GGUF itself")
     fitted = means.fit(
-        model, text, n_sequences=args.sequences, length=args.length, sinks=args.sinks, seed=args.seed, n_threads=args.threads,
-        checkpoint=str(out) + ".partial.npz", progress=True,
-    )  # fmt: skip
+        model,
+        text,
+        n_sequences=args.sequences,
+        length=args.length,
+        sinks=args.sinks,
+        seed=args.seed,
+        n_threads=args.threads,
+        checkpoint=str(out) + ".partial.npz",
+        progress=True,
+    )
     files.write_sidecar(out, files.fields(model, fitted, args.sinks), files.arrays(fitted))
     print(f"{'layer':>5} {'K energy in means':>18} {'V energy in means':>18}")
     for il, (k, v) in fitted.removed.items():
@@ -108,15 +157,24 @@ def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) 
         source = capture.GgufSource(model, text, args.length, args.threads)
     folder = Path(args.work) if args.work else out.with_name(out.name + ".partial")
     fit = predictors.fit(
-        source, predictor=args.predictor, bits=bits, form=args.weights, n_sequences=args.sequences, length=args.length, sinks=args.sinks,
-        seed=args.seed, folder=folder, n_threads=args.threads, progress=True,
-    )  # fmt: skip
+        source,
+        predictor=args.predictor,
+        bits=bits,
+        form=args.weights,
+        n_sequences=args.sequences,
+        length=args.length,
+        sinks=args.sinks,
+        seed=args.seed,
+        folder=folder,
+        n_threads=args.threads,
+        progress=True,
+    )
     files.write_sidecar(out, files.predictor_fields(model, fit, bits, args.sinks), files.predictor_arrays(fit))
     shutil.rmtree(folder, ignore_errors=True)
     print_fit(fit)
     print(
-        f"{out}: {fit.n_tokens} tokens in {fit.seconds:.0f} s ({fit.seconds_capture:.0f} s running the model), peak memory {fit.peak_mib:.0f} MiB, "
-        f"{fit.disk_mib:.0f} MiB of rows on disk"
+        f"{out}: {fit.n_tokens} tokens in {fit.seconds:.0f} s ({fit.seconds_capture:.0f} s running the model), peak"
+        f" memory {fit.peak_mib:.0f} MiB, {fit.disk_mib:.0f} MiB of rows on disk"
     )
     print(next_commands(args, model, out))
     return 0
@@ -124,7 +182,10 @@ def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) 
 
 def print_fit(fit: Any) -> None:
     """Explained variance by layer, and by number of sequences."""
-    print(f"{'layer':>5} {'K explained':>12} {'V explained':>12}   of the variance behind the means, on sequences held out")
+    print(
+        f"{'layer':>5} {'K explained':>12} {'V explained':>12}   of the variance behind the means, on sequences"
+        " held out"
+    )
     later = [x for x in fit.layers.values() if x.prev >= 0]
     for il, x in fit.layers.items():
         if x.prev >= 0:
@@ -148,7 +209,14 @@ def run_xquant(args: argparse.Namespace) -> int:
         best = xquant.search(model, text, start, n_ctx=min(args.length, 1024), n_threads=args.threads).best
     files.write_sidecar(out, xquant.fields(model, best), {})
     how = "searched on " + args.file if args.file else f"preset {args.preset}, no data"
-    shared = "codes shared by layer pairs" if best.shared == "codes" else "no codes in sharing layers: the null is better on this text"
-    print(f"{out}: {how}: {xquant.code_bits(best, n_layer):.2f} code bits, {shared if min(best.km, best.vm) < n_layer else 'nothing shared'}")
+    shared = (
+        "codes shared by layer pairs"
+        if best.shared == "codes"
+        else "no codes in sharing layers: the null is better on this text"
+    )
+    print(
+        f"{out}: {how}: {xquant.code_bits(best, n_layer):.2f} code bits,"
+        f" {shared if min(best.km, best.vm) < n_layer else 'nothing shared'}"
+    )
     print(next_commands(args, model, out))
     return 0

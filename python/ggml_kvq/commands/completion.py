@@ -93,4 +93,6 @@ _ggml_kvq_launcher() {{
     return 0
 }}
 complete -o default -o bashdefault -F _ggml_kvq ggml-kvq
-complete -o default -o bashdefault -F _ggml_kvq_launcher llama-cli llama-completion llama-server llama-bench llama-perplexity llama-rpc-server"""
+for program in llama-cli llama-completion llama-server llama-bench llama-perplexity llama-rpc-server; do
+    complete -o default -o bashdefault -F _ggml_kvq_launcher $program
+done"""

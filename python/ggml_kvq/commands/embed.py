@@ -1,4 +1,6 @@
-"""`ggml-kvq embed`: a copy of a model that carries calibrated data and names its method; unmodified llama.cpp still loads it."""
+"""`ggml-kvq embed`: a copy of a model that carries calibrated data and names its method; unmodified llama.cpp still
+loads it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Any
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("embed", help="copy a model with calibrated data inside, so that it chooses its own method")
+    parser = subparsers.add_parser(
+        "embed", help="copy a model with calibrated data inside, so that it chooses its own method"
+    )
     parser.add_argument("model", metavar="MODEL", help="GGUF model")
     parser.add_argument("sidecar", metavar="SIDECAR", help="what ggml-kvq calibrate wrote")
     parser.add_argument("output", metavar="OUTPUT", help="model file to write")

@@ -29,29 +29,56 @@ def register(subparsers: Any) -> None:
         "eval", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("-m", "--model", required=True, help="GGUF model, or hf:owner/repo/file.gguf")
-    p.add_argument("--cache", action="append", default=[], metavar="SPEC", help="a cache to measure; repeatable, see below")
-    p.add_argument("-o", "--output", default="results.jsonl", help="result file; rows already there are not measured again")
+    p.add_argument(
+        "--cache", action="append", default=[], metavar="SPEC", help="a cache to measure; repeatable, see below"
+    )
+    p.add_argument(
+        "-o", "--output", default="results.jsonl", help="result file; rows already there are not measured again"
+    )
     p.add_argument("-t", "--threads", type=sizes.positive, default=os.cpu_count(), help="CPU threads (default: all)")
-    p.add_argument("-ub", "--ubatch-size", type=sizes.tokens, help="tokens decoded at once (default 128, an eighth of a window below 1024)")
+    p.add_argument(
+        "-ub",
+        "--ubatch-size",
+        type=sizes.tokens,
+        help="tokens decoded at once (default 128, an eighth of a window below 1024)",
+    )
     p.add_argument("--markdown", action="store_true", help="print the summary as Markdown")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
 
     g = p.add_argument_group("text: perplexity and divergence, as llama-perplexity defines them")
     g.add_argument("-f", "--file", help="text file; without it this part is left out")
     g.add_argument("-c", "--ctx-size", type=sizes.tokens, default=2048, help="window in tokens (default 2048)")
-    g.add_argument("--stride", type=sizes.tokens, default=0, help="start a window every N tokens, score its last N (default 0: end to end)")
+    g.add_argument(
+        "--stride",
+        type=sizes.tokens,
+        default=0,
+        help="start a window every N tokens, score its last N (default 0: end to end)",
+    )
     g.add_argument("--chunks", type=sizes.tokens, default=0, help="at most so many windows (default 0: all)")
-    g.add_argument("--base", help="file of the f16 log-probabilities (llama-perplexity's format; default: beside the output)")
+    g.add_argument(
+        "--base", help="file of the f16 log-probabilities (llama-perplexity's format; default: beside the output)"
+    )
 
     g = p.add_argument_group("retrieval tasks")
     g.add_argument("--tasks", default="", help=f"comma list of {','.join(tasks.TASKS)}")
-    g.add_argument("--lengths", type=sizes.token_list, default=[1000, 2000, 4000], help="prompt lengths in tokens (default 1000,2000,4000)")
+    g.add_argument(
+        "--lengths",
+        type=sizes.token_list,
+        default=[1000, 2000, 4000],
+        help="prompt lengths in tokens (default 1000,2000,4000)",
+    )
     g.add_argument("--samples", type=sizes.positive, default=50, help="samples a cell (default 50)")
     g.add_argument("--seed", type=int, default=0, help="first seed of the samples (default 0)")
     g.add_argument("--filler", help="text file to hide the facts in (default: made-up sentences)")
 
     g = p.add_argument_group("long generation")
-    g.add_argument("--drift", type=sizes.tokens, default=0, metavar="N", help="generate N tokens with f16 and follow them (2048 is usual)")
+    g.add_argument(
+        "--drift",
+        type=sizes.tokens,
+        default=0,
+        metavar="N",
+        help="generate N tokens with f16 and follow them (2048 is usual)",
+    )
     g.add_argument("--prompt", default="The", help="prompt of the long generation")
 
     g = p.add_argument_group("documents")

@@ -15,9 +15,23 @@ SHOWN = 8  # longest array of metadata that is printed
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("info", help="show what a GGUF holds and what its KV cache takes under each method")
-    parser.add_argument("file", metavar="FILE", help="a GGUF model, hf:owner/repo/file.gguf, or a sidecar of calibrated data")
-    parser.add_argument("--cache", action="append", default=[], metavar="SPEC", help="plan this cache, as for ggml-kvq eval (kivi:bits=2,group=64); repeatable")
-    parser.add_argument("-c", "--ctx-size", type=sizes.tokens, metavar="N", help="context length in tokens, 32k is 32768 (default: the model's own)")
+    parser.add_argument(
+        "file", metavar="FILE", help="a GGUF model, hf:owner/repo/file.gguf, or a sidecar of calibrated data"
+    )
+    parser.add_argument(
+        "--cache",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="plan this cache, as for ggml-kvq eval (kivi:bits=2,group=64); repeatable",
+    )
+    parser.add_argument(
+        "-c",
+        "--ctx-size",
+        type=sizes.tokens,
+        metavar="N",
+        help="context length in tokens, 32k is 32768 (default: the model's own)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -38,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
         raise MethodError(f"--ctx-size {n_ctx} is not a positive number of tokens")
     plans = info.plans(header, n_ctx, specs) if "attention_layers" in facts else []
     if specs and not plans:
-        raise MethodError(f"{args.file} describes no attention layers, --cache {specs[0].text} has nothing to plan: give the model")
+        raise MethodError(
+            f"{args.file} describes no attention layers, --cache {specs[0].text} has nothing to plan: give the model"
+        )
     shapes = gguf_header.attention_layers(header) if plans else sidecar_shapes(header)
     stored = info.stored_plan(header, shapes, n_ctx) if shapes else None
     if args.json:
@@ -55,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if plans:
         print_plans(plans, n_ctx, bool(specs))
     if stored:
-        text = f"refused: {stored.refused}" if stored.refused else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
+        text = (
+            f"refused: {stored.refused}"
+            if stored.refused
+            else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
+        )
         print(f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB")
     return 0
 
@@ -94,15 +114,21 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 def print_plans(plans: list[Any], n_ctx: int, chosen: bool) -> None:
     what = "" if chosen else ", default options"
-    print(f"\nKV cache of one stream of {n_ctx} tokens{what}. True bits: all bytes allocated, over the values of the f16 cache.\n")
+    print(
+        f"\nKV cache of one stream of {n_ctx} tokens{what}. True bits: all bytes allocated, over the values of the f16"
+        " cache.\n"
+    )
     width = max(10, *(len(p.method) for p in plans))
-    print(f"{'method':<{width}} {'bits':>6} {'K':>6} {'V':>6} {'MiB':>10} {'f16 MiB':>10} {'MiB per 1k':>11} {'f16 / it':>9}")
+    print(
+        f"{'method':<{width}} {'bits':>6} {'K':>6} {'V':>6} {'MiB':>10} {'f16 MiB':>10} {'MiB per 1k':>11}"
+        f" {'f16 / it':>9}"
+    )
     for p in plans:
         if p.refused:
             print(f"{p.method:<{width}} refused: {p.refused}")
             continue
         per_1k = p.bytes_total / n_ctx * 1024 / MIB
         print(
-            f"{p.method:<{width}} {p.bits:6.2f} {p.bits_k:6.2f} {p.bits_v:6.2f} {p.bytes_total / MIB:10.2f} {p.bytes_f16 / MIB:10.2f} "
-            f"{per_1k:11.3f} {p.bytes_f16 / p.bytes_total:8.2f}x"
+            f"{p.method:<{width}} {p.bits:6.2f} {p.bits_k:6.2f} {p.bits_v:6.2f} {p.bytes_total / MIB:10.2f}"
+            f" {p.bytes_f16 / MIB:10.2f} {per_1k:11.3f} {p.bytes_f16 / p.bytes_total:8.2f}x"
         )

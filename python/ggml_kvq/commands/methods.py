@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
         width = max(len(row["name"]) for row in rows)
         for row in rows:
             print(f"{row['name']:<{width}}  {row['summary']}")
-        print("\nOptions of one: ggml-kvq methods NAME. Use: llama-cli -m MODEL.gguf --kv-method NAME --kv-opt KEY=VALUE")
+        print(
+            "\nOptions of one: ggml-kvq methods NAME. Use: llama-cli -m MODEL.gguf --kv-method NAME --kv-opt KEY=VALUE"
+        )
     return 0
 
 

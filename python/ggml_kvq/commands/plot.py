@@ -13,14 +13,27 @@ HELP = "draw the frontier, memory and speed figures from result files (PNG and S
 def register(subparsers: Any) -> None:
     """Add the `plot` parser."""
     p = subparsers.add_parser("plot", help=HELP, description=HELP)
-    p.add_argument("kind", choices=("frontier", "memory", "speed"), help="frontier: damage against true bits; memory: size against context; speed: tokens/s against depth")
-    p.add_argument("files", nargs="*", help="result files (.jsonl) of ggml-kvq eval, ggml-kvq bench or llama-bench -o jsonl")
+    p.add_argument(
+        "kind",
+        choices=("frontier", "memory", "speed"),
+        help="frontier: damage against true bits; memory: size against context; speed: tokens/s against depth",
+    )
+    p.add_argument(
+        "files", nargs="*", help="result files (.jsonl) of ggml-kvq eval, ggml-kvq bench or llama-bench -o jsonl"
+    )
     p.add_argument("-o", "--output", help="path without suffix (default: the figure's name)")
     p.add_argument("--title", default="", help="title of the figure")
     p.add_argument("--caches", default="", help="comma list: only these caches, in this order")
     p.add_argument("-m", "--model", help="memory: the model whose layers are planned")
-    p.add_argument("--cache", action="append", default=[], metavar="SPEC", help="memory: a cache, as for ggml-kvq eval; repeatable")
-    p.add_argument("--lengths", type=sizes.token_list, default=[2048, 8192, 32768, 131072], help="memory: context lengths in tokens")
+    p.add_argument(
+        "--cache", action="append", default=[], metavar="SPEC", help="memory: a cache, as for ggml-kvq eval; repeatable"
+    )
+    p.add_argument(
+        "--lengths",
+        type=sizes.token_list,
+        default=[2048, 8192, 32768, 131072],
+        help="memory: context lengths in tokens",
+    )
     p.set_defaults(run=run)
 
 
@@ -36,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
             raise KvqError("plot memory needs -m MODEL and at least one --cache SPEC")
         rows += plotting.memory_rows(hub.resolve(args.model), [specs.parse(c) for c in args.cache], args.lengths)
     elif not rows:
-        raise KvqError(f"plot {args.kind} needs result files; run ggml-kvq {'bench' if args.kind == 'speed' else 'eval'} first")
+        raise KvqError(
+            f"plot {args.kind} needs result files; run ggml-kvq {'bench' if args.kind == 'speed' else 'eval'} first"
+        )
     if args.kind != "speed":
         rows = [r for r in rows if "key" in r]
     if args.caches:

@@ -1,8 +1,8 @@
 """Long documents of the user's own: LongBench-style JSONL and RULER-style JSONL from a local path.
 
-LongBench rows: {"context", "input", "answers": [...], "dataset"?}; score = best token F1 over the answers (its qa_f1_score).
-RULER rows: {"input", "outputs": [...]}; score = share of the outputs found in the answer (its string_match_all).
-Documents longer than the context are cut in the middle, as LongBench does.
+LongBench rows: {"context", "input", "answers": [...], "dataset"?}; score = best token F1 over the answers (its
+qa_f1_score). RULER rows: {"input", "outputs": [...]}; score = share of the outputs found in the answer (its
+string_match_all). Documents longer than the context are cut in the middle, as LongBench does.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def detect(row: dict[str, Any]) -> str:
         return "ruler"
     if {"context", "input", "answers"} <= set(row):
         return "longbench"
-    raise KvqError(f"row with keys {', '.join(sorted(row))} is neither LongBench (context, input, answers) nor RULER (input, outputs)")
+    raise KvqError(
+        f"row with keys {', '.join(sorted(row))} is neither LongBench (context, input, answers) nor RULER (input,"
+        " outputs)"
+    )
 
 
 def read(path: str | Path, kind: str | None = None, template: str = TEMPLATE) -> Iterator[tuple[str, Document]]:
@@ -107,7 +110,9 @@ def run(
     max_tokens: int = 64,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
-    """Greedy answers to all documents: score (mean, 0..1), n, n_cut (documents shortened), by_dataset {name: [mean, n]}."""
+    """Greedy answers to all documents: score (mean, 0..1), n, n_cut (documents shortened), by_dataset {name: [mean,
+    n]}.
+    """
     scores: dict[str, list[float]] = {}
     n_cut = 0
     for kind, doc in documents:

@@ -1,8 +1,8 @@
 """Long generation: how far a cache drifts from f16 over thousands of freely generated tokens.
 
-The f16 cache writes a text of n_tokens (sampled with a fixed seed, greedy text loops on small models). A cache under test then
-(1) decodes the same tokens one at a time, which gives divergence and top-1 agreement by position, and (2) generates with the
-same sampler and seed, which gives the number of tokens until the two texts part.
+The f16 cache writes a text of n_tokens (sampled with a fixed seed, greedy text loops on small models). A cache under
+test then (1) decodes the same tokens one at a time, which gives divergence and top-1 agreement by position, and (2)
+generates with the same sampler and seed, which gives the number of tokens until the two texts part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class DriftProtocol:
         return asdict(self)
 
 
-def generate_tokens(model: Model, protocol: DriftProtocol, progress: Progress | None = None) -> tuple[Tokens, Tokens, Any]:
+def generate_tokens(
+    model: Model, protocol: DriftProtocol, progress: Progress | None = None
+) -> tuple[Tokens, Tokens, Any]:
     """Generate freely: (prompt tokens, generated tokens int32 [n], packed log-probabilities uint16 [n, row_words])."""
     prompt = np.asarray(model.tokenize(protocol.prompt, add_bos=True), np.int32)
     rng = np.random.default_rng(protocol.seed)
@@ -82,8 +84,9 @@ def write_reference(path: Path, model: Model, protocol: DriftProtocol, progress:
 
 
 def drift(model: Model, reference: Path, protocol: DriftProtocol, progress: Progress | None = None) -> dict[str, Any]:
-    """summary() of the divergence on the reference text, kld_by_part (mean of each eighth, nats), parted_at (first token at
-    which free generation differs, n_tokens when it never does)."""
+    """summary() of the divergence on the reference text, kld_by_part (mean of each eighth, nats), parted_at (first
+    token at which free generation differs, n_tokens when it never does).
+    """
     with np.load(reference) as data:
         prompt, tokens, rows = data["prompt"], data["tokens"], data["rows"]
     out = metrics.Divergence()

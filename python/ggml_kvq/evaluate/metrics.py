@@ -1,6 +1,7 @@
 """Measures of one cache against the f16 cache on the same tokens, defined as llama-perplexity defines them.
 
-The base's log-probabilities are kept as 16-bit steps per row: lp[i] = min + scale * u16[i], floor 16 nats under the top.
+The base's log-probabilities are kept as 16-bit steps per row: lp[i] = min + scale * u16[i], floor 16 nats under the
+top.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def log_softmax(logits: F32) -> F32:
 
 
 def pack(logits: F32) -> npt.NDArray[np.uint16]:
-    """Rows as llama-perplexity stores them: uint16 [n, 4 + n_vocab padded to even]; the first four hold scale and minimum."""
+    """Rows as llama-perplexity stores them: uint16 [n, 4 + n_vocab padded to even]; the first four hold scale and
+    minimum.
+    """
     n, n_vocab = logits.shape
     top = logits.max(axis=1)
     low = np.maximum(logits.min(axis=1), top + FLOOR)
@@ -62,7 +65,9 @@ def _mean_error(values: npt.NDArray[np.float64]) -> tuple[float, float]:
 
 @dataclass
 class Divergence:
-    """Per-token sums of one run: negative log-likelihood (nats), the base's, KL(base || cache) (nats), top-1 agreement."""
+    """Per-token sums of one run: negative log-likelihood (nats), the base's, KL(base || cache) (nats), top-1
+    agreement.
+    """
 
     nll: list[npt.NDArray[np.float64]] = field(default_factory=list)
     nll_base: list[npt.NDArray[np.float64]] = field(default_factory=list)
@@ -88,7 +93,9 @@ class Divergence:
         return np.concatenate(self.kld)
 
     def summary(self) -> dict[str, Any]:
-        """ppl, ppl_base, ln_ppl_ratio, kld_mean/median/p99/max (nats), kld_by_window, same_top (fraction), *_err (standard errors), n_tokens."""
+        """ppl, ppl_base, ln_ppl_ratio, kld_mean/median/p99/max (nats), kld_by_window, same_top (fraction), *_err
+        (standard errors), n_tokens.
+        """
         nll, base = np.concatenate(self.nll), np.concatenate(self.nll_base)
         kld, same = self.values(), np.concatenate(self.same_top)
         mean, err = _mean_error(nll)

@@ -1,9 +1,9 @@
 """Perplexity and KL divergence over windows of a text: the protocol of llama-perplexity, chunk by chunk.
 
-A window is n_ctx tokens, its first one replaced by BOS when the model wants one. Without a stride the windows lie end to
-end and tokens n_ctx/2+1 .. n_ctx-1 of each are scored; with a stride a window starts every `stride` tokens and its last
-`stride` tokens are scored. The base file is llama-perplexity's own format (--kl-divergence-base), so either program can
-write it and either can read it.
+A window is n_ctx tokens, its first one replaced by BOS when the model wants one. Without a stride the windows lie end
+to end and tokens n_ctx/2+1 .. n_ctx-1 of each are scored; with a stride a window starts every `stride` tokens and its
+last `stride` tokens are scored. The base file is llama-perplexity's own format (--kl-divergence-base), so either
+program can write it and either can read it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _MAGIC = b"_logits_"
 
 @dataclass(frozen=True)
 class Protocol:
-    """Window length n_ctx (tokens), n_ubatch tokens decoded at once, stride (0: windows end to end), max_chunks (0: all)."""
+    """Window length n_ctx (tokens), n_ubatch tokens decoded at once, stride (0: windows end to end), max_chunks (0:
+    all).
+    """
 
     n_ctx: int
     n_ubatch: int
@@ -60,7 +62,8 @@ class Protocol:
         ids = np.asarray(tokens, np.int32)
         if len(ids) < 2 * self.n_ctx:
             raise KvqError(
-                f"{len(ids)} tokens are too few for windows of {self.n_ctx}; give {2 * self.n_ctx} or more, or lower n_ctx"
+                f"{len(ids)} tokens are too few for windows of {self.n_ctx}; give {2 * self.n_ctx} or more, or lower"
+                " n_ctx"
             )
         step = self.stride or self.n_ctx
         n = (len(ids) - self.n_ctx + step - 1) // step if self.stride else len(ids) // self.n_ctx
@@ -76,7 +79,9 @@ def text_tokens(model: Model, text: str | Sequence[int] | Tokens) -> Tokens:
 
 @dataclass
 class CodesRead:
-    """How much of what was scored read codes: tokens scored, and those of them that were decoded after pages had been sealed."""
+    """How much of what was scored read codes: tokens scored, and those of them that were decoded after pages had
+    been sealed.
+    """
 
     n_scored: int = 0
     n_read: int = 0
@@ -93,14 +98,20 @@ def n_sealed(model: Model) -> int:
 def score(
     model: Model, window: Tokens, protocol: Protocol, codes: CodesRead | None = None
 ) -> Iterator[tuple[npt.NDArray[np.float32], Tokens]]:
-    """Decode one window; yields (logits float32 [n, n_vocab], next tokens int32 [n]) of scored positions, batch by batch.
+    """Decode one window; yields (logits float32 [n, n_vocab], next tokens int32 [n]) of scored positions, batch by
+    batch.
 
     codes: counts, where given, the scored tokens whose batch found sealed pages.
     """
     if protocol.n_ctx > model.n_ctx:
-        raise KvqError(f"n_ctx={protocol.n_ctx} exceeds the model's context of {model.n_ctx}; open it with a larger n_ctx")
+        raise KvqError(
+            f"n_ctx={protocol.n_ctx} exceeds the model's context of {model.n_ctx}; open it with a larger n_ctx"
+        )
     if protocol.n_ubatch > model.n_ubatch:
-        raise KvqError(f"n_ubatch={protocol.n_ubatch} exceeds the context's {model.n_ubatch}; open the model with a larger n_ubatch")
+        raise KvqError(
+            f"n_ubatch={protocol.n_ubatch} exceeds the context's {model.n_ubatch}; open the model with a larger"
+            " n_ubatch"
+        )
     ids = window.copy()
     if model.add_bos:
         ids[0] = model.bos
@@ -120,7 +131,9 @@ def score(
             row += len(logits)
 
 
-def perplexity(model: Model, text: str | Sequence[int] | Tokens, protocol: Protocol, progress: Progress | None = None) -> float:
+def perplexity(
+    model: Model, text: str | Sequence[int] | Tokens, protocol: Protocol, progress: Progress | None = None
+) -> float:
     """exp(mean negative log-likelihood) of the scored tokens."""
     total, count = 0.0, 0
     for window in protocol.windows(text_tokens(model, text)):
@@ -178,9 +191,13 @@ class BaseFile:
 def divergence(
     model: Model, base: BaseFile, progress: Progress | None = None, codes: CodesRead | None = None
 ) -> metrics.Divergence:
-    """The cache of `model` against the base on the same windows. Memory: one window of packed rows, one batch of logits."""
+    """The cache of `model` against the base on the same windows. Memory: one window of packed rows, one batch of
+    logits.
+    """
     if model.n_vocab != base.n_vocab:
-        raise KvqError(f"{base.path} holds {base.n_vocab} tokens a row, the model has {model.n_vocab}; use the same model")
+        raise KvqError(
+            f"{base.path} holds {base.n_vocab} tokens a row, the model has {model.n_vocab}; use the same model"
+        )
     out = metrics.Divergence()
     for i, window in enumerate(base.windows):
         rows, at = base.rows(i), 0

@@ -49,7 +49,11 @@ def commit() -> str:
         args = ["git", "-C", str(here), "rev-parse", "--short=10", "HEAD"]
         out = subprocess.run(args, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
         dirty = subprocess.run(
-            ["git", "-C", str(here), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(here), "status", "--porcelain", "-uno"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         )
         return out + ("+" if dirty.stdout.strip() else "")
     except (OSError, subprocess.SubprocessError):
@@ -135,7 +139,9 @@ def table(headers: list[str], rows: Iterable[list[str]], *, markdown: bool = Fal
     width = [max(len(str(r[i])) for r in [headers, *body]) for i in range(len(headers))]
 
     def line(cells: list[str]) -> str:
-        parts = [str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w) in enumerate(zip(cells, width, strict=True))]
+        parts = [
+            str(c).ljust(w) if i == 0 else str(c).rjust(w) for i, (c, w) in enumerate(zip(cells, width, strict=True))
+        ]
         return "| " + " | ".join(parts) + " |" if markdown else "  ".join(parts).rstrip()
 
     if markdown:

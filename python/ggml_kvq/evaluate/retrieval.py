@@ -1,8 +1,8 @@
 """Retrieval accuracy: greedy exact-match answers by task, length and depth of the asked fact.
 
 A sample is right when greedy decoding of as many tokens as the answer has gives exactly the answer. Prompts are decoded
-in batches of n_ubatch, the answer token by token, as in use. The mean negative log-likelihood of the answer's tokens, each given
-those before it, says how far from right or wrong a cache is: it separates caches whose accuracies tie.
+in batches of n_ubatch, the answer token by token, as in use. The mean negative log-likelihood of the answer's tokens,
+each given those before it, says how far from right or wrong a cache is: it separates caches whose accuracies tie.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ N_DEPTHS = 4
 
 @dataclass(frozen=True)
 class Sample:
-    """One question: text in front, exact answer, depth of the asked fact (0 start of the prompt .. 1 end; None: spread out)."""
+    """One question: text in front, exact answer, depth of the asked fact (0 start of the prompt .. 1 end; None:
+    spread out).
+    """
 
     prompt: str
     answer: str
@@ -47,14 +49,18 @@ def fact_depth(task: str, prompt: str, answer: str) -> float | None:
     return at / len(prompt) if at >= 0 else None
 
 
-def make_sample(task: str, n_tokens: int, seed: int, filler: tasks.Filler | None, count: Callable[[str], int]) -> Sample:
+def make_sample(
+    task: str, n_tokens: int, seed: int, filler: tasks.Filler | None, count: Callable[[str], int]
+) -> Sample:
     """Sample `seed` of a task with 0.93 n_tokens to n_tokens tokens, answer included."""
     prompt, answer = tasks.make_fit(task, n_tokens, seed, filler, count)
     return Sample(prompt, answer, fact_depth(task, prompt, answer))
 
 
 def score_answer(model: Model, sample: Sample, n_ubatch: int) -> tuple[bool, float]:
-    """(the most likely token is the answer's at each of its tokens: what greedy decoding gives, mean -ln p of those tokens)."""
+    """(the most likely token is the answer's at each of its tokens: what greedy decoding gives, mean -ln p of those
+    tokens).
+    """
     want = model.tokenize(sample.answer)
     feed = model.tokenize(sample.prompt, add_bos=True)
     model.reset()
@@ -82,9 +88,10 @@ def run_cell(
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
-    """n_samples samples (seeds seed, seed+1, ...): accuracy, its standard error, right, n, by depth quarter [[right, n], ...] with
-    samples of no single place left out; answer_nll of each sample in order of seed (two caches: compare sample by sample), their mean
-    and its standard error, nats a token."""
+    """n_samples samples (seeds seed, seed+1, ...): accuracy, its standard error, right, n, by depth quarter
+    [[right, n], ...] with samples of no single place left out; answer_nll of each sample in order of seed (two
+    caches: compare sample by sample), their mean and its standard error, nats a token.
+    """
     right = np.zeros(n_samples, bool)
     nll = np.zeros(n_samples)
     depths = [[0, 0] for _ in range(N_DEPTHS)]

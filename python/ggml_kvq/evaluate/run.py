@@ -82,9 +82,16 @@ class Evaluation:
         }
 
     def measure(
-        self, key: results.Row, cache: specs.CacheSpec, n_ctx: int, n_steps: int, work: Callable[[Any, Any], results.Row]
+        self,
+        key: results.Row,
+        cache: specs.CacheSpec,
+        n_ctx: int,
+        n_steps: int,
+        work: Callable[[Any, Any], results.Row],
     ) -> None:
-        """Run `work(model, progress)` unless the row exists; a cache that this model cannot have becomes a refused row."""
+        """Run `work(model, progress)` unless the row exists; a cache that this model cannot have becomes a refused
+        row.
+        """
         row = self.results.get(key)
         self.n_reused += row is not None
         if row is None:
@@ -108,8 +115,9 @@ class Evaluation:
         if share is not None and share < 0.5 and row["method"] != "f16":
             a = self.args
             print(
-                f"ggml-kvq eval: warning: {row['key']['cache']}: only {100 * share:.0f} % of what was scored read codes, the rest read the f16 "
-                f"window and its own batch: lower -ub (now {min(a.ubatch_size, a.ctx_size)}) or raise -c (now {a.ctx_size})",
+                f"ggml-kvq eval: warning: {row['key']['cache']}: only {100 * share:.0f} % of what was scored read"
+                " codes, the rest read the f16 window and its own batch: lower -ub (now"
+                f" {min(a.ubatch_size, a.ctx_size)}) or raise -c (now {a.ctx_size})",
                 file=sys.stderr,
             )
 
@@ -122,7 +130,13 @@ class Evaluation:
             text = Path(a.file).read_text(encoding="utf-8")
         except UnicodeDecodeError as e:
             raise KvqError(f"-f {a.file} is no text in UTF-8 (byte {e.start}); convert it, or give a text") from e
-        params = {"text": Path(a.file).name, "text_hash": results.fingerprint(a.file), "n_ctx": a.ctx_size, "stride": a.stride, "chunks": a.chunks}
+        params = {
+            "text": Path(a.file).name,
+            "text_hash": results.fingerprint(a.file),
+            "n_ctx": a.ctx_size,
+            "stride": a.stride,
+            "chunks": a.chunks,
+        }
         keys = [(c, self.key("text", c, **params)) for c in self.caches]
         reference = next(c for c in self.caches if c.is_reference)
         base: perplexity.BaseFile | None = None
@@ -162,11 +176,20 @@ class Evaluation:
         for cache in self.caches:
             for n_tokens in lengths:
                 for task in chosen:
-                    key = self.key("retrieval", cache, task=task, n_tokens=n_tokens, samples=a.samples, seed=a.seed, filler=name)
+                    key = self.key(
+                        "retrieval", cache, task=task, n_tokens=n_tokens, samples=a.samples, seed=a.seed, filler=name
+                    )
 
                     def work(model: Any, bar: Any, task: str = task, n_tokens: int = n_tokens) -> results.Row:
                         return retrieval.run_cell(
-                            model, task, n_tokens, a.samples, filler=filler, n_ubatch=model.n_ubatch, seed=a.seed, progress=bar
+                            model,
+                            task,
+                            n_tokens,
+                            a.samples,
+                            filler=filler,
+                            n_ubatch=model.n_ubatch,
+                            seed=a.seed,
+                            progress=bar,
                         )
 
                     self.measure(key, cache, pad(n_tokens), a.samples, work)
@@ -200,15 +223,27 @@ class Evaluation:
         digest = hashlib.sha256("".join(d.prompt for _, d in docs).encode()).hexdigest()[:16]
         for cache in self.caches:
             key = self.key(
-                "documents", cache, source=source.name, documents_hash=digest, n_ctx=a.ctx_size, max_tokens=a.max_tokens, n=len(docs)
+                "documents",
+                cache,
+                source=source.name,
+                documents_hash=digest,
+                n_ctx=a.ctx_size,
+                max_tokens=a.max_tokens,
+                n=len(docs),
             )
             self.measure(
-                key, cache, a.ctx_size, len(docs), lambda model, bar: documents.run(model, docs, max_tokens=a.max_tokens, progress=bar)
+                key,
+                cache,
+                a.ctx_size,
+                len(docs),
+                lambda model, bar: documents.run(model, docs, max_tokens=a.max_tokens, progress=bar),
             )
 
 
 def default_ubatch(n_ctx: int) -> int:
-    """Tokens decoded at once so that most of what is scored reads codes: 128, an eighth of a short window, at least 16."""
+    """Tokens decoded at once so that most of what is scored reads codes: 128, an eighth of a short window, at least
+    16.
+    """
     return min(128, max(16, n_ctx // 8 // 16 * 16)) if n_ctx else 128
 
 
@@ -226,18 +261,20 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
             results.table(
                 ["cache", "bits", "PPL", "KLD mean", "median", "99 %", "same top", "read codes"],
                 [
-                    [r["key"]["cache"], "refused", *[""] * 6]
-                    if "refused" in r
-                    else [
-                        r["key"]["cache"],
-                        f"{r['bits']:.2f}",
-                        f"{r['ppl']:.4f}",
-                        f"{r['kld_mean']:.5f}",
-                        f"{r['kld_median']:.5f}",
-                        f"{r['kld_p99']:.4f}",
-                        f"{100 * r['same_top']:.2f} %",
-                        f"{100 * r['read_codes']:.0f} %" if r.get("read_codes") is not None else "",
-                    ]
+                    (
+                        [r["key"]["cache"], "refused", *[""] * 6]
+                        if "refused" in r
+                        else [
+                            r["key"]["cache"],
+                            f"{r['bits']:.2f}",
+                            f"{r['ppl']:.4f}",
+                            f"{r['kld_mean']:.5f}",
+                            f"{r['kld_median']:.5f}",
+                            f"{r['kld_p99']:.4f}",
+                            f"{100 * r['same_top']:.2f} %",
+                            f"{100 * r['read_codes']:.0f} %" if r.get("read_codes") is not None else "",
+                        ]
+                    )
                     for r in text
                 ],
                 markdown=markdown,
@@ -247,7 +284,12 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
     if cells:
         columns = list(dict.fromkeys((r["key"]["task"], r["key"]["n_tokens"]) for r in cells))
         labels = list(dict.fromkeys(r["key"]["cache"] for r in cells))
-        value = {(r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): f"{r['accuracy']:.3f}" if "accuracy" in r else "refused" for r in cells}
+        value = {
+            (r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): (
+                f"{r['accuracy']:.3f}" if "accuracy" in r else "refused"
+            )
+            for r in cells
+        }
         parts.append(
             results.table(
                 ["accuracy", *[f"{t} {n}" for t, n in columns]],
@@ -256,7 +298,9 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
             )
         )
         nll = {
-            (r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): f"{r['answer_nll_mean']:.4f}" for r in cells if "answer_nll_mean" in r
+            (r["key"]["cache"], r["key"]["task"], r["key"]["n_tokens"]): f"{r['answer_nll_mean']:.4f}"
+            for r in cells
+            if "answer_nll_mean" in r
         }
         if nll:
             parts.append(
@@ -291,7 +335,10 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
         parts.append(
             results.table(
                 ["documents", "bits", "score", "n", "cut"],
-                [[r["key"]["cache"], f"{r['bits']:.2f}", f"{r['score']:.4f}", str(r["n"]), str(r["n_cut"])] for r in docs],
+                [
+                    [r["key"]["cache"], f"{r['bits']:.2f}", f"{r['score']:.4f}", str(r["n"]), str(r["n_cut"])]
+                    for r in docs
+                ],
                 markdown=markdown,
             )
         )
@@ -313,7 +360,11 @@ def run(args: argparse.Namespace) -> int:
         if wanted:
             part()
     if evaluation.n_reused:
-        print(f"ggml-kvq eval: reused {evaluation.n_reused} rows of {args.output}, measured {len(evaluation.rows) - evaluation.n_reused}", file=sys.stderr)
+        print(
+            f"ggml-kvq eval: reused {evaluation.n_reused} rows of {args.output}, measured"
+            f" {len(evaluation.rows) - evaluation.n_reused}",
+            file=sys.stderr,
+        )
     print(summary(evaluation.rows, args.markdown))
     asked = [r for r in evaluation.rows if r["key"]["spec"] != "f16"]
     return 1 if asked and all("refused" in r for r in asked) else 0

@@ -1,11 +1,11 @@
 """Cache specs: one string names a KV cache to evaluate.
 
-    f16                               upstream's f16 cache, the reference
-    upstream:q4_0/q4_0                upstream's cache types for K and V (one name: both)
-    kivi:bits=2,group=32              a method of this package with its options
-    aqua:predictor=full@calib.gguf    ... with calibrated data
-    method:f16                        this package's own f16 (control arm)
-    small=kivi:bits=2                 any of these under a label of its own
+f16                               upstream's f16 cache, the reference
+upstream:q4_0/q4_0                upstream's cache types for K and V (one name: both)
+kivi:bits=2,group=32              a method of this package with its options
+aqua:predictor=full@calib.gguf    ... with calibrated data
+method:f16                        this package's own f16 (control arm)
+small=kivi:bits=2                 any of these under a label of its own
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class CacheSpec:
             return
         methods.check(self.method, self.options)
         if self.config and not Path(self.config).is_file():
-            raise MethodError(f"cache {self.text!r}: {self.config} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`")
+            raise MethodError(
+                f"cache {self.text!r}: {self.config} is not a file; give the sidecar GGUF written by `ggml-kvq"
+                " calibrate`"
+            )
 
     def open(self, path: Any, **kwargs: Any) -> Model:
         """A Model of `path` with this cache; kwargs go to Model."""

@@ -2,8 +2,9 @@
 
     prompt, answer = make(task, n_chars, seed, filler)
 
-`prompt` is about n_chars characters, `answer` starts with a space and is the exact greedy continuation expected; a sample
-counts as correct when the greedily decoded text starts with it. `filler(rng, n_chars)` supplies the text around the
+`prompt` is about n_chars characters, `answer` starts with a space and is the exact greedy continuation expected; a
+sample counts as correct when the greedily decoded text starts with it. `filler(rng, n_chars)` supplies the text around
+the
 facts: text_filler() cuts it from a real text, default_filler() makes sentences up.
 """
 
@@ -221,7 +222,10 @@ def gen_copy(rng: random.Random, n: int, filler: Filler, n_questions: int) -> Se
     segments: Segments = [("Remember the words.\n\n" + text, False)]
     for _ in range(min(n_questions, 1 + m // 20)):
         i = rng.randrange(0, m - 13 + 1)
-        segments += [("\nContinue: " + " ".join(words[i : i + 5]), False), (" " + " ".join(words[i + 5 : i + 13]), True)]
+        segments += [
+            ("\nContinue: " + " ".join(words[i : i + 5]), False),
+            (" " + " ".join(words[i + 5 : i + 13]), True),
+        ]
     return segments
 
 
@@ -293,7 +297,9 @@ GENERATORS: dict[str, Callable[[random.Random, int, Filler, int], Segments]] = {
 }
 
 
-def segments(task: str, n_chars: int, rng: random.Random, filler: Filler | None = None, n_questions: int = 1) -> Segments:
+def segments(
+    task: str, n_chars: int, rng: random.Random, filler: Filler | None = None, n_questions: int = 1
+) -> Segments:
     """[(text, is_answer)] of one context with up to n_questions questions (training uses several)."""
     return GENERATORS[task](rng, n_chars, filler or default_filler, n_questions)
 
@@ -305,7 +311,9 @@ def make(task: str, n_chars: int, seed: int, filler: Filler | None = None) -> tu
     return "".join(s for s, _ in parts[:-1]), parts[-1][0]
 
 
-def make_fit(task: str, n_tokens: int, seed: int, filler: Filler | None, count: Callable[[str], int]) -> tuple[str, str]:
+def make_fit(
+    task: str, n_tokens: int, seed: int, filler: Filler | None, count: Callable[[str], int]
+) -> tuple[str, str]:
     """A sample whose prompt and answer take 0.93 n_tokens to n_tokens tokens; count(text) -> tokens without BOS."""
     n, best = int(n_tokens * 3), None
     for _ in range(14):

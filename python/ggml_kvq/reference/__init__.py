@@ -1,4 +1,6 @@
-"""The numpy definition of every block format and method of ggml-kvq. Needs numpy only; the native library is tested against it."""
+"""The numpy definition of every block format and method of ggml-kvq. Needs numpy only; the native library is tested
+against it.
+"""
 
 import numpy as np
 
@@ -16,7 +18,9 @@ def nbytes(codec: Codec) -> tuple[int, int]:
     return TYPES[codec.type].nbytes(codec)
 
 
-def encode(codec: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def encode(
+    codec: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """f16 [n_cells, head_size] -> (codes, params), uint8 arrays; see affine.encode."""
     return TYPES[codec.type].encode(codec, rows, valid, shared)
 

@@ -1,22 +1,25 @@
 """Affine blocks: x = zero + scale * code, 0-4 bits, parameters per group. The definition of every byte.
 
-Group of a value: keys share parameters per channel over `group` cells, values per cell over `group` channels (KIVI section 3).
-With lo, hi = extremes of the group's valid cells, r = hi - lo, n = 2^bits - 1, all in f32 and in this order of operations:
+Group of a value: keys share parameters per channel over `group` cells, values per cell over `group` channels (KIVI
+section 3). With lo, hi = extremes of the group's valid cells, r = hi - lo, n = 2^bits - 1, all in f32 and in this
+order of operations:
 
     code  = clip(floor((x - lo) * (n / r) + 1/2), 0, n)         levels 0: rounds to end points (KIVI section 3)
     code  = clip(floor((x - lo) * ((n + 1) / r)), 0, n)         levels 1: equal bins
     zero  = lo + eta * r,  scale = (1 - 2 eta) * r / n          end points pulled inward (XQuant section 3.2)
     bits 0: no codes, zero = lo + r/2, scale = 0
 
-inf and nan carry no value (0); a group without valid cells has zero = scale = 0. Parameters are stored as f16, or as u8 or u4 under an
-f16 range of the block (value = low + step * u). Under 4-bit parameters codes come from the stored ones: r = n scale / (1 - 2 eta),
-lo = zero - eta r.
+inf and nan carry no value (0); a group without valid cells has zero = scale = 0. Parameters are stored as f16, or as
+u8 or u4 under an f16 range of the block (value = low + step * u). Under 4-bit parameters codes come from the stored
+ones: r = n scale / (1 - 2 eta), lo = zero - eta r.
 
-Bytes of the codes. `lane` accumulates, `dot` is contracted; keys: lane = cell, dot = channel; values: lane = channel, dot = cell.
-A code is stored in parts of width w: {1}, {2}, {2 low, 1 high}, {4}. A part is [tile][chunk][16 lanes][4 bytes]: byte k of lane l
-holds, at bits j*w.., the code of lane tile*16 + l and dot index chunk*(32/w) + 4*j + k. Padding is zero.
+Bytes of the codes. `lane` accumulates, `dot` is contracted; keys: lane = cell, dot = channel; values: lane = channel,
+dot = cell. A code is stored in parts of width w: {1}, {2}, {2 low, 1 high}, {4}. A part is [tile][chunk][16 lanes][4
+bytes]: byte k of lane l holds, at bits j*w.., the code of lane tile*16 + l and dot index chunk*(32/w) + 4*j + k.
+Padding is zero.
 
-Bytes of the parameters: scale[np] then zero[np] (4-bit: one byte, scale | zero << 4, a pair); np runs over [cell group][channel] for keys, [channel group][cell] for values.
+Bytes of the parameters: scale[np] then zero[np] (4-bit: one byte, scale | zero << 4, a pair); np runs over [cell
+group][channel] for keys, [channel group][cell] for values.
 """
 
 from __future__ import annotations
@@ -86,7 +89,9 @@ def unpack(c: Codec, packed: np.ndarray) -> np.ndarray:
 
 
 def _u8_param(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """f32 [np] -> (f16 [low, step], uint8 [np] up to top): step = (max - low) / top with the stored low, codes round half up."""
+    """f32 [np] -> (f16 [low, step], uint8 [np] up to top): step = (max - low) / top with the stored low, codes
+    round half up.
+    """
     low = to_f16(x.min(keepdims=True))
     step = to_f16((x.max() - low.astype(np.float32)) / np.float32(top))
     lo32, step32 = low.astype(np.float32), step.astype(np.float32)
@@ -138,7 +143,9 @@ def _grouped(c: Codec, x: np.ndarray, fill: float | np.floating) -> np.ndarray:
 # ------------------------------------------------------------------ encode, decode
 
 
-def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def encode(
+    c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size], valid uint8 [n_cells/8] -> (codes uint8 [nb_codes], params uint8 [nb_params]).
 
     shared: codes of another layer, returned as they are; only the parameters come from `rows` (XQuant section 3.3).
@@ -186,7 +193,8 @@ def decode(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
 
 
 def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None) -> np.ndarray | None:
-    """Codes uint8 [nb_codes] under which `params` reproduce rows up to the mantissa bits in `mask`; None when there are none.
+    """Codes uint8 [nb_codes] under which `params` reproduce rows up to the mantissa bits in `mask`; None when there
+    are none.
 
     Of several such codes of a value the smallest is taken. shared: the only codes tried.
     """

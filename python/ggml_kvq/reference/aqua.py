@@ -1,5 +1,6 @@
-"""AQUA-KV (Shutova et al. 2025, arXiv 2501.19392): lattice blocks of un-rotated keys and of values, less their calibrated means and
-what the layer before says of them (predictor.py)."""
+"""AQUA-KV (Shutova et al. 2025, arXiv 2501.19392): lattice blocks of un-rotated keys and of values, less their
+calibrated means and what the layer before says of them (predictor.py).
+"""
 
 from __future__ import annotations
 
@@ -34,11 +35,23 @@ class Aqua(LatticeMethod):
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         plan = super().plan(ordinal, n_layer, shape, prev)
         # above two bits only d = 2 has grids
-        k, v = (LanePlan(p.codec.with_(group=2) if p.codec.bits > 2 and p.codec.bits != self.own(p.codec.role) else p.codec) for p in (plan.k, plan.v))
+        k, v = (
+            LanePlan(p.codec.with_(group=2) if p.codec.bits > 2 and p.codec.bits != self.own(p.codec.role) else p.codec)
+            for p in (plan.k, plan.v)
+        )
         predictor = self.o["predictor"]
         chain = {"k": "k", "full": "kv"}.get(predictor, "")
         bits = 4 if self.o["weights"] == "4" else 8
-        return LayerPlan(k, v, window=plan.window, sinks=plan.sinks, f32=plan.f32, mean=predictor != "none", chain=chain, weights=bits)
+        return LayerPlan(
+            k,
+            v,
+            window=plan.window,
+            sinks=plan.sinks,
+            f32=plan.f32,
+            mean=predictor != "none",
+            chain=chain,
+            weights=bits,
+        )
 
     def own(self, role: int) -> int:
         """Code bits of all layers but the first."""

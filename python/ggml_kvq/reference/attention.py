@@ -6,7 +6,8 @@ import numpy as np
 
 
 def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
-    """Slopes of the additive mask per query head, f64 [n_head] (ALiBi, arXiv 2108.12409, section 3); ones for max_bias 0.
+    """Slopes of the additive mask per query head, f64 [n_head] (ALiBi, arXiv 2108.12409, section 3); ones for max_bias
+    0.
 
     With p the largest power of two up to n_head: 2^(-max_bias (h+1)/p) for h < p, then 2^(-max_bias/2 (2(h-p)+1)/p).
     """
@@ -17,10 +18,13 @@ def alibi_slopes(n_head: int, max_bias: float) -> np.ndarray:
     return np.where(h < p, 2.0 ** (-max_bias * (h + 1) / p), 2.0 ** (-max_bias / 2 * (2 * (h - p) + 1) / p))
 
 
-def logits(q: np.ndarray, k: np.ndarray, mask: np.ndarray, scale: float, max_bias: float = 0.0, softcap: float = 0.0) -> np.ndarray:
+def logits(
+    q: np.ndarray, k: np.ndarray, mask: np.ndarray, scale: float, max_bias: float = 0.0, softcap: float = 0.0
+) -> np.ndarray:
     """q [n_q, n_head, dk], k [n_head_kv, n_slots, dk], mask [n_q, 1 or n_head, n_slots] -> f64 [n_q, n_head, n_slots].
 
-    scale * q.k, soft-capped to softcap * tanh(x / softcap), plus slope * mask. -inf masks a slot whatever its key holds.
+    scale * q.k, soft-capped to softcap * tanh(x / softcap), plus slope * mask. -inf masks a slot whatever its key
+    holds.
     """
     n_head, n_head_kv = q.shape[1], k.shape[0]
     k = np.repeat(np.asarray(k, np.float64), n_head // n_head_kv, axis=0)
@@ -48,7 +52,14 @@ def weights(x: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
 
 
 def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float, max_bias: float = 0.0, softcap: float = 0.0, sinks: np.ndarray | None = None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    mask: np.ndarray,
+    scale: float,
+    max_bias: float = 0.0,
+    softcap: float = 0.0,
+    sinks: np.ndarray | None = None,
 ) -> np.ndarray:
     """-> f64 [n_q, n_head, dv]. v [n_head_kv, n_slots, dv]; the other arguments as in logits() and weights()."""
     w = weights(logits(q, k, mask, scale, max_bias, softcap), sinks)

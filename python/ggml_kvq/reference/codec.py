@@ -20,9 +20,10 @@ F16_MAX = np.float32(65504)
 class Codec:
     """The fields of kvq_codec, in its order.
 
-    bits: 0..4 code bits (16 for f16). group: cells of a key group, channels of a value group or of a lattice index. scale: 0 f16 parameters, 1 8-bit, 2 4-bit
-    ones. levels: 0 codes round to end points, 1 equal bins. eta: share of the range by which end points move inward.
-    n_cells, head_size: shape of the page. hi, n_hi: of mixed pages, bits and number of the salient cells.
+    bits: 0..4 code bits (16 for f16). group: cells of a key group, channels of a value group or of a lattice index.
+    scale: 0 f16 parameters, 1 8-bit, 2 4-bit ones. levels: 0 codes round to end points, 1 equal bins. eta: share of
+    the range by which end points move inward. n_cells, head_size: shape of the page. hi, n_hi: of mixed pages, bits
+    and number of the salient cells.
     """
 
     type: int

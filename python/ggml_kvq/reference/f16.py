@@ -18,7 +18,9 @@ def nbytes(c: Codec) -> tuple[int, int]:
     return 2 * c.n_cells * c.head_size, 0
 
 
-def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def encode(
+    c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size] -> (codes uint8, params uint8 [0])."""
     return rows.astype("<f2").reshape(-1).view(np.uint8).copy(), np.zeros(0, np.uint8)
 

@@ -1,4 +1,6 @@
-"""HIGGS (Malinovskii et al. 2024, arXiv 2411.17525) on the KV cache: Hadamard rotation per head, one scale a cell, grid indices."""
+"""HIGGS (Malinovskii et al. 2024, arXiv 2411.17525) on the KV cache: Hadamard rotation per head, one scale a cell,
+grid indices.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,19 @@ class LatticeMethod(Method):
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         o = self.o
         k, v = (
-            LanePlan(Codec(LATTICE, role, self.bits(role, ordinal), VECTOR[o["grid"]], int(o["scales"] == "u8"), 0, 0.0, 32, head_size))
+            LanePlan(
+                Codec(
+                    LATTICE,
+                    role,
+                    self.bits(role, ordinal),
+                    VECTOR[o["grid"]],
+                    int(o["scales"] == "u8"),
+                    0,
+                    0.0,
+                    32,
+                    head_size,
+                )
+            )
             for role, head_size in ((K, shape.head_size_k), (V, shape.head_size_v))
         )
         return LayerPlan(k, v, window=o["window"], sinks=o["sinks"], f32=o["precision"] == "f32")

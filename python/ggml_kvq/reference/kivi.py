@@ -1,4 +1,6 @@
-"""KIVI (Liu et al. 2024, arXiv 2402.02750): keys per channel over groups of cells, values per token over groups of channels."""
+"""KIVI (Liu et al. 2024, arXiv 2402.02750): keys per channel over groups of cells, values per token over groups of
+channels.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,19 @@ class AffineMethod(Method):
 
 @register
 class Kivi(AffineMethod):
-    """z = min, s = (max - min) / (2^bits - 1), code = round((x - z) / s) (section 3). levels=mid: equal bins and mid-points."""
+    """z = min, s = (max - min) / (2^bits - 1), code = round((x - z) / s) (section 3). levels=mid: equal bins and
+    mid-points.
+    """
 
     name = "kivi"
-    options: ClassVar[dict[str, Any]] = {"bits": 2, "k_bits": 0, "v_bits": 0, "levels": "ends", "eta": 0.0, **AFFINE_OPTIONS}
+    options: ClassVar[dict[str, Any]] = {
+        "bits": 2,
+        "k_bits": 0,
+        "v_bits": 0,
+        "levels": "ends",
+        "eta": 0.0,
+        **AFFINE_OPTIONS,
+    }
 
     def lane(self, role: int, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> dict[str, Any]:
         bits = self.o["v_bits" if role == V else "k_bits"] or self.o["bits"]

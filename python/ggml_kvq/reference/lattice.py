@@ -1,13 +1,14 @@
-"""Lattice blocks (HIGGS, arXiv 2411.17525; AQUA-KV section 3): Hadamard rotation, one scale a cell, vectors of d channels as the
-index of the nearest of n = 2^(bits*d) points. The definition of every byte.
+"""Lattice blocks (HIGGS, arXiv 2411.17525; AQUA-KV section 3): Hadamard rotation, one scale a cell, vectors of d
+channels as the index of the nearest of n = 2^(bits*d) points. The definition of every byte.
 
-In f32 and in this order: y = H x (butterflies of growing distance, then one product with 1/sqrt(block); block = largest power of two
-that divides the head size), rms = sqrt(sum y^2 / head size) summed in f64 in channel order, s = stored scale,
-index = first point of least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and nan count as 0.
+In f32 and in this order: y = H x (butterflies of growing distance, then one product with 1/sqrt(block); block =
+largest power of two that divides the head size), rms = sqrt(sum y^2 / head size) summed in f64 in channel order, s =
+stored scale, index = first point of least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and
+nan count as 0.
 
-codec.group = d. Scales: f16 s[n_cells], or f16 top, u8 u[n_cells] with s = top * (1/65025) * u^2, u = floor(255 sqrt(rms/top) + 1/2).
-A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with vectors in the place of channels and
-parts {2}, {4}, {4 low, 2 high}, {8}.
+codec.group = d. Scales: f16 s[n_cells], or f16 top, u8 u[n_cells] with s = top * (1/65025) * u^2, u = floor(255
+sqrt(rms/top) + 1/2). A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with
+vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
 """
 
 from __future__ import annotations
@@ -80,7 +81,10 @@ def unpack(c: Codec, codes: np.ndarray) -> np.ndarray:
     for width, shift in PARTS[c.bits * c.group]:
         tiles, lanes, chunks, planes, k = _part_shape(c, width)
         n = tiles * chunks * lanes * k
-        x = codes[at : at + n].astype(np.int64).reshape(tiles, chunks, lanes, k, 1) >> np.arange(planes) * width & (1 << width) - 1
+        x = (
+            codes[at : at + n].astype(np.int64).reshape(tiles, chunks, lanes, k, 1) >> np.arange(planes) * width
+            & (1 << width) - 1
+        )
         full = x.transpose(0, 2, 1, 4, 3).reshape(tiles * lanes, -1)
         out |= full[:lanes_used, :dots_used] << shift
         at += n
@@ -126,7 +130,9 @@ def _indices(c: Codec, y: np.ndarray, params: np.ndarray) -> np.ndarray:
     return dist.argmin(-1)
 
 
-def encode(c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def encode(
+    c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size] -> (codes, params)."""
     y = _rotate(rows)
     total = np.zeros(c.n_cells)

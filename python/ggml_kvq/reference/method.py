@@ -1,4 +1,6 @@
-"""What a method is: which block each layer's keys and values take, what layers share, what stays f16. One file per method."""
+"""What a method is: which block each layer's keys and values take, what layers share, what stays f16. One file per
+method.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class LanePlan:
 @dataclass(frozen=True)
 class LayerPlan:
     """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding;
-    mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"), weights: bits of their predictors (reference/predictor.py);
+    mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"),
+    weights: bits of their predictors (reference/predictor.py);
     keep: share of a prompt's cells that stay, recent: of them the newest ones (0: all stay, page by page);
     probe: share of query rows that score cells, whose scores are divided by the rows that see them when normalise."""
 
@@ -50,7 +53,9 @@ class LayerPlan:
 
 
 class Method:
-    """A method with its options set. `options` maps every key to its default; the type of the default is the option's type."""
+    """A method with its options set. `options` maps every key to its default; the type of the default is the
+    option's type.
+    """
 
     name: ClassVar[str]
     options: ClassVar[dict[str, Any]]
@@ -77,4 +82,12 @@ def register(cls: type[Method]) -> type[Method]:
 
 
 #: Options of every method that quantises, as KVQ_OPTIONS_AFFINE in methods/method.h.
-AFFINE_OPTIONS: dict[str, Any] = {"group": 32, "group_v": 0, "window": 128, "sinks": 0, "scales": "f16", "precision": "int8", "state": "rows"}
+AFFINE_OPTIONS: dict[str, Any] = {
+    "group": 32,
+    "group_v": 0,
+    "window": 128,
+    "sinks": 0,
+    "scales": "f16",
+    "precision": "int8",
+    "state": "rows",
+}

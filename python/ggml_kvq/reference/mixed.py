@@ -1,11 +1,15 @@
-"""Mixed blocks (ZipCache, arXiv 2405.14256): the salient cells of a page in `hi` bits, the others in `bits`. The definition of every byte.
+"""Mixed blocks (ZipCache, arXiv 2405.14256): the salient cells of a page in `hi` bits, the others in `bits`. The
+definition of every byte.
 
-A set of n_hi cells, one bit a cell, is given to encode and stored. Part 0 holds the cells of the set in cell order, part 1 the others; each
-is an affine block of its own (affine.py) with eta for part 1 only, and a part without cells has no bytes.
+A set of n_hi cells, one bit a cell, is given to encode and stored. Part 0 holds the cells of the set in cell order,
+part 1 the others; each is an affine block of its own (affine.py) with eta for part 1 only, and a part without cells
+has no bytes.
 
-    keys     one (scale, zero) per channel and part                                              (section 4.2, channel-wise)
-    values   c_i = sqrt(max_t |x_ti|), 1 when that is 0, as an f16 of 3 mantissa bits, c_i = the f16 byte << 7; the parts hold f16(x_ti / c_i), one (scale, zero) per cell;
-             decoded = f16(c_i * decoded part)                                                   (channel-separable, equation 6)
+    keys     one (scale, zero) per channel and part                                              (section 4.2,
+    channel-wise) values   c_i = sqrt(max_t |x_ti|), 1 when that is 0, as an f16 of 3 mantissa bits, c_i = the f16 byte
+    << 7; the parts hold f16(x_ti / c_i), one (scale, zero) per cell;
+             decoded = f16(c_i * decoded part)                                                   (channel-separable,
+             equation 6)
 
 params: set [n_cells / 8], for values u8 c [head_size], parameters of part 0, of part 1. codes: part 0, part 1.
 """
@@ -55,7 +59,11 @@ def split(
     if c.role == V:
         channels, at = _channels(params[at : at + c.head_size]), at + c.head_size
     (c0, p0), (c1, p1) = _sizes(c, 0), _sizes(c, 1)
-    return salient, channels, [(codes[:c0], params[at : at + p0]), (codes[c0 : c0 + c1], params[at + p0 : at + p0 + p1])]
+    return (
+        salient,
+        channels,
+        [(codes[:c0], params[at : at + p0]), (codes[c0 : c0 + c1], params[at + p0 : at + p0 + p1])],
+    )
 
 
 def encode(
@@ -89,7 +97,9 @@ def encode(
     return np.concatenate(codes), np.concatenate(params)
 
 
-def _join(c: Codec, codes: np.ndarray, params: np.ndarray, by_part: Callable[..., np.ndarray], dtype: Any) -> np.ndarray:
+def _join(
+    c: Codec, codes: np.ndarray, params: np.ndarray, by_part: Callable[..., np.ndarray], dtype: Any
+) -> np.ndarray:
     salient, _, blocks = split(c, codes, params)
     out = np.zeros((c.n_cells, c.head_size), dtype)
     for i, cells in enumerate((salient, ~salient)):
@@ -117,7 +127,9 @@ def decode(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
 
 
 def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None) -> np.ndarray | None:
-    """Codes under which `params` reproduce rows up to the mantissa bits in `mask`, None when there are none; the smallest of several."""
+    """Codes under which `params` reproduce rows up to the mantissa bits in `mask`, None when there are none; the
+    smallest of several.
+    """
     keep = np.uint16(~mask & 0xFFFF)
     salient, channels, blocks = split(c, np.zeros(nbytes(c)[0], np.uint8), params)
     if salient.sum() != c.n_hi:

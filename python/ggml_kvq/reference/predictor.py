@@ -1,15 +1,17 @@
-"""Predictor matrices (AQUA-KV, arXiv 2501.19392, section 3.1): y = W x over rows rounded to 8 bits. The definition of every bit.
+"""Predictor matrices (AQUA-KV, arXiv 2501.19392, section 3.1): y = W x over rows rounded to 8 bits. The definition of
+every bit.
 
 In f32 and in this order: amax = max |x| (below 1e-30: 0), x8 = round(x * (127/amax)) to nearest even, s = amax/127,
 y = (sum over groups of 32 inputs, in order, of step * (integer sum of code * x8)) * s.
 
-bits 8: step = f16(largest magnitude of the group / 63), codes -63..63. bits 4: step = f16(largest value by magnitude / -8), codes -8..7
-(ggml's q4_0). code = round(w * (1/step)), 0 for step 0.
+bits 8: step = f16(largest magnitude of the group / 63), codes -63..63. bits 4: step = f16(largest value by magnitude /
+-8), codes -8..7 (ggml's q4_0). code = round(w * (1/step)), 0 for step 0.
 
-Bytes: per tile of 16 outputs and group, chunks of 64 bytes [output][k] of codes plus 64 (8 bits: input 4c + k) or plus 8 (4 bits: low half
-input 8c + k, high half 8c + 4 + k); then all steps f16 [tile][group][16].
+Bytes: per tile of 16 outputs and group, chunks of 64 bytes [output][k] of codes plus 64 (8 bits: input 4c + k) or plus
+8 (4 bits: low half input 8c + k, high half 8c + 4 + k); then all steps f16 [tile][group][16].
 
-Along the layers of a cache (section 3.1), rows less their means: k[l] = Wk k[l-1] + decoded, v[l] = Wvk k[l] + Wvv v[l-1] + decoded.
+Along the layers of a cache (section 3.1), rows less their means: k[l] = Wk k[l-1] + decoded, v[l] = Wvk k[l] + Wvv
+v[l-1] + decoded.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def quantise_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def codes(w: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """w f32 [n_out, n_in] -> (codes int8 [n_out, groups, 32], steps f16 [n_out, groups]); inputs are padded with zeros."""
+    """w f32 [n_out, n_in] -> (codes int8 [n_out, groups, 32], steps f16 [n_out, groups]); inputs are padded with
+    zeros.
+    """
     n_out, n_in = w.shape
     x = np.zeros((n_out, -(-n_in // GROUP) * GROUP), F32)
     x[:, :n_in] = w

@@ -1,4 +1,6 @@
-"""Which cells are salient (ZipCache, arXiv 2405.14256, section 4): probe rows, column sums of attention, the choice of a page's set."""
+"""Which cells are salient (ZipCache, arXiv 2405.14256, section 4): probe rows, column sums of attention, the choice
+of a page's set.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ def _hash(row: int, seed: int) -> int:
 def probe_rows(n: int, at: int, share: float, page_cells: int, seed: int) -> list[int]:
     """Rows of a call of n query tokens that score cells, ascending (section 4.3: half the latest, half random).
 
-    at: cell of the first token; seed: ordinal of the layer. From 32 tokens on: the last ceil(share/2 * n), and as many of
-    the others, those of the smallest hash of (cell, seed). Below: tokens whose cell modulo the page is within its last share/2, and
-    tokens whose hash is below share/2 of all.
+    at: cell of the first token; seed: ordinal of the layer. From 32 tokens on: the last ceil(share/2 * n), and as many
+    of the others, those of the smallest hash of (cell, seed). Below: tokens whose cell modulo the page is within its
+    last share/2, and tokens whose hash is below share/2 of all.
     """
     half = float(np.float32(share)) / 2
     if n < 32:
@@ -35,14 +37,17 @@ def probe_rows(n: int, at: int, share: float, page_cells: int, seed: int) -> lis
 
 
 def column_sums(weights: np.ndarray, n_head_kv: int, rows: Any = None) -> np.ndarray:
-    """weights f64 [n_q, n_head, n_slots] (attention.weights) -> f64 [n_head_kv, n_slots]: summed over rows and the heads of a group."""
+    """weights f64 [n_q, n_head, n_slots] (attention.weights) -> f64 [n_head_kv, n_slots]: summed over rows and the
+    heads of a group.
+    """
     w = weights if rows is None else weights[rows]
     n_q, n_head, n_slots = w.shape
     return np.asarray(w.reshape(n_q, n_head_kv, n_head // n_head_kv, n_slots).sum(axis=(0, 2)))
 
 
 def choose(sums: np.ndarray, seen: np.ndarray | None, n_hi: int) -> np.ndarray:
-    """sums [n_cells] of one KV head, seen [n_cells] rows that could see a cell (None: scores stay accumulated) -> bool [n_cells].
+    """sums [n_cells] of one KV head, seen [n_cells] rows that could see a cell (None: scores stay accumulated) -> bool
+    [n_cells].
 
     The n_hi cells of the largest score, the earlier one of equals (equation 8).
     """

@@ -1,7 +1,8 @@
 """XQuant (Yang et al. 2025, cross-layer): calibrated affine blocks whose codes layer pairs share.
 
-Keys of layers below kq and values of layers below vq take 2 bits, all others 1; an odd layer at or above km (vm) adopts the codes
-of the layer before it and keeps its own scale and zero (section 3.3). eta1, eta2 calibrate 1- and 2-bit blocks (section 3.2).
+Keys of layers below kq and values of layers below vq take 2 bits, all others 1; an odd layer at or above km (vm)
+adopts the codes of the layer before it and keeps its own scale and zero (section 3.3). eta1, eta2 calibrate 1- and
+2-bit blocks (section 3.2).
 """
 
 from __future__ import annotations

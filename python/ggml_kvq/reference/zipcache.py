@@ -1,4 +1,6 @@
-"""ZipCache (He et al. 2024, arXiv 2405.14256): salient cells in `hi` bits, the others in `lo`, keys and values with one set per KV head."""
+"""ZipCache (He et al. 2024, arXiv 2405.14256): salient cells in `hi` bits, the others in `lo`, keys and values with
+one set per KV head.
+"""
 
 from __future__ import annotations
 
@@ -44,4 +46,6 @@ class ZipCache(Method):
 
         k, v, f32 = lane(K, shape.head_size_k), lane(V, shape.head_size_v), o["precision"] == "f32"
         kept = {"keep": o["keep"], "recent": o["recent"]} if o["keep"] < 1 else {}
-        return LayerPlan(k, v, window=o["window"], sinks=o["sinks"], f32=f32, probe=o["probe"], normalise=o["normalise"], **kept)
+        return LayerPlan(
+            k, v, window=o["window"], sinks=o["sinks"], f32=f32, probe=o["probe"], normalise=o["normalise"], **kept
+        )

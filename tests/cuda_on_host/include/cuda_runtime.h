@@ -1,6 +1,7 @@
-// CUDA kernels on the host, for tests on machines without a GPU: translate.py turns .cu files into C++ that includes this. A block runs
-// as one fiber a thread; warp operations and barriers are the places where fibers take turns. Blocks follow one another, copies and
-// launches are done at once: what is found here is wrong arithmetic, indexing and collectives, not races, ordering or speed.
+// CUDA kernels on the host, for tests on machines without a GPU: translate.py turns .cu files into C++ that includes
+// this. A block runs as one fiber a thread; warp operations and barriers are the places where fibers take turns.
+// Blocks follow one another, copies and launches are done at once: what is found here is wrong arithmetic, indexing
+// and collectives, not races, ordering or speed.
 #pragma once
 
 #include <algorithm>
@@ -28,17 +29,31 @@ struct dim3 {
     unsigned x, y, z;
     dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct uint2  { unsigned x, y; };
-struct uint4  { unsigned x, y, z, w; };
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-struct ushort4 { unsigned short x, y, z, w; };
-struct uchar4  { unsigned char x, y, z, w; };
-static inline uint2  make_uint2 (unsigned x, unsigned y) { return { x, y }; }
-static inline uint4  make_uint4 (unsigned x, unsigned y, unsigned z, unsigned w) { return { x, y, z, w }; }
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+struct ushort4 {
+    unsigned short x, y, z, w;
+};
+struct uchar4 {
+    unsigned char x, y, z, w;
+};
+static inline uint2 make_uint2(unsigned x, unsigned y) { return { x, y }; }
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return { x, y, z, w }; }
 static inline float2 make_float2(float x, float y) { return { x, y }; }
 static inline float4 make_float4(float x, float y, float z, float w) { return { x, y, z, w }; }
-static inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) { return { x, y, z, w }; }
+static inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
+    return { x, y, z, w };
+}
 using std::max;
 using std::min;
 
@@ -59,7 +74,7 @@ const uint64_t * exchange(uint64_t mine);
 } // namespace host_cuda
 
 static inline void __syncthreads() { host_cuda::block_barrier(); }
-static inline int  __syncthreads_or(int x) { return host_cuda::block_any(x != 0); }
+static inline int __syncthreads_or(int x) { return host_cuda::block_any(x != 0); }
 static inline void __syncwarp(unsigned = ~0u) { host_cuda::exchange(0); }
 template <typename T> static inline T host_shuffle(T x, int lane) {
     static_assert(sizeof(T) == 4, "32-bit shuffles");
@@ -69,7 +84,9 @@ template <typename T> static inline T host_shuffle(T x, int lane) {
     memcpy(&x, &bits, 4);
     return x;
 }
-template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int with) { return host_shuffle(x, (int) (threadIdx.x % 32) ^ with); }
+template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int with) {
+    return host_shuffle(x, (int) (threadIdx.x % 32) ^ with);
+}
 template <typename T> static inline T __shfl_sync(unsigned, T x, int lane) { return host_shuffle(x, lane); }
 static inline int __any_sync(unsigned, int x) {
     const uint64_t * all = host_cuda::exchange(x != 0);
@@ -95,27 +112,43 @@ static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 static inline float __fdividef(float a, float b) { return a / b; }
 #define __expf(x) expf(x)
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
-static inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
-static inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
-static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) { return (unsigned) (((uint64_t) high << 32 | low) >> (n & 31)); }
+static inline float __int_as_float(int x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+static inline unsigned __float_as_uint(float x) {
+    unsigned y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
+    return (unsigned) (((uint64_t) high << 32 | low) >> (n & 31));
+}
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     const uint64_t x = (uint64_t) b << 32 | a;
     unsigned y = 0;
-    for (int i = 0; i < 4; i++) { y |= (unsigned) (x >> (s >> 4*i & 7) * 8 & 255) << 8*i; }
+    for (int i = 0; i < 4; i++) { y |= (unsigned) (x >> (s >> 4 * i & 7) * 8 & 255) << 8 * i; }
     return y;
 }
-template <typename T> static inline T __ldg (const T * p) { return *p; }
+template <typename T> static inline T __ldg(const T * p) { return *p; }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
-static inline size_t __cvta_generic_to_shared(const void * p) { return (size_t) ((const uint8_t *) p - host_cuda::shared); }
+static inline size_t __cvta_generic_to_shared(const void * p) {
+    return (size_t) ((const uint8_t *) p - host_cuda::shared);
+}
 
 // ---------------------------------------------------------------- instructions that kernels write out
 
-void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1);
-void host_mma_s8 (int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, int base);
+void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+    uint32_t b0, uint32_t b1);
+void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+    uint32_t b0, uint32_t b1, int base);
 void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 uint32_t host_movmatrix(uint32_t x);
-static inline void host_copy(uint32_t to, const void * from, int n) { memcpy(host_cuda::shared + to, from, (size_t) n); }
+static inline void host_copy(uint32_t to, const void * from, int n) {
+    memcpy(host_cuda::shared + to, from, (size_t) n);
+}
 
 // ---------------------------------------------------------------- runtime
 
@@ -124,20 +157,44 @@ enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 typedef struct host_stream * cudaStream_t;
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 constexpr size_t SHARED_BYTES_OF_BLOCK = 227 << 10; // as cards of compute capability 9.0
-struct cudaDeviceProp { int multiProcessorCount, major, minor; size_t sharedMemPerBlockOptin, sharedMemPerMultiprocessor; };
+struct cudaDeviceProp {
+    int multiProcessorCount, major, minor;
+    size_t sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
+};
 enum { cudaDevAttrComputeCapabilityMajor };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) { *p = { 4, 8, 0, SHARED_BYTES_OF_BLOCK, SHARED_BYTES_OF_BLOCK + 1024 }; return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) {
+    *p = { 4, 8, 0, SHARED_BYTES_OF_BLOCK, SHARED_BYTES_OF_BLOCK + 1024 };
+    return cudaSuccess;
+}
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-static inline cudaError_t cudaGetDevice(int * d) { *d = 0; return cudaSuccess; }
-static inline cudaError_t cudaDeviceGetAttribute(int * x, int, int) { *x = 0; return cudaSuccess; }
-template <typename T> static inline cudaError_t cudaMalloc(T ** p, size_t nb) { *p = (T *) aligned_alloc(256, (nb + 255) / 256 * 256 + 256); return *p ? cudaSuccess : cudaErrorMemoryAllocation; }
-static inline cudaError_t cudaFree(void * p) { free(p); return cudaSuccess; }
-static inline cudaError_t cudaMemsetAsync(void * p, int x, size_t n, cudaStream_t) { memset(p, x, n); return cudaSuccess; }
-static inline cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t n, cudaMemcpyKind, cudaStream_t) { memmove(to, from, n); return cudaSuccess; }
+static inline cudaError_t cudaGetDevice(int * d) {
+    *d = 0;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaDeviceGetAttribute(int * x, int, int) {
+    *x = 0;
+    return cudaSuccess;
+}
+template <typename T> static inline cudaError_t cudaMalloc(T ** p, size_t nb) {
+    *p = (T *) aligned_alloc(256, (nb + 255) / 256 * 256 + 256);
+    return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+static inline cudaError_t cudaFree(void * p) {
+    free(p);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemsetAsync(void * p, int x, size_t n, cudaStream_t) {
+    memset(p, x, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpyAsync(void * to, const void * from, size_t n, cudaMemcpyKind, cudaStream_t) {
+    memmove(to, from, n);
+    return cudaSuccess;
+}
 static inline cudaError_t cudaMemcpy2DAsync(void * to, size_t to_pitch, const void * from, size_t from_pitch,
-                                            size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
+    size_t width, size_t height, cudaMemcpyKind, cudaStream_t) {
     for (size_t i = 0; i < height; i++) {
         memmove((char *) to + i * to_pitch, (const char *) from + i * from_pitch, width);
     }
@@ -146,24 +203,51 @@ static inline cudaError_t cudaMemcpy2DAsync(void * to, size_t to_pitch, const vo
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 typedef struct host_event * cudaEvent_t; // all work is done in the order in which it is asked for
 enum { cudaEventDisableTiming, cudaStreamNonBlocking };
-static inline cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * most) { *least = *most = 0; return cudaSuccess; }
-static inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t * s, int, int) { *s = (cudaStream_t) 1; return cudaSuccess; }
-static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t * e, int) { *e = (cudaEvent_t) 1; return cudaSuccess; }
+static inline cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * most) {
+    *least = *most = 0;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t * s, int, int) {
+    *s = (cudaStream_t) 1;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t * e, int) {
+    *e = (cudaEvent_t) 1;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
-static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus * s) { *s = cudaStreamCaptureStatusNone; return cudaSuccess; }
+static inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus * s) {
+    *s = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline const char * cudaGetErrorString(cudaError_t) { return "out of memory"; }
 template <typename F> static inline cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
-template <typename F> static inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int * n, F, int, size_t) { *n = 1; return cudaSuccess; }
+template <typename F> static inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int * n, F, int, size_t) {
+    *n = 1;
+    return cudaSuccess;
+}
 
 enum { cudaLaunchAttributeProgrammaticStreamSerialization };
-struct cudaLaunchAttribute { int id; struct { int programmaticStreamSerializationAllowed; } val; };
-struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute * attrs; unsigned numAttrs; };
-template <typename A> static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * c, void (*kernel)(A), const A & a) {
+struct cudaLaunchAttribute {
+    int id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute * attrs;
+    unsigned numAttrs;
+};
+template <typename A>
+static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * c, void (*kernel)(A), const A & a) {
     host_cuda::launch(c->gridDim, c->blockDim, c->dynamicSmemBytes, [&] { kernel(a); });
     return cudaSuccess;
 }
