@@ -8,7 +8,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root/build-aarch64}
 mkdir -p "$out"
 rm -f "$out"/*.o "$out/libkvq.a"
-for file in "$root"/ggml-kvq/types/*.cpp "$root"/ggml-kvq/methods/*.cpp "$root"/ggml-kvq/cache/*.cpp "$root"/ggml-kvq/cpu/*.cpp "$root/scripts/bench_kernels.cpp"; do
+for file in "$root"/ggml-kvq/types/*.cpp "$root"/ggml-kvq/engine/*.cpp "$root"/ggml-kvq/store/*.cpp "$root"/ggml-kvq/policy/*.cpp "$root"/ggml-kvq/methods/*.cpp "$root"/ggml-kvq/cache/*.cpp "$root"/ggml-kvq/cpu/*.cpp "$root/scripts/bench_kernels.cpp"; do
     name=$(basename "$(dirname "$file")")-$(basename "$file" .cpp)
     flags=
     case $name in

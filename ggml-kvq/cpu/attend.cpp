@@ -4,14 +4,14 @@
 //   consecutive tokens. A split is a contiguous range of pages; partial results (m, l, o) are merged afterwards
 //   (log-sum-exp). With few rows a task runs over pages and visits all its heads in each: bytes are read in the order
 //   in which they lie. Pages go to the kernels in runs of up to KVQ_MAX_RUN. Logits and maxima are in units of ln 2.
-#include "cpu.h"
+#include "engine/host.h"
 #include "kernels.h"
 #include "lattice.h"
 #include "transpose.h"
-#include "turns.h"
-#include "../types/f16.h"
-#include "../types/mixed.h"
-#include "../types/types.h"
+#include "engine/turns.h"
+#include "base/f16.h"
+#include "types/mixed.h"
+#include "types/types.h"
 
 #include <algorithm>
 #include <cmath>

@@ -2,10 +2,10 @@
 // neon-dot); a name this CPU cannot run is reported and ignored.
 #include "kernels.h"
 
-#include "cpu.h"
+#include "engine/host.h"
 #include "lattice.h"
-#include "../types/mixed.h"
-#include "../types/types.h"
+#include "types/mixed.h"
+#include "types/types.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -7,7 +7,8 @@
 #pragma once
 
 #include "ggml-kvq.h"
-#include "../types/predictor.h"
+#include "engine/turns.h"
+#include "types/predictor.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -71,14 +72,6 @@ struct kvq_lattice_view {
     const float * points;  // [d][n]
 };
 
-constexpr int KVQ_TURN_BASIS = 8; // turns.h
-
-// kvq_turns as kernels read it
-struct kvq_mean_tables {
-    int n_pad, n_fast, n_terms;
-    const float *high, *low, *half, *fast;
-    const int16_t *basis, *waves;
-};
 
 // A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high +
 // low/KVQ_LATTICE_FINE), high = q8[j*dot_stride + i], low = q8[(d + j)*dot_stride + i], |high|, |low| <=

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "ggml-kvq.h"
-#include "../types/predictor.h"
+#include "types/predictor.h"
 
 // out[t] = W rows[t] + add[t], strides in values; add NULL: nothing. Arithmetic of types/predictor.h.
 void kvq_cpu_predict(const kvq_predictor & p, int64_t n, const float * rows, int64_t row_stride, const float * add,

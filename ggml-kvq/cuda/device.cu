@@ -5,8 +5,8 @@
 #include "predict.cuh"
 #include "seal.cuh"
 #include "select.cuh"
-#include "../types/lattice.h"
-#include "../types/mixed.h"
+#include "types/lattice.h"
+#include "types/mixed.h"
 
 #include <algorithm>
 #include <cmath>
@@ -277,17 +277,16 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
 }
 
 // keys and values of all cells as f16 while a prompt is read, and what blocks of attention leave each other
-size_t kvq_cuda_device::bytes_workspace(
-    const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     const size_t width = (size_t) k.n_head * (k.codec.head_size + v.codec.head_size), n_rows = (size_t) n_sm * 2 * 128;
     // plain rows of a layer: of all cells, or of one stream's slots and open pages
     const size_t slots = (size_t) (k.n_store + std::min(k.n_frames + 2048 / k.page_cells, k.n_pages)) * k.page_cells;
     size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) +
         4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
-    if (plan.pre_rope || plan.mean) { // sealed pages leave something out: attention reads them as rows
+    if (k.turned || k.centred) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
     }
-    if (plan.k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
+    if (k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
     return nb;
 }
 

@@ -80,17 +80,18 @@ static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v, boo
     return a;
 }
 
-const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
+const char * kvq_cuda_device::refuse(int flags, const kvq_codec & k, const kvq_codec & v, bool maps) {
+    const int head_size_k = k.head_size, head_size_v = v.head_size;
     static const std::string wrong = refuse_settings();
     if (!wrong.empty()) { return wrong.c_str(); }
-    for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
+    for (const kvq_codec * c : { &k, &v }) {
         if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE &&
             c->type != KVQ_TYPE_MIXED) {
             return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or "
                    "run on the CPU with -ngl 0";
         }
     }
-    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // the inner backend attends
+    if (flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // the inner backend attends
         return nullptr;
     }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
@@ -102,7 +103,7 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
             return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a "
                    "multiple of 16 from 400 to 512: run on the CPU with -ngl 0";
         }
-        kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec, plan.keep > 0.0f);
+        kvq_attend_args a = decode_args(k, v, maps);
         if (!kvq_decode_fits(a, 0) && a.nb_shared > a.max_shared) {
             static thread_local std::string why;
             why = "attention over heads of " + std::to_string(head_size_k) + " needs " +
@@ -128,9 +129,8 @@ kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const
     return { a.wide ? "slices of 128" : a.k.head_size == 64 ? "64" : "128", fits ? a.n_warps : 0, a.nb_shared };
 }
 
-const char * kvq_cuda_device::slow_reading(
-    const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
-    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
+const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+    if (flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
     cudaSetDevice(ordinal);
     kvq_attend_args a = decode_args(k.codec, v.codec, k.evicts);
     if (!kvq_decode_fits(a, 0)) {
@@ -138,7 +138,7 @@ const char * kvq_cuda_device::slow_reading(
         return a.k.type == KVQ_TYPE_LATTICE ? "tiles, about 60 times slower" : "tiles, about 15 times slower";
     }
     a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
-    if (plan.mean && !plan.k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
+    if (k.centred && !k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
         return "f16 rows made for each token, about 7 times slower"; // 313 us instead of 46
     }
     return nullptr;

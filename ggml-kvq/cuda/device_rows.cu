@@ -3,7 +3,7 @@
 
 #include "attend.cuh"
 #include "seal.cuh"
-#include "../types/f16.h"
+#include "base/f16.h"
 
 #include <algorithm>
 

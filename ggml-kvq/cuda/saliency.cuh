@@ -5,7 +5,7 @@
 
 #include "mixed.cuh"
 
-#include "../cache/device.h"
+#include "engine/device.h"
 
 static __device__ __forceinline__ const int32_t * probe_tokens(const kvq_probe_table * t) {
     return (const int32_t *) (t + 1);

@@ -28,7 +28,7 @@ void kvq_launch_expand_mixed(const kvq_mixed_geometry & m, const kvq_page * page
     const kvq_row_place & to, cudaStream_t stream);
 
 // select.cu
-// kvq_pack_page (cache/device.h)
+// kvq_pack_page (engine/engine.h)
 struct kvq_pack_job {
     const float * sums;
     int32_t cell, first, n, sorted;

@@ -3,7 +3,7 @@
 
 #include "ggml-backend-impl.h"
 #include "ggml.h"
-#include "kv_cache.h"
+#include "cache/cache.h"
 
 struct kvq_device_context {
     std::string name, description;
@@ -93,7 +93,7 @@ ggml_backend_dev_t kvq_cuda_get(size_t index);
 // buffer types of the inner device, NULL-terminated
 ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev);
 std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
-const char * kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape);
+const char * kvq_cuda_refuse(const kvq_draft_layer & d);
 // node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
 // our kernel.
 bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node,

@@ -8,6 +8,9 @@
 //             llama.cpp would have used without us, so that its own backend computes on it.
 //   plain     results of our ops in compute buffers: ordinary host memory.
 #include "backend.h"
+#include "state.h"
+
+#include "engine/host.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -245,7 +248,7 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache
 #ifdef KVQ_CUDA
     if (dev.inner) {
         for (const kvq_draft_layer & d : draft.layers) {
-            if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
+            if (const char * why = kvq_cuda_refuse(d)) {
                 kvq_report_error("layer " + std::to_string(d.il) + ": " + why);
                 return;
             }
@@ -254,7 +257,7 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache
         b.cache.reset(new kvq_kv_cache(draft, *b.device));
     }
 #endif
-    if (!dev.inner) { b.cache.reset(new kvq_kv_cache(draft)); }
+    if (!dev.inner) { b.cache.reset(new kvq_kv_cache(draft, kvq_cpu_device())); }
 }
 
 // The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here.

@@ -1,4 +1,4 @@
-#include "config.h"
+#include "cache/config.h"
 #include "fingerprint.h"
 
 #include "gguf.h"

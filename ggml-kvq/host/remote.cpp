@@ -7,6 +7,8 @@
 // set before (a restored state) are moved over, and the plain memory is given back.
 #include "backend.h"
 
+#include "engine/host.h"
+
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <cstdio>
@@ -108,7 +110,7 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     const kvq_draft_layer & d = found.draft.layers.back();
 #ifdef KVQ_CUDA
     if (b.inner) {
-        if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) { return name + ": " + why; }
+        if (const char * why = kvq_cuda_refuse(d)) { return name + ": " + why; }
         if (!buffer.device) { buffer.device = kvq_cuda_make_device(device_of(b).ordinal); }
     }
 #endif
@@ -118,7 +120,7 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     } else if (buffer.device) {
         buffer.cache.reset(new kvq_kv_cache(found.draft, *buffer.device));
     } else {
-        buffer.cache.reset(new kvq_kv_cache(found.draft));
+        buffer.cache.reset(new kvq_kv_cache(found.draft, kvq_cpu_device()));
     }
     if (!ok || !buffer.cache->ok()) {
         return name + " of a client's KV cache cannot be allocated: lower -c there, and keep its warm-up on";

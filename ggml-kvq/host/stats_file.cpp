@@ -2,7 +2,7 @@
 // (llama-server's /props, /slots, /metrics). A thread of its own writes; a reader finds a whole file at any time.
 #include "backend.h"
 
-#include "../include/ggml-kvq.h"
+#include "ggml-kvq.h"
 
 #include <chrono>
 #include <condition_variable>

@@ -2,7 +2,7 @@
 // of layers there and on the CPU leave the same bytes, whatever is read in between, and attention agrees.
 #pragma once
 
-#include "../../ggml-kvq/cache/chain.h"
+#include "policy/chain.h"
 
 template <int HEADS, int D> struct chain_stack {
     static constexpr int LAYERS = 3, W = HEADS * D, CELLS = 224, STREAMS = 2;

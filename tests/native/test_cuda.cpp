@@ -2,10 +2,10 @@
 // Usage: test_cuda [quick | host [STEPS] | attention [fine] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
-#include "../../ggml-kvq/cache/store.h"
+#include "store/lane.h"
 #include "device_bytes.h"
-#include "../../ggml-kvq/types/f16.h"
-#include "../../ggml-kvq/types/types.h"
+#include "base/f16.h"
+#include "types/types.h"
 
 #include <algorithm>
 #include <cmath>

@@ -3,11 +3,11 @@
 // CPU for the same sums, attention and column sums against f64. Usage: test_cuda_policies [quick | host | decode |
 //     bench [decode | prompt]]    bench: one layer of 8 KV heads; of one token alone, of 512 alone
 #include "device_bytes.h"
-#include "../../ggml-kvq/cache/store.h"
-#include "../../ggml-kvq/cpu/cpu.h"
-#include "../../ggml-kvq/types/f16.h"
-#include "../../ggml-kvq/types/mixed.h"
-#include "../../ggml-kvq/types/types.h"
+#include "store/lane.h"
+#include "engine/host.h"
+#include "base/f16.h"
+#include "types/mixed.h"
+#include "types/types.h"
 
 #include <cmath>
 #include <cstdio>
