@@ -29,7 +29,7 @@ if has kernels; then
     flags="-std=c++17 -O3 -I$root/ggml-kvq -I$root/ggml-kvq/include"
     exact=-ffp-contract=off # every operation rounds, as in the numpy definition
     {
-        for f in "$root"/ggml-kvq/{types,engine,store,policy,methods,cache,cpu}/*.cpp; do
+        for f in "$root"/ggml-kvq/{types,engine,store,policy,methods,cpu}/*.cpp; do
             extra=
             case $f in
                 *_avx2.cpp)   extra="-mavx2 -mfma -mf16c" ;;

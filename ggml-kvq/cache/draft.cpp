@@ -118,7 +118,7 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
         return d.k.bytes() + d.v.bytes();
     }
     const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
-        kvq_lane_layout & l = value ? d.v : d.k;
+    kvq_lane_layout & l = value ? d.v : d.k;
     l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
     if (l.centred && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) { return 0; }
     return l.bytes();

@@ -65,5 +65,4 @@ private:
 };
 
 // What a method may know of a layer; prev: the one before it in the same cache, or NULL.
-kvq_layer_context kvq_context_of(
-    const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev);
+kvq_layer_context kvq_context_of(const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev);

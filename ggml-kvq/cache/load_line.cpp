@@ -79,9 +79,7 @@ std::string kvq_kv_cache::load_line() const {
         s.kernel);
     std::string reading;
     size_t nb_workspace = 0; // of one layer at a time
-    for (const auto & l : layers) {
-        nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.k, l->d.v));
-    }
+    for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.k, l->d.v)); }
     if (nb_workspace) {
         char more[96];
         snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);

@@ -72,7 +72,6 @@ struct kvq_lattice_view {
     const float * points;  // [d][n]
 };
 
-
 // A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high +
 // low/KVQ_LATTICE_FINE), high = q8[j*dot_stride + i], low = q8[(d + j)*dot_stride + i], |high|, |low| <=
 // KVQ_LATTICE_TOP: 255 * 63 * 2 fits 16 bits.

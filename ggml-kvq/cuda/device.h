@@ -17,10 +17,7 @@ struct kvq_turn;
 struct kvq_device_rotary;
 struct kvq_row_place;
 
-class kvq_cuda_device : public kvq_device,
-                        public kvq_turn_engine,
-                        public kvq_chain_engine,
-                        public kvq_score_engine {
+class kvq_cuda_device : public kvq_device, public kvq_turn_engine, public kvq_chain_engine, public kvq_score_engine {
 public:
     explicit kvq_cuda_device(int ordinal);
     ~kvq_cuda_device() override;

@@ -39,8 +39,8 @@ struct kvq_choice {               // of the salient cells of a page
     void * params;
 };
 
-// Of eviction (policy/evict.h): an open page, some of whose cells are packed into pages of slots. Pages of a run follow each
-// other.
+// Of eviction (policy/evict.h): an open page, some of whose cells are packed into pages of slots. Pages of a run
+// follow each other.
 struct kvq_pack_page {
     const float * sums;             // NULL: never observed
     const uint8_t *stale, *present; // host memory; present: [n_head][page_cells/8], the cells that are packed

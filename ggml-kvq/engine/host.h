@@ -1,5 +1,5 @@
-// The CPU's engine over host memory, and its kernels for rows that the host holds. Every build has them; cpu/ implements
-// them.
+// The CPU's engine over host memory, and its kernels for rows that the host holds. Every build has them; cpu/
+// implements them.
 #pragma once
 
 #include "device.h"
@@ -23,8 +23,8 @@ void kvq_cpu_column_sums(
     const kvq_attn & attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads);
 
 // Predicted rows (policy/chain.h), types/predictor.h. out[i] (+)= W x[i] for n rows of 8 bits; work: n * groups.
-void kvq_cpu_predict_rows(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * scale, bool add,
-    float * out, size_t out_stride, float * work);
+void kvq_cpu_predict_rows(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * scale,
+    bool add, float * out, size_t out_stride, float * work);
 // rows [page_cells][stride] += decoded rows of all heads of a lattice page; work: page_cells * padded head
 void kvq_cpu_add_lattice(const kvq_lane_layout & l, const uint8_t * codes, const uint8_t * params, float * work,
     float * rows, size_t stride);

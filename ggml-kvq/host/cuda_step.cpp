@@ -89,7 +89,9 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
             }
             const kvq_draft_layer & d = t.layer->d;
             const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
-            for (int i = 0; cuda(*t.cache).may_observe && t.layer->probe && t.layer->probe->asks((int) q->ne[1]) && i < q->ne[3]; i++) {
+            for (int i = 0;
+                cuda(*t.cache).may_observe && t.layer->probe && t.layer->probe->asks((int) q->ne[1]) && i < q->ne[3];
+                i++) {
                 looks.push_back({ t.layer, &cuda(*t.cache), stream0 + i,
                     t.layer->spans.packed
                         ? t.layer->spans.n_pages

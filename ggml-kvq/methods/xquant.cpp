@@ -85,7 +85,8 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         }
     }
     if (shares[0] || shares[1] || apart[0] || apart[1]) {
-        out.add("share_codes", { { "k", shares[0] }, { "v", shares[1] }, { "k_apart", apart[0] }, { "v_apart", apart[1] } });
+        out.add("share_codes",
+            { { "k", shares[0] }, { "v", shares[1] }, { "k_apart", apart[0] }, { "v_apart", apart[1] } });
     }
     return KVQ_OK;
 }

@@ -87,8 +87,9 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     out.sinks = o.num("sinks");
     out.flags = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
     const bool evicts = o.real("keep") < 1.0f; // three classes: salient, others, evicted
-    out.add("probe", { { "share", o.real("probe") }, { "normalise", o.flag("normalise") },
-                         { "min_rows", evicts && !n_hi ? KVQ_PROMPT_ROWS : 1 } });
+    out.add("probe",
+        { { "share", o.real("probe") }, { "normalise", o.flag("normalise") },
+            { "min_rows", evicts && !n_hi ? KVQ_PROMPT_ROWS : 1 } });
     out.add("choose");
     if (evicts) { out.add("evict", { { "keep", o.real("keep") }, { "recent", o.real("recent") } }); }
     return KVQ_OK;

@@ -328,8 +328,7 @@ void kvq_chain::attend(int l, int stream0, const kvq_attn * attn, int n, int n_t
                     for (int h = 0; h < x[v]->n_head; h++) {
                         kvq_cpu_rows_to_f16(page_cells, D, w.rows[v].data() + (size_t) h * D, row_stride[v],
                             t.mean ? t.mean + (size_t) h * D : nullptr, t.rotor ? &t.rotor->view() : nullptr,
-                            t.positions_at(s, p), tile + h * x[v]->nb_tile_head / 2,
-                            x[v]->head_stride());
+                            t.positions_at(s, p), tile + h * x[v]->nb_tile_head / 2, x[v]->head_stride());
                     }
                     (v ? page.v_codes : page.k_codes) = tile;
                     (v ? page.v_params : page.k_params) = nullptr;
@@ -413,7 +412,8 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
     if (!s.predict_macs) { return ""; }
     char text[224];
     snprintf(text, sizeof(text),
-        "; predictor %s: reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f MiB "
+        "; predictor %s: reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f "
+        "MiB "
         "hold the rows of one layer",
         part.get("values") > 0 ? "full" : "k", (double) s.predict_macs / 1e6, (int) part.get("weight_bits"),
         (double) s.bytes_calibration / MiB, (double) s.bytes_chain / MiB);

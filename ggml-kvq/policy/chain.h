@@ -40,8 +40,8 @@ public:
     static size_t bytes(int n_stream, int n_pages, int page_cells, int width, size_t nb_frame);
 
     // in order; lanes and what they leave out. The layer's predictors stay where they are.
-    void add_layer(kvq_lane * k, kvq_lane * v, kvq_transform * turn_k, kvq_transform * turn_v,
-        const kvq_chain_weights & w);
+    void add_layer(
+        kvq_lane * k, kvq_lane * v, kvq_transform * turn_k, kvq_transform * turn_v, const kvq_chain_weights & w);
     bool chains(bool value) const { return !value || width[1]; }
 
     // Prediction for a page of layer l, f32 [page_cells][stride(value)]; zeros where nothing is predicted.

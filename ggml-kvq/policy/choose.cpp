@@ -29,9 +29,7 @@ void kvq_choose::choose(kvq_lane & x, int s, const std::vector<int> & due) {
         }
         if (!x.device.is_host()) { choices.push_back(scores.choice(s, p, x.valid(s, p), x.params_at(s, p, 0))); }
     }
-    if (!choices.empty()) {
-        x.device.scores()->choose(l, scores.normalises(), choices.data(), (int) choices.size());
-    }
+    if (!choices.empty()) { x.device.scores()->choose(l, scores.normalises(), choices.data(), (int) choices.size()); }
 }
 
 void kvq_choose::reopening(kvq_lane & x, int s, int p) {

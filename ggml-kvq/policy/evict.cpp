@@ -343,8 +343,7 @@ int kvq_evict::n_prompt_cells(int s, int p) const {
 std::vector<kvq_evict::run> kvq_evict::runs_of(int s, const std::vector<int> & due, int64_t first_recent) const {
     const kvq_lane & k = *lane[0];
     std::vector<int> order = due;
-    std::stable_sort(
-        order.begin(), order.end(), [&](int a, int b) { return k.info(s, a).stamp < k.info(s, b).stamp; });
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return k.info(s, a).stamp < k.info(s, b).stamp; });
     std::vector<run> runs;
     for (int p : order) {
         const bool asked = 2 * n_prompt_cells(s, p) >= k.info(s, p).n_valid,
@@ -374,8 +373,8 @@ void kvq_evict::drop_excess(int s, int budget, int64_t first_recent, std::vector
         return ra != rb ? ra < rb : ra == 2 ? a.newest < b.newest : a.score < b.score;
     };
     for (int n = n_used(s) + (int) fresh.size(); n > budget && may_go.size() + fresh.size() > 0; n--) {
-        const auto a = std::min_element(
-            may_go.begin(), may_go.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
+        const auto a =
+            std::min_element(may_go.begin(), may_go.end(), [&](int x, int y) { return worse(page(s, x), page(s, y)); });
         const auto b = std::min_element(fresh.begin(), fresh.end(),
             [&](const candidate & x, const candidate & y) { return worse(x.info, y.info); });
         if (b == fresh.end() || (a != may_go.end() && !worse(b->info, page(s, *a)))) {
@@ -388,8 +387,8 @@ void kvq_evict::drop_excess(int s, int budget, int64_t first_recent, std::vector
 }
 
 // Decides what stays of pages that are due; made: pages that were filled, places: where a device packed them.
-void kvq_evict::seal_keys(int s, const std::vector<int> & due, std::vector<int> & made, std::vector<int> & places,
-    kvq_packed & packed) {
+void kvq_evict::seal_keys(
+    int s, const std::vector<int> & due, std::vector<int> & made, std::vector<int> & places, kvq_packed & packed) {
     const kvq_lane & k = *lane[0];
     uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
     int n_prompt = 0, n_open = 0;

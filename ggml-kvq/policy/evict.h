@@ -57,7 +57,7 @@ public:
     // Sealed cells among them, as a saved state carries them, or decoded only.
     void read(bool value, int stream, int cell, int n, uint16_t * rows, bool image = true) const;
     void limit(int stream, int n_cells); // cells from n_cells on are free: nobody will read what is left of them
-    int n_used(int stream) const; // pages
+    int n_used(int stream) const;        // pages
 
 private:
     struct slot_page {
@@ -86,8 +86,8 @@ private:
 
     void forget(int stream, int cell); // a cell is written anew: pages of slots leave it
     void forget_all(int stream);       // when all that belong together were named: they do now
-    void seal_keys(int s, const std::vector<int> & due, std::vector<int> & made, std::vector<int> & places,
-        kvq_packed & packed);
+    void seal_keys(
+        int s, const std::vector<int> & due, std::vector<int> & made, std::vector<int> & places, kvq_packed & packed);
     std::vector<run> runs_of(int s, const std::vector<int> & due, int64_t first_recent) const;
     int n_prompt_cells(int s, int p) const; // of an open page
     void drop_excess(int s, int budget, int64_t first_recent, std::vector<candidate> & fresh);

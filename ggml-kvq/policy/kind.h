@@ -18,9 +18,9 @@ struct kvq_layer_parts {
     kvq_layer_plan plan;
     kvq_lane *k = nullptr, *v = nullptr;
     kvq_span_table * spans = nullptr;
-    kvq_lane * before[2] = {};                      // keys and values of the layer before, NULL in the first
-    const kvq_layer_calibration * data = nullptr;   // NULL: the method takes none
-    int number = 0, ordinal = 0;                    // among the model's layers with attention; in this cache
+    kvq_lane * before[2] = {};                    // keys and values of the layer before, NULL in the first
+    const kvq_layer_calibration * data = nullptr; // NULL: the method takes none
+    int number = 0, ordinal = 0;                  // among the model's layers with attention; in this cache
     // parts that others ask for by type
     class kvq_transform * turns[2] = {};
     class kvq_chain * chain = nullptr;

@@ -13,7 +13,7 @@ struct kvq_positions {
     ~kvq_positions();
     kvq_positions(const kvq_positions &) = delete;
     kvq_positions & operator=(const kvq_positions &) = delete;
-    bool is_elsewhere() const { return there; } // not in host memory
+    bool is_elsewhere() const { return there; }           // not in host memory
     bool ok() const { return device.is_host() || there; } // false: out of memory
 
     int32_t * now_at(int s, int p) { return &now[cell(s, p)]; }

@@ -104,8 +104,7 @@ void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kv
 
 // ---------------------------------------------------------------- writing
 
-void kvq_transform::written(
-    kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) {
+void kvq_transform::written(kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) {
     const kvq_lane_layout & l = x.layout();
     for (int64_t i = 0; rotor && pos && i < n; i++) {
         if (x.device.is_host()) {

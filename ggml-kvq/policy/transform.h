@@ -1,5 +1,5 @@
-// What sealed pages of a lane leave out (AQUA-KV, arXiv 2501.19392, section 3): a mean per channel and, for keys, the rotary embedding, or what it
-// became since.
+// What sealed pages of a lane leave out (AQUA-KV, arXiv 2501.19392, section 3): a mean per channel and, for keys, the
+// rotary embedding, or what it became since.
 //   row = R_pos (decoded + prediction + mean)                 keys that are predicted
 //   row = R_(pos - sealed) decoded + R_pos mean               other keys: they are sealed as they are, less R_sealed
 //       mean
@@ -26,11 +26,11 @@ class kvq_transform : public kvq_policy {
 public:
     // of the keys, or the values, of a layer. mean: [n_head][head_size] or NULL; positions: NULL, rows keep their
     // rotary embedding
-    explicit kvq_transform(bool value, const float * mean = nullptr, kvq_positions * positions = nullptr) :
+    explicit kvq_transform(bool value = false, const float * mean = nullptr, kvq_positions * positions = nullptr) :
         value(value), mean(mean), positions(positions) {}
 
     const bool value;
-    const float * const mean;
+    const float * mean;
     kvq_positions * const positions;
     kvq_rotor * rotor = nullptr; // of this layer's keys, once a graph has shown it; NULL: they have none
     // what is predicted from the layer before (chain.h), NULL: nothing; ordinal: of this layer
@@ -39,6 +39,12 @@ public:
     bool active() const { return mean || rotor || chain; }
     bool keeps_turn() const { return rotor && !chain; } // sealed keys have the rotary embedding of `sealed`
 
+    // f16 rows [page_cells] of head h in place, `stride` apart; pos [page_cells]; was [page_cells]: positions when
+    // sealed, NULL: keys come without rotary embedding; pred: prediction of the head's rows, f32, or NULL
+    void remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride,
+        const float * pred = nullptr, size_t pred_stride = 0) const;
+    void restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
+        int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
     // Rows of an open page without means and rotary embedding, f32 [page_cells][stride]; zeros for an empty one.
     void plain_rows(const kvq_lane & x, int s, int p, float * out, size_t stride) const;
     // Open rows move: fn as in kvq_lane::edit, and the position moves by by[cell]. Of sealed pages the positions alone
@@ -48,11 +54,9 @@ public:
     const int32_t * positions_at(int s, int p) const { return rotor ? positions->now_at(s, p) : nullptr; }
 
     // Events.
-    void written(
-        kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) override;
+    void written(kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) override;
     bool tags_rows(const kvq_lane &) const override { return rotor; }
-    void leave_out(
-        kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) override;
+    void leave_out(kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) override;
     void encoded(kvq_lane & x) override;
     void put_back(const kvq_lane & x, int s, int p, uint16_t * tile) const override;
     void state_changed(kvq_lane & x, int s, int p, kvq_page_state from, kvq_page_state to) override;
@@ -67,8 +71,8 @@ public:
     size_t image_bytes(const kvq_lane & x) const override;
     void write_image(const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params,
         uint16_t * rows) const override;
-    bool take_image(const kvq_lane & x, int s, int p, const uint16_t * rows, bool marked,
-        kvq_page_image & out) const override;
+    bool take_image(
+        const kvq_lane & x, int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const override;
     void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows) const override;
     bool rewrites_rows(const kvq_lane &) const override { return rotor && rotor->first(); }
     void enter(const kvq_lane & x, uint16_t * rows, int n) const override;
@@ -76,12 +80,6 @@ public:
     void spans(kvq_attn & a, int s) override;
 
 private:
-    // f16 rows [page_cells] of head h in place, `stride` apart; pos [page_cells]; was [page_cells]: positions when
-    // sealed, NULL: keys come without rotary embedding; pred: prediction of the head's rows, f32, or NULL
-    void remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride,
-        const float * pred = nullptr, size_t pred_stride = 0) const;
-    void restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
-        int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
     const float * turned_mean(int h, int D, int32_t pos, std::vector<float> & out) const;
     int32_t * sealed_at(int s, int p) const { return keeps_turn() ? positions->sealed_at(s, p) : nullptr; }
     bool is_held_elsewhere(const kvq_lane & x, int s, int p) const; // other layers hold the page sealed

@@ -11,8 +11,8 @@
 
 // Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above
 // the tag's), behind those of the first head the positions when sealed.
-void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
-    const uint8_t * params, uint16_t * rows) const {
+void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was,
+    const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
     const kvq_lane_layout & l = x.layout();
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
@@ -99,8 +99,8 @@ bool kvq_transform::take_image(
     if (!was.empty() && is_held_elsewhere(x, s, p) && memcmp(was.data(), sealed_at(s, p), 4 * was.size())) {
         return false; // other layers hold the page: it has to be sealed as theirs is
     }
-    image_page(x, s, p, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(),
-        again.data());
+    image_page(
+        x, s, p, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(), again.data());
     for (int i = 0; marked && i < l.page_cells * D; i++) { // what a mark has there says nothing
         const size_t at = (size_t) (i / D) * W + (size_t) (i % D);
         if (kvq_mark_covers(l.codec, (size_t) i)) {

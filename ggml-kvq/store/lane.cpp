@@ -306,7 +306,9 @@ void kvq_lane::copy_stream(int from, int to) {
         for (kvq_policy * x : policies) { x->copied_page(*this, from, to, p); }
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
         if (src.state == KVQ_PAGE_SEALED) {
-            if (!codes_of && l.nb_codes) { device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head); }
+            if (!codes_of && l.nb_codes) {
+                device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
+            }
             device.copy(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
         } else if (src.state == KVQ_PAGE_OPEN) {
             take_frame(to, p);
@@ -341,9 +343,7 @@ void kvq_lane::clear() {
         for (int p = 0; p < l.n_pages; p++) {
             kvq_page_info & i = info(s, p);
             if (i.frame && i.own < 0) { scratch->give(i.frame, l.nb_frame); }
-            for (kvq_policy * x : policies) {
-                x->state_changed(*this, s, p, (kvq_page_state) i.state, KVQ_PAGE_EMPTY);
-            }
+            for (kvq_policy * x : policies) { x->state_changed(*this, s, p, (kvq_page_state) i.state, KVQ_PAGE_EMPTY); }
             i = kvq_page_info{};
             i.own = -1;
             set_state(s, p, KVQ_PAGE_EMPTY);

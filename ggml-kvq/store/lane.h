@@ -58,7 +58,7 @@ public:
     bool place_block(int s, int p, const kvq_page_image & image); // false: the page cannot hold it, nothing changed
     bool leaves_out() const { return imager(); }                  // do sealed pages lack something?
     int n_position_lists() const { return imager() ? imager()->n_position_lists(*this) : 0; } // of a block by itself
-    int mark_plane() const;                                       // the mantissa bit that marks take, -1: there is none
+    int mark_plane() const; // the mantissa bit that marks take, -1: there is none
 
     void clear();
     void drop_from(int s, int cell); // open cells from `cell` on
@@ -68,7 +68,7 @@ public:
     void edit(int stream, const kvq_any_cell & any, const kvq_edit_row & fn);
 
     kvq_page_state state(int stream, int page) const { return (kvq_page_state) info(stream, page).state; }
-    bool is_plain(int stream, int page) const;              // an open page: all of its cells are its own
+    bool is_plain(int stream, int page) const;                            // an open page: all of its cells are its own
     int first_written(int stream) const { return streams[stream].first; } // cell of the first row of the last write
 
     // --- for policies

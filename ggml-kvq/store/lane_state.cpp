@@ -61,8 +61,8 @@ bool kvq_lane::take_image(int s, int p, const uint16_t * rows, bool marked, kvq_
 int kvq_lane::mark_plane() const {
     const kvq_policy * x = imager();
     const size_t nb = l.nb_params + (x ? x->image_bytes(*this) : 0);
-    const int plane = (x ? x->image_low_bits(*this) : 0) +
-        kvq_image_width((size_t) l.page_cells * l.codec.head_size, nb);
+    const int plane =
+        (x ? x->image_low_bits(*this) : 0) + kvq_image_width((size_t) l.page_cells * l.codec.head_size, nb);
     return plane < KVQ_MARK_PLANES && l.page_cells >= 2 * kvq_mark_rows(l.codec.head_size) ? plane : -1;
 }
 
@@ -180,8 +180,7 @@ void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n
     const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
     std::vector<int64_t> idx;
     std::vector<uint16_t> copy;
-    if (std::any_of(
-            policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->rewrites_rows(*this); })) {
+    if (std::any_of(policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->rewrites_rows(*this); })) {
         copy.assign(rows, rows + (size_t) n * W);
         for (const kvq_policy * x : policies) { x->enter(*this, copy.data(), n); }
         rows = copy.data();

@@ -99,8 +99,7 @@ public:
     virtual void enter(const kvq_lane &, uint16_t * /*rows*/, int /*n*/) const {}
     virtual void entered(kvq_lane &, int /*s*/, int /*cell*/, const uint16_t * /*rows*/, int /*n*/) {}
     // all of it is done here: true
-    virtual bool load(
-        kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, const uint16_t * /*rows*/, int /*n_threads*/) {
+    virtual bool load(kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, const uint16_t * /*rows*/, int /*n_threads*/) {
         return false;
     }
 

@@ -129,8 +129,7 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
         return "the saved state is compact and of other heads: give it the model that it was saved with";
     }
     const bool same = !memcmp(&h.codec, &l.codec, sizeof(kvq_codec)) && h.n_head == l.n_head &&
-        !(h.flags & SHARED) == !l.shares_codes && !(h.flags & LEFT_OUT) == !lane.leaves_out() &&
-        lane.blocks_travel();
+        !(h.flags & SHARED) == !l.shares_codes && !(h.flags & LEFT_OUT) == !lane.leaves_out() && lane.blocks_travel();
     const bool there = same && runs.size() == 1 && runs[0].cell % pc == h.lead;
     std::vector<uint16_t> rows; // those that wait for the rows behind them: pages that were apart may be one here
     bool anew = false;

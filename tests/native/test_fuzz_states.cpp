@@ -71,7 +71,7 @@ static void run(const config & c, int steps, unsigned seed) {
     std::vector<uint8_t> blob[2];
     std::vector<uint16_t> rows[2];
     for (int i = 0; i < 2; i++) {
-        const kvq_lane * lane = from.lane[i].get();
+        const kvq_lane * lane = from.lane[i];
         blob[i] = kvq_blob_write(&lane, 0, 0, n, 2 * (size_t) W * n, { 0, 0, 7, 9, 0, 1, i, n });
         rows[i].resize((size_t) n * W);
         lane->read(0, 0, n, rows[i].data());
@@ -80,10 +80,10 @@ static void run(const config & c, int steps, unsigned seed) {
     int n_refused = 0, n_taken = 0;
     for (int step = 0; step < steps; step++) {
         const int i = uniform(0, 1), at = uniform(0, 3) ? 0 : uniform(0, 12);
-        kvq_lane * lane = to.lane[i].get();
+        kvq_lane * lane = to.lane[i];
         if (step % 1000 == 0) { // what came in whole is what went out
             for (int k = 0; k < 2; k++) {
-                kvq_lane * l = to.lane[k].get();
+                kvq_lane * l = to.lane[k];
                 std::string note;
                 std::vector<uint16_t> again(rows[k].size());
                 l->clear();

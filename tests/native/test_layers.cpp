@@ -149,8 +149,8 @@ static void splits(void) {
         }
     }
     // every third layer sees everything, in a cache of its own: 2 5 8 11, the others 0 1 3 4 6 7 9 10
-    const auto apart = plans(path, "xquant", "vm=0,km=0", { { 2, 5, 8, 11 }, { 0, 1, 3, 4, 6, 7, 9, 10 } });
-    for (const kvq_draft_layer & d : apart) {
+    const auto parts = plans(path, "xquant", "vm=0,km=0", { { 2, 5, 8, 11 }, { 0, 1, 3, 4, 6, 7, 9, 10 } });
+    for (const kvq_draft_layer & d : parts) {
         const bool pair = d.il == 1 || d.il == 7;
         CHECK(shares(d.plan, true) == pair && apart(d.plan, true) == (d.il % 2 && !pair), "layer %d", d.il);
     }

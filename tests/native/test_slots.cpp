@@ -252,7 +252,7 @@ static void states_are_exact(const char * opts) {
         for (int v = 0; v < 2; v++) {
             std::vector<uint16_t> rows((size_t) 700 * W), back(rows.size());
             w->slots->read(v, 0, 0, 700, rows.data(), false);
-            other->slots.read(v, 1, shift, 700, back.data(), false);
+            other->slots->read(v, 1, shift, 700, back.data(), false);
             int n = 0;
             for (int c = 0; c < 576 - 32; c++) { // older than both windows
                 for (int i = 0; i < W; i++) { n += rows[(size_t) c * W + i] != back[(size_t) c * W + i]; }
@@ -262,8 +262,8 @@ static void states_are_exact(const char * opts) {
                       back.begin(), back.begin() + 544 * W, [](uint16_t x) { return x != 0 && x != 0x8000; }) > 100 * W,
                 "nothing was kept");
         }
-        CHECK(shift || w->slots->n_used(0) == other->slots.n_used(1), "%d pages, restored %d", w->slots->n_used(0),
-            other->slots.n_used(1));
+        CHECK(shift || w->slots->n_used(0) == other->slots->n_used(1), "%d pages, restored %d", w->slots->n_used(0),
+            other->slots->n_used(1));
         for (int c = 0; c < shift + 700; c++) { other->live[1][(size_t) c] = c >= shift; }
         decode(*other, 1, shift + 700, 1, true);
         decode(*other, 1, shift + 701, 100, true); // a later turn

@@ -382,7 +382,8 @@ static void run(const config & c, unsigned seed, int steps) {
         }
     }
     compare(w, "the end");
-    CHECK(!strcmp(c.method, "f16") || w.cache.counters.n_sealed > 20, "only %d pages were sealed", (int) w.cache.counters.n_sealed);
+    CHECK(!strcmp(c.method, "f16") || w.cache.counters.n_sealed > 20, "only %d pages were sealed",
+        (int) w.cache.counters.n_sealed);
     printf("%-7s %-34s seed %u: %d steps, %d sealed, %d reopened, %d forced\n", c.method, c.opts, seed, steps,
         (int) w.cache.counters.n_sealed, (int) w.cache.counters.n_reopened, (int) w.cache.counters.n_forced);
 }
