@@ -204,7 +204,8 @@ def test_open_refuses_what_it_did_not(demo_model: Path) -> None:
 def test_a_closed_model_has_no_pieces(demo_model: Path) -> None:
     """piece() read the freed vocabulary: the process ended with signal 11."""
     code = (
-        "import sys\nfrom ggml_kvq import Model, ModelError\nm = Model(sys.argv[1], n_ctx=256, n_threads=1)\nm.close()\n"
+        "import sys\nfrom ggml_kvq import Model, ModelError\n"
+        "m = Model(sys.argv[1], n_ctx=256, n_threads=1)\nm.close()\n"
         "for call in (lambda: m.piece(1), lambda: m.detokenize([1]), lambda: m.metadata('general.name')):\n"
         "    try:\n        call()\n    except ModelError as e:\n        print('closed' in str(e))\n"
     )
