@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import object_cache
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,9 +67,9 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     def compiled(job: tuple[Path, list[str]]) -> str:
         path, flags = job
         out = tmp_path / f"{path.parent.name}_{path.stem}.o"
-        run = subprocess.run(
-            [str(CXX), *FLAGS, *flags, "-c", str(path), "-o", str(out)], capture_output=True, text=True, check=False
-        )
+        keeper = [sys.executable, object_cache.__file__, f"--root={ROOT}"]
+        command = [*keeper, str(CXX), *FLAGS, *flags, "-c", str(path), "-o", str(out)]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr[-3000:]
         return str(out)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import object_cache
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,7 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-DKVQ_BUILD_TESTS=ON",
         "-DKVQ_SANITIZE=address,undefined",
         "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+        f"-DCMAKE_CXX_COMPILER_LAUNCHER={object_cache.launcher(ROOT)}",
     ]
     for argv in (
         ["cmake", "-S", str(ROOT), "-B", str(build), *options],
