@@ -2,7 +2,8 @@
 // a cut and a cleared cache, and contexts that come and go while the other one decodes.
 //
 //   cmake -B build -DKVQ_BUILD_TESTS=ON -DKVQ_SANITIZE=thread -DCMAKE_C_FLAGS=-fsanitize=thread \
-//         -DCMAKE_CXX_FLAGS=-fsanitize=thread -DGGML_OPENMP=OFF -DKVQ_LLAMA_BUILD=$PWD/llama -DKVQ_PROGRAMS=llama-server
+//         -DCMAKE_CXX_FLAGS=-fsanitize=thread -DGGML_OPENMP=OFF -DKVQ_LLAMA_BUILD=$PWD/llama \
+//         -DKVQ_PROGRAMS=llama-server
 //   cmake --build build --target ggml-kvq
 //   c++ -fsanitize=thread -g scripts/two_contexts.cpp -I$LLAMA_CPP_DIR/include -I$LLAMA_CPP_DIR/ggml/include \
 //         -Lbuild/lib -l:libllama.so.0 -l:libggml.so.0 -l:libggml-base.so.0 -Wl,-rpath,build/lib -o two_contexts
@@ -29,11 +30,11 @@ static bool decode(llama_context * context, std::vector<llama_token> & tokens) {
 static std::mutex creating;
 static bool alone = false; // contexts are created one at a time
 
-// One context after the other: 8 batches of 64 tokens, 24 single ones, the state there and back.
+// One context after the other: 5 batches of 64 tokens, 12 single ones, the state there and back.
 static bool work(llama_model * model, int seed, int n_rounds) {
     for (int round = 0; round < n_rounds; round++) {
         llama_context_params params = llama_context_default_params();
-        params.n_ctx = 1024;
+        params.n_ctx = 512;
         params.n_batch = params.n_ubatch = 64;
         params.n_threads = params.n_threads_batch = 1; // two threads compute: the callers
         params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
@@ -45,18 +46,18 @@ static bool work(llama_model * model, int seed, int n_rounds) {
         unsigned x = 1 + seed + 7 * round;
         std::vector<llama_token> tokens(64);
         bool ok = true;
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 5; i++) {
             for (llama_token & t : tokens) { t = 3 + (x = x * 1664525u + 1013904223u) % 4096; }
             ok = ok && decode(context, tokens);
         }
         std::vector<llama_token> one(1, 5);
-        for (int i = 0; i < 24; i++) { ok = ok && decode(context, one); }
+        for (int i = 0; i < 12; i++) { ok = ok && decode(context, one); }
         std::vector<uint8_t> state(llama_state_get_size(context));
         const size_t n = llama_state_get_data(context, state.data(), state.size());
         llama_memory_clear(memory, true);
         ok = ok && llama_state_set_data(context, state.data(), n) == n;
-        ok = ok && llama_memory_seq_rm(memory, 0, 400, -1);
-        for (int i = 0; i < 8; i++) { ok = ok && decode(context, one); }
+        ok = ok && llama_memory_seq_rm(memory, 0, 250, -1);
+        for (int i = 0; i < 4; i++) { ok = ok && decode(context, one); }
         llama_free(context);
         if (!ok) { return false; }
     }

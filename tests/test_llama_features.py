@@ -226,25 +226,30 @@ def random_walk(
     return [float((np.exp(q) * (q - p)).sum()) for p, q in zip(walk(c, steps, text), theirs, strict=True)]
 
 
-# mean KL divergence allowed; f16 differs by rounding through 8-bit weights
+# KL divergence allowed, mean and worst decode; f16 differs by rounding through 8-bit weights. A decode that reads
+# wrong cells costs several nats: the worst one shows it where codes are good. xquant's presets are worse than that by
+# themselves; its 2-bit codes without sharing hold its store to account.
 WALKS = [
-    ("f16", "", 0.004),
-    ("kivi", "bits=4", 0.03),
-    ("kivi", "bits=4,group=64,scales=u8", 0.05),
-    ("xquant", "", 1.5),
-    ("zipcache", "interval=64,salient=1", 0.06),
-    ("minikv", "bits=4,hh=0.75", 0.05),
-    ("zipcache", "interval=64,salient=0.5", 0.6),
+    ("f16", "", 0.004, 0.03),
+    ("kivi", "bits=4", 0.03, 0.4),
+    ("kivi", "bits=4,group=64,scales=u8", 0.05, 0.5),
+    ("xquant", "", 1.5, 12),
+    ("xquant", "kq=12,vq=12,km=12,vm=12,eta2=0", 0.3, 3),
+    ("zipcache", "interval=64,salient=1", 0.06, 0.4),
+    ("minikv", "bits=4,hh=0.75", 0.05, 0.4),
+    ("zipcache", "interval=64,salient=0.5", 0.6, 6),
 ]
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
-@pytest.mark.parametrize(("method", "opts", "limit"), WALKS, ids=[f"{m}-{o}" for m, o, _ in WALKS])
-def test_random_walk_follows_upstream(demo_model: Path, method: str, opts: str, limit: float, unified: bool) -> None:
+@pytest.mark.parametrize(("method", "opts", "limit", "worst"), WALKS, ids=[f"{m}-{o}" for m, o, *_ in WALKS])
+def test_random_walk_follows_upstream(
+    demo_model: Path, method: str, opts: str, limit: float, worst: float, unified: bool
+) -> None:
     seed = 11
     kld = random_walk(demo_model, method, opts, unified, 120, seed)
     print(f"seed {seed}: {len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
-    assert len(kld) > 40 and np.mean(kld) < limit
+    assert len(kld) > 40 and np.mean(kld) < limit and np.max(kld) < worst
 
 
 @pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache", "minikv"])
