@@ -234,7 +234,7 @@ WALKS = [
     ("kivi", "bits=4", 0.03, 0.4),
     ("kivi", "bits=4,group=64,scales=u8", 0.05, 0.5),
     ("xquant", "", 1.5, 12),
-    ("xquant", "kq=12,vq=12,km=12,vm=12,eta2=0", 0.3, 3),
+    ("xquant", "kq=12,vq=12,km=12,vm=12,eta2=0", 0.4, 6),
     ("zipcache", "interval=64,salient=1", 0.06, 0.4),
     ("minikv", "bits=4,hh=0.75", 0.05, 0.4),
     ("zipcache", "interval=64,salient=0.5", 0.6, 6),
