@@ -94,6 +94,7 @@ private:
     // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames,
     // evicted ones not among them.
     void restore(bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
+    void encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void clear();
     void restoring(bool on); // what comes from a state is not judged again
     // a restored key: heads that do not hold it, for devices
