@@ -2,7 +2,8 @@
 # ggml-kvq: both, as libggml-kvq.so. kvq-objects: both, as an archive for native tests (hidden symbols included).
 set(kvq_src ${CMAKE_CURRENT_SOURCE_DIR}/ggml-kvq)
 file(GLOB kvq_core_sources CONFIGURE_DEPENDS
-    ${kvq_src}/types/*.cpp ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
+    ${kvq_src}/types/*.cpp ${kvq_src}/engine/*.cpp ${kvq_src}/store/*.cpp ${kvq_src}/policy/*.cpp
+    ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
 file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp)
 file(GLOB kvq_types_sources CONFIGURE_DEPENDS ${kvq_src}/types/*.cpp)
 file(GLOB kvq_kernel_sources CONFIGURE_DEPENDS ${kvq_src}/cpu/kernels_*.cpp)

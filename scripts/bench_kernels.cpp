@@ -5,11 +5,11 @@
 // beside a STREAM-like sum of the same machine. Attention calls are the product's own (kvq_cpu_attend). Results are
 // held against the portable kernels and the types' own encoders on the way, the means of keys (aqua) against f64; a
 // difference ends the program with 1.
-#include "cpu/cpu.h"
+#include "engine/host.h"
 #include "cpu/kernels.h"
 #include "cpu/lattice.h"
-#include "cpu/rope.h"
-#include "types/f16.h"
+#include "engine/rope.h"
+#include "base/f16.h"
 #include "types/types.h"
 
 #include <algorithm>

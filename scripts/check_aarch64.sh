@@ -8,7 +8,8 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 out=${1:-$root/build-aarch64}
 mkdir -p "$out"
 rm -f "$out"/*.o "$out/libkvq.a"
-for file in "$root"/ggml-kvq/types/*.cpp "$root"/ggml-kvq/methods/*.cpp "$root"/ggml-kvq/cache/*.cpp "$root"/ggml-kvq/cpu/*.cpp "$root/scripts/bench_kernels.cpp"; do
+for file in "$root"/ggml-kvq/*/*.cpp "$root/scripts/bench_kernels.cpp"; do
+    case $file in */cache/* | */host/*) continue ;; esac # these need ggml
     name=$(basename "$(dirname "$file")")-$(basename "$file" .cpp)
     flags=
     case $name in
@@ -18,7 +19,7 @@ for file in "$root"/ggml-kvq/types/*.cpp "$root"/ggml-kvq/methods/*.cpp "$root"/
     ${CXX_AARCH64:-aarch64-linux-gnu-g++} -std=c++17 -O2 -Wall -Wextra -fopenmp -ffp-contract=off -DKVQ_HAVE_NEON=1 \
         -I"$root/ggml-kvq" -I"$root/ggml-kvq/include" $flags -c "$file" -o "$out/$name.o"
 done
-aarch64-linux-gnu-ar rc "$out/libkvq.a" "$out"/types-*.o "$out"/methods-*.o "$out"/cache-*.o "$out"/cpu-*.o
+aarch64-linux-gnu-ar rc "$out/libkvq.a" $(ls "$out"/*.o | grep -v scripts-)
 ${CXX_AARCH64:-aarch64-linux-gnu-g++} -fopenmp -static "$out/scripts-bench_kernels.o" "$out/libkvq.a" -o "$out/bench_kernels"
 qemu-aarch64 "$out/bench_kernels" --quick
 qemu-aarch64 "$out/bench_kernels" --quick --head 64 --gqa 1

@@ -26,10 +26,10 @@ failed=0
 if has kernels; then
     cd "$build/kernels"
     root=../..; [[ $build = /* ]] && root=$OLDPWD
-    flags="-std=c++17 -O3 -I$root/ggml-kvq/include"
+    flags="-std=c++17 -O3 -I$root/ggml-kvq -I$root/ggml-kvq/include"
     exact=-ffp-contract=off # every operation rounds, as in the numpy definition
     {
-        for f in "$root"/ggml-kvq/{types,methods,cache,cpu}/*.cpp; do
+        for f in "$root"/ggml-kvq/{types,engine,store,policy,methods,cpu}/*.cpp; do
             extra=
             case $f in
                 *_avx2.cpp)   extra="-mavx2 -mfma -mf16c" ;;

@@ -1,7 +1,7 @@
 // Vector layer in plain C++: the definition of the others. 16 floats, 16 int32, 64 bytes.
 #pragma once
 
-#include "../types/f16.h"
+#include "base/f16.h"
 
 #include <cmath>
 #include <cstdint>

@@ -7,7 +7,9 @@
 #pragma once
 
 #include "ggml-kvq.h"
-#include "../types/predictor.h"
+#include "base/constants.h"
+#include "engine/turns.h"
+#include "types/predictor.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -15,9 +17,7 @@
 constexpr int KVQ_MAX_ROWS = 64;
 constexpr int KVQ_WORK_ROWS = 8; // rows a kernel works on at once
 constexpr int KVQ_MAX_RUN = 4;   // pages likewise
-constexpr int KVQ_MAX_CELLS = 256;
-constexpr int KVQ_MAX_HEAD = 1024;
-constexpr int KVQ_N_TYPES = 2; // kvq_type below; lattice blocks have entries of their own
+constexpr int KVQ_N_TYPES = 2;   // kvq_type below; lattice blocks have entries of their own
 
 constexpr float KVQ_FINE = 254.0f; // steps of the low byte of a folded query in one of the high byte
 
@@ -69,15 +69,6 @@ struct kvq_lattice_view {
     bool wide;             // coordinates beyond KVQ_LATTICE_SMALL steps
     const uint8_t * table; // [d][max(n, 16)] + 128, then the same without it, as int8
     const float * points;  // [d][n]
-};
-
-constexpr int KVQ_TURN_BASIS = 8; // turns.h
-
-// kvq_turns as kernels read it
-struct kvq_mean_tables {
-    int n_pad, n_fast, n_terms;
-    const float *high, *low, *half, *fast;
-    const int16_t *basis, *waves;
 };
 
 // A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high +

@@ -1,8 +1,8 @@
 // The kernels, written once over the vector layer of the including file (isa_*.h). No std:: here: inline library code
 // compiled with wider instructions could be picked by the linker for every ISA.
 #include "kernels.h"
-#include "../types/affine.h"
-#include "../types/lattice.h"
+#include "types/affine.h"
+#include "types/lattice.h"
 
 #include <math.h>
 #include <string.h>

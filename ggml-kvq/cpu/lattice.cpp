@@ -1,6 +1,6 @@
 #include "lattice.h"
 
-#include "../types/lattice.h"
+#include "types/lattice.h"
 
 #include <algorithm>
 #include <cmath>

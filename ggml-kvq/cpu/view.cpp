@@ -1,6 +1,6 @@
 #include "kernels.h"
-#include "../types/affine.h"
-#include "../types/types.h"
+#include "types/affine.h"
+#include "types/types.h"
 
 #include <algorithm>
 

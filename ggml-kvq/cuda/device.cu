@@ -1,12 +1,13 @@
 #include "device.h"
+#include "base/settings.h"
 
 #include "attend.cuh"
 #include "lattice.cuh"
 #include "predict.cuh"
 #include "seal.cuh"
 #include "select.cuh"
-#include "../types/lattice.h"
-#include "../types/mixed.h"
+#include "types/lattice.h"
+#include "types/mixed.h"
 
 #include <algorithm>
 #include <cmath>
@@ -77,12 +78,9 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
 // ---------------------------------------------------------------- life
 
 kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
-    const char * may = getenv("KVQ_CUDA_SHORT");
-    allow_short = !may || atoi(may);
-    const char * means = getenv("KVQ_CUDA_MEANS");
-    allow_means = !means || atoi(means);
-    const char * observes = getenv("KVQ_CUDA_OBSERVE");
-    may_observe = !observes || atoi(observes);
+    allow_short = kvq_setting_on(kvq_setting::CUDA_SHORT, true);
+    allow_means = kvq_setting_on(kvq_setting::CUDA_MEANS, true);
+    may_observe = kvq_setting_on(kvq_setting::CUDA_OBSERVE, true);
     cudaDeviceProp p;
     if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
         n_sm = p.multiProcessorCount;
@@ -277,17 +275,16 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
 }
 
 // keys and values of all cells as f16 while a prompt is read, and what blocks of attention leave each other
-size_t kvq_cuda_device::bytes_workspace(
-    const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     const size_t width = (size_t) k.n_head * (k.codec.head_size + v.codec.head_size), n_rows = (size_t) n_sm * 2 * 128;
     // plain rows of a layer: of all cells, or of one stream's slots and open pages
     const size_t slots = (size_t) (k.n_store + std::min(k.n_frames + 2048 / k.page_cells, k.n_pages)) * k.page_cells;
     size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) +
         4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
-    if (plan.pre_rope || plan.mean) { // sealed pages leave something out: attention reads them as rows
+    if (k.turned || k.centred) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
     }
-    if (plan.k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
+    if (k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
     return nb;
 }
 

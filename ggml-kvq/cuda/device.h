@@ -2,8 +2,8 @@
 // stream. No CUDA header here: host/ includes this file.
 #pragma once
 
-#include "../cache/device.h"
-#include "../types/predictor.h"
+#include "engine/device.h"
+#include "types/predictor.h"
 
 #include <map>
 #include <memory>
@@ -17,7 +17,7 @@ struct kvq_turn;
 struct kvq_device_rotary;
 struct kvq_row_place;
 
-class kvq_cuda_device : public kvq_device {
+class kvq_cuda_device : public kvq_device, public kvq_turn_engine, public kvq_chain_engine, public kvq_score_engine {
 public:
     explicit kvq_cuda_device(int ordinal);
     ~kvq_cuda_device() override;
@@ -31,7 +31,8 @@ public:
     // Compute capability of a device that our kernels are not made for, which is below 8.0; "" of others
     static std::string too_old(int ordinal);
     // NULL: there are kernels for this layer, else why not (and the cure)
-    static const char * refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v);
+    // maps: pages hold other cells for each head
+    static const char * refuse(int flags, const kvq_codec & k, const kvq_codec & v, bool maps);
 
     // As kvq_attend, with every pointer, the pages too, in device memory. k, v: the lanes attended; their rows that
     // are held back then go into their pages on the way, if this is a short cache and the rows lie before its end.
@@ -55,7 +56,7 @@ public:
     // The same of latent attention (KVQ_ATTN_LATENT): both blocks side by side, [stream][n_kv][channels of both].
     bool expand_latent(const kvq_attn * attn, int n, void ** rows);
 
-    // Column sums of a call that was attended: what the table asks for (cache/saliency.h). keys: of expand(), where
+    // Column sums of a call that was attended: what the table asks for (policy/probe.h). keys: of expand(), where
     // another kernel attended; NULL: attend() left a.lse. max_rows: probe rows at most; max_pages: of the table.
     void observe(const kvq_attn & a, const kvq_probe_table * table, int max_rows, int max_pages, const void * keys);
     bool may_observe; // true, unless KVQ_CUDA_OBSERVE=0 is set: to measure what it costs
@@ -93,8 +94,10 @@ public:
         const int32_t * pos, int n_threads) override;
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
-    size_t bytes_workspace(
-        const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    kvq_turn_engine * turns() override { return this; }
+    kvq_chain_engine * chains() override { return this; }
+    kvq_score_engine * scores() override { return this; }
+    size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a
     // block, for tests; warps 0: none
     struct decode_room {
@@ -103,8 +106,7 @@ public:
     };
     // maps: pages of cells that were kept
     decode_room room_of(const kvq_codec & k, const kvq_codec & v, bool maps = false) const;
-    const char * slow_reading(
-        const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
+    const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
         const kvq_row_turn * x) override;
     void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;

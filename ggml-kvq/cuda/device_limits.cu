@@ -1,5 +1,6 @@
 // What a device has, and which layers its kernels take: asked when a model loads.
 #include "device.h"
+#include "base/settings.h"
 
 #include "attend.cuh"
 
@@ -16,18 +17,18 @@ static const kvq_device_limits LIMITS[] = { { 8, 0, 163 << 10, 164 << 10 }, { 8,
 
 // NULL: not set, or nothing that is known
 static const kvq_device_limits * asked_limits() {
-    const char * as = getenv("KVQ_CUDA_AS");
+    const std::string as = kvq_setting_text(kvq_setting::CUDA_AS);
     for (const kvq_device_limits & l : LIMITS) {
-        if (as && as == std::to_string(l.major) + "." + std::to_string(l.minor)) { return &l; }
+        if (as == std::to_string(l.major) + "." + std::to_string(l.minor)) { return &l; }
     }
     return nullptr;
 }
 
 std::string kvq_cuda_device::refuse_settings() {
-    const char * as = getenv("KVQ_CUDA_AS");
-    return !as || !*as || asked_limits() ? ""
-                                         : std::string("KVQ_CUDA_AS=") + as +
-            " is no compute capability with limits of its own: use 8.0, 8.6, 8.7, 8.9, 9.0, 10.0 or 12.0";
+    const std::string as = kvq_setting_text(kvq_setting::CUDA_AS);
+    if (as.empty() || asked_limits()) { return ""; }
+    return "KVQ_CUDA_AS=" + as +
+        " is no compute capability with limits of its own: use 8.0, 8.6, 8.7, 8.9, 9.0, 10.0 or 12.0";
 }
 
 static kvq_device_limits limits_now(int device) {
@@ -80,17 +81,18 @@ static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v, boo
     return a;
 }
 
-const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_k, int head_size_v) {
+const char * kvq_cuda_device::refuse(int flags, const kvq_codec & k, const kvq_codec & v, bool maps) {
+    const int head_size_k = k.head_size, head_size_v = v.head_size;
     static const std::string wrong = refuse_settings();
     if (!wrong.empty()) { return wrong.c_str(); }
-    for (const kvq_codec * c : { &plan.k.codec, &plan.v.codec }) {
+    for (const kvq_codec * c : { &k, &v }) {
         if (c->type != KVQ_TYPE_F16 && c->type != KVQ_TYPE_AFFINE && c->type != KVQ_TYPE_LATTICE &&
             c->type != KVQ_TYPE_MIXED) {
             return "this method has no CUDA kernels yet: use kivi, xquant, higgs, aqua, zipcache, minikv or f16, or "
                    "run on the CPU with -ngl 0";
         }
     }
-    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // the inner backend attends
+    if (flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { // the inner backend attends
         return nullptr;
     }
     if (!kvq_tiles_head_size(head_size_k, head_size_v)) {
@@ -102,7 +104,7 @@ const char * kvq_cuda_device::refuse(const kvq_layer_plan & plan, int head_size_
             return "there are CUDA kernels for heads above 256 channels only where keys and values have the same, a "
                    "multiple of 16 from 400 to 512: run on the CPU with -ngl 0";
         }
-        kvq_attend_args a = decode_args(plan.k.codec, plan.v.codec, plan.keep > 0.0f);
+        kvq_attend_args a = decode_args(k, v, maps);
         if (!kvq_decode_fits(a, 0) && a.nb_shared > a.max_shared) {
             static thread_local std::string why;
             why = "attention over heads of " + std::to_string(head_size_k) + " needs " +
@@ -128,9 +130,8 @@ kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const
     return { a.wide ? "slices of 128" : a.k.head_size == 64 ? "64" : "128", fits ? a.n_warps : 0, a.nb_shared };
 }
 
-const char * kvq_cuda_device::slow_reading(
-    const kvq_layer_plan & plan, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
-    if (plan.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
+const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
+    if (flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
     cudaSetDevice(ordinal);
     kvq_attend_args a = decode_args(k.codec, v.codec, k.evicts);
     if (!kvq_decode_fits(a, 0)) {
@@ -138,7 +139,7 @@ const char * kvq_cuda_device::slow_reading(
         return a.k.type == KVQ_TYPE_LATTICE ? "tiles, about 60 times slower" : "tiles, about 15 times slower";
     }
     a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
-    if (plan.mean && !plan.k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
+    if (k.centred && !k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
         return "f16 rows made for each token, about 7 times slower"; // 313 us instead of 46
     }
     return nullptr;

@@ -4,7 +4,7 @@
 #include "saliency.cuh"
 #include "seal.cuh"
 #include "select.cuh"
-#include "../types/mixed.h"
+#include "types/mixed.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,9 +1,10 @@
-// The device's part of aqua: rows as they are sealed and back, and predicted layers (cache/transform.h, cache/chain.h).
+// The device's part of aqua: rows as they are sealed and back, and predicted layers (policy/transform.h,
+// policy/chain.h).
 #include "device.h"
 
 #include "attend.cuh"
 #include "seal.cuh"
-#include "../types/f16.h"
+#include "base/f16.h"
 
 #include <algorithm>
 

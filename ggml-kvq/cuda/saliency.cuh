@@ -1,11 +1,11 @@
-// How much attention open cells get from probe rows (cache/saliency.h). A row is a query head of a probe token; rows
+// How much attention open cells get from probe rows (policy/probe.h). A row is a query head of a probe token; rows
 // of a KV head are its query heads of consecutive probe tokens. Their log-sum-exp comes from our attention or, where
 // another kernel attended, from one more pass over keys as plain rows; the sums of a cell from the open pages alone.
 #pragma once
 
 #include "mixed.cuh"
 
-#include "../cache/device.h"
+#include "engine/device.h"
 
 static __device__ __forceinline__ const int32_t * probe_tokens(const kvq_probe_table * t) {
     return (const int32_t *) (t + 1);

@@ -1,5 +1,5 @@
 // Which cells get most attention: the salient set of a page, cells sorted into pages of slots, and rows into these.
-// Scores of a page: f32 sums [n_head][page_cells], then i32 seen [page_cells] (cache/saliency.h).
+// Scores of a page: f32 sums [n_head][page_cells], then i32 seen [page_cells] (policy/probe.h).
 #pragma once
 
 #include "mixed.cuh"
@@ -28,7 +28,7 @@ void kvq_launch_expand_mixed(const kvq_mixed_geometry & m, const kvq_page * page
     const kvq_row_place & to, cudaStream_t stream);
 
 // select.cu
-// kvq_pack_page (cache/device.h)
+// kvq_pack_page (engine/engine.h)
 struct kvq_pack_job {
     const float * sums;
     int32_t cell, first, n, sorted;

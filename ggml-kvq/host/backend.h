@@ -3,7 +3,7 @@
 
 #include "ggml-backend-impl.h"
 #include "ggml.h"
-#include "kv_cache.h"
+#include "cache/cache.h"
 
 struct kvq_device_context {
     std::string name, description;
@@ -86,29 +86,6 @@ struct kvq_found_cache {
 bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, with a line
 void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
 ggml_backend_t kvq_cpu_backend(kvq_backend_context & b); // NULL: there is none
-
-// cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
-int kvq_cuda_init(ggml_backend_reg * reg); // number of devices, 0: none
-ggml_backend_dev_t kvq_cuda_get(size_t index);
-// buffer types of the inner device, NULL-terminated
-ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev);
-std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
-const char * kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape);
-// node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
-// our kernel.
-bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node,
-    int stream0, std::vector<kvq_attn> & streams);
-void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
-const std::string & kvq_cuda_error(kvq_kv_cache & cache);
-void * kvq_cuda_stream(ggml_backend_t inner);
-
-// it would record this part on its own
-void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
-
-// cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
-ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
-void kvq_cuda_step_flush(kvq_backend_context & b);
-void kvq_cuda_step_free(struct kvq_cuda_step * step);
 
 // stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds while
 // there are any

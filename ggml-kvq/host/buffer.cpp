@@ -8,6 +8,11 @@
 //             llama.cpp would have used without us, so that its own backend computes on it.
 //   plain     results of our ops in compute buffers: ordinary host memory.
 #include "backend.h"
+#include "engines.h"
+#include "base/settings.h"
+#include "state.h"
+
+#include "engine/host.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -242,10 +247,9 @@ static std::string others_of(kvq_device_context & dev, size_t size, size_t align
 }
 
 static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache_draft & draft) {
-#ifdef KVQ_CUDA
     if (dev.inner) {
         for (const kvq_draft_layer & d : draft.layers) {
-            if (const char * why = kvq_cuda_refuse(d.plan, d.shape)) {
+            if (const char * why = kvq_cuda_refuse(d)) {
                 kvq_report_error("layer " + std::to_string(d.il) + ": " + why);
                 return;
             }
@@ -253,15 +257,14 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache
         b.device = kvq_cuda_make_device(dev.ordinal);
         b.cache.reset(new kvq_kv_cache(draft, *b.device));
     }
-#endif
-    if (!dev.inner) { b.cache.reset(new kvq_kv_cache(draft)); }
+    if (!dev.inner) { b.cache.reset(new kvq_kv_cache(draft, kvq_cpu_device())); }
 }
 
 // The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here.
 // Servers of other machines' layers live on.
 static ggml_backend_buffer_t refuse(size_t size) {
-    const char * launcher = getenv("KVQ_LAUNCHER");
-    if (size && launcher && *launcher && strcmp(launcher, "ggml-rpc-server") && kvq_verbosity() > 0) {
+    const char * launcher = kvq_setting_text(kvq_setting::LAUNCHER);
+    if (size && *launcher && strcmp(launcher, "ggml-rpc-server") && kvq_verbosity() > 0) {
         fflush(nullptr);
         _exit(1);
     }

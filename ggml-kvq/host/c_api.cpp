@@ -1,11 +1,12 @@
 // The C ABI over the house: methods, block formats, planning, attention. Caches are in kv_cache.cpp.
-#include "config.h"
+#include "cache/config.h"
 
-#include "../cache/saliency.h"
-#include "../cpu/cpu.h"
-#include "../cpu/kernels.h"
-#include "../cpu/rope.h"
-#include "../types/types.h"
+#include "cache/accounting.h"
+#include "policy/compose.h"
+#include "policy/probe.h"
+#include "engine/host.h"
+#include "engine/rope.h"
+#include "types/types.h"
 
 #include <algorithm>
 #include <cstring>

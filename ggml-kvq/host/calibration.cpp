@@ -1,4 +1,4 @@
-#include "calibration.h"
+#include "cache/calibration.h"
 
 #include "gguf.h"
 #include "ggml.h"
@@ -285,12 +285,14 @@ bool kvq_calibration::fits(
                 std::to_string(want);
             return false;
         }
-        const kvq_lane_plan & lane = v ? plan.v : plan.k;
+        const kvq_part * chain = plan.part("chain");
         const matrix & m = v ? l->second.v : l->second.k;
-        const int n_in = lane.inputs[0] + lane.inputs[1];
+        const int n_in = !chain ? 0
+            : v                 ? (int) (chain->get("v_from_k") + chain->get("v_from_v"))
+                                : (int) chain->get("k_from_k");
         const std::string name = base + (v ? ".v.weight" : ".k.weight"),
                           again = ": make it again with ggml-kvq calibrate --predictor " +
-            std::string(plan.v.chained ? "full" : "k");
+            std::string(chain && chain->get("values") > 0 ? "full" : "k");
         if (!n_in || !want) { continue; }
         if (!m.n_in) {
             err = name + " is missing" + again;

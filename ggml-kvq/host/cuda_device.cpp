@@ -1,9 +1,10 @@
 // Devices KVQ<i> over CUDA<i>, built when GGML_CUDA=ON. The inner device owns the weights and computes every node
 // that touches no cache; buffers of our type wrap its buffers, and our kernels run on its stream, between its own.
 #ifdef KVQ_CUDA
-#include "backend.h"
+#include "engines.h"
+#include "base/settings.h"
 
-#include "../cuda/device.h"
+#include "cuda/device.h"
 #include "ggml-cuda.h"
 #include "ggml-impl.h" // ggml_cgraph
 
@@ -46,7 +47,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     const kvq_busy busy;
     kvq_backend_context & b = state(backend);
     if (!b.stream) { b.stream = kvq_cuda_stream(b.inner); }
-    static const bool graphs = !getenv("KVQ_CUDA_GRAPHS") || atoi(getenv("KVQ_CUDA_GRAPHS"));
+    static const bool graphs = kvq_setting_on(kvq_setting::CUDA_GRAPHS, true);
     return graphs ? kvq_cuda_compute(b, graph) : kvq_compute_graph(b, graph);
 }
 
@@ -173,8 +174,8 @@ std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal) {
     return std::unique_ptr<kvq_device>(new kvq_cuda_device(ordinal));
 }
 
-const char * kvq_cuda_refuse(const kvq_layer_plan & plan, const kvq_layer_shape & shape) {
-    return kvq_cuda_device::refuse(plan, shape.head_size_k, shape.head_size_v);
+const char * kvq_cuda_refuse(const kvq_draft_layer & d) {
+    return kvq_cuda_device::refuse(d.plan.flags, d.plan.k, d.plan.v, d.k.evicts);
 }
 
 void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream) { cuda(cache).set_stream(stream); }
@@ -221,10 +222,10 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
     if (l.d.latent) { return attend_latent(b, device, node, streams); }
     // probes: of each stream; in a recording the table says how many there are when it runs
     std::vector<int> n_probes((size_t) n, 0);
-    for (int s = 0; device.may_observe && l.saliency.asks(a.n_q) && s < n; s++) {
+    for (int s = 0; device.may_observe && l.probe && l.probe->asks(a.n_q) && s < n; s++) {
         n_probes[(size_t) s] = b.recording
             ? a.n_q
-            : l.saliency.prepare(l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages,
+            : l.probe->prepare(l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages,
                   l.spans.packed ? l.spans.n_pages : a.n_pages, stream0 + s, a.n_q,
                   (uint64_t) l.k->first_written(stream0 + s));
     }
@@ -239,21 +240,21 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
         const size_t nb = 2 * (size_t) a.n_kv * a.n_head_kv * a.k.head_size;
         for (int s = 0; s < n; s++) {
             if (n_probes[(size_t) s]) {
-                device.observe(streams[(size_t) s], l.saliency.table_of(stream0 + s), n_probes[(size_t) s],
-                    l.saliency.max_pages(stream0 + s), keys ? keys + s * nb : nullptr);
+                device.observe(streams[(size_t) s], l.probe->table_of(stream0 + s), n_probes[(size_t) s],
+                    l.probe->max_pages(stream0 + s), keys ? keys + s * nb : nullptr);
             }
         }
     };
     void *k = nullptr, *v = nullptr;
     std::vector<kvq_chain_pages> lanes;
-    for (int s = 0; cache.chain && s < (int) streams.size(); s++) {
+    for (int s = 0; cache.chain() && s < (int) streams.size(); s++) {
         if (!b.recording) { // when a recorded step runs, its layers follow each other
-            cache.chain->layer_below(l.ordinal, stream0 + s, a.n_pages);
-            cache.chain->layer_read(l.ordinal, stream0 + s, a.n_pages);
+            cache.chain()->layer_below(l.ordinal, stream0 + s, a.n_pages);
+            cache.chain()->layer_read(l.ordinal, stream0 + s, a.n_pages);
         }
         for (const bool value : { false, true }) {
-            lanes.push_back(cache.chain->chains(value)
-                    ? cache.chain->lane_there(l.ordinal, value, stream0 + s, 0, a.n_pages)
+            lanes.push_back(cache.chain()->chains(value)
+                    ? cache.chain()->lane_there(l.ordinal, value, stream0 + s, 0, a.n_pages)
                     : kvq_chain_pages());
         }
     }

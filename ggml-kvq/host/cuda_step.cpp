@@ -4,10 +4,10 @@
 // and the spans, both brought up to date before the launch. Sealing follows it. A step that reopens a sealed page
 // runs node by node: what it holds is decoded when its turn comes.
 #ifdef KVQ_CUDA
-#include "backend.h"
+#include "engines.h"
 
-#include "../cuda/device.h"
-#include "../cuda/graph.h"
+#include "cuda/device.h"
+#include "cuda/graph.h"
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>
@@ -89,7 +89,9 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
             }
             const kvq_draft_layer & d = t.layer->d;
             const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
-            for (int i = 0; cuda(*t.cache).may_observe && t.layer->saliency.asks((int) q->ne[1]) && i < q->ne[3]; i++) {
+            for (int i = 0;
+                cuda(*t.cache).may_observe && t.layer->probe && t.layer->probe->asks((int) q->ne[1]) && i < q->ne[3];
+                i++) {
                 looks.push_back({ t.layer, &cuda(*t.cache), stream0 + i,
                     t.layer->spans.packed
                         ? t.layer->spans.n_pages
@@ -126,7 +128,7 @@ bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
     bool ok = true;
     for (const look & x : looks) {
         if (s == kvq_cuda_device::RECORD) { // everything it will point at
-            x.layer->saliency.reserve(x.stream, MAX_ROWS, 0);
+            x.layer->probe->reserve(x.stream, MAX_ROWS, 0);
             ok = ok && x.device->lse_of((size_t) x.n_q * x.n_head);
         }
     }
@@ -160,10 +162,10 @@ bool kvq_cuda_step::prepare() {
         const kvq_page * p = pages(x);
         const int n_open =
             (int) std::count_if(p, p + x.n_pages, [](const kvq_page & y) { return y.n_slots && !y.k_params; });
-        if (x.layer->saliency.reserve(x.stream, x.n_q, n_open)) { return false; }
+        if (x.layer->probe->reserve(x.stream, x.n_q, n_open)) { return false; }
     }
     for (const look & x : looks) {
-        x.layer->saliency.prepare(pages(x), x.n_pages, x.stream, x.n_q, (uint64_t) x.layer->k->first_written(x.stream));
+        x.layer->probe->prepare(pages(x), x.n_pages, x.stream, x.n_q, (uint64_t) x.layer->k->first_written(x.stream));
     }
     return true;
 }
@@ -221,7 +223,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         return GGML_STATUS_FAILED;
     }
     for (kvq_kv_cache * c : s.caches) {
-        if (c->chain) { c->chain->forget(); }
+        if (c->chain()) { c->chain()->forget(); }
     }
     s.commit(b.n_threads);
     for (kvq_kv_cache * c : s.caches) {

@@ -1,5 +1,5 @@
 #include "fingerprint.h"
-#include "state_blocks.h"
+#include "store/state_blocks.h"
 
 #include "ggml.h"
 #include "gguf.h"

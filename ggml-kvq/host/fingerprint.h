@@ -9,7 +9,7 @@
 // quantisation explains, or any difference under the same types are another fine-tune, which is noted.
 #pragma once
 
-#include "config.h"
+#include "cache/config.h"
 
 #include <string>
 #include <vector>

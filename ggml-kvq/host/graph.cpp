@@ -4,11 +4,12 @@
 //   ROPE(view of cache_k, shift per cell), in place      context shift
 //   views of a cache                                     nothing
 #include "backend.h"
+#include "engines.h"
 #include "ggml-impl.h" // ggml_cgraph
 #include "graph_door.h"
 
-#include "../cpu/cpu.h"
-#include "../cpu/rope.h"
+#include "engine/host.h"
+#include "engine/rope.h"
 
 #include <algorithm>
 #include <cstring>
@@ -117,7 +118,7 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         const ggml_tensor *k = op->src[1], *v = op->src[2];
         t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
     }
-    if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.plan.pre_rope) {
+    if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.k.turned) {
         const ggml_tensor * rope;
         if (learn_rope(kvq_backend_context(), op, t, &rope, why) && rope) {
             // positions are read when the rows are written: their memory must not hold something else by then
@@ -260,7 +261,7 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
         }
     }
     const int32_t * pos = nullptr;
-    if (!t.value && t.layer->d.plan.pre_rope) {
+    if (!t.value && t.layer->d.k.turned) {
         const ggml_tensor * rope;
         std::string err;
         if (!learn_rope(b, node, t, &rope, err)) {
@@ -286,9 +287,13 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     const int stream0 = (int) (k->view_offs / nb_stream);
 
     // llama.cpp asks for as many as are in use
-    for (int s = 0; l.d.plan.keep > 0.0f && s < n_stream; s++) { l.slots.limit(stream0 + s, n_kv); }
-    float * lse =
-        l.saliency.active() && !b.inner ? l.saliency.lse_of(n_stream, (int) q->ne[1], (int) q->ne[2]) : nullptr;
+    bool scored = false;
+    for (auto & policy : l.policies) {
+        for (int s = 0; s < n_stream; s++) { policy->reading(stream0 + s, n_kv); }
+        scored |= policy->wants_scores((int) q->ne[1]);
+    }
+    static thread_local std::vector<float> lse; // of the query rows
+    lse.resize(scored && !b.inner ? (size_t) (n_stream * q->ne[1] * q->ne[2]) : 0);
     static thread_local std::vector<kvq_attn> streams;
     streams.assign((size_t) n_stream, kvq_attn{});
     for (int s = 0; s < n_stream; s++) {
@@ -315,19 +320,9 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         a.dst = (float *) ((char *) node->data + s * node->nb[3]);
         a.dst_stride_head = (int64_t) (node->nb[1] / 4);
         a.dst_stride_token = (int64_t) (node->nb[2] / 4);
-        a.n_pages =
-            l.d.plan.keep > 0.0f ? l.spans.n_pages : std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
-        if (l.d.plan.pre_rope) {
-            const kvq_rotor * rotor = l.k->transform().rotor;
-            a.rotary = rotor ? &rotor->view() : nullptr;
-            a.positions = t.cache->sealed_positions(stream0 + s);
-            a.sealed = l.k->transform().keeps_turn() ? t.cache->positions_when_sealed(stream0 + s) : nullptr;
-            a.flags |= b.inner && a.sealed && t.cache->stayed(stream0 + s) ? KVQ_ATTN_STAYED : 0;
-        }
-        a.k_mean = l.k->transform().mean;
-        a.v_mean = l.v->transform().mean;
-        a.map_stride = l.d.plan.keep > 0.0f ? page_cells : 0;
-        a.lse = lse ? lse + (size_t) s * q->ne[1] * q->ne[2] : nullptr;
+        a.n_pages = std::min((n_kv + page_cells - 1) / page_cells, l.spans.n_pages);
+        for (auto & policy : l.policies) { policy->spans(a, stream0 + s); }
+        a.lse = lse.empty() ? nullptr : lse.data() + (size_t) s * q->ne[1] * q->ne[2];
         a.pages = l.spans.on(t.cache->device) + (size_t) (stream0 + s) * l.spans.n_pages;
         // room for pages that open while a recording is in use; steps outside of one bring buffers to the same size
         if (l.spans.packed) {
@@ -335,16 +330,16 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
             l.spans.n_recorded = b.recording ? a.n_pages : l.spans.n_recorded;
         }
     }
-#ifdef KVQ_CUDA
     if (b.inner) { return kvq_cuda_attend(b, *t.cache, l, node, stream0, streams); }
-#endif
-    if (t.cache->chain) {
-        t.cache->chain->attend(l.ordinal, stream0, streams.data(), n_stream, b.n_threads);
+    if (kvq_chain * chain = t.cache->chain()) {
+        chain->attend(l.ordinal, stream0, streams.data(), n_stream, b.n_threads);
     } else {
         kvq_cpu_attend(streams.data(), n_stream, b.n_threads);
     }
-    for (int s = 0; lse && s < n_stream; s++) {
-        l.saliency.observe(streams[(size_t) s], stream0 + s, (uint64_t) l.k->first_written(stream0 + s), b.n_threads);
+    for (int s = 0; !lse.empty() && s < n_stream; s++) {
+        for (auto & policy : l.policies) {
+            policy->observed(streams[(size_t) s], stream0 + s, (uint64_t) l.k->first_written(stream0 + s), b.n_threads);
+        }
     }
     return true;
 }
@@ -368,7 +363,9 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     const int32_t * by = (const int32_t *) host_data(b, delta, temp);
     std::map<int32_t, kvq_rope_table> tables;
     std::vector<float> row((size_t) D);
-    t.layer->n_shifts += lane.transform().rotor ? 1 : 0;
+    kvq_transform * const turn = latent ? nullptr : t.layer->turns[0];
+    kvq_positions * const positions = turn && turn->rotor ? t.cache->positions() : nullptr;
+    t.layer->n_shifts += positions ? 1 : 0;
     for (int s = 0; s < lane.layout().n_stream; s++) {
         const auto rotate = [&](int cell, int, uint16_t * f16) {
             const int32_t d = by[s * n_cells + cell];
@@ -379,14 +376,14 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
             kvq_rope_apply(r, table, row.data() + first);
             kvq_cpu_f32_to_f16(row.data(), f16, D);
         };
-        if (lane.transform().rotor) { // sealed keys have no position in them
-            lane.shift_open(s, by + (size_t) s * n_cells, rotate);
-            t.cache->shift_positions(*t.layer, s, by + (size_t) s * n_cells);
+        if (positions) { // sealed keys have no position in them
+            turn->shift_open(lane, s, by + (size_t) s * n_cells, rotate);
+            positions->shift(s, by + (size_t) s * n_cells, n_cells, t.layer->n_shifts);
         } else {
             lane.edit(s, [&](int cell) { return by[s * n_cells + cell] != 0; }, rotate);
         }
     }
-    t.cache->note_shift(*t.layer);
+    if (positions) { positions->n_shifts = std::max(positions->n_shifts, t.layer->n_shifts); }
     return true;
 }
 
@@ -423,10 +420,8 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             part.size = part.n_leafs = 0;
             part.leafs = part.grads = part.grad_accs = nullptr;
             part.uid = 0;
-#ifdef KVQ_CUDA
-            kvq_cuda_step_flush(b);
-            if (b.whole) { kvq_cuda_no_inner_graph(b.inner, &part); }
-#endif
+            if (b.inner) { kvq_cuda_step_flush(b); }
+            if (b.inner && b.whole) { kvq_cuda_no_inner_graph(b.inner, &part); }
             status = others->iface.graph_compute(others, &part);
         }
         first = end + 1;
@@ -464,9 +459,7 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         if (std::find(touched.begin(), touched.end(), t.cache) == touched.end()) {
             touched.push_back(t.cache);
             t.cache->arrivals.reset(); // whatever state came in is complete
-#ifdef KVQ_CUDA
             if (b.inner) { kvq_cuda_use_stream(*t.cache, b.stream); }
-#endif
         }
         bool ok = false;
         try {
@@ -480,9 +473,9 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             }
             // on a device each layer seals when it has been attended; predicted ones together, one from the rows of
             // the other
-            if (b.inner && !b.recording && node->op == GGML_OP_FLASH_ATTN_EXT && !t.cache->chain) {
+            if (b.inner && !b.recording && node->op == GGML_OP_FLASH_ATTN_EXT && !t.cache->chain()) {
                 // eviction waits for scores: what follows attention is launched before
-                if (t.layer->d.plan.keep > 0.0f) {
+                if (t.layer->d.k.evicts) {
                     late = t.layer;
                 } else {
                     seal(t.layer);
@@ -503,12 +496,10 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             kvq_report_error("out of memory while the cache seals: lower -c or -ub");
             return GGML_STATUS_ALLOC_FAILED;
         }
-#ifdef KVQ_CUDA
         if (b.inner && !kvq_cuda_error(*cache).empty()) {
             kvq_report_error(kvq_cuda_error(*cache));
             return GGML_STATUS_FAILED;
         }
-#endif
     }
     return GGML_STATUS_SUCCESS;
 }

@@ -2,11 +2,10 @@
 // and a pointer that stays valid for the life of the process, so graphs may be copied, split and kept.
 #include "graph_door.h"
 
-#include "config.h"
+#include "cache/config.h"
 #include "ggml-kvq-graph.h"
 
-#include "../cpu/cpu.h"
-#include "../cpu/predict.h"
+#include "engine/host.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,8 +1,8 @@
 // The C ABI over predictors (types/predictor.h).
-#include "config.h"
+#include "cache/config.h"
 
-#include "../cpu/predict.h"
-#include "../types/types.h"
+#include "engine/host.h"
+#include "types/types.h"
 
 #include <cstring>
 

@@ -2,7 +2,7 @@
 
 #include "backend.h"
 #include "fingerprint.h"
-#include "state_blocks.h"
+#include "store/state_blocks.h"
 
 #include <cstdlib>
 #include <cstring>

@@ -1,5 +1,5 @@
 // Rows of cache tensors on their way out and in: what llama.cpp saves and restores, and a checksum of it
-// (cache/mark.h).
+// (store/mark.h).
 //
 // Rows that carry one are refused unless they are the rows that were saved, by a model with the same weights. Rows
 // without one, of other builds and older files, need only be finite. llama.cpp has no way to be told that setting a
@@ -8,8 +8,8 @@
 // second leaves a cache that does not compute until it is cleared.
 #pragma once
 
-#include "state_blocks.h"
-#include "../cache/mark.h"
+#include "store/state_blocks.h"
+#include "store/mark.h"
 
 #include <cstdint>
 #include <stdexcept>
@@ -21,32 +21,6 @@ struct kvq_kv_layer;
 
 struct kvq_state_error : std::runtime_error {
     using std::runtime_error::runtime_error;
-};
-
-// What has come in of the tensor that is being restored. llama.cpp sets its rows in their order, in as many calls as
-// there are runs of free cells.
-struct kvq_arrivals {
-    const kvq_kv_layer * layer = nullptr;
-    bool value = false;
-    int stream = -1;
-    std::vector<uint64_t> hashes;     // of its rows so far
-    std::vector<kvq_mark_found> open; // marks whose rows have not all come
-    std::vector<uint8_t> blob;        // a compact tensor, until all of it has come
-    std::vector<kvq_blob_run> runs;   // where its rows go
-    std::vector<uint8_t> owner[2];    // the last compact keys and values: a lane may share their codes
-    bool noted = false;
-    const void * data = nullptr;                                                 // where the last call's rows were
-    std::string damage;                                                          // why rows were refused
-    void begin(const kvq_kv_layer * its_layer, bool its_value, int its_stream) { // of the next tensor
-        hashes.clear();
-        open.clear();
-        blob.clear();
-        runs.clear();
-        layer = its_layer;
-        value = its_value;
-        stream = its_stream;
-    }
-    void reset() { *this = kvq_arrivals(); }
 };
 
 // bytes [offset, offset + size) of a cache tensor in the nominal f16 layout

@@ -1,8 +1,9 @@
 // KVQ_STATS_FILE: what the caches of this process hold, as JSON, for programs whose own reports cannot be extended
 // (llama-server's /props, /slots, /metrics). A thread of its own writes; a reader finds a whole file at any time.
 #include "backend.h"
+#include "base/settings.h"
 
-#include "../include/ggml-kvq.h"
+#include "ggml-kvq.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -20,9 +21,8 @@ static std::mutex busy_mutex;
 static const std::vector<std::string> & stats_paths(void) {
     static const std::vector<std::string> paths = [] {
         std::vector<std::string> out;
-        for (const char * name : { "KVQ_STATS_FILE", "KVQ_PAGE_STATS_FILE" }) {
-            const char * path = getenv(name);
-            if (path && *path) { out.push_back(path); }
+        for (const kvq_setting s : { kvq_setting::STATS_FILE, kvq_setting::PAGE_STATS_FILE }) {
+            if (*kvq_setting_text(s)) { out.push_back(kvq_setting_text(s)); }
         }
         return out;
     }();
@@ -126,8 +126,7 @@ void kvq_stats_file_write(void) {
 // The folder that the launcher made for this server's page: index.html and the figures,
 // ".../ggml-kvq-page-<user>-<process>". A router's children inherit the variable and leave it alone.
 static void remove_page(void) {
-    const char * file = getenv("KVQ_PAGE_STATS_FILE");
-    const std::string path = file ? file : "";
+    const std::string path = kvq_setting_text(kvq_setting::PAGE_STATS_FILE);
     const std::string folder = path.substr(0, path.rfind('/')), mine = "-" + std::to_string(getpid());
     if (path.empty() || folder.size() < mine.size() || folder.compare(folder.size() - mine.size(), mine.size(), mine)) {
         return;

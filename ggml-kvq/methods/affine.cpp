@@ -1,6 +1,6 @@
 // The plan shared by methods that keep keys per channel and values per token in affine blocks.
 #include "method.h"
-#include "../types/affine.h"
+#include "types/affine.h"
 
 #include <algorithm>
 
@@ -43,8 +43,8 @@ kvq_status kvq_plan_affine(
     v.group = group_v ? group_v : std::min(group, (int) c.shape.head_size_v);
     v.head_size = c.shape.head_size_v;
     k.bits = v.bits = 2;
-    out.k.codec = k;
-    out.v.codec = v;
+    out.k = k;
+    out.v = v;
     out.window = o.num("window");
     out.sinks = o.num("sinks");
     out.flags = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;

@@ -3,7 +3,7 @@
 //   predictor=bias  subtracts the calibrated mean of every channel (the paper's "bias only"). Values get theirs back
 //   once per query,
 //                   because attention weights sum to one; keys while they are rotated forward.
-//   predictor=k     and keys what the layer before says of them; full: values too (section 3.1, cache/chain.h)
+//   predictor=k     and keys what the layer before says of them; full: values too (section 3.1, policy/chain.h)
 //   predictor=auto  what the calibrated data was made for; bias without data
 #include "method.h"
 
@@ -40,35 +40,28 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     }
     const bool full = o.is("predictor", "full"), chained = full || o.is("predictor", "k");
     const bool is_first = c.number == 0 || (chained && !c.prev); // what nothing predicts needs the bits as well
-    for (kvq_codec * x : { &out.k.codec, &out.v.codec }) {
+    for (kvq_codec * x : { &out.k, &out.v }) {
         if (is_first && first > x->bits) {
             x->bits = first;
             x->group = 2; // the only grids above two bits
         }
     }
-    out.pre_rope = true;
-    out.mean = !o.is("predictor", "none");
-    out.weight_bits = o.is("weights", "4") ? 4 : 8;
+    // the first layer of a cache pays for what all of them share
+    out.add("transform", { { "unrotate", 1 }, { "mean", !o.is("predictor", "none") }, { "pays", !c.prev } });
     if (chained) {
         const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
-        out.k.chained = true;
-        out.v.chained = full;
-        out.holds_chain = !c.prev;
-        if (c.prev) {
-            if (c.prev->n_head_kv * c.prev->head_size_k != width_k ||
-                c.prev->n_head_kv * c.prev->head_size_v != width_v) {
-                err = "layer " + std::to_string(c.shape.il) +
-                    " has another KV width than the layer before, which cannot predict it: use predictor=bias";
-                return KVQ_ERR_SHAPE;
-            }
-            out.k.inputs[0] = width_k;
-            if (full) {
-                out.v.inputs[0] = width_k;
-                out.v.inputs[1] = width_v;
-            }
+        if (c.prev &&
+            (c.prev->n_head_kv * c.prev->head_size_k != width_k ||
+                c.prev->n_head_kv * c.prev->head_size_v != width_v)) {
+            err = "layer " + std::to_string(c.shape.il) +
+                " has another KV width than the layer before, which cannot predict it: use predictor=bias";
+            return KVQ_ERR_SHAPE;
         }
+        out.add("chain",
+            { { "values", full }, { "k_from_k", c.prev ? width_k : 0 }, { "v_from_k", c.prev && full ? width_k : 0 },
+                { "v_from_v", c.prev && full ? width_v : 0 }, { "weight_bits", o.is("weights", "4") ? 4 : 8 },
+                { "pays", !c.prev } });
     }
-    out.holds_positions = !c.prev;
     return KVQ_OK;
 }
 

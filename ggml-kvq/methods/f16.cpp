@@ -17,8 +17,8 @@ static kvq_status plan(const kvq_options &, const kvq_layer_context & c, kvq_lay
     kvq_codec v = k;
     v.role = KVQ_ROLE_V;
     v.head_size = c.shape.head_size_v;
-    out.k.codec = k;
-    out.v.codec = v;
+    out.k = k;
+    out.v = v;
     out.window = 0;
     return KVQ_OK;
 }

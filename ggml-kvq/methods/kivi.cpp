@@ -20,7 +20,7 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         return KVQ_ERR_OPTION;
     }
     const char * keys[2] = { "k_bits", "v_bits" };
-    kvq_codec * codecs[2] = { &out.k.codec, &out.v.codec };
+    kvq_codec * codecs[2] = { &out.k, &out.v };
     for (int i = 0; i < 2; i++) {
         const char * key = o.num(keys[i]) ? keys[i] : "bits";
         const int bits = o.num(key);

@@ -11,13 +11,13 @@ bool kvq_plan_latent(
             " cannot hold: use kivi, higgs or f16";
         return false;
     }
-    if (plan.k.codec.bits != plan.v.codec.bits) {
+    if (plan.k.bits != plan.v.bits) {
         err = layer +
             " uses multi-head latent attention, whose values are its keys: give bits, or the same k_bits and v_bits";
         return false;
     }
-    plan.v.codec = plan.k.codec;
-    plan.v.codec.head_size = shape.head_size_v;
+    plan.v = plan.k;
+    plan.v.head_size = shape.head_size_v;
     plan.flags |= values == shape.head_size_k ? KVQ_ATTN_LATENT : KVQ_ATTN_LATENT_ALL;
     return true;
 }

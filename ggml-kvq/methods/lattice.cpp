@@ -1,6 +1,6 @@
 // The plan shared by methods that keep rotated keys and values in lattice blocks.
 #include "method.h"
-#include "../types/lattice.h"
+#include "types/lattice.h"
 
 #include <algorithm>
 
@@ -42,7 +42,7 @@ kvq_status kvq_plan_lattice(
             err = "layer " + std::to_string(c.shape.il) + " with head size " + std::to_string(x.head_size) + ": " + why;
             return KVQ_ERR_SHAPE;
         }
-        (i ? out.v : out.k).codec = x;
+        (i ? out.v : out.k) = x;
     }
     out.window = o.num("window");
     out.sinks = o.num("sinks");

@@ -1,54 +1,18 @@
-// A method is data: which block type each layer's keys and values take, what layers share, what stays f16.
+// A method is a composition: the codecs of a layer's keys and values, and the policies that act on them (plan/plan.h).
 // Adding one: methods/<name>.cpp with a kvq_method, one row in methods.inc, python/ggml_kvq/reference/<name>.py.
 #pragma once
 
+#include "base/options.h"
 #include "ggml-kvq.h"
-#include "options.h"
+#include "plan/plan.h"
 
 #include <string>
-
-// How one role (K or V) of one layer is kept.
-struct kvq_lane_plan {
-    kvq_codec codec = {};
-    bool shares_codes = false; // codes of the previous layer's lane; own parameters
-    bool parted = false;       // would share, but the layer of those codes is in another cache: own codes
-    bool chained = false;      // read through the layers before it (cache/chain.h)
-    int inputs[2] = {};        // of its predictors: keys; values of the layer before. 0: not predicted
-};
-
-struct kvq_layer_plan {
-    kvq_lane_plan k, v;
-    int window = 128;             // cells kept f16 behind the newest one
-    int sinks = 0;                // first cells of a stream, f16 for good
-    int flags = 0;                // KVQ_ATTN_*
-    bool pre_rope = false;        // sealed keys are kept before rotary embedding
-    bool holds_positions = false; // this layer pays for the table of positions that all layers share
-    // share of a prompt's cells that stay when they seal, which bounds the store; 0: cells are kept page by page
-    float keep = 0.0f;
-    float recent = 0.0f;      // of them, the newest ones, whatever their score
-    float probe = 0.0f;       // share of query rows that score open cells; 0: no method asks
-    bool normalise = true;    // scores are divided by the number of probe rows that could see the cell
-    bool mean = false;        // a calibrated mean per channel is left out of sealed pages
-    bool holds_chain = false; // this layer pays for the rows that all chained layers share
-    int weight_bits = 8;      // of predictors: 8 or 4
-};
 
 // Turns the plan of a layer with head sizes (first block, second block) into one of latent attention: lane k keeps
 // the first block, lane v the second, both as keys. values: channels of a value. False with one line in err when the
 // method has no such layers.
 bool kvq_plan_latent(kvq_layer_plan & plan, const struct kvq_method & method, const kvq_layer_shape & shape, int values,
     std::string & err);
-
-// What a method may know when it plans a layer.
-// A model's layers may lie in several caches (on several devices, or sliding-window layers apart from others), so
-// methods count by number.
-struct kvq_layer_context {
-    int number;  // of this layer among the model's layers with attention, 0 = first
-    int n_layer; // how many those are (scales presets)
-    kvq_layer_shape shape;
-    const kvq_layer_shape * prev; // previous layer of the same cache, NULL for the first
-    int gap = 0;                  // layers with attention between prev and this one; they are in another cache
-};
 
 struct kvq_method {
     kvq_method_info info;

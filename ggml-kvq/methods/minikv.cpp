@@ -1,5 +1,5 @@
 // MiniKV (Sharma et al. 2024, arXiv 2411.18077): of a prompt, the cells that got most attention ("heavy hitters") and
-// the newest ones stay, in 2-bit groups of 16; generated cells all stay while there is room (cache/slots.h).
+// the newest ones stay, in 2-bit groups of 16; generated cells all stay while there is room (policy/evict.h).
 //   share of layer l of L:  uniform  hh + rw        pyramid  hh * ((2 - 1/d) + (2/d - 2) * l/(L - 1)) + rw      mean
 //       hh + rw
 // Lower layers keep more (section 3.1.3).
@@ -45,14 +45,12 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
         bad("eta", "0..0.49");
     }
     if (!err.empty()) { return KVQ_ERR_OPTION; }
-    out.k.codec.bits = out.v.codec.bits = o.num("bits");
-    out.k.codec.eta = out.v.codec.eta = o.real("eta");
+    out.k.bits = out.v.bits = o.num("bits");
+    out.k.eta = out.v.eta = o.real("eta");
     const float depth = c.n_layer > 1 ? (float) c.number / (float) (c.n_layer - 1) : 0.5f;
     const float share = o.is("budget", "pyramid") ? hh * ((2.0f - 1.0f / d) + (2.0f / d - 2.0f) * depth) : hh;
-    out.keep = std::min(share + rw, 1.0f);
-    out.recent = rw;
-    out.probe = 1.0f; // every row
-    out.normalise = false;
+    out.add("probe", { { "share", 1.0 }, { "normalise", 0.0 }, { "min_rows", KVQ_PROMPT_ROWS } }); // every row
+    out.add("evict", { { "keep", std::min(share + rw, 1.0f) }, { "recent", rw } });
     return KVQ_OK;
 }
 

@@ -6,12 +6,12 @@
 #include <cstring>
 
 #define KVQ_METHOD(name) extern const kvq_method kvq_method_##name;
-#include "../methods.inc"
+#include "methods.inc"
 #undef KVQ_METHOD
 
 #define KVQ_METHOD(name) &kvq_method_##name,
 static const kvq_method * const methods[] = {
-#include "../methods.inc"
+#include "methods.inc"
 };
 #undef KVQ_METHOD
 

@@ -65,23 +65,28 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     const bool here = c.prev && c.gap == 0;
     const bool same_shape = here && c.prev->n_head_kv == c.shape.n_head_kv &&
         c.prev->head_size_k == c.shape.head_size_k && c.prev->head_size_v == c.shape.head_size_v;
+    bool shares[2], apart[2]; // apart: the layer of those codes is in another cache
     for (int i = 0; i < 2; i++) {
-        kvq_lane_plan & lane = i ? out.v : out.k;
-        lane.codec.bits = c.number < split[i] ? 2 : 1;
+        kvq_codec & codec = i ? out.v : out.k;
+        codec.bits = c.number < split[i] ? 2 : 1;
         for (const char * key : { "eta1", "eta2" }) {
             if (!(o.real(key) >= 0.0f && o.real(key) < 0.5f)) {
                 err = "option " + std::string(key) + "=" + o.str(key) + " is not within 0..0.49";
                 return KVQ_ERR_OPTION;
             }
         }
-        lane.codec.eta = o.real(lane.codec.bits == 1 ? "eta1" : "eta2");
+        codec.eta = o.real(codec.bits == 1 ? "eta1" : "eta2");
         const bool paired = c.number % 2 && c.number >= split[2 + i];
-        lane.shares_codes = paired && same_shape;
-        lane.parted = paired && !here;
-        if (lane.shares_codes && o.is("shared", "none")) {
-            lane.shares_codes = false;
-            lane.codec.bits = 0;
+        shares[i] = paired && same_shape;
+        apart[i] = paired && !here;
+        if (shares[i] && o.is("shared", "none")) {
+            shares[i] = false;
+            codec.bits = 0;
         }
+    }
+    if (shares[0] || shares[1] || apart[0] || apart[1]) {
+        out.add("share_codes",
+            { { "k", shares[0] }, { "v", shares[1] }, { "k_apart", apart[0] }, { "v_apart", apart[1] } });
     }
     return KVQ_OK;
 }

@@ -5,7 +5,7 @@
 // The interval of the paper (100 generated tokens) is the page here, so that parameters are frozen with it; it must
 // hold whole kernels' blocks of either kind, hence multiples of 32.
 #include "method.h"
-#include "../types/mixed.h"
+#include "types/mixed.h"
 
 #include <cmath>
 
@@ -81,17 +81,17 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
             err = "layer " + std::to_string(c.shape.il) + " with head size " + std::to_string(x.head_size) + ": " + why;
             return KVQ_ERR_SHAPE;
         }
-        (v ? out.v : out.k).codec = x;
+        (v ? out.v : out.k) = x;
     }
     out.window = o.num("window");
     out.sinks = o.num("sinks");
     out.flags = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
-    out.probe = o.real("probe");
-    out.normalise = o.flag("normalise");
-    if (o.real("keep") < 1.0f) { // three classes: salient, others, evicted
-        out.keep = o.real("keep");
-        out.recent = o.real("recent");
-    }
+    const bool evicts = o.real("keep") < 1.0f; // three classes: salient, others, evicted
+    out.add("probe",
+        { { "share", o.real("probe") }, { "normalise", o.flag("normalise") },
+            { "min_rows", evicts && !n_hi ? KVQ_PROMPT_ROWS : 1 } });
+    out.add("choose");
+    if (evicts) { out.add("evict", { { "keep", o.real("keep") }, { "recent", o.real("recent") } }); }
     return KVQ_OK;
 }
 

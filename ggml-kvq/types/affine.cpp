@@ -1,6 +1,6 @@
 #include "affine.h"
 
-#include "f16.h"
+#include "base/f16.h"
 
 #include <algorithm>
 #include <cfloat>

@@ -1,6 +1,6 @@
 #include "lattice.h"
 
-#include "f16.h"
+#include "base/f16.h"
 #include "lattice_grids.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 #include "mixed.h"
 
 #include "affine.h"
-#include "f16.h"
+#include "base/f16.h"
 
 #include <algorithm>
 #include <cmath>

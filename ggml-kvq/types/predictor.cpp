@@ -1,6 +1,6 @@
 #include "predictor.h"
 
-#include "f16.h"
+#include "base/f16.h"
 
 #include <algorithm>
 #include <cmath>

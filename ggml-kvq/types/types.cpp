@@ -1,7 +1,7 @@
 #include "types.h"
 
 #include "affine.h"
-#include "f16.h"
+#include "base/f16.h"
 #include "lattice.h"
 #include "mixed.h"
 

@@ -1,5 +1,5 @@
 #include "include/cuda_fp16.h"
-#include "../../ggml-kvq/types/f16.h"
+#include "base/f16.h"
 
 #include <cstdio>
 #include <memory>

@@ -100,7 +100,7 @@ def translate_text(text: str) -> str:
         out += text[at : match.start()] + instruction(text[match.end() : end])
         at = end + 1
         at += text[at] == ";"
-    text = out + text[at:]
+    text = re.sub(r"\s+<<<", "<<<", out + text[at:])
     while "<<<" in text:
         start = text.index("<<<")
         end = text.index(">>>", start)

@@ -1,66 +1,35 @@
-// Part of test_cuda.cpp: aqua. Predicted layers (cache/chain.h) on the device: the same random operations on a stack
+// Part of test_cuda.cpp: aqua. Predicted layers (policy/chain.h) on the device: the same random operations on a stack
 // of layers there and on the CPU leave the same bytes, whatever is read in between, and attention agrees.
 #pragma once
 
-#include "../../ggml-kvq/cache/chain.h"
+#include "layer.h"
 
 template <int HEADS, int D> struct chain_stack {
     static constexpr int LAYERS = 3, W = HEADS * D, CELLS = 224, STREAMS = 2;
     kvq_device & d;
-    kvq_scratch scratch;
-    kvq_counters counters;
-    kvq_span_table spans[LAYERS];
-    std::unique_ptr<kvq_chain> chain;
-    std::unique_ptr<kvq_lane> lane[LAYERS][2];
-    std::vector<int32_t> positions, sealed;
-    std::vector<uint16_t> users;
-    std::unique_ptr<device_bytes> there;
-    int n_shifts = 0;
+    cache_of_layers cache;
+    kvq_counters & counters = cache.counters;
+    kvq_layer_calibration data[LAYERS];
+    composed_layer layer[LAYERS];
+    kvq_chain * chain = nullptr;
+    kvq_lane * lane[LAYERS][2];
 
     chain_stack(kvq_device & d, const char * opts, const std::vector<kvq_chain_weights> & w,
         const float * const (&mean)[LAYERS][2], kvq_rotor * rotor) :
-        d(d), scratch(d) {
-        const kvq_method * m = kvq_method_find("aqua");
-        kvq_options o;
-        std::string err;
-        CHECK(kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
+        d(d), cache(d) {
         const kvq_layer_shape shape = { 0, HEADS, D, D };
         for (int i = 0; i < LAYERS; i++) {
-            kvq_layer_plan plan;
-            CHECK(m->plan(o, { i, LAYERS, shape, i ? &shape : nullptr }, plan, err) == KVQ_OK, "%s", err.c_str());
-            CHECK(!kvq_cuda_device::refuse(plan, D, D), "refused");
-            const kvq_lane_layout l[2] = { kvq_make_lane_layout(plan, false, HEADS, CELLS, STREAMS),
-                kvq_make_lane_layout(plan, true, HEADS, CELLS, STREAMS) };
-            if (!i) {
-                chain.reset(new kvq_chain(STREAMS, l[0].n_pages, l[0].page_cells, W, plan.v.chained ? W : 0, d));
-                CHECK(chain->ok(), "out of memory");
-                const size_t n = (size_t) STREAMS * l[0].n_pages * l[0].page_cells;
-                positions.assign(n, -1);
-                sealed.assign(n, -1);
-                users.assign((size_t) STREAMS * l[0].n_pages, 0);
-                if (!d.is_host()) { there.reset(new device_bytes(static_cast<kvq_cuda_device &>(d), 8 * n)); }
-            }
-            spans[i].init(STREAMS, l[0].n_pages, l[0].page_cells);
+            const kvq_layer_plan plan = plan_of("aqua", opts, { i, LAYERS, shape, i ? &shape : nullptr });
+            CHECK(!kvq_cuda_device::refuse(plan.flags, plan.k, plan.v, false), "refused");
+            data[i].w = w[(size_t) i];
+            layer[i].make(cache, plan, HEADS, CELLS, STREAMS, i, i ? &layer[i - 1] : nullptr, &data[i]);
             for (int v = 0; v < 2; v++) {
-                lane[i][v].reset(new kvq_lane(l[v], v, nullptr, &spans[i], &scratch, &counters, d));
+                lane[i][v] = layer[i].lane[v].get();
+                layer[i].turns[v]->mean = mean[i][v];
             }
-            chain->add_layer(lane[i][0].get(), lane[i][1].get(), w[(size_t) i]);
-            for (int v = 0; v < 2; v++) {
-                kvq_transform t;
-                t.mean = mean[i][v];
-                t.chain = chain->chains(v) ? chain.get() : nullptr;
-                t.ordinal = i;
-                if (!v) {
-                    t.rotor = rotor;
-                    t.positions = positions.data();
-                    t.sealed = sealed.data();
-                    t.users = users.data();
-                    t.positions_there = there ? (int32_t *) there->p : nullptr;
-                    t.sealed_there = there ? (int32_t *) there->p + positions.size() : nullptr;
-                }
-                lane[i][v]->set_transform(t);
-            }
+            layer[i].turns[0]->rotor = rotor;
         }
+        chain = cache.chain();
     }
     void commit() {
         for (auto & l : lane) {
@@ -68,16 +37,17 @@ template <int HEADS, int D> struct chain_stack {
             l[1]->commit(1);
         }
     }
-    size_t base(int s) const { return (size_t) s * lane[0][0]->layout().n_pages * lane[0][0]->layout().page_cells; }
     void shift(int s, int first, int by) {
         std::vector<int32_t> cells(CELLS, 0);
         std::fill(cells.begin() + first, cells.end(), by);
-        for (auto & l : lane) {
-            l[0]->shift_open(s, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); });
+        for (auto & l : layer) {
+            l.turns[0]->shift_open(
+                *l.lane[0], s, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); });
         }
-        for (int c = first; c < CELLS; c++) { positions[base(s) + c] += positions[base(s) + c] < 0 ? 0 : by; }
-        lane[0][0]->transform().rotor->reach(1 << 12);
-        if (there) { d.put((int32_t *) there->p + base(s), &positions[base(s)], 4 * base(1)); }
+        layer[0].turns[0]->rotor->reach(1 << 12);
+        kvq_positions & p = *cache.positions();
+        p.shift(s, cells.data(), CELLS, p.n_shifts + 1);
+        p.n_shifts++;
     }
     kvq_attn attention(int l, int s, int n_kv) {
         kvq_attn a = {};
@@ -87,11 +57,11 @@ template <int HEADS, int D> struct chain_stack {
         a.n_kv = n_kv;
         a.n_pages = (n_kv + 31) / 32;
         a.scale = 0.1f;
-        a.pages = spans[l].on(d) + (size_t) s * spans[l].n_pages;
-        a.k_mean = lane[l][0]->transform().mean;
-        a.v_mean = lane[l][1]->transform().mean;
-        a.rotary = &lane[l][0]->transform().rotor->view();
-        a.positions = (there ? (const int32_t *) there->p : positions.data()) + base(s);
+        a.pages = layer[l].spans.on(d) + (size_t) s * layer[l].spans.n_pages;
+        a.k_mean = layer[l].turns[0]->mean;
+        a.v_mean = layer[l].turns[1]->mean;
+        a.rotary = &layer[l].turns[0]->rotor->view();
+        a.positions = cache.positions()->now_there(s);
         return a;
     }
 };

@@ -86,7 +86,7 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
     device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()),
         ts(d, sinks.size() * 4, sinks.data()), to(d, dst.size() * 4, dst.data());
     std::vector<kvq_attn> a((size_t) c.n_stream);
-    float * lse = x.saliency.asks(c.n_q) ? d.lse_of((size_t) c.n_stream * c.n_q * H) : nullptr;
+    float * lse = x.probe->asks(c.n_q) ? d.lse_of((size_t) c.n_stream * c.n_q * H) : nullptr;
     const kvq_page * pages = x.spans.on(d);
     for (int s = 0; s < c.n_stream; s++) {
         kvq_attn & y = a[(size_t) s];
@@ -112,8 +112,8 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
         y.dst_stride_head = D;
         y.pages = pages + (size_t) s * x.spans.n_pages;
         y.lse = lse ? lse + (size_t) s * c.n_q * H : nullptr;
-        y.n_pages = x.evicts ? x.spans.n_used() : y.n_pages;
-        y.map_stride = x.evicts ? l.page_cells : 0;
+        y.n_pages = x.evicts() ? x.spans.n_used() : y.n_pages;
+        y.map_stride = x.evicts() ? l.page_cells : 0;
     }
     const int64_t n_decode = d.n_decode, n_prompt = d.n_prompt, n_fine = d.n_fine;
     d.attend(a.data(), c.n_stream);
@@ -146,7 +146,7 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
         for (int v = 0; v < 2; v++) { // decoded, not the image of a state
             kv[v].resize((size_t) n_cells * W);
             x.lane[v]->read(s, 0, n_cells, kv[v].data());
-            if (x.evicts) { x.slots.read(v, s, 0, n_cells, kv[v].data(), false); }
+            if (x.evicts()) { x.slots->read(v, s, 0, n_cells, kv[v].data(), false); }
             for (int p = 0; p < l.n_pages; p++) {
                 kvq_lane & lane = *x.lane[v];
                 if (lane.state(s, p) == KVQ_PAGE_SEALED) {
@@ -164,9 +164,9 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
         }
         const auto is_there = [&](int t, int h) { // not evicted by the head
             const uint16_t * row = &kv[0][(size_t) t * W + (size_t) h * D];
-            return !x.evicts || std::any_of(row, row + D, [](uint16_t y) { return y != KVQ_EVICTED; });
+            return !x.evicts() || std::any_of(row, row + D, [](uint16_t y) { return y != KVQ_EVICTED; });
         };
-        if (c.n_stream == 1 && !x.evicts) {
+        if (c.n_stream == 1 && !x.evicts()) {
             CHECK(d.expand(a.data(), 1, &plain[0], &plain[1]), "out of memory");
             for (int v = 0; v < 2; v++) {
                 std::vector<uint16_t> rows((size_t) n_kv * W);
@@ -181,7 +181,7 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
         }
         const uint64_t first = (uint64_t) c.n_past;
         std::vector<int32_t> probes;
-        if (x.saliency.asks(c.n_q)) { probes = kvq_probe_rows(c.n_q, first, x.plan.probe, l.page_cells, 0); }
+        if (x.probe->asks(c.n_q)) { probes = kvq_probe_rows(c.n_q, first, x.share(), l.page_cells, 0); }
         std::vector<double> sums((size_t) c.heads * n_cells, 0.0);
         std::vector<int> seen((size_t) n_cells, 0);
         int log2 = 1;
@@ -226,25 +226,25 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
             }
         }
         // twice: log-sum-exp as attention left it, then by its own pass over plain keys, on top of the first
-        for (int p = 0; p < l.n_pages; p++) { x.saliency.drop(s, p); }
-        for (int own = 0; own < (c.n_stream == 1 && !x.evicts ? 2 : 1); own++) {
-            const int n = x.saliency.prepare(x.spans.spans.data() + (size_t) s * x.spans.n_pages,
-                x.evicts ? x.spans.n_pages : a[(size_t) s].n_pages, s, c.n_q, first);
+        for (int p = 0; p < l.n_pages; p++) { x.probe->drop(s, p); }
+        for (int own = 0; own < (c.n_stream == 1 && !x.evicts() ? 2 : 1); own++) {
+            const int n = x.probe->prepare(x.spans.spans.data() + (size_t) s * x.spans.n_pages,
+                x.evicts() ? x.spans.n_pages : a[(size_t) s].n_pages, s, c.n_q, first);
             CHECK(n == (int) probes.size(), "%d probe rows, not %d", n, (int) probes.size());
             if (!n) { continue; }
             if (own) { // nothing may be left of the first
                 const std::vector<float> none((size_t) c.n_q * H, NAN);
                 d.put((void *) a[(size_t) s].lse, none.data(), none.size() * 4);
             }
-            d.observe(a[(size_t) s], x.saliency.table_of(s), n, x.saliency.max_pages(s), own ? plain[0] : nullptr);
+            d.observe(a[(size_t) s], x.probe->table_of(s), n, x.probe->max_pages(s), own ? plain[0] : nullptr);
             CHECK(d.error().empty(), "%s", d.error().c_str());
             std::vector<float> scores((size_t) l.page_cells);
             for (int p = 0; p * l.page_cells < n_kv; p++) {
                 for (int h = 0; x.lane[0]->state(s, p) == KVQ_PAGE_OPEN && h < c.heads; h++) {
-                    x.saliency.scores(s, p, h, scores.data());
+                    x.probe->scores(s, p, h, scores.data());
                     for (int t = p * l.page_cells; t < std::min((p + 1) * l.page_cells, n_kv); t++) {
                         const double sum = sums[(size_t) h * n_cells + t];
-                        close(x.plan.normalise ? sum / std::max(seen[(size_t) t], 1) : sum * (own + 1),
+                        close(x.normalises() ? sum / std::max(seen[(size_t) t], 1) : sum * (own + 1),
                             scores[(size_t) (t % l.page_cells)], top.sums,
                             own ? "a column sum of its own pass" : "a column sum");
                     }

@@ -45,7 +45,7 @@ struct bench_layer {
             params[v].reset(new device_bytes(d, all_p.size(), all_p.data()));
         }
         n_pages = l[0].n_store;
-        const bool evicts = plan.keep > 0.0f;
+        const bool evicts = l[0].evicts;
         const int page = l[0].page_cells;
         std::vector<int32_t> m;
         for (int i = 0; evicts && i < n_pages; i++) {
@@ -133,7 +133,7 @@ static void bench(kvq_cuda_device & d, bool decode, bool prompt) {
                     (std::string("attention, ") + arm.method + " " + arm.opts).c_str(), cells, n_q, us, mb,
                     mb / bandwidth, us / mb);
             }
-            if (cells > N || decode || ws[0]->plan.keep > 0.0f) { continue; }
+            if (cells > N || decode || ws[0]->l[0].evicts) { continue; }
             void *k, *v;
             const double us = microseconds(d, 10, [&] {
                 const kvq_attn a = ws[i++ % ws.size()]->attn(512, cells, q, mask, o);
@@ -167,14 +167,14 @@ static void bench(kvq_cuda_device & d, bool decode, bool prompt) {
         std::vector<int64_t> idx;
         for (int i = 0; i < 512; i++) { idx.push_back(i); }
         x.write(d, idx);
-        const bool own = x.there.plan.keep == 0.0f;
+        const bool own = !x.there.evicts();
         kvq_attn a = w.attn(512, N, q, mask, o);
         a.lse = d.lse_of(512 * 32);
-        const int n = x.there.saliency.prepare(x.there.spans.spans.data(), x.there.spans.n_pages, 0, 512, 0);
+        const int n = x.there.probe->prepare(x.there.spans.spans.data(), x.there.spans.n_pages, 0, 512, 0);
         void *k = nullptr, *v;
         CHECK(!own || d.expand(&a, 1, &k, &v), "out of memory");
-        const double us = microseconds(
-            d, 10, [&] { d.observe(a, x.there.saliency.table_of(0), n, x.there.saliency.max_pages(0), k); });
+        const double us =
+            microseconds(d, 10, [&] { d.observe(a, x.there.probe->table_of(0), n, x.there.probe->max_pages(0), k); });
         printf("%-44s %8d %5d %10.1f\n",
             (std::string("column sums of ") + std::to_string(n) + " probes" + (own ? " and log-sum-exp" : "")).c_str(),
             N, 512, us);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "check.h"
-#include "../../ggml-kvq/cuda/device.h"
+#include "cuda/device.h"
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // What becomes of a cache object by its tensors and the model's metadata: ours, llama.cpp's, or refused with a line.
-#include "../../ggml-kvq/host/kv_cache.h"
+#include "cache/cache.h"
 #include "check.h"
 
 #include "gguf.h"

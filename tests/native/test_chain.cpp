@@ -2,11 +2,11 @@
 // each sealed page must hold, to the bit, what the plain definition gives: rows of the layer below rebuilt from its
 // blocks by kvq_predict_row and the type's own decode (METHODS U11), and blocks that are the encoding of what that
 // prediction leaves. Attention over stripes equals f64. Usage: test_chain [seed] [steps]
-#include "check.h"
-#include "../../ggml-kvq/cache/chain.h"
-#include "../../ggml-kvq/cpu/cpu.h"
-#include "../../ggml-kvq/types/f16.h"
-#include "../../ggml-kvq/types/types.h"
+#include "layer.h"
+#include "policy/chain.h"
+#include "engine/host.h"
+#include "base/f16.h"
+#include "types/types.h"
 
 #include <cmath>
 #include <cstdio>
@@ -25,18 +25,18 @@ struct config {
 struct world {
     config c;
     int W;
-    kvq_scratch scratch;
-    kvq_counters counters;
-    struct layer {
-        kvq_span_table spans;
-        std::unique_ptr<kvq_lane> lane[2];
-        std::vector<float> mean[2];
-        kvq_chain_weights w;
+    cache_of_layers cache;
+    kvq_chain * chain = nullptr;
+    struct data : kvq_layer_calibration {
         std::vector<uint8_t> packed[3];
+    };
+    struct layer : composed_layer {
+        std::shared_ptr<data> calibrated;
+        const std::vector<float> * mean[2];
+        kvq_chain_weights w;
         std::vector<float> plain[2]; // [stream][cell][W] as written, f16 values
     };
     std::vector<layer> layers;
-    std::unique_ptr<kvq_chain> chain;
     std::vector<bool> written;
 };
 
@@ -53,46 +53,38 @@ static kvq_predictor make_predictor(int n_in, int n_out, int bits, std::vector<u
     return p;
 }
 
-static void build(world & w, const config & c) {
+static std::shared_ptr<world::data> make_data(const config & c, int W, bool first) {
+    auto d = std::make_shared<world::data>();
+    for (std::vector<float> * mean : { &d->k_mean, &d->v_mean }) {
+        mean->resize((size_t) W);
+        for (float & y : *mean) { y = normal(); }
+    }
+    if (first) { return d; }
+    d->w.k = make_predictor(W, W, c.bits, d->packed[0]);
+    if (c.full) {
+        d->w.v_from_k = make_predictor(W, W, c.bits, d->packed[1]);
+        d->w.v_from_v = make_predictor(W, W, c.bits, d->packed[2]);
+    }
+    return d;
+}
+
+// like: takes its weights and means
+static void build(world & w, const config & c, const world * like = nullptr) {
     w.c = c;
     w.W = c.n_head * c.head;
-    const kvq_method * m = kvq_method_find("aqua");
-    kvq_options o;
-    std::string err;
-    CHECK(kvq_options_parse(*m, c.opts, o, err) == KVQ_OK, "%s", err.c_str());
     const kvq_layer_shape shape = { 0, c.n_head, c.head, c.head };
     w.layers = std::vector<world::layer>(c.n_layer);
     for (int i = 0; i < c.n_layer; i++) {
         world::layer & l = w.layers[i];
-        const kvq_layer_context context = { i, c.n_layer, shape, i ? &shape : nullptr };
-        kvq_layer_plan plan;
-        CHECK(m->plan(o, context, plan, err) == KVQ_OK, "%s", err.c_str());
-        for (int v = 0; v < 2; v++) {
-            const kvq_lane_layout x = kvq_make_lane_layout(plan, v, c.n_head, c.n_cells, c.n_stream);
-            if (!v) { l.spans.init(c.n_stream, x.n_pages, x.page_cells); }
-            if (!w.chain) { w.chain.reset(new kvq_chain(c.n_stream, x.n_pages, x.page_cells, w.W, c.full ? w.W : 0)); }
-            l.lane[v].reset(new kvq_lane(x, v, nullptr, &l.spans, &w.scratch, &w.counters));
-            CHECK(l.lane[v]->ok(), "out of memory");
-            l.mean[v].resize(w.W);
-            for (float & y : l.mean[v]) { y = normal(); }
-            l.plain[v].assign((size_t) c.n_cells * c.n_stream * w.W, 0.0f);
-        }
-        if (i) {
-            l.w.k = make_predictor(w.W, w.W, c.bits, l.packed[0]);
-            if (c.full) {
-                l.w.v_from_k = make_predictor(w.W, w.W, c.bits, l.packed[1]);
-                l.w.v_from_v = make_predictor(w.W, w.W, c.bits, l.packed[2]);
-            }
-        }
-        w.chain->add_layer(l.lane[0].get(), l.lane[1].get(), l.w);
-        for (int v = 0; v < 2; v++) {
-            kvq_transform t;
-            t.mean = l.mean[v].data();
-            t.chain = !v || c.full ? w.chain.get() : nullptr;
-            t.ordinal = i;
-            l.lane[v]->set_transform(t);
-        }
+        l.calibrated = like ? like->layers[i].calibrated : make_data(c, w.W, !i);
+        l.mean[0] = &l.calibrated->k_mean;
+        l.mean[1] = &l.calibrated->v_mean;
+        l.w = l.calibrated->w;
+        const kvq_layer_plan plan = plan_of("aqua", c.opts, { i, c.n_layer, shape, i ? &shape : nullptr });
+        l.make(w.cache, plan, c.n_head, c.n_cells, c.n_stream, i, i ? &w.layers[i - 1] : nullptr, l.calibrated.get());
+        for (int v = 0; v < 2; v++) { l.plain[v].assign((size_t) c.n_cells * c.n_stream * w.W, 0.0f); }
     }
+    w.chain = w.cache.chain();
     w.written.assign((size_t) c.n_cells * c.n_stream, false);
 }
 
@@ -196,7 +188,7 @@ static void compare_blocks(world & w, int l, int s, int p) {
                 for (int i = 0; i < D; i++) {
                     const int c = h * D + i;
                     const float value = x.plain[v][((size_t) s * w.c.n_cells + p * n + t) * w.W + c];
-                    rows[(size_t) t * D + i] = kvq_f32_to_f16(value - x.mean[v][c] - pred[(size_t) t * w.W + c]);
+                    rows[(size_t) t * D + i] = kvq_f32_to_f16(value - (*x.mean[v])[c] - pred[(size_t) t * w.W + c]);
                 }
             }
             kvq_cpu_encode(y.codec, rows.data(), nullptr, nullptr, codes.data(), params.data());
@@ -228,7 +220,7 @@ static void write(world & w, int s, int cell, int n) {
             for (int i = 0; i < n; i++) {
                 for (int c = 0; c < w.W; c++) {
                     rows[(size_t) i * w.W + c] = l.plain[v][idx[i] * w.W + c] =
-                        kvq_f16_to_f32(kvq_f32_to_f16(normal() + l.mean[v][c]));
+                        kvq_f16_to_f32(kvq_f32_to_f16(normal() + (*l.mean[v])[c]));
                 }
             }
             l.lane[v]->write(n, idx.data(), rows.data(), w.W, uniform(1, 2));
@@ -240,24 +232,7 @@ static void write(world & w, int s, int cell, int n) {
 static void save_and_load(world & w) {
     commit(w);
     world other;
-    const std::mt19937 keep = rng;
-    other.c = w.c;
-    rng.seed(1);
-    build(other, w.c);
-    for (size_t i = 0; i < w.layers.size(); i++) { // the same weights and means
-        kvq_chain_weights x = w.layers[i].w;
-        other.layers[i].w = x;
-    }
-    other.chain.reset(new kvq_chain(w.c.n_stream, w.layers[0].lane[0]->layout().n_pages, 32, w.W, w.c.full ? w.W : 0));
-    for (size_t i = 0; i < w.layers.size(); i++) {
-        other.chain->add_layer(other.layers[i].lane[0].get(), other.layers[i].lane[1].get(), w.layers[i].w);
-        for (int v = 0; v < 2; v++) {
-            kvq_transform t = w.layers[i].lane[v]->transform();
-            t.chain = t.chain ? other.chain.get() : nullptr;
-            other.layers[i].lane[v]->set_transform(t);
-        }
-    }
-    rng = keep;
+    build(other, w.c, &w);
     for (int v = 0; v < 2; v++) {
         for (size_t i = 0; i < w.layers.size(); i++) {
             for (int s = 0; s < w.c.n_stream; s++) {
@@ -320,8 +295,8 @@ static void attend(world & w) {
     a.dst_stride_token = (int64_t) n_head * D;
     a.dst_stride_head = D;
     a.pages = x.spans.spans.data() + (size_t) s * y.n_pages;
-    a.k_mean = x.mean[0].data();
-    a.v_mean = x.mean[1].data();
+    a.k_mean = x.mean[0]->data();
+    a.v_mean = x.mean[1]->data();
     a.flags = KVQ_ATTN_F32;
     w.chain->attend(l, s, &a, 1, uniform(1, 3));
     // rows as they are read, in f64
@@ -334,11 +309,11 @@ static void attend(world & w) {
                 const rebuilt r = rebuild(w, l, s, p);
                 page = v ? r.v : r.k;
             } else {
-                x.lane[v]->plain_rows(s, p, page.data(), w.W);
+                x.turns[v]->plain_rows(*x.lane[v], s, p, page.data(), w.W);
             }
             for (int t = 0; t < 32 && p * 32 + t < n_kv; t++) {
                 for (int c = 0; c < w.W; c++) {
-                    rows[v][(size_t) (p * 32 + t) * w.W + c] = (double) page[(size_t) t * w.W + c] + x.mean[v][c];
+                    rows[v][(size_t) (p * 32 + t) * w.W + c] = (double) page[(size_t) t * w.W + c] + (*x.mean[v])[c];
                 }
             }
         }

@@ -2,10 +2,10 @@
 // Usage: test_cuda [quick | host [STEPS] | attention [fine] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
-#include "../../ggml-kvq/cache/store.h"
+#include "layer.h"
 #include "device_bytes.h"
-#include "../../ggml-kvq/types/f16.h"
-#include "../../ggml-kvq/types/types.h"
+#include "base/f16.h"
+#include "types/types.h"
 
 #include <algorithm>
 #include <cmath>
@@ -36,7 +36,7 @@ static kvq_codec make_codec(
 
 static kvq_lane_layout make_layout(const kvq_codec & c, int n_head, int n_cells) {
     kvq_layer_plan plan;
-    plan.k.codec = plan.v.codec = c;
+    plan.k = plan.v = c;
     return kvq_make_lane_layout(plan, c.role == KVQ_ROLE_V, n_head, n_cells, 1);
 }
 
@@ -197,72 +197,42 @@ static void check_predict(kvq_cuda_device & d, const predict_case & c) {
 
 struct pair_of_layers {
     kvq_device & d;
-    kvq_scratch scratch;
-    kvq_counters counters;
-    kvq_span_table spans[2];
-    std::vector<int32_t> positions, sealed; // of methods that leave rotary embedding and means out
-    std::vector<uint16_t> users;
-    std::unique_ptr<device_bytes> there;
-    std::unique_ptr<kvq_lane> lane[2][2];
+    cache_of_layers cache;
+    kvq_layer_calibration data; // whose means leave_out() gives
+    composed_layer layer[2];
+    kvq_lane * lane[2][2];
+    kvq_counters & counters = cache.counters;
     bool turns = false;
 
     pair_of_layers(
         kvq_device & d, const char * method, const char * opts, int n_head, int head_size, int n_cells, int n_stream) :
-        d(d), scratch(d) {
-        const kvq_method * m = kvq_method_find(method);
-        kvq_options o;
-        std::string err;
-        CHECK(m && kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
+        d(d), cache(d) {
         const kvq_layer_shape shape = { 0, n_head, head_size, head_size };
         for (int i = 0; i < 2; i++) {
-            kvq_layer_plan plan;
-            const kvq_layer_context context = { i, 2, shape, i ? &shape : nullptr };
-            CHECK(m->plan(o, context, plan, err) == KVQ_OK, "%s", err.c_str());
-            for (int v = 0; v < 2; v++) {
-                const kvq_lane_layout l = kvq_make_lane_layout(plan, v, n_head, n_cells, n_stream);
-                if (!v) { spans[i].init(n_stream, l.n_pages, l.page_cells); }
-                lane[i][v].reset(
-                    new kvq_lane(l, v, l.shares_codes ? lane[0][v].get() : nullptr, &spans[i], &scratch, &counters, d));
-                CHECK(lane[i][v]->ok(), "out of memory");
-                turns = turns || plan.pre_rope;
-            }
+            const kvq_layer_plan plan = plan_of(method, opts, { i, 2, shape, i ? &shape : nullptr });
+            layer[i].make(cache, plan, n_head, n_cells, n_stream, i, i ? &layer[0] : nullptr, &data);
+            for (int v = 0; v < 2; v++) { lane[i][v] = layer[i].lane[v].get(); }
+            turns = turns || layer[i].turns[0];
         }
     }
-    // positions for every cell of the pages
     void leave_out(const float * const (&mean)[2][2], kvq_rotor * rotor) {
-        const kvq_lane_layout & l = lane[0][0]->layout();
-        const size_t n = (size_t) l.n_stream * l.n_pages * l.page_cells;
-        positions.assign(n, -1);
-        sealed.assign(n, -1);
-        users.assign((size_t) l.n_stream * l.n_pages, 0);
-        if (!d.is_host()) { there.reset(new device_bytes(static_cast<kvq_cuda_device &>(d), 8 * n)); }
         for (int i = 0; i < 2; i++) {
-            for (int v = 0; v < 2; v++) {
-                kvq_transform t;
-                t.mean = mean[i][v];
-                if (!v) {
-                    t.rotor = rotor;
-                    t.positions = positions.data();
-                    t.sealed = sealed.data();
-                    t.users = users.data();
-                    t.positions_there = there ? (int32_t *) there->p : nullptr;
-                    t.sealed_there = there ? (int32_t *) there->p + n : nullptr;
-                }
-                lane[i][v]->set_transform(t);
-            }
+            for (int v = 0; v < 2; v++) { layer[i].turns[v]->mean = mean[i][v]; }
+            layer[i].turns[0]->rotor = rotor;
         }
     }
     void shift(int stream, int first, int by) {
         const kvq_lane_layout & l = lane[0][0]->layout();
         std::vector<int32_t> cells((size_t) l.n_cells);
         for (int c = first; c < l.n_cells; c++) { cells[(size_t) c] = by; }
-        for (int i = 0; i < 2; i++) {
-            lane[i][0]->shift_open(stream, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); });
+        for (auto & x : layer) {
+            x.turns[0]->shift_open(
+                *x.lane[0], stream, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); });
         }
-        const size_t at = (size_t) stream * l.n_pages * l.page_cells;
-        for (int c = first; c < l.n_cells; c++) { positions[at + c] += positions[at + c] < 0 ? 0 : by; }
-        lane[0][0]->transform().rotor->reach(1 << 14);
-        if (there) { d.put((int32_t *) there->p + at, &positions[at], 4 * (size_t) l.n_pages * l.page_cells); }
+        layer[0].turns[0]->rotor->reach(1 << 14);
+        kvq_positions & p = *cache.positions();
+        p.shift(stream, cells.data(), l.n_cells, p.n_shifts + 1);
+        p.n_shifts++;
     }
 };
 

@@ -3,11 +3,11 @@
 // CPU for the same sums, attention and column sums against f64. Usage: test_cuda_policies [quick | host | decode |
 //     bench [decode | prompt]]    bench: one layer of 8 KV heads; of one token alone, of 512 alone
 #include "device_bytes.h"
-#include "../../ggml-kvq/cache/store.h"
-#include "../../ggml-kvq/cpu/cpu.h"
-#include "../../ggml-kvq/types/f16.h"
-#include "../../ggml-kvq/types/mixed.h"
-#include "../../ggml-kvq/types/types.h"
+#include "layer.h"
+#include "engine/host.h"
+#include "base/f16.h"
+#include "types/mixed.h"
+#include "types/types.h"
 
 #include <cmath>
 #include <cstdio>
@@ -95,33 +95,18 @@ static int check_blocks(kvq_cuda_device & d, const char * opts, int D) {
 
 // ---------------------------------------------------------------- one layer, on either device
 
-struct layer {
-    kvq_device & d;
-    kvq_layer_plan plan;
-    kvq_scratch scratch;
-    kvq_counters counters;
-    kvq_span_table spans;
-    kvq_saliency saliency;
-    kvq_slots slots;
-    bool evicts;
-    std::unique_ptr<kvq_lane> lane[2];
+struct layer : composed_layer {
+    cache_of_layers cache;
+    kvq_counters & counters = cache.counters;
 
     layer(kvq_device & d, const char * method, const char * opts, int n_head, int D, int n_cells, int n_stream) :
-        d(d), plan(make_plan(method, opts, n_head, D)), scratch(d), evicts(plan.keep > 0.0f) {
-        for (int v = 0; v < 2; v++) {
-            const kvq_lane_layout l = kvq_make_lane_layout(plan, v, n_head, n_cells, n_stream);
-            if (!v) { spans.init(n_stream, l.n_pages + (evicts ? l.n_store : 0), l.page_cells); }
-            lane[v].reset(new kvq_lane(l, v, nullptr, &spans, &scratch, &counters, d));
-            CHECK(lane[v]->ok(), "out of memory");
-        }
-        saliency.init(
-            lane[0]->layout(), plan.probe, plan.normalise, 0, evicts && !plan.k.codec.n_hi ? KVQ_PROMPT_ROWS : 1, &d);
-        if (evicts) { slots.init(*lane[0], *lane[1], spans, saliency, plan.keep, plan.recent); }
-        for (auto & x : lane) {
-            x->set_saliency(&saliency);
-            if (evicts) { x->set_slots(&slots); }
-        }
+        cache(d) {
+        make(cache, make_plan(method, opts, n_head, D), n_head, n_cells, n_stream);
     }
+    ~layer() { policies.clear(); }
+    bool evicts() const { return slots; }
+    bool normalises() const { return plan.part("probe")->get("normalise") > 0; }
+    float share() const { return (float) plan.part("probe")->get("share"); }
     void commit() {
         for (auto & x : lane) { x->commit(1); }
     }
@@ -157,7 +142,7 @@ struct two_layers {
             std::vector<int32_t> seen((size_t) l.page_cells);
             for (auto & x : sums) { x = uniform(0, 3) ? expf(2.0f * normal()) : 0.5f; } // ties
             for (auto & x : seen) { x = uniform(0, 30); }
-            for (layer * x : both) { x->saliency.add(stream, p, sums.data(), seen.data()); }
+            for (layer * x : both) { x->probe->add(stream, p, sums.data(), seen.data()); }
         }
     }
     int compare(const char * what, int stream, int cell, int n) {
@@ -198,7 +183,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
             w.score(stream);
             const int limit = uniform(0, 9) ? n_cells : uniform(page, n_cells);
             for (layer * x : w.both) {
-                if (x->evicts) { x->slots.limit(stream, limit); }
+                if (x->evicts()) { x->slots->limit(stream, limit); }
             }
             for (layer * x : w.both) { x->commit(); }
         } else if (op < 85) {

@@ -1,8 +1,8 @@
 // The loader of calibrated data against random mutations of good files, as sidecar and as metadata: every input is
 // refused with one line or loaded and packed; none crashes, none makes memory grow beyond a few times the file.
 // Usage: test_fuzz_calibration [n] [seed]
-#include "../../ggml-kvq/host/calibration.h"
-#include "../../ggml-kvq/host/fingerprint.h"
+#include "cache/calibration.h"
+#include "host/fingerprint.h"
 
 #include "ggml.h"
 #include "gguf.h"
@@ -133,8 +133,7 @@ int main(int argc, char ** argv) {
     model.hash = "00";
     model.n_layer = LAYERS;
     kvq_layer_plan plan;
-    plan.k.chained = plan.v.chained = true;
-    plan.k.inputs[0] = plan.v.inputs[0] = plan.v.inputs[1] = WIDTH;
+    plan.add("chain", { { "values", 1 }, { "k_from_k", WIDTH }, { "v_from_k", WIDTH }, { "v_from_v", WIDTH } });
 
     long n_loaded = 0, n_refused = 0, n_fit = 0;
     const auto run = [&](const std::vector<uint8_t> & bytes) {

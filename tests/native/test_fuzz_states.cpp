@@ -1,11 +1,10 @@
 // Saved states against random changes: rows with marks and blocks as they are, whole, cut off, with a good checksum
 // over what is wrong. Each is refused or restored; none crashes, and a lane that took one goes on working. Usage:
 // test_fuzz_states [n] [seed]
-#include "check.h"
-#include "../../ggml-kvq/cache/mark.h"
-#include "../../ggml-kvq/cache/store.h"
-#include "../../ggml-kvq/host/state_blocks.h"
-#include "../../ggml-kvq/types/types.h"
+#include "layer.h"
+#include "store/mark.h"
+#include "store/state_blocks.h"
+#include "types/types.h"
 
 #include <cmath>
 #include <cstdio>
@@ -20,29 +19,15 @@ struct config {
 
 // Keys of two layers; the second may share codes of the first.
 struct world {
-    kvq_scratch scratch;
-    kvq_counters counters;
-    kvq_saliency saliency[2];
-    kvq_span_table spans[2];
-    std::unique_ptr<kvq_lane> lane[2];
+    cache_of_layers cache;
+    composed_layer layer[2];
+    kvq_lane * lane[2];
     explicit world(const config & c) {
-        const kvq_method * m = kvq_method_find(c.method);
-        kvq_options o;
-        std::string err;
-        CHECK(m && kvq_options_parse(*m, c.opts, o, err) == KVQ_OK, "%s", err.c_str());
         const kvq_layer_shape shape = { 0, c.n_head, c.head_size, c.head_size };
         for (int i = 0; i < 2; i++) {
-            const kvq_layer_context context = { i, 2, shape, i ? &shape : nullptr };
-            kvq_layer_plan plan;
-            CHECK(m->plan(o, context, plan, err) == KVQ_OK, "%s", err.c_str());
-            const kvq_lane_layout l = kvq_make_lane_layout(plan, false, c.n_head, c.n_cells, 1);
-            spans[i].init(1, l.n_pages, l.page_cells);
-            lane[i].reset(
-                new kvq_lane(l, false, l.shares_codes ? lane[0].get() : nullptr, &spans[i], &scratch, &counters));
-            if (plan.probe > 0) {
-                saliency[i].init(l, plan.probe, plan.normalise, (uint32_t) i);
-                lane[i]->set_saliency(&saliency[i]);
-            }
+            const kvq_layer_plan plan = plan_of(c.method, c.opts, { i, 2, shape, i ? &shape : nullptr });
+            layer[i].make(cache, plan, c.n_head, c.n_cells, 1, i, i ? &layer[0] : nullptr);
+            lane[i] = layer[i].lane[0].get();
         }
     }
     void fill(int W, int n) {
@@ -86,7 +71,7 @@ static void run(const config & c, int steps, unsigned seed) {
     std::vector<uint8_t> blob[2];
     std::vector<uint16_t> rows[2];
     for (int i = 0; i < 2; i++) {
-        const kvq_lane * lane = from.lane[i].get();
+        const kvq_lane * lane = from.lane[i];
         blob[i] = kvq_blob_write(&lane, 0, 0, n, 2 * (size_t) W * n, { 0, 0, 7, 9, 0, 1, i, n });
         rows[i].resize((size_t) n * W);
         lane->read(0, 0, n, rows[i].data());
@@ -95,10 +80,10 @@ static void run(const config & c, int steps, unsigned seed) {
     int n_refused = 0, n_taken = 0;
     for (int step = 0; step < steps; step++) {
         const int i = uniform(0, 1), at = uniform(0, 3) ? 0 : uniform(0, 12);
-        kvq_lane * lane = to.lane[i].get();
+        kvq_lane * lane = to.lane[i];
         if (step % 1000 == 0) { // what came in whole is what went out
             for (int k = 0; k < 2; k++) {
-                kvq_lane * l = to.lane[k].get();
+                kvq_lane * l = to.lane[k];
                 std::string note;
                 std::vector<uint16_t> again(rows[k].size());
                 l->clear();

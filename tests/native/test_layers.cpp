@@ -1,7 +1,7 @@
 // The numbers of a model's layers, and what methods make of them: a model whose layers lie in several caches
 // (on several devices, or sliding-window layers apart) gets the plans that one cache gives it, but for pairs of
 // layers that are cut apart.
-#include "../../ggml-kvq/host/kv_cache.h"
+#include "cache/cache.h"
 #include "check.h"
 
 #include "ggml.h"
@@ -100,10 +100,12 @@ static std::vector<kvq_draft_layer> plans(
     return out;
 }
 
-static bool same(const kvq_lane_plan & a, const kvq_lane_plan & b) {
-    return a.codec.bits == b.codec.bits && a.codec.group == b.codec.group && a.shares_codes == b.shares_codes &&
-        a.chained == b.chained;
+static bool says(const kvq_layer_plan & plan, const char * key) {
+    const kvq_part * part = plan.part("share_codes");
+    return part && part->get(key) > 0;
 }
+static bool shares(const kvq_layer_plan & plan, bool value) { return says(plan, value ? "v" : "k"); }
+static bool apart(const kvq_layer_plan & plan, bool value) { return says(plan, value ? "v_apart" : "k_apart"); }
 
 static void splits(void) {
     const std::string path = model("split", 12, { 2 }, [](int) { return names{ "attn_k.weight" }; });
@@ -129,24 +131,28 @@ static void splits(void) {
                 const kvq_layer_plan &a = one[(size_t) il].plan, &b = two[(size_t) il].plan;
                 const bool cut_apart = il == cut && cut % 2 && !strcmp(m.method, "xquant");
                 for (int v = 0; v < 2; v++) {
-                    const kvq_lane_plan &x = v ? a.v : a.k, &y = v ? b.v : b.k;
-                    const bool shared = x.shares_codes || !x.codec.bits; // by codes, or left without them
-                    CHECK(!x.parted, "%s: one cache cuts nothing apart", m.method);
+                    const kvq_codec &x = v ? a.v : a.k, &y = v ? b.v : b.k;
+                    const bool shared = shares(a, v) || !x.bits; // by codes, or left without them
+                    CHECK(!apart(a, v), "%s: one cache cuts nothing apart", m.method);
                     if (cut_apart && shared) {
-                        CHECK(y.parted && !y.shares_codes && y.codec.bits, "%s %s: layer %d", m.method, m.opts, il);
+                        CHECK(apart(b, v) && !shares(b, v) && y.bits, "%s %s: layer %d", m.method, m.opts, il);
                     } else {
-                        CHECK(same(x, y) && !y.parted, "%s %s: layer %d, cut at %d", m.method, m.opts, il, cut);
+                        CHECK(!memcmp(&x, &y, sizeof(x)) && shares(a, v) == shares(b, v) && !apart(b, v),
+                            "%s %s: layer %d, cut at %d", m.method, m.opts, il, cut);
                     }
                 }
-                CHECK(a.keep == b.keep && a.probe == b.probe, "%s: layer %d", m.method, il);
+                for (const char * name : { "probe", "evict", "choose" }) {
+                    const kvq_part *x = a.part(name), *y = b.part(name);
+                    CHECK(!x == !y && (!x || x->values == y->values), "%s: %s of layer %d", m.method, name, il);
+                }
             }
         }
     }
     // every third layer sees everything, in a cache of its own: 2 5 8 11, the others 0 1 3 4 6 7 9 10
-    const auto apart = plans(path, "xquant", "vm=0,km=0", { { 2, 5, 8, 11 }, { 0, 1, 3, 4, 6, 7, 9, 10 } });
-    for (const kvq_draft_layer & d : apart) {
+    const auto parts = plans(path, "xquant", "vm=0,km=0", { { 2, 5, 8, 11 }, { 0, 1, 3, 4, 6, 7, 9, 10 } });
+    for (const kvq_draft_layer & d : parts) {
         const bool pair = d.il == 1 || d.il == 7;
-        CHECK(d.plan.v.shares_codes == pair && d.plan.v.parted == (d.il % 2 && !pair), "layer %d", d.il);
+        CHECK(shares(d.plan, true) == pair && apart(d.plan, true) == (d.il % 2 && !pair), "layer %d", d.il);
     }
     unlink(path.c_str());
 }

@@ -1,10 +1,9 @@
 // Rotary embedding with four positions a token (M-RoPE and its interleaved form, cpu/rope.h): angles against f64, lanes
 // of un-rotated keys whose tokens are text and images, states saved and loaded by another rotor, attention against f64.
 // Usage: test_mrope [seed]
-#include "check.h"
-#include "../../ggml-kvq/cache/store.h"
-#include "../../ggml-kvq/cpu/cpu.h"
-#include "../../ggml-kvq/types/f16.h"
+#include "layer.h"
+#include "engine/host.h"
+#include "base/f16.h"
 
 #include <cmath>
 #include <cstring>
@@ -97,41 +96,20 @@ static void angles(const kvq_rope & r, int D) {
 
 struct lane_pair {
     kvq_rotor rotor;
-    kvq_scratch scratch;
-    kvq_counters counters;
-    kvq_span_table spans;
-    kvq_layer_plan plan;
-    std::vector<int32_t> pos, sealed;
-    std::vector<uint16_t> users;
-    std::unique_ptr<kvq_lane> lane[2];
+    cache_of_layers cache;
+    kvq_layer_calibration data;
+    composed_layer layer;
+    kvq_lane * lane[2];
 
     lane_pair(const kvq_rope & r, const char * opts, int n_head, int D, int n_cells, const std::vector<float> & mean,
         int n_text) :
         rotor(r, n_text) {
-        const kvq_method * m = kvq_method_find("aqua");
-        kvq_options o;
-        std::string err;
-        CHECK(kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
-        const kvq_layer_shape shape = { 0, n_head, D, D };
-        CHECK(m->plan(o, { 0, 1, shape, nullptr }, plan, err) == KVQ_OK, "%s", err.c_str());
-        for (int v = 0; v < 2; v++) {
-            const kvq_lane_layout l = kvq_make_lane_layout(plan, v, n_head, n_cells, 1);
-            if (!v) {
-                spans.init(1, l.n_pages, l.page_cells);
-                pos.assign((size_t) l.n_pages * l.page_cells, -1);
-                sealed = pos;
-                users.assign((size_t) l.n_pages, 0);
-            }
-            lane[v].reset(new kvq_lane(l, v, nullptr, &spans, &scratch, &counters));
-            CHECK(lane[v]->ok(), "out of memory");
-        }
-        kvq_transform x;
-        x.mean = plan.mean ? mean.data() : nullptr;
-        x.rotor = &rotor;
-        x.positions = pos.data();
-        x.sealed = sealed.data();
-        x.users = users.data();
-        lane[0]->set_transform(x);
+        data.k_mean = mean;
+        data.v_mean.assign(mean.size(), 0.0f);
+        const kvq_layer_plan plan = plan_of("aqua", opts, { 0, 1, { 0, n_head, D, D }, nullptr });
+        layer.make(cache, plan, n_head, n_cells, 1, 0, nullptr, &data);
+        layer.turns[0]->rotor = &rotor;
+        for (int v = 0; v < 2; v++) { lane[v] = layer.lane[v].get(); }
     }
 };
 
@@ -256,11 +234,11 @@ static double cache(const kvq_rope & r, const char * opts, int n_head, int D, bo
         x.dst = dst.data();
         x.dst_stride_token = (int64_t) n_head_q * D;
         x.dst_stride_head = D;
-        x.pages = w->spans.spans.data();
+        x.pages = w->layer.spans.spans.data();
         x.rotary = &w->rotor.view();
-        x.positions = w->pos.data();
-        x.sealed = w->sealed.data();
-        x.k_mean = w->plan.mean ? mean.data() : nullptr;
+        x.positions = w->cache.positions()->now.data();
+        x.sealed = w->cache.positions()->sealed.data();
+        x.k_mean = w->layer.turns[0]->mean;
         kvq_cpu_attend(&x, 1, 2);
         for (int i = 0; i < n_q * n_head_q; i++) {
             const int h = i % n_head_q / 2;

@@ -1,8 +1,7 @@
 // Lanes that evict (cache/slots.h), one layer: what stays of a prompt against an explicit softmax, attention against
 // what read() returns, and random operations. Usage: test_slots [seed] [steps]
-#include "check.h"
-#include "../../ggml-kvq/cache/store.h"
-#include "../../ggml-kvq/types/f16.h"
+#include "layer.h"
+#include "base/f16.h"
 
 #include <algorithm>
 #include <cmath>
@@ -15,14 +14,8 @@
 
 constexpr int HEADS = 2, GQA = 2, D = 32, W = HEADS * D;
 
-struct world {
-    kvq_layer_plan plan;
-    kvq_scratch scratch;
-    kvq_counters counters;
-    kvq_span_table spans;
-    kvq_saliency saliency;
-    kvq_slots slots;
-    std::unique_ptr<kvq_lane> lane[2];
+struct world : composed_layer {
+    cache_of_layers cache;
     int n_cells, n_stream;
     bool tells = true;                   // how many cells are in use,
     int pad = 64;                        // a multiple of this
@@ -34,32 +27,13 @@ struct world {
 static std::unique_ptr<world> build(const char * spec, int n_cells, int n_stream) {
     std::unique_ptr<world> w(new world);
     const char *colon = strchr(spec, ':'), *opts = colon ? colon + 1 : spec;
-    const kvq_method * m = kvq_method_find(colon ? std::string(spec, colon).c_str() : "minikv");
-    kvq_options o;
-    std::string err;
-    CHECK(m && kvq_options_parse(*m, opts, o, err) == KVQ_OK, "%s", err.c_str());
-    const kvq_layer_context c = { 0, 2, { 0, HEADS, D, D }, nullptr };
-    CHECK(m->plan(o, c, w->plan, err) == KVQ_OK, "%s", err.c_str());
-    w->plan.flags = KVQ_ATTN_F32;
+    const std::string method = colon ? std::string(spec, colon) : "minikv";
+    kvq_layer_plan plan = plan_of(method.c_str(), opts, { 0, 2, { 0, HEADS, D, D }, nullptr });
+    plan.flags = KVQ_ATTN_F32;
+    w->make(w->cache, plan, HEADS, n_cells, n_stream);
     w->n_cells = n_cells;
     w->n_stream = n_stream;
     w->live.assign((size_t) n_stream, std::vector<bool>((size_t) n_cells, false));
-    const bool evicts = w->plan.keep > 0.0f;
-    for (int v = 0; v < 2; v++) {
-        const kvq_lane_layout l = kvq_make_lane_layout(w->plan, v, HEADS, n_cells, n_stream);
-        if (!v) { w->spans.init(n_stream, l.n_pages + (evicts ? l.n_store : 0), l.page_cells); }
-        w->lane[v].reset(new kvq_lane(l, v, nullptr, &w->spans, &w->scratch, &w->counters));
-        CHECK(w->lane[v]->ok(), "out of memory");
-    }
-    if (evicts) {
-        w->saliency.init(w->lane[0]->layout(), w->plan.probe, w->plan.normalise, 0,
-            w->lane[0]->layout().codec.n_hi ? 1 : KVQ_PROMPT_ROWS);
-        w->slots.init(*w->lane[0], *w->lane[1], w->spans, w->saliency, w->plan.keep, w->plan.recent);
-        for (auto & lane : w->lane) {
-            lane->set_saliency(&w->saliency);
-            lane->set_slots(&w->slots);
-        }
-    }
     return w;
 }
 
@@ -79,10 +53,10 @@ static void decode(world & w, int s, int first, int n, bool check) {
         w.lane[v]->write(n, idx.data(), rows.data(), W, 1);
     }
     for (int i = 0; i < n; i++) { w.live[(size_t) s][(size_t) (first + i)] = true; }
-    if (w.plan.keep > 0.0f && w.tells) { // as llama.cpp, which asks for the cells in use
+    if (w.slots && w.tells) { // as llama.cpp, which asks for the cells in use
         int end = w.n_cells;
         while (!w.live[(size_t) s][(size_t) (end - 1)]) { end--; }
-        w.slots.limit(s, std::min((end + w.pad - 1) / w.pad * w.pad, w.n_cells));
+        w.slots->limit(s, std::min((end + w.pad - 1) / w.pad * w.pad, w.n_cells));
     }
 
     const int heads = HEADS * GQA;
@@ -117,13 +91,13 @@ static void decode(world & w, int s, int first, int n, bool check) {
     a.lse = lse.data();
     a.map_stride = w.lane[0]->layout().page_cells;
     CHECK(kvq_attend(&a, 1, uniform(1, 2)) == KVQ_OK, "attend");
-    if (w.saliency.active()) { w.saliency.observe(a, s, (uint64_t) first, uniform(1, 2)); }
+    if (w.probe) { w.probe->observe(a, s, (uint64_t) first, uniform(1, 2)); }
     if (check) {
         std::vector<uint16_t> kv[2];
         for (int v = 0; v < 2; v++) {
             kv[v].resize((size_t) w.n_cells * W);
             w.lane[v]->read(s, 0, w.n_cells, kv[v].data());
-            if (w.plan.keep > 0.0f) { w.slots.read(v, s, 0, w.n_cells, kv[v].data(), false); }
+            if (w.slots) { w.slots->read(v, s, 0, w.n_cells, kv[v].data(), false); }
         }
         w.column.assign((size_t) HEADS * w.n_cells, 0.0);
         for (int i = 0; i < n; i++) {
@@ -157,7 +131,7 @@ static void decode(world & w, int s, int first, int n, bool check) {
     }
     w.lane[0]->commit(uniform(1, 2));
     w.lane[1]->commit(uniform(1, 2));
-    CHECK(w.plan.keep == 0.0f || w.slots.n_used(s) <= w.lane[0]->layout().n_store, "more pages than there are");
+    CHECK(!w.slots || w.slots->n_used(s) <= w.lane[0]->layout().n_store, "more pages than there are");
 }
 
 static std::vector<bool> kept(world & w, int s, int h, int n) {
@@ -277,8 +251,8 @@ static void states_are_exact(const char * opts) {
         }
         for (int v = 0; v < 2; v++) {
             std::vector<uint16_t> rows((size_t) 700 * W), back(rows.size());
-            w->slots.read(v, 0, 0, 700, rows.data(), false);
-            other->slots.read(v, 1, shift, 700, back.data(), false);
+            w->slots->read(v, 0, 0, 700, rows.data(), false);
+            other->slots->read(v, 1, shift, 700, back.data(), false);
             int n = 0;
             for (int c = 0; c < 576 - 32; c++) { // older than both windows
                 for (int i = 0; i < W; i++) { n += rows[(size_t) c * W + i] != back[(size_t) c * W + i]; }
@@ -288,8 +262,8 @@ static void states_are_exact(const char * opts) {
                       back.begin(), back.begin() + 544 * W, [](uint16_t x) { return x != 0 && x != 0x8000; }) > 100 * W,
                 "nothing was kept");
         }
-        CHECK(shift || w->slots.n_used(0) == other->slots.n_used(1), "%d pages, restored %d", w->slots.n_used(0),
-            other->slots.n_used(1));
+        CHECK(shift || w->slots->n_used(0) == other->slots->n_used(1), "%d pages, restored %d", w->slots->n_used(0),
+            other->slots->n_used(1));
         for (int c = 0; c < shift + 700; c++) { other->live[1][(size_t) c] = c >= shift; }
         decode(*other, 1, shift + 700, 1, true);
         decode(*other, 1, shift + 701, 100, true); // a later turn
@@ -298,7 +272,7 @@ static void states_are_exact(const char * opts) {
 
 static int n_kept(const world & w, int s, int first, int n) { // of both heads
     std::vector<uint16_t> rows((size_t) n * W);
-    w.slots.read(false, s, first, n, rows.data(), false);
+    w.slots->read(false, s, first, n, rows.data(), false);
     w.lane[0]->read(s, first, n, rows.data());
     int kept = 0;
     for (int i = 0; i < n * HEADS; i++) { kept += !evicted(&rows[(size_t) i * D]); }
@@ -347,7 +321,7 @@ static void a_slot_again(const char * opts) {
         decode(*w, 0, 0, 300, false);
         decode(*w, 0, 300, 200, true);
         rows[again].resize((size_t) 500 * W);
-        w->slots.read(false, 0, 0, 500, rows[again].data(), false);
+        w->slots->read(false, 0, 0, 500, rows[again].data(), false);
         w->lane[0]->read(0, 0, 500, rows[again].data());
     }
     int n = 0;
@@ -366,7 +340,7 @@ static void a_state_among_others(const char * opts) {
         for (int v = 0; v < 2; v++) {
             was[v].resize((size_t) n * W);
             w->lane[v]->read(0, 12 + n, n, was[v].data());
-            w->slots.read(v, 0, 12 + n, n, was[v].data(), false);
+            w->slots->read(v, 0, 12 + n, n, was[v].data(), false);
         }
         std::vector<uint16_t> images[2];
         for (int v = 0; v < 2; v++) {
@@ -376,7 +350,7 @@ static void a_state_among_others(const char * opts) {
         for (int v = 0; v < 2; v++) { w->lane[v]->restore(0, 12, n, images[v].data(), 1); }
         for (int v = 0; v < 2; v++) {
             w->lane[v]->read(0, 12 + n, n, now.data());
-            w->slots.read(v, 0, 12 + n, n, now.data(), false);
+            w->slots->read(v, 0, 12 + n, n, now.data(), false);
             int wrong = 0;
             for (int i = 0; i < n * HEADS; i++) {
                 float most = 0.0f;
@@ -433,7 +407,7 @@ static void random_operations(const char * opts, int steps) {
             head.assign(2, 0);
         }
     }
-    printf("%-50s %d steps, %d sealed, %d saved\n", opts, steps, (int) w->counters.n_sealed, n_saved);
+    printf("%-50s %d steps, %d sealed, %d saved\n", opts, steps, (int) w->cache.counters.n_sealed, n_saved);
 }
 
 int main(int argc, char ** argv) {

@@ -1,11 +1,10 @@
 // Random operations on a layer pair of lanes against a plain array: write, overwrite, commit, read, shift, copy,
 // save, restore, clear. f16 must be identical; quantised lanes stay within the codec's error; attention over the
 // spans equals attention over what is read. Usage: test_store [seed] [steps]
-#include "check.h"
-#include "../../ggml-kvq/cache/store.h"
-#include "../../ggml-kvq/cpu/cpu.h"
-#include "../../ggml-kvq/types/f16.h"
-#include "../../ggml-kvq/types/types.h"
+#include "layer.h"
+
+#include "base/f16.h"
+#include "types/types.h"
 
 #include <cmath>
 #include <cstdio>
@@ -27,48 +26,30 @@ struct plain_lane {
     bool exact_read = false;
 };
 
-struct layer_under_test {
-    kvq_saliency saliency;
-    kvq_span_table spans;
-    std::unique_ptr<kvq_lane> lane[2];
+struct layer_under_test : composed_layer {
     plain_lane plain[2];
 };
 
 struct world {
     config c;
-    kvq_scratch scratch;
-    kvq_counters counters;
+    cache_of_layers cache;
     layer_under_test layer[2];
-    kvq_layer_plan plan[2];
     int n_total() const { return c.n_cells * c.n_stream; }
 };
 
 static void build(world & w, const config & c) {
     w.c = c;
-    const kvq_method * m = kvq_method_find(c.method);
-    kvq_options o;
-    std::string err;
-    CHECK(m && kvq_options_parse(*m, c.opts, o, err) == KVQ_OK, "%s", err.c_str());
     const kvq_layer_shape shape = { 0, c.n_head, c.dk, c.dv };
     for (int i = 0; i < 2; i++) {
-        const kvq_layer_context context = { i, 2, shape, i ? &shape : nullptr };
-        CHECK(m->plan(o, context, w.plan[i], err) == KVQ_OK, "%s", err.c_str());
+        const kvq_layer_plan plan = plan_of(c.method, c.opts, { i, 2, shape, i ? &shape : nullptr });
+        w.layer[i].make(w.cache, plan, c.n_head, c.n_cells, c.n_stream, i, i ? &w.layer[0] : nullptr);
         for (int v = 0; v < 2; v++) {
-            const kvq_lane_layout l = kvq_make_lane_layout(w.plan[i], v, c.n_head, c.n_cells, c.n_stream);
-            if (!v) { w.layer[i].spans.init(c.n_stream, l.n_pages, l.page_cells); }
-            w.layer[i].lane[v].reset(new kvq_lane(
-                l, v, l.shares_codes ? w.layer[0].lane[v].get() : nullptr, &w.layer[i].spans, &w.scratch, &w.counters));
-            CHECK(w.layer[i].lane[v]->ok(), "out of memory");
-            if (w.plan[i].probe > 0) {
-                if (!v) { w.layer[i].saliency.init(l, w.plan[i].probe, w.plan[i].normalise, (uint32_t) i); }
-                w.layer[i].lane[v]->set_saliency(&w.layer[i].saliency);
-            }
             plain_lane & p = w.layer[i].plain[v];
             p.W = c.n_head * (v ? c.dv : c.dk);
             p.value.assign((size_t) w.n_total() * p.W, 0.0f);
             p.slack.assign(w.n_total(), 0.0f);
             p.written.assign(w.n_total(), false);
-            p.exact_read = l.is_f16();
+            p.exact_read = w.layer[i].lane[v]->layout().is_f16();
         }
     }
 }
@@ -254,9 +235,9 @@ static void attend(world & w) {
     a.n_pages = (n_kv + lk.page_cells - 1) / lk.page_cells;
     a.pages = layer.spans.spans.data() + (size_t) s * layer.spans.n_pages;
     std::vector<float> lse((size_t) n_q * n_head);
-    a.lse = layer.saliency.active() ? lse.data() : nullptr;
+    a.lse = layer.probe ? lse.data() : nullptr;
     CHECK(kvq_attend(&a, 1, uniform(1, 2)) == KVQ_OK, "attend");
-    if (a.lse) { layer.saliency.observe(a, s, (uint64_t) layer.lane[0]->first_written(s), uniform(1, 2)); }
+    if (a.lse) { layer.probe->observe(a, s, (uint64_t) layer.lane[0]->first_written(s), uniform(1, 2)); }
 
     // what the pages decode to; read() would return saved-state images
     std::vector<float> kv[2];
@@ -401,9 +382,10 @@ static void run(const config & c, unsigned seed, int steps) {
         }
     }
     compare(w, "the end");
-    CHECK(!strcmp(c.method, "f16") || w.counters.n_sealed > 20, "only %d pages were sealed", (int) w.counters.n_sealed);
+    CHECK(!strcmp(c.method, "f16") || w.cache.counters.n_sealed > 20, "only %d pages were sealed",
+        (int) w.cache.counters.n_sealed);
     printf("%-7s %-34s seed %u: %d steps, %d sealed, %d reopened, %d forced\n", c.method, c.opts, seed, steps,
-        (int) w.counters.n_sealed, (int) w.counters.n_reopened, (int) w.counters.n_forced);
+        (int) w.cache.counters.n_sealed, (int) w.cache.counters.n_reopened, (int) w.cache.counters.n_forced);
 }
 
 int main(int argc, char ** argv) {

@@ -1,0 +1,273 @@
+#include "cache.h"
+
+#include "accounting.h"
+#include "engine/host.h"
+#include "policy/tags.h"
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+
+static std::mutex live_mutex;
+static std::vector<kvq_kv_cache *> live;
+
+kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device) :
+    device(device), config(draft.config), model(draft.model), calibration(draft.calibration), scratch(device) {
+    size_t nb = 0;
+    for (const kvq_draft_layer & d : draft.layers) {
+        for (const kvq_lane_layout * l : { &d.k, &d.v }) {
+            nb += kvq_pad(l->bytes_codes + l->bytes_params + l->bytes_window + 1, KVQ_ALIGN_SLAB);
+        }
+        nb += kvq_pad(sizeof(kvq_page) * (size_t) d.n_stream * (d.k.n_pages + d.k.n_store), KVQ_ALIGN_SLAB);
+        const size_t n_slots = d.k.evicts ? (size_t) d.n_stream * d.k.n_store * d.k.page_cells : 0;
+        nb += kvq_pad(4 * n_slots * d.k.n_head, KVQ_ALIGN_SLAB); // maps
+    }
+    device.reserve(nb);
+    for (const kvq_draft_layer & d : draft.layers) {
+        layers.emplace_back(new kvq_kv_layer);
+        layers.back()->ordinal = (int) layers.size() - 1;
+        layers.back()->d = d;
+        is_ok = is_ok && build(*layers.back());
+    }
+    const auto state = config.options.values.find("state");
+    compact = state != config.options.values.end() && state->second != "rows";
+    std::lock_guard<std::mutex> lock(live_mutex);
+    live.push_back(this);
+}
+
+bool kvq_kv_cache::append(const kvq_draft_layer & d) {
+    if (chain() && counters.n_sealed) { return false; }
+    layers.emplace_back(new kvq_kv_layer);
+    layers.back()->ordinal = (int) layers.size() - 1;
+    layers.back()->d = d;
+    is_ok = is_ok && build(*layers.back());
+    return is_ok;
+}
+
+kvq_kv_cache::~kvq_kv_cache() {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    live.erase(std::find(live.begin(), live.end(), this));
+}
+
+kvq_positions * kvq_kv_cache::positions() const {
+    const auto found = shared.find("positions");
+    return found == shared.end() ? nullptr : (kvq_positions *) found->second.get();
+}
+
+kvq_chain * kvq_kv_cache::chain() const {
+    const auto found = shared.find("chain");
+    return found == shared.end() ? nullptr : (kvq_chain *) found->second.get();
+}
+
+bool kvq_kv_cache::build(kvq_kv_layer & l) {
+    kvq_kv_layer * prev = l.ordinal ? layers[l.ordinal - 1].get() : nullptr;
+    l.v.reset();
+    l.k.reset();
+    l.policies.clear();
+    l.spans.init(l.d.n_stream, kvq_n_spans(l.d.k), l.d.k.page_cells);
+    l.k.reset(new kvq_lane(
+        l.d.k, false, l.d.k.shares_codes ? prev->k.get() : nullptr, &l.spans, &scratch, &counters, device));
+    l.v.reset(
+        new kvq_lane(l.d.v, true, l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters, device));
+    if (!l.k->ok() || !l.v->ok()) { return false; }
+    kvq_layer_parts parts(device, shared, l.policies);
+    parts.plan = l.d.plan;
+    parts.k = l.k.get();
+    parts.v = l.v.get();
+    parts.spans = &l.spans;
+    parts.before[0] = prev ? prev->k.get() : nullptr;
+    parts.before[1] = prev ? prev->v.get() : nullptr;
+    parts.number = l.d.number;
+    parts.ordinal = l.ordinal;
+    parts.data = calibration ? &calibration->layers.at(l.d.il) : nullptr;
+    if (!kvq_attach_policies(parts)) { return false; }
+    std::copy(parts.turns, parts.turns + 2, l.turns);
+    l.probe = parts.probe;
+    return true;
+}
+
+bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err) {
+    kvq_rotor *& rotor = l.turns[0]->rotor;
+    if (rope.n_dims == 0 ? !rotor : rotor && rotor->rope() == rope) { return true; }
+    if (counters.n_sealed) {
+        err = "layer " + std::to_string(l.d.il) +
+            " changed its rotary embedding after keys were stored: clear the cache first";
+        return false;
+    }
+    rotor = rope.n_dims ? positions()->rotor(rope, std::min(l.d.n_cells, 1 << 20)) : nullptr;
+    return true;
+}
+
+const int32_t * kvq_kv_cache::positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n) {
+    kvq_rotor * rotor = l.turns[0] ? l.turns[0]->rotor : nullptr;
+    const size_t n_each = rotor && rotor->first() ? 4 : 1; // all times, all rows, ...
+    const bool fresh = ubatch.source != source || ubatch.pos.size() != n_each * n || l.ordinal <= ubatch.ordinal;
+    if (fresh) {
+        ubatch.pos.assign(source, source + n_each * n);
+        ubatch.source = source;
+    }
+    ubatch.ordinal = l.ordinal;
+    if (n_each == 1) { return ubatch.pos.data(); }
+    if (fresh || ubatch.rotor != rotor) {
+        ubatch.placed.clear();
+        for (size_t i = 0; i < (size_t) n; i++) {
+            const int32_t * p = &ubatch.pos[i];
+            ubatch.placed.push_back(rotor->place({ p[0], p[n], p[2 * n], p[3 * n] }));
+        }
+        ubatch.rotor = rotor;
+    }
+    return ubatch.placed.data();
+}
+
+kvq_kv_layer * kvq_kv_cache::layer(int il) {
+    for (auto & l : layers) {
+        if (l->d.il == il) { return l.get(); }
+    }
+    return nullptr;
+}
+
+bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err) {
+    const kvq_layer_shape & s = l.d.shape;
+    if (l.d.latent) {
+        if (n_head_kv == 1 && head_size_k == l.d.n_embd_k && head_size_v == l.d.latent) { return true; }
+        err = "layer " + std::to_string(l.d.il) + " reads " + std::to_string(n_head_kv) + " heads of " +
+            std::to_string(head_size_k) + " and values of " + std::to_string(head_size_v) +
+            ", not latent attention with " + std::to_string(l.d.latent) + " of " + std::to_string(l.d.n_embd_k) +
+            " channels";
+        return false;
+    }
+    if (s.n_head_kv == n_head_kv && s.head_size_k == head_size_k && s.head_size_v == head_size_v) { return true; }
+    const std::string where = "layer " + std::to_string(l.d.il) + " has " + std::to_string(n_head_kv) +
+        " KV heads of " + std::to_string(head_size_k);
+    if (counters.n_sealed || l.k->dirty()) {
+        err = where + ", not " + std::to_string(s.n_head_kv) + " of " + std::to_string(s.head_size_k) +
+            " as before: the graph changed";
+        return false;
+    }
+    // every layer at once, so that lanes that share codes see one shape
+    std::vector<kvq_draft_layer> planned;
+    for (auto & x : layers) {
+        kvq_draft_layer d = x->d;
+        if (d.n_embd_k != n_head_kv * head_size_k || d.n_embd_v != n_head_kv * head_size_v) {
+            planned.push_back(d);
+            continue;
+        }
+        d.shape = { d.il, n_head_kv, head_size_k, head_size_v };
+        const kvq_layer_context c = kvq_context_of(model, d, planned.empty() ? nullptr : &planned.back());
+        d.plan = {};
+        if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) { return false; }
+        const size_t before = d.k.bytes() + d.v.bytes();
+        d.k = kvq_make_lane_layout(d.plan, false, n_head_kv, d.n_cells, d.n_stream);
+        d.v = kvq_make_lane_layout(d.plan, true, n_head_kv, d.n_cells, d.n_stream);
+        if (d.k.bytes() + d.v.bytes() > before) {
+            err = where + ", which was not known when the cache was allocated: set KVQ_MODEL to the model's path";
+            return false;
+        }
+        planned.push_back(d);
+    }
+    for (size_t i = layers.size(); i > 0; i--) { // those that adopt codes before their owners
+        layers[i - 1]->policies.clear();
+        layers[i - 1]->v.reset();
+        layers[i - 1]->k.reset();
+    }
+    shared.erase("chain");
+    for (size_t i = 0; i < layers.size(); i++) {
+        layers[i]->d = planned[i];
+        if (!build(*layers[i])) {
+            err = "out of memory while rebuilding the KV cache: lower -c";
+            return false;
+        }
+    }
+    return true;
+}
+
+void kvq_kv_cache::commit(int n_threads) {
+    for (auto & l : layers) { // graph order: owners of shared codes first
+        l->k->commit(n_threads);
+        l->v->commit(n_threads);
+    }
+    device.flush();
+}
+
+void kvq_kv_cache::clear() {
+    for (auto & l : layers) {
+        l->k->clear();
+        l->v->clear();
+    }
+    if (positions()) { positions()->forget(); }
+    ubatch = {};
+    refused = refused && arrivals.damage.empty(); // a state that was refused is gone
+    arrivals.reset();
+}
+
+kvq_stats kvq_kv_cache::stats() const {
+    kvq_accounting sum;
+    for (const auto & l : layers) {
+        sum.add(l->d.k, false);
+        sum.add(l->d.v, true);
+    }
+    sum.finish();
+    kvq_stats & s = sum.s;
+    strncpy(s.method, config.method->info.name, sizeof(s.method) - 1);
+    strncpy(s.options, config.options_text.c_str(), sizeof(s.options) - 1);
+    strncpy(s.kernel, device.name(), sizeof(s.kernel) - 1);
+    s.n_layer = (int32_t) layers.size();
+    s.n_cells = layers.empty() ? 0 : layers[0]->d.n_cells;
+    s.n_stream = layers.empty() ? 0 : layers[0]->d.n_stream;
+    s.bytes_scratch = scratch.bytes();
+    s.n_sealed = counters.n_sealed;
+    s.n_reopened = counters.n_reopened;
+    s.n_forced = counters.n_forced;
+    return s;
+}
+
+// ---------------------------------------------------------------- C ABI
+
+extern "C" int kvq_cache_count(void) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    return (int) live.size();
+}
+
+extern "C" int kvq_cache_stats(int i, kvq_stats * out) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    if (i < 0 || i >= (int) live.size() || !out) {
+        kvq_set_error("no live cache number " + std::to_string(i));
+        return KVQ_ERR_ARGUMENT;
+    }
+    *out = live[i]->stats();
+    return KVQ_OK;
+}
+
+extern "C" const char * kvq_cache_line(int i) {
+    static thread_local std::string line;
+    std::lock_guard<std::mutex> lock(live_mutex);
+    line = i >= 0 && i < (int) live.size() ? live[i]->load_line() : "";
+    return line.c_str();
+}
+
+// Rows as calibration needs them; a lane of open pages gives them exactly as they came.
+extern "C" int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n, float * out) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    kvq_kv_layer * l = i >= 0 && i < (int) live.size() ? live[i]->layer(il) : nullptr;
+    if (!l || !out || stream < 0 || stream >= l->d.n_stream || cell < 0 || n < 0 || n > l->d.n_cells - cell) {
+        kvq_set_error("no such rows: cache " + std::to_string(i) + ", layer " + std::to_string(il) + ", cells " +
+            std::to_string(cell) + "+" + std::to_string(n));
+        return KVQ_ERR_ARGUMENT;
+    }
+    const kvq_lane & lane = value ? *l->v : *l->k;
+    const kvq_lane_layout & x = lane.layout();
+    const size_t width = (size_t) x.n_head * x.codec.head_size;
+    std::vector<uint16_t> rows(width * n);
+    lane.read(stream, cell, n, rows.data());
+    kvq_cpu_f16_to_f32(rows.data(), out, (int64_t) rows.size());
+    kvq_rotor * rotor = !value && l->turns[0] ? l->turns[0]->rotor : nullptr;
+    for (int t = 0; rotor && t < n; t++) {
+        kvq_tags_enter(x, *rotor, &rows[t * width], 1);
+        const int32_t pos = kvq_tag_get(x, &rows[t * width], (size_t) x.codec.head_size);
+        rotor->reach(pos);
+        for (int h = 0; h < x.n_head; h++) {
+            rotor->apply(pos, true, out + t * width + (size_t) h * x.codec.head_size);
+        }
+    }
+    return KVQ_OK;
+}

@@ -1,0 +1,81 @@
+// One llama.cpp KV cache object as the backend sees it: the tensors cache_k_l<il>, cache_v_l<il> of one buffer, and
+// behind them layers of lanes. Built in three steps that follow ggml's calls:
+//   get_alloc_size per tensor -> kvq_cache_draft::add      alloc_buffer -> kvq_kv_cache(draft)      init_tensor -> find
+#pragma once
+
+#include "arrivals.h"
+#include "draft.h"
+#include "policy/chain.h"
+#include "policy/compose.h"
+#include "policy/evict.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct kvq_kv_layer {
+    int ordinal = 0;
+    int n_shifts = 0; // context shifts seen (policy/positions.h)
+    kvq_draft_layer d;
+    kvq_span_table spans;
+    std::unique_ptr<kvq_lane> k, v;
+    std::vector<std::unique_ptr<kvq_policy>> policies;
+    // those that a graph tells of rotary embeddings, and that a device's attention leaves scores with; NULL: none
+    kvq_transform * turns[2] = {};
+    kvq_probe * probe = nullptr;
+    const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
+};
+
+class kvq_kv_cache {
+public:
+    kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device); // check ok()
+    ~kvq_kv_cache();
+    bool ok() const { return is_ok; }
+
+    kvq_kv_layer * layer(int il);
+    bool append(const kvq_draft_layer & d); // false: out of memory, or predicted layers hold tokens already
+    // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
+    bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
+
+    // The rotary embedding of a layer that keeps keys without it; n_dims 0: it has none.
+    bool set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err);
+    // Positions of the rows of this ubatch, read once: later nodes of the graph may reuse the tensor's memory.
+    const int32_t * positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n);
+    kvq_positions * positions() const; // NULL: rows keep their rotary embedding
+    kvq_chain * chain() const;         // NULL: no layer is predicted from another
+    bool stayed(int stream) const { return !positions() || positions()->stayed(stream); }
+
+    void commit(int n_threads);
+    void clear();
+    kvq_stats stats() const;
+    std::string load_line() const;
+    std::string closing_line() const; // when it is freed
+
+    kvq_device & device;
+    kvq_config config;
+    std::vector<std::unique_ptr<kvq_kv_layer>> layers;
+    std::string device_name = "KVQ0";
+    kvq_arrivals arrivals; // rows of a saved state that is being restored
+    bool compact = false;  // saved states hold blocks as they are
+    uint16_t model_mark(); // of the model, for marks; 0: not known (state.cpp)
+    bool refused = false;  // a graph asked for something unsupported: computing fails instead of guessing
+
+private:
+    bool build(kvq_kv_layer & l);
+    std::string part_of_model() const;
+    std::string words_of_policies(const kvq_stats & s) const;
+    kvq_model_info model;
+    std::shared_ptr<const kvq_calibration> calibration;
+    std::map<std::string, std::shared_ptr<void>> shared; // what the policies of all layers have in common
+    struct {
+        std::vector<int32_t> pos, placed; // placed: numbers of that rotor
+        const void *source = nullptr, *rotor = nullptr;
+        int ordinal = -1;
+    } ubatch;
+    kvq_scratch scratch;
+    kvq_counters counters;
+    int mark = -1; // not looked at yet
+    bool is_ok = true;
+};

@@ -1,0 +1,40 @@
+// Calibrated data of a method: a sidecar GGUF (general.type "kvq", tensors) or metadata arrays of the model file itself
+// (u8 payload <name>, <name>.type, <name>.shape, outermost dimension first). Both hold the same names, for layer il:
+//   kvq.aqua.blk.<il>.{k,v}.bias    f32 [width], channel means of un-rotated keys and of values
+//   kvq.aqua.blk.<il>.k.weight      f32, f16 or q4_0 [width][width of keys of layer prev], on rows less their means
+//   kvq.aqua.blk.<il>.v.weight      likewise, inputs: keys of layer il, then values of layer prev
+//   kvq.aqua.blk.<il>.prev          u32, the layer before it in the cache
+#pragma once
+
+#include "config.h"
+
+#include "policy/calibrated.h"
+
+#include <map>
+#include <memory>
+
+constexpr uint32_t KVQ_CALIBRATION_VERSION = 1;
+
+struct kvq_calibration {
+    struct matrix {
+        int n_in = 0, n_out = 0, type = -1; // ggml_type
+        std::vector<uint8_t> raw;           // rows of ggml blocks; empty once packed
+    };
+    struct layer : kvq_layer_calibration {
+        matrix k, v;
+        std::vector<uint8_t> packed[3]; // what w points at
+    };
+    std::map<int, layer> layers;
+    std::string path, predictor;
+    // il: a layer of this plan, prev: the one before it in the cache or -1; width_v 0: not known yet
+    bool fits(int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, std::string & err) const;
+    void pack(int bits, bool values); // predictors for kernels
+};
+
+// Refuses with the field named: another model, version, type, shape, or a value that is not finite.
+kvq_status kvq_calibration_load(
+    const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err);
+
+// What the configured method needs; out is NULL when it needs nothing. Options that leave a choice to the data are set.
+kvq_status kvq_calibration_for(
+    kvq_config & config, const kvq_model_info & model, std::shared_ptr<const kvq_calibration> & out, std::string & err);

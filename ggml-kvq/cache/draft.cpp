@@ -1,0 +1,165 @@
+#include "draft.h"
+
+#include "engine/host.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+kvq_lane_id kvq_parse_cache_name(const char * name) {
+    kvq_lane_id id;
+    if (strncmp(name, "cache_", 6)) { return id; }
+    const char * l = strrchr(name, '_');
+    int il = 0, end = 0;
+    if (!l || l - name < 6 || (l[-1] != 'k' && l[-1] != 'v') || sscanf(l, "_l%d%n", &il, &end) != 1 || il < 0 ||
+        (l[end] && l[end] != ' ')) {
+        return id; // "cache_k_l3 (view)" still names the lane
+    }
+    id.il = il;
+    id.value = l[-1] == 'v';
+    id.tag.assign(name + 6, l - 1);
+    return id;
+}
+
+// ---------------------------------------------------------------- draft
+
+void kvq_cache_draft::reset() {
+    layers.clear();
+    asked.clear();
+    bytes_asked = bytes_nominal = bytes_upstream = 0;
+    err.clear();
+}
+
+bool kvq_cache_draft::begin(int il) {
+    reset();
+    if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err)) != KVQ_OK) {
+        return false;
+    }
+    predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
+    if (predicts && kvq_draft_asked()) {
+        kvq_model_info none;
+        if (kvq_config_draft(config, none, err) != KVQ_OK) { return false; }
+    }
+    return kvq_calibration_for(config, model, calibration, err) == KVQ_OK;
+}
+
+kvq_layer_context kvq_context_of(
+    const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev) {
+    const int n_model = model.n_attention(), gap = prev ? d.number - prev->number - 1 : 0;
+    return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, gap };
+}
+
+// Keys of n_embd channels, of which the first are the values too; altogether: two halves.
+static kvq_layer_shape latent_shape(int il, int latent, int n_embd) {
+    const int first = latent == n_embd ? (int) kvq_pad((size_t) n_embd / 2, 16) : latent;
+    return { il, 1, first, n_embd - first };
+}
+
+size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
+    const kvq_lane_id id = kvq_parse_cache_name(name);
+    const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
+    last = id;
+    const bool begun = next || begin(id.il);
+    if (layers.empty() || layers.back().il != id.il) {
+        layers.emplace_back();
+        layers.back().il = id.il;
+        layers.back().number = model.number_of(id.il);
+    }
+    kvq_draft_layer & d = layers.back();
+    d.n_cells = n_cells;
+    d.n_stream = n_stream;
+    (id.value ? d.n_embd_v : d.n_embd_k) = n_embd;
+    (id.value ? d.has_v : d.has_k) = true;
+    if (!begun || !err.empty()) { return 0; }
+    if (!is_f16) {
+        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
+        return 0;
+    }
+    if (!d.has_k) { // a query for values alone
+        d.n_embd_k = n_embd;
+    }
+    d.latent = id.value ? 0 : model.latent_of(n_embd);
+    d.shape = d.latent ? latent_shape(d.il, d.latent, n_embd)
+                       : kvq_guess_shape(model, d.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
+    return plan_lane(d, id.value, n_embd);
+}
+
+bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream) {
+    if (layers.empty() && !begin(shape.il)) { return false; }
+    layers.emplace_back();
+    kvq_draft_layer & d = layers.back();
+    d.il = shape.il;
+    d.number = model.number_of(shape.il);
+    d.latent = latent;
+    d.shape = latent ? latent_shape(shape.il, latent, shape.head_size_k) : shape;
+    d.n_embd_k = shape.n_head_kv * shape.head_size_k;
+    d.n_embd_v = latent ? 0 : shape.n_head_kv * shape.head_size_v;
+    d.n_cells = n_cells;
+    d.n_stream = n_stream;
+    d.has_k = true;
+    d.has_v = !latent;
+    plan_lane(d, false, d.n_embd_k);
+    if (!latent) { plan_lane(d, true, d.n_embd_v); }
+    return err.empty();
+}
+
+// of the last layer
+size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
+    const kvq_layer_context c = kvq_context_of(model, d, layers.size() > 1 ? &layers[layers.size() - 2] : nullptr);
+    d.plan = {};
+    if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) { return 0; }
+    bytes_nominal += kvq_pad(2 * (size_t) n_embd * d.n_cells * d.n_stream, KVQ_ALIGN);
+    if (d.latent) {
+        if (!kvq_plan_latent(d.plan, *config.method, d.shape, d.latent, err)) { return 0; }
+        d.k = kvq_make_lane_layout(d.plan, false, 1, d.n_cells, d.n_stream);
+        d.v = kvq_make_lane_layout(d.plan, true, 1, d.n_cells, d.n_stream);
+        return d.k.bytes() + d.v.bytes();
+    }
+    const int prev = layers.size() > 1 ? layers[layers.size() - 2].il : -1;
+    kvq_lane_layout & l = value ? d.v : d.k;
+    l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
+    if (l.centred && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) { return 0; }
+    return l.bytes();
+}
+
+std::string kvq_cache_draft::declined() const {
+    bool indexer = !layers.empty() && model.indexer_key;
+    for (const kvq_draft_layer & d : layers) {
+        indexer = indexer && !d.latent && d.n_embd_k == model.indexer_key &&
+            d.n_embd_k != model.n_head_kv * model.head_size_k;
+    }
+    const std::string n = std::to_string(layers.size()), s = layers.size() == 1 ? "" : "s";
+    return indexer                       ? n + " indexer layer" + s
+        : predicts && !kvq_draft_asked() ? n + " layer" + s + " for multi-token prediction"
+                                         : "";
+}
+
+// Architectures that llama.cpp computes without flash attention whatever was asked for, and why.
+static const struct {
+    const char *arch, *why;
+} no_flash[] = {
+    { "grok", "its attention logits go through tanh" },
+    { "t5", "its attention logits have a bias for every pair of positions" },
+    { "minimax-m3", "rows of the cells that an indexer picks are gathered" },
+};
+
+bool kvq_cache_draft::complete() {
+    for (const auto & x : no_flash) {
+        if (err.empty() && model.arch == x.arch) {
+            err = "llama.cpp computes architecture " + model.arch + " without flash attention (" + x.why +
+                "), which this cache needs: run this model without --kv-method";
+        }
+    }
+    for (const kvq_draft_layer & d : layers) {
+        if (err.empty() && !d.has_k) {
+            err = "layer " + std::to_string(d.il) + " keeps values without keys: run this model without --kv-method";
+        } else if (err.empty() && !d.has_v && !d.latent) {
+            err = "layer " + std::to_string(d.il) + " keeps keys without values" +
+                (model.arch.empty() ? ", and the model's file is not known: set KVQ_MODEL if this is latent attention"
+                                    : ": run this model without --kv-method");
+        }
+    }
+    return err.empty();
+}

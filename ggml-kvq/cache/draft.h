@@ -1,0 +1,68 @@
+// A cache that is still being asked for: ggml names its tensors one by one and wants their sizes, before anything is
+// allocated.
+#pragma once
+
+#include "calibration.h"
+#include "config.h"
+#include "policy/compose.h"
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct kvq_lane_id {
+    int il = -1;
+    bool value = false;
+    std::string tag;
+};
+
+// Parses "cache_<tag>k_l12"; il = -1 for any other name. Caches with a tag are those of indexers ("idx_").
+kvq_lane_id kvq_parse_cache_name(const char * name);
+
+struct kvq_draft_layer {
+    int il = -1, number = 0, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
+    bool has_k = false, has_v = false; // keys alone: those of an indexer, or latent attention
+    // channels of keys that are the values too: lane k holds them, lane v the others (ggml-kvq.h, KVQ_ATTN_LATENT)
+    int latent = 0;
+    kvq_layer_shape shape = {};
+    kvq_layer_plan plan;
+    kvq_lane_layout k, v;
+};
+
+class kvq_cache_draft {
+public:
+    // Bytes of the tensor's lane, or 0 with error() set. A layer that does not come after the last one starts a new
+    // draft.
+    size_t add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16);
+    const std::string & error() const { return err; }
+    // Asked once all tensors are there. What stays with llama.cpp, "2 indexer layers", when this is no cache that
+    // attention reads; "" else.
+    std::string declined() const;
+    bool complete(); // false, with error(): a layer lacks keys or values, or something was refused before
+    bool empty() const { return layers.empty(); }
+    void reset();
+    // A layer that a graph shows, with heads as they are there; latent: channels of keys that are the values too, 0:
+    // none are. False with error() set.
+    bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
+
+    bool for_draft = false; // of a draft model: its own configuration
+    // of the layers for multi-token prediction, which draft for the model that they are part of
+    bool predicts = false;
+    kvq_config config;
+    kvq_model_info model;
+    std::shared_ptr<const kvq_calibration> calibration; // NULL: the method takes none
+    std::vector<kvq_draft_layer> layers;
+    size_t bytes_asked = 0;    // what ggml was told, padded as ggml pads: identifies the allocation that follows
+    size_t bytes_nominal = 0;  // as f16 tensors
+    size_t bytes_upstream = 0; // in a buffer of llama.cpp's own
+    std::map<std::string, size_t> asked; // answers by tensor
+private:
+    bool begin(int il);
+    size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
+    std::string err;
+    kvq_lane_id last; // the tensor asked for before this one
+};
+
+// What a method may know of a layer; prev: the one before it in the same cache, or NULL.
+kvq_layer_context kvq_context_of(const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev);

@@ -1,0 +1,116 @@
+// What is said of a cache: the line at load, the line when it is freed.
+#include "cache.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+// "K 3.2" or "K 2.7 (12 layers of 2 code bits, 4 of 1, 4 shared)"
+static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>> & layers, bool value, double bits) {
+    std::map<std::string, int> classes;
+    for (const auto & l : layers) {
+        const kvq_lane_layout & x = value ? l->d.v : l->d.k;
+        const std::string name = x.is_f16()  ? "f16"
+            : x.shares_codes                 ? "shared codes"
+            : !x.codec.bits                  ? "no codes"
+            : x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) +
+                " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit"
+                                             : std::to_string(x.codec.bits) + "-bit";
+        classes[name + (x.evicts ? ", evicting" : "")]++;
+    }
+    char text[64];
+    snprintf(text, sizeof(text), "%s %.2f bits", value ? "V" : "K", bits);
+    std::string out = text;
+    if (!layers.empty() && layers[0]->d.latent) {
+        snprintf(text, sizeof(text), "%s %.2f bits", value ? "rotary part" : "latent", bits);
+        out = text;
+    }
+    if (classes.size() > 1 || classes.begin()->first.find(' ') != std::string::npos) {
+        std::string list;
+        for (const auto & c : classes) {
+            list += (list.empty() ? "" : ", ") + std::to_string(c.second) + " layers " + c.first;
+        }
+        out += " (" + list + ")";
+    }
+    return out;
+}
+
+std::string kvq_kv_cache::words_of_policies(const kvq_stats & s) const {
+    std::vector<std::string> names;
+    std::string out;
+    for (const auto & l : layers) {
+        for (const kvq_part & part : l->d.plan.parts) {
+            if (std::find(names.begin(), names.end(), part.name) != names.end()) { continue; }
+            names.push_back(part.name);
+            const kvq_policy_kind * kind = kvq_policy_find(part.name);
+            std::vector<kvq_part_of_layer> having;
+            for (const auto & x : layers) {
+                if (const kvq_part * its = x->d.plan.part(part.name.c_str())) { having.push_back({ x->d.il, its }); }
+            }
+            if (kind && kind->words) { out += kind->words(having, s); }
+        }
+    }
+    return out;
+}
+
+// "; 8 of 12 layers" when the model has more: the others lie on another device, in another cache, or are llama.cpp's
+// own (-ngl, --fit).
+std::string kvq_kv_cache::part_of_model() const {
+    const int n = (int) layers.size(), n_all = model.n_attention();
+    const bool predicts = n && layers[0]->d.il >= model.n_layer - model.n_layer_nextn;
+    return model.arch.empty() || predicts || n >= n_all
+        ? ""
+        : "; " + std::to_string(n) + " of " + std::to_string(n_all) + " layers";
+}
+
+static std::string capacity(const kvq_stats & s) {
+    const std::string slots = s.n_stream > 1 ? " x " + std::to_string(s.n_stream) + " slots" : "";
+    return std::to_string(s.n_cells) + " tokens" + slots;
+}
+
+std::string kvq_kv_cache::load_line() const {
+    const kvq_stats s = stats();
+    const double MiB = 1024.0 * 1024.0;
+    char text[384];
+    snprintf(text, sizeof(text),
+        ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %s, device %s, kernels %s",
+        (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
+        (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), capacity(s).c_str(), device_name.c_str(),
+        s.kernel);
+    std::string reading;
+    size_t nb_workspace = 0; // of one layer at a time
+    for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.k, l->d.v)); }
+    if (nb_workspace) {
+        char more[96];
+        snprintf(more, sizeof(more), "; prompts and attention take up to %.2f MiB more", (double) nb_workspace / MiB);
+        reading += more;
+    }
+    std::map<std::string, int> slow; // what layers are read by that no kernel was made for
+    for (const auto & l : layers) {
+        if (const char * by = device.slow_reading(l->d.plan.flags, l->d.k, l->d.v)) { slow[by]++; }
+    }
+    for (const auto & s : slow) {
+        reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) +
+            " layers are read by " + s.first;
+    }
+    reading = part_of_model() + words_of_policies(s) + reading;
+    const std::string note = reading +
+        (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers"
+                                                    : "");
+    return std::string("ggml-kvq: ") + s.method +
+        (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
+        layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
+}
+
+std::string kvq_kv_cache::closing_line() const {
+    const kvq_stats s = stats();
+    std::string text = std::string("ggml-kvq: ") + s.method + ": ";
+    if (!strcmp(s.method, "f16")) { return text + "every token was kept as it came"; }
+    if (!s.n_sealed) { return text + "no page was sealed: all that was read lay in the f16 window"; }
+    const uint64_t n_lanes = std::max<uint64_t>(1, 2 * layers.size());
+    char what[160];
+    snprintf(what, sizeof(what), "%llu pages sealed, about %llu tokens of every layer were read from codes",
+        (unsigned long long) s.n_sealed, (unsigned long long) (s.n_sealed / n_lanes * (uint64_t) s.page_cells));
+    text += what;
+    return s.n_reopened ? text + "; " + std::to_string(s.n_reopened) + " pages were written again" : text;
+}

@@ -1,0 +1,91 @@
+// The device of host memory.
+#include "types/types.h"
+#include "engine/host.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <sys/mman.h>
+#include <vector>
+
+namespace {
+
+// f16 rows of one head without the tile's padding
+void head_rows(const kvq_lane_layout & l, const uint16_t * tile, int h, std::vector<uint16_t> & rows) {
+    const int D = l.codec.head_size, stride = l.head_stride();
+    rows.resize((size_t) l.page_cells * D);
+    for (int t = 0; t < l.page_cells; t++) {
+        memcpy(&rows[(size_t) t * D], tile + ((size_t) h * l.page_cells + t) * stride, 2 * (size_t) D);
+    }
+}
+
+class cpu_device : public kvq_device {
+public:
+    const char * name() const override { return kvq_kernel_name(); }
+    bool is_host() const override { return true; }
+    kvq_turn_engine * turns() override { return nullptr; }
+    kvq_chain_engine * chains() override { return nullptr; }
+    kvq_score_engine * scores() override { return nullptr; }
+    const char * slow_reading(int, const kvq_lane_layout &, const kvq_lane_layout &) const override { return nullptr; }
+    size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }
+
+    void reserve(size_t) override {} // every allocation is a mapping of its own
+    void flush() override {}         // nothing waits
+    void copy_later(void * to, const void * from, size_t nb) override { memcpy(to, from, nb); }
+    void put_pages(kvq_page * to, const kvq_page * from, size_t n) override { memcpy(to, from, n * sizeof(kvq_page)); }
+
+    void * alloc(size_t nb) override {
+        void * p = mmap(nullptr, nb, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        return p == MAP_FAILED ? nullptr : p;
+    }
+    void free(void * p, size_t nb) override { munmap(p, nb); }
+    void zero(void * p, size_t nb) override { memset(p, 0, nb); }
+    void copy(void * to, const void * from, size_t nb) override { memcpy(to, from, nb); }
+    void get(void * host, const void * from, size_t nb) override { memcpy(host, from, nb); }
+    void put(void * to, const void * host, size_t nb) override { memcpy(to, host, nb); }
+
+    void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
+        const int32_t *, int n_threads) override {
+        const int D = l.codec.head_size;
+        const size_t nb_head = (size_t) l.page_cells * l.head_stride();
+#pragma omp parallel for num_threads(n_threads) if (n > 16 && n_threads > 1)
+        for (int64_t i = 0; i < n; i++) {
+            const float * row = rows + i * row_stride;
+            for (int h = 0; h < l.n_head; h++) { kvq_cpu_f32_to_f16(row + (size_t) h * D, to[i] + h * nb_head, D); }
+        }
+    }
+
+    void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n_pages, int n_threads) override {
+        const int n = n_pages * l.n_head;
+#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
+        for (int i = 0; i < n; i++) {
+            static thread_local std::vector<uint16_t> rows;
+            const kvq_page_block & b = pages[i / l.n_head];
+            const size_t h = i % l.n_head, at = h * l.nb_codes;
+            head_rows(l, b.tile, (int) h, rows);
+            kvq_cpu_encode(l.codec, rows.data(), b.valid, b.shared ? (const uint8_t *) b.shared + at : nullptr,
+                b.codes ? (uint8_t *) b.codes + at : nullptr, (uint8_t *) b.params + h * l.nb_params);
+        }
+    }
+
+    void decode(const kvq_lane_layout & l, const kvq_page_block & b) override {
+        const int D = l.codec.head_size, stride = l.head_stride();
+        std::vector<uint16_t> rows((size_t) l.page_cells * D);
+        for (int h = 0; h < l.n_head; h++) {
+            kvq_traits(l.codec.type)
+                ->decode(l.codec, (const uint8_t *) b.codes + h * l.nb_codes,
+                    (const uint8_t *) b.params + h * l.nb_params, rows.data());
+            for (int t = 0; t < l.page_cells; t++) {
+                uint16_t * row = b.tile + ((size_t) h * l.page_cells + t) * stride;
+                memcpy(row, &rows[(size_t) t * D], 2 * (size_t) D);
+                memset(row + D, 0, 2 * (size_t) (stride - D));
+            }
+        }
+    }
+};
+
+} // namespace
+
+kvq_device & kvq_cpu_device() {
+    static cpu_device device;
+    return device;
+}

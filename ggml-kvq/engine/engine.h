@@ -1,0 +1,141 @@
+// Who computes on the bytes of a cache: between f16 tiles and blocks, and what policies ask for. The store keeps states
+// and clocks and hands pointers on.
+//
+// Every engine encodes, decodes and writes rows. The rest is asked for: an engine that has no kernels for it returns
+// NULL, and the policy that needs it is refused when the cache is planned (policy/compose.h). In host memory policies
+// do that part themselves, so the CPU's engine returns NULL for all of them.
+#pragma once
+
+#include "layout.h"
+#include "types/predictor.h"
+
+#include <vector>
+
+struct kvq_page_block {    // one page of all heads: f16 tile <-> block
+    uint16_t * tile;       // [head][cell][stride]
+    const uint8_t * valid; // host memory; NULL: every cell holds data
+    const void * shared;   // codes to adopt, NULL: own codes
+    void * codes;
+    void * params;
+};
+
+// Who gets attention, as a device keeps it (policy/probe.h). Scores of an open page: f32 sums [n_head][page_cells], i32
+// seen [page_cells].
+struct kvq_score_page {
+    const uint16_t * keys; // open tile
+    const int32_t * map;
+    float * sums;
+    int32_t cell, place; // place: of the sums, for the host
+    uint8_t stale[32];   // bit per cell: what is there does not count
+};
+// Of one call of attention: tokens that are probes, and the pages whose cells they score. In device memory.
+struct kvq_probe_table {
+    // all: tokens 0..n_rows-1; i32 rows[max_rows], a multiple of 4, and pages follow
+    int32_t n_rows, n_pages, all, max_rows;
+};
+struct kvq_choice {               // of the salient cells of a page
+    const float * sums;           // NULL: never observed
+    const uint8_t *valid, *stale; // host memory; valid as above
+    void * params;
+};
+
+// Of eviction (policy/evict.h): an open page, some of whose cells are packed into pages of slots. Pages of a run
+// follow each other.
+struct kvq_pack_page {
+    const float * sums;             // NULL: never observed
+    const uint8_t *stale, *present; // host memory; present: [n_head][page_cells/8], the cells that are packed
+    int32_t cell, first, n;         // its first cell; of its run: the first page, and how many
+    // the run: by score, the highest first and earlier cells first when equal; else in the cells' order
+    bool sorted;
+};
+struct kvq_packed { // as many pages of slots as went in; a run's are at its pages' places, the empty ones at the end
+    std::vector<float> sums;              // [page][n_head]: scores of its slots, added in their order
+    std::vector<int32_t> maps;            // [page][n_head][page_cells]: cells in their order, then -1
+    const int32_t * maps_there = nullptr; // the device's, until the next call
+    const float * scores_there = nullptr; // of the slots, likewise; -1 where nothing is
+};
+
+struct kvq_row_turn {                    // what sealed rows of a page lack (policy/transform.h)
+    const float * mean = nullptr;        // host memory that stays; NULL: none
+    const kvq_rotary * rotary = nullptr; // likewise
+    const int32_t * positions = nullptr; // the device's memory, of the page's cells
+    const int32_t * sealed = nullptr;
+    const float * pred = nullptr; // likewise, predictions of the page's rows, pred_stride apart
+    size_t pred_stride = 0;
+};
+
+// A lane of a predicted layer (policy/chain.h): n neighbouring pages of one stream. Pointers are the device's, but the
+// layout, the predictors' data, mean and rotary, which are host memory that stays.
+struct kvq_chain_pages {
+    const kvq_lane_layout * l = nullptr;
+    bool value = false;
+    int n = 0;
+    kvq_predictor from_k, from_v; // bits 0: not predicted
+    const kvq_page * pages = nullptr;
+    int8_t * row[2] = {}; // 8-bit rows of keys and of values and their scales, from the first page on
+    float * scale[2] = {};
+    size_t stride8[2] = {}, stride = 0; // stride: of predictions, f32
+    kvq_row_turn turn;                  // positions: of the stream's first cell
+};
+
+// Tiles as they are sealed, and back.
+class kvq_turn_engine {
+public:
+    // n tiles as they are sealed
+    virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+        const kvq_row_turn * x) = 0;
+    // in place, with the positions that open rows carry
+    virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) = 0;
+
+protected:
+    ~kvq_turn_engine() {}
+};
+
+// Predicted layers.
+class kvq_chain_engine {
+public:
+    virtual void chain_predict(const kvq_chain_pages & c, float * out) = 0; // of the pages, f32 [cell][stride]
+    // the 8-bit rows of this layer in place of those of the layer below
+    virtual void chain_step(const kvq_chain_pages & c) = 0;
+
+protected:
+    ~kvq_chain_engine() {}
+};
+
+// Scores that stay on the device.
+class kvq_score_engine {
+public:
+    virtual void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) = 0;
+    // Every head puts the cells of a run in order and fills pages of slots.
+    virtual void pack(
+        const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) = 0;
+    // Rows of n tiles from open ones: slot i of a head is its row of cell maps[tile][head][i]; frames: open tiles of
+    // n_frames pages from `first` on. Zeros where either is missing.
+    virtual void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
+        const uint16_t * const * frames, int first, int n_frames) = 0;
+
+protected:
+    ~kvq_score_engine() {}
+};
+
+class kvq_engine {
+public:
+    virtual ~kvq_engine() {}
+    virtual const char * name() const = 0; // of its kernels, for the load line
+
+    // f32 row i, n_head*head_size values, goes to tile row to[i] of head 0 and to the same row of the other heads
+    // pos: the rows' positions, which they carry (policy/transform.h); NULL: none, and always in host memory
+    virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows,
+        size_t row_stride, const int32_t * pos, int n_threads) = 0;
+    virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;
+    virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
+
+    virtual kvq_turn_engine * turns() = 0;
+    virtual kvq_chain_engine * chains() = 0;
+    virtual kvq_score_engine * scores() = 0;
+
+    // NULL: a token reads this layer by the kernels made for that; else what it is read by instead, for the load line
+    virtual const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const = 0;
+    // What computing on a layer takes beside its lanes, at most; 0 where it takes none of the device's memory
+    virtual size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const = 0;
+};

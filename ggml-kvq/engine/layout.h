@@ -1,0 +1,42 @@
+// Bytes of a lane: the keys, or the values, of one layer. Everything that is allocated is counted here, so that the
+// size reported before allocation, the load line and kv_stats are one number.
+//
+//   codes   [stream][page][head][nb_codes]     absent when the previous layer's codes are adopted
+//   params  [stream][page][head][nb_params]
+//   window  [stream][frame] open pages, f16 tiles [head][cell][head size padded to 16]
+//   tables  page states, valid bits and spans
+//   chain   reconstructed rows of one layer and tiles of a stripe (policy/chain.h), counted in the first layer
+#pragma once
+
+#include "base/constants.h"
+#include "ggml-kvq.h"
+
+#include <cstddef>
+#include <cstdint>
+
+struct kvq_lane_layout {
+    kvq_codec codec = {};
+    bool shares_codes = false;
+    bool turned = false;  // sealed keys lack their rotary embedding, or what it became since (policy/transform.h)
+    bool centred = false; // sealed pages lack a calibrated mean
+    bool chained = false; // sealed pages are read through the layers before (policy/chain.h)
+    int n_head = 0, n_cells = 0, n_stream = 0;
+    int page_cells = 0, n_pages = 0; // pages per stream
+    // pages per stream that can be sealed at once: n_pages, fewer when cells are evicted or blocks move
+    int n_store = 0;
+    bool evicts = false;  // sealed cells are kept in slots
+    bool moves = false;   // a page takes a stored block when it seals: pages in frames need none
+    int window = 0;       // rows that stay open, a multiple of page_cells
+    int n_sink_pages = 0; // leading pages that never seal
+    int n_frames = 0;     // own open frames per stream
+    size_t nb_codes = 0, nb_params = 0, nb_tile_head = 0, nb_frame = 0;
+    size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0, bytes_calibration = 0,
+           bytes_chain = 0;
+    uint64_t predict_macs = 0; // multiply-adds a cell costs each time it is read
+
+    int head_stride() const { return (int) kvq_pad((size_t) codec.head_size, 16); } // channels of a tile row
+    bool is_f16() const { return codec.type == KVQ_TYPE_F16; }
+    size_t bytes() const {
+        return bytes_codes + bytes_params + bytes_window + bytes_tables + bytes_calibration + bytes_chain;
+    }
+};

@@ -1,0 +1,25 @@
+// Memory that a cache lies in. Calls on one space run in the order in which they are made; get and put return when the
+// host's bytes are no longer needed or are there.
+#pragma once
+
+#include "ggml-kvq.h"
+
+#include <cstddef>
+
+class kvq_space {
+public:
+    virtual ~kvq_space() {}
+    virtual bool is_host() const = 0; // its pointers may be followed
+    // The next allocations take this much together, KVQ_ALIGN_SLAB each: one piece instead of many.
+    virtual void reserve(size_t nb) = 0;
+    virtual void * alloc(size_t nb) = 0; // zeros; NULL: out of memory
+    virtual void free(void * p, size_t nb) = 0;
+    virtual void zero(void * p, size_t nb) = 0;
+    virtual void copy(void * to, const void * from, size_t nb) = 0;
+    // as copy, but it may wait with other work until flush()
+    virtual void copy_later(void * to, const void * from, size_t nb) = 0;
+    virtual void get(void * host, const void * from, size_t nb) = 0;
+    virtual void put(void * to, const void * host, size_t nb) = 0;
+    virtual void put_pages(kvq_page * to, const kvq_page * from, size_t n) = 0;
+    virtual void flush() = 0; // what still waits to be done together starts now
+};

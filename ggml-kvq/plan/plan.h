@@ -1,0 +1,51 @@
+// What a method makes of a layer, as plain data: how keys and values are coded, what stays f16, and the parts that
+// act on them. Part NAME is policy/NAME.cpp (policy/policies.inc); who composes a plan needs no more than its name
+// and the values that its file documents.
+#pragma once
+
+#include "base/constants.h"
+#include "ggml-kvq.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+struct kvq_part {
+    std::string name;
+    std::vector<std::pair<std::string, double>> values;
+
+    double get(const char * key, double otherwise = 0.0) const {
+        for (const auto & v : values) {
+            if (v.first == key) { return v.second; }
+        }
+        return otherwise;
+    }
+};
+
+struct kvq_layer_plan {
+    kvq_codec k = {}, v = {};
+    int window = 128;            // cells kept f16 behind the newest one
+    int sinks = 0;               // first cells of a stream, f16 for good
+    int flags = 0;               // KVQ_ATTN_*
+    std::vector<kvq_part> parts; // in the order in which they act
+
+    const kvq_part * part(const char * name) const {
+        for (const kvq_part & p : parts) {
+            if (p.name == name) { return &p; }
+        }
+        return nullptr;
+    }
+    void add(const char * name, std::vector<std::pair<std::string, double>> values = {}) {
+        parts.push_back({ name, std::move(values) });
+    }
+};
+
+// What a method may know when it plans a layer. A model's layers may lie in several caches (on several devices, or
+// sliding-window layers apart from others), so methods count by number.
+struct kvq_layer_context {
+    int number;  // of this layer among the model's layers with attention, 0 = first
+    int n_layer; // how many those are (scales presets)
+    kvq_layer_shape shape;
+    const kvq_layer_shape * prev; // previous layer of the same cache, NULL for the first
+    int gap = 0;                  // layers with attention between prev and this one; they are in another cache
+};

@@ -1,0 +1,12 @@
+// Calibrated data of one layer, as policies take it (cache/calibration.h reads it).
+#pragma once
+
+#include "chain.h"
+
+#include <vector>
+
+struct kvq_layer_calibration {
+    std::vector<float> k_mean, v_mean; // of un-rotated keys and of values, [width]
+    int prev = -1;                     // the layer before it in the cache
+    kvq_chain_weights w;
+};

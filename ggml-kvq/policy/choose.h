@@ -1,0 +1,21 @@
+// Which cells of a mixed page are salient (ZipCache, arXiv 2405.14256, section 4.3): when the page seals, the n_hi
+// cells of the highest score, earlier ones first when equal, empty cells last. Keys decide, values follow.
+//
+//   part choose   behind part probe, whose scores it takes
+#pragma once
+
+#include "probe.h"
+
+class kvq_choose : public kvq_policy {
+public:
+    explicit kvq_choose(kvq_probe & scores) : scores(scores) {}
+    void choose(kvq_lane & x, int s, const std::vector<int> & due) override;
+    void reopening(kvq_lane & x, int s, int p) override;
+
+private:
+    kvq_probe & scores;
+};
+
+// Of one head: bit per cell in set [page_cells/8].
+void kvq_choose_set(const kvq_probe & scores, int n_salient, int s, int p, int head, int page_cells,
+    const uint8_t * valid, uint8_t * set);

@@ -1,0 +1,100 @@
+// Pages of slots on a device (evict.h): cells are sorted and rows are moved there. The host decides which pages stay.
+#include "evict.h"
+
+#include <algorithm>
+
+// As pack(), all runs at once.
+std::vector<kvq_evict::candidate> kvq_evict::pack_there(
+    int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const {
+    const kvq_lane & k = *lane[0];
+    const size_t nb_bits = (size_t) page_cells / 8, n_map = (size_t) n_head * page_cells;
+    std::vector<kvq_pack_page> pages;
+    std::vector<int> of_run;
+    for (const run & r : runs) {
+        of_run.insert(of_run.end(), r.pages.size(), (int) (&r - runs.data()));
+        const int first = (int) pages.size();
+        for (int p : r.pages) {
+            const kvq_choice c = scores->choice(s, p, nullptr, nullptr);
+            pages.push_back(
+                { c.sums, c.stale, nullptr, p * page_cells, first, (int) r.pages.size(), judged && r.of_prompt });
+        }
+    }
+    std::vector<uint8_t> present(pages.size() * n_head * nb_bits);
+    for (size_t i = 0; i < pages.size(); i++) {
+        const int p = pages[i].cell / page_cells;
+        pages[i].present = &present[i * n_head * nb_bits];
+        const auto away = absent.find({ s, p });
+        for (int h = 0; h < n_head; h++) {
+            uint8_t * bits = &present[(i * n_head + h) * nb_bits];
+            std::copy_n(k.valid(s, p), nb_bits, bits);
+            for (int t = 0; away != absent.end() && t < page_cells; t++) {
+                if (is_evicted(s, p, h, t)) { bits[t / 8] &= (uint8_t) ~(1 << t % 8); }
+            }
+        }
+    }
+    device->scores()->pack(k.layout(), scores->normalises(), pages.data(), (int) pages.size(), packed);
+    std::vector<candidate> out;
+    for (size_t i = 0; i < pages.size(); i++) {
+        candidate c;
+        c.place = (int) i;
+        c.run = of_run[i];
+        c.index = (int) i - pages[i].first;
+        c.map.assign(packed.maps.begin() + (long) (i * n_map), packed.maps.begin() + (long) ((i + 1) * n_map));
+        if (c.holds_nothing()) { continue; }
+        for (int h = 0; h < n_head; h++) { c.info.score += packed.sums[i * n_head + h]; }
+        out.push_back(std::move(c));
+    }
+    return out;
+}
+
+// Rows are gathered into tiles, and each head of a tile is a block, since heads may hold nothing in different slots.
+void kvq_evict::encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made,
+    const kvq_packed & packed, const std::vector<int> & places) {
+    if (made.empty()) { return; }
+    kvq_lane & x = *lane[value];
+    kvq_lane_layout one = x.layout();
+    const size_t nb_frame = one.nb_frame, nb_head = one.nb_tile_head, n_map = (size_t) n_head * page_cells,
+                 nb_valid = (size_t) page_cells / 8;
+    const bool mixed = one.codec.type == KVQ_TYPE_MIXED;
+    one.n_head = 1;
+    // of pages from due.front() on
+    std::vector<const uint16_t *> frames((size_t) (due.back() - due.front() + 1), nullptr);
+    bool whole = true;
+    for (int p : due) {
+        frames[(size_t) (p - due.front())] = x.info(s, p).frame;
+        whole &= x.info(s, p).frame != nullptr;
+    }
+    std::vector<uint16_t *> tiles;
+    std::vector<const int32_t *> at;
+    std::vector<uint8_t> valid(made.size() * n_head * nb_valid, 0), none(nb_valid, 0), all(nb_valid, 0xff);
+    std::vector<kvq_page_block> blocks;
+    std::vector<kvq_choice> choices;
+    for (size_t j = 0; j < made.size(); j++) {
+        const int i = made[j];
+        int32_t * there = maps_there + ((size_t) s * n_store + i) * n_map;
+        if (!value) { device->copy_later(there, packed.maps_there + (size_t) places[j] * n_map, 4 * n_map); }
+        at.push_back(there);
+        tiles.push_back(x.scratch->take(nb_frame));
+        for (int h = 0; h < n_head; h++) {
+            uint8_t * bits = &valid[(j * n_head + h) * nb_valid];
+            for (int t = 0; t < page_cells; t++) {
+                const int32_t cell = map(s, i, h)[t];
+                if (cell >= 0 && (whole || frames[(size_t) (cell / page_cells - due.front())])) {
+                    bits[t / 8] |= (uint8_t) (1 << t % 8);
+                }
+            }
+            // the set of its keys
+            if (mixed && value) { device->copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), nb_valid); }
+            blocks.push_back({ tiles[j] + h * nb_head / 2, bits, nullptr, x.codes_at(s, i, h), x.params_at(s, i, h) });
+        }
+        if (mixed && !value) {
+            choices.push_back(
+                { packed.scores_there + (size_t) places[j] * n_map, all.data(), none.data(), x.params_at(s, i, 0) });
+        }
+    }
+    if (!choices.empty()) { device->scores()->choose(x.layout(), false, choices.data(), (int) choices.size()); }
+    device->scores()->gather(
+        x.layout(), (int) tiles.size(), tiles.data(), at.data(), frames.data(), due.front(), (int) frames.size());
+    device->encode(one, blocks.data(), (int) blocks.size(), 1);
+    for (uint16_t * t : tiles) { x.scratch->give(t, nb_frame); }
+}

@@ -1,0 +1,97 @@
+// What sealed pages of a lane leave out (AQUA-KV, arXiv 2501.19392, section 3): a mean per channel and, for keys, the
+// rotary embedding, or what it became since.
+//   row = R_pos (decoded + prediction + mean)                 keys that are predicted
+//   row = R_(pos - sealed) decoded + R_pos mean               other keys: they are sealed as they are, less R_sealed
+//       mean
+//
+// The second way needs no turning while it is read: the query meets decoded keys as it is, or turned back by the
+// distance by which they moved since; its products with the mean are cheap (engine/turns.h). Either way a context shift
+// changes positions only.
+//
+// Open rows stay as they came and carry their positions (tags.h).
+//
+//   part transform   unrotate: 1, keys lose their rotary embedding; mean: 1, pages lose a calibrated mean per channel;
+//                    pays: 1 in the layer that pays for the table of positions
+//   data             kvq.aqua.blk.<il>.{k,v}.bias (cache/calibration.h)
+#pragma once
+
+#include "positions.h"
+#include "store/lane.h"
+
+#include <vector>
+
+class kvq_chain;
+
+class kvq_transform : public kvq_policy {
+public:
+    // of the keys, or the values, of a layer. mean: [n_head][head_size] or NULL; positions: NULL, rows keep their
+    // rotary embedding
+    explicit kvq_transform(bool value = false, const float * mean = nullptr, kvq_positions * positions = nullptr) :
+        value(value), mean(mean), positions(positions) {}
+
+    const bool value;
+    const float * mean;
+    kvq_positions * const positions;
+    kvq_rotor * rotor = nullptr; // of this layer's keys, once a graph has shown it; NULL: they have none
+    // what is predicted from the layer before (chain.h), NULL: nothing; ordinal: of this layer
+    kvq_chain * chain = nullptr;
+    int ordinal = 0;
+    bool active() const { return mean || rotor || chain; }
+    bool keeps_turn() const { return rotor && !chain; } // sealed keys have the rotary embedding of `sealed`
+
+    // f16 rows [page_cells] of head h in place, `stride` apart; pos [page_cells]; was [page_cells]: positions when
+    // sealed, NULL: keys come without rotary embedding; pred: prediction of the head's rows, f32, or NULL
+    void remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride,
+        const float * pred = nullptr, size_t pred_stride = 0) const;
+    void restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
+        int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
+    // Rows of an open page without means and rotary embedding, f32 [page_cells][stride]; zeros for an empty one.
+    void plain_rows(const kvq_lane & x, int s, int p, float * out, size_t stride) const;
+    // Open rows move: fn as in kvq_lane::edit, and the position moves by by[cell]. Of sealed pages the positions alone
+    // move (kvq_positions::shift).
+    void shift_open(kvq_lane & x, int s, const int32_t * by, const kvq_edit_row & fn);
+    kvq_row_turn turn_of(const kvq_lane & x, int s, int p) const; // where memory is not the host's
+    const int32_t * positions_at(int s, int p) const { return rotor ? positions->now_at(s, p) : nullptr; }
+
+    // Events.
+    void written(kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) override;
+    bool tags_rows(const kvq_lane &) const override { return rotor; }
+    void leave_out(kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) override;
+    void encoded(kvq_lane & x) override;
+    void put_back(const kvq_lane & x, int s, int p, uint16_t * tile) const override;
+    void state_changed(kvq_lane & x, int s, int p, kvq_page_state from, kvq_page_state to) override;
+    void copied_page(kvq_lane & x, int from, int to, int p) override;
+    bool blocks_travel(const kvq_lane &) const override { return !(rotor && rotor->first()); }
+    void describe(const kvq_lane & x, int s, int p, kvq_page_image & image) const override;
+    bool accepts(const kvq_lane & x, int s, int p, const kvq_page_image & image) const override;
+    void placing(kvq_lane & x, int s, int p, const kvq_page_image & image) override;
+    bool has_images(const kvq_lane &) const override { return active(); }
+    int n_position_lists(const kvq_lane &) const override { return rotor ? 1 + keeps_turn() : 0; }
+    int image_low_bits(const kvq_lane &) const override { return rotor ? 1 : 0; }
+    size_t image_bytes(const kvq_lane & x) const override;
+    void write_image(const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params,
+        uint16_t * rows) const override;
+    bool take_image(
+        const kvq_lane & x, int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const override;
+    void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows) const override;
+    bool rewrites_rows(const kvq_lane &) const override { return rotor && rotor->first(); }
+    void enter(const kvq_lane & x, uint16_t * rows, int n) const override;
+    void entered(kvq_lane & x, int s, int cell, const uint16_t * rows, int n) override;
+    void spans(kvq_attn & a, int s) override;
+
+private:
+    const float * turned_mean(int h, int D, int32_t pos, std::vector<float> & out) const;
+    int32_t * sealed_at(int s, int p) const { return keeps_turn() ? positions->sealed_at(s, p) : nullptr; }
+    bool is_held_elsewhere(const kvq_lane & x, int s, int p) const; // other layers hold the page sealed
+    void note_sealed(kvq_lane & x, int s, int p);                   // positions of a page that is about to be sealed
+    std::vector<uint16_t> take_out(kvq_lane & x, int s, int p, const uint16_t * tile);
+    std::vector<float> predicted(const kvq_lane & x, int s, int p) const; // empty: nothing is predicted
+    void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
+        const uint8_t * params, uint16_t * rows) const;
+    bool take_head(const kvq_lane & x, int h, int low, const uint16_t * rows, const std::vector<float> & pred,
+        bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
+
+    // tiles that are encoded in place of the open ones, until encoded()
+    std::vector<std::vector<uint16_t>> left_host;
+    std::vector<uint16_t *> left_there;
+};

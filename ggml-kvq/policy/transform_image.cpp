@@ -1,0 +1,156 @@
+// Saved states of lanes that leave something out.
+#include "chain.h"
+#include "tags.h"
+#include "transform.h"
+
+#include "store/mark.h"
+#include "types/types.h"
+
+#include <algorithm>
+#include <cstring>
+
+// Image of a whole page, rows [page_cells][n_head*head_size]: decoded and put back, parameters in the low bits (above
+// the tag's), behind those of the first head the positions when sealed.
+void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was,
+    const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
+    const kvq_lane_layout & l = x.layout();
+    const int D = l.codec.head_size, W = D * l.n_head;
+    std::vector<uint16_t> head((size_t) l.page_cells * D);
+    const std::vector<float> pred = predicted(x, s, p);
+    for (int h = 0; h < l.n_head; h++) {
+        kvq_traits(l.codec.type)->decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
+        restore(
+            l, h, pos, was, head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
+        std::vector<uint8_t> bytes(params + h * l.nb_params, params + (h + 1) * l.nb_params);
+        if (was && !h) {
+            std::vector<int32_t> then(was, was + l.page_cells);
+            for (int t = 0; rotor->first() && t < l.page_cells; t++) {
+                if (was[t] == pos[t] && was[t] >= rotor->first()) { then[(size_t) t] = KVQ_SEALED_HERE; }
+            }
+            bytes.insert(bytes.end(), (const uint8_t *) then.data(), (const uint8_t *) (then.data() + l.page_cells));
+        }
+        kvq_image_put(head.size(), head.data(), rotor ? 1 : 0, bytes.size(), bytes.data());
+        for (int t = 0; t < l.page_cells; t++) {
+            memcpy(rows + (size_t) t * W + (size_t) h * D, &head[(size_t) t * D], 2 * (size_t) D);
+        }
+    }
+    for (int t = 0; rotor && t < l.page_cells; t++) { kvq_tag_put(l, rows + (size_t) t * W, (size_t) D, pos[t]); }
+}
+
+void kvq_transform::write_image(
+    const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
+    image_page(x, s, p, positions_at(s, p), sealed_at(s, p), codes, params, rows);
+}
+
+size_t kvq_transform::image_bytes(const kvq_lane & x) const {
+    return keeps_turn() ? 4 * (size_t) x.layout().page_cells : 0;
+}
+
+// Parameters of head h, and with the first head positions when sealed, from the low bits of its rows; then its codes.
+// False: the rows are no image.
+bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t * rows,
+    const std::vector<float> & pred, bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const {
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head;
+    std::vector<int32_t> &pos = out.pos, &was = out.was;
+    for (int t = 0; t < l.page_cells; t++) {
+        memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * D);
+    }
+    std::vector<uint8_t> bytes(l.nb_params + (h ? 0 : 4 * was.size()));
+    if (!kvq_image_take(head.size(), head.data(), low, bytes.size(), bytes.data())) { return false; }
+    std::copy_n(bytes.data(), l.nb_params, &out.params[h * l.nb_params]);
+    if (!h && !was.empty()) { memcpy(was.data(), &bytes[l.nb_params], 4 * was.size()); }
+    for (size_t t = 0; !h && t < was.size(); t++) {
+        if (rotor->first() && was[t] == KVQ_SEALED_HERE) {
+            was[t] = pos[t];
+        } else if (rotor->first() && was[t] > rotor->first() - 128) {
+            return false; // text further on than this rotor knows
+        }
+        if (was[t] < -1 || was[t] >= 1 << 26) { return false; } // no image
+        rotor->reach(was[t]);
+    }
+    const kvq_low_bits more = { low + kvq_image_width(head.size(), bytes.size()), marked && !h };
+    for (size_t i = 0; i < head.size(); i++) { head[i] &= (uint16_t) ~more.mask(l.codec, i); }
+    remove(l, h, pos.data(), was.empty() ? nullptr : was.data(), head.data(), (int) D,
+        pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
+    kvq_traits(l.codec.type)->assign(l.codec, head.data(), &out.codes[h * l.nb_codes], &out.params[h * l.nb_params]);
+    return true;
+}
+
+// The block whose image the rows are: parameters and positions from the low bits, codes as the nearest ones to what
+// the rows were encoded from; the image made of them must equal the rows bit for bit.
+bool kvq_transform::take_image(
+    const kvq_lane & x, int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const {
+    const kvq_lane_layout & l = x.layout();
+    const int D = l.codec.head_size, W = D * l.n_head;
+    if (!kvq_traits(l.codec.type)->assign) { return false; }
+    std::vector<int32_t> &pos = out.pos, &was = out.was;
+    pos.assign((size_t) l.page_cells, -1);
+    for (int t = 0; rotor && t < l.page_cells; t++) {
+        pos[(size_t) t] = kvq_tag_get(l, rows + (size_t) t * W, (size_t) D);
+        rotor->reach(pos[(size_t) t]);
+    }
+    std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
+    const std::vector<float> pred = predicted(x, s, p);
+    was.assign(keeps_turn() ? (size_t) l.page_cells : 0, 0);
+    for (int h = 0; h < l.n_head; h++) {
+        if (!take_head(x, h, image_low_bits(x), rows, pred, marked, head, out)) { return false; }
+    }
+    if (!was.empty() && is_held_elsewhere(x, s, p) && memcmp(was.data(), sealed_at(s, p), 4 * was.size())) {
+        return false; // other layers hold the page: it has to be sealed as theirs is
+    }
+    image_page(
+        x, s, p, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(), again.data());
+    for (int i = 0; marked && i < l.page_cells * D; i++) { // what a mark has there says nothing
+        const size_t at = (size_t) (i / D) * W + (size_t) (i % D);
+        if (kvq_mark_covers(l.codec, (size_t) i)) {
+            again[at] = (uint16_t) ((again[at] & ~(1 << x.mark_plane())) | (rows[at] & 1 << x.mark_plane()));
+        }
+    }
+    if (!rotor) { pos.clear(); }
+    return !memcmp(again.data(), rows, 2 * again.size());
+}
+
+void kvq_transform::describe(const kvq_lane & x, int s, int p, kvq_page_image & image) const {
+    const int n = x.layout().page_cells;
+    if (const int32_t * pos = positions_at(s, p)) { image.pos.assign(pos, pos + n); }
+    if (const int32_t * was = sealed_at(s, p)) { image.was.assign(was, was + n); }
+}
+
+bool kvq_transform::accepts(const kvq_lane & x, int s, int p, const kvq_page_image & image) const {
+    const size_t n = (size_t) x.layout().page_cells;
+    if (image.pos.size() != (rotor ? n : 0) || image.was.size() != (keeps_turn() ? n : 0)) { return false; }
+    for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
+        for (const int32_t pos : *list) {
+            if (pos < -1 || pos >= 1 << 26) { return false; }
+            rotor->reach(pos);
+        }
+    }
+    // other layers hold the page: it has to be sealed as theirs is
+    return image.was.empty() || !is_held_elsewhere(x, s, p) || !memcmp(image.was.data(), sealed_at(s, p), 4 * n);
+}
+
+void kvq_transform::placing(kvq_lane &, int s, int p, const kvq_page_image & image) {
+    if (!rotor) { return; }
+    std::copy(image.pos.begin(), image.pos.end(), positions->now_at(s, p));
+    std::copy(image.was.begin(), image.was.end(), positions->sealed_at(s, p));
+    positions->put(s, p, keeps_turn());
+}
+
+void kvq_transform::save(const kvq_lane & x, int, int, int n, uint16_t * rows) const {
+    if (rotor) { kvq_tags_leave(x.layout(), *rotor, rows, n); }
+}
+
+void kvq_transform::enter(const kvq_lane & x, uint16_t * rows, int n) const {
+    if (rewrites_rows(x)) { kvq_tags_enter(x.layout(), *rotor, rows, n); }
+}
+
+void kvq_transform::entered(kvq_lane & x, int s, int cell, const uint16_t * rows, int n) {
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size;
+    for (int i = 0; rotor && i < n; i++) {
+        const int32_t pos = kvq_tag_get(l, rows + i * D * l.n_head, D);
+        rotor->reach(pos);
+        if (!x.device.is_host()) { positions->now_at(s, (cell + i) / l.page_cells)[(cell + i) % l.page_cells] = pos; }
+    }
+}

@@ -1,0 +1,403 @@
+#include "lane.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+// ---------------------------------------------------------------- lane
+
+kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * codes_of, kvq_span_table * spans,
+    kvq_scratch * scratch, kvq_counters * counters, kvq_device & device) :
+    device(device), scratch(scratch), counters(counters), l(layout), value(value), codes_of(codes_of), spans(spans) {
+    nb_memory = std::max<size_t>(l.bytes_codes + l.bytes_params + l.bytes_window, 1);
+    memory = (uint8_t *) device.alloc(nb_memory);
+    if (!memory) { return; }
+    codes = memory;
+    params = codes + l.bytes_codes;
+    frames = params + l.bytes_params;
+    pages.resize((size_t) l.n_pages * l.n_stream);
+    valid_bits.resize(pages.size() * (l.page_cells / 8));
+    streams.resize(l.n_stream);
+    stored.resize(l.moves ? pages.size() : 0, -1);
+    clear();
+}
+
+kvq_lane::~kvq_lane() {
+    if (memory) { device.free(memory, nb_memory); }
+}
+
+uint8_t * kvq_lane::codes_at(int s, int p, int h) const {
+    const kvq_lane * c = codes_of ? codes_of : this;
+    return c->codes + (((size_t) s * l.n_store + c->store_of(s, p)) * l.n_head + h) * l.nb_codes;
+}
+
+uint8_t * kvq_lane::params_at(int s, int p, int h) const {
+    return params + (((size_t) s * l.n_store + store_of(s, p)) * l.n_head + h) * l.nb_params;
+}
+
+void kvq_lane::set_state(int s, int p, kvq_page_state state) {
+    kvq_page_info & i = info(s, p);
+    for (kvq_policy * x : policies) { x->state_changed(*this, s, p, (kvq_page_state) i.state, state); }
+    i.state = state;
+    const size_t at = (size_t) s * spans->n_pages + p;
+    kvq_page & span = spans->spans[at];
+    if (state == KVQ_PAGE_EMPTY) { span.map = nullptr; }
+    const void * c = state == KVQ_PAGE_SEALED ? (const void *) codes_at(s, p, 0) : i.frame;
+    const void * q = state == KVQ_PAGE_SEALED ? (const void *) params_at(s, p, 0) : nullptr;
+    if (value) {
+        span.v_codes = c;
+        span.v_params = q;
+        spans->v_state[at] = state;
+    } else {
+        span.k_codes = c;
+        span.k_params = q;
+        spans->k_state[at] = state;
+    }
+    span.n_slots = spans->k_state[at] && spans->v_state[at] ? l.page_cells : 0;
+    spans->changed(at);
+    for (kvq_policy * x : policies) { x->changed(*this, s, p); }
+}
+
+void kvq_lane::take_frame(int s, int p) {
+    kvq_page_info & i = info(s, p);
+    stream_state & st = streams[s];
+    if (l.is_f16()) { // one frame a page, in page order
+        i.own = p;
+        i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + p) * l.nb_frame);
+    } else if (!st.free_frames.empty()) {
+        i.own = st.free_frames.back();
+        st.free_frames.pop_back();
+        i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
+    } else {
+        i.own = -1;
+        i.frame = scratch->take(l.nb_frame);
+    }
+    if (!l.is_f16()) { st.open.push_back(p); }
+}
+
+void kvq_lane::drop_frame(int s, int p) {
+    kvq_page_info & i = info(s, p);
+    stream_state & st = streams[s];
+    if (!i.frame) { return; }
+    if (i.own < 0) {
+        scratch->give(i.frame, l.nb_frame);
+    } else if (!l.is_f16()) {
+        st.free_frames.push_back(i.own);
+    }
+    st.open.erase(std::remove(st.open.begin(), st.open.end(), p), st.open.end());
+    i.frame = nullptr;
+    i.own = -1;
+}
+
+void kvq_lane::take_block(int s, int p) {
+    int32_t * to = l.moves ? &stored[(size_t) s * l.n_pages + p] : nullptr;
+    if (to && *to < 0) {
+        *to = streams[s].free_blocks.back();
+        streams[s].free_blocks.pop_back();
+    }
+}
+
+void kvq_lane::drop_block(int s, int p) {
+    int32_t * to = l.moves ? &stored[(size_t) s * l.n_pages + p] : nullptr;
+    if (to && *to >= 0) {
+        streams[s].free_blocks.push_back(*to);
+        *to = -1;
+    }
+}
+
+void kvq_lane::open_page(int s, int p, bool keep) {
+    kvq_page_info & i = info(s, p);
+    if (i.state == KVQ_PAGE_OPEN) { return; }
+    if (i.state == KVQ_PAGE_SEALED) {
+        for (kvq_policy * x : policies) { x->reopening(*this, s, p); }
+        counters->n_reopened++;
+    }
+    take_frame(s, p);
+    if (i.state == KVQ_PAGE_SEALED && keep) {
+        decode_page(s, p, i.frame);
+    } else if (i.state == KVQ_PAGE_EMPTY) {
+        device.zero(i.frame, l.nb_frame); // never-written cells are read as zeros
+    }
+    drop_block(s, p);
+    set_state(s, p, KVQ_PAGE_OPEN);
+}
+
+void kvq_lane::write(
+    int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
+    waiting = false;
+    std::vector<int64_t> n_rows((size_t) l.n_stream, 0); // by stream
+    for (int64_t i = 0; i < n; i++) { n_rows[(size_t) (idx[i] / l.n_cells)]++; }
+    // runs of rows that go to one page: open it once, and know whether all of it is overwritten
+    for (int64_t i = 0; i < n;) {
+        const int s = (int) (idx[i] / l.n_cells), p = (int) (idx[i] % l.n_cells) / l.page_cells;
+        streams[s].first = i && idx[i - 1] / l.n_cells == s ? streams[s].first : (int) (idx[i] % l.n_cells);
+        int64_t j = i + 1;
+        while (j < n && idx[j] / l.n_cells == s && (int) (idx[j] % l.n_cells) / l.page_cells == p) { j++; }
+        open_page(s, p, j - i < l.page_cells);
+        for (kvq_policy * x : policies) { x->changed(*this, s, p); }
+        kvq_page_info & pi = info(s, p);
+        uint8_t *bits = valid(s, p), slots[32] = {};
+        for (int64_t k = i; k < j; k++) {
+            const int slot = (int) (idx[k] % l.n_cells) % l.page_cells;
+            slots[slot / 8] |= (uint8_t) (1 << slot % 8);
+            if (!(bits[slot / 8] >> slot % 8 & 1)) {
+                bits[slot / 8] |= (uint8_t) (1 << slot % 8);
+                pi.n_valid++;
+            }
+            pi.stamp = ++streams[s].clock;
+            streams[s].last = (int) (idx[k] % l.n_cells);
+        }
+        for (kvq_policy * x : policies) { x->wrote(*this, s, p, slots, n_rows[(size_t) s]); }
+        i = j;
+    }
+    is_dirty = true;
+
+    static thread_local std::vector<uint16_t *> to;
+    to.resize((size_t) n);
+    for (int64_t i = 0; i < n; i++) {
+        const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
+        to[(size_t) i] = info(s, cell / l.page_cells).frame + (size_t) (cell % l.page_cells) * l.head_stride();
+    }
+    bool tagged = false;
+    for (kvq_policy * x : policies) { tagged |= pos && x->tags_rows(*this); }
+    device.write_rows(l, n, to.data(), rows, row_stride, tagged && !device.is_host() ? pos : nullptr, n_threads);
+    for (kvq_policy * x : policies) { x->written(*this, n, idx, pos, to.data()); }
+}
+
+// ---------------------------------------------------------------- encode, decode
+
+kvq_page_block kvq_lane::block(int s, int p, uint16_t * tile) const {
+    const bool all = info(s, p).n_valid == l.page_cells;
+    uint8_t * c = codes_at(s, p, 0);
+    return { tile, all ? nullptr : valid(s, p), codes_of ? c : nullptr, codes_of ? nullptr : c, params_at(s, p, 0) };
+}
+
+void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
+    std::vector<kvq_page_block> b = { block(s, p, tile) };
+    for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b); }
+    device.encode(l, b.data(), 1, 1);
+    for (kvq_policy * x : policies) { x->encoded(*this); }
+}
+
+void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
+    device.decode(l, { tile, nullptr, nullptr, codes_at(s, p, 0), params_at(s, p, 0) });
+    for (const kvq_policy * x : policies) { x->put_back(*this, s, p, tile); }
+}
+
+// ---------------------------------------------------------------- commit
+
+void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
+    if (due.empty()) { return; }
+    for (kvq_policy * x : policies) {
+        if (!x->take(*this, s, due, n_threads)) { continue; }
+        for (int p : due) {
+            drop_frame(s, p);
+            std::fill_n(valid(s, p), l.page_cells / 8, (uint8_t) 0);
+            info(s, p).n_valid = 0;
+            for (kvq_policy * y : policies) { y->emptied(*this, s, p); }
+            set_state(s, p, KVQ_PAGE_EMPTY);
+        }
+        return;
+    }
+    std::vector<kvq_page_block> blocks;
+    for (int p : due) {
+        take_block(s, p);
+        blocks.push_back(block(s, p, info(s, p).frame));
+    }
+    for (kvq_policy * x : policies) { x->choose(*this, s, due); }
+    for (kvq_policy * x : policies) { x->leave_out(*this, s, due, blocks); }
+    device.encode(l, blocks.data(), (int) blocks.size(), n_threads);
+    for (kvq_policy * x : policies) { x->encoded(*this); }
+    for (int p : due) {
+        drop_frame(s, p);
+        set_state(s, p, KVQ_PAGE_SEALED);
+        counters->n_sealed++;
+    }
+    for (kvq_policy * x : policies) { x->sealed(*this, s, due); }
+}
+
+void kvq_lane::commit(int n_threads) {
+    if (!is_dirty || waiting) { return; }
+    is_dirty = false;
+    for (int s = 0; s < l.n_stream && !l.is_f16(); s++) { commit_stream(s, n_threads); }
+}
+
+// Pages that leave the window, oldest first.
+std::vector<int> kvq_lane::due_pages(int s) {
+    const stream_state & st = streams[s];
+    // open pages but the sinks, oldest first
+    std::vector<int> open;
+    int rows = 0;
+    for (int p : st.open) {
+        if (p >= l.n_sink_pages) {
+            open.push_back(p);
+            rows += info(s, p).n_valid;
+        }
+    }
+    std::sort(open.begin(), open.end(), [&](int a, int b) { return info(s, a).stamp < info(s, b).stamp; });
+
+    std::vector<int> due;
+    const auto take = [&](size_t i) {
+        rows -= info(s, open[i]).n_valid;
+        due.push_back(open[i]);
+        open.erase(open.begin() + (long) i);
+    };
+    const auto full = [&](int p) {
+        return info(s, p).n_valid == l.page_cells &&
+            (st.last / l.page_cells != p || st.last % l.page_cells == l.page_cells - 1);
+    };
+    // The newest page waits until it is full: to its last cell, since those behind the one just written may be left
+    // from a freed sequence, and would be sealed anew with every cell that overwrites them. Others that are not full
+    // were left behind by freed cells and seal as they are: if they stayed, they would take the window's room from
+    // live cells.
+    while (rows > l.window && (int) due.size() < room(s) && !open.empty() && (open.size() > 1 || full(open[0]))) {
+        counters->n_forced += info(s, open[0]).n_valid < l.page_cells;
+        take(0);
+    }
+    // more open pages than frames
+    const int n_frames = l.n_frames - std::min(l.n_sink_pages, l.n_frames);
+    while ((int) open.size() > std::max(n_frames, 1) && (int) due.size() < room(s)) { // without room no more are open
+        counters->n_forced++;
+        take(0);
+    }
+    return due;
+}
+
+void kvq_lane::commit_stream(int s, int n_threads) {
+    stream_state & st = streams[s];
+    std::vector<int> due = due_pages(s);
+    const auto waits = [&](int p) {
+        return std::any_of(
+            policies.begin(), policies.end(), [&](const kvq_policy * x) { return !x->may_seal(*this, s, p); });
+    };
+    const auto end = std::remove_if(due.begin(), due.end(), waits);
+    is_dirty = is_dirty || end != due.end();
+    due.erase(end, due.end());
+    for (kvq_policy * x : policies) { x->before_seal(*this, s, due, n_threads); }
+    seal(s, due, n_threads);
+
+    for (int p : st.open) {
+        kvq_page_info & i = info(s, p);
+        if (i.own < 0 && !st.free_frames.empty()) {
+            uint16_t * from = i.frame;
+            i.own = st.free_frames.back();
+            st.free_frames.pop_back();
+            i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
+            device.copy_later(i.frame, from, l.nb_frame);
+            scratch->give(from, l.nb_frame);
+            set_state(s, p, KVQ_PAGE_OPEN);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- copy, clear
+
+void kvq_lane::copy_stream(int from, int to) {
+    waiting = false;
+    if (l.moves) {
+        std::copy_n(stored.begin() + (long) from * l.n_pages, l.n_pages, stored.begin() + (long) to * l.n_pages);
+        streams[to].free_blocks = streams[from].free_blocks;
+    }
+    for (int p = 0; p < l.n_pages; p++) {
+        drop_frame(to, p);
+        kvq_page_info &src = info(from, p), &dst = info(to, p);
+        dst.stamp = src.stamp;
+        dst.n_valid = src.n_valid;
+        for (kvq_policy * x : policies) { x->copied_page(*this, from, to, p); }
+        memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
+        if (src.state == KVQ_PAGE_SEALED) {
+            if (!codes_of && l.nb_codes) {
+                device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
+            }
+            device.copy(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
+        } else if (src.state == KVQ_PAGE_OPEN) {
+            take_frame(to, p);
+            device.copy(dst.frame, src.frame, l.nb_frame);
+        }
+        set_state(to, p, (kvq_page_state) src.state);
+    }
+    for (kvq_policy * x : policies) { x->copied(*this, from, to); }
+    streams[to].clock = streams[from].clock;
+    is_dirty = true; // frames taken from scratch go home at the next commit
+}
+
+void kvq_lane::drop_from(int s, int cell) {
+    for (const int p : std::vector<int>(streams[s].open)) {
+        kvq_page_info & i = info(s, p);
+        uint8_t * bits = valid(s, p);
+        for (int t = std::max(cell - p * l.page_cells, 0); t < l.page_cells; t++) {
+            i.n_valid = (uint16_t) (i.n_valid - (bits[t / 8] >> t % 8 & 1));
+            bits[t / 8] &= (uint8_t) ~(1 << t % 8);
+        }
+        if (!i.n_valid) {
+            drop_frame(s, p);
+            set_state(s, p, KVQ_PAGE_EMPTY);
+            for (kvq_policy * x : policies) { x->emptied(*this, s, p); }
+        }
+    }
+}
+
+void kvq_lane::clear() {
+    for (int s = 0; s < l.n_stream; s++) {
+        stream_state & st = streams[s];
+        for (int p = 0; p < l.n_pages; p++) {
+            kvq_page_info & i = info(s, p);
+            if (i.frame && i.own < 0) { scratch->give(i.frame, l.nb_frame); }
+            for (kvq_policy * x : policies) { x->state_changed(*this, s, p, (kvq_page_state) i.state, KVQ_PAGE_EMPTY); }
+            i = kvq_page_info{};
+            i.own = -1;
+            set_state(s, p, KVQ_PAGE_EMPTY);
+        }
+        st.clock = 0;
+        st.open.clear();
+        st.free_blocks.clear();
+        for (int i = l.moves ? l.n_store : 0; i > 0; i--) { st.free_blocks.push_back(i - 1); }
+        st.free_frames.clear();
+        for (int f = l.is_f16() ? 0 : l.n_frames; f > 0; f--) { st.free_frames.push_back(f - 1); }
+    }
+    for (kvq_policy * x : policies) { x->cleared(*this); }
+    std::fill(stored.begin(), stored.end(), -1);
+    std::fill(valid_bits.begin(), valid_bits.end(), 0);
+    is_dirty = waiting = false;
+}
+
+// ---------------------------------------------------------------- rows edited in place
+
+void kvq_lane::edit(int stream, const kvq_any_cell & any, const kvq_edit_row & fn) {
+    const int stride = l.head_stride();
+    std::vector<uint8_t> copy;
+    for (kvq_policy * x : policies) { x->edit(*this, stream, any, fn); }
+    for (int p = 0; p < l.n_pages; p++) {
+        kvq_page_info & i = info(stream, p);
+        const auto holds = [&](int t) { return p * l.page_cells + t < l.n_cells && is_valid(stream, p, t); };
+        bool touched = false;
+        for (int t = 0; i.state != KVQ_PAGE_EMPTY && t < l.page_cells && !touched; t++) {
+            touched = holds(t) && any(p * l.page_cells + t);
+        }
+        if (!touched) { continue; }
+        const bool sealed = i.state == KVQ_PAGE_SEALED;
+        uint16_t * tile = i.frame;
+        if (sealed) {
+            tile = scratch->take(l.nb_frame);
+            decode_page(stream, p, tile);
+            for (kvq_policy * x : policies) { x->reencoding(*this, stream, p); }
+        }
+        uint16_t * rows = view<uint16_t>(tile, l.nb_frame, copy);
+        for (int h = 0; h < l.n_head; h++) {
+            for (int t = 0; t < l.page_cells; t++) {
+                if (holds(t)) { fn(p * l.page_cells + t, h, rows + ((size_t) h * l.page_cells + t) * stride); }
+            }
+        }
+        if (rows != tile) { device.put(tile, rows, l.nb_frame); }
+        if (sealed) {
+            encode_page(stream, p, tile);
+            scratch->give(tile, l.nb_frame);
+            for (kvq_policy * x : policies) { x->reencoded(*this, stream, p); }
+        }
+    }
+}
+
+bool kvq_lane::is_plain(int stream, int page) const {
+    return std::all_of(
+        policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->is_plain(stream, page); });
+}

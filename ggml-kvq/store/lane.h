@@ -1,0 +1,157 @@
+// The keys, or the values, of one layer: cells in, spans out. Knows no ggml op and no method; what a method adds are
+// policies (policy.h). The life of a page:
+//
+//            write                     commit: complete, and older than the window
+//   EMPTY ----------->  OPEN (f16 tile) ------------------------------------> SEALED (block of the method's codec)
+//     ^                  |   ^   ^                                              |
+//     |  clear           |   |   +---- write into it: decoded, sealed again later
+//     +------------------+   +-------- restore of rows that are no saved image
+//   shift       SEALED: decoded, rotated, sealed at once      OPEN: rotated in place
+//   copy        state and bytes as they are
+//   save        SEALED: image (types.h)                       OPEN: rows
+//   restore     image -> SEALED, identical block              rows -> OPEN
+//
+// Open pages live in the lane's own frames (the window, counted in its bytes); pages of the ubatch being written that
+// do not fit there live in scratch frames until commit. Attention inside the ubatch therefore sees exact values. The
+// store never learns that a cell was freed: stale cells are masked by the caller and overwritten later.
+#pragma once
+
+#include "policy.h"
+#include "spans.h"
+
+struct kvq_counters {
+    uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0;
+};
+
+class kvq_lane {
+public:
+    // codes_of: the lane whose codes are adopted, NULL unless layout.shares_codes
+    kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * codes_of, kvq_span_table * spans,
+        kvq_scratch * scratch, kvq_counters * counters, kvq_device & device);
+    ~kvq_lane();
+    kvq_lane(const kvq_lane &) = delete;
+    kvq_lane & operator=(const kvq_lane &) = delete;
+
+    bool ok() const { return memory != nullptr; } // false: out of memory
+    const kvq_lane_layout & layout() const { return l; }
+    bool is_value() const { return value; }
+    void add(kvq_policy * p) { policies.push_back(p); } // before anything is written
+
+    // rows: f32, row i goes to global cell idx[i] = stream*n_cells + cell
+    // pos: position of every row, for policies that ask for them
+    void write(int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads,
+        const int32_t * pos = nullptr);
+    // Seals what is due and moves what stays open into the lane's own frames. After attention of the ubatch.
+    void commit(int n_threads);
+    bool dirty() const { return is_dirty; }
+
+    // f16 rows [n][n_head*head_size] of one stream, as a saved state carries them
+    void read(int stream, int cell, int n, uint16_t * rows) const;
+    void restore(int stream, int cell, int n, const uint16_t * rows, int n_threads);
+    // f16 rows into open pages, without a look at whether they are an image
+    void enter_rows(int stream, int64_t n, const int64_t * idx, const uint16_t * rows, int n_threads);
+
+    // Of a sealed page: the block as it is, and may the rows of its image carry a mark, whose bits they have?
+    kvq_page_image block_of(int s, int p) const;
+    bool is_marked_image(int s, int p, const uint16_t * rows) const;
+    bool blocks_travel() const;                                   // do blocks mean the same in another cache?
+    bool place_block(int s, int p, const kvq_page_image & image); // false: the page cannot hold it, nothing changed
+    bool leaves_out() const { return imager(); }                  // do sealed pages lack something?
+    int n_position_lists() const { return imager() ? imager()->n_position_lists(*this) : 0; } // of a block by itself
+    int mark_plane() const; // the mantissa bit that marks take, -1: there is none
+
+    void clear();
+    void drop_from(int s, int cell); // open cells from `cell` on
+    void copy_stream(int from, int to);
+
+    // Calls fn(cell, head, row f16 of one head) for every written cell of `stream` whose page has any(cell) true.
+    void edit(int stream, const kvq_any_cell & any, const kvq_edit_row & fn);
+
+    kvq_page_state state(int stream, int page) const { return (kvq_page_state) info(stream, page).state; }
+    bool is_plain(int stream, int page) const;                            // an open page: all of its cells are its own
+    int first_written(int stream) const { return streams[stream].first; } // cell of the first row of the last write
+
+    // --- for policies
+
+    kvq_page_info & info(int s, int p) { return pages[(size_t) s * l.n_pages + p]; }
+    const kvq_page_info & info(int s, int p) const { return pages[(size_t) s * l.n_pages + p]; }
+    // bit per cell: ever written
+    uint8_t * valid(int s, int p) { return valid_bits.data() + ((size_t) s * l.n_pages + p) * (l.page_cells / 8); }
+    const uint8_t * valid(int s, int p) const {
+        return valid_bits.data() + ((size_t) s * l.n_pages + p) * (l.page_cells / 8);
+    }
+    bool is_valid(int s, int p, int t) const { return valid(s, p)[t / 8] >> t % 8 & 1; }
+    const std::vector<int> & open_pages(int s) const { return streams[(size_t) s].open; }
+    uint64_t clock(int s) const { return streams[(size_t) s].clock; } // rows written so far
+    uint8_t * codes_at(int s, int p, int h) const;
+    uint8_t * params_at(int s, int p, int h) const;
+    const kvq_page * spans_on(int s, int p) const { return spans->on(device) + (size_t) s * spans->n_pages + p; }
+    void reopen(int s, int p) {
+        open_page(s, p, true);
+        is_dirty = true;
+    }
+    void reopen_and_wait(int s, int p) { // until it is written: its open pages are not what they will be
+        reopen(s, p);
+        waiting = true;
+    }
+    void seal(int s, const std::vector<int> & due, int n_threads);
+    void encode_page(int s, int p, uint16_t * tile);
+    void decode_page(int s, int p, uint16_t * tile) const;
+    bool take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const;
+    // host view of device bytes: the bytes themselves, or a copy in `temp`
+    template <typename T> T * view(const void * p, size_t nb, std::vector<uint8_t> & temp) const {
+        if (device.is_host() || !p) { return (T *) p; }
+        temp.resize(nb);
+        device.get(temp.data(), p, nb);
+        return (T *) temp.data();
+    }
+
+    kvq_device & device;
+    kvq_scratch * const scratch;
+    kvq_counters * const counters;
+
+private:
+    struct stream_state {
+        uint64_t clock = 0;
+        int first = 0, last = -1;     // cells of the first and the last row of the last write
+        std::vector<int> open;        // open pages
+        std::vector<int> free_frames; // own frames not in use
+        std::vector<int> free_blocks; // of a lane whose blocks move
+    };
+
+    void open_page(int s, int p, bool keep); // keep: what it holds is decoded into the frame
+    void take_frame(int s, int p);
+    void drop_frame(int s, int p);
+    void set_state(int s, int p, kvq_page_state state);
+    // stored block of a page, -1: none
+    int store_of(int s, int p) const { return l.moves ? stored[(size_t) s * l.n_pages + p] : p; }
+    // pages that may still seal
+    int room(int s) const { return l.moves ? (int) streams[s].free_blocks.size() : l.n_pages; }
+    void take_block(int s, int p);
+    void drop_block(int s, int p);
+    kvq_page_block block(int s, int p, uint16_t * tile) const; // tile: the device's memory
+    std::vector<int> due_pages(int s);
+    void commit_stream(int s, int n_threads);
+    bool restore_page(int s, int p, const uint16_t * rows);
+    bool may_place(int s, int p) const; // may this page be sealed now?
+    const kvq_policy * imager() const;  // who makes images of sealed pages, NULL: types.h does
+    void place(int s, int p, const kvq_page_image & image);
+
+    kvq_lane_layout l;
+    bool value;
+    kvq_lane * codes_of;
+    kvq_span_table * spans;
+    std::vector<kvq_policy *> policies;
+
+    uint8_t * memory = nullptr; // codes, params, frames
+    size_t nb_memory = 0;
+    uint8_t *codes = nullptr, *params = nullptr, *frames = nullptr;
+
+    std::vector<kvq_page_info> pages;
+    std::vector<int32_t> stored; // page -> block, when blocks move
+    std::vector<uint8_t> valid_bits;
+    std::vector<stream_state> streams;
+    bool is_dirty = false;
+    // the lane whose codes we adopt was written, we were not yet: sealing now would seal its live pages too
+    bool waiting = false;
+};

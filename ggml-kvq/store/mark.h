@@ -1,0 +1,55 @@
+// The checksum of rows in a saved state. llama.cpp's file has f16 rows and no room besides, so the checksum rides in
+// values that can be restored without it:
+//   sealed pages     the mantissa bit above those of the page's image (types.h), in head 0 of the first and of the
+//       last rows of one page:
+//                    the block that the image gives back knows that bit
+//   evicted rows     -0 throughout, of which the last mantissa bit is used
+// Rows that have neither (open ones alone, the f16 method) carry none: nothing in them may change.
+//
+// A mark is 192 bits and is written twice, so that what damages one leaves the other to tell of it:
+//   u32 magic   u32 sum of the rows   u32 tag of whoever saves   u16 model, 0: unknown   u16 cells of the page, 0:
+//       evicted rows
+//   u24 rows that are summed   u24 this copy's first row among them   u16 check
+#pragma once
+
+#include "types/types.h"
+
+#include <vector>
+
+constexpr int KVQ_MARK_PLANES = 10; // mantissa bits of f16
+
+struct kvq_mark {
+    uint32_t sum = 0, tag = 0;
+    uint16_t model = 0, page_cells = 0;
+    int32_t n = 0, row = 0;
+};
+
+static inline bool kvq_mark_fits(int head_size, int page_cells) { return page_cells >= 2 * kvq_mark_rows(head_size); }
+
+// A row's values [width], of which the first `head_size` are head 0's.
+struct kvq_mark_rows_view {
+    uint16_t * rows;
+    int n, width, head_size;
+    uint16_t * row(int i) const { return rows + (size_t) i * (size_t) width; }
+};
+
+// Bits in plane `plane` of the rows at[0..kvq_mark_rows): written, cleared, read.
+void kvq_mark_put(const kvq_mark_rows_view & v, const int * at, int plane, const kvq_mark & m);
+void kvq_mark_clear(const kvq_mark_rows_view & v, const int * at, int plane);
+bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_mark & m); // false: there is none
+
+// Rows that are evicted, or were before they took a mark.
+std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v);
+
+struct kvq_mark_found {
+    kvq_mark mark;
+    int at;
+}; // its first row
+
+// All marks among the rows. Their bits are cleared in `cleared`, a copy of the rows, which stays empty when there are
+// none.
+std::vector<kvq_mark_found> kvq_mark_find(const kvq_mark_rows_view & v, std::vector<uint16_t> & cleared);
+
+// Hash of one row; the sum of rows in their order, which is seeded by the layer and by what they are.
+uint64_t kvq_mark_hash(const uint16_t * row, int width);
+uint32_t kvq_mark_sum(const uint64_t * hashes, int n, int il, bool value);

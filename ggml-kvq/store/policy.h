@@ -1,0 +1,113 @@
+// What a layer does beyond keeping pages: a policy hears what happens to the pages of its lanes, and may say what they
+// hold. Nothing happens unless a policy says so: every function here does nothing. Policies of a lane are called in
+// the order in which they were added; those of keys and of values are told apart by x.is_value().
+//
+//   event            when                                                          pages are
+//   wrote            rows went to cells of a page                                  open
+//   written          behind all rows of a call, with their addresses               open
+//   may_seal         asked of a page that is due                                   open
+//   before_seal      pages will seal: what they rest on comes first                open
+//   take             instead of sealing: the policy keeps the rows elsewhere       open, then empty
+//   choose           blocks are there, nothing is encoded                          open
+//   leave_out        tiles that are encoded in place of the open ones              open; encoded: give them back
+//   put_back         what was left out of a block returns to its tile              sealed
+//   sealed           blocks are there                                              sealed
+//   reopening        a block is about to be given up                               sealed
+//   placing          a saved block is about to take the page                       any
+//   reencoding       rows of a block are edited; reencoded: they were              sealed
+//   changed          the page holds something else, or another state               any
+//   emptied          its cells were freed                                          empty
+//   copied, cleared  a whole stream; the lane
+//   edit             rows are edited that lie outside of pages
+//   save, load       rows go to and come from a saved state
+//   spans            attention is about to read a stream: what it needs besides
+//   observed         attention has read it; asked for with wants_scores
+#pragma once
+
+#include "engine/engine.h"
+#include "page.h"
+
+#include <functional>
+#include <vector>
+
+class kvq_lane;
+
+using kvq_any_cell = std::function<bool(int cell)>;
+using kvq_edit_row = std::function<void(int cell, int head, uint16_t * row)>;
+
+class kvq_policy {
+public:
+    virtual ~kvq_policy() {}
+
+    // slots: a bit each; n_rows: of the whole call that go to stream s
+    virtual void wrote(kvq_lane &, int /*s*/, int /*p*/, const uint8_t * /*slots*/, int64_t /*n_rows*/) {}
+    // row i went to tile row to[i] of cell idx[i]; pos: positions, NULL: none are known
+    virtual void written(
+        kvq_lane &, int64_t /*n*/, const int64_t * /*idx*/, const int32_t * /*pos*/, uint16_t * const * /*to*/) {}
+    // Do rows carry their positions? The engine then writes them where it alone can.
+    virtual bool tags_rows(const kvq_lane &) const { return false; }
+
+    virtual bool may_seal(const kvq_lane &, int /*s*/, int /*p*/) const { return true; }
+    virtual void before_seal(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/, int /*n_threads*/) {}
+    virtual bool take(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/, int /*n_threads*/) { return false; }
+    virtual void choose(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/) {}
+    virtual void leave_out(
+        kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/, std::vector<kvq_page_block> & /*blocks*/) {}
+    virtual void encoded(kvq_lane &) {}
+    virtual void put_back(const kvq_lane &, int /*s*/, int /*p*/, uint16_t * /*tile*/) const {}
+    virtual void sealed(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/) {}
+
+    virtual void reopening(kvq_lane &, int /*s*/, int /*p*/) {}
+    virtual void reencoding(kvq_lane &, int /*s*/, int /*p*/) {}
+    virtual void reencoded(kvq_lane &, int /*s*/, int /*p*/) {}
+    virtual void changed(kvq_lane &, int /*s*/, int /*p*/) {}
+    virtual void state_changed(kvq_lane &, int /*s*/, int /*p*/, kvq_page_state, kvq_page_state) {}
+    virtual void emptied(kvq_lane &, int /*s*/, int /*p*/) {}
+    // an open page: are all of its cells its own?
+    virtual bool is_plain(int /*s*/, int /*p*/) const { return true; }
+
+    // page p of `to` is as that of `from`, but for its state, bytes and these
+    virtual void copied_page(kvq_lane &, int /*from*/, int /*to*/, int /*p*/) {}
+    virtual void copied(kvq_lane &, int /*from*/, int /*to*/) {}
+    virtual void cleared(kvq_lane &) {}
+    virtual void edit(kvq_lane &, int /*s*/, const kvq_any_cell &, const kvq_edit_row &) {}
+
+    // --- saved states
+
+    // do blocks mean the same in another cache?
+    virtual bool blocks_travel(const kvq_lane &) const { return true; }
+    // of a block by itself: what goes with it; may it take page p?
+    virtual void describe(const kvq_lane &, int /*s*/, int /*p*/, kvq_page_image &) const {}
+    virtual bool may_place(const kvq_lane &, int /*s*/, int /*p*/) const { return true; }
+    virtual bool accepts(const kvq_lane &, int /*s*/, int /*p*/, const kvq_page_image &) const { return true; }
+    virtual void placing(kvq_lane &, int /*s*/, int /*p*/, const kvq_page_image &) {}
+    // Images of pages that leave something out (types.h has those of the others): low bits and bytes that they take
+    // besides, and both ways. write_image and take_image are asked where has_images.
+    virtual bool has_images(const kvq_lane &) const { return false; }
+    virtual int n_position_lists(const kvq_lane &) const { return 0; } // 1: positions; 2: and those when sealed
+    virtual int image_low_bits(const kvq_lane &) const { return 0; }
+    virtual size_t image_bytes(const kvq_lane &) const { return 0; }
+    virtual void write_image(const kvq_lane &, int /*s*/, int /*p*/, const uint8_t * /*codes*/,
+        const uint8_t * /*params*/, uint16_t * /*rows*/) const {}
+    virtual bool take_image(const kvq_lane &, int /*s*/, int /*p*/, const uint16_t * /*rows*/, bool /*marked*/,
+        kvq_page_image & /*out*/) const {
+        return false;
+    }
+    // rows [n][n_head*head_size] leave the cache; they enter it, in place; those from cell on have entered open pages
+    virtual void save(const kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, uint16_t * /*rows*/) const {}
+    virtual bool rewrites_rows(const kvq_lane &) const { return false; }
+    virtual void enter(const kvq_lane &, uint16_t * /*rows*/, int /*n*/) const {}
+    virtual void entered(kvq_lane &, int /*s*/, int /*cell*/, const uint16_t * /*rows*/, int /*n*/) {}
+    // all of it is done here: true
+    virtual bool load(kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, const uint16_t * /*rows*/, int /*n_threads*/) {
+        return false;
+    }
+
+    // --- attention over stream s, of both lanes
+
+    virtual void reading(int /*s*/, int /*n_kv*/) {} // cells from n_kv on are free
+    virtual void spans(kvq_attn &, int /*s*/) {}
+    virtual bool wants_scores(int /*n_rows*/) const { return false; } // then attn.lse is filled
+    // at: cell of the first query token
+    virtual void observed(const kvq_attn &, int /*s*/, uint64_t /*at*/, int /*n_threads*/) {}
+};

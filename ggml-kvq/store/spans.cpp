@@ -1,0 +1,90 @@
+#include "spans.h"
+
+#include "page.h"
+
+#include <algorithm>
+#include <iterator>
+#include <new>
+
+// ---------------------------------------------------------------- scratch
+
+kvq_scratch::~kvq_scratch() {
+    for (const auto & b : blocks) { device.free(b.first, b.second); }
+}
+
+uint16_t * kvq_scratch::take(size_t nb) {
+    auto & list = idle[nb];
+    if (list.empty()) {
+        size_t & n_made = made[nb];
+        const size_t n = device.is_host() || !n_made ? 1 : n_made; // an allocation there may cost more than a token
+        uint8_t * p = (uint8_t *) device.alloc(n * nb);
+        if (!p) { throw std::bad_alloc(); }
+        blocks.emplace_back(p, n * nb);
+        total += n * nb;
+        n_made += n;
+        for (size_t i = 0; i < n; i++) { list.push_back((uint16_t *) (p + i * nb)); }
+    }
+    uint16_t * p = list.back();
+    list.pop_back();
+    return p;
+}
+
+void kvq_scratch::give(uint16_t * p, size_t nb) { idle[nb].push_back(p); }
+
+// ---------------------------------------------------------------- spans
+
+void kvq_span_table::init(int n_stream, int n, int page_cells) {
+    n_pages = n;
+    spans.assign((size_t) n_stream * n, kvq_page{});
+    k_state.assign(spans.size(), KVQ_PAGE_EMPTY);
+    v_state.assign(spans.size(), KVQ_PAGE_EMPTY);
+    changed0 = 0;
+    changed1 = spans.size();
+    for (size_t i = 0; i < spans.size(); i++) { spans[i].cell = (int) (i % n) * page_cells; }
+}
+
+void kvq_span_table::changed(size_t at) {
+    changed0 = changed0 < changed1 ? std::min(changed0, at) : at;
+    changed1 = std::max(changed1, at + 1);
+}
+
+int kvq_span_table::n_used() const {
+    return n_packed.empty() ? 0 : *std::max_element(n_packed.begin(), n_packed.end());
+}
+
+kvq_span_table::~kvq_span_table() {
+    if (copy) { device->free(copy, n_copy * sizeof(kvq_page)); }
+}
+
+const kvq_page * kvq_span_table::on(kvq_device & d) {
+    if (d.is_host()) { return spans.data(); }
+    if (n_copy != spans.size()) {
+        if (copy) { device->free(copy, n_copy * sizeof(kvq_page)); }
+        device = &d;
+        n_copy = spans.size();
+        copy = (kvq_page *) d.alloc(n_copy * sizeof(kvq_page));
+        if (!copy) {
+            n_copy = 0;
+            throw std::bad_alloc();
+        }
+        changed0 = 0;
+        changed1 = n_copy;
+    }
+    for (size_t s = changed0 / (size_t) n_pages;
+        packed && changed0 < changed1 && s <= (changed1 - 1) / (size_t) n_pages; s++) {
+        n_packed.resize(spans.size() / (size_t) n_pages, 0);
+        std::vector<kvq_page> list;
+        std::copy_if(spans.begin() + (long) s * n_pages, spans.begin() + (long) (s + 1) * n_pages,
+            std::back_inserter(list), [](const kvq_page & p) { return p.n_slots; });
+        const int n = (int) list.size();
+        list.resize((size_t) std::max(n, n_packed[s])); // what was there before becomes empty
+        n_packed[s] = n;
+        if (!list.empty()) { d.put_pages(copy + s * n_pages, list.data(), list.size()); }
+    }
+    if (packed) { changed0 = changed1 = 0; }
+    if (changed0 < changed1) {
+        d.put_pages(copy + changed0, spans.data() + changed0, changed1 - changed0);
+        changed0 = changed1 = 0;
+    }
+    return copy;
+}

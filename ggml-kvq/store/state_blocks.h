@@ -1,0 +1,48 @@
+// state=compact: what a cache tensor's bytes are in a saved state when blocks go out as they are. llama.cpp fixes how
+// many bytes those are, so the blocks stand in front and zeros behind them; ggml_kvq's own state files leave the
+// zeros out (python/ggml_kvq/states.py).
+//
+//   u64 magic   u64 bytes   u32 CRC-32 of what follows   u32 tag   u16 model, u8 values, u8 lanes   i32 layer   i32
+//       rows   i32 0
+//   of each lane:   kvq_codec   i32 heads, i32 flags (1: codes are another lane's, 2: positions, 4: positions when
+//       sealed, 8: means or predictions are left out)
+//                   i32 first cell within its page, i32 pages       then of each page, whole or in part:
+//                   u32 1: codes, params, positions, positions when sealed     u32 0: f16 rows
+// Pages that are complete and sealed are blocks, all others rows.
+#pragma once
+
+#include "lane.h"
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+constexpr size_t KVQ_BLOB_HEAD = 40;
+
+struct kvq_blob_head {
+    uint64_t nb;
+    uint32_t sum, tag;
+    uint16_t model;
+    uint8_t value, n_lanes;
+    int32_t il, n;
+};
+
+// Bytes for rows [cell, cell + n) of a stream; empty: they would not be fewer than `nb_rows`, or blocks of these
+// lanes mean nothing elsewhere.
+std::vector<uint8_t> kvq_blob_write(
+    const kvq_lane * const * lanes, int stream, int cell, int n, size_t nb_rows, kvq_blob_head head);
+
+bool kvq_blob_begins(const void * data, size_t nb);
+// false: not whole, or not as it was written
+bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head);
+
+struct kvq_blob_run {
+    int stream, cell, n;
+}; // where rows go, in their order
+
+// The rows of a blob whose head was read go into the lanes. owner: the blob of the lane whose codes are adopted,
+// empty when there is none. Returns why they cannot, "" when they did; note: what to say besides, or "".
+std::string kvq_blob_restore(const std::vector<uint8_t> & blob, const std::vector<uint8_t> & owner,
+    kvq_lane * const * lanes, const std::vector<kvq_blob_run> & runs, std::string & note);
+
+uint32_t kvq_crc32(uint32_t crc, const void * data, size_t nb); // zlib's
