@@ -157,7 +157,7 @@ def test_what_stays_of_a_real_prompt(lib):
     move a few at the edge.
     """
     with open_model("hh=0.5,rw=0,window=32", n_batch=512, n_ubatch=512) as m:
-        ids = m.tokenize((DEMO.parent.parent / "README.md").read_text(), add_bos=True)[:448]
+        ids = m.tokenize((Path(__file__).parent / "data" / "manual.md").read_text(), add_bos=True)[:448]
         m.logits(ids)
         n_old = 416  # the window and what the newest page lacks stay open
         rows = np.zeros((448, m.n_head_kv, 64), np.float32)

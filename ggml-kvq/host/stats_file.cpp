@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <mutex>
+#include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
 
@@ -93,15 +94,18 @@ static std::string cache_json(int i) {
 
 static void write_whole(const std::string & path, const std::string & text) {
     const std::string partial = path + "." + std::to_string(getpid()) + ".part";
-    FILE * f = fopen(partial.c_str(), "w");
+    // A rename would put a file in the place of a device or a pipe.
+    struct stat there;
+    const bool other = stat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode);
+    FILE * f = other ? nullptr : fopen(partial.c_str(), "w");
     const bool ok = f && fwrite(text.data(), 1, text.size(), f) == text.size();
     if (!(f && fclose(f) == 0 && ok && rename(partial.c_str(), path.c_str()) == 0)) {
         remove(partial.c_str());
         static bool said = false;
         if (!said) {
             said = true;
-            kvq_report_note(
-                "the figures of the cache cannot be written to " + path + ": check its folder and the disk");
+            const char * cure = other ? ": it is a device or a pipe, name a file" : ": check its folder and the disk";
+            kvq_report_note("the figures of the cache cannot be written to " + path + cure);
         }
     }
 }
