@@ -151,6 +151,87 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
     return ["-devd", DRAFT_DEVICE if method else ",".join(_cuda_devices()) or "none"]
 
 
+def _without_method(
+    program: str,
+    user: User,
+    flags: Flags,
+    environ: Mapping[str, str],
+    *,
+    off: bool,
+    remote: bool,
+    env: dict[str, str | None],
+) -> Command:
+    """llama.cpp's own cache. off: it was asked for by name; else options of a method that nobody names are refused."""
+    if flags.opts:
+        raise LaunchError(
+            f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)"
+        )
+    if flags.draft_method or flags.draft_opts:
+        raise LaunchError(
+            "--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)"
+        )
+    if flags.stats_file:
+        raise LaunchError(
+            f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)"
+        )
+    page = served_page.wanted(program, user)
+    out = Command([*(["--path", str(page)] if page else []), *flags.rest], remote=remote, env=env)
+    out.notes += [
+        f"{name}={environ[name]} is not used: no method is chosen; add --kv-method NAME"
+        for name in ("KVQ_OPTS", "KVQ_METHOD_DRAFT", "KVQ_STATS_FILE")
+        if environ.get(name) and not off
+    ]
+    if off:  # llama-bench would load the library and take its device
+        out.env |= dict.fromkeys(
+            k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ
+        )
+        out.env |= {"GGML_BACKEND_PATH": None} if _is_ours(environ.get("GGML_BACKEND_PATH")) else {}
+    return out
+
+
+def _options(flags: Flags, environ: Mapping[str, str], choice: refusals.Choice, notes: list[str]) -> str:
+    """Options of the chosen method as "key=value,...": the variable's, then the flags'. LaunchError for wrong ones."""
+    from . import methods, native
+
+    method = choice.method
+    of_env = environ.get("KVQ_OPTS") or ""
+    if of_env and environ.get("KVQ_METHOD", method) != method:
+        notes.append(f"KVQ_OPTS={of_env} goes with KVQ_METHOD={environ['KVQ_METHOD']} and is not used")
+        of_env = ""
+    try:
+        joined = native.merge_options("--kv-opt", native.merge_options("KVQ_OPTS", of_env), ",".join(flags.opts))
+        methods.check(method, joined)
+    except KvqError as e:
+        raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
+    return joined
+
+
+def _placement(
+    program: str, user: User, flags: Flags, environ: Mapping[str, str], servers: list[str], out: Command
+) -> list[str]:
+    """Flags that give the cache to our device where the user has not placed it: -dev, -fa on, a projector elsewhere."""
+    bench = program == "llama-bench"
+    added: list[str] = []
+    if servers:
+        how = f"llama-rpc-server --kv-method {out.env['KVQ_METHOD']}"
+        out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started ({how})")
+    if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
+        names = [DEVICE]
+        if servers:
+            names = [*_rpc_devices(_paths.program(program), servers, _environment(environ, out)), DEVICE]
+            rpc, flags.rest = without(flags.rest, ("--rpc", "-rpc"))
+            added += rpc
+        added += ["-dev", ("/" if bench else ",").join(names)]
+        # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
+        placed = user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload"))
+        present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url")) or "LLAMA_ARG_MMPROJ" in environ
+        if program in ("llama-server", "llama-cli") and present and not placed:
+            added.append("--no-mmproj-offload")
+    if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
+        added += ["-fa", "on"]
+    return added
+
+
 def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
     """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and
     environment.
@@ -182,48 +263,13 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     choice = _choice(flags, environ, config, config_fields, header)
 
     if choice is None or choice.method == refusals.OFF:
-        off = choice is not None
-        if flags.opts:
-            raise LaunchError(
-                f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)"
-            )
-        if flags.draft_method or flags.draft_opts:
-            raise LaunchError(
-                "--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)"
-            )
-        if flags.stats_file:
-            raise LaunchError(
-                f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists"
-                " them)"
-            )
-        page = served_page.wanted(program, user)
-        out = Command(
-            [*(["--path", str(page)] if page else []), *flags.rest], remote=serves or bool(servers), env=hub_env
+        return _without_method(
+            program, user, flags, environ, off=choice is not None, remote=serves or bool(servers), env=hub_env
         )
-        out.notes += [
-            f"{name}={environ[name]} is not used: no method is chosen; add --kv-method NAME"
-            for name in ("KVQ_OPTS", "KVQ_METHOD_DRAFT", "KVQ_STATS_FILE")
-            if environ.get(name) and not off
-        ]
-        if off:  # llama-bench would load the library and take its device
-            out.env |= dict.fromkeys(
-                k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ
-            )
-            out.env |= {"GGML_BACKEND_PATH": None} if _is_ours(environ.get("GGML_BACKEND_PATH")) else {}
-        return out
 
-    from . import methods, native
-
-    method, notes = choice.method, []
-    of_env = environ.get("KVQ_OPTS") or ""
-    if of_env and environ.get("KVQ_METHOD", method) != method:
-        notes.append(f"KVQ_OPTS={of_env} goes with KVQ_METHOD={environ['KVQ_METHOD']} and is not used")
-        of_env = ""
-    try:
-        joined = native.merge_options("--kv-opt", native.merge_options("KVQ_OPTS", of_env), ",".join(flags.opts))
-        methods.check(method, joined)
-    except KvqError as e:
-        raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
+    method: str = choice.method
+    notes: list[str] = []
+    joined = _options(flags, environ, choice, notes)
     held = config_fields.get("kvq.method", method)
     if held != method:
         raise LaunchError(
@@ -266,24 +312,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if serves:
         out.args = [*([] if devices else ["-d", DEVICE]), *flags.rest]
         return out
-    added: list[str] = []
-    if servers:
-        how = f"llama-rpc-server --kv-method {method}"
-        out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started ({how})")
-    if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
-        names = [DEVICE]
-        if servers:
-            names = [*_rpc_devices(_paths.program(program), servers, _environment(environ, out)), DEVICE]
-            rpc, flags.rest = without(flags.rest, ("--rpc", "-rpc"))
-            added += rpc
-        added += ["-dev", ("/" if bench else ",").join(names)]
-        # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
-        placed = user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload"))
-        present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url")) or "LLAMA_ARG_MMPROJ" in environ
-        if program in ("llama-server", "llama-cli") and present and not placed:
-            added.append("--no-mmproj-offload")
-    if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
-        added += ["-fa", "on"]
+    added = _placement(program, user, flags, environ, servers, out)
     added += _draft(user, flags, environ, out)
     if not servers and not refusals.on_gpu():
         fitted, more, replaced = refusals.fit(program, user, choice, models[-1] if models else "", joined)
