@@ -5,7 +5,7 @@
     those
 
 llama.cpp's state has room for f16 rows; the blocks of a compact one fill its beginning of every tensor
-(host/state_blocks.h). packed: pieces are deflated where that makes them smaller: zlib at level 1, since zstd and
+(store/state_blocks.h). packed: pieces are deflated where that makes them smaller: zlib at level 1, since zstd and
 higher levels save the same share of such blocks within 0.03 bits a value.
 """
 

@@ -1,4 +1,4 @@
-// Lanes that evict (cache/slots.h), one layer: what stays of a prompt against an explicit softmax, attention against
+// Lanes that evict (policy/evict.h), one layer: what stays of a prompt against an explicit softmax, attention against
 // what read() returns, and random operations. Usage: test_slots [seed] [steps]
 #include "layer.h"
 #include "base/f16.h"

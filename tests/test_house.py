@@ -1,0 +1,138 @@
+"""The house: which folder of ggml-kvq/ may include which, the picture of it, and a README.md in every room."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "ggml-kvq"
+
+_STORE = {"store", "engine", "types", "base", "include"}
+#: What a folder may include, itself not named. host/ alone also includes ggml.
+ALLOWED = {
+    "include": set(),
+    "base": set(),
+    "types": {"base", "include"},
+    "plan": {"types", "base", "include"},
+    "engine": {"plan", "types", "base", "include"},
+    "cpu": {"engine", "types", "base", "include"},
+    "cuda": {"engine", "types", "base", "include"},
+    "methods": {"plan", "types", "base", "include"},
+    "store": {"engine", "plan", "types", "base", "include"},
+    "policy": {"plan", *_STORE},
+    "cache": {"policy", "methods", "plan", *_STORE},
+    "host": {"cache", "policy", "methods", "plan", "cpu", "cuda", *_STORE, "llama.cpp"},
+}
+#: (file, folder it includes): why the order does not hold there.
+EXCEPTIONS = {
+    ("include/ggml-kvq-graph.h", "llama.cpp"): "a header for programs that use ggml; its functions take ggml tensors",
+}
+#: Files of host/ that name an engine. One file should: the others ask engine/host.h, or an object that it made.
+NAME_AN_ENGINE = {
+    "host/c_api.cpp",  # kernel names and round trips of the C ABI
+    "host/cuda_device.cpp",  # makes CUDA devices
+    "host/cuda_step.cpp",  # records steps of kvq_cuda_device
+    "host/graph_door.cpp",  # predictions in any ggml graph
+    "host/predict_api.cpp",  # predictions of the C ABI
+}
+#: Prose that names files of ggml-kvq/.
+PROSE = ("README.md", "docs", "tests", "scripts", "python", "examples", "convert", "cmake")
+
+
+@pytest.fixture(scope="module")
+def picture() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_architecture", ROOT / "scripts" / "draw_architecture.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_folders_include_downwards(picture: ModuleType) -> None:
+    assert set(picture.folders()) == set(ALLOWED), "a folder of ggml-kvq/ that this test does not know"
+    found = [(str(p.relative_to(SOURCES)), line, a, b) for p, line, a, b in picture.includes()]
+    assert len(found) > 50, "the script no longer finds the includes"
+    wrong = [f"{p}:{line} includes {b}/" for p, line, a, b in found if b not in ALLOWED[a] and (p, b) not in EXCEPTIONS]
+    assert not wrong, "\n".join(wrong)
+    stale = [e for e in EXCEPTIONS if e not in {(p, b) for p, _, _, b in found}]
+    assert not stale, f"no longer exceptions: {stale}"
+
+
+def test_the_order_has_no_circle() -> None:
+    level: dict[str, int] = {}
+    for _ in ALLOWED:
+        for name, below in ALLOWED.items():
+            if all(b in level for b in below - {"llama.cpp"}):
+                level.setdefault(name, 1 + max((level[b] for b in below - {"llama.cpp"}), default=0))
+    assert set(level) == set(ALLOWED)
+    for chain in (("base", "types", "plan", "engine", "cpu", "host"), ("engine", "store", "policy", "cache", "host")):
+        assert [level[n] for n in chain] == sorted(level[n] for n in chain)
+
+
+def test_only_the_listed_files_name_an_engine(picture: ModuleType) -> None:
+    found = {str(p.relative_to(SOURCES)) for p, _, a, b in picture.includes() if a == "host" and b in ("cpu", "cuda")}
+    assert found == NAME_AN_ENGINE
+
+
+def test_an_include_that_goes_up_is_seen(picture: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quoted, bracketed, indented and beside comments; not in a comment."""
+    for name in ("store", "host", "include"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "host" / "backend.h").write_text("#pragma once\n")
+    (tmp_path / "include" / "ggml-kvq.h").write_text("")
+    (tmp_path / "store" / "lane.h").write_text(
+        '#include "host/backend.h" // why\n  #  include <ggml-impl.h>\n// #include "gguf.h"\n#include "page.h"\n'
+        "#include <vector>\n#include <ggml-kvq.h>\n"
+    )
+    (tmp_path / "store" / "page.h").write_text("")
+    monkeypatch.setattr(picture, "SOURCES", tmp_path)
+    seen = [(p.name, line, a, b) for p, line, a, b in picture.includes()]
+    assert seen == [
+        ("lane.h", 1, "store", "host"),
+        ("lane.h", 2, "store", "llama.cpp"),
+        ("lane.h", 6, "store", "include"),
+    ]
+
+
+def test_the_picture_is_what_the_code_gives(picture: ModuleType) -> None:
+    assert picture.PICTURE.read_text() == picture.draw(), "run: python scripts/draw_architecture.py"
+
+
+@pytest.mark.parametrize("folder", [".", *sorted(ALLOWED)])
+def test_every_room_says_what_lives_there(folder: str) -> None:
+    text = (SOURCES / folder / "README.md").read_text()
+    lines = text.splitlines()
+    assert 8 <= len(lines) <= 20, f"{len(lines)} lines: ten or so are enough"
+    if folder == ".":
+        assert all(f"{name}/" in text for name in ALLOWED)
+        return
+    assert lines[0].startswith(f"# {folder}/: ") and "Test alone: " in text
+    # files that it names exist, in the room or from the root
+    names = set(re.findall(r"(?<![\w*./-])[\w./-]+\.(?:h|cpp|cu|py|sh|inc|md)\b", text)) - {"ggml.h", "llama.cpp"}
+    for name in names:
+        assert any((base / name).exists() for base in (SOURCES / folder, SOURCES, ROOT)), f"{folder}: no {name}"
+    for name in re.findall(r"build/tests/(\w[\w-]*)", text):
+        assert any(ROOT.glob(f"*/native/{name}.cpp")) or name in ("bench_kernels", "ggml-graph"), name
+
+
+def test_prose_names_files_that_exist() -> None:
+    """folder/file of ggml-kvq/ in documents and comments, but in docs/adding-a-method.md, which adds some."""
+    name = re.compile(rf"(?<![\w./-])(?:ggml-kvq/)?((?:{'|'.join(ALLOWED)})/\w+\.(?:h|cpp|cuh?|inc))\b")
+    wrong = []
+    for place in PROSE:
+        top = ROOT / place
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            if path.suffix not in (".md", ".py", ".h", ".cpp", ".sh", ".cmake") or path.name == "adding-a-method.md":
+                continue
+            for i, line in enumerate(path.read_text().splitlines(), 1):
+                wrong += [
+                    f"{path.relative_to(ROOT)}:{i} names {m[1]}"
+                    for m in name.finditer(line)
+                    if not (SOURCES / m[1]).exists() and not (path.parent / m[1]).exists() and m[1] != "include/llama.h"
+                ]
+    assert not wrong, "\n".join(wrong)
