@@ -66,13 +66,6 @@ void kvq_evict::put_map(int s, int i) {
     if (device) { device->put(maps_there + ((size_t) s * n_store + i) * n, map(s, i, 0), 4 * n); }
 }
 
-template <typename T> const T * kvq_evict::view(const T * p, size_t n, std::vector<T> & copy) const {
-    if (!device) { return p; }
-    copy.resize(n);
-    device->get(copy.data(), p, n * sizeof(T));
-    return copy.data();
-}
-
 void kvq_evict::clear() {
     for (int s = 0; s < n_stream; s++) {
         for (int i = 0; i < n_store; i++) { free_page(s, i); }
