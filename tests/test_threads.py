@@ -189,7 +189,7 @@ def test_two_threads_of_a_program_make_contexts(tmp_path: Path) -> None:
     env = {**os.environ, "GGML_BACKEND_PATH": str(_paths.backend())}
     for method in ("kivi", "minikv"):
         done = subprocess.run(
-            [str(program), str(DEMO), "4"],
+            [str(program), str(DEMO), "8"],
             env={**env, "KVQ_METHOD": method},
             capture_output=True,
             text=True,
