@@ -83,7 +83,7 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
         subprocess.run([str(CXX), "-fopenmp", main, *shared, "-o", str(programs[-1])], check=True)
 
     def run(program: Path, what: str, capability: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, **({"KVQ_CUDA_AS": capability} if capability else {})}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **({"KVQ_CUDA_AS": capability} if capability else {})}
         return subprocess.run([str(program), what], capture_output=True, text=True, check=False, timeout=600, env=env)
 
     # then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more

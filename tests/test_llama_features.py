@@ -336,7 +336,10 @@ def test_llama_bench_at_depth(demo_model: Path) -> None:
     )
     assert r.returncode == 0, r.stderr
     rows = json.loads(r.stdout)
-    assert [(x["n_depth"], x["avg_ts"] > 0) for x in rows] == [(300, True)] * 2
+    assert [(x["n_depth"], x["n_prompt"], x["n_gen"]) for x in rows] == [(300, 16, 0), (300, 0, 4)]
+    assert all(x["avg_ts"] > 0 and x["devices"] == "KVQ0" for x in rows)
+    sealed = re.search(r"ggml-kvq: xquant: (\d+) pages sealed", r.stderr)
+    assert sealed and int(sealed[1]) > 0, r.stderr  # what was timed read codes
 
 
 @pytest.mark.parametrize(

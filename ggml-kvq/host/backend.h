@@ -5,15 +5,8 @@
 #include "ggml.h"
 #include "cache/cache.h"
 
-struct kvq_device_context {
-    std::string name, description;
-    ggml_backend_buffer_type buft;
-    // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
-    ggml_backend_dev_t inner = nullptr;
-    int ordinal = 0;        // of the inner device
-    bool for_draft = false; // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
-    std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
-    kvq_cache_draft draft;                                // of the cache whose sizes ggml is asking for
+struct kvq_creation {
+    kvq_cache_draft draft; // of the cache whose sizes ggml is asking for
     struct asked {
         std::string name;
         size_t nb;
@@ -26,6 +19,19 @@ struct kvq_device_context {
     };
     std::map<std::string, grant> granted; // ggml asks twice more per tensor while it places them
     bool refused = false; // the graph just split needs something unsupported: the next compute buffer is denied
+};
+
+struct kvq_device_context {
+    std::string name, description;
+    ggml_backend_buffer_type buft;
+    // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
+    ggml_backend_dev_t inner = nullptr;
+    int ordinal = 0;        // of the inner device
+    bool for_draft = false; // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
+    std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
+    // What ggml asks of this device while a context is made, call after call in one thread: other threads may make
+    // theirs meanwhile.
+    kvq_creation & creation() const;
     // printed once each: llama.cpp may try a context for size (--fit) before the real one
     std::vector<std::string> refusals;
 };

@@ -128,12 +128,13 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (!why.empty()) {
         const kvq_config * c = t.cache ? &t.cache->config : nullptr;
         const std::string once = (c ? c->method->info.name + (" " + c->options_text) : "") + ": " + why;
-        if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), once) == dev.refusals.end()) {
+        if (!dev.creation().refused &&
+            std::find(dev.refusals.begin(), dev.refusals.end(), once) == dev.refusals.end()) {
             kvq_report_error(why);
             dev.refusals.push_back(once);
         }
-        if (!dev.refused) { kvq_set_error(why); }
-        dev.refused = true;
+        if (!dev.creation().refused) { kvq_set_error(why); }
+        dev.creation().refused = true;
     }
     if (!why.empty() && t.cache) { t.cache->refused = true; }
     // a node on our cache can run nowhere else: declining would abort the program, refusing its buffer ends it cleanly
