@@ -224,6 +224,14 @@ __device__ __forceinline__ void copy8(uint32_t to, const void * from) {
 __device__ __forceinline__ void copy4(uint32_t to, const void * from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// 32 f16 rows from row `first` on
+__device__ __forceinline__ void prefetch_rows(const void * rows, size_t first, int stride) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const uint16_t *) rows + first * stride), "r"(64 * stride)
+        : "memory");
+#endif
+}
 // the first part of what was asked for is closed by copies_part; first_copies_done waits for all but the part
 // closed last
 __device__ __forceinline__ void copies_part() { asm volatile("cp.async.commit_group;" ::: "memory"); }
