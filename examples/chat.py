@@ -15,6 +15,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("-m", "--model", default=DEMO)
 parser.add_argument("--kv-method", default="kivi")
 parser.add_argument("-n", "--max-tokens", type=int, default=128)
+parser.add_argument("--temperature", type=float, default=0.7)
 args = parser.parse_args()
 
 with Model(args.model, args.kv_method, n_ctx=4096) as model:
@@ -35,7 +36,7 @@ with Model(args.model, args.kv_method, n_ctx=4096) as model:
             reset=not grows,
             special=True,
             max_tokens=args.max_tokens,
-            temperature=0.7,
+            temperature=args.temperature,
         ):
             reply += piece
             print(piece, end="", flush=True)

@@ -333,7 +333,7 @@ def print_overhead(rows: list[dict[str, Any]]) -> None:
             )
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", "-m", type=Path, help="GGUF file (default: the random model, made on first use)")
     p.add_argument(
@@ -374,6 +374,12 @@ def main() -> None:
         help="what zipcache and minikv cost by watching attention; sets --arms, --tests and the depths",
     )
     p.add_argument("--quick", action="store_true", help="seconds instead of minutes: does it run, not how fast")
+    return p
+
+
+def options() -> tuple[argparse.Namespace, Path]:
+    """The command line, and the model that it names or that is made now."""
+    p = parser()
     a = p.parse_args()
     a.rounds, a.prompt_rounds = a.rounds or (40 if a.overhead else 5), a.prompt_rounds or (9 if a.overhead else 3)
     if a.overhead:
@@ -429,6 +435,30 @@ def main() -> None:
             make_means(path, a.kv_config, a.kv_heads * a.head_size)
     if a.model and not a.kv_config:  # it may hold the data itself
         a.arms = [x for x in a.arms if ARMS[x][1] != "aqua" or x not in a.default_arms]
+    return a, path
+
+
+def print_table(rows: list[dict[str, Any]], peak: float) -> None:
+    width = max(14, *(len(r["arm"]) for r in rows))
+    print(
+        f"\n{'test':8} {'depth':>6}  {'cache':{width}} {'t/s':>9} {'ratio':>7} {'least ms':>9} {'worst ms':>9}"
+        f" {'cache GB/s':>11} {'of memory':>10}"
+    )
+    for r in rows:
+        rate = r["cache_bytes_per_second"]
+        more = (
+            f"{r['step_ms_least']:9.2f} {r['step_ms_worst']:9.2f} {rate / 1e9:11.2f} {rate / peak:10.1%}"
+            if rate
+            else ""
+        )
+        print(
+            f"{r['test']:8} {r['depth']:6}  {r['arm']:{width}} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x"
+            f" {more}"
+        )
+
+
+def main() -> None:
+    a, path = options()
     if a.overhead:
         Arm.shared = Model(path, kv_method="f16", n_ctx=256, n_threads=a.threads)
     command = shlex.join([sys.executable, *sys.argv])
@@ -461,22 +491,7 @@ def main() -> None:
                 }
                 print(json.dumps(row), file=out, flush=True)
                 rows.append(row)
-    width = max(14, *(len(r["arm"]) for r in rows))
-    print(
-        f"\n{'test':8} {'depth':>6}  {'cache':{width}} {'t/s':>9} {'ratio':>7} {'least ms':>9} {'worst ms':>9}"
-        f" {'cache GB/s':>11} {'of memory':>10}"
-    )
-    for r in rows:
-        rate = r["cache_bytes_per_second"]
-        more = (
-            f"{r['step_ms_least']:9.2f} {r['step_ms_worst']:9.2f} {rate / 1e9:11.2f} {rate / peak:10.1%}"
-            if rate
-            else ""
-        )
-        print(
-            f"{r['test']:8} {r['depth']:6}  {r['arm']:{width}} {r['tokens_per_second']:9.2f} {r['against_first']:6.2f}x"
-            f" {more}"
-        )
+    print_table(rows, peak)
     if a.overhead:
         print_overhead(rows)
 

@@ -84,6 +84,8 @@ def build(version: str, cache: Path, into: Path | None, targets: list[str]) -> P
     elsewhere = [f"-DLLAMA_CPP_DIR={source}", f"-DKVQ_LLAMA_BUILD={cache / f'build-of-{version}'}"]
     where = [] if version == PINNED else elsewhere
     settings = [*where, "-DKVQ_BUILD_PROGRAMS=ON", f"-DKVQ_PROGRAMS={';'.join(targets)}", "-DCMAKE_BUILD_TYPE=Release"]
+    if os.environ.get("CHECK_CXX_LAUNCHER"):  # tests/object_cache.py
+        settings.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={os.environ['CHECK_CXX_LAUNCHER']}")
     log_of(folder, "configure.log", ["cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *settings])
     log_of(folder, "build.log", ["cmake", "--build", folder])
     return folder

@@ -90,13 +90,12 @@ def source() -> Path:
     return Path(r.stdout.strip())
 
 
-def compile_program(lib: Path, out: Path) -> Path:
-    """Compiles tests/archs/arch_matrix.cpp against the libraries in `lib`. CalledProcessError when that fails."""
+def compile_program(lib: Path, out: Path, file: Path = ROOT / "tests" / "archs" / "arch_matrix.cpp") -> Path:
+    """Compiles a program against the libraries in `lib`. CalledProcessError when that fails."""
     tree = source()
     includes = [f"-I{tree / folder}" for folder in ("include", "ggml/include", "src")]
     found = [sorted(lib.glob(f"lib{stem}.so*"))[0] for stem in ("llama", "ggml", "ggml-base")]
     link = [*map(str, found), "-ldl", f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]
-    file = ROOT / "tests" / "archs" / "arch_matrix.cpp"
     subprocess.run(
         [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", *includes, str(file), *link, "-o", str(out)], check=True
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import object_cache
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +38,11 @@ def pytest_configure() -> None:
     for name in [n for n in os.environ if n.startswith(("KVQ_", "LLAMA_ARG_")) or n == "GGML_BACKEND_PATH"]:
         if name not in ("KVQ_LIB_DIR", "KVQ_BACKEND", "KVQ_ISA"):  # where the libraries are, not what they shall do
             del os.environ[name]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        object_cache.evict()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import LATTICE, Codec, K, V, attention, lattice
 
 MODEL = Path(__file__).resolve().parents[1] / "models/kvq-demo-q8_0.gguf"
-TEXT = (Path(__file__).resolve().parents[1] / "docs/llama-cpp.md").read_text()
+TEXT = (Path(__file__).parent / "data" / "manual.md").read_text()  # fixed: limits depend on it
 
 
 @pytest.fixture(scope="module")

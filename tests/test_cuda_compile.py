@@ -4,14 +4,17 @@ this is skipped.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
+import object_cache
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "ggml-kvq"
@@ -69,7 +72,30 @@ def compiled(arch: str, source: Path, out: Path) -> subprocess.CompletedProcess[
     ]
     if source.name.startswith("seal"):
         command.insert(1, "-fmad=false")
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    flags = [part for part in command if part not in (str(source), str(out))]
+    key = object_cache.key_of("nvcc", versions(), json.dumps(flags), headers(), source.read_bytes())
+    said = object_cache.read(key)
+    if said is not None:  # the same compiler has read the same text
+        return subprocess.CompletedProcess(command, 0, "", said.decode())
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        object_cache.write(key, done.stderr.encode())
+    return done
+
+
+@cache
+def versions() -> str:
+    host = os.environ.get("NVCC_CCBIN") or shutil.which("g++") or "g++"
+    return (
+        object_cache.compiler_version(host)
+        + subprocess.run([str(NVCC), "--version"], capture_output=True, text=True, check=True).stdout
+    )
+
+
+@cache
+def headers() -> str:
+    """All that a source may include; nvcc cannot be asked for the text of every pass apart."""
+    return object_cache.tree_hash(ROOT, ("*.h", "*.cuh", "*.inc"))
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from ggml_kvq import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+DEMO = ROOT / "models" / "kvq-demo-q8_0.gguf"
 
 
 def run(name: str, *args: str, stdin: str = "") -> str:
@@ -55,8 +57,19 @@ def test_generate() -> None:
 
 
 def test_chat() -> None:
-    out = run("chat.py", "-n", "12", stdin="Hello\nThe next option is\n\n")
-    assert out.count("> ") >= 3 and len(out) > 20
+    """Both turns fit the f16 window: the replies are those of upstream's cache behind the whole conversation."""
+    turns = ["Hello", "The next option is"]
+    out = run("chat.py", "-n", "12", "--temperature", "0", stdin="".join(f"{t}\n" for t in turns) + "\n")
+    messages: list[dict[str, str]] = []
+    expected = ""
+    with Model(DEMO, "upstream", n_ctx=512) as m:
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            prompt = m.chat_prompt(messages)
+            reply = "".join(m.generate(prompt, special=True, max_tokens=12, temperature=0))
+            messages.append({"role": "assistant", "content": reply})
+            expected += f"> {reply}\n"
+    assert out == expected + "> " and len(expected) > 20
 
 
 def test_compare_methods() -> None:

@@ -253,4 +253,4 @@ def test_random_walk_follows_upstream(model: Path, method: str, opts: str, limit
     """Decode, rollback, copy, context shift (which rotates the second block alone), save, restore and clear."""
     kld = random_walk(model, method, opts, unified, 120, 11, tokens(2000, 3))
     print(f"{len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
-    assert len(kld) > 40 and np.mean(kld) < limit
+    assert len(kld) > 40 and np.mean(kld) < limit and np.max(kld) < 10 * limit

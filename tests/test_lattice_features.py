@@ -27,24 +27,26 @@ def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "m.gguf"
 
 
-# mean KL divergence allowed: twice what was measured
+# KL divergence allowed, mean and worst decode: twice what was measured, or more
 WALKS = [
-    ("higgs", "bits=4", 0.035),
-    ("higgs", "", 0.5),
-    ("aqua", "predictor=bias,bits=4", 0.02),
-    ("aqua", "predictor=bias", 0.3),
-    ("aqua", "predictor=k", 0.2),
-    ("aqua", "predictor=full", 0.1),
-    ("aqua", "predictor=full,k_bits=2,v_bits=1,window=32", 0.3),
+    ("higgs", "bits=4", 0.035, 0.3),
+    ("higgs", "", 0.5, 4),
+    ("aqua", "predictor=bias,bits=4", 0.02, 0.4),
+    ("aqua", "predictor=bias", 0.3, 2),
+    ("aqua", "predictor=k", 0.2, 2),
+    ("aqua", "predictor=full", 0.1, 1),
+    ("aqua", "predictor=full,k_bits=2,v_bits=1,window=32", 0.3, 2),
 ]
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
-@pytest.mark.parametrize(("method", "opts", "limit"), WALKS, ids=[f"{m}-{o}" for m, o, _ in WALKS])
-def test_random_walk_follows_upstream(own_model: Path, method: str, opts: str, limit: float, unified: bool) -> None:
+@pytest.mark.parametrize(("method", "opts", "limit", "worst"), WALKS, ids=[f"{m}-{o}" for m, o, *_ in WALKS])
+def test_random_walk_follows_upstream(
+    own_model: Path, method: str, opts: str, limit: float, worst: float, unified: bool
+) -> None:
     kld = random_walk(own_model, method, opts, unified, 100, 12)
     print(f"{method} {opts}: {len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
-    assert len(kld) > 30 and np.mean(kld) < limit
+    assert len(kld) > 30 and np.mean(kld) < limit and np.max(kld) < worst
 
 
 @pytest.mark.parametrize("opts", ["predictor=bias", "predictor=bias shifted", "predictor=full", "higgs"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = ("lattice_grids.h", "lattice_grids.py")  # written by scripts/make_grids.py
-COLUMNS, LINES = 120, 600
+COLUMNS, LINES, FUNCTION = 120, 600, 120
 
 
 def sources(*suffixes: str) -> list[Path]:
@@ -45,3 +48,24 @@ def test_lines_and_files_are_short() -> None:
         long += [f"{p.relative_to(ROOT)}: {len(lines)} lines"] * (len(lines) > LINES)
     assert not wide, f"lines over {COLUMNS} columns: {wide}"
     assert not long, f"files over {LINES} lines: {long}"
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and lines of every function. C++: what has a "(" in its head, and begins and ends in column 0."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        yield from ((n.name, (n.end_lineno or 0) - n.lineno + 1) for n in nodes)
+        return
+    for m in re.finditer(
+        r"^(?!struct|class|namespace|enum|union|#|//)\S[^;{}]*\([^{};]*\{\n(?:.*\n)*?\}$", text, re.MULTILINE
+    ):
+        yield m.group().split("(")[0].split()[-1], m.group().count("\n") + 1
+
+
+def test_functions_are_short() -> None:
+    kernels = [p for p in sources(".cpp", ".h") if p.parent.name == "cpu" or "native" in p.parts]
+    files = [p for p in sources(".py", ".cpp", ".h") if p not in kernels]
+    found = [(n, f"{p.relative_to(ROOT)}: {name}, {n} lines") for p in files for name, n in functions(p)]
+    assert len(found) > 1000
+    assert not [text for n, text in found if n > FUNCTION]

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import POINTER, c_int8, c_int32, c_size_t, c_uint8, c_void_p
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,89 @@ class Context:
         ) == len(data)
 
 
+@dataclass(frozen=True)
+class Step:
+    """One operation of a random walk: decode, cut, shift, copy, save, load or clear, of sequence `seq`.
+
+    at: where in the text; n: tokens decoded, or kept by a cut; pos: position of the first one, or -1 to empty `seq`
+    before it.
+    """
+
+    op: str
+    seq: int = 0
+    at: int = 0
+    n: int = 0
+    pos: int = 0
+
+
+def walk_steps(n_steps: int, seed: int, n_text: int) -> Iterator[Step]:
+    """A random walk over two sequences of a text of n_text tokens. It depends on the seed alone, not on any cache."""
+    rng = np.random.default_rng(seed)
+    length = [0, 0]
+    held: dict[int, int] = {}
+    for _ in range(n_steps):
+        seq, op = int(rng.integers(2)), int(rng.integers(20))
+        if op < 12:
+            n = int(rng.integers(1, 6) if rng.integers(3) else rng.integers(30, 250))
+            if length[seq] + n > N_CTX - 8:
+                yield Step("cut", seq, n=0)
+                length[seq] = 0
+            yield Step("decode", seq, int(rng.integers(0, n_text - n)), n, length[seq])
+            length[seq] += n
+        elif op < 15 and length[seq]:
+            length[seq] -= int(rng.integers(1, min(length[seq], 40) + 1))
+            yield Step("cut", seq, n=length[seq])
+        elif op == 15 and length[seq] > 200:
+            yield Step("shift", seq)
+            length[seq] -= 64
+        elif op == 16 and length[seq]:
+            yield Step("copy", seq)
+            length[1 - seq] = length[seq]
+        elif op == 17 and length[seq]:
+            yield Step("save", seq)
+            held[seq] = length[seq]
+        elif op == 18 and seq in held:
+            yield Step("load", seq)
+            length[seq] = held[seq]
+        elif op == 19 and not rng.integers(4):
+            yield Step("clear")
+            length = [0, 0]
+
+
+def walk(c: Context, steps: Sequence[Step], text: list[int]) -> list[np.ndarray[Any, Any]]:
+    """Log-probabilities after each decode of the walk."""
+    out: list[np.ndarray[Any, Any]] = []
+    held: dict[int, bytes] = {}
+    for s in steps:
+        if s.op == "decode":
+            out.append(c.decode(s.seq, text[s.at : s.at + s.n], s.pos))
+            assert np.isfinite(out[-1]).all(), s
+        elif s.op == "cut":
+            assert c.lib.llama_memory_seq_rm(c.memory, s.seq, s.n or -1, -1)
+        elif s.op == "shift":  # context shift: drop 64 tokens behind the first 4
+            assert c.lib.llama_memory_seq_rm(c.memory, s.seq, 4, 68)
+            c.lib.llama_memory_seq_add(c.memory, s.seq, 68, -1, -64)
+        elif s.op == "copy":
+            c.lib.llama_memory_seq_rm(c.memory, 1 - s.seq, -1, -1)
+            c.lib.llama_memory_seq_cp(c.memory, s.seq, 1 - s.seq, -1, -1)
+        elif s.op == "save":
+            held[s.seq] = c.save(s.seq)
+        elif s.op == "load":
+            c.load(s.seq, held[s.seq])
+        else:
+            c.lib.llama_memory_clear(c.memory, True)
+    c.close()
+    return out
+
+
+@lru_cache(maxsize=4)
+def upstream_walk(
+    path: Path, unified: bool, steps: tuple[Step, ...], text: tuple[int, ...]
+) -> list[np.ndarray[Any, Any]]:
+    """What upstream's f16 cache answers: the same for every method that walks these steps."""
+    return walk(Context(path, None, "", 2, unified), steps, list(text))
+
+
 def random_walk(
     path: Path,
     method: str,
@@ -133,77 +218,38 @@ def random_walk(
     """KL divergence from upstream's f16 cache after each decode of a random walk. tokens: what is read, for models
     without a vocabulary.
     """
-    rng = np.random.default_rng(seed)
-    ours, theirs = (
-        Context(path, method, opts, 2, unified),
-        Context(path, None, "", 2, unified),
-    )
-    text = tokens or ours.model.tokenize(TEXT, add_bos=True)
-    kld: list[float] = []
-    length = [0, 0]
-    held: dict[int, tuple[int, list[bytes]]] = {}
-    for step in range(n_steps):
-        seq, op = int(rng.integers(2)), int(rng.integers(20))
-        if op < 12:
-            n = int(rng.integers(1, 6) if rng.integers(3) else rng.integers(30, 250))
-            if length[seq] + n > N_CTX - 8:
-                for c in (ours, theirs):
-                    c.lib.llama_memory_seq_rm(c.memory, seq, -1, -1)
-                length[seq] = 0
-            at = int(rng.integers(0, len(text) - n))
-            p, q = (c.decode(seq, text[at : at + n], length[seq]) for c in (ours, theirs))
-            kld.append(float((np.exp(q) * (q - p)).sum()))
-            assert np.isfinite(p).all(), (seed, step)
-            length[seq] += n
-        elif op < 15 and length[seq]:
-            cut = int(rng.integers(1, min(length[seq], 40) + 1))
-            for c in (ours, theirs):
-                assert c.lib.llama_memory_seq_rm(c.memory, seq, length[seq] - cut, -1)
-            length[seq] -= cut
-        elif op == 15 and length[seq] > 200:  # context shift: drop 64 tokens behind the first 4
-            for c in (ours, theirs):
-                assert c.lib.llama_memory_seq_rm(c.memory, seq, 4, 68)
-                c.lib.llama_memory_seq_add(c.memory, seq, 68, -1, -64)
-            length[seq] -= 64
-        elif op == 16 and length[seq]:
-            for c in (ours, theirs):
-                c.lib.llama_memory_seq_rm(c.memory, 1 - seq, -1, -1)
-                c.lib.llama_memory_seq_cp(c.memory, seq, 1 - seq, -1, -1)
-            length[1 - seq] = length[seq]
-        elif op == 17 and length[seq]:
-            held[seq] = (length[seq], [c.save(seq) for c in (ours, theirs)])
-        elif op == 18 and seq in held:
-            for c, data in zip((ours, theirs), held[seq][1], strict=True):
-                c.load(seq, data)
-            length[seq] = held[seq][0]
-        elif op == 19 and not rng.integers(4):
-            for c in (ours, theirs):
-                c.lib.llama_memory_clear(c.memory, True)
-            length = [0, 0]
-    ours.close()
-    theirs.close()
-    return kld
+    c = Context(path, method, opts, 2, unified)
+    text = tokens or c.model.tokenize(TEXT, add_bos=True)
+    steps = tuple(walk_steps(n_steps, seed, len(text)))
+    assert {s.op for s in steps} >= {"decode", "cut", "copy", "save", "load"}
+    theirs = upstream_walk(path, unified, steps, tuple(text))
+    return [float((np.exp(q) * (q - p)).sum()) for p, q in zip(walk(c, steps, text), theirs, strict=True)]
 
 
-# mean KL divergence allowed; f16 differs by rounding through 8-bit weights
+# KL divergence allowed, mean and worst decode; f16 differs by rounding through 8-bit weights. A decode that reads
+# wrong cells costs several nats: the worst one shows it where codes are good. xquant's presets are worse than that by
+# themselves; its 2-bit codes without sharing hold its store to account.
 WALKS = [
-    ("f16", "", 0.004),
-    ("kivi", "bits=4", 0.03),
-    ("kivi", "bits=4,group=64,scales=u8", 0.05),
-    ("xquant", "", 1.5),
-    ("zipcache", "interval=64,salient=1", 0.06),
-    ("minikv", "bits=4,hh=0.75", 0.05),
-    ("zipcache", "interval=64,salient=0.5", 0.6),
+    ("f16", "", 0.004, 0.03),
+    ("kivi", "bits=4", 0.03, 0.4),
+    ("kivi", "bits=4,group=64,scales=u8", 0.05, 0.5),
+    ("xquant", "", 1.5, 12),
+    ("xquant", "kq=12,vq=12,km=12,vm=12,eta2=0", 0.4, 6),
+    ("zipcache", "interval=64,salient=1", 0.06, 0.4),
+    ("minikv", "bits=4,hh=0.75", 0.05, 0.4),
+    ("zipcache", "interval=64,salient=0.5", 0.6, 6),
 ]
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
-@pytest.mark.parametrize(("method", "opts", "limit"), WALKS, ids=[f"{m}-{o}" for m, o, _ in WALKS])
-def test_random_walk_follows_upstream(demo_model: Path, method: str, opts: str, limit: float, unified: bool) -> None:
+@pytest.mark.parametrize(("method", "opts", "limit", "worst"), WALKS, ids=[f"{m}-{o}" for m, o, *_ in WALKS])
+def test_random_walk_follows_upstream(
+    demo_model: Path, method: str, opts: str, limit: float, worst: float, unified: bool
+) -> None:
     seed = 11
     kld = random_walk(demo_model, method, opts, unified, 120, seed)
     print(f"seed {seed}: {len(kld)} decodes, KLD mean {np.mean(kld):.5f} max {np.max(kld):.5f}")
-    assert len(kld) > 40 and np.mean(kld) < limit
+    assert len(kld) > 40 and np.mean(kld) < limit and np.max(kld) < worst
 
 
 @pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache", "minikv"])
@@ -290,7 +336,10 @@ def test_llama_bench_at_depth(demo_model: Path) -> None:
     )
     assert r.returncode == 0, r.stderr
     rows = json.loads(r.stdout)
-    assert [(x["n_depth"], x["avg_ts"] > 0) for x in rows] == [(300, True)] * 2
+    assert [(x["n_depth"], x["n_prompt"], x["n_gen"]) for x in rows] == [(300, 16, 0), (300, 0, 4)]
+    assert all(x["avg_ts"] > 0 and x["devices"] == "KVQ0" for x in rows)
+    sealed = re.search(r"ggml-kvq: xquant: (\d+) pages sealed", r.stderr)
+    assert sealed and int(sealed[1]) > 0, r.stderr  # what was timed read codes
 
 
 @pytest.mark.parametrize(

@@ -203,3 +203,15 @@ def test_options_have_an_effect(lib, table, method):
             "recent",
         ):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"
+
+
+def test_every_method_is_tried_by_the_walks(table):
+    """A new row cannot be forgotten: the store's own walks and those on a whole model name every method."""
+    import test_lattice_features
+    import test_llama_features
+
+    walked = {method for method, _, *_ in [*test_llama_features.WALKS, *test_lattice_features.WALKS]}
+    assert walked == set(table)
+    store = (ROOT / "tests/native/test_store.cpp").read_text() + (ROOT / "tests/native/test_caches.cpp").read_text()
+    missing = [name for name in table if f'"{name}"' not in store]
+    assert not missing, f"neither test_store.cpp nor test_caches.cpp knows {missing}"

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import object_cache
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +48,7 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-DKVQ_BUILD_TESTS=ON",
         "-DKVQ_SANITIZE=address,undefined",
         "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
+        f"-DCMAKE_CXX_COMPILER_LAUNCHER={object_cache.launcher(ROOT)}",
     ]
     for argv in (
         ["cmake", "-S", str(ROOT), "-B", str(build), *options],
@@ -55,17 +59,37 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build
 
 
-@pytest.mark.parametrize(("name", "args"), RUNS)
-def test_native(build_dir: Path, name: str, args: list[str]) -> None:
+Result = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, build_dir: Path
+) -> Iterator[dict[tuple[str, tuple[str, ...]], Future[Result]]]:
+    """The chosen programs, side by side on all cores."""
     # leaks are looked for in our code; libgomp keeps its team's memory
     env = {
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=1",
         "LSAN_OPTIONS": "suppressions=" + str(ROOT / "tests" / "native" / "lsan.supp"),
     }
-    r = subprocess.run(
-        [str(build_dir / "tests" / name), *args], check=False, capture_output=True, text=True, timeout=900, env=env
-    )
+
+    def run(name: str, args: tuple[str, ...]) -> Result:
+        argv = [str(build_dir / "tests" / name), *args]
+        return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=900, env=env)
+
+    chosen = [
+        (x.callspec.params["name"], tuple(x.callspec.params["args"]))
+        for x in request.session.items
+        if isinstance(x, pytest.Function) and x.fspath == request.fspath and hasattr(x, "callspec")
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {(name, args): pool.submit(run, name, args) for name, args in chosen}
+
+
+@pytest.mark.parametrize(("name", "args"), RUNS)
+def test_native(results: dict[tuple[str, tuple[str, ...]], Future[Result]], name: str, args: list[str]) -> None:
+    r = results[name, tuple(args)].result()
     print(r.stdout[-2000:])
     assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-3000:]
     assert "runtime error" not in r.stderr, r.stderr[-3000:]

@@ -44,6 +44,21 @@ def answers(model, method, opts, state, tokens):
         return log_softmax(np.array(out))
 
 
+@pytest.fixture(scope="module")
+def tokens(model):
+    """A fixed text: limits depend on it."""
+    with Model(model, kv_method="f16", n_ctx=256) as m:
+        tokens = m.tokenize((ROOT / "tests/data/manual.md").read_text(), add_bos=True)[: N_PAST + N_NEW]
+    assert len(tokens) == N_PAST + N_NEW
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def f16(model, tokens, tmp_path_factory):
+    """What all methods are held against, computed once."""
+    return answers(model, "f16", "", tmp_path_factory.mktemp("f16") / "state", tokens)
+
+
 @pytest.mark.parametrize(
     "method, opts",
     [
@@ -55,14 +70,9 @@ def answers(model, method, opts, state, tokens):
         ("higgs", "bits=1,grid=d8"),
     ],
 )
-def test_folding_changes_answers_less_than_codes_do(model, tmp_path, method, opts):
-    text = "\n".join(p.read_text() for p in sorted((ROOT / "docs").rglob("*.md")))
-    with Model(model, kv_method="f16", n_ctx=256) as m:
-        tokens = m.tokenize(text, add_bos=True)[: N_PAST + N_NEW]
-    assert len(tokens) == N_PAST + N_NEW
+def test_folding_changes_answers_less_than_codes_do(model, tokens, f16, tmp_path, method, opts):
     state = tmp_path / "state"
     folded, exact = (answers(model, method, f"{opts},precision={p}", state, tokens) for p in ("int8", "f32"))
-    f16 = answers(model, "f16", "", tmp_path / "f16", tokens)
     kld = float((np.exp(exact) * (exact - folded)).sum(-1).mean())
     codes = float((np.exp(f16) * (f16 - exact)).sum(-1).mean())
     print(f"{method} {opts}: folding {kld:.2e}, codes {codes:.2e} nats")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from ggml_kvq import Model, _paths, cli
+from object_cache import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -52,6 +53,7 @@ def test_build_for_a_llama_cpp_of_your_own(tmp_path: Path, demo_model: Path) -> 
         script.replace("/path/to/llama.cpp", source).replace("model.gguf", str(demo_model)).replace("-j\n", "-j 2\n")
     )
     assert "/path/to" not in script
+    script = script.replace("cmake -B build", f"cmake -B build '-DCMAKE_CXX_COMPILER_LAUNCHER={launcher(tree)}'")
     with open(tmp_path / "log", "w+") as log:
         server = subprocess.Popen(["bash", "-ec", script], cwd=tree, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -326,3 +326,15 @@ def test_a_process_killed_while_it_writes_leaves_whole_states(tmp_path: Path) ->
                 except errors.StateError:
                     assert m.tokens == []
                 part.unlink()
+
+
+def test_a_server_killed_while_it_writes_leaves_no_state_that_lies(tmp_path: Path) -> None:
+    """kill -9 at random moments; 20 times with scripts/kill_while_saving.py."""
+    script = Path(__file__).resolve().parents[1] / "scripts" / "kill_while_saving.py"
+    command = [sys.executable, str(script), "--kills", "4", "--characters", "2500"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)
+    assert counts["refused"] + counts["whole"] + counts["absent"] == 4 and counts["bytes"] > 1 << 20

@@ -5,13 +5,16 @@ generated.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import arch_matrix
 import pytest
-from conftest import run_python
-from ggml_kvq import Model, errors
+from conftest import ROOT, run_python
+from ggml_kvq import Model, _paths, errors
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
 PROMPT, OTHER = "The following options are available:\n", "def main():\n"
@@ -174,3 +177,22 @@ print("both are well")
 def test_a_forked_child_works_or_raises_at_once(parent: str, demo_model: Path) -> None:
     r = run_python(FORK, str(demo_model), parent)
     assert r.returncode == 0 and "both are well" in r.stdout, r.stderr
+
+
+def test_two_threads_of_a_program_make_contexts(tmp_path: Path) -> None:
+    """A C++ program; Model makes one context at a time. What ggml asked in one thread was taken for the other's, and
+    llama.cpp aborted: in one of three runs here, always under the thread sanitizer (scripts/two_contexts.cpp).
+    """
+    program = arch_matrix.compile_program(
+        _paths.lib_dir(), tmp_path / "two_contexts", ROOT / "scripts" / "two_contexts.cpp"
+    )
+    env = {**os.environ, "GGML_BACKEND_PATH": str(_paths.backend())}
+    for method in ("kivi", "minikv"):
+        done = subprocess.run(
+            [str(program), str(DEMO), "8"],
+            env={**env, "KVQ_METHOD": method},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.stdout == "both threads did all\n", done.stdout + done.stderr[-2000:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import ModuleType
 import pytest
 from conftest import ROOT
 from ggml_kvq import errors, llama, loader
+from object_cache import launcher
 
 
 def load_script(name: str) -> ModuleType:
@@ -149,6 +151,7 @@ def test_the_oldest_llama_cpp_builds_and_runs(tmp_path: Path) -> None:
     oldest = min(fetch.OLDER, key=lambda v: [int(x) for x in v.split(".")])
     script = str(ROOT / "scripts" / "check_llama_versions.py")
     command = [sys.executable, script, oldest, "--libraries", "--build", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
+    env = {**os.environ, "CHECK_CXX_LAUNCHER": launcher(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith(f"| {oldest} | 0.15.3 | - |")

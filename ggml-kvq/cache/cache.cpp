@@ -70,7 +70,7 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     l.v.reset(
         new kvq_lane(l.d.v, true, l.d.v.shares_codes ? prev->v.get() : nullptr, &l.spans, &scratch, &counters, device));
     if (!l.k->ok() || !l.v->ok()) { return false; }
-    kvq_layer_parts parts = { device, shared, l.policies };
+    kvq_layer_parts parts(device, shared, l.policies);
     parts.plan = l.d.plan;
     parts.k = l.k.get();
     parts.v = l.v.get();

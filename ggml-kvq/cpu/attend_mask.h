@@ -1,6 +1,15 @@
-// Part of attend.cpp.
+// Which slots of a page a query token sees.
+#pragma once
+
+#include "ggml-kvq.h"
+
+#include <algorithm>
+#include <cstring>
+
+constexpr uint16_t KVQ_F16_NEG_INF = 0xfc00;
+
 // Leading cells that a query token sees without a bias, of a row of its mask.
-int clear_cells(const uint16_t * row, int n) {
+static inline int clear_cells(const uint16_t * row, int n) {
     int i = 0;
     for (; i + 32 <= n; i += 32) {
         uint64_t x[8];
@@ -12,7 +21,7 @@ int clear_cells(const uint16_t * row, int n) {
 }
 
 // Pages with maps all of whose cells every query token sees, or pages without: the heads share their masks.
-bool masks_are_shared(const kvq_attn & p) {
+static inline bool masks_are_shared(const kvq_attn & p) {
     int clear = p.n_kv;
     for (int iq = 0; p.mask && iq < p.n_q; iq++) {
         clear = std::min(clear, clear_cells(p.mask + iq * p.mask_stride_token, p.n_kv));
@@ -26,8 +35,8 @@ bool masks_are_shared(const kvq_attn & p) {
 
 // Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is.
 // clear: as above, for pages with maps.
-bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, int clear, uint16_t * out,
-    const uint16_t ** use) {
+static inline bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, int clear,
+    uint16_t * out, const uint16_t ** use) {
     const int n = page.n_slots;
     const int32_t * map = page.map ? page.map + kvh * p.map_stride : nullptr;
     if (map && page.cell < 0 && -page.cell <= clear) { // nothing to hide
@@ -37,7 +46,7 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_
     if (!page.map && page.cell + n <= p.n_kv) {
         *use = nullptr;
         if (!row) { return true; }
-        constexpr uint64_t hidden = F16_NEG_INF * 0x0001000100010001ull;
+        constexpr uint64_t hidden = KVQ_F16_NEG_INF * 0x0001000100010001ull;
         uint64_t any = 0, seen = 0;
         for (int i = 0; i < n; i += 4) {
             uint64_t x;
@@ -51,8 +60,8 @@ bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_
     bool any = false;
     for (int i = 0; i < n; i++) {
         const int cell = map ? map[i] : page.cell + i;
-        out[i] = cell < 0 || cell >= p.n_kv ? F16_NEG_INF : row ? row[cell] : 0;
-        any |= out[i] != F16_NEG_INF;
+        out[i] = cell < 0 || cell >= p.n_kv ? KVQ_F16_NEG_INF : row ? row[cell] : 0;
+        any |= out[i] != KVQ_F16_NEG_INF;
     }
     *use = out;
     return any;

@@ -1,6 +1,7 @@
 // Choice of the instruction set, once per process. KVQ_ISA names one to force it (portable, avx2, avx512-vnni,
 // neon-dot); a name this CPU cannot run is reported and ignored.
 #include "kernels.h"
+#include "base/settings.h"
 
 #include "engine/host.h"
 #include "lattice.h"
@@ -24,9 +25,9 @@ static const kvq_kernels * const table[] = {
 };
 
 static const kvq_kernels * choose(void) {
-    const char * want = getenv("KVQ_ISA");
+    const char * want = kvq_setting_text(kvq_setting::ISA);
     for (const kvq_kernels * k : table) {
-        if (k->available() && (!want || !*want || !strcmp(want, k->name))) { return k; }
+        if (k->available() && (!*want || !strcmp(want, k->name))) { return k; }
     }
     fprintf(stderr, "ggml-kvq: KVQ_ISA=%s is not available on this CPU, ignored\n", want);
     for (const kvq_kernels * k : table) {

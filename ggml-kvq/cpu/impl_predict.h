@@ -1,4 +1,4 @@
-// Predictions and reconstructed rows (types/predictor.h, cache/chain.h), included by kernels_impl.h. No fused
+// Predictions and reconstructed rows (types/predictor.h, policy/chain.h), included by kernels_impl.h. No fused
 // multiply-add: every instruction set gives the bits of the plain loops.
 
 namespace KVQ_NS {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "ggml-kvq.h"
+#include "base/constants.h"
 #include "engine/turns.h"
 #include "types/predictor.h"
 
@@ -16,9 +17,7 @@
 constexpr int KVQ_MAX_ROWS = 64;
 constexpr int KVQ_WORK_ROWS = 8; // rows a kernel works on at once
 constexpr int KVQ_MAX_RUN = 4;   // pages likewise
-constexpr int KVQ_MAX_CELLS = 256;
-constexpr int KVQ_MAX_HEAD = 1024;
-constexpr int KVQ_N_TYPES = 2; // kvq_type below; lattice blocks have entries of their own
+constexpr int KVQ_N_TYPES = 2;   // kvq_type below; lattice blocks have entries of their own
 
 constexpr float KVQ_FINE = 254.0f; // steps of the low byte of a folded query in one of the high byte
 

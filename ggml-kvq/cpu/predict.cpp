@@ -1,5 +1,3 @@
-#include "predict.h"
-
 #include "engine/host.h"
 #include "kernels.h"
 #include "lattice.h"

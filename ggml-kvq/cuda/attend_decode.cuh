@@ -52,13 +52,18 @@ template <int N, int STEP>
 __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask,
     const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
     if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
+        const int cell = page.cell + slot;
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
+        for (int i = 0; i < N; i++) {
+            mk[0][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[0] + cell) + STEP / 2 * i) : 0;
+        }
+        if (one_mask) {
+#pragma unroll
+            for (int i = 0; i < N; i++) { mk[1][j0 + i] = mk[0][j0 + i]; }
+        } else {
 #pragma unroll
             for (int i = 0; i < N; i++) {
-                mk[e][j0 + i] = !mask[0] ? 0
-                    : e && one_mask      ? mk[0][j0 + i]
-                                         : __ldg((const uint32_t *) (mask[e] + page.cell + slot + STEP * i));
+                mk[1][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[1] + cell) + STEP / 2 * i) : 0;
             }
         }
         return;
@@ -75,6 +80,13 @@ __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
     const int maps = a.map_stride || a.fine ? 2 * DECODE_CELLS * 4 : 0;
     return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + maps + (a.fine ? FINE_TURN : 0);
 }
+
+// of the points
+template <int KB, int VB> __host__ __device__ constexpr int nb_tables() {
+    return KB > LATTICE ? ((4 << cut<KB>::B) + (4 << cut<VB>::B) + 15) / 16 * 16 : 0;
+}
+
+constexpr int LAST_UNITS = 8; // that may be open: 512 cells
 
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
 template <int D, int KB, bool MEANS, int FINE, bool WIDE>
@@ -100,10 +112,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
               kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
-    // the warp's memory: two stages, 8-bit parameters in f16, the pages of four units, cells of two units' slots,
-    // probabilities on their way
+    // points, then what warps have: two stages, 8-bit parameters in f16, the pages of four units, cells of two units'
+    // slots, probabilities on their way; then sums of teams, queries
     const int nb_warp = warp_bytes(a);
-    uint8_t *const stages = memory + warp * nb_warp, *const wide = stages + 2 * a.stage_bytes;
+    uint32_t *const k_table = (uint32_t *) memory, *const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    uint8_t *const stages = memory + nb_tables<KB, VB>() + warp * nb_warp, *const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
     int32_t * const maps = (int32_t *) (ring + 8);
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages),
@@ -111,19 +124,24 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    const int split = blockIdx.x * of.teams + of.team, n_splits = a.n_splits * of.teams;
-    const int unit0 = (int) ((int64_t) n_units * split / n_splits),
-              unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
+    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first, no
+    // two to the same team, and to teams that have one of the others less.
+    const int n_teams = a.n_splits * of.teams, team = of.team * a.n_splits + (int) blockIdx.x;
+    const int n_last = min(LAST_UNITS, min(n_units, n_teams)), share = (n_units - n_last) / n_teams,
+              more = (n_units - n_last) % n_teams; // teams with one more
+    const int begin = n_teams - 1 - team < n_last ? 1 : 0, n_mine = begin + share + (team < more ? 1 : 0),
+              first = team * share + min(team, more) - begin; // unit i of this team is first + i, but for the first
+    int here = 0, next = begin ? n_units - n_teams + team : first; // units `unit` and `unit` + 1 of this team
 
-    const auto copy_pages = [&](int unit) { // of both halves of 32 cells
-        const int half = min(2 * unit + lane / 3, n_halves - 1);
+    const auto copy_pages = [&](int unit, int place) { // of both halves of 32 cells
+        const int half = min(2 * place + lane / 3, n_halves - 1);
         if (lane < 6) {
             copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16,
                 (const char *) &st.pages[half >> a.halves_log2] + lane % 3 * 16);
         }
     };
     const auto copy_maps = [&](int unit, int s0, int s1) { // of halves that are there: 32 cells, 8 pieces
-        const int h = lane / 8, half = 2 * unit + h;
+        const int h = lane / 8, half = 2 * next + h;
         if (lane < 16 && (h ? s1 : s0) >= 0 && ring[unit % 4 * 2 + h].map) {
             copy16(maps_at + (unit % 2 * 64 + lane * 4) * 4,
                 ring[unit % 4 * 2 + h].map + kvh * a.map_stride + (half & (per_page - 1)) * 32 + lane % 8 * 4);
@@ -133,19 +151,14 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int h) {
         const kvq_page & p = ring[unit % 4 * 2 + h];
-        return 2 * unit + h >= n_halves || !p.n_slots ? -1
+        return 2 * next + h >= n_halves || !p.n_slots ? -1
                                                       : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
     };
-    const auto halves_of = [&](int unit, int h0, int h1, half_page(&h)[2]) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const kvq_page & p = ring[unit % 4 * 2 + (i ? h1 : h0)];
-            h[i].k_codes = (const uint8_t *) p.k_codes + (size_t) kvh * a.k.nb_codes;
-            h[i].k_params = (const uint8_t *) p.k_params + (size_t) kvh * a.k.nb_params;
-            h[i].v_codes = (const uint8_t *) p.v_codes + (size_t) kvh * a.v.nb_codes;
-            h[i].v_params = (const uint8_t *) p.v_params + (size_t) kvh * a.v.nb_params;
-            h[i].t = first_cell(2 * unit + (i ? h1 : h0));
-        }
+    const auto ask_open = [&](int unit, int h, int state) { // rows that are not codes, on their way to the L2 cache
+        const kvq_page & p = ring[unit % 4 * 2 + h];
+        const int t = first_cell(2 * next + h);
+        if (state == 0 || state == 2) { prefetch_rows(p.k_codes, (size_t) kvh * a.k.n_cells + t, a.k.stride); }
+        if (state == 0 || state == 1) { prefetch_rows(p.v_codes, (size_t) kvh * a.v.n_cells + t, a.v.stride); }
     };
     if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
         for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) {
@@ -153,16 +166,15 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
         __syncwarp();
     }
-    if (unit0 < unit1) { copy_pages(unit0); }
-    uint8_t * const shared_sums = memory + of.warps * nb_warp; // of teams
+    if (n_mine) { copy_pages(0, next); }
+    uint8_t * const shared_sums = memory + nb_tables<KB, VB>() + of.warps * nb_warp; // of teams
     int sums_turn = 0;
-    uint32_t *const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0)),
-                    *const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
-    float * const coefficients = (float *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
+    // of open keys, then of rotated ones
+    uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
+    float * const coefficients = (float *) (queries + (ROTATED ? 2 : 1) * of.n * S * 32);
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
-        __syncthreads();
     }
 
     const __half * mask[2];
@@ -178,7 +190,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const auto ask_mask = [&](int unit, int s0, int s1) { // of cells 2 * lane, 2 * lane + 1 of a unit without maps
         if ((lane < 16 ? s0 : s1) < 0) { return; }
         const kvq_page & page = ring[unit % 4 * 2 + lane / 16];
-        const int slot = first_cell(2 * unit + lane / 16) + lane % 16 * 2, at = unit % 2 * 64 + 2 * lane;
+        const int slot = first_cell(2 * next + lane / 16) + lane % 16 * 2, at = unit % 2 * 64 + 2 * lane;
         if (mask[0] && !page.map && page.cell + slot + 2 <= a.n_kv) {
             copy4(maps_at + 4 * at, mask[0] + page.cell + slot);
         } else {
@@ -194,15 +206,15 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // l_sealed: of values that lack their mean
     float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f },
           l_sealed[2] = { 0.0f, 0.0f };
-    bool of_codes = CODES;         // o in units of codes: times FROM_V; or rotated
-    uint32_t q[S][2], raw[2] = {}; // q: of column g; raw: scales of a lattice unit on their way
-    bool q_rotated = false;
+    bool of_codes = CODES; // o in units of codes: times FROM_V; or rotated
+    uint32_t raw[2] = {};  // scales of a lattice unit on their way
+    const shared_query q = { queries + of.i * S * 32 + lane }, q_rotated = { q.at + of.n * S * 32 };
     int32_t places[2] = {}; // positions of a unit on their way
-    const auto load_places = [&](int unit, int h0, int h1) {
+    const auto load_places = [&](int unit, int place, int h0, int h1) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             places[i] = __ldg(
-                st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(2 * unit + (i ? h1 : h0)) + lane);
+                st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(2 * place + (i ? h1 : h0)) + lane);
         }
     };
     const auto put_places = [&](int unit) {
@@ -211,14 +223,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         to[lane + 32] = places[1];
         __syncwarp();
     };
-    const auto load_rotated = [&](bool rotated) {
-        const int row = min(row0 + g % per_row, a.n_rows - 1);
-        load_query<D, KB>(a, of, st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head,
-            a.scale * LOG2E, rotated, q);
-        q_rotated = rotated;
-    };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
-    for (int unit = unit0 - 1; unit < unit1; unit++) {
+    for (int unit = -1; unit < n_mine; unit++, here = next, next = first + unit + 1) {
         copies_done();
         state0 = next0;
         state1 = next1;
@@ -228,53 +234,44 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 put_scales<D, KB, VB>(a, stages + unit % 2 * a.stage_bytes, raw);
             }
         }
-        if (unit + 1 < unit1) { // what is sealed of it, ahead of its turn; and the pages of the one after it
+        if (unit + 1 < n_mine) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
             next1 = state_of(unit + 1, 1);
-            if constexpr (FINE) {
+            if (of.i == 0 && lane < 2) { ask_open(unit + 1, lane, lane ? next1 : next0); }
+            if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
-                    const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
+                    const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1, t = first_cell(2 * next + h);
+                    const uint32_t to = stages_at + (unit + 1) % 2 * a.stage_bytes;
                     const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
-                    copy_fine<D, KB, VB, FINE == 2, G>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, page, kvh,
-                        first_cell(2 * unit + 2 + h), true, true);
-                }
-            } else if constexpr (CODES) {
-                if (next0 == 3 || next1 == 3) {
-                    half_page h[2];
-                    halves_of(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0, h);
-                    if constexpr (ROTATED) {
-                        copy_lattice<D, KB, VB>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true, raw);
-                        if constexpr (MEANS) { load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
+                    if constexpr (FINE) {
+                        copy_fine<D, KB, VB, FINE == 2, G>(a, of, to, page, kvh, t, true, true);
+                    } else if constexpr (ROTATED) {
+                        copy_lattice<D, KB, VB>(a, of, to, page, kvh, t, true, true, raw);
+                        if constexpr (MEANS) { load_places(unit + 1, next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                     } else {
-                        copy_stage<D, KB, VB>(a, of, stages_at + (unit + 1) % 2 * a.stage_bytes, h, true, true);
+                        copy_stage<D, KB, VB>(a, of, to, page, kvh, t, true, true);
                     }
                 }
             }
             if (a.map_stride) { copy_maps(unit + 1, next0, next1); }
-            copy_pages(unit + 2);
-            if (by_lane && !a.map_stride && unit >= unit0) { ask_mask(unit + 1, next0, next1); }
+            copy_pages(unit + 2, first + unit + 2);
+            if (by_lane && !a.map_stride && unit >= 0) { ask_mask(unit + 1, next0, next1); }
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
-        if (unit < unit0) {
+        if (unit < 0) {
             early_wait();
-            if (by_lane && !a.map_stride && unit0 < unit1) { ask_mask(unit0, next0, next1); }
+            if (by_lane && !a.map_stride && n_mine) { ask_mask(0, next0, next1); }
+            const auto row_of = [&](int column) {
+                const int row = min(row0 + column % per_row, a.n_rows - 1);
+                return st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head;
+            };
+            // every warp comes here once
+            share_queries<D, KB>(a, of, queries, row_of);
             if constexpr (ROTATED) {
-                load_rotated((next0 >= 0 ? next0 : next1) & 1);
-                if constexpr (MEANS) { // every warp comes here once
-                    mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients);
-                    __syncthreads();
-                }
-                continue;
+                share_rotated<D, KB>(a, of, warp, DECODE_COLUMNS, queries + of.n * S * 32, row_of);
             }
-            const int row = min(row0 + g % per_row, a.n_rows - 1);
-            const float * p = st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head;
-            const float f = a.scale * LOG2E;
-#pragma unroll
-            for (int s = 0; s < S; s++) {
-                const float4 x = load_four(of, p, channel_of<D, KB>(c, s));
-                q[s][0] = pack_half2(x.x * f, x.z * f);
-                q[s][1] = pack_half2(x.y * f, x.w * f);
-            }
+            if constexpr (MEANS) { mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients); }
+            __syncthreads();
             continue;
         }
         uint8_t * stage = stages + unit % 2 * a.stage_bytes;
@@ -292,7 +289,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         if (by_lane && a.map_stride && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
             int32_t * const at = maps + unit % 2 * 64 + 2 * lane;
             *at = (int32_t) mask_pair(
-                a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2 * unit + lane / 16) + lane % 16 * 2);
+                a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2 * here + lane / 16) + lane % 16 * 2);
         }
         if (state0 == 3 || state1 == 3) { arrange(); }
         bool staged = true;
@@ -311,42 +308,35 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             } else if constexpr (FINE) { // this thread has cells of both halves
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int from = both ? h : first, slot = first_cell(2 * unit + from) + 2 * g;
+                    const int from = both ? h : first, slot = first_cell(2 * here + from) + 2 * g;
                     const kvq_page & page = ring[unit % 4 * 2 + from];
                     load_mask<2, 16>(a, mask, one_mask, page,
                         a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2 * g : page.map + slot, slot, 2 * h, mk);
                 }
             } else {
-                const int slot = first_cell(2 * unit + kh) + in_half;
+                const int slot = first_cell(2 * here + kh) + in_half;
                 load_mask<4, 4>(a, mask, one_mask, kp,
                     a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
             }
-            if constexpr (FINE) {
+            if constexpr (CODES) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
                     staged = false;
-                    const int h = both ? lane / 16 : first;
-                    __syncwarp();
+                    const int h = both ? lane / 16 : first, t = first_cell(2 * here + h);
+                    const uint32_t to = stages_at + unit % 2 * a.stage_bytes;
                     const kvq_page & page = ring[unit % 4 * 2 + h];
-                    copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, stages_at + unit % 2 * a.stage_bytes, page, kvh,
-                        first_cell(2 * unit + h), now & 1, now & 2);
-                    copies_done();
-                    arrange();
-                }
-            } else if constexpr (CODES) {
-                if (now > 0 && !(now == 3 && staged)) {
-                    staged = false;
-                    half_page h[2];
-                    halves_of(unit, both ? 0 : first, both ? 1 : first, h);
                     __syncwarp();
-                    if constexpr (ROTATED) {
-                        copy_lattice_late<D, KB, VB>(a, of, stage, h[0], h[1], now & 1, now & 2);
-                        if constexpr (MEANS) {
-                            load_places(unit, both ? 0 : first, both ? 1 : first);
-                            put_places(unit);
-                        }
+                    if constexpr (FINE) {
+                        copy_fine_late<D, KB, VB, FINE == 2, G>(a, of, to, page, kvh, t, now & 1, now & 2);
+                    } else if constexpr (ROTATED) {
+                        copy_lattice_late<D, KB, VB>(a, of, stage, page, kvh, t, now & 1, now & 2);
                     } else {
-                        copy_stage_late<D, KB, VB>(
-                            a, of, stages_at + unit % 2 * a.stage_bytes, h[0], h[1], now & 1, now & 2);
+                        copy_stage_late<D, KB, VB>(a, of, to, page, kvh, t, now & 1, now & 2);
+                    }
+                    if constexpr (MEANS) {
+                        load_places(unit, here, both ? 0 : first, both ? 1 : first);
+                        put_places(unit);
+                    }
+                    if constexpr (!ROTATED) {
                         copies_done();
                         arrange();
                     }
@@ -354,8 +344,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
             float s[4][4], base[4] = {};
             if constexpr (ROTATED) {
-                if (q_rotated != (now & 1)) { load_rotated(now & 1); }
-                if (now & 1) { score_lattice<D, KB, VB>(k_table, q, stage, s); }
+                if (now & 1) { score_lattice<D, KB, VB>(k_table, q_rotated, stage, s); }
                 if constexpr (MEANS) {
                     if (now & 1) {
                         add_means<D, KB>(
@@ -371,16 +360,26 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 if constexpr (FINE) {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const int from = both ? j / 2 : first, t = first_cell(2 * unit + from) + j % 2 * 16 + 2 * g;
-                        score_open_pair<D, KB, false>(of, q,
+                        const int from = both ? j / 2 : first, t = first_cell(2 * here + from) + j % 2 * 16 + 2 * g;
+                        float x[4]; // in memory for the call, s is not
+                        score_fine_open_rows<D, KB>(of, q,
                             (const uint16_t *) ring[unit % 4 * 2 + from].k_codes +
                                 ((size_t) kvh * a.k.n_cells + t) * a.k.stride + of.first(),
-                            a.k.stride, s[j]);
+                            a.k.stride, x);
+#pragma unroll
+                        for (int i = 0; i < 4; i++) { s[j][i] = x[i]; }
                     }
                 } else {
                     const uint16_t * rows = (const uint16_t *) kp.k_codes +
-                        ((size_t) kvh * a.k.n_cells + first_cell(2 * unit + kh) + in_half) * a.k.stride + of.first();
-                    score_open<D, KB, false>(of, q, rows, a.k.stride, s);
+                        ((size_t) kvh * a.k.n_cells + first_cell(2 * here + kh) + in_half) * a.k.stride + of.first();
+                    if constexpr (CODES) {
+                        float x[4][4]; // in memory for the call, s is not
+                        score_open_rows<D, KB>(of, q, rows, a.k.stride, x);
+#pragma unroll
+                        for (int i = 0; i < 16; i++) { s[i / 4][i % 4] = x[i / 4][i % 4]; }
+                    } else {
+                        score_open<D, KB, false>(of, q, rows, a.k.stride, s);
+                    }
                 }
             }
             if (by_lane) {
@@ -448,7 +447,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 }
                 if (now & 2) {
                     if constexpr (ROTATED) {
-                        accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
+                        accumulate_lattice<D, KB, VB, 1>(v_table, stage, p, o);
                     } else if constexpr (FINE) {
                         accumulate_fine<D, KB, VB, G>(stage, params, p, o, oz);
                     } else if (a.v_group_log2 == 4) {
@@ -459,11 +458,23 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 }
             }
             if (!(now & 2)) {
-                const int t = first_cell(2 * unit + vh) + c % 2 * 16;
+                const int t = first_cell(2 * here + vh) + c % 2 * 16;
                 const uint16_t * rows =
                     (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first();
-                if constexpr (FINE) {
-                    accumulate_fine_open<D, VB>(of, rows, a.v.stride, p, o);
+                if constexpr (CODES) {
+                    uint32_t y[4][2]; // in memory for the call, p and o are not
+                    float x[S][4];
+#pragma unroll
+                    for (int i = 0; i < 8; i++) { y[i / 2][i % 2] = p[i / 2][i % 2]; }
+#pragma unroll
+                    for (int i = 0; i < 4 * S; i++) { x[i / 4][i % 4] = o[i / 4][i % 4]; }
+                    if constexpr (FINE) {
+                        accumulate_fine_open_rows<D, VB>(of, rows, a.v.stride, y, x);
+                    } else {
+                        accumulate_open_rows<D, VB>(of, rows, a.v.stride, y, x);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4 * S; i++) { o[i / 4][i % 4] = x[i / 4][i % 4]; }
                 } else {
                     accumulate_open<D, VB, false>(of, rows, a.v.stride, p, o);
                 }
@@ -473,11 +484,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // this thread's columns, over all cells of the warp
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    if constexpr (ROTATED) {
-        if (of_codes) { rotate_output<D>(a, of, shared_sums, sums_turn, o); } // of_codes is the same in a team
-        if (WIDE) { __syncthreads(); }
-        of_codes = false;
-    }
     typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
     sums_type & sums = *(sums_type *) memory;
 #pragma unroll
@@ -492,8 +498,10 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         if (g == 0) {
             sums.m[warp][2 * c + e] = m[e];
             sums.l[warp][2 * c + e] = l[e];
+            if constexpr (MEANS) { sums.l_sealed[warp][2 * c + e] = l_sealed[e]; }
+            if (ROTATED) { sums.as_is[warp] = !of_codes; }
         }
-        const float f = of_codes ? FROM_V : 1.0f;
+        const float f = of_codes && !ROTATED ? FROM_V : 1.0f;
         if constexpr (FINE) {
 #pragma unroll
             for (int k = 0; k < S; k++) {
@@ -508,22 +516,13 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     ? __shfl_sync(~0u, oz[e],
                           (WIDE ? (32 * i + 4 * g) >> a.v_group_log2 : (32 * i + 4 * g) / a.v.group) * 4 + c)
                     : 0.0f;
-                float4 y = make_float4(fmaf(o[2 * i][e], f, z), fmaf(o[2 * i][2 + e], f, z),
-                    fmaf(o[2 * i + 1][e], f, z), fmaf(o[2 * i + 1][2 + e], f, z));
-                if constexpr (MEANS) {
-                    const float4 mu =
-                        __ldg((const float4 *) (a.v_mean + kvh * of.head(a) + of.first() + of.near(32 * i + 4 * g, 4)));
-                    y.x = fmaf(l_sealed[e], mu.x, y.x);
-                    y.y = fmaf(l_sealed[e], mu.y, y.y);
-                    y.z = fmaf(l_sealed[e], mu.z, y.z);
-                    y.w = fmaf(l_sealed[e], mu.w, y.w);
-                }
-                *(float4 *) &sums.o[warp][2 * c + e][32 * i + 4 * g] = y;
+                *(float4 *) &sums.o[warp][2 * c + e][32 * i + 4 * g] = make_float4(fmaf(o[2 * i][e], f, z),
+                    fmaf(o[2 * i][2 + e], f, z), fmaf(o[2 * i + 1][e], f, z), fmaf(o[2 * i + 1][2 + e], f, z));
             }
         }
     }
     __syncthreads();
-    merge_rows<D>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
+    merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
 }
 
 // Launches, or with `occupancy` tells how many blocks a multiprocessor holds; 0: there is not room for one.
@@ -535,11 +534,10 @@ void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * 
     } else if (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
-    const size_t tables = KB > LATTICE
-        ? 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0)
-        : 0;
+    const size_t shared = nb_tables<KB, VB>() + (KB > LATTICE ? 2 : 1) * (16 * (size_t) D << a.slices_log2) +
+        (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0); // points, queries, coefficients
     const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + tables,
+        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
             sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
     };
     static kvq_shared_limit limit;

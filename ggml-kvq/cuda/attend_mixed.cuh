@@ -557,7 +557,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
         }
     }
     __syncthreads();
-    merge_rows<D>(a, of, sums, is, kvh, row0, min(DECODE_COLUMNS, a.n_rows - row0), a.n_splits);
+    merge_rows<D, false, false>(a, of, sums, is, kvh, row0, min(DECODE_COLUMNS, a.n_rows - row0), a.n_splits);
 }
 
 template <int D, int HI, int LO, bool WIDE>

@@ -14,8 +14,7 @@
 // them: then the output is written when every block has taken its rows (n_taken).
 #pragma once
 
-#include "decode_lattice.cuh"
-#include "decode_products.cuh"
+#include "decode_merge.cuh"
 
 #include <algorithm>
 
@@ -29,9 +28,12 @@ template <int D> struct open_place {
     static __device__ __forceinline__ int value(int cell) { return V + cell * STEP + cell / 16 * 16; }
 };
 
+constexpr int SHORT_TEAM = TEAM_BYTES / 2; // teams add up once
+
 template <int D, bool WIDE> struct short_sums { // sums of a column: o relative to exp2(m), l likewise
     static constexpr int WARPS = most_warps<WIDE, true>();
     float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS];
+    bool as_is[WARPS]; // lattice: o of a warp is not rotated
     int last;
 };
 
@@ -138,17 +140,11 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     int new_k = -1, new_v = -1; // of row `lane` of this step: its cell among the warp's
     uint32_t raw[2] = {};       // scales of lattice pages on their way
     if (CODES && state > 0) {
-        half_page h[2];
-        h[0].k_codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes;
-        h[0].k_params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
-        h[0].v_codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes;
-        h[0].v_params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
-        h[0].t = t0;
-        h[1] = h[0]; // takes both places
+        // takes both places
         if constexpr (ROTATED) {
-            copy_lattice<D, KB, VB>(a, of, stage_at, h, state & 1, state & 2, raw);
+            copy_lattice<D, KB, VB>(a, of, stage_at, page, kvh, t0, state & 1, state & 2, raw);
         } else if constexpr (CODES) {
-            copy_stage<D, KB, VB>(a, of, stage_at, h, state & 1, state & 2);
+            copy_stage<D, KB, VB>(a, of, stage_at, page, kvh, t0, state & 1, state & 2);
         }
     }
     if (state == 0 || state == 2) { copy_open<D, false>(of, open_at, k_rows, a.k.stride); }
@@ -156,13 +152,14 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     // scores do not wait for them
     if (state == 0 || state == 1) { copy_open<D, true>(of, open_at, v_rows, a.v.stride); }
     copies_part();
-    uint32_t *const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0)),
+    uint32_t *const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * SHORT_TEAM : 0)),
                     *const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    // of open keys, then of rotated ones: lattice
+    uint2 * const queries = (uint2 *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
         if (state > 0) { put_scales<D, KB, VB>(a, stage, raw); }
-        __syncthreads();
     }
     if (state == 0 && lane < a.n_new) {
         const int64_t dk = a.fresh[0].to[lane] + kvh * a.fresh[0].head_stride + of.first() - k_rows,
@@ -185,22 +182,24 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
 
     early_wait();
     uint32_t q[S][2]; // of column g
-    {
+    if constexpr (ROTATED) {
+        const auto row_of = [&](int column) { return st.q + (head0 + min(column, last)) * a.q_stride_head; };
+        share_queries<D, KB>(a, of, queries, row_of);
+        share_rotated<D, KB>(a, of, warp, DECODE_COLUMNS, queries + of.n * S * 32, row_of);
+        __syncthreads();
+    } else {
         const float * p = st.q + (head0 + min(g & (per_row - 1), last)) * a.q_stride_head;
         const float f = a.scale * LOG2E;
-        if constexpr (ROTATED) {
-            load_query<D, KB>(a, of, p, f, state > 0 && (state & 1), q);
-        } else {
-            float4 x[S];
+        float4 x[S];
 #pragma unroll
-            for (int s = 0; s < S; s++) { x[s] = load_four(of, p, channel_of<D, KB>(c, s)); }
+        for (int s = 0; s < S; s++) { x[s] = load_four(of, p, channel_of<D, KB>(c, s)); }
 #pragma unroll
-            for (int s = 0; s < S; s++) {
-                q[s][0] = pack_half2(x[s].x * f, x[s].z * f);
-                q[s][1] = pack_half2(x[s].y * f, x[s].w * f);
-            }
+        for (int s = 0; s < S; s++) {
+            q[s][0] = pack_half2(x[s].x * f, x[s].z * f);
+            q[s][1] = pack_half2(x[s].y * f, x[s].w * f);
         }
     }
+    const shared_query q_open = { queries + of.i * S * 32 + lane }, q_rotated = { q_open.at + of.n * S * 32 };
     uint32_t mk[2][4];
     if (!page.map && page.cell + t0 + 32 <= a.n_kv) {
 #pragma unroll
@@ -257,11 +256,13 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         float unit_k = 1.0f;
         if (CODES && (state & 1)) {
             if constexpr (ROTATED) {
-                score_lattice<D, KB, VB>(k_table, q, stage, s);
+                score_lattice<D, KB, VB>(k_table, q_rotated, stage, s);
             } else if constexpr (CODES) {
                 score<D, KB, VB>(a, q, stage, params, s, base);
                 unit_k = FROM_K;
             }
+        } else if constexpr (ROTATED) {
+            score_open<D, KB, true>(of, q_open, open + open_place<D>::key(in_half), open_place<D>::STEP, s);
         } else {
             score_open<D, KB, true>(of, q, open + open_place<D>::key(in_half), open_place<D>::STEP, s);
         }
@@ -299,8 +300,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         copies_done();
         if (CODES && (state & 2)) {
             if constexpr (ROTATED) {
-                accumulate_lattice<D, KB, VB>(v_table, stage, p, o);
-                rotate_output<D>(a, of, shared_sums, sums_turn, o);
+                accumulate_lattice<D, KB, VB, 1>(v_table, stage, p, o);
             } else if constexpr (CODES) {
                 accumulate<D, KB, VB, false>(a, stage, params, p, o, oz);
             }
@@ -334,6 +334,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         if (g == 0) {
             sums.m[warp][2 * c + e] = m[e];
             sums.l[warp][2 * c + e] = l[e];
+            if (ROTATED) { sums.as_is[warp] = !(state > 0 && (state & 2)); }
         }
 #pragma unroll
         for (int i = 0; i < D / 32; i++) {
@@ -359,18 +360,12 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         const float mine_m = lane < n_sources ? sums.m[w][col] : -INFINITY, top = warp_max(mine_m);
         const float f = mine_m == -INFINITY ? 0.0f : exp2_fast(mine_m - top),
                     sum = warp_sum(lane < n_sources ? f * sums.l[w][col] : 0.0f);
-        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-        for (int i = 0; i < n_sources; i++) {
-            const float fi = __shfl_sync(~0u, f, i);
-            const float4 y =
-                *(const float4 *) &sums
-                     .o[(i >> a.k_parts_log2) * of.n + slice][(i & parts) * per_row + r][lane % (D / 4) * 4];
-            x.x += fi * y.x;
-            x.y += fi * y.y;
-            x.z += fi * y.z;
-            x.w += fi * y.w;
-        }
+        const float4 x = sum_sources<D, ROTATED>(
+            a, of, slice, n_sources, f,
+            [&](int i, int of_slice) {
+                return sums.o[(i >> a.k_parts_log2) * of.n + of_slice][(i & parts) * per_row + r];
+            },
+            [&](int i) { return sums.as_is[(i >> a.k_parts_log2) * of.n]; });
         if (lane < D / 4 && (!WIDE || channel < size)) {
             if (n_blocks == 1) {
                 finish_row(a, is, head0 + r, channel, x, top, sum);
@@ -428,14 +423,14 @@ void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * 
     size_t tables = 0;
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
-        tables = 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B));
+        tables = 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (32 * (size_t) D << a.slices_log2);
     } else if constexpr (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
     const auto bytes = [&](int n_warps) {
         return std::max(n_warps *
                     ((size_t) a.stage_bytes + a.stage_wide + open_place<D>::BYTES +
-                        (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) +
+                        (WIDE && a.slices_log2 ? SHORT_TEAM : 0)) +
                 tables,
             sizeof(short_sums<D, WIDE>));
     };

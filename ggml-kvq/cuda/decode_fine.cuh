@@ -27,37 +27,8 @@ template <int D, int G> __device__ __forceinline__ constexpr int value_piece(int
     return 256 * D / G + (group * 16 + (i ^ (group & 1))) * 16;
 }
 
-// Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. page, t:
-// of this lane's half, of cell t on in the page. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step,
+// Asks for what a unit holds, as copy_stage does. 8-bit parameters (BYTES) arrive as 8 bytes a lane and step,
 // followed by the ranges of both halves.
-template <int D, int W, typename X>
-__device__ __forceinline__ void copy_fine_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
-    constexpr int N = D * W / 32 * 4; // pieces of a tile
-    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N,
-              left = step - of.i * N;
-    codes += (t / 16 * step + of.i * N + r) * 16;
-    to += half * (N * 32);
-#pragma unroll
-    for (int k = 0; k < N / 8; k++) {
-        const int tile = 2 * half + (N == 8 ? r / 8 : 16 * k / N), skipped = X::WIDE ? 16 * k / N * (step - N) * 16 : 0;
-        if (!X::WIDE || 16 * k % N + r < left) { copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256 + skipped); }
-    }
-}
-
-template <int D, int W, typename X>
-__device__ __forceinline__ void copy_fine_values(
-    const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks, int n_tiles) {
-    constexpr int N = 4 * W; // pieces of half a tile
-    const int r = threadIdx.x % 16, chunk = threadIdx.x / 16 % 2 * W + r % N / 4;
-    const int first = of.i * (D / 16) + r / N; // tile
-    codes += first * n_chunks * 64 + t / 32 * (N * 16) + r % N * 16;
-    to += r / N * (N * 32) + chunk / 2 * 128 + ((chunk % 2 * 4 + r % 4) ^ 2 * (chunk / 2 % 4)) * 16;
-#pragma unroll
-    for (int k = 0; k < D * W / 64; k++, codes += 256 / W * n_chunks) {
-        if (!X::WIDE || first + 4 / W * k < n_tiles) { copy16(to + k * 512, codes); }
-    }
-}
-
 template <int D, int KB, int VB, bool BYTES, int G, typename X>
 __device__ __forceinline__ void copy_fine(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
     int kvh, int t, bool keys, bool values) {
@@ -68,9 +39,9 @@ __device__ __forceinline__ void copy_fine(const kvq_attend_args & a, const X & o
     if (keys) {
         const uint8_t *codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes,
                       *params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
-        copy_fine_keys<D, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
+        copy_keys<D, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
         if constexpr (cut<KB>::high) {
-            copy_fine_keys<D, 1>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
+            copy_keys<D, 1>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
         }
         const uint32_t at = to + map::K_PARAMS;
         if (BYTES && r == 0) { copy8(at + 8 * D + half * 8, params); }
@@ -95,9 +66,9 @@ __device__ __forceinline__ void copy_fine(const kvq_attend_args & a, const X & o
     if (values) {
         const uint8_t *codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes,
                       *params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
-        copy_fine_values<D, map::WV>(of, to + map::V, codes, t, a.v.n_chunks[0], a.v.n_tiles);
+        copy_values<D, map::WV>(of, to + map::V, codes, t, a.v.n_chunks[0], a.v.n_tiles);
         if constexpr (cut<VB>::high) {
-            copy_fine_values<D, 1>(of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles);
+            copy_values<D, 1>(of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles);
         }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
         if (BYTES && r == 0) { copy8(at + 8 * D + half * 8, params); }
@@ -174,11 +145,12 @@ __device__ __forceinline__ void arrange_fine(const kvq_attend_args & a, uint8_t 
 // Scores of sealed keys, zeros' share included. A piece of zeros is a left operand as it lies there: its first step
 // in rows g, its second in rows g + 8; each is multiplied with either step's q, and of those products one row
 // counts.
-template <int D, int KB, int VB, int G>
+template <int D, int KB, int VB, int G, typename Q>
 __device__ __forceinline__ void score_fine(
-    const uint32_t (&q)[D / 16][2], const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
+    const Q & q, const uint8_t * stage, const uint8_t * params, float (&s)[4][4]) {
     using map = stage_map<D, KB, VB>;
-    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4, EACH = G / 16; // EACH: j of a group
+    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4, EACH = G / 16, // EACH: j of a group
+        AT_ONCE = steps_at_once<Q>;
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST));
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     float zeros[2][4] = {};
@@ -186,7 +158,7 @@ __device__ __forceinline__ void score_fine(
     for (int j = 0; j < 4; j++) { s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0.0f; }
     const uint8_t *words = stage + map::K + g % 2 * 8, *words1 = stage + map::K_HIGH + g % 2 * 8;
     uint2 x[4], h[4];
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int u = 0; u < S / 2; u++) { // 8 channels
         const int i = channel_of<D, KB>(c, 2 * u) / 8;
         if (S < P ? u == 0 : 2 * u % P == 0) {
@@ -209,10 +181,11 @@ __device__ __forceinline__ void score_fine(
 #pragma unroll
         for (int v = 0; v < 2; v++) {
             const int t = 2 * u + v;
-            const float weight = exp2_of(K_BOOST - W * (S < P ? t : t % P));
-            mma(zeros[v], { zero.x, zero.y, zero.z, zero.w }, q[t][0], q[t][1]);
-            weighted[v][0] = mul2(q[t][0], weight);
-            weighted[v][1] = mul2(q[t][1], weight);
+            const uint2 qt = query_of(q, t);
+            const uint32_t weight = plane_weight(K_BOOST - W * (S < P ? t : t % P));
+            mma(zeros[v], { zero.x, zero.y, zero.z, zero.w }, qt.x, qt.y);
+            weighted[v][0] = mul2(qt.x, weight);
+            weighted[v][1] = mul2(qt.y, weight);
         }
         uint32_t scaled[2][2];
 #pragma unroll
@@ -346,6 +319,30 @@ __device__ __forceinline__ void accumulate_fine_open(
             mma(o[k], f, p0, p1);
         }
     }
+}
+
+// functions of their own, as score_open_rows is
+template <int D, int KB, typename X>
+__device__ __noinline__ void score_fine_open_rows(
+    const X of, const shared_query q, const uint16_t * rows, int stride, float (&s)[4]) {
+    float x[4];
+    score_open_pair<D, KB, false>(of, q, rows, stride, x);
+#pragma unroll
+    for (int i = 0; i < 4; i++) { s[i] = x[i]; }
+}
+
+template <int D, int VB, typename X>
+__device__ __noinline__ void accumulate_fine_open_rows(
+    const X of, const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+    uint32_t q[4][2];
+    float x[D / 16][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) { q[i / 2][i % 2] = p[i / 2][i % 2]; }
+#pragma unroll
+    for (int i = 0; i < D / 4; i++) { x[i / 4][i % 4] = o[i / 4][i % 4]; }
+    accumulate_fine_open<D, VB>(of, rows, stride, q, x);
+#pragma unroll
+    for (int i = 0; i < D / 4; i++) { o[i / 4][i % 4] = x[i / 4][i % 4]; }
 }
 
 } // namespace

@@ -30,14 +30,11 @@ __device__ __forceinline__ void load_table(uint32_t * to, const float * points, 
 }
 
 // this lane's two cells, 2*lane and 2*lane + 1 of the 64, as the block holds them; an 8-bit pair with its top in the
-// upper half
-__device__ __forceinline__ uint32_t load_scales(
-    const kvq_affine_geometry & g, const uint8_t * a, int ta, const uint8_t * b, int tb) {
-    const int lane = threadIdx.x % 32;
-    const uint8_t * p = lane < 16 ? a : b;
-    const int t = (lane < 16 ? ta : tb) + lane % 16 * 2;
-    return g.scale ? *(const uint16_t *) (p + 2 + t) | (uint32_t) *(const uint16_t *) p << 16
-                   : *(const uint32_t *) (p + 2 * t);
+// upper half. t: as copy_stage takes it
+__device__ __forceinline__ uint32_t load_scales(const kvq_affine_geometry & g, const uint8_t * params, int t) {
+    t += threadIdx.x % 16 * 2;
+    return g.scale ? *(const uint16_t *) (params + 2 + t) | (uint32_t) *(const uint16_t *) params << 16
+                   : *(const uint32_t *) (params + 2 * t);
 }
 
 __device__ __forceinline__ float2 two_scales(const kvq_affine_geometry & g, uint32_t raw) {
@@ -58,60 +55,67 @@ __device__ __forceinline__ void put_scales(const kvq_attend_args & a, uint8_t * 
     __syncwarp();
 }
 
-// asks for what two halves hold; the scales are on their way into registers
+// asks for what a unit holds, as copy_stage does; the scales are on their way into registers
 template <int D, int KB, int VB, typename X>
-__device__ __forceinline__ void copy_lattice(const kvq_attend_args & a, const X & x, uint32_t to,
-    const half_page (&h)[2], bool keys, bool values, uint32_t (&raw)[2]) {
+__device__ __forceinline__ void copy_lattice(const kvq_attend_args & a, const X & of, uint32_t to,
+    const kvq_page & page, int kvh, int t, bool keys, bool values, uint32_t (&raw)[2]) {
     using map = lattice_map<D, KB, VB>;
     if (keys) {
-        copy_keys<map::VECS, map::WK>(x, to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t, a.k.n_chunks[0]);
-        if (cut<KB>::high) {
-            copy_keys<map::VECS, map::HIGH>(x, to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t,
-                h[1].k_codes + a.k.offset[1], h[1].t, a.k.n_chunks[1]);
+        const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes;
+        copy_keys<map::VECS, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
+        if constexpr (cut<KB>::high) {
+            copy_keys<map::VECS, map::HIGH>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
         }
-        raw[0] = load_scales(a.k, h[0].k_params, h[0].t, h[1].k_params, h[1].t);
+        raw[0] = load_scales(a.k, (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params, t);
     }
     if (values) {
-        copy_values<map::VECS, map::WV>(
-            x, to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0], a.v.n_tiles);
-        if (cut<VB>::high) {
-            copy_values<map::VECS, map::HIGH>(x, to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t,
-                h[1].v_codes + a.v.offset[1], h[1].t, a.v.n_chunks[1], a.v.n_tiles);
+        const uint8_t * codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes;
+        copy_values<map::VECS, map::WV>(of, to + map::V, codes, t, a.v.n_chunks[0], a.v.n_tiles);
+        if constexpr (cut<VB>::high) {
+            copy_values<map::VECS, map::HIGH>(
+                of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles);
         }
-        raw[1] = load_scales(a.v, h[0].v_params, h[0].t, h[1].v_params, h[1].t);
+        raw[1] = load_scales(a.v, (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params, t);
     }
 }
 
 template <int D, int KB, int VB, typename X>
-__device__ __noinline__ void copy_lattice_late(
-    const kvq_attend_args & a, const X x, uint8_t * stage, half_page h0, half_page h1, bool keys, bool values) {
-    const half_page h[2] = { h0, h1 };
+__device__ __noinline__ void copy_lattice_late(const kvq_attend_args & a, const X of, uint8_t * stage,
+    const kvq_page & page, int kvh, int t, bool keys, bool values) {
     uint32_t raw[2] = {};
-    copy_lattice<D, KB, VB>(a, x, (uint32_t) __cvta_generic_to_shared(stage), h, keys, values, raw);
+    copy_lattice<D, KB, VB>(a, of, (uint32_t) __cvta_generic_to_shared(stage), page, kvh, t, keys, values, raw);
     copies_done();
     put_scales<D, KB, VB>(a, stage, raw);
 }
 
-// bits [at, at + n) of x, n bits, at bit `to`
-__device__ __forceinline__ uint32_t field(uint32_t x, int at, int n, int to) {
-    return (at >= to ? x >> (at - to) : x << (to - at)) & (uint32_t) (((1 << n) - 1) << to);
-}
-
-// the point at an index: W bits of x from bit `at` on, with 6 bits the upper two in `high` from `at_high` on
+// The points at four indices of B bits in the bytes of x, each in its byte's bits from `at` on; with 6 bits the upper
+// two in those of `high` from `at_high` on.
 template <int B>
-__device__ __forceinline__ uint32_t look_up(const uint32_t * table, uint32_t x, int at, uint32_t high, int at_high) {
-    uint32_t offset = field(x, at, cut<B>::W, 2);
-    if (cut<B>::high) { offset |= field(high, at_high, 2, 6); }
-    return *(const uint32_t *) ((const char *) table + offset);
+__device__ __forceinline__ void look_up(
+    const uint32_t * table, uint32_t x, int at, uint32_t high, int at_high, uint32_t (&out)[4]) {
+    constexpr int W = cut<B>::W;
+    if constexpr (W == 8) { // as they are
+#pragma unroll
+        for (int i = 0; i < 4; i++) { out[i] = table[__byte_perm(x, 0, 0x4440 + i)]; }
+        return;
+    }
+    // four times the index: offsets in bytes
+    uint32_t offsets = rotate(x, at - 2) & (((1 << W) - 1) << 2) * 0x01010101u;
+    if constexpr (cut<B>::high) { offsets |= rotate(high, at_high - 6) & 0xc0c0c0c0u; }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out[i] = *(const uint32_t *) ((const char *) table + __byte_perm(offsets, 0, 0x4440 + i));
+    }
 }
 
-template <int D, int KB, int VB>
+// AT_ONCE: loops are unrolled, or one step at a time where code has to be short.
+template <int D, int KB, int VB, typename Q>
 __device__ __forceinline__ void score_lattice(
-    const uint32_t * table, const uint32_t (&q)[D / 16][2], const uint8_t * stage, float (&s)[4][4]) {
+    const uint32_t * table, const Q & q, const uint8_t * stage, float (&s)[4][4]) {
     using map = lattice_map<D, KB, VB>;
-    // P: steps of a chunk
+    // P: steps of a chunk; a pair of them takes the four bytes of a word's plane
     constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = map::VECS * W / 32 * 4,
-                  N_HIGH = map::VECS * map::HIGH / 32 * 4;
+                  N_HIGH = map::VECS * map::HIGH / 32 * 4, AT_ONCE = steps_at_once<Q>;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
     const uint8_t *words = stage + map::K + tile * N * 16 + g % 2 * 8,
                   *words1 = stage + map::K_HIGH + tile * N_HIGH * 16 + g % 2 * 8;
@@ -120,30 +124,38 @@ __device__ __forceinline__ void score_lattice(
 #pragma unroll
         for (int e = 0; e < 4; e++) { s[j][e] = 0.0f; }
     }
+    uint2 x[4], h[4] = {};
+#pragma unroll AT_ONCE
+    for (int u = 0; u < S / 2; u++) { // two steps
+        if (S < P ? u == 0 : 2 * u % P == 0) {
+            const int chunk = S < P ? c / 2 : c + 4 * (2 * u / P);
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        uint2 x, h = {};
-#pragma unroll
-        for (int t = 0; t < S; t++) {
-            if (S < P ? t == 0 : t % P == 0) {
-                const int chunk = S < P ? c / 2 : c + 4 * (t / P);
-                x = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16);
+            for (int j = 0; j < 4; j++) {
+                x[j] = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16);
                 if (S < P) { // two threads share a word
-                    x.x = rotate(x.x, 4 * (c % 2));
-                    x.y = rotate(x.y, 4 * (c % 2));
+                    x[j].x = rotate(x[j].x, 4 * (c % 2));
+                    x[j].y = rotate(x[j].y, 4 * (c % 2));
                 }
                 if (cut<KB>::high) { // a word of the second part has the indices of two chunks
-                    h = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16);
-                    h.x = rotate(h.x, 4 * (chunk % 2));
-                    h.y = rotate(h.y, 4 * (chunk % 2));
+                    h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16);
+                    h[j].x = rotate(h[j].x, 4 * (chunk % 2));
+                    h[j].y = rotate(h[j].y, 4 * (chunk % 2));
                 }
             }
-            const int plane = t % P / 2, byte = t % 2 * 2, at = 8 * byte + W * plane, at_high = 8 * byte + 2 * plane;
-            const uint32_t f[4] = { look_up<KB>(table, x.x, at, h.x, at_high),
-                look_up<KB>(table, x.y, at, h.y, at_high), look_up<KB>(table, x.x, at + 8, h.x, at_high + 8),
-                look_up<KB>(table, x.y, at + 8, h.y, at_high + 8) };
-            mma(s[j], f, q[t][0], q[t][1]);
         }
+        const int plane = 2 * u % P / 2;
+        const uint2 q0 = query_of(q, 2 * u), q1 = query_of(q, 2 * u + 1);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t e[4], f[4];
+            look_up<KB>(table, x[j].x, W * plane, h[j].x, 2 * plane, e);
+            look_up<KB>(table, x[j].y, W * plane, h[j].y, 2 * plane, f);
+            mma(s[j], { e[0], f[0], e[1], f[1] }, q0.x, q0.y);
+            mma(s[j], { e[2], f[2], e[3], f[3] }, q1.x, q1.y);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
         const float2 scale = *(const float2 *) (stage + map::SCALES + 8 * (8 * tile + g % 2 + 2 * j));
         s[j][0] *= scale.x;
         s[j][1] *= scale.x;
@@ -152,45 +164,35 @@ __device__ __forceinline__ void score_lattice(
     }
 }
 
-// p: probabilities of step j, cells (0, 2) and (1, 3)
-template <int D, int KB, int VB>
+// p: probabilities of step j, cells (0, 2) and (1, 3); used up. AT_ONCE: steps in one piece of code
+template <int D, int KB, int VB, int AT_ONCE>
 __device__ __forceinline__ void accumulate_lattice(
-    const uint32_t * table, const uint8_t * stage, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+    const uint32_t * table, const uint8_t * stage, uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
     using map = lattice_map<D, KB, VB>;
     constexpr int W = cut<VB>::W, N = W / 2, PLANES = 8 / W; // N: words of a vector that a thread needs
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    uint32_t ps[4][2];
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int j = 0; j < 4; j++) {
         const uint2 scale = *(const uint2 *) (stage + map::SCALES + 4 * DECODE_CELLS + c * 32 + j * 8);
-        ps[j][0] = mul2(p[j][0], scale.x);
-        ps[j][1] = mul2(p[j][1], scale.y);
-    }
+        const uint32_t p0 = mul2(p[0][0], scale.x), p1 = mul2(p[0][1], scale.y);
 #pragma unroll
-    for (int i = 0; i < D / 32; i++) {
-        uint2 x[N], h = {};
+        for (int k = 0; k < 6; k++) { p[k / 2][k % 2] = p[k / 2 + 1][k % 2]; } // the next comes first
+        const int chunk = N * c + j / PLANES;
+        const uint8_t * words =
+            stage + map::V + chunk / 2 * 128 + ((chunk % 2 * 4 + g / 2) ^ 2 * (chunk / 2 % 4)) * 16 + g % 2 * 8;
 #pragma unroll
-        for (int n = 0; n < N; n++) {
-            const int chunk = N * c + n;
-            x[n] = *(const uint2 *) (stage + map::V + i * (2 * W * 64) + chunk / 2 * 128 +
-                ((chunk % 2 * 4 + g / 2) ^ 2 * (chunk / 2 % 4)) * 16 + g % 2 * 8);
-        }
-        if (cut<VB>::high) {
-            h = *(const uint2 *) (stage + map::V_HIGH + i * (2 * map::HIGH * 64) + c / 2 * 128 +
-                ((c % 2 * 4 + g / 2) ^ 2 * (c / 2 % 4)) * 16 + g % 2 * 8);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int i = 0; i < D / 32; i++) {
+            const uint2 x = *(const uint2 *) (words + i * (2 * W * 64));
+            uint2 h = {};
+            if (cut<VB>::high) {
+                h = *(const uint2 *) (stage + map::V_HIGH + i * (2 * map::HIGH * 64) + c / 2 * 128 +
+                    ((c % 2 * 4 + g / 2) ^ 2 * (c / 2 % 4)) * 16 + g % 2 * 8);
+            }
 #pragma unroll
             for (int v = 0; v < 2; v++) { // channels 32i + 4g + 2v, + 1
-                const uint32_t y = v ? x[j / PLANES].y : x[j / PLANES].x, hy = v ? h.y : h.x;
                 uint32_t e[4];
-#pragma unroll
-                for (int t = 0; t < 4; t++) {
-                    e[t] = look_up<VB>(table, y, 8 * t + W * (j % PLANES), hy, 8 * t + 2 * j);
-                }
-                const uint32_t f[4] = { even(e[0], e[2]), odd(e[0], e[2]), even(e[1], e[3]), odd(e[1], e[3]) };
-                mma(o[2 * i + v], f, ps[j][0], ps[j][1]);
+                look_up<VB>(table, v ? x.y : x.x, W * (j % PLANES), v ? h.y : h.x, 2 * j, e);
+                mma(o[2 * i + v], { even(e[0], e[2]), odd(e[0], e[2]), even(e[1], e[3]), odd(e[1], e[3]) }, p0, p1);
             }
         }
     }
@@ -230,11 +232,12 @@ template <typename X> __device__ __forceinline__ bool rotates(const kvq_attend_a
 // the sign of slice i ^ k in the rotated slice i
 __device__ __forceinline__ float slice_sign(int i, int k) { return __popc(i & (i ^ k)) & 1 ? -1.0f : 1.0f; }
 
-// o <- H o, in place and its own inverse; all: memory of the team
+// Both columns of a thread's o, one after the other. A function of its own: it runs once or twice a launch, and
+// inlined its code would be the larger part of a kernel.
 template <int D, typename X>
-__device__ __forceinline__ void rotate_output(
-    const kvq_attend_args & a, const X & of, uint8_t * all, int & turn, float (&o)[D / 16][4]) {
-#pragma unroll
+__device__ __noinline__ void rotate_columns(
+    const kvq_attend_args & a, const X of, uint8_t * all, int turn, float (&o)[D / 16][4]) {
+#pragma unroll 1
     for (int e = 0; e < 2; e++) {
         float x[D / 8]; // of channels 32i + 4g + {0..3}: bits 0, 1 and from 5 on of the channel
 #pragma unroll
@@ -243,15 +246,15 @@ __device__ __forceinline__ void rotate_output(
             x[2 * n + 1] = o[n][2 + e];
         }
         butterflies(x, [&](int h) { return rotates<X>(a, h < 4 ? h : 8 * h); });
-#pragma unroll
-        for (int n = 0; n < D / 8; n++) { x[n] *= rotation_norm<D, X>(a); }
-#pragma unroll
+#pragma unroll 1
         for (int h = 4; h <= 16; h *= 2) {
             if (rotates<X>(a, h)) {
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) { x[n] = across(x[n], h); }
             }
         }
+#pragma unroll
+        for (int n = 0; n < D / 8; n++) { x[n] *= rotation_norm<D, X>(a); }
         if constexpr (X::WIDE) {
             if (a.k.block > D) { // and along the slices
                 const float own = slice_sign(of.i, 0);
@@ -277,55 +280,74 @@ __device__ __forceinline__ void rotate_output(
     }
 }
 
-// a query's channels of this thread, 4 a step, to f16; rotated when the pages are. p: of the whole head
-template <int D, int KB, typename X>
-__device__ __forceinline__ void load_query(
-    const kvq_attend_args & a, const X & of, const float * p, float f, bool rotated, uint32_t (&q)[D / 16][2]) {
-    constexpr int P = cut<KB>::P, S = D / 16, RUN = 4 * (S < P ? S : P); // RUN: neighbouring channels of a thread
-    float x[D / 4];
+// o <- H o, in place and its own inverse; all, turn: memory of the team, whose turns are two and then as before
+template <int D, typename X>
+__device__ __forceinline__ void rotate_output(
+    const kvq_attend_args & a, const X & of, uint8_t * all, int turn, float (&o)[D / 16][4]) {
+    float x[D / 16][4];
 #pragma unroll
-    for (int s = 0; s < S; s++) {
-        const float4 y = load_four(of, p, channel_of<D, KB>(threadIdx.x % 4, s));
-        x[4 * s] = y.x * f;
-        x[4 * s + 1] = y.y * f;
-        x[4 * s + 2] = y.z * f;
-        x[4 * s + 3] = y.w * f;
-    }
-    if (rotated) {
-        if constexpr (X::WIDE) {
-            if (a.k.block > D) { // whole slices
-                const float own = slice_sign(of.i, 0);
+    for (int n = 0; n < D / 4; n++) { x[n / 4][n % 4] = o[n / 4][n % 4]; }
+    rotate_columns<D>(a, of, all, turn, x);
 #pragma unroll
-                for (int i = 0; i < D / 4; i++) { x[i] *= own; }
+    for (int n = 0; n < D / 4; n++) { o[n / 4][n % 4] = x[n / 4][n % 4]; }
+}
+
+// Queries of a block's rows, rotated, for all teams: [slice][step][lane]. A warp takes a row.
+template <int D, int KB, typename X, typename F>
+__device__ __forceinline__ void share_rotated(
+    const kvq_attend_args & a, const X & of, int warp, int n_columns, uint2 * out, F && row_of) {
+    constexpr int P = cut<KB>::P, S = D / 16, MOST = X::WIDE ? 4 : 1; // MOST: slices
+    const int lane = threadIdx.x % 32;
+    // the step and thread that this lane's 4 channels belong to
+    const int c = S < P ? lane / 4 : lane / P % 4, t = S < P ? lane % 4 : lane / (4 * P) * P + lane % P;
 #pragma unroll 1
-                for (int k = 1; k * D < a.k.block; k++) {
-                    const float sign = slice_sign(of.i, k) * f;
+    for (int column = warp; column < n_columns; column += of.warps) {
+        const float *p = row_of(column), f = a.scale * LOG2E * rotation_norm<D, X>(a);
+        float x[4 * MOST] = {};
 #pragma unroll
-                    for (int s = 0; s < S; s++) {
-                        const float4 y = *(const float4 *) (p + (of.i ^ k) * D + channel_of<D, KB>(threadIdx.x % 4, s));
-                        x[4 * s] = fmaf(sign, y.x, x[4 * s]);
-                        x[4 * s + 1] = fmaf(sign, y.y, x[4 * s + 1]);
-                        x[4 * s + 2] = fmaf(sign, y.z, x[4 * s + 2]);
-                        x[4 * s + 3] = fmaf(sign, y.w, x[4 * s + 3]);
-                    }
-                }
+        for (int k = 0; k < MOST; k++) {
+            const int channel = k * D + 4 * lane;
+            if (4 * lane < D && k < of.n && channel < of.head(a)) {
+                const float4 y = *(const float4 *) (p + channel);
+                x[4 * k] = y.x * f;
+                x[4 * k + 1] = y.y * f;
+                x[4 * k + 2] = y.z * f;
+                x[4 * k + 3] = y.w * f;
             }
         }
-        butterflies(x, [&](int h) { return rotates<X>(a, h < RUN ? h : 4 * h); });
+        butterflies(x, [&](int h) { return rotates<X>(a, h < 4 ? h : D / 4 * h); });
+#pragma unroll 1
+        for (int h = 1; h < D / 4; h *= 2) {
+            if (rotates<X>(a, 4 * h)) {
 #pragma unroll
-        for (int i = 0; i < D / 4; i++) { x[i] *= rotation_norm<D, X>(a); }
+                for (int i = 0; i < 4 * MOST; i++) { x[i] = across(x[i], h); }
+            }
+        }
 #pragma unroll
-        for (int h = 1; h <= 2; h *= 2) {
-            if (rotates<X>(a, h * RUN)) {
-#pragma unroll
-                for (int i = 0; i < D / 4; i++) { x[i] = across(x[i], h); }
+        for (int k = 0; k < MOST; k++) {
+            if (4 * lane < D && k < of.n) {
+                out[(k * S + t) * 32 + column * 4 + c] =
+                    make_uint2(pack_half2(x[4 * k], x[4 * k + 1]), pack_half2(x[4 * k + 2], x[4 * k + 3]));
             }
         }
     }
-#pragma unroll
-    for (int s = 0; s < S; s++) {
-        q[s][0] = pack_half2(x[4 * s], x[4 * s + 1]);
-        q[s][1] = pack_half2(x[4 * s + 2], x[4 * s + 3]);
+}
+
+// and as they are
+template <int D, int KB, typename X, typename F>
+__device__ __forceinline__ void share_queries(const kvq_attend_args & a, const X & of, uint2 * out, F && row_of) {
+    constexpr int S = D / 16;
+    const int lane = threadIdx.x % 32, size = of.head(a);
+    const float * p = row_of(lane / 4);
+    const float f = a.scale * LOG2E;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < of.n * S * 32; i += 32 * of.warps) {
+        const int step = i / 32, channel = step / S * D + channel_of<D, KB>(lane % 4, step % S);
+        float4 x = *(const float4 *) (p + (X::WIDE ? min(channel, size - 4) : channel));
+        if (X::WIDE && channel >= size) { x = make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+        // lattice: in the order of points
+        out[i] = KB > LATTICE ? make_uint2(pack_half2(x.x * f, x.y * f), pack_half2(x.z * f, x.w * f))
+                              : make_uint2(pack_half2(x.x * f, x.z * f), pack_half2(x.y * f, x.w * f));
     }
 }
 

@@ -1,5 +1,5 @@
 // Decode attention over lattice keys that were sealed with their rotary embedding and without their mean
-// (cache/transform.h): what the mean adds to the scores of cells at positions p. With q and mean as complex pairs of
+// (policy/transform.h): what the mean adds to the scores of cells at positions p. With q and mean as complex pairs of
 // channels, w the speed of a pair,
 //   q . R_p mean = sum over pairs of  A cos(p w) + B sin(p w)        A = qx mx + qy my,  B = qy mx - qx my
 // A and B of a query row are made once a block. For cells at positions 64i .. 64i + 127 they are turned by 64i, which

@@ -1,19 +1,70 @@
 // Decode attention, the last part: sums of a block's warps, then of all blocks of a row (attend_decode.cuh).
 #pragma once
 
+#include "decode_lattice.cuh"
 #include "decode_products.cuh"
 
 namespace {
 
-// sums of a column: o relative to exp2(m), l likewise
+// sums of a column: o relative to exp2(m), l likewise; l_sealed: of values that lack their mean. Lattice: o of a warp
+// is as_is or rotated.
 template <int D, int WARPS> struct decode_sums {
-    float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS];
+    float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS],
+        l_sealed[WARPS][DECODE_COLUMNS];
+    bool as_is[WARPS];
     int last;
 };
 
+__device__ __forceinline__ void add(float4 & x, float f, const float4 & y) {
+    x.x = fmaf(f, y.x, x.x);
+    x.y = fmaf(f, y.y, x.y);
+    x.z = fmaf(f, y.z, x.z);
+    x.w = fmaf(f, y.w, x.w);
+}
+
+// Sum over a block's sources, f of each in the lane of its number: 4 channels a lane of a slice. A column's rotation
+// is taken back here, where it is one row of a block and no longer one of each warp. at(i, slice): source i of a slice,
+// channel 0; as_is(i): it is not rotated.
+template <int D, bool ROTATED, typename X, typename F, typename G>
+__device__ __forceinline__ float4 sum_sources(
+    const kvq_attend_args & a, const X & of, int slice, int n_sources, float f, F && at, G && as_is) {
+    const int lane = threadIdx.x % 32, channel = lane % (D / 4) * 4;
+    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f), plain = x;
+    if constexpr (!ROTATED) {
+#pragma unroll 4
+        for (int i = 0; i < n_sources; i++) {
+            add(x, __shfl_sync(~0u, f, i), *(const float4 *) (at(i, slice) + channel));
+        }
+        return x;
+    }
+    const int n_slices = X::WIDE && a.k.block > D ? a.k.block / D : 1; // that are rotated together
+#pragma unroll 1
+    for (int i = 0; i < n_sources; i++) {
+        const float fi = __shfl_sync(~0u, f, i);
+        if (as_is(i)) {
+            add(plain, fi, *(const float4 *) (at(i, slice) + channel));
+            continue;
+        }
+        for (int k = 0; k < n_slices; k++) {
+            add(x, n_slices > 1 ? fi * slice_sign(slice, k) : fi, *(const float4 *) (at(i, slice ^ k) + channel));
+        }
+    }
+    float y[4] = { x.x, x.y, x.z, x.w };
+    butterflies(y, [&](int h) { return rotates<X>(a, h); });
+#pragma unroll 1
+    for (int h = 1; h < D / 4; h *= 2) {
+        if (rotates<X>(a, 4 * h)) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) { y[i] = across(y[i], h); }
+        }
+    }
+    add(plain, rotation_norm<D, X>(a), make_float4(y[0], y[1], y[2], y[3]));
+    return plain;
+}
+
 // Rows of this block from its columns, then from all blocks of the row by the last of them to arrive. A warp takes a
 // slice of a row.
-template <int D, int WARPS, typename X>
+template <int D, bool ROTATED, bool MEANS, int WARPS, typename X>
 __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<D, WARPS> & s, int is, int kvh,
     int row0, int n_rows, int n_blocks) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns_log2 = row_columns_log2(a),
@@ -48,16 +99,15 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
         f = f == -INFINITY ? 0.0f : exp2_fast(f - m);
         l *= f;
         for (int d = 16; d; d /= 2) { l += __shfl_xor_sync(~0u, l, d); }
-        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-        for (int i = 0; i < n_sources; i++) {
-            const float fi = __shfl_sync(~0u, f, i);
-            const float4 y = *(
-                const float4 *) &s.o[(i >> columns_log2) * of.n + slice][(i & parts) * per_row + r][lane % (D / 4) * 4];
-            x.x += fi * y.x;
-            x.y += fi * y.y;
-            x.z += fi * y.z;
-            x.w += fi * y.w;
+        float4 x = sum_sources<D, ROTATED>(
+            a, of, slice, n_sources, f,
+            [&](int i, int of_slice) { return s.o[(i >> columns_log2) * of.n + of_slice][(i & parts) * per_row + r]; },
+            [&](int i) { return s.as_is[(i >> columns_log2) * of.n]; });
+        if constexpr (MEANS) {
+            float sealed = lane < n_sources ? f * s.l_sealed[w][col] : 0.0f;
+            for (int d = 16; d; d /= 2) { sealed += __shfl_xor_sync(~0u, sealed, d); }
+            const int channel = min(slice * D + lane % (D / 4) * 4, size - 4);
+            add(x, sealed, __ldg((const float4 *) (a.v_mean + kvh * size + channel)));
         }
         if (lane >= D / 4) { continue; }
         const int channel = slice * D + 4 * lane;
@@ -80,45 +130,46 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
         float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         constexpr int HALVES = 128 / D; // a warp reads as many rows of partial results at once
         for (int b0 = 0; b0 < n_blocks; b0 += 32) {
-            float2 ml = make_float2(-INFINITY, 0.0f); // of block b0 + lane
-            if (b0 + lane < n_blocks) { ml = __ldcg((const float2 *) (p + (size_t) (b0 + lane) * (size + 4) + size)); }
-            float top = ml.x;
-            for (int d = 16; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
-            top = fmaxf(top, m);
-            const float f = ml.x == -INFINITY ? 0.0f : exp2_fast(ml.x - top),
-                        old = m == -INFINITY ? 0.0f : exp2_fast(m - top);
-            m = top;
-            l = l * old + f * ml.y;
-            x.x *= old;
-            x.y *= old;
-            x.z *= old;
-            x.w *= old;
             const int n = min(32, n_blocks - b0);
-            if constexpr (X::WIDE) { // 16 are on their way at once, also the last ones
-#pragma unroll 2
+            const auto read = [&](int b) { // of a block; 0 beyond the last one
+                return b < n ? __ldcg((const float4 *) (p + (size_t) (b0 + b) * (size + 4) + at_channel))
+                             : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            };
+            float f = 0.0f;
+            const auto factors = [&] { // of block b0 + lane, and of what is there
+                float2 ml = make_float2(-INFINITY, 0.0f);
+                if (lane < n) { ml = __ldcg((const float2 *) (p + (size_t) (b0 + lane) * (size + 4) + size)); }
+                float top = ml.x;
+                for (int d = 16; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
+                top = fmaxf(top, m);
+                const float old = m == -INFINITY ? 0.0f : exp2_fast(m - top);
+                f = ml.x == -INFINITY ? 0.0f : exp2_fast(ml.x - top);
+                m = top;
+                l = l * old + f * ml.y;
+                x.x *= old;
+                x.y *= old;
+                x.z *= old;
+                x.w *= old;
+            };
+            if constexpr (X::WIDE) { // 16 are on their way at once, the first ones before their factors are known
+#pragma unroll 1
                 for (int b = 0; b < n; b += 16) {
+                    float4 y[16];
 #pragma unroll
-                    for (int k = 0; k < 16; k++) {
-                        const float fb = __shfl_sync(~0u, f, b + k); // 0 beyond the last block
-                        const float4 y = __ldcg(
-                            (const float4 *) (p + (size_t) min(b0 + b + k, n_blocks - 1) * (size + 4) + at_channel));
-                        x.x += fb * y.x;
-                        x.y += fb * y.y;
-                        x.z += fb * y.z;
-                        x.w += fb * y.w;
-                    }
+                    for (int k = 0; k < 16; k++) { y[k] = read(b + k); }
+                    if (b == 0) { factors(); }
+#pragma unroll
+                    for (int k = 0; k < 16; k++) { add(x, __shfl_sync(~0u, f, b + k), y[k]); }
                 }
             } else {
+                factors();
 #pragma unroll 16
                 for (int b = 0; b < n; b += HALVES) {
                     const int at = min(b + lane / (D / 4), 31);
                     const float fb = __shfl_sync(~0u, f, at); // 0 beyond the last block
                     const float4 y =
                         __ldcg((const float4 *) (p + (size_t) min(b0 + at, n_blocks - 1) * (size + 4) + at_channel));
-                    x.x += fb * y.x;
-                    x.y += fb * y.y;
-                    x.z += fb * y.z;
-                    x.w += fb * y.w;
+                    add(x, fb, y);
                 }
             }
         }

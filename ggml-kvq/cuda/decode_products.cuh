@@ -10,11 +10,11 @@ namespace {
 // Scores of sealed keys, cells of accumulator j as above, in units of codes; base: their zeros' share. params: of the
 // keys, in f16. J: steps of 16 cells, 4 for 64 cells. Of 32 cells (J = 2) a thread has  8*(g/2) + 2*(g%2) + 4j + {0,
 // 1}  in S and  8c + 4j + {0..3}  in O.
-template <int D, int KB, int VB, int J = 4>
-__device__ __forceinline__ void score(const kvq_attend_args & a, const uint32_t (&q)[D / 16][2], const uint8_t * stage,
+template <int D, int KB, int VB, int J = 4, typename Q>
+__device__ __forceinline__ void score(const kvq_attend_args & a, const Q & q, const uint8_t * stage,
     const uint8_t * params, float (&s)[J][4], float (&base)[4]) {
     using map = stage_map<D, KB, VB>;
-    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4;
+    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4, AT_ONCE = 2 * steps_at_once<Q>;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = J == 4 ? g / 2 : g / 4,
               piece = J == 4 ? 0 : g / 2 % 2 * 2, part = g >> (3 - a.k_parts_log2);
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ __forceinline__ void score(const kvq_attend_args & a, const uint32_t 
     const uint8_t *words = stage + map::K + tile * N * 16 + g % 2 * 8,
                   *words1 = stage + map::K_HIGH + tile * (D / 8) * 16 + g % 2 * 8;
     uint2 x[J], h[J];
-#pragma unroll
+#pragma unroll AT_ONCE
     for (int u = 0; u < S / 2; u++) { // 8 channels
         const int channel = channel_of<D, KB>(c, 2 * u);
         if (S < P ? u == 0 : 2 * u % P == 0) {
@@ -56,10 +56,10 @@ __device__ __forceinline__ void score(const kvq_attend_args & a, const uint32_t 
         for (int v = 0; v < 2; v++) {
             const int t = 2 * u + v, pl = S < P ? t : t % P;
             const uint32_t z[4] = { zero[2 * v], zero[2 * v], zero[2 * v + 1], zero[2 * v + 1] };
-            mma(base, z, q[t][0], q[t][1]);
-            const float weight = exp2_of(K_BOOST - W * pl);
-            const uint32_t q0 = mul2(mul2(q[t][0], scale[2 * v]), weight),
-                           q1 = mul2(mul2(q[t][1], scale[2 * v + 1]), weight);
+            const uint2 qt = query_of(q, t);
+            mma(base, z, qt.x, qt.y);
+            const uint32_t weight = plane_weight(K_BOOST - W * pl), q0 = mul2(mul2(qt.x, scale[2 * v]), weight),
+                           q1 = mul2(mul2(qt.y, scale[2 * v + 1]), weight);
 #pragma unroll
             for (int j = 0; j < J; j++) {
                 const uint32_t f[4] = { fields<KB>(x[j].x, h[j].x, pl, false), fields<KB>(x[j].y, h[j].y, pl, false),
@@ -79,36 +79,48 @@ template <bool SHARED> __device__ __forceinline__ uint2 row8(const void * p) {
 }
 
 // scores of two open keys for all columns; rows: of the first, channel 0 of the slice
-template <int D, int KB, bool SHARED, typename X>
+template <int D, int KB, bool SHARED, typename X, typename Q>
 __device__ __forceinline__ void score_open_pair(
-    const X & of, const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[4]) {
+    const X & of, const Q & q, const uint16_t * rows, int stride, float (&s)[4]) {
     const int c = threadIdx.x % 4;
     s[0] = s[1] = s[2] = s[3] = 0.0f;
 #pragma unroll
     for (int u = 0; u < D / 32; u++) {
         const uint16_t * at = rows + of.near(channel_of<D, KB>(c, 2 * u), 8); // beyond the head queries are 0
         const uint4 x = row16<SHARED>(at), y = row16<SHARED>(at + stride);
+        const uint2 q0 = query_of(q, 2 * u), q1 = query_of(q, 2 * u + 1);
         if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
             const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
-            mma(s, a, q[2 * u][0], q[2 * u][1]);
-            mma(s, b, q[2 * u + 1][0], q[2 * u + 1][1]);
+            mma(s, a, q0.x, q0.y);
+            mma(s, b, q1.x, q1.y);
             continue;
         }
         const uint32_t a[4] = { even(x.x, x.y), even(y.x, y.y), odd(x.x, x.y), odd(y.x, y.y) };
         const uint32_t b[4] = { even(x.z, x.w), even(y.z, y.w), odd(x.z, x.w), odd(y.z, y.w) };
-        mma(s, a, q[2 * u][0], q[2 * u][1]);
-        mma(s, b, q[2 * u + 1][0], q[2 * u + 1][1]);
+        mma(s, a, q0.x, q0.y);
+        mma(s, b, q1.x, q1.y);
     }
 }
 
 // scores of open keys; rows: of this thread's cell j = 0, b = 0, channel 0 of the slice
-template <int D, int KB, bool SHARED, int J = 4, typename X>
+template <int D, int KB, bool SHARED, int J = 4, typename X, typename Q>
 __device__ __forceinline__ void score_open(
-    const X & of, const uint32_t (&q)[D / 16][2], const uint16_t * rows, int stride, float (&s)[J][4]) {
+    const X & of, const Q & q, const uint16_t * rows, int stride, float (&s)[J][4]) {
 #pragma unroll
     for (int j = 0; j < J; j++) {
         score_open_pair<D, KB, SHARED>(of, q, rows + (size_t) (4 * j) * stride, stride, s[j]);
     }
+}
+
+// Open keys of a decode kernel: a function of its own, so that what it needs while it waits for rows takes no
+// registers from sealed ones.
+template <int D, int KB, typename X>
+__device__ __noinline__ void score_open_rows(
+    const X of, const shared_query q, const uint16_t * rows, int stride, float (&s)[4][4]) {
+    float x[4][4];
+    score_open<D, KB, false>(of, q, rows, stride, x);
+#pragma unroll
+    for (int i = 0; i < 16; i++) { s[i / 4][i % 4] = x[i / 4][i % 4]; }
 }
 
 // as the model asks
@@ -241,6 +253,20 @@ __device__ __forceinline__ void accumulate_open(
             mma(o[2 * i + 1], b, p0, p1);
         }
     }
+}
+
+template <int D, int VB, typename X>
+__device__ __noinline__ void accumulate_open_rows(
+    const X of, const uint16_t * rows, int stride, const uint32_t (&p)[4][2], float (&o)[D / 16][4]) {
+    uint32_t q[4][2];
+    float x[D / 16][4];
+#pragma unroll
+    for (int i = 0; i < 8; i++) { q[i / 2][i % 2] = p[i / 2][i % 2]; }
+#pragma unroll
+    for (int i = 0; i < D / 4; i++) { x[i / 4][i % 4] = o[i / 4][i % 4]; }
+    accumulate_open<D, VB, false>(of, rows, stride, q, x);
+#pragma unroll
+    for (int i = 0; i < D / 4; i++) { o[i / 4][i % 4] = x[i / 4][i % 4]; }
 }
 
 // s += slope * mask, row b = i / 2, column e = i % 2; top: the largest of each column. False: nothing is seen

@@ -28,6 +28,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ constexpr float exp2_of(int n) {
     return n < 0 ? 1.0f / (float) (1 << -n) : (float) (1 << n);
 }
+// 2^n as two f16 numbers, -14 <= n <= 15
+__device__ __forceinline__ constexpr uint32_t plane_weight(int n) { return (uint32_t) (15 + n) * 0x04000400u; }
 __device__ __forceinline__ uint32_t transpose(uint32_t x) {
     uint32_t y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -110,13 +112,27 @@ template <bool WIDE, bool MANY_REGISTERS> __host__ __device__ constexpr int most
     return !WIDE ? DECODE_WARPS : MANY_REGISTERS ? 8 : 12;
 }
 
+// ---------------------------------------------------------------- queries
+// Right operands of the scores, f16: of step t the 4 channels from channel_of(c, t) on, of column g. In registers,
+// q[t], or in shared memory, where all teams find them: loops over steps then need not be unrolled. A kernel is cold
+// each time a model comes to its next layer, and its instructions arrive at 6 bytes a nanosecond.
+struct shared_query {
+    const uint2 * at; // [step][lane]
+};
+__device__ __forceinline__ uint2 query_of(const shared_query & q, int t) { return q.at[32 * t]; }
+template <int S> __device__ __forceinline__ uint2 query_of(const uint32_t (&q)[S][2], int t) {
+    return make_uint2(q[t][0], q[t][1]);
+}
+template <typename Q> constexpr int steps_at_once = 64; // all
+template <> inline constexpr int steps_at_once<shared_query> = 1;
+
 // Waits for the other warps of the team, whose memory before it is then seen.
 __device__ __forceinline__ void team_barrier(int team, int n_warps) {
     __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * n_warps) : "memory");
 }
 
-// of shared memory, a warp: two turns of sums of 64 cells and 8 columns
+// of shared memory, a warp: two turns of sums of 64 cells and 8 columns; all warps' first turn comes first
 constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4;
 
 // The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Turns
@@ -125,7 +141,8 @@ constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4;
 template <typename X, typename F>
 __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[16], F && f) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float4 * const to = (float4 *) (all + warp * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
+    all += turn * x.warps * (TEAM_BYTES / 2);
+    float4 * const to = (float4 *) (all + warp * (TEAM_BYTES / 2)) + lane;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         to[32 * j] = make_float4(mine[4 * j], mine[4 * j + 1], mine[4 * j + 2], mine[4 * j + 3]);
@@ -133,7 +150,7 @@ __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & 
     team_barrier(x.team, x.n);
 #pragma unroll 1
     for (int k = 1; k < x.n; k++) {
-        const float4 * from = (const float4 *) (all + (warp ^ k) * TEAM_BYTES + turn * (TEAM_BYTES / 2)) + lane;
+        const float4 * from = (const float4 *) (all + (warp ^ k) * (TEAM_BYTES / 2)) + lane;
         float y[16];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -198,12 +215,6 @@ template <int D, int KB, int VB> void lay_out_stage(kvq_attend_args & a) {
     a.stage_wide = bytes ? keys + values : 0;
 }
 
-// of one KV head; t: first cell in the page
-struct half_page {
-    const uint8_t *k_codes, *k_params, *v_codes, *v_params;
-    int t;
-};
-
 __device__ __forceinline__ void copy16(uint32_t to, const void * from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
@@ -212,6 +223,14 @@ __device__ __forceinline__ void copy8(uint32_t to, const void * from) {
 }
 __device__ __forceinline__ void copy4(uint32_t to, const void * from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// 32 f16 rows from row `first` on
+__device__ __forceinline__ void prefetch_rows(const void * rows, size_t first, int stride) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const uint16_t *) rows + first * stride), "r"(64 * stride)
+        : "memory");
+#endif
 }
 // the first part of what was asked for is closed by copies_part; first_copies_done waits for all but the part
 // closed last
@@ -225,41 +244,44 @@ __device__ __forceinline__ void copies_done() {
     __syncwarp();
 }
 
-// D: of a slice, here and below; n_chunks: of a tile as it lies in the page
+// Half a warp asks for what half a unit holds: lane r of 16 for pieces r + 16k of 16 bytes of every kind. codes, t:
+// of this lane's half, of cell t on in the page. D: of a slice, here and below; n_chunks: of a tile as it lies in the
+// page.
 template <int D, int W, typename X>
-__device__ __forceinline__ void copy_keys(
-    const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks) {
+__device__ __forceinline__ void copy_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
-    const int lane = threadIdx.x % 32, step = X::WIDE ? n_chunks * 4 : N, left = step - x.i * N;
-    a += ((ta / 16) * step + x.i * N) * 16;
-    b += ((tb / 16) * step + x.i * N) * 16;
+    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N,
+              left = step - of.i * N;
+    codes += (t / 16 * step + of.i * N + r) * 16;
+    to += half * (N * 32);
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
-        const int at = lane + 32 * k, tile = at / N, rest = at % N;
-        if (!X::WIDE || rest < left) {
-            copy16(to + (tile * N + (rest ^ tile)) * 16, (tile < 2 ? a : b) + ((tile & 1) * step + rest) * 16);
-        }
+        const int tile = 2 * half + (N == 8 ? r / 8 : 16 * k / N), skipped = X::WIDE ? 16 * k / N * (step - N) * 16 : 0;
+        if (!X::WIDE || 16 * k % N + r < left) { copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256 + skipped); }
     }
 }
 
 template <int D, int W, typename X>
 __device__ __forceinline__ void copy_values(
-    const X & x, uint32_t to, const uint8_t * a, int ta, const uint8_t * b, int tb, int n_chunks, int n_tiles) {
-    constexpr int N = 2 * W * 4; // pieces of a tile
-    const int lane = threadIdx.x % 32, first = x.i * (D / 16);
-    a += (first * n_chunks + ta / 32 * W) * 64;
-    b += (first * n_chunks + tb / 32 * W) * 64;
+    const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks, int n_tiles) {
+    constexpr int N = 4 * W, TILES = N < 16 ? 16 / N : 1;            // pieces of half a tile; tiles of 16 pieces
+    const int r = threadIdx.x % 16, first = of.i * (D / 16) + r / N; // first: tile
+    const int chunk = threadIdx.x / 16 % 2 * W + r % N / 4;
+    codes += first * n_chunks * 64 + t / 32 * (N * 16) + r % N * 16;
+    to += r / N * (N * 32);
+    const auto place = [&](int chunk) {
+        return chunk / 2 * 128 + ((chunk % 2 * 4 + r % 4) ^ 2 * (chunk / 2 % 4)) * 16;
+    };
+    const uint32_t to0 = to + place(chunk), to1 = N == 32 ? to + place(chunk + 4) : 0; // 16 further on
 #pragma unroll
-    for (int k = 0; k < D / 16 * N / 32; k++) {
-        const int at = lane + 32 * k, tile = at / N, chunk = at % N / 4, slot = at % 8 ^ 2 * (chunk / 2 % 4);
-        if (!X::WIDE || first + tile < n_tiles) {
-            copy16(to + tile * N * 16 + chunk / 2 * 128 + slot * 16,
-                (chunk < W ? a : b) + (tile * n_chunks + chunk % W) * 64 + at % 4 * 16);
+    for (int k = 0; k < D / 16; k += TILES, codes += TILES * 64 * n_chunks) {
+        if (!X::WIDE || first + k < n_tiles) {
+            copy16(to0 + k * (N * 32), codes);
+            if (N == 32) { copy16(to1 + k * (N * 32), codes + 256); }
         }
     }
 }
 
-// of a slice; a group may reach over some slices (v_slices_log2)
 // 4 channels of a row of queries, which begins with the head; 0 beyond it
 template <typename X> __device__ __forceinline__ float4 load_four(const X & of, const float * row, int channel) {
     float4 x = *(const float4 *) (row + of.first() + of.near(channel, 4));
@@ -267,61 +289,60 @@ template <typename X> __device__ __forceinline__ float4 load_four(const X & of, 
     return x;
 }
 
+// of a slice; a group may reach over some slices (v_slices_log2)
 template <int D> __device__ __forceinline__ int first_v_group(const kvq_attend_args & a, int slice) {
     return slice * (D >> a.v_group_log2) >> a.v_slices_log2;
 }
 
-// asks for what two halves hold; a or b twice when only one counts
+// Asks for what a unit holds. page, t: of this lane's half, and its first cell there.
 template <int D, int KB, int VB, typename X>
-__device__ __forceinline__ void copy_stage(
-    const kvq_attend_args & a, const X & x, uint32_t to, const half_page (&h)[2], bool keys, bool values) {
+__device__ __forceinline__ void copy_stage(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
+    int kvh, int t, bool keys, bool values) {
     using map = stage_map<D, KB, VB>;
-    const int lane = threadIdx.x % 32;
+    const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2;
     if (keys) {
-        copy_keys<D, map::WK>(x, to + map::K, h[0].k_codes, h[0].t, h[1].k_codes, h[1].t, a.k.n_chunks[0]);
-        if (cut<KB>::high) {
-            copy_keys<D, 1>(x, to + map::K_HIGH, h[0].k_codes + a.k.offset[1], h[0].t, h[1].k_codes + a.k.offset[1],
-                h[1].t, a.k.n_chunks[1]);
+        const uint8_t *codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes,
+                      *params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
+        copy_keys<D, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
+        if constexpr (cut<KB>::high) {
+            copy_keys<D, 1>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
         }
         const uint32_t at = to + map::K_PARAMS;
+        const int n = D / 8 << a.k_parts_log2;
 #pragma unroll 1
-        for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) { // 8 channels of scales or zeros of a part
-            const int part = i / (D / 4), rest = i % (D / 4);
-            const bool second = a.k_parts_log2 && part >> (a.k_parts_log2 - 1);
-            const int cell = (second ? h[1].t : h[0].t) + (a.k_parts_log2 == 2 ? part % 2 * 16 : 0);
+        for (int k = r; k < n; k += 16) { // 8 channels of scales or zeros of a part; one part: half of it
+            const int i = half * n + k, part = i / (D / 4), rest = i % (D / 4);
+            const int cell = t + (a.k_parts_log2 == 2 ? part % 2 * 16 : 0);
             const int index =
-                (rest < D / 8 ? 0 : a.k.np - D) + x.first() + (cell >> a.k_group_log2) * x.head(a) + rest * 8;
-            if (X::WIDE && !x.has(rest % (D / 8) * 8)) { continue; }
-            const uint8_t * p = second ? h[1].k_params : h[0].k_params;
+                (rest < D / 8 ? 0 : a.k.np - D) + of.first() + (cell >> a.k_group_log2) * of.head(a) + rest * 8;
+            if (X::WIDE && !of.has(rest % (D / 8) * 8)) { continue; }
             if (!a.k.scale) {
-                copy16(at + i * 16, p + 2 * index);
+                copy16(at + i * 16, params + 2 * index);
             } else {
-                copy8(at + i * 8, p + 8 + index);
-                if (rest == 0) { copy8(at + (2 * D << a.k_parts_log2) + part * 8, p); }
+                copy8(at + i * 8, params + 8 + index);
+                if (rest == 0) { copy8(at + (2 * D << a.k_parts_log2) + part * 8, params); }
             }
         }
     }
     if (values) {
-        copy_values<D, map::WV>(
-            x, to + map::V, h[0].v_codes, h[0].t, h[1].v_codes, h[1].t, a.v.n_chunks[0], a.v.n_tiles);
-        if (cut<VB>::high) {
-            copy_values<D, 1>(x, to + map::V_HIGH, h[0].v_codes + a.v.offset[1], h[0].t, h[1].v_codes + a.v.offset[1],
-                h[1].t, a.v.n_chunks[1], a.v.n_tiles);
+        const uint8_t *codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes,
+                      *params = (const uint8_t *) page.v_params + (size_t) kvh * a.v.nb_params;
+        copy_values<D, map::WV>(of, to + map::V, codes, t, a.v.n_chunks[0], a.v.n_tiles);
+        if constexpr (cut<VB>::high) {
+            copy_values<D, 1>(of, to + map::V_HIGH, codes + a.v.offset[1], t, a.v.n_chunks[1], a.v.n_tiles);
         }
         const uint32_t at = to + map::K_PARAMS + a.stage_raw_v;
-        const int n = 16 * D >> a.v_group_log2;
+        const int n = 8 * D >> a.v_group_log2;
 #pragma unroll 1
-        for (int i = lane; i < n; i += 32) { // 8 cells of scales or zeros of a group
-            const bool second = i % 8 >= 4;
-            const uint8_t * p = second ? h[1].v_params : h[0].v_params;
-            const int group = i / 16 + (X::WIDE ? first_v_group<D>(a, x.i) : 0),
-                      index = (i / 8 % 2 ? a.v.np : 0) + group * a.v.n_cells + (second ? h[1].t : h[0].t) + i % 4 * 8;
+        for (int k = r; k < n; k += 16) { // 8 cells of scales or zeros of a group
+            const int i = k / 4 * 8 + half * 4 + k % 4, group = k / 8 + (X::WIDE ? first_v_group<D>(a, of.i) : 0),
+                      index = (k / 4 % 2 ? a.v.np : 0) + group * a.v.n_cells + t + k % 4 * 8;
             if (X::WIDE && group >= a.v_groups) { continue; }
             if (!a.v.scale) {
-                copy16(at + i * 16, p + 2 * index);
+                copy16(at + i * 16, params + 2 * index);
             } else {
-                copy8(at + i * 8, p + 8 + index);
-                if (i % 4 == 0 && i < 8) { copy8(at + n * 8 + i / 4 * 8, p); }
+                copy8(at + i * 8, params + 8 + index);
+                if (k == 0) { copy8(at + n * 16 + half * 8, params); }
             }
         }
     }
@@ -329,9 +350,8 @@ __device__ __forceinline__ void copy_stage(
 
 template <int D, int KB, int VB, typename X>
 __device__ __noinline__ void copy_stage_late(
-    const kvq_attend_args & a, const X x, uint32_t to, half_page h0, half_page h1, bool keys, bool values) {
-    const half_page h[2] = { h0, h1 };
-    copy_stage<D, KB, VB>(a, x, to, h, keys, values);
+    const kvq_attend_args & a, const X of, uint32_t to, const kvq_page & page, int kvh, int t, bool keys, bool values) {
+    copy_stage<D, KB, VB>(a, of, to, page, kvh, t, keys, values);
 }
 
 // 8-bit parameters that have arrived

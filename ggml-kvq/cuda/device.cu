@@ -1,4 +1,5 @@
 #include "device.h"
+#include "base/settings.h"
 
 #include "attend.cuh"
 #include "lattice.cuh"
@@ -77,12 +78,9 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
 // ---------------------------------------------------------------- life
 
 kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
-    const char * may = getenv("KVQ_CUDA_SHORT");
-    allow_short = !may || atoi(may);
-    const char * means = getenv("KVQ_CUDA_MEANS");
-    allow_means = !means || atoi(means);
-    const char * observes = getenv("KVQ_CUDA_OBSERVE");
-    may_observe = !observes || atoi(observes);
+    allow_short = kvq_setting_on(kvq_setting::CUDA_SHORT, true);
+    allow_means = kvq_setting_on(kvq_setting::CUDA_MEANS, true);
+    may_observe = kvq_setting_on(kvq_setting::CUDA_OBSERVE, true);
     cudaDeviceProp p;
     if (check(cudaGetDeviceProperties(&p, ordinal), "cudaGetDeviceProperties")) {
         n_sm = p.multiProcessorCount;

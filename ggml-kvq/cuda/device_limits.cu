@@ -1,5 +1,6 @@
 // What a device has, and which layers its kernels take: asked when a model loads.
 #include "device.h"
+#include "base/settings.h"
 
 #include "attend.cuh"
 
@@ -16,18 +17,18 @@ static const kvq_device_limits LIMITS[] = { { 8, 0, 163 << 10, 164 << 10 }, { 8,
 
 // NULL: not set, or nothing that is known
 static const kvq_device_limits * asked_limits() {
-    const char * as = getenv("KVQ_CUDA_AS");
+    const std::string as = kvq_setting_text(kvq_setting::CUDA_AS);
     for (const kvq_device_limits & l : LIMITS) {
-        if (as && as == std::to_string(l.major) + "." + std::to_string(l.minor)) { return &l; }
+        if (as == std::to_string(l.major) + "." + std::to_string(l.minor)) { return &l; }
     }
     return nullptr;
 }
 
 std::string kvq_cuda_device::refuse_settings() {
-    const char * as = getenv("KVQ_CUDA_AS");
-    return !as || !*as || asked_limits() ? ""
-                                         : std::string("KVQ_CUDA_AS=") + as +
-            " is no compute capability with limits of its own: use 8.0, 8.6, 8.7, 8.9, 9.0, 10.0 or 12.0";
+    const std::string as = kvq_setting_text(kvq_setting::CUDA_AS);
+    if (as.empty() || asked_limits()) { return ""; }
+    return "KVQ_CUDA_AS=" + as +
+        " is no compute capability with limits of its own: use 8.0, 8.6, 8.7, 8.9, 9.0, 10.0 or 12.0";
 }
 
 static kvq_device_limits limits_now(int device) {

@@ -1,4 +1,5 @@
-// The device's part of aqua: rows as they are sealed and back, and predicted layers (cache/transform.h, cache/chain.h).
+// The device's part of aqua: rows as they are sealed and back, and predicted layers (policy/transform.h,
+// policy/chain.h).
 #include "device.h"
 
 #include "attend.cuh"

@@ -1,4 +1,4 @@
-// How much attention open cells get from probe rows (cache/saliency.h). A row is a query head of a probe token; rows
+// How much attention open cells get from probe rows (policy/probe.h). A row is a query head of a probe token; rows
 // of a KV head are its query heads of consecutive probe tokens. Their log-sum-exp comes from our attention or, where
 // another kernel attended, from one more pass over keys as plain rows; the sums of a cell from the open pages alone.
 #pragma once

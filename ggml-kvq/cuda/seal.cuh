@@ -1,13 +1,14 @@
 // Rows into open pages, open pages into blocks and back. Addresses travel as kernel arguments: nothing is uploaded.
 #pragma once
 
+#include "base/constants.h"
 #include "turn.cuh"
 
 constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
 constexpr int KVQ_TURN_JOBS = 90;
 constexpr int CHAIN_CELLS = 8192; // whose predictions exist at once
-constexpr int KVQ_TAG_BITS = 64;  // channels of a row that carry its position, KVQ_TAG_CHANNELS of transform.h
+constexpr int KVQ_TAG_BITS = KVQ_TAG_CHANNELS;
 
 struct kvq_seal_job {
     uint16_t * tile; // [head][cell][stride]
@@ -89,7 +90,7 @@ struct kvq_unfold_args {
 void kvq_launch_unfold(
     const kvq_unfold_args & a, int first_role, int n_roles, int n_pages, int n_head, cudaStream_t stream);
 
-// A lane of a predicted layer (cache/chain.h): rows in 8 bits for the layer above and, where tiles are wanted, sealed
+// A lane of a predicted layer (policy/chain.h): rows in 8 bits for the layer above and, where tiles are wanted, sealed
 // pages as open ones.
 struct kvq_chain_args {
     kvq_affine_geometry g;

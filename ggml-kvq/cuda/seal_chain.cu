@@ -241,7 +241,7 @@ void kvq_launch_unfold(
         const size_t nk = row_memory(k, a.turn[0].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS),
                      nv = row_memory(v, a.turn[1].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS);
         const int n_cells = k.n_cells > v.n_cells ? k.n_cells : v.n_cells;
-        unfold_kernel<LANES, Q> < < <dim3(n_cells / WARPS, n_pages, n_roles), 32 * WARPS, nk> nv ? nk : nv,
-            stream >>> (a, n_head);
+        const size_t nb = nk > nv ? nk : nv;
+        unfold_kernel<LANES, Q><<<dim3(n_cells / WARPS, n_pages, n_roles), 32 * WARPS, nb, stream>>>(a, n_head);
     });
 }

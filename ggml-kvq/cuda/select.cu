@@ -1,4 +1,4 @@
-// Cells of open pages into pages of slots (cache/slots.h): which go together, and their rows.
+// Cells of open pages into pages of slots (policy/evict.h): which go together, and their rows.
 #include "select.cuh"
 
 static constexpr uint32_t NOT_HERE = ~0u;

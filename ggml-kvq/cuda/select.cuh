@@ -1,5 +1,5 @@
 // Which cells get most attention: the salient set of a page, cells sorted into pages of slots, and rows into these.
-// Scores of a page: f32 sums [n_head][page_cells], then i32 seen [page_cells] (cache/saliency.h).
+// Scores of a page: f32 sums [n_head][page_cells], then i32 seen [page_cells] (policy/probe.h).
 #pragma once
 
 #include "mixed.cuh"

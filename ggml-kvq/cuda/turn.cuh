@@ -1,4 +1,4 @@
-// Rows of keys between what is sealed and what attention reads (cache/transform.h), by one warp: lane i has channels
+// Rows of keys between what is sealed and what attention reads (policy/transform.h), by one warp: lane i has channels
 // i, i + 32, ...
 #pragma once
 

@@ -33,3 +33,12 @@ void kvq_cpu_quantise_rows(
 // One head's rows, f32, un-rotated and less their means, as the f16 rows of a tile; mean, rotary: NULL where none
 void kvq_cpu_rows_to_f16(int n, int head_size, const float * rows, size_t stride, const float * mean,
     const kvq_rotary * rotary, const int32_t * positions, uint16_t * out, int out_stride);
+
+// Predictors over plain rows: what calibration, graph nodes and tests use.
+
+// out[t] = W rows[t] + add[t], strides in values; add NULL: nothing. Arithmetic of types/predictor.h.
+void kvq_cpu_predict(const kvq_predictor & p, int64_t n, const float * rows, int64_t row_stride, const float * add,
+    int64_t add_stride, float * out, int64_t out_stride, int n_threads);
+
+// rows [n][n_head*head_size] become what an encoded page gives back; pages are filled one after the other
+void kvq_cpu_round_trip(const kvq_codec & c, int n_head, int64_t n, float * rows, int n_threads);

@@ -2,6 +2,7 @@
 // The library sees it when the scheduler asks who writes rows into a cache: that graph is built after all memory of a
 // context is there.
 #include "backend.h"
+#include "base/settings.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -13,10 +14,10 @@ void kvq_note_absent(const ggml_tensor * op) {
     static std::atomic<bool> said{ false };
     if (op->op != GGML_OP_SET_ROWS || said) { return; }
     const ggml_tensor * root = op->view_src ? op->view_src : op;
-    const char * method = getenv("KVQ_METHOD");
+    const char * method = kvq_setting_text(kvq_setting::METHOD);
     const kvq_lane_id id = kvq_parse_cache_name(root->name);
-    if (!method || !*method || id.il < 0 || !id.tag.empty() || kvq_cache_count() > 0 || !root->buffer ||
-        !root->buffer->size || kvq_buft_is_ours(root->buffer->buft)) { // no size: --fit only measures
+    if (!*method || id.il < 0 || !id.tag.empty() || kvq_cache_count() > 0 || !root->buffer || !root->buffer->size ||
+        kvq_buft_is_ours(root->buffer->buft)) { // no size: --fit only measures
         return;
     }
     said = true;

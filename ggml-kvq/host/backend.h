@@ -5,15 +5,8 @@
 #include "ggml.h"
 #include "cache/cache.h"
 
-struct kvq_device_context {
-    std::string name, description;
-    ggml_backend_buffer_type buft;
-    // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
-    ggml_backend_dev_t inner = nullptr;
-    int ordinal = 0;        // of the inner device
-    bool for_draft = false; // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
-    std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
-    kvq_cache_draft draft;                                // of the cache whose sizes ggml is asking for
+struct kvq_creation {
+    kvq_cache_draft draft; // of the cache whose sizes ggml is asking for
     struct asked {
         std::string name;
         size_t nb;
@@ -26,6 +19,19 @@ struct kvq_device_context {
     };
     std::map<std::string, grant> granted; // ggml asks twice more per tensor while it places them
     bool refused = false; // the graph just split needs something unsupported: the next compute buffer is denied
+};
+
+struct kvq_device_context {
+    std::string name, description;
+    ggml_backend_buffer_type buft;
+    // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
+    ggml_backend_dev_t inner = nullptr;
+    int ordinal = 0;        // of the inner device
+    bool for_draft = false; // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
+    std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
+    // What ggml asks of this device while a context is made, call after call in one thread: other threads may make
+    // theirs meanwhile.
+    kvq_creation & creation() const;
     // printed once each: llama.cpp may try a context for size (--fit) before the real one
     std::vector<std::string> refusals;
 };
@@ -86,29 +92,6 @@ struct kvq_found_cache {
 bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, with a line
 void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
 ggml_backend_t kvq_cpu_backend(kvq_backend_context & b); // NULL: there is none
-
-// cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
-int kvq_cuda_init(ggml_backend_reg * reg); // number of devices, 0: none
-ggml_backend_dev_t kvq_cuda_get(size_t index);
-// buffer types of the inner device, NULL-terminated
-ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev);
-std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
-const char * kvq_cuda_refuse(const kvq_draft_layer & d);
-// node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
-// our kernel.
-bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node,
-    int stream0, std::vector<kvq_attn> & streams);
-void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
-const std::string & kvq_cuda_error(kvq_kv_cache & cache);
-void * kvq_cuda_stream(ggml_backend_t inner);
-
-// it would record this part on its own
-void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
-
-// cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
-ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
-void kvq_cuda_step_flush(kvq_backend_context & b);
-void kvq_cuda_step_free(struct kvq_cuda_step * step);
 
 // stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds while
 // there are any

@@ -8,6 +8,8 @@
 //             llama.cpp would have used without us, so that its own backend computes on it.
 //   plain     results of our ops in compute buffers: ordinary host memory.
 #include "backend.h"
+#include "engines.h"
+#include "base/settings.h"
 #include "state.h"
 
 #include "engine/host.h"
@@ -188,16 +190,16 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     const size_t nb_upstream = ggml_backend_buft_get_alloc_size(upstream_type(dev), tensor);
     if (!is_memory(tensor) || kvq_parse_cache_name(tensor->name).il < 0 ||
         !kvq_parse_cache_name(tensor->name).tag.empty()) {
-        if (is_memory(tensor)) { dev.others.push_back({ tensor->name, nb_upstream }); }
+        if (is_memory(tensor)) { dev.creation().others.push_back({ tensor->name, nb_upstream }); }
         return dev.inner && tensor->op != GGML_OP_FLASH_ATTN_EXT ? nb_upstream : ggml_nbytes(tensor);
     }
-    const auto placed = dev.granted.find(tensor->name);
-    if (placed != dev.granted.end()) {
+    const auto placed = dev.creation().granted.find(tensor->name);
+    if (placed != dev.creation().granted.end()) {
         const size_t nb = placed->second.nb;
-        if (--placed->second.n_left == 0) { dev.granted.erase(placed); }
+        if (--placed->second.n_left == 0) { dev.creation().granted.erase(placed); }
         return nb;
     }
-    kvq_cache_draft & draft = dev.draft;
+    kvq_cache_draft & draft = dev.creation().draft;
     draft.for_draft = dev.for_draft;
     size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2],
                                      tensor->type == GGML_TYPE_F16),
@@ -209,6 +211,11 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     draft.bytes_upstream += kvq_pad(nb_upstream, buft_alignment(buft));
     draft.asked[tensor->name] = nb;
     return nb;
+}
+
+kvq_creation & kvq_device_context::creation() const {
+    static thread_local std::map<const kvq_device_context *, kvq_creation> mine;
+    return mine[this];
 }
 
 // Memory that stays with llama.cpp, NULL when it cannot be had.
@@ -229,12 +236,12 @@ static ggml_backend_buffer_t alloc_upstream(kvq_device_context & dev, size_t siz
 static std::string others_of(kvq_device_context & dev, size_t size, size_t alignment) {
     std::set<std::string> recurrent, indexers;
     size_t nb = 0;
-    for (size_t i = dev.others.size(); i-- > 0 && nb < size;) {
-        const std::string & name = dev.others[i].name;
-        nb += kvq_pad(dev.others[i].nb, alignment);
+    for (size_t i = dev.creation().others.size(); i-- > 0 && nb < size;) {
+        const std::string & name = dev.creation().others[i].name;
+        nb += kvq_pad(dev.creation().others[i].nb, alignment);
         (kvq_parse_cache_name(name.c_str()).il < 0 ? recurrent : indexers).insert(name.substr(name.rfind("_l") + 1));
     }
-    dev.others.clear();
+    dev.creation().others.clear();
     if (!nb || nb != size) { return ""; }
     const auto text = [](size_t n, const char * kind) {
         return std::to_string(n) + " " + kind + (n == 1 ? " layer" : " layers");
@@ -245,7 +252,6 @@ static std::string others_of(kvq_device_context & dev, size_t size, size_t align
 }
 
 static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache_draft & draft) {
-#ifdef KVQ_CUDA
     if (dev.inner) {
         for (const kvq_draft_layer & d : draft.layers) {
             if (const char * why = kvq_cuda_refuse(d)) {
@@ -256,15 +262,14 @@ static void fill_cache(kvq_device_context & dev, kvq_buffer & b, const kvq_cache
         b.device = kvq_cuda_make_device(dev.ordinal);
         b.cache.reset(new kvq_kv_cache(draft, *b.device));
     }
-#endif
     if (!dev.inner) { b.cache.reset(new kvq_kv_cache(draft, kvq_cpu_device())); }
 }
 
 // The reason has been printed. A program behind our launcher would print six lines of its own and end: it ends here.
 // Servers of other machines' layers live on.
 static ggml_backend_buffer_t refuse(size_t size) {
-    const char * launcher = getenv("KVQ_LAUNCHER");
-    if (size && launcher && *launcher && strcmp(launcher, "ggml-rpc-server") && kvq_verbosity() > 0) {
+    const char * launcher = kvq_setting_text(kvq_setting::LAUNCHER);
+    if (size && *launcher && strcmp(launcher, "ggml-rpc-server") && kvq_verbosity() > 0) {
         fflush(nullptr);
         _exit(1);
     }
@@ -274,8 +279,8 @@ static ggml_backend_buffer_t refuse(size_t size) {
 static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     kvq_device_context & dev = device_of(buft);
     kvq_cache_draft draft;
-    std::swap(draft, dev.draft);
-    dev.granted.clear();
+    std::swap(draft, dev.creation().draft);
+    dev.creation().granted.clear();
     const std::string others = others_of(dev, size, buft_alignment(buft));
     if (!others.empty()) { return alloc_upstream(dev, size, others); }
     if (draft.bytes_asked != size) { // sizes were asked for (--fit), but something else is allocated
@@ -289,7 +294,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     std::unique_ptr<kvq_buffer> b(new kvq_buffer);
     b->announced = !draft.empty();
     if (!draft.empty()) {
-        dev.refused = false;
+        dev.creation().refused = false;
         try {
             fill_cache(dev, *b, draft);
         } catch (const std::bad_alloc &) {}
@@ -298,7 +303,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
             ? mmap(nullptr, b->nb_map, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
             : MAP_FAILED;
     } else {
-        if (dev.refused) { // said why when the graph was split
+        if (dev.creation().refused) { // said why when the graph was split
             return refuse(size);
         }
         if (dev.inner) {
@@ -315,7 +320,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
             (draft.empty() ? "compute buffer" : "KV cache") + ": lower -c or -ub");
         return refuse(size);
     }
-    for (const auto & a : draft.asked) { dev.granted[a.first] = { a.second, 2 }; }
+    for (const auto & a : draft.asked) { dev.creation().granted[a.first] = { a.second, 2 }; }
     if (b->cache && !dev.name.empty()) { b->cache->device_name = dev.name; }
     if (b->cache) {
         kvq_stats_file_start();

@@ -5,7 +5,6 @@
 #include "policy/compose.h"
 #include "policy/probe.h"
 #include "engine/host.h"
-#include "cpu/kernels.h"
 #include "engine/rope.h"
 #include "types/types.h"
 

@@ -1,4 +1,5 @@
 #include "cache/config.h"
+#include "base/settings.h"
 #include "fingerprint.h"
 
 #include "gguf.h"
@@ -25,8 +26,8 @@ static int verbosity = -1;
 
 int kvq_verbosity(void) {
     if (verbosity < 0) {
-        const char * quiet = getenv("KVQ_QUIET");
-        verbosity = quiet && *quiet && strcmp(quiet, "0") ? 0 : 1;
+        const char * quiet = kvq_setting_text(kvq_setting::QUIET);
+        verbosity = *quiet && strcmp(quiet, "0") ? 0 : 1;
     }
     return verbosity;
 }
@@ -54,7 +55,7 @@ extern "C" int kvq_configure(const char * method, const char * opts, const char 
 }
 
 std::string kvq_words_for_caller(const std::string & text) {
-    if (configured.set || getenv("KVQ_LAUNCHER")) { return text; }
+    if (configured.set || *kvq_setting_text(kvq_setting::LAUNCHER)) { return text; }
     static const struct {
         const char *flag, *variable;
     } words[] = {
@@ -89,8 +90,7 @@ static std::string model_of_command_line(void) {
     for (size_t i = 1; i + 1 < args.size(); i++) {
         if (args[i] == "-m" || args[i] == "--model") { return args[i + 1]; }
     }
-    const char * env = getenv("LLAMA_ARG_MODEL");
-    return env ? env : "";
+    return kvq_setting_text(kvq_setting::LLAMA_MODEL);
 }
 
 static int64_t get_int(const gguf_context * g, const std::string & key, int64_t missing) {
@@ -266,11 +266,6 @@ kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, 
 
 // ---------------------------------------------------------------- current configuration
 
-static std::string env(const char * name) {
-    const char * v = getenv(name);
-    return v ? v : "";
-}
-
 static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, std::string & err) {
     model = kvq_model_info{};
     if (!r.model.empty()) {
@@ -303,14 +298,18 @@ static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, s
 
 kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
     request r = configured;
-    if (!r.set) { r = { true, env("KVQ_METHOD"), env("KVQ_OPTS"), env("KVQ_CONFIG"), env("KVQ_MODEL") }; }
+    if (!r.set) {
+        r = { true, kvq_setting_text(kvq_setting::METHOD), kvq_setting_text(kvq_setting::OPTS),
+            kvq_setting_text(kvq_setting::CONFIG), kvq_setting_text(kvq_setting::MODEL) };
+    }
     if (r.model.empty()) { r.model = model_of_command_line(); }
     return resolve(r, out, model, err);
 }
 
-bool kvq_draft_asked(void) { return !env("KVQ_METHOD_DRAFT").empty(); }
+bool kvq_draft_asked(void) { return *kvq_setting_text(kvq_setting::METHOD_DRAFT); }
 
 kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err) {
-    return resolve(
-        { true, env("KVQ_METHOD_DRAFT"), env("KVQ_OPTS_DRAFT"), "", env("KVQ_MODEL_DRAFT") }, out, model, err);
+    return resolve({ true, kvq_setting_text(kvq_setting::METHOD_DRAFT), kvq_setting_text(kvq_setting::OPTS_DRAFT), "",
+                       kvq_setting_text(kvq_setting::MODEL_DRAFT) },
+        out, model, err);
 }

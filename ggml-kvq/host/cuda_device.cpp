@@ -1,7 +1,8 @@
 // Devices KVQ<i> over CUDA<i>, built when GGML_CUDA=ON. The inner device owns the weights and computes every node
 // that touches no cache; buffers of our type wrap its buffers, and our kernels run on its stream, between its own.
 #ifdef KVQ_CUDA
-#include "backend.h"
+#include "engines.h"
+#include "base/settings.h"
 
 #include "cuda/device.h"
 #include "ggml-cuda.h"
@@ -46,7 +47,7 @@ ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     const kvq_busy busy;
     kvq_backend_context & b = state(backend);
     if (!b.stream) { b.stream = kvq_cuda_stream(b.inner); }
-    static const bool graphs = !getenv("KVQ_CUDA_GRAPHS") || atoi(getenv("KVQ_CUDA_GRAPHS"));
+    static const bool graphs = kvq_setting_on(kvq_setting::CUDA_GRAPHS, true);
     return graphs ? kvq_cuda_compute(b, graph) : kvq_compute_graph(b, graph);
 }
 

@@ -4,7 +4,7 @@
 // and the spans, both brought up to date before the launch. Sealing follows it. A step that reopens a sealed page
 // runs node by node: what it holds is decoded when its turn comes.
 #ifdef KVQ_CUDA
-#include "backend.h"
+#include "engines.h"
 
 #include "cuda/device.h"
 #include "cuda/graph.h"

@@ -4,6 +4,7 @@
 //   ROPE(view of cache_k, shift per cell), in place      context shift
 //   views of a cache                                     nothing
 #include "backend.h"
+#include "engines.h"
 #include "ggml-impl.h" // ggml_cgraph
 #include "graph_door.h"
 
@@ -127,12 +128,13 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (!why.empty()) {
         const kvq_config * c = t.cache ? &t.cache->config : nullptr;
         const std::string once = (c ? c->method->info.name + (" " + c->options_text) : "") + ": " + why;
-        if (!dev.refused && std::find(dev.refusals.begin(), dev.refusals.end(), once) == dev.refusals.end()) {
+        if (!dev.creation().refused &&
+            std::find(dev.refusals.begin(), dev.refusals.end(), once) == dev.refusals.end()) {
             kvq_report_error(why);
             dev.refusals.push_back(once);
         }
-        if (!dev.refused) { kvq_set_error(why); }
-        dev.refused = true;
+        if (!dev.creation().refused) { kvq_set_error(why); }
+        dev.creation().refused = true;
     }
     if (!why.empty() && t.cache) { t.cache->refused = true; }
     // a node on our cache can run nowhere else: declining would abort the program, refusing its buffer ends it cleanly
@@ -329,9 +331,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
             l.spans.n_recorded = b.recording ? a.n_pages : l.spans.n_recorded;
         }
     }
-#ifdef KVQ_CUDA
     if (b.inner) { return kvq_cuda_attend(b, *t.cache, l, node, stream0, streams); }
-#endif
     if (kvq_chain * chain = t.cache->chain()) {
         chain->attend(l.ordinal, stream0, streams.data(), n_stream, b.n_threads);
     } else {
@@ -421,10 +421,8 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             part.size = part.n_leafs = 0;
             part.leafs = part.grads = part.grad_accs = nullptr;
             part.uid = 0;
-#ifdef KVQ_CUDA
-            kvq_cuda_step_flush(b);
-            if (b.whole) { kvq_cuda_no_inner_graph(b.inner, &part); }
-#endif
+            if (b.inner) { kvq_cuda_step_flush(b); }
+            if (b.inner && b.whole) { kvq_cuda_no_inner_graph(b.inner, &part); }
             status = others->iface.graph_compute(others, &part);
         }
         first = end + 1;
@@ -462,9 +460,7 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
         if (std::find(touched.begin(), touched.end(), t.cache) == touched.end()) {
             touched.push_back(t.cache);
             t.cache->arrivals.reset(); // whatever state came in is complete
-#ifdef KVQ_CUDA
             if (b.inner) { kvq_cuda_use_stream(*t.cache, b.stream); }
-#endif
         }
         bool ok = false;
         try {
@@ -501,12 +497,10 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
             kvq_report_error("out of memory while the cache seals: lower -c or -ub");
             return GGML_STATUS_ALLOC_FAILED;
         }
-#ifdef KVQ_CUDA
         if (b.inner && !kvq_cuda_error(*cache).empty()) {
             kvq_report_error(kvq_cuda_error(*cache));
             return GGML_STATUS_FAILED;
         }
-#endif
     }
     return GGML_STATUS_SUCCESS;
 }

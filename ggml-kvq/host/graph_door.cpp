@@ -6,7 +6,6 @@
 #include "ggml-kvq-graph.h"
 
 #include "engine/host.h"
-#include "cpu/predict.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,7 +1,7 @@
 // The C ABI over predictors (types/predictor.h).
 #include "cache/config.h"
 
-#include "cpu/predict.h"
+#include "engine/host.h"
 #include "types/types.h"
 
 #include <cstring>

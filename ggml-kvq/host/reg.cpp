@@ -1,6 +1,7 @@
 // Registry, device and backend: what ggml_backend_load finds. On CPU the device reports host memory and takes only
 // the nodes that touch a cache; weights fall through to upstream's CPU buffer types.
 #include "backend.h"
+#include "engines.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -156,19 +157,15 @@ static const char * reg_name(ggml_backend_reg_t) { return "KVQ"; }
 static int n_cuda = 0; // devices over CUDA; without any, one on the CPU and its reader
 static size_t reg_count(ggml_backend_reg_t) { return n_cuda ? (size_t) n_cuda : kvq_draft_asked() ? 3 : 2; }
 static ggml_backend_dev_t reg_device(ggml_backend_reg_t, size_t index) {
-#ifdef KVQ_CUDA
     if (n_cuda) { return kvq_cuda_get(index); }
-#endif
     ggml_backend_dev_t all[3] = { &device, &reader, &draft_device };
     return index < reg_count(nullptr) ? all[index] : nullptr;
 }
 
 static void * reg_proc(ggml_backend_reg_t, const char * name) {
-#ifdef KVQ_CUDA
     if (!strcmp(name, "ggml_backend_dev_get_extra_bufts") && n_cuda) { // weights stay in the inner device's buffer type
         return (void *) kvq_cuda_extra_bufts;
     }
-#endif
     return !strcmp(name, "ggml_backend_set_n_threads") ? (void *) backend_set_n_threads : nullptr;
 }
 
@@ -203,9 +200,7 @@ extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
         draft_context.for_draft = true;
         kvq_init_buffer_type(draft_context, &draft_device);
         draft_device = { device_interface, &reg, &draft_context };
-#ifdef KVQ_CUDA
         n_cuda = kvq_cuda_init(&reg);
-#endif
     }
     return &reg;
 }

@@ -6,6 +6,7 @@
 // a buffer that was plain so far. Its layers are built from the graph, which knows their heads; rows that were
 // set before (a restored state) are moved over, and the plain memory is given back.
 #include "backend.h"
+#include "engines.h"
 
 #include "engine/host.h"
 
@@ -108,12 +109,10 @@ static std::string find_layer(kvq_backend_context & b, const ggml_tensor * atten
     }
     if (!found.draft.add_known(shape, latent, (int) kr->ne[1], (int) kr->ne[2])) { return found.draft.error(); }
     const kvq_draft_layer & d = found.draft.layers.back();
-#ifdef KVQ_CUDA
     if (b.inner) {
         if (const char * why = kvq_cuda_refuse(d)) { return name + ": " + why; }
         if (!buffer.device) { buffer.device = kvq_cuda_make_device(device_of(b).ordinal); }
     }
-#endif
     bool ok = true;
     if (buffer.cache) {
         ok = buffer.cache->append(d);

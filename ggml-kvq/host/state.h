@@ -1,5 +1,5 @@
 // Rows of cache tensors on their way out and in: what llama.cpp saves and restores, and a checksum of it
-// (cache/mark.h).
+// (store/mark.h).
 //
 // Rows that carry one are refused unless they are the rows that were saved, by a model with the same weights. Rows
 // without one, of other builds and older files, need only be finite. llama.cpp has no way to be told that setting a

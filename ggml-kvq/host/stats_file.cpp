@@ -1,6 +1,7 @@
 // KVQ_STATS_FILE: what the caches of this process hold, as JSON, for programs whose own reports cannot be extended
 // (llama-server's /props, /slots, /metrics). A thread of its own writes; a reader finds a whole file at any time.
 #include "backend.h"
+#include "base/settings.h"
 
 #include "ggml-kvq.h"
 
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <ctime>
 #include <mutex>
+#include <sys/stat.h>
 #include <thread>
 #include <unistd.h>
 
@@ -19,9 +21,8 @@ static std::mutex busy_mutex;
 static const std::vector<std::string> & stats_paths(void) {
     static const std::vector<std::string> paths = [] {
         std::vector<std::string> out;
-        for (const char * name : { "KVQ_STATS_FILE", "KVQ_PAGE_STATS_FILE" }) {
-            const char * path = getenv(name);
-            if (path && *path) { out.push_back(path); }
+        for (const kvq_setting s : { kvq_setting::STATS_FILE, kvq_setting::PAGE_STATS_FILE }) {
+            if (*kvq_setting_text(s)) { out.push_back(kvq_setting_text(s)); }
         }
         return out;
     }();
@@ -93,15 +94,18 @@ static std::string cache_json(int i) {
 
 static void write_whole(const std::string & path, const std::string & text) {
     const std::string partial = path + "." + std::to_string(getpid()) + ".part";
-    FILE * f = fopen(partial.c_str(), "w");
+    // A rename would put a file in the place of a device or a pipe.
+    struct stat there;
+    const bool other = stat(path.c_str(), &there) == 0 && !S_ISREG(there.st_mode);
+    FILE * f = other ? nullptr : fopen(partial.c_str(), "w");
     const bool ok = f && fwrite(text.data(), 1, text.size(), f) == text.size();
     if (!(f && fclose(f) == 0 && ok && rename(partial.c_str(), path.c_str()) == 0)) {
         remove(partial.c_str());
         static bool said = false;
         if (!said) {
             said = true;
-            kvq_report_note(
-                "the figures of the cache cannot be written to " + path + ": check its folder and the disk");
+            const char * cure = other ? ": it is a device or a pipe, name a file" : ": check its folder and the disk";
+            kvq_report_note("the figures of the cache cannot be written to " + path + cure);
         }
     }
 }
@@ -122,8 +126,7 @@ void kvq_stats_file_write(void) {
 // The folder that the launcher made for this server's page: index.html and the figures,
 // ".../ggml-kvq-page-<user>-<process>". A router's children inherit the variable and leave it alone.
 static void remove_page(void) {
-    const char * file = getenv("KVQ_PAGE_STATS_FILE");
-    const std::string path = file ? file : "";
+    const std::string path = kvq_setting_text(kvq_setting::PAGE_STATS_FILE);
     const std::string folder = path.substr(0, path.rfind('/')), mine = "-" + std::to_string(getpid());
     if (path.empty() || folder.size() < mine.size() || folder.compare(folder.size() - mine.size(), mine.size(), mine)) {
         return;

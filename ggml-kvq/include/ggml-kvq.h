@@ -129,7 +129,7 @@ KVQ_API int kvq_image(const kvq_codec * codec, const void * codes, const void * 
 KVQ_API int kvq_image_match(
     const kvq_codec * codec, const uint16_t * rows, const void * shared, void * codes, void * params);
 
-// Saved states carry checksums (cache/mark.h), and with them a number of whoever saves, 0: none. Of this thread, until
+// Saved states carry checksums (store/mark.h), and with them a number of whoever saves, 0: none. Of this thread, until
 // it begins again: the number that saved states carry, and the one that a restored state carried. kvq_last_error() is
 // "" after kvq_state_begin.
 KVQ_API void kvq_state_begin(uint32_t tag);

@@ -94,6 +94,7 @@ private:
     // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames,
     // evicted ones not among them.
     void restore(bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
+    void encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void clear();
     void restoring(bool on); // what comes from a state is not judged again
     // a restored key: heads that do not hold it, for devices
@@ -118,7 +119,12 @@ private:
         bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose);
     // salient slots of a mixed block, before it is encoded
     void choose_set(bool value, int s, int i, int h, uint8_t * set);
-    template <typename T> const T * view(const T * p, size_t n, std::vector<T> & copy) const; // on the host
+    template <typename T> const T * view(const T * p, size_t n, std::vector<T> & copy) const { // on the host
+        if (!device) { return p; }
+        copy.resize(n);
+        device->get(copy.data(), p, n * sizeof(T));
+        return copy.data();
+    }
     void mask_open(int s, int p);
     bool is_evicted(int s, int p, int h, int t) const;
     size_t nb_share(bool value) const; // bytes a row carries

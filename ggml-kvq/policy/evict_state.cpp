@@ -108,6 +108,35 @@ bool kvq_evict::take_block(const kvq_lane & x, const arrival & a, int h, int cel
             l.codec, block.data(), { kvq_image_width(D, bytes.size()), false }, nullptr, codes.data(), stream.data());
 }
 
+// Values that do not go with their keys: quantised anew into the same page.
+void kvq_evict::encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
+    const size_t D = (size_t) lane[1]->layout().codec.head_size, W = D * (size_t) n_head;
+    std::vector<uint16_t> block((size_t) page_cells * D);
+    for (auto it = arrived.begin(); it != arrived.end();) {
+        const int i = it->second;
+        const auto here = [&](int32_t c) { return c >= cell && c < cell + n; };
+        if (it->first.first != s || std::none_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, here)) {
+            ++it;
+            continue;
+        }
+        for (int h = 0; h < n_head; h++) {
+            std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
+            std::fill(block.begin(), block.end(), (uint16_t) 0);
+            for (int t = 0; t < page_cells; t++) {
+                const int32_t c = map(s, i, h)[t];
+                if (here(c)) {
+                    memcpy(&block[(size_t) t * D], rows + (size_t) (c - cell) * W + (size_t) h * D, 2 * D);
+                    valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
+                    left[(size_t) (c - cell) * n_head + h] = 0;
+                }
+            }
+            encode_rows(true, s, i, h, block, valid.data(), true);
+        }
+        show(s, i);
+        it = arrived.erase(it);
+    }
+}
+
 void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
     kvq_lane & x = *lane[value];
     const kvq_lane_layout & l = x.layout();
@@ -198,31 +227,7 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
         }
         arrived[{ s, f.first }] = i;
     }
-    // values that do not go with their keys: quantised anew into the same page
-    std::vector<uint16_t> block((size_t) page_cells * D);
-    for (auto it = arrived.begin(); value && it != arrived.end();) {
-        const int i = it->second;
-        const auto here = [&](int32_t c) { return c >= cell && c < cell + n; };
-        if (it->first.first != s || std::none_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, here)) {
-            ++it;
-            continue;
-        }
-        for (int h = 0; h < n_head; h++) {
-            std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
-            std::fill(block.begin(), block.end(), (uint16_t) 0);
-            for (int t = 0; t < page_cells; t++) {
-                const int32_t c = map(s, i, h)[t];
-                if (here(c)) {
-                    memcpy(&block[(size_t) t * D], rows + (size_t) (c - cell) * W + (size_t) h * D, 2 * D);
-                    valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
-                    left[(size_t) (c - cell) * n_head + h] = 0;
-                }
-            }
-            encode_rows(true, s, i, h, block, valid.data(), true);
-        }
-        show(s, i);
-        it = arrived.erase(it);
-    }
+    if (value) { encode_arrived(s, cell, n, rows, left); }
     for (int c = cell; c < cell + n; c++) {
         const uint8_t * of = &left[(size_t) (c - cell) * n_head];
         if (std::any_of(of, of + n_head, [](uint8_t x) { return x; })) { continue; }

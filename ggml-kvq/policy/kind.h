@@ -26,6 +26,9 @@ struct kvq_layer_parts {
     class kvq_chain * chain = nullptr;
     class kvq_probe * probe = nullptr;
 
+    kvq_layer_parts(kvq_device & device, std::map<std::string, std::shared_ptr<void>> & shared,
+        std::vector<std::unique_ptr<kvq_policy>> & owned) :
+        device(device), shared(shared), owned(owned) {}
     kvq_lane & lane(bool value) { return value ? *v : *k; }
     template <typename T> T * own(T * policy) {
         owned.emplace_back(policy);

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// A mark (cache/mark.h) of a saved state takes so many values, in rows at the beginning of a page and in as many at
+// A mark (store/mark.h) of a saved state takes so many values, in rows at the beginning of a page and in as many at
 // its end.
 constexpr int KVQ_MARK_BITS = 192;
 static inline int kvq_mark_rows(int head_size) { return (KVQ_MARK_BITS + head_size - 1) / head_size; }

@@ -11,18 +11,47 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .errors import KvqError, LibraryError, MethodError, ModelError
+    from .errors import (
+        BusyError,
+        ContextOverflowError,
+        DecodeError,
+        DownloadError,
+        KvqError,
+        LibraryError,
+        MethodError,
+        ModelError,
+        StateError,
+    )
     from .model import Model
+    from .sampling import Sampling
 
-_HOME = {
-    "Model": "model",
-    "KvqError": "errors",
-    "LibraryError": "errors",
-    "ModelError": "errors",
-    "MethodError": "errors",
-}
+_ERRORS = (
+    "BusyError",
+    "ContextOverflowError",
+    "DecodeError",
+    "DownloadError",
+    "KvqError",
+    "LibraryError",
+    "MethodError",
+    "ModelError",
+    "StateError",
+)
+_HOME = {"Model": "model", "Sampling": "sampling", **dict.fromkeys(_ERRORS, "errors")}
 
-__all__ = ["KvqError", "LibraryError", "MethodError", "Model", "ModelError", "__version__"]
+__all__ = [
+    "BusyError",
+    "ContextOverflowError",
+    "DecodeError",
+    "DownloadError",
+    "KvqError",
+    "LibraryError",
+    "MethodError",
+    "Model",
+    "ModelError",
+    "Sampling",
+    "StateError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

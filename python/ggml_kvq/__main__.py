@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 
@@ -29,11 +30,17 @@ def cpu_features() -> str:
 def main() -> int:
     from . import loader
 
-    print(f"ggml-kvq     {__version__}")
-    print(f"system       {platform.platform()}")
-    print(f"cpu          {cpu_features()}")
-    lines = loader.diagnose()
-    print("\n".join(lines))
+    lines = [
+        f"ggml-kvq     {__version__}",
+        f"system       {platform.platform()}",
+        f"cpu          {cpu_features()}",
+        *loader.diagnose(),
+    ]
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as e:  # a full disk, a closed pipe
+        print(f"ggml_kvq: error: the output could not be written: {e.strerror}", file=sys.stderr)
+        os._exit(2)  # Python would try again, and trace
     return int(any("NOT USABLE" in line or "NOT LOADED" in line for line in lines))
 
 

@@ -8,9 +8,13 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import memory, native, sidecars
+import numpy as np
+import numpy.typing as npt
+
+from . import llama, memory, native, sidecars
 from .errors import DecodeError, KvqError, MethodError, ModelError
 from .kvstats import UPSTREAM
+from .sampling import Sampling
 
 if TYPE_CHECKING:
     from .model import Model
@@ -70,6 +74,8 @@ def devices(value: Any) -> list[str] | None:
 
 def stops(value: Any) -> list[str]:
     """stop: a text or texts that end a generation."""
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise ArgumentTypeError(f"stop={value!r} is a {type(value).__name__}; pass a text or a list of texts")
     out = [value] if isinstance(value, str) else list(value)
     for text in out:
         utf8(text)
@@ -101,6 +107,34 @@ def options(value: Any) -> str:
             f"kv_opts={value!r} is a {type(value).__name__}; pass a dict, as {{'bits': 2}}, or a str, as 'bits=2'"
         )
     return native.option_string(dict(value))
+
+
+def at_least(name: str, value: Any, low: int) -> int:
+    """A whole number not below `low`. ArgumentTypeError, KvqError."""
+    number = whole(name, value)
+    if number < low:
+        raise KvqError(f"{name}={number} is too small; choose {low} or more")
+    return number
+
+
+def cache_type(name: str, value: Any) -> str:
+    """type_k or type_v. MethodError."""
+    if not isinstance(value, str) or value not in llama.GGML_TYPES:
+        raise MethodError(f"{name}={value!r} is no cache type; choose one of {', '.join(llama.GGML_TYPES)}")
+    return value
+
+
+def sampling(value: Any, fields: Mapping[str, Any]) -> Sampling:
+    """What generate() got of it: a Sampling, or its fields. KvqError."""
+    if value is not None and not isinstance(value, Sampling):
+        raise ArgumentTypeError(f"sampling={value!r} is a {type(value).__name__}; pass a Sampling(...)")
+    if value is not None and fields:
+        raise KvqError(f"sampling and {', '.join(fields)} given together; put all into Sampling(...)")
+    unknown = [key for key in fields if key not in Sampling.__dataclass_fields__]
+    if unknown:
+        known = ", ".join(Sampling.__dataclass_fields__)
+        raise KvqError(f"unknown sampling option {', '.join(unknown)}; choose from {known}")
+    return value or Sampling(**fields)
 
 
 def utf8(text: Any) -> bytes:
@@ -139,12 +173,44 @@ def token_ids(tokens: Any, n_vocab: int) -> list[int]:
     return out
 
 
+def id_array(tokens: Any, n_vocab: int) -> npt.NDArray[np.int32]:
+    """Token ids, int32 [n]. As token_ids(), and an array of another shape or of fractions is an ArgumentTypeError."""
+    if not isinstance(tokens, np.ndarray):
+        return np.asarray(token_ids(tokens, n_vocab), np.int32)
+    if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
+        raise ArgumentTypeError(
+            f"tokens are an array of {tokens.dtype} and shape {tokens.shape}; pass whole numbers, one axis"
+        )
+    wrong = tokens[(tokens < 0) | (tokens >= n_vocab)]
+    if wrong.size:
+        raise DecodeError(f"token {wrong[0]} is outside the vocabulary of {n_vocab}; tokenize with this model")
+    return np.ascontiguousarray(tokens, np.int32)
+
+
+def outputs(wanted: Any, n_tokens: int) -> npt.NDArray[np.int8]:
+    """Which tokens' logits to compute, int8 [n_tokens]; None: the last one's. ArgumentTypeError."""
+    if wanted is None:
+        mask = np.zeros(n_tokens, np.int8)
+        mask[-1:] = 1
+        return mask
+    given = np.asarray(wanted)
+    if given.shape != (n_tokens,) or given.dtype.kind not in "biuf":
+        raise ArgumentTypeError(
+            f"outputs are of {given.dtype} and shape {given.shape}; pass a bool for each of the {n_tokens} tokens"
+        )
+    return given.astype(bool).astype(np.int8)
+
+
 def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any) -> str | None:
     """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of
     it.
     """
     if config is not None:
         path(config, "kv_config")
+        if config != OFF and not os.path.isfile(config):
+            raise MethodError(
+                f"kv_config={os.fspath(config)} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`"
+            )
         return None if config == OFF else str(config)
     return None if chosen in (None, UPSTREAM) else sidecars.beside(model, str(chosen))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from . import llama
+from . import arguments, llama
 from .errors import ModelError
 
 
@@ -18,16 +18,20 @@ def render(
     special: bos_token and eos_token text for Jinja. llama_chat_apply_template knows the common templates by their
     shape; others are rendered by jinja2 in its sandbox. Raises ModelError naming the cure.
     """
-    if isinstance(messages, str) or not all(isinstance(m, Mapping) for m in messages):
-        raise ModelError(f"messages={messages!r:.60} is no list of dicts; write [{{'role': 'user', 'content': '...'}}]")
+    given = messages
+    messages = [] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    if (not messages and not isinstance(given, list | tuple)) or not all(isinstance(m, Mapping) for m in messages):
+        raise ModelError(f"messages={given!r:.60} is no list of dicts; write [{{'role': 'user', 'content': '...'}}]")
+    texts = []
     for m in messages:
         if not {"role", "content"} <= set(m):
             raise ModelError(f"message {dict(m)!r} lacks role or content; write {{'role': 'user', 'content': '...'}}")
+        texts.append((arguments.utf8(m["role"]), arguments.utf8(m["content"])))
     n = len(messages)
     array = (llama.llama_chat_message * max(1, n))()
-    for i, m in enumerate(messages):
-        array[i].role, array[i].content = m["role"].encode(), m["content"].encode()
-    size = 256 + 2 * sum(len(m["role"].encode()) + len(m["content"].encode()) + 16 for m in messages)
+    for i, (role, content) in enumerate(texts):
+        array[i].role, array[i].content = role, content
+    size = 256 + 2 * sum(len(role) + len(content) + 16 for role, content in texts)
     while True:
         buf = ctypes.create_string_buffer(size)
         got = lib.llama_chat_apply_template(template.encode(), array, n, add_assistant, buf, size)

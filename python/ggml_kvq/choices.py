@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from . import llama, native
 from .errors import MethodError, ModelError
@@ -34,10 +33,6 @@ def check_method(
             f"type_k={type_k} type_v={type_v} belong to upstream's cache; drop them with kv_method={method}"
         )
     native.check(kvq, kvq.kvq_check(method.encode(), options.encode()))
-    if config is not None and not Path(config).is_file():
-        raise MethodError(
-            f"kv_config={os.fspath(config)} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`"
-        )
 
 
 def devices(libs: Libraries, method: str | None, device: str | Sequence[str] | None) -> tuple[list[str], list[int]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from . import __version__, commands
 from .errors import KvqError
@@ -16,6 +18,11 @@ from .errors import KvqError
 
 class Parser(argparse.ArgumentParser):
     """As argparse's, but an error is one line: the usage of a subcommand with 20 options hides it."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse's own swallows the error of an output that takes nothing: `--help > /dev/full` ended with 0."""
+        if message and (file or sys.stderr) is not None:
+            (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help tells more)\n")
@@ -38,28 +45,57 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Exit codes: 0 done, 1 failed, 2 refused input; errors are one line on stderr."""
-    args = build_parser().parse_args(argv)
+    args = argparse.Namespace(command="")
+    with standard_output() as output:
+        try:
+            build_parser().parse_args(argv, args)
+            code = int(args.run(args) or 0)
+            output.flush()
+            return code
+        except KvqError as e:
+            return _refused(args.command, str(e))
+        except SystemExit:  # --help, --version
+            try:
+                output.flush()
+            except OSError as problem:
+                return _lost(args.command, problem)
+            raise
+        except OSError as e:
+            if e.filename is not None:
+                return _refused(args.command, f"{e.filename}: {e.strerror or e}; check the path and its permissions")
+            return _lost(args.command, e)
+        except KeyboardInterrupt:
+            hint = getattr(args, "interrupted", "")
+            print(f"ggml-kvq {args.command}: stopped" + (f"; {hint}" if hint else ""), file=sys.stderr)
+            return 130
+
+
+@contextmanager
+def standard_output() -> Iterator[TextIO]:
+    """sys.stdout that takes every text: closed, it is /dev/null; what its encoding lacks is written as \\uXXXX."""
+    before = sys.stdout
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # lives as long as the command
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = int(args.run(args) or 0)
-        sys.stdout.flush()
-        return code
-    except KvqError as e:
-        print(f"ggml-kvq {args.command}: error: {e}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `ggml-kvq methods | head`
+        yield sys.stdout
+    finally:
+        sys.stdout = before
+
+
+def _refused(command: str, message: str) -> int:
+    print(f"{' '.join(filter(None, ('ggml-kvq', command)))}: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _lost(command: str, e: OSError) -> int:
+    """The output could not be written; what is left of it goes nowhere, so that Python says nothing more at its end."""
+    with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(e, BrokenPipeError):  # `ggml-kvq methods | head`
         return 1
-    except OSError as e:
-        print(
-            f"ggml-kvq {args.command}: error: {e.filename or ''}: {e.strerror or e}; check the path and its"
-            " permissions",
-            file=sys.stderr,
-        )
-        return 2
-    except KeyboardInterrupt:
-        hint = getattr(args, "interrupted", "")
-        print(f"ggml-kvq {args.command}: stopped" + (f"; {hint}" if hint else ""), file=sys.stderr)
-        return 130
+    return _refused(command, f"the output could not be written: {e.strerror or e}")
 
 
 if __name__ == "__main__":

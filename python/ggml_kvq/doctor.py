@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import shutil
@@ -22,15 +23,20 @@ OPTIONAL = {
     "jinja2": ("chat templates that llama.cpp does not know", "pip install 'ggml-kvq[chat]'"),
     "tqdm": ("progress bars; lines without it", "pip install tqdm"),
 }
-VARIABLES = (
+VARIABLES = (  # that users set; docs/llama-cpp.md tells what each does
     "KVQ_METHOD",
     "KVQ_OPTS",
     "KVQ_CONFIG",
     "KVQ_MODEL",
     "KVQ_METHOD_DRAFT",
+    "KVQ_OPTS_DRAFT",
+    "KVQ_MODEL_DRAFT",
+    "KVQ_STATS_FILE",
     "KVQ_ISA",
+    "KVQ_QUIET",
     "KVQ_LIB_DIR",
     "KVQ_BACKEND",
+    "KVQ_CACHE_DIR",
     "GGML_BACKEND_PATH",
 )
 
@@ -107,6 +113,12 @@ def _environment() -> Iterator[Check]:
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if given:
         yield Check(GOOD, "variables", ", ".join(f"{k}={v}" for k, v in given.items()))
+    for name in sorted(n for n in os.environ if n.startswith("KVQ_") and n not in VARIABLES):
+        if not name.startswith("KVQ_CUDA_"):
+            near = difflib.get_close_matches(name, VARIABLES, 1)
+            yield Check(NOTE, name, "nothing reads this variable", f"write {near[0]}" if near else "unset it")
+    if "KVQ_OPTS" in given and "KVQ_METHOD" not in given:
+        yield Check(NOTE, "KVQ_OPTS", f"{given['KVQ_OPTS']} without KVQ_METHOD", "set both, or add --kv-method NAME")
     other = given.get("GGML_BACKEND_PATH")
     if other and not Path(other).is_file():
         yield Check(BAD, "GGML_BACKEND_PATH", f"{other} is not a file", "point it at libggml-kvq.so or unset it")

@@ -39,6 +39,22 @@ def refuse(path: Path, e: OSError, need: int = 0) -> KvqError:
     return KvqError(f"{path} could not be written, {_FULL[e.errno]}{size}; make room or choose another folder")
 
 
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """Where a file named `path` is written: what a symbolic link names. OSError when something lies there that is no
+    file. A rename would put the file in the place of a device (/dev/null, for a user who may do that) or a pipe.
+    """
+    target = Path(path)
+    if not target.name or "\0" in os.fspath(target):
+        raise OSError(errno.EINVAL, f"{os.fspath(path)!r} names no file")
+    if target.is_symlink():
+        target = Path(os.path.realpath(target))
+    if target.is_dir():
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is a device or a pipe, which a file would replace")
+    return target
+
+
 @contextmanager
 def whole(path: str | os.PathLike[str], need: int = 0) -> Iterator[Path]:
     """A path to write to; it becomes `path` when the block ends, and is removed when the block raises.
@@ -46,7 +62,10 @@ def whole(path: str | os.PathLike[str], need: int = 0) -> Iterator[Path]:
     need: bytes the file will have, 0 when unknown; a disk with less room is refused before anything is written.
     Raises KvqError instead of OSError.
     """
-    target = Path(path)
+    try:
+        target = target_of(path)
+    except OSError as e:
+        raise refuse(Path(path), e) from e
     # beside the target, same suffix: writers choose formats by it
     partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
     try:

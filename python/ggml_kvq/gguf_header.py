@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +173,8 @@ def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int 
     off.
     """
     name = os.fspath(path)
+    if stat.S_ISFIFO(os.stat(name).st_mode):  # open() would wait for somebody who writes
+        raise GgufError(f"{name} is a pipe, and a model is read from many places at once; save it to a file")
     with open(name, "rb") as f:
         if f.read(4) != b"GGUF":
             raise GgufError(f"{name} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model")

@@ -113,7 +113,7 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
     """Arguments that put a draft model's cache where it belongs; environment of its method into out.env.
     LaunchError on a bad method.
     """
-    from . import methods
+    from . import methods, native
 
     method = flags.draft_method or environ.get("KVQ_METHOD_DRAFT") or None
     model = (user.values(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL") or [""])[-1]
@@ -134,8 +134,10 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
             raise LaunchError(
                 f"--kv-method-draft {method} needs a draft: add -md FILE.gguf or --spec-type draft-mtp, or drop it"
             )
-        opts = ",".join([*filter(None, [environ.get("KVQ_OPTS_DRAFT")]), *flags.draft_opts])
         try:
+            opts = native.merge_options(
+                "--kv-opt-draft", environ.get("KVQ_OPTS_DRAFT") or "", ",".join(flags.draft_opts)
+            )
             methods.check(method, opts)
         except KvqError as e:
             raise LaunchError(f"--kv-method-draft: {e}") from e
@@ -147,6 +149,87 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
     if arch in _SHARES_CACHE:
         return []  # as its target's
     return ["-devd", DRAFT_DEVICE if method else ",".join(_cuda_devices()) or "none"]
+
+
+def _without_method(
+    program: str,
+    user: User,
+    flags: Flags,
+    environ: Mapping[str, str],
+    *,
+    off: bool,
+    remote: bool,
+    env: dict[str, str | None],
+) -> Command:
+    """llama.cpp's own cache. off: it was asked for by name; else options of a method that nobody names are refused."""
+    if flags.opts:
+        raise LaunchError(
+            f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)"
+        )
+    if flags.draft_method or flags.draft_opts:
+        raise LaunchError(
+            "--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)"
+        )
+    if flags.stats_file:
+        raise LaunchError(
+            f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)"
+        )
+    page = served_page.wanted(program, user)
+    out = Command([*(["--path", str(page)] if page else []), *flags.rest], remote=remote, env=env)
+    out.notes += [
+        f"{name}={environ[name]} is not used: no method is chosen; add --kv-method NAME"
+        for name in ("KVQ_OPTS", "KVQ_METHOD_DRAFT", "KVQ_STATS_FILE")
+        if environ.get(name) and not off
+    ]
+    if off:  # llama-bench would load the library and take its device
+        out.env |= dict.fromkeys(
+            k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ
+        )
+        out.env |= {"GGML_BACKEND_PATH": None} if _is_ours(environ.get("GGML_BACKEND_PATH")) else {}
+    return out
+
+
+def _options(flags: Flags, environ: Mapping[str, str], choice: refusals.Choice, notes: list[str]) -> str:
+    """Options of the chosen method as "key=value,...": the variable's, then the flags'. LaunchError for wrong ones."""
+    from . import methods, native
+
+    method = choice.method
+    of_env = environ.get("KVQ_OPTS") or ""
+    if of_env and environ.get("KVQ_METHOD", method) != method:
+        notes.append(f"KVQ_OPTS={of_env} goes with KVQ_METHOD={environ['KVQ_METHOD']} and is not used")
+        of_env = ""
+    try:
+        joined = native.merge_options("--kv-opt", native.merge_options("KVQ_OPTS", of_env), ",".join(flags.opts))
+        methods.check(method, joined)
+    except KvqError as e:
+        raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
+    return joined
+
+
+def _placement(
+    program: str, user: User, flags: Flags, environ: Mapping[str, str], servers: list[str], out: Command
+) -> list[str]:
+    """Flags that give the cache to our device where the user has not placed it: -dev, -fa on, a projector elsewhere."""
+    bench = program == "llama-bench"
+    added: list[str] = []
+    if servers:
+        how = f"llama-rpc-server --kv-method {out.env['KVQ_METHOD']}"
+        out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started ({how})")
+    if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
+        names = [DEVICE]
+        if servers:
+            names = [*_rpc_devices(_paths.program(program), servers, _environment(environ, out)), DEVICE]
+            rpc, flags.rest = without(flags.rest, ("--rpc", "-rpc"))
+            added += rpc
+        added += ["-dev", ("/" if bench else ",").join(names)]
+        # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
+        placed = user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload"))
+        present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url")) or "LLAMA_ARG_MMPROJ" in environ
+        if program in ("llama-server", "llama-cli") and present and not placed:
+            added.append("--no-mmproj-offload")
+    if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
+        added += ["-fa", "on"]
+    return added
 
 
 def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Command:
@@ -180,42 +263,13 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     choice = _choice(flags, environ, config, config_fields, header)
 
     if choice is None or choice.method == refusals.OFF:
-        off = choice is not None
-        if flags.opts:
-            raise LaunchError(
-                f"--kv-opt {flags.opts[0]} needs a method; add --kv-method NAME (`ggml-kvq methods` lists them)"
-            )
-        if flags.draft_method or flags.draft_opts:
-            raise LaunchError(
-                "--kv-method-draft needs a method of the model too; add --kv-method NAME (f16 keeps its cache exact)"
-            )
-        if flags.stats_file:
-            raise LaunchError(
-                f"--kv-stats-file {flags.stats_file} needs a method; add --kv-method NAME (`ggml-kvq methods` lists"
-                " them)"
-            )
-        page = served_page.wanted(program, user)
-        out = Command(
-            [*(["--path", str(page)] if page else []), *flags.rest], remote=serves or bool(servers), env=hub_env
+        return _without_method(
+            program, user, flags, environ, off=choice is not None, remote=serves or bool(servers), env=hub_env
         )
-        if off:  # llama-bench would load the library and take its device
-            out.env |= dict.fromkeys(
-                k for k in ("KVQ_METHOD", "KVQ_OPTS", "KVQ_CONFIG", "KVQ_METHOD_DRAFT") if k in environ
-            )
-            out.env |= {"GGML_BACKEND_PATH": None} if _is_ours(environ.get("GGML_BACKEND_PATH")) else {}
-        return out
 
-    from . import methods
-
-    method = choice.method
-    opts = list(flags.opts)
-    if environ.get("KVQ_OPTS") and environ.get("KVQ_METHOD", method) == method:
-        opts.insert(0, environ["KVQ_OPTS"])
-    joined = ",".join(opts)
-    try:
-        methods.check(method, joined)
-    except KvqError as e:
-        raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
+    method: str = choice.method
+    notes: list[str] = []
+    joined = _options(flags, environ, choice, notes)
     held = config_fields.get("kvq.method", method)
     if held != method:
         raise LaunchError(
@@ -231,7 +285,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     else:
         refusals.conflicts(user, choice, bench)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
-    notes = refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
+    notes += refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
     out = Command(flags.rest, remote=serves or bool(servers), notes=notes)
     if not config and len(models) == 1 and os.path.isfile(models[0]):
         config = sidecars.beside(models[0], method)
@@ -253,27 +307,12 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         out.env["KVQ_MODEL"] = models[0]
     if flags.stats_file:
         out.env["KVQ_STATS_FILE"] = _stats_file(flags.stats_file)
+    elif environ.get("KVQ_STATS_FILE"):
+        out.env["KVQ_STATS_FILE"] = _stats_file(environ["KVQ_STATS_FILE"], "KVQ_STATS_FILE")
     if serves:
         out.args = [*([] if devices else ["-d", DEVICE]), *flags.rest]
         return out
-    added: list[str] = []
-    if servers:
-        how = f"llama-rpc-server --kv-method {method}"
-        out.notes.append(f"layers on {','.join(servers)} are cached as their servers were started ({how})")
-    if not user.values(("-dev", "--device"), "LLAMA_ARG_DEVICE"):
-        names = [DEVICE]
-        if servers:
-            names = [*_rpc_devices(_paths.program(program), servers, _environment(environ, out)), DEVICE]
-            rpc, flags.rest = without(flags.rest, ("--rpc", "-rpc"))
-            added += rpc
-        added += ["-dev", ("/" if bench else ",").join(names)]
-        # a multimodal projector follows -dev unless told otherwise, and KVQ0 holds no weights
-        placed = user.has(("-mmdev", "--mmproj-device", "--mmproj-offload", "--no-mmproj-offload"))
-        present = user.has(("-mm", "--mmproj", "-mmu", "--mmproj-url")) or "LLAMA_ARG_MMPROJ" in environ
-        if program in ("llama-server", "llama-cli") and present and not placed:
-            added.append("--no-mmproj-offload")
-    if not user.values(("-fa", "--flash-attn"), "LLAMA_ARG_FLASH_ATTN"):
-        added += ["-fa", "on"]
+    added = _placement(program, user, flags, environ, servers, out)
     added += _draft(user, flags, environ, out)
     if not servers and not refusals.on_gpu():
         fitted, more, replaced = refusals.fit(program, user, choice, models[-1] if models else "", joined)
@@ -321,7 +360,7 @@ def _header(user: User, models: Sequence[str], serves: bool) -> gguf_header.Head
             header = gguf_header.read(model, tensors=not serves)
             if not serves:
                 header.check_whole()
-        elif not fetched and not serves and (os.path.isdir(model) or not os.path.exists(model)):
+        elif not fetched and not serves:
             raise LaunchError(refusals.missing(model))
     return header
 
@@ -330,12 +369,13 @@ def _is_ours(path: str | None) -> bool:
     return bool(path) and os.path.realpath(str(path)) == os.path.realpath(_paths.backend())
 
 
-def _stats_file(path: str) -> str:
-    """Absolute path of --kv-stats-file. LaunchError when its folder takes no file."""
+def _stats_file(path: str, words: str = "--kv-stats-file") -> str:
+    """Absolute path of the file of figures. LaunchError when no file can be made there. `words`: what named it."""
     target = os.path.abspath(path)
     folder = os.path.dirname(target)
-    if os.path.isdir(target) or not os.access(folder, os.W_OK | os.X_OK):
-        raise LaunchError(f"--kv-stats-file {path} cannot be written; give a file in a folder that exists and is yours")
+    plain = os.path.isfile(target) or not os.path.exists(target)  # a device or a pipe would be replaced by a file
+    if not plain or not os.access(folder, os.W_OK | os.X_OK):
+        raise LaunchError(f"{words} {path} cannot be written; give a file in a folder that exists and is yours")
     return target
 
 

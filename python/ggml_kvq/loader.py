@@ -76,7 +76,7 @@ def find_backend() -> tuple[Path | None, str]:
 
 # ------------------------------------------------------------------ log
 
-_LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5  # enum ggml_log_level
+_LEVEL_DEBUG, _LEVEL_ERROR, _LEVEL_CONTINUED = 1, 4, 5  # enum ggml_log_level
 
 
 class LogLines(list[str]):
@@ -108,7 +108,7 @@ class _Log:
         if level == _LEVEL_CONTINUED and parts:
             level = parts[-1][0]
         parts.append((level, text.decode("utf-8", "replace")))
-        if self._local.verbose:
+        if self._local.verbose and level != _LEVEL_DEBUG:  # a thousand lines of graph inputs
             sys.stderr.write(parts[-1][1])
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -106,12 +106,11 @@ class Model:
             arguments.threads(n_threads),
         )
         n_gpu_layers = None if n_gpu_layers is None else arguments.whole("n_gpu_layers", n_gpu_layers)
-        for name, kind in (("type_k", type_k), ("type_v", type_v)):
-            if kind not in llama.GGML_TYPES:
-                raise MethodError(f"{name}={kind!r} is no cache type; choose one of {', '.join(llama.GGML_TYPES)}")
+        type_k, type_v = arguments.cache_type("type_k", type_k), arguments.cache_type("type_v", type_v)
 
         processes.check_not_forked()
-        self._libs = libraries()
+        with processes.interrupt_held():
+            self._libs = libraries()
         self.path = hub.resolve(arguments.path(path))
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
@@ -126,10 +125,11 @@ class Model:
                 kv_method = str(named) if named else None
                 if kv_method is not None:
                     self._libs.need_kvq()
-            self._load_model(kv_method, device, n_gpu_layers)
             self.kv_method = None if kv_method in (None, UPSTREAM) else kv_method
             self.type_k, self.type_v = type_k, type_v
-            self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, kv_config)
+            with processes.interrupt_held():
+                self._load_model(kv_method, device, n_gpu_layers)
+                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, kv_config)
         except BaseException:
             self._free()
             raise
@@ -251,6 +251,9 @@ class Model:
         if getattr(self, "_ctx", None) or getattr(self, "_model", None):
             self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise arguments.ArgumentTypeError("a Model cannot be copied or pickled; open one where it is needed")
+
     def _forget(self) -> None:
         """In a forked child: context and model are the parent's. Nothing is freed."""
         self._ctx = self._model = None
@@ -267,11 +270,11 @@ class Model:
     def metadata(self, key: str) -> str | None:
         """Scalar GGUF metadata value as a string, None when absent or an array."""
         self._open()
-        buf = ctypes.create_string_buffer(4096)
-        n = self._libs.llama.llama_model_meta_val_str(self._model, key.encode(), buf, len(buf))
+        buf, name = ctypes.create_string_buffer(4096), arguments.utf8(key)
+        n = self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
         if n >= len(buf):
             buf = ctypes.create_string_buffer(n + 1)
-            self._libs.llama.llama_model_meta_val_str(self._model, key.encode(), buf, len(buf))
+            self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
         return buf.value.decode("utf-8", "replace") if n >= 0 else None
 
     def tokenize(self, text: str, *, add_bos: bool = False, special: bool = False) -> list[int]:
@@ -290,8 +293,8 @@ class Model:
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of `tokens`; bytes that are no UTF-8 become U+FFFD. special: render control tokens."""
         self._open()
-        n = len(tokens)
-        ids = (ctypes.c_int32 * n)(*arguments.token_ids(tokens, self.n_vocab))
+        held = arguments.token_ids(tokens, self.n_vocab)
+        n, ids = len(held), (ctypes.c_int32 * len(held))(*held)
         size = max(64, n * 16)
         while True:
             buf = ctypes.create_string_buffer(size)
@@ -302,6 +305,7 @@ class Model:
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Bytes of one token; they may end inside a UTF-8 character."""
+        self._open()
         arguments.token_ids([token], self.n_vocab)
         buf = ctypes.create_string_buffer(256)
         n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
@@ -339,6 +343,7 @@ class Model:
 
     def truncate(self, n_tokens: int) -> None:
         """Keep the first n_tokens of the cache; 0 <= n_tokens <= len(tokens)."""
+        n_tokens = arguments.whole("n_tokens", n_tokens)
         with self._lock:
             self._open()
             if not 0 <= n_tokens <= len(self._tokens):
@@ -358,20 +363,9 @@ class Model:
         float32 view [outputs of this batch, n_vocab] that the next batch overwrites. Raises ContextOverflowError,
         DecodeError.
         """
-        if isinstance(tokens, str | bytes):
-            arguments.token_ids(tokens, self.n_vocab)
-        ids = np.ascontiguousarray(tokens, dtype=np.int32)
-        mask = np.zeros(len(ids), np.int8)
-        if outputs is None:
-            mask[-1:] = 1
-        else:
-            mask[:] = np.asarray(outputs, dtype=bool)
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.n_vocab):
-            bad = int(ids[(ids < 0) | (ids >= self.n_vocab)][0])
-            raise DecodeError(f"token {bad} is outside the vocabulary of {self.n_vocab}; tokenize with this model")
-        step = min(n_ubatch or self.n_batch, self.n_batch)
-        if step < 1:
-            raise DecodeError(f"n_ubatch={n_ubatch} is too small; choose 1 or more")
+        ids = arguments.id_array(tokens, self.n_vocab)
+        mask = arguments.outputs(outputs, len(ids))
+        step = min(self.n_batch if n_ubatch is None else arguments.at_least("n_ubatch", n_ubatch, 1), self.n_batch)
         edits = None
         for start in range(0, len(ids), step):
             with self._lock:
@@ -433,11 +427,11 @@ class Model:
 
         Raises ContextOverflowError when the tokens exceed n_ctx.
         """
+        ids, row = arguments.id_array(tokens, self.n_vocab), 0
         with self._lock:
             self.reset()
-            out = np.empty((len(tokens), self.n_vocab), np.float32)
-            row = 0
-            for part in self.feed(tokens, outputs=np.ones(len(tokens), bool), n_ubatch=n_ubatch):
+            out = np.empty((len(ids), self.n_vocab), np.float32)
+            for part in self.feed(ids, outputs=np.ones(len(ids), bool), n_ubatch=n_ubatch):
                 out[row : row + len(part)] = part
                 row += len(part)
             return out
@@ -452,7 +446,10 @@ class Model:
         """
         from .evaluate.perplexity import Protocol, perplexity
 
-        return perplexity(self, text, Protocol(n_ctx or self.n_ctx, n_ubatch or self.n_ubatch, stride))
+        n_ctx = self.n_ctx if n_ctx is None else arguments.count("n_ctx", n_ctx, 0) or self.n_ctx
+        n_ubatch = self.n_ubatch if n_ubatch is None else arguments.at_least("n_ubatch", n_ubatch, 1)
+        source = text if isinstance(text, str) else arguments.id_array(text, self.n_vocab)
+        return perplexity(self, source, Protocol(n_ctx, n_ubatch, arguments.at_least("stride", stride, 0)))
 
     # -------------------------------------------------------------- generation
 
@@ -477,15 +474,8 @@ class Model:
         BusyError while another thread's generate() of this Model has not ended; an unfinished one of this thread ends,
         and raises BusyError if it is used.
         """
-        if sampling is not None and options:
-            raise KvqError(f"sampling and {', '.join(options)} given together; put all into Sampling(...)")
-        try:
-            chosen = sampling or Sampling(**options)
-        except TypeError:
-            known = ", ".join(Sampling.__dataclass_fields__)
-            bad = ", ".join(k for k in options if k not in Sampling.__dataclass_fields__)
-            raise KvqError(f"unknown sampling option {bad}; choose from {known}") from None
-        stops, max_tokens = arguments.stops(stop), arguments.whole("max_tokens", max_tokens)
+        chosen = arguments.sampling(sampling, options)
+        stops, max_tokens = arguments.stops(stop), arguments.at_least("max_tokens", max_tokens, -1)
         with self._lock:
             self._open()
             self._check_idle()
@@ -493,7 +483,7 @@ class Model:
             ids = (
                 self.tokenize(prompt, add_bos=start, special=special)
                 if isinstance(prompt, str)
-                else arguments.token_ids(prompt, self.n_vocab)
+                else arguments.id_array(prompt, self.n_vocab).tolist()
             )
             if reset:
                 self.reset()

@@ -233,12 +233,27 @@ def bind(lib: CDLL) -> None:
         fn.restype, fn.argtypes = restype, argtypes
 
 
+def merge_options(words: str, *sources: str) -> str:
+    """One text "key=value,..." of several such texts, of which the later ones win. A key that one text gives two
+    values is a MethodError: which of them was meant? `words`: the texts' name in that message.
+    """
+    merged: dict[str, str] = {}
+    for source in sources:
+        own: dict[str, str] = {}
+        for part in filter(None, (p.strip() for p in source.split(","))):
+            key = part.partition("=")[0].strip()
+            if own.setdefault(key, part) != part:
+                raise MethodError(f"{words}: {own[key]} and {part} name one option twice; drop one of them")
+        merged |= own
+    return ",".join(merged.values())
+
+
 def option_string(opts: dict[str, object] | str | None) -> str:
     """`{"bits": 2, "group": 32}` -> `"bits=2,group=32"`, the form KVQ_OPTS and kvq_configure take."""
     if opts is None:
         return ""
     if isinstance(opts, str):
-        return opts.strip()
+        return merge_options("kv_opts", opts)
     parts = []
     for key, value in opts.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)

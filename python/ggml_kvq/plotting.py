@@ -70,6 +70,10 @@ def _color(row: Row) -> str:
     return COLORS.get(method, "#444444") if method != "upstream" else UPSTREAM_COLOR
 
 
+def _is_reference(row: Row) -> bool:
+    return bool(row["method"] == "upstream" and row["bits"] == 16)
+
+
 def _marker(row: Row) -> str:
     return "s" if row.get("method") == "upstream" else ("D" if "null" in row["key"]["cache"] else "o")
 
@@ -142,6 +146,8 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
     cells = [r for r in rows if r["key"]["kind"] == "retrieval" and "accuracy" in r]
     if not text and not cells:
         raise KvqError("no row of kind text or retrieval in these files; run ggml-kvq eval with -f or --tasks first")
+    if text and all(_is_reference(r) for r in text):
+        raise KvqError("these files hold the f16 base alone, and no cache to draw; run ggml-kvq eval with --cache SPEC")
     plt = _pyplot()
     n = bool(text) + bool(cells)
     ratios = [1.7, 1.0] if n == 2 else [1.0]
@@ -151,8 +157,7 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
     panels = list(axes[0])
     if text:
         axis = panels.pop(0)
-        reference = [r for r in text if r["method"] == "upstream" and r["bits"] == 16]
-        shown = [r for r in text if r not in reference]
+        shown = [r for r in text if not _is_reference(r)]
         _bits_axis(axis, [b for r in shown for b in (r["bits"], r["bits_no_window"])])
         axis.set_yscale("log")
         axis.set_ylabel("mean KL divergence to the f16 cache (nats)")

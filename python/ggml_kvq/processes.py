@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from .errors import ModelError
@@ -43,6 +47,26 @@ def run_interruptible(model: Model, call: Any) -> Any:
         raise
     finally:
         model._abort[0] = b"\x00"
+
+
+@contextmanager
+def interrupt_held() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block.
+
+    llama.cpp calls Python there (its log). A KeyboardInterrupt cannot pass through C: Python would print it and go on.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            before(*pressed[0])
 
 
 def note_computing() -> None:

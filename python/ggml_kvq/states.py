@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import kvstats, state_files
+from . import arguments, files, kvstats, processes, state_files
 from .errors import StateError
 from .loader import last_problem, log
 
@@ -34,9 +34,13 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
     """Write tokens and cache of `model` to `path`, in llama.cpp's format or, with the option state=compact or
     packed, in that of state_files.py. Raises StateError; what was there before is then still there.
     """
-    target = Path(path)
+    name = arguments.path(path)
+    try:
+        target = files.target_of(name)
+    except OSError as e:
+        raise StateError(f"{name} could not be written: {e.strerror}; give the name of a file") from e
     form = kvstats.option(model._options, "state") if model.kv_method is not None else "rows"
-    with model._lock:
+    with model._lock, processes.interrupt_held():
         ctx = model._open()
         ids = np.asarray(model._tokens, np.int32)
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -108,11 +112,11 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
     """Restore what save() wrote; returns the number of tokens held. StateError when the file is not whole or not of
     this model: the cache is then empty, or as it was when the file does not even begin like a state.
     """
-    source = Path(path)
+    source = Path(arguments.path(path))
     blocks = state_files.read(source) if source.is_file() else None
     if blocks is None:
         _check_head(source)
-    with model._lock:
+    with model._lock, processes.interrupt_held():
         ctx = model._open()
         model.reset()
         out = (ctypes.c_int32 * model.n_ctx)()

@@ -100,16 +100,17 @@ def translate_text(text: str) -> str:
         out += text[at : match.start()] + instruction(text[match.end() : end])
         at = end + 1
         at += text[at] == ";"
-    text = out + text[at:]
+    text = re.sub(r"\s+<<<", "<<<", out + text[at:])
     while "<<<" in text:
         start = text.index("<<<")
         end = text.index(">>>", start)
-        name = text[kernel_start(text, start) : start]
+        before = text[:start].rstrip()  # a launch may stand in the line behind the kernel's name
+        name = before[kernel_start(before, len(before)) :]
         last = closing(text, end + 3)
         how, arguments = split(text[start + 3 : end], ","), text[end + 4 : last]
         shared = how[2] if len(how) > 2 else "0"
         call = f"host_cuda::launch({how[0]}, dim3({how[1]}), {shared}, [&] {{ {name}({arguments}); }})"
-        text = text[: start - len(name)] + call + text[last + 1 :]
+        text = before[: len(before) - len(name)] + call + text[last + 1 :]
     text = re.sub(
         r"extern __shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];",
         r"\1 * const \2 = (\1 *) host_cuda::shared;",

@@ -36,6 +36,8 @@ struct bench_heads {
     int heads, heads_kv, D;
 };
 
+__attribute__((weak)) void trash_code(void * stream);
+
 static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_heads shape = { 32, 8, 128 }) {
     const int width = shape.heads * shape.D;
     const size_t nb = (size_t) 2 << 30;
@@ -72,7 +74,7 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                 for (auto & x : hq) { x = normal(); }
                 d.put(q.p, hq.data(), hq.size() * 4);
                 size_t i = 0;
-                const double s = seconds(d, n_q == 1 ? 40 : 4, [&] {
+                const auto attend = [&] {
                     world & w = *ws[i++ % ws.size()];
                     kvq_attn a = {};
                     a.k = w.k.codec;
@@ -94,7 +96,45 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                     a.pages = (const kvq_page *) w.pages_there->p;
                     w.leave_out(a, 0);
                     d.attend(&a, 1);
-                });
+                };
+                const double s = seconds(d, n_q == 1 ? 40 : 4, attend);
+                if (n_q == 1) {
+                    device_bytes big(d, (size_t) 256 << 20);
+                    const auto data = [&] { d.copy(big.p, (char *) big.p + ((size_t) 128 << 20), (size_t) 100 << 20); };
+                    const auto code = [&] {
+                        if (trash_code) { trash_code(nullptr); }
+                    };
+                    const double s1 = seconds(d, 40, [&] { data(); }), s2 = seconds(d, 40, [&] {
+                        data();
+                        attend();
+                    });
+                    const double c1 = seconds(d, 40, [&] { code(); }), c2 = seconds(d, 40, [&] {
+                        code();
+                        attend();
+                    });
+                    const double b1 = seconds(d, 40,
+                                     [&] {
+                                         code();
+                                         data();
+                                     }),
+                                 b2 = seconds(d, 40, [&] {
+                                     code();
+                                     data();
+                                     attend();
+                                 });
+                    const double a1 = seconds(d, 40,
+                                     [&] {
+                                         data();
+                                         code();
+                                     }),
+                                 a2 = seconds(d, 40, [&] {
+                                     data();
+                                     code();
+                                     attend();
+                                 });
+                    printf("   warm %.1f  cold data %.1f  cold code %.1f (code alone %.1f)  both %.1f %.1f\n", s * 1e6,
+                        (s2 - s1) * 1e6, (c2 - c1) * 1e6, c1 * 1e6, (b2 - b1) * 1e6, (a2 - a1) * 1e6);
+                }
                 const world & w = *ws[0];
                 const double bytes = f.kb == 16
                     ? (double) (w.frames[0]->nb + w.frames[1]->nb)

@@ -52,7 +52,7 @@ struct composed_layer {
             lane[v].reset(new kvq_lane(l, v, codes_of, &spans, &c.scratch, &c.counters, c.device));
             CHECK(lane[v]->ok(), "out of memory");
         }
-        kvq_layer_parts parts = { c.device, c.shared, policies };
+        kvq_layer_parts parts(c.device, c.shared, policies);
         parts.plan = plan;
         parts.k = lane[0].get();
         parts.v = lane[1].get();

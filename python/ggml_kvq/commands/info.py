@@ -37,7 +37,7 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .. import gguf_header, hub, info
+    from .. import gguf_header, hub, info, memory
     from ..errors import MethodError
     from ..evaluate.specs import parse
 
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     header.check_whole()
     facts = info.summary(header)
     n_ctx = args.ctx_size or facts.get("context") or 4096
-    if n_ctx < 1:
-        raise MethodError(f"--ctx-size {n_ctx} is not a positive number of tokens")
+    if not 0 < n_ctx <= memory.MOST:
+        raise MethodError(f"--ctx-size {n_ctx} is outside 1..{memory.MOST} tokens; choose a number in it")
     plans = info.plans(header, n_ctx, specs) if "attention_layers" in facts else []
     if specs and not plans:
         raise MethodError(

@@ -1,5 +1,11 @@
-// Part of attend.cpp. Mixed pages (types/mixed.h): each part is a page of its own, whose slots are the part's cells.
+// Mixed pages (types/mixed.h): each part is a page of its own, whose slots are the part's cells.
 //   out += c * sum over both parts of p * (v/c)
+
+#include "attend_parts.h"
+
+#include <cstring>
+
+namespace kvq_attention {
 
 void plan_mixed(stream_plan & s) {
     for (int i = 0; i < 2; i++) {
@@ -19,8 +25,8 @@ bool one_set(const stream_plan & s, const kvq_page & page, int kvh) {
             (const uint8_t *) page.v_params + kvh * s.v.nb_params, (size_t) s.k.codec.n_cells / 8);
 }
 
-void run_mixed_page(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const kvq_page & page,
-    const uint16_t * const * mask, int first, int rows) {
+static void run_mixed_page(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h,
+    const kvq_page & page, const uint16_t * const * mask, int first, int rows) {
     const kvq_attn & p = *s.p;
     const uint8_t *kc = (const uint8_t *) page.k_codes + h.kvh * s.k.nb_codes,
                   *kq = (const uint8_t *) page.k_params + h.kvh * s.k.nb_params;
@@ -86,3 +92,5 @@ void run_mixed(const kvq_kernels & K, const stream_plan & s, workspace & w, head
         run_head(K, s, w, h, one, next);
     }
 }
+
+} // namespace kvq_attention

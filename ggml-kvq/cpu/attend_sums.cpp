@@ -1,6 +1,11 @@
-// Part of attend.cpp. Column sums of probabilities (kvq_column_sums): logits again, page by page, against the known
+// Column sums of probabilities (kvq_column_sums): logits again, page by page, against the known
 // log-sum-exp. One task = some pages of one KV head, so that every sum has one owner and one order of additions. The
 // softmax kernel leaves 2^(x - top) and, since m = lse is no less than top, f = 2^(top - lse).
+
+#include "attend_mask.h"
+#include "attend_parts.h"
+
+using namespace kvq_attention;
 
 void kvq_cpu_column_sums(
     const kvq_attn & attn, const int32_t * tokens, int n_tokens, float * sums, int32_t * seen, int n_threads) {
@@ -73,7 +78,7 @@ void kvq_cpu_column_sums(
                     const float * x = w.logits + (size_t) r * page.n_slots;
                     for (int t = 0; t < page.n_slots; t++) { out[t] += f[r] * x[t]; }
                     for (int t = 0; count && (r0 + a + r) % s.gqa == 0 && t < page.n_slots; t++) {
-                        count[t] += !run.mask[r] || run.mask[r][t] != F16_NEG_INF;
+                        count[t] += !run.mask[r] || run.mask[r][t] != KVQ_F16_NEG_INF;
                     }
                 }
             }

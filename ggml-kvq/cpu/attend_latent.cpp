@@ -1,9 +1,16 @@
-// Part of attend.cpp. Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1, with the
+// Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1, with the
 // up-projections absorbed into the queries and the output): one KV head, a key is two blocks [a ; b], and the value
 // is `a` (or all of it, KVQ_ATTN_LATENT_ALL).
 //   logit = q_a . a + q_b . b      out = sum p a
 // Many query heads read that one head, so each page is decoded once for a block of rows and read twice: as keys
 // [channel][cell] and as values [cell][channel].
+
+#include "attend_parts.h"
+#include "transpose.h"
+
+#include <cstring>
+
+namespace kvq_attention {
 
 void plan_latent(stream_plan & s) {
     const bool all = s.p->flags & KVQ_ATTN_LATENT_ALL;
@@ -17,7 +24,7 @@ void plan_latent(stream_plan & s) {
 }
 
 // One block of a page: keys to tile [dp][n], and, when `rows` is there, values to rows [n][stride].
-void decode_latent(const kvq_kernels & K, const kvq_view & sealed, const kvq_view & open,
+static void decode_latent(const kvq_kernels & K, const kvq_view & sealed, const kvq_view & open,
     const kvq_lattice_view & lattice, const void * codes, const void * params, int n, float * tile, float * rows,
     size_t stride, float * temp, void * work) {
     const int dp = sealed.dp;
@@ -61,3 +68,5 @@ void run_latent(const kvq_kernels & K, const stream_plan & s, workspace & w, hea
         K.accum_tile(rows, s.dpv, n, values, w.logits, f, out);
     }
 }
+
+} // namespace kvq_attention

@@ -1,0 +1,207 @@
+// Attention over pages, in parts: what a call plans for each stream, the working set of a thread, and the steps of a
+// task. attend.cpp tells how tasks are made; attend_plan.cpp plans, attend_pages.cpp reads pages.
+#pragma once
+
+#include "engine/host.h"
+#include "kernels.h"
+#include "lattice.h"
+#include "types/mixed.h"
+#include "types/types.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+namespace kvq_attention {
+
+constexpr float LOG2_E = 1.44269504088896341f;
+// as many rows of a KV head go through the pages together with the other heads, in runs of pages
+constexpr int FEW_ROWS = 16;
+
+struct stream_plan;
+
+// The queries of a KV head as its sealed lattice keys want them. Keys that moved by `by` positions since they were
+// encoded meet queries turned back as far, so one set a distance.
+struct key_queries {
+    struct set {
+        kvq_lattice_queries folded;
+        // of the keys' mean: kvq_turn_coefficients, and the logit of the channels that are not turned
+        std::vector<float> coef, step, rest;
+    };
+    std::vector<set> sets; // as stream_plan::moved
+    void make(const stream_plan & s, int kvh, int n_rows, const float * q);
+};
+
+// of a sealed page: set of queries, -1: none fits; position of its first cell when sealed
+struct key_place {
+    int set;
+    int32_t first;
+};
+
+constexpr size_t MAX_SETS = 8; // of pages that moved farther apart each cell is turned by itself
+
+struct stream_plan {
+    const kvq_attn * p;
+    float * lse;
+    kvq_view k, v, k_open, v_open;
+    kvq_lattice_view lk, lv;
+    bool maps;             // pages hold other cells for each KV head
+    bool mixed;            // pages of two widths, read part by part
+    bool latent;           // values are part of the keys
+    kvq_view kp[2], vp[2]; // their parts
+    kvq_mixed_map km, vm;
+    // lattice: keys lack their mean or some rotary embedding; int8 keys; values leave a rotated sum
+    bool rope, folded_k, rotated_v;
+    std::vector<int32_t> moved;    // distances that sealed keys moved
+    std::vector<key_place> places; // of pages, with `rope`
+    kvq_mean_tables turns;
+    bool few;                          // all rows of a KV head fit a block: its queries are made once, not once a task
+    std::vector<key_queries> prepared; // by KV head, with `few`
+    int gqa, n_rows, n_blocks, n_active; // rows of a KV head; pages that hold anything
+    int n_groups, n_splits;
+    std::vector<int> cuts; // first page of each split, then n_pages
+    int dpk, dpv, n_out;   // padded rows of queries and of outputs; channels of an output
+    size_t rot;            // floats of a rotated sum
+    size_t partial;        // offset of this stream's partials
+    float m0, m1;          // ALiBi bases
+    int n_head_log2;
+
+    key_place place_of(const kvq_page & page) const {
+        return rope ? places[(size_t) (&page - p->pages)] : key_place{ 0, 0 };
+    }
+    bool has_means() const { return folded_k && p->k_mean; }
+    int n_tasks() const { return n_groups * n_blocks * n_splits; }
+    int block_rows() const { return std::min(n_rows, KVQ_MAX_ROWS); }
+};
+
+// A KV head and its block of rows, while a task runs.
+struct head_rows {
+    int kvh;
+    float *q, *out, *rot; // rows of dpk, dpv, stream_plan::rot
+    // open: of l, the part of values that were not sealed: the others lack their mean, which is added at the end
+    float *m, *l, *open;
+    float slope[KVQ_MAX_ROWS];
+    float * means; // of a run: mean_part
+    key_queries own;
+    const key_queries * keys;
+};
+
+// One thread's working set, grown to the largest task and kept.
+struct workspace {
+    float *logits, *tile, *floats, *part; // part: rows of dpv, of a mixed page
+    uint16_t *mask, *rows, *part_mask;
+    void * work;
+    std::vector<head_rows> heads;
+
+    struct sizes {
+        size_t floats = 0, slots = 0, tile = 0, work = 0, heads = 0, part = 0, part_mask = 0;
+    };
+
+    void fit(const sizes & z) {
+        size_t at = 0;
+        const auto take = [&](size_t nb) {
+            const size_t here = at;
+            at += (nb + 63) / 64 * 64;
+            return here;
+        };
+        const size_t o[8] = { take(4 * z.floats), take(4 * z.slots), take(4 * z.tile), take(2 * z.slots),
+            take(2 * z.tile), take(z.work), take(4 * z.part), take(2 * z.part_mask) };
+        if (at > size) {
+            memory.reset((uint8_t *) aligned_alloc(64, at));
+            if (!memory) {
+                size = 0;
+                throw std::bad_alloc();
+            }
+            size = at;
+        }
+        uint8_t * m = memory.get();
+        floats = (float *) (m + o[0]);
+        logits = (float *) (m + o[1]);
+        tile = (float *) (m + o[2]);
+        mask = (uint16_t *) (m + o[3]);
+        rows = (uint16_t *) (m + o[4]);
+        work = m + o[5];
+        part = (float *) (m + o[6]);
+        part_mask = (uint16_t *) (m + o[7]);
+        if (heads.size() < z.heads) { heads.resize(z.heads); }
+    }
+
+private:
+    struct release {
+        void operator()(void * p) const { free(p); }
+    };
+    std::unique_ptr<uint8_t, release> memory;
+    size_t size = 0;
+};
+
+// Pages of which the same rows see something.
+struct page_run {
+    int n_pages = 0, first = 0, n_rows = 0;
+    const kvq_page * page[KVQ_MAX_RUN];
+    const uint16_t * mask[KVQ_MAX_RUN * KVQ_MAX_ROWS]; // as the softmax takes it
+};
+
+// Blocks that the next call of run_head reads. A page's blocks lie in four places, and those of a KV head n_head
+// blocks apart, which is beyond what the hardware foresees. They are asked for in parts between the kernels: in one
+// burst they hold up the loads behind them.
+struct ahead {
+    int n_pages = 0, kvh = 0;
+    const kvq_page * page[KVQ_MAX_RUN];
+
+    static void ask(const void * codes, const void * params, int kvh, const kvq_view & sealed, const kvq_view & open) {
+        const kvq_view & v = params ? sealed : open;
+        const char *c = (const char *) codes + kvh * v.nb_codes, *p = (const char *) params + kvh * v.nb_params;
+        if (!params && sealed.codec.type != KVQ_TYPE_F16) { // a window's pages: more than the first level holds
+            for (size_t i = 0; c && i < v.nb_codes; i += 64) { __builtin_prefetch(c + i, 0, 2); }
+            return;
+        }
+        for (size_t i = 0; c && i < std::min<size_t>(v.nb_codes, 4096); i += 64) { __builtin_prefetch(c + i); }
+        for (size_t i = 0; params && i < v.nb_params; i += 64) { __builtin_prefetch(p + i); }
+    }
+    void keys(const stream_plan & s, int from, int to) const {
+        for (int i = from; i < std::min(to, n_pages); i++) {
+            ask(page[i]->k_codes, page[i]->k_params, kvh, s.k, s.k_open);
+        }
+    }
+    void values(const stream_plan & s) const {
+        for (int i = 0; i < n_pages; i++) { ask(page[i]->v_codes, page[i]->v_params, kvh, s.v, s.v_open); }
+    }
+};
+
+// ---------------------------------------------------------------- attend_plan.cpp
+
+// Everything that does not depend on the other streams of the call; the most cells of a page.
+int make_plan(stream_plan & s, const kvq_attn & attn);
+// Splits that take about the same time: an open page beside sealed ones costs some two and a half of them, and a
+// cache has all of its open pages in the last split but for the sinks.
+void cut_pages(stream_plan & s);
+// Queries are gathered because query heads and tokens have free strides; tokens: of the rows, NULL: all of them.
+void gather(const stream_plan & s, int kvh, int r0, int n_rows, const int32_t * tokens, float * to);
+void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, int r0, int n_rows, size_t & at,
+    const int32_t * tokens = nullptr);
+void end_head(const stream_plan & s, head_rows & h, int n_rows);
+
+// ---------------------------------------------------------------- attend_pages.cpp
+
+// Logits of the pages of a run from page i on that are of one kind; how many there are. means: as mean_part leaves
+// them, or NULL.
+int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, const head_rows & h, const page_run & r,
+    int i, const float * q, const float * means, float * to);
+// What the mean of keys adds to the logits of a run's sealed pages, [page][row][n]; other pages' are left as they
+// are. Of all heads before the first is scored: the tables are then read once.
+void mean_part(const kvq_kernels & K, const stream_plan & s, const head_rows & h, const page_run & r, float * to);
+// One KV head against a run. next: blocks that the next call reads.
+void run_head(
+    const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next);
+// Mixed pages: are both lanes sealed with one set?
+bool one_set(const stream_plan & s, const kvq_page & page, int kvh);
+void run_mixed(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r,
+    const ahead & next); // attend_mixed.cpp
+void run_latent(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h,
+    const page_run & r); // attend_latent.cpp
+void plan_mixed(stream_plan & s);
+void plan_latent(stream_plan & s);
+
+} // namespace kvq_attention

@@ -1,0 +1,24 @@
+#include "engines.h"
+
+#ifndef KVQ_CUDA // cuda_device.cpp and cuda_step.cpp have them
+
+int kvq_cuda_init(ggml_backend_reg *) { return 0; }
+ggml_backend_dev_t kvq_cuda_get(size_t) { return nullptr; }
+ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t) { return nullptr; }
+std::unique_ptr<kvq_device> kvq_cuda_make_device(int) { return nullptr; }
+const char * kvq_cuda_refuse(const kvq_draft_layer &) { return "this build has no CUDA kernels"; }
+bool kvq_cuda_attend(
+    kvq_backend_context &, kvq_kv_cache &, kvq_kv_layer &, const ggml_tensor *, int, std::vector<kvq_attn> &) {
+    return false;
+}
+void kvq_cuda_use_stream(kvq_kv_cache &, void *) {}
+const std::string & kvq_cuda_error(kvq_kv_cache &) {
+    static const std::string none;
+    return none;
+}
+void kvq_cuda_no_inner_graph(ggml_backend_t, const ggml_cgraph *) {}
+ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) { return kvq_compute_graph(b, graph); }
+void kvq_cuda_step_flush(kvq_backend_context &) {}
+void kvq_cuda_step_free(kvq_cuda_step *) {}
+
+#endif

@@ -1,0 +1,28 @@
+// The engines that this library was built with, besides the CPU's. Without any (no GGML_CUDA) the functions are there
+// and find none: engines.cpp.
+#pragma once
+
+#include "backend.h"
+
+// cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
+int kvq_cuda_init(ggml_backend_reg * reg); // number of devices, 0: none
+ggml_backend_dev_t kvq_cuda_get(size_t index);
+// buffer types of the inner device, NULL-terminated
+ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t dev);
+std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal);
+const char * kvq_cuda_refuse(const kvq_draft_layer & d);
+// node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
+// our kernel.
+bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node,
+    int stream0, std::vector<kvq_attn> & streams);
+void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
+const std::string & kvq_cuda_error(kvq_kv_cache & cache);
+void * kvq_cuda_stream(ggml_backend_t inner);
+
+// it would record this part on its own
+void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
+
+// cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
+ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
+void kvq_cuda_step_flush(kvq_backend_context & b);
+void kvq_cuda_step_free(struct kvq_cuda_step * step);

@@ -1,0 +1,332 @@
+"""What a second pass as a new user found: targets that are no files, closed outputs, wrong types, Ctrl-C while a model
+loads, options given twice. Each of these was silent, a trace, a hang or a crash.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ggml_kvq
+import numpy as np
+import pytest
+from conftest import LLAMA_FIELDS, ROOT, run_python
+from ggml_kvq import KvqError, Model, _paths, cli, files, hub, hub_args, launcher, native, plotting, processes
+from ggml_kvq.gguf_header import GgufError
+from ggml_kvq.gguf_header import read as read_header
+
+CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with Model(ROOT / "models" / "kvq-demo-q8_0.gguf", "kivi", n_ctx=256, n_threads=1) as m:
+        yield m
+
+
+# ------------------------------------------------------------------ devices, pipes, links
+
+
+def _pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def test_no_file_is_put_in_the_place_of_a_pipe_or_device(model: Model, tmp_path: Path) -> None:
+    """As root the rename worked: a state saved to /dev/null left a file there. A pipe stands for the device here."""
+    pipe = _pipe(tmp_path / "pipe")
+    with pytest.raises(ggml_kvq.StateError, match="is a device or a pipe"):
+        model.save_state(pipe)
+    with pytest.raises(KvqError, match="is a device or a pipe"), files.whole(pipe) as partial:
+        partial.write_text("x")
+    for words, argv, env in (
+        ("--kv-stats-file", ["--kv-stats-file", str(pipe)], {}),
+        ("KVQ_STATS_FILE", [], {"KVQ_STATS_FILE": str(pipe)}),
+    ):
+        with pytest.raises(KvqError, match=f"{words} .*pipe cannot be written"):
+            launcher.command("llama-server", ["--kv-method", "f16", *argv], env)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["pipe"]
+
+
+def test_the_library_itself_leaves_a_pipe_alone(demo_model: Path, tmp_path: Path) -> None:
+    """A program of one's own sets KVQ_STATS_FILE without a launcher."""
+    pipe = _pipe(tmp_path / "pipe")
+    argv = [_paths.program("llama-completion"), "-m", demo_model, "-dev", "KVQ0", "-fa", "on", "-p", "x", "-n", "2"]
+    env = {"GGML_BACKEND_PATH": str(_paths.backend()), "KVQ_METHOD": "kivi", "KVQ_STATS_FILE": str(pipe)}
+    done = subprocess.run(
+        [*map(str, argv), "-no-cnv", "-t", "1", "-c", "256"], env={**os.environ, **env}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert "is a device or a pipe" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_file_is_written_where_a_link_points(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.txt").symlink_to(tmp_path / "real" / "file.txt")
+    with files.whole(tmp_path / "link.txt") as partial:
+        partial.write_text("x")
+    assert (tmp_path / "link.txt").is_symlink() and (tmp_path / "real" / "file.txt").read_text() == "x"
+
+
+def test_a_folder_is_refused_before_the_work(tmp_path: Path) -> None:
+    worked = False
+    with pytest.raises(KvqError, match="Is a directory"), files.whole(tmp_path):
+        worked = True
+    assert not worked
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    """open() of a pipe waits for a writer: `info` and the launchers hung."""
+    pipe = _pipe(tmp_path / "model.gguf")
+    with pytest.raises(GgufError, match="is a pipe"):
+        read_header(pipe)
+    with pytest.raises(KvqError, match="is no plain file"):
+        launcher.command("llama-cli", ["-m", str(pipe), "--kv-method", "kivi"], {})
+
+
+# ------------------------------------------------------------------ outputs that take nothing
+
+
+@pytest.mark.parametrize("argv", [["methods"], ["--help"], ["--version"], ["methods", "kivi"]])
+def test_a_full_disk_behind_the_output(argv: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", CLI, *argv], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "the output could not be written: No space left on device" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_bug_report_on_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "ggml_kvq"]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_closed_output() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" methods >&-', sys.executable, CLI], stderr=subprocess.PIPE, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_output_of_few_letters(demo_model: Path, tmp_path: Path) -> None:
+    there = tmp_path / "mödel.gguf"
+    there.symlink_to(demo_model)
+    done = run_python(CLI, "info", str(there), env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "m\\xf6del.gguf" in done.stdout, done.stderr
+
+
+# ------------------------------------------------------------------ the Python face
+
+WRONG: dict[str, Callable[[Model], Any]] = {
+    "truncate text": lambda m: m.truncate("x"),
+    "truncate fraction": lambda m: m.truncate(0.5),
+    "truncate none": lambda m: m.truncate(None),
+    "load number": lambda m: m.load_state(3),
+    "load bytes": lambda m: m.load_state(b"x"),
+    "save none": lambda m: m.save_state(None),
+    "save nameless": lambda m: m.save_state(""),
+    "save NUL": lambda m: m.save_state("a\0b"),
+    "perplexity window": lambda m: m.perplexity("a " * 400, n_ctx=64.5),
+    "perplexity stride": lambda m: m.perplexity("a " * 400, n_ctx=64, stride="x"),
+    "perplexity ubatch": lambda m: m.perplexity("a " * 400, n_ctx=64, n_ubatch=0),
+    "perplexity none": lambda m: m.perplexity(None),
+    "perplexity bytes": lambda m: m.perplexity(b"abc" * 400, n_ctx=64),
+    "generate two axes": lambda m: m.generate(np.array([[1, 2]])),
+    "generate stop": lambda m: m.generate("a", stop=3),
+    "generate sampling": lambda m: m.generate("a", sampling=3),
+    "generate fewer than none": lambda m: m.generate("a", max_tokens=-2),
+    "logits none": lambda m: m.logits(None),
+    "logits number": lambda m: m.logits(3),
+    "logits fractions": lambda m: m.logits([1.7, 2.2]),
+    "logits fractions, array": lambda m: m.logits(np.array([1.7, 2.2])),
+    "logits two axes": lambda m: m.logits([[1, 2], [3, 4]]),
+    "logits truth": lambda m: m.logits([True]),
+    "logits large": lambda m: m.logits([2**40]),
+    "logits large, array": lambda m: m.logits(np.array([2**40])),
+    "logits ubatch": lambda m: m.logits([1], n_ubatch="x"),
+    "feed outputs": lambda m: list(m.feed([1, 2, 3], outputs=[True, False])),
+    "feed outputs of one": lambda m: list(m.feed([1, 2, 3], outputs=[True])),
+    "feed outputs, text": lambda m: list(m.feed([1, 2, 3], outputs="abc")),
+    "detokenize number": lambda m: m.detokenize(3),
+    "metadata number": lambda m: m.metadata(3),
+    "metadata surrogate": lambda m: m.metadata("\udcff"),
+    "chat none": lambda m: m.chat_prompt(None),
+    "chat number": lambda m: m.chat_prompt([{"role": 3, "content": "x"}]),
+    "copy": copy.copy,
+    "deep copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments_are_one_line(model: Model, call: Callable[[Model], Any]) -> None:
+    """Plain errors from the middle of numpy or ctypes, or a number that was quietly cut off."""
+    with pytest.raises(KvqError) as e:
+        call(model)
+    assert "\n" not in str(e.value)
+
+
+def test_right_arguments_still_pass(model: Model) -> None:
+    assert model.detokenize(t for t in model.tokenize("the file")).strip() == "the file"
+    assert model.logits(np.array([1, 2, 3], np.int64)).shape == (3, model.n_vocab)
+    text = "the file is read " * 40
+    assert model.perplexity(text, n_ctx="32") == model.perplexity(text, n_ctx=32)
+    assert sum(len(p) for p in model.feed([1, 2, 3], outputs=[0, 1, 1])) == 2
+    assert model.chat_prompt(m for m in [{"role": "user", "content": "x"}]) == "x"
+    model.truncate(np.int64(2))
+    assert len(model.tokens) == 2
+
+
+def test_open_refuses_what_it_did_not(demo_model: Path) -> None:
+    with pytest.raises(ggml_kvq.MethodError, match="kv_config=/nowhere is not a file"):
+        Model(demo_model, kv_config="/nowhere")
+    with pytest.raises(ggml_kvq.MethodError, match="is no cache type"):
+        Model(demo_model, type_k=[])  # type: ignore[arg-type]
+    with pytest.raises(ggml_kvq.MethodError, match="bits=2 and bits=4 name one option twice"):
+        Model(demo_model, "kivi", "bits=2,bits=4")
+
+
+def test_a_closed_model_has_no_pieces(demo_model: Path) -> None:
+    """piece() read the freed vocabulary: the process ended with signal 11."""
+    code = (
+        "import sys\nfrom ggml_kvq import Model, ModelError\n"
+        "m = Model(sys.argv[1], n_ctx=256, n_threads=1)\nm.close()\n"
+        "for call in (lambda: m.piece(1), lambda: m.detokenize([1]), lambda: m.metadata('general.name')):\n"
+        "    try:\n        call()\n    except ModelError as e:\n        print('closed' in str(e))\n"
+    )
+    done = run_python(code, str(demo_model))
+    assert (done.returncode, done.stdout) == (0, "True\n" * 3), done.stderr
+
+
+def test_every_error_is_a_public_name() -> None:
+    assert all(hasattr(ggml_kvq, name) for name in ggml_kvq.__all__)
+    assert {"Sampling", "StateError", "ContextOverflowError"} <= set(ggml_kvq.__all__)
+
+
+def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> None:
+    """llama.cpp's log calls Python, where a KeyboardInterrupt was printed and forgotten: the model went on loading."""
+    import ctypes
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(lambda a, b: 0)
+    numbers = (ctypes.c_int * 4096)()
+    threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    passed = 0
+    with pytest.raises(KeyboardInterrupt), processes.interrupt_held():
+        for _ in range(40):
+            ctypes.CDLL(None).qsort(numbers, 4096, 4, callback)
+            passed += 1
+    assert passed == 40 and "Exception ignored" not in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_a_model_loads(demo_model: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom ggml_kvq import Model, loader\n"
+        "write, seen = loader._Log.write, []\n"
+        "def slow(self, *args):\n"
+        "    if not seen:\n        seen.append(1); os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return write(self, *args)\n"
+        "loader._Log.write = slow\n"
+        "try:\n    Model(sys.argv[1], 'kivi', n_ctx=256, n_threads=1)\n    print('loaded')\n"
+        "except KeyboardInterrupt:\n    print('stopped', len(seen))\n"
+    )
+    done = run_python(code, str(demo_model))
+    assert (done.stdout, done.stderr) == ("stopped 1\n", "")
+
+
+# ------------------------------------------------------------------ options, variables
+
+
+def test_options_given_twice(demo_model: Path) -> None:
+    base = ["-m", str(demo_model), "--kv-method", "kivi"]
+    with pytest.raises(KvqError, match="--kv-opt: bits=2 and bits=4 name one option twice"):
+        launcher.command("llama-cli", [*base, "--kv-opt", "bits=2", "--kv-opt", "bits=4"], {})
+    with pytest.raises(KvqError, match="KVQ_OPTS: bits=2 and bits=4 name one option twice"):
+        launcher.command("llama-cli", base, {"KVQ_OPTS": "bits=2, bits=4"})
+    # a flag is stronger than a variable, and the load line shows what counts
+    cmd = launcher.command("llama-cli", [*base, "--kv-opt", "bits=4"], {"KVQ_OPTS": "bits=3,window=64"})
+    assert cmd.env["KVQ_OPTS"] == "bits=4,window=64"
+    assert native.merge_options("x", "bits=2, bits=2 ,", "") == "bits=2"
+
+
+def test_variables_that_are_not_used_are_named(demo_model: Path) -> None:
+    base = ["-m", str(demo_model)]
+    cmd = launcher.command("llama-cli", base, {"KVQ_OPTS": "bits=2"})
+    assert any("KVQ_OPTS=bits=2 is not used" in note for note in cmd.notes)
+    cmd = launcher.command("llama-cli", [*base, "--kv-method", "none"], {"KVQ_OPTS": "bits=2"})
+    assert not cmd.notes  # llama.cpp's own cache was asked for
+    env = {"KVQ_METHOD": "xquant", "KVQ_OPTS": "preset=1.16"}
+    cmd = launcher.command("llama-cli", [*base, "--kv-method", "kivi"], env)
+    assert any("KVQ_OPTS=preset=1.16 goes with KVQ_METHOD=xquant" in note for note in cmd.notes)
+    assert cmd.env["KVQ_OPTS"] is None
+
+
+def test_doctor_sees_a_misspelt_variable() -> None:
+    done = run_python(CLI, "doctor", env={"KVQ_METHDO": "kivi", "KVQ_OPTS": "bits=2"})
+    assert re.search(r"note\s+KVQ_METHDO: nothing reads this variable\s+-> write KVQ_METHOD", done.stdout), done.stdout
+    assert "bits=2 without KVQ_METHOD" in done.stdout
+
+
+def test_info_of_more_tokens_than_llama_cpp_counts(demo_model: Path) -> None:
+    done = run_python(CLI, "info", str(demo_model), "-c", "99999999999999")
+    assert done.returncode == 2 and "outside 1..2147483392" in done.stderr
+
+
+# ------------------------------------------------------------------ files of the wrong kind
+
+
+def test_embed_of_what_is_no_sidecar(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "text.gguf").write_text("hello")
+    assert cli.main(["embed", str(demo_model), str(tmp_path / "text.gguf"), str(tmp_path / "out.gguf")]) == 2
+    assert "is not a GGUF file" in capsys.readouterr().err
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_plot_of_the_base_alone(tmp_path: Path) -> None:
+    row = {"key": {"kind": "text", "cache": "f16"}, "method": "upstream", "bits": 16, "bits_no_window": 16}
+    with pytest.raises(KvqError, match="the f16 base alone"):
+        plotting.frontier([{**row, "kld_mean": 0.0}], tmp_path / "x.png")
+
+
+# ------------------------------------------------------------------ drafts from the hub
+
+
+def test_a_draft_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, write_gguf: Callable[..., Path], tmp_path: Path, demo_model: Path
+) -> None:
+    """-hfd went to llama.cpp, whose download is not compiled in."""
+    monkeypatch.setattr(hub, "_files", lambda repo, token: ["d-Q4_K_M.gguf", "d-Q8_0.gguf"])
+    monkeypatch.setattr(hub, "fetch", lambda spec, **_: write_gguf(spec.rsplit("/", 1)[1], LLAMA_FIELDS))
+    small, large = str(tmp_path / "d-Q4_K_M.gguf"), str(tmp_path / "d-Q8_0.gguf")
+    for argv, env, expected in (
+        (["-hfd", "o/d"], {}, small),
+        (["--spec-draft-hf", "o/d:Q8_0"], {}, large),
+        (["-md", "hf:o/d/d-Q8_0.gguf"], {}, large),
+        ([], {"LLAMA_ARG_SPEC_DRAFT_HF_REPO": "o/d:Q8_0"}, large),
+    ):
+        args, gone = hub_args.resolve("llama-server", ["-m", "x.gguf", *argv], env)
+        assert args == ["-m", "x.gguf", "-md", expected]
+        assert gone == dict.fromkeys(env)
+    args, _ = hub_args.resolve("llama-server", ["-hf", "o/r:Q8_0", "-hfd", "o/d", "-hft", "token"], {})
+    assert args == ["-md", small, "-m", large]
+    for argv, word in ((["-hfd", "o"], "write -hfd owner/repo"), (["-hfd", "o/d", "-md", "x"], "drop one of them")):
+        with pytest.raises(KvqError, match=re.escape(word)):
+            hub_args.resolve("llama-server", argv, {})
+    cmd = launcher.command("llama-server", ["-m", str(demo_model), "--kv-method", "kivi", "-hfd", "o/d"], {})
+    assert cmd.args[cmd.args.index("-md") + 1] == small and "-devd" in cmd.args
