@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import object_cache
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,8 +132,9 @@ def test_the_native_side_seals_as_it_says(files: dict[str, str], tmp_path: Path)
     (tmp_path / "main.cpp").write_text(MAIN)
     flags = ["-std=c++17", "-O0", "-w", "-fopenmp", f"-I{tree}", f"-I{tree / 'include'}", f"-I{ROOT / 'tests'}"]
     sources = [p for folder in FOLDERS for p in sorted((tree / folder).glob("*.cpp"))]
-    jobs = [[str(CXX), *flags, *ISA.get(p.stem, []), "-c", str(p), "-o", f"{p}.o"] for p in sources]
-    jobs.append([str(CXX), *flags, "-c", str(tmp_path / "main.cpp"), "-o", str(tmp_path / "main.o")])
+    keeper = [sys.executable, object_cache.__file__, f"--root={tmp_path}"]
+    jobs = [[*keeper, str(CXX), *flags, *ISA.get(p.stem, []), "-c", str(p), "-o", f"{p}.o"] for p in sources]
+    jobs.append([*keeper, str(CXX), *flags, "-c", str(tmp_path / "main.cpp"), "-o", str(tmp_path / "main.o")])
 
     def compiled(argv: list[str]) -> str:
         return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=600).stderr
