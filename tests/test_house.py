@@ -118,7 +118,7 @@ def test_every_room_says_what_lives_there(folder: str) -> None:
 
 
 def test_prose_names_files_that_exist() -> None:
-    """folder/file of ggml-kvq/ in documents and comments, but in docs/adding-a-method.md and its test, which add some."""
+    """folder/file of ggml-kvq/ in documents and comments. docs/adding-a-method.md and its test add some."""
     name = re.compile(rf"(?<![\w./-])(?:ggml-kvq/)?((?:{'|'.join(ALLOWED)})/\w+\.(?:h|cpp|cuh?|inc))\b")
     wrong = []
     for place in PROSE:
