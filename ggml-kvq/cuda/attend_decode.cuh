@@ -27,53 +27,12 @@
 
 #include "decode_fine.cuh"
 #include "decode_lattice.cuh"
+#include "decode_mask.cuh"
 #include "decode_means.cuh"
 #include "decode_merge.cuh"
 #include "decode_products.cuh"
 
-#include <algorithm>
-
 namespace {
-
-// mask of slots `slot` and the next of a page, whose cells stand at map if it has one
-__device__ __forceinline__ uint32_t mask_pair(
-    const kvq_attend_args & a, const __half * mask, const kvq_page & page, const int32_t * map, int slot) {
-    const uint32_t next = (uint32_t) (page.cell + slot);
-    const uint2 cells = page.map ? *(const uint2 *) map : make_uint2(next, next + 1);
-    const auto of = [&](uint32_t cell) {
-        return cell >= (uint32_t) a.n_kv ? 0xfc00u : mask ? __half_as_ushort(mask[cell]) : 0u;
-    };
-    return of(cells.x) | of(cells.y) << 16;
-}
-
-// mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from
-// mk[][j0] on; map: of those slots, if the page has one
-template <int N, int STEP>
-__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask,
-    const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
-    if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
-        const int cell = page.cell + slot;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            mk[0][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[0] + cell) + STEP / 2 * i) : 0;
-        }
-        if (one_mask) {
-#pragma unroll
-            for (int i = 0; i < N; i++) { mk[1][j0 + i] = mk[0][j0 + i]; }
-        } else {
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                mk[1][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[1] + cell) + STEP / 2 * i) : 0;
-            }
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        mk[0][j0 + i] = mask_pair(a, mask[0], page, map + STEP * i, slot + STEP * i);
-        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : mask_pair(a, mask[1], page, map + STEP * i, slot + STEP * i);
-    }
-}
 
 // shared memory of a warp; masks or, where every KV head has its own, cells of slots
 __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
@@ -523,117 +482,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     }
     __syncthreads();
     merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
-}
-
-// Launches, or with `occupancy` tells how many blocks a multiprocessor holds; 0: there is not room for one.
-template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false>
-void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
-    a.stage_bytes = a.stage_wide = 0;
-    if constexpr (KB > LATTICE) {
-        a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
-    } else if (KB != 16) {
-        lay_out_stage<D, KB, VB>(a);
-    }
-    const size_t shared = nb_tables<KB, VB>() + (KB > LATTICE ? 2 : 1) * (16 * (size_t) D << a.slices_log2) +
-        (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0); // points, queries, coefficients
-    const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
-            sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
-    };
-    static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a,
-        decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
-}
-
-template <int D, int KB>
-void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.v.bits) {
-    case 1: launch_kernel<D, KB, LATTICE + 2>(a, n_streams, stream, occupancy); break;
-    case 2: launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream, occupancy); break;
-    case 3: launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream, occupancy); break;
-    default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D> void launch_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.k.bits) {
-    case 1: launch_lattice_values<D, LATTICE + 2>(a, n_streams, stream, occupancy); break;
-    case 2: launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
-    case 3: launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
-    default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D>
-void launch_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V:                                                                                                    \
-        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, 0, true>(a, n_streams, stream, occupancy);           \
-        break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
-#undef KVQ_CASE
-}
-
-template <int D, bool WIDE>
-void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V:                                                                                                    \
-        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, 0, WIDE>(a, n_streams, stream, occupancy);            \
-        break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_MEANS_BITS(KVQ_CASE) }
-#undef KVQ_CASE
-}
-
-template <int D, int FINE, bool WIDE>
-void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.k.bits) {
-    case 1: launch_kernel<D, 1, 1, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    case 2: launch_kernel<D, 2, 2, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    case 3: launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D> void launch_fine_32(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_kernel<D, K, V, false, 3, true>(a, n_streams, stream, occupancy); break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
-#undef KVQ_CASE
-}
-
-template <int D, int KB>
-void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.v.bits) {
-    case 1: launch_kernel<D, KB, 1>(a, n_streams, stream, occupancy); break;
-    case 2: launch_kernel<D, KB, 2>(a, n_streams, stream, occupancy); break;
-    case 3: launch_kernel<D, KB, 3>(a, n_streams, stream, occupancy); break;
-    default: launch_kernel<D, KB, 4>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D> void launch_decode(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.np == 0) {
-        launch_kernel<D, 16, 16>(a, n_streams, stream, occupancy);
-        return;
-    }
-    switch (a.k.bits) {
-    case 1: launch_values<D, 1>(a, n_streams, stream, occupancy); break;
-    case 2: launch_values<D, 2>(a, n_streams, stream, occupancy); break;
-    case 3: launch_values<D, 3>(a, n_streams, stream, occupancy); break;
-    default: launch_values<D, 4>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D>
-void launch_decode_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.np == 0) {
-        launch_kernel<D, 16, 16, false, 0, true>(a, n_streams, stream, occupancy);
-        return;
-    }
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_kernel<D, K, V, false, 0, true>(a, n_streams, stream, occupancy); break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
-#undef KVQ_CASE
 }
 
 } // namespace
