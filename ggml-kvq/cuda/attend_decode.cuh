@@ -83,14 +83,14 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first, no
-    // two to the same team, and to teams that have one of the others less.
+    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first,
+    // no two to the same team, and to teams that have one of the others less.
     const int n_teams = a.n_splits * of.teams, team = of.team * a.n_splits + (int) blockIdx.x;
     const int n_last = min(LAST_UNITS, min(n_units, n_teams)), share = (n_units - n_last) / n_teams,
               more = (n_units - n_last) % n_teams; // teams with one more
     const int begin = n_teams - 1 - team < n_last ? 1 : 0, n_mine = begin + share + (team < more ? 1 : 0),
-              first = team * share + min(team, more) - begin; // unit i of this team is first + i, but for the first
-    int here = 0, next = begin ? n_units - n_teams + team : first; // units `unit` and `unit` + 1 of this team
+              base = team * share + min(team, more) - begin;      // unit i of this team is base + i, or one of the last
+    int here = 0, next = begin ? n_units - n_teams + team : base; // units `unit` and `unit` + 1 of this team
 
     const auto copy_pages = [&](int unit, int place) { // of both halves of 32 cells
         const int half = min(2 * place + lane / 3, n_halves - 1);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         __syncwarp();
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
-    for (int unit = -1; unit < n_mine; unit++, here = next, next = first + unit + 1) {
+    for (int unit = -1; unit < n_mine; unit++, here = next, next = base + unit + 1) {
         copies_done();
         state0 = next0;
         state1 = next1;
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 }
             }
             if (a.map_stride) { copy_maps(unit + 1, next0, next1); }
-            copy_pages(unit + 2, first + unit + 2);
+            copy_pages(unit + 2, base + unit + 2);
             if (by_lane && !a.map_stride && unit >= 0) { ask_mask(unit + 1, next0, next1); }
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     }
                 }
             }
-            float s[4][4], base[4] = {};
+            float s[4][4], zeros[4] = {};
             if constexpr (ROTATED) {
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q_rotated, stage, s); }
                 if constexpr (MEANS) {
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             } else if constexpr (FINE) {
                 if (now & 1) { score_fine<D, KB, VB, G>(q, stage, params, s); }
             } else if constexpr (CODES) {
-                if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, base); }
+                if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, zeros); }
             }
             if (!(now & 1)) {
                 if constexpr (FINE) {
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
             if constexpr (!FINE) {
                 const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
-                scale_scores(unit_k, base, s);
+                scale_scores(unit_k, zeros, s);
             }
             if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
             cap_scores(a, s);
