@@ -27,53 +27,12 @@
 
 #include "decode_fine.cuh"
 #include "decode_lattice.cuh"
+#include "decode_mask.cuh"
 #include "decode_means.cuh"
 #include "decode_merge.cuh"
 #include "decode_products.cuh"
 
-#include <algorithm>
-
 namespace {
-
-// mask of slots `slot` and the next of a page, whose cells stand at map if it has one
-__device__ __forceinline__ uint32_t mask_pair(
-    const kvq_attend_args & a, const __half * mask, const kvq_page & page, const int32_t * map, int slot) {
-    const uint32_t next = (uint32_t) (page.cell + slot);
-    const uint2 cells = page.map ? *(const uint2 *) map : make_uint2(next, next + 1);
-    const auto of = [&](uint32_t cell) {
-        return cell >= (uint32_t) a.n_kv ? 0xfc00u : mask ? __half_as_ushort(mask[cell]) : 0u;
-    };
-    return of(cells.x) | of(cells.y) << 16;
-}
-
-// mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from
-// mk[][j0] on; map: of those slots, if the page has one
-template <int N, int STEP>
-__device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask,
-    const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
-    if (!page.map && page.cell + (slot & ~31) + 32 <= a.n_kv) {
-        const int cell = page.cell + slot;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            mk[0][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[0] + cell) + STEP / 2 * i) : 0;
-        }
-        if (one_mask) {
-#pragma unroll
-            for (int i = 0; i < N; i++) { mk[1][j0 + i] = mk[0][j0 + i]; }
-        } else {
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                mk[1][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[1] + cell) + STEP / 2 * i) : 0;
-            }
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        mk[0][j0 + i] = mask_pair(a, mask[0], page, map + STEP * i, slot + STEP * i);
-        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : mask_pair(a, mask[1], page, map + STEP * i, slot + STEP * i);
-    }
-}
 
 // shared memory of a warp; masks or, where every KV head has its own, cells of slots
 __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
@@ -124,14 +83,14 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first, no
-    // two to the same team, and to teams that have one of the others less.
+    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first,
+    // no two to the same team, and to teams that have one of the others less.
     const int n_teams = a.n_splits * of.teams, team = of.team * a.n_splits + (int) blockIdx.x;
     const int n_last = min(LAST_UNITS, min(n_units, n_teams)), share = (n_units - n_last) / n_teams,
               more = (n_units - n_last) % n_teams; // teams with one more
     const int begin = n_teams - 1 - team < n_last ? 1 : 0, n_mine = begin + share + (team < more ? 1 : 0),
-              first = team * share + min(team, more) - begin; // unit i of this team is first + i, but for the first
-    int here = 0, next = begin ? n_units - n_teams + team : first; // units `unit` and `unit` + 1 of this team
+              base = team * share + min(team, more) - begin;      // unit i of this team is base + i, or one of the last
+    int here = 0, next = begin ? n_units - n_teams + team : base; // units `unit` and `unit` + 1 of this team
 
     const auto copy_pages = [&](int unit, int place) { // of both halves of 32 cells
         const int half = min(2 * place + lane / 3, n_halves - 1);
@@ -224,7 +183,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         __syncwarp();
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
-    for (int unit = -1; unit < n_mine; unit++, here = next, next = first + unit + 1) {
+    for (int unit = -1; unit < n_mine; unit++, here = next, next = base + unit + 1) {
         copies_done();
         state0 = next0;
         state1 = next1;
@@ -254,7 +213,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 }
             }
             if (a.map_stride) { copy_maps(unit + 1, next0, next1); }
-            copy_pages(unit + 2, first + unit + 2);
+            copy_pages(unit + 2, base + unit + 2);
             if (by_lane && !a.map_stride && unit >= 0) { ask_mask(unit + 1, next0, next1); }
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
@@ -342,7 +301,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     }
                 }
             }
-            float s[4][4], base[4] = {};
+            float s[4][4], zeros[4] = {};
             if constexpr (ROTATED) {
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q_rotated, stage, s); }
                 if constexpr (MEANS) {
@@ -354,7 +313,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             } else if constexpr (FINE) {
                 if (now & 1) { score_fine<D, KB, VB, G>(q, stage, params, s); }
             } else if constexpr (CODES) {
-                if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, base); }
+                if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, zeros); }
             }
             if (!(now & 1)) {
                 if constexpr (FINE) {
@@ -393,7 +352,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
             if constexpr (!FINE) {
                 const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
-                scale_scores(unit_k, base, s);
+                scale_scores(unit_k, zeros, s);
             }
             if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
             cap_scores(a, s);
@@ -523,117 +482,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     }
     __syncthreads();
     merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
-}
-
-// Launches, or with `occupancy` tells how many blocks a multiprocessor holds; 0: there is not room for one.
-template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false>
-void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
-    a.stage_bytes = a.stage_wide = 0;
-    if constexpr (KB > LATTICE) {
-        a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
-    } else if (KB != 16) {
-        lay_out_stage<D, KB, VB>(a);
-    }
-    const size_t shared = nb_tables<KB, VB>() + (KB > LATTICE ? 2 : 1) * (16 * (size_t) D << a.slices_log2) +
-        (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0); // points, queries, coefficients
-    const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
-            sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
-    };
-    static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a,
-        decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
-}
-
-template <int D, int KB>
-void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.v.bits) {
-    case 1: launch_kernel<D, KB, LATTICE + 2>(a, n_streams, stream, occupancy); break;
-    case 2: launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream, occupancy); break;
-    case 3: launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream, occupancy); break;
-    default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D> void launch_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.k.bits) {
-    case 1: launch_lattice_values<D, LATTICE + 2>(a, n_streams, stream, occupancy); break;
-    case 2: launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
-    case 3: launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
-    default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D>
-void launch_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V:                                                                                                    \
-        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, 0, true>(a, n_streams, stream, occupancy);           \
-        break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
-#undef KVQ_CASE
-}
-
-template <int D, bool WIDE>
-void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V:                                                                                                    \
-        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, 0, WIDE>(a, n_streams, stream, occupancy);            \
-        break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_MEANS_BITS(KVQ_CASE) }
-#undef KVQ_CASE
-}
-
-template <int D, int FINE, bool WIDE>
-void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.k.bits) {
-    case 1: launch_kernel<D, 1, 1, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    case 2: launch_kernel<D, 2, 2, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    case 3: launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D> void launch_fine_32(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_kernel<D, K, V, false, 3, true>(a, n_streams, stream, occupancy); break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
-#undef KVQ_CASE
-}
-
-template <int D, int KB>
-void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    switch (a.v.bits) {
-    case 1: launch_kernel<D, KB, 1>(a, n_streams, stream, occupancy); break;
-    case 2: launch_kernel<D, KB, 2>(a, n_streams, stream, occupancy); break;
-    case 3: launch_kernel<D, KB, 3>(a, n_streams, stream, occupancy); break;
-    default: launch_kernel<D, KB, 4>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D> void launch_decode(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.np == 0) {
-        launch_kernel<D, 16, 16>(a, n_streams, stream, occupancy);
-        return;
-    }
-    switch (a.k.bits) {
-    case 1: launch_values<D, 1>(a, n_streams, stream, occupancy); break;
-    case 2: launch_values<D, 2>(a, n_streams, stream, occupancy); break;
-    case 3: launch_values<D, 3>(a, n_streams, stream, occupancy); break;
-    default: launch_values<D, 4>(a, n_streams, stream, occupancy); break;
-    }
-}
-
-template <int D>
-void launch_decode_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.np == 0) {
-        launch_kernel<D, 16, 16, false, 0, true>(a, n_streams, stream, occupancy);
-        return;
-    }
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_kernel<D, K, V, false, 0, true>(a, n_streams, stream, occupancy); break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
-#undef KVQ_CASE
 }
 
 } // namespace

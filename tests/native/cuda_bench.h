@@ -1,4 +1,5 @@
-// Part of test_cuda.cpp: time of one layer's attention, and the floor = bytes / copy bandwidth.
+// Part of test_cuda.cpp: time of one layer's attention, launched one after another and (cold) as a model finds it, with
+// other bytes and instructions in the caches; floor = bytes / copy bandwidth.
 #pragma once
 
 #include "cuda_timing.h"
@@ -36,7 +37,7 @@ struct bench_heads {
     int heads, heads_kv, D;
 };
 
-__attribute__((weak)) void trash_code(void * stream);
+__attribute__((weak)) void cool_code(); // cuda_cold.cu
 
 static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_heads shape = { 32, 8, 128 }) {
     const int width = shape.heads * shape.D;
@@ -47,8 +48,9 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
         device_bytes x(d, nb), y(d, nb);
         bandwidth = 2.0 * nb / seconds(d, 5, [&] { d.copy(y.p, x.p, nb); });
     }
-    printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %8s\n", bandwidth / 1e12,
-        "attention, one layer", "cells", "n_q", "us", "floor us", "ratio");
+    device_bytes big(d, nb);
+    printf("copy bandwidth %.2f TB/s (bytes read plus written)\n%-22s %8s %5s %10s %10s %10s %8s\n", bandwidth / 1e12,
+        "attention, one layer", "cells", "n_q", "us", "cold us", "floor us", "ratio");
     struct {
         const char * name;
         int kb, vb, group, scale, turns = 0;
@@ -98,49 +100,24 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                     d.attend(&a, 1);
                 };
                 const double s = seconds(d, n_q == 1 ? 40 : 4, attend);
-                if (n_q == 1) {
-                    device_bytes big(d, (size_t) 256 << 20);
-                    const auto data = [&] { d.copy(big.p, (char *) big.p + ((size_t) 128 << 20), (size_t) 100 << 20); };
-                    const auto code = [&] {
-                        if (trash_code) { trash_code(nullptr); }
+                double cold = 0.0;
+                if (n_q == 1 && cool_code) {
+                    const auto cool = [&] { // the L2 cache has other bytes then, and instructions are fetched anew
+                        d.copy(big.p, (const char *) big.p + nb / 2, (size_t) 100 << 20);
+                        cool_code();
                     };
-                    const double s1 = seconds(d, 40, [&] { data(); }), s2 = seconds(d, 40, [&] {
-                        data();
+                    const double without = seconds(d, 40, cool);
+                    cold = seconds(d, 40, [&] {
+                        cool();
                         attend();
-                    });
-                    const double c1 = seconds(d, 40, [&] { code(); }), c2 = seconds(d, 40, [&] {
-                        code();
-                        attend();
-                    });
-                    const double b1 = seconds(d, 40,
-                                     [&] {
-                                         code();
-                                         data();
-                                     }),
-                                 b2 = seconds(d, 40, [&] {
-                                     code();
-                                     data();
-                                     attend();
-                                 });
-                    const double a1 = seconds(d, 40,
-                                     [&] {
-                                         data();
-                                         code();
-                                     }),
-                                 a2 = seconds(d, 40, [&] {
-                                     data();
-                                     code();
-                                     attend();
-                                 });
-                    printf("   warm %.1f  cold data %.1f  cold code %.1f (code alone %.1f)  both %.1f %.1f\n", s * 1e6,
-                        (s2 - s1) * 1e6, (c2 - c1) * 1e6, c1 * 1e6, (b2 - b1) * 1e6, (a2 - a1) * 1e6);
+                    }) - without;
                 }
                 const world & w = *ws[0];
                 const double bytes = f.kb == 16
                     ? (double) (w.frames[0]->nb + w.frames[1]->nb)
                     : (double) (w.codes[0]->nb + w.codes[1]->nb + w.params[0]->nb + w.params[1]->nb);
-                printf("%-22s %8d %5d %10.1f %10.1f %8.2f\n", f.name, cells, n_q, s * 1e6, bytes / bandwidth * 1e6,
-                    s / (bytes / bandwidth));
+                printf("%-22s %8d %5d %10.1f %10.1f %10.1f %8.2f\n", f.name, cells, n_q, s * 1e6, cold * 1e6,
+                    bytes / bandwidth * 1e6, s / (bytes / bandwidth));
             }
         }
     }

@@ -1,0 +1,121 @@
+// Launches of decode_kernel, one function a table of instances (attend_decode.cu).
+#pragma once
+
+#include "attend_decode.cuh"
+
+#include <algorithm>
+
+namespace {
+
+// Launches, or with `occupancy` tells how many blocks a multiprocessor holds; 0: there is not room for one.
+template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false>
+void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
+    a.stage_bytes = a.stage_wide = 0;
+    if constexpr (KB > LATTICE) {
+        a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
+    } else if (KB != 16) {
+        lay_out_stage<D, KB, VB>(a);
+    }
+    const size_t shared = nb_tables<KB, VB>() + (KB > LATTICE ? 2 : 1) * (16 * (size_t) D << a.slices_log2) +
+        (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0); // points, queries, coefficients
+    const auto bytes = [&](int n_warps) {
+        return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
+            sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
+    };
+    static kvq_shared_limit limit;
+    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a,
+        decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
+}
+
+template <int D, int KB>
+void launch_lattice_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.v.bits) {
+    case 1: launch_kernel<D, KB, LATTICE + 2>(a, n_streams, stream, occupancy); break;
+    case 2: launch_kernel<D, KB, LATTICE + 4>(a, n_streams, stream, occupancy); break;
+    case 3: launch_kernel<D, KB, LATTICE + 6>(a, n_streams, stream, occupancy); break;
+    default: launch_kernel<D, KB, LATTICE + 8>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+template <int D> void launch_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.k.bits) {
+    case 1: launch_lattice_values<D, LATTICE + 2>(a, n_streams, stream, occupancy); break;
+    case 2: launch_lattice_values<D, LATTICE + 4>(a, n_streams, stream, occupancy); break;
+    case 3: launch_lattice_values<D, LATTICE + 6>(a, n_streams, stream, occupancy); break;
+    default: launch_lattice_values<D, LATTICE + 8>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+template <int D>
+void launch_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V:                                                                                                    \
+        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, 0, true>(a, n_streams, stream, occupancy);           \
+        break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+template <int D, bool WIDE>
+void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V:                                                                                                    \
+        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, 0, WIDE>(a, n_streams, stream, occupancy);            \
+        break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_MEANS_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+template <int D, int FINE, bool WIDE>
+void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.k.bits) {
+    case 1: launch_kernel<D, 1, 1, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    case 2: launch_kernel<D, 2, 2, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    case 3: launch_kernel<D, 3, 3, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    default: launch_kernel<D, 4, 4, false, FINE, WIDE>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+template <int D> void launch_fine_32(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V: launch_kernel<D, K, V, false, 3, true>(a, n_streams, stream, occupancy); break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+template <int D, int KB>
+void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    switch (a.v.bits) {
+    case 1: launch_kernel<D, KB, 1>(a, n_streams, stream, occupancy); break;
+    case 2: launch_kernel<D, KB, 2>(a, n_streams, stream, occupancy); break;
+    case 3: launch_kernel<D, KB, 3>(a, n_streams, stream, occupancy); break;
+    default: launch_kernel<D, KB, 4>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+template <int D> void launch_decode(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.np == 0) {
+        launch_kernel<D, 16, 16>(a, n_streams, stream, occupancy);
+        return;
+    }
+    switch (a.k.bits) {
+    case 1: launch_values<D, 1>(a, n_streams, stream, occupancy); break;
+    case 2: launch_values<D, 2>(a, n_streams, stream, occupancy); break;
+    case 3: launch_values<D, 3>(a, n_streams, stream, occupancy); break;
+    default: launch_values<D, 4>(a, n_streams, stream, occupancy); break;
+    }
+}
+
+template <int D>
+void launch_decode_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.np == 0) {
+        launch_kernel<D, 16, 16, false, 0, true>(a, n_streams, stream, occupancy);
+        return;
+    }
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V: launch_kernel<D, K, V, false, 0, true>(a, n_streams, stream, occupancy); break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+} // namespace
