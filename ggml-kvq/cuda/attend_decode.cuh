@@ -124,8 +124,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first, no
-    // two to the same team, and to teams that have one of the others less.
+    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first,
+    // no two to the same team, and to teams that have one of the others less.
     const int n_teams = a.n_splits * of.teams, team = of.team * a.n_splits + (int) blockIdx.x;
     const int n_last = min(LAST_UNITS, min(n_units, n_teams)), share = (n_units - n_last) / n_teams,
               more = (n_units - n_last) % n_teams; // teams with one more
