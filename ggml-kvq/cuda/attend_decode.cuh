@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    // This team's units. The last ones of a cache are open, cold and take longest: they go first, to teams that have one
-    // unit less than others, no two of them to the same.
+    // This team's units. The last ones of a cache are open, cold and take longest: they go first, to teams that have
+    // one unit less than others, no two of them to the same.
     const int n_teams = a.n_splits * of.teams, team = of.team * a.n_splits + (int) blockIdx.x;
     const int n_mine = (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
     const auto half_of = [&](int unit, int h) {
