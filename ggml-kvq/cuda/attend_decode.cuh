@@ -45,8 +45,6 @@ template <int KB, int VB> __host__ __device__ constexpr int nb_tables() {
     return KB > LATTICE ? ((4 << cut<KB>::B) + (4 << cut<VB>::B) + 15) / 16 * 16 : 0;
 }
 
-constexpr int LAST_UNITS = 8; // that may be open: 512 cells
-
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
 template <int D, int KB, bool MEANS, int FINE, bool WIDE>
 constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
@@ -83,24 +81,24 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    // This team's units: neighbours, and one of the last, which are open or empty and take longest. Those come first,
-    // no two to the same team, and to teams that have one of the others less.
+    // This team's units. The last ones of a cache are open, cold and take longest: they go first, to teams that have
+    // one unit less than others, no two of them to the same.
     const int n_teams = a.n_splits * of.teams, team = of.team * a.n_splits + (int) blockIdx.x;
-    const int n_last = min(LAST_UNITS, min(n_units, n_teams)), share = (n_units - n_last) / n_teams,
-              more = (n_units - n_last) % n_teams; // teams with one more
-    const int begin = n_teams - 1 - team < n_last ? 1 : 0, n_mine = begin + share + (team < more ? 1 : 0),
-              base = team * share + min(team, more) - begin;      // unit i of this team is base + i, or one of the last
-    int here = 0, next = begin ? n_units - n_teams + team : base; // units `unit` and `unit` + 1 of this team
+    const int n_mine = (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
+    const auto half_of = [&](int unit, int h) {
+        const int before = unit ? unit * n_teams + team : n_teams - 1 - team; // units, from the last one on
+        return 2 * max(0, n_units - 1 - before) + h;
+    };
 
-    const auto copy_pages = [&](int unit, int place) { // of both halves of 32 cells
-        const int half = min(2 * place + lane / 3, n_halves - 1);
+    const auto copy_pages = [&](int unit) { // of both halves of 32 cells
+        const int half = min(half_of(unit, lane / 3), n_halves - 1);
         if (lane < 6) {
             copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16,
                 (const char *) &st.pages[half >> a.halves_log2] + lane % 3 * 16);
         }
     };
     const auto copy_maps = [&](int unit, int s0, int s1) { // of halves that are there: 32 cells, 8 pieces
-        const int h = lane / 8, half = 2 * next + h;
+        const int h = lane / 8, half = half_of(unit, h);
         if (lane < 16 && (h ? s1 : s0) >= 0 && ring[unit % 4 * 2 + h].map) {
             copy16(maps_at + (unit % 2 * 64 + lane * 4) * 4,
                 ring[unit % 4 * 2 + h].map + kvh * a.map_stride + (half & (per_page - 1)) * 32 + lane % 8 * 4);
@@ -110,12 +108,13 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int h) {
         const kvq_page & p = ring[unit % 4 * 2 + h];
-        return 2 * next + h >= n_halves || !p.n_slots ? -1
-                                                      : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
+        return half_of(unit, h) >= n_halves || !p.n_slots
+            ? -1
+            : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
     };
     const auto ask_open = [&](int unit, int h, int state) { // rows that are not codes, on their way to the L2 cache
         const kvq_page & p = ring[unit % 4 * 2 + h];
-        const int t = first_cell(2 * next + h);
+        const int t = first_cell(half_of(unit, h));
         if (state == 0 || state == 2) { prefetch_rows(p.k_codes, (size_t) kvh * a.k.n_cells + t, a.k.stride); }
         if (state == 0 || state == 1) { prefetch_rows(p.v_codes, (size_t) kvh * a.v.n_cells + t, a.v.stride); }
     };
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
         __syncwarp();
     }
-    if (n_mine) { copy_pages(0, next); }
+    if (n_mine) { copy_pages(0); }
     uint8_t * const shared_sums = memory + nb_tables<KB, VB>() + of.warps * nb_warp; // of teams
     int sums_turn = 0;
     // of open keys, then of rotated ones
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const auto ask_mask = [&](int unit, int s0, int s1) { // of cells 2 * lane, 2 * lane + 1 of a unit without maps
         if ((lane < 16 ? s0 : s1) < 0) { return; }
         const kvq_page & page = ring[unit % 4 * 2 + lane / 16];
-        const int slot = first_cell(2 * next + lane / 16) + lane % 16 * 2, at = unit % 2 * 64 + 2 * lane;
+        const int slot = first_cell(half_of(unit, lane / 16)) + lane % 16 * 2, at = unit % 2 * 64 + 2 * lane;
         if (mask[0] && !page.map && page.cell + slot + 2 <= a.n_kv) {
             copy4(maps_at + 4 * at, mask[0] + page.cell + slot);
         } else {
@@ -169,11 +168,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     uint32_t raw[2] = {};  // scales of a lattice unit on their way
     const shared_query q = { queries + of.i * S * 32 + lane }, q_rotated = { q.at + of.n * S * 32 };
     int32_t places[2] = {}; // positions of a unit on their way
-    const auto load_places = [&](int unit, int place, int h0, int h1) {
+    const auto load_places = [&](int unit, int h0, int h1) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             places[i] = __ldg(
-                st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(2 * place + (i ? h1 : h0)) + lane);
+                st.positions + ring[unit % 4 * 2 + (i ? h1 : h0)].cell + first_cell(half_of(unit, i ? h1 : h0)) + lane);
         }
     };
     const auto put_places = [&](int unit) {
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         __syncwarp();
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
-    for (int unit = -1; unit < n_mine; unit++, here = next, next = base + unit + 1) {
+    for (int unit = -1; unit < n_mine; unit++) {
         copies_done();
         state0 = next0;
         state1 = next1;
@@ -199,21 +198,24 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             if (of.i == 0 && lane < 2) { ask_open(unit + 1, lane, lane ? next1 : next0); }
             if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
-                    const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1, t = first_cell(2 * next + h);
+                    const int h = lane / 16 ? (next1 == 3 ? 1 : 0)
+                        : next0 == 3        ? 0
+                                            : 1,
+                              t = first_cell(half_of(unit + 1, h));
                     const uint32_t to = stages_at + (unit + 1) % 2 * a.stage_bytes;
                     const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
                     if constexpr (FINE) {
                         copy_fine<D, KB, VB, FINE == 2, G>(a, of, to, page, kvh, t, true, true);
                     } else if constexpr (ROTATED) {
                         copy_lattice<D, KB, VB>(a, of, to, page, kvh, t, true, true, raw);
-                        if constexpr (MEANS) { load_places(unit + 1, next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
+                        if constexpr (MEANS) { load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                     } else {
                         copy_stage<D, KB, VB>(a, of, to, page, kvh, t, true, true);
                     }
                 }
             }
             if (a.map_stride) { copy_maps(unit + 1, next0, next1); }
-            copy_pages(unit + 2, base + unit + 2);
+            copy_pages(unit + 2);
             if (by_lane && !a.map_stride && unit >= 0) { ask_mask(unit + 1, next0, next1); }
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         if (by_lane && a.map_stride && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
             int32_t * const at = maps + unit % 2 * 64 + 2 * lane;
             *at = (int32_t) mask_pair(
-                a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(2 * here + lane / 16) + lane % 16 * 2);
+                a, mask[0], ring[unit % 4 * 2 + lane / 16], at, first_cell(half_of(unit, lane / 16)) + lane % 16 * 2);
         }
         if (state0 == 3 || state1 == 3) { arrange(); }
         bool staged = true;
@@ -267,20 +269,20 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             } else if constexpr (FINE) { // this thread has cells of both halves
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const int from = both ? h : first, slot = first_cell(2 * here + from) + 2 * g;
+                    const int from = both ? h : first, slot = first_cell(half_of(unit, from)) + 2 * g;
                     const kvq_page & page = ring[unit % 4 * 2 + from];
                     load_mask<2, 16>(a, mask, one_mask, page,
                         a.map_stride ? maps + unit % 2 * 64 + from * 32 + 2 * g : page.map + slot, slot, 2 * h, mk);
                 }
             } else {
-                const int slot = first_cell(2 * here + kh) + in_half;
+                const int slot = first_cell(half_of(unit, kh)) + in_half;
                 load_mask<4, 4>(a, mask, one_mask, kp,
                     a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
             }
             if constexpr (CODES) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
                     staged = false;
-                    const int h = both ? lane / 16 : first, t = first_cell(2 * here + h);
+                    const int h = both ? lane / 16 : first, t = first_cell(half_of(unit, h));
                     const uint32_t to = stages_at + unit % 2 * a.stage_bytes;
                     const kvq_page & page = ring[unit % 4 * 2 + h];
                     __syncwarp();
@@ -292,7 +294,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                         copy_stage_late<D, KB, VB>(a, of, to, page, kvh, t, now & 1, now & 2);
                     }
                     if constexpr (MEANS) {
-                        load_places(unit, here, both ? 0 : first, both ? 1 : first);
+                        load_places(unit, both ? 0 : first, both ? 1 : first);
                         put_places(unit);
                     }
                     if constexpr (!ROTATED) {
@@ -319,7 +321,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 if constexpr (FINE) {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const int from = both ? j / 2 : first, t = first_cell(2 * here + from) + j % 2 * 16 + 2 * g;
+                        const int from = both ? j / 2 : first, t = first_cell(half_of(unit, from)) + j % 2 * 16 + 2 * g;
                         float x[4]; // in memory for the call, s is not
                         score_fine_open_rows<D, KB>(of, q,
                             (const uint16_t *) ring[unit % 4 * 2 + from].k_codes +
@@ -330,7 +332,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     }
                 } else {
                     const uint16_t * rows = (const uint16_t *) kp.k_codes +
-                        ((size_t) kvh * a.k.n_cells + first_cell(2 * here + kh) + in_half) * a.k.stride + of.first();
+                        ((size_t) kvh * a.k.n_cells + first_cell(half_of(unit, kh)) + in_half) * a.k.stride +
+                        of.first();
                     if constexpr (CODES) {
                         float x[4][4]; // in memory for the call, s is not
                         score_open_rows<D, KB>(of, q, rows, a.k.stride, x);
@@ -417,7 +420,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 }
             }
             if (!(now & 2)) {
-                const int t = first_cell(2 * here + vh) + c % 2 * 16;
+                const int t = first_cell(half_of(unit, vh)) + c % 2 * 16;
                 const uint16_t * rows =
                     (const uint16_t *) vp.v_codes + ((size_t) kvh * a.v.n_cells + t) * a.v.stride + of.first();
                 if constexpr (CODES) {

@@ -158,8 +158,8 @@ void kvq_launch_chain(const kvq_chain_args & a, int n_pages, cudaStream_t stream
         while (n_warps > 1 && shared.bytes(n_warps) > 48 << 10) { n_warps /= 2; } // of wide rows, fewer at a time
         static kvq_shared_limit limit;
         limit.raise(chain_kernel<LANES, Q>, shared.bytes(n_warps));
-        chain_kernel<LANES, Q>
-            <<<dim3(a.g.n_cells / n_warps, n_pages), 32 * n_warps, shared.bytes(n_warps), stream>>>(a);
+        const dim3 grid(a.g.n_cells / n_warps, n_pages);
+        chain_kernel<LANES, Q><<<grid, 32 * n_warps, shared.bytes(n_warps), stream>>>(a);
     });
 }
 

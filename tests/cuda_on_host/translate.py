@@ -15,6 +15,7 @@ INSTRUCTIONS = [
     ("griddepcontrol", ""),
     ("cp.async.wait", ""),
     ("cp.async.commit", ""),
+    ("cp.async.bulk.prefetch.L2", ""),
     ("cp.async.cg.shared.global [%0], [%1], 16", "host_copy({0}, {1}, 16);"),
     ("cp.async.ca.shared.global [%0], [%1], 8", "host_copy({0}, {1}, 8);"),
     ("cp.async.ca.shared.global [%0], [%1], 4", "host_copy({0}, {1}, 4);"),
