@@ -1,5 +1,6 @@
 // Rotary embedding with four positions a token (M-RoPE and its interleaved form, engine/rope.h): angles against f64,
-// lanes of un-rotated keys whose tokens are text and images, states saved and loaded by another rotor, attention against f64.
+// lanes of un-rotated keys whose tokens are text and images, states saved and loaded by another rotor, attention
+// against f64.
 // Usage: test_mrope [seed]
 #include "layer.h"
 #include "engine/host.h"
