@@ -4,6 +4,7 @@
 //   kvq.aqua.blk.<il>.k.weight      f32, f16 or q4_0 [width][width of keys of layer prev], on rows less their means
 //   kvq.aqua.blk.<il>.v.weight      likewise, inputs: keys of layer il, then values of layer prev
 //   kvq.aqua.blk.<il>.prev          u32, the layer before it in the cache
+// Implemented in host/calibration.cpp, which reads GGUF files.
 #pragma once
 
 #include "config.h"

@@ -2,8 +2,8 @@
 // and clocks and hands pointers on.
 //
 // Every engine encodes, decodes and writes rows. The rest is asked for: an engine that has no kernels for it returns
-// NULL, and the policy that needs it is refused when the cache is planned (policy/compose.h). In host memory policies
-// do that part themselves, so the CPU's engine returns NULL for all of them.
+// NULL, and the policy that needs them does not attach to the layer (policy/kind.h), so the cache is not made. In host
+// memory policies do that part themselves: the CPU's engine returns NULL for all of them.
 #pragma once
 
 #include "layout.h"
@@ -48,7 +48,8 @@ struct kvq_pack_page {
     // the run: by score, the highest first and earlier cells first when equal; else in the cells' order
     bool sorted;
 };
-struct kvq_packed { // as many pages of slots as went in; a run's are at its pages' places, the empty ones at the end
+// Output page i belongs to the run of input page i; pages that a run did not fill are empty and come last in it.
+struct kvq_packed {
     std::vector<float> sums;              // [page][n_head]: scores of its slots, added in their order
     std::vector<int32_t> maps;            // [page][n_head][page_cells]: cells in their order, then -1
     const int32_t * maps_there = nullptr; // the device's, until the next call
@@ -64,8 +65,8 @@ struct kvq_row_turn {                    // what sealed rows of a page lack (pol
     size_t pred_stride = 0;
 };
 
-// A lane of a predicted layer (policy/chain.h): n neighbouring pages of one stream. Pointers are the device's, but the
-// layout, the predictors' data, mean and rotary, which are host memory that stays.
+// A lane of a predicted layer (policy/chain.h): n neighbouring pages of one stream. Pages, rows, scales and positions
+// are the device's. The layout, the predictors' data, mean and rotary are host memory that stays.
 struct kvq_chain_pages {
     const kvq_lane_layout * l = nullptr;
     bool value = false;

@@ -1,4 +1,4 @@
-// The C ABI over the house: methods, block formats, planning, attention. Caches are in kv_cache.cpp.
+// The C ABI over the house: methods, block formats, planning, attention. Caches are in cache/cache.cpp.
 #include "cache/config.h"
 
 #include "cache/accounting.h"

@@ -58,6 +58,7 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
     l.bytes_codes = l.shares_codes ? 0 : kvq_pad(stored * n_head * l.nb_codes, KVQ_ALIGN);
     l.bytes_params = kvq_pad(stored * n_head * l.nb_params, KVQ_ALIGN);
     l.bytes_window = kvq_pad((size_t) l.n_frames * n_stream * l.nb_frame, KVQ_ALIGN);
+    // keys and values each count half of a span
     l.bytes_tables = kvq_pad(
         pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2 + (l.moves ? 4 : 0)), KVQ_ALIGN);
     for (const kvq_part & part : plan.parts) {

@@ -90,7 +90,7 @@ public:
         open_page(s, p, true);
         is_dirty = true;
     }
-    void reopen_and_wait(int s, int p) { // until it is written: its open pages are not what they will be
+    void reopen_and_wait(int s, int p) { // no commit of this lane before its next write
         reopen(s, p);
         waiting = true;
     }
@@ -152,6 +152,7 @@ private:
     std::vector<uint8_t> valid_bits;
     std::vector<stream_state> streams;
     bool is_dirty = false;
-    // the lane whose codes we adopt was written, we were not yet: sealing now would seal its live pages too
+    // The lane whose codes we adopt has this ubatch's rows, we have not: sealing now would seal pages that are about to
+    // be written.
     bool waiting = false;
 };

@@ -6,7 +6,7 @@
 //   wrote            rows went to cells of a page                                  open
 //   written          behind all rows of a call, with their addresses               open
 //   may_seal         asked of a page that is due                                   open
-//   before_seal      pages will seal: what they rest on comes first                open
+//   before_seal      pages will seal: a policy seals others that they need         open
 //   take             instead of sealing: the policy keeps the rows elsewhere       open, then empty
 //   choose           blocks are there, nothing is encoded                          open
 //   leave_out        tiles that are encoded in place of the open ones              open; encoded: give them back
@@ -15,7 +15,8 @@
 //   reopening        a block is about to be given up                               sealed
 //   placing          a saved block is about to take the page                       any
 //   reencoding       rows of a block are edited; reencoded: they were              sealed
-//   changed          the page holds something else, or another state               any
+//   state_changed    the page is about to have another state                       any
+//   changed          it has it, or its cells are about to be written               any
 //   emptied          its cells were freed                                          empty
 //   copied, cleared  a whole stream; the lane
 //   edit             rows are edited that lie outside of pages
@@ -66,7 +67,7 @@ public:
     // an open page: are all of its cells its own?
     virtual bool is_plain(int /*s*/, int /*p*/) const { return true; }
 
-    // page p of `to` is as that of `from`, but for its state, bytes and these
+    // called before state and bytes of page p are copied: what the policy keeps about a page is copied here
     virtual void copied_page(kvq_lane &, int /*from*/, int /*to*/, int /*p*/) {}
     virtual void copied(kvq_lane &, int /*from*/, int /*to*/) {}
     virtual void cleared(kvq_lane &) {}
@@ -93,12 +94,13 @@ public:
         kvq_page_image & /*out*/) const {
         return false;
     }
-    // rows [n][n_head*head_size] leave the cache; they enter it, in place; those from cell on have entered open pages
+    // save: rows [n][n_head*head_size] leave the cache. enter: rows come in and are changed in place, where
+    // rewrites_rows says so. entered: rows have gone into open pages from `cell` on.
     virtual void save(const kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, uint16_t * /*rows*/) const {}
     virtual bool rewrites_rows(const kvq_lane &) const { return false; }
     virtual void enter(const kvq_lane &, uint16_t * /*rows*/, int /*n*/) const {}
     virtual void entered(kvq_lane &, int /*s*/, int /*cell*/, const uint16_t * /*rows*/, int /*n*/) {}
-    // all of it is done here: true
+    // true: all of it was done here; a policy may commit the lane meanwhile
     virtual bool load(kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, const uint16_t * /*rows*/, int /*n_threads*/) {
         return false;
     }
@@ -106,8 +108,9 @@ public:
     // --- attention over stream s, of both lanes
 
     virtual void reading(int /*s*/, int /*n_kv*/) {} // cells from n_kv on are free
+    // may set means, positions, the number of pages; pages and lse are set afterwards
     virtual void spans(kvq_attn &, int /*s*/) {}
     virtual bool wants_scores(int /*n_rows*/) const { return false; } // then attn.lse is filled
-    // at: cell of the first query token
+    // at: cell of the first query token. On CUDA the engine observes for policy/probe.h, and this is not called.
     virtual void observed(const kvq_attn &, int /*s*/, uint64_t /*at*/, int /*n_threads*/) {}
 };

@@ -15,7 +15,8 @@ static inline bool kvq_mark_covers(const kvq_codec & c, size_t i) { // value i o
     return i < (size_t) KVQ_MARK_BITS || (i >= last && i < last + (size_t) KVQ_MARK_BITS);
 }
 
-// Low mantissa bits of a value that say nothing of it: `n` in general, one more where a mark may be.
+// Low mantissa bits of a value that may be overwritten without changing its code: `n` in general, one more where a
+// mark may be.
 struct kvq_low_bits {
     int n = 0;
     bool marked = false;
