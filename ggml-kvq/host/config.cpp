@@ -4,6 +4,7 @@
 
 #include "gguf.h"
 
+#include <atomic>
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -22,7 +23,7 @@ extern "C" const char * kvq_last_note(void) { return last_note.c_str(); }
 
 extern "C" const char * kvq_last_error(void) { return last_error.c_str(); }
 
-static int verbosity = -1;
+static std::atomic<int> verbosity{ -1 }; // contexts are made in several threads
 
 int kvq_verbosity(void) {
     if (verbosity < 0) {
