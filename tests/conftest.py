@@ -5,6 +5,7 @@ build.
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -33,6 +34,8 @@ LONG = (
 
 
 def pytest_configure() -> None:
+    # A shell that runs us in the background ignores Ctrl-C for us and for what we start: tests of Ctrl-C need it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Two workers share the cores: a thread that waits for another sleeps.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     for name in [n for n in os.environ if n.startswith(("KVQ_", "LLAMA_ARG_")) or n == "GGML_BACKEND_PATH"]:

@@ -64,6 +64,7 @@ def compiled(arch: str, source: Path, out: Path) -> subprocess.CompletedProcess[
         f"-arch=sm_{arch}",
         "-Xptxas",
         "-O1,-v",
+        f"-I{ROOT}",
         f"-I{ROOT / 'include'}",
         "-c",
         str(source),

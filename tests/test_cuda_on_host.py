@@ -89,7 +89,7 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
     # then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more
     cases = [(program, "host", capability) for capability in ("", "8.6") for program in programs]
     limits = {"8.0": 163, "8.6": 99, "9.0": 227}  # KB
-    cases += [(programs[-1], "limits", capability) for capability in limits]
+    cases += [(tmp_path / "test_cuda", "limits", capability) for capability in limits]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = list(pool.map(lambda case: run(*case), cases))
     for (_, what, capability), result in zip(cases, done, strict=True):
