@@ -1,6 +1,7 @@
 // The device of host memory.
-#include "types/types.h"
 #include "engine/host.h"
+#include "types/far_rows.h"
+#include "types/types.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -18,13 +19,14 @@ void head_rows(const kvq_lane_layout & l, const uint16_t * tile, int h, std::vec
     }
 }
 
-class cpu_device : public kvq_device {
+class cpu_device : public kvq_device, public kvq_fetch_engine {
 public:
     const char * name() const override { return kvq_kernel_name(); }
     bool is_host() const override { return true; }
     kvq_turn_engine * turns() override { return nullptr; }
     kvq_chain_engine * chains() override { return nullptr; }
     kvq_score_engine * scores() override { return nullptr; }
+    kvq_fetch_engine * fetches() override { return this; }
     const char * slow_reading(int, const kvq_lane_layout &, const kvq_lane_layout &) const override { return nullptr; }
     size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }
 
@@ -42,6 +44,28 @@ public:
     void copy(void * to, const void * from, size_t nb) override { memcpy(to, from, nb); }
     void get(void * host, const void * from, size_t nb) override { memcpy(host, from, nb); }
     void put(void * to, const void * host, size_t nb) override { memcpy(to, host, nb); }
+
+    void * alloc_far(size_t nb) override { return alloc(nb); }
+    void free_far(void * p, size_t nb) override { free(p, nb); }
+    void put_far(const kvq_lane_layout & l, int format, int n_pages, const uint16_t * const * tiles, void * const * far,
+        int n_threads) override {
+        const int D = l.codec.head_size, stride = l.head_stride(), n = n_pages * l.n_head;
+        const size_t nb_row = kvq_far_row_bytes(format, D);
+#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
+        for (int i = 0; i < n; i++) {
+            const size_t first = (size_t) (i % l.n_head) * l.page_cells;
+            const uint16_t * tile = tiles[i / l.n_head] + first * stride;
+            uint8_t * rows = (uint8_t *) far[i / l.n_head] + first * nb_row;
+            for (int t = 0; t < l.page_cells; t++) { kvq_far_put(format, D, tile + t * stride, rows + t * nb_row); }
+        }
+    }
+    void get_far(const kvq_lane_layout & l, int format, const void * far, uint16_t * tile) override {
+        const int D = l.codec.head_size, stride = l.head_stride();
+        const size_t nb_row = kvq_far_row_bytes(format, D);
+        for (int t = 0; t < l.n_head * l.page_cells; t++) {
+            kvq_far_get(format, D, (const uint8_t *) far + t * nb_row, tile + (size_t) t * stride);
+        }
+    }
 
     void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
         const int32_t *, int n_threads) override {

@@ -97,6 +97,7 @@ public:
     kvq_turn_engine * turns() override { return this; }
     kvq_chain_engine * chains() override { return this; }
     kvq_score_engine * scores() override { return this; }
+    kvq_fetch_engine * fetches() override { return nullptr; }
     size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a
     // block, for tests; warps 0: none

@@ -119,6 +119,22 @@ protected:
     ~kvq_score_engine() {}
 };
 
+// A second tier: rows that lie far (policy/fetch.h).
+class kvq_fetch_engine {
+public:
+    // Memory of the host that this engine's attention reads. NULL: none is left.
+    virtual void * alloc_far(size_t nb) = 0;
+    virtual void free_far(void * p, size_t nb) = 0;
+    // Tiles of n pages as far rows [head][cell][kvq_far_row_bytes]; the tiles may be used again by later calls. And
+    // back.
+    virtual void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles,
+        void * const * rows, int n_threads) = 0;
+    virtual void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) = 0;
+
+protected:
+    ~kvq_fetch_engine() {}
+};
+
 class kvq_engine {
 public:
     virtual ~kvq_engine() {}
@@ -134,6 +150,7 @@ public:
     virtual kvq_turn_engine * turns() = 0;
     virtual kvq_chain_engine * chains() = 0;
     virtual kvq_score_engine * scores() = 0;
+    virtual kvq_fetch_engine * fetches() = 0;
 
     // NULL: a token reads this layer by the kernels made for that; else what it is read by instead, for the load line
     virtual const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const = 0;

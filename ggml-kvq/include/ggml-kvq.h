@@ -187,6 +187,42 @@ enum {
     KVQ_ATTN_LATENT_ALL = 8,
 };
 
+// How far rows are kept: as they came (the row of an open tile), or in blocks of 32 channels, x = scale * code with
+// an f16 scale (types/far_rows.h).
+typedef enum kvq_far_format {
+    KVQ_FAR_F16 = 0,
+    KVQ_FAR_Q8 = 1,
+    KVQ_FAR_Q4 = 2,
+} kvq_far_format;
+
+typedef enum kvq_fetch {
+    KVQ_FETCH_OFF = 0,
+    KVQ_FETCH_NOW = 1,   // every query token picks for itself
+    KVQ_FETCH_AHEAD = 2, // what the last token of a step picks is read by the next step
+    KVQ_FETCH_ALL = 3,   // every sealed cell is read from its far row
+} kvq_fetch;
+
+// The second tier of a stream (SpeCache, ICML 2025, section 3): near blocks of every sealed cell are what `pages` says,
+// far rows are the same cells as they came. Per query token and KV head:
+//   p(g, t)  = probability of cell t for query head g, keys of sealed cells as near blocks have them
+//   score(t) = sum over the query heads of the KV head of p(g, t)
+//   picks    = the `top` cells of highest score > 0 whose keys and values are sealed and have far rows; earlier cells
+//              first when equal
+//   dst      = softmax over all cells, picked cells with keys and values of their far rows
+typedef struct kvq_far {
+    int32_t fetch;   // kvq_fetch
+    int32_t top;     // cells per query token and KV head
+    int32_t format;  // kvq_far_format
+    int32_t n_cells; // of a page
+    // by page of the stream: rows of all KV heads, [head][cell][kvq_far_row_bytes]; NULL: the page has none
+    const void * const * k_rows;
+    const void * const * v_rows;
+    int32_t * picks; // AHEAD, in and out: [n_head_kv][top] cells, -1 behind the last
+    // added to: rows fetched (of one KV head and cell, keys and values count once); rows wanted by the first token of a
+    // step, and how many of those had been fetched by the step before (AHEAD); steps
+    uint64_t * counts; // [4]
+} kvq_far;
+
 // One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v
 typedef struct kvq_attn {
     kvq_codec k, v;
@@ -212,7 +248,14 @@ typedef struct kvq_attn {
     float * lse; // out, [n_q][n_head]: log of the sum of a row's exponentials, sinks included; NULL: not wanted
     const int32_t * sealed; // position of every cell when it was encoded; NULL: before rotary embedding
     int64_t map_stride;     // of the maps of pages, from one KV head to the next; 0: one map for all heads
+    const kvq_far * far;    // NULL: one tier. Pages have no maps then, and n_cells slots
 } kvq_attn;
+
+// Bytes of a far row of head_size channels; 0: no such format.
+KVQ_API size_t kvq_far_row_bytes(int format, int head_size);
+// n rows, f16 [n][head_size], as far rows, and back.
+KVQ_API int kvq_far_encode(int format, int head_size, int64_t n, const uint16_t * rows, void * out);
+KVQ_API int kvq_far_decode(int format, int head_size, int64_t n, const void * far, uint16_t * rows);
 
 // n independent streams at once, shared among n_threads threads.
 KVQ_API int kvq_attend(const kvq_attn * attn, int n, int n_threads);
@@ -249,6 +292,9 @@ typedef struct kvq_stats {
     double bits_headline;                    // code bits only, as papers count
     uint64_t n_sealed, n_reopened, n_forced; // pages, since creation
     uint64_t predict_macs; // multiply-adds of predictors for one cached cell, each time it is read; all layers
+    // of a second tier: bytes of all its rows; in bytes_total where they lie in the memory that attention computes in
+    uint64_t bytes_far;
+    uint64_t n_fetched, n_wanted, n_hits, n_steps; // as kvq_far's counts, all layers and streams
 } kvq_stats;
 
 KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,

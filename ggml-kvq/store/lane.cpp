@@ -174,12 +174,16 @@ kvq_page_block kvq_lane::block(int s, int p, uint16_t * tile) const {
 
 void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
     std::vector<kvq_page_block> b = { block(s, p, tile) };
+    for (kvq_policy * x : policies) { x->keep(*this, s, { p }, b, 1); }
     for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b); }
     device.encode(l, b.data(), 1, 1);
     for (kvq_policy * x : policies) { x->encoded(*this); }
 }
 
 void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
+    for (const kvq_policy * x : policies) {
+        if (x->recall(*this, s, p, tile)) { return; }
+    }
     device.decode(l, { tile, nullptr, nullptr, codes_at(s, p, 0), params_at(s, p, 0) });
     for (const kvq_policy * x : policies) { x->put_back(*this, s, p, tile); }
 }
@@ -205,6 +209,7 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
         blocks.push_back(block(s, p, info(s, p).frame));
     }
     for (kvq_policy * x : policies) { x->choose(*this, s, due); }
+    for (kvq_policy * x : policies) { x->keep(*this, s, due, blocks, n_threads); }
     for (kvq_policy * x : policies) { x->leave_out(*this, s, due, blocks); }
     device.encode(l, blocks.data(), (int) blocks.size(), n_threads);
     for (kvq_policy * x : policies) { x->encoded(*this); }

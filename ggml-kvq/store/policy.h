@@ -9,6 +9,8 @@
 //   before_seal      pages will seal: a policy seals others that they need         open
 //   take             instead of sealing: the policy keeps the rows elsewhere       open, then empty
 //   choose           blocks are there, nothing is encoded                          open
+//   keep             tiles are about to be encoded, as they came                   open, or sealed and edited
+//   recall           in place of decoding: the policy has the rows as they came    sealed
 //   leave_out        tiles that are encoded in place of the open ones              open; encoded: give them back
 //   put_back         what was left out of a block returns to its tile              sealed
 //   sealed           blocks are there                                              sealed
@@ -52,6 +54,9 @@ public:
     virtual void before_seal(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/, int /*n_threads*/) {}
     virtual bool take(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/, int /*n_threads*/) { return false; }
     virtual void choose(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/) {}
+    virtual void keep(kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/,
+        const std::vector<kvq_page_block> & /*blocks*/, int /*n_threads*/) {}
+    virtual bool recall(const kvq_lane &, int /*s*/, int /*p*/, uint16_t * /*tile*/) const { return false; }
     virtual void leave_out(
         kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/, std::vector<kvq_page_block> & /*blocks*/) {}
     virtual void encoded(kvq_lane &) {}
@@ -104,6 +109,8 @@ public:
     virtual bool load(kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, const uint16_t * /*rows*/, int /*n_threads*/) {
         return false;
     }
+
+    virtual void tell(kvq_stats &) const {} // what it counted
 
     // --- attention over stream s, of both lanes
 
