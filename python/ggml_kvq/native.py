@@ -25,7 +25,7 @@ from typing import Any
 
 from .errors import MethodError
 
-# : KVQ_ABI_VERSION of the header these declarations mirror.
+#: KVQ_ABI_VERSION of the header these declarations mirror.
 ABI_VERSION = 1
 
 
