@@ -15,7 +15,7 @@ from .kivi import Kivi
 from .method import LayerPlan, LayerShape, Method, register
 
 FAR_FORMATS = ("f16", "q8", "q4")
-# : Channels of a far row that share a scale.
+#: Channels of a far row that share a scale.
 FAR_BLOCK = 32
 
 
