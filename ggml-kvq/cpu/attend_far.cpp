@@ -374,8 +374,9 @@ struct two_tiers {
         value_part(K, s, w, h, in_block, w.logits, f);
     }
 
+    // cells at n_kv and behind are free, and no mask covers them: those picked by the step before may be gone
     bool is_candidate(int cell) const {
-        const int page = cell >= 0 ? x.page_of(cell) : -1;
+        const int page = cell >= 0 && cell < s.p->n_kv ? x.page_of(cell) : -1;
         return page >= 0 && has_far(s, page);
     }
 
