@@ -380,8 +380,9 @@ struct two_tiers {
         value_part(K, s, w, h, in_block, whole ? x.cells(h.kvh, (int) (r.page[0] - s.p->pages), r.first) : w.logits, f);
     }
 
+    // cells at n_kv and behind are free, and no mask covers them: those picked by the step before may be gone
     bool is_candidate(int cell) const {
-        const int page = cell >= 0 ? x.page_of(cell) : -1;
+        const int page = cell >= 0 && cell < s.p->n_kv ? x.page_of(cell) : -1;
         return page >= 0 && has_far(s, page);
     }
 

@@ -59,7 +59,7 @@ bool kvq_far_pool::open_file() {
         return false;
     }
     unlink(place.c_str());
-    if (const int e = posix_fallocate(file, 0, (off_t) std::max<size_t>(nb_most, 1))) {
+    if (const int e = posix_fallocate(file, 0, (off_t) kvq_pad(std::max<size_t>(nb_most, 1), NB_ALIGN))) {
         why = "place=" + place + ": " + mib(nb_most) + " are needed for far rows: " + strerror(e) +
             "; lower -c, or set far=q4, which takes a quarter";
         return false;
@@ -68,15 +68,17 @@ bool kvq_far_pool::open_file() {
 }
 
 bool kvq_far_pool::grow(size_t nb) {
-    size_t size = kvq_pad(std::max(nb, std::min(NB_SLAB, nb_most - std::min(total, nb_most))), NB_ALIGN);
+    const size_t left = nb_most - std::min(total, nb_most);
+    // a file is one slab, so that no end of another is lost: all of its bytes are there and none is behind them
+    const size_t size = kvq_pad(std::max(nb, file >= 0 ? left : std::min(NB_SLAB, left)), NB_ALIGN);
     const char * limit = kvq_setting_text(kvq_setting::FAR_LIMIT);
     const size_t most = limit && *limit ? (size_t) atoll(limit) << 20 : SIZE_MAX;
     void * memory = nullptr;
-    if (file >= 0) {
+    if (file >= 0 && !total) {
         memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, (off_t) total);
         if (memory == MAP_FAILED) { memory = nullptr; }
         if (memory) { madvise(memory, size, MADV_RANDOM); } // rows are fetched one by one
-    } else if (total + size > most) {
+    } else if (file >= 0 || total + size > most) {
         memory = nullptr;
     } else if (place == "device") {
         memory = device.alloc(size);

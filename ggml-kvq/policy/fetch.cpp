@@ -102,13 +102,13 @@ void kvq_fetcher::state_changed(kvq_lane & x, int s, int p, kvq_page_state, kvq_
 
 void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
     if (x.state(from, p) != KVQ_PAGE_SEALED) { return; }
-    if (!take(x, to, p)) { throw std::bad_alloc(); }
     device.copy(at(x, to, p), at(x, from, p), of(x).nb_page);
     publish(x, to, p);
-    if (!x.is_value()) { // what the copy reads first
-        const size_t n = (size_t) of(x).l.n_head * top;
-        device.copy(picks + to * n, picks + from * n, 4 * n);
-    }
+}
+
+void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
+    const size_t n = (size_t) of(x).l.n_head * top;
+    if (!x.is_value() && n) { device.copy(picks + to * n, picks + from * n, 4 * n); } // what the copy reads first
 }
 
 void kvq_fetcher::cleared(kvq_lane & x) {

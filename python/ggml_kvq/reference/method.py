@@ -36,8 +36,8 @@ class LayerPlan:
     mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"),
     weights: bits of their predictors (reference/predictor.py);
     keep: share of a prompt's cells that stay, recent: of them the newest ones (0: all stay, page by page);
-    far: format of a second tier's rows ("" without one), place: where they lie, top: cells of it that each KV head
-    fetches per token, fetch: now, ahead or off, exact: prompts read all of it;
+    far: format of the rows of a second tier ("": there is none), place: where they lie, top: cells of it that each KV
+    head fetches per token, fetch: now, ahead or off, exact: prompts read all of it;
     probe: share of query rows that score cells, whose scores are divided by the rows that see them when normalise."""
 
     k: LanePlan

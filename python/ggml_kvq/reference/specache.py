@@ -15,9 +15,12 @@ from .higgs import Higgs
 from .kivi import Kivi
 from .method import LayerPlan, LayerShape, Method, register
 
-FAR_FORMATS = ("f16", "q8", "q4")
+FAR_FORMATS = ("f16", "q8", "q4")  # kvq_far_format
+FETCHES = ("off", "now", "ahead", "all")  # kvq_fetch
 #: Channels of a far row that share a scale.
 FAR_BLOCK = 32
+#: The largest scale of q8, so that 127 of it are a finite f16.
+Q8_MOST = np.float32(515.5)
 
 
 def far_row_bytes(form: str, head_size: int) -> int:
@@ -42,7 +45,8 @@ def far_encode(form: str, rows: np.ndarray) -> np.ndarray:
     x = np.zeros((n, blocks, FAR_BLOCK), np.float32)
     x.reshape(n, -1)[:, :d] = rows.astype(np.float32)
     most = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)[..., 0]
-    scale = (np.abs(most) / np.float32(127) if form == "q8" else most / np.float32(-8)).astype(np.float16)
+    q8 = np.minimum(np.abs(most) / np.float32(127), Q8_MOST)
+    scale = (q8 if form == "q8" else most / np.float32(-8)).astype(np.float16)
     s = scale.astype(np.float32)
     by = np.divide(np.float32(1), s, out=np.zeros_like(s), where=s != 0)
     code = np.rint(x * by[..., None])
