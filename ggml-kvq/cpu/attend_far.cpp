@@ -22,7 +22,8 @@ struct scores {
     const stream_plan & s;
     int token0, n_tokens, n_rows, n_blocks, block_rows, n; // rows of a KV head; cells of a page
     std::vector<float> & prob;                             // [kvh][block][page][row][n]: 2^(x - top)
-    std::vector<float> top, sum;                           // [kvh][block][page][row]: maximum of x, sum of prob
+    std::vector<float> top, sum;                           // [kvh][row][page]: maximum of x, sum of prob
+    int n_padded;                                          // pages, a multiple of 16
     std::vector<int> pages;                                // by cell / n: index among the stream's pages, -1: none
 
     scores(const stream_plan & s, int token0, int n_tokens, std::vector<float> & prob) :
@@ -34,10 +35,10 @@ struct scores {
         block_rows(std::min(n_rows, KVQ_MAX_ROWS)),
         n(s.p->k.n_cells),
         prob(prob) {
-        const size_t rows = (size_t) s.p->n_head_kv * n_blocks * s.p->n_pages * block_rows;
-        prob.resize(std::max(prob.size(), rows * n));
-        top.assign(rows, -INFINITY);
-        sum.assign(rows, 0.0f);
+        prob.resize(std::max(prob.size(), (size_t) s.p->n_head_kv * n_blocks * s.p->n_pages * block_rows * n));
+        n_padded = (int) kvq_pad((size_t) s.p->n_pages, 16);
+        top.assign((size_t) s.p->n_head_kv * n_rows * n_padded, -INFINITY);
+        sum.assign(top.size(), 0.0f);
         for (int i = 0; i < s.p->n_pages; i++) {
             const size_t at = (size_t) (s.p->pages[i].cell / n);
             if (at >= pages.size()) { pages.resize(at + 1, -1); }
@@ -46,10 +47,15 @@ struct scores {
     }
     int page_of(int cell) const { return (size_t) (cell / n) < pages.size() ? pages[(size_t) (cell / n)] : -1; }
     // of row `row` of a KV head in page `page`
-    size_t at(int kvh, int page, int row) const {
-        return (((size_t) kvh * n_blocks + row / KVQ_MAX_ROWS) * s.p->n_pages + page) * block_rows + row % KVQ_MAX_ROWS;
+    size_t at(int kvh, int page, int row) const { return ((size_t) kvh * n_rows + row) * n_padded + page; }
+    float * cells(int kvh, int page, int row) const {
+        const size_t block = (size_t) kvh * n_blocks + row / KVQ_MAX_ROWS;
+        return prob.data() + ((block * s.p->n_pages + page) * block_rows + row % KVQ_MAX_ROWS) * n;
     }
-    float * cells(int kvh, int page, int row) const { return prob.data() + at(kvh, page, row) * n; }
+    // Do the probabilities of a run lie as kernels have them?
+    bool is_whole(const page_run & r) const {
+        return r.n_rows == block_rows && r.page[r.n_pages - 1] - r.page[0] == r.n_pages - 1;
+    }
 };
 
 // Pages that have both tiers.
@@ -73,41 +79,37 @@ struct candidate {
 };
 
 // Step 2. token: of the chunk. picks: ascending cells.
-void pick(const scores & x, int kvh, int token, std::vector<int32_t> & picks) {
+void pick(const kvq_kernels & K, const scores & x, int kvh, int token, std::vector<int32_t> & picks) {
     const stream_plan & s = x.s;
     const kvq_attn & p = *s.p;
-    static thread_local std::vector<float> weight; // [page][query head]: probability of prob = 1
+    static thread_local std::vector<float> weight; // [query head][page]: probability of prob = 1
     static thread_local std::vector<candidate> heap;
-    const int n_pages = p.n_pages, G = s.gqa;
-    weight.assign((size_t) n_pages * G, 0.0f);
+    const int n_pages = p.n_pages, G = s.gqa, stride = x.n_padded;
+    weight.assign((size_t) G * stride, 0.0f);
     for (int g = 0; g < G; g++) {
-        const int row = token * G + g;
-        float m = p.sinks ? p.sinks[kvh * G + g] * LOG2_E : -INFINITY, l = 0.0f;
-        for (int i = 0; i < n_pages; i++) { m = std::max(m, x.top[x.at(kvh, i, row)]); }
+        const float * tops = &x.top[x.at(kvh, 0, token * G + g)];
+        const float sink = p.sinks ? p.sinks[kvh * G + g] * LOG2_E : -INFINITY;
+        const float m = std::max(sink, *std::max_element(tops, tops + n_pages));
         if (m == -INFINITY) { continue; }
-        for (int i = 0; i < n_pages; i++) {
-            const size_t at = x.at(kvh, i, row);
-            const float by = exp2f(x.top[at] - m);
-            weight[(size_t) i * G + g] = by;
-            l += by * x.sum[at];
-        }
-        l += p.sinks ? exp2f(p.sinks[kvh * G + g] * LOG2_E - m) : 0.0f;
-        for (int i = 0; i < n_pages; i++) { weight[(size_t) i * G + g] /= l; }
+        float * w = &weight[(size_t) g * stride];
+        const float l = K.page_weights(stride, tops, &x.sum[x.at(kvh, 0, token * G + g)], m, w) + exp2f(sink - m);
+        K.scale(stride, w, 1.0f / l);
     }
     heap.clear();
     const size_t top = (size_t) std::max(p.far->top, 0);
     float score[KVQ_MAX_CELLS];
     for (int i = 0; top && i < n_pages; i++) {
-        const float * w = &weight[(size_t) i * G];
         float bound = 0.0f;
-        for (int g = 0; g < G; g++) { bound += w[g]; }
+        for (int g = 0; g < G; g++) { bound += weight[(size_t) g * stride + i]; }
         const float least = heap.size() < top ? 0.0f : heap.front().score;
         if (!(bound > least) || !has_far(s, i)) { continue; }
-        std::fill_n(score, x.n, 0.0f);
-        for (int g = 0; g < G; g++) {
-            const float * q = x.cells(kvh, i, token * G + g);
-            for (int t = 0; w[g] > 0.0f && t < x.n; t++) { score[t] += w[g] * q[t]; }
+        float most = 0.0f;
+        for (int g = 0, n; g < G; g += n) { // rows of a block
+            const int row = token * G + g;
+            n = std::min(G - g, KVQ_MAX_ROWS - row % KVQ_MAX_ROWS);
+            most = K.rank_cells(n, x.n, x.cells(kvh, i, row), &weight[(size_t) g * stride + i], stride, g > 0, score);
         }
+        if (!(most > least)) { continue; }
         for (int t = 0; t < x.n; t++) {
             if (!(score[t] > 0.0f) || (heap.size() == top && !(score[t] > heap.front().score))) { continue; }
             if (heap.size() == top) {
@@ -293,7 +295,8 @@ struct two_tiers {
     int n_threads;
     workspace::sizes size;
     std::vector<std::vector<int32_t>> picks; // [kvh][token]
-    std::vector<float> near_m;               // [kvh][row], after picked cells are taken out
+    std::vector<float> near_m;               // [kvh][row]: maximum after picked cells are taken out
+    std::vector<float> near_weight;          // [kvh][row][page]: 2^(top - near_m)
     std::vector<float> partial;              // [kvh][split][row]: m, l, out
 
     // tasks over heads, row blocks and page ranges
@@ -333,21 +336,23 @@ struct two_tiers {
         page_run in_block = r;
         in_block.first = first;
         next.keys(s, 0, KVQ_MAX_RUN);
+        float * const first_cell = x.cells(h.kvh, (int) (r.page[0] - p.pages), r.first);
+        float * const to = x.is_whole(r) ? first_cell : w.logits;
         for (int i = 0; i < r.n_pages;) {
             i += score_part(K, s, w, h, in_block, i, h.q + (size_t) first * s.dpk, s.has_means() ? h.means : nullptr,
-                w.logits + i * per_page);
+                to + i * per_page);
         }
         float c[KVQ_MAX_ROWS], f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16], sums[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
-        K.softmax(r.n_rows, x.n, r.n_pages, w.logits, p.scale, p.softcap, h.slope + first, r.mask, h.m + first,
-            h.l + first, c, f, sums);
+        K.softmax(r.n_rows, x.n, r.n_pages, to, p.scale, p.softcap, h.slope + first, r.mask, h.m + first, h.l + first,
+            c, f, sums);
         for (int i = 0; i < r.n_pages; i++) {
             const int page = (int) (r.page[i] - p.pages);
-            const size_t at = x.at(h.kvh, page, r.first);
-            memcpy(x.prob.data() + at * x.n, w.logits + i * per_page, 4 * per_page);
+            if (to == w.logits) { memcpy(x.cells(h.kvh, page, r.first), to + i * per_page, 4 * per_page); }
             for (int j = 0; j < r.n_rows; j++) {
                 const float by = f[i * KVQ_MAX_ROWS + j];
-                x.top[at + j] = by > 0.0f ? h.m[first + j] + log2f(by) : -INFINITY;
-                x.sum[at + j] = by > 0.0f ? sums[i * KVQ_MAX_ROWS + j] : 0.0f;
+                const size_t at = x.at(h.kvh, page, r.first + j);
+                x.top[at] = by > 0.0f ? h.m[first + j] + log2f(by) : -INFINITY;
+                x.sum[at] = by > 0.0f ? sums[i * KVQ_MAX_ROWS + j] : 0.0f;
             }
         }
     }
@@ -357,21 +362,22 @@ struct two_tiers {
         const int first = r.first % KVQ_MAX_ROWS;
         const size_t per_page = (size_t) r.n_rows * x.n;
         float f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16] = {};
+        const bool whole = x.is_whole(r);
         for (int i = 0; i < r.n_pages; i++) {
-            const size_t at = x.at(h.kvh, (int) (r.page[i] - s.p->pages), r.first);
-            memcpy(w.logits + i * per_page, x.prob.data() + at * x.n, 4 * per_page);
+            const int page = (int) (r.page[i] - s.p->pages);
+            if (!whole) { memcpy(w.logits + i * per_page, x.cells(h.kvh, page, r.first), 4 * per_page); }
             for (int j = 0; j < r.n_rows; j++) {
-                const float top = x.top[at + j], m = near_m[(size_t) h.kvh * x.n_rows + r.first + j];
-                const float by = top == -INFINITY ? 0.0f : exp2f(top - m);
+                const size_t at = x.at(h.kvh, page, r.first + j);
+                const float by = near_weight[at];
                 f[i * KVQ_MAX_ROWS + j] = by;
-                h.l[first + j] += by * x.sum[at + j];
-                h.open[first + j] += r.page[i]->v_params ? 0.0f : by * x.sum[at + j];
+                h.l[first + j] += by * x.sum[at];
+                h.open[first + j] += r.page[i]->v_params ? 0.0f : by * x.sum[at];
             }
         }
         page_run in_block = r;
         in_block.first = first;
         next.values(s);
-        value_part(K, s, w, h, in_block, w.logits, f);
+        value_part(K, s, w, h, in_block, whole ? x.cells(h.kvh, (int) (r.page[0] - s.p->pages), r.first) : w.logits, f);
     }
 
     // cells at n_kv and behind are free, and no mask covers them: those picked by the step before may be gone
@@ -388,6 +394,7 @@ struct two_tiers {
         std::vector<std::vector<int32_t>> next((size_t) heads);
         std::vector<uint64_t> fetched((size_t) n, 0), wanted((size_t) n, 0), hits((size_t) n, 0);
         near_m.assign((size_t) heads * x.n_rows, -INFINITY);
+        near_weight.resize(x.top.size());
         picks.resize((size_t) n);
 #pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
         for (int i = 0; i < n; i++) {
@@ -395,7 +402,7 @@ struct two_tiers {
             std::vector<int32_t> & mine = picks[(size_t) i];
             std::vector<int32_t> now;
             const bool first = x.token0 + token == 0, last = x.token0 + token == s.p->n_q - 1;
-            if (!is_ahead || first || last) { pick(x, kvh, token, now); }
+            if (!is_ahead || first || last) { pick(K, x, kvh, token, now); }
             wanted[(size_t) i] = first ? now.size() : 0;
             if (is_ahead) {
                 mine.clear();
@@ -419,7 +426,14 @@ struct two_tiers {
             take_out(x, kvh, token, mine);
             for (int row = token * s.gqa; row < (token + 1) * s.gqa; row++) {
                 float & m = near_m[(size_t) kvh * x.n_rows + row];
-                for (int page = 0; page < s.p->n_pages; page++) { m = std::max(m, x.top[x.at(kvh, page, row)]); }
+                const float * tops = &x.top[x.at(kvh, 0, row)];
+                m = *std::max_element(tops, tops + s.p->n_pages);
+                float * weights = &near_weight[x.at(kvh, 0, row)];
+                if (m == -INFINITY) {
+                    std::fill_n(weights, x.n_padded, 0.0f);
+                } else {
+                    K.page_weights(x.n_padded, tops, &x.sum[x.at(kvh, 0, row)], m, weights);
+                }
             }
         }
         for (int kvh = 0; is_ahead && x.token0 + x.n_tokens == s.p->n_q && kvh < heads; kvh++) {
@@ -505,7 +519,7 @@ void attend_far(const kvq_attn & attn, float * lse, int n_threads) {
         const int n_tokens = std::min(at_once, attn.n_q - token0), rows = n_tokens * s.gqa;
         s.n_blocks = (rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
         cut_tasks(s, few, n_threads > 1 ? 4 * n_threads : 1);
-        two_tiers t = { K, s, scores(s, token0, n_tokens, prob), n_threads, {}, {}, {}, {} };
+        two_tiers t = { K, s, scores(s, token0, n_tokens, prob), n_threads, {}, {}, {}, {}, {} };
         t.size = sizes_of(
             s, std::min(rows, KVQ_MAX_ROWS), (attn.n_head_kv + s.n_groups - 1) / s.n_groups, std::max(cells, TILE));
         t.size.cover(sizes_of(s, std::min(s.gqa, KVQ_MAX_ROWS), 1, KVQ_MAX_RUN * TILE));

@@ -172,18 +172,25 @@ kvq_page_block kvq_lane::block(int s, int p, uint16_t * tile) const {
     return { tile, all ? nullptr : valid(s, p), codes_of ? c : nullptr, codes_of ? nullptr : c, params_at(s, p, 0) };
 }
 
+bool kvq_lane::recall_page(int s, int p, uint16_t * tile) const {
+    return std::any_of(
+        policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->recall(*this, s, p, tile); });
+}
+
+void kvq_lane::keep_page(int s, int p, uint16_t * tile) {
+    for (kvq_policy * x : policies) { x->keep(*this, s, { p }, { block(s, p, tile) }, 1); }
+}
+
 void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
+    keep_page(s, p, tile);
     std::vector<kvq_page_block> b = { block(s, p, tile) };
-    for (kvq_policy * x : policies) { x->keep(*this, s, { p }, b, 1); }
     for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b); }
     device.encode(l, b.data(), 1, 1);
     for (kvq_policy * x : policies) { x->encoded(*this); }
 }
 
 void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
-    for (const kvq_policy * x : policies) {
-        if (x->recall(*this, s, p, tile)) { return; }
-    }
+    if (recall_page(s, p, tile)) { return; }
     device.decode(l, { tile, nullptr, nullptr, codes_at(s, p, 0), params_at(s, p, 0) });
     for (const kvq_policy * x : policies) { x->put_back(*this, s, p, tile); }
 }

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from . import attention
+from .aqua import Aqua
 from .higgs import Higgs
 from .kivi import Kivi
 from .method import LayerPlan, LayerShape, Method, register
@@ -131,13 +132,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @register
 class SpeCache(Method):
-    """Near copies are kivi's or higgs's blocks; the paper's have 2 bits, or 1 bit at the quartiles of the range (eta
+    """Near copies are kivi's, higgs's or aqua's blocks (near=auto: aqua where there is calibrated data, else higgs); the
+    paper's have 2 bits, or 1 bit at the quartiles of the range (eta
     1/4, section 3.2).
     """
 
     name = "specache"
     options: ClassVar[dict[str, Any]] = {
-        "near": "higgs",
+        "near": "auto",
         "preset": "none",
         "bits": 2,
         "k_bits": 0,
@@ -161,7 +163,8 @@ class SpeCache(Method):
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         o = dict(self.o)
         o.update({k: v for k, v in PRESETS[o["preset"]].items() if o[k] == self.options[k]})
-        near = Kivi if o["near"] == "kivi" else Higgs
+        near: type[Method] = {"kivi": Kivi, "aqua": Aqua}.get(o["near"], Higgs)
+        o.update(predictor="bias", weights="8", first_bits=0)
         its = near(**{k: v for k, v in o.items() if k in near.options})
         plan = its.plan(ordinal, n_layer, shape, prev)
         return replace(
