@@ -238,6 +238,8 @@ WALKS = [
     ("zipcache", "interval=64,salient=1", 0.06, 0.4),
     ("minikv", "bits=4,hh=0.75", 0.05, 0.4),
     ("zipcache", "interval=64,salient=0.5", 0.6, 6),
+    ("specache", "top=1024,window=32", 0.004, 0.03),
+    ("specache", "top=32,far=q8,bits=1,window=32", 0.03, 0.4),
 ]
 
 
@@ -252,7 +254,7 @@ def test_random_walk_follows_upstream(
     assert len(kld) > 40 and np.mean(kld) < limit and np.max(kld) < worst
 
 
-@pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache", "minikv"])
+@pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache", "minikv", "specache"])
 def test_saved_sequence_reads_back_equal(demo_model: Path, method: str) -> None:
     c = Context(demo_model, method, "", 2, unified=False)
     tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
@@ -375,7 +377,7 @@ def test_refused_at_load_with_one_line(
     assert all(w in lines[0] for w in words), lines
 
 
-@pytest.fixture(params=["xquant", "zipcache", "minikv"])
+@pytest.fixture(params=["xquant", "zipcache", "minikv", "specache"])
 def server(demo_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -423,7 +425,8 @@ def server(demo_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "limit"), [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2), ("zipcache", 1e-3), ("minikv", 1e-2)]
+    ("method", "limit"),
+    [("f16", 1e-4), ("kivi", 1e-3), ("xquant", 1e-2), ("zipcache", 1e-3), ("minikv", 1e-2), ("specache", 1e-3)],
 )
 def test_two_streams_in_one_batch_answer_as_alone(demo_model: Path, method: str, limit: float) -> None:
     tokens = Model(demo_model).tokenize(TEXT, add_bos=True)

@@ -119,6 +119,10 @@ def test_unknown_method_names_the_known_ones(lib):
         ("zipcache", "normalise=yes", "normalise=yes"),
         ("zipcache", "keep=0", "keep=0"),
         ("zipcache", "keep=0.2", "recent=0.25"),
+        ("specache", "near=xquant", "near=xquant"),
+        ("specache", "top=1025", "top=1025"),
+        ("specache", "place=memory", "place=memory"),
+        ("specache", "near=aqua,far=q8", "far=q8"),
     ],
 )
 def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
@@ -175,6 +179,12 @@ def test_options_have_an_effect(lib, table, method):
         "depth": 3,
         "keep": 0.5,
         "recent": 0.1,
+        "near": "kivi",
+        "top": 32,
+        "far": "q8",
+        "place": "device",
+        "fetch": "off",
+        "prompt": "near",
     }
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
@@ -183,8 +193,15 @@ def test_options_have_an_effect(lib, table, method):
             continue
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
-        more = {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}, "recent": {"keep": 0.5}}.get(
-            key, {}
+        if method == "specache" and key == "preset":
+            other[key] = "paper2"
+        of_kivi = method == "specache" and key in ("levels", "eta", "group", "group_v")
+        more: dict[str, object] = (
+            {"near": "kivi"}
+            if of_kivi
+            else {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}, "recent": {"keep": 0.5}}.get(
+                key, {}
+            )
         )  # without which the key means nothing
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
         assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
@@ -201,6 +218,8 @@ def test_options_have_an_effect(lib, table, method):
             "normalise",
             "depth",
             "recent",
+            "fetch",
+            "prompt",
         ):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"
 

@@ -315,15 +315,16 @@ void kvq_lane::copy_stream(int from, int to) {
         kvq_page_info &src = info(from, p), &dst = info(to, p);
         dst.stamp = src.stamp;
         dst.n_valid = src.n_valid;
+        const bool fits = src.state != KVQ_PAGE_SEALED ||
+            std::all_of(policies.begin(), policies.end(), [&](kvq_policy * x) { return x->may_copy(*this, to, p); });
+        for (kvq_policy * x : policies) { x->copied_page(*this, from, to, p); }
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
-        if (src.state == KVQ_PAGE_SEALED &&
-            !std::all_of(policies.begin(), policies.end(), [&](kvq_policy * x) { return x->may_copy(*this, to, p); })) {
+        if (!fits) {
             take_frame(to, p);
             decode_page(from, p, dst.frame);
             set_state(to, p, KVQ_PAGE_OPEN);
             continue;
         }
-        for (kvq_policy * x : policies) { x->copied_page(*this, from, to, p); }
         if (src.state == KVQ_PAGE_SEALED) {
             if (!codes_of && l.nb_codes) {
                 device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import gguf_header, llama, methods, native
+from . import gguf_header, kvstats, llama, methods, native
 from .errors import MethodError
 
 
@@ -24,6 +24,7 @@ class Plan:
     bytes_total: int = 0
     bytes_f16: int = 0
     refused: str = ""
+    bytes_far: int = 0  # of a second tier in another memory: not in bytes_total
 
 
 def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> list[Plan]:
@@ -48,8 +49,13 @@ def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> 
         except MethodError as e:
             out.append(Plan(label, refused=str(e)))
             continue
-        out.append(Plan(label, got["bits"], got["bits_k"], got["bits_v"], got["bytes_total"], got["bytes_f16"]))
+        out.append(_planned(label, got))
     return out
+
+
+def _planned(label: str, got: dict[str, Any]) -> Plan:
+    sizes = got["bits"], got["bits_k"], got["bits_v"], got["bytes_total"], got["bytes_f16"]
+    return Plan(label, *sizes, bytes_far=kvstats.bytes_besides(got))
 
 
 def _upstream(label: str, shapes: Sequence[tuple[int, int, int, int]], n_ctx: int, type_k: str, type_v: str) -> Plan:
@@ -86,7 +92,7 @@ def stored_plan(header: gguf_header.Header, shapes: list[tuple[int, int, int, in
         got = native.plan(methods.library(), method, options, shapes, n_ctx)
     except MethodError as e:
         return Plan(label, refused=str(e))
-    return Plan(label, got["bits"], got["bits_k"], got["bits_v"], got["bytes_total"], got["bytes_f16"])
+    return _planned(label, got)
 
 
 def summary(header: gguf_header.Header) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from .loader import Libraries
 #: kv_method value that keeps upstream's own cache even when the model's metadata name a method.
 UPSTREAM = "upstream"
 
+#: Counts that are summed over the caches of a context.
+SUMS = ("n_sealed", "n_reopened", "n_forced", "n_layer", "n_fetched", "n_wanted", "n_hits", "n_steps")
+
 # libggml-kvq numbers live caches in creation order over the whole process: contexts are created and freed under this
 # lock, and _owners holds (owner, number of its caches) in the same order.
 lock = threading.RLock()
@@ -23,6 +26,13 @@ def option(text: str, key: str) -> str:
     """Value of `key` in "key=value,key=value", "" when it is not there."""
     pairs = dict(item.split("=", 1) for item in text.split(",") if "=" in item)
     return next((v.strip() for k, v in pairs.items() if k.strip() == key), "")
+
+
+def bytes_besides(stats: dict[str, Any]) -> int:
+    """Bytes of a second tier that lie in another memory than the rest, so that bytes_total lacks them."""
+    parts = ("codes", "params", "window", "tables", "calibration", "chain")
+    inside = int(stats["bytes_total"]) - sum(int(stats[f"bytes_{p}"]) for p in parts)
+    return int(stats["bytes_far"]) - inside
 
 
 def own(owner: int, n_caches: int) -> None:
@@ -65,7 +75,7 @@ def stats(libs: Libraries, owner: int) -> dict[str, Any]:
             caches.append(native.stats_dict(raw))
     total = dict(caches[0])
     for key in total:
-        if key.startswith("bytes_") or key in ("n_sealed", "n_reopened", "n_forced", "n_layer"):
+        if key.startswith("bytes_") or key in SUMS:
             total[key] = sum(c[key] for c in caches)
     for key in ("bits", "bits_k", "bits_v", "bits_headline"):
         total[key] = sum(c[key] * c["bytes_f16"] for c in caches) / max(1, total["bytes_f16"])

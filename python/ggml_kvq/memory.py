@@ -96,14 +96,13 @@ Plan = Callable[[list[Shape], int, int], int]  # layers, tokens of a stream, str
 
 def planner(method: str, opts: str, n_layer: int) -> Plan:
     """Bytes as libggml-kvq will allocate them. MethodError when the method refuses the layers."""
-    from . import methods, native
+    from . import kvstats, methods, native
+
+    on_host = kvstats.option(opts, "place") in ("", "host")  # far rows take the same memory; those of a file do not
 
     def plan(shapes: list[Shape], n_cells: int, n_stream: int) -> int:
-        return int(
-            native.plan(methods.library(), method, opts, shapes, n_cells, n_layer_model=n_layer, n_stream=n_stream)[
-                "bytes_total"
-            ]
-        )
+        s = native.plan(methods.library(), method, opts, shapes, n_cells, n_layer_model=n_layer, n_stream=n_stream)
+        return int(s["bytes_total"]) + on_host * kvstats.bytes_besides(s)
 
     return plan
 

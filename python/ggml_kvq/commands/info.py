@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
             if stored.refused
             else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
         )
-        print(f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB")
+        print(
+            f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB{far_words(stored)}"
+        )
     return 0
 
 
@@ -130,5 +132,12 @@ def print_plans(plans: list[Any], n_ctx: int, chosen: bool) -> None:
         per_1k = p.bytes_total / n_ctx * 1024 / MIB
         print(
             f"{p.method:<{width}} {p.bits:6.2f} {p.bits_k:6.2f} {p.bits_v:6.2f} {p.bytes_total / MIB:10.2f}"
-            f" {p.bytes_f16 / MIB:10.2f} {per_1k:11.3f} {p.bytes_f16 / p.bytes_total:8.2f}x"
+            f" {p.bytes_f16 / MIB:10.2f} {per_1k:11.3f} {p.bytes_f16 / p.bytes_total:8.2f}x{far_words(p)}"
         )
+
+
+def far_words(p: Any) -> str:
+    """The second tier, where there is one."""
+    if not p.bytes_far:
+        return ""
+    return f"  and {p.bytes_far / MIB:.2f} MiB far ({16 * p.bytes_far / p.bytes_f16:.2f} bits)"

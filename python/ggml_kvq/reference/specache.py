@@ -132,9 +132,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @register
 class SpeCache(Method):
-    """Near copies are kivi's, higgs's or aqua's blocks (near=auto: aqua where there is calibrated data, else higgs); the
-    paper's have 2 bits, or 1 bit at the quartiles of the range (eta
-    1/4, section 3.2).
+    """Near copies are kivi's, higgs's or aqua's blocks (near=auto: aqua where there is calibrated data, else higgs);
+    the paper's have 2 bits, or 1 bit at the quartiles of the range (eta 1/4, section 3.2).
     """
 
     name = "specache"
