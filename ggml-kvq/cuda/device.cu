@@ -118,6 +118,9 @@ kvq_cuda_device::~kvq_cuda_device() {
             cudaFree(r.high);
             cudaFree(r.low);
         }
+        cudaFree(far_sums);
+        cudaFree(far_memory);
+        for (auto & p : pinned) { cudaFreeHost((void *) p.first); }
         cudaFree(lse);
         cudaFree(parts);
         cudaFree(addresses);
@@ -264,6 +267,12 @@ void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
 
 void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
     use();
+    const auto at = pinned.upper_bound(from);
+    if (at != pinned.begin() && (const uint8_t *) from < (const uint8_t *) std::prev(at)->first + std::prev(at)->second) {
+        synchronize(); // far rows that are on their way
+        memcpy(host, from, nb);
+        return;
+    }
     check(cudaMemcpyAsync(host, from, nb, cudaMemcpyDeviceToHost, (cudaStream_t) stream), "cudaMemcpyAsync");
     synchronize();
 }
@@ -374,6 +383,29 @@ static bool rows_go_along(const kvq_row_job & k, const kvq_row_job & v) {
     return ok;
 }
 
+bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, bool few) {
+    const int blocks =
+        (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
+    if (!a.is_short) {
+        const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
+        a.n_splits = std::max(1,
+            std::min(
+                { want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+        // the last block reads them by 32
+        if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
+    }
+    if (a.n_splits == 1) { return true; }
+    const size_t n_tickets = few ? blocks : 0,
+                 n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
+    if (!grow(partial, n_partial, n, "attention's partial results") ||
+        !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
+        return false;
+    }
+    a.partial = partial;
+    a.tickets = tickets;
+    return true;
+}
+
 void kvq_cuda_device::attend(
     const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
     use();
@@ -418,7 +450,7 @@ void kvq_cuda_device::attend(
         }
         for (int i = 0; i < n_streams; i++) {
             const kvq_attn & s = attn[i0 + i];
-            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr };
+            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr, nullptr, nullptr };
         }
         // as f16 rows then
         if (left_out &&
@@ -438,7 +470,7 @@ void kvq_cuda_device::attend(
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and
         // more splits
         const bool few = kvq_decode_fits(a, n_streams),
-                   is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
+                   is_short = few && allow_short && !f.far && kvq_decode_short(a, n_streams, n_sm);
         if (is_short && held_here) {
             for (int i = 0; i < 2; i++) {
                 a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride };
@@ -460,28 +492,19 @@ void kvq_cuda_device::attend(
             held.clear();
         }
         flush_rows();
-        if (a.n_rows > PROMPT_ROWS && !a.waves && attend_rows(a, codec_k, codec_v, n_streams)) { continue; }
+        if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0) {
+            if (!attend_far(a, attn + i0, n_streams, k)) { return; }
+            continue;
+        }
+        if ((a.n_rows > PROMPT_ROWS || (f.far && f.far->fetch == KVQ_FETCH_ALL)) && !a.waves && attend_rows(a, codec_k, codec_v, attn + i0, n_streams)) {
+            continue;
+        }
+        if (f.far && f.far->fetch == KVQ_FETCH_ALL) {
+            err = err.empty() ? "attention over all far rows has no kernel for these heads: set prompt=near" : err;
+            return;
+        }
         const int n_warps = a.n_rows > 16 ? 4 : 1;
-        const int blocks =
-            (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
-        if (!is_short) {
-            const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
-            a.n_splits = std::max(1,
-                std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32,
-                    1024 }));
-            // the last block reads them by 32
-            if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
-        }
-        if (a.n_splits > 1) {
-            const size_t n_tickets = few ? blocks : 0,
-                         n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
-            if (!grow(partial, n_partial, n, "attention's partial results") ||
-                !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
-                return;
-            }
-            a.partial = partial;
-            a.tickets = tickets;
-        }
+        if (!split(a, n_streams, n_warps, few)) { return; }
         n_short += is_short;
         n_decode += few;
         n_means += a.waves != nullptr;

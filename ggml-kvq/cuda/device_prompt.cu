@@ -50,6 +50,7 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
             }
             const kvq_page * pages = chain ? (const kvq_page *) (unfolded + i * unfolded_table) : attn[i].pages;
             expand_lane(c, pages, f.n_pages, f.n_head_kv, to, chain ? kvq_turn() : turn(attn[i], value));
+            overlay_far(attn[i], value, to);
         }
     }
     *k = at_k;
@@ -72,7 +73,7 @@ bool kvq_cuda_device::expand_latent(const kvq_attn * attn, int n, void ** rows) 
 }
 
 bool kvq_cuda_device::attend_rows(
-    const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, int n_streams) {
+    const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams) {
     if (!kvq_rows_fit(all)) { return false; }
     kvq_attend_args a = all;
     kvq_rows_args r = {};
@@ -103,8 +104,9 @@ bool kvq_cuda_device::attend_rows(
         for (int value = 0; value < 2; value++) {
             const kvq_codec & c = value ? v : k;
             const size_t row = (size_t) a.n_head_kv * c.head_size, used = row * n_slots;
-            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, { rows[value], a.n_kv, true, (bool) value, 0 },
-                kvq_turn());
+            const kvq_row_place to = { rows[value], a.n_kv, true, (bool) value, 0 };
+            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, to, kvq_turn());
+            overlay_far(attn[i], value, to);
             if (used < (value ? nv : nk)) { zero(rows[value] + used, 2 * ((value ? nv : nk) - used)); }
         }
         kvq_launch_rows_attention(a, r, (cudaStream_t) stream);

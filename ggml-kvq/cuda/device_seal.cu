@@ -95,6 +95,7 @@ void kvq_cuda_device::flush() {
     std::vector<std::shared_ptr<seal_batch>> batches;
     batches.swap(to_seal);
     check(cudaSetDevice(ordinal), "cudaSetDevice");
+    flush_far();
     // codes exist before they are adopted
     std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; });
     for (const auto & b : batches) {

@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention [fine] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
+// Usage: test_cuda [quick | host [STEPS] | attention [fine] | far [quick] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
 #include "layer.h"
@@ -346,6 +346,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 
 #include "cuda_bench.h"
 #include "cuda_aqua.h"
+#include "cuda_far.h"
 
 int main(int argc, char ** argv) {
     rng.seed(1);
@@ -372,6 +373,10 @@ int main(int argc, char ** argv) {
         } else {
             attention_matrix(d, false);
         }
+        return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "far")) {
+        far_attention(d, argc > 2);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "limits")) {

@@ -131,6 +131,13 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     for (int i = 0; i < 4; i++) { y |= (unsigned) (x >> (s >> 4 * i & 7) * 8 & 255) << 8 * i; }
     return y;
 }
+// threads take turns, so every operation is one piece
+template <typename T> static inline T atomicAdd(T * p, T x) {
+    const T before = *p;
+    *p += x;
+    return before;
+}
+static inline void __threadfence() {}
 template <typename T> static inline T __ldg(const T * p) { return *p; }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
 static inline size_t __cvta_generic_to_shared(const void * p) {
@@ -180,6 +187,12 @@ static inline cudaError_t cudaDeviceGetAttribute(int * x, int, int) {
 template <typename T> static inline cudaError_t cudaMalloc(T ** p, size_t nb) {
     *p = (T *) aligned_alloc(256, (nb + 255) / 256 * 256 + 256);
     return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+enum { cudaHostAllocMapped = 2, cudaHostAllocPortable = 1 };
+static inline cudaError_t cudaHostAlloc(void ** p, size_t nb, unsigned) { return cudaMalloc(p, nb); }
+static inline cudaError_t cudaFreeHost(void * p) {
+    free(p);
+    return cudaSuccess;
 }
 static inline cudaError_t cudaFree(void * p) {
     free(p);

@@ -1,0 +1,207 @@
+// The device's second tier (kvq_far): far rows in pinned memory of the host, and attention that fetches some of them.
+#include "device.h"
+
+#include "far.cuh"
+#include "types/far_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+// ---------------------------------------------------------------- rows
+
+void * kvq_cuda_device::alloc_far(size_t nb) {
+    void * p = nullptr;
+    if (!check(cudaSetDevice(ordinal), "cudaSetDevice") ||
+        cudaHostAlloc(&p, nb, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
+        cudaGetLastError();
+        return nullptr;
+    }
+    pinned[p] = nb;
+    return p;
+}
+
+void kvq_cuda_device::free_far(void * p, size_t) {
+    synchronize();
+    if (pinned.erase(p)) { check(cudaFreeHost(p), "cudaFreeHost"); }
+}
+
+struct kvq_cuda_device::far_batch {
+    kvq_far_jobs shape; // no jobs
+    std::vector<std::pair<uint16_t *, void *>> jobs;
+};
+
+static kvq_far_jobs shape_of(const kvq_lane_layout & l, int format) {
+    kvq_far_jobs a = {};
+    a.format = format;
+    a.head_size = l.codec.head_size;
+    a.stride = l.head_stride();
+    a.n_rows = l.n_head * l.page_cells;
+    a.nb_row = kvq_far_row_bytes(format, l.codec.head_size);
+    return a;
+}
+
+// Waits, as sealing does, and goes before it: tiles are used again behind both.
+void kvq_cuda_device::put_far(
+    const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows, int) {
+    const kvq_far_jobs shape = shape_of(l, format);
+    auto at = std::find_if(to_far.begin(), to_far.end(),
+        [&](const auto & x) { return !memcmp(&x->shape, &shape, offsetof(kvq_far_jobs, job)); });
+    if (at == to_far.end()) {
+        to_far.emplace_back(new far_batch{ shape, {} });
+        at = to_far.end() - 1;
+    }
+    for (int i = 0; i < n; i++) { (*at)->jobs.emplace_back((uint16_t *) tiles[i], rows[i]); }
+}
+
+void kvq_cuda_device::flush_far() {
+    std::vector<std::shared_ptr<far_batch>> batches;
+    batches.swap(to_far);
+    for (const auto & b : batches) {
+        for (size_t i = 0; i < b->jobs.size(); i += kvq_far_jobs::MOST) {
+            const int n = (int) std::min<size_t>(b->jobs.size() - i, kvq_far_jobs::MOST);
+            kvq_far_jobs a = b->shape;
+            for (int j = 0; j < n; j++) { a.job[j] = { b->jobs[i + (size_t) j].first, b->jobs[i + (size_t) j].second }; }
+            kvq_launch_far_put(a, n, (cudaStream_t) stream);
+        }
+    }
+}
+
+void kvq_cuda_device::get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) {
+    use();
+    kvq_far_jobs a = shape_of(l, format);
+    a.job[0] = { tile, (void *) rows };
+    kvq_launch_far_get(a, 1, (cudaStream_t) stream);
+    check(cudaGetLastError(), "kernel of far rows");
+}
+
+void kvq_cuda_device::overlay_far(const kvq_attn & a, bool value, const kvq_row_place & to) {
+    if (!a.far || a.far->fetch != KVQ_FETCH_ALL) { return; }
+    const int D = value ? a.v.head_size : a.k.head_size;
+    kvq_launch_far_overlay({ a.far->format, D, a.far->n_cells, a.n_head_kv, kvq_far_row_bytes(a.far->format, D),
+                               a.pages, a.far->k_rows, a.far->v_rows, to },
+        a.n_pages, (cudaStream_t) stream);
+}
+
+// ---------------------------------------------------------------- attention
+
+const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & v, int top) {
+    if (top > FAR_MOST) { return "top=4096 is the most that CUDA fetches"; }
+    if (k.type != v.type || (k.type != KVQ_TYPE_AFFINE && k.type != KVQ_TYPE_LATTICE && k.type != KVQ_TYPE_F16)) {
+        return "CUDA fetches far rows for near=kivi and near=higgs";
+    }
+    if (k.head_size != v.head_size || k.head_size % 16 || k.head_size > 512 ||
+        (k.head_size > 256 && k.head_size <= 384)) {
+        return "CUDA fetches far rows for heads of 16 to 512 channels, in steps of 16, but for 272 to 384";
+    }
+    if (k.type == KVQ_TYPE_LATTICE && (k.group != 2 || v.group != 2)) { return "CUDA fetches far rows for grids of d=2"; }
+    if (k.type == KVQ_TYPE_AFFINE && (!k.bits || !v.bits || k.scale != v.scale || k.group % 16 || v.group % 16)) {
+        return "CUDA fetches far rows for groups that are multiples of 16 and scales of one kind";
+    }
+    return nullptr;
+}
+
+bool kvq_cuda_device::attend_far(
+    const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
+    const kvq_far & f = *attn[0].far;
+    const auto fail = [&](const char * what) {
+        if (err.empty()) { err = what; }
+        return false;
+    };
+    const int H = all.n_head_kv, P = all.page_cells, parts = all.k.np == 0 || all.k.group % 64 == 0 ? 0
+                 : all.k.group % 32 == 0 ? 1 : 2;
+    // few enough rows for a few blocks of columns; a token at least
+    const int most = std::max(1, (32 >> parts) / all.gqa);
+    for (int t0 = 0; t0 < all.n_q; t0 += most) {
+        kvq_attend_args a = all;
+        a.n_q = std::min(all.n_q - t0, most);
+        a.n_rows = a.gqa * a.n_q;
+        a.n_near = all.n_pages;
+        const int n_picked = (a.n_q * f.top + P - 1) / P, n_far_pages = k ? std::max(k->n_pages, a.n_near) : a.n_near;
+        a.n_logits = (a.n_near + n_picked) * P;
+        const size_t n_lists = (size_t) H * a.n_q, S = (size_t) n_streams;
+        // of a stream, for the longest cache: pages open while a recording is in use
+        const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * (n_far_pages + n_picked) * P * sizeof(float), 256),
+                     nb_scores = kvq_pad(n_lists * n_far_pages * P * sizeof(float), 256),
+                     nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256), n_page = (size_t) H * P * a.v.stride,
+                     nb_values = kvq_pad(n_picked * n_page * sizeof(uint16_t), 256),
+                     nb = nb_logits + nb_scores + 2 * nb_list + nb_values;
+        float * const lse = lse_of(S * a.n_q * a.n_head);
+        if (!lse || !grow(far_memory, nb_far_memory, S * nb, "attention's logits") ||
+            !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
+            return false;
+        }
+        kvq_far_args r = {};
+        r.n_q = a.n_q;
+        r.n_rows = a.n_rows;
+        r.gqa = a.gqa;
+        r.n_head = a.n_head;
+        r.n_head_kv = H;
+        r.n_near = a.n_near;
+        r.page_cells = P;
+        r.n_kv = a.n_kv;
+        r.n_logits = a.n_logits;
+        r.top = f.top;
+        r.n_slots = n_picked * P;
+        r.format = f.format;
+        r.head_size = a.k.head_size;
+        r.stride_v = a.v.stride;
+        r.v_tile = (int) n_page;
+        r.nb_row_k = kvq_far_row_bytes(f.format, a.k.head_size);
+        r.nb_row_v = kvq_far_row_bytes(f.format, a.v.head_size);
+        r.scale = a.scale;
+        r.softcap = a.softcap;
+        r.max_bias = a.max_bias;
+        r.m0 = a.m0;
+        r.m1 = a.m1;
+        r.n_head_log2 = a.n_head_log2;
+        r.q_stride_token = a.q_stride_token;
+        r.q_stride_head = a.q_stride_head;
+        r.mask_stride_token = a.mask_stride_token;
+        r.mask_stride_head = a.mask_stride_head;
+        float * out_lse[KVQ_ATTEND_STREAMS];
+        for (int s = 0; s < n_streams; s++) {
+            auto & x = a.stream[s];
+            uint8_t * at = far_memory + s * nb;
+            x.q += t0 * a.q_stride_token;
+            x.mask = x.mask ? x.mask + t0 * a.mask_stride_token : nullptr;
+            x.dst += t0 * a.dst_stride_token;
+            out_lse[s] = x.lse ? x.lse + (size_t) t0 * a.n_head : nullptr;
+            x.lse = lse + (size_t) s * a.n_q * a.n_head;
+            x.logits = (float *) at;
+            const kvq_far & y = *attn[s].far;
+            auto & to = r.stream[s];
+            to.q = x.q;
+            to.mask = x.mask;
+            to.pages = attn[s].pages; // x.pages may be rows by now
+            to.k_rows = y.k_rows;
+            to.v_rows = y.v_rows;
+            to.lse = x.lse;
+            to.logits = x.logits;
+            to.scores = (float *) (at += nb_logits);
+            to.sums = (kvq_far_sums *) far_sums + s * n_lists;
+            to.sure = (int32_t *) (at += nb_scores);
+            to.picks = (int32_t *) (at += nb_list);
+            to.values = (uint16_t *) (at += nb_list);
+            to.counts = (unsigned long long *) y.counts;
+            x.picked = to.values;
+        }
+        for (const int part : { 1, 2 }) {
+            kvq_attend_args b = a;
+            b.part = part;
+            b.is_short = false;
+            b.n_splits = 0;
+            if (part == 2) {
+                kvq_launch_far_scores(r, n_streams, (cudaStream_t) stream);
+                kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
+                kvq_launch_far_gather(r, n_streams, (cudaStream_t) stream);
+                b.n_pages = a.n_near + n_picked;
+                for (int s = 0; s < n_streams; s++) { b.stream[s].lse = out_lse[s]; }
+            }
+            if (!kvq_decode_fits(b, n_streams)) { return fail("attention that fetches has no kernel for these pages"); }
+            if (!split(b, n_streams, 0, true)) { return false; }
+            kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
+        }
+    }
+    n_far++;
+    return check(cudaGetLastError(), "attention that fetches");
+}

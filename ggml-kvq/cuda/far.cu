@@ -1,0 +1,433 @@
+// Which cells are read from the second tier, and their rows (far.cuh). Three kernels between the two parts of an
+// attention (attend_decode.cuh): scores and how many there are of every size; the best ones; their rows.
+#include "far.cuh"
+
+static constexpr int THREADS = 256;
+static constexpr float TO_BASE_2 = 1.44269504f;
+
+static __device__ __forceinline__ int bin_of(float score) {
+    const int bin = (int) (__float_as_uint(score) >> 18) - ((127 - 40) << 5);
+    return min(max(bin, 0), FAR_BINS - 1);
+}
+
+// of two scores the higher one, of two equal ones the earlier cell, is the larger key
+static __device__ __forceinline__ unsigned long long key_of(float score, int cell) {
+    return (unsigned long long) __float_as_uint(score) << 32 | (uint32_t) ~cell;
+}
+
+// Block: FAR_CHUNK slots of a query token and KV head.
+static __global__ void __launch_bounds__(THREADS) scores_kernel(const __grid_constant__ kvq_far_args a) {
+    __shared__ uint32_t bins[FAR_BINS];
+    const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv;
+    const auto & st = a.stream[blockIdx.z];
+    const size_t at = (size_t) token * a.n_head_kv + kvh;
+    const int n = a.n_near * a.page_cells, end = min((int) (blockIdx.x + 1) * FAR_CHUNK, n);
+    for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
+    __syncthreads();
+    const float * logits = st.logits + ((size_t) kvh * a.n_rows + (size_t) token * a.gqa) * a.n_logits;
+    float * scores = st.scores + at * n;
+    for (int i = blockIdx.x * FAR_CHUNK + 4 * threadIdx.x; i < end; i += 4 * THREADS) { // a page has 32 cells or more
+        const int p = i / a.page_cells;
+        const kvq_page & page = st.pages[p];
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (page.n_slots && page.k_params && page.v_params && st.k_rows[p] && st.v_rows[p]) {
+            for (int g = 0; g < a.gqa; g++) {
+                const float lse = st.lse[(size_t) token * a.n_head + kvh * a.gqa + g] * TO_BASE_2;
+                if (lse == -INFINITY) { continue; }
+                const float4 x = __ldcg((const float4 *) (logits + (size_t) g * a.n_logits + i));
+                sum.x += exp2f(x.x - lse);
+                sum.y += exp2f(x.y - lse);
+                sum.z += exp2f(x.z - lse);
+                sum.w += exp2f(x.w - lse);
+            }
+        }
+        const float y[4] = { sum.x, sum.y, sum.z, sum.w };
+        for (int j = 0; j < 4; j++) {
+            if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
+        }
+        *(float4 *) (scores + i) = sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) {
+        if (bins[i]) { atomicAdd(&st.sums[at].bins[i], bins[i]); }
+    }
+}
+
+// The bin that the last of `top` cells lies in, -1: all cells are picked; above: cells of higher bins.
+static __device__ void find_bin(const uint32_t * bins, int top, uint32_t * parts, int & bin, int & above) {
+    constexpr int EACH = FAR_BINS / THREADS; // from the highest bin down
+    __shared__ int found[2];
+    const int first = FAR_BINS - 1 - (int) threadIdx.x * EACH;
+    uint32_t mine = 0;
+    for (int i = 0; i < EACH; i++) { mine += __ldcg(bins + first - i); }
+    if (threadIdx.x == 0) {
+        found[0] = -1;
+        found[1] = 0;
+    }
+    parts[threadIdx.x] = mine;
+    __syncthreads();
+    for (int d = 1; d < THREADS; d *= 2) {
+        const uint32_t before = (int) threadIdx.x >= d ? parts[threadIdx.x - d] : 0;
+        __syncthreads();
+        parts[threadIdx.x] += before;
+        __syncthreads();
+    }
+    uint32_t sum = parts[threadIdx.x] - mine;
+    if (sum < (uint32_t) top && parts[threadIdx.x] > (uint32_t) top) { // more than there is room for
+        for (int i = 0; i < EACH; i++) {
+            const uint32_t here = __ldcg(bins + first - i);
+            if (sum + here > (uint32_t) top) {
+                found[0] = first - i;
+                found[1] = (int) sum;
+                break;
+            }
+            sum += here;
+        }
+    } else if (sum == (uint32_t) top && mine) { // full before this thread's first cell: none of it is taken
+        for (int i = 0; i < EACH; i++) {
+            if (__ldcg(bins + first - i)) {
+                found[0] = first - i;
+                found[1] = (int) sum;
+                break;
+            }
+        }
+    }
+    __syncthreads();
+    bin = found[0];
+    above = found[1];
+}
+
+// Of one bin the `need` largest keys, one after another from the highest byte on: where the bin has too many.
+static __device__ void pick_many(const float * scores, int n, int bin, int need, int32_t * out, uint32_t * parts) {
+    __shared__ unsigned long long least; // of the keys that are taken
+    __shared__ int left;
+    if (threadIdx.x == 0) {
+        least = 0;
+        left = need;
+    }
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        parts[threadIdx.x] = 0;
+        __syncthreads();
+        const unsigned long long so_far = least;
+        for (int i = threadIdx.x; i < n; i += THREADS) {
+            const float x = scores[i];
+            const unsigned long long key = key_of(x, i);
+            if (x > 0.0f && bin_of(x) == bin && (shift == 56 || key >> (shift + 8) == so_far >> (shift + 8))) {
+                atomicAdd(&parts[key >> shift & 255], 1u);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int digit = 255;
+            while (digit > 0 && parts[digit] < (uint32_t) left) { left -= (int) parts[digit--]; }
+            least |= (unsigned long long) digit << shift;
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) { left = 0; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+        const float x = scores[i];
+        if (x > 0.0f && bin_of(x) == bin && key_of(x, i) >= least) { out[atomicAdd(&left, 1)] = i; }
+    }
+}
+
+// Block: as above. The last one of a query token and KV head puts the picks in order.
+static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {
+    extern __shared__ __align__(16) uint8_t memory[];
+    unsigned long long * const close = (unsigned long long *) memory; // [FAR_CLOSE]
+    int32_t * const cells = (int32_t *) (close + FAR_CLOSE);          // [top]
+    __shared__ uint32_t parts[THREADS];
+    __shared__ int last, n_cells;
+    const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv;
+    const auto & st = a.stream[blockIdx.z];
+    const size_t at = (size_t) token * a.n_head_kv + kvh;
+    const int n = a.n_near * a.page_cells, end = min((int) (blockIdx.x + 1) * FAR_CHUNK, n);
+    kvq_far_sums & sums = st.sums[at];
+    const float * scores = st.scores + at * n;
+    int bin, above;
+    find_bin(sums.bins, a.top, parts, bin, above);
+    const int need = bin < 0 ? 0 : a.top - above;
+    int32_t *sure = st.sure + at * a.top, *picks = st.picks + at * a.top;
+    for (int i = blockIdx.x * FAR_CHUNK + threadIdx.x; i < end; i += THREADS) {
+        const float x = scores[i];
+        if (!(x > 0.0f)) { continue; }
+        const int of = bin_of(x);
+        if (of > bin) {
+            sure[atomicAdd(&sums.n_sure, 1u)] = i;
+        } else if (of == bin && need) {
+            const uint32_t to = atomicAdd(&sums.n_close, 1u);
+            if (to < FAR_CLOSE) { sums.close[to] = key_of(x, i); }
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) { last = atomicAdd(&sums.n_done, 1u) == gridDim.x - 1; }
+    __syncthreads();
+    if (!last) { return; }
+    __threadfence();
+    const int n_sure = (int) __ldcg(&sums.n_sure), n_close = (int) __ldcg(&sums.n_close);
+    for (int i = threadIdx.x; i < n_sure; i += THREADS) { cells[i] = __ldcg(sure + i); }
+    if (threadIdx.x == 0) { n_cells = n_sure; }
+    __syncthreads();
+    if (n_close > FAR_CLOSE) {
+        pick_many(scores, n, bin, need, cells + n_sure, parts);
+        if (threadIdx.x == 0) { n_cells = n_sure + need; }
+    } else if (need) {
+        for (int i = threadIdx.x; i < n_close; i += THREADS) { close[i] = __ldcg(sums.close + i); }
+        __syncthreads();
+        for (int i = threadIdx.x; i < n_close; i += THREADS) {
+            const unsigned long long mine = close[i];
+            int rank = 0;
+            for (int j = 0; j < n_close; j++) { rank += close[j] > mine; }
+            if (rank < need) { cells[atomicAdd(&n_cells, 1)] = (int32_t) ~(uint32_t) mine; }
+        }
+    }
+    __syncthreads();
+    const int n_picks = n_cells;
+    float * logits = st.logits + ((size_t) kvh * a.n_rows + (size_t) token * a.gqa) * a.n_logits;
+    for (int i = threadIdx.x; i < a.top; i += THREADS) { // in the order of cells, whoever was first
+        if (i >= n_picks) {
+            picks[i] = -1;
+            continue;
+        }
+        const int mine = cells[i];
+        int rank = 0;
+        for (int j = 0; j < n_picks; j++) { rank += cells[j] < mine; }
+        picks[rank] = mine;
+        for (int g = 0; g < a.gqa; g++) { logits[(size_t) g * a.n_logits + mine] = -INFINITY; }
+    }
+    for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { sums.bins[i] = 0; }
+    if (threadIdx.x == 0) {
+        sums.n_sure = sums.n_close = sums.n_done = 0;
+        if (st.counts) {
+            atomicAdd(st.counts, (unsigned long long) n_picks);
+            if (token == 0) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
+            if (at == 0) { atomicAdd(st.counts + 3, 1ull); }
+        }
+    }
+}
+
+// ---------------------------------------------------------------- rows
+
+// 8 channels of a far row; bytes: of one
+struct far_unit {
+    uint4 raw;
+    uint16_t scale;
+};
+
+static __device__ __forceinline__ int n_blocks_of(int head_size) { return (head_size + 31) / 32; }
+
+static __device__ __forceinline__ far_unit load_unit(int format, int head_size, const uint8_t * row, int u) {
+    far_unit x = {};
+    if (format == KVQ_FAR_F16) {
+        x.raw = *(const uint4 *) (row + 16 * u);
+    } else if (format == KVQ_FAR_Q8) {
+        const uint2 y = *(const uint2 *) (row + 8 * u);
+        x.raw.x = y.x;
+        x.raw.y = y.y;
+        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 32 + u / 4 * 2);
+    } else { // channels 0..15 of a block in the low halves of its bytes
+        const uint2 y = *(const uint2 *) (row + u / 4 * 16 + u % 2 * 8);
+        x.raw.x = y.x >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
+        x.raw.y = y.y >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
+        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 16 + u / 4 * 2);
+    }
+    return x;
+}
+
+// as kvq_far_get: rounded to f16
+static __device__ __forceinline__ void unit_values(int format, const far_unit & x, uint16_t (&out)[8]) {
+    const uint32_t raw[4] = { x.raw.x, x.raw.y, x.raw.z, x.raw.w };
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (format == KVQ_FAR_F16) {
+            out[i] = (uint16_t) (raw[i / 2] >> i % 2 * 16);
+        } else {
+            const uint32_t byte = raw[i / 4] >> i % 4 * 8 & 255;
+            const int code = format == KVQ_FAR_Q8 ? (int) (int8_t) byte : (int) byte - 8;
+            out[i] = f32_to_f16_bits(f16_bits_to_f32(x.scale) * (float) code);
+        }
+    }
+}
+
+static __device__ __forceinline__ uint4 as_uint4(const uint16_t (&x)[8]) {
+    return make_uint4(x[0] | (uint32_t) x[1] << 16, x[2] | (uint32_t) x[3] << 16, x[4] | (uint32_t) x[5] << 16,
+        x[6] | (uint32_t) x[7] << 16);
+}
+
+// A warp: one slot of picked cells of a KV head. Its logits for the rows of its query token, minus infinity for
+// others; its values as an open row.
+static __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_constant__ kvq_far_args a) {
+    const int kvh = blockIdx.y, lane = threadIdx.x % 32, slot = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    const auto & st = a.stream[blockIdx.z];
+    if (slot >= a.n_slots) { return; }
+    const int token = slot / a.top, units = (a.head_size + 7) / 8;
+    const int cell =
+        token < a.n_q ? st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + slot % a.top] : -1;
+    float * logits = st.logits + (size_t) kvh * a.n_rows * a.n_logits + (size_t) a.n_near * a.page_cells + slot;
+    for (int row = lane; row < a.n_rows; row += 32) {
+        if (cell < 0 || row / a.gqa != token) { logits[(size_t) row * a.n_logits] = -INFINITY; }
+    }
+    uint16_t * values = st.values + (size_t) (slot / a.page_cells) * a.v_tile +
+        ((size_t) kvh * a.page_cells + slot % a.page_cells) * a.stride_v;
+    if (cell < 0) { // no number that is none
+        for (int u = lane; u < a.stride_v / 8; u += 32) { *(uint4 *) (values + 8 * u) = make_uint4(0, 0, 0, 0); }
+        return;
+    }
+    const int p = cell / a.page_cells;
+    const size_t at = (size_t) kvh * a.page_cells + cell % a.page_cells;
+    const uint8_t *k = (const uint8_t *) st.k_rows[p] + at * a.nb_row_k,
+                  *v = (const uint8_t *) st.v_rows[p] + at * a.nb_row_v;
+    constexpr int MOST = 4; // units of a lane, of 512 channels
+    far_unit x[MOST] = {};
+#pragma unroll
+    for (int i = 0; i < MOST; i++) { // all are on their way at once: keys, then values
+        const int u = lane + 32 * i;
+        if (u < 2 * units) { x[i] = load_unit(a.format, a.head_size, u < units ? k : v, u < units ? u : u - units); }
+    }
+    float keys[MOST][8];
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+        const int u = lane + 32 * i;
+        uint16_t y[8];
+        unit_values(a.format, x[i], y);
+        if (u >= units && u < 2 * units) { *(uint4 *) (values + 8 * (u - units)) = as_uint4(y); }
+#pragma unroll
+        for (int e = 0; e < 8; e++) { keys[i][e] = u < units ? f16_bits_to_f32(y[e]) : 0.0f; }
+    }
+    for (int g = 0; g < a.gqa; g++) {
+        const int head = kvh * a.gqa + g;
+        const float * q = st.q + (size_t) token * a.q_stride_token + (size_t) head * a.q_stride_head;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MOST; i++) {
+            const int u = lane + 32 * i;
+            if (u >= units) { continue; }
+#pragma unroll
+            for (int e = 0; e < 8; e += 4) {
+                if (8 * u + e >= a.head_size) { continue; }
+                const float4 y = __ldg((const float4 *) (q + 8 * u + e));
+                sum += y.x * keys[i][e] + y.y * keys[i][e + 1] + y.z * keys[i][e + 2] + y.w * keys[i][e + 3];
+            }
+        }
+        for (int d = 16; d; d /= 2) { sum += __shfl_xor_sync(~0u, sum, d); }
+        if (lane) { continue; }
+        float logit = a.scale * sum;
+        if (a.softcap != 0.0f) { logit = a.softcap * tanhf(logit / a.softcap); }
+        if (st.mask) {
+            const float slope = a.max_bias <= 0.0f ? 1.0f
+                : exp2f(head < a.n_head_log2 ? a.m0 * (float) (head + 1)
+                                             : a.m1 * (float) (2 * (head - a.n_head_log2) + 1));
+            logit += slope *
+                __half2float(st.mask[(size_t) token * a.mask_stride_token + (size_t) head * a.mask_stride_head + cell]);
+        }
+        logits[((size_t) token * a.gqa + g) * a.n_logits] = logit * TO_BASE_2;
+    }
+}
+
+// ---------------------------------------------------------------- tiles
+
+// A warp: a row, which it reads as a whole before it writes.
+static __global__ void __launch_bounds__(THREADS) put_kernel(const __grid_constant__ kvq_far_jobs a) {
+    const int lane = threadIdx.x % 32, n_blocks = n_blocks_of(a.head_size);
+    const auto & j = a.job[blockIdx.y];
+    for (int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; row < a.n_rows; row += gridDim.x * (THREADS / 32)) {
+        const uint16_t * from = j.tile + (size_t) row * a.stride;
+        uint8_t * to = (uint8_t *) j.rows + (size_t) row * a.nb_row;
+        if (a.format == KVQ_FAR_F16) {
+            for (int u = lane; u < a.stride / 8; u += 32) { *(uint4 *) (to + 16 * u) = *(const uint4 *) (from + 8 * u); }
+            continue;
+        }
+        for (int b = 0; b < n_blocks; b++) { // a lane: a channel
+            const int channel = 32 * b + lane;
+            const float x = channel < a.head_size ? f16_bits_to_f32(from[channel]) : 0.0f;
+            float most = x; // of largest magnitude, the first of equal ones
+            int of = lane;
+            for (int d = 16; d; d /= 2) {
+                const float y = __shfl_xor_sync(~0u, most, d);
+                const int other = __shfl_xor_sync(~0u, of, d);
+                if (fabsf(y) > fabsf(most) || (fabsf(y) == fabsf(most) && other < of)) {
+                    most = y;
+                    of = other;
+                }
+            }
+            const bool q8 = a.format == KVQ_FAR_Q8;
+            const uint16_t scale = f32_to_f16_bits(q8 ? __fdiv_rn(fabsf(most), 127.0f) : most / -8.0f);
+            const float s = f16_bits_to_f32(scale), by = s != 0.0f ? __fdiv_rn(1.0f, s) : 0.0f;
+            const float c = rintf(__fmul_rn(x, by));
+            if (lane == 0) { *(uint16_t *) (to + (size_t) n_blocks * (q8 ? 32 : 16) + 2 * b) = scale; }
+            if (q8) {
+                ((int8_t *) to)[channel] = (int8_t) fminf(fmaxf(c, -127.0f), 127.0f);
+            } else {
+                const uint32_t code = (uint32_t) (fminf(fmaxf(c, -8.0f), 7.0f) + 8.0f),
+                               high = __shfl_xor_sync(~0u, code, 16);
+                if (lane < 16) { to[16 * b + lane] = (uint8_t) (code | high << 4); }
+            }
+        }
+    }
+}
+
+static __global__ void __launch_bounds__(THREADS) get_kernel(const __grid_constant__ kvq_far_jobs a) {
+    const auto & j = a.job[blockIdx.y];
+    const int units = a.stride / 8, there = (a.head_size + 7) / 8;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.n_rows * units; i += gridDim.x * THREADS) {
+        const int row = i / units, u = i % units;
+        uint16_t y[8] = {};
+        if (a.format == KVQ_FAR_F16 || u < there) {
+            unit_values(a.format, load_unit(a.format, a.head_size, (const uint8_t *) j.rows + row * a.nb_row, u), y);
+        }
+        for (int e = 0; e < 8; e++) {
+            if (a.format != KVQ_FAR_F16 && 8 * u + e >= a.head_size) { y[e] = 0; }
+        }
+        *(uint4 *) (j.tile + (size_t) row * a.stride + 8 * u) = as_uint4(y);
+    }
+}
+
+// Block: a page and KV head.
+static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_constant__ kvq_far_overlay a) {
+    const int p = blockIdx.x, h = blockIdx.y, units = (a.head_size + 7) / 8;
+    const kvq_page & page = a.pages[p];
+    if (!page.n_slots || !page.k_params || !page.v_params || !a.k_rows[p] || !a.v_rows[p]) { return; }
+    const uint8_t * rows = (const uint8_t *) (a.to.value ? a.v_rows : a.k_rows)[p] + (size_t) h * a.n_cells * a.nb_row;
+    const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
+    const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
+    uint16_t * to =
+        a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
+    for (int i = threadIdx.x; i < n * units; i += THREADS) {
+        const int t = i / units, u = i % units;
+        uint16_t y[8];
+        unit_values(a.format, load_unit(a.format, a.head_size, rows + t * a.nb_row, u), y);
+        *(uint4 *) (to + t * step + 8 * u) = as_uint4(y); // heads are multiples of 8 channels
+    }
+}
+
+// ---------------------------------------------------------------- launches
+
+void kvq_launch_far_overlay(const kvq_far_overlay & a, int n_pages, cudaStream_t stream) {
+    overlay_kernel<<<dim3(n_pages, a.n_head), THREADS, 0, stream>>>(a);
+}
+
+void kvq_launch_far_scores(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
+    scores_kernel<<<grid, THREADS, 0, stream>>>(a);
+}
+
+void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
+    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + (size_t) a.top * sizeof(int32_t);
+    pick_kernel<<<grid, THREADS, nb, stream>>>(a);
+}
+
+void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    constexpr int SLOTS = THREADS / 32;
+    gather_kernel<<<dim3((a.n_slots + SLOTS - 1) / SLOTS, a.n_head_kv, n_streams), THREADS, 0, stream>>>(a);
+}
+
+void kvq_launch_far_put(const kvq_far_jobs & a, int n, cudaStream_t stream) {
+    put_kernel<<<dim3(8, n), THREADS, 0, stream>>>(a);
+}
+
+void kvq_launch_far_get(const kvq_far_jobs & a, int n, cudaStream_t stream) {
+    get_kernel<<<dim3(8, n), THREADS, 0, stream>>>(a);
+}
