@@ -278,3 +278,77 @@ static void far_attention(kvq_cuda_device & d, bool quick) {
     }
     printf("attention that fetches: %d cases, %d rows, worst relative error %.2g\n", n, n_checked, worst);
 }
+
+// Time of one layer's attention without and with a second tier, warm and cold (cuda_bench.h). 32 query heads, 8 KV
+// heads of 128; far rows f16.
+static void far_bench(kvq_cuda_device & d, int only_cells) {
+    const int heads = 32, heads_kv = 8, D = 128, width = heads * D;
+    const size_t nb = (size_t) 256 << 20;
+    device_bytes big(d, nb), q(d, (size_t) width * 4), o(d, (size_t) width * 4), counts(d, 32);
+    std::vector<float> hq((size_t) width);
+    for (auto & x : hq) { x = normal(); }
+    d.put(q.p, hq.data(), hq.size() * 4);
+    printf("%-14s %8s %6s %10s %10s\n", "one layer", "cells", "top", "us", "cold us");
+    const struct {
+        const char * name;
+        int kb, vb, group, scale;
+    } formats[] = { { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32", 2, 2, 32, 0 }, { "higgs-2", 2, 2, 2, 1 },
+        { "higgs 2/1", 2, 1, 2, 1 }, { "higgs-1", 1, 1, 2, 1 } };
+    for (const auto & f : formats) {
+        for (int cells : { 8192, 32768, 131072 }) {
+            if (only_cells && cells != only_cells) { continue; }
+            const attention_case c = { f.kb, f.vb, f.group, f.scale, D, heads_kv, heads / heads_kv, 1, cells, 1, 0, 0,
+                false, false };
+            world w(d, c, false), w2(d, c, false);
+            world * const ws[2] = { &w, &w2 };
+            const int P = w.k.page_cells, np = w.k.n_pages;
+            const size_t nb_page = (size_t) heads_kv * P * D * 2;
+            uint8_t * const memory = (uint8_t *) d.alloc_far(2 * np * nb_page);
+            CHECK(memory, "no pinned memory");
+            memset(memory, 0, 2 * np * nb_page);
+            std::vector<const void *> rows(2 * np);
+            for (size_t i = 0; i < rows.size(); i++) { rows[i] = memory + i * nb_page; }
+            device_bytes m(d, (size_t) cells * 2), table(d, rows.size() * sizeof(void *), rows.data());
+            for (int top : { 0, 16, 64, 128 }) {
+                const kvq_far far = { KVQ_FETCH_NOW, top, KVQ_FAR_F16, P, (const void * const *) table.p,
+                    (const void * const *) table.p + np, nullptr, (uint64_t *) counts.p };
+                size_t i = 0;
+                const auto attend = [&] {
+                    const world & w = *ws[i++ % 2];
+                    kvq_attn a = {};
+                    a.k = w.k.codec;
+                    a.v = w.v.codec;
+                    a.n_q = 1;
+                    a.n_head = heads;
+                    a.n_head_kv = heads_kv;
+                    a.n_kv = cells;
+                    a.n_pages = np;
+                    a.scale = 1.0f / sqrtf((float) D);
+                    a.q = (const float *) q.p;
+                    a.q_stride_token = width;
+                    a.q_stride_head = D;
+                    a.mask = (const uint16_t *) m.p;
+                    a.mask_stride_token = cells;
+                    a.dst = (float *) o.p;
+                    a.dst_stride_token = width;
+                    a.dst_stride_head = D;
+                    a.pages = (const kvq_page *) w.pages_there->p;
+                    a.far = top ? &far : nullptr;
+                    d.attend(&a, 1);
+                };
+                const double s = seconds(d, 40, attend);
+                const auto cool = [&] {
+                    d.copy(big.p, (const char *) big.p + nb / 2, (size_t) 100 << 20);
+                    if (cool_code) { cool_code(); }
+                };
+                const double without = seconds(d, 40, cool), cold = seconds(d, 40, [&] {
+                    cool();
+                    attend();
+                }) - without;
+                printf("%-14s %8d %6d %10.1f %10.1f\n", f.name, cells, top, s * 1e6, cold * 1e6);
+            }
+            d.free_far(memory, 0);
+        }
+    }
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+}

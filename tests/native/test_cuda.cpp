@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention [fine] | far [quick] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
+// Usage: test_cuda [quick | host [STEPS] | attention [fine] | far [quick | bench [CELLS]] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
 #include "layer.h"
@@ -376,7 +376,11 @@ int main(int argc, char ** argv) {
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "far")) {
-        far_attention(d, argc > 2);
+        if (argc > 2 && !strcmp(argv[2], "bench")) {
+            far_bench(d, argc > 3 ? atoi(argv[3]) : 0);
+        } else {
+            far_attention(d, argc > 2);
+        }
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "limits")) {
