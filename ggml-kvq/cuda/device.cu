@@ -467,6 +467,11 @@ void kvq_cuda_device::attend(
             a.waves = nullptr;
             a.in_order = 1;
         }
+        if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0) {
+            flush_rows();
+            if (!attend_far(a, attn + i0, n_streams, k)) { return; }
+            continue;
+        }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and
         // more splits
         const bool few = kvq_decode_fits(a, n_streams),
@@ -492,10 +497,6 @@ void kvq_cuda_device::attend(
             held.clear();
         }
         flush_rows();
-        if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0) {
-            if (!attend_far(a, attn + i0, n_streams, k)) { return; }
-            continue;
-        }
         if ((a.n_rows > PROMPT_ROWS || (f.far && f.far->fetch == KVQ_FETCH_ALL)) && !a.waves && attend_rows(a, codec_k, codec_v, attn + i0, n_streams)) {
             continue;
         }
