@@ -131,6 +131,7 @@ bool kvq_cuda_device::attend_far(
             return false;
         }
         kvq_far_args r = {};
+        r.first = t0 == 0;
         r.n_q = a.n_q;
         r.n_rows = a.n_rows;
         r.gqa = a.gqa;

@@ -202,8 +202,8 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         sums.n_sure = sums.n_close = sums.n_done = 0;
         if (st.counts) {
             atomicAdd(st.counts, (unsigned long long) n_picks);
-            if (token == 0) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
-            if (at == 0) { atomicAdd(st.counts + 3, 1ull); }
+            if (token == 0 && a.first) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
+            if (at == 0 && a.first) { atomicAdd(st.counts + 3, 1ull); }
         }
     }
 }
@@ -415,7 +415,7 @@ void kvq_launch_far_scores(const kvq_far_args & a, int n_streams, cudaStream_t s
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
-    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + (size_t) a.top * sizeof(int32_t);
+    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + ((size_t) a.top + 3) / 4 * 16;
     pick_kernel<<<grid, THREADS, nb, stream>>>(a);
 }
 

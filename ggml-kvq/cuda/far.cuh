@@ -17,8 +17,8 @@ struct kvq_far_sums {
 };
 
 struct kvq_far_args {
-    // n_near: pages; n_slots: those of picked cells, whole pages; token0: the first of this call
-    int n_q, n_rows, gqa, n_head, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_slots;
+    // n_near: pages; n_slots: those of picked cells, whole pages; first: the first tokens of a call
+    int first, n_q, n_rows, gqa, n_head, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_slots;
     int format, head_size, stride_k, stride_v, v_tile; // v_tile: channels of a page of picked values
     int n_head_log2;
     size_t nb_row_k, nb_row_v;
