@@ -23,6 +23,7 @@ kvq_kv_cache::kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device) :
         nb += kvq_pad(4 * n_slots * d.k.n_head, KVQ_ALIGN_SLAB); // maps
     }
     device.reserve(nb);
+    for (const kvq_draft_layer & d : draft.layers) { bytes_far += d.k.bytes_far + d.v.bytes_far; }
     for (const kvq_draft_layer & d : draft.layers) {
         layers.emplace_back(new kvq_kv_layer);
         layers.back()->ordinal = (int) layers.size() - 1;
@@ -79,8 +80,12 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     parts.before[1] = prev ? prev->v.get() : nullptr;
     parts.number = l.d.number;
     parts.ordinal = l.ordinal;
+    parts.bytes_far = bytes_far;
     parts.data = calibration ? &calibration->layers.at(l.d.il) : nullptr;
-    if (!kvq_attach_policies(parts)) { return false; }
+    if (!kvq_attach_policies(parts)) {
+        missing = parts.why;
+        return false;
+    }
     std::copy(parts.turns, parts.turns + 2, l.turns);
     l.probe = parts.probe;
     return true;
@@ -200,11 +205,25 @@ void kvq_kv_cache::clear() {
     arrivals.reset();
 }
 
+std::string kvq_kv_cache::trouble() {
+    for (const auto & l : layers) {
+        for (const auto & policy : l->policies) {
+            const std::string now = policy->trouble();
+            if (now.empty()) { continue; }
+            const bool again = now == said;
+            said = now;
+            return again ? "" : now;
+        }
+    }
+    said.clear();
+    return "";
+}
+
 kvq_stats kvq_kv_cache::stats() const {
     kvq_accounting sum;
     for (const auto & l : layers) {
-        sum.add(l->d.k, false);
-        sum.add(l->d.v, true);
+        sum.add(l->d.k, false, device.is_host());
+        sum.add(l->d.v, true, device.is_host());
     }
     sum.finish();
     kvq_stats & s = sum.s;
@@ -214,6 +233,9 @@ kvq_stats kvq_kv_cache::stats() const {
     s.n_layer = (int32_t) layers.size();
     s.n_cells = layers.empty() ? 0 : layers[0]->d.n_cells;
     s.n_stream = layers.empty() ? 0 : layers[0]->d.n_stream;
+    for (const auto & l : layers) {
+        for (const auto & policy : l->policies) { policy->tell(s); }
+    }
     s.bytes_scratch = scratch.bytes();
     s.n_sealed = counters.n_sealed;
     s.n_reopened = counters.n_reopened;

@@ -33,6 +33,8 @@ public:
     kvq_kv_cache(const kvq_cache_draft & draft, kvq_device & device); // check ok()
     ~kvq_kv_cache();
     bool ok() const { return is_ok; }
+    const std::string & lacks() const { return missing; } // what, when it is not ok; "": memory
+    std::string trouble();                                // what the user should hear of now; "": nothing new
 
     kvq_kv_layer * layer(int il);
     bool append(const kvq_draft_layer & d); // false: out of memory, or predicted layers hold tokens already
@@ -76,6 +78,8 @@ private:
     } ubatch;
     kvq_scratch scratch;
     kvq_counters counters;
-    int mark = -1; // not looked at yet
+    std::string missing, said;
+    size_t bytes_far = 0; // of a second tier, all layers
+    int mark = -1;        // not looked at yet
     bool is_ok = true;
 };

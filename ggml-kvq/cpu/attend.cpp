@@ -12,12 +12,10 @@
 
 using namespace kvq_attention;
 
-namespace {
+namespace kvq_attention {
 
-// KV heads [kvh0, kvh0 + n_heads), rows [r0, r0 + n_rows) of each, pages [page0, page1). Several heads share the mask
-// rows.
 void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int kvh0, int n_heads, int r0, int n_rows,
-    int page0, int page1) {
+    int page0, int page1, const head_step & step) {
     const kvq_attn & p = *s.p;
     size_t at = 0;
     for (int h = 0; h < n_heads; h++) { start_head(s, w, w.heads[(size_t) h], kvh0 + h, r0, n_rows, at); }
@@ -43,7 +41,7 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
             for (int i = 0; i < run.n_pages && (here || next + i < page1); i++) {
                 a.page[a.n_pages++] = here ? run.page[i] : &p.pages[next + i];
             }
-            run_head(K, s, w, w.heads[(size_t) h], run, a);
+            step(w, w.heads[(size_t) h], run, a);
         }
         run.n_pages = 0;
     };
@@ -97,8 +95,37 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
     for (int d = 0; d < s.n_out; d++) { dst[d] = out[d] * inv; }
 }
 
+bool has_few_rows(const stream_plan & s) {
+    return s.n_rows <= FEW_ROWS && !s.p->mask_stride_head && (!s.maps || masks_are_shared(*s.p));
+}
+
+void cut_tasks(stream_plan & s, bool few, int want) {
+    const int heads = s.p->n_head_kv, most = std::max(s.n_active / 8, 1), n_base = heads * s.n_blocks;
+    s.n_splits = std::min(most, few ? want : (want + n_base - 1) / n_base);
+    s.n_groups = few ? std::min(heads, (want + s.n_splits - 1) / s.n_splits) : heads;
+    cut_pages(s);
+}
+
+workspace::sizes sizes_of(const stream_plan & s, int n_rows, int n_heads, int cells) {
+    const size_t rows = (size_t) n_rows, runs = n_rows <= FEW_ROWS ? KVQ_MAX_RUN : 1;
+    const auto pad = [](size_t x) { return (x + 15) / 16 * 16; };
+    workspace::sizes z;
+    z.heads = (size_t) n_heads;
+    z.floats = z.heads *
+        (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows) + 32 +
+            (s.has_means() ? pad(runs * rows * s.p->k.n_cells) : 0));
+    z.slots = runs * rows * cells;
+    z.tile = (size_t) cells * (s.latent ? s.dpk + s.dpv + std::max(s.k.dp, s.v.dp) : std::max(s.dpk, s.dpv));
+    z.work = std::max(kvq_work_bytes(s.k), kvq_work_bytes(s.v));
+    z.part = s.mixed ? rows * s.dpv : 0;
+    z.part_mask = s.mixed ? rows * cells : 0;
+    return z;
+}
+
+} // namespace kvq_attention
+
 // Partials of a row: m, l, then the output.
-void merge_rows(const stream_plan & s, float * partial) {
+static void merge_rows(const stream_plan & s, float * partial) {
     const size_t stride = (size_t) s.dpv + 2;
     for (int i = 0; i < s.p->n_head_kv * s.n_rows; i++) {
         const int kvh = i / s.n_rows, row = i % s.n_rows;
@@ -116,9 +143,15 @@ void merge_rows(const stream_plan & s, float * partial) {
     }
 }
 
-} // namespace
-
-void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) { kvq_cpu_attend_part(attn, n, nullptr, n_threads); }
+void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
+    for (int i = 0; i < n;) {
+        int end = i; // streams with one tier go together
+        while (end < n && !attn[end].far) { end++; }
+        if (end > i) { kvq_cpu_attend_part(attn + i, end - i, nullptr, n_threads); }
+        if (end < n) { attend_far(attn[end], attn[end].lse, n_threads); }
+        i = end + 1;
+    }
+}
 
 void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int n_threads) {
     const kvq_kernels & K = kvq_get_kernels();
@@ -139,35 +172,17 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
         stream_plan & s = plan[i];
         const int cells = make_plan(s, attn[i]);
         s.lse = lse ? lse[i] : attn[i].lse;
-        // few rows: page ranges first, of all heads together; many: heads and row blocks first
-        const bool few = s.n_rows <= FEW_ROWS && !attn[i].mask_stride_head && (!s.maps || masks_are_shared(attn[i]));
+        const bool few = has_few_rows(s);
         s.few = few && s.folded_k;
         if (s.few) {
             s.prepared.resize((size_t) attn[i].n_head_kv);
             n_prepared = i + 1;
         }
-        const int most = std::max(s.n_active / 8, 1), n_base = attn[i].n_head_kv * s.n_blocks;
-        s.n_splits = std::min(most, few ? want : (want + n_base - 1) / n_base);
-        s.n_groups = few ? std::min(attn[i].n_head_kv, (want + s.n_splits - 1) / s.n_splits) : attn[i].n_head_kv;
+        cut_tasks(s, few, want);
         s.partial = n_partial;
-        cut_pages(s);
         if (s.n_splits > 1) { n_partial += (size_t) attn[i].n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2); }
         first[i + 1] = first[i] + s.n_tasks();
-
-        const size_t rows = (size_t) s.block_rows(), heads = (size_t) (attn[i].n_head_kv + s.n_groups - 1) / s.n_groups;
-        const auto pad = [](size_t x) { return (x + 15) / 16 * 16; };
-        size.heads = std::max(size.heads, heads);
-        size.floats = std::max(size.floats,
-            heads *
-                (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows) + 32 +
-                    (s.has_means() ? pad((size_t) (rows <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * attn[i].k.n_cells)
-                                   : 0)));
-        size.slots = std::max(size.slots, (s.block_rows() <= FEW_ROWS ? KVQ_MAX_RUN : 1) * rows * cells);
-        size.tile = std::max(
-            size.tile, (size_t) cells * (s.latent ? s.dpk + s.dpv + std::max(s.k.dp, s.v.dp) : std::max(s.dpk, s.dpv)));
-        size.work = std::max({ size.work, kvq_work_bytes(s.k), kvq_work_bytes(s.v) });
-        size.part = std::max(size.part, s.mixed ? rows * s.dpv : 0);
-        size.part_mask = std::max(size.part_mask, s.mixed ? rows * cells : 0);
+        size.cover(sizes_of(s, s.block_rows(), (attn[i].n_head_kv + s.n_groups - 1) / s.n_groups, cells));
     }
     partial_buffer.resize(std::max(partial_buffer.size(), n_partial));
     float * const partial = partial_buffer.data();
@@ -201,7 +216,10 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
             const int h0 = s.p->n_head_kv * group / s.n_groups, h1 = s.p->n_head_kv * (group + 1) / s.n_groups;
             const int r0 = block * KVQ_MAX_ROWS, rows = std::min(KVQ_MAX_ROWS, s.n_rows - r0);
             const int p0 = s.cuts[(size_t) split], p1 = s.cuts[(size_t) split + 1];
-            run_task(K, s, w, h0, h1 - h0, r0, rows, p0, p1);
+            run_task(K, s, w, h0, h1 - h0, r0, rows, p0, p1,
+                [&](workspace & at, head_rows & h, const page_run & r, const ahead & next) {
+                    run_head(K, s, at, h, r, next);
+                });
             for (int kvh = h0; kvh < h1; kvh++) {
                 const head_rows & h = w.heads[(size_t) (kvh - h0)];
                 for (int r = 0; r < rows; r++) {

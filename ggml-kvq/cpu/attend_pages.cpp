@@ -97,6 +97,25 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
     return k.run.n_pages;
 }
 
+void value_part(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r,
+    const float * prob, const float * f) {
+    const size_t per_page = (size_t) r.page[0]->n_slots * r.n_rows;
+    float *const out = h.out + (size_t) r.first * s.dpv, *const rot = h.rot + r.first * s.rot;
+    for (int i = 0; i < r.n_pages;) {
+        const lane_part v(K, s.v, s.v_open, r, i, true, h.kvh, s.p->flags & KVQ_ATTN_F32, s.rotated_v, KVQ_MAX_RUN, w);
+        const float *p = prob + i * per_page, *by = f + i * KVQ_MAX_ROWS;
+        if (!v.kernels) {
+            K.accum_lattice(s.lv, r.n_rows, v.run, p, by, rot);
+        } else if (v.tile) {
+            v.kernels->to_tile(*v.view, v.run.codes[0], v.run.params[0], w.tile, w.work);
+            K.accum_tile(r.n_rows, s.dpv, r.page[0]->n_slots, w.tile, p, by, out);
+        } else {
+            v.kernels->accum(*v.view, r.n_rows, v.run, p, by, out, w.work);
+        }
+        i += v.run.n_pages;
+    }
+}
+
 void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r,
     const ahead & next) {
     const kvq_attn & p = *s.p;
@@ -108,7 +127,6 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
         run_mixed(K, s, w, h, r, next);
         return;
     }
-    const bool f32 = p.flags & KVQ_ATTN_F32;
     const int n = r.page[0]->n_slots, rows = r.n_rows;
     const size_t per_page = (size_t) rows * n;
     const float * q = h.q + (size_t) r.first * s.dpk;
@@ -137,19 +155,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
     }
 
     next.values(s);
-    for (int i = 0; i < r.n_pages;) {
-        const lane_part v(K, s.v, s.v_open, r, i, true, h.kvh, f32, s.rotated_v, KVQ_MAX_RUN, w);
-        const float *prob = w.logits + i * per_page, *by = f + i * KVQ_MAX_ROWS;
-        if (!v.kernels) {
-            K.accum_lattice(s.lv, rows, v.run, prob, by, rot);
-        } else if (v.tile) {
-            v.kernels->to_tile(*v.view, v.run.codes[0], v.run.params[0], w.tile, w.work);
-            K.accum_tile(rows, s.dpv, n, w.tile, prob, by, out);
-        } else {
-            v.kernels->accum(*v.view, rows, v.run, prob, by, out, w.work);
-        }
-        i += v.run.n_pages;
-    }
+    value_part(K, s, w, h, r, w.logits, f);
 }
 
 } // namespace kvq_attention

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <new>
 #include <vector>
@@ -97,6 +98,12 @@ struct workspace {
 
     struct sizes {
         size_t floats = 0, slots = 0, tile = 0, work = 0, heads = 0, part = 0, part_mask = 0;
+        void cover(const sizes & o) {
+            for (auto m : { &sizes::floats, &sizes::slots, &sizes::tile, &sizes::work, &sizes::heads, &sizes::part,
+                     &sizes::part_mask }) {
+                this->*m = std::max(this->*m, o.*m);
+            }
+        }
     };
 
     void fit(const sizes & z) {
@@ -170,6 +177,27 @@ struct ahead {
     }
 };
 
+// ---------------------------------------------------------------- attend.cpp
+
+// What is done with a KV head and a run of pages.
+using head_step = std::function<void(workspace & w, head_rows & h, const page_run & r, const ahead & next)>;
+
+// KV heads [kvh0, kvh0 + n_heads), rows [r0, r0 + n_rows) of each, pages [page0, page1): `step` for each run of pages
+// and each head, in that order. Several heads share the mask rows.
+void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int kvh0, int n_heads, int r0, int n_rows,
+    int page0, int page1, const head_step & step);
+// Few rows: page ranges are cut first, of all heads together; many: heads and row blocks first.
+bool has_few_rows(const stream_plan & s);
+// How a stream is cut into tasks for so many of them; `want` is a wish.
+void cut_tasks(stream_plan & s, bool few, int want);
+workspace::sizes sizes_of(const stream_plan & s, int n_rows, int n_heads, int cells);
+// Row `row` of KV head kvh leaves: m in units of ln 2, l and the sums that belong to it, before the attention sink.
+void store_row(const stream_plan & s, int kvh, int row, float m, float l, const float * out);
+
+// ---------------------------------------------------------------- attend_far.cpp
+
+void attend_far(const kvq_attn & attn, float * lse, int n_threads);
+
 // ---------------------------------------------------------------- attend_plan.cpp
 
 // Everything that does not depend on the other streams of the call; the most cells of a page.
@@ -179,8 +207,9 @@ int make_plan(stream_plan & s, const kvq_attn & attn);
 void cut_pages(stream_plan & s);
 // Queries are gathered because query heads and tokens have free strides; tokens: of the rows, NULL: all of them.
 void gather(const stream_plan & s, int kvh, int r0, int n_rows, const int32_t * tokens, float * to);
+// folds: the rows meet sealed lattice keys.
 void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, int r0, int n_rows, size_t & at,
-    const int32_t * tokens = nullptr);
+    const int32_t * tokens = nullptr, bool folds = true);
 void end_head(const stream_plan & s, head_rows & h, int n_rows);
 
 // ---------------------------------------------------------------- attend_pages.cpp
@@ -192,6 +221,9 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
 // What the mean of keys adds to the logits of a run's sealed pages, [page][row][n]; other pages' are left as they
 // are. Of all heads before the first is scored: the tables are then read once.
 void mean_part(const kvq_kernels & K, const stream_plan & s, const head_rows & h, const page_run & r, float * to);
+// out += sum of f p v over a run; prob [page][row][n_slots], f as the softmax leaves it.
+void value_part(const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r,
+    const float * prob, const float * f);
 // One KV head against a run. next: blocks that the next call reads.
 void run_head(
     const kvq_kernels & K, const stream_plan & s, workspace & w, head_rows & h, const page_run & r, const ahead & next);

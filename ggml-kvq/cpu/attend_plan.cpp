@@ -151,7 +151,7 @@ void gather(const stream_plan & s, int kvh, int r0, int n_rows, const int32_t * 
 }
 
 void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, int r0, int n_rows, size_t & at,
-    const int32_t * tokens) {
+    const int32_t * tokens, bool folds) {
     const auto take = [&](size_t n) {
         float * here = w.floats + at;
         at += (n + 15) / 16 * 16;
@@ -175,7 +175,7 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     memset(h.out, 0, 4 * rows * s.dpv);
     memset(h.rot, 0, 4 * rows * s.rot);
     h.keys = s.few ? &s.prepared[(size_t) kvh] : &h.own;
-    if (s.folded_k && !s.few) { h.own.make(s, kvh, n_rows, h.q); }
+    if (s.folded_k && !s.few && folds) { h.own.make(s, kvh, n_rows, h.q); }
 }
 
 void end_head(const stream_plan & s, head_rows & h, int n_rows) {

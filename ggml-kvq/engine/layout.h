@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+enum class kvq_far_place { NONE, HOST, DEVICE, FILE }; // of a second tier
+
 struct kvq_lane_layout {
     kvq_codec codec = {};
     bool shares_codes = false;
@@ -32,7 +34,8 @@ struct kvq_lane_layout {
     size_t nb_codes = 0, nb_params = 0, nb_tile_head = 0, nb_frame = 0;
     size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0, bytes_calibration = 0,
            bytes_chain = 0;
-    size_t bytes_far = 0; // of a second tier, in a memory of its own: not in bytes()
+    size_t bytes_far = 0; // of a second tier, not in bytes()
+    kvq_far_place far_place = kvq_far_place::NONE;
     uint64_t predict_macs = 0; // multiply-adds a cell costs each time it is read
 
     int head_stride() const { return (int) kvq_pad((size_t) codec.head_size, 16); } // channels of a tile row

@@ -316,8 +316,9 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     }
     if (b->base == MAP_FAILED) {
         b->base = nullptr;
-        kvq_report_error("cannot allocate " + std::to_string(size >> 20) + " MiB for the " +
-            (draft.empty() ? "compute buffer" : "KV cache") + ": lower -c or -ub");
+        const std::string what = "cannot allocate " + std::to_string(size >> 20) + " MiB for the " +
+            (draft.empty() ? "compute buffer" : "KV cache") + ": lower -c or -ub";
+        kvq_report_error(b->cache && !b->cache->lacks().empty() ? b->cache->lacks() : what);
         return refuse(size);
     }
     for (const auto & a : draft.asked) { dev.creation().granted[a.first] = { a.second, 2 }; }

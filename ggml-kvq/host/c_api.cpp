@@ -234,7 +234,7 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
         const kvq_status st = m->plan(o, c, plan, err);
         if (st != KVQ_OK) { return fail(st, err); }
         for (int v = 0; v < 2; v++) {
-            sum.add(kvq_make_lane_layout(plan, v, layers[i].n_head_kv, n_cells, n_stream), v);
+            sum.add(kvq_make_lane_layout(plan, v, layers[i].n_head_kv, n_cells, n_stream), v, false);
         }
     }
     sum.finish();

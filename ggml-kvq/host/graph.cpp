@@ -493,6 +493,8 @@ ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
     for (kvq_kv_cache * cache : touched) {
         try {
             if (!b.recording) { cache->commit(b.n_threads); }
+            const std::string trouble = cache->trouble();
+            if (!trouble.empty()) { kvq_report_note(trouble); }
         } catch (const std::bad_alloc &) {
             kvq_report_error("out of memory while the cache seals: lower -c or -ub");
             return GGML_STATUS_ALLOC_FAILED;

@@ -162,6 +162,16 @@ const kvq_field kvq_rotary_fields[] = {
     F(kvq_rotary, turns),
 };
 
+const kvq_field kvq_far_fields[] = {
+    F(kvq_far, fetch),
+    F(kvq_far, top),
+    F(kvq_far, format),
+    F(kvq_far, n_cells),
+    F(kvq_far, k_rows),
+    F(kvq_far, v_rows),
+    F(kvq_far, picks),
+    F(kvq_far, counts),
+};
 const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, k),
     F(kvq_attn, v),
@@ -192,6 +202,7 @@ const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, lse),
     F(kvq_attn, sealed),
     F(kvq_attn, map_stride),
+    F(kvq_attn, far),
 };
 
 const kvq_field kvq_layer_shape_fields[] = {
@@ -226,6 +237,11 @@ const kvq_field kvq_stats_fields[] = {
     F(kvq_stats, n_reopened),
     F(kvq_stats, n_forced),
     F(kvq_stats, predict_macs),
+    F(kvq_stats, bytes_far),
+    F(kvq_stats, n_fetched),
+    F(kvq_stats, n_wanted),
+    F(kvq_stats, n_hits),
+    F(kvq_stats, n_steps),
 };
 
 const kvq_struct structs[] = {
@@ -240,6 +256,7 @@ const kvq_struct structs[] = {
     S(kvq_type_info),
     S(kvq_page),
     S(kvq_rotary),
+    S(kvq_far),
     S(kvq_attn),
     S(kvq_layer_shape),
     S(kvq_stats),

@@ -12,7 +12,7 @@ static const kvq_option_info options[] = {
     KVQ_OPTIONS_AFFINE,
 };
 
-static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+kvq_status kvq_plan_kivi(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     const kvq_status status = kvq_plan_affine(o, c, out, err);
     if (status != KVQ_OK) { return status; }
     if (!(o.real("eta") >= 0.0f && o.real("eta") < 0.5f)) {
@@ -40,6 +40,6 @@ extern const kvq_method kvq_method_kivi;
 const kvq_method kvq_method_kivi = {
     { "kivi", "1-4 bit keys per channel and values per token, f16 window", "KIVI, arXiv 2402.02750",
         sizeof(options) / sizeof(options[0]), options },
-    plan,
+    kvq_plan_kivi,
     true,
 };

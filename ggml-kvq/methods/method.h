@@ -50,4 +50,6 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
 
 kvq_status kvq_plan_lattice(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
+// as affine, with bits of keys and of values, levels and eta
+kvq_status kvq_plan_kivi(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_affine(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);

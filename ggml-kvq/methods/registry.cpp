@@ -58,7 +58,8 @@ static std::string check_value(const std::string & type, const std::string & val
         if (value == "false" || value == "0" || value == "off") { return "false"; }
         return "";
     }
-    return one_of(type, value) ? value : "";
+    const bool path = one_of(type, "PATH") && value.find('/') != std::string::npos;
+    return path || (one_of(type, value) && value != "PATH") ? value : "";
 }
 
 static std::string trim(const std::string & s) {

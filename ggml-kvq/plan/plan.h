@@ -13,6 +13,7 @@
 struct kvq_part {
     std::string name;
     std::vector<std::pair<std::string, double>> values;
+    std::string text; // what is no number
 
     double get(const char * key, double otherwise = 0.0) const {
         for (const auto & v : values) {
@@ -35,8 +36,9 @@ struct kvq_layer_plan {
         }
         return nullptr;
     }
-    void add(const char * name, std::vector<std::pair<std::string, double>> values = {}) {
-        parts.push_back({ name, std::move(values) });
+    void add(
+        const char * name, std::vector<std::pair<std::string, double>> values = {}, const std::string & text = "") {
+        parts.push_back({ name, std::move(values), text });
     }
 };
 

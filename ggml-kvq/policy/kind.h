@@ -7,6 +7,7 @@
 
 #include <map>
 #include <memory>
+#include <string>
 
 struct kvq_layer_calibration; // of one layer (calibration.h)
 
@@ -21,6 +22,8 @@ struct kvq_layer_parts {
     kvq_lane * before[2] = {};                    // keys and values of the layer before, NULL in the first
     const kvq_layer_calibration * data = nullptr; // NULL: the method takes none
     int number = 0, ordinal = 0;                  // among the model's layers with attention; in this cache
+    size_t bytes_far = 0;                         // of a second tier, of all layers of the cache
+    std::string why;                              // what is missing where a policy cannot be made; "": memory
     // parts that others ask for by type
     class kvq_transform * turns[2] = {};
     class kvq_chain * chain = nullptr;
@@ -47,7 +50,7 @@ struct kvq_policy_kind {
     void (*room)(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l);
     // Bytes that come on top. NULL: none.
     void (*bytes)(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l);
-    // Makes the policy and adds it to its lanes; false: out of memory.
+    // Makes the policy and adds it to its lanes; false: at.why says what is missing, "": memory.
     bool (*attach)(const kvq_part & part, kvq_layer_parts & at);
     // What the load line says of it, "; ..."; of all layers of a cache that have the part. NULL: nothing.
     std::string (*words)(const std::vector<kvq_part_of_layer> & layers, const kvq_stats & stats);

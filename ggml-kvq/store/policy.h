@@ -31,6 +31,7 @@
 #include "page.h"
 
 #include <functional>
+#include <string>
 #include <vector>
 
 class kvq_lane;
@@ -110,7 +111,8 @@ public:
         return false;
     }
 
-    virtual void tell(kvq_stats &) const {} // what it counted
+    virtual void tell(kvq_stats &) const {}      // what it counted
+    virtual std::string trouble() { return ""; } // what the user should hear of, once
 
     // --- attention over stream s, of both lanes
 

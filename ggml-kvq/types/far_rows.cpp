@@ -14,13 +14,10 @@ static size_t nb_block(int format) { return format == KVQ_FAR_Q8 ? KVQ_FAR_BLOCK
 extern "C" size_t kvq_far_row_bytes(int format, int head_size) {
     if (head_size < 1 || head_size > KVQ_MAX_HEAD) { return 0; }
     switch (format) {
-    case KVQ_FAR_F16:
-        return 2 * kvq_pad((size_t) head_size, 16);
+    case KVQ_FAR_F16: return 2 * kvq_pad((size_t) head_size, 16);
     case KVQ_FAR_Q8:
-    case KVQ_FAR_Q4:
-        return kvq_pad((size_t) n_blocks(head_size) * (nb_block(format) + 2), 8);
-    default:
-        return 0;
+    case KVQ_FAR_Q4: return kvq_pad((size_t) n_blocks(head_size) * (nb_block(format) + 2), 8);
+    default: return 0;
     }
 }
 
@@ -65,7 +62,8 @@ void kvq_far_get(int format, int head_size, const void * far, uint16_t * row) {
         const uint8_t * block = codes + b * nb_block(format);
         uint16_t scale;
         memcpy(&scale, scales + 2 * b, 2);
-        const int code = format == KVQ_FAR_Q8 ? ((const int8_t *) block)[i] : (block[i % 16] >> (i < 16 ? 0 : 4) & 15) - 8;
+        const int code =
+            format == KVQ_FAR_Q8 ? ((const int8_t *) block)[i] : (block[i % 16] >> (i < 16 ? 0 : 4) & 15) - 8;
         row[d] = d < head_size ? kvq_f32_to_f16(kvq_f16_to_f32(scale) * (float) code) : 0;
     }
 }

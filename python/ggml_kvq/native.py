@@ -25,7 +25,7 @@ from typing import Any
 
 from .errors import MethodError
 
-#: KVQ_ABI_VERSION of the header these declarations mirror.
+# : KVQ_ABI_VERSION of the header these declarations mirror.
 ABI_VERSION = 1
 
 
@@ -93,6 +93,19 @@ class kvq_rotary(Structure):
     ]
 
 
+class kvq_far(Structure):
+    _fields_ = [
+        ("fetch", c_int32),
+        ("top", c_int32),
+        ("format", c_int32),
+        ("n_cells", c_int32),
+        ("k_rows", POINTER(c_void_p)),
+        ("v_rows", POINTER(c_void_p)),
+        ("picks", POINTER(c_int32)),
+        ("counts", POINTER(c_uint64)),
+    ]
+
+
 class kvq_attn(Structure):
     _fields_ = [
         ("k", kvq_codec),
@@ -124,6 +137,7 @@ class kvq_attn(Structure):
         ("lse", POINTER(c_float)),
         ("sealed", POINTER(c_int32)),
         ("map_stride", c_int64),
+        ("far", POINTER(kvq_far)),
     ]
 
 
@@ -156,6 +170,7 @@ class kvq_stats(Structure):
         ],
         *[(n, c_double) for n in ("bits_k", "bits_v", "bits", "bits_headline")],
         *[(n, c_uint64) for n in ("n_sealed", "n_reopened", "n_forced", "predict_macs")],
+        *[(n, c_uint64) for n in ("bytes_far", "n_fetched", "n_wanted", "n_hits", "n_steps")],
     ]
 
 
@@ -168,6 +183,7 @@ STRUCTS: dict[str, type[Structure]] = {
         kvq_type_info,
         kvq_page,
         kvq_rotary,
+        kvq_far,
         kvq_attn,
         kvq_layer_shape,
         kvq_stats,
@@ -194,6 +210,9 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_decode", c_int, [POINTER(kvq_codec), c_void_p, c_void_p, POINTER(c_uint16)]),
     ("kvq_image", c_int, [POINTER(kvq_codec), c_void_p, c_void_p, POINTER(c_uint16)]),
     ("kvq_image_match", c_int, [POINTER(kvq_codec), POINTER(c_uint16), c_void_p, c_void_p, c_void_p]),
+    ("kvq_far_row_bytes", c_size_t, [c_int, c_int]),
+    ("kvq_far_encode", c_int, [c_int, c_int, c_int64, c_void_p, c_void_p]),
+    ("kvq_far_decode", c_int, [c_int, c_int, c_int64, c_void_p, c_void_p]),
     ("kvq_round_trip", c_int, [POINTER(kvq_codec), c_int, c_int64, POINTER(c_float), c_int]),
     ("kvq_weights_bytes", c_size_t, [c_int, c_int, c_int]),
     ("kvq_weights_pack", c_int, [c_int, c_int, c_int, POINTER(c_float), c_void_p]),
@@ -311,8 +330,8 @@ def plan(
 ) -> dict[str, Any]:
     """Memory of a cache that does not exist yet (kvq_plan).
 
-    shapes: one (layer index, KV heads, K head size, V head size) per attention layer; n_cells: context length in
-    tokens. Returns stats_dict(); raises MethodError for a refused method, option or shape.
+        shapes: one (layer index, KV heads, K head size, V head size) per attention layer;
+    n_cells : context length in tokens.Returns stats_dict(); raises MethodError for a refused method, option or shape.
     """
     array = (kvq_layer_shape * len(shapes))(*[kvq_layer_shape(*s) for s in shapes])
     out = kvq_stats()

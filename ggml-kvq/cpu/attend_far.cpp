@@ -1,0 +1,530 @@
+// Attention over two tiers (kvq_far). A chunk of tokens goes through four steps:
+//   1 keys     probabilities of all cells, near keys and open tiles, are left behind page by page
+//   2 pick     each token and KV head picks cells by them and takes them out of the near part
+//   3 values   near values and open tiles by what is left
+//   4 fetch    the picked cells: logits with far keys, sums with far values
+// and both parts are merged by log-sum-exp. Codes of keys and of values are read once.
+#include "attend_parts.h"
+
+#include "types/far_rows.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace kvq_attention {
+
+namespace {
+
+constexpr int TILE = 32; // picked cells that kernels take together
+
+// What step 1 leaves of tokens [token0, token0 + n_tokens).
+struct scores {
+    const stream_plan & s;
+    int token0, n_tokens, n_rows, n_blocks, block_rows, n; // rows of a KV head; cells of a page
+    std::vector<float> & prob;                             // [kvh][block][page][row][n]: 2^(x - top)
+    std::vector<float> top, sum;                           // [kvh][row][page]: maximum of x, sum of prob
+    int n_padded;                                          // pages, a multiple of 16
+    std::vector<int> pages;                                // by cell / n: index among the stream's pages, -1: none
+
+    scores(const stream_plan & s, int token0, int n_tokens, std::vector<float> & prob) :
+        s(s),
+        token0(token0),
+        n_tokens(n_tokens),
+        n_rows(n_tokens * s.gqa),
+        n_blocks(s.n_blocks),
+        block_rows(std::min(n_rows, KVQ_MAX_ROWS)),
+        n(s.p->k.n_cells),
+        prob(prob) {
+        prob.resize(std::max(prob.size(), (size_t) s.p->n_head_kv * n_blocks * s.p->n_pages * block_rows * n));
+        n_padded = (int) kvq_pad((size_t) s.p->n_pages, 16);
+        top.assign((size_t) s.p->n_head_kv * n_rows * n_padded, -INFINITY);
+        sum.assign(top.size(), 0.0f);
+        for (int i = 0; i < s.p->n_pages; i++) {
+            const size_t at = (size_t) (s.p->pages[i].cell / n);
+            if (at >= pages.size()) { pages.resize(at + 1, -1); }
+            if (s.p->pages[i].n_slots) { pages[at] = i; }
+        }
+    }
+    int page_of(int cell) const { return (size_t) (cell / n) < pages.size() ? pages[(size_t) (cell / n)] : -1; }
+    // of row `row` of a KV head in page `page`
+    size_t at(int kvh, int page, int row) const { return ((size_t) kvh * n_rows + row) * n_padded + page; }
+    float * cells(int kvh, int page, int row) const {
+        const size_t block = (size_t) kvh * n_blocks + row / KVQ_MAX_ROWS;
+        return prob.data() + ((block * s.p->n_pages + page) * block_rows + row % KVQ_MAX_ROWS) * n;
+    }
+    // Do the probabilities of a run lie as kernels have them?
+    bool is_whole(const page_run & r) const {
+        return r.n_rows == block_rows && r.page[r.n_pages - 1] - r.page[0] == r.n_pages - 1;
+    }
+};
+
+// Pages that have both tiers.
+const void * far_row(const stream_plan & s, int page, bool value, int kvh, int slot, size_t nb_row) {
+    const kvq_far & far = *s.p->far;
+    const void * rows = (value ? far.v_rows : far.k_rows)[s.p->pages[page].cell / far.n_cells];
+    return (const uint8_t *) rows + ((size_t) kvh * far.n_cells + slot) * nb_row;
+}
+bool has_far(const stream_plan & s, int page) {
+    const kvq_page & x = s.p->pages[page];
+    const kvq_far & far = *s.p->far;
+    return x.n_slots && x.k_params && x.v_params && far.k_rows[x.cell / far.n_cells] &&
+        far.v_rows[x.cell / far.n_cells];
+}
+
+struct candidate {
+    float score;
+    int32_t cell;
+    // the worst is on top of a heap: the lower score, of equal ones the later cell
+    bool operator<(const candidate & o) const { return score != o.score ? score > o.score : cell < o.cell; }
+};
+
+// Step 2. token: of the chunk. picks: ascending cells.
+void pick(const kvq_kernels & K, const scores & x, int kvh, int token, std::vector<int32_t> & picks) {
+    const stream_plan & s = x.s;
+    const kvq_attn & p = *s.p;
+    static thread_local std::vector<float> weight; // [query head][page]: probability of prob = 1
+    static thread_local std::vector<candidate> heap;
+    const int n_pages = p.n_pages, G = s.gqa, stride = x.n_padded;
+    weight.assign((size_t) G * stride, 0.0f);
+    for (int g = 0; g < G; g++) {
+        const float * tops = &x.top[x.at(kvh, 0, token * G + g)];
+        const float sink = p.sinks ? p.sinks[kvh * G + g] * LOG2_E : -INFINITY;
+        const float m = std::max(sink, *std::max_element(tops, tops + n_pages));
+        if (m == -INFINITY) { continue; }
+        float * w = &weight[(size_t) g * stride];
+        const float l = K.page_weights(stride, tops, &x.sum[x.at(kvh, 0, token * G + g)], m, w) + exp2f(sink - m);
+        K.scale(stride, w, 1.0f / l);
+    }
+    heap.clear();
+    const size_t top = (size_t) std::max(p.far->top, 0);
+    float score[KVQ_MAX_CELLS];
+    for (int i = 0; top && i < n_pages; i++) {
+        float bound = 0.0f;
+        for (int g = 0; g < G; g++) { bound += weight[(size_t) g * stride + i]; }
+        const float least = heap.size() < top ? 0.0f : heap.front().score;
+        if (!(bound > least) || !has_far(s, i)) { continue; }
+        float most = 0.0f;
+        for (int g = 0, n; g < G; g += n) { // rows of a block
+            const int row = token * G + g;
+            n = std::min(G - g, KVQ_MAX_ROWS - row % KVQ_MAX_ROWS);
+            most = K.rank_cells(n, x.n, x.cells(kvh, i, row), &weight[(size_t) g * stride + i], stride, g > 0, score);
+        }
+        if (!(most > least)) { continue; }
+        for (int t = 0; t < x.n; t++) {
+            if (!(score[t] > 0.0f) || (heap.size() == top && !(score[t] > heap.front().score))) { continue; }
+            if (heap.size() == top) {
+                std::pop_heap(heap.begin(), heap.end());
+                heap.pop_back();
+            }
+            heap.push_back({ score[t], p.pages[i].cell + t });
+            std::push_heap(heap.begin(), heap.end());
+        }
+    }
+    picks.clear();
+    for (const candidate & c : heap) { picks.push_back(c.cell); }
+    std::sort(picks.begin(), picks.end());
+}
+
+// Picked cells leave the near part. Those of a page are neighbours in `picks`.
+void take_out(scores & x, int kvh, int token, const std::vector<int32_t> & picks) {
+    for (size_t i = 0; i < picks.size();) {
+        const int page = x.page_of(picks[i]);
+        size_t end = i;
+        while (end < picks.size() && x.page_of(picks[end]) == page) { end++; }
+        for (int row = token * x.s.gqa; row < (token + 1) * x.s.gqa; row++) {
+            const size_t at = x.at(kvh, page, row);
+            if (x.top[at] == -INFINITY) { continue; }
+            float * p = x.cells(kvh, page, row);
+            for (size_t j = i; j < end; j++) { p[picks[j] % x.n] = 0.0f; }
+            float most = 0.0f, sum = 0.0f;
+            for (int t = 0; t < x.n; t++) { most = std::max(most, p[t]); }
+            if (most == 0.0f) {
+                x.top[at] = -INFINITY;
+                x.sum[at] = 0.0f;
+                continue;
+            }
+            for (int t = 0; t < x.n; t++) { // kernels round probabilities under the largest one
+                p[t] /= most;
+                sum += p[t];
+            }
+            x.top[at] += log2f(most);
+            x.sum[at] = sum;
+        }
+        i = end;
+    }
+}
+
+// Step 4: rows of one token over picked cells. out [gqa][dpv], m, l: as a task of attention leaves them.
+void attend_picked(const kvq_kernels & K, const scores & x, workspace & w, int kvh, int token,
+    const std::vector<int32_t> & picks, float * m, float * l, float * out) {
+    const stream_plan & s = x.s;
+    const kvq_attn & p = *s.p;
+    const size_t nb_k = kvq_far_row_bytes(p.far->format, p.k.head_size),
+                 nb_v = kvq_far_row_bytes(p.far->format, p.v.head_size);
+    kvq_codec ck = p.k, cv = p.v;
+    ck.n_cells = cv.n_cells = TILE;
+    const kvq_view vk = kvq_make_open_view(ck), vv = kvq_make_open_view(cv);
+    static thread_local std::vector<uint16_t> tiles, bias;
+    const size_t n_tiles = (picks.size() + TILE - 1) / TILE, k_tile = (size_t) TILE * s.dpk,
+                 v_tile = (size_t) TILE * s.dpv;
+    tiles.assign(n_tiles * (k_tile + v_tile), 0);
+    for (size_t i = 0; i < picks.size(); i++) {
+        const int page = x.page_of(picks[i]), slot = picks[i] % x.n;
+        kvq_far_get(p.far->format, p.k.head_size, far_row(s, page, false, kvh, slot, nb_k), &tiles[i * s.dpk]);
+        kvq_far_get(p.far->format, p.v.head_size, far_row(s, page, true, kvh, slot, nb_v),
+            &tiles[n_tiles * k_tile + i * s.dpv]);
+    }
+    for (int g0 = 0; g0 < s.gqa; g0 += KVQ_MAX_ROWS) {
+        const int rows = std::min(s.gqa - g0, KVQ_MAX_ROWS), iq = x.token0 + token;
+        size_t at = 0;
+        head_rows & h = w.heads[0];
+        start_head(s, w, h, kvh, iq * s.gqa + g0, rows, at, nullptr, false);
+        const size_t n_slots = n_tiles * TILE;
+        bias.assign((p.mask_stride_head ? (size_t) rows : 1) * n_slots, 0xfc00);
+        for (int r = 0; r < (p.mask_stride_head ? rows : 1); r++) {
+            const uint16_t * mask =
+                !p.mask ? nullptr : p.mask + iq * p.mask_stride_token + (kvh * s.gqa + g0 + r) * p.mask_stride_head;
+            for (size_t i = 0; i < picks.size(); i++) { bias[r * n_slots + i] = mask ? mask[picks[i]] : 0; }
+        }
+        for (size_t first = 0; first < n_tiles; first += KVQ_MAX_RUN) {
+            kvq_run k, v;
+            k.n_pages = v.n_pages = (int) std::min<size_t>(n_tiles - first, KVQ_MAX_RUN);
+            const uint16_t * use[KVQ_MAX_RUN * KVQ_MAX_ROWS];
+            for (int i = 0; i < k.n_pages; i++) {
+                k.codes[i] = &tiles[(first + i) * k_tile];
+                v.codes[i] = &tiles[n_tiles * k_tile + (first + i) * v_tile];
+                k.params[i] = v.params[i] = nullptr;
+                for (int r = 0; r < rows; r++) {
+                    use[i * KVQ_MAX_ROWS + r] = &bias[(p.mask_stride_head ? r : 0) * n_slots + (first + i) * TILE];
+                }
+            }
+            float c[KVQ_MAX_ROWS], f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16], sums[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
+            K.block[KVQ_TYPE_F16].score(vk, rows, k, h.q, w.logits, w.work);
+            if (K.softmax(rows, TILE, k.n_pages, w.logits, p.scale, p.softcap, h.slope, use, h.m, h.l, c, f, sums)) {
+                for (int r = 0; r < rows; r++) { K.scale(s.dpv, h.out + (size_t) r * s.dpv, c[r]); }
+            }
+            K.block[KVQ_TYPE_F16].accum(vv, rows, v, w.logits, f, h.out, w.work);
+        }
+        std::copy_n(h.m, rows, m + g0);
+        std::copy_n(h.l, rows, l + g0);
+        std::copy_n(h.out, (size_t) rows * s.dpv, out + (size_t) g0 * s.dpv);
+    }
+}
+
+// Every sealed cell from its far row: parts of a few pages, whose rows become tiles, merged by log-sum-exp.
+void attend_all(const kvq_attn & attn, float * lse, int n_threads) {
+    const kvq_far & far = *attn.far;
+    const bool tiles = far.format == KVQ_FAR_F16; // far pages are open tiles as they lie
+    const size_t most = tiles ? SIZE_MAX : 64, n_out = (size_t) attn.v.head_size,
+                 n_rows = (size_t) attn.n_q * attn.n_head;
+    const size_t nb_k = kvq_far_row_bytes(far.format, attn.k.head_size),
+                 nb_v = kvq_far_row_bytes(far.format, attn.v.head_size);
+    const size_t k_row = kvq_pad((size_t) attn.k.head_size, 16), v_row = kvq_pad((size_t) attn.v.head_size, 16);
+    const size_t rows = (size_t) attn.n_head_kv * far.n_cells;
+    std::vector<kvq_page> pages;
+    std::vector<uint16_t> near_tiles;
+    std::vector<float> dst(n_rows * n_out), part(n_rows), total(n_rows, -INFINITY);
+    bool first = true;
+    const auto flush = [&] {
+        kvq_attn a = attn;
+        a.far = nullptr;
+        a.pages = pages.data();
+        a.n_pages = (int32_t) pages.size();
+        float * l = part.data();
+        if (first) { // the usual case: all pages at once
+            kvq_cpu_attend_part(&a, 1, &l, n_threads);
+        } else {
+            a.sinks = nullptr; // counted by the first part
+            a.dst = dst.data();
+            a.dst_stride_head = (int64_t) n_out;
+            a.dst_stride_token = (int64_t) n_out * attn.n_head;
+            kvq_cpu_attend_part(&a, 1, &l, n_threads);
+        }
+        for (size_t i = 0; i < n_rows; i++) {
+            const float m = std::max(total[i], part[i]);
+            float * to = attn.dst + (int64_t) (i / attn.n_head) * attn.dst_stride_token +
+                (int64_t) (i % attn.n_head) * attn.dst_stride_head;
+            if (first || m == -INFINITY) {
+                total[i] = part[i];
+                continue;
+            }
+            const float a0 = expf(total[i] - m), a1 = expf(part[i] - m), by = 1.0f / (a0 + a1);
+            for (size_t d = 0; d < n_out; d++) { to[d] = (to[d] * a0 + dst[i * n_out + d] * a1) * by; }
+            total[i] = m + logf(a0 + a1);
+        }
+        first = false;
+        pages.clear();
+    };
+    size_t n_far = 0;
+    for (int i = 0; i < attn.n_pages; i++) {
+        kvq_page page = attn.pages[i];
+        const int at = page.cell / far.n_cells;
+        if (page.n_slots && page.k_params && page.v_params && far.k_rows[at] && far.v_rows[at]) {
+            const void *k = far.k_rows[at], *v = far.v_rows[at];
+            if (!tiles) {
+                near_tiles.resize(most * rows * (k_row + v_row));
+                uint16_t *const to_k = &near_tiles[n_far * rows * (k_row + v_row)], *const to_v = to_k + rows * k_row;
+#pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
+                for (size_t r = 0; r < rows; r++) {
+                    kvq_far_get(far.format, attn.k.head_size, (const uint8_t *) k + r * nb_k, to_k + r * k_row);
+                    kvq_far_get(far.format, attn.v.head_size, (const uint8_t *) v + r * nb_v, to_v + r * v_row);
+                }
+                k = to_k;
+                v = to_v;
+            }
+            page.k_codes = k;
+            page.v_codes = v;
+            page.k_params = page.v_params = nullptr;
+            n_far++;
+        }
+        pages.push_back(page);
+        if (n_far == most) {
+            flush();
+            n_far = 0;
+        }
+    }
+    if (first || !pages.empty()) { flush(); }
+    if (lse) { std::copy(total.begin(), total.end(), lse); }
+}
+
+// A chunk of tokens, all four steps.
+struct two_tiers {
+    const kvq_kernels & K;
+    stream_plan & s;
+    scores x;
+    int n_threads;
+    workspace::sizes size;
+    std::vector<std::vector<int32_t>> picks; // [kvh][token]
+    std::vector<float> near_m;               // [kvh][row]: maximum after picked cells are taken out
+    std::vector<float> near_weight;          // [kvh][row][page]: 2^(top - near_m)
+    std::vector<float> partial;              // [kvh][split][row]: m, l, out
+
+    // tasks over heads, row blocks and page ranges
+    void each_task(const head_step & step, bool keeps) {
+        const int n_tasks = s.n_tasks();
+        const size_t stride = (size_t) s.dpv + 2;
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
+        for (int t = 0; t < n_tasks; t++) {
+            static thread_local workspace w;
+            w.fit(size);
+            const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, group = t / s.n_splits / s.n_blocks;
+            const int h0 = s.p->n_head_kv * group / s.n_groups, h1 = s.p->n_head_kv * (group + 1) / s.n_groups;
+            const int r0 = block * KVQ_MAX_ROWS, rows = std::min(KVQ_MAX_ROWS, x.n_rows - r0);
+            run_task(K, s, w, h0, h1 - h0, x.token0 * s.gqa + r0, rows, s.cuts[(size_t) split],
+                s.cuts[(size_t) split + 1], [&](workspace & at, head_rows & h, const page_run & r, const ahead & next) {
+                    page_run here = r; // rows of the chunk
+                    here.first += r0;
+                    step(at, h, here, next);
+                });
+            for (int kvh = h0; keeps && kvh < h1; kvh++) {
+                const head_rows & h = w.heads[(size_t) (kvh - h0)];
+                for (int r = 0; r < rows; r++) {
+                    float * to = &partial[(((size_t) kvh * s.n_splits + split) * x.n_rows + r0 + r) * stride];
+                    to[0] = h.l[r] > 0.0f ? near_m[(size_t) kvh * x.n_rows + r0 + r] : -INFINITY;
+                    to[1] = h.l[r];
+                    memcpy(to + 2, h.out + (size_t) r * s.dpv, 4 * (size_t) s.dpv);
+                }
+            }
+        }
+    }
+
+    // step 1; r.first: row of the chunk
+    void keys(workspace & w, head_rows & h, const page_run & r, const ahead & next) {
+        const kvq_attn & p = *s.p;
+        const int first = r.first % KVQ_MAX_ROWS;
+        const size_t per_page = (size_t) r.n_rows * x.n;
+        page_run in_block = r;
+        in_block.first = first;
+        next.keys(s, 0, KVQ_MAX_RUN);
+        float * const first_cell = x.cells(h.kvh, (int) (r.page[0] - p.pages), r.first);
+        float * const to = x.is_whole(r) ? first_cell : w.logits;
+        for (int i = 0; i < r.n_pages;) {
+            i += score_part(K, s, w, h, in_block, i, h.q + (size_t) first * s.dpk, s.has_means() ? h.means : nullptr,
+                to + i * per_page);
+        }
+        float c[KVQ_MAX_ROWS], f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16], sums[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16];
+        K.softmax(r.n_rows, x.n, r.n_pages, to, p.scale, p.softcap, h.slope + first, r.mask, h.m + first, h.l + first,
+            c, f, sums);
+        for (int i = 0; i < r.n_pages; i++) {
+            const int page = (int) (r.page[i] - p.pages);
+            if (to == w.logits) { memcpy(x.cells(h.kvh, page, r.first), to + i * per_page, 4 * per_page); }
+            for (int j = 0; j < r.n_rows; j++) {
+                const float by = f[i * KVQ_MAX_ROWS + j];
+                const size_t at = x.at(h.kvh, page, r.first + j);
+                x.top[at] = by > 0.0f ? h.m[first + j] + log2f(by) : -INFINITY;
+                x.sum[at] = by > 0.0f ? sums[i * KVQ_MAX_ROWS + j] : 0.0f;
+            }
+        }
+    }
+
+    // step 3
+    void values(workspace & w, head_rows & h, const page_run & r, const ahead & next) {
+        const int first = r.first % KVQ_MAX_ROWS;
+        const size_t per_page = (size_t) r.n_rows * x.n;
+        float f[KVQ_MAX_RUN * KVQ_MAX_ROWS + 16] = {};
+        const bool whole = x.is_whole(r);
+        for (int i = 0; i < r.n_pages; i++) {
+            const int page = (int) (r.page[i] - s.p->pages);
+            if (!whole) { memcpy(w.logits + i * per_page, x.cells(h.kvh, page, r.first), 4 * per_page); }
+            for (int j = 0; j < r.n_rows; j++) {
+                const size_t at = x.at(h.kvh, page, r.first + j);
+                const float by = near_weight[at];
+                f[i * KVQ_MAX_ROWS + j] = by;
+                h.l[first + j] += by * x.sum[at];
+                h.open[first + j] += r.page[i]->v_params ? 0.0f : by * x.sum[at];
+            }
+        }
+        page_run in_block = r;
+        in_block.first = first;
+        next.values(s);
+        value_part(K, s, w, h, in_block, whole ? x.cells(h.kvh, (int) (r.page[0] - s.p->pages), r.first) : w.logits, f);
+    }
+
+    bool is_candidate(int cell) const {
+        const int page = cell >= 0 ? x.page_of(cell) : -1;
+        return page >= 0 && has_far(s, page);
+    }
+
+    // step 2 of all heads and tokens
+    void choose() {
+        const kvq_far & far = *s.p->far;
+        const int heads = s.p->n_head_kv, n = heads * x.n_tokens;
+        const bool is_ahead = far.fetch == KVQ_FETCH_AHEAD;
+        std::vector<std::vector<int32_t>> next((size_t) heads);
+        std::vector<uint64_t> fetched((size_t) n, 0), wanted((size_t) n, 0), hits((size_t) n, 0);
+        near_m.assign((size_t) heads * x.n_rows, -INFINITY);
+        near_weight.resize(x.top.size());
+        picks.resize((size_t) n);
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
+        for (int i = 0; i < n; i++) {
+            const int kvh = i / x.n_tokens, token = i % x.n_tokens;
+            std::vector<int32_t> & mine = picks[(size_t) i];
+            std::vector<int32_t> now;
+            const bool first = x.token0 + token == 0, last = x.token0 + token == s.p->n_q - 1;
+            if (!is_ahead || first || last) { pick(K, x, kvh, token, now); }
+            wanted[(size_t) i] = first ? now.size() : 0;
+            if (is_ahead) {
+                mine.clear();
+                const int32_t * before = far.picks + (size_t) kvh * far.top;
+                for (int j = 0; j < far.top && before[j] >= 0; j++) {
+                    if (is_candidate(before[j])) { mine.push_back(before[j]); }
+                }
+                std::vector<int32_t> both;
+                std::set_intersection(mine.begin(), mine.end(), now.begin(), now.end(), std::back_inserter(both));
+                hits[(size_t) i] = first ? both.size() : 0;
+                if (last) {
+                    both.clear();
+                    std::set_difference(now.begin(), now.end(), mine.begin(), mine.end(), std::back_inserter(both));
+                    fetched[(size_t) i] = both.size();
+                    next[(size_t) kvh] = std::move(now);
+                }
+            } else {
+                fetched[(size_t) i] = now.size();
+                mine = std::move(now);
+            }
+            take_out(x, kvh, token, mine);
+            for (int row = token * s.gqa; row < (token + 1) * s.gqa; row++) {
+                float & m = near_m[(size_t) kvh * x.n_rows + row];
+                const float * tops = &x.top[x.at(kvh, 0, row)];
+                m = *std::max_element(tops, tops + s.p->n_pages);
+                float * weights = &near_weight[x.at(kvh, 0, row)];
+                if (m == -INFINITY) {
+                    std::fill_n(weights, x.n_padded, 0.0f);
+                } else {
+                    K.page_weights(x.n_padded, tops, &x.sum[x.at(kvh, 0, row)], m, weights);
+                }
+            }
+        }
+        for (int kvh = 0; is_ahead && x.token0 + x.n_tokens == s.p->n_q && kvh < heads; kvh++) {
+            int32_t * to = far.picks + (size_t) kvh * far.top;
+            std::fill(std::copy(next[(size_t) kvh].begin(), next[(size_t) kvh].end(), to), to + far.top, -1);
+        }
+        for (int i = 0; far.counts && i < n; i++) {
+            far.counts[0] += fetched[(size_t) i];
+            far.counts[1] += wanted[(size_t) i];
+            far.counts[2] += hits[(size_t) i];
+        }
+    }
+
+    // step 4 and the end
+    void finish() {
+        const int n = s.p->n_head_kv * x.n_tokens;
+        const size_t stride = (size_t) s.dpv + 2;
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
+        for (int i = 0; i < n; i++) {
+            static thread_local workspace w;
+            static thread_local std::vector<float> m, l, out;
+            w.fit(size);
+            const int kvh = i / x.n_tokens, token = i % x.n_tokens;
+            m.assign((size_t) s.gqa, -INFINITY);
+            l.assign((size_t) s.gqa, 0.0f);
+            out.assign((size_t) s.gqa * s.dpv, 0.0f);
+            if (!picks[(size_t) i].empty()) {
+                attend_picked(K, x, w, kvh, token, picks[(size_t) i], m.data(), l.data(), out.data());
+            }
+            for (int g = 0; g < s.gqa; g++) {
+                const int row = token * s.gqa + g;
+                float * o = &out[(size_t) g * s.dpv];
+                for (int j = 0; j < s.n_splits; j++) {
+                    const float * b = &partial[(((size_t) kvh * s.n_splits + j) * x.n_rows + row) * stride];
+                    if (b[0] == -INFINITY) { continue; }
+                    const float most = std::max(m[(size_t) g], b[0]);
+                    const float ca = m[(size_t) g] == -INFINITY ? 0.0f : exp2f(m[(size_t) g] - most),
+                                cb = exp2f(b[0] - most);
+                    m[(size_t) g] = most;
+                    l[(size_t) g] = l[(size_t) g] * ca + b[1] * cb;
+                    for (int d = 0; d < s.dpv; d++) { o[d] = o[d] * ca + b[2 + d] * cb; }
+                }
+                store_row(s, kvh, x.token0 * s.gqa + row, m[(size_t) g], l[(size_t) g], o);
+            }
+        }
+    }
+
+    void run() {
+        using namespace std::placeholders;
+        each_task(std::bind(&two_tiers::keys, this, _1, _2, _3, _4), false);
+        choose();
+        partial.resize((size_t) s.p->n_head_kv * s.n_splits * x.n_rows * (s.dpv + 2));
+        each_task(std::bind(&two_tiers::values, this, _1, _2, _3, _4), true);
+        finish();
+    }
+};
+
+} // namespace
+
+void attend_far(const kvq_attn & attn, float * lse, int n_threads) {
+    n_threads = std::max(n_threads, 1);
+    if (attn.far->fetch == KVQ_FETCH_ALL) {
+        attend_all(attn, lse, n_threads);
+        return;
+    }
+    const kvq_kernels & K = kvq_get_kernels();
+    static thread_local stream_plan s;
+    static thread_local std::vector<float> prob;
+    const int cells = make_plan(s, attn);
+    s.lse = lse;
+    const bool few = has_few_rows(s);
+    const int at_once = few ? attn.n_q : std::max(KVQ_MAX_ROWS / s.gqa, 1);
+    s.few = few && s.folded_k;
+    if (s.few) {
+        std::vector<float> q((size_t) s.n_rows * s.dpk);
+        s.prepared.resize((size_t) attn.n_head_kv);
+        for (int kvh = 0; kvh < attn.n_head_kv; kvh++) {
+            gather(s, kvh, 0, s.n_rows, nullptr, q.data());
+            s.prepared[(size_t) kvh].make(s, kvh, s.n_rows, q.data());
+        }
+    }
+    for (int token0 = 0; token0 < attn.n_q; token0 += at_once) {
+        const int n_tokens = std::min(at_once, attn.n_q - token0), rows = n_tokens * s.gqa;
+        s.n_blocks = (rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
+        cut_tasks(s, few, n_threads > 1 ? 4 * n_threads : 1);
+        two_tiers t = { K, s, scores(s, token0, n_tokens, prob), n_threads, {}, {}, {}, {}, {} };
+        t.size = sizes_of(
+            s, std::min(rows, KVQ_MAX_ROWS), (attn.n_head_kv + s.n_groups - 1) / s.n_groups, std::max(cells, TILE));
+        t.size.cover(sizes_of(s, std::min(s.gqa, KVQ_MAX_ROWS), 1, KVQ_MAX_RUN * TILE));
+        t.run();
+    }
+    if (attn.far->counts) { attn.far->counts[3]++; }
+}
+
+} // namespace kvq_attention

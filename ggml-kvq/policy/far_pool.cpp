@@ -1,0 +1,116 @@
+#include "far_pool.h"
+
+#include "base/settings.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static constexpr size_t NB_SLAB = 64u << 20, NB_ALIGN = 4096; // pages of the system's: madvise works on them
+
+static std::string mib(size_t nb) {
+    char text[32];
+    snprintf(text, sizeof(text), "%.1f MiB", (double) nb / 1048576.0);
+    return text;
+}
+
+// Bytes that the host can still give; SIZE_MAX where nobody tells.
+static size_t available() {
+    FILE * f = fopen("/proc/meminfo", "r");
+    unsigned long long kib = 0;
+    char line[128];
+    bool found = false;
+    while (f && !found && fgets(line, sizeof(line), f)) { found = sscanf(line, "MemAvailable: %llu", &kib) == 1; }
+    if (f) { fclose(f); }
+    return found ? (size_t) kib << 10 : SIZE_MAX;
+}
+
+kvq_far_pool::kvq_far_pool(kvq_device & device, const std::string & place, size_t nb_most) :
+    device(device), place(place), nb_most(nb_most) {
+    if (place.find('/') != std::string::npos) { open_file(); }
+}
+
+kvq_far_pool::~kvq_far_pool() {
+    for (const slab & x : slabs) {
+        if (file >= 0) {
+            munmap(x.memory, x.nb);
+        } else if (place == "device") {
+            device.free(x.memory, x.nb);
+        } else {
+            device.fetches()->free_far(x.memory, x.nb);
+        }
+    }
+    if (file >= 0) { close(file); }
+}
+
+bool kvq_far_pool::open_file() {
+    if (!device.is_host()) {
+        why = "place=" + place + " is for the CPU: attention on " + device.name() + " takes place=host or place=device";
+        return false;
+    }
+    file = open(place.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (file < 0) {
+        why = "place=" + place + ": " +
+            (errno == EEXIST ? "the file exists already: name one that does not" : strerror(errno));
+        return false;
+    }
+    unlink(place.c_str());
+    if (const int e = posix_fallocate(file, 0, (off_t) std::max<size_t>(nb_most, 1))) {
+        why = "place=" + place + ": " + mib(nb_most) + " are needed for far rows: " + strerror(e) +
+            "; lower -c, or set far=q4, which takes a quarter";
+        return false;
+    }
+    return true;
+}
+
+bool kvq_far_pool::grow(size_t nb) {
+    size_t size = kvq_pad(std::max(nb, std::min(NB_SLAB, nb_most - std::min(total, nb_most))), NB_ALIGN);
+    const char * limit = kvq_setting_text(kvq_setting::FAR_LIMIT);
+    const size_t most = limit && *limit ? (size_t) atoll(limit) << 20 : SIZE_MAX;
+    void * memory = nullptr;
+    if (file >= 0) {
+        memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, (off_t) total);
+        if (memory == MAP_FAILED) { memory = nullptr; }
+        if (memory) { madvise(memory, size, MADV_RANDOM); } // rows are fetched one by one
+    } else if (total + size > most) {
+        memory = nullptr;
+    } else if (place == "device") {
+        memory = device.alloc(size);
+    } else if (available() > size + size / 4) { // else the system would end some program
+        memory = device.fetches()->alloc_far(size);
+    }
+    if (!memory) {
+        why = mib(size) + " more are needed for far rows" +
+            (place == "device"
+                    ? " and the device has none left: set place=host"
+                    : " and the host has none left: set far=q4, which takes a quarter, or place=PATH of a file "
+                      "that does not exist yet") +
+            "; until then cells stay f16 in the window";
+        return false;
+    }
+    why.clear();
+    slabs.push_back({ (uint8_t *) memory, size });
+    total += size;
+    used = 0;
+    return true;
+}
+
+void * kvq_far_pool::take(size_t nb) {
+    nb = kvq_pad(nb, KVQ_ALIGN);
+    std::vector<void *> & free_blocks = idle[nb];
+    if (!free_blocks.empty()) {
+        void * p = free_blocks.back();
+        free_blocks.pop_back();
+        return p;
+    }
+    if ((slabs.empty() || used + nb > slabs.back().nb) && !grow(nb)) { return nullptr; }
+    void * p = slabs.back().memory + used;
+    used += nb;
+    return p;
+}
+
+void kvq_far_pool::give(void * p, size_t nb) { idle[kvq_pad(nb, KVQ_ALIGN)].push_back(p); }

@@ -1,0 +1,44 @@
+// Memory of a second tier (fetch.h): blocks of one size for the far rows of a page, cut from slabs that are taken as
+// the context grows.
+//   host     memory of the host that the engine's attention reads
+//   device   the engine's own
+//   PATH     a file, mapped into memory. All of it is asked of the disk before the first token, and the file has no
+//            name from then on: however the program ends, nothing is left
+#pragma once
+
+#include "engine/device.h"
+
+#include <map>
+#include <string>
+#include <vector>
+
+class kvq_far_pool {
+public:
+    // nb_most: bytes at most, of all blocks. Check ok().
+    kvq_far_pool(kvq_device & device, const std::string & place, size_t nb_most);
+    ~kvq_far_pool();
+    kvq_far_pool(const kvq_far_pool &) = delete;
+    kvq_far_pool & operator=(const kvq_far_pool &) = delete;
+
+    bool ok() const { return why.empty(); }
+    const std::string & error() const { return why; } // what is missing and what to do; "": nothing is
+    void * take(size_t nb);                           // NULL: none is left, error() says why
+    void give(void * p, size_t nb);
+
+private:
+    bool grow(size_t nb);
+    bool open_file();
+    kvq_device & device;
+    const std::string place;
+    const size_t nb_most;
+    std::map<size_t, std::vector<void *>> idle;
+    struct slab {
+        uint8_t * memory;
+        size_t nb;
+    };
+    std::vector<slab> slabs;
+    size_t used = 0; // of the last slab
+    size_t total = 0;
+    int file = -1;
+    std::string why;
+};

@@ -1,0 +1,211 @@
+#include "fetch.h"
+#include "kind.h"
+
+#include "store/mark.h"
+#include "types/far_rows.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+static size_t nb_table(const kvq_lane_layout & l) {
+    return kvq_pad(sizeof(void *) * (size_t) l.n_stream * l.n_pages, KVQ_ALIGN);
+}
+static size_t nb_picks(const kvq_lane_layout & l, int top) {
+    return kvq_pad(4 * (size_t) l.n_stream * l.n_head * std::max(top, 1), KVQ_ALIGN);
+}
+static size_t nb_far_page(const kvq_lane_layout & l, int format) {
+    return kvq_far_row_bytes(format, l.codec.head_size) * (size_t) l.n_head * l.page_cells;
+}
+
+kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, const kvq_lane_layout & values,
+    kvq_device & device, std::shared_ptr<kvq_far_pool> pool) :
+    top((int) part.get("top")),
+    format((int) part.get("format")),
+    fetch((int) part.get("fetch")),
+    exact(part.get("exact") > 0),
+    device(device),
+    pool(std::move(pool)) {
+    lanes[0].l = keys;
+    lanes[1].l = values;
+    nb_memory = nb_table(keys) + nb_table(values) + nb_picks(keys, top) + KVQ_ALIGN;
+    memory = (uint8_t *) device.alloc(nb_memory); // zeros: no page has rows
+    if (!memory) { return; }
+    size_t at = 0;
+    for (lane_rows & x : lanes) {
+        x.nb_page = nb_far_page(x.l, format);
+        x.rows.resize((size_t) x.l.n_stream * x.l.n_pages, nullptr);
+        x.there = (void **) (memory + at);
+        at += nb_table(x.l);
+    }
+    picks = (int32_t *) (memory + at);
+    counts = (uint64_t *) (memory + at + nb_picks(keys, top));
+    far.resize((size_t) keys.n_stream);
+    std::vector<int32_t> none(nb_picks(keys, top) / 4, -1);
+    device.put(picks, none.data(), 4 * none.size());
+}
+
+kvq_fetcher::~kvq_fetcher() {
+    for (lane_rows & x : lanes) {
+        for (void * p : x.rows) {
+            if (p) { pool->give(p, x.nb_page); }
+        }
+    }
+    if (memory) { device.free(memory, nb_memory); }
+}
+
+// ---------------------------------------------------------------- rows of a page
+
+bool kvq_fetcher::take(const kvq_lane & x, int s, int p) const {
+    void *& rows = at(x, s, p);
+    if (!rows) { rows = pool->take(of(x).nb_page); }
+    return rows != nullptr;
+}
+
+void kvq_fetcher::publish(const kvq_lane & x, int s, int p) {
+    device.put(of(x).there + (size_t) s * of(x).l.n_pages + p, &at(x, s, p), sizeof(void *));
+}
+
+void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
+    void *& rows = at(x, s, p);
+    if (!rows) { return; }
+    pool->give(rows, of(x).nb_page);
+    rows = nullptr;
+    publish(x, s, p);
+}
+
+// A page without memory for its rows stays open, and exact.
+bool kvq_fetcher::may_seal(const kvq_lane & x, int s, int p) const { return take(x, s, p); }
+
+void kvq_fetcher::keep(
+    kvq_lane & x, int s, const std::vector<int> & pages, const std::vector<kvq_page_block> & blocks, int n_threads) {
+    std::vector<const uint16_t *> tiles;
+    std::vector<void *> rows;
+    for (size_t i = 0; i < pages.size(); i++) {
+        if (!take(x, s, pages[i])) { throw std::bad_alloc(); }
+        publish(x, s, pages[i]);
+        tiles.push_back(blocks[i].tile);
+        rows.push_back(at(x, s, pages[i]));
+    }
+    device.fetches()->put_far(of(x).l, format, (int) pages.size(), tiles.data(), rows.data(), n_threads);
+}
+
+bool kvq_fetcher::recall(const kvq_lane & x, int s, int p, uint16_t * tile) const {
+    if (!at(x, s, p)) { return false; }
+    device.fetches()->get_far(of(x).l, format, at(x, s, p), tile);
+    return true;
+}
+
+void kvq_fetcher::state_changed(kvq_lane & x, int s, int p, kvq_page_state, kvq_page_state to) {
+    if (to != KVQ_PAGE_SEALED) { release(x, s, p); }
+}
+
+void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
+    if (x.state(from, p) != KVQ_PAGE_SEALED) { return; }
+    if (!take(x, to, p)) { throw std::bad_alloc(); }
+    device.copy(at(x, to, p), at(x, from, p), of(x).nb_page);
+    publish(x, to, p);
+    if (!x.is_value()) { // what the copy reads first
+        const size_t n = (size_t) of(x).l.n_head * top;
+        device.copy(picks + to * n, picks + from * n, 4 * n);
+    }
+}
+
+void kvq_fetcher::cleared(kvq_lane & x) {
+    if (x.is_value()) { return; }
+    const std::vector<int32_t> none(nb_picks(of(x).l, top) / 4, -1);
+    device.put(picks, none.data(), 4 * none.size());
+}
+
+// ---------------------------------------------------------------- saved states
+
+int kvq_fetcher::image_low_bits(const kvq_lane &) const { return KVQ_MARK_PLANES; }
+
+void kvq_fetcher::write_image(
+    const kvq_lane & x, int s, int p, const uint8_t *, const uint8_t *, uint16_t * rows) const {
+    const kvq_lane_layout & l = of(x).l;
+    const int D = l.codec.head_size, stride = l.head_stride(), n = l.n_head * l.page_cells;
+    const size_t nb_row = kvq_far_row_bytes(format, D);
+    std::vector<uint8_t> copy;
+    const uint8_t * far_rows = x.view<uint8_t>(at(x, s, p), of(x).nb_page, copy);
+    std::vector<uint16_t> row((size_t) stride);
+    for (int i = 0; i < n; i++) {
+        kvq_far_get(format, D, far_rows + (size_t) i * nb_row, row.data());
+        memcpy(rows + ((size_t) (i % l.page_cells) * l.n_head + i / l.page_cells) * D, row.data(), 2 * (size_t) D);
+    }
+}
+
+// ---------------------------------------------------------------- attention
+
+void kvq_fetcher::spans(kvq_attn & a, int s) {
+    const int all = exact && a.n_q >= KVQ_PROMPT_ROWS;
+    a.far = nullptr;
+    if (!all && (fetch == KVQ_FETCH_OFF || !top)) { return; }
+    kvq_far & f = far[(size_t) s];
+    f.fetch = all ? KVQ_FETCH_ALL : fetch;
+    f.top = top;
+    f.format = format;
+    f.n_cells = lanes[0].l.page_cells;
+    f.k_rows = lanes[0].there + (size_t) s * lanes[0].l.n_pages;
+    f.v_rows = lanes[1].there + (size_t) s * lanes[1].l.n_pages;
+    f.picks = picks + (size_t) s * lanes[0].l.n_head * top;
+    f.counts = counts;
+    a.far = &f;
+}
+
+void kvq_fetcher::tell(kvq_stats & stats) const {
+    uint64_t now[4];
+    device.get(now, counts, sizeof(now));
+    stats.n_fetched += now[0];
+    stats.n_wanted += now[1];
+    stats.n_hits += now[2];
+    stats.n_steps += now[3];
+}
+
+std::string kvq_fetcher::trouble() { return pool->error(); }
+
+// ---------------------------------------------------------------- as a part of a plan
+
+static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
+    const int format = (int) part.get("format"), n_open = std::min(l.n_sink_pages, l.n_pages);
+    l.bytes_far = nb_far_page(l, format) * (size_t) l.n_stream * (size_t) (l.n_pages - n_open);
+    l.bytes_tables += nb_table(l) + (value ? KVQ_ALIGN : nb_picks(l, (int) part.get("top")));
+    l.far_place = part.text == "host" ? kvq_far_place::HOST
+        : part.text == "device"       ? kvq_far_place::DEVICE
+                                      : kvq_far_place::FILE;
+}
+
+static bool attach(const kvq_part & part, kvq_layer_parts & at) {
+    if (!at.device.fetches()) {
+        at.why = std::string("a second tier is not supported on ") + at.device.name() + ": use kivi or higgs";
+        return false;
+    }
+    std::shared_ptr<void> & pool = at.shared["far"];
+    if (!pool) { pool = std::make_shared<kvq_far_pool>(at.device, part.text, at.bytes_far); }
+    kvq_far_pool & its = *(kvq_far_pool *) pool.get();
+    at.why = its.error();
+    if (!its.ok()) { return false; }
+    kvq_fetcher * x = at.own(
+        new kvq_fetcher(part, at.k->layout(), at.v->layout(), at.device, std::static_pointer_cast<kvq_far_pool>(pool)));
+    at.k->add(x);
+    at.v->add(x);
+    return x->ok();
+}
+
+// "; every cell again in host memory: 16.00 bits, 96.00 MiB, the 64 that matter most are fetched per KV head"
+static std::string words(const std::vector<kvq_part_of_layer> & layers, const kvq_stats & stats) {
+    const kvq_part & part = *layers.front().part;
+    const int top = (int) part.get("top"), fetch = (int) part.get("fetch");
+    const std::string where = part.text == "host" ? "host memory" : part.text == "device" ? "device memory" : part.text;
+    char text[160];
+    snprintf(text, sizeof(text), "; every cell once more in %s at %.2f bits (%.2f MiB)", where.c_str(),
+        16.0 * (double) stats.bytes_far / (double) std::max<uint64_t>(stats.bytes_f16, 1),
+        (double) stats.bytes_far / 1048576.0);
+    return text +
+        (fetch == KVQ_FETCH_OFF || !top ? std::string(", none is fetched")
+                                        : ", " + std::to_string(top) + " of them fetched per KV head and token" +
+                    (fetch == KVQ_FETCH_AHEAD ? ", one step ahead" : ""));
+}
+
+extern const kvq_policy_kind kvq_policy_fetch;
+const kvq_policy_kind kvq_policy_fetch = { "fetch", nullptr, bytes, attach, words };

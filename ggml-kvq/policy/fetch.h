@@ -1,0 +1,65 @@
+// A second tier (SpeCache, ICML 2025, section 3): while near blocks of sealed cells lie where attention computes, the
+// rows as they came lie far, in another memory, and attention fetches the few that matter (kvq_far of ggml-kvq.h).
+// Sealing sends the rows of both lanes far before anything is taken out of them. What is decoded elsewhere comes from
+// there: pages that are written again, context shifts and saved states lose nothing.
+//
+//   part fetch   top: cells per KV head and query token; format: kvq_far_format; fetch: kvq_fetch; exact: 1, calls of
+//                KVQ_PROMPT_ROWS tokens and more read every far row; text: where rows lie (far_pool.h)
+#pragma once
+
+#include "far_pool.h"
+#include "plan/plan.h"
+#include "store/lane.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+class kvq_fetcher : public kvq_policy {
+public:
+    kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, const kvq_lane_layout & values,
+        kvq_device & device, std::shared_ptr<kvq_far_pool> pool);
+    ~kvq_fetcher() override;
+    bool ok() const { return memory != nullptr; } // false: out of memory
+
+    bool may_seal(const kvq_lane & x, int s, int p) const override;
+    void keep(kvq_lane & x, int s, const std::vector<int> & pages, const std::vector<kvq_page_block> & blocks,
+        int n_threads) override;
+    bool recall(const kvq_lane & x, int s, int p, uint16_t * tile) const override;
+    void state_changed(kvq_lane & x, int s, int p, kvq_page_state from, kvq_page_state to) override;
+    void copied_page(kvq_lane & x, int from, int to, int p) override;
+    void cleared(kvq_lane & x) override;
+    bool may_place(const kvq_lane &, int, int) const override { return false; } // blocks alone lack the rows
+    bool blocks_travel(const kvq_lane &) const override { return false; }
+    bool has_images(const kvq_lane &) const override { return true; }
+    int image_low_bits(const kvq_lane &) const override; // rows leave as they came: no bit is free for a mark
+    void write_image(const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params,
+        uint16_t * rows) const override;
+    void spans(kvq_attn & a, int s) override;
+    void tell(kvq_stats & stats) const override;
+    std::string trouble() override;
+
+private:
+    struct lane_rows {
+        kvq_lane_layout l;
+        size_t nb_page = 0;
+        std::vector<void *> rows; // [stream][page], NULL: none
+        void ** there = nullptr;  // the engine's copy
+    };
+    lane_rows & of(const kvq_lane & x) const { return lanes[x.is_value()]; }
+    void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
+    bool take(const kvq_lane & x, int s, int p) const; // memory for the rows of a page
+    void release(const kvq_lane & x, int s, int p);
+    void publish(const kvq_lane & x, int s, int p);
+
+    const int top, format, fetch;
+    const bool exact;
+    kvq_device & device;
+    std::shared_ptr<kvq_far_pool> pool;
+    mutable lane_rows lanes[2];
+    uint8_t * memory = nullptr; // tables of both lanes, picks, counts
+    size_t nb_memory = 0;
+    int32_t * picks = nullptr; // [stream][head][top]
+    uint64_t * counts = nullptr;
+    std::vector<kvq_far> far; // of a call, by stream
+};
