@@ -262,7 +262,10 @@ void kvq_cuda_device::zero(void * p, size_t nb) {
 
 void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
     use();
-    check(cudaMemcpyAsync(to, from, nb, cudaMemcpyDeviceToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
+    // far rows too, which lie on the host
+    check(cudaMemcpyAsync(to, from, nb, pinned.empty() ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault,
+              (cudaStream_t) stream),
+        "cudaMemcpyAsync");
 }
 
 void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
@@ -279,6 +282,12 @@ void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
 
 // pageable memory is staged before the call returns: the host bytes may go at once
 void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
+    if (nb == sizeof(uint64_t) && (uintptr_t) to % sizeof(uint64_t) == 0) { // an address; many of them come together
+        uint64_t word;
+        memcpy(&word, host, sizeof(word));
+        to_set.emplace_back((uint64_t *) to, word);
+        return;
+    }
     use();
     check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
 }
@@ -292,6 +301,9 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
         4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
     if (k.turned || k.centred) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
+    }
+    if (k.bytes_far) { // logits and scores of a token, and what is picked
+        nb += (size_t) k.n_head * (k.n_pages + 8) * k.page_cells * k.n_stream * sizeof(float) * (1 + 8) + (8u << 20);
     }
     if (k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
     return nb;

@@ -125,8 +125,7 @@ public:
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
         int n_threads) override;
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
-    // NULL: attention over these pages can have a second tier, else why not
-    static const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int top);
+    const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int top) const override;
     int64_t n_far = 0; // calls of attention that fetched
 
 private:
@@ -208,13 +207,14 @@ private:
     };
     std::vector<tile_copy> to_copy;
     std::vector<std::pair<kvq_page *, kvq_page>> to_put;
+    std::vector<std::pair<uint64_t *, uint64_t>> to_set; // one word each: addresses
     struct far_batch; // pages of one shape
     void flush_far();
     std::vector<std::shared_ptr<far_batch>> to_far;
     uint8_t *far_sums = nullptr, *far_memory = nullptr;
     size_t n_far_sums = 0, nb_far_memory = 0;
     std::map<const void *, size_t> pinned; // alloc_far
-    bool waits() const { return !to_seal.empty() || !to_far.empty() || !to_copy.empty() || !to_put.empty(); }
+    bool waits() const { return !to_seal.empty() || !to_far.empty() || !to_copy.empty() || !to_put.empty() || !to_set.empty(); }
     uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed
     std::string err, kernels;

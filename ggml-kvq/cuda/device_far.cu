@@ -84,7 +84,7 @@ void kvq_cuda_device::overlay_far(const kvq_attn & a, bool value, const kvq_row_
 
 // ---------------------------------------------------------------- attention
 
-const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & v, int top) {
+const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & v, int top) const {
     if (top > FAR_MOST) { return "top=4096 is the most that CUDA fetches"; }
     if (k.type != v.type || (k.type != KVQ_TYPE_AFFINE && k.type != KVQ_TYPE_LATTICE && k.type != KVQ_TYPE_F16)) {
         return "CUDA fetches far rows for near=kivi and near=higgs";
@@ -132,6 +132,8 @@ bool kvq_cuda_device::attend_far(
         }
         kvq_far_args r = {};
         r.first = t0 == 0;
+        r.last = t0 + a.n_q == all.n_q;
+        r.ahead = f.fetch == KVQ_FETCH_AHEAD;
         r.n_q = a.n_q;
         r.n_rows = a.n_rows;
         r.gqa = a.gqa;
@@ -183,6 +185,7 @@ bool kvq_cuda_device::attend_far(
             to.sure = (int32_t *) (at += nb_scores);
             to.picks = (int32_t *) (at += nb_list);
             to.values = (uint16_t *) (at += nb_list);
+            to.kept = y.picks;
             to.counts = (unsigned long long *) y.counts;
             x.picked = to.values;
         }
@@ -194,6 +197,7 @@ bool kvq_cuda_device::attend_far(
             if (part == 2) {
                 kvq_launch_far_scores(r, n_streams, (cudaStream_t) stream);
                 kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
+                if (r.ahead) { kvq_launch_far_recall(r, n_streams, (cudaStream_t) stream); }
                 kvq_launch_far_gather(r, n_streams, (cudaStream_t) stream);
                 b.n_pages = a.n_near + n_picked;
                 for (int s = 0; s < n_streams; s++) { b.stream[s].lse = out_lse[s]; }

@@ -195,16 +195,58 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         int rank = 0;
         for (int j = 0; j < n_picks; j++) { rank += cells[j] < mine; }
         picks[rank] = mine;
-        for (int g = 0; g < a.gqa; g++) { logits[(size_t) g * a.n_logits + mine] = -INFINITY; }
+        for (int g = 0; g < a.gqa && !a.ahead; g++) { logits[(size_t) g * a.n_logits + mine] = -INFINITY; }
     }
     for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { sums.bins[i] = 0; }
     if (threadIdx.x == 0) {
         sums.n_sure = sums.n_close = sums.n_done = 0;
         if (st.counts) {
-            atomicAdd(st.counts, (unsigned long long) n_picks);
+            if (!a.ahead) { atomicAdd(st.counts, (unsigned long long) n_picks); }
             if (token == 0 && a.first) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
             if (at == 0 && a.first) { atomicAdd(st.counts + 3, 1ull); }
         }
+    }
+}
+
+// What the call before picked, for every query token; what this one picked is kept. Block: a KV head.
+static __global__ void __launch_bounds__(THREADS) recall_kernel(const __grid_constant__ kvq_far_args a) {
+    extern __shared__ __align__(16) uint8_t memory[];
+    int32_t * const old = (int32_t *) memory; // [top]
+    __shared__ int n_new, n_hits; // n_new: rows that have to come for the next call
+    const int kvh = blockIdx.x;
+    const auto & st = a.stream[blockIdx.y];
+    int32_t * kept = st.kept + (size_t) kvh * a.top;
+    const auto picks_of = [&](int token) { return st.picks + ((size_t) token * a.n_head_kv + kvh) * a.top; };
+    for (int i = threadIdx.x; i < a.top; i += THREADS) {
+        const int cell = kept[i], p = cell / a.page_cells;
+        const bool there = cell >= 0 && p < a.n_near && cell < a.n_kv && st.pages[p].n_slots && st.pages[p].k_params &&
+            st.pages[p].v_params && st.k_rows[p] && st.v_rows[p];
+        old[i] = there ? cell : -1;
+    }
+    if (threadIdx.x == 0) { n_new = n_hits = 0; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.top; i += THREADS) {
+        const auto was_there = [&](int cell) {
+            bool found = false;
+            for (int j = 0; j < a.top; j++) { found |= old[j] == cell; }
+            return found;
+        };
+        const int now = picks_of(0)[i], next = picks_of(a.n_q - 1)[i];
+        if (now >= 0 && was_there(now)) { atomicAdd(&n_hits, 1); }
+        if (a.last && next >= 0 && !was_there(next)) { atomicAdd(&n_new, 1); }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.top; i += THREADS) {
+        if (a.last) { kept[i] = picks_of(a.n_q - 1)[i]; }
+        for (int t = 0; t < a.n_q; t++) { picks_of(t)[i] = old[i]; }
+        if (old[i] < 0) { continue; }
+        for (int row = 0; row < a.n_rows; row++) {
+            st.logits[((size_t) kvh * a.n_rows + row) * a.n_logits + old[i]] = -INFINITY;
+        }
+    }
+    if (threadIdx.x == 0 && st.counts) {
+        atomicAdd(st.counts, (unsigned long long) n_new);
+        if (a.first) { atomicAdd(st.counts + 2, (unsigned long long) n_hits); }
     }
 }
 
@@ -417,6 +459,10 @@ void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t str
     const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
     const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + ((size_t) a.top + 3) / 4 * 16;
     pick_kernel<<<grid, THREADS, nb, stream>>>(a);
+}
+
+void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    recall_kernel<<<dim3(a.n_head_kv, n_streams), THREADS, ((size_t) a.top + 3) / 4 * 16, stream>>>(a);
 }
 
 void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream) {

@@ -17,8 +17,9 @@ struct kvq_far_sums {
 };
 
 struct kvq_far_args {
-    // n_near: pages; n_slots: those of picked cells, whole pages; first: the first tokens of a call
-    int first, n_q, n_rows, gqa, n_head, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_slots;
+    // n_near: pages; n_slots: those of picked cells, whole pages; first, last: tokens of a call;
+    // ahead: what is picked is for the next call
+    int first, last, ahead, n_q, n_rows, gqa, n_head, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_slots;
     int format, head_size, stride_k, stride_v, v_tile; // v_tile: channels of a page of picked values
     int n_head_log2;
     size_t nb_row_k, nb_row_v;
@@ -34,6 +35,7 @@ struct kvq_far_args {
         kvq_far_sums * sums;    // [token][head kv]
         int32_t *sure, *picks;  // [token][head kv][top]; sure: in any order
         uint16_t * values;      // [page][head kv][page_cells][stride_v]
+        int32_t * kept; // [head kv][top], of the call before
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };
@@ -41,6 +43,7 @@ static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 Ki
 
 void kvq_launch_far_scores(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
+void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
