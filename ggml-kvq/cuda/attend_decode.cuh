@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             if constexpr (FINE) {
                 arrange_fine<D, KB, VB, FINE == 2, G>(a, stage, wide);
             } else if constexpr (CODES && !ROTATED) {
-                if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
+                if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide, PART != VALUES, PART != LOGITS); }
             }
         };
         if (by_lane && a.map_stride && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
@@ -511,6 +511,29 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     __syncthreads();
     typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
     sums_type & sums = *(sums_type *) memory;
+    if constexpr (PART == LOGITS) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+            if (g == 0) {
+                sums.m[warp][2 * c + e] = m[e];
+                sums.l[warp][2 * c + e] = l[e];
+            }
+        }
+        __syncthreads();
+        const int r = threadIdx.x, n = of.teams << columns_log2; // a thread: a row, of all teams and parts of its columns
+        if (r >= min(per_row, a.n_rows - row0)) { return; }
+        const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n; };
+        const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };
+        float most = -INFINITY, sum = 0.0f;
+        for (int i = 0; i < n; i++) { most = fmaxf(most, sums.m[warp_of(i)][column_of(i)]); }
+        for (int i = 0; i < n && most > -INFINITY; i++) {
+            sum += sums.l[warp_of(i)][column_of(i)] * exp2_fast(sums.m[warp_of(i)][column_of(i)] - most);
+        }
+        ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * a.n_splits + blockIdx.x] = make_float2(most, sum);
+        return;
+    }
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
@@ -547,7 +570,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
     }
     __syncthreads();
-    merge_rows<D, ROTATED && PART != LOGITS, MEANS && PART != LOGITS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
+    merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
 }
 
 } // namespace

@@ -462,7 +462,7 @@ void kvq_cuda_device::attend(
         }
         for (int i = 0; i < n_streams; i++) {
             const kvq_attn & s = attn[i0 + i];
-            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr, nullptr, nullptr };
+            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr, nullptr, nullptr, nullptr };
         }
         // as f16 rows then
         if (left_out &&

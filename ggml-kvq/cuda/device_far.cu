@@ -84,21 +84,7 @@ void kvq_cuda_device::overlay_far(const kvq_attn & a, bool value, const kvq_row_
 
 // ---------------------------------------------------------------- attention
 
-const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & v, int top) const {
-    if (top > FAR_MOST) { return "top=4096 is the most that CUDA fetches"; }
-    if (k.type != v.type || (k.type != KVQ_TYPE_AFFINE && k.type != KVQ_TYPE_LATTICE && k.type != KVQ_TYPE_F16)) {
-        return "CUDA fetches far rows for near=kivi and near=higgs";
-    }
-    if (k.head_size != v.head_size || k.head_size % 16 || k.head_size > 512 ||
-        (k.head_size > 256 && k.head_size <= 384)) {
-        return "CUDA fetches far rows for heads of 16 to 512 channels, in steps of 16, but for 272 to 384";
-    }
-    if (k.type == KVQ_TYPE_LATTICE && (k.group != 2 || v.group != 2)) { return "CUDA fetches far rows for grids of d=2"; }
-    if (k.type == KVQ_TYPE_AFFINE && (!k.bits || !v.bits || k.scale != v.scale || k.group % 16 || v.group % 16)) {
-        return "CUDA fetches far rows for groups that are multiples of 16 and scales of one kind";
-    }
-    return nullptr;
-}
+static constexpr int MOST_SPLITS = 256; // of the part that makes logits
 
 bool kvq_cuda_device::attend_far(
     const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
@@ -121,12 +107,11 @@ bool kvq_cuda_device::attend_far(
         const size_t n_lists = (size_t) H * a.n_q, S = (size_t) n_streams;
         // of a stream, for the longest cache: pages open while a recording is in use
         const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * (n_far_pages + n_picked) * P * sizeof(float), 256),
-                     nb_scores = kvq_pad(n_lists * n_far_pages * P * sizeof(float), 256),
-                     nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256), n_page = (size_t) H * P * a.v.stride,
+                     nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
+                     nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256), nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256), n_page = (size_t) H * P * a.v.stride,
                      nb_values = kvq_pad(n_picked * n_page * sizeof(uint16_t), 256),
-                     nb = nb_logits + nb_scores + 2 * nb_list + nb_values;
-        float * const lse = lse_of(S * a.n_q * a.n_head);
-        if (!lse || !grow(far_memory, nb_far_memory, S * nb, "attention's logits") ||
+                     nb = nb_logits + nb_keys + nb_tops + nb_list + nb_values;
+        if (!grow(far_memory, nb_far_memory, S * nb, "attention's logits") ||
             !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
             return false;
         }
@@ -151,6 +136,7 @@ bool kvq_cuda_device::attend_far(
         r.v_tile = (int) n_page;
         r.nb_row_k = kvq_far_row_bytes(f.format, a.k.head_size);
         r.nb_row_v = kvq_far_row_bytes(f.format, a.v.head_size);
+        r.sinks = a.sinks;
         r.scale = a.scale;
         r.softcap = a.softcap;
         r.max_bias = a.max_bias;
@@ -169,7 +155,6 @@ bool kvq_cuda_device::attend_far(
             x.mask = x.mask ? x.mask + t0 * a.mask_stride_token : nullptr;
             x.dst += t0 * a.dst_stride_token;
             out_lse[s] = x.lse ? x.lse + (size_t) t0 * a.n_head : nullptr;
-            x.lse = lse + (size_t) s * a.n_q * a.n_head;
             x.logits = (float *) at;
             const kvq_far & y = *attn[s].far;
             auto & to = r.stream[s];
@@ -178,12 +163,11 @@ bool kvq_cuda_device::attend_far(
             to.pages = attn[s].pages; // x.pages may be rows by now
             to.k_rows = y.k_rows;
             to.v_rows = y.v_rows;
-            to.lse = x.lse;
             to.logits = x.logits;
-            to.scores = (float *) (at += nb_logits);
+            to.keys = (unsigned long long *) (at += nb_logits);
+            to.tops = x.tops = (float *) (at += nb_keys);
             to.sums = (kvq_far_sums *) far_sums + s * n_lists;
-            to.sure = (int32_t *) (at += nb_scores);
-            to.picks = (int32_t *) (at += nb_list);
+            to.picks = (int32_t *) (at += nb_tops);
             to.values = (uint16_t *) (at += nb_list);
             to.kept = y.picks;
             to.counts = (unsigned long long *) y.counts;
@@ -195,7 +179,6 @@ bool kvq_cuda_device::attend_far(
             b.is_short = false;
             b.n_splits = 0;
             if (part == 2) {
-                kvq_launch_far_scores(r, n_streams, (cudaStream_t) stream);
                 kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
                 if (r.ahead) { kvq_launch_far_recall(r, n_streams, (cudaStream_t) stream); }
                 kvq_launch_far_gather(r, n_streams, (cudaStream_t) stream);
@@ -204,6 +187,7 @@ bool kvq_cuda_device::attend_far(
             }
             if (!kvq_decode_fits(b, n_streams)) { return fail("attention that fetches has no kernel for these pages"); }
             if (!split(b, n_streams, 0, true)) { return false; }
+            if (part == 1) { r.n_splits = b.n_splits = std::min(b.n_splits, MOST_SPLITS); }
             kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
         }
     }

@@ -1,5 +1,5 @@
-// Which cells are read from the second tier, and their rows (far.cuh). Three kernels between the two parts of an
-// attention (attend_decode.cuh): scores and how many there are of every size; the best ones; their rows.
+// Which cells are read from the second tier, and their rows (far.cuh): two kernels between the two parts of an attention
+// (attend_decode.cuh), the best cells and their rows.
 #include "far.cuh"
 
 static constexpr int THREADS = 256;
@@ -15,90 +15,47 @@ static __device__ __forceinline__ unsigned long long key_of(float score, int cel
     return (unsigned long long) __float_as_uint(score) << 32 | (uint32_t) ~cell;
 }
 
-// Block: FAR_CHUNK slots of a query token and KV head.
-static __global__ void __launch_bounds__(THREADS) scores_kernel(const __grid_constant__ kvq_far_args a) {
-    __shared__ uint32_t bins[FAR_BINS];
-    const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv;
-    const auto & st = a.stream[blockIdx.z];
-    const size_t at = (size_t) token * a.n_head_kv + kvh;
-    const int n = a.n_near * a.page_cells, end = min((int) (blockIdx.x + 1) * FAR_CHUNK, n);
-    for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
-    __syncthreads();
-    const float * logits = st.logits + ((size_t) kvh * a.n_rows + (size_t) token * a.gqa) * a.n_logits;
-    float * scores = st.scores + at * n;
-    for (int i = blockIdx.x * FAR_CHUNK + 4 * threadIdx.x; i < end; i += 4 * THREADS) { // a page has 32 cells or more
-        const int p = i / a.page_cells;
-        const kvq_page & page = st.pages[p];
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (page.n_slots && page.k_params && page.v_params && st.k_rows[p] && st.v_rows[p]) {
-            for (int g = 0; g < a.gqa; g++) {
-                const float lse = st.lse[(size_t) token * a.n_head + kvh * a.gqa + g] * TO_BASE_2;
-                if (lse == -INFINITY) { continue; }
-                const float4 x = __ldcg((const float4 *) (logits + (size_t) g * a.n_logits + i));
-                sum.x += exp2f(x.x - lse);
-                sum.y += exp2f(x.y - lse);
-                sum.z += exp2f(x.z - lse);
-                sum.w += exp2f(x.w - lse);
-            }
-        }
-        const float y[4] = { sum.x, sum.y, sum.z, sum.w };
-        for (int j = 0; j < 4; j++) {
-            if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
-        }
-        *(float4 *) (scores + i) = sum;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) {
-        if (bins[i]) { atomicAdd(&st.sums[at].bins[i], bins[i]); }
-    }
-}
-
-// The bin that the last of `top` cells lies in, -1: all cells are picked; above: cells of higher bins.
-static __device__ void find_bin(const uint32_t * bins, int top, uint32_t * parts, int & bin, int & above) {
+// The bin that the last of `top` cells lies in, -1: all cells fit; above: cells of higher bins. bins: shared memory
+static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int & above) {
     constexpr int EACH = FAR_BINS / THREADS; // from the highest bin down
+    __shared__ uint32_t of_warps[THREADS / 32];
     __shared__ int found[2];
-    const int first = FAR_BINS - 1 - (int) threadIdx.x * EACH;
+    const int first = FAR_BINS - 1 - (int) threadIdx.x * EACH, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t mine = 0;
-    for (int i = 0; i < EACH; i++) { mine += __ldcg(bins + first - i); }
-    if (threadIdx.x == 0) {
-        found[0] = -1;
-        found[1] = 0;
+    for (int i = 0; i < EACH; i++) { mine += bins[first - i]; }
+    uint32_t sum = mine;
+    for (int d = 1; d < 32; d *= 2) {
+        const uint32_t before = __shfl_sync(~0u, sum, (lane - d) & 31);
+        sum += lane >= d ? before : 0;
     }
-    parts[threadIdx.x] = mine;
+    if (lane == 31) { of_warps[warp] = sum; }
+    if (threadIdx.x == 0) { found[0] = found[1] = -1; }
     __syncthreads();
-    for (int d = 1; d < THREADS; d *= 2) {
-        const uint32_t before = (int) threadIdx.x >= d ? parts[threadIdx.x - d] : 0;
-        __syncthreads();
-        parts[threadIdx.x] += before;
-        __syncthreads();
-    }
-    uint32_t sum = parts[threadIdx.x] - mine;
-    if (sum < (uint32_t) top && parts[threadIdx.x] > (uint32_t) top) { // more than there is room for
+    for (int w = 0; w < warp; w++) { sum += of_warps[w]; }
+    uint32_t before = sum - mine;
+    if (before <= (uint32_t) top && sum > (uint32_t) top) { // more than there is room for
         for (int i = 0; i < EACH; i++) {
-            const uint32_t here = __ldcg(bins + first - i);
-            if (sum + here > (uint32_t) top) {
+            const uint32_t here = bins[first - i];
+            if (before + here > (uint32_t) top) {
                 found[0] = first - i;
-                found[1] = (int) sum;
+                found[1] = (int) before;
                 break;
             }
-            sum += here;
-        }
-    } else if (sum == (uint32_t) top && mine) { // full before this thread's first cell: none of it is taken
-        for (int i = 0; i < EACH; i++) {
-            if (__ldcg(bins + first - i)) {
-                found[0] = first - i;
-                found[1] = (int) sum;
-                break;
-            }
+            before += here;
         }
     }
     __syncthreads();
     bin = found[0];
     above = found[1];
+    __syncthreads();
 }
 
-// Of one bin the `need` largest keys, one after another from the highest byte on: where the bin has too many.
-static __device__ void pick_many(const float * scores, int n, int bin, int need, int32_t * out, uint32_t * parts) {
+static __device__ __forceinline__ float score_of(unsigned long long key) { return __int_as_float((int) (key >> 32)); }
+static __device__ __forceinline__ int cell_of(unsigned long long key) { return (int) ~(uint32_t) key; }
+
+// Of one bin the `need` largest keys, from the highest byte on: where the bin has too many.
+static __device__ void pick_many(const unsigned long long * keys, int n, int bin, int need, int32_t * out) {
+    __shared__ uint32_t counts[256];
     __shared__ unsigned long long least; // of the keys that are taken
     __shared__ int left;
     if (threadIdx.x == 0) {
@@ -106,20 +63,19 @@ static __device__ void pick_many(const float * scores, int n, int bin, int need,
         left = need;
     }
     for (int shift = 56; shift >= 0; shift -= 8) {
-        parts[threadIdx.x] = 0;
+        counts[threadIdx.x] = 0;
         __syncthreads();
         const unsigned long long so_far = least;
         for (int i = threadIdx.x; i < n; i += THREADS) {
-            const float x = scores[i];
-            const unsigned long long key = key_of(x, i);
-            if (x > 0.0f && bin_of(x) == bin && (shift == 56 || key >> (shift + 8) == so_far >> (shift + 8))) {
-                atomicAdd(&parts[key >> shift & 255], 1u);
+            const unsigned long long key = __ldcg(keys + i);
+            if (bin_of(score_of(key)) == bin && (shift == 56 || key >> (shift + 8) == so_far >> (shift + 8))) {
+                atomicAdd(&counts[key >> shift & 255], 1u);
             }
         }
         __syncthreads();
         if (threadIdx.x == 0) {
             int digit = 255;
-            while (digit > 0 && parts[digit] < (uint32_t) left) { left -= (int) parts[digit--]; }
+            while (digit > 0 && counts[digit] < (uint32_t) left) { left -= (int) counts[digit--]; }
             least |= (unsigned long long) digit << shift;
         }
         __syncthreads();
@@ -127,37 +83,98 @@ static __device__ void pick_many(const float * scores, int n, int bin, int need,
     if (threadIdx.x == 0) { left = 0; }
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += THREADS) {
-        const float x = scores[i];
-        if (x > 0.0f && bin_of(x) == bin && key_of(x, i) >= least) { out[atomicAdd(&left, 1)] = i; }
+        const unsigned long long key = __ldcg(keys + i);
+        if (bin_of(score_of(key)) == bin && key >= least) { out[atomicAdd(&left, 1)] = cell_of(key); }
     }
 }
 
-// Block: as above. The last one of a query token and KV head puts the picks in order.
+// log2 of the sum of a row's exponentials: of all blocks that made logits, and the sink's
+static __device__ float row_sum(const kvq_far_args & a, const float2 * tops, int head) {
+    const int lane = threadIdx.x % 32;
+    float m = a.sinks ? a.sinks[head] * TO_BASE_2 : -INFINITY, l = 0.0f;
+    const float sink = m;
+    for (int i = lane; i < a.n_splits; i += 32) { m = fmaxf(m, __ldcg(tops + i).x); }
+    for (int d = 16; d; d /= 2) { m = fmaxf(m, __shfl_xor_sync(~0u, m, d)); }
+    if (m == -INFINITY) { return m; }
+    for (int i = lane; i < a.n_splits; i += 32) {
+        const float2 x = __ldcg(tops + i);
+        l += x.x == -INFINITY ? 0.0f : x.y * exp2f(x.x - m);
+    }
+    for (int d = 16; d; d /= 2) { l += __shfl_xor_sync(~0u, l, d); }
+    return m + log2f(l + (a.sinks ? exp2f(sink - m) : 0.0f));
+}
+
+// Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, at least `top`; the last block
+// picks from what all have left.
 static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {
+    early_start();
+    constexpr int EACH = FAR_CHUNK / THREADS;
     extern __shared__ __align__(16) uint8_t memory[];
     unsigned long long * const close = (unsigned long long *) memory; // [FAR_CLOSE]
     int32_t * const cells = (int32_t *) (close + FAR_CLOSE);          // [top]
-    __shared__ uint32_t parts[THREADS];
-    __shared__ int last, n_cells;
-    const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv;
+    float * const lse = (float *) (cells + (a.top + 3) / 4 * 4);      // [gqa]
+    __shared__ uint32_t bins[FAR_BINS];
+    __shared__ int last, n_left, first_left, n_cells, n_close;
+    const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv, warp = threadIdx.x / 32;
     const auto & st = a.stream[blockIdx.z];
-    const size_t at = (size_t) token * a.n_head_kv + kvh;
-    const int n = a.n_near * a.page_cells, end = min((int) (blockIdx.x + 1) * FAR_CHUNK, n);
+    const size_t at = (size_t) token * a.n_head_kv + kvh, row0 = (size_t) kvh * a.n_rows + (size_t) token * a.gqa;
+    const int n = a.n_near * a.page_cells;
+    const auto clear = [&] {
+        for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
+    };
+    clear();
+    if (threadIdx.x == 0) { n_left = 0; }
+    early_wait();
+    for (int g = warp; g < a.gqa; g += THREADS / 32) {
+        const float x = row_sum(a, (const float2 *) st.tops + (row0 + g) * a.n_splits, kvh * a.gqa + g);
+        if (threadIdx.x % 32 == 0) { lse[g] = x; }
+    }
+    __syncthreads();
+    float * const logits = st.logits + row0 * a.n_logits;
+    float y[EACH];
+#pragma unroll
+    for (int j = 0; j < EACH / 4; j++) { // a page has 32 cells or more
+        const int i = blockIdx.x * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x), p = i / a.page_cells;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < n) {
+            const kvq_page & page = st.pages[p];
+            if (page.n_slots && page.k_params && page.v_params && st.k_rows[p] && st.v_rows[p]) {
+                for (int g = 0; g < a.gqa; g++) {
+                    const float of = lse[g];
+                    if (of == -INFINITY) { continue; }
+                    const float4 x = __ldcg((const float4 *) (logits + (size_t) g * a.n_logits + i));
+                    sum.x += exp2f(x.x - of);
+                    sum.y += exp2f(x.y - of);
+                    sum.z += exp2f(x.z - of);
+                    sum.w += exp2f(x.w - of);
+                }
+            }
+        }
+        y[4 * j] = sum.x;
+        y[4 * j + 1] = sum.y;
+        y[4 * j + 2] = sum.z;
+        y[4 * j + 3] = sum.w;
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
+    }
+    __syncthreads();
+    int bin, above, mine = 0;
+    find_bin(bins, a.top, bin, above);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) { mine += y[j] > 0.0f && bin_of(y[j]) >= bin; }
+    int to = mine ? atomicAdd(&n_left, mine) : 0;
+    __syncthreads();
     kvq_far_sums & sums = st.sums[at];
-    const float * scores = st.scores + at * n;
-    int bin, above;
-    find_bin(sums.bins, a.top, parts, bin, above);
-    const int need = bin < 0 ? 0 : a.top - above;
-    int32_t *sure = st.sure + at * a.top, *picks = st.picks + at * a.top;
-    for (int i = blockIdx.x * FAR_CHUNK + threadIdx.x; i < end; i += THREADS) {
-        const float x = scores[i];
-        if (!(x > 0.0f)) { continue; }
-        const int of = bin_of(x);
-        if (of > bin) {
-            sure[atomicAdd(&sums.n_sure, 1u)] = i;
-        } else if (of == bin && need) {
-            const uint32_t to = atomicAdd(&sums.n_close, 1u);
-            if (to < FAR_CLOSE) { sums.close[to] = key_of(x, i); }
+    if (threadIdx.x == 0) { first_left = n_left ? (int) atomicAdd(&sums.n_left, (uint32_t) n_left) : 0; }
+    __syncthreads();
+    unsigned long long * const keys = st.keys + at * n;
+    to += first_left;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        if (y[j] > 0.0f && bin_of(y[j]) >= bin) {
+            keys[to++] = key_of(y[j], blockIdx.x * FAR_CHUNK + 4 * (j / 4 * THREADS + (int) threadIdx.x) + j % 4);
         }
     }
     __threadfence();
@@ -166,26 +183,40 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     __syncthreads();
     if (!last) { return; }
     __threadfence();
-    const int n_sure = (int) __ldcg(&sums.n_sure), n_close = (int) __ldcg(&sums.n_close);
-    for (int i = threadIdx.x; i < n_sure; i += THREADS) { cells[i] = __ldcg(sure + i); }
-    if (threadIdx.x == 0) { n_cells = n_sure; }
+    const int n_keys = (int) __ldcg(&sums.n_left);
+    clear();
+    if (threadIdx.x == 0) { n_cells = n_close = 0; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n_keys; i += THREADS) { atomicAdd(&bins[bin_of(score_of(__ldcg(keys + i)))], 1u); }
+    __syncthreads();
+    find_bin(bins, a.top, bin, above);
+    const int need = bin < 0 ? 0 : a.top - above;
+    for (int i = threadIdx.x; i < n_keys; i += THREADS) {
+        const unsigned long long key = __ldcg(keys + i);
+        const int of = bin_of(score_of(key));
+        if (of > bin) {
+            cells[atomicAdd(&n_cells, 1)] = cell_of(key);
+        } else if (of == bin && need) {
+            const int to = atomicAdd(&n_close, 1);
+            if (to < FAR_CLOSE) { close[to] = key; }
+        }
+    }
     __syncthreads();
     if (n_close > FAR_CLOSE) {
-        pick_many(scores, n, bin, need, cells + n_sure, parts);
-        if (threadIdx.x == 0) { n_cells = n_sure + need; }
-    } else if (need) {
-        for (int i = threadIdx.x; i < n_close; i += THREADS) { close[i] = __ldcg(sums.close + i); }
+        pick_many(keys, n_keys, bin, need, cells + n_cells);
         __syncthreads();
+        if (threadIdx.x == 0) { n_cells += need; }
+    } else {
         for (int i = threadIdx.x; i < n_close; i += THREADS) {
             const unsigned long long mine = close[i];
             int rank = 0;
             for (int j = 0; j < n_close; j++) { rank += close[j] > mine; }
-            if (rank < need) { cells[atomicAdd(&n_cells, 1)] = (int32_t) ~(uint32_t) mine; }
+            if (rank < need) { cells[atomicAdd(&n_cells, 1)] = cell_of(mine); }
         }
     }
     __syncthreads();
     const int n_picks = n_cells;
-    float * logits = st.logits + ((size_t) kvh * a.n_rows + (size_t) token * a.gqa) * a.n_logits;
+    int32_t * const picks = st.picks + at * a.top;
     for (int i = threadIdx.x; i < a.top; i += THREADS) { // in the order of cells, whoever was first
         if (i >= n_picks) {
             picks[i] = -1;
@@ -197,9 +228,8 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         picks[rank] = mine;
         for (int g = 0; g < a.gqa && !a.ahead; g++) { logits[(size_t) g * a.n_logits + mine] = -INFINITY; }
     }
-    for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { sums.bins[i] = 0; }
     if (threadIdx.x == 0) {
-        sums.n_sure = sums.n_close = sums.n_done = 0;
+        sums.n_left = sums.n_done = 0;
         if (st.counts) {
             if (!a.ahead) { atomicAdd(st.counts, (unsigned long long) n_picks); }
             if (token == 0 && a.first) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
@@ -301,9 +331,11 @@ static __device__ __forceinline__ uint4 as_uint4(const uint16_t (&x)[8]) {
 // A warp: one slot of picked cells of a KV head. Its logits for the rows of its query token, minus infinity for
 // others; its values as an open row.
 static __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_constant__ kvq_far_args a) {
+    early_start();
     const int kvh = blockIdx.y, lane = threadIdx.x % 32, slot = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     const auto & st = a.stream[blockIdx.z];
     if (slot >= a.n_slots) { return; }
+    early_wait();
     const int token = slot / a.top, units = (a.head_size + 7) / 8;
     const int cell =
         token < a.n_q ? st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + slot % a.top] : -1;
@@ -450,15 +482,10 @@ void kvq_launch_far_overlay(const kvq_far_overlay & a, int n_pages, cudaStream_t
     overlay_kernel<<<dim3(n_pages, a.n_head), THREADS, 0, stream>>>(a);
 }
 
-void kvq_launch_far_scores(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
-    const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
-    scores_kernel<<<grid, THREADS, 0, stream>>>(a);
-}
-
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
-    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + ((size_t) a.top + 3) / 4 * 16;
-    pick_kernel<<<grid, THREADS, nb, stream>>>(a);
+    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
+    kvq_launch_early(pick_kernel, grid, THREADS, nb, stream, a);
 }
 
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
@@ -467,7 +494,8 @@ void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t s
 
 void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     constexpr int SLOTS = THREADS / 32;
-    gather_kernel<<<dim3((a.n_slots + SLOTS - 1) / SLOTS, a.n_head_kv, n_streams), THREADS, 0, stream>>>(a);
+    const dim3 grid((a.n_slots + SLOTS - 1) / SLOTS, a.n_head_kv, n_streams);
+    kvq_launch_early(gather_kernel, grid, THREADS, 0, stream, a);
 }
 
 void kvq_launch_far_put(const kvq_far_jobs & a, int n, cudaStream_t stream) {

@@ -8,12 +8,11 @@ constexpr int FAR_BINS = 1536;   // of scores: 32 in a power of two, from 2^-40 
 constexpr int FAR_CLOSE = 1024;  // cells of the last bin that are put in order at once
 constexpr int FAR_MOST = 4096;   // cells that are picked, at most
 constexpr int FAR_CHUNK = 2048;  // slots of a block
+static_assert(FAR_BINS * sizeof(uint32_t) + FAR_CLOSE * 8 + FAR_MOST * 4 < 40 << 10, "48 KB are always there");
 
 // what blocks of a query token and KV head share, zeros between calls
 struct kvq_far_sums {
-    uint32_t bins[FAR_BINS];
-    uint32_t n_sure, n_close, n_done, unused;
-    unsigned long long close[FAR_CLOSE];
+    uint32_t n_left, n_done; // cells that blocks have left, and blocks that have
 };
 
 struct kvq_far_args {
@@ -23,6 +22,8 @@ struct kvq_far_args {
     int format, head_size, stride_k, stride_v, v_tile; // v_tile: channels of a page of picked values
     int n_head_log2;
     size_t nb_row_k, nb_row_v;
+    int n_splits;
+    const float * sinks;
     float scale, softcap, max_bias, m0, m1;
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head;
     struct {
@@ -30,10 +31,11 @@ struct kvq_far_args {
         const __half * mask;
         const kvq_page * pages;
         const void *const *k_rows, *const *v_rows;
-        const float * lse; // of near cells, [token][head]
-        float *logits, *scores; // scores: [token][head kv][n_near * page_cells]
+        const float * tops; // of near logits, [head kv][row][n_splits][largest, sum]
+        float * logits;
+        unsigned long long * keys; // [token][head kv][n_near * page_cells]
         kvq_far_sums * sums;    // [token][head kv]
-        int32_t *sure, *picks;  // [token][head kv][top]; sure: in any order
+        int32_t * picks;        // [token][head kv][top]
         uint16_t * values;      // [page][head kv][page_cells][stride_v]
         int32_t * kept; // [head kv][top], of the call before
         unsigned long long * counts;
@@ -41,7 +43,6 @@ struct kvq_far_args {
 };
 static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 KiB");
 
-void kvq_launch_far_scores(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream);

@@ -62,6 +62,9 @@ struct far_lane {
 static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked, bool all = false) {
     const attention_case & c = f.c;
     world w(d, c);
+    const char * why = d.refuse_far(w.k.codec, w.v.codec, f.top);
+    CHECK(!why || getenv("KVQ_CUDA_AS"), "refused: %s", why);
+    if (why) { return 0.0; }
     const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells, np = w.k.n_pages,
               n_kv = std::min(c.n_cells, np * P) - uniform(0, 20), n_mask = (n_kv + 63) / 64 * 64;
     std::vector<uint8_t> has(w.pages.size());
