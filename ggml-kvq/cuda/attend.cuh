@@ -54,7 +54,7 @@ struct kvq_attend_args {
         const kvq_page * pages;
         float * lse;
         const int32_t * positions;
-        float *logits, *tops; // tops: [head kv][row][split][largest logit, sum of exponentials over it]
+        float *logits, *tops;    // tops: [head kv][row][split][largest logit, sum of exponentials over it]
         const uint16_t * picked; // values of cells that were picked, pages of open rows
     } stream[KVQ_ATTEND_STREAMS];
 };

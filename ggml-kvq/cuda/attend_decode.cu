@@ -108,7 +108,8 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     }
     a.v_groups = codes ? (D + a.v.group - 1) / a.v.group : 0;
     a.k_parts_log2 = !codes || a.part == 2 || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
-    a.fine = codes && !a.part && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 && a.k.bits == a.v.bits;
+    a.fine = codes && !a.part && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 &&
+        a.k.bits == a.v.bits;
     // scales of 32 cells in columns of their own leave room for 4 rows in a block
     const bool of_32 = codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5;
     if (of_32 && !a.part && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }

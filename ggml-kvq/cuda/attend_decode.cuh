@@ -238,7 +238,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                         copy_fine<D, KB, VB, FINE == 2, G>(a, of, to, page, kvh, t, true, true);
                     } else if constexpr (ROTATED) {
                         copy_lattice<D, KB, VB>(a, of, to, page, kvh, t, PART != VALUES, PART != LOGITS, raw);
-                        if constexpr (MEANS && PART != VALUES) { load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
+                        if constexpr (MEANS && PART != VALUES) {
+                            load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0);
+                        }
                     } else {
                         copy_stage<D, KB, VB>(a, of, to, page, kvh, t, PART != VALUES, PART != LOGITS);
                     }
@@ -296,8 +298,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             const bool here = sel >> g / 4 & 1;
             uint32_t mk[2][4] = {};
             if constexpr (PART == VALUES) { // in the logits
-            } else if (by_lane) {        // behind the products
-            } else if constexpr (FINE) { // this thread has cells of both halves
+            } else if (by_lane) {           // behind the products
+            } else if constexpr (FINE) {    // this thread has cells of both halves
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int from = both ? h : first, slot = first_cell(half_of(unit, from)) + 2 * g;
@@ -522,7 +524,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
         }
         __syncthreads();
-        const int r = threadIdx.x, n = of.teams << columns_log2; // a thread: a row, of all teams and parts of its columns
+        const int r = threadIdx.x,
+                  n = of.teams << columns_log2; // a thread: a row, of all teams and parts of its columns
         if (r >= min(per_row, a.n_rows - row0)) { return; }
         const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n; };
         const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };

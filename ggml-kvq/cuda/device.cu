@@ -263,15 +263,16 @@ void kvq_cuda_device::zero(void * p, size_t nb) {
 void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
     use();
     // far rows too, which lie on the host
-    check(cudaMemcpyAsync(to, from, nb, pinned.empty() ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault,
-              (cudaStream_t) stream),
+    check(cudaMemcpyAsync(
+              to, from, nb, pinned.empty() ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault, (cudaStream_t) stream),
         "cudaMemcpyAsync");
 }
 
 void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
     use();
     const auto at = pinned.upper_bound(from);
-    if (at != pinned.begin() && (const uint8_t *) from < (const uint8_t *) std::prev(at)->first + std::prev(at)->second) {
+    if (at != pinned.begin() &&
+        (const uint8_t *) from < (const uint8_t *) std::prev(at)->first + std::prev(at)->second) {
         synchronize(); // far rows that are on their way
         memcpy(host, from, nb);
         return;
@@ -509,7 +510,8 @@ void kvq_cuda_device::attend(
             held.clear();
         }
         flush_rows();
-        if ((a.n_rows > PROMPT_ROWS || (f.far && f.far->fetch == KVQ_FETCH_ALL)) && !a.waves && attend_rows(a, codec_k, codec_v, attn + i0, n_streams)) {
+        if ((a.n_rows > PROMPT_ROWS || (f.far && f.far->fetch == KVQ_FETCH_ALL)) && !a.waves &&
+            attend_rows(a, codec_k, codec_v, attn + i0, n_streams)) {
             continue;
         }
         if (f.far && f.far->fetch == KVQ_FETCH_ALL) {

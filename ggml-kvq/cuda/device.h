@@ -18,8 +18,12 @@ struct kvq_device_rotary;
 struct kvq_row_place;
 struct kvq_far_args;
 
-class kvq_cuda_device : public kvq_device, public kvq_turn_engine, public kvq_chain_engine, public kvq_score_engine,
-                        public kvq_fetch_engine {
+class kvq_cuda_device :
+    public kvq_device,
+    public kvq_turn_engine,
+    public kvq_chain_engine,
+    public kvq_score_engine,
+    public kvq_fetch_engine {
 public:
     explicit kvq_cuda_device(int ordinal);
     ~kvq_cuda_device() override;
@@ -181,8 +185,8 @@ private:
     bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
     void overlay_far(const kvq_attn & a, bool value, const kvq_row_place & to);
     // false: not possible, nothing is done
-    bool attend_rows(const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn,
-        int n_streams);
+    bool attend_rows(
+        const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams);
     // sealed pages as open ones, into a workspace of one layer
     bool unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain);
     void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles);
@@ -208,13 +212,15 @@ private:
     std::vector<tile_copy> to_copy;
     std::vector<std::pair<kvq_page *, kvq_page>> to_put;
     std::vector<std::pair<uint64_t *, uint64_t>> to_set; // one word each: addresses
-    struct far_batch; // pages of one shape
+    struct far_batch;                                    // pages of one shape
     void flush_far();
     std::vector<std::shared_ptr<far_batch>> to_far;
     uint8_t *far_sums = nullptr, *far_memory = nullptr;
     size_t n_far_sums = 0, nb_far_memory = 0;
     std::map<const void *, size_t> pinned; // alloc_far
-    bool waits() const { return !to_seal.empty() || !to_far.empty() || !to_copy.empty() || !to_put.empty() || !to_set.empty(); }
+    bool waits() const {
+        return !to_seal.empty() || !to_far.empty() || !to_copy.empty() || !to_put.empty() || !to_set.empty();
+    }
     uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed
     std::string err, kernels;

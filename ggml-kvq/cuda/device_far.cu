@@ -60,7 +60,9 @@ void kvq_cuda_device::flush_far() {
         for (size_t i = 0; i < b->jobs.size(); i += kvq_far_jobs::MOST) {
             const int n = (int) std::min<size_t>(b->jobs.size() - i, kvq_far_jobs::MOST);
             kvq_far_jobs a = b->shape;
-            for (int j = 0; j < n; j++) { a.job[j] = { b->jobs[i + (size_t) j].first, b->jobs[i + (size_t) j].second }; }
+            for (int j = 0; j < n; j++) {
+                a.job[j] = { b->jobs[i + (size_t) j].first, b->jobs[i + (size_t) j].second };
+            }
             kvq_launch_far_put(a, n, (cudaStream_t) stream);
         }
     }
@@ -93,8 +95,10 @@ bool kvq_cuda_device::attend_far(
         if (err.empty()) { err = what; }
         return false;
     };
-    const int H = all.n_head_kv, P = all.page_cells, parts = all.k.np == 0 || all.k.group % 64 == 0 ? 0
-                 : all.k.group % 32 == 0 ? 1 : 2;
+    const int H = all.n_head_kv, P = all.page_cells,
+              parts = all.k.np == 0 || all.k.group % 64 == 0 ? 0
+        : all.k.group % 32 == 0                              ? 1
+                                                             : 2;
     // few enough rows for a few blocks of columns; a token at least
     const int most = std::max(1, (32 >> parts) / all.gqa);
     for (int t0 = 0; t0 < all.n_q; t0 += most) {
@@ -108,7 +112,8 @@ bool kvq_cuda_device::attend_far(
         // of a stream, for the longest cache: pages open while a recording is in use
         const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * (n_far_pages + n_picked) * P * sizeof(float), 256),
                      nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
-                     nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256), nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256), n_page = (size_t) H * P * a.v.stride,
+                     nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
+                     nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256), n_page = (size_t) H * P * a.v.stride,
                      nb_values = kvq_pad(n_picked * n_page * sizeof(uint16_t), 256),
                      nb = nb_logits + nb_keys + nb_tops + nb_list + nb_values;
         if (!grow(far_memory, nb_far_memory, S * nb, "attention's logits") ||

@@ -154,7 +154,9 @@ const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & 
         (k.head_size > 256 && k.head_size <= 384)) {
         return "CUDA fetches far rows for heads of 16 to 512 channels, in steps of 16, but for 272 to 384";
     }
-    if (k.type == KVQ_TYPE_LATTICE && (k.group != 2 || v.group != 2)) { return "CUDA fetches far rows for grids of d=2"; }
+    if (k.type == KVQ_TYPE_LATTICE && (k.group != 2 || v.group != 2)) {
+        return "CUDA fetches far rows for grids of d=2";
+    }
     if (k.type == KVQ_TYPE_AFFINE && (!k.bits || !v.bits || k.scale != v.scale || k.group % 16 || v.group % 16)) {
         return "CUDA fetches far rows for groups that are multiples of 16 and scales of one kind";
     }

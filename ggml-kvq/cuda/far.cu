@@ -10,6 +10,9 @@ static __device__ __forceinline__ int bin_of(float score) {
     return min(max(bin, 0), FAR_BINS - 1);
 }
 
+// within a bin that is neither the first nor the last
+static __device__ __forceinline__ int part_of(float score) { return (int) (__float_as_uint(score) >> 8 & 1023); }
+
 // of two scores the higher one, of two equal ones the earlier cell, is the larger key
 static __device__ __forceinline__ unsigned long long key_of(float score, int cell) {
     return (unsigned long long) __float_as_uint(score) << 32 | (uint32_t) ~cell;
@@ -54,7 +57,8 @@ static __device__ __forceinline__ float score_of(unsigned long long key) { retur
 static __device__ __forceinline__ int cell_of(unsigned long long key) { return (int) ~(uint32_t) key; }
 
 // Of one bin the `need` largest keys, from the highest byte on: where the bin has too many.
-static __device__ void pick_many(const unsigned long long * keys, int n, int bin, int need, int32_t * out) {
+static __device__ void pick_many(const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
+    const auto is_close = [&](float x) { return bin_of(x) == bin && (part < 0 || part_of(x) == part); };
     __shared__ uint32_t counts[256];
     __shared__ unsigned long long least; // of the keys that are taken
     __shared__ int left;
@@ -68,7 +72,7 @@ static __device__ void pick_many(const unsigned long long * keys, int n, int bin
         const unsigned long long so_far = least;
         for (int i = threadIdx.x; i < n; i += THREADS) {
             const unsigned long long key = __ldcg(keys + i);
-            if (bin_of(score_of(key)) == bin && (shift == 56 || key >> (shift + 8) == so_far >> (shift + 8))) {
+            if (is_close(score_of(key)) && (shift == 56 || key >> (shift + 8) == so_far >> (shift + 8))) {
                 atomicAdd(&counts[key >> shift & 255], 1u);
             }
         }
@@ -84,7 +88,7 @@ static __device__ void pick_many(const unsigned long long * keys, int n, int bin
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += THREADS) {
         const unsigned long long key = __ldcg(keys + i);
-        if (bin_of(score_of(key)) == bin && key >= least) { out[atomicAdd(&left, 1)] = cell_of(key); }
+        if (is_close(score_of(key)) && key >= least) { out[atomicAdd(&left, 1)] = cell_of(key); }
     }
 }
 
@@ -190,20 +194,31 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     for (int i = threadIdx.x; i < n_keys; i += THREADS) { atomicAdd(&bins[bin_of(score_of(__ldcg(keys + i)))], 1u); }
     __syncthreads();
     find_bin(bins, a.top, bin, above);
-    const int need = bin < 0 ? 0 : a.top - above;
+    int need = bin < 0 ? 0 : a.top - above, part = -1;
+    if (need && bin && bin < FAR_BINS - 1) { // the next 10 bits of the mantissa
+        clear();
+        __syncthreads();
+        for (int i = threadIdx.x; i < n_keys; i += THREADS) {
+            const float x = score_of(__ldcg(keys + i));
+            if (bin_of(x) == bin) { atomicAdd(&bins[part_of(x)], 1u); }
+        }
+        __syncthreads();
+        find_bin(bins, need, part, above);
+        need -= above;
+    }
     for (int i = threadIdx.x; i < n_keys; i += THREADS) {
         const unsigned long long key = __ldcg(keys + i);
-        const int of = bin_of(score_of(key));
-        if (of > bin) {
+        const int of = bin_of(score_of(key)), of_part = part < 0 ? -1 : part_of(score_of(key));
+        if (of > bin || (of == bin && of_part > part)) {
             cells[atomicAdd(&n_cells, 1)] = cell_of(key);
-        } else if (of == bin && need) {
+        } else if (of == bin && of_part == part && need) {
             const int to = atomicAdd(&n_close, 1);
             if (to < FAR_CLOSE) { close[to] = key; }
         }
     }
     __syncthreads();
     if (n_close > FAR_CLOSE) {
-        pick_many(keys, n_keys, bin, need, cells + n_cells);
+        pick_many(keys, n_keys, bin, part, need, cells + n_cells);
         __syncthreads();
         if (threadIdx.x == 0) { n_cells += need; }
     } else {
@@ -242,7 +257,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
 static __global__ void __launch_bounds__(THREADS) recall_kernel(const __grid_constant__ kvq_far_args a) {
     extern __shared__ __align__(16) uint8_t memory[];
     int32_t * const old = (int32_t *) memory; // [top]
-    __shared__ int n_new, n_hits; // n_new: rows that have to come for the next call
+    __shared__ int n_new, n_hits;             // n_new: rows that have to come for the next call
     const int kvh = blockIdx.x;
     const auto & st = a.stream[blockIdx.y];
     int32_t * kept = st.kept + (size_t) kvh * a.top;
@@ -337,8 +352,7 @@ static __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_con
     if (slot >= a.n_slots) { return; }
     early_wait();
     const int token = slot / a.top, units = (a.head_size + 7) / 8;
-    const int cell =
-        token < a.n_q ? st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + slot % a.top] : -1;
+    const int cell = token < a.n_q ? st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + slot % a.top] : -1;
     float * logits = st.logits + (size_t) kvh * a.n_rows * a.n_logits + (size_t) a.n_near * a.page_cells + slot;
     for (int row = lane; row < a.n_rows; row += 32) {
         if (cell < 0 || row / a.gqa != token) { logits[(size_t) row * a.n_logits] = -INFINITY; }
@@ -390,7 +404,8 @@ static __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_con
         float logit = a.scale * sum;
         if (a.softcap != 0.0f) { logit = a.softcap * tanhf(logit / a.softcap); }
         if (st.mask) {
-            const float slope = a.max_bias <= 0.0f ? 1.0f
+            const float slope = a.max_bias <= 0.0f
+                ? 1.0f
                 : exp2f(head < a.n_head_log2 ? a.m0 * (float) (head + 1)
                                              : a.m1 * (float) (2 * (head - a.n_head_log2) + 1));
             logit += slope *
@@ -410,7 +425,9 @@ static __global__ void __launch_bounds__(THREADS) put_kernel(const __grid_consta
         const uint16_t * from = j.tile + (size_t) row * a.stride;
         uint8_t * to = (uint8_t *) j.rows + (size_t) row * a.nb_row;
         if (a.format == KVQ_FAR_F16) {
-            for (int u = lane; u < a.stride / 8; u += 32) { *(uint4 *) (to + 16 * u) = *(const uint4 *) (from + 8 * u); }
+            for (int u = lane; u < a.stride / 8; u += 32) {
+                *(uint4 *) (to + 16 * u) = *(const uint4 *) (from + 8 * u);
+            }
             continue;
         }
         for (int b = 0; b < n_blocks; b++) { // a lane: a channel
@@ -466,8 +483,7 @@ static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_co
     const uint8_t * rows = (const uint8_t *) (a.to.value ? a.v_rows : a.k_rows)[p] + (size_t) h * a.n_cells * a.nb_row;
     const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
     const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
-    uint16_t * to =
-        a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
+    uint16_t * to = a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
     for (int i = threadIdx.x; i < n * units; i += THREADS) {
         const int t = i / units, u = i % units;
         uint16_t y[8];

@@ -4,10 +4,10 @@
 
 #include "attend.cuh"
 
-constexpr int FAR_BINS = 1536;   // of scores: 32 in a power of two, from 2^-40 on
-constexpr int FAR_CLOSE = 1024;  // cells of the last bin that are put in order at once
-constexpr int FAR_MOST = 4096;   // cells that are picked, at most
-constexpr int FAR_CHUNK = 2048;  // slots of a block
+constexpr int FAR_BINS = 1536;  // of scores: 32 in a power of two, from 2^-40 on
+constexpr int FAR_CLOSE = 1024; // cells of the last bin that are put in order at once
+constexpr int FAR_MOST = 4096;  // cells that are picked, at most
+constexpr int FAR_CHUNK = 2048; // slots of a block
 static_assert(FAR_BINS * sizeof(uint32_t) + FAR_CLOSE * 8 + FAR_MOST * 4 < 40 << 10, "48 KB are always there");
 
 // what blocks of a query token and KV head share, zeros between calls
@@ -34,10 +34,10 @@ struct kvq_far_args {
         const float * tops; // of near logits, [head kv][row][n_splits][largest, sum]
         float * logits;
         unsigned long long * keys; // [token][head kv][n_near * page_cells]
-        kvq_far_sums * sums;    // [token][head kv]
-        int32_t * picks;        // [token][head kv][top]
-        uint16_t * values;      // [page][head kv][page_cells][stride_v]
-        int32_t * kept; // [head kv][top], of the call before
+        kvq_far_sums * sums;       // [token][head kv]
+        int32_t * picks;           // [token][head kv][top]
+        uint16_t * values;         // [page][head kv][page_cells][stride_v]
+        int32_t * kept;            // [head kv][top], of the call before
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };

@@ -46,10 +46,13 @@ struct far_lane {
             }
             d.get(got.data(), rows[p], nb_page);
             for (int t = 0; t < n; t++) { // padding is nobody's
-                const size_t nb_row = nb_page / n, used = kvq_far_row_bytes(format, D) -
-                    (format == KVQ_FAR_F16 ? 0 : kvq_far_row_bytes(format, D) - (D + 31) / 32 * (format == KVQ_FAR_Q8 ? 34 : 18));
-                CHECK(!memcmp(&want[t * nb_row], &got[t * nb_row], used), "far row %d of page %zu, format %d D %d", t, p,
-                    format, D);
+                const size_t nb_row = nb_page / n,
+                             used = kvq_far_row_bytes(format, D) -
+                    (format == KVQ_FAR_F16
+                            ? 0
+                            : kvq_far_row_bytes(format, D) - (D + 31) / 32 * (format == KVQ_FAR_Q8 ? 34 : 18));
+                CHECK(!memcmp(&want[t * nb_row], &got[t * nb_row], used), "far row %d of page %zu, format %d D %d", t,
+                    p, format, D);
             }
             device_bytes tile(d, l.nb_frame);
             d.get_far(l, format, rows[p], (uint16_t *) tile.p);
@@ -111,8 +114,9 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
         x.dst_stride_head = D;
         x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * np;
         w.leave_out(x, s);
-        far[s] = { all ? KVQ_FETCH_ALL : KVQ_FETCH_NOW, f.top, f.format, P, (const void * const *) tk.p + (size_t) s * np,
-            (const void * const *) tv.p + (size_t) s * np, nullptr, (uint64_t *) counts.p };
+        far[s] = { all ? KVQ_FETCH_ALL : KVQ_FETCH_NOW, f.top, f.format, P,
+            (const void * const *) tk.p + (size_t) s * np, (const void * const *) tv.p + (size_t) s * np, nullptr,
+            (uint64_t *) counts.p };
         x.far = &far[s];
     }
     const int64_t before = d.n_far;
@@ -219,23 +223,69 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
         }
     }
     const std::vector<uint64_t> counted = counts.get<uint64_t>();
-    CHECK(all || (counted[0] == 2 * n_picked && counted[3] == 2ull * c.n_stream), "%d rows counted, not %d, in %d steps",
-        (int) counted[0], (int) (2 * n_picked), (int) counted[3]);
+    CHECK(all || (counted[0] == 2 * n_picked && counted[3] == 2ull * c.n_stream),
+        "%d rows counted, not %d, in %d steps", (int) counted[0], (int) (2 * n_picked), (int) counted[3]);
     for (far_lane & l : lane) { d.free_far(l.memory, 0); }
     const double rel = sqrt(err / std::max(norm, 1e-30));
     const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3;
     CHECK(rel < bound,
-        "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d top %d format %d "
+        "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d top %d format "
+        "%d "
         "softcap %g alibi %g sinks %d turns %d",
         rel, c.kb, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, f.top, f.format,
         c.softcap, c.max_bias, c.sinks, c.turns);
     return rel;
 }
 
+// Queries of 0: all cells score alike, and the first ones are picked.
+static void far_ties(kvq_cuda_device & d) {
+    const int D = 64, P = 64, cells = 5 * 2048;
+    const attention_case c = { 2, 2, 64, 0, D, 1, 2, 1, cells, 1, 0, 0, false, false };
+    world w(d, c, false);
+    const int np = w.k.n_pages;
+    const size_t nb_page = (size_t) P * D * 2;
+    uint16_t * const memory = (uint16_t *) d.alloc_far(2 * np * nb_page);
+    CHECK(memory, "no pinned memory");
+    for (size_t i = 0; i < (size_t) 2 * np * P * D; i++) { memory[i] = 0; }
+    std::vector<const void *> rows(2 * np);
+    for (size_t i = 0; i < rows.size(); i++) { rows[i] = memory + i * nb_page / 2; }
+    const std::vector<float> hq(2 * D, 0.0f);
+    const std::vector<int32_t> none(1024, -1);
+    device_bytes q(d, hq.size() * 4, hq.data()), o(d, hq.size() * 4),
+        table(d, rows.size() * sizeof(void *), rows.data()), picks(d, 4096, none.data());
+    for (int top : { 1, 64, 1000 }) {
+        const kvq_far far = { KVQ_FETCH_AHEAD, top, KVQ_FAR_F16, P, (const void * const *) table.p,
+            (const void * const *) table.p + np, (int32_t *) picks.p, nullptr };
+        kvq_attn a = {};
+        a.k = w.k.codec;
+        a.v = w.v.codec;
+        a.n_q = 1;
+        a.n_head = 2;
+        a.n_head_kv = 1;
+        a.n_kv = cells;
+        a.n_pages = np;
+        a.scale = 0.1f;
+        a.q = (const float *) q.p;
+        a.q_stride_token = 2 * D;
+        a.q_stride_head = D;
+        a.dst = (float *) o.p;
+        a.dst_stride_token = 2 * D;
+        a.dst_stride_head = D;
+        a.pages = (const kvq_page *) w.pages_there->p;
+        a.far = &far;
+        d.attend(&a, 1);
+        const std::vector<int32_t> got = picks.get<int32_t>();
+        for (int i = 0; i < top; i++) { CHECK(got[i] == i, "pick %d of %d is cell %d", i, top, got[i]); }
+    }
+    d.free_far(memory, 0);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+}
+
 static void far_attention(kvq_cuda_device & d, bool quick) {
     double worst = 0;
     int n = 0, n_checked = 0;
-    const auto far = [&](attention_case c, int top, int format, bool torn = false, bool head_masks = false, int page = 0) {
+    const auto far = [&](attention_case c, int top, int format, bool torn = false, bool head_masks = false,
+                         int page = 0) {
         c.torn = torn;
         c.head_masks = head_masks;
         c.page = page;
@@ -247,18 +297,19 @@ static void far_attention(kvq_cuda_device & d, bool quick) {
     far({ 2, 1, 2, 1, 128, 2, 3, 2, 500, 1, 0, 0, false, false }, 9, KVQ_FAR_Q4);
     far({ 1, 2, 64, 1, 80, 1, 4, 3, 500, 1, 20.0f, 0, false, false }, 16, KVQ_FAR_Q8, false, true);
     far({ 2, 2, 2, 0, 256, 1, 6, 1, 400, 1, 0, 8.0f, true, false }, 500, KVQ_FAR_F16); // all cells
+    far_ties(d);
     if (!quick) {
         for (int D : { 64, 80, 96, 128, 192, 256, 512 }) {
             for (int bits = 1; bits <= 4; bits++) {
                 const int other = 1 + (bits + D / 16) % 4;
                 for (int group : { 16, 32, 64, 128 }) {
                     const int gqa = 1 + (bits * 5 + group / 16 + D / 16) % 16;
-                    far({ bits, other, group, group / 32 % 2, D, 2, gqa, 1 + (bits + group / 32) % 3, 700 + D, 1 + bits % 2,
-                            bits == 3 ? 20.0f : 0.0f, bits == 2 ? 8.0f : 0.0f, bits == 4, false },
+                    far({ bits, other, group, group / 32 % 2, D, 2, gqa, 1 + (bits + group / 32) % 3, 700 + D,
+                            1 + bits % 2, bits == 3 ? 20.0f : 0.0f, bits == 2 ? 8.0f : 0.0f, bits == 4, false },
                         bits * 20, (bits + group / 32) % 3, bits % 2, group == 64);
                 }
-                far({ bits, other, 2, bits % 2, D, 2, 1 + 3 * bits % 8, 1 + bits % 3, 900, 1 + bits % 2, 0, 0, bits == 1,
-                        false },
+                far({ bits, other, 2, bits % 2, D, 2, 1 + 3 * bits % 8, 1 + bits % 3, 900, 1 + bits % 2, 0, 0,
+                        bits == 1, false },
                     1 + 30 * bits, bits % 3, bits == 2);
                 attention_case c = { bits, other, 2, bits % 2, D, 2, 1 + 3 * bits % 8, 1, 700, 1, 0, 0, false, false };
                 c.turns = bits % 2 ? 3 : 1;

@@ -387,6 +387,7 @@ int main(int argc, char ** argv) {
         print_limits(d);
         return 0;
     }
+    if (argc > 1 && (!strcmp(argv[1], "host") || !strcmp(argv[1], "quick"))) { far_attention(d, true); }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {
         check_aqua(d, argc > 2 ? atoi(argv[2]) : 1000, argc < 3);
         return 0;
