@@ -118,6 +118,13 @@ kvq_cuda_device::~kvq_cuda_device() {
             cudaFree(r.high);
             cudaFree(r.low);
         }
+        if (far_stream) {
+            cudaStreamSynchronize((cudaStream_t) far_stream);
+            cudaStreamDestroy((cudaStream_t) far_stream);
+            cudaEventDestroy((cudaEvent_t) far_ready);
+            cudaEventDestroy((cudaEvent_t) far_left);
+        }
+        cudaFree(spare);
         cudaFree(far_sums);
         cudaFree(far_memory);
         for (auto & p : pinned) { cudaFreeHost((void *) p.first); }
@@ -286,6 +293,7 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
     if (nb == sizeof(uint64_t) && (uintptr_t) to % sizeof(uint64_t) == 0) { // an address; many of them come together
         uint64_t word;
         memcpy(&word, host, sizeof(word));
+        is_stale = true; // rows that are coming may have another place
         to_set.emplace_back((uint64_t *) to, word);
         return;
     }

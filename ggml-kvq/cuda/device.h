@@ -183,7 +183,22 @@ private:
     bool split(kvq_attend_args & a, int n_streams, int n_warps, bool few);
     // with a second tier (kvq_far); false: an error is noted
     bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
-    void overlay_far(const kvq_attn & a, bool value, const kvq_row_place & to);
+    void overlay_far(const kvq_attn & a, const kvq_row_place & to, bool aside);
+    // rows of call i of n in the workspace of plain rows
+    kvq_row_place place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const;
+    bool take_ahead(const kvq_attn * attn, int n);
+    void ask_ahead(const kvq_attn * attn, int n);
+    struct far_call {
+        kvq_attn attn;
+        kvq_far far;
+    };
+    std::vector<far_call> coming; // asked for ahead
+    std::map<const void *, std::vector<far_call>> next_far;
+    const void * last_far = nullptr;
+    int last_n_kv = 0;
+    bool is_stale = false;
+    void *far_stream = nullptr, *far_ready = nullptr, *far_left = nullptr, *spare = nullptr;
+    size_t nb_spare = 0;
     // false: not possible, nothing is done
     bool attend_rows(
         const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams);

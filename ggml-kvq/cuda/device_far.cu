@@ -56,6 +56,7 @@ void kvq_cuda_device::put_far(
 void kvq_cuda_device::flush_far() {
     std::vector<std::shared_ptr<far_batch>> batches;
     batches.swap(to_far);
+    is_stale |= !batches.empty(); // pages have sealed: what has come ahead may lack them
     for (const auto & b : batches) {
         for (size_t i = 0; i < b->jobs.size(); i += kvq_far_jobs::MOST) {
             const int n = (int) std::min<size_t>(b->jobs.size() - i, kvq_far_jobs::MOST);
@@ -76,12 +77,98 @@ void kvq_cuda_device::get_far(const kvq_lane_layout & l, int format, const void 
     check(cudaGetLastError(), "kernel of far rows");
 }
 
-void kvq_cuda_device::overlay_far(const kvq_attn & a, bool value, const kvq_row_place & to) {
-    if (!a.far || a.far->fetch != KVQ_FETCH_ALL) { return; }
-    const int D = value ? a.v.head_size : a.k.head_size;
-    kvq_launch_far_overlay({ a.far->format, D, a.far->n_cells, a.n_head_kv, kvq_far_row_bytes(a.far->format, D),
-                               a.pages, a.far->k_rows, a.far->v_rows, to },
-        a.n_pages, (cudaStream_t) stream);
+// ---------------------------------------------------------------- prompts
+// Far rows of a layer come over the bus while the layer before it computes: on a stream of their own, into the memory
+// that the layer before that one has left. Which layer follows is what it was in the call before.
+
+void kvq_cuda_device::overlay_far(const kvq_attn & a, const kvq_row_place & to, bool aside) {
+    const int D = to.value ? a.v.head_size : a.k.head_size;
+    kvq_launch_far_overlay(
+        { a.far->format, D, a.far->n_cells, a.n_head_kv, a.n_pages, kvq_far_row_bytes(a.far->format, D), a.pages, to },
+        aside, (cudaStream_t) (aside ? far_stream : stream));
+}
+
+kvq_row_place kvq_cuda_device::place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const {
+    const kvq_attn & f = attn[0];
+    const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size;
+    const bool all = attn[i].far && attn[i].far->fetch == KVQ_FETCH_ALL;
+    return { (uint16_t *) memory + (value ? nk * n + i * nv : i * nk), f.n_kv, false, value, 0,
+        all ? attn[i].far->k_rows : nullptr, all ? attn[i].far->v_rows : nullptr };
+}
+
+// Is what has come for these calls? Then it is in `expanded`.
+bool kvq_cuda_device::take_ahead(const kvq_attn * attn, int n) {
+    if (!far_ready || coming.empty()) { return false; }
+    check(cudaStreamWaitEvent((cudaStream_t) stream, (cudaEvent_t) far_ready, 0), "cudaStreamWaitEvent");
+    bool same = n == (int) coming.size() && !is_stale;
+    for (int i = 0; same && i < n; i++) {
+        const kvq_attn &x = attn[i], &y = coming[i].attn;
+        same = x.pages == y.pages && x.n_pages == y.n_pages && x.n_kv == y.n_kv && x.n_head_kv == y.n_head_kv &&
+            x.k.head_size == y.k.head_size && x.v.head_size == y.v.head_size && x.far &&
+            x.far->k_rows == coming[i].far.k_rows && x.far->v_rows == coming[i].far.v_rows &&
+            x.far->format == coming[i].far.format;
+    }
+    coming.clear();
+    if (same) {
+        std::swap(expanded, spare);
+        std::swap(nb_expanded, nb_spare);
+    }
+    return same;
+}
+
+void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
+    std::vector<far_call> now((size_t) n);
+    for (int i = 0; i < n; i++) { now[(size_t) i] = { attn[i], *attn[i].far }; }
+    // a layer of the same call: one behind a commit has other pages
+    if (last_far && !is_stale && last_n_kv == attn[0].n_kv) { next_far[last_far] = now; }
+    last_far = attn[0].far->k_rows;
+    last_n_kv = attn[0].n_kv;
+    is_stale = false;
+    const auto at = next_far.find(last_far);
+    if (at == next_far.end() || (int) at->second.size() != n) { return; }
+    if (!far_stream) {
+        cudaStream_t s = nullptr;
+        cudaEvent_t ready = nullptr, left = nullptr;
+        if (!check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate") ||
+            !check(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming), "cudaEventCreate") ||
+            !check(cudaEventCreateWithFlags(&left, cudaEventDisableTiming), "cudaEventCreate")) {
+            return;
+        }
+        far_stream = s;
+        far_ready = ready;
+        far_left = left;
+    }
+    coming = at->second;
+    size_t nb = 0;
+    std::vector<kvq_attn> next((size_t) n);
+    for (int i = 0; i < n; i++) {
+        far_call & x = coming[(size_t) i];
+        x.attn.n_kv = attn[i].n_kv;
+        x.attn.n_pages = attn[i].n_pages;
+        next[(size_t) i] = x.attn;
+        next[(size_t) i].far = &x.far;
+        nb += (size_t) 2 * x.attn.n_kv * x.attn.n_head_kv * (x.attn.k.head_size + x.attn.v.head_size);
+    }
+    if (nb > nb_spare) {
+        synchronize();
+        cudaFree(spare);
+        spare = nullptr;
+        nb_spare = 0;
+        if (cudaMalloc(&spare, nb) != cudaSuccess) { // then rows come when they are needed
+            cudaGetLastError();
+            coming.clear();
+            return;
+        }
+        nb_spare = nb;
+    }
+    check(cudaEventRecord((cudaEvent_t) far_left, (cudaStream_t) stream), "cudaEventRecord");
+    check(cudaStreamWaitEvent((cudaStream_t) far_stream, (cudaEvent_t) far_left, 0), "cudaStreamWaitEvent");
+    for (int i = 0; i < n; i++) {
+        for (const bool value : { false, true }) {
+            overlay_far(next[(size_t) i], place_of(next.data(), n, i, value, spare), true);
+        }
+    }
+    check(cudaEventRecord((cudaEvent_t) far_ready, (cudaStream_t) far_stream), "cudaEventRecord");
 }
 
 // ---------------------------------------------------------------- attention

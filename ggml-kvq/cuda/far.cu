@@ -475,27 +475,44 @@ static __global__ void __launch_bounds__(THREADS) get_kernel(const __grid_consta
     }
 }
 
-// Block: a page and KV head.
+// Blocks take pages and KV heads in turns.
 static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_constant__ kvq_far_overlay a) {
-    const int p = blockIdx.x, h = blockIdx.y, units = (a.head_size + 7) / 8;
-    const kvq_page & page = a.pages[p];
-    if (!page.n_slots || !page.k_params || !page.v_params || !a.k_rows[p] || !a.v_rows[p]) { return; }
-    const uint8_t * rows = (const uint8_t *) (a.to.value ? a.v_rows : a.k_rows)[p] + (size_t) h * a.n_cells * a.nb_row;
-    const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
-    const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
-    uint16_t * to = a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
-    for (int i = threadIdx.x; i < n * units; i += THREADS) {
-        const int t = i / units, u = i % units;
-        uint16_t y[8];
-        unit_values(a.format, load_unit(a.format, a.head_size, rows + t * a.nb_row, u), y);
-        *(uint4 *) (to + t * step + 8 * u) = as_uint4(y); // heads are multiples of 8 channels
+    const int units = (a.head_size + 7) / 8;
+    for (int job = blockIdx.x; job < a.n_pages * a.n_head; job += gridDim.x) {
+        const int p = job / a.n_head, h = job % a.n_head;
+        const kvq_page & page = a.pages[p];
+        if (!lies_far(a.to, page, p)) { continue; }
+        const uint8_t * rows =
+            (const uint8_t *) (a.to.value ? a.to.far_v : a.to.far_k)[p] + (size_t) h * a.n_cells * a.nb_row;
+        const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
+        const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
+        uint16_t * to =
+            a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
+        constexpr int AT_ONCE = 4;
+        for (int i0 = threadIdx.x; i0 < n * units; i0 += AT_ONCE * THREADS) {
+            far_unit x[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = min(i0 + j * THREADS, n * units - 1);
+                x[j] = load_unit(a.format, a.head_size, rows + i / units * a.nb_row, i % units);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = i0 + j * THREADS;
+                if (i >= n * units) { continue; }
+                uint16_t y[8];
+                unit_values(a.format, x[j], y);
+                *(uint4 *) (to + i / units * step + 8 * (i % units)) = as_uint4(y); // heads: multiples of 8 channels
+            }
+        }
     }
 }
 
 // ---------------------------------------------------------------- launches
 
-void kvq_launch_far_overlay(const kvq_far_overlay & a, int n_pages, cudaStream_t stream) {
-    overlay_kernel<<<dim3(n_pages, a.n_head), THREADS, 0, stream>>>(a);
+void kvq_launch_far_overlay(const kvq_far_overlay & a, bool aside, cudaStream_t stream) {
+    const int n = a.n_pages * a.n_head;
+    overlay_kernel<<<aside ? min(n, 32) : n, THREADS, 0, stream>>>(a);
 }
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {

@@ -49,13 +49,13 @@ void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t s
 
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
 struct kvq_far_overlay {
-    int format, head_size, n_cells, n_head;
+    int format, head_size, n_cells, n_head, n_pages;
     size_t nb_row;
     const kvq_page * pages;
-    const void *const *k_rows, *const *v_rows;
     kvq_row_place to;
 };
-void kvq_launch_far_overlay(const kvq_far_overlay & a, int n_pages, cudaStream_t stream);
+// aside: few blocks, beside other work
+void kvq_launch_far_overlay(const kvq_far_overlay & a, bool aside, cudaStream_t stream);
 
 // Rows of tiles as far rows and back
 struct kvq_far_jobs {
