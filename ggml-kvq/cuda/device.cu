@@ -293,7 +293,11 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
     if (nb == sizeof(uint64_t) && (uintptr_t) to % sizeof(uint64_t) == 0) { // an address; many of them come together
         uint64_t word;
         memcpy(&word, host, sizeof(word));
-        is_stale = true; // rows that are coming may have another place
+        for (const far_call & x : coming) { // rows that are on their way have another place now
+            for (const void * const * rows : { x.far.k_rows, x.far.v_rows }) {
+                is_stale |= to >= (const void *) rows && to < (const void *) (rows + x.attn.n_pages);
+            }
+        }
         to_set.emplace_back((uint64_t *) to, word);
         return;
     }

@@ -56,7 +56,6 @@ void kvq_cuda_device::put_far(
 void kvq_cuda_device::flush_far() {
     std::vector<std::shared_ptr<far_batch>> batches;
     batches.swap(to_far);
-    is_stale |= !batches.empty(); // pages have sealed: what has come ahead may lack them
     for (const auto & b : batches) {
         for (size_t i = 0; i < b->jobs.size(); i += kvq_far_jobs::MOST) {
             const int n = (int) std::min<size_t>(b->jobs.size() - i, kvq_far_jobs::MOST);
@@ -119,8 +118,8 @@ bool kvq_cuda_device::take_ahead(const kvq_attn * attn, int n) {
 void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
     std::vector<far_call> now((size_t) n);
     for (int i = 0; i < n; i++) { now[(size_t) i] = { attn[i], *attn[i].far }; }
-    // a layer of the same call: one behind a commit has other pages
-    if (last_far && !is_stale && last_n_kv == attn[0].n_kv) { next_far[last_far] = now; }
+    // a layer of the same call
+    if (last_far && last_n_kv == attn[0].n_kv) { next_far[last_far] = now; }
     last_far = attn[0].far->k_rows;
     last_n_kv = attn[0].n_kv;
     is_stale = false;

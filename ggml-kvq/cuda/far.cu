@@ -135,30 +135,44 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     }
     __syncthreads();
     float * const logits = st.logits + row0 * a.n_logits;
-    float y[EACH];
+    constexpr int QUADS = EACH / 4, AT_ONCE = 4; // AT_ONCE: rows whose logits are on their way
+    const auto first_of = [&](int j) { return (int) blockIdx.x * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x); };
+    float y[EACH] = {};
+    bool far[QUADS];
 #pragma unroll
-    for (int j = 0; j < EACH / 4; j++) { // a page has 32 cells or more
-        const int i = blockIdx.x * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x), p = i / a.page_cells;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (i < n) {
-            const kvq_page & page = st.pages[p];
-            if (page.n_slots && page.k_params && page.v_params && st.k_rows[p] && st.v_rows[p]) {
-                for (int g = 0; g < a.gqa; g++) {
-                    const float of = lse[g];
-                    if (of == -INFINITY) { continue; }
-                    const float4 x = __ldcg((const float4 *) (logits + (size_t) g * a.n_logits + i));
-                    sum.x += exp2f(x.x - of);
-                    sum.y += exp2f(x.y - of);
-                    sum.z += exp2f(x.z - of);
-                    sum.w += exp2f(x.w - of);
-                }
+    for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; nothing here waits for what is before it
+        const int p = min(first_of(j), n - 1) / a.page_cells;
+        const kvq_page page = st.pages[p];
+        const void *k = st.k_rows[p], *v = st.v_rows[p];
+        far[j] = (first_of(j) < n) & (page.n_slots != 0) & (page.k_params != nullptr) & (page.v_params != nullptr) &
+            (k != nullptr) & (v != nullptr);
+    }
+#pragma unroll 1
+    for (int g0 = 0; g0 < a.gqa; g0 += AT_ONCE) {
+        float4 x[QUADS][AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) {
+#pragma unroll
+            for (int g = 0; g < AT_ONCE; g++) {
+                const float * row = logits + (size_t) min(g0 + g, a.gqa - 1) * a.n_logits;
+                x[j][g] = __ldcg((const float4 *) (row + min(first_of(j), n - 4)));
             }
         }
-        y[4 * j] = sum.x;
-        y[4 * j + 1] = sum.y;
-        y[4 * j + 2] = sum.z;
-        y[4 * j + 3] = sum.w;
+#pragma unroll
+        for (int g = 0; g < AT_ONCE; g++) {
+            const float of = g0 + g < a.gqa ? lse[g0 + g] : -INFINITY;
+            if (of == -INFINITY) { continue; }
+#pragma unroll
+            for (int j = 0; j < QUADS; j++) {
+                y[4 * j] += exp2f(x[j][g].x - of);
+                y[4 * j + 1] += exp2f(x[j][g].y - of);
+                y[4 * j + 2] += exp2f(x[j][g].z - of);
+                y[4 * j + 3] += exp2f(x[j][g].w - of);
+            }
+        }
     }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) { y[j] = far[j / 4] ? y[j] : 0.0f; } // what an empty page has is no logit
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
         if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
@@ -188,26 +202,39 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     if (!last) { return; }
     __threadfence();
     const int n_keys = (int) __ldcg(&sums.n_left);
+    constexpr int HELD = 8; // keys of a thread that it reads once
+    unsigned long long held[HELD];
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        held[j] = i < n_keys ? __ldcg(keys + i) : 0; // no score is 0
+    }
+    const auto each = [&](const auto & f) {
+#pragma unroll
+        for (int j = 0; j < HELD; j++) {
+            if (held[j]) { f(held[j]); }
+        }
+        for (int i = threadIdx.x + HELD * THREADS; i < n_keys; i += THREADS) { f(__ldcg(keys + i)); }
+    };
     clear();
     if (threadIdx.x == 0) { n_cells = n_close = 0; }
     __syncthreads();
-    for (int i = threadIdx.x; i < n_keys; i += THREADS) { atomicAdd(&bins[bin_of(score_of(__ldcg(keys + i)))], 1u); }
+    each([&](unsigned long long key) { atomicAdd(&bins[bin_of(score_of(key))], 1u); });
     __syncthreads();
     find_bin(bins, a.top, bin, above);
     int need = bin < 0 ? 0 : a.top - above, part = -1;
     if (need && bin && bin < FAR_BINS - 1) { // the next 10 bits of the mantissa
         clear();
         __syncthreads();
-        for (int i = threadIdx.x; i < n_keys; i += THREADS) {
-            const float x = score_of(__ldcg(keys + i));
+        each([&](unsigned long long key) {
+            const float x = score_of(key);
             if (bin_of(x) == bin) { atomicAdd(&bins[part_of(x)], 1u); }
-        }
+        });
         __syncthreads();
         find_bin(bins, need, part, above);
         need -= above;
     }
-    for (int i = threadIdx.x; i < n_keys; i += THREADS) {
-        const unsigned long long key = __ldcg(keys + i);
+    each([&](unsigned long long key) {
         const int of = bin_of(score_of(key)), of_part = part < 0 ? -1 : part_of(score_of(key));
         if (of > bin || (of == bin && of_part > part)) {
             cells[atomicAdd(&n_cells, 1)] = cell_of(key);
@@ -215,7 +242,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             const int to = atomicAdd(&n_close, 1);
             if (to < FAR_CLOSE) { close[to] = key; }
         }
-    }
+    });
     __syncthreads();
     if (n_close > FAR_CLOSE) {
         pick_many(keys, n_keys, bin, part, need, cells + n_cells);
