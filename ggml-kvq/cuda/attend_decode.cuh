@@ -50,8 +50,8 @@ template <int D, int KB, bool MEANS, int FINE, bool WIDE>
 constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
 
 // MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
-// in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an attention that picks cells
-// in between (attend_far.cuh): logits of all cells and the sums of their exponentials, or values by such logits
+// in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an attention that picks
+// cells in between (device_far.cu): logits of all cells and sums of their exponentials, or values by such logits
 enum { WHOLE, LOGITS, VALUES };
 template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE, int PART>
 __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,

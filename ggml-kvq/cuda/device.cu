@@ -125,6 +125,7 @@ kvq_cuda_device::~kvq_cuda_device() {
             cudaEventDestroy((cudaEvent_t) far_left);
         }
         cudaFree(spare);
+        cudaFree(came);
         cudaFree(far_sums);
         cudaFree(far_memory);
         for (auto & p : pinned) { cudaFreeHost((void *) p.first); }

@@ -183,7 +183,7 @@ private:
     bool split(kvq_attend_args & a, int n_streams, int n_warps, bool few);
     // with a second tier (kvq_far); false: an error is noted
     bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
-    void overlay_far(const kvq_attn & a, const kvq_row_place & to, bool aside);
+    void overlay_far(const kvq_attn & a, const kvq_row_place & to, uint8_t * came, bool aside);
     // rows of call i of n in the workspace of plain rows
     kvq_row_place place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const;
     bool take_ahead(const kvq_attn * attn, int n);
@@ -198,7 +198,8 @@ private:
     int last_n_kv = 0;
     bool is_stale = false;
     void *far_stream = nullptr, *far_ready = nullptr, *far_left = nullptr, *spare = nullptr;
-    size_t nb_spare = 0;
+    size_t nb_spare = 0, n_came = 0;
+    uint8_t * came = nullptr; // by call and page: rows that came ahead
     // false: not possible, nothing is done
     bool attend_rows(
         const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams);

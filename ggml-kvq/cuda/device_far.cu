@@ -80,11 +80,11 @@ void kvq_cuda_device::get_far(const kvq_lane_layout & l, int format, const void 
 // Far rows of a layer come over the bus while the layer before it computes: on a stream of their own, into the memory
 // that the layer before that one has left. Which layer follows is what it was in the call before.
 
-void kvq_cuda_device::overlay_far(const kvq_attn & a, const kvq_row_place & to, bool aside) {
+void kvq_cuda_device::overlay_far(const kvq_attn & a, const kvq_row_place & to, uint8_t * came, bool aside) {
     const int D = to.value ? a.v.head_size : a.k.head_size;
-    kvq_launch_far_overlay(
-        { a.far->format, D, a.far->n_cells, a.n_head_kv, a.n_pages, kvq_far_row_bytes(a.far->format, D), a.pages, to },
-        aside, (cudaStream_t) (aside ? far_stream : stream));
+    kvq_launch_far_overlay({ a.far->format, D, a.far->n_cells, a.n_head_kv, a.n_pages,
+                               kvq_far_row_bytes(a.far->format, D), a.pages, to, came, aside },
+        (cudaStream_t) (aside ? far_stream : stream));
 }
 
 kvq_row_place kvq_cuda_device::place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const {
@@ -148,6 +148,19 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
         next[(size_t) i].far = &x.far;
         nb += (size_t) 2 * x.attn.n_kv * x.attn.n_head_kv * (x.attn.k.head_size + x.attn.v.head_size);
     }
+    const size_t n_flags = (size_t) n * attn[0].n_pages;
+    if (n_flags > n_came) {
+        synchronize();
+        cudaFree(came);
+        came = nullptr;
+        n_came = 0;
+        if (cudaMalloc(&came, 2 * n_flags) != cudaSuccess) {
+            cudaGetLastError();
+            coming.clear();
+            return;
+        }
+        n_came = 2 * n_flags;
+    }
     if (nb > nb_spare) {
         synchronize();
         cudaFree(spare);
@@ -162,9 +175,12 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
     }
     check(cudaEventRecord((cudaEvent_t) far_left, (cudaStream_t) stream), "cudaEventRecord");
     check(cudaStreamWaitEvent((cudaStream_t) far_stream, (cudaEvent_t) far_left, 0), "cudaStreamWaitEvent");
+    // a page that has sealed since the layer's last call may be missing in its table: its rows come when it is read
+    check(cudaMemsetAsync(came, 0, n_flags, (cudaStream_t) far_stream), "cudaMemsetAsync");
     for (int i = 0; i < n; i++) {
         for (const bool value : { false, true }) {
-            overlay_far(next[(size_t) i], place_of(next.data(), n, i, value, spare), true);
+            overlay_far(
+                next[(size_t) i], place_of(next.data(), n, i, value, spare), came + (size_t) i * attn[0].n_pages, true);
         }
     }
     check(cudaEventRecord((cudaEvent_t) far_ready, (cudaStream_t) far_stream), "cudaEventRecord");

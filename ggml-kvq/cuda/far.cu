@@ -1,6 +1,8 @@
-// Which cells are read from the second tier, and their rows (far.cuh): two kernels between the two parts of an attention
-// (attend_decode.cuh), the best cells and their rows.
+// Which cells are read from the second tier, and their rows (far.cuh): two kernels between the two parts of an
+// attention (attend_decode.cuh).
 #include "far.cuh"
+
+#include <algorithm>
 
 static constexpr int THREADS = 256;
 static constexpr float TO_BASE_2 = 1.44269504f;
@@ -508,7 +510,8 @@ static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_co
     for (int job = blockIdx.x; job < a.n_pages * a.n_head; job += gridDim.x) {
         const int p = job / a.n_head, h = job % a.n_head;
         const kvq_page & page = a.pages[p];
-        if (!lies_far(a.to, page, p)) { continue; }
+        if (!lies_far(a.to, page, p) || (a.came && !a.aside && a.came[p])) { continue; }
+        if (a.aside && threadIdx.x == 0) { a.came[p] = 1; }
         const uint8_t * rows =
             (const uint8_t *) (a.to.value ? a.to.far_v : a.to.far_k)[p] + (size_t) h * a.n_cells * a.nb_row;
         const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
@@ -537,9 +540,9 @@ static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_co
 
 // ---------------------------------------------------------------- launches
 
-void kvq_launch_far_overlay(const kvq_far_overlay & a, bool aside, cudaStream_t stream) {
+void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream) {
     const int n = a.n_pages * a.n_head;
-    overlay_kernel<<<aside ? min(n, 32) : n, THREADS, 0, stream>>>(a);
+    overlay_kernel<<<a.aside ? std::min(n, 32) : n, THREADS, 0, stream>>>(a);
 }
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {

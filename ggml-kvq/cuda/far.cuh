@@ -53,9 +53,10 @@ struct kvq_far_overlay {
     size_t nb_row;
     const kvq_page * pages;
     kvq_row_place to;
+    uint8_t * came; // by page: its rows came ahead; written aside, read else; NULL: none did
+    bool aside;     // few blocks, beside other work
 };
-// aside: few blocks, beside other work
-void kvq_launch_far_overlay(const kvq_far_overlay & a, bool aside, cudaStream_t stream);
+void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream);
 
 // Rows of tiles as far rows and back
 struct kvq_far_jobs {

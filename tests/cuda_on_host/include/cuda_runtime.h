@@ -224,6 +224,10 @@ static inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t * s, int, in
     *s = (cudaStream_t) 1;
     return cudaSuccess;
 }
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, int) {
+    *s = (cudaStream_t) 1;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t * e, int) {
     *e = (cudaEvent_t) 1;
     return cudaSuccess;
