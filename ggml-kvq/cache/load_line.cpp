@@ -72,11 +72,12 @@ std::string kvq_kv_cache::load_line() const {
     const kvq_stats s = stats();
     const double MiB = 1024.0 * 1024.0;
     char text[384];
+    const double saved = (double) s.bytes_f16 - (double) s.bytes_total;
     snprintf(text, sizeof(text),
-        ": %.2f MiB KV cache instead of %.2f MiB at f16 (saved %.2f MiB, %.1fx), %s, device %s, kernels %s",
-        (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, ((double) s.bytes_f16 - (double) s.bytes_total) / MiB,
-        (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1), capacity(s).c_str(), device_name.c_str(),
-        s.kernel);
+        ": %.2f MiB KV cache instead of %.2f MiB at f16 (%s %.2f MiB, %.1fx), %s, device %s, kernels %s",
+        (double) s.bytes_total / MiB, (double) s.bytes_f16 / MiB, saved < 0 ? "takes more:" : "saved",
+        (saved < 0 ? -saved : saved) / MiB, (double) s.bytes_f16 / (double) std::max<uint64_t>(s.bytes_total, 1),
+        capacity(s).c_str(), device_name.c_str(), s.kernel);
     std::string reading;
     size_t nb_workspace = 0; // of one layer at a time
     for (const auto & l : layers) { nb_workspace = std::max(nb_workspace, device.bytes_workspace(l->d.k, l->d.v)); }

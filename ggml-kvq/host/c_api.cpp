@@ -108,6 +108,22 @@ extern "C" int kvq_image_match(
     return check_codec(c, status) && kvq_image_read(*c, rows, shared, codes, params) ? 1 : 0;
 }
 
+// NULL when the second tier can be read, else why not
+static const char * far_refuse(const kvq_attn & a) {
+    const kvq_far & f = *a.far;
+    if (f.fetch < KVQ_FETCH_NOW || f.fetch > KVQ_FETCH_ALL || f.top < 0 || !kvq_far_row_bytes(f.format, 1)) {
+        return "a second tier has fetch 1..3, top from 0 and a format of 0..2";
+    }
+    if (!f.k_rows || !f.v_rows || (f.fetch == KVQ_FETCH_AHEAD && f.top && !f.picks)) {
+        return "a second tier needs k_rows and v_rows, and picks with fetch ahead";
+    }
+    if (f.n_cells != a.k.n_cells || f.n_cells != a.v.n_cells || a.map_stride ||
+        a.flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) {
+        return "a second tier has pages of the cells that both codecs have, without maps, and no latent attention";
+    }
+    return nullptr;
+}
+
 // NULL when the stream can be attended, else why not
 static const char * attend_refuse(const kvq_attn & a) {
     if (!a.q || !a.dst) { return "q and dst must not be NULL"; }
@@ -137,8 +153,11 @@ static const char * attend_refuse(const kvq_attn & a) {
         if (p.n_slots && ((!p.k_codes && a.k.bits) || (!p.v_codes && a.v.bits))) {
             return "a page with slots needs codes";
         }
+        if (a.far && p.n_slots && (p.map || p.n_slots != a.far->n_cells || p.cell < 0 || p.cell % a.far->n_cells)) {
+            return "with a second tier a page has all its cells as slots, in order";
+        }
     }
-    return nullptr;
+    return a.far ? far_refuse(a) : nullptr;
 }
 
 static int check_attn(const kvq_attn & a) {

@@ -366,23 +366,31 @@ void kvq_calibration::pack(int bits, bool values) {
 kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model,
     std::shared_ptr<const kvq_calibration> & out, std::string & err) {
     out.reset();
-    if (strcmp(config.method->info.name, "aqua") || config.options.is("predictor", "none")) { return KVQ_OK; }
+    const kvq_method & method = *config.method;
+    const kvq_data wants = method.data ? method.data(config.options) : kvq_data::NONE;
+    if (wants == kvq_data::NONE) { return KVQ_OK; }
     const std::string path = config.config_path.empty() ? config.model_path : config.config_path;
     if (path.empty() || (config.config_path.empty() && !model.calibrated)) {
-        err = "method aqua needs calibrated data and '" + path +
-            "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none";
+        if (wants == kvq_data::TAKES) {
+            method.settle(config.options, nullptr, 0);
+            return KVQ_OK;
+        }
+        const bool aqua = config.options.values.count("predictor");
+        err = std::string("method ") + method.info.name + " needs calibrated data and '" + path +
+            "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set " +
+            (aqua ? "predictor=none" : "near=higgs");
         return KVQ_ERR_CONFIG;
     }
     std::shared_ptr<kvq_calibration> c(new kvq_calibration);
     const kvq_status status = kvq_calibration_load(path, model, *c, err);
     if (status != KVQ_OK) { return status; }
-    std::string &predictor = config.options.values["predictor"], &weights = config.options.values["weights"];
-    if (predictor == "auto") { predictor = c->predictor == "full" || c->predictor == "k" ? c->predictor : "bias"; }
-    if (weights == "auto") {
-        weights = "8";
-        for (const auto & l : c->layers) { weights = l.second.k.type == GGML_TYPE_Q4_0 ? "4" : weights; }
+    int weight_bits = 8;
+    for (const auto & l : c->layers) { weight_bits = l.second.k.type == GGML_TYPE_Q4_0 ? 4 : weight_bits; }
+    method.settle(config.options, c->predictor.c_str(), weight_bits);
+    const auto predictor = config.options.values.find("predictor");
+    if (predictor != config.options.values.end() && predictor->second != "bias") {
+        c->pack(config.options.is("weights", "4") ? 4 : 8, predictor->second == "full");
     }
-    if (predictor != "bias") { c->pack(weights == "4" ? 4 : 8, predictor == "full"); }
     out = c;
     return status;
 }

@@ -25,7 +25,7 @@ static const kvq_option_info options[] = {
     KVQ_OPTIONS_LATTICE("4"),
 };
 
-static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
     if (status != KVQ_OK) { return status; }
     const int first = o.num("first_bits");
@@ -65,9 +65,22 @@ static kvq_status plan(const kvq_options & o, const kvq_layer_context & c, kvq_l
     return KVQ_OK;
 }
 
+static kvq_data data(const kvq_options & o) { return o.is("predictor", "none") ? kvq_data::NONE : kvq_data::NEEDS; }
+
+static void settle(kvq_options & o, const char * made_for, int weight_bits) {
+    const std::string predictor = made_for ? made_for : "";
+    if (o.is("predictor", "auto")) {
+        o.values["predictor"] = predictor == "full" || predictor == "k" ? predictor : "bias";
+    }
+    if (o.is("weights", "auto")) { o.values["weights"] = weight_bits == 4 ? "4" : "8"; }
+}
+
 extern const kvq_method kvq_method_aqua;
 const kvq_method kvq_method_aqua = {
     { "aqua", "grid indices of un-rotated keys and values less their calibrated means", "AQUA-KV, arXiv 2501.19392",
         sizeof(options) / sizeof(options[0]), options },
-    plan,
+    kvq_plan_aqua,
+    false,
+    data,
+    settle,
 };

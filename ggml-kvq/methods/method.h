@@ -14,11 +14,18 @@
 bool kvq_plan_latent(kvq_layer_plan & plan, const struct kvq_method & method, const kvq_layer_shape & shape, int values,
     std::string & err);
 
+// What a method wants of calibrated data.
+enum class kvq_data { NONE, TAKES, NEEDS }; // TAKES: goes without where there is none
+
 struct kvq_method {
     kvq_method_info info;
     // Fills out, or returns a status and one line in err.
     kvq_status (*plan)(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
     bool latent = false; // holds latent attention (latent.cpp): its blocks of keys may be read as values
+    kvq_data (*data)(const kvq_options & o) = nullptr; // NULL: NONE
+    // Options that are left to the data. predictor: what it was made for, NULL: there is none; weight_bits: of its
+    // predictors
+    void (*settle)(kvq_options & o, const char * predictor, int weight_bits) = nullptr;
 };
 
 const kvq_method * kvq_method_find(const char * name); // NULL when unknown
@@ -48,6 +55,8 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
         { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },                  \
         KVQ_OPTIONS_STATE
 
+// calibrated means taken off lattice blocks, predictors where the options have them
+kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_lattice(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 // as affine, with bits of keys and of values, levels and eta

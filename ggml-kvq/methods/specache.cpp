@@ -1,6 +1,7 @@
 // SpeCache (Jie et al., ICML 2025, arXiv 2503.16163): a copy of every cell in one or two bits where attention
 // computes, and the rows as they came in another memory, of which the `top` cells per KV head are fetched that the
 // copy gives most attention (section 3; policy/fetch.h).
+//   near=aqua     copies less calibrated means (aqua's predictor=bias)
 //   fetch=now     the step that reads them fetches them: no guess, and no program needs to know
 //   fetch=ahead   the last token of a step picks for the next one (section 3.3: that token is a guess of the next)
 // The paper's copies are KIVI's: 2 bits in groups of 64, and 1 bit with levels at the quartiles of the range (section
@@ -11,7 +12,9 @@
 #include <cstring>
 
 static const kvq_option_info options[] = {
-    { "near", "higgs|kivi", "higgs", "format of the copy that attention computes on", "SpeCache section 3.2" },
+    { "near", "auto|higgs|kivi|aqua", "auto",
+        "copy that attention computes on; aqua: higgs less calibrated means; auto: aqua with data for it, else higgs",
+        "SpeCache section 3.2" },
     { "preset", "none|paper1|paper2", "none", "the paper's copies: kivi in 1 bit (eta=0.25) or 2, group and window 64",
         "SpeCache section 4.1" },
     { "bits", "int", "2", "code bits of keys and values of the copy, 1..4", "SpeCache section 4.1" },
@@ -43,6 +46,9 @@ static const kvq_option_info options[] = {
 // What a preset sets unless the user did.
 static kvq_options with_preset(const kvq_options & given) {
     kvq_options o = given;
+    o.values["predictor"] = "bias"; // of near=aqua
+    o.values["weights"] = "8";
+    o.values["first_bits"] = "0";
     if (given.is("preset", "none")) { return o; }
     const bool one = given.is("preset", "paper1");
     const std::pair<const char *, const char *> sets[] = { { "near", "kivi" }, { "bits", one ? "1" : "2" },
@@ -63,13 +69,27 @@ static kvq_status plan(
         err = "option top=" + o.str("top") + " is not within 0..1024";
         return KVQ_ERR_OPTION;
     }
-    const kvq_status status = o.is("near", "kivi") ? kvq_plan_kivi(o, c, out, err) : kvq_plan_lattice(o, c, out, err);
-    if (status != KVQ_OK) { return status; }
     const int format = o.is("far", "f16") ? KVQ_FAR_F16 : o.is("far", "q8") ? KVQ_FAR_Q8 : KVQ_FAR_Q4;
     const int fetch = o.is("fetch", "now") ? KVQ_FETCH_NOW : o.is("fetch", "ahead") ? KVQ_FETCH_AHEAD : KVQ_FETCH_OFF;
+    if (o.is("near", "aqua") && format != KVQ_FAR_F16) { // rows carry their positions in bits that others lack
+        err = "option far=" + o.str("far") + " cannot go with near=aqua: set far=f16 or near=higgs";
+        return KVQ_ERR_OPTION;
+    }
     out.add("fetch", { { "top", top }, { "format", format }, { "fetch", fetch }, { "exact", o.is("prompt", "exact") } },
         o.str("place"));
-    return KVQ_OK;
+    return o.is("near", "kivi") ? kvq_plan_kivi(o, c, out, err)
+        : o.is("near", "aqua")  ? kvq_plan_aqua(o, c, out, err)
+                                : kvq_plan_lattice(o, c, out, err);
+}
+
+static kvq_data data(const kvq_options & given) {
+    const kvq_options o = with_preset(given);
+    return o.is("near", "aqua") ? kvq_data::NEEDS : o.is("near", "auto") ? kvq_data::TAKES : kvq_data::NONE;
+}
+
+static void settle(kvq_options & o, const char * predictor, int) {
+    const bool is_free = o.is("near", "auto") && o.is("preset", "none");
+    if (is_free) { o.values["near"] = predictor && o.is("far", "f16") ? "aqua" : "higgs"; }
 }
 
 extern const kvq_method kvq_method_specache;
@@ -77,4 +97,7 @@ const kvq_method kvq_method_specache = {
     { "specache", "1-2 bits of every cell near, the exact cell far, the few that matter fetched",
         "SpeCache, arXiv 2503.16163", sizeof(options) / sizeof(options[0]), options },
     plan,
+    false,
+    data,
+    settle,
 };

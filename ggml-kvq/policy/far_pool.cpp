@@ -8,6 +8,7 @@
 #include <cstring>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 static constexpr size_t NB_SLAB = 64u << 20, NB_ALIGN = 4096; // pages of the system's: madvise works on them
@@ -59,7 +60,10 @@ bool kvq_far_pool::open_file() {
         return false;
     }
     unlink(place.c_str());
-    if (const int e = posix_fallocate(file, 0, (off_t) std::max<size_t>(nb_most, 1))) {
+    rlimit limit = {}; // of the process: asking for more would end it by a signal
+    const bool limited = !getrlimit(RLIMIT_FSIZE, &limit) && limit.rlim_cur < kvq_pad(nb_most, NB_ALIGN);
+    if (const int e =
+            limited ? EFBIG : posix_fallocate(file, 0, (off_t) kvq_pad(std::max<size_t>(nb_most, 1), NB_ALIGN))) {
         why = "place=" + place + ": " + mib(nb_most) + " are needed for far rows: " + strerror(e) +
             "; lower -c, or set far=q4, which takes a quarter";
         return false;
@@ -67,21 +71,24 @@ bool kvq_far_pool::open_file() {
     return true;
 }
 
-bool kvq_far_pool::grow(size_t nb) {
-    size_t size = kvq_pad(std::max(nb, std::min(NB_SLAB, nb_most - std::min(total, nb_most))), NB_ALIGN);
+void * kvq_far_pool::more(size_t size) {
     const char * limit = kvq_setting_text(kvq_setting::FAR_LIMIT);
-    const size_t most = limit && *limit ? (size_t) atoll(limit) << 20 : SIZE_MAX;
+    if (*limit && total + size > (size_t) atoll(limit) << 20) { return nullptr; }
+    if (place == "device") { return device.alloc(size); }
+    // else the system would end some program
+    return available() > size + size / 4 ? device.fetches()->alloc_far(size) : nullptr;
+}
+
+bool kvq_far_pool::grow(size_t nb) {
+    const size_t least = kvq_pad(nb, NB_ALIGN), left = kvq_pad(nb_most - std::min(total, nb_most), NB_ALIGN);
+    size_t size = std::max(least, file >= 0 ? left : std::min(NB_SLAB, left));
     void * memory = nullptr;
-    if (file >= 0) {
-        memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, (off_t) total);
+    if (file < 0) {
+        while (!(memory = more(size)) && size > least) { size = std::max(least, kvq_pad(size / 2, NB_ALIGN)); }
+    } else if (!total) { // one slab, so that no end of another is lost: no byte lies behind the file
+        memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
         if (memory == MAP_FAILED) { memory = nullptr; }
         if (memory) { madvise(memory, size, MADV_RANDOM); } // rows are fetched one by one
-    } else if (total + size > most) {
-        memory = nullptr;
-    } else if (place == "device") {
-        memory = device.alloc(size);
-    } else if (available() > size + size / 4) { // else the system would end some program
-        memory = device.fetches()->alloc_far(size);
     }
     if (!memory) {
         why = mib(size) + " more are needed for far rows" +
@@ -107,7 +114,15 @@ void * kvq_far_pool::take(size_t nb) {
         free_blocks.pop_back();
         return p;
     }
-    if ((slabs.empty() || used + nb > slabs.back().nb) && !grow(nb)) { return nullptr; }
+    if (slabs.empty() || used + nb > slabs.back().nb) {
+        // every page that waits for memory asks for it in every step
+        const auto now = std::chrono::steady_clock::now();
+        if (now < ask_again) { return nullptr; }
+        if (!grow(nb)) {
+            ask_again = now + std::chrono::seconds(1);
+            return nullptr;
+        }
+    }
     void * p = slabs.back().memory + used;
     used += nb;
     return p;

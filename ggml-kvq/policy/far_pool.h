@@ -8,6 +8,7 @@
 
 #include "engine/device.h"
 
+#include <chrono>
 #include <map>
 #include <string>
 #include <vector>
@@ -27,6 +28,7 @@ public:
 
 private:
     bool grow(size_t nb);
+    void * more(size_t size); // NULL: there is none, or too little would be left
     bool open_file();
     kvq_device & device;
     const std::string place;
@@ -40,5 +42,6 @@ private:
     size_t used = 0; // of the last slab
     size_t total = 0;
     int file = -1;
+    std::chrono::steady_clock::time_point ask_again; // for memory, after there was none
     std::string why;
 };

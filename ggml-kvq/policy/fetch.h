@@ -27,7 +27,9 @@ public:
         int n_threads) override;
     bool recall(const kvq_lane & x, int s, int p, uint16_t * tile) const override;
     void state_changed(kvq_lane & x, int s, int p, kvq_page_state from, kvq_page_state to) override;
+    bool may_copy(kvq_lane & x, int to, int p) override { return take(x, to, p); }
     void copied_page(kvq_lane & x, int from, int to, int p) override;
+    void copied(kvq_lane & x, int from, int to) override;
     void cleared(kvq_lane & x) override;
     bool may_place(const kvq_lane &, int, int) const override { return false; } // blocks alone lack the rows
     bool blocks_travel(const kvq_lane &) const override { return false; }

@@ -87,8 +87,8 @@ void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kv
     const kvq_lane_layout & l = x.layout();
     const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
     std::vector<uint8_t> copy;
-    for (int p : x.open_pages(s)) {
-        uint16_t *const tile = x.info(s, p).frame, *const rows = x.view<uint16_t>(tile, l.nb_frame, copy);
+    const auto shift_tile = [&](int p, uint16_t * tile) {
+        uint16_t * const rows = x.view<uint16_t>(tile, l.nb_frame, copy);
         for (int t = 0; t < l.page_cells; t++) {
             const int cell = p * l.page_cells + t;
             if (cell >= l.n_cells || !by[cell] || !x.is_valid(s, p, t)) { continue; }
@@ -99,7 +99,17 @@ void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kv
             rotor->reach(pos < 0 ? 0 : pos + by[cell]);
         }
         if (rows != tile) { x.device.put(tile, rows, l.nb_frame); }
+    };
+    for (int p : x.open_pages(s)) { shift_tile(p, x.info(s, p).frame); }
+    uint16_t * tile = nullptr;
+    for (int p = 0; p < l.n_pages; p++) { // rows that are kept as they came
+        if (x.state(s, p) != KVQ_PAGE_SEALED) { continue; }
+        tile = tile ? tile : x.scratch->take(l.nb_frame);
+        if (!x.recall_page(s, p, tile)) { break; }
+        shift_tile(p, tile);
+        x.keep_page(s, p, tile);
     }
+    if (tile) { x.scratch->give(tile, l.nb_frame); }
 }
 
 // ---------------------------------------------------------------- writing

@@ -47,8 +47,8 @@ public:
         int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
     // Rows of an open page without means and rotary embedding, f32 [page_cells][stride]; zeros for an empty one.
     void plain_rows(const kvq_lane & x, int s, int p, float * out, size_t stride) const;
-    // Open rows move: fn as in kvq_lane::edit, and the position moves by by[cell]. Of sealed pages the positions alone
-    // move (kvq_positions::shift).
+    // Open rows move, and those of sealed pages that are kept as they came: fn as in kvq_lane::edit, and the position
+    // moves by by[cell]. Of other sealed pages the positions alone move (kvq_positions::shift).
     void shift_open(kvq_lane & x, int s, const int32_t * by, const kvq_edit_row & fn);
     kvq_row_turn turn_of(const kvq_lane & x, int s, int p) const; // where memory is not the host's
     const int32_t * positions_at(int s, int p) const { return rotor ? positions->now_at(s, p) : nullptr; }

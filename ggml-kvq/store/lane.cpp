@@ -172,18 +172,25 @@ kvq_page_block kvq_lane::block(int s, int p, uint16_t * tile) const {
     return { tile, all ? nullptr : valid(s, p), codes_of ? c : nullptr, codes_of ? nullptr : c, params_at(s, p, 0) };
 }
 
+bool kvq_lane::recall_page(int s, int p, uint16_t * tile) const {
+    return std::any_of(
+        policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->recall(*this, s, p, tile); });
+}
+
+void kvq_lane::keep_page(int s, int p, uint16_t * tile) {
+    for (kvq_policy * x : policies) { x->keep(*this, s, { p }, { block(s, p, tile) }, 1); }
+}
+
 void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
+    keep_page(s, p, tile);
     std::vector<kvq_page_block> b = { block(s, p, tile) };
-    for (kvq_policy * x : policies) { x->keep(*this, s, { p }, b, 1); }
     for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b); }
     device.encode(l, b.data(), 1, 1);
     for (kvq_policy * x : policies) { x->encoded(*this); }
 }
 
 void kvq_lane::decode_page(int s, int p, uint16_t * tile) const {
-    for (const kvq_policy * x : policies) {
-        if (x->recall(*this, s, p, tile)) { return; }
-    }
+    if (recall_page(s, p, tile)) { return; }
     device.decode(l, { tile, nullptr, nullptr, codes_at(s, p, 0), params_at(s, p, 0) });
     for (const kvq_policy * x : policies) { x->put_back(*this, s, p, tile); }
 }
@@ -308,8 +315,15 @@ void kvq_lane::copy_stream(int from, int to) {
         kvq_page_info &src = info(from, p), &dst = info(to, p);
         dst.stamp = src.stamp;
         dst.n_valid = src.n_valid;
-        for (kvq_policy * x : policies) { x->copied_page(*this, from, to, p); }
         memcpy(valid(to, p), valid(from, p), l.page_cells / 8);
+        if (src.state == KVQ_PAGE_SEALED &&
+            !std::all_of(policies.begin(), policies.end(), [&](kvq_policy * x) { return x->may_copy(*this, to, p); })) {
+            take_frame(to, p);
+            decode_page(from, p, dst.frame);
+            set_state(to, p, KVQ_PAGE_OPEN);
+            continue;
+        }
+        for (kvq_policy * x : policies) { x->copied_page(*this, from, to, p); }
         if (src.state == KVQ_PAGE_SEALED) {
             if (!codes_of && l.nb_codes) {
                 device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);

@@ -95,6 +95,9 @@ public:
         waiting = true;
     }
     void seal(int s, const std::vector<int> & due, int n_threads);
+    // of a sealed page, where a policy has its rows as they came: they go to a tile; a tile becomes those rows
+    bool recall_page(int s, int p, uint16_t * tile) const;
+    void keep_page(int s, int p, uint16_t * tile);
     void encode_page(int s, int p, uint16_t * tile);
     void decode_page(int s, int p, uint16_t * tile) const;
     bool take_image(int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const;

@@ -20,6 +20,7 @@
 //   state_changed    the page is about to have another state                       any
 //   changed          it has it, or its cells are about to be written               any
 //   emptied          its cells were freed                                          empty
+//   may_copy         a stream: is there room for what the policy keeps of the page  sealed
 //   copied, cleared  a whole stream; the lane
 //   edit             rows are edited that lie outside of pages
 //   save, load       rows go to and come from a saved state
@@ -74,6 +75,7 @@ public:
     virtual bool is_plain(int /*s*/, int /*p*/) const { return true; }
 
     // called before state and bytes of page p are copied: what the policy keeps about a page is copied here
+    virtual bool may_copy(kvq_lane &, int /*to*/, int /*p*/) { return true; } // a sealed page; false: its copy is open
     virtual void copied_page(kvq_lane &, int /*from*/, int /*to*/, int /*p*/) {}
     virtual void copied(kvq_lane &, int /*from*/, int /*to*/) {}
     virtual void cleared(kvq_lane &) {}

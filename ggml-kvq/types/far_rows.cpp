@@ -9,6 +9,8 @@
 #include <vector>
 
 static int n_blocks(int head_size) { return (head_size + KVQ_FAR_BLOCK - 1) / KVQ_FAR_BLOCK; }
+// The largest f16 that times 127 is one: 65504/127 would be rounded to 516, and the largest values decoded to infinity.
+static constexpr float MOST_Q8 = 515.5f;
 static size_t nb_block(int format) { return format == KVQ_FAR_Q8 ? KVQ_FAR_BLOCK : KVQ_FAR_BLOCK / 2; }
 
 extern "C" size_t kvq_far_row_bytes(int format, int head_size) {
@@ -28,13 +30,16 @@ void kvq_far_put(int format, int head_size, const uint16_t * row, void * far) {
     }
     uint8_t * codes = (uint8_t *) far;
     uint8_t * scales = codes + (size_t) n_blocks(head_size) * nb_block(format);
+    uint8_t * end = scales + 2 * (size_t) n_blocks(head_size);
+    memset(end, 0, (size_t) ((uint8_t *) far + kvq_far_row_bytes(format, head_size) - end)); // padding
     for (int b = 0; b < n_blocks(head_size); b++, codes += nb_block(format)) {
         float x[KVQ_FAR_BLOCK] = {}, most = 0.0f; // most: the value of largest magnitude
         for (int i = 0; i < std::min(head_size - b * KVQ_FAR_BLOCK, KVQ_FAR_BLOCK); i++) {
             x[i] = kvq_f16_to_f32(row[b * KVQ_FAR_BLOCK + i]);
             most = std::fabs(x[i]) > std::fabs(most) ? x[i] : most;
         }
-        const uint16_t scale = kvq_f32_to_f16(format == KVQ_FAR_Q8 ? std::fabs(most) / 127.0f : most / -8.0f);
+        const uint16_t scale =
+            kvq_f32_to_f16(format == KVQ_FAR_Q8 ? std::min(std::fabs(most) / 127.0f, MOST_Q8) : most / -8.0f);
         const float s = kvq_f16_to_f32(scale), by = s != 0.0f ? 1.0f / s : 0.0f;
         memcpy(scales + 2 * b, &scale, 2);
         for (int i = 0; i < KVQ_FAR_BLOCK; i++) {

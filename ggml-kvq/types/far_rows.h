@@ -4,7 +4,7 @@
 //   KVQ_FAR_Q4    codes in 4 bits: of 32 channels, channel i in the low half of byte i and channel 16 + i in the high
 //                 half, 0..15 standing for -8..7; then f16 scales as above
 // The scale is the largest value over 127 (8 bits), or the value of largest magnitude over -8 (4 bits), as ggml's q8_0
-// and q4_0 have it. A row is padded to 8 bytes.
+// and q4_0 have it. A row is padded to 8 bytes with zeros.
 #pragma once
 
 #include "ggml-kvq.h"

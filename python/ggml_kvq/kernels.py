@@ -6,7 +6,7 @@ library refuses.
 
 from __future__ import annotations
 
-from ctypes import CDLL, POINTER, byref, c_float, c_int32, c_size_t, c_uint8, c_uint16, c_void_p, pointer
+from ctypes import CDLL, POINTER, byref, c_float, c_int32, c_size_t, c_uint8, c_uint16, c_uint64, c_void_p, pointer
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from . import native
 from .reference import Codec
+from .reference.specache import FAR_FORMATS, FETCHES, far_row_bytes
 
 F32 = 1  # KVQ_ATTN_F32
 
@@ -156,6 +157,31 @@ class Page:
 
 
 @dataclass
+class Far:
+    """The second tier of a stream (kvq_far). rows: of every page of the stream, keys and values, uint8 [n_head_kv,
+    n_cells, far_row_bytes], None where a page has none; picks int32 [n_head_kv, top], read and written by fetch=ahead;
+    counts uint64 [4], added to.
+    """
+
+    fetch: str
+    top: int
+    form: str
+    n_cells: int
+    rows: list[tuple[np.ndarray | None, np.ndarray | None]]
+    picks: np.ndarray | None = None
+    counts: np.ndarray | None = None
+
+    def struct(self) -> tuple[native.kvq_far, list[Any]]:
+        """And what must outlive it."""
+        tables = [(c_void_p * max(len(self.rows), 1))(*[_at(r[v]) for r in self.rows]) for v in (0, 1)]
+        out = native.kvq_far(
+            FETCHES.index(self.fetch), self.top, FAR_FORMATS.index(self.form), self.n_cells, tables[0], tables[1]
+        )
+        out.picks, out.counts = _at(self.picks, c_int32), _at(self.counts, c_uint64)
+        return out, [tables, self]
+
+
+@dataclass
 class Stream:
     """One softmax problem. q f32 [n_q, n_head, head_size_k] and dst f32 [n_q, n_head, head_size_v], last axis
     contiguous, others free; mask f16 [n_q, 1 or n_head, n_kv] or None; sinks f32 [n_head] or None. dst is written.
@@ -174,6 +200,25 @@ class Stream:
     softcap: float = 0.0
     sinks: np.ndarray | None = None
     flags: int = 0
+    far: Far | None = None
+
+
+def far_encode(lib: CDLL, form: str, rows: np.ndarray) -> np.ndarray:
+    """rows f16 [n, head_size] -> uint8 [n, far_row_bytes] (kvq_far_encode)."""
+    rows = np.ascontiguousarray(rows, np.float16)
+    out = np.full((len(rows), far_row_bytes(form, rows.shape[1])), 0xA5, np.uint8)
+    native.check(lib, lib.kvq_far_encode(FAR_FORMATS.index(form), rows.shape[1], len(rows), _at(rows), _at(out)))
+    return out
+
+
+def far_decode(lib: CDLL, form: str, far: np.ndarray, head_size: int) -> np.ndarray:
+    """uint8 [n, far_row_bytes] -> f16 [n, head_size] (kvq_far_decode)."""
+    far = np.ascontiguousarray(far, np.uint8)
+    if far.shape[1:] != (far_row_bytes(form, head_size),):
+        raise ValueError(f"far rows have shape {far.shape}, {form} takes {far_row_bytes(form, head_size)} bytes a row")
+    out = np.full((len(far), head_size), 0xA5A5, np.uint16)
+    native.check(lib, lib.kvq_far_decode(FAR_FORMATS.index(form), head_size, len(far), _at(far), _at(out)))
+    return out.view(np.float16)
 
 
 def _strides(x: np.ndarray) -> tuple[int, int]:
@@ -213,6 +258,10 @@ def _structs(
         if rotary is not None:  # native.kvq_rotary and int32 positions [n cells]
             a.rotary, a.positions, a.sealed = pointer(rotary), _at(positions, c_int32), _at(sealed, c_int32)
         a.sinks, a.pages, a.lse = _at(s.sinks, c_float), pages, _at(lse, c_float)
+        if s.far is not None:
+            far, rows = s.far.struct()
+            a.far = pointer(far)
+            keep += [far, *rows]
         keep += [pages, s]
     return structs, keep
 
@@ -252,6 +301,7 @@ def column_sums(
 
 __all__ = [
     "F32",
+    "Far",
     "Page",
     "Stream",
     "attend",
@@ -259,6 +309,8 @@ __all__ = [
     "column_sums",
     "decode",
     "encode",
+    "far_decode",
+    "far_encode",
     "image",
     "image_match",
     "nbytes",

@@ -31,6 +31,7 @@ from .gguf_header import read as read_header
 from .kvstats import UPSTREAM
 from .loader import LogLines, last_problem, libraries, log
 from .sampling import Chain, Sampling
+from .speculate import GuessingStep, Step
 
 TokenArray = npt.NDArray[np.int32]
 if TYPE_CHECKING:
@@ -333,6 +334,11 @@ class Model:
         """Tokens the cache holds, in order (a copy)."""
         return list(self._tokens)
 
+    @property
+    def context(self) -> int:
+        """Address of the llama_context."""
+        return self._open()
+
     def reset(self) -> None:
         """Forget all tokens."""
         with self._lock:
@@ -462,6 +468,7 @@ class Model:
         reset: bool = True,
         special: bool = False,
         sampling: Sampling | None = None,
+        speculate: bool = False,
         **options: Any,
     ) -> Iterator[str]:
         """Continue `prompt`; yields pieces of text as they are sampled, always whole UTF-8 characters.
@@ -469,7 +476,8 @@ class Model:
         max_tokens: most tokens to sample, -1 until the context is full. stop: strings that end the text (not yielded).
         reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty prompt
         then continues. special: read control tokens in the prompt (chat templates). sampling or its fields
-        (temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling.
+        (temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling. speculate: a guess
+        of the next token picks the far rows that it will read (speculate.py; specache with fetch=ahead only).
         Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError, and
         BusyError while another thread's generate() of this Model has not ended; an unfinished one of this thread ends,
         and raises BusyError if it is used.
@@ -498,7 +506,8 @@ class Model:
                     " larger n_ctx"
                 )
             self._edits += 1  # whatever generates still is stale
-            pieces = self._generate(ids, max_tokens, stops, chosen, self._edits)
+            step = GuessingStep(self) if speculate else Step(self)
+            pieces = self._generate(step, ids, max_tokens, stops, chosen, self._edits)
             self._generating = threading.current_thread(), weakref.ref(pieces)
             return pieces
 
@@ -518,7 +527,7 @@ class Model:
                 )
 
     def _generate(
-        self, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int
+        self, step: Step, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int
     ) -> Generator[str, None, None]:
         self._check_own(edits)
         self.finish_reason = ""
@@ -534,9 +543,7 @@ class Model:
             while not self.finish_reason:
                 with self._lock:
                     self._check_own(edits)
-                    for _ in self.feed(ids):
-                        pass
-                    token = chain.sample(self._open())
+                    token = step.next(ids, chain)
                     edits = self._edits
                 if self._libs.llama.llama_vocab_is_eog(self._vocab, token):
                     self.finish_reason = "eos"

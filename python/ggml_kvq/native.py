@@ -25,7 +25,7 @@ from typing import Any
 
 from .errors import MethodError
 
-# : KVQ_ABI_VERSION of the header these declarations mirror.
+#: KVQ_ABI_VERSION of the header these declarations mirror.
 ABI_VERSION = 1
 
 
@@ -330,8 +330,8 @@ def plan(
 ) -> dict[str, Any]:
     """Memory of a cache that does not exist yet (kvq_plan).
 
-        shapes: one (layer index, KV heads, K head size, V head size) per attention layer;
-    n_cells : context length in tokens.Returns stats_dict(); raises MethodError for a refused method, option or shape.
+    shapes: one (layer index, KV heads, K head size, V head size) per attention layer; n_cells: context length in
+    tokens. Returns stats_dict(); raises MethodError for a refused method, option or shape.
     """
     array = (kvq_layer_shape * len(shapes))(*[kvq_layer_shape(*s) for s in shapes])
     out = kvq_stats()

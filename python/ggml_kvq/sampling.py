@@ -89,9 +89,9 @@ class Chain:
         """Show a prompt token to the penalties."""
         self._lib.llama_sampler_accept(self._chain, token)
 
-    def sample(self, ctx: int) -> int:
-        """Sample from the last output of `ctx` and accept the token."""
-        return int(self._lib.llama_sampler_sample(self._chain, ctx, -1))
+    def sample(self, ctx: int, row: int = -1) -> int:
+        """Sample from an output of `ctx` (token `row` of its last batch, -1: the last one) and accept the token."""
+        return int(self._lib.llama_sampler_sample(self._chain, ctx, row))
 
     def close(self) -> None:
         if self._chain is not None:

@@ -1,73 +1,64 @@
-""
-    "The numpy definition of every block format and method of ggml-kvq. Needs numpy only; the native library is tested
-    against it
-        .""
-         "
+"""The numpy definition of every block format and method of ggml-kvq. Needs numpy only; the native library is tested
+against it.
+"""
 
-    import numpy as np
+import numpy as np
 
-#every file of a method is imported here : importing registers it
-        from.import affine,
-    attention, f16, image, kivi, lattice, mixed, saliency,
-    xquant
+# every file of a method is imported here: importing registers it
+from . import affine, attention, f16, image, kivi, lattice, mixed, saliency, xquant
 
-        from.import higgs,
-    aqua, zipcache, minikv, specache #isort : skip #after xquant : the order of methods.inc from.codec import AFFINE,
-    F16, LATTICE, MIXED, Codec, K, V from.method import METHODS, LanePlan, LayerPlan, LayerShape,
-    Method from
-        .types import TYPES
+from . import higgs, aqua, zipcache, minikv, specache  # isort: skip  # after xquant: the order of methods.inc
+from .codec import AFFINE, F16, LATTICE, MIXED, Codec, K, V
+from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
+from .types import TYPES
 
-            def nbytes(codec : Codec) -> tuple[int, int] :
-    ""
-    "(nb_codes, nb_params) of a block."
-    "" return TYPES[codec.type]
-        .nbytes(codec)
 
-            def
-    encode(codec : Codec, rows : np.ndarray, valid : np.ndarray | None = None, shared : np.ndarray | None = None)
-        ->tuple[np.ndarray, np.ndarray] :
-    ""
-    "f16 [n_cells, head_size] -> (codes, params), uint8 arrays; see affine.encode."
-    "" return TYPES[codec.type]
-        .encode(codec, rows, valid, shared)
+def nbytes(codec: Codec) -> tuple[int, int]:
+    """(nb_codes, nb_params) of a block."""
+    return TYPES[codec.type].nbytes(codec)
 
-            def decode(codec : Codec, codes : np.ndarray, params : np.ndarray)
-        ->np
-        .ndarray :
-    ""
-    "-> f16 [n_cells, head_size]."
-    "" return TYPES[codec.type]
-        .decode(codec, codes, params)
 
-            __all__ = [
-        "AFFINE",
-        "F16",
-        "LATTICE",
-        "METHODS",
-        "MIXED",
-        "TYPES",
-        "Codec",
-        "K",
-        "LanePlan",
-        "LayerPlan",
-        "LayerShape",
-        "Method",
-        "V",
-        "affine",
-        "aqua",
-        "attention",
-        "decode",
-        "encode",
-        "f16",
-        "higgs",
-        "image",
-        "kivi",
-        "lattice",
-        "minikv",
-        "mixed",
-        "nbytes",
-        "saliency",
-        "specache",
-        "xquant",
-        "zipcache",
-    ]
+def encode(
+    codec: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """f16 [n_cells, head_size] -> (codes, params), uint8 arrays; see affine.encode."""
+    return TYPES[codec.type].encode(codec, rows, valid, shared)
+
+
+def decode(codec: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
+    """-> f16 [n_cells, head_size]."""
+    return TYPES[codec.type].decode(codec, codes, params)
+
+
+__all__ = [
+    "AFFINE",
+    "F16",
+    "LATTICE",
+    "METHODS",
+    "MIXED",
+    "TYPES",
+    "Codec",
+    "K",
+    "LanePlan",
+    "LayerPlan",
+    "LayerShape",
+    "Method",
+    "V",
+    "affine",
+    "aqua",
+    "attention",
+    "decode",
+    "encode",
+    "f16",
+    "higgs",
+    "image",
+    "kivi",
+    "lattice",
+    "minikv",
+    "mixed",
+    "nbytes",
+    "saliency",
+    "specache",
+    "xquant",
+    "zipcache",
+]

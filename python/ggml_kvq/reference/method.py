@@ -1,52 +1,43 @@
-""
-    "What a method is: which block each layer's keys and values take, what layers share, what stays f16. One file per
-    method.""
-           "
+"""What a method is: which block each layer's keys and values take, what layers share, what stays f16. One file per
+method.
+"""
 
-    from __future__ import annotations
+from __future__ import annotations
 
-        from dataclasses import dataclass from typing import Any,
-    ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-        from.codec import Codec
+from .codec import Codec
 
-            METHODS : dict[str, type[Method]] = {}
+METHODS: dict[str, type[Method]] = {}
 
-@dataclass(frozen = True) class LayerShape :
-    ""
-    "kvq_layer_shape: layer index, KV heads, channels of a key head and of a value head."
-    ""
 
-    il :
-    int n_head_kv :
-    int head_size_k :
-    int head_size_v :
-    int
+@dataclass(frozen=True)
+class LayerShape:
+    """kvq_layer_shape: layer index, KV heads, channels of a key head and of a value head."""
 
-    @dataclass(frozen = True) class LanePlan :
-    ""
-    "The keys, or the values, of one layer. shares_codes: those of the layer before it, own parameters."
-    ""
+    il: int
+    n_head_kv: int
+    head_size_k: int
+    head_size_v: int
 
-    codec :
-    Codec shares_codes :
-    bool = False
 
-    @dataclass(frozen = True) class LayerPlan :
-    ""
-    "window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding;
-    mean : calibrated channel means are left out;
-chain :
-    lanes that are read through the layers before("k" or "kv"),
-    weights : bits of their predictors(reference / predictor.py);
-keep :
-    share of a prompt's cells that stay, recent: of them the newest ones (0: all stay, page by page); far :
-    format of a second
-        tier's rows ("" without one), place: where they lie, top: cells of it that each KV head fetches per token,
-    fetch :
-    now,
-    ahead or off,
-    exact : prompts read all of it;
+@dataclass(frozen=True)
+class LanePlan:
+    """The keys, or the values, of one layer. shares_codes: those of the layer before it, own parameters."""
+
+    codec: Codec
+    shares_codes: bool = False
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """window: newest cells in f16; sinks: first cells in f16 for good; f32: attention without int8 folding;
+    mean: calibrated channel means are left out; chain: lanes that are read through the layers before ("k" or "kv"),
+    weights: bits of their predictors (reference/predictor.py);
+    keep: share of a prompt's cells that stay, recent: of them the newest ones (0: all stay, page by page);
+    far: format of the rows of a second tier ("": there is none), place: where they lie, top: cells of it that each KV
+    head fetches per token, fetch: now, ahead or off, exact: prompts read all of it;
     probe: share of query rows that score cells, whose scores are divided by the rows that see them when normalise."""
 
     k: LanePlan
@@ -96,7 +87,8 @@ def register(cls: type[Method]) -> type[Method]:
     METHODS[cls.name] = cls
     return cls
 
-# : Options of every method that quantises, as KVQ_OPTIONS_AFFINE in methods / method.h.
+
+#: Options of every method that quantises, as KVQ_OPTIONS_AFFINE in methods/method.h.
 AFFINE_OPTIONS: dict[str, Any] = {
     "group": 32,
     "group_v": 0,

@@ -10,13 +10,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from . import attention
+from .aqua import Aqua
 from .higgs import Higgs
 from .kivi import Kivi
 from .method import LayerPlan, LayerShape, Method, register
 
-FAR_FORMATS = ("f16", "q8", "q4")
-# : Channels of a far row that share a scale.
+FAR_FORMATS = ("f16", "q8", "q4")  # kvq_far_format
+FETCHES = ("off", "now", "ahead", "all")  # kvq_fetch
+#: Channels of a far row that share a scale.
 FAR_BLOCK = 32
+#: The largest scale of q8, so that 127 of it are a finite f16.
+Q8_MOST = np.float32(515.5)
 
 
 def far_row_bytes(form: str, head_size: int) -> int:
@@ -41,7 +45,8 @@ def far_encode(form: str, rows: np.ndarray) -> np.ndarray:
     x = np.zeros((n, blocks, FAR_BLOCK), np.float32)
     x.reshape(n, -1)[:, :d] = rows.astype(np.float32)
     most = np.take_along_axis(x, np.abs(x).argmax(-1)[..., None], -1)[..., 0]
-    scale = (np.abs(most) / np.float32(127) if form == "q8" else most / np.float32(-8)).astype(np.float16)
+    q8 = np.minimum(np.abs(most) / np.float32(127), Q8_MOST)
+    scale = (q8 if form == "q8" else most / np.float32(-8)).astype(np.float16)
     s = scale.astype(np.float32)
     by = np.divide(np.float32(1), s, out=np.zeros_like(s), where=s != 0)
     code = np.rint(x * by[..., None])
@@ -127,13 +132,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @register
 class SpeCache(Method):
-    """Near copies are kivi's or higgs's blocks; the paper's have 2 bits, or 1 bit at the quartiles of the range (eta
+    """Near copies are kivi's, higgs's or aqua's blocks (near=auto: aqua where there is calibrated data, else higgs); the
+    paper's have 2 bits, or 1 bit at the quartiles of the range (eta
     1/4, section 3.2).
     """
 
     name = "specache"
     options: ClassVar[dict[str, Any]] = {
-        "near": "higgs",
+        "near": "auto",
         "preset": "none",
         "bits": 2,
         "k_bits": 0,
@@ -157,7 +163,8 @@ class SpeCache(Method):
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         o = dict(self.o)
         o.update({k: v for k, v in PRESETS[o["preset"]].items() if o[k] == self.options[k]})
-        near = Kivi if o["near"] == "kivi" else Higgs
+        near: type[Method] = {"kivi": Kivi, "aqua": Aqua}.get(o["near"], Higgs)
+        o.update(predictor="bias", weights="8", first_bits=0)
         its = near(**{k: v for k, v in o.items() if k in near.options})
         plan = its.plan(ordinal, n_layer, shape, prev)
         return replace(

@@ -1,0 +1,68 @@
+"""Steps of SpeCache's generation (arXiv 2503.16163, section 3.3 and algorithm 3): every step decodes the token that was
+sampled and a guess of the next one. The guess picks the far rows that the next step reads, and its answer is the guess
+after it; its cell is removed again. Which text comes out does not depend on whether guesses were right, but on which
+rows were there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import MethodError
+from .sampling import Chain
+
+if TYPE_CHECKING:
+    from .model import Model
+
+
+class Step:
+    """One token at a time, each step decoding the token sampled last."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def next(self, ids: list[int], chain: Chain) -> int:
+        """Append `ids` to the cache and sample the token after them."""
+        for _ in self.model.feed(ids):
+            pass
+        return chain.sample(self.model.context)
+
+
+class GuessingStep(Step):
+    """Two rows a step. The first call decodes a prompt alone; the second decodes its token alone once more, for a first
+    guess (the paper's pre-decoding step).
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.guess: int | None = None
+        self.begun = False
+        options = "".join(str(c.get("options", "")) for c in model.kv_stats().get("caches", []))
+        if "fetch=ahead" not in options:
+            raise MethodError(
+                f"speculate=True picks rows for the next step, and the cache is {model.kv_method or 'upstream'}"
+                f"{' with ' + options if options else ''}: use kv_method='specache' with kv_opts='fetch=ahead'"
+            )
+
+    def _best(self, ids: list[int], outputs: list[bool]) -> int:
+        logits = next(iter(self.model.feed(ids, outputs=outputs)))
+        return int(np.argmax(logits[-1]))
+
+    def _forget_last(self) -> None:
+        self.model.truncate(len(self.model.tokens) - 1)
+
+    def next(self, ids: list[int], chain: Chain) -> int:
+        model = self.model
+        if not self.begun or len(ids) != 1 or len(model.tokens) + 2 > model.n_ctx:
+            self.begun = True
+            return super().next(ids, chain)
+        if self.guess is None:
+            self.guess = self._best(ids, [True])
+            self._forget_last()
+        following = self._best([*ids, self.guess], [True, True])
+        token = chain.sample(model.context, 0)
+        self._forget_last()
+        self.guess = following
+        return token

@@ -1,0 +1,295 @@
+"""SpeCache through llama.cpp: text, saved states, copies of sequences, memory and disks that run out."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from ggml_kvq import Model, _paths, errors
+from test_llama_features import TEXT, Context
+
+DEMO = ROOT / "models" / "kvq-demo-q8_0.gguf"
+PROMPT = (ROOT / "examples" / "prompt.txt").read_text()
+
+
+def open_model(method: str, opts: str | None = None, **more: Any) -> Model:
+    return Model(DEMO, method, opts, **{"n_ctx": 1024, "n_batch": 512, "n_ubatch": 128, "n_threads": 2, **more})
+
+
+def text_of(method: str, opts: str | None = None, n: int = 100, **more: Any) -> tuple[str, dict[str, Any]]:
+    with open_model(method, opts, **more) as m:
+        return "".join(m.generate(PROMPT, max_tokens=n, temperature=0)), m.kv_stats()
+
+
+@pytest.fixture(scope="module")
+def exact_text() -> str:
+    text, _ = text_of("upstream")
+    assert len(text) > 200
+    return text
+
+
+# ------------------------------------------------------------------ text
+
+EXACT = [
+    "top=1024",
+    "top=1024,near=kivi,bits=1,group=128,window=0,sinks=0",
+    "top=1024,preset=paper1",
+    "top=1024,prompt=near",
+    "top=1024,k_bits=2,v_bits=1,near=higgs",
+]
+
+
+@pytest.mark.parametrize("opts", EXACT)
+def test_all_cells_fetched_is_the_text_of_f16(exact_text: str, opts: str) -> None:
+    text, stats = text_of("specache", opts)
+    assert text == exact_text
+    # what was read was fetched: every sealed cell of every step, layer and KV head
+    assert stats["n_sealed"] > 50 and stats["n_fetched"] > 300 * stats["n_steps"]
+
+
+def test_none_fetched_is_another_text(exact_text: str) -> None:
+    """Else the equal texts above would prove nothing."""
+    for opts in ("fetch=off", "top=0"):
+        text, stats = text_of("specache", opts)
+        assert text != exact_text and stats["n_fetched"] == 0
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_64_cells_and_rows_of_8_bits_come_close(exact_text: str, n_threads: int) -> None:
+    for opts in ("", "far=q8,top=128", "far=q4,top=1024"):
+        text, stats = text_of("specache", opts, 40, n_threads=n_threads)
+        assert text[:20] == exact_text[:20], opts
+        assert stats["n_fetched"] > 0
+
+
+def test_ahead_reads_what_the_step_before_picked() -> None:
+    _, stats = text_of("specache", "fetch=ahead,top=32", 60)
+    assert stats["n_wanted"] > stats["n_hits"] > 0.3 * stats["n_wanted"]
+    assert stats["n_fetched"] == pytest.approx(stats["n_wanted"] - stats["n_hits"], rel=0.1)
+
+
+def test_a_prompt_reads_near_blocks_when_asked_to() -> None:
+    """Logits of a prompt's last ubatch: exact as f16 has them, near as generation does."""
+    rows = {}
+    for name, (method, opts) in {
+        "f16": ("f16", None),
+        "exact": ("specache", "top=0"),
+        "near": ("specache", "top=0,prompt=near"),
+    }.items():
+        with open_model(method, opts) as m:
+            rows[name] = np.asarray(m.logits(m.tokenize(PROMPT, add_bos=True)[:420])[-20:], np.float64)
+    assert np.abs(rows["exact"] - rows["f16"]).max() < 2e-2 < 0.3 < np.abs(rows["near"] - rows["f16"]).max()
+
+
+# ------------------------------------------------------------------ saved states
+
+
+def rows_of(path: Path, n: int) -> bytes:
+    """The rows of all layers: behind tokens, architecture and cells (test_states.rows_at)."""
+    return path.read_bytes()[-24 * (12 + n * 256) :]
+
+
+def test_rows_of_a_state_stay_as_they_are_wherever_they_go(tmp_path: Path) -> None:
+    """From pages of 128 cells to pages of 32, to upstream's f16, to ours, to other rows windows, and back."""
+    ways = [
+        ("specache", "near=kivi,group=128,window=0,sinks=0"),
+        ("specache", "window=32"),
+        ("upstream", None),
+        ("specache", "preset=paper2,top=1024"),
+        ("f16", None),
+        ("specache", "near=kivi,group=128,window=0,sinks=0"),
+    ]
+    first: bytes = b""
+    texts = []
+    for i, (method, opts) in enumerate(ways):
+        with open_model(method, opts) as m:
+            if i:
+                assert m.load_state(tmp_path / f"{i - 1}") == 300
+            else:
+                for _ in m.feed(m.tokenize(TEXT, add_bos=True)[:300]):
+                    pass
+            assert method != "specache" or m.kv_stats()["n_sealed"] >= 24, "nothing lies in two tiers"
+            m.save_state(tmp_path / f"{i}")
+            rows = rows_of(tmp_path / f"{i}", 300)
+            first = first or rows
+            assert rows == first, (i, method, opts)
+            texts.append("".join(m.generate("", reset=False, max_tokens=4, temperature=0)))
+    assert texts[2] == texts[3] == texts[4]
+
+
+def test_far_rows_of_8_bits_travel_as_what_they_decode_to(tmp_path: Path) -> None:
+    with open_model("specache", "far=q8,window=0,sinks=0") as m:
+        for _ in m.feed(m.tokenize(TEXT, add_bos=True)[:300]):
+            pass
+        m.save_state(tmp_path / "s")
+        want = m.logits([5, 6, 7])
+    with open_model("specache", "far=f16,window=0,sinks=0,top=1024") as m:
+        assert m.load_state(tmp_path / "s") == 300
+        m.save_state(tmp_path / "t")
+        assert rows_of(tmp_path / "s", 300) == rows_of(tmp_path / "t", 300)
+        assert np.isfinite(m.logits([5, 6, 7])).all() and np.isfinite(want).all()
+
+
+# ------------------------------------------------------------------ sequences
+
+
+@pytest.mark.parametrize("place", ["host", "device", "FILE"])
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
+def test_copies_erased_cells_and_slots_used_again(tmp_path: Path, unified: bool, place: str) -> None:
+    """The same tokens by another way: copied, cut, shifted back and forth, written anew; all cells fetched."""
+    where = str(tmp_path / "rows") if place == "FILE" else place
+    c = Context(DEMO, "specache", f"top=1024,window=32,place={where}", 2, unified)
+    reference = Context(DEMO, "f16", "", 2, unified)
+    tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
+    out = []
+    for x in (c, reference):
+        x.decode(1, tokens[400:700], 0)  # what slots held before
+        x.lib.llama_memory_seq_rm(x.memory, 1, -1, -1)
+        x.decode(0, tokens[:400], 0)
+        x.lib.llama_memory_seq_cp(x.memory, 0, 1, -1, -1)
+        logits = [x.decode(1, tokens[400:402], 400)]
+        assert x.lib.llama_memory_seq_rm(x.memory, 1, 150, -1)
+        logits.append(x.decode(1, tokens[300:420], 150))
+        logits.append(x.decode(0, tokens[400:402], 400))  # the one that was copied is as it was
+        x.lib.llama_memory_seq_rm(x.memory, 0, 4, 68)
+        x.lib.llama_memory_seq_add(x.memory, 0, 68, -1, -64)
+        logits.append(x.decode(0, tokens[402:403], 338))
+        x.lib.llama_memory_clear(x.memory, True)
+        x.decode(0, tokens[:200], 0)
+        logits.append(x.decode(0, tokens[200:201], 200))
+        out.append(logits)
+        x.close()
+    for step, (p, q) in enumerate(zip(*out, strict=True)):
+        kld = float((np.exp(q) * (q - p)).sum())
+        assert kld < 2e-3, (step, kld)
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------ memory and disks that run out
+
+
+def program(opts: str, *args: str, n: int = 16, **more: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "GGML_BACKEND_PATH": str(_paths.backend()), "KVQ_METHOD": "specache", "KVQ_OPTS": opts}
+    env |= more.pop("env", {})
+    flags = f"-m {DEMO} -dev KVQ0 -fa on -c 1024 -t 2 --temp 0 -n {n} -no-cnv --no-warmup -ub 128".split()
+    argv = [*more.pop("before", []), str(_paths.program("llama-completion")), *flags, "-f", "examples/prompt.txt"]
+    return subprocess.run(
+        [*argv, *args], check=False, env=env, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL,
+        cwd=ROOT, **more,
+    )  # fmt: skip
+
+
+def kvq_lines(r: subprocess.CompletedProcess[str], what: str) -> list[str]:
+    return [line for line in r.stderr.splitlines() if line.startswith("ggml-kvq:") and what in line]
+
+
+def test_without_host_memory_cells_stay_open_and_a_line_says_so() -> None:
+    right = program("top=1024", n=60)
+    short = program("top=1024", n=60, env={"KVQ_FAR_LIMIT": "1"})
+    none = program("top=1024", n=60, env={"KVQ_FAR_LIMIT": "0"})
+    assert right.returncode == short.returncode == none.returncode == 0, short.stderr
+    assert right.stdout == short.stdout == none.stdout and len(right.stdout) > 1000
+
+    def sealed(r: subprocess.CompletedProcess[str]) -> int:
+        found = re.search(r"specache: (\d+) pages sealed", r.stderr)
+        return int(found[1]) if found else 0
+
+    assert sealed(right) > sealed(short) > 0 == sealed(none)
+    assert not kvq_lines(right, "far rows")
+    for r in (short, none):
+        (line,) = kvq_lines(r, "far rows")
+        assert "far=q4" in line and "place=PATH" in line and "stay f16" in line
+
+
+def refused(r: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert r.returncode > 0, r.stderr
+    (line,) = kvq_lines(r, "error")
+    assert all(w in line for w in words), line
+
+
+def test_a_file_of_rows(tmp_path: Path) -> None:
+    right, r = program("top=1024"), program(f"top=1024,place={tmp_path}/rows")
+    assert r.returncode == 0 and r.stdout == right.stdout
+    (line,) = kvq_lines(r, "KV cache")
+    assert f"{tmp_path}/rows at 15.50 bits" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text("mine")
+    refused(program(f"place={tmp_path}/rows"), f"{tmp_path}/rows", "exists already")
+    assert (tmp_path / "rows").read_text() == "mine"
+    refused(program(f"place={tmp_path}/no/rows"), "No such file")
+
+
+def test_a_limit_on_files_is_met_before_the_first_token(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    r = program(f"place={tmp_path}/rows", preexec_fn=limit)
+    refused(r, f"{tmp_path}/rows", "far=q4", "File too large")
+    assert not r.stdout and not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_met_before_the_first_token() -> None:
+    """A file system of one MiB of our own, in a namespace of its own."""
+    script = 'mount -t tmpfs -o size=1m none /mnt && exec "$@"'
+    before = ["unshare", "-rm", "sh", "-c", script, "sh"]
+    if not shutil.which("unshare") or subprocess.run([*before, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this system lets nobody make a file system of his own")
+    r = program("place=/mnt/rows", before=before)
+    refused(r, "/mnt/rows", "No space left", "far=q4")
+    assert not r.stdout
+
+
+KILLED = """
+import sys, time
+from ggml_kvq import Model
+with Model(sys.argv[1], "specache", "place=" + sys.argv[2] + "/rows", n_ctx=512, n_threads=1) as m:
+    for _ in m.feed(m.tokenize("one two three four five six seven. " * 50, add_bos=True)[:300]):
+        pass
+    print("go", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    p = subprocess.Popen([sys.executable, "-c", KILLED, str(DEMO), str(tmp_path)], stdout=subprocess.PIPE)
+    assert p.stdout is not None and p.stdout.readline() == b"go\n"
+    mapped = Path(f"/proc/{p.pid}/maps").read_text()
+    assert f"{tmp_path}/rows (deleted)" in mapped, "the rows are not in the file"
+    p.send_signal(signal.SIGKILL)
+    p.wait()
+    p.stdout.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("opts", "words"),
+    [
+        ("place=memory", ["place=memory", "host|device|PATH"]),
+        ("place=PATH", ["place=PATH"]),
+        ("near=zipcache", ["near=zipcache", "higgs|kivi"]),
+        ("top=1025", ["top=1025", "0..1024"]),
+        ("top=-1", ["top=-1", "0..1024"]),
+        ("far=q5", ["far=q5", "f16|q8|q4"]),
+        ("fetch=soon", ["fetch=soon"]),
+        ("preset=paper3", ["preset=paper3"]),
+        ("bits=5", ["bits=5"]),
+        ("depth=3", ["depth", "top"]),
+    ],
+)
+def test_options_that_are_none_are_refused_in_one_line(opts: str, words: list[str]) -> None:
+    with pytest.raises(errors.MethodError) as e:
+        open_model("specache", opts)
+    assert "\n" not in str(e.value).strip() and all(w in str(e.value) for w in words), e.value
