@@ -5,6 +5,7 @@
 #include <algorithm>
 
 static constexpr int THREADS = 256;
+static constexpr float MOST_Q8 = 515.5f; // as in types/far_rows.cpp
 static constexpr float TO_BASE_2 = 1.44269504f;
 
 static __device__ __forceinline__ int bin_of(float score) {
@@ -459,6 +460,8 @@ static __global__ void __launch_bounds__(THREADS) put_kernel(const __grid_consta
             }
             continue;
         }
+        const size_t end = (size_t) n_blocks * ((a.format == KVQ_FAR_Q8 ? 32 : 16) + 2);
+        if (end + lane < a.nb_row) { to[end + lane] = 0; }
         for (int b = 0; b < n_blocks; b++) { // a lane: a channel
             const int channel = 32 * b + lane;
             const float x = channel < a.head_size ? f16_bits_to_f32(from[channel]) : 0.0f;
@@ -473,7 +476,7 @@ static __global__ void __launch_bounds__(THREADS) put_kernel(const __grid_consta
                 }
             }
             const bool q8 = a.format == KVQ_FAR_Q8;
-            const uint16_t scale = f32_to_f16_bits(q8 ? __fdiv_rn(fabsf(most), 127.0f) : most / -8.0f);
+            const uint16_t scale = f32_to_f16_bits(q8 ? fminf(__fdiv_rn(fabsf(most), 127.0f), MOST_Q8) : most / -8.0f);
             const float s = f16_bits_to_f32(scale), by = s != 0.0f ? __fdiv_rn(1.0f, s) : 0.0f;
             const float c = rintf(__fmul_rn(x, by));
             if (lane == 0) { *(uint16_t *) (to + (size_t) n_blocks * (q8 ? 32 : 16) + 2 * b) = scale; }
