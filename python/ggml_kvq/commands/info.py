@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
             else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
         )
         print(
-            f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB{far_words(stored)}"
+            f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB"
+            f"{far_words(stored)}"
         )
     return 0
 
