@@ -76,9 +76,8 @@ def run(args: argparse.Namespace) -> int:
             if stored.refused
             else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
         )
-        print(
-            f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB{far_words(stored)}"
-        )
+        size = f"{stored.bytes_total / MIB:.2f} MiB{far_words(stored)}"
+        print(f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {size}")
     return 0
 
 
