@@ -45,6 +45,9 @@ CACHES = [
     ("aqua-2 full", "KVQ0", "f16", "aqua", "bits=2,predictor=full"),
     ("zipcache-60", "KVQ0", "f16", "zipcache", ""),
     ("zipcache blind", "KVQ0", "f16", "zipcache", ""),
+    ("specache", "KVQ0", "f16", "specache", ""),
+    ("specache-2 g128", "KVQ0", "f16", "specache", "near=kivi,group=128"),
+    ("specache-1", "KVQ0", "f16", "specache", "bits=1,top=128"),
     ("minikv-50", "KVQ0", "f16", "minikv", ""),
 ]
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import arch_models
 
 ROOT = Path(__file__).resolve().parent.parent
-METHODS = ("f16", "kivi:bits=4", "higgs:bits=4", "aqua:predictor=none,bits=4")
+METHODS = ("f16", "kivi:bits=4", "higgs:bits=4", "aqua:predictor=none,bits=4", "specache:near=higgs,prompt=near")
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,6 @@ void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int k
         if (run.n_pages == max_run) { flush(ip + 1); }
     }
     flush(page1);
-    for (int h = 0; h < n_heads; h++) { end_head(s, w.heads[(size_t) h], n_rows); }
 }
 
 void store_row(const stream_plan & s, int kvh, int row, float m, float l, const float * out) {
@@ -221,7 +220,8 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
                     run_head(K, s, at, h, r, next);
                 });
             for (int kvh = h0; kvh < h1; kvh++) {
-                const head_rows & h = w.heads[(size_t) (kvh - h0)];
+                head_rows & h = w.heads[(size_t) (kvh - h0)];
+                end_head(s, h, rows);
                 for (int r = 0; r < rows; r++) {
                     const float * out = h.out + (size_t) r * s.dpv;
                     if (s.n_splits == 1) {

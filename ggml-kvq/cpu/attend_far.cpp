@@ -89,20 +89,25 @@ void pick(const kvq_kernels & K, const scores & x, int kvh, int token, std::vect
     for (int g = 0; g < G; g++) {
         const float * tops = &x.top[x.at(kvh, 0, token * G + g)];
         const float sink = p.sinks ? p.sinks[kvh * G + g] * LOG2_E : -INFINITY;
-        const float m = std::max(sink, *std::max_element(tops, tops + n_pages));
-        if (m == -INFINITY) { continue; }
+        float m = sink;
         float * w = &weight[(size_t) g * stride];
-        const float l = K.page_weights(stride, tops, &x.sum[x.at(kvh, 0, token * G + g)], m, w) + exp2f(sink - m);
-        K.scale(stride, w, 1.0f / l);
+        const float l = K.page_weights(stride, tops, &x.sum[x.at(kvh, 0, token * G + g)], &m, w);
+        if (m == -INFINITY) { // nothing is seen
+            std::fill_n(w, stride, 0.0f);
+            continue;
+        }
+        K.scale(stride, w, 1.0f / (l + exp2f(sink - m)));
     }
+    static thread_local std::vector<float> bound; // [page]: no cell has a higher score
+    bound.resize((size_t) stride);
+    const float one = 1.0f;
+    K.rank_cells(G, stride, weight.data(), &one, 0, false, bound.data());
     heap.clear();
     const size_t top = (size_t) std::max(p.far->top, 0);
     float score[KVQ_MAX_CELLS];
     for (int i = 0; top && i < n_pages; i++) {
-        float bound = 0.0f;
-        for (int g = 0; g < G; g++) { bound += weight[(size_t) g * stride + i]; }
         const float least = heap.size() < top ? 0.0f : heap.front().score;
-        if (!(bound > least) || !has_far(s, i)) { continue; }
+        if (!(bound[(size_t) i] > least) || !has_far(s, i)) { continue; }
         float most = 0.0f;
         for (int g = 0, n; g < G; g += n) { // rows of a block
             const int row = token * G + g;
@@ -317,7 +322,8 @@ struct two_tiers {
                     step(at, h, here, next);
                 });
             for (int kvh = h0; keeps && kvh < h1; kvh++) {
-                const head_rows & h = w.heads[(size_t) (kvh - h0)];
+                head_rows & h = w.heads[(size_t) (kvh - h0)];
+                end_head(s, h, rows);
                 for (int r = 0; r < rows; r++) {
                     float * to = &partial[(((size_t) kvh * s.n_splits + split) * x.n_rows + r0 + r) * stride];
                     to[0] = h.l[r] > 0.0f ? near_m[(size_t) kvh * x.n_rows + r0 + r] : -INFINITY;
@@ -425,15 +431,9 @@ struct two_tiers {
             }
             take_out(x, kvh, token, mine);
             for (int row = token * s.gqa; row < (token + 1) * s.gqa; row++) {
-                float & m = near_m[(size_t) kvh * x.n_rows + row];
-                const float * tops = &x.top[x.at(kvh, 0, row)];
-                m = *std::max_element(tops, tops + s.p->n_pages);
-                float * weights = &near_weight[x.at(kvh, 0, row)];
-                if (m == -INFINITY) {
-                    std::fill_n(weights, x.n_padded, 0.0f);
-                } else {
-                    K.page_weights(x.n_padded, tops, &x.sum[x.at(kvh, 0, row)], m, weights);
-                }
+                const size_t at = x.at(kvh, 0, row);
+                K.page_weights(
+                    x.n_padded, &x.top[at], &x.sum[at], &near_m[(size_t) kvh * x.n_rows + row], &near_weight[at]);
             }
         }
         for (int kvh = 0; is_ahead && x.token0 + x.n_tokens == s.p->n_q && kvh < heads; kvh++) {

@@ -183,7 +183,7 @@ struct ahead {
 using head_step = std::function<void(workspace & w, head_rows & h, const page_run & r, const ahead & next)>;
 
 // KV heads [kvh0, kvh0 + n_heads), rows [r0, r0 + n_rows) of each, pages [page0, page1): `step` for each run of pages
-// and each head, in that order. Several heads share the mask rows.
+// and each head, in that order; end_head is the caller's. Several heads share the mask rows.
 void run_task(const kvq_kernels & K, const stream_plan & s, workspace & w, int kvh0, int n_heads, int r0, int n_rows,
     int page0, int page1, const head_step & step);
 // Few rows: page ranges are cut first, of all heads together; many: heads and row blocks first.

@@ -1,9 +1,11 @@
 // What picking cells of a second tier reads (attend_far.cpp): a weight a page, and the scores of a page's cells.
 namespace KVQ_NS {
 
-static float page_weights(int n, const float * top, const float * sum, float m, float * w) {
-    f32x16 total = f32_set1(0.0f);
-    const f32x16 base = f32_set1(m);
+static float page_weights(int n, const float * top, const float * sum, float * m, float * w) {
+    f32x16 total = f32_set1(0.0f), most = f32_set1(*m);
+    for (int i = 0; i < n; i += 16) { most = f32_max(most, f32_load(top + i)); }
+    *m = f32_hmax(most);
+    const f32x16 base = f32_set1(*m > LEAST ? *m : LEAST);
     for (int i = 0; i < n; i += 16) {
         const f32x16 y = f32_exp2(f32_sub(f32_load(top + i), base));
         f32_store(w + i, y);

@@ -141,8 +141,8 @@ struct kvq_kernels {
     // out *= c
     void (*scale)(int n, float * out, float c);
 
-    // Second tier. w[i] = 2^(top[i] - m), and the sum of w[i] sum[i]; n: a multiple of 16, m: finite
-    float (*page_weights)(int n, const float * top, const float * sum, float m, float * w);
+    // Second tier. m = the largest of m and top; w[i] = 2^(top[i] - m), and the sum of w[i] sum[i]; n: a multiple of 16
+    float (*page_weights)(int n, const float * top, const float * sum, float * m, float * w);
     // score[t] (+)= sum_r w[r*w_stride] p[r][t], and the largest of them; n: a multiple of 16
     float (*rank_cells)(int n_rows, int n, const float * p, const float * w, int w_stride, bool add, float * score);
 

@@ -43,6 +43,9 @@ struct kvq_attend_args {
     const float * rotary_high;    // kvq_rotary
     const uint16_t * waves;       // f16 [128][head size]: cos and sin of the pairs
     int n_pairs, neox;
+    // A part of an attention that picks cells (attend_decode.cuh): which one, 0: all at once; pages before those of
+    // picked cells, which values follow; slots of a row of logits, base 2, masked and capped, [head kv][row][slot]
+    int part, n_near, n_logits;
     // lse: as in kvq_attn, not of short caches
     struct {
         const float * q;
@@ -51,6 +54,8 @@ struct kvq_attend_args {
         const kvq_page * pages;
         float * lse;
         const int32_t * positions;
+        float *logits, *tops;    // tops: [head kv][row][split][largest logit, sum of exponentials over it]
+        const uint16_t * picked; // values of cells that were picked, pages of open rows
     } stream[KVQ_ATTEND_STREAMS];
 };
 
@@ -121,5 +126,8 @@ kvq_decode_launch kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_l
 // attend_short.cuh
 kvq_decode_launch kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide;
 kvq_decode_launch kvq_launch_short_lattice_64, kvq_launch_short_lattice_128, kvq_launch_short_lattice_wide;
+// parts of an attention that picks cells
+kvq_decode_launch kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide;
+kvq_decode_launch kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide;
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none

@@ -33,6 +33,9 @@ static const kernels SHORT = { kvq_launch_short_64, kvq_launch_short_128, kvq_la
 static const kernels SHORT_LATTICE = { kvq_launch_short_lattice_64, kvq_launch_short_lattice_128,
     kvq_launch_short_lattice_wide };
 
+static const kernels LOGITS = { kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide };
+static const kernels VALUES = { kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide };
+
 // is there a kernel of slices for these bits?
 static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 #define KVQ_PAIR(K, V) || (a.k.bits == K && a.v.bits == V)
@@ -47,7 +50,8 @@ static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
-    const kernels & t = is_short     ? (lattice ? SHORT_LATTICE : SHORT)
+    const kernels & t = a.part       ? (a.part == 1 ? LOGITS : VALUES)
+        : is_short                   ? (lattice ? SHORT_LATTICE : SHORT)
         : a.k.type == KVQ_TYPE_MIXED ? MIXED
         : a.waves                    ? MEANS
         : lattice                    ? LATTICES
@@ -59,7 +63,7 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
 // Blocks that a multiprocessor holds, 0: there is no room for one; warps of a block; its bytes of shared memory.
 static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short) {
     static std::mutex mutex;
-    static std::map<std::array<int, 23>, std::array<int, 3>> known;
+    static std::map<std::array<int, 24>, std::array<int, 3>> known;
     int device = 0;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
@@ -68,7 +72,7 @@ static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short)
             .insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2,
                           a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits, a.km.part[0].n_cells,
                           a.km.part[0].scale, a.vm.part[0].scale, a.page_cells, a.map_stride != 0, a.waves != nullptr,
-                          a.fine, a.wide, is_short, a.one_team, a.max_shared, a.max_shared_sm },
+                          a.fine, a.wide, is_short, a.one_team, a.max_shared, a.max_shared_sm, a.part },
                 { -1, 0, 0 } })
             .first;
     if (at->second[0] < 0) {
@@ -90,6 +94,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     }
     const int D = a.k.head_size;
     // whole_v: one group of values
+    // of the parts, values are not read with keys
     const bool codes = a.k.np != 0, lattice = a.k.type == KVQ_TYPE_LATTICE, whole_v = a.v.group >= a.v.head_size;
     a.wide = D != 64 && D != 128;
     a.slices_log2 = D <= SLICE ? 0 : D <= 2 * SLICE ? 1 : 2;
@@ -102,11 +107,12 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
         a.v_group_log2 = 7;
     }
     a.v_groups = codes ? (D + a.v.group - 1) / a.v.group : 0;
-    a.k_parts_log2 = !codes || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
-    a.fine = codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 && a.k.bits == a.v.bits;
+    a.k_parts_log2 = !codes || a.part == 2 || a.k.group % CELLS == 0 ? 0 : a.k.group % 32 == 0 ? 1 : 2;
+    a.fine = codes && !a.part && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 2 && a.v_group_log2 == 4 &&
+        a.k.bits == a.v.bits;
     // scales of 32 cells in columns of their own leave room for 4 rows in a block
     const bool of_32 = codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5;
-    if (of_32 && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
+    if (of_32 && !a.part && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
         a.hi_steps = (a.km.n_hi + CELLS - 1) / CELLS;
@@ -121,15 +127,15 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
             a.k.scale == a.v.scale;
     }
     if (lattice) { fits = fits && a.k.group == 2 && a.v.group == 2; }
-    fits = fits && (!a.wide || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
+    fits = fits && (!a.wide || a.part || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
     // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
-    if (!fits || (kvq_decode_row_blocks(a) > MAX_ROW_BLOCKS && D <= SLICE)) { return false; }
+    if (!fits || (kvq_decode_row_blocks(a) > MAX_ROW_BLOCKS && D <= SLICE && !a.part)) { return false; }
     std::array<int, 3> room = occupancy_of(a, false);
     if (!room[0] && a.fine == 3) { // these need a little more shared memory
         a.fine = 0;
         room = occupancy_of(a, false);
     }
-    if (!room[0] && !a.wide && is_wide_pair(a, false)) { // slices go into smaller blocks
+    if (!room[0] && !a.wide && (a.part || is_wide_pair(a, false))) { // slices go into smaller blocks
         a.wide = 1;
         room = occupancy_of(a, false);
     }

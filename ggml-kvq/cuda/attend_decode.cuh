@@ -50,8 +50,10 @@ template <int D, int KB, bool MEANS, int FINE, bool WIDE>
 constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
 
 // MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
-// in f16 (3). WIDE: heads that are not D channels
-template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE>
+// in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an attention that picks
+// cells in between (device_far.cu): logits of all cells and sums of their exponentials, or values by such logits
+enum { WHOLE, LOGITS, VALUES };
+template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE, int PART>
 __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     WIDE                                 ? 1
         : takes_many<D, KB, MEANS, FINE> ? 2
@@ -59,6 +61,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
+    static_assert(PART == WHOLE || (!FINE && KB == VB), "parts have one operand");
     constexpr int G = FINE == 3 ? 32 : 16;
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
@@ -93,8 +96,23 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
         const int half = min(half_of(unit, lane / 3), n_halves - 1);
         if (lane < 6) {
+            const int page = half >> a.halves_log2;
+            if (PART == VALUES && page >= a.n_near) { // rows of picked cells, as open values
+                const uint16_t * rows = st.picked + (size_t) (page - a.n_near) * a.n_head_kv * a.v.n_cells * a.v.stride;
+                kvq_page & to = ring[unit % 4 * 2 + lane / 3];
+                if (lane % 3 == 0) {
+                    to.k_codes = to.k_params = to.map = nullptr;
+                } else if (lane % 3 == 1) {
+                    to.v_codes = rows;
+                    to.v_params = nullptr;
+                } else {
+                    to.cell = a.n_near * a.page_cells;
+                    to.n_slots = a.page_cells;
+                }
+                return;
+            }
             copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16,
-                (const char *) &st.pages[half >> a.halves_log2] + lane % 3 * 16);
+                (const char *) &st.pages[page] + lane % 3 * 16);
         }
     };
     const auto copy_maps = [&](int unit, int s0, int s1) { // of halves that are there: 32 cells, 8 pieces
@@ -108,6 +126,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int h) {
         const kvq_page & p = ring[unit % 4 * 2 + h];
+        if (PART != WHOLE && half_of(unit, h) < n_halves && p.n_slots) { // of the one that is read
+            return CODES && (PART == LOGITS ? p.k_params : p.v_params) ? 3 : 0;
+        }
         return half_of(unit, h) >= n_halves || !p.n_slots
             ? -1
             : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
@@ -115,8 +136,12 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const auto ask_open = [&](int unit, int h, int state) { // rows that are not codes, on their way to the L2 cache
         const kvq_page & p = ring[unit % 4 * 2 + h];
         const int t = first_cell(half_of(unit, h));
-        if (state == 0 || state == 2) { prefetch_rows(p.k_codes, (size_t) kvh * a.k.n_cells + t, a.k.stride); }
-        if (state == 0 || state == 1) { prefetch_rows(p.v_codes, (size_t) kvh * a.v.n_cells + t, a.v.stride); }
+        if (PART != VALUES && (state == 0 || state == 2)) {
+            prefetch_rows(p.k_codes, (size_t) kvh * a.k.n_cells + t, a.k.stride);
+        }
+        if (PART != LOGITS && (state == 0 || state == 1)) {
+            prefetch_rows(p.v_codes, (size_t) kvh * a.v.n_cells + t, a.v.stride);
+        }
     };
     if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
         for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) {
@@ -131,17 +156,22 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
     float * const coefficients = (float *) (queries + (ROTATED ? 2 : 1) * of.n * S * 32);
     if constexpr (ROTATED) {
-        load_table(k_table, a.k.points, 1 << cut<KB>::B);
-        load_table(v_table, a.v.points, 1 << cut<VB>::B);
+        if (PART != VALUES) { load_table(k_table, a.k.points, 1 << cut<KB>::B); }
+        if (PART != LOGITS) { load_table(v_table, a.v.points, 1 << cut<VB>::B); }
     }
 
     const __half * mask[2];
-    float slope[2];
+    float *logits[2] = {}, slope[2]; // of the row, slot after slot
+    bool has_row[2] = {};
 #pragma unroll
     for (int e = 0; e < 2; e++) { // columns 2c + e
         const int row = min(row0 + (2 * c + e) % per_row, a.n_rows - 1), token = row_token(a, row),
                   head = row_head(a, kvh, row);
         slope[e] = alibi_slope(a, head) * LOG2E;
+        if constexpr (PART != WHOLE) {
+            logits[e] = st.logits + ((size_t) kvh * a.n_rows + row) * a.n_logits;
+            has_row[e] = row0 + (2 * c + e) % per_row < a.n_rows;
+        }
         mask[e] = st.mask ? st.mask + token * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     }
     const bool one_mask = a.n_q == 1 && a.mask_stride_head == 0, by_lane = FINE && one_mask;
@@ -188,7 +218,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         state1 = next1;
         if constexpr (ROTATED) {
             if (state0 == 3 || state1 == 3) {
-                if constexpr (MEANS) { put_places(unit); }
+                if constexpr (MEANS && PART != VALUES) { put_places(unit); }
                 put_scales<D, KB, VB>(a, stages + unit % 2 * a.stage_bytes, raw);
             }
         }
@@ -207,10 +237,12 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     if constexpr (FINE) {
                         copy_fine<D, KB, VB, FINE == 2, G>(a, of, to, page, kvh, t, true, true);
                     } else if constexpr (ROTATED) {
-                        copy_lattice<D, KB, VB>(a, of, to, page, kvh, t, true, true, raw);
-                        if constexpr (MEANS) { load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
+                        copy_lattice<D, KB, VB>(a, of, to, page, kvh, t, PART != VALUES, PART != LOGITS, raw);
+                        if constexpr (MEANS && PART != VALUES) {
+                            load_places(unit + 1, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0);
+                        }
                     } else {
-                        copy_stage<D, KB, VB>(a, of, to, page, kvh, t, true, true);
+                        copy_stage<D, KB, VB>(a, of, to, page, kvh, t, PART != VALUES, PART != LOGITS);
                     }
                 }
             }
@@ -227,11 +259,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 return st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head;
             };
             // every warp comes here once
-            share_queries<D, KB>(a, of, queries, row_of);
-            if constexpr (ROTATED) {
+            if constexpr (PART != VALUES) { share_queries<D, KB>(a, of, queries, row_of); }
+            if constexpr (ROTATED && PART != VALUES) {
                 share_rotated<D, KB>(a, of, warp, DECODE_COLUMNS, queries + of.n * S * 32, row_of);
             }
-            if constexpr (MEANS) { mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients); }
+            if constexpr (MEANS && PART != VALUES) { mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients); }
             __syncthreads();
             continue;
         }
@@ -244,7 +276,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             if constexpr (FINE) {
                 arrange_fine<D, KB, VB, FINE == 2, G>(a, stage, wide);
             } else if constexpr (CODES && !ROTATED) {
-                if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide); }
+                if (a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide, PART != VALUES, PART != LOGITS); }
             }
         };
         if (by_lane && a.map_stride && (lane < 16 ? state0 : state1) >= 0) { // cells give way to their mask
@@ -264,9 +296,10 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             const kvq_page & kp = ring[unit % 4 * 2 + kh];
             const kvq_page & vp = ring[unit % 4 * 2 + vh];
             const bool here = sel >> g / 4 & 1;
-            uint32_t mk[2][4];
-            if (by_lane) {               // behind the products
-            } else if constexpr (FINE) { // this thread has cells of both halves
+            uint32_t mk[2][4] = {};
+            if constexpr (PART == VALUES) { // in the logits
+            } else if (by_lane) {           // behind the products
+            } else if constexpr (FINE) {    // this thread has cells of both halves
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     const int from = both ? h : first, slot = first_cell(half_of(unit, from)) + 2 * g;
@@ -279,7 +312,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 load_mask<4, 4>(a, mask, one_mask, kp,
                     a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
             }
-            if constexpr (CODES) {
+            if constexpr (CODES && PART == WHOLE) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
                     staged = false;
                     const int h = both ? lane / 16 : first, t = first_cell(half_of(unit, h));
@@ -304,7 +337,21 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 }
             }
             float s[4][4], zeros[4] = {};
-            if constexpr (ROTATED) {
+            const bool selected = here && mine;
+            // logits of this thread's cells, as s has them: cells 4j, 4j + 1 of a column from here on
+            const size_t at_logits = (size_t) half_of(unit, kh) * 32 + in_half;
+            if constexpr (PART == VALUES) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        float2 x = make_float2(-INFINITY, -INFINITY);
+                        if (selected) { x = __ldcg((const float2 *) (logits[e] + at_logits + 4 * j)); }
+                        s[j][e] = x.x;
+                        s[j][2 + e] = x.y;
+                    }
+                }
+            } else if constexpr (ROTATED) {
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q_rotated, stage, s); }
                 if constexpr (MEANS) {
                     if (now & 1) {
@@ -317,7 +364,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             } else if constexpr (CODES) {
                 if (now & 1) { score<D, KB, VB>(a, q, stage, params, s, zeros); }
             }
-            if (!(now & 1)) {
+            if (PART != VALUES && !(now & 1)) {
                 if constexpr (FINE) {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
@@ -344,23 +391,40 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     }
                 }
             }
-            if (by_lane) {
+            if (by_lane && PART != VALUES) {
                 __syncwarp();
 #pragma unroll
                 for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + 16 * j + 2 * g]; }
             }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                if (FINE ? !(sel >> j / 2 & 1) : !here || !mine) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
+                if (FINE ? !(sel >> j / 2 & 1) : !selected) { mk[0][j] = mk[1][j] = 0xfc00fc00u; }
             }
-            if constexpr (!FINE) {
+            if constexpr (!FINE && PART != VALUES) {
                 const float unit_k = CODES && !ROTATED && (now & 1) ? FROM_K : 1.0f;
                 scale_scores(unit_k, zeros, s);
             }
-            if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
-            cap_scores(a, s);
+            if constexpr (WIDE && PART != VALUES) { team_sum(of, shared_sums, sums_turn, s); }
             float top[2] = { -INFINITY, -INFINITY }, f[2];
-            if (!mask_scores(mk, slope, s, top)) { continue; }
+            bool seen;
+            if constexpr (PART == VALUES) {
+                seen = find_tops(s, top);
+            } else {
+                cap_scores(a, s);
+                seen = mask_scores(mk, slope, s, top);
+            }
+            if constexpr (PART == LOGITS) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        if (selected && has_row[e] && of.i == 0) {
+                            *(float2 *) (logits[e] + at_logits + 4 * j) = make_float2(s[j][e], s[j][2 + e]);
+                        }
+                    }
+                }
+            }
+            if (!seen) { continue; }
             if (raise_maxima(top, m, o, f)) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
@@ -381,11 +445,12 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     s[j][i] = exp2_fast(s[j][i] - (lower - boost));
                     l[i % 2] = fmaf(s[j][i], back, l[i % 2]);
                 }
-                if constexpr (!FINE) {
+                if constexpr (!FINE && PART != LOGITS) {
                     p[j][0] = transpose(pack_half2(s[j][0], s[j][1]));
                     p[j][1] = transpose(pack_half2(s[j][2], s[j][3]));
                 }
             }
+            if constexpr (PART == LOGITS) { continue; }
             if constexpr (FINE) { turn_probabilities(stages + turn, stages_at + turn, s, p); }
             if (MEANS && (now & 2)) {
                 l_sealed[0] += l[0] - before[0];
@@ -448,6 +513,30 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     __syncthreads();
     typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
     sums_type & sums = *(sums_type *) memory;
+    if constexpr (PART == LOGITS) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+            if (g == 0) {
+                sums.m[warp][2 * c + e] = m[e];
+                sums.l[warp][2 * c + e] = l[e];
+            }
+        }
+        __syncthreads();
+        const int r = threadIdx.x,
+                  n = of.teams << columns_log2; // a thread: a row, of all teams and parts of its columns
+        if (r >= min(per_row, a.n_rows - row0)) { return; }
+        const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n; };
+        const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };
+        float most = -INFINITY, sum = 0.0f;
+        for (int i = 0; i < n; i++) { most = fmaxf(most, sums.m[warp_of(i)][column_of(i)]); }
+        for (int i = 0; i < n && most > -INFINITY; i++) {
+            sum += sums.l[warp_of(i)][column_of(i)] * exp2_fast(sums.m[warp_of(i)][column_of(i)] - most);
+        }
+        ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * a.n_splits + blockIdx.x] = make_float2(most, sum);
+        return;
+    }
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }

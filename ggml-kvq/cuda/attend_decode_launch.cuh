@@ -8,7 +8,7 @@
 namespace {
 
 // Launches, or with `occupancy` tells how many blocks a multiprocessor holds; 0: there is not room for one.
-template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false>
+template <int D, int KB, int VB, bool MEANS = false, int FINE = 0, bool WIDE = false, int PART = WHOLE>
 void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = a.stage_wide = 0;
     if constexpr (KB > LATTICE) {
@@ -23,7 +23,7 @@ void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * 
             sizeof(decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>>));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE>, limit, a,
+    kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE, PART>, limit, a,
         decode_warps<D, KB, MEANS, FINE, WIDE>, WIDE, bytes, n_streams, stream, occupancy);
 }
 
@@ -82,6 +82,28 @@ template <int D> void launch_fine_32(const kvq_attend_args & a, int n_streams, c
     switch (8 * a.k.bits + a.v.bits) { KVQ_FINE_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
+
+// A part: of keys alone or of values alone, in their bits. X(bits)
+#define KVQ_PART_BITS(X) X(1) X(2) X(3) X(4)
+#define KVQ_CASE_OF_PART(B)                                                                                            \
+    case B:                                                                                                            \
+        if (a.k.type == KVQ_TYPE_AFFINE) {                                                                             \
+            launch_kernel<D, B, B, false, 0, WIDE, PART>(a, n_streams, stream, occupancy);                             \
+        } else if (a.waves) {                                                                                          \
+            launch_kernel<D, LATTICE + 2 * B, LATTICE + 2 * B, true, 0, WIDE, PART>(a, n_streams, stream, occupancy);  \
+        } else {                                                                                                       \
+            launch_kernel<D, LATTICE + 2 * B, LATTICE + 2 * B, false, 0, WIDE, PART>(a, n_streams, stream, occupancy); \
+        }                                                                                                              \
+        break;
+template <int D, bool WIDE, int PART>
+void launch_part(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.type == KVQ_TYPE_F16) {
+        launch_kernel<D, 16, 16, false, 0, WIDE, PART>(a, n_streams, stream, occupancy);
+        return;
+    }
+    switch (PART == LOGITS ? a.k.bits : a.v.bits) { KVQ_PART_BITS(KVQ_CASE_OF_PART) }
+}
+#undef KVQ_CASE_OF_PART
 
 template <int D, int KB>
 void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {

@@ -28,7 +28,13 @@ struct kvq_row_place {
     int n_kv;
     bool by_slot, value;
     int step;
+    // by page: rows of a second tier, which come from elsewhere where keys and values have them and are sealed; NULL:
+    // there is none
+    const void *const *far_k, *const *far_v;
 };
+static __device__ __forceinline__ bool lies_far(const kvq_row_place & to, const kvq_page & page, int p) {
+    return to.far_k && page.n_slots && page.k_params && page.v_params && to.far_k[p] && to.far_v[p];
+}
 
 kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c); // device.cu
 

@@ -285,6 +285,16 @@ __device__ __forceinline__ bool mask_scores(
     return __any_sync(~0u, top[0] > -INFINITY || top[1] > -INFINITY);
 }
 
+// of scores that are masked: the largest of each column. False: nothing is seen
+template <int J> __device__ __forceinline__ bool find_tops(const float (&s)[J][4], float (&top)[2]) {
+#pragma unroll
+    for (int j = 0; j < J; j++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) { top[i % 2] = fmaxf(top[i % 2], s[j][i]); }
+    }
+    return __any_sync(~0u, top[0] > -INFINITY || top[1] > -INFINITY);
+}
+
 // Maxima m of the columns rise to top where a score is above them, and o, which is relative to them, follows; f: the
 // factor for what else is. False: they stay.
 template <int S>

@@ -370,17 +370,18 @@ __device__ __forceinline__ void widen(const uint8_t * raw, int i, const uint8_t 
 
 // to: of all parameters in f16
 template <int D, int KB, int VB>
-__device__ __forceinline__ void widen_stage(const kvq_attend_args & a, const uint8_t * stage, uint8_t * to) {
+__device__ __forceinline__ void widen_stage(
+    const kvq_attend_args & a, const uint8_t * stage, uint8_t * to, bool keys = true, bool values = true) {
     const uint8_t *k = stage + stage_map<D, KB, VB>::K_PARAMS, *v = k + a.stage_raw_v;
     const int lane = threadIdx.x % 32;
 #pragma unroll 4
-    for (int i = lane; i < (D / 4 << a.k_parts_log2); i += 32) {
+    for (int i = lane; keys && i < (D / 4 << a.k_parts_log2); i += 32) {
         const int part = i / (D / 4), zero = i % (D / 4) / (D / 8);
         widen(k, i, k + (2 * D << a.k_parts_log2) + part * 8 + zero * 4, to);
     }
     const int n = 16 * D >> a.v_group_log2;
 #pragma unroll 4
-    for (int i = lane; i < n; i += 32) {
+    for (int i = lane; values && i < n; i += 32) {
         widen(v, i, v + n * 8 + i / 4 % 2 * 8 + i / 8 % 2 * 4, to + a.stage_v_params);
     }
     __syncwarp();

@@ -118,6 +118,17 @@ kvq_cuda_device::~kvq_cuda_device() {
             cudaFree(r.high);
             cudaFree(r.low);
         }
+        if (far_stream) {
+            cudaStreamSynchronize((cudaStream_t) far_stream);
+            cudaStreamDestroy((cudaStream_t) far_stream);
+            cudaEventDestroy((cudaEvent_t) far_ready);
+            cudaEventDestroy((cudaEvent_t) far_left);
+        }
+        cudaFree(spare);
+        cudaFree(came);
+        cudaFree(far_sums);
+        cudaFree(far_memory);
+        for (auto & p : pinned) { cudaFreeHost((void *) p.first); }
         cudaFree(lse);
         cudaFree(parts);
         cudaFree(addresses);
@@ -259,17 +270,38 @@ void kvq_cuda_device::zero(void * p, size_t nb) {
 
 void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
     use();
-    check(cudaMemcpyAsync(to, from, nb, cudaMemcpyDeviceToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
+    // far rows too, which lie on the host
+    check(cudaMemcpyAsync(
+              to, from, nb, pinned.empty() ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault, (cudaStream_t) stream),
+        "cudaMemcpyAsync");
 }
 
 void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
     use();
+    const auto at = pinned.upper_bound(from);
+    if (at != pinned.begin() &&
+        (const uint8_t *) from < (const uint8_t *) std::prev(at)->first + std::prev(at)->second) {
+        synchronize(); // far rows that are on their way
+        memcpy(host, from, nb);
+        return;
+    }
     check(cudaMemcpyAsync(host, from, nb, cudaMemcpyDeviceToHost, (cudaStream_t) stream), "cudaMemcpyAsync");
     synchronize();
 }
 
 // pageable memory is staged before the call returns: the host bytes may go at once
 void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
+    if (nb == sizeof(uint64_t) && (uintptr_t) to % sizeof(uint64_t) == 0) { // an address; many of them come together
+        uint64_t word;
+        memcpy(&word, host, sizeof(word));
+        for (const far_call & x : coming) { // rows that are on their way have another place now
+            for (const void * const * rows : { x.far.k_rows, x.far.v_rows }) {
+                is_stale |= to >= (const void *) rows && to < (const void *) (rows + x.attn.n_pages);
+            }
+        }
+        to_set.emplace_back((uint64_t *) to, word);
+        return;
+    }
     use();
     check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
 }
@@ -283,6 +315,9 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
         4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
     if (k.turned || k.centred) { // sealed pages leave something out: attention reads them as rows
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t);
+    }
+    if (k.bytes_far) { // logits and scores of a token, and what is picked
+        nb += (size_t) k.n_head * (k.n_pages + 8) * k.page_cells * k.n_stream * sizeof(float) * (1 + 8) + (8u << 20);
     }
     if (k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
     return nb;
@@ -374,6 +409,29 @@ static bool rows_go_along(const kvq_row_job & k, const kvq_row_job & v) {
     return ok;
 }
 
+bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, bool few) {
+    const int blocks =
+        (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
+    if (!a.is_short) {
+        const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
+        a.n_splits = std::max(1,
+            std::min(
+                { want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+        // the last block reads them by 32
+        if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
+    }
+    if (a.n_splits == 1) { return true; }
+    const size_t n_tickets = few ? blocks : 0,
+                 n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
+    if (!grow(partial, n_partial, n, "attention's partial results") ||
+        !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
+        return false;
+    }
+    a.partial = partial;
+    a.tickets = tickets;
+    return true;
+}
+
 void kvq_cuda_device::attend(
     const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
     use();
@@ -418,7 +476,7 @@ void kvq_cuda_device::attend(
         }
         for (int i = 0; i < n_streams; i++) {
             const kvq_attn & s = attn[i0 + i];
-            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr };
+            a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr, nullptr, nullptr, nullptr };
         }
         // as f16 rows then
         if (left_out &&
@@ -435,10 +493,15 @@ void kvq_cuda_device::attend(
             a.waves = nullptr;
             a.in_order = 1;
         }
+        if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0) {
+            flush_rows();
+            if (!attend_far(a, attn + i0, n_streams, k)) { return; }
+            continue;
+        }
         // few rows: as many blocks as fit, all at once; else four warps of rows when there are so many, or one and
         // more splits
         const bool few = kvq_decode_fits(a, n_streams),
-                   is_short = few && allow_short && kvq_decode_short(a, n_streams, n_sm);
+                   is_short = few && allow_short && !f.far && kvq_decode_short(a, n_streams, n_sm);
         if (is_short && held_here) {
             for (int i = 0; i < 2; i++) {
                 a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride };
@@ -460,28 +523,16 @@ void kvq_cuda_device::attend(
             held.clear();
         }
         flush_rows();
-        if (a.n_rows > PROMPT_ROWS && !a.waves && attend_rows(a, codec_k, codec_v, n_streams)) { continue; }
+        if ((a.n_rows > PROMPT_ROWS || (f.far && f.far->fetch == KVQ_FETCH_ALL)) && !a.waves &&
+            attend_rows(a, codec_k, codec_v, attn + i0, n_streams)) {
+            continue;
+        }
+        if (f.far && f.far->fetch == KVQ_FETCH_ALL) {
+            err = err.empty() ? "attention over all far rows has no kernel for these heads: set prompt=near" : err;
+            return;
+        }
         const int n_warps = a.n_rows > 16 ? 4 : 1;
-        const int blocks =
-            (few ? kvq_decode_row_blocks(a) : (a.n_rows + 16 * n_warps - 1) / (16 * n_warps)) * a.n_head_kv * n_streams;
-        if (!is_short) {
-            const int want = n_sm * (few ? a.occupancy : n_warps > 1 ? 3 : 10);
-            a.n_splits = std::max(1,
-                std::min({ want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32,
-                    1024 }));
-            // the last block reads them by 32
-            if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
-        }
-        if (a.n_splits > 1) {
-            const size_t n_tickets = few ? blocks : 0,
-                         n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
-            if (!grow(partial, n_partial, n, "attention's partial results") ||
-                !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
-                return;
-            }
-            a.partial = partial;
-            a.tickets = tickets;
-        }
+        if (!split(a, n_streams, n_warps, few)) { return; }
         n_short += is_short;
         n_decode += few;
         n_means += a.waves != nullptr;

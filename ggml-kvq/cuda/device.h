@@ -16,8 +16,14 @@ struct kvq_attend_args;
 struct kvq_turn;
 struct kvq_device_rotary;
 struct kvq_row_place;
+struct kvq_far_args;
 
-class kvq_cuda_device : public kvq_device, public kvq_turn_engine, public kvq_chain_engine, public kvq_score_engine {
+class kvq_cuda_device :
+    public kvq_device,
+    public kvq_turn_engine,
+    public kvq_chain_engine,
+    public kvq_score_engine,
+    public kvq_fetch_engine {
 public:
     explicit kvq_cuda_device(int ordinal);
     ~kvq_cuda_device() override;
@@ -97,7 +103,7 @@ public:
     kvq_turn_engine * turns() override { return this; }
     kvq_chain_engine * chains() override { return this; }
     kvq_score_engine * scores() override { return this; }
-    kvq_fetch_engine * fetches() override { return nullptr; }
+    kvq_fetch_engine * fetches() override { return this; }
     size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a
     // block, for tests; warps 0: none
@@ -117,6 +123,14 @@ public:
     void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
         const uint16_t * const * frames, int first, int n_frames) override;
     void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override;
+    // pinned, and mapped at the same address
+    void * alloc_far(size_t nb) override;
+    void free_far(void * p, size_t nb) override;
+    void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
+        int n_threads) override;
+    void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
+    const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int top) const override;
+    int64_t n_far = 0; // calls of attention that fetched
 
 private:
     static std::string refuse_settings(); // KVQ_CUDA_AS; "": nothing is wrong
@@ -165,8 +179,30 @@ private:
     bool room_for_rows(size_t nb);
     void expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to,
         const kvq_turn & turn);
+    // how decode kernels share the work, with memory for what blocks leave each other; false: out of memory
+    bool split(kvq_attend_args & a, int n_streams, int n_warps, bool few);
+    // with a second tier (kvq_far); false: an error is noted
+    bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
+    void overlay_far(const kvq_attn & a, const kvq_row_place & to, uint8_t * came, bool aside);
+    // rows of call i of n in the workspace of plain rows
+    kvq_row_place place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const;
+    bool take_ahead(const kvq_attn * attn, int n);
+    void ask_ahead(const kvq_attn * attn, int n);
+    struct far_call {
+        kvq_attn attn;
+        kvq_far far;
+    };
+    std::vector<far_call> coming; // asked for ahead
+    std::map<const void *, std::vector<far_call>> next_far;
+    const void * last_far = nullptr;
+    int last_n_kv = 0;
+    bool is_stale = false;
+    void *far_stream = nullptr, *far_ready = nullptr, *far_left = nullptr, *spare = nullptr;
+    size_t nb_spare = 0, n_came = 0;
+    uint8_t * came = nullptr; // by call and page: rows that came ahead
     // false: not possible, nothing is done
-    bool attend_rows(const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, int n_streams);
+    bool attend_rows(
+        const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams);
     // sealed pages as open ones, into a workspace of one layer
     bool unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain);
     void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles);
@@ -191,7 +227,16 @@ private:
     };
     std::vector<tile_copy> to_copy;
     std::vector<std::pair<kvq_page *, kvq_page>> to_put;
-    bool waits() const { return !to_seal.empty() || !to_copy.empty() || !to_put.empty(); }
+    std::vector<std::pair<uint64_t *, uint64_t>> to_set; // one word each: addresses
+    struct far_batch;                                    // pages of one shape
+    void flush_far();
+    std::vector<std::shared_ptr<far_batch>> to_far;
+    uint8_t *far_sums = nullptr, *far_memory = nullptr;
+    size_t n_far_sums = 0, nb_far_memory = 0;
+    std::map<const void *, size_t> pinned; // alloc_far
+    bool waits() const {
+        return !to_seal.empty() || !to_far.empty() || !to_copy.empty() || !to_put.empty() || !to_set.empty();
+    }
     uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed
     std::string err, kernels;

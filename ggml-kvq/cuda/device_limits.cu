@@ -2,7 +2,7 @@
 #include "device.h"
 #include "base/settings.h"
 
-#include "attend.cuh"
+#include "far.cuh"
 
 #include <algorithm>
 #include <cstdlib>
@@ -141,6 +141,33 @@ const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k,
     a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
     if (k.centred && !k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
         return "f16 rows made for each token, about 7 times slower"; // 313 us instead of 46
+    }
+    return nullptr;
+}
+
+const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & v, int top) const {
+    if (top > FAR_MOST) { return "top=4096 is the most that CUDA fetches"; }
+    if (k.type != v.type || (k.type != KVQ_TYPE_AFFINE && k.type != KVQ_TYPE_LATTICE && k.type != KVQ_TYPE_F16)) {
+        return "CUDA fetches far rows for near=kivi and near=higgs";
+    }
+    if (k.head_size != v.head_size || k.head_size % 16 || k.head_size > 512 ||
+        (k.head_size > 256 && k.head_size <= 384)) {
+        return "CUDA fetches far rows for heads of 16 to 512 channels, in steps of 16, but for 272 to 384";
+    }
+    if (k.type == KVQ_TYPE_LATTICE && (k.group != 2 || v.group != 2)) {
+        return "CUDA fetches far rows for grids of d=2";
+    }
+    if (k.type == KVQ_TYPE_AFFINE && (!k.bits || !v.bits || k.scale != v.scale || k.group % 16 || v.group % 16)) {
+        return "CUDA fetches far rows for groups that are multiples of 16 and scales of one kind";
+    }
+    cudaSetDevice(ordinal);
+    for (int part : { 1, 2 }) {
+        kvq_attend_args a = decode_args(k, v, false);
+        a.part = part;
+        if (!kvq_decode_fits(a, 0)) {
+            return "attention that fetches needs more shared memory a block than this card has: take larger groups or "
+                   "fewer bits";
+        }
     }
     return nullptr;
 }

@@ -37,23 +37,25 @@ void kvq_cuda_device::expand_lane(const kvq_codec & c, const kvq_page * pages, i
 bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v, const kvq_chain_pages * chain) {
     use();
     const kvq_attn & f = attn[0];
+    const bool all = f.far && f.far->fetch == KVQ_FETCH_ALL, there = all && take_ahead(attn, n);
     const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size;
-    if (!room_for_rows(2 * (nk + nv) * n) || (chain && !unfold(attn, n, chain))) { return false; }
-    uint16_t *at_k = (uint16_t *) expanded, *at_v = at_k + nk * n;
+    if ((!there && !room_for_rows(2 * (nk + nv) * n)) || (chain && !unfold(attn, n, chain))) { return false; }
     for (int i = 0; i < n; i++) {
         for (const bool value : { false, true }) {
             kvq_codec c = value ? f.v : f.k;
-            const kvq_row_place to = { value ? at_v + i * nv : at_k + i * nk, f.n_kv, false, value, 0 };
+            const kvq_row_place to = place_of(attn, n, i, value, expanded);
             if (chain) { // rows already
                 c.type = KVQ_TYPE_F16;
                 c.bits = 16;
             }
             const kvq_page * pages = chain ? (const kvq_page *) (unfolded + i * unfolded_table) : attn[i].pages;
             expand_lane(c, pages, f.n_pages, f.n_head_kv, to, chain ? kvq_turn() : turn(attn[i], value));
+            if (all) { overlay_far(attn[i], to, there ? came + (size_t) i * f.n_pages : nullptr, false); }
         }
     }
-    *k = at_k;
-    *v = at_v;
+    if (all) { ask_ahead(attn, n); }
+    *k = expanded;
+    *v = (uint16_t *) expanded + nk * n;
     return check(cudaGetLastError(), "expand kernel");
 }
 
@@ -64,15 +66,17 @@ bool kvq_cuda_device::expand_latent(const kvq_attn * attn, int n, void ** rows) 
     if (!room_for_rows(2 * (size_t) f.n_kv * width * n)) { return false; }
     for (int i = 0; i < n; i++) {
         uint16_t * const at = (uint16_t *) expanded + (size_t) i * f.n_kv * width;
-        expand_lane(f.k, attn[i].pages, f.n_pages, 1, { at, f.n_kv, false, false, width }, kvq_turn());
-        expand_lane(f.v, attn[i].pages, f.n_pages, 1, { at + f.k.head_size, f.n_kv, false, true, width }, kvq_turn());
+        expand_lane(
+            f.k, attn[i].pages, f.n_pages, 1, { at, f.n_kv, false, false, width, nullptr, nullptr }, kvq_turn());
+        expand_lane(f.v, attn[i].pages, f.n_pages, 1,
+            { at + f.k.head_size, f.n_kv, false, true, width, nullptr, nullptr }, kvq_turn());
     }
     *rows = expanded;
     return check(cudaGetLastError(), "expand kernel of latent attention");
 }
 
 bool kvq_cuda_device::attend_rows(
-    const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, int n_streams) {
+    const kvq_attend_args & all, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams) {
     if (!kvq_rows_fit(all)) { return false; }
     kvq_attend_args a = all;
     kvq_rows_args r = {};
@@ -103,8 +107,11 @@ bool kvq_cuda_device::attend_rows(
         for (int value = 0; value < 2; value++) {
             const kvq_codec & c = value ? v : k;
             const size_t row = (size_t) a.n_head_kv * c.head_size, used = row * n_slots;
-            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, { rows[value], a.n_kv, true, (bool) value, 0 },
-                kvq_turn());
+            const bool all = attn[i].far && attn[i].far->fetch == KVQ_FETCH_ALL;
+            const kvq_row_place to = { rows[value], a.n_kv, true, (bool) value, 0, all ? attn[i].far->k_rows : nullptr,
+                all ? attn[i].far->v_rows : nullptr };
+            expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, to, kvq_turn());
+            if (all) { overlay_far(attn[i], to, nullptr, false); }
             if (used < (value ? nv : nk)) { zero(rows[value] + used, 2 * ((value ? nv : nk) - used)); }
         }
         kvq_launch_rows_attention(a, r, (cudaStream_t) stream);

@@ -90,11 +90,23 @@ void kvq_cuda_device::put_pages(kvq_page * to, const kvq_page * from, size_t n) 
     for (size_t i = 0; i < n; i++) { to_put.emplace_back(to + i, from[i]); }
 }
 
+static constexpr int WORDS = 200;
+struct words_to_set {
+    uint64_t * to[WORDS];
+    uint64_t word[WORDS];
+};
+static_assert(sizeof(words_to_set) < 4000, "kernel arguments are limited to 4 KiB");
+
+static __global__ void words_kernel(const __grid_constant__ words_to_set a, int n) {
+    if (threadIdx.x < n) { *a.to[threadIdx.x] = a.word[threadIdx.x]; }
+}
+
 void kvq_cuda_device::flush() {
     if (!waits()) { return; }
     std::vector<std::shared_ptr<seal_batch>> batches;
     batches.swap(to_seal);
     check(cudaSetDevice(ordinal), "cudaSetDevice");
+    flush_far();
     // codes exist before they are adopted
     std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; });
     for (const auto & b : batches) {
@@ -131,6 +143,17 @@ void kvq_cuda_device::flush() {
         pages_kernel<<<1, 64, 0, (cudaStream_t) stream>>>(arg, part);
     }
     to_put.clear();
+    for (size_t i = 0; i < to_set.size();) { // no word twice in a launch
+        words_to_set arg;
+        int n = 0;
+        const auto again = [&](uint64_t * p) { return std::find(arg.to, arg.to + n, p) != arg.to + n; };
+        while (i < to_set.size() && n < WORDS && !again(to_set[i].first)) {
+            arg.to[n] = to_set[i].first;
+            arg.word[n++] = to_set[i++].second;
+        }
+        words_kernel<<<1, 256, 0, (cudaStream_t) stream>>>(arg, n);
+    }
+    to_set.clear();
     check(cudaGetLastError(), "sealing kernel");
 }
 

@@ -13,6 +13,7 @@ struct packed_page {
         const kvq_affine_geometry & g, const kvq_page * pages, int n_head, const kvq_row_place & to) {
         const kvq_page & page = pages[blockIdx.x];
         const int h = blockIdx.y;
+        if (lies_far(to, page, blockIdx.x)) { return false; }
         n = to.by_slot ? g.n_cells : min(g.n_cells, to.n_kv - page.cell);
         codes = (const uint8_t *) (to.value ? page.v_codes : page.k_codes);
         params = (const uint8_t *) (to.value ? page.v_params : page.k_params);

@@ -21,7 +21,7 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
     const uint8_t * params = (const uint8_t *) (to.value ? page.v_params : page.k_params);
     const size_t step = to.step ? (size_t) to.step : (size_t) n_head * D;
     uint16_t * const row = to.rows + (size_t) ((to.by_slot ? (int) blockIdx.y * g.n_cells : page.cell) + t) * step;
-    if ((int) blockIdx.x * WARPS >= n) { return; }
+    if ((int) blockIdx.x * WARPS >= n || lies_far(to, page, blockIdx.y)) { return; }
     if (!params || !page.n_slots) { // open, or empty, which reads as zero
         const uint16_t * from = (const uint16_t *) codes + (size_t) t * g.stride;
         const int units = D / 8;

@@ -259,7 +259,9 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
         }
     }
     const kvq_chain_pages * const chain = lanes.empty() ? nullptr : lanes.data();
-    if (a.n_q * (a.n_head / a.n_head_kv) > 64 && !l.spans.packed) { // each head has its own cells there
+    const bool all_far = a.far && a.far->fetch == KVQ_FETCH_ALL;
+    if ((a.n_q * (a.n_head / a.n_head_kv) > 64 || all_far) && !l.spans.packed &&
+        (!a.far || all_far)) { // each head has its own cells there
         ggml_tensor plain[3] = { plain_rows(node->src[1], nullptr), plain_rows(node->src[2], nullptr), *node };
         plain[0].buffer = plain[1].buffer = node->src[0]->buffer;
         plain[2].src[1] = &plain[0];

@@ -83,7 +83,8 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
         if (std::find(caches.begin(), caches.end(), t.cache) == caches.end()) { caches.push_back(t.cache); }
         if (attends) {
             const ggml_tensor *q = node->src[0], *k = node->src[1];
-            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !t.layer->d.latent;
+            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !t.layer->d.latent &&
+                !(t.layer->d.k.bytes_far && q->ne[1] >= KVQ_PROMPT_ROWS); // these are read as rows
             for (write & w : writes) { // attention writes these rows itself when the cache is short
                 w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
             }

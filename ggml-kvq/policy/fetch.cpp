@@ -180,6 +180,12 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
         at.why = std::string("a second tier is not supported on ") + at.device.name() + ": use kivi or higgs";
         return false;
     }
+    const char * why =
+        at.device.fetches()->refuse_far(at.k->layout().codec, at.v->layout().codec, (int) part.get("top"));
+    if (why) {
+        at.why = why;
+        return false;
+    }
     std::shared_ptr<void> & pool = at.shared["far"];
     if (!pool) { pool = std::make_shared<kvq_far_pool>(at.device, part.text, at.bytes_far); }
     kvq_far_pool & its = *(kvq_far_pool *) pool.get();

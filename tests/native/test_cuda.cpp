@@ -1,5 +1,6 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention [fine] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
+// Usage: test_cuda [quick | host [STEPS] | attention [fine] | far [quick | bench [CELLS]] | aqua [STEPS] |
+//     bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
 #include "layer.h"
@@ -346,6 +347,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 
 #include "cuda_bench.h"
 #include "cuda_aqua.h"
+#include "cuda_far.h"
 
 int main(int argc, char ** argv) {
     rng.seed(1);
@@ -374,10 +376,19 @@ int main(int argc, char ** argv) {
         }
         return 0;
     }
+    if (argc > 1 && !strcmp(argv[1], "far")) {
+        if (argc > 2 && !strcmp(argv[2], "bench")) {
+            far_bench(d, argc > 3 ? atoi(argv[3]) : 0);
+        } else {
+            far_attention(d, argc > 2);
+        }
+        return 0;
+    }
     if (argc > 1 && !strcmp(argv[1], "limits")) {
         print_limits(d);
         return 0;
     }
+    if (argc > 1 && (!strcmp(argv[1], "host") || !strcmp(argv[1], "quick"))) { far_attention(d, true); }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {
         check_aqua(d, argc > 2 ? atoi(argv[2]) : 1000, argc < 3);
         return 0;

@@ -131,6 +131,13 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     for (int i = 0; i < 4; i++) { y |= (unsigned) (x >> (s >> 4 * i & 7) * 8 & 255) << 8 * i; }
     return y;
 }
+// threads take turns, so every operation is one piece
+template <typename T> static inline T atomicAdd(T * p, T x) {
+    const T before = *p;
+    *p += x;
+    return before;
+}
+static inline void __threadfence() {}
 template <typename T> static inline T __ldg(const T * p) { return *p; }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
 static inline size_t __cvta_generic_to_shared(const void * p) {
@@ -155,7 +162,7 @@ static inline void host_copy(uint32_t to, const void * from, int n) {
 typedef int cudaError_t;
 enum { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 typedef struct host_stream * cudaStream_t;
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
 constexpr size_t SHARED_BYTES_OF_BLOCK = 227 << 10; // as cards of compute capability 9.0
 struct cudaDeviceProp {
     int multiProcessorCount, major, minor;
@@ -180,6 +187,12 @@ static inline cudaError_t cudaDeviceGetAttribute(int * x, int, int) {
 template <typename T> static inline cudaError_t cudaMalloc(T ** p, size_t nb) {
     *p = (T *) aligned_alloc(256, (nb + 255) / 256 * 256 + 256);
     return *p ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+enum { cudaHostAllocMapped = 2, cudaHostAllocPortable = 1 };
+static inline cudaError_t cudaHostAlloc(void ** p, size_t nb, unsigned) { return cudaMalloc(p, nb); }
+static inline cudaError_t cudaFreeHost(void * p) {
+    free(p);
+    return cudaSuccess;
 }
 static inline cudaError_t cudaFree(void * p) {
     free(p);
@@ -208,6 +221,10 @@ static inline cudaError_t cudaDeviceGetStreamPriorityRange(int * least, int * mo
     return cudaSuccess;
 }
 static inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t * s, int, int) {
+    *s = (cudaStream_t) 1;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t * s, int) {
     *s = (cudaStream_t) 1;
     return cudaSuccess;
 }

@@ -1,0 +1,303 @@
+// The device's second tier (kvq_far): far rows in pinned memory of the host, and attention that fetches some of them.
+#include "device.h"
+
+#include "far.cuh"
+#include "types/far_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+// ---------------------------------------------------------------- rows
+
+void * kvq_cuda_device::alloc_far(size_t nb) {
+    void * p = nullptr;
+    if (!check(cudaSetDevice(ordinal), "cudaSetDevice") ||
+        cudaHostAlloc(&p, nb, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
+        cudaGetLastError();
+        return nullptr;
+    }
+    pinned[p] = nb;
+    return p;
+}
+
+void kvq_cuda_device::free_far(void * p, size_t) {
+    synchronize();
+    if (pinned.erase(p)) { check(cudaFreeHost(p), "cudaFreeHost"); }
+}
+
+struct kvq_cuda_device::far_batch {
+    kvq_far_jobs shape; // no jobs
+    std::vector<std::pair<uint16_t *, void *>> jobs;
+};
+
+static kvq_far_jobs shape_of(const kvq_lane_layout & l, int format) {
+    kvq_far_jobs a = {};
+    a.format = format;
+    a.head_size = l.codec.head_size;
+    a.stride = l.head_stride();
+    a.n_rows = l.n_head * l.page_cells;
+    a.nb_row = kvq_far_row_bytes(format, l.codec.head_size);
+    return a;
+}
+
+// Waits, as sealing does, and goes before it: tiles are used again behind both.
+void kvq_cuda_device::put_far(
+    const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows, int) {
+    const kvq_far_jobs shape = shape_of(l, format);
+    auto at = std::find_if(to_far.begin(), to_far.end(),
+        [&](const auto & x) { return !memcmp(&x->shape, &shape, offsetof(kvq_far_jobs, job)); });
+    if (at == to_far.end()) {
+        to_far.emplace_back(new far_batch{ shape, {} });
+        at = to_far.end() - 1;
+    }
+    for (int i = 0; i < n; i++) { (*at)->jobs.emplace_back((uint16_t *) tiles[i], rows[i]); }
+}
+
+void kvq_cuda_device::flush_far() {
+    std::vector<std::shared_ptr<far_batch>> batches;
+    batches.swap(to_far);
+    for (const auto & b : batches) {
+        for (size_t i = 0; i < b->jobs.size(); i += kvq_far_jobs::MOST) {
+            const int n = (int) std::min<size_t>(b->jobs.size() - i, kvq_far_jobs::MOST);
+            kvq_far_jobs a = b->shape;
+            for (int j = 0; j < n; j++) {
+                a.job[j] = { b->jobs[i + (size_t) j].first, b->jobs[i + (size_t) j].second };
+            }
+            kvq_launch_far_put(a, n, (cudaStream_t) stream);
+        }
+    }
+}
+
+void kvq_cuda_device::get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) {
+    use();
+    kvq_far_jobs a = shape_of(l, format);
+    a.job[0] = { tile, (void *) rows };
+    kvq_launch_far_get(a, 1, (cudaStream_t) stream);
+    check(cudaGetLastError(), "kernel of far rows");
+}
+
+// ---------------------------------------------------------------- prompts
+// Far rows of a layer come over the bus while the layer before it computes: on a stream of their own, into the memory
+// that the layer before that one has left. Which layer follows is what it was in the call before.
+
+void kvq_cuda_device::overlay_far(const kvq_attn & a, const kvq_row_place & to, uint8_t * came, bool aside) {
+    const int D = to.value ? a.v.head_size : a.k.head_size;
+    kvq_launch_far_overlay({ a.far->format, D, a.far->n_cells, a.n_head_kv, a.n_pages,
+                               kvq_far_row_bytes(a.far->format, D), a.pages, to, came, aside },
+        (cudaStream_t) (aside ? far_stream : stream));
+}
+
+kvq_row_place kvq_cuda_device::place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const {
+    const kvq_attn & f = attn[0];
+    const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size;
+    const bool all = attn[i].far && attn[i].far->fetch == KVQ_FETCH_ALL;
+    return { (uint16_t *) memory + (value ? nk * n + i * nv : i * nk), f.n_kv, false, value, 0,
+        all ? attn[i].far->k_rows : nullptr, all ? attn[i].far->v_rows : nullptr };
+}
+
+// Is what has come for these calls? Then it is in `expanded`.
+bool kvq_cuda_device::take_ahead(const kvq_attn * attn, int n) {
+    if (!far_ready || coming.empty()) { return false; }
+    check(cudaStreamWaitEvent((cudaStream_t) stream, (cudaEvent_t) far_ready, 0), "cudaStreamWaitEvent");
+    bool same = n == (int) coming.size() && !is_stale;
+    for (int i = 0; same && i < n; i++) {
+        const kvq_attn &x = attn[i], &y = coming[i].attn;
+        same = x.pages == y.pages && x.n_pages == y.n_pages && x.n_kv == y.n_kv && x.n_head_kv == y.n_head_kv &&
+            x.k.head_size == y.k.head_size && x.v.head_size == y.v.head_size && x.far &&
+            x.far->k_rows == coming[i].far.k_rows && x.far->v_rows == coming[i].far.v_rows &&
+            x.far->format == coming[i].far.format;
+    }
+    coming.clear();
+    if (same) {
+        std::swap(expanded, spare);
+        std::swap(nb_expanded, nb_spare);
+    }
+    return same;
+}
+
+void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
+    std::vector<far_call> now((size_t) n);
+    for (int i = 0; i < n; i++) { now[(size_t) i] = { attn[i], *attn[i].far }; }
+    // a layer of the same call
+    if (last_far && last_n_kv == attn[0].n_kv) { next_far[last_far] = now; }
+    last_far = attn[0].far->k_rows;
+    last_n_kv = attn[0].n_kv;
+    is_stale = false;
+    const auto at = next_far.find(last_far);
+    if (at == next_far.end() || (int) at->second.size() != n) { return; }
+    if (!far_stream) {
+        cudaStream_t s = nullptr;
+        cudaEvent_t ready = nullptr, left = nullptr;
+        if (!check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate") ||
+            !check(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming), "cudaEventCreate") ||
+            !check(cudaEventCreateWithFlags(&left, cudaEventDisableTiming), "cudaEventCreate")) {
+            return;
+        }
+        far_stream = s;
+        far_ready = ready;
+        far_left = left;
+    }
+    coming = at->second;
+    size_t nb = 0;
+    std::vector<kvq_attn> next((size_t) n);
+    for (int i = 0; i < n; i++) {
+        far_call & x = coming[(size_t) i];
+        x.attn.n_kv = attn[i].n_kv;
+        x.attn.n_pages = attn[i].n_pages;
+        next[(size_t) i] = x.attn;
+        next[(size_t) i].far = &x.far;
+        nb += (size_t) 2 * x.attn.n_kv * x.attn.n_head_kv * (x.attn.k.head_size + x.attn.v.head_size);
+    }
+    const size_t n_flags = (size_t) n * attn[0].n_pages;
+    if (n_flags > n_came) {
+        synchronize();
+        cudaFree(came);
+        came = nullptr;
+        n_came = 0;
+        if (cudaMalloc(&came, 2 * n_flags) != cudaSuccess) {
+            cudaGetLastError();
+            coming.clear();
+            return;
+        }
+        n_came = 2 * n_flags;
+    }
+    if (nb > nb_spare) {
+        synchronize();
+        cudaFree(spare);
+        spare = nullptr;
+        nb_spare = 0;
+        if (cudaMalloc(&spare, nb) != cudaSuccess) { // then rows come when they are needed
+            cudaGetLastError();
+            coming.clear();
+            return;
+        }
+        nb_spare = nb;
+    }
+    check(cudaEventRecord((cudaEvent_t) far_left, (cudaStream_t) stream), "cudaEventRecord");
+    check(cudaStreamWaitEvent((cudaStream_t) far_stream, (cudaEvent_t) far_left, 0), "cudaStreamWaitEvent");
+    // a page that has sealed since the layer's last call may be missing in its table: its rows come when it is read
+    check(cudaMemsetAsync(came, 0, n_flags, (cudaStream_t) far_stream), "cudaMemsetAsync");
+    for (int i = 0; i < n; i++) {
+        for (const bool value : { false, true }) {
+            overlay_far(
+                next[(size_t) i], place_of(next.data(), n, i, value, spare), came + (size_t) i * attn[0].n_pages, true);
+        }
+    }
+    check(cudaEventRecord((cudaEvent_t) far_ready, (cudaStream_t) far_stream), "cudaEventRecord");
+}
+
+// ---------------------------------------------------------------- attention
+
+static constexpr int MOST_SPLITS = 256; // of the part that makes logits
+
+bool kvq_cuda_device::attend_far(
+    const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
+    const kvq_far & f = *attn[0].far;
+    const auto fail = [&](const char * what) {
+        if (err.empty()) { err = what; }
+        return false;
+    };
+    const int H = all.n_head_kv, P = all.page_cells,
+              parts = all.k.np == 0 || all.k.group % 64 == 0 ? 0
+        : all.k.group % 32 == 0                              ? 1
+                                                             : 2;
+    // few enough rows for a few blocks of columns; a token at least
+    const int most = std::max(1, (32 >> parts) / all.gqa);
+    for (int t0 = 0; t0 < all.n_q; t0 += most) {
+        kvq_attend_args a = all;
+        a.n_q = std::min(all.n_q - t0, most);
+        a.n_rows = a.gqa * a.n_q;
+        a.n_near = all.n_pages;
+        const int n_picked = (a.n_q * f.top + P - 1) / P, n_far_pages = k ? std::max(k->n_pages, a.n_near) : a.n_near;
+        a.n_logits = (a.n_near + n_picked) * P;
+        const size_t n_lists = (size_t) H * a.n_q, S = (size_t) n_streams;
+        // of a stream, for the longest cache: pages open while a recording is in use
+        const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * (n_far_pages + n_picked) * P * sizeof(float), 256),
+                     nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
+                     nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
+                     nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256), n_page = (size_t) H * P * a.v.stride,
+                     nb_values = kvq_pad(n_picked * n_page * sizeof(uint16_t), 256),
+                     nb = nb_logits + nb_keys + nb_tops + nb_list + nb_values;
+        if (!grow(far_memory, nb_far_memory, S * nb, "attention's logits") ||
+            !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
+            return false;
+        }
+        kvq_far_args r = {};
+        r.first = t0 == 0;
+        r.last = t0 + a.n_q == all.n_q;
+        r.ahead = f.fetch == KVQ_FETCH_AHEAD;
+        r.n_q = a.n_q;
+        r.n_rows = a.n_rows;
+        r.gqa = a.gqa;
+        r.n_head = a.n_head;
+        r.n_head_kv = H;
+        r.n_near = a.n_near;
+        r.page_cells = P;
+        r.n_kv = a.n_kv;
+        r.n_logits = a.n_logits;
+        r.top = f.top;
+        r.n_slots = n_picked * P;
+        r.format = f.format;
+        r.head_size = a.k.head_size;
+        r.stride_v = a.v.stride;
+        r.v_tile = (int) n_page;
+        r.nb_row_k = kvq_far_row_bytes(f.format, a.k.head_size);
+        r.nb_row_v = kvq_far_row_bytes(f.format, a.v.head_size);
+        r.sinks = a.sinks;
+        r.scale = a.scale;
+        r.softcap = a.softcap;
+        r.max_bias = a.max_bias;
+        r.m0 = a.m0;
+        r.m1 = a.m1;
+        r.n_head_log2 = a.n_head_log2;
+        r.q_stride_token = a.q_stride_token;
+        r.q_stride_head = a.q_stride_head;
+        r.mask_stride_token = a.mask_stride_token;
+        r.mask_stride_head = a.mask_stride_head;
+        float * out_lse[KVQ_ATTEND_STREAMS];
+        for (int s = 0; s < n_streams; s++) {
+            auto & x = a.stream[s];
+            uint8_t * at = far_memory + s * nb;
+            x.q += t0 * a.q_stride_token;
+            x.mask = x.mask ? x.mask + t0 * a.mask_stride_token : nullptr;
+            x.dst += t0 * a.dst_stride_token;
+            out_lse[s] = x.lse ? x.lse + (size_t) t0 * a.n_head : nullptr;
+            x.logits = (float *) at;
+            const kvq_far & y = *attn[s].far;
+            auto & to = r.stream[s];
+            to.q = x.q;
+            to.mask = x.mask;
+            to.pages = attn[s].pages; // x.pages may be rows by now
+            to.k_rows = y.k_rows;
+            to.v_rows = y.v_rows;
+            to.logits = x.logits;
+            to.keys = (unsigned long long *) (at += nb_logits);
+            to.tops = x.tops = (float *) (at += nb_keys);
+            to.sums = (kvq_far_sums *) far_sums + s * n_lists;
+            to.picks = (int32_t *) (at += nb_tops);
+            to.values = (uint16_t *) (at += nb_list);
+            to.kept = y.picks;
+            to.counts = (unsigned long long *) y.counts;
+            x.picked = to.values;
+        }
+        for (const int part : { 1, 2 }) {
+            kvq_attend_args b = a;
+            b.part = part;
+            b.is_short = false;
+            b.n_splits = 0;
+            if (part == 2) {
+                kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
+                if (r.ahead) { kvq_launch_far_recall(r, n_streams, (cudaStream_t) stream); }
+                kvq_launch_far_gather(r, n_streams, (cudaStream_t) stream);
+                b.n_pages = a.n_near + n_picked;
+                for (int s = 0; s < n_streams; s++) { b.stream[s].lse = out_lse[s]; }
+            }
+            if (!kvq_decode_fits(b, n_streams)) { return fail("attention that fetches has no kernel for these pages"); }
+            if (!split(b, n_streams, 0, true)) { return false; }
+            if (part == 1) { r.n_splits = b.n_splits = std::min(b.n_splits, MOST_SPLITS); }
+            kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
+        }
+    }
+    n_far++;
+    return check(cudaGetLastError(), "attention that fetches");
+}

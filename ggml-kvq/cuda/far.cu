@@ -1,0 +1,573 @@
+// Which cells are read from the second tier, and their rows (far.cuh): two kernels between the two parts of an
+// attention (attend_decode.cuh).
+#include "far.cuh"
+
+#include <algorithm>
+
+static constexpr int THREADS = 256;
+static constexpr float MOST_Q8 = 515.5f; // as in types/far_rows.cpp
+static constexpr float TO_BASE_2 = 1.44269504f;
+
+static __device__ __forceinline__ int bin_of(float score) {
+    const int bin = (int) (__float_as_uint(score) >> 18) - ((127 - 40) << 5);
+    return min(max(bin, 0), FAR_BINS - 1);
+}
+
+// within a bin that is neither the first nor the last
+static __device__ __forceinline__ int part_of(float score) { return (int) (__float_as_uint(score) >> 8 & 1023); }
+
+// of two scores the higher one, of two equal ones the earlier cell, is the larger key
+static __device__ __forceinline__ unsigned long long key_of(float score, int cell) {
+    return (unsigned long long) __float_as_uint(score) << 32 | (uint32_t) ~cell;
+}
+
+// The bin that the last of `top` cells lies in, -1: all cells fit; above: cells of higher bins. bins: shared memory
+static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int & above) {
+    constexpr int EACH = FAR_BINS / THREADS; // from the highest bin down
+    __shared__ uint32_t of_warps[THREADS / 32];
+    __shared__ int found[2];
+    const int first = FAR_BINS - 1 - (int) threadIdx.x * EACH, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t mine = 0;
+    for (int i = 0; i < EACH; i++) { mine += bins[first - i]; }
+    uint32_t sum = mine;
+    for (int d = 1; d < 32; d *= 2) {
+        const uint32_t before = __shfl_sync(~0u, sum, (lane - d) & 31);
+        sum += lane >= d ? before : 0;
+    }
+    if (lane == 31) { of_warps[warp] = sum; }
+    if (threadIdx.x == 0) { found[0] = found[1] = -1; }
+    __syncthreads();
+    for (int w = 0; w < warp; w++) { sum += of_warps[w]; }
+    uint32_t before = sum - mine;
+    if (before <= (uint32_t) top && sum > (uint32_t) top) { // more than there is room for
+        for (int i = 0; i < EACH; i++) {
+            const uint32_t here = bins[first - i];
+            if (before + here > (uint32_t) top) {
+                found[0] = first - i;
+                found[1] = (int) before;
+                break;
+            }
+            before += here;
+        }
+    }
+    __syncthreads();
+    bin = found[0];
+    above = found[1];
+    __syncthreads();
+}
+
+static __device__ __forceinline__ float score_of(unsigned long long key) { return __int_as_float((int) (key >> 32)); }
+static __device__ __forceinline__ int cell_of(unsigned long long key) { return (int) ~(uint32_t) key; }
+
+// Of one bin the `need` largest keys, from the highest byte on: where the bin has too many.
+static __device__ void pick_many(const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
+    const auto is_close = [&](float x) { return bin_of(x) == bin && (part < 0 || part_of(x) == part); };
+    __shared__ uint32_t counts[256];
+    __shared__ unsigned long long least; // of the keys that are taken
+    __shared__ int left;
+    if (threadIdx.x == 0) {
+        least = 0;
+        left = need;
+    }
+    for (int shift = 56; shift >= 0; shift -= 8) {
+        counts[threadIdx.x] = 0;
+        __syncthreads();
+        const unsigned long long so_far = least;
+        for (int i = threadIdx.x; i < n; i += THREADS) {
+            const unsigned long long key = __ldcg(keys + i);
+            if (is_close(score_of(key)) && (shift == 56 || key >> (shift + 8) == so_far >> (shift + 8))) {
+                atomicAdd(&counts[key >> shift & 255], 1u);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            int digit = 255;
+            while (digit > 0 && counts[digit] < (uint32_t) left) { left -= (int) counts[digit--]; }
+            least |= (unsigned long long) digit << shift;
+        }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) { left = 0; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < n; i += THREADS) {
+        const unsigned long long key = __ldcg(keys + i);
+        if (is_close(score_of(key)) && key >= least) { out[atomicAdd(&left, 1)] = cell_of(key); }
+    }
+}
+
+// log2 of the sum of a row's exponentials: of all blocks that made logits, and the sink's
+static __device__ float row_sum(const kvq_far_args & a, const float2 * tops, int head) {
+    const int lane = threadIdx.x % 32;
+    float m = a.sinks ? a.sinks[head] * TO_BASE_2 : -INFINITY, l = 0.0f;
+    const float sink = m;
+    for (int i = lane; i < a.n_splits; i += 32) { m = fmaxf(m, __ldcg(tops + i).x); }
+    for (int d = 16; d; d /= 2) { m = fmaxf(m, __shfl_xor_sync(~0u, m, d)); }
+    if (m == -INFINITY) { return m; }
+    for (int i = lane; i < a.n_splits; i += 32) {
+        const float2 x = __ldcg(tops + i);
+        l += x.x == -INFINITY ? 0.0f : x.y * exp2f(x.x - m);
+    }
+    for (int d = 16; d; d /= 2) { l += __shfl_xor_sync(~0u, l, d); }
+    return m + log2f(l + (a.sinks ? exp2f(sink - m) : 0.0f));
+}
+
+// Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, at least `top`; the last block
+// picks from what all have left.
+static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {
+    early_start();
+    constexpr int EACH = FAR_CHUNK / THREADS;
+    extern __shared__ __align__(16) uint8_t memory[];
+    unsigned long long * const close = (unsigned long long *) memory; // [FAR_CLOSE]
+    int32_t * const cells = (int32_t *) (close + FAR_CLOSE);          // [top]
+    float * const lse = (float *) (cells + (a.top + 3) / 4 * 4);      // [gqa]
+    __shared__ uint32_t bins[FAR_BINS];
+    __shared__ int last, n_left, first_left, n_cells, n_close;
+    const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv, warp = threadIdx.x / 32;
+    const auto & st = a.stream[blockIdx.z];
+    const size_t at = (size_t) token * a.n_head_kv + kvh, row0 = (size_t) kvh * a.n_rows + (size_t) token * a.gqa;
+    const int n = a.n_near * a.page_cells;
+    const auto clear = [&] {
+        for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
+    };
+    clear();
+    if (threadIdx.x == 0) { n_left = 0; }
+    early_wait();
+    for (int g = warp; g < a.gqa; g += THREADS / 32) {
+        const float x = row_sum(a, (const float2 *) st.tops + (row0 + g) * a.n_splits, kvh * a.gqa + g);
+        if (threadIdx.x % 32 == 0) { lse[g] = x; }
+    }
+    __syncthreads();
+    float * const logits = st.logits + row0 * a.n_logits;
+    constexpr int QUADS = EACH / 4, AT_ONCE = 4; // AT_ONCE: rows whose logits are on their way
+    const auto first_of = [&](int j) { return (int) blockIdx.x * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x); };
+    float y[EACH] = {};
+    bool far[QUADS];
+#pragma unroll
+    for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; nothing here waits for what is before it
+        const int p = min(first_of(j), n - 1) / a.page_cells;
+        const kvq_page page = st.pages[p];
+        const void *k = st.k_rows[p], *v = st.v_rows[p];
+        far[j] = (first_of(j) < n) & (page.n_slots != 0) & (page.k_params != nullptr) & (page.v_params != nullptr) &
+            (k != nullptr) & (v != nullptr);
+    }
+#pragma unroll 1
+    for (int g0 = 0; g0 < a.gqa; g0 += AT_ONCE) {
+        float4 x[QUADS][AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) {
+#pragma unroll
+            for (int g = 0; g < AT_ONCE; g++) {
+                const float * row = logits + (size_t) min(g0 + g, a.gqa - 1) * a.n_logits;
+                x[j][g] = __ldcg((const float4 *) (row + min(first_of(j), n - 4)));
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < AT_ONCE; g++) {
+            const float of = g0 + g < a.gqa ? lse[g0 + g] : -INFINITY;
+            if (of == -INFINITY) { continue; }
+#pragma unroll
+            for (int j = 0; j < QUADS; j++) {
+                y[4 * j] += exp2f(x[j][g].x - of);
+                y[4 * j + 1] += exp2f(x[j][g].y - of);
+                y[4 * j + 2] += exp2f(x[j][g].z - of);
+                y[4 * j + 3] += exp2f(x[j][g].w - of);
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < EACH; j++) { y[j] = far[j / 4] ? y[j] : 0.0f; } // what an empty page has is no logit
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
+    }
+    __syncthreads();
+    int bin, above, mine = 0;
+    find_bin(bins, a.top, bin, above);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) { mine += y[j] > 0.0f && bin_of(y[j]) >= bin; }
+    int to = mine ? atomicAdd(&n_left, mine) : 0;
+    __syncthreads();
+    kvq_far_sums & sums = st.sums[at];
+    if (threadIdx.x == 0) { first_left = n_left ? (int) atomicAdd(&sums.n_left, (uint32_t) n_left) : 0; }
+    __syncthreads();
+    unsigned long long * const keys = st.keys + at * n;
+    to += first_left;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        if (y[j] > 0.0f && bin_of(y[j]) >= bin) {
+            keys[to++] = key_of(y[j], blockIdx.x * FAR_CHUNK + 4 * (j / 4 * THREADS + (int) threadIdx.x) + j % 4);
+        }
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) { last = atomicAdd(&sums.n_done, 1u) == gridDim.x - 1; }
+    __syncthreads();
+    if (!last) { return; }
+    __threadfence();
+    const int n_keys = (int) __ldcg(&sums.n_left);
+    constexpr int HELD = 8; // keys of a thread that it reads once
+    unsigned long long held[HELD];
+#pragma unroll
+    for (int j = 0; j < HELD; j++) {
+        const int i = threadIdx.x + j * THREADS;
+        held[j] = i < n_keys ? __ldcg(keys + i) : 0; // no score is 0
+    }
+    const auto each = [&](const auto & f) {
+#pragma unroll
+        for (int j = 0; j < HELD; j++) {
+            if (held[j]) { f(held[j]); }
+        }
+        for (int i = threadIdx.x + HELD * THREADS; i < n_keys; i += THREADS) { f(__ldcg(keys + i)); }
+    };
+    clear();
+    if (threadIdx.x == 0) { n_cells = n_close = 0; }
+    __syncthreads();
+    each([&](unsigned long long key) { atomicAdd(&bins[bin_of(score_of(key))], 1u); });
+    __syncthreads();
+    find_bin(bins, a.top, bin, above);
+    int need = bin < 0 ? 0 : a.top - above, part = -1;
+    if (need && bin && bin < FAR_BINS - 1) { // the next 10 bits of the mantissa
+        clear();
+        __syncthreads();
+        each([&](unsigned long long key) {
+            const float x = score_of(key);
+            if (bin_of(x) == bin) { atomicAdd(&bins[part_of(x)], 1u); }
+        });
+        __syncthreads();
+        find_bin(bins, need, part, above);
+        need -= above;
+    }
+    each([&](unsigned long long key) {
+        const int of = bin_of(score_of(key)), of_part = part < 0 ? -1 : part_of(score_of(key));
+        if (of > bin || (of == bin && of_part > part)) {
+            cells[atomicAdd(&n_cells, 1)] = cell_of(key);
+        } else if (of == bin && of_part == part && need) {
+            const int to = atomicAdd(&n_close, 1);
+            if (to < FAR_CLOSE) { close[to] = key; }
+        }
+    });
+    __syncthreads();
+    if (n_close > FAR_CLOSE) {
+        pick_many(keys, n_keys, bin, part, need, cells + n_cells);
+        __syncthreads();
+        if (threadIdx.x == 0) { n_cells += need; }
+    } else {
+        for (int i = threadIdx.x; i < n_close; i += THREADS) {
+            const unsigned long long mine = close[i];
+            int rank = 0;
+            for (int j = 0; j < n_close; j++) { rank += close[j] > mine; }
+            if (rank < need) { cells[atomicAdd(&n_cells, 1)] = cell_of(mine); }
+        }
+    }
+    __syncthreads();
+    const int n_picks = n_cells;
+    int32_t * const picks = st.picks + at * a.top;
+    for (int i = threadIdx.x; i < a.top; i += THREADS) { // in the order of cells, whoever was first
+        if (i >= n_picks) {
+            picks[i] = -1;
+            continue;
+        }
+        const int mine = cells[i];
+        int rank = 0;
+        for (int j = 0; j < n_picks; j++) { rank += cells[j] < mine; }
+        picks[rank] = mine;
+        for (int g = 0; g < a.gqa && !a.ahead; g++) { logits[(size_t) g * a.n_logits + mine] = -INFINITY; }
+    }
+    if (threadIdx.x == 0) {
+        sums.n_left = sums.n_done = 0;
+        if (st.counts) {
+            if (!a.ahead) { atomicAdd(st.counts, (unsigned long long) n_picks); }
+            if (token == 0 && a.first) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
+            if (at == 0 && a.first) { atomicAdd(st.counts + 3, 1ull); }
+        }
+    }
+}
+
+// What the call before picked, for every query token; what this one picked is kept. Block: a KV head.
+static __global__ void __launch_bounds__(THREADS) recall_kernel(const __grid_constant__ kvq_far_args a) {
+    extern __shared__ __align__(16) uint8_t memory[];
+    int32_t * const old = (int32_t *) memory; // [top]
+    __shared__ int n_new, n_hits;             // n_new: rows that have to come for the next call
+    const int kvh = blockIdx.x;
+    const auto & st = a.stream[blockIdx.y];
+    int32_t * kept = st.kept + (size_t) kvh * a.top;
+    const auto picks_of = [&](int token) { return st.picks + ((size_t) token * a.n_head_kv + kvh) * a.top; };
+    for (int i = threadIdx.x; i < a.top; i += THREADS) {
+        const int cell = kept[i], p = cell / a.page_cells;
+        const bool there = cell >= 0 && p < a.n_near && cell < a.n_kv && st.pages[p].n_slots && st.pages[p].k_params &&
+            st.pages[p].v_params && st.k_rows[p] && st.v_rows[p];
+        old[i] = there ? cell : -1;
+    }
+    if (threadIdx.x == 0) { n_new = n_hits = 0; }
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.top; i += THREADS) {
+        const auto was_there = [&](int cell) {
+            bool found = false;
+            for (int j = 0; j < a.top; j++) { found |= old[j] == cell; }
+            return found;
+        };
+        const int now = picks_of(0)[i], next = picks_of(a.n_q - 1)[i];
+        if (now >= 0 && was_there(now)) { atomicAdd(&n_hits, 1); }
+        if (a.last && next >= 0 && !was_there(next)) { atomicAdd(&n_new, 1); }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.top; i += THREADS) {
+        if (a.last) { kept[i] = picks_of(a.n_q - 1)[i]; }
+        for (int t = 0; t < a.n_q; t++) { picks_of(t)[i] = old[i]; }
+        if (old[i] < 0) { continue; }
+        for (int row = 0; row < a.n_rows; row++) {
+            st.logits[((size_t) kvh * a.n_rows + row) * a.n_logits + old[i]] = -INFINITY;
+        }
+    }
+    if (threadIdx.x == 0 && st.counts) {
+        atomicAdd(st.counts, (unsigned long long) n_new);
+        if (a.first) { atomicAdd(st.counts + 2, (unsigned long long) n_hits); }
+    }
+}
+
+// ---------------------------------------------------------------- rows
+
+// 8 channels of a far row; bytes: of one
+struct far_unit {
+    uint4 raw;
+    uint16_t scale;
+};
+
+static __device__ __forceinline__ int n_blocks_of(int head_size) { return (head_size + 31) / 32; }
+
+static __device__ __forceinline__ far_unit load_unit(int format, int head_size, const uint8_t * row, int u) {
+    far_unit x = {};
+    if (format == KVQ_FAR_F16) {
+        x.raw = *(const uint4 *) (row + 16 * u);
+    } else if (format == KVQ_FAR_Q8) {
+        const uint2 y = *(const uint2 *) (row + 8 * u);
+        x.raw.x = y.x;
+        x.raw.y = y.y;
+        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 32 + u / 4 * 2);
+    } else { // channels 0..15 of a block in the low halves of its bytes
+        const uint2 y = *(const uint2 *) (row + u / 4 * 16 + u % 2 * 8);
+        x.raw.x = y.x >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
+        x.raw.y = y.y >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
+        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 16 + u / 4 * 2);
+    }
+    return x;
+}
+
+// as kvq_far_get: rounded to f16
+static __device__ __forceinline__ void unit_values(int format, const far_unit & x, uint16_t (&out)[8]) {
+    const uint32_t raw[4] = { x.raw.x, x.raw.y, x.raw.z, x.raw.w };
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (format == KVQ_FAR_F16) {
+            out[i] = (uint16_t) (raw[i / 2] >> i % 2 * 16);
+        } else {
+            const uint32_t byte = raw[i / 4] >> i % 4 * 8 & 255;
+            const int code = format == KVQ_FAR_Q8 ? (int) (int8_t) byte : (int) byte - 8;
+            out[i] = f32_to_f16_bits(f16_bits_to_f32(x.scale) * (float) code);
+        }
+    }
+}
+
+static __device__ __forceinline__ uint4 as_uint4(const uint16_t (&x)[8]) {
+    return make_uint4(x[0] | (uint32_t) x[1] << 16, x[2] | (uint32_t) x[3] << 16, x[4] | (uint32_t) x[5] << 16,
+        x[6] | (uint32_t) x[7] << 16);
+}
+
+// A warp: one slot of picked cells of a KV head. Its logits for the rows of its query token, minus infinity for
+// others; its values as an open row.
+static __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_constant__ kvq_far_args a) {
+    early_start();
+    const int kvh = blockIdx.y, lane = threadIdx.x % 32, slot = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    const auto & st = a.stream[blockIdx.z];
+    if (slot >= a.n_slots) { return; }
+    early_wait();
+    const int token = slot / a.top, units = (a.head_size + 7) / 8;
+    const int cell = token < a.n_q ? st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + slot % a.top] : -1;
+    float * logits = st.logits + (size_t) kvh * a.n_rows * a.n_logits + (size_t) a.n_near * a.page_cells + slot;
+    for (int row = lane; row < a.n_rows; row += 32) {
+        if (cell < 0 || row / a.gqa != token) { logits[(size_t) row * a.n_logits] = -INFINITY; }
+    }
+    uint16_t * values = st.values + (size_t) (slot / a.page_cells) * a.v_tile +
+        ((size_t) kvh * a.page_cells + slot % a.page_cells) * a.stride_v;
+    if (cell < 0) { // no number that is none
+        for (int u = lane; u < a.stride_v / 8; u += 32) { *(uint4 *) (values + 8 * u) = make_uint4(0, 0, 0, 0); }
+        return;
+    }
+    const int p = cell / a.page_cells;
+    const size_t at = (size_t) kvh * a.page_cells + cell % a.page_cells;
+    const uint8_t *k = (const uint8_t *) st.k_rows[p] + at * a.nb_row_k,
+                  *v = (const uint8_t *) st.v_rows[p] + at * a.nb_row_v;
+    constexpr int MOST = 4; // units of a lane, of 512 channels
+    far_unit x[MOST] = {};
+#pragma unroll
+    for (int i = 0; i < MOST; i++) { // all are on their way at once: keys, then values
+        const int u = lane + 32 * i;
+        if (u < 2 * units) { x[i] = load_unit(a.format, a.head_size, u < units ? k : v, u < units ? u : u - units); }
+    }
+    float keys[MOST][8];
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+        const int u = lane + 32 * i;
+        uint16_t y[8];
+        unit_values(a.format, x[i], y);
+        if (u >= units && u < 2 * units) { *(uint4 *) (values + 8 * (u - units)) = as_uint4(y); }
+#pragma unroll
+        for (int e = 0; e < 8; e++) { keys[i][e] = u < units ? f16_bits_to_f32(y[e]) : 0.0f; }
+    }
+    for (int g = 0; g < a.gqa; g++) {
+        const int head = kvh * a.gqa + g;
+        const float * q = st.q + (size_t) token * a.q_stride_token + (size_t) head * a.q_stride_head;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MOST; i++) {
+            const int u = lane + 32 * i;
+            if (u >= units) { continue; }
+#pragma unroll
+            for (int e = 0; e < 8; e += 4) {
+                if (8 * u + e >= a.head_size) { continue; }
+                const float4 y = __ldg((const float4 *) (q + 8 * u + e));
+                sum += y.x * keys[i][e] + y.y * keys[i][e + 1] + y.z * keys[i][e + 2] + y.w * keys[i][e + 3];
+            }
+        }
+        for (int d = 16; d; d /= 2) { sum += __shfl_xor_sync(~0u, sum, d); }
+        if (lane) { continue; }
+        float logit = a.scale * sum;
+        if (a.softcap != 0.0f) { logit = a.softcap * tanhf(logit / a.softcap); }
+        if (st.mask) {
+            const float slope = a.max_bias <= 0.0f
+                ? 1.0f
+                : exp2f(head < a.n_head_log2 ? a.m0 * (float) (head + 1)
+                                             : a.m1 * (float) (2 * (head - a.n_head_log2) + 1));
+            logit += slope *
+                __half2float(st.mask[(size_t) token * a.mask_stride_token + (size_t) head * a.mask_stride_head + cell]);
+        }
+        logits[((size_t) token * a.gqa + g) * a.n_logits] = logit * TO_BASE_2;
+    }
+}
+
+// ---------------------------------------------------------------- tiles
+
+// A warp: a row, which it reads as a whole before it writes.
+static __global__ void __launch_bounds__(THREADS) put_kernel(const __grid_constant__ kvq_far_jobs a) {
+    const int lane = threadIdx.x % 32, n_blocks = n_blocks_of(a.head_size);
+    const auto & j = a.job[blockIdx.y];
+    for (int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; row < a.n_rows; row += gridDim.x * (THREADS / 32)) {
+        const uint16_t * from = j.tile + (size_t) row * a.stride;
+        uint8_t * to = (uint8_t *) j.rows + (size_t) row * a.nb_row;
+        if (a.format == KVQ_FAR_F16) {
+            for (int u = lane; u < a.stride / 8; u += 32) {
+                *(uint4 *) (to + 16 * u) = *(const uint4 *) (from + 8 * u);
+            }
+            continue;
+        }
+        const size_t end = (size_t) n_blocks * ((a.format == KVQ_FAR_Q8 ? 32 : 16) + 2);
+        if (end + lane < a.nb_row) { to[end + lane] = 0; }
+        for (int b = 0; b < n_blocks; b++) { // a lane: a channel
+            const int channel = 32 * b + lane;
+            const float x = channel < a.head_size ? f16_bits_to_f32(from[channel]) : 0.0f;
+            float most = x; // of largest magnitude, the first of equal ones
+            int of = lane;
+            for (int d = 16; d; d /= 2) {
+                const float y = __shfl_xor_sync(~0u, most, d);
+                const int other = __shfl_xor_sync(~0u, of, d);
+                if (fabsf(y) > fabsf(most) || (fabsf(y) == fabsf(most) && other < of)) {
+                    most = y;
+                    of = other;
+                }
+            }
+            const bool q8 = a.format == KVQ_FAR_Q8;
+            const uint16_t scale = f32_to_f16_bits(q8 ? fminf(__fdiv_rn(fabsf(most), 127.0f), MOST_Q8) : most / -8.0f);
+            const float s = f16_bits_to_f32(scale), by = s != 0.0f ? __fdiv_rn(1.0f, s) : 0.0f;
+            const float c = rintf(__fmul_rn(x, by));
+            if (lane == 0) { *(uint16_t *) (to + (size_t) n_blocks * (q8 ? 32 : 16) + 2 * b) = scale; }
+            if (q8) {
+                ((int8_t *) to)[channel] = (int8_t) fminf(fmaxf(c, -127.0f), 127.0f);
+            } else {
+                const uint32_t code = (uint32_t) (fminf(fmaxf(c, -8.0f), 7.0f) + 8.0f),
+                               high = __shfl_xor_sync(~0u, code, 16);
+                if (lane < 16) { to[16 * b + lane] = (uint8_t) (code | high << 4); }
+            }
+        }
+    }
+}
+
+static __global__ void __launch_bounds__(THREADS) get_kernel(const __grid_constant__ kvq_far_jobs a) {
+    const auto & j = a.job[blockIdx.y];
+    const int units = a.stride / 8, there = (a.head_size + 7) / 8;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.n_rows * units; i += gridDim.x * THREADS) {
+        const int row = i / units, u = i % units;
+        uint16_t y[8] = {};
+        if (a.format == KVQ_FAR_F16 || u < there) {
+            unit_values(a.format, load_unit(a.format, a.head_size, (const uint8_t *) j.rows + row * a.nb_row, u), y);
+        }
+        for (int e = 0; e < 8; e++) {
+            if (a.format != KVQ_FAR_F16 && 8 * u + e >= a.head_size) { y[e] = 0; }
+        }
+        *(uint4 *) (j.tile + (size_t) row * a.stride + 8 * u) = as_uint4(y);
+    }
+}
+
+// Blocks take pages and KV heads in turns.
+static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_constant__ kvq_far_overlay a) {
+    const int units = (a.head_size + 7) / 8;
+    for (int job = blockIdx.x; job < a.n_pages * a.n_head; job += gridDim.x) {
+        const int p = job / a.n_head, h = job % a.n_head;
+        const kvq_page & page = a.pages[p];
+        if (!lies_far(a.to, page, p) || (a.came && !a.aside && a.came[p])) { continue; }
+        if (a.aside && threadIdx.x == 0) { a.came[p] = 1; }
+        const uint8_t * rows =
+            (const uint8_t *) (a.to.value ? a.to.far_v : a.to.far_k)[p] + (size_t) h * a.n_cells * a.nb_row;
+        const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
+        const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
+        uint16_t * to =
+            a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
+        constexpr int AT_ONCE = 4;
+        for (int i0 = threadIdx.x; i0 < n * units; i0 += AT_ONCE * THREADS) {
+            far_unit x[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = min(i0 + j * THREADS, n * units - 1);
+                x[j] = load_unit(a.format, a.head_size, rows + i / units * a.nb_row, i % units);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = i0 + j * THREADS;
+                if (i >= n * units) { continue; }
+                uint16_t y[8];
+                unit_values(a.format, x[j], y);
+                *(uint4 *) (to + i / units * step + 8 * (i % units)) = as_uint4(y); // heads: multiples of 8 channels
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------- launches
+
+void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream) {
+    const int n = a.n_pages * a.n_head;
+    overlay_kernel<<<a.aside ? std::min(n, 32) : n, THREADS, 0, stream>>>(a);
+}
+
+void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
+    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
+    kvq_launch_early(pick_kernel, grid, THREADS, nb, stream, a);
+}
+
+void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    recall_kernel<<<dim3(a.n_head_kv, n_streams), THREADS, ((size_t) a.top + 3) / 4 * 16, stream>>>(a);
+}
+
+void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    constexpr int SLOTS = THREADS / 32;
+    const dim3 grid((a.n_slots + SLOTS - 1) / SLOTS, a.n_head_kv, n_streams);
+    kvq_launch_early(gather_kernel, grid, THREADS, 0, stream, a);
+}
+
+void kvq_launch_far_put(const kvq_far_jobs & a, int n, cudaStream_t stream) {
+    put_kernel<<<dim3(8, n), THREADS, 0, stream>>>(a);
+}
+
+void kvq_launch_far_get(const kvq_far_jobs & a, int n, cudaStream_t stream) {
+    get_kernel<<<dim3(8, n), THREADS, 0, stream>>>(a);
+}

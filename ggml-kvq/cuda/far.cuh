@@ -1,0 +1,72 @@
+// The second tier on the device (kvq_far): scores of sealed cells from logits of near keys, the best of them per query
+// token and KV head, and their far rows, read one by one from the host's memory.
+#pragma once
+
+#include "attend.cuh"
+
+constexpr int FAR_BINS = 1536;  // of scores: 32 in a power of two, from 2^-40 on
+constexpr int FAR_CLOSE = 1024; // cells of the last bin that are put in order at once
+constexpr int FAR_MOST = 4096;  // cells that are picked, at most
+constexpr int FAR_CHUNK = 2048; // slots of a block
+static_assert(FAR_BINS * sizeof(uint32_t) + FAR_CLOSE * 8 + FAR_MOST * 4 < 40 << 10, "48 KB are always there");
+
+// what blocks of a query token and KV head share, zeros between calls
+struct kvq_far_sums {
+    uint32_t n_left, n_done; // cells that blocks have left, and blocks that have
+};
+
+struct kvq_far_args {
+    // n_near: pages; n_slots: those of picked cells, whole pages; first, last: tokens of a call;
+    // ahead: what is picked is for the next call
+    int first, last, ahead, n_q, n_rows, gqa, n_head, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_slots;
+    int format, head_size, stride_k, stride_v, v_tile; // v_tile: channels of a page of picked values
+    int n_head_log2;
+    size_t nb_row_k, nb_row_v;
+    int n_splits;
+    const float * sinks;
+    float scale, softcap, max_bias, m0, m1;
+    int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head;
+    struct {
+        const float * q;
+        const __half * mask;
+        const kvq_page * pages;
+        const void *const *k_rows, *const *v_rows;
+        const float * tops; // of near logits, [head kv][row][n_splits][largest, sum]
+        float * logits;
+        unsigned long long * keys; // [token][head kv][n_near * page_cells]
+        kvq_far_sums * sums;       // [token][head kv]
+        int32_t * picks;           // [token][head kv][top]
+        uint16_t * values;         // [page][head kv][page_cells][stride_v]
+        int32_t * kept;            // [head kv][top], of the call before
+        unsigned long long * counts;
+    } stream[KVQ_ATTEND_STREAMS];
+};
+static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 KiB");
+
+void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
+void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
+void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream);
+
+// Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
+struct kvq_far_overlay {
+    int format, head_size, n_cells, n_head, n_pages;
+    size_t nb_row;
+    const kvq_page * pages;
+    kvq_row_place to;
+    uint8_t * came; // by page: its rows came ahead; written aside, read else; NULL: none did
+    bool aside;     // few blocks, beside other work
+};
+void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream);
+
+// Rows of tiles as far rows and back
+struct kvq_far_jobs {
+    static constexpr int MOST = 120;
+    int format, head_size, stride, n_rows; // n_rows: of a page
+    size_t nb_row;
+    struct {
+        uint16_t * tile;
+        void * rows;
+    } job[MOST];
+};
+void kvq_launch_far_put(const kvq_far_jobs & a, int n, cudaStream_t stream);
+void kvq_launch_far_get(const kvq_far_jobs & a, int n, cudaStream_t stream);

@@ -1,0 +1,400 @@
+// Attention that fetches far rows (kvq_far) against its definition in f64, and far rows against the C reference. Part
+// of test_cuda.cpp.
+#pragma once
+
+#include "cuda_world.h"
+#include "types/far_rows.h"
+
+struct far_case {
+    attention_case c;
+    int top, format;
+};
+
+// far rows of a lane's sealed pages, as they came, and what they are worth
+struct far_lane {
+    std::vector<float> x; // [page][head][cell][channel]
+    std::vector<const void *> rows;
+    uint8_t * memory;
+    size_t nb_page;
+    far_lane(kvq_cuda_device & d, const world & w, bool value, int format, const std::vector<uint8_t> & has) {
+        const kvq_lane_layout & l = value ? w.v : w.k;
+        const int D = l.codec.head_size, n = l.n_head * l.page_cells, stride = l.head_stride();
+        nb_page = n * kvq_far_row_bytes(format, D);
+        memory = (uint8_t *) d.alloc_far(nb_page * w.pages.size());
+        CHECK(memory, "no pinned memory");
+        const std::vector<uint16_t> tiles = w.frames[value]->get<uint16_t>();
+        x.resize(w.pages.size() * n * D);
+        rows.assign(w.pages.size(), nullptr);
+        std::vector<uint8_t> want(nb_page), got(nb_page);
+        std::vector<uint16_t> row(stride), back(l.nb_frame / 2), back_there(l.nb_frame / 2);
+        for (size_t p = 0; p < w.pages.size(); p++) {
+            if (!has[p]) { continue; }
+            const uint16_t * there = (const uint16_t *) w.frames[value]->p + p * l.nb_frame / 2;
+            void * to = memory + p * nb_page;
+            rows[p] = to;
+            d.put_far(l, format, 1, &there, &to, 1);
+        }
+        for (size_t p = 0; p < w.pages.size(); p++) {
+            if (!has[p]) { continue; }
+            for (int t = 0; t < n; t++) {
+                const size_t nb_row = nb_page / n;
+                memset(&want[t * nb_row], 0, nb_row);
+                kvq_far_put(format, D, &tiles[p * l.nb_frame / 2 + (size_t) t * stride], &want[t * nb_row]);
+                kvq_far_get(format, D, &want[t * nb_row], row.data());
+                for (int i = 0; i < D; i++) { x[(p * n + t) * D + i] = kvq_f16_to_f32(row[i]); }
+                std::copy(row.begin(), row.end(), back.begin() + (long) t * stride);
+            }
+            d.get(got.data(), rows[p], nb_page);
+            CHECK(got == want, "far rows of page %zu, format %d D %d", p, format, D);
+            device_bytes tile(d, l.nb_frame);
+            d.get_far(l, format, rows[p], (uint16_t *) tile.p);
+            d.get(back_there.data(), tile.p, l.nb_frame);
+            CHECK(back == back_there, "tile of far rows differs: page %zu, format %d D %d", p, format, D);
+        }
+    }
+};
+
+static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked, bool all = false) {
+    const attention_case & c = f.c;
+    world w(d, c);
+    const char * why = d.refuse_far(w.k.codec, w.v.codec, f.top);
+    CHECK(!why || getenv("KVQ_CUDA_AS"), "refused: %s", why);
+    if (why) { return 0.0; }
+    const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells, np = w.k.n_pages,
+              n_kv = std::min(c.n_cells, np * P) - uniform(0, 20), n_mask = (n_kv + 63) / 64 * 64;
+    std::vector<uint8_t> has(w.pages.size());
+    for (size_t p = 0; p < has.size(); p++) { has[p] = w.pages[p].k_params && w.pages[p].v_params && uniform(0, 5); }
+    far_lane lane[2] = { { d, w, false, f.format, has }, { d, w, true, f.format, has } };
+    std::vector<float> q((size_t) c.n_stream * c.n_q * H * D), sinks(H), dst(q.size(), NAN);
+    for (auto & x : q) { x = 1.5f * normal(); }
+    for (auto & x : sinks) { x = normal(); }
+    const int n_masks = c.head_masks ? H : 1;
+    std::vector<uint16_t> mask((size_t) c.n_stream * c.n_q * n_masks * n_mask);
+    for (auto & x : mask) {
+        x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00;
+    }
+    device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()),
+        ts(d, sinks.size() * 4, sinks.data()), to(d, dst.size() * 4, dst.data()),
+        tk(d, lane[0].rows.size() * sizeof(void *), lane[0].rows.data()),
+        tv(d, lane[1].rows.size() * sizeof(void *), lane[1].rows.data());
+    const std::vector<uint64_t> zeros(4, 0);
+    device_bytes counts(d, 32, zeros.data());
+    std::vector<kvq_attn> a(c.n_stream);
+    std::vector<kvq_far> far(c.n_stream);
+    for (int s = 0; s < c.n_stream; s++) {
+        kvq_attn & x = a[s];
+        x = kvq_attn{};
+        x.k = w.k.codec;
+        x.v = w.v.codec;
+        x.n_q = c.n_q;
+        x.n_head = H;
+        x.n_head_kv = c.n_kv_heads;
+        x.n_kv = n_kv;
+        x.n_pages = std::min((n_kv + P - 1) / P, np);
+        x.scale = 1.0f / sqrtf((float) D);
+        x.max_bias = c.max_bias;
+        x.softcap = c.softcap;
+        x.q = (const float *) tq.p + (size_t) s * c.n_q * H * D;
+        x.q_stride_token = (int64_t) H * D;
+        x.q_stride_head = D;
+        x.mask = (const uint16_t *) tm.p + (size_t) s * c.n_q * n_masks * n_mask;
+        x.mask_stride_token = n_masks * n_mask;
+        x.mask_stride_head = c.head_masks ? n_mask : 0;
+        x.sinks = c.sinks ? (const float *) ts.p : nullptr;
+        x.dst = (float *) to.p + (size_t) s * c.n_q * H * D;
+        x.dst_stride_token = (int64_t) H * D;
+        x.dst_stride_head = D;
+        x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * np;
+        w.leave_out(x, s);
+        far[s] = { all ? KVQ_FETCH_ALL : KVQ_FETCH_NOW, f.top, f.format, P,
+            (const void * const *) tk.p + (size_t) s * np, (const void * const *) tv.p + (size_t) s * np, nullptr,
+            (uint64_t *) counts.p };
+        x.far = &far[s];
+    }
+    const int64_t before = d.n_far;
+    for (int again = 0; again < 2; again++) { d.attend(a.data(), c.n_stream, &w.k, &w.v); } // sums are zero again
+    d.get(dst.data(), to.p, dst.size() * 4);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+    CHECK(all || d.n_far == before + 2, "%s", "nothing was fetched");
+    int log2 = 1;
+    while (2 * log2 <= H) { log2 *= 2; }
+    double err = 0, norm = 0;
+    uint64_t n_picked = 0;
+    const int n_slots = np * P;
+    std::vector<double> o(D), logit((size_t) c.gqa * n_slots), score(n_slots);
+    for (int s = 0; s < c.n_stream; s++) {
+        for (int t = 0; t < c.n_q; t++) {
+            for (int kvh = 0; kvh < c.n_kv_heads; kvh++) {
+                std::vector<double> lse(c.gqa);
+                const auto logit_of = [&](int head, int cell, const float * key) {
+                    const double slope = c.max_bias <= 0 ? 1.0
+                        : head < log2                    ? pow(pow(2.0, -c.max_bias / log2), head + 1)
+                                                         : pow(pow(2.0, -c.max_bias / 2 / log2), 2 * (head - log2) + 1);
+                    const uint16_t m =
+                        mask[(((size_t) s * c.n_q + t) * n_masks + (c.head_masks ? head : 0)) * n_mask + cell];
+                    if (m == 0xfc00) { return -(double) INFINITY; }
+                    const float * qr = &q[(((size_t) s * c.n_q + t) * H + head) * D];
+                    double y = 0;
+                    for (int i = 0; i < D; i++) { y += (double) qr[i] * key[i]; }
+                    y /= sqrt((double) D);
+                    if (c.softcap != 0) { y = c.softcap * tanh(y / c.softcap); }
+                    return y + slope * kvq_f16_to_f32(m);
+                };
+                const auto far_row = [&](int r, int cell) {
+                    return &lane[r].x[((((size_t) s * np + cell / P) * c.n_kv_heads + kvh) * P + cell % P) * D];
+                };
+                const auto near_row = [&](int r, int cell) {
+                    return &(r ? w.vx : w.kx)[s][((size_t) cell * c.n_kv_heads + kvh) * D];
+                };
+                std::fill(score.begin(), score.end(), 0.0);
+                for (int g = 0; g < c.gqa; g++) {
+                    const int head = kvh * c.gqa + g;
+                    double top = c.sinks ? sinks[head] : -INFINITY, sum = 0;
+                    for (int cell = 0; cell < n_slots; cell++) {
+                        double & y = logit[(size_t) g * n_slots + cell];
+                        y = w.pages[(size_t) s * np + cell / P].n_slots && cell < n_kv
+                            ? logit_of(head, cell, near_row(0, cell))
+                            : -INFINITY;
+                        top = std::max(top, y);
+                    }
+                    for (int cell = 0; cell < n_slots; cell++) { sum += exp(logit[(size_t) g * n_slots + cell] - top); }
+                    lse[g] = top + log(sum + (c.sinks ? exp(sinks[head] - top) : 0.0));
+                    for (int cell = 0; cell < n_slots && top > -INFINITY; cell++) {
+                        if (has[(size_t) s * np + cell / P]) {
+                            score[cell] += exp(logit[(size_t) g * n_slots + cell] - lse[g]);
+                        }
+                    }
+                }
+                std::vector<int> order;
+                for (int cell = 0; cell < n_slots; cell++) {
+                    if (score[cell] > 0) { order.push_back(cell); }
+                }
+                std::stable_sort(order.begin(), order.end(), [&](int x, int y) { return score[x] > score[y]; });
+                bool close = false;
+                if (all) {
+                    order.clear();
+                    for (int cell = 0; cell < n_kv; cell++) {
+                        if (has[(size_t) s * np + cell / P]) { order.push_back(cell); }
+                    }
+                } else if ((int) order.size() > f.top) {
+                    close = score[order[f.top]] > 0.985 * score[order[f.top - 1]];
+                    order.resize(f.top);
+                }
+                n_picked += order.size();
+                if (close) { continue; } // rounding decides
+                std::vector<uint8_t> picked(n_slots, 0);
+                for (int cell : order) { picked[cell] = 1; }
+                for (int g = 0; g < c.gqa; g++) {
+                    const int head = kvh * c.gqa + g;
+                    double top = c.sinks ? sinks[head] : -INFINITY, sum = 0;
+                    for (int cell = 0; cell < n_slots; cell++) {
+                        double & y = logit[(size_t) g * n_slots + cell];
+                        if (picked[cell]) { y = logit_of(head, cell, far_row(0, cell)); }
+                        top = std::max(top, y);
+                    }
+                    sum = c.sinks ? exp(sinks[head] - top) : 0;
+                    std::fill(o.begin(), o.end(), 0.0);
+                    for (int cell = 0; cell < n_slots; cell++) {
+                        const double y = logit[(size_t) g * n_slots + cell];
+                        if (y == -INFINITY) { continue; }
+                        const double p = exp(y - top);
+                        sum += p;
+                        const float * vr = picked[cell] ? far_row(1, cell) : near_row(1, cell);
+                        for (int i = 0; i < D; i++) { o[i] += p * vr[i]; }
+                    }
+                    for (int i = 0; i < D; i++) {
+                        const double ref = sum > 0 ? o[i] / sum : 0,
+                                     got = dst[(((size_t) s * c.n_q + t) * H + head) * D + i];
+                        CHECK(std::isfinite(got), "not finite at token %d head %d channel %d", t, head, i);
+                        err += (got - ref) * (got - ref);
+                        norm += ref * ref;
+                    }
+                    n_checked++;
+                }
+            }
+        }
+    }
+    const std::vector<uint64_t> counted = counts.get<uint64_t>();
+    CHECK(all || (counted[0] == 2 * n_picked && counted[3] == 2ull * c.n_stream),
+        "%d rows counted, not %d, in %d steps", (int) counted[0], (int) (2 * n_picked), (int) counted[3]);
+    for (far_lane & l : lane) { d.free_far(l.memory, 0); }
+    const double rel = sqrt(err / std::max(norm, 1e-30));
+    const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3;
+    CHECK(rel < bound,
+        "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d top %d format "
+        "%d "
+        "softcap %g alibi %g sinks %d turns %d",
+        rel, c.kb, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, f.top, f.format,
+        c.softcap, c.max_bias, c.sinks, c.turns);
+    return rel;
+}
+
+// Queries of 0: all cells score alike, and the first ones are picked.
+static void far_ties(kvq_cuda_device & d) {
+    const int D = 64, P = 64, cells = 5 * 2048;
+    const attention_case c = { 2, 2, 64, 0, D, 1, 2, 1, cells, 1, 0, 0, false, false };
+    world w(d, c, false);
+    const int np = w.k.n_pages;
+    const size_t nb_page = (size_t) P * D * 2;
+    uint16_t * const memory = (uint16_t *) d.alloc_far(2 * np * nb_page);
+    CHECK(memory, "no pinned memory");
+    for (size_t i = 0; i < (size_t) 2 * np * P * D; i++) { memory[i] = 0; }
+    std::vector<const void *> rows(2 * np);
+    for (size_t i = 0; i < rows.size(); i++) { rows[i] = memory + i * nb_page / 2; }
+    const std::vector<float> hq(2 * D, 0.0f);
+    const std::vector<int32_t> none(1024, -1);
+    device_bytes q(d, hq.size() * 4, hq.data()), o(d, hq.size() * 4),
+        table(d, rows.size() * sizeof(void *), rows.data()), picks(d, 4096, none.data());
+    for (int top : { 1, 64, 1000 }) {
+        const kvq_far far = { KVQ_FETCH_AHEAD, top, KVQ_FAR_F16, P, (const void * const *) table.p,
+            (const void * const *) table.p + np, (int32_t *) picks.p, nullptr };
+        kvq_attn a = {};
+        a.k = w.k.codec;
+        a.v = w.v.codec;
+        a.n_q = 1;
+        a.n_head = 2;
+        a.n_head_kv = 1;
+        a.n_kv = cells;
+        a.n_pages = np;
+        a.scale = 0.1f;
+        a.q = (const float *) q.p;
+        a.q_stride_token = 2 * D;
+        a.q_stride_head = D;
+        a.dst = (float *) o.p;
+        a.dst_stride_token = 2 * D;
+        a.dst_stride_head = D;
+        a.pages = (const kvq_page *) w.pages_there->p;
+        a.far = &far;
+        d.attend(&a, 1);
+        const std::vector<int32_t> got = picks.get<int32_t>();
+        for (int i = 0; i < top; i++) { CHECK(got[i] == i, "pick %d of %d is cell %d", i, top, got[i]); }
+    }
+    d.free_far(memory, 0);
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+}
+
+static void far_attention(kvq_cuda_device & d, bool quick) {
+    double worst = 0;
+    int n = 0, n_checked = 0;
+    const auto far = [&](attention_case c, int top, int format, bool torn = false, bool head_masks = false,
+                         int page = 0) {
+        c.torn = torn;
+        c.head_masks = head_masks;
+        c.page = page;
+        worst = std::max(worst, check_far(d, { c, top, format }, n_checked));
+        n++;
+    };
+    far({ 2, 2, 128, 0, 128, 2, 4, 1, 1100, 1, 0, 0, false, false }, 16, KVQ_FAR_F16);
+    far({ 2, 2, 32, 0, 64, 1, 2, 1, 400, 2, 0, 0, true, false }, 7, KVQ_FAR_Q8, true);
+    far({ 2, 1, 2, 1, 128, 2, 3, 2, 500, 1, 0, 0, false, false }, 9, KVQ_FAR_Q4);
+    far({ 1, 2, 64, 1, 80, 1, 4, 3, 500, 1, 20.0f, 0, false, false }, 16, KVQ_FAR_Q8, false, true);
+    far({ 2, 2, 2, 0, 256, 1, 6, 1, 400, 1, 0, 8.0f, true, false }, 500, KVQ_FAR_F16); // all cells
+    far_ties(d);
+    if (!quick) {
+        for (int D : { 64, 80, 96, 128, 192, 256, 512 }) {
+            for (int bits = 1; bits <= 4; bits++) {
+                const int other = 1 + (bits + D / 16) % 4;
+                for (int group : { 16, 32, 64, 128 }) {
+                    const int gqa = 1 + (bits * 5 + group / 16 + D / 16) % 16;
+                    far({ bits, other, group, group / 32 % 2, D, 2, gqa, 1 + (bits + group / 32) % 3, 700 + D,
+                            1 + bits % 2, bits == 3 ? 20.0f : 0.0f, bits == 2 ? 8.0f : 0.0f, bits == 4, false },
+                        bits * 20, (bits + group / 32) % 3, bits % 2, group == 64);
+                }
+                far({ bits, other, 2, bits % 2, D, 2, 1 + 3 * bits % 8, 1 + bits % 3, 900, 1 + bits % 2, 0, 0,
+                        bits == 1, false },
+                    1 + 30 * bits, bits % 3, bits == 2);
+                attention_case c = { bits, other, 2, bits % 2, D, 2, 1 + 3 * bits % 8, 1, 700, 1, 0, 0, false, false };
+                c.turns = bits % 2 ? 3 : 1;
+                c.neox = bits % 2;
+                c.stayed = bits != 3;
+                worst = std::max(worst, check_far(d, { c, 32, bits % 3 }, n_checked));
+                n++;
+            }
+        }
+        for (int top : { 1, 64, 1000, 4096 }) {
+            far({ 2, 2, 128, 0, 128, 4, 4, 1, 20000, 1, 0, 0, false, false }, top, KVQ_FAR_F16);
+        }
+        far({ 2, 2, 128, 0, 128, 2, 4, 40, 3000, 1, 0, 0, false, false }, 64, KVQ_FAR_F16); // some rows at a time
+        for (int format : { KVQ_FAR_F16, KVQ_FAR_Q8, KVQ_FAR_Q4 }) {
+            worst = std::max(worst,
+                check_far(d, { { 2, 2, 128, 0, 128, 2, 4, 100, 2000, 1 + format, 0, 0, false, false }, 1, format },
+                    n_checked, true));
+            n++;
+        }
+    }
+    printf("attention that fetches: %d cases, %d rows, worst relative error %.2g\n", n, n_checked, worst);
+}
+
+// Time of one layer's attention without and with a second tier, warm and cold (cuda_bench.h). 32 query heads, 8 KV
+// heads of 128; far rows f16.
+static void far_bench(kvq_cuda_device & d, int only_cells) {
+    const int heads = 32, heads_kv = 8, D = 128, width = heads * D;
+    const size_t nb = (size_t) 256 << 20;
+    device_bytes big(d, nb), q(d, (size_t) width * 4), o(d, (size_t) width * 4), counts(d, 32);
+    std::vector<float> hq((size_t) width);
+    for (auto & x : hq) { x = normal(); }
+    d.put(q.p, hq.data(), hq.size() * 4);
+    printf("%-14s %8s %6s %10s %10s\n", "one layer", "cells", "top", "us", "cold us");
+    const struct {
+        const char * name;
+        int kb, vb, group, scale;
+    } formats[] = { { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g32", 2, 2, 32, 0 }, { "higgs-2", 2, 2, 2, 1 },
+        { "higgs 2/1", 2, 1, 2, 1 }, { "higgs-1", 1, 1, 2, 1 } };
+    for (const auto & f : formats) {
+        for (int cells : { 8192, 32768, 131072 }) {
+            if (only_cells && cells != only_cells) { continue; }
+            const attention_case c = { f.kb, f.vb, f.group, f.scale, D, heads_kv, heads / heads_kv, 1, cells, 1, 0, 0,
+                false, false };
+            world w(d, c, false), w2(d, c, false);
+            world * const ws[2] = { &w, &w2 };
+            const int P = w.k.page_cells, np = w.k.n_pages;
+            const size_t nb_page = (size_t) heads_kv * P * D * 2;
+            uint8_t * const memory = (uint8_t *) d.alloc_far(2 * np * nb_page);
+            CHECK(memory, "no pinned memory");
+            memset(memory, 0, 2 * np * nb_page);
+            std::vector<const void *> rows(2 * np);
+            for (size_t i = 0; i < rows.size(); i++) { rows[i] = memory + i * nb_page; }
+            device_bytes m(d, (size_t) cells * 2), table(d, rows.size() * sizeof(void *), rows.data());
+            for (int top : { 0, 16, 64, 128 }) {
+                const kvq_far far = { KVQ_FETCH_NOW, top, KVQ_FAR_F16, P, (const void * const *) table.p,
+                    (const void * const *) table.p + np, nullptr, (uint64_t *) counts.p };
+                size_t i = 0;
+                const auto attend = [&] {
+                    const world & w = *ws[i++ % 2];
+                    kvq_attn a = {};
+                    a.k = w.k.codec;
+                    a.v = w.v.codec;
+                    a.n_q = 1;
+                    a.n_head = heads;
+                    a.n_head_kv = heads_kv;
+                    a.n_kv = cells;
+                    a.n_pages = np;
+                    a.scale = 1.0f / sqrtf((float) D);
+                    a.q = (const float *) q.p;
+                    a.q_stride_token = width;
+                    a.q_stride_head = D;
+                    a.mask = (const uint16_t *) m.p;
+                    a.mask_stride_token = cells;
+                    a.dst = (float *) o.p;
+                    a.dst_stride_token = width;
+                    a.dst_stride_head = D;
+                    a.pages = (const kvq_page *) w.pages_there->p;
+                    a.far = top ? &far : nullptr;
+                    d.attend(&a, 1);
+                };
+                const double s = seconds(d, 40, attend);
+                const auto cool = [&] {
+                    d.copy(big.p, (const char *) big.p + nb / 2, (size_t) 100 << 20);
+                    if (cool_code) { cool_code(); }
+                };
+                const double without = seconds(d, 40, cool), cold = seconds(d, 40, [&] {
+                    cool();
+                    attend();
+                }) - without;
+                printf("%-14s %8d %6d %10.1f %10.1f\n", f.name, cells, top, s * 1e6, cold * 1e6);
+            }
+            d.free_far(memory, 0);
+        }
+    }
+    CHECK(d.error().empty(), "%s", d.error().c_str());
+}
