@@ -239,7 +239,8 @@ WALKS = [
     ("minikv", "bits=4,hh=0.75", 0.05, 0.4),
     ("zipcache", "interval=64,salient=0.5", 0.6, 6),
     ("specache", "top=1024,window=32", 0.004, 0.03),
-    ("specache", "top=32,far=q8,bits=1,window=32", 0.03, 0.4),
+    ("specache", "top=1024,far=q8,bits=1,window=32", 0.01, 0.1),
+    ("specache", "top=32,window=32", 0.05, 0.4),
 ]
 
 

@@ -221,7 +221,7 @@ def test_a_file_of_rows(tmp_path: Path) -> None:
     right, r = program("top=1024"), program(f"top=1024,place={tmp_path}/rows")
     assert r.returncode == 0 and r.stdout == right.stdout
     (line,) = kvq_lines(r, "KV cache")
-    assert f"{tmp_path}/rows at 15.50 bits" in line
+    assert f"{tmp_path}/rows, 15.50 bits" in line
     assert not list(tmp_path.iterdir())
 
 
