@@ -206,10 +206,13 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
     const uint64_t near = stats.bytes_codes + stats.bytes_params + stats.bytes_window + stats.bytes_tables +
         stats.bytes_calibration + stats.bytes_chain;
     const double f16 = (double) std::max<uint64_t>(stats.bytes_f16, 1);
-    char text[192];
-    snprintf(text, sizeof(text), "; near copy %.2f bits, %.2f MiB; every cell once more in %s, %.2f bits, %.2f MiB",
-        16.0 * (double) near / f16, (double) near / 1048576.0, where.c_str(), 16.0 * (double) stats.bytes_far / f16,
-        (double) stats.bytes_far / 1048576.0);
+    const auto size = [&](uint64_t nb) {
+        char text[64];
+        snprintf(text, sizeof(text), "%.2f bits, %.2f MiB", 16.0 * (double) nb / f16, (double) nb / 1048576.0);
+        return std::string(text);
+    };
+    const std::string text =
+        "; near copy " + size(near) + "; every cell once more in " + where + ", " + size(stats.bytes_far);
     return text +
         (fetch == KVQ_FETCH_OFF || !top ? std::string(", none is fetched")
                                         : ", " + std::to_string(top) + " of them fetched per KV head and token" +
