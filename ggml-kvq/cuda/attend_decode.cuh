@@ -535,45 +535,45 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             sum += sums.l[warp_of(i)][column_of(i)] * exp2_fast(sums.m[warp_of(i)][column_of(i)] - most);
         }
         ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * a.n_splits + blockIdx.x] = make_float2(most, sum);
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-        if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
+        for (int e = 0; e < 2; e++) {
+            if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
 #pragma unroll
-        for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
-        if constexpr (MEANS) {
+            for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+            if constexpr (MEANS) {
 #pragma unroll
-            for (int d = 4; d <= 16; d *= 2) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
-        }
-        if (g == 0) {
-            sums.m[warp][2 * c + e] = m[e];
-            sums.l[warp][2 * c + e] = l[e];
-            if constexpr (MEANS) { sums.l_sealed[warp][2 * c + e] = l_sealed[e]; }
-            if (ROTATED) { sums.as_is[warp] = !of_codes; }
-        }
-        const float f = of_codes && !ROTATED ? FROM_V : 1.0f;
-        if constexpr (FINE) {
-#pragma unroll
-            for (int k = 0; k < S; k++) {
-                const float z = __shfl_sync(~0u, oz[e], k / (G / 16) * 4 + c);
-                *(float2 *) &sums.o[warp][2 * c + e][16 * k + 2 * g] =
-                    make_float2(fmaf(o[k][e], f, z), fmaf(o[k][2 + e], f, z));
+                for (int d = 4; d <= 16; d *= 2) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
             }
-        } else {
+            if (g == 0) {
+                sums.m[warp][2 * c + e] = m[e];
+                sums.l[warp][2 * c + e] = l[e];
+                if constexpr (MEANS) { sums.l_sealed[warp][2 * c + e] = l_sealed[e]; }
+                if (ROTATED) { sums.as_is[warp] = !of_codes; }
+            }
+            const float f = of_codes && !ROTATED ? FROM_V : 1.0f;
+            if constexpr (FINE) {
 #pragma unroll
-            for (int i = 0; i < D / 32; i++) {
-                const float z = CODES && !ROTATED
-                    ? __shfl_sync(~0u, oz[e],
-                          (WIDE ? (32 * i + 4 * g) >> a.v_group_log2 : (32 * i + 4 * g) / a.v.group) * 4 + c)
-                    : 0.0f;
-                *(float4 *) &sums.o[warp][2 * c + e][32 * i + 4 * g] = make_float4(fmaf(o[2 * i][e], f, z),
-                    fmaf(o[2 * i][2 + e], f, z), fmaf(o[2 * i + 1][e], f, z), fmaf(o[2 * i + 1][2 + e], f, z));
+                for (int k = 0; k < S; k++) {
+                    const float z = __shfl_sync(~0u, oz[e], k / (G / 16) * 4 + c);
+                    *(float2 *) &sums.o[warp][2 * c + e][16 * k + 2 * g] =
+                        make_float2(fmaf(o[k][e], f, z), fmaf(o[k][2 + e], f, z));
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < D / 32; i++) {
+                    const float z = CODES && !ROTATED
+                        ? __shfl_sync(~0u, oz[e],
+                              (WIDE ? (32 * i + 4 * g) >> a.v_group_log2 : (32 * i + 4 * g) / a.v.group) * 4 + c)
+                        : 0.0f;
+                    *(float4 *) &sums.o[warp][2 * c + e][32 * i + 4 * g] = make_float4(fmaf(o[2 * i][e], f, z),
+                        fmaf(o[2 * i][2 + e], f, z), fmaf(o[2 * i + 1][e], f, z), fmaf(o[2 * i + 1][2 + e], f, z));
+                }
             }
         }
+        __syncthreads();
+        merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
     }
-    __syncthreads();
-    merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
 }
 
 } // namespace
