@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, is_one_text
 from ggml_kvq import Model, _paths, errors
 from test_llama_features import TEXT, Context
 
@@ -194,12 +194,11 @@ def kvq_lines(r: subprocess.CompletedProcess[str], what: str) -> list[str]:
 
 
 def test_without_host_memory_cells_stay_open_and_a_line_says_so() -> None:
-    # behind 40 tokens two answers are so near to each other that the order of a sum decides
-    right = program("top=1024", n=40)
-    short = program("top=1024", n=40, env={"KVQ_FAR_LIMIT": "1"})
-    none = program("top=1024", n=40, env={"KVQ_FAR_LIMIT": "0"})
+    right = program("top=1024", n=60)
+    short = program("top=1024", n=60, env={"KVQ_FAR_LIMIT": "1"})
+    none = program("top=1024", n=60, env={"KVQ_FAR_LIMIT": "0"})
     assert right.returncode == short.returncode == none.returncode == 0, short.stderr
-    assert right.stdout == short.stdout == none.stdout and len(right.stdout) > 1000
+    assert is_one_text(right.stdout, short.stdout, none.stdout) and len(right.stdout) > 1000
 
     def sealed(r: subprocess.CompletedProcess[str]) -> int:
         found = re.search(r"specache: (\d+) pages sealed", r.stderr)
@@ -220,7 +219,7 @@ def refused(r: subprocess.CompletedProcess[str], *words: str) -> None:
 
 def test_a_file_of_rows(tmp_path: Path) -> None:
     right, r = program("top=1024"), program(f"top=1024,place={tmp_path}/rows")
-    assert r.returncode == 0 and r.stdout == right.stdout
+    assert r.returncode == 0 and is_one_text(r.stdout, right.stdout)
     (line,) = kvq_lines(r, "KV cache")
     assert f"{tmp_path}/rows, 15.50 bits" in line
     assert not list(tmp_path.iterdir())
