@@ -34,6 +34,7 @@ WALKS = [
     ("aqua", "predictor=bias,bits=4", 0.02, 0.4),
     ("aqua", "predictor=bias", 0.3, 2),
     ("aqua", "predictor=k", 0.2, 2),
+    ("auto", "bits=3.9", 0.3, 2),
     ("aqua", "predictor=full", 0.1, 1),
     ("aqua", "predictor=full,k_bits=2,v_bits=1,window=32", 0.3, 2),
 ]

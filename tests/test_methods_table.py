@@ -40,7 +40,9 @@ def test_option_parity(table, name):
     assert list(native_options) == list(METHODS[name].options)
     for key, default in METHODS[name].options.items():
         o = native_options[key]
-        if isinstance(default, str):
+        if o["type"] == "text":
+            assert default == o["default_value"]
+        elif isinstance(default, str):
             assert "|" in o["type"] and default == o["default_value"] and default in o["type"].split("|")
         else:
             assert o["type"] == type(default).__name__ and type(default)(o["default_value"]) == default
@@ -123,6 +125,15 @@ def test_unknown_method_names_the_known_ones(lib):
         ("specache", "top=1025", "top=1025"),
         ("specache", "place=memory", "place=memory"),
         ("specache", "near=aqua,far=q8", "far=q8"),
+        ("auto", "bits=0.4", "bits=0.4"),
+        ("auto", "bits=17", "bits=17"),
+        ("auto", "at=-1", "at=-1"),
+        ("auto", "means=maybe", "means=maybe"),
+        ("auto", "order=0.0.0.0", "order"),
+        ("auto", "order=0.0.0.0.0.0.1.1.1.1", "order"),
+        ("auto", "order=0.0.0.0.0.", "order"),
+        ("auto", "order=0,0", "'0'"),
+        ("auto", "order=-1.0.0.0.0", "order"),
     ],
 )
 def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
@@ -185,6 +196,10 @@ def test_options_have_an_effect(lib, table, method):
         "place": "device",
         "fetch": "off",
         "prompt": "near",
+        "at": 131072,
+        "level": 7,
+        "order": ".".join(str(il) for il in range(8) for _ in range(5)),
+        "means": "on",
     }
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
@@ -196,15 +211,19 @@ def test_options_have_an_effect(lib, table, method):
         if method == "specache" and key == "preset":
             other[key] = "paper2"
         of_kivi = method == "specache" and key in ("levels", "eta", "group", "group_v")
+        by_bytes = method == "auto" and key in ("bits", "at")  # how high the ladder goes follows from bytes
         more: dict[str, object] = (
             {"near": "kivi"}
             if of_kivi
-            else {"weights": {"predictor": "full"}, "depth": {"budget": "pyramid"}, "recent": {"keep": 0.5}}.get(
-                key, {}
-            )
+            else {
+                "order": {"level": 7},
+                "weights": {"predictor": "full"},
+                "depth": {"budget": "pyramid"},
+                "recent": {"keep": 0.5},
+            }.get(key, {})
         )  # without which the key means nothing
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
-        assert base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
+        assert by_bytes or base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
         a, b = (native.plan(lib, method, o, shapes, 8192) for o in (more, {**more, key: other[key]}))
         if key not in (
             "levels",

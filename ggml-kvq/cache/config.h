@@ -29,6 +29,7 @@ struct kvq_model_info {
     int latent_of(int n_embd_k) const; // of a cache that keeps keys of this width, 0: no latent attention
     int n_head_kv = 0;                 // of the layer that has most, 0: unknown
     int indexer_key = 0;               // width of the keys of sparse attention's indexer, 0: none
+    int window = 0;                    // cells that sliding-window layers see, 0: there are none
     int n_layer_nextn = 0;             // last layers, for multi-token prediction
     std::vector<uint8_t> attends;      // per layer: it has attention; empty: every layer has, as far as the file tells
 

@@ -1,6 +1,7 @@
 #include "draft.h"
 
 #include "engine/host.h"
+#include "level.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -48,7 +49,7 @@ bool kvq_cache_draft::begin(int il) {
 kvq_layer_context kvq_context_of(
     const kvq_model_info & model, const kvq_draft_layer & d, const kvq_draft_layer * prev) {
     const int n_model = model.n_attention(), gap = prev ? d.number - prev->number - 1 : 0;
-    return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, gap };
+    return { d.number, n_model > 0 ? n_model : 32, d.shape, prev ? &prev->shape : nullptr, gap, std::max(d.level, 0) };
 }
 
 // Keys of n_embd channels, of which the first are the values too; altogether: two halves.
@@ -105,8 +106,21 @@ bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n
     return err.empty();
 }
 
+// Of the layer's cache. ggml asks layer by layer: all of them are taken to be as this one.
+kvq_status kvq_cache_draft::level_of(const kvq_draft_layer & d, int & level) {
+    const int n = std::max(model.n_attention(), d.number + 1);
+    kvq_layer_shape shape = d.shape;
+    const bool windowed = model.head_size_k_swa && shape.head_size_k == model.head_size_k_swa;
+    const int head_size_v = windowed && model.head_size_v_swa ? model.head_size_v_swa : model.head_size_v;
+    shape.head_size_v = head_size_v ? head_size_v : shape.head_size_v; // values may not have been asked for yet
+    const std::vector<kvq_layer_shape> shapes((size_t) (model.n_layer ? n : 32), shape);
+    const kvq_levels levels = { *config.method, config.options, shapes, (int) shapes.size(), d.n_cells, d.n_stream };
+    return levels.find(model.window > 0, level, err);
+}
+
 // of the last layer
 size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
+    if (d.level < 0 && level_of(d, d.level) != KVQ_OK) { return 0; }
     const kvq_layer_context c = kvq_context_of(model, d, layers.size() > 1 ? &layers[layers.size() - 2] : nullptr);
     d.plan = {};
     if (config.method->plan(config.options, c, d.plan, err) != KVQ_OK) { return 0; }

@@ -26,6 +26,7 @@ struct kvq_draft_layer {
     // channels of keys that are the values too: lane k holds them, lane v the others (ggml-kvq.h, KVQ_ATTN_LATENT)
     int latent = 0;
     kvq_layer_shape shape = {};
+    int level = -1; // of the method's ladder of plans (level.h); -1: not asked yet
     kvq_layer_plan plan;
     kvq_lane_layout k, v;
 };
@@ -60,6 +61,7 @@ public:
 private:
     bool begin(int il);
     size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
+    kvq_status level_of(const kvq_draft_layer & d, int & level);
     std::string err;
     kvq_lane_id last; // the tensor asked for before this one
 };

@@ -2,6 +2,7 @@
 #include "cache/config.h"
 
 #include "cache/accounting.h"
+#include "cache/level.h"
 #include "policy/compose.h"
 #include "policy/probe.h"
 #include "engine/host.h"
@@ -36,7 +37,7 @@ extern "C" int kvq_check(const char * method, const char * opts) {
     kvq_status status = kvq_options_parse(*m, opts, o, err);
     if (status == KVQ_OK) { // ranges, on a shape that no method refuses
         const kvq_layer_shape shape = { 0, 8, 128, 128 };
-        const kvq_layer_context c = { 0, 128, shape, nullptr, 0 };
+        const kvq_layer_context c = { 0, 128, shape, nullptr, 0, -1 };
         kvq_layer_plan plan;
         status = m->plan(o, c, plan, err);
     }
@@ -247,8 +248,12 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
     s.n_layer = n_layers;
     s.n_cells = n_cells;
     s.n_stream = n_stream;
+    int level = 0;
+    const kvq_levels levels = { *m, o, { layers, layers + n_layers }, n_layer_model, n_cells, n_stream };
+    status = levels.find(false, level, err);
+    if (status != KVQ_OK) { return fail((kvq_status) status, err); }
     for (int i = 0; i < n_layers; i++) {
-        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr, 0 };
+        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr, 0, level };
         kvq_layer_plan plan;
         const kvq_status st = m->plan(o, c, plan, err);
         if (st != KVQ_OK) { return fail(st, err); }

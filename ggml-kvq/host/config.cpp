@@ -196,6 +196,7 @@ kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, s
     }
     out.n_head_kv = (int) get_int(g, a + "attention.head_count_kv", n_head);
     out.indexer_key = (int) get_int(g, a + "attention.indexer.key_length", 0);
+    out.window = (int) get_int(g, a + "attention.sliding_window", 0);
     out.n_layer_nextn = (int) std::clamp<int64_t>(get_int(g, a + "nextn_predict_layers", 0), 0, out.n_layer);
     if (!out.attends.empty()) { // they draft for the others
         std::fill(out.attends.end() - out.n_layer_nextn, out.attends.end(), (uint8_t) 0);
@@ -267,6 +268,18 @@ kvq_layer_shape kvq_guess_shape(const kvq_model_info & m, int il, int n_embd_k, 
 
 // ---------------------------------------------------------------- current configuration
 
+// Options as the load line has them: of a text, which may be long, only that there is one.
+static std::string shown_options(const kvq_method & m, std::string text) {
+    for (int i = 0; i < m.info.n_options; i++) {
+        const std::string key = std::string(m.info.options[i].key) + "=";
+        const size_t at = ("," + text).find("," + key);
+        if (strcmp(m.info.options[i].type, "text") || at == std::string::npos) { continue; }
+        const size_t from = at + key.size(), end = std::min(text.find(',', from), text.size());
+        text.replace(from, end - from, "given");
+    }
+    return text;
+}
+
 static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, std::string & err) {
     model = kvq_model_info{};
     if (!r.model.empty()) {
@@ -291,7 +304,7 @@ static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, s
         const std::string stored = kvq_stored_options(from, *out.method, r.opts);
         r.opts = stored + (stored.empty() || r.opts.empty() ? "" : ",") + r.opts;
     }
-    out.options_text = r.opts;
+    out.options_text = shown_options(*out.method, r.opts);
     out.config_path = r.config;
     out.model_path = r.model;
     return kvq_options_parse(*out.method, r.opts.c_str(), out.options, err);

@@ -26,6 +26,17 @@ struct kvq_method {
     // Options that are left to the data. predictor: what it was made for, NULL: there is none; weight_bits: of its
     // predictors
     void (*settle)(kvq_options & o, const char * predictor, int weight_bits) = nullptr;
+    // A method that fits itself to an amount of memory has a ladder of plans, each with a little more code bits than
+    // the one below; plan() reads context.level, 0..n_levels-1. cache/level.h finds the highest that fits. NULL: none.
+    int (*n_levels)(const kvq_options & o, int n_layer) = nullptr;
+    // What it may take at most: true bits, the number of cells at which they count (0: the cache's own), and whether a
+    // cache that cannot do with them is refused or takes its least.
+    struct limit {
+        double bits;
+        int n_cells;
+        bool strict;
+    };
+    limit (*most)(const kvq_options & o) = nullptr;
 };
 
 const kvq_method * kvq_method_find(const char * name); // NULL when unknown

@@ -58,6 +58,7 @@ static std::string check_value(const std::string & type, const std::string & val
         if (value == "false" || value == "0" || value == "off") { return "false"; }
         return "";
     }
+    if (type == "text") { return value; }
     const bool path = one_of(type, "PATH") && value.find('/') != std::string::npos;
     return path || (one_of(type, value) && value != "PATH") ? value : "";
 }

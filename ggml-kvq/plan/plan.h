@@ -50,4 +50,7 @@ struct kvq_layer_context {
     kvq_layer_shape shape;
     const kvq_layer_shape * prev; // previous layer of the same cache, NULL for the first
     int gap = 0;                  // layers with attention between prev and this one; they are in another cache
+    // How far up a method's ladder of plans this cache is, for methods that have one (n_levels); -1: no cache, the
+    // options alone are looked at.
+    int level = 0;
 };

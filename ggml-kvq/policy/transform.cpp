@@ -295,5 +295,9 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     return true;
 }
 
+static std::string words(const std::vector<kvq_part_of_layer> & layers, const kvq_stats &) {
+    return layers[0].part->get("mean") > 0 ? "; less their means" : "";
+}
+
 extern const kvq_policy_kind kvq_policy_transform;
-const kvq_policy_kind kvq_policy_transform = { "transform", room, bytes, attach, nullptr };
+const kvq_policy_kind kvq_policy_transform = { "transform", room, bytes, attach, words };

@@ -5,13 +5,14 @@ of ctypes.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import llama, memory, native, sidecars
+from . import budget, default_means, llama, memory, native, sidecars
 from .errors import DecodeError, KvqError, MethodError, ModelError
 from .kvstats import UPSTREAM
 from .sampling import Sampling
@@ -201,9 +202,30 @@ def outputs(wanted: Any, n_tokens: int) -> npt.NDArray[np.int8]:
     return given.astype(bool).astype(np.int8)
 
 
-def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any) -> str | None:
+def one_number(
+    model: str | os.PathLike[str], method: str | None, opts: str, bits: Any, room: Any, want: budget.Context
+) -> tuple[str, str]:
+    """(method, options) for kv_bits and kv_budget. MethodError with another method; BudgetError names what works."""
+    if method not in (None, budget.METHOD):
+        raise MethodError(f"kv_method={method!r} chooses by itself, kv_bits and kv_budget let 'auto' choose; drop one")
+    least = None if bits is None else budget.bits(str(bits), "kv_bits")
+    if room is not None:
+        facts = memory.model(model)
+        if facts is None:
+            raise MethodError(f"{os.fspath(model)} describes no attention layers; kv_budget has nothing to divide")
+        n_ctx = want.n_ctx or facts.n_ctx_train * want.n_stream
+        n_bytes = budget.size(str(room), "kv_budget")
+        fit = budget.fit(facts, n_bytes, budget.Context(n_ctx, want.n_stream, want.n_ubatch), opts)
+        least = min(fit.bits, least or 16.0)
+    assert least is not None
+    return budget.METHOD, ",".join(
+        filter(None, (opts, budget.bits_option(least) if room is not None else f"bits={least:g}"))
+    )
+
+
+def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any, opts: str = "") -> str | None:
     """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of
-    it.
+    it; for method auto without either, means of the text that comes with this package (default_means).
     """
     if config is not None:
         path(config, "kv_config")
@@ -212,7 +234,15 @@ def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any) -> s
                 f"kv_config={os.fspath(config)} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`"
             )
         return None if config == OFF else str(config)
-    return None if chosen in (None, UPSTREAM) else sidecars.beside(model, str(chosen))
+    if chosen in (None, UPSTREAM):
+        return None
+    there = sidecars.beside(model, str(chosen))
+    if there or not default_means.wanted(model, str(chosen), opts):
+        return there
+    there, why = default_means.ensure(model, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))
+    if why:
+        print(f"ggml-kvq: no means are taken off keys and values: {why}", file=sys.stderr)
+    return there
 
 
 def in_python(e: MethodError) -> MethodError:

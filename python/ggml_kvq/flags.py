@@ -12,6 +12,8 @@ from .errors import KvqError
 
 OURS = {
     "--kv-method": "NAME",
+    "--kv-bits": "N",
+    "--kv-budget": "SIZE",
     "--kv-opt": "KEY=VALUE",
     "--kv-config": "FILE.gguf",
     "--kv-method-draft": "NAME",
@@ -45,6 +47,8 @@ class Flags:
     """Our flags, as given (None: absent), and the other arguments in `rest`."""
 
     method: str | None = None
+    bits: str | None = None
+    budget: str | None = None
     config: str | None = None
     model: str | None = None
     stats_file: str | None = None
@@ -80,6 +84,10 @@ def take_ours(argv: Sequence[str], ours: Mapping[str, str] = OURS) -> Flags:
             tail = argv[i]
         if name == "--kv-method":
             flags.method = tail
+        elif name == "--kv-bits":
+            flags.bits = tail
+        elif name == "--kv-budget":
+            flags.budget = tail
         elif name == "--kv-config":
             flags.config = tail
         elif name == "--kv-model":

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _paths, gguf_header, hub_args, refusals, served_page, sidecars
+from . import _paths, budget, default_means, gguf_header, hub_args, memory, refusals, served_page, sidecars
 from .errors import KvqError
 from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
@@ -29,6 +29,9 @@ HELP = """\
                         default: the method named in the model's metadata, else llama.cpp's own cache
                         (env: KVQ_METHOD)
                         none: llama.cpp's own cache, whatever the model or the environment names
+--kv-bits N             method auto with N true bits, everything included, at the context asked for: 2.5
+--kv-budget SIZE        method auto in SIZE bytes of cache, as 2G or 800M: the most bits at -c N, and without -c the
+                        model's context, or the longest that still has --kv-bits (default 2.5)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
 --kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata, else MODEL.kvq.gguf beside
                         MODEL.gguf, when it is of the chosen method (env: KVQ_CONFIG)
@@ -189,6 +192,30 @@ def _without_method(
     return out
 
 
+def _one_number(program: str, user: User, flags: Flags, model: str) -> tuple[list[str], list[str]]:
+    """--kv-bits and --kv-budget as an option of method auto, which flags.opts gets: (the other arguments, notes).
+    LaunchError for one that cannot be met.
+    """
+    try:
+        bits = budget.bits(flags.bits, "--kv-bits") if flags.bits else None
+        if not flags.budget:
+            flags.opts.append(f"bits={bits:g}")
+            return flags.rest, []
+        room = budget.size(flags.budget, "--kv-budget")
+        facts = memory.model(model) if os.path.isfile(model) else None
+        if program == "llama-bench" or facts is None:
+            raise LaunchError(f"--kv-budget {flags.budget} needs one model and one context: write --kv-bits here")
+        facts = refusals.with_whole_windows(facts, user)
+        want = refusals.context(program, user)
+        fit = budget.fit(facts, room, want, ",".join(flags.opts), bits or budget.USUAL_BITS)
+    except budget.BudgetError as e:
+        raise LaunchError(str(e)) from e
+    flags.opts.append(budget.bits_option(min(fit.bits, bits or 16.0)))
+    chosen = ["-c", str(fit.n_ctx)] if fit.n_ctx else []
+    _, rest = without(flags.rest, ("-c", "--ctx-size")) if chosen else ([], flags.rest)
+    return [*chosen, *rest], [f"--kv-budget: {fit.note}"]
+
+
 def _options(flags: Flags, environ: Mapping[str, str], choice: refusals.Choice, notes: list[str]) -> str:
     """Options of the chosen method as "key=value,...": the variable's, then the flags'. LaunchError for wrong ones."""
     from . import methods, native
@@ -269,9 +296,13 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
 
     method: str = choice.method
     notes: list[str] = []
+    if flags.bits or flags.budget:
+        flags.rest, more = _one_number(program, user, flags, models[-1] if models and not serves else "")
+        notes += more
+        user = User(flags.rest, environ, reads_env=not bench and not serves)
     joined = _options(flags, environ, choice, notes)
     held = config_fields.get("kvq.method", method)
-    if held != method:
+    if not sidecars.serves(held, method):
         raise LaunchError(
             f"{config_words} holds data for method {held}, not {method}; give another file or --kv-method {held}"
         )
@@ -290,6 +321,9 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if not config and len(models) == 1 and os.path.isfile(models[0]):
         config = sidecars.beside(models[0], method)
         out.notes += [f"data of {config}, which lies beside the model"] if config else []
+        if not config and not serves and default_means.wanted(models[0], method, joined):
+            config, why = default_means.ensure(models[0], lambda line: print(f"{program}: {line}", file=sys.stderr))
+            out.notes += [f"no means are taken off keys and values: {why}"] if why else []
 
     backend = str(_paths.backend())
     other = environ.get("GGML_BACKEND_PATH")
@@ -333,6 +367,13 @@ def _choice(
     header: gguf_header.Header | None,
 ) -> refusals.Choice | None:
     """The method and what chose it; None: llama.cpp's own cache."""
+    if flags.bits or flags.budget:
+        words = f"--kv-bits {flags.bits}" if flags.bits else f"--kv-budget {flags.budget}"
+        if flags.method not in (None, budget.METHOD):
+            raise LaunchError(
+                f"{words} lets method auto choose, --kv-method {flags.method} chooses by itself: drop one of them"
+            )
+        return refusals.Choice(budget.METHOD, words)
     if flags.method is not None:
         return refusals.Choice(flags.method, f"--kv-method {flags.method}")
     if environ.get("KVQ_METHOD"):

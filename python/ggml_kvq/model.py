@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, chat, choices, hub, kvstats, llama, native, processes, states
+from . import arguments, budget, chat, choices, hub, kvstats, llama, native, processes, states
 from .errors import (
     BusyError,
     ContextOverflowError,
@@ -55,6 +55,7 @@ class Model:
     kv_opts: options of the method, a dict or "key=value,key=value".
     kv_config: calibrated data (sidecar GGUF); None = the model's own, else MODEL.kvq.gguf beside MODEL.gguf when it is
         of the method; "none" = neither.
+    kv_bits, kv_budget: method "auto" with so many true bits, or in so many bytes of cache (an int, or "2G") at n_ctx.
     n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with.
     n_batch, n_ubatch: logical and physical batch in tokens.
     n_threads: CPU threads, None = physical guess of os.cpu_count(). n_seq_max: parallel sequences.
@@ -73,6 +74,8 @@ class Model:
         kv_opts: Options = None,
         kv_config: str | os.PathLike[str] | None = None,
         *,
+        kv_bits: float | None = None,
+        kv_budget: int | str | None = None,
         n_ctx: int | str = 4096,
         n_batch: int | str = 2048,
         n_ubatch: int | str = 512,
@@ -115,7 +118,12 @@ class Model:
         self.path = hub.resolve(arguments.path(path))
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
-        kv_config = arguments.sidecar(self.path, kv_method, kv_config)
+        if kv_bits is not None or kv_budget is not None:
+            size = budget.Context(n_ctx, n_seq_max, min(n_ubatch, n_batch))
+            kv_method, self._options = arguments.one_number(
+                self.path, kv_method, self._options, kv_bits, kv_budget, size
+            )
+        kv_config = arguments.sidecar(self.path, kv_method, kv_config, self._options)
         choices.check_method(self._libs, kv_method, self._options, kv_config, type_k, type_v)
 
         processes.note_computing()

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import _paths, memory
+from . import _paths, budget, memory
 from .errors import KvqError
 from .flags import FALSE, TRUE, LaunchError, User
 
@@ -118,6 +118,28 @@ def _number(text: str, what: str) -> int:
         ) from None
 
 
+def context(program: str, user: User) -> budget.Context:
+    """What the user's arguments say of the context: tokens (0: nothing), streams, tokens of a ubatch. LaunchError."""
+    asked = user.last(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
+    n_ctx = _number(asked, "-c") if asked and asked[0] in "-0123456789" else _N_CTX.get(program, 0)
+    n_batch = _number(user.last(("-b", "--batch-size"), "LLAMA_ARG_BATCH") or "2048", "-b")
+    if not n_batch:
+        raise LaunchError("-b 0 decodes nothing: drop -b or write a number of tokens")
+    n_ubatch = min(n_batch, _number(user.last(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH") or "512", "-ub") or n_batch)
+    slots = user.last(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
+    unified = user.has(("-kvu", "--kv-unified")) or not slots.isdigit()
+    return budget.Context(n_ctx, 1 if unified else max(1, int(slots)), n_ubatch)
+
+
+def with_whole_windows(facts: memory.Model, user: User) -> memory.Model:
+    """With --swa-full every layer keeps the whole context."""
+    if not user.has(("--swa-full",)):
+        return facts
+    return memory.Model(
+        facts.weights, [*facts.full, *facts.windowed], [], 0, facts.n_layer, facts.latent, facts.n_ctx_train
+    )
+
+
 def fit(
     program: str,
     user: User,
@@ -149,18 +171,9 @@ def fit(
         return added, [], replaced
     margin = int(margins.split(",")[0]) * memory.MIB if margins.split(",")[0].isdigit() else None
     asked = user.last(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
-    n_ctx = _number(asked, "-c") if asked and asked[0] in "-0123456789" else _N_CTX.get(program, 0)
-    n_batch = _number(user.last(("-b", "--batch-size"), "LLAMA_ARG_BATCH") or "2048", "-b")
-    if not n_batch:
-        raise LaunchError("-b 0 decodes nothing: drop -b or write a number of tokens")
-    n_ubatch = min(n_batch, _number(user.last(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH") or "512", "-ub") or n_batch)
-    slots = user.last(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
-    unified = user.has(("-kvu", "--kv-unified")) or not slots.isdigit()
-    n_stream = 1 if unified else max(1, int(slots))
-    if user.has(("--swa-full",)):
-        facts = memory.Model(
-            facts.weights, [*facts.full, *facts.windowed], [], 0, facts.n_layer, facts.latent, facts.n_ctx_train
-        )
+    want = context(program, user)
+    n_ctx, n_stream, n_ubatch = want.n_ctx, want.n_stream, want.n_ubatch
+    facts = with_whole_windows(facts, user)
     try:
         plan = memory.planner(choice.method, opts, facts.n_layer)
         size = {"n_stream": n_stream, "n_ubatch": n_ubatch}

@@ -81,6 +81,29 @@ static void latent(void) {
         "%s", d.error().c_str());
 }
 
+// Method auto: keys and values of a layer stand on one rung, whatever ggml asks first; the bytes asked for are within
+// the bits; too few bits are refused, but not where layers see a window only.
+static void levels(void) {
+    for (const int width_v : { 64, 128, 256 }) {
+        const uint32_t size_v = (uint32_t) width_v / 2;
+        const keys heads = { { "attention.key_length", 64 }, { "attention.value_length", size_v } };
+        kvq_cache_draft d = asked("auto", "bits=6", heads, 0, 6, 128, width_v);
+        CHECK(d.declined().empty() && d.complete(), "%s", d.error().c_str());
+        size_t nb = 0;
+        for (const kvq_draft_layer & l : d.layers) {
+            CHECK(l.level == d.layers[0].level && l.shape.head_size_v == (int) size_v, "%d %d", l.il, l.level);
+            CHECK(l.k.codec.bits == l.plan.k.bits && l.v.codec.bits == l.plan.v.bits, "layer %d", l.il);
+            nb += l.k.bytes() + l.v.bytes();
+        }
+        const double bits = 8.0 * (double) nb / (512.0 * 6 * (128 + width_v));
+        CHECK(bits <= 6.0 && bits > 5.6, "%.3f bits with values of %d channels", bits, width_v);
+    }
+    kvq_cache_draft few = asked("auto", "bits=2", {}, 0, 6, 128, 128);
+    CHECK(refused(few, "2.00 bits are not possible at 512 tokens"), "%s", few.error().c_str());
+    kvq_cache_draft windowed = asked("auto", "bits=2", { { "attention.sliding_window", 256 } }, 0, 6, 128, 128);
+    CHECK(windowed.complete() && windowed.layers[5].level == 0, "%s", windowed.error().c_str());
+}
+
 static void indexers(void) {
     keys sparse = LATENT;
     sparse.push_back({ "attention.indexer.key_length", 128 });
@@ -122,6 +145,7 @@ static void drafts(void) {
 int main() {
     ordinary();
     latent();
+    levels();
     indexers();
     drafts();
     printf("caches: ok\n");

@@ -53,13 +53,14 @@ def fit(
     sinks: int = 4,
     seed: int = 0,
     n_threads: int | None = None,
+    shorten: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Means:
     """Means over n_sequences of `length` tokens of the text.
 
     checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
-    it stopped, and a finished run removes it. Raises KvqError for a text that is too short or a model without
+    it stopped, and a finished run removes it. shorten: a text of fewer tokens is one shorter sequence. Raises KvqError for a text that is too short or a model without
     attention.
     """
     started = time.monotonic()
@@ -81,6 +82,8 @@ def fit(
                     m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
     line = Line(progress)
     with capture.open_model(path, length, n_threads) as model:
+        if shorten:
+            length = min(length, len(model.tokenize(text)) // 16 * 16)
         chosen = capture.sequences(model, text, n_sequences, length, seed)
         for i in range(done, n_sequences):
             for il, keys, values in capture.each(model, shapes, chosen[i], sinks):

@@ -38,6 +38,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from .. import gguf_header, hub, info, memory
+    from ..calibrate import tune
     from ..errors import MethodError
     from ..evaluate.specs import parse
 
@@ -57,9 +58,11 @@ def run(args: argparse.Namespace) -> int:
         )
     shapes = gguf_header.attention_layers(header) if plans else sidecar_shapes(header)
     stored = info.stored_plan(header, shapes, n_ctx) if shapes else None
+    frontier = tune.frontier_of(header.kvq())
     if args.json:
         kvq = {key: shown(value) for key, value in header.kvq().items()}
         out = {**facts, "kvq": kvq, "n_ctx": n_ctx, "methods": [dataclasses.asdict(p) for p in plans]}
+        out["frontier"] = [{"bits": bits, "kld": kld} for bits, kld in frontier]
         out["stored"] = dataclasses.asdict(stored) if stored else None
         print(json.dumps(out, indent=2))
         return 0
@@ -70,6 +73,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'kvq.*':<17} none: --kv-method chooses, options have their defaults")
     if plans:
         print_plans(plans, n_ctx, bool(specs))
+    if frontier:
+        print(
+            f"\nmethod auto, tuned on {header.kvq().get('kvq.auto.text', 'a text')}: divergence from f16, nats a token\n"
+        )
+        print("true bits  " + " ".join(f"{bits:>7.2f}" for bits, _ in frontier) + "   window and tables not counted")
+        print("divergence " + " ".join(f"{kld:>7.4f}" for _, kld in frontier))
     if stored:
         text = (
             f"refused: {stored.refused}"

@@ -7,7 +7,7 @@ import numpy as np
 # every file of a method is imported here: importing registers it
 from . import affine, attention, f16, image, kivi, lattice, mixed, saliency, xquant
 
-from . import higgs, aqua, zipcache, minikv, specache  # isort: skip  # after xquant: the order of methods.inc
+from . import higgs, aqua, zipcache, minikv, specache, auto  # isort: skip  # after xquant: the order of methods.inc
 from .codec import AFFINE, F16, LATTICE, MIXED, Codec, K, V
 from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
 from .types import TYPES
@@ -47,6 +47,7 @@ __all__ = [
     "affine",
     "aqua",
     "attention",
+    "auto",
     "decode",
     "encode",
     "f16",

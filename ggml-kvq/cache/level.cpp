@@ -1,0 +1,52 @@
+#include "level.h"
+
+#include "policy/compose.h"
+
+#include <cstdio>
+
+// True bits of a level: bytes of all lanes over values of the f16 cache.
+kvq_status kvq_levels::bits(int level, int cells, double & out, std::string & err) const {
+    double bytes = 0.0, values = 0.0;
+    for (size_t i = 0; i < shapes.size(); i++) {
+        kvq_layer_context c = { (int) i, n_layer, shapes[i], i ? &shapes[i - 1] : nullptr };
+        c.level = level;
+        kvq_layer_plan plan;
+        const kvq_status status = method.plan(options, c, plan, err);
+        if (status != KVQ_OK) { return status; }
+        for (const bool value : { false, true }) {
+            const kvq_lane_layout l = kvq_make_lane_layout(plan, value, shapes[i].n_head_kv, cells, n_stream);
+            bytes += (double) l.bytes();
+            values += (double) l.n_head * l.codec.head_size * cells * n_stream;
+        }
+    }
+    out = values > 0 ? 8.0 * bytes / values : 0.0;
+    return KVQ_OK;
+}
+
+kvq_status kvq_levels::find(bool least, int & level, std::string & err) const {
+    level = 0;
+    if (!method.n_levels) { return KVQ_OK; }
+    const kvq_method::limit most = method.most(options);
+    if (most.bits <= 0) { return KVQ_OK; } // the options name the level
+    const int cells = most.n_cells > 0 ? most.n_cells : n_cells;
+    double now = 0.0;
+    kvq_status status = bits(0, cells, now, err);
+    if (status != KVQ_OK) { return status; }
+    if (now > most.bits) {
+        if (least || !most.strict) { return KVQ_OK; }
+        char text[192];
+        snprintf(text, sizeof(text),
+            "%.2f bits are not possible at %d tokens: %.2f are the least there, window and tables included; raise bits "
+            "or the context, or lower window",
+            most.bits, cells, now + 0.005);
+        err = text;
+        return KVQ_ERR_OPTION;
+    }
+    int above = method.n_levels(options, n_layer); // the lowest that does not fit, as far as known
+    while (above - level > 1) {
+        const int middle = (level + above) / 2;
+        if ((status = bits(middle, cells, now, err)) != KVQ_OK) { return status; }
+        (now <= most.bits ? level : above) = middle;
+    }
+    return KVQ_OK;
+}

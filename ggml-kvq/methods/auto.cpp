@@ -1,0 +1,135 @@
+// One number instead of a method: `bits` true bits, window, scales and tables included, and the best composition for it.
+// Keys and values are lattice blocks (HIGGS), less their means where there is data for that (AQUA-KV, predictor=bias).
+// Each layer stands on a rung of code bits of keys and values; the ladder's levels raise one layer by one rung at a
+// time, so bits between the grids are a mixture of layers:
+//   rung          0    1    2    3    4    5
+//   bits of K/V  1/1  2/1  2/2  3/2  3/3  4/4
+// Keys go first: the rungs are the pairs for which there are kernels. `order` says which layer rises next; tuned data
+// hold it (ggml-kvq tune). Without it all layers rise rung by rung, the first ones first and the others spread out.
+#include "method.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+static const kvq_option_info options[] = {
+    { "bits", "float", "0",
+        "true bits of keys and values, all bytes included, 0.5..16; 0: 2.5, or the least of a short context",
+        "ggml-kvq" },
+    { "at", "int", "0", "tokens of the context at which those bits count; 0: the cache's own", "ggml-kvq" },
+    { "level", "int", "-1", "steps up the ladder of layers and bits; -1: as many as `bits` allow", "ggml-kvq" },
+    { "order", "text", "none", "layers in the order in which they rise, as 0.5.3; none: spread out", "ggml-kvq tune" },
+    { "means", "auto|on|off", "auto", "take off calibrated means; auto: where there is data", "AQUA-KV section 3.1" },
+    { "window", "int", "64", "newest cells kept in f16, 0..4096", "AQUA-KV section 4" },
+    { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
+    { "scales", "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },
+    { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },
+    KVQ_OPTIONS_STATE,
+};
+
+static const int rungs[][2] = { { 1, 1 }, { 2, 1 }, { 2, 2 }, { 3, 2 }, { 3, 3 }, { 4, 4 } };
+static constexpr double USUAL_BITS = 2.5;
+static constexpr int TOP = sizeof(rungs) / sizeof(rungs[0]) - 1;
+
+static int n_levels(const kvq_options &, int n_layer) { return TOP * n_layer + 1; }
+
+static kvq_method::limit most(const kvq_options & o) {
+    const double bits = o.real("bits");
+    return { o.num("level") >= 0 ? 0.0 : bits > 0 ? bits : USUAL_BITS, o.num("at"), bits > 0 };
+}
+
+// Layers spread out: 0, then the middle, then the quarters, ... (the bits of a counter reversed).
+static std::vector<int> spread(int n) {
+    std::vector<int> out;
+    int size = 1;
+    while (size < n) { size *= 2; }
+    for (int i = 0; i < size; i++) {
+        int at = 0;
+        for (int bit = 1; bit < size; bit *= 2) { at = 2 * at + (i & bit ? 1 : 0); }
+        if (at < n) { out.push_back(at); }
+    }
+    return out;
+}
+
+// Layers in the order in which they rise, each TOP times; empty with err set when the text is none. n_layer 0: not known.
+static std::vector<int> order_of(const std::string & text, int n_layer, std::string & err) {
+    std::vector<int> out;
+    if (text == "none") {
+        const std::vector<int> once = spread(std::max(n_layer, 1));
+        for (int rung = 0; rung < TOP; rung++) { out.insert(out.end(), once.begin(), once.end()); }
+        return out;
+    }
+    const char * p = text.c_str();
+    bool ok = true;
+    while (ok && *p) {
+        char * end = nullptr;
+        const long layer = strtol(p, &end, 10);
+        ok = end != p && layer >= 0 && layer < 65536 && (!*end || (*end == '.' && end[1]));
+        out.push_back((int) layer);
+        p = *end ? end + 1 : end;
+    }
+    const size_t n = out.size() / TOP;
+    std::vector<int> times(n, 0);
+    for (const int layer : out) { ok = ok && (size_t) layer < n && ++times[(size_t) layer] <= TOP; }
+    if (!ok || out.size() != n * TOP || (n_layer && n != (size_t) n_layer)) {
+        err = "option order does not name each of " + (n_layer ? std::to_string(n_layer) + " layers " : "its layers ") +
+            std::to_string(TOP) + " times: make it again with ggml-kvq tune, or set order=none";
+        out.clear();
+    }
+    return out;
+}
+
+static kvq_status plan(
+    const kvq_options & given, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+    const double bits = given.real("bits");
+    if (bits != 0 && (bits < 0.5 || bits > 16.0)) {
+        err = "option bits=" + given.str("bits") + " is not 0 or within 0.5..16";
+        return KVQ_ERR_OPTION;
+    }
+    if (given.num("at") < 0) {
+        err = "option at=" + given.str("at") + " is not within 0..1000000";
+        return KVQ_ERR_OPTION;
+    }
+    const bool checks = c.level < 0;
+    const int n_layer = std::max(c.n_layer, c.number + 1), asked = given.num("level");
+    if (asked >= n_levels(given, n_layer) && !checks) {
+        err =
+            "option level=" + given.str("level") + " is not within -1.." + std::to_string(n_levels(given, n_layer) - 1);
+        return KVQ_ERR_OPTION;
+    }
+    const int level = std::max(asked >= 0 ? asked : c.level, 0);
+    const std::vector<int> order = order_of(given.str("order"), checks ? 0 : n_layer, err);
+    if (order.empty()) { return KVQ_ERR_OPTION; }
+    const auto end = order.begin() + std::min((size_t) level, order.size());
+    const int * const rung = rungs[std::count(order.begin(), end, c.number)];
+
+    kvq_options o = given;
+    o.values["grid"] = "d2";
+    o.values["bits"] = "0";
+    o.values["k_bits"] = std::to_string(rung[0]);
+    o.values["v_bits"] = std::to_string(rung[1]);
+    const kvq_status status = kvq_plan_lattice(o, c, out, err);
+    if (status != KVQ_OK || !given.is("means", "on")) { return status; }
+    out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "pays", !c.prev } });
+    return KVQ_OK;
+}
+
+static kvq_data data(const kvq_options & o) {
+    return o.is("means", "on") ? kvq_data::NEEDS : o.is("means", "off") ? kvq_data::NONE : kvq_data::TAKES;
+}
+
+static void settle(kvq_options & o, const char * predictor, int) {
+    if (o.is("means", "auto")) { o.values["means"] = predictor ? "on" : "off"; }
+}
+
+extern const kvq_method kvq_method_auto;
+const kvq_method kvq_method_auto = {
+    { "auto", "the best composition for an amount of memory: bits by layer, means where there is data",
+        "ggml-kvq; HIGGS, arXiv 2411.17525; AQUA-KV, arXiv 2501.19392", sizeof(options) / sizeof(options[0]), options },
+    plan,
+    false,
+    data,
+    settle,
+    n_levels,
+    most,
+};

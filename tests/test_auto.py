@@ -1,0 +1,308 @@
+"""Method auto: the ladder, the bits it keeps to, --kv-bits and --kv-budget, means without calibration, tuning."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ggml_kvq import Model, budget, cli, default_means, gguf_header, info, launcher, loader, memory, native, sidecars
+from ggml_kvq.calibrate import tune
+from ggml_kvq.errors import KvqError, MethodError
+from ggml_kvq.reference import METHODS, LayerShape
+from ggml_kvq.reference.auto import RUNGS, order_of, spread
+
+LAYERS = [(il, 4, 64, 64) for il in range(12)]
+TOP = len(RUNGS) - 1
+TEXT = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def lib():
+    return loader.libraries().need_kvq()
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def planned(lib, opts: str, n_cells: int = 32768, layers=LAYERS, n_stream: int = 1):
+    return native.plan(lib, "auto", opts, layers, n_cells, n_layer_model=len(layers), n_stream=n_stream)
+
+
+# ------------------------------------------------------------------ the ladder
+
+
+def test_layers_rise_spread_out() -> None:
+    assert spread(1) == [0] and spread(8) == [0, 4, 2, 6, 1, 5, 3, 7]
+    for n in (2, 3, 12, 27, 80):
+        assert sorted(spread(n)) == list(range(n))
+
+
+def test_every_level_takes_more_than_the_one_below_and_is_the_references(lib) -> None:
+    order = ".".join(map(str, np.random.default_rng(3).permutation(np.repeat(np.arange(12), TOP))))
+    shapes = [LayerShape(*s) for s in LAYERS]
+    for text in ("none", order):
+        last = 0.0
+        for level in range(TOP * 12 + 1):
+            got = planned(lib, f"level={level},order={text}")
+            plans = METHODS["auto"](level=level, order=text).plans(shapes)
+            code_bits = sum(p.k.codec.bits + p.v.codec.bits for p in plans) / 24
+            assert got["bits_headline"] == pytest.approx(code_bits) and got["bits"] > last
+            last = got["bits"]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [LAYERS, [(il, 8, 128, 128) for il in range(32)], [(0, 2, 256, 256)], [(il, 1, 80, 96) for il in range(7)]],
+)
+@pytest.mark.parametrize("n_stream", [1, 3])
+def test_bits_are_kept_and_used(lib, layers, n_stream) -> None:
+    """Never above what was asked for, and one level more would be."""
+    top = TOP * len(layers)
+    for n_cells in (1024, 32768, 131072):
+        sizes = [planned(lib, f"level={level}", n_cells, layers, n_stream)["bits"] for level in range(top + 1)]
+        for bits in (1.25, 1.5, 2.0, 2.25, 2.5, 3.1, 4.25, 16.0):
+            if bits < sizes[0]:
+                with pytest.raises(MethodError, match=f"{bits:.2f} bits are not possible at {n_cells} tokens"):
+                    planned(lib, f"bits={bits}", n_cells, layers, n_stream)
+                continue
+            got = planned(lib, f"bits={bits}", n_cells, layers, n_stream)["bits"]
+            assert got == max(b for b in sizes if b <= bits)
+
+
+def test_the_smallest_that_works_works(lib) -> None:
+    with pytest.raises(MethodError) as e:
+        planned(lib, "bits=1", 4096)
+    least = str(e.value).split("tokens: ")[1].split()[0]
+    assert planned(lib, f"bits={least}", 4096)["bits"] <= float(least)
+
+
+def test_bits_at_another_context(lib) -> None:
+    """Bits of a long context, measured in a short one: the same mixture."""
+    short, long = planned(lib, "bits=2.25,at=131072", 2048), planned(lib, "bits=2.25", 131072)
+    assert short["bits_headline"] == long["bits_headline"] and long["bits"] <= 2.25 < short["bits"]
+
+
+def test_an_order_of_another_model_is_refused(lib) -> None:
+    order = ".".join(map(str, [*range(8)] * TOP))
+    with pytest.raises(MethodError, match="each of 12 layers 5 times"):
+        planned(lib, f"bits=3,order={order}")
+    with pytest.raises(ValueError, match="each of 12 layers"):
+        order_of(order, 12)
+
+
+# ------------------------------------------------------------------ one number
+
+
+@pytest.mark.parametrize(
+    ("text", "want"), [("2G", 2 << 30), ("1.5GiB", 3 << 29), ("800m", 800 << 20), ("123456", 123456), ("3 kB", 3072)]
+)
+def test_sizes(text: str, want: int) -> None:
+    assert budget.size(text, "--kv-budget") == want
+
+
+@pytest.mark.parametrize("text", ["", "2X", "-1G", "0", "G", "1e9", "2G2"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(budget.BudgetError, match="--kv-budget .* is no size"):
+        budget.size(text, "--kv-budget")
+
+
+@pytest.mark.parametrize("text", ["0.4", "17", "two", "nan", ""])
+def test_what_is_no_number_of_bits_is_refused(text: str) -> None:
+    with pytest.raises(budget.BudgetError, match="--kv-bits"):
+        budget.bits(text, "--kv-bits")
+
+
+def facts(windowed: int = 0, n_ctx: int = 131072) -> memory.Model:
+    return memory.Model(0, LAYERS[windowed:], LAYERS[:windowed], 1024 if windowed else 0, 12, False, n_ctx)
+
+
+def held(m: memory.Model, fit: budget.Fit, n_ctx: int, n_stream: int = 1) -> int:
+    plan = memory.planner("auto", budget.bits_option(fit.bits), m.n_layer)
+    return memory.need(m, plan, n_ctx, n_stream=n_stream).cache
+
+
+@pytest.mark.parametrize("windowed", [0, 8])
+@pytest.mark.parametrize("n_stream", [1, 4])
+@pytest.mark.parametrize("mib", [40, 64, 100])
+def test_a_budget_is_kept_and_used(windowed: int, n_stream: int, mib: int) -> None:
+    m = facts(windowed)
+    fit = budget.fit(m, mib << 20, budget.Context(32768, n_stream))
+    assert (fit.n_ctx == 0 and 0.9 * (mib << 20) < held(m, fit, 32768, n_stream) <= mib << 20) or fit.bits > 4.2
+
+
+def test_a_budget_without_a_context_takes_the_models_or_the_longest() -> None:
+    m = facts(n_ctx=32768)
+    roomy = budget.fit(m, 100 << 20, budget.Context(0))
+    assert roomy.n_ctx == 32768 and roomy.bits > 3 and held(m, roomy, 32768) <= 100 << 20
+    tight = budget.fit(m, 30 << 20, budget.Context(0))
+    assert 8192 < tight.n_ctx < 32768 and tight.bits == 2.5 and "-c 32768 would take" in tight.note
+    assert held(m, tight, tight.n_ctx) <= 30 << 20 < held(m, tight, tight.n_ctx + 256)
+
+
+def test_a_budget_that_is_too_small_names_what_works() -> None:
+    m = facts()
+    with pytest.raises(budget.BudgetError) as e:
+        budget.fit(m, 10 << 20, budget.Context(32768))
+    words = str(e.value)
+    need, longest = (int(words.split(mark)[1].split()[0]) for mark in ("at least ", "-c "))
+    assert budget.fit(m, need << 20, budget.Context(32768)).bits > 1
+    assert budget.fit(m, 10 << 20, budget.Context(longest)).bits > 1
+    with pytest.raises(budget.BudgetError):
+        budget.fit(m, 10 << 20, budget.Context(longest + 256))
+
+
+# ------------------------------------------------------------------ programs
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(KvqError) as e:
+        launcher.command("llama-cli", argv, {})
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_launcher_takes_one_number(demo_model: Path) -> None:
+    m = ("-m", str(demo_model))
+    got = launcher.command("llama-cli", [*m, "--kv-bits", "2.5", "-c", "8192"], {})
+    assert got.env["KVQ_METHOD"] == "auto" and got.env["KVQ_OPTS"] == "bits=2.5"
+    sidecar = got.env["KVQ_CONFIG"]
+    assert sidecar and Path(sidecar).parent == default_means.folder()
+    got = launcher.command("llama-server", [*m, "--kv-budget", "24M", "-c", "32k", "-np", "2"], {})
+    bits = float(str(got.env["KVQ_OPTS"]).removeprefix("bits="))
+    assert 1.3 < bits < 16 and "-c" in got.args and got.args.count("-c") == 1
+    got = launcher.command("llama-cli", [*m, "--kv-budget", "3M"], {})
+    assert got.env["KVQ_OPTS"] == "bits=2.501" and 0 < int(got.args[got.args.index("-c") + 1]) < 4096
+    assert "drop one of them" in refusal(*m, "--kv-bits", "2", "--kv-method", "kivi")
+    assert "1 KiB hold no context of 4096 tokens" in refusal(*m, "--kv-budget", "1K", "-c", "4096")
+    assert "--kv-bits 17" in refusal(*m, "--kv-bits", "17")
+
+
+def test_a_text_does_not_depend_on_how_the_number_was_given(demo_model: Path) -> None:
+    texts = []
+    for kwargs in ({"kv_bits": 2.5}, {"kv_method": "auto", "kv_opts": {"bits": 2.5}}):
+        with Model(demo_model, n_ctx=2048, **kwargs) as model:
+            assert "auto [bits=2.5" in model.load_line and model.kv_stats()["bits"] <= 2.5
+            texts.append("".join(model.generate(TEXT[:3000], max_tokens=24, temperature=0)))
+    assert texts[0] == texts[1]
+    with Model(demo_model, n_ctx=4096, kv_budget="4M") as model:
+        assert 0.85 * (4 << 20) < model.kv_stats()["bytes_total"] <= 4 << 20
+    with pytest.raises(MethodError, match="drop one"):
+        Model(demo_model, kv_method="kivi", kv_bits=2)
+    with pytest.raises(KvqError, match="kv_bits"):
+        Model(demo_model, kv_bits="few")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ means without calibration
+
+
+def test_means_are_measured_once_and_used(demo_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    there = default_means.path_of(demo_model)
+    there.unlink(missing_ok=True)
+    with Model(demo_model, kv_method="auto", n_ctx=1024) as model:
+        with_means = model.kv_stats()["bytes_calibration"]
+    assert there.is_file() and "measuring the means" in capfd.readouterr().err
+    stamp = there.stat().st_mtime_ns
+    with Model(demo_model, kv_method="auto", n_ctx=1024):
+        assert there.stat().st_mtime_ns == stamp and "measuring" not in capfd.readouterr().err
+    with Model(demo_model, kv_method="auto", kv_opts="means=off", n_ctx=1024) as model:
+        assert model.kv_stats()["bytes_calibration"] == 0 < with_means
+
+
+def test_a_cache_folder_that_cannot_be_written_costs_the_means_alone(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path / "file"))
+    with Model(demo_model, kv_method="auto", n_ctx=1024) as model:
+        assert model.kv_stats()["bytes_calibration"] == 0
+    assert "no means are taken off keys and values" in capfd.readouterr().err
+
+
+def test_damaged_means_are_refused_not_used(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, _ = default_means.ensure(demo_model, print)
+    data = bytearray(Path(str(there)).read_bytes())
+    data[-100] ^= 0x40
+    bad = tmp_path / "bad.kvq.gguf"
+    bad.write_bytes(data)
+    with pytest.raises(MethodError, match="checksum|damaged"):
+        Model(demo_model, kv_method="auto", kv_config=bad, n_ctx=1024)
+
+
+def test_data_of_one_method_serve_the_others() -> None:
+    assert sidecars.serves("aqua", "auto") and sidecars.serves("auto", "specache") and sidecars.serves("kivi", "kivi")
+    assert not sidecars.serves("aqua", "kivi") and not sidecars.serves(None, "auto")
+
+
+# ------------------------------------------------------------------ tuning
+
+
+def test_interpolation_falls_and_ends_at_zero() -> None:
+    d = tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001})
+    assert d[0] == pytest.approx(0.08) and d[2] == pytest.approx(0.01) and d[4] == pytest.approx(0.001) and d[5] == 0
+    assert all(a >= b for a, b in itertools.pairwise(d)) and 0.01 < d[1] < 0.08
+    assert tune.interpolate({0: 0.0, 2: -0.001, 4: 0.002})[5] == 0  # noise
+
+
+def test_the_climb_takes_the_steepest_step_first() -> None:
+    """Three layers: one that needs bits, one that needs none, one whose gain lies two rungs ahead."""
+    damage = np.array(
+        [[8.0, 4.0, 1.0, 0.5, 0.2, 0.0], [1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 0.0], [6.0, 6.0, 0.1, 0.1, 0.1, 0.0]]
+    )
+    order = tune.climb(damage)
+    assert sorted(order) == sorted([0, 1, 2] * TOP)
+    assert order[:2] == [0, 0] or order[0] == 0
+    assert {order[i] for i in range(4)} == {0, 2} and order.count(1) == TOP and order.index(1) > 6
+
+
+def test_tune_writes_a_frontier_that_falls(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """End to end on the demo model, with few measurements: stopped and gone on with, found, used and shown."""
+    monkeypatch.setattr(tune, "MEASURED", (2,))
+    monkeypatch.setattr(tune, "SHOWN", (1.5, 3.0))
+    text, out = tmp_path / "text.txt", tmp_path / "tuned.kvq.gguf"
+    text.write_text(Path(__file__).read_text())
+    argv = ["tune", "-m", str(demo_model), "-f", str(text), "-o", str(out), "--sequences", "1", "--length", "512"]
+    calls = []
+    measure = tune._Bench.divergence
+
+    def stop_at_the_fourth(self, opts):
+        calls.append(opts)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return measure(self, opts)
+
+    monkeypatch.setattr(tune._Bench, "divergence", stop_at_the_fourth)
+    assert cli.main(argv) == 130 and not out.exists()
+    monkeypatch.setattr(tune._Bench, "divergence", measure)
+    capsys.readouterr()
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    assert "(3 done before)" in said and "next: llama-cli" in said
+    assert not out.with_name(out.name + ".partial").exists()
+    fields = gguf_header.read(out, max_array=1 << 20).kvq()
+    (few, damaged), (more, whole) = tune.frontier_of(fields)
+    assert few < 1.5 < more <= 3.0 and damaged > 3 * whole > 0
+    order = [int(x) for x in str(fields["kvq.auto.order"]).split(".")]
+    assert sorted(order) == sorted([*range(12)] * TOP) and order != spread(12) * TOP
+    with Model(demo_model, kv_bits=3.0, kv_config=out, n_ctx=2048) as model:
+        assert model.kv_stats()["bits"] <= 3.0 and "order=given" in model.load_line
+    assert cli.main(["info", str(out), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["frontier"]) == 2
+
+
+def test_a_damaged_frontier_is_named() -> None:
+    with pytest.raises(KvqError, match="frontier"):
+        tune.frontier_of({"kvq.auto.frontier": "2.5:0.1 3"})
+    assert tune.frontier_of({}) == []
+
+
+def test_info_plans_auto_as_it_will_be(demo_model: Path) -> None:
+    header = gguf_header.read(demo_model, tensors=True)
+    plan = next(p for p in info.plans(header, 4096) if p.method == "auto")
+    assert 2.3 < plan.bits <= 2.5
