@@ -34,7 +34,9 @@ WALKS = [
     ("aqua", "predictor=bias,bits=4", 0.02, 0.4),
     ("aqua", "predictor=bias", 0.3, 2),
     ("aqua", "predictor=k", 0.2, 2),
-    ("auto", "bits=3.9", 0.3, 2),
+    ("auto", "level=41", 0.1, 1),
+    ("specache", "near=aqua,prompt=near", 0.05, 0.5),
+    ("specache", "near=aqua,bits=1,window=32,top=16", 0.5, 4),
     ("aqua", "predictor=full", 0.1, 1),
     ("aqua", "predictor=full,k_bits=2,v_bits=1,window=32", 0.3, 2),
 ]

@@ -1,4 +1,4 @@
-"""Means without calibration: for methods that go better with channel means (`auto`), measured once per model on a text
+"""Means without calibration: for methods that go better with channel means (auto, specache), measured once per model on a text
 that comes with this package, and kept in the user's cache folder.
 
 Keys before rotary embedding and values have means that belong to the model far more than to the text: those of this
@@ -17,6 +17,7 @@ from .errors import KvqError
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
+ENDS = 1 << 18  # bytes at either end of a model file that tell it from others
 TEXT = Path(__file__).with_name("data") / "means.txt"
 
 
@@ -27,17 +28,26 @@ def folder() -> Path:
 
 
 def path_of(model: str | os.PathLike[str]) -> Path:
-    """Where the means of this model file are kept: another file, or another text, is another name."""
-    where = Path(model).resolve()
-    stat = where.stat()
-    name = hashlib.sha256(f"{where}\0{stat.st_size}\0{stat.st_mtime_ns}".encode() + TEXT.read_bytes()).hexdigest()
-    return folder() / f"{where.stem}-{name[:16]}.kvq.gguf"
+    """Where the means of this model file are kept. Named by what the file holds at both ends and by the text: a copy is
+    the same model, and the library refuses data of other weights.
+    """
+    with open(model, "rb") as f:
+        head = f.read(ENDS)
+        size = f.seek(0, os.SEEK_END)
+        f.seek(max(0, size - ENDS))
+        name = hashlib.sha256(str(size).encode() + head + f.read() + TEXT.read_bytes()).hexdigest()
+    return folder() / f"{Path(model).stem}-{name[:16]}.kvq.gguf"
 
 
 def wanted(model: str | os.PathLike[str], method: str, options: str) -> bool:
     """Would means help here, and has nobody given any? options: as "key=value,..."."""
-    chosen = kvstats.option(options, "means")
-    return method == "auto" and chosen in ("", "auto") and not sidecars.holds(model, method)
+
+    def is_left(key: str, *values: str) -> bool:
+        return kvstats.option(options, key) in ("", *values)
+
+    takes = method == "auto" and is_left("means", "auto")
+    takes |= method == "specache" and is_left("near", "auto") and is_left("preset", "none") and is_left("far", "f16")
+    return takes and not sidecars.holds(model, method)
 
 
 def ensure(
