@@ -3,7 +3,7 @@
 
 // as cuda/attend.cuh, which is no header of C++
 #define KVQ_TEST_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
-#define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4)
+#define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4)
 
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions
 // of three sequences that take turns, 4: no means, 5: images stayed: the promise that none has moved is given. torn:
