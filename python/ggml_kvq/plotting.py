@@ -25,6 +25,7 @@ COLORS = {
     "zipcache": "#E69F00",
     "minikv": "#56B4E9",
     "specache": "#000000",
+    "auto": "#882255",
     "f16": "#777777",
 }
 UPSTREAM_COLOR = "#777777"

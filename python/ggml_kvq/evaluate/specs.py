@@ -10,12 +10,14 @@ small=kivi:bits=2                 any of these under a label of its own
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import llama, methods
+from .. import default_means, llama, methods
 from ..errors import MethodError
 from ..kvstats import UPSTREAM
 from ..model import Model
@@ -48,12 +50,18 @@ class CacheSpec:
                 " calibrate`"
             )
 
+    def means(self, path: str | os.PathLike[str]) -> str | None:
+        """Those of the text in this package, for a method that takes them off; no sidecar beside the model is used."""
+        if not self.method or not default_means.wanted(path, self.method, self.options):
+            return None
+        return default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))[0]
+
     def open(self, path: Any, **kwargs: Any) -> Model:
         """A Model of `path` with this cache; kwargs go to Model."""
         if self.method is None:
             return Model(path, UPSTREAM, type_k=self.type_k, type_v=self.type_v, **kwargs)
         try:  # "none": what is measured is in the spec, not in a file that happens to lie beside the model
-            return Model(path, self.method, self.options or None, self.config or "none", **kwargs)
+            return Model(path, self.method, self.options or None, self.config or self.means(path) or "none", **kwargs)
         except MethodError as e:
             text = str(e).replace("pass kv_config='FILE.gguf'", f"write {self.method}@FILE.gguf")
             raise MethodError(text.replace("kv_opts={'predictor': 'none'}", f"{self.method}:predictor=none")) from e

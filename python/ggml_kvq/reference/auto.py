@@ -25,7 +25,9 @@ def order_of(text: str, n_layer: int) -> list[int]:
     """Layers in the order in which they rise, each as often as there are rungs above the first. ValueError when the
     text is none."""
     if text == "none":
-        return spread(n_layer) * (len(RUNGS) - 1)
+        upper, lower = ([i for i in spread(n_layer) if (2 * i >= n_layer) == side] for side in (True, False))
+        between = [half for _ in range(len(RUNGS) - 2) for half in (upper, lower)]
+        return [i for half in (upper, *between, lower) for i in half]
     out = [int(word) for word in text.split(".")]
     if sorted(out) != sorted(list(range(n_layer)) * (len(RUNGS) - 1)):
         raise ValueError(f"order={text} does not name each of {n_layer} layers {len(RUNGS) - 1} times")

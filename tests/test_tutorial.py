@@ -1,0 +1,104 @@
+"""examples/tutorial.md: its commands, run as they stand on the demo model, and what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ggml_kvq import Model, report
+from ggml_kvq.errors import KvqError
+from ggml_kvq.evaluate import results
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = [
+    shlex.split(line)
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / "examples/tutorial.md").read_text(), re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tutorial")
+    shutil.copy(ROOT / "models/kvq-demo-q8_0.gguf", out / "model.gguf")
+    shutil.copy(ROOT / "examples/prompt.txt", out / "prompt.txt")
+    (out / "text.txt").write_text("\n".join(p.read_text() for p in sorted((ROOT / "docs").glob("*.md"))[:3]))
+    return out
+
+
+def run(folder: Path, words: list[str]) -> str:
+    """One command of the tutorial; tuning with fewer measurements, evaluation with fewer windows."""
+    words = [w.replace("MODEL_STEM", "model").replace("MODEL", "model.gguf") for w in words]
+    program, argv = words[0], words[1:]
+    code = f"from ggml_kvq.launcher import run; import sys; sys.exit(run({program!r}, sys.argv[1:]))"
+    if program == "ggml-kvq":
+        code = "from ggml_kvq.cli import main; main(sys.argv[1:])"
+        if argv[0] == "tune":
+            code = f"from ggml_kvq.calibrate import tune; tune.MEASURED, tune.SHOWN = (2,), (2.5,); {code}"
+            argv += ["--sequences", "2", "--length", "512"]
+        if argv[0] == "eval":
+            argv += ["--chunks", "2"]
+        code = f"import sys; {code}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        cwd=folder,
+        env={**os.environ, "KVQ_CACHE_DIR": str(folder / "cache")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr[-2000:]}"
+    return done.stdout + done.stderr
+
+
+def test_the_commands_do_what_the_tutorial_says(folder: Path) -> None:
+    assert [w[0] for w in COMMANDS].count("ggml-kvq") == 6 and COMMANDS[-1][0] == "llama-server" and len(COMMANDS) == 8
+    said = [run(folder, words) for words in COMMANDS[:-1]]
+    assert "auto:bits=1.75" in said[0]
+    assert "ggml-kvq: auto [bits=2.5]" in said[1] and "less their means" in said[1]
+    rows = {r["key"]["cache"]: r for r in results.read(folder / "results.jsonl")}
+    assert rows["tuned"]["bits_no_window"] <= 2.5 and 0 < rows["tuned"]["kld_mean"] < 0.3
+    assert "divergence" in said[3] and (folder / "model.kvq.gguf").is_file()
+    with Model(folder / "tuned.gguf", n_ctx=4096) as model:  # the file chooses for itself
+        assert model.kv_method == "auto" and model.kv_stats()["bits"] <= 2.5
+    page = (folder / "report.html").read_text()
+    assert "<svg" in page and "tuned" in page and not re.search(r'(src|href)="http', page)
+
+
+def test_the_server_of_the_last_command_would_start(folder: Path) -> None:
+    """Its arguments: the server itself is started by test_server_page.py."""
+    from ggml_kvq import launcher
+
+    words = ["-m", str(ROOT / "models/kvq-demo-q8_0.gguf"), *COMMANDS[-1][3:]]
+    got = launcher.command("llama-server", words, {"KVQ_CACHE_DIR": str(folder / "cache")})
+    assert got.env["KVQ_METHOD"] == "auto" and float(str(got.env["KVQ_OPTS"]).split("=")[1]) > 1.5
+
+
+def row(cache: str, bits: float, kld: float, **more: object) -> dict[str, object]:
+    key = {"kind": "text", "cache": cache, "spec": cache, "model": "m", "text": "t", "n_ctx": 512, "n_ubatch": 64}
+    return {"key": key, "bits": bits, "bits_no_window": bits, "kld_mean": kld, "kld_p99": 10 * kld, "ppl": 8.0,
+            "same_top": 0.9, "bytes_total": 1 << 20, "method": "x", "options": "", **more}  # fmt: skip
+
+
+def test_the_edge_holds_what_nothing_beats() -> None:
+    rows = [row("a", 2.0, 0.1), row("b", 2.5, 0.2), row("c", 3.0, 0.01), row("d", 3.0, 0.02), row("e", 1.0, 1.0)]
+    assert [r["key"]["cache"] for r in report.edge(rows)] == ["e", "a", "c"]
+
+
+def test_a_report_escapes_what_it_prints_and_refuses_nothing(tmp_path: Path) -> None:
+    page = report.page([row("f16", 16.0, 0.0, method="upstream"), row("<b>&", 2.0, 0.1)], title="<script>")
+    assert "<script>" not in page and "&lt;b&gt;&amp;" in page and "&lt;script&gt;" in page
+    with pytest.raises(KvqError, match="no row with a divergence"):
+        report.page([{"key": {"kind": "retrieval"}}])
+    out = tmp_path / "folder"
+    out.mkdir()
+    with pytest.raises(KvqError, match="folder"):
+        report.write([row("f16", 16.0, 0.0, method="upstream"), row("x", 2.0, 0.1)], out)
