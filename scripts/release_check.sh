@@ -53,7 +53,7 @@ if [ "$quick" != --quick ]; then
     step "bill of materials" "$python" scripts/make_sbom.py dist/ggml_kvq-"$version"-*x86_64.whl -o "dist/ggml_kvq-$version.cdx.json" --licences "dist/ggml_kvq-$version.licences.md"
     tool nvcc "the CUDA wheel" scripts/build_wheels.sh --out dist cuda
 fi
-for name in "${missing[@]}"; do echo "note    no $name here: not checked"; done
+for name in $(printf "%s\n" "${missing[@]}" | sort -u); do echo "note    no $name here: not checked"; done
 if [ $failed -ne 0 ]; then
     echo "release check: $failed of $((passed + failed)) failed"
     exit 1

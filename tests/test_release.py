@@ -124,6 +124,7 @@ def test_a_wheel_that_would_not_start_is_refused(
     how: dict[str, object],
     said: str,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", str(make_wheel(tmp_path, **how)), "-o", str(tmp_path / "out")])  # type: ignore[arg-type]
+    wheel = make_wheel(tmp_path, **how)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", ["x", str(wheel), "-o", str(tmp_path / "out")])
     assert repair.main() == 1
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -41,8 +41,8 @@ asked.
 
 {text}
 
-Measured on {machines}, {dates}, commit {commits}. `bits` are true bits: every byte that is allocated, over the number of
-cached values. KL divergence is from llama.cpp's own f16 cache on the same tokens, in nats.
+Measured on {machines}, {dates}, commit {commits}. `bits` are true bits: every byte that is allocated, over the number
+of cached values. KL divergence is from llama.cpp's own f16 cache on the same tokens, in nats.
 
 ## Use
 
