@@ -12,7 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-MODULE = '''"""libggml-kvq.so with CUDA kernels, for a llama.cpp that has CUDA. `python -m ggml_kvq_cu13` prints where."""
+MODULE = '''"""libggml-kvq.so with CUDA kernels, for a llama.cpp with CUDA. `python -m ggml_kvq_cu13` says where."""
 
 from pathlib import Path
 
