@@ -50,6 +50,7 @@ if [ "$quick" != --quick ]; then
     step "the two commands of the README on a clean clone (.ci/run)" env CI=true bash .ci/run
     step "the CPU wheel" scripts/build_wheels.sh --out dist cpu
     step "bare Debian 12 and 13 answer" scripts/check_wheel.sh dist/ggml_kvq-"$version"-*x86_64.whl
+    tool buildah "the CPU image answers" scripts/check_container.sh dist/ggml_kvq-"$version"-*x86_64.whl
     step "bill of materials" "$python" scripts/make_sbom.py dist/ggml_kvq-"$version"-*x86_64.whl -o "dist/ggml_kvq-$version.cdx.json" --licences "dist/ggml_kvq-$version.licences.md"
     tool nvcc "the CUDA wheel" scripts/build_wheels.sh --out dist cuda
 fi
