@@ -32,7 +32,7 @@ fi
 mkdir -p "$work/context/dist"
 cp "$1" "$work/context/dist/"
 cp Dockerfile .dockerignore "$work/context/"
-buildah build -q --pull-never --network host -v /etc/ssl/certs:/etc/ssl/certs:ro -t ggml-kvq "$work/context"
+buildah build -q --format docker --pull-never --network host -v /etc/ssl/certs:/etc/ssl/certs:ro -t ggml-kvq "$work/context"
 c=$(buildah from --pull-never localhost/ggml-kvq)
 containers+=("$c")
 mkdir -p "$(buildah mount "$c")/models"
