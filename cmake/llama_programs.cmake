@@ -157,4 +157,14 @@ self-check: ${kvq_check_note}
 if(KVQ_BUILD_PROGRAMS)
     install(DIRECTORY ${KVQ_STAGE}/ DESTINATION lib USE_SOURCE_PERMISSIONS PATTERN libggml-kvq.so EXCLUDE)
     install(FILES ${LLAMA_CPP_DIR}/LICENSE DESTINATION lib RENAME LICENSE.llama.cpp)
+    # what llama.cpp has compiled in: scripts/make_sbom.py lists it
+    foreach(pair vendor/cpp-httplib/LICENSE:cpp-httplib licenses/LICENSE-jsonhpp:nlohmann-json vendor/hash/sha256/LICENSE:sha256
+                 vendor/hash/xxhash/LICENSE:xxhash vendor/hash/rotate-bits/LICENSE.md:rotate-bits)
+        string(REPLACE ":" ";" pair ${pair})
+        list(GET pair 0 file)
+        list(GET pair 1 name)
+        if(EXISTS ${LLAMA_CPP_DIR}/${file}) # older trees lack some
+            install(FILES ${LLAMA_CPP_DIR}/${file} DESTINATION lib RENAME LICENSE.${name})
+        endif()
+    endforeach()
 endif()

@@ -35,7 +35,7 @@ def test_marked_commands_exist_once() -> None:
 
 
 def test_build_for_a_llama_cpp_of_your_own(tmp_path: Path, demo_model: Path) -> None:
-    [block] = [b for b in blocks(ROOT / "README.md") if "cmake -B build" in b]
+    [block] = [b for b in blocks(ROOT / "docs/install.md") if "cmake -B build" in b and "LLAMA_CPP_DIR" in b]
     tree = tmp_path / "ggml-kvq"
     shutil.copytree(
         ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "models", "results", "build", ".*_cache")

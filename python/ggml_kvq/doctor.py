@@ -17,7 +17,7 @@ from .errors import KvqError, LibraryError
 GOOD, NOTE, BAD = 0, 1, 2
 PROGRAMS = ("llama-cli", "llama-completion", "llama-server", "llama-bench", "llama-perplexity")
 OPTIONAL = {
-    "gguf": ("calibrate, embed", "pip install 'ggml-kvq[calibrate]'"),
+    "gguf": ("calibrate, tune, embed, method auto", "pip install 'gguf>=0.18'"),
     "huggingface_hub": ("hf: paths, -hf", "pip install 'ggml-kvq[hub]'"),
     "matplotlib": ("plot", "pip install 'ggml-kvq[plot]'"),
     "jinja2": ("chat templates that llama.cpp does not know", "pip install 'ggml-kvq[chat]'"),

@@ -29,7 +29,7 @@ def _gguf() -> Any:
     try:
         import gguf
     except ImportError as e:
-        raise KvqError("writing GGUF needs the package gguf: pip install 'ggml-kvq[calibrate]'") from e
+        raise KvqError("writing GGUF needs the package gguf: pip install 'gguf>=0.18'") from e
     return gguf
 
 

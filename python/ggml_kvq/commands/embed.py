@@ -1,5 +1,5 @@
 """`ggml-kvq embed`: a copy of a model that carries calibrated data and names its method; unmodified llama.cpp still
-loads it.
+loads it. With --card a model card stands beside it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,35 @@ def register(subparsers: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF model")
     parser.add_argument("sidecar", metavar="SIDECAR", help="what ggml-kvq calibrate wrote")
     parser.add_argument("output", metavar="OUTPUT", help="model file to write")
+    parser.add_argument(
+        "--card",
+        metavar="ROWS.jsonl",
+        help="write a model card, OUTPUT with .card.md for .gguf, from what ggml-kvq eval -o measured of MODEL",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     import os
+    from pathlib import Path
 
     from ..calibrate import files
     from ..errors import KvqError
+    from ..files import whole
 
     if os.path.exists(args.output) and os.path.samefile(args.model, args.output):
         raise KvqError(f"{args.output} is the model itself; choose another name")
+    card, beside = None, Path(args.output).with_suffix(".card.md")
+    if args.card:  # before gigabytes are copied
+        from .. import cards
+        from ..evaluate import results
+
+        meta, _ = files.read_sidecar(args.sidecar)
+        card = cards.card(args.model, args.sidecar, Path(args.output).name, meta, results.read(args.card))
     files.embed(args.model, args.sidecar, args.output)
     print(f"{args.output}: {args.model} with the data of {args.sidecar}")
+    if card is not None:
+        with whole(beside) as partial:
+            partial.write_text(card, encoding="utf-8")
+        print(f"{beside}: its model card")
     return 0

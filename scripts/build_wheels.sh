@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Wheels that need no compiler where they are installed.
+#   scripts/build_wheels.sh [--out DIR] [cpu] [aarch64] [cuda] [cuda-full]          default: dist, cpu
+#
+#   cpu         ggml-kvq: llama.cpp's programs with every variant of its CPU backend, libggml-kvq.so
+#   aarch64     the same by aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)
+#   cuda        ggml-kvq-cu13: libggml-kvq.so with CUDA kernels alone, for a llama.cpp that was built with CUDA. Needs
+#               nvcc 13 and no cuBLAS: nothing of ours uses it
+#   cuda-full   ggml-kvq-cu13 with upstream's libggml-cuda.so too, instead of ggml-kvq. Needs nvcc and cuBLAS; at run
+#               time both come from the package index (nvidia-cublas, nvidia-cuda-runtime). All cards: most of an hour
+# PYTHON=python3.x   ARCHS="80-real 86-real ..."   JOBS=n
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=dist
+kinds=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --out) out=$2; shift ;;
+        cpu | aarch64 | cuda | cuda-full) kinds+=("$1") ;;
+        *) echo "build_wheels: no such wheel: $1 (cpu, aarch64, cuda, cuda-full)" >&2; exit 2 ;;
+    esac
+    shift
+done
+[ ${#kinds[@]} -gt 0 ] || kinds=(cpu)
+python=${PYTHON:-python3}
+archs=${ARCHS:-"80-real 86-real 89-real 90-real 100-real 120"}
+export CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)}
+mkdir -p "$out"
+work=$(mktemp -d "${TMPDIR:-/tmp}/ggml-kvq-wheels.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' python/ggml_kvq/_version.py)
+
+wheel() { # wheel <folder> <pip's arguments>
+    mkdir -p "$work/$1"
+    "$python" -m pip -q wheel --no-deps -w "$work/$1" "${@:2}" .
+}
+
+repair() { # repair <folder> <repair_wheel's arguments>
+    "$python" scripts/repair_wheel.py "$work/$1"/*.whl -o "$out" "${@:2}" | tee "$work/said"
+    made=$(sed 's/\.whl: .*/.whl/' "$work/said")
+    if "$python" -m auditwheel --version >/dev/null 2>&1; then
+        "$python" -m auditwheel show "$made" | tr '\n' ' ' | sed 's/  */ /g; s/^ */auditwheel: /; s/$/\n/' || true
+    fi
+}
+
+for kind in "${kinds[@]}"; do
+    case $kind in
+        cpu)
+            CMAKE_ARGS="-DGGML_NATIVE=OFF ${CMAKE_ARGS:-}" wheel cpu
+            repair cpu --bundle libgomp.so.1
+            ;;
+        aarch64)
+            cat > "$work/aarch64.cmake" <<'T'
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR aarch64)
+set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
+set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+T
+            variants="-DGGML_NATIVE=OFF"
+            if ! echo | aarch64-linux-gnu-gcc -march=armv9.2-a+sve2+sme -xc -fsyntax-only - 2>/dev/null; then
+                echo "build_wheels: aarch64-linux-gnu-gcc knows no SME: one CPU backend for ARMv8.2 with dotprod, no variants"
+                variants="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16"
+            fi
+            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$work/aarch64.cmake $variants ${CMAKE_ARGS:-}" wheel aarch64
+            repair aarch64 --bundle libgomp.so.1
+            ;;
+        cuda)
+            cmake -S . -B "$work/cuda-build" -G Ninja -DGGML_CUDA=ON -DGGML_NATIVE=OFF \
+                -DCMAKE_CUDA_ARCHITECTURES="${archs// /;}" -DPython3_EXECUTABLE="$(command -v "$python")" >"$work/log" || { cat "$work/log"; exit 1; }
+            cmake --build "$work/cuda-build" --target ggml-kvq
+            "$python" scripts/addon_wheel.py "$work/cuda-build/lib/libggml-kvq.so" "$version" "$work/cuda"
+            repair cuda --external libggml-base.so.0 --external libggml-cuda.so.0 --external libcudart.so.13 --bundle libgomp.so.1
+            ;;
+        cuda-full)
+            wheel cuda-full -C cmake.define.GGML_CUDA=ON -C cmake.define.GGML_NATIVE=OFF -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=${archs// /;}" \
+                -C 'cmake.define.CMAKE_SHARED_LINKER_FLAGS=-Wl,-rpath,$ORIGIN/../../nvidia/cu13/lib'
+            repair cuda-full --name ggml-kvq-cu13 --bundle libgomp.so.1 --requires 'nvidia-cublas>=13,<14' \
+                --requires 'nvidia-cuda-runtime>=13,<14' --external libcudart.so.13 --external libcublas.so.13 --external libcuda.so.1
+            ;;
+    esac
+done
+ls -l "$out"

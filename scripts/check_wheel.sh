@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# A stranger's path: the wheel in bare roots that have Python and no compiler, from nothing to the first compressed answer.
+#   scripts/check_wheel.sh WHEEL [SUITE...]        default: bookworm trixie; root, debootstrap (Debian's package)
+# ROOTS=DIR keeps the roots for the next time, MIRROR=<Debian's mirror>, MODEL=<GGUF>, WHEELS=<folder with numpy's wheels>.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+[ $# -ge 1 ] && [ -f "$1" ] || { echo "usage: scripts/check_wheel.sh WHEEL [SUITE...]" >&2; exit 2; }
+[ "$(id -u)" = 0 ] || { echo "check_wheel: chroot needs root" >&2; exit 2; }
+wheel=$(realpath "$1")
+shift
+[ $# -gt 0 ] || set -- bookworm trixie
+model=$(realpath "${MODEL:-models/kvq-demo-q8_0.gguf}")
+mirror=${MIRROR:-http://deb.debian.org/debian}
+roots=${ROOTS:-$(mktemp -d "${TMPDIR:-/tmp}/ggml-kvq-roots.XXXXXX")}
+failed=0
+
+for suite in "$@"; do
+    root=$roots/$suite
+    if [ ! -x "$root/usr/bin/python3" ]; then
+        command -v debootstrap >/dev/null || { echo "check_wheel: no debootstrap; apt-get install debootstrap" >&2; exit 2; }
+        debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$suite" "$root" "$mirror" >"$roots/$suite.log" 2>&1 ||
+            { tail -3 "$roots/$suite.log" >&2; exit 1; }
+    fi
+    rm -rf "$root/try" && mkdir -p "$root/try/wheels"
+    cp "$wheel" "$root/try/wheels/"
+    cp "$model" "$root/try/model.gguf"
+    cp examples/prompt.txt "$root/try/"
+    # numpy is fetched here: the root has no network of its own to configure
+    abi=$(chroot "$root" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    if [ -n "${WHEELS:-}" ]; then cp "$WHEELS"/numpy-* "$root/try/wheels/"; else
+        python3 -m pip -q download --only-binary :all: --python-version "$abi" -d "$root/try/wheels" 'numpy>=1.24'
+    fi
+    if chroot "$root" sh -c 'command -v gcc cc c++ make cmake' >/dev/null; then
+        echo "check_wheel: $suite has a compiler; this proves nothing" >&2
+        exit 1
+    fi
+    mountpoint -q "$root/proc" || mount -t proc proc "$root/proc"
+    mountpoint -q "$root/dev" || mount --bind /dev "$root/dev"
+    status=0
+    chroot "$root" env -i PATH=/usr/bin:/bin HOME=/root LANG=C.UTF-8 sh -eu >"$roots/$suite.out" 2>&1 <<'S' || status=$?
+cd /try
+begin=$(date +%s.%N)
+python3 -m venv venv
+venv/bin/pip -q install --no-index --find-links wheels wheels/ggml_kvq-*.whl
+installed=$(date +%s.%N)
+venv/bin/llama-cli -m model.gguf --kv-method xquant -f prompt.txt -n 48 --temp 0 -st </dev/null >answer 2>log
+end=$(date +%s.%N)
+cat log | grep '^ggml-kvq:'
+python3 -c "print('times: venv and install %.1f s, first answer %.1f s' % ($installed - $begin, $end - $installed))"
+venv/bin/ggml-kvq doctor
+for method in kivi higgs zipcache minikv specache; do
+    venv/bin/llama-completion -m model.gguf --kv-method $method -p "The file" -n 8 -no-cnv </dev/null 2>&1 | grep '^ggml-kvq:' | head -1
+done
+venv/bin/python - <<'P'
+from ggml_kvq import Model
+
+with Model("model.gguf", "kivi", "bits=4", n_ctx=512) as m:
+    print("python:", "".join(m.generate("The file", max_tokens=8)), round(m.kv_stats()["bits"], 2), "bits")
+P
+S
+    umount "$root/dev" "$root/proc"
+    echo "== $suite: $(. "$root/etc/os-release" && echo "$PRETTY_NAME"), glibc $(chroot "$root" ldd --version | sed -n '1s/.* //p'), python $abi"
+    cat "$roots/$suite.out"
+    if [ $status -ne 0 ] || ! grep -q '^ggml-kvq: xquant' "$roots/$suite.out" || ! grep -q '^python:' "$roots/$suite.out"; then
+        echo "check_wheel: $suite FAILED (exit $status)"
+        failed=1
+    fi
+done
+[ $failed = 0 ] && echo "check_wheel: every root answered"
+exit $failed

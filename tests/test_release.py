@@ -1,0 +1,130 @@
+"""What a release says about itself: one version everywhere, a citation with every paper, files that people expect."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from ggml_kvq import __version__
+from ggml_kvq.loader import libraries
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """pyproject.toml, CMake and the library take it from _version.py; the citation repeats it."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc|\.dev)\d+)?", __version__)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and 'input = "python/ggml_kvq/_version.py"' in project
+    assert "file(READ python/ggml_kvq/_version.py version_py)" in (ROOT / "CMakeLists.txt").read_text()
+    said = libraries().need_kvq().kvq_version().decode()
+    assert said == __version__, "the library was built from another version"
+    cited = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited == [__version__]
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{__version__}]" in text or ("## [Unreleased]" in text and __version__ in text)
+
+
+def test_the_citation_has_every_paper() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    for arxiv in ("2501.19392", "2405.14256", "2510.11236", "2411.18077", "2503.16163", "2402.02750", "2411.17525"):
+        assert f'"arXiv:{arxiv}"' in text, arxiv
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.name)
+def test_issue_forms_ask_for_the_doctor(path: Path) -> None:
+    text = path.read_text()
+    assert path.name == "config.yml" or ("ggml-kvq doctor" in text and text.startswith("name: "))
+
+
+@pytest.mark.parametrize("name", ["SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_files_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    paths = re.findall(r"`((?:scripts|tests|docs|python/ggml_kvq|ggml-kvq)/[\w./-]+)`", text)
+    code = [f"ggml-kvq/{x}" for x in re.findall(r"`((?:host|store|cache)/\w+\.cpp)`", text)]
+    missing = [x for x in [*links, *paths, *code] if not (ROOT / x).exists()]
+    assert not missing, missing
+
+
+# ------------------------------------------------------------------ wheels
+
+
+@pytest.fixture(scope="module")
+def repair() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("repair_wheel", ROOT / "scripts" / "repair_wheel.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_wheel(folder: Path, rpath: str = "$ORIGIN", beside: bool = True) -> Path:
+    """Two libraries, of which b needs a."""
+    root = folder / "tree"
+    (root / "pkg/lib").mkdir(parents=True)
+    (root / "pkg-1.0.dist-info").mkdir()
+    (folder / "a.c").write_text("#include <math.h>\nint a(void) { return (int) sqrt(3.0); }\n")
+    (folder / "b.c").write_text("int a(void);\nint b(void) { return a(); }\n")
+    lib = root / "pkg/lib"
+    for argv in (
+        ["a.c", "-o", str(lib / "liba.so"), "-lm"],
+        ["b.c", "-o", str(lib / "libb.so"), f"-L{lib}", "-la", f"-Wl,--no-as-needed,-rpath,{rpath}"],
+    ):
+        subprocess.run(["cc", "-shared", "-fPIC", *argv], cwd=folder, check=True)
+    if not beside:
+        (lib / "liba.so").unlink()
+    (root / "pkg-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: pkg\nVersion: 1.0\n\nText\n")
+    (root / "pkg-1.0.dist-info/WHEEL").write_text("Wheel-Version: 1.0\nTag: py3-none-linux_x86_64\n")
+    (root / "pkg-1.0.dist-info/RECORD").write_text("")
+    out = folder / "pkg-1.0-py3-none-linux_x86_64.whl"
+    with zipfile.ZipFile(out, "w") as z:
+        for path in sorted(root.rglob("*")):
+            z.write(path, str(path.relative_to(root)))
+    return out
+
+
+def test_a_wheel_gets_the_tag_that_its_symbols_want(
+    repair: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = make_wheel(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["x", str(wheel), "-o", str(tmp_path / "out"), "--name", "pkg-cu13"])
+    assert repair.main() == 0
+    [made] = (tmp_path / "out").iterdir()
+    assert re.fullmatch(r"pkg_cu13-1\.0-py3-none-manylinux_2_\d+_x86_64\.whl", made.name)
+    with zipfile.ZipFile(made) as z:
+        record = z.read("pkg_cu13-1.0.dist-info/RECORD").decode().splitlines()
+        assert sorted(line.split(",")[0] for line in record) == sorted(z.namelist())
+        assert "Name: pkg-cu13" in z.read("pkg_cu13-1.0.dist-info/METADATA").decode()
+        assert made.name.split("py3-none-")[1][:-4] in z.read("pkg_cu13-1.0.dist-info/WHEEL").decode()
+    assert repair.tag({"GLIBC": (2, 28)}, "x86_64") == "manylinux_2_28_x86_64"
+    assert repair.tag({"GLIBC": (2, 28), "GLIBCXX": (3, 4, 30)}, "x86_64") == "manylinux_2_35_x86_64"
+    with pytest.raises(SystemExit, match="newer than every release"):
+        repair.tag({"GLIBC": (2, 99)}, "x86_64")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"beside": False}, "libb.so needs liba.so, which is not in the wheel"),
+        ({"rpath": "/opt/lib"}, "libb.so needs liba.so and does not look beside itself"),
+    ],
+)
+def test_a_wheel_that_would_not_start_is_refused(
+    repair: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    how: dict[str, object],
+    said: str,
+) -> None:
+    wheel = make_wheel(tmp_path, **how)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "argv", ["x", str(wheel), "-o", str(tmp_path / "out")])
+    assert repair.main() == 1
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
