@@ -368,7 +368,7 @@ static void a_state_among_others(const char * opts) {
     }
 }
 
-// A state of the first n cells brings the same cells, in as many pages of slots.
+// A state of the first n cells brings the same cells, in no more pages of slots (some may hold freed cells alone).
 static void restore_and_compare(world & w, const char * opts, int n) {
     auto other = build(opts, w.n_cells, 1);
     for (int v = 0; v < 2; v++) {
@@ -379,10 +379,12 @@ static void restore_and_compare(world & w, const char * opts, int n) {
     for (int h = 0; h < HEADS; h++) {
         CHECK(kept(*other, 0, h, n) == kept(w, 0, h, n), "%s, %d cells: head %d keeps others", opts, n, h);
     }
-    CHECK(w.slots->n_used(0) == other->slots->n_used(0), "%s, %d cells: %d pages, restored %d", opts, n,
+    CHECK(other->slots->n_used(0) <= w.slots->n_used(0), "%s, %d cells: %d pages, restored %d", opts, n,
         w.slots->n_used(0), other->slots->n_used(0));
+    const auto numbers = rng; // what follows in the first cache is the same without this
     std::copy_n(w.live[0].begin(), n, other->live[0].begin());
     decode(*other, 0, n, 1, true);
+    rng = numbers;
 }
 
 // Pages that lost cells, since prompts were taken back in part: a state brings the same cells into the same number of
@@ -403,9 +405,9 @@ static void pages_with_holes(const char * opts) {
 }
 
 // Prompts that come and are taken back in part, so that pages of slots lose cells: whatever is kept, a state brings.
-static void prompts_taken_back(unsigned seed) {
+static void prompts_taken_back(const char * opts, unsigned seed) {
     rng.seed(seed);
-    auto w = build("", 768, 1);
+    auto w = build(opts, 768, 1);
     w->pad = 1;
     for (int step = 0, head = 0; step < 30; step++) {
         if (uniform(0, 2) < 2) {
@@ -418,7 +420,7 @@ static void prompts_taken_back(unsigned seed) {
             head -= n;
             std::fill_n(w->live[0].begin() + head, n, false);
         }
-        if (head > 64) { restore_and_compare(*w, "", head); }
+        if (head > 64) { restore_and_compare(*w, opts, head); }
     }
 }
 
@@ -503,7 +505,7 @@ int main(int argc, char ** argv) {
         { "", "bits=4,group=32", "hh=0.25,rw=0.25", "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
         pages_with_holes(opts);
     }
-    prompts_taken_back(101);
+    prompts_taken_back("hh=0.1,rw=0.1,window=64", 101);
     for (const char * opts : { "", "bits=4", "zipcache:interval=32,salient=1,keep=0.5" }) {
         a_shift_of_open_pages(opts);
     }
