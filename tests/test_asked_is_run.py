@@ -94,6 +94,34 @@ def test_the_models_own_context_is_shortened_aloud(demo_model: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("method", ["kivi", "minikv", "specache"])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_what_fits_is_decided_by_compressed_sizes(
+    demo_model: Path, monkeypatch: pytest.MonkeyPatch, method: str, gpu: bool
+) -> None:
+    """On a CPU by us: what an f16 cache would not leave room for runs. On a GPU llama.cpp's own --fit asks our buffer
+    type, which tells compressed sizes; the launcher neither switches it off nor holds host memory against the cache.
+    """
+    facts = memory.model(demo_model)
+    assert facts is not None
+    opts = "place=/tmp" if method == "specache" else ""
+    exact, ours = (memory.need(facts, memory.planner(m, o, 12), 65536).total for m, o in (("f16", ""), (method, opts)))
+    assert ours < exact
+    monkeypatch.setattr(refusals, "on_gpu", lambda: gpu)
+    real = refusals.fit
+    for free, runs in (((ours + exact) // 2, True), (ours // 2, gpu)):
+        monkeypatch.setattr(refusals, "fit", lambda *a, f=free: real(*a, lambda: f))
+        argv = ["-m", str(demo_model), "--kv-method", method, "-c", "65536", "-fitt", "0"]
+        argv += ["--kv-opt", opts] if opts else []
+        if not runs:
+            with pytest.raises(KvqError, match="the longest context is -c"):
+                launcher.command("llama-completion", argv, {})
+            continue
+        got = launcher.command("llama-completion", argv, {}).args
+        assert ("-fit" in got) != gpu
+        assert got[got.index("-c") + 1] == "65536"
+
+
 def test_what_the_plan_says_is_what_is_allocated(demo_model: Path) -> None:
     facts = memory.model(demo_model)
     assert facts is not None

@@ -231,7 +231,8 @@ def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("mine")
     refused(program(f"place={tmp_path}/rows"), f"{tmp_path}/rows", "exists already")
     assert (tmp_path / "rows").read_text() == "mine"
-    refused(program(f"place={tmp_path}/no/rows"), "No such file")
+    refused(program(f"place={tmp_path}/no/rows"), "No such file", "folder that you may write to")
+    refused(program(f"place={tmp_path}"), f"{tmp_path}: is a folder", "name a file in it")
 
 
 def test_a_limit_on_files_is_met_before_the_first_token(tmp_path: Path) -> None:

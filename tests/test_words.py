@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from typing import Any
 
 import pytest
 from conftest import LLAMA_FIELDS, run_python
-from ggml_kvq import Model, _paths, cli, errors, hub, hub_args, launcher, progress, sidecars
+from ggml_kvq import Model, _paths, cli, errors, hub, hub_args, launcher, methods, progress, sidecars
 from ggml_kvq.arguments import ArgumentTypeError, TextError
+from ggml_kvq.commands import completion
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -257,19 +259,19 @@ def test_doctor(demo_model: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "/nowhere.gguf" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("ggml-kvq cal", "calibrate"),
-        ("ggml-kvq methods xq", "xquant"),
-        ("ggml-kvq calibrate --predictor f", "full"),
-        ("ggml-kvq eval --cac", "--cache"),
-        ("llama-cli --kv-method xq", "xquant"),
-        ("llama-server --kv-st", "--kv-stats-file"),
-        ("llama-cli --kv-method kivi --kv-opt bit", "bits="),
-        ("llama-cli --kv-method no", "none"),
-    ],
-)
+COMPLETED = [
+    ("ggml-kvq cal", "calibrate"),
+    ("ggml-kvq methods xq", "xquant"),
+    ("ggml-kvq calibrate --predictor f", "full"),
+    ("ggml-kvq eval --cac", "--cache"),
+    ("llama-cli --kv-method xq", "xquant"),
+    ("llama-server --kv-st", "--kv-stats-file"),
+    ("llama-cli --kv-method kivi --kv-opt bit", "bits="),
+    ("llama-cli --kv-method no", "none"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), COMPLETED)
 def test_completion(words: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", "bash"]) == 0
     script = tmp_path / "completion.sh"
@@ -283,6 +285,41 @@ def test_completion(words: str, expected: str, tmp_path: Path, capsys: pytest.Ca
         ["bash", "-c", code, "bash", str(script)], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == [expected], done.stderr
+
+
+def test_completion_for_fish(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fish completes after the same words. Where there is no fish, the lines that make it do so are looked at."""
+    assert cli.main(["completion", "fish"]) == 0
+    text = capsys.readouterr().out
+    names = " ".join(row["name"] for row in methods.table())
+    for line in (
+        "complete -c ggml-kvq -n '__fish_use_subcommand' -f -a '" + " ".join(completion.subcommands()) + "'",
+        f"complete -c ggml-kvq -n '__fish_seen_subcommand_from methods' -f -a '{names}'",
+        "complete -c ggml-kvq -n '__fish_seen_subcommand_from eval' -l cache -x -a"
+        f" 'f16 upstream:q8_0 upstream:q4_0 {names}'",
+        f"complete -c llama-cli -l kv-method -x -a '{names} none'",
+        "complete -c llama-server -l kv-stats-file -r",
+        "complete -c llama-cli -l kv-opt -x -a '(__ggml_kvq_options)'",
+    ):
+        assert line in text.splitlines()
+    for row in methods.table():  # the options of every method
+        keys = " ".join(o["key"] + "=" for o in row["options"])
+        assert not keys or f"        case {row['name']}\n            string split ' ' '{keys}'\n" in text
+    assert not [line for line in text.splitlines() if line.count("'") % 2]
+    fish = shutil.which("fish")
+    for words, expected in COMPLETED if fish else ():
+        script = tmp_path / "completion.fish"
+        script.write_text(text)
+        code = f'source {script}; complete -C "{words}"'
+        done = subprocess.run(
+            [str(fish), "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env={**os.environ, "HOME": str(tmp_path)},
+        )
+        assert expected in [line.split("\t")[0] for line in done.stdout.splitlines()], (words, done)
 
 
 # ------------------------------------------------------------------ models by name

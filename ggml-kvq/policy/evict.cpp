@@ -156,16 +156,8 @@ void kvq_evict::forget(int s, int cell) {
     if (flags & (AWAY | PARTLY)) { rewritten.push_back(cell); }
     flags = 0;
     const int p = cell / page_cells, t = cell % page_cells;
-    if (device) {
-        const auto found = absent.find({ s, p });
-        for (int h = 0; found != absent.end() && h < n_head; h++) { found->second[(size_t) h * page_cells + t] = 0; }
-        return;
-    }
-    for (int h = 0; h < n_head; h++) {
-        if (is_evicted(s, p, h, t)) {
-            lane[0]->info(s, p).frame[((size_t) h * page_cells + t) * lane[0]->layout().head_stride()] = 0;
-        }
-    }
+    const auto found = absent.find({ s, p });
+    for (int h = 0; found != absent.end() && h < n_head; h++) { found->second[(size_t) h * page_cells + t] = 0; }
 }
 
 void kvq_evict::forget_all(int s) {
@@ -201,7 +193,7 @@ void kvq_evict::mask_open(int s, int p) {
     std::vector<int32_t> & m = open_maps[(size_t) s * n_pages + p];
     m.resize((size_t) n_head * page_cells);
     bool any = false;
-    const bool some_evicted = !device || absent.count({ s, p });
+    const bool some_evicted = absent.count({ s, p });
     for (int h = 0; h < n_head; h++) {
         for (int t = 0; t < page_cells; t++) {
             const bool gone = flags[t] & AWAY || (some_evicted && is_evicted(s, p, h, t));
@@ -229,7 +221,8 @@ void kvq_evict::mask_open(int s, int p) {
 
 void kvq_evict::note_absent(int s, int cell, const uint8_t * left) {
     const int p = cell / page_cells, t = cell % page_cells;
-    if (!device || lane[0]->state(s, p) != KVQ_PAGE_OPEN) { return; }
+    const bool all = std::all_of(left, left + n_head, [](uint8_t held) { return held; });
+    if (lane[0]->state(s, p) != KVQ_PAGE_OPEN || (all && !absent.count({ s, p }))) { return; }
     std::vector<uint8_t> & of = absent[{ s, p }];
     of.resize((size_t) n_head * page_cells, 0);
     for (int h = 0; h < n_head; h++) { of[(size_t) h * page_cells + t] = !left[h]; }
@@ -241,17 +234,11 @@ bool kvq_evict::is_plain(int s, int p) const {
         std::none_of(flags, flags + page_cells, [](uint8_t x) { return x & (AWAY | PARTLY); });
 }
 
-// An open key of head h that was restored as an evicted one.
+// An open key that was restored, and not for head h. What its row holds does not tell: a context shift may edit it.
 bool kvq_evict::is_evicted(int s, int p, int h, int t) const {
-    const kvq_lane & k = *lane[0];
-    const uint16_t * frame = k.info(s, p).frame;
-    if (!frame) { return false; }
-    if (device) {
-        const auto found = absent.find({ s, p });
-        return found != absent.end() && found->second[(size_t) h * page_cells + t];
-    }
-    const uint16_t * row = frame + ((size_t) h * page_cells + t) * k.layout().head_stride();
-    return std::all_of(row, row + k.layout().codec.head_size, [](uint16_t x) { return x == KVQ_EVICTED; });
+    if (absent.empty() || !lane[0]->info(s, p).frame) { return false; }
+    const auto found = absent.find({ s, p });
+    return found != absent.end() && found->second[(size_t) h * page_cells + t];
 }
 
 void kvq_evict::restoring(bool on) {

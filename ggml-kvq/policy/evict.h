@@ -94,10 +94,11 @@ private:
     // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames,
     // evicted ones not among them.
     void restore(bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
+    void encode_holed(int s, int i, int cell, const uint16_t * rows, const arrival & a);
     void encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void clear();
     void restoring(bool on); // what comes from a state is not judged again
-    // a restored key: heads that do not hold it, for devices
+    // a restored key: heads that do not hold it
     void note_absent(int stream, int cell, const uint8_t * left);
 
     slot_page & page(int s, int i) { return pages[(size_t) s * n_store + i]; }
@@ -155,7 +156,7 @@ private:
     // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]
     std::vector<std::vector<int32_t>> open_maps;
     std::vector<int32_t *> open_there; // the same on the device
-    // of open pages on a device, [n_head][page_cells]: keys restored as evicted ones
+    // of open pages, [n_head][page_cells]: keys restored as evicted ones
     std::map<std::pair<int, int>, std::vector<uint8_t>> absent;
     std::deque<pending> queue; // sealed keys whose values are not
     // (stream, page in the state) -> page, keys restored whose values are not

@@ -3,11 +3,16 @@
 //   u32     page | slot << 20 | generated << 28 | of the prompt << 29
 //   bytes   its share of the head's stream, rows in slot order:  parameters of the block, f32 score, i32 rows written
 //       between its newest and that of the newest page
-// so that a page whose rows are all there is restored as it was. A page that lost cells is written without; its
-// values are quantised anew.
+// so that a page whose rows are all there is restored as it was. Keys of a page that lost cells hold
+//   u32     the same | 1 << 30 | its key is a salient one << 31
+//   u8      byte slot % 8 of the score and the age
+//   u32     CRC-32 of these, the row and the number of slots of a page
+// The page is restored with the same cells in the same slots, and its rows are quantised anew: packing them otherwise
+// could fill more pages than there are. Where the page has no place they go into frames like rows of other caches.
 #include "evict.h"
 
 #include "engine/host.h"
+#include "store/state_blocks.h"
 #include "types/types.h"
 
 #include <algorithm>
@@ -16,6 +21,8 @@
 constexpr int MAX_IMAGE = 8; // mantissa bits
 constexpr size_t TAIL = 8;   // score, age
 constexpr int MAX_PAGE = (1 << 20) - 1;
+constexpr size_t NB_HOLED = 9; // bytes that a key of a page with empty slots carries
+constexpr uint32_t HOLED = 1u << 30, SALIENT = 1u << 31;
 
 // A page as it comes out of a state.
 struct kvq_evict::arrival {
@@ -23,7 +30,36 @@ struct kvq_evict::arrival {
     std::vector<uint32_t> heads; // of the rows
     int n = 0;
     bool bad = false; // two rows for one slot
+    // a page that lost cells: its score and its age, as far as rows tell them
+    bool holed = false;
+    uint8_t tail[TAIL] = {}, known = 0;
 };
+
+static uint32_t sum_of(const uint16_t * row, size_t D, int page_cells, const uint8_t * bytes) {
+    std::vector<uint16_t> bare(row, row + D);
+    const int low = (1 << kvq_image_width(D, NB_HOLED)) - 1;
+    for (uint16_t & x : bare) { x = (uint16_t) (x & ~low); }
+    return kvq_crc32(kvq_crc32((uint32_t) page_cells, bytes, NB_HOLED - 4), bare.data(), 2 * D);
+}
+
+static void put_holed(uint16_t * row, size_t D, int page_cells, uint32_t head, uint8_t of_tail) {
+    uint8_t bytes[NB_HOLED];
+    memcpy(bytes, &head, 4);
+    bytes[4] = of_tail;
+    const uint32_t sum = sum_of(row, D, page_cells, bytes);
+    memcpy(bytes + 5, &sum, 4);
+    kvq_image_put(D, row, 0, NB_HOLED, bytes);
+}
+
+static bool take_holed(const uint16_t * row, size_t D, int page_cells, uint32_t & head, uint8_t & of_tail) {
+    uint8_t bytes[NB_HOLED];
+    uint32_t sum;
+    if (kvq_image_width(D, NB_HOLED) > MAX_IMAGE || !kvq_image_take(D, row, 0, NB_HOLED, bytes)) { return false; }
+    memcpy(&head, bytes, 4);
+    memcpy(&sum, bytes + 5, 4);
+    of_tail = bytes[4];
+    return head & HOLED && sum == sum_of(row, D, page_cells, bytes);
+}
 
 static bool all_evicted(const uint16_t * row, size_t D) {
     return std::all_of(row, row + D, [](uint16_t x) { return x == KVQ_EVICTED; });
@@ -43,6 +79,11 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
         if (!open && (prompt[(size_t) s * n_pages * page_cells + c] & AWAY)) {
             std::fill_n(rows + (size_t) (c - cell) * W, W, KVQ_EVICTED);
         }
+        for (int h = 0; open && h < n_head; h++) {
+            if (is_evicted(s, c / page_cells, h, c % page_cells)) {
+                std::fill_n(rows + (size_t) (c - cell) * W + D * (size_t) h, D, KVQ_EVICTED);
+            }
+        }
     }
     std::vector<uint16_t> block((size_t) page_cells * D);
     std::vector<uint8_t> stream(nb * (size_t) page_cells), bytes(nb_row), codes_copy, params_copy;
@@ -54,8 +95,10 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
     for (int i = 0; i < n_store; i++) {
         const slot_page & page = pages[(size_t) s * n_store + i];
         if (!page.used) { continue; }
-        const bool whole = image && i <= MAX_PAGE && kvq_image_width(D, nb_row) <= MAX_IMAGE &&
+        const bool full =
             std::all_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, [](int32_t c) { return c >= 0; });
+        const bool whole = full && image && i <= MAX_PAGE && kvq_image_width(D, nb_row) <= MAX_IMAGE,
+                   holed = !full && !value && image && i <= MAX_PAGE && kvq_image_width(D, NB_HOLED) <= MAX_IMAGE;
         for (int h = 0; h < n_head; h++) {
             const int32_t * m = map(s, i, h);
             if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) { continue; }
@@ -76,10 +119,15 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
             for (int t = 0; t < page_cells; t++) {
                 if (m[t] < cell || m[t] >= cell + n) { continue; }
                 uint16_t * row = &block[(size_t) t * D];
+                const bool asked = prompt[(size_t) s * n_pages * page_cells + m[t]] & OF_PROMPT;
+                const uint32_t head =
+                    (uint32_t) i | (uint32_t) t << 20 | (uint32_t) page.generated << 28 | (uint32_t) asked << 29;
+                if (holed) {
+                    const bool salient = l.codec.type == KVQ_TYPE_MIXED && params[t / 8] >> t % 8 & 1;
+                    put_holed(row, D, page_cells, head | HOLED | (salient ? SALIENT : 0),
+                        stream[l.nb_params + (size_t) t % TAIL]);
+                }
                 if (whole) {
-                    const bool asked = prompt[(size_t) s * n_pages * page_cells + m[t]] & OF_PROMPT;
-                    const uint32_t head =
-                        (uint32_t) i | (uint32_t) t << 20 | (uint32_t) page.generated << 28 | (uint32_t) asked << 29;
                     memcpy(bytes.data(), &head, 4);
                     memcpy(bytes.data() + 4, stream.data() + (size_t) t * nb, nb);
                     kvq_image_put(D, row, 0, nb_row, bytes.data());
@@ -106,6 +154,43 @@ bool kvq_evict::take_block(const kvq_lane & x, const arrival & a, int h, int cel
     return kvq_traits(l.codec.type)
         ->match(
             l.codec, block.data(), { kvq_image_width(D, bytes.size()), false }, nullptr, codes.data(), stream.data());
+}
+
+// Keys of a page that lost cells, quantised anew into the same slots.
+void kvq_evict::encode_holed(int s, int i, int cell, const uint16_t * rows, const arrival & a) {
+    kvq_lane & x = *lane[0];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_set = (size_t) page_cells / 8;
+    std::vector<uint16_t> block((size_t) page_cells * D);
+    std::vector<uint8_t> valid(nb_set), set(nb_set);
+    for (int h = 0; h < n_head; h++) {
+        std::fill(block.begin(), block.end(), (uint16_t) 0);
+        std::fill(valid.begin(), valid.end(), (uint8_t) 0);
+        std::fill(set.begin(), set.end(), (uint8_t) 0);
+        int n_salient = 0;
+        for (int t = 0; t < page_cells; t++) {
+            const size_t j = (size_t) h * page_cells + t;
+            if (a.cells[j] < 0) { continue; }
+            memcpy(&block[(size_t) t * D], rows + (size_t) (a.cells[j] - cell) * W + (size_t) h * D, 2 * D);
+            valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
+            if (a.heads[j] & SALIENT && n_salient < l.codec.n_hi) {
+                set[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
+                n_salient++;
+            }
+        }
+        if (l.codec.type == KVQ_TYPE_MIXED) { // as many as the block has: cells before empty slots
+            for (const bool held : { true, false }) {
+                for (int t = 0; t < page_cells && n_salient < l.codec.n_hi; t++) {
+                    const uint8_t bit = (uint8_t) (1 << t % 8);
+                    if (bool(valid[(size_t) t / 8] & bit) != held || set[(size_t) t / 8] & bit) { continue; }
+                    set[(size_t) t / 8] |= bit;
+                    n_salient++;
+                }
+            }
+            x.device.put(x.params_at(s, i, h), set.data(), nb_set);
+        }
+        encode_rows(false, s, i, h, block, valid.data(), false);
+    }
 }
 
 // Values that do not go with their keys: quantised anew into the same page.
@@ -162,17 +247,26 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
         for (int h = 0; h < n_head; h++) {
             const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;
             uint32_t head;
+            uint8_t of_tail;
             if (all_evicted(row, D)) {
                 left[(size_t) (c - cell) * n_head + h] = 0;
                 continue;
             }
-            if (kvq_image_width(D, nb_row) > MAX_IMAGE || !kvq_image_take(D, row, 0, nb_row, bytes.data())) {
-                continue;
+            const bool holed = !value && take_holed(row, D, page_cells, head, of_tail);
+            if (!holed) {
+                if (kvq_image_width(D, nb_row) > MAX_IMAGE || !kvq_image_take(D, row, 0, nb_row, bytes.data())) {
+                    continue;
+                }
+                memcpy(&head, bytes.data(), 4);
             }
-            memcpy(&head, bytes.data(), 4);
             const int t = (int) (head >> 20 & 255);
-            if (t >= page_cells || head >> 30) { continue; }
-            arrival & a = found[(int) (head & MAX_PAGE)];
+            if (t >= page_cells || (!holed && head >> 30)) { continue; }
+            arrival & a = found[holed ? -1 - (int) (head & MAX_PAGE) : (int) (head & MAX_PAGE)];
+            a.holed = holed;
+            if (holed) {
+                a.tail[t % (int) TAIL] = of_tail;
+                a.known |= (uint8_t) (1 << t % (int) TAIL);
+            }
             a.cells.resize((size_t) n_head * page_cells, -1);
             a.heads.resize(a.cells.size());
             int32_t & at = a.cells[(size_t) h * page_cells + t];
@@ -188,23 +282,26 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
         const arrival & a = f.second;
         const auto known = arrived.find({ s, f.first });
         int i = value && known != arrived.end() ? known->second : -1;
-        if (a.bad || a.n != n_head * page_cells ||
+        if (a.bad || (!a.holed && a.n != n_head * page_cells) ||
             (value && (i < 0 || !std::equal(a.cells.begin(), a.cells.end(), map(s, i, 0))))) {
             continue;
         }
         bool ok = true;
-        for (int h = 0; ok && h < n_head; h++) {
+        for (int h = 0; ok && !a.holed && h < n_head; h++) {
             ok = take_block(x, a, h, cell, rows, one, stream);
             memcpy(&codes[l.nb_codes * (size_t) h], one.data(), l.nb_codes);
             memcpy(&params[l.nb_params * (size_t) h], stream.data(), l.nb_params);
         }
         for (int j = 0; !value && ok && i < 0 && j < n_store; j++) { i = page(s, j).used ? -1 : j; }
         if (!ok || i < 0) { continue; }
-        x.device.put(x.codes_at(s, i, 0), codes.data(), codes.size());
-        x.device.put(x.params_at(s, i, 0), params.data(), params.size());
+        if (!a.holed) {
+            x.device.put(x.codes_at(s, i, 0), codes.data(), codes.size());
+            x.device.put(x.params_at(s, i, 0), params.data(), params.size());
+        }
         for (int h = 0; h < n_head; h++) {
             for (int t = 0; t < page_cells; t++) {
-                left[(size_t) (a.cells[(size_t) h * page_cells + t] - cell) * n_head + h] = 0;
+                const int32_t c = a.cells[(size_t) h * page_cells + t];
+                if (c >= 0) { left[(size_t) (c - cell) * n_head + h] = 0; }
             }
         }
         if (value) {
@@ -213,18 +310,24 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
             continue;
         }
         slot_page & p = page(s, i);
-        int32_t age;
-        memcpy(&p.score, stream.data() + l.nb_params, 4);
-        memcpy(&age, stream.data() + l.nb_params + 4, 4);
+        const uint8_t * tail = a.holed ? a.tail : stream.data() + l.nb_params;
+        int32_t age = 0;
+        if (!a.holed || (a.known & 0x0f) == 0x0f) { memcpy(&p.score, tail, 4); }
+        if (!a.holed || (a.known & 0xf0) == 0xf0) { memcpy(&age, tail + 4, 4); }
         p.used = true;
-        p.generated = a.heads[0] >> 28 & 1;
+        p.generated = a.heads[(size_t) (std::find_if(a.cells.begin(), a.cells.end(), [](int32_t c) { return c >= 0; }) -
+                          a.cells.begin())] >>
+                28 &
+            1;
         p.newest = restored_at[(size_t) s] - std::max(age, 0);
         top[(size_t) s] = std::max(top[(size_t) s], p.generated ? 0 : p.newest);
         set_map(s, i, a.cells.data());
         put_map(s, i);
         for (size_t j = 0; j < a.cells.size(); j++) {
+            if (a.cells[j] < 0) { continue; }
             flags[a.cells[j]] |= (uint8_t) (PARTLY | (a.heads[j] >> 29 & 1 ? OF_PROMPT : 0));
         }
+        if (a.holed) { encode_holed(s, i, cell, rows, a); }
         arrived[{ s, f.first }] = i;
     }
     if (value) { encode_arrived(s, cell, n, rows, left); }

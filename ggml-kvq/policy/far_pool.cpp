@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static constexpr size_t NB_SLAB = 64u << 20, NB_ALIGN = 4096; // pages of the system's: madvise works on them
@@ -55,8 +56,13 @@ bool kvq_far_pool::open_file() {
     }
     file = open(place.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (file < 0) {
+        const int e = errno;
+        struct stat is = {};
+        const bool folder = e == EEXIST && !stat(place.c_str(), &is) && S_ISDIR(is.st_mode);
         why = "place=" + place + ": " +
-            (errno == EEXIST ? "the file exists already: name one that does not" : strerror(errno));
+            (folder ? "is a folder: name a file in it that does not exist yet"
+                    : e == EEXIST ? "the file exists already: name one that does not"
+                                  : strerror(e) + std::string(": name a file in a folder that you may write to"));
         return false;
     }
     unlink(place.c_str());

@@ -368,6 +368,93 @@ static void a_state_among_others(const char * opts) {
     }
 }
 
+// A state of the first n cells brings the same cells, in no more pages of slots (some may hold freed cells alone).
+static void restore_and_compare(world & w, const char * opts, int n) {
+    auto other = build(opts, w.n_cells, 1);
+    for (int v = 0; v < 2; v++) {
+        std::vector<uint16_t> rows((size_t) n * W);
+        w.lane[v]->read(0, 0, n, rows.data());
+        other->lane[v]->restore(0, 0, n, rows.data(), 1);
+    }
+    for (int h = 0; h < HEADS; h++) {
+        CHECK(kept(*other, 0, h, n) == kept(w, 0, h, n), "%s, %d cells: head %d keeps others", opts, n, h);
+    }
+    CHECK(other->slots->n_used(0) <= w.slots->n_used(0), "%s, %d cells: %d pages, restored %d", opts, n,
+        w.slots->n_used(0), other->slots->n_used(0));
+    const auto numbers = rng; // what follows in the first cache is the same without this
+    std::copy_n(w.live[0].begin(), n, other->live[0].begin());
+    decode(*other, 0, n, 1, true);
+    rng = numbers;
+}
+
+// Pages that lost cells, since prompts were taken back in part: a state brings the same cells into the same number of
+// pages, whatever holes each head has.
+static void pages_with_holes(const char * opts) {
+    auto w = build(opts, 832, 1);
+    w->pad = 1;
+    int head = 0, most = 0;
+    for (int step = 0; head < 700; step++) {
+        decode(*w, 0, head, 68 + step % 5 * 10, false);
+        head += 68 + step % 5 * 10 - 40;
+        std::fill(w->live[0].begin() + head, w->live[0].end(), false);
+        decode(*w, 0, head++, 1, false);
+        restore_and_compare(*w, opts, head);
+        most = std::max(most, w->slots->n_used(0));
+    }
+    CHECK(most > w->lane[0]->layout().n_store / 2, "%s: %d pages were never many", opts, most);
+}
+
+// Prompts that come and are taken back in part, so that pages of slots lose cells: whatever is kept, a state brings.
+static void prompts_taken_back(const char * opts, unsigned seed) {
+    rng.seed(seed);
+    auto w = build(opts, 768, 1);
+    w->pad = 1;
+    for (int step = 0, head = 0; step < 30; step++) {
+        if (uniform(0, 2) < 2) {
+            const int n = std::min(uniform(0, 2) ? uniform(33, 200) : uniform(1, 40), 767 - head);
+            if (n < 1) { break; }
+            decode(*w, 0, head, n, false);
+            head += n;
+        } else {
+            const int n = std::min(uniform(1, 150), head);
+            head -= n;
+            std::fill_n(w->live[0].begin() + head, n, false);
+        }
+        if (head > 64) { restore_and_compare(*w, opts, head); }
+    }
+}
+
+// A context shift leaves cells evicted that a state brought for some heads only: their rows in open pages are no keys.
+static void a_shift_of_open_pages(const char * opts) {
+    auto w = build(opts, 1024, 1), other = build(opts, 1024, 1);
+    decode(*w, 0, 0, 500, false);
+    const int n = 150; // pages of slots are not whole among them: rows go into frames
+    for (int v = 0; v < 2; v++) {
+        std::vector<uint16_t> rows((size_t) 500 * W);
+        w->lane[v]->read(0, 0, 500, rows.data());
+        other->lane[v]->restore(0, 0, n, rows.data(), 1);
+    }
+    std::vector<bool> before[HEADS];
+    const int page = other->lane[0]->layout().page_cells;
+    int n_half = 0; // in frames, and not for all heads
+    for (int h = 0; h < HEADS; h++) { before[h] = kept(*other, 0, h, n); }
+    for (int c = 0; c < n; c++) {
+        n_half += before[0][(size_t) c] != before[1][(size_t) c] && other->lane[0]->is_valid(0, c / page, c % page);
+    }
+    CHECK(n_half > 5, "%s: %d cells of open pages are evicted by one head", opts, n_half);
+    other->lane[0]->edit(
+        0, [](int) { return true; },
+        [](int, int, uint16_t * row) {
+            for (int d = 0; d < D; d++) { row[d] ^= 0x8000; }
+        });
+    for (int h = 0; h < HEADS; h++) {
+        CHECK(kept(*other, 0, h, n) == before[h], "%s: head %d has other cells after a shift", opts, h);
+    }
+    std::fill_n(other->live[0].begin(), n, true);
+    decode(*other, 0, n, 1, true);
+    save_and_restore(*other, opts, 0, n);
+}
+
 static void random_operations(const char * opts, int steps) {
     auto w = build(opts, 768, 2);
     std::vector<int> head(2, 0);
@@ -414,6 +501,14 @@ int main(int argc, char ** argv) {
     const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 42;
     const int steps = argc > 2 ? atoi(argv[2]) : 400;
     rng.seed(seed);
+    for (const char * opts :
+        { "", "bits=4,group=32", "hh=0.25,rw=0.25", "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
+        pages_with_holes(opts);
+    }
+    prompts_taken_back("hh=0.1,rw=0.1,window=64", 101);
+    for (const char * opts : { "", "bits=4", "zipcache:interval=32,salient=1,keep=0.5" }) {
+        a_shift_of_open_pages(opts);
+    }
     one_prompt();
     long_prompt("", 0.5f, 0.25f);
     long_prompt("hh=0.1,rw=0.1", 0.2f, 0.1f);
