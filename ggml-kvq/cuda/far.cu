@@ -1,6 +1,7 @@
-// Which cells are read from the second tier, and their rows (far.cuh): two kernels between the two parts of an
-// attention (attend_decode.cuh).
+// Which cells are read from the second tier (far.cuh), between the two parts of an attention (attend_decode.cuh), and
+// far rows from tiles and back.
 #include "far.cuh"
+#include "far_unit.cuh"
 
 #include <algorithm>
 
@@ -21,11 +22,12 @@ static __device__ __forceinline__ unsigned long long key_of(float score, int cel
     return (unsigned long long) __float_as_uint(score) << 32 | (uint32_t) ~cell;
 }
 
-// The bin that the last of `top` cells lies in, -1: all cells fit; above: cells of higher bins. bins: shared memory
-static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int & above) {
+// The bin that the last of `top` cells lies in, -1: all cells fit; above: cells of higher bins; in: its own. bins:
+// shared memory
+static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int & above, int & in) {
     constexpr int EACH = FAR_BINS / THREADS; // from the highest bin down
     __shared__ uint32_t of_warps[THREADS / 32];
-    __shared__ int found[2];
+    __shared__ int found[3];
     const int first = FAR_BINS - 1 - (int) threadIdx.x * EACH, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t mine = 0;
     for (int i = 0; i < EACH; i++) { mine += bins[first - i]; }
@@ -45,6 +47,7 @@ static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int &
             if (before + here > (uint32_t) top) {
                 found[0] = first - i;
                 found[1] = (int) before;
+                found[2] = (int) here;
                 break;
             }
             before += here;
@@ -53,6 +56,7 @@ static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int &
     __syncthreads();
     bin = found[0];
     above = found[1];
+    in = found[2];
     __syncthreads();
 }
 
@@ -111,8 +115,8 @@ static __device__ float row_sum(const kvq_far_args & a, const float2 * tops, int
     return m + log2f(l + (a.sinks ? exp2f(sink - m) : 0.0f));
 }
 
-// Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, at least `top`; the last block
-// picks from what all have left.
+// Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, `top` and those that score like
+// the last of them; the last block picks from what all have left.
 static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {
     early_start();
     constexpr int EACH = FAR_CHUNK / THREADS;
@@ -181,10 +185,25 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
     }
     __syncthreads();
-    int bin, above, mine = 0;
-    find_bin(bins, a.top, bin, above);
+    int bin, above, in, part = -1, mine = 0;
+    find_bin(bins, a.top, bin, above, in);
+    // where cells score alike a bin has many: of it the best by the next 10 bits
+    if (bin > 0 && bin < FAR_BINS - 1 && in > FAR_FEW) {
+        clear();
+        __syncthreads();
 #pragma unroll
-    for (int j = 0; j < EACH; j++) { mine += y[j] > 0.0f && bin_of(y[j]) >= bin; }
+        for (int j = 0; j < EACH; j++) {
+            if (y[j] > 0.0f && bin_of(y[j]) == bin) { atomicAdd(&bins[part_of(y[j])], 1u); }
+        }
+        __syncthreads();
+        find_bin(bins, a.top - above, part, above, in);
+    }
+    const auto stays = [&](float x) {
+        const int of = bin_of(x);
+        return x > 0.0f && (of > bin || (of == bin && (part < 0 || part_of(x) >= part)));
+    };
+#pragma unroll
+    for (int j = 0; j < EACH; j++) { mine += stays(y[j]); }
     int to = mine ? atomicAdd(&n_left, mine) : 0;
     __syncthreads();
     kvq_far_sums & sums = st.sums[at];
@@ -194,7 +213,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     to += first_left;
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
-        if (y[j] > 0.0f && bin_of(y[j]) >= bin) {
+        if (stays(y[j])) {
             keys[to++] = key_of(y[j], blockIdx.x * FAR_CHUNK + 4 * (j / 4 * THREADS + (int) threadIdx.x) + j % 4);
         }
     }
@@ -205,7 +224,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     if (!last) { return; }
     __threadfence();
     const int n_keys = (int) __ldcg(&sums.n_left);
-    constexpr int HELD = 8; // keys of a thread that it reads once
+    constexpr int HELD = 16; // keys of a thread that it reads once
     unsigned long long held[HELD];
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
@@ -224,8 +243,9 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     __syncthreads();
     each([&](unsigned long long key) { atomicAdd(&bins[bin_of(score_of(key))], 1u); });
     __syncthreads();
-    find_bin(bins, a.top, bin, above);
-    int need = bin < 0 ? 0 : a.top - above, part = -1;
+    find_bin(bins, a.top, bin, above, in);
+    int need = bin < 0 ? 0 : a.top - above;
+    part = -1;
     if (need && bin && bin < FAR_BINS - 1) { // the next 10 bits of the mantissa
         clear();
         __syncthreads();
@@ -234,7 +254,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             if (bin_of(x) == bin) { atomicAdd(&bins[part_of(x)], 1u); }
         });
         __syncthreads();
-        find_bin(bins, need, part, above);
+        find_bin(bins, need, part, above, in);
         need -= above;
     }
     each([&](unsigned long long key) {
@@ -325,126 +345,6 @@ static __global__ void __launch_bounds__(THREADS) recall_kernel(const __grid_con
     }
 }
 
-// ---------------------------------------------------------------- rows
-
-// 8 channels of a far row; bytes: of one
-struct far_unit {
-    uint4 raw;
-    uint16_t scale;
-};
-
-static __device__ __forceinline__ int n_blocks_of(int head_size) { return (head_size + 31) / 32; }
-
-static __device__ __forceinline__ far_unit load_unit(int format, int head_size, const uint8_t * row, int u) {
-    far_unit x = {};
-    if (format == KVQ_FAR_F16) {
-        x.raw = *(const uint4 *) (row + 16 * u);
-    } else if (format == KVQ_FAR_Q8) {
-        const uint2 y = *(const uint2 *) (row + 8 * u);
-        x.raw.x = y.x;
-        x.raw.y = y.y;
-        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 32 + u / 4 * 2);
-    } else { // channels 0..15 of a block in the low halves of its bytes
-        const uint2 y = *(const uint2 *) (row + u / 4 * 16 + u % 2 * 8);
-        x.raw.x = y.x >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
-        x.raw.y = y.y >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
-        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 16 + u / 4 * 2);
-    }
-    return x;
-}
-
-// as kvq_far_get: rounded to f16
-static __device__ __forceinline__ void unit_values(int format, const far_unit & x, uint16_t (&out)[8]) {
-    const uint32_t raw[4] = { x.raw.x, x.raw.y, x.raw.z, x.raw.w };
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        if (format == KVQ_FAR_F16) {
-            out[i] = (uint16_t) (raw[i / 2] >> i % 2 * 16);
-        } else {
-            const uint32_t byte = raw[i / 4] >> i % 4 * 8 & 255;
-            const int code = format == KVQ_FAR_Q8 ? (int) (int8_t) byte : (int) byte - 8;
-            out[i] = f32_to_f16_bits(f16_bits_to_f32(x.scale) * (float) code);
-        }
-    }
-}
-
-static __device__ __forceinline__ uint4 as_uint4(const uint16_t (&x)[8]) {
-    return make_uint4(x[0] | (uint32_t) x[1] << 16, x[2] | (uint32_t) x[3] << 16, x[4] | (uint32_t) x[5] << 16,
-        x[6] | (uint32_t) x[7] << 16);
-}
-
-// A warp: one slot of picked cells of a KV head. Its logits for the rows of its query token, minus infinity for
-// others; its values as an open row.
-static __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_constant__ kvq_far_args a) {
-    early_start();
-    const int kvh = blockIdx.y, lane = threadIdx.x % 32, slot = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    const auto & st = a.stream[blockIdx.z];
-    if (slot >= a.n_slots) { return; }
-    early_wait();
-    const int token = slot / a.top, units = (a.head_size + 7) / 8;
-    const int cell = token < a.n_q ? st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + slot % a.top] : -1;
-    float * logits = st.logits + (size_t) kvh * a.n_rows * a.n_logits + (size_t) a.n_near * a.page_cells + slot;
-    for (int row = lane; row < a.n_rows; row += 32) {
-        if (cell < 0 || row / a.gqa != token) { logits[(size_t) row * a.n_logits] = -INFINITY; }
-    }
-    uint16_t * values = st.values + (size_t) (slot / a.page_cells) * a.v_tile +
-        ((size_t) kvh * a.page_cells + slot % a.page_cells) * a.stride_v;
-    if (cell < 0) { // no number that is none
-        for (int u = lane; u < a.stride_v / 8; u += 32) { *(uint4 *) (values + 8 * u) = make_uint4(0, 0, 0, 0); }
-        return;
-    }
-    const int p = cell / a.page_cells;
-    const size_t at = (size_t) kvh * a.page_cells + cell % a.page_cells;
-    const uint8_t *k = (const uint8_t *) st.k_rows[p] + at * a.nb_row_k,
-                  *v = (const uint8_t *) st.v_rows[p] + at * a.nb_row_v;
-    constexpr int MOST = 4; // units of a lane, of 512 channels
-    far_unit x[MOST] = {};
-#pragma unroll
-    for (int i = 0; i < MOST; i++) { // all are on their way at once: keys, then values
-        const int u = lane + 32 * i;
-        if (u < 2 * units) { x[i] = load_unit(a.format, a.head_size, u < units ? k : v, u < units ? u : u - units); }
-    }
-    float keys[MOST][8];
-#pragma unroll
-    for (int i = 0; i < MOST; i++) {
-        const int u = lane + 32 * i;
-        uint16_t y[8];
-        unit_values(a.format, x[i], y);
-        if (u >= units && u < 2 * units) { *(uint4 *) (values + 8 * (u - units)) = as_uint4(y); }
-#pragma unroll
-        for (int e = 0; e < 8; e++) { keys[i][e] = u < units ? f16_bits_to_f32(y[e]) : 0.0f; }
-    }
-    for (int g = 0; g < a.gqa; g++) {
-        const int head = kvh * a.gqa + g;
-        const float * q = st.q + (size_t) token * a.q_stride_token + (size_t) head * a.q_stride_head;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < MOST; i++) {
-            const int u = lane + 32 * i;
-            if (u >= units) { continue; }
-#pragma unroll
-            for (int e = 0; e < 8; e += 4) {
-                if (8 * u + e >= a.head_size) { continue; }
-                const float4 y = __ldg((const float4 *) (q + 8 * u + e));
-                sum += y.x * keys[i][e] + y.y * keys[i][e + 1] + y.z * keys[i][e + 2] + y.w * keys[i][e + 3];
-            }
-        }
-        for (int d = 16; d; d /= 2) { sum += __shfl_xor_sync(~0u, sum, d); }
-        if (lane) { continue; }
-        float logit = a.scale * sum;
-        if (a.softcap != 0.0f) { logit = a.softcap * tanhf(logit / a.softcap); }
-        if (st.mask) {
-            const float slope = a.max_bias <= 0.0f
-                ? 1.0f
-                : exp2f(head < a.n_head_log2 ? a.m0 * (float) (head + 1)
-                                             : a.m1 * (float) (2 * (head - a.n_head_log2) + 1));
-            logit += slope *
-                __half2float(st.mask[(size_t) token * a.mask_stride_token + (size_t) head * a.mask_stride_head + cell]);
-        }
-        logits[((size_t) token * a.gqa + g) * a.n_logits] = logit * TO_BASE_2;
-    }
-}
-
 // ---------------------------------------------------------------- tiles
 
 // A warp: a row, which it reads as a whole before it writes.
@@ -507,36 +407,37 @@ static __global__ void __launch_bounds__(THREADS) get_kernel(const __grid_consta
     }
 }
 
-// Blocks take pages and KV heads in turns.
+// Threads take units of 8 channels in turns, of all pages, so that as many are on their way whatever a page holds.
 static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_constant__ kvq_far_overlay a) {
-    const int units = (a.head_size + 7) / 8;
-    for (int job = blockIdx.x; job < a.n_pages * a.n_head; job += gridDim.x) {
-        const int p = job / a.n_head, h = job % a.n_head;
-        const kvq_page & page = a.pages[p];
-        if (!lies_far(a.to, page, p) || (a.came && !a.aside && a.came[p])) { continue; }
-        if (a.aside && threadIdx.x == 0) { a.came[p] = 1; }
-        const uint8_t * rows =
-            (const uint8_t *) (a.to.value ? a.to.far_v : a.to.far_k)[p] + (size_t) h * a.n_cells * a.nb_row;
-        const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
-        const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
-        uint16_t * to =
-            a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
-        constexpr int AT_ONCE = 4;
-        for (int i0 = threadIdx.x; i0 < n * units; i0 += AT_ONCE * THREADS) {
-            far_unit x[AT_ONCE];
+    constexpr int AT_ONCE = 8;
+    const uint32_t units = (a.head_size + 7) / 8, of_head = a.n_cells * units, of_page = a.n_head * of_head,
+                   n = a.n_pages * of_page, step = gridDim.x * THREADS;
+    const size_t row = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
+    const void * const * rows = a.to.value ? a.to.far_v : a.to.far_k;
+    for (uint32_t i0 = blockIdx.x * THREADS + threadIdx.x; i0 < n; i0 += AT_ONCE * step) {
+        far_unit x[AT_ONCE];
+        uint16_t * to[AT_ONCE];
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = min(i0 + j * THREADS, n * units - 1);
-                x[j] = load_unit(a.format, a.head_size, rows + i / units * a.nb_row, i % units);
-            }
+        for (int j = 0; j < AT_ONCE; j++) {
+            const uint32_t i = i0 + j * step, p = i / of_page, h = i % of_page / of_head, cell = i % of_head / units,
+                           u = i % units;
+            to[j] = nullptr;
+            if (i >= n) { continue; }
+            const kvq_page & page = a.pages[p];
+            if (!lies_far(a.to, page, (int) p) || (a.came && !a.aside && a.came[p])) { continue; }
+            if (a.aside && i % of_page == 0) { a.came[p] = 1; }
+            const int at = a.to.by_slot ? (int) (p * a.n_cells + cell) : page.cell + (int) cell;
+            if (!a.to.by_slot && at >= a.to.n_kv) { continue; }
+            x[j] = load_unit(
+                a.format, a.head_size, (const uint8_t *) rows[p] + ((size_t) h * a.n_cells + cell) * a.nb_row, (int) u);
+            to[j] = a.to.rows + (size_t) at * row + (size_t) h * a.head_size + 8 * u;
+        }
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = i0 + j * THREADS;
-                if (i >= n * units) { continue; }
-                uint16_t y[8];
-                unit_values(a.format, x[j], y);
-                *(uint4 *) (to + i / units * step + 8 * (i % units)) = as_uint4(y); // heads: multiples of 8 channels
-            }
+        for (int j = 0; j < AT_ONCE; j++) {
+            if (!to[j]) { continue; }
+            uint16_t y[8];
+            unit_values(a.format, x[j], y);
+            *(uint4 *) to[j] = as_uint4(y); // heads: multiples of 8 channels
         }
     }
 }
@@ -544,8 +445,7 @@ static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_co
 // ---------------------------------------------------------------- launches
 
 void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream) {
-    const int n = a.n_pages * a.n_head;
-    overlay_kernel<<<a.aside ? std::min(n, 32) : n, THREADS, 0, stream>>>(a);
+    overlay_kernel<<<a.aside ? 48 : std::max(1, std::min(a.n_pages * a.n_head, 1024)), THREADS, 0, stream>>>(a);
 }
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
@@ -556,12 +456,6 @@ void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t str
 
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     recall_kernel<<<dim3(a.n_head_kv, n_streams), THREADS, ((size_t) a.top + 3) / 4 * 16, stream>>>(a);
-}
-
-void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
-    constexpr int SLOTS = THREADS / 32;
-    const dim3 grid((a.n_slots + SLOTS - 1) / SLOTS, a.n_head_kv, n_streams);
-    kvq_launch_early(gather_kernel, grid, THREADS, 0, stream, a);
 }
 
 void kvq_launch_far_put(const kvq_far_jobs & a, int n, cudaStream_t stream) {
