@@ -74,16 +74,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const auto & st = a.stream[is];
 
     typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
-    if constexpr (PART == VALUES) {
-        if ((int) blockIdx.x < a.n_picking) {
-            early_wait();
-            sums_type & sums = *(sums_type *) memory;
-            const int n_rows = min(per_row, a.n_rows - row0);
-            sum_picked<D>(a, of, sums, memory + picked_at<sums_type>(), is, kvh, row0, n_rows);
-            merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, n_rows, a.n_splits);
-            return;
-        }
-    }
     // points, then what warps have: two stages, 8-bit parameters in f16, the pages of four units, cells of two units'
     // slots, probabilities on their way; then sums of teams, queries
     const int nb_warp = warp_bytes(a);
@@ -100,7 +90,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // one unit less than others, no two of them to the same.
     const int picking = PART == VALUES ? a.n_picking : 0, n_splits = a.n_splits - picking,
               n_teams = n_splits * of.teams, team = of.team * n_splits + (int) blockIdx.x - picking;
-    const int n_mine = (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
+    const bool picks = PART == VALUES && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
+    const int n_mine =
+        picks ? 0 : (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
     const auto half_of = [&](int unit, int h) {
         const int before = unit ? unit * n_teams + team : n_teams - 1 - team; // units, from the last one on
         return 2 * max(0, n_units - 1 - before) + h;
@@ -534,8 +526,14 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
         ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * a.n_splits + blockIdx.x] = make_float2(most, sum);
     } else {
+        if constexpr (PART == VALUES) {
+            if (picks) {
+                sum_picked<D>(
+                    a, of, sums, memory + picked_at<sums_type>(), is, kvh, row0, min(per_row, a.n_rows - row0));
+            }
+        }
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
+        for (int e = 0; e < 2 && !picks; e++) {
             if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
 #pragma unroll
             for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }

@@ -130,7 +130,7 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
         cudaEvent_t ready = nullptr, left = nullptr;
         int least = 0, first = 0; // its few blocks start before those of attention, which fill the device
         if (!check(cudaDeviceGetStreamPriorityRange(&least, &first), "cudaDeviceGetStreamPriorityRange") ||
-            !check(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, first), "cudaStreamCreate") ||
+            !check(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, getenv("KVQ_DEV_PRIO") ? first : least), "cudaStreamCreate") ||
             !check(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming), "cudaEventCreate") ||
             !check(cudaEventCreateWithFlags(&left, cudaEventDisableTiming), "cudaEventCreate")) {
             return;

@@ -24,12 +24,13 @@ static __device__ __forceinline__ unsigned long long key_of(float score, int cel
 
 // The bin that the last of `top` cells lies in, -1: all cells fit; above: cells of higher bins; in: its own. bins:
 // shared memory
-static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int & above, int & in) {
+static __device__ __noinline__ void find_bin(const uint32_t * bins, int top, int & bin, int & above, int & in) {
     constexpr int EACH = FAR_BINS / THREADS; // from the highest bin down
     __shared__ uint32_t of_warps[THREADS / 32];
     __shared__ int found[3];
     const int first = FAR_BINS - 1 - (int) threadIdx.x * EACH, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t mine = 0;
+#pragma unroll 1
     for (int i = 0; i < EACH; i++) { mine += bins[first - i]; }
     uint32_t sum = mine;
     for (int d = 1; d < 32; d *= 2) {
@@ -42,6 +43,7 @@ static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int &
     for (int w = 0; w < warp; w++) { sum += of_warps[w]; }
     uint32_t before = sum - mine;
     if (before <= (uint32_t) top && sum > (uint32_t) top) { // more than there is room for
+#pragma unroll 1
         for (int i = 0; i < EACH; i++) {
             const uint32_t here = bins[first - i];
             if (before + here > (uint32_t) top) {
@@ -60,11 +62,17 @@ static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int &
     __syncthreads();
 }
 
+static __device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 static __device__ __forceinline__ float score_of(unsigned long long key) { return __int_as_float((int) (key >> 32)); }
 static __device__ __forceinline__ int cell_of(unsigned long long key) { return (int) ~(uint32_t) key; }
 
 // Of one bin the `need` largest keys, from the highest byte on: where the bin has too many.
-static __device__ void pick_many(const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
+static __device__ __noinline__ void pick_many(const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
     const auto is_close = [&](float x) { return bin_of(x) == bin && (part < 0 || part_of(x) == part); };
     __shared__ uint32_t counts[256];
     __shared__ unsigned long long least; // of the keys that are taken
@@ -73,6 +81,7 @@ static __device__ void pick_many(const unsigned long long * keys, int n, int bin
         least = 0;
         left = need;
     }
+#pragma unroll 1
     for (int shift = 56; shift >= 0; shift -= 8) {
         counts[threadIdx.x] = 0;
         __syncthreads();
@@ -116,14 +125,17 @@ static __device__ float row_sum(const kvq_far_args & a, const float2 * tops, int
 }
 
 // Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, `top` and those that score like
-// the last of them; the last block picks from what all have left.
+// the last of them; the last block picks from what all have left. Code is cold each time and comes at 6 bytes a
+// nanosecond: what is scored lies in shared memory, so that loops need not be unrolled.
 static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {
     early_start();
-    constexpr int EACH = FAR_CHUNK / THREADS;
+    constexpr int QUADS = FAR_CHUNK / THREADS / 4, AT_ONCE = 4; // AT_ONCE: rows whose logits are on their way
     extern __shared__ __align__(16) uint8_t memory[];
-    unsigned long long * const close = (unsigned long long *) memory; // [FAR_CLOSE]
-    int32_t * const cells = (int32_t *) (close + FAR_CLOSE);          // [top]
-    float * const lse = (float *) (cells + (a.top + 3) / 4 * 4);      // [gqa]
+    unsigned long long * const held = (unsigned long long *) memory; // [FAR_HELD], of the last block
+    float * const scores = (float *) memory;                         // [FAR_CHUNK], of its own slots before
+    unsigned long long * const close = held + FAR_HELD;              // [FAR_CLOSE]
+    int32_t * const cells = (int32_t *) (close + FAR_CLOSE);         // [top]
+    float * const lse = (float *) (cells + (a.top + 3) / 4 * 4);     // [gqa]
     __shared__ uint32_t bins[FAR_BINS];
     __shared__ int last, n_left, first_left, n_cells, n_close;
     const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv, warp = threadIdx.x / 32;
@@ -131,20 +143,21 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     const size_t at = (size_t) token * a.n_head_kv + kvh, row0 = (size_t) kvh * a.n_rows + (size_t) token * a.gqa;
     const int n = a.n_near * a.page_cells;
     const auto clear = [&] {
+#pragma unroll 1
         for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
     };
     clear();
-    if (threadIdx.x == 0) { n_left = 0; }
+    if (threadIdx.x == 0) { n_left = n_cells = n_close = 0; }
     early_wait();
+#pragma unroll 1
     for (int g = warp; g < a.gqa; g += THREADS / 32) {
         const float x = row_sum(a, (const float2 *) st.tops + (row0 + g) * a.n_splits, kvh * a.gqa + g);
         if (threadIdx.x % 32 == 0) { lse[g] = x; }
     }
     __syncthreads();
     float * const logits = st.logits + row0 * a.n_logits;
-    constexpr int QUADS = EACH / 4, AT_ONCE = 4; // AT_ONCE: rows whose logits are on their way
     const auto first_of = [&](int j) { return (int) blockIdx.x * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x); };
-    float y[EACH] = {};
+    float4 y[QUADS];
     bool far[QUADS];
 #pragma unroll
     for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; nothing here waits for what is before it
@@ -153,6 +166,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         const void *k = st.k_rows[p], *v = st.v_rows[p];
         far[j] = (first_of(j) < n) & (page.n_slots != 0) & (page.k_params != nullptr) & (page.v_params != nullptr) &
             (k != nullptr) & (v != nullptr);
+        y[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll 1
     for (int g0 = 0; g0 < a.gqa; g0 += AT_ONCE) {
@@ -171,18 +185,21 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             if (of == -INFINITY) { continue; }
 #pragma unroll
             for (int j = 0; j < QUADS; j++) {
-                y[4 * j] += exp2f(x[j][g].x - of);
-                y[4 * j + 1] += exp2f(x[j][g].y - of);
-                y[4 * j + 2] += exp2f(x[j][g].z - of);
-                y[4 * j + 3] += exp2f(x[j][g].w - of);
+                y[j].x += exp2_fast(x[j][g].x - of);
+                y[j].y += exp2_fast(x[j][g].y - of);
+                y[j].z += exp2_fast(x[j][g].z - of);
+                y[j].w += exp2_fast(x[j][g].w - of);
             }
         }
     }
 #pragma unroll
-    for (int j = 0; j < EACH; j++) { y[j] = far[j / 4] ? y[j] : 0.0f; } // what an empty page has is no logit
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
+    for (int j = 0; j < QUADS; j++) { // what an empty page has is no logit
+        ((float4 *) scores)[j * THREADS + threadIdx.x] = far[j] ? y[j] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
+        if (scores[i] > 0.0f) { atomicAdd(&bins[bin_of(scores[i])], 1u); }
     }
     __syncthreads();
     int bin, above, in, part = -1, mine = 0;
@@ -191,9 +208,9 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     if (bin > 0 && bin < FAR_BINS - 1 && in > FAR_FEW) {
         clear();
         __syncthreads();
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            if (y[j] > 0.0f && bin_of(y[j]) == bin) { atomicAdd(&bins[part_of(y[j])], 1u); }
+#pragma unroll 1
+        for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
+            if (scores[i] > 0.0f && bin_of(scores[i]) == bin) { atomicAdd(&bins[part_of(scores[i])], 1u); }
         }
         __syncthreads();
         find_bin(bins, a.top - above, part, above, in);
@@ -202,8 +219,8 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         const int of = bin_of(x);
         return x > 0.0f && (of > bin || (of == bin && (part < 0 || part_of(x) >= part)));
     };
-#pragma unroll
-    for (int j = 0; j < EACH; j++) { mine += stays(y[j]); }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) { mine += stays(scores[i]); }
     int to = mine ? atomicAdd(&n_left, mine) : 0;
     __syncthreads();
     kvq_far_sums & sums = st.sums[at];
@@ -211,11 +228,9 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     __syncthreads();
     unsigned long long * const keys = st.keys + at * n;
     to += first_left;
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        if (stays(y[j])) {
-            keys[to++] = key_of(y[j], blockIdx.x * FAR_CHUNK + 4 * (j / 4 * THREADS + (int) threadIdx.x) + j % 4);
-        }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
+        if (stays(scores[i])) { keys[to++] = key_of(scores[i], (int) blockIdx.x * FAR_CHUNK + i); }
     }
     __threadfence();
     __syncthreads();
@@ -224,24 +239,13 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     if (!last) { return; }
     __threadfence();
     const int n_keys = (int) __ldcg(&sums.n_left);
-    constexpr int HELD = 16; // keys of a thread that it reads once
-    unsigned long long held[HELD];
-#pragma unroll
-    for (int j = 0; j < HELD; j++) {
-        const int i = threadIdx.x + j * THREADS;
-        held[j] = i < n_keys ? __ldcg(keys + i) : 0; // no score is 0
-    }
-    const auto each = [&](const auto & f) {
-#pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            if (held[j]) { f(held[j]); }
-        }
-        for (int i = threadIdx.x + HELD * THREADS; i < n_keys; i += THREADS) { f(__ldcg(keys + i)); }
-    };
+#pragma unroll 4
+    for (int i = threadIdx.x; i < min(n_keys, FAR_HELD); i += THREADS) { held[i] = __ldcg(keys + i); }
+    const auto key_at = [&](int i) { return i < FAR_HELD ? held[i] : __ldcg(keys + i); };
     clear();
-    if (threadIdx.x == 0) { n_cells = n_close = 0; }
     __syncthreads();
-    each([&](unsigned long long key) { atomicAdd(&bins[bin_of(score_of(key))], 1u); });
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n_keys; i += THREADS) { atomicAdd(&bins[bin_of(score_of(key_at(i)))], 1u); }
     __syncthreads();
     find_bin(bins, a.top, bin, above, in);
     int need = bin < 0 ? 0 : a.top - above;
@@ -249,15 +253,18 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     if (need && bin && bin < FAR_BINS - 1) { // the next 10 bits of the mantissa
         clear();
         __syncthreads();
-        each([&](unsigned long long key) {
-            const float x = score_of(key);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < n_keys; i += THREADS) {
+            const float x = score_of(key_at(i));
             if (bin_of(x) == bin) { atomicAdd(&bins[part_of(x)], 1u); }
-        });
+        }
         __syncthreads();
         find_bin(bins, need, part, above, in);
         need -= above;
     }
-    each([&](unsigned long long key) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n_keys; i += THREADS) {
+        const unsigned long long key = key_at(i);
         const int of = bin_of(score_of(key)), of_part = part < 0 ? -1 : part_of(score_of(key));
         if (of > bin || (of == bin && of_part > part)) {
             cells[atomicAdd(&n_cells, 1)] = cell_of(key);
@@ -265,16 +272,18 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             const int to = atomicAdd(&n_close, 1);
             if (to < FAR_CLOSE) { close[to] = key; }
         }
-    });
+    }
     __syncthreads();
     if (n_close > FAR_CLOSE) {
         pick_many(keys, n_keys, bin, part, need, cells + n_cells);
         __syncthreads();
         if (threadIdx.x == 0) { n_cells += need; }
     } else {
+#pragma unroll 1
         for (int i = threadIdx.x; i < n_close; i += THREADS) {
             const unsigned long long mine = close[i];
             int rank = 0;
+#pragma unroll 1
             for (int j = 0; j < n_close; j++) { rank += close[j] > mine; }
             if (rank < need) { cells[atomicAdd(&n_cells, 1)] = cell_of(mine); }
         }
@@ -282,15 +291,21 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     __syncthreads();
     const int n_picks = n_cells;
     int32_t * const picks = st.picks + at * a.top;
-    for (int i = threadIdx.x; i < a.top; i += THREADS) { // in the order of cells, whoever was first
+    constexpr int TOGETHER = 4; // threads that find a cell's rank
+#pragma unroll 1
+    for (int i0 = 0; i0 < a.top; i0 += THREADS / TOGETHER) { // in the order of cells, whoever was first
+        const int i = i0 + (int) threadIdx.x / TOGETHER, mine = cells[max(0, min(i, n_picks - 1))];
+        int rank = 0;
+#pragma unroll 4
+        for (int j = threadIdx.x % TOGETHER; j < n_picks; j += TOGETHER) { rank += cells[j] < mine; }
+        for (int d = 1; d < TOGETHER; d *= 2) { rank += __shfl_xor_sync(~0u, rank, d); }
+        if (i >= a.top || threadIdx.x % TOGETHER) { continue; }
         if (i >= n_picks) {
             picks[i] = -1;
             continue;
         }
-        const int mine = cells[i];
-        int rank = 0;
-        for (int j = 0; j < n_picks; j++) { rank += cells[j] < mine; }
         picks[rank] = mine;
+#pragma unroll 1
         for (int g = 0; g < a.gqa && !a.ahead; g++) { logits[(size_t) g * a.n_logits + mine] = -INFINITY; }
     }
     if (threadIdx.x == 0) {
@@ -407,37 +422,36 @@ static __global__ void __launch_bounds__(THREADS) get_kernel(const __grid_consta
     }
 }
 
-// Threads take units of 8 channels in turns, of all pages, so that as many are on their way whatever a page holds.
+// Blocks take pages and KV heads in turns.
 static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_constant__ kvq_far_overlay a) {
-    constexpr int AT_ONCE = 8;
-    const uint32_t units = (a.head_size + 7) / 8, of_head = a.n_cells * units, of_page = a.n_head * of_head,
-                   n = a.n_pages * of_page, step = gridDim.x * THREADS;
-    const size_t row = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
-    const void * const * rows = a.to.value ? a.to.far_v : a.to.far_k;
-    for (uint32_t i0 = blockIdx.x * THREADS + threadIdx.x; i0 < n; i0 += AT_ONCE * step) {
-        far_unit x[AT_ONCE];
-        uint16_t * to[AT_ONCE];
+    const int units = (a.head_size + 7) / 8;
+    for (int job = blockIdx.x; job < a.n_pages * a.n_head; job += gridDim.x) {
+        const int p = job / a.n_head, h = job % a.n_head;
+        const kvq_page & page = a.pages[p];
+        if (!lies_far(a.to, page, p) || (a.came && !a.aside && a.came[p])) { continue; }
+        if (a.aside && threadIdx.x == 0) { a.came[p] = 1; }
+        const uint8_t * rows =
+            (const uint8_t *) (a.to.value ? a.to.far_v : a.to.far_k)[p] + (size_t) h * a.n_cells * a.nb_row;
+        const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
+        const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
+        uint16_t * to =
+            a.to.rows + (size_t) (a.to.by_slot ? p * a.n_cells : page.cell) * step + (size_t) h * a.head_size;
+        constexpr int AT_ONCE = 4;
+        for (int i0 = threadIdx.x; i0 < n * units; i0 += AT_ONCE * THREADS) {
+            far_unit x[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            const uint32_t i = i0 + j * step, p = i / of_page, h = i % of_page / of_head, cell = i % of_head / units,
-                           u = i % units;
-            to[j] = nullptr;
-            if (i >= n) { continue; }
-            const kvq_page & page = a.pages[p];
-            if (!lies_far(a.to, page, (int) p) || (a.came && !a.aside && a.came[p])) { continue; }
-            if (a.aside && i % of_page == 0) { a.came[p] = 1; }
-            const int at = a.to.by_slot ? (int) (p * a.n_cells + cell) : page.cell + (int) cell;
-            if (!a.to.by_slot && at >= a.to.n_kv) { continue; }
-            x[j] = load_unit(
-                a.format, a.head_size, (const uint8_t *) rows[p] + ((size_t) h * a.n_cells + cell) * a.nb_row, (int) u);
-            to[j] = a.to.rows + (size_t) at * row + (size_t) h * a.head_size + 8 * u;
-        }
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = min(i0 + j * THREADS, n * units - 1);
+                x[j] = load_unit(a.format, a.head_size, rows + i / units * a.nb_row, i % units);
+            }
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            if (!to[j]) { continue; }
-            uint16_t y[8];
-            unit_values(a.format, x[j], y);
-            *(uint4 *) to[j] = as_uint4(y); // heads: multiples of 8 channels
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = i0 + j * THREADS;
+                if (i >= n * units) { continue; }
+                uint16_t y[8];
+                unit_values(a.format, x[j], y);
+                *(uint4 *) (to + i / units * step + 8 * (i % units)) = as_uint4(y); // heads: multiples of 8 channels
+            }
         }
     }
 }
@@ -445,12 +459,14 @@ static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_co
 // ---------------------------------------------------------------- launches
 
 void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream) {
-    overlay_kernel<<<a.aside ? 48 : std::max(1, std::min(a.n_pages * a.n_head, 1024)), THREADS, 0, stream>>>(a);
+    const int n = a.n_pages * a.n_head;
+    overlay_kernel<<<a.aside ? std::min(n, 32) : n, THREADS, 0, stream>>>(a);
 }
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
-    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
+    const size_t nb = (FAR_HELD + FAR_CLOSE) * sizeof(unsigned long long) +
+        (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
     kvq_launch_early(pick_kernel, grid, THREADS, nb, stream, a);
 }
 

@@ -32,15 +32,16 @@ static __device__ __forceinline__ far_unit load_unit(int format, int head_size, 
 // as kvq_far_get: rounded to f16
 static __device__ __forceinline__ void unit_values(int format, const far_unit & x, uint16_t (&out)[8]) {
     const uint32_t raw[4] = { x.raw.x, x.raw.y, x.raw.z, x.raw.w };
+    if (format == KVQ_FAR_F16) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) { out[i] = (uint16_t) (raw[i / 2] >> i % 2 * 16); }
+        return;
+    }
+    const float scale = f16_bits_to_f32(x.scale);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        if (format == KVQ_FAR_F16) {
-            out[i] = (uint16_t) (raw[i / 2] >> i % 2 * 16);
-        } else {
-            const uint32_t byte = raw[i / 4] >> i % 4 * 8 & 255;
-            const int code = format == KVQ_FAR_Q8 ? (int) (int8_t) byte : (int) byte - 8;
-            out[i] = f32_to_f16_bits(f16_bits_to_f32(x.scale) * (float) code);
-        }
+        const uint32_t byte = raw[i / 4] >> i % 4 * 8 & 255;
+        out[i] = f32_to_f16_bits(scale * (float) (format == KVQ_FAR_Q8 ? (int) (int8_t) byte : (int) byte - 8));
     }
 }
 
