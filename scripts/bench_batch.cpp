@@ -86,7 +86,9 @@ int main(int argc, char ** argv) {
     if (!model) { return 1; }
     long n_cells = 0;
     for (int x : lengths) { n_cells += x + n_more; }
-    if (!unified) { n_cells = (long) n_seq * ((*std::max_element(lengths.begin(), lengths.end()) + n_more + 255) / 256 * 256); }
+    if (!unified) {
+        n_cells = (long) n_seq * ((*std::max_element(lengths.begin(), lengths.end()) + n_more + 255) / 256 * 256);
+    }
     llama_context_params cp = llama_context_default_params();
     cp.n_ctx = (uint32_t) n_cells;
     cp.n_batch = 2048;

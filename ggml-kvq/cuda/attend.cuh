@@ -56,8 +56,8 @@ struct kvq_attend_args {
         const kvq_page * pages;
         float * lse;
         const int32_t * positions;
-        float *logits, *tops;    // tops: [head kv][row][split][largest logit, sum of exponentials over it]
-        const int32_t * picks;   // [token][head kv][top], -1: none
+        float *logits, *tops;  // tops: [head kv][row][split][largest logit, sum of exponentials over it]
+        const int32_t * picks; // [token][head kv][top], -1: none
         const void *const *k_rows, *const *v_rows; // far rows, by page
     } stream[KVQ_ATTEND_STREAMS];
 };

@@ -91,8 +91,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const int picking = PART == VALUES ? a.n_picking : 0, n_splits = a.n_splits - picking,
               n_teams = n_splits * of.teams, team = of.team * n_splits + (int) blockIdx.x - picking;
     const bool picks = PART == VALUES && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
-    const int n_mine =
-        picks ? 0 : (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
+    const int n_mine = picks ? 0 : (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
     const auto half_of = [&](int unit, int h) {
         const int before = unit ? unit * n_teams + team : n_teams - 1 - team; // units, from the last one on
         return 2 * max(0, n_units - 1 - before) + h;

@@ -34,9 +34,8 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
               n_picks = n_tokens * a.top, nb_row = a.far_row_k + a.far_row_v;
     const int piece = a.far_row_k % 16 == 0 ? 16 : 8; // bytes of a copy
     const auto cell_of = [&](int i) {
-        return i < n_picks
-            ? __ldg(st.picks + ((size_t) (first + i / a.top) * a.n_head_kv + kvh) * a.top + i % a.top)
-            : -1;
+        return i < n_picks ? __ldg(st.picks + ((size_t) (first + i / a.top) * a.n_head_kv + kvh) * a.top + i % a.top)
+                           : -1;
     };
 #pragma unroll 1
     for (int i = threadIdx.x; i < WARPS * DECODE_COLUMNS * D; i += n_threads) { (&s.o[0][0][0])[i] = 0.0f; }
@@ -108,8 +107,8 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
             const int slot = i / units, u = i % units;
             uint16_t y[8] = {};
             if (cell_of(at + slot) >= 0) {
-                unit_values(a.far_format,
-                    load_unit(a.far_format, size, rows + (size_t) slot * nb_row + a.far_row_k, u), y);
+                unit_values(
+                    a.far_format, load_unit(a.far_format, size, rows + (size_t) slot * nb_row + a.far_row_k, u), y);
             }
             *(uint4 *) (values + 8 * i) = as_uint4(y);
         }

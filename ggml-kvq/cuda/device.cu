@@ -433,8 +433,8 @@ bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, boo
         if (few && a.part == 2) { // some read far rows; where blocks are few, all start at once
             const int room = want / std::max(blocks, 1);
             a.n_picking = kvq_decode_picking(a, room);
-            a.n_splits = (4 * blocks > want ? a.n_splits : std::max(1, std::min(a.n_splits, room - a.n_picking))) +
-                a.n_picking;
+            a.n_splits =
+                (4 * blocks > want ? a.n_splits : std::max(1, std::min(a.n_splits, room - a.n_picking))) + a.n_picking;
         }
         // the last block reads them by 32
         if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }

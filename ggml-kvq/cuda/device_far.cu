@@ -128,9 +128,7 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
     if (!far_stream) {
         cudaStream_t s = nullptr;
         cudaEvent_t ready = nullptr, left = nullptr;
-        int least = 0, first = 0; // its few blocks start before those of attention, which fill the device
-        if (!check(cudaDeviceGetStreamPriorityRange(&least, &first), "cudaDeviceGetStreamPriorityRange") ||
-            !check(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, getenv("KVQ_DEV_PRIO") ? first : least), "cudaStreamCreate") ||
+        if (!check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate") ||
             !check(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming), "cudaEventCreate") ||
             !check(cudaEventCreateWithFlags(&left, cudaEventDisableTiming), "cudaEventCreate")) {
             return;

@@ -72,7 +72,8 @@ static __device__ __forceinline__ float score_of(unsigned long long key) { retur
 static __device__ __forceinline__ int cell_of(unsigned long long key) { return (int) ~(uint32_t) key; }
 
 // Of one bin the `need` largest keys, from the highest byte on: where the bin has too many.
-static __device__ __noinline__ void pick_many(const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
+static __device__ __noinline__ void pick_many(
+    const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
     const auto is_close = [&](float x) { return bin_of(x) == bin && (part < 0 || part_of(x) == part); };
     __shared__ uint32_t counts[256];
     __shared__ unsigned long long least; // of the keys that are taken
@@ -465,8 +466,8 @@ void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream) {
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
-    const size_t nb = (FAR_HELD + FAR_CLOSE) * sizeof(unsigned long long) +
-        (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
+    const size_t nb =
+        (FAR_HELD + FAR_CLOSE) * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
     kvq_launch_early(pick_kernel, grid, THREADS, nb, stream, a);
 }
 

@@ -10,7 +10,8 @@ constexpr int FAR_HELD = 2048;  // keys that the last block has in shared memory
 constexpr int FAR_MOST = 4096;  // cells that are picked, at most
 constexpr int FAR_CHUNK = 2048; // slots of a block
 constexpr int FAR_FEW = 32;     // cells of a bin that are not worth a closer look
-static_assert(FAR_BINS * sizeof(uint32_t) + (FAR_HELD + FAR_CLOSE) * 8 + FAR_MOST * 4 < 47 << 10, "48 KB are always there");
+static_assert(
+    FAR_BINS * sizeof(uint32_t) + (FAR_HELD + FAR_CLOSE) * 8 + FAR_MOST * 4 < 47 << 10, "48 KB are always there");
 
 // what blocks of a query token and KV head share, zeros between calls
 struct kvq_far_sums {
