@@ -43,9 +43,11 @@ struct kvq_attend_args {
     const float * rotary_high;    // kvq_rotary
     const uint16_t * waves;       // f16 [128][head size]: cos and sin of the pairs
     int n_pairs, neox;
-    // A part of an attention that picks cells (attend_decode.cuh): which one, 0: all at once; pages before those of
-    // picked cells, which values follow; slots of a row of logits, base 2, masked and capped, [head kv][row][slot]
-    int part, n_near, n_logits;
+    // A part of an attention that picks cells (attend_decode.cuh): which one, 0: all at once; slots of a row of
+    // logits, base 2, masked and capped, [head kv][row][slot]. Of values, the first n_picking splits read the far rows
+    // of picked cells (decode_picked.cuh), `top` of a token and KV head.
+    int part, n_logits, n_picking, top, far_format;
+    int far_row_k, far_row_v; // bytes
     // lse: as in kvq_attn, not of short caches
     struct {
         const float * q;
@@ -54,10 +56,13 @@ struct kvq_attend_args {
         const kvq_page * pages;
         float * lse;
         const int32_t * positions;
-        float *logits, *tops;    // tops: [head kv][row][split][largest logit, sum of exponentials over it]
-        const uint16_t * picked; // values of cells that were picked, pages of open rows
+        float *logits, *tops;  // tops: [head kv][row][split][largest logit, sum of exponentials over it]
+        const int32_t * picks; // [token][head kv][top], -1: none
+        const void *const *k_rows, *const *v_rows; // far rows, by page
     } stream[KVQ_ATTEND_STREAMS];
 };
+
+static_assert(sizeof(kvq_attend_args) < 4096, "kernel arguments are limited to 4 KiB");
 
 // log2 of the columns of a decode kernel that one row takes
 static __host__ __device__ __forceinline__ int row_columns_log2(const kvq_attend_args & a) {
@@ -111,6 +116,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int kvq_decode_row_blocks(const kvq_attend_args & a);     // blocks of one KV head and split
 bool kvq_decode_means(const kvq_attend_args & a);         // may these pages lack their means?
 int kvq_decode_max_splits(const kvq_attend_args & a);
+int kvq_decode_picking(const kvq_attend_args & a, int room); // splits that read far rows; room: blocks of a KV head
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
 // needs partial and tickets
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream);

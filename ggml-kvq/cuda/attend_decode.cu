@@ -161,6 +161,12 @@ int kvq_decode_max_splits(const kvq_attend_args & a) {
     return (n_units + teams_of(a) - 1) / teams_of(a);
 }
 
+int kvq_decode_picking(const kvq_attend_args & a, int room) {
+    constexpr int AT_ONCE = 16; // picks (decode_picked.cuh)
+    const int tokens = std::min((COLUMNS - 2) / a.gqa + 2, a.n_q);
+    return std::min((tokens * a.top + AT_ONCE - 1) / AT_ONCE, std::max(1, std::min(8, room / 4)));
+}
+
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
     bool kernel =
         a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2 && !a.waves : a.k.type != KVQ_TYPE_MIXED;

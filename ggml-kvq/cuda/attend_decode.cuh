@@ -30,6 +30,7 @@
 #include "decode_mask.cuh"
 #include "decode_means.cuh"
 #include "decode_merge.cuh"
+#include "decode_picked.cuh"
 #include "decode_products.cuh"
 
 namespace {
@@ -72,6 +73,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
               kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
     const auto & st = a.stream[is];
 
+    typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
     // points, then what warps have: two stages, 8-bit parameters in f16, the pages of four units, cells of two units'
     // slots, probabilities on their way; then sums of teams, queries
     const int nb_warp = warp_bytes(a);
@@ -86,8 +88,10 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
     // This team's units. The last ones of a cache are open, cold and take longest: they go first, to teams that have
     // one unit less than others, no two of them to the same.
-    const int n_teams = a.n_splits * of.teams, team = of.team * a.n_splits + (int) blockIdx.x;
-    const int n_mine = (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
+    const int picking = PART == VALUES ? a.n_picking : 0, n_splits = a.n_splits - picking,
+              n_teams = n_splits * of.teams, team = of.team * n_splits + (int) blockIdx.x - picking;
+    const bool picks = PART == VALUES && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
+    const int n_mine = picks ? 0 : (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
     const auto half_of = [&](int unit, int h) {
         const int before = unit ? unit * n_teams + team : n_teams - 1 - team; // units, from the last one on
         return 2 * max(0, n_units - 1 - before) + h;
@@ -97,20 +101,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         const int half = min(half_of(unit, lane / 3), n_halves - 1);
         if (lane < 6) {
             const int page = half >> a.halves_log2;
-            if (PART == VALUES && page >= a.n_near) { // rows of picked cells, as open values
-                const uint16_t * rows = st.picked + (size_t) (page - a.n_near) * a.n_head_kv * a.v.n_cells * a.v.stride;
-                kvq_page & to = ring[unit % 4 * 2 + lane / 3];
-                if (lane % 3 == 0) {
-                    to.k_codes = to.k_params = to.map = nullptr;
-                } else if (lane % 3 == 1) {
-                    to.v_codes = rows;
-                    to.v_params = nullptr;
-                } else {
-                    to.cell = a.n_near * a.page_cells;
-                    to.n_slots = a.page_cells;
-                }
-                return;
-            }
             copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16,
                 (const char *) &st.pages[page] + lane % 3 * 16);
         }
@@ -511,7 +501,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // this thread's columns, over all cells of the warp
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
     sums_type & sums = *(sums_type *) memory;
     if constexpr (PART == LOGITS) {
 #pragma unroll
@@ -536,8 +525,14 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
         ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * a.n_splits + blockIdx.x] = make_float2(most, sum);
     } else {
+        if constexpr (PART == VALUES) {
+            if (picks) {
+                sum_picked<D>(
+                    a, of, sums, memory + picked_at<sums_type>(), is, kvh, row0, min(per_row, a.n_rows - row0));
+            }
+        }
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
+        for (int e = 0; e < 2 && !picks; e++) {
             if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
 #pragma unroll
             for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }

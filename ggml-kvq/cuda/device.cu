@@ -10,6 +10,7 @@
 #include "types/mixed.h"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -417,6 +418,24 @@ bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, boo
         a.n_splits = std::max(1,
             std::min(
                 { want / std::max(blocks, 1), few ? kvq_decode_max_splits(a) : a.n_pages * a.page_cells / 32, 1024 }));
+        const int most = few ? kvq_decode_max_splits(a) : 0;
+        if (few && 4 * blocks > want) { // many blocks as they are: waves of them, filled well
+            constexpr int EXTRA = 4;    // what a block costs beside its units of cells, in units
+            int best = INT_MAX;
+            for (int s = 1; s <= std::min(most, 16); s++) {
+                const int cost = (blocks * s + want - 1) / want * ((most + s - 1) / s + EXTRA);
+                if (cost < best) {
+                    best = cost;
+                    a.n_splits = s;
+                }
+            }
+        }
+        if (few && a.part == 2) { // some read far rows; where blocks are few, all start at once
+            const int room = want / std::max(blocks, 1);
+            a.n_picking = kvq_decode_picking(a, room);
+            a.n_splits =
+                (4 * blocks > want ? a.n_splits : std::max(1, std::min(a.n_splits, room - a.n_picking))) + a.n_picking;
+        }
         // the last block reads them by 32
         if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
     }

@@ -207,17 +207,19 @@ bool kvq_cuda_device::attend_far(
         kvq_attend_args a = all;
         a.n_q = std::min(all.n_q - t0, most);
         a.n_rows = a.gqa * a.n_q;
-        a.n_near = all.n_pages;
-        const int n_picked = (a.n_q * f.top + P - 1) / P, n_far_pages = k ? std::max(k->n_pages, a.n_near) : a.n_near;
-        a.n_logits = (a.n_near + n_picked) * P;
+        const int n_far_pages = k ? std::max(k->n_pages, a.n_pages) : a.n_pages;
+        a.n_logits = a.n_pages * P;
+        a.top = f.top;
+        a.far_format = f.format;
+        a.far_row_k = (int) kvq_far_row_bytes(f.format, a.k.head_size);
+        a.far_row_v = (int) kvq_far_row_bytes(f.format, a.v.head_size);
         const size_t n_lists = (size_t) H * a.n_q, S = (size_t) n_streams;
         // of a stream, for the longest cache: pages open while a recording is in use
-        const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * (n_far_pages + n_picked) * P * sizeof(float), 256),
+        const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * n_far_pages * P * sizeof(float), 256),
                      nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
                      nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
-                     nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256), n_page = (size_t) H * P * a.v.stride,
-                     nb_values = kvq_pad(n_picked * n_page * sizeof(uint16_t), 256),
-                     nb = nb_logits + nb_keys + nb_tops + nb_list + nb_values;
+                     nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256),
+                     nb = nb_logits + nb_keys + nb_tops + nb_list;
         if (!grow(far_memory, nb_far_memory, S * nb, "attention's logits") ||
             !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
             return false;
@@ -229,31 +231,13 @@ bool kvq_cuda_device::attend_far(
         r.n_q = a.n_q;
         r.n_rows = a.n_rows;
         r.gqa = a.gqa;
-        r.n_head = a.n_head;
         r.n_head_kv = H;
-        r.n_near = a.n_near;
+        r.n_near = a.n_pages;
         r.page_cells = P;
         r.n_kv = a.n_kv;
         r.n_logits = a.n_logits;
         r.top = f.top;
-        r.n_slots = n_picked * P;
-        r.format = f.format;
-        r.head_size = a.k.head_size;
-        r.stride_v = a.v.stride;
-        r.v_tile = (int) n_page;
-        r.nb_row_k = kvq_far_row_bytes(f.format, a.k.head_size);
-        r.nb_row_v = kvq_far_row_bytes(f.format, a.v.head_size);
         r.sinks = a.sinks;
-        r.scale = a.scale;
-        r.softcap = a.softcap;
-        r.max_bias = a.max_bias;
-        r.m0 = a.m0;
-        r.m1 = a.m1;
-        r.n_head_log2 = a.n_head_log2;
-        r.q_stride_token = a.q_stride_token;
-        r.q_stride_head = a.q_stride_head;
-        r.mask_stride_token = a.mask_stride_token;
-        r.mask_stride_head = a.mask_stride_head;
         float * out_lse[KVQ_ATTEND_STREAMS];
         for (int s = 0; s < n_streams; s++) {
             auto & x = a.stream[s];
@@ -265,20 +249,17 @@ bool kvq_cuda_device::attend_far(
             x.logits = (float *) at;
             const kvq_far & y = *attn[s].far;
             auto & to = r.stream[s];
-            to.q = x.q;
-            to.mask = x.mask;
             to.pages = attn[s].pages; // x.pages may be rows by now
-            to.k_rows = y.k_rows;
-            to.v_rows = y.v_rows;
+            to.k_rows = x.k_rows = y.k_rows;
+            to.v_rows = x.v_rows = y.v_rows;
             to.logits = x.logits;
             to.keys = (unsigned long long *) (at += nb_logits);
             to.tops = x.tops = (float *) (at += nb_keys);
             to.sums = (kvq_far_sums *) far_sums + s * n_lists;
             to.picks = (int32_t *) (at += nb_tops);
-            to.values = (uint16_t *) (at += nb_list);
+            x.picks = to.picks;
             to.kept = y.picks;
             to.counts = (unsigned long long *) y.counts;
-            x.picked = to.values;
         }
         for (const int part : { 1, 2 }) {
             kvq_attend_args b = a;
@@ -288,8 +269,6 @@ bool kvq_cuda_device::attend_far(
             if (part == 2) {
                 kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
                 if (r.ahead) { kvq_launch_far_recall(r, n_streams, (cudaStream_t) stream); }
-                kvq_launch_far_gather(r, n_streams, (cudaStream_t) stream);
-                b.n_pages = a.n_near + n_picked;
                 for (int s = 0; s < n_streams; s++) { b.stream[s].lse = out_lse[s]; }
             }
             if (!kvq_decode_fits(b, n_streams)) { return fail("attention that fetches has no kernel for these pages"); }

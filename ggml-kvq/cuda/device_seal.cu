@@ -71,15 +71,31 @@ void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) {
     }
 }
 
-static constexpr int PAGE_PUTS = 60;
-struct page_puts {
-    kvq_page * to[PAGE_PUTS];
-    kvq_page page[PAGE_PUTS];
+// Changes of tables, pages or single words: as many as kernel arguments hold.
+template <typename T> struct table_puts {
+    static constexpr int MOST = 3984 / (sizeof(T *) + sizeof(T));
+    T * to[MOST];
+    T value[MOST];
 };
-static_assert(sizeof(page_puts) < 4000, "kernel arguments are limited to 4 KiB");
 
-static __global__ void pages_kernel(const __grid_constant__ page_puts a, int n) {
-    if (threadIdx.x < n) { *a.to[threadIdx.x] = a.page[threadIdx.x]; }
+template <typename T> static __global__ void puts_kernel(const __grid_constant__ table_puts<T> a, int n) {
+    if (threadIdx.x < n) { *a.to[threadIdx.x] = a.value[threadIdx.x]; }
+}
+
+template <typename T> static void launch_puts(std::vector<std::pair<T *, T>> & puts, cudaStream_t stream) {
+    static_assert(sizeof(table_puts<T>) < 4000, "kernel arguments are limited to 4 KiB");
+    static_assert(table_puts<T>::MOST <= 256, "a thread for each");
+    for (size_t i = 0; i < puts.size();) { // no place twice in a launch: the later one holds
+        table_puts<T> arg;
+        int n = 0;
+        const auto again = [&](T * p) { return std::find(arg.to, arg.to + n, p) != arg.to + n; };
+        while (i < puts.size() && n < arg.MOST && !again(puts[i].first)) {
+            arg.to[n] = puts[i].first;
+            arg.value[n++] = puts[i++].second;
+        }
+        puts_kernel<T><<<1, 256, 0, stream>>>(arg, n);
+    }
+    puts.clear();
 }
 
 void kvq_cuda_device::put_pages(kvq_page * to, const kvq_page * from, size_t n) {
@@ -88,17 +104,6 @@ void kvq_cuda_device::put_pages(kvq_page * to, const kvq_page * from, size_t n) 
         return;
     }
     for (size_t i = 0; i < n; i++) { to_put.emplace_back(to + i, from[i]); }
-}
-
-static constexpr int WORDS = 200;
-struct words_to_set {
-    uint64_t * to[WORDS];
-    uint64_t word[WORDS];
-};
-static_assert(sizeof(words_to_set) < 4000, "kernel arguments are limited to 4 KiB");
-
-static __global__ void words_kernel(const __grid_constant__ words_to_set a, int n) {
-    if (threadIdx.x < n) { *a.to[threadIdx.x] = a.word[threadIdx.x]; }
 }
 
 void kvq_cuda_device::flush() {
@@ -133,27 +138,8 @@ void kvq_cuda_device::flush() {
         copies_kernel<<<dim3(part, 4), 256, 0, (cudaStream_t) stream>>>(arg);
     }
     to_copy.clear();
-    for (size_t i = 0; i < to_put.size(); i += PAGE_PUTS) {
-        const int part = (int) std::min<size_t>(to_put.size() - i, PAGE_PUTS);
-        page_puts arg;
-        for (int j = 0; j < part; j++) {
-            arg.to[j] = to_put[i + (size_t) j].first;
-            arg.page[j] = to_put[i + (size_t) j].second;
-        }
-        pages_kernel<<<1, 64, 0, (cudaStream_t) stream>>>(arg, part);
-    }
-    to_put.clear();
-    for (size_t i = 0; i < to_set.size();) { // no word twice in a launch
-        words_to_set arg;
-        int n = 0;
-        const auto again = [&](uint64_t * p) { return std::find(arg.to, arg.to + n, p) != arg.to + n; };
-        while (i < to_set.size() && n < WORDS && !again(to_set[i].first)) {
-            arg.to[n] = to_set[i].first;
-            arg.word[n++] = to_set[i++].second;
-        }
-        words_kernel<<<1, 256, 0, (cudaStream_t) stream>>>(arg, n);
-    }
-    to_set.clear();
+    launch_puts(to_put, (cudaStream_t) stream);
+    launch_puts(to_set, (cudaStream_t) stream);
     check(cudaGetLastError(), "sealing kernel");
 }
 

@@ -1,6 +1,7 @@
-// Which cells are read from the second tier, and their rows (far.cuh): two kernels between the two parts of an
-// attention (attend_decode.cuh).
+// Which cells are read from the second tier (far.cuh), between the two parts of an attention (attend_decode.cuh), and
+// far rows from tiles and back.
 #include "far.cuh"
+#include "far_unit.cuh"
 
 #include <algorithm>
 
@@ -21,13 +22,15 @@ static __device__ __forceinline__ unsigned long long key_of(float score, int cel
     return (unsigned long long) __float_as_uint(score) << 32 | (uint32_t) ~cell;
 }
 
-// The bin that the last of `top` cells lies in, -1: all cells fit; above: cells of higher bins. bins: shared memory
-static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int & above) {
+// The bin that the last of `top` cells lies in, -1: all cells fit; above: cells of higher bins; in: its own. bins:
+// shared memory
+static __device__ __noinline__ void find_bin(const uint32_t * bins, int top, int & bin, int & above, int & in) {
     constexpr int EACH = FAR_BINS / THREADS; // from the highest bin down
     __shared__ uint32_t of_warps[THREADS / 32];
-    __shared__ int found[2];
+    __shared__ int found[3];
     const int first = FAR_BINS - 1 - (int) threadIdx.x * EACH, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     uint32_t mine = 0;
+#pragma unroll 1
     for (int i = 0; i < EACH; i++) { mine += bins[first - i]; }
     uint32_t sum = mine;
     for (int d = 1; d < 32; d *= 2) {
@@ -40,11 +43,13 @@ static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int &
     for (int w = 0; w < warp; w++) { sum += of_warps[w]; }
     uint32_t before = sum - mine;
     if (before <= (uint32_t) top && sum > (uint32_t) top) { // more than there is room for
+#pragma unroll 1
         for (int i = 0; i < EACH; i++) {
             const uint32_t here = bins[first - i];
             if (before + here > (uint32_t) top) {
                 found[0] = first - i;
                 found[1] = (int) before;
+                found[2] = (int) here;
                 break;
             }
             before += here;
@@ -53,14 +58,22 @@ static __device__ void find_bin(const uint32_t * bins, int top, int & bin, int &
     __syncthreads();
     bin = found[0];
     above = found[1];
+    in = found[2];
     __syncthreads();
+}
+
+static __device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 static __device__ __forceinline__ float score_of(unsigned long long key) { return __int_as_float((int) (key >> 32)); }
 static __device__ __forceinline__ int cell_of(unsigned long long key) { return (int) ~(uint32_t) key; }
 
 // Of one bin the `need` largest keys, from the highest byte on: where the bin has too many.
-static __device__ void pick_many(const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
+static __device__ __noinline__ void pick_many(
+    const unsigned long long * keys, int n, int bin, int part, int need, int32_t * out) {
     const auto is_close = [&](float x) { return bin_of(x) == bin && (part < 0 || part_of(x) == part); };
     __shared__ uint32_t counts[256];
     __shared__ unsigned long long least; // of the keys that are taken
@@ -69,6 +82,7 @@ static __device__ void pick_many(const unsigned long long * keys, int n, int bin
         least = 0;
         left = need;
     }
+#pragma unroll 1
     for (int shift = 56; shift >= 0; shift -= 8) {
         counts[threadIdx.x] = 0;
         __syncthreads();
@@ -111,15 +125,18 @@ static __device__ float row_sum(const kvq_far_args & a, const float2 * tops, int
     return m + log2f(l + (a.sinks ? exp2f(sink - m) : 0.0f));
 }
 
-// Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, at least `top`; the last block
-// picks from what all have left.
+// Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, `top` and those that score like
+// the last of them; the last block picks from what all have left. Code is cold each time and comes at 6 bytes a
+// nanosecond: what is scored lies in shared memory, so that loops need not be unrolled.
 static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {
     early_start();
-    constexpr int EACH = FAR_CHUNK / THREADS;
+    constexpr int QUADS = FAR_CHUNK / THREADS / 4, AT_ONCE = 4; // AT_ONCE: rows whose logits are on their way
     extern __shared__ __align__(16) uint8_t memory[];
-    unsigned long long * const close = (unsigned long long *) memory; // [FAR_CLOSE]
-    int32_t * const cells = (int32_t *) (close + FAR_CLOSE);          // [top]
-    float * const lse = (float *) (cells + (a.top + 3) / 4 * 4);      // [gqa]
+    unsigned long long * const held = (unsigned long long *) memory; // [FAR_HELD], of the last block
+    float * const scores = (float *) memory;                         // [FAR_CHUNK], of its own slots before
+    unsigned long long * const close = held + FAR_HELD;              // [FAR_CLOSE]
+    int32_t * const cells = (int32_t *) (close + FAR_CLOSE);         // [top]
+    float * const lse = (float *) (cells + (a.top + 3) / 4 * 4);     // [gqa]
     __shared__ uint32_t bins[FAR_BINS];
     __shared__ int last, n_left, first_left, n_cells, n_close;
     const int kvh = blockIdx.y % a.n_head_kv, token = blockIdx.y / a.n_head_kv, warp = threadIdx.x / 32;
@@ -127,20 +144,21 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     const size_t at = (size_t) token * a.n_head_kv + kvh, row0 = (size_t) kvh * a.n_rows + (size_t) token * a.gqa;
     const int n = a.n_near * a.page_cells;
     const auto clear = [&] {
+#pragma unroll 1
         for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
     };
     clear();
-    if (threadIdx.x == 0) { n_left = 0; }
+    if (threadIdx.x == 0) { n_left = n_cells = n_close = 0; }
     early_wait();
+#pragma unroll 1
     for (int g = warp; g < a.gqa; g += THREADS / 32) {
         const float x = row_sum(a, (const float2 *) st.tops + (row0 + g) * a.n_splits, kvh * a.gqa + g);
         if (threadIdx.x % 32 == 0) { lse[g] = x; }
     }
     __syncthreads();
     float * const logits = st.logits + row0 * a.n_logits;
-    constexpr int QUADS = EACH / 4, AT_ONCE = 4; // AT_ONCE: rows whose logits are on their way
     const auto first_of = [&](int j) { return (int) blockIdx.x * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x); };
-    float y[EACH] = {};
+    float4 y[QUADS];
     bool far[QUADS];
 #pragma unroll
     for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; nothing here waits for what is before it
@@ -149,6 +167,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         const void *k = st.k_rows[p], *v = st.v_rows[p];
         far[j] = (first_of(j) < n) & (page.n_slots != 0) & (page.k_params != nullptr) & (page.v_params != nullptr) &
             (k != nullptr) & (v != nullptr);
+        y[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll 1
     for (int g0 = 0; g0 < a.gqa; g0 += AT_ONCE) {
@@ -167,24 +186,42 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             if (of == -INFINITY) { continue; }
 #pragma unroll
             for (int j = 0; j < QUADS; j++) {
-                y[4 * j] += exp2f(x[j][g].x - of);
-                y[4 * j + 1] += exp2f(x[j][g].y - of);
-                y[4 * j + 2] += exp2f(x[j][g].z - of);
-                y[4 * j + 3] += exp2f(x[j][g].w - of);
+                y[j].x += exp2_fast(x[j][g].x - of);
+                y[j].y += exp2_fast(x[j][g].y - of);
+                y[j].z += exp2_fast(x[j][g].z - of);
+                y[j].w += exp2_fast(x[j][g].w - of);
             }
         }
     }
 #pragma unroll
-    for (int j = 0; j < EACH; j++) { y[j] = far[j / 4] ? y[j] : 0.0f; } // what an empty page has is no logit
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        if (y[j] > 0.0f) { atomicAdd(&bins[bin_of(y[j])], 1u); }
+    for (int j = 0; j < QUADS; j++) { // what an empty page has is no logit
+        ((float4 *) scores)[j * THREADS + threadIdx.x] = far[j] ? y[j] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     __syncthreads();
-    int bin, above, mine = 0;
-    find_bin(bins, a.top, bin, above);
-#pragma unroll
-    for (int j = 0; j < EACH; j++) { mine += y[j] > 0.0f && bin_of(y[j]) >= bin; }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
+        if (scores[i] > 0.0f) { atomicAdd(&bins[bin_of(scores[i])], 1u); }
+    }
+    __syncthreads();
+    int bin, above, in, part = -1, mine = 0;
+    find_bin(bins, a.top, bin, above, in);
+    // where cells score alike a bin has many: of it the best by the next 10 bits
+    if (bin > 0 && bin < FAR_BINS - 1 && in > FAR_FEW) {
+        clear();
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
+            if (scores[i] > 0.0f && bin_of(scores[i]) == bin) { atomicAdd(&bins[part_of(scores[i])], 1u); }
+        }
+        __syncthreads();
+        find_bin(bins, a.top - above, part, above, in);
+    }
+    const auto stays = [&](float x) {
+        const int of = bin_of(x);
+        return x > 0.0f && (of > bin || (of == bin && (part < 0 || part_of(x) >= part)));
+    };
+#pragma unroll 1
+    for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) { mine += stays(scores[i]); }
     int to = mine ? atomicAdd(&n_left, mine) : 0;
     __syncthreads();
     kvq_far_sums & sums = st.sums[at];
@@ -192,11 +229,9 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     __syncthreads();
     unsigned long long * const keys = st.keys + at * n;
     to += first_left;
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        if (y[j] > 0.0f && bin_of(y[j]) >= bin) {
-            keys[to++] = key_of(y[j], blockIdx.x * FAR_CHUNK + 4 * (j / 4 * THREADS + (int) threadIdx.x) + j % 4);
-        }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
+        if (stays(scores[i])) { keys[to++] = key_of(scores[i], (int) blockIdx.x * FAR_CHUNK + i); }
     }
     __threadfence();
     __syncthreads();
@@ -205,39 +240,32 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     if (!last) { return; }
     __threadfence();
     const int n_keys = (int) __ldcg(&sums.n_left);
-    constexpr int HELD = 8; // keys of a thread that it reads once
-    unsigned long long held[HELD];
-#pragma unroll
-    for (int j = 0; j < HELD; j++) {
-        const int i = threadIdx.x + j * THREADS;
-        held[j] = i < n_keys ? __ldcg(keys + i) : 0; // no score is 0
-    }
-    const auto each = [&](const auto & f) {
-#pragma unroll
-        for (int j = 0; j < HELD; j++) {
-            if (held[j]) { f(held[j]); }
-        }
-        for (int i = threadIdx.x + HELD * THREADS; i < n_keys; i += THREADS) { f(__ldcg(keys + i)); }
-    };
+#pragma unroll 4
+    for (int i = threadIdx.x; i < min(n_keys, FAR_HELD); i += THREADS) { held[i] = __ldcg(keys + i); }
+    const auto key_at = [&](int i) { return i < FAR_HELD ? held[i] : __ldcg(keys + i); };
     clear();
-    if (threadIdx.x == 0) { n_cells = n_close = 0; }
     __syncthreads();
-    each([&](unsigned long long key) { atomicAdd(&bins[bin_of(score_of(key))], 1u); });
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n_keys; i += THREADS) { atomicAdd(&bins[bin_of(score_of(key_at(i)))], 1u); }
     __syncthreads();
-    find_bin(bins, a.top, bin, above);
-    int need = bin < 0 ? 0 : a.top - above, part = -1;
+    find_bin(bins, a.top, bin, above, in);
+    int need = bin < 0 ? 0 : a.top - above;
+    part = -1;
     if (need && bin && bin < FAR_BINS - 1) { // the next 10 bits of the mantissa
         clear();
         __syncthreads();
-        each([&](unsigned long long key) {
-            const float x = score_of(key);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < n_keys; i += THREADS) {
+            const float x = score_of(key_at(i));
             if (bin_of(x) == bin) { atomicAdd(&bins[part_of(x)], 1u); }
-        });
+        }
         __syncthreads();
-        find_bin(bins, need, part, above);
+        find_bin(bins, need, part, above, in);
         need -= above;
     }
-    each([&](unsigned long long key) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n_keys; i += THREADS) {
+        const unsigned long long key = key_at(i);
         const int of = bin_of(score_of(key)), of_part = part < 0 ? -1 : part_of(score_of(key));
         if (of > bin || (of == bin && of_part > part)) {
             cells[atomicAdd(&n_cells, 1)] = cell_of(key);
@@ -245,16 +273,18 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             const int to = atomicAdd(&n_close, 1);
             if (to < FAR_CLOSE) { close[to] = key; }
         }
-    });
+    }
     __syncthreads();
     if (n_close > FAR_CLOSE) {
         pick_many(keys, n_keys, bin, part, need, cells + n_cells);
         __syncthreads();
         if (threadIdx.x == 0) { n_cells += need; }
     } else {
+#pragma unroll 1
         for (int i = threadIdx.x; i < n_close; i += THREADS) {
             const unsigned long long mine = close[i];
             int rank = 0;
+#pragma unroll 1
             for (int j = 0; j < n_close; j++) { rank += close[j] > mine; }
             if (rank < need) { cells[atomicAdd(&n_cells, 1)] = cell_of(mine); }
         }
@@ -262,15 +292,21 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     __syncthreads();
     const int n_picks = n_cells;
     int32_t * const picks = st.picks + at * a.top;
-    for (int i = threadIdx.x; i < a.top; i += THREADS) { // in the order of cells, whoever was first
+    constexpr int TOGETHER = 4; // threads that find a cell's rank
+#pragma unroll 1
+    for (int i0 = 0; i0 < a.top; i0 += THREADS / TOGETHER) { // in the order of cells, whoever was first
+        const int i = i0 + (int) threadIdx.x / TOGETHER, mine = cells[max(0, min(i, n_picks - 1))];
+        int rank = 0;
+#pragma unroll 4
+        for (int j = threadIdx.x % TOGETHER; j < n_picks; j += TOGETHER) { rank += cells[j] < mine; }
+        for (int d = 1; d < TOGETHER; d *= 2) { rank += __shfl_xor_sync(~0u, rank, d); }
+        if (i >= a.top || threadIdx.x % TOGETHER) { continue; }
         if (i >= n_picks) {
             picks[i] = -1;
             continue;
         }
-        const int mine = cells[i];
-        int rank = 0;
-        for (int j = 0; j < n_picks; j++) { rank += cells[j] < mine; }
         picks[rank] = mine;
+#pragma unroll 1
         for (int g = 0; g < a.gqa && !a.ahead; g++) { logits[(size_t) g * a.n_logits + mine] = -INFINITY; }
     }
     if (threadIdx.x == 0) {
@@ -322,126 +358,6 @@ static __global__ void __launch_bounds__(THREADS) recall_kernel(const __grid_con
     if (threadIdx.x == 0 && st.counts) {
         atomicAdd(st.counts, (unsigned long long) n_new);
         if (a.first) { atomicAdd(st.counts + 2, (unsigned long long) n_hits); }
-    }
-}
-
-// ---------------------------------------------------------------- rows
-
-// 8 channels of a far row; bytes: of one
-struct far_unit {
-    uint4 raw;
-    uint16_t scale;
-};
-
-static __device__ __forceinline__ int n_blocks_of(int head_size) { return (head_size + 31) / 32; }
-
-static __device__ __forceinline__ far_unit load_unit(int format, int head_size, const uint8_t * row, int u) {
-    far_unit x = {};
-    if (format == KVQ_FAR_F16) {
-        x.raw = *(const uint4 *) (row + 16 * u);
-    } else if (format == KVQ_FAR_Q8) {
-        const uint2 y = *(const uint2 *) (row + 8 * u);
-        x.raw.x = y.x;
-        x.raw.y = y.y;
-        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 32 + u / 4 * 2);
-    } else { // channels 0..15 of a block in the low halves of its bytes
-        const uint2 y = *(const uint2 *) (row + u / 4 * 16 + u % 2 * 8);
-        x.raw.x = y.x >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
-        x.raw.y = y.y >> (u % 4 / 2 * 4) & 0x0f0f0f0fu;
-        x.scale = *(const uint16_t *) (row + n_blocks_of(head_size) * 16 + u / 4 * 2);
-    }
-    return x;
-}
-
-// as kvq_far_get: rounded to f16
-static __device__ __forceinline__ void unit_values(int format, const far_unit & x, uint16_t (&out)[8]) {
-    const uint32_t raw[4] = { x.raw.x, x.raw.y, x.raw.z, x.raw.w };
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        if (format == KVQ_FAR_F16) {
-            out[i] = (uint16_t) (raw[i / 2] >> i % 2 * 16);
-        } else {
-            const uint32_t byte = raw[i / 4] >> i % 4 * 8 & 255;
-            const int code = format == KVQ_FAR_Q8 ? (int) (int8_t) byte : (int) byte - 8;
-            out[i] = f32_to_f16_bits(f16_bits_to_f32(x.scale) * (float) code);
-        }
-    }
-}
-
-static __device__ __forceinline__ uint4 as_uint4(const uint16_t (&x)[8]) {
-    return make_uint4(x[0] | (uint32_t) x[1] << 16, x[2] | (uint32_t) x[3] << 16, x[4] | (uint32_t) x[5] << 16,
-        x[6] | (uint32_t) x[7] << 16);
-}
-
-// A warp: one slot of picked cells of a KV head. Its logits for the rows of its query token, minus infinity for
-// others; its values as an open row.
-static __global__ void __launch_bounds__(THREADS) gather_kernel(const __grid_constant__ kvq_far_args a) {
-    early_start();
-    const int kvh = blockIdx.y, lane = threadIdx.x % 32, slot = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
-    const auto & st = a.stream[blockIdx.z];
-    if (slot >= a.n_slots) { return; }
-    early_wait();
-    const int token = slot / a.top, units = (a.head_size + 7) / 8;
-    const int cell = token < a.n_q ? st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + slot % a.top] : -1;
-    float * logits = st.logits + (size_t) kvh * a.n_rows * a.n_logits + (size_t) a.n_near * a.page_cells + slot;
-    for (int row = lane; row < a.n_rows; row += 32) {
-        if (cell < 0 || row / a.gqa != token) { logits[(size_t) row * a.n_logits] = -INFINITY; }
-    }
-    uint16_t * values = st.values + (size_t) (slot / a.page_cells) * a.v_tile +
-        ((size_t) kvh * a.page_cells + slot % a.page_cells) * a.stride_v;
-    if (cell < 0) { // no number that is none
-        for (int u = lane; u < a.stride_v / 8; u += 32) { *(uint4 *) (values + 8 * u) = make_uint4(0, 0, 0, 0); }
-        return;
-    }
-    const int p = cell / a.page_cells;
-    const size_t at = (size_t) kvh * a.page_cells + cell % a.page_cells;
-    const uint8_t *k = (const uint8_t *) st.k_rows[p] + at * a.nb_row_k,
-                  *v = (const uint8_t *) st.v_rows[p] + at * a.nb_row_v;
-    constexpr int MOST = 4; // units of a lane, of 512 channels
-    far_unit x[MOST] = {};
-#pragma unroll
-    for (int i = 0; i < MOST; i++) { // all are on their way at once: keys, then values
-        const int u = lane + 32 * i;
-        if (u < 2 * units) { x[i] = load_unit(a.format, a.head_size, u < units ? k : v, u < units ? u : u - units); }
-    }
-    float keys[MOST][8];
-#pragma unroll
-    for (int i = 0; i < MOST; i++) {
-        const int u = lane + 32 * i;
-        uint16_t y[8];
-        unit_values(a.format, x[i], y);
-        if (u >= units && u < 2 * units) { *(uint4 *) (values + 8 * (u - units)) = as_uint4(y); }
-#pragma unroll
-        for (int e = 0; e < 8; e++) { keys[i][e] = u < units ? f16_bits_to_f32(y[e]) : 0.0f; }
-    }
-    for (int g = 0; g < a.gqa; g++) {
-        const int head = kvh * a.gqa + g;
-        const float * q = st.q + (size_t) token * a.q_stride_token + (size_t) head * a.q_stride_head;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < MOST; i++) {
-            const int u = lane + 32 * i;
-            if (u >= units) { continue; }
-#pragma unroll
-            for (int e = 0; e < 8; e += 4) {
-                if (8 * u + e >= a.head_size) { continue; }
-                const float4 y = __ldg((const float4 *) (q + 8 * u + e));
-                sum += y.x * keys[i][e] + y.y * keys[i][e + 1] + y.z * keys[i][e + 2] + y.w * keys[i][e + 3];
-            }
-        }
-        for (int d = 16; d; d /= 2) { sum += __shfl_xor_sync(~0u, sum, d); }
-        if (lane) { continue; }
-        float logit = a.scale * sum;
-        if (a.softcap != 0.0f) { logit = a.softcap * tanhf(logit / a.softcap); }
-        if (st.mask) {
-            const float slope = a.max_bias <= 0.0f
-                ? 1.0f
-                : exp2f(head < a.n_head_log2 ? a.m0 * (float) (head + 1)
-                                             : a.m1 * (float) (2 * (head - a.n_head_log2) + 1));
-            logit += slope *
-                __half2float(st.mask[(size_t) token * a.mask_stride_token + (size_t) head * a.mask_stride_head + cell]);
-        }
-        logits[((size_t) token * a.gqa + g) * a.n_logits] = logit * TO_BASE_2;
     }
 }
 
@@ -550,18 +466,13 @@ void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream) {
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
-    const size_t nb = FAR_CLOSE * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
+    const size_t nb =
+        (FAR_HELD + FAR_CLOSE) * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
     kvq_launch_early(pick_kernel, grid, THREADS, nb, stream, a);
 }
 
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
     recall_kernel<<<dim3(a.n_head_kv, n_streams), THREADS, ((size_t) a.top + 3) / 4 * 16, stream>>>(a);
-}
-
-void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
-    constexpr int SLOTS = THREADS / 32;
-    const dim3 grid((a.n_slots + SLOTS - 1) / SLOTS, a.n_head_kv, n_streams);
-    kvq_launch_early(gather_kernel, grid, THREADS, 0, stream, a);
 }
 
 void kvq_launch_far_put(const kvq_far_jobs & a, int n, cudaStream_t stream) {

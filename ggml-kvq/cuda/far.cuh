@@ -6,9 +6,12 @@
 
 constexpr int FAR_BINS = 1536;  // of scores: 32 in a power of two, from 2^-40 on
 constexpr int FAR_CLOSE = 1024; // cells of the last bin that are put in order at once
+constexpr int FAR_HELD = 2048;  // keys that the last block has in shared memory
 constexpr int FAR_MOST = 4096;  // cells that are picked, at most
 constexpr int FAR_CHUNK = 2048; // slots of a block
-static_assert(FAR_BINS * sizeof(uint32_t) + FAR_CLOSE * 8 + FAR_MOST * 4 < 40 << 10, "48 KB are always there");
+constexpr int FAR_FEW = 32;     // cells of a bin that are not worth a closer look
+static_assert(
+    FAR_BINS * sizeof(uint32_t) + (FAR_HELD + FAR_CLOSE) * 8 + FAR_MOST * 4 < 47 << 10, "48 KB are always there");
 
 // what blocks of a query token and KV head share, zeros between calls
 struct kvq_far_sums {
@@ -16,19 +19,10 @@ struct kvq_far_sums {
 };
 
 struct kvq_far_args {
-    // n_near: pages; n_slots: those of picked cells, whole pages; first, last: tokens of a call;
-    // ahead: what is picked is for the next call
-    int first, last, ahead, n_q, n_rows, gqa, n_head, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_slots;
-    int format, head_size, stride_k, stride_v, v_tile; // v_tile: channels of a page of picked values
-    int n_head_log2;
-    size_t nb_row_k, nb_row_v;
-    int n_splits;
+    // n_near: pages; first, last: tokens of a call; ahead: what is picked is for the next call
+    int first, last, ahead, n_q, n_rows, gqa, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_splits;
     const float * sinks;
-    float scale, softcap, max_bias, m0, m1;
-    int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head;
     struct {
-        const float * q;
-        const __half * mask;
         const kvq_page * pages;
         const void *const *k_rows, *const *v_rows;
         const float * tops; // of near logits, [head kv][row][n_splits][largest, sum]
@@ -36,7 +30,6 @@ struct kvq_far_args {
         unsigned long long * keys; // [token][head kv][n_near * page_cells]
         kvq_far_sums * sums;       // [token][head kv]
         int32_t * picks;           // [token][head kv][top]
-        uint16_t * values;         // [page][head kv][page_cells][stride_v]
         int32_t * kept;            // [head kv][top], of the call before
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
@@ -45,7 +38,6 @@ static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 Ki
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
-void kvq_launch_far_gather(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
 struct kvq_far_overlay {
