@@ -73,16 +73,20 @@ void kvq_quantise_row(int n, const float * x, int8_t * x8, float * s) {
 }
 
 void kvq_predict_row(const kvq_predictor & p, const int8_t * x8, float s, bool add, float * y) {
+    // where code j of a group lies, from its first one on, and how far up in its byte
+    int at[KVQ_PREDICT_GROUP], up[KVQ_PREDICT_GROUP];
+    uint8_t * const data = const_cast<uint8_t *>(p.data);
+    for (int j = 0; j < KVQ_PREDICT_GROUP; j++) {
+        at[j] = (int) (code_at(p, data, 0, 0, j, up[j]) - code_at(p, data, 0, 0, 0, up[0]));
+    }
+    const int mask = p.bits == 8 ? 127 : 15, offset = p.offset();
     for (int i = 0; i < p.n_out; i++) {
         float sum = 0.0f;
         for (int g = 0; g < p.n_groups(); g++) {
-            int dot = 0;
-            for (int j = 0; j < KVQ_PREDICT_GROUP; j++) {
-                int shift;
-                const uint8_t * b = code_at(p, const_cast<uint8_t *>(p.data), i, g, j, shift);
-                const int code = *b >> shift & (p.bits == 8 ? 127 : 15);
-                dot += (code - p.offset()) * x8[g * KVQ_PREDICT_GROUP + j];
-            }
+            int dot = 0, first;
+            const uint8_t * b = code_at(p, data, i, g, 0, first);
+            const int8_t * x = x8 + g * KVQ_PREDICT_GROUP;
+            for (int j = 0; j < KVQ_PREDICT_GROUP; j++) { dot += ((b[at[j]] >> up[j] & mask) - offset) * x[j]; }
             sum = sum + kvq_f16_to_f32(p.steps()[((size_t) (i / 16) * p.n_groups() + g) * 16 + i % 16]) * (float) dot;
         }
         y[i] = add ? y[i] + sum * s : sum * s;

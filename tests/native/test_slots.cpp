@@ -99,27 +99,31 @@ static void decode(world & w, int s, int first, int n, bool check) {
             w.lane[v]->read(s, 0, w.n_cells, kv[v].data());
             if (w.slots) { w.slots->read(v, s, 0, w.n_cells, kv[v].data(), false); }
         }
+        std::vector<float> f32[2];
+        std::vector<bool> gone((size_t) w.n_cells * HEADS);
+        for (int v = 0; v < 2; v++) {
+            for (uint16_t x : kv[v]) { f32[v].push_back(kvq_f16_to_f32(x)); }
+        }
+        for (size_t i = 0; i < gone.size(); i++) { gone[i] = evicted(&kv[0][i * D]); }
         w.column.assign((size_t) HEADS * w.n_cells, 0.0);
         for (int i = 0; i < n; i++) {
             for (int h = 0; h < heads; h++) {
                 std::vector<double> p((size_t) w.n_cells, 0.0), out(D, 0.0);
                 double sum = 0;
                 for (int c = 0; c < w.n_cells; c++) {
-                    const uint16_t * k = &kv[0][(size_t) c * W + (size_t) (h / GQA) * D];
-                    if (mask[(size_t) i * w.n_cells + c] || evicted(k)) { continue; }
+                    const float * k = &f32[0][(size_t) c * W + (size_t) (h / GQA) * D];
+                    if (mask[(size_t) i * w.n_cells + c] || gone[(size_t) c * HEADS + h / GQA]) { continue; }
+                    const float * of = &q[((size_t) i * heads + h) * D];
                     double x = 0;
-                    for (int d = 0; d < D; d++) {
-                        x += (double) q[((size_t) i * heads + h) * D + d] * kvq_f16_to_f32(k[d]);
-                    }
+                    for (int d = 0; d < D; d++) { x += (double) of[d] * k[d]; }
                     sum += p[(size_t) c] = exp(x * a.scale);
                 }
                 for (int c = 0; c < w.n_cells; c++) {
+                    if (p[(size_t) c] == 0.0) { continue; }
                     p[(size_t) c] /= sum;
                     w.column[(size_t) (h / GQA) * w.n_cells + c] += p[(size_t) c];
-                    for (int d = 0; d < D; d++) {
-                        out[(size_t) d] +=
-                            p[(size_t) c] * kvq_f16_to_f32(kv[1][(size_t) c * W + (size_t) (h / GQA) * D + d]);
-                    }
+                    const float * row = &f32[1][(size_t) c * W + (size_t) (h / GQA) * D];
+                    for (int d = 0; d < D; d++) { out[(size_t) d] += p[(size_t) c] * row[d]; }
                 }
                 for (int d = 0; d < D; d++) {
                     const float y = dst[((size_t) i * heads + h) * D + d];
