@@ -79,8 +79,8 @@ def test_ahead_reads_what_the_step_before_picked() -> None:
 
 
 def test_a_prompt_reads_near_blocks_when_asked_to() -> None:
-    """Logits of a prompt's last ubatch: exact as f16 has them, near as generation does. near=aqua marks positions in the
-    lowest bits of keys, which is more than rounding in this model.
+    """Logits of a prompt's last ubatch: exact as f16 has them, near as generation does. near=aqua marks positions in
+    the lowest bits of keys, which is more than rounding in this model.
     """
     rows = {}
     for name, (method, opts) in {

@@ -1,12 +1,13 @@
-// One number instead of a method: `bits` true bits, window, scales and tables included, and the best composition for it.
+// One number instead of a method: `bits` true bits, window, scales and tables included, and the best composition for
+// it.
 // Keys and values are lattice blocks (HIGGS), less their means where there is data for that (AQUA-KV, predictor=bias).
 // Each layer stands on a rung of code bits of keys and values; the ladder's levels raise one layer by one rung at a
 // time, so bits between the grids are a mixture of layers:
 //   rung          0    1    2    3    4    5
 //   bits of K/V  1/1  2/1  2/2  3/2  3/3  4/4
 // Keys go first: the rungs are the pairs for which there are kernels. `order` says which layer rises next; tuned data
-// hold it (ggml-kvq tune). Without it the upper half of the layers stands one or two rungs above the lower half: on both
-// models that were tuned, layers from the middle on lose several times more by few bits.
+// hold it (ggml-kvq tune). Without it the upper half of the layers stands one or two rungs above the lower half: on
+// both models that were tuned, layers from the middle on lose several times more by few bits.
 #include "method.h"
 
 #include <algorithm>
@@ -52,7 +53,8 @@ static std::vector<int> spread(int n) {
     return out;
 }
 
-// Layers in the order in which they rise, each TOP times; empty with err set when the text is none. n_layer 0: not known.
+// Layers in the order in which they rise, each TOP times; empty with err set when the text is none. n_layer 0: not
+// known.
 static std::vector<int> order_of(const std::string & text, int n_layer, std::string & err) {
     std::vector<int> out;
     if (text == "none") {

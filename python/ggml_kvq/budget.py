@@ -95,7 +95,8 @@ def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_b
     n_short = _longest(n_ctx, want, lambda n: _within(cache, n, f"bits={least_bits}", budget))
     if not n_short:
         raise BudgetError(
-            f"{words} hold no context at {least_bits:g} bits: give -c with --kv-budget for a shorter one, or more memory"
+            f"{words} hold no context at {least_bits:g} bits: give -c with --kv-budget for a shorter one, or more"
+            " memory"
         )
     other = f"; -c {n_ctx} would take {got:.2f} bits" if got else f"; -c {n_ctx} does not fit at any bits"
     return Fit(least_bits, n_short, f"{words} at {least_bits:g} bits: {n_short} tokens{other}")

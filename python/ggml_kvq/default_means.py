@@ -1,8 +1,9 @@
-"""Means without calibration: for methods that go better with channel means (auto, specache), measured once per model on a text
-that comes with this package, and kept in the user's cache folder.
+"""Means without calibration: for methods that go better with channel means (auto, specache), measured once per model
+on a text that comes with this package, and kept in the user's cache folder.
 
 Keys before rotary embedding and values have means that belong to the model far more than to the text: those of this
-text leave 0.46 of the divergence of 2-bit caches, those of the very text's first 128 tokens 0.48 (docs/methods/auto.md).
+text leave 0.46 of the divergence of 2-bit caches, those of the very text's first 128 tokens 0.48
+(docs/methods/auto.md).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from . import kvstats, sidecars
+from . import sidecars
 from .errors import KvqError
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
@@ -41,6 +42,8 @@ def path_of(model: str | os.PathLike[str]) -> Path:
 
 def wanted(model: str | os.PathLike[str], method: str, options: str) -> bool:
     """Would means help here, and has nobody given any? options: as "key=value,..."."""
+
+    from . import kvstats  # loads the libraries
 
     def is_left(key: str, *values: str) -> bool:
         return kvstats.option(options, key) in ("", *values)

@@ -60,8 +60,8 @@ def fit(
     """Means over n_sequences of `length` tokens of the text.
 
     checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
-    it stopped, and a finished run removes it. shorten: a text of fewer tokens is one shorter sequence. Raises KvqError for a text that is too short or a model without
-    attention.
+    it stopped, and a finished run removes it. shorten: a text of fewer tokens is one
+    shorter sequence. Raises KvqError for a text that is too short or a model without attention.
     """
     started = time.monotonic()
     shapes = capture.layers(path)

@@ -36,8 +36,8 @@ UBATCH = 128
 
 @dataclass
 class Tuned:
-    """order: layers as method auto takes them; damage: D [layer][rung], nats; frontier: (true bits at FAR tokens, level,
-    divergence in nats) of the mixtures; seconds, and peak_mib of this process.
+    """order: layers as method auto takes them; damage: D [layer][rung], nats; frontier: (true bits at FAR tokens,
+    level, divergence in nats) of the mixtures; seconds that all of it took.
     """
 
     order: list[int]
@@ -123,8 +123,8 @@ def fit(
     base_seconds = bench.write_base(text)
     n_runs = 1 + len(MEASURED) * n_layer + len(SHOWN)
     say(
-        f"tuning: {n_runs} runs over {n_windows} x {length} tokens, about {_span(n_runs * base_seconds)} on this machine"
-        f" ({len(bench.done)} done before)"
+        f"tuning: {n_runs} runs over {n_windows} x {length} tokens, about {_span(n_runs * base_seconds)} on this"
+        f" machine ({len(bench.done)} done before)"
     )
     line = progress.Line(True)
     top = bench.divergence({"level": TOP * n_layer})

@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if plans:
         print_plans(plans, n_ctx, bool(specs))
     if frontier:
-        print(
-            f"\nmethod auto, tuned on {header.kvq().get('kvq.auto.text', 'a text')}: divergence from f16, nats a token\n"
-        )
+        text = header.kvq().get("kvq.auto.text", "a text")
+        print(f"\nmethod auto, tuned on {text}: divergence from f16, nats a token\n")
         print("true bits  " + " ".join(f"{bits:>7.2f}" for bits, _ in frontier) + "   window and tables not counted")
         print("divergence " + " ".join(f"{kld:>7.4f}" for _, kld in frontier))
     if stored:
