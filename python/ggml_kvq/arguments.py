@@ -204,8 +204,10 @@ def outputs(wanted: Any, n_tokens: int) -> npt.NDArray[np.int8]:
 
 def one_number(
     model: str | os.PathLike[str], method: str | None, opts: str, bits: Any, room: Any, want: budget.Context
-) -> tuple[str, str]:
-    """(method, options) for kv_bits and kv_budget. MethodError with another method; BudgetError names what works."""
+) -> tuple[str | None, str]:
+    """(method, options) with kv_bits and kv_budget. MethodError with another method; BudgetError names what works."""
+    if bits is None and room is None:
+        return method, opts
     if method not in (None, budget.METHOD):
         raise MethodError(f"kv_method={method!r} chooses by itself, kv_bits and kv_budget let 'auto' choose; drop one")
     least = None if bits is None else budget.bits(str(bits), "kv_bits")

@@ -118,11 +118,8 @@ class Model:
         self.path = hub.resolve(arguments.path(path))
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
-        if kv_bits is not None or kv_budget is not None:
-            size = budget.Context(n_ctx, n_seq_max, min(n_ubatch, n_batch))
-            kv_method, self._options = arguments.one_number(
-                self.path, kv_method, self._options, kv_bits, kv_budget, size
-            )
+        size = budget.Context(n_ctx, n_seq_max, min(n_ubatch, n_batch))
+        kv_method, self._options = arguments.one_number(self.path, kv_method, self._options, kv_bits, kv_budget, size)
         kv_config = arguments.sidecar(self.path, kv_method, kv_config, self._options)
         choices.check_method(self._libs, kv_method, self._options, kv_config, type_k, type_v)
 
