@@ -428,7 +428,6 @@ int main(int argc, char ** argv) {
         { "xquant", "kq=0,vq=2,km=0,vm=2,group=16,window=32", 1, 96, 64, 512, 2 },
         { "zipcache", "probe=0.5", 2, 64, 64, 640, 2 },
         { "specache", "top=1024", 2, 64, 64, 512, 2 },
-        { "auto", "bits=2.6,at=131072,means=off", 2, 64, 96, 512, 2 },
         { "specache", "near=kivi,k_bits=2,v_bits=1,group=128,window=0,sinks=0,top=1024,far=q8", 1, 80, 64, 640, 2 },
         { "specache", "preset=paper1,fetch=ahead", 2, 64, 64, 512, 3 },
         { "specache", "bits=1,grid=d8,far=q4,top=1024,window=32", 1, 96, 96, 512, 1 },
