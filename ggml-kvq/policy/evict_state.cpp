@@ -16,6 +16,7 @@
 #include "types/types.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 constexpr int MAX_IMAGE = 8; // mantissa bits
@@ -313,6 +314,7 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
         const uint8_t * tail = a.holed ? a.tail : stream.data() + l.nb_params;
         int32_t age = 0;
         if (!a.holed || (a.known & 0x0f) == 0x0f) { memcpy(&p.score, tail, 4); }
+        if (!std::isfinite(p.score)) { p.score = 0.0f; } // pages are sorted by it
         if (!a.holed || (a.known & 0xf0) == 0xf0) { memcpy(&age, tail + 4, 4); }
         p.used = true;
         p.generated = a.heads[(size_t) (std::find_if(a.cells.begin(), a.cells.end(), [](int32_t c) { return c >= 0; }) -
