@@ -34,6 +34,11 @@ struct kvq_evict::arrival {
     // a page that lost cells: its score and its age, as far as rows tell them
     bool holed = false;
     uint8_t tail[TAIL] = {}, known = 0;
+
+    uint32_t first_head() const { // of any row: they agree on what is said of the page
+        const auto held = std::find_if(cells.begin(), cells.end(), [](int32_t c) { return c >= 0; });
+        return heads[(size_t) (held - cells.begin())];
+    }
 };
 
 static uint32_t sum_of(const uint16_t * row, size_t D, int page_cells, const uint8_t * bytes) {
@@ -317,10 +322,7 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
         if (!std::isfinite(p.score)) { p.score = 0.0f; } // pages are sorted by it
         if (!a.holed || (a.known & 0xf0) == 0xf0) { memcpy(&age, tail + 4, 4); }
         p.used = true;
-        p.generated = a.heads[(size_t) (std::find_if(a.cells.begin(), a.cells.end(), [](int32_t c) { return c >= 0; }) -
-                          a.cells.begin())] >>
-                28 &
-            1;
+        p.generated = a.first_head() >> 28 & 1;
         p.newest = restored_at[(size_t) s] - std::max(age, 0);
         top[(size_t) s] = std::max(top[(size_t) s], p.generated ? 0 : p.newest);
         set_map(s, i, a.cells.data());
