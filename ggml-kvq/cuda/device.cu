@@ -271,6 +271,7 @@ void kvq_cuda_device::zero(void * p, size_t nb) {
 
 void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
     use();
+    n_copied++;
     // far rows too, which lie on the host
     check(cudaMemcpyAsync(
               to, from, nb, pinned.empty() ? cudaMemcpyDeviceToDevice : cudaMemcpyDefault, (cudaStream_t) stream),

@@ -95,7 +95,7 @@ public:
     void put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
     void copy_later(void * to, const void * from, size_t nb) override;
     void flush() override;
-    int64_t n_seals = 0; // launches that sealed pages so far
+    int64_t n_seals = 0, n_copied = 0; // launches that sealed pages so far, calls of copy()
     void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
         const int32_t * pos, int n_threads) override;
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;

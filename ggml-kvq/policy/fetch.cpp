@@ -102,7 +102,7 @@ void kvq_fetcher::state_changed(kvq_lane & x, int s, int p, kvq_page_state, kvq_
 
 void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
     if (x.state(from, p) != KVQ_PAGE_SEALED || !at(x, to, p)) { return; }
-    device.copy(at(x, to, p), at(x, from, p), of(x).nb_page);
+    device.copy_later(at(x, to, p), at(x, from, p), of(x).nb_page);
     publish(x, to, p);
 }
 

@@ -306,6 +306,7 @@ void kvq_lane::commit_stream(int s, int n_threads) {
 
 void kvq_lane::copy_stream(int from, int to) {
     waiting = false;
+    device.flush(); // pages are copied together: nothing that they hold may still be on its way
     if (l.moves) {
         std::copy_n(stored.begin() + (long) from * l.n_pages, l.n_pages, stored.begin() + (long) to * l.n_pages);
         streams[to].free_blocks = streams[from].free_blocks;
@@ -327,15 +328,16 @@ void kvq_lane::copy_stream(int from, int to) {
         }
         if (src.state == KVQ_PAGE_SEALED) {
             if (!codes_of && l.nb_codes) {
-                device.copy(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
+                device.copy_later(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
             }
-            device.copy(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
+            device.copy_later(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
         } else if (src.state == KVQ_PAGE_OPEN) {
             take_frame(to, p);
-            device.copy(dst.frame, src.frame, l.nb_frame);
+            device.copy_later(dst.frame, src.frame, l.nb_frame);
         }
         set_state(to, p, (kvq_page_state) src.state);
     }
+    device.flush();
     for (kvq_policy * x : policies) { x->copied(*this, from, to); }
     streams[to].clock = streams[from].clock;
     is_dirty = true; // frames taken from scratch go home at the next commit

@@ -321,9 +321,12 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
                 }
             }
         } else if (op < 99) {
+            const int64_t n_copied = d.n_copied;
             for (pair_of_layers * p : both) {
                 for (int i = 0; i < 4; i++) { p->lane[i / 2][i % 2]->copy_stream(stream, 1 - stream); }
             }
+            CHECK(d.n_copied == n_copied, "%s %s: %d pages are copied one by one", method, opts,
+                (int) (d.n_copied - n_copied));
             cursor[1 - stream] = cursor[stream];
             for (int w = 0; w < 2; w++) {
                 for (int i = 0; i < 4; i++) { both[w]->lane[i / 2][i % 2]->commit(1); }
