@@ -2,8 +2,9 @@
 """Speed of caches on one GPU, upstream's and ours, on a random 8B-shaped Q4_0 model. Builds nothing.
 
     scripts/bench_cuda.py --bench build/bench_depth --lib build/lib [--kernels build/kernels/test_cuda] [--depths 1024
-    32768 131072] scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --shapes 32/8x128 24/4x256
-    hybrid:16/4x256 [--rounds 3]
+    32768 131072]
+    scripts/bench_cuda.py --bench build/bench_depth --lib build/lib --shapes 32/8x128 24/4x256 hybrid:16/4x256
+    scripts/bench_cuda.py --batch build/bench_batch --lib build/lib [--loads drafts sequences mixed] [--rounds 3]
 
 A shape is query heads / KV heads x channels of a head, of a Llama; with hybrid: every fourth layer is attention and
 the others are short convolutions (LFM2). Width, feed-forward width and layers stay those of the 8B shape.
@@ -34,6 +35,7 @@ CACHES = [
     ("upstream q4_0", "CUDA0", "q4_0", "", ""),
     ("kvq f16", "KVQ0", "f16", "f16", ""),
     ("kivi-2 g128", "KVQ0", "f16", "kivi", "bits=2,group=128"),
+    ("kivi-2 g32", "KVQ0", "f16", "kivi", "bits=2"),
     ("kivi-2 g16", "KVQ0", "f16", "kivi", "bits=2,group=16"),
     ("kivi-4 g128", "KVQ0", "f16", "kivi", "bits=4,group=128"),
     ("kivi-4 g32", "KVQ0", "f16", "kivi", "bits=4"),
@@ -49,7 +51,19 @@ CACHES = [
     ("specache-2 g128", "KVQ0", "f16", "specache", "near=kivi,group=128"),
     ("specache-1", "KVQ0", "f16", "specache", "bits=1,top=128"),
     ("minikv-50", "KVQ0", "f16", "minikv", ""),
+    ("auto-2.25", "KVQ0", "f16", "auto", "bits=2.25"),
 ]
+MEANS = ("aqua", "auto")  # methods that take calibrated means
+# Many sequences and drafts: arguments of bench_batch behind MODEL and DEVICE.
+LOADS = {
+    "drafts": [
+        ("1 x 8k", "32 1x8192"),
+        *((f"1 x 8k, {n} tokens each", f"32 1x8192 each={n}") for n in (2, 4, 8)),
+        ("8 x 8k, 4 tokens each", "16 8x8192 each=4 shared"),
+    ],
+    "sequences": [("32 x 8k", "48 32x8192 shared")],
+    "mixed": [("1 x 100k, 31 x 1k", "32 1x100000,31x1024 unified shared")],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +185,9 @@ def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> No
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--bench", type=Path, required=True, help="the program built from scripts/bench_depth.cpp")
+    p.add_argument("--bench", type=Path, help="the program built from scripts/bench_depth.cpp")
+    p.add_argument("--batch", type=Path, help="the program built from scripts/bench_batch.cpp")
+    p.add_argument("--loads", choices=list(LOADS), nargs="+", default=list(LOADS), help="what --batch runs")
     p.add_argument("--lib", type=Path, required=True, help="folder of libllama, libggml-cuda and libggml-kvq")
     p.add_argument("--kernels", type=Path, help="the program built from tests/native/test_cuda.cpp")
     p.add_argument(
@@ -196,28 +212,88 @@ def main() -> None:
     p.add_argument("--keep", action="store_true", help="models of --shapes stay")
     p.add_argument("--timeout", type=float, default=120)
     a = p.parse_args()
+    if not (a.bench or a.batch or a.kernels):
+        p.error("nothing to run: name --bench, --batch or --kernels")
     if a.kernels:
         subprocess.run([a.kernels, "bench"], check=True)
     chosen = [c for c in CACHES if not a.only or any(x in c[0] for x in a.only)]
     failed = False
     for shape in (dataclasses.replace(s, layers=a.layers) for s in a.shapes):
-        failed |= bench_shape(a, shape, chosen)
+        model, sidecar = files_of(a, shape, chosen)
+        if a.bench:
+            failed |= bench_shape(a, shape, chosen, model, sidecar)
+        if a.batch:
+            bench_loads(a, shape, chosen, model, sidecar)
+        if not a.keep and model != a.model:  # 4 GB each
+            model.unlink()
+            sidecar.unlink(missing_ok=True)
     if failed:
         sys.exit("memory is not as said")
 
 
-def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str, str, str, str]]) -> bool:
-    """All depths of one model; was its memory other than its load line said?"""
+Cache = tuple[str, str, str, str, str]  # a row of CACHES
+
+
+def files_of(a: argparse.Namespace, shape: Shape, chosen: list[Cache]) -> tuple[Path, Path]:
+    """Model of a shape and its calibrated data, written when missing."""
     usual = shape.text == "32/8x128" and shape.layers == LAYERS
-    model = (
+    model: Path = (
         a.model if usual else a.model.with_name(f"{a.model.stem}-{re.sub('[:/]', '-', shape.text)}-{shape.layers}.gguf")
     )
     if not model.exists():
         write_model(model, shape)
     sidecar = model.with_suffix(".aqua.gguf")
     predicted = not shape.hybrid and any(c[3] == "aqua" and "bias" not in c[4] for c in chosen)
-    if not sidecar.exists() and any(c[3] == "aqua" for c in chosen):
+    if not sidecar.exists() and any(c[3] in MEANS for c in chosen):
         write_sidecar(model, sidecar, shape, predicted)
+    return model, sidecar
+
+
+def environment(a: argparse.Namespace, cache: Cache, model: Path, sidecar: Path) -> dict[str, str]:
+    """What a program of llama.cpp reads to take this cache."""
+    name, _, _, method, opts = cache
+    env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(model)}
+    if method:
+        env["KVQ_CUDA_OBSERVE"] = "0" if "blind" in name else "1"  # nobody scores cells: what observation costs
+        env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
+    if method in MEANS:
+        env["KVQ_CONFIG"] = str(sidecar)
+    return env
+
+
+def bench_loads(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model: Path, sidecar: Path) -> None:
+    """Many sequences and drafts: tokens/s of all sequences together and ms of a step, medians of turns."""
+    head = f"\n{shape.text}\n{'cache':<16}{'load':<24}{'t/s of all':>12}{'ms a step':>11}{'prompt t/s':>12}{'x f16':>8}"
+    print(head, flush=True)
+    for text, arguments in (x for load in a.loads for x in LOADS[load]):
+        rounds: dict[str, list[list[float]]] = {}
+        for _ in range(a.rounds):
+            for cache in chosen:
+                if cache[0] in rounds and not rounds[cache[0]]:  # it failed
+                    continue
+                command = [str(a.batch), str(model), cache[1], *arguments.split(), f"type={cache[2]}"]
+                env = environment(a, cache, model, sidecar)
+                found = rounds.setdefault(cache[0], [])
+                try:
+                    out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
+                except subprocess.TimeoutExpired:
+                    print(f"{cache[0]:<16}{text:<24}  longer than {a.timeout:.0f} s", flush=True)
+                    continue
+                fields = out.stdout.split()
+                if out.returncode or len(fields) != 9:
+                    print(f"{cache[0]:<16}{text:<24}  failed: {out.stderr.strip()[-300:]}", flush=True)
+                    continue
+                found.append([float(x) for x in fields])
+        base = 0.0
+        for name, runs in ((name, runs) for name, runs in rounds.items() if runs):
+            _, _, prompt, _, speed, _, ms, _, _ = (statistics.median(column) for column in zip(*runs))
+            base = speed if name == CACHES[0][0] else base
+            ratio = f"{speed / base:.2f}" if base else "-"
+            print(f"{name:<16}{text:<24}{speed:>12.1f}{ms:>11.3f}{prompt:>12.0f}{ratio:>8}", flush=True)
+
+
+def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model: Path, sidecar: Path) -> bool:
+    """All depths of one model; was its memory other than its load line said?"""
     print(
         f"\n{shape.text}\n{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}"
         f"{'generation t/s':>16}{'x f16':>8}{'prompt x f16':>14}",
@@ -234,14 +310,7 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str
             for name, device, cache_type, method, opts in chosen:
                 if name in slow:  # upstream's attention over heads that it has no CUDA kernel for
                     continue
-                env = {**os.environ, "LD_LIBRARY_PATH": str(a.lib), "KVQ_MODEL": str(model)}
-                if method:
-                    env["KVQ_CUDA_OBSERVE"] = (
-                        "0" if "blind" in name else "1"
-                    )  # nobody scores cells: what observation costs
-                    env |= {"GGML_BACKEND_PATH": str(a.lib / "libggml-kvq.so"), "KVQ_METHOD": method, "KVQ_OPTS": opts}
-                if method == "aqua":
-                    env["KVQ_CONFIG"] = str(sidecar)
+                env = environment(a, (name, device, cache_type, method, opts), model, sidecar)
                 command = [str(a.bench), str(model), device, ",".join(map(str, depths)), str(a.generate), cache_type]
                 try:
                     out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=a.timeout)
@@ -279,9 +348,6 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[tuple[str, str
                             + (f" ({100 * off:+.1f} % of what is said, with upstream's rest)" if method else ""),
                             flush=True,
                         )
-    if not a.keep and not usual:  # 4 GB each
-        model.unlink()
-        sidecar.unlink(missing_ok=True)
     return failed
 
 
