@@ -49,6 +49,22 @@ public:
     kvq_chain * chain() const;         // NULL: no layer is predicted from another
     bool stayed(int stream) const { return !positions() || positions()->stayed(stream); }
 
+    // While attention reads a layer: rows of predicted layers are brought to the layer below, and are of this one when
+    // it is done. follow false: a step is recorded.
+    class reading {
+    public:
+        reading(kvq_kv_cache & cache, const kvq_kv_layer & l, int stream0, const std::vector<kvq_attn> & streams,
+            int n_threads, bool follow);
+        const kvq_chain_pages * predicted() const { return lanes.empty() ? nullptr : lanes.data(); }
+        void done() const; // attention has read all of it
+
+    private:
+        kvq_chain * const chain;
+        const int ordinal, stream0, n_stream, n_pages;
+        const bool follow;
+        std::vector<kvq_chain_pages> lanes; // [stream][keys, values]
+    };
+
     void commit(int n_threads);
     void clear();
     kvq_stats stats() const;

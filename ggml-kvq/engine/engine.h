@@ -1,9 +1,9 @@
 // Who computes on the bytes of a cache: between f16 tiles and blocks, and what policies ask for. The store keeps states
 // and clocks and hands pointers on.
 //
-// Every engine encodes, decodes and writes rows. The rest is asked for: an engine that has no kernels for it returns
-// NULL, and the policy that needs them does not attach to the layer (policy/kind.h), so the cache is not made. In host
-// memory policies do that part themselves: the CPU's engine returns NULL for all of them.
+// Every engine encodes, decodes, writes rows and attends. The rest is asked for: an engine that has no kernels for it
+// returns NULL, and the policy that needs them does not attach to the layer (policy/kind.h), so the cache is not made.
+// Scores in host memory are the policies' own: the CPU's engine returns NULL for them.
 #pragma once
 
 #include "layout.h"
@@ -77,12 +77,28 @@ struct kvq_chain_pages {
     float * scale[2] = {};
     size_t stride8[2] = {}, stride = 0; // stride: of predictions, f32
     kvq_row_turn turn;                  // positions: of the stream's first cell
+    int n_threads = 1;                  // that an engine of the host may use
+};
+
+// Attention over n streams of a layer. Where a page's rows come from:
+//   stored      `pages` of the stream: blocks, or open tiles
+//   fetched     kvq_attn::far: far rows in place of some or all of its blocks
+//   predicted   `predicted`: blocks hold what the layer below leaves
+// Engines make tiles of fetched and predicted rows on the way; no layer is expanded as a whole.
+struct kvq_attention_call {
+    const kvq_attn * streams = nullptr;
+    int n = 0;
+    const kvq_lane_layout *k = nullptr, *v = nullptr; // of the lanes that are read
+    // [n][2], keys and values; l NULL: this lane is stored. All are NULL: the layer is. Their 8-bit rows, of the layer
+    // below before, are of this one behind it, of sealed pages at least.
+    const kvq_chain_pages * predicted = nullptr;
+    int n_threads = 1;
 };
 
 // Tiles as they are sealed, and back.
 class kvq_turn_engine {
 public:
-    // n tiles as they are sealed
+    // n tiles as they are sealed; pointers of x: the device's memory, mean and rotary the host's
     virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
         const kvq_row_turn * x) = 0;
     // in place, with the positions that open rows carry
@@ -148,6 +164,7 @@ public:
         size_t row_stride, const int32_t * pos, int n_threads) = 0;
     virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;
     virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
+    virtual void attend(const kvq_attention_call & a) = 0;
 
     virtual kvq_turn_engine * turns() = 0;
     virtual kvq_chain_engine * chains() = 0;
