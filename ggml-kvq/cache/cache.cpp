@@ -88,6 +88,13 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     }
     std::copy(parts.turns, parts.turns + 2, l.turns);
     l.probe = parts.probe;
+    l.operands.clear();
+    for (kvq_lane * lane : { l.k.get(), l.v.get() }) {
+        const int n = lane->layout().n_head * lane->layout().codec.head_size;
+        const bool behind_keys = lane->is_value() && l.d.latent; // in rows of the same tensor
+        l.operands.push_back({ lane->is_value() && !l.d.latent, behind_keys ? l.operands[0].n : 0, n, lane,
+            behind_keys ? nullptr : l.turns[lane->is_value()] });
+    }
     return true;
 }
 

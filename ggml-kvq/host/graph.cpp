@@ -195,8 +195,7 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
     const ggml_tensor * rows = node->src[0];
     const int64_t n = rows->ne[1];
     const std::vector<int64_t> & cells = cells_of(b, node);
-    kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
-    const int64_t n_rows = (int64_t) lane.layout().n_cells * lane.layout().n_stream;
+    const int64_t n_rows = (int64_t) t.layer->d.n_cells * t.layer->d.n_stream;
     for (const int64_t c : cells) {
         if (c < 0 || c >= n_rows) {
             kvq_report_error(
@@ -215,10 +214,10 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
         std::vector<uint8_t> temp;
         pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) host_data(b, rope->src[1], temp), n) : nullptr;
     }
-    lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads, pos);
-    if (t.layer->d.latent) { // the second block of the same rows
-        t.layer->v->write(n, cells.data(), (const float *) rows->data + lane.layout().codec.head_size,
-            rows->nb[1] / sizeof(float), b.n_threads);
+    for (const kvq_operand & o : t.layer->operands) {
+        if (o.of_values != t.value) { continue; }
+        const float * from = (const float *) rows->data + o.first;
+        o.lane->write(n, cells.data(), from, rows->nb[1] / sizeof(float), b.n_threads, o.first ? nullptr : pos);
     }
     return true;
 }
@@ -296,22 +295,23 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     const ggml_tensor *view = node->src[0], *delta = node->src[1];
     std::vector<uint8_t> temp;
     const kvq_rope r = rope_of(b, node);
-    // channels that are not rotated, in a lane of their own
-    const int latent = t.layer->d.latent ? t.layer->d.shape.head_size_k : 0;
-    kvq_lane & lane = latent ? *t.layer->v : *t.layer->k;
+    // The last operand of the keys: channels of latent attention before it are not rotated. Rotated channels may
+    // start behind others.
+    const auto after = std::find_if(
+        t.layer->operands.begin(), t.layer->operands.end(), [](const kvq_operand & o) { return o.of_values; });
+    const kvq_operand & keys = *(after - 1);
+    kvq_lane & lane = *keys.lane;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
-    // rotated dimensions may start behind unrotated ones
-    const int first = (int) (view->view_offs / 2 % (size_t) (latent + D)) - latent;
+    const int at = (int) (view->view_offs / 2 % (size_t) (keys.first + D)), first = at - keys.first;
     if (first < 0 || first + r.n_dims > D) {
-        kvq_report_error("context shift rotates channels " + std::to_string(first + latent) + ".." +
-            std::to_string(first + latent + r.n_dims) +
+        kvq_report_error("context shift rotates channels " + std::to_string(at) + ".." + std::to_string(at + r.n_dims) +
             " of a key, beyond its rotary part: run with --no-context-shift");
         return false;
     }
     const int32_t * by = (const int32_t *) host_data(b, delta, temp);
     std::map<int32_t, kvq_rope_table> tables;
     std::vector<float> row((size_t) D);
-    kvq_transform * const turn = latent ? nullptr : t.layer->turns[0];
+    kvq_transform * const turn = keys.transform;
     kvq_positions * const positions = turn && turn->rotor ? t.cache->positions() : nullptr;
     t.layer->n_shifts += positions ? 1 : 0;
     for (int s = 0; s < lane.layout().n_stream; s++) {
