@@ -21,13 +21,18 @@ void head_rows(const kvq_lane_layout & l, const uint16_t * tile, int h, std::vec
     }
 }
 
-class cpu_device : public kvq_device, public kvq_turn_engine, public kvq_chain_engine, public kvq_fetch_engine {
+class cpu_device :
+    public kvq_device,
+    public kvq_turn_engine,
+    public kvq_chain_engine,
+    public kvq_score_engine,
+    public kvq_fetch_engine {
 public:
     const char * name() const override { return kvq_kernel_name(); }
     bool is_host() const override { return true; }
     kvq_turn_engine * turns() override { return this; }
     kvq_chain_engine * chains() override { return this; }
-    kvq_score_engine * scores() override { return nullptr; }
+    kvq_score_engine * scores() override { return this; }
     kvq_fetch_engine * fetches() override { return this; }
     const char * slow_reading(int, const kvq_lane_layout &, const kvq_lane_layout &) const override { return nullptr; }
     size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }
@@ -98,6 +103,17 @@ public:
     }
     void chain_predict(const kvq_chain_pages & c, float * out) override { kvq_cpu_chain_predict(c, out); }
     void chain_step(const kvq_chain_pages & c) override { kvq_cpu_chain_step(c); }
+    void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override {
+        kvq_cpu_choose(l, normalise, pages, n);
+    }
+    void pack(
+        const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) override {
+        kvq_cpu_pack(l, normalise, pages, n, out);
+    }
+    void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
+        const uint16_t * const * frames, int first, int n_frames) override {
+        kvq_cpu_gather(l, n, tiles, maps, frames, first, n_frames);
+    }
 
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n_pages, int n_threads) override {
         const int n = n_pages * l.n_head;

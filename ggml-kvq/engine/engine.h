@@ -3,7 +3,6 @@
 //
 // Every engine encodes, decodes, writes rows and attends. The rest is asked for: an engine that has no kernels for it
 // returns NULL, and the policy that needs them does not attach to the layer (policy/kind.h), so the cache is not made.
-// Scores in host memory are the policies' own: the CPU's engine returns NULL for them.
 #pragma once
 
 #include "layout.h"
@@ -19,7 +18,7 @@ struct kvq_page_block {    // one page of all heads: f16 tile <-> block
     void * params;
 };
 
-// Who gets attention, as a device keeps it (policy/probe.h). Scores of an open page: f32 sums [n_head][page_cells], i32
+// Who gets attention (policy/probe.h), in the device's memory. Scores of an open page: f32 sums [n_head][page_cells], i32
 // seen [page_cells].
 struct kvq_score_page {
     const uint16_t * keys; // open tile
@@ -119,9 +118,11 @@ protected:
     ~kvq_chain_engine() {}
 };
 
-// Scores that stay on the device.
+// Scores that lie where the engine computes.
 class kvq_score_engine {
 public:
+    // Of each head, the codec's n_hi cells of the highest score, earlier ones first when equal, cells that hold nothing
+    // last: bit per cell, in front of the head's params.
     virtual void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) = 0;
     // Every head puts the cells of a run in order and fills pages of slots.
     virtual void pack(
