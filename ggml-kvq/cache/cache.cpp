@@ -88,6 +88,13 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     }
     std::copy(parts.turns, parts.turns + 2, l.turns);
     l.probe = parts.probe;
+    l.operands.clear();
+    for (kvq_lane * lane : { l.k.get(), l.v.get() }) {
+        const int n = lane->layout().n_head * lane->layout().codec.head_size;
+        const bool behind_keys = lane->is_value() && l.d.latent; // in rows of the same tensor
+        l.operands.push_back({ lane->is_value() && !l.d.latent, behind_keys ? l.operands[0].n : 0, n, lane,
+            behind_keys ? nullptr : l.turns[lane->is_value()] });
+    }
     return true;
 }
 
@@ -184,6 +191,27 @@ bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, i
         }
     }
     return true;
+}
+
+kvq_kv_cache::reading::reading(kvq_kv_cache & cache, const kvq_kv_layer & l, int stream0,
+    const std::vector<kvq_attn> & streams, int n_threads, bool follow) :
+    chain(cache.chain()),
+    ordinal(l.ordinal),
+    stream0(stream0),
+    n_stream((int) streams.size()),
+    n_pages(streams[0].n_pages),
+    follow(follow) {
+    for (int s = 0; chain && s < n_stream; s++) {
+        if (follow) { chain->layer_below(ordinal, stream0 + s, n_pages, n_threads); }
+        for (const bool value : { false, true }) {
+            lanes.push_back(chain->chains(value) ? chain->pages_of(ordinal, value, stream0 + s, 0, n_pages, n_threads)
+                                                 : kvq_chain_pages());
+        }
+    }
+}
+
+void kvq_kv_cache::reading::done() const {
+    for (int s = 0; chain && follow && s < n_stream; s++) { chain->layer_read(ordinal, stream0 + s, n_pages); }
 }
 
 void kvq_kv_cache::commit(int n_threads) {

@@ -46,6 +46,7 @@ public:
     // before, are of this one behind it. l NULL: this lane is read without the layer below.
     void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr,
         const kvq_chain_pages * chain = nullptr);
+    void attend(const kvq_attention_call & a) override { attend(a.streams, a.n, a.k, a.v, a.predicted); }
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
     bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
     // tests: blocks of decode attention have one team of warps, whose barrier is then the block's

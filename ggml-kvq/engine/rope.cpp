@@ -155,16 +155,17 @@ void kvq_rotor::forget() {
     }
 }
 
-void kvq_rotor::apply(int32_t pos, bool inverse, float * row) const {
-    const int n = r.n_dims / 2, at = std::max(pos, 0);
+void kvq_rotary_apply(const kvq_rotary & v, int32_t pos, bool inverse, float * row) {
+    const int n = v.n_dims / 2, at = std::max(pos, 0);
     const float * hi = v.high + (size_t) (at / 64) * 2 * n;
+    const float magnitude = v.high[0]; // cos 0
     const float inv = inverse ? 1.0f / (magnitude * magnitude) : 1.0f;
     for (int i = 0; i < n; i++) {
         const float * lo = v.low + (size_t) i * 2 * KVQ_ROTARY_LOW + at % 64;
         const float c = (hi[i] * lo[0] - hi[n + i] * lo[KVQ_ROTARY_LOW]) * inv;
         const float s = (hi[n + i] * lo[0] + hi[i] * lo[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv);
-        float & a = row[r.neox ? i : 2 * i];
-        float & b = row[r.neox ? i + n : 2 * i + 1];
+        float & a = row[v.neox ? i : 2 * i];
+        float & b = row[v.neox ? i + n : 2 * i + 1];
         const float x = a, y = b;
         a = x * c - y * s;
         b = x * s + y * c;

@@ -160,7 +160,7 @@ void kvq_lane::write(
     }
     bool tagged = false;
     for (kvq_policy * x : policies) { tagged |= pos && x->tags_rows(*this); }
-    device.write_rows(l, n, to.data(), rows, row_stride, tagged && !device.is_host() ? pos : nullptr, n_threads);
+    device.write_rows(l, n, to.data(), rows, row_stride, tagged ? pos : nullptr, n_threads);
     for (kvq_policy * x : policies) { x->written(*this, n, idx, pos, to.data()); }
 }
 

@@ -83,18 +83,15 @@ static double check_chain_attention(kvq_cuda_device & d, chain_stack<HEADS, D> &
         a.q_stride_head = a.dst_stride_head = D;
         a.q = on ? (const float *) tq.p : q.data();
         a.dst = on ? (float *) to.p : want.data();
-        if (!on) {
-            a.flags = KVQ_ATTN_F32;
-            w->chain->attend(l, s, &a, 1, 1);
-            continue;
-        }
-        if (!recorded) { w->chain->layer_below(l, s, a.n_pages); }
-        w->chain->layer_read(l, s, a.n_pages);
+        if (!on) { a.flags = KVQ_ATTN_F32; }
+        if (!on || !recorded) { w->chain->layer_below(l, s, a.n_pages, 1); }
         kvq_chain_pages lanes[2];
         for (const bool v : { false, true }) {
-            lanes[v] = w->chain->chains(v) ? w->chain->lane_there(l, v, s, 0, a.n_pages) : kvq_chain_pages();
+            lanes[v] = w->chain->chains(v) ? w->chain->pages_of(l, v, s, 0, a.n_pages) : kvq_chain_pages();
         }
-        d.attend(&a, 1, nullptr, nullptr, lanes);
+        kvq_device & device = on ? (kvq_device &) d : kvq_cpu_device();
+        device.attend({ &a, 1, nullptr, nullptr, lanes, 1 });
+        w->chain->layer_read(l, s, a.n_pages);
     }
     d.get(got.data(), to.p, 4 * got.size());
     double err = 0, norm = 0;
