@@ -196,7 +196,7 @@ static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __g
     const int per_page = a.page_cells / TILE_CELLS, ip = blockIdx.x / per_page, t0 = blockIdx.x % per_page * TILE_CELLS,
               kvh = blockIdx.y;
     if (ip >= a.table->n_pages || a.table->n_rows == 0) { // the table is older than the kernel before this one
-        early_wait(); // else the next kernel might not wait for that one
+        early_wait();                                     // else the next kernel might not wait for that one
         return;
     }
     const kvq_score_page & page = probe_pages(a.table)[ip];
