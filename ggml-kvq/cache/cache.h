@@ -33,7 +33,7 @@ struct kvq_kv_layer {
     std::vector<std::unique_ptr<kvq_policy>> policies;
     std::vector<kvq_operand> operands; // by tensor, then by channel
     // those that a graph tells of rotary embeddings, and that a device's attention leaves scores with; NULL: none
-    kvq_transform * turns[2] = {};
+    kvq_transform * transforms[2] = {};
     kvq_probe * probe = nullptr;
     const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
 };

@@ -91,7 +91,7 @@ void open_rows(const kvq_chain_pages & c, const uint16_t * from, float * out, pa
     for (int t = 0; c.turn.rotary && t < l.page_cells; t++) {
         w.positions[(size_t) t] = kvq_tag_get(l, from + (size_t) t * stride, head);
     }
-    const kvq_row_turn turn = { c.turn.mean, c.turn.rotary, w.positions.data(), nullptr, nullptr, 0 };
+    const kvq_row_transform turn = { c.turn.mean, c.turn.rotary, w.positions.data(), nullptr, nullptr, 0 };
     std::copy_n(from, head * l.n_head, w.tile.data());
     for (int h = 0; h < l.n_head; h++) {
         kvq_cpu_take_out_rows(l, h, turn, &w.tile[h * head], stride);

@@ -23,14 +23,14 @@ void head_rows(const kvq_lane_layout & l, const uint16_t * tile, int h, std::vec
 
 class cpu_device :
     public kvq_device,
-    public kvq_turn_engine,
+    public kvq_transform_engine,
     public kvq_chain_engine,
     public kvq_score_engine,
     public kvq_fetch_engine {
 public:
     const char * name() const override { return kvq_kernel_name(); }
     bool is_host() const override { return true; }
-    kvq_turn_engine * turns() override { return this; }
+    kvq_transform_engine * transforms() override { return this; }
     kvq_chain_engine * chains() override { return this; }
     kvq_score_engine * scores() override { return this; }
     kvq_fetch_engine * fetches() override { return this; }
@@ -95,10 +95,10 @@ public:
     }
 
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_turn * x) override {
+        const kvq_row_transform * x) override {
         kvq_cpu_take_out(l, n, tiles, out, x);
     }
-    void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override {
+    void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override {
         kvq_cpu_put_back(l, tile, x);
     }
     void chain_predict(const kvq_chain_pages & c, float * out) override { kvq_cpu_chain_predict(c, out); }

@@ -11,11 +11,11 @@ namespace {
 
 // What is added to, or taken from, row t of head h besides its prediction: the mean, turned as the row is.
 struct row_mean {
-    const kvq_row_turn & x;
+    const kvq_row_transform & x;
     const float * mean; // of the head, NULL: none
     std::vector<float> turned;
 
-    row_mean(const kvq_row_turn & x, int h, int D) :
+    row_mean(const kvq_row_transform & x, int h, int D) :
         x(x), mean(x.mean ? x.mean + (size_t) h * D : nullptr), turned((size_t) D) {}
     const float * of(int t, bool stays) {
         if (!mean || !stays) { return mean; }
@@ -30,11 +30,11 @@ void clamp(std::vector<float> & x) {
 }
 
 // sealed where it is now: its rotary embedding stays in the block
-bool stays_at(const kvq_row_turn & x, int t) { return x.rotary && x.sealed && x.sealed[t] == x.positions[t]; }
+bool stays_at(const kvq_row_transform & x, int t) { return x.rotary && x.sealed && x.sealed[t] == x.positions[t]; }
 
 } // namespace
 
-void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_turn & x, uint16_t * rows, int stride) {
+void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride) {
     const int D = l.codec.head_size;
     std::vector<float> row((size_t) D);
     row_mean mean(x, h, D);
@@ -51,7 +51,7 @@ void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_turn 
     }
 }
 
-void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_turn & x, uint16_t * rows, int stride) {
+void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride) {
     const int D = l.codec.head_size;
     std::vector<float> row((size_t) D);
     row_mean mean(x, h, D);
@@ -71,8 +71,8 @@ void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_turn 
     }
 }
 
-void kvq_cpu_take_out(
-    const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) {
+void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+    const kvq_row_transform * x) {
     for (int i = 0; i < n; i++) {
         memcpy(out[i], tiles[i], l.nb_frame);
         for (int h = 0; h < l.n_head; h++) {
@@ -81,7 +81,7 @@ void kvq_cpu_take_out(
     }
 }
 
-void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) {
+void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
     const size_t stride = (size_t) l.head_stride(), head = l.nb_tile_head / 2;
     for (int h = 0; h < l.n_head; h++) { kvq_cpu_put_back_rows(l, h, x, tile + h * head, (int) stride); }
     for (int t = 0; x.rotary && t < l.page_cells; t++) { kvq_tag_put(l, tile + t * stride, head, x.positions[t]); }

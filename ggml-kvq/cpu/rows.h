@@ -1,13 +1,13 @@
-// What the CPU's engine does for policies, apart from its device (device.cpp): kvq_turn_engine, kvq_chain_engine and
-// kvq_score_engine of engine/engine.h.
+// What the CPU's engine does for policies, apart from its device (device.cpp): kvq_transform_engine, kvq_chain_engine
+// and kvq_score_engine of engine/engine.h.
 #pragma once
 
 #include "engine/engine.h"
 
 // rows.cpp
-void kvq_cpu_take_out(
-    const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x);
-void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x);
+void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+    const kvq_row_transform * x);
+void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x);
 
 // chain.cpp
 void kvq_cpu_chain_predict(const kvq_chain_pages & c, float * out);

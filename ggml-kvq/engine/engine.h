@@ -18,8 +18,8 @@ struct kvq_page_block {    // one page of all heads: f16 tile <-> block
     void * params;
 };
 
-// Who gets attention (policy/probe.h), in the device's memory. Scores of an open page: f32 sums [n_head][page_cells], i32
-// seen [page_cells].
+// Who gets attention (policy/probe.h), in the device's memory. Scores of an open page: f32 sums [n_head][page_cells],
+// i32 seen [page_cells].
 struct kvq_score_page {
     const uint16_t * keys; // open tile
     const int32_t * map;
@@ -55,7 +55,7 @@ struct kvq_packed {
     const float * scores_there = nullptr; // of the slots, likewise; -1 where nothing is
 };
 
-struct kvq_row_turn {                    // what sealed rows of a page lack (policy/transform.h)
+struct kvq_row_transform {               // what sealed rows of a page lack (policy/transform.h)
     const float * mean = nullptr;        // host memory that stays; NULL: none
     const kvq_rotary * rotary = nullptr; // likewise
     const int32_t * positions = nullptr; // the device's memory, of the page's cells
@@ -75,7 +75,7 @@ struct kvq_chain_pages {
     int8_t * row[2] = {}; // 8-bit rows of keys and of values and their scales, from the first page on
     float * scale[2] = {};
     size_t stride8[2] = {}, stride = 0; // stride: of predictions, f32
-    kvq_row_turn turn;                  // positions: of the stream's first cell
+    kvq_row_transform turn;             // positions: of the stream's first cell
     int n_threads = 1;                  // that an engine of the host may use
 };
 
@@ -95,16 +95,16 @@ struct kvq_attention_call {
 };
 
 // Tiles as they are sealed, and back.
-class kvq_turn_engine {
+class kvq_transform_engine {
 public:
     // n tiles as they are sealed; pointers of x: the device's memory, mean and rotary the host's
     virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_turn * x) = 0;
+        const kvq_row_transform * x) = 0;
     // in place, with the positions that open rows carry
-    virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) = 0;
+    virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) = 0;
 
 protected:
-    ~kvq_turn_engine() {}
+    ~kvq_transform_engine() {}
 };
 
 // Predicted layers.
@@ -167,7 +167,7 @@ public:
     virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
     virtual void attend(const kvq_attention_call & a) = 0;
 
-    virtual kvq_turn_engine * turns() = 0;
+    virtual kvq_transform_engine * transforms() = 0;
     virtual kvq_chain_engine * chains() = 0;
     virtual kvq_score_engine * scores() = 0;
     virtual kvq_fetch_engine * fetches() = 0;

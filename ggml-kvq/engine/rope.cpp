@@ -91,7 +91,7 @@ kvq_rotor::kvq_rotor(const kvq_rope & rope, int n_text) : r(rope), magnitude(mag
     turns.reset(new kvq_turns(speed));
     v.turns = turns.get();
     // kernels read 128 positions from a multiple of 64 on: 128 more rows keep segments apart from text
-    reach(r.multi() ? (n_text + 127) / 128 * 128 + 127 : 0);
+    cover(r.multi() ? (n_text + 127) / 128 * 128 + 127 : 0);
     first_number = r.multi() ? 64 * v.n_high : 0;
 }
 
@@ -110,7 +110,7 @@ void kvq_rotor::add_high(const place_t & at) {
     v.high = high.data();
 }
 
-void kvq_rotor::reach(int32_t pos) {
+void kvq_rotor::cover(int32_t pos) {
     while (!first_number && v.n_high <= pos / 64) {
         const int32_t p = 64 * v.n_high;
         add_high({ p, p, p, 0 });

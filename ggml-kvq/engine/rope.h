@@ -53,7 +53,7 @@ public:
     static constexpr int MAX_SEGMENTS = 1 << 16;
 
     explicit kvq_rotor(const kvq_rope & rope, int n_text = 0); // n_text: with sections, positions of text
-    void reach(int32_t pos);                                   // makes positions up to pos usable, before parallel use
+    void cover(int32_t pos);                                   // makes positions up to pos usable, before parallel use
     int32_t place(const place_t & at);                         // number of four positions; 0, no turn: no room left
     bool place_of(int32_t number, place_t & at) const;         // the reverse; false: text, or no such number
     int32_t first() const { return first_number; }

@@ -67,7 +67,7 @@ kvq_chain_pages kvq_chain::pages_of(int l, bool value, int s, int p0, int n, int
         c.stride8[v] = stride8[v];
     }
     c.stride = row_stride[value];
-    c.turn = x.turn[value]->turn_of(lane, s, 0);
+    c.turn = x.turn[value]->transform_of(lane, s, 0);
     c.n_threads = n_threads;
     return c;
 }
@@ -184,7 +184,7 @@ void kvq_chained::placing(kvq_lane & x, int s, int p, const kvq_page_image &) {
     chain.release(ordinal, x.is_value(), s, p);
 }
 
-static void room(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
+static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     l.chained = !value || part.get("values") > 0;
 }
 
@@ -196,7 +196,7 @@ static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
         l.bytes_calibration += kvq_pad(kvq_predictor_bytes(n_in, width, (int) part.get("weight_bits")), KVQ_ALIGN);
         l.predict_macs += (uint64_t) n_in * width;
     }
-    if (part.get("pays") > 0 && l.chained) {
+    if (part.get("counts_shared") > 0 && l.chained) {
         l.bytes_chain = kvq_pad(kvq_chain::bytes(l.n_stream, l.n_pages, l.page_cells, width, l.nb_frame), KVQ_ALIGN);
     }
 }
@@ -212,7 +212,7 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     kvq_chain & chain = *(kvq_chain *) shared.get();
     if (!chain.ok()) { return false; }
     at.chain = &chain;
-    chain.add_layer(at.k, at.v, at.turns[0], at.turns[1], at.ordinal ? at.data->w : kvq_chain_weights());
+    chain.add_layer(at.k, at.v, at.transforms[0], at.transforms[1], at.ordinal ? at.data->w : kvq_chain_weights());
     kvq_policy * x = at.own(new kvq_chained(chain, at.ordinal));
     at.k->add(x);
     if (chain.chains(true)) { at.v->add(x); }
@@ -234,4 +234,4 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
 }
 
 extern const kvq_policy_kind kvq_policy_chain;
-const kvq_policy_kind kvq_policy_chain = { "chain", room, bytes, attach, words };
+const kvq_policy_kind kvq_policy_chain = { "chain", shape, bytes, attach, words };

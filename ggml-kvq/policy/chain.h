@@ -12,7 +12,7 @@
 // it is being rewritten.
 //
 //   part chain   k_from_k, v_from_k, v_from_v: inputs of the predictors, 0: not predicted; values: 1, values too;
-//                weight_bits: 8 or 4; pays: 1 in the layer that pays for the rows that all layers share
+//                weight_bits: 8 or 4; counts_shared: 1 in the layer whose bytes count the rows that all layers share
 //   data         kvq.aqua.blk.<il>.{k,v}.weight (cache/calibration.h)
 #pragma once
 

@@ -16,7 +16,7 @@ void kvq_choose::reopening(kvq_lane & x, int s, int p) {
 }
 
 // Pages are long here. Without eviction as many as there are frames need no block at any time.
-static void room(const kvq_part &, const kvq_layer_plan & plan, bool, kvq_lane_layout & l) {
+static void shape(const kvq_part &, const kvq_layer_plan & plan, bool, kvq_lane_layout & l) {
     l.moves = !plan.part("evict") && !l.is_f16() && l.n_frames < l.n_pages;
     if (l.moves) { l.n_store = l.n_pages - l.n_frames; }
 }
@@ -29,4 +29,4 @@ static bool attach(const kvq_part &, kvq_layer_parts & at) {
 }
 
 extern const kvq_policy_kind kvq_policy_choose;
-const kvq_policy_kind kvq_policy_choose = { "choose", room, nullptr, attach, nullptr };
+const kvq_policy_kind kvq_policy_choose = { "choose", shape, nullptr, attach, nullptr };

@@ -74,7 +74,7 @@ void kvq_evict::clear() {
     std::fill(prompt.begin(), prompt.end(), 0);
     top.assign((size_t) n_stream, 0);
     restored_at.assign((size_t) n_stream, 0);
-    reach.assign((size_t) n_stream, 0);
+    written_end.assign((size_t) n_stream, 0);
     in_prompt.assign((size_t) n_stream, 0);
     keys_arrive.assign((size_t) n_stream, 0);
     for (auto & m : open_maps) { m.clear(); }
@@ -128,7 +128,7 @@ void kvq_evict::wrote(kvq_lane & x, int s, int p, const uint8_t * slots, int64_t
     for (int t = 0; t < page_cells; t++) {
         if (slots[t / 8] >> t % 8 & 1) {
             flags[t] |= asked ? OF_PROMPT : 0;
-            reach[(size_t) s] = std::max(reach[(size_t) s], p * page_cells + t + 1);
+            written_end[(size_t) s] = std::max(written_end[(size_t) s], p * page_cells + t + 1);
         }
     }
     in_prompt[(size_t) s] = asked;
@@ -138,7 +138,7 @@ void kvq_evict::wrote(kvq_lane & x, int s, int p, const uint8_t * slots, int64_t
 }
 
 void kvq_evict::limit(int s, int n_cells) {
-    int & end = reach[(size_t) s];
+    int & end = written_end[(size_t) s];
     if (n_cells >= end) { return; }
     for (int c = n_cells; c < end; c++) { forget(s, c); }
     forget_all(s);
@@ -421,7 +421,7 @@ void kvq_evict::copied(kvq_lane & x, int from, int to) {
     std::copy_n(prompt.begin() + (long) from * n_pages * page_cells, n_pages * page_cells,
         prompt.begin() + (long) to * n_pages * page_cells);
     top[(size_t) to] = top[(size_t) from];
-    reach[(size_t) to] = reach[(size_t) from];
+    written_end[(size_t) to] = written_end[(size_t) from];
     in_prompt[(size_t) to] = in_prompt[(size_t) from];
     for (int p = 0; p < n_pages; p++) { mask_open(to, p); }
 }
@@ -433,7 +433,7 @@ void kvq_evict::spans(kvq_attn & a, int) {
     a.map_stride = page_cells;
 }
 
-static void room(const kvq_part & part, const kvq_layer_plan &, bool, kvq_lane_layout & l) {
+static void shape(const kvq_part & part, const kvq_layer_plan &, bool, kvq_lane_layout & l) {
     l.evicts = true;
     const float keep = (float) part.get("keep");
     l.n_store = std::min(std::max((int) std::ceil(keep * (float) l.n_pages), 1), l.n_pages);
@@ -454,4 +454,4 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
 }
 
 extern const kvq_policy_kind kvq_policy_evict;
-const kvq_policy_kind kvq_policy_evict = { "evict", room, bytes, attach, nullptr };
+const kvq_policy_kind kvq_policy_evict = { "evict", shape, bytes, attach, nullptr };

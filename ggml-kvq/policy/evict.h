@@ -138,7 +138,7 @@ private:
     std::vector<uint8_t> prompt;  // [n_stream][n_pages*page_cells]: OF_PROMPT, AWAY: sealed or evicted, PARTLY
     // of a stream: clock when its newest prompt cell was written; when a state began to come in
     std::vector<int64_t> top, restored_at;
-    std::vector<int> reach;                      // likewise: cells from here on were never written
+    std::vector<int> written_end;                // likewise: cells from here on were never written
     std::vector<uint8_t> in_prompt, keys_arrive; // likewise: the last call was of a prompt; keys are being restored
     std::vector<int> rewritten;                  // cells named by forget() that pages of slots may still hold
     // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]

@@ -246,7 +246,7 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
     keys_arrive[(size_t) s] = !value;
     for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
     forget_all(s);
-    reach[(size_t) s] = std::max(reach[(size_t) s], cell + n);
+    written_end[(size_t) s] = std::max(written_end[(size_t) s], cell + n);
     for (int c = cell; c < cell + n; c++) {
         for (int h = 0; h < n_head; h++) {
             const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;

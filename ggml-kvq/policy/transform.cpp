@@ -19,7 +19,7 @@ std::vector<float> kvq_transform::predicted(const kvq_lane & x, int s, int p) co
     return out;
 }
 
-kvq_row_turn kvq_transform::turn_here(
+kvq_row_transform kvq_transform::transform_here(
     const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const {
     return { mean, rotor ? &rotor->view() : nullptr, pos, was, pred.empty() ? nullptr : pred.data(),
         pred.size() / x.layout().page_cells };
@@ -38,7 +38,7 @@ void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kv
             const int32_t pos = kvq_tag_get(l, row, nb_head);
             for (int h = 0; h < l.n_head; h++) { fn(cell, h, row + (size_t) h * nb_head); }
             kvq_tag_put(l, row, nb_head, pos < 0 ? pos : pos + by[cell]);
-            rotor->reach(pos < 0 ? 0 : pos + by[cell]);
+            rotor->cover(pos < 0 ? 0 : pos + by[cell]);
         }
         if (rows != tile) { x.device.put(tile, rows, l.nb_frame); }
     };
@@ -62,7 +62,7 @@ void kvq_transform::written(kvq_lane & x, int64_t n, const int64_t * idx, const 
         const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
         positions->now_at(s, cell / l.page_cells)[cell % l.page_cells] = pos[i];
         // in strides: a device uploads tables that have grown
-        if (rotor->view().n_high <= pos[i] / 64) { rotor->reach(pos[i] + 8192); }
+        if (rotor->view().n_high <= pos[i] / 64) { rotor->cover(pos[i] + 8192); }
     }
 }
 
@@ -88,7 +88,7 @@ void kvq_transform::note_sealed(kvq_lane & x, int s, int p) {
     positions->put(s, p, keeps_turn());
 }
 
-kvq_row_turn kvq_transform::turn_of(const kvq_lane & x, int s, int p) const {
+kvq_row_transform kvq_transform::transform_of(const kvq_lane & x, int s, int p) const {
     const size_t at = (size_t) p * x.layout().page_cells;
     return { mean, rotor ? &rotor->view() : nullptr, rotor ? positions->now_there(s) + at : nullptr,
         keeps_turn() ? positions->sealed_there(s) + at : nullptr, nullptr, 0 };
@@ -108,16 +108,16 @@ void kvq_transform::leave_out(
         const float * pred = chained ? chain->predict(ordinal, value, s, some) : nullptr;
         const size_t first = left.size();
         std::vector<const uint16_t *> from;
-        std::vector<kvq_row_turn> turns;
+        std::vector<kvq_row_transform> jobs;
         for (size_t j = 0; j < n; j++) {
             from.push_back(blocks[i + j].tile);
             left.push_back(x.scratch->take(l.nb_frame));
             blocks[i + j].tile = left.back();
-            turns.push_back(turn_of(x, s, some[j]));
-            turns.back().pred = pred ? pred + j * l.page_cells * chain->stride(value) : nullptr;
-            turns.back().pred_stride = pred ? chain->stride(value) : 0;
+            jobs.push_back(transform_of(x, s, some[j]));
+            jobs.back().pred = pred ? pred + j * l.page_cells * chain->stride(value) : nullptr;
+            jobs.back().pred_stride = pred ? chain->stride(value) : 0;
         }
-        x.device.turns()->take_out(l, (int) n, from.data(), left.data() + first, turns.data());
+        x.device.transforms()->take_out(l, (int) n, from.data(), left.data() + first, jobs.data());
         i += n;
     }
 }
@@ -130,12 +130,12 @@ void kvq_transform::encoded(kvq_lane & x) {
 // In place, tags included.
 void kvq_transform::put_back(const kvq_lane & x, int s, int p, uint16_t * tile) const {
     if (!active()) { return; }
-    kvq_row_turn turn = turn_of(x, s, p);
+    kvq_row_transform turn = transform_of(x, s, p);
     if (chain && chain->chains(value)) {
         turn.pred = chain->predict(ordinal, value, s, { p });
         turn.pred_stride = chain->stride(value);
     }
-    x.device.turns()->put_back(x.layout(), tile, turn);
+    x.device.transforms()->put_back(x.layout(), tile, turn);
 }
 
 void kvq_transform::copied_page(kvq_lane & x, int from, int to, int p) {
@@ -162,14 +162,14 @@ void kvq_transform::spans(kvq_attn & a, int s) {
 
 // ---------------------------------------------------------------- as a part of a plan
 
-static void room(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
+static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     l.turned = !value && part.get("unrotate") > 0;
     l.centred = part.get("mean") > 0;
 }
 
 static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     if (l.centred) { l.bytes_calibration += kvq_pad(4 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
-    if (part.get("pays") > 0 && !value) { // positions now and when sealed; layers that hold the page
+    if (part.get("counts_shared") > 0 && !value) { // positions now and when sealed; layers that hold the page
         const size_t pages = (size_t) l.n_pages * l.n_stream;
         l.bytes_tables += kvq_pad(8 * pages * l.page_cells + 2 * pages, KVQ_ALIGN);
     }
@@ -177,7 +177,7 @@ static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
 
 static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     const kvq_lane_layout & l = at.k->layout();
-    if (!at.device.turns()) { return false; }
+    if (!at.device.transforms()) { return false; }
     std::shared_ptr<void> & table = at.shared["positions"];
     if (part.get("unrotate") > 0 && !table) {
         table = std::make_shared<kvq_positions>(l.n_stream, l.n_pages, l.page_cells, at.device);
@@ -187,8 +187,8 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     const bool mean = part.get("mean") > 0;
     for (const bool value : { false, true }) {
         const float * its_mean = mean ? (value ? at.data->v_mean : at.data->k_mean).data() : nullptr;
-        at.turns[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
-        at.lane(value).add(at.turns[value]);
+        at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
+        at.lane(value).add(at.transforms[value]);
     }
     return true;
 }
@@ -198,4 +198,4 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
 }
 
 extern const kvq_policy_kind kvq_policy_transform;
-const kvq_policy_kind kvq_policy_transform = { "transform", room, bytes, attach, words };
+const kvq_policy_kind kvq_policy_transform = { "transform", shape, bytes, attach, words };

@@ -11,7 +11,7 @@
 // Open rows stay as they came and carry their positions (tags.h).
 //
 //   part transform   unrotate: 1, keys lose their rotary embedding; mean: 1, pages lose a calibrated mean per channel;
-//                    pays: 1 in the layer that pays for the table of positions
+//                    counts_shared: 1 in the layer whose bytes count the table of positions
 //   data             kvq.aqua.blk.<il>.{k,v}.bias (cache/calibration.h)
 #pragma once
 
@@ -42,7 +42,8 @@ public:
     // Open rows move, and those of sealed pages that are kept as they came: fn as in kvq_lane::edit, and the position
     // moves by by[cell]. Of other sealed pages the positions alone move (kvq_positions::shift).
     void shift_open(kvq_lane & x, int s, const int32_t * by, const kvq_edit_row & fn);
-    kvq_row_turn turn_of(const kvq_lane & x, int s, int p) const; // of the device's memory, without predictions
+    kvq_row_transform transform_of(
+        const kvq_lane & x, int s, int p) const; // of the device's memory, without predictions
     const int32_t * positions_at(int s, int p) const { return rotor ? positions->now_at(s, p) : nullptr; }
 
     // Events.
@@ -77,7 +78,7 @@ private:
     void note_sealed(kvq_lane & x, int s, int p);                   // positions of a page that is about to be sealed
     std::vector<float> predicted(const kvq_lane & x, int s, int p) const; // empty: nothing is predicted
     // of rows and predictions that the host holds; pos, was [page_cells]: positions, and those when sealed; NULL: none
-    kvq_row_turn turn_here(
+    kvq_row_transform transform_here(
         const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const;
     void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
         const uint8_t * params, uint16_t * rows) const;
