@@ -245,7 +245,8 @@ private:
         const int format = attn.far->format, K = attn.k.head_size, V = attn.v.head_size;
         const size_t k_row = kvq_pad((size_t) K, 16), v_row = kvq_pad((size_t) V, 16);
         const size_t rows = (size_t) attn.n_head_kv * attn.far->n_cells;
-        tiles.resize(most * rows * (k_row + v_row));
+        static thread_local std::vector<uint16_t> tiles;
+        tiles.resize(std::max(tiles.size(), most * rows * (k_row + v_row)));
         uint16_t *const to_k = &tiles[n * rows * (k_row + v_row)], *const to_v = to_k + rows * k_row;
         const uint8_t *k = (const uint8_t *) page.k_codes, *v = (const uint8_t *) page.v_codes;
 #pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
@@ -260,7 +261,6 @@ private:
     const kvq_attn & attn;
     const int n_threads;
     int at = 0; // the next page
-    std::vector<uint16_t> tiles;
 };
 
 // A chunk of tokens, all four steps.

@@ -126,8 +126,12 @@ class predicted_source : public kvq_attention::page_source {
 public:
     predicted_source(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads) :
         attn(attn), lanes(lanes), n_threads(n_threads) {
-        const int n = std::min(KVQ_CHAIN_STRIPE, attn.n_pages);
-        for (int v = 0; v < 2; v++) { tiles[v].resize(lanes[v].l ? n * lanes[v].l->nb_frame / 2 : 0); }
+        const size_t n = (size_t) std::min(KVQ_CHAIN_STRIPE, attn.n_pages);
+        for (int v = 0; v < 2; v++) {
+            static thread_local std::vector<uint16_t> kept[2];
+            kept[v].resize(std::max(kept[v].size(), lanes[v].l ? n * lanes[v].l->nb_frame / 2 : 0));
+            tiles[v] = kept[v].data();
+        }
     }
 
     bool next(std::vector<kvq_page> & pages) override {
@@ -157,7 +161,7 @@ private:
             step_page(c, p, w);
             const kvq_lane_layout & l = *c.l;
             const int D = l.codec.head_size;
-            uint16_t * tile = tiles[v].data() + (size_t) j * l.nb_frame / 2;
+            uint16_t * tile = tiles[v] + (size_t) j * l.nb_frame / 2;
             for (int h = 0; h < l.n_head; h++) {
                 kvq_get_kernels().rows_to_f16(l.page_cells, D, w.rows.data() + (size_t) h * D, c.stride,
                     c.turn.mean ? c.turn.mean + (size_t) h * D : nullptr, c.turn.rotary,
@@ -172,8 +176,8 @@ private:
     const kvq_attn & attn;
     const kvq_chain_pages * const lanes;
     const int n_threads;
-    int at = 0; // the next page
-    std::vector<uint16_t> tiles[2];
+    int at = 0;          // the next page
+    uint16_t * tiles[2]; // of a part
 };
 
 } // namespace

@@ -49,27 +49,24 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
 static constexpr int TILE_COPIES = 120;
 struct tile_copies {
     struct {
-        uint4 * to;
-        const uint4 * from;
-        size_t n;
+        void * to;
+        const void * from;
+        size_t nb;
     } job[TILE_COPIES];
 };
 static_assert(sizeof(tile_copies) < 4000, "kernel arguments are limited to 4 KiB");
 
 static __global__ void copies_kernel(const __grid_constant__ tile_copies a) {
     const auto & j = a.job[blockIdx.x];
-    for (size_t i = blockIdx.y * blockDim.x + threadIdx.x; i < j.n; i += gridDim.y * blockDim.x) {
-        j.to[i] = j.from[i];
+    const size_t first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
+    if (((uintptr_t) j.to | (uintptr_t) j.from | j.nb) % sizeof(uint4)) { // parameters of few heads
+        for (size_t i = first; i < j.nb; i += step) { ((uint8_t *) j.to)[i] = ((const uint8_t *) j.from)[i]; }
+        return;
     }
+    for (size_t i = first; i < j.nb / sizeof(uint4); i += step) { ((uint4 *) j.to)[i] = ((const uint4 *) j.from)[i]; }
 }
 
-void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) {
-    if (nb % sizeof(uint4)) {
-        copy(to, from, nb);
-    } else {
-        to_copy.push_back({ to, from, nb });
-    }
-}
+void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) { to_copy.push_back({ to, from, nb }); }
 
 // Changes of tables, pages or single words: as many as kernel arguments hold.
 template <typename T> struct table_puts {
@@ -133,7 +130,7 @@ void kvq_cuda_device::flush() {
         tile_copies arg;
         for (int j = 0; j < part; j++) {
             const tile_copy & c = to_copy[i + (size_t) j];
-            arg.job[j] = { (uint4 *) c.to, (const uint4 *) c.from, c.nb / sizeof(uint4) };
+            arg.job[j] = { c.to, c.from, c.nb };
         }
         copies_kernel<<<dim3(part, 4), 256, 0, (cudaStream_t) stream>>>(arg);
     }

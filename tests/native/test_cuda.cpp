@@ -268,7 +268,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
         }
     };
     for (int step = 0; step < n_steps; step++) {
-        const int op = uniform(0, 99), stream = uniform(0, n_stream - 1);
+        const int op = step + 1 == n_steps ? 98 : uniform(0, 99), stream = uniform(0, n_stream - 1); // a copy ends it
         if (op < 70) { // rows of one ubatch: at the end of the sequence, or anywhere
             const int n = uniform(0, 3) ? uniform(1, 3) : uniform(1, 70);
             std::vector<int64_t> idx(n);
