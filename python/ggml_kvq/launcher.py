@@ -33,8 +33,8 @@ HELP = """\
 --kv-budget SIZE        method auto in SIZE bytes of cache, as 2G or 800M: the most bits at -c N, and without -c the
                         model's context, or the longest that still has --kv-bits (default 2.5)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
---kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata, else MODEL.kvq.gguf beside
-                        MODEL.gguf, when it is of the chosen method (env: KVQ_CONFIG)
+--kv-config FILE.gguf   calibrated data; default: the model's own, else MODEL.kvq.gguf beside MODEL.gguf, when they are
+                        of the chosen method; none: not the file beside the model (env: KVQ_CONFIG)
 --kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own
                         f16 cache, because a draft that reads a quantised cache is accepted less often
                         (env: KVQ_METHOD_DRAFT)
