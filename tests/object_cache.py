@@ -114,12 +114,6 @@ def compiler_version(compiler: str) -> str:
     return f"{os.path.realpath(compiler)}\n{done.stderr}{done.stdout}"
 
 
-def tree_hash(root: Path, patterns: Sequence[str]) -> str:
-    """One key of the content of all files below `root` that match, for compilers that cannot preprocess apart."""
-    files = sorted(p for pattern in patterns for p in root.rglob(pattern))
-    return key_of(*(part for p in files for part in (str(p.relative_to(root)), p.read_bytes())))
-
-
 class Command:
     """A compile command taken apart. `plain`: it cannot be kept."""
 
