@@ -275,8 +275,9 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and
     environment.
 
-    What holds where flags, variables and files differ, libggml-kvq decides (resolver.py). Raises KvqError; reads at most the headers of the GGUF files named. With --rpc it connects to the servers and asks
-    for their devices; a model on the hub is downloaded.
+    What holds where flags, variables and files differ, libggml-kvq decides (resolver.py). Raises KvqError; reads at
+    most the headers of the GGUF files named. With --rpc it connects to the servers and asks for their devices; a model
+    on the hub is downloaded.
     """
     bench, serves = program == "llama-bench", program == RPC_SERVER
     flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS)

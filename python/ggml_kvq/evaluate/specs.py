@@ -55,6 +55,8 @@ class CacheSpec:
         if not self.method:
             return None
         asked = resolver.Request(resolver.BY_ARGUMENTS, self.method, self.options, resolver.OFF)
+        if not resolver.resolve(methods.library, asked, None).wants_means:
+            return None  # whatever the model holds
         if not resolver.resolve(methods.library, asked, gguf_header.read(path)).wants_means:
             return None
         return default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))[0]
