@@ -119,8 +119,8 @@ def test_a_repository_is_asked_for_its_files(endpoint: str, tmp_path: Path) -> N
     cache answers.
     """
     code = (
-        "import sys, time; time.sleep = lambda seconds: None; from ggml_kvq import hub; path, projector = hub.choose('owner/repo', sys.argv[1]); print(path,"
-        " projector is not None)"
+        "import sys, time; time.sleep = lambda seconds: None; from ggml_kvq import hub;"
+        " path, projector = hub.choose('owner/repo', sys.argv[1]); print(path, projector is not None)"
     )
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
     for where in (endpoint, "http://127.0.0.1:9"):

@@ -16,7 +16,7 @@ struct kvq_decision {
     std::string note;                // what was given and is not used, or ""
 };
 
-// Status and one line in err. Reads headers alone: whether data are whole and of this model, kvq_check_calibrated tells.
+// Status and one line in err. Reads headers alone: kvq_check_calibrated tells whether data are whole and of this model.
 kvq_status kvq_decide(const kvq_request & request, kvq_model_info & model, kvq_decision & out, std::string & err);
 
 // All options of the decided method: those that its file sets, then those asked for.
