@@ -2,8 +2,9 @@
 //
 //   tasks = streams x groups of KV heads x row blocks x splits.  Rows of a block read one KV head: gqa query heads of
 //   consecutive tokens. A split is a contiguous range of pages; partial results (m, l, o) are joined afterwards
-//   (log-sum-exp), as are those of parts whose pages become readable one part after the other. With few rows a task runs over pages and visits all its heads in each: bytes are read in the order
-//   in which they lie. Pages go to the kernels in runs of up to KVQ_MAX_RUN. Logits and maxima are in units of ln 2.
+//   (log-sum-exp), as are those of parts whose pages become readable one part after the other. With few rows a task
+//   runs over pages and visits all its heads in each: bytes are read in the order in which they lie. Pages go to the
+//   kernels in runs of up to KVQ_MAX_RUN. Logits and maxima are in units of ln 2.
 #include "attend_mask.h"
 #include "attend_parts.h"
 

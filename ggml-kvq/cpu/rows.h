@@ -1,5 +1,5 @@
-// What the CPU's engine does for policies, apart from its device (device.cpp): kvq_transform_engine, kvq_chain_engine and
-// kvq_score_engine of engine/engine.h.
+// What the CPU's engine does for policies, apart from its device (device.cpp): kvq_transform_engine, kvq_chain_engine
+// and kvq_score_engine of engine/engine.h.
 #pragma once
 
 #include "engine/engine.h"

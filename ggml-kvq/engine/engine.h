@@ -18,8 +18,8 @@ struct kvq_page_block {    // one page of all heads: f16 tile <-> block
     void * params;
 };
 
-// Who gets attention (policy/probe.h), in the device's memory. Scores of an open page: f32 sums [n_head][page_cells], i32
-// seen [page_cells].
+// Who gets attention (policy/probe.h), in the device's memory. Scores of an open page: f32 sums [n_head][page_cells],
+// i32 seen [page_cells].
 struct kvq_score_page {
     const uint16_t * keys; // open tile
     const int32_t * map;
