@@ -8,7 +8,7 @@
 #               nvcc 13 and no cuBLAS: nothing of ours uses it
 #   cuda-full   ggml-kvq-cu13 with upstream's libggml-cuda.so too, instead of ggml-kvq. Needs nvcc and cuBLAS; at run
 #               time both come from the package index (nvidia-cublas, nvidia-cuda-runtime). All cards: most of an hour
-# PYTHON=python3.x   ARCHS="80-real 86-real ..."   JOBS=n
+# PYTHON=python3.x   ARCHS="80-real 86-real ..."   JOBS=n   KEEP=<folder for the CUDA build: a second run goes on there>
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=dist
@@ -68,10 +68,11 @@ T
             repair aarch64 --bundle libgomp.so.1
             ;;
         cuda)
-            cmake -S . -B "$work/cuda-build" -G Ninja -DGGML_CUDA=ON -DGGML_NATIVE=OFF \
+            build=${KEEP:-$work/cuda-build}
+            cmake -S . -B "$build" -G Ninja -DGGML_CUDA=ON -DGGML_NATIVE=OFF \
                 -DCMAKE_CUDA_ARCHITECTURES="${archs// /;}" -DPython3_EXECUTABLE="$(command -v "$python")" >"$work/log" || { cat "$work/log"; exit 1; }
-            cmake --build "$work/cuda-build" --target ggml-kvq
-            "$python" scripts/addon_wheel.py "$work/cuda-build/lib/libggml-kvq.so" "$version" "$work/cuda"
+            cmake --build "$build" --target ggml-kvq
+            "$python" scripts/addon_wheel.py "$build/lib/libggml-kvq.so" "$version" "$work/cuda"
             repair cuda --external libggml-base.so.0 --external libggml-cuda.so.0 --external libcudart.so.13 --bundle libgomp.so.1
             ;;
         cuda-full)
