@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A stranger's path: the wheel in bare roots that have Python and no compiler, from nothing to the first compressed answer.
 #   scripts/check_wheel.sh WHEEL [SUITE...]        default: bookworm trixie; root, debootstrap (Debian's package)
-# ROOTS=DIR keeps the roots for the next time, MIRROR=<Debian's mirror>, MODEL=<GGUF>, WHEELS=<folder with numpy's wheels>.
+# ROOTS=DIR keeps the roots for the next time, MIRROR=<Debian's mirror>, MODEL=<GGUF>, WHEELS=<folder with wheels of the dependencies>.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] && [ -f "$1" ] || { echo "usage: scripts/check_wheel.sh WHEEL [SUITE...]" >&2; exit 2; }
@@ -25,11 +25,13 @@ for suite in "$@"; do
     cp "$wheel" "$root/try/wheels/"
     cp "$model" "$root/try/model.gguf"
     cp examples/prompt.txt "$root/try/"
-    # numpy is fetched here: the root has no network of its own to configure
+    # what the wheel depends on is fetched here: the root has no network of its own to configure
     abi=$(chroot "$root" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    if [ -n "${WHEELS:-}" ]; then cp "$WHEELS"/numpy-* "$root/try/wheels/"; else
-        python3 -m pip -q download --only-binary :all: --python-version "$abi" -d "$root/try/wheels" 'numpy>=1.24'
+    downloading=$(date +%s)
+    if [ -n "${WHEELS:-}" ]; then cp "$WHEELS"/*.whl "$root/try/wheels/"; else
+        python3 -m pip -q download --only-binary :all: --python-version "$abi" -d "$root/try/wheels" "$root"/try/wheels/ggml_kvq-*.whl
     fi
+    echo "check_wheel: dependencies of $suite: $(find "$root/try/wheels" -name '*.whl' ! -name 'ggml_kvq-*' | wc -l) wheels, $(($(date +%s) - downloading)) s of download"
     if chroot "$root" sh -c 'command -v gcc cc c++ make cmake' >/dev/null; then
         echo "check_wheel: $suite has a compiler; this proves nothing" >&2
         exit 1
@@ -43,10 +45,22 @@ begin=$(date +%s.%N)
 python3 -m venv venv
 venv/bin/pip -q install --no-index --find-links wheels wheels/ggml_kvq-*.whl
 installed=$(date +%s.%N)
+times >installed
 venv/bin/llama-cli -m model.gguf --kv-method xquant -f prompt.txt -n 48 --temp 0 -st </dev/null >answer 2>log
 end=$(date +%s.%N)
-cat log | grep '^ggml-kvq:'
-python3 -c "print('times: venv and install %.1f s, first answer %.1f s' % ($installed - $begin, $end - $installed))"
+times >answered
+grep '^ggml-kvq:' log
+python3 - "$begin" "$installed" "$end" <<'P' # seconds, and those of a processor: other work on the machine counts less
+import re, sys
+
+def cpu(path):  # of children, from the shell's times
+    return sum(60 * int(m) + float(s) for m, s in re.findall(r"(\d+)m([\d.]+)s", open(path).read().splitlines()[1]))
+
+begin, installed, end = map(float, sys.argv[1:])
+first = cpu("installed")
+print("times: venv and install %.1f s (of a processor %.1f), first answer %.1f s (%.1f)"
+      % (installed - begin, first, end - installed, cpu("answered") - first))
+P
 venv/bin/ggml-kvq doctor
 for method in kivi higgs zipcache minikv specache; do
     venv/bin/llama-completion -m model.gguf --kv-method $method -p "The file" -n 8 -no-cnv </dev/null 2>&1 | grep '^ggml-kvq:' | head -1
