@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A stranger's path: the wheel in bare roots that have Python and no compiler, from nothing to the first compressed answer.
 #   scripts/check_wheel.sh WHEEL [SUITE...]        default: bookworm trixie; root, debootstrap (Debian's package)
+# ADDON=<ggml_kvq_cu13 wheel>: installed too; there is no GPU in a root, so it has to say in one line what it needs.
 # ROOTS=DIR keeps the roots for the next time, MIRROR=<Debian's mirror>, MODEL=<GGUF>, WHEELS=<folder with wheels of the dependencies>.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,6 +24,7 @@ for suite in "$@"; do
     fi
     rm -rf "$root/try" && mkdir -p "$root/try/wheels"
     cp "$wheel" "$root/try/wheels/"
+    [ -z "${ADDON:-}" ] || cp "$ADDON" "$root/try/"
     cp "$model" "$root/try/model.gguf"
     cp examples/prompt.txt "$root/try/"
     # what the wheel depends on is fetched here: the root has no network of its own to configure
@@ -71,6 +73,26 @@ from ggml_kvq import Model
 with Model("model.gguf", "kivi", "bits=4", n_ctx=512) as m:
     print("python:", "".join(m.generate("The file", max_tokens=8)), round(m.kv_stats()["bits"], 2), "bits")
 P
+if ls ggml_kvq_cu13-*.whl >/dev/null 2>&1; then
+    venv/bin/pip -q install --no-index --find-links wheels ggml_kvq_cu13-*.whl
+    KVQ_BACKEND=$(venv/bin/python -m ggml_kvq_cu13)
+    export KVQ_BACKEND
+    echo "add-on: $(du -h "$KVQ_BACKEND" | cut -f1) at $KVQ_BACKEND"
+    for command in "venv/bin/llama-completion -m model.gguf --kv-method kivi -p x -n 4 -no-cnv" "venv/bin/ggml-kvq methods"; do
+        code=0
+        $command </dev/null >said 2>&1 || code=$?
+        { [ $code -ge 1 ] && [ $code -lt 126 ] && [ "$(wc -l <said)" = 1 ] && grep -q 'built with CUDA' said; } ||
+            { echo "$command: exit $code"; cat said; exit 1; }
+        echo "add-on: exit $code, $(cat said)"
+    done
+    code=0 # a program of llama.cpp's own that is pointed at it
+    lib=$(dirname venv/lib/python3*/site-packages/ggml_kvq/lib/llama-completion)
+    GGML_BACKEND_PATH=$KVQ_BACKEND "$lib/llama-completion" -m model.gguf -p "The file" -n 4 -no-cnv </dev/null >said 2>&1 || code=$?
+    echo "add-on: without our launcher exit $code, $(grep -m1 libggml-kvq said)"
+    [ $code -lt 126 ]
+    unset KVQ_BACKEND
+    venv/bin/llama-completion -m model.gguf --kv-method kivi -p "The file" -n 4 -no-cnv </dev/null 2>&1 | grep '^ggml-kvq:' | head -1
+fi
 S
     umount "$root/dev" "$root/proc"
     echo "== $suite: $(. "$root/etc/os-release" && echo "$PRETTY_NAME"), glibc $(chroot "$root" ldd --version | sed -n '1s/.* //p'), python $abi"
