@@ -50,21 +50,12 @@ for kind in "${kinds[@]}"; do
             repair cpu --bundle libgomp.so.1
             ;;
         aarch64)
-            cat > "$work/aarch64.cmake" <<'T'
-set(CMAKE_SYSTEM_NAME Linux)
-set(CMAKE_SYSTEM_PROCESSOR aarch64)
-set(CMAKE_C_COMPILER aarch64-linux-gnu-gcc)
-set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)
-set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
-set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
-set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
-T
             variants="-DGGML_NATIVE=OFF"
             if ! echo | aarch64-linux-gnu-gcc -march=armv9.2-a+sve2+sme -xc -fsyntax-only - 2>/dev/null; then
                 echo "build_wheels: aarch64-linux-gnu-gcc knows no SME: one CPU backend for ARMv8.2 with dotprod, no variants"
                 variants="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16"
             fi
-            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$work/aarch64.cmake $variants ${CMAKE_ARGS:-}" wheel aarch64
+            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake $variants ${CMAKE_ARGS:-}" wheel aarch64
             repair aarch64 --bundle libgomp.so.1
             ;;
         cuda)
