@@ -149,7 +149,7 @@ static void stamp(std::vector<uint8_t> & blob) { // a good checksum and length o
 
 // ---------------------------------------------------------------- rows that say what no cache says
 
-// A key of a page of slots, or its image (policy/evict_state.cpp), with any page, slot, score and age: the checksum fits.
+// A key of a page of slots, or its image (policy/evict_state.cpp), with any page, slot, score and age; checksums fit.
 static void forge_slot(const kvq_lane_layout & l, bool value, uint16_t * row) {
     const size_t D = (size_t) l.codec.head_size;
     uint8_t bytes[64];
