@@ -346,7 +346,7 @@ void bench_means(const settings & o) {
     kvq_rope rope;
     rope.n_dims = o.head;
     kvq_rotor rotor(rope);
-    rotor.reach(16384);
+    rotor.cover(16384);
     const kvq_turns & t = *(const kvq_turns *) rotor.view().turns;
     const size_t R = (size_t) o.gqa, head = (size_t) o.head, n_pad = (size_t) t.n_pad;
     std::vector<float> q(R * head), mean(head), coef(R * 2 * n_pad), step(2 * R), logits(KVQ_MAX_RUN * R * 32);

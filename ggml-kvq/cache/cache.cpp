@@ -86,13 +86,20 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
         missing = parts.why;
         return false;
     }
-    std::copy(parts.turns, parts.turns + 2, l.turns);
+    std::copy(parts.transforms, parts.transforms + 2, l.transforms);
     l.probe = parts.probe;
+    l.operands.clear();
+    for (kvq_lane * lane : { l.k.get(), l.v.get() }) {
+        const int n = lane->layout().n_head * lane->layout().codec.head_size;
+        const bool behind_keys = lane->is_value() && l.d.latent; // in rows of the same tensor
+        l.operands.push_back({ lane->is_value() && !l.d.latent, behind_keys ? l.operands[0].n : 0, n, lane,
+            behind_keys ? nullptr : l.transforms[lane->is_value()] });
+    }
     return true;
 }
 
 bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err) {
-    kvq_rotor *& rotor = l.turns[0]->rotor;
+    kvq_rotor *& rotor = l.transforms[0]->rotor;
     if (rope.n_dims == 0 ? !rotor : rotor && rotor->rope() == rope) { return true; }
     if (counters.n_sealed) {
         err = "layer " + std::to_string(l.d.il) +
@@ -104,7 +111,7 @@ bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string
 }
 
 const int32_t * kvq_kv_cache::positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n) {
-    kvq_rotor * rotor = l.turns[0] ? l.turns[0]->rotor : nullptr;
+    kvq_rotor * rotor = l.transforms[0] ? l.transforms[0]->rotor : nullptr;
     const size_t n_each = rotor && rotor->first() ? 4 : 1; // all times, all rows, ...
     const bool fresh = ubatch.source != source || ubatch.pos.size() != n_each * n || l.ordinal <= ubatch.ordinal;
     if (fresh) {
@@ -184,6 +191,27 @@ bool kvq_kv_cache::set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, i
         }
     }
     return true;
+}
+
+kvq_kv_cache::reading::reading(kvq_kv_cache & cache, const kvq_kv_layer & l, int stream0,
+    const std::vector<kvq_attn> & streams, int n_threads, bool follow) :
+    chain(cache.chain()),
+    ordinal(l.ordinal),
+    stream0(stream0),
+    n_stream((int) streams.size()),
+    n_pages(streams[0].n_pages),
+    follow(follow) {
+    for (int s = 0; chain && s < n_stream; s++) {
+        if (follow) { chain->layer_below(ordinal, stream0 + s, n_pages, n_threads); }
+        for (const bool value : { false, true }) {
+            lanes.push_back(chain->chains(value) ? chain->pages_of(ordinal, value, stream0 + s, 0, n_pages, n_threads)
+                                                 : kvq_chain_pages());
+        }
+    }
+}
+
+void kvq_kv_cache::reading::done() const {
+    for (int s = 0; chain && follow && s < n_stream; s++) { chain->layer_read(ordinal, stream0 + s, n_pages); }
 }
 
 void kvq_kv_cache::commit(int n_threads) {
@@ -282,11 +310,11 @@ extern "C" int kvq_cache_rows(int i, int il, int value, int stream, int cell, in
     std::vector<uint16_t> rows(width * n);
     lane.read(stream, cell, n, rows.data());
     kvq_cpu_f16_to_f32(rows.data(), out, (int64_t) rows.size());
-    kvq_rotor * rotor = !value && l->turns[0] ? l->turns[0]->rotor : nullptr;
+    kvq_rotor * rotor = !value && l->transforms[0] ? l->transforms[0]->rotor : nullptr;
     for (int t = 0; rotor && t < n; t++) {
         kvq_tags_enter(x, *rotor, &rows[t * width], 1);
         const int32_t pos = kvq_tag_get(x, &rows[t * width], (size_t) x.codec.head_size);
-        rotor->reach(pos);
+        rotor->cover(pos);
         for (int h = 0; h < x.n_head; h++) {
             rotor->apply(pos, true, out + t * width + (size_t) h * x.codec.head_size);
         }

@@ -15,6 +15,15 @@
 #include <string>
 #include <vector>
 
+// What of a cache tensor's rows a lane holds: channels [first, first + n). Most layers have two operands, keys and
+// values, each a whole tensor; latent attention has two of one tensor, whose values are a view of them.
+struct kvq_operand {
+    bool of_values; // of the tensor cache_v, else of cache_k
+    int first, n;   // channels
+    kvq_lane * lane;
+    kvq_transform * transform; // NULL: rows are sealed as they are
+};
+
 struct kvq_kv_layer {
     int ordinal = 0;
     int n_shifts = 0; // context shifts seen (policy/positions.h)
@@ -22,8 +31,9 @@ struct kvq_kv_layer {
     kvq_span_table spans;
     std::unique_ptr<kvq_lane> k, v;
     std::vector<std::unique_ptr<kvq_policy>> policies;
+    std::vector<kvq_operand> operands; // by tensor, then by channel
     // those that a graph tells of rotary embeddings, and that a device's attention leaves scores with; NULL: none
-    kvq_transform * turns[2] = {};
+    kvq_transform * transforms[2] = {};
     kvq_probe * probe = nullptr;
     const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
 };
@@ -48,6 +58,22 @@ public:
     kvq_positions * positions() const; // NULL: rows keep their rotary embedding
     kvq_chain * chain() const;         // NULL: no layer is predicted from another
     bool stayed(int stream) const { return !positions() || positions()->stayed(stream); }
+
+    // While attention reads a layer: rows of predicted layers are brought to the layer below, and are of this one when
+    // it is done. follow false: a step is recorded.
+    class reading {
+    public:
+        reading(kvq_kv_cache & cache, const kvq_kv_layer & l, int stream0, const std::vector<kvq_attn> & streams,
+            int n_threads, bool follow);
+        const kvq_chain_pages * predicted() const { return lanes.empty() ? nullptr : lanes.data(); }
+        void done() const; // attention has read all of it
+
+    private:
+        kvq_chain * const chain;
+        const int ordinal, stream0, n_stream, n_pages;
+        const bool follow;
+        std::vector<kvq_chain_pages> lanes; // [stream][keys, values]
+    };
 
     void commit(int n_threads);
     void clear();

@@ -1,9 +1,10 @@
 // The attention loop, written once over pages: score, online softmax, accumulate.
 //
 //   tasks = streams x groups of KV heads x row blocks x splits.  Rows of a block read one KV head: gqa query heads of
-//   consecutive tokens. A split is a contiguous range of pages; partial results (m, l, o) are merged afterwards
-//   (log-sum-exp). With few rows a task runs over pages and visits all its heads in each: bytes are read in the order
-//   in which they lie. Pages go to the kernels in runs of up to KVQ_MAX_RUN. Logits and maxima are in units of ln 2.
+//   consecutive tokens. A split is a contiguous range of pages; partial results (m, l, o) are joined afterwards
+//   (log-sum-exp), as are those of parts whose pages become readable one part after the other. With few rows a task
+//   runs over pages and visits all its heads in each: bytes are read in the order in which they lie. Pages go to the
+//   kernels in runs of up to KVQ_MAX_RUN. Logits and maxima are in units of ln 2.
 #include "attend_mask.h"
 #include "attend_parts.h"
 
@@ -121,75 +122,43 @@ workspace::sizes sizes_of(const stream_plan & s, int n_rows, int n_heads, int ce
     return z;
 }
 
-} // namespace kvq_attention
-
-// Partials of a row: m, l, then the output.
-static void merge_rows(const stream_plan & s, float * partial) {
-    const size_t stride = (size_t) s.dpv + 2;
-    for (int i = 0; i < s.p->n_head_kv * s.n_rows; i++) {
-        const int kvh = i / s.n_rows, row = i % s.n_rows;
-        float * a = partial + ((size_t) kvh * s.n_splits * s.n_rows + row) * stride;
-        for (int j = 1; j < s.n_splits; j++) {
-            const float * b = a + (size_t) j * s.n_rows * stride;
-            const float top = std::max(a[0], b[0]);
-            if (b[0] == -INFINITY) { continue; }
-            const float ca = a[0] == -INFINITY ? 0.0f : exp2f(a[0] - top), cb = exp2f(b[0] - top);
-            a[0] = top;
-            a[1] = a[1] * ca + b[1] * cb;
-            for (int d = 2; d < s.dpv + 2; d++) { a[d] = a[d] * ca + b[d] * cb; }
-        }
-        store_row(s, kvh, row, a[0], a[1], a + 2);
-    }
+void join(int n, float * to, const float * part) {
+    if (part[0] == -INFINITY) { return; }
+    const float top = std::max(to[0], part[0]);
+    const float ca = to[0] == -INFINITY ? 0.0f : exp2f(to[0] - top), cb = exp2f(part[0] - top);
+    to[0] = top;
+    to[1] = to[1] * ca + part[1] * cb;
+    for (int d = 2; d < n + 2; d++) { to[d] = to[d] * ca + part[d] * cb; }
 }
 
-void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
-    for (int i = 0; i < n;) {
-        int end = i; // streams with one tier go together
-        while (end < n && !attn[end].far) { end++; }
-        if (end > i) { kvq_cpu_attend_part(attn + i, end - i, nullptr, n_threads); }
-        if (end < n) { attend_far(attn[end], attn[end].lse, n_threads); }
-        i = end + 1;
-    }
+// A stream of a call: its plan, and where in the partial results its own begin.
+static void plan_stream(
+    stream_plan & s, const kvq_attn & attn, int want, workspace::sizes & size, size_t & n_partial, bool in_parts) {
+    const int cells = make_plan(s, attn);
+    s.lse = attn.lse;
+    const bool few = has_few_rows(s);
+    s.few = few && s.folded_k;
+    if (s.few) { s.prepared.resize((size_t) attn.n_head_kv); }
+    cut_tasks(s, few, want);
+    s.in_parts = in_parts || s.n_splits > 1;
+    s.partial = n_partial;
+    if (s.in_parts) { n_partial += (size_t) attn.n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2); }
+    size.cover(sizes_of(s, s.block_rows(), (attn.n_head_kv + s.n_groups - 1) / s.n_groups, cells));
 }
 
-void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int n_threads) {
+// All tasks of n planned streams. Rows of a stream in parts are left in `partial`, others in its output.
+static void run_plans(stream_plan * plan, int n, const workspace::sizes & size, float * const partial, int n_threads) {
     const kvq_kernels & K = kvq_get_kernels();
-    n_threads = std::max(n_threads, 1);
-
-    static thread_local std::vector<stream_plan> plans;
     static thread_local std::vector<int> first;
-    static thread_local std::vector<float> partial_buffer;
-    plans.resize((size_t) n);
     first.assign((size_t) n + 1, 0);
-    stream_plan * const plan = plans.data();
-    workspace::sizes size;
-    size_t n_partial = 0;
-    int n_prepared = 0; // streams
-    // enough tasks that the last one to finish does not matter much
-    const int want = n_threads > 1 ? (4 * n_threads + n - 1) / n : 1;
+    int n_heads = 0, n_prepared = 0; // n_prepared: streams
     for (int i = 0; i < n; i++) {
-        stream_plan & s = plan[i];
-        const int cells = make_plan(s, attn[i]);
-        s.lse = lse ? lse[i] : attn[i].lse;
-        const bool few = has_few_rows(s);
-        s.few = few && s.folded_k;
-        if (s.few) {
-            s.prepared.resize((size_t) attn[i].n_head_kv);
-            n_prepared = i + 1;
-        }
-        cut_tasks(s, few, want);
-        s.partial = n_partial;
-        if (s.n_splits > 1) { n_partial += (size_t) attn[i].n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2); }
-        first[i + 1] = first[i] + s.n_tasks();
-        size.cover(sizes_of(s, s.block_rows(), (attn[i].n_head_kv + s.n_groups - 1) / s.n_groups, cells));
+        first[i + 1] = first[i] + plan[i].n_tasks();
+        n_prepared = plan[i].few ? i + 1 : n_prepared;
     }
-    partial_buffer.resize(std::max(partial_buffer.size(), n_partial));
-    float * const partial = partial_buffer.data();
+    for (int i = 0; i < n_prepared; i++) { n_heads = std::max(n_heads, plan[i].p->n_head_kv); }
     const int * const first_task = first.data();
-
     const int n_tasks = first[n];
-    int n_heads = 0;
-    for (int i = 0; i < n_prepared; i++) { n_heads = std::max(n_heads, attn[i].n_head_kv); }
 #pragma omp parallel num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
     {
 #pragma omp for schedule(dynamic)
@@ -224,20 +193,93 @@ void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int 
                 end_head(s, h, rows);
                 for (int r = 0; r < rows; r++) {
                     const float * out = h.out + (size_t) r * s.dpv;
-                    if (s.n_splits == 1) {
+                    if (!s.in_parts) {
                         store_row(s, kvh, r0 + r, h.m[r], h.l[r], out);
-                    } else {
-                        float * to = partial + s.partial +
-                            (((size_t) kvh * s.n_splits + split) * s.n_rows + r0 + r) * (s.dpv + 2);
-                        to[0] = h.m[r];
-                        to[1] = h.l[r];
-                        memcpy(to + 2, out, 4 * (size_t) s.dpv);
+                        continue;
                     }
+                    float * to = partial + s.part_of(kvh, split, r0 + r);
+                    to[0] = h.m[r];
+                    to[1] = h.l[r];
+                    memcpy(to + 2, out, 4 * (size_t) s.dpv);
                 }
             }
         }
     }
+}
+
+// All splits of a row become the first one.
+static float * join_splits(const stream_plan & s, float * partial, int kvh, int row) {
+    float * a = partial + s.part_of(kvh, 0, row);
+    for (int j = 1; j < s.n_splits; j++) { join(s.dpv, a, partial + s.part_of(kvh, j, row)); }
+    return a;
+}
+
+// enough tasks that the last one to finish does not matter much
+static int wished_tasks(int n, int n_threads) { return n_threads > 1 ? (4 * n_threads + n - 1) / n : 1; }
+
+static void attend_stored(const kvq_attn * attn, int n, int n_threads) {
+    static thread_local std::vector<stream_plan> plan;
+    static thread_local std::vector<float> partial;
+    plan.resize((size_t) n);
+    workspace::sizes size;
+    size_t n_partial = 0;
     for (int i = 0; i < n; i++) {
-        if (plan[i].n_splits > 1) { merge_rows(plan[i], partial + plan[i].partial); }
+        plan_stream(plan[(size_t) i], attn[i], wished_tasks(n, n_threads), size, n_partial, false);
+    }
+    partial.resize(std::max(partial.size(), n_partial));
+    run_plans(plan.data(), n, size, partial.data(), n_threads);
+    for (const stream_plan & s : plan) {
+        for (int i = 0; s.in_parts && i < s.p->n_head_kv * s.n_rows; i++) {
+            const float * x = join_splits(s, partial.data(), i / s.n_rows, i % s.n_rows);
+            store_row(s, i / s.n_rows, i % s.n_rows, x[0], x[1], x + 2);
+        }
+    }
+}
+
+void attend_parts(const kvq_attn & attn, page_source & source, int n_threads) {
+    static thread_local stream_plan s;
+    static thread_local std::vector<float> partial, sums; // sums: of the parts before, [kvh][row][m, l, out]
+    static thread_local std::vector<kvq_page> pages;
+    n_threads = std::max(n_threads, 1);
+    for (bool more = true, first = true; more; first = false) {
+        pages.clear();
+        more = source.next(pages);
+        kvq_attn a = attn;
+        a.pages = pages.data();
+        a.n_pages = (int32_t) pages.size();
+        if (first && !more) { // the usual case
+            attend_stored(&a, 1, n_threads);
+            return;
+        }
+        workspace::sizes size;
+        size_t n_partial = 0;
+        plan_stream(s, a, wished_tasks(1, n_threads), size, n_partial, true);
+        partial.resize(std::max(partial.size(), n_partial));
+        run_plans(&s, 1, size, partial.data(), n_threads);
+        const size_t stride = (size_t) s.dpv + 2;
+        if (first) { sums.resize((size_t) a.n_head_kv * s.n_rows * stride); }
+        for (int i = 0; i < a.n_head_kv * s.n_rows; i++) {
+            const float * x = join_splits(s, partial.data(), i / s.n_rows, i % s.n_rows);
+            float * to = &sums[i * stride];
+            if (first) {
+                std::copy_n(x, stride, to);
+            } else {
+                join(s.dpv, to, x);
+            }
+            if (!more) { store_row(s, i / s.n_rows, i % s.n_rows, to[0], to[1], to + 2); }
+        }
+    }
+}
+
+} // namespace kvq_attention
+
+void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads) {
+    n_threads = std::max(n_threads, 1);
+    for (int i = 0; i < n;) {
+        int end = i; // streams with one tier go together
+        while (end < n && !attn[end].far) { end++; }
+        if (end > i) { attend_stored(attn + i, end - i, n_threads); }
+        if (end < n) { attend_far(attn[end], n_threads); }
+        i = end + 1;
     }
 }

@@ -3,7 +3,7 @@
 //   2 pick     each token and KV head picks cells by them and takes them out of the near part
 //   3 values   near values and open tiles by what is left
 //   4 fetch    the picked cells: logits with far keys, sums with far values
-// and both parts are merged by log-sum-exp. Codes of keys and of values are read once.
+// and both parts are joined by log-sum-exp. Codes of keys and of values are read once.
 #include "attend_parts.h"
 
 #include "types/far_rows.h"
@@ -216,81 +216,52 @@ void attend_picked(const kvq_kernels & K, const scores & x, workspace & w, int k
     }
 }
 
-// Every sealed cell from its far row: parts of a few pages, whose rows become tiles, merged by log-sum-exp.
-void attend_all(const kvq_attn & attn, float * lse, int n_threads) {
-    const kvq_far & far = *attn.far;
-    const bool tiles = far.format == KVQ_FAR_F16; // far pages are open tiles as they lie
-    const size_t most = tiles ? SIZE_MAX : 64, n_out = (size_t) attn.v.head_size,
-                 n_rows = (size_t) attn.n_q * attn.n_head;
-    const size_t nb_k = kvq_far_row_bytes(far.format, attn.k.head_size),
-                 nb_v = kvq_far_row_bytes(far.format, attn.v.head_size);
-    const size_t k_row = kvq_pad((size_t) attn.k.head_size, 16), v_row = kvq_pad((size_t) attn.v.head_size, 16);
-    const size_t rows = (size_t) attn.n_head_kv * far.n_cells;
-    std::vector<kvq_page> pages;
-    std::vector<uint16_t> near_tiles;
-    std::vector<float> dst(n_rows * n_out), part(n_rows), total(n_rows, -INFINITY);
-    bool first = true;
-    const auto flush = [&] {
-        kvq_attn a = attn;
-        a.far = nullptr;
-        a.pages = pages.data();
-        a.n_pages = (int32_t) pages.size();
-        float * l = part.data();
-        if (first) { // the usual case: all pages at once
-            kvq_cpu_attend_part(&a, 1, &l, n_threads);
-        } else {
-            a.sinks = nullptr; // counted by the first part
-            a.dst = dst.data();
-            a.dst_stride_head = (int64_t) n_out;
-            a.dst_stride_token = (int64_t) n_out * attn.n_head;
-            kvq_cpu_attend_part(&a, 1, &l, n_threads);
-        }
-        for (size_t i = 0; i < n_rows; i++) {
-            const float m = std::max(total[i], part[i]);
-            float * to = attn.dst + (int64_t) (i / attn.n_head) * attn.dst_stride_token +
-                (int64_t) (i % attn.n_head) * attn.dst_stride_head;
-            if (first || m == -INFINITY) {
-                total[i] = part[i];
-                continue;
+// Every sealed cell from its far row. Rows as they came are open tiles as they lie; others become tiles, some pages at
+// a time.
+class far_source : public page_source {
+public:
+    far_source(const kvq_attn & attn, int n_threads) : attn(attn), n_threads(n_threads) {}
+    bool next(std::vector<kvq_page> & pages) override {
+        const kvq_far & far = *attn.far;
+        const size_t most = far.format == KVQ_FAR_F16 ? SIZE_MAX : 64;
+        for (size_t n = 0; at < attn.n_pages && n < most; at++) {
+            kvq_page page = attn.pages[at];
+            const int i = page.cell / far.n_cells;
+            if (page.n_slots && page.k_params && page.v_params && far.k_rows[i] && far.v_rows[i]) {
+                page.k_codes = far.k_rows[i];
+                page.v_codes = far.v_rows[i];
+                if (far.format != KVQ_FAR_F16) { unpack(page, n, most); }
+                page.k_params = page.v_params = nullptr;
+                n++;
             }
-            const float a0 = expf(total[i] - m), a1 = expf(part[i] - m), by = 1.0f / (a0 + a1);
-            for (size_t d = 0; d < n_out; d++) { to[d] = (to[d] * a0 + dst[i * n_out + d] * a1) * by; }
-            total[i] = m + logf(a0 + a1);
+            pages.push_back(page);
         }
-        first = false;
-        pages.clear();
-    };
-    size_t n_far = 0;
-    for (int i = 0; i < attn.n_pages; i++) {
-        kvq_page page = attn.pages[i];
-        const int at = page.cell / far.n_cells;
-        if (page.n_slots && page.k_params && page.v_params && far.k_rows[at] && far.v_rows[at]) {
-            const void *k = far.k_rows[at], *v = far.v_rows[at];
-            if (!tiles) {
-                near_tiles.resize(most * rows * (k_row + v_row));
-                uint16_t *const to_k = &near_tiles[n_far * rows * (k_row + v_row)], *const to_v = to_k + rows * k_row;
-#pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
-                for (size_t r = 0; r < rows; r++) {
-                    kvq_far_get(far.format, attn.k.head_size, (const uint8_t *) k + r * nb_k, to_k + r * k_row);
-                    kvq_far_get(far.format, attn.v.head_size, (const uint8_t *) v + r * nb_v, to_v + r * v_row);
-                }
-                k = to_k;
-                v = to_v;
-            }
-            page.k_codes = k;
-            page.v_codes = v;
-            page.k_params = page.v_params = nullptr;
-            n_far++;
-        }
-        pages.push_back(page);
-        if (n_far == most) {
-            flush();
-            n_far = 0;
-        }
+        return at < attn.n_pages;
     }
-    if (first || !pages.empty()) { flush(); }
-    if (lse) { std::copy(total.begin(), total.end(), lse); }
-}
+
+private:
+    // the n-th page of a part
+    void unpack(kvq_page & page, size_t n, size_t most) {
+        const int format = attn.far->format, K = attn.k.head_size, V = attn.v.head_size;
+        const size_t k_row = kvq_pad((size_t) K, 16), v_row = kvq_pad((size_t) V, 16);
+        const size_t rows = (size_t) attn.n_head_kv * attn.far->n_cells;
+        tiles.resize(most * rows * (k_row + v_row));
+        uint16_t *const to_k = &tiles[n * rows * (k_row + v_row)], *const to_v = to_k + rows * k_row;
+        const uint8_t *k = (const uint8_t *) page.k_codes, *v = (const uint8_t *) page.v_codes;
+#pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
+        for (size_t r = 0; r < rows; r++) {
+            kvq_far_get(format, K, k + r * kvq_far_row_bytes(format, K), to_k + r * k_row);
+            kvq_far_get(format, V, v + r * kvq_far_row_bytes(format, V), to_v + r * v_row);
+        }
+        page.k_codes = to_k;
+        page.v_codes = to_v;
+    }
+
+    const kvq_attn & attn;
+    const int n_threads;
+    int at = 0; // the next page
+    std::vector<uint16_t> tiles;
+};
 
 // A chunk of tokens, all four steps.
 struct two_tiers {
@@ -454,29 +425,25 @@ struct two_tiers {
 #pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
         for (int i = 0; i < n; i++) {
             static thread_local workspace w;
-            static thread_local std::vector<float> m, l, out;
+            static thread_local std::vector<float> m, l, out, whole;
             w.fit(size);
             const int kvh = i / x.n_tokens, token = i % x.n_tokens;
             m.assign((size_t) s.gqa, -INFINITY);
             l.assign((size_t) s.gqa, 0.0f);
             out.assign((size_t) s.gqa * s.dpv, 0.0f);
+            whole.resize(stride);
             if (!picks[(size_t) i].empty()) {
                 attend_picked(K, x, w, kvh, token, picks[(size_t) i], m.data(), l.data(), out.data());
             }
             for (int g = 0; g < s.gqa; g++) {
                 const int row = token * s.gqa + g;
-                float * o = &out[(size_t) g * s.dpv];
+                whole[0] = m[(size_t) g];
+                whole[1] = l[(size_t) g];
+                std::copy_n(&out[(size_t) g * s.dpv], s.dpv, &whole[2]);
                 for (int j = 0; j < s.n_splits; j++) {
-                    const float * b = &partial[(((size_t) kvh * s.n_splits + j) * x.n_rows + row) * stride];
-                    if (b[0] == -INFINITY) { continue; }
-                    const float most = std::max(m[(size_t) g], b[0]);
-                    const float ca = m[(size_t) g] == -INFINITY ? 0.0f : exp2f(m[(size_t) g] - most),
-                                cb = exp2f(b[0] - most);
-                    m[(size_t) g] = most;
-                    l[(size_t) g] = l[(size_t) g] * ca + b[1] * cb;
-                    for (int d = 0; d < s.dpv; d++) { o[d] = o[d] * ca + b[2 + d] * cb; }
+                    join(s.dpv, whole.data(), &partial[(((size_t) kvh * s.n_splits + j) * x.n_rows + row) * stride]);
                 }
-                store_row(s, kvh, x.token0 * s.gqa + row, m[(size_t) g], l[(size_t) g], o);
+                store_row(s, kvh, x.token0 * s.gqa + row, whole[0], whole[1], &whole[2]);
             }
         }
     }
@@ -493,17 +460,17 @@ struct two_tiers {
 
 } // namespace
 
-void attend_far(const kvq_attn & attn, float * lse, int n_threads) {
-    n_threads = std::max(n_threads, 1);
+void attend_far(const kvq_attn & attn, int n_threads) {
     if (attn.far->fetch == KVQ_FETCH_ALL) {
-        attend_all(attn, lse, n_threads);
+        far_source source(attn, n_threads);
+        attend_parts(attn, source, n_threads);
         return;
     }
     const kvq_kernels & K = kvq_get_kernels();
     static thread_local stream_plan s;
     static thread_local std::vector<float> prob;
     const int cells = make_plan(s, attn);
-    s.lse = lse;
+    s.lse = attn.lse;
     const bool few = has_few_rows(s);
     const int at_once = few ? attn.n_q : std::max(KVQ_MAX_ROWS / s.gqa, 1);
     s.few = few && s.folded_k;

@@ -65,7 +65,8 @@ struct stream_plan {
     std::vector<int> cuts; // first page of each split, then n_pages
     int dpk, dpv, n_out;   // padded rows of queries and of outputs; channels of an output
     size_t rot;            // floats of a rotated sum
-    size_t partial;        // offset of this stream's partials
+    size_t partial;        // offset of this stream's partial results, [kvh][split][row][m, l, out of dpv]
+    bool in_parts;         // rows are left there
     float m0, m1;          // ALiBi bases
     int n_head_log2;
 
@@ -73,6 +74,9 @@ struct stream_plan {
         return rope ? places[(size_t) (&page - p->pages)] : key_place{ 0, 0 };
     }
     bool has_means() const { return folded_k && p->k_mean; }
+    size_t part_of(int kvh, int split, int row) const {
+        return partial + (((size_t) kvh * n_splits + split) * n_rows + row) * ((size_t) dpv + 2);
+    }
     int n_tasks() const { return n_groups * n_blocks * n_splits; }
     int block_rows() const { return std::min(n_rows, KVQ_MAX_ROWS); }
 };
@@ -191,12 +195,26 @@ bool has_few_rows(const stream_plan & s);
 // How a stream is cut into tasks for so many of them; `want` is a wish.
 void cut_tasks(stream_plan & s, bool few, int want);
 workspace::sizes sizes_of(const stream_plan & s, int n_rows, int n_heads, int cells);
+// Log-sum-exp of two parts of a row, each m, l and n sums: `to` becomes both.
+void join(int n, float * to, const float * part);
 // Row `row` of KV head kvh leaves: m in units of ln 2, l and the sums that belong to it, before the attention sink.
 void store_row(const stream_plan & s, int kvh, int row, float m, float l, const float * out);
 
+// Where the pages of a stream come from when they are not stored as they are read: predicted or fetched rows become
+// open tiles, some pages at a time.
+class page_source {
+public:
+    // The pages of the next part, whose tiles stay until the next call; true: more parts follow.
+    virtual bool next(std::vector<kvq_page> & pages) = 0;
+
+protected:
+    ~page_source() {}
+};
+void attend_parts(const kvq_attn & attn, page_source & source, int n_threads);
+
 // ---------------------------------------------------------------- attend_far.cpp
 
-void attend_far(const kvq_attn & attn, float * lse, int n_threads);
+void attend_far(const kvq_attn & attn, int n_threads);
 
 // ---------------------------------------------------------------- attend_plan.cpp
 

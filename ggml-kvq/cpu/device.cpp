@@ -1,5 +1,7 @@
 // The device of host memory.
 #include "engine/host.h"
+#include "engine/tags.h"
+#include "rows.h"
 #include "types/far_rows.h"
 #include "types/types.h"
 
@@ -19,13 +21,18 @@ void head_rows(const kvq_lane_layout & l, const uint16_t * tile, int h, std::vec
     }
 }
 
-class cpu_device : public kvq_device, public kvq_fetch_engine {
+class cpu_device :
+    public kvq_device,
+    public kvq_transform_engine,
+    public kvq_chain_engine,
+    public kvq_score_engine,
+    public kvq_fetch_engine {
 public:
     const char * name() const override { return kvq_kernel_name(); }
     bool is_host() const override { return true; }
-    kvq_turn_engine * turns() override { return nullptr; }
-    kvq_chain_engine * chains() override { return nullptr; }
-    kvq_score_engine * scores() override { return nullptr; }
+    kvq_transform_engine * transforms() override { return this; }
+    kvq_chain_engine * chains() override { return this; }
+    kvq_score_engine * scores() override { return this; }
     kvq_fetch_engine * fetches() override { return this; }
     const char * slow_reading(int, const kvq_lane_layout &, const kvq_lane_layout &) const override { return nullptr; }
     size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }
@@ -69,14 +76,43 @@ public:
     }
 
     void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
-        const int32_t *, int n_threads) override {
+        const int32_t * pos, int n_threads) override {
         const int D = l.codec.head_size;
         const size_t nb_head = (size_t) l.page_cells * l.head_stride();
 #pragma omp parallel for num_threads(n_threads) if (n > 16 && n_threads > 1)
         for (int64_t i = 0; i < n; i++) {
             const float * row = rows + i * row_stride;
             for (int h = 0; h < l.n_head; h++) { kvq_cpu_f32_to_f16(row + (size_t) h * D, to[i] + h * nb_head, D); }
+            if (pos) { kvq_tag_put(l, to[i], nb_head, pos[i]); }
         }
+    }
+
+    void attend(const kvq_attention_call & a) override {
+        if (!a.predicted) { kvq_cpu_attend(a.streams, a.n, a.n_threads); }
+        for (int i = 0; a.predicted && i < a.n; i++) {
+            kvq_cpu_attend_predicted(a.streams[i], a.predicted + 2 * (size_t) i, a.n_threads);
+        }
+    }
+
+    void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+        const kvq_row_transform * x) override {
+        kvq_cpu_take_out(l, n, tiles, out, x);
+    }
+    void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override {
+        kvq_cpu_put_back(l, tile, x);
+    }
+    void chain_predict(const kvq_chain_pages & c, float * out) override { kvq_cpu_chain_predict(c, out); }
+    void chain_step(const kvq_chain_pages & c) override { kvq_cpu_chain_step(c); }
+    void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) override {
+        kvq_cpu_choose(l, normalise, pages, n);
+    }
+    void pack(
+        const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) override {
+        kvq_cpu_pack(l, normalise, pages, n, out);
+    }
+    void gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
+        const uint16_t * const * frames, int first, int n_frames) override {
+        kvq_cpu_gather(l, n, tiles, maps, frames, first, n_frames);
     }
 
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n_pages, int n_threads) override {

@@ -1,6 +1,5 @@
 #include "engine/host.h"
 #include "kernels.h"
-#include "lattice.h"
 #include "types/types.h"
 
 #include <algorithm>
@@ -45,34 +44,4 @@ void kvq_cpu_round_trip(const kvq_codec & c, int n_head, int64_t n, float * rows
             kvq_cpu_f16_to_f32(&page[(size_t) t * c.head_size], head + t * width, c.head_size);
         }
     }
-}
-
-void kvq_cpu_predict_rows(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * scale,
-    bool add, float * out, size_t out_stride, float * work) {
-    kvq_get_kernels().predict(w, n, x, x_stride, scale, add, out, out_stride, work);
-}
-
-void kvq_cpu_add_lattice(const kvq_lane_layout & l, const uint8_t * codes, const uint8_t * params, float * work,
-    float * rows, size_t stride) {
-    const kvq_kernels & K = kvq_get_kernels();
-    const kvq_lattice_view view = kvq_lattice_make_view(l.codec);
-    const int D = l.codec.head_size, Dp = l.head_stride();
-    for (int h = 0; h < l.n_head; h++) {
-        K.lattice_rows(view, codes + h * l.nb_codes, params + h * l.nb_params, work, (size_t) Dp);
-        for (int t = 0; t < l.page_cells; t++) {
-            float * to = rows + t * stride + (size_t) h * D;
-            for (int i = 0; i < D; i++) { to[i] += work[(size_t) t * Dp + i]; }
-        }
-    }
-}
-
-void kvq_cpu_quantise_rows(
-    int n, int width, const float * rows, size_t stride, int8_t * out, size_t out_stride, float * scale) {
-    const kvq_kernels & K = kvq_get_kernels();
-    for (int t = 0; t < n; t++) { K.quantise_row(width, rows + t * stride, out + t * out_stride, scale + t); }
-}
-
-void kvq_cpu_rows_to_f16(int n, int head_size, const float * rows, size_t stride, const float * mean,
-    const kvq_rotary * rotary, const int32_t * positions, uint16_t * out, int out_stride) {
-    kvq_get_kernels().rows_to_f16(n, head_size, rows, stride, mean, rotary, positions, out, out_stride);
 }

@@ -20,7 +20,7 @@ struct kvq_far_args;
 
 class kvq_cuda_device :
     public kvq_device,
-    public kvq_turn_engine,
+    public kvq_transform_engine,
     public kvq_chain_engine,
     public kvq_score_engine,
     public kvq_fetch_engine {
@@ -46,6 +46,7 @@ public:
     // before, are of this one behind it. l NULL: this lane is read without the layer below.
     void attend(const kvq_attn * attn, int n, const kvq_lane_layout * k = nullptr, const kvq_lane_layout * v = nullptr,
         const kvq_chain_pages * chain = nullptr);
+    void attend(const kvq_attention_call & a) override { attend(a.streams, a.n, a.k, a.v, a.predicted); }
     bool allow_short; // true, unless KVQ_CUDA_SHORT=0 is set: to compare both ways
     bool allow_means; // true, unless KVQ_CUDA_MEANS=0 is set: likewise
     // tests: blocks of decode attention have one team of warps, whose barrier is then the block's
@@ -100,7 +101,7 @@ public:
         const int32_t * pos, int n_threads) override;
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
-    kvq_turn_engine * turns() override { return this; }
+    kvq_transform_engine * transforms() override { return this; }
     kvq_chain_engine * chains() override { return this; }
     kvq_score_engine * scores() override { return this; }
     kvq_fetch_engine * fetches() override { return this; }
@@ -115,8 +116,8 @@ public:
     decode_room room_of(const kvq_codec & k, const kvq_codec & v, bool maps = false) const;
     const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_turn * x) override;
-    void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) override;
+        const kvq_row_transform * x) override;
+    void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override;
     void chain_predict(const kvq_chain_pages & c, float * out) override;
     void chain_step(const kvq_chain_pages & c) override;
     void pack(const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) override;

@@ -68,8 +68,8 @@ void kvq_cuda_device::refresh() {
     }
 }
 
-void kvq_cuda_device::take_out(
-    const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out, const kvq_row_turn * x) {
+void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+    const kvq_row_transform * x) {
     use();
     for (int i = 0; i < n; i += KVQ_TURN_JOBS) {
         const int part = std::min(n - i, KVQ_TURN_JOBS);
@@ -83,7 +83,7 @@ void kvq_cuda_device::take_out(
     check(cudaGetLastError(), "kernel of sealed rows");
 }
 
-void kvq_cuda_device::put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) {
+void kvq_cuda_device::put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
     use();
     kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells,
         mean_of(x.mean, (size_t) l.n_head * l.codec.head_size), rotary(x.rotary), x.pred_stride, {} };

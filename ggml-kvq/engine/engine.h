@@ -1,9 +1,8 @@
 // Who computes on the bytes of a cache: between f16 tiles and blocks, and what policies ask for. The store keeps states
 // and clocks and hands pointers on.
 //
-// Every engine encodes, decodes and writes rows. The rest is asked for: an engine that has no kernels for it returns
-// NULL, and the policy that needs them does not attach to the layer (policy/kind.h), so the cache is not made. In host
-// memory policies do that part themselves: the CPU's engine returns NULL for all of them.
+// Every engine encodes, decodes, writes rows and attends. The rest is asked for: an engine that has no kernels for it
+// returns NULL, and the policy that needs them does not attach to the layer (policy/kind.h), so the cache is not made.
 #pragma once
 
 #include "layout.h"
@@ -19,8 +18,8 @@ struct kvq_page_block {    // one page of all heads: f16 tile <-> block
     void * params;
 };
 
-// Who gets attention, as a device keeps it (policy/probe.h). Scores of an open page: f32 sums [n_head][page_cells], i32
-// seen [page_cells].
+// Who gets attention (policy/probe.h), in the device's memory. Scores of an open page: f32 sums [n_head][page_cells],
+// i32 seen [page_cells].
 struct kvq_score_page {
     const uint16_t * keys; // open tile
     const int32_t * map;
@@ -56,7 +55,7 @@ struct kvq_packed {
     const float * scores_there = nullptr; // of the slots, likewise; -1 where nothing is
 };
 
-struct kvq_row_turn {                    // what sealed rows of a page lack (policy/transform.h)
+struct kvq_row_transform {               // what sealed rows of a page lack (policy/transform.h)
     const float * mean = nullptr;        // host memory that stays; NULL: none
     const kvq_rotary * rotary = nullptr; // likewise
     const int32_t * positions = nullptr; // the device's memory, of the page's cells
@@ -76,20 +75,36 @@ struct kvq_chain_pages {
     int8_t * row[2] = {}; // 8-bit rows of keys and of values and their scales, from the first page on
     float * scale[2] = {};
     size_t stride8[2] = {}, stride = 0; // stride: of predictions, f32
-    kvq_row_turn turn;                  // positions: of the stream's first cell
+    kvq_row_transform turn;             // positions: of the stream's first cell
+    int n_threads = 1;                  // that an engine of the host may use
+};
+
+// Attention over n streams of a layer. Where a page's rows come from:
+//   stored      `pages` of the stream: blocks, or open tiles
+//   fetched     kvq_attn::far: far rows in place of some or all of its blocks
+//   predicted   `predicted`: blocks hold what the layer below leaves
+// Engines make tiles of fetched and predicted rows on the way; no layer is expanded as a whole.
+struct kvq_attention_call {
+    const kvq_attn * streams = nullptr;
+    int n = 0;
+    const kvq_lane_layout *k = nullptr, *v = nullptr; // of the lanes that are read
+    // [n][2], keys and values; l NULL: this lane is stored. All are NULL: the layer is. Their 8-bit rows, of the layer
+    // below before, are of this one behind it, of sealed pages at least.
+    const kvq_chain_pages * predicted = nullptr;
+    int n_threads = 1;
 };
 
 // Tiles as they are sealed, and back.
-class kvq_turn_engine {
+class kvq_transform_engine {
 public:
-    // n tiles as they are sealed
+    // n tiles as they are sealed; pointers of x: the device's memory, mean and rotary the host's
     virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_turn * x) = 0;
+        const kvq_row_transform * x) = 0;
     // in place, with the positions that open rows carry
-    virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_turn & x) = 0;
+    virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) = 0;
 
 protected:
-    ~kvq_turn_engine() {}
+    ~kvq_transform_engine() {}
 };
 
 // Predicted layers.
@@ -103,9 +118,11 @@ protected:
     ~kvq_chain_engine() {}
 };
 
-// Scores that stay on the device.
+// Scores that lie where the engine computes.
 class kvq_score_engine {
 public:
+    // Of each head, the codec's n_hi cells of the highest score, earlier ones first when equal, cells that hold nothing
+    // last: bit per cell, in front of the head's params.
     virtual void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) = 0;
     // Every head puts the cells of a run in order and fills pages of slots.
     virtual void pack(
@@ -148,8 +165,9 @@ public:
         size_t row_stride, const int32_t * pos, int n_threads) = 0;
     virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;
     virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
+    virtual void attend(const kvq_attention_call & a) = 0;
 
-    virtual kvq_turn_engine * turns() = 0;
+    virtual kvq_transform_engine * transforms() = 0;
     virtual kvq_chain_engine * chains() = 0;
     virtual kvq_score_engine * scores() = 0;
     virtual kvq_fetch_engine * fetches() = 0;

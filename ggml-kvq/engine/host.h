@@ -13,26 +13,17 @@ void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n);
 void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params);
 
-// n streams; workspace is kept per calling thread.
+// n streams whose rows are stored or fetched; workspace is kept per calling thread.
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads);
-// Over some of the pages: lse[i] [n_q][n_head] = log of the sum of exp(logits), by which parts are merged.
-void kvq_cpu_attend_part(const kvq_attn * attn, int n, float * const * lse, int n_threads);
 
 // As kvq_column_sums of ggml-kvq.h, unchecked.
 void kvq_cpu_column_sums(
     const kvq_attn & attn, const int32_t * rows, int n_rows, float * sums, int32_t * seen, int n_threads);
 
-// Predicted rows (policy/chain.h), types/predictor.h. out[i] (+)= W x[i] for n rows of 8 bits; work: n * groups.
-void kvq_cpu_predict_rows(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * scale,
-    bool add, float * out, size_t out_stride, float * work);
-// rows [page_cells][stride] += decoded rows of all heads of a lattice page; work: page_cells * padded head
-void kvq_cpu_add_lattice(const kvq_lane_layout & l, const uint8_t * codes, const uint8_t * params, float * work,
-    float * rows, size_t stride);
-void kvq_cpu_quantise_rows(
-    int n, int width, const float * rows, size_t stride, int8_t * out, size_t out_stride, float * scale);
-// One head's rows, f32, un-rotated and less their means, as the f16 rows of a tile; mean, rotary: NULL where none
-void kvq_cpu_rows_to_f16(int n, int head_size, const float * rows, size_t stride, const float * mean,
-    const kvq_rotary * rotary, const int32_t * positions, uint16_t * out, int out_stride);
+// Rows of head h of a page, f16, `stride` apart, in place: less what sealed rows leave out (policy/transform.h), and
+// back. Every pointer of x is the host's.
+void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
+void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
 
 // Predictors over plain rows: what calibration, graph nodes and tests use.
 

@@ -91,7 +91,7 @@ kvq_rotor::kvq_rotor(const kvq_rope & rope, int n_text) : r(rope), magnitude(mag
     turns.reset(new kvq_turns(speed));
     v.turns = turns.get();
     // kernels read 128 positions from a multiple of 64 on: 128 more rows keep segments apart from text
-    reach(r.multi() ? (n_text + 127) / 128 * 128 + 127 : 0);
+    cover(r.multi() ? (n_text + 127) / 128 * 128 + 127 : 0);
     first_number = r.multi() ? 64 * v.n_high : 0;
 }
 
@@ -110,7 +110,7 @@ void kvq_rotor::add_high(const place_t & at) {
     v.high = high.data();
 }
 
-void kvq_rotor::reach(int32_t pos) {
+void kvq_rotor::cover(int32_t pos) {
     while (!first_number && v.n_high <= pos / 64) {
         const int32_t p = 64 * v.n_high;
         add_high({ p, p, p, 0 });
@@ -155,16 +155,17 @@ void kvq_rotor::forget() {
     }
 }
 
-void kvq_rotor::apply(int32_t pos, bool inverse, float * row) const {
-    const int n = r.n_dims / 2, at = std::max(pos, 0);
+void kvq_rotary_apply(const kvq_rotary & v, int32_t pos, bool inverse, float * row) {
+    const int n = v.n_dims / 2, at = std::max(pos, 0);
     const float * hi = v.high + (size_t) (at / 64) * 2 * n;
+    const float magnitude = v.high[0]; // cos 0
     const float inv = inverse ? 1.0f / (magnitude * magnitude) : 1.0f;
     for (int i = 0; i < n; i++) {
         const float * lo = v.low + (size_t) i * 2 * KVQ_ROTARY_LOW + at % 64;
         const float c = (hi[i] * lo[0] - hi[n + i] * lo[KVQ_ROTARY_LOW]) * inv;
         const float s = (hi[n + i] * lo[0] + hi[i] * lo[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv);
-        float & a = row[r.neox ? i : 2 * i];
-        float & b = row[r.neox ? i + n : 2 * i + 1];
+        float & a = row[v.neox ? i : 2 * i];
+        float & b = row[v.neox ? i + n : 2 * i + 1];
         const float x = a, y = b;
         a = x * c - y * s;
         b = x * s + y * c;

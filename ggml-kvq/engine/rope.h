@@ -36,6 +36,9 @@ struct kvq_rope_table { // cos and sin of one position, magnitude folded in
 void kvq_rope_fill(const kvq_rope & r, int32_t pos, bool inverse, kvq_rope_table & t);
 void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row);
 
+// row = R_pos row, or its inverse, by tables; pos < 0 counts as 0.
+void kvq_rotary_apply(const kvq_rotary & rotary, int32_t pos, bool inverse, float * row);
+
 // The same rotation as tables that kernels read (kvq_rotary): angles are linear in the position, so cos and sin of
 // 64*a + b are a complex product. Computed in f64; against kvq_rope_fill the angle differs by the f32 rounding of the
 // latter.
@@ -50,12 +53,12 @@ public:
     static constexpr int MAX_SEGMENTS = 1 << 16;
 
     explicit kvq_rotor(const kvq_rope & rope, int n_text = 0); // n_text: with sections, positions of text
-    void reach(int32_t pos);                                   // makes positions up to pos usable, before parallel use
+    void cover(int32_t pos);                                   // makes positions up to pos usable, before parallel use
     int32_t place(const place_t & at);                         // number of four positions; 0, no turn: no room left
     bool place_of(int32_t number, place_t & at) const;         // the reverse; false: text, or no such number
     int32_t first() const { return first_number; }
-    void forget();                                            // segments, when no number of theirs is in use
-    void apply(int32_t pos, bool inverse, float * row) const; // pos < 0 counts as 0
+    void forget(); // segments, when no number of theirs is in use
+    void apply(int32_t pos, bool inverse, float * row) const { kvq_rotary_apply(v, pos, inverse, row); }
     const kvq_rope & rope() const { return r; }
     const kvq_rotary & view() const { return v; }
 

@@ -43,8 +43,6 @@ struct kvq_backend_context {
     ggml_backend_t cpu = nullptr; // without an inner one: computes what a client on another machine sends besides
     void * stream = nullptr;      // the inner backend's: our kernels run between its own
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
-    bool whole = false;                    // this graph is, or will be: no recordings by the inner backend
-    bool recording = false;                // nodes are being recorded: no sealing
     // frequency factors of rotary embeddings, by device address
     mutable std::map<const void *, std::vector<float>> factors;
 };

@@ -219,7 +219,7 @@ extern "C" const kvq_rotary * kvq_rotary_new(int n_dims, int neox, float freq_ba
     r.freq_base = freq_base;
     std::lock_guard<std::mutex> lock(rotor_mutex);
     rotors.emplace_back(new kvq_rotor(r));
-    rotors.back()->reach(n_positions - 1);
+    rotors.back()->cover(n_positions - 1);
     return &rotors.back()->view();
 }
 

@@ -215,7 +215,7 @@ static bool attend_latent(kvq_backend_context & b, kvq_cuda_device & device, con
 }
 
 bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & l, const ggml_tensor * node,
-    int stream0, std::vector<kvq_attn> & streams) {
+    int stream0, std::vector<kvq_attn> & streams, const kvq_chain_pages * predicted, bool recorded) {
     const kvq_attn & a = streams[0];
     kvq_cuda_device & device = cuda(cache);
     const int n = (int) streams.size();
@@ -223,7 +223,7 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
     // probes: of each stream; in a recording the table says how many there are when it runs
     std::vector<int> n_probes((size_t) n, 0);
     for (int s = 0; device.may_observe && l.probe && l.probe->asks(a.n_q) && s < n; s++) {
-        n_probes[(size_t) s] = b.recording
+        n_probes[(size_t) s] = recorded
             ? a.n_q
             : l.probe->prepare(l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages,
                   l.spans.packed ? l.spans.n_pages : a.n_pages, stream0 + s, a.n_q,
@@ -246,19 +246,6 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
         }
     };
     void *k = nullptr, *v = nullptr;
-    std::vector<kvq_chain_pages> lanes;
-    for (int s = 0; cache.chain() && s < (int) streams.size(); s++) {
-        if (!b.recording) { // when a recorded step runs, its layers follow each other
-            cache.chain()->layer_below(l.ordinal, stream0 + s, a.n_pages);
-            cache.chain()->layer_read(l.ordinal, stream0 + s, a.n_pages);
-        }
-        for (const bool value : { false, true }) {
-            lanes.push_back(cache.chain()->chains(value)
-                    ? cache.chain()->lane_there(l.ordinal, value, stream0 + s, 0, a.n_pages)
-                    : kvq_chain_pages());
-        }
-    }
-    const kvq_chain_pages * const chain = lanes.empty() ? nullptr : lanes.data();
     const bool all_far = a.far && a.far->fetch == KVQ_FETCH_ALL;
     if ((a.n_q * (a.n_head / a.n_head_kv) > 64 || all_far) && !l.spans.packed &&
         (!a.far || all_far)) { // each head has its own cells there
@@ -267,7 +254,7 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
         plain[2].src[1] = &plain[0];
         plain[2].src[2] = &plain[1];
         if (ggml_backend_dev_supports_op(inner(b.device), &plain[2]) &&
-            device.expand(streams.data(), n, &k, &v, chain)) {
+            device.expand(streams.data(), n, &k, &v, predicted)) {
             plain[0].data = k;
             plain[1].data = v;
             ggml_tensor * nodes[1] = { &plain[2] };
@@ -279,7 +266,7 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
             return ok;
         }
     }
-    device.attend(streams.data(), n, &l.k->layout(), &l.v->layout(), chain);
+    device.attend({ streams.data(), n, &l.k->layout(), &l.v->layout(), predicted, 1 });
     observe(nullptr);
     return true;
 }

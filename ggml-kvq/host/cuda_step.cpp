@@ -5,6 +5,7 @@
 // runs node by node: what it holds is decoded when its turn comes.
 #ifdef KVQ_CUDA
 #include "engines.h"
+#include "step.h"
 
 #include "cuda/device.h"
 #include "cuda/graph.h"
@@ -49,10 +50,11 @@ struct kvq_cuda_step {
     uint64_t generation = 0; // of the caches when the recording was made
     std::vector<write> writes;
     std::vector<look> looks;
-    std::vector<kvq_kv_cache *> caches;
+    kvq_step step;
     kvq_cuda_graph graph;
 
-    void learn(const ggml_cgraph * g);
+    void learn(const kvq_backend_context & b, ggml_cgraph * g);
+    void learn_attention(const kvq_step::part & x);
     bool quiet(const kvq_backend_context & b, bool may_open) const;
     uint64_t moved() const;
     bool begin(kvq_cuda_device::step s);
@@ -61,7 +63,7 @@ struct kvq_cuda_step {
     void commit(int n_threads);
 };
 
-void kvq_cuda_step::learn(const ggml_cgraph * g) {
+void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
     uid = g->uid;
     first = g->n_nodes ? g->nodes[0] : nullptr;
     n_run = 0;
@@ -69,43 +71,42 @@ void kvq_cuda_step::learn(const ggml_cgraph * g) {
     generation = ~0ull;
     writes.clear();
     looks.clear();
-    caches.clear();
-    fits = uid != 0;
-    for (int i = 0; i < g->n_nodes && fits; i++) {
-        const ggml_tensor * node = g->nodes[i];
-        if (kvq_is_view_op(node->op) || ggml_is_empty(node)) { continue; }
-        const bool attends = node->op == GGML_OP_FLASH_ATTN_EXT;
-        const kvq_target t = kvq_find_target(attends ? node->src[1] : node);
-        if (!t.layer) {
-            fits = !t.ours && !waits(node);
-            continue;
-        }
-        if (std::find(caches.begin(), caches.end(), t.cache) == caches.end()) { caches.push_back(t.cache); }
-        if (attends) {
-            const ggml_tensor *q = node->src[0], *k = node->src[1];
-            fits = q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !t.layer->d.latent &&
-                !(t.layer->d.k.bytes_far && q->ne[1] >= KVQ_PROMPT_ROWS); // these are read as rows
-            for (write & w : writes) { // attention writes these rows itself when the cache is short
-                w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
-            }
-            const kvq_draft_layer & d = t.layer->d;
-            const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
-            for (int i = 0;
-                cuda(*t.cache).may_observe && t.layer->probe && t.layer->probe->asks((int) q->ne[1]) && i < q->ne[3];
-                i++) {
-                looks.push_back({ t.layer, &cuda(*t.cache), stream0 + i,
-                    t.layer->spans.packed
-                        ? t.layer->spans.n_pages
-                        : std::min(((int) k->ne[1] + per_page - 1) / per_page, t.layer->spans.n_pages),
-                    (int) q->ne[1], (int) (q->ne[2] * q->ne[3]) });
-            }
-        } else {
-            fits = node->op == GGML_OP_SET_ROWS && !t.cache->refused;
-            writes.push_back({ node, t, INT_MAX });
-            n_rows += fits ? (size_t) node->src[0]->ne[1] : 0;
+    step = kvq_step_of(b, g);
+    fits = uid != 0 && step.why_not.empty();
+    for (const kvq_step::part & x : step.parts) {
+        switch (x.what) {
+        case kvq_step::OTHERS: fits = fits && std::none_of(g->nodes + x.first, g->nodes + x.end, waits); break;
+        case kvq_step::WRITE:
+            fits = fits && !x.target.cache->refused;
+            writes.push_back({ x.node, x.target, INT_MAX });
+            n_rows += (size_t) x.node->src[0]->ne[1];
+            break;
+        case kvq_step::ATTEND: learn_attention(x); break;
+        case kvq_step::SEAL: break;
+        default: fits = false; break;
         }
     }
     fits = fits && !writes.empty();
+}
+
+void kvq_cuda_step::learn_attention(const kvq_step::part & x) {
+    const ggml_tensor *q = x.node->src[0], *k = x.node->src[1];
+    const kvq_target & t = x.target;
+    const kvq_draft_layer & d = t.layer->d;
+    fits = fits && q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !d.latent &&
+        !(d.k.bytes_far && q->ne[1] >= KVQ_PROMPT_ROWS); // these are read as rows
+    for (write & w : writes) {                           // attention writes these rows itself when the cache is short
+        w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
+    }
+    if (!cuda(*t.cache).may_observe || !t.layer->probe || !t.layer->probe->asks((int) q->ne[1])) { return; }
+    const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
+    const kvq_span_table & spans = t.layer->spans;
+    const int n_pages =
+        spans.packed ? spans.n_pages : std::min(((int) k->ne[1] + per_page - 1) / per_page, spans.n_pages);
+    for (int i = 0; i < q->ne[3]; i++) {
+        looks.push_back(
+            { t.layer, &cuda(*t.cache), stream0 + i, n_pages, (int) q->ne[1], (int) (q->ne[2] * q->ne[3]) });
+    }
 }
 
 // every row goes into a page that is open already, or into an empty one
@@ -118,7 +119,7 @@ bool kvq_cuda_step::quiet(const kvq_backend_context & b, bool may_open) const {
 
 uint64_t kvq_cuda_step::moved() const {
     uint64_t sum = 0;
-    for (kvq_kv_cache * c : caches) { // and attention that takes another way once cells have moved
+    for (kvq_kv_cache * c : step.caches) { // and attention that takes another way once cells have moved
         sum += cuda(*c).generation();
         for (int s = 0; s < c->layers[0]->d.n_stream; s++) { sum += c->stayed(s) ? 0 : (uint64_t) 1 << 32; }
     }
@@ -133,7 +134,7 @@ bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
             ok = ok && x.device->lse_of((size_t) x.n_q * x.n_head);
         }
     }
-    for (kvq_kv_cache * c : caches) {
+    for (kvq_kv_cache * c : step.caches) {
         if (s == kvq_cuda_device::RECORD) { // no transfers in a recording
             for (auto & l : c->layers) { l->spans.on(c->device); }
         }
@@ -143,14 +144,14 @@ bool kvq_cuda_step::begin(kvq_cuda_device::step s) {
 }
 
 void kvq_cuda_step::end() {
-    for (kvq_kv_cache * c : caches) {
+    for (kvq_kv_cache * c : step.caches) {
         for (auto & l : c->layers) { l->spans.on(c->device); }
         cuda(*c).end_step();
     }
 }
 
 bool kvq_cuda_step::prepare() {
-    for (kvq_kv_cache * c : caches) {
+    for (kvq_kv_cache * c : step.caches) {
         for (auto & l : c->layers) {
             l->spans.on(c->device);
             if (l->spans.packed && l->spans.n_used() > l->spans.n_recorded) { return false; }
@@ -172,27 +173,25 @@ bool kvq_cuda_step::prepare() {
 }
 
 void kvq_cuda_step::commit(int n_threads) {
-    for (kvq_kv_cache * c : caches) { c->commit(n_threads); }
+    for (kvq_kv_cache * c : step.caches) { c->commit(n_threads); }
 }
 
 void kvq_cuda_step_free(kvq_cuda_step * step) { delete step; }
 
 void kvq_cuda_step_flush(kvq_backend_context & b) {
-    if (b.recording) {
-        for (kvq_kv_cache * c : b.step->caches) { cuda(*c).flush_rows(); }
-    }
+    for (kvq_kv_cache * c : b.step->step.caches) { cuda(*c).flush_rows(); }
 }
 
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!kvq_find_caches(b, graph)) { return GGML_STATUS_FAILED; }
     if (!b.step) { b.step = new kvq_cuda_step; }
     kvq_cuda_step & s = *b.step;
-    if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(graph); }
-    b.whole = s.fits; // the inner backend makes no graphs of its own from its parts
-    for (kvq_kv_cache * c : s.caches) { cuda(*c).set_stream(b.stream); }
+    if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(b, graph); }
+    const kvq_run node_by_node = s.fits ? kvq_run::BEFORE_RECORDING : kvq_run::EAGER;
+    for (kvq_kv_cache * c : s.step.caches) { cuda(*c).set_stream(b.stream); }
     const bool replay = s.graph.ready() && s.generation == s.moved();
     if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay)) { // the first run brings every buffer to its size
-        return kvq_compute_graph(b, graph);
+        return kvq_run_step(b, graph, s.step, node_by_node);
     }
     bool ok = s.begin(replay ? kvq_cuda_device::REPLAY : kvq_cuda_device::RECORD);
     if (ok && replay) {
@@ -200,34 +199,32 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         s.end();
         if (!ok) { return GGML_STATUS_FAILED; }
         // a table that the recording reads has grown; rows that were noted are noted again
-        if (s.generation != s.moved()) { return kvq_compute_graph(b, graph); }
+        if (s.generation != s.moved()) { return kvq_run_step(b, graph, s.step, node_by_node); }
         ok = s.prepare();
     } else if (ok) {
         s.generation = s.moved();
         ok = s.graph.begin(b.stream);
         if (ok) {
-            b.recording = true;
-            const bool done = kvq_compute_graph(b, graph) == GGML_STATUS_SUCCESS;
-            b.recording = false;
+            const bool done = kvq_run_step(b, graph, s.step, kvq_run::RECORD) == GGML_STATUS_SUCCESS;
             ok = s.graph.end(b.stream) && done && s.generation == s.moved() && s.prepare();
         }
         s.end();
     }
     if (!ok) { // rows that were noted are noted again, which changes nothing
         s.end();
-        s.fits = b.whole = false;
-        return kvq_compute_graph(b, graph);
+        s.fits = false;
+        return kvq_run_step(b, graph, s.step, kvq_run::EAGER);
     }
-    for (kvq_kv_cache * c : s.caches) { c->device.flush(); }
+    for (kvq_kv_cache * c : s.step.caches) { c->device.flush(); }
     if (!s.graph.launch(b.stream)) {
         kvq_report_error("the recorded step cannot be launched: set KVQ_CUDA_GRAPHS=0");
         return GGML_STATUS_FAILED;
     }
-    for (kvq_kv_cache * c : s.caches) {
+    for (kvq_kv_cache * c : s.step.caches) {
         if (c->chain()) { c->chain()->forget(); }
     }
     s.commit(b.n_threads);
-    for (kvq_kv_cache * c : s.caches) {
+    for (kvq_kv_cache * c : s.step.caches) {
         if (!kvq_cuda_error(*c).empty()) {
             kvq_report_error(kvq_cuda_error(*c));
             return GGML_STATUS_FAILED;

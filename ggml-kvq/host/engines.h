@@ -14,7 +14,7 @@ const char * kvq_cuda_refuse(const kvq_draft_layer & d);
 // node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
 // our kernel.
 bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node,
-    int stream0, std::vector<kvq_attn> & streams);
+    int stream0, std::vector<kvq_attn> & streams, const kvq_chain_pages * predicted, bool recorded);
 void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
 void * kvq_cuda_stream(ggml_backend_t inner);
@@ -24,5 +24,5 @@ void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
 
 // cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
-void kvq_cuda_step_flush(kvq_backend_context & b);
+void kvq_cuda_step_flush(kvq_backend_context & b); // of a recording: rows that are still held back go first
 void kvq_cuda_step_free(struct kvq_cuda_step * step);

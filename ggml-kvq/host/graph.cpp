@@ -7,6 +7,7 @@
 #include "engines.h"
 #include "ggml-impl.h" // ggml_cgraph
 #include "graph_door.h"
+#include "step.h"
 
 #include "engine/host.h"
 #include "engine/rope.h"
@@ -19,64 +20,6 @@
 bool kvq_is_view_op(ggml_op op) {
     return op == GGML_OP_NONE || op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE ||
         op == GGML_OP_TRANSPOSE;
-}
-
-// one line on why this node on our cache cannot be computed, "" when it can
-static std::string why_not(const ggml_tensor * op, const kvq_target & t) {
-    switch (op->op) {
-    case GGML_OP_SET_ROWS: {
-        const ggml_tensor * root = op->view_src;
-        if (op->ne[0] != root->ne[0]) {
-            return std::string("SET_ROWS stores ") + root->name +
-                " transposed, which means flash attention is off: run with -fa on";
-        }
-        if (op->src[0]->type != GGML_TYPE_F32) {
-            return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
-        }
-        return "";
-    }
-    case GGML_OP_FLASH_ATTN_EXT: {
-        const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2];
-        const kvq_target tv = kvq_find_target(v);
-        const bool latent = t.layer && t.layer->d.latent;
-        if (!t.ours || t.value || !tv.ours || tv.value == latent || (t.layer && tv.layer != t.layer)) {
-            return std::string("FLASH_ATTN_EXT reads ") + (k->view_src ? k->view_src : k)->name + " and " +
-                (v->view_src ? v->view_src : v)->name +
-                ", which are no keys and values of one layer: run this model without --kv-method";
-        }
-        if (latent && (k->ne[2] != 1 || v->view_offs != k->view_offs)) {
-            return "latent attention over " + std::to_string(k->ne[2]) +
-                " KV heads is not supported: run this model without --kv-method";
-        }
-        if (q->type != GGML_TYPE_F32) {
-            return std::string("queries of type ") + ggml_type_name(q->type) + " are not supported: f32 is needed";
-        }
-        if (k->ne[0] % 8 || v->ne[0] % 8 || k->ne[0] > 1024 || v->ne[0] > 1024) {
-            return "head size " + std::to_string(k->ne[0] % 8 ? k->ne[0] : v->ne[0]) +
-                " is not supported: a multiple of 8 up to 1024 is needed";
-        }
-        if (k->ne[2] != v->ne[2] || q->ne[2] % k->ne[2]) {
-            return std::to_string(q->ne[2]) + " query heads over " + std::to_string(k->ne[2]) +
-                " KV heads are not supported";
-        }
-        if (op->src[3] && op->src[3]->type != GGML_TYPE_F16) {
-            return "an attention mask that is not f16 is not supported";
-        }
-        return "";
-    }
-    case GGML_OP_ROPE: {
-        const int mode = ((const int32_t *) op->op_params)[2];
-        if (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) { return ""; }
-        return "context shift with ROPE of mode " + std::to_string(mode) +
-            " is not supported: run with --no-context-shift";
-    }
-    case GGML_OP_GET_ROWS:
-        return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name +
-            "), as sparse attention does: run this model without --kv-method";
-    default:
-        return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name +
-            "), which means flash attention is off: run with -fa on";
-    }
 }
 
 static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
@@ -107,7 +50,7 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (!t.cache) { // a size query: what is read in the end is known once the cache is there
         return true;
     }
-    std::string why = why_not(op, t);
+    std::string why = kvq_why_not(op, t);
     if (why.empty() && op->op == GGML_OP_FLASH_ATTN_EXT && t.layer && t.layer->d.latent && dev.inner &&
         !ggml_backend_dev_supports_op(dev.inner, op)) {
         why = std::string(ggml_backend_dev_name(dev.inner)) + " has no latent attention for " +
@@ -252,8 +195,7 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
     const ggml_tensor * rows = node->src[0];
     const int64_t n = rows->ne[1];
     const std::vector<int64_t> & cells = cells_of(b, node);
-    kvq_lane & lane = t.value ? *t.layer->v : *t.layer->k;
-    const int64_t n_rows = (int64_t) lane.layout().n_cells * lane.layout().n_stream;
+    const int64_t n_rows = (int64_t) t.layer->d.n_cells * t.layer->d.n_stream;
     for (const int64_t c : cells) {
         if (c < 0 || c >= n_rows) {
             kvq_report_error(
@@ -272,15 +214,16 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
         std::vector<uint8_t> temp;
         pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) host_data(b, rope->src[1], temp), n) : nullptr;
     }
-    lane.write(n, cells.data(), (const float *) rows->data, rows->nb[1] / sizeof(float), b.n_threads, pos);
-    if (t.layer->d.latent) { // the second block of the same rows
-        t.layer->v->write(n, cells.data(), (const float *) rows->data + lane.layout().codec.head_size,
-            rows->nb[1] / sizeof(float), b.n_threads);
+    for (const kvq_operand & o : t.layer->operands) {
+        if (o.of_values != t.value) { continue; }
+        const float * from = (const float *) rows->data + o.first;
+        o.lane->write(n, cells.data(), from, rows->nb[1] / sizeof(float), b.n_threads, o.first ? nullptr : pos);
     }
     return true;
 }
 
-static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
+static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, kvq_run how) {
+    const bool recorded = how == kvq_run::RECORD;
     const ggml_tensor *q = node->src[0], *k = node->src[1], *mask = node->src[3], *sinks = node->src[4];
     kvq_kv_layer & l = *t.layer;
     const int page_cells = l.d.k.page_cells, n_kv = (int) k->ne[1], n_stream = (int) q->ne[3];
@@ -328,15 +271,18 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         // room for pages that open while a recording is in use; steps outside of one bring buffers to the same size
         if (l.spans.packed) {
             a.n_pages = std::min((int) kvq_pad((size_t) l.spans.n_used() + 16, 16), l.spans.n_pages);
-            l.spans.n_recorded = b.recording ? a.n_pages : l.spans.n_recorded;
+            l.spans.n_recorded = recorded ? a.n_pages : l.spans.n_recorded;
         }
     }
-    if (b.inner) { return kvq_cuda_attend(b, *t.cache, l, node, stream0, streams); }
-    if (kvq_chain * chain = t.cache->chain()) {
-        chain->attend(l.ordinal, stream0, streams.data(), n_stream, b.n_threads);
-    } else {
-        kvq_cpu_attend(streams.data(), n_stream, b.n_threads);
+    // a recorded step's layers follow each other when it runs
+    const kvq_kv_cache::reading reading(*t.cache, l, stream0, streams, b.n_threads, !recorded);
+    if (!b.inner) {
+        t.cache->device.attend(
+            { streams.data(), n_stream, &l.k->layout(), &l.v->layout(), reading.predicted(), b.n_threads });
+    } else if (!kvq_cuda_attend(b, *t.cache, l, node, stream0, streams, reading.predicted(), recorded)) {
+        return false;
     }
+    reading.done();
     for (int s = 0; !lse.empty() && s < n_stream; s++) {
         for (auto & policy : l.policies) {
             policy->observed(streams[(size_t) s], stream0 + s, (uint64_t) l.k->first_written(stream0 + s), b.n_threads);
@@ -349,22 +295,23 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     const ggml_tensor *view = node->src[0], *delta = node->src[1];
     std::vector<uint8_t> temp;
     const kvq_rope r = rope_of(b, node);
-    // channels that are not rotated, in a lane of their own
-    const int latent = t.layer->d.latent ? t.layer->d.shape.head_size_k : 0;
-    kvq_lane & lane = latent ? *t.layer->v : *t.layer->k;
+    // The last operand of the keys: channels of latent attention before it are not rotated. Rotated channels may
+    // start behind others.
+    const auto after = std::find_if(
+        t.layer->operands.begin(), t.layer->operands.end(), [](const kvq_operand & o) { return o.of_values; });
+    const kvq_operand & keys = *(after - 1);
+    kvq_lane & lane = *keys.lane;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
-    // rotated dimensions may start behind unrotated ones
-    const int first = (int) (view->view_offs / 2 % (size_t) (latent + D)) - latent;
+    const int at = (int) (view->view_offs / 2 % (size_t) (keys.first + D)), first = at - keys.first;
     if (first < 0 || first + r.n_dims > D) {
-        kvq_report_error("context shift rotates channels " + std::to_string(first + latent) + ".." +
-            std::to_string(first + latent + r.n_dims) +
+        kvq_report_error("context shift rotates channels " + std::to_string(at) + ".." + std::to_string(at + r.n_dims) +
             " of a key, beyond its rotary part: run with --no-context-shift");
         return false;
     }
     const int32_t * by = (const int32_t *) host_data(b, delta, temp);
     std::map<int32_t, kvq_rope_table> tables;
     std::vector<float> row((size_t) D);
-    kvq_transform * const turn = latent ? nullptr : t.layer->turns[0];
+    kvq_transform * const turn = keys.transform;
     kvq_positions * const positions = turn && turn->rotor ? t.cache->positions() : nullptr;
     t.layer->n_shifts += positions ? 1 : 0;
     for (int s = 0; s < lane.layout().n_stream; s++) {
@@ -388,121 +335,86 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     return true;
 }
 
-// is an operand a cache of ours? Its memory is not there to be read.
-static bool reads_cache(const ggml_tensor * node) {
-    const auto is_cache = [](const ggml_tensor * x) { return x && kvq_find_target(x).layer; };
-    return std::any_of(node->src, node->src + GGML_MAX_SRC, is_cache);
+// ---------------------------------------------------------------- steps
+
+// nodes of the graph that are on no cache of ours
+static ggml_status compute_others(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step::part & x, kvq_run how) {
+    ggml_backend_t others = b.inner ? b.inner : kvq_cpu_backend(b);
+    if (!others) {
+        const ggml_tensor * node = graph->nodes[x.first];
+        kvq_report_error(
+            std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is on no cache of ours");
+        return GGML_STATUS_FAILED;
+    }
+    ggml_cgraph part = *graph;
+    part.nodes = graph->nodes + x.first;
+    part.n_nodes = x.end - x.first;
+    part.size = part.n_leafs = 0;
+    part.leafs = part.grads = part.grad_accs = nullptr;
+    part.uid = 0;
+    if (how == kvq_run::RECORD) { kvq_cuda_step_flush(b); }
+    if (b.inner && how != kvq_run::EAGER) { kvq_cuda_no_inner_graph(b.inner, &part); }
+    return others->iface.graph_compute(others, &part);
 }
 
-ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
-    if (!kvq_find_caches(b, graph)) { return GGML_STATUS_FAILED; }
-    std::vector<kvq_kv_cache *> touched;
-    kvq_kv_layer * late = nullptr;            // attended, but not sealed yet
-    const auto seal = [&](kvq_kv_layer * l) { // frames of this ubatch are free for the next layer
-        if (l) {
-            l->k->commit(b.n_threads);
-            l->v->commit(b.n_threads);
-        }
-    };
-    const int n = ggml_graph_n_nodes(graph);
-    int first = 0; // of the nodes not yet handed to the inner backend
-    const auto hand_over = [&](int end) {
-        ggml_status status = GGML_STATUS_SUCCESS;
-        ggml_backend_t others = end > first ? (b.inner ? b.inner : kvq_cpu_backend(b)) : nullptr;
-        if (end > first && !others) {
-            const ggml_tensor * x = graph->nodes[first];
-            kvq_report_error(std::string("node ") + x->name + " (" + ggml_op_name(x->op) + ") is on no cache of ours");
-            status = GGML_STATUS_FAILED;
-        }
-        if (others) {
-            ggml_cgraph part = *graph; // the nodes [first, end)
-            part.nodes = graph->nodes + first;
-            part.n_nodes = end - first;
-            part.size = part.n_leafs = 0;
-            part.leafs = part.grads = part.grad_accs = nullptr;
-            part.uid = 0;
-            if (b.inner) { kvq_cuda_step_flush(b); }
-            if (b.inner && b.whole) { kvq_cuda_no_inner_graph(b.inner, &part); }
-            status = others->iface.graph_compute(others, &part);
-        }
-        first = end + 1;
-        return status;
-    };
-    for (int i = 0; i < n; i++) {
-        const ggml_tensor * node = ggml_graph_node(graph, i);
-        if (kvq_is_view_op(node->op) || ggml_is_empty(node)) {
-            if (first == i) { // nothing to hand over yet
-                first++;
-            }
-            continue;
-        }
-        if (!b.inner && kvq_graph_op_supported(node)) {
-            if (hand_over(i) != GGML_STATUS_SUCCESS) { return GGML_STATUS_FAILED; }
-            kvq_graph_op_compute(ggml_graph_node(graph, i), b.n_threads);
-            continue;
-        }
-        kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
-        if (!t.layer && (b.inner || !t.ours)) {
-            if (!b.inner && reads_cache(node)) {
-                kvq_report_error(why_not(node, t));
-                return GGML_STATUS_FAILED;
-            }
-            continue;
-        }
-        const ggml_status status = hand_over(i);
-        if (status != GGML_STATUS_SUCCESS) { return status; }
-        if (!t.layer) {
-            kvq_report_error(
-                std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is not on a cache of ours");
-            return GGML_STATUS_FAILED;
-        }
-        if (t.cache->refused) { return GGML_STATUS_FAILED; }
-        if (std::find(touched.begin(), touched.end(), t.cache) == touched.end()) {
-            touched.push_back(t.cache);
-            t.cache->arrivals.reset(); // whatever state came in is complete
-            if (b.inner) { kvq_cuda_use_stream(*t.cache, b.stream); }
-        }
-        bool ok = false;
-        try {
-            seal(late);
-            late = nullptr;
-            switch (node->op) {
-            case GGML_OP_SET_ROWS: ok = kvq_set_rows(b, node, t); break;
-            case GGML_OP_FLASH_ATTN_EXT: ok = flash_attn(b, node, t); break;
-            case GGML_OP_ROPE: ok = shift(b, node, t); break;
-            default: kvq_report_error(why_not(node, t)); break;
-            }
-            // on a device each layer seals when it has been attended; predicted ones together, one from the rows of
-            // the other
-            if (b.inner && !b.recording && node->op == GGML_OP_FLASH_ATTN_EXT && !t.cache->chain()) {
-                // eviction waits for scores: what follows attention is launched before
-                if (t.layer->d.k.evicts) {
-                    late = t.layer;
-                } else {
-                    seal(t.layer);
-                }
-            }
-        } catch (const std::bad_alloc &) {
-            kvq_report_error("out of memory in " + std::string(ggml_op_name(node->op)) + ": lower -c or -ub");
-            return GGML_STATUS_ALLOC_FAILED;
-        }
-        if (!ok) { return GGML_STATUS_FAILED; }
+// The part on a cache of ours; false: an error was reported.
+static bool compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_run how) {
+    switch (x.what) {
+    case kvq_step::OTHERS: return false; // compute_others
+    case kvq_step::WRITE: return kvq_set_rows(b, x.node, x.target);
+    case kvq_step::ATTEND: return flash_attn(b, x.node, x.target, how);
+    case kvq_step::SHIFT: return shift(b, x.node, x.target);
+    case kvq_step::OWN: kvq_graph_op_compute(x.node, b.n_threads); return true;
+    case kvq_step::SEAL:
+        if (how == kvq_run::RECORD) { return true; }
+        x.target.layer->k->commit(b.n_threads);
+        x.target.layer->v->commit(b.n_threads);
+        return true;
     }
-    const ggml_status status = hand_over(n);
-    if (status != GGML_STATUS_SUCCESS) { return status; }
-    for (kvq_kv_cache * cache : touched) {
-        try {
-            if (!b.recording) { cache->commit(b.n_threads); }
+    return false;
+}
+
+ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how) {
+    if (!step.why_not.empty()) {
+        kvq_report_error(step.why_not);
+        return GGML_STATUS_FAILED;
+    }
+    for (kvq_kv_cache * cache : step.caches) {
+        if (cache->refused) { return GGML_STATUS_FAILED; }
+        cache->arrivals.reset(); // whatever state came in is complete
+        if (b.inner) { kvq_cuda_use_stream(*cache, b.stream); }
+    }
+    const char * at = "";
+    try {
+        for (const kvq_step::part & x : step.parts) {
+            if (x.what == kvq_step::OTHERS) {
+                const ggml_status status = compute_others(b, graph, x, how);
+                if (status != GGML_STATUS_SUCCESS) { return status; }
+                continue;
+            }
+            at = x.node ? ggml_op_name(x.node->op) : "sealing";
+            if (!compute_part(b, x, how)) { return GGML_STATUS_FAILED; }
+        }
+        at = "sealing";
+        for (kvq_kv_cache * cache : step.caches) {
+            if (how != kvq_run::RECORD) { cache->commit(b.n_threads); }
             const std::string trouble = cache->trouble();
             if (!trouble.empty()) { kvq_report_note(trouble); }
-        } catch (const std::bad_alloc &) {
-            kvq_report_error("out of memory while the cache seals: lower -c or -ub");
-            return GGML_STATUS_ALLOC_FAILED;
         }
+    } catch (const std::bad_alloc &) {
+        kvq_report_error(std::string("out of memory in ") + at + ": lower -c or -ub");
+        return GGML_STATUS_ALLOC_FAILED;
+    }
+    for (kvq_kv_cache * cache : step.caches) {
         if (b.inner && !kvq_cuda_error(*cache).empty()) {
             kvq_report_error(kvq_cuda_error(*cache));
             return GGML_STATUS_FAILED;
         }
     }
     return GGML_STATUS_SUCCESS;
+}
+
+ggml_status kvq_compute_graph(kvq_backend_context & b, ggml_cgraph * graph) {
+    if (!kvq_find_caches(b, graph)) { return GGML_STATUS_FAILED; }
+    return kvq_run_step(b, graph, kvq_step_of(b, graph), kvq_run::EAGER);
 }

@@ -35,18 +35,17 @@ static void each_stream(const kvq_lane_layout & l, int64_t row0, int64_t row1,
     }
 }
 
-// The lanes that hold a row of a cache tensor side by side: one, or the two blocks of latent attention.
+// The lanes that hold a row of a cache tensor side by side.
 struct row_lanes {
     kvq_lane * lane[2];
     int n = 0, width[2], row = 0; // channels
     explicit row_lanes(const kvq_target & t) {
-        const auto add = [&](kvq_lane & l) {
-            lane[n] = &l;
-            width[n++] = l.layout().n_head * l.layout().codec.head_size;
-            row += width[n - 1];
-        };
-        add(t.value ? *t.layer->v : *t.layer->k);
-        if (t.layer->d.latent) { add(*t.layer->v); }
+        for (const kvq_operand & o : t.layer->operands) {
+            if (o.of_values != t.value) { continue; }
+            lane[n] = o.lane;
+            width[n++] = o.n;
+            row += o.n;
+        }
     }
     const kvq_lane_layout & layout() const { return lane[0]->layout(); }
 

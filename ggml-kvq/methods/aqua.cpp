@@ -47,7 +47,7 @@ kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq
         }
     }
     // the first layer of a cache pays for what all of them share
-    out.add("transform", { { "unrotate", 1 }, { "mean", !o.is("predictor", "none") }, { "pays", !c.prev } });
+    out.add("transform", { { "unrotate", 1 }, { "mean", !o.is("predictor", "none") }, { "counts_shared", !c.prev } });
     if (chained) {
         const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
         if (c.prev &&
@@ -60,7 +60,7 @@ kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq
         out.add("chain",
             { { "values", full }, { "k_from_k", c.prev ? width_k : 0 }, { "v_from_k", c.prev && full ? width_k : 0 },
                 { "v_from_v", c.prev && full ? width_v : 0 }, { "weight_bits", o.is("weights", "4") ? 4 : 8 },
-                { "pays", !c.prev } });
+                { "counts_shared", !c.prev } });
     }
     return KVQ_OK;
 }

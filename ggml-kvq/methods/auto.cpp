@@ -118,7 +118,7 @@ static kvq_status plan(
     o.values["v_bits"] = std::to_string(rung[1]);
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
     if (status != KVQ_OK || !given.is("means", "on")) { return status; }
-    out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "pays", !c.prev } });
+    out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "counts_shared", !c.prev } });
     return KVQ_OK;
 }
 

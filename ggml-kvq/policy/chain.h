@@ -6,13 +6,13 @@
 //
 // so layer l can be read only after layer l-1. Of every cell one reconstructed row is kept in 8 bits
 // (types/predictor.h), that of the layer read last; it is the input of the next layer, when writing and when reading:
-// both see the same bits. Rows of a page become f16 tiles in stripes of pages, attended at once and merged; nothing
-// holds a whole layer in f16. On a GPU (cuda/seal_chain.cu) the kept rows are there, and attention makes the rows of
-// all pages of a layer at once. A page that is open one layer below is predicted from its open rows: that happens
-// only while it is being rewritten.
+// both see the same bits. The rows lie where the engine computes, which turns them into those of the next layer and,
+// while it attends, into f16 tiles: the CPU in stripes of pages (cpu/chain.cpp), CUDA all pages of a layer at once
+// (cuda/seal_chain.cu). A page that is open one layer below is predicted from its open rows: that happens only while
+// it is being rewritten.
 //
 //   part chain   k_from_k, v_from_k, v_from_v: inputs of the predictors, 0: not predicted; values: 1, values too;
-//                weight_bits: 8 or 4; pays: 1 in the layer that pays for the rows that all layers share
+//                weight_bits: 8 or 4; counts_shared: 1 in the layer whose bytes count the rows that all layers share
 //   data         kvq.aqua.blk.<il>.{k,v}.weight (cache/calibration.h)
 #pragma once
 
@@ -20,7 +20,7 @@
 
 #include "types/predictor.h"
 
-#include <memory>
+#include <vector>
 
 struct kvq_chain_weights {
     kvq_predictor k, v_from_k, v_from_v; // bits 0: not predicted
@@ -28,8 +28,6 @@ struct kvq_chain_weights {
 
 class kvq_chain {
 public:
-    static constexpr int STRIPE = 32; // pages
-
     // width_v 0: values are not predicted; device: of the lanes
     kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v, kvq_device & device);
     ~kvq_chain();
@@ -44,11 +42,10 @@ public:
         kvq_lane * k, kvq_lane * v, kvq_transform * turn_k, kvq_transform * turn_v, const kvq_chain_weights & w);
     bool chains(bool value) const { return !value || width[1]; }
 
-    // Prediction for a page of layer l, f32 [page_cells][stride(value)]; zeros where nothing is predicted.
-    void predict(int l, bool value, int s, int p, float * out);
+    // Predictions for up to KVQ_CHAIN_STRIPE pages of layer l, f32 [page][page_cells][stride(value)] in the device's
+    // memory, until the next call; zeros where nothing is predicted.
+    const float * predict(int l, bool value, int s, const std::vector<int> & pages);
     size_t stride(bool value) const { return row_stride[value]; }
-    // The same for up to STRIPE pages, in memory of a device that is not the host; until the next call.
-    const float * predict_there(int l, bool value, int s, const std::vector<int> & pages);
 
     // The page holds something else than before.
     void changed(int l, bool value, int s, int p);
@@ -57,14 +54,11 @@ public:
     // Opens sealed pages that were predicted from this one, which is about to be sealed anew.
     void release(int l, bool value, int s, int p);
 
-    // Attention of layer l, streams stream0..: like kvq_cpu_attend, over pages that are made readable stripe by stripe.
-    void attend(int l, int stream0, const kvq_attn * attn, int n, int n_threads);
-
-    // Where memory is not the host's, attention itself turns the first pages' rows of layer l-1 into those of layer
-    // l; what it needs for that. layer_below: rows of l-1 are made where there are others; not while a step is
-    // recorded, whose layers follow each other.
-    kvq_chain_pages lane_there(int l, bool value, int s, int p0, int n) const;
-    void layer_below(int l, int s, int n);
+    // Attention itself turns rows of layer l-1 into those of layer l (engine/engine.h). pages_of: n pages from p0 on,
+    // as it asks for them. layer_below: of sealed pages among the first n, rows of l-1 are made where there are
+    // others; not while a step is recorded, whose layers follow each other. layer_read: attention has read them.
+    kvq_chain_pages pages_of(int l, bool value, int s, int p0, int n, int n_threads = 1) const;
+    void layer_below(int l, int s, int n, int n_threads);
     void layer_read(int l, int s, int n);
     void forget(); // a recorded step has run: rows are of no known layer
 
@@ -74,23 +68,16 @@ private:
         kvq_transform * turn[2];
         kvq_chain_weights w;
     };
-    struct workspace {
-        std::vector<float> rows[2], decoded, work;
+    struct kept_rows {          // [stream][page][cell], in the device's memory
+        int8_t * row = nullptr; // [stride8]
+        float * scale = nullptr;
+        std::vector<int16_t> layer_of; // [stream][page] layer that the rows are of, -1: none
     };
-    struct kept {                // [stream][page][cell]
-        std::vector<int8_t> row; // [stride8]
-        std::vector<float> scale;
-        std::vector<int16_t> level;   // [stream][page] layer that the rows are of, -1: none
-        int8_t * row_there = nullptr; // both, where memory is not the host's
-        float * scale_there = nullptr;
-    };
-    void reach_there(int l, bool value, int s, int p, int n);
-    bool alike(int l, int s, int p, int q) const;                 // pages that need the same to reach layer l
-    bool alone(int l, bool value, size_t at, int s, int p) const; // its rows need no other layer
-    void reach(int l, bool value, int s, int p, workspace & w);
-    void step(int l, bool value, int s, int p, workspace & w);
-    void apply(int l, bool value, size_t at, float * out, workspace & w) const;
-    workspace & space(size_t i);
+    size_t index_of(int s, int p) const { return (size_t) s * n_pages + p; }
+    bool is_predicted(int l, bool value, int s, int p) const; // a sealed page: its rows need those of the layer below
+    bool have_same_past(int l, int s, int p, int q) const;    // pages that need the same to become rows of layer l
+    // rows of n neighbouring pages with the same past become those of layer l
+    void rebuild(int l, bool value, int s, int p, int n, int n_threads);
 
     kvq_device & device;
     bool is_ok = true;
@@ -99,9 +86,7 @@ private:
     int n_pages, page_cells, width[2];
     size_t row_stride[2], stride8[2];
     std::vector<layer> layers;
-    kept rows[2];
-    std::vector<std::unique_ptr<workspace>> spaces;
-    std::vector<uint16_t> tiles[2];
+    kept_rows rows[2];
 };
 
 // The chain as lanes of one layer see it: what is predicted from a page waits for it, and follows its changes.

@@ -15,7 +15,3 @@ public:
 private:
     kvq_probe & scores;
 };
-
-// Of one head: bit per cell in set [page_cells/8].
-void kvq_choose_set(const kvq_probe & scores, int n_salient, int s, int p, int head, int page_cells,
-    const uint8_t * valid, uint8_t * set);

@@ -51,8 +51,8 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
         l.n_frames = std::min(std::max(l.window / l.page_cells, 1) + l.n_sink_pages, l.n_pages);
     }
     for (const kvq_part & part : plan.parts) {
-        const auto room = kind_of(part).room;
-        if (room) { room(part, plan, value, l); }
+        const auto shape = kind_of(part).shape;
+        if (shape) { shape(part, plan, value, l); }
     }
     const size_t pages = (size_t) l.n_pages * n_stream, stored = (size_t) l.n_store * n_stream;
     l.bytes_codes = l.shares_codes ? 0 : kvq_pad(stored * n_head * l.nb_codes, KVQ_ALIGN);

@@ -23,7 +23,7 @@ size_t kvq_evict::nb_page(int n_head, int page_cells) {
 void kvq_evict::init(
     kvq_lane & k, kvq_lane & v, kvq_span_table & table, kvq_probe & its_scores, float keep_, float recent_) {
     release();
-    device = k.device.is_host() ? nullptr : &k.device;
+    device = &k.device;
     lane[0] = &k;
     lane[1] = &v;
     spans_table = &table;
@@ -40,13 +40,14 @@ void kvq_evict::init(
     prompt.resize((size_t) n_stream * n_pages * page_cells);
     open_maps.resize((size_t) n_stream * n_pages);
     open_there.assign(open_maps.size(), nullptr);
-    spans_table->packed = device != nullptr;
-    if (device && !(maps_there = (int32_t *) device->alloc(4 * maps.size()))) { throw std::bad_alloc(); }
+    spans_table->packed = !device->is_host();
+    maps_there = device->is_host() ? maps.data() : (int32_t *) device->alloc(4 * maps.size());
+    if (!maps_there) { throw std::bad_alloc(); }
     clear();
 }
 
 void kvq_evict::release() {
-    if (maps_there) { device->free(maps_there, 4 * maps.size()); }
+    if (maps_there && maps_there != maps.data()) { device->free(maps_there, 4 * maps.size()); }
     maps_there = nullptr;
 }
 
@@ -63,7 +64,7 @@ void kvq_evict::set_map(int s, int i, const int32_t * from) {
 
 void kvq_evict::put_map(int s, int i) {
     const size_t n = (size_t) n_head * page_cells;
-    if (device) { device->put(maps_there + ((size_t) s * n_store + i) * n, map(s, i, 0), 4 * n); }
+    if (maps_there != maps.data()) { device->put(maps_there + ((size_t) s * n_store + i) * n, map(s, i, 0), 4 * n); }
 }
 
 void kvq_evict::clear() {
@@ -73,7 +74,7 @@ void kvq_evict::clear() {
     std::fill(prompt.begin(), prompt.end(), 0);
     top.assign((size_t) n_stream, 0);
     restored_at.assign((size_t) n_stream, 0);
-    reach.assign((size_t) n_stream, 0);
+    written_end.assign((size_t) n_stream, 0);
     in_prompt.assign((size_t) n_stream, 0);
     keys_arrive.assign((size_t) n_stream, 0);
     for (auto & m : open_maps) { m.clear(); }
@@ -107,7 +108,7 @@ void kvq_evict::show(int s, int i) {
     span.k_params = on ? lane[0]->params_at(s, i, 0) : nullptr;
     span.v_codes = on ? lane[1]->codes_at(s, i, 0) : nullptr;
     span.v_params = on ? lane[1]->params_at(s, i, 0) : nullptr;
-    span.map = device ? maps_there + (size_t) (map(s, i, 0) - maps.data()) : map(s, i, 0);
+    span.map = maps_there + (size_t) (map(s, i, 0) - maps.data());
     span.n_slots = on ? page_cells : 0;
     const int32_t *m = map(s, i, 0), *end = m + (size_t) n_head * page_cells;
     // without gaps: the mask is looked at once
@@ -127,7 +128,7 @@ void kvq_evict::wrote(kvq_lane & x, int s, int p, const uint8_t * slots, int64_t
     for (int t = 0; t < page_cells; t++) {
         if (slots[t / 8] >> t % 8 & 1) {
             flags[t] |= asked ? OF_PROMPT : 0;
-            reach[(size_t) s] = std::max(reach[(size_t) s], p * page_cells + t + 1);
+            written_end[(size_t) s] = std::max(written_end[(size_t) s], p * page_cells + t + 1);
         }
     }
     in_prompt[(size_t) s] = asked;
@@ -137,7 +138,7 @@ void kvq_evict::wrote(kvq_lane & x, int s, int p, const uint8_t * slots, int64_t
 }
 
 void kvq_evict::limit(int s, int n_cells) {
-    int & end = reach[(size_t) s];
+    int & end = written_end[(size_t) s];
     if (n_cells >= end) { return; }
     for (int c = n_cells; c < end; c++) { forget(s, c); }
     forget_all(s);
@@ -204,7 +205,7 @@ void kvq_evict::mask_open(int s, int p) {
     if (!any) { m = {}; }
     const int32_t * was = span.map;
     span.map = any ? m.data() : nullptr;
-    if (device) {
+    if (!device->is_host()) {
         int32_t *& there = open_there[(size_t) s * n_pages + p];
         const size_t nb = 4 * (size_t) n_head * page_cells;
         if (any) {
@@ -249,67 +250,6 @@ void kvq_evict::restoring(bool on) {
 }
 
 // ---------------------------------------------------------------- sealing
-
-// Ranks by falling score, cells in their order when equal: numbers that sort as (-score, place in the run). Devices
-// do the same (kvq_device::pack).
-static uint64_t rank_of(float score, size_t place) {
-    uint32_t bits;
-    memcpy(&bits, &score, 4);
-    bits = bits >> 31 ? bits : ~(bits | 0x80000000u);
-    return (uint64_t) std::min(bits, ~1u) << 32 | (uint32_t) place;
-}
-
-// Pages that the run would fill. A cell that no head holds, and a row that was evicted before it was saved, take no
-// slot.
-std::vector<kvq_evict::candidate> kvq_evict::pack(int s, const std::vector<int> & due, bool sorted) const {
-    const kvq_lane & k = *lane[0];
-    std::vector<candidate> out(due.size()); // a head fills no more pages
-    for (candidate & c : out) { c.map.assign((size_t) n_head * page_cells, -1); }
-    std::vector<float> cell_scores, page_scores((size_t) page_cells), sums;
-    std::vector<int32_t> cells;
-    std::vector<uint64_t> ranks;
-    std::vector<uint32_t> page_of, n_in;
-    for (int h = 0; h < n_head; h++) {
-        cell_scores.clear();
-        cells.clear();
-        ranks.clear();
-        for (int p : due) {
-            const uint8_t * valid = k.valid(s, p);
-            scores->scores(s, p, h, page_scores.data());
-            for (int t = 0; t < page_cells; t++) {
-                if ((valid[t / 8] >> t % 8 & 1) && !is_evicted(s, p, h, t)) {
-                    cell_scores.push_back(page_scores[(size_t) t]);
-                    cells.push_back(p * page_cells + t);
-                }
-            }
-        }
-        // only which page a cell goes to matters, not the order within it
-        const size_t n = cells.size();
-        page_of.resize(n);
-        n_in.assign(out.size(), 0);
-        for (size_t i = 0; i < n; i++) {
-            page_of[i] = (uint32_t) (i / page_cells);
-            if (sorted) { ranks.push_back(rank_of(cell_scores[i], i)); }
-        }
-        for (size_t at = 0; sorted && at < n; at += page_cells) {
-            const size_t end = std::min(at + page_cells, n);
-            if (end < n) { std::nth_element(ranks.begin() + (long) at, ranks.begin() + (long) end, ranks.end()); }
-            for (size_t j = at; j < end; j++) { page_of[(uint32_t) ranks[j]] = (uint32_t) (at / page_cells); }
-        }
-        sums.assign(out.size(), 0.0f);
-        for (size_t i = 0; i < n; i++) {
-            const uint32_t at = page_of[i];
-            out[at].map[(size_t) h * page_cells + n_in[at]++] = cells[i];
-            sums[at] += cell_scores[i];
-        }
-        for (size_t at = 0; at < out.size(); at++) {
-            out[at].info.score += sums[at];
-            out[at].index = (int) at;
-        }
-    }
-    while (!out.empty() && out.back().holds_nothing()) { out.pop_back(); }
-    return out;
-}
 
 // Cells of a prompt in an open page.
 int kvq_evict::n_prompt_cells(int s, int p) const {
@@ -366,7 +306,7 @@ void kvq_evict::drop_excess(int s, int budget, int64_t first_recent, std::vector
     }
 }
 
-// Decides what stays of pages that are due; made: pages that were filled, places: where a device packed them.
+// Decides what stays of pages that are due; made: pages that were filled, places: where the engine packed them.
 void kvq_evict::seal_keys(
     int s, const std::vector<int> & due, std::vector<int> & made, std::vector<int> & places, kvq_packed & packed) {
     const kvq_lane & k = *lane[0];
@@ -379,13 +319,7 @@ void kvq_evict::seal_keys(
     const bool judged = in_prompt[(size_t) s] && !is_restoring && keep < 1.0f;
     const int64_t first_recent = top[(size_t) s] + 1 - std::lround(recent * (float) n_prompt);
     const std::vector<run> runs = runs_of(s, due, first_recent);
-    std::vector<candidate> fresh = device ? pack_there(s, runs, judged, packed) : std::vector<candidate>();
-    for (size_t r = 0; !device && r < runs.size(); r++) {
-        for (candidate & c : pack(s, runs[r].pages, judged && runs[r].of_prompt)) {
-            c.run = (int) r;
-            fresh.push_back(std::move(c));
-        }
-    }
+    std::vector<candidate> fresh = pack(s, runs, judged, packed);
     int n_generated = 0; // pages
     for (candidate & c : fresh) {
         const run & r = runs[(size_t) c.run];
@@ -433,10 +367,7 @@ bool kvq_evict::take(kvq_lane & x, int s, const std::vector<int> & due_, int n_t
         seal_keys(s, due, made, places, packed);
         queue.push_back({ s, due, made });
     }
-    const int n = device ? 0 : (int) made.size() * n_head;
-    if (device) { encode_there(value, s, due, made, packed, places); }
-#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
-    for (int j = 0; j < n; j++) { encode(value, s, made[(size_t) (j / n_head)], j % n_head); }
+    encode(value, s, due, made, packed, places, n_threads);
     for (int i : made) {
         x.counters->n_sealed++;
         if (value) { show(s, i); }
@@ -457,8 +388,8 @@ void kvq_evict::edit(kvq_lane & x, int s, const kvq_any_cell & any, const kvq_ed
             const int32_t * m = map(s, i, h);
             if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= 0 && any(c); })) { continue; }
             kvq_traits(l.codec.type)
-                ->decode(l.codec, view<uint8_t>(x.codes_at(s, i, h), l.nb_codes, codes),
-                    view<uint8_t>(x.params_at(s, i, h), l.nb_params, params), block.data());
+                ->decode(l.codec, x.view<uint8_t>(x.codes_at(s, i, h), l.nb_codes, codes),
+                    x.view<uint8_t>(x.params_at(s, i, h), l.nb_params, params), block.data());
             std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
             for (int t = 0; t < page_cells; t++) {
                 if (m[t] >= 0) {
@@ -466,7 +397,7 @@ void kvq_evict::edit(kvq_lane & x, int s, const kvq_any_cell & any, const kvq_ed
                     valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
                 }
             }
-            encode_rows(value, s, i, h, block, valid.data(), false);
+            encode_rows(value, s, i, h, block, valid.data());
         }
     }
 }
@@ -490,7 +421,7 @@ void kvq_evict::copied(kvq_lane & x, int from, int to) {
     std::copy_n(prompt.begin() + (long) from * n_pages * page_cells, n_pages * page_cells,
         prompt.begin() + (long) to * n_pages * page_cells);
     top[(size_t) to] = top[(size_t) from];
-    reach[(size_t) to] = reach[(size_t) from];
+    written_end[(size_t) to] = written_end[(size_t) from];
     in_prompt[(size_t) to] = in_prompt[(size_t) from];
     for (int p = 0; p < n_pages; p++) { mask_open(to, p); }
 }
@@ -502,7 +433,7 @@ void kvq_evict::spans(kvq_attn & a, int) {
     a.map_stride = page_cells;
 }
 
-static void room(const kvq_part & part, const kvq_layer_plan &, bool, kvq_lane_layout & l) {
+static void shape(const kvq_part & part, const kvq_layer_plan &, bool, kvq_lane_layout & l) {
     l.evicts = true;
     const float keep = (float) part.get("keep");
     l.n_store = std::min(std::max((int) std::ceil(keep * (float) l.n_pages), 1), l.n_pages);
@@ -523,4 +454,4 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
 }
 
 extern const kvq_policy_kind kvq_policy_evict;
-const kvq_policy_kind kvq_policy_evict = { "evict", room, bytes, attach, nullptr };
+const kvq_policy_kind kvq_policy_evict = { "evict", shape, bytes, attach, nullptr };

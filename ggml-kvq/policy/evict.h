@@ -13,8 +13,8 @@
 //
 // What is sealed is never quantised again: pages go or stay whole, and because a run is sorted that is close to
 // choosing cells. An evicted cell keeps no trace but a bit; positions of the others do not change. How saved states
-// carry all this: evict_state.cpp. Pages may lie on a device, which then sorts the cells of runs and moves their rows
-// (evict_there.cpp). Which pages stay is decided here, and what they hold is remembered here.
+// carry all this: evict_state.cpp. Where the pages lie the engine sorts the cells of runs and moves their rows
+// (evict_encode.cpp). Which pages stay is decided here, and what they hold is remembered here.
 //
 //   part evict   keep: share of a prompt's cells that stay when they seal, which bounds the store; recent: of them, the
 //                newest ones, whatever their score. Behind part probe, whose scores it takes
@@ -77,7 +77,7 @@ private:
     struct candidate {
         slot_page info;
         std::vector<int32_t> map; // [n_head][page_cells]
-        // its run, its place there; on a device, its place among all that were packed together
+        // its run, its place there, and its place among all that were packed together
         int run = 0, index = 0, place = 0;
         bool holds_nothing() const;
     };
@@ -111,33 +111,21 @@ private:
     void release();
     void set_map(int s, int i, const int32_t * from); // on the host
     void put_map(int s, int i);
-    void encode(bool value, int s, int i, int h);
-    void encode_there(bool value, int s, const std::vector<int> & due, const std::vector<int> & made,
-        const kvq_packed & packed, const std::vector<int> & places);
-    std::vector<candidate> pack_there(int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const;
-    // from the host
-    void encode_rows(
-        bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid, bool choose);
-    // salient slots of a mixed block, before it is encoded
-    void choose_set(bool value, int s, int i, int h, uint8_t * set);
-    template <typename T> const T * view(const T * p, size_t n, std::vector<T> & copy) const { // on the host
-        if (!device) { return p; }
-        copy.resize(n);
-        device->get(copy.data(), p, n * sizeof(T));
-        return copy.data();
-    }
+    void encode(bool value, int s, const std::vector<int> & due, const std::vector<int> & made,
+        const kvq_packed & packed, const std::vector<int> & places, int n_threads);
+    void encode_rows(bool value, int s, int i, int h, const std::vector<uint16_t> & block, const uint8_t * valid);
     void mask_open(int s, int p);
     bool is_evicted(int s, int p, int h, int t) const;
     size_t nb_share(bool value) const; // bytes a row carries
     bool take_block(const kvq_lane & x, const arrival & a, int h, int cell, const uint16_t * rows,
         std::vector<uint8_t> & codes, std::vector<uint8_t> & stream) const;
-    std::vector<candidate> pack(int s, const std::vector<int> & due, bool sorted) const;
+    std::vector<candidate> pack(int s, const std::vector<run> & runs, bool judged, kvq_packed & packed) const;
 
     kvq_lane * lane[2] = {};
     kvq_span_table * spans_table = nullptr;
     kvq_probe * scores = nullptr;
-    kvq_device * device = nullptr; // NULL: host memory
-    int32_t * maps_there = nullptr;
+    kvq_device * device = nullptr;
+    int32_t * maps_there = nullptr; // where attention reads them: of the host `maps` itself
     float keep = 0.0f, recent = 0.0f;
     int n_head = 0, page_cells = 0, n_store = 0, n_pages = 0, n_stream = 0;
     bool is_restoring = false;
@@ -150,7 +138,7 @@ private:
     std::vector<uint8_t> prompt;  // [n_stream][n_pages*page_cells]: OF_PROMPT, AWAY: sealed or evicted, PARTLY
     // of a stream: clock when its newest prompt cell was written; when a state began to come in
     std::vector<int64_t> top, restored_at;
-    std::vector<int> reach;                      // likewise: cells from here on were never written
+    std::vector<int> written_end;                // likewise: cells from here on were never written
     std::vector<uint8_t> in_prompt, keys_arrive; // likewise: the last call was of a prompt; keys are being restored
     std::vector<int> rewritten;                  // cells named by forget() that pages of slots may still hold
     // of open pages some of whose cells are not in them, [n_stream][n_pages] x [n_head][page_cells]

@@ -108,15 +108,8 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
         for (int h = 0; h < n_head; h++) {
             const int32_t * m = map(s, i, h);
             if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) { continue; }
-            const uint8_t *codes = x.codes_at(s, i, h), *params = x.params_at(s, i, h);
-            if (device) {
-                codes_copy.resize(l.nb_codes);
-                params_copy.resize(l.nb_params);
-                device->get(codes_copy.data(), codes, codes_copy.size());
-                device->get(params_copy.data(), params, params_copy.size());
-                codes = codes_copy.data();
-                params = params_copy.data();
-            }
+            const uint8_t * codes = x.view<uint8_t>(x.codes_at(s, i, h), l.nb_codes, codes_copy);
+            const uint8_t * params = x.view<uint8_t>(x.params_at(s, i, h), l.nb_params, params_copy);
             kvq_traits(l.codec.type)->decode(l.codec, codes, params, block.data());
             const int32_t age = (int32_t) std::min<int64_t>(last - page.newest, INT32_MAX);
             memcpy(stream.data(), params, l.nb_params);
@@ -195,13 +188,15 @@ void kvq_evict::encode_holed(int s, int i, int cell, const uint16_t * rows, cons
             }
             x.device.put(x.params_at(s, i, h), set.data(), nb_set);
         }
-        encode_rows(false, s, i, h, block, valid.data(), false);
+        encode_rows(false, s, i, h, block, valid.data());
     }
 }
 
 // Values that do not go with their keys: quantised anew into the same page.
 void kvq_evict::encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
-    const size_t D = (size_t) lane[1]->layout().codec.head_size, W = D * (size_t) n_head;
+    kvq_lane & x = *lane[1];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
     std::vector<uint16_t> block((size_t) page_cells * D);
     for (auto it = arrived.begin(); it != arrived.end();) {
         const int i = it->second;
@@ -221,7 +216,10 @@ void kvq_evict::encode_arrived(int s, int cell, int n, const uint16_t * rows, st
                     left[(size_t) (c - cell) * n_head + h] = 0;
                 }
             }
-            encode_rows(true, s, i, h, block, valid.data(), true);
+            if (l.codec.type == KVQ_TYPE_MIXED) { // the set of its keys
+                x.device.copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), (size_t) page_cells / 8);
+            }
+            encode_rows(true, s, i, h, block, valid.data());
         }
         show(s, i);
         it = arrived.erase(it);
@@ -248,7 +246,7 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
     keys_arrive[(size_t) s] = !value;
     for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
     forget_all(s);
-    reach[(size_t) s] = std::max(reach[(size_t) s], cell + n);
+    written_end[(size_t) s] = std::max(written_end[(size_t) s], cell + n);
     for (int c = cell; c < cell + n; c++) {
         for (int h = 0; h < n_head; h++) {
             const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;

@@ -25,7 +25,7 @@ struct kvq_layer_parts {
     size_t bytes_far = 0;                         // of a second tier, of all layers of the cache
     std::string why;                              // what is missing where a policy cannot be made; "": memory
     // parts that others ask for by type
-    class kvq_transform * turns[2] = {};
+    class kvq_transform * transforms[2] = {};
     class kvq_chain * chain = nullptr;
     class kvq_probe * probe = nullptr;
 
@@ -47,7 +47,7 @@ struct kvq_part_of_layer {
 struct kvq_policy_kind {
     const char * name;
     // Room: pages that may be sealed at once, what the lane is. Before its bytes are counted. NULL: as it is.
-    void (*room)(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l);
+    void (*shape)(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l);
     // Bytes that come on top. NULL: none.
     void (*bytes)(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l);
     // Makes the policy and adds it to its lanes; false: at.why says what is missing, "": memory.

@@ -7,7 +7,7 @@ kvq_positions::kvq_positions(int n_stream, int n_pages, int page_cells, kvq_devi
     now.assign((size_t) n_stream * n_pages * page_cells, -1);
     sealed = now;
     users.assign((size_t) n_stream * n_pages, 0);
-    apart.assign(users.size(), 0);
+    has_moved.assign(users.size(), 0);
     if (!device.is_host()) { there = (int32_t *) device.alloc(8 * now.size()); }
 }
 
@@ -15,11 +15,11 @@ kvq_positions::~kvq_positions() {
     if (there) { device.free(there, 8 * now.size()); }
 }
 
-void kvq_positions::note_apart(int s, int p) {
+void kvq_positions::note_moved(int s, int p) {
     bool moved = false;
     const size_t at = cell(s, p);
     for (size_t i = at; i < at + page_cells; i++) { moved |= now[i] >= 0 && now[i] != sealed[i]; }
-    apart[(size_t) s * n_pages + p] = moved;
+    has_moved[(size_t) s * n_pages + p] = moved;
 }
 
 void kvq_positions::put(int s, int p, bool with_sealed) {
@@ -28,13 +28,13 @@ void kvq_positions::put(int s, int p, bool with_sealed) {
     device.put(there + at, &now[at], 4 * (size_t) page_cells);
     if (with_sealed) {
         device.put(there + now.size() + at, &sealed[at], 4 * (size_t) page_cells);
-        note_apart(s, p);
+        note_moved(s, p);
     }
 }
 
 bool kvq_positions::stayed(int s) const {
     for (size_t i = (size_t) s * n_pages; i < ((size_t) s + 1) * n_pages; i++) {
-        if (apart[i] && users[i]) { return false; }
+        if (has_moved[i] && users[i]) { return false; }
     }
     return true;
 }
@@ -47,10 +47,10 @@ void kvq_positions::shift(int s, const int32_t * by, int n_cells, int n_seen) {
         p = p < 0 ? p : std::max(p + by[c], 0);
         top = std::max(top, p);
     }
-    for (auto & r : rotors) { r->reach(top); }
+    for (auto & r : rotors) { r->cover(top); }
     if (there) {
         device.put(there + cell(s, 0), &now[cell(s, 0)], 4 * (size_t) n_pages * page_cells);
-        for (int p = 0; p < n_pages; p++) { note_apart(s, p); }
+        for (int p = 0; p < n_pages; p++) { note_moved(s, p); }
     }
 }
 

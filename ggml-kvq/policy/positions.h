@@ -39,10 +39,11 @@ struct kvq_positions {
 
 private:
     size_t cell(int s, int p) const { return ((size_t) s * n_pages + p) * page_cells; }
-    void note_apart(int s, int p);
+    void note_moved(int s, int p);
     int n_pages, page_cells;
     kvq_device & device;
-    int32_t * there = nullptr;  // both, NULL on the host
-    std::vector<uint8_t> apart; // pages of a device whose positions differ from `sealed`; of open ones it says nothing
+    int32_t * there = nullptr; // both, NULL on the host
+    std::vector<uint8_t>
+        has_moved; // pages of a device whose positions differ from `sealed`; of open ones it says nothing
     std::vector<std::unique_ptr<kvq_rotor>> rotors; // one per distinct embedding
 };

@@ -61,10 +61,10 @@ void kvq_probe::release() {
 }
 
 void kvq_probe::init(
-    const kvq_lane_layout & keys, float share_, bool normalise_, uint32_t seed_, int min_rows_, kvq_device * device_) {
+    const kvq_lane_layout & keys, float share_, bool normalise_, uint32_t seed_, int min_rows_, kvq_device & device_) {
     release();
     tables.assign((size_t) keys.n_stream, table());
-    device = device_ && !device_->is_host() ? device_ : nullptr;
+    device = &device_;
     n_frames = keys.n_frames;
     n_head = keys.n_head;
     page_cells = keys.page_cells;
@@ -75,11 +75,11 @@ void kvq_probe::init(
     min_rows = min_rows_;
 }
 
-// ---------------------------------------------------------------- on a device
+// ---------------------------------------------------------------- sums
 
 kvq_probe::entry & kvq_probe::at(int stream, int page) {
     entry & e = pages[{ stream, page }];
-    if (device && e.place < 0) {
+    if (e.place < 0) {
         if (free_places.empty()) { // the pool grows, what it holds moves
             const int n = std::max(2 * n_pool, n_frames + 4);
             uint8_t * more = (uint8_t *) device->alloc(n * nb_entry());
@@ -99,11 +99,6 @@ kvq_probe::entry & kvq_probe::at(int stream, int page) {
         free_places.pop_back();
         memset(e.stale, 0xff, sizeof(e.stale));
     }
-    if (device) { return e; }
-    if (e.sums.empty()) {
-        e.sums.assign((size_t) n_head * page_cells, 0.0f);
-        e.seen.assign((size_t) page_cells, 0);
-    }
     return e;
 }
 
@@ -122,17 +117,15 @@ void kvq_probe::add(int stream, int page, const float * more, const int32_t * mo
     entry & e = at(stream, page);
     std::vector<float> s;
     std::vector<int32_t> n;
-    if (device) { get(e, s, n); }
-    std::vector<float> & to = device ? s : e.sums;
-    std::vector<int32_t> & to_n = device ? n : e.seen;
-    for (size_t i = 0; i < to.size(); i++) { to[i] += more[i]; }
-    for (size_t i = 0; i < to_n.size(); i++) { to_n[i] += more_seen[i]; }
-    if (device) {
-        device->put(there(e), s.data(), 4 * s.size());
-        device->put(there(e) + s.size(), n.data(), 4 * n.size());
-        memset(e.stale, 0, sizeof(e.stale));
-    }
+    get(e, s, n);
+    for (size_t i = 0; i < s.size(); i++) { s[i] += more[i]; }
+    for (size_t i = 0; i < n.size(); i++) { n[i] += more_seen[i]; }
+    device->put(there(e), s.data(), 4 * s.size());
+    device->put(there(e) + s.size(), n.data(), 4 * n.size());
+    memset(e.stale, 0, sizeof(e.stale));
 }
+
+// ---------------------------------------------------------------- the table of a device
 
 bool kvq_probe::reserve(int stream, int n_rows, int n_pages) {
     table & t = tables[(size_t) stream];
@@ -218,62 +211,40 @@ void kvq_probe::observe(const kvq_attn & attn, int stream, uint64_t first, int n
     sums.assign(n * n_head, 0.0f);
     seen.assign(n * n_head, 0);
     kvq_cpu_column_sums(a, rows.data(), (int) rows.size(), sums.data(), seen.data(), n_threads);
+    std::vector<float> of_page((size_t) n_head * page_cells);
     for (size_t i = 0; i < open.size(); i++) {
-        entry & e = at(stream, open[i].cell / page_cells);
         for (int h = 0; h < n_head; h++) {
-            for (int t = 0; t < page_cells; t++) {
-                e.sums[(size_t) h * page_cells + t] += sums[h * n + i * page_cells + t];
-            }
+            std::copy_n(&sums[h * n + i * page_cells], page_cells, &of_page[(size_t) h * page_cells]);
         }
-        for (int t = 0; t < page_cells; t++) { // who sees a cell does not depend on the head
-            e.seen[(size_t) t] += seen[i * page_cells + t];
-        }
+        // who sees a cell does not depend on the head
+        add(stream, open[i].cell / page_cells, of_page.data(), &seen[i * page_cells]);
     }
-}
-
-float kvq_probe::score_of(const entry & e, int head, int slot) const {
-    return e.sums[(size_t) head * page_cells + slot] / (normalise ? (float) std::max(e.seen[(size_t) slot], 1) : 1.0f);
-}
-
-float kvq_probe::score(int stream, int page, int head, int slot) const {
-    const auto found = pages.find({ stream, page });
-    return found == pages.end() ? 0.0f : score_of(found->second, head, slot);
 }
 
 void kvq_probe::scores(int stream, int page, int head, float * out) const {
     const auto found = pages.find({ stream, page });
-    entry here;
-    if (device && found != pages.end()) { get(found->second, here.sums, here.seen); }
+    std::vector<float> s((size_t) n_head * page_cells, 0.0f);
+    std::vector<int32_t> n((size_t) page_cells, 0);
+    if (found != pages.end()) { get(found->second, s, n); }
     for (int t = 0; t < page_cells; t++) {
-        out[t] = found == pages.end() ? 0.0f : score_of(device ? here : found->second, head, t);
+        const float by = normalise ? (float) std::max(n[(size_t) t], 1) : 1.0f;
+        out[t] = s[(size_t) head * page_cells + t] / by;
     }
 }
 
 void kvq_probe::reopen(int stream, int page, int head, const uint8_t * set) {
     entry & e = at(stream, page);
     std::vector<float> s((size_t) page_cells);
-    std::vector<int32_t> n((size_t) page_cells, 1);
+    const std::vector<int32_t> n((size_t) page_cells, 1);
     for (int t = 0; t < page_cells; t++) { s[(size_t) t] = (float) (set[t / 8] >> t % 8 & 1); }
-    if (device) { // head by head
-        device->put(there(e) + (size_t) head * page_cells, s.data(), 4 * s.size());
-        device->put(there(e) + (size_t) n_head * page_cells, n.data(), 4 * n.size());
-        memset(e.stale, 0, sizeof(e.stale));
-        return;
-    }
-    std::copy(s.begin(), s.end(), e.sums.begin() + (long) head * page_cells);
-    e.seen = n;
+    device->put(there(e) + (size_t) head * page_cells, s.data(), 4 * s.size());
+    device->put(there(e) + (size_t) n_head * page_cells, n.data(), 4 * n.size());
+    memset(e.stale, 0, sizeof(e.stale)); // of all heads: they follow
 }
 
 void kvq_probe::forget(int stream, int page, int slot) {
     const auto found = pages.find({ stream, page });
-    if (device) {
-        if (found != pages.end()) { found->second.stale[slot / 8] |= (uint8_t) (1 << slot % 8); }
-        return;
-    }
-    for (int h = 0; found != pages.end() && h < n_head; h++) {
-        found->second.sums[(size_t) h * page_cells + slot] = 0.0f;
-        found->second.seen[(size_t) slot] = 0;
-    }
+    if (found != pages.end()) { found->second.stale[slot / 8] |= (uint8_t) (1 << slot % 8); }
 }
 
 void kvq_probe::copy(int from, int to) {
@@ -282,24 +253,16 @@ void kvq_probe::copy(int from, int to) {
         if (i->first.first == to) { drop(to, i->first.second); }
         i = next;
     }
-    if (device) {
-        std::vector<int> held;
-        for (const auto & i : pages) {
-            if (i.first.first == from) { held.push_back(i.first.second); }
-        }
-        for (int p : held) {
-            entry & e = at(to, p);
-            const entry & f = pages.at({ from, p });
-            memcpy(e.stale, f.stale, sizeof(e.stale));
-            device->copy(there(e), there(f), nb_entry());
-        }
-        return;
-    }
-    std::map<std::pair<int, int>, entry> more;
+    std::vector<int> held;
     for (const auto & i : pages) {
-        if (i.first.first == from) { more[{ to, i.first.second }] = i.second; }
+        if (i.first.first == from) { held.push_back(i.first.second); }
     }
-    pages.insert(more.begin(), more.end());
+    for (int p : held) {
+        entry & e = at(to, p);
+        const entry & f = pages.at({ from, p });
+        memcpy(e.stale, f.stale, sizeof(e.stale));
+        device->copy(there(e), there(f), nb_entry());
+    }
 }
 
 // ---------------------------------------------------------------- as a policy of a layer
@@ -321,9 +284,7 @@ void kvq_probe::emptied(kvq_lane & x, int s, int p) {
     if (x.is_value()) { drop(s, p); }
 }
 
-void kvq_probe::observed(const kvq_attn & a, int s, uint64_t first, int n_threads) {
-    if (!device) { observe(a, s, first, n_threads); }
-}
+void kvq_probe::observed(const kvq_attn & a, int s, uint64_t first, int n_threads) { observe(a, s, first, n_threads); }
 
 static void bytes(const kvq_part &, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     if (value) { return; } // sums per head, and who saw a cell
@@ -331,10 +292,10 @@ static void bytes(const kvq_part &, const kvq_layer_plan &, bool value, kvq_lane
 }
 
 static bool attach(const kvq_part & part, kvq_layer_parts & at) {
-    if (!at.device.is_host() && !at.device.scores()) { return false; }
+    if (!at.device.scores()) { return false; }
     at.probe = at.own(new kvq_probe);
     at.probe->init(at.k->layout(), (float) part.get("share"), part.get("normalise") > 0, (uint32_t) at.number,
-        (int) part.get("min_rows", 1), &at.device);
+        (int) part.get("min_rows", 1), at.device);
     at.k->add(at.probe);
     at.v->add(at.probe);
     return true;

@@ -4,8 +4,8 @@
 // smallest hash of their cell. A call of fewer than 32 takes tokens whose cell, modulo the page, is within the last
 // s/2, and tokens whose hash is below s/2: over a page of generated tokens these are the same two kinds. Only open
 // pages have sums: what is sealed stays as it is.
-// On a device the sums stay there: which tokens and pages count goes there in a table, and what is chosen by them is
-// chosen there.
+// The sums lie where the engine computes. On a device that is not the host, which tokens and pages count goes there in
+// a table; what is chosen by them is chosen there.
 //
 //   part probe   share: of query rows that are probes, 0..1; normalise: 1, as the formula, 0: sums alone;
 //                min_rows: calls of fewer query rows are not observed (1)
@@ -25,16 +25,14 @@ public:
     ~kvq_probe() override { release(); }
     kvq_probe(const kvq_probe &) = delete;
     kvq_probe & operator=(const kvq_probe &) = delete;
-    // NULL: host memory
-    void init(const kvq_lane_layout & keys, float share, bool normalise, uint32_t seed, int min_rows = 1,
-        kvq_device * device = nullptr);
+    void init(
+        const kvq_lane_layout & keys, float share, bool normalise, uint32_t seed, int min_rows, kvq_device & device);
     bool active() const { return share > 0.0f; }
     bool asks(int n_rows) const { return active() && n_rows >= min_rows; } // of a call of as many
     int n_salient() const { return n_hi; }
-    bool is_elsewhere() const { return device; } // scores lie on a device
 
-    // After attention: adds what the probe rows of this call gave to the open pages among attn.pages, which start at
-    // page 0 of the stream.
+    // After attention on the host: adds what the probe rows of this call gave to the open pages among attn.pages, which
+    // start at page 0 of the stream.
     void observe(const kvq_attn & attn, int stream, uint64_t at, int n_threads);
     // The same on a device, in two steps. prepare: the table of a stream for a call of n_q rows whose first is in
     // cell `at`, spans being those of the stream on the host; returns how many rows are probes. The device then runs
@@ -50,9 +48,8 @@ public:
 
     // Adds to the sums of a page, [n_head][page_cells] and [page_cells].
     void add(int stream, int page, const float * sums, const int32_t * seen);
-    // Score of a cell and head, on the host; 0: never observed.
-    float score(int stream, int page, int head, int slot) const;
-    void scores(int stream, int page, int head, float * out) const; // of a page's cells; from a device too
+    // Scores of a page's cells of one head; 0: never observed.
+    void scores(int stream, int page, int head, float * out) const;
     // A sealed page is opened again: its salient cells keep their lead until other scores beat a probability of 1.
     void reopen(int stream, int page, int head, const uint8_t * set);
     void forget(int stream, int page, int slot); // a cell was written anew
@@ -72,10 +69,8 @@ public:
 
 private:
     struct entry {
-        std::vector<float> sums;   // [n_head][page_cells]
-        std::vector<int32_t> seen; // [page_cells]
-        int place = -1;            // on the device, in the pool
-        uint8_t stale[32];         // bit per cell: what the device holds does not count
+        int place = -1;    // in the pool
+        uint8_t stale[32]; // bit per cell: what lies there does not count
     };
     struct table {
         uint8_t * there = nullptr;
@@ -83,7 +78,6 @@ private:
         bool empty = true;
     };
     entry & at(int stream, int page);
-    float score_of(const entry & e, int head, int slot) const;
     float * there(const entry & e) const { return (float *) (pool + (size_t) e.place * nb_entry()); }
     size_t nb_entry() const { return 4 * (size_t) (n_head + 1) * page_cells; }
     void release();

@@ -35,7 +35,7 @@ void kvq_share_codes::reencoded(kvq_lane & x, int s, int p) {
 
 // ---------------------------------------------------------------- as a part of a plan
 
-static void room(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
+static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     l.shares_codes = part.get(value ? "v" : "k") > 0;
 }
 
@@ -66,4 +66,4 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
 }
 
 extern const kvq_policy_kind kvq_policy_share_codes;
-const kvq_policy_kind kvq_policy_share_codes = { "share_codes", room, nullptr, attach, words };
+const kvq_policy_kind kvq_policy_share_codes = { "share_codes", shape, nullptr, attach, words };

@@ -10,77 +10,19 @@
 
 // ---------------------------------------------------------------- rows
 
-// out = R_pos mean
-const float * kvq_transform::turned_mean(int h, int D, int32_t pos, std::vector<float> & out) const {
-    std::copy_n(mean + (size_t) h * D, D, out.data());
-    rotor->apply(pos, false, out.data());
-    return out.data();
-}
-
-void kvq_transform::remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
-    int stride, const float * pred, size_t pred_stride) const {
-    const int D = l.codec.head_size;
-    std::vector<float> x((size_t) D), m((size_t) D);
-    for (int t = 0; t < l.page_cells; t++, rows += stride, pred = pred ? pred + pred_stride : nullptr) {
-        kvq_cpu_f16_to_f32(rows, x.data(), D);
-        const bool stays = rotor && was && was[t] == pos[t];
-        if (rotor && !stays) { rotor->apply(pos[t], true, x.data()); }
-        const float * mu = stays && mean ? turned_mean(h, D, pos[t], m) : mean ? mean + (size_t) h * D : nullptr;
-        for (int i = 0; i < D; i++) { x[i] = x[i] - (mu ? mu[i] : 0.0f) - (pred ? pred[i] : 0.0f); }
-        if (rotor && was && !stays) { rotor->apply(was[t], false, x.data()); }
-        for (int i = 0; i < D; i++) { x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f); }
-        kvq_cpu_f32_to_f16(x.data(), rows, D);
-    }
-}
-
-void kvq_transform::restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
-    int stride, const float * pred, size_t pred_stride) const {
-    const int D = l.codec.head_size;
-    std::vector<float> x((size_t) D), m((size_t) D);
-    for (int t = 0; t < l.page_cells; t++, rows += stride, pred = pred ? pred + pred_stride : nullptr) {
-        kvq_cpu_f16_to_f32(rows, x.data(), D);
-        const bool stays = rotor && was && was[t] == pos[t];
-        if (rotor && was && !stays) { rotor->apply(was[t], true, x.data()); }
-        const float * mu = stays && mean ? turned_mean(h, D, pos[t], m) : mean ? mean + (size_t) h * D : nullptr;
-        for (int i = 0; i < D; i++) {
-            x[i] += (pred ? pred[i] : 0.0f);
-            x[i] += (mu ? mu[i] : 0.0f);
-        }
-        if (rotor && !stays) { rotor->apply(pos[t], false, x.data()); }
-        for (int i = 0; i < D; i++) { x[i] = std::min(std::max(x[i], -65504.0f), 65504.0f); }
-        kvq_cpu_f32_to_f16(x.data(), rows, D);
-    }
-}
-
 std::vector<float> kvq_transform::predicted(const kvq_lane & x, int s, int p) const {
     std::vector<float> out;
     if (chain && chain->chains(value)) {
         out.resize(x.layout().page_cells * chain->stride(value));
-        chain->predict(ordinal, value, s, p, out.data());
+        x.device.get(out.data(), chain->predict(ordinal, value, s, { p }), 4 * out.size());
     }
     return out;
 }
 
-void kvq_transform::plain_rows(const kvq_lane & x, int s, int p, float * out, size_t stride) const {
-    const kvq_lane_layout & l = x.layout();
-    const int D = l.codec.head_size, tile_stride = l.head_stride();
-    const size_t nb_head = (size_t) l.page_cells * tile_stride;
-    const kvq_page_info & i = x.info(s, p);
-    if (i.state != KVQ_PAGE_OPEN) {
-        std::fill_n(out, l.page_cells * stride, 0.0f);
-        return;
-    }
-    std::vector<int32_t> pos((size_t) l.page_cells, 0);
-    std::vector<uint16_t> tile(i.frame, i.frame + nb_head * l.n_head);
-    for (int t = 0; rotor && t < l.page_cells; t++) {
-        pos[(size_t) t] = kvq_tag_get(l, i.frame + (size_t) t * tile_stride, nb_head);
-    }
-    for (int h = 0; h < l.n_head; h++) {
-        remove(l, h, pos.data(), nullptr, &tile[h * nb_head], tile_stride);
-        for (int t = 0; t < l.page_cells; t++) {
-            kvq_cpu_f16_to_f32(&tile[h * nb_head + (size_t) t * tile_stride], out + t * stride + (size_t) h * D, D);
-        }
-    }
+kvq_row_transform kvq_transform::transform_here(
+    const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const {
+    return { mean, rotor ? &rotor->view() : nullptr, pos, was, pred.empty() ? nullptr : pred.data(),
+        pred.size() / x.layout().page_cells };
 }
 
 void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kvq_edit_row & fn) {
@@ -96,7 +38,7 @@ void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kv
             const int32_t pos = kvq_tag_get(l, row, nb_head);
             for (int h = 0; h < l.n_head; h++) { fn(cell, h, row + (size_t) h * nb_head); }
             kvq_tag_put(l, row, nb_head, pos < 0 ? pos : pos + by[cell]);
-            rotor->reach(pos < 0 ? 0 : pos + by[cell]);
+            rotor->cover(pos < 0 ? 0 : pos + by[cell]);
         }
         if (rows != tile) { x.device.put(tile, rows, l.nb_frame); }
     };
@@ -114,17 +56,13 @@ void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kv
 
 // ---------------------------------------------------------------- writing
 
-void kvq_transform::written(kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) {
+void kvq_transform::written(kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const *) {
     const kvq_lane_layout & l = x.layout();
     for (int64_t i = 0; rotor && pos && i < n; i++) {
-        if (x.device.is_host()) {
-            kvq_tag_put(l, to[(size_t) i], (size_t) l.page_cells * l.head_stride(), pos[i]);
-            rotor->reach(pos[i]);
-        } else { // rows that cannot be read here: noted at once, and reached in strides, which upload tables
-            const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
-            positions->now_at(s, cell / l.page_cells)[cell % l.page_cells] = pos[i];
-            if (rotor->view().n_high <= pos[i] / 64) { rotor->reach(pos[i] + 8192); }
-        }
+        const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
+        positions->now_at(s, cell / l.page_cells)[cell % l.page_cells] = pos[i];
+        // in strides: a device uploads tables that have grown
+        if (rotor->view().n_high <= pos[i] / 64) { rotor->cover(pos[i] + 8192); }
     }
 }
 
@@ -141,7 +79,7 @@ void kvq_transform::state_changed(kvq_lane &, int s, int p, kvq_page_state from,
 void kvq_transform::note_sealed(kvq_lane & x, int s, int p) {
     if (!rotor) { return; }
     int32_t * pos = positions->now_at(s, p);
-    for (int t = 0; !x.device.is_host() && t < x.layout().page_cells; t++) {
+    for (int t = 0; t < x.layout().page_cells; t++) {
         if (!x.is_valid(s, p, t)) { pos[t] = -1; } // as the tag of a row of zeros
     }
     if (keeps_turn() && !is_held_elsewhere(x, s, p)) {
@@ -150,7 +88,7 @@ void kvq_transform::note_sealed(kvq_lane & x, int s, int p) {
     positions->put(s, p, keeps_turn());
 }
 
-kvq_row_turn kvq_transform::turn_of(const kvq_lane & x, int s, int p) const {
+kvq_row_transform kvq_transform::transform_of(const kvq_lane & x, int s, int p) const {
     const size_t at = (size_t) p * x.layout().page_cells;
     return { mean, rotor ? &rotor->view() : nullptr, rotor ? positions->now_there(s) + at : nullptr,
         keeps_turn() ? positions->sealed_there(s) + at : nullptr, nullptr, 0 };
@@ -158,91 +96,51 @@ kvq_row_turn kvq_transform::turn_of(const kvq_lane & x, int s, int p) const {
 
 // ---------------------------------------------------------------- sealing
 
-// A copy of an open tile without means, rotary embedding and prediction; positions go from the rows' tags to the table.
-std::vector<uint16_t> kvq_transform::take_out(kvq_lane & x, int s, int p, const uint16_t * tile) {
-    const kvq_lane_layout & l = x.layout();
-    const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
-    for (int t = 0; rotor && t < l.page_cells; t++) {
-        const int32_t pos = kvq_tag_get(l, tile + (size_t) t * stride, nb_head);
-        positions->now_at(s, p)[t] = pos;
-        rotor->reach(pos);
-    }
-    note_sealed(x, s, p);
-    std::vector<uint16_t> out(tile, tile + nb_head * l.n_head);
-    const std::vector<float> pred = predicted(x, s, p);
-    for (int h = 0; h < l.n_head; h++) {
-        remove(l, h, positions_at(s, p), sealed_at(s, p), &out[h * nb_head], (int) stride,
-            pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
-    }
-    return out;
-}
-
 void kvq_transform::leave_out(
     kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) {
     if (!active()) { return; }
     const kvq_lane_layout & l = x.layout();
-    if (x.device.is_host()) {
-        for (size_t i = 0; i < pages.size(); i++) {
-            left_host.push_back(take_out(x, s, pages[i], blocks[i].tile));
-            blocks[i].tile = left_host.back().data();
-        }
-        return;
-    }
     const bool chained = chain && chain->chains(value);
     for (size_t i = 0; i < pages.size();) { // predictions of a stripe at a time
-        const size_t n = std::min(pages.size() - i, chained ? (size_t) kvq_chain::STRIPE : pages.size());
+        const size_t n = std::min(pages.size() - i, chained ? (size_t) KVQ_CHAIN_STRIPE : pages.size());
         const std::vector<int> some(pages.begin() + (long) i, pages.begin() + (long) (i + n));
         for (int p : some) { note_sealed(x, s, p); }
-        const float * pred = chained ? chain->predict_there(ordinal, value, s, some) : nullptr;
-        const size_t first = left_there.size();
+        const float * pred = chained ? chain->predict(ordinal, value, s, some) : nullptr;
+        const size_t first = left.size();
         std::vector<const uint16_t *> from;
-        std::vector<kvq_row_turn> turns;
+        std::vector<kvq_row_transform> jobs;
         for (size_t j = 0; j < n; j++) {
             from.push_back(blocks[i + j].tile);
-            left_there.push_back(x.scratch->take(l.nb_frame));
-            blocks[i + j].tile = left_there.back();
-            turns.push_back(turn_of(x, s, some[j]));
-            turns.back().pred = pred ? pred + j * l.page_cells * chain->stride(value) : nullptr;
-            turns.back().pred_stride = pred ? chain->stride(value) : 0;
+            left.push_back(x.scratch->take(l.nb_frame));
+            blocks[i + j].tile = left.back();
+            jobs.push_back(transform_of(x, s, some[j]));
+            jobs.back().pred = pred ? pred + j * l.page_cells * chain->stride(value) : nullptr;
+            jobs.back().pred_stride = pred ? chain->stride(value) : 0;
         }
-        x.device.turns()->take_out(l, (int) n, from.data(), left_there.data() + first, turns.data());
+        x.device.transforms()->take_out(l, (int) n, from.data(), left.data() + first, jobs.data());
         i += n;
     }
 }
 
 void kvq_transform::encoded(kvq_lane & x) {
-    left_host.clear();
-    for (uint16_t * tile : left_there) { x.scratch->give(tile, x.layout().nb_frame); } // the device works in order
-    left_there.clear();
+    for (uint16_t * tile : left) { x.scratch->give(tile, x.layout().nb_frame); } // the device works in order
+    left.clear();
 }
 
 // In place, tags included.
 void kvq_transform::put_back(const kvq_lane & x, int s, int p, uint16_t * tile) const {
-    const kvq_lane_layout & l = x.layout();
     if (!active()) { return; }
-    if (!x.device.is_host()) {
-        kvq_row_turn turn = turn_of(x, s, p);
-        if (chain && chain->chains(value)) {
-            turn.pred = chain->predict_there(ordinal, value, s, { p });
-            turn.pred_stride = chain->stride(value);
-        }
-        x.device.turns()->put_back(l, tile, turn);
-        return;
+    kvq_row_transform turn = transform_of(x, s, p);
+    if (chain && chain->chains(value)) {
+        turn.pred = chain->predict(ordinal, value, s, { p });
+        turn.pred_stride = chain->stride(value);
     }
-    const size_t stride = (size_t) l.head_stride(), nb_head = (size_t) l.page_cells * stride;
-    const std::vector<float> pred = predicted(x, s, p);
-    for (int h = 0; h < l.n_head; h++) {
-        restore(l, h, positions_at(s, p), sealed_at(s, p), tile + h * nb_head, (int) stride,
-            pred.empty() ? nullptr : &pred[(size_t) h * l.codec.head_size], pred.size() / l.page_cells);
-    }
-    for (int t = 0; rotor && t < l.page_cells; t++) {
-        kvq_tag_put(l, tile + (size_t) t * stride, nb_head, positions_at(s, p)[t]);
-    }
+    x.device.transforms()->put_back(x.layout(), tile, turn);
 }
 
 void kvq_transform::copied_page(kvq_lane & x, int from, int to, int p) {
     const uint8_t state = x.info(from, p).state;
-    if (!rotor || !(state == KVQ_PAGE_SEALED || (state == KVQ_PAGE_OPEN && !x.device.is_host()))) { return; }
+    if (!rotor || !(state == KVQ_PAGE_SEALED || state == KVQ_PAGE_OPEN)) { return; }
     const int n = x.layout().page_cells;
     std::copy_n(positions->now_at(from, p), n, positions->now_at(to, p));
     if (keeps_turn()) { // every layer copies: none is left that holds something else there
@@ -264,14 +162,14 @@ void kvq_transform::spans(kvq_attn & a, int s) {
 
 // ---------------------------------------------------------------- as a part of a plan
 
-static void room(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
+static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     l.turned = !value && part.get("unrotate") > 0;
     l.centred = part.get("mean") > 0;
 }
 
 static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     if (l.centred) { l.bytes_calibration += kvq_pad(4 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
-    if (part.get("pays") > 0 && !value) { // positions now and when sealed; layers that hold the page
+    if (part.get("counts_shared") > 0 && !value) { // positions now and when sealed; layers that hold the page
         const size_t pages = (size_t) l.n_pages * l.n_stream;
         l.bytes_tables += kvq_pad(8 * pages * l.page_cells + 2 * pages, KVQ_ALIGN);
     }
@@ -279,7 +177,7 @@ static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
 
 static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     const kvq_lane_layout & l = at.k->layout();
-    if (!at.device.is_host() && !at.device.turns()) { return false; }
+    if (!at.device.transforms()) { return false; }
     std::shared_ptr<void> & table = at.shared["positions"];
     if (part.get("unrotate") > 0 && !table) {
         table = std::make_shared<kvq_positions>(l.n_stream, l.n_pages, l.page_cells, at.device);
@@ -289,8 +187,8 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     const bool mean = part.get("mean") > 0;
     for (const bool value : { false, true }) {
         const float * its_mean = mean ? (value ? at.data->v_mean : at.data->k_mean).data() : nullptr;
-        at.turns[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
-        at.lane(value).add(at.turns[value]);
+        at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
+        at.lane(value).add(at.transforms[value]);
     }
     return true;
 }
@@ -300,4 +198,4 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
 }
 
 extern const kvq_policy_kind kvq_policy_transform;
-const kvq_policy_kind kvq_policy_transform = { "transform", room, bytes, attach, words };
+const kvq_policy_kind kvq_policy_transform = { "transform", shape, bytes, attach, words };

@@ -11,7 +11,7 @@
 // Open rows stay as they came and carry their positions (tags.h).
 //
 //   part transform   unrotate: 1, keys lose their rotary embedding; mean: 1, pages lose a calibrated mean per channel;
-//                    pays: 1 in the layer that pays for the table of positions
+//                    counts_shared: 1 in the layer whose bytes count the table of positions
 //   data             kvq.aqua.blk.<il>.{k,v}.bias (cache/calibration.h)
 #pragma once
 
@@ -39,18 +39,11 @@ public:
     bool active() const { return mean || rotor || chain; }
     bool keeps_turn() const { return rotor && !chain; } // sealed keys have the rotary embedding of `sealed`
 
-    // f16 rows [page_cells] of head h in place, `stride` apart; pos [page_cells]; was [page_cells]: positions when
-    // sealed, NULL: keys come without rotary embedding; pred: prediction of the head's rows, f32, or NULL
-    void remove(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows, int stride,
-        const float * pred = nullptr, size_t pred_stride = 0) const;
-    void restore(const kvq_lane_layout & l, int h, const int32_t * pos, const int32_t * was, uint16_t * rows,
-        int stride, const float * pred = nullptr, size_t pred_stride = 0) const;
-    // Rows of an open page without means and rotary embedding, f32 [page_cells][stride]; zeros for an empty one.
-    void plain_rows(const kvq_lane & x, int s, int p, float * out, size_t stride) const;
     // Open rows move, and those of sealed pages that are kept as they came: fn as in kvq_lane::edit, and the position
     // moves by by[cell]. Of other sealed pages the positions alone move (kvq_positions::shift).
     void shift_open(kvq_lane & x, int s, const int32_t * by, const kvq_edit_row & fn);
-    kvq_row_turn turn_of(const kvq_lane & x, int s, int p) const; // where memory is not the host's
+    kvq_row_transform transform_of(
+        const kvq_lane & x, int s, int p) const; // of the device's memory, without predictions
     const int32_t * positions_at(int s, int p) const { return rotor ? positions->now_at(s, p) : nullptr; }
 
     // Events.
@@ -80,18 +73,18 @@ public:
     void spans(kvq_attn & a, int s) override;
 
 private:
-    const float * turned_mean(int h, int D, int32_t pos, std::vector<float> & out) const;
     int32_t * sealed_at(int s, int p) const { return keeps_turn() ? positions->sealed_at(s, p) : nullptr; }
     bool is_held_elsewhere(const kvq_lane & x, int s, int p) const; // other layers hold the page sealed
     void note_sealed(kvq_lane & x, int s, int p);                   // positions of a page that is about to be sealed
-    std::vector<uint16_t> take_out(kvq_lane & x, int s, int p, const uint16_t * tile);
     std::vector<float> predicted(const kvq_lane & x, int s, int p) const; // empty: nothing is predicted
+    // of rows and predictions that the host holds; pos, was [page_cells]: positions, and those when sealed; NULL: none
+    kvq_row_transform transform_here(
+        const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const;
     void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
         const uint8_t * params, uint16_t * rows) const;
     bool take_head(const kvq_lane & x, int h, int low, const uint16_t * rows, const std::vector<float> & pred,
         bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
 
     // tiles that are encoded in place of the open ones, until encoded()
-    std::vector<std::vector<uint16_t>> left_host;
-    std::vector<uint16_t *> left_there;
+    std::vector<uint16_t *> left;
 };

@@ -3,6 +3,7 @@
 #include "tags.h"
 #include "transform.h"
 
+#include "engine/host.h"
 #include "store/mark.h"
 #include "types/types.h"
 
@@ -19,8 +20,7 @@ void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t *
     const std::vector<float> pred = predicted(x, s, p);
     for (int h = 0; h < l.n_head; h++) {
         kvq_traits(l.codec.type)->decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
-        restore(
-            l, h, pos, was, head.data(), D, pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
+        kvq_cpu_put_back_rows(l, h, transform_here(x, pos, was, pred), head.data(), D);
         std::vector<uint8_t> bytes(params + h * l.nb_params, params + (h + 1) * l.nb_params);
         if (was && !h) {
             std::vector<int32_t> then(was, was + l.page_cells);
@@ -67,12 +67,12 @@ bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t
             return false; // text further on than this rotor knows
         }
         if (was[t] < -1 || was[t] >= 1 << 26) { return false; } // no image
-        rotor->reach(was[t]);
+        rotor->cover(was[t]);
     }
     const kvq_low_bits more = { low + kvq_image_width(head.size(), bytes.size()), marked && !h };
     for (size_t i = 0; i < head.size(); i++) { head[i] &= (uint16_t) ~more.mask(l.codec, i); }
-    remove(l, h, pos.data(), was.empty() ? nullptr : was.data(), head.data(), (int) D,
-        pred.empty() ? nullptr : &pred[(size_t) h * D], pred.size() / l.page_cells);
+    const kvq_row_transform turn = transform_here(x, pos.data(), was.empty() ? nullptr : was.data(), pred);
+    kvq_cpu_take_out_rows(l, h, turn, head.data(), (int) D);
     kvq_traits(l.codec.type)->assign(l.codec, head.data(), &out.codes[h * l.nb_codes], &out.params[h * l.nb_params]);
     return true;
 }
@@ -88,7 +88,7 @@ bool kvq_transform::take_image(
     pos.assign((size_t) l.page_cells, -1);
     for (int t = 0; rotor && t < l.page_cells; t++) {
         pos[(size_t) t] = kvq_tag_get(l, rows + (size_t) t * W, (size_t) D);
-        rotor->reach(pos[(size_t) t]);
+        rotor->cover(pos[(size_t) t]);
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
     const std::vector<float> pred = predicted(x, s, p);
@@ -123,7 +123,7 @@ bool kvq_transform::accepts(const kvq_lane & x, int s, int p, const kvq_page_ima
     for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
         for (const int32_t pos : *list) {
             if (pos < -1 || pos >= 1 << 26) { return false; }
-            rotor->reach(pos);
+            rotor->cover(pos);
         }
     }
     // other layers hold the page: it has to be sealed as theirs is
@@ -150,7 +150,7 @@ void kvq_transform::entered(kvq_lane & x, int s, int cell, const uint16_t * rows
     const size_t D = (size_t) l.codec.head_size;
     for (int i = 0; rotor && i < n; i++) {
         const int32_t pos = kvq_tag_get(l, rows + i * D * l.n_head, D);
-        rotor->reach(pos);
-        if (!x.device.is_host()) { positions->now_at(s, (cell + i) / l.page_cells)[(cell + i) % l.page_cells] = pos; }
+        rotor->cover(pos);
+        positions->now_at(s, (cell + i) / l.page_cells)[(cell + i) % l.page_cells] = pos;
     }
 }

@@ -160,7 +160,7 @@ void kvq_lane::write(
     }
     bool tagged = false;
     for (kvq_policy * x : policies) { tagged |= pos && x->tags_rows(*this); }
-    device.write_rows(l, n, to.data(), rows, row_stride, tagged && !device.is_host() ? pos : nullptr, n_threads);
+    device.write_rows(l, n, to.data(), rows, row_stride, tagged ? pos : nullptr, n_threads);
     for (kvq_policy * x : policies) { x->written(*this, n, idx, pos, to.data()); }
 }
 
@@ -262,13 +262,14 @@ std::vector<int> kvq_lane::due_pages(int s) {
     // from a freed sequence, and would be sealed anew with every cell that overwrites them. Others that are not full
     // were left behind by freed cells and seal as they are: if they stayed, they would take the window's room from
     // live cells.
-    while (rows > l.window && (int) due.size() < room(s) && !open.empty() && (open.size() > 1 || full(open[0]))) {
+    while (rows > l.window && (int) due.size() < n_may_seal(s) && !open.empty() && (open.size() > 1 || full(open[0]))) {
         counters->n_forced += info(s, open[0]).n_valid < l.page_cells;
         take(0);
     }
     // more open pages than frames
     const int n_frames = l.n_frames - std::min(l.n_sink_pages, l.n_frames);
-    while ((int) open.size() > std::max(n_frames, 1) && (int) due.size() < room(s)) { // without room no more are open
+    while ((int) open.size() > std::max(n_frames, 1) &&
+        (int) due.size() < n_may_seal(s)) { // without room no more are open
         counters->n_forced++;
         take(0);
     }

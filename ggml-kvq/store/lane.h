@@ -129,7 +129,7 @@ private:
     // stored block of a page, -1: none
     int store_of(int s, int p) const { return l.moves ? stored[(size_t) s * l.n_pages + p] : p; }
     // pages that may still seal
-    int room(int s) const { return l.moves ? (int) streams[s].free_blocks.size() : l.n_pages; }
+    int n_may_seal(int s) const { return l.moves ? (int) streams[s].free_blocks.size() : l.n_pages; }
     void take_block(int s, int p);
     void drop_block(int s, int p);
     kvq_page_block block(int s, int p, uint16_t * tile) const; // tile: the device's memory

@@ -11,7 +11,7 @@
 // ---------------------------------------------------------------- blocks
 
 bool kvq_lane::may_place(int s, int p) const {
-    return p >= l.n_sink_pages && !l.is_f16() && (info(s, p).state == KVQ_PAGE_SEALED || room(s)) &&
+    return p >= l.n_sink_pages && !l.is_f16() && (info(s, p).state == KVQ_PAGE_SEALED || n_may_seal(s)) &&
         std::all_of(policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->may_place(*this, s, p); });
 }
 

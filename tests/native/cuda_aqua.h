@@ -25,9 +25,9 @@ template <int HEADS, int D> struct chain_stack {
             layer[i].make(cache, plan, HEADS, CELLS, STREAMS, i, i ? &layer[i - 1] : nullptr, &data[i]);
             for (int v = 0; v < 2; v++) {
                 lane[i][v] = layer[i].lane[v].get();
-                layer[i].turns[v]->mean = mean[i][v];
+                layer[i].transforms[v]->mean = mean[i][v];
             }
-            layer[i].turns[0]->rotor = rotor;
+            layer[i].transforms[0]->rotor = rotor;
         }
         chain = cache.chain();
     }
@@ -41,10 +41,10 @@ template <int HEADS, int D> struct chain_stack {
         std::vector<int32_t> cells(CELLS, 0);
         std::fill(cells.begin() + first, cells.end(), by);
         for (auto & l : layer) {
-            l.turns[0]->shift_open(
+            l.transforms[0]->shift_open(
                 *l.lane[0], s, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); });
         }
-        layer[0].turns[0]->rotor->reach(1 << 12);
+        layer[0].transforms[0]->rotor->cover(1 << 12);
         kvq_positions & p = *cache.positions();
         p.shift(s, cells.data(), CELLS, p.n_shifts + 1);
         p.n_shifts++;
@@ -58,9 +58,9 @@ template <int HEADS, int D> struct chain_stack {
         a.n_pages = (n_kv + 31) / 32;
         a.scale = 0.1f;
         a.pages = layer[l].spans.on(d) + (size_t) s * layer[l].spans.n_pages;
-        a.k_mean = layer[l].turns[0]->mean;
-        a.v_mean = layer[l].turns[1]->mean;
-        a.rotary = &layer[l].turns[0]->rotor->view();
+        a.k_mean = layer[l].transforms[0]->mean;
+        a.v_mean = layer[l].transforms[1]->mean;
+        a.rotary = &layer[l].transforms[0]->rotor->view();
         a.positions = cache.positions()->now_there(s);
         return a;
     }
@@ -83,18 +83,15 @@ static double check_chain_attention(kvq_cuda_device & d, chain_stack<HEADS, D> &
         a.q_stride_head = a.dst_stride_head = D;
         a.q = on ? (const float *) tq.p : q.data();
         a.dst = on ? (float *) to.p : want.data();
-        if (!on) {
-            a.flags = KVQ_ATTN_F32;
-            w->chain->attend(l, s, &a, 1, 1);
-            continue;
-        }
-        if (!recorded) { w->chain->layer_below(l, s, a.n_pages); }
-        w->chain->layer_read(l, s, a.n_pages);
+        if (!on) { a.flags = KVQ_ATTN_F32; }
+        if (!on || !recorded) { w->chain->layer_below(l, s, a.n_pages, 1); }
         kvq_chain_pages lanes[2];
         for (const bool v : { false, true }) {
-            lanes[v] = w->chain->chains(v) ? w->chain->lane_there(l, v, s, 0, a.n_pages) : kvq_chain_pages();
+            lanes[v] = w->chain->chains(v) ? w->chain->pages_of(l, v, s, 0, a.n_pages) : kvq_chain_pages();
         }
-        d.attend(&a, 1, nullptr, nullptr, lanes);
+        kvq_device & device = on ? (kvq_device &) d : kvq_cpu_device();
+        device.attend({ &a, 1, nullptr, nullptr, lanes, 1 });
+        w->chain->layer_read(l, s, a.n_pages);
     }
     d.get(got.data(), to.p, 4 * got.size());
     double err = 0, norm = 0;

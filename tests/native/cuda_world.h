@@ -80,7 +80,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
                         : c.turns == 3     ? cell % 3 * 500 + cell / 3
                                            : cell + 5 + uniform(0, 1));
                 was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
-                left_out[0].rotor->reach(std::max(pos.back(), was.back()));
+                left_out[0].rotor->cover(std::max(pos.back(), was.back()));
             }
             pos_there.reset(new device_bytes(d, 4 * pos.size(), pos.data()));
             was_there.reset(new device_bytes(d, 4 * was.size(), was.data()));
@@ -112,8 +112,11 @@ struct world { // one layer, random page states; decoded values kept in f64-read
                         b.tile = out.data();
                         kvq_cpu_device().decode(l, b);
                         for (int h = 0; h < H && c.turns; h++) {
-                            left_out[r].restore(l, h, r ? nullptr : &pos[i * P], r ? nullptr : &was[i * P],
-                                out.data() + (size_t) h * P * l.head_stride(), l.head_stride());
+                            const kvq_transform & x = left_out[r];
+                            const kvq_row_transform turn = { x.mean, x.rotor ? &x.rotor->view() : nullptr, &pos[i * P],
+                                r ? nullptr : &was[i * P], nullptr, 0 };
+                            kvq_cpu_put_back_rows(
+                                l, h, turn, out.data() + (size_t) h * P * l.head_stride(), l.head_stride());
                         }
                     }
                     for (int t = 0; t < P; t++) {

@@ -37,7 +37,7 @@ struct composed_layer {
     kvq_span_table spans;
     std::unique_ptr<kvq_lane> lane[2];
     std::vector<std::unique_ptr<kvq_policy>> policies;
-    kvq_transform * turns[2] = {};
+    kvq_transform * transforms[2] = {};
     kvq_probe * probe = nullptr;
     kvq_evict * slots = nullptr;
 
@@ -61,7 +61,7 @@ struct composed_layer {
         parts.number = parts.ordinal = ordinal;
         parts.data = data;
         CHECK(kvq_attach_policies(parts), "out of memory");
-        std::copy(parts.turns, parts.turns + 2, turns);
+        std::copy(parts.transforms, parts.transforms + 2, transforms);
         probe = parts.probe;
         for (const auto & p : policies) {
             if (auto * x = dynamic_cast<kvq_evict *>(p.get())) { slots = x; }

@@ -159,7 +159,7 @@ static void compare(world & w, const char * after) {
             for (int v = 0; v < 1 + w.c.full; v++) {
                 const size_t stride = w.chain->stride(v);
                 std::vector<float> got(n * stride);
-                w.chain->predict(l, v, s, p, got.data());
+                std::copy_n(w.chain->predict(l, v, s, { p }), got.size(), got.data());
                 const std::vector<float> & want = v ? r.v_pred : r.k_pred;
                 for (int t = 0; t < n; t++) {
                     CHECK(!memcmp(&got[t * stride], &want[(size_t) t * w.W], 4 * (size_t) w.W),
@@ -298,7 +298,14 @@ static void attend(world & w) {
     a.k_mean = x.mean[0]->data();
     a.v_mean = x.mean[1]->data();
     a.flags = KVQ_ATTN_F32;
-    w.chain->attend(l, s, &a, 1, uniform(1, 3));
+    const int n_threads = uniform(1, 3);
+    w.chain->layer_below(l, s, a.n_pages, n_threads);
+    kvq_chain_pages lanes[2];
+    for (const bool v : { false, true }) {
+        lanes[v] = w.chain->chains(v) ? w.chain->pages_of(l, v, s, 0, a.n_pages, n_threads) : kvq_chain_pages();
+    }
+    kvq_cpu_device().attend({ &a, 1, nullptr, nullptr, lanes, n_threads });
+    w.chain->layer_read(l, s, a.n_pages);
     // rows as they are read, in f64
     std::vector<double> rows[2];
     for (int v = 0; v < 2; v++) {
@@ -309,7 +316,13 @@ static void attend(world & w) {
                 const rebuilt r = rebuild(w, l, s, p);
                 page = v ? r.v : r.k;
             } else {
-                x.turns[v]->plain_rows(*x.lane[v], s, p, page.data(), w.W);
+                const kvq_page_info & open = x.lane[v]->info(s, p);
+                const int n = open.state == KVQ_PAGE_OPEN ? 32 : 0;
+                for (int i = 0; i < n * w.W; i++) { // an f16 row less its mean, rounded to f16 once more
+                    const int t = i / w.W, ch = i % w.W;
+                    const uint16_t f16 = open.frame[((size_t) (ch / D) * 32 + t) * y.head_stride() + ch % D];
+                    page[(size_t) i] = kvq_f16_to_f32(kvq_f32_to_f16(kvq_f16_to_f32(f16) - (*x.mean[v])[ch]));
+                }
             }
             for (int t = 0; t < 32 && p * 32 + t < n_kv; t++) {
                 for (int c = 0; c < w.W; c++) {

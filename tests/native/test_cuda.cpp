@@ -213,13 +213,13 @@ struct pair_of_layers {
             const kvq_layer_plan plan = plan_of(method, opts, { i, 2, shape, i ? &shape : nullptr });
             layer[i].make(cache, plan, n_head, n_cells, n_stream, i, i ? &layer[0] : nullptr, &data);
             for (int v = 0; v < 2; v++) { lane[i][v] = layer[i].lane[v].get(); }
-            turns = turns || layer[i].turns[0];
+            turns = turns || layer[i].transforms[0];
         }
     }
     void leave_out(const float * const (&mean)[2][2], kvq_rotor * rotor) {
         for (int i = 0; i < 2; i++) {
-            for (int v = 0; v < 2; v++) { layer[i].turns[v]->mean = mean[i][v]; }
-            layer[i].turns[0]->rotor = rotor;
+            for (int v = 0; v < 2; v++) { layer[i].transforms[v]->mean = mean[i][v]; }
+            layer[i].transforms[0]->rotor = rotor;
         }
     }
     void shift(int stream, int first, int by) {
@@ -227,10 +227,10 @@ struct pair_of_layers {
         std::vector<int32_t> cells((size_t) l.n_cells);
         for (int c = first; c < l.n_cells; c++) { cells[(size_t) c] = by; }
         for (auto & x : layer) {
-            x.turns[0]->shift_open(
+            x.transforms[0]->shift_open(
                 *x.lane[0], stream, cells.data(), [](int, int, uint16_t * row) { std::swap(row[0], row[1]); });
         }
-        layer[0].turns[0]->rotor->reach(1 << 14);
+        layer[0].transforms[0]->rotor->cover(1 << 14);
         kvq_positions & p = *cache.positions();
         p.shift(stream, cells.data(), l.n_cells, p.n_shifts + 1);
         p.n_shifts++;

@@ -69,7 +69,7 @@ static void angles(const kvq_rope & r, int D) {
         const place_t at =
             i % 2 ? text(t) : place_t{ t, t + uniform(-40, 60), t + uniform(0, 60), uniform(0, 3) ? 0 : uniform(1, 9) };
         const int32_t number = rotor.place(at);
-        rotor.reach(number);
+        rotor.cover(number);
         std::vector<float> x((size_t) D);
         for (float & v : x) { v = normal(); }
         const std::vector<double> want = turned(r, at, x.data(), D);
@@ -109,7 +109,7 @@ struct lane_pair {
         data.v_mean.assign(mean.size(), 0.0f);
         const kvq_layer_plan plan = plan_of("aqua", opts, { 0, 1, { 0, n_head, D, D }, nullptr });
         layer.make(cache, plan, n_head, n_cells, 1, 0, nullptr, &data);
-        layer.turns[0]->rotor = &rotor;
+        layer.transforms[0]->rotor = &rotor;
         for (int v = 0; v < 2; v++) { lane[v] = layer.lane[v].get(); }
     }
 };
@@ -239,7 +239,7 @@ static double cache(const kvq_rope & r, const char * opts, int n_head, int D, bo
         x.rotary = &w->rotor.view();
         x.positions = w->cache.positions()->now.data();
         x.sealed = w->cache.positions()->sealed.data();
-        x.k_mean = w->layer.turns[0]->mean;
+        x.k_mean = w->layer.transforms[0]->mean;
         kvq_cpu_attend(&x, 1, 2);
         for (int i = 0; i < n_q * n_head_q; i++) {
             const int h = i % n_head_q / 2;

@@ -1,0 +1,200 @@
+// Predicted layers (policy/chain.h): rows of a layer from those of the layer below, page by page, and attention over
+// them in stripes of pages. Kept rows are in 8 bits (types/predictor.h); no kernel here fuses a multiplication and an
+// addition, so that every engine makes the same bits.
+#include "attend_parts.h"
+#include "lattice.h"
+#include "rows.h"
+
+#include "engine/tags.h"
+
+#include <algorithm>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+struct page_work {
+    std::vector<float> rows, decoded, sums;
+    std::vector<uint16_t> tile;
+    std::vector<int32_t> positions;
+};
+
+// One a thread, grown before the threads start: nothing may throw between them.
+page_work * works_for(const kvq_chain_pages & k, const kvq_chain_pages * v, int n_threads) {
+    static thread_local std::vector<page_work> works;
+    works.resize(std::max(works.size(), (size_t) n_threads));
+    for (page_work & w : works) {
+        for (const kvq_chain_pages * c : { &k, v }) {
+            if (!c || !c->l) { continue; }
+            const size_t n = (size_t) c->l->page_cells,
+                         groups = (size_t) std::max(c->from_k.n_groups(), c->from_v.n_groups());
+            w.rows.resize(std::max(w.rows.size(), n * c->stride));
+            w.decoded.resize(std::max(w.decoded.size(), n * c->l->head_stride()));
+            w.sums.resize(std::max(w.sums.size(), n * std::max<size_t>(groups, 1)));
+            w.tile.resize(std::max(w.tile.size(), c->l->nb_frame / 2));
+            w.positions.resize(std::max(w.positions.size(), n));
+        }
+    }
+    return works.data();
+}
+
+page_work & mine(page_work * works) {
+#ifdef _OPENMP
+    return works[omp_get_thread_num()];
+#else
+    return works[0];
+#endif
+}
+
+const void * params_of(const kvq_chain_pages & c, int i) { return c.value ? c.pages[i].v_params : c.pages[i].k_params; }
+const void * codes_of(const kvq_chain_pages & c, int i) { return c.value ? c.pages[i].v_codes : c.pages[i].k_codes; }
+
+// W x of page i, f32 [cell][stride]; zeros where nothing is predicted
+void predict_page(const kvq_chain_pages & c, int i, float * out, std::vector<float> & sums) {
+    const int n = c.l->page_cells;
+    const size_t at = (size_t) i * n;
+    const auto add = [&](const kvq_predictor & p, int v, bool to_it) {
+        kvq_get_kernels().predict(
+            p, n, c.row[v] + at * c.stride8[v], c.stride8[v], c.scale[v] + at, to_it, out, c.stride, sums.data());
+    };
+    if (!c.from_k.bits) {
+        std::fill_n(out, n * c.stride, 0.0f);
+        return;
+    }
+    add(c.from_k, 0, false);
+    if (c.from_v.bits) { add(c.from_v, 1, true); }
+}
+
+// rows += decoded rows of all heads of a sealed page
+void add_decoded(const kvq_chain_pages & c, int i, float * rows, std::vector<float> & decoded) {
+    const kvq_kernels & K = kvq_get_kernels();
+    const kvq_lane_layout & l = *c.l;
+    const kvq_lattice_view view = kvq_lattice_make_view(l.codec);
+    const int D = l.codec.head_size, padded = l.head_stride();
+    const uint8_t *codes = (const uint8_t *) codes_of(c, i), *params = (const uint8_t *) params_of(c, i);
+    for (int h = 0; h < l.n_head; h++) {
+        K.lattice_rows(view, codes + h * l.nb_codes, params + h * l.nb_params, decoded.data(), (size_t) padded);
+        for (int t = 0; t < l.page_cells; t++) {
+            float * to = rows + t * c.stride + (size_t) h * D;
+            for (int d = 0; d < D; d++) { to[d] += decoded[(size_t) t * padded + d]; }
+        }
+    }
+}
+
+// Rows of an open page without mean and rotary embedding, as f16 holds them. They carry their positions.
+void open_rows(const kvq_chain_pages & c, const uint16_t * from, float * out, page_work & w) {
+    const kvq_lane_layout & l = *c.l;
+    const int D = l.codec.head_size, stride = l.head_stride();
+    const size_t head = (size_t) l.page_cells * stride;
+    for (int t = 0; c.turn.rotary && t < l.page_cells; t++) {
+        w.positions[(size_t) t] = kvq_tag_get(l, from + (size_t) t * stride, head);
+    }
+    const kvq_row_transform turn = { c.turn.mean, c.turn.rotary, w.positions.data(), nullptr, nullptr, 0 };
+    std::copy_n(from, head * l.n_head, w.tile.data());
+    for (int h = 0; h < l.n_head; h++) {
+        kvq_cpu_take_out_rows(l, h, turn, &w.tile[h * head], stride);
+        for (int t = 0; t < l.page_cells; t++) {
+            kvq_cpu_f16_to_f32(&w.tile[h * head + (size_t) t * stride], out + t * c.stride + (size_t) h * D, D);
+        }
+    }
+}
+
+// The kept rows of page i become those of this layer; its rows in f32 stay in w.rows.
+void step_page(const kvq_chain_pages & c, int i, page_work & w) {
+    const kvq_kernels & K = kvq_get_kernels();
+    const kvq_lane_layout & l = *c.l;
+    float * out = w.rows.data();
+    if (params_of(c, i)) {
+        predict_page(c, i, out, w.sums);
+        add_decoded(c, i, out, w.decoded);
+    } else if (c.pages[i].n_slots && codes_of(c, i)) {
+        open_rows(c, (const uint16_t *) codes_of(c, i), out, w);
+    } else {
+        std::fill_n(out, l.page_cells * c.stride, 0.0f);
+    }
+    const size_t at = (size_t) i * l.page_cells;
+    for (int t = 0; t < l.page_cells; t++) {
+        K.quantise_row(l.n_head * l.codec.head_size, out + t * c.stride, c.row[c.value] + (at + t) * c.stride8[c.value],
+            c.scale[c.value] + at + t);
+    }
+}
+
+// Predicted pages become readable in stripes.
+class predicted_source : public kvq_attention::page_source {
+public:
+    predicted_source(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads) :
+        attn(attn), lanes(lanes), n_threads(n_threads) {
+        const int n = std::min(KVQ_CHAIN_STRIPE, attn.n_pages);
+        for (int v = 0; v < 2; v++) { tiles[v].resize(lanes[v].l ? n * lanes[v].l->nb_frame / 2 : 0); }
+    }
+
+    bool next(std::vector<kvq_page> & pages) override {
+        const int first = at;
+        std::vector<int> sealed;
+        for (; at < attn.n_pages; at++) {
+            const bool is_sealed = (lanes[0].l && params_of(lanes[0], at)) || (lanes[1].l && params_of(lanes[1], at));
+            if (is_sealed && sealed.size() == (size_t) KVQ_CHAIN_STRIPE) { break; }
+            pages.push_back(attn.pages[at]);
+            if (is_sealed) { sealed.push_back(at); }
+        }
+        const int n = (int) sealed.size();
+        page_work * const works = works_for(lanes[0], &lanes[1], n_threads);
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
+        for (int j = 0; j < n; j++) {
+            read_page(sealed[(size_t) j], j, pages[(size_t) (sealed[(size_t) j] - first)], mine(works));
+        }
+        return at < attn.n_pages;
+    }
+
+private:
+    // its keys, then its values, which may be predicted from them, into tile j
+    void read_page(int p, int j, kvq_page & page, page_work & w) {
+        for (int v = 0; v < 2; v++) {
+            const kvq_chain_pages & c = lanes[v];
+            if (!c.l || !params_of(c, p)) { continue; }
+            step_page(c, p, w);
+            const kvq_lane_layout & l = *c.l;
+            const int D = l.codec.head_size;
+            uint16_t * tile = tiles[v].data() + (size_t) j * l.nb_frame / 2;
+            for (int h = 0; h < l.n_head; h++) {
+                kvq_get_kernels().rows_to_f16(l.page_cells, D, w.rows.data() + (size_t) h * D, c.stride,
+                    c.turn.mean ? c.turn.mean + (size_t) h * D : nullptr, c.turn.rotary,
+                    c.turn.positions ? c.turn.positions + page.cell : nullptr, tile + h * l.nb_tile_head / 2,
+                    l.head_stride());
+            }
+            (v ? page.v_codes : page.k_codes) = tile;
+            (v ? page.v_params : page.k_params) = nullptr;
+        }
+    }
+
+    const kvq_attn & attn;
+    const kvq_chain_pages * const lanes;
+    const int n_threads;
+    int at = 0; // the next page
+    std::vector<uint16_t> tiles[2];
+};
+
+} // namespace
+
+void kvq_cpu_chain_predict(const kvq_chain_pages & c, float * out) {
+    page_work & w = *works_for(c, nullptr, 1);
+    for (int i = 0; i < c.n; i++) { predict_page(c, i, out + (size_t) i * c.l->page_cells * c.stride, w.sums); }
+}
+
+void kvq_cpu_chain_step(const kvq_chain_pages & c) {
+    const int n_threads = std::max(c.n_threads, 1);
+    page_work * const works = works_for(c, nullptr, n_threads);
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (c.n > 1 && n_threads > 1)
+    for (int i = 0; i < c.n; i++) { step_page(c, i, mine(works)); }
+}
+
+void kvq_cpu_attend_predicted(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads) {
+    kvq_attn a = attn;
+    a.rotary = nullptr; // tiles hold whole rows
+    a.k_mean = lanes[0].l ? nullptr : a.k_mean;
+    a.v_mean = lanes[1].l ? nullptr : a.v_mean;
+    predicted_source source(a, lanes, std::max(n_threads, 1));
+    kvq_attention::attend_parts(a, source, n_threads);
+}

@@ -1,0 +1,88 @@
+// Rows of a page less what its block leaves out, and back (policy/transform.h has the formula).
+#include "engine/host.h"
+#include "engine/rope.h"
+#include "engine/tags.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+// What is added to, or taken from, row t of head h besides its prediction: the mean, turned as the row is.
+struct row_mean {
+    const kvq_row_transform & x;
+    const float * mean; // of the head, NULL: none
+    std::vector<float> turned;
+
+    row_mean(const kvq_row_transform & x, int h, int D) :
+        x(x), mean(x.mean ? x.mean + (size_t) h * D : nullptr), turned((size_t) D) {}
+    const float * of(int t, bool stays) {
+        if (!mean || !stays) { return mean; }
+        std::copy_n(mean, turned.size(), turned.data());
+        kvq_rotary_apply(*x.rotary, x.positions[t], false, turned.data());
+        return turned.data();
+    }
+};
+
+void clamp(std::vector<float> & x) {
+    for (float & y : x) { y = std::min(std::max(y, -65504.0f), 65504.0f); }
+}
+
+// sealed where it is now: its rotary embedding stays in the block
+bool stays_at(const kvq_row_transform & x, int t) { return x.rotary && x.sealed && x.sealed[t] == x.positions[t]; }
+
+} // namespace
+
+void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride) {
+    const int D = l.codec.head_size;
+    std::vector<float> row((size_t) D);
+    row_mean mean(x, h, D);
+    for (int t = 0; t < l.page_cells; t++, rows += stride) {
+        const float * pred = x.pred ? x.pred + t * x.pred_stride + (size_t) h * D : nullptr;
+        kvq_cpu_f16_to_f32(rows, row.data(), D);
+        const bool stays = stays_at(x, t);
+        if (x.rotary && !stays) { kvq_rotary_apply(*x.rotary, x.positions[t], true, row.data()); }
+        const float * mu = mean.of(t, stays);
+        for (int i = 0; i < D; i++) { row[i] = row[i] - (mu ? mu[i] : 0.0f) - (pred ? pred[i] : 0.0f); }
+        if (x.rotary && x.sealed && !stays) { kvq_rotary_apply(*x.rotary, x.sealed[t], false, row.data()); }
+        clamp(row);
+        kvq_cpu_f32_to_f16(row.data(), rows, D);
+    }
+}
+
+void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride) {
+    const int D = l.codec.head_size;
+    std::vector<float> row((size_t) D);
+    row_mean mean(x, h, D);
+    for (int t = 0; t < l.page_cells; t++, rows += stride) {
+        const float * pred = x.pred ? x.pred + t * x.pred_stride + (size_t) h * D : nullptr;
+        kvq_cpu_f16_to_f32(rows, row.data(), D);
+        const bool stays = stays_at(x, t);
+        if (x.rotary && x.sealed && !stays) { kvq_rotary_apply(*x.rotary, x.sealed[t], true, row.data()); }
+        const float * mu = mean.of(t, stays);
+        for (int i = 0; i < D; i++) {
+            row[i] += (pred ? pred[i] : 0.0f);
+            row[i] += (mu ? mu[i] : 0.0f);
+        }
+        if (x.rotary && !stays) { kvq_rotary_apply(*x.rotary, x.positions[t], false, row.data()); }
+        clamp(row);
+        kvq_cpu_f32_to_f16(row.data(), rows, D);
+    }
+}
+
+void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+    const kvq_row_transform * x) {
+    for (int i = 0; i < n; i++) {
+        memcpy(out[i], tiles[i], l.nb_frame);
+        for (int h = 0; h < l.n_head; h++) {
+            kvq_cpu_take_out_rows(l, h, x[i], out[i] + h * l.nb_tile_head / 2, l.head_stride());
+        }
+    }
+}
+
+void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
+    const size_t stride = (size_t) l.head_stride(), head = l.nb_tile_head / 2;
+    for (int h = 0; h < l.n_head; h++) { kvq_cpu_put_back_rows(l, h, x, tile + h * head, (int) stride); }
+    for (int t = 0; x.rotary && t < l.page_cells; t++) { kvq_tag_put(l, tile + t * stride, head, x.positions[t]); }
+}

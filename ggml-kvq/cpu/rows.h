@@ -1,0 +1,22 @@
+// What the CPU's engine does for policies, apart from its device (device.cpp): kvq_transform_engine, kvq_chain_engine
+// and kvq_score_engine of engine/engine.h.
+#pragma once
+
+#include "engine/engine.h"
+
+// rows.cpp
+void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
+    const kvq_row_transform * x);
+void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x);
+
+// chain.cpp
+void kvq_cpu_chain_predict(const kvq_chain_pages & c, float * out);
+void kvq_cpu_chain_step(const kvq_chain_pages & c);
+// lanes: keys and values of the stream
+void kvq_cpu_attend_predicted(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads);
+
+// scores.cpp
+void kvq_cpu_choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n);
+void kvq_cpu_pack(const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out);
+void kvq_cpu_gather(const kvq_lane_layout & l, int n, uint16_t * const * tiles, const int32_t * const * maps,
+    const uint16_t * const * frames, int first, int n_frames);

@@ -1,0 +1,144 @@
+#include "step.h"
+
+#include "graph_door.h"
+
+#include "ggml-impl.h" // ggml_cgraph
+
+#include <algorithm>
+
+std::string kvq_why_not(const ggml_tensor * op, const kvq_target & t) {
+    switch (op->op) {
+    case GGML_OP_SET_ROWS: {
+        const ggml_tensor * root = op->view_src;
+        if (op->ne[0] != root->ne[0]) {
+            return std::string("SET_ROWS stores ") + root->name +
+                " transposed, which means flash attention is off: run with -fa on";
+        }
+        if (op->src[0]->type != GGML_TYPE_F32) {
+            return std::string("rows of type ") + ggml_type_name(op->src[0]->type) + " cannot be stored: f32 is needed";
+        }
+        return "";
+    }
+    case GGML_OP_FLASH_ATTN_EXT: {
+        const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2];
+        const kvq_target tv = kvq_find_target(v);
+        const bool latent = t.layer && t.layer->d.latent;
+        if (!t.ours || t.value || !tv.ours || tv.value == latent || (t.layer && tv.layer != t.layer)) {
+            return std::string("FLASH_ATTN_EXT reads ") + (k->view_src ? k->view_src : k)->name + " and " +
+                (v->view_src ? v->view_src : v)->name +
+                ", which are no keys and values of one layer: run this model without --kv-method";
+        }
+        if (latent && (k->ne[2] != 1 || v->view_offs != k->view_offs)) {
+            return "latent attention over " + std::to_string(k->ne[2]) +
+                " KV heads is not supported: run this model without --kv-method";
+        }
+        if (q->type != GGML_TYPE_F32) {
+            return std::string("queries of type ") + ggml_type_name(q->type) + " are not supported: f32 is needed";
+        }
+        if (k->ne[0] % 8 || v->ne[0] % 8 || k->ne[0] > 1024 || v->ne[0] > 1024) {
+            return "head size " + std::to_string(k->ne[0] % 8 ? k->ne[0] : v->ne[0]) +
+                " is not supported: a multiple of 8 up to 1024 is needed";
+        }
+        if (k->ne[2] != v->ne[2] || q->ne[2] % k->ne[2]) {
+            return std::to_string(q->ne[2]) + " query heads over " + std::to_string(k->ne[2]) +
+                " KV heads are not supported";
+        }
+        if (op->src[3] && op->src[3]->type != GGML_TYPE_F16) {
+            return "an attention mask that is not f16 is not supported";
+        }
+        return "";
+    }
+    case GGML_OP_ROPE: {
+        const int mode = ((const int32_t *) op->op_params)[2];
+        if (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) { return ""; }
+        return "context shift with ROPE of mode " + std::to_string(mode) +
+            " is not supported: run with --no-context-shift";
+    }
+    case GGML_OP_GET_ROWS:
+        return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name +
+            "), as sparse attention does: run this model without --kv-method";
+    default:
+        return std::string("the graph reads the cache with ") + ggml_op_name(op->op) + " (" + op->name +
+            "), which means flash attention is off: run with -fa on";
+    }
+}
+
+// is an operand a cache of ours? Its memory is not there to be read.
+static bool reads_cache(const ggml_tensor * node) {
+    const auto is_cache = [](const ggml_tensor * x) { return x && kvq_find_target(x).layer; };
+    return std::any_of(node->src, node->src + GGML_MAX_SRC, is_cache);
+}
+
+namespace {
+
+// Puts parts in order. What lies between our nodes becomes one part; views compute nothing.
+struct step_maker {
+    const kvq_backend_context & b;
+    ggml_cgraph * graph;
+    kvq_step step;
+    int first = 0;                     // of the nodes that belong to no part yet
+    kvq_kv_layer * unsealed = nullptr; // attended; it seals when what follows has been launched
+
+    void others_until(int end) {
+        if (end > first) { step.parts.push_back({ kvq_step::OTHERS, first, end }); }
+        first = end + 1;
+    }
+    void seal(const kvq_target & t) { step.parts.push_back({ kvq_step::SEAL, 0, 0, nullptr, t }); }
+
+    // node i on a cache of ours
+    void add(int i, const kvq_target & t) {
+        ggml_tensor * node = ggml_graph_node(graph, i);
+        const std::string name = std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") ";
+        others_until(i);
+        if (!t.layer) {
+            step.why_not = name + "is not on a cache of ours";
+            return;
+        }
+        if (std::find(step.caches.begin(), step.caches.end(), t.cache) == step.caches.end()) {
+            step.caches.push_back(t.cache);
+        }
+        if (unsealed) { seal({ true, t.cache, unsealed, false }); }
+        unsealed = nullptr;
+        switch (node->op) {
+        case GGML_OP_SET_ROWS: step.parts.push_back({ kvq_step::WRITE, i, i + 1, node, t }); break;
+        case GGML_OP_FLASH_ATTN_EXT: step.parts.push_back({ kvq_step::ATTEND, i, i + 1, node, t }); break;
+        case GGML_OP_ROPE: step.parts.push_back({ kvq_step::SHIFT, i, i + 1, node, t }); break;
+        default: step.why_not = kvq_why_not(node, t); break;
+        }
+        // on a device each layer seals when it has been attended; predicted ones together, one from the rows of the
+        // other
+        if (!b.inner || node->op != GGML_OP_FLASH_ATTN_EXT || t.cache->chain()) { return; }
+        if (t.layer->d.k.evicts) { // eviction waits for scores: what follows attention is launched before
+            unsealed = t.layer;
+        } else {
+            seal(t);
+        }
+    }
+};
+
+} // namespace
+
+kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph) {
+    step_maker m = { b, graph, {} };
+    const int n = ggml_graph_n_nodes(graph);
+    for (int i = 0; i < n && m.step.why_not.empty(); i++) {
+        ggml_tensor * node = ggml_graph_node(graph, i);
+        if (kvq_is_view_op(node->op) || ggml_is_empty(node)) {
+            m.first += m.first == i; // nothing to hand over yet
+            continue;
+        }
+        if (!b.inner && kvq_graph_op_supported(node)) {
+            m.others_until(i);
+            m.step.parts.push_back({ kvq_step::OWN, i, i + 1, node });
+            continue;
+        }
+        const kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
+        if (t.layer || (t.ours && !b.inner)) {
+            m.add(i, t);
+        } else if (!b.inner && reads_cache(node)) {
+            m.step.why_not = kvq_why_not(node, t);
+        }
+    }
+    m.others_until(n);
+    return m.step;
+}

@@ -1,0 +1,36 @@
+// One evaluation of a graph as a value: what it does to our caches and, between that, what others compute, in order.
+// Made from the graph before anything runs (step.cpp), so that what we cannot do ends it at once; then executed node by
+// node (graph.cpp), or recorded and replayed (cuda_step.cpp).
+#pragma once
+
+#include "backend.h"
+
+struct kvq_step {
+    enum kind {
+        OTHERS, // nodes [first, end): the inner backend's, or the CPU's
+        WRITE,  // rows go to a cache
+        ATTEND, // a layer is read
+        SHIFT,  // keys of a layer move
+        SEAL,   // of a layer, what is due: frames of this ubatch are free for the next layer
+        OWN,    // a node of ggml-kvq-graph.h
+    };
+    struct part {
+        kind what;
+        int first = 0, end = 0;
+        ggml_tensor * node = nullptr;
+        kvq_target target = {};
+    };
+    std::vector<part> parts;
+    std::vector<kvq_kv_cache *> caches; // that it touches
+    std::string why_not;                // a node that we cannot compute; "": none
+};
+
+// How a step runs. BEFORE_RECORDING: node by node, but it will be recorded soon: the inner backend makes no graphs of
+// its own of its parts. RECORD: nothing seals.
+enum class kvq_run { EAGER, BEFORE_RECORDING, RECORD };
+
+kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph);
+ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how);
+
+// one line on why this node on a cache of ours cannot be computed, "" when it can
+std::string kvq_why_not(const ggml_tensor * node, const kvq_target & t);
