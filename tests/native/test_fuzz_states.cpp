@@ -59,8 +59,8 @@ struct world {
             const kvq_layer_plan plan = plan_of(c.method, c.opts, { i, 2, shape, i ? &shape : nullptr });
             layer[i].make(cache, plan, c.n_head, c.n_cells, 1, i, i ? &layer[0] : nullptr, &data[i]);
             for (int v = 0; v < 2; v++) { lane[i][v] = layer[i].lane[v].get(); }
-            if (layer[i].turns[0] && layer[i].turns[0]->positions) {
-                layer[i].turns[0]->rotor = &rotor;
+            if (layer[i].transforms[0] && layer[i].transforms[0]->positions) {
+                layer[i].transforms[0]->rotor = &rotor;
                 turns = true;
             }
         }
