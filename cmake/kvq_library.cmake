@@ -55,7 +55,7 @@ if(KVQ_SANITIZE)
     if(NOT KVQ_SANITIZE MATCHES "^(address|undefined|address,undefined|thread)$")
         message(FATAL_ERROR "KVQ_SANITIZE=${KVQ_SANITIZE}: give address, undefined, address,undefined or thread")
     endif()
-    target_compile_options(kvq-flags INTERFACE -fsanitize=${KVQ_SANITIZE} -fno-omit-frame-pointer -g)
+    target_compile_options(kvq-flags INTERFACE -fsanitize=${KVQ_SANITIZE} -fno-omit-frame-pointer -g1)
     target_link_options(kvq-flags INTERFACE -fsanitize=${KVQ_SANITIZE})
 endif()
 

@@ -40,7 +40,7 @@ from ggml_kvq import Model, llama
 LAYERS, EMBED, FFN, VOCAB = 4, 128, 256, 256
 CHUNK = 256  # tokens of a sequence while a cache is filled
 
-# name: (upstream's cache type or None, our method, its options)
+# name: (upstream's cache type or None, our method, its options; upstream's "no-fa": without flash attention)
 ARMS: dict[str, tuple[str | None, str, str]] = {
     "upstream f16": ("f16", "", ""),
     "upstream q4_0": ("q4_0", "", ""),
@@ -50,6 +50,12 @@ ARMS: dict[str, tuple[str | None, str, str]] = {
     "higgs-2": (None, "higgs", "bits=2"),
     "aqua-bias": (None, "aqua", "predictor=bias,first_bits=2"),
 }
+DEFAULT_ARMS = list(ARMS)
+ARMS |= {  # when they are asked for
+    "upstream f16 -fa off": ("f16", "", "no-fa"),
+    "upstream bf16": ("bf16", "", ""),
+    "upstream q8_0": ("q8_0", "", ""),
+}
 # what watches attention, and the same without it; percent that it may cost in prefill and in generation
 KIVI = "kivi:group=16:scales=u8"
 OVERHEAD: dict[str, tuple[str, str, float, float]] = {
@@ -58,7 +64,7 @@ OVERHEAD: dict[str, tuple[str, str, float, float]] = {
     "minikv, all kept": ("minikv:hh=0.75", KIVI, 60, 3),
     "minikv": ("minikv", KIVI, 60, 3),
 }
-CACHE_RATIO = {"f16": 1.0, "q8_0": 8.5 / 16, "q4_0": 4.5 / 16}
+CACHE_RATIO = {"f16": 1.0, "bf16": 1.0, "q8_0": 8.5 / 16, "q4_0": 4.5 / 16}
 
 
 class Writer:
@@ -195,7 +201,7 @@ class Arm:
         self.model = Arm.shared or Model(
             path,
             kv_method=method or "upstream",
-            kv_opts=opts or None,
+            kv_opts=opts if method and opts else None,
             kv_config=config,
             n_ctx=256,
             n_threads=threads,
@@ -210,7 +216,7 @@ class Arm:
         params.n_ctx = -(-(depth + room) // 256) * 256
         params.n_batch, params.n_ubatch, params.n_seq_max = 2048, 512, n_seq + 1
         params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type, params.kv_unified = llama.FLASH_ATTN_ENABLED, True
+        params.flash_attn_type, params.kv_unified = int(opts != "no-fa"), True
         params.type_k = params.type_v = llama.GGML_TYPES[cache or "f16"]
         data = os.fsencode(config) if config else None
         if method and kvq is not None and kvq.kvq_configure(method.encode(), opts.encode(), data, os.fsencode(path)):
@@ -297,7 +303,7 @@ def measure(a: argparse.Namespace, test: str, depth: int, path: Path) -> dict[st
     room = (a.gen + 1) * a.rounds + a.prompt + 512 if test == "pp" else (a.gen + 1) * a.rounds + 512
     arms = []
     for name in a.arms:
-        if test == "pp" and name != a.arms[0] and ARMS[name][0] not in (None, "f16"):
+        if test == "pp" and name != a.arms[0] and ARMS[name][0] not in (None, "f16", "bf16"):
             continue  # upstream reads its quantised caches row by row in prefill: minutes a turn
         t = time.perf_counter()
         arms.append(Arm(name, path, depth, room, a.threads, a.kv_config if ARMS[name][1] == "aqua" else None))
@@ -353,7 +359,9 @@ def parser() -> argparse.ArgumentParser:
         "--latent", action="store_true", help="latent attention of 512 + 64 channels (aqua and xquant cannot hold it)"
     )
     p.add_argument(
-        "--arms", default=",".join(ARMS), help="some of: " + ", ".join(ARMS) + "; or NAME=METHOD:key=value:key=value"
+        "--arms",
+        default=",".join(DEFAULT_ARMS),
+        help="some of: " + ", ".join(ARMS) + "; or NAME=METHOD:key=value:key=value",
     )
     p.add_argument("--depths", default="1024,8192,32768", help="cached tokens before the measured ones")
     p.add_argument(
@@ -365,6 +373,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt", type=int, default=2048)
     p.add_argument("--gen", type=int, default=8, help="tokens of a turn")
     p.add_argument("--threads", "-t", type=int, default=2)
+    p.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="with -t 1: seconds of the processor, so that what else runs on the machine counts less",
+    )
     p.add_argument("--rounds", type=int, help="turns of every arm in generation (default: 5, with --overhead 40)")
     p.add_argument("--prompt-rounds", type=int, help="turns of every arm in prefill (default: 3, with --overhead 9)")
     p.add_argument("--json", help="append the JSON lines here (default: stdout)")
@@ -392,8 +405,7 @@ def options() -> tuple[argparse.Namespace, Path]:
             "3500",
             "0",
         )
-        if a.threads == 1:
-            Arm.clock = staticmethod(time.process_time)  # what else runs on the machine counts less
+        a.cpu_time = a.threads == 1
     if a.quick:
         a.depths, a.prompt_depths, a.prompt, a.gen, a.rounds, a.prompt_rounds = (
             "512",
@@ -404,7 +416,11 @@ def options() -> tuple[argparse.Namespace, Path]:
             1,
         )
 
-    a.default_arms = [] if a.arms != ",".join(ARMS) else list(ARMS)
+    if a.cpu_time and a.threads != 1:
+        p.error(f"--cpu-time with {a.threads} threads counts those that wait too; add -t 1")
+    if a.cpu_time:
+        Arm.clock = staticmethod(time.process_time)
+    a.default_arms = DEFAULT_ARMS if a.arms == ",".join(DEFAULT_ARMS) else []
     a.arms = [x.strip() for x in a.arms.split(",")]
     for i, x in enumerate(a.arms):
         if x not in ARMS and "=" in x:

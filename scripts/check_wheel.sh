@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A stranger's path: the wheel in bare roots that have Python and no compiler, from nothing to the first compressed answer.
 #   scripts/check_wheel.sh WHEEL [SUITE...]        default: bookworm trixie; root, debootstrap (Debian's package)
-# ROOTS=DIR keeps the roots for the next time, MIRROR=<Debian's mirror>, MODEL=<GGUF>, WHEELS=<folder with numpy's wheels>.
+# ADDON=<ggml_kvq_cu13 wheel>: installed too; there is no GPU in a root, so it has to say in one line what it needs.
+# ROOTS=DIR keeps the roots for the next time, MIRROR=<Debian's mirror>, MODEL=<GGUF>, WHEELS=<folder with wheels of the dependencies>.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -ge 1 ] && [ -f "$1" ] || { echo "usage: scripts/check_wheel.sh WHEEL [SUITE...]" >&2; exit 2; }
@@ -23,13 +24,16 @@ for suite in "$@"; do
     fi
     rm -rf "$root/try" && mkdir -p "$root/try/wheels"
     cp "$wheel" "$root/try/wheels/"
+    [ -z "${ADDON:-}" ] || cp "$ADDON" "$root/try/"
     cp "$model" "$root/try/model.gguf"
     cp examples/prompt.txt "$root/try/"
-    # numpy is fetched here: the root has no network of its own to configure
+    # what the wheel depends on is fetched here: the root has no network of its own to configure
     abi=$(chroot "$root" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-    if [ -n "${WHEELS:-}" ]; then cp "$WHEELS"/numpy-* "$root/try/wheels/"; else
-        python3 -m pip -q download --only-binary :all: --python-version "$abi" -d "$root/try/wheels" 'numpy>=1.24'
+    downloading=$(date +%s)
+    if [ -n "${WHEELS:-}" ]; then cp "$WHEELS"/*.whl "$root/try/wheels/"; else
+        python3 -m pip -q download --only-binary :all: --python-version "$abi" -d "$root/try/wheels" "$root"/try/wheels/ggml_kvq-*.whl
     fi
+    echo "check_wheel: dependencies of $suite: $(find "$root/try/wheels" -name '*.whl' ! -name 'ggml_kvq-*' | wc -l) wheels, $(($(date +%s) - downloading)) s of download"
     if chroot "$root" sh -c 'command -v gcc cc c++ make cmake' >/dev/null; then
         echo "check_wheel: $suite has a compiler; this proves nothing" >&2
         exit 1
@@ -43,10 +47,22 @@ begin=$(date +%s.%N)
 python3 -m venv venv
 venv/bin/pip -q install --no-index --find-links wheels wheels/ggml_kvq-*.whl
 installed=$(date +%s.%N)
+times >installed
 venv/bin/llama-cli -m model.gguf --kv-method xquant -f prompt.txt -n 48 --temp 0 -st </dev/null >answer 2>log
 end=$(date +%s.%N)
-cat log | grep '^ggml-kvq:'
-python3 -c "print('times: venv and install %.1f s, first answer %.1f s' % ($installed - $begin, $end - $installed))"
+times >answered
+grep '^ggml-kvq:' log
+python3 - "$begin" "$installed" "$end" <<'P' # seconds, and those of a processor: other work on the machine counts less
+import re, sys
+
+def cpu(path):  # of children, from the shell's times
+    return sum(60 * int(m) + float(s) for m, s in re.findall(r"(\d+)m([\d.]+)s", open(path).read().splitlines()[1]))
+
+begin, installed, end = map(float, sys.argv[1:])
+first = cpu("installed")
+print("times: venv and install %.1f s (of a processor %.1f), first answer %.1f s (%.1f)"
+      % (installed - begin, first, end - installed, cpu("answered") - first))
+P
 venv/bin/ggml-kvq doctor
 for method in kivi higgs zipcache minikv specache; do
     venv/bin/llama-completion -m model.gguf --kv-method $method -p "The file" -n 8 -no-cnv </dev/null 2>&1 | grep '^ggml-kvq:' | head -1
@@ -57,6 +73,26 @@ from ggml_kvq import Model
 with Model("model.gguf", "kivi", "bits=4", n_ctx=512) as m:
     print("python:", "".join(m.generate("The file", max_tokens=8)), round(m.kv_stats()["bits"], 2), "bits")
 P
+if ls ggml_kvq_cu13-*.whl >/dev/null 2>&1; then
+    venv/bin/pip -q install --no-index --find-links wheels ggml_kvq_cu13-*.whl
+    KVQ_BACKEND=$(venv/bin/python -m ggml_kvq_cu13)
+    export KVQ_BACKEND
+    echo "add-on: $(du -h "$KVQ_BACKEND" | cut -f1) at $KVQ_BACKEND"
+    for command in "venv/bin/llama-completion -m model.gguf --kv-method kivi -p x -n 4 -no-cnv" "venv/bin/ggml-kvq methods"; do
+        code=0
+        $command </dev/null >said 2>&1 || code=$?
+        { [ $code -ge 1 ] && [ $code -lt 126 ] && [ "$(wc -l <said)" = 1 ] && grep -q 'built with CUDA' said; } ||
+            { echo "$command: exit $code"; cat said; exit 1; }
+        echo "add-on: exit $code, $(cat said)"
+    done
+    code=0 # a program of llama.cpp's own that is pointed at it
+    lib=$(dirname venv/lib/python3*/site-packages/ggml_kvq/lib/llama-completion)
+    GGML_BACKEND_PATH=$KVQ_BACKEND "$lib/llama-completion" -m model.gguf -p "The file" -n 4 -no-cnv </dev/null >said 2>&1 || code=$?
+    echo "add-on: without our launcher exit $code, $(grep -m1 libggml-kvq said)"
+    [ $code -lt 126 ]
+    unset KVQ_BACKEND
+    venv/bin/llama-completion -m model.gguf --kv-method kivi -p "The file" -n 4 -no-cnv </dev/null 2>&1 | grep '^ggml-kvq:' | head -1
+fi
 S
     umount "$root/dev" "$root/proc"
     echo "== $suite: $(. "$root/etc/os-release" && echo "$PRETTY_NAME"), glibc $(chroot "$root" ldd --version | sed -n '1s/.* //p'), python $abi"

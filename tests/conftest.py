@@ -53,6 +53,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Seconds of the slowest files: what LONG must name, and where a run's time goes."""
+    files: dict[str, float] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                name = Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_")
+                files[name] = files.get(name, 0.0) + report.duration
+    slow = sorted(((s, name) for name, s in files.items() if s >= 10), reverse=True)[:16]
+    if slow:
+        terminalreporter.write_line("seconds by file: " + ", ".join(f"{name} {s:.0f}" for s, name in slow))
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     return ROOT / "models" / "kvq-demo-q8_0.gguf"

@@ -6,7 +6,8 @@ As a compiler launcher (cmake's CMAKE_CXX_COMPILER_LAUNCHER) or in front of any 
 
 The key holds the compiler and its version, the flags and the preprocessed text: every header's content is in it, and
 what is compiled is that very text, so that no object is ever stale. Paths of the tree and of the build folder do not
-count. Objects lie in ~/.cache/ggml-kvq/objects (KVQ_CACHE_DIR), each whole or absent, with its checksum behind it;
+count. Objects lie in ~/.cache/ggml-kvq/objects (KVQ_CACHE_DIR), squeezed (to a quarter: a sanitizer's build and
+several trees fit), each whole or absent, with its checksum behind it;
 the oldest go when they take more than LIMIT. Without a folder to write to, or for a command that is no plain
 compilation, the compiler runs as it stands.
 """
@@ -22,9 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+SQUEEZED = b"kvqz1\n"  # in front of what zlib made
 LIMIT, AGE = 1 << 30, 30 * 86400  # bytes and seconds that objects are kept
 FORMAT = "1"
 _WITH_VALUE = ("-I", "-isystem", "-iquote", "-idirafter", "-D", "-U")  # these show in the preprocessed text
@@ -52,11 +55,14 @@ def read(key: str) -> bytes | None:
     except (OSError, RuntimeError):
         return None
     body, digest = data[:-32], data[-32:]
-    return body if hashlib.sha256(body).digest() == digest else None
+    if hashlib.sha256(body).digest() != digest:
+        return None
+    return zlib.decompress(body[len(SQUEEZED) :]) if body.startswith(SQUEEZED) else body
 
 
 def write(key: str, body: bytes) -> None:
     """Keep an object; a full disk or a folder that is not ours is no error."""
+    body = SQUEEZED + zlib.compress(body, 1)
     try:
         there = folder() / key[:2]
         there.mkdir(parents=True, exist_ok=True)
@@ -112,12 +118,6 @@ def compiler_version(compiler: str) -> str:
     """What names a compiler and its version; for -march=native the CPU belongs to it."""
     done = subprocess.run([compiler, "-v"], capture_output=True, text=True, check=False)
     return f"{os.path.realpath(compiler)}\n{done.stderr}{done.stdout}"
-
-
-def tree_hash(root: Path, patterns: Sequence[str]) -> str:
-    """One key of the content of all files below `root` that match, for compilers that cannot preprocess apart."""
-    files = sorted(p for pattern in patterns for p in root.rglob(pattern))
-    return key_of(*(part for p in files for part in (str(p.relative_to(root)), p.read_bytes())))
 
 
 class Command:

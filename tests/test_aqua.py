@@ -245,15 +245,17 @@ def test_bad_files_are_refused_with_the_field_named(sidecar, tmp_path, field):
         opened(change(sidecar, tmp_path / "bad.gguf", BAD[field]))
 
 
-def test_cut_and_foreign_files_are_refused(sidecar, tmp_path):
+def test_cut_and_foreign_files_are_refused(sidecar, tmp_path, write_gguf):
     raw = sidecar.read_bytes()
     for i, n in enumerate((0, 3, 40, len(raw) // 2, len(raw) - 1)):
         cut = tmp_path / f"{i}.gguf"
         cut.write_bytes(raw[:n])
         with pytest.raises(KvqError, match="calibrated data"):
             opened(cut)
-    with pytest.raises(KvqError, match=r"kvq\.version"):
+    with pytest.raises(KvqError, match=r"kvq\.\* metadata"):
         opened(MODEL)
+    with pytest.raises(KvqError, match=r"kvq\.version"):
+        opened(write_gguf("no-version.gguf", {"general.type": "kvq", "kvq.method": "aqua"}))
 
 
 # ------------------------------------------------------------------ the cache

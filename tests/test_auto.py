@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, budget, cli, default_means, gguf_header, info, launcher, loader, memory, native, sidecars
+from ggml_kvq import Model, budget, cli, default_means, gguf_header, info, launcher, loader, memory, native
 from ggml_kvq.calibrate import tune
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import METHODS, LayerShape
@@ -233,9 +234,16 @@ def test_damaged_means_are_refused_not_used(demo_model: Path, tmp_path: Path, mo
         Model(demo_model, kv_method="auto", kv_config=bad, n_ctx=1024)
 
 
-def test_data_of_one_method_serve_the_others() -> None:
-    assert sidecars.serves("aqua", "auto") and sidecars.serves("auto", "specache") and sidecars.serves("kivi", "kivi")
-    assert not sidecars.serves("aqua", "kivi") and not sidecars.serves(None, "auto")
+def test_data_of_one_method_serve_the_others(write_gguf: Callable[..., Path]) -> None:
+    held = {"general.type": "kvq", "kvq.version": 1}
+    for method, others in (("aqua", ["auto", "specache"]), ("auto", ["specache", "aqua"]), ("kivi", ["kivi"])):
+        file = str(write_gguf(f"{method}.gguf", {**held, "kvq.method": method}))
+        for other in others:
+            got = launcher.command("llama-cli", ["--kv-method", other, "--kv-config", file], {})
+            assert got.env["KVQ_CONFIG"] == file
+    assert "holds data for method kivi, not auto" in refusal("--kv-method", "auto", "--kv-config", file)
+    nobody = str(write_gguf("nobody.gguf", held))
+    assert "holds no kvq.* metadata" in refusal("--kv-method", "auto", "--kv-config", nobody)
 
 
 # ------------------------------------------------------------------ tuning

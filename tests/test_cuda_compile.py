@@ -56,25 +56,18 @@ def resources(text: str) -> list[tuple[str, int, int, int]]:
     return found
 
 
+def flags_of(arch: str, source: Path) -> list[str]:
+    """What nvcc is told, but for where the tree lies: every run of CI clones it anew."""
+    exact = ["-fmad=false"] if source.name.startswith("seal") else []
+    return [*exact, "-std=c++17", f"-arch=sm_{arch}", "-Xptxas", "-O1,-v", "-c"]
+
+
 def compiled(arch: str, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
     """One file for one architecture; what ptxas says of its kernels is on stderr."""
-    command = [
-        str(NVCC),
-        "-std=c++17",
-        f"-arch=sm_{arch}",
-        "-Xptxas",
-        "-O1,-v",
-        f"-I{ROOT}",
-        f"-I{ROOT / 'include'}",
-        "-c",
-        str(source),
-        "-o",
-        str(out),
-    ]
-    if source.name.startswith("seal"):
-        command.insert(1, "-fmad=false")
-    flags = [part for part in command if part not in (str(source), str(out))]
-    key = object_cache.key_of("nvcc", versions(), json.dumps(flags), headers(), source.read_bytes())
+    flags = flags_of(arch, source)
+    command = [str(NVCC), *flags, f"-I{ROOT}", f"-I{ROOT / 'include'}", str(source), "-o", str(out)]
+    read = [part for p in reads(source) for part in (str(p.relative_to(ROOT)), p.read_bytes())]
+    key = object_cache.key_of("nvcc", versions(), json.dumps(flags), *read)
     said = object_cache.read(key)
     if said is not None:  # the same compiler has read the same text
         return subprocess.CompletedProcess(command, 0, "", said.decode())
@@ -93,10 +86,39 @@ def versions() -> str:
     )
 
 
-@cache
-def headers() -> str:
-    """All that a source may include; nvcc cannot be asked for the text of every pass apart."""
-    return object_cache.tree_hash(ROOT, ("*.h", "*.cuh", "*.inc"))
+def reads(source: Path) -> list[Path]:
+    """The source and every file of ours that it includes, at any depth and under any condition: what decides its object
+    besides compiler and flags. nvcc cannot be asked for the text of every pass apart.
+    """
+    found, waiting = {source}, [source]
+    while waiting:
+        file = waiting.pop()
+        for name in re.findall(r'^\s*#\s*include\s*["<]([^">]+)[">]', file.read_text(), re.MULTILINE):
+            for folder in (file.parent, ROOT, ROOT / "include"):
+                there = (folder / name).resolve()
+                if there.is_file() and ROOT in there.parents and there not in found:
+                    found.add(there)
+                    waiting.append(there)
+    return sorted(found)
+
+
+def test_where_the_tree_lies_does_not_count() -> None:
+    assert not [flag for source in SOURCES for flag in flags_of("80", source) if str(ROOT.parent) in flag]
+
+
+def test_what_a_source_reads() -> None:
+    """Found by name as the preprocessor finds it; a header of host/ is read by none."""
+    read = {p.name for source in SOURCES for p in reads(source)}
+    assert {"device.cu", "ggml-kvq.h", "f16.h"} <= read and "resolve.h" not in read
+    host = shutil.which("g++")
+    if host is None:
+        pytest.skip("needs g++")
+    for source in sorted((ROOT / "cpu").glob("*.cpp"))[:4]:  # of these the compiler tells itself
+        said = subprocess.run(
+            [host, "-MM", f"-I{ROOT}", f"-I{ROOT / 'include'}", str(source)], capture_output=True, text=True, check=True
+        ).stdout
+        told = {Path(word).resolve() for word in said.replace("\\\n", " ").split()[1:]}
+        assert told <= set(reads(source)), source.name
 
 
 @pytest.fixture(scope="module")

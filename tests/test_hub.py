@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -99,7 +100,8 @@ def test_failures_name_the_cure(endpoint: str, tmp_path: Path, spec: str, parts:
         assert part in message
 
 
-def test_no_network_is_said_plainly(tmp_path: Path) -> None:
+def test_no_network_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub waits before it tries again
     with pytest.raises(errors.DownloadError, match="check the network"):
         hub.fetch("hf:owner/repo/sub/model.gguf", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
 
@@ -117,8 +119,8 @@ def test_a_repository_is_asked_for_its_files(endpoint: str, tmp_path: Path) -> N
     cache answers.
     """
     code = (
-        "import sys; from ggml_kvq import hub; path, projector = hub.choose('owner/repo', sys.argv[1]); print(path,"
-        " projector is not None)"
+        "import sys, time; time.sleep = lambda seconds: None; from ggml_kvq import hub;"
+        " path, projector = hub.choose('owner/repo', sys.argv[1]); print(path, projector is not None)"
     )
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
     for where in (endpoint, "http://127.0.0.1:9"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -122,10 +123,14 @@ def test_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
     keys = [object_cache.key_of(str(i)) for i in range(4)]
     for i, key in enumerate(keys):
-        object_cache.write(key, bytes(1000))
+        object_cache.write(key, random.Random(i).randbytes(1000))  # nothing squeezes them
         os.utime(object_cache.folder() / key[:2] / key, (time.time() - 100 * (4 - i),) * 2)
     object_cache.evict(limit=2500, age=1000)
     assert [object_cache.read(key) is not None for key in keys] == [False, False, True, True]
     os.utime(object_cache.folder() / keys[2][:2] / keys[2], (time.time() - 2000,) * 2)
     object_cache.evict(limit=2500, age=1000)
     assert [object_cache.read(key) is not None for key in keys] == [False, False, False, True]
+    assert object_cache.read(keys[3]) == random.Random(3).randbytes(1000)
+    object_cache.write(keys[0], bytes(100_000))
+    assert (object_cache.folder() / keys[0][:2] / keys[0]).stat().st_size < 1000
+    assert object_cache.read(keys[0]) == bytes(100_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -128,3 +129,49 @@ def test_a_wheel_that_would_not_start_is_refused(
     monkeypatch.setattr(sys, "argv", ["x", str(wheel), "-o", str(tmp_path / "out")])
     assert repair.main() == 1
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------ the library with CUDA kernels alone
+
+
+def refused(folder: Path, backend: Path) -> str:
+    """What a launcher says that finds llama.cpp in `folder` and libggml-kvq.so at `backend`."""
+    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    argv = [sys.executable, "-c", code, "-m", str(ROOT / "models/kvq-demo-q8_0.gguf"), "--kv-method", "kivi"]
+    env = {**os.environ, "KVQ_LIB_DIR": str(folder), "KVQ_BACKEND": str(backend)}
+    r = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
+    assert r.returncode != 0 and len(r.stderr.splitlines()) == 1, r.stderr
+    return r.stderr
+
+
+def test_the_cuda_library_says_what_it_needs_and_finds_it(tmp_path: Path) -> None:
+    """It lies in a folder of its own: libggml-cuda is taken from that of llama.cpp, and named where it is missing."""
+    folder, addon = tmp_path / "llama", tmp_path / "addon"
+    folder.mkdir()
+    addon.mkdir()
+    (folder / "llama-completion").touch(mode=0o755)
+    (tmp_path / "empty.c").write_text("int kvq_empty;\n")
+    for stem in ("ggml-base", "ggml-cuda"):
+        argv = ["cc", "-shared", "-fPIC", "empty.c", f"-Wl,-soname,lib{stem}.so.0", "-o", f"llama/lib{stem}.so.0"]
+        subprocess.run(argv, cwd=tmp_path, check=True)
+    backend = addon / "libggml-kvq.so"
+    needs = ["-Wl,--no-as-needed", "llama/libggml-base.so.0", "llama/libggml-cuda.so.0"]
+    subprocess.run(["cc", "-shared", "-fPIC", "empty.c", *needs, "-o", str(backend)], cwd=tmp_path, check=True)
+    assert "is of another ggml-kvq version" in refused(folder, backend)  # it was opened, with both
+    (folder / "libggml-cuda.so.0").unlink()
+    said = refused(folder, backend)
+    assert "libggml-cuda.so.0" in said and "built with CUDA" in said and "KVQ_LIB_DIR" in said
+
+
+def test_the_add_on_wheel_tells_where_its_library_lies(tmp_path: Path) -> None:
+    library = tmp_path / "libggml-kvq.so"
+    library.write_bytes(b"\x7fELF")
+    argv = [sys.executable, str(ROOT / "scripts/addon_wheel.py"), str(library), "1.2.3", str(tmp_path / "out")]
+    made = Path(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip())
+    with zipfile.ZipFile(made) as z:
+        assert "Requires-Dist: ggml-kvq==1.2.3" in z.read("ggml_kvq_cu13-1.2.3.dist-info/METADATA").decode()
+        z.extractall(tmp_path / "there")
+    argv = [sys.executable, "-m", "ggml_kvq_cu13"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "there")}
+    said = subprocess.run(argv, capture_output=True, text=True, check=True, env=env).stdout.strip()
+    assert Path(said).read_bytes() == b"\x7fELF"

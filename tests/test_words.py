@@ -103,14 +103,15 @@ def test_data_beside_the_model_is_found(calibrated: tuple[Path, str]) -> None:
 
 
 def test_embedded_data_comes_before_data_beside(write_gguf: Callable[..., Path]) -> None:
+    def data(model: Path, method: str) -> str | None:
+        return launcher.command("llama-cli", ["-m", str(model), "--kv-method", method], {}).env["KVQ_CONFIG"]
+
     model = write_gguf("m.gguf", {**LLAMA_FIELDS, "kvq.method": "kivi", "kvq.version": 1})
     write_gguf("m.kvq.gguf", {"general.type": "kvq", "kvq.method": "kivi", "kvq.version": 1})
-    assert sidecars.beside(model, "kivi") is None
+    assert data(model, "kivi") is None
     plain = write_gguf("p.gguf", LLAMA_FIELDS)
     write_gguf("p.kvq.gguf", {"general.type": "kvq", "kvq.method": "kivi", "kvq.version": 1})
-    assert (
-        sidecars.beside(plain, "kivi") == str(plain.with_name("p.kvq.gguf")) and sidecars.beside(plain, "aqua") is None
-    )
+    assert data(plain, "kivi") == str(plain.with_name("p.kvq.gguf")) and data(plain, "aqua") is None
 
 
 def test_calibrate_ends_with_the_next_commands(calibrated: tuple[Path, str]) -> None:

@@ -2,7 +2,7 @@
 //
 //   tasks = streams x groups of KV heads x row blocks x splits.  Rows of a block read one KV head: gqa query heads of
 //   consecutive tokens. A split is a contiguous range of pages; partial results (m, l, o) are joined afterwards
-//   (log-sum-exp), as are those of parts whose pages become readable one part after the other. With few rows a task
+//   (log-sum-exp), as are those of batches, when pages come from a page_source. With few rows a task
 //   runs over pages and visits all its heads in each: bytes are read in the order in which they lie. Pages go to the
 //   kernels in runs of up to KVQ_MAX_RUN. Logits and maxima are in units of ln 2.
 #include "attend_mask.h"
@@ -133,20 +133,20 @@ void join(int n, float * to, const float * part) {
 
 // A stream of a call: its plan, and where in the partial results its own begin.
 static void plan_stream(
-    stream_plan & s, const kvq_attn & attn, int want, workspace::sizes & size, size_t & n_partial, bool in_parts) {
+    stream_plan & s, const kvq_attn & attn, int want, workspace::sizes & size, size_t & n_partial, bool in_batches) {
     const int cells = make_plan(s, attn);
     s.lse = attn.lse;
     const bool few = has_few_rows(s);
     s.few = few && s.folded_k;
     if (s.few) { s.prepared.resize((size_t) attn.n_head_kv); }
     cut_tasks(s, few, want);
-    s.in_parts = in_parts || s.n_splits > 1;
+    s.leaves_partial = in_batches || s.n_splits > 1;
     s.partial = n_partial;
-    if (s.in_parts) { n_partial += (size_t) attn.n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2); }
+    if (s.leaves_partial) { n_partial += (size_t) attn.n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2); }
     size.cover(sizes_of(s, s.block_rows(), (attn.n_head_kv + s.n_groups - 1) / s.n_groups, cells));
 }
 
-// All tasks of n planned streams. Rows of a stream in parts are left in `partial`, others in its output.
+// All tasks of n planned streams. Rows of a stream that leaves partial results go to `partial`, others to its output.
 static void run_plans(stream_plan * plan, int n, const workspace::sizes & size, float * const partial, int n_threads) {
     const kvq_kernels & K = kvq_get_kernels();
     static thread_local std::vector<int> first;
@@ -193,7 +193,7 @@ static void run_plans(stream_plan * plan, int n, const workspace::sizes & size, 
                 end_head(s, h, rows);
                 for (int r = 0; r < rows; r++) {
                     const float * out = h.out + (size_t) r * s.dpv;
-                    if (!s.in_parts) {
+                    if (!s.leaves_partial) {
                         store_row(s, kvh, r0 + r, h.m[r], h.l[r], out);
                         continue;
                     }
@@ -229,25 +229,26 @@ static void attend_stored(const kvq_attn * attn, int n, int n_threads) {
     partial.resize(std::max(partial.size(), n_partial));
     run_plans(plan.data(), n, size, partial.data(), n_threads);
     for (const stream_plan & s : plan) {
-        for (int i = 0; s.in_parts && i < s.p->n_head_kv * s.n_rows; i++) {
+        for (int i = 0; s.leaves_partial && i < s.p->n_head_kv * s.n_rows; i++) {
             const float * x = join_splits(s, partial.data(), i / s.n_rows, i % s.n_rows);
             store_row(s, i / s.n_rows, i % s.n_rows, x[0], x[1], x + 2);
         }
     }
 }
 
-void attend_parts(const kvq_attn & attn, page_source & source, int n_threads) {
-    static thread_local stream_plan s;
-    static thread_local std::vector<float> partial, sums; // sums: of the parts before, [kvh][row][m, l, out]
+void attend_from(page_source & source, const kvq_attn & attn, int n_threads) {
+    static thread_local stream_plan s;                    // made anew for each batch
+    static thread_local std::vector<float> partial, sums; // sums: of the batches before, [kvh][row][m, l, out]
     static thread_local std::vector<kvq_page> pages;
     n_threads = std::max(n_threads, 1);
-    for (bool more = true, first = true; more; first = false) {
+    bool first = true, more = true;
+    while (more) {
         pages.clear();
         more = source.next(pages);
         kvq_attn a = attn;
         a.pages = pages.data();
         a.n_pages = (int32_t) pages.size();
-        if (first && !more) { // the usual case
+        if (first && !more) { // everything fits into one batch
             attend_stored(&a, 1, n_threads);
             return;
         }
@@ -268,6 +269,7 @@ void attend_parts(const kvq_attn & attn, page_source & source, int n_threads) {
             }
             if (!more) { store_row(s, i / s.n_rows, i % s.n_rows, to[0], to[1], to + 2); }
         }
+        first = false;
     }
 }
 

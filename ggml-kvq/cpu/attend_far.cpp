@@ -240,7 +240,7 @@ public:
     }
 
 private:
-    // the n-th page of a part
+    // the n-th page of a batch
     void unpack(kvq_page & page, size_t n, size_t most) {
         const int format = attn.far->format, K = attn.k.head_size, V = attn.v.head_size;
         const size_t k_row = kvq_pad((size_t) K, 16), v_row = kvq_pad((size_t) V, 16);
@@ -463,7 +463,7 @@ struct two_tiers {
 void attend_far(const kvq_attn & attn, int n_threads) {
     if (attn.far->fetch == KVQ_FETCH_ALL) {
         far_source source(attn, n_threads);
-        attend_parts(attn, source, n_threads);
+        attend_from(source, attn, n_threads);
         return;
     }
     const kvq_kernels & K = kvq_get_kernels();

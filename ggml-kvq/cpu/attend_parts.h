@@ -66,7 +66,7 @@ struct stream_plan {
     int dpk, dpv, n_out;   // padded rows of queries and of outputs; channels of an output
     size_t rot;            // floats of a rotated sum
     size_t partial;        // offset of this stream's partial results, [kvh][split][row][m, l, out of dpv]
-    bool in_parts;         // rows are left there
+    bool leaves_partial;   // rows are left there
     float m0, m1;          // ALiBi bases
     int n_head_log2;
 
@@ -204,13 +204,13 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
 // open tiles, some pages at a time.
 class page_source {
 public:
-    // The pages of the next part, whose tiles stay until the next call; true: more parts follow.
+    // The pages of the next batch, whose tiles stay until the next call; true: more batches follow.
     virtual bool next(std::vector<kvq_page> & pages) = 0;
 
 protected:
     ~page_source() {}
 };
-void attend_parts(const kvq_attn & attn, page_source & source, int n_threads);
+void attend_from(page_source & source, const kvq_attn & attn, int n_threads);
 
 // ---------------------------------------------------------------- attend_far.cpp
 

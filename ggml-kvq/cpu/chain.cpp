@@ -177,7 +177,7 @@ private:
     const kvq_chain_pages * const lanes;
     const int n_threads;
     int at = 0;          // the next page
-    uint16_t * tiles[2]; // of a part
+    uint16_t * tiles[2]; // of a batch
 };
 
 } // namespace
@@ -200,5 +200,5 @@ void kvq_cpu_attend_predicted(const kvq_attn & attn, const kvq_chain_pages * lan
     a.k_mean = lanes[0].l ? nullptr : a.k_mean;
     a.v_mean = lanes[1].l ? nullptr : a.v_mean;
     predicted_source source(a, lanes, std::max(n_threads, 1));
-    kvq_attention::attend_parts(a, source, n_threads);
+    kvq_attention::attend_from(source, a, n_threads);
 }

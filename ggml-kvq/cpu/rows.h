@@ -1,5 +1,4 @@
-// What the CPU's engine does for policies, apart from its device (device.cpp): kvq_transform_engine, kvq_chain_engine
-// and kvq_score_engine of engine/engine.h.
+// Functions behind the CPU's engine (engine/engine.h); device.cpp calls them.
 #pragma once
 
 #include "engine/engine.h"
@@ -12,7 +11,7 @@ void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_
 // chain.cpp
 void kvq_cpu_chain_predict(const kvq_chain_pages & c, float * out);
 void kvq_cpu_chain_step(const kvq_chain_pages & c);
-// lanes: keys and values of the stream
+// of one stream; lanes[0] keys, lanes[1] values; l == NULL: that lane is stored
 void kvq_cpu_attend_predicted(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads);
 
 // scores.cpp

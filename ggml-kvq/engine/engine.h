@@ -25,11 +25,12 @@ struct kvq_score_page {
     const int32_t * map;
     float * sums;
     int32_t cell, place; // place: of the sums, for the host
-    uint8_t stale[32];   // bit per cell: what is there does not count
+    uint8_t stale[32];   // bit per cell (pages have at most 256): the score there does not count
 };
 // Of one call of attention: tokens that are probes, and the pages whose cells they score. In device memory.
 struct kvq_probe_table {
-    // all: tokens 0..n_rows-1; i32 rows[max_rows], a multiple of 4, and pages follow
+    // all: every token 0..n_rows-1 is a probe. Behind this head: i32 rows[max_rows] (max_rows is a multiple of 4), then
+    // kvq_score_page[n_pages].
     int32_t n_rows, n_pages, all, max_rows;
 };
 struct kvq_choice {               // of the salient cells of a page
@@ -44,7 +45,7 @@ struct kvq_pack_page {
     const float * sums;             // NULL: never observed
     const uint8_t *stale, *present; // host memory; present: [n_head][page_cells/8], the cells that are packed
     int32_t cell, first, n;         // its first cell; of its run: the first page, and how many
-    // the run: by score, the highest first and earlier cells first when equal; else in the cells' order
+    // true: cells of the run go by score, the highest first, the earlier cell first when equal; false: in their order
     bool sorted;
 };
 // Output page i belongs to the run of input page i; pages that a run did not fill are empty and come last in it.
@@ -58,9 +59,11 @@ struct kvq_packed {
 struct kvq_row_transform {               // what sealed rows of a page lack (policy/transform.h)
     const float * mean = nullptr;        // host memory that stays; NULL: none
     const kvq_rotary * rotary = nullptr; // likewise
-    const int32_t * positions = nullptr; // the device's memory, of the page's cells
-    const int32_t * sealed = nullptr;
-    const float * pred = nullptr; // likewise, predictions of the page's rows, pred_stride apart
+    // of the page's cells, and predictions of its rows, f32, pred_stride apart. In calls of an engine: its memory; of
+    // kvq_cpu_*_rows (host.h): the host's
+    const int32_t * positions = nullptr;
+    const int32_t * sealed = nullptr; // positions when it was sealed; NULL: keys lack their rotary embedding altogether
+    const float * pred = nullptr;     // NULL: nothing is predicted
     size_t pred_stride = 0;
 };
 
@@ -88,19 +91,19 @@ struct kvq_attention_call {
     const kvq_attn * streams = nullptr;
     int n = 0;
     const kvq_lane_layout *k = nullptr, *v = nullptr; // of the lanes that are read
-    // [n][2], keys and values; l NULL: this lane is stored. All are NULL: the layer is. Their 8-bit rows, of the layer
-    // below before, are of this one behind it, of sealed pages at least.
+    // [n][2]: keys, values. l == NULL: this lane is stored. predicted == NULL: both lanes are stored. Before the call
+    // the 8-bit rows are those of the layer below. After it, at least those of sealed pages are those of this layer.
     const kvq_chain_pages * predicted = nullptr;
     int n_threads = 1;
 };
 
-// Tiles as they are sealed, and back.
+// Between tiles as they came and tiles as they are sealed.
 class kvq_transform_engine {
 public:
     // n tiles as they are sealed; pointers of x: the device's memory, mean and rotary the host's
     virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
         const kvq_row_transform * x) = 0;
-    // in place, with the positions that open rows carry
+    // in place; each row also gets its position, as open rows carry it (tags.h)
     virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) = 0;
 
 protected:
@@ -159,8 +162,8 @@ public:
     virtual ~kvq_engine() {}
     virtual const char * name() const = 0; // of its kernels, for the load line
 
-    // f32 row i, n_head*head_size values, goes to tile row to[i] of head 0 and to the same row of the other heads
-    // pos: the rows' positions, which they carry (policy/transform.h); NULL: none, and always in host memory
+    // Head 0 of row i (f32, n_head*head_size values) goes to to[i], other heads to the same row of their tiles. pos:
+    // positions that the rows carry (tags.h), in host memory; NULL: none.
     virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows,
         size_t row_stride, const int32_t * pos, int n_threads) = 0;
     virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;

@@ -1,6 +1,7 @@
 #include "cache/config.h"
 #include "base/settings.h"
 #include "fingerprint.h"
+#include "resolve.h"
 
 #include "gguf.h"
 
@@ -88,9 +89,15 @@ static std::string model_of_command_line(void) {
         args.push_back(all.substr(at, end - at));
         at = end + 1;
     }
+    std::vector<std::string> models;
     for (size_t i = 1; i + 1 < args.size(); i++) {
-        if (args[i] == "-m" || args[i] == "--model") { return args[i + 1]; }
+        if (args[i] == "-m" || args[i] == "--model") { models.push_back(args[++i]); }
     }
+    const bool all_run = !args.empty() && args[0].find("llama-bench") != std::string::npos;
+    const bool several =
+        all_run && (models.size() > 1 || (models.size() == 1 && models[0].find(',') != std::string::npos));
+    if (several) { return ""; }                    // which of them a cache is of, nobody says
+    if (!models.empty()) { return models.back(); } // llama.cpp takes the last
     return kvq_setting_text(kvq_setting::LLAMA_MODEL);
 }
 
@@ -280,50 +287,55 @@ static std::string shown_options(const kvq_method & m, std::string text) {
     return text;
 }
 
-static kvq_status resolve(request r, kvq_config & out, kvq_model_info & model, std::string & err) {
-    model = kvq_model_info{};
-    if (!r.model.empty()) {
-        const kvq_status status = kvq_read_model_info(r.model, model, err);
-        if (status != KVQ_OK) { return status; }
-    }
-    if (r.method.empty()) { r.method = model.method.empty() ? "f16" : model.method; }
-    out.method = kvq_method_find(r.method.c_str());
-    if (!out.method) {
-        err = kvq_check(r.method.c_str(), nullptr) == KVQ_OK ? "" : kvq_last_error();
-        return KVQ_ERR_METHOD;
-    }
-    const std::string from = r.config.empty() && model.calibrated ? r.model : r.config;
+static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_info & model, std::string & err) {
+    kvq_decision d;
+    const kvq_status status = kvq_decide(r, model, d, err);
+    if (status != KVQ_OK) { return status; }
+    out.method = kvq_method_find(d.method.c_str());
+    const std::string from = d.config.empty() && model.calibrated ? r.model : d.config;
     if (!from.empty()) {
         std::string note;
-        const kvq_status status = kvq_check_calibrated(from, r.model, note, err);
-        if (status != KVQ_OK) { return status; }
+        const kvq_status checked = kvq_check_calibrated(from, r.model, note, err);
+        if (checked != KVQ_OK) { return checked; }
         if (!note.empty()) {
             last_note = note;
             if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", note.c_str()); }
         }
-        const std::string stored = kvq_stored_options(from, *out.method, r.opts);
-        r.opts = stored + (stored.empty() || r.opts.empty() ? "" : ",") + r.opts;
     }
-    out.options_text = shown_options(*out.method, r.opts);
-    out.config_path = r.config;
+    const std::string options = kvq_all_options(d, model, r.model);
+    out.options_text = shown_options(*out.method, options);
+    out.config_path = d.config;
     out.model_path = r.model;
-    return kvq_options_parse(*out.method, r.opts.c_str(), out.options, err);
+    return kvq_options_parse(*out.method, options.c_str(), out.options, err);
 }
 
 kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
-    request r = configured;
-    if (!r.set) {
-        r = { true, kvq_setting_text(kvq_setting::METHOD), kvq_setting_text(kvq_setting::OPTS),
-            kvq_setting_text(kvq_setting::CONFIG), kvq_setting_text(kvq_setting::MODEL) };
+    kvq_request r = {};
+    std::string path;
+    if (configured.set) {
+        r.asker = KVQ_ASKS_BY_ARGUMENTS;
+        r.method = configured.method.c_str();
+        r.opts = configured.opts.c_str();
+        r.config = configured.config.c_str();
+        path = configured.model;
+    } else {
+        r.env_method = kvq_setting_text(kvq_setting::METHOD);
+        r.env_opts = kvq_setting_text(kvq_setting::OPTS);
+        r.env_config = kvq_setting_text(kvq_setting::CONFIG);
+        path = kvq_setting_text(kvq_setting::MODEL);
     }
-    if (r.model.empty()) { r.model = model_of_command_line(); }
+    if (path.empty()) { path = model_of_command_line(); }
+    r.model = path.c_str();
     return resolve(r, out, model, err);
 }
 
 bool kvq_draft_asked(void) { return *kvq_setting_text(kvq_setting::METHOD_DRAFT); }
 
 kvq_status kvq_config_draft(kvq_config & out, kvq_model_info & model, std::string & err) {
-    return resolve({ true, kvq_setting_text(kvq_setting::METHOD_DRAFT), kvq_setting_text(kvq_setting::OPTS_DRAFT), "",
-                       kvq_setting_text(kvq_setting::MODEL_DRAFT) },
-        out, model, err);
+    kvq_request r = {};
+    r.env_method = kvq_setting_text(kvq_setting::METHOD_DRAFT);
+    r.env_opts = kvq_setting_text(kvq_setting::OPTS_DRAFT);
+    r.env_config = "none"; // its data must be in the draft model itself
+    r.model = kvq_setting_text(kvq_setting::MODEL_DRAFT);
+    return resolve(r, out, model, err);
 }

@@ -244,6 +244,31 @@ const kvq_field kvq_stats_fields[] = {
     F(kvq_stats, n_steps),
 };
 
+const kvq_field kvq_request_fields[] = {
+    F(kvq_request, asker),
+    F(kvq_request, method),
+    F(kvq_request, opts),
+    F(kvq_request, config),
+    F(kvq_request, env_method),
+    F(kvq_request, env_opts),
+    F(kvq_request, env_config),
+    F(kvq_request, number),
+    F(kvq_request, model),
+};
+
+const kvq_field kvq_resolved_fields[] = {
+    F(kvq_resolved, method),
+    F(kvq_resolved, method_from),
+    F(kvq_resolved, method_words),
+    F(kvq_resolved, opts),
+    F(kvq_resolved, options),
+    F(kvq_resolved, options_from),
+    F(kvq_resolved, config),
+    F(kvq_resolved, config_from),
+    F(kvq_resolved, note),
+    F(kvq_resolved, wants_means),
+};
+
 const kvq_struct structs[] = {
     S(llama_model_params),
     S(llama_context_params),
@@ -260,6 +285,8 @@ const kvq_struct structs[] = {
     S(kvq_attn),
     S(kvq_layer_shape),
     S(kvq_stats),
+    S(kvq_request),
+    S(kvq_resolved),
 };
 
 #undef F

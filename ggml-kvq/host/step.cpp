@@ -76,8 +76,10 @@ struct step_maker {
     const kvq_backend_context & b;
     ggml_cgraph * graph;
     kvq_step step;
-    int first = 0;                     // of the nodes that belong to no part yet
-    kvq_kv_layer * unsealed = nullptr; // attended; it seals when what follows has been launched
+    int first = 0; // first node that is in no part yet
+    // An evicting layer that was attended and is not sealed yet. It seals before the next node of ours, or when the
+    // step has run.
+    kvq_target unsealed;
 
     void others_until(int end) {
         if (end > first) { step.parts.push_back({ kvq_step::OTHERS, first, end }); }
@@ -85,31 +87,32 @@ struct step_maker {
     }
     void seal(const kvq_target & t) { step.parts.push_back({ kvq_step::SEAL, 0, 0, nullptr, t }); }
 
-    // node i on a cache of ours
+    // Node i touches a tensor of our type; why_not is set when that tensor has no cache, or when no part is made for
+    // its operation. What these operations may look like was asked by kvq_supports_op (graph.cpp).
     void add(int i, const kvq_target & t) {
         ggml_tensor * node = ggml_graph_node(graph, i);
-        const std::string name = std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") ";
         others_until(i);
         if (!t.layer) {
-            step.why_not = name + "is not on a cache of ours";
+            step.why_not =
+                std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is not on a cache of ours";
             return;
         }
         if (std::find(step.caches.begin(), step.caches.end(), t.cache) == step.caches.end()) {
             step.caches.push_back(t.cache);
         }
-        if (unsealed) { seal({ true, t.cache, unsealed, false }); }
-        unsealed = nullptr;
+        if (unsealed.layer) { seal(unsealed); }
+        unsealed = {};
         switch (node->op) {
         case GGML_OP_SET_ROWS: step.parts.push_back({ kvq_step::WRITE, i, i + 1, node, t }); break;
         case GGML_OP_FLASH_ATTN_EXT: step.parts.push_back({ kvq_step::ATTEND, i, i + 1, node, t }); break;
         case GGML_OP_ROPE: step.parts.push_back({ kvq_step::SHIFT, i, i + 1, node, t }); break;
         default: step.why_not = kvq_why_not(node, t); break;
         }
-        // on a device each layer seals when it has been attended; predicted ones together, one from the rows of the
-        // other
+        // On CUDA a layer seals after it is attended. A cache with predicted layers seals all of them after the step,
+        // because a layer is predicted from the rows of the layer below.
         if (!b.inner || node->op != GGML_OP_FLASH_ATTN_EXT || t.cache->chain()) { return; }
-        if (t.layer->d.k.evicts) { // eviction waits for scores: what follows attention is launched before
-            unsealed = t.layer;
+        if (t.layer->d.k.evicts) { // sealing waits for the scores: the work after attention is launched first
+            unsealed = t;
         } else {
             seal(t);
         }
@@ -119,7 +122,7 @@ struct step_maker {
 } // namespace
 
 kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph) {
-    step_maker m = { b, graph, {} };
+    step_maker m = { b, graph, {}, 0, {} };
     const int n = ggml_graph_n_nodes(graph);
     for (int i = 0; i < n && m.step.why_not.empty(); i++) {
         ggml_tensor * node = ggml_graph_node(graph, i);

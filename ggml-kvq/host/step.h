@@ -7,12 +7,14 @@
 
 struct kvq_step {
     enum kind {
-        OTHERS, // nodes [first, end): the inner backend's, or the CPU's
+        OTHERS, // nodes [first, end) for the inner backend, or for ggml's CPU backend
         WRITE,  // rows go to a cache
         ATTEND, // a layer is read
-        SHIFT,  // keys of a layer move
-        SEAL,   // of a layer, what is due: frames of this ubatch are free for the next layer
-        OWN,    // a node of ggml-kvq-graph.h
+        SHIFT,  // keys of a layer get new positions
+        // CUDA only: the due pages of one layer seal, so that their frames are free for the next layer. Other layers
+        // seal when the step has run.
+        SEAL,
+        OWN, // a node of ggml-kvq-graph.h
     };
     struct part {
         kind what;
@@ -25,8 +27,8 @@ struct kvq_step {
     std::string why_not;                // a node that we cannot compute; "": none
 };
 
-// How a step runs. BEFORE_RECORDING: node by node, but it will be recorded soon: the inner backend makes no graphs of
-// its own of its parts. RECORD: nothing seals.
+// EAGER: node by node. BEFORE_RECORDING: node by node too, but the step will be recorded soon, so the inner backend
+// makes no CUDA graph of a part. RECORD: nothing seals while a step is recorded.
 enum class kvq_run { EAGER, BEFORE_RECORDING, RECORD };
 
 kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph);

@@ -69,6 +69,44 @@ KVQ_API int kvq_check(const char * method, const char * opts);
 // (KVQ_METHOD, KVQ_OPTS, KVQ_CONFIG, KVQ_MODEL). opts, config and model may be NULL.
 KVQ_API int kvq_configure(const char * method, const char * opts, const char * config, const char * model);
 
+// Which method, options and calibrated data hold, and why: the rule of docs/llama-cpp.md ("What holds"), which caches
+// follow that are made after kvq_configure or by the environment. Texts are "" or NULL where nothing was given, but a
+// method that is "" was given and is refused.
+typedef enum kvq_asker { // whose words messages use
+    KVQ_ASKS_BY_VARIABLES = 0,
+    KVQ_ASKS_BY_FLAGS = 1,     // "--kv-method kivi", of a launcher
+    KVQ_ASKS_BY_ARGUMENTS = 2, // "kv_method=kivi", of a binding
+} kvq_asker;
+
+typedef struct kvq_request {
+    int32_t asker;
+    const char * method; // flag or argument; "none": llama.cpp's own cache
+    const char * opts;
+    const char * config;     // "none": not the file beside the model
+    const char * env_method; // KVQ_METHOD, KVQ_OPTS, KVQ_CONFIG of whoever asks: the environment is not read
+    const char * env_opts;
+    const char * env_config;
+    const char * number; // "--kv-bits 2.5": for messages; the method that fits itself to a number is meant
+    const char * model;  // GGUF file; its header is read
+} kvq_request;
+
+// Texts live until this thread asks again. *_from is one word: flag (or argument), environment, config (the file of
+// calibrated data names the method), embedded (the model's metadata), sidecar (beside the model), default; "": none.
+typedef struct kvq_resolved {
+    const char * method; // "": nobody names one, "none": asked for by name: llama.cpp's own cache in both
+    const char * method_from;
+    const char * method_words; // for messages: "--kv-method kivi", "method kivi of the model's metadata (m.gguf)"
+    const char * opts;         // as asked for: the variable's, then the flags' or arguments', of which the later win
+    const char * options;      // all of them: those that the file of data sets come first
+    const char * options_from; // of the strongest that gave any
+    const char * config;       // file of calibrated data, the model itself when they are embedded
+    const char * config_from;
+    const char * note;   // what was given and is not used, or ""
+    int32_t wants_means; // 1: goes better with channel means, and nobody has given any
+} kvq_resolved;
+
+KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
+
 // What a model's weights are, whatever their quantisation (host/fingerprint.h): calibrated data holds it. Returns the
 // number of values, 0: not readable; at most n are written to out.
 KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);

@@ -86,15 +86,17 @@ bool kvq_chain::have_same_past(int l, int s, int p, int q) const {
     return same;
 }
 
-void kvq_chain::rebuild(int l, bool value, int s, int p, int n, int n_threads) {
-    int16_t * const layer_of = &rows[value].layer_of[index_of(s, p)];
-    if (*layer_of == l) { return; }
+void kvq_chain::bring_to(int l, bool value, int s, int p, int n, int n_threads) {
+    int16_t * const kept = &rows[value].layer_of[index_of(s, p)]; // one a page
+    if (*kept == l) { return; }
+    // Go down to a layer that can start: the kept rows are of the layer below it, or it needs no layer below.
     int first = l;
-    while (first > 0 && *layer_of != first - 1 && is_predicted(first, value, s, p)) { first--; }
+    while (first > 0 && *kept != first - 1 && is_predicted(first, value, s, p)) { first--; }
     for (int i = first; i <= l; i++) {
-        if (value && is_predicted(i, value, s, p)) { rebuild(i, false, s, p, n, n_threads); }
+        // values are predicted from the keys of the same layer, so the keys go first
+        if (value && is_predicted(i, value, s, p)) { bring_to(i, false, s, p, n, n_threads); }
         device.chains()->chain_step(pages_of(i, value, s, p, n, n_threads));
-        std::fill_n(layer_of, n, (int16_t) i);
+        std::fill_n(kept, n, (int16_t) i);
     }
 }
 
@@ -106,8 +108,8 @@ const float * kvq_chain::predict(int l, bool value, int s, const std::vector<int
     for (size_t i = 0, n = 1; !zero && i < pages.size(); i += n, n = 1) {
         const int p = pages[i];
         while (i + n < pages.size() && pages[i + n] == p + (int) n && have_same_past(l, s, p, pages[i + n])) { n++; }
-        rebuild(l - 1, value, s, p, (int) n, 1);
-        if (value) { rebuild(l, false, s, p, (int) n, 1); }
+        bring_to(l - 1, value, s, p, (int) n, 1);
+        if (value) { bring_to(l, false, s, p, (int) n, 1); }
         device.chains()->chain_predict(pages_of(l, value, s, p, (int) n), predictions + i * page);
     }
     return predictions;
@@ -121,12 +123,12 @@ void kvq_chain::layer_below(int l, int s, int n_read, int n_threads) {
         for (int p = 0, n = 1; p < n_read; p += n, n = 1) {
             if (!wants(v, p)) { continue; }
             while (p + n < n_read && wants(v, p + n) && have_same_past(l - 1, s, p, p + n)) { n++; }
-            rebuild(l - 1, v, s, p, n, n_threads);
+            bring_to(l - 1, v, s, p, n, n_threads);
         }
     }
 }
 
-// Of pages that are open here an engine may have left out the rows.
+// An engine may skip pages that are open in this layer: of which layer their kept rows are is not known then.
 void kvq_chain::layer_read(int l, int s, int n) {
     for (int v = 0; v < 1 + (width[1] > 0); v++) {
         for (int p = 0; p < n; p++) {

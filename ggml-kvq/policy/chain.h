@@ -75,9 +75,11 @@ private:
     };
     size_t index_of(int s, int p) const { return (size_t) s * n_pages + p; }
     bool is_predicted(int l, bool value, int s, int p) const; // a sealed page: its rows need those of the layer below
-    bool have_same_past(int l, int s, int p, int q) const;    // pages that need the same to become rows of layer l
-    // rows of n neighbouring pages with the same past become those of layer l
-    void rebuild(int l, bool value, int s, int p, int n, int n_threads);
+    // Kept rows of both pages are of the same layer, and both are predicted in the same layers up to l.
+    bool have_same_past(int l, int s, int p, int q) const;
+    // The kept rows of n neighbouring pages become those of layer l. Pages have the same past: only page p is looked
+    // at.
+    void bring_to(int l, bool value, int s, int p, int n, int n_threads);
 
     kvq_device & device;
     bool is_ok = true;

@@ -50,7 +50,9 @@ std::vector<kvq_evict::candidate> kvq_evict::pack(
     return out;
 }
 
-// Rows are gathered into tiles, and each head of a tile is a block, since heads may hold nothing in different slots.
+// The rows of each page of slots are gathered into a tile. Each head is a block of its own, because heads have
+// different empty slots. due: open pages that seal; made: indices of the new pages of slots; places: where `packed` has
+// them.
 void kvq_evict::encode(bool value, int s, const std::vector<int> & due, const std::vector<int> & made,
     const kvq_packed & packed, const std::vector<int> & places, int n_threads) {
     if (made.empty()) { return; }
@@ -60,39 +62,40 @@ void kvq_evict::encode(bool value, int s, const std::vector<int> & due, const st
                  nb_valid = (size_t) page_cells / 8;
     const bool mixed = one.codec.type == KVQ_TYPE_MIXED;
     one.n_head = 1;
-    // of pages from due.front() on
+    // of pages due.front() + i; NULL: none
     std::vector<const uint16_t *> frames((size_t) (due.back() - due.front() + 1), nullptr);
-    bool whole = true;
+    bool all_have_frames = true;
     for (int p : due) {
         frames[(size_t) (p - due.front())] = x.info(s, p).frame;
-        whole &= x.info(s, p).frame != nullptr;
+        all_have_frames &= x.info(s, p).frame != nullptr;
     }
     std::vector<uint16_t *> tiles;
     std::vector<const int32_t *> at;
-    std::vector<uint8_t> valid(made.size() * n_head * nb_valid, 0), none(nb_valid, 0), all(nb_valid, 0xff);
+    std::vector<uint8_t> valid(made.size() * n_head * nb_valid, 0), no_stale(nb_valid, 0), all_valid(nb_valid, 0xff);
     std::vector<kvq_page_block> blocks;
     std::vector<kvq_choice> choices;
     for (size_t j = 0; j < made.size(); j++) {
         const int i = made[j];
-        int32_t * there = maps_there + ((size_t) s * n_store + i) * n_map;
-        if (!value) { device->copy_later(there, packed.maps_there + (size_t) places[j] * n_map, 4 * n_map); }
-        at.push_back(there);
+        int32_t * its_map = maps_there + ((size_t) s * n_store + i) * n_map;
+        // keys and values share the map; keys come first
+        if (!value) { device->copy_later(its_map, packed.maps_there + (size_t) places[j] * n_map, 4 * n_map); }
+        at.push_back(its_map);
         tiles.push_back(x.scratch->take(nb_frame));
         for (int h = 0; h < n_head; h++) {
             uint8_t * bits = &valid[(j * n_head + h) * nb_valid];
             for (int t = 0; t < page_cells; t++) {
                 const int32_t cell = map(s, i, h)[t];
-                if (cell >= 0 && (whole || frames[(size_t) (cell / page_cells - due.front())])) {
+                if (cell >= 0 && (all_have_frames || frames[(size_t) (cell / page_cells - due.front())])) {
                     bits[t / 8] |= (uint8_t) (1 << t % 8);
                 }
             }
-            // the set of its keys
+            // values take the salient slots that the keys chose
             if (mixed && value) { device->copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), nb_valid); }
             blocks.push_back({ tiles[j] + h * nb_head / 2, bits, nullptr, x.codes_at(s, i, h), x.params_at(s, i, h) });
         }
         if (mixed && !value) {
-            choices.push_back(
-                { packed.scores_there + (size_t) places[j] * n_map, all.data(), none.data(), x.params_at(s, i, 0) });
+            choices.push_back({ packed.scores_there + (size_t) places[j] * n_map, all_valid.data(), no_stale.data(),
+                x.params_at(s, i, 0) });
         }
     }
     if (!choices.empty()) { device->scores()->choose(x.layout(), false, choices.data(), (int) choices.size()); }

@@ -101,30 +101,32 @@ void kvq_transform::leave_out(
     if (!active()) { return; }
     const kvq_lane_layout & l = x.layout();
     const bool chained = chain && chain->chains(value);
-    for (size_t i = 0; i < pages.size();) { // predictions of a stripe at a time
+    for (size_t i = 0; i < pages.size();) { // the buffer of predictions holds one stripe
         const size_t n = std::min(pages.size() - i, chained ? (size_t) KVQ_CHAIN_STRIPE : pages.size());
-        const std::vector<int> some(pages.begin() + (long) i, pages.begin() + (long) (i + n));
-        for (int p : some) { note_sealed(x, s, p); }
-        const float * pred = chained ? chain->predict(ordinal, value, s, some) : nullptr;
-        const size_t first = left.size();
+        const std::vector<int> stripe(pages.begin() + (long) i, pages.begin() + (long) (i + n));
+        for (int p : stripe) { note_sealed(x, s, p); } // before predictions and transforms read positions
+        const float * pred = chained ? chain->predict(ordinal, value, s, stripe) : nullptr;
+        const size_t first = reduced.size();
         std::vector<const uint16_t *> from;
         std::vector<kvq_row_transform> jobs;
         for (size_t j = 0; j < n; j++) {
             from.push_back(blocks[i + j].tile);
-            left.push_back(x.scratch->take(l.nb_frame));
-            blocks[i + j].tile = left.back();
-            jobs.push_back(transform_of(x, s, some[j]));
+            reduced.push_back(x.scratch->take(l.nb_frame));
+            blocks[i + j].tile = reduced.back();
+            jobs.push_back(transform_of(x, s, stripe[j]));
             jobs.back().pred = pred ? pred + j * l.page_cells * chain->stride(value) : nullptr;
             jobs.back().pred_stride = pred ? chain->stride(value) : 0;
         }
-        x.device.transforms()->take_out(l, (int) n, from.data(), left.data() + first, jobs.data());
+        x.device.transforms()->take_out(l, (int) n, from.data(), reduced.data() + first, jobs.data());
         i += n;
     }
 }
 
 void kvq_transform::encoded(kvq_lane & x) {
-    for (uint16_t * tile : left) { x.scratch->give(tile, x.layout().nb_frame); } // the device works in order
-    left.clear();
+    for (uint16_t * tile : reduced) {
+        x.scratch->give(tile, x.layout().nb_frame);
+    } // also before encode has finished: the device works in order
+    reduced.clear();
 }
 
 // In place, tags included.

@@ -86,5 +86,5 @@ private:
         bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
 
     // tiles that are encoded in place of the open ones, until encoded()
-    std::vector<uint16_t *> left;
+    std::vector<uint16_t *> reduced;
 };

@@ -205,8 +205,8 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
             drop_frame(s, p);
             std::fill_n(valid(s, p), l.page_cells / 8, (uint8_t) 0);
             info(s, p).n_valid = 0;
-            for (kvq_policy * y : policies) { y->emptied(*this, s, p); }
             set_state(s, p, KVQ_PAGE_EMPTY);
+            for (kvq_policy * y : policies) { y->emptied(*this, s, p); }
         }
         return;
     }

@@ -1,6 +1,6 @@
 // What a layer does beyond keeping pages: a policy hears what happens to the pages of its lanes, and may say what they
-// hold. Nothing happens unless a policy says so: every function here does nothing. Policies of a lane are called in
-// the order in which they were added; those of keys and of values are told apart by x.is_value().
+// hold. The defaults change nothing: events do nothing, and questions give the neutral answer. Policies of a lane are
+// called in the order in which they were added; those of keys and of values are told apart by x.is_value().
 //
 //   event            when                                                          pages are
 //   wrote            rows went to cells of a page                                  open
@@ -8,8 +8,8 @@
 //   may_seal         asked of a page that is due                                   open
 //   before_seal      pages will seal: a policy seals others that they need         open
 //   take             instead of sealing: the policy keeps the rows elsewhere       open, then empty
-//   choose           blocks are there, nothing is encoded                          open
-//   keep             tiles are about to be encoded, as they came                   open, or sealed and edited
+//   choose           before encoding: which cells are salient                      open
+//   keep             the f16 tiles before anything is taken out                    open, or sealed and edited
 //   recall           in place of decoding: the policy has the rows as they came    sealed
 //   leave_out        tiles that are encoded in place of the open ones              open; encoded: give them back
 //   put_back         what was left out of a block returns to its tile              sealed
@@ -19,7 +19,7 @@
 //   reencoding       rows of a block are edited; reencoded: they were              sealed
 //   state_changed    the page is about to have another state                       any
 //   changed          it has it, or its cells are about to be written               any
-//   emptied          its cells were freed                                          empty
+//   emptied          its cells hold nothing any more                               empty
 //   may_copy         a stream: is there room for what the policy keeps of the page  sealed
 //   copied, cleared  a whole stream; the lane
 //   edit             rows are edited that lie outside of pages
@@ -71,11 +71,12 @@ public:
     virtual void changed(kvq_lane &, int /*s*/, int /*p*/) {}
     virtual void state_changed(kvq_lane &, int /*s*/, int /*p*/, kvq_page_state, kvq_page_state) {}
     virtual void emptied(kvq_lane &, int /*s*/, int /*p*/) {}
-    // an open page: are all of its cells its own?
+    // false: some cells of this open page also lie elsewhere
     virtual bool is_plain(int /*s*/, int /*p*/) const { return true; }
 
-    // called before state and bytes of page p are copied: what the policy keeps about a page is copied here
-    virtual bool may_copy(kvq_lane &, int /*to*/, int /*p*/) { return true; } // a sealed page; false: its copy is open
+    // Reserves room for the copy of a sealed page. false: there is no room, and the copy becomes an open page.
+    virtual bool may_copy(kvq_lane &, int /*to*/, int /*p*/) { return true; }
+    // Called for every page, whatever its state. Its state and bytes are copied after it.
     virtual void copied_page(kvq_lane &, int /*from*/, int /*to*/, int /*p*/) {}
     virtual void copied(kvq_lane &, int /*from*/, int /*to*/) {}
     virtual void cleared(kvq_lane &) {}
@@ -90,8 +91,8 @@ public:
     virtual bool may_place(const kvq_lane &, int /*s*/, int /*p*/) const { return true; }
     virtual bool accepts(const kvq_lane &, int /*s*/, int /*p*/, const kvq_page_image &) const { return true; }
     virtual void placing(kvq_lane &, int /*s*/, int /*p*/, const kvq_page_image &) {}
-    // Images of pages that leave something out (types.h has those of the others): low bits and bytes that they take
-    // besides, and both ways. write_image and take_image are asked where has_images.
+    // A page image carries low bits and bytes. A policy that leaves something out of its pages makes their images
+    // (has_images), both ways; types.h makes the others.
     virtual bool has_images(const kvq_lane &) const { return false; }
     virtual int n_position_lists(const kvq_lane &) const { return 0; } // 1: positions; 2: and those when sealed
     virtual int image_low_bits(const kvq_lane &) const { return 0; }
@@ -119,9 +120,11 @@ public:
     // --- attention over stream s, of both lanes
 
     virtual void reading(int /*s*/, int /*n_kv*/) {} // cells from n_kv on are free
-    // may set means, positions, the number of pages; pages and lse are set afterwards
+    // May set means and positions. n_pages is a wish: the host sets it again when spans are packed. The host sets pages
+    // and lse afterwards.
     virtual void spans(kvq_attn &, int /*s*/) {}
-    virtual bool wants_scores(int /*n_rows*/) const { return false; } // then attn.lse is filled
-    // at: cell of the first query token. On CUDA the engine observes for policy/probe.h, and this is not called.
+    virtual bool wants_scores(int /*n_rows*/) const { return false; }
+    // On the CPU, where a policy wants scores: attention has filled attn.lse. at: cell of the first query token. On
+    // CUDA the engine observes for policy/probe.h, and this is not called.
     virtual void observed(const kvq_attn &, int /*s*/, uint64_t /*at*/, int /*n_threads*/) {}
 };

@@ -6,8 +6,10 @@ own.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import re
 from pathlib import Path
 
 from .errors import LibraryError
@@ -57,6 +59,32 @@ def backend() -> Path:
             return path
     raise LibraryError(
         f"{lib_dir() / BACKEND_FILE} does not exist; reinstall ggml-kvq (pip install .) or set KVQ_BACKEND to its path"
+    )
+
+
+def open_upstream(folder: Path) -> None:
+    """Loads the libraries of llama.cpp that libggml-kvq.so names by SONAME; OSError of the dynamic linker.
+
+    libggml-cuda is one of them where both were built with CUDA. libggml-kvq.so may lie in another folder, where the
+    linker would not find them.
+    """
+    for stem in ("ggml-base", "ggml-cuda"):
+        if stem == "ggml-base" or any(folder.glob(f"lib{stem}.so*")):
+            ctypes.CDLL(str(shared_library(folder, stem)))
+
+
+def cure(problem: str, usual: str) -> str:
+    """What to do about a library for which the dynamic linker said `problem`; usual: where it is not CUDA's half that
+    is missing.
+    """
+    missing = re.search(r"lib(ggml-cuda|cudart|cuda)\.so\.\d+: cannot open", problem)
+    if not missing:
+        return usual
+    if missing[1] == "cuda":
+        return "there is no NVIDIA driver here; without a GPU take the library without CUDA (unset KVQ_BACKEND)"
+    return (
+        "it has CUDA kernels and needs a llama.cpp that was built with CUDA: set KVQ_LIB_DIR to the folder with its"
+        " libggml-cuda.so; without a GPU take the library without CUDA (unset KVQ_BACKEND)"
     )
 
 

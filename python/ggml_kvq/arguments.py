@@ -7,20 +7,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import budget, default_means, llama, memory, native, sidecars
+from . import budget, default_means, gguf_header, llama, memory, native, resolver
 from .errors import DecodeError, KvqError, MethodError, ModelError
 from .kvstats import UPSTREAM
+from .loader import Libraries
 from .sampling import Sampling
 
 if TYPE_CHECKING:
     from .model import Model
 
-OFF = "none"  # kv_method: as "upstream"; kv_config: no sidecar, not even the one beside the model
+OFF = resolver.OFF  # kv_method: as "upstream"
 
 
 class ArgumentTypeError(KvqError, TypeError):
@@ -202,49 +205,62 @@ def outputs(wanted: Any, n_tokens: int) -> npt.NDArray[np.int8]:
     return given.astype(bool).astype(np.int8)
 
 
-def one_number(
-    model: str | os.PathLike[str], method: str | None, opts: str, bits: Any, room: Any, want: budget.Context
-) -> tuple[str | None, str]:
-    """(method, options) with kv_bits and kv_budget. MethodError with another method; BudgetError names what works."""
-    if bits is None and room is None:
-        return method, opts
-    if method not in (None, budget.METHOD):
-        raise MethodError(f"kv_method={method!r} chooses by itself, kv_bits and kv_budget let 'auto' choose; drop one")
+def number(model: str | os.PathLike[str], opts: str, bits: Any, room: Any, want: budget.Context) -> str:
+    """kv_bits and kv_budget as an option of method auto. MethodError; BudgetError names what works."""
     least = None if bits is None else budget.bits(str(bits), "kv_bits")
-    if room is not None:
-        facts = memory.model(model)
-        if facts is None:
-            raise MethodError(f"{os.fspath(model)} describes no attention layers; kv_budget has nothing to divide")
-        n_ctx = want.n_ctx or facts.n_ctx_train * want.n_stream
-        n_bytes = budget.size(str(room), "kv_budget")
-        fit = budget.fit(facts, n_bytes, budget.Context(n_ctx, want.n_stream, want.n_ubatch), opts)
-        least = min(fit.bits, least or 16.0)
-    assert least is not None
-    return budget.METHOD, ",".join(
-        filter(None, (opts, budget.bits_option(least) if room is not None else f"bits={least:g}"))
-    )
+    if room is None:
+        return f"bits={least:g}"
+    facts = memory.model(model)
+    if facts is None:
+        raise MethodError(f"{os.fspath(model)} describes no attention layers; kv_budget has nothing to divide")
+    n_ctx = want.n_ctx or facts.n_ctx_train * want.n_stream
+    n_bytes = budget.size(str(room), "kv_budget")
+    fit = budget.fit(facts, n_bytes, budget.Context(n_ctx, want.n_stream, want.n_ubatch), opts)
+    return budget.bits_option(min(fit.bits, least or 16.0))
 
 
-def sidecar(model: str | os.PathLike[str], chosen: str | None, config: Any, opts: str = "") -> str | None:
-    """kv_config, or MODEL.kvq.gguf beside MODEL.gguf when it is of the chosen method and the model holds no data of
-    it; for method auto without either, means of the text that comes with this package (default_means).
+def resolved(
+    libs: Libraries,
+    model: Path,
+    method: str | None,
+    opts: str,
+    config: Any,
+    *,
+    bits: Any,
+    room: Any,
+    want: budget.Context,
+) -> resolver.Resolved:
+    """What kv_method, kv_opts, kv_config, kv_bits and kv_budget come to for this model. MethodError; GgufError when the
+    model alone could name a method and is no GGUF.
     """
-    if config is not None:
-        path(config, "kv_config")
-        if config != OFF and not os.path.isfile(config):
-            raise MethodError(
-                f"kv_config={os.fspath(config)} is not a file; give the sidecar GGUF written by `ggml-kvq calibrate`"
-            )
-        return None if config == OFF else str(config)
-    if chosen in (None, UPSTREAM):
-        return None
-    there = sidecars.beside(model, str(chosen))
-    if there or not default_means.wanted(model, str(chosen), opts):
-        return there
+    given = None if config is None else path(config, "kv_config")
+    counts = "" if bits is None and room is None else "kv_bits"
+    if method == UPSTREAM and not counts:
+        return resolver.Resolved(UPSTREAM, "flag", opts=opts, config="" if given in (None, OFF) else str(given))
+    try:
+        header = gguf_header.read(model)
+    except gguf_header.GgufError:
+        if method is None:
+            raise
+        header = None  # llama.cpp tells what is wrong with it
+    asked = resolver.Request(resolver.BY_ARGUMENTS, method, opts, given, counts)
+    out = resolver.resolve(libs.need_kvq, asked, header)
+    if counts:
+        opts = ",".join(filter(None, (opts, number(model, opts, bits, room, want))))
+        out = resolver.resolve(libs.need_kvq, replace(asked, opts=opts), header)
+    return out
+
+
+def data(model: Path, chosen: resolver.Resolved, config: Any) -> str:
+    """kv_config of the context: the file of calibrated data; for a method that goes better with means, and that nobody
+    gave any, those of the text that comes with this package (default_means). "none": no file besides the model.
+    """
+    if chosen.file or config is not None or not chosen.wants_means:
+        return chosen.file or OFF
     there, why = default_means.ensure(model, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))
     if why:
         print(f"ggml-kvq: no means are taken off keys and values: {why}", file=sys.stderr)
-    return there
+    return there or OFF
 
 
 def in_python(e: MethodError) -> MethodError:

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
-from . import llama, native
+from . import llama
 from .errors import MethodError, ModelError
 from .kvstats import UPSTREAM
 from .loader import Libraries
 
 
-def check_method(
-    libs: Libraries,
-    method: str | None,
-    options: str,
-    config: str | os.PathLike[str] | None,
-    type_k: str,
-    type_v: str,
-) -> None:
-    """MethodError unless method, options, calibrated data and upstream's cache types go together."""
+def check_method(method: str | None, options: str, config: str, type_k: str, type_v: str) -> None:
+    """MethodError unless method, options, calibrated data ("": none) and upstream's cache types go together."""
     if method in (None, UPSTREAM):
         if options:
             raise MethodError(f"kv_opts={options!r} without a method; pass kv_method as well")
-        if config is not None and method == UPSTREAM:
+        if config and method == UPSTREAM:
             raise MethodError("kv_config goes with a kvq method; drop it or choose a kv_method")
         return
-    kvq = libs.need_kvq()
-    assert method is not None
     if (type_k, type_v) != ("f16", "f16"):
         raise MethodError(
             f"type_k={type_k} type_v={type_v} belong to upstream's cache; drop them with kv_method={method}"
         )
-    native.check(kvq, kvq.kvq_check(method.encode(), options.encode()))
 
 
 def devices(libs: Libraries, method: str | None, device: str | Sequence[str] | None) -> tuple[list[str], list[int]]:

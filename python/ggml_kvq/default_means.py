@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from . import sidecars
 from .errors import KvqError
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
@@ -38,19 +37,6 @@ def path_of(model: str | os.PathLike[str]) -> Path:
         f.seek(max(0, size - ENDS))
         name = hashlib.sha256(str(size).encode() + head + f.read() + TEXT.read_bytes()).hexdigest()
     return folder() / f"{Path(model).stem}-{name[:16]}.kvq.gguf"
-
-
-def wanted(model: str | os.PathLike[str], method: str, options: str) -> bool:
-    """Would means help here, and has nobody given any? options: as "key=value,..."."""
-
-    from . import kvstats  # loads the libraries
-
-    def is_left(key: str, *values: str) -> bool:
-        return kvstats.option(options, key) in ("", *values)
-
-    takes = method == "auto" and is_left("means", "auto")
-    takes |= method == "specache" and is_left("near", "auto") and is_left("preset", "none") and is_left("far", "f16")
-    return takes and not sidecars.holds(model, method)
 
 
 def ensure(

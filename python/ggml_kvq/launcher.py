@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _paths, budget, default_means, gguf_header, hub_args, memory, refusals, served_page, sidecars
-from .errors import KvqError
+from . import _paths, budget, default_means, gguf_header, hub_args, memory, refusals, resolver, served_page
+from .errors import KvqError, MethodError
 from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
 
@@ -33,8 +33,8 @@ HELP = """\
 --kv-budget SIZE        method auto in SIZE bytes of cache, as 2G or 800M: the most bits at -c N, and without -c the
                         model's context, or the longest that still has --kv-bits (default 2.5)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
---kv-config FILE.gguf   calibrated data; default: the model, when it holds kvq.* metadata, else MODEL.kvq.gguf beside
-                        MODEL.gguf, when it is of the chosen method (env: KVQ_CONFIG)
+--kv-config FILE.gguf   calibrated data; default: the model's own, else MODEL.kvq.gguf beside MODEL.gguf, when they are
+                        of the chosen method; none: not the file beside the model (env: KVQ_CONFIG)
 --kv-method-draft NAME  for the cache of a draft model (-md) or of multi-token prediction; default: llama.cpp's own
                         f16 cache, because a draft that reads a quantised cache is accepted less often
                         (env: KVQ_METHOD_DRAFT)
@@ -216,21 +216,33 @@ def _one_number(program: str, user: User, flags: Flags, model: str) -> tuple[lis
     return [*chosen, *rest], [f"--kv-budget: {fit.note}"]
 
 
-def _options(flags: Flags, environ: Mapping[str, str], choice: refusals.Choice, notes: list[str]) -> str:
-    """Options of the chosen method as "key=value,...": the variable's, then the flags'. LaunchError for wrong ones."""
-    from . import methods, native
+def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Header | None) -> resolver.Resolved:
+    """Method, options and calibrated data of our flags, the variables and the model. LaunchError."""
+    from . import methods
 
-    method = choice.method
-    of_env = environ.get("KVQ_OPTS") or ""
-    if of_env and environ.get("KVQ_METHOD", method) != method:
-        notes.append(f"KVQ_OPTS={of_env} goes with KVQ_METHOD={environ['KVQ_METHOD']} and is not used")
-        of_env = ""
+    number = f"--kv-bits {flags.bits}" if flags.bits else f"--kv-budget {flags.budget}" if flags.budget else ""
+    asked = resolver.Request(
+        resolver.BY_FLAGS, flags.method, ",".join(flags.opts), flags.config, number=number, env=environ
+    )
     try:
-        joined = native.merge_options("--kv-opt", native.merge_options("KVQ_OPTS", of_env), ",".join(flags.opts))
-        methods.check(method, joined)
-    except KvqError as e:
-        raise LaunchError(str(e) if choice.by_flag else f"{choice.words}: {e}") from e
-    return joined
+        return resolver.resolve(methods.library, asked, header)
+    except MethodError as e:
+        raise LaunchError(str(e)) from e
+
+
+def _data(
+    program: str, flags: Flags, environ: Mapping[str, str], models: Sequence[str], chosen: resolver.Resolved
+) -> tuple[str | None, list[str]]:
+    """(KVQ_CONFIG of the program, notes): the file of calibrated data, or the means of this package, measured here."""
+    if (flags.config or environ.get("KVQ_CONFIG")) == resolver.OFF:
+        return resolver.OFF, []
+    if chosen.config_from == "sidecar":
+        one = len(models) == 1
+        return (chosen.file, [f"data of {chosen.file}, which lies beside the model"]) if one else (None, [])
+    if not chosen.wants_means or program == RPC_SERVER or len(models) != 1 or not os.path.isfile(models[0]):
+        return chosen.file, []
+    config, why = default_means.ensure(models[0], lambda line: print(f"{program}: {line}", file=sys.stderr))
+    return config, [f"no means are taken off keys and values: {why}"] if why else []
 
 
 def _placement(
@@ -263,9 +275,9 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     """Arguments and environment for `program` (such as "llama-cli") given the user's argv (without argv[0]) and
     environment.
 
-    Precedence of the method: --kv-method, KVQ_METHOD, the file of --kv-config / KVQ_CONFIG, the model's metadata.
-    Raises KvqError; reads at most the headers of the GGUF files named. With --rpc it connects to the servers and asks
-    for their devices; a model on the hub is downloaded.
+    What holds where flags, variables and files differ, libggml-kvq decides (resolver.py). Raises KvqError; reads at
+    most the headers of the GGUF files named. With --rpc it connects to the servers and asks for their devices; a model
+    on the hub is downloaded.
     """
     bench, serves = program == "llama-bench", program == RPC_SERVER
     flags = take_ours(argv, OURS_RPC_SERVER if serves else OURS)
@@ -276,36 +288,26 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     given = flags.model or environ.get("KVQ_MODEL")
     models = ([given] if given else []) if serves else user.models(bench)
     servers = [] if serves else _rpc_servers(user)
-    config = flags.config or environ.get("KVQ_CONFIG") or None
-
-    config_words = f"--kv-config {config}" if flags.config else f"KVQ_CONFIG={config}"
-    if config and not os.path.isfile(config):
-        raise LaunchError(f"{config_words} is not a file; give a GGUF written by `ggml-kvq calibrate`")
     if flags.model and not os.path.isfile(flags.model):
         raise LaunchError(f"--kv-model {flags.model} is not a file; give the GGUF that clients run, or its first part")
     header = _header(user, models, serves)
-    config_fields = gguf_header.read(config).kvq() if config else {}
-    if config and "kvq.method" not in config_fields:
-        raise LaunchError(f"{config_words} holds no kvq.* metadata; give a GGUF written by `ggml-kvq calibrate`")
-    choice = _choice(flags, environ, config, config_fields, header)
-
-    if choice is None or choice.method == refusals.OFF:
+    named = flags.config or environ.get("KVQ_CONFIG") or ""
+    if os.path.isfile(named):
+        gguf_header.read(named)  # in its words when it is no GGUF
+    chosen = _resolved(flags, environ, header)
+    if chosen.method in ("", refusals.OFF):
         return _without_method(
-            program, user, flags, environ, off=choice is not None, remote=serves or bool(servers), env=hub_env
+            program, user, flags, environ, off=chosen.method != "", remote=serves or bool(servers), env=hub_env
         )
 
-    method: str = choice.method
     notes: list[str] = []
     if flags.bits or flags.budget:
         flags.rest, more = _one_number(program, user, flags, models[-1] if models and not serves else "")
         notes += more
         user = User(flags.rest, environ, reads_env=not bench and not serves)
-    joined = _options(flags, environ, choice, notes)
-    held = config_fields.get("kvq.method", method)
-    if not sidecars.serves(held, method):
-        raise LaunchError(
-            f"{config_words} holds data for method {held}, not {method}; give another file or --kv-method {held}"
-        )
+        chosen = _resolved(flags, environ, header)
+    notes += [chosen.note] if chosen.note else []
+    choice = refusals.Choice(chosen.method, chosen.method_words, by_flag=chosen.method_from == "flag")
     if serves:
         devices = user.values(("-d", "--device"))
         if devices and "KVQ" not in ",".join(devices):
@@ -317,13 +319,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         refusals.conflicts(user, choice, bench)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
     notes += refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
-    out = Command(flags.rest, remote=serves or bool(servers), notes=notes)
-    if not config and len(models) == 1 and os.path.isfile(models[0]):
-        config = sidecars.beside(models[0], method)
-        out.notes += [f"data of {config}, which lies beside the model"] if config else []
-        if not config and not serves and default_means.wanted(models[0], method, joined):
-            config, why = default_means.ensure(models[0], lambda line: print(f"{program}: {line}", file=sys.stderr))
-            out.notes += [f"no means are taken off keys and values: {why}"] if why else []
+    config, more = _data(program, flags, environ, models, chosen)
+    out = Command(flags.rest, remote=serves or bool(servers), notes=[*notes, *more])
 
     backend = str(_paths.backend())
     other = environ.get("GGML_BACKEND_PATH")
@@ -333,8 +330,8 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         **hub_env,
         "KVQ_LAUNCHER": program,
         "GGML_BACKEND_PATH": backend,
-        "KVQ_METHOD": method,
-        "KVQ_OPTS": joined or None,
+        "KVQ_METHOD": chosen.method,
+        "KVQ_OPTS": chosen.opts or None,
         "KVQ_CONFIG": config,
     }
     if len(models) == 1:
@@ -349,7 +346,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     added = _placement(program, user, flags, environ, servers, out)
     added += _draft(user, flags, environ, out)
     if not servers and not refusals.on_gpu():
-        fitted, more, replaced = refusals.fit(program, user, choice, models[-1] if models else "", joined)
+        fitted, more, replaced = refusals.fit(program, user, choice, models[-1] if models else "", chosen.opts)
         added += fitted
         out.notes += more
         _, flags.rest = without(flags.rest, tuple(replaced)) if replaced else ([], flags.rest)
@@ -357,35 +354,6 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     out.args = [*added, *flags.rest]
     out.page = served_page.wanted(program, user)
     return out
-
-
-def _choice(
-    flags: Flags,
-    environ: Mapping[str, str],
-    config: str | None,
-    config_fields: Mapping[str, object],
-    header: gguf_header.Header | None,
-) -> refusals.Choice | None:
-    """The method and what chose it; None: llama.cpp's own cache."""
-    if flags.bits or flags.budget:
-        words = f"--kv-bits {flags.bits}" if flags.bits else f"--kv-budget {flags.budget}"
-        if flags.method not in (None, budget.METHOD):
-            raise LaunchError(
-                f"{words} lets method auto choose, --kv-method {flags.method} chooses by itself: drop one of them"
-            )
-        return refusals.Choice(budget.METHOD, words)
-    if flags.method is not None:
-        return refusals.Choice(flags.method, f"--kv-method {flags.method}")
-    if environ.get("KVQ_METHOD"):
-        return refusals.Choice(environ["KVQ_METHOD"], f"KVQ_METHOD={environ['KVQ_METHOD']}", by_flag=False)
-    if config:
-        return refusals.Choice(
-            str(config_fields["kvq.method"]), f"method {config_fields['kvq.method']} of {config}", by_flag=False
-        )
-    if header and "kvq.method" in header.fields:
-        method = str(header.fields["kvq.method"])
-        return refusals.Choice(method, f"method {method} of the model's metadata ({header.path})", by_flag=False)
-    return None
 
 
 def _header(user: User, models: Sequence[str], serves: bool) -> gguf_header.Header | None:

@@ -321,10 +321,9 @@ def _load() -> Libraries:
         registry = libs["ggml"].ggml_backend_load(str(path.resolve()).encode())
         lines = log.end()
         if not registry:
-            raise LibraryError(
-                f"{path} was refused by ggml {version}: {last_problem(lines)}; rebuild it against the llama.cpp in"
-                f" {folder}"
-            )
+            said = last_problem(lines)
+            cure = _paths.cure(said, f"rebuild it against the llama.cpp in {folder}")
+            raise LibraryError(f"{path} was refused by ggml {version}: {said}; {cure}")
         kvq = _open(path.resolve())
         try:
             native.bind(kvq)

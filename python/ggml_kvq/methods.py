@@ -18,11 +18,11 @@ def library() -> ctypes.CDLL:
     """libggml-kvq with its functions declared. LibraryError when it is missing, broken or of another version."""
     path = _paths.backend()
     try:
-        # libggml-kvq.so names libggml-base by SONAME; load the copy that the programs use first.
-        ctypes.CDLL(str(_paths.shared_library(_paths.lib_dir(), "ggml-base")))
+        _paths.open_upstream(_paths.lib_dir())  # the copies that the programs use
         lib = ctypes.CDLL(str(path))
     except OSError as e:
-        raise LibraryError(f"{path} does not load ({e}); reinstall ggml-kvq (pip install .) on this machine") from e
+        usual = "reinstall ggml-kvq (pip install .) on this machine"
+        raise LibraryError(f"{path} does not load ({e}); {_paths.cure(str(e), usual)}") from e
     try:
         native.bind(lib)
     except AttributeError as e:

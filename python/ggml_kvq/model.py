@@ -27,7 +27,6 @@ from .errors import (
     MethodError,
     ModelError,
 )
-from .gguf_header import read as read_header
 from .kvstats import UPSTREAM
 from .loader import LogLines, last_problem, libraries, log
 from .sampling import Chain, Sampling
@@ -54,7 +53,7 @@ class Model:
         upstream's own cache; "upstream" or "none" = upstream's cache in any case.
     kv_opts: options of the method, a dict or "key=value,key=value".
     kv_config: calibrated data (sidecar GGUF); None = the model's own, else MODEL.kvq.gguf beside MODEL.gguf when it is
-        of the method; "none" = neither.
+        of the method; "none" = not the file beside the model.
     kv_bits, kv_budget: method "auto" with so many true bits, or in so many bytes of cache (an int, or "2G") at n_ctx.
     n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with.
     n_batch, n_ubatch: logical and physical batch in tokens.
@@ -119,23 +118,21 @@ class Model:
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
         size = budget.Context(n_ctx, n_seq_max, min(n_ubatch, n_batch))
-        kv_method, self._options = arguments.one_number(self.path, kv_method, self._options, kv_bits, kv_budget, size)
-        kv_config = arguments.sidecar(self.path, kv_method, kv_config, self._options)
-        choices.check_method(self._libs, kv_method, self._options, kv_config, type_k, type_v)
+        chosen = arguments.resolved(
+            self._libs, self.path, kv_method, self._options, kv_config, bits=kv_bits, room=kv_budget, want=size
+        )
+        kv_method, self._options = chosen.method or None, chosen.opts or self._options
+        choices.check_method(kv_method, self._options, chosen.config, type_k, type_v)
+        data = arguments.data(self.path, chosen, kv_config)
 
         processes.note_computing()
         log.begin(verbose)
         try:
-            if kv_method is None:
-                named = read_header(kv_config or self.path).kvq().get("kvq.method")
-                kv_method = str(named) if named else None
-                if kv_method is not None:
-                    self._libs.need_kvq()
             self.kv_method = None if kv_method in (None, UPSTREAM) else kv_method
             self.type_k, self.type_v = type_k, type_v
             with processes.interrupt_held():
                 self._load_model(kv_method, device, n_gpu_layers)
-                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, kv_config)
+                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, data)
         except BaseException:
             self._free()
             raise
@@ -178,7 +175,7 @@ class Model:
         n_ubatch: int,
         n_threads: int,
         n_seq_max: int,
-        config: str | os.PathLike[str] | None,
+        config: str,
     ) -> None:
         lib, kvq = self._libs.llama, self._libs.kvq
         params = lib.llama_context_default_params()
@@ -193,10 +190,8 @@ class Model:
         with kvstats.lock:
             before = kvq.kvq_cache_count() if kvq is not None else 0
             if kvq is not None and self.kv_method is not None:
-                cfg = os.fsencode(Path(config).resolve()) if config is not None else None
-                status = kvq.kvq_configure(
-                    self.kv_method.encode(), self._options.encode(), cfg, os.fsencode(self.path.resolve())
-                )
+                names = (config if config == arguments.OFF else Path(config).resolve(), self.path.resolve())
+                status = kvq.kvq_configure(self.kv_method.encode(), self._options.encode(), *map(os.fsencode, names))
                 native.check(kvq, status)
             try:
                 self._ctx = lib.llama_init_from_model(self._model, params)

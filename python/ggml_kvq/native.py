@@ -174,6 +174,36 @@ class kvq_stats(Structure):
     ]
 
 
+class kvq_request(Structure):
+    _fields_ = [
+        ("asker", c_int32),
+        *[
+            (n, c_char_p)
+            for n in ("method", "opts", "config", "env_method", "env_opts", "env_config", "number", "model")
+        ],
+    ]
+
+
+class kvq_resolved(Structure):
+    _fields_ = [
+        *[
+            (n, c_char_p)
+            for n in (
+                "method",
+                "method_from",
+                "method_words",
+                "opts",
+                "options",
+                "options_from",
+                "config",
+                "config_from",
+                "note",
+            )
+        ],
+        ("wants_means", c_int32),
+    ]
+
+
 STRUCTS: dict[str, type[Structure]] = {
     s.__name__: s
     for s in (
@@ -187,6 +217,8 @@ STRUCTS: dict[str, type[Structure]] = {
         kvq_attn,
         kvq_layer_shape,
         kvq_stats,
+        kvq_request,
+        kvq_resolved,
     )
 }
 
@@ -202,6 +234,7 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_method_count", c_int, []),
     ("kvq_method_at", POINTER(kvq_method_info), [c_int]),
     ("kvq_check", c_int, [c_char_p, c_char_p]),
+    ("kvq_resolve", c_int, [POINTER(kvq_request), POINTER(kvq_resolved)]),
     ("kvq_configure", c_int, [c_char_p, c_char_p, c_char_p, c_char_p]),
     ("kvq_type_count", c_int, []),
     ("kvq_type_at", POINTER(kvq_type_info), [c_int]),

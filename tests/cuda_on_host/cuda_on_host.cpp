@@ -26,17 +26,23 @@ struct thread {
     ucontext_t start;   // the first time; later turns jump, which needs no system call
     jmp_buf here;
     std::unique_ptr<uint8_t[]> stack{ new uint8_t[STACK] };
-    bool done = false, begun = false;
+    bool done = false, begun = false; // begun: its stack lives; a block after the first goes on behind the last kernel
 };
+constexpr int REGISTERS = 6; // that a lane gives to a product
 struct warp {
+    // by the parity of the operation
     uint64_t value[2][32];
-}; // by the parity of the operation
+    uint32_t registers[2][32][REGISTERS];
+    unsigned n_lanes, n_done, n_arrived;
+    unsigned n_complete; // operations that every lane began that has not returned
+};
 
 jmp_buf scheduler;
 thread * now;
 std::vector<std::unique_ptr<thread>> threads;
 std::vector<warp> warps;
 unsigned n_threads, n_arrived, n_barriers, n_done;
+uint64_t n_events; // whatever brings a thread on
 struct {
     unsigned n_arrived, n_passed;
 } teams[16];
@@ -56,19 +62,30 @@ void resume(thread & t) {
     }
 }
 
-void body() {
-    (*kernel)();
-    now->done = true;
-    n_done++;
-    yield();
+// Every lane of the warp that has not returned has begun the next operation: it is complete. Who has returned gives 0.
+void complete(unsigned w) {
+    warp & x = warps[w];
+    if (!x.n_arrived || x.n_arrived + x.n_done < x.n_lanes) { return; }
+    x.n_arrived = 0;
+    x.n_complete++;
+    for (unsigned i = 0; x.n_done && i < x.n_lanes; i++) {
+        if (!threads[32 * w + i]->done) { continue; }
+        x.value[x.n_complete % 2][i] = 0;
+        memset(x.registers[x.n_complete % 2][i], 0, sizeof(x.registers[0][i]));
+    }
 }
 
-// every lane of the warp that has not returned has begun operation n
-bool all_began(unsigned w, unsigned n) {
-    for (unsigned i = 32 * w; i < min(n_threads, 32 * w + 32); i++) {
-        if (!threads[i]->done && threads[i]->n_ops < n) { return false; }
+void body() {
+    for (;;) {
+        (*kernel)();
+        now->done = true;
+        n_done++;
+        n_events++;
+        const unsigned w = threadIdx.x / 32;
+        warps[w].n_done++;
+        complete(w);
+        yield();
     }
-    return true;
 }
 
 void release_barrier() { // everybody has come, or returned
@@ -77,6 +94,7 @@ void release_barrier() { // everybody has come, or returned
         any_before = any_now;
         any_now = false;
         n_barriers++;
+        n_events++;
     }
 }
 
@@ -88,9 +106,10 @@ void run_block() {
     for (auto & t : teams) { t = {}; }
     for (unsigned i = 0; i < n_threads; i++) {
         thread & t = *threads[i];
+        warps[i / 32].n_lanes++;
         t.n_ops = 0;
         t.done = false;
-        t.begun = false;
+        if (t.begun) { continue; }
         getcontext(&t.start);
         t.start.uc_stack.ss_sp = t.stack.get();
         t.start.uc_stack.ss_size = STACK;
@@ -98,13 +117,7 @@ void run_block() {
         makecontext(&t.start, body, 0);
     }
     for (int idle = 0; n_done < n_threads;) {
-        const auto progress = [] {
-            uint64_t n = (uint64_t) n_barriers + n_done + n_arrived;
-            for (unsigned i = 0; i < n_threads; i++) { n += threads[i]->n_ops; }
-            for (const auto & t : teams) { n += (uint64_t) t.n_passed * n_threads + t.n_arrived; }
-            return n;
-        };
-        const uint64_t before = progress();
+        const uint64_t before = n_events;
         for (unsigned i = 0; i < n_threads; i++) {
             if (!threads[i]->done) {
                 threadIdx = dim3(i, 0, 0);
@@ -112,7 +125,7 @@ void run_block() {
             }
         }
         release_barrier();
-        idle = progress() == before ? idle + 1 : 0;
+        idle = n_events == before ? idle + 1 : 0;
         if (idle > 3) {
             fprintf(stderr, "block %u,%u,%u: threads wait for one another: some never come to a collective\n",
                 blockIdx.x, blockIdx.y, blockIdx.z);
@@ -125,18 +138,20 @@ void run_block() {
 
 const uint64_t * exchange(uint64_t mine) {
     const unsigned id = threadIdx.x, w = id / 32, n = ++now->n_ops;
-    uint64_t * values = warps[w].value[n % 2];
+    warp & x = warps[w];
+    uint64_t * values = x.value[n % 2];
     values[id % 32] = mine;
-    while (!all_began(w, n)) { yield(); }
-    for (unsigned i = 0; i < 32; i++) {
-        if (32 * w + i >= n_threads || threads[32 * w + i]->n_ops < n) { values[i] = 0; } // has returned
-    }
+    x.n_arrived++;
+    n_events++;
+    complete(w);
+    while (x.n_complete < n) { yield(); }
     return values;
 }
 
 bool block_any(bool x) {
     const unsigned before = n_barriers;
     n_arrived++;
+    n_events++;
     any_now = any_now || x;
     release_barrier();
     while (n_barriers == before) { yield(); }
@@ -148,6 +163,7 @@ void block_barrier() { block_any(false); }
 void team_barrier(int id, int n) {
     auto & t = teams[id];
     const unsigned before = t.n_passed;
+    n_events++;
     if (++t.n_arrived == (unsigned) n) {
         t.n_arrived = 0;
         t.n_passed++;
@@ -182,21 +198,25 @@ void launch(dim3 g, dim3 b, size_t nb_shared, const std::function<void()> & k) {
     }
 }
 
+// What every lane gave, as exchange(): up to REGISTERS at once.
+static const uint32_t (*exchange_registers(const uint32_t * mine, int n)) [REGISTERS] {
+    warp & w = warps[threadIdx.x / 32];
+    uint32_t (*all)[REGISTERS] = w.registers[(now->n_ops + 1) % 2];
+    for (int r = 0; r < n; r++) { all[threadIdx.x % 32][r] = mine[r]; }
+    exchange(0);
+    return all;
+}
+
 } // namespace host_cuda
 
 // ---------------------------------------------------------------- warp-wide products, operands as PTX lays them out
 
 namespace {
 
-// what this lane gave and what lane `i` gave, n registers one after another
+// what lane `i` gave: x[i][register]
 struct registers {
-    uint32_t x[32][10];
-    registers(const uint32_t * mine, int n) {
-        for (int r = 0; r < n; r++) {
-            const uint64_t * all = host_cuda::exchange(mine[r]);
-            for (int i = 0; i < 32; i++) { x[i][r] = (uint32_t) all[i]; }
-        }
-    }
+    const uint32_t (*x)[host_cuda::REGISTERS];
+    registers(const uint32_t * mine, int n) : x(host_cuda::exchange_registers(mine, n)) {}
 };
 
 float half_of(uint32_t x, int i) { return kvq_f16_to_f32((uint16_t) (x >> 16 * i)); }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import default_means, llama, methods
+from .. import default_means, gguf_header, llama, methods, resolver
 from ..errors import MethodError
 from ..kvstats import UPSTREAM
 from ..model import Model
@@ -52,7 +52,12 @@ class CacheSpec:
 
     def means(self, path: str | os.PathLike[str]) -> str | None:
         """Those of the text in this package, for a method that takes them off; no sidecar beside the model is used."""
-        if not self.method or not default_means.wanted(path, self.method, self.options):
+        if not self.method:
+            return None
+        asked = resolver.Request(resolver.BY_ARGUMENTS, self.method, self.options, resolver.OFF)
+        if not resolver.resolve(methods.library, asked, None).wants_means:
+            return None  # whatever the model holds
+        if not resolver.resolve(methods.library, asked, gguf_header.read(path)).wants_means:
             return None
         return default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))[0]
 
