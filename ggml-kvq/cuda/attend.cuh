@@ -30,6 +30,7 @@ struct kvq_attend_args {
         uint16_t * const * to;
         const float * rows;
         size_t row_stride, head_stride;
+        const int32_t * pos; // NULL: rows carry none
     } fresh[2];
     // the output lies where those rows do: blocks that have taken theirs, 0 before the launch; else NULL
     unsigned long long * n_taken;
@@ -104,6 +105,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 // have them from 2 bits on.
 #define KVQ_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
 #define KVQ_WIDE_SHORT_LATTICE(X) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_SHORT_MEANS_BITS(X) X(2, 2) X(3, 2) X(3, 3) X(4, 4)  // short caches of pages that lack their means
 #define KVQ_FINE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
 
@@ -132,6 +134,7 @@ kvq_decode_launch kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_l
 // attend_short.cuh
 kvq_decode_launch kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide;
 kvq_decode_launch kvq_launch_short_lattice_64, kvq_launch_short_lattice_128, kvq_launch_short_lattice_wide;
+kvq_decode_launch kvq_launch_short_means_64, kvq_launch_short_means_128, kvq_launch_short_means_wide;
 // parts of an attention that picks cells
 kvq_decode_launch kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide;
 kvq_decode_launch kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide;

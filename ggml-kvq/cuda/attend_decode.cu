@@ -33,6 +33,9 @@ static const kernels SHORT = { kvq_launch_short_64, kvq_launch_short_128, kvq_la
 static const kernels SHORT_LATTICE = { kvq_launch_short_lattice_64, kvq_launch_short_lattice_128,
     kvq_launch_short_lattice_wide };
 
+static const kernels SHORT_MEANS = { kvq_launch_short_means_64, kvq_launch_short_means_128,
+    kvq_launch_short_means_wide };
+
 static const kernels LOGITS = { kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide };
 static const kernels VALUES = { kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide };
 
@@ -44,6 +47,7 @@ static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 }
 
 static bool is_means_pair(const kvq_attend_args & a) { return false KVQ_MEANS_BITS(KVQ_PAIR); }
+static bool is_short_means_pair(const kvq_attend_args & a) { return false KVQ_SHORT_MEANS_BITS(KVQ_PAIR); }
 static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS(KVQ_PAIR); }
 #undef KVQ_PAIR
 
@@ -51,7 +55,9 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
     const kernels & t = a.part       ? (a.part == 1 ? LOGITS : VALUES)
-        : is_short                   ? (lattice ? SHORT_LATTICE : SHORT)
+        : is_short                   ? (a.waves          ? SHORT_MEANS
+                                               : lattice ? SHORT_LATTICE
+                                                         : SHORT)
         : a.k.type == KVQ_TYPE_MIXED ? MIXED
         : a.waves                    ? MEANS
         : lattice                    ? LATTICES
@@ -168,9 +174,10 @@ int kvq_decode_picking(const kvq_attend_args & a, int room) {
 }
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
-    bool kernel =
-        a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2 && !a.waves : a.k.type != KVQ_TYPE_MIXED;
-    kernel = kernel && a.n_q == 1 && !a.stream[0].lse && a.v_group_log2 != 4 && (!a.wide || is_wide_pair(a, true));
+    bool kernel = a.waves              ? is_short_means_pair(a)
+        : a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2
+                                       : a.k.type != KVQ_TYPE_MIXED;
+    kernel = kernel && a.n_q == 1 && !a.stream[0].lse && (!a.wide || is_wide_pair(a, true));
     a.is_short = false;
     if (!kernel) { return false; }
     const int fine = a.fine;

@@ -14,6 +14,7 @@
 // them: then the output is written when every block has taken its rows (n_taken).
 #pragma once
 
+#include "decode_means.cuh"
 #include "decode_merge.cuh"
 
 #include <algorithm>
@@ -98,7 +99,16 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-template <int D, int KB, int VB, bool WIDE>
+// four channels of a new row of keys, from `channel` of all heads' on, with its position
+__device__ __forceinline__ uint2 tagged(uint2 x, uint64_t tag, int channel) {
+    const auto two = [&](uint32_t y, int at) {
+        return (y & 0xfffefffeu) | (uint32_t) (tag >> at & 1) | (uint32_t) (tag >> (at + 1) & 1) << 16;
+    };
+    return channel < KVQ_TAG_BITS ? make_uint2(two(x.x, channel), two(x.y, channel + 2)) : x;
+}
+
+// MEANS: sealed lattice pages lack theirs (decode_means.cuh)
+template <int D, int KB, int VB, bool WIDE, bool MEANS = false>
 __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     short_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
@@ -156,10 +166,17 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
                     *const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
     // of open keys, then of rotated ones: lattice
     uint2 * const queries = (uint2 *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
+    float * const coefficients = (float *) (queries + 2 * of.n * S * 32); // MEANS
+    int32_t * const places = (int32_t *) (stage + a.stage_bytes) - DECODE_CELLS;
     if constexpr (ROTATED) {
         load_table(k_table, a.k.points, 1 << cut<KB>::B);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
         if (state > 0) { put_scales<D, KB, VB>(a, stage, raw); }
+        if (MEANS && state > 0 && (state & 1)) { // the second 32 rows of the product are nobody's
+            places[lane] = __ldg(st.positions + page.cell + t0 + lane);
+            places[lane + 32] = -1;
+            __syncwarp();
+        }
     }
     if (state == 0 && lane < a.n_new) {
         const int64_t dk = a.fresh[0].to[lane] + kvh * a.fresh[0].head_stride + of.first() - k_rows,
@@ -186,6 +203,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         const auto row_of = [&](int column) { return st.q + (head0 + min(column, last)) * a.q_stride_head; };
         share_queries<D, KB>(a, of, queries, row_of);
         share_rotated<D, KB>(a, of, warp, DECODE_COLUMNS, queries + of.n * S * 32, row_of);
+        if constexpr (MEANS) { mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients); }
         __syncthreads();
     } else {
         const float * p = st.q + (head0 + min(g & (per_row - 1), last)) * a.q_stride_head;
@@ -235,8 +253,11 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
                     of.first() + 4 * lane);
                 const float4 y = *(const float4 *) (a.fresh[1].rows + i * a.fresh[1].row_stride + kvh * of.head(a) +
                     of.first() + 4 * lane);
-                *(uint2 *) (open + open_place<D>::key(sk) + 4 * lane) =
-                    make_uint2(pack_half2(x.x, x.y), pack_half2(x.z, x.w));
+                uint2 key = make_uint2(pack_half2(x.x, x.y), pack_half2(x.z, x.w));
+                if (a.fresh[0].pos) {
+                    key = tagged(key, kvq_tag_bits(a.fresh[0].pos[i]), kvh * of.head(a) + of.first() + 4 * lane);
+                }
+                *(uint2 *) (open + open_place<D>::key(sk) + 4 * lane) = key;
                 *(uint2 *) (open + open_place<D>::value(sv) + 4 * lane) =
                     make_uint2(pack_half2(y.x, y.y), pack_half2(y.z, y.w));
             }
@@ -257,6 +278,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         if (CODES && (state & 1)) {
             if constexpr (ROTATED) {
                 score_lattice<D, KB, VB>(k_table, q_rotated, stage, s);
+                if constexpr (MEANS) { add_means<D, KB>(a, of, coefficients, places, s); }
             } else if constexpr (CODES) {
                 score<D, KB, VB>(a, q, stage, params, s, base);
                 unit_k = FROM_K;
@@ -302,7 +324,11 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
             if constexpr (ROTATED) {
                 accumulate_lattice<D, KB, VB, 1>(v_table, stage, p, o);
             } else if constexpr (CODES) {
-                accumulate<D, KB, VB, false>(a, stage, params, p, o, oz);
+                if (a.v_group_log2 == 4) {
+                    accumulate<D, KB, VB, true>(a, stage, params, p, o, oz);
+                } else {
+                    accumulate<D, KB, VB, false>(a, stage, params, p, o, oz);
+                }
             }
         } else {
             accumulate_open<D, VB, true>(of, open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
@@ -338,8 +364,10 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         }
 #pragma unroll
         for (int i = 0; i < D / 32; i++) {
-            const float z =
-                AFFINE ? __shfl_sync(~0u, oz[e], (WIDE ? 32 * i >> a.v_group_log2 : 32 * i / a.v.group) * 4 + c) : 0.0f;
+            const int z_channel = 32 * i + 4 * g;
+            const float z = AFFINE
+                ? __shfl_sync(~0u, oz[e], (WIDE ? z_channel >> a.v_group_log2 : z_channel / a.v.group) * 4 + c)
+                : 0.0f;
             *(float4 *) &sums.o[warp][2 * c + e][32 * i + 4 * g] =
                 make_float4(fmaf(o[2 * i][e], unit_v, z), fmaf(o[2 * i][2 + e], unit_v, z),
                     fmaf(o[2 * i + 1][e], unit_v, z), fmaf(o[2 * i + 1][2 + e], unit_v, z));
@@ -360,12 +388,17 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         const float mine_m = lane < n_sources ? sums.m[w][col] : -INFINITY, top = warp_max(mine_m);
         const float f = mine_m == -INFINITY ? 0.0f : exp2_fast(mine_m - top),
                     sum = warp_sum(lane < n_sources ? f * sums.l[w][col] : 0.0f);
-        const float4 x = sum_sources<D, ROTATED>(
+        float4 x = sum_sources<D, ROTATED>(
             a, of, slice, n_sources, f,
             [&](int i, int of_slice) {
                 return sums.o[(i >> a.k_parts_log2) * of.n + of_slice][(i & parts) * per_row + r];
             },
             [&](int i) { return sums.as_is[(i >> a.k_parts_log2) * of.n]; });
+        if constexpr (MEANS) { // of values, as much as there is of sealed ones
+            const float sealed = warp_sum(lane < n_sources && !sums.as_is[w] ? f * sums.l[w][col] : 0.0f);
+            const int at = min(slice * D + lane % (D / 4) * 4, size - 4);
+            add(x, sealed, __ldg((const float4 *) (a.v_mean + kvh * size + at)));
+        }
         if (lane < D / 4 && (!WIDE || channel < size)) {
             if (n_blocks == 1) {
                 finish_row(a, is, head0 + r, channel, x, top, sum);
@@ -417,13 +450,14 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     }
 }
 
-template <int D, int KB, int VB, bool WIDE>
+template <int D, int KB, int VB, bool WIDE, bool MEANS = false>
 void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     a.stage_bytes = a.stage_wide = 0;
     size_t tables = 0;
     if constexpr (KB > LATTICE) {
-        a.stage_bytes = lattice_map<D, KB, VB>::BYTES;
-        tables = 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (32 * (size_t) D << a.slices_log2);
+        a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
+        tables = 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (32 * (size_t) D << a.slices_log2) +
+            (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0);
     } else if constexpr (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
     }
@@ -435,8 +469,8 @@ void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * 
             sizeof(short_sums<D, WIDE>));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(
-        short_kernel<D, KB, VB, WIDE>, limit, a, most_warps<WIDE, true>(), WIDE, bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(short_kernel<D, KB, VB, WIDE, MEANS>, limit, a, most_warps<WIDE, true>(), WIDE, bytes,
+        n_streams, stream, occupancy);
 }
 
 template <int D, int KB>
@@ -499,6 +533,16 @@ void launch_short_lattice_wide(const kvq_attend_args & a, int n_streams, cudaStr
 #define KVQ_CASE(K, V)                                                                                                 \
     case 8 * K + V: launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true>(a, n_streams, stream, occupancy); break;
     switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_SHORT_LATTICE(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+template <int D, bool WIDE>
+void launch_short_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V:                                                                                                    \
+        launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, WIDE, true>(a, n_streams, stream, occupancy);               \
+        break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_SHORT_MEANS_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 

@@ -1,6 +1,7 @@
 // Shared by the kernels: f16 bit patterns, affine geometry as a kernel argument.
 #pragma once
 
+#include "base/constants.h"
 #include "ggml-kvq.h"
 
 #include <atomic>
@@ -42,6 +43,15 @@ static __device__ __forceinline__ float f16_bits_to_f32(uint16_t h) { return __h
 static __device__ __forceinline__ uint16_t f32_to_f16_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }
 static __device__ __forceinline__ uint16_t f32_to_f16_finite(float x) {
     return f32_to_f16_bits(fminf(fmaxf(x, -65504.0f), 65504.0f));
+}
+
+// Positions that open rows of keys carry in the lowest bits of their first channels: kvq_tag_put's bits.
+constexpr int KVQ_TAG_BITS = KVQ_TAG_CHANNELS;
+static __device__ __forceinline__ uint64_t kvq_tag_bits(int32_t pos) {
+    return (uint64_t) (((uint32_t) pos ^ 0x5bd1e995u) * 0x9e3779b1u) << 32 | (uint32_t) pos;
+}
+static __device__ __forceinline__ uint16_t kvq_tagged(uint16_t x, uint64_t tag, int channel) {
+    return channel < KVQ_TAG_BITS ? (uint16_t) ((x & ~1) | (tag >> channel & 1)) : x;
 }
 
 // Programmatic dependent launch, as ggml-cuda's own kernels use it: a kernel that is launched with kvq_launch_early

@@ -455,10 +455,9 @@ bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, boo
 void kvq_cuda_device::attend(
     const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
     use();
-    // open rows carry their positions
     const bool left_out = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain;
-    const bool held_here = !left_out && held.size() == 2 && held[0].lane == k && held[1].lane == v &&
-        n <= KVQ_ATTEND_STREAMS && rows_go_along(held[0], held[1]);
+    const bool held_here = held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS &&
+        rows_go_along(held[0], held[1]);
     if (!held_here) { flush_rows(); }
     for (int i0 = 0; i0 < n; i0 += KVQ_ATTEND_STREAMS) {
         const kvq_attn & f = attn[i0];
@@ -502,6 +501,7 @@ void kvq_cuda_device::attend(
         if (left_out &&
             (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) ||
                 !kvq_decode_fits(a, n_streams))) {
+            flush_rows();
             if (!unfold(attn + i0, n_streams, chain ? chain + 2 * i0 : nullptr)) { return; }
             codec_k.type = codec_v.type = KVQ_TYPE_F16;
             codec_k.bits = codec_v.bits = 16;
@@ -522,9 +522,9 @@ void kvq_cuda_device::attend(
         // more splits
         const bool few = kvq_decode_fits(a, n_streams),
                    is_short = few && allow_short && !f.far && kvq_decode_short(a, n_streams, n_sm);
-        if (is_short && held_here) {
+        if (is_short && held_here && !held.empty()) {
             for (int i = 0; i < 2; i++) {
-                a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride };
+                a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride, held[i].pos };
             }
             a.n_new = held[0].n;
             const float *first = f.dst, *last = first; // of the output

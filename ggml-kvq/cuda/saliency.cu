@@ -189,16 +189,21 @@ static __global__ void lse_merge_kernel(const __grid_constant__ kvq_score_args a
 
 template <int D>
 static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __grid_constant__ kvq_score_args a) {
+    early_start();
     extern __shared__ __align__(16) __half s_keys[];
     __shared__ float s_sum[SUM_WARPS][TILE_CELLS];
     __shared__ int s_seen[SUM_WARPS][TILE_CELLS];
     const int per_page = a.page_cells / TILE_CELLS, ip = blockIdx.x / per_page, t0 = blockIdx.x % per_page * TILE_CELLS,
               kvh = blockIdx.y;
-    if (ip >= a.table->n_pages || a.table->n_rows == 0) { return; }
+    if (ip >= a.table->n_pages || a.table->n_rows == 0) { // the table is older than the kernel before this one
+        early_wait();                                     // else the next kernel might not wait for that one
+        return;
+    }
     const kvq_score_page & page = probe_pages(a.table)[ip];
     const int32_t * map = page.map ? page.map + kvh * a.map_stride : nullptr;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4,
               n_rows = a.table->n_rows * a.gqa;
+    early_wait(); // attention leaves log-sum-exp, and may have brought keys of this step
     fill_k_open<D, 32 * SUM_WARPS>(
         page.keys + (size_t) kvh * a.page_cells * a.stride, a.stride, a.head_size, t0, s_keys);
     __syncthreads();
@@ -319,6 +324,6 @@ bool kvq_launch_scores(const kvq_score_args & a, int max_pages, cudaStream_t str
     return by_head_size(a.head_size, [&](auto d) {
         constexpr int D = decltype(d)::value;
         const dim3 grid(max_pages * (a.page_cells / TILE_CELLS), a.n_head_kv);
-        scores_kernel<D><<<grid, 32 * SUM_WARPS, 2 * (size_t) TILE_CELLS *(D + 8), stream>>>(a);
+        kvq_launch_early(scores_kernel<D>, grid, 32 * SUM_WARPS, 2 * (size_t) TILE_CELLS * (D + 8), stream, a);
     });
 }

@@ -8,7 +8,6 @@ constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
 constexpr int KVQ_TURN_JOBS = 90;
 constexpr int CHAIN_CELLS = 8192; // whose predictions exist at once
-constexpr int KVQ_TAG_BITS = KVQ_TAG_CHANNELS;
 
 struct kvq_seal_job {
     uint16_t * tile; // [head][cell][stride]
@@ -52,14 +51,6 @@ struct kvq_turn_args {
     size_t pred_stride;
     kvq_turn_job job[KVQ_TURN_JOBS];
 };
-
-// kvq_tag_put's bits
-static __device__ __forceinline__ uint64_t kvq_tag_bits(int32_t pos) {
-    return (uint64_t) (((uint32_t) pos ^ 0x5bd1e995u) * 0x9e3779b1u) << 32 | (uint32_t) pos;
-}
-static __device__ __forceinline__ uint16_t kvq_tagged(uint16_t x, uint64_t tag, int channel) {
-    return channel < KVQ_TAG_BITS ? (uint16_t) ((x & ~1) | (tag >> channel & 1)) : x;
-}
 
 void kvq_launch_turn(const kvq_turn_args & a, int n, int n_head, bool back, cudaStream_t stream);
 void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda_world.h"
+#include "policy/tags.h"
 
 static bool take_turns = false; // blocks run one after another, none waits for a later one: on the host
 
@@ -51,12 +52,14 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     // as in a recorded step: one new row a stream, addressed by the table
     std::vector<uint16_t *> new_to[2];
     std::vector<float> new_rows[2];
+    std::vector<int32_t> new_pos; // that keys carry
     const int width = c.n_kv_heads * D;
     for (int s = 0; s < c.n_stream && !c.map; s++) {
         for (int i = s * w.k.n_pages; i < (s + 1) * w.k.n_pages; i++) {
             const kvq_page & p = w.pages[i];
             const int slot = uniform(0, P - 1), cell = p.cell + slot;
             if (!p.n_slots || p.k_params || p.v_params || cell >= n_kv || uniform(0, 2)) { continue; }
+            new_pos.push_back(uniform(0, 1 << 20));
             for (int r = 0; r < 2; r++) {
                 new_to[r].push_back(
                     (uint16_t *) (r ? p.v_codes : p.k_codes) + (size_t) slot * (r ? w.v : w.k).head_stride());
@@ -86,7 +89,8 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     for (const auto step : { kvq_cuda_device::REPLAY, kvq_cuda_device::RECORD }) { // the first fills the table
         CHECK(d.begin_step(step, 2 * new_to[0].size()), "too many rows");
         for (int r = 0; r < 2 && !new_to[0].empty(); r++) {
-            d.write_rows(r ? w.v : w.k, (int64_t) new_to[r].size(), new_to[r].data(), up[r], width, nullptr, 1);
+            d.write_rows(r ? w.v : w.k, (int64_t) new_to[r].size(), new_to[r].data(), up[r], width,
+                r || !c.turns ? nullptr : new_pos.data(), 1);
         }
         if (step == kvq_cuda_device::RECORD) { d.attend(a.data(), c.n_stream, &w.k, &w.v); }
         d.end_step();
@@ -94,11 +98,13 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     for (size_t i = 0; i < new_to[0].size() + new_to[1].size(); i++) { // whoever wrote them
         const int r = i >= new_to[0].size();
         const size_t row = r ? i - new_to[0].size() : i;
-        std::vector<uint16_t> stays(c.D);
+        std::vector<uint16_t> stays(c.D), want((size_t) width);
+        for (int x = 0; x < width; x++) { want[(size_t) x] = kvq_f32_to_f16(new_rows[r][row * width + (size_t) x]); }
+        if (!r && c.turns) { kvq_tag_put(w.k, want.data(), (size_t) c.D, new_pos[row]); }
         for (int h = 0; h < c.n_kv_heads; h++) {
             d.get(stays.data(), new_to[r][row] + (size_t) h * P * (r ? w.v : w.k).head_stride(), 2 * (size_t) c.D);
             for (int x = 0; x < c.D; x++) {
-                CHECK(stays[x] == kvq_f32_to_f16(new_rows[r][row * width + (size_t) h * c.D + x]),
+                CHECK(stays[x] == want[(size_t) h * c.D + x],
                     "row %zu of %s, head %d, channel %d did not reach its page", row, r ? "V" : "K", h, x);
             }
         }
@@ -182,6 +188,7 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
 static void fine_attention(kvq_cuda_device & d, bool quick) {
     double worst = 0;
     int n = 0;
+    d.allow_short = false; // another kernel
     const auto attention = [&](attention_case c) {
         const int64_t before = d.n_fine;
         worst = std::max(worst, check_attention(d, c));
@@ -231,6 +238,7 @@ static void fine_attention(kvq_cuda_device & d, bool quick) {
             }
         }
     }
+    d.allow_short = true;
     printf("attention, groups of 16: %d cases, worst relative error %.2g\n", n, worst);
 }
 
@@ -306,11 +314,12 @@ static void wide_attention(kvq_cuda_device & d, bool quick) {
         }
         for (int bits : { 1, 2, 3, 4 }) {
             if (quick && (bits + D / 16) % 3) { continue; }
-            const int64_t before = d.n_fine;
+            const int64_t before = d.n_fine + d.n_short;
             // groups of 16
             attention(with({ bits, bits, 16, bits % 2, D, 1, 2 * bits, 1, 400, 1, 0, 0, bits == 3, bits == 4 },
                 bits % 2, bits == 1));
-            CHECK(d.n_fine > before || n_no_room, "heads of %d: the kernel for groups of 16 did not run", D);
+            CHECK(
+                d.n_fine + d.n_short > before || n_no_room, "heads of %d: the kernel for groups of 16 did not run", D);
         }
     }
     d.allow_short = false; // groups of 32 with more than 4 query rows (cuda/attend.cuh, KVQ_FINE_BITS)
@@ -367,6 +376,31 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
         CHECK(d.n_short > before || getenv("KVQ_CUDA_AS"),
             "bits %d/%d group %d D %d: the kernel for short caches did not run", c.kb, c.vb, c.group, c.D);
     };
+    // groups of 16 in both, and lattice pages that lack their means
+    const auto short_others = [&](int D, int gqa, bool few) {
+        for (const int bits : { 1, 2, 3, 4 }) {
+            if (few && bits != (D == 64 ? 2 : 3)) { continue; }
+            attention_case c = { bits, bits, 16, bits % 2, D, 1, few ? 2 : gqa, 1, 330, 1, 0, 0, bits == 4, false };
+            c.torn = bits == 2;
+            short_attention(c);
+        }
+        for (const auto & x : { std::make_pair(2, 2), { 3, 2 }, { 3, 3 }, { 4, 4 } }) {
+            if (few && x.first + x.second != (D == 64 ? 4 : 5)) { continue; }
+            for (const int turns : { 1, 3 }) {
+                attention_case c = { x.first, x.second, 2, turns == 1, D, 1, gqa, 1, 330, 1, 0, 0, x.second == 3,
+                    false };
+                c.turns = turns;
+                c.n_dims = turns == 1 ? D / 2 : 0;
+                c.neox = turns == 3;
+                c.stayed = true;
+                c.torn = x.first == 3;
+                const int64_t before = d.n_means;
+                short_attention(c);
+                CHECK(d.n_means > before, "bits %d/%d D %d: no kernel for pages without their means ran", c.kb, c.vb,
+                    c.D);
+            }
+        }
+    };
     if (!rest) {
         fine_attention(d, quick);
         wide_attention(d, quick);
@@ -390,6 +424,7 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
             short_attention({ bits, 2 + bits % 3, 2, 1 - bits % 2, 128, 1, 1 << bits % 4, 1, 480, 1,
                 bits == 2 ? 20.0f : 0.0f, bits == 3 ? 8.0f : 0.0f, false, false });
         }
+        for (int D : { 64, 128 }) { short_others(D, D == 64 ? 4 : 3, true); }
         CHECK(d.n_short >= 10, "only %d launches for short caches", (int) d.n_short);
         CHECK(d.n_prompt >= 2, "only %d launches of the kernel for prompts", (int) d.n_prompt);
         printf("attention: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, worst);
@@ -422,6 +457,9 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
                 }
             }
         }
+    }
+    for (int D : { 64, 128 }) {
+        for (int gqa : { 1, 4, 8 }) { short_others(D, gqa, false); }
     }
     for (int gqa : { 1, 3, 7, 16 }) { short_attention({ 2, 2, 2, 1, 128, 1, gqa, 1, 2000, 2, 0, 0, gqa == 3, false }); }
     for (int kb : { 1, 2, 3, 4 }) {

@@ -115,7 +115,7 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
         y.n_pages = x.evicts() ? x.spans.n_used() : y.n_pages;
         y.map_stride = x.evicts() ? l.page_cells : 0;
     }
-    const int64_t n_decode = d.n_decode, n_prompt = d.n_prompt, n_fine = d.n_fine;
+    const int64_t n_decode = d.n_decode, n_prompt = d.n_prompt, n_fine = d.n_fine, n_short = d.n_short;
     d.attend(a.data(), c.n_stream);
     d.get(dst.data(), to.p, dst.size() * 4);
     const int rows = c.gqa * c.n_q;                                                  // of a KV head
@@ -127,7 +127,8 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
             few ? "the decode kernel was not used" : "the decode kernel was used");
     }
     if (l.codec.type == KVQ_TYPE_AFFINE) {
-        CHECK((d.n_fine > n_fine) == fine, "%s %s, D %d, %d rows of a KV head: %s", c.method, c.opts, D, rows,
+        CHECK((d.n_fine > n_fine) == (fine && d.n_short == n_short), "%s %s, D %d, %d rows of a KV head: %s", c.method,
+            c.opts, D, rows,
             fine ? "the kernel for groups of 16 was not used" : "the kernel for groups of 16 was used");
     }
     CHECK((d.n_prompt > n_prompt) == many, "D %d, %d rows of a KV head: %s", D, rows,

@@ -329,8 +329,13 @@ int main(int argc, char ** argv) {
     int n = 0;
     worst top;
     const auto attention = [&](attention_case c) {
-        check_attention(d, c, top);
-        n++;
+        for (const bool on : { true, false }) { // pages of one width have a kernel for short caches
+            d.allow_short = on;
+            check_attention(d, c, top);
+            n++;
+            if (strcmp(c.method, "minikv")) { break; }
+        }
+        d.allow_short = true;
     };
     // decode over pages of two widths: whole and half steps, one part alone, sets that differ
     attention({ "zipcache", "", 128, 1, 4, 1, 400, 1, 0, 0, false });
@@ -338,6 +343,8 @@ int main(int argc, char ** argv) {
     attention({ "zipcache", "interval=96,salient=0.33,hi=3,lo=1,scales=f16,window=40", 64, 1, 16, 2, 300, 1, 20.0f, 0,
         false });
     for (int torn : { 1, 2, 3 }) { attention({ "zipcache", "", 64, 2, 4, 1, 350, 1, 0, 0, false, torn }); }
+    attention({ "minikv", "window=32", 64, 1, 2, 1, 200, 1, 0, 0, false }); // few cells for few multiprocessors
+    attention({ "minikv", "scales=f16,window=32", 128, 1, 1, 1, 250, 1, 0, 8.0f, true });
     for (int D : { 80, 192, 256, 512 }) { // by slices
         attention({ "zipcache",
             D == 80        ? "scales=u8"
@@ -382,7 +389,8 @@ int main(int argc, char ** argv) {
             }
         }
     }
-    printf("decode: %d cases, worst relative error %.2g\n", n, top.out);
+    CHECK(d.n_short > 0, "the kernel for short caches did not run");
+    printf("decode: %d cases, %d of short caches, worst relative error %.2g\n", n, (int) d.n_short, top.out);
     if (decode) { return 0; }
     n = 0;
     for (const char * opts : { "", "interval=64,salient=0.5,scales=f16", "interval=32,salient=1,hi=3,scales=u8",
