@@ -1,5 +1,5 @@
 // Which attention the decode kernels take, and how it is shared among blocks (attend_decode.cuh).
-#include "attend.cuh"
+#include "seen.cuh"
 
 #include <array>
 #include <map>
@@ -134,8 +134,10 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     }
     if (lattice) { fits = fits && a.k.group == 2 && a.v.group == 2; }
     fits = fits && (!a.wide || a.part || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
+    const int blocks = kvq_decode_row_blocks(a);
+    a.listed = a.listed && blocks <= KVQ_SEEN_BLOCKS;
     // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
-    if (!fits || (kvq_decode_row_blocks(a) > MAX_ROW_BLOCKS && D <= SLICE && !a.part)) { return false; }
+    if (!fits || (blocks > MAX_ROW_BLOCKS && !a.listed && D <= SLICE && !a.part)) { return false; }
     std::array<int, 3> room = occupancy_of(a, false);
     if (!room[0] && a.fine == 3) { // these need a little more shared memory
         a.fine = 0;

@@ -69,8 +69,10 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, is = blockIdx.z;
     const slice of(a, warp);
-    const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2,
-              kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * per_row;
+    const block_share share = share_of<PART == WHOLE>(a);
+    if (PART == WHOLE && !share.n_splits) { return; }
+    const int columns_log2 = FINE ? 0 : a.k_parts_log2, per_row = DECODE_COLUMNS >> columns_log2, kvh = share.kvh,
+              row0 = share.rows * per_row;
     const auto & st = a.stream[is];
 
     typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
@@ -85,11 +87,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
-    const int per_page = 1 << a.halves_log2, n_halves = a.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
+    const int per_page = 1 << a.halves_log2, n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
     // This team's units. The last ones of a cache are open, cold and take longest: they go first, to teams that have
     // one unit less than others, no two of them to the same.
-    const int picking = PART == VALUES ? a.n_picking : 0, n_splits = a.n_splits - picking,
-              n_teams = n_splits * of.teams, team = of.team * n_splits + (int) blockIdx.x - picking;
+    const int picking = PART == VALUES ? a.n_picking : 0, n_splits = share.n_splits - picking,
+              n_teams = n_splits * of.teams, team = of.team * n_splits + share.split - picking;
     const bool picks = PART == VALUES && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
     const int n_mine = picks ? 0 : (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
     const auto half_of = [&](int unit, int h) {
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
         const int half = min(half_of(unit, lane / 3), n_halves - 1);
         if (lane < 6) {
-            const int page = half >> a.halves_log2;
+            const int page = share.page(half >> a.halves_log2);
             copy16(ring_at + (unit % 4 * 2 + lane / 3) * (int) sizeof(kvq_page) + lane % 3 * 16,
                 (const char *) &st.pages[page] + lane % 3 * 16);
         }
@@ -567,7 +569,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
         }
         __syncthreads();
-        merge_rows<D, ROTATED, MEANS>(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), a.n_splits);
+        merge_rows<D, ROTATED, MEANS>(a, of, sums, is, share, row0, min(per_row, a.n_rows - row0));
     }
 }
 

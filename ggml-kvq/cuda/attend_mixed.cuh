@@ -34,7 +34,9 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, is = blockIdx.z;
-    const int kvh = blockIdx.y % a.n_head_kv, row0 = blockIdx.y / a.n_head_kv * DECODE_COLUMNS;
+    const block_share share = share_of<true>(a);
+    if (!share.n_splits) { return; }
+    const int kvh = share.kvh, row0 = share.rows * DECODE_COLUMNS;
     const auto & st = a.stream[is];
 
     uint8_t * const stages = memory + warp * (2 * a.stage_bytes + (int) sizeof(mixed_tables<D>));
@@ -49,15 +51,15 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages),
                    ring_at = (uint32_t) __cvta_generic_to_shared(own.ring);
     const mixed_words w = mixed_words_of<D>(a);
-    const int n_units = a.n_pages * a.page_steps, split = blockIdx.x * of.teams + of.team,
-              n_splits = a.n_splits * of.teams;
+    const int n_units = share.n_pages * a.page_steps, split = share.split * of.teams + of.team,
+              n_splits = share.n_splits * of.teams;
     const int unit0 = (int) ((int64_t) n_units * split / n_splits),
               unit1 = (int) ((int64_t) n_units * (split + 1) / n_splits);
 
     const auto copy_page = [&](int unit) {
         if (lane < 3) {
             copy16(ring_at + unit % RING * (int) sizeof(kvq_page) + lane * 16,
-                (const char *) &st.pages[min(unit / a.page_steps, a.n_pages - 1)] + lane * 16);
+                (const char *) &st.pages[share.page(min(unit / a.page_steps, share.n_pages - 1))] + lane * 16);
         }
     };
     const auto state_of = [&](int unit) { // -1 nothing, +1 codes of K, +2 codes of V
@@ -339,7 +341,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
         }
     }
     __syncthreads();
-    merge_rows<D, false, false>(a, of, sums, is, kvh, row0, min(DECODE_COLUMNS, a.n_rows - row0), a.n_splits);
+    merge_rows<D, false, false>(a, of, sums, is, share, row0, min(DECODE_COLUMNS, a.n_rows - row0));
 }
 
 template <int D, int HI, int LO, bool WIDE>

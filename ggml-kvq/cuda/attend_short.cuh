@@ -403,14 +403,14 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
             if (n_blocks == 1) {
                 finish_row(a, is, head0 + r, channel, x, top, sum);
             } else {
-                put_partial(a, is, kvh, row0 + r, size, channel, x, top, sum);
+                put_partial(a, is, kvh, row0 + r, (int) blockIdx.x, size, channel, x, top, sum);
             }
         }
     }
     if (n_blocks == 1) { return; }
     __syncthreads();
     if (threadIdx.x == 0) {
-        sums.last = arrives_last(a, n_blocks);
+        sums.last = arrives_last(a, (int) blockIdx.y, n_blocks);
         if (sums.last) { wait_for_takers(a); }
     }
     __syncthreads();

@@ -3,6 +3,7 @@
 
 #include "decode_lattice.cuh"
 #include "decode_products.cuh"
+#include "seen.cuh"
 
 namespace {
 
@@ -65,8 +66,9 @@ __device__ __forceinline__ float4 sum_sources(
 // Rows of this block from its columns, then from all blocks of the row by the last of them to arrive. A warp takes a
 // slice of a row.
 template <int D, bool ROTATED, bool MEANS, int WARPS, typename X>
-__device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<D, WARPS> & s, int is, int kvh,
-    int row0, int n_rows, int n_blocks) {
+__device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<D, WARPS> & s, int is,
+    const block_share & share, int row0, int n_rows) {
+    const int kvh = share.kvh, n_blocks = share.n_splits;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, columns_log2 = row_columns_log2(a),
               per_row = DECODE_COLUMNS >> columns_log2;
     const int size = of.head(a); // of a head
@@ -114,12 +116,12 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
         if (n_blocks == 1) {
             finish(row0 + r, channel, x, m, l);
         } else if (!X::WIDE || channel < size) {
-            put_partial(a, is, kvh, row0 + r, size, channel, x, m, l);
+            put_partial(a, is, kvh, row0 + r, share.split, size, channel, x, m, l);
         }
     }
     if (n_blocks == 1) { return; }
     __syncthreads();
-    if (threadIdx.x == 0) { s.last = arrives_last(a, n_blocks); }
+    if (threadIdx.x == 0) { s.last = arrives_last(a, share.rows * a.n_head_kv + share.kvh, n_blocks); }
     __syncthreads();
     if (!s.last) { return; }
     for (int u = warp; u < n_rows * of.n; u += of.warps) {

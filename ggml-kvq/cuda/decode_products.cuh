@@ -320,16 +320,16 @@ __device__ __forceinline__ bool raise_maxima(float (&top)[2], float (&m)[2], flo
 
 // sums of one block for a row, for the last block to add up; size: channels of a head, channel: of this lane
 __device__ __forceinline__ void put_partial(
-    const kvq_attend_args & a, int is, int kvh, int row, int size, int channel, float4 x, float m, float l) {
-    float * out = a.partial + partial_at(a, is, kvh, row, blockIdx.x);
+    const kvq_attend_args & a, int is, int kvh, int row, int split, int size, int channel, float4 x, float m, float l) {
+    float * out = a.partial + partial_at(a, is, kvh, row, split);
     *(float4 *) (out + channel) = x;
     if (channel == 0) { *(float2 *) (out + size) = make_float2(m, l); }
 }
 
 // One thread of a block that has put its sums: is it the last of n_blocks? Releases what the block wrote, acquires
-// what the others did.
-__device__ __forceinline__ bool arrives_last(const kvq_attend_args & a, int n_blocks) {
-    uint32_t *ticket = a.tickets + blockIdx.z * gridDim.y + blockIdx.y, before;
+// what the others did. at: of the stream's tickets.
+__device__ __forceinline__ bool arrives_last(const kvq_attend_args & a, int at, int n_blocks) {
+    uint32_t *ticket = a.tickets + blockIdx.z * gridDim.y + at, before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(ticket) : "memory");
     const bool last = before == (uint32_t) n_blocks - 1;
     if (last) {
@@ -363,7 +363,8 @@ void kvq_launch_decode_kernel(K * kernel, L & limit, const kvq_attend_args & a, 
     }
     const int n = wide ? a.n_warps : n_warps;
     limit.raise(kernel, bytes(n));
-    const dim3 grid(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
+    const dim3 grid =
+        a.work ? dim3(a.n_work, a.n_head_kv, 1) : dim3(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
     kvq_launch_early(kernel, grid, 32 * n, bytes(n), stream, a, !a.in_order);
 }
 

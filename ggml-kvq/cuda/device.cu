@@ -1,7 +1,7 @@
 #include "device.h"
 #include "base/settings.h"
 
-#include "attend.cuh"
+#include "seen.cuh"
 #include "lattice.cuh"
 #include "predict.cuh"
 #include "seal.cuh"
@@ -80,6 +80,7 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
 
 kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
     allow_short = kvq_setting_on(kvq_setting::CUDA_SHORT, true);
+    allow_lists = kvq_setting_on(kvq_setting::CUDA_LISTS, true);
     allow_means = kvq_setting_on(kvq_setting::CUDA_MEANS, true);
     may_observe = kvq_setting_on(kvq_setting::CUDA_OBSERVE, true);
     cudaDeviceProp p;
@@ -107,6 +108,7 @@ kvq_cuda_device::~kvq_cuda_device() {
         cudaFree(slab);
         cudaFree(partial);
         cudaFree(tickets);
+        for (seen_table & t : seen) { cudaFree(t.work); }
         cudaFree(points);
         cudaFree(expanded);
         cudaFree(row_table);
@@ -321,6 +323,7 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
     if (k.bytes_far) { // logits and scores of a token, and what is picked
         nb += (size_t) k.n_head * (k.n_pages + 8) * k.page_cells * k.n_stream * sizeof(float) * (1 + 8) + (8u << 20);
     }
+    nb += seen.size() * KVQ_SEEN_BLOCKS * ((size_t) k.n_pages + 1) * sizeof(int32_t);
     if (k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
     return nb;
 }
@@ -488,6 +491,7 @@ void kvq_cuda_device::attend(
         a.max_shared = max_shared;
         a.max_shared_sm = max_shared_sm;
         a.map_stride = (int) f.map_stride;
+        a.listed = may_list(f, n);
         const bool mixed = f.k.type == KVQ_TYPE_MIXED;
         if (mixed) {
             a.km = kvq_mixed_get_geometry(f.k);
@@ -543,7 +547,7 @@ void kvq_cuda_device::attend(
             held.clear();
         }
         flush_rows();
-        if ((a.n_rows > PROMPT_ROWS || (f.far && f.far->fetch == KVQ_FETCH_ALL)) && !a.waves &&
+        if (!(few && a.listed) && (a.n_rows > PROMPT_ROWS || (f.far && f.far->fetch == KVQ_FETCH_ALL)) && !a.waves &&
             attend_rows(a, codec_k, codec_v, attn + i0, n_streams)) {
             continue;
         }
@@ -552,7 +556,7 @@ void kvq_cuda_device::attend(
             return;
         }
         const int n_warps = a.n_rows > 16 ? 4 : 1;
-        if (!split(a, n_streams, n_warps, few)) { return; }
+        if (!(few && a.listed ? list_pages(a) : split(a, n_streams, n_warps, few))) { return; }
         n_short += is_short;
         n_decode += few;
         n_means += a.waves != nullptr;

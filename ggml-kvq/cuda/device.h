@@ -5,6 +5,7 @@
 #include "engine/device.h"
 #include "types/predictor.h"
 
+#include <array>
 #include <map>
 #include <memory>
 #include <string>
@@ -53,8 +54,15 @@ public:
     bool one_team = false;
     // launches for short caches so far; for few rows, short caches among them; for many
     int64_t n_short = 0, n_decode = 0, n_prompt = 0;
-    int64_t n_means = 0; // and over sealed pages that lack their means
-    int64_t n_fine = 0;  // and over groups of 16 in both (decode_fine.cuh)
+    int64_t n_means = 0;  // and over sealed pages that lack their means
+    int64_t n_fine = 0;   // and over groups of 16 in both (decode_fine.cuh)
+    int64_t n_listed = 0; // and over pages that their rows see (seen.cuh)
+    bool allow_lists;     // true, unless KVQ_CUDA_LISTS=0 is set: to compare both ways
+    // Does attend() walk the pages that these rows see, however many tokens there are? Of f: shapes, and whether there
+    // is a mask.
+    bool lists(const kvq_attn & f, int n) const;
+    // Before each evaluation of a graph: layers of one share what they know of its masks. Without it none do.
+    void begin_evaluation() { n_evaluations++; }
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace
     // of this device, overwritten by the next call. False: out of memory.
@@ -151,6 +159,14 @@ private:
     float * partial = nullptr;
     uint32_t * tickets = nullptr;
     size_t n_partial = 0, n_tickets = 0;
+    struct seen_table {
+        uint32_t * work = nullptr;
+        size_t n_words = 0;
+        uint64_t evaluation = 0;
+        std::array<int64_t, 12> key = {};
+    };
+    std::array<seen_table, 4> seen; // layers of different pages have one each
+    uint64_t n_evaluations = 0;
     float *lse = nullptr, *parts = nullptr; // parts: of log-sum-exp
     size_t n_lse = 0, n_parts = 0;
     uint32_t *addresses = nullptr, *packing = nullptr; // of gather; of pack
@@ -182,6 +198,8 @@ private:
         const kvq_turn & turn);
     // how decode kernels share the work, with memory for what blocks leave each other; false: out of memory
     bool split(kvq_attend_args & a, int n_streams, int n_warps, bool few);
+    bool may_list(const kvq_attn & f, int n) const;
+    bool list_pages(kvq_attend_args & a); // instead of split(); false: out of memory
     // with a second tier (kvq_far); false: an error is noted
     bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
     void overlay_far(const kvq_attn & a, const kvq_row_place & to, uint8_t * came, bool aside);

@@ -130,6 +130,17 @@ kvq_cuda_device::decode_room kvq_cuda_device::room_of(const kvq_codec & k, const
     return { a.wide ? "slices of 128" : a.k.head_size == 64 ? "64" : "128", fits ? a.n_warps : 0, a.nb_shared };
 }
 
+bool kvq_cuda_device::lists(const kvq_attn & f, int n) const {
+    if (!may_list(f, n)) { return false; }
+    cudaSetDevice(ordinal);
+    kvq_attend_args a = decode_args(f.k, f.v, f.map_stride != 0);
+    a.n_q = f.n_q;
+    a.gqa = f.n_head / f.n_head_kv;
+    a.n_rows = a.n_q * a.gqa;
+    a.listed = true;
+    return kvq_decode_fits(a, 0) && a.listed;
+}
+
 const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     if (flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
     cudaSetDevice(ordinal);

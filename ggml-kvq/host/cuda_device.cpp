@@ -247,7 +247,7 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
     };
     void *k = nullptr, *v = nullptr;
     const bool all_far = a.far && a.far->fetch == KVQ_FETCH_ALL;
-    if ((a.n_q * (a.n_head / a.n_head_kv) > 64 || all_far) && !l.spans.packed &&
+    if (((a.n_q * (a.n_head / a.n_head_kv) > 64 && !device.lists(a, n)) || all_far) && !l.spans.packed &&
         (!a.far || all_far)) { // each head has its own cells there
         ggml_tensor plain[3] = { plain_rows(node->src[1], nullptr), plain_rows(node->src[2], nullptr), *node };
         plain[0].buffer = plain[1].buffer = node->src[0]->buffer;

@@ -27,6 +27,23 @@ bool waits(const ggml_tensor * node) {
         (node->ne[2] > 1 || !ggml_is_quantized(node->src[0]->type) || node->src[1]->type != GGML_TYPE_F32);
 }
 
+// tokens of many sequences over one cache
+bool walks_lists(const kvq_step::part & x) {
+    const ggml_tensor *q = x.node->src[0], *k = x.node->src[1], *mask = x.node->src[3];
+    const kvq_draft_layer & d = x.target.layer->d;
+    if (!mask || d.k.bytes_far) { return false; }
+    kvq_attn a = {};
+    a.k = d.k.codec;
+    a.v = d.v.codec;
+    a.n_q = (int) q->ne[1];
+    a.n_head = (int) q->ne[2];
+    a.n_head_kv = (int) k->ne[2];
+    a.n_pages = std::min(((int) k->ne[1] + d.k.page_cells - 1) / d.k.page_cells, x.target.layer->spans.n_pages);
+    a.mask = (const uint16_t *) mask; // there is one
+    a.mask_stride_head = mask->ne[2] > 1;
+    return cuda(*x.target.cache).lists(a, (int) q->ne[3]);
+}
+
 } // namespace
 
 struct kvq_cuda_step {
@@ -93,7 +110,7 @@ void kvq_cuda_step::learn_attention(const kvq_step::part & x) {
     const ggml_tensor *q = x.node->src[0], *k = x.node->src[1];
     const kvq_target & t = x.target;
     const kvq_draft_layer & d = t.layer->d;
-    fits = fits && q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS && !d.latent &&
+    fits = fits && (q->ne[1] * q->ne[2] / k->ne[2] <= MAX_ROWS || walks_lists(x)) && !d.latent &&
         !(d.k.bytes_far && q->ne[1] >= KVQ_PROMPT_ROWS); // these are read as rows
     for (write & w : writes) {                           // attention writes these rows itself when the cache is short
         w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
@@ -188,7 +205,10 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     kvq_cuda_step & s = *b.step;
     if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(b, graph); }
     const kvq_run node_by_node = s.fits ? kvq_run::BEFORE_RECORDING : kvq_run::EAGER;
-    for (kvq_kv_cache * c : s.step.caches) { cuda(*c).set_stream(b.stream); }
+    for (kvq_kv_cache * c : s.step.caches) {
+        cuda(*c).set_stream(b.stream);
+        cuda(*c).begin_evaluation();
+    }
     const bool replay = s.graph.ready() && s.generation == s.moved();
     if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay)) { // the first run brings every buffer to its size
         return kvq_run_step(b, graph, s.step, node_by_node);

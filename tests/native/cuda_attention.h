@@ -18,6 +18,20 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     for (auto & x : mask) {
         x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00;
     }
+    if (c.sequences) {
+        std::vector<int> owner((size_t) n_mask);
+        for (int cell = 0, who = 0, left = 0; cell < n_mask; cell++) { // the first sequence is long
+            if (!left--) {
+                who = uniform(0, 1) ? 0 : uniform(0, c.sequences - 1);
+                left = who ? uniform(0, 90) : uniform(0, 500);
+            }
+            owner[(size_t) cell] = who;
+        }
+        for (size_t i = 0; i < mask.size(); i++) {
+            const int token = (int) (i / (size_t) (n_masks * n_mask)) % c.n_q;
+            if (owner[i % (size_t) n_mask] != token % c.sequences) { mask[i] = 0xfc00; }
+        }
+    }
     // a row that sees nothing
     if (c.n_q > 2) { std::fill(mask.begin() + n_masks * n_mask, mask.begin() + 2 * n_masks * n_mask, 0xfc00); }
     device_bytes tq(d, q.size() * 4, q.data()), tm(d, mask.size() * 2, mask.data()),
@@ -76,7 +90,8 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         up_v(d, new_rows[1].size() * 4, new_rows[1].data());
     const float * up[2] = { (const float *) up_k.p, (const float *) up_v.p };
     // tables of rotary embedding come to the device outside of recordings
-    if (c.turns) { d.attend(a.data(), c.n_stream); }
+    if (c.sequences) { d.begin_evaluation(); } // the call below finds the lists of this one
+    if (c.turns || c.sequences) { d.attend(a.data(), c.n_stream); }
     // as ggml may place them
     const bool overlap =
         !take_turns && !new_rows[0].empty() && uniform(0, 1) && new_rows[0].size() + new_rows[1].size() <= dst.size();
@@ -357,6 +372,52 @@ static void wide_attention(kvq_cuda_device & d, bool quick) {
         n_no_room, worst);
 }
 
+// Several tokens over one cache: every kernel, tokens of one sequence and of many, blocks of rows that see nothing
+static void listed_attention(kvq_cuda_device & d, bool quick) {
+    double worst = 0;
+    int n = 0;
+    const auto attention = [&](attention_case c, int sequences, int turns = 0) {
+        c.sequences = sequences;
+        c.turns = turns;
+        c.stayed = turns != 0;
+        const int64_t before = d.n_listed;
+        worst = std::max(worst, check_attention(d, c));
+        CHECK(d.n_listed == before + 2, "bits %d/%d group %d D %d, %d tokens: pages were not listed", c.kb, c.vb,
+            c.group, c.D, c.n_q);
+        n++;
+    };
+    if (quick) {
+        attention({ 2, 2, 128, 0, 128, 1, 4, 17, 2300, 1, 0, 0, false, false }, 5);
+        attention({ 2, 2, 32, 1, 64, 2, 1, 6, 2200, 1, 0, 8.0f, true, false }, 3);
+        attention({ 3, 3, 16, 0, 64, 1, 3, 4, 2200, 1, 0, 0, false, true }, 2);
+        attention({ 2, 3, 2, 1, 64, 1, 2, 9, 2200, 1, 20.0f, 0, false, false }, 9);
+        attention({ 2, 2, 2, 1, 80, 1, 4, 3, 2200, 1, 0, 0, false, false }, 3, 3);
+    } else {
+        for (int D : { 64, 80, 128, 256 }) {
+            for (int gqa : { 1, 3, 4, 8 }) {
+                for (int n_q : { 2, 5, 16, 33, 64 }) {
+                    const int sequences = n_q == 16 ? 1 : n_q == 5 ? 2 : n_q, cells = 2100 + 90 * n_q;
+                    if (gqa * n_q > 8 * 32) { continue; } // blocks of rows
+                    const float softcap = gqa == 3 ? 20.0f : 0.0f, alibi = n_q == 5 ? 8.0f : 0.0f;
+                    attention({ 2, 2, 128, 0, D, 2, gqa, n_q, cells, 1, softcap, alibi, gqa == 8, false }, sequences);
+                    attention({ 2, 2, 2, 1, D, 2, gqa, n_q, cells, 1, softcap, alibi, gqa == 8, false }, sequences);
+                    attention(
+                        { 2, 2, 2, 0, D, 1, gqa, n_q, cells, 1, 0, 0, false, false }, sequences, 1 + 2 * (gqa % 2));
+                    attention({ 16, 16, 32, 0, D, 1, gqa, n_q, cells, 1, 0, 0, false, n_q == 2 }, sequences);
+                    if (gqa * n_q > 4 * 32) { continue; }
+                    attention({ 4, 2, 32, 1, D, 1, gqa, n_q, cells, 1, 0, alibi, gqa == 1, n_q == 5 }, sequences);
+                    if (gqa * n_q <= 64 && (D == 64 || D == 128)) {
+                        attention({ 2, 2, 16, 1, D, 1, gqa, n_q, cells, 1, 0, 0, false, n_q == 16 }, sequences);
+                    }
+                }
+            }
+        }
+        attention({ 2, 2, 128, 0, 128, 8, 4, 32, 40000, 1, 0, 0, false, false }, 32);
+        attention({ 2, 2, 2, 0, 128, 8, 4, 32, 40000, 1, 0, 0, false, false }, 32, 3);
+    }
+    printf("attention, several sequences of one cache: %d cases, worst relative error %.2g\n", n, worst);
+}
+
 // quick: under a sanitizer, or on the host
 static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false) {
     double worst = 0;
@@ -404,6 +465,7 @@ static void attention_matrix(kvq_cuda_device & d, bool quick, bool rest = false)
     if (!rest) {
         fine_attention(d, quick);
         wide_attention(d, quick);
+        listed_attention(d, quick);
     }
     if (quick) {
         attention({ 2, 1, 32, 0, 128, 2, 4, 1, 300, 2, 0, 0, true, false });

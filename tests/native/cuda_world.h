@@ -8,14 +8,15 @@
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions
 // of three sequences that take turns, 4: no means, 5: images stayed: the promise that none has moved is given. torn:
 // some pages are sealed in keys or in values alone; head_masks: a mask for every head page: cells of a page, 0: as
-// few as there may be
+// few as there may be. sequences: token t sees cells of sequence t % sequences alone, which lie between each other's;
+// 0: most cells
 struct attention_case {
     int kb, vb, group, scale, D, n_kv_heads, gqa, n_q, n_cells, n_stream;
     float softcap, max_bias;
     bool sinks, map;
     int turns = 0, n_dims = 0, neox = 1;
     bool stayed = false, torn = false, head_masks = false;
-    int page = 0;
+    int page = 0, sequences = 0;
 };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.

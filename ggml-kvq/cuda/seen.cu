@@ -1,0 +1,80 @@
+// Pages that blocks of rows see, and how the blocks of a decode kernel share them (seen.cuh).
+#include "seen.cuh"
+
+static constexpr int THREADS = 512;
+
+// Block = block of rows. A warp reads a page's part of the masks of the tokens; then a thread has a page.
+static __global__ void list_kernel(const __grid_constant__ kvq_seen_args a) {
+    __shared__ uint8_t s_seen[THREADS];
+    __shared__ int s_n[THREADS / 32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = (int) blockIdx.x * a.per_row,
+              token0 = row0 / a.gqa, token1 = (min(row0 + a.per_row, a.n_rows) - 1) / a.gqa;
+    int32_t * const list = (int32_t *) a.work + a.n_work + (size_t) blockIdx.x * (a.n_pages + 1);
+    int n = 0;
+    for (int first = 0; first < a.n_pages; first += THREADS) {
+#pragma unroll 4
+        for (int i = warp; i < THREADS; i += THREADS / 32) {
+            if (first + i >= a.n_pages) { break; }
+            const kvq_page & page = a.pages[first + i];
+            bool seen = page.map != nullptr; // other cells for each head: the kernel looks
+            for (int token = token0; token <= token1; token++) {
+                const __half * const mask = a.mask + token * a.mask_stride_token;
+                for (int slot = 2 * lane; slot < a.page_cells; slot += 64) {
+                    const int cell = page.cell + slot;
+                    if (cell < 0 || cell >= a.n_kv) { continue; }
+                    const uint32_t x = cell + 1 < a.n_kv ? *(const uint32_t *) (mask + cell)
+                                                         : __half_as_ushort(mask[cell]) | 0xfc000000u;
+                    seen = seen || x != 0xfc00fc00u;
+                }
+            }
+            seen = __any_sync(~0u, seen);
+            if (lane == 0) { s_seen[i] = seen; }
+        }
+        __syncthreads();
+        const bool mine = first + (int) threadIdx.x < a.n_pages && s_seen[threadIdx.x];
+        const uint32_t all = __ballot_sync(~0u, mine);
+        if (lane == 0) { s_n[warp] = __popc(all); }
+        __syncthreads();
+        int at = n;
+        for (int w = 0; w < THREADS / 32; w++) {
+            at += w < warp ? s_n[w] : 0;
+            n += s_n[w];
+        }
+        if (mine) { list[1 + at + __popc(all & ((1u << lane) - 1))] = first + (int) threadIdx.x; }
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) { list[0] = n; }
+}
+
+// Thread = block of rows. Each gets its part of the blocks that run at once, and at least one.
+static __global__ void deal_kernel(const __grid_constant__ kvq_seen_args a) {
+    __shared__ int s_n[KVQ_SEEN_BLOCKS], s_splits[KVQ_SEEN_BLOCKS];
+    const int i = threadIdx.x;
+    if (i < a.n_blocks) { s_n[i] = ((const int32_t *) a.work)[a.n_work + (size_t) i * (a.n_pages + 1)]; }
+    __syncthreads();
+    int64_t all = 0;
+    for (int j = 0; j < a.n_blocks; j++) { all += s_n[j]; }
+    if (i < a.n_blocks) {
+        const int n_units = (int) (((int64_t) s_n[i] * a.units2 + 1) / 2),
+                  steps = (n_units + a.n_teams - 1) / a.n_teams,
+                  part = all ? (int) (((int64_t) s_n[i] * a.n_slots + all - 1) / all) : 1;
+        s_splits[i] = max(1, min(min(part, steps), a.most));
+    }
+    __syncthreads();
+    int at = 0, n = 0; // of all blocks of rows: work of the first i, and of all
+    for (int j = 0; j < a.n_blocks; j++) {
+        at += j < i ? s_splits[j] : 0;
+        n += s_splits[j];
+    }
+    if (i < a.n_blocks) {
+        for (int split = 0; split < s_splits[i]; split++) {
+            a.work[at + split] = (uint32_t) i << 24 | (uint32_t) split << 12 | (uint32_t) s_splits[i];
+        }
+    }
+    for (int j = n + i; j < a.n_work; j += KVQ_SEEN_BLOCKS) { a.work[j] = 0; }
+}
+
+void kvq_launch_seen(const kvq_seen_args & a, cudaStream_t stream) {
+    list_kernel<<<a.n_blocks, THREADS, 0, stream>>>(a);
+    deal_kernel<<<1, KVQ_SEEN_BLOCKS, 0, stream>>>(a);
+}
