@@ -24,14 +24,14 @@ bool kvq_cuda_device::list_pages(kvq_attend_args & a) {
         mixed ? 2 * a.page_steps : a.page_cells / 32, a.n_warps >> a.slices_log2, nullptr };
     const std::array<int64_t, 12> key = { (int64_t) (uintptr_t) x.mask, x.mask_stride_token, x.n_pages, x.page_cells,
         x.n_kv, x.n_rows, x.gqa, x.per_row, n_slots, x.most, x.n_teams, x.units2 };
-    const auto alike = [&](const seen_table & t) {
-        return n_evaluations && t.evaluation == n_evaluations && t.key == key;
-    };
-    auto t = std::find_if(seen.begin(), seen.end(), alike);
+    // its table of this evaluation or of one before, which a recording has room in; else the oldest
+    auto t = std::find_if(seen.begin(), seen.end(), [&](const seen_table & y) { return y.key == key; });
     if (t == seen.end()) {
         t = std::min_element(seen.begin(), seen.end(),
             [](const seen_table & y, const seen_table & z) { return y.evaluation < z.evaluation; });
-        t->evaluation = 0;
+        t->key = {};
+    }
+    if (!n_evaluations || t->evaluation != n_evaluations || t->key != key) {
         if (!grow(t->work, t->n_words, kvq_seen_words(n_work, n_blocks, a.n_pages), "lists of pages")) { return false; }
         x.work = t->work;
         kvq_launch_seen(x, (cudaStream_t) stream);

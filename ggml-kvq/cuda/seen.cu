@@ -1,37 +1,44 @@
 // Pages that blocks of rows see, and how the blocks of a decode kernel share them (seen.cuh).
 #include "seen.cuh"
 
-static constexpr int THREADS = 512;
+static constexpr int THREADS = 512, WARPS = 8, PAGES = 8; // PAGES: of a warp
 
-// Block = block of rows. A warp reads a page's part of the masks of the tokens; then a thread has a page.
-static __global__ void list_kernel(const __grid_constant__ kvq_seen_args a) {
-    __shared__ uint8_t s_seen[THREADS];
-    __shared__ int s_n[THREADS / 32];
+// Block = (block of rows, some pages), a warp reads a page's part of the masks of the tokens. Leaves 0 or 1 for each
+// page where the list will be.
+static __global__ void mark_kernel(const __grid_constant__ kvq_seen_args a) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row0 = (int) blockIdx.x * a.per_row,
-              token0 = row0 / a.gqa, token1 = (min(row0 + a.per_row, a.n_rows) - 1) / a.gqa;
+              token0 = row0 / a.gqa, token1 = (min(row0 + a.per_row, a.n_rows) - 1) / a.gqa,
+              first = ((int) blockIdx.y * WARPS + warp) * PAGES;
+    int32_t * const list = (int32_t *) a.work + a.n_work + (size_t) blockIdx.x * (a.n_pages + 1) + 1;
+#pragma unroll
+    for (int i = 0; i < PAGES; i++) {
+        if (first + i >= a.n_pages) { break; }
+        const kvq_page & page = a.pages[first + i];
+        bool seen = page.map != nullptr; // other cells for each head: the kernel looks
+        for (int token = token0; token <= token1; token++) {
+            const __half * const mask = a.mask + token * a.mask_stride_token;
+            for (int slot = 2 * lane; slot < a.page_cells; slot += 64) {
+                const int cell = page.cell + slot;
+                if (cell < 0 || cell >= a.n_kv) { continue; }
+                const uint32_t x =
+                    cell + 1 < a.n_kv ? *(const uint32_t *) (mask + cell) : __half_as_ushort(mask[cell]) | 0xfc000000u;
+                seen = seen || x != 0xfc00fc00u;
+            }
+        }
+        seen = __any_sync(~0u, seen);
+        if (lane == 0) { list[first + i] = seen; }
+    }
+}
+
+// Block = block of rows. What is marked becomes a list, in place: it never is longer than what has been read.
+static __global__ void list_kernel(const __grid_constant__ kvq_seen_args a) {
+    __shared__ int s_n[THREADS / 32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int32_t * const list = (int32_t *) a.work + a.n_work + (size_t) blockIdx.x * (a.n_pages + 1);
     int n = 0;
     for (int first = 0; first < a.n_pages; first += THREADS) {
-#pragma unroll 4
-        for (int i = warp; i < THREADS; i += THREADS / 32) {
-            if (first + i >= a.n_pages) { break; }
-            const kvq_page & page = a.pages[first + i];
-            bool seen = page.map != nullptr; // other cells for each head: the kernel looks
-            for (int token = token0; token <= token1; token++) {
-                const __half * const mask = a.mask + token * a.mask_stride_token;
-                for (int slot = 2 * lane; slot < a.page_cells; slot += 64) {
-                    const int cell = page.cell + slot;
-                    if (cell < 0 || cell >= a.n_kv) { continue; }
-                    const uint32_t x = cell + 1 < a.n_kv ? *(const uint32_t *) (mask + cell)
-                                                         : __half_as_ushort(mask[cell]) | 0xfc000000u;
-                    seen = seen || x != 0xfc00fc00u;
-                }
-            }
-            seen = __any_sync(~0u, seen);
-            if (lane == 0) { s_seen[i] = seen; }
-        }
-        __syncthreads();
-        const bool mine = first + (int) threadIdx.x < a.n_pages && s_seen[threadIdx.x];
+        const int page = first + (int) threadIdx.x;
+        const bool mine = page < a.n_pages && list[1 + page];
         const uint32_t all = __ballot_sync(~0u, mine);
         if (lane == 0) { s_n[warp] = __popc(all); }
         __syncthreads();
@@ -40,7 +47,7 @@ static __global__ void list_kernel(const __grid_constant__ kvq_seen_args a) {
             at += w < warp ? s_n[w] : 0;
             n += s_n[w];
         }
-        if (mine) { list[1 + at + __popc(all & ((1u << lane) - 1))] = first + (int) threadIdx.x; }
+        if (mine) { list[1 + at + __popc(all & ((1u << lane) - 1))] = page; }
         __syncthreads();
     }
     if (threadIdx.x == 0) { list[0] = n; }
@@ -75,6 +82,8 @@ static __global__ void deal_kernel(const __grid_constant__ kvq_seen_args a) {
 }
 
 void kvq_launch_seen(const kvq_seen_args & a, cudaStream_t stream) {
+    const int n_parts = (a.n_pages + WARPS * PAGES - 1) / (WARPS * PAGES);
+    mark_kernel<<<dim3(a.n_blocks, n_parts), 32 * WARPS, 0, stream>>>(a);
     list_kernel<<<a.n_blocks, THREADS, 0, stream>>>(a);
     deal_kernel<<<1, KVQ_SEEN_BLOCKS, 0, stream>>>(a);
 }

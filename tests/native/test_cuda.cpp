@@ -370,6 +370,8 @@ int main(int argc, char ** argv) {
         d.one_team = argc > 4; // racecheck does not know barriers of some of a block's warps
         if (argc > 2 && !strcmp(argv[2], "wide")) {
             wide_attention(d, argc > 3);
+        } else if (argc > 2 && !strcmp(argv[2], "listed")) {
+            listed_attention(d, argc > 3);
         } else if (argc > 2 && !strcmp(argv[2], "rest")) {
             attention_matrix(d, argc > 3, true);
         } else if (argc > 2) {
