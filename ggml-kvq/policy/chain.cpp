@@ -32,10 +32,10 @@ kvq_chain::~kvq_chain() {
     if (predictions) { device.free(predictions, nb_predictions); }
 }
 
-size_t kvq_chain::bytes(int n_stream, int n_pages, int page_cells, int width, size_t nb_frame) {
+size_t kvq_chain::bytes(int n_stream, int n_pages, int page_cells, int width, size_t predicted, size_t nb_frame) {
     const size_t cells = (size_t) n_stream * n_pages * page_cells;
     return cells * (kvq_pad((size_t) width, KVQ_PREDICT_GROUP) + 4) + 2 * (size_t) n_stream * n_pages +
-        std::min(KVQ_CHAIN_STRIPE, n_pages) * nb_frame;
+        std::min(KVQ_CHAIN_STRIPE, n_pages) * (nb_frame + page_cells * predicted * sizeof(float));
 }
 
 void kvq_chain::add_layer(
@@ -190,7 +190,7 @@ static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
     l.chained = !value || part.get("values") > 0;
 }
 
-static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
+static void bytes(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l) {
     const int width = l.n_head * l.codec.head_size;
     for (const char * input : { value ? "v_from_k" : "k_from_k", value ? "v_from_v" : "" }) {
         const int n_in = (int) part.get(input);
@@ -199,7 +199,12 @@ static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
         l.predict_macs += (uint64_t) n_in * width;
     }
     if (part.get("counts_shared") > 0 && l.chained) {
-        l.bytes_chain = kvq_pad(kvq_chain::bytes(l.n_stream, l.n_pages, l.page_cells, width, l.nb_frame), KVQ_ALIGN);
+        const size_t of_keys = kvq_pad((size_t) (l.n_head * plan.k.head_size), 16), own = kvq_pad((size_t) width, 16),
+                     predicted = !value ? own
+            : own > of_keys             ? own - of_keys
+                                        : 0;
+        l.bytes_chain =
+            kvq_pad(kvq_chain::bytes(l.n_stream, l.n_pages, l.page_cells, width, predicted, l.nb_frame), KVQ_ALIGN);
     }
 }
 

@@ -34,8 +34,9 @@ public:
     kvq_chain(const kvq_chain &) = delete;
     kvq_chain & operator=(const kvq_chain &) = delete;
     bool ok() const { return is_ok; } // false: out of memory
-    // Bytes of the kept rows and of a stripe's tiles; nb_frame: of one tile.
-    static size_t bytes(int n_stream, int n_pages, int page_cells, int width, size_t nb_frame);
+    // Bytes of a lane: its kept rows, a stripe's tiles, and predictions of as many pages. nb_frame: of one tile;
+    // predicted: channels of a cell's predictions that no other lane counts, for keys and values share that memory.
+    static size_t bytes(int n_stream, int n_pages, int page_cells, int width, size_t predicted, size_t nb_frame);
 
     // in order; lanes and what they leave out. The layer's predictors stay where they are.
     void add_layer(
