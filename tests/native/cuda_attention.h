@@ -90,8 +90,18 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
         up_v(d, new_rows[1].size() * 4, new_rows[1].data());
     const float * up[2] = { (const float *) up_k.p, (const float *) up_v.p };
     // tables of rotary embedding come to the device outside of recordings
-    if (c.sequences) { d.begin_evaluation(); } // the call below finds the lists of this one
+    if (c.sequences) { // lists of another evaluation, in which nothing was seen; the recorded call finds those of this
+        const std::vector<uint16_t> nothing(mask.size(), 0xfc00);
+        d.put(tm.p, nothing.data(), 2 * nothing.size());
+        d.begin_evaluation();
+        d.attend(a.data(), c.n_stream);
+        d.synchronize();
+        d.put(tm.p, mask.data(), 2 * mask.size());
+        d.begin_evaluation();
+    }
+    const uint64_t moved = d.generation();
     if (c.turns || c.sequences) { d.attend(a.data(), c.n_stream); }
+    CHECK(!c.sequences || d.generation() == moved, "lists of one shape moved: no recording would stay");
     // as ggml may place them
     const bool overlap =
         !take_turns && !new_rows[0].empty() && uniform(0, 1) && new_rows[0].size() + new_rows[1].size() <= dst.size();
@@ -382,7 +392,7 @@ static void listed_attention(kvq_cuda_device & d, bool quick) {
         c.stayed = turns != 0;
         const int64_t before = d.n_listed;
         worst = std::max(worst, check_attention(d, c));
-        CHECK(d.n_listed == before + 2, "bits %d/%d group %d D %d, %d tokens: pages were not listed", c.kb, c.vb,
+        CHECK(d.n_listed == before + 3, "bits %d/%d group %d D %d, %d tokens: pages were not listed", c.kb, c.vb,
             c.group, c.D, c.n_q);
         n++;
     };
