@@ -233,6 +233,9 @@ FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
     ("llama", "llama_state_set_data", c_size_t, [_P, POINTER(c_uint8), c_size_t]),
     ("llama", "llama_state_save_file", c_bool, [_P, c_char_p, POINTER(c_int32), c_size_t]),
     ("llama", "llama_state_load_file", c_bool, [_P, c_char_p, POINTER(c_int32), c_size_t, POINTER(c_size_t)]),
+    ("llama", "llama_state_seq_get_size", c_size_t, [_P, c_int32]),
+    ("llama", "llama_state_seq_get_data", c_size_t, [_P, POINTER(c_uint8), c_size_t, c_int32]),
+    ("llama", "llama_state_seq_set_data", c_size_t, [_P, POINTER(c_uint8), c_size_t, c_int32]),
     # llama: sampling
     ("llama", "llama_sampler_chain_default_params", llama_sampler_chain_params, []),
     ("llama", "llama_sampler_chain_init", _P, [llama_sampler_chain_params]),

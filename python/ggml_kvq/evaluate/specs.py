@@ -5,6 +5,7 @@ upstream:q4_0/q4_0                upstream's cache types for K and V (one name: 
 kivi:bits=2,group=32              a method of this package with its options
 aqua:predictor=full@calib.gguf    ... with calibrated data
 method:f16                        this package's own f16 (control arm)
+simulated:q4_0,window=128         an upstream type with an exact window, which upstream has not (simulate.py)
 small=kivi:bits=2                 any of these under a label of its own
 """
 
@@ -21,6 +22,7 @@ from .. import default_means, gguf_header, llama, methods, resolver
 from ..errors import MethodError
 from ..kvstats import UPSTREAM
 from ..model import Model
+from . import simulate
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class CacheSpec:
     config: str | None = None
     type_k: str = "f16"
     type_v: str = "f16"
+    simulated: tuple[str, int, int] | None = None  # type, window, first cells: simulate.Simulated
 
     @property
     def is_reference(self) -> bool:
-        return self.method is None and (self.type_k, self.type_v) == ("f16", "f16")
+        return self.method is None and not self.simulated and (self.type_k, self.type_v) == ("f16", "f16")
 
     def check(self) -> None:
         """MethodError for a method, option or file that does not exist: found before anything is measured."""
@@ -63,6 +66,8 @@ class CacheSpec:
 
     def open(self, path: Any, **kwargs: Any) -> Model:
         """A Model of `path` with this cache; kwargs go to Model."""
+        if self.simulated:
+            return simulate.Simulated(path, *self.simulated, **kwargs)
         if self.method is None:
             return Model(path, UPSTREAM, type_k=self.type_k, type_v=self.type_v, **kwargs)
         try:  # "none": what is measured is in the spec, not in a file that happens to lie beside the model
@@ -73,6 +78,19 @@ class CacheSpec:
 
 
 _LABEL = re.compile(r"([A-Za-z0-9][\w.+-]*)=")
+
+
+def _simulated(text: str, rest: str) -> tuple[str, int, int]:
+    kind, *parts = rest.split(",")
+    given = {"window": "128", "sinks": "0"}
+    for part in parts:
+        key, _, value = part.partition("=")
+        if key not in given or not value.isdecimal():
+            raise MethodError(f"cache {text!r}: {part!r} is no option; write window=CELLS or sinks=CELLS")
+        given[key] = value
+    if kind not in simulate.TYPES:
+        raise MethodError(f"cache {text!r}: {kind!r} cannot be simulated; choose one of {', '.join(simulate.TYPES)}")
+    return kind, int(given["window"]), int(given["sinks"])
 
 
 def parse(text: str) -> CacheSpec:
@@ -94,6 +112,8 @@ def parse(text: str) -> CacheSpec:
             raise MethodError(f"cache {text!r}: upstream takes TYPE or KTYPE/VTYPE of {', '.join(llama.GGML_TYPES)}")
         same = kinds[0] if kinds[0] == kinds[1] else "/".join(kinds)
         return CacheSpec(text, label or same, None, type_k=kinds[0], type_v=kinds[1])
+    if name == "simulated":
+        return CacheSpec(text, label or body, None, simulated=_simulated(text, rest))
     if name == "method":
         name, _, rest = rest.partition(":")
         if not name:

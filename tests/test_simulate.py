@@ -1,0 +1,120 @@
+"""The simulation of upstream's cache types with an exact window: rows against their definition, and what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+from ggml_kvq import errors
+from ggml_kvq.evaluate import simulate, specs
+
+IDS = [1 + 7 * i % 500 for i in range(150)]
+
+
+def rows_of(model: simulate.Simulated) -> list[tuple[npt.NDArray[np.float32], bool]]:
+    """Every tensor of the cache, float32 [cells, channels], and whether it holds values."""
+    import ctypes
+
+    lib, ctx = model._libs.llama, model._open()
+    size = lib.llama_state_seq_get_size(ctx, 0)
+    raw = (ctypes.c_uint8 * size)()
+    assert lib.llama_state_seq_get_data(ctx, raw, size, 0) == size
+    data, n = np.frombuffer(raw, np.uint8).copy(), len(model.tokens)
+    return [
+        (data[at : at + 2 * width * n].view(np.float16).reshape(n, width).astype(np.float32), value)
+        for at, width, value in simulate._tensors(data, n)
+    ]
+
+
+def fed(spec: str, path: Path, n_ubatch: int = 150) -> simulate.Simulated:
+    model = specs.parse(spec).open(path, n_ctx=512, n_batch=n_ubatch, n_ubatch=n_ubatch, n_threads=2)
+    assert isinstance(model, simulate.Simulated)
+    for _ in model.feed(IDS):
+        pass
+    return model
+
+
+def test_rotation() -> None:
+    """Orthonormal, its own inverse, and upstream's sizes."""
+    h = simulate.hadamard(64)
+    assert np.allclose(h @ h, np.eye(64), atol=1e-5)
+    assert np.isclose(abs(h), 0.125).all()
+    sizes = [(simulate.rotation_size(d, False), simulate.rotation_size(d, True)) for d in (64, 80, 96, 128, 192, 256)]
+    assert sizes == [(64, 64), (0, 0), (0, 0), (128, 64), (64, 64), (256, 64)]
+
+
+@pytest.mark.parametrize("kind", simulate.TYPES)
+def test_rounding_is_that_of_the_type(kind: str) -> None:
+    """Blocks of the rotated row, taken back: what one block of the type may lose bounds the error."""
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((7, 2 * 128)).astype(np.float32)
+    h = simulate.hadamard(128)
+    got = simulate.rounded(rows, kind, 128, value=False)
+    turned, back = rows.reshape(-1, 128) @ h, got.reshape(-1, 128) @ h
+    top = abs(turned.reshape(-1, 32)).max(1, keepdims=True)
+    step = {"q8_0": 1 / 127, "q5_0": 1 / 16, "q5_1": 2 / 31, "q4_0": 1 / 8, "q4_1": 2 / 15}[kind]
+    off = abs(turned - back).reshape(-1, 32)
+    # the block's end of the other sign has one code less in q4_0 and q5_0
+    assert (off <= top * step * (1.01 if kind in ("q4_0", "q5_0") else 0.6)).all()  # scales are f16
+    assert off.mean() > 0.05 * step
+
+
+def test_cells_behind_the_window_are_rounded_and_no_others(demo_model: Path) -> None:
+    """window=40, sinks=4, 150 cells in one batch: cells 4 .. 95 are rounded, pages of 32; then nothing twice."""
+    with (
+        fed("simulated:q4_0,window=512", demo_model) as exact,
+        fed("simulated:q4_0,window=40,sinks=4", demo_model) as m,
+    ):
+        assert m._head_size == [64, 64] or m._head_size[0] % 32 == 0
+        for (want, value), (got, _) in zip(rows_of(exact), rows_of(m), strict=True):
+            rounded = simulate.rounded(want[4:96], "q4_0", m._head_size[value], value)
+            assert np.array_equal(got[4:96], rounded.astype(np.float16).astype(np.float32))
+            assert not np.array_equal(got[4:96], want[4:96])
+            assert np.array_equal(got[:4], want[:4])
+            assert np.array_equal(got[96:], want[96:])
+        before = rows_of(m)
+        list(m.feed([5]))
+        for (x, _), (y, _) in zip(before, rows_of(m), strict=True):
+            assert np.array_equal(x, y[:150])
+        m.reset()
+        list(m.feed(IDS[:20]))
+        assert m._n_done == 0
+
+
+def test_a_window_as_long_as_the_context_changes_nothing(demo_model: Path) -> None:
+    """The logits of f16, and bits that say what the type and its window take."""
+    with (
+        fed("simulated:q8_0,window=512", demo_model, 50) as m,
+        specs.parse("f16").open(demo_model, n_ctx=512, n_batch=50, n_ubatch=50, n_threads=2) as exact,
+    ):
+        for _ in exact.feed(IDS):
+            pass
+        assert np.array_equal(next(iter(m.feed([9]))), next(iter(exact.feed([9]))))
+        assert m.kv_stats()["bits"] == 8.5 + 16
+    with fed("simulated:q4_0,window=124,sinks=4", demo_model) as m:
+        assert m.kv_stats()["bits"] == 4.5 + 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("simulated:q2_k", "'q2_k' cannot be simulated; choose one of q4_0"),
+        ("simulated:q4_0,window=-1", "'window=-1' is no option; write window=CELLS"),
+        ("simulated:q4_0,rows=3", "'rows=3' is no option"),
+    ],
+)
+def test_refusals(spec: str, words: str) -> None:
+    """One line that names the value."""
+    with pytest.raises(errors.MethodError, match=words):
+        specs.parse(spec)
+
+
+def test_other_caches_are_refused() -> None:
+    """A state that is not one plain cache with a row a cell."""
+    for data in (np.zeros(0, np.uint8), np.zeros(400, np.uint8), np.full(400, 255, np.uint8)):
+        with pytest.raises(errors.KvqError, match="one plain KV cache only"):
+            simulate._tensors(data, 10)
+    assert gguf.GGMLQuantizationType.F16 == 1
