@@ -103,7 +103,7 @@ class Simulated(Model):
             raise KvqError("llama.cpp did not take a state back; use another model")
 
     def kv_stats(self) -> dict[str, Any]:
-        """As Model.kv_stats, with the bits that such a cache would have: blocks of all cells, window and first cells."""
+        """As Model.kv_stats, with the bits that such a cache takes: blocks of all cells, window, first cells."""
         stats = super().kv_stats()
         bits = type_bits(self._libs, self.kind) + 16 * min(1.0, (self.window + self.sinks) / self.n_ctx)
         total = int(stats["bytes_f16"] * bits / 16)
