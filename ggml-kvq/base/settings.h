@@ -25,6 +25,12 @@ static inline const char * kvq_setting_text(kvq_setting s) {
     return v ? v : "";
 }
 
+// A number; otherwise: when it is not set.
+static inline int kvq_setting_number(kvq_setting s, int otherwise) {
+    const char * v = getenv(kvq_setting_name(s));
+    return v ? atoi(v) : otherwise;
+}
+
 // A switch: 0 is off, another number on; otherwise: when it is not set.
 static inline bool kvq_setting_on(kvq_setting s, bool otherwise) {
     const char * v = getenv(kvq_setting_name(s));

@@ -41,8 +41,8 @@ struct kvq_attend_args {
     // decode, several tokens of one cache: blocks of rows walk the pages that they see (seen.cuh). NULL: all pages
     const int32_t * work;
     int n_work;
-    bool listed; // the caller can list them: more blocks of rows fit
-    int fine;    // decode: groups of 16 in both (1), or 32 (3), by kernels of their own (decode_fine.cuh)
+    bool listed, list_few; // the caller can list them: more blocks of rows fit; it does so where few rows fit anyway
+    int fine;              // decode: groups of 16 in both (1), or 32 (3), by kernels of their own (decode_fine.cuh)
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float *k_mean, *v_mean; // [head kv][head size]
     const float * rotary_high;    // kvq_rotary

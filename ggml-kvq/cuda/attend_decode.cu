@@ -135,7 +135,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     if (lattice) { fits = fits && a.k.group == 2 && a.v.group == 2; }
     fits = fits && (!a.wide || a.part || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
     const int blocks = kvq_decode_row_blocks(a);
-    a.listed = a.listed && blocks <= KVQ_SEEN_BLOCKS;
+    a.listed = a.listed && blocks <= KVQ_SEEN_BLOCKS && (a.list_few || blocks > MAX_ROW_BLOCKS);
     // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
     if (!fits || (blocks > MAX_ROW_BLOCKS && !a.listed && D <= SLICE && !a.part)) { return false; }
     std::array<int, 3> room = occupancy_of(a, false);

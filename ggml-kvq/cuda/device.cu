@@ -80,7 +80,7 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
 
 kvq_cuda_device::kvq_cuda_device(int ordinal) : ordinal(ordinal), kernels("cuda") {
     allow_short = kvq_setting_on(kvq_setting::CUDA_SHORT, true);
-    allow_lists = kvq_setting_on(kvq_setting::CUDA_LISTS, true);
+    allow_lists = kvq_setting_number(kvq_setting::CUDA_LISTS, 1);
     allow_means = kvq_setting_on(kvq_setting::CUDA_MEANS, true);
     may_observe = kvq_setting_on(kvq_setting::CUDA_OBSERVE, true);
     cudaDeviceProp p;
@@ -492,6 +492,7 @@ void kvq_cuda_device::attend(
         a.max_shared_sm = max_shared_sm;
         a.map_stride = (int) f.map_stride;
         a.listed = may_list(f, n);
+        a.list_few = allow_lists > 1;
         const bool mixed = f.k.type == KVQ_TYPE_MIXED;
         if (mixed) {
             a.km = kvq_mixed_get_geometry(f.k);

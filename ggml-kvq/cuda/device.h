@@ -57,7 +57,8 @@ public:
     int64_t n_means = 0;  // and over sealed pages that lack their means
     int64_t n_fine = 0;   // and over groups of 16 in both (decode_fine.cuh)
     int64_t n_listed = 0; // and over pages that their rows see (seen.cuh)
-    bool allow_lists;     // true, unless KVQ_CUDA_LISTS=0 is set: to compare both ways
+    // KVQ_CUDA_LISTS: 0 never, 1 where there are more rows than a decode kernel takes otherwise, 2 for few rows too
+    int allow_lists;
     // Does attend() walk the pages that these rows see, however many tokens there are? Of f: shapes, and whether there
     // is a mask.
     bool lists(const kvq_attn & f, int n) const;

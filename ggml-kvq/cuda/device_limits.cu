@@ -138,6 +138,7 @@ bool kvq_cuda_device::lists(const kvq_attn & f, int n) const {
     a.gqa = f.n_head / f.n_head_kv;
     a.n_rows = a.n_q * a.gqa;
     a.listed = true;
+    a.list_few = allow_lists > 1;
     return kvq_decode_fits(a, 0) && a.listed;
 }
 

@@ -391,7 +391,9 @@ static void listed_attention(kvq_cuda_device & d, bool quick) {
         c.turns = turns;
         c.stayed = turns != 0;
         const int64_t before = d.n_listed;
+        d.allow_lists = c.gqa * c.n_q > 64 ? 1 : 2;
         worst = std::max(worst, check_attention(d, c));
+        d.allow_lists = 1;
         CHECK(d.n_listed == before + 3, "bits %d/%d group %d D %d, %d tokens: pages were not listed", c.kb, c.vb,
             c.group, c.D, c.n_q);
         n++;

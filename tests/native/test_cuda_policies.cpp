@@ -347,7 +347,9 @@ int main(int argc, char ** argv) {
     attention({ "minikv", "scales=f16,window=32", 128, 1, 1, 1, 250, 1, 0, 8.0f, true });
     // several tokens of one cache: blocks of rows walk the pages that they see (cuda/seen.cuh)
     const int64_t n_listed = d.n_listed;
+    d.allow_lists = 2;
     attention({ "zipcache", "", 128, 1, 4, 5, 2300, 1, 0, 0, true });
+    d.allow_lists = 1;
     CHECK(d.n_listed > n_listed, "pages were not listed");
     for (int D : { 80, 192, 256, 512 }) { // by slices
         attention({ "zipcache",
