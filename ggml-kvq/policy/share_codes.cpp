@@ -20,6 +20,14 @@ void kvq_share_codes::reopening(kvq_lane & x, int s, int p) {
 
 void kvq_share_codes::placing(kvq_lane & x, int s, int p, const kvq_page_image &) { reopening(x, s, p); }
 
+void kvq_share_codes::moved(kvq_lane & x, int s, int p) {
+    if (&x == &owner && adopter.state(s, p) == KVQ_PAGE_SEALED) { adopter.refresh_span(s, p); }
+}
+
+void kvq_share_codes::emptied(kvq_lane & x, int s, int p) {
+    if (&x == &owner && adopter.state(s, p) == KVQ_PAGE_SEALED) { adopter.empty_page(s, p); }
+}
+
 void kvq_share_codes::reencoding(kvq_lane & x, int s, int p) {
     if (&x != &owner || adopter.state(s, p) != KVQ_PAGE_SEALED) { return; }
     tile = adopter.scratch->take(adopter.layout().nb_frame);

@@ -167,7 +167,11 @@ void kvq_lane::enter_rows(int stream, int64_t n, const int64_t * idx, const uint
         scratch->give(there, nb);
     }
     for (kvq_policy * x : policies) { x->entered(*this, stream, (int) (idx[0] % l.n_cells), rows, (int) n); }
-    if (streams[(size_t) stream].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
+    streams[(size_t) stream].may_seal_ahead = false;
+    const std::vector<int> & open = streams[(size_t) stream].open;
+    const auto in_scratch = [&](int p) { return info(stream, p).own < 0; };
+    if (l.pooled ? std::count_if(open.begin(), open.end(), in_scratch) > 32
+                 : open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
         commit(n_threads);
     }
 }
