@@ -253,6 +253,7 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
         counters->n_sealed++;
     }
     for (kvq_policy * x : policies) { x->sealed(*this, s, due); }
+    if (l.pooled) { bring_home(s); } // what made way for blocks
 }
 
 void kvq_lane::commit(int n_threads) {
@@ -317,8 +318,14 @@ void kvq_lane::commit_stream(int s, int n_threads) {
     due.erase(end, due.end());
     for (kvq_policy * x : policies) { x->before_seal(*this, s, due, n_threads); }
     seal(s, due, n_threads);
+    bring_home(s);
+    st.committed = st.clock;
+    st.may_seal_ahead = false;
+}
 
-    for (int p : st.open) {
+// Open pages in scratch move into frames of the lane.
+void kvq_lane::bring_home(int s) {
+    for (int p : streams[(size_t) s].open) {
         kvq_page_info & i = info(s, p);
         if (i.own >= 0) { continue; }
         if (l.pooled) { close_up(s); }
@@ -330,8 +337,6 @@ void kvq_lane::commit_stream(int s, int n_threads) {
         scratch->give(from, l.nb_frame);
         set_state(s, p, KVQ_PAGE_OPEN);
     }
-    st.committed = st.clock;
-    st.may_seal_ahead = false;
 }
 
 // ---------------------------------------------------------------- copy, clear
@@ -385,6 +390,7 @@ void kvq_lane::copy_stream(int from, int to) {
     device.flush();
     for (kvq_policy * x : policies) { x->copied(*this, from, to); }
     streams[to].clock = streams[to].committed = streams[from].clock;
+    streams[to].restored = streams[from].restored;
     is_dirty = true; // frames taken from scratch go home at the next commit
 }
 
@@ -421,6 +427,7 @@ void kvq_lane::clear() {
             set_state(s, p, KVQ_PAGE_EMPTY);
         }
         st.clock = st.committed = 0;
+        st.may_seal_ahead = st.restored = false;
         st.open.clear();
         st.free_blocks.clear();
         for (int i = l.moves ? l.n_store : 0; i > 0; i--) { st.free_blocks.push_back(i - 1); }

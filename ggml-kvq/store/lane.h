@@ -25,6 +25,8 @@ struct kvq_counters {
     uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0;
 };
 
+constexpr int KVQ_RESTORE_PAGES = 32; // of a state that is restored, in scratch
+
 class kvq_lane {
 public:
     // codes_of: the lane whose codes are adopted, NULL unless layout.shares_codes
@@ -123,6 +125,7 @@ private:
     struct stream_state {
         uint64_t clock = 0, committed = 0; // now, at the last commit
         bool may_seal_ahead = false;  // a graph has written since the last commit
+        bool restored = false;        // and not read since: which cells are free is not known
         int first = 0, last = -1;     // cells of the first and the last row of the last write
         std::vector<int> open;        // open pages
         std::vector<int> free_frames; // own frames not in use
@@ -149,6 +152,7 @@ private:
     kvq_page_block block(int s, int p, uint16_t * tile) const; // tile: the device's memory
     std::vector<int> due_pages(int s);
     void commit_stream(int s, int n_threads);
+    void bring_home(int s);
     bool restore_page(int s, int p, const uint16_t * rows);
     bool may_place(int s, int p) const; // may this page be sealed now?
     const kvq_policy * imager() const;  // who makes images of sealed pages, NULL: types.h does

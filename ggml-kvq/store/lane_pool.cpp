@@ -17,7 +17,10 @@ std::vector<int> kvq_lane::due_pages_of_pool(int s, std::vector<int> & open) con
         open.erase(open.begin());
     };
     const auto fits = [&](int more) {
-        return pool.fits(pool.n_blocks() + (int) due.size(), n_open - (int) due.size() + more);
+        // Pages of a text that ended may take the room of a state that was restored: its rows wait in scratch until
+        // attention tells (free_from).
+        const int in_frames = n_open - (int) due.size() + more - (st.restored ? KVQ_RESTORE_PAGES : 0);
+        return pool.fits(pool.n_blocks() + (int) due.size(), in_frames);
     };
     while (!fits(0) && open.size() > 1) { seal_oldest(); } // the newest page is being filled
     const bool more_to_come = n_open + pool.n_blocks() < l.n_pages;
@@ -63,6 +66,8 @@ void kvq_lane::close_up(int s) {
 }
 
 void kvq_lane::free_from(int s, int cell) {
+    is_dirty = is_dirty || streams[(size_t) s].restored;
+    streams[(size_t) s].restored = false;
     for (int p = (cell + l.page_cells - 1) / l.page_cells; l.pooled && p < l.n_pages; p++) {
         const kvq_page_info & i = info(s, p);
         if (i.state != KVQ_PAGE_EMPTY && i.stamp <= streams[(size_t) s].committed) { empty_page(s, p); }
