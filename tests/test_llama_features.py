@@ -235,7 +235,7 @@ WALKS = [
     ("kivi", "bits=4,group=64,scales=u8", 0.05, 0.5),
     ("kivi", "bits=4,window=auto", 0.03, 0.4),
     ("higgs", "bits=4,window=auto", 0.03, 0.4),
-    ("xquant", "kq=12,vq=12,km=6,vm=6,eta2=0,window=auto", 0.4, 6),
+    ("xquant", "window=auto", 1.5, 12),
     ("xquant", "", 1.5, 12),
     ("xquant", "kq=12,vq=12,km=12,vm=12,eta2=0", 0.4, 6),
     ("zipcache", "interval=64,salient=1", 0.06, 0.4),

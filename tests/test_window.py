@@ -43,9 +43,7 @@ def ids(demo_model: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("method", "opts"), EXACT, ids=[m for m, _ in EXACT])
-def test_2000_tokens_in_room_for_32k_are_those_of_f16(
-    demo_model: Path, ids: list[int], method: str, opts: str
-) -> None:
+def test_2000_tokens_in_room_for_32k_are_those_of_f16(demo_model: Path, ids: list[int], method: str, opts: str) -> None:
     """To the last bit of the logits, and the text that follows."""
     want: npt.NDArray[np.float32] | None = None
     texts = []
@@ -74,9 +72,7 @@ def test_with_means_the_text_is_that_of_f16(demo_model: Path, ids: list[int]) ->
 
 
 @pytest.mark.parametrize(("method", "opts"), EXACT, ids=[m for m, _ in EXACT])
-def test_after_a_long_text_a_short_one_is_exact_again(
-    demo_model: Path, ids: list[int], method: str, opts: str
-) -> None:
+def test_after_a_long_text_a_short_one_is_exact_again(demo_model: Path, ids: list[int], method: str, opts: str) -> None:
     n_ctx = 4096
     with opened(demo_model, "f16", "", n_ctx) as m:
         want = answers(m, ids[:300], 50)
@@ -182,10 +178,8 @@ def test_states_of_other_windows_are_read(demo_model: Path, ids: list[int], tmp_
 
 @pytest.mark.parametrize("n_seq", [1, 2])
 @pytest.mark.parametrize("opts", ["kivi:bits=4", "higgs:bits=3"])
-def test_a_sequence_is_restored_over_one_that_ended(
-    demo_model: Path, ids: list[int], opts: str, n_seq: int
-) -> None:
-    """As a server's prompt cache does it: the long text is removed, not cleared, and the short one comes from memory."""
+def test_a_sequence_is_restored_over_one_that_ended(demo_model: Path, ids: list[int], opts: str, n_seq: int) -> None:
+    """As a server's prompt cache does it: the long text is removed, not cleared; the short one comes from memory."""
     method, its = opts.split(":")
     c = Context(demo_model, method, its + ",window=auto", n_seq, unified=False)
     c.decode(0, ids[:250], 0)

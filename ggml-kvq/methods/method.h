@@ -50,8 +50,8 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
         "saved states: f16 rows, which other builds read; blocks as they are; squeezed blocks", "ggml-kvq" }
 
 #define KVQ_OPTION_WINDOW(least, source)                                                                               \
-    { "window", "int|auto", least, "newest cells kept in f16, 0..4096; auto: as many as fit, no less than the default", \
-        source }
+    { "window", "int|auto", least,                                                                                     \
+        "newest cells kept in f16, 0..4096; auto: as many as fit, no less than the default", source }
 
 #define KVQ_OPTIONS_AFFINE                                                                                             \
     { "group", "int", "32", "cells per key group and channels per value group: 16 32 64 128", "KIVI section 4.1" },    \

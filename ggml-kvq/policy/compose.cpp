@@ -74,8 +74,11 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
         l.nb_pool = (l.bytes_codes + l.bytes_params + l.bytes_window) / (size_t) n_stream / KVQ_ALIGN * KVQ_ALIGN;
     }
     // keys and values each count half of a span
-    l.bytes_tables = kvq_pad(
-        pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2 + (l.moves ? 4 : l.pooled ? 12 : 0)),
+    l.bytes_tables = kvq_pad(pages *
+            (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2 +
+                (l.moves           ? 4
+                        : l.pooled ? 12
+                                   : 0)),
         KVQ_ALIGN);
     for (const kvq_part & part : plan.parts) {
         const auto bytes = kind_of(part).bytes;

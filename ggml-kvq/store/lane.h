@@ -124,12 +124,12 @@ public:
 private:
     struct stream_state {
         uint64_t clock = 0, committed = 0; // now, at the last commit
-        bool may_seal_ahead = false;  // a graph has written since the last commit
-        bool restored = false;        // and not read since: which cells are free is not known
-        int first = 0, last = -1;     // cells of the first and the last row of the last write
-        std::vector<int> open;        // open pages
-        std::vector<int> free_frames; // own frames not in use
-        std::vector<int> free_blocks; // of a lane whose blocks move
+        bool may_seal_ahead = false;       // a graph has written since the last commit
+        bool restored = false;             // and not read since: which cells are free is not known
+        int first = 0, last = -1;          // cells of the first and the last row of the last write
+        std::vector<int> open;             // open pages
+        std::vector<int> free_frames;      // own frames not in use
+        std::vector<int> free_blocks;      // of a lane whose blocks move
     };
 
     void open_page(int s, int p, bool keep); // keep: what it holds is decoded into the frame
@@ -146,8 +146,8 @@ private:
     int take_own_frame(int s, int p);        // -1: none is free
     void move_frame(int s, int p, int i);    // to own frame i, -1: to scratch
     // of a pool (lane_pool.cpp)
-    void clear_way(int s, int i);           // frames where block i goes make room
-    void close_up(int s);                   // the last blocks move into the first holes until a frame is free
+    void clear_way(int s, int i); // frames where block i goes make room
+    void close_up(int s);         // the last blocks move into the first holes until a frame is free
     std::vector<int> due_pages_of_pool(int s, std::vector<int> & open) const;
     kvq_page_block block(int s, int p, uint16_t * tile) const; // tile: the device's memory
     std::vector<int> due_pages(int s);

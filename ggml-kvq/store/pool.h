@@ -16,9 +16,9 @@ public:
     explicit kvq_pool(const kvq_lane_layout & l);
     void clear();
 
-    int n_blocks() const { return n_used; }                  // that hold a page
-    int n_extent() const { return extent; }                  // up to the last of them
-    int n_frames(int blocks) const;                          // that fit beside so many blocks
+    int n_blocks() const { return n_used; } // that hold a page
+    int n_extent() const { return extent; } // up to the last of them
+    int n_frames(int blocks) const;         // that fit beside so many blocks
     bool fits(int blocks, int frames) const { return frames <= n_frames(blocks); }
     int page_of_block(int i) const { return blocks[(size_t) i]; } // -1: free
     int page_of_frame(int j) const { return frames[(size_t) j]; }

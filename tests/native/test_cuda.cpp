@@ -269,8 +269,11 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
     };
     for (int step = 0; step < n_steps; step++) {
         const bool pooled = host.lane[0][0]->layout().pooled;
-        const int op = step + 1 == n_steps ? 98 : pooled && !uniform(0, 9) ? 99 : uniform(0, 99), stream = uniform(0, n_stream - 1); // a copy ends it
-        if (op < 70) { // rows of one ubatch: at the end of the sequence, or anywhere
+        const int op = step + 1 == n_steps ? 98
+            : pooled && !uniform(0, 9)     ? 99
+                                           : uniform(0, 99),
+                  stream = uniform(0, n_stream - 1); // a copy ends it
+        if (op < 70) {                               // rows of one ubatch: at the end of the sequence, or anywhere
             const int n = uniform(0, 3) ? uniform(1, 3) : uniform(1, 70);
             std::vector<int64_t> idx(n);
             std::vector<int32_t> pos(n);
@@ -465,7 +468,10 @@ int main(int argc, char ** argv) {
              std::make_pair("higgs", "bits=1,grid=d8,window=32"), std::make_pair("kivi", "bits=2,window=auto"),
              std::make_pair("higgs", "bits=2,window=auto"), std::make_pair("xquant", "km=0,vm=0,window=auto") }) {
         const bool fills = strstr(m.second, "window=auto"); // pages seal late
-        const int steps = (on_host ? host_steps : quick ? 20 : 1000) * (fills && quick ? 6 : 1),
+        const int steps = (on_host        ? host_steps
+                                  : quick ? 20
+                                          : 1000) *
+            (fills && quick ? 6 : 1),
                   n_rows = check_store(d, m.first, m.second, steps);
         CHECK(!fills || n_rows > 0, "nothing was compared");
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);

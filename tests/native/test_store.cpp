@@ -197,9 +197,7 @@ static void check_pool(world & w, const char * after, bool committed) {
                     } else if (i.state == KVQ_PAGE_OPEN) {
                         CHECK(at == i.frame, "after %s: page %d is read elsewhere than its rows are", after, p);
                         CHECK(i.own >= 0 || !committed, "after %s: page %d is still in scratch", after, p);
-                        if (i.own >= 0) {
-                            taken.emplace_back((uint8_t *) i.frame, (uint8_t *) i.frame + l.nb_frame);
-                        }
+                        if (i.own >= 0) { taken.emplace_back((uint8_t *) i.frame, (uint8_t *) i.frame + l.nb_frame); }
                     }
                 }
                 std::sort(taken.begin(), taken.end());
