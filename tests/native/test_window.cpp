@@ -223,6 +223,60 @@ static void no_page_seals_early(const config & c, int steps) {
     }
 }
 
+// Pages written from the last to the first seal in that order, so those in front have blocks far behind. When the
+// others are freed, these blocks must make room, and whoever reads them must find them.
+static void blocks_close_up(config c) {
+    c.n_cells *= !strcmp(c.method, "xquant") ? 4 : 1; // the lane that adopts has little room of its own
+    world w(c, ",window=auto");
+    const kvq_lane_layout & l = w.lane(0, 0).layout();
+    const int pc = l.page_cells, n_keep = 4, n_more = n_exact(w) / pc - n_keep - 2;
+    for (int p = l.n_pages - 1; p >= 0; p--) {
+        write({ &w }, 0, p * pc, pc);
+        w.commit();
+    }
+    for (int i = 0; i < 20 * l.n_pages; i++) { // the oldest pages: until those in front are sealed too
+        if (w.lane(0, 0).state(0, n_keep - 1) == KVQ_PAGE_SEALED && w.lane(1, 1).state(0, 0) == KVQ_PAGE_SEALED) {
+            break;
+        }
+        write({ &w }, 0, (n_keep + i % (l.n_pages - n_keep)) * pc, pc);
+        w.commit();
+    }
+    std::vector<uint16_t> kept[4], again;
+    for (int j = 0; j < 4; j++) {
+        kept[j].resize((size_t) n_keep * pc * w.width(j % 2));
+        w.lane(j / 2, j % 2).read(0, 0, n_keep * pc, kept[j].data());
+        w.lane(j / 2, j % 2).free_from(0, n_keep * pc);
+    }
+    int n_moved = 0;
+    for (int k = 0; k < n_more; k++) {
+        const uint8_t * before = w.lane(0, 0).codes_at(0, 0, 0);
+        write({ &w }, 0, (n_keep + k) * pc, pc);
+        for (const auto & x : w.layer[0].lane) { x->commit(1); }
+        n_moved += w.lane(0, 0).codes_at(0, 0, 0) != before;
+        for (int j = 0; j < 4; j++) { // a layer that adopts codes has not sealed yet
+            const kvq_lane & lane = w.lane(j / 2, j % 2);
+            for (int p = 0; p < n_keep; p++) {
+                const kvq_page & span = w.layer[j / 2].spans.spans[(size_t) p];
+                CHECK(lane.state(0, p) != KVQ_PAGE_SEALED ||
+                        (j % 2 ? span.v_codes : span.k_codes) == lane.codes_at(0, p, 0),
+                    "%s %s: page %d is read where it was", c.method, c.opts, p);
+            }
+        }
+        w.commit();
+    }
+    CHECK(n_more < 4 || n_moved > 0, "%s %s: no block moved", c.method, c.opts);
+    for (int j = 0; j < 4; j++) {
+        kvq_lane & lane = w.lane(j / 2, j % 2);
+        again.resize(kept[j].size());
+        lane.read(0, 0, n_keep * pc, again.data());
+        CHECK(again == kept[j], "%s %s: pages whose blocks moved hold something else", c.method, c.opts);
+        for (int k = 0; k < n_more; k++) {
+            CHECK(lane.state(0, n_keep + k) == KVQ_PAGE_OPEN && lane.info(0, n_keep + k).own >= 0,
+                "%s %s: page %d of %d has no frame", c.method, c.opts, n_keep + k, n_keep + n_more);
+        }
+    }
+}
+
 // Saved and restored: into a cache that is clear, what was exact is; into one that is full, what fits.
 static void states(const config & c) {
     world a(c, ",window=auto"), clear(c, ",window=auto"), full(c, ",window=auto"), fixed(c, "");
@@ -360,6 +414,7 @@ int main(int argc, char ** argv) {
         fill_and_free(c);
         count_pages(c);
         no_page_seals_early(c, 200);
+        if (c.n_cells >= 1024) { blocks_close_up(c); }
         states(c);
     }
     shifts();
