@@ -45,7 +45,8 @@ def test_option_parity(table, name):
         elif isinstance(default, str):
             assert "|" in o["type"] and default == o["default_value"] and default in o["type"].split("|")
         else:
-            assert o["type"] == type(default).__name__ and type(default)(o["default_value"]) == default
+            kinds = (type(default).__name__, "int|auto" if key == "window" else "")
+            assert o["type"] in kinds and type(default)(o["default_value"]) == default
         assert o["help"] and o["source"], f"{name}.{key} has no help or source"
 
 

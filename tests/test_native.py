@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = [
     *(
         "test_store",
+        "test_window",
         "test_mrope",
         "test_graph_door",
         "test_chain",
@@ -32,6 +33,7 @@ RUNS = [
     *(("test_store", ["42", "400"]), ("test_store", ["2026", "400"]), ("test_graph_door", [])),
     *(("test_chain", ["3", "40"]), ("test_chain", ["1", "40"])),
     *(("test_mrope", ["1"]), ("test_mrope", ["2"])),
+    ("test_window", ["1"]),
     ("test_fuzz_states", ["400"]),
     *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches")),
 ]

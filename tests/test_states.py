@@ -35,6 +35,7 @@ CASES = {
     "zipcache": ("zipcache", None),
     "minikv": ("minikv", None),
     "specache": ("specache", "window=32"),
+    "window": ("higgs", "window=auto"),
 }
 MARKED = [c for c in CASES if c not in ("f16", "specache")]  # rows as they came have no bit to spare
 
@@ -104,7 +105,7 @@ def test_a_single_bit_of_the_rows_is_enough(prepared: tuple[Model, Path, bytes])
         refused(m, path, bytes(one))
 
 
-@pytest.mark.parametrize("prepared", ["kivi", "minikv", "aqua", "specache"], indirect=True)
+@pytest.mark.parametrize("prepared", ["kivi", "minikv", "aqua", "specache", "window"], indirect=True)
 def test_a_state_comes_back_bit_for_bit_and_saves_the_same_bytes(prepared: tuple[Model, Path, bytes]) -> None:
     m, path, data = prepared
     ids = m.tokenize("In the beginning", add_bos=False)

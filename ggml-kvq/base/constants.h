@@ -4,6 +4,7 @@
 #include <cstddef>
 
 constexpr size_t KVQ_ALIGN = 64;       // bytes: parts of a lane
+constexpr size_t KVQ_ALIGN_BLOCK = 16; // bytes: blocks of a pool, what a kernel loads at once
 constexpr size_t KVQ_ALIGN_SLAB = 256; // bytes: allocations of a device that lie in one piece
 constexpr int KVQ_MAX_CELLS = 256;     // cells of a page
 constexpr int KVQ_MAX_HEAD = 1024;     // channels of a head

@@ -63,6 +63,21 @@ std::string kvq_kv_cache::part_of_model() const {
         : "; " + std::to_string(n) + " of " + std::to_string(n_all) + " layers";
 }
 
+// "; window: as much as fits, 64 to 2144 tokens": those that the lane with the least room keeps as they came
+static std::string words_of_window(const std::vector<std::unique_ptr<kvq_kv_layer>> & layers) {
+    int least = 0, most = -1;
+    for (const auto & l : layers) {
+        for (const kvq_lane_layout * x : { &l->d.k, &l->d.v }) {
+            if (!x->pooled) { continue; }
+            least = l->d.plan.window;
+            most = most < 0 ? x->n_exact() : std::min(most, x->n_exact());
+        }
+    }
+    return most < 0 ? ""
+                    : "; window: as much as fits, " + std::to_string(std::min(least, most)) + " to " +
+            std::to_string(most) + " tokens";
+}
+
 static std::string capacity(const kvq_stats & s) {
     const std::string slots = s.n_stream > 1 ? " x " + std::to_string(s.n_stream) + " slots" : "";
     return std::to_string(s.n_cells) + " tokens" + slots;
@@ -94,7 +109,7 @@ std::string kvq_kv_cache::load_line() const {
         reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) +
             " layers are read by " + s.first;
     }
-    reading = part_of_model() + words_of_policies(s) + reading;
+    reading = part_of_model() + words_of_window(layers) + words_of_policies(s) + reading;
     const std::string note = reading +
         (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers"
                                                     : "");

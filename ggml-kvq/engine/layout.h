@@ -4,6 +4,8 @@
 //   codes   [stream][page][head][nb_codes]     absent when the previous layer's codes are adopted
 //   params  [stream][page][head][nb_params]
 //   window  [stream][frame] open pages, f16 tiles [head][cell][head size padded to 16]
+// Where a window fills what is left (window=auto), these three are one pool for each stream (store/pool.h): blocks
+// [head][nb_codes], then [head][nb_params], from its front, frames from its end. Its bytes are the sum of the three.
 //   tables  page states, valid bits and spans
 //   chain   reconstructed rows of one layer and tiles of a stripe (policy/chain.h), counted in the first layer
 #pragma once
@@ -28,10 +30,12 @@ struct kvq_lane_layout {
     int n_store = 0;
     bool evicts = false;  // sealed cells are kept in slots
     bool moves = false;   // a page takes a stored block when it seals: pages in frames need none
+    bool pooled = false;  // blocks and frames share a pool
     int window = 0;       // rows that stay open, a multiple of page_cells
     int n_sink_pages = 0; // leading pages that never seal
-    int n_frames = 0;     // own open frames per stream
+    int n_frames = 0;     // own open frames per stream; at least, when pooled
     size_t nb_codes = 0, nb_params = 0, nb_tile_head = 0, nb_frame = 0;
+    size_t nb_pool = 0, nb_block = 0, nb_block_codes = 0; // pooled: of a stream; of a block; where its params begin
     size_t bytes_codes = 0, bytes_params = 0, bytes_window = 0, bytes_tables = 0, bytes_calibration = 0,
            bytes_chain = 0;
     size_t bytes_far = 0; // of a second tier, not in bytes()
@@ -39,6 +43,11 @@ struct kvq_lane_layout {
     uint64_t predict_macs = 0; // multiply-adds a cell costs each time it is read
 
     int head_stride() const { return (int) kvq_pad((size_t) codec.head_size, 16); } // channels of a tile row
+    // cells of a stream that stay open together while nothing is sealed, as far as the window fills
+    int n_exact() const {
+        const int n = nb_pool ? (int) (nb_pool / nb_frame) : n_frames;
+        return n >= n_pages ? n_cells : (n - pooled) * page_cells; // one frame is kept free (kvq_lane::due_pages)
+    }
     bool is_f16() const { return codec.type == KVQ_TYPE_F16; }
     size_t bytes() const {
         return bytes_codes + bytes_params + bytes_window + bytes_tables + bytes_calibration + bytes_chain;

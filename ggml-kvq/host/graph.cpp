@@ -232,6 +232,9 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
 
     // llama.cpp asks for as many as are in use
     bool scored = false;
+    for (int s = 0; s < n_stream && !recorded; s++) {
+        for (kvq_lane * lane : { l.k.get(), l.v.get() }) { lane->free_from(stream0 + s, n_kv); }
+    }
     for (auto & policy : l.policies) {
         for (int s = 0; s < n_stream; s++) { policy->reading(stream0 + s, n_kv); }
         scored |= policy->wants_scores((int) q->ne[1]);

@@ -45,7 +45,7 @@ KVQ_API const char * kvq_kernel_name(void); // "avx512-vnni", "avx2", "portable"
 
 typedef struct kvq_option_info {
     const char * key;
-    const char * type; // "int", "float", "bool" or "a|b|c"; PATH among them: any text with a slash in it
+    const char * type; // "int", "int|auto", "float", "bool" or "a|b|c"; PATH among them: any text with a slash in it
     const char * default_value;
     const char * help;
     const char * source; // paper and section

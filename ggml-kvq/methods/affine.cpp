@@ -18,14 +18,7 @@ kvq_status kvq_plan_affine(
         err = "option group_v=" + std::to_string(group_v) + " is not one of 0, 16, 32, 64, 128";
         return KVQ_ERR_OPTION;
     }
-    if (o.num("window") < 0 || o.num("window") > 4096) {
-        err = "option window=" + o.str("window") + " is not within 0..4096";
-        return KVQ_ERR_OPTION;
-    }
-    if (o.num("sinks") < 0 || o.num("sinks") > 64) {
-        err = "option sinks=" + o.str("sinks") + " is not within 0..64";
-        return KVQ_ERR_OPTION;
-    }
+    if (kvq_plan_open(o, out, err) != KVQ_OK) { return KVQ_ERR_OPTION; }
     if (group_v > c.shape.head_size_v) {
         err = "option group_v=" + std::to_string(group_v) + " exceeds the head size " +
             std::to_string(c.shape.head_size_v) + ": use group_v=0 or a smaller one";
@@ -45,8 +38,6 @@ kvq_status kvq_plan_affine(
     k.bits = v.bits = 2;
     out.k = k;
     out.v = v;
-    out.window = o.num("window");
-    out.sinks = o.num("sinks");
     out.flags = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
     for (const kvq_codec * x : { &k, &v }) {
         if (const char * why = kvq_affine_refuse(*x)) {

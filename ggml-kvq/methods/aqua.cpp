@@ -21,7 +21,7 @@ static const kvq_option_info options[] = {
     { "k_bits", "int", "0", "code bits of keys; 0: as bits", "AQUA-KV section 3.2" },
     { "v_bits", "int", "0", "code bits of values; 0: as bits", "AQUA-KV section 3.2" },
     { "first_bits", "int", "4", "least code bits in the first layer, 0..4", "AQUA-KV section 4" },
-    { "window", "int", "128", "newest cells kept in f16, 0..4096", "AQUA-KV section 4" },
+    KVQ_OPTION_WINDOW("128", "AQUA-KV section 4"),
     KVQ_OPTIONS_LATTICE("4"),
 };
 
@@ -48,6 +48,11 @@ kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq
     }
     // the first layer of a cache pays for what all of them share
     out.add("transform", { { "unrotate", 1 }, { "mean", !o.is("predictor", "none") }, { "counts_shared", !c.prev } });
+    if (chained && out.fills) {
+        err = "option window=auto does not go with predictor=" + o.str("predictor") +
+            ", which reads a layer through the pages below it: give a number, or use predictor=bias";
+        return KVQ_ERR_OPTION;
+    }
     if (chained) {
         const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
         if (c.prev &&

@@ -22,7 +22,7 @@ static const kvq_option_info options[] = {
     { "level", "int", "-1", "steps up the ladder of layers and bits; -1: as many as `bits` allow", "ggml-kvq" },
     { "order", "text", "none", "layers in the order in which they rise, as 0.5.3; none: spread out", "ggml-kvq tune" },
     { "means", "auto|on|off", "auto", "take off calibrated means; auto: where there is data", "AQUA-KV section 3.1" },
-    { "window", "int", "64", "newest cells kept in f16, 0..4096", "AQUA-KV section 4" },
+    KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
     { "scales", "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },

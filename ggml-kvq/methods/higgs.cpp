@@ -8,7 +8,7 @@ static const kvq_option_info options[] = {
     { "bits", "int", "2", "code bits of keys and values, 1..4", "AQUA-KV section 3.2" },
     { "k_bits", "int", "0", "code bits of keys; 0: as bits", "AQUA-KV section 3.2" },
     { "v_bits", "int", "0", "code bits of values; 0: as bits", "AQUA-KV section 3.2" },
-    { "window", "int", "64", "newest cells kept in f16, 0..4096", "AQUA-KV section 4" },
+    KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     KVQ_OPTIONS_LATTICE("0"),
 };
 

@@ -9,14 +9,7 @@ static int vector_size(const kvq_options & o) { return o.is("grid", "d4") ? 4 : 
 
 kvq_status kvq_plan_lattice(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
-    if (o.num("window") < 0 || o.num("window") > 4096) {
-        err = "option window=" + o.str("window") + " is not within 0..4096";
-        return KVQ_ERR_OPTION;
-    }
-    if (o.num("sinks") < 0 || o.num("sinks") > 64) {
-        err = "option sinks=" + o.str("sinks") + " is not within 0..64";
-        return KVQ_ERR_OPTION;
-    }
+    if (kvq_plan_open(o, out, err) != KVQ_OK) { return KVQ_ERR_OPTION; }
     const char * keys[2] = { "k_bits", "v_bits" };
     for (int i = 0; i < 2; i++) {
         const char * key = o.num(keys[i]) ? keys[i] : "bits";
@@ -44,8 +37,6 @@ kvq_status kvq_plan_lattice(
         }
         (i ? out.v : out.k) = x;
     }
-    out.window = o.num("window");
-    out.sinks = o.num("sinks");
     out.flags = o.is("precision", "f32") ? KVQ_ATTN_F32 : 0;
     return KVQ_OK;
 }

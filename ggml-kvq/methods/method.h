@@ -49,10 +49,14 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
     { "state", "rows|compact|packed", "rows",                                                                          \
         "saved states: f16 rows, which other builds read; blocks as they are; squeezed blocks", "ggml-kvq" }
 
+#define KVQ_OPTION_WINDOW(least, source)                                                                               \
+    { "window", "int|auto", least,                                                                                     \
+        "newest cells kept in f16, 0..4096; auto: as many as fit, no less than the default", source }
+
 #define KVQ_OPTIONS_AFFINE                                                                                             \
     { "group", "int", "32", "cells per key group and channels per value group: 16 32 64 128", "KIVI section 4.1" },    \
         { "group_v", "int", "0", "channels per value group; 0: as group, at most the head size", "KIVI section 4.1" }, \
-        { "window", "int", "128", "newest cells kept in f16, 0..4096", "KIVI section 4.1 (residual length)" },         \
+        KVQ_OPTION_WINDOW("128", "KIVI section 4.1 (residual length)"),                                                \
         { "sinks", "int", "0", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },                    \
         { "scales", "f16|u8", "f16", "format of scales and zeros; u8 halves them", "ggml-kvq" },                       \
         { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },                  \
@@ -66,6 +70,8 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
         { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },                  \
         KVQ_OPTIONS_STATE
 
+// window and sinks of a plan, from the options of those names
+kvq_status kvq_plan_open(const kvq_options & o, kvq_layer_plan & out, std::string & err);
 // calibrated means taken off lattice blocks, predictors where the options have them
 kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_lattice(

@@ -30,6 +30,18 @@ const kvq_method * kvq_method_find(const char * name) {
     return nullptr;
 }
 
+kvq_status kvq_plan_open(const kvq_options & o, kvq_layer_plan & out, std::string & err) {
+    out.fills = o.is("window", "auto");
+    out.window = o.num_or_auto("window");
+    out.sinks = o.num("sinks");
+    if (out.window < 0 || out.window > 4096) {
+        err = "option window=" + o.str("window") + " is not within 0..4096";
+    } else if (out.sinks < 0 || out.sinks > 64) {
+        err = "option sinks=" + o.str("sinks") + " is not within 0..64";
+    }
+    return err.empty() ? KVQ_OK : KVQ_ERR_OPTION;
+}
+
 // ---------------------------------------------------------------- option text
 
 static bool one_of(const std::string & choices, const std::string & value) {
@@ -49,6 +61,7 @@ static std::string check_value(const std::string & type, const std::string & val
         const long v = strtol(value.c_str(), &end, 10);
         return !value.empty() && !*end && v >= -1 && v <= 1000000 ? std::to_string(v) : "";
     }
+    if (type == "int|auto") { return value == "auto" ? value : check_value("int", value); }
     if (type == "float") {
         const double v = strtod(value.c_str(), &end);
         return !value.empty() && !*end && std::isfinite(v) ? value : "";
@@ -72,10 +85,11 @@ static std::string trim(const std::string & s) {
 
 kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_options & out, std::string & err) {
     out.values.clear();
+    out.defaults.clear();
     std::string keys;
     for (int i = 0; i < m.info.n_options; i++) {
         const kvq_option_info & o = m.info.options[i];
-        out.values[o.key] = o.default_value;
+        out.values[o.key] = out.defaults[o.key] = o.default_value;
         keys += std::string(i ? ", " : "") + o.key;
     }
     const std::string all = text ? text : "";
@@ -97,6 +111,12 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
         if (!found) {
             err = "method " + std::string(m.info.name) + " has no option '" + key + "': it has " +
                 (keys.empty() ? "none" : keys);
+            return KVQ_ERR_OPTION;
+        }
+        if (key == "window" && value == "auto" && !strcmp(found->type, "int")) {
+            err = "option window=auto does not go with method " + std::string(m.info.name) +
+                ", whose pages do more than wait for their turn to seal: give a number, or take kivi, higgs, xquant, "
+                "aqua or auto";
             return KVQ_ERR_OPTION;
         }
         const std::string canonical = check_value(found->type, value);

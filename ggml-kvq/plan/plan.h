@@ -26,6 +26,7 @@ struct kvq_part {
 struct kvq_layer_plan {
     kvq_codec k = {}, v = {};
     int window = 128;            // cells kept f16 behind the newest one
+    bool fills = false;          // window=auto: room that blocks do not take yet holds more, `window` at least
     int sinks = 0;               // first cells of a stream, f16 for good
     int flags = 0;               // KVQ_ATTN_*
     std::vector<kvq_part> parts; // in the order in which they act

@@ -54,13 +54,32 @@ kvq_lane_layout kvq_make_lane_layout(const kvq_layer_plan & plan, bool value, in
         const auto shape = kind_of(part).shape;
         if (shape) { shape(part, plan, value, l); }
     }
+    // policies that keep pages elsewhere, read them through others or score open ones count on fixed frames
+    for (const char * name : { "evict", "choose", "chain", "fetch" }) {
+        if (plan.fills && plan.part(name)) {
+            throw std::invalid_argument("window=auto with policy '" + std::string(name) + "': its method refuses it");
+        }
+    }
+    l.pooled = plan.fills && !l.is_f16();
     const size_t pages = (size_t) l.n_pages * n_stream, stored = (size_t) l.n_store * n_stream;
     l.bytes_codes = l.shares_codes ? 0 : kvq_pad(stored * n_head * l.nb_codes, KVQ_ALIGN);
     l.bytes_params = kvq_pad(stored * n_head * l.nb_params, KVQ_ALIGN);
+    if (l.pooled) {
+        l.nb_block_codes = l.shares_codes ? 0 : kvq_pad(l.nb_codes * n_head, KVQ_ALIGN_BLOCK);
+        l.nb_block = l.nb_block_codes + kvq_pad(l.nb_params * n_head, KVQ_ALIGN_BLOCK);
+        l.bytes_params = kvq_pad(stored * l.nb_block, KVQ_ALIGN) - l.bytes_codes;
+    }
     l.bytes_window = kvq_pad((size_t) l.n_frames * n_stream * l.nb_frame, KVQ_ALIGN);
+    if (l.pooled) {
+        l.nb_pool = (l.bytes_codes + l.bytes_params + l.bytes_window) / (size_t) n_stream / KVQ_ALIGN * KVQ_ALIGN;
+    }
     // keys and values each count half of a span
-    l.bytes_tables = kvq_pad(
-        pages * (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2 + (l.moves ? 4 : 0)), KVQ_ALIGN);
+    l.bytes_tables = kvq_pad(pages *
+            (sizeof(kvq_page_info) + l.page_cells / 8 + sizeof(kvq_page) / 2 +
+                (l.moves           ? 4
+                        : l.pooled ? 12
+                                   : 0)),
+        KVQ_ALIGN);
     for (const kvq_part & part : plan.parts) {
         const auto bytes = kind_of(part).bytes;
         if (bytes) { bytes(part, plan, value, l); }

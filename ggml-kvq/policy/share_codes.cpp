@@ -7,6 +7,8 @@ void kvq_share_codes::before_seal(kvq_lane & x, int s, const std::vector<int> & 
     for (int p : due) {
         if (owner.state(s, p) == KVQ_PAGE_OPEN) { first.push_back(p); }
     }
+    // lanes of a pool have room for other numbers of pages: rows may be on their way to the frames that are read now
+    if (owner.layout().pooled && !first.empty()) { x.device.flush(); }
     owner.seal(s, first, n_threads);
 }
 
@@ -19,6 +21,14 @@ void kvq_share_codes::reopening(kvq_lane & x, int s, int p) {
 }
 
 void kvq_share_codes::placing(kvq_lane & x, int s, int p, const kvq_page_image &) { reopening(x, s, p); }
+
+void kvq_share_codes::moved(kvq_lane & x, int s, int p) {
+    if (&x == &owner && adopter.state(s, p) == KVQ_PAGE_SEALED) { adopter.refresh_span(s, p); }
+}
+
+void kvq_share_codes::emptied(kvq_lane & x, int s, int p) {
+    if (&x == &owner && adopter.state(s, p) == KVQ_PAGE_SEALED) { adopter.empty_page(s, p); }
+}
 
 void kvq_share_codes::reencoding(kvq_lane & x, int s, int p) {
     if (&x != &owner || adopter.state(s, p) != KVQ_PAGE_SEALED) { return; }

@@ -15,6 +15,8 @@ public:
     bool may_place(const kvq_lane & x, int s, int p) const override;
     void placing(kvq_lane & x, int s, int p, const kvq_page_image & image) override;
     void reopening(kvq_lane & x, int s, int p) override;
+    void moved(kvq_lane & x, int s, int p) override;
+    void emptied(kvq_lane & x, int s, int p) override;
     void reencoding(kvq_lane & x, int s, int p) override;
     void reencoded(kvq_lane & x, int s, int p) override;
 

@@ -18,7 +18,8 @@ kvq_lane::kvq_lane(const kvq_lane_layout & layout, bool value, kvq_lane * codes_
     pages.resize((size_t) l.n_pages * l.n_stream);
     valid_bits.resize(pages.size() * (l.page_cells / 8));
     streams.resize(l.n_stream);
-    stored.resize(l.moves ? pages.size() : 0, -1);
+    stored.resize(l.moves || l.pooled ? pages.size() : 0, -1);
+    pools.resize(l.pooled ? (size_t) l.n_stream : 0, kvq_pool(l));
     clear();
 }
 
@@ -28,17 +29,35 @@ kvq_lane::~kvq_lane() {
 
 uint8_t * kvq_lane::codes_at(int s, int p, int h) const {
     const kvq_lane * c = codes_of ? codes_of : this;
-    return c->codes + (((size_t) s * l.n_store + c->store_of(s, p)) * l.n_head + h) * l.nb_codes;
+    const size_t i = (size_t) c->store_of(s, p);
+    if (c->l.pooled) { return c->memory + (size_t) s * c->l.nb_pool + i * c->l.nb_block + (size_t) h * l.nb_codes; }
+    return c->codes + (((size_t) s * l.n_store + i) * l.n_head + h) * l.nb_codes;
 }
 
 uint8_t * kvq_lane::params_at(int s, int p, int h) const {
-    return params + (((size_t) s * l.n_store + store_of(s, p)) * l.n_head + h) * l.nb_params;
+    const size_t i = (size_t) store_of(s, p);
+    if (l.pooled) {
+        return memory + (size_t) s * l.nb_pool + i * l.nb_block + l.nb_block_codes + (size_t) h * l.nb_params;
+    }
+    return params + (((size_t) s * l.n_store + i) * l.n_head + h) * l.nb_params;
+}
+
+uint16_t * kvq_lane::frame_at(int s, int i) const {
+    return (uint16_t *) (l.pooled ? memory + ((size_t) s + 1) * l.nb_pool - ((size_t) i + 1) * l.nb_frame
+                                  : frames + ((size_t) s * l.n_frames + i) * l.nb_frame);
 }
 
 void kvq_lane::set_state(int s, int p, kvq_page_state state) {
     kvq_page_info & i = info(s, p);
     for (kvq_policy * x : policies) { x->state_changed(*this, s, p, (kvq_page_state) i.state, state); }
     i.state = state;
+    refresh_span(s, p);
+    for (kvq_policy * x : policies) { x->changed(*this, s, p); }
+}
+
+void kvq_lane::refresh_span(int s, int p) {
+    const kvq_page_info & i = info(s, p);
+    const uint8_t state = i.state;
     const size_t at = (size_t) s * spans->n_pages + p;
     kvq_page & span = spans->spans[at];
     if (state == KVQ_PAGE_EMPTY) { span.map = nullptr; }
@@ -55,23 +74,26 @@ void kvq_lane::set_state(int s, int p, kvq_page_state state) {
     }
     span.n_slots = spans->k_state[at] && spans->v_state[at] ? l.page_cells : 0;
     spans->changed(at);
-    for (kvq_policy * x : policies) { x->changed(*this, s, p); }
+}
+
+int kvq_lane::take_own_frame(int s, int p) {
+    if (l.is_f16()) { return p; } // one frame a page, in page order
+    if (l.pooled) {
+        const int i = pools[(size_t) s].free_frame();
+        if (i >= 0) { pools[(size_t) s].put_frame(i, p); }
+        return i;
+    }
+    std::vector<int> & free = streams[s].free_frames;
+    const int i = free.empty() ? -1 : free.back();
+    if (i >= 0) { free.pop_back(); }
+    return i;
 }
 
 void kvq_lane::take_frame(int s, int p) {
     kvq_page_info & i = info(s, p);
     stream_state & st = streams[s];
-    if (l.is_f16()) { // one frame a page, in page order
-        i.own = p;
-        i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + p) * l.nb_frame);
-    } else if (!st.free_frames.empty()) {
-        i.own = st.free_frames.back();
-        st.free_frames.pop_back();
-        i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
-    } else {
-        i.own = -1;
-        i.frame = scratch->take(l.nb_frame);
-    }
+    i.own = take_own_frame(s, p);
+    i.frame = i.own < 0 ? scratch->take(l.nb_frame) : frame_at(s, i.own);
     if (!l.is_f16()) { st.open.push_back(p); }
 }
 
@@ -81,6 +103,8 @@ void kvq_lane::drop_frame(int s, int p) {
     if (!i.frame) { return; }
     if (i.own < 0) {
         scratch->give(i.frame, l.nb_frame);
+    } else if (l.pooled) {
+        pools[(size_t) s].drop_frame(i.own);
     } else if (!l.is_f16()) {
         st.free_frames.push_back(i.own);
     }
@@ -90,6 +114,12 @@ void kvq_lane::drop_frame(int s, int p) {
 }
 
 void kvq_lane::take_block(int s, int p) {
+    if (l.pooled && stored[(size_t) s * l.n_pages + p] < 0) {
+        const int i = pools[(size_t) s].free_block();
+        clear_way(s, i);
+        pools[(size_t) s].put_block(i, p);
+        stored[(size_t) s * l.n_pages + p] = i;
+    }
     int32_t * to = l.moves ? &stored[(size_t) s * l.n_pages + p] : nullptr;
     if (to && *to < 0) {
         *to = streams[s].free_blocks.back();
@@ -98,6 +128,10 @@ void kvq_lane::take_block(int s, int p) {
 }
 
 void kvq_lane::drop_block(int s, int p) {
+    if (l.pooled && stored[(size_t) s * l.n_pages + p] >= 0) {
+        pools[(size_t) s].drop_block(stored[(size_t) s * l.n_pages + p]);
+        stored[(size_t) s * l.n_pages + p] = -1;
+    }
     int32_t * to = l.moves ? &stored[(size_t) s * l.n_pages + p] : nullptr;
     if (to && *to >= 0) {
         streams[s].free_blocks.push_back(*to);
@@ -145,6 +179,7 @@ void kvq_lane::write(
                 pi.n_valid++;
             }
             pi.stamp = ++streams[s].clock;
+            streams[s].may_seal_ahead = true;
             streams[s].last = (int) (idx[k] % l.n_cells);
         }
         for (kvq_policy * x : policies) { x->wrote(*this, s, p, slots, n_rows[(size_t) s]); }
@@ -201,20 +236,12 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
     if (due.empty()) { return; }
     for (kvq_policy * x : policies) {
         if (!x->take(*this, s, due, n_threads)) { continue; }
-        for (int p : due) {
-            drop_frame(s, p);
-            std::fill_n(valid(s, p), l.page_cells / 8, (uint8_t) 0);
-            info(s, p).n_valid = 0;
-            set_state(s, p, KVQ_PAGE_EMPTY);
-            for (kvq_policy * y : policies) { y->emptied(*this, s, p); }
-        }
+        for (int p : due) { empty_page(s, p); }
         return;
     }
     std::vector<kvq_page_block> blocks;
-    for (int p : due) {
-        take_block(s, p);
-        blocks.push_back(block(s, p, info(s, p).frame));
-    }
+    for (int p : due) { take_block(s, p); } // frames may move
+    for (int p : due) { blocks.push_back(block(s, p, info(s, p).frame)); }
     for (kvq_policy * x : policies) { x->choose(*this, s, due); }
     for (kvq_policy * x : policies) { x->keep(*this, s, due, blocks, n_threads); }
     for (kvq_policy * x : policies) { x->leave_out(*this, s, due, blocks); }
@@ -226,12 +253,14 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
         counters->n_sealed++;
     }
     for (kvq_policy * x : policies) { x->sealed(*this, s, due); }
+    if (l.pooled) { bring_home(s); } // what made way for blocks
 }
 
 void kvq_lane::commit(int n_threads) {
     if (!is_dirty || waiting) { return; }
     is_dirty = false;
     for (int s = 0; s < l.n_stream && !l.is_f16(); s++) { commit_stream(s, n_threads); }
+    is_dirty = is_dirty && !l.pooled; // what made way while pages sealed has its place again
 }
 
 // Pages that leave the window, oldest first.
@@ -248,6 +277,7 @@ std::vector<int> kvq_lane::due_pages(int s) {
     }
     std::sort(open.begin(), open.end(), [&](int a, int b) { return info(s, a).stamp < info(s, b).stamp; });
 
+    if (l.pooled) { return due_pages_of_pool(s, open); }
     std::vector<int> due;
     const auto take = [&](size_t i) {
         rows -= info(s, open[i]).n_valid;
@@ -288,18 +318,24 @@ void kvq_lane::commit_stream(int s, int n_threads) {
     due.erase(end, due.end());
     for (kvq_policy * x : policies) { x->before_seal(*this, s, due, n_threads); }
     seal(s, due, n_threads);
+    bring_home(s);
+    st.committed = st.clock;
+    st.may_seal_ahead = false;
+}
 
-    for (int p : st.open) {
+// Open pages in scratch move into frames of the lane.
+void kvq_lane::bring_home(int s) {
+    for (int p : streams[(size_t) s].open) {
         kvq_page_info & i = info(s, p);
-        if (i.own < 0 && !st.free_frames.empty()) {
-            uint16_t * from = i.frame;
-            i.own = st.free_frames.back();
-            st.free_frames.pop_back();
-            i.frame = (uint16_t *) (frames + ((size_t) s * l.n_frames + i.own) * l.nb_frame);
-            device.copy_later(i.frame, from, l.nb_frame);
-            scratch->give(from, l.nb_frame);
-            set_state(s, p, KVQ_PAGE_OPEN);
-        }
+        if (i.own >= 0) { continue; }
+        if (l.pooled) { close_up(s); }
+        i.own = take_own_frame(s, p);
+        if (i.own < 0) { break; }
+        uint16_t * from = i.frame;
+        i.frame = frame_at(s, i.own);
+        device.copy_later(i.frame, from, l.nb_frame);
+        scratch->give(from, l.nb_frame);
+        set_state(s, p, KVQ_PAGE_OPEN);
     }
 }
 
@@ -311,6 +347,11 @@ void kvq_lane::copy_stream(int from, int to) {
     if (l.moves) {
         std::copy_n(stored.begin() + (long) from * l.n_pages, l.n_pages, stored.begin() + (long) to * l.n_pages);
         streams[to].free_blocks = streams[from].free_blocks;
+    }
+    if (l.pooled) { // what lies where is copied too
+        for (const int p : std::vector<int>(streams[(size_t) to].open)) { drop_frame(to, p); }
+        std::copy_n(stored.begin() + (long) from * l.n_pages, l.n_pages, stored.begin() + (long) to * l.n_pages);
+        pools[(size_t) to] = pools[(size_t) from];
     }
     for (int p = 0; p < l.n_pages; p++) {
         drop_frame(to, p);
@@ -332,15 +373,24 @@ void kvq_lane::copy_stream(int from, int to) {
                 device.copy_later(codes_at(to, p, 0), codes_at(from, p, 0), l.nb_codes * l.n_head);
             }
             device.copy_later(params_at(to, p, 0), params_at(from, p, 0), l.nb_params * l.n_head);
+        } else if (src.state == KVQ_PAGE_OPEN && l.pooled) {
+            dst.own = src.own;
+            dst.frame = src.own < 0 ? scratch->take(l.nb_frame) : frame_at(to, src.own);
+            streams[to].open.push_back(p);
+            device.copy_later(dst.frame, src.frame, l.nb_frame);
         } else if (src.state == KVQ_PAGE_OPEN) {
             take_frame(to, p);
             device.copy_later(dst.frame, src.frame, l.nb_frame);
         }
         set_state(to, p, (kvq_page_state) src.state);
+        if (l.pooled && src.state == KVQ_PAGE_SEALED) {
+            for (kvq_policy * x : policies) { x->moved(*this, to, p); }
+        }
     }
     device.flush();
     for (kvq_policy * x : policies) { x->copied(*this, from, to); }
-    streams[to].clock = streams[from].clock;
+    streams[to].clock = streams[to].committed = streams[from].clock;
+    streams[to].restored = streams[from].restored;
     is_dirty = true; // frames taken from scratch go home at the next commit
 }
 
@@ -352,12 +402,17 @@ void kvq_lane::drop_from(int s, int cell) {
             i.n_valid = (uint16_t) (i.n_valid - (bits[t / 8] >> t % 8 & 1));
             bits[t / 8] &= (uint8_t) ~(1 << t % 8);
         }
-        if (!i.n_valid) {
-            drop_frame(s, p);
-            set_state(s, p, KVQ_PAGE_EMPTY);
-            for (kvq_policy * x : policies) { x->emptied(*this, s, p); }
-        }
+        if (!i.n_valid) { empty_page(s, p); }
     }
+}
+
+void kvq_lane::empty_page(int s, int p) {
+    drop_frame(s, p);
+    drop_block(s, p);
+    std::fill_n(valid(s, p), l.page_cells / 8, (uint8_t) 0);
+    info(s, p).n_valid = 0;
+    set_state(s, p, KVQ_PAGE_EMPTY);
+    for (kvq_policy * x : policies) { x->emptied(*this, s, p); }
 }
 
 void kvq_lane::clear() {
@@ -371,7 +426,8 @@ void kvq_lane::clear() {
             i.own = -1;
             set_state(s, p, KVQ_PAGE_EMPTY);
         }
-        st.clock = 0;
+        st.clock = st.committed = 0;
+        st.may_seal_ahead = st.restored = false;
         st.open.clear();
         st.free_blocks.clear();
         for (int i = l.moves ? l.n_store : 0; i > 0; i--) { st.free_blocks.push_back(i - 1); }
@@ -379,6 +435,7 @@ void kvq_lane::clear() {
         for (int f = l.is_f16() ? 0 : l.n_frames; f > 0; f--) { st.free_frames.push_back(f - 1); }
     }
     for (kvq_policy * x : policies) { x->cleared(*this); }
+    for (kvq_pool & x : pools) { x.clear(); }
     std::fill(stored.begin(), stored.end(), -1);
     std::fill(valid_bits.begin(), valid_bits.end(), 0);
     is_dirty = waiting = false;

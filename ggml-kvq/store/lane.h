@@ -13,15 +13,19 @@
 //
 // Open pages live in the lane's own frames (the window, counted in its bytes); pages of the ubatch being written that
 // do not fit there live in scratch frames until commit. Attention inside the ubatch therefore sees exact values. The
-// store never learns that a cell was freed: stale cells are masked by the caller and overwritten later.
+// store does not learn that a cell was freed: stale cells are masked by the caller and overwritten later. A lane whose
+// window fills what is left (pool.h) learns of the cells behind the last one in use (free_from).
 #pragma once
 
 #include "policy.h"
+#include "pool.h"
 #include "spans.h"
 
 struct kvq_counters {
     uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0;
 };
+
+constexpr int KVQ_RESTORE_PAGES = 32; // of a state that is restored, in scratch
 
 class kvq_lane {
 public:
@@ -62,6 +66,8 @@ public:
 
     void clear();
     void drop_from(int s, int cell); // open cells from `cell` on
+    // Cells from `cell` on are free: where the window fills what is left, their pages become empty.
+    void free_from(int s, int cell);
     void copy_stream(int from, int to);
 
     // Calls fn(cell, head, row f16 of one head) for every written cell of `stream` whose page has any(cell) true.
@@ -95,6 +101,8 @@ public:
         waiting = true;
     }
     void seal(int s, const std::vector<int> & due, int n_threads);
+    void empty_page(int s, int p);
+    void refresh_span(int s, int p); // its block lies elsewhere
     // of a sealed page, where a policy has its rows as they came: they go to a tile; a tile becomes those rows
     bool recall_page(int s, int p, uint16_t * tile) const;
     void keep_page(int s, int p, uint16_t * tile);
@@ -115,11 +123,13 @@ public:
 
 private:
     struct stream_state {
-        uint64_t clock = 0;
-        int first = 0, last = -1;     // cells of the first and the last row of the last write
-        std::vector<int> open;        // open pages
-        std::vector<int> free_frames; // own frames not in use
-        std::vector<int> free_blocks; // of a lane whose blocks move
+        uint64_t clock = 0, committed = 0; // now, at the last commit
+        bool may_seal_ahead = false;       // a graph has written since the last commit
+        bool restored = false;             // and not read since: which cells are free is not known
+        int first = 0, last = -1;          // cells of the first and the last row of the last write
+        std::vector<int> open;             // open pages
+        std::vector<int> free_frames;      // own frames not in use
+        std::vector<int> free_blocks;      // of a lane whose blocks move
     };
 
     void open_page(int s, int p, bool keep); // keep: what it holds is decoded into the frame
@@ -127,14 +137,22 @@ private:
     void drop_frame(int s, int p);
     void set_state(int s, int p, kvq_page_state state);
     // stored block of a page, -1: none
-    int store_of(int s, int p) const { return l.moves ? stored[(size_t) s * l.n_pages + p] : p; }
+    int store_of(int s, int p) const { return l.moves || l.pooled ? stored[(size_t) s * l.n_pages + p] : p; }
     // pages that may still seal
     int n_may_seal(int s) const { return l.moves ? (int) streams[s].free_blocks.size() : l.n_pages; }
     void take_block(int s, int p);
     void drop_block(int s, int p);
+    uint16_t * frame_at(int s, int i) const; // own frame i
+    int take_own_frame(int s, int p);        // -1: none is free
+    void move_frame(int s, int p, int i);    // to own frame i, -1: to scratch
+    // of a pool (lane_pool.cpp)
+    void clear_way(int s, int i); // frames where block i goes make room
+    void close_up(int s);         // the last blocks move into the first holes until a frame is free
+    std::vector<int> due_pages_of_pool(int s, std::vector<int> & open) const;
     kvq_page_block block(int s, int p, uint16_t * tile) const; // tile: the device's memory
     std::vector<int> due_pages(int s);
     void commit_stream(int s, int n_threads);
+    void bring_home(int s);
     bool restore_page(int s, int p, const uint16_t * rows);
     bool may_place(int s, int p) const; // may this page be sealed now?
     const kvq_policy * imager() const;  // who makes images of sealed pages, NULL: types.h does
@@ -154,6 +172,7 @@ private:
     std::vector<int32_t> stored; // page -> block, when blocks move
     std::vector<uint8_t> valid_bits;
     std::vector<stream_state> streams;
+    std::vector<kvq_pool> pools; // by stream, when pooled
     bool is_dirty = false;
     // The lane whose codes we adopt has this ubatch's rows, we have not: sealing now would seal pages that are about to
     // be written.

@@ -76,6 +76,7 @@ bool kvq_lane::is_marked_image(int s, int p, const uint16_t * rows) const {
 }
 
 void kvq_lane::place(int s, int p, const kvq_page_image & image) {
+    streams[(size_t) s].restored = true;
     for (kvq_policy * x : policies) { x->placing(*this, s, p, image); }
     drop_frame(s, p);
     take_block(s, p);
@@ -167,7 +168,12 @@ void kvq_lane::enter_rows(int stream, int64_t n, const int64_t * idx, const uint
         scratch->give(there, nb);
     }
     for (kvq_policy * x : policies) { x->entered(*this, stream, (int) (idx[0] % l.n_cells), rows, (int) n); }
-    if (streams[(size_t) stream].open.size() > (size_t) l.n_frames + 32) { // bounds the scratch of a long restore
+    streams[(size_t) stream].may_seal_ahead = false;
+    streams[(size_t) stream].restored = true;
+    const std::vector<int> & open = streams[(size_t) stream].open;
+    const auto in_scratch = [&](int p) { return info(stream, p).own < 0; };
+    if (l.pooled ? std::count_if(open.begin(), open.end(), in_scratch) > KVQ_RESTORE_PAGES
+                 : open.size() > (size_t) l.n_frames + KVQ_RESTORE_PAGES) { // bounds the scratch of a long restore
         commit(n_threads);
     }
 }

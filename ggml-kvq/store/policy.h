@@ -19,6 +19,7 @@
 //   reencoding       rows of a block are edited; reencoded: they were              sealed
 //   state_changed    the page is about to have another state                       any
 //   changed          it has it, or its cells are about to be written               any
+//   moved            the block of a page lies elsewhere, its bytes are the same       sealed
 //   emptied          its cells hold nothing any more                               empty
 //   may_copy         a stream: is there room for what the policy keeps of the page  sealed
 //   copied, cleared  a whole stream; the lane
@@ -70,6 +71,7 @@ public:
     virtual void reencoded(kvq_lane &, int /*s*/, int /*p*/) {}
     virtual void changed(kvq_lane &, int /*s*/, int /*p*/) {}
     virtual void state_changed(kvq_lane &, int /*s*/, int /*p*/, kvq_page_state, kvq_page_state) {}
+    virtual void moved(kvq_lane &, int /*s*/, int /*p*/) {}
     virtual void emptied(kvq_lane &, int /*s*/, int /*p*/) {}
     // false: some cells of this open page also lie elsewhere
     virtual bool is_plain(int /*s*/, int /*p*/) const { return true; }

@@ -268,8 +268,12 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
         }
     };
     for (int step = 0; step < n_steps; step++) {
-        const int op = step + 1 == n_steps ? 98 : uniform(0, 99), stream = uniform(0, n_stream - 1); // a copy ends it
-        if (op < 70) { // rows of one ubatch: at the end of the sequence, or anywhere
+        const bool pooled = host.lane[0][0]->layout().pooled;
+        const int op = step + 1 == n_steps ? 98
+            : pooled && !uniform(0, 9)     ? 99
+                                           : uniform(0, 99),
+                  stream = uniform(0, n_stream - 1); // a copy ends it
+        if (op < 70) {                               // rows of one ubatch: at the end of the sequence, or anywhere
             const int n = uniform(0, 3) ? uniform(1, 3) : uniform(1, 70);
             std::vector<int64_t> idx(n);
             std::vector<int32_t> pos(n);
@@ -331,6 +335,12 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
             for (int w = 0; w < 2; w++) {
                 for (int i = 0; i < 4; i++) { both[w]->lane[i / 2][i % 2]->commit(1); }
             }
+        } else if (host.lane[0][0]->layout().pooled && uniform(0, 3)) { // what lies behind a cell is free
+            const int from = uniform(0, n_cells / 2);
+            for (pair_of_layers * p : both) {
+                for (int i = 0; i < 4; i++) { p->lane[i / 2][i % 2]->free_from(stream, from); }
+            }
+            cursor[stream] = from;
         } else {
             for (pair_of_layers * p : both) {
                 for (int i = 0; i < 4; i++) { p->lane[i / 2][i % 2]->clear(); }
@@ -341,7 +351,8 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
     CHECK(d.error().empty(), "%s", d.error().c_str());
     CHECK(host.counters.n_sealed == there.counters.n_sealed, "pages sealed: %d, not %d", (int) there.counters.n_sealed,
         (int) host.counters.n_sealed);
-    CHECK(host.turns || there.lane[1][0]->layout().shares_codes || there.counters.n_sealed < 8 ||
+    const kvq_lane_layout & layout = there.lane[1][0]->layout();
+    CHECK(host.turns || layout.shares_codes || layout.pooled || there.counters.n_sealed < 8 ||
             4 * (d.n_seals - n_seals) <= 3 * (int64_t) there.counters.n_sealed,
         "%d launches for %d pages: layers do not seal together", (int) (d.n_seals - n_seals),
         (int) there.counters.n_sealed);
@@ -456,8 +467,15 @@ int main(int argc, char ** argv) {
              std::make_pair("kivi", "bits=4,group=64,scales=u8,window=0,sinks=4"),
              std::make_pair("xquant", "km=0,vm=0,window=32"), std::make_pair("higgs", "bits=2,window=64"),
              std::make_pair("higgs", "k_bits=4,v_bits=3,scales=f16,window=0,sinks=4"),
-             std::make_pair("higgs", "bits=1,grid=d8,window=32") }) {
-        const int steps = on_host ? host_steps : quick ? 20 : 1000, n_rows = check_store(d, m.first, m.second, steps);
+             std::make_pair("higgs", "bits=1,grid=d8,window=32"), std::make_pair("kivi", "bits=2,window=auto"),
+             std::make_pair("higgs", "bits=2,window=auto"), std::make_pair("xquant", "km=0,vm=0,window=auto") }) {
+        const bool fills = strstr(m.second, "window=auto"); // pages seal late
+        const int steps = (on_host        ? host_steps
+                                  : quick ? 20
+                                          : 1000) *
+            (fills && quick ? 6 : 1),
+                  n_rows = check_store(d, m.first, m.second, steps);
+        CHECK(!fills || n_rows > 0, "nothing was compared");
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
     }
     check_aqua(d, on_host ? host_steps : quick ? 20 : 1000, !quick);

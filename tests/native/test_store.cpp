@@ -178,6 +178,39 @@ static void check_sets(world & w) {
     }
 }
 
+// What a lane whose window fills its room holds lies apart, inside its pool; after a commit nothing is in scratch.
+static void check_pool(world & w, const char * after, bool committed) {
+    for (auto & layer : w.layer) {
+        for (auto & lane : layer.lane) {
+            const kvq_lane_layout & l = lane->layout();
+            for (int s = 0; l.pooled && s < w.c.n_stream; s++) {
+                std::vector<std::pair<const uint8_t *, const uint8_t *>> taken;
+                for (int p = 0; p < l.n_pages; p++) {
+                    const kvq_page_info & i = lane->info(s, p);
+                    const kvq_page & span = layer.spans.spans[(size_t) s * layer.spans.n_pages + p];
+                    const void * at = lane->is_value() ? span.v_codes : span.k_codes;
+                    if (i.state == KVQ_PAGE_SEALED) {
+                        const uint8_t *c = lane->codes_at(s, p, 0), *q = lane->params_at(s, p, 0);
+                        CHECK(at == c, "after %s: page %d is read elsewhere than its codes are", after, p);
+                        if (!l.shares_codes) { taken.emplace_back(c, c + l.nb_codes * l.n_head); }
+                        taken.emplace_back(q, q + l.nb_params * l.n_head);
+                    } else if (i.state == KVQ_PAGE_OPEN) {
+                        CHECK(at == i.frame, "after %s: page %d is read elsewhere than its rows are", after, p);
+                        CHECK(i.own >= 0 || !committed, "after %s: page %d is still in scratch", after, p);
+                        if (i.own >= 0) { taken.emplace_back((uint8_t *) i.frame, (uint8_t *) i.frame + l.nb_frame); }
+                    }
+                }
+                std::sort(taken.begin(), taken.end());
+                for (size_t i = 1; i < taken.size(); i++) {
+                    CHECK(taken[i - 1].second <= taken[i].first, "after %s: two pages share bytes", after);
+                }
+                CHECK(taken.empty() || (size_t) (taken.back().second - taken[0].first) <= l.nb_pool,
+                    "after %s: pages lie outside of the pool", after);
+            }
+        }
+    }
+}
+
 static void save_and_restore(world & w) {
     commit(w);
     world other;
@@ -199,6 +232,10 @@ static void save_and_restore(world & w) {
                     const bool sealed = w.layer[li].lane[v]->state(s, page) == KVQ_PAGE_SEALED;
                     bool exact = other.layer[li].lane[v]->state(s, page) == w.layer[li].lane[v]->state(s, page);
                     CHECK(p.far >= 0 || !sealed || exact, "restored page %d of layer %d is not sealed", page, li);
+                    // as many pages as were exact are, unless one that was sealed came in part
+                    const bool whole = n % pc == 0 || w.layer[li].lane[v]->state(s, n / pc) == KVQ_PAGE_OPEN;
+                    CHECK(exact || !whole || !w.layer[li].lane[v]->layout().pooled,
+                        "restored page %d of layer %d is not open", page, li);
                     exact = p.far >= 0 ? p.far == KVQ_FAR_F16 : exact; // a second tier gives rows, sealed or not
                     const bool same = !memcmp(
                         &saved[(size_t) page * pc * p.W], &again[(size_t) page * pc * p.W], 2 * (size_t) pc * p.W);
@@ -388,6 +425,21 @@ static void run(const config & c, unsigned seed, int steps) {
         } else if (op < 93) {
             name = "save";
             save_and_restore(w);
+        } else if (op < 99 && w.layer[0].lane[0]->layout().pooled) {
+            name = "free";
+            commit(w);
+            const int from = uniform(0, 2) ? uniform(0, head[s]) : 0;
+            for (auto & layer : w.layer) {
+                for (int v = 0; v < 2; v++) {
+                    const int pc = layer.lane[v]->layout().page_cells, first = (from + pc - 1) / pc * pc;
+                    layer.lane[v]->free_from(s, from);
+                    for (int cell = first; cell < c.n_cells; cell++) {
+                        layer.plain[v].written[(size_t) s * c.n_cells + cell] = false;
+                        layer.plain[v].slack[(size_t) s * c.n_cells + cell] = 0;
+                    }
+                }
+            }
+            head[s] = from;
         } else if (op == 99 && !uniform(0, 3)) {
             name = "clear";
             for (auto & layer : w.layer) {
@@ -399,6 +451,7 @@ static void run(const config & c, unsigned seed, int steps) {
             }
             head.assign(c.n_stream, 0);
         }
+        check_pool(w, name, op < 70);
         if (step % 5 == 0) {
             check_sets(w);
             compare(w, name);
@@ -433,6 +486,10 @@ int main(int argc, char ** argv) {
         { "specache", "bits=1,grid=d8,far=q4,top=1024,window=32", 1, 96, 96, 512, 1 },
         { "specache", "top=1024,window=32", 2, 64, 64, 768, 2, "1" }, // a third of the memory that it asks for
         { "zipcache", "interval=64,salient=0.5,hi=3,window=64,sinks=4,scales=f16", 1, 64, 96, 448, 2 },
+        { "kivi", "window=auto", 2, 64, 64, 1024, 2 },
+        { "kivi", "bits=1,group=64,window=auto,sinks=4", 1, 64, 96, 832, 3 },
+        { "kivi", "bits=4,scales=u8,window=auto", 1, 80, 64, 640, 2 },
+        { "xquant", "kq=2,vq=0,km=0,vm=0,window=auto", 2, 64, 64, 1024, 2 },
     };
     for (const config & c : configs) { run(c, seed, steps); }
     return 0;

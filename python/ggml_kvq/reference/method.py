@@ -71,6 +71,8 @@ class Method:
         for key in options:
             if key not in self.options:
                 raise ValueError(f"method {self.name} has no option {key!r}: it has {', '.join(self.options)}")
+        if options.get("window") == "auto":
+            raise ValueError("window=auto is a matter of the library's memory: the definition takes a number")
         self.o: dict[str, Any] = {**self.options, **options}
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
