@@ -7,8 +7,8 @@ rounds.
 
 The default model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128; --heads,
 --kv-heads, --head-size, --embed, --ffn and --layers give other shapes, --latent one with multi-head latent attention.
-`--layers 2 --embed 4096 --ffn 14336` are two of the 32 layers of an 8B model, weights included. A cache is filled to the
-depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the
+`--layers 2 --embed 4096 --ffn 14336` are two of the 32 layers of an 8B model, weights included. A cache is filled to
+the depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the
 cells hold what the model computes for its tokens, and no arm has to attend to the whole depth while it fills. Most of
 the time still goes into filling upstream's caches at 32k (its masks are read cell by cell); --depths 1024,8192 takes a
 minute.
