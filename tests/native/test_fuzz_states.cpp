@@ -436,6 +436,10 @@ int main(int argc, char ** argv) {
         { "xquant", "kq=2,vq=0,km=0,vm=0,window=32", 2, 64, 256 },
         { "higgs", "", 2, 64, 256 },
         { "zipcache", "interval=64,window=0", 2, 64, 256 },
+        { "specache", "window=32", 2, 64, 256 },
+        { "specache", "near=aqua,bits=1,window=32", 2, 64, 256 },
+        { "specache", "near=higgs,far=q8,window=32", 2, 64, 256 },
+        { "specache", "preset=paper1,far=q4", 1, 128, 256 },
         { "minikv", "window=32", 2, 64, 256 },
         { "minikv", "hh=0.1,rw=0.1,bits=4,group=32,window=32,scales=f16", 2, 64, 320 },
         { "zipcache", "interval=64,salient=0.5,keep=0.5,window=32", 2, 64, 256 },
@@ -445,10 +449,6 @@ int main(int argc, char ** argv) {
         { "aqua", "predictor=full,window=32", 2, 64, 256 },
         { "auto", "level=4,means=on,window=32", 2, 64, 256 },
         { "auto", "level=9,means=off,window=32", 2, 64, 256 },
-        { "specache", "window=32", 2, 64, 256 },
-        { "specache", "near=aqua,bits=1,window=32", 2, 64, 256 },
-        { "specache", "near=higgs,far=q8,window=32", 2, 64, 256 },
-        { "specache", "preset=paper1,far=q4", 1, 128, 256 },
     };
     rng.seed(seed);
     marks();
