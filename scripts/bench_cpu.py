@@ -6,8 +6,9 @@ Arms take turns of a few tokens, so that a slow minute of the machine hits all o
 rounds.
 
 The default model is random and attention-bound: 4 layers, 32 query and 8 KV heads of 128, embedding 128; --heads,
---kv-heads and --head-size give other shapes, --latent one with multi-head latent attention. A cache is filled to the
-depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the
+--kv-heads, --head-size, --embed, --ffn and --layers give other shapes, --latent one with multi-head latent attention.
+`--layers 2 --embed 4096 --ffn 14336` are two of the 32 layers of an 8B model, weights included. A cache is filled to
+the depth as sequences of 256 tokens, which then become one (llama_memory_seq_cp in a unified cache moves no data): the
 cells hold what the model computes for its tokens, and no arm has to attend to the whole depth while it fills. Most of
 the time still goes into filling upstream's caches at 32k (its masks are read cell by cell); --depths 1024,8192 takes a
 minute.
@@ -37,7 +38,8 @@ from typing import Any
 import numpy as np
 from ggml_kvq import Model, llama
 
-LAYERS, EMBED, FFN, VOCAB = 4, 128, 256, 256
+VOCAB = 256
+LATENT_EMBED = 128  # of the model with latent attention
 CHUNK = 256  # tokens of a sequence while a cache is filled
 
 # name: (upstream's cache type or None, our method, its options; upstream's "no-fa": without flash attention)
@@ -70,7 +72,7 @@ CACHE_RATIO = {"f16": 1.0, "bf16": 1.0, "q8_0": 8.5 / 16, "q4_0": 4.5 / 16}
 class Writer:
     """A random model with weights in 8 bits."""
 
-    def __init__(self, path: Path, arch: str, embed: int) -> None:
+    def __init__(self, path: Path, arch: str, layers: int, embed: int, ffn: int) -> None:
         import gguf
 
         self.rng, self.kind, self.quantize = (
@@ -80,23 +82,23 @@ class Writer:
         )
         self.embed, self.gguf = embed, gguf.GGUFWriter(path, arch)
         w = self.gguf
-        w.add_block_count(LAYERS)
+        w.add_block_count(layers)
         w.add_context_length(1 << 20)
         w.add_embedding_length(embed)
-        w.add_feed_forward_length(FFN)
+        w.add_feed_forward_length(ffn)
         w.add_layer_norm_rms_eps(1e-5)
         w.add_vocab_size(VOCAB)
         w.add_tokenizer_model("no_vocab")
         self.matrix("token_embd.weight", VOCAB, embed)
         self.matrix("output.weight", VOCAB, embed)
         self.ones("output_norm.weight", embed)
-        for il in range(LAYERS):
+        for il in range(layers):
             b = f"blk.{il}."
             self.ones(b + "attn_norm.weight", embed)
             self.ones(b + "ffn_norm.weight", embed)
-            self.matrix(b + "ffn_gate.weight", FFN, embed)
-            self.matrix(b + "ffn_up.weight", FFN, embed)
-            self.matrix(b + "ffn_down.weight", embed, FFN)
+            self.matrix(b + "ffn_gate.weight", ffn, embed)
+            self.matrix(b + "ffn_up.weight", ffn, embed)
+            self.matrix(b + "ffn_down.weight", embed, ffn)
 
     def matrix(self, name: str, *shape: int) -> None:
         x = self.rng.normal(scale=shape[-1] ** -0.5, size=shape).astype(np.float32)
@@ -112,29 +114,30 @@ class Writer:
         self.gguf.close()
 
 
-def make_model(path: Path, heads: int, kv_heads: int, head: int) -> None:
-    m = Writer(path, "llama", EMBED)
+def make_model(path: Path, a: argparse.Namespace) -> None:
+    heads, kv_heads, head, embed = a.heads, a.kv_heads, a.head_size, a.embed
+    m = Writer(path, "llama", a.layers, embed, a.ffn)
     w = m.gguf
     w.add_head_count(heads)
     w.add_head_count_kv(kv_heads)
     w.add_key_length(head)
     w.add_value_length(head)
     w.add_rope_dimension_count(head)
-    for il in range(LAYERS):
+    for il in range(a.layers):
         b = f"blk.{il}."
-        m.matrix(b + "attn_q.weight", heads * head, EMBED)
-        m.matrix(b + "attn_k.weight", kv_heads * head, EMBED)
-        m.matrix(b + "attn_v.weight", kv_heads * head, EMBED)
-        m.matrix(b + "attn_output.weight", EMBED, heads * head)
+        m.matrix(b + "attn_q.weight", heads * head, embed)
+        m.matrix(b + "attn_k.weight", kv_heads * head, embed)
+        m.matrix(b + "attn_v.weight", kv_heads * head, embed)
+        m.matrix(b + "attn_output.weight", embed, heads * head)
     m.close()
 
 
-def make_latent_model(path: Path, heads: int) -> None:
+def make_latent_model(path: Path, heads: int, layers: int = 4, ffn: int = 256) -> None:
     """Multi-head latent attention with the widths of DeepSeek-V2 and V3: 512 latent and 64 rotary channels, no
     experts.
     """
     latent, rotary, nope, value = 512, 64, 128, 128
-    m = Writer(path, "deepseek2", EMBED)
+    m = Writer(path, "deepseek2", layers, LATENT_EMBED, ffn)
     w = m.gguf
     w.add_head_count(heads)
     w.add_head_count_kv(1)
@@ -144,33 +147,33 @@ def make_latent_model(path: Path, heads: int) -> None:
     w.add_value_length_mla(value)
     w.add_rope_dimension_count(rotary)
     w.add_kv_lora_rank(latent)
-    w.add_q_lora_rank(EMBED)
-    w.add_leading_dense_block_count(LAYERS)
+    w.add_q_lora_rank(LATENT_EMBED)
+    w.add_leading_dense_block_count(layers)
     w.add_expert_count(2)
     w.add_expert_used_count(1)
     w.add_expert_shared_count(1)
     w.add_expert_feed_forward_length(32)
     w.add_expert_weights_scale(1.0)
-    for il in range(LAYERS):
+    for il in range(layers):
         b = f"blk.{il}."
-        m.ones(b + "attn_q_a_norm.weight", EMBED)
+        m.ones(b + "attn_q_a_norm.weight", LATENT_EMBED)
         m.ones(b + "attn_kv_a_norm.weight", latent)
-        m.matrix(b + "attn_q_a.weight", EMBED, EMBED)
-        m.matrix(b + "attn_q_b.weight", heads * (nope + rotary), EMBED)
-        m.matrix(b + "attn_kv_a_mqa.weight", latent + rotary, EMBED)
+        m.matrix(b + "attn_q_a.weight", LATENT_EMBED, LATENT_EMBED)
+        m.matrix(b + "attn_q_b.weight", heads * (nope + rotary), LATENT_EMBED)
+        m.matrix(b + "attn_kv_a_mqa.weight", latent + rotary, LATENT_EMBED)
         m.matrix(b + "attn_k_b.weight", heads, latent, nope)
         m.matrix(b + "attn_v_b.weight", heads, value, latent)
-        m.matrix(b + "attn_output.weight", EMBED, heads * value)
+        m.matrix(b + "attn_output.weight", LATENT_EMBED, heads * value)
     m.close()
 
 
-def make_means(model: Path, out: Path, width: int) -> None:
+def make_means(model: Path, out: Path, layers: int, width: int) -> None:
     """Channel means for the random model, as large as its keys and values: what they are does not change the speed."""
     from ggml_kvq.calibrate import files, means
 
     rng = np.random.default_rng(1)
     fit = means.Means(n_tokens=1)
-    for il in range(LAYERS):
+    for il in range(layers):
         fit.mean[il] = (rng.normal(size=width).astype(np.float32), rng.normal(size=width).astype(np.float32))
         fit.removed[il] = (0.5, 0.5)
     files.write_sidecar(out, files.fields(model, fit, 4), files.arrays(fit))
@@ -355,6 +358,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--heads", type=int, default=32, help="query heads of the random model")
     p.add_argument("--kv-heads", type=int, default=8)
     p.add_argument("--head-size", type=int, default=128)
+    p.add_argument("--layers", type=int, default=4, help="of the random model, as the two below")
+    p.add_argument("--embed", type=int, default=128, help="width of the residual stream")
+    p.add_argument("--ffn", type=int, default=256, help="width of the feed-forward network")
     p.add_argument(
         "--latent", action="store_true", help="latent attention of 512 + 64 channels (aqua and xquant cannot hold it)"
     )
@@ -431,7 +437,12 @@ def options() -> tuple[argparse.Namespace, Path]:
         elif x not in ARMS:
             p.error(f"no arm '{x}': it is one of {', '.join(ARMS)}, or NAME=METHOD:key=value")
     shape = f"{a.heads}-latent" if a.latent else f"{a.heads}x{a.kv_heads}x{a.head_size}"
-    path = a.model or Path(a.cache_dir) / f"random-{LAYERS}x{shape}.gguf"
+    width = "" if (a.embed, a.ffn) == (128, 256) else f"-{a.embed}-{a.ffn}"
+    if a.latent and a.embed != LATENT_EMBED:
+        p.error(f"--embed {a.embed} with --latent: that model has {LATENT_EMBED}")
+    if a.embed % 32 or a.ffn % 32 or min(a.embed, a.ffn, a.layers) < 1:
+        p.error(f"--layers {a.layers} --embed {a.embed} --ffn {a.ffn}: at least one layer, widths in multiples of 32")
+    path = a.model or Path(a.cache_dir) / f"random-{a.layers}x{shape}{width}.gguf"
     if a.latent:
         a.arms = [x for x in a.arms if ARMS[x][1] not in ("aqua", "xquant") or x not in a.default_arms]
     if not path.is_file():
@@ -440,15 +451,15 @@ def options() -> tuple[argparse.Namespace, Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         if a.latent:
-            make_latent_model(part, a.heads)
+            make_latent_model(part, a.heads, a.layers, a.ffn)
         else:
-            make_model(part, a.heads, a.kv_heads, a.head_size)
+            make_model(part, a)
         part.rename(path)
 
     if not a.model and not a.kv_config and not a.latent:
         a.kv_config = path.with_suffix(".kvq.gguf")
         if not a.kv_config.is_file():
-            make_means(path, a.kv_config, a.kv_heads * a.head_size)
+            make_means(path, a.kv_config, a.layers, a.kv_heads * a.head_size)
     if a.model and not a.kv_config:  # it may hold the data itself
         a.arms = [x for x in a.arms if ARMS[x][1] != "aqua" or x not in a.default_arms]
     return a, path

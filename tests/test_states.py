@@ -125,6 +125,37 @@ def test_a_file_that_is_cut_off_says_so(prepared: tuple[Model, Path, bytes]) -> 
     assert "no saved state" in refused(m, path, b"GGUF" + data[4:])
 
 
+def at_position(row: bytes, position: int) -> bytes:
+    """A row of keys that says it stands there (policy/tags.h): the last bits of its first 64 channels."""
+    check = (position ^ 0x5BD1E995) * 0x9E3779B1 & 0xFFFFFFFF
+    bits, out = check << 32 | position, bytearray(row)
+    for channel in range(64):
+        out[2 * channel] = out[2 * channel] & 0xFE | bits >> channel & 1
+    return bytes(out)
+
+
+def test_a_position_that_no_cache_has_is_refused_by_its_number(tmp_path: Path) -> None:
+    """Of rows that no checksum covers: nothing is sealed yet. Tables for such a position would take 1 GB."""
+    with open_model("aqua") as m:
+        for _ in m.feed(m.tokenize(TEXT, add_bos=True)[:100]):
+            pass
+        m.save_state(tmp_path / "state")
+        data = (tmp_path / "state").read_bytes()
+        row = len(data) - 24 * (12 + 100 * 256) + 12 + 40 * 256  # keys of layer 0, cell 40
+        assert at_position(data[row : row + 256], 40) == data[row : row + 256]
+        for position in ((1 << 20) - 1, 1 << 20, (1 << 26) - 1):
+            bad = data[:row] + at_position(data[row : row + 256], position) + data[row + 256 :]
+            if position < 1 << 20:
+                (tmp_path / "state").write_bytes(bad)
+                assert m.load_state(tmp_path / "state") == 100
+            else:
+                why = refused(m, tmp_path / "state", bad)
+                assert f"position {position}, and a cache of 1024 cells takes positions below 1048576" in why
+        (tmp_path / "state").write_bytes(data)
+        assert m.load_state(tmp_path / "state") == 100
+        assert "".join(m.generate("", reset=False, max_tokens=2))
+
+
 @pytest.mark.parametrize("prepared", ["kivi"], indirect=True)
 def test_other_tokens_than_those_of_the_cache_are_refused(prepared: tuple[Model, Path, bytes]) -> None:
     m, path, data = prepared

@@ -70,6 +70,17 @@ struct row_lanes {
             }
         }
     }
+    // why rows cannot be restored, "" when they can
+    std::string refuses(int n_rows, const uint16_t * rows) const {
+        std::vector<uint16_t> one;
+        std::string why;
+        for (int i = 0; i < n && why.empty(); i++) {
+            one.resize((size_t) n_rows * width[i]);
+            part(i, n_rows, rows, one.data());
+            why = lane[i]->refuses(n_rows, one.data());
+        }
+        return why;
+    }
     void restore(int stream, int cell, int n_rows, const uint16_t * rows) const {
         std::vector<uint16_t> one;
         for (int i = 0; i < n; i++) {
@@ -332,6 +343,11 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
             why = why.empty() ? bad : why;
         });
     }
+    each_stream(lanes.layout(), r.row0, r.row1, [&](int, int, int n, int64_t row) {
+        if (why.empty() && std::find(done.begin(), done.end(), row) == done.end()) {
+            why = lanes.refuses(n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+        }
+    });
     in.data = data;
     if (!why.empty()) {
         if (in.damage.empty()) { kvq_report_error(why); }

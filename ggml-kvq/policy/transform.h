@@ -60,6 +60,7 @@ public:
     void placing(kvq_lane & x, int s, int p, const kvq_page_image & image) override;
     bool has_images(const kvq_lane &) const override { return active(); }
     int n_position_lists(const kvq_lane &) const override { return rotor ? 1 + keeps_turn() : 0; }
+    int32_t position_bound(const kvq_lane & x) const override;
     int image_low_bits(const kvq_lane &) const override { return rotor ? 1 : 0; }
     size_t image_bytes(const kvq_lane & x) const override;
     void write_image(const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params,

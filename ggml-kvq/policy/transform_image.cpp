@@ -46,6 +46,15 @@ size_t kvq_transform::image_bytes(const kvq_lane & x) const {
     return keeps_turn() ? 4 * (size_t) x.layout().page_cells : 0;
 }
 
+// Far above what a context shift leaves, and tables of a few MB. Four positions are numbers of the rotor, which bounds
+// them itself.
+int32_t kvq_transform::position_bound(const kvq_lane & x) const {
+    constexpr int64_t AT_LEAST = 1 << 20, AT_MOST = 1 << 26; // the latter: a tag has no more
+    if (!rotor) { return 0; }
+    return (
+        int32_t) (rotor->first() ? AT_MOST : std::min(std::max<int64_t>(8ll * x.layout().n_cells, AT_LEAST), AT_MOST));
+}
+
 // Parameters of head h, and with the first head positions when sealed, from the low bits of its rows; then its codes.
 // False: the rows are no image.
 bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t * rows,
@@ -66,7 +75,7 @@ bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t
         } else if (rotor->first() && was[t] > rotor->first() - 128) {
             return false; // text further on than this rotor knows
         }
-        if (was[t] < -1 || was[t] >= 1 << 26) { return false; } // no image
+        if (was[t] < -1 || was[t] >= position_bound(x)) { return false; } // no image
         rotor->cover(was[t]);
     }
     const kvq_low_bits more = { low + kvq_image_width(head.size(), bytes.size()), marked && !h };
@@ -88,6 +97,7 @@ bool kvq_transform::take_image(
     pos.assign((size_t) l.page_cells, -1);
     for (int t = 0; rotor && t < l.page_cells; t++) {
         pos[(size_t) t] = kvq_tag_get(l, rows + (size_t) t * W, (size_t) D);
+        if (pos[(size_t) t] >= position_bound(x)) { return false; }
         rotor->cover(pos[(size_t) t]);
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
@@ -122,7 +132,7 @@ bool kvq_transform::accepts(const kvq_lane & x, int s, int p, const kvq_page_ima
     if (image.pos.size() != (rotor ? n : 0) || image.was.size() != (keeps_turn() ? n : 0)) { return false; }
     for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
         for (const int32_t pos : *list) {
-            if (pos < -1 || pos >= 1 << 26) { return false; }
+            if (pos < -1 || pos >= position_bound(x)) { return false; }
             rotor->cover(pos);
         }
     }

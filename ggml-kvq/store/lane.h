@@ -51,6 +51,11 @@ public:
 
     // f16 rows [n][n_head*head_size] of one stream, as a saved state carries them
     void read(int stream, int cell, int n, uint16_t * rows) const;
+    // Why rows, or a block by itself, cannot be restored here, "" when they can: their positions are no cache's. Tables
+    // of rotary embeddings grow with the largest position, so one that is made up would cost hundreds of MB. Asked
+    // before anything is restored.
+    std::string refuses(int n, const uint16_t * rows) const;
+    std::string refuses(const kvq_page_image & image) const;
     void restore(int stream, int cell, int n, const uint16_t * rows, int n_threads);
     // f16 rows into open pages, without a look at whether they are an image
     void enter_rows(int stream, int64_t n, const int64_t * idx, const uint16_t * rows, int n_threads);
@@ -155,7 +160,9 @@ private:
     void bring_home(int s);
     bool restore_page(int s, int p, const uint16_t * rows);
     bool may_place(int s, int p) const; // may this page be sealed now?
-    const kvq_policy * imager() const;  // who makes images of sealed pages, NULL: types.h does
+    int32_t position_bound() const;     // of policies, 0: rows carry no positions
+    std::string refuses_position(int32_t pos) const;
+    const kvq_policy * imager() const; // who makes images of sealed pages, NULL: types.h does
     void place(int s, int p, const kvq_page_image & image);
 
     kvq_lane_layout l;

@@ -3,6 +3,7 @@
 #include "mark.h"
 
 #include "engine/host.h"
+#include "engine/tags.h"
 #include "types/types.h"
 
 #include <algorithm>
@@ -114,6 +115,37 @@ bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
 }
 
 // ---------------------------------------------------------------- rows
+
+int32_t kvq_lane::position_bound() const {
+    int32_t bound = 0;
+    for (const kvq_policy * x : policies) { bound = std::max(bound, x->position_bound(*this)); }
+    return bound;
+}
+
+std::string kvq_lane::refuses_position(int32_t pos) const {
+    const int32_t bound = position_bound();
+    if (!bound || pos < bound) { return ""; }
+    return "the saved state has a key at position " + std::to_string(pos) + ", and a cache of " +
+        std::to_string(l.n_cells) + " cells takes positions below " + std::to_string(bound) +
+        ": the state is damaged, or needs a longer context";
+}
+
+std::string kvq_lane::refuses(int n, const uint16_t * rows) const {
+    const size_t D = (size_t) l.codec.head_size;
+    int32_t most = -1;
+    for (int i = 0; i < n && position_bound(); i++) {
+        most = std::max(most, kvq_tag_get(l, rows + (size_t) i * D * (size_t) l.n_head, D));
+    }
+    return refuses_position(most);
+}
+
+std::string kvq_lane::refuses(const kvq_page_image & image) const {
+    int32_t most = -1;
+    for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
+        for (const int32_t pos : *list) { most = std::max(most, pos); }
+    }
+    return refuses_position(most);
+}
 
 void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
     const int D = l.codec.head_size, stride = l.head_stride(), W = D * l.n_head;

@@ -105,6 +105,8 @@ public:
         kvq_page_image & /*out*/) const {
         return false;
     }
+    // positions that saved rows and blocks carry lie below it; 0: they carry none
+    virtual int32_t position_bound(const kvq_lane &) const { return 0; }
     // save: rows [n][n_head*head_size] leave the cache. enter: rows come in and are changed in place, where
     // rewrites_rows says so. entered: rows have gone into open pages from `cell` on.
     virtual void save(const kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, uint16_t * /*rows*/) const {}

@@ -128,6 +128,10 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
     if (h.n_head * h.codec.head_size != width_of(lane)) {
         return "the saved state is compact and of other heads: give it the model that it was saved with";
     }
+    for (const page & p : s.pages) {
+        const std::string why = p.block ? lane.refuses(p.image) : lane.refuses(p.to - p.from, p.rows.data());
+        if (!why.empty()) { return why; }
+    }
     const bool same = !memcmp(&h.codec, &l.codec, sizeof(kvq_codec)) && h.n_head == l.n_head &&
         !(h.flags & SHARED) == !l.shares_codes && !(h.flags & LEFT_OUT) == !lane.leaves_out() && lane.blocks_travel();
     const bool there = same && runs.size() == 1 && runs[0].cell % pc == h.lead;

@@ -38,6 +38,9 @@ struct data_of_layer : kvq_layer_calibration {
     }
 };
 
+constexpr int32_t BOUND = 1 << 20;        // of positions, in a cache of so few cells
+constexpr int MOST_HIGH = BOUND / 64 + 1; // rows of tables
+
 // Two layers; the second may share codes of the first, or be predicted from it.
 struct world {
     cache_of_layers cache;
@@ -173,7 +176,7 @@ static void forge_slot(const kvq_lane_layout & l, bool value, uint16_t * row) {
 
 // A row's position, or the positions at which a page was sealed (policy/tags.h, policy/transform_image.cpp).
 static void forge_position(const kvq_lane_layout & l, uint16_t * rows, int n) {
-    const auto some = [] { return uniform(0, 3) ? uniform(-2, 300) : uniform(0, 1 << 14); };
+    const auto some = [] { return uniform(0, 3) ? uniform(-2, 300) : uniform(0, 1 << (uniform(0, 3) ? 14 : 26)); };
     const size_t W = (size_t) l.codec.head_size * l.n_head, D = (size_t) l.codec.head_size;
     const int p = uniform(0, n / l.page_cells - 1) * l.page_cells;
     if (uniform(0, 1)) {
@@ -304,9 +307,14 @@ static void run(const config & c, int steps, unsigned seed) {
             }
             n_taken++;
         } else {
-            lane->restore(0, at, n, changed(to, i, v, state.rows[i][v]).data(), 1);
-            n_taken++;
+            const std::vector<uint16_t> bad = changed(to, i, v, state.rows[i][v]);
+            const bool is_refused = !lane->refuses(n, bad.data()).empty();
+            if (!is_refused) { lane->restore(0, at, n, bad.data(), 1); }
+            n_refused += is_refused;
+            n_taken += !is_refused;
         }
+        CHECK(to.rotor.view().n_high <= MOST_HIGH, "%s %s: %d rows of tables of rotary embedding", c.method, c.opts,
+            to.rotor.view().n_high);
         if (step % 16 == 0) {
             std::vector<uint16_t> again((size_t) c.n_cells * W);
             for (auto & l : to.lane) {
@@ -320,6 +328,73 @@ static void run(const config & c, int steps, unsigned seed) {
     CHECK(to.layer[0].slots ? n_evicted > 0 : n_sealed > 0, "%s %s: nothing is sealed", c.method, c.opts);
     printf("%-8s %-44s seed %u: %d states, %d refused, %d restored in part or whole\n", c.method, c.opts, seed, steps,
         n_refused, n_taken);
+}
+
+// Positions that no cache of 256 cells has: in tags of rows, in blocks by themselves, in the images of sealed pages.
+static void far_positions(const config & c, int32_t bound) {
+    const int W = c.n_head * c.head_size, n = 243;
+    const bool predicts = strstr(c.opts, "predictor=k");
+    const data_of_layer data[2] = { data_of_layer(W, false), data_of_layer(W, predicts) };
+    world from(c, data), to(c, data);
+    from.fill(n);
+    const kvq_lane * lane = from.lane[1][0];
+    kvq_lane * there = to.lane[1][0];
+    const kvq_lane_layout & l = lane->layout();
+    const size_t D = (size_t) c.head_size;
+    std::vector<uint16_t> rows((size_t) n * W), before(rows.size()), after(rows.size());
+    lane->read(0, 0, n, rows.data());
+    CHECK(to.turns && lane->state(0, 1) == KVQ_PAGE_SEALED, "%s: no page is sealed", c.opts);
+    CHECK(there->refuses(n, rows.data()).empty(), "%s: a good state is refused", c.opts);
+    there->restore(0, 0, n, rows.data(), 1);
+    there->read(0, 0, n, before.data());
+    const auto names = [&](const std::string & why, int32_t pos) {
+        return why.find("position " + std::to_string(pos) + ",") != std::string::npos &&
+            why.find("below " + std::to_string(bound)) != std::string::npos;
+    };
+    for (const int cell : { 1, l.page_cells + 3, n - 1 }) {
+        for (const int32_t pos : { bound - 1, bound, (1 << 26) - 1 }) {
+            std::vector<uint16_t> far = rows;
+            kvq_tag_put(l, &far[(size_t) cell * W], D, pos);
+            const std::string why = there->refuses(n, far.data());
+            CHECK(pos < bound ? why.empty() : names(why, pos), "%s: cell %d, position %d: %s", c.opts, cell, pos,
+                why.c_str());
+        }
+    }
+    CHECK(to.lane[1][1]->refuses(n, rows.data()).empty(), "%s: values have no positions", c.opts);
+
+    const std::vector<uint8_t> blob = kvq_blob_write(&lane, 0, 0, n, 2 * rows.size(), { 0, 0, 7, 9, 0, 1, 1, n });
+    for (int of = 0; of < lane->n_position_lists(); of++) { // positions, and those when sealed
+        kvq_page_image image = lane->block_of(0, 1);
+        const std::vector<int32_t> was = of ? image.was : image.pos;
+        (of ? image.was : image.pos)[5] = bound;
+        CHECK(names(there->refuses(image), bound), "%s: a block, list %d", c.opts, of);
+        CHECK(!there->place_block(0, 1, image), "%s: a block with position %d is placed", c.opts, bound);
+        std::vector<uint8_t> bad = blob;
+        const uint8_t * list = (const uint8_t *) was.data();
+        auto at = std::search(bad.begin(), bad.end(), list, list + 4 * was.size());
+        CHECK(at != bad.end(), "%s: the blob has no positions", c.opts);
+        at += of ? 4 * (long) was.size() : 0;
+        memcpy(&*at + 4 * 5, &bound, 4);
+        stamp(bad);
+        std::string note;
+        CHECK(
+            names(kvq_blob_restore(bad, {}, &there, { { 0, 0, n } }, note), bound), "%s: a blob, list %d", c.opts, of);
+    }
+    there->read(0, 0, n, after.data());
+    CHECK(before == after, "%s: what is refused left something", c.opts);
+    if (lane->n_position_lists() > 1) { // in the low bits of an image: the page is encoded anew from its rows
+        std::vector<uint16_t> head((size_t) l.page_cells * D), far = rows;
+        std::vector<uint8_t> bytes(l.nb_params + 4 * (size_t) l.page_cells);
+        uint16_t * const page = &far[(size_t) l.page_cells * W];
+        for (int t = 0; t < l.page_cells; t++) { memcpy(&head[(size_t) t * D], page + (size_t) t * W, 2 * D); }
+        CHECK(kvq_image_take(head.size(), head.data(), 1, bytes.size(), bytes.data()), "%s: no image", c.opts);
+        memcpy(&bytes[l.nb_params + 4 * 5], &bound, 4);
+        kvq_image_put(head.size(), head.data(), 1, bytes.size(), bytes.data());
+        for (int t = 0; t < l.page_cells; t++) { memcpy(page + (size_t) t * W, &head[(size_t) t * D], 2 * D); }
+        CHECK(there->refuses(n, far.data()).empty(), "%s: its tags are good", c.opts);
+        there->restore(0, 0, n, far.data(), 1);
+    }
+    CHECK(to.rotor.view().n_high < 1024, "%s: %d rows of tables", c.opts, to.rotor.view().n_high);
 }
 
 static void marks() { // every single changed bit of marked rows is seen
@@ -361,6 +436,10 @@ int main(int argc, char ** argv) {
         { "xquant", "kq=2,vq=0,km=0,vm=0,window=32", 2, 64, 256 },
         { "higgs", "", 2, 64, 256 },
         { "zipcache", "interval=64,window=0", 2, 64, 256 },
+        { "specache", "window=32", 2, 64, 256 },
+        { "specache", "near=aqua,bits=1,window=32", 2, 64, 256 },
+        { "specache", "near=higgs,far=q8,window=32", 2, 64, 256 },
+        { "specache", "preset=paper1,far=q4", 1, 128, 256 },
         { "minikv", "window=32", 2, 64, 256 },
         { "minikv", "hh=0.1,rw=0.1,bits=4,group=32,window=32,scales=f16", 2, 64, 320 },
         { "zipcache", "interval=64,salient=0.5,keep=0.5,window=32", 2, 64, 256 },
@@ -375,6 +454,11 @@ int main(int argc, char ** argv) {
     };
     rng.seed(seed);
     marks();
+    for (const char * opts : { "predictor=bias,window=32", "predictor=k,window=32" }) {
+        far_positions({ "aqua", opts, 2, 64, 256 }, BOUND);
+    }
+    far_positions({ "aqua", "predictor=bias,window=32", 2, 64, 1 << 18 }, 1 << 21);
+    far_positions({ "specache", "near=aqua,window=32", 2, 64, 256 }, BOUND);
     for (const config & c : configs) {
         if (argc <= 3 || !strcmp(argv[3], c.method)) { run(c, steps, seed); }
     }
