@@ -27,6 +27,40 @@ static inline void nearest32(int n, const float * points, const float * x, int s
     u8_store16(index + 16, at[1]);
 }
 
+static inline f32x16 square_of(f32x16 y) {
+    const f32x16 at = f32_add(f32_mul(y, f32_set1(KVQ_LATTICE_PER_UNIT)), f32_set1(KVQ_LATTICE_SQUARES / 2));
+    return f32_floor(f32_min(f32_max(at, f32_set1(0.0f)), f32_set1(KVQ_LATTICE_SQUARES - 1.0f)));
+}
+
+// The scales that are tried best for 16 cells of root mean squares `rms`; x: columns of stride n.
+static inline f32x16 best_scales(const kvq_lattice_view & a, const float * x, int n, f32x16 rms) {
+    const f32x16 unit = f32_set1(1.0f / 4096.0f), cap = f32_set1(kvq_lattice_error_cap(a.codec.head_size / 2));
+    f32x16 inv[KVQ_LATTICE_N_FACTORS], sum[KVQ_LATTICE_N_FACTORS];
+    for (int k = 0; k < KVQ_LATTICE_N_FACTORS; k++) {
+        const f32x16 scale = f32_mul(rms, f32_set1(KVQ_LATTICE_FACTORS[k]));
+        inv[k] = f32_min(f32_div(f32_set1(1.0f), scale), f32_set1(3e38f));
+        sum[k] = f32_set1(0.0f);
+    }
+    for (int i = 0; i < a.codec.head_size; i += 2) {
+        const f32x16 x0 = f32_load(x + (size_t) i * n), x1 = f32_load(x + (size_t) (i + 1) * n);
+        for (int k = 0; k < KVQ_LATTICE_N_FACTORS; k++) {
+            const f32x16 y0 = f32_mul(x0, inv[k]), y1 = f32_mul(x1, inv[k]);
+            const f32x16 at = f32_add(f32_mul(square_of(y0), f32_set1(KVQ_LATTICE_SQUARES)), square_of(y1));
+            const i32x16 p = i32_gather(a.squares, at);
+            const f32x16 e0 = f32_sub(y0, f32_mul(f32_low_half(p), unit));
+            const f32x16 e1 = f32_sub(y1, f32_mul(f32_high_half(p), unit));
+            const f32x16 e = f32_add(f32_mul(e0, e0), f32_mul(e1, e1));
+            sum[k] = f32_add(sum[k], f32_round(f32_min(f32_mul(e, f32_set1(KVQ_LATTICE_ERROR_UNIT)), cap)));
+        }
+    }
+    f32x16 least = f32_set1(INFINITY), factor = f32_set1(1.0f);
+    for (int k = 0; k < KVQ_LATTICE_N_FACTORS; k++) {
+        const float f = KVQ_LATTICE_FACTORS[k];
+        f32_keep_less(least, factor, f32_mul(sum[k], f32_set1(f * f)), f32_set1(f));
+    }
+    return f32_mul(rms, factor);
+}
+
 // head_size is a multiple of 16. work: kvq_encode_bytes
 static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared,
     void * codes, void * params, void * work) {
@@ -66,6 +100,9 @@ static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, co
     }
     float scale[KVQ_MAX_CELLS] = {};
     for (int t = 0; t < n; t++) { scale[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum[t] / D) : 0.0f; }
+    if (a.squares && !shared) {
+        for (int t = 0; t < n; t += 16) { f32_store(scale + t, best_scales(a, x + t, n, f32_load(scale + t))); }
+    }
     kvq_lattice_put_scales(c, scale, params);
     if (shared) { return; }
     kvq_lattice_scales(c, params, scale);

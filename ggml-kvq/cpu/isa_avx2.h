@@ -173,6 +173,19 @@ static inline i32x16 i32_zero() { return { _mm256_setzero_si256(), _mm256_setzer
 static inline i32x16 i32_add(i32x16 x, i32x16 y) { return { _mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b) }; }
 static inline i32x16 i32_sub(i32x16 x, i32x16 y) { return { _mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b) }; }
 static inline f32x16 f32_from_i32(i32x16 x) { return { _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b) }; }
+// p at whole indices
+static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
+    return { _mm256_i32gather_epi32(p, _mm256_cvttps_epi32(index.a), 4),
+        _mm256_i32gather_epi32(p, _mm256_cvttps_epi32(index.b), 4) };
+}
+// the lower and the upper int16 of every lane
+static inline f32x16 f32_low_half(i32x16 x) {
+    return { _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x.a, 16), 16)),
+        _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x.b, 16), 16)) };
+}
+static inline f32x16 f32_high_half(i32x16 x) {
+    return { _mm256_cvtepi32_ps(_mm256_srai_epi32(x.a, 16)), _mm256_cvtepi32_ps(_mm256_srai_epi32(x.b, 16)) };
+}
 static inline void i8_store(int8_t * p, f32x16 x) {
     const __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); // a0-3 b0-3 a4-7 b4-7
     const __m256i o = _mm256_permute4x64_epi64(w, 0xd8);

@@ -135,6 +135,15 @@ static inline i32x16 i32_zero() { return _mm512_setzero_si512(); }
 static inline i32x16 i32_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
 static inline i32x16 i32_sub(i32x16 a, i32x16 b) { return _mm512_sub_epi32(a, b); }
 static inline f32x16 f32_from_i32(i32x16 a) { return _mm512_cvtepi32_ps(a); }
+// p at whole indices
+static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
+    return _mm512_i32gather_epi32(_mm512_cvttps_epi32(index), p, 4);
+}
+// the lower and the upper int16 of every lane
+static inline f32x16 f32_low_half(i32x16 a) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(a, 16), 16));
+}
+static inline f32x16 f32_high_half(i32x16 a) { return _mm512_cvtepi32_ps(_mm512_srai_epi32(a, 16)); }
 // round to nearest, |a| <= 127
 static inline void i8_store(int8_t * p, f32x16 a) {
     _mm_storeu_si128((__m128i *) p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a)));

@@ -179,6 +179,26 @@ static inline f32x16 f32_from_i32(i32x16 a) {
     KVQ_EACH r.v[i] = vcvtq_f32_s32(a.v[i]);
     return r;
 }
+// p at whole indices
+static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
+    int32_t at[16];
+    KVQ_EACH vst1q_s32(at + 4 * i, vcvtq_s32_f32(index.v[i]));
+    for (int i = 0; i < 16; i++) { at[i] = p[at[i]]; }
+    i32x16 r;
+    KVQ_EACH r.v[i] = vld1q_s32(at + 4 * i);
+    return r;
+}
+// the lower and the upper int16 of every lane
+static inline f32x16 f32_low_half(i32x16 a) {
+    f32x16 r;
+    KVQ_EACH r.v[i] = vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(a.v[i], 16), 16));
+    return r;
+}
+static inline f32x16 f32_high_half(i32x16 a) {
+    f32x16 r;
+    KVQ_EACH r.v[i] = vcvtq_f32_s32(vshrq_n_s32(a.v[i], 16));
+    return r;
+}
 static inline void i8_store(int8_t * p, f32x16 a) {
     int16x4_t h[4];
     KVQ_EACH h[i] = vqmovn_s32(vcvtnq_s32_f32(a.v[i]));

@@ -168,6 +168,23 @@ static inline f32x16 f32_from_i32(i32x16 a) {
     KVQ_EACH(16) r.v[i] = (float) a.v[i];
     return r;
 }
+// p at whole indices
+static inline i32x16 i32_gather(const int32_t * p, f32x16 index) {
+    i32x16 r;
+    KVQ_EACH(16) r.v[i] = p[(int) index.v[i]];
+    return r;
+}
+// the lower and the upper int16 of every lane
+static inline f32x16 f32_low_half(i32x16 a) {
+    f32x16 r;
+    KVQ_EACH(16) r.v[i] = (float) (int16_t) a.v[i];
+    return r;
+}
+static inline f32x16 f32_high_half(i32x16 a) {
+    f32x16 r;
+    KVQ_EACH(16) r.v[i] = (float) (a.v[i] >> 16);
+    return r;
+}
 // round to nearest, |a| <= 127
 static inline void i8_store(int8_t * p, f32x16 a) { KVQ_EACH(16) p[i] = (int8_t) lrintf(a.v[i]); }
 static inline void i8_store4(int8_t * p, f32x16 a, f32x16 b, f32x16 c, f32x16 d) {

@@ -63,12 +63,13 @@ struct kvq_lattice_view {
     int d, n, n_dots, dot_stride; // dot_stride: dots padded to 4
     int n_tiles, n_chunks[2];
     size_t offset[2], nb_codes, nb_params;
-    int block;             // of the Hadamard rotation
-    float norm;            // 1/sqrt(block)
-    float step;            // point coordinate = step * (table - 128)
-    bool wide;             // coordinates beyond KVQ_LATTICE_SMALL steps
-    const uint8_t * table; // [d][max(n, 16)] + 128, then the same without it, as int8
-    const float * points;  // [d][n]
+    int block;               // of the Hadamard rotation
+    float norm;              // 1/sqrt(block)
+    float step;              // point coordinate = step * (table - 128)
+    bool wide;               // coordinates beyond KVQ_LATTICE_SMALL steps
+    const uint8_t * table;   // [d][max(n, 16)] + 128, then the same without it, as int8
+    const float * points;    // [d][n]
+    const int32_t * squares; // kvq_lattice_squares
 };
 
 // A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high +

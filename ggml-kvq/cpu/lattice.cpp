@@ -62,6 +62,7 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.wide = t.wide;
     a.table = t.bytes.data();
     a.points = t.points.data();
+    a.squares = kvq_lattice_squares(g);
     return a;
 }
 

@@ -183,13 +183,15 @@ template bool kvq_cuda_device::grow(float *&, size_t &, size_t, const char *);
 template bool kvq_cuda_device::grow(uint32_t *&, size_t &, size_t, const char *);
 template bool kvq_cuda_device::grow(uint8_t *&, size_t &, size_t, const char *);
 
+static constexpr int N_SQUARES = KVQ_LATTICE_SQUARES * KVQ_LATTICE_SQUARES;
+
 kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
     kvq_affine_geometry g = kvq_affine_get_geometry(c);
     if (c.type != KVQ_TYPE_LATTICE) { return g; }
     constexpr int n = LATTICE_MAX_VALUES; // of each of the grids, by d and bits
     const int at = ((c.group == 8 ? 2 : c.group / 4) * 4 + c.bits - 1) * n;
     if (!points) {
-        std::vector<float> all(3 * 4 * n, 0.0f);
+        std::vector<float> all(3 * 4 * n + 2 * N_SQUARES, 0.0f);
         for (int d = 2, i = 0; d <= 8; d *= 2) {
             for (int bits = 1; bits <= 4; bits++, i += n) {
                 const kvq_grid * grid = kvq_grid_find(d, bits);
@@ -197,6 +199,10 @@ kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
                     all[(size_t) (i + j)] = (float) (grid->point[j] * grid->step) * (1.0f / 4096.0f);
                 }
             }
+        }
+        for (int bits = 3; bits <= 4; bits++) {
+            memcpy(&all[(size_t) (3 * 4 * n + (bits - 3) * N_SQUARES)], kvq_lattice_squares(*kvq_grid_find(2, bits)),
+                N_SQUARES * sizeof(int32_t));
         }
         if (!check(cudaMalloc(&points, all.size() * sizeof(float)), "cudaMalloc of grid points")) {
             points = nullptr;
@@ -206,6 +212,11 @@ kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
     }
     g.points = points + at;
     return g;
+}
+
+const int32_t * kvq_cuda_device::squares(const kvq_codec & c) const {
+    const bool tries = kvq_lattice_squares(*kvq_grid_find(c.group, c.bits)) != nullptr;
+    return tries ? (const int32_t *) points + 3 * 4 * LATTICE_MAX_VALUES + (c.bits - 3) * N_SQUARES : nullptr;
 }
 
 void kvq_cuda_device::set_stream(void * s) {

@@ -150,7 +150,8 @@ private:
     uint64_t n_calls = 0, n_calls_observed = 0; // of use(); equal: nothing has been asked for since observe()
     bool begin_side();                          // the side stream waits for no more than it has to
     bool check(int status, const char * what);
-    kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
+    kvq_affine_geometry geometry(const kvq_codec & c);  // with the grid's points
+    const int32_t * squares(const kvq_codec & c) const; // kvq_lattice_squares on the device; after geometry()
     // bytes of a block, of a multiprocessor
     int ordinal, n_sm = 1, max_shared = 48 << 10, max_shared_sm = 48 << 10;
     void * stream = nullptr;
@@ -172,7 +173,7 @@ private:
     size_t n_lse = 0, n_parts = 0;
     uint32_t *addresses = nullptr, *packing = nullptr; // of gather; of pack
     size_t n_addresses = 0, n_packing = 0;
-    float * points = nullptr; // of all grids
+    float * points = nullptr; // of all grids; then the squares of those that have some
     void * expanded = nullptr;
     size_t nb_expanded = 0;
     struct row_job;

@@ -118,9 +118,10 @@ void kvq_cuda_device::flush() {
             std::copy_n(b->jobs.begin() + (long) i, part, arg.job);
             if (b->codec.type == KVQ_TYPE_MIXED) {
                 kvq_launch_encode_mixed(kvq_mixed_get_geometry(b->codec), arg, part, b->n_head, (cudaStream_t) stream);
+            } else if (b->codec.type == KVQ_TYPE_LATTICE) {
+                kvq_launch_encode_lattice(b->g, squares(b->codec), arg, part, b->n_head, (cudaStream_t) stream);
             } else {
-                (b->codec.type == KVQ_TYPE_LATTICE ? kvq_launch_encode_lattice : kvq_launch_encode)(
-                    b->g, arg, part, b->n_head, (cudaStream_t) stream);
+                kvq_launch_encode(b->g, arg, part, b->n_head, (cudaStream_t) stream);
             }
             n_seals++;
         }

@@ -62,9 +62,9 @@ void kvq_launch_encode(
     const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile,
     int n_head, cudaStream_t stream);
-// The same for lattice blocks: seal_lattice.cu, expand_lattice.cu.
-void kvq_launch_encode_lattice(
-    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+// The same for lattice blocks: seal_lattice.cu, expand_lattice.cu. squares: kvq_lattice_squares on the device
+void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const int32_t * squares, const kvq_seal_jobs & jobs,
+    int n, int n_head, cudaStream_t stream);
 void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params,
     uint16_t * tile, int n_head, cudaStream_t stream);
 void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,

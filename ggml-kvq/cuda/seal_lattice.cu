@@ -2,8 +2,9 @@
 // multiply-add).
 #include "lattice.cuh"
 #include "seal.cuh"
+#include "types/lattice.h"
 
-#include <cfloat>
+#include <algorithm>
 
 constexpr int WARPS = 8, SLICE = 32; // cells at a time
 
@@ -50,11 +51,64 @@ static __device__ __forceinline__ int nearest(int n, const float * points, const
     return at;
 }
 
+static __device__ __forceinline__ int square_of(float y) {
+    return (int) fminf(fmaxf(y * KVQ_LATTICE_PER_UNIT + KVQ_LATTICE_SQUARES / 2, 0.0f), KVQ_LATTICE_SQUARES - 1.0f);
+}
+
+struct trial { // squares NULL: the root mean square stays
+    const int32_t * squares;
+    float cap, factor[KVQ_LATTICE_N_FACTORS];
+};
+
+// best_scale() of types/lattice.cpp for a slice of rotated rows: s_scale holds root mean squares, then scales. Each
+// thread tries all factors with some vectors of its lane's cell; whole numbers add up alike in any order.
+static __device__ void best_scales(
+    const trial & a, int D, const float * s_x, float * s_scale, uint32_t (&s_error)[KVQ_LATTICE_N_FACTORS][SLICE]) {
+    const int t = threadIdx.x % SLICE;
+    for (int i = threadIdx.x; i < KVQ_LATTICE_N_FACTORS * SLICE; i += blockDim.x) { s_error[i / SLICE][i % SLICE] = 0; }
+    __syncthreads();
+    const float rms = s_scale[t];
+    float inv[KVQ_LATTICE_N_FACTORS];
+    uint32_t sum[KVQ_LATTICE_N_FACTORS];
+#pragma unroll
+    for (int k = 0; k < KVQ_LATTICE_N_FACTORS; k++) {
+        inv[k] = fminf(__fdiv_rn(1.0f, rms * a.factor[k]), 3e38f);
+        sum[k] = 0;
+    }
+    for (int v = threadIdx.x / SLICE; v < D / 2; v += blockDim.x / SLICE) {
+        const float x0 = s_x[t * (D + 1) + 2 * v], x1 = s_x[t * (D + 1) + 2 * v + 1];
+#pragma unroll
+        for (int k = 0; k < KVQ_LATTICE_N_FACTORS; k++) {
+            const float y0 = x0 * inv[k], y1 = x1 * inv[k];
+            const int32_t p = __ldg(a.squares + square_of(y0) * KVQ_LATTICE_SQUARES + square_of(y1));
+            const float e0 = y0 - (float) (int16_t) p * (1.0f / 4096.0f),
+                        e1 = y1 - (float) (p >> 16) * (1.0f / 4096.0f);
+            sum[k] += (uint32_t) rintf(fminf((e0 * e0 + e1 * e1) * KVQ_LATTICE_ERROR_UNIT, a.cap));
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < KVQ_LATTICE_N_FACTORS; k++) { atomicAdd(&s_error[k][t], sum[k]); }
+    __syncthreads();
+    if (threadIdx.x < SLICE && rms > 0.0f) {
+        float least = INFINITY, factor = 1.0f;
+#pragma unroll
+        for (int k = 0; k < KVQ_LATTICE_N_FACTORS; k++) {
+            const float error = (float) s_error[k][t] * (a.factor[k] * a.factor[k]);
+            if (error < least) {
+                least = error;
+                factor = a.factor[k];
+            }
+        }
+        s_scale[t] = rms * factor;
+    }
+}
+
 template <int N>
-static __global__ void __launch_bounds__(32 * WARPS)
-    encode_kernel(const __grid_constant__ kvq_affine_geometry g, const __grid_constant__ kvq_seal_jobs jobs) {
+static __global__ void __launch_bounds__(32 * WARPS) encode_kernel(const __grid_constant__ kvq_affine_geometry g,
+    const __grid_constant__ trial scales, const __grid_constant__ kvq_seal_jobs jobs) {
     extern __shared__ float shared_memory[];
     __shared__ float s_scale[LATTICE_MAX_CELLS];
+    __shared__ uint32_t s_error[KVQ_LATTICE_N_FACTORS][SLICE];
     const int D = g.head_size, n_vec = D / g.group, n_points = 1 << g.bits * g.group, h = blockIdx.y;
     float *const s_points = shared_memory, *const s_x = s_points + n_points * g.group;
     uint8_t * const s_index = (uint8_t *) (s_x + SLICE * (D + 1));
@@ -76,6 +130,10 @@ static __global__ void __launch_bounds__(32 * WARPS)
             s_scale[t] = job.valid[t / 8] >> t % 8 & 1 ? (float) sqrt(sum / (double) D) : 0.0f;
         }
         __syncthreads();
+        if (scales.squares && !job.shared) {
+            best_scales(scales, D, s_x, s_scale + t0, s_error);
+            __syncthreads();
+        }
     }
     float top = 0.0f;
     if (g.scale) {
@@ -140,14 +198,16 @@ static __global__ void __launch_bounds__(32 * WARPS)
     }
 }
 
-void kvq_launch_encode_lattice(
-    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
+void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const int32_t * squares, const kvq_seal_jobs & jobs,
+    int n, int n_head, cudaStream_t stream) {
+    trial scales = { squares, kvq_lattice_error_cap(g.head_size / g.group), {} };
+    std::copy_n(KVQ_LATTICE_FACTORS, KVQ_LATTICE_N_FACTORS, scales.factor);
     const size_t nb = 4 * ((size_t) (g.group << g.bits * g.group) + SLICE * (g.head_size + 1)) +
         (size_t) g.head_size / g.group * SLICE;
     lattice_switch(g.head_size, [&](auto width) {
         static kvq_shared_limit limit;
         limit.raise(encode_kernel<decltype(width)::value>, nb);
-        encode_kernel<decltype(width)::value><<<dim3(n, n_head), 32 * WARPS, nb, stream>>>(g, jobs);
+        encode_kernel<decltype(width)::value><<<dim3(n, n_head), 32 * WARPS, nb, stream>>>(g, scales, jobs);
     });
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <vector>
 
 static const kvq_grid grids[] = {
@@ -146,20 +147,20 @@ void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale)
     }
 }
 
-void kvq_lattice_put_scales(const kvq_codec & c, const float * rms, void * params) {
+void kvq_lattice_put_scales(const kvq_codec & c, const float * scale, void * params) {
     uint8_t * p = (uint8_t *) params;
     if (!c.scale) {
         for (int t = 0; t < c.n_cells; t++) {
-            const uint16_t h = to_f16(rms[t]);
+            const uint16_t h = to_f16(scale[t]);
             memcpy(p + 2 * t, &h, 2);
         }
         return;
     }
-    const uint16_t h = to_f16(*std::max_element(rms, rms + c.n_cells));
+    const uint16_t h = to_f16(*std::max_element(scale, scale + c.n_cells));
     memcpy(p, &h, 2);
     const float top = kvq_f16_to_f32(h);
     for (int t = 0; t < c.n_cells; t++) {
-        const float u = top > 0.0f ? floorf(255.0f * sqrtf(rms[t] / top) + 0.5f) : 0.0f;
+        const float u = top > 0.0f ? floorf(255.0f * sqrtf(scale[t] / top) + 0.5f) : 0.0f;
         p[2 + t] = (uint8_t) std::min(std::max(u, 0.0f), 255.0f);
     }
 }
@@ -223,20 +224,75 @@ static void put_indices(const kvq_codec & c, float * x, const void * params, voi
     }
 }
 
+// ---------------------------------------------------------------- scale
+
+const int32_t * kvq_lattice_squares(const kvq_grid & g) {
+    if (g.d != 2 || g.bits < 3) { return nullptr; }
+    static std::vector<int32_t> tables[2];
+    static std::once_flag made[2];
+    std::vector<int32_t> & table = tables[g.bits - 3];
+    std::call_once(made[g.bits - 3], [&] {
+        constexpr int SIDE = KVQ_LATTICE_SQUARES, PITCH = 256; // units of 2^-12
+        table.resize(SIDE * SIDE);
+        for (int i = 0; i < SIDE * SIDE; i++) {
+            const int x = (i / SIDE - SIDE / 2) * PITCH + PITCH / 2, y = (i % SIDE - SIDE / 2) * PITCH + PITCH / 2;
+            int least = INT32_MAX;
+            for (int k = 0; k < g.n; k++) {
+                const int px = g.point[2 * k] * g.step, py = g.point[2 * k + 1] * g.step;
+                const int far = ((x - px) * (x - px) + (y - py) * (y - py));
+                if (far < least) {
+                    least = far;
+                    table[i] = (int32_t) ((uint32_t) (uint16_t) px | (uint32_t) (uint16_t) py << 16);
+                }
+            }
+        }
+    });
+    return table.data();
+}
+
+static int square(float y) {
+    return (int) std::min(
+        std::max(y * KVQ_LATTICE_PER_UNIT + KVQ_LATTICE_SQUARES / 2, 0.0f), KVQ_LATTICE_SQUARES - 1.0f);
+}
+
+// The scale that is tried best for a rotated row.
+static float best_scale(const kvq_codec & c, const float * x, float rms) {
+    const int32_t * squares = kvq_lattice_squares(*kvq_grid_find(c.group, c.bits));
+    if (!squares || !(rms > 0.0f)) { return rms; }
+    const float cap = kvq_lattice_error_cap(c.head_size / 2);
+    float least = INFINITY, scale = rms;
+    for (const float factor : KVQ_LATTICE_FACTORS) {
+        const float inv = std::min(1.0f / (rms * factor), 3e38f);
+        float sum = 0.0f;
+        for (int i = 0; i < c.head_size; i += 2) {
+            const float y0 = x[i] * inv, y1 = x[i + 1] * inv;
+            const int32_t p = squares[square(y0) * KVQ_LATTICE_SQUARES + square(y1)];
+            const float e0 = y0 - (float) (int16_t) p * UNIT, e1 = y1 - (float) (p >> 16) * UNIT;
+            sum += rintf(std::min((e0 * e0 + e1 * e1) * KVQ_LATTICE_ERROR_UNIT, cap));
+        }
+        if (sum * (factor * factor) < least) {
+            least = sum * (factor * factor);
+            scale = rms * factor;
+        }
+    }
+    return scale;
+}
+
 // ---------------------------------------------------------------- encode, decode
 
 void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params) {
     const int D = c.head_size;
-    std::vector<float> x((size_t) c.n_cells * D), rms(c.n_cells);
+    std::vector<float> x((size_t) c.n_cells * D), scale(c.n_cells);
     for (int t = 0; t < c.n_cells; t++) {
         float * row = &x[(size_t) t * D];
         rotate(c, rows + (size_t) t * D, 0xffff, row);
         double sum = 0.0;
         for (int i = 0; i < D; i++) { sum += (double) row[i] * (double) row[i]; }
-        rms[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum / D) : 0.0f;
+        scale[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum / D) : 0.0f;
+        if (!shared) { scale[t] = best_scale(c, row, scale[t]); }
     }
-    kvq_lattice_put_scales(c, rms.data(), params);
+    kvq_lattice_put_scales(c, scale.data(), params);
     if (!shared) { put_indices(c, x.data(), params, codes); }
 }
 

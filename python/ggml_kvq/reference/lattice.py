@@ -2,16 +2,18 @@
 channels as the index of the nearest of n = 2^(bits*d) points. The definition of every byte.
 
 In f32 and in this order: y = H x (butterflies of growing distance, then one product with 1/sqrt(block); block =
-largest power of two that divides the head size), rms = sqrt(sum y^2 / head size) summed in f64 in channel order, s =
-stored scale, index = first point of least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and
-nan count as 0.
+largest power of two that divides the head size), rms = sqrt(sum y^2 / head size) summed in f64 in channel order,
+scale = rms (1 and 2 bits) or rms times the best of FACTORS (3 and 4 bits), s = stored scale, index = first point of
+least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and nan count as 0.
 
 codec.group = d. Scales: f16 s[n_cells], or f16 top, u8 u[n_cells] with s = top * (1/65025) * u^2, u = floor(255
-sqrt(rms/top) + 1/2). A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with
+sqrt(scale/top) + 1/2). A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with
 vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from .lattice_grids import POINTS, STEPS
 LANES = 16
 PARTS = {2: ((2, 0),), 4: ((4, 0),), 6: ((4, 0), (2, 4)), 8: ((8, 0),)}  # index width -> (width, shift)
 UNIT = np.float32(1 / 4096)
+#: scales that are tried, as factors of the root mean square; of equals the first is taken
+FACTORS = np.array([1, 0.94, 1.07, 0.86, 1.15, 0.78, 1.25, 0.7], np.float32)
+SQUARES = 128  # of a table, a side
 
 
 def grid(c: Codec) -> np.ndarray:
@@ -101,15 +106,52 @@ def scales(c: Codec, params: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(s), s, np.float32(0))
 
 
-def pack_scales(c: Codec, rms: np.ndarray) -> np.ndarray:
-    """Root mean squares f32 [n_cells] -> parameter bytes."""
+@functools.cache
+def squares(bits: int) -> np.ndarray:
+    """Points f32 [SQUARES, SQUARES, 2] for a trial: of the square of 1/16 a side that holds a vector, from -4 to 4,
+    the point nearest to its centre. In whole units of 2^-12; of equals the first point.
+    """
+    key = 2, 1 << (2 * bits)
+    points = POINTS[key].astype(np.int64) * STEPS[key]
+    centre = (np.arange(SQUARES) - SQUARES // 2) * 256 + 128
+    near = np.empty((SQUARES, SQUARES), np.int64)
+    for i, x in enumerate(centre):
+        near[i] = ((x - points[:, 0]) ** 2 + (centre[:, None] - points[:, 1]) ** 2).argmin(-1)
+    return points[near].astype(np.float32) * UNIT
+
+
+def best_scales(c: Codec, y: np.ndarray, rms: np.ndarray) -> np.ndarray:
+    """The tried scale of least error for every cell, f32 [n_cells]; y: rotated rows, f32.
+
+    error(f) = f^2 * sum over vectors of round(min(1024 |v - p|^2, 2^24 / vectors)), v = y / (f * rms), p the point of
+    v's square. What lies outside the table counts to the square at the edge. Sums of whole numbers below 2^24 are
+    exact, so they have no order.
+    """
+    if c.group != 2 or c.bits < 3:
+        return rms
+    n_vectors = c.head_size // 2
+    table, cap = squares(c.bits), np.float32((1 << 24) // n_vectors)
+    error = np.empty((len(FACTORS), c.n_cells), np.float32)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        for k, factor in enumerate(FACTORS):
+            inv = np.minimum(np.float32(1) / (rms * factor), np.float32(3e38))
+            v = (y * inv[:, None]).reshape(c.n_cells, n_vectors, 2)
+            at = np.clip(v * np.float32(16) + np.float32(SQUARES // 2), 0, SQUARES - 1).astype(np.int64)
+            e = v - table[at[..., 0], at[..., 1]]
+            far = (e[..., 0] * e[..., 0] + e[..., 1] * e[..., 1]) * np.float32(1024)
+            error[k] = np.rint(np.minimum(far, cap)).sum(-1) * (factor * factor)
+    return np.where(rms > 0, rms * FACTORS[error.argmin(0)], np.float32(0))
+
+
+def pack_scales(c: Codec, scale: np.ndarray) -> np.ndarray:
+    """Scales f32 [n_cells] -> parameter bytes."""
     if not c.scale:
-        return to_f16(rms).astype("<f2").view(np.uint8)
-    top = to_f16(rms.max(keepdims=True))
+        return to_f16(scale).astype("<f2").view(np.uint8)
+    top = to_f16(scale.max(keepdims=True))
     t = top.astype(np.float32)
-    u = np.zeros_like(rms)
+    u = np.zeros_like(scale)
     if t[0] > 0:
-        u = np.floor(np.float32(255) * np.sqrt(rms / t) + np.float32(0.5))
+        u = np.floor(np.float32(255) * np.sqrt(scale / t) + np.float32(0.5))
     return np.concatenate([top.astype("<f2").view(np.uint8), np.clip(u, 0, 255).astype(np.uint8)])
 
 
@@ -139,7 +181,7 @@ def encode(
     for i in range(c.head_size):
         total += y[:, i].astype(np.float64) ** 2
     rms = np.where(unpack_valid(valid, c.n_cells), np.sqrt(total / c.head_size).astype(np.float32), np.float32(0))
-    params = pack_scales(c, rms)
+    params = pack_scales(c, rms if shared is not None else best_scales(c, y, rms))
     return (pack(c, _indices(c, y, params)) if shared is None else shared), params
 
 
