@@ -21,9 +21,11 @@ from ggml_kvq.evaluate.specs import parse
 ROOT = Path(__file__).resolve().parent.parent
 #: rows of the table in README.md; docs/results.md has all
 README_CACHES = (
-    "f16", "q8_0", "q4_0", "q2_0", "kivi-4", "kivi-2-g128", "higgs-4", "higgs-2", "aqua-full", "aqua-bias",
-    "zipcache-60", "minikv-50", "xquant-1.38",
+    "f16", "q8_0", "q4_0", "q4_0-sim", "q2_0", "kivi-4", "kivi-2-g128", "higgs-4", "higgs-2", "aqua-full", "aqua-bias",
+    "auto-4.25", "auto-2.75", "auto-2.25", "zipcache-60", "minikv-50", "xquant-1.38",
 )  # fmt: skip
+#: more files: heading, name
+MORE_TEXTS = (("Windows of 4096 tokens", "window4k-*.jsonl"), ("Batches of 16 tokens", "ubatch16-*.jsonl"))
 MEMORY_CACHES = [
     "f16",
     "upstream:q8_0",
@@ -113,11 +115,20 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
             f" {key['n_ubatch']}. `bits` are true bits at this window, the f16 window of the newest 128 tokens"
             " included; *long context* counts codes and their parameters alone, which is where long contexts go;"
             " predictors of `aqua-k` and `aqua-full`, and the 8-bit row that those keep per cell, are in the first"
-            " column only ([aqua](methods/aqua.md) has their bits at 16k)."
+            " column only ([aqua](methods/aqua.md) has their bits at 16k). `q4_0-sim` and `q8_0-sim` simulate what"
+            " llama.cpp has not: its types with an exact window of 64 tokens and 4 exact first ones, rows rounded when"
+            " they leave the window, queries and the own batch exact. [auto](methods/auto.md) was asked for so many bits"
+            " at 131072 tokens; `tuned` has data of `ggml-kvq tune`, from other text."
         ),
         text_table(rows),
         "![KL divergence against true bits](img/frontier.png)",
     ]
+    for heading, pattern in MORE_TEXTS:
+        more = [row for path in sorted((ROOT / "results").glob(pattern)) for row in results.read(path) if "key" in row]
+        if more:
+            key = more[0]["key"]
+            words = f"The same text, {key['chunks']} windows of {key['n_ctx']} tokens, batch {key['n_ubatch']}."
+            tables += [f"### {heading}", words, text_table(more)]
     if any(r["key"]["kind"] == "retrieval" for r in rows):
         cuda = list(
             dict.fromkeys(

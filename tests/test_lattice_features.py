@@ -35,6 +35,7 @@ WALKS = [
     ("aqua", "predictor=bias", 0.3, 2),
     ("aqua", "predictor=k", 0.2, 2),
     ("auto", "level=41", 0.1, 1),
+    ("auto", "level=14,far=f16,prompt=near", 0.05, 0.5),
     ("specache", "near=aqua,prompt=near", 0.05, 0.5),
     ("specache", "near=aqua,bits=1,window=32,top=16", 0.5, 4),
     ("aqua", "predictor=full", 0.1, 1),

@@ -135,6 +135,11 @@ def test_unknown_method_names_the_known_ones(lib):
         ("auto", "order=0.0.0.0.0.", "order"),
         ("auto", "order=0,0", "'0'"),
         ("auto", "order=-1.0.0.0.0", "order"),
+        ("auto", "far=q2", "far=q2"),
+        ("auto", "far=f16,top=1025", "top=1025"),
+        ("auto", "far=f16,window=auto", "window=auto cannot go with far=f16"),
+        ("auto", "far=f16,state=packed", "state=packed cannot go with far=f16"),
+        ("auto", "far=q4,means=on", "means=on cannot go with far=q4"),
     ],
 )
 def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
@@ -221,6 +226,7 @@ def test_options_have_an_effect(lib, table, method):
                 "weights": {"predictor": "full"},
                 "depth": {"budget": "pyramid"},
                 "recent": {"keep": 0.5},
+                **({"top": {"far": "f16"}, "prompt": {"far": "f16"}} if method == "auto" else {}),
             }.get(key, {})
         )  # without which the key means nothing
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})

@@ -224,6 +224,8 @@ def test_where_data_come_from(write_gguf: Callable[..., Path]) -> None:
     [
         ("auto", "means=off", False),
         ("auto", "bits=3", True),
+        ("auto", "far=f16", True),
+        ("auto", "far=q4", False),
         ("specache", "far=q8", False),
         ("specache", "near=higgs", False),
         ("specache", "preset=paper", False),

@@ -8,6 +8,7 @@
 // Keys go first: the rungs are the pairs for which there are kernels. `order` says which layer rises next; tuned data
 // hold it (ggml-kvq tune). Without it the upper half of the layers stands one or two rungs above the lower half: on
 // both models that were tuned, layers from the middle on lose several times more by few bits.
+// With `far` the same blocks are the near copy of a second tier (SpeCache), which lies in host memory.
 #include "method.h"
 
 #include <algorithm>
@@ -27,6 +28,12 @@ static const kvq_option_info options[] = {
     { "scales", "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },
     { "precision", "int8|f32", "int8", "arithmetic of attention over sealed pages", "ggml-kvq" },
     KVQ_OPTIONS_STATE,
+    { "far", "none|f16|q8|q4", "none",
+        "keep the rows as they came in host memory too and fetch the few that matter, as specache; not in `bits`",
+        "SpeCache section 3.1" },
+    { "top", "int", "64", "with far: cells fetched per KV head and token, 0..1024", "SpeCache section 4.1" },
+    { "prompt", "exact|near", "exact", "with far: prompts read every row from there, or fetch as generation does",
+        "SpeCache section 3.1" },
 };
 
 static const int rungs[][2] = { { 1, 1 }, { 2, 1 }, { 2, 2 }, { 3, 2 }, { 3, 3 }, { 4, 4 } };
@@ -111,13 +118,24 @@ static kvq_status plan(
     const auto end = order.begin() + std::min((size_t) level, order.size());
     const int * const rung = rungs[std::count(order.begin(), end, c.number)];
 
+    const bool far = !given.is("far", "none"), means = given.is("means", "on");
+    if (far && (given.is("window", "auto") || !given.is("state", "rows") || (means && !given.is("far", "f16")))) {
+        const char * key = given.is("window", "auto") ? "window" : !given.is("state", "rows") ? "state" : "means";
+        err = "option " + std::string(key) + "=" + given.str(key) + " cannot go with far=" + given.str("far") +
+            ": leave one of them out";
+        return KVQ_ERR_OPTION;
+    }
+    if (far) {
+        const kvq_status status = kvq_plan_fetch(given, KVQ_FETCH_NOW, "host", out, err);
+        if (status != KVQ_OK) { return status; }
+    }
     kvq_options o = given;
     o.values["grid"] = "d2";
     o.values["bits"] = "0";
     o.values["k_bits"] = std::to_string(rung[0]);
     o.values["v_bits"] = std::to_string(rung[1]);
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
-    if (status != KVQ_OK || !given.is("means", "on")) { return status; }
+    if (status != KVQ_OK || !means) { return status; }
     out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "counts_shared", !c.prev } });
     return KVQ_OK;
 }
@@ -126,8 +144,10 @@ static kvq_data data(const kvq_options & o) {
     return o.is("means", "on") ? kvq_data::NEEDS : o.is("means", "off") ? kvq_data::NONE : kvq_data::TAKES;
 }
 
+// Far rows of fewer bits than f16 cannot carry the positions that keys less their means need.
 static void settle(kvq_options & o, const char * predictor, int) {
-    if (o.is("means", "auto")) { o.values["means"] = predictor ? "on" : "off"; }
+    const bool can = o.is("far", "none") || o.is("far", "f16");
+    if (o.is("means", "auto")) { o.values["means"] = predictor && can ? "on" : "off"; }
 }
 
 extern const kvq_method kvq_method_auto;

@@ -76,6 +76,9 @@ kvq_status kvq_plan_open(const kvq_options & o, kvq_layer_plan & out, std::strin
 kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_lattice(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
+// a second tier of rows (option far), of which `top` are fetched; fetch: kvq_fetch
+kvq_status kvq_plan_fetch(
+    const kvq_options & o, int fetch, const std::string & place, kvq_layer_plan & out, std::string & err);
 // as affine, with bits of keys and of values, levels and eta
 kvq_status kvq_plan_kivi(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_affine(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);

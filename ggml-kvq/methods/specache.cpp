@@ -61,22 +61,29 @@ static kvq_options with_preset(const kvq_options & given) {
     return o;
 }
 
-static kvq_status plan(
-    const kvq_options & given, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
-    const kvq_options o = with_preset(given);
+kvq_status kvq_plan_fetch(
+    const kvq_options & o, int fetch, const std::string & place, kvq_layer_plan & out, std::string & err) {
     const int top = o.num("top");
     if (top < 0 || top > 1024) {
         err = "option top=" + o.str("top") + " is not within 0..1024";
         return KVQ_ERR_OPTION;
     }
     const int format = o.is("far", "f16") ? KVQ_FAR_F16 : o.is("far", "q8") ? KVQ_FAR_Q8 : KVQ_FAR_Q4;
-    const int fetch = o.is("fetch", "now") ? KVQ_FETCH_NOW : o.is("fetch", "ahead") ? KVQ_FETCH_AHEAD : KVQ_FETCH_OFF;
-    if (o.is("near", "aqua") && format != KVQ_FAR_F16) { // rows carry their positions in bits that others lack
+    const int exact = o.is("prompt", "exact");
+    out.add("fetch", { { "top", top }, { "format", format }, { "fetch", fetch }, { "exact", exact } }, place);
+    return KVQ_OK;
+}
+
+static kvq_status plan(
+    const kvq_options & given, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+    const kvq_options o = with_preset(given);
+    if (o.is("near", "aqua") && !o.is("far", "f16")) { // rows carry their positions in bits that others lack
         err = "option far=" + o.str("far") + " cannot go with near=aqua: set far=f16 or near=higgs";
         return KVQ_ERR_OPTION;
     }
-    out.add("fetch", { { "top", top }, { "format", format }, { "fetch", fetch }, { "exact", o.is("prompt", "exact") } },
-        o.str("place"));
+    const int fetch = o.is("fetch", "now") ? KVQ_FETCH_NOW : o.is("fetch", "ahead") ? KVQ_FETCH_AHEAD : KVQ_FETCH_OFF;
+    const kvq_status status = kvq_plan_fetch(o, fetch, o.str("place"), out, err);
+    if (status != KVQ_OK) { return status; }
     return o.is("near", "kivi") ? kvq_plan_kivi(o, c, out, err)
         : o.is("near", "aqua")  ? kvq_plan_aqua(o, c, out, err)
                                 : kvq_plan_lattice(o, c, out, err);

@@ -4,6 +4,7 @@ with bits that differ by layer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from .codec import V
@@ -49,6 +50,9 @@ class Auto(LatticeMethod):
         "window": 64,
         **{key: value for key, value in LATTICE_OPTIONS.items() if key != "grid"},
         "sinks": 4,
+        "far": "none",
+        "top": 64,
+        "prompt": "exact",
     }
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
@@ -57,9 +61,12 @@ class Auto(LatticeMethod):
         self.o["grid"] = "d2"
         plan = super().plan(ordinal, n_layer, shape, prev)
         del self.o["grid"]
-        return LayerPlan(
-            plan.k, plan.v, window=plan.window, sinks=plan.sinks, f32=plan.f32, mean=self.o["means"] == "on"
-        )
+        plan = replace(plan, mean=self.o["means"] == "on")
+        if self.o["far"] == "none":
+            return plan
+        return replace(
+            plan, top=self.o["top"], far=self.o["far"], fetch="now", exact=self.o["prompt"] == "exact"
+        )  # as specache
 
     def bits(self, role: int, ordinal: int) -> int:
         return self.rung[role == V]
