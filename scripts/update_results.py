@@ -116,9 +116,9 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
             " included; *long context* counts codes and their parameters alone, which is where long contexts go;"
             " predictors of `aqua-k` and `aqua-full`, and the 8-bit row that those keep per cell, are in the first"
             " column only ([aqua](methods/aqua.md) has their bits at 16k). `q4_0-sim` and `q8_0-sim` simulate what"
-            " llama.cpp has not: its types with an exact window of 64 tokens and 4 exact first ones, rows rounded when"
-            " they leave the window, queries and the own batch exact. [auto](methods/auto.md) was asked for so many bits"
-            " at 131072 tokens; `tuned` has data of `ggml-kvq tune`, from other text."
+            " llama.cpp has not: its types with an exact window of 64 tokens and 4 exact first ones, rows rounded"
+            " when they leave the window, queries and the own batch exact. [auto](methods/auto.md) was asked for so"
+            " many bits at 131072 tokens; `tuned` has data of `ggml-kvq tune`, from other text."
         ),
         text_table(rows),
         "![KL divergence against true bits](img/frontier.png)",
