@@ -215,7 +215,7 @@ kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
 }
 
 const int32_t * kvq_cuda_device::squares(const kvq_codec & c) const {
-    const bool tries = kvq_lattice_squares(*kvq_grid_find(c.group, c.bits)) != nullptr;
+    const bool tries = points && kvq_lattice_squares(*kvq_grid_find(c.group, c.bits)) != nullptr;
     return tries ? (const int32_t *) points + 3 * 4 * LATTICE_MAX_VALUES + (c.bits - 3) * N_SQUARES : nullptr;
 }
 
