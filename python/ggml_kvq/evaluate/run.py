@@ -74,7 +74,7 @@ class Evaluation:
             "bits": s["bits"],
             "bits_k": s["bits_k"],
             "bits_v": s["bits_v"],
-            "bits_no_window": sealed * 16 / s["bytes_f16"] if sealed else s["bits"],
+            "bits_no_window": sealed * 16 / s["bytes_f16"] if sealed else s.get("bits_no_window", s["bits"]),
             "bytes_total": s["bytes_total"],
             "bytes_f16": s["bytes_f16"],
             "sealed": s.get("n_sealed"),

@@ -105,11 +105,12 @@ class Simulated(Model):
     def kv_stats(self) -> dict[str, Any]:
         """As Model.kv_stats, with the bits that such a cache takes: blocks of all cells, window, first cells."""
         stats = super().kv_stats()
-        bits = type_bits(self._libs, self.kind) + 16 * min(1.0, (self.window + self.sinks) / self.n_ctx)
+        codes = type_bits(self._libs, self.kind)
+        bits = codes + 16 * min(1.0, (self.window + self.sinks) / self.n_ctx)
         total = int(stats["bytes_f16"] * bits / 16)
         options = f"{self.kind},window={self.window},sinks={self.sinks}"
         return {**stats, "method": "simulated", "options": options, "bits": bits, "bits_k": bits, "bits_v": bits,
-                "bytes_total": total}  # fmt: skip
+                "bits_no_window": codes, "bytes_total": total}  # fmt: skip
 
 
 def _tensors(data: npt.NDArray[np.uint8], n_cells: int) -> list[tuple[int, int, bool]]:
