@@ -79,7 +79,7 @@ foreach(name IN LISTS cache_names)
     endif()
 endforeach()
 
-# Files that are compiled together make the first build half as long; only of the pinned source is it known which can be.
+# Files that are compiled together save a third of the first build; only of the pinned source is it known which can be.
 option(KVQ_LLAMA_UNITY "compile several files of the pinned llama.cpp at a time; OFF takes longer and less memory" ON)
 set(flags_path ${CMAKE_CURRENT_LIST_DIR}/llama_flags.cmake)
 file(READ ${flags_path} flags_file)
