@@ -127,7 +127,7 @@ def test_error_is_the_grids(lib, d, bits, scale, monkeypatch):
 
 
 @pytest.mark.parametrize("head", [64, 80, 128, 256])
-@pytest.mark.parametrize(("bits", "scale"), itertools.product((3, 4), (0, 1)))
+@pytest.mark.parametrize(("bits", "scale"), list(itertools.product((3, 4), (0, 1))))
 def test_tried_scales_hold_rows_better(lib, bits, scale, head, monkeypatch):
     """Of 3 and 4 bits: less error than with the root mean square, hardly ever more in a cell, and much less where the
     rotation leaves heavy tails.
