@@ -56,7 +56,9 @@ class kvq_codec(Structure):
         ("head_size", c_int32),
         ("hi", c_int32),
         ("n_hi", c_int32),
-        ("reserved", c_int32 * 5),
+        ("split", c_int32),
+        ("fast_bits", c_int32),
+        ("reserved", c_int32 * 3),
     ]
 
 
