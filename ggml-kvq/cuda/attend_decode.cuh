@@ -319,8 +319,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                         copy_stage_late<D, KB, VB>(a, of, to, page, kvh, t, now & 1, now & 2);
                     }
                     if constexpr (MEANS) {
+                        const int32_t next[2] = { places[0], places[1] }; // those of the next unit are on their way
                         load_places(unit, both ? 0 : first, both ? 1 : first);
                         put_places(unit);
+                        places[0] = next[0];
+                        places[1] = next[1];
                     }
                     if constexpr (!ROTATED) {
                         copies_done();
