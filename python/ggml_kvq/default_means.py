@@ -17,6 +17,7 @@ from .errors import KvqError
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
+FORMAT = b"pairs"  # what such a file holds beside means
 ENDS = 1 << 18  # bytes at either end of a model file that tell it from others
 TEXT = Path(__file__).with_name("data") / "means.txt"
 
@@ -35,7 +36,7 @@ def path_of(model: str | os.PathLike[str]) -> Path:
         head = f.read(ENDS)
         size = f.seek(0, os.SEEK_END)
         f.seek(max(0, size - ENDS))
-        name = hashlib.sha256(str(size).encode() + head + f.read() + TEXT.read_bytes()).hexdigest()
+        name = hashlib.sha256(str(size).encode() + FORMAT + head + f.read() + TEXT.read_bytes()).hexdigest()
     return folder() / f"{Path(model).stem}-{name[:16]}.kvq.gguf"
 
 
