@@ -142,8 +142,9 @@ static kvq_status plan(
     if (order.empty()) { return KVQ_ERR_OPTION; }
     const auto end = order.begin() + std::min((size_t) level, order.size());
     const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
+    const rung * const ladder = splits(given) ? split_rungs : whole_rungs;
     const int risen = (int) std::count(order.begin(), end, c.number);
-    const rung & at = (splits(given) ? split_rungs : whole_rungs)[std::min(risen, top_of(given))];
+    const rung & at = ladder[std::min(risen, top_of(given))];
 
     const bool far = !given.is("far", "none"), means = given.is("means", "on");
     if (far && (given.is("window", "auto") || !given.is("state", "rows") || (means && !given.is("far", "f16")))) {
