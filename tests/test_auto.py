@@ -230,7 +230,7 @@ def test_means_are_measured_once_and_used(demo_model: Path, capfd: pytest.Captur
     there.unlink(missing_ok=True)
     with Model(demo_model, kv_method="auto", n_ctx=1024) as model:
         with_means = model.kv_stats()["bytes_calibration"]
-    assert there.is_file() and "measuring the means" in capfd.readouterr().err
+    assert there.is_file() and "measuring its keys and values" in capfd.readouterr().err
     stamp = there.stat().st_mtime_ns
     with Model(demo_model, kv_method="auto", n_ctx=1024):
         assert there.stat().st_mtime_ns == stamp and "measuring" not in capfd.readouterr().err

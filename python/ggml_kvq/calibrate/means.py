@@ -33,13 +33,15 @@ class Moments:
 @dataclass
 class Means:
     """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry,
-    keys and values; rms[il] = root mean square of the rows; pairs: capture.pairs.
+    keys and values; rms[il] = root mean square of the rows; pairs: capture.pairs;
+    losses: divergence with whole and with split keys, where that was tried (halves.py).
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     removed: dict[int, tuple[float, float]] = field(default_factory=dict)
     rms: dict[int, tuple[float, float]] = field(default_factory=dict)
     pairs: str = "none"
+    losses: tuple[float, float] = (0.0, 0.0)
     n_tokens: int = 0
     seconds: float = 0.0
     peak_mib: float = 0.0
@@ -67,7 +69,15 @@ def fit(
     started = time.monotonic()
     shapes = capture.layers(path)
     key = json.dumps(
-        [os.path.basename(os.fspath(path)), hashlib.sha256(text.encode()).hexdigest(), n_sequences, length, sinks, seed, 2]
+        [
+            os.path.basename(os.fspath(path)),
+            hashlib.sha256(text.encode()).hexdigest(),
+            n_sequences,
+            length,
+            sinks,
+            seed,
+            2,
+        ]
     )
     sums = {
         (il, v): Moments(np.zeros(h * (dv if v else dk)), np.zeros(h * (dv if v else dk)))

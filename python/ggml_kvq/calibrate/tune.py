@@ -25,7 +25,7 @@ from ..errors import KvqError
 from ..evaluate import perplexity
 from ..model import Model
 from ..reference.auto import RUNGS, WHOLE, Rung, code_bits
-from . import capture, files, means
+from . import capture, files, halves, means
 
 MEASURED = (0, 2, 4)  # rungs; those between are interpolated: each bit divides the error by about the same factor
 FAR = 131072  # tokens: where window and tables no longer count
@@ -120,6 +120,7 @@ def fit(
         path, text, n_sequences=n_windows, length=length, n_threads=n_threads, progress=True,
         checkpoint=work / "means.npz",
     )  # fmt: skip
+    fitted = halves.checked(path, fitted, text, n_threads)
     sidecar = work / "means.kvq.gguf"
     files.write_sidecar(sidecar, files.fields(path, fitted, 4), files.arrays(fitted))
     protocol = perplexity.Protocol(length, min(UBATCH, length // 8), 0, n_windows)

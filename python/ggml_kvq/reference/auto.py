@@ -68,7 +68,9 @@ class Auto(LatticeMethod):
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         splits = self.o["pairs"] != "none" and self.o["means"] != "off"
         rungs = RUNGS if splits else WHOLE
-        risen = order_of(self.o["order"] if splits or self.o["pairs"] == "none" else "none", n_layer, rungs)[: max(self.o["level"], 0)]
+        risen = order_of(self.o["order"] if splits or self.o["pairs"] == "none" else "none", n_layer, rungs)[
+            : max(self.o["level"], 0)
+        ]
         self.rung = fast, slow, _ = rungs[risen.count(ordinal)]
         halves = splits and fast != slow and shape.head_size_k % 16 == 0
         if not halves:
