@@ -299,6 +299,7 @@ def test_coordinates_fit_the_bytes_that_multiply_them():
         {"split": 1, "group": 4},
         {"split": 1, "fast_bits": 5},
         {"fast_bits": 2},
+        {"type": 0, "split": 1},
     ],
     ids=str,
 )

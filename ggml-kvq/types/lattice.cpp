@@ -344,9 +344,7 @@ static void decode_block(const kvq_codec & c, const void * codes, const void * p
 
 static void assign_block(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params) {
     std::vector<float> x((size_t) c.n_cells * c.head_size);
-    for (int t = 0; t < c.n_cells; t++) {
-        rotate(c, rows + (size_t) t * c.head_size, &x[(size_t) t * c.head_size]);
-    }
+    for (int t = 0; t < c.n_cells; t++) { rotate(c, rows + (size_t) t * c.head_size, &x[(size_t) t * c.head_size]); }
     put_indices(c, x.data(), params, codes);
 }
 
@@ -425,7 +423,7 @@ void kvq_lattice_assign(const kvq_codec & c, const uint16_t * rows, void * codes
     std::vector<uint16_t> own;
     for (int i = 0, n = kvq_lattice_halves(c, halves); i < n; i++) {
         const kvq_lattice_half & h = halves[i];
-        assign_block(h.codec, take_half(c, h, rows, own), (uint8_t *) codes + h.codes,
-            (const uint8_t *) params + h.params);
+        assign_block(
+            h.codec, take_half(c, h, rows, own), (uint8_t *) codes + h.codes, (const uint8_t *) params + h.params);
     }
 }
