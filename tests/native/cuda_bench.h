@@ -9,9 +9,11 @@
 static void print_limits(kvq_cuda_device & d) {
     printf("%s\n%-14s %6s %8s %16s %8s %10s\n", d.name(), "format", "heads", "group", "kernel", "warps", "bytes");
     int n_none = 0;
-    const auto line = [&](const char * name, int kb, int vb, int group, int scale, int D) {
-        const kvq_codec k = make_codec(KVQ_ROLE_K, kb, group, scale, 0, 0.0f, std::max(32, group), D),
-                        v = make_codec(KVQ_ROLE_V, vb, std::min(group, D), scale, 0, 0.0f, std::max(32, group), D);
+    const auto line = [&](const char * name, int kb, int vb, int group, int scale, int D, int split = 0, int fast = 0) {
+        kvq_codec k = make_codec(KVQ_ROLE_K, kb, group, scale, 0, 0.0f, std::max(32, group), D);
+        k.split = split;
+        k.fast_bits = fast;
+        const kvq_codec v = make_codec(KVQ_ROLE_V, vb, std::min(group, D), scale, 0, 0.0f, std::max(32, group), D);
         if (kb < 16 && (kvq_traits(k.type)->refuse(k) || kvq_traits(v.type)->refuse(v))) { return; }
         const auto room = d.room_of(k, v);
         char bits[32];
@@ -29,6 +31,9 @@ static void print_limits(kvq_cuda_device & d) {
                 if (scale) { line("lattice", p.first, p.second, 2, scale, D); }
             }
         }
+#define KVQ_LINE(F, K, V) line("split " #F "/", K, V, 2, 1, D, KVQ_SPLIT_NORM + D % 3 % 2, F);
+        KVQ_TEST_SPLIT_BITS(KVQ_LINE)
+#undef KVQ_LINE
     }
     printf("%d without a kernel\n", n_none);
 }
