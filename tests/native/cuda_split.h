@@ -12,7 +12,7 @@ static int check_split_codecs(kvq_cuda_device & d, bool quick) {
             for (int bits = 1; bits <= 4; bits++) {
                 for (int fast = 0; fast <= 4; fast++) {
                     const int scale = (bits + fast + D / 16) % 2, cells = (bits + fast / 2) % 2 ? 96 : 32;
-                    if (quick && (bits * 5 + fast + D / 16 + split) % (D > 128 ? 20 : 7)) { continue; }
+                    if (quick && (bits * 5 + fast + D / 16 + split) % (D > 128 ? 29 : 11)) { continue; }
                     kvq_codec c = make_codec(KVQ_ROLE_K, bits, 2, scale, 0, 0.0f, cells, D);
                     c.split = split;
                     c.fast_bits = fast;
