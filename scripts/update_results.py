@@ -25,8 +25,7 @@ README_CACHES = (
     "auto-4.25", "auto-2.75", "auto-2.25", "zipcache-60", "minikv-50", "xquant-1.38",
 )  # fmt: skip
 #: rows on a text that the figure leaves out, so that its labels can be read
-NOT_DRAWN = ("tuned-1.25", "auto-1.5", "tuned-1.5", "auto-1.75", "auto-2", "tuned-2", "tuned-3.5", "tuned-4.25",
-             "xquant-1.38-null", "kivi-2-g16", "aqua-bias-k3v2", "aqua-full-1")  # fmt: skip
+NOT_DRAWN = ("auto-1.5", "auto-2", "xquant-1.38-null", "kivi-2-g16", "aqua-bias-k3v2", "aqua-full-1")  # fmt: skip
 #: more files: heading, name, words
 MORE_TEXTS = (
     ("Windows of 4096 tokens", "window4k-*.jsonl", ""),
@@ -130,7 +129,7 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
             " column only ([aqua](methods/aqua.md) has their bits at 16k). `q4_0-sim` and `q8_0-sim` simulate what"
             " llama.cpp has not: its types with an exact window of 64 tokens and 4 exact first ones, rows rounded"
             " when they leave the window, queries and the own batch exact. [auto](methods/auto.md) was asked for so"
-            " many bits at 131072 tokens; `tuned` has data of `ggml-kvq tune`, from other text."
+            " many bits at 131072 tokens."
         ),
         text_table(rows),
         "![KL divergence against true bits](img/frontier.png)",
