@@ -42,6 +42,7 @@ NAME_AN_ENGINE = {
 #: Imports of ggml_kvq that close a circle on purpose, inside a function: why.
 PYTHON_EXCEPTIONS = {
     ("default_means", "calibrate.means"): "a model that goes better with means is opened once without, to measure them",
+    ("default_means", "calibrate.halves"): "and with both kinds of keys, to see which lose less",
     ("default_means", "calibrate.files"): "and they are written as a sidecar",
 }
 #: Prose that names files of ggml-kvq/.

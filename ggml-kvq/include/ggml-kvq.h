@@ -354,8 +354,8 @@ KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
 // them before rotary embedding come without it; with a window that holds them all, exactly as the model made them
 // (f16).
 KVQ_API int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n, float * out);
-// How the keys of a layer can be split, as graphs have shown so far: kvq_split. NONE without rotary embedding, or one of
-// part of a head or of several positions. -1: no such layer.
+// How the keys of a layer can be split, as graphs have shown so far: kvq_split. NONE without rotary embedding, or with
+// one of part of a head or of several positions. -1: no such layer.
 KVQ_API int kvq_cache_split(int i, int il);
 KVQ_API const char * kvq_cache_line(int i); // the load line of a live cache; valid until the thread's next call
 
