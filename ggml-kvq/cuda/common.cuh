@@ -50,7 +50,7 @@ static __device__ __forceinline__ bool lies_far(const kvq_row_place & to, const 
     return to.far_k && page.n_slots && page.k_params && page.v_params && to.far_k[p] && to.far_v[p];
 }
 
-kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c);           // device.cu
+kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c);           // geometry.cu
 kvq_affine_geometry kvq_split_get_geometry(const kvq_codec & c, bool fast); // of a half; n_parts 0: it has no block
 
 static __device__ __forceinline__ float f16_bits_to_f32(uint16_t h) { return __half2float(__ushort_as_half(h)); }
