@@ -229,7 +229,8 @@ def test_stream_pieces_are_whole_characters_and_join_to_the_text(plain: Model) -
     for piece in pieces:
         piece.encode("utf-8").decode("utf-8")
     tail = plain.tokens[len(plain.tokenize("Grüße 世界 \U0001f600 é", add_bos=True)) :]
-    assert "".join(pieces).startswith(plain.detokenize(tail)[:40])
+    # not detokenize(), which takes spaces away in front of full stops
+    assert "".join(pieces).startswith(b"".join(map(plain.piece, tail)).decode("utf-8", "replace")[:40])
 
 
 def test_stop_string_cuts_exactly_even_across_pieces(plain: Model) -> None:

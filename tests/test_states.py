@@ -357,8 +357,8 @@ def test_a_process_killed_while_it_writes_leaves_whole_states(tmp_path: Path) ->
             for part in tmp_path.glob(".*.part"):  # what it was writing: whole or refused
                 try:
                     assert m.load_state(part) == 300
-                except errors.StateError:
-                    assert m.tokens == []
+                except errors.StateError:  # one without a beginning touches nothing
+                    assert len(m.tokens) == (0 if part.stat().st_size > 64 else 300)
                 part.unlink()
 
 
