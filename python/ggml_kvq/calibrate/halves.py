@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import KvqError
+from ..evaluate import metrics
 from ..model import Model
 from ..reference.auto import RUNGS, WHOLE
 from . import files
@@ -65,13 +66,8 @@ def losses(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: in
 
 def divergence(exact: Logits, other: Logits) -> float:
     """Mean KL divergence of rows of logits, nats."""
-    p, q = (_log_softmax(x) for x in (exact, other))
+    p, q = (metrics.log_softmax(x).astype(np.float64) for x in (exact, other))
     return float((np.exp(p) * (p - q)).sum(-1).mean())
-
-
-def _log_softmax(x: Logits) -> npt.NDArray[np.float64]:
-    y = x.astype(np.float64) - x.max(-1, keepdims=True)
-    return np.asarray(y - np.log(np.exp(y).sum(-1, keepdims=True)))
 
 
 def _open(path: str | os.PathLike[str], method: str, opts: str, config: Path | None, n_threads: int | None) -> Model:

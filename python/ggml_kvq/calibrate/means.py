@@ -17,6 +17,8 @@ import numpy as np
 from ..progress import Line
 from . import capture
 
+FORMAT = 2  # of a checkpoint
+
 
 @dataclass
 class Moments:
@@ -76,7 +78,7 @@ def fit(
             length,
             sinks,
             seed,
-            2,
+            FORMAT,
         ]
     )
     sums = {
