@@ -50,12 +50,7 @@ for kind in "${kinds[@]}"; do
             repair cpu --bundle libgomp.so.1
             ;;
         aarch64)
-            variants="-DGGML_NATIVE=OFF"
-            if ! echo | aarch64-linux-gnu-gcc -march=armv9.2-a+sve2+sme -xc -fsyntax-only - 2>/dev/null; then
-                echo "build_wheels: aarch64-linux-gnu-gcc knows no SME: one CPU backend for ARMv8.2 with dotprod, no variants"
-                variants="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16"
-            fi
-            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake $variants ${CMAKE_ARGS:-}" wheel aarch64
+            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake -DGGML_NATIVE=OFF ${CMAKE_ARGS:-}" wheel aarch64
             repair aarch64 --bundle libgomp.so.1
             ;;
         cuda)
