@@ -52,6 +52,7 @@ CACHES = [
     ("specache-1", "KVQ0", "f16", "specache", "bits=1,top=128"),
     ("minikv-50", "KVQ0", "f16", "minikv", ""),
     ("auto-2.25", "KVQ0", "f16", "auto", "bits=2.25"),
+    ("auto-2.75", "KVQ0", "f16", "auto", "bits=2.75"),
 ]
 MEANS = ("aqua", "auto")  # methods that take calibrated means
 # Many sequences and drafts: arguments of bench_batch behind MODEL and DEVICE.

@@ -176,6 +176,7 @@ double read_bandwidth(const settings & o) {
 struct format {
     const char * name;
     int type, bits, group, scale;
+    int split = 0, fast_bits = 0; // of keys
 };
 const format formats[] = {
     { "f16", KVQ_TYPE_F16, 16, 1, 0 },
@@ -190,6 +191,9 @@ const format formats[] = {
     { "lattice2-d4", KVQ_TYPE_LATTICE, 2, 4, 1 },
     { "lattice3", KVQ_TYPE_LATTICE, 3, 2, 1 },
     { "lattice4", KVQ_TYPE_LATTICE, 4, 2, 1 },
+    { "lattice0|2", KVQ_TYPE_LATTICE, 2, 2, 1, KVQ_SPLIT_NORM, 0 }, // values 2
+    { "lattice0|4", KVQ_TYPE_LATTICE, 4, 2, 1, KVQ_SPLIT_NEOX, 0 }, // values 4
+    { "lattice2|4", KVQ_TYPE_LATTICE, 4, 2, 1, KVQ_SPLIT_NEOX, 2 },
 };
 
 kvq_codec codec(const settings & o, const format & f, int role) {
@@ -201,6 +205,8 @@ kvq_codec codec(const settings & o, const format & f, int role) {
     c.group = f.type == KVQ_TYPE_AFFINE && role == KVQ_ROLE_V ? std::min(f.group, o.head) : f.group;
     c.n_cells = f.type == KVQ_TYPE_AFFINE ? std::max(32, f.group) : 32;
     c.head_size = o.head;
+    c.split = role == KVQ_ROLE_K ? f.split : 0;
+    c.fast_bits = role == KVQ_ROLE_K ? f.fast_bits : 0;
     return c;
 }
 
@@ -227,20 +233,23 @@ struct kernel_calls {
     const format & f;
     const cache & c;
     int rows;
-    kvq_lattice_view lk = {}, lv = {};
-    kvq_lattice_queries folded;
+    kvq_lattice_keys lk = {};
+    kvq_lattice_view lv = {};
+    kvq_lattice_queries folded[2];
 
     kernel_calls(const kvq_kernels & K, const format & f, const cache & c, int rows, const float * q) :
         K(K), f(f), c(c), rows(rows) {
         if (f.type == KVQ_TYPE_LATTICE) {
-            lk = kvq_lattice_make_view(c.k);
+            lk = kvq_lattice_make_keys(c.k);
             lv = kvq_lattice_make_view(c.v);
-            folded.fold(lk, rows, c.vk.dp, q);
+            for (int i = 0; i < lk.n; i++) { folded[i].fold(lk.half[i], rows, c.vk.dp, q); }
         }
     }
     void score(const kvq_run & run, const float * q, float * logits, void * work) const {
         if (f.type == KVQ_TYPE_LATTICE) {
-            K.score_lattice(lk, rows, run, folded.rows.data(), nullptr, logits);
+            for (int i = 0; i < lk.n; i++) {
+                K.score_lattice(lk.half[i], rows, run, folded[i].rows.data(), i ? logits : nullptr, logits);
+            }
         } else {
             K.block[f.type].score(c.vk, rows, run, q, logits, work);
         }

@@ -106,7 +106,7 @@ if has quality; then
     kld() { grep -oE "Mean +KLD: +[0-9.e+-]+" | grep -oE "[0-9.e+-]+$"; }
     upstream "${run[0]}" "${run[@]:1}" "$build/base.gpu.kld" > /dev/null 2>&1 || failed=1
     CUDA_VISIBLE_DEVICES= "$lib/llama-perplexity" -m "$model" -ngl 0 -t "$jobs" "${run[@]:1}" "$build/base.cpu.kld" > /dev/null 2>&1 || failed=1
-    for m in ${METHODS:-f16: kivi:bits=2 kivi:bits=2,group=128,scales=u8 kivi:bits=4 xquant: higgs:bits=2 higgs:bits=4 zipcache: minikv: aqua:predictor=none ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=k aqua:predictor=full}}; do
+    for m in ${METHODS:-f16: kivi:bits=2 kivi:bits=2,group=128,scales=u8 kivi:bits=4 xquant: higgs:bits=2 higgs:bits=4 zipcache: minikv: specache:prompt=near auto:bits=2.25,at=131072 aqua:predictor=none ${KVQ_CONFIG:+aqua:predictor=bias aqua:predictor=k aqua:predictor=full}}; do
         gpu=$(kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.gpu.kld" --kl-divergence 2>&1 | kld)
         cpu=$(CUDA_VISIBLE_DEVICES= kvq "${m%%:*}" "${m#*:}" "${run[@]}" "$build/base.cpu.kld" --kl-divergence -t "$jobs" 2>&1 | kld)
         # f16 and others that lose next to nothing are held to 1e-4, what arithmetic alone makes

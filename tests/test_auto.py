@@ -13,10 +13,10 @@ from ggml_kvq import Model, budget, cli, default_means, gguf_header, info, launc
 from ggml_kvq.calibrate import tune
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import METHODS, LayerShape
-from ggml_kvq.reference.auto import RUNGS, order_of, spread
+from ggml_kvq.reference.auto import RUNGS, WHOLE, code_bits, order_of, spread
 
 LAYERS = [(il, 4, 64, 64) for il in range(12)]
-TOP = len(RUNGS) - 1
+TOP = len(WHOLE) - 1  # of keys that are one block
 TEXT = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 
@@ -43,17 +43,41 @@ def test_layers_rise_spread_out() -> None:
         assert sorted(spread(n)) == list(range(n))
 
 
-def test_every_level_takes_more_than_the_one_below_and_is_the_references(lib) -> None:
-    order = ".".join(map(str, np.random.default_rng(3).permutation(np.repeat(np.arange(12), TOP))))
+@pytest.mark.parametrize("pairs", ["none", "norm", "neox"])
+def test_every_level_takes_more_than_the_one_below_and_is_the_references(lib, pairs) -> None:
+    rungs = WHOLE if pairs == "none" else RUNGS
+    top = len(rungs) - 1
+    order = ".".join(map(str, np.random.default_rng(3).permutation(np.repeat(np.arange(12), top))))
     shapes = [LayerShape(*s) for s in LAYERS]
     for text in ("none", order):
         last = 0.0
-        for level in range(TOP * 12 + 1):
-            got = planned(lib, f"level={level},order={text}")
-            plans = METHODS["auto"](level=level, order=text).plans(shapes)
-            code_bits = sum(p.k.codec.bits + p.v.codec.bits for p in plans) / 24
-            assert got["bits_headline"] == pytest.approx(code_bits) and got["bits"] > last
+        for level in range(top * 12 + 1):
+            got = planned(lib, f"level={level},order={text},pairs={pairs}")
+            plans = METHODS["auto"](level=level, order=text, pairs=pairs).plans(shapes)
+            codecs = [(p.k.codec, p.v.codec) for p in plans]
+            keys = [(k.bits + k.fast_bits) / 2 if k.split else k.bits for k, _ in codecs]
+            bits = (sum(keys) + sum(v.bits for _, v in codecs)) / 24
+            assert got["bits_headline"] == pytest.approx(bits) and got["bits"] > last
             last = got["bits"]
+        assert {k.split for k, _ in codecs} == {0}  # the last rung is whole
+    assert [code_bits(r) for r in rungs] == sorted({code_bits(r) for r in rungs})
+
+
+def test_keys_are_split_where_means_are_taken_off(lib) -> None:
+    """Without means the fast half would be missed; an order of the other ladder is then nobody's."""
+    order = ".".join(map(str, [*range(12)] * (len(RUNGS) - 1)))
+    level = 30
+    for means, split in (("on", 2), ("off", 0)):
+        plans = METHODS["auto"](level=level, order=order, pairs="neox", means=means).plans(
+            [LayerShape(*s) for s in LAYERS]
+        )
+        assert {p.k.codec.split for p in plans} == {split}
+        got = planned(lib, f"level={level},order={order},pairs=neox,means={means}")["bits_headline"]
+        want = sum((p.k.codec.bits + p.k.codec.fast_bits) / (1 + bool(split)) + p.v.codec.bits for p in plans) / 24
+        assert got == pytest.approx(want)
+    odd = [(0, 2, 72, 72)]  # such heads have no halves
+    assert planned(lib, "level=0,pairs=norm", layers=odd)["bits_headline"] == 1.0
+    assert planned(lib, "level=4,pairs=norm", layers=odd)["bits_headline"] == 3.0
 
 
 @pytest.mark.parametrize(
@@ -187,7 +211,7 @@ def test_a_text_does_not_depend_on_how_the_number_was_given(demo_model: Path) ->
     texts = []
     for kwargs in ({"kv_bits": 2.5}, {"kv_method": "auto", "kv_opts": {"bits": 2.5}}):
         with Model(demo_model, n_ctx=2048, **kwargs) as model:
-            assert "auto [bits=2.5" in model.load_line and model.kv_stats()["bits"] <= 2.5
+            assert "auto [pairs=norm,bits=2.5" in model.load_line and model.kv_stats()["bits"] <= 2.5
             texts.append("".join(model.generate(TEXT[:3000], max_tokens=24, temperature=0)))
     assert texts[0] == texts[1]
     with Model(demo_model, n_ctx=4096, kv_budget="4M") as model:
@@ -206,7 +230,7 @@ def test_means_are_measured_once_and_used(demo_model: Path, capfd: pytest.Captur
     there.unlink(missing_ok=True)
     with Model(demo_model, kv_method="auto", n_ctx=1024) as model:
         with_means = model.kv_stats()["bytes_calibration"]
-    assert there.is_file() and "measuring the means" in capfd.readouterr().err
+    assert there.is_file() and "measuring its keys and values" in capfd.readouterr().err
     stamp = there.stat().st_mtime_ns
     with Model(demo_model, kv_method="auto", n_ctx=1024):
         assert there.stat().st_mtime_ns == stamp and "measuring" not in capfd.readouterr().err
@@ -250,10 +274,11 @@ def test_data_of_one_method_serve_the_others(write_gguf: Callable[..., Path]) ->
 
 
 def test_interpolation_falls_and_ends_at_zero() -> None:
-    d = tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001})
+    d = tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001}, WHOLE)
     assert d[0] == pytest.approx(0.08) and d[2] == pytest.approx(0.01) and d[4] == pytest.approx(0.001) and d[5] == 0
     assert all(a >= b for a, b in itertools.pairwise(d)) and 0.01 < d[1] < 0.08
-    assert tune.interpolate({0: 0.0, 2: -0.001, 4: 0.002})[5] == 0  # noise
+    assert tune.interpolate({0: 0.0, 2: -0.001, 4: 0.002}, WHOLE)[5] == 0  # noise
+    assert len(tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001})) == len(RUNGS)
 
 
 def test_the_climb_takes_the_steepest_step_first() -> None:
@@ -261,7 +286,7 @@ def test_the_climb_takes_the_steepest_step_first() -> None:
     damage = np.array(
         [[8.0, 4.0, 1.0, 0.5, 0.2, 0.0], [1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 0.0], [6.0, 6.0, 0.1, 0.1, 0.1, 0.0]]
     )
-    order = tune.climb(damage)
+    order = tune.climb(damage, WHOLE)
     assert sorted(order) == sorted([0, 1, 2] * TOP)
     assert order[:2] == [0, 0] or order[0] == 0
     assert {order[i] for i in range(4)} == {0, 2} and order.count(1) == TOP and order.index(1) > 6
@@ -297,7 +322,9 @@ def test_tune_writes_a_frontier_that_falls(
     (few, damaged), (more, whole) = tune.frontier_of(fields)
     assert few < 1.5 < more <= 3.0 and damaged > 3 * whole > 0
     order = [int(x) for x in str(fields["kvq.auto.order"]).split(".")]
-    assert sorted(order) == sorted([*range(12)] * TOP) and order != spread(12) * TOP
+    assert fields["kvq.auto.pairs"] == "norm"
+    rises = len(RUNGS) - 1
+    assert sorted(order) == sorted([*range(12)] * rises) and order != spread(12) * rises
     with Model(demo_model, kv_bits=3.0, kv_config=out, n_ctx=2048) as model:
         assert model.kv_stats()["bits"] <= 3.0 and "order=given" in model.load_line
     assert cli.main(["info", str(out), "--json"]) == 0

@@ -116,7 +116,13 @@ def test_under_another_method_blocks_become_rows(models: Models, first: str, sec
     got = rows(b)
     models(first, "rows").load_state(tmp_path / "s")
     want = rows(models(first, "rows"))
-    assert (got.argmax(-1) == want.argmax(-1)).mean() > 0.5 and np.isfinite(got).all()
+    b.reset()
+    without = rows(b)
+
+    def alike(logits: np.ndarray) -> float:
+        return min(float(np.corrcoef(x, y)[0, 1]) for x, y in zip(logits, want))
+
+    assert alike(got) > 0.9 > alike(without), (alike(got), alike(without))
 
 
 def test_blocks_that_are_known_in_their_own_place_only_are_refused_elsewhere(models: Models, tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from ggml_kvq import kernels, loader
 from ggml_kvq import reference as ref
 from ggml_kvq.errors import MethodError
 from ggml_kvq.reference import LATTICE, Codec, K, V, attention, lattice
+from ggml_kvq.reference.codec import SPLIT_NEOX, SPLIT_NORM
 
 #: (d, bits) -> mean squared error per coordinate on N(0,1): AQUA-KV's tables from two bits on, k-means at one bit
 MSE = {(2, 1): 0.3634, (4, 1): 0.348, (8, 1): 0.324, (2, 2): 0.1080, (4, 2): 0.0964, (2, 3): 0.0297, (2, 4): 0.00773}
 HEADS = (64, 72, 80, 96, 128, 256)
+#: (bits of the slow half, of the fast half) of split keys
+HALVES = ((2, 0), (4, 0), (4, 2), (3, 1))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,18 @@ def codec(d, bits, role=K, scale=0, head=64, n_cells=32):
     return Codec(LATTICE, role, bits, d, scale, 0, 0.0, n_cells, head)
 
 
+def split_codec(bits, fast, split, scale=1, head=64, n_cells=32):
+    return codec(2, bits, K, scale, head, n_cells).with_(split=split, fast_bits=fast)
+
+
 def codecs():
+    yield from whole_codecs()
+    for (bits, fast), split, scale, head in itertools.product(HALVES, (SPLIT_NORM, SPLIT_NEOX), (0, 1), HEADS):
+        if head % 16 == 0:
+            yield split_codec(bits, fast, split, scale, head, 64 if head == 80 else 32)
+
+
+def whole_codecs():
     for (d, bits), role, scale, head in itertools.product(MSE, (K, V), (0, 1), HEADS):
         yield codec(d, bits, role, scale, head, 64 if head == 72 else 32)
 
@@ -88,7 +102,7 @@ def test_random_bytes_decode_alike(lib):
 
 
 def test_pack_follows_the_byte_map():
-    for c in codecs():
+    for c in whole_codecs():
         rng = np.random.default_rng(5)
         index = rng.integers(0, 1 << c.bits * c.group, (c.n_cells, c.head_size // c.group))
         packed = lattice.pack(c, index)
@@ -155,6 +169,14 @@ def test_image_restores_the_block(lib):
         assert kernels.image_match(lib, c, rows) is None, c
 
 
+def points_of(c, codes, params):
+    """Of each block: |decoded rows before the last rotation|, f64, and scales."""
+    return [
+        (np.abs(lattice.rotated(own, *block)).astype(np.float64), lattice.scales(own, block[1]))
+        for own, _, *block in lattice.parts_of(c, codes, params)
+    ]
+
+
 def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
     """(output of kvq_attend, f64 softmax over exactly decoded rows, bound of the L2 error of every output row that
     folding may cause); the last page is open.
@@ -175,9 +197,7 @@ def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
                 continue
             blocks = [kernels.encode(lib, c, r) for r in rows]
             out[:, p * 32 : p * 32 + 32] = [lattice.exact(c, *b) for b in blocks]
-            sealed[c.role].append(
-                [(np.abs(lattice.rotated(c, *b)).astype(np.float64), lattice.scales(c, b[1])) for b in blocks]
-            )
+            sealed[c.role].append([points_of(c, *b) for b in blocks])
             lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
         pages.append(kernels.Page(*lanes, 32, p * 32))
     q = rng.normal(size=(n_q, heads * gqa, ck.head_size)).astype(np.float32)
@@ -188,11 +208,13 @@ def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
     for iq, h in itertools.product(range(n_q), range(heads * gqa)):
         w = np.exp(scale * k[h // gqa] @ q[iq, h])
         w /= w.sum()
-        step = np.abs(lattice.hadamard(q[iq, h])).max() / (2 * 63 * 126)  # of a query coordinate
-        logit = max(scale * step * b[h // gqa][0].sum(1).max() for b in sealed[K]) + 1e-5
+        logit = 1e-5
+        for half, (_, channels) in enumerate(lattice.halves(ck)):
+            step = np.abs(lattice.hadamard(q[iq, h][channels])).max() / (2 * 63 * 126)  # of a query coordinate
+            logit += max(scale * step * b[h // gqa][half][0].sum(1).max() for b in sealed[K])
         error = 0.0
         for p, b in enumerate(sealed[V]):
-            rows, s = b[h // gqa]
+            ((rows, s),) = b[h // gqa]
             levels = 2 * 63 * 126 if cv.bits * cv.group == 8 and cv.group == 2 else 2 * 255
             error += w[32 * p : 32 * p + 32].max() * s.max() / levels * (rows / np.maximum(s, 1e-30)[:, None]).sum(0)
         bound[iq, h] = (
@@ -220,6 +242,39 @@ def test_attention_over_lattice_pages(lib, d, bits, head):
         assert np.abs(got - want).max() < 2e-3 * np.abs(want).max()
 
 
+@pytest.mark.parametrize("split", [SPLIT_NORM, SPLIT_NEOX])
+@pytest.mark.parametrize(("bits", "fast"), HALVES)
+@pytest.mark.parametrize("head", [64, 80, 96, 128, 256])
+def test_attention_over_split_keys(lib, bits, fast, split, head):
+    """A logit is the sum over the halves: the same bounds."""
+    cv = codec(2, 2, V, 1, head)
+    for scale, n_q in ((0, 1), (1, 2), (1, 7)):
+        ck = split_codec(bits, fast, split, scale, head)
+        got, want, bound = attend(lib, ck, cv, n_q)
+        error = np.linalg.norm(got - want, axis=-1)
+        assert (error < bound).all(), (error / bound).max()
+        got, want, _ = attend(lib, ck, cv, n_q, kernels.F32)
+        assert np.abs(got - want).max() < 2e-3 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(("split", "fast"), [(SPLIT_NORM, range(32)), (SPLIT_NEOX, [*range(16), *range(32, 48)])])
+def test_halves_are_those_of_rotary_pairs(lib, split, fast):
+    """Without bits the fast half is zero, whatever it held; the slow half's block is one of half a head."""
+    c = split_codec(4, 0, split)
+    slow = [i for i in range(64) if i not in fast]
+    rows = rows_of("halves", c)
+    codes, params = kernels.encode(lib, c, rows)
+    back = kernels.decode(lib, c, codes, params)
+    assert not back[:, list(fast)].any()
+    own = codec(2, 4, K, 1, 32)
+    want = kernels.encode(lib, own, np.ascontiguousarray(rows[:, slow]))
+    assert np.array_equal(codes, want[0]) and np.array_equal(params, want[1])
+    assert np.array_equal(back[:, slow], kernels.decode(lib, own, *want))
+    both = split_codec(4, 2, split)  # the slow half comes first
+    codes2, params2 = kernels.encode(lib, both, rows)
+    assert np.array_equal(codes2[: codes.size], codes) and np.array_equal(params2[: params.size], params)
+
+
 def test_coordinates_fit_the_bytes_that_multiply_them():
     """AVX2 adds products of bytes in pairs of 16 bits: 255*63 twice. Grids beyond 63 steps take weights in two
     bytes of at most 63.
@@ -238,6 +293,13 @@ def test_coordinates_fit_the_bytes_that_multiply_them():
         {"scale": 2},
         {"n_cells": 40},
         {"role": 2},
+        {"split": 3},
+        {"split": 1, "role": V},
+        {"split": 1, "head_size": 72},
+        {"split": 1, "group": 4},
+        {"split": 1, "fast_bits": 5},
+        {"fast_bits": 2},
+        {"type": 0, "split": 1},
     ],
     ids=str,
 )

@@ -36,6 +36,9 @@ WALKS = [
     ("aqua", "predictor=k", 0.2, 2),
     ("auto", "level=41", 0.1, 1),
     ("auto", "level=14,far=f16,prompt=near", 0.05, 0.5),
+    ("auto", "level=54,pairs=norm", 0.03, 0.4),
+    ("auto", "level=24,pairs=norm,window=32", 0.35, 3.5),
+    ("auto", "level=8,pairs=norm,far=f16,prompt=near", 0.05, 0.5),
     ("specache", "near=aqua,prompt=near", 0.05, 0.5),
     ("specache", "near=aqua,bits=1,window=32,top=16", 0.5, 4),
     ("aqua", "predictor=full", 0.1, 1),
@@ -53,11 +56,21 @@ def test_random_walk_follows_upstream(
     assert len(kld) > 30 and np.mean(kld) < limit and np.max(kld) < worst
 
 
-@pytest.mark.parametrize("opts", ["predictor=bias", "predictor=bias shifted", "predictor=full", "higgs"])
+@pytest.mark.parametrize(
+    "opts",
+    [
+        "predictor=bias",
+        "predictor=bias shifted",
+        "predictor=full",
+        "higgs",
+        "auto level=20,pairs=norm",
+        "auto level=50,pairs=norm shifted",
+    ],
+)
 def test_saved_sequence_reads_back_equal(own_model: Path, opts: str) -> None:
     """Shifted: blocks keep the position at which they were sealed, which the state carries too."""
-    opts, _, shifted = opts.partition(" ")
-    method, opts = ("higgs", "") if opts == "higgs" else ("aqua", opts)
+    shifted, opts = opts.endswith(" shifted"), opts.removesuffix(" shifted")
+    method, opts = opts.split() if opts.startswith("auto") else ("higgs", "") if opts == "higgs" else ("aqua", opts)
     c = Context(own_model, method, opts, 2, unified=False)
     tokens = c.model.tokenize(TEXT, add_bos=True)[:700]
     c.decode(0, tokens[:500], 0)

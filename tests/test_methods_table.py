@@ -206,6 +206,7 @@ def test_options_have_an_effect(lib, table, method):
         "level": 7,
         "order": ".".join(str(il) for il in range(8) for _ in range(5)),
         "means": "on",
+        "pairs": "neox",
     }
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]

@@ -63,7 +63,7 @@ def test_the_commands_do_what_the_tutorial_says(folder: Path) -> None:
     assert [w[0] for w in COMMANDS].count("ggml-kvq") == 6 and COMMANDS[-1][0] == "llama-server" and len(COMMANDS) == 8
     said = [run(folder, words) for words in COMMANDS[:-1]]
     assert "auto:bits=1.75" in said[0]
-    assert "ggml-kvq: auto [bits=2.5]" in said[1] and "less their means" in said[1]
+    assert "ggml-kvq: auto [pairs=norm,bits=2.5]" in said[1] and "less their means" in said[1]
     rows = {r["key"]["cache"]: r for r in results.read(folder / "results.jsonl")}
     assert rows["tuned"]["bits_no_window"] <= 2.5 and 0 < rows["tuned"]["kld_mean"] < 0.3
     assert "divergence" in said[3] and (folder / "model.kvq.gguf").is_file()

@@ -22,6 +22,7 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value, bool on_host) {
     const double hi = l.codec.type == KVQ_TYPE_MIXED ? (double) l.codec.n_hi / l.codec.n_cells : 0.0;
     code_bits += (l.is_f16()              ? 16.0
                          : l.shares_codes ? 0.0
+                         : l.codec.split  ? (l.codec.bits + l.codec.fast_bits) / 2.0
                                           : hi * l.codec.hi + (1.0 - hi) * l.codec.bits) *
         n * (l.evicts ? (double) l.n_store / l.n_pages : 1.0);
 }

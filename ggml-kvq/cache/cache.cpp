@@ -295,6 +295,18 @@ extern "C" const char * kvq_cache_line(int i) {
     return line.c_str();
 }
 
+extern "C" int kvq_cache_split(int i, int il) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    kvq_kv_layer * l = i >= 0 && i < (int) live.size() ? live[i]->layer(il) : nullptr;
+    if (!l) {
+        kvq_set_error("no such layer: cache " + std::to_string(i) + ", layer " + std::to_string(il));
+        return -1;
+    }
+    const kvq_rotor * rotor = l->transforms[0] ? l->transforms[0]->rotor : nullptr;
+    if (!rotor || rotor->rope().multi() || rotor->rope().n_dims != l->d.k.codec.head_size) { return KVQ_SPLIT_NONE; }
+    return rotor->rope().neox ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
+}
+
 // Rows as calibration needs them; a lane of open pages gives them exactly as they came.
 extern "C" int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n, float * out) {
     std::lock_guard<std::mutex> lock(live_mutex);

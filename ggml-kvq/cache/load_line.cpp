@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstring>
 
-// "K 3.2" or "K 2.7 (12 layers of 2 code bits, 4 of 1, 4 shared)"
+// "K 3.2" or "K 2.7 (12 layers of 2 code bits, 4 of 1, 4 shared)"; 0|4-bit: of fast and of slow rotary pairs
 static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>> & layers, bool value, double bits) {
     std::map<std::string, int> classes;
     for (const auto & l : layers) {
@@ -15,7 +15,8 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
             : !x.codec.bits                  ? "no codes"
             : x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) +
                 " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit"
-                                             : std::to_string(x.codec.bits) + "-bit";
+            : x.codec.split ? std::to_string(x.codec.fast_bits) + "|" + std::to_string(x.codec.bits) + "-bit"
+                            : std::to_string(x.codec.bits) + "-bit";
         classes[name + (x.evicts ? ", evicting" : "")]++;
     }
     char text[64];

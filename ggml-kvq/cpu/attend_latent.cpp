@@ -18,7 +18,7 @@ void plan_latent(stream_plan & s) {
     s.dpv = all ? s.dpk : s.k.dp;
     s.n_out = all ? s.k.dp + s.p->v.head_size : s.p->k.head_size;
     if (s.p->k.type == KVQ_TYPE_LATTICE) {
-        s.lk = kvq_lattice_make_view(s.p->k);
+        s.lk = kvq_lattice_make_keys(s.p->k);
         s.lv = kvq_lattice_make_view(s.p->v);
     }
 }
@@ -55,7 +55,7 @@ void run_latent(const kvq_kernels & K, const stream_plan & s, workspace & w, hea
         float *const tile = w.tile, *const values = tile + (size_t) n * s.dpk,
                      *const temp = values + (size_t) n * s.dpv;
         decode_latent(
-            K, s.k, s.k_open, s.lk, page.k_codes, page.k_params, n, tile, values, (size_t) s.dpv, temp, w.work);
+            K, s.k, s.k_open, s.lk.half[0], page.k_codes, page.k_params, n, tile, values, (size_t) s.dpv, temp, w.work);
         decode_latent(K, s.v, s.v_open, s.lv, page.v_codes, page.v_params, n, tile + (size_t) n * s.k.dp,
             all ? values + s.k.dp : nullptr, (size_t) s.dpv, temp, w.work);
         K.score_tile(rows, s.dpk, n, tile, q, w.logits);

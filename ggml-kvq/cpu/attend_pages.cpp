@@ -86,8 +86,11 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
             p.k_mean ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary, of(p.sealed), of(p.positions),
             s.dpk, q, to);
     } else if (!k.kernels) {
-        K.score_lattice(s.lk, rows, k.run, h.keys->sets[(size_t) at.set].folded.rows.data() + r.first,
-            means ? means + (size_t) i * rows * n : nullptr, to);
+        const key_queries::set & set = h.keys->sets[(size_t) at.set];
+        const float * add = means ? means + (size_t) i * rows * n : nullptr;
+        for (int half = 0; half < s.lk.n; half++, add = to) { // a logit is the sum over both
+            K.score_lattice(s.lk.half[half], rows, k.run, set.folded[half].rows.data() + r.first, add, to);
+        }
     } else if (k.tile) {
         k.kernels->to_tile(*k.view, k.run.codes[0], k.run.params[0], w.tile, w.work);
         K.score_tile(rows, s.dpk, n, w.tile, q, to);

@@ -27,7 +27,7 @@ struct stream_plan;
 // encoded meet queries turned back as far, so one set a distance.
 struct key_queries {
     struct set {
-        kvq_lattice_queries folded;
+        kvq_lattice_queries folded[2]; // of each half, as stream_plan::lk
         // of the keys' mean: kvq_turn_coefficients, and the logit of the channels that are not turned
         std::vector<float> coef, step, rest;
     };
@@ -47,7 +47,8 @@ struct stream_plan {
     const kvq_attn * p;
     float * lse;
     kvq_view k, v, k_open, v_open;
-    kvq_lattice_view lk, lv;
+    kvq_lattice_keys lk;
+    kvq_lattice_view lv;
     bool maps;             // pages hold other cells for each KV head
     bool mixed;            // pages of two widths, read part by part
     bool latent;           // values are part of the keys

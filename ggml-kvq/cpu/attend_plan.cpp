@@ -30,7 +30,7 @@ void key_queries::make(const stream_plan & s, int kvh, int n_rows, const float *
             for (int r = 0; r < n_rows; r++) { kvq_turn_back(*p.rotary, s.moved[i], &turned[(size_t) r * s.dpk]); }
             rows = turned.data();
         }
-        x.folded.fold(s.lk, n_rows, s.dpk, rows);
+        for (int half = 0; half < s.lk.n; half++) { x.folded[half].fold(s.lk.half[half], n_rows, s.dpk, rows); }
         x.coef.resize(p.rotary ? (size_t) n_rows * 2 * s.turns.n_pad : 0);
         x.step.assign((size_t) 2 * n_rows, 0.0f);
         x.rest.assign((size_t) n_rows, 0.0f);
@@ -94,7 +94,7 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     const bool lattice_k = attn.k.type == KVQ_TYPE_LATTICE && !s.latent,
                lattice_v = attn.v.type == KVQ_TYPE_LATTICE && !s.latent;
     const bool f32 = attn.flags & KVQ_ATTN_F32;
-    if (lattice_k) { s.lk = kvq_lattice_make_view(attn.k); }
+    if (lattice_k) { s.lk = kvq_lattice_make_keys(attn.k); }
     if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
     s.rope = lattice_k && (attn.rotary || attn.k_mean);
     s.few = false;

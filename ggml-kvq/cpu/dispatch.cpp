@@ -5,6 +5,7 @@
 
 #include "engine/host.h"
 #include "lattice.h"
+#include "types/lattice.h"
 #include "types/mixed.h"
 #include "types/types.h"
 
@@ -50,6 +51,10 @@ void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * 
     void * codes, void * params) {
     if (c.type == KVQ_TYPE_MIXED) {
         kvq_mixed_encode_by(kvq_cpu_encode, c, rows, valid, codes, params);
+        return;
+    }
+    if (c.type == KVQ_TYPE_LATTICE && c.split) {
+        kvq_lattice_encode_by(kvq_cpu_encode, c, rows, valid, shared, codes, params);
         return;
     }
     static thread_local std::vector<uint8_t> work;

@@ -70,6 +70,16 @@ struct kvq_lattice_view {
     const uint8_t * table;   // [d][max(n, 16)] + 128, then the same without it, as int8
     const float * points;    // [d][n]
     const int32_t * squares; // kvq_lattice_squares
+    // of split keys: the codec of whole heads, which half this is, and where it begins in a block
+    kvq_codec whole;
+    bool fast;
+    size_t codes_at, params_at;
+};
+
+// Keys of a layer: one block a head, or with split keys one or two of half the channels.
+struct kvq_lattice_keys {
+    int n;
+    kvq_lattice_view half[2];
 };
 
 // A query row, rotated and folded to two bytes: coordinate j of vector i is step/view.step * (high +
@@ -111,7 +121,7 @@ struct kvq_kernels {
     // Keys that lack their mean and, by which `sealed` is NULL, all of their rotary embedding or that from position
     // sealed[t] to pos[t] (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be
     // NULL; sealed, pos [n_cells].
-    void (*score_rope)(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params,
+    void (*score_rope)(const kvq_lattice_keys & a, int n_rows, const uint8_t * codes, const void * params,
         const float * mean, const kvq_rotary * rot, const int32_t * sealed, const int32_t * pos, int dp,
         const float * q, float * logits);
     // apart: 0 when all cells moved as far as the first; gap: 0 when they were sealed at positions in a row; sign:

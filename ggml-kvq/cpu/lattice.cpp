@@ -63,7 +63,23 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.table = t.bytes.data();
     a.points = t.points.data();
     a.squares = kvq_lattice_squares(g);
+    a.whole = c;
     return a;
+}
+
+kvq_lattice_keys kvq_lattice_make_keys(const kvq_codec & c) {
+    kvq_lattice_keys keys = {};
+    kvq_lattice_half halves[2];
+    keys.n = kvq_lattice_halves(c, halves);
+    for (int i = 0; i < keys.n; i++) {
+        kvq_lattice_view & a = keys.half[i];
+        a = kvq_lattice_make_view(halves[i].codec);
+        a.whole = c;
+        a.fast = halves[i].fast;
+        a.codes_at = halves[i].codes;
+        a.params_at = halves[i].params;
+    }
+    return keys;
 }
 
 size_t kvq_lattice_encode_bytes(const kvq_lattice_view & a) {
@@ -78,7 +94,8 @@ void kvq_lattice_queries::fold(const kvq_lattice_view & a, int n_rows, int dp, c
     rows.resize((size_t) n_rows);
     float x[KVQ_MAX_HEAD];
     for (int r = 0; r < n_rows; r++) {
-        std::copy_n(q + (size_t) r * dp, D, x);
+        const float * row = q + (size_t) r * dp;
+        for (int i = 0; i < D; i++) { x[i] = row[a.whole.split ? kvq_lattice_channel(a.whole, a.fast, i) : i]; }
         kvq_hadamard(D, x);
         float amax = 0.0f;
         for (int i = 0; i < D; i++) { amax = std::max(amax, fabsf(x[i])); }

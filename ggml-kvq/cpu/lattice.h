@@ -5,10 +5,12 @@
 
 #include <vector>
 
-kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c);
+kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c); // not split
+kvq_lattice_keys kvq_lattice_make_keys(const kvq_codec & c);
 size_t kvq_lattice_encode_bytes(const kvq_lattice_view & a);
 
-// Rotates and folds n_rows queries of stride dp. The result points into `store`.
+// Rotates and folds n_rows queries of stride dp, of split keys the channels of their half. The result points into
+// `store`.
 struct kvq_lattice_queries {
     std::vector<int8_t> store;
     std::vector<kvq_lattice_query> rows;

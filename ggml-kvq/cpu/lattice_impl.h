@@ -271,20 +271,38 @@ template <int R> static void rope_dot(int D, int dp, const float * x, const floa
     for (int r = 0; r < R; r++) { f32_store(logits + (size_t) r * stride, acc[r]); }
 }
 
-static void score_rope(const kvq_lattice_view & a, int n_rows, const uint8_t * codes, const void * params,
+// Decoded keys of 16 cells in columns x[channel of the head][16 cells].
+static void decoded_columns(
+    const kvq_lattice_keys & keys, const uint8_t * codes, const float (&scale)[2][KVQ_MAX_CELLS], int t0, float * x) {
+    float own[KVQ_MAX_HEAD / 2 * 16]; // of a half
+    const kvq_codec & whole = keys.half[0].whole;
+    if (whole.split) { memset(x, 0, sizeof(float) * 16 * (size_t) whole.head_size); }
+    for (int half = 0; half < keys.n; half++) {
+        const kvq_lattice_view & a = keys.half[half];
+        const f32x16 s = f32_load(scale[half] + t0);
+        float * to = whole.split ? own : x;
+        switch (a.codec.bits * a.codec.group) {
+        case 2: rope_columns<2>(a, codes + a.codes_at, t0 / 16, s, to); break;
+        case 4: rope_columns<4>(a, codes + a.codes_at, t0 / 16, s, to); break;
+        case 6: rope_columns<6>(a, codes + a.codes_at, t0 / 16, s, to); break;
+        default: rope_columns<8>(a, codes + a.codes_at, t0 / 16, s, to); break;
+        }
+        for (int i = 0; whole.split && i < a.codec.head_size; i++) {
+            memcpy(x + (size_t) kvq_lattice_channel(whole, a.fast, i) * 16, own + (size_t) i * 16, 16 * sizeof(float));
+        }
+    }
+}
+
+static void score_rope(const kvq_lattice_keys & a, int n_rows, const uint8_t * codes, const void * params,
     const float * mean, const kvq_rotary * rot, const int32_t * sealed, const int32_t * pos, int dp, const float * q,
     float * logits) {
-    float scale[KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
-    lattice_scales(a, params, scale);
-    const int n = a.codec.n_cells, D = a.codec.head_size;
+    float scale[2][KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
+    for (int half = 0; half < a.n; half++) {
+        lattice_scales(a.half[half], (const uint8_t *) params + a.half[half].params_at, scale[half]);
+    }
+    const int n = a.half[0].codec.n_cells, D = a.half[0].whole.head_size;
     for (int t0 = 0; t0 < n; t0 += 16) {
-        const f32x16 s = f32_load(scale + t0);
-        switch (a.codec.bits * a.codec.group) {
-        case 2: rope_columns<2>(a, codes, t0 / 16, s, x); break;
-        case 4: rope_columns<4>(a, codes, t0 / 16, s, x); break;
-        case 6: rope_columns<6>(a, codes, t0 / 16, s, x); break;
-        default: rope_columns<8>(a, codes, t0 / 16, s, x); break;
-        }
+        decoded_columns(a, codes, scale, t0, x);
         if (rot && sealed) { rope_rotate(*rot, sealed + t0, x, true); }
         for (int c = 0; mean && c < D; c++) {
             f32_store(x + (size_t) c * 16, f32_add(f32_load(x + (size_t) c * 16), f32_set1(mean[c])));
@@ -313,9 +331,9 @@ static void score_lattice(const kvq_lattice_view & a, int n_rows, const kvq_run 
     const int n = a.codec.n_cells;
     for (int i = 0; i < run.n_pages;
         i++, logits += (size_t) n_rows * n, add = add ? add + (size_t) n_rows * n : nullptr) {
-        const uint8_t * codes = (const uint8_t *) run.codes[i];
+        const uint8_t * codes = (const uint8_t *) run.codes[i] + a.codes_at;
         float scale[KVQ_MAX_CELLS];
-        lattice_scales(a, run.params[i], scale);
+        lattice_scales(a, (const uint8_t *) run.params[i] + a.params_at, scale);
 #define CALL(W, R, r)                                                                                                  \
     score_lattice_rows<W, R>(a, codes, scale, q + r, add ? add + (size_t) (r) * n : nullptr, logits + (size_t) (r) * n)
         KVQ_WIDTHS

@@ -36,8 +36,12 @@ struct kvq_attend_args {
     unsigned long long * n_taken;
     int n_takers;
     const float * sinks;
-    kvq_mixed_geometry km, vm; // of mixed pages
-    int map_stride;            // of the maps of pages, from one KV head to the next
+    union {
+        kvq_mixed_geometry km;      // of mixed pages
+        kvq_affine_geometry k_fast; // of split keys: the fast half, n_parts 0: its channels are zero
+    };
+    kvq_mixed_geometry vm;
+    int map_stride; // of the maps of pages, from one KV head to the next
     // decode, several tokens of one cache: blocks of rows walk the pages that they see (seen.cuh). NULL: all pages
     const int32_t * work;
     int n_work;
@@ -112,6 +116,10 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_SHORT_MEANS_BITS(X) X(2, 2) X(3, 2) X(3, 3) X(4, 4)  // short caches of pages that lack their means
 #define KVQ_FINE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
+// Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
+// attention picks cells, X(fast half, slow half).
+#define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(2, 4, 3) X(2, 4, 4)
+#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(2, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu
@@ -121,6 +129,7 @@ bool kvq_launch_tiles_mixed(const kvq_attend_args & a, int n_streams, int n_warp
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams); // attend_decode.cu
 int kvq_decode_row_blocks(const kvq_attend_args & a);     // blocks of one KV head and split
 bool kvq_decode_means(const kvq_attend_args & a);         // may these pages lack their means?
+bool kvq_decode_split_keys(const kvq_attend_args & a);    // is there a kernel that makes logits of these split keys?
 int kvq_decode_max_splits(const kvq_attend_args & a);
 int kvq_decode_picking(const kvq_attend_args & a, int room); // splits that read far rows; room: blocks of a KV head
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
@@ -133,14 +142,17 @@ kvq_decode_launch kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_lau
 kvq_decode_launch kvq_launch_decode_fine_32;
 kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
 kvq_decode_launch kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide;
+kvq_decode_launch kvq_launch_decode_split_64, kvq_launch_decode_split_128, kvq_launch_decode_split_wide;
 // attend_mixed.cuh
 kvq_decode_launch kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_launch_decode_mixed_wide;
 // attend_short.cuh
 kvq_decode_launch kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide;
 kvq_decode_launch kvq_launch_short_lattice_64, kvq_launch_short_lattice_128, kvq_launch_short_lattice_wide;
 kvq_decode_launch kvq_launch_short_means_64, kvq_launch_short_means_128, kvq_launch_short_means_wide;
+kvq_decode_launch kvq_launch_short_split_64, kvq_launch_short_split_128, kvq_launch_short_split_wide;
 // parts of an attention that picks cells
 kvq_decode_launch kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide;
+kvq_decode_launch kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_far_split_wide;
 kvq_decode_launch kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide;
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none

@@ -28,6 +28,7 @@ static const kernels FINE = { kvq_launch_decode_fine_64, kvq_launch_decode_fine_
 static const kernels LATTICES = { kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128,
     kvq_launch_decode_lattice_wide };
 static const kernels MEANS = { kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide };
+static const kernels SPLIT = { kvq_launch_decode_split_64, kvq_launch_decode_split_128, kvq_launch_decode_split_wide };
 static const kernels MIXED = { kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_launch_decode_mixed_wide };
 static const kernels SHORT = { kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide };
 static const kernels SHORT_LATTICE = { kvq_launch_short_lattice_64, kvq_launch_short_lattice_128,
@@ -36,6 +37,10 @@ static const kernels SHORT_LATTICE = { kvq_launch_short_lattice_64, kvq_launch_s
 static const kernels SHORT_MEANS = { kvq_launch_short_means_64, kvq_launch_short_means_128,
     kvq_launch_short_means_wide };
 
+static const kernels SHORT_SPLIT = { kvq_launch_short_split_64, kvq_launch_short_split_128,
+    kvq_launch_short_split_wide };
+
+static const kernels LOGITS_SPLIT = { kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_far_split_wide };
 static const kernels LOGITS = { kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide };
 static const kernels VALUES = { kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide };
 
@@ -50,11 +55,25 @@ static bool is_means_pair(const kvq_attend_args & a) { return false KVQ_MEANS_BI
 static bool is_short_means_pair(const kvq_attend_args & a) { return false KVQ_SHORT_MEANS_BITS(KVQ_PAIR); }
 static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS(KVQ_PAIR); }
 #undef KVQ_PAIR
+// of split keys, always of pages that lack their means
+static bool is_split_triple(const kvq_attend_args & a) {
+#define KVQ_TRIPLE(F, K, V) || (a.k_fast.bits == F && a.k.bits == K && a.v.bits == V)
+    return false KVQ_SPLIT_BITS(KVQ_TRIPLE);
+#undef KVQ_TRIPLE
+}
+bool kvq_decode_split_keys(const kvq_attend_args & a) {
+#define KVQ_KEYS(F, K) || (a.k_fast.bits == F && a.k.bits == K)
+    return false KVQ_SPLIT_KEY_BITS(KVQ_KEYS);
+#undef KVQ_KEYS
+}
 
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
-    const kernels & t = a.part       ? (a.part == 1 ? LOGITS : VALUES)
+    const kernels & t = a.part       ? (a.part == 2        ? VALUES
+                                               : a.k.split ? LOGITS_SPLIT
+                                                           : LOGITS)
+        : a.k.split                  ? (is_short ? SHORT_SPLIT : SPLIT)
         : is_short                   ? (a.waves          ? SHORT_MEANS
                                                : lattice ? SHORT_LATTICE
                                                          : SHORT)
@@ -69,18 +88,18 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
 // Blocks that a multiprocessor holds, 0: there is no room for one; warps of a block; its bytes of shared memory.
 static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short) {
     static std::mutex mutex;
-    static std::map<std::array<int, 24>, std::array<int, 3>> known;
+    static std::map<std::array<int, 26>, std::array<int, 3>> known;
     int device = 0;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto at =
-        known
-            .insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2,
-                          a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits, a.km.part[0].n_cells,
-                          a.km.part[0].scale, a.vm.part[0].scale, a.page_cells, a.map_stride != 0, a.waves != nullptr,
-                          a.fine, a.wide, is_short, a.one_team, a.max_shared, a.max_shared_sm, a.part },
-                { -1, 0, 0 } })
-            .first;
+    const auto at = known
+                        .insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale,
+                                      a.k_parts_log2, a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits,
+                                      a.km.part[0].n_cells, a.km.part[0].scale, a.vm.part[0].scale, a.page_cells,
+                                      a.map_stride != 0, a.waves != nullptr, a.fine, a.wide, is_short, a.one_team,
+                                      a.max_shared, a.max_shared_sm, a.part, a.k.split, a.k.split ? a.k_fast.bits : 0 },
+                            { -1, 0, 0 } })
+                        .first;
     if (at->second[0] < 0) {
         int found[3] = { 0, 4, 0 };
         kernel_of(a, is_short)(a, 1, nullptr, found);
@@ -133,7 +152,11 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
             a.k.scale == a.v.scale;
     }
     if (lattice) { fits = fits && a.k.group == 2 && a.v.group == 2; }
-    fits = fits && (!a.wide || a.part || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
+    if (a.k.split) {
+        fits = fits && (a.part == 2 || (a.part == 1 ? kvq_decode_split_keys(a) : is_split_triple(a)));
+    } else {
+        fits = fits && (!a.wide || a.part || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
+    }
     const int blocks = kvq_decode_row_blocks(a);
     a.listed = a.listed && blocks <= KVQ_SEEN_BLOCKS && (a.list_few || blocks > MAX_ROW_BLOCKS);
     // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
@@ -143,7 +166,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
         a.fine = 0;
         room = occupancy_of(a, false);
     }
-    if (!room[0] && !a.wide && (a.part || is_wide_pair(a, false))) { // slices go into smaller blocks
+    if (!room[0] && !a.wide && (a.part || a.k.split || is_wide_pair(a, false))) { // slices go into smaller blocks
         a.wide = 1;
         room = occupancy_of(a, false);
     }
@@ -158,7 +181,9 @@ int kvq_decode_row_blocks(const kvq_attend_args & a) {
 }
 
 // called with what kvq_decode_fits set
-bool kvq_decode_means(const kvq_attend_args & a) { return a.k.type == KVQ_TYPE_LATTICE && is_means_pair(a); }
+bool kvq_decode_means(const kvq_attend_args & a) {
+    return a.k.type == KVQ_TYPE_LATTICE && (a.k.split ? is_split_triple(a) : is_means_pair(a));
+}
 
 // teams of warps (decode_stage.cuh) that share the cells of a block
 static int teams_of(const kvq_attend_args & a) { return a.n_warps >> a.slices_log2; }
@@ -176,10 +201,11 @@ int kvq_decode_picking(const kvq_attend_args & a, int room) {
 }
 
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
-    bool kernel = a.waves              ? is_short_means_pair(a)
+    bool kernel = a.k.split            ? is_split_triple(a)
+        : a.waves                      ? is_short_means_pair(a)
         : a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2
                                        : a.k.type != KVQ_TYPE_MIXED;
-    kernel = kernel && a.n_q == 1 && !a.stream[0].lse && (!a.wide || is_wide_pair(a, true));
+    kernel = kernel && a.n_q == 1 && !a.stream[0].lse && (!a.wide || a.k.split || is_wide_pair(a, true));
     a.is_short = false;
     if (!kernel) { return false; }
     const int fine = a.fine;

@@ -43,7 +43,7 @@ __host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
 
 // of the points
 template <int KB, int VB> __host__ __device__ constexpr int nb_tables() {
-    return KB > LATTICE ? ((4 << cut<KB>::B) + (4 << cut<VB>::B) + 15) / 16 * 16 : 0;
+    return KB > LATTICE ? (4 * key_points<KB> + (4 << cut<VB>::B) + 15) / 16 * 16 : 0;
 }
 
 template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
@@ -62,7 +62,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
-    static_assert(PART == WHOLE || (!FINE && KB == VB), "parts have one operand");
+    static_assert(
+        PART == WHOLE || (!FINE && (KB == VB || (PART == LOGITS && is_split<KB>) )), "parts have one operand");
+    static_assert(!is_split<KB> || MEANS, "kernels for split keys are for pages that lack their means");
     constexpr int G = FINE == 3 ? 32 : 16;
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // points, then what warps have: two stages, 8-bit parameters in f16, the pages of four units, cells of two units'
     // slots, probabilities on their way; then sums of teams, queries
     const int nb_warp = warp_bytes(a);
-    uint32_t *const k_table = (uint32_t *) memory, *const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+    uint32_t *const k_table = (uint32_t *) memory, *const v_table = k_table + (ROTATED ? key_points<KB> : 0);
     uint8_t *const stages = memory + nb_tables<KB, VB>() + warp * nb_warp, *const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
     int32_t * const maps = (int32_t *) (ring + 8);
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
     float * const coefficients = (float *) (queries + (ROTATED ? 2 : 1) * of.n * S * 32);
     if constexpr (ROTATED) {
-        if (PART != VALUES) { load_table(k_table, a.k.points, 1 << cut<KB>::B); }
+        if (PART != VALUES) { load_key_tables<KB>(a, k_table); }
         if (PART != LOGITS) { load_table(v_table, a.v.points, 1 << cut<VB>::B); }
     }
 
@@ -186,8 +188,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // l_sealed: of values that lack their mean
     float o[S][4] = {}, oz[4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f },
           l_sealed[2] = { 0.0f, 0.0f };
-    bool of_codes = CODES; // o in units of codes: times FROM_V; or rotated
-    uint32_t raw[2] = {};  // scales of a lattice unit on their way
+    bool of_codes = CODES;        // o in units of codes: times FROM_V; or rotated
+    uint32_t raw[n_raw<KB>] = {}; // scales of a lattice unit on their way
     const shared_query q = { queries + of.i * S * 32 + lane }, q_rotated = { q.at + of.n * S * 32 };
     int32_t places[2] = {}; // positions of a unit on their way
     const auto load_places = [&](int unit, int h0, int h1) {
@@ -319,8 +321,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                         copy_stage_late<D, KB, VB>(a, of, to, page, kvh, t, now & 1, now & 2);
                     }
                     if constexpr (MEANS) {
+                        const int32_t next[2] = { places[0], places[1] }; // those of the next unit are on their way
                         load_places(unit, both ? 0 : first, both ? 1 : first);
                         put_places(unit);
+                        places[0] = next[0];
+                        places[1] = next[1];
                     }
                     if constexpr (!ROTATED) {
                         copies_done();

@@ -67,6 +67,27 @@ void launch_means(const kvq_attend_args & a, int n_streams, cudaStream_t stream,
 #undef KVQ_CASE
 }
 
+template <int D, bool WIDE>
+void launch_split(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(F, K, V)                                                                                              \
+    case 64 * F + 8 * K + V:                                                                                           \
+        launch_kernel<D, SPLIT + 32 * F + 2 * K, LATTICE + 2 * V, true, 0, WIDE>(a, n_streams, stream, occupancy);     \
+        break;
+    switch (64 * a.k_fast.bits + 8 * a.k.bits + a.v.bits) { KVQ_SPLIT_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+// logits alone; the second format has no meaning
+template <int D, bool WIDE>
+void launch_split_logits(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(F, K)                                                                                                 \
+    case 8 * F + K:                                                                                                    \
+        launch_kernel<D, SPLIT + 32 * F + 2 * K, LATTICE + 2, true, 0, WIDE, LOGITS>(a, n_streams, stream, occupancy); \
+        break;
+    switch (8 * a.k_fast.bits + a.k.bits) { KVQ_SPLIT_KEY_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
 template <int D, int FINE, bool WIDE>
 void launch_fine(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     switch (a.k.bits) {

@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         half >= n_halves || !page.n_slots ? -1 : (CODES && page.k_params ? 1 : 0) + (CODES && page.v_params ? 2 : 0);
     uint16_t * const k_rows = (uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t0) * a.k.stride + of.first();
     uint16_t * const v_rows = (uint16_t *) page.v_codes + ((size_t) kvh * a.v.n_cells + t0) * a.v.stride + of.first();
-    int new_k = -1, new_v = -1; // of row `lane` of this step: its cell among the warp's
-    uint32_t raw[2] = {};       // scales of lattice pages on their way
+    int new_k = -1, new_v = -1;   // of row `lane` of this step: its cell among the warp's
+    uint32_t raw[n_raw<KB>] = {}; // scales of lattice pages on their way
     if (CODES && state > 0) {
         // takes both places
         if constexpr (ROTATED) {
@@ -163,13 +163,13 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     if (state == 0 || state == 1) { copy_open<D, true>(of, open_at, v_rows, a.v.stride); }
     copies_part();
     uint32_t *const k_table = (uint32_t *) (shared_sums + (WIDE && of.n > 1 ? of.warps * SHORT_TEAM : 0)),
-                    *const v_table = k_table + (ROTATED ? 1 << cut<KB>::B : 0);
+                    *const v_table = k_table + (ROTATED ? key_points<KB> : 0);
     // of open keys, then of rotated ones: lattice
     uint2 * const queries = (uint2 *) (v_table + (ROTATED ? 1 << cut<VB>::B : 0));
     float * const coefficients = (float *) (queries + 2 * of.n * S * 32); // MEANS
     int32_t * const places = (int32_t *) (stage + a.stage_bytes) - DECODE_CELLS;
     if constexpr (ROTATED) {
-        load_table(k_table, a.k.points, 1 << cut<KB>::B);
+        load_key_tables<KB>(a, k_table);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
         if (state > 0) { put_scales<D, KB, VB>(a, stage, raw); }
         if (MEANS && state > 0 && (state & 1)) { // the second 32 rows of the product are nobody's
@@ -456,7 +456,7 @@ void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * 
     size_t tables = 0;
     if constexpr (KB > LATTICE) {
         a.stage_bytes = lattice_map<D, KB, VB>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
-        tables = 4 * ((1 << cut<KB>::B) + (1 << cut<VB>::B)) + (32 * (size_t) D << a.slices_log2) +
+        tables = 4 * (key_points<KB> + (1 << cut<VB>::B)) + (32 * (size_t) D << a.slices_log2) +
             (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0);
     } else if constexpr (KB != 16) {
         lay_out_stage<D, KB, VB>(a);
@@ -543,6 +543,16 @@ void launch_short_means(const kvq_attend_args & a, int n_streams, cudaStream_t s
         launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, WIDE, true>(a, n_streams, stream, occupancy);               \
         break;
     switch (8 * a.k.bits + a.v.bits) { KVQ_SHORT_MEANS_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+template <int D, bool WIDE>
+void launch_short_split(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(F, K, V)                                                                                              \
+    case 64 * F + 8 * K + V:                                                                                           \
+        launch_kernel<D, SPLIT + 32 * F + 2 * K, LATTICE + 2 * V, WIDE, true>(a, n_streams, stream, occupancy);        \
+        break;
+    switch (64 * a.k_fast.bits + 8 * a.k.bits + a.v.bits) { KVQ_SPLIT_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 

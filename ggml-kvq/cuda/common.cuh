@@ -18,8 +18,21 @@ struct kvq_affine_geometry {
     // lattice: of the Hadamard rotation; points on the device, [2^(bits*group)][group]
     int block;
     float norm;
+    int split; // keys in halves: see below
     const float * points;
 };
+
+// Split keys (types/lattice.h): the geometry of a codec as a whole has its own head size and bytes, else what its slow
+// half has. That of a half (kvq_cuda_device::half_geometry) has half the channels, and where its bytes begin in those
+// of the whole: of codes in `offset`, of parameters in `np`. split: kvq_split, of a fast half with this bit:
+constexpr int KVQ_SPLIT_FAST = 4;
+// Channel i of a half in the head, or of a codec that is not one: kvq_lattice_channel.
+static __device__ __forceinline__ int channel_in_head(const kvq_affine_geometry & g, int i) {
+    if (!g.split) { return i; }
+    const int half = g.head_size, quarter = half / 2, fast = g.split & KVQ_SPLIT_FAST;
+    return (g.split & 3) == KVQ_SPLIT_NORM ? (fast ? 0 : half) + i
+                                           : i / quarter * half + (fast ? 0 : quarter) + i % quarter;
+}
 
 // Where a lane's plain f16 rows [head][head_size] go: row of every cell before n_kv or, by_slot, row of every slot,
 // page after page. value: the lane is the pages' second one. step: channels from one cell's row to the next, 0: those
@@ -37,7 +50,8 @@ static __device__ __forceinline__ bool lies_far(const kvq_row_place & to, const 
     return to.far_k && page.n_slots && page.k_params && page.v_params && to.far_k[p] && to.far_v[p];
 }
 
-kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c); // device.cu
+kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c);           // device.cu
+kvq_affine_geometry kvq_split_get_geometry(const kvq_codec & c, bool fast); // of a half; n_parts 0: it has no block
 
 static __device__ __forceinline__ float f16_bits_to_f32(uint16_t h) { return __half2float(__ushort_as_half(h)); }
 static __device__ __forceinline__ uint16_t f32_to_f16_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }

@@ -4,6 +4,7 @@
 // One look-up in shared memory gives a point's two channels as two f16 numbers: in K a register of the left operand
 // as it is, in V two look-ups of neighbouring cells exchange halves. Threads hold the cells and channels that
 // attend_decode.cuh describes. Grids of two channels only, whose indices have 2, 4, 6 or 8 bits.
+// Split keys are two blocks of half the channels: two such sums, each with its points, scales and rotation.
 #pragma once
 
 #include "decode_stage.cuh"
@@ -12,20 +13,39 @@ namespace {
 
 // The stage:  indices of K and V as codes are (decode_stage.cuh), a vector in the place of a channel; then scales of
 // 64 cells, of keys in f32, of values in f16 and in the order (0, 2, 1, 3) of probabilities.
+// Split keys: the slow half's indices, the fast half's, and behind everything scales of the fast half.
 template <int D, int KB, int VB> struct lattice_map {
-    static constexpr int WK = cut<KB>::W, WV = cut<VB>::W, VECS = D / 2, HIGH = 2; // HIGH: bits of the second part
-    static constexpr int K = 0, K_HIGH = K + 4 * (VECS * WK / 32) * 64,
-                         V = K_HIGH + (cut<KB>::high ? 4 * (VECS * HIGH / 32) * 64 : 0);
+    static constexpr int WK = cut<slow_of<KB>>::W, WV = cut<VB>::W, VECS = D / 2,
+                         HIGH = 2; // HIGH: bits of the second part
+    static constexpr int K_VECS = is_split<KB> ? VECS / 2 : VECS;
+    static constexpr int K = 0, K_HIGH = K + 4 * (K_VECS * WK / 32) * 64, FAST = K_HIGH;
+    static constexpr int V = K_HIGH +
+        (fast_of<KB>                     ? 4 * (K_VECS * cut<fast_of<KB>>::W / 32) * 64
+                : cut<slow_of<KB>>::high ? 4 * (VECS * HIGH / 32) * 64
+                                         : 0);
     static constexpr int V_HIGH = V + VECS / 16 * 2 * WV * 64,
                          SCALES = V_HIGH + (cut<VB>::high ? VECS / 16 * 2 * HIGH * 64 : 0);
-    static constexpr int BYTES = SCALES + DECODE_CELLS * (4 + 2);
+    static constexpr int FAST_SCALES = SCALES + DECODE_CELLS * (4 + 2),
+                         BYTES = FAST_SCALES + (fast_of<KB> ? 4 * DECODE_CELLS : 0);
+    static_assert(!is_split<KB> || (!cut<slow_of<KB>>::high && !(fast_of<KB> && cut<fast_of<KB>>::high)));
 };
+
+// points of keys; arrays of scales on their way
+template <int KB> constexpr int key_points = (1 << cut<slow_of<KB>>::B) + (fast_of<KB> ? 1 << cut<fast_of<KB>>::B : 0);
+template <int KB> constexpr int n_raw = fast_of<KB> ? 3 : 2;
 
 // points as pairs of f16
 __device__ __forceinline__ void load_table(uint32_t * to, const float * points, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) {
         const float2 x = __ldg((const float2 *) points + i);
         to[i] = pack_half2(x.x, x.y);
+    }
+}
+
+template <int KB> __device__ __forceinline__ void load_key_tables(const kvq_attend_args & a, uint32_t * to) {
+    load_table(to, a.k.points, 1 << cut<slow_of<KB>>::B);
+    if constexpr (fast_of<KB> != 0) {
+        load_table(to + (1 << cut<slow_of<KB>>::B), a.k_fast.points, 1 << cut<fast_of<KB>>::B);
     }
 }
 
@@ -44,10 +64,14 @@ __device__ __forceinline__ float2 two_scales(const kvq_affine_geometry & g, uint
 }
 
 template <int D, int KB, int VB>
-__device__ __forceinline__ void put_scales(const kvq_attend_args & a, uint8_t * stage, const uint32_t (&raw)[2]) {
+__device__ __forceinline__ void put_scales(
+    const kvq_attend_args & a, uint8_t * stage, const uint32_t (&raw)[n_raw<KB>]) {
     uint8_t * const scales = stage + lattice_map<D, KB, VB>::SCALES;
     const int lane = threadIdx.x % 32;
     ((float2 *) scales)[lane] = two_scales(a.k, raw[0]);
+    if constexpr (fast_of<KB> != 0) {
+        ((float2 *) (stage + lattice_map<D, KB, VB>::FAST_SCALES))[lane] = two_scales(a.k, raw[2]);
+    }
     const float2 v = two_scales(a.v, raw[1]);
     __half * const to = (__half *) (scales + 4 * DECODE_CELLS) + lane / 2 * 4 + lane % 2;
     to[0] = __float2half_rn(v.x);
@@ -58,15 +82,21 @@ __device__ __forceinline__ void put_scales(const kvq_attend_args & a, uint8_t * 
 // asks for what a unit holds, as copy_stage does; the scales are on their way into registers
 template <int D, int KB, int VB, typename X>
 __device__ __forceinline__ void copy_lattice(const kvq_attend_args & a, const X & of, uint32_t to,
-    const kvq_page & page, int kvh, int t, bool keys, bool values, uint32_t (&raw)[2]) {
+    const kvq_page & page, int kvh, int t, bool keys, bool values, uint32_t (&raw)[n_raw<KB>]) {
     using map = lattice_map<D, KB, VB>;
     if (keys) {
         const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes;
-        copy_keys<map::VECS, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
+        const uint8_t * params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
+        copy_keys<map::K_VECS, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
         if constexpr (cut<KB>::high) {
             copy_keys<map::VECS, map::HIGH>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
         }
-        raw[0] = load_scales(a.k, (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params, t);
+        raw[0] = load_scales(a.k, params, t);
+        if constexpr (fast_of<KB> != 0) {
+            copy_keys<map::K_VECS, cut<fast_of<KB>>::W>(
+                of, to + map::FAST, codes + a.k_fast.offset[0], t, a.k_fast.n_chunks[0]);
+            raw[2] = load_scales(a.k, params + a.k_fast.np, t);
+        }
     }
     if (values) {
         const uint8_t * codes = (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes;
@@ -82,7 +112,7 @@ __device__ __forceinline__ void copy_lattice(const kvq_attend_args & a, const X 
 template <int D, int KB, int VB, typename X>
 __device__ __noinline__ void copy_lattice_late(const kvq_attend_args & a, const X of, uint8_t * stage,
     const kvq_page & page, int kvh, int t, bool keys, bool values) {
-    uint32_t raw[2] = {};
+    uint32_t raw[n_raw<KB>] = {};
     copy_lattice<D, KB, VB>(a, of, (uint32_t) __cvta_generic_to_shared(stage), page, kvh, t, keys, values, raw);
     copies_done();
     put_scales<D, KB, VB>(a, stage, raw);
@@ -108,17 +138,16 @@ __device__ __forceinline__ void look_up(
     }
 }
 
-// AT_ONCE: loops are unrolled, or one step at a time where code has to be short.
-template <int D, int KB, int VB, typename Q>
-__device__ __forceinline__ void score_lattice(
-    const uint32_t * table, const Q & q, const uint8_t * stage, float (&s)[4][4]) {
-    using map = lattice_map<D, KB, VB>;
+// A block of D channels: its indices, second parts of 6 bits, scales. AT_ONCE: loops are unrolled, or one step at a
+// time where code has to be short.
+template <int D, int KB, typename Q>
+__device__ __forceinline__ void score_block(const uint32_t * table, const Q & q, const uint8_t * keys,
+    const uint8_t * high, const uint8_t * scales, float (&s)[4][4]) {
     // P: steps of a chunk; a pair of them takes the four bytes of a word's plane
-    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = map::VECS * W / 32 * 4,
-                  N_HIGH = map::VECS * map::HIGH / 32 * 4, AT_ONCE = steps_at_once<Q>;
+    constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D / 2 * W / 32 * 4, N_HIGH = D / 2 * 2 / 32 * 4,
+                  AT_ONCE = steps_at_once<Q>;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
-    const uint8_t *words = stage + map::K + tile * N * 16 + g % 2 * 8,
-                  *words1 = stage + map::K_HIGH + tile * N_HIGH * 16 + g % 2 * 8;
+    const uint8_t *words = keys + tile * N * 16 + g % 2 * 8, *words1 = high + tile * N_HIGH * 16 + g % 2 * 8;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
 #pragma unroll
@@ -156,11 +185,30 @@ __device__ __forceinline__ void score_lattice(
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const float2 scale = *(const float2 *) (stage + map::SCALES + 8 * (8 * tile + g % 2 + 2 * j));
+        const float2 scale = *(const float2 *) (scales + 8 * (8 * tile + g % 2 + 2 * j));
         s[j][0] *= scale.x;
         s[j][1] *= scale.x;
         s[j][2] *= scale.y;
         s[j][3] *= scale.y;
+    }
+}
+
+template <int D, int KB, int VB, typename Q>
+__device__ __forceinline__ void score_lattice(
+    const uint32_t * table, const Q & q, const uint8_t * stage, float (&s)[4][4]) {
+    using map = lattice_map<D, KB, VB>;
+    if constexpr (!is_split<KB>) {
+        score_block<D, KB>(table, q, stage + map::K, stage + map::K_HIGH, stage + map::SCALES, s);
+    } else {
+        score_block<D / 2, slow_of<KB>>(table, q, stage + map::K, nullptr, stage + map::SCALES, s);
+        if constexpr (fast_of<KB> != 0) {
+            const shared_query rest = { q.at + 32 * (D / 32) };
+            float f[4][4];
+            score_block<D / 2, fast_of<KB>>(
+                table + (1 << cut<slow_of<KB>>::B), rest, stage + map::FAST, nullptr, stage + map::FAST_SCALES, f);
+#pragma unroll
+            for (int j = 0; j < 16; j++) { s[j / 4][j % 4] += f[j / 4][j % 4]; }
+        }
     }
 }
 
@@ -223,11 +271,12 @@ __device__ __forceinline__ float across(float x, int h) {
 }
 
 template <int D, typename X> __device__ __forceinline__ float rotation_norm(const kvq_attend_args & a) {
-    return X::WIDE ? a.k.norm : D == 64 ? 0.125f : 0.088388348f;
+    return X::WIDE ? a.v.norm : D == 64 ? 0.125f : 0.088388348f;
 }
-// is the matrix one of channels that are `distance` apart? Blocks are the largest powers of two that divide a head.
+// is the matrix of whole heads one of channels that are `distance` apart? Blocks are the largest powers of two that
+// divide a head.
 template <typename X> __device__ __forceinline__ bool rotates(const kvq_attend_args & a, int distance) {
-    return !X::WIDE || distance < a.k.block;
+    return !X::WIDE || distance < a.v.block;
 }
 // the sign of slice i ^ k in the rotated slice i
 __device__ __forceinline__ float slice_sign(int i, int k) { return __popc(i & (i ^ k)) & 1 ? -1.0f : 1.0f; }
@@ -256,13 +305,13 @@ __device__ __noinline__ void rotate_columns(
 #pragma unroll
         for (int n = 0; n < D / 8; n++) { x[n] *= rotation_norm<D, X>(a); }
         if constexpr (X::WIDE) {
-            if (a.k.block > D) { // and along the slices
+            if (a.v.block > D) { // and along the slices
                 const float own = slice_sign(of.i, 0);
                 float y[D / 8];
 #pragma unroll
                 for (int n = 0; n < D / 8; n++) { y[n] = own * x[n]; }
                 team_exchange(of, all, turn, x, [&](int k, const float (&z)[16]) {
-                    if (k * D < a.k.block) {
+                    if (k * D < a.v.block) {
                         const float sign = slice_sign(of.i, k);
 #pragma unroll
                         for (int n = 0; n < D / 8; n++) { y[n] = fmaf(sign, z[n], y[n]); }
@@ -292,10 +341,74 @@ __device__ __forceinline__ void rotate_output(
     for (int n = 0; n < D / 4; n++) { o[n / 4][n % 4] = x[n / 4][n % 4]; }
 }
 
+// the step and the thread that channels 4*i .. 4*i + 3 of a block of D belong to
+template <int D, int KB> __device__ __forceinline__ int step_of_four(int i) {
+    constexpr int P = cut<KB>::P, S = D / 16;
+    return S < P ? i % S : i / (4 * P) * P + i % P;
+}
+template <int D, int KB> __device__ __forceinline__ int thread_of_four(int i) {
+    constexpr int P = cut<KB>::P, S = D / 16;
+    return S < P ? i / S : i / P % 4;
+}
+
+// Split: a slice has D/2 channels of each half, first those of the slow one, [slice][half, step][lane].
+template <int D, int KB, typename X, typename F>
+__device__ __forceinline__ void share_split(
+    const kvq_attend_args & a, const X & of, int warp, int n_columns, uint2 * out, F && row_of) {
+    constexpr int S = D / 16, HALF = D / 2, LANES = D / 8, MOST = X::WIDE ? 4 : 1; // LANES: of a half
+    const int lane = threadIdx.x % 32, i = lane % LANES, head = of.head(a), quarter = head / 4;
+    const bool fast = lane >= LANES, takes = lane < (fast_of<KB> ? 2 : 1) * LANES;
+    int t = step_of_four<HALF, slow_of<KB>>(i), c = thread_of_four<HALF, slow_of<KB>>(i);
+    if constexpr (fast_of<KB> != 0) {
+        if (fast) {
+            t = S / 2 + step_of_four<HALF, fast_of<KB>>(i);
+            c = thread_of_four<HALF, fast_of<KB>>(i);
+        }
+    }
+#pragma unroll 1
+    for (int column = warp; column < n_columns; column += of.warps) {
+        const float *p = row_of(column), f = a.scale * LOG2E * a.k.norm;
+        float x[4 * MOST] = {};
+#pragma unroll
+        for (int k = 0; k < MOST; k++) {
+            const int at = k * HALF + 4 * i; // in the half
+            if (takes && k < of.n && at < head / 2) {
+                const int channel = a.k.split == KVQ_SPLIT_NORM
+                    ? (fast ? 0 : head / 2) + at
+                    : (at < quarter ? at : at + quarter) + (fast ? 0 : quarter);
+                const float4 y = *(const float4 *) (p + channel);
+                x[4 * k] = y.x * f;
+                x[4 * k + 1] = y.y * f;
+                x[4 * k + 2] = y.z * f;
+                x[4 * k + 3] = y.w * f;
+            }
+        }
+        butterflies(x, [&](int h) { return (h < 4 ? h : HALF / 4 * h) < a.k.block; });
+#pragma unroll 1
+        for (int h = 1; h < LANES; h *= 2) {
+            if (4 * h < a.k.block) {
+#pragma unroll
+                for (int j = 0; j < 4 * MOST; j++) { x[j] = across(x[j], h); }
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < MOST; k++) {
+            if (takes && k < of.n) {
+                out[(k * S + t) * 32 + column * 4 + c] =
+                    make_uint2(pack_half2(x[4 * k], x[4 * k + 1]), pack_half2(x[4 * k + 2], x[4 * k + 3]));
+            }
+        }
+    }
+}
+
 // Queries of a block's rows, rotated, for all teams: [slice][step][lane]. A warp takes a row.
 template <int D, int KB, typename X, typename F>
 __device__ __forceinline__ void share_rotated(
     const kvq_attend_args & a, const X & of, int warp, int n_columns, uint2 * out, F && row_of) {
+    if constexpr (is_split<KB>) {
+        share_split<D, KB>(a, of, warp, n_columns, out, row_of);
+        return;
+    }
     constexpr int P = cut<KB>::P, S = D / 16, MOST = X::WIDE ? 4 : 1; // MOST: slices
     const int lane = threadIdx.x % 32;
     // the step and thread that this lane's 4 channels belong to

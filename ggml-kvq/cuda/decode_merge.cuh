@@ -38,7 +38,7 @@ __device__ __forceinline__ float4 sum_sources(
         }
         return x;
     }
-    const int n_slices = X::WIDE && a.k.block > D ? a.k.block / D : 1; // that are rotated together
+    const int n_slices = X::WIDE && a.v.block > D ? a.v.block / D : 1; // that are rotated together
 #pragma unroll 1
     for (int i = 0; i < n_sources; i++) {
         const float fi = __shfl_sync(~0u, f, i);

@@ -36,12 +36,19 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
     return y;
 }
 
-constexpr int LATTICE = 32; // BITS of a lattice page = LATTICE + bits of an index
+// BITS of a lattice page = LATTICE + bits of an index, of split keys = SPLIT + 16*those of the fast half, 0: none, +
+// those of the slow one
+constexpr int LATTICE = 32, SPLIT = 64;
+template <int BITS> constexpr bool is_split = BITS > SPLIT;
+template <int BITS> constexpr int slow_of = is_split<BITS> ? LATTICE + BITS % 16 : BITS;
+template <int BITS>
+constexpr int fast_of = is_split<BITS> && BITS / 16 > SPLIT / 16 ? LATTICE + BITS / 16 - SPLIT / 16 : 0;
 
 // How a lane of codes of BITS is cut: the first part's width, planes of a word, and the 1-bit part of 3 bits.
-// Lattice: P = steps of 4 channels in a word; indices of 6 bits have a part of 2.
+// Lattice: P = steps of 4 channels in a word; indices of 6 bits have a part of 2. Split keys: only the order of
+// channels in which open keys and means are read, that of 8 bits.
 template <int BITS> struct cut {
-    static constexpr int B = BITS > LATTICE ? BITS - LATTICE : BITS;
+    static constexpr int B = is_split<BITS> ? 8 : BITS > LATTICE ? BITS - LATTICE : BITS;
     static constexpr int W = B == 3 ? 2 : B == 16 ? 4 : B == 6 ? 4 : B, P = (BITS > LATTICE ? 16 : 8) / W;
     static constexpr bool high = B == 3 || B == 6;
 };

@@ -46,6 +46,11 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
         g.nb_params = (int) kvq_mixed_nb_params(c);
     }
     if (c.type != KVQ_TYPE_AFFINE && c.type != KVQ_TYPE_LATTICE) { return g; }
+    if (c.split) {
+        g = kvq_split_get_geometry(c, false);
+        g.head_size = c.head_size;
+        return g;
+    }
     kvq_affine_parts p;
     if (c.type == KVQ_TYPE_LATTICE) {
         p = kvq_lattice_get_parts(c);
@@ -73,6 +78,20 @@ kvq_affine_geometry kvq_affine_get_geometry(const kvq_codec & c) {
         g.n_chunks[i] = p.n_chunks[i];
         g.offset[i] = (int) p.offset[i];
     }
+    return g;
+}
+
+kvq_affine_geometry kvq_split_get_geometry(const kvq_codec & c, bool fast) {
+    kvq_lattice_half halves[2];
+    if (fast >= kvq_lattice_halves(c, halves)) { return {}; }
+    const kvq_lattice_half & half = halves[fast];
+    kvq_affine_geometry g = kvq_affine_get_geometry(half.codec);
+    g.split = c.split | (fast ? KVQ_SPLIT_FAST : 0);
+    g.stride = (c.head_size + 15) / 16 * 16;
+    g.nb_codes = (int) kvq_lattice_nb_codes(c);
+    g.nb_params = (int) kvq_lattice_nb_params(c);
+    g.np = (int) half.params;
+    for (int i = 0; i < g.n_parts; i++) { g.offset[i] += (int) half.codes; }
     return g;
 }
 
@@ -211,6 +230,14 @@ kvq_affine_geometry kvq_cuda_device::geometry(const kvq_codec & c) {
         put(points, all.data(), all.size() * sizeof(float));
     }
     g.points = points + at;
+    return g;
+}
+
+kvq_affine_geometry kvq_cuda_device::half_geometry(const kvq_codec & c, bool fast) {
+    kvq_lattice_half halves[2];
+    if (fast >= kvq_lattice_halves(c, halves)) { return {}; }
+    kvq_affine_geometry g = kvq_split_get_geometry(c, fast);
+    g.points = geometry(halves[fast].codec).points;
     return g;
 }
 
@@ -469,7 +496,8 @@ bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, boo
 void kvq_cuda_device::attend(
     const kvq_attn * attn, int n, const kvq_lane_layout * k, const kvq_lane_layout * v, const kvq_chain_pages * chain) {
     use();
-    const bool left_out = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain;
+    // kernels for split keys are for pages that lack their means
+    const bool left_out = attn[0].rotary || attn[0].k_mean || attn[0].v_mean || chain || attn[0].k.split;
     const bool held_here = held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS &&
         rows_go_along(held[0], held[1]);
     if (!held_here) { flush_rows(); }
@@ -480,6 +508,7 @@ void kvq_cuda_device::attend(
         kvq_codec codec_k = f.k, codec_v = f.v;
         a.k = geometry(codec_k);
         a.v = geometry(codec_v);
+        if (f.k.split) { a.k_fast = half_geometry(f.k, true); }
         a.n_q = f.n_q;
         a.n_head = f.n_head;
         a.n_head_kv = f.n_head_kv;

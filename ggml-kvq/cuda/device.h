@@ -150,7 +150,9 @@ private:
     uint64_t n_calls = 0, n_calls_observed = 0; // of use(); equal: nothing has been asked for since observe()
     bool begin_side();                          // the side stream waits for no more than it has to
     bool check(int status, const char * what);
-    kvq_affine_geometry geometry(const kvq_codec & c);  // with the grid's points
+    kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
+    kvq_affine_geometry half_geometry(
+        const kvq_codec & c, bool fast);                // of split keys; n_parts 0: there is no such block
     const int32_t * squares(const kvq_codec & c) const; // kvq_lattice_squares on the device; after geometry()
     // bytes of a block, of a multiprocessor
     int ordinal, n_sm = 1, max_shared = 48 << 10, max_shared_sm = 48 << 10;

@@ -67,6 +67,7 @@ static kvq_attend_args decode_args(const kvq_codec & k, const kvq_codec & v, boo
     kvq_attend_args a = {};
     a.k = kvq_affine_get_geometry(k);
     a.v = kvq_affine_get_geometry(v);
+    if (k.split) { a.k_fast = kvq_split_get_geometry(k, true); }
     if (k.type == KVQ_TYPE_MIXED) {
         a.km = kvq_mixed_get_geometry(k);
         a.vm = kvq_mixed_get_geometry(v);
@@ -142,18 +143,21 @@ bool kvq_cuda_device::lists(const kvq_attn & f, int n) const {
     return kvq_decode_fits(a, 0) && a.listed;
 }
 
+// 313 us instead of 46
+static const char FOR_EACH_TOKEN[] = "f16 rows made for each token, about 7 times slower";
+
 const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const {
     if (flags & (KVQ_ATTN_LATENT | KVQ_ATTN_LATENT_ALL)) { return nullptr; }
     cudaSetDevice(ordinal);
     kvq_attend_args a = decode_args(k.codec, v.codec, k.evicts);
     if (!kvq_decode_fits(a, 0)) {
+        if (a.k.split) { return FOR_EACH_TOKEN; }
         // one H200, heads of 256 at 32k cells: 400 and 2000 us a layer instead of 25 and 35
         return a.k.type == KVQ_TYPE_LATTICE ? "tiles, about 60 times slower" : "tiles, about 15 times slower";
     }
+    if (a.k.split && !k.centred) { return FOR_EACH_TOKEN; }
     a.waves = (const uint16_t *) &a; // any: is there a kernel for pages without their means?
-    if (k.centred && !k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) {
-        return "f16 rows made for each token, about 7 times slower"; // 313 us instead of 46
-    }
+    if (k.centred && !k.chained && (!kvq_decode_means(a) || !kvq_decode_fits(a, 0))) { return FOR_EACH_TOKEN; }
     return nullptr;
 }
 
@@ -176,6 +180,9 @@ const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & 
     for (int part : { 1, 2 }) {
         kvq_attend_args a = decode_args(k, v, false);
         a.part = part;
+        if (k.split && part == 1 && !kvq_decode_split_keys(a)) {
+            return "CUDA fetches far rows for split keys with bits 0/2, 0/4 and 2/4 of the fast and the slow half";
+        }
         if (!kvq_decode_fits(a, 0)) {
             return "attention that fetches needs more shared memory a block than this card has: take larger groups or "
                    "fewer bits";

@@ -27,6 +27,8 @@ void kvq_cuda_device::expand_lane(const kvq_codec & c, const kvq_page * pages, i
     const kvq_affine_geometry g = geometry(c);
     if (g.type == KVQ_TYPE_MIXED) {
         kvq_launch_expand_mixed(kvq_mixed_get_geometry(c), pages, n_pages, n_head, to, (cudaStream_t) stream);
+    } else if (g.split) {
+        kvq_launch_expand_split(g, half_geometry(c, true), pages, n_pages, n_head, to, turn, (cudaStream_t) stream);
     } else if (g.type == KVQ_TYPE_LATTICE) {
         kvq_launch_expand_lattice(g, pages, n_pages, n_head, to, turn, (cudaStream_t) stream);
     } else {

@@ -141,7 +141,7 @@ bool kvq_cuda_device::reads_sealed(const kvq_attn * attn, int n, kvq_attend_args
         a.stream[i].positions = attn[i].positions;
     }
     if (!f.k_mean && !f.v_mean) { // keys as they are
-        return true;
+        return !f.k.split;
     }
     if (!f.k_mean || !f.v_mean || !f.rotary || !kvq_decode_means(a)) { return false; }
     const kvq_device_rotary r = rotary(f.rotary);
@@ -172,6 +172,11 @@ bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages
         a.table = (kvq_page *) (unfolded + i * table);
         a.tiles[0] = (uint16_t *) rows;
         a.tiles[1] = (uint16_t *) (rows + tiles[0]);
+        if (f.k.split) { // no layer predicts them
+            kvq_launch_unfold_split(a, half_geometry(f.k, true), f.n_pages, f.n_head_kv, (cudaStream_t) stream);
+            kvq_launch_unfold(a, 1, 1, f.n_pages, f.n_head_kv, (cudaStream_t) stream);
+            continue;
+        }
         if (!chain) {
             kvq_launch_unfold(a, 0, 2, f.n_pages, f.n_head_kv, (cudaStream_t) stream);
             continue;

@@ -5,6 +5,7 @@
 
 #include "seal.cuh"
 #include "select.cuh"
+#include "types/lattice.h"
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +20,8 @@ struct kvq_cuda_device::seal_batch {
 
 static bool is_same(const kvq_codec & a, const kvq_codec & b) {
     return a.type == b.type && a.role == b.role && a.bits == b.bits && a.group == b.group && a.scale == b.scale &&
-        a.levels == b.levels && a.eta == b.eta && a.n_cells == b.n_cells && a.head_size == b.head_size;
+        a.levels == b.levels && a.eta == b.eta && a.n_cells == b.n_cells && a.head_size == b.head_size &&
+        a.split == b.split && a.fast_bits == b.fast_bits;
 }
 
 void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
@@ -119,7 +121,11 @@ void kvq_cuda_device::flush() {
             if (b->codec.type == KVQ_TYPE_MIXED) {
                 kvq_launch_encode_mixed(kvq_mixed_get_geometry(b->codec), arg, part, b->n_head, (cudaStream_t) stream);
             } else if (b->codec.type == KVQ_TYPE_LATTICE) {
-                kvq_launch_encode_lattice(b->g, squares(b->codec), arg, part, b->n_head, (cudaStream_t) stream);
+                kvq_lattice_half halves[2];
+                for (int k = 0, n = kvq_lattice_halves(b->codec, halves); k < n; k++) {
+                    kvq_launch_encode_lattice(b->codec.split ? half_geometry(b->codec, k) : b->g,
+                        squares(halves[k].codec), arg, part, b->n_head, (cudaStream_t) stream);
+                }
             } else {
                 kvq_launch_encode(b->g, arg, part, b->n_head, (cudaStream_t) stream);
             }
@@ -148,6 +154,13 @@ void kvq_cuda_device::decode(const kvq_lane_layout & l, const kvq_page_block & b
     if (g.type == KVQ_TYPE_MIXED) {
         kvq_launch_decode_mixed(kvq_mixed_get_geometry(l.codec), (const uint8_t *) b.codes, (const uint8_t *) b.params,
             b.tile, l.n_head, (cudaStream_t) stream);
+    } else if (g.split) {
+        if (!l.codec.fast_bits) { zero(b.tile, l.nb_frame); }
+        kvq_lattice_half halves[2];
+        for (int i = 0, n = kvq_lattice_halves(l.codec, halves); i < n; i++) {
+            launch(half_geometry(l.codec, i), (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head,
+                (cudaStream_t) stream);
+        }
     } else {
         launch(g, (const uint8_t *) b.codes, (const uint8_t *) b.params, b.tile, l.n_head, (cudaStream_t) stream);
     }

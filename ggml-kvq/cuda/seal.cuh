@@ -69,6 +69,9 @@ void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * co
     uint16_t * tile, int n_head, cudaStream_t stream);
 void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
     const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream);
+// The same for split keys; fast: of the fast half, n_parts 0: there is none. rows_split.cu
+void kvq_launch_expand_split(const kvq_affine_geometry & g, const kvq_affine_geometry & fast, const kvq_page * pages,
+    int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream);
 // Sealed pages as open ones: tiles [page][head][cell][stride] of keys, of values, and a table of pages that names them.
 struct kvq_unfold_args {
     kvq_affine_geometry g[2];
@@ -78,6 +81,8 @@ struct kvq_unfold_args {
     uint16_t * tiles[2];
     int first_role;
 };
+void kvq_launch_unfold_split( // keys alone
+    const kvq_unfold_args & a, const kvq_affine_geometry & fast, int n_pages, int n_head, cudaStream_t stream);
 void kvq_launch_unfold(
     const kvq_unfold_args & a, int first_role, int n_roles, int n_pages, int n_head, cudaStream_t stream);
 

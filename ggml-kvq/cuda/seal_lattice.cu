@@ -19,7 +19,8 @@ static __device__ void rotate_slice(const kvq_affine_geometry & g, const uint16_
 #pragma unroll
         for (int i = 0; i < N; i++) {
             const int c = 32 * i + lane;
-            x[i] = c < D ? finite_or_zero(f16_bits_to_f32(tile[(size_t) (t0 + t) * g.stride + c])) : 0.0f;
+            x[i] = c < D ? finite_or_zero(f16_bits_to_f32(tile[(size_t) (t0 + t) * g.stride + channel_in_head(g, c)]))
+                         : 0.0f;
         }
         warp_hadamard<N>(g, x);
 #pragma unroll
@@ -114,7 +115,7 @@ static __global__ void __launch_bounds__(32 * WARPS) encode_kernel(const __grid_
     uint8_t * const s_index = (uint8_t *) (s_x + SLICE * (D + 1));
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const uint16_t * tile = job.tile + (size_t) h * g.n_cells * g.stride;
-    uint8_t * params = job.params + (size_t) h * g.nb_params;
+    uint8_t * params = job.params + (size_t) h * g.nb_params + g.np;
     for (int i = threadIdx.x; i < n_points * g.group; i += blockDim.x) { s_points[i] = g.points[i]; }
 
     for (int t0 = 0; t0 < g.n_cells; t0 += SLICE) { // root mean squares, in f64
@@ -218,11 +219,12 @@ static __global__ void decode_kernel(
     const __grid_constant__ kvq_affine_geometry g, const uint8_t * codes, const uint8_t * params, uint16_t * tile) {
     const int h = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
     float x[N];
-    lattice_row<N>(g, codes + (size_t) h * g.nb_codes, params + (size_t) h * g.nb_params, t, x);
+    lattice_row<N>(g, codes + (size_t) h * g.nb_codes, params + (size_t) h * g.nb_params + g.np, t, x);
     uint16_t * row = tile + ((size_t) h * g.n_cells + t) * g.stride;
+    const int n = g.split ? g.head_size : g.stride;
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        if (32 * i + lane < g.stride) { row[32 * i + lane] = f32_to_f16_finite(x[i]); }
+        if (32 * i + lane < n) { row[channel_in_head(g, 32 * i + lane)] = f32_to_f16_finite(x[i]); }
     }
 }
 

@@ -53,20 +53,37 @@ static __global__ void list_kernel(const __grid_constant__ kvq_seen_args a) {
     if (threadIdx.x == 0) { list[0] = n; }
 }
 
-// Thread = block of rows. Each gets its part of the blocks that run at once, and at least one.
+// Thread = block of rows. Each is cut into parts of the least number of steps with which the blocks of all run at
+// once: one more would wait for the others to end. Where that would leave long parts, they run in turns instead.
 static __global__ void deal_kernel(const __grid_constant__ kvq_seen_args a) {
-    __shared__ int s_n[KVQ_SEEN_BLOCKS], s_splits[KVQ_SEEN_BLOCKS];
+    constexpr int EXTRA = 4; // what a block costs beside its steps, in steps
+    __shared__ int s_steps[KVQ_SEEN_BLOCKS], s_splits[KVQ_SEEN_BLOCKS], s_fits[KVQ_SEEN_BLOCKS];
     const int i = threadIdx.x;
-    if (i < a.n_blocks) { s_n[i] = ((const int32_t *) a.work)[a.n_work + (size_t) i * (a.n_pages + 1)]; }
-    __syncthreads();
-    int64_t all = 0;
-    for (int j = 0; j < a.n_blocks; j++) { all += s_n[j]; }
     if (i < a.n_blocks) {
-        const int n_units = (int) (((int64_t) s_n[i] * a.units2 + 1) / 2),
-                  steps = (n_units + a.n_teams - 1) / a.n_teams,
-                  part = all ? (int) (((int64_t) s_n[i] * a.n_slots + all - 1) / all) : 1;
-        s_splits[i] = max(1, min(min(part, steps), a.most));
+        const int64_t n = ((const int32_t *) a.work)[a.n_work + (size_t) i * (a.n_pages + 1)];
+        s_steps[i] = (int) (((n * a.units2 + 1) / 2 + a.n_teams - 1) / a.n_teams);
     }
+    __syncthreads();
+    int all = 0, longest = 1;
+    for (int j = 0; j < a.n_blocks; j++) {
+        all += s_steps[j];
+        longest = max(longest, s_steps[j]);
+    }
+    const auto parts = [&](int steps, int length) { return max(1, min((steps + length - 1) / length, a.most)); };
+    // n_slots parts of less than `least` are too few for all steps, of `most` always enough: a thread tries one length
+    const int least = max(1, (all + a.n_slots - 1) / a.n_slots),
+              most = a.n_slots > a.n_blocks ? min(longest, all / (a.n_slots - a.n_blocks) + 1) : longest,
+              step = max(1, (most - least + KVQ_SEEN_BLOCKS - 2) / (KVQ_SEEN_BLOCKS - 1)), length = least + i * step;
+    int n_parts = 0;
+    for (int j = 0; j < a.n_blocks; j++) { n_parts += parts(s_steps[j], length); }
+    s_fits[i] = n_parts <= a.n_slots;
+    __syncthreads();
+    int chosen = least, at_once = 0;
+    while (at_once < KVQ_SEEN_BLOCKS && !s_fits[at_once]) { at_once++; }
+    if (at_once < KVQ_SEEN_BLOCKS && least + at_once * step + EXTRA <= 2 * (least + EXTRA)) {
+        chosen = least + at_once * step;
+    }
+    if (i < a.n_blocks) { s_splits[i] = parts(s_steps[i], chosen); }
     __syncthreads();
     int at = 0, n = 0; // of all blocks of rows: work of the first i, and of all
     for (int j = 0; j < a.n_blocks; j++) {

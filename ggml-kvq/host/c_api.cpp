@@ -63,7 +63,10 @@ extern "C" const kvq_type_info * kvq_type_at(int i) {
 
 static const kvq_type_traits * check_codec(const kvq_codec * c, int & status) {
     const kvq_type_traits * t = c ? kvq_traits(c->type) : nullptr;
-    const char * why = !c ? "the codec is NULL" : !t ? "no such block type" : t->refuse(*c);
+    const char * why = !c                                           ? "the codec is NULL"
+        : !t                                                        ? "no such block type"
+        : c->type != KVQ_TYPE_LATTICE && (c->split || c->fast_bits) ? "only lattice keys are split: zero the fields"
+                                                                    : t->refuse(*c);
     status = why ? fail(c && t ? KVQ_ERR_SHAPE : KVQ_ERR_ARGUMENT, why) : KVQ_OK;
     return why ? nullptr : t;
 }
@@ -140,6 +143,7 @@ static const char * attend_refuse(const kvq_attn & a) {
             return "latent attention keeps both blocks as keys, with their means and rotary embedding, and gives no "
                    "log-sum-exp";
         }
+        if (a.k.split || a.v.split) { return "latent attention keeps each block whole"; }
         if (a.flags & KVQ_ATTN_LATENT_ALL && a.k.head_size % 16) {
             return "values of both blocks need a first block of a multiple of 16 channels";
         }

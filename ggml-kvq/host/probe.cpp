@@ -132,6 +132,8 @@ const kvq_field kvq_codec_fields[] = {
     F(kvq_codec, head_size),
     F(kvq_codec, hi),
     F(kvq_codec, n_hi),
+    F(kvq_codec, split),
+    F(kvq_codec, fast_bits),
     F(kvq_codec, reserved),
 };
 

@@ -125,6 +125,13 @@ typedef enum kvq_role {
     KVQ_ROLE_V = 1, // affine: one (scale, zero) per cell and `group` channels
 } kvq_role;
 
+// Keys in two halves: the channels of the rotary pairs that turn fast, and those of the slow ones.
+typedef enum kvq_split {
+    KVQ_SPLIT_NONE = 0,
+    KVQ_SPLIT_NORM = 1, // pairs (2i, 2i + 1): the fast half is channels 0 .. D/2 - 1
+    KVQ_SPLIT_NEOX = 2, // pairs (i, i + D/2): the fast half is channels 0 .. D/4 - 1 and D/2 .. 3D/4 - 1
+} kvq_split;
+
 // The block format of one page of one KV head. Byte maps: types/affine.h, types/lattice.h, types/mixed.h.
 typedef struct kvq_codec {
     int32_t type;  // kvq_type
@@ -138,7 +145,9 @@ typedef struct kvq_codec {
     int32_t n_cells;   // cells of a page
     int32_t head_size; // channels of a head
     int32_t hi, n_hi;  // mixed: bits of the salient cells, and how many of a page are
-    int32_t reserved[5];
+    int32_t split;     // lattice keys: kvq_split
+    int32_t fast_bits; // split: bits of the fast half, 0: its channels are zero; `bits` are those of the slow half
+    int32_t reserved[3];
 } kvq_codec;
 
 typedef struct kvq_type_info {
@@ -345,6 +354,9 @@ KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
 // them before rotary embedding come without it; with a window that holds them all, exactly as the model made them
 // (f16).
 KVQ_API int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n, float * out);
+// How the keys of a layer can be split, as graphs have shown so far: kvq_split. NONE without rotary embedding, or one of
+// part of a head or of several positions. -1: no such layer.
+KVQ_API int kvq_cache_split(int i, int il);
 KVQ_API const char * kvq_cache_line(int i); // the load line of a live cache; valid until the thread's next call
 
 // 0: print nothing; 1 (default): errors and the load line on stderr. KVQ_QUIET=1 in the environment starts at 0.

@@ -3,11 +3,15 @@
 // Keys and values are lattice blocks (HIGGS), less their means where there is data for that (AQUA-KV, predictor=bias).
 // Each layer stands on a rung of code bits of keys and values; the ladder's levels raise one layer by one rung at a
 // time, so bits between the grids are a mixture of layers:
-//   rung          0    1    2    3    4    5
-//   bits of K/V  1/1  2/1  2/2  3/2  3/3  4/4
-// Keys go first: the rungs are the pairs for which there are kernels. `order` says which layer rises next; tuned data
-// hold it (ggml-kvq tune). Without it the upper half of the layers stands one or two rungs above the lower half: on
-// both models that were tuned, layers from the middle on lose several times more by few bits.
+//   rung                 0      1      2      3      4      5      6
+//   pairs=norm|neox    0|2/1  0|2/2  0|4/2  0|4/3  2|4/3  2|4/4   4/4
+//   pairs=none          1/1    2/1    2/2    3/2    3/3    4/4
+// f|s are bits of the fast and of the slow half of the rotary pairs of keys (types/lattice.h): fast pairs matter little
+// behind the window, as long as their mean is kept, so there are halves only where means are taken off. Calibrated data
+// say which channels are pairs, where a head turns as a whole. The rungs are those for which there are kernels.
+// `order` says which layer rises next; tuned data hold it (ggml-kvq tune). Without it the upper half of the layers
+// stands one or two rungs above the lower half: on both models that were tuned, layers from the middle on lose several
+// times more by few bits.
 // With `far` the same blocks are the near copy of a second tier (SpeCache), which lies in host memory.
 #include "method.h"
 
@@ -22,6 +26,9 @@ static const kvq_option_info options[] = {
     { "at", "int", "0", "tokens of the context at which those bits count; 0: the cache's own", "ggml-kvq" },
     { "level", "int", "-1", "steps up the ladder of layers and bits; -1: as many as `bits` allow", "ggml-kvq" },
     { "order", "text", "none", "layers in the order in which they rise, as 0.5.3; none: spread out", "ggml-kvq tune" },
+    { "pairs", "none|norm|neox", "none",
+        "with means, keys in halves of fast and slow rotary pairs: (2i, 2i+1) or (i, i + half a head); data say which",
+        "ggml-kvq" },
     { "means", "auto|on|off", "auto", "take off calibrated means; auto: where there is data", "AQUA-KV section 3.1" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
@@ -36,11 +43,23 @@ static const kvq_option_info options[] = {
         "SpeCache section 3.1" },
 };
 
-static const int rungs[][2] = { { 1, 1 }, { 2, 1 }, { 2, 2 }, { 3, 2 }, { 3, 3 }, { 4, 4 } };
+struct rung {
+    int fast, slow, v;                              // bits; fast == slow: keys are one block
+    int whole() const { return (fast + slow) / 2; } // where a head has no halves
+};
+static constexpr rung whole_rungs[] = { { 1, 1, 1 }, { 2, 2, 1 }, { 2, 2, 2 }, { 3, 3, 2 }, { 3, 3, 3 }, { 4, 4, 4 } };
+static constexpr rung split_rungs[] = { { 0, 2, 1 }, { 0, 2, 2 }, { 0, 4, 2 }, { 0, 4, 3 }, { 2, 4, 3 }, { 2, 4, 4 },
+    { 4, 4, 4 } };
 static constexpr double USUAL_BITS = 2.5;
-static constexpr int TOP = sizeof(rungs) / sizeof(rungs[0]) - 1;
 
-static int n_levels(const kvq_options &, int n_layer) { return TOP * n_layer + 1; }
+// means=auto: a plan without data, which counts as if there were some
+static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
+// how often a layer rises
+static int n_rises(bool split) {
+    return (int) (split ? sizeof(split_rungs) : sizeof(whole_rungs)) / (int) sizeof(rung) - 1;
+}
+static int top_of(const kvq_options & o) { return n_rises(splits(o)); }
+static int n_levels(const kvq_options & o, int n_layer) { return top_of(o) * n_layer + 1; }
 
 static kvq_method::limit most(const kvq_options & o) {
     const double bits = o.real("bits");
@@ -62,7 +81,7 @@ static std::vector<int> spread(int n) {
 
 // Layers in the order in which they rise, each TOP times; empty with err set when the text is none. n_layer 0: not
 // known.
-static std::vector<int> order_of(const std::string & text, int n_layer, std::string & err) {
+static std::vector<int> order_of(const std::string & text, const int TOP, int n_layer, std::string & err) {
     std::vector<int> out;
     if (text == "none") {
         const std::vector<int> once = spread(std::max(n_layer, 1));
@@ -113,10 +132,19 @@ static kvq_status plan(
         return KVQ_ERR_OPTION;
     }
     const int level = std::max(asked >= 0 ? asked : c.level, 0);
-    const std::vector<int> order = order_of(given.str("order"), checks ? 0 : n_layer, err);
+    // an order that came with pairs is one of that ladder
+    const bool ordered = splits(given) || given.is("pairs", "none");
+    std::vector<int> order = order_of(ordered ? given.str("order") : "none", top_of(given), checks ? 0 : n_layer, err);
+    if (order.empty() && checks) { // pairs come with data
+        err.clear();
+        order = order_of(given.str("order"), n_rises(true), 0, err);
+    }
     if (order.empty()) { return KVQ_ERR_OPTION; }
     const auto end = order.begin() + std::min((size_t) level, order.size());
-    const int * const rung = rungs[std::count(order.begin(), end, c.number)];
+    const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
+    const rung * const ladder = splits(given) ? split_rungs : whole_rungs;
+    const int risen = (int) std::count(order.begin(), end, c.number);
+    const rung & at = ladder[std::min(risen, top_of(given))];
 
     const bool far = !given.is("far", "none"), means = given.is("means", "on");
     if (far && (given.is("window", "auto") || !given.is("state", "rows") || (means && !given.is("far", "f16")))) {
@@ -132,9 +160,13 @@ static kvq_status plan(
     kvq_options o = given;
     o.values["grid"] = "d2";
     o.values["bits"] = "0";
-    o.values["k_bits"] = std::to_string(rung[0]);
-    o.values["v_bits"] = std::to_string(rung[1]);
+    o.values["k_bits"] = std::to_string(halves ? at.slow : at.whole());
+    o.values["v_bits"] = std::to_string(at.v);
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
+    if (status == KVQ_OK && halves && at.fast != at.slow) {
+        out.k.split = given.is("pairs", "neox") ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
+        out.k.fast_bits = at.fast;
+    }
     if (status != KVQ_OK || !means) { return status; }
     out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "counts_shared", !c.prev } });
     return KVQ_OK;

@@ -52,7 +52,29 @@ kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c) {
     return p;
 }
 
+static size_t nb_block_codes(const kvq_codec & c);
+static size_t nb_block_params(const kvq_codec & c) { return c.scale ? 2 + (size_t) c.n_cells : 2 * (size_t) c.n_cells; }
+
+int kvq_lattice_halves(const kvq_codec & c, kvq_lattice_half out[2]) {
+    out[0] = { c, 0, 0, false };
+    if (!c.split) { return 1; }
+    out[0].codec.split = out[0].codec.fast_bits = 0;
+    out[0].codec.head_size = c.head_size / 2;
+    if (!c.fast_bits) { return 1; }
+    out[1] = { out[0].codec, nb_block_codes(out[0].codec), nb_block_params(out[0].codec), true };
+    out[1].codec.bits = c.fast_bits;
+    return 2;
+}
+
 const char * kvq_lattice_refuse(const kvq_codec & c) {
+    if (c.split || c.fast_bits) {
+        if (c.role != KVQ_ROLE_K || c.split < 0 || c.split > KVQ_SPLIT_NEOX || !c.split) {
+            return "only keys are split, as norm (1) or neox (2)";
+        }
+        if (c.head_size % 16) { return "heads that are split must be a multiple of 16"; }
+        if (c.group != 2) { return "keys are split with d 2 only"; }
+        if (c.fast_bits < 0 || c.fast_bits > 4) { return "the fast half has 0..4 bits"; }
+    }
     if (!kvq_grid_find(c.group, c.bits)) {
         return "no such grid: bits 1 with d 2, 4 or 8; bits 2 with d 2 or 4; bits 3 and 4 with d 2";
     }
@@ -67,14 +89,22 @@ const char * kvq_lattice_refuse(const kvq_codec & c) {
     return nullptr;
 }
 
-size_t kvq_lattice_nb_codes(const kvq_codec & c) {
+static size_t nb_block_codes(const kvq_codec & c) {
     const kvq_affine_parts p = kvq_lattice_get_parts(c);
     size_t nb = 0;
     for (int i = 0; i < p.n; i++) { nb += (size_t) kvq_lattice_n_tiles(c) * p.n_chunks[i] * KVQ_CHUNK_BYTES; }
     return nb;
 }
 
-size_t kvq_lattice_nb_params(const kvq_codec & c) { return c.scale ? 2 + (size_t) c.n_cells : 2 * (size_t) c.n_cells; }
+// Sum of `of` over the blocks of a codec.
+static size_t over_halves(const kvq_codec & c, size_t (*of)(const kvq_codec & c)) {
+    kvq_lattice_half halves[2];
+    const int n = kvq_lattice_halves(c, halves);
+    return of(halves[0].codec) + (n > 1 ? of(halves[1].codec) : 0);
+}
+
+size_t kvq_lattice_nb_codes(const kvq_codec & c) { return over_halves(c, nb_block_codes); }
+size_t kvq_lattice_nb_params(const kvq_codec & c) { return over_halves(c, nb_block_params); }
 
 // ---------------------------------------------------------------- index fields
 
@@ -182,6 +212,7 @@ struct columns {
 // first index of the least sum over j of (y_j - point_j)^2, summed in order of j
 static int nearest(const columns & g, const float * y) {
     float dist[KVQ_LATTICE_MAX_POINTS];
+    dist[0] = INFINITY; // a compiler cannot know that a grid has points
     for (int i = 0; i < g.n; i++) {
         const float e = y[0] - g.x[0][i];
         dist[i] = e * e;
@@ -199,9 +230,9 @@ static int nearest(const columns & g, const float * y) {
     return at;
 }
 
-static void rotate(const kvq_codec & c, const uint16_t * row, uint16_t keep, float * x) {
+static void rotate(const kvq_codec & c, const uint16_t * row, float * x) {
     for (int i = 0; i < c.head_size; i++) {
-        x[i] = kvq_f16_to_f32((uint16_t) (row[i] & keep));
+        x[i] = kvq_f16_to_f32(row[i]);
         if (!std::isfinite(x[i])) { x[i] = 0.0f; }
     }
     kvq_hadamard(c.head_size, x);
@@ -213,7 +244,7 @@ static void put_indices(const kvq_codec & c, float * x, const void * params, voi
     const kvq_affine_parts p = kvq_lattice_get_parts(c);
     std::vector<float> scale(c.n_cells);
     kvq_lattice_scales(c, params, scale.data());
-    memset(codes, 0, kvq_lattice_nb_codes(c));
+    memset(codes, 0, nb_block_codes(c));
     for (int t = 0; t < c.n_cells; t++) {
         float * row = x + (size_t) t * c.head_size;
         const float inv = scale[t] > 0.0f ? std::min(1.0f / scale[t], 3e38f) : 0.0f;
@@ -278,15 +309,15 @@ static float best_scale(const kvq_codec & c, const float * x, float rms) {
     return scale;
 }
 
-// ---------------------------------------------------------------- encode, decode
+// ---------------------------------------------------------------- one block
 
-void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
+static void encode_block(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params) {
     const int D = c.head_size;
     std::vector<float> x((size_t) c.n_cells * D), scale(c.n_cells);
     for (int t = 0; t < c.n_cells; t++) {
         float * row = &x[(size_t) t * D];
-        rotate(c, rows + (size_t) t * D, 0xffff, row);
+        rotate(c, rows + (size_t) t * D, row);
         double sum = 0.0;
         for (int i = 0; i < D; i++) { sum += (double) row[i] * (double) row[i]; }
         scale[t] = !valid || (valid[t / 8] >> t % 8 & 1) ? (float) sqrt(sum / D) : 0.0f;
@@ -296,7 +327,7 @@ void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_
     if (!shared) { put_indices(c, x.data(), params, codes); }
 }
 
-void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
+static void decode_block(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
     const kvq_grid & g = *kvq_grid_find(c.group, c.bits);
     const kvq_affine_parts p = kvq_lattice_get_parts(c);
     std::vector<float> scale(c.n_cells), x(c.head_size);
@@ -311,20 +342,74 @@ void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * pa
     }
 }
 
+static void assign_block(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params) {
+    std::vector<float> x((size_t) c.n_cells * c.head_size);
+    for (int t = 0; t < c.n_cells; t++) { rotate(c, rows + (size_t) t * c.head_size, &x[(size_t) t * c.head_size]); }
+    put_indices(c, x.data(), params, codes);
+}
+
+// ---------------------------------------------------------------- all blocks of a codec
+
+// Rows of a half out of rows of whole heads; of a codec that is not split, the rows themselves.
+static const uint16_t * take_half(
+    const kvq_codec & c, const kvq_lattice_half & half, const uint16_t * rows, std::vector<uint16_t> & own) {
+    if (!c.split) { return rows; }
+    const int D = half.codec.head_size;
+    own.resize((size_t) c.n_cells * D);
+    for (int t = 0; t < c.n_cells; t++) {
+        for (int i = 0; i < D; i++) {
+            own[(size_t) t * D + i] = rows[(size_t) t * c.head_size + kvq_lattice_channel(c, half.fast, i)];
+        }
+    }
+    return own.data();
+}
+
+void kvq_lattice_encode_by(kvq_encode_function encode, const kvq_codec & c, const uint16_t * rows,
+    const uint8_t * valid, const void * shared, void * codes, void * params) {
+    static thread_local std::vector<uint16_t> own;
+    kvq_lattice_half halves[2];
+    for (int i = 0, n = kvq_lattice_halves(c, halves); i < n; i++) {
+        const kvq_lattice_half & h = halves[i];
+        encode(h.codec, take_half(c, h, rows, own), valid, shared, shared ? nullptr : (uint8_t *) codes + h.codes,
+            (uint8_t *) params + h.params);
+    }
+}
+
+void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
+    void * codes, void * params) {
+    kvq_lattice_encode_by(encode_block, c, rows, valid, shared, codes, params);
+}
+
+void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
+    if (!c.split) {
+        decode_block(c, codes, params, rows);
+        return;
+    }
+    kvq_lattice_half halves[2];
+    const int n = kvq_lattice_halves(c, halves), D = halves[0].codec.head_size;
+    std::vector<uint16_t> own((size_t) c.n_cells * D);
+    memset(rows, 0, 2 * (size_t) c.n_cells * c.head_size);
+    for (int k = 0; k < n; k++) {
+        const kvq_lattice_half & h = halves[k];
+        decode_block(h.codec, (const uint8_t *) codes + h.codes, (const uint8_t *) params + h.params, own.data());
+        for (int t = 0; t < c.n_cells; t++) {
+            for (int i = 0; i < D; i++) {
+                rows[(size_t) t * c.head_size + kvq_lattice_channel(c, h.fast, i)] = own[(size_t) t * D + i];
+            }
+        }
+    }
+}
+
 bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,
     const void * params) {
     const size_t n = (size_t) c.n_cells * c.head_size;
-    std::vector<uint8_t> own(codes ? 0 : kvq_lattice_nb_codes(c));
+    std::vector<uint8_t> own(codes || shared ? 0 : kvq_lattice_nb_codes(c));
     std::vector<uint16_t> back(n);
-    std::vector<float> x(n);
     const void * use = shared;
     if (!shared) {
-        for (int t = 0; t < c.n_cells; t++) {
-            rotate(c, rows + (size_t) t * c.head_size, (uint16_t) ~low.mask(c, (size_t) t * c.head_size),
-                &x[(size_t) t * c.head_size]);
-        }
+        for (size_t i = 0; i < n; i++) { back[i] = (uint16_t) (rows[i] & ~low.mask(c, i)); }
         use = codes ? codes : own.data();
-        put_indices(c, x.data(), params, (void *) use);
+        kvq_lattice_assign(c, back.data(), (void *) use, params);
     }
     kvq_lattice_decode(c, use, params, back.data());
     for (size_t i = 0; i < n; i++) {
@@ -334,9 +419,11 @@ bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits 
 }
 
 void kvq_lattice_assign(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params) {
-    std::vector<float> x((size_t) c.n_cells * c.head_size);
-    for (int t = 0; t < c.n_cells; t++) {
-        rotate(c, rows + (size_t) t * c.head_size, 0xffff, &x[(size_t) t * c.head_size]);
+    kvq_lattice_half halves[2];
+    std::vector<uint16_t> own;
+    for (int i = 0, n = kvq_lattice_halves(c, halves); i < n; i++) {
+        const kvq_lattice_half & h = halves[i];
+        assign_block(
+            h.codec, take_half(c, h, rows, own), (uint8_t *) codes + h.codes, (const uint8_t *) params + h.params);
     }
-    put_indices(c, x.data(), params, codes);
 }

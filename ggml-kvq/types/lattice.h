@@ -14,6 +14,12 @@
 //   scale = f16:    f16 s[n_cells]                        nb_params = 2*n_cells
 //   scale = 8-bit:  f16 top, u8 u[n_cells]                nb_params = 2 + n_cells       s = top * u*u / 65025
 //
+// Split keys (codec.split): the channels of the slow half of the rotary pairs are a block of their own, rotated and
+// scaled by themselves; those of the fast half another one of codec.fast_bits, or zero with 0 bits. Pairs stay
+// together, so that keys may be turned as a whole. Behind the window fast pairs add to a logit what averages out over
+// the distance, once the mean is kept (policy/transform.h): bits are better spent on slow ones.
+//   codes, params = those of the slow half, then those of the fast half
+//
 // The root mean square is the best scale on average; a given row is held better by another one. With 3 and 4 bits the
 // encoder tries KVQ_LATTICE_FACTORS times it: 7 to 16 % less squared error with 64 channels, more of rows with heavy
 // tails. With 1 and 2 bits it would be 0 to 3 %: they keep the root mean square.
@@ -50,11 +56,27 @@ constexpr float kvq_lattice_error_cap(int n_vectors) { return (float) ((1 << 24)
 // lower half, coordinate 1 in the upper half. NULL: this grid keeps the root mean square. Lives as long as the program.
 const int32_t * kvq_lattice_squares(const kvq_grid & g);
 
+// The blocks of a codec, each one of half the channels with codec.split; how many there are.
+struct kvq_lattice_half {
+    kvq_codec codec;      // not split
+    size_t codes, params; // where it begins in the codes and in the parameters of the whole
+    bool fast;
+};
+int kvq_lattice_halves(const kvq_codec & c, kvq_lattice_half out[2]);
+// Channel i of a half in the head.
+static inline int kvq_lattice_channel(const kvq_codec & c, bool fast, int i) {
+    const int half = c.head_size / 2, quarter = half / 2;
+    return c.split == KVQ_SPLIT_NORM ? (fast ? 0 : half) + i : i / quarter * half + (fast ? 0 : quarter) + i % quarter;
+}
+
 const char * kvq_lattice_refuse(const kvq_codec & c);
 size_t kvq_lattice_nb_codes(const kvq_codec & c);
 size_t kvq_lattice_nb_params(const kvq_codec & c);
 void kvq_lattice_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params);
+// The same by another encoder of blocks that are not split.
+void kvq_lattice_encode_by(kvq_encode_function encode, const kvq_codec & c, const uint16_t * rows,
+    const uint8_t * valid, const void * shared, void * codes, void * params);
 void kvq_lattice_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
 bool kvq_lattice_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,
     const void * params);
@@ -64,7 +86,7 @@ void kvq_lattice_assign(const kvq_codec & c, const uint16_t * rows, void * codes
 void kvq_lattice_scales(const kvq_codec & c, const void * params, float * scale);     // [n_cells]
 void kvq_lattice_put_scales(const kvq_codec & c, const float * scale, void * params); // likewise
 
-// Geometry: parts of an index, lanes and dots as in affine.h.
+// Geometry of a codec that is not split: parts of an index, lanes and dots as in affine.h.
 kvq_affine_parts kvq_lattice_get_parts(const kvq_codec & c);
 int kvq_lattice_n_tiles(const kvq_codec & c);
 

@@ -42,8 +42,6 @@ size_t kvq_mixed_nb_params(const kvq_codec & c);
 void kvq_mixed_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params);
 // The same with another encoder of the parts.
-typedef void (*kvq_encode_function)(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid,
-    const void * shared, void * codes, void * params);
 void kvq_mixed_encode_by(kvq_encode_function encode, const kvq_codec & c, const uint16_t * rows, const uint8_t * valid,
     void * codes, void * params);
 void kvq_mixed_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);

@@ -25,14 +25,16 @@ struct kvq_low_bits {
     }
 };
 
+typedef void (*kvq_encode_function)(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid,
+    const void * shared, void * codes, void * params);
+
 struct kvq_type_traits {
     kvq_type type;
     const char * name;
     const char * (*refuse)(const kvq_codec & c); // NULL: can be held
     size_t (*nb_codes)(const kvq_codec & c);
     size_t (*nb_params)(const kvq_codec & c);
-    void (*encode)(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared, void * codes,
-        void * params);
+    kvq_encode_function encode;
     void (*decode)(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
     // nearest code of every value under given parameters; false when a value is not reproduced up to `low` low bits
     bool (*match)(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,

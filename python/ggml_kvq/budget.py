@@ -10,7 +10,7 @@ from . import memory
 from .errors import KvqError, MethodError
 
 METHOD = "auto"
-RUNGS_ABOVE = 5  # of method auto's ladder, behind the first: reference/auto.py
+RUNGS_ABOVE = 5  # of method auto's ladder without data, behind the first: reference/auto.py
 USUAL_BITS = 2.5  # as auto's own default
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

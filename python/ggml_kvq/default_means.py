@@ -17,6 +17,7 @@ from .errors import KvqError
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
+FORMAT = b"pairs"  # what such a file holds beside means
 ENDS = 1 << 18  # bytes at either end of a model file that tell it from others
 TEXT = Path(__file__).with_name("data") / "means.txt"
 
@@ -35,7 +36,7 @@ def path_of(model: str | os.PathLike[str]) -> Path:
         head = f.read(ENDS)
         size = f.seek(0, os.SEEK_END)
         f.seek(max(0, size - ENDS))
-        name = hashlib.sha256(str(size).encode() + head + f.read() + TEXT.read_bytes()).hexdigest()
+        name = hashlib.sha256(str(size).encode() + FORMAT + head + f.read() + TEXT.read_bytes()).hexdigest()
     return folder() / f"{Path(model).stem}-{name[:16]}.kvq.gguf"
 
 
@@ -45,16 +46,17 @@ def ensure(
     """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of one pass,
     seconds for small models. Nothing is written but that sidecar, whole or not at all.
     """
-    from .calibrate import files, means
+    from .calibrate import files, halves, means
 
     try:
         there = path_of(model)
         if there.is_file():
             return str(there), ""
         there.parent.mkdir(parents=True, exist_ok=True)
-        say(f"first use of {os.path.basename(model)}: measuring the means of its keys and values, once ({there})")
+        say(f"first use of {os.path.basename(model)}: measuring its keys and values, once ({there})")
         text = TEXT.read_text(encoding="utf-8")
         fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, n_threads=n_threads, shorten=True)
+        fitted = halves.checked(model, fitted, text, n_threads)
         files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
     except (KvqError, OSError) as e:
         return None, str(e)

@@ -22,7 +22,19 @@ F32 = 1  # KVQ_ATTN_F32
 def c_codec(c: Codec) -> native.kvq_codec:
     """The C structure of a Codec."""
     return native.kvq_codec(
-        c.type, c.role, c.bits, c.group, c.scale, c.levels, c.eta, c.n_cells, c.head_size, c.hi, c.n_hi
+        c.type,
+        c.role,
+        c.bits,
+        c.group,
+        c.scale,
+        c.levels,
+        c.eta,
+        c.n_cells,
+        c.head_size,
+        c.hi,
+        c.n_hi,
+        c.split,
+        c.fast_bits,
     )
 
 

@@ -56,7 +56,9 @@ class kvq_codec(Structure):
         ("head_size", c_int32),
         ("hi", c_int32),
         ("n_hi", c_int32),
-        ("reserved", c_int32 * 5),
+        ("split", c_int32),
+        ("fast_bits", c_int32),
+        ("reserved", c_int32 * 3),
     ]
 
 
@@ -271,6 +273,7 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_cache_count", c_int, []),
     ("kvq_cache_stats", c_int, [c_int, POINTER(kvq_stats)]),
     ("kvq_cache_rows", c_int, [c_int, c_int, c_int, c_int, c_int, c_int, POINTER(c_float)]),
+    ("kvq_cache_split", c_int, [c_int, c_int]),
     ("kvq_cache_line", c_char_p, [c_int]),
     ("kvq_set_verbosity", None, [c_int]),
     ("kvq_sizeof", c_size_t, [c_char_p]),

@@ -232,7 +232,10 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
             full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
         const auto check = [&](int D, auto run, int n) {
             double worst = 0;
-            const int n_rows = run(d, opts, full ? 8 : 4, full, n, worst);
+            int n_rows = 0;
+            for (int turn = 0; turn < 5 && worst == 0; turn++) { // few steps may attend nothing
+                n_rows += run(d, opts, full ? 8 : 4, full, n, worst);
+            }
             CHECK(worst > 0, "attention was not compared");
             printf("store, aqua %s, head size %d: %d random operations, %d rows as on the CPU, attention's worst "
                    "relative error %.2g\n",

@@ -202,10 +202,10 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     // one bit: zeros and scales, each rounded to f16 with its probability, nearly cancel
     const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3;
     CHECK(rel < bound,
-        "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d softcap %g "
-        "alibi %g sinks %d map %d",
-        rel, c.kb, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, c.softcap,
-        c.max_bias, c.sinks, c.map);
+        "relative error %.3g: kb %d fast %d split %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams "
+        "%d softcap %g alibi %g sinks %d map %d turns %d",
+        rel, c.kb, c.fast, c.split, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream,
+        c.softcap, c.max_bias, c.sinks, c.map, c.turns);
     return rel;
 }
 

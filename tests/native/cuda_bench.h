@@ -9,9 +9,11 @@
 static void print_limits(kvq_cuda_device & d) {
     printf("%s\n%-14s %6s %8s %16s %8s %10s\n", d.name(), "format", "heads", "group", "kernel", "warps", "bytes");
     int n_none = 0;
-    const auto line = [&](const char * name, int kb, int vb, int group, int scale, int D) {
-        const kvq_codec k = make_codec(KVQ_ROLE_K, kb, group, scale, 0, 0.0f, std::max(32, group), D),
-                        v = make_codec(KVQ_ROLE_V, vb, std::min(group, D), scale, 0, 0.0f, std::max(32, group), D);
+    const auto line = [&](const char * name, int kb, int vb, int group, int scale, int D, int split = 0, int fast = 0) {
+        kvq_codec k = make_codec(KVQ_ROLE_K, kb, group, scale, 0, 0.0f, std::max(32, group), D);
+        k.split = split;
+        k.fast_bits = fast;
+        const kvq_codec v = make_codec(KVQ_ROLE_V, vb, std::min(group, D), scale, 0, 0.0f, std::max(32, group), D);
         if (kb < 16 && (kvq_traits(k.type)->refuse(k) || kvq_traits(v.type)->refuse(v))) { return; }
         const auto room = d.room_of(k, v);
         char bits[32];
@@ -29,6 +31,9 @@ static void print_limits(kvq_cuda_device & d) {
                 if (scale) { line("lattice", p.first, p.second, 2, scale, D); }
             }
         }
+#define KVQ_LINE(F, K, V) line("split " #F "/", K, V, 2, 1, D, KVQ_SPLIT_NORM + D % 3 % 2, F);
+        KVQ_TEST_SPLIT_BITS(KVQ_LINE)
+#undef KVQ_LINE
     }
     printf("%d without a kernel\n", n_none);
 }
@@ -55,19 +60,28 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
         const char * name;
         int kb, vb, group, scale, turns = 0;
         bool stayed = false;
+        int split = 0, fast = 0;
     } formats[] = { { "f16", 16, 16, 32, 0 }, { "kivi-2 g128", 2, 2, 128, 0 }, { "kivi-2 g16 u8", 2, 2, 16, 1 },
         { "kivi-2 g32 u8", 2, 2, 32, 1 }, { "xquant 2/1 g32", 2, 1, 32, 0 }, { "affine-1 g128", 1, 1, 128, 0 },
         { "kivi-4 g128", 4, 4, 128, 0 }, { "higgs-1", 1, 1, 2, 1 }, { "higgs-2", 2, 2, 2, 1 },
         { "higgs-3", 3, 3, 2, 1 }, { "higgs-4", 4, 4, 2, 1 }, { "aqua-2 none", 2, 2, 2, 1, 4, true },
         { "aqua-2 bias", 2, 2, 2, 1, 1, true }, { "aqua-4 bias", 4, 4, 2, 1, 1, true },
-        { "aqua-2 bias as rows", 2, 2, 2, 1, 1, false } };
+        { "aqua-2 bias as rows", 2, 2, 2, 1, 1, false }, { "split 0|2/1", 2, 1, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
+        { "split 0|2/2", 2, 2, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
+        { "split 0|4/2", 4, 2, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
+        { "split 0|4/3", 4, 3, 2, 1, 1, true, KVQ_SPLIT_NEOX, 0 },
+        { "split 2|4/3", 4, 3, 2, 1, 1, true, KVQ_SPLIT_NEOX, 2 },
+        { "split 2|4/4", 4, 4, 2, 1, 1, true, KVQ_SPLIT_NEOX, 2 },
+        { "split 2|4/4 as rows", 4, 4, 2, 1, 1, false, KVQ_SPLIT_NEOX, 2 } };
     for (const auto & f : formats) {
         for (int cells : { 1024, 8192, 32768, 131072 }) {
             if (!strstr(f.name, only) || (only_cells && cells != only_cells)) { continue; }
             for (int n_q : { 1, 512 }) {
                 if (n_q > 1 && (cells != 32768 || shape.D > 256)) { continue; }
-                const attention_case c = { f.kb, f.vb, f.group, f.scale, shape.D, shape.heads_kv,
+                attention_case c = { f.kb, f.vb, f.group, f.scale, shape.D, shape.heads_kv,
                     shape.heads / shape.heads_kv, n_q, cells, 1, 0, 0, false, false, f.turns, 0, 1, f.stayed };
+                c.split = f.split;
+                c.fast = f.fast;
                 std::vector<std::unique_ptr<world>> ws; // several layers, so that L2 does not hold the cache
                 for (int i = 0; i < (cells < 100000 ? 4 : 2); i++) { ws.emplace_back(new world(d, c, false)); }
                 device_bytes q(d, (size_t) n_q * width * 4), o(d, (size_t) n_q * width * 4),

@@ -3,6 +3,7 @@
 
 // as cuda/attend.cuh, which is no header of C++
 #define KVQ_TEST_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
+#define KVQ_TEST_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(2, 4, 3) X(2, 4, 4)
 #define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4)
 
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions
@@ -17,6 +18,7 @@ struct attention_case {
     int turns = 0, n_dims = 0, neox = 1;
     bool stayed = false, torn = false, head_masks = false;
     int page = 0, sequences = 0;
+    int split = 0, fast = 0; // of keys: kvq_split, bits of the fast half; kb are those of the slow one
 };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
@@ -58,7 +60,10 @@ struct world { // one layer, random page states; decoded values kept in f64-read
     world(kvq_cuda_device & d, const attention_case & c, bool fill = true) :
         d(d), n_stream(c.n_stream), stayed(c.stayed) {
         const int P = c.page ? c.page : std::max(32, c.group);
-        k = make_layout(make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
+        kvq_codec codec = make_codec(KVQ_ROLE_K, c.kb, c.group, c.scale, 0, 0.0f, P, c.D);
+        codec.split = c.split;
+        codec.fast_bits = c.fast;
+        k = make_layout(codec, c.n_kv_heads, c.n_cells);
         v = make_layout(
             make_codec(KVQ_ROLE_V, c.vb, std::min(c.group, c.D), c.scale, 0, 0.0f, P, c.D), c.n_kv_heads, c.n_cells);
         const int np = k.n_pages, H = c.n_kv_heads, D = c.D;

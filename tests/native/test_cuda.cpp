@@ -1,6 +1,6 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention [fine] | far [quick | bench [CELLS]] | aqua [STEPS] |
-//     bench [FORMAT [CELLS]]]    host: least,
+// Usage: test_cuda [quick | host [STEPS] | attention [fine] | far [quick | bench [CELLS]] | split [quick] |
+//     aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
 #include "layer.h"
@@ -362,6 +362,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 #include "cuda_bench.h"
 #include "cuda_aqua.h"
 #include "cuda_far.h"
+#include "cuda_split.h"
 
 int main(int argc, char ** argv) {
     rng.seed(1);
@@ -390,6 +391,10 @@ int main(int argc, char ** argv) {
         } else {
             attention_matrix(d, false);
         }
+        return 0;
+    }
+    if (argc > 1 && !strcmp(argv[1], "split")) {
+        check_split(d, argc > 2);
         return 0;
     }
     if (argc > 1 && !strcmp(argv[1], "far")) {
@@ -479,6 +484,7 @@ int main(int argc, char ** argv) {
         printf("store, %s %s: %d random operations, %d rows as on the CPU\n", m.first, m.second, steps, n_rows);
     }
     check_aqua(d, on_host ? host_steps : quick ? 20 : 1000, !quick);
+    check_split(d, quick);
     attention_matrix(d, quick);
     return 0;
 }

@@ -449,6 +449,8 @@ int main(int argc, char ** argv) {
         { "aqua", "predictor=full,window=32", 2, 64, 256 },
         { "auto", "level=4,means=on,window=32", 2, 64, 256 },
         { "auto", "level=9,means=off,window=32", 2, 64, 256 },
+        { "auto", "level=5,means=on,pairs=neox,window=32", 2, 64, 256 },
+        { "auto", "level=9,means=on,pairs=norm,window=32", 2, 64, 256 },
         { "auto", "level=4,means=on,window=auto", 2, 64, 512 },
         { "xquant", "kq=2,vq=0,km=0,vm=0,window=auto", 2, 64, 512 },
     };

@@ -53,6 +53,19 @@ def rows(model: Model, il: int, value: bool, cell: int, n: int, width: int) -> n
     raise KvqError(f"layer {il} has no cache to read: {kvq.kvq_last_error().decode()}")
 
 
+SPLITS = ("none", "norm", "neox")  # kvq_split
+
+
+def pairs(model: Model, layers: list[int]) -> str:
+    """Which channels of a key turn together, "norm" or "neox", after a text was decoded; "none" when some layer has no
+    rotary embedding of the whole head.
+    """
+    kvq = model._libs.need_kvq()
+    with kvstats.lock:
+        found = {max(kvq.kvq_cache_split(i, il) for i in kvstats._numbers(id(model))) for il in layers}
+    return SPLITS[max(found.pop(), 0)] if len(found) == 1 else "none"
+
+
 def sequences(model: Model, text: str, n: int, length: int, seed: int) -> list[np.ndarray]:
     """n token sequences of `length`, cut from the text one after the other and drawn in an order the seed fixes.
 

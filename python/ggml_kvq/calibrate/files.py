@@ -110,6 +110,7 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
         "kvq.aqua.predictor": "bias",
         "kvq.aqua.sinks": sinks,
         "kvq.aqua.tokens": means.n_tokens,
+        "kvq.auto.pairs": means.pairs,
     }
 
 

@@ -33,12 +33,15 @@ class Moments:
 @dataclass
 class Means:
     """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry,
-    keys and values; rms[il] = root mean square of the rows.
+    keys and values; rms[il] = root mean square of the rows; pairs: capture.pairs;
+    losses: divergence with whole and with split keys, where that was tried (halves.py).
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     removed: dict[int, tuple[float, float]] = field(default_factory=dict)
     rms: dict[int, tuple[float, float]] = field(default_factory=dict)
+    pairs: str = "none"
+    losses: tuple[float, float] = (0.0, 0.0)
     n_tokens: int = 0
     seconds: float = 0.0
     peak_mib: float = 0.0
@@ -66,18 +69,27 @@ def fit(
     started = time.monotonic()
     shapes = capture.layers(path)
     key = json.dumps(
-        [os.path.basename(os.fspath(path)), hashlib.sha256(text.encode()).hexdigest(), n_sequences, length, sinks, seed]
+        [
+            os.path.basename(os.fspath(path)),
+            hashlib.sha256(text.encode()).hexdigest(),
+            n_sequences,
+            length,
+            sinks,
+            seed,
+            2,
+        ]
     )
     sums = {
         (il, v): Moments(np.zeros(h * (dv if v else dk)), np.zeros(h * (dv if v else dk)))
         for il, h, dk, dv in shapes
         for v in (0, 1)
     }
+    turned = "none"
     done, store = 0, Path(checkpoint) if checkpoint else None
     if store and store.is_file():
         with np.load(store) as saved:
             if str(saved["key"]) == key:
-                done = int(saved["done"])
+                done, turned = int(saved["done"]), str(saved["pairs"])
                 for (il, v), m in sums.items():
                     m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
     line = Line(progress)
@@ -90,13 +102,15 @@ def fit(
                 sums[il, 0].add(keys)
                 sums[il, 1].add(values)
             if store:
-                _save(store, key, i + 1, sums)
+                _save(store, key, i + 1, turned, sums)
+            turned = capture.pairs(model, [il for il, *_ in shapes])
             if progress:
                 left = (time.monotonic() - started) / (i + 1 - done) * (n_sequences - i - 1)
                 line(f"calibrating: {i + 1}/{n_sequences} sequences, {left:.0f} s left")
     line.end()
     n = n_sequences * (length - sinks)
     out = Means(
+        pairs=turned,
         n_tokens=n,
         seconds=time.monotonic() - started,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -115,10 +129,10 @@ def fit(
     return out
 
 
-def _save(store: Path, key: str, done: int, sums: dict[tuple[int, int], Moments]) -> None:
+def _save(store: Path, key: str, done: int, pairs: str, sums: dict[tuple[int, int], Moments]) -> None:
     """Replace the checkpoint in one step: a killed run leaves the old one or the new one."""
     new = store.with_name(store.name + ".new")
     arrays = {f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square")}
     with open(new, "wb") as f:
-        np.savez(f, key=np.array(key), done=np.array(done), **arrays)
+        np.savez(f, key=np.array(key), done=np.array(done), pairs=np.array(pairs), **arrays)
     os.replace(new, store)

@@ -24,10 +24,9 @@ from .. import gguf_header, progress
 from ..errors import KvqError
 from ..evaluate import perplexity
 from ..model import Model
-from ..reference.auto import RUNGS
-from . import capture, files, means
+from ..reference.auto import RUNGS, WHOLE, Rung, code_bits
+from . import capture, files, halves, means
 
-TOP = len(RUNGS) - 1
 MEASURED = (0, 2, 4)  # rungs; those between are interpolated: each bit divides the error by about the same factor
 FAR = 131072  # tokens: where window and tables no longer count
 SHOWN = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.25)  # bits whose divergence the sidecar states
@@ -50,34 +49,39 @@ class Tuned:
     notes: list[str] = field(default_factory=list)
 
 
-def interpolate(measured: dict[int, float]) -> list[float]:
+def ladder(fitted: means.Means) -> tuple[Rung, ...]:
+    """The rungs on which layers of such keys stand."""
+    return WHOLE if fitted.pairs == "none" else RUNGS
+
+
+def interpolate(measured: dict[int, float], rungs: tuple[Rung, ...] = RUNGS) -> list[float]:
     """D of every rung from those measured: geometric between them, 0 at the top; never rising."""
-    floor = 1e-9
-    points = sorted({**{r: max(d, floor) for r, d in measured.items()}, TOP: floor}.items())
-    bits = [sum(rung) for rung in RUNGS]
+    floor, top = 1e-9, len(rungs) - 1
+    points = sorted({**{r: max(d, floor) for r, d in measured.items()}, top: floor}.items())
+    bits = [code_bits(rung) for rung in rungs]
     known = [bits[r] for r, _ in points]
     logs = np.interp(bits, known, [np.log(d) for _, d in points])
     last = points[-2][0]  # behind the last one measured the error goes on falling as it did
     out = [float(np.exp(x)) for x in logs]
-    out[TOP] = 0.0
-    for r in range(last + 1, TOP):
-        out[r] = out[last] * (bits[TOP] - bits[r]) / (bits[TOP] - bits[last])
-    for r in range(1, TOP + 1):
+    out[top] = 0.0
+    for r in range(last + 1, top):
+        out[r] = out[last] * (bits[top] - bits[r]) / (bits[top] - bits[last])
+    for r in range(1, top + 1):
         out[r] = min(out[r], out[r - 1])
     return out
 
 
-def climb(damage: np.ndarray) -> list[int]:
-    """damage [n_layer][rungs] -> layers in the order in which they rise, TOP times each: always the step that takes
-    most divergence away per bit, looking ahead over the rungs of a layer.
+def climb(damage: np.ndarray, rungs: tuple[Rung, ...] = RUNGS) -> list[int]:
+    """damage [n_layer][rungs] -> layers in the order in which they rise, each to the last rung: always the step that
+    takes most divergence away per bit, looking ahead over the rungs of a layer.
     """
-    bits = [sum(rung) for rung in RUNGS]
+    bits, top = [code_bits(rung) for rung in rungs], len(rungs) - 1
     at = [0] * len(damage)
     order: list[int] = []
-    while len(order) < TOP * len(damage):
+    while len(order) < top * len(damage):
         slopes = [
-            max(((d[r] - d[to]) / (bits[to] - bits[r]) for to in range(r + 1, TOP + 1)), default=-1.0)
-            if r < TOP
+            max(((d[r] - d[to]) / (bits[to] - bits[r]) for to in range(r + 1, top + 1)), default=-1.0)
+            if r < top
             else -1.0
             for d, r in zip(damage, at)
         ]
@@ -87,11 +91,11 @@ def climb(damage: np.ndarray) -> list[int]:
     return order
 
 
-def alone(il: int, rung: int, n_layer: int) -> dict[str, Any]:
-    """Options of method auto: layer `il` on `rung`, all others on the highest."""
+def alone(il: int, rung: int, n_layer: int, top: int) -> dict[str, Any]:
+    """Options of method auto: layer `il` on `rung`, all others on the highest, `top`."""
     others = [i for i in range(n_layer) if i != il]
-    order = [*(others * TOP), *([il] * TOP)]
-    return {"order": ".".join(map(str, order)), "level": TOP * len(others) + rung}
+    order = [*(others * top), *([il] * top)]
+    return {"order": ".".join(map(str, order)), "level": top * len(others) + rung}
 
 
 def fit(
@@ -116,10 +120,11 @@ def fit(
         path, text, n_sequences=n_windows, length=length, n_threads=n_threads, progress=True,
         checkpoint=work / "means.npz",
     )  # fmt: skip
+    fitted = halves.checked(path, fitted, text, n_threads)
     sidecar = work / "means.kvq.gguf"
     files.write_sidecar(sidecar, files.fields(path, fitted, 4), files.arrays(fitted))
     protocol = perplexity.Protocol(length, min(UBATCH, length // 8), 0, n_windows)
-    bench = _Bench(path, sidecar, protocol, work, [seen, n_windows, length], n_threads)
+    bench = _Bench(path, sidecar, protocol, work, [seen, n_windows, length, fitted.pairs], n_threads)
     base_seconds = bench.write_base(text)
     n_runs = 1 + len(MEASURED) * n_layer + len(SHOWN)
     say(
@@ -127,17 +132,19 @@ def fit(
         f" machine ({len(bench.done)} done before)"
     )
     line = progress.Line(True)
-    top = bench.divergence({"level": TOP * n_layer})
-    damage = np.zeros((n_layer, TOP + 1))
+    rungs = ladder(fitted)
+    top = len(rungs) - 1
+    least = bench.divergence({"level": top * n_layer})
+    damage = np.zeros((n_layer, top + 1))
     begun = time.monotonic()
     for il in range(n_layer):
-        measured = {r: bench.divergence(alone(il, r, n_layer)) - top for r in MEASURED}
-        damage[il] = interpolate(measured)
+        measured = {r: bench.divergence(alone(il, r, n_layer, top)) - least for r in MEASURED}
+        damage[il] = interpolate(measured, rungs)
         left = (time.monotonic() - begun) / (il + 1) * (n_layer - il - 1)
         line(f"tuning: layer {il + 1}/{n_layer}, {_span(left)} left")
     line.end()
-    order = climb(damage)
-    frontier = list(_frontier(bench, order))
+    order = climb(damage, rungs)
+    frontier = list(_frontier(bench, order, fitted.pairs))
     out = Tuned(order, damage, frontier, fitted, time.monotonic() - started, n_windows * length, seen[:16])
     bench.remove()
     return out
@@ -210,19 +217,21 @@ class _Bench:
             path.unlink(missing_ok=True)
 
 
-def _frontier(bench: _Bench, order: list[int]) -> Iterator[tuple[float, int, float]]:
+def _frontier(bench: _Bench, order: list[int], pairs: str) -> Iterator[tuple[float, int, float]]:
     """(true bits, level, divergence) of mixtures along the order, at about the bits SHOWN."""
-    n_layer = len(order) // TOP
     shapes = gguf_header.attention_layers(gguf_header.read(bench.path))
+    n_layer = len(shapes)
     text = ".".join(map(str, order))
     from .. import methods, native
 
     lib = methods.library()
     bits = [
         float(
-            native.plan(lib, "auto", f"order={text},level={level},means=on", shapes, FAR, n_layer_model=n_layer)["bits"]
+            native.plan(
+                lib, "auto", f"order={text},level={level},means=on,pairs={pairs}", shapes, FAR, n_layer_model=n_layer
+            )["bits"]
         )
-        for level in range(TOP * n_layer + 1)
+        for level in range(len(order) + 1)
     ]
     levels = sorted({max([i for i, b in enumerate(bits) if b <= want], default=0) for want in SHOWN})
     for level in levels:

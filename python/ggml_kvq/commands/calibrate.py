@@ -74,7 +74,7 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from .. import hub
-    from ..calibrate import files, means
+    from ..calibrate import files, halves, means
     from ..errors import KvqError
 
     if args.method == "xquant":
@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint=str(out) + ".partial.npz",
         progress=True,
     )
+    fitted = halves.checked(model, fitted, text, args.threads)
     files.write_sidecar(out, files.fields(model, fitted, args.sinks), files.arrays(fitted))
     print(f"{'layer':>5} {'K energy in means':>18} {'V energy in means':>18}")
     for il, (k, v) in fitted.removed.items():

@@ -7,12 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from .codec import V
+from .codec import SPLIT_NEOX, SPLIT_NORM, V
 from .higgs import LATTICE_OPTIONS, LatticeMethod
 from .method import LayerPlan, LayerShape, register
 
-#: Code bits of keys and values, the rungs that a layer climbs: pairs that have kernels.
-RUNGS = ((1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4))
+#: Code bits of the fast and of the slow half of the keys' rotary pairs, and of values: the rungs that a layer climbs.
+RUNGS = ((0, 2, 1), (0, 2, 2), (0, 4, 2), (0, 4, 3), (2, 4, 3), (2, 4, 4), (4, 4, 4))
+#: and where keys are one block
+WHOLE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (3, 3, 2), (3, 3, 3), (4, 4, 4))
+Rung = tuple[int, int, int]
 
 
 def spread(n: int) -> list[int]:
@@ -22,23 +25,29 @@ def spread(n: int) -> list[int]:
     return [at for at in reverse if at < n]
 
 
-def order_of(text: str, n_layer: int) -> list[int]:
+def code_bits(rung: Rung) -> float:
+    """Bits of a key and a value."""
+    return (rung[0] + rung[1]) / 2 + rung[2]
+
+
+def order_of(text: str, n_layer: int, rungs: tuple[Rung, ...] = WHOLE) -> list[int]:
     """Layers in the order in which they rise, each as often as there are rungs above the first. ValueError when the
     text is none."""
     if text == "none":
         upper, lower = ([i for i in spread(n_layer) if (2 * i >= n_layer) == side] for side in (True, False))
-        between = [half for _ in range(len(RUNGS) - 2) for half in (upper, lower)]
+        between = [half for _ in range(len(rungs) - 2) for half in (upper, lower)]
         return [i for half in (upper, *between, lower) for i in half]
     out = [int(word) for word in text.split(".")]
-    if sorted(out) != sorted(list(range(n_layer)) * (len(RUNGS) - 1)):
-        raise ValueError(f"order={text} does not name each of {n_layer} layers {len(RUNGS) - 1} times")
+    if sorted(out) != sorted(list(range(n_layer)) * (len(rungs) - 1)):
+        raise ValueError(f"order={text} does not name each of {n_layer} layers {len(rungs) - 1} times")
     return out
 
 
 @register
 class Auto(LatticeMethod):
     """A layer stands on as many rungs as it occurs among the first `level` entries of `order`. level=-1 is the highest
-    level whose allocated bytes are within `bits`, which cache/level.cpp finds: layouts are the library's alone."""
+    level whose allocated bytes are within `bits`, which cache/level.cpp finds: layouts are the library's alone. Keys
+    are split (lattice.py) where `pairs` says how and means are taken off."""
 
     name = "auto"
     options: ClassVar[dict[str, Any]] = {
@@ -46,6 +55,7 @@ class Auto(LatticeMethod):
         "at": 0,
         "level": -1,
         "order": "none",
+        "pairs": "none",
         "means": "auto",
         "window": 64,
         **{key: value for key, value in LATTICE_OPTIONS.items() if key != "grid"},
@@ -56,12 +66,22 @@ class Auto(LatticeMethod):
     }
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
-        risen = order_of(self.o["order"], n_layer)[: max(self.o["level"], 0)]
-        self.rung = RUNGS[risen.count(ordinal)]
+        splits = self.o["pairs"] != "none" and self.o["means"] != "off"
+        rungs = RUNGS if splits else WHOLE
+        risen = order_of(self.o["order"] if splits or self.o["pairs"] == "none" else "none", n_layer, rungs)[
+            : max(self.o["level"], 0)
+        ]
+        self.rung = fast, slow, _ = rungs[risen.count(ordinal)]
+        halves = splits and fast != slow and shape.head_size_k % 16 == 0
+        if not halves:
+            self.rung = (fast + slow) // 2, (fast + slow) // 2, self.rung[2]
         self.o["grid"] = "d2"
         plan = super().plan(ordinal, n_layer, shape, prev)
         del self.o["grid"]
         plan = replace(plan, mean=self.o["means"] == "on")
+        if halves:
+            split = SPLIT_NEOX if self.o["pairs"] == "neox" else SPLIT_NORM
+            plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(split=split, fast_bits=fast)))
         if self.o["far"] == "none":
             return plan
         return replace(
@@ -69,4 +89,4 @@ class Auto(LatticeMethod):
         )  # as specache
 
     def bits(self, role: int, ordinal: int) -> int:
-        return self.rung[role == V]
+        return self.rung[2 if role == V else 1]

@@ -13,6 +13,7 @@ import numpy as np
 
 F16, AFFINE, LATTICE, MIXED = 0, 1, 2, 3  # kvq_type
 K, V = 0, 1  # kvq_role
+SPLIT_NORM, SPLIT_NEOX = 1, 2  # kvq_split
 F16_MAX = np.float32(65504)
 
 
@@ -23,7 +24,8 @@ class Codec:
     bits: 0..4 code bits (16 for f16). group: cells of a key group, channels of a value group or of a lattice index.
     scale: 0 f16 parameters, 1 8-bit, 2 4-bit ones. levels: 0 codes round to end points, 1 equal bins. eta: share of
     the range by which end points move inward. n_cells, head_size: shape of the page. hi, n_hi: of mixed pages, bits
-    and number of the salient cells.
+    and number of the salient cells. split: of lattice keys, 0 one block, SPLIT_NORM or SPLIT_NEOX: a block for each
+    half of the rotary pairs (lattice.py), fast_bits: code bits of the fast half.
     """
 
     type: int
@@ -37,6 +39,8 @@ class Codec:
     head_size: int
     hi: int = 0
     n_hi: int = 0
+    split: int = 0
+    fast_bits: int = 0
 
     def with_(self, **fields: Any) -> Codec:
         return replace(self, **fields)

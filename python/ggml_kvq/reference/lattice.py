@@ -9,6 +9,9 @@ least squared distance to y * (1/s), decoded x = H (point * 2^-12 * s). inf and 
 codec.group = d. Scales: f16 s[n_cells], or f16 top, u8 u[n_cells] with s = top * (1/65025) * u^2, u = floor(255
 sqrt(scale/top) + 1/2). A cell that holds no data has scale 0. Indices are packed as affine codes are (affine.py), with
 vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
+
+Split keys (codec.split): the channels of the slow half of the rotary pairs are such a block of codec.bits, those of the
+fast half one of codec.fast_bits behind it; without bits they are zero. Pairs stay together.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import functools
 
 import numpy as np
 
-from .codec import Codec, K, to_f16, unpack_valid
+from .codec import SPLIT_NORM, Codec, K, to_f16, unpack_valid
 from .lattice_grids import POINTS, STEPS
 
 LANES = 16
@@ -57,8 +60,37 @@ def _part_shape(c: Codec, width: int) -> tuple[int, int, int, int, int]:
     return -(-lanes // LANES), LANES, -(-dots * width // 32), 8 // width, 4
 
 
+def halves(c: Codec) -> list[tuple[Codec, np.ndarray]]:
+    """The blocks of a codec in their order, each with its channels: one, or the slow half and the fast one."""
+    if not c.split:
+        return [(c, np.arange(c.head_size))]
+    half = c.head_size // 2
+    by_speed = np.arange(c.head_size)  # fast ones first
+    if c.split != SPLIT_NORM:
+        by_speed = by_speed.reshape(2, 2, half // 2).transpose(1, 0, 2).reshape(-1)
+    own = c.with_(head_size=half, split=0, fast_bits=0)
+    fast = [(own.with_(bits=c.fast_bits), by_speed[:half])] if c.fast_bits else []
+    return [(own, by_speed[half:]), *fast]
+
+
+def parts_of(c: Codec, codes: np.ndarray, params: np.ndarray) -> list[tuple[Codec, np.ndarray, np.ndarray, np.ndarray]]:
+    """Of each block: codec, channels, codes, params."""
+    out, at_codes, at_params = [], 0, 0
+    for own, channels in halves(c):
+        nb_codes, nb_params = _nbytes(own)
+        out.append((own, channels, codes[at_codes : at_codes + nb_codes], params[at_params : at_params + nb_params]))
+        at_codes, at_params = at_codes + nb_codes, at_params + nb_params
+    return out
+
+
 def nbytes(c: Codec) -> tuple[int, int]:
     """(nb_codes, nb_params) in bytes."""
+    codes, params = zip(*(_nbytes(own) for own, _ in halves(c)))
+    return sum(codes), sum(params)
+
+
+def _nbytes(c: Codec) -> tuple[int, int]:
+    """Of one block."""
     codes = 0
     for width, _ in PARTS[c.bits * c.group]:
         tiles, lanes, chunks, _, k = _part_shape(c, width)
@@ -176,6 +208,15 @@ def encode(
     c: Codec, rows: np.ndarray, valid: np.ndarray | None = None, shared: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """rows f16 [n_cells, head_size] -> (codes, params)."""
+    done = [_encode(own, rows[:, channels], valid, shared) for own, channels in halves(c)]
+    params = np.concatenate([p for _, p in done])
+    return (np.concatenate([codes for codes, _ in done]) if shared is None else shared), params
+
+
+def _encode(
+    c: Codec, rows: np.ndarray, valid: np.ndarray | None, shared: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """One block."""
     y = _rotate(rows)
     total = np.zeros(c.n_cells)
     for i in range(c.head_size):
@@ -186,23 +227,39 @@ def encode(
 
 
 def rotated(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
-    """Decoded rows before the last rotation, f32 [n_cells, head_size]."""
+    """Decoded rows of one block before the last rotation, f32 [n_cells, head_size]."""
     return (grid(c)[unpack(c, codes)] * scales(c, params)[:, None, None]).reshape(c.n_cells, c.head_size)
+
+
+def _rows(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
+    """f32 [n_cells, head_size], before the rounding to f16."""
+    out = np.zeros((c.n_cells, c.head_size), np.float32)
+    for own, channels, its_codes, its_params in parts_of(c, codes, params):
+        out[:, channels] = hadamard(rotated(own, its_codes, its_params))
+    return out
 
 
 def decode(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     """-> f16 [n_cells, head_size]."""
-    return to_f16(hadamard(rotated(c, codes, params)))
+    return to_f16(_rows(c, codes, params))
 
 
 def exact(c: Codec, codes: np.ndarray, params: np.ndarray) -> np.ndarray:
     """-> f64 [n_cells, head_size], without the rounding to f16."""
-    return hadamard(rotated(c, codes, params)).astype(np.float64)
+    return _rows(c, codes, params).astype(np.float64)
 
 
 def match(c: Codec, rows: np.ndarray, mask: int, params: np.ndarray, shared: np.ndarray | None) -> np.ndarray | None:
     """Codes whose decoded rows equal `rows` but for the bits of `mask`, or None."""
     high = rows.view(np.uint16) & np.uint16(0xFFFF ^ mask)
-    codes = pack(c, _indices(c, _rotate(high.view(np.float16)), params)) if shared is None else shared
+    codes = shared
+    if codes is None:
+        blocks = parts_of(c, np.zeros(nbytes(c)[0], np.uint8), params)
+        codes = np.concatenate(
+            [
+                pack(own, _indices(own, _rotate(high.view(np.float16)[:, channels]), its))
+                for own, channels, _, its in blocks
+            ]
+        )
     same = (decode(c, codes, params).view(np.uint16) ^ high) & np.uint16(0xFFFF ^ mask)
     return None if same.any() else codes
