@@ -64,6 +64,13 @@ if(kvq_llama_variants)
         set(kvq_newest "-mavxvnni -mavx512bf16 -mamx-tile -mamx-int8")
     endif()
     kvq_accepts(kvq_knows_newest ${CMAKE_CXX_COMPILER} "${CMAKE_CXX_COMPILER_ARG1} ${kvq_newest}")
+    if(NOT kvq_knows_newest AND CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+        set(kvq_newest "-march=armv8.6-a+dotprod+fp16+sve+i8mm+sve2") # SME can be left out: llama_arm_flags.cmake
+        kvq_accepts(kvq_knows_newest ${CMAKE_CXX_COMPILER} "${CMAKE_CXX_COMPILER_ARG1} ${kvq_newest}")
+        if(kvq_knows_newest)
+            kvq_setting(KVQ_WITHOUT_SME ON)
+        endif()
+    endif()
     if(NOT kvq_knows_newest)
         message(FATAL_ERROR "GGML_NATIVE=OFF builds a variant for every CPU, and ${CMAKE_CXX_COMPILER} "
             "(${CMAKE_CXX_COMPILER_ID} ${CMAKE_CXX_COMPILER_VERSION}) does not know ${kvq_newest}; "

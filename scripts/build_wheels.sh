@@ -8,7 +8,7 @@
 #               nvcc 13 and no cuBLAS: nothing of ours uses it
 #   cuda-full   ggml-kvq-cu13 with upstream's libggml-cuda.so too, instead of ggml-kvq. Needs nvcc and cuBLAS; at run
 #               time both come from the package index (nvidia-cublas, nvidia-cuda-runtime). All cards: most of an hour
-# PYTHON=python3.x   ARCHS="80-real 86-real ..."   JOBS=n   KEEP=<folder for the CUDA build: a second run goes on there>
+# PYTHON=python3.x   ARCHS="80-real 86-real ..."   JOBS=n   KEEP=<folder for the builds: a second run goes on there>
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=dist
@@ -32,7 +32,7 @@ version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' python/ggml_kvq/_version.py)
 
 wheel() { # wheel <folder> <pip's arguments>
     mkdir -p "$work/$1"
-    "$python" -m pip -q wheel --no-deps -w "$work/$1" "${@:2}" .
+    "$python" -m pip -q wheel --no-deps -w "$work/$1" ${KEEP:+-C "build-dir=$KEEP/$1"} "${@:2}" .
 }
 
 repair() { # repair <folder> <repair_wheel's arguments>
@@ -50,21 +50,16 @@ for kind in "${kinds[@]}"; do
             repair cpu --bundle libgomp.so.1
             ;;
         aarch64)
-            variants="-DGGML_NATIVE=OFF"
-            if ! echo | aarch64-linux-gnu-gcc -march=armv9.2-a+sve2+sme -xc -fsyntax-only - 2>/dev/null; then
-                echo "build_wheels: aarch64-linux-gnu-gcc knows no SME: one CPU backend for ARMv8.2 with dotprod, no variants"
-                variants="-DGGML_NATIVE=OFF -DGGML_BACKEND_DL=OFF -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16"
-            fi
-            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake $variants ${CMAKE_ARGS:-}" wheel aarch64
+            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake -DGGML_NATIVE=OFF ${CMAKE_ARGS:-}" wheel aarch64
             repair aarch64 --bundle libgomp.so.1
             ;;
         cuda)
-            build=${KEEP:-$work/cuda-build}
+            build=${KEEP:-$work}/cuda
             cmake -S . -B "$build" -G Ninja -DGGML_CUDA=ON -DGGML_NATIVE=OFF \
                 -DCMAKE_CUDA_ARCHITECTURES="${archs// /;}" -DPython3_EXECUTABLE="$(command -v "$python")" >"$work/log" || { cat "$work/log"; exit 1; }
             cmake --build "$build" --target ggml-kvq
-            "$python" scripts/addon_wheel.py "$build/lib/libggml-kvq.so" "$version" "$work/cuda"
-            repair cuda --external libggml-base.so.0 --external libggml-cuda.so.0 --external libcudart.so.13 --bundle libgomp.so.1
+            "$python" scripts/addon_wheel.py "$build/lib/libggml-kvq.so" "$version" "$work/addon"
+            repair addon --external libggml-base.so.0 --external libggml-cuda.so.0 --external libcudart.so.13 --bundle libgomp.so.1
             ;;
         cuda-full)
             wheel cuda-full -C cmake.define.GGML_CUDA=ON -C cmake.define.GGML_NATIVE=OFF -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=${archs// /;}" \

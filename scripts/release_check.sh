@@ -4,7 +4,7 @@
 # Needs the environment of the tests (pip install '.[test,sbom]'); for roots: root, debootstrap; for hadolint, cffconvert
 # and buildah what is there is used, and what is not there is said.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 quick=${1:-}
 python=${PYTHON:-python3}
 passed=0 failed=0 missing=()

@@ -5,6 +5,7 @@ The findings are held against object code, so that no test asks for a CPU that h
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -116,14 +117,14 @@ FAKE_COMPILER = r"""#!/bin/sh
 # natively.
 me=$(basename "$0")
 case "$me $*" in
-    ignorant*-mamx*|ignorant*-mno-amx*|old*-mavxvnni*) exit 1;;
+    ignorant*-mamx*|ignorant*-mno-amx*|old*-mavxvnni*|no-sme*+sme*|old*+i8mm*) exit 1;;
     *-S*) case $me in wrong*) echo ldtilecfg;; *) cat probe.cpp; echo ldtilecfg;; esac > probe.s;;
     *sapphire*-dM*|*on-amx*native*) echo "#define __AMX_TILE__ 1";;
 esac
 """
 
 
-def decide(tmp_path: Path, compiler: str, **settings: str) -> tuple[dict[str, str], str]:
+def decide(tmp_path: Path, compiler: str, processor: str = "x86_64", **settings: str) -> tuple[dict[str, str], str]:
     """What cmake/llama_cpu.cmake passes on to llama.cpp, and what it says, for variables that a user sets."""
     fake = tmp_path / compiler
     fake.write_text(FAKE_COMPILER)
@@ -134,7 +135,7 @@ def decide(tmp_path: Path, compiler: str, **settings: str) -> tuple[dict[str, st
         "CMAKE_CXX_COMPILER_ID": "GNU",
         "CMAKE_CXX_COMPILER_VERSION": "1.2",
         "CMAKE_SYSTEM_NAME": "Linux",
-        "CMAKE_SYSTEM_PROCESSOR": "x86_64",
+        "CMAKE_SYSTEM_PROCESSOR": processor,
     }
     lines = ["function(kvq_setting name value)", '  message("setting ${name}=${value}")', "endfunction()"]
     lines += [f"set({k} [==[{v}]==])" for k, v in known.items()]
@@ -175,6 +176,49 @@ SAPPHIRE = {"CMAKE_CXX_FLAGS": "-march=sapphirerapids"}
 def test_what_is_decided(tmp_path: Path, compiler: str, user: dict[str, str], given: dict[str, str], said: str) -> None:
     got, text = decide(tmp_path, compiler, **user)
     assert got == given and said in text, text
+
+
+@pytest.mark.parametrize(
+    ("compiler", "given", "said"),
+    [
+        ("ignorant", TRAVELS, "every CPU of this family"),
+        ("no-sme", {**TRAVELS, "KVQ_WITHOUT_SME": "ON"}, "every CPU of this family"),
+        ("old", TRAVELS, "does not know -march=armv8.6-a+dotprod+fp16+sve+i8mm+sve2"),
+    ],
+)
+def test_variants_for_aarch64_do_not_need_sme(tmp_path: Path, compiler: str, given: dict[str, str], said: str) -> None:
+    got, text = decide(tmp_path, compiler, "aarch64", **OFF)
+    assert got == given and said in text, text
+
+
+def test_without_sme_the_last_march_is_one_that_the_compiler_knows(tmp_path: Path) -> None:
+    """cmake/llama_arm_flags.cmake on targets like upstream's, in a folder below that of ggml's project()."""
+    upstream = {
+        "8.6_1": "armv8.6-a+sve+i8mm",
+        "9.2_1": "armv9.2-a+sve+i8mm+sme",
+        "9.2_2": "armv9.2-a+sve+i8mm+sve2+sme",
+    }
+    (tmp_path / "src").mkdir()
+    (tmp_path / "a.c").touch()
+    top = ["cmake_minimum_required(VERSION 3.21)", "project(ggml LANGUAGES C)", "add_subdirectory(src)"]
+    targets = [
+        f"add_library(ggml-cpu-armv{name}{kind} OBJECT ../a.c)\n"
+        f"target_compile_options(ggml-cpu-armv{name}{kind} PRIVATE -march={march})"
+        for name, march in upstream.items()
+        for kind in ("", "-feats")
+    ]
+    (tmp_path / "CMakeLists.txt").write_text("\n".join(top))
+    (tmp_path / "src/CMakeLists.txt").write_text("\n".join(targets))
+    options = ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DCMAKE_PROJECT_ggml_INCLUDE={ROOT}/cmake/llama_arm_flags.cmake"]
+    run(["cmake", "-S", tmp_path, "-B", tmp_path / "b", "-G", "Ninja", *options])
+    commands = json.loads((tmp_path / "b/compile_commands.json").read_text())
+    found = {re.findall(r"ggml-cpu-armv([^/]*)\.dir", c["command"])[0]: c["command"].split() for c in commands}
+    march = {name: [w for w in words if w.startswith("-march=")] for name, words in found.items()}
+    for name, wanted in upstream.items():
+        assert march[name + "-feats"] == [f"-march={wanted}"]
+    assert march["8.6_1"] == ["-march=armv8.6-a+sve+i8mm"]
+    assert march["9.2_1"][-1] == "-march=armv8.6-a+dotprod+fp16+sve+i8mm"
+    assert march["9.2_2"][-1] == "-march=armv8.6-a+dotprod+fp16+sve+i8mm+sve2"
 
 
 def disassembly(path: Path) -> str:
