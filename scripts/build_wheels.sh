@@ -32,7 +32,7 @@ version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' python/ggml_kvq/_version.py)
 
 wheel() { # wheel <folder> <pip's arguments>
     mkdir -p "$work/$1"
-    "$python" -m pip -q wheel --no-deps -w "$work/$1" ${KEEP:+-C "build-dir=$KEEP/$1"} "${@:2}" .
+    "$python" -m pip -q wheel --no-deps -w "$work/$1" ${KEEP:+--config-settings "build-dir=$KEEP/$1"} "${@:2}" .
 }
 
 repair() { # repair <folder> <repair_wheel's arguments>
@@ -62,8 +62,9 @@ for kind in "${kinds[@]}"; do
             repair addon --external libggml-base.so.0 --external libggml-cuda.so.0 --external libcudart.so.13 --bundle libgomp.so.1
             ;;
         cuda-full)
-            wheel cuda-full -C cmake.define.GGML_CUDA=ON -C cmake.define.GGML_NATIVE=OFF -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=${archs// /;}" \
-                -C 'cmake.define.CMAKE_SHARED_LINKER_FLAGS=-Wl,-rpath,$ORIGIN/../../nvidia/cu13/lib'
+            wheel cuda-full --config-settings cmake.define.GGML_CUDA=ON --config-settings cmake.define.GGML_NATIVE=OFF \
+                --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=${archs// /;}" \
+                --config-settings 'cmake.define.CMAKE_SHARED_LINKER_FLAGS=-Wl,-rpath,$ORIGIN/../../nvidia/cu13/lib'
             repair cuda-full --name ggml-kvq-cu13 --bundle libgomp.so.1 --requires 'nvidia-cublas>=13,<14' \
                 --requires 'nvidia-cuda-runtime>=13,<14' --external libcudart.so.13 --external libcublas.so.13 --external libcuda.so.1
             ;;
