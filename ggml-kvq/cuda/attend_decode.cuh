@@ -50,6 +50,8 @@ template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS
 template <int D, int KB, bool MEANS, int FINE, bool WIDE>
 constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
 
+template <int KB, bool MEANS, bool WIDE> constexpr bool copies_rows = KB > LATTICE && !MEANS && !WIDE;
+
 // MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
 // in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an attention that picks
 // cells in between (device_far.cu): logits of all cells and sums of their exponentials, or values by such logits
@@ -148,7 +150,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     int sums_turn = 0;
     // of open keys, then of rotated ones
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
-    float * const coefficients = (float *) (queries + (ROTATED ? 2 : 1) * of.n * S * 32);
+    // rows as they come, or coefficients of means
+    float * const of_rows = (float *) (queries + (ROTATED ? 2 : 1) * of.n * S * 32);
     if constexpr (ROTATED) {
         if (PART != VALUES) { load_key_tables<KB>(a, k_table); }
         if (PART != LOGITS) { load_table(v_table, a.v.points, 1 << cut<VB>::B); }
@@ -203,6 +206,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         int32_t * to = (int32_t *) (stages + unit % 2 * a.stage_bytes + lattice_map<D, KB, VB>::BYTES);
         to[lane] = places[0];
         to[lane + 32] = places[1];
+        if (unit) { ask_window(a, places[0]); }
         __syncwarp();
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
@@ -246,6 +250,10 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
         if (unit < 0) {
+            if constexpr (MEANS) {
+                if (warp == 0) { ask_means(a, kvh); }
+                if (PART != VALUES && (next0 == 3 || next1 == 3)) { ask_window(a, places[0]); }
+            }
             early_wait();
             if (by_lane && !a.map_stride && n_mine) { ask_mask(0, next0, next1); }
             const auto row_of = [&](int column) {
@@ -253,11 +261,12 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 return st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head;
             };
             // every warp comes here once
-            if constexpr (PART != VALUES) { share_queries<D, KB>(a, of, queries, row_of); }
             if constexpr (ROTATED && PART != VALUES) {
-                share_rotated<D, KB>(a, of, warp, DECODE_COLUMNS, queries + of.n * S * 32, row_of);
+                share_all_queries<D, KB, MEANS, copies_rows<KB, MEANS, WIDE>>(
+                    a, of, warp, kvh, min(per_row, a.n_rows - row0), queries, of_rows, row_of);
+            } else if constexpr (PART != VALUES) {
+                share_queries<D, KB>(a, of, queries, row_of);
             }
-            if constexpr (MEANS && PART != VALUES) { mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients); }
             __syncthreads();
             continue;
         }
@@ -352,8 +361,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q_rotated, stage, s); }
                 if constexpr (MEANS) {
                     if (now & 1) {
-                        add_means<D, KB>(
-                            a, of, coefficients, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s);
+                        add_means<D, KB>(a, of, of_rows, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s);
                     }
                 }
             } else if constexpr (FINE) {

@@ -172,10 +172,14 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         load_key_tables<KB>(a, k_table);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
         if (state > 0) { put_scales<D, KB, VB>(a, stage, raw); }
-        if (MEANS && state > 0 && (state & 1)) { // the second 32 rows of the product are nobody's
-            places[lane] = __ldg(st.positions + page.cell + t0 + lane);
-            places[lane + 32] = -1;
-            __syncwarp();
+        if constexpr (MEANS) {
+            if (warp == 0) { ask_means(a, kvh); }
+            if (state > 0 && (state & 1)) { // the second 32 rows of the product are the first ones again
+                const int place = __ldg(st.positions + page.cell + t0 + lane);
+                places[lane] = places[lane + 32] = place;
+                ask_window(a, place);
+                __syncwarp();
+            }
         }
     }
     if (state == 0 && lane < a.n_new) {
@@ -201,9 +205,8 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     uint32_t q[S][2]; // of column g
     if constexpr (ROTATED) {
         const auto row_of = [&](int column) { return st.q + (head0 + min(column, last)) * a.q_stride_head; };
-        share_queries<D, KB>(a, of, queries, row_of);
-        share_rotated<D, KB>(a, of, warp, DECODE_COLUMNS, queries + of.n * S * 32, row_of);
-        if constexpr (MEANS) { mean_coefficients<D>(a, of, st.q, kvh, row0, coefficients); }
+        share_all_queries<D, KB, MEANS, false>(
+            a, of, warp, kvh, min(per_row, a.n_rows - row0), queries, coefficients, row_of);
         __syncthreads();
     } else {
         const float * p = st.q + (head0 + min(g & (per_row - 1), last)) * a.q_stride_head;

@@ -351,10 +351,30 @@ template <int D, int KB> __device__ __forceinline__ int thread_of_four(int i) {
     return S < P ? i / S : i / P % 4;
 }
 
+// The rows of a block's columns as they come, [column][D]: what stands below reads each of them more than once, and one
+// way to the L2 cache takes as long as all the rest. Cards with little shared memory read them where they lie. So do
+// heads in slices, short caches and pages without their means, which gain nothing.
+template <int D> __host__ __device__ __forceinline__ int bytes_of_rows(const kvq_attend_args & a) {
+    return a.max_shared_sm >= 160 << 10 ? 4 * DECODE_COLUMNS * D : 0;
+}
+template <int D, typename X, typename F>
+__device__ __forceinline__ void copy_rows(const X & of, float * to, F && row_of) {
+    constexpr int PIECES = D / 4, N = DECODE_COLUMNS * PIECES / (32 * DECODE_WARPS);
+    float4 x[N]; // all on their way at once
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const int i = threadIdx.x + k * 32 * of.warps;
+        x[k] = *(const float4 *) (row_of(i / PIECES) + i % PIECES * 4);
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) { ((float4 *) to)[threadIdx.x + k * 32 * of.warps] = x[k]; }
+    __syncthreads();
+}
+
 // Split: a slice has D/2 channels of each half, first those of the slow one, [slice][half, step][lane].
 template <int D, int KB, typename X, typename F>
 __device__ __forceinline__ void share_split(
-    const kvq_attend_args & a, const X & of, int warp, int n_columns, uint2 * out, F && row_of) {
+    const kvq_attend_args & a, const X & of, int warp, int n_rows, uint2 * out, F && row_of) {
     constexpr int S = D / 16, HALF = D / 2, LANES = D / 8, MOST = X::WIDE ? 4 : 1; // LANES: of a half
     const int lane = threadIdx.x % 32, i = lane % LANES, head = of.head(a), quarter = head / 4;
     const bool fast = lane >= LANES, takes = lane < (fast_of<KB> ? 2 : 1) * LANES;
@@ -366,13 +386,13 @@ __device__ __forceinline__ void share_split(
         }
     }
 #pragma unroll 1
-    for (int column = warp; column < n_columns; column += of.warps) {
+    for (int column = warp; column < DECODE_COLUMNS; column += of.warps) {
         const float *p = row_of(column), f = a.scale * LOG2E * a.k.norm;
         float x[4 * MOST] = {};
 #pragma unroll
         for (int k = 0; k < MOST; k++) {
             const int at = k * HALF + 4 * i; // in the half
-            if (takes && k < of.n && at < head / 2) {
+            if (column < n_rows && takes && k < of.n && at < head / 2) {
                 const int channel = a.k.split == KVQ_SPLIT_NORM
                     ? (fast ? 0 : head / 2) + at
                     : (at < quarter ? at : at + quarter) + (fast ? 0 : quarter);
@@ -385,7 +405,7 @@ __device__ __forceinline__ void share_split(
         }
         butterflies(x, [&](int h) { return (h < 4 ? h : HALF / 4 * h) < a.k.block; });
 #pragma unroll 1
-        for (int h = 1; h < LANES; h *= 2) {
+        for (int h = 1; h < LANES && column < n_rows; h *= 2) {
             if (4 * h < a.k.block) {
 #pragma unroll
                 for (int j = 0; j < 4 * MOST; j++) { x[j] = across(x[j], h); }
@@ -401,12 +421,13 @@ __device__ __forceinline__ void share_split(
     }
 }
 
-// Queries of a block's rows, rotated, for all teams: [slice][step][lane]. A warp takes a row.
+// Queries of a block's n_rows rows, rotated, for all teams: [slice][step][lane]. A warp takes a row; columns without one
+// are 0.
 template <int D, int KB, typename X, typename F>
 __device__ __forceinline__ void share_rotated(
-    const kvq_attend_args & a, const X & of, int warp, int n_columns, uint2 * out, F && row_of) {
+    const kvq_attend_args & a, const X & of, int warp, int n_rows, uint2 * out, F && row_of) {
     if constexpr (is_split<KB>) {
-        share_split<D, KB>(a, of, warp, n_columns, out, row_of);
+        share_split<D, KB>(a, of, warp, n_rows, out, row_of);
         return;
     }
     constexpr int P = cut<KB>::P, S = D / 16, MOST = X::WIDE ? 4 : 1; // MOST: slices
@@ -414,13 +435,13 @@ __device__ __forceinline__ void share_rotated(
     // the step and thread that this lane's 4 channels belong to
     const int c = S < P ? lane / 4 : lane / P % 4, t = S < P ? lane % 4 : lane / (4 * P) * P + lane % P;
 #pragma unroll 1
-    for (int column = warp; column < n_columns; column += of.warps) {
+    for (int column = warp; column < DECODE_COLUMNS; column += of.warps) {
         const float *p = row_of(column), f = a.scale * LOG2E * rotation_norm<D, X>(a);
         float x[4 * MOST] = {};
 #pragma unroll
         for (int k = 0; k < MOST; k++) {
             const int channel = k * D + 4 * lane;
-            if (4 * lane < D && k < of.n && channel < of.head(a)) {
+            if (column < n_rows && 4 * lane < D && k < of.n && channel < of.head(a)) {
                 const float4 y = *(const float4 *) (p + channel);
                 x[4 * k] = y.x * f;
                 x[4 * k + 1] = y.y * f;
@@ -430,7 +451,7 @@ __device__ __forceinline__ void share_rotated(
         }
         butterflies(x, [&](int h) { return rotates<X>(a, h < 4 ? h : D / 4 * h); });
 #pragma unroll 1
-        for (int h = 1; h < D / 4; h *= 2) {
+        for (int h = 1; h < D / 4 && column < n_rows; h *= 2) {
             if (rotates<X>(a, 4 * h)) {
 #pragma unroll
                 for (int i = 0; i < 4 * MOST; i++) { x[i] = across(x[i], h); }

@@ -8,7 +8,7 @@
 // step, whatever their order; others as many as there are such windows.
 #pragma once
 
-#include "decode_stage.cuh"
+#include "decode_lattice.cuh"
 
 namespace {
 
@@ -20,19 +20,20 @@ template <int D> __host__ __device__ __forceinline__ int means_step(const kvq_at
 
 // A and B of this block's rows, in the scores' unit, a pair in the place of channels 2i and 2i + 1; of channels
 // without embedding A alone
-template <int D, typename X>
+template <int D, typename X, typename F>
 __device__ __forceinline__ void mean_coefficients(
-    const kvq_attend_args & a, const X & of, const float * q, int kvh, int row0, float * to) {
+    const kvq_attend_args & a, const X & of, int kvh, float * to, F && row_of) {
+    constexpr int AT_ONCE = X::WIDE ? 1 : 4;
     const int n = D / 2 * of.n, step = X::WIDE ? means_step<D>(a) : D + 4; // pairs of a row
     const float *m = a.k_mean + kvh * of.head(a), f = a.scale * LOG2E;
-#pragma unroll 1
+#pragma unroll AT_ONCE
     for (int i = threadIdx.x; i < DECODE_COLUMNS * n; i += 32 * of.warps) {
-        const int pair = i % n, column = i / n, row = min(row0 + column, a.n_rows - 1);
+        const int pair = i % n, column = i / n;
         if (X::WIDE && 2 * pair >= a.k.head_size) {
             *(float2 *) (to + column * step + 2 * pair) = make_float2(0.0f, 0.0f);
             continue;
         }
-        const float * p = q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head;
+        const float * p = row_of(column);
         const bool turns = pair < a.n_pairs;
         const int x = turns && a.neox ? pair : 2 * pair, y = turns && a.neox ? pair + a.n_pairs : 2 * pair + 1;
         const float qx = p[x] * f, qy = p[y] * f;
@@ -41,10 +42,52 @@ __device__ __forceinline__ void mean_coefficients(
     }
 }
 
-// places: positions of 64 cells, below 0: nobody is there
+// A and B of two pairs, turned by angles of these cosines and sines
+__device__ __forceinline__ void turn_four(const float4 & x, float2 cosine, float2 sine, uint32_t (&q)[2]) {
+    q[0] = pack_half2(x.x * cosine.x + x.y * sine.x, x.y * cosine.x - x.x * sine.x);
+    q[1] = pack_half2(x.z * cosine.y + x.w * sine.y, x.w * cosine.y - x.z * sine.y);
+}
+
+// adds products with 8 channels of the table's rows of two cells
+__device__ __forceinline__ void score_waves(
+    float (&s)[4], const uint4 & x, const uint4 & y, const uint32_t (&q0)[2], const uint32_t (&q1)[2]) {
+    mma(s, { x.x, y.x, x.y, y.y }, q0[0], q0[1]);
+    mma(s, { x.z, y.z, x.w, y.w }, q1[0], q1[1]);
+}
+
+// All that is made of a block's queries for lattice pages: as they are, rotated, and coefficients of means. rows: room for
+// those, or for rows that are COPIED.
+template <int D, int KB, bool MEANS, bool COPIED, typename X, typename F>
+__device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, const X & of, int warp, int kvh,
+    int n_rows, uint2 * queries, float * rows, F && row_of) {
+    static_assert(!COPIED || !MEANS);
+    const bool copied = COPIED && bytes_of_rows<D>(a);
+    if constexpr (COPIED) {
+        if (copied) { copy_rows<D>(of, rows, row_of); }
+    }
+    const auto row = [&](int column) { return copied ? (const float *) rows + column * D : row_of(column); };
+    share_queries<D, KB>(a, of, queries, row);
+    share_rotated<D, KB>(a, of, warp, n_rows, queries + of.n * (D / 16) * 32, row);
+    if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
+}
+
+// Asked for before the kernel before this one is done, which makes none of it: a step of a model comes back to a layer's
+// means only when its weights have gone through the L2 cache. A warp asks for those of a KV head, ...
+__device__ __forceinline__ void ask_means(const kvq_attend_args & a, int kvh) {
+    const int lane = threadIdx.x % 32, at = lane % 16 * 32;
+    if (at < a.k.head_size) { prefetch_line((lane < 16 ? a.k_mean : a.v_mean) + kvh * a.k.head_size + at); }
+}
+// ... and for a window's angles, whose first place lane 0 has. (The table's rows are near, and asking for each costs more
+// than it brings.)
+__device__ __forceinline__ void ask_window(const kvq_attend_args & a, int place) {
+    const int window = max(__shfl_sync(~0u, place, 0), 0) / 64, at = threadIdx.x % 32 * 32;
+    if (at < 2 * a.n_pairs) { prefetch_line(a.rotary_high + (size_t) window * 2 * a.n_pairs + at); }
+}
+// places: positions of 64 cells, below 0: nobody is there. Whatever their order: as many steps as there are windows. A
+// function of its own, so that it takes no registers from where cells lie next to each other.
 template <int D, int KB, typename X>
-__device__ __forceinline__ void add_means(
-    const kvq_attend_args & a, const X & of, const float * coefficients, const int32_t * places, float (&s)[4][4]) {
+__device__ __noinline__ void add_scattered_means(
+    const kvq_attend_args & a, const X of, const float * coefficients, const int32_t * places, float (&s)[4][4]) {
     constexpr int S = D / 16;
     const int step = X::WIDE ? means_step<D>(a) : D + 4;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, mine = places[lane], other = places[lane + 32];
@@ -56,12 +99,10 @@ __device__ __forceinline__ void add_means(
 #pragma unroll
         for (int t = 0; t < S; t++) {
             const int channel = of.first() + channel_of<D, KB>(c, t), pair = channel / 2;
-            const float4 x = *(const float4 *) (coefficients + g * step + channel);
             const bool one = pair < a.n_pairs, two = pair + 1 < a.n_pairs;
-            const float c0 = one ? high[pair] : 1.0f, s0 = one ? high[a.n_pairs + pair] : 0.0f,
-                        c1 = two ? high[pair + 1] : 1.0f, s1 = two ? high[a.n_pairs + pair + 1] : 0.0f;
-            q[t][0] = pack_half2(x.x * c0 + x.y * s0, x.y * c0 - x.x * s0);
-            q[t][1] = pack_half2(x.z * c1 + x.w * s1, x.w * c1 - x.z * s1);
+            turn_four(*(const float4 *) (coefficients + g * step + channel),
+                make_float2(one ? high[pair] : 1.0f, two ? high[pair + 1] : 1.0f),
+                make_float2(one ? high[a.n_pairs + pair] : 0.0f, two ? high[a.n_pairs + pair + 1] : 0.0f), q[t]);
         }
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -77,13 +118,54 @@ __device__ __forceinline__ void add_means(
                 uint4 x = make_uint4(0, 0, 0, 0), y = x;
                 if (in0 && of.has(channel)) { x = load16(row + d0 * of.head(a)); }
                 if (in1 && of.has(channel)) { y = load16(row + d1 * of.head(a)); }
-                const uint32_t f[4] = { x.x, y.x, x.y, y.y }, h[4] = { x.z, y.z, x.w, y.w };
-                mma(s[j], f, q[2 * u][0], q[2 * u][1]);
-                mma(s[j], h, q[2 * u + 1][0], q[2 * u + 1][1]);
+                score_waves(s[j], x, y, q[2 * u], q[2 * u + 1]);
             }
         }
         first &= ~__ballot_sync(~0u, (uint32_t) (mine - at) < MEANS_WINDOW);
         second &= ~__ballot_sync(~0u, (uint32_t) (other - at) < MEANS_WINDOW);
+    }
+}
+
+// The usual case of it: both halves of 32 cells lie next to each other, in one window, and all channels turn.
+template <int D, int KB, typename X>
+__device__ __forceinline__ void add_means(
+    const kvq_attend_args & a, const X & of, const float * coefficients, const int32_t * places, float (&s)[4][4]) {
+    constexpr int S = D / 16;
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin[2] = { places[0], places[32] },
+              window = min(begin[0], begin[1]) / 64, at = 64 * window;
+    bool usual = begin[0] >= 0 && begin[1] >= 0 && max(begin[0], begin[1]) - at <= MEANS_WINDOW - 32 &&
+        a.n_pairs == of.head(a) / 2;
+    usual = usual && places[lane] == begin[0] + lane && places[lane + 32] == begin[1] + lane;
+    if (!__all_sync(~0u, usual)) {
+        float x[4][4]; // in memory for the call, s is not
+#pragma unroll
+        for (int i = 0; i < 16; i++) { x[i / 4][i % 4] = s[i / 4][i % 4]; }
+        add_scattered_means<D, KB>(a, of, coefficients, places, x);
+#pragma unroll
+        for (int i = 0; i < 16; i++) { s[i / 4][i % 4] = x[i / 4][i % 4]; }
+        return;
+    }
+    const int step = X::WIDE ? means_step<D>(a) : D + 4, n_pairs = X::WIDE ? a.n_pairs : D / 2;
+    const float * high = a.rotary_high + (size_t) window * 2 * n_pairs;
+    uint32_t q[S][2];
+#pragma unroll
+    for (int t = 0; t < S; t++) { // beyond the head coefficients are 0
+        const int channel = of.first() + channel_of<D, KB>(c, t),
+                  pair = X::WIDE ? min(channel / 2, n_pairs - 2) : channel / 2;
+        turn_four(*(const float4 *) (coefficients + g * step + channel), __ldg((const float2 *) (high + pair)),
+            __ldg((const float2 *) (high + n_pairs + pair)), q[t]);
+    }
+    const uint16_t * row = a.waves + of.first() +
+        (size_t) ((g < 4 ? begin[0] : begin[1]) - at + g / 2 % 2 * 16 + g % 2 * 2) *
+            of.head(a); // of cell 0, and of the one behind it
+#pragma unroll
+    for (int u = 0; u < S / 2; u++) {
+        const uint16_t * x = row + of.near(channel_of<D, KB>(c, 2 * u), 8);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            score_waves(
+                s[j], load16(x + 4 * j * of.head(a)), load16(x + (4 * j + 1) * of.head(a)), q[2 * u], q[2 * u + 1]);
+        }
     }
 }
 

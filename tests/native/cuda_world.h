@@ -84,7 +84,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
                 const int cell = (int) (i % ((size_t) np * P));
                 pos.push_back(c.turns == 5 ? some_place(*left_out[0].rotor, cell)
                         : c.turns == 3     ? cell % 3 * 500 + cell / 3
-                                           : cell + 5 + uniform(0, 1));
+                                           : cell + 5 + (fill && cell / 64 % 2 ? uniform(0, 1) : 0));
                 was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
                 left_out[0].rotor->cover(std::max(pos.back(), was.back()));
             }
