@@ -133,10 +133,9 @@ __device__ __forceinline__ void add_means(
     constexpr int S = D / 16;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin[2] = { places[0], places[32] },
               window = min(begin[0], begin[1]) / 64, at = 64 * window;
-    bool usual = begin[0] >= 0 && begin[1] >= 0 && max(begin[0], begin[1]) - at <= MEANS_WINDOW - 32 &&
-        a.n_pairs == of.head(a) / 2;
-    usual = usual && places[lane] == begin[0] + lane && places[lane + 32] == begin[1] + lane;
-    if (!__all_sync(~0u, usual)) {
+    const bool usual = begin[0] >= 0 && begin[1] >= 0 && max(begin[0], begin[1]) - at <= MEANS_WINDOW - 32 &&
+        a.n_pairs == of.head(a) / 2 && places[lane] == begin[0] + lane && places[lane + 32] == begin[1] + lane;
+    if (__any_sync(~0u, !usual)) {
         float x[4][4]; // in memory for the call, s is not
 #pragma unroll
         for (int i = 0; i < 16; i++) { x[i / 4][i % 4] = s[i / 4][i % 4]; }
