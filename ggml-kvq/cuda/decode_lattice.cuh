@@ -421,8 +421,8 @@ __device__ __forceinline__ void share_split(
     }
 }
 
-// Queries of a block's n_rows rows, rotated, for all teams: [slice][step][lane]. A warp takes a row; columns without one
-// are 0.
+// Queries of a block's n_rows rows, rotated, for all teams: [slice][step][lane]. A warp takes a row; columns without
+// one are 0.
 template <int D, int KB, typename X, typename F>
 __device__ __forceinline__ void share_rotated(
     const kvq_attend_args & a, const X & of, int warp, int n_rows, uint2 * out, F && row_of) {

@@ -55,8 +55,8 @@ __device__ __forceinline__ void score_waves(
     mma(s, { x.z, y.z, x.w, y.w }, q1[0], q1[1]);
 }
 
-// All that is made of a block's queries for lattice pages: as they are, rotated, and coefficients of means. rows: room for
-// those, or for rows that are COPIED.
+// All that is made of a block's queries for lattice pages: as they are, rotated, and coefficients of means.
+// rows: room for those, or for rows that are COPIED.
 template <int D, int KB, bool MEANS, bool COPIED, typename X, typename F>
 __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, const X & of, int warp, int kvh,
     int n_rows, uint2 * queries, float * rows, F && row_of) {
@@ -71,13 +71,13 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
     if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
 }
 
-// Asked for before the kernel before this one is done, which makes none of it: a step of a model comes back to a layer's
-// means only when its weights have gone through the L2 cache. A warp asks for those of a KV head, ...
+// Asked for before the kernel before this one is done, which makes none of it: a model comes back to a layer's means
+// only when its weights have gone through the L2 cache. A warp asks for those of a KV head, ...
 __device__ __forceinline__ void ask_means(const kvq_attend_args & a, int kvh) {
     const int lane = threadIdx.x % 32, at = lane % 16 * 32;
     if (at < a.k.head_size) { prefetch_line((lane < 16 ? a.k_mean : a.v_mean) + kvh * a.k.head_size + at); }
 }
-// ... and for a window's angles, whose first place lane 0 has. (The table's rows are near, and asking for each costs more
+// ... and for a window's angles, whose first place lane 0 has. (The table's rows are near: asking for each costs more
 // than it brings.)
 __device__ __forceinline__ void ask_window(const kvq_attend_args & a, int place) {
     const int window = max(__shfl_sync(~0u, place, 0), 0) / 64, at = threadIdx.x % 32 * 32;
