@@ -92,6 +92,11 @@ if(GGML_CUDA)
     set(CMAKE_CUDA_STANDARD 17)
     file(GLOB kvq_cuda_sources CONFIGURE_DEPENDS ${kvq_src}/cuda/*.cu)
     set_source_files_properties(${kvq_src}/cuda/seal.cu ${kvq_src}/cuda/seal_lattice.cu ${kvq_src}/cuda/seal_mixed.cu ${kvq_src}/cuda/seal_turn.cu ${kvq_src}/cuda/seal_chain.cu PROPERTIES COMPILE_OPTIONS -fmad=false)
+    find_path(kvq_cublas_include cublas_v2.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
+    if(NOT kvq_cublas_include) # upstream's header, which cuda_stream.cu reads, includes it; nothing of ours calls it
+        set_source_files_properties(${kvq_src}/host/cuda_stream.cu PROPERTIES
+            INCLUDE_DIRECTORIES ${CMAKE_CURRENT_LIST_DIR}/without_cublas)
+    endif()
     add_library(kvq-cuda OBJECT ${kvq_cuda_sources} ${kvq_src}/host/cuda_stream.cu)
     target_include_directories(kvq-cuda PRIVATE ${kvq_src} ${kvq_src}/include)
     target_include_directories(kvq-cuda SYSTEM PRIVATE ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -24,6 +25,21 @@ SOURCES = sorted((ROOT / "cuda").glob("*.cu"))
 
 def test_there_are_kernels() -> None:
     assert {"seal.cu", "seal_lattice.cu", "attend_decode_128.cu", "device.cu"} <= {p.name for p in SOURCES}
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_upstreams_context_is_read_without_cublas(tmp_path: Path) -> None:
+    """host/cuda_stream.cu includes upstream's header, which includes cuBLAS's: the wheel of our kernels alone is built
+    where there is none (cmake/without_cublas), and must not want a function of it.
+    """
+    fetched = [sys.executable, str(ROOT.parent / "scripts/fetch_llama_cpp.py")]
+    ggml = Path(subprocess.run(fetched, capture_output=True, text=True, check=True).stdout.strip()) / "ggml"
+    include = [ROOT.parent / "cmake/without_cublas", ROOT, ROOT / "include", ggml / "include", ggml / "src"]
+    flags = ["-std=c++17", "-arch=sm_80", *(f"-I{p}" for p in include), "-c", str(ROOT / "host/cuda_stream.cu")]
+    done = subprocess.run([str(NVCC), *flags, "-o", str(tmp_path / "a.o")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wanted = subprocess.run(["nm", "-u", tmp_path / "a.o"], capture_output=True, text=True, check=True).stdout
+    assert "ggml_cuda_set_device" in wanted and "cublas" not in wanted
 
 
 OTHERS = {  # one file each for what else the build targets; all of them with KVQ_CUDA_ARCHS="86 89 90 100 120"
