@@ -100,7 +100,7 @@ if [ -x qemu ]; then # the same text on other CPUs; the emulator offers no AVX-5
     for cpu in $cpus; do
         ./qemu -cpu $cpu "$@" </dev/null >text.cpu 2>log.cpu || { echo "emulated: $cpu: exit $?"; tail -3 log.cpu; exit 1; }
         cmp text text.cpu || { echo "emulated: $cpu writes another text:"; cat text.cpu; exit 1; }
-        echo "emulated: $cpu: the same text, $(grep -o 'kernels [a-z0-9_]*' log.cpu | head -1); ggml-cpu's: $(sed -n 's/^.*| CPU : //p' log.cpu | sed 's/ = 1//g; s/ | / /g' | head -1)"
+        echo "emulated: $cpu: the same text, $(grep -o 'kernels [a-z0-9_-]*' log.cpu | head -1); ggml-cpu's: $(sed -n 's/^.*| CPU : //p' log.cpu | sed 's/ = 1//g; s/ | / /g' | head -1)"
     done
     unset GGML_BACKEND_PATH KVQ_METHOD KVQ_MODEL OMP_NUM_THREADS
 fi
