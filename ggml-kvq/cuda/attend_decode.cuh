@@ -206,7 +206,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         int32_t * to = (int32_t *) (stages + unit % 2 * a.stage_bytes + lattice_map<D, KB, VB>::BYTES);
         to[lane] = places[0];
         to[lane + 32] = places[1];
-        if (unit) { ask_window(a, places[0]); }
         __syncwarp();
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1;
@@ -250,10 +249,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
         if (unit < 0) {
-            if constexpr (MEANS) {
-                if (warp == 0) { ask_means(a, kvh); }
-                if (PART != VALUES && (next0 == 3 || next1 == 3)) { ask_window(a, places[0]); }
-            }
             early_wait();
             if (by_lane && !a.map_stride && n_mine) { ask_mask(0, next0, next1); }
             const auto row_of = [&](int column) {

@@ -172,14 +172,9 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         load_key_tables<KB>(a, k_table);
         load_table(v_table, a.v.points, 1 << cut<VB>::B);
         if (state > 0) { put_scales<D, KB, VB>(a, stage, raw); }
-        if constexpr (MEANS) {
-            if (warp == 0) { ask_means(a, kvh); }
-            if (state > 0 && (state & 1)) { // the second 32 rows of the product are the first ones again
-                const int place = __ldg(st.positions + page.cell + t0 + lane);
-                places[lane] = places[lane + 32] = place;
-                ask_window(a, place);
-                __syncwarp();
-            }
+        if (MEANS && state > 0 && (state & 1)) { // the second 32 rows of the product are the first ones again
+            places[lane] = places[lane + 32] = __ldg(st.positions + page.cell + t0 + lane);
+            __syncwarp();
         }
     }
     if (state == 0 && lane < a.n_new) {

@@ -71,18 +71,6 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
     if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
 }
 
-// Asked for before the kernel before this one is done, which makes none of it: a model comes back to a layer's means
-// only when its weights have gone through the L2 cache. A warp asks for those of a KV head, ...
-__device__ __forceinline__ void ask_means(const kvq_attend_args & a, int kvh) {
-    const int lane = threadIdx.x % 32, at = lane % 16 * 32;
-    if (at < a.k.head_size) { prefetch_line((lane < 16 ? a.k_mean : a.v_mean) + kvh * a.k.head_size + at); }
-}
-// ... and for a window's angles, whose first place lane 0 has. (The table's rows are near: asking for each costs more
-// than it brings.)
-__device__ __forceinline__ void ask_window(const kvq_attend_args & a, int place) {
-    const int window = max(__shfl_sync(~0u, place, 0), 0) / 64, at = threadIdx.x % 32 * 32;
-    if (at < 2 * a.n_pairs) { prefetch_line(a.rotary_high + (size_t) window * 2 * a.n_pairs + at); }
-}
 // places: positions of 64 cells, below 0: nobody is there. Whatever their order: as many steps as there are windows. A
 // function of its own, so that it takes no registers from where cells lie next to each other.
 template <int D, int KB, typename X>

@@ -243,10 +243,6 @@ __device__ __forceinline__ void copy8(uint32_t to, const void * from) {
 __device__ __forceinline__ void copy4(uint32_t to, const void * from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// 128 bytes, on their way to the L2 cache
-__device__ __forceinline__ void prefetch_line(const void * at) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
-}
 // 32 f16 rows from row `first` on
 __device__ __forceinline__ void prefetch_rows(const void * rows, size_t first, int stride) {
 #if __CUDA_ARCH__ >= 900

@@ -16,7 +16,6 @@ INSTRUCTIONS = [
     ("cp.async.wait", ""),
     ("cp.async.commit", ""),
     ("cp.async.bulk.prefetch.L2", ""),
-    ("prefetch.global.L2", ""),
     ("cp.async.cg.shared.global [%0], [%1], 16", "host_copy({0}, {1}, 16);"),
     ("cp.async.ca.shared.global [%0], [%1], 8", "host_copy({0}, {1}, 8);"),
     ("cp.async.ca.shared.global [%0], [%1], 4", "host_copy({0}, {1}, 4);"),
