@@ -8,6 +8,7 @@
 #include <array>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,6 +19,7 @@ struct kvq_turn;
 struct kvq_device_rotary;
 struct kvq_row_place;
 struct kvq_far_args;
+struct kvq_turn_args;
 
 class kvq_cuda_device :
     public kvq_device,
@@ -254,11 +256,17 @@ private:
     struct far_batch;                                    // pages of one shape
     void flush_far();
     std::vector<std::shared_ptr<far_batch>> to_far;
+    struct turn_batch; // pages whose rows change in one way (take_out)
+    kvq_turn_args turn_shape(const kvq_lane_layout & l, const kvq_row_transform & x);
+    void flush_turns();
+    std::vector<std::shared_ptr<turn_batch>> to_turn;
+    std::set<const uint16_t *> busy; // tiles of what waits
     uint8_t *far_sums = nullptr, *far_memory = nullptr;
     size_t n_far_sums = 0, nb_far_memory = 0;
     std::map<const void *, size_t> pinned; // alloc_far
     bool waits() const {
-        return !to_seal.empty() || !to_far.empty() || !to_copy.empty() || !to_put.empty() || !to_set.empty();
+        return !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() || !to_put.empty() ||
+            !to_set.empty();
     }
     uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed

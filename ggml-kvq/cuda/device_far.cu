@@ -50,7 +50,10 @@ void kvq_cuda_device::put_far(
         to_far.emplace_back(new far_batch{ shape, {} });
         at = to_far.end() - 1;
     }
-    for (int i = 0; i < n; i++) { (*at)->jobs.emplace_back((uint16_t *) tiles[i], rows[i]); }
+    for (int i = 0; i < n; i++) {
+        (*at)->jobs.emplace_back((uint16_t *) tiles[i], rows[i]);
+        busy.insert(tiles[i]);
+    }
 }
 
 void kvq_cuda_device::flush_far() {

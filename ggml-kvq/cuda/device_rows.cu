@@ -7,6 +7,7 @@
 #include "base/f16.h"
 
 #include <algorithm>
+#include <cstring>
 
 // ---------------------------------------------------------------- what sealed rows leave out
 
@@ -68,26 +69,60 @@ void kvq_cuda_device::refresh() {
     }
 }
 
+struct kvq_cuda_device::turn_batch {
+    kvq_turn_args shape; // no jobs
+    int n_head;
+    std::vector<kvq_turn_job> jobs;
+};
+
+kvq_turn_args kvq_cuda_device::turn_shape(const kvq_lane_layout & l, const kvq_row_transform & x) {
+    kvq_turn_args a = {};
+    a.head_size = l.codec.head_size;
+    a.stride = l.head_stride();
+    a.n_cells = l.page_cells;
+    a.rotary = rotary(x.rotary);
+    a.pred_stride = x.pred_stride;
+    return a;
+}
+
+// Waits, as the sealing of these rows does, and goes before it.
 void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
     const kvq_row_transform * x) {
-    use();
-    for (int i = 0; i < n; i += KVQ_TURN_JOBS) {
-        const int part = std::min(n - i, KVQ_TURN_JOBS);
-        kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells,
-            mean_of(x[i].mean, (size_t) l.n_head * l.codec.head_size), rotary(x[i].rotary), x[i].pred_stride, {} };
-        for (int j = 0; j < part; j++) {
-            a.job[j] = { tiles[i + j], out[i + j], x[i + j].positions, x[i + j].sealed, x[i + j].pred };
-        }
-        kvq_launch_turn(a, part, l.n_head, false, (cudaStream_t) stream);
+    const float * const mean = mean_of(x[0].mean, (size_t) l.n_head * l.codec.head_size);
+    const kvq_turn_args shape = turn_shape(l, x[0]);
+    // Rows go before all else that waits: a tile that was given back may still have to be read, or written.
+    const auto is_busy = [&](const uint16_t * p) { return busy.count(p) > 0; };
+    if (std::any_of(out, out + n, is_busy) || std::any_of(tiles, tiles + n, is_busy)) { flush(); }
+    auto at = std::find_if(to_turn.begin(), to_turn.end(), [&](const auto & b) {
+        return b->n_head == l.n_head && !memcmp(&b->shape, &shape, offsetof(kvq_turn_args, job));
+    });
+    if (at == to_turn.end()) {
+        to_turn.emplace_back(new turn_batch{ shape, l.n_head, {} });
+        at = to_turn.end() - 1;
     }
-    check(cudaGetLastError(), "kernel of sealed rows");
+    for (int i = 0; i < n; i++) {
+        (*at)->jobs.push_back({ tiles[i], out[i], x[i].positions, x[i].sealed, mean, x[i].pred });
+        busy.insert({ tiles[i], out[i] });
+    }
+}
+
+void kvq_cuda_device::flush_turns() {
+    std::vector<std::shared_ptr<turn_batch>> batches;
+    batches.swap(to_turn);
+    for (const auto & b : batches) {
+        for (size_t i = 0; i < b->jobs.size(); i += KVQ_TURN_JOBS) {
+            const int part = (int) std::min<size_t>(b->jobs.size() - i, KVQ_TURN_JOBS);
+            kvq_turn_args a = b->shape;
+            std::copy_n(b->jobs.begin() + (long) i, part, a.job);
+            kvq_launch_turn(a, part, b->n_head, false, (cudaStream_t) stream);
+        }
+    }
 }
 
 void kvq_cuda_device::put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
     use();
-    kvq_turn_args a = { l.codec.head_size, l.head_stride(), l.page_cells,
-        mean_of(x.mean, (size_t) l.n_head * l.codec.head_size), rotary(x.rotary), x.pred_stride, {} };
-    a.job[0] = { tile, tile, x.positions, x.sealed, x.pred };
+    kvq_turn_args a = turn_shape(l, x);
+    a.job[0] = { tile, tile, x.positions, x.sealed, mean_of(x.mean, (size_t) l.n_head * l.codec.head_size), x.pred };
     kvq_launch_turn(a, 1, l.n_head, true, (cudaStream_t) stream);
     check(cudaGetLastError(), "kernel of sealed rows");
 }

@@ -37,6 +37,7 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
                 new seal_batch{ l.codec, l.n_head, adopts, mixed ? kvq_affine_geometry() : geometry(l.codec), {} });
             at = to_seal.end() - 1;
         }
+        busy.insert(b.tile);
         (*at)->jobs.push_back({ b.tile, (const uint8_t *) b.shared, (uint8_t *) b.codes, (uint8_t *) b.params, {} });
         uint8_t * valid = (*at)->jobs.back().valid;
         if (b.valid) {
@@ -68,7 +69,10 @@ static __global__ void copies_kernel(const __grid_constant__ tile_copies a) {
     for (size_t i = first; i < j.nb / sizeof(uint4); i += step) { ((uint4 *) j.to)[i] = ((const uint4 *) j.from)[i]; }
 }
 
-void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) { to_copy.push_back({ to, from, nb }); }
+void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) {
+    to_copy.push_back({ to, from, nb });
+    busy.insert({ (const uint16_t *) to, (const uint16_t *) from });
+}
 
 // Changes of tables, pages or single words: as many as kernel arguments hold.
 template <typename T> struct table_puts {
@@ -97,8 +101,11 @@ template <typename T> static void launch_puts(std::vector<std::pair<T *, T>> & p
     puts.clear();
 }
 
+// A copy from the host costs more than two launches.
+static constexpr size_t MOST_CHANGES = 128;
+
 void kvq_cuda_device::put_pages(kvq_page * to, const kvq_page * from, size_t n) {
-    if (n > 4) { // a table, not a change
+    if (n > MOST_CHANGES) { // a table, not a change
         put(to, from, n * sizeof(kvq_page));
         return;
     }
@@ -111,6 +118,8 @@ void kvq_cuda_device::flush() {
     batches.swap(to_seal);
     check(cudaSetDevice(ordinal), "cudaSetDevice");
     flush_far();
+    flush_turns();
+    busy.clear();
     // codes exist before they are adopted
     std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; });
     for (const auto & b : batches) {
@@ -139,7 +148,7 @@ void kvq_cuda_device::flush() {
             const tile_copy & c = to_copy[i + (size_t) j];
             arg.job[j] = { c.to, c.from, c.nb };
         }
-        copies_kernel<<<dim3(part, 4), 256, 0, (cudaStream_t) stream>>>(arg);
+        copies_kernel<<<dim3(part, 16), 256, 0, (cudaStream_t) stream>>>(arg);
     }
     to_copy.clear();
     launch_puts(to_put, (cudaStream_t) stream);

@@ -90,19 +90,45 @@ struct tile_rows { // of one head
     }
 };
 
-static __global__ void encode_kernel(const kvq_affine_geometry g, const kvq_seal_jobs jobs) {
+struct staged_rows { // bits NULL: all cells hold something
+    const uint16_t * rows;
+    const uint8_t * bits;
+    int step;
+    __device__ __forceinline__ bool valid(int t) const { return !bits || (bits[t / 8] >> t % 8 & 1); }
+    __device__ __forceinline__ float value(int t, int c) const { return f16_bits_to_f32(rows[t * step + c]); }
+};
+
+constexpr int THREADS = 512;
+
+template <bool STAGED>
+static __global__ void __launch_bounds__(THREADS)
+    encode_kernel(const __grid_constant__ kvq_affine_geometry g, const __grid_constant__ kvq_seal_jobs jobs) {
     extern __shared__ float shared_memory[];
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const size_t h = blockIdx.y;
-    encode_block(g, tile_rows{ g, job.tile + h * g.n_cells * g.stride, job.valid }, job.shared != nullptr,
-        job.codes + h * g.nb_codes, job.params + h * g.nb_params, shared_memory);
+    const uint16_t * tile = job.tile + h * g.n_cells * g.stride;
+    uint8_t *const codes = job.codes + h * g.nb_codes, *const params = job.params + h * g.nb_params;
+    if constexpr (STAGED) {
+        uint16_t * const rows = (uint16_t *) (shared_memory + 4 * g.np);
+        stage_rows(g.n_cells, g.stride, rows, [&](int t, int c) { return *(const uint4 *) (tile + t * g.stride + c); });
+        bool all = true;
+        for (int i = 0; i < g.n_cells / 8; i++) { all = all && job.valid[i] == 255; }
+        __syncthreads();
+        encode_block(g, staged_rows{ rows, all ? nullptr : job.valid, staged_step(g.stride) }, job.shared != nullptr,
+            codes, params, shared_memory);
+    } else {
+        encode_block(g, tile_rows{ g, tile, job.valid }, job.shared != nullptr, codes, params, shared_memory);
+    }
 }
 
 void kvq_launch_encode(
     const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
-    const size_t nb = 16 * (size_t) g.np;
-    if (nb > 48 * 1024) { cudaFuncSetAttribute(encode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int) nb); }
-    encode_kernel<<<dim3(n, n_head), 256, nb, stream>>>(g, jobs);
+    const size_t nb = 16 * (size_t) g.np, rows = 2 * (size_t) g.n_cells * staged_step(g.stride);
+    const bool staged = nb + rows <= KVQ_SEAL_SHARED;
+    static kvq_shared_limit limit[2];
+    const auto kernel = staged ? encode_kernel<true> : encode_kernel<false>;
+    limit[staged].raise(kernel, staged ? nb + rows : nb);
+    kernel<<<dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream>>>(g, jobs);
 }
 
 // ---------------------------------------------------------------- decode

@@ -6,8 +6,9 @@
 
 constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
-constexpr int KVQ_TURN_JOBS = 90;
-constexpr int CHAIN_CELLS = 8192; // whose predictions exist at once
+constexpr int KVQ_TURN_JOBS = 80;
+constexpr size_t KVQ_SEAL_SHARED = 94 << 10; // dynamic, of a block that has a page's rows of a head there
+constexpr int CHAIN_CELLS = 8192;            // whose predictions exist at once
 
 struct kvq_seal_job {
     uint16_t * tile; // [head][cell][stride]
@@ -37,16 +38,15 @@ struct kvq_row_jobs {
     kvq_row_job job[KVQ_ROW_JOBS];
 };
 
-// pred: [cell][pred_stride] of all heads
+// mean: [head][head_size]; pred: [cell][pred_stride] of all heads
 struct kvq_turn_job {
     const uint16_t * from;
     uint16_t * to;
     const int32_t *positions, *sealed;
-    const float * pred;
+    const float *mean, *pred;
 };
 struct kvq_turn_args {
     int head_size, stride, n_cells;
-    const float * mean;
     kvq_device_rotary rotary;
     size_t pred_stride;
     kvq_turn_job job[KVQ_TURN_JOBS];

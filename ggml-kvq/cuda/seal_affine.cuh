@@ -75,6 +75,46 @@ static __device__ __forceinline__ void stored_params(
     zero = half_at(params + 4) + half_at(params + 6) * (float) z;
 }
 
+// A page's rows of one head in shared memory: each value is read several times, by threads that walk channels and by
+// threads that walk cells. step: halves from one row to the next, 2 more than there are channels, so that neighbouring
+// cells lie in other banks.
+static __host__ __device__ __forceinline__ int staged_step(int stride) { return stride + 2; }
+
+// All threads; eight(cell, channel): 8 halves from that channel on, a multiple of 8. Infinity and NaN become 0.
+template <typename Eight>
+static __device__ __forceinline__ void stage_rows(int n_cells, int stride, uint16_t * to, Eight && eight) {
+    const int units = stride / 8, n = n_cells * units, step = staged_step(stride);
+    constexpr int AT_ONCE = 4;
+    for (int i0 = threadIdx.x; i0 < n; i0 += AT_ONCE * blockDim.x) {
+        uint4 x[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int i = min(i0 + j * (int) blockDim.x, n - 1);
+            x[j] = eight(i / units, i % units * 8);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int i = i0 + j * (int) blockDim.x;
+            if (i >= n) { continue; }
+            uint32_t * at = (uint32_t *) (to + i / units * step + i % units * 8);
+            const uint32_t y[4] = { x[j].x, x[j].y, x[j].z, x[j].w };
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const uint32_t low = (y[k] & 0x7c00u) == 0x7c00u ? 0 : y[k] & 0xffffu,
+                               high = (y[k] & 0x7c000000u) == 0x7c000000u ? 0 : y[k] & 0xffff0000u;
+                at[k] = low | high;
+            }
+        }
+    }
+}
+
+// Threads of a warp that share the search for one parameter's range, a power of two.
+static __device__ __forceinline__ int searchers(int np) {
+    int n = 1;
+    while (n < 16 && 2 * n * np <= (int) blockDim.x) { n *= 2; }
+    return n;
+}
+
 // rows.value(cell, channel): finite; rows.valid(cell). memory: 4*np floats.
 template <typename Rows>
 static __device__ __forceinline__ void encode_block(
@@ -83,19 +123,28 @@ static __device__ __forceinline__ void encode_block(
                  *const s_zero = s_scale + g.np;
     const float n = (float) ((1 << g.bits) - 1);
 
-    for (int p = threadIdx.x; p < g.np; p += blockDim.x) {
-        float lo = FLT_MAX, hi = -FLT_MAX;
-        const int row = g.role == KVQ_ROLE_K ? g.head_size : g.n_cells, a = p / row, b = p % row;
-        const int first = a * g.group;
-        const int end = g.role == KVQ_ROLE_K ? first + g.group : min(first + g.group, g.head_size);
-        for (int i = first; i < end; i++) {
-            const int t = g.role == KVQ_ROLE_K ? i : b, c = g.role == KVQ_ROLE_K ? b : i;
+    const bool keys = g.role == KVQ_ROLE_K;
+    const int n_search = searchers(g.np), at_once = (int) blockDim.x / n_search,
+              row = keys ? g.head_size : g.n_cells; // parameters of a group
+    for (int p0 = 0; p0 < g.np; p0 += at_once) {
+        const int p = min(p0 + (int) threadIdx.x / n_search, g.np - 1), a = p / row, b = p % row, first = a * g.group,
+                  end = keys ? first + g.group : min(first + g.group, g.head_size);
+        float lo = FLT_MAX, hi = -FLT_MAX; // of equal extremes +0 and -0 any will do: lo + eta * range has no sign then
+#pragma unroll 8
+        for (int i = first + (int) threadIdx.x % n_search; i < end; i += n_search) {
+            const int t = keys ? i : b, c = keys ? b : i;
             if (rows.valid(t)) {
                 const float v = rows.value(t, c);
                 lo = v < lo ? v : lo;
                 hi = hi < v ? v : hi;
             }
         }
+        for (int d = n_search / 2; d; d /= 2) {
+            const float l2 = __shfl_xor_sync(~0u, lo, d), h2 = __shfl_xor_sync(~0u, hi, d);
+            lo = l2 < lo ? l2 : lo;
+            hi = hi < h2 ? h2 : hi;
+        }
+        if (threadIdx.x % n_search || p0 + (int) threadIdx.x / n_search >= g.np) { continue; }
         if (lo > hi) { lo = hi = 0.0f; }
         const float range = hi - lo;
         float mul = range > 0.0f ? __fdiv_rn(g.levels ? n + 1.0f : n, range) : 0.0f;
@@ -136,23 +185,26 @@ static __device__ __forceinline__ void encode_block(
         __syncthreads();
     }
     const float half = g.levels ? 0.0f : 0.5f;
-    for (int part = 0; part < g.n_parts; part++) { // one thread a byte
-        const int w = g.width[part], nb = g.n_tiles * g.n_chunks[part] * 64;
-        for (int i = threadIdx.x; i < nb; i += blockDim.x) {
-            const int lane = i / 64 / g.n_chunks[part] * 16 + i % 64 / 4,
-                      dot0 = i / 64 % g.n_chunks[part] * (32 / w) + i % 4;
-            int byte = 0;
-            for (int j = 0; j < 8 / w; j++) {
-                const int dot = dot0 + 4 * j;
-                if (lane < g.lanes && dot < g.dots) {
-                    const int t = g.role == KVQ_ROLE_K ? lane : dot, c = g.role == KVQ_ROLE_K ? dot : lane;
-                    const int p = param_index(g, t, c);
-                    const float q = floorf((rows.value(t, c) - s_lo[p]) * s_mul[p] + half);
+    for (int part = 0; part < g.n_parts; part++) { // one thread four bytes
+        const int w = g.width[part], n_chunks = g.n_chunks[part], n_words = g.n_tiles * n_chunks * 16,
+                  shift = g.shift[part], mask = (1 << w) - 1;
+        uint32_t * const words = (uint32_t *) (codes + g.offset[part]);
+        for (int i = threadIdx.x; i < n_words; i += blockDim.x) {
+            const int lane = i / 16 / n_chunks * 16 + i % 16, dot0 = i / 16 % n_chunks * (32 / w);
+            const int at = lane / g.group * (keys ? g.head_size : g.n_cells); // parameters, less the dot
+            uint32_t word = 0;
+            for (int j = 0; j < 8 / w && lane < g.lanes; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int dot = dot0 + 4 * j + e;
+                    if (dot >= g.dots) { continue; }
+                    const float x = keys ? rows.value(lane, dot) : rows.value(dot, lane);
+                    const float q = floorf((x - s_lo[at + dot]) * s_mul[at + dot] + half);
                     const int code = (int) fminf(fmaxf(q, 0.0f), n);
-                    byte |= (code >> g.shift[part] & ((1 << w) - 1)) << j * w;
+                    word |= (uint32_t) (code >> shift & mask) << (8 * e + j * w);
                 }
             }
-            codes[g.offset[part] + i] = (uint8_t) byte;
+            words[i] = word;
         }
     }
 }

@@ -47,27 +47,40 @@ void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page
 
 // ---------------------------------------------------------------- encode
 
-struct part_rows {
+// Rows of a part, of the page's tile or (STAGED) of shared memory, where values are normalised already.
+template <bool STAGED> struct part_rows {
     const uint16_t * tile;
     const uint8_t * bits;  // of the page
     const int * cells;     // of the part, in the page
     const float * channel; // NULL: keys
-    int stride;
+    int step;
     __device__ __forceinline__ bool valid(int j) const { return bits[cells[j] / 8] >> cells[j] % 8 & 1; }
     __device__ __forceinline__ float value(int j, int c) const {
-        const float v = f16_bits_to_f32(tile[(size_t) cells[j] * stride + c]);
-        return finite_or_zero(channel ? f16_bits_to_f32(f32_to_f16_bits(__fdiv_rn(v, channel[c]))) : v);
+        const uint16_t x = tile[cells[j] * step + c];
+        return STAGED ? f16_bits_to_f32(x) : finite_or_zero(f16_bits_to_f32(channel ? normalised(x, channel[c]) : x));
+    }
+    static __device__ __forceinline__ uint16_t normalised(uint16_t x, float by) {
+        return f32_to_f16_bits(__fdiv_rn(f16_bits_to_f32(x), by));
     }
 };
 
-static __global__ void encode_mixed_kernel(const kvq_mixed_geometry m, const kvq_seal_jobs jobs) {
+constexpr int THREADS = 512;
+
+template <bool STAGED>
+static __global__ void __launch_bounds__(THREADS) encode_mixed_kernel(
+    const __grid_constant__ kvq_mixed_geometry m, const __grid_constant__ kvq_seal_jobs jobs, int np) {
     extern __shared__ float shared_memory[];
     __shared__ float s_channel[MAX_CHANNELS];
     __shared__ int s_cells[2][MAX_CELLS], s_wrong;
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const size_t h = blockIdx.y;
-    const uint16_t * tile = job.tile + h * m.n_cells * m.stride;
+    const uint16_t * const tile = job.tile + h * m.n_cells * m.stride;
+    uint16_t * const rows = (uint16_t *) (shared_memory + 4 * np);
+    const int step = STAGED ? staged_step(m.stride) : m.stride;
     uint8_t *codes = job.codes + h * m.nb_codes, *set = job.params + h * m.nb_params;
+    if constexpr (STAGED) {
+        stage_rows(m.n_cells, m.stride, rows, [&](int t, int c) { return *(const uint4 *) (tile + t * m.stride + c); });
+    }
     if (threadIdx.x == 0) {
         int n = 0;
         for (int i = 0; i < m.n_cells / 8; i++) { n += __popc((unsigned) set[i]); }
@@ -84,22 +97,35 @@ static __global__ void encode_mixed_kernel(const kvq_mixed_geometry m, const kvq
         s_cells[place >> 8][place & 255] = t;
     }
     const bool values = m.role == KVQ_ROLE_V;
-    for (int c = threadIdx.x; values && c < m.head_size; c += blockDim.x) {
+    const int n_search = searchers(m.head_size), at_once = (int) blockDim.x / n_search;
+    for (int c0 = 0; values && c0 < m.head_size; c0 += at_once) {
+        const int c = min(c0 + (int) threadIdx.x / n_search, m.head_size - 1);
         float top = 0.0f;
-        for (int t = 0; t < m.n_cells; t++) {
+        for (int t = (int) threadIdx.x % n_search; t < m.n_cells; t += n_search) {
             if (job.valid[t / 8] >> t % 8 & 1) {
-                const float x = fabsf(f16_bits_to_f32(tile[(size_t) t * m.stride + c]));
+                const float x = fabsf(f16_bits_to_f32((STAGED ? rows : tile)[t * step + c]));
                 top = x <= 65504.0f && x > top ? x : top; // inf and nan carry no value
             }
         }
+        for (int d = n_search / 2; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
+        if (threadIdx.x % n_search || c0 + (int) threadIdx.x / n_search >= m.head_size) { continue; }
         const uint8_t byte = (uint8_t) ((f32_to_f16_bits(top > 0.0f ? __fsqrt_rn(top) : 1.0f) + 64) >> 7);
         set[m.channels + c] = byte;
         s_channel[c] = mixed_channel(byte);
     }
     __syncthreads();
+    if (STAGED && values) {
+        for (int i = threadIdx.x; i < m.n_cells * m.head_size; i += blockDim.x) {
+            uint16_t & x = rows[i / m.head_size * step + i % m.head_size];
+            x = f32_to_f16_bits(
+                finite_or_zero(f16_bits_to_f32(part_rows<false>::normalised(x, s_channel[i % m.head_size]))));
+        }
+        __syncthreads();
+    }
     for (int i = 0; i < 2; i++) {
         if (m.part[i].n_cells) {
-            encode_block(m.part[i], part_rows{ tile, job.valid, s_cells[i], values ? s_channel : nullptr, m.stride },
+            encode_block(m.part[i],
+                part_rows<STAGED>{ STAGED ? rows : tile, job.valid, s_cells[i], values ? s_channel : nullptr, step },
                 false, codes + m.codes[i], set + m.params[i], shared_memory);
         }
         __syncthreads();
@@ -109,7 +135,12 @@ static __global__ void encode_mixed_kernel(const kvq_mixed_geometry m, const kvq
 void kvq_launch_encode_mixed(
     const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
     const int np = m.part[0].np > m.part[1].np ? m.part[0].np : m.part[1].np;
-    encode_mixed_kernel<<<dim3(n, n_head), 256, 16 * (size_t) np, stream>>>(m, jobs);
+    const size_t nb = 16 * (size_t) np, rows = 2 * (size_t) m.n_cells * staged_step(m.stride);
+    const bool staged = nb + rows <= KVQ_SEAL_SHARED;
+    static kvq_shared_limit limit[2];
+    const auto kernel = staged ? encode_mixed_kernel<true> : encode_mixed_kernel<false>;
+    limit[staged].raise(kernel, staged ? nb + rows : nb);
+    kernel<<<dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream>>>(m, jobs, np);
 }
 
 // ---------------------------------------------------------------- decode

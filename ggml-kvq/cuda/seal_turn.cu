@@ -11,7 +11,7 @@ static __global__ void __launch_bounds__(32 * WARPS) turn_kernel(const __grid_co
     __shared__ float s_row[WARPS][TURN_MAX];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = blockIdx.y, D = a.head_size;
     const kvq_turn_job & job = a.job[blockIdx.x];
-    kvq_turn turn = { a.mean, a.rotary, job.positions, job.sealed };
+    kvq_turn turn = { job.mean, a.rotary, job.positions, job.sealed };
     for (int t = warp; t < a.n_cells; t += WARPS) {
         const size_t at = ((size_t) h * a.n_cells + t) * a.stride;
         float x[N];

@@ -1,6 +1,9 @@
 #include "positions.h"
 
 #include <algorithm>
+#include <climits>
+
+static constexpr int32_t NOT_KNOWN = INT_MIN; // no position
 
 kvq_positions::kvq_positions(int n_stream, int n_pages, int page_cells, kvq_device & device) :
     n_pages(n_pages), page_cells(page_cells), device(device) {
@@ -8,7 +11,11 @@ kvq_positions::kvq_positions(int n_stream, int n_pages, int page_cells, kvq_devi
     sealed = now;
     users.assign((size_t) n_stream * n_pages, 0);
     has_moved.assign(users.size(), 0);
-    if (!device.is_host()) { there = (int32_t *) device.alloc(8 * now.size()); }
+    if (!device.is_host()) {
+        there = (int32_t *) device.alloc(8 * now.size());
+        device_now.assign(now.size(), NOT_KNOWN);
+        device_sealed = device_now;
+    }
 }
 
 kvq_positions::~kvq_positions() {
@@ -22,12 +29,20 @@ void kvq_positions::note_moved(int s, int p) {
     has_moved[(size_t) s * n_pages + p] = moved;
 }
 
+// Each layer brings the same positions: those that are there do not go again.
+void kvq_positions::send(int32_t * to, const std::vector<int32_t> & from, std::vector<int32_t> & sent, size_t at) {
+    const int32_t * const page = &from[at];
+    if (std::equal(page, page + page_cells, &sent[at])) { return; }
+    device.put(to + at, page, 4 * (size_t) page_cells);
+    std::copy_n(page, page_cells, &sent[at]);
+}
+
 void kvq_positions::put(int s, int p, bool with_sealed) {
     if (!there) { return; }
     const size_t at = cell(s, p);
-    device.put(there + at, &now[at], 4 * (size_t) page_cells);
+    send(there, now, device_now, at);
     if (with_sealed) {
-        device.put(there + now.size() + at, &sealed[at], 4 * (size_t) page_cells);
+        send(there + now.size(), sealed, device_sealed, at);
         note_moved(s, p);
     }
 }
@@ -49,7 +64,7 @@ void kvq_positions::shift(int s, const int32_t * by, int n_cells, int n_seen) {
     }
     for (auto & r : rotors) { r->cover(top); }
     if (there) {
-        device.put(there + cell(s, 0), &now[cell(s, 0)], 4 * (size_t) n_pages * page_cells);
+        for (int p = 0; p < n_pages; p++) { send(there, now, device_now, cell(s, p)); }
         for (int p = 0; p < n_pages; p++) { note_moved(s, p); }
     }
 }

@@ -40,9 +40,11 @@ struct kvq_positions {
 private:
     size_t cell(int s, int p) const { return ((size_t) s * n_pages + p) * page_cells; }
     void note_moved(int s, int p);
+    void send(int32_t * to, const std::vector<int32_t> & from, std::vector<int32_t> & sent, size_t at); // a page's
     int n_pages, page_cells;
     kvq_device & device;
-    int32_t * there = nullptr; // both, NULL on the host
+    int32_t * there = nullptr;                      // both, NULL on the host
+    std::vector<int32_t> device_now, device_sealed; // what is there
     std::vector<uint8_t>
         has_moved; // pages of a device whose positions differ from `sealed`; of open ones it says nothing
     std::vector<std::unique_ptr<kvq_rotor>> rotors; // one per distinct embedding

@@ -123,9 +123,7 @@ void kvq_transform::leave_out(
 }
 
 void kvq_transform::encoded(kvq_lane & x) {
-    for (uint16_t * tile : reduced) {
-        x.scratch->give(tile, x.layout().nb_frame);
-    } // also before encode has finished: the device works in order
+    for (uint16_t * tile : reduced) { x.scratch->rest(tile, x.layout().nb_frame); } // encode may not have begun
     reduced.clear();
 }
 

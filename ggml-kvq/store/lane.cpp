@@ -149,7 +149,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     take_frame(s, p);
     if (i.state == KVQ_PAGE_SEALED && keep) {
         decode_page(s, p, i.frame);
-    } else if (i.state == KVQ_PAGE_EMPTY) {
+    } else if (i.state == KVQ_PAGE_EMPTY && (keep || l.head_stride() != l.codec.head_size)) {
         device.zero(i.frame, l.nb_frame); // never-written cells are read as zeros
     }
     drop_block(s, p);

@@ -137,7 +137,8 @@ private:
         std::vector<int> free_blocks;      // of a lane whose blocks move
     };
 
-    void open_page(int s, int p, bool keep); // keep: what it holds is decoded into the frame
+    // keep: what it holds is decoded into the frame, an empty one reads as zeros; else all of it is overwritten
+    void open_page(int s, int p, bool keep);
     void take_frame(int s, int p);
     void drop_frame(int s, int p);
     void set_state(int s, int p, kvq_page_state state);

@@ -14,6 +14,7 @@ kvq_scratch::~kvq_scratch() {
 
 uint16_t * kvq_scratch::take(size_t nb) {
     auto & list = idle[nb];
+    if (list.empty() && resting[nb].size() >= KVQ_RESTING_TILES) { list.swap(resting[nb]); }
     if (list.empty()) {
         size_t & n_made = made[nb];
         const size_t n = device.is_host() || !n_made ? 1 : n_made; // an allocation there may cost more than a token
@@ -30,6 +31,8 @@ uint16_t * kvq_scratch::take(size_t nb) {
 }
 
 void kvq_scratch::give(uint16_t * p, size_t nb) { idle[nb].push_back(p); }
+
+void kvq_scratch::rest(uint16_t * p, size_t nb) { (device.is_host() ? idle : resting)[nb].push_back(p); }
 
 // ---------------------------------------------------------------- spans
 

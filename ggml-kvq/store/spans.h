@@ -16,12 +16,15 @@ public:
     kvq_scratch & operator=(const kvq_scratch &) = delete;
     uint16_t * take(size_t nb);
     void give(uint16_t * p, size_t nb);
+    // A device may still be about to write to this one, with those of other layers at once: it is taken again only
+    // when enough others rest too.
+    void rest(uint16_t * p, size_t nb);
     size_t bytes() const { return total; }
 
 private:
     kvq_device & device;
     std::vector<std::pair<void *, size_t>> blocks;
-    std::map<size_t, std::vector<uint16_t *>> idle;
+    std::map<size_t, std::vector<uint16_t *>> idle, resting;
     std::map<size_t, size_t> made; // tiles by size
     size_t total = 0;
 };
