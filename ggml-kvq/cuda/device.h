@@ -200,6 +200,8 @@ private:
     kvq_turn turn(const kvq_attn & a, bool value);
     void refresh(); // tables of rotary embedding that have grown
     bool room_for_rows(size_t nb);
+    bool more_memory(void *& memory, size_t & nb_memory, size_t nb); // what it held is lost
+    mutable size_t nb_promised = 0;                                  // of workspace, in the load line
     void expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head, const kvq_row_place & to,
         const kvq_turn & turn);
     // how decode kernels share the work, with memory for what blocks leave each other; false: out of memory

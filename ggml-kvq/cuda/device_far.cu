@@ -164,17 +164,9 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
         }
         n_came = 2 * n_flags;
     }
-    if (nb > nb_spare) {
-        synchronize();
-        cudaFree(spare);
-        spare = nullptr;
-        nb_spare = 0;
-        if (cudaMalloc(&spare, nb) != cudaSuccess) { // then rows come when they are needed
-            cudaGetLastError();
-            coming.clear();
-            return;
-        }
-        nb_spare = nb;
+    if (!more_memory(spare, nb_spare, nb)) { // then rows come when they are needed
+        coming.clear();
+        return;
     }
     check(cudaEventRecord((cudaEvent_t) far_left, (cudaStream_t) stream), "cudaEventRecord");
     check(cudaStreamWaitEvent((cudaStream_t) far_stream, (cudaEvent_t) far_left, 0), "cudaStreamWaitEvent");

@@ -7,19 +7,28 @@
 
 #include <algorithm>
 
-bool kvq_cuda_device::room_for_rows(size_t nb) {
-    if (nb <= nb_expanded) { return true; }
+// A prompt asks for more from batch to batch, and each time the device stands still: half of it on top, as long as
+// that is within what the load line says.
+bool kvq_cuda_device::more_memory(void *& memory, size_t & nb_memory, size_t nb) {
+    if (nb <= nb_memory) { return true; }
     synchronize();
-    cudaFree(expanded);
-    expanded = nullptr;
-    nb_expanded = 0;
-    n_moved++;
-    if (cudaMalloc(&expanded, nb) != cudaSuccess) {
+    cudaFree(memory);
+    memory = nullptr;
+    nb_memory = 0;
+    for (const size_t n : { std::min(nb + nb / 2, std::max(nb, nb_promised)), nb }) {
+        if (cudaMalloc(&memory, n) == cudaSuccess) {
+            nb_memory = n;
+            return true;
+        }
         cudaGetLastError();
-        return false;
+        memory = nullptr;
     }
-    nb_expanded = nb;
-    return true;
+    return false;
+}
+
+bool kvq_cuda_device::room_for_rows(size_t nb) {
+    n_moved += nb > nb_expanded;
+    return more_memory(expanded, nb_expanded, nb);
 }
 
 void kvq_cuda_device::expand_lane(const kvq_codec & c, const kvq_page * pages, int n_pages, int n_head,

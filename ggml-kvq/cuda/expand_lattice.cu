@@ -1,4 +1,6 @@
 // Lattice pages as plain f16 rows (kvq_launch_expand): a warp has a cell with all its heads, as in kvq_launch_unfold.
+// Prompts read every cell anew, so the usual shapes have a kernel that works on pairs of f16 (eights); others take the
+// operations of the C reference in f32.
 #include "expand.cuh"
 #include "rows.cuh"
 #include "seal.cuh"
@@ -86,8 +88,231 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
     }
 }
 
+// ---------------------------------------------------------------- grids of two channels, heads of 64 and 128
+
+// A lane has 8 neighbouring channels of a row, D/8 lanes a row. The stages of the Hadamard sums between lanes, which need
+// shuffles, work on pairs of f16 and come first, where sums are small: of 16 points at most. They round by 2^-11 of them,
+// rows by as much when they are written. The stages within a lane are in f32.
+template <int D, bool KEYS> struct eights {
+    static constexpr int LANES = D / 8, ROWS = 32 / LANES;
+    static constexpr int WORDS = KEYS ? 1 : 4; // of values one for each pair of channels
+    typedef uint32_t words[2][WORDS];          // of the parts of an index
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % LANES; }
+    static __device__ __forceinline__ int sub() { return threadIdx.x % 32 / LANES; }
+
+    static __device__ __forceinline__ void load(
+        const kvq_affine_geometry & g, const uint8_t * codes, int cell, words & x) {
+        const int vec = 4 * lane();
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+            if (part >= g.n_parts) { break; }
+            const int span = 32 / g.width[part], row = KEYS ? cell : vec, dot = KEYS ? vec : cell;
+            const uint8_t * at =
+                codes + g.offset[part] + ((row / 16 * g.n_chunks[part] + dot / span) * 16 + row % 16) * 4;
+            if constexpr (KEYS) {
+                x[part][0] = __ldg((const uint32_t *) at);
+            } else {
+                const uint4 y = __ldg((const uint4 *) at);
+                x[part][0] = y.x;
+                x[part][1] = y.y;
+                x[part][2] = y.z;
+                x[part][3] = y.w;
+            }
+        }
+    }
+
+    // H points, not scaled
+    static __device__ __forceinline__ void decode(
+        const kvq_affine_geometry & g, const words & w, int cell, const __half2 * points, float (&x)[8]) {
+        int index[4] = {};
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+            if (part >= g.n_parts) { break; }
+            const int width = g.width[part], mask = (1 << width) - 1, span = 32 / width,
+                      rest = (KEYS ? 4 * lane() : cell) % span, bit = rest % 4 * 8 + rest / 4 * width;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                index[j] |= (int) (w[part][j % WORDS] >> (KEYS ? bit + 8 * j : bit) & mask) << g.shift[part];
+            }
+        }
+        __half2 sums[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) { sums[j] = points[index[j]]; }
+#pragma unroll
+        for (int d = 1; d < LANES; d *= 2) {
+            const __half2 sign = __float2half2_rn(lane() & d ? -1.0f : 1.0f);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const uint32_t other = __shfl_xor_sync(~0u, *(const uint32_t *) &sums[j], d);
+                sums[j] = __hfma2(sums[j], sign, *(const __half2 *) &other);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 y = __half22float2(sums[j]);
+            x[2 * j] = y.x + y.y;
+            x[2 * j + 1] = y.x - y.y;
+        }
+#pragma unroll
+        for (int d = 2; d < 8; d *= 2) {
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                if (e & d) { continue; }
+                const float a = x[e], b = x[e + d];
+                x[e] = a + b;
+                x[e + d] = a - b;
+            }
+        }
+    }
+
+    // Cosines and sines of this lane's channels, signed as apply needs them; at(j): of pair j, D/2 of them.
+    struct turner {
+        float cs[8], sn[8];
+        template <typename F> __device__ __forceinline__ void find(const kvq_device_rotary & r, F && at) {
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                const int c = 8 * lane() + e;
+                const float2 f = at(r.neox ? c % (D / 2) : c / 2);
+                cs[e] = f.x;
+                sn[e] = (r.neox ? c < D / 2 : !(c & 1)) ? -f.y : f.y;
+            }
+        }
+        __device__ __forceinline__ void apply(const kvq_device_rotary & r, float (&x)[8]) const {
+            float other[8];
+#pragma unroll
+            for (int e = 0; e < 8; e++) { other[e] = r.neox ? __shfl_xor_sync(~0u, x[e], LANES / 2) : x[e ^ 1]; }
+#pragma unroll
+            for (int e = 0; e < 8; e++) { x[e] = x[e] * cs[e] + other[e] * sn[e]; }
+        }
+    };
+};
+
+constexpr int CELLS = 32, MOST_HEADS = 32; // of a block
+
+// Block: 32 cells of a page with all their heads, of which a warp has every eighth.
+template <int D, bool KEYS, bool TURNS>
+static __global__ void __launch_bounds__(32 * WARPS, TURNS && KEYS ? 3 : 5)
+    expand_eights_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_head,
+        const kvq_row_place to, const __grid_constant__ kvq_turn left_out) {
+    using eight = eights<D, KEYS>;
+    constexpr bool ROTARY = TURNS && KEYS;
+    __shared__ __half2 s_points[256];
+    __shared__ float s_scale[CELLS][MOST_HEADS + 1];
+    __shared__ float2 s_turn[ROTARY ? CELLS : 1][ROTARY ? D / 2 + 1 : 1]; // 1 more: off equal banks
+    const kvq_page & page = pages[blockIdx.y];
+    const int warp = threadIdx.x / 32, t0 = blockIdx.x * CELLS;
+    const int n = min(to.by_slot ? g.n_cells : min(g.n_cells, to.n_kv - page.cell), t0 + CELLS);
+    const uint8_t * codes = (const uint8_t *) (KEYS ? page.k_codes : page.v_codes);
+    const uint8_t * params = (const uint8_t *) (KEYS ? page.k_params : page.v_params);
+    const size_t step = to.step ? (size_t) to.step : (size_t) n_head * D;
+    uint16_t * const rows = to.rows + (size_t) (to.by_slot ? (int) blockIdx.y * g.n_cells : page.cell) * step;
+    if (t0 >= n || lies_far(to, page, blockIdx.y)) { return; }
+    if (!params || !page.n_slots) { // open, or empty, which reads as zero
+        const int units = n_head * (D / 8);
+        for (int i = threadIdx.x; i < (n - t0) * units; i += blockDim.x) {
+            const int t = t0 + i / units, h = i % units / (D / 8), c = i % (D / 8) * 8;
+            const uint16_t * from = (const uint16_t *) codes + ((size_t) h * g.n_cells + t) * g.stride + c;
+            *(uint4 *) (rows + t * step + h * D + c) = page.n_slots ? *(const uint4 *) from : make_uint4(0, 0, 0, 0);
+        }
+        return;
+    }
+    const kvq_device_rotary & r = left_out.rotary;
+    const bool turns = ROTARY && r.n != 0;
+    const auto codes_of = [&](int h) { return codes + (size_t) min(h, n_head - 1) * g.nb_codes; };
+    typename eight::words words, now;
+    eight::load(g, codes_of(eight::sub()), min(t0 + warp, n - 1), words);
+    for (int i = threadIdx.x; i < 1 << 2 * g.bits; i += blockDim.x) {
+        s_points[i] = __floats2half2_rn(__ldg(g.points + 2 * i), __ldg(g.points + 2 * i + 1));
+    }
+    for (int i = threadIdx.x; i < CELLS * n_head; i += blockDim.x) {
+        s_scale[i % CELLS][i / CELLS] =
+            lattice_scale(g, params + (size_t) (i / CELLS) * g.nb_params, min(t0 + i % CELLS, n - 1)) * g.norm;
+    }
+    for (int i = threadIdx.x; turns && i < CELLS * (D / 2); i += blockDim.x) { // neighbours share sectors
+        const int32_t pos = left_out.positions[page.cell + min(t0 + i % CELLS, n - 1)];
+        s_turn[i % CELLS][i / CELLS] = turn_factors(r, pos, false, i / CELLS);
+    }
+    __syncthreads();
+    for (int t = t0 + warp; t < n; t += WARPS) {
+        const int32_t pos = turns ? left_out.positions[page.cell + t] : 0,
+                      was = turns && left_out.sealed ? left_out.sealed[page.cell + t] : 0;
+        const bool stays = turns && left_out.sealed && was == pos, moved = turns && left_out.sealed && !stays;
+        typename eight::turner turn, back;
+        if constexpr (ROTARY) {
+            if (turns) {
+                turn.find(r, [&](int j) { return s_turn[t - t0][j]; });
+            }
+            if (moved) {
+                back.find(r, [&](int j) { return turn_factors(r, was, true, j); });
+            }
+        }
+        for (int h0 = 0; h0 < n_head; h0 += eight::ROWS) {
+            const int h = min(h0 + eight::sub(), n_head - 1);
+#pragma unroll
+            for (int i = 0; i < 2 * eight::WORDS; i++) {
+                now[i / eight::WORDS][i % eight::WORDS] = words[i / eight::WORDS][i % eight::WORDS];
+            }
+            const bool last = h0 + eight::ROWS >= n_head; // those of the next row are asked for
+            eight::load(
+                g, codes_of((last ? 0 : h0 + eight::ROWS) + eight::sub()), last ? min(t + WARPS, n - 1) : t, words);
+            float x[8];
+            eight::decode(g, now, t, s_points, x);
+            const float scale = s_scale[t - t0][h];
+#pragma unroll
+            for (int e = 0; e < 8; e++) { x[e] *= scale; }
+            if constexpr (TURNS) {
+                float mu[8] = {};
+                if (left_out.mean) {
+                    const float4 * from = (const float4 *) (left_out.mean + (size_t) h * D + 8 * eight::lane());
+                    *(float4 *) mu = __ldg(from);
+                    *(float4 *) (mu + 4) = __ldg(from + 1);
+                }
+                if constexpr (ROTARY) {
+                    if (moved) { back.apply(r, x); }
+                    if (left_out.mean && stays) { turn.apply(r, mu); }
+                }
+#pragma unroll
+                for (int e = 0; e < 8; e++) { x[e] += mu[e]; }
+                if constexpr (ROTARY) {
+                    if (turns && !stays) { turn.apply(r, x); }
+                }
+            }
+            uint32_t out[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                out[j] = f32_to_f16_finite(x[2 * j]) | (uint32_t) f32_to_f16_finite(x[2 * j + 1]) << 16;
+            }
+            if (h0 + eight::sub() < n_head) {
+                *(uint4 *) (rows + t * step + h * D + 8 * eight::lane()) = make_uint4(out[0], out[1], out[2], out[3]);
+            }
+        }
+    }
+}
+
+static bool takes_eights(const kvq_affine_geometry & g, int n_head, const kvq_row_place & to, const kvq_turn & turn) {
+    return n_head <= MOST_HEADS && (g.head_size == 64 || g.head_size == 128) && g.group == 2 &&
+        g.block == g.head_size && !g.split && to.value == (g.role == KVQ_ROLE_V) &&
+        (!turn.rotary.n || 2 * turn.rotary.n == g.head_size) && (uintptr_t) to.rows % 16 == 0 && to.step % 8 == 0;
+}
+
+template <int D, bool KEYS>
+static void launch_eights(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
+    const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
+    const auto kernel =
+        turn.mean || turn.rotary.n ? expand_eights_kernel<D, KEYS, true> : expand_eights_kernel<D, KEYS, false>;
+    kernel<<<dim3((g.n_cells + CELLS - 1) / CELLS, n_pages), 32 * WARPS, 0, stream>>>(g, pages, n_head, to, turn);
+}
+
 void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
     const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
+    if (takes_eights(g, n_head, to, turn)) {
+        const auto launch = g.head_size == 64 ? (to.value ? launch_eights<64, false> : launch_eights<64, true>)
+            : to.value                        ? launch_eights<128, false>
+                                              : launch_eights<128, true>;
+        launch(g, pages, n_pages, n_head, to, turn, stream);
+        return;
+    }
     quads_switch(g.head_size, [&](auto shape) {
         constexpr int LANES = decltype(shape)::LANES, Q = decltype(shape)::Q;
         const auto kernel = turn.mean || turn.rotary.n ? expand_kernel<LANES, Q, true> : expand_kernel<LANES, Q, false>;

@@ -334,7 +334,11 @@ void kvq_lane::bring_home(int s) {
         uint16_t * from = i.frame;
         i.frame = frame_at(s, i.own);
         device.copy_later(i.frame, from, l.nb_frame);
-        scratch->give(from, l.nb_frame);
+        if (l.turned || l.centred) { // other lanes take tiles for sealing now
+            scratch->rest(from, l.nb_frame);
+        } else {
+            scratch->give(from, l.nb_frame);
+        }
         set_state(s, p, KVQ_PAGE_OPEN);
     }
 }
