@@ -4,8 +4,8 @@
 //   CUDA_INJECTION64_PATH=$PWD/trace_cuda.so TRACE_CUDA=out.csv build/bench_depth MODEL KVQ0 8192 16
 //   scripts/trace_cuda.py out.csv
 //
-// A line: start in ns, end in ns, blocks, bytes of a copy, name. Kernels of a recorded graph are traced one by one, which
-// slows the step; trace_cuda.py compares traces, not tokens per second.
+// A line: start in ns, end in ns, blocks, bytes of a copy, name. Kernels of a recorded graph are traced one by one,
+// which slows the step; trace_cuda.py compares traces, not tokens per second.
 #include <cupti.h>
 #include <cxxabi.h>
 

@@ -90,9 +90,9 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
 
 // ---------------------------------------------------------------- grids of two channels, heads of 64 and 128
 
-// A lane has 8 neighbouring channels of a row, D/8 lanes a row. The stages of the Hadamard sums between lanes, which need
-// shuffles, work on pairs of f16 and come first, where sums are small: of 16 points at most. They round by 2^-11 of them,
-// rows by as much when they are written. The stages within a lane are in f32.
+// A lane has 8 neighbouring channels of a row, D/8 lanes a row. The stages of the Hadamard sums between lanes, which
+// need shuffles, work on pairs of f16 and come first, where sums are small: of 16 points at most. They round by 2^-11
+// of them, rows by as much when they are written. The stages within a lane are in f32.
 template <int D, bool KEYS> struct eights {
     static constexpr int LANES = D / 8, ROWS = 32 / LANES;
     static constexpr int WORDS = KEYS ? 1 : 4; // of values one for each pair of channels
@@ -101,70 +101,77 @@ template <int D, bool KEYS> struct eights {
     static __device__ __forceinline__ int lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ int sub() { return threadIdx.x % 32 / LANES; }
 
-    static __device__ __forceinline__ void load(
-        const kvq_affine_geometry & g, const uint8_t * codes, int cell, words & x) {
-        const int vec = 4 * lane();
+    // Of a cell: where this lane's indices lie behind a head's codes, and the bit in a word, of the first of them.
+    struct places {
+        int offset[2], bit[2];
+        __device__ __forceinline__ void find(const kvq_affine_geometry & g, int cell) {
+            const int vec = 4 * lane(), row = KEYS ? cell : vec, dot = KEYS ? vec : cell;
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-            if (part >= g.n_parts) { break; }
-            const int span = 32 / g.width[part], row = KEYS ? cell : vec, dot = KEYS ? vec : cell;
-            const uint8_t * at =
-                codes + g.offset[part] + ((row / 16 * g.n_chunks[part] + dot / span) * 16 + row % 16) * 4;
-            if constexpr (KEYS) {
-                x[part][0] = __ldg((const uint32_t *) at);
-            } else {
-                const uint4 y = __ldg((const uint4 *) at);
-                x[part][0] = y.x;
-                x[part][1] = y.y;
-                x[part][2] = y.z;
-                x[part][3] = y.w;
+            for (int part = 0; part < 2; part++) {
+                const int width = part < g.n_parts ? g.width[part] : 8,
+                          span = width == 2 ? 4
+                    : width == 4            ? 3
+                                            : 2, // 32 / width = 1 << span
+                    rest = dot & ((1 << span) - 1);
+                offset[part] = g.offset[part] + (((row / 16) * g.n_chunks[part] + (dot >> span)) * 16 + row % 16) * 4;
+                bit[part] = rest % 4 * 8 + rest / 4 * width;
             }
         }
-    }
-
-    // H points, not scaled
-    static __device__ __forceinline__ void decode(
-        const kvq_affine_geometry & g, const words & w, int cell, const __half2 * points, float (&x)[8]) {
-        int index[4] = {};
+        __device__ __forceinline__ void load(const kvq_affine_geometry & g, const uint8_t * codes, words & x) const {
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-            if (part >= g.n_parts) { break; }
-            const int width = g.width[part], mask = (1 << width) - 1, span = 32 / width,
-                      rest = (KEYS ? 4 * lane() : cell) % span, bit = rest % 4 * 8 + rest / 4 * width;
+            for (int part = 0; part < 2; part++) {
+                if (part >= g.n_parts) { break; }
+                if constexpr (KEYS) {
+                    x[part][0] = __ldg((const uint32_t *) (codes + offset[part]));
+                } else {
+                    const uint4 y = __ldg((const uint4 *) (codes + offset[part]));
+                    x[part][0] = y.x;
+                    x[part][1] = y.y;
+                    x[part][2] = y.z;
+                    x[part][3] = y.w;
+                }
+            }
+        }
+        // H points, not scaled
+        __device__ __forceinline__ void decode(
+            const kvq_affine_geometry & g, const words & w, const __half2 * points, float (&x)[8]) const {
+            __half2 sums[4];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                index[j] |= (int) (w[part][j % WORDS] >> (KEYS ? bit + 8 * j : bit) & mask) << g.shift[part];
+                const auto of = [&](int part) {
+                    return (int) (w[part][j % WORDS] >> (bit[part] + (KEYS ? 8 * j : 0))) & ((1 << g.width[part]) - 1);
+                };
+                int index = of(0);
+                if (g.n_parts == 2) { index |= of(1) << g.shift[1]; }
+                sums[j] = points[index];
             }
-        }
-        __half2 sums[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) { sums[j] = points[index[j]]; }
+            for (int d = 1; d < LANES; d *= 2) {
+                const __half2 sign = __float2half2_rn(lane() & d ? -1.0f : 1.0f);
 #pragma unroll
-        for (int d = 1; d < LANES; d *= 2) {
-            const __half2 sign = __float2half2_rn(lane() & d ? -1.0f : 1.0f);
+                for (int j = 0; j < 4; j++) {
+                    const uint32_t other = __shfl_xor_sync(~0u, *(const uint32_t *) &sums[j], d);
+                    sums[j] = __hfma2(sums[j], sign, *(const __half2 *) &other);
+                }
+            }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                const uint32_t other = __shfl_xor_sync(~0u, *(const uint32_t *) &sums[j], d);
-                sums[j] = __hfma2(sums[j], sign, *(const __half2 *) &other);
+                const float2 y = __half22float2(sums[j]);
+                x[2 * j] = y.x + y.y;
+                x[2 * j + 1] = y.x - y.y;
+            }
+#pragma unroll
+            for (int d = 2; d < 8; d *= 2) {
+#pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    if (e & d) { continue; }
+                    const float a = x[e], b = x[e + d];
+                    x[e] = a + b;
+                    x[e + d] = a - b;
+                }
             }
         }
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 y = __half22float2(sums[j]);
-            x[2 * j] = y.x + y.y;
-            x[2 * j + 1] = y.x - y.y;
-        }
-#pragma unroll
-        for (int d = 2; d < 8; d *= 2) {
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                if (e & d) { continue; }
-                const float a = x[e], b = x[e + d];
-                x[e] = a + b;
-                x[e + d] = a - b;
-            }
-        }
-    }
+    };
 
     // Cosines and sines of this lane's channels, signed as apply needs them; at(j): of pair j, D/2 of them.
     struct turner {
@@ -221,7 +228,9 @@ static __global__ void __launch_bounds__(32 * WARPS, TURNS && KEYS ? 3 : 5)
     const bool turns = ROTARY && r.n != 0;
     const auto codes_of = [&](int h) { return codes + (size_t) min(h, n_head - 1) * g.nb_codes; };
     typename eight::words words, now;
-    eight::load(g, codes_of(eight::sub()), min(t0 + warp, n - 1), words);
+    typename eight::places places;
+    places.find(g, min(t0 + warp, n - 1));
+    places.load(g, codes_of(eight::sub()), words);
     for (int i = threadIdx.x; i < 1 << 2 * g.bits; i += blockDim.x) {
         s_points[i] = __floats2half2_rn(__ldg(g.points + 2 * i), __ldg(g.points + 2 * i + 1));
     }
@@ -253,11 +262,12 @@ static __global__ void __launch_bounds__(32 * WARPS, TURNS && KEYS ? 3 : 5)
             for (int i = 0; i < 2 * eight::WORDS; i++) {
                 now[i / eight::WORDS][i % eight::WORDS] = words[i / eight::WORDS][i % eight::WORDS];
             }
-            const bool last = h0 + eight::ROWS >= n_head; // those of the next row are asked for
-            eight::load(
-                g, codes_of((last ? 0 : h0 + eight::ROWS) + eight::sub()), last ? min(t + WARPS, n - 1) : t, words);
+            const typename eight::places here = places; // words of the next row are asked for
+            const bool last = h0 + eight::ROWS >= n_head;
+            if (last) { places.find(g, min(t + WARPS, n - 1)); }
+            places.load(g, codes_of((last ? 0 : h0 + eight::ROWS) + eight::sub()), words);
             float x[8];
-            eight::decode(g, now, t, s_points, x);
+            here.decode(g, now, s_points, x);
             const float scale = s_scale[t - t0][h];
 #pragma unroll
             for (int e = 0; e < 8; e++) { x[e] *= scale; }
