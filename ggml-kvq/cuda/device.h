@@ -262,7 +262,7 @@ private:
     kvq_turn_args turn_shape(const kvq_lane_layout & l, const kvq_row_transform & x);
     void flush_turns();
     std::vector<std::shared_ptr<turn_batch>> to_turn;
-    std::set<const uint16_t *> busy; // tiles of what waits
+    std::set<const uint16_t *> to_read, to_write; // tiles of what waits
     uint8_t *far_sums = nullptr, *far_memory = nullptr;
     size_t n_far_sums = 0, nb_far_memory = 0;
     std::map<const void *, size_t> pinned; // alloc_far

@@ -52,7 +52,7 @@ void kvq_cuda_device::put_far(
     }
     for (int i = 0; i < n; i++) {
         (*at)->jobs.emplace_back((uint16_t *) tiles[i], rows[i]);
-        busy.insert(tiles[i]);
+        to_read.insert(tiles[i]);
     }
 }
 

@@ -48,22 +48,6 @@ bool kvq_cuda_device::begin_side() {
     return check(cudaStreamWaitEvent((cudaStream_t) side, (cudaEvent_t) observed, 0), "cudaStreamWaitEvent");
 }
 
-// Cells in their order, without a score: the host knows where each goes, and need not wait for the device.
-static void pack_in_order(const kvq_lane_layout & l, const kvq_pack_page * pages, int n, kvq_packed & out) {
-    const int H = l.n_head, P = l.page_cells;
-    for (int h = 0; h < H; h++) {
-        for (int i = 0, used = 0; i < n; i++) { // used: of the run's slots
-            used = pages[i].first == i ? 0 : used;
-            const uint8_t * bits = pages[i].present + (size_t) h * (P / 8);
-            for (int t = 0; t < P; t++) {
-                if (!(bits[t / 8] >> t % 8 & 1)) { continue; }
-                out.maps[((size_t) (pages[i].first + used / P) * H + h) * P + used % P] = pages[i].cell + t;
-                used++;
-            }
-        }
-    }
-}
-
 void kvq_cuda_device::pack(
     const kvq_lane_layout & l, bool normalise, const kvq_pack_page * pages, int n, kvq_packed & out) {
     const size_t n_heads = (size_t) n * l.n_head, n_slots = n_heads * l.page_cells, nb_present = l.page_cells / 8;
@@ -71,16 +55,7 @@ void kvq_cuda_device::pack(
     out.sums.assign(n_heads, 0.0f);
     out.maps.assign(n_slots, -1);
     const size_t need = nb_table / 4 + kvq_pad(n_heads, 4) + 5 * n_slots;
-    if (!n || (need > n_packing && !grow(packing, n_packing, need, "cells being sorted"))) { return; }
-    if (std::none_of(pages, pages + n, [](const kvq_pack_page & x) { return x.sums || x.sorted; }) &&
-        l.codec.type != KVQ_TYPE_MIXED) {
-        pack_in_order(l, pages, n, out);
-        int32_t * const there = (int32_t *) packing + nb_table / 4 + kvq_pad(n_heads, 4);
-        put(there, out.maps.data(), 4 * n_slots);
-        out.maps_there = there;
-        return;
-    }
-    if (!begin_side()) { return; }
+    if (!n || (need > n_packing && !grow(packing, n_packing, need, "cells being sorted")) || !begin_side()) { return; }
     std::vector<uint8_t> table(nb_table);
     for (int i = 0; i < n; i++) {
         kvq_pack_job job = { pages[i].sums, pages[i].cell, pages[i].first, pages[i].n, pages[i].sorted, {} };

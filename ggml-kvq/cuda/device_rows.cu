@@ -90,9 +90,11 @@ void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t 
     const kvq_row_transform * x) {
     const float * const mean = mean_of(x[0].mean, (size_t) l.n_head * l.codec.head_size);
     const kvq_turn_args shape = turn_shape(l, x[0]);
-    // Rows go before all else that waits: a tile that was given back may still have to be read, or written.
-    const auto is_busy = [&](const uint16_t * p) { return busy.count(p) > 0; };
-    if (std::any_of(out, out + n, is_busy) || std::any_of(tiles, tiles + n, is_busy)) { flush(); }
+    // These go before all else that waits: a tile that was given back may still have to be read, and one that is read
+    // here may still have to be written.
+    const auto writes = [&](const uint16_t * p) { return to_write.count(p) > 0; };
+    const auto uses = [&](const uint16_t * p) { return writes(p) || to_read.count(p) > 0; };
+    if (std::any_of(out, out + n, uses) || std::any_of(tiles, tiles + n, writes)) { flush(); }
     auto at = std::find_if(to_turn.begin(), to_turn.end(), [&](const auto & b) {
         return b->n_head == l.n_head && !memcmp(&b->shape, &shape, offsetof(kvq_turn_args, job));
     });
@@ -102,7 +104,8 @@ void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t 
     }
     for (int i = 0; i < n; i++) {
         (*at)->jobs.push_back({ tiles[i], out[i], x[i].positions, x[i].sealed, mean, x[i].pred });
-        busy.insert({ tiles[i], out[i] });
+        to_read.insert(tiles[i]);
+        to_write.insert(out[i]);
     }
 }
 

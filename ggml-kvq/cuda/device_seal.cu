@@ -37,7 +37,7 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
                 new seal_batch{ l.codec, l.n_head, adopts, mixed ? kvq_affine_geometry() : geometry(l.codec), {} });
             at = to_seal.end() - 1;
         }
-        busy.insert(b.tile);
+        to_read.insert(b.tile);
         (*at)->jobs.push_back({ b.tile, (const uint8_t *) b.shared, (uint8_t *) b.codes, (uint8_t *) b.params, {} });
         uint8_t * valid = (*at)->jobs.back().valid;
         if (b.valid) {
@@ -71,7 +71,8 @@ static __global__ void copies_kernel(const __grid_constant__ tile_copies a) {
 
 void kvq_cuda_device::copy_later(void * to, const void * from, size_t nb) {
     to_copy.push_back({ to, from, nb });
-    busy.insert({ (const uint16_t *) to, (const uint16_t *) from });
+    to_read.insert((const uint16_t *) from);
+    to_write.insert((const uint16_t *) to);
 }
 
 // Changes of tables, pages or single words: as many as kernel arguments hold.
@@ -119,7 +120,8 @@ void kvq_cuda_device::flush() {
     check(cudaSetDevice(ordinal), "cudaSetDevice");
     flush_far();
     flush_turns();
-    busy.clear();
+    to_read.clear();
+    to_write.clear();
     // codes exist before they are adopted
     std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; });
     for (const auto & b : batches) {

@@ -18,10 +18,8 @@ std::vector<kvq_evict::candidate> kvq_evict::pack(
         const int first = (int) pages.size();
         for (int p : r.pages) {
             const kvq_choice c = scores->choice(s, p, nullptr, nullptr);
-            // pages of generated cells go by age, and no salient set is chosen for blocks of one width
-            const float * const sums = r.of_prompt || k.layout().codec.type == KVQ_TYPE_MIXED ? c.sums : nullptr;
             pages.push_back(
-                { sums, c.stale, nullptr, p * page_cells, first, (int) r.pages.size(), judged && r.of_prompt });
+                { c.sums, c.stale, nullptr, p * page_cells, first, (int) r.pages.size(), judged && r.of_prompt });
         }
     }
     std::vector<uint8_t> present(pages.size() * n_head * nb_bits);
