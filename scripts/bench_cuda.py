@@ -297,7 +297,7 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model:
     """All depths of one model; was its memory other than its load line said?"""
     print(
         f"\n{shape.text}\n{'cache':<16}{'depth':>8}{'prompt t/s':>12}{'last 2048':>12}"
-        f"{'generation t/s':>16}{'x f16':>8}{'prompt x f16':>14}",
+        f"{'generation t/s':>16}{'x f16':>8}{'prompt x f16':>14}{'ms a step':>11}{'longest':>12}",
         flush=True,
     )
     failed = False
@@ -320,21 +320,22 @@ def bench_shape(a: argparse.Namespace, shape: Shape, chosen: list[Cache], model:
                     slow.add(name)
                     continue
                 lines = [line.split() for line in out.stdout.splitlines()]
-                if out.returncode or [len(fields) for fields in lines] != [7] * len(depths):
+                if out.returncode or [len(fields) for fields in lines] != [9] * len(depths):
                     print(f"{name:<16}  failed: {out.stderr.strip()[-300:]}", flush=True)
                     continue
                 for depth, fields in zip(depths, lines):
                     rounds.setdefault((name, depth), []).append([float(x) for x in fields[1:]])
                     if turn + 1 < a.rounds:
                         continue
-                    prompt, last, speed, used, kv, compute = (
+                    prompt, last, speed, step, longest, used, kv, compute = (
                         statistics.median(column) for column in zip(*rounds[name, depth])
                     )
                     if name == CACHES[0][0]:
                         base[depth] = (speed, last)
                     ratios = [f"{x / y:.2f}" if y else "-" for x, y in zip((speed, last), base.get(depth, (0.0, 0.0)))]
                     speeds = f"{prompt:>12.0f}{last:>12.0f}{speed:>16.1f}"
-                    print(f"{name:<16}{depth:>8}{speeds}{ratios[0]:>8}{ratios[1]:>14}", flush=True)
+                    steps = f"{step:>11.3f}{longest:>12.3f}"
+                    print(f"{name:<16}{depth:>8}{speeds}{ratios[0]:>8}{ratios[1]:>14}{steps}", flush=True)
                     if a.memory:
                         line = re.search(r"take up to ([\d.]+) MiB more", out.stderr)
                         workspace = float(line[1]) if line else 0.0

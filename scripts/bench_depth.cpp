@@ -1,11 +1,12 @@
 // Generation and prompt speed behind a filled cache, without saving states in between.
 //   bench_depth MODEL DEVICE DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
-// prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, and in MiB
-// what the device's free memory fell by from behind the model's load to the end, and llama.cpp's KV and compute
-// buffers there
+// prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, its median and
+// longest step in ms (pages seal in some), and in MiB what the device's free memory fell by from behind the model's load
+// to the end, and llama.cpp's KV and compute buffers there
 #include "ggml-backend.h"
 #include "llama.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -42,7 +43,7 @@ int main(int argc, char ** argv) {
     }
     std::vector<int> depths;
     for (const char * p = argv[3]; *p; p += strcspn(p, ","), p += *p == ',') { depths.push_back(atoi(p)); }
-    const int depth = depths.back(), n_gen = atoi(argv[4]);
+    const int depth = depths.back(), n_gen = std::max(1, atoi(argv[4]));
     llama_log_set(on_log, argv[2]);
     ggml_backend_load_all();
     ggml_backend_dev_t devices[2] = { ggml_backend_dev_by_name(argv[2]), nullptr };
@@ -86,14 +87,19 @@ int main(int argc, char ** argv) {
         at = to;
         const double t1 = now();
         double t2 = t1;
+        std::vector<double> steps;
         for (int i = 0; i < n_gen + 8; i++) {
             if (i == 8) { t2 = now(); }
             llama_token t = rand() % n_vocab;
+            const double a = now();
             if (llama_decode(ctx, llama_batch_get_one(&t, 1))) { return 1; }
             llama_synchronize(ctx);
+            if (i >= 8) { steps.push_back(1e3 * (now() - a)); }
         }
         at += n_gen + 8;
+        std::sort(steps.begin(), steps.end());
         printf("%d %.1f %.1f %.2f", to, (to - first) / (t1 - t0), last, n_gen / (now() - t2));
+        printf(" %.3f %.3f", steps[steps.size() / 2], steps.back());
         printf(" %.1f %.1f %.1f\n", before - mib_free(devices[0]), mib_kv, mib_compute);
     }
     llama_free(ctx);
