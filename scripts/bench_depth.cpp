@@ -1,8 +1,8 @@
 // Generation and prompt speed behind a filled cache, without saving states in between.
 //   bench_depth MODEL DEVICE DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
 // prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, its median and
-// longest step in ms (pages seal in some), and in MiB what the device's free memory fell by from behind the model's load
-// to the end, and llama.cpp's KV and compute buffers there
+// longest step in ms (pages seal in some), and in MiB what the device's free memory fell by from behind the model's
+// load to the end, and llama.cpp's KV and compute buffers there
 #include "ggml-backend.h"
 #include "llama.h"
 
