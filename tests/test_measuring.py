@@ -1,4 +1,4 @@
-"""scripts/trace_cuda.py: what a kernel adds to a step, from a written trace."""
+"""Scripts that measure: trace_cuda.py from a written trace, compare_builds.py with programs that say their speed."""
 
 from __future__ import annotations
 
@@ -52,3 +52,21 @@ def test_what_is_no_trace_is_one_line(tmp_path: Path, text: str, says: str) -> N
         [sys.executable, ROOT / "scripts" / "trace_cuda.py", path], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1 and says in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_builds_are_compared_in_turns(tmp_path: Path) -> None:
+    """Programs that say how fast they are: B is twice as fast with our caches, A as fast with upstream's."""
+    for name, ours in (("a", 50), ("b", 100)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libggml-kvq.so").touch()
+        program = tmp_path / name / "llama-bench"
+        program.write_text(
+            f'#!/bin/sh\nspeed=80\n[ -n "$KVQ_METHOD" ] && speed={ours}\necho "[{{\\"samples_ts\\": [1, $speed]}}]"\n'
+        )
+        program.chmod(0o755)
+    command = [sys.executable, str(ROOT / "scripts" / "compare_builds.py"), str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run([*command, "-m", "m", "--minutes", "0"], capture_output=True, text=True, check=True)
+    rows = {line[:14].strip(): line for line in done.stdout.splitlines() if "generation" in line}
+    assert "1.000   1.000 to 1.000     1" in rows["upstream f16"] and " 0.500   0.500 to 0.500 " in rows["kivi"]
+    missing = subprocess.run([*command[:3], str(tmp_path), "-m", "m"], capture_output=True, text=True, check=False)
+    assert missing.returncode == 2 and "holds no llama-bench and libggml-kvq.so" in missing.stderr
