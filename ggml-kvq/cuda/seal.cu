@@ -110,7 +110,7 @@ static __global__ void __launch_bounds__(THREADS)
     uint8_t *const codes = job.codes + h * g.nb_codes, *const params = job.params + h * g.nb_params;
     if constexpr (STAGED) {
         uint16_t * const rows = (uint16_t *) (shared_memory + 4 * g.np);
-        stage_rows(g.n_cells, g.stride, rows, [&](int t, int c) { return *(const uint4 *) (tile + t * g.stride + c); });
+        stage_rows(tile, g.n_cells, g.stride, rows);
         bool all = true;
         for (int i = 0; i < g.n_cells / 8; i++) { all = all && job.valid[i] == 255; }
         __syncthreads();

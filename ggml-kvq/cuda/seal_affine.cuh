@@ -80,17 +80,15 @@ static __device__ __forceinline__ void stored_params(
 // cells lie in other banks.
 static __host__ __device__ __forceinline__ int staged_step(int stride) { return stride + 2; }
 
-// All threads; eight(cell, channel): 8 halves from that channel on, a multiple of 8. Infinity and NaN become 0.
-template <typename Eight>
-static __device__ __forceinline__ void stage_rows(int n_cells, int stride, uint16_t * to, Eight && eight) {
+// All threads; rows of n_cells of a tile. Infinity and NaN become 0.
+static __device__ __forceinline__ void stage_rows(const uint16_t * tile, int n_cells, int stride, uint16_t * to) {
     const int units = stride / 8, n = n_cells * units, step = staged_step(stride);
     constexpr int AT_ONCE = 4;
     for (int i0 = threadIdx.x; i0 < n; i0 += AT_ONCE * blockDim.x) {
         uint4 x[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            const int i = min(i0 + j * (int) blockDim.x, n - 1);
-            x[j] = eight(i / units, i % units * 8);
+            x[j] = ((const uint4 *) tile)[min(i0 + j * (int) blockDim.x, n - 1)]; // stride: a multiple of 8
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {

@@ -78,9 +78,7 @@ static __global__ void __launch_bounds__(THREADS) encode_mixed_kernel(
     uint16_t * const rows = (uint16_t *) (shared_memory + 4 * np);
     const int step = STAGED ? staged_step(m.stride) : m.stride;
     uint8_t *codes = job.codes + h * m.nb_codes, *set = job.params + h * m.nb_params;
-    if constexpr (STAGED) {
-        stage_rows(m.n_cells, m.stride, rows, [&](int t, int c) { return *(const uint4 *) (tile + t * m.stride + c); });
-    }
+    if constexpr (STAGED) { stage_rows(tile, m.n_cells, m.stride, rows); }
     if (threadIdx.x == 0) {
         int n = 0;
         for (int i = 0; i < m.n_cells / 8; i++) { n += __popc((unsigned) set[i]); }
