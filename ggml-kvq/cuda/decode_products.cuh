@@ -365,7 +365,7 @@ void kvq_launch_decode_kernel(K * kernel, L & limit, const kvq_attend_args & a, 
     limit.raise(kernel, bytes(n));
     const dim3 grid =
         a.work ? dim3(a.n_work, a.n_head_kv, 1) : dim3(a.n_splits, a.n_head_kv * kvq_decode_row_blocks(a), n_streams);
-    kvq_launch_early(kernel, grid, 32 * n, bytes(n), stream, a, !a.in_order);
+    kvq_launch(!a.in_order, kernel, grid, 32 * n, bytes(n), stream, a);
 }
 
 } // namespace

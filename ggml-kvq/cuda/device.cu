@@ -84,7 +84,6 @@ kvq_cuda_device::~kvq_cuda_device() {
         cudaFree(came);
         cudaFree(far_sums);
         cudaFree(far_memory);
-        for (auto & p : pinned) { cudaFreeHost((void *) p.first); }
         cudaFree(lse);
         cudaFree(parts);
         cudaFree(addresses);
@@ -254,9 +253,7 @@ void kvq_cuda_device::copy(void * to, const void * from, size_t nb) {
 
 void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
     use();
-    const auto at = pinned.upper_bound(from);
-    if (at != pinned.begin() &&
-        (const uint8_t *) from < (const uint8_t *) std::prev(at)->first + std::prev(at)->second) {
+    if (pinned.holds(from)) {
         synchronize(); // far rows that are on their way
         memcpy(host, from, nb);
         return;

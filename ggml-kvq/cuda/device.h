@@ -3,6 +3,7 @@
 #pragma once
 
 #include "engine/device.h"
+#include "pinned.h"
 #include "types/predictor.h"
 
 #include <array>
@@ -265,7 +266,7 @@ private:
     std::set<const uint16_t *> to_read, to_write; // tiles of what waits
     uint8_t *far_sums = nullptr, *far_memory = nullptr;
     size_t n_far_sums = 0, nb_far_memory = 0;
-    std::map<const void *, size_t> pinned; // alloc_far
+    kvq_pinned_memory pinned; // alloc_far
     bool waits() const {
         return !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() || !to_put.empty() ||
             !to_set.empty();

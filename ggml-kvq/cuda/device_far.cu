@@ -10,19 +10,12 @@
 // ---------------------------------------------------------------- rows
 
 void * kvq_cuda_device::alloc_far(size_t nb) {
-    void * p = nullptr;
-    if (!check(cudaSetDevice(ordinal), "cudaSetDevice") ||
-        cudaHostAlloc(&p, nb, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
-        cudaGetLastError();
-        return nullptr;
-    }
-    pinned[p] = nb;
-    return p;
+    return check(cudaSetDevice(ordinal), "cudaSetDevice") ? pinned.alloc(nb) : nullptr;
 }
 
 void kvq_cuda_device::free_far(void * p, size_t) {
     synchronize();
-    if (pinned.erase(p)) { check(cudaFreeHost(p), "cudaFreeHost"); }
+    pinned.free(p);
 }
 
 struct kvq_cuda_device::far_batch {

@@ -60,6 +60,7 @@ struct tile_copies {
 static_assert(sizeof(tile_copies) < 4000, "kernel arguments are limited to 4 KiB");
 
 static __global__ void copies_kernel(const __grid_constant__ tile_copies a) {
+    early_wait();
     const auto & j = a.job[blockIdx.x];
     const size_t first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
     if (((uintptr_t) j.to | (uintptr_t) j.from | j.nb) % sizeof(uint4)) { // parameters of few heads
@@ -83,6 +84,7 @@ template <typename T> struct table_puts {
 };
 
 template <typename T> static __global__ void puts_kernel(const __grid_constant__ table_puts<T> a, int n) {
+    early_wait();
     if (threadIdx.x < n) { *a.to[threadIdx.x] = a.value[threadIdx.x]; }
 }
 
@@ -97,7 +99,7 @@ template <typename T> static void launch_puts(std::vector<std::pair<T *, T>> & p
             arg.to[n] = puts[i].first;
             arg.value[n++] = puts[i++].second;
         }
-        puts_kernel<T><<<1, 256, 0, stream>>>(arg, n);
+        kvq_launch_early(puts_kernel<T>, 1, 256, 0, stream, arg, n);
     }
     puts.clear();
 }
@@ -150,7 +152,7 @@ void kvq_cuda_device::flush() {
             const tile_copy & c = to_copy[i + (size_t) j];
             arg.job[j] = { c.to, c.from, c.nb };
         }
-        copies_kernel<<<dim3(part, 16), 256, 0, (cudaStream_t) stream>>>(arg);
+        kvq_launch_early(copies_kernel, dim3(part, 16), 256, 0, (cudaStream_t) stream, arg);
     }
     to_copy.clear();
     launch_puts(to_put, (cudaStream_t) stream);

@@ -365,6 +365,7 @@ static __global__ void __launch_bounds__(THREADS) recall_kernel(const __grid_con
 
 // A warp: a row, which it reads as a whole before it writes.
 static __global__ void __launch_bounds__(THREADS) put_kernel(const __grid_constant__ kvq_far_jobs a) {
+    early_wait();
     const int lane = threadIdx.x % 32, n_blocks = n_blocks_of(a.head_size);
     const auto & j = a.job[blockIdx.y];
     for (int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; row < a.n_rows; row += gridDim.x * (THREADS / 32)) {
@@ -476,7 +477,7 @@ void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t s
 }
 
 void kvq_launch_far_put(const kvq_far_jobs & a, int n, cudaStream_t stream) {
-    put_kernel<<<dim3(8, n), THREADS, 0, stream>>>(a);
+    kvq_launch_early(put_kernel, dim3(8, n), THREADS, 0, stream, a);
 }
 
 void kvq_launch_far_get(const kvq_far_jobs & a, int n, cudaStream_t stream) {

@@ -7,10 +7,11 @@ static_assert(sizeof(kvq_seal_rows) < 4000, "kernel arguments are limited to 4 K
 
 // ---------------------------------------------------------------- rows
 
+// The kernel behind these reads page tables before it waits: it may start once what changed them is done.
 static __global__ void rows_kernel(
     const kvq_seal_rows to, int head_size, size_t head_stride, const float * rows, size_t row_stride, int width) {
-    early_start();
     early_wait();
+    early_start();
     uint16_t * tile = to.to[blockIdx.x];
     const float * row = rows + blockIdx.x * row_stride;
     for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
@@ -23,6 +24,8 @@ static __global__ void rows_kernel(
 static __global__ void rows_at_kernel(const __grid_constant__ kvq_seal_rows to,
     const __grid_constant__ kvq_seal_positions at, int head_size, size_t head_stride, const float * rows,
     size_t row_stride, int width) {
+    early_wait();
+    early_start();
     uint16_t * tile = to.to[blockIdx.x];
     const float * row = rows + blockIdx.x * row_stride;
     const uint64_t tag = kvq_tag_bits(at.pos[blockIdx.x]);
@@ -67,15 +70,15 @@ void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t str
 void kvq_launch_rows(const kvq_seal_rows & to, int n, int n_head, int head_size, size_t head_stride, const float * rows,
     size_t row_stride, cudaStream_t stream) {
     const int width = n_head * head_size;
-    rows_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(
-        to, head_size, head_stride, rows, row_stride, width);
+    kvq_launch_early(rows_kernel, dim3(n, (width + 1023) / 1024), 256, 0, stream, to, head_size, head_stride, rows,
+        row_stride, width);
 }
 
 void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at, int n, int n_head, int head_size,
     size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream) {
     const int width = n_head * head_size;
-    rows_at_kernel<<<dim3(n, (width + 1023) / 1024), 256, 0, stream>>>(
-        to, at, head_size, head_stride, rows, row_stride, width);
+    kvq_launch_early(rows_at_kernel, dim3(n, (width + 1023) / 1024), 256, 0, stream, to, at, head_size, head_stride,
+        rows, row_stride, width);
 }
 
 // ---------------------------------------------------------------- encode
@@ -103,6 +106,7 @@ constexpr int THREADS = 512;
 template <bool STAGED>
 static __global__ void __launch_bounds__(THREADS)
     encode_kernel(const __grid_constant__ kvq_affine_geometry g, const __grid_constant__ kvq_seal_jobs jobs) {
+    early_wait();
     extern __shared__ float shared_memory[];
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const size_t h = blockIdx.y;
@@ -128,7 +132,7 @@ void kvq_launch_encode(
     static kvq_shared_limit limit[2];
     const auto kernel = staged ? encode_kernel<true> : encode_kernel<false>;
     limit[staged].raise(kernel, staged ? nb + rows : nb);
-    kernel<<<dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream>>>(g, jobs);
+    kvq_launch_early(kernel, dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream, g, jobs);
 }
 
 // ---------------------------------------------------------------- decode

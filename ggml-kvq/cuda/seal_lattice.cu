@@ -107,6 +107,7 @@ static __device__ void best_scales(
 template <int N>
 static __global__ void __launch_bounds__(32 * WARPS) encode_kernel(const __grid_constant__ kvq_affine_geometry g,
     const __grid_constant__ trial scales, const __grid_constant__ kvq_seal_jobs jobs) {
+    early_wait();
     extern __shared__ float shared_memory[];
     __shared__ float s_scale[LATTICE_MAX_CELLS];
     __shared__ uint32_t s_error[KVQ_LATTICE_N_FACTORS][SLICE];
@@ -208,7 +209,8 @@ void kvq_launch_encode_lattice(const kvq_affine_geometry & g, const int32_t * sq
     lattice_switch(g.head_size, [&](auto width) {
         static kvq_shared_limit limit;
         limit.raise(encode_kernel<decltype(width)::value>, nb);
-        encode_kernel<decltype(width)::value><<<dim3(n, n_head), 32 * WARPS, nb, stream>>>(g, scales, jobs);
+        kvq_launch_early(
+            encode_kernel<decltype(width)::value>, dim3(n, n_head), 32 * WARPS, nb, stream, g, scales, jobs);
     });
 }
 

@@ -14,6 +14,7 @@ constexpr int MAX_CELLS = 256, MAX_CHANNELS = 512;
 
 static __global__ void choose_kernel(
     const kvq_choose_jobs jobs, int page_cells, int n_hi, int nb_params, bool normalise) {
+    early_wait();
     __shared__ float s_score[MAX_CELLS];
     __shared__ int s_in[MAX_CELLS];
     const kvq_choose_job & job = jobs.job[blockIdx.x];
@@ -42,7 +43,8 @@ static __global__ void choose_kernel(
 
 void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, int nb_params,
     bool normalise, cudaStream_t stream) {
-    choose_kernel<<<dim3(n, n_head), page_cells, 0, stream>>>(jobs, page_cells, n_hi, nb_params, normalise);
+    kvq_launch_early(
+        choose_kernel, dim3(n, n_head), page_cells, 0, stream, jobs, page_cells, n_hi, nb_params, normalise);
 }
 
 // ---------------------------------------------------------------- encode
@@ -69,6 +71,7 @@ constexpr int THREADS = 512;
 template <bool STAGED>
 static __global__ void __launch_bounds__(THREADS) encode_mixed_kernel(
     const __grid_constant__ kvq_mixed_geometry m, const __grid_constant__ kvq_seal_jobs jobs, int np) {
+    early_wait();
     extern __shared__ float shared_memory[];
     __shared__ float s_channel[MAX_CHANNELS];
     __shared__ int s_cells[2][MAX_CELLS], s_wrong;
@@ -138,7 +141,7 @@ void kvq_launch_encode_mixed(
     static kvq_shared_limit limit[2];
     const auto kernel = staged ? encode_mixed_kernel<true> : encode_mixed_kernel<false>;
     limit[staged].raise(kernel, staged ? nb + rows : nb);
-    kernel<<<dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream>>>(m, jobs, np);
+    kvq_launch_early(kernel, dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream, m, jobs, np);
 }
 
 // ---------------------------------------------------------------- decode

@@ -8,6 +8,7 @@ constexpr int WARPS = 8;
 
 template <int N, bool BACK>
 static __global__ void __launch_bounds__(32 * WARPS) turn_kernel(const __grid_constant__ kvq_turn_args a) {
+    early_wait();
     __shared__ float s_row[WARPS][TURN_MAX];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = blockIdx.y, D = a.head_size;
     const kvq_turn_job & job = a.job[blockIdx.x];
@@ -47,9 +48,9 @@ void kvq_launch_turn(const kvq_turn_args & a, int n, int n_head, bool back, cuda
     lattice_switch(a.head_size, [&](auto width) {
         constexpr int N = decltype(width)::value;
         if (back) {
-            turn_kernel<N, true><<<dim3(n, n_head), 32 * WARPS, 0, stream>>>(a);
+            kvq_launch_early(turn_kernel<N, true>, dim3(n, n_head), 32 * WARPS, 0, stream, a);
         } else {
-            turn_kernel<N, false><<<dim3(n, n_head), 32 * WARPS, 0, stream>>>(a);
+            kvq_launch_early(turn_kernel<N, false>, dim3(n, n_head), 32 * WARPS, 0, stream, a);
         }
     });
 }

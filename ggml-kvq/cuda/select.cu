@@ -9,6 +9,7 @@ static constexpr int MAX_CELLS = 256, KEYS = 1024;
 
 // Scores as numbers that fall as they rise: kvq_slots' order.
 static __global__ void keys_kernel(const __grid_constant__ kvq_pack_args a) {
+    early_wait();
     const int page = blockIdx.x, h = blockIdx.y, t = threadIdx.x;
     const kvq_pack_job & job = a.jobs[page];
     const uint8_t * present = a.present + ((size_t) page * a.n_head + h) * (a.page_cells / 8);
@@ -26,6 +27,7 @@ static __global__ void keys_kernel(const __grid_constant__ kvq_pack_args a) {
 
 // The rank of a cell is the number of those before it; page_cells of them fill a page.
 static __global__ void rank_kernel(const __grid_constant__ kvq_pack_args a) {
+    early_wait();
     __shared__ uint4 s_keys[KEYS / 4];
     const kvq_pack_job & job = a.jobs[blockIdx.x];
     const size_t run = ((size_t) blockIdx.y * a.n + job.first) * a.page_cells;
@@ -56,6 +58,7 @@ static __global__ void rank_kernel(const __grid_constant__ kvq_pack_args a) {
 
 // Of a page of slots: its cells in their order.
 static __global__ void slots_kernel(const __grid_constant__ kvq_pack_args a) {
+    early_wait();
     __shared__ float s_score[MAX_CELLS];
     __shared__ int s_before[MAX_CELLS / 32];
     const kvq_pack_job & job = a.jobs[blockIdx.x];
@@ -95,15 +98,16 @@ static __global__ void slots_kernel(const __grid_constant__ kvq_pack_args a) {
 
 void kvq_launch_pack(const kvq_pack_args & a, cudaStream_t stream) {
     const dim3 grid(a.n, a.n_head);
-    keys_kernel<<<grid, a.page_cells, 0, stream>>>(a);
-    rank_kernel<<<grid, a.page_cells, 0, stream>>>(a);
-    slots_kernel<<<grid, MAX_CELLS, 0, stream>>>(a);
+    kvq_launch_early(keys_kernel, grid, a.page_cells, 0, stream, a);
+    kvq_launch_early(rank_kernel, grid, a.page_cells, 0, stream, a);
+    kvq_launch_early(slots_kernel, grid, MAX_CELLS, 0, stream, a);
 }
 
 // ---------------------------------------------------------------- rows
 
 // a warp a row; strides are multiples of 16
 static __global__ void gather_kernel(const __grid_constant__ kvq_gather_args a) {
+    early_wait();
     const int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= a.n_rows) { return; }
     const int cell = a.maps[blockIdx.y][row], page = cell / a.page_cells - a.first;
@@ -116,5 +120,5 @@ static __global__ void gather_kernel(const __grid_constant__ kvq_gather_args a) 
 }
 
 void kvq_launch_gather(const kvq_gather_args & a, int n, cudaStream_t stream) {
-    gather_kernel<<<dim3((a.n_rows + 7) / 8, n), 256, 0, stream>>>(a);
+    kvq_launch_early(gather_kernel, dim3((a.n_rows + 7) / 8, n), 256, 0, stream, a);
 }

@@ -3,6 +3,8 @@
 #include "backend.h"
 #include "engines.h"
 
+#include "base/host_memory.h"
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -44,15 +46,7 @@ static const char * dev_description(ggml_backend_dev_t dev) { return context(dev
 static void dev_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
     const size_t page = (size_t) sysconf(_SC_PAGESIZE);
     *total = (size_t) sysconf(_SC_PHYS_PAGES) * page;
-    *free = (size_t) sysconf(_SC_AVPHYS_PAGES) * page;
-    if (FILE * f = fopen("/proc/meminfo", "r")) { // counts reclaimable cache as free
-        char line[128];
-        unsigned long kib;
-        while (fgets(line, sizeof(line), f)) {
-            if (sscanf(line, "MemAvailable: %lu kB", &kib) == 1) { *free = (size_t) kib * 1024; }
-        }
-        fclose(f);
-    }
+    *free = std::min(*total, kvq_host_available()); // counts reclaimable cache as free
 }
 
 // GPU, because llama.cpp gives layers, and so their cache, only to devices of that type

@@ -1,5 +1,6 @@
 #include "far_pool.h"
 
+#include "base/host_memory.h"
 #include "base/settings.h"
 
 #include <algorithm>
@@ -18,17 +19,6 @@ static std::string mib(size_t nb) {
     char text[32];
     snprintf(text, sizeof(text), "%.1f MiB", (double) nb / 1048576.0);
     return text;
-}
-
-// Bytes that the host can still give; SIZE_MAX where nobody tells.
-static size_t available() {
-    FILE * f = fopen("/proc/meminfo", "r");
-    unsigned long long kib = 0;
-    char line[128];
-    bool found = false;
-    while (f && !found && fgets(line, sizeof(line), f)) { found = sscanf(line, "MemAvailable: %llu", &kib) == 1; }
-    if (f) { fclose(f); }
-    return found ? (size_t) kib << 10 : SIZE_MAX;
 }
 
 kvq_far_pool::kvq_far_pool(kvq_device & device, const std::string & place, size_t nb_most) :
@@ -82,7 +72,7 @@ void * kvq_far_pool::more(size_t size) {
     if (*limit && total + size > (size_t) atoll(limit) << 20) { return nullptr; }
     if (place == "device") { return device.alloc(size); }
     // else the system would end some program
-    return available() > size + size / 4 ? device.fetches()->alloc_far(size) : nullptr;
+    return kvq_host_available() > size + size / 4 ? device.fetches()->alloc_far(size) : nullptr;
 }
 
 bool kvq_far_pool::grow(size_t nb) {

@@ -29,28 +29,35 @@ def available() -> int:
 
 
 def _group_rooms() -> list[int]:
-    """Room in the memory control groups (version 2, then 1) that this process sees and that have a limit."""
+    """Room in the memory control groups of this process (version 2 or 1), and those above them, that have a limit."""
     out: list[int] = []
-    for limit, used, stat in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-            "/sys/fs/cgroup/memory/memory.stat",
-        ),
-    ):
-        try:
-            most, now = Path(limit).read_text().strip(), int(Path(used).read_text())
-            cached = [
-                int(line.split()[1])
-                for line in Path(stat).read_text().splitlines()
-                if line.split()[0] in ("inactive_file", "total_inactive_file")
-            ]
-        except (OSError, ValueError, IndexError):
+    for line in _text("/proc/self/cgroup").splitlines():  # 0::/GROUP, or of version 1 4:memory:/GROUP
+        number, controllers, group = line.split(":", 2)
+        if number == "0":
+            root, limit, used, files = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif controllers == "memory":
+            root, limit, used, files = (
+                "/sys/fs/cgroup/memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+        else:
             continue
-        if most.isdigit() and int(most) < 1 << 60:
-            out.append(max(0, int(most) - now + max(cached, default=0)))
+        for folder in {Path(root), *(Path(root + str(x)) for x in (Path(group), *Path(group).parents))}:
+            most, now = _text(folder / limit).strip(), _text(folder / used).strip()
+            cached = dict(x.split() for x in _text(folder / "memory.stat").splitlines()).get(files, "0")
+            if most.isdigit() and now.isdigit() and int(most) < 1 << 60:
+                out.append(max(0, int(most) - int(now) + int(cached)))
     return out
+
+
+def _text(path: str | Path) -> str:
+    """What a file of the system says, "" where it is not there."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

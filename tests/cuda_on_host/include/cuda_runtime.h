@@ -190,6 +190,13 @@ template <typename T> static inline cudaError_t cudaMalloc(T ** p, size_t nb) {
 }
 enum { cudaHostAllocMapped = 2, cudaHostAllocPortable = 1 };
 static inline cudaError_t cudaHostAlloc(void ** p, size_t nb, unsigned) { return cudaMalloc(p, nb); }
+enum { cudaHostRegisterMapped = 2, cudaHostRegisterPortable = 1 };
+static inline cudaError_t cudaHostRegister(void *, size_t, unsigned) { return cudaSuccess; }
+static inline cudaError_t cudaHostUnregister(void *) { return cudaSuccess; }
+static inline cudaError_t cudaHostGetDevicePointer(void ** of_device, void * p, unsigned) {
+    *of_device = p;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaFreeHost(void * p) {
     free(p);
     return cudaSuccess;
@@ -263,8 +270,8 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute * attrs;
     unsigned numAttrs;
 };
-template <typename A>
-static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * c, void (*kernel)(A), const A & a) {
-    host_cuda::launch(c->gridDim, c->blockDim, c->dynamicSmemBytes, [&] { kernel(a); });
+template <typename... P, typename... A>
+static inline cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t * c, void (*kernel)(P...), const A &... args) {
+    host_cuda::launch(c->gridDim, c->blockDim, c->dynamicSmemBytes, [&] { kernel(args...); });
     return cudaSuccess;
 }
