@@ -39,6 +39,49 @@ def refusal(*argv: str, program: str = "llama-completion", env: dict[str, str] |
 
 
 @pytest.mark.parametrize(
+    ("files", "rooms"),
+    [
+        ({}, []),
+        ({"/proc/self/cgroup": "0::/\n"}, []),
+        (  # a container sees its own group as the root
+            {
+                "/proc/self/cgroup": "0::/\n",
+                "/sys/fs/cgroup/memory.max": "1000\n",
+                "/sys/fs/cgroup/memory.current": "900\n",
+                "/sys/fs/cgroup/memory.stat": "anon 700\nactive_file 100\ninactive_file 50\n",
+            },
+            [150],
+        ),
+        (  # a group above limits it, its own does not
+            {
+                "/proc/self/cgroup": "1:name=systemd:/x\n0::/user/a\n",
+                "/sys/fs/cgroup/user/memory.max": "500\n",
+                "/sys/fs/cgroup/user/memory.current": "600\n",
+                "/sys/fs/cgroup/user/a/memory.max": "max\n",
+                "/sys/fs/cgroup/user/a/memory.current": "600\n",
+            },
+            [0],
+        ),
+        (  # version 1, whose root has no limit
+            {
+                "/proc/self/cgroup": "4:memory:/job\n0::/\n",
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "/sys/fs/cgroup/memory/memory.usage_in_bytes": "5\n",
+                "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "500\n",
+                "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "400\n",
+                "/sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 60\n",
+            },
+            [160],
+        ),
+    ],
+)
+def test_control_groups_limit_memory(files: dict[str, str], rooms: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as kvq_host_available() in C++ (tests/native/test_store.cpp)."""
+    monkeypatch.setattr(memory, "_text", lambda path: files.get(str(path), ""))
+    assert memory._group_rooms() == rooms
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (

@@ -190,3 +190,19 @@ def test_python_modules_import_in_no_circle() -> None:
     assert not circle(without), " <- ".join(circle(without))
     for a, b in PYTHON_EXCEPTIONS:
         assert circle({**without, a: without[a] | {b}}), f"{a} -> {b} closes no circle: no exception"
+
+
+def test_kernels_that_may_start_early_wait() -> None:
+    """A kernel launched with kvq_launch_early may run before what it reads is written, unless it waits itself."""
+    seen = 0
+    for path in sorted((SOURCES / "cuda").glob("*.cu")):
+        text = path.read_text()
+        launched = set(re.findall(r"kvq_launch(?:_early)?\(\s*(?:[^,()]*\? )?(\w+_kernel)\b", text))
+        if re.search(r"kvq_launch_early\(\s*kernel\b", text):  # auto kernel = one of two
+            launched |= set(re.findall(r"\w+_kernel\b", " ".join(re.findall(r"auto kernel = [^;]*;", text))))
+        for name in launched:
+            body = re.search(rf"__global__[^;{{}}]*\b{name}\([^{{}}]*\) \{{(.*?)\n}}", text, re.DOTALL)
+            assert body, f"{path.name}: {name} is launched early and defined elsewhere"
+            assert "early_wait()" in body[1], f"{path.name}: {name} is launched early and never waits"
+            seen += 1
+    assert seen >= 15

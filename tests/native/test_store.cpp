@@ -4,6 +4,7 @@
 #include "layer.h"
 
 #include "base/f16.h"
+#include "base/host_memory.h"
 #include "policy/fetch.h"
 #include "types/types.h"
 
@@ -11,7 +12,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <random>
+#include <unistd.h>
 
 struct config {
     const char *method, *opts;
@@ -467,7 +470,39 @@ static void run(const config & c, unsigned seed, int steps) {
         (int) w.cache.counters.n_sealed, (int) w.cache.counters.n_reopened, (int) w.cache.counters.n_forced);
 }
 
+// What a control group allows, from files as Linux writes them.
+static void test_groups() {
+    const kvq_group_names now = { "/memory.max", "/memory.current", "inactive_file" };
+    const kvq_group_names before = { "/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file" };
+    char folder[] = "/tmp/kvq-groups-XXXXXX";
+    CHECK(mkdtemp(folder), "no folder %s", folder);
+    const std::string at = folder;
+    const auto write_file = [&](const char * name, const char * text) { std::ofstream(at + name) << text; };
+    const auto room = [&](const kvq_group_names & names) { return kvq_room_in_group(at, names); };
+    CHECK(room(now) == SIZE_MAX && room(before) == SIZE_MAX, "an empty folder limits memory");
+    write_file("/memory.current", "900\n");
+    write_file("/memory.stat", "anon 700\nactive_file 100\ninactive_file 50\ntotal_inactive_file 60\n");
+    write_file("/memory.max", "max\n");
+    CHECK(room(now) == SIZE_MAX, "no limit is %zu", room(now));
+    write_file("/memory.max", "1000\n");
+    CHECK(room(now) == 150, "1000 of which 900 are taken, 50 by files: %zu", room(now));
+    write_file("/memory.max", "800\n");
+    CHECK(room(now) == 0, "more is taken than the limit: %zu", room(now));
+    write_file("/memory.usage_in_bytes", "400\n");
+    write_file("/memory.limit_in_bytes", "9223372036854771712\n");
+    CHECK(room(before) == SIZE_MAX, "version 1 without a limit: %zu", room(before));
+    write_file("/memory.limit_in_bytes", "500\n");
+    CHECK(room(before) == 160, "version 1: %zu", room(before));
+    for (const char * name :
+        { "/memory.current", "/memory.stat", "/memory.max", "/memory.usage_in_bytes", "/memory.limit_in_bytes" }) {
+        remove((at + name).c_str());
+    }
+    CHECK(rmdir(folder) == 0, "%s is not empty", folder);
+    CHECK(kvq_host_available() > (size_t) 16 << 20, "this process has %zu bytes left", kvq_host_available());
+}
+
 int main(int argc, char ** argv) {
+    test_groups();
     const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 42;
     const int steps = argc > 2 ? atoi(argv[2]) : 1500;
     const config configs[] = {
