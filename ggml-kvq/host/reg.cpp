@@ -6,7 +6,6 @@
 #include "base/host_memory.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <thread>
 #include <unistd.h>
