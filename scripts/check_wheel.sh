@@ -93,13 +93,15 @@ with Model("model.gguf", "kivi", "bits=4", n_ctx=512) as m:
 P
 if [ -x qemu ]; then # the same text on other CPUs; the emulator offers no AVX-512
     lib=$(echo "$PWD"/venv/lib/python3*/site-packages/ggml_kvq/lib)
-    export GGML_BACKEND_PATH="$lib/libggml-kvq.so" KVQ_METHOD=kivi KVQ_MODEL=model.gguf OMP_NUM_THREADS=2
-    set -- "$lib/llama-completion" -m model.gguf -dev KVQ0 -fa on -c 512 -t 2 -p "The file" -n 16 --temp 0 -no-cnv
+    export GGML_BACKEND_PATH="$lib/libggml-kvq.so" KVQ_METHOD=kivi KVQ_OPTS=window=0 KVQ_MODEL=model.gguf OMP_NUM_THREADS=2
+    long=$(for i in $(seq 30); do printf 'The file %d is open. ' "$i"; done) # pages seal: kernels of codes run
+    set -- "$lib/llama-completion" -m model.gguf -dev KVQ0 -fa on -c 1024 -t 2 -p "$long" -n 4 --temp 0 -no-cnv
     "$@" </dev/null >text 2>/dev/null
     case $(uname -m) in aarch64) cpus="cortex-a53 cortex-a72 cortex-a76 neoverse-n1 a64fx max" ;; *) cpus="Nehalem Haswell Skylake-Server" ;; esac
     for cpu in $cpus; do
         ./qemu -cpu $cpu "$@" </dev/null >text.cpu 2>log.cpu || { echo "emulated: $cpu: exit $?"; tail -3 log.cpu; exit 1; }
         cmp text text.cpu || { echo "emulated: $cpu writes another text:"; cat text.cpu; exit 1; }
+        grep -q ' pages sealed' log.cpu || { echo "emulated: $cpu: no page sealed, so no kernel was tried"; exit 1; }
         echo "emulated: $cpu: the same text, $(grep -o 'kernels [a-z0-9_-]*' log.cpu | head -1); ggml-cpu's: $(sed -n 's/^.*| CPU : //p' log.cpu | sed 's/ = 1//g; s/ | / /g' | head -1)"
     done
     unset GGML_BACKEND_PATH KVQ_METHOD KVQ_MODEL OMP_NUM_THREADS
