@@ -6,7 +6,7 @@
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 
-// what the build asks for of this file (cmake/kvq_library.cmake): dot products and arithmetic in f16, which ARMv8.0 lacks
+// What this file is built with (cmake/kvq_library.cmake), and ARMv8.0 lacks: dot products, arithmetic in f16.
 static bool available(void) {
     constexpr unsigned long needed = HWCAP_ASIMDDP | HWCAP_ASIMDHP;
     return (getauxval(AT_HWCAP) & needed) == needed;
