@@ -104,7 +104,7 @@ if [ -x qemu ]; then # the same text on other CPUs; the emulator offers no AVX-5
         grep -q ' pages sealed' log.cpu || { echo "emulated: $cpu: no page sealed, so no kernel was tried"; exit 1; }
         echo "emulated: $cpu: the same text, $(grep -o 'kernels [a-z0-9_-]*' log.cpu | head -1); ggml-cpu's: $(sed -n 's/^.*| CPU : //p' log.cpu | sed 's/ = 1//g; s/ | / /g' | head -1)"
     done
-    unset GGML_BACKEND_PATH KVQ_METHOD KVQ_MODEL OMP_NUM_THREADS
+    unset GGML_BACKEND_PATH KVQ_METHOD KVQ_OPTS KVQ_MODEL OMP_NUM_THREADS
 fi
 if ls ggml_kvq_cu13-*.whl >/dev/null 2>&1; then
     venv/bin/pip -q install --no-index --find-links wheels ggml_kvq_cu13-*.whl

@@ -28,8 +28,7 @@ static inline uint64_t kvq_number_in(const std::string & path, const std::string
 struct kvq_group_names {
     const char *most, *now, *files;
 };
-static inline size_t kvq_room_in_group(
-    const std::string & folder, const kvq_group_names & names = { "/memory.max", "/memory.current", "inactive_file" }) {
+static inline size_t kvq_room_in_group(const std::string & folder, const kvq_group_names & names) {
     const uint64_t most = kvq_number_in(folder + names.most, "", UINT64_MAX);
     const uint64_t now = kvq_number_in(folder + names.now, "", UINT64_MAX);
     if (most > (uint64_t) 1 << 60 || now == UINT64_MAX) { return SIZE_MAX; } // version 1 has no word for "no limit"
