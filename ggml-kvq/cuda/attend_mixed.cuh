@@ -252,10 +252,11 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
             early_wait();
             const float f = a.scale * LOG2E;
             const int quads = of.n * (D / 4); // of a row
+#pragma unroll 1
             for (int i = threadIdx.x; i < DECODE_COLUMNS * quads; i += 32 * of.warps) {
-                const int row = min(row0 + i / quads, a.n_rows - 1), channel = i % quads * 4;
-                const float * p =
-                    st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + channel;
+                const int row = min(row0 + i / quads, a.n_rows - 1), channel = i % quads * 4, token = row_token(a, row),
+                          head = kvh * a.gqa + row - token * a.gqa;
+                const float * p = st.q + token * a.q_stride_token + head * a.q_stride_head + channel;
                 const float4 x =
                     !WIDE || channel < a.k.head_size ? *(const float4 *) p : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 queries[i / quads * Q_STEP + i % quads] =

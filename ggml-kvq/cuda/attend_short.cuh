@@ -87,18 +87,6 @@ __device__ __forceinline__ void finish_row(
     out[3] = x.w * f;
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int d = 16; d; d /= 2) { x = fmaxf(x, __shfl_xor_sync(~0u, x, d)); }
-    return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int d = 16; d; d /= 2) { x += __shfl_xor_sync(~0u, x, d); }
-    return x;
-}
-
 // four channels of a new row of keys, from `channel` of all heads' on, with its position
 __device__ __forceinline__ uint2 tagged(uint2 x, uint64_t tag, int channel) {
     const auto two = [&](uint32_t y, int at) {

@@ -13,11 +13,11 @@ constexpr int PICK_SLOTS = 16; // picks that a block has in shared memory
 __host__ __device__ __forceinline__ int picked_channels(const kvq_attend_args & a) {
     return (a.v.head_size + 7) / 8 * 8;
 }
-// behind decode_sums: queries, logits, far rows of keys and values, values as f16; with what lies before them
+// behind decode_sums: queries, logits, cells, far rows of keys and values, values as f16; with what lies before them
 template <typename S> __host__ __device__ __forceinline__ int picked_at() { return (sizeof(S) + 15) / 16 * 16; }
 template <typename S> __host__ __device__ __forceinline__ int picked_bytes(const kvq_attend_args & a) {
     return picked_at<S>() + DECODE_COLUMNS * (picked_channels(a) + PICK_SLOTS) * 4 +
-        PICK_SLOTS * (a.far_row_k + a.far_row_v + 2 * picked_channels(a));
+        PICK_SLOTS * (4 + a.far_row_k + a.far_row_v + 2 * picked_channels(a));
 }
 
 // Of the columns of a block whose rows begin at row0. WARPS: as the struct has; memory: behind picked_at.
@@ -28,15 +28,46 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
     const int n_threads = of.warps * 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32, size = of.head(a),
               units = (size + 7) / 8;
     float *const queries = (float *) memory, *const logits = queries + DECODE_COLUMNS * 8 * units; // [column][slot]
-    uint8_t * const rows = (uint8_t *) (logits + DECODE_COLUMNS * PICK_SLOTS);                     // [slot][key, value]
+    int32_t * const cells = (int32_t *) (logits + DECODE_COLUMNS * PICK_SLOTS);                    // [slot]
+    uint8_t * const rows = (uint8_t *) (cells + PICK_SLOTS);                                       // [slot][key, value]
     uint16_t * const values = (uint16_t *) (rows + PICK_SLOTS * (a.far_row_k + a.far_row_v));
     const int first = row_token(a, row0), n_tokens = row_token(a, row0 + n_rows - 1) - first + 1,
               n_picks = n_tokens * a.top, nb_row = a.far_row_k + a.far_row_v;
     const int piece = a.far_row_k % 16 == 0 ? 16 : 8; // bytes of a copy
-    const auto cell_of = [&](int i) {
-        return i < n_picks ? __ldg(st.picks + ((size_t) (first + i / a.top) * a.n_head_kv + kvh) * a.top + i % a.top)
-                           : -1;
+    // A lane knows where a slot's rows lie, all of a warp's are on their way at once.
+    const auto ask = [&](int at) {
+        const int i = at + lane;
+        int cell = -1;
+        const uint8_t *k = nullptr, *v = nullptr;
+        if (lane < PICK_SLOTS && i < n_picks) {
+            cell = __ldg(st.picks + ((size_t) (first + i / a.top) * a.n_head_kv + kvh) * a.top + i % a.top);
+        }
+        if (cell >= 0) {
+            const int p = cell / a.page_cells;
+            const size_t row = (size_t) kvh * a.page_cells + cell % a.page_cells;
+            k = (const uint8_t *) st.k_rows[p] + row * a.far_row_k;
+            v = (const uint8_t *) st.v_rows[p] + row * a.far_row_v;
+        }
+        if (warp == 0 && lane < PICK_SLOTS) { cells[lane] = cell; }
+#pragma unroll 1
+        for (int slot = warp; slot < PICK_SLOTS; slot += of.warps) {
+            const uint8_t *const key = (const uint8_t *) __shfl_sync(~0u, (unsigned long long) k, slot),
+                                 *const value = (const uint8_t *) __shfl_sync(~0u, (unsigned long long) v, slot);
+            if (!key) { continue; }
+            const uint32_t to = (uint32_t) __cvta_generic_to_shared(rows + (size_t) slot * nb_row);
+#pragma unroll 1
+            for (int j = lane * piece; j < nb_row; j += 32 * piece) {
+                const uint8_t * from = j < a.far_row_k ? key + j : value + (j - a.far_row_k);
+                if (piece == 16) {
+                    copy16(to + j, from);
+                } else {
+                    copy8(to + j, from);
+                }
+            }
+        }
     };
+    int at = (int) blockIdx.x * PICK_SLOTS;
+    ask(at);
 #pragma unroll 1
     for (int i = threadIdx.x; i < WARPS * DECODE_COLUMNS * D; i += n_threads) { (&s.o[0][0][0])[i] = 0.0f; }
 #pragma unroll 1
@@ -53,60 +84,42 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
             : 0.0f;
     }
 #pragma unroll 1
-    for (int at = (int) blockIdx.x * PICK_SLOTS; at < n_picks; at += a.n_picking * PICK_SLOTS) {
-#pragma unroll 1
-        for (int slot = warp; slot < PICK_SLOTS; slot += of.warps) { // all are on their way at once
-            const int cell = cell_of(at + slot);
-            if (cell < 0) { continue; }
-            const int p = cell / a.page_cells;
-            const size_t row = (size_t) kvh * a.page_cells + cell % a.page_cells;
-            const uint8_t *k = (const uint8_t *) st.k_rows[p] + row * a.far_row_k,
-                          *v = (const uint8_t *) st.v_rows[p] + row * a.far_row_v;
-            const uint32_t to = (uint32_t) __cvta_generic_to_shared(rows + (size_t) slot * nb_row);
-#pragma unroll 1
-            for (int i = lane * piece; i < nb_row; i += 32 * piece) {
-                const uint8_t * from = i < a.far_row_k ? k + i : v + (i - a.far_row_k);
-                if (piece == 16) {
-                    copy16(to + i, from);
-                } else {
-                    copy8(to + i, from);
-                }
-            }
-        }
+    for (; at < n_picks; at += a.n_picking * PICK_SLOTS) {
+        if (at != (int) blockIdx.x * PICK_SLOTS) { ask(at); }
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
 #pragma unroll 1
-        for (int i = threadIdx.x; i < DECODE_COLUMNS * PICK_SLOTS; i += n_threads) { // a thread: a slot and column
-            const int slot = i % PICK_SLOTS, c = i / PICK_SLOTS, cell = cell_of(at + slot),
-                      row = row0 + min(c, n_rows - 1), head = row_head(a, kvh, row);
-            float logit = -INFINITY;
-            if (cell >= 0 && c < n_rows && first + (at + slot) / a.top == row_token(a, row)) {
+        for (int i = threadIdx.x; i < n_rows * 32; i += n_threads) { // two threads: a slot and column
+            const int slot = lane % PICK_SLOTS, c = i / 32, cell = cells[slot], row = row0 + c,
+                      head = row_head(a, kvh, row);
+            const bool is_here = cell >= 0 && first + (at + slot) / a.top == row_token(a, row);
+            float sum = 0.0f, bias = 0.0f;
+            if (is_here) {
+                if (st.mask) {
+                    bias = alibi_slope(a, head) *
+                        __half2float(
+                            st.mask[row_token(a, row) * a.mask_stride_token + head * a.mask_stride_head + cell]);
+                }
                 const uint8_t * const key = rows + (size_t) slot * nb_row;
                 const float * const q = queries + c * 8 * units;
-                float sum = 0.0f;
 #pragma unroll 1
-                for (int j = 0; j < units; j++) { // from another unit on in each slot: other banks
+                for (int j = lane / PICK_SLOTS; j < units; j += 2) { // from another unit on in each slot: other banks
                     const int u = j + slot < units ? j + slot : (j + slot) % units;
                     uint16_t y[8];
                     unit_values(a.far_format, load_unit(a.far_format, size, key, u), y);
 #pragma unroll
                     for (int e = 0; e < 8; e++) { sum = fmaf(q[8 * u + e], f16_bits_to_f32(y[e]), sum); }
                 }
-                logit = a.scale * sum;
-                if (a.softcap != 0.0f) { logit = a.softcap * tanhf(logit / a.softcap); }
-                if (st.mask) {
-                    logit += alibi_slope(a, head) *
-                        __half2float(
-                            st.mask[row_token(a, row) * a.mask_stride_token + head * a.mask_stride_head + cell]);
-                }
             }
-            logits[i] = logit * LOG2E;
+            float logit = a.scale * (sum + __shfl_xor_sync(~0u, sum, PICK_SLOTS));
+            if (a.softcap != 0.0f) { logit = a.softcap * tanhf(logit / a.softcap); }
+            if (lane < PICK_SLOTS) { logits[c * PICK_SLOTS + slot] = is_here ? (logit + bias) * LOG2E : -INFINITY; }
         }
 #pragma unroll 1
         for (int i = threadIdx.x; i < PICK_SLOTS * units; i += n_threads) { // zeros where nothing was picked
             const int slot = i / units, u = i % units;
             uint16_t y[8] = {};
-            if (cell_of(at + slot) >= 0) {
+            if (cells[slot] >= 0) {
                 unit_values(
                     a.far_format, load_unit(a.far_format, size, rows + (size_t) slot * nb_row + a.far_row_k, u), y);
             }

@@ -261,7 +261,13 @@ bool kvq_cuda_device::attend_far(
             }
             if (!kvq_decode_fits(b, n_streams)) { return fail("attention that fetches has no kernel for these pages"); }
             if (!split(b, n_streams, 0, true)) { return false; }
-            if (part == 1) { r.n_splits = b.n_splits = std::min(b.n_splits, MOST_SPLITS); }
+            if (part == 1) {
+                r.n_splits = b.n_splits = std::min(b.n_splits, MOST_SPLITS);
+                // one block each that picks, and room for these beside the blocks that make logits
+                const int n_blocks = kvq_decode_row_blocks(b) * H * n_streams, n_pickers = H * a.n_q * n_streams;
+                r.warm_up = kvq_limits_of(ordinal).major >= 9 && a.n_logits <= FAR_CHUNK &&
+                    b.n_splits * n_blocks + n_pickers <= b.occupancy * n_sm;
+            }
             kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
         }
     }

@@ -77,11 +77,11 @@ static inline void __syncthreads() { host_cuda::block_barrier(); }
 static inline int __syncthreads_or(int x) { return host_cuda::block_any(x != 0); }
 static inline void __syncwarp(unsigned = ~0u) { host_cuda::exchange(0); }
 template <typename T> static inline T host_shuffle(T x, int lane) {
-    static_assert(sizeof(T) == 4, "32-bit shuffles");
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    bits = (uint32_t) host_cuda::exchange(bits)[lane & 31];
-    memcpy(&x, &bits, 4);
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles of 32 and 64 bits");
+    uint64_t bits = 0;
+    memcpy(&bits, &x, sizeof(T)); // the low bytes come first
+    bits = host_cuda::exchange(bits)[lane & 31];
+    memcpy(&x, &bits, sizeof(T));
     return x;
 }
 template <typename T> static inline T __shfl_xor_sync(unsigned, T x, int with) {
@@ -111,6 +111,7 @@ static inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c);
 static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 static inline float __fdividef(float a, float b) { return a / b; }
 #define __expf(x) expf(x)
+#define __log2f(x) log2f(x)
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline float __int_as_float(int x) {
     float y;
