@@ -31,8 +31,9 @@ def main() -> int:
     root = Path(__file__).resolve().parent.parent
     info = f"ggml_kvq_cu13-{version}.dist-info"
     metadata = (
-        f"Metadata-Version: 2.2\nName: ggml-kvq-cu13\nVersion: {version}\n"
-        "Summary: CUDA kernels of ggml-kvq for a llama.cpp that was built with CUDA\nLicense-Expression: MIT\n"
+        f"Metadata-Version: 2.4\nName: ggml-kvq-cu13\nVersion: {version}\n"
+        "Summary: CUDA kernels of ggml-kvq for a llama.cpp that was built with CUDA\n"
+        "License-Expression: MIT\nLicense-File: LICENSE\n"
         f"Requires-Python: >=3.10\nRequires-Dist: ggml-kvq=={version}\n\n"
         "libggml-kvq.so with CUDA kernels, nothing else: weights and everything but the KV cache are computed by\n"
         "upstream's libggml-cuda.so, which comes with a llama.cpp of yours.\n"

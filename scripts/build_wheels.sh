@@ -6,16 +6,18 @@
 #   aarch64     the same by aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)
 #   cuda        ggml-kvq-cu13: libggml-kvq.so with CUDA kernels alone, for a llama.cpp that was built with CUDA. Needs
 #               nvcc 13 and no cuBLAS: nothing of ours uses it
-#   cuda-full   ggml-kvq-cu13 with upstream's libggml-cuda.so too, instead of ggml-kvq. Needs nvcc and cuBLAS; at run
+#   cuda-full   ggml-kvq-full-cu13: with upstream's libggml-cuda.so too, instead of ggml-kvq. Needs nvcc and cuBLAS; at run
 #               time both come from the package index (nvidia-cublas, nvidia-cuda-runtime). All cards: most of an hour
 # PYTHON=python3.x   ARCHS="80-real 86-real ..."   JOBS=n   KEEP=<folder for the builds: a second run goes on there>
 set -euo pipefail
+begun=$PWD
 cd "$(dirname "$0")/.."
 out=dist
 kinds=()
 while [ $# -gt 0 ]; do
     case $1 in
-        --out) out=$2; shift ;;
+        --out) [ $# -gt 1 ] || { echo "build_wheels: --out needs a folder" >&2; exit 2; }; out=$(cd "$begun" && realpath -m "$2"); shift ;;
+        -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"; exit ;;
         cpu | aarch64 | cuda | cuda-full) kinds+=("$1") ;;
         *) echo "build_wheels: no such wheel: $1 (cpu, aarch64, cuda, cuda-full)" >&2; exit 2 ;;
     esac
@@ -65,7 +67,7 @@ for kind in "${kinds[@]}"; do
             wheel cuda-full --config-settings cmake.define.GGML_CUDA=ON --config-settings cmake.define.GGML_NATIVE=OFF \
                 --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=${archs// /;}" \
                 --config-settings 'cmake.define.CMAKE_SHARED_LINKER_FLAGS=-Wl,-rpath,$ORIGIN/../../nvidia/cu13/lib'
-            repair cuda-full --name ggml-kvq-cu13 --bundle libgomp.so.1 --requires 'nvidia-cublas>=13,<14' \
+            repair cuda-full --name ggml-kvq-full-cu13 --bundle libgomp.so.1 --requires 'nvidia-cublas>=13,<14' \
                 --requires 'nvidia-cuda-runtime>=13,<14' --external libcudart.so.13 --external libcublas.so.13 --external libcuda.so.1
             ;;
     esac

@@ -11,16 +11,17 @@ for program in buildah debootstrap curl; do
 done
 work=$(mktemp -d "${TMPDIR:-/tmp}/ggml-kvq-container.XXXXXX")
 export BUILDAH_ISOLATION=chroot
+base=localhost/ggml-kvq-check-base # not Debian's name: the next build on this machine wants Debian's own image
 containers=()
 server=
 cleanup() {
     [ -z "$server" ] || kill "$server" 2>/dev/null || true
     for c in "${containers[@]}"; do buildah rm "$c" >/dev/null 2>&1 || true; done
+    buildah rmi "$base" >/dev/null 2>&1 || true
     rm -rf "$work"
 }
 trap cleanup EXIT
 
-base=docker.io/library/debian:12-slim
 if ! buildah inspect --type image $base >/dev/null 2>&1; then
     root=${ROOTS:-$work}/bookworm
     [ -x "$root/usr/bin/python3" ] || debootstrap --variant=minbase bookworm "$root" "${MIRROR:-http://deb.debian.org/debian}" >"$work/log" 2>&1
@@ -32,7 +33,7 @@ fi
 mkdir -p "$work/context/dist"
 cp "$1" "$work/context/dist/"
 cp Dockerfile .dockerignore "$work/context/"
-buildah build -q --format docker --pull-never --network host -v /etc/ssl/certs:/etc/ssl/certs:ro -t ggml-kvq "$work/context"
+buildah build -q --from $base --format docker --pull-never --network host -v /etc/ssl/certs:/etc/ssl/certs:ro -t ggml-kvq "$work/context"
 c=$(buildah from --pull-never localhost/ggml-kvq)
 containers+=("$c")
 mkdir -p "$(buildah mount "$c")/models"

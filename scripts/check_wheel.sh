@@ -6,10 +6,13 @@
 # ADDON=<ggml_kvq_cu13 wheel>: installed too; there is no GPU in a root, so it has to say in one line what it needs.
 # ROOTS=DIR keeps the roots for the next time, MIRROR=<Debian's mirror>, MODEL=<GGUF>, WHEELS=<folder with wheels of the dependencies>.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 [ $# -ge 1 ] && [ -f "$1" ] || { echo "usage: scripts/check_wheel.sh WHEEL [SUITE...]" >&2; exit 2; }
 [ "$(id -u)" = 0 ] || { echo "check_wheel: chroot needs root" >&2; exit 2; }
 wheel=$(realpath "$1")
+for path in ADDON ROOTS MODEL WHEELS; do # from where it was called
+    [ -z "${!path:-}" ] || export $path="$(realpath -m "${!path}")"
+done
+cd "$(dirname "$0")/.."
 shift
 [ $# -gt 0 ] || set -- bookworm trixie
 case $wheel in *_aarch64.whl) arch=arm64 family=aarch64 ;; *) arch=amd64 family=x86_64 ;; esac
@@ -29,7 +32,17 @@ platforms+=(--platform "manylinux2014_$family")
 model=$(realpath "${MODEL:-models/kvq-demo-q8_0.gguf}")
 mirror=${MIRROR:-http://deb.debian.org/debian}
 roots=${ROOTS:-$(mktemp -d "${TMPDIR:-/tmp}/ggml-kvq-roots.XXXXXX")}
+mkdir -p "$roots"
 failed=0
+root=
+cleanup() { # nothing stays mounted: whoever removes a root must not remove the machine's devices
+    for at in dev proc; do
+        [ -z "$root" ] || ! mountpoint -q "$root/$at" || umount "$root/$at" || exit 1
+    done
+    [ -n "${ROOTS:-}" ] || rm -rf --one-file-system "$roots"
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
 
 for suite in "$@"; do
     name=$suite$foreign
@@ -83,8 +96,13 @@ print("times: venv and install %.1f s (of a processor %.1f), first answer %.1f s
 P
 venv/bin/ggml-kvq doctor
 for method in kivi higgs zipcache minikv specache; do
-    venv/bin/llama-completion -m model.gguf --kv-method $method -p "The file" -n 8 -no-cnv </dev/null 2>&1 | grep '^ggml-kvq:' | head -1
+    venv/bin/llama-completion -m model.gguf --kv-method $method -p "The file" -n 8 -no-cnv </dev/null >said 2>&1 ||
+        { echo "$method: exit $?"; tail -5 said; exit 1; }
+    grep -m1 "^ggml-kvq: $method" said
 done
+venv/bin/llama-completion -m model.gguf --kv-bits 2.5 -p "The file" -n 8 -no-cnv </dev/null >said 2>&1 ||
+    { echo "--kv-bits: exit $?"; tail -5 said; exit 1; }
+grep -m1 "^ggml-kvq: auto" said
 venv/bin/python - <<'P'
 from ggml_kvq import Model
 
@@ -124,7 +142,8 @@ if ls ggml_kvq_cu13-*.whl >/dev/null 2>&1; then
     echo "add-on: without our launcher exit $code, $(grep -m1 libggml-kvq said)"
     [ $code -lt 126 ]
     unset KVQ_BACKEND
-    venv/bin/llama-completion -m model.gguf --kv-method kivi -p "The file" -n 4 -no-cnv </dev/null 2>&1 | grep '^ggml-kvq:' | head -1
+    venv/bin/llama-completion -m model.gguf --kv-method kivi -p "The file" -n 4 -no-cnv </dev/null >said 2>&1
+    grep -m1 '^ggml-kvq: kivi' said
 fi
 S
     umount "$root/dev" "$root/proc"

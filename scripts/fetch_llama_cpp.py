@@ -260,7 +260,10 @@ def download(open_url: urllib.request.OpenerDirector, url: str, target: Path) ->
 
 
 def download_by_pip(folder: Path) -> Path:
-    say("asking `pip download` instead; it runs the archive's build hooks first, which takes minutes")
+    """pip checks the hash before it runs the archive's build hooks. OSError when it fails."""
+    say("asking `pip download` instead; it runs the archive's build hooks too, which takes minutes")
+    wanted = folder / "wanted.txt"
+    wanted.write_text(f"{PROJECT}=={VERSION} --hash=sha256:{SHA256}\n")
     command = [
         sys.executable,
         "-m",
@@ -271,7 +274,9 @@ def download_by_pip(folder: Path) -> Path:
         ":all:",
         "-d",
         str(folder),
-        f"{PROJECT}=={VERSION}",
+        "--require-hashes",
+        "-r",
+        str(wanted),
     ]
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     if done.returncode or not (folder / ARCHIVE).is_file():

@@ -40,15 +40,15 @@ if has kernels; then
         for f in "$root"/ggml-kvq/cuda/*.cu; do
             extra=
             [[ $f = */seal*.cu ]] && extra=-fmad=false
-            echo "$CUDACXX $flags -arch=${arch/#9/sm_9} $extra -c $f -o $(basename "$f").o"
+            echo "$CUDACXX $flags -arch=sm_${arch#sm_} $extra -c $f -o $(basename "$f").o"
         done
-        echo "$CUDACXX $flags -arch=${arch/#9/sm_9} -c $root/tests/native/cuda_cold.cu -o cuda_cold.main"
+        echo "$CUDACXX $flags -arch=sm_${arch#sm_} -c $root/tests/native/cuda_cold.cu -o cuda_cold.main"
         for f in "$root"/tests/native/test_cuda*.cpp; do
             echo "g++ $flags -c $f -o $(basename "$f" .cpp).main"
         done
     } | xargs -P "$jobs" -d '\n' -n 1 sh -c || failed=1
     for f in test_cuda*.main; do
-        "$CUDACXX" -arch="${arch/#9/sm_9}" -Xcompiler -fopenmp ./*.o -Xlinker "$f" -Xlinker cuda_cold.main -o "${f%.main}" || failed=1
+        "$CUDACXX" -arch="sm_${arch#sm_}" -Xcompiler -fopenmp ./*.o -Xlinker "$f" -Xlinker cuda_cold.main -o "${f%.main}" || failed=1
     done
     echo "== kernels against the C reference"
     timeout 250 ./test_cuda || failed=1

@@ -39,6 +39,10 @@ WITH_GLIBC = {
 }
 
 
+#: its licence, SPDX
+LIBGOMP = "GPL-3.0-or-later WITH GCC-exception-3.1"
+
+
 def readelf(*argv: str) -> str:
     return subprocess.run(["readelf", "-W", *argv], capture_output=True, text=True, check=True).stdout
 
@@ -79,8 +83,12 @@ def bundle(library: str, folder: Path, machine: str) -> Path:
     target = folder / library
     shutil.copy(source.resolve(), target)
     licence = Path(f"/usr/share/doc/{source.resolve().name.split('.')[0]}1/copyright")
-    if licence.exists():
-        shutil.copy(licence, folder / f"LICENSE.{library.split('.')[0]}")
+    texts = [licence, Path("/usr/share/common-licenses/GPL-3")]  # the first one refers to the second
+    for text in texts:
+        if not text.exists():
+            raise SystemExit(f"repair_wheel: no {text}; a wheel with {library} needs its licence: build on Debian")
+    with open(folder / f"LICENSE.{library.split('.')[0]}", "wb") as f:
+        f.write(b"\n\n".join(text.read_bytes() for text in texts))
     return target
 
 
@@ -127,12 +135,17 @@ def pack(root: Path, info: Path, out: Path, name: str, platform: str) -> Path:
     rows = [f"{p.relative_to(root)},{digest(p)}" for p in files]
     record.write_text("\n".join([*rows, f"{record.relative_to(root)},,"]) + "\n")
     target = out / f"{info.name.removesuffix('.dist-info')}-py3-none-{platform}.whl"
-    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as z:
-        for p in [*files, record]:
-            entry = zipfile.ZipInfo(str(p.relative_to(root)), (1980, 1, 1, 0, 0, 0))
-            entry.external_attr = (p.stat().st_mode & 0o777 | 0o100000) << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            z.writestr(entry, p.read_bytes())
+    partial = target.with_name(target.name + ".partial")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as z:
+            for p in [*files, record]:
+                entry = zipfile.ZipInfo(str(p.relative_to(root)), (1980, 1, 1, 0, 0, 0))
+                entry.external_attr = (p.stat().st_mode & 0o777 | 0o100000) << 16
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                z.writestr(entry, p.read_bytes())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
     return target
 
 
@@ -161,11 +174,18 @@ def main() -> int:
                 z.extract(entry, root)
                 if not entry.is_dir():
                     (root / entry.filename).chmod(entry.external_attr >> 16 & 0o777 or 0o644)
-        [info] = root.glob("*.dist-info")
+        infos = list(root.glob("*.dist-info"))
+        if len(infos) != 1:
+            raise SystemExit(f"repair_wheel: {a.wheel} holds {len(infos)} dist-info folders; a wheel has one")
+        info = infos[0]
         libraries = sorted({p.parent for p in elf_files(root)})
         for library in a.bundle:
             for folder in libraries:
                 bundle(library, folder, machine)
+        if "libgomp.so.1" in a.bundle:
+            metadata = info / "METADATA"
+            text = metadata.read_text()
+            metadata.write_text(re.sub(r"^(License-Expression: .*)$", rf"\1 AND {LIBGOMP}", text, count=1, flags=re.M))
         if a.name:
             info = rename(root, info, a.name)
         metadata = info / "METADATA"
@@ -183,4 +203,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except (OSError, zipfile.BadZipFile) as e:
+        raise SystemExit(f"repair_wheel: {' '.join(sys.argv[1:])}: {e}") from None
+    except subprocess.CalledProcessError as e:
+        raise SystemExit(f"repair_wheel: {' '.join(map(str, e.cmd))} failed: {e.stderr.strip()}") from None

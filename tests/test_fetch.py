@@ -154,6 +154,23 @@ def test_download_that_stays_broken_leaves_nothing(fetch: ModuleType, index: Ind
         assert contents(tmp_path / "cache") == {"fetch.lock"}
 
 
+def test_pip_is_told_the_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """pip runs build hooks of an archive: it has to refuse another one before that."""
+    fetch = load_script()
+    asked: list[str] = []
+
+    def run(command: list[str], **_: object) -> object:
+        asked.extend(command)
+        return type("Done", (), {"returncode": 1})()
+
+    monkeypatch.setattr(fetch.subprocess, "run", run)
+    with pytest.raises(OSError, match="failed with exit code 1"):
+        fetch.download_by_pip(tmp_path)
+    wanted = Path(asked[asked.index("-r") + 1]).read_text()
+    assert "--require-hashes" in asked
+    assert wanted.split() == [f"{fetch.PROJECT}=={fetch.VERSION}", f"--hash=sha256:{fetch.SHA256}"]
+
+
 def test_corrupt_archive_in_the_cache_is_not_used(fetch: ModuleType, index: Index, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
