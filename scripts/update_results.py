@@ -123,8 +123,8 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
         "## On a text",
         (
             f"{key['model']}, {first['n_tokens']} scored tokens of {key['text']}, window {key['n_ctx']}, batch"
-            f" {key['n_ubatch']}. `bits` are true bits at this window, the f16 window of the newest 128 tokens"
-            " included; *long context* counts codes and their parameters alone, which is where long contexts go;"
+            f" {key['n_ubatch']}. `bits` are true bits at this window, the method's f16 window of the newest 64 or 128"
+            " tokens included; *long context* counts codes and their parameters alone, which is where long contexts go;"
             " predictors of `aqua-k` and `aqua-full`, and the 8-bit row that those keep per cell, are in the first"
             " column only ([aqua](methods/aqua.md) has their bits at 16k). `q4_0-sim` and `q8_0-sim` simulate what"
             " llama.cpp has not: its types with an exact window of 64 tokens and 4 exact first ones, rows rounded"

@@ -38,7 +38,7 @@ def run(folder: Path, words: list[str]) -> str:
     program, argv = words[0], words[1:]
     code = f"from ggml_kvq.launcher import run; import sys; sys.exit(run({program!r}, sys.argv[1:]))"
     if program == "ggml-kvq":
-        code = "from ggml_kvq.cli import main; main(sys.argv[1:])"
+        code = "from ggml_kvq.cli import main; sys.exit(main(sys.argv[1:]))"
         if argv[0] == "tune":
             code = f"from ggml_kvq.calibrate import tune; tune.MEASURED, tune.SHOWN = (2,), (2.5,); {code}"
             argv += ["--sequences", "2", "--length", "512"]
