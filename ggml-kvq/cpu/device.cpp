@@ -66,7 +66,7 @@ public:
             for (int t = 0; t < l.page_cells; t++) { kvq_far_put(format, D, tile + t * stride, rows + t * nb_row); }
         }
     }
-    const char * refuse_far(const kvq_codec &, const kvq_codec &, int) const override { return nullptr; }
+    const char * refuse_far(const kvq_codec &, const kvq_codec &, int, int) const override { return nullptr; }
     void get_far(const kvq_lane_layout & l, int format, const void * far, uint16_t * tile) override {
         const int D = l.codec.head_size, stride = l.head_stride();
         const size_t nb_row = kvq_far_row_bytes(format, D);

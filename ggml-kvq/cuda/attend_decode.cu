@@ -88,18 +88,19 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
 // Blocks that a multiprocessor holds, 0: there is no room for one; warps of a block; its bytes of shared memory.
 static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short) {
     static std::mutex mutex;
-    static std::map<std::array<int, 26>, std::array<int, 3>> known;
+    static std::map<std::array<int, 28>, std::array<int, 3>> known;
     int device = 0;
     cudaGetDevice(&device);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto at = known
-                        .insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale,
-                                      a.k_parts_log2, a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits,
-                                      a.km.part[0].n_cells, a.km.part[0].scale, a.vm.part[0].scale, a.page_cells,
-                                      a.map_stride != 0, a.waves != nullptr, a.fine, a.wide, is_short, a.one_team,
-                                      a.max_shared, a.max_shared_sm, a.part, a.k.split, a.k.split ? a.k_fast.bits : 0 },
-                            { -1, 0, 0 } })
-                        .first;
+    const auto at =
+        known
+            .insert({ { device, a.k.type, a.k.head_size, a.k.bits, a.v.bits, a.k.scale, a.v.scale, a.k_parts_log2,
+                          a.v_group_log2, a.km.part[0].bits, a.km.part[1].bits, a.km.part[0].n_cells,
+                          a.km.part[0].scale, a.vm.part[0].scale, a.page_cells, a.map_stride != 0, a.waves != nullptr,
+                          a.fine, a.wide, is_short, a.one_team, a.max_shared, a.max_shared_sm, a.part, a.k.split,
+                          a.k.split ? a.k_fast.bits : 0, a.far_row_k, a.far_row_v },
+                { -1, 0, 0 } })
+            .first;
     if (at->second[0] < 0) {
         int found[3] = { 0, 4, 0 };
         kernel_of(a, is_short)(a, 1, nullptr, found);

@@ -491,7 +491,8 @@ void kvq_cuda_device::attend(
             a.waves = nullptr;
             a.in_order = 1;
         }
-        if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0) {
+        if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0 &&
+            a.n_pages > 0) {
             flush_rows();
             if (!attend_far(a, attn + i0, n_streams, k)) { return; }
             continue;

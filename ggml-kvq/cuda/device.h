@@ -142,7 +142,7 @@ public:
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
         int n_threads) override;
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
-    const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int top) const override;
+    const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const override;
     int64_t n_far = 0; // calls of attention that fetched
 
 private:

@@ -3,6 +3,7 @@
 #include "base/settings.h"
 
 #include "far.cuh"
+#include "types/far_rows.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -161,7 +162,7 @@ const char * kvq_cuda_device::slow_reading(int flags, const kvq_lane_layout & k,
     return nullptr;
 }
 
-const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & v, int top) const {
+const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const {
     if (top > FAR_MOST) { return "top=4096 is the most that CUDA fetches"; }
     if (k.type != v.type || (k.type != KVQ_TYPE_AFFINE && k.type != KVQ_TYPE_LATTICE && k.type != KVQ_TYPE_F16)) {
         return "CUDA fetches far rows for near=kivi and near=higgs";
@@ -180,12 +181,14 @@ const char * kvq_cuda_device::refuse_far(const kvq_codec & k, const kvq_codec & 
     for (int part : { 1, 2 }) {
         kvq_attend_args a = decode_args(k, v, false);
         a.part = part;
+        a.far_row_k = (int) kvq_far_row_bytes(format, k.head_size); // a block that picks holds some rows
+        a.far_row_v = (int) kvq_far_row_bytes(format, v.head_size);
         if (k.split && part == 1 && !kvq_decode_split_keys(a)) {
             return "CUDA fetches far rows for split keys with bits 0/2, 0/4 and 2/4 of the fast and the slow half";
         }
         if (!kvq_decode_fits(a, 0)) {
-            return "attention that fetches needs more shared memory a block than this card has: take larger groups or "
-                   "fewer bits";
+            return "attention that fetches needs more shared memory a block than this card has: take far=q8 or far=q4, "
+                   "larger groups or fewer bits";
         }
     }
     return nullptr;

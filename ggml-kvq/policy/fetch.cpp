@@ -180,8 +180,8 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
         at.why = std::string("a second tier is not supported on ") + at.device.name() + ": use kivi or higgs";
         return false;
     }
-    const char * why =
-        at.device.fetches()->refuse_far(at.k->layout().codec, at.v->layout().codec, (int) part.get("top"));
+    const char * why = at.device.fetches()->refuse_far(
+        at.k->layout().codec, at.v->layout().codec, (int) part.get("format"), (int) part.get("top"));
     if (why) {
         at.why = why;
         return false;

@@ -57,7 +57,7 @@ struct far_lane {
 static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked, bool all = false) {
     const attention_case & c = f.c;
     world w(d, c);
-    const char * why = d.refuse_far(w.k.codec, w.v.codec, f.top);
+    const char * why = d.refuse_far(w.k.codec, w.v.codec, f.format, f.top);
     CHECK(!why || getenv("KVQ_CUDA_AS"), "refused: %s", why);
     if (why) { return 0.0; }
     const int H = c.n_kv_heads * c.gqa, D = c.D, P = w.k.page_cells, np = w.k.n_pages,
@@ -289,6 +289,9 @@ static void far_attention(kvq_cuda_device & d, bool quick) {
     far({ 2, 1, 2, 1, 128, 2, 3, 2, 500, 1, 0, 0, false, false }, 9, KVQ_FAR_Q4);
     far({ 1, 2, 64, 1, 80, 1, 4, 3, 500, 1, 20.0f, 0, false, false }, 16, KVQ_FAR_Q8, false, true);
     far({ 2, 2, 2, 0, 256, 1, 6, 1, 400, 1, 0, 8.0f, true, false }, 500, KVQ_FAR_F16); // all cells
+    // more than 99 KB a block: refused as 8.6
+    far({ 2, 2, 128, 0, 512, 1, 2, 1, 300, 1, 0, 0, false, false }, 16, KVQ_FAR_F16);
+    far({ 2, 2, 128, 0, 512, 1, 2, 1, 300, 1, 0, 0, false, false }, 16, KVQ_FAR_Q8);
     far_ties(d);
     if (!quick) {
         for (int D : { 64, 80, 96, 128, 192, 256, 512 }) {
