@@ -27,7 +27,7 @@ if args.file:
 else:
     import random
 
-    text = default_filler(random.Random(1), 8 * args.ctx_size * args.chunks)
+    text = default_filler(random.Random(1), 8 * max(args.ctx_size, 512) * (args.chunks + 1))
 caches = [
     specs.parse(s) for s in args.cache or ["upstream:q8_0", "upstream:q4_0", "kivi:bits=4", "kivi:bits=2", "xquant"]
 ]

@@ -237,7 +237,7 @@ def test_ctrl_c_says_how_to_go_on(demo_model: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in err
-    assert "stopped; the rows so far are in the output file: the same command goes on from there" in err
+    assert "stopped; rows that were finished are in the output file: the same command goes on" in err
 
 
 # ------------------------------------------------------------------ doctor, completion

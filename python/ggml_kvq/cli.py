@@ -60,13 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             except OSError as problem:
                 return _lost(args.command, problem)
             raise
+        except UnicodeEncodeError as e:
+            return _refused(args.command, f"{e.object!r} is no text in UTF-8; give it a name that is")
         except OSError as e:
             if e.filename is not None:
                 return _refused(args.command, f"{e.filename}: {e.strerror or e}; check the path and its permissions")
             return _lost(args.command, e)
         except KeyboardInterrupt:
             hint = getattr(args, "interrupted", "")
-            print(f"ggml-kvq {args.command}: stopped" + (f"; {hint}" if hint else ""), file=sys.stderr)
+            print(
+                f"{' '.join(filter(None, ('ggml-kvq', args.command)))}: stopped" + (f"; {hint}" if hint else ""),
+                file=sys.stderr,
+            )
             return 130
 
 

@@ -46,13 +46,17 @@ def ensure(
     """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of one pass,
     seconds for small models. Nothing is written but that sidecar, whole or not at all.
     """
+    from . import files as disk
     from .calibrate import files, halves, means
 
     try:
         there = path_of(model)
         if there.is_file():
             return str(there), ""
-        there.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            disk.probe(there)
+        except KvqError as e:
+            return None, f"{e}; or set KVQ_CACHE_DIR to a folder that is yours"
         say(f"first use of {os.path.basename(model)}: measuring its keys and values, once ({there})")
         text = TEXT.read_text(encoding="utf-8")
         fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, n_threads=n_threads, shorten=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import __version__, _paths, memory
+from . import __version__, _paths, default_means, files, memory
 from .errors import KvqError, LibraryError
 
 GOOD, NOTE, BAD = 0, 1, 2
@@ -160,6 +160,13 @@ def _machine() -> Iterator[Check]:
     for name, (what, cure) in OPTIONAL.items():
         if importlib.util.find_spec(name) is None:
             yield Check(NOTE, name, f"not installed; needed for: {what}", cure)
+    means = default_means.folder()
+    try:
+        files.probe(means / "doctor")
+        yield Check(GOOD, "cache folder", str(means.parent))
+    except KvqError as e:
+        cure = "set KVQ_CACHE_DIR to a folder that is yours: auto and specache keep means of your models there"
+        yield Check(NOTE, "cache folder", str(e), cure)
     page = _paths.page_dir()
     yield Check(GOOD, "llama-server's page", str(page) if page else "llama.cpp's own")
 
@@ -170,6 +177,8 @@ def _model(path: str) -> Iterator[Check]:
 
     try:
         file = hub.resolve(path)
+        if not file.is_file():
+            raise KvqError(f"{file} is not a file; give a GGUF model")
         gguf_header.read(file, tensors=True).check_whole()
         texts = {}
         for method in (None, "f16", "kivi"):

@@ -55,6 +55,15 @@ def target_of(path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def keep_inputs(output: str | os.PathLike[str], words: str, *inputs: str | os.PathLike[str] | None) -> None:
+    """KvqError when `output`, which `words` names, is one of the files that are read (None: no file): writing it would
+    destroy that.
+    """
+    for path in inputs:
+        if path and os.path.exists(output) and os.path.exists(path) and os.path.samefile(path, output):
+            raise KvqError(f"{words} {os.fspath(output)} is a file that is read; choose another name")
+
+
 @contextmanager
 def whole(path: str | os.PathLike[str], need: int = 0) -> Iterator[Path]:
     """A path to write to; it becomes `path` when the block ends, and is removed when the block raises.
@@ -119,7 +128,7 @@ def probe(path: str | os.PathLike[str]) -> None:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        there = target.exists()
+        there = target_of(target).exists()
         with open(target, "ab"):
             pass
         if not there:

@@ -82,6 +82,8 @@ def take_ours(argv: Sequence[str], ours: Mapping[str, str] = OURS) -> Flags:
             if i >= len(argv):
                 raise LaunchError(f"{name} has no value: write {name} {ours[name]}")
             tail = argv[i]
+        if not tail.strip() and name not in ("--kv-method", "--kv-opt", "--kv-opt-draft"):  # refused in words of theirs
+            raise LaunchError(f"{name} has an empty value: write {name} {ours[name]}, or drop it")
         if name == "--kv-method":
             flags.method = tail
         elif name == "--kv-bits":

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _paths, budget, default_means, gguf_header, hub_args, memory, refusals, resolver, served_page
+from . import _paths, budget, default_means, files, gguf_header, hub_args, memory, refusals, resolver, served_page
 from .errors import KvqError, MethodError
 from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
@@ -196,6 +196,9 @@ def _one_number(program: str, user: User, flags: Flags, model: str) -> tuple[lis
     """--kv-bits and --kv-budget as an option of method auto, which flags.opts gets: (the other arguments, notes).
     LaunchError for one that cannot be met.
     """
+    named = [opt for opt in flags.opts if opt.replace(" ", "").startswith("bits=")]
+    if named and flags.budget:
+        raise LaunchError(f"--kv-budget {flags.budget} and --kv-opt {named[-1]} both say how many bits: drop one")
     try:
         bits = budget.bits(flags.bits, "--kv-bits") if flags.bits else None
         if not flags.budget:
@@ -213,7 +216,8 @@ def _one_number(program: str, user: User, flags: Flags, model: str) -> tuple[lis
     flags.opts.append(budget.bits_option(min(fit.bits, bits or 16.0)))
     chosen = ["-c", str(fit.n_ctx)] if fit.n_ctx else []
     _, rest = without(flags.rest, ("-c", "--ctx-size")) if chosen else ([], flags.rest)
-    return [*chosen, *rest], [f"--kv-budget: {fit.note}"]
+    less = f"; {bits:g} are taken, as --kv-bits says" if bits and bits < fit.bits else ""
+    return [*chosen, *rest], [f"--kv-budget: {fit.note}{less}"]
 
 
 def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Header | None) -> resolver.Resolved:
@@ -336,10 +340,12 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     }
     if len(models) == 1:
         out.env["KVQ_MODEL"] = models[0]
-    if flags.stats_file:
-        out.env["KVQ_STATS_FILE"] = _stats_file(flags.stats_file)
-    elif environ.get("KVQ_STATS_FILE"):
-        out.env["KVQ_STATS_FILE"] = _stats_file(environ["KVQ_STATS_FILE"], "KVQ_STATS_FILE")
+    for path, words in ((flags.stats_file, "--kv-stats-file"), (environ.get("KVQ_STATS_FILE"), "KVQ_STATS_FILE")):
+        if path:
+            read = (*models, named, chosen.file, *user.values(("-md", "--model-draft", "--spec-draft-model")))
+            files.keep_inputs(path, words, *read)
+            out.env["KVQ_STATS_FILE"] = _stats_file(path, words)
+            break
     if serves:
         out.args = [*([] if devices else ["-d", DEVICE]), *flags.rest]
         return out

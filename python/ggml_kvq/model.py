@@ -530,7 +530,7 @@ class Model:
         self, step: Step, ids: list[int], max_tokens: int, stops: list[str], options: Sampling, edits: int
     ) -> Generator[str, None, None]:
         self._check_own(edits)
-        self.finish_reason = ""
+        self.finish_reason = reason = ""  # the attribute may be a newer generator's by the time this one goes on
         chain = Chain(self._libs.llama, self.n_vocab, options)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         held = ""  # text that may still turn out to begin a stop string
@@ -539,14 +539,14 @@ class Model:
                 chain.accept(token)
             n_sampled = 0
             if max_tokens == 0:
-                self.finish_reason = "length"
-            while not self.finish_reason:
+                self.finish_reason = reason = "length"
+            while not reason:
                 with self._lock:
                     self._check_own(edits)
                     token = step.next(ids, chain)
                     edits = self._edits
                 if self._libs.llama.llama_vocab_is_eog(self._vocab, token):
-                    self.finish_reason = "eos"
+                    self.finish_reason = reason = "eos"
                     break
                 n_sampled += 1
                 ids = [token]
@@ -554,16 +554,19 @@ class Model:
                 cut = min((i for i in (held.find(s) for s in stops) if i >= 0), default=-1)
                 if cut >= 0:
                     held, self.finish_reason = held[:cut], "stop"
+                    reason = "stop"
                     break
                 keep = max((k for s in stops for k in range(1, len(s)) if held.endswith(s[:k])), default=0)
                 if len(held) > keep:
                     out, held = held[: len(held) - keep], held[len(held) - keep :]
                     yield out
+                    with self._lock:
+                        self._check_own(edits)
                 if n_sampled == max_tokens:
-                    self.finish_reason = "length"
+                    self.finish_reason = reason = "length"
                 elif len(self._tokens) >= self.n_ctx:
-                    self.finish_reason = "context"
-            if self.finish_reason != "stop":
+                    self.finish_reason = reason = "context"
+            if reason != "stop":
                 held += decoder.decode(b"", final=True)
             if held:
                 yield held

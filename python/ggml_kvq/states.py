@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arguments, files, kvstats, processes, state_files
-from .errors import StateError
+from .errors import KvqError, StateError
 from .loader import last_problem, log
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
         target = files.target_of(name)
     except OSError as e:
         raise StateError(f"{name} could not be written: {e.strerror}; give the name of a file") from e
+    try:
+        files.keep_inputs(target, "the state", model.path)
+    except KvqError as e:
+        raise StateError(str(e)) from e
     form = kvstats.option(model._options, "state") if model.kv_method is not None else "rows"
     with model._lock, processes.interrupt_held():
         ctx = model._open()

@@ -8,6 +8,7 @@ layers about add up, so the best mixture for any number of bits rises along the 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -116,10 +117,15 @@ def fit(
     work.mkdir(parents=True, exist_ok=True)
     n_layer = len(capture.layers(path))
     seen = hashlib.sha256(text.encode()).hexdigest()
-    fitted = means.fit(
-        path, text, n_sequences=n_windows, length=length, n_threads=n_threads, progress=True,
-        checkpoint=work / "means.npz",
-    )  # fmt: skip
+    try:
+        fitted = means.fit(
+            path, text, n_sequences=n_windows, length=length, n_threads=n_threads, progress=True,
+            checkpoint=work / "means.npz",
+        )  # fmt: skip
+    except KvqError:
+        with contextlib.suppress(OSError):  # it goes when there is nothing in it
+            work.rmdir()
+        raise
     fitted = halves.checked(path, fitted, text, n_threads)
     sidecar = work / "means.kvq.gguf"
     files.write_sidecar(sidecar, files.fields(path, fitted, 4), files.arrays(fitted))

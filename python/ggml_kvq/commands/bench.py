@@ -41,13 +41,14 @@ def register(subparsers: Any) -> None:
     )
     p.add_argument("-o", "--output", help="append one JSON line per row, as ggml-kvq plot speed reads")
     p.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    p.set_defaults(run=run, interrupted="the rows so far stand above and in the -o file")
+    p.set_defaults(run=run, interrupted="the rows so far, if any, stand above, and in the -o file if one was given")
 
 
 def run(args: argparse.Namespace) -> int:
     """Entry point."""
     from .. import bench, files, gguf_header, hub
     from ..errors import KvqError
+    from ..evaluate import results
     from ..evaluate.specs import parse
 
     specs = [parse(text) for text in args.cache]
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
         spec.check()
     if args.output:
         files.probe(args.output)
+        results.ResultFile(args.output)  # what is there already must be rows too
     rows: list[bench.Row] = []
     try:
         for row in bench.run(model, specs, settings):

@@ -69,7 +69,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="which sequences of the text (default 0)")
     parser.add_argument("-t", "--threads", type=sizes.positive, metavar="N", help="CPU threads")
-    parser.set_defaults(run=run, interrupted="the same command goes on where it stopped")
+    parser.set_defaults(run=run, interrupted="the same command goes on from its last checkpoint, if there is one")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise KvqError("aqua is calibrated on a text; give -f TEXT")
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
-    out = Path(args.output or sidecars.default_path(model))
+    out = output_of(args, model)
     if args.sequences < 1 or not 0 <= args.sinks < args.length:
         raise KvqError(
             f"--sequences {args.sequences} with --sinks {args.sinks} leaves no tokens; choose at least 1 and fewer"
@@ -114,6 +114,16 @@ def run(args: argparse.Namespace) -> int:
     print(f"{out}: {fitted.n_tokens} tokens in {fitted.seconds:.0f} s, peak memory {fitted.peak_mib:.0f} MiB")
     print(next_commands(args, model, out))
     return 0
+
+
+def output_of(args: argparse.Namespace, model: Path) -> Path:
+    """The sidecar to write. KvqError when it is a file that is read, or when nothing can be written there."""
+    from .. import files
+
+    out = Path(args.output or sidecars.default_path(model))
+    files.keep_inputs(out, "-o", model, args.file)
+    files.probe(out)
+    return out
 
 
 def check_inputs(model: Path, text: str | None) -> None:
@@ -202,7 +212,7 @@ def run_xquant(args: argparse.Namespace) -> int:
 
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
-    out = Path(args.output or sidecars.default_path(model))
+    out = output_of(args, model)
     n_layer = len(gguf_header.attention_layers(gguf_header.read(model)))
     best = start = xquant.preset(args.preset, n_layer)
     if args.file:

@@ -24,16 +24,19 @@ def register(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import os
     from pathlib import Path
 
     from ..calibrate import files
     from ..errors import KvqError
-    from ..files import whole
+    from ..files import keep_inputs, whole
 
-    if os.path.exists(args.output) and os.path.samefile(args.model, args.output):
-        raise KvqError(f"{args.output} is the model itself; choose another name")
+    for what, path in (("model", args.model), ("sidecar", args.sidecar), ("--card", args.card)):
+        if path and not Path(path).is_file():
+            raise KvqError(f"{what} {path} is not a file; check the path")
     card, beside = None, Path(args.output).with_suffix(".card.md")
+    keep_inputs(args.output, "OUTPUT", args.model, args.sidecar, args.card)
+    if args.card:
+        keep_inputs(beside, "the model card", args.model, args.sidecar, args.card)
     if args.card:  # before gigabytes are copied
         from .. import cards
         from ..evaluate import results

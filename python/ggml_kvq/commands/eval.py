@@ -86,7 +86,7 @@ def register(subparsers: Any) -> None:
     g.add_argument("--format", choices=("longbench", "ruler"), help="format of the documents (default: by their keys)")
     g.add_argument("--max-tokens", type=sizes.tokens, default=64, help="answer length in tokens (default 64)")
     g.add_argument("--max-documents", type=sizes.tokens, default=0, help="at most so many documents (default 0: all)")
-    p.set_defaults(run=run, interrupted="the rows so far are in the output file: the same command goes on from there")
+    p.set_defaults(run=run, interrupted="rows that were finished are in the output file: the same command goes on")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,13 +17,14 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from .. import report
+    from .. import files, report
     from ..errors import KvqError
     from ..evaluate import results
 
     for path in args.files:
         if not Path(path).is_file():
             raise KvqError(f"{path} is not a file; give what ggml-kvq eval -o wrote")
+    files.keep_inputs(args.output, "-o", *args.files)
     report.write([row for path in args.files for row in results.read(path)], args.output, args.title)
     print(args.output)
     return 0

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from .. import hub
     from ..calibrate import files, tune
     from ..errors import KvqError
-    from .calibrate import check_inputs
+    from .calibrate import check_inputs, output_of
 
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             f"--sequences {args.sequences} of --length {args.length}: choose 1 or more, of 256 to 4096 tokens"
         )
     files._gguf()
-    out = Path(args.output or sidecars.default_path(model))
+    out = output_of(args, model)
     folder = out.with_name(out.name + ".partial")
     tuned = tune.fit(
         model,

@@ -117,7 +117,12 @@ class ResultFile:
 def read(path: str | os.PathLike[str]) -> list[Row]:
     """Rows of a JSONL file. A torn last line (a run that was killed) is cut off; any other bad line is an error."""
     rows: list[Row] = []
-    text = Path(path).read_text(encoding="utf-8")
+    if not Path(path).is_file():  # a device may have no end
+        raise KvqError(f"{path} is not a file; give what ggml-kvq eval -o or bench -o wrote")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise KvqError(f"{path} is no file of results (byte {e.start} is no UTF-8); choose another name") from e
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():

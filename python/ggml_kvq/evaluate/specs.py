@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import default_means, gguf_header, llama, methods, resolver
-from ..errors import MethodError
+from ..errors import KvqError, MethodError
 from ..kvstats import UPSTREAM
 from ..model import Model
 from . import simulate
@@ -62,7 +62,10 @@ class CacheSpec:
             return None  # whatever the model holds
         if not resolver.resolve(methods.library, asked, gguf_header.read(path)).wants_means:
             return None
-        return default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))[0]
+        found, why = default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))
+        if why:  # a row without them would pass for one with them
+            raise KvqError(f"cache {self.text!r} goes with means of keys and values, which cannot be had: {why}")
+        return found
 
     def open(self, path: Any, **kwargs: Any) -> Model:
         """A Model of `path` with this cache; kwargs go to Model."""

@@ -1,0 +1,154 @@
+"""Outputs that are inputs, outputs that are no files, and what was dropped without a word: each of these destroyed a
+file, or gave a worse figure as if it were the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_python
+from ggml_kvq import KvqError, Model, cli, default_means, errors, launcher
+from ggml_kvq.evaluate import results, specs
+
+CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
+TEXT = str(ROOT / "examples/prompt.txt")
+
+
+@pytest.fixture
+def folder(demo_model: Path, tmp_path: Path) -> Path:
+    """A model, a text, a sidecar and rows of results."""
+    shutil.copy(demo_model, tmp_path / "m.gguf")
+    shutil.copy(TEXT, tmp_path / "t.txt")
+    assert (
+        cli.main(["calibrate", "--method", "xquant", "-m", str(tmp_path / "m.gguf"), "-o", str(tmp_path / "s.gguf")])
+        == 0
+    )
+    (tmp_path / "r.jsonl").write_text('{"key": {"part": "text"}}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "calibrate -m m.gguf -f t.txt -o m.gguf",
+        "calibrate -m m.gguf -f t.txt -o t.txt",
+        "calibrate -m m.gguf -f t.txt -o ./link.gguf",
+        "calibrate --method xquant -m m.gguf -o m.gguf",
+        "tune -m m.gguf -f t.txt -o m.gguf",
+        "tune -m m.gguf -f t.txt -o t.txt",
+        "embed m.gguf s.gguf m.gguf",
+        "embed m.gguf s.gguf s.gguf",
+        "embed m.gguf s.gguf r.jsonl --card r.jsonl",
+        "report r.jsonl -o r.jsonl",
+        "bench -m m.gguf -o m.gguf",
+        "bench -m m.gguf -o t.txt",
+        "eval -m m.gguf -f t.txt -o m.gguf",
+    ],
+)
+def test_no_command_writes_over_what_it_reads(
+    argv: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    os.symlink("m.gguf", "link.gguf")
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    capsys.readouterr()
+    assert cli.main(argv.split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1, err
+    assert "choose another name" in err or "repair or remove that line" in err, err
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "s.gguf", "d.gguf"])
+def test_figures_of_the_cache_do_not_replace_a_model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    shutil.copy("m.gguf", "d.gguf")
+    argv = ["-m", "m.gguf", "--kv-method", "xquant", "--kv-config", "s.gguf", "-md", "d.gguf", "--kv-stats-file"]
+    with pytest.raises(KvqError, match=f"--kv-stats-file {name} is a file that is read"):
+        launcher.command("llama-server", [*argv, name], {})
+    assert launcher.command("llama-server", [*argv, "stats.json"], {}).env["KVQ_STATS_FILE"]
+
+
+def test_a_state_does_not_replace_the_model_that_is_open(folder: Path) -> None:
+    size = (folder / "m.gguf").stat().st_size
+    with Model(folder / "m.gguf", "kivi", n_ctx=256, n_threads=1) as m:
+        "".join(m.generate("The file", max_tokens=2))
+        with pytest.raises(errors.StateError, match="is a file that is read"):
+            m.save_state(folder / "m.gguf")
+    assert (folder / "m.gguf").stat().st_size == size
+
+
+def test_results_are_files(tmp_path: Path) -> None:
+    """Some devices have no end: reading /dev/full took all memory."""
+    with pytest.raises(KvqError, match="is not a file"):
+        results.read(os.devnull)
+    (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(KvqError, match="is no file of results"):
+        results.read(tmp_path / "r.jsonl")
+
+
+def test_eval_measures_no_cache_that_lacks_its_means(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them auto at 3 bits had 0.18 in place of 0.05, in a row that did not tell."""
+    monkeypatch.setenv("KVQ_CACHE_DIR", "/proc/nope")
+    config, why = default_means.ensure(demo_model, print)
+    assert config is None and "KVQ_CACHE_DIR" in why
+    with pytest.raises(KvqError, match="goes with means of keys and values.*KVQ_CACHE_DIR"):
+        specs.parse("auto:bits=3").means(demo_model)
+    assert specs.parse("auto:bits=3,means=off").means(demo_model) is None
+
+
+def test_the_doctor_looks_at_the_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVQ_CACHE_DIR", "/proc/nope")
+    cli.main(["doctor"])
+    assert "note  cache folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--kv-bits", "--kv-budget", "--kv-config", "--kv-stats-file", "--kv-method-draft"])
+def test_an_empty_value_is_refused(flag: str, demo_model: Path) -> None:
+    """As of a variable that is not set: it meant llama.cpp's own cache, without a line."""
+    for argv in ([flag, ""], [f"{flag}="], [flag, " "]):
+        with pytest.raises(KvqError, match=f"{flag} has an empty value"):
+            launcher.command("llama-cli", ["-m", str(demo_model), "--kv-method", "kivi", *argv], {})
+
+
+def test_bits_are_said_once(demo_model: Path) -> None:
+    argv = ["-m", str(demo_model), "-c", "4096", "--kv-budget", "5M"]
+    with pytest.raises(KvqError, match="--kv-budget 5M and --kv-opt bits=3 both say"):
+        launcher.command("llama-cli", [*argv, "--kv-opt", "bits=3"], {})
+    notes = launcher.command("llama-cli", [*argv, "--kv-bits", "2.5"], {}).notes
+    assert any("2.5 are taken, as --kv-bits says" in note for note in notes), notes
+
+
+def test_a_generator_that_another_one_overtook_says_so(demo_model: Path) -> None:
+    """The newer one had ended: the older one took that for its own end."""
+    with Model(demo_model, "kivi", n_ctx=256, n_threads=1) as m:
+        old = m.generate("The file", max_tokens=20, temperature=0)
+        next(old)
+        "".join(m.generate("Another", max_tokens=2, temperature=0))
+        with pytest.raises(errors.BusyError, match="stale"):
+            "".join(old)
+        assert m.finish_reason == "length"
+
+
+def test_tuning_that_cannot_begin_leaves_nothing(folder: Path) -> None:
+    assert cli.main(["tune", "-m", str(folder / "m.gguf"), "-f", str(folder / "t.txt")]) == 2
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        lambda d: ["eval", "-m", os.fsencode(d) + b"/b\xff.gguf", "-f", TEXT, "-c", "256"],
+        lambda d: ["info", os.fsencode(d / "m.gguf"), "--cache", b"kivi:bits=\xff"],
+    ],
+)
+def test_names_that_are_no_text(argv: Callable[[Path], list[str | bytes]], folder: Path) -> None:
+    shutil.copy(folder / "m.gguf", os.fsencode(folder) + b"/b\xff.gguf")
+    done = run_python(CLI, *argv(folder), check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
