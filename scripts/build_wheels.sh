@@ -52,7 +52,14 @@ for kind in "${kinds[@]}"; do
             repair cpu --bundle libgomp.so.1
             ;;
         aarch64)
-            _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake -DGGML_NATIVE=OFF ${CMAKE_ARGS:-}" wheel aarch64
+            # tools of this machine's own: pip would fetch AArch64's for the build, and a virtual environment's do not run in it
+            mkdir -p "$work/tools"
+            for tool in cmake ninja; do
+                own=$(type -ap $tool | while read -r at; do [ "$(head -c 4 "$at" | tail -c 3)" != ELF ] || { echo "$at"; break; }; done)
+                [ -n "$own" ] || { echo "build_wheels: aarch64 needs the system's $tool; Debian: apt-get install cmake ninja-build" >&2; exit 2; }
+                ln -sf "$own" "$work/tools/$tool"
+            done
+            PATH=$work/tools:$PATH _PYTHON_HOST_PLATFORM=linux-aarch64 CMAKE_ARGS="-DCMAKE_TOOLCHAIN_FILE=$PWD/cmake/aarch64-linux-gnu.cmake -DGGML_NATIVE=OFF ${CMAKE_ARGS:-}" wheel aarch64
             repair aarch64 --bundle libgomp.so.1
             ;;
         cuda)

@@ -118,7 +118,8 @@ if [ -x qemu ]; then # the same text on other CPUs; the emulator offers no AVX-5
     case $(uname -m) in aarch64) cpus="cortex-a53 cortex-a72 cortex-a76 neoverse-n1 a64fx max" ;; *) cpus="Nehalem Haswell Skylake-Server" ;; esac
     for cpu in $cpus; do
         ./qemu -cpu $cpu "$@" </dev/null >text.cpu 2>log.cpu || { echo "emulated: $cpu: exit $?"; tail -3 log.cpu; exit 1; }
-        cmp text text.cpu || { echo "emulated: $cpu writes another text:"; cat text.cpu; exit 1; }
+        # llama-completion loses line feeds at its end now and then, with its own cache too
+        [ "$(cat text)" = "$(cat text.cpu)" ] || { echo "emulated: $cpu writes another text:"; cat text.cpu; exit 1; }
         grep -q ' pages sealed' log.cpu || { echo "emulated: $cpu: no page sealed, so no kernel was tried"; exit 1; }
         echo "emulated: $cpu: the same text, $(grep -o 'kernels [a-z0-9_-]*' log.cpu | head -1); ggml-cpu's: $(sed -n 's/^.*| CPU : //p' log.cpu | sed 's/ = 1//g; s/ | / /g' | head -1)"
     done
