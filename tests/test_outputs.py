@@ -5,6 +5,7 @@ file, or gave a worse figure as if it were the one that was asked for.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -152,3 +153,17 @@ def test_names_that_are_no_text(argv: Callable[[Path], list[str | bytes]], folde
     shutil.copy(folder / "m.gguf", os.fsencode(folder) + b"/b\xff.gguf")
     done = run_python(CLI, *argv(folder), check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_what_a_budget_names_as_enough_is_enough(demo_model: Path) -> None:
+    """The plan had no means in it, the cache had: the size and the context that were named were refused."""
+    argv = ["-m", str(demo_model), "-c", "512", "--kv-budget"]
+    with pytest.raises(KvqError, match="give at least ") as refused:
+        launcher.command("llama-cli", [*argv, "700K"], {})
+    size = str(refused.value).split("give at least ")[1].split(" (")[0].replace(" ", "")
+    with Model(demo_model, kv_budget=size, n_ctx=512, n_threads=1) as m:
+        assert m.kv_stats()["bytes_total"] <= int(size.removesuffix("KiB")) * 1024
+    found = re.search(r"-c (\d+)", str(refused.value))
+    if found:
+        with Model(demo_model, kv_budget="700K", n_ctx=int(found[1]), n_threads=1) as m:
+            assert m.kv_stats()["bytes_total"] <= 700 * 1024

@@ -59,8 +59,11 @@ class Context:
 
 def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_bits: float = USUAL_BITS) -> Fit:
     """The most bits that `budget` bytes of cache give at want.n_ctx tokens; without a context the model's own, or the
-    longest at `least_bits` where that would take fewer. BudgetError names what would work.
+    longest at `least_bits` where that would take fewer. BudgetError names what would work. Means are counted unless
+    `opts` says means=off: a model that brings none has them measured.
     """
+    if not any(opt.startswith("means=") for opt in opts.split(",")):
+        opts = ",".join(filter(None, (opts, "means=on")))
 
     def cache(n_ctx: int, more: str) -> int:
         plan = memory.planner(METHOD, ",".join(filter(None, (opts, more))), facts.n_layer)
@@ -71,7 +74,7 @@ def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_b
     if not n_ctx:
         raise BudgetError("the model does not say how long its context is: give -c with --kv-budget")
     values = memory.need(facts, _one_bit, n_ctx, n_stream=want.n_stream, n_ubatch=want.n_ubatch).cache
-    words = f"{budget / memory.MIB:.0f} MiB" if budget >= 10 * memory.MIB else f"{budget / 1024:.0f} KiB"
+    words = _words(budget)
 
     def highest(n: int) -> int:
         """Level that fits at n tokens, -1: none does."""
@@ -84,7 +87,7 @@ def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_b
             least = cache(n_ctx, "level=0")
             cure = f"or the longest context for it, -c {longest}" if longest else "no context fits it"
             raise BudgetError(
-                f"{words} hold no context of {n_ctx} tokens: give at least {least / memory.MIB + 1:.0f} MiB"
+                f"{words} hold no context of {n_ctx} tokens: give at least {_words(least)}"
                 f" ({8 * least / values:.2f} bits), {cure}"
             )
         got = 8 * cache(n_ctx, f"level={level}") / values
@@ -100,6 +103,12 @@ def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_b
         )
     other = f"; -c {n_ctx} would take {got:.2f} bits" if got else f"; -c {n_ctx} does not fit at any bits"
     return Fit(least_bits, n_short, f"{words} at {least_bits:g} bits: {n_short} tokens{other}")
+
+
+def _words(n_bytes: int) -> str:
+    """A size, rounded up, so that it is enough when it is given back."""
+    unit, name = (memory.MIB, "MiB") if n_bytes >= 10 * memory.MIB else (1024, "KiB")
+    return f"{-(-n_bytes // unit)} {name}"
 
 
 def _one_bit(shapes: list[memory.Shape], n_cells: int, n_stream: int) -> int:
