@@ -77,11 +77,11 @@ kvq_cuda_device::~kvq_cuda_device() {
         if (far_stream) {
             cudaStreamSynchronize((cudaStream_t) far_stream);
             cudaStreamDestroy((cudaStream_t) far_stream);
-            cudaEventDestroy((cudaEvent_t) far_ready);
-            cudaEventDestroy((cudaEvent_t) far_left);
         }
-        cudaFree(spare);
-        cudaFree(came);
+        for (void * e : { far_ready, far_left }) {
+            if (e) { cudaEventDestroy((cudaEvent_t) e); }
+        }
+        cudaFree(stage);
         cudaFree(far_sums);
         cudaFree(far_memory);
         cudaFree(lse);
@@ -267,9 +267,10 @@ void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
     if (nb == sizeof(uint64_t) && (uintptr_t) to % sizeof(uint64_t) == 0) { // an address; many of them come together
         uint64_t word;
         memcpy(&word, host, sizeof(word));
-        for (const far_call & x : coming) { // rows that are on their way have another place now
+        for (far_call & x : coming) { // rows that are on their way have another place now
             for (const void * const * rows : { x.far.k_rows, x.far.v_rows }) {
-                is_stale |= to >= (const void *) rows && to < (const void *) (rows + x.attn.n_pages);
+                const ptrdiff_t page = (const void * const *) to - rows;
+                if (page >= 0 && page < x.n_staged) { x.n_staged = (int) page; }
             }
         }
         to_set.emplace_back((uint64_t *) to, word);
@@ -290,7 +291,8 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
         nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t) +
             KVQ_RESTING_TILES * std::max(k.nb_frame, v.nb_frame);
     }
-    if (k.bytes_far) { // logits and scores of a token, and what is picked
+    if (k.bytes_far) { // logits and scores of a token, and what is picked; a layer's far rows on their way
+        nb += k.far_place == kvq_far_place::HOST ? k.bytes_far + v.bytes_far : 0;
         nb += (size_t) k.n_head * (k.n_pages + 8) * k.page_cells * k.n_stream * sizeof(float) * (1 + 8) + (8u << 20);
     }
     nb += seen.size() * KVQ_SEEN_BLOCKS * ((size_t) k.n_pages + 1) * sizeof(int32_t);

@@ -142,8 +142,10 @@ public:
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
         int n_threads) override;
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
+    void name_far_table(const void * const * there, const void * const * here, size_t n) override;
     const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const override;
-    int64_t n_far = 0; // calls of attention that fetched
+    // calls of attention that fetched; pages whose rows came ahead, and copies that brought them
+    int64_t n_far = 0, n_staged = 0, n_stagings = 0;
 
 private:
     static std::string refuse_settings(); // KVQ_CUDA_AS; "": nothing is wrong
@@ -211,23 +213,30 @@ private:
     bool list_pages(kvq_attend_args & a); // instead of split(); false: out of memory
     // with a second tier (kvq_far); false: an error is noted
     bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
-    void overlay_far(const kvq_attn & a, const kvq_row_place & to, uint8_t * came, bool aside);
+    struct far_call {
+        kvq_attn attn;
+        kvq_far far;
+        size_t at[2], nb_page[2]; // of keys, of values: where rows are in `stage`, and from one page to the next
+        int n_staged;             // pages whose rows are there, from the first one on
+    };
+    void overlay_far(const kvq_attn & a, const kvq_row_place & to, const far_call * came);
     // rows of call i of n in the workspace of plain rows
     kvq_row_place place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const;
     bool take_ahead(const kvq_attn * attn, int n);
     void ask_ahead(const kvq_attn * attn, int n);
-    struct far_call {
-        kvq_attn attn;
-        kvq_far far;
+    bool make_far_stream();
+    void stage_pages(const void * const * rows, int n_pages, size_t nb_page, uint8_t * to);
+    struct table_here {
+        const void * const * rows;
+        size_t n;
     };
-    std::vector<far_call> coming; // asked for ahead
+    std::map<const void * const *, table_here> far_tables; // by table there
+    table_here here(const void * const * table) const;     // from this entry on; n 0: nobody named it
+    std::vector<far_call> coming;                          // asked for ahead
     std::map<const void *, std::vector<far_call>> next_far;
     const void * last_far = nullptr;
-    int last_n_kv = 0;
-    bool is_stale = false;
-    void *far_stream = nullptr, *far_ready = nullptr, *far_left = nullptr, *spare = nullptr;
-    size_t nb_spare = 0, n_came = 0;
-    uint8_t * came = nullptr; // by call and page: rows that came ahead
+    void *far_stream = nullptr, *far_ready = nullptr, *far_left = nullptr, *stage = nullptr;
+    size_t nb_stage = 0;
     // false: not possible, nothing is done
     bool attend_rows(
         const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams);

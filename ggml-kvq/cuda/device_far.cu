@@ -15,6 +15,8 @@ void * kvq_cuda_device::alloc_far(size_t nb) {
 
 void kvq_cuda_device::free_far(void * p, size_t) {
     synchronize();
+    if (far_stream) { check(cudaStreamSynchronize((cudaStream_t) far_stream), "cudaStreamSynchronize"); }
+    coming.clear();
     pinned.free(p);
 }
 
@@ -73,14 +75,35 @@ void kvq_cuda_device::get_far(const kvq_lane_layout & l, int format, const void 
 }
 
 // ---------------------------------------------------------------- prompts
-// Far rows of a layer come over the bus while the layer before it computes: on a stream of their own, into the memory
-// that the layer before that one has left. Which layer follows is what it was in the call before.
+// Far rows of a layer come over the bus while the layer before it computes: by the device's copy engines, which leave
+// its multiprocessors alone, page by page as they lie, and as many as lie in a row at once. Where they go is free again
+// when the layer before has its rows. Which layer follows is what it was in the call before.
 
-void kvq_cuda_device::overlay_far(const kvq_attn & a, const kvq_row_place & to, uint8_t * came, bool aside) {
+void kvq_cuda_device::name_far_table(const void * const * there, const void * const * here, size_t n) {
+    if (here) {
+        far_tables[there] = { here, n };
+    } else {
+        far_tables.erase(there);
+        coming.clear();
+        next_far.clear();
+    }
+}
+
+kvq_cuda_device::table_here kvq_cuda_device::here(const void * const * table) const {
+    auto at = far_tables.upper_bound(table);
+    if (at == far_tables.begin()) { return {}; }
+    --at;
+    const size_t i = std::min((size_t) (table - at->first), at->second.n);
+    return { at->second.rows + i, at->second.n - i };
+}
+
+void kvq_cuda_device::overlay_far(const kvq_attn & a, const kvq_row_place & to, const far_call * came) {
     const int D = to.value ? a.v.head_size : a.k.head_size;
-    kvq_launch_far_overlay({ a.far->format, D, a.far->n_cells, a.n_head_kv, a.n_pages,
-                               kvq_far_row_bytes(a.far->format, D), a.pages, to, came, aside },
-        (cudaStream_t) (aside ? far_stream : stream));
+    kvq_launch_far_overlay(
+        { a.far->format, D, a.far->n_cells, a.n_head_kv, a.n_pages, kvq_far_row_bytes(a.far->format, D), a.pages, to,
+            came ? (const uint8_t *) stage + came->at[to.value] : nullptr, came ? came->nb_page[to.value] : 0,
+            came ? came->n_staged : 0 },
+        (cudaStream_t) stream);
 }
 
 kvq_row_place kvq_cuda_device::place_of(const kvq_attn * attn, int n, int i, bool value, void * memory) const {
@@ -91,87 +114,89 @@ kvq_row_place kvq_cuda_device::place_of(const kvq_attn * attn, int n, int i, boo
         all ? attn[i].far->k_rows : nullptr, all ? attn[i].far->v_rows : nullptr };
 }
 
-// Is what has come for these calls? Then it is in `expanded`.
+// Is what has come for these calls? Then the first pages of each are in `stage`.
 bool kvq_cuda_device::take_ahead(const kvq_attn * attn, int n) {
-    if (!far_ready || coming.empty()) { return false; }
-    check(cudaStreamWaitEvent((cudaStream_t) stream, (cudaEvent_t) far_ready, 0), "cudaStreamWaitEvent");
-    bool same = n == (int) coming.size() && !is_stale;
+    bool same = n == (int) coming.size();
     for (int i = 0; same && i < n; i++) {
-        const kvq_attn &x = attn[i], &y = coming[i].attn;
-        same = x.pages == y.pages && x.n_pages == y.n_pages && x.n_kv == y.n_kv && x.n_head_kv == y.n_head_kv &&
-            x.k.head_size == y.k.head_size && x.v.head_size == y.v.head_size && x.far &&
-            x.far->k_rows == coming[i].far.k_rows && x.far->v_rows == coming[i].far.v_rows &&
-            x.far->format == coming[i].far.format;
+        const kvq_attn &x = attn[i], &y = coming[(size_t) i].attn;
+        const kvq_far & far = coming[(size_t) i].far;
+        same = x.pages == y.pages && x.n_head_kv == y.n_head_kv && x.k.head_size == y.k.head_size &&
+            x.v.head_size == y.v.head_size && x.far->k_rows == far.k_rows && x.far->v_rows == far.v_rows &&
+            x.far->format == far.format && x.far->n_cells == far.n_cells;
     }
-    coming.clear();
-    if (same) {
-        std::swap(expanded, spare);
-        std::swap(nb_expanded, nb_spare);
-    }
+    if (same) { check(cudaStreamWaitEvent((cudaStream_t) stream, (cudaEvent_t) far_ready, 0), "cudaStreamWaitEvent"); }
     return same;
 }
 
-void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
-    std::vector<far_call> now((size_t) n);
-    for (int i = 0; i < n; i++) { now[(size_t) i] = { attn[i], *attn[i].far }; }
-    // a layer of the same call
-    if (last_far && last_n_kv == attn[0].n_kv) { next_far[last_far] = now; }
-    last_far = attn[0].far->k_rows;
-    last_n_kv = attn[0].n_kv;
-    is_stale = false;
-    const auto at = next_far.find(last_far);
-    if (at == next_far.end() || (int) at->second.size() != n) { return; }
-    if (!far_stream) {
-        cudaStream_t s = nullptr;
-        cudaEvent_t ready = nullptr, left = nullptr;
-        if (!check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate") ||
-            !check(cudaEventCreateWithFlags(&ready, cudaEventDisableTiming), "cudaEventCreate") ||
-            !check(cudaEventCreateWithFlags(&left, cudaEventDisableTiming), "cudaEventCreate")) {
-            return;
+// Pages that lie one behind the other come in one copy; what lies between two pages of a block comes with them.
+void kvq_cuda_device::stage_pages(const void * const * rows, int n_pages, size_t nb_page, uint8_t * to) {
+    for (int p = 0, n; p < n_pages; p += n) {
+        n = 1;
+        if (!rows[p]) { continue; }
+        const auto * const from = (const uint8_t *) rows[p];
+        const size_t left = pinned.left(from);
+        while (p + n < n_pages && rows[p + n] == from + (size_t) n * nb_page && (size_t) (n + 1) * nb_page <= left) {
+            n++;
         }
+        check(cudaMemcpyAsync(to + (size_t) p * nb_page, from, std::min((size_t) n * nb_page, left),
+                  cudaMemcpyHostToDevice, (cudaStream_t) far_stream),
+            "cudaMemcpyAsync of far rows");
+        n_stagings++;
+        n_staged += n;
+    }
+}
+
+bool kvq_cuda_device::make_far_stream() {
+    cudaStream_t s = nullptr;
+    if (!far_stream && check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate")) {
         far_stream = s;
-        far_ready = ready;
-        far_left = left;
     }
-    coming = at->second;
+    for (void ** e : { &far_ready, &far_left }) {
+        cudaEvent_t made = nullptr;
+        if (!*e && check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreate")) { *e = made; }
+    }
+    return far_stream && far_ready && far_left;
+}
+
+void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
+    coming.clear();
+    std::vector<far_call> now((size_t) n);
+    for (int i = 0; i < n; i++) { now[(size_t) i] = { attn[i], *attn[i].far, {}, {}, 0 }; }
+    if (last_far) { next_far[last_far] = now; }
+    last_far = attn[0].far->k_rows;
+    const auto at = next_far.find(last_far);
+    if (at == next_far.end() || (int) at->second.size() != n || !make_far_stream()) { return; }
+    std::vector<far_call> next = at->second;
     size_t nb = 0;
-    std::vector<kvq_attn> next((size_t) n);
+    const auto is_pinned = [&](const table_here & t, int n_pages) { // all of a lane or none
+        const auto * const p = std::find_if(t.rows, t.rows + n_pages, [](const void * x) { return x != nullptr; });
+        return p != t.rows + n_pages && pinned.holds(*p);
+    };
     for (int i = 0; i < n; i++) {
-        far_call & x = coming[(size_t) i];
-        x.attn.n_kv = attn[i].n_kv;
-        x.attn.n_pages = attn[i].n_pages;
-        next[(size_t) i] = x.attn;
-        next[(size_t) i].far = &x.far;
-        nb += (size_t) 2 * x.attn.n_kv * x.attn.n_head_kv * (x.attn.k.head_size + x.attn.v.head_size);
-    }
-    const size_t n_flags = (size_t) n * attn[0].n_pages;
-    if (n_flags > n_came) {
-        synchronize();
-        cudaFree(came);
-        came = nullptr;
-        n_came = 0;
-        if (cudaMalloc(&came, 2 * n_flags) != cudaSuccess) {
-            cudaGetLastError();
-            coming.clear();
-            return;
+        far_call & x = next[(size_t) i];
+        const table_here k = here(x.far.k_rows), v = here(x.far.v_rows);
+        x.n_staged = (int) std::min({ (size_t) ((attn[i].n_kv + x.far.n_cells - 1) / x.far.n_cells), k.n, v.n });
+        // rows on the device itself are read where they are
+        if (!is_pinned(k, x.n_staged) || !is_pinned(v, x.n_staged)) { return; }
+        for (const bool value : { false, true }) {
+            const int D = value ? x.attn.v.head_size : x.attn.k.head_size;
+            x.nb_page[value] =
+                kvq_pad(kvq_far_row_bytes(x.far.format, D) * (size_t) x.attn.n_head_kv * x.far.n_cells, KVQ_ALIGN);
+            x.at[value] = nb;
+            nb += (size_t) x.n_staged * x.nb_page[value];
         }
-        n_came = 2 * n_flags;
     }
-    if (!more_memory(spare, nb_spare, nb)) { // then rows come when they are needed
-        coming.clear();
-        return;
-    }
+    if (!more_memory(stage, nb_stage, nb)) { return; } // then rows come when they are needed
     check(cudaEventRecord((cudaEvent_t) far_left, (cudaStream_t) stream), "cudaEventRecord");
     check(cudaStreamWaitEvent((cudaStream_t) far_stream, (cudaEvent_t) far_left, 0), "cudaStreamWaitEvent");
-    // a page that has sealed since the layer's last call may be missing in its table: its rows come when it is read
-    check(cudaMemsetAsync(came, 0, n_flags, (cudaStream_t) far_stream), "cudaMemsetAsync");
-    for (int i = 0; i < n; i++) {
+    for (far_call & x : next) {
         for (const bool value : { false, true }) {
-            overlay_far(
-                next[(size_t) i], place_of(next.data(), n, i, value, spare), came + (size_t) i * attn[0].n_pages, true);
+            stage_pages(here(value ? x.far.v_rows : x.far.k_rows).rows, x.n_staged, x.nb_page[value],
+                (uint8_t *) stage + x.at[value]);
         }
     }
     check(cudaEventRecord((cudaEvent_t) far_ready, (cudaStream_t) far_stream), "cudaEventRecord");
+    coming = std::move(next);
 }
 
 // ---------------------------------------------------------------- attention

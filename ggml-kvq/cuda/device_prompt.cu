@@ -50,7 +50,7 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
     const kvq_attn & f = attn[0];
     const bool all = f.far && f.far->fetch == KVQ_FETCH_ALL, there = all && take_ahead(attn, n);
     const size_t rows = (size_t) f.n_kv * f.n_head_kv, nk = rows * f.k.head_size, nv = rows * f.v.head_size;
-    if ((!there && !room_for_rows(2 * (nk + nv) * n)) || (chain && !unfold(attn, n, chain))) { return false; }
+    if (!room_for_rows(2 * (nk + nv) * n) || (chain && !unfold(attn, n, chain))) { return false; }
     for (int i = 0; i < n; i++) {
         for (const bool value : { false, true }) {
             kvq_codec c = value ? f.v : f.k;
@@ -61,7 +61,7 @@ bool kvq_cuda_device::expand(const kvq_attn * attn, int n, void ** k, void ** v,
             }
             const kvq_page * pages = chain ? (const kvq_page *) (unfolded + i * unfolded_table) : attn[i].pages;
             expand_lane(c, pages, f.n_pages, f.n_head_kv, to, chain ? kvq_turn() : turn(attn[i], value));
-            if (all) { overlay_far(attn[i], to, there ? came + (size_t) i * f.n_pages : nullptr, false); }
+            if (all) { overlay_far(attn[i], to, there ? &coming[(size_t) i] : nullptr); }
         }
     }
     if (all) { ask_ahead(attn, n); }
@@ -122,7 +122,7 @@ bool kvq_cuda_device::attend_rows(
             const kvq_row_place to = { rows[value], a.n_kv, true, (bool) value, 0, all ? attn[i].far->k_rows : nullptr,
                 all ? attn[i].far->v_rows : nullptr };
             expand_lane(c, a.stream[0].pages, a.n_pages, a.n_head_kv, to, kvq_turn());
-            if (all) { overlay_far(attn[i], to, nullptr, false); }
+            if (all) { overlay_far(attn[i], to, nullptr); }
             if (used < (value ? nv : nk)) { zero(rows[value] + used, 2 * ((value ? nv : nk) - used)); }
         }
         kvq_launch_rows_attention(a, r, (cudaStream_t) stream);

@@ -454,16 +454,14 @@ static __global__ void __launch_bounds__(THREADS) get_kernel(const __grid_consta
     }
 }
 
-// Blocks take pages and KV heads in turns.
+// Block: a page and KV head.
 static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_constant__ kvq_far_overlay a) {
-    const int units = (a.head_size + 7) / 8;
-    for (int job = blockIdx.x; job < a.n_pages * a.n_head; job += gridDim.x) {
-        const int p = job / a.n_head, h = job % a.n_head;
-        const kvq_page & page = a.pages[p];
-        if (!lies_far(a.to, page, p) || (a.came && !a.aside && a.came[p])) { continue; }
-        if (a.aside && threadIdx.x == 0) { a.came[p] = 1; }
-        const uint8_t * rows =
-            (const uint8_t *) (a.to.value ? a.to.far_v : a.to.far_k)[p] + (size_t) h * a.n_cells * a.nb_row;
+    const int units = (a.head_size + 7) / 8, p = blockIdx.x / a.n_head, h = blockIdx.x % a.n_head;
+    const kvq_page & page = a.pages[p];
+    if (lies_far(a.to, page, p)) {
+        const uint8_t * rows = (p < a.n_staged ? a.staged + (size_t) p * a.nb_page
+                                               : (const uint8_t *) (a.to.value ? a.to.far_v : a.to.far_k)[p]) +
+            (size_t) h * a.n_cells * a.nb_row;
         const int n = a.to.by_slot ? a.n_cells : min(a.n_cells, a.to.n_kv - page.cell);
         const size_t step = a.to.step ? (size_t) a.to.step : (size_t) a.n_head * a.head_size;
         uint16_t * to =
@@ -491,8 +489,7 @@ static __global__ void __launch_bounds__(THREADS) overlay_kernel(const __grid_co
 // ---------------------------------------------------------------- launches
 
 void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream) {
-    const int n = a.n_pages * a.n_head;
-    overlay_kernel<<<a.aside ? std::min(n, 32) : n, THREADS, 0, stream>>>(a);
+    overlay_kernel<<<a.n_pages * a.n_head, THREADS, 0, stream>>>(a);
 }
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {

@@ -46,8 +46,10 @@ struct kvq_far_overlay {
     size_t nb_row;
     const kvq_page * pages;
     kvq_row_place to;
-    uint8_t * came; // by page: its rows came ahead; written aside, read else; NULL: none did
-    bool aside;     // few blocks, beside other work
+    // the rows of the first n_staged pages, each of them nb_page bytes behind the one before, are here already
+    const uint8_t * staged;
+    size_t nb_page;
+    int n_staged;
 };
 void kvq_launch_far_overlay(const kvq_far_overlay & a, cudaStream_t stream);
 

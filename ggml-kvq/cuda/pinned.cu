@@ -79,9 +79,11 @@ bool kvq_pinned_memory::free(void * p) {
     return true;
 }
 
-bool kvq_pinned_memory::holds(const void * p) const {
+size_t kvq_pinned_memory::left(const void * p) const {
     const auto at = blocks.upper_bound((const uint8_t *) p);
-    return at != blocks.begin() && (const uint8_t *) p < std::prev(at)->first + std::prev(at)->second.nb;
+    if (at == blocks.begin()) { return 0; }
+    const uint8_t * end = std::prev(at)->first + std::prev(at)->second.nb;
+    return (const uint8_t *) p < end ? (size_t) (end - (const uint8_t *) p) : 0;
 }
 
 kvq_pinned_memory::~kvq_pinned_memory() {

@@ -145,6 +145,9 @@ public:
     // Memory of the host that this engine's attention reads. NULL: none is left.
     virtual void * alloc_far(size_t nb) = 0;
     virtual void free_far(void * p, size_t nb) = 0;
+    // (there, here, n): the host's copy of a table of n pages (kvq_far::k_rows, v_rows), which changes before that
+    // table does; here NULL: both go
+    virtual void name_far_table(const void * const *, const void * const *, size_t) {}
     // Tiles of n pages as far rows [head][cell][kvq_far_row_bytes]; the tiles may be used again by later calls. And
     // back.
     virtual void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles,

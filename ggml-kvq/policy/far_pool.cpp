@@ -102,26 +102,66 @@ bool kvq_far_pool::grow(size_t nb) {
     return true;
 }
 
-void * kvq_far_pool::take(size_t nb) {
-    nb = kvq_pad(nb, KVQ_ALIGN);
-    std::vector<void *> & free_blocks = idle[nb];
-    if (!free_blocks.empty()) {
-        void * p = free_blocks.back();
-        free_blocks.pop_back();
-        return p;
-    }
-    if (slabs.empty() || used + nb > slabs.back().nb) {
-        // every page that waits for memory asks for it in every step
-        const auto now = std::chrono::steady_clock::now();
-        if (now < ask_again) { return nullptr; }
-        if (!grow(nb)) {
-            ask_again = now + std::chrono::seconds(1);
-            return nullptr;
+// Blocks of a lane that follow each other shall lie one behind the other, so that few long copies bring them over a bus:
+// a lane gets some at a time, a quarter of what it has.
+bool kvq_far_pool::refill(size_t nb, size_t n_most, share & its) {
+    constexpr size_t LEAST = 16, NB_MOST = 16u << 20; // at a time: blocks, bytes
+    size_t n = std::min(std::max(its.n_held / 4, LEAST), NB_MOST / nb);
+    n = std::max(std::min(n, n_most - std::min(n_most, its.n_held)), (size_t) 1);
+    std::set<void *> & left = idle[nb];
+    uint8_t * first = nullptr;
+    if (!left.empty()) {
+        first = (uint8_t *) *left.begin();
+        size_t i = 0;
+        while (i < n && left.erase(first + i * nb)) { i++; }
+        n = i;
+    } else {
+        if (slabs.empty() || used + nb > slabs.back().nb) {
+            // every page that waits for memory asks for it in every step
+            const auto now = std::chrono::steady_clock::now();
+            if (now < ask_again) { return false; }
+            if (!grow(nb)) {
+                ask_again = now + std::chrono::seconds(1);
+                return false;
+            }
         }
+        n = std::min(n, (slabs.back().nb - used) / nb);
+        first = slabs.back().memory + used;
+        used += n * nb;
     }
-    void * p = slabs.back().memory + used;
-    used += nb;
+    for (size_t i = 0; i < n; i++) { its.spare.insert(first + i * nb); }
+    its.n_held += n;
+    return true;
+}
+
+void * kvq_far_pool::take(size_t nb, const void * lane, size_t n_most) {
+    nb = kvq_pad(nb, KVQ_ALIGN);
+    share * from = &shares[{ nb, lane }];
+    if (from->spare.empty() && !refill(nb, n_most, *from)) { // what others have not needed yet
+        const auto has = [&](const auto & x) { return x.first.first == nb && !x.second.spare.empty(); };
+        const auto other = std::find_if(shares.begin(), shares.end(), has);
+        if (other == shares.end()) { return nullptr; }
+        from->n_held++;
+        other->second.n_held--;
+        from = &other->second;
+    }
+    auto at = from->last ? from->spare.find(from->last + nb) : from->spare.end();
+    at = at == from->spare.end() ? from->spare.begin() : at;
+    void * p = *at;
+    from->last = (uint8_t *) p;
+    from->spare.erase(at);
     return p;
 }
 
-void kvq_far_pool::give(void * p, size_t nb) { idle[kvq_pad(nb, KVQ_ALIGN)].push_back(p); }
+void kvq_far_pool::give(void * p, size_t nb, const void * lane) {
+    nb = kvq_pad(nb, KVQ_ALIGN);
+    shares[{ nb, lane }].spare.insert(p);
+}
+
+void kvq_far_pool::leave(size_t nb, const void * lane) {
+    nb = kvq_pad(nb, KVQ_ALIGN);
+    const auto its = shares.find({ nb, lane });
+    if (its == shares.end()) { return; }
+    idle[nb].insert(its->second.spare.begin(), its->second.spare.end());
+    shares.erase(its);
+}

@@ -10,7 +10,9 @@
 
 #include <chrono>
 #include <map>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 class kvq_far_pool {
@@ -23,8 +25,10 @@ public:
 
     bool ok() const { return why.empty(); }
     const std::string & error() const { return why; } // what is missing and what to do; "": nothing is
-    void * take(size_t nb);                           // NULL: none is left, error() says why
-    void give(void * p, size_t nb);
+    // A block for a lane, which will need n_most at most. NULL: none is left, error() says why.
+    void * take(size_t nb, const void * lane, size_t n_most);
+    void give(void * p, size_t nb, const void * lane); // back to the lane, for its next one
+    void leave(size_t nb, const void * lane);          // the lane goes, and has given all of them
 
 private:
     bool grow(size_t nb);
@@ -33,7 +37,14 @@ private:
     kvq_device & device;
     const std::string place;
     const size_t nb_most;
-    std::map<size_t, std::vector<void *>> idle;
+    std::map<size_t, std::set<void *>> idle; // by size: what lanes that went have left
+    struct share {                           // of a lane
+        std::set<void *> spare;
+        size_t n_held = 0; // blocks that it has or has spare
+        uint8_t * last = nullptr;
+    };
+    std::map<std::pair<size_t, const void *>, share> shares;
+    bool refill(size_t nb, size_t n_most, share & its);
     struct slab {
         uint8_t * memory;
         size_t nb;

@@ -37,6 +37,7 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
         x.rows.resize((size_t) x.l.n_stream * x.l.n_pages, nullptr);
         x.there = (void **) (memory + at);
         at += nb_table(x.l);
+        device.fetches()->name_far_table(x.there, x.rows.data(), x.rows.size());
     }
     picks = (int32_t *) (memory + at);
     counts = (uint64_t *) (memory + at + nb_picks(keys, top));
@@ -48,8 +49,10 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
 kvq_fetcher::~kvq_fetcher() {
     for (lane_rows & x : lanes) {
         for (void * p : x.rows) {
-            if (p) { pool->give(p, x.nb_page); }
+            if (p) { pool->give(p, x.nb_page, &x); }
         }
+        pool->leave(x.nb_page, &x);
+        if (x.there) { device.fetches()->name_far_table(x.there, nullptr, 0); }
     }
     if (memory) { device.free(memory, nb_memory); }
 }
@@ -58,7 +61,7 @@ kvq_fetcher::~kvq_fetcher() {
 
 bool kvq_fetcher::take(const kvq_lane & x, int s, int p) const {
     void *& rows = at(x, s, p);
-    if (!rows) { rows = pool->take(of(x).nb_page); }
+    if (!rows) { rows = pool->take(of(x).nb_page, &of(x), of(x).rows.size()); }
     return rows != nullptr;
 }
 
@@ -69,7 +72,7 @@ void kvq_fetcher::publish(const kvq_lane & x, int s, int p) {
 void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
     void *& rows = at(x, s, p);
     if (!rows) { return; }
-    pool->give(rows, of(x).nb_page);
+    pool->give(rows, of(x).nb_page, &of(x));
     rows = nullptr;
     publish(x, s, p);
 }

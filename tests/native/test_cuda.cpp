@@ -362,6 +362,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 #include "cuda_bench.h"
 #include "cuda_aqua.h"
 #include "cuda_far.h"
+#include "cuda_far_prompts.h"
 #include "cuda_split.h"
 
 int main(int argc, char ** argv) {
@@ -402,6 +403,7 @@ int main(int argc, char ** argv) {
             far_bench(d, argc > 3 ? atoi(argv[3]) : 0);
         } else {
             far_attention(d, argc > 2);
+            far_prompts(d);
         }
         return 0;
     }
@@ -409,7 +411,10 @@ int main(int argc, char ** argv) {
         print_limits(d);
         return 0;
     }
-    if (argc > 1 && (!strcmp(argv[1], "host") || !strcmp(argv[1], "quick"))) { far_attention(d, true); }
+    if (argc > 1 && (!strcmp(argv[1], "host") || !strcmp(argv[1], "quick"))) {
+        far_attention(d, true);
+        far_prompts(d);
+    }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {
         check_aqua(d, argc > 2 ? atoi(argv[2]) : 1000, argc < 3);
         return 0;
