@@ -142,7 +142,10 @@ void kvq_cuda_device::observe(
     a.q_stride_head = x.q_stride_head;
     a.mask_stride_token = x.mask_stride_token;
     a.mask_stride_head = x.mask_stride_head;
-    a.mask_pairs = ((x.mask_stride_token | x.mask_stride_head) & 1) == 0 && (uintptr_t) x.mask % 4 == 0;
+    const auto aligned = [&](int n) {
+        return (x.mask_stride_token | x.mask_stride_head) % n == 0 && (uintptr_t) x.mask % (2 * (size_t) n) == 0;
+    };
+    a.mask_align = aligned(8) ? 8 : aligned(2) ? 2 : 1;
     a.n_head = x.n_head;
     a.n_head_kv = x.n_head_kv;
     a.gqa = x.n_head / x.n_head_kv;
@@ -156,8 +159,9 @@ void kvq_cuda_device::observe(
     a.softcap = x.softcap;
     kvq_set_alibi(a, x.max_bias, x.n_head);
     if (keys) {
-        const int blocks = (a.n_rows + 63) / 64 * a.n_head_kv;
-        a.n_splits = std::max(1, std::min({ n_sm * 6 / std::max(blocks, 1), x.n_kv / 256, 256 }));
+        const kvq_lse_shape shape = kvq_lse_shape_of(a.head_size, a.n_rows);
+        const int blocks = std::max(1, shape.n_blocks * a.n_head_kv);
+        a.n_splits = std::max(1, std::min({ n_sm * shape.at_once / blocks, x.n_kv / 256, 256 }));
         if (!grow(parts, n_parts, 2 * (size_t) a.n_splits * a.n_head_kv * a.n_rows, "parts of log-sum-exp")) { return; }
         a.partial = (float2 *) parts;
         kvq_launch_lse(a, (cudaStream_t) stream);

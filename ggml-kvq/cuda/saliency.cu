@@ -3,7 +3,7 @@
 #include "attend.cuh"
 #include "tile.cuh"
 
-constexpr int ROWS = 16, WARPS = 4, SUM_WARPS = 8; // of log-sum-exp, of sums
+constexpr int ROWS = 16, SUM_WARPS = 8; // rows of a product; warps of a block of sums
 constexpr float LOG2_E = 1.44269504f;
 
 static __device__ __forceinline__ int probe_token(const kvq_score_args & a, int row) {
@@ -23,8 +23,10 @@ template <int D> struct probe_rows {
     float slope[2];
     uint32_t q[D / 16][4];
 
-    __device__ __forceinline__ void load(const kvq_score_args & a, int kvh, int row0, int n_rows) {
+    // times: of scores, beside a.scale
+    __device__ __forceinline__ void load(const kvq_score_args & a, int kvh, int row0, int n_rows, float times = 1.0f) {
         const int lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4;
+        const float scale = a.scale * times;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = min(row0 + g + 8 * i, n_rows - 1);
@@ -39,28 +41,34 @@ template <int D> struct probe_rows {
             for (int j = 0; j < 4; j++) {
                 const float * p = a.q + token[j % 2] * a.q_stride_token + head[j % 2] * a.q_stride_head;
                 const int c = 16 * k + 2 * tig + j / 2 * 8;
-                q[k][j] = c < a.head_size ? pack_half2(p[c] * a.scale, p[c + 1] * a.scale) : 0;
-            }
-        }
-    }
-    // scores of 32 cells, K rows of D + 8 in shared memory; x[n][e]: row g + 8*(e/2), cell 8n + 2*(lane % 4) + e % 2
-    __device__ __forceinline__ void scores(uint32_t k_row, float (&s)[4][4]) const {
-#pragma unroll
-        for (int n = 0; n < 4; n++) { s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f; }
-#pragma unroll
-        for (int k = 0; k < D / 16; k++) {
-#pragma unroll
-            for (int n = 0; n < 4; n += 2) {
-                uint32_t b[4];
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                    : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                    : "r"(k_row + 2 * (n * 8 * (D + 8) + 16 * k)));
-                mma(s[n], q[k], b[0], b[1]);
-                mma(s[n + 1], q[k], b[2], b[3]);
+                q[k][j] = c < a.head_size ? pack_half2(p[c] * scale, p[c + 1] * scale) : 0;
             }
         }
     }
 };
+
+// Scores of 32 cells, K rows of D + 8 in shared memory, for M tiles of rows; s[tile][n][e]: row g + 8*(e/2), cell 8n +
+// 2*(lane % 4) + e % 2
+template <int D, int M>
+static __device__ __forceinline__ void scores_of(const probe_rows<D> (&r)[M], uint32_t k_row, float (&s)[M][4][4]) {
+#pragma unroll
+    for (int i = 0; i < 16 * M; i++) { s[i / 16][i / 4 % 4][i % 4] = 0.0f; }
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+#pragma unroll
+        for (int n = 0; n < 4; n += 2) {
+            uint32_t b[4];
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                : "r"(k_row + 2 * (n * 8 * (D + 8) + 16 * k)));
+#pragma unroll
+            for (int t = 0; t < M; t++) {
+                mma(s[t][n], r[t].q[k], b[0], b[1]);
+                mma(s[t][n + 1], r[t].q[k], b[2], b[3]);
+            }
+        }
+    }
+}
 
 static __device__ __forceinline__ float soften(const kvq_score_args & a, float x) {
     return a.softcap != 0.0f ? a.softcap * tanhf(x / a.softcap) : x;
@@ -73,88 +81,133 @@ template <int D> static __device__ __forceinline__ uint32_t ldmatrix_row(const _
 }
 
 // ---------------------------------------------------------------- log-sum-exp
-// Block: 64 rows of one KV head, one split of the cells. 32 cells of keys are on their way while those before are
-// multiplied.
+// Block: rows of one KV head, M * 16 a warp, and one split of the cells, so that all rows of a head read a key once.
+// 32 cells of keys are on their way while those before are multiplied. Most rows see all of most cells: where the mask
+// of a warp's rows is 0 over 32 cells, which one load a lane tells, a score needs no more than its exponential.
+
+constexpr int LSE_WARPS = 8; // at most
+template <int D> constexpr int tiles_a_warp = D <= 128 ? 2 : 1;
+
+static __device__ __forceinline__ void copy_async(__half * to, const void * from) { // 16 bytes
+    const uint32_t at = (uint32_t) __cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
 
 template <int D>
 static __device__ __forceinline__ void ask_keys(const kvq_score_args & a, int kvh, int cell0, __half * to) {
     const size_t step = (size_t) a.n_head_kv * a.head_size;
-    for (int i = threadIdx.x; i < TILE_CELLS * (D / 8); i += 32 * WARPS) {
+    for (int i = threadIdx.x; i < TILE_CELLS * (D / 8); i += blockDim.x) {
         const int t = i / (D / 8), c = i % (D / 8) * 8;
-        const uint32_t at = (uint32_t) __cvta_generic_to_shared(to + t * (D + 8) + c);
         // behind the head: any, queries are 0 there
         const uint16_t * from =
             a.keys + (size_t) min(cell0 + t, a.n_kv - 1) * step + (size_t) kvh * a.head_size + min(c, a.head_size - 8);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+        copy_async(to + t * (D + 8) + c, from);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
 // mask of cells `cell`, which is even, and the next; -inf behind the last cell
 static __device__ __forceinline__ uint32_t pair_of(const kvq_score_args & a, const __half * row, int cell) {
-    if (cell + 1 < a.n_kv && (!row || a.mask_pairs)) { return row ? __ldg((const uint32_t *) (row + cell)) : 0; }
+    if (cell + 1 < a.n_kv && (!row || a.mask_align >= 2)) { return row ? __ldg((const uint32_t *) (row + cell)) : 0; }
     const auto of = [&](int c) { return c >= a.n_kv ? 0xfc00u : row ? (uint32_t) __half_as_ushort(row[c]) : 0u; };
     return of(cell) | of(cell + 1) << 16;
 }
 
+static __device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 template <int D>
-static __global__ void __launch_bounds__(32 * WARPS) lse_kernel(const __grid_constant__ kvq_score_args a) {
-    extern __shared__ __align__(16) __half s_keys[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, kvh = blockIdx.y,
-              split = blockIdx.z;
-    const int n_rows = a.table->n_rows * a.gqa, row0 = blockIdx.x * ROWS * WARPS + warp * ROWS;
+static __global__ void __launch_bounds__(32 * LSE_WARPS, D <= 256 ? 2 : 1)
+    lse_kernel(const __grid_constant__ kvq_score_args a) {
+    constexpr int M = tiles_a_warp<D>, SIZE = TILE_CELLS * (D + 8); // SIZE: of a buffer
+    extern __shared__ __align__(16) __half s_keys[];                // two buffers, then what warps see of each
+    const int lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, kvh = blockIdx.y, split = blockIdx.z;
+    const int n_rows = a.table->n_rows * a.gqa, block0 = (int) blockIdx.x * ROWS * M * (int) (blockDim.x / 32),
+              row0 = block0 + (int) (threadIdx.x / 32) * ROWS * M;
     const int n_tiles = (a.n_kv + TILE_CELLS - 1) / TILE_CELLS;
     const int tile0 = (int) ((int64_t) n_tiles * split / a.n_splits),
               tile1 = (int) ((int64_t) n_tiles * (split + 1) / a.n_splits);
-    if ((int) (blockIdx.x * ROWS * WARPS) >= n_rows) { return; }
-    probe_rows<D> r;
-    r.load(a, kvh, min(row0, n_rows - 1), n_rows);
-    const __half * rows[2];
+    if (block0 >= n_rows) { return; }
+    probe_rows<D> r[M];
+    float m[2 * M], l[2 * M];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        rows[i] = a.mask ? a.mask + r.token[i] * a.mask_stride_token + r.head[i] * a.mask_stride_head : nullptr;
+    for (int i = 0; i < 2 * M; i++) {
+        if (i % 2 == 0) {
+            r[i / 2].load(a, kvh, min(row0 + i / 2 * ROWS, n_rows - 1), n_rows, a.softcap == 0.0f ? LOG2_E : 1.0f);
+        }
+        m[i] = -INFINITY;
+        l[i] = 0.0f;
     }
-    float m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f };
-    constexpr int SIZE = TILE_CELLS * (D + 8); // of a buffer
+    // Masks of this warp's tokens, if there are up to 8, come with the keys: 16 bytes a lane and buffer.
+    const int token0 = min(row0, n_rows - 1) / a.gqa, token1 = min(row0 + ROWS * M - 1, n_rows - 1) / a.gqa;
+    const bool looks = a.mask && a.mask_align >= 8 && a.mask_stride_head == 0 && token1 - token0 < 8 && a.n_kv >= 8,
+               may_skip = a.softcap == 0.0f && (!a.mask || looks);
+    const __half * const look =
+        looks ? a.mask + probe_token(a, min(token0 + lane / 4, token1) * a.gqa) * a.mask_stride_token : nullptr;
+    __half * const seen = s_keys + 2 * SIZE + 8 * threadIdx.x; // of the second buffer: behind all of the first
+    const auto ask = [&](int tile, int to) {
+        if (looks) {
+            copy_async(seen + to * 8 * blockDim.x, look + min(tile * TILE_CELLS + lane % 4 * 8, (a.n_kv - 8) & ~7));
+        }
+        ask_keys<D>(a, kvh, tile * TILE_CELLS, s_keys + to * SIZE);
+    };
     const uint32_t k_row = ldmatrix_row<D>(s_keys);
-    if (tile0 < tile1) { ask_keys<D>(a, kvh, tile0 * TILE_CELLS, s_keys); }
+    if (tile0 < tile1) { ask(tile0, 0); }
     for (int tile = tile0; tile < tile1; tile++) {
-        const int now = (tile - tile0) & 1;
+        const int now = (tile - tile0) & 1, cell0 = tile * TILE_CELLS;
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
-        if (tile + 1 < tile1) { ask_keys<D>(a, kvh, (tile + 1) * TILE_CELLS, s_keys + (now ^ 1) * SIZE); }
-        uint32_t mask[2][4]; // pairs of cells, asked for before the products
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-#pragma unroll
-            for (int n = 0; n < 4; n++) { mask[i][n] = pair_of(a, rows[i], tile * TILE_CELLS + 8 * n + 2 * tig); }
+        bool plain = may_skip && cell0 + TILE_CELLS <= a.n_kv;
+        if (looks) {
+            const uint4 x = *(const uint4 *) (seen + now * 8 * blockDim.x);
+            plain = plain && (x.x | x.y | x.z | x.w) == 0;
         }
-        float s[4][4], top[2] = { m[0], m[1] };
-        r.scores(k_row + (uint32_t) now * 2 * SIZE, s);
+        if (tile + 1 < tile1) { ask(tile + 1, now ^ 1); }
+        float s[M][4][4];
+        scores_of<D, M>(r, k_row + (uint32_t) now * 2 * SIZE, s);
+        if (__any_sync(~0u, !plain)) {
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
+            for (int i = 0; i < 2 * M; i++) { // looked up again: registers are for what most tiles need
+                const int row = min(row0 + i / 2 * ROWS + g + 8 * (i % 2), n_rows - 1),
+                          head = kvh * a.gqa + row % a.gqa;
+                const float slope = slope_of(a, head) * LOG2_E;
+                const __half * of =
+                    a.mask ? a.mask + probe_token(a, row) * a.mask_stride_token + head * a.mask_stride_head : nullptr;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float2 y = __half22float2(*(const __half2 *) &mask[i][n]);
+                for (int n = 0; n < 4; n++) {
+                    const uint32_t pair = pair_of(a, of, cell0 + 8 * n + 2 * tig);
+                    const float2 y = __half22float2(*(const __half2 *) &pair);
 #pragma unroll
-                for (int b = 0; b < 2; b++) {
-                    float & x = s[n][2 * i + b];
-                    x = (soften(a, x) + r.slope[i] * (b ? y.y : y.x)) * LOG2_E;
-                    top[i] = fmaxf(top[i], x);
+                    for (int b = 0; b < 2; b++) {
+                        float & x = s[i / 2][n][2 * (i % 2) + b];
+                        const float capped = a.softcap == 0.0f ? x : soften(a, x) * LOG2_E;
+                        x = fmaf(slope, b ? y.y : y.x, capped);
+                    }
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < 2; i++) { // of a thread's own columns: lanes meet at the end
-            const float base = top[i] == -INFINITY ? 0.0f : top[i];
-            l[i] = m[i] == -INFINITY ? 0.0f : l[i] * exp2f(m[i] - base);
-            m[i] = top[i];
+        for (int i = 0; i < 2 * M; i++) { // of a thread's own columns: lanes meet at the end
+            float x[8], top;
 #pragma unroll
-            for (int n = 0; n < 4; n++) { l[i] += exp2f(s[n][2 * i] - base) + exp2f(s[n][2 * i + 1] - base); }
+            for (int e = 0; e < 8; e++) { x[e] = s[i / 2][e / 2][2 * (i % 2) + e % 2]; }
+            top = fmaxf(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])), fmaxf(fmaxf(x[4], x[5]), fmaxf(x[6], x[7])));
+            top = fmaxf(top, m[i]);
+            if (top > m[i]) {
+                l[i] *= exp2_fast(m[i] - top);
+                m[i] = top;
+            }
+            const float base = top == -INFINITY ? 0.0f : top;
+#pragma unroll
+            for (int e = 0; e < 8; e++) { x[e] = exp2_fast(x[e] - base); }
+            l[i] += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
         }
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2 * M; i++) {
 #pragma unroll
         for (int d = 1; d <= 2; d *= 2) {
             const float m2 = __shfl_xor_sync(~0u, m[i], d), l2 = __shfl_xor_sync(~0u, l[i], d), top = fmaxf(m[i], m2),
@@ -162,7 +215,7 @@ static __global__ void __launch_bounds__(32 * WARPS) lse_kernel(const __grid_con
             l[i] = l[i] * exp2f(m[i] - base) + l2 * exp2f(m2 - base);
             m[i] = top;
         }
-        const int row = row0 + g + 8 * i;
+        const int row = row0 + i / 2 * ROWS + g + 8 * (i % 2);
         if (tig == 0 && row < n_rows) {
             a.partial[((size_t) split * a.n_head_kv + kvh) * a.n_rows + row] = make_float2(m[i], l[i]);
         }
@@ -221,10 +274,12 @@ static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __g
     float sum[4][2] = {};
     int seen[4][2] = {};
     for (int row0 = warp * ROWS; row0 < n_rows; row0 += ROWS * SUM_WARPS) {
-        probe_rows<D> r;
-        r.load(a, kvh, row0, n_rows);
+        probe_rows<D> tile[1];
+        const probe_rows<D> & r = tile[0];
+        tile[0].load(a, kvh, row0, n_rows);
         uint16_t mask[2][4][2]; // asked for before the products
-        float s[4][4], lse[2];
+        float s_of[1][4][4], lse[2];
+        const auto & s = s_of[0];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const uint16_t * row = a.mask && r.there[i]
@@ -240,7 +295,7 @@ static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __g
                 }
             }
         }
-        r.scores(k_row, s);
+        scores_of<D, 1>(tile, k_row, s_of);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
 #pragma unroll
@@ -307,15 +362,26 @@ template <typename F> static bool by_head_size(int head_size, F && f) {
     return false;
 }
 
+kvq_lse_shape kvq_lse_shape_of(int head_size, int n_rows) {
+    kvq_lse_shape shape = { 0, 0, 0 };
+    by_head_size(head_size, [&](auto d) {
+        const int rows = ROWS * tiles_a_warp<decltype(d)::value>, n_warps = (n_rows + rows - 1) / rows;
+        shape.n_blocks = (n_warps + LSE_WARPS - 1) / LSE_WARPS;
+        shape.n_warps = (n_warps + shape.n_blocks - 1) / shape.n_blocks;
+        shape.at_once = (rows > ROWS || head_size <= 256 ? 2 : 1) * LSE_WARPS / shape.n_warps;
+    });
+    return shape;
+}
+
 bool kvq_launch_lse(const kvq_score_args & a, cudaStream_t stream) {
     return by_head_size(a.head_size, [&](auto d) {
         constexpr int D = decltype(d)::value;
-        const dim3 grid((a.n_rows + ROWS * WARPS - 1) / (ROWS * WARPS), a.n_head_kv, a.n_splits),
-            merge((a.n_rows + 127) / 128, a.n_head_kv);
-        constexpr size_t nb = 4 * (size_t) TILE_CELLS * (D + 8);
+        const kvq_lse_shape shape = kvq_lse_shape_of(a.head_size, a.n_rows);
+        const dim3 grid(shape.n_blocks, a.n_head_kv, a.n_splits), merge((a.n_rows + 127) / 128, a.n_head_kv);
+        const size_t nb = 4 * (size_t) TILE_CELLS * (D + 8) + (size_t) shape.n_warps * 32 * 2 * 16;
         static kvq_shared_limit limit;
         limit.raise(lse_kernel<D>, nb);
-        lse_kernel<D><<<grid, 32 * WARPS, nb, stream>>>(a);
+        lse_kernel<D><<<grid, 32 * shape.n_warps, nb, stream>>>(a);
         lse_merge_kernel<<<merge, 128, 0, stream>>>(a);
     });
 }

@@ -26,10 +26,16 @@ struct kvq_score_args {
     // n_rows: of a KV head
     int n_head, n_head_kv, gqa, head_size, stride, page_cells, n_kv, n_splits, n_rows, n_head_log2;
     int map_stride;
-    bool mask_pairs; // two neighbours of a row, the first of them even, are one word
+    int mask_align; // so many neighbours of a row are one load, from a multiple of them on: 8, 2 or 1
     float scale, softcap, max_bias, m0, m1;
 };
 
+// blocks for the rows of a KV head and a split, warps of each, and blocks of a multiprocessor; 0: no kernel for this
+// head size
+struct kvq_lse_shape {
+    int n_blocks, n_warps, at_once;
+};
+kvq_lse_shape kvq_lse_shape_of(int head_size, int n_rows);
 // needs keys, partial, n_splits; false: no kernel for this head size
 bool kvq_launch_lse(const kvq_score_args & a, cudaStream_t stream);
 bool kvq_launch_scores(const kvq_score_args & a, int max_pages, cudaStream_t stream);
