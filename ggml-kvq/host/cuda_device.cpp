@@ -215,15 +215,16 @@ static bool attend_latent(kvq_backend_context & b, kvq_cuda_device & device, con
 }
 
 bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & l, const ggml_tensor * node,
-    int stream0, std::vector<kvq_attn> & streams, const kvq_chain_pages * predicted, bool recorded) {
+    int stream0, std::vector<kvq_attn> & streams, const kvq_chain_pages * predicted, kvq_run how) {
     const kvq_attn & a = streams[0];
     kvq_cuda_device & device = cuda(cache);
     const int n = (int) streams.size();
     if (l.d.latent) { return attend_latent(b, device, node, streams); }
     // probes: of each stream; in a recording the table says how many there are when it runs
     std::vector<int> n_probes((size_t) n, 0);
-    for (int s = 0; device.may_observe && l.probe && l.probe->asks(a.n_q) && s < n; s++) {
-        n_probes[(size_t) s] = recorded
+    const bool asks = device.may_observe && l.probe && l.probe->asks(a.n_q) && how != kvq_run::RECORD_UNSEEN;
+    for (int s = 0; asks && s < n; s++) {
+        n_probes[(size_t) s] = kvq_records(how)
             ? a.n_q
             : l.probe->prepare(l.spans.spans.data() + (size_t) (stream0 + s) * l.spans.n_pages,
                   l.spans.packed ? l.spans.n_pages : a.n_pages, stream0 + s, a.n_q,

@@ -1,8 +1,9 @@
 // One token of a model is the same graph many times over: llama.cpp reuses it while the padded cache length stays.
 // Such a graph is recorded once - the inner backend's kernels and ours, on its stream - and launched again as one
 // CUDA graph. What changes from step to step comes from device memory: the rows' addresses (kvq_cuda_device's table)
-// and the spans, both brought up to date before the launch. Sealing follows it. A step that reopens a sealed page
-// runs node by node: what it holds is decoded when its turn comes.
+// and the spans, both brought up to date before the launch. Where few steps score cells (zipcache) there is a second
+// recording, for those that do not. Sealing follows it. A step that reopens a sealed page runs node by node: what it
+// holds is decoded when its turn comes.
 #ifdef KVQ_CUDA
 #include "engines.h"
 #include "step.h"
@@ -64,11 +65,14 @@ struct kvq_cuda_step {
     bool fits = false;
     int n_run = 0;
     size_t n_rows = 0;
-    uint64_t generation = 0; // of the caches when the recording was made
     std::vector<write> writes;
     std::vector<look> looks;
     kvq_step step;
-    kvq_cuda_graph graph;
+    struct recording {
+        kvq_cuda_graph graph;
+        uint64_t generation; // of the caches when it was made
+    };
+    recording seen, unseen; // unseen: for steps that score no cell
 
     void learn(const kvq_backend_context & b, ggml_cgraph * g);
     void learn_attention(const kvq_step::part & x);
@@ -76,7 +80,8 @@ struct kvq_cuda_step {
     uint64_t moved() const;
     bool begin(kvq_cuda_device::step s);
     void end();
-    bool prepare(); // what scores read, once the rows are noted; false: a recording points elsewhere now
+    bool scores() const; // this step may, once its rows are noted
+    bool prepare();      // what scores read, once the rows are noted; false: a recording points elsewhere now
     void commit(int n_threads);
 };
 
@@ -85,7 +90,7 @@ void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
     first = g->n_nodes ? g->nodes[0] : nullptr;
     n_run = 0;
     n_rows = 0;
-    generation = ~0ull;
+    seen.generation = unseen.generation = ~0ull;
     writes.clear();
     looks.clear();
     step = kvq_step_of(b, g);
@@ -167,6 +172,13 @@ void kvq_cuda_step::end() {
     }
 }
 
+bool kvq_cuda_step::scores() const {
+    return looks.empty() || std::any_of(looks.begin(), looks.end(), [](const look & x) {
+        // a recording of packed pages knows how many there may be: one of them is enough to look after
+        return x.layer->spans.packed || x.layer->probe->sees(x.n_q, (uint64_t) x.layer->k->first_written(x.stream));
+    });
+}
+
 bool kvq_cuda_step::prepare() {
     for (kvq_kv_cache * c : step.caches) {
         for (auto & l : c->layers) {
@@ -209,24 +221,34 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         cuda(*c).set_stream(b.stream);
         cuda(*c).begin_evaluation();
     }
-    const bool replay = s.graph.ready() && s.generation == s.moved();
+    const auto holds = [&](const kvq_cuda_step::recording & r) { return r.graph.ready() && r.generation == s.moved(); };
+    const bool replay = holds(s.seen) || holds(s.unseen);
     if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay)) { // the first run brings every buffer to its size
         return kvq_run_step(b, graph, s.step, node_by_node);
     }
-    bool ok = s.begin(replay ? kvq_cuda_device::REPLAY : kvq_cuda_device::RECORD);
-    if (ok && replay) {
-        for (const kvq_cuda_step::write & w : s.writes) { ok = ok && kvq_set_rows(b, w.node, w.target); }
+    kvq_cuda_step::recording * r = &s.seen;
+    bool ok = true, ready = false;
+    if (replay) {
+        const uint64_t before = s.moved();
+        ok = s.begin(kvq_cuda_device::REPLAY);
+        for (const kvq_cuda_step::write & w : s.writes) {
+            if (ok && !kvq_set_rows(b, w.node, w.target)) { return GGML_STATUS_FAILED; }
+        }
         s.end();
-        if (!ok) { return GGML_STATUS_FAILED; }
         // a table that the recording reads has grown; rows that were noted are noted again
-        if (s.generation != s.moved()) { return kvq_run_step(b, graph, s.step, node_by_node); }
-        ok = s.prepare();
-    } else if (ok) {
-        s.generation = s.moved();
-        ok = s.graph.begin(b.stream);
+        if (before != s.moved()) { return kvq_run_step(b, graph, s.step, node_by_node); }
+        r = s.scores() ? &s.seen : &s.unseen;
+        ready = holds(*r);
+        ok = ok && (!ready || s.prepare());
+    }
+    if (ok && !ready) {
+        ok = s.begin(kvq_cuda_device::RECORD);
+        r->generation = s.moved();
+        ok = ok && r->graph.begin(b.stream);
         if (ok) {
-            const bool done = kvq_run_step(b, graph, s.step, kvq_run::RECORD) == GGML_STATUS_SUCCESS;
-            ok = s.graph.end(b.stream) && done && s.generation == s.moved() && s.prepare();
+            const kvq_run how = r == &s.seen ? kvq_run::RECORD : kvq_run::RECORD_UNSEEN;
+            const bool done = kvq_run_step(b, graph, s.step, how) == GGML_STATUS_SUCCESS;
+            ok = r->graph.end(b.stream) && done && r->generation == s.moved() && s.prepare();
         }
         s.end();
     }
@@ -236,7 +258,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         return kvq_run_step(b, graph, s.step, kvq_run::EAGER);
     }
     for (kvq_kv_cache * c : s.step.caches) { c->device.flush(); }
-    if (!s.graph.launch(b.stream)) {
+    if (!r->graph.launch(b.stream)) {
         kvq_report_error("the recorded step cannot be launched: set KVQ_CUDA_GRAPHS=0");
         return GGML_STATUS_FAILED;
     }

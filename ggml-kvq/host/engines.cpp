@@ -8,7 +8,7 @@ ggml_backend_buffer_type_t * kvq_cuda_extra_bufts(ggml_backend_dev_t) { return n
 std::unique_ptr<kvq_device> kvq_cuda_make_device(int) { return nullptr; }
 const char * kvq_cuda_refuse(const kvq_draft_layer &) { return "this build has no CUDA kernels"; }
 bool kvq_cuda_attend(kvq_backend_context &, kvq_kv_cache &, kvq_kv_layer &, const ggml_tensor *, int,
-    std::vector<kvq_attn> &, const kvq_chain_pages *, bool) {
+    std::vector<kvq_attn> &, const kvq_chain_pages *, kvq_run) {
     return false;
 }
 void kvq_cuda_use_stream(kvq_kv_cache &, void *) {}

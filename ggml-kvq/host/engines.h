@@ -2,7 +2,7 @@
 // and find none: engines.cpp.
 #pragma once
 
-#include "backend.h"
+#include "step.h"
 
 // cuda_device.cpp: devices KVQ<i> over CUDA<i>. kvq_cuda_stream: cuda_stream.cu, which alone knows ggml-cuda's context.
 int kvq_cuda_init(ggml_backend_reg * reg); // number of devices, 0: none
@@ -14,7 +14,7 @@ const char * kvq_cuda_refuse(const kvq_draft_layer & d);
 // node: FLASH_ATTN_EXT. Many rows: the layer is expanded to f16 and the inner backend's own kernel runs on it; few:
 // our kernel.
 bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer & layer, const ggml_tensor * node,
-    int stream0, std::vector<kvq_attn> & streams, const kvq_chain_pages * predicted, bool recorded);
+    int stream0, std::vector<kvq_attn> & streams, const kvq_chain_pages * predicted, kvq_run how);
 void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
 void * kvq_cuda_stream(ggml_backend_t inner);

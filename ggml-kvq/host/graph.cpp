@@ -223,7 +223,7 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
 }
 
 static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, kvq_run how) {
-    const bool recorded = how == kvq_run::RECORD;
+    const bool recorded = kvq_records(how);
     const ggml_tensor *q = node->src[0], *k = node->src[1], *mask = node->src[3], *sinks = node->src[4];
     kvq_kv_layer & l = *t.layer;
     const int page_cells = l.d.k.page_cells, n_kv = (int) k->ne[1], n_stream = (int) q->ne[3];
@@ -282,7 +282,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     if (!b.inner) {
         t.cache->device.attend(
             { streams.data(), n_stream, &l.k->layout(), &l.v->layout(), reading.predicted(), b.n_threads });
-    } else if (!kvq_cuda_attend(b, *t.cache, l, node, stream0, streams, reading.predicted(), recorded)) {
+    } else if (!kvq_cuda_attend(b, *t.cache, l, node, stream0, streams, reading.predicted(), how)) {
         return false;
     }
     reading.done();
@@ -355,7 +355,7 @@ static ggml_status compute_others(kvq_backend_context & b, ggml_cgraph * graph, 
     part.size = part.n_leafs = 0;
     part.leafs = part.grads = part.grad_accs = nullptr;
     part.uid = 0;
-    if (how == kvq_run::RECORD) { kvq_cuda_step_flush(b); }
+    if (kvq_records(how)) { kvq_cuda_step_flush(b); }
     if (b.inner && how != kvq_run::EAGER) { kvq_cuda_no_inner_graph(b.inner, &part); }
     return others->iface.graph_compute(others, &part);
 }
@@ -369,7 +369,7 @@ static bool compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_
     case kvq_step::SHIFT: return shift(b, x.node, x.target);
     case kvq_step::OWN: kvq_graph_op_compute(x.node, b.n_threads); return true;
     case kvq_step::SEAL:
-        if (how == kvq_run::RECORD) { return true; }
+        if (kvq_records(how)) { return true; }
         x.target.layer->k->commit(b.n_threads);
         x.target.layer->v->commit(b.n_threads);
         return true;
@@ -400,7 +400,7 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
         }
         at = "sealing";
         for (kvq_kv_cache * cache : step.caches) {
-            if (how != kvq_run::RECORD) { cache->commit(b.n_threads); }
+            if (!kvq_records(how)) { cache->commit(b.n_threads); }
             const std::string trouble = cache->trouble();
             if (!trouble.empty()) { kvq_report_note(trouble); }
         }

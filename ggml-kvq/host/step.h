@@ -28,8 +28,10 @@ struct kvq_step {
 };
 
 // EAGER: node by node. BEFORE_RECORDING: node by node too, but the step will be recorded soon, so the inner backend
-// makes no CUDA graph of a part. RECORD: nothing seals while a step is recorded.
-enum class kvq_run { EAGER, BEFORE_RECORDING, RECORD };
+// makes no CUDA graph of a part. RECORD: nothing seals while a step is recorded. RECORD_UNSEEN: likewise, for steps none
+// of whose rows scores cells (policy/probe.h).
+enum class kvq_run { EAGER, BEFORE_RECORDING, RECORD, RECORD_UNSEEN };
+static inline bool kvq_records(kvq_run how) { return how == kvq_run::RECORD || how == kvq_run::RECORD_UNSEEN; }
 
 kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph);
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how);

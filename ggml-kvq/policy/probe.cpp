@@ -28,7 +28,7 @@ std::vector<int32_t> kvq_probe_rows(int n, uint64_t at, float share, int page_ce
         const int tail = page_cells - (int) std::ceil(half * page_cells);
         for (int i = 0; i < n; i++) {
             const uint64_t row = at + (uint64_t) i;
-            if ((int) (row % (uint64_t) page_cells) >= tail || hash(row, seed) < half * 4294967296.0) {
+            if ((int) (row % (uint64_t) page_cells) >= tail || hash(row, 0) < half * 4294967296.0) {
                 rows.push_back(i);
             }
         }
@@ -126,6 +126,10 @@ void kvq_probe::add(int stream, int page, const float * more, const int32_t * mo
 }
 
 // ---------------------------------------------------------------- the table of a device
+
+bool kvq_probe::sees(int n_q, uint64_t first) const {
+    return asks(n_q) && !kvq_probe_rows(n_q, first, share, page_cells, seed).empty();
+}
 
 bool kvq_probe::reserve(int stream, int n_rows, int n_pages) {
     table & t = tables[(size_t) stream];

@@ -24,12 +24,12 @@ def probe_rows(n: int, at: int, share: float, page_cells: int, seed: int) -> lis
 
     at: cell of the first token; seed: ordinal of the layer. From 32 tokens on: the last ceil(share/2 * n), and as many
     of the others, those of the smallest hash of (cell, seed). Below: tokens whose cell modulo the page is within its
-    last share/2, and tokens whose hash is below share/2 of all.
+    last share/2, and tokens whose hash of (cell, 0) is below share/2 of all: the same in every layer.
     """
     half = float(np.float32(share)) / 2
     if n < 32:
         tail = page_cells - math.ceil(half * page_cells)
-        return [i for i in range(n) if (at + i) % page_cells >= tail or _hash(at + i, seed) < half * 2.0**32]
+        return [i for i in range(n) if (at + i) % page_cells >= tail or _hash(at + i, 0) < half * 2.0**32]
     n_half = math.ceil(half * n)
     n_rest = max(n - n_half, 0)
     rest = sorted(range(n_rest), key=lambda i: (_hash(at + i, seed), i))
