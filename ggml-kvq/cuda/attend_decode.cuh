@@ -394,7 +394,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             if (by_lane && PART != VALUES) {
                 __syncwarp();
 #pragma unroll
-                for (int j = 0; j < 4; j++) { mk[0][j] = mk[1][j] = (uint32_t) maps[unit % 2 * 64 + 16 * j + 2 * g]; }
+                for (int j = 0; j < 4; j++) { mk[0][j] = (uint32_t) maps[unit % 2 * 64 + 16 * j + 2 * g]; }
+            }
+            if (one_mask) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) { mk[1][j] = mk[0][j]; }
             }
 #pragma unroll
             for (int j = 0; j < 4; j++) {

@@ -17,7 +17,8 @@ __device__ __forceinline__ uint32_t mask_pair(
 }
 
 // mask of this thread's cells in S, STEP*i + {0, 1} from `slot` on in the page, i < N, for its two columns, from
-// mk[][j0] on; map: of those slots, if the page has one
+// mk[][j0] on; map: of those slots, if the page has one. With one mask for both, mk[0] alone: a copy would wait here
+// for what is not needed before the products.
 template <int N, int STEP>
 __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __half * const (&mask)[2], bool one_mask,
     const kvq_page & page, const int32_t * map, int slot, int j0, uint32_t (&mk)[2][4]) {
@@ -27,10 +28,7 @@ __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __hal
         for (int i = 0; i < N; i++) {
             mk[0][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[0] + cell) + STEP / 2 * i) : 0;
         }
-        if (one_mask) {
-#pragma unroll
-            for (int i = 0; i < N; i++) { mk[1][j0 + i] = mk[0][j0 + i]; }
-        } else {
+        if (!one_mask) {
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 mk[1][j0 + i] = mask[0] ? __ldg((const uint32_t *) (mask[1] + cell) + STEP / 2 * i) : 0;
@@ -41,7 +39,7 @@ __device__ __forceinline__ void load_mask(const kvq_attend_args & a, const __hal
 #pragma unroll
     for (int i = 0; i < N; i++) {
         mk[0][j0 + i] = mask_pair(a, mask[0], page, map + STEP * i, slot + STEP * i);
-        mk[1][j0 + i] = one_mask ? mk[0][j0 + i] : mask_pair(a, mask[1], page, map + STEP * i, slot + STEP * i);
+        if (!one_mask) { mk[1][j0 + i] = mask_pair(a, mask[1], page, map + STEP * i, slot + STEP * i); }
     }
 }
 

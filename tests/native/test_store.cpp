@@ -501,8 +501,41 @@ static void test_groups() {
     CHECK(kvq_host_available() > (size_t) 16 << 20, "this process has %zu bytes left", kvq_host_available());
 }
 
+// Blocks of a lane follow each other, whoever else takes some between; when memory ends, those that one lane has not
+// needed serve another.
+static void test_far_pool() {
+    constexpr size_t NB = 4096, N = 300; // two lanes of so many
+    setenv("KVQ_FAR_LIMIT", "1", 1);     // MiB: 256 blocks
+    kvq_far_pool pool(kvq_cpu_device(), "host", 2 * N * NB);
+    CHECK(pool.ok(), "%s", pool.error().c_str());
+    std::vector<uint8_t *> of[2];
+    int lane[2];
+    for (size_t i = 0; i < 100; i++) {
+        for (int x = 0; x < 2; x++) { of[x].push_back((uint8_t *) pool.take(NB, &lane[x], N)); }
+    }
+    for (const auto & blocks : of) {
+        int n_breaks = 0;
+        for (size_t i = 1; i < blocks.size(); i++) { n_breaks += blocks[i] != blocks[i - 1] + NB; }
+        CHECK(n_breaks < 8, "100 blocks lie in %d pieces", n_breaks + 1);
+    }
+    while (void * p = pool.take(NB, &lane[0], N)) { of[0].push_back((uint8_t *) p); }
+    CHECK(of[0].size() + of[1].size() == 256, "%zu blocks of 256 were had", of[0].size() + of[1].size());
+    CHECK(!pool.error().empty(), "memory ended and nothing is said");
+    std::set<void *> all(of[0].begin(), of[0].end());
+    all.insert(of[1].begin(), of[1].end());
+    CHECK(all.size() == 256, "a block was given twice");
+    for (uint8_t * p : of[1]) { pool.give(p, NB, &lane[1]); }
+    pool.leave(NB, &lane[1]);
+    int other = 0;
+    std::set<void *> again;
+    for (size_t i = 0; i < of[1].size(); i++) { again.insert(pool.take(NB, &other, N)); }
+    CHECK(again == std::set<void *>(of[1].begin(), of[1].end()), "what a lane left is not used again");
+    setenv("KVQ_FAR_LIMIT", "", 1);
+}
+
 int main(int argc, char ** argv) {
     test_groups();
+    test_far_pool();
     const unsigned seed = argc > 1 ? (unsigned) atoi(argv[1]) : 42;
     const int steps = argc > 2 ? atoi(argv[2]) : 1500;
     const config configs[] = {
