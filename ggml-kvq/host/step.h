@@ -28,8 +28,8 @@ struct kvq_step {
 };
 
 // EAGER: node by node. BEFORE_RECORDING: node by node too, but the step will be recorded soon, so the inner backend
-// makes no CUDA graph of a part. RECORD: nothing seals while a step is recorded. RECORD_UNSEEN: likewise, for steps none
-// of whose rows scores cells (policy/probe.h).
+// makes no CUDA graph of a part. RECORD: nothing seals while a step is recorded. RECORD_UNSEEN: likewise, for steps
+// none of whose rows scores cells (policy/probe.h).
 enum class kvq_run { EAGER, BEFORE_RECORDING, RECORD, RECORD_UNSEEN };
 static inline bool kvq_records(kvq_run how) { return how == kvq_run::RECORD || how == kvq_run::RECORD_UNSEEN; }
 

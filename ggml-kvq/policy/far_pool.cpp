@@ -102,8 +102,8 @@ bool kvq_far_pool::grow(size_t nb) {
     return true;
 }
 
-// Blocks of a lane that follow each other shall lie one behind the other, so that few long copies bring them over a bus:
-// a lane gets some at a time, a quarter of what it has.
+// Blocks of a lane that follow each other shall lie one behind the other, so that few long copies bring them over a
+// bus: a lane gets some at a time, a quarter of what it has.
 bool kvq_far_pool::refill(size_t nb, size_t n_most, share & its) {
     constexpr size_t LEAST = 16, NB_MOST = 16u << 20; // at a time: blocks, bytes
     size_t n = std::min(std::max(its.n_held / 4, LEAST), NB_MOST / nb);
