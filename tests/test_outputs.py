@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +92,32 @@ def test_results_are_files(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(KvqError, match="is no file of results"):
         results.read(tmp_path / "r.jsonl")
+
+
+def test_two_evaluations_do_not_share_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one would remove the first one's distributions, and write each row twice."""
+    rows, lock = folder / "rows.jsonl", folder / ".rows.jsonl.lock"
+    command = f"eval -m {folder}/m.gguf -f {TEXT} -c 128 --chunks 1 --quiet --cache kivi -o {rows}"
+    holder = (
+        f"import time; from ggml_kvq import files\nwith files.alone({str(rows)!r}, 'test'): print('held', flush=True);"
+        " time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        capsys.readouterr()
+        code = cli.main(command.split())
+        other.kill()
+        err = capsys.readouterr().err
+        assert code == 2
+        assert f"being written by another ggml-kvq eval (process {other.pid}); wait for it" in err, err
+        assert err.count("\n") == 1
+        assert not rows.exists()
+    assert lock.exists()  # of a killed process: nobody waits for it
+    assert cli.main(command.split()) == 0
+    assert len(results.read(rows)) == 2
+    assert not lock.exists()
+    assert not list(folder.glob("*.base"))
 
 
 def test_eval_measures_no_cache_that_lacks_its_means(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

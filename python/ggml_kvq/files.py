@@ -5,6 +5,7 @@ whole or not at all.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -135,3 +136,40 @@ def probe(path: str | os.PathLike[str]) -> None:
             target.unlink()
     except OSError as e:
         raise refuse(target, e) from e
+
+
+@contextmanager
+def alone(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Nobody else who asks so works on `path` in this block. KvqError, which names the process and `what` it runs, when
+    one does. A lock lies beside the file and goes with the block; one that a killed process left holds nobody up.
+    """
+    handle = -1
+    try:
+        target = target_of(path)
+        lock = target.with_name(f".{target.name}.lock")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = os.pread(handle, 20, 0).decode(errors="replace").strip() or "unknown"
+                raise KvqError(
+                    f"{path} is being written by another {what} (process {pid}); wait for it, or choose another file"
+                ) from None
+            except OSError:
+                break  # a file system without locks
+            if lock.exists() and os.path.samestat(os.fstat(handle), os.stat(lock)):
+                break
+            os.close(handle)  # whoever held it has just removed it
+        os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    except OSError as e:
+        raise refuse(Path(path), e) from e
+    except KvqError:
+        os.close(handle)
+        raise
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)

@@ -351,14 +351,16 @@ def run(args: argparse.Namespace) -> int:
     if not (args.file or args.tasks or args.drift or args.documents):
         raise KvqError("nothing to measure; give -f TEXT, --tasks LIST, --drift N or --documents PATH")
     evaluation = Evaluation(args)
-    for wanted, part in (
-        (args.file, evaluation.text),
-        (args.tasks, evaluation.retrieval),
-        (args.drift, evaluation.drift),
-        (args.documents, evaluation.documents),
-    ):
-        if wanted:
-            part()
+    with files.alone(args.output, "ggml-kvq eval"):
+        evaluation.results = results.ResultFile(args.output)  # another run may just have ended
+        for wanted, part in (
+            (args.file, evaluation.text),
+            (args.tasks, evaluation.retrieval),
+            (args.drift, evaluation.drift),
+            (args.documents, evaluation.documents),
+        ):
+            if wanted:
+                part()
     if evaluation.n_reused:
         print(
             f"ggml-kvq eval: reused {evaluation.n_reused} rows of {args.output}, measured"
