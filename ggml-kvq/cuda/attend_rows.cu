@@ -3,17 +3,12 @@
 // heads are above 128 channels, for want of registers. Values are on their way while keys are multiplied, and the
 // other way round. Tiles that nobody sees are skipped; only those of which a row does not see all look at the mask.
 #include "attend_rows.cuh"
+#include "instructions.cuh"
 
 constexpr int TILE = KVQ_ROWS_TILE;
 template <int D> constexpr int products_of = D <= 128 ? 2 : 1; // that share what is read, of 16 rows each
 template <int D> constexpr int warps_of = KVQ_ROWS_BLOCK / (16 * products_of<D>);
 constexpr float LOG2_E = 1.44269504f;
-
-static __device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // ---------------------------------------------------------------- which slots are seen
 
@@ -84,9 +79,7 @@ static __device__ __forceinline__ void ask_rows(
         const int t = THREADS % PIECES ? j / PIECES : t0 + i * (THREADS / PIECES),
                   c = 8 * (THREADS % PIECES ? j % PIECES : c0);
         // behind the head: any, queries are 0 there and nothing of it is stored
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 2 * (t * (D + 8) + c)),
-            "l"(rows + t * row_step + min(c, head_size - 8))
-            : "memory");
+        copy16(to + 2 * (t * (D + 8) + c), rows + t * row_step + min(c, head_size - 8));
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -217,7 +210,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
         if (__any_sync(~0u, higher)) {
 #pragma unroll
             for (int i = 0; i < 2 * B; i++) {
-                const float c = m[i] == -INFINITY ? 0.0f : exp2_of((m[i] - top[i]) * LOG2_E);
+                const float c = m[i] == -INFINITY ? 0.0f : exp2_fast((m[i] - top[i]) * LOG2_E);
                 m[i] = top[i];
                 l[i] *= c;
 #pragma unroll
@@ -235,7 +228,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float & x = s[i / 2][n][i % 2 * 2 + e];
-                    x = exp2_of(x * LOG2_E - base);
+                    x = exp2_fast(x * LOG2_E - base);
                     l[i] += x;
                 }
             }
@@ -284,8 +277,8 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
             float sum = l[i], cs = 1.0f, high = m[i];
             if (a.sinks) { // one more logit without a value
                 high = fmaxf(m[i], a.sinks[head]);
-                cs = m[i] == -INFINITY ? 0.0f : exp2_of((m[i] - high) * LOG2_E);
-                sum = sum * cs + exp2_of((a.sinks[head] - high) * LOG2_E);
+                cs = m[i] == -INFINITY ? 0.0f : exp2_fast((m[i] - high) * LOG2_E);
+                sum = sum * cs + exp2_fast((a.sinks[head] - high) * LOG2_E);
             }
             inv = sum > 0.0f ? cs / sum : 0.0f;
             if (a.stream[0].lse && tig == 0) { a.stream[0].lse[(size_t) token * a.n_head + head] = high + logf(sum); }

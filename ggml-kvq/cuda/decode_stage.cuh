@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attend.cuh"
+#include "instructions.cuh"
 
 namespace {
 
@@ -20,11 +21,6 @@ __device__ __forceinline__ uint32_t odd(uint32_t a, uint32_t b) { return __byte_
 __device__ __forceinline__ uint4 load16(const void * p) { return __ldg((const uint4 *) p); }
 __device__ __forceinline__ uint2 load8(const void * p) { return __ldg((const uint2 *) p); }
 __device__ __forceinline__ uint32_t rotate(uint32_t x, int right) { return __funnelshift_r(x, x, right); }
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 __device__ __forceinline__ constexpr float exp2_of(int n) {
     return n < 0 ? 1.0f / (float) (1 << -n) : (float) (1 << n);
 }
@@ -234,9 +230,6 @@ template <int D, int KB, int VB> void lay_out_stage(kvq_attend_args & a) {
     a.stage_wide = bytes ? keys + values : 0;
 }
 
-__device__ __forceinline__ void copy16(uint32_t to, const void * from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 __device__ __forceinline__ void copy8(uint32_t to, const void * from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }

@@ -2,6 +2,7 @@
 // far rows from tiles and back.
 #include "far.cuh"
 #include "far_unit.cuh"
+#include "instructions.cuh"
 
 #include <algorithm>
 
@@ -60,12 +61,6 @@ static __device__ __noinline__ void find_bin(const uint32_t * bins, int top, int
     above = found[1];
     in = found[2];
     __syncthreads();
-}
-
-static __device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 static __device__ __forceinline__ float score_of(unsigned long long key) { return __int_as_float((int) (key >> 32)); }

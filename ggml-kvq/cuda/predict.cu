@@ -5,6 +5,7 @@
 // is how they are packed), right operand = rows. The integer accumulator starts at the bits of 1.5 * 2^23, so that
 // its bits are those of a float that is the dot product above it: |dot| <= 32*127*63 < 2^22.
 #include "predict.cuh"
+#include "instructions.cuh"
 
 constexpr int OUT = 128, ROWS = 128, WARPS = 8, GROUPS = 2, STAGES = 3; // GROUPS: of a stage
 // bytes of a row in a stage; the padding keeps reads off equal banks
@@ -15,10 +16,6 @@ template <int BITS> struct stage_of {
     static constexpr int CODES = OUT / 16 * GROUPS * GROUP, STEPS = OUT * GROUPS * 2,
                          BYTES = CODES + STEPS + ROWS * X_STEP;
 };
-
-static __device__ __forceinline__ void copy16(uint32_t to, const void * from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
 
 static __device__ __forceinline__ void mma8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     constexpr int base = 0x4b400000;

@@ -1,6 +1,7 @@
 #include "saliency.cuh"
 
 #include "attend.cuh"
+#include "instructions.cuh"
 #include "tile.cuh"
 
 constexpr int ROWS = 16, SUM_WARPS = 8; // rows of a product; warps of a block of sums
@@ -88,11 +89,6 @@ template <int D> static __device__ __forceinline__ uint32_t ldmatrix_row(const _
 constexpr int LSE_WARPS = 8; // at most
 template <int D> constexpr int tiles_a_warp = D <= 128 ? 2 : 1;
 
-static __device__ __forceinline__ void copy_async(__half * to, const void * from) { // 16 bytes
-    const uint32_t at = (uint32_t) __cvta_generic_to_shared(to);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-}
-
 template <int D>
 static __device__ __forceinline__ void ask_keys(const kvq_score_args & a, int kvh, int cell0, __half * to) {
     const size_t step = (size_t) a.n_head_kv * a.head_size;
@@ -101,7 +97,7 @@ static __device__ __forceinline__ void ask_keys(const kvq_score_args & a, int kv
         // behind the head: any, queries are 0 there
         const uint16_t * from =
             a.keys + (size_t) min(cell0 + t, a.n_kv - 1) * step + (size_t) kvh * a.head_size + min(c, a.head_size - 8);
-        copy_async(to + t * (D + 8) + c, from);
+        copy16((uint32_t) __cvta_generic_to_shared(to + t * (D + 8) + c), from);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -111,12 +107,6 @@ static __device__ __forceinline__ uint32_t pair_of(const kvq_score_args & a, con
     if (cell + 1 < a.n_kv && (!row || a.mask_align >= 2)) { return row ? __ldg((const uint32_t *) (row + cell)) : 0; }
     const auto of = [&](int c) { return c >= a.n_kv ? 0xfc00u : row ? (uint32_t) __half_as_ushort(row[c]) : 0u; };
     return of(cell) | of(cell + 1) << 16;
-}
-
-static __device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 template <int D>
@@ -150,7 +140,8 @@ static __global__ void __launch_bounds__(32 * LSE_WARPS, D <= 256 ? 2 : 1)
     __half * const seen = s_keys + 2 * SIZE + 8 * threadIdx.x; // of the second buffer: behind all of the first
     const auto ask = [&](int tile, int to) {
         if (looks) {
-            copy_async(seen + to * 8 * blockDim.x, look + min(tile * TILE_CELLS + lane % 4 * 8, (a.n_kv - 8) & ~7));
+            copy16((uint32_t) __cvta_generic_to_shared(seen + to * 8 * blockDim.x),
+                look + min(tile * TILE_CELLS + lane % 4 * 8, (a.n_kv - 8) & ~7));
         }
         ask_keys<D>(a, kvh, tile * TILE_CELLS, s_keys + to * SIZE);
     };
