@@ -43,8 +43,9 @@ CACHES = [
     ("higgs-2", "KVQ0", "f16", "higgs", "bits=2"),
     ("higgs-4", "KVQ0", "f16", "higgs", "bits=4"),
     ("aqua-2 bias", "KVQ0", "f16", "aqua", "bits=2,predictor=bias"),
-    ("aqua-2 k", "KVQ0", "f16", "aqua", "bits=2,predictor=k"),
-    ("aqua-2 full", "KVQ0", "f16", "aqua", "bits=2,predictor=full"),
+    ("aqua-2 k", "KVQ0", "f16", "aqua", "bits=2,predictor=k,weights=8"),
+    ("aqua-2 full", "KVQ0", "f16", "aqua", "bits=2,predictor=full,weights=8"),
+    ("aqua-2 fold", "KVQ0", "f16", "aqua", "bits=2,predictor=fold,weights=8"),
     ("zipcache-60", "KVQ0", "f16", "zipcache", ""),
     ("zipcache blind", "KVQ0", "f16", "zipcache", ""),
     ("specache", "KVQ0", "f16", "specache", ""),
@@ -173,12 +174,13 @@ def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> No
     }
     data: dict[str, np.ndarray] = {}
     for i in filter(shape.attends, range(shape.layers)):
-        for name, inputs in (("k", kv), ("v", 2 * kv)):
+        for name in "kv":
             data[f"kvq.aqua.blk.{i}.{name}.bias"] = rng.standard_normal(kv).astype(np.float32)
+        for name, inputs in (("k.weight", kv), ("v.weight", 2 * kv), ("v.fold", 2 * kv)):
             if i and predictors:
                 blocks = rng.integers(0, 256, (kv, inputs // 32, 18), dtype=np.uint8)
                 blocks[:, :, :2] = np.frombuffer(np.float16(0.1 / inputs**0.5).tobytes(), dtype=np.uint8)
-                data[f"kvq.aqua.blk.{i}.{name}.weight"] = blocks.reshape(kv, -1)
+                data[f"kvq.aqua.blk.{i}.{name}"] = blocks.reshape(kv, -1)
         if i and predictors:
             meta[f"kvq.aqua.blk.{i}.prev"] = i - 1
     files.write_sidecar(path, meta, data)

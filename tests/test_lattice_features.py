@@ -18,10 +18,21 @@ def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model with means and predictors inside, fitted on the text of the walks."""
     folder = tmp_path_factory.mktemp("walks")
     model = Path(__file__).resolve().parents[1] / "models" / "kvq-demo-q8_0.gguf"
-    source = capture.GgufSource(model, TEXT, 512, 2)
-    fit = predictors.fit(source, n_sequences=6, length=512, folder=folder / "w", n_threads=2)
+    full, fold = (
+        predictors.fit(
+            capture.GgufSource(model, TEXT, 512, 2),
+            predictor=p,
+            n_sequences=6,
+            length=512,
+            folder=folder / p,
+            n_threads=2,
+        )
+        for p in ("full", "fold")
+    )
     files.write_sidecar(
-        folder / "s.gguf", files.predictor_fields(model, fit, predictors.Bits(), 4), files.predictor_arrays(fit)
+        folder / "s.gguf",
+        files.predictor_fields(model, full, predictors.Bits(), 4),
+        {**files.predictor_arrays(fold), **files.predictor_arrays(full)},
     )
     files.embed(model, folder / "s.gguf", folder / "m.gguf")
     return folder / "m.gguf"
@@ -43,6 +54,7 @@ WALKS = [
     ("specache", "near=aqua,bits=1,window=32,top=16", 0.5, 4),
     ("aqua", "predictor=full", 0.1, 1),
     ("aqua", "predictor=full,k_bits=2,v_bits=1,window=32", 0.3, 2),
+    ("aqua", "predictor=fold", 0.1, 1),
 ]
 
 
@@ -62,6 +74,7 @@ def test_random_walk_follows_upstream(
         "predictor=bias",
         "predictor=bias shifted",
         "predictor=full",
+        "predictor=fold",
         "higgs",
         "auto level=20,pairs=norm",
         "auto level=50,pairs=norm shifted",
@@ -89,7 +102,7 @@ def test_saved_sequence_reads_back_equal(own_model: Path, opts: str) -> None:
     assert np.abs(p - q).max() < 1e-4
 
 
-@pytest.mark.parametrize("predictor", ["bias", "full"])
+@pytest.mark.parametrize("predictor", ["bias", "full", "fold"])
 def test_a_shift_and_back_changes_nothing(own_model: Path, predictor: str) -> None:
     """Sealed keys hold no position: moving all cells by 96 and back leaves the same blocks, the window loses f16
     rounding only.

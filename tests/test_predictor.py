@@ -38,9 +38,9 @@ def test_predictions_equal_the_definition_to_the_bit(lib, n_in, n_out, bits):
     assert np.array_equal(kernels.predict(lib, packed, rows), predictor.predict(w, bits, rows))
 
 
-@pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.015), (4, 0.1)])
+@pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.1)])
 def test_predictions_are_near_the_product_in_f64(lib, bits, tolerance):
-    """Root mean square of the error over that of the product; 8 bits round weights to 1/63 of their group's
+    """Root mean square of the error over that of the product; 8 bits round weights to 1/63 of their output's
     largest, rows to 1/127.
     """
     rng = np.random.default_rng(0)
@@ -155,12 +155,14 @@ def test_u12_permuted_keys_give_the_same_residual():
 
 
 class Made:
-    """A source of rows that follow known predictors."""
+    """A source of rows that follow known predictors; fold: values from keys of both layers, which
+    differ enough there to tell their predictors apart.
+    """
 
-    def __init__(self, n_layer=4, width=64, noise=0.05, bad_sink=False):
+    def __init__(self, n_layer=4, width=64, noise=0.05, bad_sink=False, fold=False):
         rng = np.random.default_rng(7)
         self.shapes = [(il, 2, width // 2, width // 2) for il in range(n_layer)]
-        self.key = ["made", bad_sink]
+        self.key, self.fold = ["made", bad_sink, fold], fold
         self.wk = [rng.normal(size=(width, width)) / np.sqrt(width) for _ in range(n_layer)]
         self.wv = [rng.normal(size=(width, 2 * width)) / np.sqrt(2 * width) for _ in range(n_layer)]
         self.noise, self.width, self.bad_sink, self.calls = noise, width, bad_sink, 0
@@ -177,8 +179,9 @@ class Made:
         k, v = (rng.normal(size=(len(tokens), self.width)) for _ in range(2))
         for il in range(len(self.shapes)):
             if il:
-                k = k @ self.wk[il].T + self.noise * rng.normal(size=k.shape)
-                v = np.concatenate([k, v], 1) @ self.wv[il].T + self.noise * rng.normal(size=k.shape)
+                below = k if self.fold else v
+                k = k @ self.wk[il].T + (0.5 if self.fold else self.noise) * rng.normal(size=k.shape)
+                v = np.concatenate([k, below], 1) @ self.wv[il].T + self.noise * rng.normal(size=k.shape)
             a, b = (k + 3).astype(np.float32), (v - 2).astype(np.float32)
             a[:sinks], b[:sinks] = 500, -500
             yield il, a[sinks:], b[sinks:]
@@ -187,15 +190,25 @@ class Made:
         pass
 
 
+@pytest.mark.parametrize("predictor", ["full", "fold"])
 @pytest.mark.parametrize("form", ["f16", "q4_0"])
-def test_known_predictors_are_found(tmp_path, form):
-    made = Made()
-    fit = predictors.fit(made, form=form, bits=predictors.Bits(4, 4), n_sequences=8, length=400, folder=tmp_path / "w")
+def test_known_predictors_are_found(tmp_path, form, predictor):
+    made = Made(fold=predictor == "fold")
+    fit = predictors.fit(
+        made,
+        predictor=predictor,
+        form=form,
+        bits=predictors.Bits(4, 4),
+        n_sequences=8,
+        length=400,
+        folder=tmp_path / "w",
+    )
     for il in range(1, 4):
         got = [weights.to_f32(w, form) for w in fit.layers[il].weight]
         for w, want in zip(got, (made.wk[il], made.wv[il])):
             assert np.sqrt(((w - want) ** 2).mean() / (want**2).mean()) < 0.3
-        assert min(fit.layers[il].explained) > (0.97 if form == "f16" else 0.93)
+        known = fit.layers[il].explained[made.fold :]  # of keys there is much that nothing predicts
+        assert min(known) > (0.97 if form == "f16" else 0.93)
     assert np.abs(fit.layers[2].mean[0] - 3).max() < 0.15 and np.abs(fit.layers[2].mean[1] + 2).max() < 0.15
     assert fit.layers[0].weight == [None, None] and [x.prev for x in fit.layers.values()] == [-1, 0, 1, 2]
 
@@ -248,14 +261,24 @@ def test_layers_of_unequal_width_are_refused(tmp_path):
 # ------------------------------------------------------------------ whole models
 
 
+def fit_both(folder, **how):
+    """A sidecar made for `full` that holds what `fold` wants as well; keys are predicted alike."""
+    full, fold = (
+        predictors.fit(capture.GgufSource(MODEL, TEXT, 256, 1), predictor=p, folder=folder / p, **how)
+        for p in ("full", "fold")
+    )
+    arrays = {**files.predictor_arrays(fold), **files.predictor_arrays(full)}
+    for il, layer in full.layers.items():
+        assert not il or np.array_equal(layer.weight[0], fold.layers[il].weight[0])
+    out = folder / "demo.kvq.gguf"
+    files.write_sidecar(out, files.predictor_fields(MODEL, full, predictors.Bits(), 4), arrays)
+    return out
+
+
 @pytest.fixture(scope="module", params=["f16", "q4_0"])
 def sidecar(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("predictors")
-    source = capture.GgufSource(MODEL, TEXT, 256, 1)
-    fit = predictors.fit(source, form=request.param, n_sequences=4, length=256, folder=folder / "w", n_threads=1)
-    out = folder / "demo.kvq.gguf"
-    files.write_sidecar(out, files.predictor_fields(MODEL, fit, predictors.Bits(), 4), files.predictor_arrays(fit))
-    return out
+    return fit_both(folder, form=request.param, n_sequences=4, length=256, n_threads=1)
 
 
 def opened(config=None, opts="", **kw):
@@ -282,12 +305,12 @@ def exact():
 
 def test_predictors_help_in_order(sidecar, exact):
     loss = {}
-    for name in ("bias", "k", "full"):
+    for name in ("bias", "k", "full", "fold"):
         with opened(sidecar, f"predictor={name},window=32") as m:
             loss[name] = kld(m, *exact)
             line = m.load_line
         assert ("million multiply-adds a cell and token" in line) == (name != "bias"), line
-    assert loss["k"] < 0.7 * loss["bias"] and loss["full"] < 0.8 * loss["k"], loss
+    assert loss["k"] < 0.7 * loss["bias"] and loss["full"] < 0.8 * loss["k"] and loss["fold"] < 0.9 * loss["k"], loss
 
 
 def test_auto_takes_what_the_file_was_made_for_and_a_model_may_hold_it(sidecar, tmp_path, exact):
@@ -307,7 +330,21 @@ def test_auto_takes_what_the_file_was_made_for_and_a_model_may_hold_it(sidecar, 
         assert m.logits(exact[0][:8]).shape[0] == 8
 
 
-@pytest.mark.parametrize("name", ["k", "full"])
+def test_auto_takes_fold(sidecar, tmp_path, exact):
+    def made_for_fold(m, d):
+        m["kvq.aqua.predictor"] = "fold"
+        for name in [n for n in d if n.endswith("v.weight")]:
+            del d[name]
+
+    with (
+        opened(change(sidecar, tmp_path / "fold.gguf", made_for_fold)) as a,
+        opened(sidecar, "predictor=fold") as b,
+    ):
+        assert "predictor fold" in a.load_line and "hold the rows of two layers" in a.load_line
+        assert np.array_equal(*(m.logits(exact[0][:300]) for m in (a, b)))
+
+
+@pytest.mark.parametrize("name", ["k", "full", "fold"])
 def test_a_saved_state_comes_back_bit_for_bit(sidecar, tmp_path, name, exact):
     ids = exact[0]
     with opened(sidecar, f"predictor={name},window=32") as m:
@@ -321,10 +358,11 @@ def test_a_saved_state_comes_back_bit_for_bit(sidecar, tmp_path, name, exact):
     assert np.array_equal(np.array(got), np.array(want))
 
 
-def test_threads_change_nothing(sidecar, exact):
+@pytest.mark.parametrize("name", ["full", "fold"])
+def test_threads_change_nothing(sidecar, exact, name):
     rows = []
     for n_threads in (1, 3):
-        with opened(sidecar, "predictor=full,window=32", n_threads=n_threads) as m:
+        with opened(sidecar, f"predictor={name},window=32", n_threads=n_threads) as m:
             for _ in m.feed(exact[0][:400]):
                 pass
             rows.append(np.array([x.copy() for x in m.feed(exact[0][400:420], outputs=np.ones(20, bool), n_ubatch=1)]))
@@ -350,13 +388,14 @@ def test_bad_predictors_are_refused_with_the_field_named(sidecar, tmp_path, fiel
         opened(change(sidecar, tmp_path / "bad.gguf", BAD[field]))
 
 
-def test_means_alone_do_not_make_a_predictor(sidecar, tmp_path):
+@pytest.mark.parametrize(("wanted", "ends"), [("full", "weight"), ("fold", "fold")])
+def test_means_alone_do_not_make_a_predictor(sidecar, tmp_path, wanted, ends):
     def strip(m, d):
-        for name in [n for n in d if n.endswith("weight")]:
+        for name in [n for n in d if n.endswith(ends)]:
             del d[name]
 
-    with pytest.raises(KvqError, match="--predictor full"):
-        opened(change(sidecar, tmp_path / "means.gguf", strip), "predictor=full")
+    with pytest.raises(KvqError, match=f"--predictor {wanted}"):
+        opened(change(sidecar, tmp_path / "means.gguf", strip), f"predictor={wanted}")
 
 
 # ------------------------------------------------------------------ Hugging Face

@@ -263,7 +263,7 @@ def test_doctor(demo_model: Path, tmp_path: Path) -> None:
 COMPLETED = [
     ("ggml-kvq cal", "calibrate"),
     ("ggml-kvq methods xq", "xquant"),
-    ("ggml-kvq calibrate --predictor f", "full"),
+    ("ggml-kvq calibrate --predictor fu", "full"),
     ("ggml-kvq eval --cac", "--cache"),
     ("llama-cli --kv-method xq", "xquant"),
     ("llama-server --kv-st", "--kv-stats-file"),

@@ -3,6 +3,7 @@
 //   kvq.aqua.blk.<il>.{k,v}.bias    f32 [width], channel means of un-rotated keys and of values
 //   kvq.aqua.blk.<il>.k.weight      f32, f16 or q4_0 [width][width of keys of layer prev], on rows less their means
 //   kvq.aqua.blk.<il>.v.weight      likewise, inputs: keys of layer il, then values of layer prev
+//   kvq.aqua.blk.<il>.v.fold        likewise, inputs: keys of layer il, then keys of layer prev
 //   kvq.aqua.blk.<il>.prev          u32, the layer before it in the cache
 // Implemented in host/calibration.cpp, which reads GGUF files.
 #pragma once
@@ -22,14 +23,14 @@ struct kvq_calibration {
         std::vector<uint8_t> raw;           // rows of ggml blocks; empty once packed
     };
     struct layer : kvq_layer_calibration {
-        matrix k, v;
+        matrix k, v, fold;              // fold: of values, from keys alone
         std::vector<uint8_t> packed[3]; // what w points at
     };
     std::map<int, layer> layers;
     std::string path, predictor;
     // il: a layer of this plan, prev: the one before it in the cache or -1; width_v 0: not known yet
     bool fits(int il, int prev, const kvq_layer_plan & plan, int width_k, int width_v, std::string & err) const;
-    void pack(int bits, bool values); // predictors for kernels
+    void pack(int bits, bool values, bool fold); // predictors for kernels
 };
 
 // Refuses with the field named: another model, version, type, shape, or a value that is not finite.

@@ -16,7 +16,8 @@
 namespace {
 
 struct page_work {
-    std::vector<float> rows, decoded, sums;
+    std::vector<float> rows, decoded;
+    std::vector<int32_t> sums;
     std::vector<uint16_t> tile;
     std::vector<int32_t> positions;
 };
@@ -29,7 +30,7 @@ page_work * works_for(const kvq_chain_pages & k, const kvq_chain_pages * v, int 
         for (const kvq_chain_pages * c : { &k, v }) {
             if (!c || !c->l) { continue; }
             const size_t n = (size_t) c->l->page_cells,
-                         groups = (size_t) std::max(c->from_k.n_groups(), c->from_v.n_groups());
+                         groups = (size_t) std::max(c->from[0].n_groups(), c->from[1].n_groups());
             w.rows.resize(std::max(w.rows.size(), n * c->stride));
             w.decoded.resize(std::max(w.decoded.size(), n * c->l->head_stride()));
             w.sums.resize(std::max(w.sums.size(), n * std::max<size_t>(groups, 1)));
@@ -52,19 +53,13 @@ const void * params_of(const kvq_chain_pages & c, int i) { return c.value ? c.pa
 const void * codes_of(const kvq_chain_pages & c, int i) { return c.value ? c.pages[i].v_codes : c.pages[i].k_codes; }
 
 // W x of page i, f32 [cell][stride]; zeros where nothing is predicted
-void predict_page(const kvq_chain_pages & c, int i, float * out, std::vector<float> & sums) {
+void predict_page(const kvq_chain_pages & c, int i, float * out, std::vector<int32_t> & sums) {
     const int n = c.l->page_cells;
-    const size_t at = (size_t) i * n;
-    const auto add = [&](const kvq_predictor & p, int v, bool to_it) {
-        kvq_get_kernels().predict(
-            p, n, c.row[v] + at * c.stride8[v], c.stride8[v], c.scale[v] + at, to_it, out, c.stride, sums.data());
-    };
-    if (!c.from_k.bits) {
-        std::fill_n(out, n * c.stride, 0.0f);
-        return;
+    if (!c.from[0].bits) { std::fill_n(out, n * c.stride, 0.0f); }
+    for (int j = 0; j < 2 && c.from[j].bits; j++) {
+        const kvq_rows8 x = c.in[j].from((size_t) i * n);
+        kvq_get_kernels().predict(c.from[j], n, x.row, x.stride, x.scale, j > 0, out, c.stride, sums.data());
     }
-    add(c.from_k, 0, false);
-    if (c.from_v.bits) { add(c.from_v, 1, true); }
 }
 
 // rows += decoded rows of all heads of a sealed page
@@ -114,10 +109,9 @@ void step_page(const kvq_chain_pages & c, int i, page_work & w) {
     } else {
         std::fill_n(out, l.page_cells * c.stride, 0.0f);
     }
-    const size_t at = (size_t) i * l.page_cells;
-    for (int t = 0; t < l.page_cells; t++) {
-        K.quantise_row(l.n_head * l.codec.head_size, out + t * c.stride, c.row[c.value] + (at + t) * c.stride8[c.value],
-            c.scale[c.value] + at + t);
+    for (int t = 0; c.out.row && t < l.page_cells; t++) {
+        const kvq_rows8 to = c.out.from((size_t) i * l.page_cells + t);
+        K.quantise_row(l.n_head * l.codec.head_size, out + t * c.stride, to.row, to.scale);
     }
 }
 
@@ -157,8 +151,10 @@ private:
     void read_page(int p, int j, kvq_page & page, page_work & w) {
         for (int v = 0; v < 2; v++) {
             const kvq_chain_pages & c = lanes[v];
-            if (!c.l || !params_of(c, p)) { continue; }
+            // values want the rows of their keys, sealed or not
+            if (!c.l || (!params_of(c, p) && (v || !lanes[1].l))) { continue; }
             step_page(c, p, w);
+            if (!params_of(c, p)) { continue; }
             const kvq_lane_layout & l = *c.l;
             const int D = l.codec.head_size;
             uint16_t * tile = tiles[v] + (size_t) j * l.nb_frame / 2;

@@ -15,56 +15,77 @@ static void quantise_row(int n, const float * x, int8_t * x8, float * s) {
     *s = amax >= 1e-30f ? amax / 127.0f : 0.0f;
 }
 
-// A tile of 16 outputs for R rows. base [row][group] = offset * sum of the group's x8.
-template <int B, int R>
-static inline void predict_tile(const kvq_predictor & p, int tile, const int8_t * x, size_t x_stride,
-    const float * base, const float * s, bool add, float * out, size_t out_stride) {
+static inline void store_product(f32x16 sum, float s, bool add, float * to) {
+    const f32x16 y = f32_mul(sum, f32_set1(s));
+    f32_store(to, add ? f32_add(f32_load(to), y) : y);
+}
+
+// A tile of 16 outputs for R rows. base [row]: 64 * sum of x8
+template <int R>
+static inline void predict_tile8(const kvq_predictor & p, int tile, const int8_t * x, size_t x_stride,
+    const int32_t * base, const float * s, bool add, float * out, size_t out_stride) {
+    const int n_chunks = p.n_groups() * 8;
+    const uint8_t * codes = p.codes() + (size_t) tile * n_chunks * 64;
+    i32x16 acc[R];
+    for (int r = 0; r < R; r++) { acc[r] = i32_zero(); }
+    for (int c = 0; c < n_chunks; c++) {
+        const u8x64 w = u8_load(codes + 64 * c);
+        for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], w, x + r * x_stride + 4 * c); }
+    }
+    const f32x16 step = f32_load(p.steps8() + 16 * tile);
+    for (int r = 0; r < R; r++) {
+        const f32x16 sum = f32_mul(step, f32_from_i32(i32_sub(acc[r], i32_set1(base[r]))));
+        store_product(sum, s[r], add, out + r * out_stride + tile * 16);
+    }
+}
+
+// base [row][group] = 8 * sum of the group's x8
+template <int R>
+static inline void predict_tile4(const kvq_predictor & p, int tile, const int8_t * x, size_t x_stride,
+    const int32_t * base, const float * s, bool add, float * out, size_t out_stride) {
     const int G = p.n_groups();
     const uint8_t * codes = p.codes() + (size_t) tile * G * p.nb_group();
-    const uint16_t * steps = p.steps() + (size_t) tile * G * 16;
+    const uint16_t * steps = p.steps4() + (size_t) tile * G * 16;
     f32x16 sum[R];
     for (int r = 0; r < R; r++) { sum[r] = f32_set1(0.0f); }
     for (int g = 0; g < G; g++, codes += p.nb_group()) {
         i32x16 acc[R];
         for (int r = 0; r < R; r++) { acc[r] = i32_zero(); }
         for (int c = 0; c < 8; c++) {
-            const u8x64 w = B == 8 ? u8_load(codes + 64 * c) : u8_field(u8_load(codes + c / 2 * 64), c % 2 * 4, 15, 0);
+            const u8x64 w = u8_field(u8_load(codes + c / 2 * 64), c % 2 * 4, 15, 0);
             for (int r = 0; r < R; r++) { acc[r] = dot4(acc[r], w, x + r * x_stride + g * 32 + 4 * c); }
         }
         const f32x16 step = f32_load_f16(steps + 16 * g);
         for (int r = 0; r < R; r++) {
-            sum[r] = f32_add(sum[r], f32_mul(step, f32_sub(f32_from_i32(acc[r]), f32_set1(base[r * G + g]))));
+            const f32x16 dot = f32_from_i32(i32_sub(acc[r], i32_set1(base[r * G + g])));
+            sum[r] = f32_add(sum[r], f32_mul(step, dot));
         }
     }
-    for (int r = 0; r < R; r++) {
-        const f32x16 y = f32_mul(sum[r], f32_set1(s[r]));
-        float * to = out + r * out_stride + tile * 16;
-        f32_store(to, add ? f32_add(f32_load(to), y) : y);
-    }
+    for (int r = 0; r < R; r++) { store_product(sum[r], s[r], add, out + r * out_stride + tile * 16); }
 }
 
 static void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
-    float * out, size_t out_stride, float * work) {
-    const int G = p.n_groups();
+    float * out, size_t out_stride, int32_t * base) {
+    const int G = p.n_groups(), of_row = p.bits == 8 ? 1 : G, n = G * 32 / of_row; // sums of a row, inputs of one
     for (int r = 0; r < n_rows; r++) {
-        for (int g = 0; g < G; g++) {
+        for (int i = 0; i < of_row; i++) {
             int sum = 0;
-            for (int j = 0; j < 32; j++) { sum += x[r * x_stride + g * 32 + j]; }
-            work[r * G + g] = (float) (p.offset() * sum);
+            for (int j = 0; j < n; j++) { sum += x[r * x_stride + i * n + j]; }
+            base[r * of_row + i] = p.offset() * sum;
         }
     }
     for (int tile = 0; tile < p.n_tiles(); tile++) {
 #define CALL(R, r)                                                                                                     \
-    predict_tile<8, R>(                                                                                                \
-        p, tile, x + (r) * x_stride, x_stride, work + (r) * G, s + (r), add, out + (r) * out_stride, out_stride)
+    predict_tile8<R>(                                                                                                  \
+        p, tile, x + (r) * x_stride, x_stride, base + (r), s + (r), add, out + (r) * out_stride, out_stride)
         if (p.bits == 8) {
             KVQ_ROWS(n_rows, CALL);
             continue;
         }
 #undef CALL
 #define CALL(R, r)                                                                                                     \
-    predict_tile<4, R>(                                                                                                \
-        p, tile, x + (r) * x_stride, x_stride, work + (r) * G, s + (r), add, out + (r) * out_stride, out_stride)
+    predict_tile4<R>(                                                                                                  \
+        p, tile, x + (r) * x_stride, x_stride, base + (r) * G, s + (r), add, out + (r) * out_stride, out_stride)
         KVQ_ROWS(n_rows, CALL);
 #undef CALL
     }

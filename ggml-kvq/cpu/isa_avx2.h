@@ -170,6 +170,7 @@ static inline __m256 exp2_8(__m256 x0) {
 static inline f32x16 f32_exp2(f32x16 x) { return { exp2_8(x.a), exp2_8(x.b) }; }
 
 static inline i32x16 i32_zero() { return { _mm256_setzero_si256(), _mm256_setzero_si256() }; }
+static inline i32x16 i32_set1(int32_t x) { return { _mm256_set1_epi32(x), _mm256_set1_epi32(x) }; }
 static inline i32x16 i32_add(i32x16 x, i32x16 y) { return { _mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b) }; }
 static inline i32x16 i32_sub(i32x16 x, i32x16 y) { return { _mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b) }; }
 static inline f32x16 f32_from_i32(i32x16 x) { return { _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b) }; }

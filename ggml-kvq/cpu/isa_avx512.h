@@ -132,6 +132,7 @@ static inline f32x16 f32_exp2(f32x16 x) {
 }
 
 static inline i32x16 i32_zero() { return _mm512_setzero_si512(); }
+static inline i32x16 i32_set1(int32_t x) { return _mm512_set1_epi32(x); }
 static inline i32x16 i32_add(i32x16 a, i32x16 b) { return _mm512_add_epi32(a, b); }
 static inline i32x16 i32_sub(i32x16 a, i32x16 b) { return _mm512_sub_epi32(a, b); }
 static inline f32x16 f32_from_i32(i32x16 a) { return _mm512_cvtepi32_ps(a); }

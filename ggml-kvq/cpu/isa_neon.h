@@ -166,6 +166,11 @@ static inline i32x16 i32_zero() {
     KVQ_EACH r.v[i] = vdupq_n_s32(0);
     return r;
 }
+static inline i32x16 i32_set1(int32_t x) {
+    i32x16 r;
+    KVQ_EACH r.v[i] = vdupq_n_s32(x);
+    return r;
+}
 static inline i32x16 i32_add(i32x16 a, i32x16 b) {
     KVQ_EACH a.v[i] = vaddq_s32(a.v[i], b.v[i]);
     return a;

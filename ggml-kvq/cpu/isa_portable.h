@@ -155,6 +155,11 @@ static inline void f32_transpose(f32x16 * x) {
 }
 
 static inline i32x16 i32_zero() { return i32x16{}; }
+static inline i32x16 i32_set1(int32_t x) {
+    i32x16 r;
+    KVQ_EACH(16) r.v[i] = x;
+    return r;
+}
 static inline i32x16 i32_add(i32x16 a, i32x16 b) {
     KVQ_EACH(16) a.v[i] += b.v[i];
     return a;

@@ -161,7 +161,7 @@ struct kvq_kernels {
     // [n_rows][groups]
     void (*quantise_row)(int n, const float * x, int8_t * x8, float * s);
     void (*predict)(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
-        float * out, size_t out_stride, float * work);
+        float * out, size_t out_stride, int32_t * work);
     // decoded rows of a lattice block, f32 [n_cells][stride], the values of its decode
     void (*lattice_rows)(
         const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride);

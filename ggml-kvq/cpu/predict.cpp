@@ -14,7 +14,8 @@ void kvq_cpu_predict(const kvq_predictor & p, int64_t n, const float * rows, int
 #pragma omp parallel for num_threads(n_threads) if (n_blocks > 1 && n_threads > 1)
     for (int64_t b = 0; b < n_blocks; b++) {
         std::vector<int8_t> x8(BLOCK * stride8);
-        std::vector<float> y(BLOCK * width), work((size_t) BLOCK * p.n_groups());
+        std::vector<float> y(BLOCK * width);
+        std::vector<int32_t> work((size_t) BLOCK * p.n_groups());
         float s[BLOCK];
         const int64_t first = b * BLOCK, count = std::min(BLOCK, n - first);
         for (int64_t t = 0; t < count; t++) {

@@ -83,7 +83,7 @@ kvq_cuda_device::~kvq_cuda_device() {
         }
         cudaFree(stage);
         cudaFree(far_sums);
-        cudaFree(far_memory);
+        cudaFree(logits_memory);
         cudaFree(lse);
         cudaFree(parts);
         cudaFree(addresses);
@@ -296,7 +296,14 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
         nb += (size_t) k.n_head * (k.n_pages + 8) * k.page_cells * k.n_stream * sizeof(float) * (1 + 8) + (8u << 20);
     }
     nb += seen.size() * KVQ_SEEN_BLOCKS * ((size_t) k.n_pages + 1) * sizeof(int32_t);
-    if (k.chained) { nb += sizeof(float) * width * std::min(k.n_pages * k.page_cells, CHAIN_CELLS); }
+    if (k.chained) { // predictions of a stripe, a chunk's sums of rows
+        for (const kvq_lane_layout * l : { &k, &v }) {
+            const size_t channels = (size_t) l->n_head * l->codec.head_size;
+            nb += sizeof(float) * channels * std::min(k.n_pages * k.page_cells, stripe_cells((int) channels));
+        }
+        nb +=
+            ((size_t) k.n_head * k.n_pages * k.page_cells * sizeof(float) * 8 + (1u << 20)) * k.n_stream + (16u << 20);
+    }
     nb_promised = std::max(nb_promised, nb);
     return nb;
 }
@@ -477,6 +484,11 @@ void kvq_cuda_device::attend(
             const kvq_attn & s = attn[i0 + i];
             a.stream[i] = { s.q, (const __half *) s.mask, s.dst, s.pages, s.lse, nullptr, nullptr, nullptr, nullptr };
         }
+        if (chain && may_fold(a, attn + i0, chain + 2 * i0)) {
+            flush_rows();
+            if (!attend_fold(a, attn + i0, n_streams, chain + 2 * i0)) { return; }
+            continue;
+        }
         // as f16 rows then
         if (left_out &&
             (chain || f.lse || !kvq_decode_fits(a, n_streams) || !reads_sealed(attn + i0, n_streams, a) ||
@@ -551,7 +563,9 @@ void kvq_cuda_device::attend(
 void kvq_cuda_device::predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s,
     bool add, float * out, size_t out_stride) {
     use();
-    kvq_launch_predict(
-        { w.data, w.n_in, w.n_out, w.bits, n, x, s, x_stride, out_stride, out, add }, (cudaStream_t) stream);
+    const uint8_t * const weights = weights_of(w);
+    if (!weights) { return; }
+    (w.bits == 8 ? kvq_launch_predict8 : kvq_launch_predict4)(
+        { weights, w.n_in, w.n_out, n, x, s, x_stride, out_stride, out, add }, (cudaStream_t) stream);
     check(cudaGetLastError(), "predictor kernel");
 }

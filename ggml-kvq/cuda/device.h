@@ -22,6 +22,8 @@ struct kvq_row_place;
 struct kvq_far_args;
 struct kvq_turn_args;
 
+constexpr int MOST_SPLITS = 256; // of the part of an attention that makes logits
+
 class kvq_cuda_device :
     public kvq_device,
     public kvq_transform_engine,
@@ -82,8 +84,8 @@ public:
     // Log-sum-exp of n rows, a workspace as expand's; NULL: out of memory.
     float * lse_of(size_t n);
 
-    // out[i] (+)= W x[i] for n rows (types/predictor.h), every pointer in device memory, w.data too; x_stride is a
-    // multiple of 32.
+    // out[i] (+)= W x[i] for n rows (types/predictor.h), pointers in device memory; w.data: host memory that stays;
+    // x_stride is a multiple of 32.
     void predict(const kvq_predictor & w, int n, const int8_t * x, size_t x_stride, const float * s, bool add,
         float * out, size_t out_stride);
 
@@ -144,6 +146,7 @@ public:
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
     void name_far_table(const void * const * there, const void * const * here, size_t n) override;
     const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const override;
+    int64_t n_folded = 0; // calls of attention that folded values
     // calls of attention that fetched; pages whose rows came ahead, and copies that brought them
     int64_t n_far = 0, n_staged = 0, n_stagings = 0;
 
@@ -190,6 +193,7 @@ private:
         int n_high, capacity;
     };
     const void * constant(const void * host, size_t nb); // a copy here of bytes that stay
+    const uint8_t * weights_of(const kvq_predictor & w); // a copy as kernels want it; NULL: no memory
     const float * mean_of(const float * host, size_t n);
     struct wave_table {
         const kvq_rotary * host;
@@ -213,6 +217,10 @@ private:
     bool list_pages(kvq_attend_args & a); // instead of split(); false: out of memory
     // with a second tier (kvq_far); false: an error is noted
     bool attend_far(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
+    // values that follow from keys alone (device_fold.cu)
+    bool may_fold(const kvq_attend_args & a, const kvq_attn * attn, const kvq_chain_pages * chain);
+    bool attend_fold(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_chain_pages * chain);
+    bool unfold_keys(const kvq_attn * attn, int n, const kvq_chain_pages * chain);
     struct far_call {
         kvq_attn attn;
         kvq_far far;
@@ -242,7 +250,9 @@ private:
         const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams);
     // sealed pages as open ones, into a workspace of one layer
     bool unfold(const kvq_attn * attn, int n, const kvq_chain_pages * chain);
-    void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles);
+    int stripe_cells(int width) const;
+    // whole: the table's pages keep the other lane
+    void run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles, bool whole = false);
     std::map<const void *, void *> constants;
     std::vector<rotary_copy> rotaries;
     std::vector<wave_table> waves;
@@ -273,8 +283,8 @@ private:
     void flush_turns();
     std::vector<std::shared_ptr<turn_batch>> to_turn;
     std::set<const uint16_t *> to_read, to_write; // tiles of what waits
-    uint8_t *far_sums = nullptr, *far_memory = nullptr;
-    size_t n_far_sums = 0, nb_far_memory = 0;
+    uint8_t *far_sums = nullptr, *logits_memory = nullptr;
+    size_t n_far_sums = 0, nb_logits_memory = 0;
     kvq_pinned_memory pinned; // alloc_far
     bool waits() const {
         return !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() || !to_put.empty() ||

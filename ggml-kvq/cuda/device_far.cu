@@ -201,8 +201,6 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
 
 // ---------------------------------------------------------------- attention
 
-static constexpr int MOST_SPLITS = 256; // of the part that makes logits
-
 bool kvq_cuda_device::attend_far(
     const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
     const kvq_far & f = *attn[0].far;
@@ -233,7 +231,7 @@ bool kvq_cuda_device::attend_far(
                      nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
                      nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256),
                      nb = nb_logits + nb_keys + nb_tops + nb_list;
-        if (!grow(far_memory, nb_far_memory, S * nb, "attention's logits") ||
+        if (!grow(logits_memory, nb_logits_memory, S * nb, "attention's logits") ||
             !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
             return false;
         }
@@ -254,7 +252,7 @@ bool kvq_cuda_device::attend_far(
         float * out_lse[KVQ_ATTEND_STREAMS];
         for (int s = 0; s < n_streams; s++) {
             auto & x = a.stream[s];
-            uint8_t * at = far_memory + s * nb;
+            uint8_t * at = logits_memory + s * nb;
             x.q += t0 * a.q_stride_token;
             x.mask = x.mask ? x.mask + t0 * a.mask_stride_token : nullptr;
             x.dst += t0 * a.dst_stride_token;

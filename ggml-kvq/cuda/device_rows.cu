@@ -3,6 +3,7 @@
 #include "device.h"
 
 #include "attend.cuh"
+#include "predict.cuh"
 #include "seal.cuh"
 #include "base/f16.h"
 
@@ -20,6 +21,16 @@ const void * kvq_cuda_device::constant(const void * host, size_t nb) {
         constants[host] = p;
     }
     return p;
+}
+
+const uint8_t * kvq_cuda_device::weights_of(const kvq_predictor & w) {
+    const size_t nb = kvq_predictor_bytes(w.n_in, w.n_out, w.bits);
+    if (w.bits == 4 || constants.count(w.data)) { return (const uint8_t *) constant(w.data, nb); }
+    const std::vector<uint8_t> ordered = kvq_order_weights8(w);
+    const void * const there = constant(ordered.data(), nb);
+    constants.erase(ordered.data());
+    if (there) { constants[w.data] = const_cast<void *>(there); }
+    return (const uint8_t *) there;
 }
 
 const float * kvq_cuda_device::mean_of(const float * host, size_t n) {
@@ -234,41 +245,42 @@ bool kvq_cuda_device::unfold(const kvq_attn * attn, int n, const kvq_chain_pages
 
 void kvq_cuda_device::chain_predict(const kvq_chain_pages & c, float * out) {
     use();
-    const auto add = [&](kvq_predictor w, int v, bool to_it) {
-        w.data = (const uint8_t *) constant(w.data, kvq_predictor_bytes(w.n_in, w.n_out, w.bits));
-        if (w.data) { predict(w, c.n * c.l->page_cells, c.row[v], c.stride8[v], c.scale[v], to_it, out, c.stride); }
-    };
-    if (c.from_k.bits) { add(c.from_k, 0, false); }
-    if (c.from_v.bits) { add(c.from_v, 1, true); }
+    for (int j = 0; j < 2 && c.from[j].bits; j++) {
+        predict(c.from[j], c.n * c.l->page_cells, c.in[j].row, c.in[j].stride, c.in[j].scale, j > 0, out, c.stride);
+    }
+}
+
+// Cells whose predictions exist at once: as many as all multiprocessors predict at a time, so that predictions of
+// 17 MB on the largest devices are still in the second level of the cache when they are read.
+int kvq_cuda_device::stripe_cells(int width) const {
+    return std::max(2 * n_sm / ((width + KVQ_PREDICT_TILE - 1) / KVQ_PREDICT_TILE), 1) * KVQ_PREDICT_TILE;
 }
 
 // Predictions of some pages at a time, and from them the pages' rows.
-void kvq_cuda_device::run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles) {
+void kvq_cuda_device::run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles, bool whole) {
     use();
     const kvq_lane_layout & l = *c.l;
-    const int stripe = std::max(1, std::min(c.n, CHAIN_CELLS / l.page_cells));
-    if (c.from_k.bits &&
+    const int most = std::max(1, stripe_cells(l.n_head * l.codec.head_size) / l.page_cells),
+              stripe = (c.n + (c.n + most - 1) / most - 1) / ((c.n + most - 1) / most); // all stripes alike
+    if (c.from[0].bits &&
         !grow(predicted, nb_predicted, (size_t) stripe * l.page_cells * c.stride * sizeof(float), "predictions")) {
         return;
     }
     const int width = l.n_head * l.codec.head_size;
     kvq_chain_args a = { geometry(l.codec),
         { mean_of(c.turn.mean, (size_t) width), rotary(c.turn.rotary), c.turn.positions, nullptr }, c.pages, l.n_head,
-        width, c.from_k.bits ? (const float *) predicted : nullptr, c.stride, c.row[c.value], c.scale[c.value],
-        c.stride8[c.value], table, tiles };
+        width, c.from[0].bits ? (const float *) predicted : nullptr, c.stride, nullptr, nullptr, c.out.stride, table,
+        tiles, whole };
     for (int p = 0; p < c.n; p += stripe) {
         kvq_chain_pages some = c;
         some.n = std::min(stripe, c.n - p);
-        for (int v = 0; v < 2; v++) {
-            if (some.row[v]) {
-                some.row[v] += (size_t) p * l.page_cells * c.stride8[v];
-                some.scale[v] += (size_t) p * l.page_cells;
-            }
-        }
+        const size_t first = (size_t) p * l.page_cells;
+        for (kvq_rows8 & x : some.in) { x = x.from(first); }
+        some.out = c.out.from(first);
         chain_predict(some, (float *) predicted);
         a.pages = c.pages + p;
-        a.row = some.row[c.value];
-        a.scale = some.scale[c.value];
+        a.row = some.out.row;
+        a.scale = some.out.scale;
         a.table = table ? table + p : nullptr;
         a.tiles = tiles ? tiles + (size_t) p * l.nb_frame / 2 : nullptr;
         kvq_launch_chain(a, some.n, (cudaStream_t) stream);

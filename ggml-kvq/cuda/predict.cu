@@ -1,9 +1,9 @@
-// y = W x for many rows, on tensor cores. Products of a group of 32 inputs are exact integers; their sum over groups
-// runs in f32 in order and every operation rounds, so the result has the bits of the C reference.
+// y = W x for many rows, W in 4 bits, on tensor cores. Products of a group of 32 inputs are exact integers; their sum
+// over groups runs in f32 in order and every operation rounds, so the result has the bits of the C reference.
 //
 // A block has 128 outputs x 128 rows, a warp 32 x 64. m16n8k32: left operand = codes (16 outputs x 32 inputs, which
 // is how they are packed), right operand = rows. The integer accumulator starts at the bits of 1.5 * 2^23, so that
-// its bits are those of a float that is the dot product above it: |dot| <= 32*127*63 < 2^22.
+// its bits are those of a float that is the dot product above it: |dot| <= 32*127*8 < 2^22.
 #include "predict.cuh"
 #include "instructions.cuh"
 
@@ -11,8 +11,8 @@ constexpr int OUT = 128, ROWS = 128, WARPS = 8, GROUPS = 2, STAGES = 3; // GROUP
 // bytes of a row in a stage; the padding keeps reads off equal banks
 constexpr int X_STEP = GROUPS * 32 + 16;
 
-template <int BITS> struct stage_of {
-    static constexpr int GROUP = BITS * 64; // bytes of 16 outputs
+struct stage {
+    static constexpr int GROUP = 256; // bytes of 16 outputs
     static constexpr int CODES = OUT / 16 * GROUPS * GROUP, STEPS = OUT * GROUPS * 2,
                          BYTES = CODES + STEPS + ROWS * X_STEP;
 };
@@ -25,15 +25,14 @@ static __device__ __forceinline__ void mma8(int (&d)[4], const uint32_t (&a)[4],
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(base));
 }
 
-// codes less their offset: 0..15 - 8, or 1..127 - 64
-template <int BITS> static __device__ __forceinline__ uint32_t centred(uint32_t codes) {
-    return BITS == 4 ? ((codes | 0x80808080u) - 0x08080808u) ^ 0x80808080u
-                     : ((codes | 0x80808080u) - 0x40404040u) ^ 0x80808080u;
+// codes less their offset: 0..15 - 8
+static __device__ __forceinline__ uint32_t centred(uint32_t codes) {
+    return ((codes | 0x80808080u) - 0x08080808u) ^ 0x80808080u;
 }
 
-template <int BITS>
-static __global__ void __launch_bounds__(32 * WARPS, 2) predict_kernel(const __grid_constant__ kvq_predict_args a) {
-    using stage = stage_of<BITS>;
+static __global__ void __launch_bounds__(32 * WARPS, 2) predict4_kernel(const __grid_constant__ kvq_predict_args a) {
+    early_start();
+    early_wait();
     extern __shared__ __align__(16) uint8_t memory[];
     const uint32_t memory_at = (uint32_t) __cvta_generic_to_shared(memory);
     const int G = (a.n_in + 31) / 32, n_tiles = (a.n_out + 15) / 16, n_stages = (G + GROUPS - 1) / GROUPS;
@@ -83,24 +82,10 @@ static __global__ void __launch_bounds__(32 * WARPS, 2) predict_kernel(const __g
                 const __half * s = (const __half *) (at + stage::CODES) + (tile * GROUPS + j) * 16;
                 step[m][0] = __half2float(s[g]);
                 step[m][1] = __half2float(s[g + 8]);
-                // threads with c >= 2 ask for the rows in the other order, which is other banks
-                const int other = BITS == 8 ? c / 2 : 0, first = g + 8 * other, second = g + 8 - 8 * other;
-                if (BITS == 8) {
-                    const uint32_t x0 = *(const uint32_t *) (codes + c * 64 + first * 4),
-                                   x1 = *(const uint32_t *) (codes + c * 64 + second * 4);
-                    const uint32_t x2 = *(const uint32_t *) (codes + (c + 4) * 64 + first * 4),
-                                   x3 = *(const uint32_t *) (codes + (c + 4) * 64 + second * 4);
-                    w[m][0] = centred<8>(other ? x1 : x0);
-                    w[m][1] = centred<8>(other ? x0 : x1);
-                    w[m][2] = centred<8>(other ? x3 : x2);
-                    w[m][3] = centred<8>(other ? x2 : x3);
-                } else { // a word has the inputs of two threads
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const uint32_t x =
-                            *(const uint32_t *) (codes + (c / 2 + i / 2 * 2) * 64 + (i % 2 ? second : first) * 4);
-                        w[m][i] = centred<4>(x >> 4 * (c % 2) & 0x0f0f0f0fu);
-                    }
+                for (int i = 0; i < 4; i++) { // a word has the inputs of two threads
+                    const uint32_t x = *(const uint32_t *) (codes + (c / 2 + i / 2 * 2) * 64 + (g + 8 * (i % 2)) * 4);
+                    w[m][i] = centred(x >> 4 * (c % 2) & 0x0f0f0f0fu);
                 }
             }
 #pragma unroll
@@ -143,12 +128,10 @@ static __global__ void __launch_bounds__(32 * WARPS, 2) predict_kernel(const __g
     }
 }
 
-template <int BITS> static void launch(const kvq_predict_args & a, cudaStream_t stream) {
-    constexpr int nb = STAGES * stage_of<BITS>::BYTES;
-    cudaFuncSetAttribute(predict_kernel<BITS>, cudaFuncAttributeMaxDynamicSharedMemorySize, nb);
-    predict_kernel<BITS><<<dim3((a.n_out + OUT - 1) / OUT, (a.n_rows + ROWS - 1) / ROWS), 32 * WARPS, nb, stream>>>(a);
-}
-
-void kvq_launch_predict(const kvq_predict_args & a, cudaStream_t stream) {
-    a.bits == 8 ? launch<8>(a, stream) : launch<4>(a, stream);
+void kvq_launch_predict4(const kvq_predict_args & a, cudaStream_t stream) {
+    constexpr int nb = STAGES * stage::BYTES;
+    static kvq_shared_limit limit;
+    limit.raise(predict4_kernel, nb);
+    const dim3 grid((a.n_out + OUT - 1) / OUT, (a.n_rows + ROWS - 1) / ROWS);
+    kvq_launch_early(predict4_kernel, grid, 32 * WARPS, nb, stream, a);
 }

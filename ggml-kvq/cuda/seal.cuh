@@ -8,7 +8,6 @@ constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
 constexpr int KVQ_TURN_JOBS = 80;
 constexpr size_t KVQ_SEAL_SHARED = 94 << 10; // dynamic, of a block that has a page's rows of a head there
-constexpr int CHAIN_CELLS = 8192;            // whose predictions exist at once
 
 struct kvq_seal_job {
     uint16_t * tile; // [head][cell][stride]
@@ -95,11 +94,12 @@ struct kvq_chain_args {
     int n_head, width;
     const float * pred; // [page][cell][pred_stride], NULL: nothing is predicted
     size_t pred_stride;
-    int8_t * row; // [page][cell][row_stride]
+    int8_t * row; // [page][cell][row_stride]; NULL: nobody wants them
     float * scale;
     size_t row_stride;
     kvq_page * table;
     uint16_t * tiles;
+    bool whole; // the table's pages have the other lane as it is stored
 };
 void kvq_launch_chain(const kvq_chain_args & a, int n_pages, cudaStream_t stream);
 

@@ -39,25 +39,41 @@ static __device__ __forceinline__ uint32_t byte_of(float x, float inv) {
     return (uint32_t) (uint8_t) (int8_t) rintf(x * inv);
 }
 
-template <int LANES, int Q>
+// EXACT: the lanes hold a whole head, of pairs with one index each, rotated and turned as a whole: as most heads are
+template <int LANES, int Q> static bool is_exact(const kvq_affine_geometry & g, const kvq_device_rotary & r) {
+    constexpr int D = 4 * LANES * Q;
+    return g.head_size == D && g.block == D && g.stride == D && g.n_parts == 1 && g.group == 2 &&
+        (!r.n || r.n == D / 2);
+}
+
+template <int LANES, int Q, bool EXACT>
 static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
     chain_kernel(const __grid_constant__ kvq_chain_args a) {
+    early_start();
+    early_wait();
     using quad = quads<LANES, Q>;
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ int32_t s_pos[WARPS];
     float * const base = (float *) memory;
     const kvq_page & page = a.pages[blockIdx.y];
-    const kvq_affine_geometry & g = a.g;
-    const kvq_device_rotary & r = a.turn.rotary;
+    kvq_affine_geometry g = a.g;
+    kvq_device_rotary r = a.turn.rotary;
+    const bool key = g.role == KVQ_ROLE_K, turns = r.n != 0;
+    if (EXACT) { // known when it is compiled
+        g.head_size = g.block = g.stride = 4 * LANES * Q;
+        g.n_parts = 1;
+        g.group = 2;
+        r.n = 2 * LANES * Q;
+    }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32,
               t = blockIdx.x * n_warps + warp, D = g.head_size;
-    const bool key = g.role == KVQ_ROLE_K, turns = r.n != 0;
-    const row_memory shared(g, r, quad::BUFFER, a.width);
+    const row_memory shared(g, a.turn.rotary, quad::BUFFER, a.width);
     const uint8_t * codes = (const uint8_t *) (key ? page.k_codes : page.v_codes);
     const uint8_t * params = (const uint8_t *) (key ? page.k_params : page.v_params);
     const size_t at = (size_t) blockIdx.y * g.n_cells + t, head = (size_t) g.n_cells * g.stride;
     uint16_t * const tile = a.tiles ? a.tiles + blockIdx.y * a.n_head * head : nullptr;
     if (a.table && t == 0 && lane == 0) {
+        if (a.whole) { a.table[blockIdx.y] = page; }
         name_tile(a.table[blockIdx.y], page, !key, params ? (const void *) tile : codes);
     }
     const uint16_t * open = (const uint16_t *) codes + (size_t) t * g.stride;
@@ -138,6 +154,7 @@ static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
             }
         }
     }
+    if (!a.row) { return; }
 #pragma unroll
     for (int d = 16; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
     __syncwarp();
@@ -156,16 +173,20 @@ void kvq_launch_chain(const kvq_chain_args & a, int n_pages, cudaStream_t stream
         const row_memory shared(a.g, a.turn.rotary, quads<LANES, Q>::BUFFER, a.width);
         int n_warps = WARPS;
         while (n_warps > 1 && shared.bytes(n_warps) > 48 << 10) { n_warps /= 2; } // of wide rows, fewer at a time
-        static kvq_shared_limit limit;
-        limit.raise(chain_kernel<LANES, Q>, shared.bytes(n_warps));
+        static kvq_shared_limit limit[2];
+        const bool exact = is_exact<LANES, Q>(a.g, a.turn.rotary);
+        const auto kernel = exact ? chain_kernel<LANES, Q, true> : chain_kernel<LANES, Q, false>;
+        limit[exact].raise(kernel, shared.bytes(n_warps));
         const dim3 grid(a.g.n_cells / n_warps, n_pages);
-        chain_kernel<LANES, Q><<<grid, 32 * n_warps, shared.bytes(n_warps), stream>>>(a);
+        kvq_launch_early(kernel, grid, 32 * n_warps, shared.bytes(n_warps), stream, a);
     });
 }
 
 template <int LANES, int Q>
 static __global__ void __launch_bounds__(32 * WARPS, Q == 1 ? 3 : 2)
     unfold_kernel(const __grid_constant__ kvq_unfold_args a, int n_head) {
+    early_start();
+    early_wait();
     using quad = quads<LANES, Q>;
     extern __shared__ __align__(16) uint8_t memory[];
     __shared__ int32_t s_pos[WARPS];
@@ -242,6 +263,7 @@ void kvq_launch_unfold(
                      nv = row_memory(v, a.turn[1].rotary, quads<LANES, Q>::BUFFER, 0).bytes(WARPS);
         const int n_cells = k.n_cells > v.n_cells ? k.n_cells : v.n_cells;
         const size_t nb = nk > nv ? nk : nv;
-        unfold_kernel<LANES, Q><<<dim3(n_cells / WARPS, n_pages, n_roles), 32 * WARPS, nb, stream>>>(a, n_head);
+        kvq_launch_early(
+            unfold_kernel<LANES, Q>, dim3(n_cells / WARPS, n_pages, n_roles), 32 * WARPS, nb, stream, a, n_head);
     });
 }

@@ -67,19 +67,26 @@ struct kvq_row_transform {               // what sealed rows of a page lack (pol
     size_t pred_stride = 0;
 };
 
+// Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: nobody wants them.
+struct kvq_rows8 {
+    int8_t * row = nullptr;
+    float * scale = nullptr; // one a row
+    size_t stride = 0;
+    kvq_rows8 from(size_t i) const { return row ? kvq_rows8{ row + i * stride, scale + i, stride } : *this; }
+};
+
 // A lane of a predicted layer (policy/chain.h): n neighbouring pages of one stream. Pages, rows, scales and positions
 // are the device's. The layout, the predictors' data, mean and rotary are host memory that stays.
 struct kvq_chain_pages {
     const kvq_lane_layout * l = nullptr;
     bool value = false;
     int n = 0;
-    kvq_predictor from_k, from_v; // bits 0: not predicted
+    kvq_predictor from[2]; // bits 0: not predicted; prediction = from[0] in[0] + from[1] in[1]
     const kvq_page * pages = nullptr;
-    int8_t * row[2] = {}; // 8-bit rows of keys and of values and their scales, from the first page on
-    float * scale[2] = {};
-    size_t stride8[2] = {}, stride = 0; // stride: of predictions, f32
-    kvq_row_transform turn;             // positions: of the stream's first cell
-    int n_threads = 1;                  // that an engine of the host may use
+    kvq_rows8 in[2], out;   // from the first page on; out: where this lane's own rows go, which may be in[0] or in[1]
+    size_t stride = 0;      // of predictions, f32
+    kvq_row_transform turn; // positions: of the stream's first cell
+    int n_threads = 1;      // that an engine of the host may use
 };
 
 // Attention over n streams of a layer. Where a page's rows come from:
@@ -92,7 +99,8 @@ struct kvq_attention_call {
     int n = 0;
     const kvq_lane_layout *k = nullptr, *v = nullptr; // of the lanes that are read
     // [n][2]: keys, values. l == NULL: this lane is stored. predicted == NULL: both lanes are stored. Before the call
-    // the 8-bit rows are those of the layer below. After it, at least those of sealed pages are those of this layer.
+    // the 8-bit rows of inputs are those of the layer below. After it, `out` of at least the sealed pages has those of
+    // this layer; values may want those of keys first.
     const kvq_chain_pages * predicted = nullptr;
     int n_threads = 1;
 };

@@ -122,7 +122,7 @@ bool get_matrix(const file & f, const std::string & name, kvq_calibration::matri
         return false;
     }
     const ggml_type type = (ggml_type) out.type;
-    if (!from || n_in < 1 || n_out < 1 || n_in > (int64_t) MAX_VALUES || n_out > (int64_t) MAX_VALUES ||
+    if (!from || n_in < 1 || n_out < 1 || n_in > KVQ_PREDICT_MOST || n_out > KVQ_PREDICT_MOST ||
         n_in % ggml_blck_size(type) || nb != (size_t) n_out * ggml_row_size(type, n_in)) {
         err = name + " has " + std::to_string(nb) + " bytes for " + std::to_string(n_out) + " x " +
             std::to_string(n_in) + " values";
@@ -245,19 +245,24 @@ kvq_status kvq_calibration_load(
             if (!get_vector(f, base + (v ? ".v.bias" : ".k.bias"), v ? l.v_mean : l.k_mean, why) && !why.empty()) {
                 return refuse(why);
             }
-            if (!get_matrix(f, base + (v ? ".v.weight" : ".k.weight"), v ? l.v : l.k, why) && !why.empty()) {
-                return refuse(why);
-            }
+        }
+        const std::pair<const char *, kvq_calibration::matrix *> matrices[] = { { ".k.weight", &l.k },
+            { ".v.weight", &l.v }, { ".v.fold", &l.fold } };
+        for (const auto & m : matrices) {
+            std::string why;
+            if (!get_matrix(f, base + m.first, *m.second, why) && !why.empty()) { return refuse(why); }
         }
         const float rms[2] = { get_rms(f.g, base + ".k.rms"), get_rms(f.g, base + ".v.rms") };
         for (int v = 0; v < 2; v++) {
-            const kvq_calibration::matrix & m = v ? l.v : l.k;
             if (!mean_fits(v ? l.v_mean : l.k_mean, rms[v])) {
                 return refuse(base + (v ? ".v" : ".k") + ".bias is larger than the rows that were calibrated");
             }
-            if (m.n_in && rms[0] > 0 && rms[1] > 0 && !matrix_fits(m, std::min(rms[0], rms[1]), rms[v])) {
-                return refuse(
-                    base + (v ? ".v" : ".k") + ".weight predicts far larger rows than those that were calibrated");
+        }
+        for (const auto & m : matrices) {
+            const float rms_out = rms[m.second != &l.k];
+            if (m.second->n_in && rms[0] > 0 && rms[1] > 0 &&
+                !matrix_fits(*m.second, std::min(rms[0], rms[1]), rms_out)) {
+                return refuse(base + m.first + " predicts far larger rows than those that were calibrated");
             }
         }
         if (l.k_mean.empty() != l.v_mean.empty()) {
@@ -286,13 +291,19 @@ bool kvq_calibration::fits(
             return false;
         }
         const kvq_part * chain = plan.part("chain");
-        const matrix & m = v ? l->second.v : l->second.k;
+        const bool folds = chain && chain->get("fold") > 0;
+        const matrix & m = !v ? l->second.k : folds ? l->second.fold : l->second.v;
         const int n_in = !chain ? 0
-            : v                 ? (int) (chain->get("v_from_k") + chain->get("v_from_v"))
+            : v                 ? (int) (chain->get("v_from_k") + chain->get("v_from_below"))
                                 : (int) chain->get("k_from_k");
-        const std::string name = base + (v ? ".v.weight" : ".k.weight"),
+        const std::string name = base +
+            (!v ? ".k.weight"
+                    : folds ? ".v.fold"
+                            : ".v.weight"),
                           again = ": make it again with ggml-kvq calibrate --predictor " +
-            std::string(chain && chain->get("values") > 0 ? "full" : "k");
+            std::string(folds                           ? "fold"
+                    : chain && chain->get("values") > 0 ? "full"
+                                                        : "k");
         if (!n_in || !want) { continue; }
         if (!m.n_in) {
             err = name + " is missing" + again;
@@ -329,7 +340,7 @@ static void pack_matrix(
                 }
                 uint16_t step;
                 memcpy(&step, block, 2);
-                kvq_predictor_put(n_in, m.n_out, bits, i, g, step, code, packed.data());
+                kvq_predictor_put4(n_in, m.n_out, i, g, step, code, packed.data());
             }
         }
     } else {
@@ -350,16 +361,17 @@ static void pack_matrix(
     p.data = packed.data();
 }
 
-void kvq_calibration::pack(int bits, bool values) {
+void kvq_calibration::pack(int bits, bool values, bool fold) {
     for (auto & x : layers) {
         layer & l = x.second;
         const int width_k = (int) l.k_mean.size();
         if (l.k.n_in) { pack_matrix(l.k, 0, l.k.n_in, bits, l.w.k, l.packed[0]); }
-        if (values && l.v.n_in > width_k) {
-            pack_matrix(l.v, 0, width_k, bits, l.w.v_from_k, l.packed[1]);
-            pack_matrix(l.v, width_k, l.v.n_in - width_k, bits, l.w.v_from_v, l.packed[2]);
+        const matrix & v = fold ? l.fold : l.v;
+        if (values && v.n_in > width_k) {
+            pack_matrix(v, 0, width_k, bits, l.w.v_from_k, l.packed[1]);
+            pack_matrix(v, width_k, v.n_in - width_k, bits, l.w.v_from_below, l.packed[2]);
         }
-        l.k.raw = l.v.raw = {};
+        l.k.raw = l.v.raw = l.fold.raw = {};
     }
 }
 
@@ -389,7 +401,8 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
     method.settle(config.options, c->predictor.c_str(), weight_bits);
     const auto predictor = config.options.values.find("predictor");
     if (predictor != config.options.values.end() && predictor->second != "bias") {
-        c->pack(config.options.is("weights", "4") ? 4 : 8, predictor->second == "full");
+        const bool fold = predictor->second == "fold";
+        c->pack(config.options.is("weights", "4") ? 4 : 8, fold || predictor->second == "full", fold);
     }
     out = c;
     return status;

@@ -256,7 +256,7 @@ kvq_predictor predictor_of(const ggml_tensor * dst) {
 std::string predict_refuse(
     const ggml_tensor * weights, int n_out, int bits, const ggml_tensor * rows, const ggml_tensor * add) {
     if (rows->type != GGML_TYPE_F32 || rows->nb[0] != 4) { return "rows must be f32 with contiguous channels"; }
-    const size_t nb = rows->ne[0] <= 1 << 20 ? kvq_predictor_bytes((int) rows->ne[0], n_out, bits) : 0;
+    const size_t nb = rows->ne[0] <= KVQ_PREDICT_MOST ? kvq_predictor_bytes((int) rows->ne[0], n_out, bits) : 0;
     if (!nb || weights->type != GGML_TYPE_I8 || !ggml_is_contiguous(weights) || ggml_nbytes(weights) != nb) {
         return "weights must be i8 [" + std::to_string(nb) + "] for " + std::to_string(n_out) + " x " +
             std::to_string(rows->ne[0]) + " in " + std::to_string(bits) +

@@ -14,9 +14,10 @@ static int fail(const std::string & line) {
 extern "C" size_t kvq_weights_bytes(int n_in, int n_out, int bits) { return kvq_predictor_bytes(n_in, n_out, bits); }
 
 static std::string refuse(int n_in, int n_out, int bits) {
-    return kvq_predictor_bytes(n_in, n_out, bits) ? ""
-                                                  : "no predictor of " + std::to_string(n_out) + " x " +
-            std::to_string(n_in) + " in " + std::to_string(bits) + " bits: 8 or 4, up to 1048576 inputs and outputs";
+    return kvq_predictor_bytes(n_in, n_out, bits)
+        ? ""
+        : "no predictor of " + std::to_string(n_out) + " x " + std::to_string(n_in) + " in " + std::to_string(bits) +
+            " bits: 8 or 4, up to " + std::to_string(KVQ_PREDICT_MOST) + " inputs and outputs";
 }
 
 extern "C" int kvq_weights_pack(int n_in, int n_out, int bits, const float * w, void * out) {

@@ -3,16 +3,17 @@
 //   predictor=bias  subtracts the calibrated mean of every channel (the paper's "bias only"). Values get theirs back
 //   once per query,
 //                   because attention weights sum to one; keys while they are rotated forward.
-//   predictor=k     and keys what the layer before says of them; full: values too (section 3.1, policy/chain.h)
+//   predictor=k     and keys what the layer before says of them; full: values too (section 3.1, policy/chain.h);
+//   fold:           values from keys of both layers, whose products a query makes once instead of every cell
 //   predictor=auto  what the calibrated data was made for; bias without data
 #include "method.h"
 
 #include <algorithm>
 
 static const kvq_option_info options[] = {
-    { "predictor", "auto|none|bias|k|full", "auto",
-        "what is subtracted before encoding: nothing, channel means, and predictions of keys, or of both; auto: as "
-        "calibrated",
+    { "predictor", "auto|none|bias|k|full|fold", "auto",
+        "what is subtracted before encoding: nothing, channel means, and predictions of keys, or of both; fold: of "
+        "both from keys alone; auto: as calibrated",
         "AQUA-KV section 3.1 and appendix" },
     { "weights", "auto|8|4", "auto",
         "bits of the predictors in memory; auto: 4 when the calibrated data holds them so, else 8",
@@ -38,7 +39,8 @@ kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq
             std::to_string(c.shape.n_head_kv * c.shape.head_size_k) + " key channels: 64 are needed, use higgs";
         return KVQ_ERR_SHAPE;
     }
-    const bool full = o.is("predictor", "full"), chained = full || o.is("predictor", "k");
+    const bool fold = o.is("predictor", "fold"), values = fold || o.is("predictor", "full"),
+               chained = values || o.is("predictor", "k");
     const bool is_first = c.number == 0 || (chained && !c.prev); // what nothing predicts needs the bits as well
     for (kvq_codec * x : { &out.k, &out.v }) {
         if (is_first && first > x->bits) {
@@ -63,9 +65,13 @@ kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq
             return KVQ_ERR_SHAPE;
         }
         out.add("chain",
-            { { "values", full }, { "k_from_k", c.prev ? width_k : 0 }, { "v_from_k", c.prev && full ? width_k : 0 },
-                { "v_from_v", c.prev && full ? width_v : 0 }, { "weight_bits", o.is("weights", "4") ? 4 : 8 },
-                { "counts_shared", !c.prev } });
+            { { "values", values }, { "fold", fold }, { "k_from_k", c.prev ? width_k : 0 },
+                { "v_from_k", c.prev && values ? width_k : 0 },
+                { "v_from_below",
+                    !c.prev || !values ? 0
+                        : fold         ? width_k
+                                       : width_v },
+                { "weight_bits", o.is("weights", "4") ? 4 : 8 }, { "counts_shared", !c.prev } });
     }
     return KVQ_OK;
 }
@@ -75,7 +81,7 @@ static kvq_data data(const kvq_options & o) { return o.is("predictor", "none") ?
 static void settle(kvq_options & o, const char * made_for, int weight_bits) {
     const std::string predictor = made_for ? made_for : "";
     if (o.is("predictor", "auto")) {
-        o.values["predictor"] = predictor == "full" || predictor == "k" ? predictor : "bias";
+        o.values["predictor"] = predictor == "full" || predictor == "fold" || predictor == "k" ? predictor : "bias";
     }
     if (o.is("weights", "auto")) { o.values["weights"] = weight_bits == 4 ? "4" : "8"; }
 }

@@ -2,18 +2,23 @@
 // the prediction from the layer before leaves, un-rotated and less the channel means:
 //
 //   k'[l] = W_k k'[l-1] + decoded                     key   = R_pos (k' + mean_k)
-//   v'[l] = W_v [k'[l]; v'[l-1]] + decoded            value = v' + mean_v
+//   v'[l] = W_v [k'[l]; v'[l-1]] + decoded            value = v' + mean_v               full
+//   v'[l] = W_v [k'[l]; k'[l-1]] + decoded                                              fold
 //
-// so layer l can be read only after layer l-1. Of every cell one reconstructed row is kept in 8 bits
-// (types/predictor.h), that of the layer read last; it is the input of the next layer, when writing and when reading:
-// both see the same bits. The rows lie where the engine computes, which turns them into those of the next layer and,
+// so layer l can be read only after layer l-1. Of every cell reconstructed rows are kept in 8 bits
+// (types/predictor.h): keys and, with `full`, values of the layer read last, or, with `fold`, keys of the last two
+// layers, of an even one and an odd one. They are the inputs of the next layer, when writing and when reading:
+// both see the same bits. With `fold` no value is anybody's input, so a query may apply W_v once, to sums of rows:
+//   sum_t p_t v'_t = W_v [sum p k'[l]; sum p k'[l-1]] + sum p decoded
+//  The rows lie where the engine computes, which turns them into those of the next layer and,
 // while it attends, into f16 tiles: the CPU in stripes of pages (cpu/chain.cpp), CUDA all pages of a layer at once
 // (cuda/seal_chain.cu). A page that is open one layer below is predicted from its open rows: that happens only while
 // it is being rewritten.
 //
-//   part chain   k_from_k, v_from_k, v_from_v: inputs of the predictors, 0: not predicted; values: 1, values too;
-//                weight_bits: 8 or 4; counts_shared: 1 in the layer whose bytes count the rows that all layers share
-//   data         kvq.aqua.blk.<il>.{k,v}.weight (cache/calibration.h)
+//   part chain   k_from_k, v_from_k, v_from_below: inputs of the predictors, 0: not predicted; values: 1, values too;
+//                fold: 1, from keys of both layers; weight_bits: 8 or 4; counts_shared: 1 in the layer whose bytes
+//                count the rows that all layers share
+//   data         kvq.aqua.blk.<il>.{k,v}.weight, kvq.aqua.blk.<il>.v.fold (cache/calibration.h)
 #pragma once
 
 #include "transform.h"
@@ -23,25 +28,27 @@
 #include <vector>
 
 struct kvq_chain_weights {
-    kvq_predictor k, v_from_k, v_from_v; // bits 0: not predicted
+    kvq_predictor k, v_from_k, v_from_below; // bits 0: not predicted
 };
 
 class kvq_chain {
 public:
-    // width_v 0: values are not predicted; device: of the lanes
-    kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v, kvq_device & device);
+    // width_v 0: values are not predicted; fold: they are from keys; device: of the lanes
+    kvq_chain(int n_stream, int n_pages, int page_cells, int width_k, int width_v, bool fold, kvq_device & device);
     ~kvq_chain();
     kvq_chain(const kvq_chain &) = delete;
     kvq_chain & operator=(const kvq_chain &) = delete;
     bool ok() const { return is_ok; } // false: out of memory
-    // Bytes of a lane: its kept rows, a stripe's tiles, and predictions of as many pages. nb_frame: of one tile;
-    // predicted: channels of a cell's predictions that no other lane counts, for keys and values share that memory.
+    // Bytes of a lane: kept rows of this width, a stripe's tiles, and predictions of as many pages. nb_frame: of one
+    // tile; predicted: channels of a cell's predictions that no other lane counts, for keys and values share that
+    // memory.
     static size_t bytes(int n_stream, int n_pages, int page_cells, int width, size_t predicted, size_t nb_frame);
 
     // in order; lanes and what they leave out. The layer's predictors stay where they are.
     void add_layer(
         kvq_lane * k, kvq_lane * v, kvq_transform * turn_k, kvq_transform * turn_v, const kvq_chain_weights & w);
-    bool chains(bool value) const { return !value || width[1]; }
+    bool chains(bool value) const { return !value || row_stride[1]; }
+    bool folds() const { return fold; }
 
     // Predictions for up to KVQ_CHAIN_STRIPE pages of layer l, f32 [page][page_cells][stride(value)] in the device's
     // memory, until the next call; zeros where nothing is predicted.
@@ -69,12 +76,15 @@ private:
         kvq_transform * turn[2];
         kvq_chain_weights w;
     };
-    struct kept_rows {          // [stream][page][cell], in the device's memory
-        int8_t * row = nullptr; // [stride8]
-        float * scale = nullptr;
+    struct kept_rows { // [stream][page][cell], in the device's memory
+        kvq_rows8 x;
         std::vector<int16_t> layer_of; // [stream][page] layer that the rows are of, -1: none
     };
     size_t index_of(int s, int p) const { return (size_t) s * n_pages + p; }
+    // of a lane of layer l, which feeds others
+    kept_rows & kept(int l, bool value) { return rows[fold ? l & 1 : value]; }
+    const kept_rows & kept(int l, bool value) const { return rows[fold ? l & 1 : value]; }
+    bool feeds(bool value) const { return !value || (row_stride[1] && !fold); }
     bool is_predicted(int l, bool value, int s, int p) const; // a sealed page: its rows need those of the layer below
     // Kept rows of both pages are of the same layer, and both are predicted in the same layers up to l.
     bool have_same_past(int l, int s, int p, int q) const;
@@ -86,8 +96,9 @@ private:
     bool is_ok = true;
     float * predictions = nullptr; // of a stripe
     size_t nb_predictions = 0;
-    int n_pages, page_cells, width[2];
-    size_t row_stride[2], stride8[2];
+    const bool fold;
+    int n_pages, page_cells;
+    size_t row_stride[2]; // of predictions; values' 0: they are not predicted
     std::vector<layer> layers;
     kept_rows rows[2];
 };

@@ -105,7 +105,7 @@ static double check_chain_attention(kvq_cuda_device & d, chain_stack<HEADS, D> &
 }
 
 template <int HEADS, int D>
-static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool full, int n_steps, double & worst) {
+static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool values, int n_steps, double & worst) {
     using stack = chain_stack<HEADS, D>;
     constexpr int W = stack::W, CELLS = stack::CELLS, L = stack::LAYERS;
     static std::vector<std::vector<uint8_t>> packed; // stay: a device keeps copies of them by address
@@ -124,9 +124,9 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool fu
     const float * mean[L][2];
     for (int i = 0; i < L; i++) {
         if (i) { w[(size_t) i].k = predictor(); }
-        if (i && full) {
+        if (i && values) {
             w[(size_t) i].v_from_k = predictor();
-            w[(size_t) i].v_from_v = predictor();
+            w[(size_t) i].v_from_below = predictor();
         }
         for (auto & x : mean[i]) { x = some_means(W); }
     }
@@ -163,7 +163,7 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool fu
                 idx[(size_t) i] = (int64_t) s * CELLS + first + i;
                 pos[(size_t) i] = first + i + step % 40;
             }
-            const int reads = uniform(0, 3), n_q = uniform(0, 1) ? 1 : 20;
+            const int reads = uniform(0, 3), n_q = uniform(0, 1) ? 1 : uniform(0, 1) ? 20 : 150; // few rows, many
             if (reads == 1) { there.chain->forget(); }
             for (int i = 0; i < L; i++) {
                 for (int v = 0; v < 2; v++) {
@@ -227,14 +227,16 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
         const int n_rows = check_store(d, "aqua", opts, n_steps);
         printf("store, aqua %s: %d random operations, %d rows as on the CPU\n", opts, n_steps, n_rows);
     }
-    for (const bool full : { false, true }) {
-        const char * opts =
-            full ? "predictor=full,window=32" : "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16";
+    for (const char * opts : { "predictor=k,bits=3,first_bits=0,sinks=0,window=64,scales=f16",
+             "predictor=full,window=32", "predictor=fold,window=32" }) {
+        const bool fold = strstr(opts, "fold") != nullptr, values = fold || strstr(opts, "full");
         const auto check = [&](int D, auto run, int n) {
             double worst = 0;
             int n_rows = 0;
             for (int turn = 0; turn < 5 && worst == 0; turn++) { // few steps may attend nothing
-                n_rows += run(d, opts, full ? 8 : 4, full, n, worst);
+                const int64_t before = d.n_folded;
+                n_rows += run(d, opts, values ? 8 : 4, values, n, worst);
+                CHECK(worst == 0 || fold == (d.n_folded > before), "%d calls folded values", (int) d.n_folded);
             }
             CHECK(worst > 0, "attention was not compared");
             printf("store, aqua %s, head size %d: %d random operations, %d rows as on the CPU, attention's worst "
@@ -243,8 +245,8 @@ static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
         };
         check(64, check_chain<3, 64>, n_steps);
         const int fewer = std::max(n_steps / 4, 4); // other shapes of the kernels
-        if (many || full) { check(128, check_chain<1, 128>, fewer); }
-        if (many || !full) { check(80, check_chain<1, 80>, fewer); }
+        if (many || values) { check(128, check_chain<1, 128>, fewer); }
+        if (many || !values) { check(80, check_chain<1, 80>, fewer); }
         if (many) { check(256, check_chain<1, 256>, fewer); }
     }
     double worst = 0;

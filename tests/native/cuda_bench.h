@@ -174,8 +174,8 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
         a.pages = (const kvq_page *) w.pages_there->p;
         w.leave_out(a, 0);
         predict_world p(d, { width, width, 8, 1 });
-        p.w.data = p.packed.data();
-        for (const bool predicted : { false, true }) {
+        for (const char * predicted : { "", " + products", " + products, fold" }) {
+            const bool folds = strstr(predicted, "fold");
             kvq_chain_pages lanes[2];
             for (int v = 0; v < 2; v++) {
                 kvq_chain_pages & x = lanes[v];
@@ -184,9 +184,13 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                 x.n = a.n_pages;
                 x.pages = a.pages;
                 for (int r = 0; r < 2; r++) {
-                    x.row[r] = (int8_t *) rows.p + (size_t) r * n * width;
-                    x.scale[r] = (float *) scales.p + (size_t) r * n;
-                    x.stride8[r] = (size_t) width;
+                    x.in[r] = { (int8_t *) rows.p + (size_t) r * n * width, (float *) scales.p + (size_t) r * n,
+                        (size_t) width };
+                }
+                x.out = x.in[v || folds];
+                if (folds && v) {
+                    std::swap(x.in[0], x.in[1]);
+                    x.out = {};
                 }
                 x.stride = (size_t) width;
                 x.turn.mean = v ? a.v_mean : a.k_mean;
@@ -194,14 +198,14 @@ static void bench(kvq_cuda_device & d, const char * only, int only_cells, bench_
                     x.turn.rotary = a.rotary;
                     x.turn.positions = a.positions;
                 }
-                if (predicted) {
-                    x.from_k = p.w;
-                    if (v) { x.from_v = p.w; }
+                if (*predicted) {
+                    x.from[0] = p.w;
+                    if (v) { x.from[1] = p.w; }
                 }
             }
             const auto line = [&](const char * what, const std::function<void()> & f) {
                 char name[64];
-                snprintf(name, sizeof(name), "%d bits, %s%s", bits, what, predicted ? " + products" : "");
+                snprintf(name, sizeof(name), "%d bits, %s%s", bits, what, predicted);
                 printf("%-34s %10.1f\n", name, seconds(d, 20, f) * 1e6);
             };
             line("rows of K", [&] { d.chain_step(lanes[0]); });

@@ -21,7 +21,8 @@ static float normal() { return std::normal_distribution<float>()(rng); }
 struct config {
     const char * opts;
     int n_layer, n_head, head, n_cells, n_stream, bits;
-    bool full;
+    bool values;
+    bool fold() const { return strstr(opts, "predictor=fold") != nullptr; }
 };
 
 // Predictions for a layer and its rows, of one page that every layer up to it has sealed.
@@ -73,9 +74,9 @@ static std::shared_ptr<world::data> make_data(const config & c, int W, bool firs
     }
     if (first) { return d; }
     d->w.k = make_predictor(W, W, c.bits, d->packed[0]);
-    if (c.full) {
+    if (c.values) {
         d->w.v_from_k = make_predictor(W, W, c.bits, d->packed[1]);
-        d->w.v_from_v = make_predictor(W, W, c.bits, d->packed[2]);
+        d->w.v_from_below = make_predictor(W, W, c.bits, d->packed[2]);
     }
     return d;
 }
@@ -161,9 +162,9 @@ static const rebuilt & rebuild(const world & w, int l, int s, int p) {
     if (l) { add_product(x.w.k, below.k, n, false, now.k_pred); }
     now.k = decoded(*x.lane[0], s, p);
     for (size_t j = 0; j < now.k.size(); j++) { now.k[j] = now.k_pred[j] + now.k[j]; }
-    if (l && w.c.full) {
+    if (l && w.c.values) {
         add_product(x.w.v_from_k, now.k, n, false, now.v_pred);
-        add_product(x.w.v_from_v, below.v, n, true, now.v_pred);
+        add_product(x.w.v_from_below, w.c.fold() ? below.k : below.v, n, true, now.v_pred);
     }
     now.v = decoded(*x.lane[1], s, p);
     for (size_t j = 0; j < now.v.size(); j++) { now.v[j] = now.v_pred[j] + now.v[j]; }
@@ -186,7 +187,7 @@ static void compare(world & w, const char * after) {
             if (!all_sealed(w, s, p)) { continue; }
             const int l = uniform(0, w.c.n_layer - 1);
             const rebuilt & r = rebuild(w, l, s, p);
-            for (int v = 0; v < 1 + w.c.full; v++) {
+            for (int v = 0; v < 1 + w.c.values; v++) {
                 const size_t stride = w.chain->stride(v);
                 std::vector<float> got(n * stride);
                 std::copy_n(w.chain->predict(l, v, s, { p }), got.size(), got.data());
@@ -478,6 +479,10 @@ int main(int argc, char ** argv) {
         { "predictor=k,window=32,sinks=0", 3, 2, 64, 512, 2, 8, false },
         { "predictor=full,window=32,bits=3,first_bits=0", 2, 3, 72, 1600, 1, 8, true },
         { "predictor=full,window=32,bits=1,grid=d8", 2, 1, 128, 256, 1, 4, true },
+        { "predictor=fold,window=32", 4, 2, 64, 512, 1, 8, true },
+        { "predictor=fold,window=64,k_bits=2,v_bits=1", 5, 2, 32, 300, 2, 8, true },
+        { "predictor=fold,window=0,bits=1,weights=4", 3, 1, 128, 400, 2, 4, true },
+        { "predictor=fold,window=32,bits=3,first_bits=0", 2, 3, 72, 1600, 1, 8, true },
         { "predictor=k,window=96,bits=2,grid=d4,scales=f16", 3, 4, 80, 200, 1, 4, false },
     };
     for (const config & c : cases) {

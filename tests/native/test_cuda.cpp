@@ -135,14 +135,14 @@ struct predict_case {
 
 struct predict_world {
     kvq_predictor w;
-    std::vector<uint8_t> packed;
+    std::vector<uint8_t> & packed; // stays: a device keeps copies of predictors by address
     std::vector<int8_t> x;
     std::vector<float> s;
     size_t x_stride;
-    std::unique_ptr<device_bytes> weights, rows, scales, out;
+    std::unique_ptr<device_bytes> rows, scales, out;
 
     predict_world(kvq_cuda_device & d, const predict_case & c) :
-        packed(kvq_predictor_bytes(c.n_in, c.n_out, c.bits)),
+        packed(*new std::vector<uint8_t>(kvq_predictor_bytes(c.n_in, c.n_out, c.bits))),
         s((size_t) c.n_rows),
         x_stride((size_t) (c.n_in + 31) / 32 * 32) {
         std::vector<float> m((size_t) c.n_in * c.n_out), row((size_t) c.n_in);
@@ -154,25 +154,22 @@ struct predict_world {
             for (auto & v : row) { v = f * normal(); }
             kvq_quantise_row(c.n_in, row.data(), &x[i * x_stride], &s[(size_t) i]);
         }
-        weights.reset(new device_bytes(d, packed.size(), packed.data()));
         rows.reset(new device_bytes(d, x.size(), x.data()));
         scales.reset(new device_bytes(d, s.size() * 4, s.data()));
         out.reset(new device_bytes(d, (size_t) c.n_rows * c.n_out * 4));
         w.n_in = c.n_in;
         w.n_out = c.n_out;
         w.bits = c.bits;
+        w.data = packed.data();
     }
     void run(kvq_cuda_device & d, int n, bool add) {
-        kvq_predictor there = w;
-        there.data = (const uint8_t *) weights->p;
-        d.predict(there, n, (const int8_t *) rows->p, x_stride, (const float *) scales->p, add, (float *) out->p,
+        d.predict(w, n, (const int8_t *) rows->p, x_stride, (const float *) scales->p, add, (float *) out->p,
             (size_t) w.n_out);
     }
 };
 
 static void check_predict(kvq_cuda_device & d, const predict_case & c) {
     predict_world p(d, c);
-    p.w.data = p.packed.data();
     std::vector<float> want((size_t) c.n_rows * c.n_out, 0.0f);
     for (const bool add : { false, true }) {
         p.run(d, c.n_rows, add);

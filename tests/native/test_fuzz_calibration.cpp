@@ -48,9 +48,9 @@ static std::vector<uint8_t> make(bool sidecar) {
     for (int il = 0; il < LAYERS; il++) {
         if (il) { gguf_set_val_u32(g, ("kvq.aqua.blk." + std::to_string(il) + ".prev").c_str(), (uint32_t) il - 1); }
         for (int v = 0; v < 2; v++) {
-            for (int m = 0; m < (il ? 2 : 1); m++) {
-                const std::string name =
-                    "kvq.aqua.blk." + std::to_string(il) + (v ? ".v." : ".k.") + (m ? "weight" : "bias");
+            for (int m = 0; m < (!il ? 1 : v ? 3 : 2); m++) {
+                static const char * const names[] = { "bias", "weight", "fold" };
+                const std::string name = "kvq.aqua.blk." + std::to_string(il) + (v ? ".v." : ".k.") + names[m];
                 const ggml_type type = !m ? GGML_TYPE_F32 : il == 1 ? GGML_TYPE_F16 : GGML_TYPE_Q4_0;
                 ggml_tensor * t = m ? ggml_new_tensor_2d(ctx, type, v ? 2 * WIDTH : WIDTH, WIDTH)
                                     : ggml_new_tensor_1d(ctx, type, WIDTH);
@@ -133,7 +133,10 @@ int main(int argc, char ** argv) {
     model.hash = "00";
     model.n_layer = LAYERS;
     kvq_layer_plan plan;
-    plan.add("chain", { { "values", 1 }, { "k_from_k", WIDTH }, { "v_from_k", WIDTH }, { "v_from_v", WIDTH } });
+    plan.add("chain", { { "values", 1 }, { "k_from_k", WIDTH }, { "v_from_k", WIDTH }, { "v_from_below", WIDTH } });
+    kvq_layer_plan folds;
+    folds.add("chain",
+        { { "values", 1 }, { "fold", 1 }, { "k_from_k", WIDTH }, { "v_from_k", WIDTH }, { "v_from_below", WIDTH } });
 
     long n_loaded = 0, n_refused = 0, n_fit = 0;
     const auto run = [&](const std::vector<uint8_t> & bytes) {
@@ -151,8 +154,9 @@ int main(int argc, char ** argv) {
             return false;
         }
         n_loaded++;
-        n_fit += c.fits(1, 0, plan, WIDTH, WIDTH, err) && c.fits(2, 1, plan, WIDTH, WIDTH, err);
-        c.pack(below(2) ? 8 : 4, true);
+        n_fit += c.fits(1, 0, plan, WIDTH, WIDTH, err) && c.fits(2, 1, plan, WIDTH, WIDTH, err) &&
+            c.fits(1, 0, folds, WIDTH, WIDTH, err) && c.fits(2, 1, folds, WIDTH, WIDTH, err);
+        c.pack(below(2) ? 8 : 4, true, below(2));
         for (const auto & l : c.layers) {
             for (const float x : l.second.k_mean) {
                 if (!std::isfinite(x)) {

@@ -27,7 +27,7 @@ struct data_of_layer : kvq_layer_calibration {
             mean->resize((size_t) W);
             for (float & x : *mean) { x = std::uniform_real_distribution<float>(-1, 1)(rng); }
         }
-        kvq_predictor * const all[3] = { &w.k, &w.v_from_k, &w.v_from_v };
+        kvq_predictor * const all[3] = { &w.k, &w.v_from_k, &w.v_from_below };
         for (int i = 0; predicts && i < 3; i++) {
             std::vector<float> weights((size_t) W * W);
             for (float & x : weights) { x = std::uniform_real_distribution<float>(-0.1f, 0.1f)(rng); }
@@ -261,7 +261,8 @@ static void comes_back(const config & c, world & to, const saved & from, int n) 
 static void run(const config & c, int steps, unsigned seed) {
     rng.seed(seed);
     const int W = c.n_head * c.head_size, n = c.n_cells - 13;
-    const bool predicts = strstr(c.opts, "predictor=full") || strstr(c.opts, "predictor=k");
+    const bool predicts =
+        strstr(c.opts, "predictor=full") || strstr(c.opts, "predictor=k") || strstr(c.opts, "predictor=fold");
     const data_of_layer data[2] = { data_of_layer(W, false), data_of_layer(W, predicts) };
     world from(c, data), to(c, data);
     from.fill(n);
@@ -447,6 +448,7 @@ int main(int argc, char ** argv) {
         { "aqua", "predictor=none,window=32,sinks=0,bits=1", 1, 128, 256 },
         { "aqua", "predictor=k,window=32", 2, 64, 256 },
         { "aqua", "predictor=full,window=32", 2, 64, 256 },
+        { "aqua", "predictor=fold,window=32", 2, 64, 256 },
         { "auto", "level=4,means=on,window=32", 2, 64, 256 },
         { "auto", "level=9,means=off,window=32", 2, 64, 256 },
         { "auto", "level=5,means=on,pairs=neox,window=32", 2, 64, 256 },

@@ -117,11 +117,12 @@ def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, 
 def predictor_arrays(fit: Fit) -> dict[str, np.ndarray]:
     """Names, f32 vectors and rows of matrices (f16, or uint8 rows of q4_0 blocks)."""
     out: dict[str, np.ndarray] = {}
+    folds = fit.predictor == "fold"
     for il, layer in fit.layers.items():
         for name, mean, weight in zip("kv", layer.mean, layer.weight):
             out[f"kvq.aqua.blk.{il}.{name}.bias"] = mean
             if weight is not None:
-                out[f"kvq.aqua.blk.{il}.{name}.weight"] = weight
+                out[f"kvq.aqua.blk.{il}.{name}.{'fold' if folds and name == 'v' else 'weight'}"] = weight
     return out
 
 
@@ -138,7 +139,9 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
             if x > 0
         },
         "kvq.aqua.predictor": fit.predictor,
-        "kvq.aqua.inputs": "k of the layer before; k of this layer, v of the layer before",
+        "kvq.aqua.inputs": (
+            f"k of the layer before; k of this layer, {'k' if fit.predictor == 'fold' else 'v'} of the layer before"
+        ),
         "kvq.aqua.k_bits": bits.k,
         "kvq.aqua.v_bits": bits.v,
         "kvq.aqua.first_bits": bits.first,

@@ -183,7 +183,7 @@ def fit(
     n_threads: int | None = None,
     progress: bool = False,
 ) -> Fit:
-    """Fit predictors ("k" or "full") of every layer but the first of each group, in f16 or q4_0.
+    """Fit predictors ("k", "full" or "fold") of every layer but the first of each group, in f16 or q4_0.
 
     folder: where rows and finished layers are kept until the end; a folder left by a killed run of the same numbers is
     continued. One sequence in eight is held out to measure explained variance. Raises KvqError for layers of unequal
@@ -326,7 +326,9 @@ class _Work:
         self.bar(f"layer {il}", 0.6 + 0.4 * self.done / self.n_layers)
         (mean_k, rms_k), (mean_v, rms_v) = self.mean(f"k.{il}", wk), self.mean(f"v.{il}", wv)
         out = Layer((mean_k, mean_v), prev=prev, rms=(rms_k, rms_v))
-        full, bits = predictor == "full", 8 if self.form == "f16" else 4
+        values, fold, bits = predictor in ("full", "fold"), predictor == "fold", 8 if self.form == "f16" else 4
+        below = f"k.{prev}.rec" if fold else f"v.{prev}.rec"  # what values are predicted from beside their keys
+        w_below = wk if fold else wv
         codecs = [self.bits.codec(role, ordinal, size) for role, size in ((K, size_k), (V, size_v))]
         k_pred = v_pred = None
         if ordinal:
@@ -341,7 +343,7 @@ class _Work:
             out.weight[0], w = self.solve(p, f"keys of layer {il}")
             self.measure(out, 0, p, w)
             k_pred = kernels.pack_weights(self.lib, w, bits)
-        p = Products(wk + wv, wv)
+        p = Products(wk + w_below, wv)
         for row, n, seq in self.chunks():
             y = self.centred(f"k.{il}", out.mean[0], row, n)
             pred = (
@@ -353,17 +355,19 @@ class _Work:
             )
             k = self.rebuilt(codecs[0], y, pred)
             self.store.write_at(f"k.{il}.rec", row, k)
-            if ordinal and full:
+            if ordinal and values:
                 self.note(p, seq, row)
-                x = np.concatenate([k, self.store.read(f"v.{prev}.rec", row, n, wv)], 1)
+                x = np.concatenate([k, self.store.read(below, row, n, w_below)], 1)
                 p.add(x, self.centred(f"v.{il}", out.mean[1], row, n), seq >= self.n_fit)
-        if not full:
+        if not values:
             return out
         parts: Sequence[kernels.Weights] = ()
         if ordinal:
             out.weight[1], w = self.solve(p, f"values of layer {il}")
             self.measure(out, 1, p, w)
             parts = [kernels.pack_weights(self.lib, x, bits) for x in (w[:, :wk], w[:, wk:])]
+        if fold:  # nothing is predicted from values
+            return out
         for row, n, _ in self.chunks():
             y = self.centred(f"v.{il}", out.mean[1], row, n)
             v_pred = None

@@ -31,9 +31,9 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--predictor",
-        choices=("bias", "k", "full"),
+        choices=("bias", "k", "full", "fold"),
         default="bias",
-        help="channel means, or linear predictors of keys, or of both (default bias)",
+        help="channel means, or linear predictors of keys, of both, or of both from keys alone (default bias)",
     )
     parser.add_argument(
         "--weights", choices=("f16", "q4_0"), default="f16", help="format of the predictors (default f16)"

@@ -40,7 +40,7 @@ class Aqua(LatticeMethod):
             for p in (plan.k, plan.v)
         )
         predictor = self.o["predictor"]
-        chain = {"k": "k", "full": "kv"}.get(predictor, "")
+        chain = {"k": "k", "full": "kv", "fold": "kk"}.get(predictor, "")
         bits = 4 if self.o["weights"] == "4" else 8
         return LayerPlan(
             k,
