@@ -565,7 +565,11 @@ void kvq_cuda_device::predict(const kvq_predictor & w, int n, const int8_t * x, 
     use();
     const uint8_t * const weights = weights_of(w);
     if (!weights) { return; }
-    (w.bits == 8 ? kvq_launch_predict8 : kvq_launch_predict4)(
-        { weights, w.n_in, w.n_out, n, x, s, x_stride, out_stride, out, add }, (cudaStream_t) stream);
+    const kvq_predict_args a = { weights, w.n_in, w.n_out, n, x, s, x_stride, out_stride, out, add };
+    if (w.bits == 8) {
+        kvq_launch_predict8(a, n_sm, (cudaStream_t) stream);
+    } else {
+        kvq_launch_predict4(a, (cudaStream_t) stream);
+    }
     check(cudaGetLastError(), "predictor kernel");
 }

@@ -34,15 +34,18 @@ __device__ __forceinline__ void widen(uint32_t u, uint32_t v, uint32_t (&pair)[4
     }
 }
 
+constexpr int P_STEP = FOLD_CELLS + 8; // f16 of a query row; ldmatrix meets all banks
+union portion {
+    float sums[FOLD_ROWS][STEP];
+    uint16_t p[FOLD_ROWS][P_STEP];
+};
+
 // A block: FOLD_ROWS query rows, a chunk of cells, FOLD_CHANNELS channels of one input. Probabilities of FOLD_CELLS
 // cells at a time lie in shared memory, rows come while they are made.
 __global__ void __launch_bounds__(32 * WARPS, 1) sum_kernel(const __grid_constant__ kvq_fold_args a) {
     constexpr int STEPS = FOLD_CELLS / CELL_GROUPS / 16, AT_ONCE = 2; // steps of a warp, of 16 cells; rows on their way
-    constexpr int P_STEP = FOLD_CELLS + 8;                            // f16 of a query row; ldmatrix meets all banks
-    __shared__ __align__(16) union {
-        float sums[FOLD_ROWS][STEP];
-        uint16_t p[FOLD_ROWS][P_STEP];
-    } memory;
+    extern __shared__ __align__(16) uint8_t dynamic[];
+    portion & memory = *(portion *) dynamic;
     __shared__ float tops[WARPS];
     __shared__ bool is_here[FOLD_CELLS / 16]; // are values of these cells sealed?
     early_start();
@@ -185,11 +188,17 @@ __global__ void __launch_bounds__(32 * WARPS, 1) sum_kernel(const __grid_constan
             st.sealed[(size_t) blockIdx.x * a.n_ids + id] = all[i] * back;
         }
     }
-    for (int i = threadIdx.x; i < FOLD_ROWS * FOLD_CHANNELS; i += 32 * WARPS) {
-        const int row = i / FOLD_CHANNELS, at = i % FOLD_CHANNELS, id = id0 + row;
-        if (id < a.n_ids && first + at < a.stride) {
-            st.partial[((size_t) blockIdx.x * a.n_ids + id) * 2 * a.stride + input * a.stride + first + at] =
-                memory.sums[row][at / 128 * 128 + at % 16 * 8 + at % 128 / 16] * back;
+#pragma unroll 1
+    for (int row = warp; row < FOLD_ROWS && id0 + row < a.n_ids; row += WARPS) {
+        float * const to = st.partial + ((size_t) blockIdx.x * a.n_ids + id0 + row) * 2 * a.stride + input * a.stride;
+#pragma unroll
+        for (int at = 4 * lane; at < FOLD_CHANNELS; at += 128) {
+            float y[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) { // channel 16g + j is column g of product j
+                y[i] = memory.sums[row][at / 128 * 128 + (at + i) % 16 * 8 + at % 128 / 16] * back;
+            }
+            if (first + at < a.stride) { *(float4 *) (to + first + at) = make_float4(y[0], y[1], y[2], y[3]); }
         }
     }
 }
@@ -213,6 +222,10 @@ __global__ void __launch_bounds__(256) add_kernel(const __grid_constant__ kvq_fo
 __global__ void __launch_bounds__(32 * APPLY_WARPS) apply_kernel(const __grid_constant__ kvq_fold_args a) {
     constexpr int AT_ONCE = 4; // rows
     early_start();
+    for (int i = threadIdx.x / 32; i < 2 * a.n_groups; i += APPLY_WARPS) { // weights do not wait for anybody
+        const uint8_t * const w = a.weights[i / a.n_groups] + ((size_t) blockIdx.x * a.n_groups + i % a.n_groups) * 512;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(w + threadIdx.x % 32 * 16));
+    }
     early_wait();
     __shared__ float sums[APPLY_WARPS][AT_ONCE][16], sealed[AT_ONCE];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4, tile = blockIdx.x,
@@ -290,7 +303,8 @@ __global__ void __launch_bounds__(32 * APPLY_WARPS) apply_kernel(const __grid_co
 void kvq_launch_fold(const kvq_fold_args & a, int n_streams, cudaStream_t stream) {
     const int n_slices = (a.stride + FOLD_CHANNELS - 1) / FOLD_CHANNELS,
               n_id_blocks = (a.n_ids + FOLD_ROWS - 1) / FOLD_ROWS;
-    kvq_launch_early(sum_kernel, dim3(a.n_chunks, 2 * n_slices, n_streams * n_id_blocks), 32 * WARPS, 0, stream, a);
+    kvq_launch_early(
+        sum_kernel, dim3(a.n_chunks, 2 * n_slices, n_streams * n_id_blocks), 32 * WARPS, sizeof(portion), stream, a);
     kvq_launch_early(add_kernel, dim3((a.n_ids * 2 * a.stride / 4 + 255) / 256, n_streams), 256, 0, stream, a);
     kvq_launch_early(apply_kernel, dim3(a.n_tiles, n_streams), 32 * APPLY_WARPS, 0, stream, a);
 }

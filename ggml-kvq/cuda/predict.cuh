@@ -20,5 +20,5 @@ struct kvq_predict_args {
 };
 
 void kvq_launch_predict4(const kvq_predict_args & a, cudaStream_t stream);
-void kvq_launch_predict8(const kvq_predict_args & a, cudaStream_t stream);
+void kvq_launch_predict8(const kvq_predict_args & a, int n_sm, cudaStream_t stream);
 std::vector<uint8_t> kvq_order_weights8(const kvq_predictor & p); // codes less their offset; then the steps

@@ -242,12 +242,17 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
     const double MiB = 1024.0 * 1024.0;
     const kvq_part & part = *layers[0].part;
     if (!s.predict_macs) { return ""; }
-    char text[224];
+    char text[288];
+    const bool fold = part.get("fold") > 0;
+    double of_keys = 0; // multiply-adds of a GPU, which folds values
+    for (const kvq_part_of_layer & l : layers) { of_keys += l.part->get("k_from_k") * l.part->get("k_from_k"); }
+    char folded[64] = "";
+    if (fold) { snprintf(folded, sizeof(folded), ", %.2f where a GPU folds values", of_keys / 1e6); }
     snprintf(text, sizeof(text),
-        "; predictor %s: reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f "
-        "MiB hold the rows of %s",
-        name_of(part), (double) s.predict_macs / 1e6, (int) part.get("weight_bits"), (double) s.bytes_calibration / MiB,
-        (double) s.bytes_chain / MiB, part.get("fold") > 0 ? "two layers" : "one layer");
+        "; predictor %s: reading costs %.2f million multiply-adds a cell and token%s (%d-bit weights, %.2f MiB), "
+        "%.2f MiB hold the rows of %s",
+        name_of(part), (double) s.predict_macs / 1e6, folded, (int) part.get("weight_bits"),
+        (double) s.bytes_calibration / MiB, (double) s.bytes_chain / MiB, fold ? "two layers" : "one layer");
     return text;
 }
 

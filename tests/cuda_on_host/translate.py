@@ -16,6 +16,7 @@ INSTRUCTIONS = [
     ("cp.async.wait", ""),
     ("cp.async.commit", ""),
     ("cp.async.bulk.prefetch.L2", ""),
+    ("prefetch.global.L2", ""),
     ("cp.async.cg.shared.global [%0], [%1], 16", "host_copy({0}, {1}, 16);"),
     ("cp.async.ca.shared.global [%0], [%1], 8", "host_copy({0}, {1}, 8);"),
     ("cp.async.ca.shared.global [%0], [%1], 4", "host_copy({0}, {1}, 4);"),
@@ -24,8 +25,12 @@ INSTRUCTIONS = [
         "host_mma_f16({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9});",
     ),
     (
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};",
+        "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {0}, {1}, {2}, {3});",
+    ),
+    (
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
-        "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10});",
+        "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {10}, {10}, {10});",
     ),
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "host_ldmatrix({0}, {1}, {2}, {3}, {4});"),
     ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "host_ldmatrix_trans({0}, {1}, {2}, {3}, {4});"),

@@ -44,6 +44,9 @@ struct float4 {
 struct ushort4 {
     unsigned short x, y, z, w;
 };
+struct char4 {
+    signed char x, y, z, w;
+};
 struct uchar4 {
     unsigned char x, y, z, w;
 };
@@ -150,7 +153,7 @@ static inline size_t __cvta_generic_to_shared(const void * p) {
 void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
     uint32_t b0, uint32_t b1);
 void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-    uint32_t b0, uint32_t b1, int base);
+    uint32_t b0, uint32_t b1, int c0, int c1, int c2, int c3);
 void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 uint32_t host_movmatrix(uint32_t x);
