@@ -112,7 +112,7 @@ workspace::sizes sizes_of(const stream_plan & s, int n_rows, int n_heads, int ce
     workspace::sizes z;
     z.heads = (size_t) n_heads;
     z.floats = z.heads *
-        (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + 3 * pad(rows) + 32 +
+        (pad(rows * s.dpk) + pad(rows * s.dpv) + pad(rows * s.rot) + pad(rows * s.n_fold) + 3 * pad(rows) + 32 +
             (s.has_means() ? pad(runs * rows * s.p->k.n_cells) : 0));
     z.slots = runs * rows * cells;
     z.tile = (size_t) cells * (s.latent ? s.dpk + s.dpv + std::max(s.k.dp, s.v.dp) : std::max(s.dpk, s.dpv));
@@ -132,17 +132,21 @@ void join(int n, float * to, const float * part) {
 }
 
 // A stream of a call: its plan, and where in the partial results its own begin.
-static void plan_stream(
-    stream_plan & s, const kvq_attn & attn, int want, workspace::sizes & size, size_t & n_partial, bool in_batches) {
+static void plan_stream(stream_plan & s, const kvq_attn & attn, int want, workspace::sizes & size, size_t & n_partial,
+    bool in_batches, const kvq_chain_pages * fold = nullptr) {
     const int cells = make_plan(s, attn);
+    if (fold) {
+        s.fold = fold;
+        s.n_fold = (int) (fold->in[0].stride + fold->in[1].stride);
+    }
     s.lse = attn.lse;
     const bool few = has_few_rows(s);
     s.few = few && s.folded_k;
     if (s.few) { s.prepared.resize((size_t) attn.n_head_kv); }
     cut_tasks(s, few, want);
-    s.leaves_partial = in_batches || s.n_splits > 1;
+    s.leaves_partial = in_batches || s.n_splits > 1 || fold;
     s.partial = n_partial;
-    if (s.leaves_partial) { n_partial += (size_t) attn.n_head_kv * s.n_splits * s.n_rows * (s.dpv + 2); }
+    if (s.leaves_partial) { n_partial += (size_t) attn.n_head_kv * s.n_splits * s.n_rows * (s.n_sums() + 2); }
     size.cover(sizes_of(s, s.block_rows(), (attn.n_head_kv + s.n_groups - 1) / s.n_groups, cells));
 }
 
@@ -201,6 +205,7 @@ static void run_plans(stream_plan * plan, int n, const workspace::sizes & size, 
                     to[0] = h.m[r];
                     to[1] = h.l[r];
                     memcpy(to + 2, out, 4 * (size_t) s.dpv);
+                    memcpy(to + 2 + s.dpv, h.fold + (size_t) r * s.n_fold, 4 * (size_t) s.n_fold);
                 }
             }
         }
@@ -210,7 +215,7 @@ static void run_plans(stream_plan * plan, int n, const workspace::sizes & size, 
 // All splits of a row become the first one.
 static float * join_splits(const stream_plan & s, float * partial, int kvh, int row) {
     float * a = partial + s.part_of(kvh, 0, row);
-    for (int j = 1; j < s.n_splits; j++) { join(s.dpv, a, partial + s.part_of(kvh, j, row)); }
+    for (int j = 1; j < s.n_splits; j++) { join(s.n_sums(), a, partial + s.part_of(kvh, j, row)); }
     return a;
 }
 
@@ -236,28 +241,28 @@ static void attend_stored(const kvq_attn * attn, int n, int n_threads) {
     }
 }
 
-void attend_from(page_source & source, const kvq_attn & attn, int n_threads) {
+void attend_from(page_source & source, const kvq_attn & attn, int n_threads, const kvq_chain_pages * fold) {
     static thread_local stream_plan s;                    // made anew for each batch
-    static thread_local std::vector<float> partial, sums; // sums: of the batches before, [kvh][row][m, l, out]
+    static thread_local std::vector<float> partial, sums; // sums: of the batches before, as partial
     static thread_local std::vector<kvq_page> pages;
     n_threads = std::max(n_threads, 1);
     bool first = true, more = true;
+    kvq_attn a = attn; // the plan points at it
     while (more) {
         pages.clear();
         more = source.next(pages);
-        kvq_attn a = attn;
         a.pages = pages.data();
         a.n_pages = (int32_t) pages.size();
-        if (first && !more) { // everything fits into one batch
+        if (first && !more && !fold) { // everything fits into one batch
             attend_stored(&a, 1, n_threads);
             return;
         }
         workspace::sizes size;
         size_t n_partial = 0;
-        plan_stream(s, a, wished_tasks(1, n_threads), size, n_partial, true);
+        plan_stream(s, a, wished_tasks(1, n_threads), size, n_partial, true, fold);
         partial.resize(std::max(partial.size(), n_partial));
         run_plans(&s, 1, size, partial.data(), n_threads);
-        const size_t stride = (size_t) s.dpv + 2;
+        const size_t stride = (size_t) s.n_sums() + 2;
         if (first) { sums.resize((size_t) a.n_head_kv * s.n_rows * stride); }
         for (int i = 0; i < a.n_head_kv * s.n_rows; i++) {
             const float * x = join_splits(s, partial.data(), i / s.n_rows, i % s.n_rows);
@@ -265,11 +270,22 @@ void attend_from(page_source & source, const kvq_attn & attn, int n_threads) {
             if (first) {
                 std::copy_n(x, stride, to);
             } else {
-                join(s.dpv, to, x);
+                join(s.n_sums(), to, x);
             }
-            if (!more) { store_row(s, i / s.n_rows, i % s.n_rows, to[0], to[1], to + 2); }
         }
         first = false;
+    }
+    const stream_plan & of = s; // other threads have plans of their own
+    float * const all = sums.data();
+    const size_t stride = (size_t) of.n_sums() + 2;
+#pragma omp parallel for num_threads(n_threads) if (fold && n_threads > 1)
+    for (int kvh = 0; kvh < attn.n_head_kv; kvh++) {
+        float * const rows = all + (size_t) kvh * of.n_rows * stride;
+        if (fold) { apply_fold(kvq_get_kernels(), of, kvh, rows, stride); }
+        for (int r = 0; r < of.n_rows; r++) {
+            const float * x = rows + r * stride;
+            store_row(of, kvh, r, x[0], x[1], x + 2);
+        }
     }
 }
 

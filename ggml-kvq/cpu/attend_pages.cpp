@@ -148,6 +148,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
                 h.open[r.first + i] *= c[i];
                 K.scale(s.dpv, out + (size_t) i * s.dpv, c[i]);
                 K.scale((int) s.rot, rot + i * s.rot, c[i]);
+                K.scale(s.n_fold, h.fold + (size_t) (r.first + i) * s.n_fold, c[i]);
             }
         }
     }
@@ -159,6 +160,7 @@ void run_head(const kvq_kernels & K, const stream_plan & s, workspace & w, head_
 
     next.values(s);
     value_part(K, s, w, h, r, w.logits, f);
+    if (s.fold) { fold_part(K, s, h, r, w.logits, f); }
 }
 
 } // namespace kvq_attention

@@ -66,9 +66,12 @@ struct stream_plan {
     std::vector<int> cuts; // first page of each split, then n_pages
     int dpk, dpv, n_out;   // padded rows of queries and of outputs; channels of an output
     size_t rot;            // floats of a rotated sum
-    size_t partial;        // offset of this stream's partial results, [kvh][split][row][m, l, out of dpv]
-    bool leaves_partial;   // rows are left there
-    float m0, m1;          // ALiBi bases
+    // values that follow from keys alone (policy/chain.h): sums of rows of both inputs behind the outputs, NULL: none
+    const kvq_chain_pages * fold;
+    int n_fold;          // floats of such sums, 0: none
+    size_t partial;      // offset of this stream's partial results, [kvh][split][row][m, l, out of dpv, fold]
+    bool leaves_partial; // rows are left there
+    float m0, m1;        // ALiBi bases
     int n_head_log2;
 
     key_place place_of(const kvq_page & page) const {
@@ -76,8 +79,9 @@ struct stream_plan {
     }
     bool has_means() const { return folded_k && p->k_mean; }
     size_t part_of(int kvh, int split, int row) const {
-        return partial + (((size_t) kvh * n_splits + split) * n_rows + row) * ((size_t) dpv + 2);
+        return partial + (((size_t) kvh * n_splits + split) * n_rows + row) * ((size_t) n_sums() + 2);
     }
+    int n_sums() const { return dpv + n_fold; }
     int n_tasks() const { return n_groups * n_blocks * n_splits; }
     int block_rows() const { return std::min(n_rows, KVQ_MAX_ROWS); }
 };
@@ -85,7 +89,7 @@ struct stream_plan {
 // A KV head and its block of rows, while a task runs.
 struct head_rows {
     int kvh;
-    float *q, *out, *rot; // rows of dpk, dpv, stream_plan::rot
+    float *q, *out, *rot, *fold; // rows of dpk, dpv, stream_plan::rot, n_fold
     // open: of l, the part of values that were not sealed: the others lack their mean, which is added at the end
     float *m, *l, *open;
     float slope[KVQ_MAX_ROWS];
@@ -211,7 +215,18 @@ public:
 protected:
     ~page_source() {}
 };
-void attend_from(page_source & source, const kvq_attn & attn, int n_threads);
+// fold: pages of values, where these stay as they are stored and follow from keys alone; NULL: no
+void attend_from(page_source & source, const kvq_attn & attn, int n_threads, const kvq_chain_pages * fold = nullptr);
+
+// ---------------------------------------------------------------- attend_fold.cpp
+
+// Few rows over values of such a layer, by predictors in 8 bits?
+bool may_fold(const kvq_attn & attn, const kvq_chain_pages & values);
+// Sums of a run's rows under probabilities, as value_part takes them.
+void fold_part(const kvq_kernels & K, const stream_plan & s, head_rows & h, const page_run & r, const float * prob,
+    const float * f);
+// Rows of KV head kvh [m, l, out, fold], `stride` apart: out += W_v fold.
+void apply_fold(const kvq_kernels & K, const stream_plan & s, int kvh, float * rows, size_t stride);
 
 // ---------------------------------------------------------------- attend_far.cpp
 

@@ -98,6 +98,8 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
     s.rope = lattice_k && (attn.rotary || attn.k_mean);
     s.few = false;
+    s.fold = nullptr;
+    s.n_fold = 0;
     s.folded_k = lattice_k && !f32 && (!attn.rotary || (attn.sealed && attn.positions && attn.rotary->turns));
     s.rotated_v = lattice_v && !f32;
     s.rot = s.rotated_v ? (size_t) s.lv.d * s.lv.n_tiles * 16 : 0;
@@ -162,6 +164,7 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     h.q = take(rows * s.dpk);
     h.out = take(rows * s.dpv);
     h.rot = take(rows * s.rot);
+    h.fold = take(rows * (size_t) s.n_fold);
     h.m = take(rows + 16); // the softmax reads whole registers
     h.l = take(rows + 16);
     h.open = take(rows);
@@ -174,6 +177,7 @@ void start_head(const stream_plan & s, workspace & w, head_rows & h, int kvh, in
     }
     memset(h.out, 0, 4 * rows * s.dpv);
     memset(h.rot, 0, 4 * rows * s.rot);
+    memset(h.fold, 0, 4 * rows * (size_t) s.n_fold);
     h.keys = s.few ? &s.prepared[(size_t) kvh] : &h.own;
     if (s.folded_k && !s.few && folds) { h.own.make(s, kvh, n_rows, h.q); }
 }

@@ -118,10 +118,11 @@ void step_page(const kvq_chain_pages & c, int i, page_work & w) {
 // Predicted pages become readable in stripes.
 class predicted_source : public kvq_attention::page_source {
 public:
-    predicted_source(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads) :
-        attn(attn), lanes(lanes), n_threads(n_threads) {
+    // folds: values stay as they are stored
+    predicted_source(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads, bool folds) :
+        attn(attn), lanes(lanes), n_threads(n_threads), n_lanes(folds ? 1 : 2) {
         const size_t n = (size_t) std::min(KVQ_CHAIN_STRIPE, attn.n_pages);
-        for (int v = 0; v < 2; v++) {
+        for (int v = 0; v < n_lanes; v++) {
             static thread_local std::vector<uint16_t> kept[2];
             kept[v].resize(std::max(kept[v].size(), lanes[v].l ? n * lanes[v].l->nb_frame / 2 : 0));
             tiles[v] = kept[v].data();
@@ -149,7 +150,7 @@ public:
 private:
     // its keys, then its values, which may be predicted from them, into tile j
     void read_page(int p, int j, kvq_page & page, page_work & w) {
-        for (int v = 0; v < 2; v++) {
+        for (int v = 0; v < n_lanes; v++) {
             const kvq_chain_pages & c = lanes[v];
             // values want the rows of their keys, sealed or not
             if (!c.l || (!params_of(c, p) && (v || !lanes[1].l))) { continue; }
@@ -171,7 +172,7 @@ private:
 
     const kvq_attn & attn;
     const kvq_chain_pages * const lanes;
-    const int n_threads;
+    const int n_threads, n_lanes;
     int at = 0;          // the next page
     uint16_t * tiles[2]; // of a batch
 };
@@ -194,7 +195,8 @@ void kvq_cpu_attend_predicted(const kvq_attn & attn, const kvq_chain_pages * lan
     kvq_attn a = attn;
     a.rotary = nullptr; // tiles hold whole rows
     a.k_mean = lanes[0].l ? nullptr : a.k_mean;
-    a.v_mean = lanes[1].l ? nullptr : a.v_mean;
-    predicted_source source(a, lanes, std::max(n_threads, 1));
-    kvq_attention::attend_from(source, a, n_threads);
+    const bool folds = kvq_attention::may_fold(attn, lanes[1]);
+    a.v_mean = lanes[1].l && !folds ? nullptr : a.v_mean;
+    predicted_source source(a, lanes, std::max(n_threads, 1), folds);
+    kvq_attention::attend_from(source, a, n_threads, folds ? &lanes[1] : nullptr);
 }

@@ -91,6 +91,66 @@ static void predict(const kvq_predictor & p, int n_rows, const int8_t * x, size_
     }
 }
 
+template <int R>
+static inline void sum_rows8_of(
+    int n, int width, const int8_t * x, size_t x_stride, const float * w, float * sums, size_t sums_stride) {
+    for (int c = 0; c < width; c += 32) {
+        f32x16 acc[R][2];
+        for (int r = 0; r < R; r++) {
+            for (int i = 0; i < 2; i++) { acc[r][i] = f32_load(sums + r * sums_stride + c + 16 * i); }
+        }
+        for (int t = 0; t < n; t++) {
+            const f32x16 a = f32_load_i8(x + t * x_stride + c), b = f32_load_i8(x + t * x_stride + c + 16);
+            for (int r = 0; r < R; r++) {
+                const f32x16 f = f32_set1(w[16 * t + r]);
+                acc[r][0] = f32_fma(f, a, acc[r][0]);
+                acc[r][1] = f32_fma(f, b, acc[r][1]);
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int i = 0; i < 2; i++) { f32_store(sums + r * sums_stride + c + 16 * i, acc[r][i]); }
+        }
+    }
+}
+
+static void sum_rows8(int n_rows, int n, int width, const int8_t * x, size_t x_stride, const float * w, float * sums,
+    size_t sums_stride) {
+#define CALL(R, r) sum_rows8_of<R>(n, width, x, x_stride, w + (r), sums + (r) * sums_stride, sums_stride)
+    KVQ_ROWS(n_rows, CALL);
+#undef CALL
+}
+
+template <int R>
+static inline void apply_tile8_of(
+    const kvq_predictor & p, int tile, const float * z, size_t z_stride, float * y, size_t y_stride) {
+    const int n_chunks = p.n_groups() * 8;
+    const uint8_t * codes = p.codes() + (size_t) tile * n_chunks * 64;
+    f32x16 acc[R], all[R]; // all: lanes of sums of z
+    for (int r = 0; r < R; r++) {
+        acc[r] = all[r] = f32_set1(0.0f);
+        for (int j = 0; j < 4 * n_chunks; j += 16) { all[r] = f32_add(all[r], f32_load(z + r * z_stride + j)); }
+    }
+    for (int c = 0; c < n_chunks; c++) {
+        const u8x64 w = u8_load(codes + 64 * c);
+        for (int k = 0; k < 4; k++) {
+            const f32x16 code = f32_from_byte(w, k);
+            for (int r = 0; r < R; r++) { acc[r] = f32_fma(code, f32_set1(z[r * z_stride + 4 * c + k]), acc[r]); }
+        }
+    }
+    const f32x16 step = f32_load(p.steps8() + 16 * tile);
+    for (int r = 0; r < R; r++) {
+        const f32x16 sum = f32_sub(acc[r], f32_set1((float) p.offset() * f32_sum(all[r])));
+        f32_store(y + r * y_stride, f32_fma(step, sum, f32_load(y + r * y_stride)));
+    }
+}
+
+static void apply_tile8(
+    const kvq_predictor & p, int tile, int n_rows, const float * z, size_t z_stride, float * y, size_t y_stride) {
+#define CALL(R, r) apply_tile8_of<R>(p, tile, z + (r) * z_stride, z_stride, y + (r) * y_stride, y_stride)
+    KVQ_ROWS(n_rows, CALL);
+#undef CALL
+}
+
 // point coordinate: the same f32 number as in the type's own decode, because steps and products with bytes are exact
 static inline f32x16 exact_point(u8x64 byte, int k, float step) {
     return f32_mul(f32_add(f32_from_byte(byte, k), f32_set1(-128.0f)), f32_set1(step));

@@ -53,6 +53,10 @@ static inline f32x16 f32_load_u8(const uint8_t * p) {
 static inline f32x16 f32_add(f32x16 x, f32x16 y) { return { _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b) }; }
 static inline f32x16 f32_sub(f32x16 x, f32x16 y) { return { _mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b) }; }
 static inline f32x16 f32_mul(f32x16 x, f32x16 y) { return { _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b) }; }
+static inline f32x16 f32_load_i8(const int8_t * p) {
+    return { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))),
+        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (p + 8)))) };
+}
 static inline f32x16 f32_fma(f32x16 x, f32x16 y, f32x16 z) {
     return { _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b) };
 }

@@ -192,6 +192,9 @@ template <int N> static inline u8x64 u8_lookup(u8x64 index, const uint8_t * tabl
     return r;
 }
 // byte k of every four
+static inline f32x16 f32_load_i8(const int8_t * p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p)));
+}
 static inline f32x16 f32_from_byte(u8x64 a, int k) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(a, (unsigned) (8 * k)), _mm512_set1_epi32(255)));
 }

@@ -70,6 +70,16 @@ static inline f32x16 f32_mul(f32x16 a, f32x16 b) {
     KVQ_EACH a.v[i] = vmulq_f32(a.v[i], b.v[i]);
     return a;
 }
+static inline f32x16 f32_load_i8(const int8_t * p) {
+    const int8x16_t b = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(b)), high = vmovl_s8(vget_high_s8(b));
+    f32x16 r;
+    r.v[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
+    r.v[1] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(low)));
+    r.v[2] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
+    r.v[3] = vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)));
+    return r;
+}
 static inline f32x16 f32_fma(f32x16 a, f32x16 b, f32x16 c) {
     KVQ_EACH c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]);
     return c;

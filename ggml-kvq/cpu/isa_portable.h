@@ -69,6 +69,11 @@ static inline f32x16 f32_mul(f32x16 a, f32x16 b) {
     KVQ_EACH(16) a.v[i] *= b.v[i];
     return a;
 }
+static inline f32x16 f32_load_i8(const int8_t * p) {
+    f32x16 r;
+    KVQ_EACH(16) r.v[i] = (float) p[i];
+    return r;
+}
 static inline f32x16 f32_fma(f32x16 a, f32x16 b, f32x16 c) {
     KVQ_EACH(16) c.v[i] += a.v[i] * b.v[i];
     return c;

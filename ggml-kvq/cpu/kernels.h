@@ -162,6 +162,12 @@ struct kvq_kernels {
     void (*quantise_row)(int n, const float * x, int8_t * x8, float * s);
     void (*predict)(const kvq_predictor & p, int n_rows, const int8_t * x, size_t x_stride, const float * s, bool add,
         float * out, size_t out_stride, int32_t * work);
+    // sums[r][c] += sum_t w[t][r] x[t][c], rows in 8 bits; w [n][16], width a multiple of 32
+    void (*sum_rows8)(int n_rows, int n, int width, const int8_t * x, size_t x_stride, const float * w, float * sums,
+        size_t sums_stride);
+    // y[r][i] += step[i] * sum_j (code[i][j] - 64) z[r][j], of 16 outputs of a predictor in 8 bits; z as x above
+    void (*apply_tile8)(
+        const kvq_predictor & p, int tile, int n_rows, const float * z, size_t z_stride, float * y, size_t y_stride);
     // decoded rows of a lattice block, f32 [n_cells][stride], the values of its decode
     void (*lattice_rows)(
         const kvq_lattice_view & a, const uint8_t * codes, const void * params, float * out, size_t stride);

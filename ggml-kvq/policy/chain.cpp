@@ -199,11 +199,12 @@ static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
 
 static void bytes(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l) {
     const int width = l.n_head * l.codec.head_size, width_k = l.n_head * plan.k.head_size;
+    const bool folds = part.get("fold") > 0 && part.get("weight_bits") == 8 && l.codec.head_size % 16 == 0;
     for (const char * input : { value ? "v_from_k" : "k_from_k", value ? "v_from_below" : "" }) {
         const int n_in = (int) part.get(input);
         if (!n_in) { continue; }
         l.bytes_calibration += kvq_pad(kvq_predictor_bytes(n_in, width, (int) part.get("weight_bits")), KVQ_ALIGN);
-        l.predict_macs += (uint64_t) n_in * width;
+        if (!value || !folds) { l.predict_macs += (uint64_t) n_in * width; } // of values once a query
     }
     if (part.get("counts_shared") > 0 && l.chained) {
         const size_t of_keys = kvq_pad((size_t) width_k, 16), own = kvq_pad((size_t) width, 16),
@@ -242,17 +243,12 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
     const double MiB = 1024.0 * 1024.0;
     const kvq_part & part = *layers[0].part;
     if (!s.predict_macs) { return ""; }
-    char text[288];
-    const bool fold = part.get("fold") > 0;
-    double of_keys = 0; // multiply-adds of a GPU, which folds values
-    for (const kvq_part_of_layer & l : layers) { of_keys += l.part->get("k_from_k") * l.part->get("k_from_k"); }
-    char folded[64] = "";
-    if (fold) { snprintf(folded, sizeof(folded), ", %.2f where a GPU folds values", of_keys / 1e6); }
+    char text[224];
     snprintf(text, sizeof(text),
-        "; predictor %s: reading costs %.2f million multiply-adds a cell and token%s (%d-bit weights, %.2f MiB), "
-        "%.2f MiB hold the rows of %s",
-        name_of(part), (double) s.predict_macs / 1e6, folded, (int) part.get("weight_bits"),
-        (double) s.bytes_calibration / MiB, (double) s.bytes_chain / MiB, fold ? "two layers" : "one layer");
+        "; predictor %s: reading costs %.2f million multiply-adds a cell and token (%d-bit weights, %.2f MiB), %.2f "
+        "MiB hold the rows of %s",
+        name_of(part), (double) s.predict_macs / 1e6, (int) part.get("weight_bits"), (double) s.bytes_calibration / MiB,
+        (double) s.bytes_chain / MiB, part.get("fold") > 0 ? "two layers" : "one layer");
     return text;
 }
 
