@@ -192,8 +192,9 @@ private:
         float *high, *low;
         int n_high, capacity;
     };
-    const void * constant(const void * host, size_t nb); // a copy here of bytes that stay
-    const uint8_t * weights_of(const kvq_predictor & w); // a copy as kernels want it; NULL: no memory
+    const void * constant(const void * host, size_t nb);          // a copy here of bytes that stay
+    void * keep(const void * name, const void * host, size_t nb); // a copy of `host` that constant(name) finds
+    const uint8_t * weights_of(const kvq_predictor & w);          // a copy as kernels want it; NULL: no memory
     const float * mean_of(const float * host, size_t n);
     struct wave_table {
         const kvq_rotary * host;

@@ -11,7 +11,9 @@ static constexpr int MOST_ROWS = 256; // query rows of a call; more make their v
 
 // Are values of these calls predicted from keys alone, or by nothing, by kernels that take them?
 bool kvq_cuda_device::may_fold(const kvq_attend_args & a, const kvq_attn * attn, const kvq_chain_pages * chain) {
-    if (!allow_means || !chain || a.n_q * a.n_head > MOST_ROWS || !attn[0].rotary || !attn[0].v_mean) { return false; }
+    if (!allow_means || !chain || !a.n_pages || a.n_q * a.n_head > MOST_ROWS || !attn[0].rotary || !attn[0].v_mean) {
+        return false;
+    }
     const kvq_chain_pages &k = chain[0], &v = chain[1];
     if (!k.l || !v.l || v.out.row || a.v.head_size % 16 || a.page_cells % 16) { return false; }
     for (const kvq_predictor & w : v.from) {

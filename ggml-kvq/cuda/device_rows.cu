@@ -14,11 +14,14 @@
 
 const void * kvq_cuda_device::constant(const void * host, size_t nb) {
     const auto at = constants.find(host);
-    if (at != constants.end()) { return at->second; }
+    return at != constants.end() ? at->second : keep(host, host, nb);
+}
+
+void * kvq_cuda_device::keep(const void * name, const void * host, size_t nb) {
     void * p = nullptr;
     if (host && check(cudaMalloc(&p, nb), "cudaMalloc of calibrated data")) {
         put(p, host, nb);
-        constants[host] = p;
+        constants[name] = p;
     }
     return p;
 }
@@ -26,11 +29,7 @@ const void * kvq_cuda_device::constant(const void * host, size_t nb) {
 const uint8_t * kvq_cuda_device::weights_of(const kvq_predictor & w) {
     const size_t nb = kvq_predictor_bytes(w.n_in, w.n_out, w.bits);
     if (w.bits == 4 || constants.count(w.data)) { return (const uint8_t *) constant(w.data, nb); }
-    const std::vector<uint8_t> ordered = kvq_order_weights8(w);
-    const void * const there = constant(ordered.data(), nb);
-    constants.erase(ordered.data());
-    if (there) { constants[w.data] = const_cast<void *>(there); }
-    return (const uint8_t *) there;
+    return (const uint8_t *) keep(w.data, kvq_order_weights8(w).data(), nb);
 }
 
 const float * kvq_cuda_device::mean_of(const float * host, size_t n) {
@@ -258,6 +257,7 @@ int kvq_cuda_device::stripe_cells(int width) const {
 
 // Predictions of some pages at a time, and from them the pages' rows.
 void kvq_cuda_device::run_chain(const kvq_chain_pages & c, kvq_page * table, uint16_t * tiles, bool whole) {
+    if (!c.n) { return; }
     use();
     const kvq_lane_layout & l = *c.l;
     const int most = std::max(1, stripe_cells(l.n_head * l.codec.head_size) / l.page_cells),

@@ -10,7 +10,7 @@
 // layers, of an even one and an odd one. They are the inputs of the next layer, when writing and when reading:
 // both see the same bits. With `fold` no value is anybody's input, so a query may apply W_v once, to sums of rows:
 //   sum_t p_t v'_t = W_v [sum p k'[l]; sum p k'[l-1]] + sum p decoded
-//  The rows lie where the engine computes, which turns them into those of the next layer and,
+// The rows lie where the engine computes, which turns them into those of the next layer and,
 // while it attends, into f16 tiles: the CPU in stripes of pages (cpu/chain.cpp), CUDA all pages of a layer at once
 // (cuda/seal_chain.cu). A page that is open one layer below is predicted from its open rows: that happens only while
 // it is being rewritten.
@@ -48,7 +48,6 @@ public:
     void add_layer(
         kvq_lane * k, kvq_lane * v, kvq_transform * turn_k, kvq_transform * turn_v, const kvq_chain_weights & w);
     bool chains(bool value) const { return !value || row_stride[1]; }
-    bool folds() const { return fold; }
 
     // Predictions for up to KVQ_CHAIN_STRIPE pages of layer l, f32 [page][page_cells][stride(value)] in the device's
     // memory, until the next call; zeros where nothing is predicted.
