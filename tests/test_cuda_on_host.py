@@ -82,17 +82,19 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
         programs.append(tmp_path / source_file.stem)
         subprocess.run([str(CXX), "-fopenmp", main, *shared, "-o", str(programs[-1])], check=True)
 
-    def run(program: Path, what: str, capability: str) -> subprocess.CompletedProcess[str]:
+    def run(program: Path, what: str, capability: str, products: str = "") -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1", **({"KVQ_CUDA_AS": capability} if capability else {})}
+        env.update({"KVQ_CUDA_BYTES": products} if products else {})
         return subprocess.run([str(program), what], capture_output=True, text=True, check=False, timeout=600, env=env)
 
     # then as cards with 99 KB of shared memory a block: the host refuses launches that ask for more
-    cases = [(program, "host", capability) for capability in ("", "8.6") for program in programs]
+    cases: list[tuple[Path, str, str, str]] = []
+    cases += [(program, "host", capability, "") for capability in ("", "8.6") for program in programs]
     limits = {"8.0": 163, "8.6": 99, "9.0": 227}  # KB
-    cases += [(tmp_path / "test_cuda", "limits", capability) for capability in limits]
+    cases += [(tmp_path / "test_cuda", "limits", capability, products) for capability in limits for products in "01"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = list(pool.map(lambda case: run(*case), cases))
-    for (_, what, capability), result in zip(cases, done, strict=True):
+    for (_, what, capability, _), result in zip(cases, done, strict=True):
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
         if what == "host":
             assert "attention: " in result.stdout

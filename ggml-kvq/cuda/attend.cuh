@@ -46,11 +46,13 @@ struct kvq_attend_args {
     const int32_t * work;
     int n_work;
     bool listed, list_few; // the caller can list them: more blocks of rows fit; it does so where few rows fit anyway
-    int fine;              // decode: groups of 16 in both (1), or 32 (3), by kernels of their own (decode_fine.cuh)
+    // decode, kernels of their own: groups of 16 in both (1), or 32 (3) (decode_fine.cuh); products in 8 bits (4)
+    // (attend_bytes.cuh)
+    int fine;
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
-    const float *k_mean, *v_mean; // [head kv][head size]
-    const float * rotary_high;    // kvq_rotary
-    const uint16_t * waves;       // f16 [128][head size]: cos and sin of the pairs
+    const float *k_mean, *v_mean;          // [head kv][head size]
+    const float *rotary_high, *rotary_low; // kvq_rotary
+    const uint16_t * waves;                // f16 [128][head size]: cos and sin of the pairs
     int n_pairs, neox;
     // A part of an attention that picks cells (attend_decode.cuh): which one, 0: all at once; slots of a row of
     // logits, base 2, masked and capped, [head kv][row][slot]. Of values, the first n_picking splits read the far rows
@@ -116,6 +118,8 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_SHORT_MEANS_BITS(X) X(2, 2) X(3, 2) X(3, 3) X(4, 4)  // short caches of pages that lack their means
 #define KVQ_FINE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
+#define KVQ_BYTES_BITS(X)                                                                                              \
+    X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4) // in 8-bit products, heads of 64 and 128
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
 // attention picks cells, X(fast half, slow half).
 #define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(2, 4, 3) X(2, 4, 4)
@@ -140,6 +144,7 @@ typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStr
 kvq_decode_launch kvq_launch_decode_64, kvq_launch_decode_128, kvq_launch_decode_wide;
 kvq_decode_launch kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide;
 kvq_decode_launch kvq_launch_decode_fine_32;
+kvq_decode_launch kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128; // attend_bytes.cuh
 kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
 kvq_decode_launch kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide;
 kvq_decode_launch kvq_launch_decode_split_64, kvq_launch_decode_split_128, kvq_launch_decode_split_wide;

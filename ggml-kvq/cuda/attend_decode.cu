@@ -1,11 +1,13 @@
 // Which attention the decode kernels take, and how it is shared among blocks (attend_decode.cuh).
+#include "base/settings.h"
 #include "seen.cuh"
 
 #include <array>
 #include <map>
 #include <mutex>
 
-static constexpr int CELLS = 64, COLUMNS = 8, MAX_ROW_BLOCKS = 4, SHORT_CELLS = 32, SLICE = 128, MAX_SLICES = 4;
+static constexpr int CELLS = 64, COLUMNS = 8, MAX_ROW_BLOCKS = 4, SHORT_CELLS = 32, SLICE = 128, MAX_SLICES = 4,
+                     BYTES = 4; // of `fine`
 
 // n = 2^k: k, else -1
 static int log2_of(int n) {
@@ -53,6 +55,7 @@ static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 
 static bool is_means_pair(const kvq_attend_args & a) { return false KVQ_MEANS_BITS(KVQ_PAIR); }
 static bool is_short_means_pair(const kvq_attend_args & a) { return false KVQ_SHORT_MEANS_BITS(KVQ_PAIR); }
+static bool is_bytes_pair(const kvq_attend_args & a) { return false KVQ_BYTES_BITS(KVQ_PAIR); }
 static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS(KVQ_PAIR); }
 #undef KVQ_PAIR
 // of split keys, always of pages that lack their means
@@ -70,6 +73,9 @@ bool kvq_decode_split_keys(const kvq_attend_args & a) {
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
+    if (!is_short && a.fine == BYTES) {
+        return a.k.head_size == 128 ? kvq_launch_decode_bytes_128 : kvq_launch_decode_bytes_64;
+    }
     const kernels & t = a.part       ? (a.part == 2        ? VALUES
                                                : a.k.split ? LOGITS_SPLIT
                                                            : LOGITS)
@@ -139,6 +145,12 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     // scales of 32 cells in columns of their own leave room for 4 rows in a block
     const bool of_32 = codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5;
     if (of_32 && !a.part && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
+    const bool in_bytes = lattice ? a.k.bits == 2 && a.v.bits == 2 && !a.k.split
+                                  : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
+    if (in_bytes && !a.wide && !a.part && a.n_rows <= COLUMNS / 2 && !a.map_stride && is_bytes_pair(a) &&
+        kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {
+        a.fine = BYTES;
+    }
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
         a.hi_steps = (a.km.n_hi + CELLS - 1) / CELLS;
@@ -163,7 +175,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
     if (!fits || (blocks > MAX_ROW_BLOCKS && !a.listed && D <= SLICE && !a.part)) { return false; }
     std::array<int, 3> room = occupancy_of(a, false);
-    if (!room[0] && a.fine == 3) { // these need a little more shared memory
+    if (!room[0] && a.fine >= 3) { // these need a little more shared memory
         a.fine = 0;
         room = occupancy_of(a, false);
     }

@@ -197,6 +197,7 @@ bool kvq_cuda_device::reads_sealed(const kvq_attn * attn, int n, kvq_attend_args
     a.v_mean = mean_of(f.v_mean, (size_t) f.n_head_kv * f.v.head_size);
     a.waves = waves_of(f.rotary, f.k.head_size);
     a.rotary_high = r.high;
+    a.rotary_low = r.low;
     a.n_pairs = r.n;
     a.neox = r.neox;
     return a.k_mean && a.v_mean && a.waves;

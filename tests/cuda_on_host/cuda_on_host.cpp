@@ -244,23 +244,31 @@ void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, u
     }
 }
 
-// m16n8k32: four bytes a register
-void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-    uint32_t b0, uint32_t b1, int c0, int c1, int c2, int c3) {
-    const uint32_t mine[6] = { a0, a1, a2, a3, b0, b1 };
+// m16n8k32: four bytes a register; of_b: a byte of the right operand
+template <typename F>
+static void mma_bytes(int * const (&d)[4], const uint32_t (&mine)[6], const int (&before)[4], F && of_b) {
     const registers r(mine, 6);
     const int lane = (int) (threadIdx.x % 32), g = lane / 4, c = lane % 4;
-    int * d[4] = { &d0, &d1, &d2, &d3 };
-    const int before[4] = { c0, c1, c2, c3 };
     for (int e = 0; e < 4; e++) {
         const int row = e / 2, column = 2 * c + e % 2;
         int sum = before[e];
         for (int k = 0; k < 32; k++) {
             sum += byte_of(r.x[4 * g + k % 16 / 4][row + k / 16 * 2], k % 4) *
-                byte_of(r.x[4 * column + k % 16 / 4][4 + k / 16], k % 4);
+                of_b(r.x[4 * column + k % 16 / 4][4 + k / 16], k % 4);
         }
         *d[e] = sum;
     }
+}
+
+void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+    uint32_t b0, uint32_t b1, int c0, int c1, int c2, int c3) {
+    mma_bytes({ &d0, &d1, &d2, &d3 }, { a0, a1, a2, a3, b0, b1 }, { c0, c1, c2, c3 }, byte_of);
+}
+
+void host_mma_s8_u8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+    uint32_t b0, uint32_t b1) {
+    mma_bytes({ &d0, &d1, &d2, &d3 }, { a0, a1, a2, a3, b0, b1 }, { d0, d1, d2, d3 },
+        [](uint32_t x, int i) { return (int) (x >> 8 * i & 255); });
 }
 
 // x4: rows of matrix m are where lanes 8m .. 8m + 7 point; a lane gets elements 2c, 2c + 1 of row g of each

@@ -29,12 +29,17 @@ INSTRUCTIONS = [
         "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {0}, {1}, {2}, {3});",
     ),
     (
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32",
+        "host_mma_s8_u8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9});",
+    ),
+    (
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
         "host_mma_s8({0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}, {9}, {10}, {10}, {10}, {10});",
     ),
     ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", "host_ldmatrix({0}, {1}, {2}, {3}, {4});"),
     ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "host_ldmatrix_trans({0}, {1}, {2}, {3}, {4});"),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "{0} = host_movmatrix({1});"),
+    ("prmt.b32", "{0} = host_prmt({1}, {2}, {3});"),
     ("bar.sync", "host_cuda::team_barrier({0}, {1});"),
     ("ex2.approx.ftz.f32", "{0} = exp2f({1});"),
     ("ld.acquire.gpu.global.u64", "{0} = *({1});"),

@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention [fine] | far [quick | bench [CELLS]] | split [quick] |
+// Usage: test_cuda [quick | host [STEPS] | attention [fine | bytes] | far [quick | bench [CELLS]] | split [quick] |
 //     aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
@@ -358,6 +358,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 
 #include "cuda_bench.h"
 #include "cuda_aqua.h"
+#include "cuda_bytes.h"
 #include "cuda_far.h"
 #include "cuda_far_prompts.h"
 #include "cuda_split.h"
@@ -382,6 +383,8 @@ int main(int argc, char ** argv) {
             wide_attention(d, argc > 3);
         } else if (argc > 2 && !strcmp(argv[2], "listed")) {
             listed_attention(d, argc > 3);
+        } else if (argc > 2 && !strcmp(argv[2], "bytes")) {
+            bytes_attention(d, argc > 3);
         } else if (argc > 2 && !strcmp(argv[2], "rest")) {
             attention_matrix(d, argc > 3, true);
         } else if (argc > 2) {
@@ -487,6 +490,7 @@ int main(int argc, char ** argv) {
     }
     check_aqua(d, on_host ? host_steps : quick ? 20 : 1000, !quick);
     check_split(d, quick);
+    bytes_attention(d, quick);
     attention_matrix(d, quick);
     return 0;
 }

@@ -103,6 +103,12 @@ static inline uint32_t __ballot_sync(unsigned, int x) {
     for (int i = 0; i < 32; i++) { bits |= (uint32_t) all[i] << i; }
     return bits;
 }
+static inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    const uint64_t * all = host_cuda::exchange(x);
+    unsigned most = 0;
+    for (int i = 0; i < 32; i++) { most = (unsigned) all[i] > most ? (unsigned) all[i] : most; }
+    return most;
+}
 static inline int __ffs(int x) { return __builtin_ffs(x); }
 
 // ---------------------------------------------------------------- arithmetic
@@ -126,6 +132,7 @@ static inline unsigned __float_as_uint(float x) {
     memcpy(&y, &x, 4);
     return y;
 }
+static inline float __uint_as_float(unsigned x) { return __int_as_float((int) x); }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
     return (unsigned) (((uint64_t) high << 32 | low) >> (n & 31));
 }
@@ -133,6 +140,16 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     const uint64_t x = (uint64_t) b << 32 | a;
     unsigned y = 0;
     for (int i = 0; i < 4; i++) { y |= (unsigned) (x >> (s >> 4 * i & 7) * 8 & 255) << 8 * i; }
+    return y;
+}
+// the instruction: the upper bit of a nibble asks for the sign of its byte
+static inline unsigned host_prmt(unsigned a, unsigned b, unsigned s) {
+    const unsigned x = __byte_perm(a, b, s);
+    unsigned y = 0;
+    for (int i = 0; i < 4; i++) {
+        const unsigned byte = x >> 8 * i & 255;
+        y |= (s >> 4 * i & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+    }
     return y;
 }
 // threads take turns, so every operation is one piece
@@ -154,6 +171,8 @@ void host_mma_f16(float & d0, float & d1, float & d2, float & d3, uint32_t a0, u
     uint32_t b0, uint32_t b1);
 void host_mma_s8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
     uint32_t b0, uint32_t b1, int c0, int c1, int c2, int c3);
+void host_mma_s8_u8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+    uint32_t b0, uint32_t b1);
 void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 uint32_t host_movmatrix(uint32_t x);

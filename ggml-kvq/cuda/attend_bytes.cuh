@@ -1,0 +1,539 @@
+// Attention of up to 4 query rows of a KV head over long caches, products in 8 bits: affine pages with groups of 64 or
+// more (decode_bytes.cuh), lattice pages of 2 bits a value (decode_bytes_lattice.cuh). A warp walks 64 cells at a time
+// as in attend_decode.cuh, and threads hold the same cells and channels; of the 8 columns two are one row's, so that a
+// thread has half as many scores, masks and sums.
+//
+// Of long caches a warp's units are those of whole pages, which share what is made of queries and scales.
+#pragma once
+
+#include "decode_bytes_lattice.cuh"
+#include "decode_bytes_means.cuh"
+#include "decode_mask.cuh"
+#include "decode_merge.cuh"
+
+#include <algorithm>
+
+namespace {
+
+// Shared memory of a warp: two stages, 8-bit parameters in f16, the pages of both halves of four units.
+__host__ __device__ __forceinline__ int bytes_warp(const kvq_attend_args & a) {
+    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page);
+}
+
+// Where a lane's pieces of a unit lie, in bytes: from the page's pointers on, and in the stage. Made once a block and
+// kept in shared memory: a warp asks for a unit every thousand instructions.
+struct byte_lane {
+    int k_codes, k_to, v_codes, v_to, k_params, v_params;
+};
+
+// Of N rows of codes of WK and WV bits (D channels, or D/2 vectors of 4): the pieces of copy_keys and copy_values.
+template <int D, int N, int WK, int WV, bool POINTS>
+__device__ __forceinline__ byte_lane lane_of(const kvq_attend_args & a, int kvh) {
+    constexpr int K = N * WK / 32 * 4, V = 4 * WV; // pieces of a tile of keys, of half a tile of values
+    const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16, tile = 2 * half + (K == 8 ? r / 8 : 0),
+              chunk = half * WV + r % V / 4;
+    byte_lane x;
+    x.k_codes = kvh * a.k.nb_codes + (POINTS ? 0 : half * 32 * K) + r * 16;
+    x.k_to = half * (K * 32) + (r ^ tile) * 16;
+    x.v_codes = kvh * a.v.nb_codes + (POINTS ? 0 : half * V * 16) + r / V * a.v.n_chunks[0] * 64 + r % V * 16;
+    x.v_to = r / V * (V * 32) + chunk / 2 * 128 + ((chunk % 2 * 4 + r % 4) ^ 2 * (chunk / 2 % 4)) * 16;
+    if constexpr (POINTS) { // two scales
+        x.k_params = kvh * a.k.nb_params + r * (a.k.scale ? 2 : 4);
+        x.v_params = kvh * a.v.nb_params + r * (a.v.scale ? 2 : 4);
+    } else { // 8 channels of keys, 8 cells of values, in f16
+        x.k_params = kvh * a.k.nb_params + 2 * ((lane < D / 8 ? 0 : a.k.np - D) + lane * 8);
+        x.v_params = kvh * a.v.nb_params + 2 * ((lane / 8 % 2 ? a.v.np : 0) + lane / 16 * a.v.n_cells + lane % 8 * 8);
+    }
+    return x;
+}
+
+// cell: the first of 64, or of this lane's 32 (POINTS), in the page
+template <int N, int W>
+__device__ __forceinline__ void copy_key_codes(uint32_t to, const void * codes, const byte_lane & x, int cell) {
+    constexpr int K = N * W / 32 * 4;
+    const uint8_t * from = (const uint8_t *) codes + (uint32_t) (x.k_codes + cell * K);
+    to += x.k_to;
+#pragma unroll
+    for (int k = 0; k < K / 8; k++) { copy16((K > 8 && 16 * k / K % 2 ? to ^ 16 : to) + k * 256, from + k * 256); }
+}
+template <int N, int W>
+__device__ __forceinline__ void copy_value_codes(
+    uint32_t to, const void * codes, const byte_lane & x, int cell, int n_chunks) {
+    constexpr int V = 4 * W, TILES = 16 / V;
+    const uint8_t * from = (const uint8_t *) codes + (uint32_t) (x.v_codes + cell / 32 * (V * 16));
+    to += x.v_to;
+#pragma unroll
+    for (int k = 0; k < N / 16; k += TILES) {
+        copy16(to + k * (V * 32), from);
+        from += (uint32_t) (TILES * 64 * n_chunks);
+    }
+}
+
+// What copy_stage asks for, where there are one f16 scale and zero a channel of keys, and two of values a cell at most.
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ void copy_unit(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
+    const byte_lane & x, int kvh, int cell) {
+    using map = stage_map<D, KB, VB>;
+    const int lane = threadIdx.x % 32;
+    copy_key_codes<D, map::WK>(to + map::K, page.k_codes, x, cell);
+    copy_value_codes<D, map::WV>(to + map::V, page.v_codes, x, cell, a.v.n_chunks[0]);
+    const int t = cell + lane / 16 * 32;
+    if constexpr (cut<KB>::high) {
+        copy_keys<D, 1>(of, to + map::K_HIGH,
+            (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes + a.k.offset[1], t, a.k.n_chunks[1]);
+    }
+    if constexpr (cut<VB>::high) {
+        copy_values<D, 1>(of, to + map::V_HIGH,
+            (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes + a.v.offset[1], t, a.v.n_chunks[1],
+            a.v.n_tiles);
+    }
+    const uint32_t at = to + map::K_PARAMS + lane * 16;
+    if (lane < D / 4) {
+        copy16(at, (const uint8_t *) page.k_params + (uint32_t) (x.k_params + (cell >> a.k_group_log2) * (2 * D)));
+    }
+    if (lane < 16 * D >> a.v_group_log2) {
+        copy16(at + a.stage_raw_v, (const uint8_t *) page.v_params + (uint32_t) (x.v_params + 2 * cell));
+    }
+}
+
+// Scales of a lattice unit on their way into registers: of two cells as the block holds them, and 8-bit ones' top.
+struct point_scales {
+    uint32_t k, v, k_top, v_top;
+};
+__device__ __forceinline__ void load_two(
+    const kvq_affine_geometry & g, const void * params, int head, int at, int cell, uint32_t & two, uint32_t & top) {
+    const uint8_t * const p = (const uint8_t *) params;
+    if (g.scale) {
+        two = *(const uint16_t *) (p + (uint32_t) (at + cell + 2));
+        top = *(const uint16_t *) (p + (uint32_t) head);
+    } else {
+        two = *(const uint32_t *) (p + (uint32_t) (at + 2 * cell));
+    }
+}
+
+// Asks for a lattice unit. page, cell: of this lane's half.
+template <int D>
+__device__ __forceinline__ void copy_points(const kvq_attend_args & a, uint32_t to, const kvq_page & page,
+    const byte_lane & x, int kvh, int cell, point_scales & scales) {
+    using map = byte_lattice_map<D>;
+    copy_key_codes<D / 2, 4>(to + map::K, page.k_codes, x, cell);
+    copy_value_codes<D / 2, 4>(to + map::V, page.v_codes, x, cell, a.v.n_chunks[0]);
+    load_two(a.k, page.k_params, kvh * a.k.nb_params, x.k_params, cell, scales.k, scales.k_top);
+    load_two(a.v, page.v_params, kvh * a.v.nb_params, x.v_params, cell, scales.v, scales.v_top);
+}
+template <int D>
+__device__ __forceinline__ void put_point_scales(const kvq_attend_args & a, uint8_t * stage, const point_scales & x) {
+    float2 * const to = (float2 *) (stage + byte_lattice_map<D>::SCALES) + threadIdx.x % 32;
+    to[0] = two_scales(a.k, a.k.scale ? x.k | x.k_top << 16 : x.k);
+    to[DECODE_CELLS / 2] = two_scales(a.v, a.v.scale ? x.v | x.v_top << 16 : x.v);
+    __syncwarp();
+}
+
+// Halves that nobody asked for ahead: beside one that is open, or with one operand open. parts: 1 keys, 2 values
+template <int D>
+__device__ __noinline__ void copy_points_late(const kvq_attend_args & a, uint8_t * stage, const kvq_page & page,
+    const byte_lane & x, int kvh, int cell, int parts) {
+    const uint32_t to = (uint32_t) __cvta_generic_to_shared(stage);
+    point_scales scales = {};
+    if (parts & 1) {
+        copy_key_codes<D / 2, 4>(to + byte_lattice_map<D>::K, page.k_codes, x, cell);
+        load_two(a.k, page.k_params, kvh * a.k.nb_params, x.k_params, cell, scales.k, scales.k_top);
+    }
+    if (parts & 2) {
+        copy_value_codes<D / 2, 4>(to + byte_lattice_map<D>::V, page.v_codes, x, cell, a.v.n_chunks[0]);
+        load_two(a.v, page.v_params, kvh * a.v.nb_params, x.v_params, cell, scales.v, scales.v_top);
+    }
+    copies_done();
+    put_point_scales<D>(a, stage, scales);
+}
+
+// Open rows of a half, to the L2 cache
+__device__ __noinline__ void ask_open_rows(
+    const kvq_attend_args & a, const kvq_page & page, int kvh, int cell, int state) {
+    if (!(state & 1)) { prefetch_rows(page.k_codes, (size_t) kvh * a.k.n_cells + cell, a.k.stride); }
+    if (!(state & 2)) { prefetch_rows(page.v_codes, (size_t) kvh * a.v.n_cells + cell, a.v.stride); }
+}
+
+// What open values add to a row: o += x or, where o is rotated, H x. x: accumulate_open_rows's first column of each
+// row. A function of its own: few units are open, and it would be a large part of a kernel.
+template <int D, bool ROTATED>
+__device__ __noinline__ void add_open_values(
+    const kvq_attend_args & a, const uint16_t * rows, const uint32_t (&p)[4][2], float (&o)[D / 16][2]) {
+    typedef slice_of<D, false> slice;
+    const slice of(a, 0);
+    float x[D / 16][4] = {}, y[D / 8]; // channels 32i + 4g + {0..3}: bits 0, 1 and from 5 on of the channel
+    accumulate_open<D, 16, false>(of, rows, a.v.stride, p, x);
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) { y[n] = x[n / 2][n % 2 * 2]; }
+    if constexpr (ROTATED) {
+        butterflies(y, [](int) { return true; });
+#pragma unroll 1
+        for (int h = 4; h <= 16; h *= 2) {
+#pragma unroll
+            for (int n = 0; n < D / 8; n++) { y[n] = across(y[n], h); }
+        }
+    }
+    const float f = ROTATED ? rotation_norm<D, slice>(a) : 1.0f;
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) { o[n / 2][n % 2] = fmaf(y[n], f, o[n / 2][n % 2]); }
+}
+
+// Blocks of a multiprocessor: with more, what does not fit into registers goes through the L2 cache, because shared
+// memory leaves the first level little.
+template <bool MEANS> constexpr int bytes_blocks = MEANS ? 2 : 3;
+
+// MEANS: sealed pages lack theirs (decode_means.cuh)
+template <int D, int KB, int VB, bool MEANS>
+__global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
+    bytes_kernel(const __grid_constant__ kvq_attend_args a) {
+    typedef slice_of<D, false> slice;
+    typedef decode_sums<D, DECODE_WARPS> sums_type;
+    constexpr int S = D / 16;
+    // POINTS: pages may have 32 cells, so that a unit is of two; what is sealed is rotated
+    constexpr bool POINTS = KB > LATTICE;
+    using map = stage_map<D, KB, VB>;
+    early_start();
+    extern __shared__ __align__(16) uint8_t memory[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
+    const slice of(a, warp);
+    const block_share share = share_of<true>(a);
+    if (!share.n_splits) { return; }
+    const int kvh = share.kvh, n_rows = a.n_rows;
+    const auto & st = a.stream[blockIdx.z];
+
+    uint8_t *const stages = memory + warp * bytes_warp(a), *const wide = stages + 2 * a.stage_bytes;
+    kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
+    const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages),
+                   ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide;
+    uint2 * const queries = (uint2 *) (memory + DECODE_WARPS * bytes_warp(a)); // as they are, then rotated
+    byte_lane * const lanes = (byte_lane *) (queries + (POINTS ? 2 : 1) * S * 32);
+    uint8_t * const shared_points = (uint8_t *) (lanes + 32);
+    float * const of_rows = (float *) (shared_points + 32); // rows as they come, or coefficients of means
+
+    // This team's units: one of the last ones, which are open, cold and take longest; then of the others those of its
+    // turn, in runs that are in one page where there are many. Teams read neighbouring pages at the same time.
+    const int n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2, per_page = 1 << a.halves_log2,
+              n_teams = share.n_splits * DECODE_WARPS, team = warp * share.n_splits + share.split,
+              others = max(0, n_units - n_teams), run_log2 = POINTS || others < 4 * n_teams ? 0 : a.halves_log2 - 1,
+              n_runs = others >> run_log2, last = n_units - n_teams + team, round = n_runs / n_teams,
+              more = n_runs % n_teams,
+              n_mine = last < 0
+        ? 0
+        : 1 + (round + (team < more) << run_log2) + (team == more ? others - (n_runs << run_log2) : 0);
+    // The first run, whose page stays open where there are sinks, changes places with one of a team that has no more
+    // than others.
+    const int other_run = round ? more : 0;
+    int run = team, in_run = 0;
+    const auto next_unit = [&] { // behind the last ones
+        const int from = run == 0 ? other_run : run == other_run ? 0 : run, unit = (from << run_log2) + in_run;
+        if (++in_run >> run_log2) {
+            in_run = 0;
+            run += n_teams;
+        }
+        return unit;
+    };
+    // at: of the cache's units; unit: of this team's
+    const auto cell_of = [&](int at, int h) { return (2 * at + h & (per_page - 1)) * 32; };
+    const auto page_of = [&](int unit, int h) -> const kvq_page & { return ring[(unit & 3) * 2 + (POINTS ? h : 0)]; };
+    const int of_page_lane = lane % 3 * 16, half_of_lane = POINTS ? lane / 3 : 0;
+    const auto copy_pages = [&](int unit, int at) {
+        if (lane < (POINTS ? 6 : 3)) {
+            const int page = share.page(min(2 * at + half_of_lane, n_halves - 1) >> a.halves_log2);
+            copy16(ring_at + ((unit & 3) * 2 + half_of_lane) * (int) sizeof(kvq_page) + of_page_lane,
+                (const char *) &st.pages[page] + of_page_lane);
+        }
+    };
+    // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
+    const auto state_of = [&](int unit, int at, int h) {
+        const kvq_page & p = page_of(unit, h);
+        return 2 * at + h >= n_halves || !p.n_slots ? -1 : (p.k_params ? 1 : 0) + (p.v_params ? 2 : 0);
+    };
+    uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * (D + 4));
+    if (n_mine) { copy_pages(0, last); }
+    if constexpr (MEANS) { copy_waves<D>(a, waves); }
+    if (threadIdx.x < 32) { // codes of whole channels, or of vectors of two
+        lanes[lane] =
+            POINTS ? lane_of<D, D / 2, 4, 4, true>(a, kvh) : lane_of<D, D, cut<KB>::W, cut<VB>::W, false>(a, kvh);
+    }
+    __syncthreads();
+
+    const int row = min(c, n_rows - 1), head = row_head(a, kvh, row);
+    const float slope = alibi_slope(a, head) * LOG2E;
+    const __half * const mask =
+        st.mask ? st.mask + row_token(a, row) * a.mask_stride_token + head * a.mask_stride_head : nullptr;
+    const int mine = g / 2 % 2 * 16 + g % 2 * 2; // cells mine + 4j + {0, 1} of half g / 4
+    const shared_query q = { queries + lane };
+    byte_query<D> bytes;
+    const void * of_page = nullptr; // whose scales are in `bytes`
+
+    // l_sealed: of values that lack their mean; middle: of accumulate_points. POINTS: o is rotated
+    float o[S][2] = {}, oz[2] = {}, m = -INFINITY, l = 0.0f, l_sealed = 0.0f, middle = 0.0f;
+    point_scales scales_of_next = {};
+    int32_t places[2] = {}; // positions of a unit on their way
+    const auto load_places = [&](int unit, int at, int h0, int h1) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            places[i] = __ldg(st.positions + page_of(unit, i ? h1 : h0).cell + cell_of(at, i ? h1 : h0) + lane);
+        }
+    };
+    const auto put_places = [&](int unit) {
+        int32_t * to = (int32_t *) (stages + (unit & 1) * a.stage_bytes + byte_lattice_map<D>::BYTES);
+        to[lane] = places[0];
+        to[lane + 32] = places[1];
+        __syncwarp();
+    };
+    int state0 = -1, state1 = -1, next0 = -1, next1 = -1, at = 0, at_next = 0, at_second = last;
+#pragma unroll 1
+    for (int unit = -1; unit < n_mine; unit++) {
+        copies_done();
+        state0 = next0;
+        state1 = POINTS ? next1 : next0;
+        at = at_next;
+        uint8_t * const stage = stages + (unit & 1) * a.stage_bytes;
+        if constexpr (POINTS) {
+            if (state0 == 3 || state1 == 3) {
+                if constexpr (MEANS) { put_places(unit); }
+                put_point_scales<D>(a, stage, scales_of_next);
+            }
+        }
+        if (unit + 1 < n_mine) { // ahead of its turn, and the pages of the one after it
+            at_next = at_second;
+            next0 = state_of(unit + 1, at_next, 0);
+            if (POINTS) { next1 = state_of(unit + 1, at_next, 1); }
+            const uint32_t to = stages_at + (unit + 1 & 1) * a.stage_bytes;
+            if constexpr (POINTS) {
+                if (next0 == 3 || next1 == 3) { // one sealed half takes both places
+                    const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
+                    copy_points<D>(a, to, page_of(unit + 1, h), lanes[lane], kvh, cell_of(at_next, h), scales_of_next);
+                    if constexpr (MEANS) { load_places(unit + 1, at_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
+                }
+            } else if (next0 == 3 && !a.k.scale) {
+                copy_unit<D, KB, VB>(a, of, to, page_of(unit + 1, 0), lanes[lane], kvh, cell_of(at_next, 0));
+            } else if (next0 > 0) {
+                copy_stage_late<D, KB, VB>(
+                    a, of, to, page_of(unit + 1, 0), kvh, cell_of(at_next, lane / 16), next0 & 1, next0 & 2);
+            }
+            if ((POINTS ? min(next0 & 3, next1 & 3) : next0 & 3) < 3) { // -1 & 3 is 3
+                const int mine_next = POINTS && lane ? next1 : next0;
+                if (lane < 2 && mine_next >= 0 && mine_next < 3) {
+                    ask_open_rows(a, page_of(unit + 1, lane), kvh, cell_of(at_next, lane), mine_next);
+                }
+            }
+            if (unit + 2 < n_mine) {
+                at_second = next_unit();
+                copy_pages(unit + 2, at_second);
+            }
+        }
+        // sealed pages are older than the kernel before this one and were asked for without waiting for it
+        if (unit < 0) {
+            early_wait();
+            const auto row_of = [&](int column) { // two columns a row
+                const int r = min(column / 2, n_rows - 1);
+                return st.q + row_token(a, r) * a.q_stride_token + row_head(a, kvh, r) * a.q_stride_head;
+            };
+            if constexpr (POINTS) {
+                share_points(shared_points, a.k.points);
+                share_all_queries<D, KB, MEANS, !MEANS>(a, of, warp, kvh, 2 * n_rows, queries, of_rows, row_of);
+                __syncthreads();
+                quantise_rotated<D>({ queries + S * 32 + lane }, bytes);
+                if constexpr (MEANS) {
+                    turn_odd_columns<D>(a, of_rows);
+                    __syncthreads();
+                }
+            } else {
+                share_queries<D, KB>(a, of, queries, row_of);
+                __syncthreads();
+            }
+            continue;
+        }
+        const uint8_t * const params = a.k.scale ? wide : stage + map::K_PARAMS;
+        if (!POINTS && state0 > 0 && a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide, state0 & 1, state0 & 2); }
+        bool staged = true;
+        int todo = (state0 >= 0 ? 1 : 0) + (state1 >= 0 ? 2 : 0);
+        while (todo) { // both halves at once when they are alike
+            const int first = todo & 1 ? 0 : 1, now = POINTS && first ? state1 : state0;
+            const bool both = !POINTS || (todo == 3 && state0 == state1);
+            const int sel = both ? 3 : 1 << first;
+            todo &= ~sel;
+            const int kh = both ? g / 4 : first, vh = both ? c / 2 : first; // halves that this thread reads
+            const kvq_page & page = page_of(unit, kh);
+            const int slot = cell_of(at, kh) + mine;
+            const bool here = sel >> g / 4 & 1;
+            uint32_t mk[4];
+            if (!page.map && page.cell + cell_of(at, kh) + 32 <= a.n_kv) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    mk[j] = mask ? __ldg((const uint32_t *) (mask + page.cell + slot) + 2 * j) : 0;
+                }
+            } else {
+#pragma unroll
+                for (int j = 0; j < 4; j++) { mk[j] = mask_pair(a, mask, page, page.map + slot + 4 * j, slot + 4 * j); }
+            }
+            if constexpr (POINTS) {
+                if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
+                    staged = false;
+                    const int h = both ? lane / 16 : first;
+                    __syncwarp();
+                    copy_points_late<D>(a, stage, page_of(unit, h), lanes[lane], kvh, cell_of(at, h), now);
+                    if constexpr (MEANS) {
+                        const int32_t next[2] = { places[0], places[1] }; // those of the next unit are on their way
+                        load_places(unit, at, both ? 0 : first, both ? 1 : first);
+                        put_places(unit);
+                        places[0] = next[0];
+                        places[1] = next[1];
+                    }
+                }
+            }
+            float s[2][4];
+            if (now & 1) {
+                if constexpr (POINTS) {
+                    score_points<D>(load_points(shared_points), bytes, stage, s);
+                    if constexpr (MEANS) {
+                        add_row_means<D, KB>(
+                            a, of, waves, of_rows, (const int32_t *) (stage + byte_lattice_map<D>::BYTES), s);
+                    }
+                } else {
+                    const void * const scales = // of this KV head
+                        (const uint8_t *) page.k_params + (cell_of(at, 0) >> a.k_group_log2);
+                    if (scales != of_page) {
+                        of_page = scales;
+                        quantise_query<D, KB>(q, params, bytes);
+                    }
+                    score_bytes<D, KB, VB>(bytes, stage, s);
+                }
+            } else {
+                float x[4][4];
+                score_open_rows<D, KB>(of, q,
+                    (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + slot) * a.k.stride, a.k.stride, x);
+#pragma unroll
+                for (int n = 0; n < 8; n++) { s[n / 4][n % 4] = x[n / 2][n % 2 * 2]; }
+            }
+            cap_scores(a, s);
+            float top = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const float2 mm = __half22float2(as_half2(mk[n / 2]));
+                s[n / 4][n % 4] = fmaf(slope, n % 2 ? mm.y : mm.x, s[n / 4][n % 4]);
+                if (POINTS && !here) { s[n / 4][n % 4] = -INFINITY; }
+                top = fmaxf(top, s[n / 4][n % 4]);
+            }
+            if (c >= n_rows) { top = -INFINITY; } // nobody's columns
+            if (!__any_sync(~0u, top > -INFINITY)) { continue; }
+            if (__any_sync(~0u, top > m)) {
+#pragma unroll
+                for (int d = 4; d <= 16; d *= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
+                top = fmaxf(top, m);
+                const float f = m == -INFINITY ? 0.0f : exp2_fast(m - top);
+                m = top;
+                l *= f;
+                l_sealed *= f;
+                middle *= f;
+                oz[0] *= f;
+                oz[1] *= f;
+#pragma unroll
+                for (int n = 0; n < S; n++) {
+                    o[n][0] *= f;
+                    o[n][1] *= f;
+                }
+            }
+            const float lower = m == -INFINITY ? INFINITY : m; // then every probability is 0
+            float sum = 0.0f;
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                s[n / 4][n % 4] = exp2_fast(s[n / 4][n % 4] - lower);
+                sum += s[n / 4][n % 4];
+            }
+            l += sum;
+            if (MEANS && (now & 2)) { l_sealed += sum; }
+            if (now & 2) {
+                if constexpr (POINTS) {
+                    accumulate_points<D>(load_points(shared_points), stage, s, o, middle);
+                } else {
+                    accumulate_bytes<D, VB>(
+                        stage + map::V, stage + map::V_HIGH, params + a.stage_v_params, a.v_group_log2, s, o, oz);
+                }
+            } else {
+                uint32_t p[4][2];
+                float x[S][2]; // in memory for the call, o is not
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const float p0 = s[j / 2][j % 2 * 2], p1 = s[j / 2][j % 2 * 2 + 1];
+                    p[j][0] = transpose(pack_half2(p0, p0));
+                    p[j][1] = transpose(pack_half2(p1, p1));
+                }
+#pragma unroll
+                for (int n = 0; n < 2 * S; n++) { x[n / 2][n % 2] = o[n / 2][n % 2]; }
+                add_open_values<D, POINTS>(a,
+                    (const uint16_t *) page_of(unit, vh).v_codes +
+                        ((size_t) kvh * a.v.n_cells + cell_of(at, vh) + c % 2 * 16) * a.v.stride,
+                    p, x);
+#pragma unroll
+                for (int n = 0; n < 2 * S; n++) { o[n / 2][n % 2] = x[n / 2][n % 2]; }
+            }
+        }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    sums_type & sums = *(sums_type *) memory;
+#pragma unroll
+    for (int d = 4; d <= 16; d *= 2) {
+        l += __shfl_xor_sync(~0u, l, d);
+        if constexpr (MEANS) { l_sealed += __shfl_xor_sync(~0u, l_sealed, d); }
+        if constexpr (!POINTS) {
+            oz[0] += __shfl_xor_sync(~0u, oz[0], d);
+            oz[1] += __shfl_xor_sync(~0u, oz[1], d);
+        }
+    }
+    if (g == 0) {
+        sums.m[warp][c] = m;
+        sums.l[warp][c] = l;
+        if constexpr (MEANS) { sums.l_sealed[warp][c] = l_sealed; }
+        if constexpr (POINTS) { sums.as_is[warp] = false; }
+    }
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+        const float z = POINTS ? -middle : i >= 2 && a.v_group_log2 == 6 ? oz[1] : oz[0];
+        *(float4 *) &sums.o[warp][c][32 * i + 4 * g] =
+            make_float4(o[2 * i][0] + z, o[2 * i][1] + z, o[2 * i + 1][0] + z, o[2 * i + 1][1] + z);
+    }
+    __syncthreads();
+    merge_rows<D, POINTS, MEANS>(a, of, sums, blockIdx.z, share, 0, n_rows);
+}
+
+template <int D, int KB, int VB, bool MEANS>
+void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
+    constexpr bool POINTS = KB > LATTICE;
+    size_t shared = 16 * (size_t) D + 32 * sizeof(byte_lane); // queries
+    if constexpr (POINTS) {
+        a.stage_bytes = byte_lattice_map<D>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
+        a.stage_wide = 0;
+        shared += 16 * (size_t) D + 32 +
+            (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + wave_rows<D>::BYTES
+                   : (size_t) bytes_of_rows<D>(a));
+    } else {
+        lay_out_stage<D, KB, VB>(a);
+    }
+    const auto bytes = [&](int n_warps) {
+        return std::max(n_warps * (size_t) bytes_warp(a) + shared, sizeof(decode_sums<D, DECODE_WARPS>));
+    };
+    static kvq_shared_limit limit;
+    kvq_launch_decode_kernel(
+        bytes_kernel<D, KB, VB, MEANS>, limit, a, DECODE_WARPS, false, bytes, n_streams, stream, occupancy);
+}
+
+template <int D> void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.type == KVQ_TYPE_LATTICE) {
+        if (a.waves) {
+            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true>(a, n_streams, stream, occupancy);
+        } else {
+            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false>(a, n_streams, stream, occupancy);
+        }
+        return;
+    }
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V: launch_bytes_kernel<D, K, V, false>(a, n_streams, stream, occupancy); break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
+
+} // namespace

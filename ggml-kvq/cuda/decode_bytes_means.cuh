@@ -1,0 +1,90 @@
+// Decode attention in 8-bit products over lattice pages that lack their means (decode_means.cuh). The coefficients of a
+// row's second column are turned by 32 positions more: a row of the table, cos and sin of one of 0 .. 95, then serves a
+// cell of the first half and its neighbour in the second one. The table lies in shared memory.
+#pragma once
+
+#include "decode_bytes.cuh"
+#include "decode_means.cuh"
+
+namespace {
+
+constexpr int WAVE_ROWS = 96; // 64-cell windows begin at multiples of 64, and a unit within one: below 64 + 32
+template <int D> struct wave_rows {
+    static constexpr int STEP = D + 8, BYTES = 2 * WAVE_ROWS * STEP; // rows begin in other banks
+};
+
+// asks for the table; it is constant
+template <int D> __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, uint16_t * to) {
+    const uint32_t at = (uint32_t) __cvta_generic_to_shared(to);
+    constexpr int PIECES = D / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < WAVE_ROWS * PIECES; i += 32 * DECODE_WARPS) {
+        const int row = i / PIECES, piece = i % PIECES;
+        copy16(at + 2 * (row * wave_rows<D>::STEP + 8 * piece), a.waves + row * D + 8 * piece);
+    }
+}
+
+// Coefficients of odd columns, turned by 32 positions; a thread takes pairs of its own
+template <int D> __device__ __forceinline__ void turn_odd_columns(const kvq_attend_args & a, float * coefficients) {
+    constexpr int STEP = D + 4, EACH = 2 * KVQ_ROTARY_LOW; // of a pair: cos, sin of positions 0 ..
+#pragma unroll 1
+    for (int i = threadIdx.x; i < BYTE_ROWS * D / 2; i += 32 * DECODE_WARPS) {
+        const int pair = i % (D / 2);
+        float2 * const x = (float2 *) (coefficients + (2 * (i / (D / 2)) + 1) * STEP + 2 * pair);
+        if (pair < a.n_pairs) {
+            const float c = __ldg(a.rotary_low + pair * EACH + 32),
+                        s = __ldg(a.rotary_low + pair * EACH + KVQ_ROTARY_LOW + 32);
+            *x = make_float2(x->x * c + x->y * s, x->y * c - x->x * s);
+        }
+    }
+}
+
+// Adds what means add to the scores s of 64 cells. places: their positions.
+template <int D, int KB, typename X>
+__device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X & of, const uint16_t * waves,
+    const float * coefficients, const int32_t * places, float (&s)[2][4]) {
+    constexpr int S = D / 16, STEP = D + 4, ROW = wave_rows<D>::STEP;
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin = places[0], window = max(begin, 0) / 64;
+    const bool usual =
+        begin >= 0 && a.n_pairs == D / 2 && places[lane] == begin + lane && places[lane + 32] == begin + 32 + lane;
+    if (__any_sync(~0u, !usual)) {
+        float x[4][4] = {}; // in memory for the call; odd columns have no meaning
+        add_scattered_means<D, KB>(a, of, coefficients, places, x);
+#pragma unroll
+        for (int n = 0; n < 8; n++) { s[n / 4][n % 4] += x[n / 2][n % 2 * 2]; }
+        return;
+    }
+    const float * high = a.rotary_high + (size_t) window * D;
+    // cells 4 (2t + g/4) + b of this thread and of lane ^ 16, which has those of the other g/4
+    const uint16_t * const row = waves + (begin - 64 * window + g / 2 % 2 * 16 + g % 2 * 2 + g / 4 * 8) * ROW;
+    float x[2][4] = {};
+#pragma unroll
+    for (int u = 0; u < S / 2; u++) {
+        const int channel = channel_of<D, KB>(c, 2 * u);
+        uint32_t q[2][2];
+#pragma unroll
+        for (int v = 0; v < 2; v++) {
+            const int pair = (channel + 4 * v) / 2;
+            turn_four(*(const float4 *) (coefficients + g * STEP + channel + 4 * v),
+                __ldg((const float2 *) (high + pair)), __ldg((const float2 *) (high + D / 2 + pair)), q[v]);
+        }
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            score_waves(x[t], *(const uint4 *) (row + channel + 4 * t * ROW),
+                *(const uint4 *) (row + channel + (4 * t + 1) * ROW), q[0], q[1]);
+        }
+    }
+    const bool second = g / 4;
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+#pragma unroll
+        for (int b = 0; b < 2; b++) { // of the first half in even columns
+            const float mine = second ? x[t][2 * b + 1] : x[t][2 * b],
+                        other = __shfl_xor_sync(~0u, second ? x[t][2 * b] : x[t][2 * b + 1], 16);
+            s[0][2 * t + b] += second ? other : mine;
+            s[1][2 * t + b] += second ? mine : other;
+        }
+    }
+}
+
+} // namespace

@@ -1,0 +1,73 @@
+// Decode attention in 8-bit products (cuda/attend_bytes.cuh) against f64. Part of test_cuda.cpp.
+#pragma once
+
+#include "cuda_attention.h"
+
+static void bytes_attention(kvq_cuda_device & d, bool quick) {
+    double worst = 0;
+    int n = 0;
+    d.allow_short = false; // another kernel
+    const auto attention = [&](attention_case c, bool torn, bool head_masks, int page = 0) {
+        c.torn = torn;
+        c.head_masks = head_masks;
+        c.page = page;
+        const int64_t before = d.n_fine;
+        worst = std::max(worst, check_attention(d, c));
+        CHECK(d.n_fine == before + (c.turns ? 2 : 1), // turned keys: tables come to the device in a call of their own
+            "bits %d/%d group %d D %d turns %d gqa %d page %d: %d, not once", c.kb, c.vb, c.group, c.D, c.turns, c.gqa,
+            page, (int) (d.n_fine - before));
+        n++;
+    };
+    for (const int D : { 64, 128 }) {
+        for (const auto & bits : { std::make_pair(1, 1), { 2, 1 }, { 2, 2 }, { 3, 2 }, { 3, 3 }, { 4, 2 }, { 4, 4 } }) {
+            const int x = 5 * bits.first + bits.second;
+            if (quick && (x + D / 64) % 3) { continue; }
+            for (const int group : { 64, 128 }) {
+                attention(
+                    { bits.first, bits.second, group, x % 2, D, 1, 4, 1, 700 + 90 * x, 1, 0, 0, x % 3 == 0, false },
+                    x % 2, x % 4 == 1);
+            }
+        }
+        for (const int scale : { 0, 1 }) {
+            for (const int gqa : { 1, 2, 3, 4 }) { // and several tokens
+                if (quick && (gqa + scale + D / 64) % 4) { continue; }
+                const float softcap = gqa == 3 ? 20.0f : 0.0f, alibi = gqa % 3 == 1 ? 8.0f : 0.0f;
+                attention({ 2, 2, 64 << scale, scale, D, 2, gqa, 4 / gqa, 1300 + 61 * gqa, 1 + gqa, softcap, alibi,
+                              gqa % 2 == 0, false },
+                    gqa % 2, gqa == 3, 256);
+                attention({ 2, 2, 128, scale, D, 2, gqa, 1, 3000 + 91 * gqa, 2, softcap, alibi, gqa == 3, true },
+                    gqa % 2 == 0, gqa == 2);
+            }
+            for (const int cells : { 1, 63, 129, 250, 9000 }) {
+                if (quick && cells != 129) { continue; }
+                attention({ 2, 2, 128, scale, D, cells == 9000 ? 1 : 2, 4, 1, cells + 20, 1, 0, 0, false, false },
+                    cells == 250, false);
+            }
+        }
+    }
+    for (const int D :
+        { 64, 128 }) { // lattice pages of 2 bits, with their means and without, pages of 32 cells and more
+        for (const int page : { 32, 64, 256 }) {
+            for (const int gqa : { 1, 2, 3, 4 }) {
+                if (quick && (gqa + page / 32 + D / 64) % 4) { continue; }
+                const float softcap = gqa == 3 ? 20.0f : 0.0f, alibi = gqa % 3 == 1 ? 8.0f : 0.0f;
+                attention({ 2, 2, 2, gqa % 2, D, 2, gqa, 4 / gqa, 700 + 161 * gqa, 1 + gqa, softcap, alibi, gqa == 2,
+                              page == 64 },
+                    page == 32 || gqa == 1, gqa == 3, page);
+                attention_case c = { 2, 2, 2, (gqa + 1) % 2, D, 2, gqa, 1, 1500 + 91 * gqa, 1 + gqa % 2, softcap, 0,
+                    gqa == 4, false };
+                c.turns = gqa % 2 ? 3 : 1;
+                c.n_dims = gqa % 3 ? 0 : D / 2;
+                c.neox = gqa / 2 % 2;
+                c.stayed = true;
+                attention(c, gqa % 2, gqa == 2, page);
+            }
+        }
+        for (const int cells : { 1, 31, 65, 250, 9000 }) {
+            if (quick && cells != 65) { continue; }
+            attention({ 2, 2, 2, 1, D, cells == 9000 ? 1 : 2, 4, 1, cells + 20, 1, 0, 0, false, false }, false, false);
+        }
+    }
+    d.allow_short = true;
+    printf("attention, 8-bit products: %d cases, worst relative error %.2g\n", n, worst);
+}
