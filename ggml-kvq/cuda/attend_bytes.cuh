@@ -6,8 +6,8 @@
 // Of long caches a warp's units are those of whole pages, which share what is made of queries and scales.
 #pragma once
 
-#include "decode_bytes_lattice.cuh"
 #include "decode_bytes_means.cuh"
+#include "decode_bytes_stage.cuh"
 #include "decode_mask.cuh"
 #include "decode_merge.cuh"
 
@@ -18,133 +18,6 @@ namespace {
 // Shared memory of a warp: two stages, 8-bit parameters in f16, the pages of both halves of four units.
 __host__ __device__ __forceinline__ int bytes_warp(const kvq_attend_args & a) {
     return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page);
-}
-
-// Where a lane's pieces of a unit lie, in bytes: from the page's pointers on, and in the stage. Made once a block and
-// kept in shared memory: a warp asks for a unit every thousand instructions.
-struct byte_lane {
-    int k_codes, k_to, v_codes, v_to, k_params, v_params;
-};
-
-// Of N rows of codes of WK and WV bits (D channels, or D/2 vectors of 4): the pieces of copy_keys and copy_values.
-template <int D, int N, int WK, int WV, bool POINTS>
-__device__ __forceinline__ byte_lane lane_of(const kvq_attend_args & a, int kvh) {
-    constexpr int K = N * WK / 32 * 4, V = 4 * WV; // pieces of a tile of keys, of half a tile of values
-    const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16, tile = 2 * half + (K == 8 ? r / 8 : 0),
-              chunk = half * WV + r % V / 4;
-    byte_lane x;
-    x.k_codes = kvh * a.k.nb_codes + (POINTS ? 0 : half * 32 * K) + r * 16;
-    x.k_to = half * (K * 32) + (r ^ tile) * 16;
-    x.v_codes = kvh * a.v.nb_codes + (POINTS ? 0 : half * V * 16) + r / V * a.v.n_chunks[0] * 64 + r % V * 16;
-    x.v_to = r / V * (V * 32) + chunk / 2 * 128 + ((chunk % 2 * 4 + r % 4) ^ 2 * (chunk / 2 % 4)) * 16;
-    if constexpr (POINTS) { // two scales
-        x.k_params = kvh * a.k.nb_params + r * (a.k.scale ? 2 : 4);
-        x.v_params = kvh * a.v.nb_params + r * (a.v.scale ? 2 : 4);
-    } else { // 8 channels of keys, 8 cells of values, in f16
-        x.k_params = kvh * a.k.nb_params + 2 * ((lane < D / 8 ? 0 : a.k.np - D) + lane * 8);
-        x.v_params = kvh * a.v.nb_params + 2 * ((lane / 8 % 2 ? a.v.np : 0) + lane / 16 * a.v.n_cells + lane % 8 * 8);
-    }
-    return x;
-}
-
-// cell: the first of 64, or of this lane's 32 (POINTS), in the page
-template <int N, int W>
-__device__ __forceinline__ void copy_key_codes(uint32_t to, const void * codes, const byte_lane & x, int cell) {
-    constexpr int K = N * W / 32 * 4;
-    const uint8_t * from = (const uint8_t *) codes + (uint32_t) (x.k_codes + cell * K);
-    to += x.k_to;
-#pragma unroll
-    for (int k = 0; k < K / 8; k++) { copy16((K > 8 && 16 * k / K % 2 ? to ^ 16 : to) + k * 256, from + k * 256); }
-}
-template <int N, int W>
-__device__ __forceinline__ void copy_value_codes(
-    uint32_t to, const void * codes, const byte_lane & x, int cell, int n_chunks) {
-    constexpr int V = 4 * W, TILES = 16 / V;
-    const uint8_t * from = (const uint8_t *) codes + (uint32_t) (x.v_codes + cell / 32 * (V * 16));
-    to += x.v_to;
-#pragma unroll
-    for (int k = 0; k < N / 16; k += TILES) {
-        copy16(to + k * (V * 32), from);
-        from += (uint32_t) (TILES * 64 * n_chunks);
-    }
-}
-
-// What copy_stage asks for, where there are one f16 scale and zero a channel of keys, and two of values a cell at most.
-template <int D, int KB, int VB, typename X>
-__device__ __forceinline__ void copy_unit(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
-    const byte_lane & x, int kvh, int cell) {
-    using map = stage_map<D, KB, VB>;
-    const int lane = threadIdx.x % 32;
-    copy_key_codes<D, map::WK>(to + map::K, page.k_codes, x, cell);
-    copy_value_codes<D, map::WV>(to + map::V, page.v_codes, x, cell, a.v.n_chunks[0]);
-    const int t = cell + lane / 16 * 32;
-    if constexpr (cut<KB>::high) {
-        copy_keys<D, 1>(of, to + map::K_HIGH,
-            (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes + a.k.offset[1], t, a.k.n_chunks[1]);
-    }
-    if constexpr (cut<VB>::high) {
-        copy_values<D, 1>(of, to + map::V_HIGH,
-            (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes + a.v.offset[1], t, a.v.n_chunks[1],
-            a.v.n_tiles);
-    }
-    const uint32_t at = to + map::K_PARAMS + lane * 16;
-    if (lane < D / 4) {
-        copy16(at, (const uint8_t *) page.k_params + (uint32_t) (x.k_params + (cell >> a.k_group_log2) * (2 * D)));
-    }
-    if (lane < 16 * D >> a.v_group_log2) {
-        copy16(at + a.stage_raw_v, (const uint8_t *) page.v_params + (uint32_t) (x.v_params + 2 * cell));
-    }
-}
-
-// Scales of a lattice unit on their way into registers: of two cells as the block holds them, and 8-bit ones' top.
-struct point_scales {
-    uint32_t k, v, k_top, v_top;
-};
-__device__ __forceinline__ void load_two(
-    const kvq_affine_geometry & g, const void * params, int head, int at, int cell, uint32_t & two, uint32_t & top) {
-    const uint8_t * const p = (const uint8_t *) params;
-    if (g.scale) {
-        two = *(const uint16_t *) (p + (uint32_t) (at + cell + 2));
-        top = *(const uint16_t *) (p + (uint32_t) head);
-    } else {
-        two = *(const uint32_t *) (p + (uint32_t) (at + 2 * cell));
-    }
-}
-
-// Asks for a lattice unit. page, cell: of this lane's half.
-template <int D>
-__device__ __forceinline__ void copy_points(const kvq_attend_args & a, uint32_t to, const kvq_page & page,
-    const byte_lane & x, int kvh, int cell, point_scales & scales) {
-    using map = byte_lattice_map<D>;
-    copy_key_codes<D / 2, 4>(to + map::K, page.k_codes, x, cell);
-    copy_value_codes<D / 2, 4>(to + map::V, page.v_codes, x, cell, a.v.n_chunks[0]);
-    load_two(a.k, page.k_params, kvh * a.k.nb_params, x.k_params, cell, scales.k, scales.k_top);
-    load_two(a.v, page.v_params, kvh * a.v.nb_params, x.v_params, cell, scales.v, scales.v_top);
-}
-template <int D>
-__device__ __forceinline__ void put_point_scales(const kvq_attend_args & a, uint8_t * stage, const point_scales & x) {
-    float2 * const to = (float2 *) (stage + byte_lattice_map<D>::SCALES) + threadIdx.x % 32;
-    to[0] = two_scales(a.k, a.k.scale ? x.k | x.k_top << 16 : x.k);
-    to[DECODE_CELLS / 2] = two_scales(a.v, a.v.scale ? x.v | x.v_top << 16 : x.v);
-    __syncwarp();
-}
-
-// Halves that nobody asked for ahead: beside one that is open, or with one operand open. parts: 1 keys, 2 values
-template <int D>
-__device__ __noinline__ void copy_points_late(const kvq_attend_args & a, uint8_t * stage, const kvq_page & page,
-    const byte_lane & x, int kvh, int cell, int parts) {
-    const uint32_t to = (uint32_t) __cvta_generic_to_shared(stage);
-    point_scales scales = {};
-    if (parts & 1) {
-        copy_key_codes<D / 2, 4>(to + byte_lattice_map<D>::K, page.k_codes, x, cell);
-        load_two(a.k, page.k_params, kvh * a.k.nb_params, x.k_params, cell, scales.k, scales.k_top);
-    }
-    if (parts & 2) {
-        copy_value_codes<D / 2, 4>(to + byte_lattice_map<D>::V, page.v_codes, x, cell, a.v.n_chunks[0]);
-        load_two(a.v, page.v_params, kvh * a.v.nb_params, x.v_params, cell, scales.v, scales.v_top);
-    }
-    copies_done();
-    put_point_scales<D>(a, stage, scales);
 }
 
 // Open rows of a half, to the L2 cache
@@ -268,7 +141,6 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
 
     // l_sealed: of values that lack their mean; middle: of accumulate_points. POINTS: o is rotated
     float o[S][2] = {}, oz[2] = {}, m = -INFINITY, l = 0.0f, l_sealed = 0.0f, middle = 0.0f;
-    point_scales scales_of_next = {};
     int32_t places[2] = {}; // positions of a unit on their way
     const auto load_places = [&](int unit, int at, int h0, int h1) {
 #pragma unroll
@@ -293,7 +165,7 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
         if constexpr (POINTS) {
             if (state0 == 3 || state1 == 3) {
                 if constexpr (MEANS) { put_places(unit); }
-                put_point_scales<D>(a, stage, scales_of_next);
+                put_point_scales<D>(a, stage, kvh);
             }
         }
         if (unit + 1 < n_mine) { // ahead of its turn, and the pages of the one after it
@@ -304,7 +176,7 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
             if constexpr (POINTS) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_points<D>(a, to, page_of(unit + 1, h), lanes[lane], kvh, cell_of(at_next, h), scales_of_next);
+                    copy_points<D>(a, to, page_of(unit + 1, h), lanes[lane], kvh, cell_of(at_next, h), 3);
                     if constexpr (MEANS) { load_places(unit + 1, at_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                 }
             } else if (next0 == 3 && !a.k.scale) {
@@ -349,21 +221,23 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
         const uint8_t * const params = a.k.scale ? wide : stage + map::K_PARAMS;
         if (!POINTS && state0 > 0 && a.k.scale) { widen_stage<D, KB, VB>(a, stage, wide, state0 & 1, state0 & 2); }
         bool staged = true;
-        int todo = (state0 >= 0 ? 1 : 0) + (state1 >= 0 ? 2 : 0);
+        if (!POINTS && state0 < 0) { continue; }
+        int todo = POINTS ? (state0 >= 0 ? 1 : 0) + (state1 >= 0 ? 2 : 0) : 3;
         while (todo) { // both halves at once when they are alike
-            const int first = todo & 1 ? 0 : 1, now = POINTS && first ? state1 : state0;
+            const int first = !POINTS || todo & 1 ? 0 : 1, now = first ? state1 : state0;
             const bool both = !POINTS || (todo == 3 && state0 == state1);
             const int sel = both ? 3 : 1 << first;
-            todo &= ~sel;
+            todo = POINTS ? todo & ~sel : 0;
             const int kh = both ? g / 4 : first, vh = both ? c / 2 : first; // halves that this thread reads
             const kvq_page & page = page_of(unit, kh);
             const int slot = cell_of(at, kh) + mine;
             const bool here = sel >> g / 4 & 1;
-            uint32_t mk[4];
+            uint32_t mk[4] = {};
             if (!page.map && page.cell + cell_of(at, kh) + 32 <= a.n_kv) {
+                if (mask) {
+                    const uint32_t * const from = (const uint32_t *) (mask + (uint32_t) (page.cell + slot));
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    mk[j] = mask ? __ldg((const uint32_t *) (mask + page.cell + slot) + 2 * j) : 0;
+                    for (int j = 0; j < 4; j++) { mk[j] = __ldg(from + 2 * j); }
                 }
             } else {
 #pragma unroll

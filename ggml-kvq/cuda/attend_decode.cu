@@ -145,7 +145,9 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     // scales of 32 cells in columns of their own leave room for 4 rows in a block
     const bool of_32 = codes && a.wide && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 1 && a.v_group_log2 == 5;
     if (of_32 && !a.part && !a.k.scale && !a.v.scale && is_fine_pair(a) && a.n_rows > COLUMNS / 2) { a.fine = 3; }
-    const bool in_bytes = lattice ? a.k.bits == 2 && a.v.bits == 2 && !a.k.split
+    // scales of lattice pages come by words of 4 bytes
+    const bool in_words = a.n_head_kv * a.k.nb_params % 4 == 0 && a.n_head_kv * a.v.nb_params % 4 == 0;
+    const bool in_bytes = lattice ? in_words && a.k.bits == 2 && a.v.bits == 2 && !a.k.split
                                   : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
     if (in_bytes && !a.wide && !a.part && a.n_rows <= COLUMNS / 2 && !a.map_stride && is_bytes_pair(a) &&
         kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {

@@ -16,9 +16,10 @@ namespace {
 constexpr int POINT_MIDDLE = 64;
 constexpr float POINT_STEP = (float) kvq_grid_step_d2_n16 / 4096.0f;
 
-// The stage: indices of K and V, then scales of 64 cells in f32, of keys and of values.
+// The stage: indices of K and V, then scales of 64 cells in f32, of keys and of values; both as they came.
 template <int D> struct byte_lattice_map {
-    static constexpr int K = 0, V = 4 * (D / 2 * 4 / 32) * 64, SCALES = 2 * V, BYTES = SCALES + 8 * DECODE_CELLS;
+    static constexpr int K = 0, V = 4 * (D / 2 * 4 / 32) * 64, SCALES = 2 * V, RAW = SCALES + 8 * DECODE_CELLS,
+                         BYTES = RAW + 4 * DECODE_CELLS;
 };
 
 // bytes of low and high by the four lowest nibbles of `at`; 0 or 255, the sign of a byte, where one has its upper bit

@@ -126,7 +126,8 @@ __device__ __noinline__ void score_open_rows(
 // as the model asks
 template <int J> __device__ __forceinline__ void cap_scores(const kvq_attend_args & a, float (&s)[J][4]) {
     if (a.softcap != 0.0f) {
-        const float cap = a.softcap * LOG2E, inv = 2.0f / a.softcap;
+        // nvcc would make a true division where nobody asked for a cap, too
+        const float cap = a.softcap * LOG2E, inv = __fdividef(2.0f, a.softcap);
 #pragma unroll
         for (int j = 0; j < J; j++) {
 #pragma unroll

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -176,7 +177,12 @@ void host_mma_s8_u8(int & d0, int & d1, int & d2, int & d3, uint32_t a0, uint32_
 void host_ldmatrix(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 void host_ldmatrix_trans(uint32_t & x0, uint32_t & x1, uint32_t & x2, uint32_t & x3, uint32_t at);
 uint32_t host_movmatrix(uint32_t x);
+// a device stops where a copy of n bytes does not begin at a multiple of them
 static inline void host_copy(uint32_t to, const void * from, int n) {
+    if (to % (uint32_t) n || (uintptr_t) from % (uintptr_t) n) {
+        fprintf(stderr, "a copy of %d bytes begins at %p and goes to %u\n", n, from, to);
+        abort();
+    }
     memcpy(host_cuda::shared + to, from, (size_t) n);
 }
 
