@@ -27,11 +27,11 @@ __device__ __noinline__ void ask_open_rows(
     if (!(state & 2)) { prefetch_rows(page.v_codes, (size_t) kvh * a.v.n_cells + cell, a.v.stride); }
 }
 
-// What open values add to a row: o += x or, where o is rotated, H x. x: accumulate_open_rows's first column of each
-// row. A function of its own: few units are open, and it would be a large part of a kernel.
+// What open values add to a row: o += rest x or, where o is rotated, rest H x. x: sums of products, the first column of
+// each row. A function of its own: few units are open, and it would be a large part of a kernel.
 template <int D, bool ROTATED>
 __device__ __noinline__ void add_open_values(
-    const kvq_attend_args & a, const uint16_t * rows, const uint32_t (&p)[4][2], float (&o)[D / 16][2]) {
+    const kvq_attend_args & a, const uint16_t * rows, const uint32_t (&p)[4][2], float rest, float (&o)[D / 16][2]) {
     typedef slice_of<D, false> slice;
     const slice of(a, 0);
     float x[D / 16][4] = {}, y[D / 8]; // channels 32i + 4g + {0..3}: bits 0, 1 and from 5 on of the channel
@@ -46,7 +46,7 @@ __device__ __noinline__ void add_open_values(
             for (int n = 0; n < D / 8; n++) { y[n] = across(y[n], h); }
         }
     }
-    const float f = ROTATED ? rotation_norm<D, slice>(a) : 1.0f;
+    const float f = ROTATED ? rest * rotation_norm<D, slice>(a) : rest;
 #pragma unroll
     for (int n = 0; n < D / 8; n++) { o[n / 2][n % 2] = fmaf(y[n], f, o[n / 2][n % 2]); }
 }
@@ -293,12 +293,11 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
             }
             if (c >= n_rows) { top = -INFINITY; } // nobody's columns
             if (!__any_sync(~0u, top > -INFINITY)) { continue; }
-            if (__any_sync(~0u, top > m)) {
 #pragma unroll
-                for (int d = 4; d <= 16; d *= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
-                top = fmaxf(top, m);
-                const float f = m == -INFINITY ? 0.0f : exp2_fast(m - top);
-                m = top;
+            for (int d = 4; d <= 16; d *= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
+            if (__any_sync(~0u, top > m)) {
+                const float most = fmaxf(top, m), f = m == -INFINITY ? 0.0f : exp2_fast(m - most);
+                m = most;
                 l *= f;
                 l_sealed *= f;
                 middle *= f;
@@ -310,21 +309,24 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
                     o[n][1] *= f;
                 }
             }
-            const float lower = m == -INFINITY ? INFINITY : m; // then every probability is 0
+            // Probabilities are relative to this unit's largest, so that their 16 bits are used whatever other units
+            // have: many cells far below one of another unit count, together.
+            const bool seen = top > -INFINITY;
+            const float lower = seen ? top : INFINITY, rest = seen ? exp2_fast(top - m) : 0.0f;
             float sum = 0.0f;
 #pragma unroll
             for (int n = 0; n < 8; n++) {
                 s[n / 4][n % 4] = exp2_fast(s[n / 4][n % 4] - lower);
                 sum += s[n / 4][n % 4];
             }
-            l += sum;
-            if (MEANS && (now & 2)) { l_sealed += sum; }
+            l = fmaf(rest, sum, l);
+            if (MEANS && (now & 2)) { l_sealed = fmaf(rest, sum, l_sealed); }
             if (now & 2) {
                 if constexpr (POINTS) {
-                    accumulate_points<D>(load_points(shared_points), stage, s, o, middle);
+                    accumulate_points<D>(load_points(shared_points), stage, s, rest, o, middle);
                 } else {
                     accumulate_bytes<D, VB>(
-                        stage + map::V, stage + map::V_HIGH, params + a.stage_v_params, a.v_group_log2, s, o, oz);
+                        stage + map::V, stage + map::V_HIGH, params + a.stage_v_params, a.v_group_log2, s, rest, o, oz);
                 }
             } else {
                 uint32_t p[4][2];
@@ -340,7 +342,7 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
                 add_open_values<D, POINTS>(a,
                     (const uint16_t *) page_of(unit, vh).v_codes +
                         ((size_t) kvh * a.v.n_cells + cell_of(at, vh) + c % 2 * 16) * a.v.stride,
-                    p, x);
+                    p, rest, x);
 #pragma unroll
                 for (int n = 0; n < 2 * S; n++) { o[n / 2][n % 2] = x[n / 2][n % 2]; }
             }

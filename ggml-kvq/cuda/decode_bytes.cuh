@@ -175,12 +175,12 @@ __device__ __forceinline__ float byte_probabilities(
     return most * (1.0f / 65535.0f);
 }
 
-// o += probabilities times values, of row c: channels 32i + 4g + {2r, 2r + 1} at o[2i + r]. s: probabilities, as
-// score_bytes leaves scores, 1 at most. params: of values, in f16. oz: what zeros add to a group's channels, in parts
-// over the lanes of a column.
+// o += rest times probabilities times values, of row c: channels 32i + 4g + {2r, 2r + 1} at o[2i + r]. s:
+// probabilities, as score_bytes leaves scores, 1 at most. params: of values, in f16. oz: what zeros add to a group's
+// channels, in parts over the lanes of a column.
 template <int D, int VB>
 __device__ __forceinline__ void accumulate_bytes(const uint8_t * words, const uint8_t * words1, const uint8_t * params,
-    int group_log2, const float (&s)[2][4], float (&o)[D / 16][2], float (&oz)[2]) {
+    int group_log2, const float (&s)[2][4], float rest, float (&o)[D / 16][2], float (&oz)[2]) {
     constexpr int W = cut<VB>::W, P = cut<VB>::P, N = P == 2 ? 2 : 1; // N: words of a channel that a thread needs
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, turn = c % 2 * 4; // two threads share a word of 8
     params += (16 * (g / 2) + 2 * (g % 2)) * 2;
@@ -201,9 +201,9 @@ __device__ __forceinline__ void accumulate_bytes(const uint8_t * words, const ui
                 z = fmaf(s[j / 2][j % 2 * 2], zero.x, z);
                 z = fmaf(s[j / 2][j % 2 * 2 + 1], zero.y, z);
             }
-            oz[i / 2] += z;
+            oz[i / 2] = fmaf(rest, z, oz[i / 2]);
             params += 256;
-            step = byte_probabilities(scale, [](int j) { return exp2_of(-byte_weight<VB>(j % P)); }, s, p);
+            step = rest * byte_probabilities(scale, [](int j) { return exp2_of(-byte_weight<VB>(j % P)); }, s, p);
         }
         uint4 x[N], h = {};
 #pragma unroll

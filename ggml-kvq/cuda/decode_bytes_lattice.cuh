@@ -116,15 +116,15 @@ __device__ __forceinline__ void score_points(
 
 // as accumulate_bytes; o: rotated, and before `middle`, what the middle of points has added to each channel, comes off
 template <int D>
-__device__ __forceinline__ void accumulate_points(
-    const point_bytes & table, const uint8_t * stage, const float (&s)[2][4], float (&o)[D / 16][2], float & middle) {
+__device__ __forceinline__ void accumulate_points(const point_bytes & table, const uint8_t * stage,
+    const float (&s)[2][4], float rest, float (&o)[D / 16][2], float & middle) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const uint8_t * const scales = stage + byte_lattice_map<D>::SCALES + 4 * DECODE_CELLS + 8 * (8 * (g / 2) + g % 2);
     float2 scale[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) { scale[j] = *(const float2 *) (scales + 16 * j); }
     uint32_t p[4];
-    const float step = byte_probabilities(scale, [](int) { return 1.0f; }, s, p) * POINT_STEP;
+    const float step = byte_probabilities(scale, [](int) { return 1.0f; }, s, p) * (rest * POINT_STEP);
     uint32_t b[2][2]; // in the order of a word's indices
 #pragma unroll
     for (int w = 0; w < 2; w++) {

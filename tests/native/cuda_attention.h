@@ -18,6 +18,9 @@ static double check_attention(kvq_cuda_device & d, const attention_case & c) {
     for (auto & x : mask) {
         x = uniform(0, 4) ? kvq_f32_to_f16(c.max_bias > 0 ? -(float) uniform(0, 20) : 0.0f) : 0xfc00;
     }
+    for (size_t i = 0; i < mask.size() && c.low != 0; i++) {
+        mask[i] = i % (size_t) n_mask ? kvq_f32_to_f16(c.low) : 0;
+    }
     if (c.sequences) {
         std::vector<int> owner((size_t) n_mask);
         for (int cell = 0, who = 0, left = 0; cell < n_mask; cell++) { // the first sequence is long

@@ -68,6 +68,14 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             attention({ 2, 2, 2, 1, D, 2, 4, 1, cells + 20, 1, 0, 0, false, false }, false, false);
         }
     }
+    for (const int group : { 2, 128 }) { // one cell far above many, which together count as much
+        for (const int cells : { 2000, 9000 }) {
+            if (quick && cells == 9000) { continue; }
+            attention_case c = { 2, 2, group, group == 2, 64, 2, 4, 1, cells, 1, 0, 0, false, false };
+            c.low = -logf((float) cells) - 1.0f;
+            attention(c, false, false);
+        }
+    }
     // scales of one head begin at multiples of two bytes: the kernel that multiplies in f16 reads them
     const int64_t before = d.n_fine;
     worst = std::max(worst, check_attention(d, { 2, 2, 2, 1, 128, 1, 4, 1, 500, 1, 0, 0, false, false }));

@@ -19,6 +19,7 @@ struct attention_case {
     bool stayed = false, torn = false, head_masks = false;
     int page = 0, sequences = 0;
     int split = 0, fast = 0; // of keys: kvq_split, bits of the fast half; kb are those of the slow one
+    float low = 0;           // mask of all cells but the first
 };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
