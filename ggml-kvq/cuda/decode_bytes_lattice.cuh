@@ -45,10 +45,11 @@ static __device__ __forceinline__ void points_of_word(const point_bytes & t, uin
     }
 }
 
-// to: 32 bytes of shared memory; read behind a barrier, and anew for each unit
+// from: 32 bytes of shared memory, read anew for each unit
 __device__ __forceinline__ point_bytes load_points(const uint8_t * from) {
     return { ((const uint4 *) from)[0], ((const uint4 *) from)[1] };
 }
+// to: those, behind a barrier
 __device__ __forceinline__ void share_points(uint8_t * to, const float * points) {
     if (threadIdx.x < 32) {
         to[threadIdx.x % 2 * 16 + threadIdx.x / 2] =
