@@ -119,7 +119,8 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_FINE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
 #define KVQ_BYTES_BITS(X)                                                                                              \
-    X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4) // in 8-bit products, heads of 64 and 128
+    X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)            // in 8-bit products, heads of 64 and 128
+#define KVQ_WIDE_BYTES_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 2) X(4, 4) // and other heads
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
 // attention picks cells, X(fast half, slow half).
 #define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(2, 4, 3) X(2, 4, 4)
@@ -144,7 +145,7 @@ typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStr
 kvq_decode_launch kvq_launch_decode_64, kvq_launch_decode_128, kvq_launch_decode_wide;
 kvq_decode_launch kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide;
 kvq_decode_launch kvq_launch_decode_fine_32;
-kvq_decode_launch kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128; // attend_bytes.cuh
+kvq_decode_launch kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128, kvq_launch_decode_bytes_wide;
 kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
 kvq_decode_launch kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide;
 kvq_decode_launch kvq_launch_decode_split_64, kvq_launch_decode_split_128, kvq_launch_decode_split_wide;

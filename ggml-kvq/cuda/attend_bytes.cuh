@@ -1,7 +1,7 @@
 // Attention of up to 4 query rows of a KV head over long caches, products in 8 bits: affine pages with groups of 64 or
 // more (decode_bytes.cuh), lattice pages of 2 bits a value (decode_bytes_lattice.cuh). A warp walks 64 cells at a time
 // as in attend_decode.cuh, and threads hold the same cells and channels; of the 8 columns two are one row's, so that a
-// thread has half as many scores, masks and sums.
+// thread has half as many scores, masks and sums. WIDE: heads in slices, as there.
 //
 // Of long caches a warp's units are those of whole pages, which share what is made of queries and scales.
 #pragma once
@@ -27,40 +27,30 @@ __device__ __noinline__ void ask_open_rows(
     if (!(state & 2)) { prefetch_rows(page.v_codes, (size_t) kvh * a.v.n_cells + cell, a.v.stride); }
 }
 
-// What open values add to a row: o += rest x or, where o is rotated, rest H x. x: sums of products, the first column of
-// each row. A function of its own: few units are open, and it would be a large part of a kernel.
-template <int D, bool ROTATED>
-__device__ __noinline__ void add_open_values(
-    const kvq_attend_args & a, const uint16_t * rows, const uint32_t (&p)[4][2], float rest, float (&o)[D / 16][2]) {
-    typedef slice_of<D, false> slice;
-    const slice of(a, 0);
-    float x[D / 16][4] = {}, y[D / 8]; // channels 32i + 4g + {0..3}: bits 0, 1 and from 5 on of the channel
+// What open values add to a row: o += rest x or, where o is rotated, rest H x. rows: of this thread's first cell, channel
+// 0 of the slice; x: sums of products, the first column of each row; all, turn: memory of the team. A function of its
+// own: few units are open, and it would be a large part of a kernel.
+template <int D, bool ROTATED, typename X>
+__device__ __noinline__ void add_open_values(const kvq_attend_args & a, const X of, const uint16_t * rows,
+    uint8_t * all, int turn, const uint32_t (&p)[4][2], float rest, float (&o)[D / 16][2]) {
+    float x[D / 16][4] = {};
     accumulate_open<D, 16, false>(of, rows, a.v.stride, p, x);
+    if constexpr (ROTATED) { rotate_columns<D, X, 1>(a, of, all, turn, x); }
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) { y[n] = x[n / 2][n % 2 * 2]; }
-    if constexpr (ROTATED) {
-        butterflies(y, [](int) { return true; });
-#pragma unroll 1
-        for (int h = 4; h <= 16; h *= 2) {
-#pragma unroll
-            for (int n = 0; n < D / 8; n++) { y[n] = across(y[n], h); }
-        }
-    }
-    const float f = ROTATED ? rest * rotation_norm<D, slice>(a) : rest;
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) { o[n / 2][n % 2] = fmaf(y[n], f, o[n / 2][n % 2]); }
+    for (int n = 0; n < D / 8; n++) { o[n / 2][n % 2] = fmaf(x[n / 2][n % 2 * 2], rest, o[n / 2][n % 2]); }
 }
 
 // Blocks of a multiprocessor: with more, what does not fit into registers goes through the L2 cache, because shared
-// memory leaves the first level little.
-template <bool MEANS> constexpr int bytes_blocks = MEANS ? 2 : 3;
+// memory leaves the first level little. Slices have one, of more warps.
+template <bool MEANS, bool WIDE> constexpr int bytes_blocks = WIDE ? 1 : MEANS ? 2 : 3;
+template <bool MEANS, bool WIDE> constexpr int bytes_warps = most_warps<WIDE, MEANS>();
 
 // MEANS: sealed pages lack theirs (decode_means.cuh)
-template <int D, int KB, int VB, bool MEANS>
-__global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
+template <int D, int KB, int VB, bool MEANS, bool WIDE>
+__global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<MEANS, WIDE>)
     bytes_kernel(const __grid_constant__ kvq_attend_args a) {
-    typedef slice_of<D, false> slice;
-    typedef decode_sums<D, DECODE_WARPS> sums_type;
+    typedef slice_of<D, WIDE> slice;
+    typedef decode_sums<D, bytes_warps<MEANS, WIDE>> sums_type;
     constexpr int S = D / 16;
     // POINTS: pages may have 32 cells, so that a unit is of two; what is sealed is rotated
     constexpr bool POINTS = KB > LATTICE;
@@ -78,15 +68,24 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages),
                    ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide;
-    uint2 * const queries = (uint2 *) (memory + DECODE_WARPS * bytes_warp(a)); // as they are, then rotated
-    byte_lane * const lanes = (byte_lane *) (queries + (POINTS ? 2 : 1) * S * 32);
-    uint8_t * const shared_points = (uint8_t *) (lanes + 32);
+    uint8_t * const shared_sums = memory + of.warps * bytes_warp(a); // of teams
+    int sums_turn = 0;
+    // as they are, then rotated
+    uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
+    byte_lane * const lanes = (byte_lane *) (queries + (POINTS ? 2 : 1) * of.n * S * 32);
+    uint8_t * const shared_points = (uint8_t *) (lanes + 32 * of.n);
     float * const of_rows = (float *) (shared_points + 32); // rows as they come, or coefficients of means
+    if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
+        for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) {
+            ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0);
+        }
+        __syncwarp();
+    }
 
     // This team's units: one of the last ones, which are open, cold and take longest; then of the others those of its
     // turn, in runs that are in one page where there are many. Teams read neighbouring pages at the same time.
     const int n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2, per_page = 1 << a.halves_log2,
-              n_teams = share.n_splits * DECODE_WARPS, team = warp * share.n_splits + share.split,
+              n_teams = share.n_splits * of.teams, team = of.team * share.n_splits + share.split,
               others = max(0, n_units - n_teams), run_log2 = POINTS || others < 4 * n_teams ? 0 : a.halves_log2 - 1,
               n_runs = others >> run_log2, last = n_units - n_teams + team, round = n_runs / n_teams,
               more = n_runs % n_teams,
@@ -121,21 +120,22 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
         const kvq_page & p = page_of(unit, h);
         return 2 * at + h >= n_halves || !p.n_slots ? -1 : (p.k_params ? 1 : 0) + (p.v_params ? 2 : 0);
     };
-    uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * (D + 4));
+    uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * (WIDE ? means_step<D>(a) : D + 4));
     if (n_mine) { copy_pages(0, last); }
-    if constexpr (MEANS) { copy_waves<D>(a, waves); }
-    if (threadIdx.x < 32) { // codes of whole channels, or of vectors of two
-        lanes[lane] =
-            POINTS ? lane_of<D, D / 2, 4, 4, true>(a, kvh) : lane_of<D, D, cut<KB>::W, cut<VB>::W, false>(a, kvh);
+    if constexpr (MEANS) { copy_waves<D>(a, of, waves); }
+    if (warp < of.n) { // codes of whole channels, or of vectors of two
+        lanes[threadIdx.x] = POINTS ? lane_of<D, D / 2, 4, 4, true>(a, of, kvh)
+                                    : lane_of<D, D, cut<KB>::W, cut<VB>::W, false>(a, of, kvh);
     }
     __syncthreads();
+    const byte_lane & my_lane = lanes[32 * of.i + lane];
 
     const int row = min(c, n_rows - 1), head = row_head(a, kvh, row);
     const float slope = alibi_slope(a, head) * LOG2E;
     const __half * const mask =
         st.mask ? st.mask + row_token(a, row) * a.mask_stride_token + head * a.mask_stride_head : nullptr;
     const int mine = g / 2 % 2 * 16 + g % 2 * 2; // cells mine + 4j + {0, 1} of half g / 4
-    const shared_query q = { queries + lane };
+    const shared_query q = { queries + of.i * S * 32 + lane };
     byte_query<D> bytes;
     const void * of_page = nullptr; // whose scales are in `bytes`
 
@@ -176,18 +176,18 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
             if constexpr (POINTS) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_points<D>(a, to, page_of(unit + 1, h), lanes[lane], kvh, cell_of(at_next, h), 3);
+                    copy_points<D>(a, of, to, page_of(unit + 1, h), my_lane, kvh, cell_of(at_next, h), 3);
                     if constexpr (MEANS) { load_places(unit + 1, at_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                 }
             } else if (next0 == 3 && !a.k.scale) {
-                copy_unit<D, KB, VB>(a, of, to, page_of(unit + 1, 0), lanes[lane], kvh, cell_of(at_next, 0));
+                copy_unit<D, KB, VB>(a, of, to, page_of(unit + 1, 0), my_lane, kvh, cell_of(at_next, 0));
             } else if (next0 > 0) {
                 copy_stage_late<D, KB, VB>(
                     a, of, to, page_of(unit + 1, 0), kvh, cell_of(at_next, lane / 16), next0 & 1, next0 & 2);
             }
             if ((POINTS ? min(next0 & 3, next1 & 3) : next0 & 3) < 3) { // -1 & 3 is 3
                 const int mine_next = POINTS && lane ? next1 : next0;
-                if (lane < 2 && mine_next >= 0 && mine_next < 3) {
+                if (of.i == 0 && lane < 2 && mine_next >= 0 && mine_next < 3) {
                     ask_open_rows(a, page_of(unit + 1, lane), kvh, cell_of(at_next, lane), mine_next);
                 }
             }
@@ -205,11 +205,12 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
             };
             if constexpr (POINTS) {
                 share_points(shared_points, a.k.points);
-                share_all_queries<D, KB, MEANS, !MEANS>(a, of, warp, kvh, 2 * n_rows, queries, of_rows, row_of);
+                share_all_queries<D, KB, MEANS, !MEANS && !WIDE>(
+                    a, of, warp, kvh, 2 * n_rows, queries, of_rows, row_of);
                 __syncthreads();
-                quantise_rotated<D>({ queries + S * 32 + lane }, bytes);
+                quantise_rotated<D>({ q.at + of.n * S * 32 }, bytes);
                 if constexpr (MEANS) {
-                    turn_odd_columns<D>(a, of_rows);
+                    turn_odd_columns<D>(a, of, of_rows);
                     __syncthreads();
                 }
             } else {
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
-                    copy_points_late<D>(a, stage, page_of(unit, h), lanes[lane], kvh, cell_of(at, h), now);
+                    copy_points_late<D>(a, of, stage, page_of(unit, h), my_lane, kvh, cell_of(at, h), now);
                     if constexpr (MEANS) {
                         const int32_t next[2] = { places[0], places[1] }; // those of the next unit are on their way
                         load_places(unit, at, both ? 0 : first, both ? 1 : first);
@@ -278,10 +279,12 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
             } else {
                 float x[4][4];
                 score_open_rows<D, KB>(of, q,
-                    (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + slot) * a.k.stride, a.k.stride, x);
+                    (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + slot) * a.k.stride + of.first(),
+                    a.k.stride, x);
 #pragma unroll
                 for (int n = 0; n < 8; n++) { s[n / 4][n % 4] = x[n / 2][n % 2 * 2]; }
             }
+            if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
             cap_scores(a, s);
             float top = -INFINITY;
 #pragma unroll
@@ -339,10 +342,11 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
                 }
 #pragma unroll
                 for (int n = 0; n < 2 * S; n++) { x[n / 2][n % 2] = o[n / 2][n % 2]; }
-                add_open_values<D, POINTS>(a,
+                add_open_values<D, POINTS>(a, of,
                     (const uint16_t *) page_of(unit, vh).v_codes +
-                        ((size_t) kvh * a.v.n_cells + cell_of(at, vh) + c % 2 * 16) * a.v.stride,
-                    p, rest, x);
+                        ((size_t) kvh * a.v.n_cells + cell_of(at, vh) + c % 2 * 16) * a.v.stride + of.first(),
+                    shared_sums, sums_turn, p, rest, x);
+                if (WIDE && POINTS && a.v.block > D) { sums_turn ^= 1; } // one exchange
 #pragma unroll
                 for (int n = 0; n < 2 * S; n++) { o[n / 2][n % 2] = x[n / 2][n % 2]; }
             }
@@ -376,39 +380,49 @@ __global__ void __launch_bounds__(32 * DECODE_WARPS, bytes_blocks<MEANS>)
     merge_rows<D, POINTS, MEANS>(a, of, sums, blockIdx.z, share, 0, n_rows);
 }
 
-template <int D, int KB, int VB, bool MEANS>
+template <int D, int KB, int VB, bool MEANS, bool WIDE>
 void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     constexpr bool POINTS = KB > LATTICE;
-    size_t shared = 16 * (size_t) D + 32 * sizeof(byte_lane); // queries
+    size_t shared = ((POINTS ? 32 : 16) * (size_t) D + 32 * sizeof(byte_lane)) << a.slices_log2; // queries
     if constexpr (POINTS) {
         a.stage_bytes = byte_lattice_map<D>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
         a.stage_wide = 0;
-        shared += 16 * (size_t) D + 32 +
-            (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + wave_rows<D>::BYTES
-                   : (size_t) bytes_of_rows<D>(a));
+        shared += 32;
+        if constexpr (MEANS) {
+            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + 2 * WAVE_ROWS * (size_t) wave_step<D>(a);
+        } else if constexpr (!WIDE) {
+            shared += (size_t) bytes_of_rows<D>(a);
+        }
     } else {
         lay_out_stage<D, KB, VB>(a);
     }
+    typedef decode_sums<D, bytes_warps<MEANS, WIDE>> sums_type;
     const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * (size_t) bytes_warp(a) + shared, sizeof(decode_sums<D, DECODE_WARPS>));
+        return std::max(
+            n_warps * ((size_t) bytes_warp(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared, sizeof(sums_type));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(
-        bytes_kernel<D, KB, VB, MEANS>, limit, a, DECODE_WARPS, false, bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE>, limit, a, bytes_warps<MEANS, WIDE>, WIDE, bytes,
+        n_streams, stream, occupancy);
 }
 
-template <int D> void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+template <int D, bool WIDE>
+void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     if (a.k.type == KVQ_TYPE_LATTICE) {
         if (a.waves) {
-            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true>(a, n_streams, stream, occupancy);
+            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true, WIDE>(a, n_streams, stream, occupancy);
         } else {
-            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false>(a, n_streams, stream, occupancy);
+            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false, WIDE>(a, n_streams, stream, occupancy);
         }
         return;
     }
 #define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_bytes_kernel<D, K, V, false>(a, n_streams, stream, occupancy); break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_BITS(KVQ_CASE) }
+    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE>(a, n_streams, stream, occupancy); break;
+    if constexpr (WIDE) {
+        switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BYTES_BITS(KVQ_CASE) }
+    } else {
+        switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_BITS(KVQ_CASE) }
+    }
 #undef KVQ_CASE
 }
 

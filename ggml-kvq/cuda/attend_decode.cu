@@ -27,6 +27,8 @@ struct kernels {
 
 static const kernels DECODE = { kvq_launch_decode_64, kvq_launch_decode_128, kvq_launch_decode_wide };
 static const kernels FINE = { kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide };
+static const kernels IN_BYTES = { kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128,
+    kvq_launch_decode_bytes_wide };
 static const kernels LATTICES = { kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128,
     kvq_launch_decode_lattice_wide };
 static const kernels MEANS = { kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide };
@@ -55,7 +57,10 @@ static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 
 static bool is_means_pair(const kvq_attend_args & a) { return false KVQ_MEANS_BITS(KVQ_PAIR); }
 static bool is_short_means_pair(const kvq_attend_args & a) { return false KVQ_SHORT_MEANS_BITS(KVQ_PAIR); }
-static bool is_bytes_pair(const kvq_attend_args & a) { return false KVQ_BYTES_BITS(KVQ_PAIR); }
+static bool is_bytes_pair(const kvq_attend_args & a) {
+    if (a.wide) { return false KVQ_WIDE_BYTES_BITS(KVQ_PAIR); }
+    return false KVQ_BYTES_BITS(KVQ_PAIR);
+}
 static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS(KVQ_PAIR); }
 #undef KVQ_PAIR
 // of split keys, always of pages that lack their means
@@ -73,9 +78,6 @@ bool kvq_decode_split_keys(const kvq_attend_args & a) {
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
-    if (!is_short && a.fine == BYTES) {
-        return a.k.head_size == 128 ? kvq_launch_decode_bytes_128 : kvq_launch_decode_bytes_64;
-    }
     const kernels & t = a.part       ? (a.part == 2        ? VALUES
                                                : a.k.split ? LOGITS_SPLIT
                                                            : LOGITS)
@@ -84,6 +86,7 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
                                                : lattice ? SHORT_LATTICE
                                                          : SHORT)
         : a.k.type == KVQ_TYPE_MIXED ? MIXED
+        : a.fine == BYTES            ? IN_BYTES
         : a.waves                    ? MEANS
         : lattice                    ? LATTICES
         : a.fine                     ? FINE
@@ -149,8 +152,9 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     const bool in_words = a.n_head_kv * a.k.nb_params % 4 == 0 && a.n_head_kv * a.v.nb_params % 4 == 0;
     const bool in_bytes = lattice ? in_words && a.k.bits == 2 && a.v.bits == 2 && !a.k.split
                                   : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
-    if (in_bytes && !a.wide && !a.part && a.n_rows <= COLUMNS / 2 && !a.map_stride && is_bytes_pair(a) &&
-        kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {
+    // beyond two slices the table of means leaves too little shared memory
+    if (in_bytes && !a.part && a.n_rows <= COLUMNS / 2 && !a.map_stride && is_bytes_pair(a) &&
+        !(a.waves && a.slices_log2 > 1) && kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {
         a.fine = BYTES;
     }
     if (a.k.type == KVQ_TYPE_MIXED) {

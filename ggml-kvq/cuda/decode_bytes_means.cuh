@@ -9,28 +9,32 @@
 namespace {
 
 constexpr int WAVE_ROWS = 96; // 64-cell windows begin at multiples of 64, and a unit within one: below 64 + 32
-template <int D> struct wave_rows {
-    static constexpr int STEP = D + 8, BYTES = 2 * WAVE_ROWS * STEP; // rows begin in other banks
-};
+// f16 numbers from one row to the next, which begins in other banks; all slices are in a row
+template <int D> __host__ __device__ __forceinline__ int wave_step(const kvq_attend_args & a) {
+    return (D << a.slices_log2) + 8;
+}
 
 // asks for the table; it is constant
-template <int D> __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, uint16_t * to) {
+template <int D, typename X>
+__device__ __forceinline__ void copy_waves(const kvq_attend_args & a, const X & of, uint16_t * to) {
     const uint32_t at = (uint32_t) __cvta_generic_to_shared(to);
-    constexpr int PIECES = D / 8;
+    const int pieces = of.head(a) / 8, step = X::WIDE ? wave_step<D>(a) : D + 8;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < WAVE_ROWS * PIECES; i += 32 * DECODE_WARPS) {
-        const int row = i / PIECES, piece = i % PIECES;
-        copy16(at + 2 * (row * wave_rows<D>::STEP + 8 * piece), a.waves + row * D + 8 * piece);
+    for (int i = threadIdx.x; i < WAVE_ROWS * pieces; i += 32 * of.warps) {
+        const int row = i / pieces, piece = i % pieces;
+        copy16(at + 2 * (row * step + 8 * piece), a.waves + row * of.head(a) + 8 * piece);
     }
 }
 
 // Coefficients of odd columns, turned by 32 positions; a thread takes pairs of its own
-template <int D> __device__ __forceinline__ void turn_odd_columns(const kvq_attend_args & a, float * coefficients) {
-    constexpr int STEP = D + 4, EACH = 2 * KVQ_ROTARY_LOW; // of a pair: cos, sin of positions 0 ..
+template <int D, typename X>
+__device__ __forceinline__ void turn_odd_columns(const kvq_attend_args & a, const X & of, float * coefficients) {
+    constexpr int EACH = 2 * KVQ_ROTARY_LOW;                               // of a pair: cos, sin of positions 0 ..
+    const int step = X::WIDE ? means_step<D>(a) : D + 4, n = D / 2 * of.n; // pairs of a row
 #pragma unroll 1
-    for (int i = threadIdx.x; i < BYTE_ROWS * D / 2; i += 32 * DECODE_WARPS) {
-        const int pair = i % (D / 2);
-        float2 * const x = (float2 *) (coefficients + (2 * (i / (D / 2)) + 1) * STEP + 2 * pair);
+    for (int i = threadIdx.x; i < BYTE_ROWS * n; i += 32 * of.warps) {
+        const int pair = i % n;
+        float2 * const x = (float2 *) (coefficients + (2 * (i / n) + 1) * step + 2 * pair);
         if (pair < a.n_pairs) {
             const float c = __ldg(a.rotary_low + pair * EACH + 32),
                         s = __ldg(a.rotary_low + pair * EACH + KVQ_ROTARY_LOW + 32);
@@ -43,10 +47,12 @@ template <int D> __device__ __forceinline__ void turn_odd_columns(const kvq_atte
 template <int D, int KB, typename X>
 __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X & of, const uint16_t * waves,
     const float * coefficients, const int32_t * places, float (&s)[2][4]) {
-    constexpr int S = D / 16, STEP = D + 4, ROW = wave_rows<D>::STEP;
+    constexpr int S = D / 16;
+    const int step = X::WIDE ? means_step<D>(a) : D + 4, next_row = X::WIDE ? wave_step<D>(a) : D + 8,
+              n_pairs = X::WIDE ? a.n_pairs : D / 2;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin = places[0], window = max(begin, 0) / 64;
-    const bool usual =
-        begin >= 0 && a.n_pairs == D / 2 && places[lane] == begin + lane && places[lane + 32] == begin + 32 + lane;
+    const bool usual = begin >= 0 && a.n_pairs == of.head(a) / 2 && places[lane] == begin + lane &&
+        places[lane + 32] == begin + 32 + lane;
     if (__any_sync(~0u, !usual)) {
         float x[4][4] = {}; // in memory for the call; odd columns have no meaning
         add_scattered_means<D, KB>(a, of, coefficients, places, x);
@@ -54,24 +60,26 @@ __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X
         for (int n = 0; n < 8; n++) { s[n / 4][n % 4] += x[n / 2][n % 2 * 2]; }
         return;
     }
-    const float * high = a.rotary_high + (size_t) window * D;
+    const float * high = a.rotary_high + (size_t) window * 2 * n_pairs;
     // cells 4 (2t + g/4) + b of this thread and of lane ^ 16, which has those of the other g/4
-    const uint16_t * const row = waves + (begin - 64 * window + g / 2 % 2 * 16 + g % 2 * 2 + g / 4 * 8) * ROW;
+    const uint16_t * const row =
+        waves + of.first() + (begin - 64 * window + g / 2 % 2 * 16 + g % 2 * 2 + g / 4 * 8) * next_row;
     float x[2][4] = {};
 #pragma unroll
     for (int u = 0; u < S / 2; u++) {
         const int channel = channel_of<D, KB>(c, 2 * u);
         uint32_t q[2][2];
 #pragma unroll
-        for (int v = 0; v < 2; v++) {
-            const int pair = (channel + 4 * v) / 2;
-            turn_four(*(const float4 *) (coefficients + g * STEP + channel + 4 * v),
-                __ldg((const float2 *) (high + pair)), __ldg((const float2 *) (high + D / 2 + pair)), q[v]);
+        for (int v = 0; v < 2; v++) { // beyond the head coefficients are 0
+            const int at = of.first() + channel + 4 * v, pair = X::WIDE ? min(at / 2, n_pairs - 2) : at / 2;
+            turn_four(*(const float4 *) (coefficients + g * step + at), __ldg((const float2 *) (high + pair)),
+                __ldg((const float2 *) (high + n_pairs + pair)), q[v]);
         }
+        const uint16_t * const x_row = row + of.near(channel, 8);
 #pragma unroll
         for (int t = 0; t < 2; t++) {
-            score_waves(x[t], *(const uint4 *) (row + channel + 4 * t * ROW),
-                *(const uint4 *) (row + channel + (4 * t + 1) * ROW), q[0], q[1]);
+            score_waves(x[t], *(const uint4 *) (x_row + 4 * t * next_row),
+                *(const uint4 *) (x_row + (4 * t + 1) * next_row), q[0], q[1]);
         }
     }
     const bool second = g / 4;

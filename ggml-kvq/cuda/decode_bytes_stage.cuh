@@ -6,51 +6,69 @@
 
 namespace {
 
-// Where a lane's pieces of a unit lie, in bytes: from the page's pointers on, and in the stage. Made once a block and
-// kept in shared memory: a warp asks for a unit every thousand instructions.
+// Where a lane's pieces of a unit lie, in bytes: from the page's pointers on, and in the stage. Made once a block for each
+// slice of a head, and kept in shared memory: a warp asks for a unit every thousand instructions. k_left, v_left: pieces
+// of a tile of keys, and tiles of values, that are left of the head from this lane's first one on; has: which of its
+// parameters are (1 keys, 2 values).
 struct byte_lane {
-    int k_codes, k_to, v_codes, v_to, k_params, v_params;
+    int k_codes, k_to, v_codes, v_to, k_params, v_params, k_left, v_left, has;
 };
 
+// Pieces of a tile of keys as it lies in the page, where a slice has K of them.
+template <int K, typename X> __device__ __forceinline__ int key_pieces(const kvq_attend_args & a) {
+    return X::WIDE ? a.k.n_chunks[0] * 4 : K;
+}
+
 // Of N rows of codes of WK and WV bits (D channels, or D/2 vectors of 4): the pieces of copy_keys and copy_values.
-template <int D, int N, int WK, int WV, bool POINTS>
-__device__ __forceinline__ byte_lane lane_of(const kvq_attend_args & a, int kvh) {
+template <int D, int N, int WK, int WV, bool POINTS, typename X>
+__device__ __forceinline__ byte_lane lane_of(const kvq_attend_args & a, const X & of, int kvh) {
     constexpr int K = N * WK / 32 * 4, V = 4 * WV; // pieces of a tile of keys, of half a tile of values
+    static_assert(!X::WIDE || K >= 16);
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16, tile = 2 * half + (K == 8 ? r / 8 : 0),
-              chunk = half * WV + r % V / 4;
-    byte_lane x;
-    x.k_codes = kvh * a.k.nb_codes + (POINTS ? 0 : half * 32 * K) + r * 16;
+              chunk = half * WV + r % V / 4, step = key_pieces<K, X>(a), v_tile = of.i * (N / 16) + r / V;
+    byte_lane x = {};
+    x.k_codes = kvh * a.k.nb_codes + (POINTS ? 0 : half * 32 * step) + (of.i * K + r) * 16;
     x.k_to = half * (K * 32) + (r ^ tile) * 16;
-    x.v_codes = kvh * a.v.nb_codes + (POINTS ? 0 : half * V * 16) + r / V * a.v.n_chunks[0] * 64 + r % V * 16;
+    x.k_left = step - of.i * K - r;
+    x.v_codes = kvh * a.v.nb_codes + (POINTS ? 0 : half * V * 16) + v_tile * a.v.n_chunks[0] * 64 + r % V * 16;
     x.v_to = r / V * (V * 32) + chunk / 2 * 128 + ((chunk % 2 * 4 + r % 4) ^ 2 * (chunk / 2 % 4)) * 16;
-    if constexpr (POINTS) {
-        x.k_params = x.v_params = 0; // copy_scales
-    } else {                         // 8 channels of keys, 8 cells of values, in f16
-        x.k_params = kvh * a.k.nb_params + 2 * ((lane < D / 8 ? 0 : a.k.np - D) + lane * 8);
-        x.v_params = kvh * a.v.nb_params + 2 * ((lane / 8 % 2 ? a.v.np : 0) + lane / 16 * a.v.n_cells + lane % 8 * 8);
+    x.v_left = a.v.n_tiles - v_tile;
+    if constexpr (!POINTS) { // 8 channels of keys, 8 cells of values, in f16
+        const int group = lane / 16 + (X::WIDE ? first_v_group<D>(a, of.i) : 0);
+        x.k_params = kvh * a.k.nb_params + 2 * ((lane < D / 8 ? 0 : a.k.np - D) + of.first() + lane * 8);
+        x.v_params = kvh * a.v.nb_params + 2 * ((lane / 8 % 2 ? a.v.np : 0) + group * a.v.n_cells + lane % 8 * 8);
+        x.has = (lane < D / 4 && of.has(lane % (D / 8) * 8) ? 1 : 0) |
+            (lane < 16 * D >> a.v_group_log2 && (!X::WIDE || group < a.v_groups) ? 2 : 0);
     }
     return x;
 }
 
 // cell: the first of 64, or of this lane's 32 (POINTS), in the page
-template <int N, int W>
-__device__ __forceinline__ void copy_key_codes(uint32_t to, const void * codes, const byte_lane & x, int cell) {
+template <int N, int W, typename X>
+__device__ __forceinline__ void copy_key_codes(
+    const kvq_attend_args & a, const X &, uint32_t to, const void * codes, const byte_lane & x, int cell) {
     constexpr int K = N * W / 32 * 4;
-    const uint8_t * from = (const uint8_t *) codes + (uint32_t) (x.k_codes + cell * K);
+    const int step = key_pieces<K, X>(a);
+    const uint8_t * from = (const uint8_t *) codes + (uint32_t) (x.k_codes + cell * step);
     to += x.k_to;
 #pragma unroll
-    for (int k = 0; k < K / 8; k++) { copy16((K > 8 && 16 * k / K % 2 ? to ^ 16 : to) + k * 256, from + k * 256); }
+    for (int k = 0; k < K / 8; k++) {
+        if (X::WIDE && k && 16 * k % K == 0) { from += (step - K) * 16; } // the next tile
+        if (!X::WIDE || 16 * k % K < x.k_left) {
+            copy16((K > 8 && 16 * k / K % 2 ? to ^ 16 : to) + k * 256, from + k * 256);
+        }
+    }
 }
-template <int N, int W>
+template <int N, int W, typename X>
 __device__ __forceinline__ void copy_value_codes(
-    uint32_t to, const void * codes, const byte_lane & x, int cell, int n_chunks) {
+    const kvq_attend_args & a, const X &, uint32_t to, const void * codes, const byte_lane & x, int cell) {
     constexpr int V = 4 * W, TILES = 16 / V;
     const uint8_t * from = (const uint8_t *) codes + (uint32_t) (x.v_codes + cell / 32 * (V * 16));
     to += x.v_to;
 #pragma unroll
     for (int k = 0; k < N / 16; k += TILES) {
-        copy16(to + k * (V * 32), from);
-        from += (uint32_t) (TILES * 64 * n_chunks);
+        if (!X::WIDE || k < x.v_left) { copy16(to + k * (V * 32), from); }
+        from += (uint32_t) (TILES * 64 * a.v.n_chunks[0]);
     }
 }
 
@@ -60,8 +78,8 @@ __device__ __forceinline__ void copy_unit(const kvq_attend_args & a, const X & o
     const byte_lane & x, int kvh, int cell) {
     using map = stage_map<D, KB, VB>;
     const int lane = threadIdx.x % 32;
-    copy_key_codes<D, map::WK>(to + map::K, page.k_codes, x, cell);
-    copy_value_codes<D, map::WV>(to + map::V, page.v_codes, x, cell, a.v.n_chunks[0]);
+    copy_key_codes<D, map::WK>(a, of, to + map::K, page.k_codes, x, cell);
+    copy_value_codes<D, map::WV>(a, of, to + map::V, page.v_codes, x, cell);
     const int t = cell + lane / 16 * 32;
     if constexpr (cut<KB>::high) {
         copy_keys<D, 1>(of, to + map::K_HIGH,
@@ -73,12 +91,11 @@ __device__ __forceinline__ void copy_unit(const kvq_attend_args & a, const X & o
             a.v.n_tiles);
     }
     const uint32_t at = to + map::K_PARAMS + lane * 16;
-    if (lane < D / 4) {
-        copy16(at, (const uint8_t *) page.k_params + (uint32_t) (x.k_params + (cell >> a.k_group_log2) * (2 * D)));
+    if (x.has & 1) {
+        copy16(at,
+            (const uint8_t *) page.k_params + (uint32_t) (x.k_params + (cell >> a.k_group_log2) * (2 * of.head(a))));
     }
-    if (lane < 16 * D >> a.v_group_log2) {
-        copy16(at + a.stage_raw_v, (const uint8_t *) page.v_params + (uint32_t) (x.v_params + 2 * cell));
-    }
+    if (x.has & 2) { copy16(at + a.stage_raw_v, (const uint8_t *) page.v_params + (uint32_t) (x.v_params + 2 * cell)); }
 }
 
 // Asks for the scales of this lane's half of a lattice unit, as the block holds them: 64 bytes of the stage. head:
@@ -106,16 +123,16 @@ __device__ __forceinline__ float2 scales_of(const kvq_affine_geometry & g, const
 }
 
 // Asks for a lattice unit. page, cell: of this lane's half. parts: 1 keys, 2 values
-template <int D>
-__device__ __forceinline__ void copy_points(
-    const kvq_attend_args & a, uint32_t to, const kvq_page & page, const byte_lane & x, int kvh, int cell, int parts) {
+template <int D, typename X>
+__device__ __forceinline__ void copy_points(const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page,
+    const byte_lane & x, int kvh, int cell, int parts) {
     using map = byte_lattice_map<D>;
     if (parts & 1) {
-        copy_key_codes<D / 2, 4>(to + map::K, page.k_codes, x, cell);
+        copy_key_codes<D / 2, 4>(a, of, to + map::K, page.k_codes, x, cell);
         copy_scales(a.k, to + map::RAW, page.k_params, kvh * a.k.nb_params, cell);
     }
     if (parts & 2) {
-        copy_value_codes<D / 2, 4>(to + map::V, page.v_codes, x, cell, a.v.n_chunks[0]);
+        copy_value_codes<D / 2, 4>(a, of, to + map::V, page.v_codes, x, cell);
         copy_scales(a.v, to + map::RAW + 128, page.v_params, kvh * a.v.nb_params, cell);
     }
 }
@@ -128,10 +145,10 @@ template <int D> __device__ __forceinline__ void put_point_scales(const kvq_atte
 }
 
 // Halves that nobody asked for ahead: beside one that is open, or with one operand open
-template <int D>
-__device__ __noinline__ void copy_points_late(const kvq_attend_args & a, uint8_t * stage, const kvq_page & page,
-    const byte_lane & x, int kvh, int cell, int parts) {
-    copy_points<D>(a, (uint32_t) __cvta_generic_to_shared(stage), page, x, kvh, cell, parts);
+template <int D, typename X>
+__device__ __noinline__ void copy_points_late(const kvq_attend_args & a, const X of, uint8_t * stage,
+    const kvq_page & page, const byte_lane & x, int kvh, int cell, int parts) {
+    copy_points<D>(a, of, (uint32_t) __cvta_generic_to_shared(stage), page, x, kvh, cell, parts);
     copies_done();
     put_point_scales<D>(a, stage, kvh);
 }

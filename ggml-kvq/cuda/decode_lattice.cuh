@@ -281,13 +281,13 @@ template <typename X> __device__ __forceinline__ bool rotates(const kvq_attend_a
 // the sign of slice i ^ k in the rotated slice i
 __device__ __forceinline__ float slice_sign(int i, int k) { return __popc(i & (i ^ k)) & 1 ? -1.0f : 1.0f; }
 
-// Both columns of a thread's o, one after the other. A function of its own: it runs once or twice a launch, and
-// inlined its code would be the larger part of a kernel.
-template <int D, typename X>
+// Both columns of a thread's o, one after the other, or the first alone. A function of its own: it runs once or twice a
+// launch, and inlined its code would be the larger part of a kernel.
+template <int D, typename X, int COLUMNS = 2>
 __device__ __noinline__ void rotate_columns(
     const kvq_attend_args & a, const X of, uint8_t * all, int turn, float (&o)[D / 16][4]) {
 #pragma unroll 1
-    for (int e = 0; e < 2; e++) {
+    for (int e = 0; e < COLUMNS; e++) {
         float x[D / 8]; // of channels 32i + 4g + {0..3}: bits 0, 1 and from 5 on of the channel
 #pragma unroll
         for (int n = 0; n < D / 16; n++) {
