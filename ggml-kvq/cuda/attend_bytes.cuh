@@ -27,9 +27,9 @@ __device__ __noinline__ void ask_open_rows(
     if (!(state & 2)) { prefetch_rows(page.v_codes, (size_t) kvh * a.v.n_cells + cell, a.v.stride); }
 }
 
-// What open values add to a row: o += rest x or, where o is rotated, rest H x. rows: of this thread's first cell, channel
-// 0 of the slice; x: sums of products, the first column of each row; all, turn: memory of the team. A function of its
-// own: few units are open, and it would be a large part of a kernel.
+// What open values add to a row: o += rest x or, where o is rotated, rest H x. rows: of this thread's first cell,
+// channel 0 of the slice; x: sums of products, the first column of each row; all, turn: memory of the team. A function
+// of its own: few units are open, and it would be a large part of a kernel.
 template <int D, bool ROTATED, typename X>
 __device__ __noinline__ void add_open_values(const kvq_attend_args & a, const X of, const uint16_t * rows,
     uint8_t * all, int turn, const uint32_t (&p)[4][2], float rest, float (&o)[D / 16][2]) {

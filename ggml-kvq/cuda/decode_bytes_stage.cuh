@@ -6,10 +6,10 @@
 
 namespace {
 
-// Where a lane's pieces of a unit lie, in bytes: from the page's pointers on, and in the stage. Made once a block for each
-// slice of a head, and kept in shared memory: a warp asks for a unit every thousand instructions. k_left, v_left: pieces
-// of a tile of keys, and tiles of values, that are left of the head from this lane's first one on; has: which of its
-// parameters are (1 keys, 2 values).
+// Where a lane's pieces of a unit lie, in bytes: from the page's pointers on, and in the stage. Made once a block for
+// each slice of a head, and kept in shared memory: a warp asks for a unit every thousand instructions. k_left, v_left:
+// pieces of a tile of keys, and tiles of values, from this lane's first one to the end of the head. has: this lane has
+// parameters of keys (1), of values (2).
 struct byte_lane {
     int k_codes, k_to, v_codes, v_to, k_params, v_params, k_left, v_left, has;
 };
