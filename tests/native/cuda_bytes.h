@@ -70,7 +70,7 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             attention({ 2, 2, 2, 1, D, 2, 4, 1, cells + 20, 1, 0, 0, false, false }, false, false);
         }
     }
-    for (const int D : { 80, 96, 192, 256, 512 }) { // heads in slices
+    for (const int D : { 80, 96, 144, 192, 208, 256, 512 }) { // heads in slices
         for (const int gqa : { 1, 2, 3, 4 }) {
             const int x = gqa + D / 16, n_q = 4 / gqa, page = gqa % 2 ? 256 : 0;
             if (quick && x % 3) { continue; }
