@@ -75,12 +75,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     byte_lane * const lanes = (byte_lane *) (queries + (POINTS ? 2 : 1) * of.n * S * 32);
     uint8_t * const shared_points = (uint8_t *) (lanes + 32 * of.n);
     float * const of_rows = (float *) (shared_points + 32); // rows as they come, or coefficients of means
-    if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
-        for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) {
-            ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0);
-        }
-        __syncwarp();
-    }
+    clear_beyond<D>(of, stages, 2 * a.stage_bytes + a.stage_wide);
 
     // This team's units: one of the last ones, which are open, cold and take longest; then of the others those of its
     // turn, in runs that are in one page where there are many. Teams read neighbouring pages at the same time.
@@ -120,7 +115,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         const kvq_page & p = page_of(unit, h);
         return 2 * at + h >= n_halves || !p.n_slots ? -1 : (p.k_params ? 1 : 0) + (p.v_params ? 2 : 0);
     };
-    uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * (WIDE ? means_step<D>(a) : D + 4));
+    uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * means_step<D, WIDE>(a));
     if (n_mine) { copy_pages(0, last); }
     if constexpr (MEANS) { copy_waves<D>(a, of, waves); }
     if (warp < of.n) { // codes of whole channels, or of vectors of two

@@ -139,12 +139,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             prefetch_rows(p.v_codes, (size_t) kvh * a.v.n_cells + t, a.v.stride);
         }
     };
-    if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
-        for (int i = lane; i < (2 * a.stage_bytes + a.stage_wide) / 16; i += 32) {
-            ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0);
-        }
-        __syncwarp();
-    }
+    clear_beyond<D>(of, stages, 2 * a.stage_bytes + a.stage_wide);
     if (n_mine) { copy_pages(0); }
     uint8_t * const shared_sums = memory + nb_tables<KB, VB>() + of.warps * nb_warp; // of teams
     int sums_turn = 0;

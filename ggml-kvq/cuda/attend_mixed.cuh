@@ -44,10 +44,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     uint8_t * const shared_sums = memory + of.warps * (2 * a.stage_bytes + (int) sizeof(mixed_tables<D>)); // of teams
     int sums_turn = 0;
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
-    if (!of.has(D - 1)) { // parameters of channels beyond the head meet queries of 0: they must be numbers
-        for (int i = lane; i < 2 * a.stage_bytes / 16; i += 32) { ((uint4 *) stages)[i] = make_uint4(0, 0, 0, 0); }
-        __syncwarp();
-    }
+    clear_beyond<D>(of, stages, 2 * a.stage_bytes);
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages),
                    ring_at = (uint32_t) __cvta_generic_to_shared(own.ring);
     const mixed_words w = mixed_words_of<D>(a);

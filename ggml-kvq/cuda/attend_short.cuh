@@ -120,12 +120,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
 
     uint8_t * const shared_sums = memory + of.warps * (nb_stage + open_place<D>::BYTES); // of teams
     int sums_turn = 0;
-    if (!of.has(D - 1)) { // channels beyond the head meet queries of 0: their parameters and keys must be numbers
-        for (int i = lane; i < (nb_stage + open_place<D>::BYTES) / 16; i += 32) {
-            ((uint4 *) stage)[i] = make_uint4(0, 0, 0, 0);
-        }
-        __syncwarp();
-    }
+    clear_beyond<D>(of, stage, nb_stage + open_place<D>::BYTES);
     if (!a.n_new) { early_wait(); } // the kernel before this one writes into open pages
     const int half = blockIdx.x * of.teams + of.team, n_halves = a.n_pages << a.halves_log2,
               t0 = (half & ((1 << a.halves_log2) - 1)) * 32;

@@ -10,15 +10,15 @@ namespace {
 
 constexpr int WAVE_ROWS = 96; // 64-cell windows begin at multiples of 64, and a unit within one: below 64 + 32
 // f16 numbers from one row to the next, which begins in other banks; all slices are in a row
-template <int D> __host__ __device__ __forceinline__ int wave_step(const kvq_attend_args & a) {
-    return (D << a.slices_log2) + 8;
+template <int D, bool WIDE = true> __host__ __device__ __forceinline__ int wave_step(const kvq_attend_args & a) {
+    return (WIDE ? D << a.slices_log2 : D) + 8;
 }
 
 // asks for the table; it is constant
 template <int D, typename X>
 __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, const X & of, uint16_t * to) {
     const uint32_t at = (uint32_t) __cvta_generic_to_shared(to);
-    const int pieces = of.head(a) / 8, step = X::WIDE ? wave_step<D>(a) : D + 8;
+    const int pieces = of.head(a) / 8, step = wave_step<D, X::WIDE>(a);
 #pragma unroll 1
     for (int i = threadIdx.x; i < WAVE_ROWS * pieces; i += 32 * of.warps) {
         const int row = i / pieces, piece = i % pieces;
@@ -29,8 +29,8 @@ __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, const X & 
 // Coefficients of odd columns, turned by 32 positions; a thread takes pairs of its own
 template <int D, typename X>
 __device__ __forceinline__ void turn_odd_columns(const kvq_attend_args & a, const X & of, float * coefficients) {
-    constexpr int EACH = 2 * KVQ_ROTARY_LOW;                               // of a pair: cos, sin of positions 0 ..
-    const int step = X::WIDE ? means_step<D>(a) : D + 4, n = D / 2 * of.n; // pairs of a row
+    constexpr int EACH = 2 * KVQ_ROTARY_LOW;                      // of a pair: cos, sin of positions 0 ..
+    const int step = means_step<D, X::WIDE>(a), n = D / 2 * of.n; // pairs of a row
 #pragma unroll 1
     for (int i = threadIdx.x; i < BYTE_ROWS * n; i += 32 * of.warps) {
         const int pair = i % n;
@@ -48,7 +48,7 @@ template <int D, int KB, typename X>
 __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X & of, const uint16_t * waves,
     const float * coefficients, const int32_t * places, float (&s)[2][4]) {
     constexpr int S = D / 16;
-    const int step = X::WIDE ? means_step<D>(a) : D + 4, next_row = X::WIDE ? wave_step<D>(a) : D + 8,
+    const int step = means_step<D, X::WIDE>(a), next_row = wave_step<D, X::WIDE>(a),
               n_pairs = X::WIDE ? a.n_pairs : D / 2;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin = places[0], window = max(begin, 0) / 64;
     const bool usual = begin >= 0 && a.n_pairs == of.head(a) / 2 && places[lane] == begin + lane &&

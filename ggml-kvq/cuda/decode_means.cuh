@@ -13,9 +13,9 @@
 namespace {
 
 constexpr int MEANS_WINDOW = 128; // rows of the table
-// floats of a row of coefficients: of all slices
-template <int D> __host__ __device__ __forceinline__ int means_step(const kvq_attend_args & a) {
-    return (D << a.slices_log2) + 4;
+// floats of a row of coefficients: of all slices; known when compiled where there are none
+template <int D, bool WIDE = true> __host__ __device__ __forceinline__ int means_step(const kvq_attend_args & a) {
+    return (WIDE ? D << a.slices_log2 : D) + 4;
 }
 
 // A and B of this block's rows, in the scores' unit, a pair in the place of channels 2i and 2i + 1; of channels
@@ -24,7 +24,7 @@ template <int D, typename X, typename F>
 __device__ __forceinline__ void mean_coefficients(
     const kvq_attend_args & a, const X & of, int kvh, float * to, F && row_of) {
     constexpr int AT_ONCE = X::WIDE ? 1 : 4;
-    const int n = D / 2 * of.n, step = X::WIDE ? means_step<D>(a) : D + 4; // pairs of a row
+    const int n = D / 2 * of.n, step = means_step<D, X::WIDE>(a); // pairs of a row
     const float *m = a.k_mean + kvh * of.head(a), f = a.scale * LOG2E;
 #pragma unroll AT_ONCE
     for (int i = threadIdx.x; i < DECODE_COLUMNS * n; i += 32 * of.warps) {
@@ -77,7 +77,7 @@ template <int D, int KB, typename X>
 __device__ __noinline__ void add_scattered_means(
     const kvq_attend_args & a, const X of, const float * coefficients, const int32_t * places, float (&s)[4][4]) {
     constexpr int S = D / 16;
-    const int step = X::WIDE ? means_step<D>(a) : D + 4;
+    const int step = means_step<D, X::WIDE>(a);
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, mine = places[lane], other = places[lane + 32];
     uint32_t first = __ballot_sync(~0u, mine >= 0), second = __ballot_sync(~0u, other >= 0); // cells that wait
     while (first | second) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void add_means(
         for (int i = 0; i < 16; i++) { s[i / 4][i % 4] = x[i / 4][i % 4]; }
         return;
     }
-    const int step = X::WIDE ? means_step<D>(a) : D + 4, n_pairs = X::WIDE ? a.n_pairs : D / 2;
+    const int step = means_step<D, X::WIDE>(a), n_pairs = X::WIDE ? a.n_pairs : D / 2;
     const float * high = a.rotary_high + (size_t) window * 2 * n_pairs;
     uint32_t q[S][2];
 #pragma unroll

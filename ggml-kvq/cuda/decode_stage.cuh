@@ -109,6 +109,13 @@ template <int D> struct slice_of<D, true> {
     __device__ __forceinline__ int near(int channel, int n) const { return min(channel, channels - n); }
 };
 
+// Memory of a warp that a slice beyond the head does not fill: what is there meets queries of 0 and must be numbers.
+template <int D, typename X> __device__ __forceinline__ void clear_beyond(const X & of, uint8_t * to, int n_bytes) {
+    if (of.has(D - 1)) { return; }
+    for (int i = threadIdx.x % 32; i < n_bytes / 16; i += 32) { ((uint4 *) to)[i] = make_uint4(0, 0, 0, 0); }
+    __syncwarp();
+}
+
 // Warps of a block, at most. WIDE kernels have one block on a multiprocessor: what teams leave each other stays in
 // its shared memory, and there are fewer blocks whose sums the last one adds up.
 template <bool WIDE, bool MANY_REGISTERS> __host__ __device__ constexpr int most_warps() {
