@@ -8,7 +8,7 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value, bool on_host) {
     s.bytes_codes += l.bytes_codes;
     s.bytes_params += l.bytes_params;
     s.bytes_window += l.bytes_window;
-    s.bytes_tables += l.bytes_tables;
+    s.bytes_tables += l.bytes_tables + (on_host ? 0 : l.bytes_ahead);
     s.bytes_calibration += l.bytes_calibration;
     s.bytes_chain += l.bytes_chain;
     s.bytes_far += l.bytes_far;
@@ -18,7 +18,7 @@ void kvq_accounting::add(const kvq_lane_layout & l, bool value, bool on_host) {
     s.predict_macs += l.predict_macs;
     s.page_cells = std::max(s.page_cells, (int32_t) l.page_cells);
     values[value] += n;
-    bytes[value] += (double) l.bytes();
+    bytes[value] += (double) (l.bytes() + (on_host ? 0 : l.bytes_ahead));
     const double hi = l.codec.type == KVQ_TYPE_MIXED ? (double) l.codec.n_hi / l.codec.n_cells : 0.0;
     code_bits += (l.is_f16()              ? 16.0
                          : l.shares_codes ? 0.0

@@ -58,7 +58,8 @@ struct kvq_attend_args {
     // logits, base 2, masked and capped, [head kv][row][slot]. Of values, the first n_picking splits read the far rows
     // of picked cells (decode_picked.cuh), `top` of a token and KV head.
     int part, n_logits, n_picking, top, far_format;
-    int far_row_k, far_row_v; // bytes
+    int far_row_k, far_row_v;      // bytes
+    int here_rows, n_picked_words; // part 3 (far_buffer.h): where rows begin; words of a KV head
     // lse: as in kvq_attn, not of short caches
     struct {
         const float * q;
@@ -68,8 +69,15 @@ struct kvq_attend_args {
         float * lse;
         const int32_t * positions;
         float *logits, *tops;  // tops: [head kv][row][split][largest logit, sum of exponentials over it]
-        const int32_t * picks; // [token][head kv][top], -1: none
-        const void *const *k_rows, *const *v_rows; // far rows, by page
+        const int32_t * picks; // [token][head kv][top], -1: none; part 3: of the step before, for every token
+        union {                // far rows of keys, by page; part 3: a kvq_far_buffer
+            const void * const * k_rows;
+            const uint8_t * here;
+        };
+        union { // and of values; part 3: bit by bit the slots of picked cells, [head kv][n_picked_words]
+            const void * const * v_rows;
+            const uint32_t * picked;
+        };
     } stream[KVQ_ATTEND_STREAMS];
 };
 
@@ -118,6 +126,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_SHORT_MEANS_BITS(X) X(2, 2) X(3, 2) X(3, 3) X(4, 4)  // short caches of pages that lack their means
 #define KVQ_FINE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 3) X(4, 4) // groups of 32 in both, with more than 4 query rows
 #define KVQ_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4) // of pages that lack their means, every head
+#define KVQ_AHEAD_BITS(X) X(1, 1) X(2, 1) X(2, 2) // where cells were picked by the step before, every head
 #define KVQ_BYTES_BITS(X)                                                                                              \
     X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)            // in 8-bit products, heads of 64 and 128
 #define KVQ_WIDE_BYTES_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 2) X(4, 4) // and other heads
@@ -160,5 +169,6 @@ kvq_decode_launch kvq_launch_short_split_64, kvq_launch_short_split_128, kvq_lau
 kvq_decode_launch kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide;
 kvq_decode_launch kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_far_split_wide;
 kvq_decode_launch kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide;
+kvq_decode_launch kvq_launch_far_ahead_64, kvq_launch_far_ahead_128, kvq_launch_far_ahead_wide;
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none

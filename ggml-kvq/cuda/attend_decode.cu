@@ -47,6 +47,7 @@ static const kernels SHORT_SPLIT = { kvq_launch_short_split_64, kvq_launch_short
 static const kernels LOGITS_SPLIT = { kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_far_split_wide };
 static const kernels LOGITS = { kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide };
 static const kernels VALUES = { kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide };
+static const kernels AHEAD = { kvq_launch_far_ahead_64, kvq_launch_far_ahead_128, kvq_launch_far_ahead_wide };
 
 // is there a kernel of slices for these bits?
 static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
@@ -61,6 +62,7 @@ static bool is_bytes_pair(const kvq_attend_args & a) {
     if (a.wide) { return false KVQ_WIDE_BYTES_BITS(KVQ_PAIR); }
     return false KVQ_BYTES_BITS(KVQ_PAIR);
 }
+static bool is_ahead_pair(const kvq_attend_args & a) { return false KVQ_AHEAD_BITS(KVQ_PAIR); }
 static bool is_fine_pair(const kvq_attend_args & a) { return false KVQ_FINE_BITS(KVQ_PAIR); }
 #undef KVQ_PAIR
 // of split keys, always of pages that lack their means
@@ -78,9 +80,10 @@ bool kvq_decode_split_keys(const kvq_attend_args & a) {
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
-    const kernels & t = a.part       ? (a.part == 2        ? VALUES
-                                               : a.k.split ? LOGITS_SPLIT
-                                                           : LOGITS)
+    const kernels & t = a.part       ? (a.part == 3          ? AHEAD
+                                               : a.part == 2 ? VALUES
+                                               : a.k.split   ? LOGITS_SPLIT
+                                                             : LOGITS)
         : a.k.split                  ? (is_short ? SHORT_SPLIT : SPLIT)
         : is_short                   ? (a.waves          ? SHORT_MEANS
                                                : lattice ? SHORT_LATTICE
@@ -171,7 +174,9 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
             a.k.scale == a.v.scale;
     }
     if (lattice) { fits = fits && a.k.group == 2 && a.v.group == 2; }
-    if (a.k.split) {
+    if (a.part == 3) {
+        fits = fits && (codes || lattice) && !a.k.split && is_ahead_pair(a);
+    } else if (a.k.split) {
         fits = fits && (a.part == 2 || (a.part == 1 ? kvq_decode_split_keys(a) : is_split_triple(a)));
     } else {
         fits = fits && (!a.wide || a.part || is_wide_pair(a, false) || (a.waves && is_means_pair(a)));
@@ -215,7 +220,7 @@ int kvq_decode_max_splits(const kvq_attend_args & a) {
 
 int kvq_decode_picking(const kvq_attend_args & a, int room) {
     constexpr int AT_ONCE = 16; // picks (decode_picked.cuh)
-    const int tokens = std::min((COLUMNS - 2) / a.gqa + 2, a.n_q);
+    const int tokens = a.part == 3 ? 1 : std::min((COLUMNS - 2) / a.gqa + 2, a.n_q);
     return std::min((tokens * a.top + AT_ONCE - 1) / AT_ONCE, std::max(1, std::min(8, room / 4)));
 }
 

@@ -54,8 +54,10 @@ template <int KB, bool MEANS, bool WIDE> constexpr bool copies_rows = KB > LATTI
 
 // MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
 // in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an attention that picks
-// cells in between (device_far.cu): logits of all cells and sums of their exponentials, or values by such logits
-enum { WHOLE, LOGITS, VALUES };
+// cells in between (device_far.cu): logits of all cells and sums of their exponentials, or values by such logits.
+// AHEAD: the whole where cells were picked by the step before: their far rows are here, and near ones do not count. It
+// leaves logits of all cells for the next picks.
+enum { WHOLE, LOGITS, VALUES, AHEAD };
 template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE, int PART>
 __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     WIDE                                 ? 1
@@ -64,8 +66,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     typedef slice_of<D, WIDE> slice;
     constexpr int S = D / 16;
     constexpr bool CODES = KB != 16, ROTATED = KB > LATTICE; // sealed pages exist, and are rotated
-    static_assert(
-        PART == WHOLE || (!FINE && (KB == VB || (PART == LOGITS && is_split<KB>) )), "parts have one operand");
+    constexpr bool BOTH = PART == WHOLE || PART == AHEAD, PICKED = PART == VALUES || PART == AHEAD;
+    static_assert(BOTH || (!FINE && (KB == VB || (PART == LOGITS && is_split<KB>) )), "parts have one operand");
     static_assert(!is_split<KB> || MEANS, "kernels for split keys are for pages that lack their means");
     constexpr int G = FINE == 3 ? 32 : 16;
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
@@ -94,9 +96,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const int per_page = 1 << a.halves_log2, n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
     // This team's units. The last ones of a cache are open, cold and take longest: they go first, to teams that have
     // one unit less than others, no two of them to the same.
-    const int picking = PART == VALUES ? a.n_picking : 0, n_splits = share.n_splits - picking,
-              n_teams = n_splits * of.teams, team = of.team * n_splits + share.split - picking;
-    const bool picks = PART == VALUES && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
+    const int picking = PICKED ? a.n_picking : 0, n_splits = share.n_splits - picking, n_teams = n_splits * of.teams,
+              team = of.team * n_splits + share.split - picking;
+    const bool picks = PICKED && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
     const int n_mine = picks ? 0 : (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
     const auto half_of = [&](int unit, int h) {
         const int before = unit ? unit * n_teams + team : n_teams - 1 - team; // units, from the last one on
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int h) {
         const kvq_page & p = ring[unit % 4 * 2 + h];
-        if (PART != WHOLE && half_of(unit, h) < n_halves && p.n_slots) { // of the one that is read
+        if (!BOTH && half_of(unit, h) < n_halves && p.n_slots) { // of the one that is read
             return CODES && (PART == LOGITS ? p.k_params : p.v_params) ? 3 : 0;
         }
         return half_of(unit, h) >= n_halves || !p.n_slots
@@ -155,6 +157,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     const __half * mask[2];
     float *logits[2] = {}, slope[2]; // of the row, slot after slot
     bool has_row[2] = {};
+    float l_all[2] = { 0.0f, 0.0f }; // AHEAD: l of picked cells as well
 #pragma unroll
     for (int e = 0; e < 2; e++) { // columns 2c + e
         const int row = min(row0 + (2 * c + e) % per_row, a.n_rows - 1), token = row_token(a, row),
@@ -251,7 +254,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 return st.q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head;
             };
             // every warp comes here once
-            if constexpr (ROTATED && PART != VALUES) {
+            if (picks) { // they read rows as they come
+            } else if constexpr (ROTATED && PART != VALUES) {
                 share_all_queries<D, KB, MEANS, copies_rows<KB, MEANS, WIDE>>(
                     a, of, warp, kvh, min(per_row, a.n_rows - row0), queries, of_rows, row_of);
             } else if constexpr (PART != VALUES) {
@@ -305,7 +309,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 load_mask<4, 4>(a, mask, one_mask, kp,
                     a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
             }
-            if constexpr (CODES && PART == WHOLE) {
+            if constexpr (CODES && BOTH) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
                     staged = false;
                     const int h = both ? lane / 16 : first, t = first_cell(half_of(unit, h));
@@ -412,7 +416,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 cap_scores(a, s);
                 seen = mask_scores(mk, slope, s, top);
             }
-            if constexpr (PART == LOGITS) {
+            if constexpr (PART == LOGITS || PART == AHEAD) {
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
 #pragma unroll
@@ -428,12 +432,17 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     l[e] *= f[e];
+                    l_all[e] *= f[e];
                     l_sealed[e] *= f[e];
                     oz[e] *= f[e];
                 }
             }
             uint32_t p[4][2];
             const float before[2] = { l[0], l[1] };
+            uint32_t out = 0; // AHEAD: bits 4j, 4j + 1 of cells that were picked
+            if constexpr (PART == AHEAD) {
+                out = __ldcg(st.picked + (size_t) kvh * a.n_picked_words + half_of(unit, kh)) >> in_half;
+            }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const float back = FINE ? 1.0f : exp2_of(-v_weight<VB>(j)),
@@ -442,6 +451,10 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 for (int i = 0; i < 4; i++) {
                     const float lower = m[i % 2] == -INFINITY ? 0.0f : m[i % 2];
                     s[j][i] = exp2_fast(s[j][i] - (lower - boost));
+                    if constexpr (PART == AHEAD) {
+                        l_all[i % 2] = fmaf(s[j][i], back, l_all[i % 2]);
+                        if (out >> (4 * j + i / 2) & 1) { s[j][i] = 0.0f; }
+                    }
                     l[i % 2] = fmaf(s[j][i], back, l[i % 2]);
                 }
                 if constexpr (!FINE && PART != LOGITS) {
@@ -511,6 +524,20 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     sums_type & sums = *(sums_type *) memory;
+    // Sums of all cells' exponentials, for scores. A thread: a row, of all teams and parts of its columns.
+    const auto put_tops = [&](auto && sum_of) {
+        const int r = threadIdx.x, n = of.teams << columns_log2;
+        if (r >= min(per_row, a.n_rows - row0)) { return; }
+        const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n; };
+        const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };
+        float most = -INFINITY, sum = 0.0f;
+        for (int i = 0; i < n; i++) { most = fmaxf(most, sums.m[warp_of(i)][column_of(i)]); }
+        for (int i = 0; i < n && most > -INFINITY; i++) {
+            sum += sum_of(warp_of(i), column_of(i)) * exp2_fast(sums.m[warp_of(i)][column_of(i)] - most);
+        }
+        ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * (a.n_splits - picking) + blockIdx.x - picking] =
+            make_float2(most, sum);
+    };
     if constexpr (PART == LOGITS) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -522,21 +549,12 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
         }
         __syncthreads();
-        const int r = threadIdx.x,
-                  n = of.teams << columns_log2; // a thread: a row, of all teams and parts of its columns
-        if (r >= min(per_row, a.n_rows - row0)) { return; }
-        const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n; };
-        const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };
-        float most = -INFINITY, sum = 0.0f;
-        for (int i = 0; i < n; i++) { most = fmaxf(most, sums.m[warp_of(i)][column_of(i)]); }
-        for (int i = 0; i < n && most > -INFINITY; i++) {
-            sum += sums.l[warp_of(i)][column_of(i)] * exp2_fast(sums.m[warp_of(i)][column_of(i)] - most);
-        }
-        ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * a.n_splits + blockIdx.x] = make_float2(most, sum);
+        put_tops([&](int w, int column) { return sums.l[w][column]; });
     } else {
-        if constexpr (PART == VALUES) {
+        float * const all = (float *) (memory + picked_at<sums_type>()); // AHEAD: [warp][column], of near cells
+        if constexpr (PICKED) {
             if (picks) {
-                sum_picked<D>(
+                sum_picked<D, PART == AHEAD>(
                     a, of, sums, memory + picked_at<sums_type>(), is, kvh, row0, min(per_row, a.n_rows - row0));
             }
         }
@@ -549,10 +567,15 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
 #pragma unroll
                 for (int d = 4; d <= 16; d *= 2) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
             }
+            if constexpr (PART == AHEAD) {
+#pragma unroll
+                for (int d = 4; d <= 16; d *= 2) { l_all[e] += __shfl_xor_sync(~0u, l_all[e], d); }
+            }
             if (g == 0) {
                 sums.m[warp][2 * c + e] = m[e];
                 sums.l[warp][2 * c + e] = l[e];
                 if constexpr (MEANS) { sums.l_sealed[warp][2 * c + e] = l_sealed[e]; }
+                if constexpr (PART == AHEAD) { all[warp * DECODE_COLUMNS + 2 * c + e] = l_all[e]; }
                 if (ROTATED) { sums.as_is[warp] = !of_codes; }
             }
             const float f = of_codes && !ROTATED ? FROM_V : 1.0f;
@@ -576,6 +599,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
         }
         __syncthreads();
+        if constexpr (PART == AHEAD) {
+            if (!picks) {
+                put_tops([&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
+            }
+        }
         merge_rows<D, ROTATED, MEANS>(a, of, sums, is, share, row0, min(per_row, a.n_rows - row0));
     }
 }

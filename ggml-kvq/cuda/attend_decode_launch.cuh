@@ -22,7 +22,7 @@ void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * 
     typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
     const auto bytes = [&](int n_warps) {
         return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
-            PART == VALUES ? (size_t) picked_bytes<sums_type>(a) : sizeof(sums_type));
+            PART == VALUES || PART == AHEAD ? (size_t) picked_bytes<sums_type>(a) : sizeof(sums_type));
     };
     static kvq_shared_limit limit;
     kvq_launch_decode_kernel(decode_kernel<D, KB, VB, MEANS, FINE, WIDE, PART>, limit, a,
@@ -127,6 +127,24 @@ void launch_part(const kvq_attend_args & a, int n_streams, cudaStream_t stream, 
     switch (PART == LOGITS ? a.k.bits : a.v.bits) { KVQ_PART_BITS(KVQ_CASE_OF_PART) }
 }
 #undef KVQ_CASE_OF_PART
+
+// The whole, where cells were picked before.
+template <int D, bool WIDE>
+void launch_ahead(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V:                                                                                                    \
+        if (a.k.type == KVQ_TYPE_AFFINE) {                                                                             \
+            launch_kernel<D, K, V, false, 0, WIDE, AHEAD>(a, n_streams, stream, occupancy);                            \
+        } else if (a.waves) {                                                                                          \
+            launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, true, 0, WIDE, AHEAD>(a, n_streams, stream, occupancy); \
+        } else {                                                                                                       \
+            launch_kernel<D, LATTICE + 2 * K, LATTICE + 2 * V, false, 0, WIDE, AHEAD>(                                 \
+                a, n_streams, stream, occupancy);                                                                      \
+        }                                                                                                              \
+        break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_AHEAD_BITS(KVQ_CASE) }
+#undef KVQ_CASE
+}
 
 template <int D, int KB>
 void launch_values(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {

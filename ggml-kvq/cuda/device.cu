@@ -78,7 +78,7 @@ kvq_cuda_device::~kvq_cuda_device() {
             cudaStreamSynchronize((cudaStream_t) far_stream);
             cudaStreamDestroy((cudaStream_t) far_stream);
         }
-        for (void * e : { far_ready, far_left }) {
+        for (void * e : { far_ready, far_left, picks_asked, picks_there }) {
             if (e) { cudaEventDestroy((cudaEvent_t) e); }
         }
         cudaFree(stage);
@@ -320,6 +320,7 @@ bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
         return false;
     }
     refresh();
+    picks_pending = false; // of a recording that was given up
     now = s;
     rows_to.clear();
     rows_at.clear();
@@ -414,7 +415,7 @@ bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, boo
                 }
             }
         }
-        if (few && a.part == 2) { // some read far rows; where blocks are few, all start at once
+        if (few && a.part > 1) { // some read far rows; where blocks are few, all start at once
             const int room = want / std::max(blocks, 1);
             a.n_picking = kvq_decode_picking(a, room);
             a.n_splits =

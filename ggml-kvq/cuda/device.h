@@ -144,11 +144,14 @@ public:
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
         int n_threads) override;
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
+    void forget_picks(int32_t * picks, size_t n, void * buffer, size_t nb) override;
+    void join_picks(); // RECORD: the stream waits for picks that are made beside it
     void name_far_table(const void * const * there, const void * const * here, size_t n) override;
     const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const override;
     int64_t n_folded = 0; // calls of attention that folded values
     // calls of attention that fetched; pages whose rows came ahead, and copies that brought them
     int64_t n_far = 0, n_staged = 0, n_stagings = 0;
+    int64_t n_ahead = 0; // and those that read what had come before
 
 private:
     static std::string refuse_settings(); // KVQ_CUDA_AS; "": nothing is wrong
@@ -234,6 +237,21 @@ private:
     bool take_ahead(const kvq_attn * attn, int n);
     void ask_ahead(const kvq_attn * attn, int n);
     bool make_far_stream();
+    bool far_tokens(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k,
+        int t0, kvq_attend_args & a, kvq_far_args & r);
+    // of picks one step ahead (device_ahead.cu)
+    bool reads_kept(const kvq_attend_args & all, const kvq_attn * attn) const;
+    void recall_picks(const kvq_far_args & r, const kvq_attn * attn, int n_streams);
+    bool attend_kept(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
+    void * begin_picks();
+    void flush_forgotten();
+    struct forgotten {
+        size_t n, nb;
+        int32_t * picks;
+    };
+    std::map<void *, forgotten> to_forget;               // by buffer
+    void *picks_asked = nullptr, *picks_there = nullptr; // events
+    bool picks_pending = false;
     void stage_pages(const void * const * rows, int n_pages, size_t nb_page, uint8_t * to);
     struct table_here {
         const void * const * rows;
@@ -288,8 +306,8 @@ private:
     size_t n_far_sums = 0, nb_logits_memory = 0;
     kvq_pinned_memory pinned; // alloc_far
     bool waits() const {
-        return !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() || !to_put.empty() ||
-            !to_set.empty();
+        return !to_forget.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() ||
+            !to_put.empty() || !to_set.empty();
     }
     uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed

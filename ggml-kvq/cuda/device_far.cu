@@ -201,99 +201,110 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
 
 // ---------------------------------------------------------------- attention
 
-bool kvq_cuda_device::attend_far(
-    const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
+// Some tokens from t0 on as a call of their own: what its kernels take, and memory for what they leave each other.
+bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * attn, int n_streams,
+    const kvq_lane_layout * k, int t0, kvq_attend_args & a, kvq_far_args & r) {
     const kvq_far & f = *attn[0].far;
-    const auto fail = [&](const char * what) {
-        if (err.empty()) { err = what; }
-        return false;
-    };
     const int H = all.n_head_kv, P = all.page_cells,
               parts = all.k.np == 0 || all.k.group % 64 == 0 ? 0
         : all.k.group % 32 == 0                              ? 1
                                                              : 2;
     // few enough rows for a few blocks of columns; a token at least
     const int most = std::max(1, (32 >> parts) / all.gqa);
-    for (int t0 = 0; t0 < all.n_q; t0 += most) {
-        kvq_attend_args a = all;
-        a.n_q = std::min(all.n_q - t0, most);
-        a.n_rows = a.gqa * a.n_q;
-        const int n_far_pages = k ? std::max(k->n_pages, a.n_pages) : a.n_pages;
-        a.n_logits = a.n_pages * P;
-        a.top = f.top;
-        a.far_format = f.format;
-        a.far_row_k = (int) kvq_far_row_bytes(f.format, a.k.head_size);
-        a.far_row_v = (int) kvq_far_row_bytes(f.format, a.v.head_size);
-        const size_t n_lists = (size_t) H * a.n_q, S = (size_t) n_streams;
-        // of a stream, for the longest cache: pages open while a recording is in use
-        const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * n_far_pages * P * sizeof(float), 256),
-                     nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
-                     nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
-                     nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256),
-                     nb = nb_logits + nb_keys + nb_tops + nb_list;
-        if (!grow(logits_memory, nb_logits_memory, S * nb, "attention's logits") ||
-            !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
-            return false;
-        }
-        kvq_far_args r = {};
-        r.first = t0 == 0;
-        r.last = t0 + a.n_q == all.n_q;
-        r.ahead = f.fetch == KVQ_FETCH_AHEAD;
-        r.n_q = a.n_q;
-        r.n_rows = a.n_rows;
-        r.gqa = a.gqa;
-        r.n_head_kv = H;
-        r.n_near = a.n_pages;
-        r.page_cells = P;
-        r.n_kv = a.n_kv;
-        r.n_logits = a.n_logits;
-        r.top = f.top;
-        r.sinks = a.sinks;
-        float * out_lse[KVQ_ATTEND_STREAMS];
-        for (int s = 0; s < n_streams; s++) {
-            auto & x = a.stream[s];
-            uint8_t * at = logits_memory + s * nb;
-            x.q += t0 * a.q_stride_token;
-            x.mask = x.mask ? x.mask + t0 * a.mask_stride_token : nullptr;
-            x.dst += t0 * a.dst_stride_token;
-            out_lse[s] = x.lse ? x.lse + (size_t) t0 * a.n_head : nullptr;
-            x.logits = (float *) at;
-            const kvq_far & y = *attn[s].far;
-            auto & to = r.stream[s];
-            to.pages = attn[s].pages; // x.pages may be rows by now
-            to.k_rows = x.k_rows = y.k_rows;
-            to.v_rows = x.v_rows = y.v_rows;
-            to.logits = x.logits;
-            to.keys = (unsigned long long *) (at += nb_logits);
-            to.tops = x.tops = (float *) (at += nb_keys);
-            to.sums = (kvq_far_sums *) far_sums + s * n_lists;
-            to.picks = (int32_t *) (at += nb_tops);
-            x.picks = to.picks;
-            to.kept = y.picks;
-            to.counts = (unsigned long long *) y.counts;
-        }
+    a = all;
+    a.n_q = std::min(all.n_q - t0, most);
+    a.n_rows = a.gqa * a.n_q;
+    const int n_far_pages = k ? std::max(k->n_pages, a.n_pages) : a.n_pages;
+    a.n_logits = a.n_pages * P;
+    a.top = f.top;
+    a.far_format = f.format;
+    a.far_row_k = (int) kvq_far_row_bytes(f.format, a.k.head_size);
+    a.far_row_v = (int) kvq_far_row_bytes(f.format, a.v.head_size);
+    const size_t n_lists = (size_t) H * a.n_q, S = (size_t) n_streams;
+    // of a stream, for the longest cache: pages open while a recording is in use
+    const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * n_far_pages * P * sizeof(float), 256),
+                 nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
+                 nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
+                 nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256),
+                 nb = nb_logits + nb_keys + nb_tops + 2 * nb_list; // the second list: attend_far
+    if (!grow(logits_memory, nb_logits_memory, S * nb, "attention's logits") ||
+        !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
+        return false;
+    }
+    r = {};
+    r.first = t0 == 0;
+    r.last = t0 + a.n_q == all.n_q;
+    r.ahead = f.fetch == KVQ_FETCH_AHEAD;
+    r.n_q = a.n_q;
+    r.n_rows = a.n_rows;
+    r.gqa = a.gqa;
+    r.n_head_kv = H;
+    r.n_near = a.n_pages;
+    r.page_cells = P;
+    r.n_kv = a.n_kv;
+    r.n_logits = a.n_logits;
+    r.top = f.top;
+    r.sinks = a.sinks;
+    for (int s = 0; s < n_streams; s++) {
+        auto & x = a.stream[s];
+        uint8_t * at = logits_memory + s * nb;
+        x.q += t0 * a.q_stride_token;
+        x.mask = x.mask ? x.mask + t0 * a.mask_stride_token : nullptr;
+        x.dst += t0 * a.dst_stride_token;
+        x.lse = x.lse ? x.lse + (size_t) t0 * a.n_head : nullptr;
+        x.logits = (float *) at;
+        const kvq_far & y = *attn[s].far;
+        auto & to = r.stream[s];
+        to.pages = attn[s].pages; // x.pages may be rows by now
+        to.k_rows = x.k_rows = y.k_rows;
+        to.v_rows = x.v_rows = y.v_rows;
+        to.logits = x.logits;
+        to.keys = (unsigned long long *) (at += nb_logits);
+        to.tops = x.tops = (float *) (at += nb_keys);
+        to.sums = (kvq_far_sums *) far_sums + s * n_lists;
+        to.picks = (int32_t *) (at += nb_tops);
+        x.picks = to.picks;
+        to.kept = y.picks;
+        to.counts = (unsigned long long *) y.counts;
+    }
+    a.is_short = false;
+    a.n_splits = 0;
+    return true;
+}
+
+bool kvq_cuda_device::attend_far(
+    const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
+    join_picks();
+    n_far++;
+    if (reads_kept(all, attn)) { return attend_kept(all, attn, n_streams, k); }
+    kvq_attend_args a;
+    kvq_far_args r;
+    for (int t0 = 0; t0 < all.n_q; t0 += a.n_q) {
+        if (!far_tokens(all, attn, n_streams, k, t0, a, r)) { return false; }
         for (const int part : { 1, 2 }) {
             kvq_attend_args b = a;
             b.part = part;
-            b.is_short = false;
-            b.n_splits = 0;
             if (part == 2) {
                 kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
-                if (r.ahead) { kvq_launch_far_recall(r, n_streams, (cudaStream_t) stream); }
-                for (int s = 0; s < n_streams; s++) { b.stream[s].lse = out_lse[s]; }
+                if (r.ahead) { recall_picks(r, attn, n_streams); }
+            } else {
+                for (int s = 0; s < n_streams; s++) { b.stream[s].lse = nullptr; }
             }
-            if (!kvq_decode_fits(b, n_streams)) { return fail("attention that fetches has no kernel for these pages"); }
+            if (!kvq_decode_fits(b, n_streams)) {
+                if (err.empty()) { err = "attention that fetches has no kernel for these pages"; }
+                return false;
+            }
             if (!split(b, n_streams, 0, true)) { return false; }
             if (part == 1) {
                 r.n_splits = b.n_splits = std::min(b.n_splits, MOST_SPLITS);
                 // one block each that picks, and room for these beside the blocks that make logits
-                const int n_blocks = kvq_decode_row_blocks(b) * H * n_streams, n_pickers = H * a.n_q * n_streams;
+                const int n_blocks = kvq_decode_row_blocks(b) * all.n_head_kv * n_streams,
+                          n_pickers = all.n_head_kv * a.n_q * n_streams;
                 r.warm_up = kvq_limits_of(ordinal).major >= 9 && a.n_logits <= FAR_CHUNK &&
                     b.n_splits * n_blocks + n_pickers <= b.occupancy * n_sm;
             }
             kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
         }
     }
-    n_far++;
     return check(cudaGetLastError(), "attention that fetches");
 }

@@ -40,6 +40,22 @@ static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 Ki
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 
+// Behind picks for the next step: what they need of far rows comes into the buffer here (engine/far_buffer.h). In it,
+// 8 channels of a row lie as in the second tier.
+constexpr int FAR_KEPT = 1024; // picks at most
+struct kvq_far_bring {
+    int first, last, n_q, n_head_kv, top, page_cells, nb_key, nb_value, n_words; // nb: bytes of a row
+    size_t tags, hands, bits, rows;                                              // of the buffer
+    struct {
+        const void *const *k_rows, *const *v_rows;
+        const int32_t * picks; // [token][head kv][top]
+        int32_t * kept;        // [head kv][top]
+        uint8_t * buffer;
+        unsigned long long * counts;
+    } stream[KVQ_ATTEND_STREAMS];
+};
+void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, cudaStream_t stream);
+
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
 struct kvq_far_overlay {
     int format, head_size, n_cells, n_head, n_pages;

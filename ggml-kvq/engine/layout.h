@@ -40,6 +40,7 @@ struct kvq_lane_layout {
            bytes_chain = 0;
     size_t bytes_far = 0; // of a second tier, not in bytes()
     kvq_far_place far_place = kvq_far_place::NONE;
+    size_t bytes_ahead = 0;    // of buffers for far rows (far_buffer.h), where attention does not compute on the host
     uint64_t predict_macs = 0; // multiply-adds a cell costs each time it is read
 
     int head_stride() const { return (int) kvq_pad((size_t) codec.head_size, 16); } // channels of a tile row

@@ -248,6 +248,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         if (ok) {
             const kvq_run how = r == &s.seen ? kvq_run::RECORD : kvq_run::RECORD_UNSEEN;
             const bool done = kvq_run_step(b, graph, s.step, how) == GGML_STATUS_SUCCESS;
+            for (kvq_kv_cache * c : s.step.caches) { cuda(*c).join_picks(); }
             ok = r->graph.end(b.stream) && done && r->generation == s.moved() && s.prepare();
         }
         s.end();

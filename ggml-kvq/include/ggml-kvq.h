@@ -268,6 +268,10 @@ typedef struct kvq_far {
     // added to: rows fetched (of one KV head and cell, keys and values count once); rows wanted by the first token of a
     // step, and how many of those had been fetched by the step before (AHEAD); steps
     uint64_t * counts; // [4]
+    // AHEAD, of engines with memory of their own: what was picked is kept there, rows and all (engine/far_buffer.h), for
+    // n_slots slots of the stream; NULL: rows are read where they lie. `fetched` then counts those that came into it.
+    void * buffer;
+    int32_t n_slots;
 } kvq_far;
 
 // One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v

@@ -1,6 +1,7 @@
 #include "fetch.h"
 #include "kind.h"
 
+#include "engine/far_buffer.h"
 #include "store/mark.h"
 #include "types/far_rows.h"
 
@@ -13,6 +14,9 @@ static size_t nb_table(const kvq_lane_layout & l) {
 }
 static size_t nb_picks(const kvq_lane_layout & l, int top) {
     return kvq_pad(4 * (size_t) l.n_stream * l.n_head * std::max(top, 1), KVQ_ALIGN);
+}
+static kvq_far_buffer buffer_of(const kvq_lane_layout & l, int format, int top) {
+    return { l.n_head, top, l.n_pages * l.page_cells / 32, 2 * kvq_far_row_bytes(format, l.codec.head_size) };
 }
 static size_t nb_far_page(const kvq_lane_layout & l, int format) {
     return kvq_far_row_bytes(format, l.codec.head_size) * (size_t) l.n_head * l.page_cells;
@@ -29,6 +33,12 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     lanes[0].l = keys;
     lanes[1].l = values;
     nb_memory = nb_table(keys) + nb_table(values) + nb_picks(keys, top) + KVQ_ALIGN;
+    if (keys.bytes_ahead && !device.is_host()) {
+        const kvq_far_buffer b = buffer_of(keys, format, top);
+        nb_buffer = b.size;
+        nb_kept = b.rows;
+        nb_memory += (size_t) keys.n_stream * nb_buffer;
+    }
     memory = (uint8_t *) device.alloc(nb_memory); // zeros: no page has rows
     if (!memory) { return; }
     size_t at = 0;
@@ -41,6 +51,7 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     }
     picks = (int32_t *) (memory + at);
     counts = (uint64_t *) (memory + at + nb_picks(keys, top));
+    if (nb_buffer) { buffer = memory + at + nb_picks(keys, top) + KVQ_ALIGN; }
     far.resize((size_t) keys.n_stream);
     std::vector<int32_t> none(nb_picks(keys, top) / 4, -1);
     device.put(picks, none.data(), 4 * none.size());
@@ -53,6 +64,9 @@ kvq_fetcher::~kvq_fetcher() {
         }
         pool->leave(x.nb_page, &x);
         if (x.there) { device.fetches()->name_far_table(x.there, nullptr, 0); }
+    }
+    for (int s = 0; buffer && s < lanes[0].l.n_stream; s++) {
+        device.fetches()->forget_picks(nullptr, 0, buffer + (size_t) s * nb_buffer, 0);
     }
     if (memory) { device.free(memory, nb_memory); }
 }
@@ -75,6 +89,13 @@ void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
     pool->give(rows, of(x).nb_page, &of(x));
     rows = nullptr;
     publish(x, s, p);
+    forget(s);
+}
+
+// Kept rows may be of a page that is written again.
+void kvq_fetcher::forget(int s) {
+    if (!buffer) { return; }
+    device.fetches()->forget_picks(picks + (size_t) s * n_picks(), n_picks(), buffer + (size_t) s * nb_buffer, nb_kept);
 }
 
 // A page without memory for its rows stays open, and exact.
@@ -110,14 +131,17 @@ void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
 }
 
 void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
-    const size_t n = (size_t) of(x).l.n_head * top;
-    if (!x.is_value() && n) { device.copy(picks + to * n, picks + from * n, 4 * n); } // what the copy reads first
+    const size_t n = n_picks();
+    if (x.is_value() || !n) { return; }
+    device.copy(picks + to * n, picks + from * n, 4 * n); // what the copy reads first
+    if (buffer) { device.copy(buffer + (size_t) to * nb_buffer, buffer + (size_t) from * nb_buffer, nb_buffer); }
 }
 
 void kvq_fetcher::cleared(kvq_lane & x) {
     if (x.is_value()) { return; }
     const std::vector<int32_t> none(nb_picks(of(x).l, top) / 4, -1);
     device.put(picks, none.data(), 4 * none.size());
+    for (int s = 0; s < of(x).l.n_stream; s++) { forget(s); }
 }
 
 // ---------------------------------------------------------------- saved states
@@ -153,6 +177,8 @@ void kvq_fetcher::spans(kvq_attn & a, int s) {
     f.v_rows = lanes[1].there + (size_t) s * lanes[1].l.n_pages;
     f.picks = picks + (size_t) s * lanes[0].l.n_head * top;
     f.counts = counts;
+    f.buffer = buffer ? buffer + (size_t) s * nb_buffer : nullptr;
+    f.n_slots = lanes[0].l.n_pages * lanes[0].l.page_cells;
     a.far = &f;
 }
 
@@ -173,6 +199,9 @@ static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq
     const int format = (int) part.get("format"), n_open = std::min(l.n_sink_pages, l.n_pages);
     l.bytes_far = nb_far_page(l, format) * (size_t) l.n_stream * (size_t) (l.n_pages - n_open);
     l.bytes_tables += nb_table(l) + (value ? KVQ_ALIGN : nb_picks(l, (int) part.get("top")));
+    if (!value && part.get("fetch") == KVQ_FETCH_AHEAD && part.get("top") > 0) {
+        l.bytes_ahead = (size_t) l.n_stream * buffer_of(l, format, (int) part.get("top")).size;
+    }
     l.far_place = part.text == "host" ? kvq_far_place::HOST
         : part.text == "device"       ? kvq_far_place::DEVICE
                                       : kvq_far_place::FILE;

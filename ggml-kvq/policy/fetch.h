@@ -50,7 +50,9 @@ private:
     };
     lane_rows & of(const kvq_lane & x) const { return lanes[x.is_value()]; }
     void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
-    bool take(const kvq_lane & x, int s, int p) const; // memory for the rows of a page
+    bool take(const kvq_lane & x, int s, int p) const;                           // memory for the rows of a page
+    size_t n_picks() const { return (size_t) lanes[0].l.n_head * (size_t) top; } // of a stream
+    void forget(int s);
     void release(const kvq_lane & x, int s, int p);
     void publish(const kvq_lane & x, int s, int p);
 
@@ -61,7 +63,9 @@ private:
     mutable lane_rows lanes[2];
     uint8_t * memory = nullptr; // tables of both lanes, picks, counts
     size_t nb_memory = 0;
-    int32_t * picks = nullptr; // [stream][head][top]
+    int32_t * picks = nullptr;         // [stream][head][top]
+    uint8_t * buffer = nullptr;        // [stream] of far_buffer.h; NULL: attention reads rows where they lie
+    size_t nb_buffer = 0, nb_kept = 0; // of a stream, and of what is not rows
     uint64_t * counts = nullptr;
     std::vector<kvq_far> far; // of a call, by stream
 };

@@ -105,6 +105,8 @@ class kvq_far(Structure):
         ("v_rows", POINTER(c_void_p)),
         ("picks", POINTER(c_int32)),
         ("counts", POINTER(c_uint64)),
+        ("buffer", c_void_p),
+        ("n_slots", c_int32),
     ]
 
 

@@ -1,5 +1,5 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention [fine | bytes] | far [quick | bench [CELLS]] | split [quick] |
+// Usage: test_cuda [quick | host [STEPS] | attention [fine | bytes] | far [quick | ahead | bench [CELLS]] | split [quick] |
 //     aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
 //     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
 //     bandwidth
@@ -402,7 +402,8 @@ int main(int argc, char ** argv) {
         if (argc > 2 && !strcmp(argv[2], "bench")) {
             far_bench(d, argc > 3 ? atoi(argv[3]) : 0);
         } else {
-            far_attention(d, argc > 2);
+            if (argc < 3 || strcmp(argv[2], "ahead")) { far_attention(d, argc > 2); }
+            far_ahead(d, argc > 2 && strcmp(argv[2], "ahead"));
             far_prompts(d);
         }
         return 0;
@@ -413,6 +414,7 @@ int main(int argc, char ** argv) {
     }
     if (argc > 1 && (!strcmp(argv[1], "host") || !strcmp(argv[1], "quick"))) {
         far_attention(d, true);
+        far_ahead(d, true);
         far_prompts(d);
     }
     if (argc > 1 && !strcmp(argv[1], "aqua")) {

@@ -159,6 +159,16 @@ template <typename T> static inline T atomicAdd(T * p, T x) {
     *p += x;
     return before;
 }
+template <typename T> static inline T atomicAnd(T * p, T x) {
+    const T before = *p;
+    *p &= x;
+    return before;
+}
+template <typename T> static inline T atomicOr(T * p, T x) {
+    const T before = *p;
+    *p |= x;
+    return before;
+}
 static inline void __threadfence() {}
 template <typename T> static inline T __ldg(const T * p) { return *p; }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
