@@ -169,6 +169,7 @@ kvq_decode_launch kvq_launch_short_split_64, kvq_launch_short_split_128, kvq_lau
 kvq_decode_launch kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide;
 kvq_decode_launch kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_far_split_wide;
 kvq_decode_launch kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide;
+kvq_decode_launch kvq_launch_bytes_ahead_64, kvq_launch_bytes_ahead_128, kvq_launch_bytes_ahead_wide;
 kvq_decode_launch kvq_launch_far_ahead_64, kvq_launch_far_ahead_128, kvq_launch_far_ahead_wide;
 void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
 int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none

@@ -10,6 +10,7 @@
 #include "decode_bytes_stage.cuh"
 #include "decode_mask.cuh"
 #include "decode_merge.cuh"
+#include "decode_picked.cuh"
 
 #include <algorithm>
 
@@ -45,8 +46,8 @@ __device__ __noinline__ void add_open_values(const kvq_attend_args & a, const X 
 template <bool MEANS, bool WIDE> constexpr int bytes_blocks = WIDE ? 1 : MEANS ? 2 : 3;
 template <bool MEANS, bool WIDE> constexpr int bytes_warps = most_warps<WIDE, MEANS>();
 
-// MEANS: sealed pages lack theirs (decode_means.cuh)
-template <int D, int KB, int VB, bool MEANS, bool WIDE>
+// MEANS: sealed pages lack theirs (decode_means.cuh). AHEAD: as in attend_decode.cuh
+template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD>
 __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<MEANS, WIDE>)
     bytes_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
@@ -61,7 +62,9 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     const slice of(a, warp);
     const block_share share = share_of<true>(a);
     if (!share.n_splits) { return; }
-    const int kvh = share.kvh, n_rows = a.n_rows;
+    const int kvh = share.kvh, n_rows = a.n_rows, picking = AHEAD ? a.n_picking : 0,
+              n_near = share.n_splits - picking; // blocks of near cells
+    const bool picks = AHEAD && share.split < picking;
     const auto & st = a.stream[blockIdx.z];
 
     uint8_t *const stages = memory + warp * bytes_warp(a), *const wide = stages + 2 * a.stage_bytes;
@@ -80,11 +83,11 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     // This team's units: one of the last ones, which are open, cold and take longest; then of the others those of its
     // turn, in runs that are in one page where there are many. Teams read neighbouring pages at the same time.
     const int n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2, per_page = 1 << a.halves_log2,
-              n_teams = share.n_splits * of.teams, team = of.team * share.n_splits + share.split,
+              n_teams = n_near * of.teams, team = of.team * n_near + share.split - picking,
               others = max(0, n_units - n_teams), run_log2 = POINTS || others < 4 * n_teams ? 0 : a.halves_log2 - 1,
               n_runs = others >> run_log2, last = n_units - n_teams + team, round = n_runs / n_teams,
               more = n_runs % n_teams,
-              n_mine = last < 0
+              n_mine = last < 0 || picks
         ? 0
         : 1 + (round + (team < more) << run_log2) + (team == more ? others - (n_runs << run_log2) : 0);
     // The first run, whose page stays open where there are sinks, changes places with one of a team that has no more
@@ -135,7 +138,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     const void * of_page = nullptr; // whose scales are in `bytes`
 
     // l_sealed: of values that lack their mean; middle: of accumulate_points. POINTS: o is rotated
-    float o[S][2] = {}, oz[2] = {}, m = -INFINITY, l = 0.0f, l_sealed = 0.0f, middle = 0.0f;
+    // l_all: AHEAD, of picked cells as well
+    float o[S][2] = {}, oz[2] = {}, m = -INFINITY, l = 0.0f, l_all = 0.0f, l_sealed = 0.0f, middle = 0.0f;
     int32_t places[2] = {}; // positions of a unit on their way
     const auto load_places = [&](int unit, int at, int h0, int h1) {
 #pragma unroll
@@ -198,7 +202,9 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 const int r = min(column / 2, n_rows - 1);
                 return st.q + row_token(a, r) * a.q_stride_token + row_head(a, kvh, r) * a.q_stride_head;
             };
-            if constexpr (POINTS) {
+            if (picks) { // they read rows as they come
+                __syncthreads();
+            } else if constexpr (POINTS) {
                 share_points(shared_points, a.k.points);
                 share_all_queries<D, KB, MEANS, !MEANS && !WIDE>(
                     a, of, warp, kvh, 2 * n_rows, queries, of_rows, row_of);
@@ -289,6 +295,16 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 if (POINTS && !here) { s[n / 4][n % 4] = -INFINITY; }
                 top = fmaxf(top, s[n / 4][n % 4]);
             }
+            const int half = 2 * at + kh; // of the cache
+            if constexpr (AHEAD) {
+                float * const to = st.logits + ((size_t) kvh * n_rows + row) * a.n_logits + (size_t) half * 32 + mine;
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    if ((!POINTS || here) && c < n_rows && of.i == 0) {
+                        *(float2 *) (to + 4 * j) = make_float2(s[j / 2][j % 2 * 2], s[j / 2][j % 2 * 2 + 1]);
+                    }
+                }
+            }
             if (c >= n_rows) { top = -INFINITY; } // nobody's columns
             if (!__any_sync(~0u, top > -INFINITY)) { continue; }
 #pragma unroll
@@ -297,6 +313,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 const float most = fmaxf(top, m), f = m == -INFINITY ? 0.0f : exp2_fast(m - most);
                 m = most;
                 l *= f;
+                l_all *= f;
                 l_sealed *= f;
                 middle *= f;
                 oz[0] *= f;
@@ -311,12 +328,19 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             // have: many cells far below one of another unit count, together.
             const bool seen = top > -INFINITY;
             const float lower = seen ? top : INFINITY, rest = seen ? exp2_fast(top - m) : 0.0f;
-            float sum = 0.0f;
+            float sum = 0.0f, sum_all = 0.0f;
+            uint32_t out = 0; // AHEAD: bits 4j, 4j + 1 of cells that were picked
+            if constexpr (AHEAD) { out = __ldcg(st.picked + (size_t) kvh * a.n_picked_words + half) >> mine; }
 #pragma unroll
             for (int n = 0; n < 8; n++) {
                 s[n / 4][n % 4] = exp2_fast(s[n / 4][n % 4] - lower);
+                if constexpr (AHEAD) {
+                    sum_all += s[n / 4][n % 4];
+                    if (out >> (n / 2 * 4 + n % 2) & 1) { s[n / 4][n % 4] = 0.0f; }
+                }
                 sum += s[n / 4][n % 4];
             }
+            l_all = fmaf(rest, sum_all, l_all);
             l = fmaf(rest, sum, l);
             if (MEANS && (now & 2)) { l_sealed = fmaf(rest, sum, l_sealed); }
             if (now & 2) {
@@ -350,6 +374,15 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     sums_type & sums = *(sums_type *) memory;
+    if constexpr (AHEAD) {
+        if (picks) {
+            sum_picked<D, true>(a, of, sums, memory + picked_at<sums_type>(), blockIdx.z, kvh, 0, n_rows);
+            merge_rows<D, POINTS, MEANS>(a, of, sums, blockIdx.z, share, 0, n_rows);
+            return;
+        }
+#pragma unroll
+        for (int d = 4; d <= 16; d *= 2) { l_all += __shfl_xor_sync(~0u, l_all, d); }
+    }
 #pragma unroll
     for (int d = 4; d <= 16; d *= 2) {
         l += __shfl_xor_sync(~0u, l, d);
@@ -359,9 +392,11 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             oz[1] += __shfl_xor_sync(~0u, oz[1], d);
         }
     }
+    float * const all = (float *) (memory + picked_at<sums_type>()); // AHEAD: [warp][column], of near cells
     if (g == 0) {
         sums.m[warp][c] = m;
         sums.l[warp][c] = l;
+        if constexpr (AHEAD) { all[warp * DECODE_COLUMNS + c] = l_all; }
         if constexpr (MEANS) { sums.l_sealed[warp][c] = l_sealed; }
         if constexpr (POINTS) { sums.as_is[warp] = false; }
     }
@@ -372,10 +407,14 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             make_float4(o[2 * i][0] + z, o[2 * i][1] + z, o[2 * i + 1][0] + z, o[2 * i + 1][1] + z);
     }
     __syncthreads();
+    if constexpr (AHEAD) {
+        put_tops(a, of, sums, blockIdx.z, kvh, 0, n_rows, 0, n_near, share.split - picking,
+            [&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
+    }
     merge_rows<D, POINTS, MEANS>(a, of, sums, blockIdx.z, share, 0, n_rows);
 }
 
-template <int D, int KB, int VB, bool MEANS, bool WIDE>
+template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD>
 void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     constexpr bool POINTS = KB > LATTICE;
     size_t shared = ((POINTS ? 32 : 16) * (size_t) D + 32 * sizeof(byte_lane)) << a.slices_log2; // queries
@@ -393,31 +432,49 @@ void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
     }
     typedef decode_sums<D, bytes_warps<MEANS, WIDE>> sums_type;
     const auto bytes = [&](int n_warps) {
-        return std::max(
-            n_warps * ((size_t) bytes_warp(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared, sizeof(sums_type));
+        return std::max(n_warps * ((size_t) bytes_warp(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
+            AHEAD ? (size_t) picked_bytes<sums_type>(a) : sizeof(sums_type));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE>, limit, a, bytes_warps<MEANS, WIDE>, WIDE, bytes,
-        n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE, AHEAD>, limit, a, bytes_warps<MEANS, WIDE>, WIDE,
+        bytes, n_streams, stream, occupancy);
+}
+
+template <int D, bool WIDE, bool AHEAD>
+void launch_bytes_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.waves) {
+        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true, WIDE, AHEAD>(a, n_streams, stream, occupancy);
+    } else {
+        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false, WIDE, AHEAD>(a, n_streams, stream, occupancy);
+    }
 }
 
 template <int D, bool WIDE>
 void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     if (a.k.type == KVQ_TYPE_LATTICE) {
-        if (a.waves) {
-            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true, WIDE>(a, n_streams, stream, occupancy);
-        } else {
-            launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false, WIDE>(a, n_streams, stream, occupancy);
-        }
+        launch_bytes_lattice<D, WIDE, false>(a, n_streams, stream, occupancy);
         return;
     }
 #define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE>(a, n_streams, stream, occupancy); break;
+    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE, false>(a, n_streams, stream, occupancy); break;
     if constexpr (WIDE) {
         switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BYTES_BITS(KVQ_CASE) }
     } else {
         switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_BITS(KVQ_CASE) }
     }
+#undef KVQ_CASE
+}
+
+// where cells were picked by the step before
+template <int D, bool WIDE>
+void launch_bytes_ahead(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.type == KVQ_TYPE_LATTICE) {
+        launch_bytes_lattice<D, WIDE, true>(a, n_streams, stream, occupancy);
+        return;
+    }
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE, true>(a, n_streams, stream, occupancy); break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_AHEAD_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 

@@ -47,6 +47,8 @@ static const kernels SHORT_SPLIT = { kvq_launch_short_split_64, kvq_launch_short
 static const kernels LOGITS_SPLIT = { kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_far_split_wide };
 static const kernels LOGITS = { kvq_launch_far_logits_64, kvq_launch_far_logits_128, kvq_launch_far_logits_wide };
 static const kernels VALUES = { kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide };
+static const kernels AHEAD_BYTES = { kvq_launch_bytes_ahead_64, kvq_launch_bytes_ahead_128,
+    kvq_launch_bytes_ahead_wide };
 static const kernels AHEAD = { kvq_launch_far_ahead_64, kvq_launch_far_ahead_128, kvq_launch_far_ahead_wide };
 
 // is there a kernel of slices for these bits?
@@ -80,10 +82,9 @@ bool kvq_decode_split_keys(const kvq_attend_args & a) {
 static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
     const bool lattice = a.k.type == KVQ_TYPE_LATTICE;
     if (!is_short && a.fine == 3) { return kvq_launch_decode_fine_32; }
-    const kernels & t = a.part       ? (a.part == 3          ? AHEAD
-                                               : a.part == 2 ? VALUES
-                                               : a.k.split   ? LOGITS_SPLIT
-                                                             : LOGITS)
+    const kernels & t = a.part == 3  ? (a.fine == BYTES ? AHEAD_BYTES : AHEAD)
+        : a.part == 2                ? VALUES
+        : a.part == 1                ? (a.k.split ? LOGITS_SPLIT : LOGITS)
         : a.k.split                  ? (is_short ? SHORT_SPLIT : SPLIT)
         : is_short                   ? (a.waves          ? SHORT_MEANS
                                                : lattice ? SHORT_LATTICE
@@ -156,7 +157,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     const bool in_bytes = lattice ? in_words && a.k.bits == 2 && a.v.bits == 2 && !a.k.split
                                   : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
     // beyond two slices the table of means leaves too little shared memory
-    if (in_bytes && !a.part && a.n_rows <= COLUMNS / 2 && !a.map_stride && is_bytes_pair(a) &&
+    if (in_bytes && (!a.part || a.part == 3) && a.n_rows <= COLUMNS / 2 && !a.map_stride && is_bytes_pair(a) &&
         !(a.waves && a.slices_log2 > 1) && kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {
         a.fine = BYTES;
     }

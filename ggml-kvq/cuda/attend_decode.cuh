@@ -524,19 +524,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     sums_type & sums = *(sums_type *) memory;
-    // Sums of all cells' exponentials, for scores. A thread: a row, of all teams and parts of its columns.
-    const auto put_tops = [&](auto && sum_of) {
-        const int r = threadIdx.x, n = of.teams << columns_log2;
-        if (r >= min(per_row, a.n_rows - row0)) { return; }
-        const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n; };
-        const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };
-        float most = -INFINITY, sum = 0.0f;
-        for (int i = 0; i < n; i++) { most = fmaxf(most, sums.m[warp_of(i)][column_of(i)]); }
-        for (int i = 0; i < n && most > -INFINITY; i++) {
-            sum += sum_of(warp_of(i), column_of(i)) * exp2_fast(sums.m[warp_of(i)][column_of(i)] - most);
-        }
-        ((float2 *) st.tops)[((size_t) kvh * a.n_rows + row0 + r) * (a.n_splits - picking) + blockIdx.x - picking] =
-            make_float2(most, sum);
+    const auto put_all_tops = [&](auto && sum_of) {
+        put_tops(a, of, sums, is, kvh, row0, min(per_row, a.n_rows - row0), columns_log2, a.n_splits - picking,
+            (int) blockIdx.x - picking, sum_of);
     };
     if constexpr (PART == LOGITS) {
 #pragma unroll
@@ -549,7 +539,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
         }
         __syncthreads();
-        put_tops([&](int w, int column) { return sums.l[w][column]; });
+        put_all_tops([&](int w, int column) { return sums.l[w][column]; });
     } else {
         float * const all = (float *) (memory + picked_at<sums_type>()); // AHEAD: [warp][column], of near cells
         if constexpr (PICKED) {
@@ -601,7 +591,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         __syncthreads();
         if constexpr (PART == AHEAD) {
             if (!picks) {
-                put_tops([&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
+                put_all_tops([&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
             }
         }
         merge_rows<D, ROTATED, MEANS>(a, of, sums, is, share, row0, min(per_row, a.n_rows - row0));

@@ -75,6 +75,24 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
+// What scores need of n_rows rows from row0 on: the largest logit of a block's near cells and the sum of all their
+// exponentials over it (attend_decode.cuh). block of n_blocks; sum_of(warp, column). A thread: a row, of all teams and
+// parts of its columns.
+template <int D, int WARPS, typename X, typename F>
+__device__ __forceinline__ void put_tops(const kvq_attend_args & a, const X & of, const decode_sums<D, WARPS> & s,
+    int is, int kvh, int row0, int n_rows, int columns_log2, int n_blocks, int block, F && sum_of) {
+    const int r = threadIdx.x, n = of.teams << columns_log2, per_row = DECODE_COLUMNS >> columns_log2;
+    if (r >= n_rows) { return; }
+    const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n; };
+    const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };
+    float most = -INFINITY, sum = 0.0f;
+    for (int i = 0; i < n; i++) { most = fmaxf(most, s.m[warp_of(i)][column_of(i)]); }
+    for (int i = 0; i < n && most > -INFINITY; i++) {
+        sum += sum_of(warp_of(i), column_of(i)) * exp2_fast(s.m[warp_of(i)][column_of(i)] - most);
+    }
+    ((float2 *) a.stream[is].tops)[((size_t) kvh * a.n_rows + row0 + r) * n_blocks + block] = make_float2(most, sum);
+}
+
 // Rows of this block from its columns, then from all blocks of the row by the last of them to arrive. A warp takes a
 // slice of a row.
 template <int D, bool ROTATED, bool MEANS, int WARPS, typename X>

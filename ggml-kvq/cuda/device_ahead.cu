@@ -8,6 +8,9 @@
 
 #include <algorithm>
 
+// Of 2048 slots, that a block picks from. Nothing waits for it: few blocks leave the device to the layers that follow.
+static constexpr int CHUNKS = 8;
+
 void kvq_cuda_device::forget_picks(int32_t * picks, size_t n, void * buffer, size_t nb) {
     if (n) {
         to_forget[buffer] = { n, nb, picks };
@@ -133,6 +136,7 @@ bool kvq_cuda_device::attend_kept(
         if (!r.first && !r.last) { continue; } // nobody reads what is picked
         r.n_splits = a.n_splits - a.n_picking;
         void * const beside = r.last ? begin_picks() : stream; // memory is used again by tokens behind
+        r.chunks = CHUNKS;
         kvq_launch_far_pick(r, n_streams, (cudaStream_t) beside);
         kvq_launch_far_bring(b, n_streams, (cudaStream_t) beside);
     }

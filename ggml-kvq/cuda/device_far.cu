@@ -235,6 +235,7 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
     r.first = t0 == 0;
     r.last = t0 + a.n_q == all.n_q;
     r.ahead = f.fetch == KVQ_FETCH_AHEAD;
+    r.chunks = 1;
     r.n_q = a.n_q;
     r.n_rows = a.n_rows;
     r.gqa = a.gqa;

@@ -434,6 +434,23 @@ static void far_ahead(kvq_cuda_device & d, bool quick) {
                 }
             }
         }
+        for (int D : { 64, 80, 128, 192, 256, 512 }) { // few rows: in 8-bit products where there are any
+            if (D == 512 && getenv("KVQ_CUDA_AS")) { continue; }
+            for (int bits = 1; bits <= 2; bits++) {
+                ahead({ 2, bits, 64 * bits, bits % 2, D, 2, 5 - bits, 1, 1500, bits, 0, bits == 2 ? 8.0f : 0.0f, true,
+                          false },
+                    40, bits % 3);
+                ahead({ 2, 2, 2, bits % 2, D, 2, 5 - 2 * bits, bits, 1500, bits, bits == 2 ? 20.0f : 0.0f, 0, false,
+                          false },
+                    40, bits % 3, bits == 1);
+                attention_case c = { 2, 2, 2, bits % 2, D, 2, 4, 1, 1500, 1, 0, 0, false, false };
+                c.turns = 1;
+                c.neox = bits == 2;
+                c.stayed = true;
+                worst = std::max(worst, check_far(d, { c, 40, bits % 3, true }, n_checked));
+                n++;
+            }
+        }
         for (int top : { 1, 64, 1000 }) {
             ahead({ 2, 2, 128, 0, 128, 4, 4, 1, 20000, 1, 0, 0, false, false }, top, KVQ_FAR_F16);
         }
