@@ -76,6 +76,10 @@ def test_ahead_reads_what_the_step_before_picked() -> None:
     _, stats = text_of("specache", "fetch=ahead,top=32", 60)
     assert stats["n_wanted"] > stats["n_hits"] > 0.3 * stats["n_wanted"]
     assert stats["n_fetched"] == pytest.approx(stats["n_wanted"] - stats["n_hits"], rel=0.1)
+    layers = stats["caches"][0]["layers"]
+    assert list(layers) == list(range(stats["n_layer"]))
+    for key in ("n_fetched", "n_wanted", "n_hits", "n_steps"):
+        assert sum(x[key] for x in layers.values()) == stats[key]
 
 
 def test_a_prompt_reads_near_blocks_when_asked_to() -> None:

@@ -288,6 +288,27 @@ extern "C" int kvq_cache_stats(int i, kvq_stats * out) {
     return KVQ_OK;
 }
 
+extern "C" int kvq_cache_fetched(int i, int n, int32_t * il, uint64_t * counts) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    if (i < 0 || i >= (int) live.size() || n < 0 || (n && (!il || !counts))) {
+        kvq_set_error("no live cache number " + std::to_string(i));
+        return -1;
+    }
+    int found = 0;
+    for (const auto & l : live[i]->layers) {
+        if (!l->d.k.bytes_far) { continue; }
+        kvq_stats s = {};
+        for (const auto & policy : l->policies) { policy->tell(s); }
+        if (found < n) {
+            const uint64_t of_layer[4] = { s.n_fetched, s.n_wanted, s.n_hits, s.n_steps };
+            std::copy(of_layer, of_layer + 4, counts + 4 * found);
+            il[found] = l->d.il;
+        }
+        found++;
+    }
+    return found;
+}
+
 extern "C" const char * kvq_cache_line(int i) {
     static thread_local std::string line;
     std::lock_guard<std::mutex> lock(live_mutex);

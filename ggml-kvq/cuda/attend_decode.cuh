@@ -589,10 +589,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
         }
         __syncthreads();
-        if constexpr (PART == AHEAD) {
-            if (!picks) {
-                put_all_tops([&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
-            }
+        if (PART == AHEAD && !picks) {
+            put_all_tops([&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
         }
         merge_rows<D, ROTATED, MEANS>(a, of, sums, is, share, row0, min(per_row, a.n_rows - row0));
     }

@@ -21,7 +21,8 @@ struct kvq_far_sums {
 struct kvq_far_args {
     // n_near: pages; first, last: tokens of a call; ahead: what is picked is for the next call; warm_up: blocks start
     // while logits are made; chunks: of FAR_CHUNK slots, of a block
-    int first, last, ahead, warm_up, chunks, n_q, n_rows, gqa, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_splits;
+    int first, last, ahead, warm_up, chunks, n_q, n_rows, gqa, n_head_kv, n_near, page_cells, n_kv, n_logits, top,
+        n_splits;
     const float * sinks;
     struct {
         const kvq_page * pages;

@@ -126,9 +126,9 @@ static __device__ float row_sum(const kvq_far_args & a, const float2 * tops, int
     return m + __log2f(l);
 }
 
-// Block: FAR_CHUNK slots of a query token and KV head, or several times that many one after the other. Of each it leaves
-// the best, `top` and those that score like the last of them; the last block picks from what all have left. A block
-// that is alone with FAR_CHUNK slots picks from its own.
+// Block: FAR_CHUNK slots of a query token and KV head, or several times that many one after the other. Of each it
+// leaves the best, `top` and those that score like the last of them; the last block picks from what all have left. A
+// block that is alone with FAR_CHUNK slots picks from its own.
 // Code is cold each time and comes at 6 bytes a nanosecond: what is scored lies in shared memory, so that loops need
 // not be unrolled, and a block that starts early goes through its code once without data, while logits are made.
 static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {

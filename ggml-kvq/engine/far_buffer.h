@@ -1,5 +1,5 @@
-// Far rows that lie beside attention, where it has memory of its own (fetch=ahead, SpeCache section 3.3): room for twice
-// as many rows as are picked, so that most of what the next step reads has come before. Of a stream and a layer:
+// Far rows that lie beside attention, where it has memory of its own (fetch=ahead, SpeCache section 3.3): room for
+// twice as many rows as are picked, so that most of what the next step reads has come before. Of a stream and a layer:
 //
 //   slots   int32 [head kv][top]         where the row of a kept pick is (kvq_far::picks)
 //   tags    int32 [head kv][2 * top]     cell + 1 of the row in each slot, 0: none

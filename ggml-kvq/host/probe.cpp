@@ -173,6 +173,8 @@ const kvq_field kvq_far_fields[] = {
     F(kvq_far, v_rows),
     F(kvq_far, picks),
     F(kvq_far, counts),
+    F(kvq_far, buffer),
+    F(kvq_far, n_slots),
 };
 const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, k),

@@ -90,6 +90,20 @@ static std::string cache_json(int i) {
         { "forced_pages", s.n_forced },
     };
     for (const auto & c : counts) { add(c.first, std::to_string(c.second)); }
+    const int n = kvq_cache_fetched(i, 0, nullptr, nullptr);
+    if (n > 0) {
+        std::vector<int32_t> layers((size_t) n);
+        std::vector<uint64_t> of((size_t) (4 * n));
+        kvq_cache_fetched(i, n, layers.data(), of.data());
+        std::string by_layer;
+        for (int j = 0; j < n; j++) {
+            const std::string key = quoted(std::to_string(layers[(size_t) j]).c_str());
+            by_layer += (j ? ", " : "") + key + ": {\"cells_fetched\": " + std::to_string(of[(size_t) (4 * j)]) +
+                ", \"cells_wanted\": " + std::to_string(of[(size_t) (4 * j + 1)]) +
+                ", \"cells_there_already\": " + std::to_string(of[(size_t) (4 * j + 2)]) + "}";
+        }
+        add("fetched_by_layer", "{" + by_layer + "}");
+    }
     add("bits", number(s.bits));
     add("bits_k", number(s.bits_k));
     add("bits_v", number(s.bits_v));

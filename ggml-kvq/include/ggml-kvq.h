@@ -268,8 +268,8 @@ typedef struct kvq_far {
     // added to: rows fetched (of one KV head and cell, keys and values count once); rows wanted by the first token of a
     // step, and how many of those had been fetched by the step before (AHEAD); steps
     uint64_t * counts; // [4]
-    // AHEAD, of engines with memory of their own: what was picked is kept there, rows and all (engine/far_buffer.h), for
-    // n_slots slots of the stream; NULL: rows are read where they lie. `fetched` then counts those that came into it.
+    // AHEAD, of engines with memory of their own: what was picked is kept there, rows and all (engine/far_buffer.h),
+    // of n_slots slots of the stream; NULL: rows are read where they lie. `fetched` then counts those that came here.
     void * buffer;
     int32_t n_slots;
 } kvq_far;
@@ -354,6 +354,9 @@ KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_sha
 // Live caches of this process, in creation order.
 KVQ_API int kvq_cache_count(void);
 KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
+// Of the layers of a live cache that fetch far rows: their numbers il [n] and counts [n][4] as kvq_far has them, all
+// streams. Returns how many layers there are, whatever n is; -1: no such cache.
+KVQ_API int kvq_cache_fetched(int i, int n, int32_t * il, uint64_t * counts);
 // Rows of a live cache between two decodes, f32 [n][width], width = KV heads * head size. Keys of methods that keep
 // them before rotary embedding come without it; with a window that holds them all, exactly as the model made them
 // (f16).

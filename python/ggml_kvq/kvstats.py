@@ -62,9 +62,18 @@ def load_lines(libs: Libraries, owner: int) -> list[str]:
         return [libs.need_kvq().kvq_cache_line(i).decode("utf-8", "replace").strip() for i in _numbers(owner)]
 
 
+def fetched(kvq: Any, i: int) -> dict[int, dict[str, int]]:
+    """Counts of the layers of native cache i that fetch far rows, by layer: n_fetched, n_wanted, n_hits, n_steps."""
+    n = kvq.kvq_cache_fetched(i, 0, None, None)
+    layers, counts = (ctypes.c_int32 * max(n, 1))(), (ctypes.c_uint64 * max(4 * n, 1))()
+    n = min(n, kvq.kvq_cache_fetched(i, n, layers, counts))
+    names = ("n_fetched", "n_wanted", "n_hits", "n_steps")
+    return {layers[j]: dict(zip(names, counts[4 * j : 4 * j + 4], strict=True)) for j in range(n)}
+
+
 def stats(libs: Libraries, owner: int) -> dict[str, Any]:
     """kv_stats() of the caches of `owner`: one dict, sums over its caches, bits weighted by size; `caches` lists
-    them.
+    them, each with the counts of its `layers` where these fetch far rows.
     """
     kvq = libs.need_kvq()
     caches = []
@@ -72,8 +81,8 @@ def stats(libs: Libraries, owner: int) -> dict[str, Any]:
         for i in _numbers(owner):
             raw = native.kvq_stats()
             native.check(kvq, kvq.kvq_cache_stats(i, ctypes.byref(raw)))
-            caches.append(native.stats_dict(raw))
-    total = dict(caches[0])
+            caches.append({**native.stats_dict(raw), "layers": fetched(kvq, i)})
+    total = {k: v for k, v in caches[0].items() if k != "layers"}
     for key in total:
         if key.startswith("bytes_") or key in SUMS:
             total[key] = sum(c[key] for c in caches)

@@ -274,6 +274,7 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ),
     ("kvq_cache_count", c_int, []),
     ("kvq_cache_stats", c_int, [c_int, POINTER(kvq_stats)]),
+    ("kvq_cache_fetched", c_int, [c_int, c_int, POINTER(c_int32), POINTER(c_uint64)]),
     ("kvq_cache_rows", c_int, [c_int, c_int, c_int, c_int, c_int, c_int, POINTER(c_float)]),
     ("kvq_cache_split", c_int, [c_int, c_int]),
     ("kvq_cache_line", c_char_p, [c_int]),

@@ -1,8 +1,7 @@
 // CUDA against the C reference: sealed bytes and decoded tiles identical, attention against f64 over decoded values.
-// Usage: test_cuda [quick | host [STEPS] | attention [fine | bytes] | far [quick | ahead | bench [CELLS]] | split [quick] |
-//     aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least,
-//     for kernels on the host (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy
-//     bandwidth
+// Usage: test_cuda [quick | host [STEPS] | attention [fine | bytes] | far [quick | ahead | bench [CELLS]] |
+//     split [quick] | aqua [STEPS] | bench [FORMAT [CELLS]]]    host: least, for kernels on the host
+//     (tests/cuda_on_host); bench: time of one layer's attention and the floor = bytes / copy bandwidth
 #include "layer.h"
 #include "device_bytes.h"
 #include "base/f16.h"
