@@ -108,7 +108,7 @@ void kvq_cuda_device::recall_picks(const kvq_far_args & r, const kvq_attn * attn
         }
     }
     kvq_launch_far_recall(x, n_streams, (cudaStream_t) stream);
-    if (b.last) { kvq_launch_far_bring(b, n_streams, (cudaStream_t) stream); }
+    if (b.last) { kvq_launch_far_bring(b, n_streams, true, (cudaStream_t) stream); }
 }
 
 bool kvq_cuda_device::attend_kept(
@@ -137,8 +137,9 @@ bool kvq_cuda_device::attend_kept(
         r.n_splits = a.n_splits - a.n_picking;
         void * const beside = r.last ? begin_picks() : stream; // memory is used again by tokens behind
         r.chunks = CHUNKS;
-        kvq_launch_far_pick(r, n_streams, (cudaStream_t) beside);
-        kvq_launch_far_bring(b, n_streams, (cudaStream_t) beside);
+        // beside other kernels, blocks that wait would be in their way
+        kvq_launch_far_pick(r, n_streams, beside == stream, (cudaStream_t) beside);
+        kvq_launch_far_bring(b, n_streams, beside == stream, (cudaStream_t) beside);
     }
     n_ahead++;
     return check(cudaGetLastError(), "attention one step ahead");

@@ -275,7 +275,6 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
 
 bool kvq_cuda_device::attend_far(
     const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
-    join_picks();
     n_far++;
     if (reads_kept(all, attn)) { return attend_kept(all, attn, n_streams, k); }
     kvq_attend_args a;
@@ -286,7 +285,7 @@ bool kvq_cuda_device::attend_far(
             kvq_attend_args b = a;
             b.part = part;
             if (part == 2) {
-                kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
+                kvq_launch_far_pick(r, n_streams, true, (cudaStream_t) stream);
                 if (r.ahead) { recall_picks(r, attn, n_streams); }
             } else {
                 for (int s = 0; s < n_streams; s++) { b.stream[s].lse = nullptr; }

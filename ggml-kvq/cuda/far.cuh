@@ -38,7 +38,7 @@ struct kvq_far_args {
 };
 static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 KiB");
 
-void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
+void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, bool early, cudaStream_t stream);
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 
 // Behind picks for the next step: what they need of far rows comes into the buffer here (engine/far_buffer.h). In it,
@@ -55,7 +55,7 @@ struct kvq_far_bring {
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };
-void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, cudaStream_t stream);
+void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, bool early, cudaStream_t stream);
 
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
 struct kvq_far_overlay {

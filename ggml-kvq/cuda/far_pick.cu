@@ -356,10 +356,10 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     }
 }
 
-void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, bool early, cudaStream_t stream) {
     const int n_chunks = (a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK;
     const dim3 grid((n_chunks + a.chunks - 1) / a.chunks, a.n_head_kv * a.n_q, n_streams);
     const size_t nb =
         (FAR_HELD + FAR_CLOSE) * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
-    kvq_launch_early(pick_kernel, grid, THREADS, nb, stream, a);
+    kvq_launch(early, pick_kernel, grid, THREADS, nb, stream, a);
 }
