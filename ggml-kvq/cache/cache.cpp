@@ -297,9 +297,9 @@ extern "C" int kvq_cache_fetched(int i, int n, int32_t * il, uint64_t * counts) 
     int found = 0;
     for (const auto & l : live[i]->layers) {
         if (!l->d.k.bytes_far) { continue; }
-        kvq_stats s = {};
-        for (const auto & policy : l->policies) { policy->tell(s); }
         if (found < n) {
+            kvq_stats s = {};
+            for (const auto & policy : l->policies) { policy->tell(s); }
             const uint64_t of_layer[4] = { s.n_fetched, s.n_wanted, s.n_hits, s.n_steps };
             std::copy(of_layer, of_layer + 4, counts + 4 * found);
             il[found] = l->d.il;

@@ -508,7 +508,7 @@ void kvq_cuda_device::attend(
         }
         if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0 &&
             a.n_pages > 0) {
-            join_picks(); // rather here than before attention, which starts before the rows' kernel has ended
+            join_picks(); // their logits lie where this layer's will
             flush_rows();
             if (!attend_far(a, attn + i0, n_streams, k)) { return; }
             continue;

@@ -226,7 +226,7 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
                  nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
                  nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
                  nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256),
-                 nb = nb_logits + nb_keys + nb_tops + 2 * nb_list; // the second list: attend_far
+                 nb = nb_logits + nb_keys + nb_tops + 2 * nb_list; // the second list: recall_picks
     if (!grow(logits_memory, nb_logits_memory, S * nb, "attention's logits") ||
         !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
         return false;

@@ -71,7 +71,7 @@ static __global__ void __launch_bounds__(THREADS) bring_kernel(const __grid_cons
     early_wait();
     extern __shared__ __align__(16) uint8_t memory[];
     const int n_slots = 2 * a.top, kvh = blockIdx.x;
-    int32_t * const tags = (int32_t *) memory;                 // [n_slots], then where each free slot is, by its turn
+    int32_t * const tags = (int32_t *) memory;                 // [n_slots], then picks whose rows come
     int32_t * const cells = tags + n_slots;                    // [top], of the last token
     int32_t * const places = cells + a.top;                    // [top], -1: to come
     int32_t * const free_slots = places + a.top;               // [n_slots]
