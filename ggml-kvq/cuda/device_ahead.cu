@@ -8,9 +8,6 @@
 
 #include <algorithm>
 
-// Of 2048 slots, that a block picks from. Nothing waits for it: few blocks leave the device to the layers that follow.
-static constexpr int CHUNKS = 8;
-
 void kvq_cuda_device::forget_picks(int32_t * picks, size_t n, void * buffer, size_t nb) {
     if (n) {
         to_forget[buffer] = { n, nb, picks };
@@ -27,12 +24,19 @@ void kvq_cuda_device::flush_forgotten() {
     to_forget.clear();
 }
 
-static bool keeps_rows(const kvq_far & f) { return f.fetch == KVQ_FETCH_AHEAD && f.buffer && f.top <= FAR_KEPT; }
+// Are rows of these blocks worth the buffer: is there a kernel that reads them there? Else they would come twice.
+static bool keeps_rows(const kvq_attn & a) {
+    const kvq_far & f = *a.far;
+#define KVQ_PAIR(K, V) || (a.k.bits == K && a.v.bits == V)
+    const bool has_kernel = !a.k.split && (false KVQ_AHEAD_BITS(KVQ_PAIR));
+#undef KVQ_PAIR
+    return has_kernel && f.fetch == KVQ_FETCH_AHEAD && f.buffer && f.top <= FAR_KEPT;
+}
 
 // Is there a kernel for these pages that reads what was kept?
 bool kvq_cuda_device::reads_kept(const kvq_attend_args & all, const kvq_attn * attn) const {
     const kvq_far & f = *attn[0].far;
-    if (!keeps_rows(f)) { return false; }
+    if (!keeps_rows(attn[0])) { return false; }
     kvq_attend_args a = all;
     a.part = 3;
     a.top = f.top;
@@ -44,12 +48,7 @@ bool kvq_cuda_device::reads_kept(const kvq_attend_args & all, const kvq_attn * a
 // Where picks are made: they wait for what the stream has now.
 void * kvq_cuda_device::begin_picks() {
     if (now != RECORD || !make_far_stream()) { return stream; }
-    for (void ** e : { &picks_asked, &picks_there }) {
-        cudaEvent_t made = nullptr;
-        if (!*e && check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreate")) { *e = made; }
-    }
-    if (!picks_asked || !picks_there ||
-        !check(cudaEventRecord((cudaEvent_t) picks_asked, (cudaStream_t) stream), "cudaEventRecord") ||
+    if (!check(cudaEventRecord((cudaEvent_t) picks_asked, (cudaStream_t) stream), "cudaEventRecord") ||
         !check(cudaStreamWaitEvent((cudaStream_t) far_stream, (cudaEvent_t) picks_asked, 0), "cudaStreamWaitEvent")) {
         return stream;
     }
@@ -93,7 +92,7 @@ static kvq_far_bring bring_of(const kvq_far_args & r, const kvq_attn * attn, int
 // Attention in parts: this call reads what the one before picked, where it lies, and what it picked itself is kept.
 void kvq_cuda_device::recall_picks(const kvq_far_args & r, const kvq_attn * attn, int n_streams) {
     kvq_far_args x = r;
-    const bool keeps = keeps_rows(*attn[0].far);
+    const bool keeps = keeps_rows(attn[0]);
     x.last = r.last && !keeps;
     kvq_far_bring b = {};
     if (r.last && keeps) {
@@ -108,7 +107,7 @@ void kvq_cuda_device::recall_picks(const kvq_far_args & r, const kvq_attn * attn
         }
     }
     kvq_launch_far_recall(x, n_streams, (cudaStream_t) stream);
-    if (b.last) { kvq_launch_far_bring(b, n_streams, true, (cudaStream_t) stream); }
+    if (b.last) { kvq_launch_far_bring(b, n_streams, (cudaStream_t) stream); }
 }
 
 bool kvq_cuda_device::attend_kept(
@@ -136,10 +135,8 @@ bool kvq_cuda_device::attend_kept(
         if (!r.first && !r.last) { continue; } // nobody reads what is picked
         r.n_splits = a.n_splits - a.n_picking;
         void * const beside = r.last ? begin_picks() : stream; // memory is used again by tokens behind
-        r.chunks = CHUNKS;
-        // beside other kernels, blocks that wait would be in their way
-        kvq_launch_far_pick(r, n_streams, beside == stream, (cudaStream_t) beside);
-        kvq_launch_far_bring(b, n_streams, beside == stream, (cudaStream_t) beside);
+        kvq_launch_far_pick(r, n_streams, (cudaStream_t) beside);
+        kvq_launch_far_bring(b, n_streams, (cudaStream_t) beside);
     }
     n_ahead++;
     return check(cudaGetLastError(), "attention one step ahead");

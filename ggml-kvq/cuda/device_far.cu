@@ -151,11 +151,11 @@ bool kvq_cuda_device::make_far_stream() {
     if (!far_stream && check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate")) {
         far_stream = s;
     }
-    for (void ** e : { &far_ready, &far_left }) {
+    for (void ** e : { &far_ready, &far_left, &picks_asked, &picks_there }) {
         cudaEvent_t made = nullptr;
         if (!*e && check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreate")) { *e = made; }
     }
-    return far_stream && far_ready && far_left;
+    return far_stream && far_ready && far_left && picks_asked && picks_there;
 }
 
 void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
@@ -235,7 +235,6 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
     r.first = t0 == 0;
     r.last = t0 + a.n_q == all.n_q;
     r.ahead = f.fetch == KVQ_FETCH_AHEAD;
-    r.chunks = 1;
     r.n_q = a.n_q;
     r.n_rows = a.n_rows;
     r.gqa = a.gqa;
@@ -285,7 +284,7 @@ bool kvq_cuda_device::attend_far(
             kvq_attend_args b = a;
             b.part = part;
             if (part == 2) {
-                kvq_launch_far_pick(r, n_streams, true, (cudaStream_t) stream);
+                kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
                 if (r.ahead) { recall_picks(r, attn, n_streams); }
             } else {
                 for (int s = 0; s < n_streams; s++) { b.stream[s].lse = nullptr; }

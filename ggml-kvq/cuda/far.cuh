@@ -20,9 +20,8 @@ struct kvq_far_sums {
 
 struct kvq_far_args {
     // n_near: pages; first, last: tokens of a call; ahead: what is picked is for the next call; warm_up: blocks start
-    // while logits are made; chunks: of FAR_CHUNK slots, of a block
-    int first, last, ahead, warm_up, chunks, n_q, n_rows, gqa, n_head_kv, n_near, page_cells, n_kv, n_logits, top,
-        n_splits;
+    // while logits are made
+    int first, last, ahead, warm_up, n_q, n_rows, gqa, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_splits;
     const float * sinks;
     struct {
         const kvq_page * pages;
@@ -38,7 +37,7 @@ struct kvq_far_args {
 };
 static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 KiB");
 
-void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, bool early, cudaStream_t stream);
+void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 
 // Behind picks for the next step: what they need of far rows comes into the buffer here (engine/far_buffer.h). In it,
@@ -55,7 +54,7 @@ struct kvq_far_bring {
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };
-void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, bool early, cudaStream_t stream);
+void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, cudaStream_t stream);
 
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
 struct kvq_far_overlay {

@@ -178,7 +178,7 @@ void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t s
     recall_kernel<<<dim3(a.n_head_kv, n_streams), THREADS, ((size_t) a.top + 3) / 4 * 16, stream>>>(a);
 }
 
-void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, bool early, cudaStream_t stream) {
+void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, cudaStream_t stream) {
     const size_t nb = (size_t) a.top * (2 * 4 + 4 + 4 + 2 * 4 + 2);
-    kvq_launch(early, bring_kernel, dim3(a.n_head_kv, n_streams), THREADS, nb, stream, a);
+    kvq_launch_early(bring_kernel, dim3(a.n_head_kv, n_streams), THREADS, nb, stream, a);
 }

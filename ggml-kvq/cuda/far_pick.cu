@@ -126,9 +126,8 @@ static __device__ float row_sum(const kvq_far_args & a, const float2 * tops, int
     return m + __log2f(l);
 }
 
-// Block: FAR_CHUNK slots of a query token and KV head, or several times that many one after the other. Of each it
-// leaves the best, `top` and those that score like the last of them; the last block picks from what all have left. A
-// block that is alone with FAR_CHUNK slots picks from its own.
+// Block: FAR_CHUNK slots of a query token and KV head. It leaves the best of its own, `top` and those that score like
+// the last of them; the last block picks from what all have left. A block that is alone picks from its own.
 // Code is cold each time and comes at 6 bytes a nanosecond: what is scored lies in shared memory, so that loops need
 // not be unrolled, and a block that starts early goes through its code once without data, while logits are made.
 static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_constant__ kvq_far_args a) {
@@ -149,98 +148,89 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     kvq_far_sums & sums = st.sums[at];
     unsigned long long * const keys = st.keys + at * n;
     float * const logits = st.logits + row0 * a.n_logits;
-    const int n_chunks = (n + FAR_CHUNK - 1) / FAR_CHUNK;
-    int chunk = blockIdx.x;
-    const auto first_of = [&](int j) { return chunk * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x); };
+    const auto first_of = [&](int j) { return (int) blockIdx.x * FAR_CHUNK + 4 * (j * THREADS + (int) threadIdx.x); };
     const auto clear = [&] {
 #pragma unroll 1
         for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
     };
 #pragma unroll 1
     for (int dry = a.warm_up; dry >= 0; dry--) { // dry: no score is above 0, nothing leaves the block
-        if (threadIdx.x == 0) { n_cells = n_close = 0; }
+        clear();
+        if (threadIdx.x == 0) { n_left = n_cells = n_close = 0; }
         if (!dry) { early_wait(); }
-        int bin, above, in, part, need, n_keys = FAR_CHUNK;
-        bool alone;
+        float4 x[QUADS][AT_ONCE], y[QUADS];
+        bool far[QUADS];
+        const auto ask = [&](int g0) {
+#pragma unroll
+            for (int g = 0; g < AT_ONCE; g++) {
+                const float * row = logits + (size_t) min(g0 + g, a.gqa - 1) * a.n_logits;
+#pragma unroll
+                for (int j = 0; j < QUADS; j++) { x[j][g] = __ldcg((const float4 *) (row + min(first_of(j), n - 4))); }
+            }
+        };
+        ask(0);
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; nothing here waits for what is before it
+            y[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            far[j] = false;
+            if (dry) { continue; }
+            const int p = min(first_of(j), n - 1) / a.page_cells;
+            const kvq_page & page = st.pages[p];
+            const void *k = st.k_rows[p], *v = st.v_rows[p];
+            far[j] = (first_of(j) < n) & (page.n_slots != 0) & (page.k_params != nullptr) & (page.v_params != nullptr) &
+                (k != nullptr) & (v != nullptr);
+        }
 #pragma unroll 1
-        for (chunk = blockIdx.x; chunk < n_chunks; chunk += gridDim.x) {
+        for (int g = warp; g < a.gqa; g += THREADS / 32) {
+            const float of =
+                row_sum(a, (const float2 *) st.tops + (row0 + g) * a.n_splits, dry ? 0 : a.n_splits, kvh * a.gqa + g);
+            if (threadIdx.x % 32 == 0) { lse[g] = dry ? 0.0f : of; }
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int g0 = 0; g0 < a.gqa; g0 += AT_ONCE) {
+            if (g0) { ask(g0); }
+#pragma unroll
+            for (int g = 0; g < AT_ONCE; g++) {
+                const float of = g0 + g < a.gqa ? lse[g0 + g] : -INFINITY;
+                if (of == -INFINITY) { continue; }
+#pragma unroll
+                for (int j = 0; j < QUADS; j++) {
+                    y[j].x += exp2_fast(x[j][g].x - of);
+                    y[j].y += exp2_fast(x[j][g].y - of);
+                    y[j].z += exp2_fast(x[j][g].z - of);
+                    y[j].w += exp2_fast(x[j][g].w - of);
+                }
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < QUADS; j++) { // what an empty page has is no logit
+            ((float4 *) scores)[j * THREADS + threadIdx.x] = far[j] ? y[j] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
+            if (scores[i] > 0.0f) { atomicAdd(&bins[bin_of(scores[i])], 1u); }
+        }
+        __syncthreads();
+        int bin, above, in, part = -1, need = 0;
+        find_bin(bins, a.top, bin, above, in);
+        if (bin >= 0) { need = a.top - above; }
+        // where cells score alike a bin has many: of it the best by the next 10 bits
+        if (dry || (bin > 0 && bin < FAR_BINS - 1 && in > FAR_FEW)) {
             clear();
-            if (threadIdx.x == 0) { n_left = 0; }
-            float4 x[QUADS][AT_ONCE], y[QUADS];
-            bool far[QUADS];
-            const auto ask = [&](int g0) {
-#pragma unroll
-                for (int g = 0; g < AT_ONCE; g++) {
-                    const float * row = logits + (size_t) min(g0 + g, a.gqa - 1) * a.n_logits;
-#pragma unroll
-                    for (int j = 0; j < QUADS; j++) {
-                        x[j][g] = __ldcg((const float4 *) (row + min(first_of(j), n - 4)));
-                    }
-                }
-            };
-            ask(0);
-#pragma unroll
-            for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; nothing here waits for what is before it
-                y[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                far[j] = false;
-                if (dry) { continue; }
-                const int p = min(first_of(j), n - 1) / a.page_cells;
-                const kvq_page & page = st.pages[p];
-                const void *k = st.k_rows[p], *v = st.v_rows[p];
-                far[j] = (first_of(j) < n) & (page.n_slots != 0) & (page.k_params != nullptr) &
-                    (page.v_params != nullptr) & (k != nullptr) & (v != nullptr);
-            }
-#pragma unroll 1
-            for (int g = warp; g < a.gqa && chunk == (int) blockIdx.x; g += THREADS / 32) {
-                const float of = row_sum(
-                    a, (const float2 *) st.tops + (row0 + g) * a.n_splits, dry ? 0 : a.n_splits, kvh * a.gqa + g);
-                if (threadIdx.x % 32 == 0) { lse[g] = dry ? 0.0f : of; }
-            }
-            __syncthreads();
-#pragma unroll 1
-            for (int g0 = 0; g0 < a.gqa; g0 += AT_ONCE) {
-                if (g0) { ask(g0); }
-#pragma unroll
-                for (int g = 0; g < AT_ONCE; g++) {
-                    const float of = g0 + g < a.gqa ? lse[g0 + g] : -INFINITY;
-                    if (of == -INFINITY) { continue; }
-#pragma unroll
-                    for (int j = 0; j < QUADS; j++) {
-                        y[j].x += exp2_fast(x[j][g].x - of);
-                        y[j].y += exp2_fast(x[j][g].y - of);
-                        y[j].z += exp2_fast(x[j][g].z - of);
-                        y[j].w += exp2_fast(x[j][g].w - of);
-                    }
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < QUADS; j++) { // what an empty page has is no logit
-                ((float4 *) scores)[j * THREADS + threadIdx.x] = far[j] ? y[j] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            }
             __syncthreads();
 #pragma unroll 1
             for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
-                if (scores[i] > 0.0f) { atomicAdd(&bins[bin_of(scores[i])], 1u); }
+                if (scores[i] > 0.0f && bin_of(scores[i]) == bin) { atomicAdd(&bins[part_of(scores[i])], 1u); }
             }
             __syncthreads();
-            part = -1;
-            need = 0;
-            find_bin(bins, a.top, bin, above, in);
-            if (bin >= 0) { need = a.top - above; }
-            // where cells score alike a bin has many: of it the best by the next 10 bits
-            if (dry || (bin > 0 && bin < FAR_BINS - 1 && in > FAR_FEW)) {
-                clear();
-                __syncthreads();
-#pragma unroll 1
-                for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
-                    if (scores[i] > 0.0f && bin_of(scores[i]) == bin) { atomicAdd(&bins[part_of(scores[i])], 1u); }
-                }
-                __syncthreads();
-                find_bin(bins, need, part, above, in);
-                need -= max(above, 0);
-            }
-            alone = n_chunks == 1 && (bin < 0 || in <= FAR_CLOSE);
-            if (alone) { break; }
+            find_bin(bins, need, part, above, in);
+            need -= max(above, 0);
+        }
+        const bool alone = gridDim.x == 1 && (bin < 0 || in <= FAR_CLOSE);
+        int n_keys = FAR_CHUNK;
+        if (!alone) {
             const auto stays = [&](float x) {
                 const int of = bin_of(x);
                 return x > 0.0f && (of > bin || (of == bin && (part < 0 || part_of(x) >= part)));
@@ -255,12 +245,8 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             to += first_left;
 #pragma unroll 1
             for (int i = threadIdx.x; i < FAR_CHUNK; i += THREADS) {
-                if (stays(scores[i])) { keys[to++] = key_of(scores[i], chunk * FAR_CHUNK + i); }
+                if (stays(scores[i])) { keys[to++] = key_of(scores[i], (int) blockIdx.x * FAR_CHUNK + i); }
             }
-            __syncthreads();
-            if (dry) { break; }
-        }
-        if (!alone) {
             __threadfence();
             __syncthreads();
             if (threadIdx.x == 0) { last = dry || atomicAdd(&sums.n_done, 1u) == gridDim.x - 1; }
@@ -356,10 +342,9 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
     }
 }
 
-void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, bool early, cudaStream_t stream) {
-    const int n_chunks = (a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK;
-    const dim3 grid((n_chunks + a.chunks - 1) / a.chunks, a.n_head_kv * a.n_q, n_streams);
+void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream) {
+    const dim3 grid((a.n_near * a.page_cells + FAR_CHUNK - 1) / FAR_CHUNK, a.n_head_kv * a.n_q, n_streams);
     const size_t nb =
         (FAR_HELD + FAR_CLOSE) * sizeof(unsigned long long) + (((size_t) a.top + 3) / 4 + (a.gqa + 3) / 4) * 16;
-    kvq_launch(early, pick_kernel, grid, THREADS, nb, stream, a);
+    kvq_launch_early(pick_kernel, grid, THREADS, nb, stream, a);
 }
