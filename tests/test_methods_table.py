@@ -125,6 +125,8 @@ def test_unknown_method_names_the_known_ones(lib):
         ("specache", "near=xquant", "near=xquant"),
         ("specache", "top=1025", "top=1025"),
         ("specache", "place=memory", "place=memory"),
+        ("specache", "fetch=ahead,kept=63", "kept=63"),
+        ("specache", "fetch=ahead,kept=2049", "kept=2049"),
         ("specache", "near=aqua,far=q8", "far=q8"),
         ("auto", "bits=0.4", "bits=0.4"),
         ("auto", "bits=17", "bits=17"),
@@ -201,6 +203,7 @@ def test_options_have_an_effect(lib, table, method):
         "far": "q8",
         "place": "device",
         "fetch": "off",
+        "kept": 100,
         "prompt": "near",
         "at": 131072,
         "level": 7,
@@ -227,6 +230,7 @@ def test_options_have_an_effect(lib, table, method):
                 "weights": {"predictor": "full"},
                 "depth": {"budget": "pyramid"},
                 "recent": {"keep": 0.5},
+                "kept": {"fetch": "ahead"},
                 **({"top": {"far": "f16"}, "prompt": {"far": "f16"}} if method == "auto" else {}),
             }.get(key, {})
         )  # without which the key means nothing
@@ -246,6 +250,7 @@ def test_options_have_an_effect(lib, table, method):
             "depth",
             "recent",
             "fetch",
+            "top",
             "prompt",
         ):  # these change values, not bytes
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"

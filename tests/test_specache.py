@@ -112,7 +112,8 @@ class Case:
     max_bias: float = 0.0
     sinks: bool = False
     f32: bool = True
-    picks: str = "good"  # what ahead is given: good, stale, none
+    kept: str = "good"  # what ahead is given: good, stale, none
+    room: int = 2  # rows that are kept, times top
 
     @property
     def n_head(self) -> int:
@@ -147,7 +148,8 @@ def cases() -> list[Case]:
         "max_bias": [0.0, 0.0, 8.0],
         "sinks": [False, True],
         "fetch": ["now", "now", "ahead", "all"],
-        "picks": ["good", "stale", "none"],
+        "kept": ["good", "stale", "none"],
+        "room": [1, 2, 4],
     }
     out = []
     for i, (near, n_q) in enumerate(itertools.product(nears, (1, 2, 5, 40))):
@@ -159,8 +161,8 @@ def cases() -> list[Case]:
     base = Case("one")
     for fetch, top in itertools.product(("now", "ahead"), (0, 1, 64, 5000)):
         out.append(replace(base, name=f"{fetch} {top}", fetch=fetch, top=top, n_q=3, near="lattice", group=2))
-    for picks in ("good", "stale", "none"):
-        out.append(replace(base, name=f"ahead of {picks}", fetch="ahead", picks=picks, n_q=2, n_kv=260))
+    for kept, room in itertools.product(("good", "stale", "none"), (1, 3)):
+        out.append(replace(base, name=f"ahead of {kept} {room}", fetch="ahead", kept=kept, room=room, n_q=2, n_kv=260))
     out += [
         replace(base, name="falcon", n_head_kv=1, gqa=71, n_q=2, top=64),
         replace(base, name="falcon, five tokens", n_head_kv=1, gqa=71, n_q=5, near="lattice", group=2, far="q8"),
@@ -190,7 +192,7 @@ class Built:
     near: tuple[np.ndarray, np.ndarray]
     far: tuple[np.ndarray, np.ndarray]
     candidates: np.ndarray
-    picks: np.ndarray  # that ahead is given
+    kept: np.ndarray  # that ahead is given
 
     def slot_mask(self) -> np.ndarray:
         c = self.case
@@ -200,7 +202,7 @@ class Built:
 
     def stream(self, dst: np.ndarray) -> kernels.Stream:
         c = self.case
-        far = kernels.Far(c.fetch, c.top, c.far, c.page, self.rows, self.picks.copy(), np.zeros(4, np.uint64))
+        far = kernels.Far(c.fetch, c.top, c.far, c.page, self.rows, self.kept.copy(), np.zeros(4, np.uint64))
         return kernels.Stream(
             c.codec(K), c.codec(V), c.n_head_kv, c.n_kv, self.pages, self.q, dst, c.dk**-0.5, self.mask, c.max_bias,
             c.softcap, self.sinks, kernels.F32 if c.f32 else 0, far,
@@ -272,13 +274,13 @@ def build(lib: Any, c: Case) -> Built:
         (near[0], near[1]),
         (far[0], far[1]),
         candidates,
-        np.full((c.n_head_kv, max(c.top, 1)), -1, np.int32),
+        np.full((c.n_head_kv, max(c.room * c.top, 1)), -1, np.int32),
     )
-    if c.picks != "none":
-        some = np.flatnonzero(candidates[: c.n_kv]) if c.picks == "good" else np.arange(n)
+    if c.kept != "none":
+        some = np.flatnonzero(candidates[: c.n_kv]) if c.kept == "good" else np.arange(n)
         for h in range(c.n_head_kv):
-            k = min(c.top, len(some), 3 + len(some) // 3)
-            b.picks[h, :k] = np.sort(rng.choice(some, k, replace=False))
+            k = min(c.room * c.top, len(some), 3 + len(some) // 3)
+            b.kept[h, :k] = rng.choice(some, k, replace=False)
     return b
 
 
@@ -300,10 +302,10 @@ def two_tiers(b: Built, candidates: np.ndarray, top: int, given: list[np.ndarray
 
 
 def usable(b: Built) -> list[np.ndarray]:
-    """Given picks that are candidates and lie below n_kv."""
+    """Given cells that are candidates and lie below n_kv."""
     cells = np.arange(b.candidates.size)
     ok = b.candidates & (cells < b.case.n_kv)
-    return [np.array([p for p in row[: b.case.top] if p >= 0 and ok[p]], int) for row in b.picks]
+    return [np.array([p for p in row if p >= 0 and ok[p]], int) for row in b.kept]
 
 
 def wanted(b: Built) -> np.ndarray:
@@ -354,18 +356,20 @@ NOW_OR_AHEAD = [c for c in CASES if c.fetch in ("now", "ahead") and c.top > 0]
 
 @pytest.mark.parametrize("c", NOW_OR_AHEAD[::2], ids=lambda c: c.name)
 def test_picks_and_counts(lib: Any, c: Case) -> None:
-    """Picks are left behind by ahead: candidates in order, whose scores sum to what the best ones have."""
+    """Ahead leaves its picks behind: candidates in order, whose scores sum to what the best ones have. Behind them
+    stays what was kept before.
+    """
     b = build(lib, replace(c, fetch="ahead"))
     score, given = np.where(b.candidates, seen_scores(b), 0.0), usable(b)
     _, far = run(lib, b, 2)
-    assert far.picks is not None and far.counts is not None
+    assert far.kept is not None and far.counts is not None
     fetched = hits = wants = 0
     for h in range(c.n_head_kv):
-        row = far.picks[h, : c.top]
-        mine = row[row >= 0]
-        assert (row[len(mine) :] == -1).all() and (np.diff(mine) > 0).all() and (score[-1, h, mine] > 0).all()
         best = specache.picks(score[-1, h], b.candidates, c.top)
-        assert len(mine) == len(best)
+        mine = far.kept[h, : len(best)]
+        assert (np.diff(mine) > 0).all() and b.candidates[mine].all() and (score[-1, h, mine] > 0).all()
+        stay = specache.keep(given[h], mine, far.kept.shape[1])
+        assert far.kept[h].tolist() == stay.tolist() + [-1] * (far.kept.shape[1] - len(stay))
         assert score[-1, h, mine].sum() == pytest.approx(score[-1, h, best].sum(), rel=1e-5 if c.f32 else 5e-3)
         fetched += len(set(mine) - set(given[h]))
         first = specache.picks(score[0, h], b.candidates, c.top)
@@ -430,7 +434,7 @@ def test_streams_of_one_call_do_not_meet(lib: Any) -> None:
             assert np.abs(x - y).max() < 1e-4
         for x, y in zip(apart, streams):
             if x.far is not None and y.far is not None:
-                assert np.array_equal(x.far.picks, y.far.picks) and np.array_equal(x.far.counts, y.far.counts)
+                assert np.array_equal(x.far.kept, y.far.kept) and np.array_equal(x.far.counts, y.far.counts)
 
 
 def test_log_sum_exp_is_that_of_both_tiers(lib: Any) -> None:
@@ -462,10 +466,26 @@ def test_an_impossible_second_tier_is_refused_with_a_line(lib: Any, field: str, 
         kernels.attend(lib, [stream])
 
 
-def test_ahead_without_picks_is_refused(lib: Any) -> None:
+def test_ahead_without_room_for_picks_is_refused(lib: Any) -> None:
     b = build(lib, replace(CASES[0], fetch="ahead"))
     stream = b.stream(b.dst())
     assert stream.far is not None
-    stream.far.picks = None
-    with pytest.raises(MethodError, match="second tier"):
-        kernels.attend(lib, [stream])
+    for kept in (None, np.full((b.case.n_head_kv, b.case.top - 1), -1, np.int32)):
+        stream.far.kept = kept
+        with pytest.raises(MethodError, match="second tier"):
+            kernels.attend(lib, [stream])
+
+
+def test_rows_that_were_not_picked_for_the_longest_time_go_first() -> None:
+    """By hand."""
+    kept = np.array([], int)
+    for picked, want in (
+        ([3, 7], [3, 7]),
+        ([1, 3], [1, 3, 7]),
+        ([7, 9], [7, 9, 1, 3]),
+        ([2, 9], [2, 9, 7, 1]),
+        ([], [2, 9, 7, 1]),
+        ([2, 4, 5, 9], [2, 4, 5, 9]),
+    ):
+        kept = specache.keep(kept, np.array(picked, int), 4)
+        assert kept.tolist() == want

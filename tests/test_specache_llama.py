@@ -73,9 +73,13 @@ def test_64_cells_and_rows_of_8_bits_come_close(exact_text: str, n_threads: int)
 
 
 def test_ahead_reads_what_the_step_before_picked() -> None:
-    _, stats = text_of("specache", "fetch=ahead,top=32", 60)
-    assert stats["n_wanted"] > stats["n_hits"] > 0.3 * stats["n_wanted"]
-    assert stats["n_fetched"] == pytest.approx(stats["n_wanted"] - stats["n_hits"], rel=0.1)
+    hits = []
+    for kept in (32, 0):  # those of one step; 4 times as many
+        _, stats = text_of("specache", f"fetch=ahead,top=32,kept={kept}", 60)
+        assert stats["n_wanted"] > stats["n_hits"] > 0.3 * stats["n_wanted"]
+        assert stats["n_fetched"] == pytest.approx(stats["n_wanted"] - stats["n_hits"], rel=0.1)
+        hits.append(stats["n_hits"] / stats["n_wanted"])
+    assert hits[1] > hits[0] + 0.1
     layers = stats["caches"][0]["layers"]
     assert list(layers) == list(range(stats["n_layer"]))
     for key in ("n_fetched", "n_wanted", "n_hits", "n_steps"):

@@ -368,6 +368,7 @@ struct two_tiers {
         const kvq_far & far = *s.p->far;
         const int heads = s.p->n_head_kv, n = heads * x.n_tokens;
         const bool is_ahead = far.fetch == KVQ_FETCH_AHEAD;
+        const size_t n_kept = is_ahead ? (size_t) far.n_kept : 0;
         std::vector<std::vector<int32_t>> next((size_t) heads);
         std::vector<uint64_t> fetched((size_t) n, 0), wanted((size_t) n, 0), hits((size_t) n, 0);
         near_m.assign((size_t) heads * x.n_rows, -INFINITY);
@@ -383,18 +384,24 @@ struct two_tiers {
             wanted[(size_t) i] = first ? now.size() : 0;
             if (is_ahead) {
                 mine.clear();
-                const int32_t * before = far.picks + (size_t) kvh * far.top;
-                for (int j = 0; j < far.top && before[j] >= 0; j++) {
-                    if (is_candidate(before[j])) { mine.push_back(before[j]); }
+                const int32_t * before = far.kept + (size_t) kvh * n_kept;
+                size_t n_both = 0;
+                std::vector<int32_t> lasting = now; // and behind it what is not picked again
+                for (size_t j = 0; j < n_kept && before[j] >= 0; j++) {
+                    if (!is_candidate(before[j])) { continue; }
+                    mine.push_back(before[j]);
+                    if (std::binary_search(now.begin(), now.end(), before[j])) {
+                        n_both++;
+                    } else {
+                        lasting.push_back(before[j]);
+                    }
                 }
-                std::vector<int32_t> both;
-                std::set_intersection(mine.begin(), mine.end(), now.begin(), now.end(), std::back_inserter(both));
-                hits[(size_t) i] = first ? both.size() : 0;
+                std::sort(mine.begin(), mine.end());
+                hits[(size_t) i] = first ? n_both : 0;
                 if (last) {
-                    both.clear();
-                    std::set_difference(now.begin(), now.end(), mine.begin(), mine.end(), std::back_inserter(both));
-                    fetched[(size_t) i] = both.size();
-                    next[(size_t) kvh] = std::move(now);
+                    fetched[(size_t) i] = now.size() - n_both;
+                    lasting.resize(n_kept, -1);
+                    next[(size_t) kvh] = std::move(lasting);
                 }
             } else {
                 fetched[(size_t) i] = now.size();
@@ -408,8 +415,7 @@ struct two_tiers {
             }
         }
         for (int kvh = 0; is_ahead && x.token0 + x.n_tokens == s.p->n_q && kvh < heads; kvh++) {
-            int32_t * to = far.picks + (size_t) kvh * far.top;
-            std::fill(std::copy(next[(size_t) kvh].begin(), next[(size_t) kvh].end(), to), to + far.top, -1);
+            std::copy(next[(size_t) kvh].begin(), next[(size_t) kvh].end(), far.kept + (size_t) kvh * n_kept);
         }
         for (int i = 0; far.counts && i < n; i++) {
             far.counts[0] += fetched[(size_t) i];

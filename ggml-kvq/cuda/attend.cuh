@@ -56,10 +56,10 @@ struct kvq_attend_args {
     int n_pairs, neox;
     // A part of an attention that picks cells (attend_decode.cuh): which one, 0: all at once; slots of a row of
     // logits, base 2, masked and capped, [head kv][row][slot]. Of values, the first n_picking splits read the far rows
-    // of picked cells (decode_picked.cuh), `top` of a token and KV head.
+    // of picked cells (decode_picked.cuh), `top` of a token and KV head, or `top` kept ones of a KV head.
     int part, n_logits, n_picking, top, far_format;
     int far_row_k, far_row_v;      // bytes
-    int here_rows, n_picked_words; // part 3 (far_buffer.h): where rows begin; words of a KV head
+    int here_rows, n_picked_words; // kept cells (far_buffer.h): where rows begin, 0: none; words of a KV head
     // lse: as in kvq_attn, not of short caches
     struct {
         const float * q;

@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     sums_type & sums = *(sums_type *) memory;
     if constexpr (AHEAD) {
         if (picks) {
-            sum_picked<D, true>(a, of, sums, memory + picked_at<sums_type>(), blockIdx.z, kvh, 0, n_rows);
+            sum_picked<D>(a, of, sums, memory + picked_at<sums_type>(), blockIdx.z, kvh, 0, n_rows);
             merge_rows<D, POINTS, MEANS>(a, of, sums, blockIdx.z, share, 0, n_rows);
             return;
         }

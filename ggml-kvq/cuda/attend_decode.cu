@@ -221,7 +221,7 @@ int kvq_decode_max_splits(const kvq_attend_args & a) {
 
 int kvq_decode_picking(const kvq_attend_args & a, int room) {
     constexpr int AT_ONCE = 16; // picks (decode_picked.cuh)
-    const int tokens = a.part == 3 ? 1 : std::min((COLUMNS - 2) / a.gqa + 2, a.n_q);
+    const int tokens = a.here_rows ? 1 : std::min((COLUMNS - 2) / a.gqa + 2, a.n_q);
     return std::min((tokens * a.top + AT_ONCE - 1) / AT_ONCE, std::max(1, std::min(8, room / 4)));
 }
 

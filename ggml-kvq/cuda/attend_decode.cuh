@@ -544,7 +544,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         float * const all = (float *) (memory + picked_at<sums_type>()); // AHEAD: [warp][column], of near cells
         if constexpr (PICKED) {
             if (picks) {
-                sum_picked<D, PART == AHEAD>(
+                sum_picked<D>(
                     a, of, sums, memory + picked_at<sums_type>(), is, kvh, row0, min(per_row, a.n_rows - row0));
             }
         }

@@ -20,9 +20,9 @@ template <typename S> __host__ __device__ __forceinline__ int picked_bytes(const
         PICK_SLOTS * (4 + a.far_row_k + a.far_row_v + 2 * picked_channels(a));
 }
 
-// Of the columns of a block whose rows begin at row0. WARPS: as the struct has; memory: behind picked_at. KEPT: every
-// token reads what was picked before, from the device's own copy of these rows (far_buffer.h).
-template <int D, bool KEPT, int WARPS, typename X>
+// Of the columns of a block whose rows begin at row0. WARPS: as the struct has; memory: behind picked_at. With
+// here_rows every token reads the cells that are kept, from the device's own copy of their rows (far_buffer.h).
+template <int D, int WARPS, typename X>
 __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, decode_sums<D, WARPS> & s,
     uint8_t * memory, int is, int kvh, int row0, int n_rows) {
     const auto & st = a.stream[is];
@@ -32,8 +32,9 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
     int32_t * const cells = (int32_t *) (logits + DECODE_COLUMNS * PICK_SLOTS);                    // [slot]
     uint8_t * const rows = (uint8_t *) (cells + PICK_SLOTS);                                       // [slot][key, value]
     uint16_t * const values = (uint16_t *) (rows + PICK_SLOTS * (a.far_row_k + a.far_row_v));
+    const bool kept = a.here_rows > 0;
     const int first = row_token(a, row0), n_tokens = row_token(a, row0 + n_rows - 1) - first + 1,
-              n_picks = KEPT ? a.top : n_tokens * a.top, nb_row = a.far_row_k + a.far_row_v;
+              n_picks = kept ? a.top : n_tokens * a.top, nb_row = a.far_row_k + a.far_row_v;
     const int piece = a.far_row_k % 16 == 0 ? 16 : 8; // bytes of a copy
     // A lane knows where a slot's rows lie, all of a warp's are on their way at once.
     const auto ask = [&](int at) {
@@ -41,15 +42,13 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
         int cell = -1;
         const uint8_t *k = nullptr, *v = nullptr;
         if (lane < PICK_SLOTS && i < n_picks) {
-            const size_t token = KEPT ? 0 : first + i / a.top;
+            const size_t token = kept ? 0 : first + i / a.top;
             cell = __ldcg(st.picks + (token * a.n_head_kv + kvh) * a.top + i % a.top);
         }
-        if constexpr (KEPT) { // the cache may have become shorter
-            if (cell >= min(a.n_kv, a.n_pages * a.page_cells)) { cell = -1; }
-        }
-        if (KEPT && cell >= 0) {
+        if (kept && cell >= min(a.n_kv, a.n_pages * a.page_cells)) { cell = -1; } // the cache has become shorter
+        if (kept && cell >= 0) {
             const int slot = __ldcg((const int32_t *) st.here + kvh * a.top + i);
-            k = st.here + a.here_rows + ((size_t) kvh * 2 * a.top + slot) * nb_row;
+            k = st.here + a.here_rows + ((size_t) kvh * a.top + slot) * nb_row;
             v = k + a.far_row_k;
         } else if (cell >= 0) {
             const int p = cell / a.page_cells;
@@ -101,7 +100,7 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
         for (int i = threadIdx.x; i < n_rows * 32; i += n_threads) { // two threads: a slot and column
             const int slot = lane % PICK_SLOTS, c = i / 32, cell = cells[slot], row = row0 + c,
                       head = row_head(a, kvh, row);
-            const bool is_here = cell >= 0 && (KEPT || first + (at + slot) / a.top == row_token(a, row));
+            const bool is_here = cell >= 0 && (kept || first + (at + slot) / a.top == row_token(a, row));
             float sum = 0.0f, bias = 0.0f;
             if (is_here) {
                 if (st.mask) {

@@ -78,7 +78,7 @@ kvq_cuda_device::~kvq_cuda_device() {
             cudaStreamSynchronize((cudaStream_t) far_stream);
             cudaStreamDestroy((cudaStream_t) far_stream);
         }
-        for (void * e : { far_ready, far_left, picks_asked, picks_there }) {
+        for (void * e : { far_ready, far_left, picks_asked, picks_there, half_there[0], half_there[1] }) {
             if (e) { cudaEventDestroy((cudaEvent_t) e); }
         }
         cudaFree(stage);
@@ -294,6 +294,7 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
     if (k.bytes_far) { // logits and scores of a token, and what is picked; a layer's far rows on their way
         nb += k.far_place == kvq_far_place::HOST ? k.bytes_far + v.bytes_far : 0;
         nb += (size_t) k.n_head * (k.n_pages + 8) * k.page_cells * k.n_stream * sizeof(float) * (1 + 8) + (8u << 20);
+        nb += k.bytes_ahead ? NB_PLACES : 0;
     }
     nb += seen.size() * KVQ_SEEN_BLOCKS * ((size_t) k.n_pages + 1) * sizeof(int32_t);
     if (k.chained) { // predictions of a stripe, a chunk's sums of rows
@@ -320,7 +321,8 @@ bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
         return false;
     }
     refresh();
-    picks_pending = false; // of a recording that was given up
+    picks_pending = half_pending[0] = half_pending[1] = false; // of a recording that was given up
+    place = -1;
     now = s;
     rows_to.clear();
     rows_at.clear();
@@ -508,8 +510,6 @@ void kvq_cuda_device::attend(
         }
         if (f.far && f.far->fetch != KVQ_FETCH_OFF && f.far->fetch != KVQ_FETCH_ALL && f.far->top > 0 &&
             a.n_pages > 0) {
-            join_picks(); // their logits lie where this layer's will
-            flush_rows();
             if (!attend_far(a, attn + i0, n_streams, k)) { return; }
             continue;
         }

@@ -20,6 +20,7 @@ struct kvq_turn;
 struct kvq_device_rotary;
 struct kvq_row_place;
 struct kvq_far_args;
+struct kvq_far_kept;
 struct kvq_turn_args;
 
 constexpr int MOST_SPLITS = 256; // of the part of an attention that makes logits
@@ -144,7 +145,7 @@ public:
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
         int n_threads) override;
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
-    void forget_picks(int32_t * picks, size_t n, void * buffer, size_t nb) override;
+    void forget_kept(int32_t * kept, size_t n, void * buffer, size_t nb) override;
     void join_picks(); // RECORD: the stream waits for picks that are made beside it
     void name_far_table(const void * const * there, const void * const * here, size_t n) override;
     const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const override;
@@ -237,21 +238,36 @@ private:
     bool take_ahead(const kvq_attn * attn, int n);
     void ask_ahead(const kvq_attn * attn, int n);
     bool make_far_stream();
-    bool far_tokens(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k,
-        int t0, kvq_attend_args & a, kvq_far_args & r);
+    struct far_sizes { // of a call: query tokens at a time, and what a stream's kernels leave each other
+        int n_q;
+        size_t logits, keys, tops, list, all; // bytes
+    };
+    far_sizes sizes_of_far(const kvq_attend_args & all, const kvq_attn & f, const kvq_lane_layout * k) const;
+    bool far_tokens(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const far_sizes & size, int t0,
+        kvq_attend_args & a, kvq_far_args & r);
     // of picks one step ahead (device_ahead.cu)
     bool reads_kept(const kvq_attend_args & all, const kvq_attn * attn) const;
-    void recall_picks(const kvq_far_args & r, const kvq_attn * attn, int n_streams);
-    bool attend_kept(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k);
+    bool attend_kept(const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const far_sizes & size);
     void * begin_picks();
+    void end_picks();
+    bool take_place(size_t nb, bool beside);
+    // Logits of some layers lie side by side: places in turn. Picks of half of them may be under way while attention
+    // writes the others.
+    static constexpr size_t NB_PLACES = 64u << 20;
+    static constexpr int MOST_PLACES = 8;
+    size_t nb_place = 0;
+    int n_places = 1, place = 0;
+    int half_of_places() const { return std::max(1, n_places / 2); }
+    static kvq_far_kept kept_of(const kvq_far_args & r, const kvq_attn * attn, int n_streams);
+    static void read_kept(const kvq_far_kept & kept, kvq_attend_args & a, int n_streams);
     void flush_forgotten();
     struct forgotten {
         size_t n, nb;
-        int32_t * picks;
+        int32_t * kept;
     };
-    std::map<void *, forgotten> to_forget;               // by buffer
-    void *picks_asked = nullptr, *picks_there = nullptr; // events
-    bool picks_pending = false;
+    std::map<void *, forgotten> to_forget;                                    // by buffer
+    void *picks_asked = nullptr, *picks_there = nullptr, *half_there[2] = {}; // events
+    bool picks_pending = false, half_pending[2] = {};
     void stage_pages(const void * const * rows, int n_pages, size_t nb_page, uint8_t * to);
     struct table_here {
         const void * const * rows;

@@ -151,11 +151,13 @@ bool kvq_cuda_device::make_far_stream() {
     if (!far_stream && check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "cudaStreamCreate")) {
         far_stream = s;
     }
-    for (void ** e : { &far_ready, &far_left, &picks_asked, &picks_there }) {
+    bool ok = far_stream != nullptr;
+    for (void ** e : { &far_ready, &far_left, &picks_asked, &picks_there, &half_there[0], &half_there[1] }) {
         cudaEvent_t made = nullptr;
         if (!*e && check(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "cudaEventCreate")) { *e = made; }
+        ok = ok && *e;
     }
-    return far_stream && far_ready && far_left && picks_asked && picks_there;
+    return ok;
 }
 
 void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
@@ -201,36 +203,38 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
 
 // ---------------------------------------------------------------- attention
 
+kvq_cuda_device::far_sizes kvq_cuda_device::sizes_of_far(
+    const kvq_attend_args & all, const kvq_attn & f, const kvq_lane_layout * k) const {
+    const int parts = all.k.np == 0 || all.k.group % 64 == 0 ? 0 : all.k.group % 32 == 0 ? 1 : 2;
+    far_sizes x;
+    // few enough rows for a few blocks of columns; a token at least
+    x.n_q = std::min(all.n_q, std::max(1, (32 >> parts) / all.gqa));
+    // for the longest cache: pages open while a recording is in use
+    const size_t n_slots = (size_t) (k ? std::max(k->n_pages, all.n_pages) : all.n_pages) * all.page_cells,
+                 n_rows = (size_t) all.n_head_kv * all.gqa * x.n_q, n_lists = (size_t) all.n_head_kv * x.n_q;
+    x.logits = kvq_pad(n_rows * n_slots * sizeof(float), 256);
+    x.keys = kvq_pad(n_lists * n_slots * sizeof(unsigned long long), 256);
+    x.tops = kvq_pad(n_rows * MOST_SPLITS * sizeof(float2), 256);
+    x.list = kvq_pad(n_lists * f.far->top * sizeof(int32_t), 256);
+    x.all = x.logits + x.keys + x.tops + x.list;
+    return x;
+}
+
 // Some tokens from t0 on as a call of their own: what its kernels take, and memory for what they leave each other.
 bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * attn, int n_streams,
-    const kvq_lane_layout * k, int t0, kvq_attend_args & a, kvq_far_args & r) {
+    const far_sizes & size, int t0, kvq_attend_args & a, kvq_far_args & r) {
     const kvq_far & f = *attn[0].far;
-    const int H = all.n_head_kv, P = all.page_cells,
-              parts = all.k.np == 0 || all.k.group % 64 == 0 ? 0
-        : all.k.group % 32 == 0                              ? 1
-                                                             : 2;
-    // few enough rows for a few blocks of columns; a token at least
-    const int most = std::max(1, (32 >> parts) / all.gqa);
+    const int H = all.n_head_kv, P = all.page_cells;
     a = all;
-    a.n_q = std::min(all.n_q - t0, most);
+    a.n_q = std::min(all.n_q - t0, size.n_q);
     a.n_rows = a.gqa * a.n_q;
-    const int n_far_pages = k ? std::max(k->n_pages, a.n_pages) : a.n_pages;
     a.n_logits = a.n_pages * P;
     a.top = f.top;
     a.far_format = f.format;
     a.far_row_k = (int) kvq_far_row_bytes(f.format, a.k.head_size);
     a.far_row_v = (int) kvq_far_row_bytes(f.format, a.v.head_size);
-    const size_t n_lists = (size_t) H * a.n_q, S = (size_t) n_streams;
-    // of a stream, for the longest cache: pages open while a recording is in use
-    const size_t nb_logits = kvq_pad((size_t) H * a.n_rows * n_far_pages * P * sizeof(float), 256),
-                 nb_keys = kvq_pad(n_lists * n_far_pages * P * sizeof(unsigned long long), 256),
-                 nb_tops = kvq_pad((size_t) H * a.n_rows * MOST_SPLITS * sizeof(float2), 256),
-                 nb_list = kvq_pad(n_lists * f.top * sizeof(int32_t), 256),
-                 nb = nb_logits + nb_keys + nb_tops + 2 * nb_list; // the second list: recall_picks
-    if (!grow(logits_memory, nb_logits_memory, S * nb, "attention's logits") ||
-        !grow(far_sums, n_far_sums, S * n_lists * sizeof(kvq_far_sums), "what is picked")) {
-        return false;
-    }
+    const size_t n_lists = (size_t) H * size.n_q;
+    if (!grow(far_sums, n_far_sums, n_streams * n_lists * sizeof(kvq_far_sums), "what is picked")) { return false; }
     r = {};
     r.first = t0 == 0;
     r.last = t0 + a.n_q == all.n_q;
@@ -247,7 +251,7 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
     r.sinks = a.sinks;
     for (int s = 0; s < n_streams; s++) {
         auto & x = a.stream[s];
-        uint8_t * at = logits_memory + s * nb;
+        uint8_t * at = logits_memory + std::max(place, 0) * nb_place + s * size.all;
         x.q += t0 * a.q_stride_token;
         x.mask = x.mask ? x.mask + t0 * a.mask_stride_token : nullptr;
         x.dst += t0 * a.dst_stride_token;
@@ -259,12 +263,11 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
         to.k_rows = x.k_rows = y.k_rows;
         to.v_rows = x.v_rows = y.v_rows;
         to.logits = x.logits;
-        to.keys = (unsigned long long *) (at += nb_logits);
-        to.tops = x.tops = (float *) (at += nb_keys);
+        to.keys = (unsigned long long *) (at += size.logits);
+        to.tops = x.tops = (float *) (at += size.keys);
         to.sums = (kvq_far_sums *) far_sums + s * n_lists;
-        to.picks = (int32_t *) (at += nb_tops);
+        to.picks = (int32_t *) (at += size.tops);
         x.picks = to.picks;
-        to.kept = y.picks;
         to.counts = (unsigned long long *) y.counts;
     }
     a.is_short = false;
@@ -275,17 +278,29 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
 bool kvq_cuda_device::attend_far(
     const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
     n_far++;
-    if (reads_kept(all, attn)) { return attend_kept(all, attn, n_streams, k); }
+    const far_sizes size = sizes_of_far(all, attn[0], k);
+    const bool kept = attn[0].far->fetch == KVQ_FETCH_AHEAD, at_once = kept && reads_kept(all, attn);
+    if (kept && !attn[0].far->buffer) {
+        err = err.empty() ? "attention one step ahead has no buffer for far rows" : err;
+        return false;
+    }
+    if (!take_place(n_streams * size.all, at_once && size.n_q == all.n_q)) { return false; }
+    flush_rows();
+    if (at_once) { return attend_kept(all, attn, n_streams, size); }
     kvq_attend_args a;
     kvq_far_args r;
     for (int t0 = 0; t0 < all.n_q; t0 += a.n_q) {
-        if (!far_tokens(all, attn, n_streams, k, t0, a, r)) { return false; }
+        if (!far_tokens(all, attn, n_streams, size, t0, a, r)) { return false; }
+        const kvq_far_kept rows = kept ? kept_of(r, attn, n_streams) : kvq_far_kept{};
         for (const int part : { 1, 2 }) {
             kvq_attend_args b = a;
             b.part = part;
             if (part == 2) {
-                kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream);
-                if (r.ahead) { recall_picks(r, attn, n_streams); }
+                if (!kept || r.first || r.last) { kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream); }
+                if (kept) {
+                    kvq_launch_far_hide(rows, n_streams, (cudaStream_t) stream);
+                    read_kept(rows, b, n_streams);
+                }
             } else {
                 for (int s = 0; s < n_streams; s++) { b.stream[s].lse = nullptr; }
             }
@@ -304,6 +319,7 @@ bool kvq_cuda_device::attend_far(
             }
             kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
         }
+        if (kept && (r.first || r.last)) { kvq_launch_far_keep(rows, n_streams, (cudaStream_t) stream); }
     }
     return check(cudaGetLastError(), "attention that fetches");
 }

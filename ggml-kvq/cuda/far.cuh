@@ -31,30 +31,31 @@ struct kvq_far_args {
         unsigned long long * keys; // [token][head kv][n_near * page_cells]
         kvq_far_sums * sums;       // [token][head kv]
         int32_t * picks;           // [token][head kv][top]
-        int32_t * kept;            // [head kv][top], of the call before
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };
 static_assert(sizeof(kvq_far_args) < 4000, "kernel arguments are limited to 4 KiB");
 
 void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t stream);
-void kvq_launch_far_recall(const kvq_far_args & a, int n_streams, cudaStream_t stream);
 
-// Behind picks for the next step: what they need of far rows comes into the buffer here (engine/far_buffer.h). In it,
-// 8 channels of a row lie as in the second tier.
-constexpr int FAR_KEPT = 1024; // picks at most
-struct kvq_far_bring {
-    int first, last, n_q, n_head_kv, top, page_cells, nb_key, nb_value, n_words; // nb: bytes of a row
-    size_t tags, hands, bits, rows;                                              // of the buffer
+// Far rows that are kept (engine/far_buffer.h). In the buffer, 8 channels of a row lie as in the second tier.
+struct kvq_far_kept {
+    // n_cells: those at and behind it are gone; nb: bytes of a row; n_rows, n_logits: of near logits
+    int first, last, n_q, n_rows, n_head_kv, top, n_kept, n_cells, page_cells, nb_key, nb_value, n_words, n_logits;
+    size_t bits, rows; // of the buffer
     struct {
         const void *const *k_rows, *const *v_rows;
         const int32_t * picks; // [token][head kv][top]
-        int32_t * kept;        // [head kv][top]
+        int32_t * kept;        // [head kv][n_kept]
         uint8_t * buffer;
+        float * logits; // [head kv][row][n_logits]
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };
-void kvq_launch_far_bring(const kvq_far_bring & a, int n_streams, cudaStream_t stream);
+// near logits of kept cells: minus infinity, for attention in parts
+void kvq_launch_far_hide(const kvq_far_kept & a, int n_streams, cudaStream_t stream);
+// behind picks and attention: counts what the first token finds, and keeps what the last one picks
+void kvq_launch_far_keep(const kvq_far_kept & a, int n_streams, cudaStream_t stream);
 
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier
 struct kvq_far_overlay {

@@ -161,9 +161,9 @@ public:
     virtual void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles,
         void * const * rows, int n_threads) = 0;
     virtual void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) = 0;
-    // What was kept for the next step is not: n picks become -1, nb bytes of the buffer zero (kvq_far), before the next
+    // What was kept for the next step is not: n cells become -1, nb bytes of the buffer zero (kvq_far), before the next
     // attention.
-    virtual void forget_picks(int32_t *, size_t, void *, size_t) {}
+    virtual void forget_kept(int32_t *, size_t, void *, size_t) {}
     // NULL: attention over such blocks fetches far rows of this format; else why not, and the cure
     virtual const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const = 0;
 

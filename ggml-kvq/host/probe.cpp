@@ -171,10 +171,11 @@ const kvq_field kvq_far_fields[] = {
     F(kvq_far, n_cells),
     F(kvq_far, k_rows),
     F(kvq_far, v_rows),
-    F(kvq_far, picks),
+    F(kvq_far, kept),
     F(kvq_far, counts),
     F(kvq_far, buffer),
     F(kvq_far, n_slots),
+    F(kvq_far, n_kept),
 };
 const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, k),

@@ -245,7 +245,7 @@ typedef enum kvq_far_format {
 typedef enum kvq_fetch {
     KVQ_FETCH_OFF = 0,
     KVQ_FETCH_NOW = 1,   // every query token picks for itself
-    KVQ_FETCH_AHEAD = 2, // what the last token of a step picks is read by the next step
+    KVQ_FETCH_AHEAD = 2, // what the last token of a step picks is read by the steps that follow (kvq_far::kept)
     KVQ_FETCH_ALL = 3,   // every sealed cell is read from its far row
 } kvq_fetch;
 
@@ -264,14 +264,16 @@ typedef struct kvq_far {
     // by page of the stream: rows of all KV heads, [head][cell][kvq_far_row_bytes]; NULL: the page has none
     const void * const * k_rows;
     const void * const * v_rows;
-    int32_t * picks; // AHEAD, in and out: [n_head_kv][top] cells, -1 behind the last
-    // added to: rows fetched (of one KV head and cell, keys and values count once); rows wanted by the first token of a
-    // step, and how many of those had been fetched by the step before (AHEAD); steps
+    // AHEAD, in and out: [n_head_kv][n_kept] cells, -1 behind the last. This call reads these far rows in place of its
+    // own picks, and leaves the picks of its last token, in ascending order, and behind them those that were here
+    // before, as many as there is room for: rows that were not picked for the longest time go first.
+    int32_t * kept;
+    // added to: rows fetched (of one KV head and cell, keys and values count once; AHEAD: those that were not kept);
+    // rows wanted by the first token of a step, and how many of those were kept (AHEAD); steps
     uint64_t * counts; // [4]
-    // AHEAD, of engines with memory of their own: what was picked is kept there, rows and all (engine/far_buffer.h),
-    // of n_slots slots of the stream; NULL: rows are read where they lie. `fetched` then counts those that came here.
-    void * buffer;
-    int32_t n_slots;
+    void * buffer;     // AHEAD, engines with memory of their own: where kept rows lie (engine/far_buffer.h)
+    int32_t n_slots;   // of the stream
+    int32_t n_kept;    // rows per KV head, `top` or more
 } kvq_far;
 
 // One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v

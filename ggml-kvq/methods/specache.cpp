@@ -3,13 +3,17 @@
 // copy gives most attention (section 3; policy/fetch.h).
 //   near=aqua     copies less calibrated means (aqua's predictor=bias)
 //   fetch=now     the step that reads them fetches them: no guess, and no program needs to know
-//   fetch=ahead   the last token of a step picks for the next one (section 3.3: that token is a guess of the next)
+//   fetch=ahead   the last token of a step picks for the next one (section 3.3: that token is a guess of the next);
+//                 rows stay until others have been picked more lately
 // The paper's copies are KIVI's: 2 bits in groups of 64, and 1 bit with levels at the quartiles of the range (section
 // 3.2: z = (3 min + max)/4, s = (max - min)/2), which is eta = 1/4.
 #include "method.h"
 #include "types/far_rows.h"
 
+#include <algorithm>
 #include <cstring>
+
+static constexpr int MOST_KEPT = 2048; // rows of a KV head that stay
 
 static const kvq_option_info options[] = {
     { "near", "auto|higgs|kivi|aqua", "auto",
@@ -26,6 +30,8 @@ static const kvq_option_info options[] = {
         "where those rows lie: PATH, which has a /, is a file that does not exist yet (CPU)", "SpeCache section 3.1" },
     { "fetch", "now|ahead|off", "now", "when rows are fetched: by the step that picks them, or for the next one",
         "SpeCache section 3.3" },
+    { "kept", "int", "0", "fetch=ahead: rows per KV head that stay, those picked last, top..2048; 0: 4 times top",
+        "ggml-kvq" },
     { "prompt", "exact|near", "exact", "prompts read every row from far, or fetch as generation does",
         "SpeCache section 3.1" },
     { "levels", "ends|mid", "ends", "near=kivi, ends: codes round to the end points; mid: equal bins, mid-points",
@@ -68,9 +74,19 @@ kvq_status kvq_plan_fetch(
         err = "option top=" + o.str("top") + " is not within 0..1024";
         return KVQ_ERR_OPTION;
     }
+    int kept = 0;
+    if (fetch == KVQ_FETCH_AHEAD) {
+        kept = o.num("kept") ? o.num("kept") : std::min(4 * top, MOST_KEPT);
+        if (kept < top || kept > MOST_KEPT) {
+            err = "option kept=" + o.str("kept") + " is not within top.." + std::to_string(MOST_KEPT) +
+                " (top=" + std::to_string(top) + ")";
+            return KVQ_ERR_OPTION;
+        }
+    }
     const int format = o.is("far", "f16") ? KVQ_FAR_F16 : o.is("far", "q8") ? KVQ_FAR_Q8 : KVQ_FAR_Q4;
     const int exact = o.is("prompt", "exact");
-    out.add("fetch", { { "top", top }, { "format", format }, { "fetch", fetch }, { "exact", exact } }, place);
+    out.add("fetch", { { "top", top }, { "format", format }, { "fetch", fetch }, { "kept", kept }, { "exact", exact } },
+        place);
     return KVQ_OK;
 }
 

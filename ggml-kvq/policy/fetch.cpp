@@ -12,11 +12,11 @@
 static size_t nb_table(const kvq_lane_layout & l) {
     return kvq_pad(sizeof(void *) * (size_t) l.n_stream * l.n_pages, KVQ_ALIGN);
 }
-static size_t nb_picks(const kvq_lane_layout & l, int top) {
-    return kvq_pad(4 * (size_t) l.n_stream * l.n_head * std::max(top, 1), KVQ_ALIGN);
+static size_t nb_cells(const kvq_lane_layout & l, int keeps) {
+    return kvq_pad(4 * (size_t) l.n_stream * l.n_head * std::max(keeps, 1), KVQ_ALIGN);
 }
-static kvq_far_buffer buffer_of(const kvq_lane_layout & l, int format, int top) {
-    return { l.n_head, top, l.n_pages * l.page_cells / 32, 2 * kvq_far_row_bytes(format, l.codec.head_size) };
+static kvq_far_buffer buffer_of(const kvq_lane_layout & l, int format, int keeps) {
+    return { l.n_head, keeps, l.n_pages * l.page_cells / 32, 2 * kvq_far_row_bytes(format, l.codec.head_size) };
 }
 static size_t nb_far_page(const kvq_lane_layout & l, int format) {
     return kvq_far_row_bytes(format, l.codec.head_size) * (size_t) l.n_head * l.page_cells;
@@ -27,16 +27,17 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     top((int) part.get("top")),
     format((int) part.get("format")),
     fetch((int) part.get("fetch")),
+    keeps((int) part.get("kept")),
     exact(part.get("exact") > 0),
     device(device),
     pool(std::move(pool)) {
     lanes[0].l = keys;
     lanes[1].l = values;
-    nb_memory = nb_table(keys) + nb_table(values) + nb_picks(keys, top) + KVQ_ALIGN;
+    nb_memory = nb_table(keys) + nb_table(values) + nb_cells(keys, keeps) + KVQ_ALIGN;
     if (keys.bytes_ahead && !device.is_host()) {
-        const kvq_far_buffer b = buffer_of(keys, format, top);
+        const kvq_far_buffer b = buffer_of(keys, format, keeps);
         nb_buffer = b.size;
-        nb_kept = b.rows;
+        nb_lists = b.rows;
         nb_memory += (size_t) keys.n_stream * nb_buffer;
     }
     memory = (uint8_t *) device.alloc(nb_memory); // zeros: no page has rows
@@ -49,12 +50,12 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
         at += nb_table(x.l);
         device.fetches()->name_far_table(x.there, x.rows.data(), x.rows.size());
     }
-    picks = (int32_t *) (memory + at);
-    counts = (uint64_t *) (memory + at + nb_picks(keys, top));
-    if (nb_buffer) { buffer = memory + at + nb_picks(keys, top) + KVQ_ALIGN; }
+    kept = (int32_t *) (memory + at);
+    counts = (uint64_t *) (memory + at + nb_cells(keys, keeps));
+    if (nb_buffer) { buffer = memory + at + nb_cells(keys, keeps) + KVQ_ALIGN; }
     far.resize((size_t) keys.n_stream);
-    std::vector<int32_t> none(nb_picks(keys, top) / 4, -1);
-    device.put(picks, none.data(), 4 * none.size());
+    std::vector<int32_t> none(nb_cells(keys, keeps) / 4, -1);
+    device.put(kept, none.data(), 4 * none.size());
 }
 
 kvq_fetcher::~kvq_fetcher() {
@@ -66,7 +67,7 @@ kvq_fetcher::~kvq_fetcher() {
         if (x.there) { device.fetches()->name_far_table(x.there, nullptr, 0); }
     }
     for (int s = 0; buffer && s < lanes[0].l.n_stream; s++) {
-        device.fetches()->forget_picks(nullptr, 0, buffer + (size_t) s * nb_buffer, 0);
+        device.fetches()->forget_kept(nullptr, 0, buffer + (size_t) s * nb_buffer, 0);
     }
     if (memory) { device.free(memory, nb_memory); }
 }
@@ -95,7 +96,7 @@ void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
 // Kept rows may be of a page that is written again.
 void kvq_fetcher::forget(int s) {
     if (!buffer) { return; }
-    device.fetches()->forget_picks(picks + (size_t) s * n_picks(), n_picks(), buffer + (size_t) s * nb_buffer, nb_kept);
+    device.fetches()->forget_kept(kept + (size_t) s * n_kept(), n_kept(), buffer + (size_t) s * nb_buffer, nb_lists);
 }
 
 // A page without memory for its rows stays open, and exact.
@@ -131,16 +132,16 @@ void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
 }
 
 void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
-    const size_t n = n_picks();
+    const size_t n = n_kept();
     if (x.is_value() || !n) { return; }
-    device.copy(picks + to * n, picks + from * n, 4 * n); // what the copy reads first
+    device.copy(kept + to * n, kept + from * n, 4 * n); // what the copy reads first
     if (buffer) { device.copy(buffer + (size_t) to * nb_buffer, buffer + (size_t) from * nb_buffer, nb_buffer); }
 }
 
 void kvq_fetcher::cleared(kvq_lane & x) {
     if (x.is_value()) { return; }
-    const std::vector<int32_t> none(nb_picks(of(x).l, top) / 4, -1);
-    device.put(picks, none.data(), 4 * none.size());
+    const std::vector<int32_t> none(nb_cells(of(x).l, keeps) / 4, -1);
+    device.put(kept, none.data(), 4 * none.size());
     for (int s = 0; s < of(x).l.n_stream; s++) { forget(s); }
 }
 
@@ -175,7 +176,8 @@ void kvq_fetcher::spans(kvq_attn & a, int s) {
     f.n_cells = lanes[0].l.page_cells;
     f.k_rows = lanes[0].there + (size_t) s * lanes[0].l.n_pages;
     f.v_rows = lanes[1].there + (size_t) s * lanes[1].l.n_pages;
-    f.picks = picks + (size_t) s * lanes[0].l.n_head * top;
+    f.kept = kept + (size_t) s * n_kept();
+    f.n_kept = keeps;
     f.counts = counts;
     f.buffer = buffer ? buffer + (size_t) s * nb_buffer : nullptr;
     f.n_slots = lanes[0].l.n_pages * lanes[0].l.page_cells;
@@ -198,9 +200,9 @@ std::string kvq_fetcher::trouble() { return pool->error(); }
 static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     const int format = (int) part.get("format"), n_open = std::min(l.n_sink_pages, l.n_pages);
     l.bytes_far = nb_far_page(l, format) * (size_t) l.n_stream * (size_t) (l.n_pages - n_open);
-    l.bytes_tables += nb_table(l) + (value ? KVQ_ALIGN : nb_picks(l, (int) part.get("top")));
-    if (!value && part.get("fetch") == KVQ_FETCH_AHEAD && part.get("top") > 0) {
-        l.bytes_ahead = (size_t) l.n_stream * buffer_of(l, format, (int) part.get("top")).size;
+    l.bytes_tables += nb_table(l) + (value ? KVQ_ALIGN : nb_cells(l, (int) part.get("kept")));
+    if (!value && part.get("kept") > 0) {
+        l.bytes_ahead = (size_t) l.n_stream * buffer_of(l, format, (int) part.get("kept")).size;
     }
     l.far_place = part.text == "host" ? kvq_far_place::HOST
         : part.text == "device"       ? kvq_far_place::DEVICE
@@ -248,7 +250,9 @@ static std::string words(const std::vector<kvq_part_of_layer> & layers, const kv
     return text +
         (fetch == KVQ_FETCH_OFF || !top ? std::string(", none is fetched")
                                         : ", " + std::to_string(top) + " of them fetched per KV head and token" +
-                    (fetch == KVQ_FETCH_AHEAD ? ", one step ahead" : ""));
+                    (fetch == KVQ_FETCH_AHEAD
+                            ? ", one step ahead, " + std::to_string((int) part.get("kept")) + " stay per KV head"
+                            : ""));
 }
 
 extern const kvq_policy_kind kvq_policy_fetch;

@@ -3,8 +3,9 @@
 // Sealing sends the rows of both lanes far before anything is taken out of them. What is decoded elsewhere comes from
 // there: pages that are written again, context shifts and saved states lose nothing.
 //
-//   part fetch   top: cells per KV head and query token; format: kvq_far_format; fetch: kvq_fetch; exact: 1, calls of
-//                KVQ_PROMPT_ROWS tokens and more read every far row; text: where rows lie (far_pool.h)
+//   part fetch   top: cells per KV head and query token; format: kvq_far_format; fetch: kvq_fetch; kept: rows per KV
+//                head that stay, fetch ahead; exact: 1, calls of KVQ_PROMPT_ROWS tokens and more read every far row;
+//                text: where rows lie (far_pool.h)
 #pragma once
 
 #include "far_pool.h"
@@ -50,22 +51,22 @@ private:
     };
     lane_rows & of(const kvq_lane & x) const { return lanes[x.is_value()]; }
     void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
-    bool take(const kvq_lane & x, int s, int p) const;                           // memory for the rows of a page
-    size_t n_picks() const { return (size_t) lanes[0].l.n_head * (size_t) top; } // of a stream
+    bool take(const kvq_lane & x, int s, int p) const;                            // memory for the rows of a page
+    size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
     void forget(int s);
     void release(const kvq_lane & x, int s, int p);
     void publish(const kvq_lane & x, int s, int p);
 
-    const int top, format, fetch;
+    const int top, format, fetch, keeps;
     const bool exact;
     kvq_device & device;
     std::shared_ptr<kvq_far_pool> pool;
     mutable lane_rows lanes[2];
-    uint8_t * memory = nullptr; // tables of both lanes, picks, counts
+    uint8_t * memory = nullptr; // tables of both lanes, kept cells, counts
     size_t nb_memory = 0;
-    int32_t * picks = nullptr;         // [stream][head][top]
-    uint8_t * buffer = nullptr;        // [stream] of far_buffer.h; NULL: attention reads rows where they lie
-    size_t nb_buffer = 0, nb_kept = 0; // of a stream, and of what is not rows
+    int32_t * kept = nullptr;           // [stream][head][keeps]
+    uint8_t * buffer = nullptr;         // [stream] of far_buffer.h; NULL: attention reads rows where they lie
+    size_t nb_buffer = 0, nb_lists = 0; // of a stream, and of what is not rows
     uint64_t * counts = nullptr;
     std::vector<kvq_far> far; // of a call, by stream
 };

@@ -171,8 +171,8 @@ class Page:
 @dataclass
 class Far:
     """The second tier of a stream (kvq_far). rows: of every page of the stream, keys and values, uint8 [n_head_kv,
-    n_cells, far_row_bytes], None where a page has none; picks int32 [n_head_kv, top], read and written by fetch=ahead;
-    counts uint64 [4], added to.
+    n_cells, far_row_bytes], None where a page has none; kept int32 [n_head_kv, n_kept], read and written by
+    fetch=ahead; counts uint64 [4], added to.
     """
 
     fetch: str
@@ -180,7 +180,7 @@ class Far:
     form: str
     n_cells: int
     rows: list[tuple[np.ndarray | None, np.ndarray | None]]
-    picks: np.ndarray | None = None
+    kept: np.ndarray | None = None
     counts: np.ndarray | None = None
 
     def struct(self) -> tuple[native.kvq_far, list[Any]]:
@@ -189,7 +189,8 @@ class Far:
         out = native.kvq_far(
             FETCHES.index(self.fetch), self.top, FAR_FORMATS.index(self.form), self.n_cells, tables[0], tables[1]
         )
-        out.picks, out.counts = _at(self.picks, c_int32), _at(self.counts, c_uint64)
+        out.kept, out.counts = _at(self.kept, c_int32), _at(self.counts, c_uint64)
+        out.n_kept = 0 if self.kept is None else self.kept.shape[1]
         return out, [tables, self]
 
 

@@ -103,10 +103,11 @@ class kvq_far(Structure):
         ("n_cells", c_int32),
         ("k_rows", POINTER(c_void_p)),
         ("v_rows", POINTER(c_void_p)),
-        ("picks", POINTER(c_int32)),
+        ("kept", POINTER(c_int32)),
         ("counts", POINTER(c_uint64)),
         ("buffer", c_void_p),
         ("n_slots", c_int32),
+        ("n_kept", c_int32),
     ]
 
 

@@ -11,7 +11,7 @@
 struct far_case {
     attention_case c;
     int top, format;
-    bool ahead = false; // some steps, each reads what the one before has picked
+    int room = 0; // ahead, some steps, each reads what those before have picked: rows per KV head that stay
 };
 
 // far rows of a lane's sealed pages, as they came, and what they are worth
@@ -60,60 +60,66 @@ struct far_lane {
 
 // What a step ahead keeps (engine/far_buffer.h), of all streams, and what it should.
 struct kept_rows {
-    const int H, top, np, P;
+    const int H, top, room, np, P;
     const size_t nb_row;
     const kvq_far_buffer at;
-    std::vector<int32_t> tags, hands, picks;
-    std::unique_ptr<device_bytes> buffer, picks_there;
+    std::vector<int32_t> cells; // [stream][head][room]
+    std::unique_ptr<device_bytes> buffer, cells_there;
     uint64_t n_come = 0;
 
-    kept_rows(kvq_cuda_device & d, const world & w, int n_stream, int top, int format) :
+    kept_rows(kvq_cuda_device & d, const world & w, int n_stream, int top, int room, int format) :
         H(w.k.n_head),
         top(top),
+        room(room),
         np(w.k.n_pages),
         P(w.k.page_cells),
         nb_row(kvq_far_row_bytes(format, w.k.codec.head_size)),
-        at(H, top, np * P / 32, 2 * nb_row),
-        tags((size_t) n_stream * H * 2 * top, 0),
-        hands((size_t) n_stream * H, 0),
-        picks((size_t) n_stream * H * top, -1) {
+        at(H, room, np * P / 32, 2 * nb_row),
+        cells((size_t) n_stream * H * room, -1) {
         const std::vector<uint8_t> zeros(n_stream * at.size, 0);
         buffer.reset(new device_bytes(d, zeros.size(), zeros.data()));
-        picks_there.reset(new device_bytes(d, picks.size() * 4, picks.data()));
+        cells_there.reset(new device_bytes(d, cells.size() * 4, cells.data()));
     }
-    // picks of the step that was: what has come, and where it lies
-    void step(const far_lane * lane) {
-        picks = picks_there->get<int32_t>();
-        const std::vector<uint8_t> there = buffer->get<uint8_t>();
-        for (size_t i = 0; i < hands.size(); i++) { // stream and head
-            const int32_t * p = &picks[i * top];
-            int32_t * t = &tags[i * 2 * top];
-            const uint8_t * b = &there[i / H * at.size];
-            const auto is_pick = [&](int tag) { return tag && std::find(p, p + top, tag - 1) != p + top; };
-            std::vector<int> free_slots;
-            for (int j = 0; j < 2 * top; j++) {
-                const int slot = (hands[i] + j) % (2 * top);
-                if (!is_pick(t[slot])) { free_slots.push_back(slot); }
+    // The step that was, over cells below n_cells. Which cells it picked is checked elsewhere: n_picks[stream][head] of
+    // them lie in front, in order.
+    void step(const far_lane * lane, int n_cells, const std::vector<int> & n_picks) {
+        const std::vector<int32_t> there = cells_there->get<int32_t>();
+        const std::vector<uint8_t> memory = buffer->get<uint8_t>();
+        for (size_t i = 0; i < n_picks.size(); i++) { // stream and head
+            const int32_t * const got = &there[i * room];
+            int32_t * const old = &cells[i * room];
+            const auto is_old = [&](int cell) {
+                return cell < n_cells && std::find(old, old + room, cell) != old + room;
+            };
+            std::vector<int32_t> want(got, got + n_picks[i]);
+            for (int j = 0; j < n_picks[i]; j++) {
+                CHECK(want[j] >= 0 && want[j] < n_cells && (!j || want[j] > want[j - 1]), "picks of head %zu", i);
+                n_come += !is_old(want[j]);
             }
-            size_t used = 0;
-            for (int j = 0; j < top && p[j] >= 0; j++) {
-                if (std::find(t, t + 2 * top, p[j] + 1) == t + 2 * top) { t[free_slots[used++]] = p[j] + 1; }
+            for (int j = 0; j < room && old[j] >= 0; j++) {
+                if (old[j] < n_cells && std::find(got, got + n_picks[i], old[j]) == got + n_picks[i]) {
+                    want.push_back(old[j]);
+                }
             }
-            if (used) { hands[i] = (free_slots[used - 1] + 1) % (2 * top); }
-            n_come += used;
+            want.resize((size_t) room, -1);
+            CHECK(std::equal(want.begin(), want.end(), got), "cells kept of stream and head %zu differ", i);
+            std::copy(want.begin(), want.end(), old);
             const size_t h = i % H;
-            CHECK(
-                !memcmp(t, b + at.tags + h * 8 * top, 8 * (size_t) top), "rows kept of stream and head %zu differ", i);
+            const uint8_t * const b = &memory[i / H * at.size];
             std::vector<uint32_t> bits((size_t) np * P / 32, 0);
-            for (int j = 0; j < top && p[j] >= 0; j++) {
-                bits[(size_t) p[j] / 32] |= 1u << p[j] % 32;
-                const int slot = ((const int32_t *) (b + at.slots))[h * top + j];
-                CHECK(slot >= 0 && slot < 2 * top && t[slot] == p[j] + 1, "pick %d is in slot %d", j, slot);
-                const size_t page = i / H * np + p[j] / P, row = h * P + p[j] % P;
-                const uint8_t * got = b + at.rows + (h * 2 * top + slot) * 2 * nb_row;
+            std::vector<uint8_t> taken((size_t) room, want[0] < 0);
+            for (int j = 0; j < room; j++) {
+                const int slot = ((const int32_t *) (b + at.slots))[h * room + j];
+                if (want[0] < 0) { break; }
+                CHECK(slot >= 0 && slot < room && !taken[slot], "slot %d twice", slot);
+                taken[slot] = 1;
+                if (want[j] < 0) { continue; }
+                bits[(size_t) want[j] / 32] |= 1u << want[j] % 32;
+                const size_t page = i / H * np + want[j] / P, row = h * P + want[j] % P;
+                const uint8_t * mine = b + at.rows + (h * room + slot) * 2 * nb_row;
                 for (int r = 0; r < 2; r++) {
-                    const uint8_t * want = (const uint8_t *) lane[r].rows[page] + row * nb_row;
-                    CHECK(!memcmp(got + r * nb_row, want, nb_row), "row of cell %d differs", p[j]);
+                    const uint8_t * its = (const uint8_t *) lane[r].rows[page] + row * nb_row;
+                    CHECK(!memcmp(mine + r * nb_row, its, nb_row), "row of cell %d differs", want[j]);
                 }
             }
             CHECK(!memcmp(bits.data(), b + at.bits + h * 4 * bits.size(), 4 * bits.size()), "bits of head %zu", i);
@@ -123,6 +129,7 @@ struct kept_rows {
 
 static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked, bool all = false) {
     const attention_case & c = f.c;
+    const bool ahead = f.room > 0;
     world w(d, c);
     const char * why = d.refuse_far(w.k.codec, w.v.codec, f.format, f.top);
     CHECK(!why || getenv("KVQ_CUDA_AS"), "refused: %s", why);
@@ -174,18 +181,18 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
         x.dst_stride_head = D;
         x.pages = (const kvq_page *) w.pages_there->p + (size_t) s * np;
         w.leave_out(x, s);
-        far[s] = { all    ? KVQ_FETCH_ALL
-                : f.ahead ? KVQ_FETCH_AHEAD
-                          : KVQ_FETCH_NOW,
+        far[s] = { all  ? KVQ_FETCH_ALL
+                : ahead ? KVQ_FETCH_AHEAD
+                        : KVQ_FETCH_NOW,
             f.top, f.format, P, (const void * const *) tk.p + (size_t) s * np,
-            (const void * const *) tv.p + (size_t) s * np, nullptr, (uint64_t *) counts.p, nullptr, np * P };
+            (const void * const *) tv.p + (size_t) s * np, nullptr, (uint64_t *) counts.p, nullptr, np * P, f.room };
         x.far = &far[s];
     }
     std::unique_ptr<kept_rows> kept;
-    if (f.ahead) {
-        kept.reset(new kept_rows(d, w, c.n_stream, f.top, f.format));
+    if (ahead) {
+        kept.reset(new kept_rows(d, w, c.n_stream, f.top, f.room, f.format));
         for (int s = 0; s < c.n_stream; s++) {
-            far[s].picks = (int32_t *) kept->picks_there->p + (size_t) s * c.n_kv_heads * f.top;
+            far[s].kept = (int32_t *) kept->cells_there->p + (size_t) s * c.n_kv_heads * f.room;
             far[s].buffer = (uint8_t *) kept->buffer->p + s * kept->at.size;
         }
     }
@@ -193,7 +200,7 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
     while (2 * log2 <= H) { log2 *= 2; }
     double err = 0, norm = 0;
     uint64_t n_picked = 0, n_wanted = 0, n_hits = 0, n_unsure = 0;
-    const int n_slots = np * P, n_steps = f.ahead ? 4 : 1;
+    const int n_slots = np * P, n_steps = ahead ? 4 : 1;
     std::vector<double> o(D), logit((size_t) c.gqa * n_slots), score(n_slots);
     for (int step = 0; step < n_steps; step++) {
         if (step) {
@@ -206,17 +213,18 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
                 x.flags ^= c.turns && c.stayed && step != 1 ? KVQ_ATTN_STAYED : 0; // read in parts for once
             }
         }
-        const std::vector<int32_t> given = kept ? kept->picks : std::vector<int32_t>();
+        const std::vector<int32_t> given = kept ? kept->cells : std::vector<int32_t>();
+        std::vector<int> n_last((size_t) c.n_stream * c.n_kv_heads); // picks of the last token
         const int64_t before = d.n_far, before_ahead = d.n_ahead;
-        const int n_times = f.ahead ? 1 : 2; // sums are zero again
+        const int n_times = ahead ? 1 : 2; // sums are zero again
         for (int again = 0; again < n_times; again++) { d.attend(a.data(), c.n_stream, &w.k, &w.v); }
         d.get(dst.data(), to.p, dst.size() * 4);
         CHECK(d.error().empty(), "%s", d.error().c_str());
         CHECK(all || d.n_far == before + n_times, "%s", "nothing was fetched");
-        CHECK(!f.ahead || d.n_ahead == before_ahead + (!c.turns || a[0].flags),
+        CHECK(!ahead || d.n_ahead == before_ahead + (!c.turns || a[0].flags),
             "no kernel read what was kept: kb %d vb %d group %d D %d gqa %d n_q %d turns %d", c.kb, c.vb, c.group, c.D,
             c.gqa, c.n_q, c.turns);
-        if (kept) { kept->step(lane); }
+        const std::vector<int32_t> kept_now = kept ? kept->cells_there->get<int32_t>() : std::vector<int32_t>();
         for (int s = 0; s < c.n_stream; s++) {
             for (int t = 0; t < c.n_q; t++) {
                 for (int kvh = 0; kvh < c.n_kv_heads; kvh++) {
@@ -278,22 +286,22 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
                         order.resize(f.top);
                     }
                     n_picked += order.size();
-                    if (f.ahead) {
-                        const int32_t * before = &given[((size_t) s * c.n_kv_heads + kvh) * f.top];
+                    if (ahead) {
+                        const size_t list = (size_t) s * c.n_kv_heads + kvh;
+                        const int32_t * before = &given[list * f.room];
                         std::vector<int> old;
-                        for (int i = 0; i < f.top && before[i] >= 0; i++) {
+                        for (int i = 0; i < f.room && before[i] >= 0; i++) {
                             if (before[i] < n_kv) { old.push_back(before[i]); }
                         }
                         std::sort(order.begin(), order.end());
                         if (t == 0) {
                             n_wanted += order.size();
                             n_unsure += close;
-                            for (int cell : order) { n_hits += std::count(before, before + f.top, cell); }
+                            for (int cell : order) { n_hits += std::count(before, before + f.room, cell); }
                         }
-                        if (t == c.n_q - 1 && !close) { // what is kept for the next step
-                            order.resize((size_t) f.top, -1);
-                            CHECK(std::equal(order.begin(), order.end(),
-                                      &kept->picks[((size_t) s * c.n_kv_heads + kvh) * f.top]),
+                        if (t == c.n_q - 1) {
+                            n_last[list] = (int) order.size();
+                            CHECK(close || std::equal(order.begin(), order.end(), &kept_now[list * f.room]),
                                 "picks of step %d stream %d head %d differ", step, s, kvh);
                         }
                         order = old;
@@ -332,22 +340,24 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
                 }
             }
         }
+        if (kept) { kept->step(lane, n_kv, n_last); }
     }
     const std::vector<uint64_t> counted = counts.get<uint64_t>();
-    const uint64_t n_come = f.ahead ? kept->n_come : 2 * n_picked, n_calls = f.ahead ? 4 : 2;
+    const uint64_t n_come = ahead ? kept->n_come : 2 * n_picked, n_calls = ahead ? 4 : 2;
     CHECK(all || (counted[0] == n_come && counted[3] == n_calls * c.n_stream), "%d rows counted, not %d, in %d steps",
         (int) counted[0], (int) n_come, (int) counted[3]);
-    CHECK(!f.ahead || (counted[1] == n_wanted && (n_unsure || counted[2] == n_hits)), "%d of %d hits, not %d of %d",
+    CHECK(!ahead || (counted[1] == n_wanted && (n_unsure || counted[2] == n_hits)), "%d of %d hits, not %d of %d",
         (int) counted[2], (int) counted[1], (int) n_hits, (int) n_wanted);
     for (far_lane & l : lane) { d.free_far(l.memory, 0); }
     const double rel = sqrt(err / std::max(norm, 1e-30));
     const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3;
     CHECK(rel < bound,
-        "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d top %d format "
+        "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d top %d of %d "
+        "format "
         "%d "
         "softcap %g alibi %g sinks %d turns %d",
-        rel, c.kb, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, f.top, f.format,
-        c.softcap, c.max_bias, c.sinks, c.turns);
+        rel, c.kb, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, f.top, f.room,
+        f.format, c.softcap, c.max_bias, c.sinks, c.turns);
     return rel;
 }
 
@@ -366,10 +376,13 @@ static void far_ties(kvq_cuda_device & d) {
     const std::vector<float> hq(2 * D, 0.0f);
     const std::vector<int32_t> none(1024, -1);
     device_bytes q(d, hq.size() * 4, hq.data()), o(d, hq.size() * 4),
-        table(d, rows.size() * sizeof(void *), rows.data()), picks(d, 4096, none.data());
+        table(d, rows.size() * sizeof(void *), rows.data()), cells_there(d, 4096, none.data());
+    const kvq_far_buffer at(1, 1024, np * P / 32, 4 * D);
+    const std::vector<uint8_t> zeros(at.size, 0);
+    device_bytes buffer(d, at.size, zeros.data());
     for (int top : { 1, 64, 1000 }) {
         const kvq_far far = { KVQ_FETCH_AHEAD, top, KVQ_FAR_F16, P, (const void * const *) table.p,
-            (const void * const *) table.p + np, (int32_t *) picks.p, nullptr, nullptr, np * P };
+            (const void * const *) table.p + np, (int32_t *) cells_there.p, nullptr, buffer.p, np * P, 1024 };
         kvq_attn a = {};
         a.k = w.k.codec;
         a.v = w.v.codec;
@@ -388,7 +401,7 @@ static void far_ties(kvq_cuda_device & d) {
         a.pages = (const kvq_page *) w.pages_there->p;
         a.far = &far;
         d.attend(&a, 1);
-        const std::vector<int32_t> got = picks.get<int32_t>();
+        const std::vector<int32_t> got = cells_there.get<int32_t>();
         for (int i = 0; i < top; i++) { CHECK(got[i] == i, "pick %d of %d is cell %d", i, top, got[i]); }
     }
     d.free_far(memory, 0);
@@ -401,7 +414,7 @@ static void far_ahead(kvq_cuda_device & d, bool quick) {
     const auto ahead = [&](attention_case c, int top, int format, bool head_masks = false, int page = 0) {
         c.head_masks = head_masks;
         c.page = page;
-        worst = std::max(worst, check_far(d, { c, top, format, true }, n_checked));
+        worst = std::max(worst, check_far(d, { c, top, format, top * (1 + n % 4) + n % 3 }, n_checked));
         n++;
     };
     ahead({ 2, 2, 128, 0, 128, 2, 4, 1, 1100, 1, 0, 0, false, false }, 16, KVQ_FAR_F16);
@@ -429,7 +442,7 @@ static void far_ahead(kvq_cuda_device & d, bool quick) {
                     c.turns = turns;
                     c.neox = turns == 3;
                     c.stayed = b[1] == 2;
-                    worst = std::max(worst, check_far(d, { c, 32, b[0] % 3, true }, n_checked));
+                    worst = std::max(worst, check_far(d, { c, 32, b[0] % 3, 32 + 41 * (n % 4) }, n_checked));
                     n++;
                 }
             }
@@ -447,7 +460,7 @@ static void far_ahead(kvq_cuda_device & d, bool quick) {
                 c.turns = 1;
                 c.neox = bits == 2;
                 c.stayed = true;
-                worst = std::max(worst, check_far(d, { c, 40, bits % 3, true }, n_checked));
+                worst = std::max(worst, check_far(d, { c, 40, bits % 3, 40 + 41 * (n % 4) }, n_checked));
                 n++;
             }
         }

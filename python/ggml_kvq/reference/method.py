@@ -37,7 +37,8 @@ class LayerPlan:
     "kk": values from keys alone), weights: bits of their predictors (reference/predictor.py);
     keep: share of a prompt's cells that stay, recent: of them the newest ones (0: all stay, page by page);
     far: format of the rows of a second tier ("": there is none), place: where they lie, top: cells of it that each KV
-    head fetches per token, fetch: now, ahead or off, exact: prompts read all of it;
+    head fetches per token, fetch: now, ahead or off, kept: rows of a KV head that stay with fetch ahead, exact: prompts
+    read all of it;
     probe: share of query rows that score cells, whose scores are divided by the rows that see them when normalise."""
 
     k: LanePlan
@@ -56,6 +57,7 @@ class LayerPlan:
     place: str = "host"
     top: int = 0
     fetch: str = "off"
+    kept: int = 0
     exact: bool = False
 
 

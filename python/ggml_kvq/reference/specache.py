@@ -19,6 +19,8 @@ FAR_FORMATS = ("f16", "q8", "q4")  # kvq_far_format
 FETCHES = ("off", "now", "ahead", "all")  # kvq_fetch
 #: Channels of a far row that share a scale.
 FAR_BLOCK = 32
+#: Rows of a KV head that attention can hold beside it (fetch=ahead), at most.
+KEPT_MOST = 2048
 #: The largest scale of q8, so that 127 of it are a finite f16.
 Q8_MOST = np.float32(515.5)
 
@@ -87,6 +89,14 @@ def picks(scores: np.ndarray, candidates: np.ndarray, top: int) -> np.ndarray:
     return np.sort(cells[order[:top]])
 
 
+def keep(kept: np.ndarray, picked: np.ndarray, n_kept: int) -> np.ndarray:
+    """Cells whose far rows the next step reads with fetch=ahead, of one KV head, at most n_kept: those that this step
+    `picked`, ascending, and behind them those `kept` before, which are still there, in the order they had. Rows that
+    were not picked for the longest time go first.
+    """
+    return np.concatenate([picked, kept[~np.isin(kept, picked)]])[:n_kept]
+
+
 def attend(
     q: np.ndarray,
     near: tuple[np.ndarray, np.ndarray],
@@ -104,8 +114,8 @@ def attend(
 
     near, far: keys and values [n_head_kv, n_cells, d], near ones as attention reads them without a second tier; sealed
     bool [n_cells]: cells that have far rows. A cell's score is the sum of its probabilities over the query heads of a
-    KV head (section 3.3). given: picks of each KV head that every token reads in place of its own (fetch=ahead). The
-    other arguments as in attention.attend.
+    KV head (section 3.3). given: cells kept for each KV head that every token reads in place of its own picks
+    (fetch=ahead). The other arguments as in attention.attend.
     """
     n_q, n_head = q.shape[:2]
     n_kv = near[0].shape[0]
@@ -147,6 +157,7 @@ class SpeCache(Method):
         "far": "f16",
         "place": "host",
         "fetch": "now",
+        "kept": 0,
         "prompt": "exact",
         "levels": "ends",
         "eta": 0.0,
@@ -166,6 +177,13 @@ class SpeCache(Method):
         o.update(predictor="bias", weights="8", first_bits=0)
         its = near(**{k: v for k, v in o.items() if k in near.options})
         plan = its.plan(ordinal, n_layer, shape, prev)
+        kept = (o["kept"] or min(4 * o["top"], KEPT_MOST)) if o["fetch"] == "ahead" else 0
         return replace(
-            plan, top=o["top"], far=o["far"], place=o["place"], fetch=o["fetch"], exact=o["prompt"] == "exact"
+            plan,
+            top=o["top"],
+            kept=kept,
+            far=o["far"],
+            place=o["place"],
+            fetch=o["fetch"],
+            exact=o["prompt"] == "exact",
         )
