@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -26,9 +27,11 @@ def open_model(method: str, opts: str | None = None, **more: Any) -> Model:
     return Model(DEMO, method, opts, **{"n_ctx": 1024, "n_batch": 512, "n_ubatch": 128, "n_threads": 2, **more})
 
 
-def text_of(method: str, opts: str | None = None, n: int = 100, **more: Any) -> tuple[str, dict[str, Any]]:
+def text_of(
+    method: str, opts: str | None = None, n: int = 100, speculate: bool = False, **more: Any
+) -> tuple[str, dict[str, Any]]:
     with open_model(method, opts, **more) as m:
-        return "".join(m.generate(PROMPT, max_tokens=n, temperature=0)), m.kv_stats()
+        return "".join(m.generate(PROMPT, max_tokens=n, temperature=0, speculate=speculate)), m.kv_stats()
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,22 @@ def test_ahead_reads_what_the_step_before_picked() -> None:
     assert list(layers) == list(range(stats["n_layer"]))
     for key in ("n_fetched", "n_wanted", "n_hits", "n_steps"):
         assert sum(x[key] for x in layers.values()) == stats[key]
+
+
+def test_a_guess_picks_what_the_next_token_reads(exact_text: str) -> None:
+    """Model.generate(speculate=True): the text of f16 where every row is there, and more rows are than without."""
+    near = "near=kivi,group=128,window=32,fetch=ahead"
+    text, stats = text_of("specache", f"{near},top=1024,kept=2048", speculate=True)
+    assert text == exact_text and stats["n_fetched"] > 0
+    hits = {}
+    for guess, kept in itertools.product((False, True), (32, 128)):
+        _, stats = text_of("specache", f"{near},top=32,kept={kept}", 60, speculate=guess)
+        hits[guess, kept] = stats["n_hits"] / stats["n_wanted"]
+        assert stats["n_fetched"] < stats["n_wanted"]
+    assert hits[True, 32] > hits[False, 32] + 0.1 and hits[True, 128] > hits[False, 128]
+    for opts in ("fetch=now", "fetch=off", "preset=paper2"):
+        with pytest.raises(errors.KvqError, match="fetch=ahead"):
+            text_of("specache", opts, 5, speculate=True)
 
 
 def test_a_prompt_reads_near_blocks_when_asked_to() -> None:
