@@ -353,9 +353,7 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
     const double bound = c.group >= 16 && std::min(c.kb, c.vb) == 1 ? 4e-3 : 2e-3;
     CHECK(rel < bound,
         "relative error %.3g: kb %d vb %d group %d scale %d D %d heads %dx%d n_q %d cells %d streams %d top %d of %d "
-        "format "
-        "%d "
-        "softcap %g alibi %g sinks %d turns %d",
+        "format %d softcap %g alibi %g sinks %d turns %d",
         rel, c.kb, c.vb, c.group, c.scale, c.D, c.n_kv_heads, c.gqa, c.n_q, c.n_cells, c.n_stream, f.top, f.room,
         f.format, c.softcap, c.max_bias, c.sinks, c.turns);
     return rel;
