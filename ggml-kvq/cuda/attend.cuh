@@ -160,6 +160,7 @@ kvq_decode_launch kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_l
 kvq_decode_launch kvq_launch_decode_split_64, kvq_launch_decode_split_128, kvq_launch_decode_split_wide;
 // attend_mixed.cuh
 kvq_decode_launch kvq_launch_decode_mixed_64, kvq_launch_decode_mixed_128, kvq_launch_decode_mixed_wide;
+kvq_decode_launch kvq_launch_short_mixed_64, kvq_launch_short_mixed_128, kvq_launch_short_mixed_wide;
 // attend_short.cuh
 kvq_decode_launch kvq_launch_short_64, kvq_launch_short_128, kvq_launch_short_wide;
 kvq_decode_launch kvq_launch_short_lattice_64, kvq_launch_short_lattice_128, kvq_launch_short_lattice_wide;

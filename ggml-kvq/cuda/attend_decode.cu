@@ -38,6 +38,9 @@ static const kernels SHORT = { kvq_launch_short_64, kvq_launch_short_128, kvq_la
 static const kernels SHORT_LATTICE = { kvq_launch_short_lattice_64, kvq_launch_short_lattice_128,
     kvq_launch_short_lattice_wide };
 
+static const kernels SHORT_MIXED = { kvq_launch_short_mixed_64, kvq_launch_short_mixed_128,
+    kvq_launch_short_mixed_wide };
+
 static const kernels SHORT_MEANS = { kvq_launch_short_means_64, kvq_launch_short_means_128,
     kvq_launch_short_means_wide };
 
@@ -86,10 +89,10 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
         : a.part == 2                ? VALUES
         : a.part == 1                ? (a.k.split ? LOGITS_SPLIT : LOGITS)
         : a.k.split                  ? (is_short ? SHORT_SPLIT : SPLIT)
+        : a.k.type == KVQ_TYPE_MIXED ? (is_short ? SHORT_MIXED : MIXED)
         : is_short                   ? (a.waves          ? SHORT_MEANS
                                                : lattice ? SHORT_LATTICE
                                                          : SHORT)
-        : a.k.type == KVQ_TYPE_MIXED ? MIXED
         : a.fine == BYTES            ? IN_BYTES
         : a.waves                    ? MEANS
         : lattice                    ? LATTICES
@@ -124,6 +127,12 @@ static std::array<int, 3> occupancy_of(const kvq_attend_args & a, bool is_short)
 }
 
 // ---------------------------------------------------------------- which attention they take
+
+// steps of mixed pages, of n cells each
+static void put_mixed_steps(kvq_attend_args & a, int n) {
+    a.hi_steps = (a.km.n_hi + n - 1) / n;
+    a.page_steps = a.hi_steps + (a.km.n_cells - a.km.n_hi + n - 1) / n;
+}
 
 bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     bool fits = a.mask_stride_token % 2 == 0 && a.mask_stride_head % 2 == 0 && a.q_stride_token % 4 == 0 &&
@@ -163,8 +172,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     }
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
-        a.hi_steps = (a.km.n_hi + CELLS - 1) / CELLS;
-        a.page_steps = a.hi_steps + (a.km.n_cells - a.km.n_hi + CELLS - 1) / CELLS;
+        put_mixed_steps(a, CELLS);
         for (const kvq_affine_geometry & g : a.km.part) { fits = fits && g.scale <= 1; }
     }
     // no slice is empty: there are 1, 2 or 4 of them
@@ -225,13 +233,29 @@ int kvq_decode_picking(const kvq_attend_args & a, int room) {
     return std::min((tokens * a.top + AT_ONCE - 1) / AT_ONCE, std::max(1, std::min(8, room / 4)));
 }
 
+// Mixed pages: a warp for every 32 cells.
+static bool is_short_mixed(kvq_attend_args & a, int n_streams, int n_sm) {
+    const std::array<int, 3> room = occupancy_of(a, true);
+    put_mixed_steps(a, SHORT_CELLS);
+    const int teams = room[1] >> a.slices_log2, n_splits = (a.n_pages * a.page_steps + teams - 1) / std::max(teams, 1);
+    a.is_short = room[0] && !a.listed && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm;
+    if (a.is_short) {
+        a.n_splits = n_splits;
+        a.n_warps = room[1];
+    } else {
+        put_mixed_steps(a, CELLS);
+    }
+    return a.is_short;
+}
+
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
+    a.is_short = false;
+    if (a.k.type == KVQ_TYPE_MIXED) { return is_short_mixed(a, n_streams, n_sm); }
     bool kernel = a.k.split            ? is_split_triple(a)
         : a.waves                      ? is_short_means_pair(a)
         : a.k.type == KVQ_TYPE_LATTICE ? a.k.bits >= 2 && a.v.bits >= 2
-                                       : a.k.type != KVQ_TYPE_MIXED;
+                                       : true;
     kernel = kernel && a.n_q == 1 && !a.stream[0].lse && (!a.wide || a.k.split || is_wide_pair(a, true));
-    a.is_short = false;
     if (!kernel) { return false; }
     const int fine = a.fine;
     a.fine = 0; // their columns are the usual ones

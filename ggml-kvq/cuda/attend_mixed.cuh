@@ -12,6 +12,9 @@
 //
 // A page that was partly restored may have one lane open, or two sets: it is decoded cell by cell into shared
 // memory, then read as open pages are, 32 cells at a time.
+//
+// SHORT: all steps have 32 cells. That is less code, and a cold kernel pays for every instruction. Rows of this step
+// come by a kernel of their own nevertheless: to bring them into their page here and read them again took longer.
 #pragma once
 
 #include "decode_merge.cuh"
@@ -23,10 +26,10 @@
 namespace {
 
 // HI, LO: bits of the parts; 0: any, as the arguments say
-template <int D, int HI, int LO, bool WIDE>
+template <int D, int HI, int LO, bool WIDE, bool SHORT>
 __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     mixed_kernel(const __grid_constant__ kvq_attend_args a) {
-    constexpr int S = D / 16;
+    constexpr int S = D / 16, UNIT = SHORT ? 32 : 64; // cells of a step
     const slice_of<D, WIDE> of(a, threadIdx.x / 32);
     // of queries in shared memory: four channels as two pairs, one row after another
     const int Q_STEP = of.n * (D / 4) + 1;
@@ -68,7 +71,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
         const int k = unit % a.page_steps;
         mixed_part x;
         x.i = k >= a.hi_steps;
-        x.t = 64 * (x.i ? k - a.hi_steps : k);
+        x.t = UNIT * (x.i ? k - a.hi_steps : k);
         x.k_block = (const uint8_t *) p.k_params + (size_t) kvh * a.km.nb_params;
         x.v_block = (const uint8_t *) p.v_params + (size_t) kvh * a.vm.nb_params;
         x.k_codes = (const uint8_t *) p.k_codes + (size_t) kvh * a.km.nb_codes + a.km.codes[x.i];
@@ -78,11 +81,13 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     // f(bits, steps of 16 cells) with both as constants
     const auto with_width = [&](int part, bool whole, auto f) {
         const auto of = [&](auto bits) {
-            if (whole) {
-                f(bits, int_of<4>());
-            } else {
-                f(bits, int_of<2>());
+            if constexpr (!SHORT) {
+                if (whole) {
+                    f(bits, int_of<4>());
+                    return;
+                }
             }
+            f(bits, int_of<2>());
         };
         if constexpr (HI != 0) {
             if (part == 0) {
@@ -101,7 +106,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     };
     const auto ask = [&](int unit) {
         const mixed_part x = part_of(unit);
-        const bool whole = a.km.part[x.i].n_cells - x.t >= 64;
+        const bool whole = !SHORT && a.km.part[x.i].n_cells - x.t >= 64;
         const uint32_t to = stages_at + unit % 2 * a.stage_bytes;
         with_width(x.i, whole,
             [&](auto bits, auto steps) { copy_mixed<D, decltype(bits)::value, decltype(steps)::value>(a, of, to, x); });
@@ -270,7 +275,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
             const uint32_t *raw = (const uint32_t *) (stage + a.stage_raw_k), *k_set = raw + w.k_params,
                            *v_set = k_set + w.set, *v_head = v_set + w.set + w.channels;
             const kvq_affine_geometry &k = a.km.part[x.i], &v = a.vm.part[x.i];
-            const bool whole = k.n_cells - x.t >= 64;
+            const bool whole = !SHORT && k.n_cells - x.t >= 64;
             if (put_mixed_slots(a, k_set, v_set, x.i, x.t, whole ? 64 : 32, own.slots)) {
                 const int ip = unit / a.page_steps;
                 if (ip != page_now || !of_codes) { change_units(true, lane < D / 4 ? v_set[w.set + lane] : 0); }
@@ -291,8 +296,8 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
         }
         change_units(false, 0);
 #pragma unroll 1
-        for (int half = 0; half < 2; half++) {
-            const int t = 64 * (unit % a.page_steps) + 32 * half;
+        for (int half = 0; half < UNIT / 32; half++) {
+            const int t = UNIT * (unit % a.page_steps) + 32 * half;
             if (t >= a.page_cells) { break; }
             __syncwarp();
             own.slots[lane] = (uint8_t) (t + lane);
@@ -342,7 +347,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     merge_rows<D, false, false>(a, of, sums, is, share, row0, min(DECODE_COLUMNS, a.n_rows - row0));
 }
 
-template <int D, int HI, int LO, bool WIDE>
+template <int D, int HI, int LO, bool WIDE, bool SHORT>
 void launch_mixed_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     const auto code_bytes = [](int bits) {
         switch (bits) {
@@ -367,18 +372,18 @@ void launch_mixed_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
             sizeof(decode_sums<D, most_warps<WIDE, false>()>));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(
-        mixed_kernel<D, HI, LO, WIDE>, limit, a, most_warps<WIDE, false>(), WIDE, bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(mixed_kernel<D, HI, LO, WIDE, SHORT>, limit, a, most_warps<WIDE, false>(), WIDE, bytes,
+        n_streams, stream, occupancy);
 }
 
 // 4 and 2 bits, which zipcache starts with, have a kernel of their own
-template <int D, bool WIDE = false>
+template <int D, bool WIDE, bool SHORT>
 void launch_mixed(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     const auto is = [&](int i, int bits) { return !a.km.part[i].n_cells || a.km.part[i].bits == bits; };
     if (is(0, 4) && is(1, 2)) {
-        launch_mixed_kernel<D, 4, 2, WIDE>(a, n_streams, stream, occupancy);
+        launch_mixed_kernel<D, 4, 2, WIDE, SHORT>(a, n_streams, stream, occupancy);
     } else {
-        launch_mixed_kernel<D, 0, 0, WIDE>(a, n_streams, stream, occupancy);
+        launch_mixed_kernel<D, 0, 0, WIDE, SHORT>(a, n_streams, stream, occupancy);
     }
 }
 

@@ -2,5 +2,5 @@
 #include "attend_mixed.cuh"
 
 void kvq_launch_decode_mixed_wide(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    launch_mixed<128, true>(a, n_streams, stream, occupancy);
+    launch_mixed<128, true, false>(a, n_streams, stream, occupancy);
 }

@@ -517,7 +517,7 @@ void kvq_cuda_device::attend(
         // more splits
         const bool few = kvq_decode_fits(a, n_streams),
                    is_short = few && allow_short && !f.far && kvq_decode_short(a, n_streams, n_sm);
-        if (is_short && held_here && !held.empty()) {
+        if (is_short && a.k.type != KVQ_TYPE_MIXED && held_here && !held.empty()) {
             for (int i = 0; i < 2; i++) {
                 a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride, held[i].pos };
             }

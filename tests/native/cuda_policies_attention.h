@@ -10,6 +10,8 @@ struct attention_case {
     int torn = 0;
 };
 
+static bool take_turns = false; // blocks run one after another, none waits for a later one: on the host
+
 struct worst {
     double out = 0, sums = 0;
 };
@@ -115,9 +117,49 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
         y.n_pages = x.evicts() ? x.spans.n_used() : y.n_pages;
         y.map_stride = x.evicts() ? l.page_cells : 0;
     }
+    // As in a recorded step: rows of the call once more, in memory that the output may take. The first turn fills the
+    // table of where they go.
+    const size_t n_new = (size_t) (x.evicts() ? 0 : c.n_stream * c.n_q);
+    std::vector<float> rows_new[2];
+    const float * up[2] = {};
+    std::unique_ptr<device_bytes> own[2];
+    const bool overlap = n_new && c.gqa > 1 && !take_turns && uniform(0, 1);
+    for (int v = 0; v < 2 && n_new; v++) {
+        rows_new[v].resize(n_new * (size_t) W);
+        for (auto & y : rows_new[v]) { y = normal(); }
+        own[v].reset(new device_bytes(d, rows_new[v].size() * 4, rows_new[v].data()));
+        up[v] = (const float *) own[v]->p;
+        if (overlap) {
+            float * const at = (float *) to.p + (v ? dst.size() - rows_new[v].size() : 0);
+            d.put(at, rows_new[v].data(), rows_new[v].size() * 4);
+            d.synchronize();
+            up[v] = at;
+        }
+    }
+    std::vector<int64_t> cells_new;
+    for (int s = 0; s < (n_new ? c.n_stream : 0); s++) {
+        for (int i = 0; i < c.n_q; i++) { cells_new.push_back((int64_t) s * n_cells + c.n_past + i); }
+    }
     const int64_t n_decode = d.n_decode, n_prompt = d.n_prompt, n_fine = d.n_fine, n_short = d.n_short;
-    d.attend(a.data(), c.n_stream);
+    for (const auto step : { kvq_cuda_device::REPLAY, kvq_cuda_device::RECORD }) {
+        CHECK(d.begin_step(step, 2 * n_new), "too many rows");
+        for (int v = 0; v < 2 && n_new; v++) {
+            x.lane[v]->write((int64_t) n_new, cells_new.data(), up[v], W, 1);
+            if (step == kvq_cuda_device::RECORD) { // the reference has them too
+                w.host.lane[v]->write((int64_t) n_new, cells_new.data(), rows_new[v].data(), W, 1);
+            }
+        }
+        if (step == kvq_cuda_device::RECORD) {
+            d.attend(a.data(), c.n_stream, &x.lane[0]->layout(), &x.lane[1]->layout());
+        }
+        d.end_step();
+        pages = x.spans.on(d); // a write may find no room beside a torn page and seal one
+        for (int s = 0; s < c.n_stream; s++) { a[(size_t) s].pages = pages + (size_t) s * x.spans.n_pages; }
+    }
     d.get(dst.data(), to.p, dst.size() * 4);
+    if (n_new && !c.torn) {
+        for (int s = 0; s < c.n_stream; s++) { w.compare("rows of a recorded step", s, 0, n_cells); }
+    }
     const int rows = c.gqa * c.n_q;                                                  // of a KV head
     const bool many = rows > 64 && D <= 256 && (D <= 128 || !getenv("KVQ_CUDA_AS")); // heads of 256 take 135 KB a block
     const bool few = D % 16 == 0 && !many && (D > 128 || rows <= 32);
