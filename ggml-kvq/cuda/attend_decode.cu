@@ -233,12 +233,13 @@ int kvq_decode_picking(const kvq_attend_args & a, int room) {
     return std::min((tokens * a.top + AT_ONCE - 1) / AT_ONCE, std::max(1, std::min(8, room / 4)));
 }
 
-// Mixed pages: a warp for every 32 cells.
+// Mixed pages: a warp for every 32 cells, as long as all of them run at once.
 static bool is_short_mixed(kvq_attend_args & a, int n_streams, int n_sm) {
     const std::array<int, 3> room = occupancy_of(a, true);
     put_mixed_steps(a, SHORT_CELLS);
     const int teams = room[1] >> a.slices_log2, n_splits = (a.n_pages * a.page_steps + teams - 1) / std::max(teams, 1);
-    a.is_short = room[0] && !a.listed && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm;
+    a.is_short =
+        room[0] && !a.listed && n_splits * kvq_decode_row_blocks(a) * a.n_head_kv * n_streams <= n_sm * room[0];
     if (a.is_short) {
         a.n_splits = n_splits;
         a.n_warps = room[1];
