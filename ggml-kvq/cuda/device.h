@@ -145,7 +145,7 @@ public:
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
         int n_threads) override;
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
-    void forget_kept(int32_t * kept, size_t n, void * buffer, size_t nb) override;
+    void forget_kept(const kvq_far & f, int n_head, int first, int last) override;
     void join_picks(); // RECORD: the stream waits for picks that are made beside it
     void name_far_table(const void * const * there, const void * const * here, size_t n) override;
     const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const override;
@@ -262,8 +262,9 @@ private:
     static void read_kept(const kvq_far_kept & kept, kvq_attend_args & a, int n_streams);
     void flush_forgotten();
     struct forgotten {
-        size_t n, nb;
-        int32_t * kept;
+        kvq_far far;
+        int n_head;
+        std::vector<std::pair<int, int>> cells;
     };
     std::map<void *, forgotten> to_forget;                                    // by buffer
     void *picks_asked = nullptr, *picks_there = nullptr, *half_there[2] = {}; // events

@@ -8,18 +8,30 @@
 
 #include <algorithm>
 
-void kvq_cuda_device::forget_kept(int32_t * kept, size_t n, void * buffer, size_t nb) {
-    if (n) {
-        to_forget[buffer] = { n, nb, kept };
-    } else {
-        to_forget.erase(buffer);
+void kvq_cuda_device::forget_kept(const kvq_far & f, int n_head, int first, int last) {
+    if (first == last) {
+        to_forget.erase(f.buffer);
+        return;
     }
+    forgotten & x = to_forget[f.buffer];
+    x.far = f;
+    x.n_head = n_head;
+    const std::pair<int, int> cells(first, last);
+    if (!x.cells.empty() && x.cells.back() == cells) { return; } // keys and values of a page
+    if (x.cells.size() == kvq_far_forget::MOST) { x.cells = { { 0, f.n_slots } }; }
+    x.cells.push_back(cells);
 }
 
 void kvq_cuda_device::flush_forgotten() {
-    for (const auto & x : to_forget) {
-        check(cudaMemsetAsync(x.second.kept, 0xff, x.second.n * sizeof(int32_t), (cudaStream_t) stream), "cudaMemset");
-        check(cudaMemsetAsync(x.first, 0, x.second.nb, (cudaStream_t) stream), "cudaMemset");
+    for (const auto & entry : to_forget) {
+        const forgotten & x = entry.second;
+        kvq_far_forget a = {};
+        a.kept = x.far.kept;
+        a.n_kept = x.far.n_kept;
+        a.n_words = x.far.n_slots / 32;
+        a.bits = (uint32_t *) ((uint8_t *) x.far.buffer + kvq_far_buffer(x.n_head, a.n_kept, a.n_words, 8).bits);
+        for (const auto & c : x.cells) { a.cells[a.n++] = make_int2(c.first, c.second); }
+        kvq_launch_far_forget(a, x.n_head, (cudaStream_t) stream);
     }
     to_forget.clear();
 }

@@ -52,6 +52,15 @@ struct kvq_far_kept {
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };
+// cells that are kept no more
+struct kvq_far_forget {
+    static constexpr int MOST = 32;
+    int32_t * kept;  // [head kv][n_kept]
+    uint32_t * bits; // [head kv][n_words]
+    int n_kept, n_words, n;
+    int2 cells[MOST]; // from, to
+};
+void kvq_launch_far_forget(const kvq_far_forget & a, int n_head, cudaStream_t stream);
 // near logits of kept cells: minus infinity, for attention in parts
 void kvq_launch_far_hide(const kvq_far_kept & a, int n_streams, cudaStream_t stream);
 // behind picks and attention: counts what the first token finds, and keeps what the last one picks

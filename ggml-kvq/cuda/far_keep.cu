@@ -1,7 +1,25 @@
 // Far rows that stay beside attention (KVQ_FETCH_AHEAD): what a step picks, the steps that follow read.
 #include "far.cuh"
 
+#include <climits>
+
 static constexpr int THREADS = 256;
+
+// A cell that is kept no more becomes one that no cache has: its slot is free when others are kept. Block: a KV head.
+static __global__ void __launch_bounds__(THREADS) forget_kernel(const __grid_constant__ kvq_far_forget a) {
+    early_wait();
+    int32_t * const kept = a.kept + (size_t) blockIdx.x * a.n_kept;
+    uint32_t * const bits = a.bits + (size_t) blockIdx.x * a.n_words;
+    for (int i = threadIdx.x; i < a.n_kept; i += THREADS) {
+        const int cell = kept[i];
+        for (int j = 0; j < a.n && cell >= 0 && cell < 32 * a.n_words; j++) {
+            if (cell < a.cells[j].x || cell >= a.cells[j].y) { continue; }
+            atomicAnd(bits + cell / 32, ~(1u << cell % 32));
+            kept[i] = INT_MAX;
+            break;
+        }
+    }
+}
 
 // Attention in parts: cells that are kept leave the near part. Block: a KV head.
 static __global__ void __launch_bounds__(THREADS) hide_kernel(const __grid_constant__ kvq_far_kept a) {
@@ -97,7 +115,7 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
     __syncthreads();
     for (int i = threadIdx.x; i < n; i += THREADS) {
         if (old[i] < 0) { continue; }
-        atomicAnd(bits + old[i] / 32, ~(1u << old[i] % 32));
+        if (old[i] < 32 * a.n_words) { atomicAnd(bits + old[i] / 32, ~(1u << old[i] % 32)); }
         const int pick = find_pick(picks, a.top, old[i]);
         if (!is_there(i)) {
             old[i] = -1;
@@ -168,6 +186,10 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
             *(uint2 *) (st.buffer + a.rows + ((size_t) kvh * n + slot) * nb_row + i % units * 8) = x[j];
         }
     }
+}
+
+void kvq_launch_far_forget(const kvq_far_forget & a, int n_head, cudaStream_t stream) {
+    kvq_launch_early(forget_kernel, dim3(n_head), THREADS, 0, stream, a);
 }
 
 void kvq_launch_far_hide(const kvq_far_kept & a, int n_streams, cudaStream_t stream) {

@@ -161,9 +161,9 @@ public:
     virtual void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles,
         void * const * rows, int n_threads) = 0;
     virtual void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) = 0;
-    // What was kept for the next step is not: n cells become -1, nb bytes of the buffer zero (kvq_far), before the next
-    // attention.
-    virtual void forget_kept(int32_t *, size_t, void *, size_t) {}
+    // Cells [first, last) of the stream that this call is of (kept, buffer and their sizes) are written again: none of
+    // them is kept any more when attention comes. With no cells: nothing of that buffer waits any more, it goes.
+    virtual void forget_kept(const kvq_far &, int /* n_head */, int /* first */, int /* last */) {}
     // NULL: attention over such blocks fetches far rows of this format; else why not, and the cure
     virtual const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const = 0;
 

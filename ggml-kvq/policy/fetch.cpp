@@ -37,7 +37,6 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     if (keys.bytes_ahead && !device.is_host()) {
         const kvq_far_buffer b = buffer_of(keys, format, keeps);
         nb_buffer = b.size;
-        nb_lists = b.rows;
         nb_memory += (size_t) keys.n_stream * nb_buffer;
     }
     memory = (uint8_t *) device.alloc(nb_memory); // zeros: no page has rows
@@ -66,9 +65,7 @@ kvq_fetcher::~kvq_fetcher() {
         pool->leave(x.nb_page, &x);
         if (x.there) { device.fetches()->name_far_table(x.there, nullptr, 0); }
     }
-    for (int s = 0; buffer && s < lanes[0].l.n_stream; s++) {
-        device.fetches()->forget_kept(nullptr, 0, buffer + (size_t) s * nb_buffer, 0);
-    }
+    for (int s = 0; s < lanes[0].l.n_stream; s++) { forget(s, 0, 0); }
     if (memory) { device.free(memory, nb_memory); }
 }
 
@@ -90,13 +87,21 @@ void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
     pool->give(rows, of(x).nb_page, &of(x));
     rows = nullptr;
     publish(x, s, p);
-    forget(s);
+    forget(s, p * of(x).l.page_cells, (p + 1) * of(x).l.page_cells);
 }
 
-// Kept rows may be of a page that is written again.
-void kvq_fetcher::forget(int s) {
+void kvq_fetcher::name_kept(kvq_far & f, int s) const {
+    f.kept = kept + (size_t) s * n_kept();
+    f.n_kept = keeps;
+    f.buffer = buffer ? buffer + (size_t) s * nb_buffer : nullptr;
+    f.n_slots = lanes[0].l.n_pages * lanes[0].l.page_cells;
+}
+
+void kvq_fetcher::forget(int s, int first, int last) const {
     if (!buffer) { return; }
-    device.fetches()->forget_kept(kept + (size_t) s * n_kept(), n_kept(), buffer + (size_t) s * nb_buffer, nb_lists);
+    kvq_far f = {};
+    name_kept(f, s);
+    device.fetches()->forget_kept(f, lanes[0].l.n_head, first, last);
 }
 
 // A page without memory for its rows stays open, and exact.
@@ -140,9 +145,10 @@ void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
 
 void kvq_fetcher::cleared(kvq_lane & x) {
     if (x.is_value()) { return; }
+    for (int s = 0; s < of(x).l.n_stream; s++) { forget(s, 0, of(x).l.n_pages * of(x).l.page_cells); }
+    if (buffer) { return; }
     const std::vector<int32_t> none(nb_cells(of(x).l, keeps) / 4, -1);
     device.put(kept, none.data(), 4 * none.size());
-    for (int s = 0; s < of(x).l.n_stream; s++) { forget(s); }
 }
 
 // ---------------------------------------------------------------- saved states
@@ -176,11 +182,8 @@ void kvq_fetcher::spans(kvq_attn & a, int s) {
     f.n_cells = lanes[0].l.page_cells;
     f.k_rows = lanes[0].there + (size_t) s * lanes[0].l.n_pages;
     f.v_rows = lanes[1].there + (size_t) s * lanes[1].l.n_pages;
-    f.kept = kept + (size_t) s * n_kept();
-    f.n_kept = keeps;
     f.counts = counts;
-    f.buffer = buffer ? buffer + (size_t) s * nb_buffer : nullptr;
-    f.n_slots = lanes[0].l.n_pages * lanes[0].l.page_cells;
+    name_kept(f, s);
     a.far = &f;
 }
 

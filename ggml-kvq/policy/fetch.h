@@ -53,7 +53,8 @@ private:
     void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
     bool take(const kvq_lane & x, int s, int p) const;                            // memory for the rows of a page
     size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
-    void forget(int s);
+    void name_kept(kvq_far & f, int s) const;
+    void forget(int s, int first, int last) const; // cells, which are written again
     void release(const kvq_lane & x, int s, int p);
     void publish(const kvq_lane & x, int s, int p);
 
@@ -64,9 +65,9 @@ private:
     mutable lane_rows lanes[2];
     uint8_t * memory = nullptr; // tables of both lanes, kept cells, counts
     size_t nb_memory = 0;
-    int32_t * kept = nullptr;           // [stream][head][keeps]
-    uint8_t * buffer = nullptr;         // [stream] of far_buffer.h; NULL: attention reads rows where they lie
-    size_t nb_buffer = 0, nb_lists = 0; // of a stream, and of what is not rows
+    int32_t * kept = nullptr;   // [stream][head][keeps]
+    uint8_t * buffer = nullptr; // [stream] of far_buffer.h; NULL: attention reads rows where they lie
+    size_t nb_buffer = 0;       // of a stream
     uint64_t * counts = nullptr;
     std::vector<kvq_far> far; // of a call, by stream
 };
