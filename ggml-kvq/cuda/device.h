@@ -11,6 +11,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -145,7 +146,7 @@ public:
     void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles, void * const * rows,
         int n_threads) override;
     void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) override;
-    void forget_kept(const kvq_far & f, int n_head, int first, int last) override;
+    void renew_kept(const kvq_far & f, const kvq_lane_layout & k, int first, int last, bool again) override;
     void join_picks(); // RECORD: the stream waits for picks that are made beside it
     void name_far_table(const void * const * there, const void * const * here, size_t n) override;
     const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const override;
@@ -260,13 +261,13 @@ private:
     int half_of_places() const { return std::max(1, n_places / 2); }
     static kvq_far_kept kept_of(const kvq_far_args & r, const kvq_attn * attn, int n_streams);
     static void read_kept(const kvq_far_kept & kept, kvq_attend_args & a, int n_streams);
-    void flush_forgotten();
-    struct forgotten {
+    void flush_renewed();
+    struct renewed {
         kvq_far far;
-        int n_head;
-        std::vector<std::pair<int, int>> cells;
+        int n_head, nb_row; // bytes of a key, and of a value
+        std::vector<std::tuple<int, int, bool>> cells;
     };
-    std::map<void *, forgotten> to_forget;                                    // by buffer
+    std::map<void *, renewed> to_renew;                                       // by buffer
     void *picks_asked = nullptr, *picks_there = nullptr, *half_there[2] = {}; // events
     bool picks_pending = false, half_pending[2] = {};
     void stage_pages(const void * const * rows, int n_pages, size_t nb_page, uint8_t * to);
@@ -323,7 +324,7 @@ private:
     size_t n_far_sums = 0, nb_logits_memory = 0;
     kvq_pinned_memory pinned; // alloc_far
     bool waits() const {
-        return !to_forget.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() ||
+        return !to_renew.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() ||
             !to_put.empty() || !to_set.empty();
     }
     uint64_t n_moved = 0;

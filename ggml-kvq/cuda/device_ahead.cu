@@ -5,35 +5,51 @@
 
 #include "engine/far_buffer.h"
 #include "far.cuh"
+#include "types/far_rows.h"
 
 #include <algorithm>
 
-void kvq_cuda_device::forget_kept(const kvq_far & f, int n_head, int first, int last) {
+void kvq_cuda_device::renew_kept(const kvq_far & f, const kvq_lane_layout & k, int first, int last, bool again) {
     if (first == last) {
-        to_forget.erase(f.buffer);
+        to_renew.erase(f.buffer);
         return;
     }
-    forgotten & x = to_forget[f.buffer];
+    renewed & x = to_renew[f.buffer];
     x.far = f;
-    x.n_head = n_head;
-    const std::pair<int, int> cells(first, last);
-    if (!x.cells.empty() && x.cells.back() == cells) { return; } // keys and values of a page
-    if (x.cells.size() == kvq_far_forget::MOST) { x.cells = { { 0, f.n_slots } }; }
-    x.cells.push_back(cells);
+    x.n_head = k.n_head;
+    x.nb_row = (int) kvq_far_row_bytes(f.format, k.codec.head_size);
+    if (!x.cells.empty() && std::get<2>(x.cells.back()) == again) {
+        int &from = std::get<0>(x.cells.back()), &to = std::get<1>(x.cells.back());
+        if (first >= from && last <= to) { return; } // keys and values of a page
+        if (first == to) {
+            to = last;
+            return;
+        }
+    }
+    if (x.cells.size() == kvq_far_renew::MOST) { x.cells = { std::make_tuple(0, f.n_slots, false) }; }
+    x.cells.emplace_back(first, last, again);
 }
 
-void kvq_cuda_device::flush_forgotten() {
-    for (const auto & entry : to_forget) {
-        const forgotten & x = entry.second;
-        kvq_far_forget a = {};
+// behind rows on their way to the second tier
+void kvq_cuda_device::flush_renewed() {
+    for (const auto & entry : to_renew) {
+        const renewed & x = entry.second;
+        kvq_far_renew a = {};
         a.kept = x.far.kept;
         a.n_kept = x.far.n_kept;
         a.n_words = x.far.n_slots / 32;
-        a.bits = (uint32_t *) ((uint8_t *) x.far.buffer + kvq_far_buffer(x.n_head, a.n_kept, a.n_words, 8).bits);
-        for (const auto & c : x.cells) { a.cells[a.n++] = make_int2(c.first, c.second); }
-        kvq_launch_far_forget(a, x.n_head, (cudaStream_t) stream);
+        a.page_cells = x.far.n_cells;
+        a.nb_row = x.nb_row;
+        a.k_rows = x.far.k_rows;
+        a.v_rows = x.far.v_rows;
+        const kvq_far_buffer at(x.n_head, a.n_kept, a.n_words, 2 * (size_t) x.nb_row);
+        a.slots = (const int32_t *) x.far.buffer;
+        a.bits = (uint32_t *) ((uint8_t *) x.far.buffer + at.bits);
+        a.rows = (uint8_t *) x.far.buffer + at.rows;
+        for (const auto & c : x.cells) { a.cells[a.n++] = make_int3(std::get<0>(c), std::get<1>(c), std::get<2>(c)); }
+        kvq_launch_far_renew(a, x.n_head, (cudaStream_t) stream);
     }
-    to_forget.clear();
+    to_renew.clear();
 }
 
 // Is there a kernel for these pages that reads near cells and kept rows at once?

@@ -121,7 +121,7 @@ void kvq_cuda_device::flush() {
     batches.swap(to_seal);
     check(cudaSetDevice(ordinal), "cudaSetDevice");
     flush_far();
-    flush_forgotten();
+    flush_renewed();
     flush_turns();
     to_read.clear();
     to_write.clear();

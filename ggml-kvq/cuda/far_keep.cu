@@ -5,18 +5,34 @@
 
 static constexpr int THREADS = 256;
 
-// A cell that is kept no more becomes one that no cache has: its slot is free when others are kept. Block: a KV head.
-static __global__ void __launch_bounds__(THREADS) forget_kernel(const __grid_constant__ kvq_far_forget a) {
+// Block: a KV head, a warp some cells. One that is kept no more becomes one that no cache has: its slot is free when
+// others are kept.
+static __global__ void __launch_bounds__(THREADS) renew_kernel(const __grid_constant__ kvq_far_renew a) {
     early_wait();
-    int32_t * const kept = a.kept + (size_t) blockIdx.x * a.n_kept;
-    uint32_t * const bits = a.bits + (size_t) blockIdx.x * a.n_words;
-    for (int i = threadIdx.x; i < a.n_kept; i += THREADS) {
-        const int cell = kept[i];
-        for (int j = 0; j < a.n && cell >= 0 && cell < 32 * a.n_words; j++) {
+    const int kvh = blockIdx.x, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x / 32; i < a.n_kept; i += THREADS / 32) {
+        int32_t & kept = a.kept[(size_t) kvh * a.n_kept + i];
+        const int cell = kept;
+        if (cell < 0) { break; }
+        for (int j = 0; j < a.n; j++) {
             if (cell < a.cells[j].x || cell >= a.cells[j].y) { continue; }
-            atomicAnd(bits + cell / 32, ~(1u << cell % 32));
-            kept[i] = INT_MAX;
-            break;
+            const int p = cell / a.page_cells;
+            if (!a.cells[j].z || !a.k_rows[p] || !a.v_rows[p]) {
+                __syncwarp();
+                if (lane == 0) {
+                    atomicAnd(a.bits + (size_t) kvh * a.n_words + cell / 32, ~(1u << cell % 32));
+                    kept = INT_MAX;
+                }
+                break;
+            }
+            const size_t slot = (size_t) kvh * a.n_kept + a.slots[(size_t) kvh * a.n_kept + i],
+                         row = (size_t) kvh * a.page_cells + cell % a.page_cells;
+            for (int u = lane * 8; u < 2 * a.nb_row; u += 32 * 8) {
+                const bool value = u >= a.nb_row;
+                const uint8_t * from = (const uint8_t *) (value ? a.v_rows : a.k_rows)[p];
+                *(uint2 *) (a.rows + slot * 2 * a.nb_row + u) =
+                    *(const uint2 *) (from + row * a.nb_row + (value ? u - a.nb_row : u));
+            }
         }
     }
 }
@@ -188,8 +204,8 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
     }
 }
 
-void kvq_launch_far_forget(const kvq_far_forget & a, int n_head, cudaStream_t stream) {
-    kvq_launch_early(forget_kernel, dim3(n_head), THREADS, 0, stream, a);
+void kvq_launch_far_renew(const kvq_far_renew & a, int n_head, cudaStream_t stream) {
+    kvq_launch_early(renew_kernel, dim3(n_head), THREADS, 0, stream, a);
 }
 
 void kvq_launch_far_hide(const kvq_far_kept & a, int n_streams, cudaStream_t stream) {

@@ -161,9 +161,11 @@ public:
     virtual void put_far(const kvq_lane_layout & l, int format, int n, const uint16_t * const * tiles,
         void * const * rows, int n_threads) = 0;
     virtual void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) = 0;
-    // Cells [first, last) of the stream that this call is of (kept, buffer and their sizes) are written again: none of
-    // them is kept any more when attention comes. With no cells: nothing of that buffer waits any more, it goes.
-    virtual void forget_kept(const kvq_far &, int /* n_head */, int /* first */, int /* last */) {}
+    // Cells [first, last) of a stream (all of its call but fetch and top; keys: of its keys) are written again. No row
+    // that is kept of them may be read as it is: with `again` those that were put far before this call come again,
+    // else these cells are kept no more. Without cells: the buffer goes, and nothing of it may wait any more.
+    virtual void renew_kept(
+        const kvq_far &, const kvq_lane_layout &, int /* first */, int /* last */, bool /* again */) {}
     // NULL: attention over such blocks fetches far rows of this format; else why not, and the cure
     virtual const char * refuse_far(const kvq_codec & k, const kvq_codec & v, int format, int top) const = 0;
 

@@ -45,6 +45,7 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     for (lane_rows & x : lanes) {
         x.nb_page = nb_far_page(x.l, format);
         x.rows.resize((size_t) x.l.n_stream * x.l.n_pages, nullptr);
+        x.is_kept.resize(x.rows.size(), 0);
         x.there = (void **) (memory + at);
         at += nb_table(x.l);
         device.fetches()->name_far_table(x.there, x.rows.data(), x.rows.size());
@@ -65,7 +66,7 @@ kvq_fetcher::~kvq_fetcher() {
         pool->leave(x.nb_page, &x);
         if (x.there) { device.fetches()->name_far_table(x.there, nullptr, 0); }
     }
-    for (int s = 0; s < lanes[0].l.n_stream; s++) { forget(s, 0, 0); }
+    for (int s = 0; s < lanes[0].l.n_stream; s++) { renew(s, 0, 0, false); }
     if (memory) { device.free(memory, nb_memory); }
 }
 
@@ -87,7 +88,8 @@ void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
     pool->give(rows, of(x).nb_page, &of(x));
     rows = nullptr;
     publish(x, s, p);
-    forget(s, p * of(x).l.page_cells, (p + 1) * of(x).l.page_cells);
+    is_kept(x, s, p) = 0;
+    renew(s, p * of(x).l.page_cells, (p + 1) * of(x).l.page_cells, false);
 }
 
 void kvq_fetcher::name_kept(kvq_far & f, int s) const {
@@ -95,13 +97,17 @@ void kvq_fetcher::name_kept(kvq_far & f, int s) const {
     f.n_kept = keeps;
     f.buffer = buffer ? buffer + (size_t) s * nb_buffer : nullptr;
     f.n_slots = lanes[0].l.n_pages * lanes[0].l.page_cells;
+    f.format = format;
+    f.n_cells = lanes[0].l.page_cells;
+    f.k_rows = lanes[0].there + (size_t) s * lanes[0].l.n_pages;
+    f.v_rows = lanes[1].there + (size_t) s * lanes[1].l.n_pages;
 }
 
-void kvq_fetcher::forget(int s, int first, int last) const {
+void kvq_fetcher::renew(int s, int first, int last, bool again) const {
     if (!buffer) { return; }
     kvq_far f = {};
     name_kept(f, s);
-    device.fetches()->forget_kept(f, lanes[0].l.n_head, first, last);
+    device.fetches()->renew_kept(f, lanes[0].l, first, last, again);
 }
 
 // A page without memory for its rows stays open, and exact.
@@ -118,6 +124,10 @@ void kvq_fetcher::keep(
         rows.push_back(at(x, s, pages[i]));
     }
     device.fetches()->put_far(of(x).l, format, (int) pages.size(), tiles.data(), rows.data(), n_threads);
+    for (int p : pages) { // a context shift writes them a second time
+        if (is_kept(x, s, p)) { renew(s, p * of(x).l.page_cells, (p + 1) * of(x).l.page_cells, true); }
+        is_kept(x, s, p) = 1;
+    }
 }
 
 bool kvq_fetcher::recall(const kvq_lane & x, int s, int p, uint16_t * tile) const {
@@ -134,6 +144,7 @@ void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
     if (x.state(from, p) != KVQ_PAGE_SEALED || !at(x, to, p)) { return; }
     device.copy_later(at(x, to, p), at(x, from, p), of(x).nb_page);
     publish(x, to, p);
+    is_kept(x, to, p) = 1;
 }
 
 void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
@@ -145,7 +156,7 @@ void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
 
 void kvq_fetcher::cleared(kvq_lane & x) {
     if (x.is_value()) { return; }
-    for (int s = 0; s < of(x).l.n_stream; s++) { forget(s, 0, of(x).l.n_pages * of(x).l.page_cells); }
+    for (int s = 0; s < of(x).l.n_stream; s++) { renew(s, 0, of(x).l.n_pages * of(x).l.page_cells, false); }
     if (buffer) { return; }
     const std::vector<int32_t> none(nb_cells(of(x).l, keeps) / 4, -1);
     device.put(kept, none.data(), 4 * none.size());
@@ -178,10 +189,6 @@ void kvq_fetcher::spans(kvq_attn & a, int s) {
     kvq_far & f = far[(size_t) s];
     f.fetch = all ? KVQ_FETCH_ALL : fetch;
     f.top = top;
-    f.format = format;
-    f.n_cells = lanes[0].l.page_cells;
-    f.k_rows = lanes[0].there + (size_t) s * lanes[0].l.n_pages;
-    f.v_rows = lanes[1].there + (size_t) s * lanes[1].l.n_pages;
     f.counts = counts;
     name_kept(f, s);
     a.far = &f;

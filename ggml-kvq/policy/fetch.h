@@ -46,15 +46,19 @@ private:
     struct lane_rows {
         kvq_lane_layout l;
         size_t nb_page = 0;
-        std::vector<void *> rows; // [stream][page], NULL: none
-        void ** there = nullptr;  // the engine's copy
+        std::vector<void *> rows;     // [stream][page], NULL: none
+        std::vector<uint8_t> is_kept; // the same: rows have been put there
+        void ** there = nullptr;      // the engine's copy
     };
     lane_rows & of(const kvq_lane & x) const { return lanes[x.is_value()]; }
+    uint8_t & is_kept(const kvq_lane & x, int s, int p) const {
+        return of(x).is_kept[(size_t) s * of(x).l.n_pages + p];
+    }
     void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
     bool take(const kvq_lane & x, int s, int p) const;                            // memory for the rows of a page
     size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
     void name_kept(kvq_far & f, int s) const;
-    void forget(int s, int first, int last) const; // cells, which are written again
+    void renew(int s, int first, int last, bool again) const; // kept rows of cells that are written again
     void release(const kvq_lane & x, int s, int p);
     void publish(const kvq_lane & x, int s, int p);
 

@@ -96,8 +96,9 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
                 x.flags ^= c.turns && c.stayed && step != 1 ? KVQ_ATTN_STAYED : 0; // read in parts for once
             }
         }
-        for (int s = 0; s < c.n_stream && kept && step > 1; s++) { // a page, or more than are noted one by one
-            kept->forget(d, far[s], s, step == 2 ? 0 : np / 3, step == 2 && np > 32 ? np : np / 3 + 1);
+        for (int s = 0; s < c.n_stream && kept && step > 1; s++) { // a page, or all of them
+            const bool again = step == 3 && s == 0;
+            kept->renew(d, w, far[s], s, again ? 0 : np / 3, again ? np : np / 3 + 1, again);
         }
         const std::vector<int32_t> given = kept ? kept->cells : std::vector<int32_t>();
         std::vector<int> n_last((size_t) c.n_stream * c.n_kv_heads); // picks of the last token

@@ -75,10 +75,15 @@ struct kept_rows {
         buffer.reset(new device_bytes(d, zeros.size(), zeros.data()));
         cells_there.reset(new device_bytes(d, cells.size() * 4, cells.data()));
     }
-    // pages [p0, p1) of a stream are written again
-    void forget(kvq_cuda_device & d, const kvq_far & f, int stream, int p0, int p1) {
-        for (int p = p0; p < p1; p++) { d.forget_kept(f, H, p * P, (p + 1) * P); }
-        for (int i = 0; i < H * room; i++) {
+    // Pages [p0, p1) of a stream are written again; again: their rows are put far once more, which is when those that
+    // are kept come again.
+    void renew(kvq_cuda_device & d, const world & w, const kvq_far & f, int stream, int p0, int p1, bool again) {
+        if (again) { // kept rows that nobody may read
+            std::vector<uint8_t> spoilt(at.size - at.rows, 0x5a);
+            d.put((uint8_t *) f.buffer + at.rows, spoilt.data(), spoilt.size());
+        }
+        for (int p = p0; p < p1; p++) { d.renew_kept(f, w.k, p * P, (p + 1) * P, again); }
+        for (int i = 0; i < H * room && !again; i++) {
             int32_t & cell = cells[(size_t) stream * H * room + i];
             if (cell >= p0 * P && cell < p1 * P) { cell = INT_MAX; }
         }
