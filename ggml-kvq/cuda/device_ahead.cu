@@ -46,7 +46,7 @@ void kvq_cuda_device::flush_renewed() {
         a.slots = (const int32_t *) x.far.buffer;
         a.bits = (uint32_t *) ((uint8_t *) x.far.buffer + at.bits);
         a.rows = (uint8_t *) x.far.buffer + at.rows;
-        for (const auto & c : x.cells) { a.cells[a.n++] = make_int3(std::get<0>(c), std::get<1>(c), std::get<2>(c)); }
+        for (const auto & c : x.cells) { a.cells[a.n++] = { std::get<0>(c), std::get<1>(c), std::get<2>(c) }; }
         kvq_launch_far_renew(a, x.n_head, (cudaStream_t) stream);
     }
     to_renew.clear();

@@ -61,7 +61,10 @@ struct kvq_far_renew {
     uint8_t * rows;
     const void *const *k_rows, *const *v_rows;
     int n_kept, n_words, page_cells, nb_row, n; // nb_row: bytes of a key, and of a value
-    int3 cells[MOST];                           // from, to; 1: their rows come again, 0: they are kept no more
+    struct {
+        int from, to;
+        bool again; // rows come again; else they are kept no more
+    } cells[MOST];
 };
 void kvq_launch_far_renew(const kvq_far_renew & a, int n_head, cudaStream_t stream);
 // near logits of kept cells: minus infinity, for attention in parts

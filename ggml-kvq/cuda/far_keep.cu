@@ -15,9 +15,9 @@ static __global__ void __launch_bounds__(THREADS) renew_kernel(const __grid_cons
         const int cell = kept;
         if (cell < 0) { break; }
         for (int j = 0; j < a.n; j++) {
-            if (cell < a.cells[j].x || cell >= a.cells[j].y) { continue; }
+            if (cell < a.cells[j].from || cell >= a.cells[j].to) { continue; }
             const int p = cell / a.page_cells;
-            if (!a.cells[j].z || !a.k_rows[p] || !a.v_rows[p]) {
+            if (!a.cells[j].again || !a.k_rows[p] || !a.v_rows[p]) {
                 __syncwarp();
                 if (lane == 0) {
                     atomicAnd(a.bits + (size_t) kvh * a.n_words + cell / 32, ~(1u << cell % 32));
