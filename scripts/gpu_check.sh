@@ -3,7 +3,8 @@
 # upstream's own CUDA backend, then times both.
 #   scripts/gpu_check.sh MODEL.gguf TEXT [BUILD_DIR]      LLAMA_CPP_DIR=<source> (default: the pinned one)
 #   PROGRAMS=<folder>: upstream's programs and libraries, built with CUDA before; default: they are built here
-#   PARTS="kernels programs bench"                        what to run, also: quality, archs (every architecture, tests/arch_matrix.py); JOBS=<n> compilers at once; ARCH=native|90|...
+#   PARTS="kernels programs bench"                        what to run, also: quality, archs (every architecture, tests/arch_matrix.py), walks (random
+#                                                         operations, with pytest); JOBS=<n> compilers at once; ARCH=native|90|...
 #   KVQ_CONFIG=<sidecar of the model>                     aqua's predictors too
 #   SANITIZER="memcheck racecheck"                        kernel tests once more under these tools of compute-sanitizer
 set -uo pipefail
@@ -15,7 +16,7 @@ mkdir -p "$build/kernels"
 
 has() { [[ " $parts " == *" $1 "* ]]; }
 
-if has programs || has bench || has quality || has archs; then
+if has programs || has bench || has quality || has archs || has walks; then
     whole=ON; [ -n "${PROGRAMS:-}" ] && whole=OFF
     (cmake -S . -B "$build" -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" -DKVQ_BUILD_PROGRAMS=$whole ${LLAMA_CPP_DIR:+-DLLAMA_CPP_DIR=$LLAMA_CPP_DIR} &&
         CMAKE_BUILD_PARALLEL_LEVEL=$jobs cmake --build "$build" -j "$jobs" && { [ $whole = ON ] || cp -f "$PROGRAMS"/* "$build/lib/"; }) > "$build/build.log" 2>&1 &
@@ -68,7 +69,7 @@ if has kernels; then
     cd "$OLDPWD"
 fi
 
-if has programs || has bench || has quality || has archs; then
+if has programs || has bench || has quality || has archs || has walks; then
     wait "$builder" || { tail -30 "$build/build.log"; exit 1; }
     lib=$(cd "$build/lib" && pwd)
     export LD_LIBRARY_PATH=$lib
@@ -97,6 +98,10 @@ if has programs; then
         echo
         grep -E "error|KV buffer|compute buffer|graph splits" "$build/text.log" | cut -c1-160
     done
+fi
+if has walks; then
+    echo "== random operations on our cache and on upstream's, which are on the same device"
+    KVQ_LIB_DIR=$lib PYTHONPATH=python python3 -m pytest -q -n0 tests/test_llama_features.py -k walk_follows || failed=1
 fi
 if has quality; then
     # The same programs twice, once with the GPU hidden: KVQ0 is then the CPU. Each against its own upstream f16, whose weights it shares.

@@ -474,7 +474,10 @@ int main(int argc, char ** argv) {
         }
         attention({ "zipcache", "", 128, 8, 4, 512, 2000, 1, 0, 0, false });
     }
-    CHECK(n_short[0] > 5 && n_short[1] > 1, "only %d and %d cases of short caches", n_short[0], n_short[1]);
+    // cards with less shared memory a block take the long kernel where the short one does not fit
+    const bool small = getenv("KVQ_CUDA_AS");
+    CHECK(n_short[0] > (small ? 2 : 5) && n_short[1] > (small ? 0 : 1), "only %d and %d cases of short caches",
+        n_short[0], n_short[1]);
     printf("attention: %d cases, %d of short caches, worst relative error %.2g, of a column sum %.2g\n", n,
         n_short[0] + n_short[1], top.out, top.sums);
     return 0;
