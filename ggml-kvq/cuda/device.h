@@ -11,7 +11,6 @@
 #include <memory>
 #include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -22,6 +21,7 @@ struct kvq_device_rotary;
 struct kvq_row_place;
 struct kvq_far_args;
 struct kvq_far_kept;
+struct kvq_far_renew;
 struct kvq_turn_args;
 
 constexpr int MOST_SPLITS = 256; // of the part of an attention that makes logits
@@ -262,12 +262,7 @@ private:
     static kvq_far_kept kept_of(const kvq_far_args & r, const kvq_attn * attn, int n_streams);
     static void read_kept(const kvq_far_kept & kept, kvq_attend_args & a, int n_streams);
     void flush_renewed();
-    struct renewed {
-        kvq_far far;
-        int n_head, nb_row; // bytes of a key, and of a value
-        std::vector<std::tuple<int, int, bool>> cells;
-    };
-    std::map<void *, renewed> to_renew;                                       // by buffer
+    std::map<void *, std::shared_ptr<kvq_far_renew>> to_renew;                // by buffer
     void *picks_asked = nullptr, *picks_there = nullptr, *half_there[2] = {}; // events
     bool picks_pending = false, half_pending[2] = {};
     void stage_pages(const void * const * rows, int n_pages, size_t nb_page, uint8_t * to);

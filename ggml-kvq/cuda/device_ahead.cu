@@ -14,55 +14,45 @@ void kvq_cuda_device::renew_kept(const kvq_far & f, const kvq_lane_layout & k, i
         to_renew.erase(f.buffer);
         return;
     }
-    renewed & x = to_renew[f.buffer];
-    x.far = f;
-    x.n_head = k.n_head;
-    x.nb_row = (int) kvq_far_row_bytes(f.format, k.codec.head_size);
-    if (!x.cells.empty() && std::get<2>(x.cells.back()) == again) {
-        int &from = std::get<0>(x.cells.back()), &to = std::get<1>(x.cells.back());
-        if (first >= from && last <= to) { return; } // keys and values of a page
-        if (first == to) {
-            to = last;
+    std::shared_ptr<kvq_far_renew> & job = to_renew[f.buffer];
+    if (!job) {
+        const int nb_row = (int) kvq_far_row_bytes(f.format, k.codec.head_size), n_words = f.n_slots / 32;
+        const kvq_far_buffer at(k.n_head, f.n_kept, n_words, 2 * (size_t) nb_row);
+        uint8_t * const buffer = (uint8_t *) f.buffer;
+        job.reset(new kvq_far_renew{ f.kept, (const int32_t *) buffer, (uint32_t *) (buffer + at.bits),
+            buffer + at.rows, f.k_rows, f.v_rows, k.n_head, f.n_kept, n_words, f.n_cells, nb_row, 0, {} });
+    }
+    kvq_far_renew & x = *job;
+    if (x.n && x.cells[x.n - 1].again == again) {
+        auto & before = x.cells[x.n - 1];
+        if (first >= before.from && last <= before.to) { return; } // keys and values of a page
+        if (first == before.to) {
+            before.to = last;
             return;
         }
     }
-    if (x.cells.size() == kvq_far_renew::MOST) { x.cells = { std::make_tuple(0, f.n_slots, false) }; }
-    x.cells.emplace_back(first, last, again);
+    if (x.n == kvq_far_renew::MOST) { // none is kept
+        x.n = 1;
+        x.cells[0] = { 0, f.n_slots, false };
+        return;
+    }
+    x.cells[x.n++] = { first, last, again };
 }
 
 // behind rows on their way to the second tier
 void kvq_cuda_device::flush_renewed() {
-    for (const auto & entry : to_renew) {
-        const renewed & x = entry.second;
-        kvq_far_renew a = {};
-        a.kept = x.far.kept;
-        a.n_kept = x.far.n_kept;
-        a.n_words = x.far.n_slots / 32;
-        a.page_cells = x.far.n_cells;
-        a.nb_row = x.nb_row;
-        a.k_rows = x.far.k_rows;
-        a.v_rows = x.far.v_rows;
-        const kvq_far_buffer at(x.n_head, a.n_kept, a.n_words, 2 * (size_t) x.nb_row);
-        a.slots = (const int32_t *) x.far.buffer;
-        a.bits = (uint32_t *) ((uint8_t *) x.far.buffer + at.bits);
-        a.rows = (uint8_t *) x.far.buffer + at.rows;
-        for (const auto & c : x.cells) { a.cells[a.n++] = { std::get<0>(c), std::get<1>(c), std::get<2>(c) }; }
-        kvq_launch_far_renew(a, x.n_head, (cudaStream_t) stream);
-    }
+    for (const auto & x : to_renew) { kvq_launch_far_renew(*x.second, (cudaStream_t) stream); }
     to_renew.clear();
 }
 
 // Is there a kernel for these pages that reads near cells and kept rows at once?
 bool kvq_cuda_device::reads_kept(const kvq_attend_args & all, const kvq_attn * attn) const {
     const kvq_far & f = *attn[0].far;
-#define KVQ_PAIR(K, V) || (attn[0].k.bits == K && attn[0].v.bits == V)
-    const bool has_kernel = !attn[0].k.split && (false KVQ_AHEAD_BITS(KVQ_PAIR));
-#undef KVQ_PAIR
     kvq_attend_args a = all;
     a.part = 3;
     a.far_row_k = (int) kvq_far_row_bytes(f.format, a.k.head_size);
     a.far_row_v = (int) kvq_far_row_bytes(f.format, a.v.head_size);
-    return has_kernel && kvq_decode_fits(a, 0);
+    return kvq_decode_fits(a, 0);
 }
 
 // Where picks are made: they wait for what the stream has now.

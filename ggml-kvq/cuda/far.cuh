@@ -52,7 +52,7 @@ struct kvq_far_kept {
         unsigned long long * counts;
     } stream[KVQ_ATTEND_STREAMS];
 };
-// cells that were written again
+// cells of a stream that were written again
 struct kvq_far_renew {
     static constexpr int MOST = 32;
     int32_t * kept;        // [head kv][n_kept]
@@ -60,13 +60,13 @@ struct kvq_far_renew {
     uint32_t * bits;       // [head kv][n_words]
     uint8_t * rows;
     const void *const *k_rows, *const *v_rows;
-    int n_kept, n_words, page_cells, nb_row, n; // nb_row: bytes of a key, and of a value
+    int n_head_kv, n_kept, n_words, page_cells, nb_row, n; // nb_row: bytes of a key, and of a value
     struct {
         int from, to;
         bool again; // rows come again; else they are kept no more
     } cells[MOST];
 };
-void kvq_launch_far_renew(const kvq_far_renew & a, int n_head, cudaStream_t stream);
+void kvq_launch_far_renew(const kvq_far_renew & a, cudaStream_t stream);
 // near logits of kept cells: minus infinity, for attention in parts
 void kvq_launch_far_hide(const kvq_far_kept & a, int n_streams, cudaStream_t stream);
 // behind picks and attention: counts what the first token finds, and keeps what the last one picks

@@ -5,6 +5,15 @@
 
 static constexpr int THREADS = 256;
 
+// Bytes u.. of a cell's far row, a key and behind it a value
+static __device__ __forceinline__ uint2 far_unit(const void * const * k_rows, const void * const * v_rows, int nb_key,
+    int nb_value, int page_cells, int kvh, int cell, int u) {
+    const bool value = u >= nb_key;
+    const uint8_t * const rows = (const uint8_t *) (value ? v_rows : k_rows)[cell / page_cells];
+    const size_t row = (size_t) kvh * page_cells + cell % page_cells;
+    return *(const uint2 *) (rows + row * (value ? nb_value : nb_key) + (value ? u - nb_key : u));
+}
+
 // Block: a KV head, a warp some cells. One that is kept no more becomes one that no cache has: its slot is free when
 // others are kept.
 static __global__ void __launch_bounds__(THREADS) renew_kernel(const __grid_constant__ kvq_far_renew a) {
@@ -25,13 +34,10 @@ static __global__ void __launch_bounds__(THREADS) renew_kernel(const __grid_cons
                 }
                 break;
             }
-            const size_t slot = (size_t) kvh * a.n_kept + a.slots[(size_t) kvh * a.n_kept + i],
-                         row = (size_t) kvh * a.page_cells + cell % a.page_cells;
+            const size_t slot = (size_t) kvh * a.n_kept + a.slots[(size_t) kvh * a.n_kept + i];
             for (int u = lane * 8; u < 2 * a.nb_row; u += 32 * 8) {
-                const bool value = u >= a.nb_row;
-                const uint8_t * from = (const uint8_t *) (value ? a.v_rows : a.k_rows)[p];
                 *(uint2 *) (a.rows + slot * 2 * a.nb_row + u) =
-                    *(const uint2 *) (from + row * a.nb_row + (value ? u - a.nb_row : u));
+                    far_unit(a.k_rows, a.v_rows, a.nb_row, a.nb_row, a.page_cells, kvh, cell, u);
             }
         }
     }
@@ -188,11 +194,9 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
         uint2 x[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            const int i = min(u0 + j * THREADS, n_units - 1), cell = picks[come[i / units]], u = i % units * 8;
-            const bool value = u >= a.nb_key;
-            const uint8_t * rows = (const uint8_t *) (value ? st.v_rows : st.k_rows)[cell / a.page_cells];
-            const size_t row = (size_t) kvh * a.page_cells + cell % a.page_cells;
-            x[j] = *(const uint2 *) (rows + row * (value ? a.nb_value : a.nb_key) + (value ? u - a.nb_key : u));
+            const int i = min(u0 + j * THREADS, n_units - 1);
+            x[j] = far_unit(
+                st.k_rows, st.v_rows, a.nb_key, a.nb_value, a.page_cells, kvh, picks[come[i / units]], i % units * 8);
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
@@ -204,8 +208,8 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
     }
 }
 
-void kvq_launch_far_renew(const kvq_far_renew & a, int n_head, cudaStream_t stream) {
-    kvq_launch_early(renew_kernel, dim3(n_head), THREADS, 0, stream, a);
+void kvq_launch_far_renew(const kvq_far_renew & a, cudaStream_t stream) {
+    kvq_launch_early(renew_kernel, dim3(a.n_head_kv), THREADS, 0, stream, a);
 }
 
 void kvq_launch_far_hide(const kvq_far_kept & a, int n_streams, cudaStream_t stream) {

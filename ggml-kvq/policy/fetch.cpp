@@ -45,7 +45,7 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     for (lane_rows & x : lanes) {
         x.nb_page = nb_far_page(x.l, format);
         x.rows.resize((size_t) x.l.n_stream * x.l.n_pages, nullptr);
-        x.is_kept.resize(x.rows.size(), 0);
+        x.is_put.resize(x.rows.size(), 0);
         x.there = (void **) (memory + at);
         at += nb_table(x.l);
         device.fetches()->name_far_table(x.there, x.rows.data(), x.rows.size());
@@ -88,7 +88,7 @@ void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
     pool->give(rows, of(x).nb_page, &of(x));
     rows = nullptr;
     publish(x, s, p);
-    is_kept(x, s, p) = 0;
+    is_put(x, s, p) = 0;
     renew(s, p * of(x).l.page_cells, (p + 1) * of(x).l.page_cells, false);
 }
 
@@ -125,8 +125,8 @@ void kvq_fetcher::keep(
     }
     device.fetches()->put_far(of(x).l, format, (int) pages.size(), tiles.data(), rows.data(), n_threads);
     for (int p : pages) { // a context shift writes them a second time
-        if (is_kept(x, s, p)) { renew(s, p * of(x).l.page_cells, (p + 1) * of(x).l.page_cells, true); }
-        is_kept(x, s, p) = 1;
+        if (is_put(x, s, p)) { renew(s, p * of(x).l.page_cells, (p + 1) * of(x).l.page_cells, true); }
+        is_put(x, s, p) = 1;
     }
 }
 
@@ -144,7 +144,7 @@ void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
     if (x.state(from, p) != KVQ_PAGE_SEALED || !at(x, to, p)) { return; }
     device.copy_later(at(x, to, p), at(x, from, p), of(x).nb_page);
     publish(x, to, p);
-    is_kept(x, to, p) = 1;
+    is_put(x, to, p) = 1;
 }
 
 void kvq_fetcher::copied(kvq_lane & x, int from, int to) {

@@ -46,14 +46,12 @@ private:
     struct lane_rows {
         kvq_lane_layout l;
         size_t nb_page = 0;
-        std::vector<void *> rows;     // [stream][page], NULL: none
-        std::vector<uint8_t> is_kept; // the same: rows have been put there
-        void ** there = nullptr;      // the engine's copy
+        std::vector<void *> rows;    // [stream][page], NULL: none
+        std::vector<uint8_t> is_put; // the same: rows have been put there
+        void ** there = nullptr;     // the engine's copy
     };
     lane_rows & of(const kvq_lane & x) const { return lanes[x.is_value()]; }
-    uint8_t & is_kept(const kvq_lane & x, int s, int p) const {
-        return of(x).is_kept[(size_t) s * of(x).l.n_pages + p];
-    }
+    uint8_t & is_put(const kvq_lane & x, int s, int p) const { return of(x).is_put[(size_t) s * of(x).l.n_pages + p]; }
     void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
     bool take(const kvq_lane & x, int s, int p) const;                            // memory for the rows of a page
     size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
