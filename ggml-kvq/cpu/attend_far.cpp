@@ -269,6 +269,7 @@ struct two_tiers {
     stream_plan & s;
     scores x;
     int n_threads;
+    std::vector<std::vector<int32_t>> & staying; // [kvh][token], of a call's tokens those whose picks stay
     workspace::sizes size;
     std::vector<std::vector<int32_t>> picks; // [kvh][token]
     std::vector<float> near_m;               // [kvh][row]: maximum after picked cells are taken out
@@ -363,13 +364,45 @@ struct two_tiers {
         return page >= 0 && has_far(s, page);
     }
 
+    // far rows that are there, in the order of kept cells (KVQ_FETCH_AHEAD)
+    std::vector<int32_t> kept_of(int kvh) const {
+        const kvq_far & far = *s.p->far;
+        const int32_t * const cells = far.kept + (size_t) kvh * (size_t) far.n_kept;
+        std::vector<int32_t> out;
+        for (int i = 0; i < far.n_kept && cells[i] >= 0; i++) {
+            if (is_candidate(cells[i])) { out.push_back(cells[i]); }
+        }
+        return out;
+    }
+
+    // Behind the last token: what tokens have picked goes in front, one after the other.
+    void keep() {
+        const kvq_far & far = *s.p->far;
+        const size_t n_kept = (size_t) far.n_kept, n_tokens = staying.size() / (size_t) s.p->n_head_kv;
+        for (int kvh = 0; kvh < s.p->n_head_kv; kvh++) {
+            std::vector<int32_t> cells = kept_of(kvh);
+            for (size_t t = 0; t < n_tokens; t++) {
+                const std::vector<int32_t> & now = staying[(size_t) kvh * n_tokens + t];
+                std::vector<int32_t> next = now;
+                for (int32_t cell : cells) {
+                    if (!std::binary_search(now.begin(), now.end(), cell)) { next.push_back(cell); }
+                }
+                if (far.counts) { far.counts[0] += next.size() - cells.size(); }
+                next.resize(std::min(next.size(), n_kept));
+                cells = std::move(next);
+            }
+            cells.resize(n_kept, -1);
+            std::copy(cells.begin(), cells.end(), far.kept + (size_t) kvh * n_kept);
+        }
+    }
+
     // step 2 of all heads and tokens
     void choose() {
         const kvq_far & far = *s.p->far;
-        const int heads = s.p->n_head_kv, n = heads * x.n_tokens;
+        const int heads = s.p->n_head_kv, n = heads * x.n_tokens, n_q = s.p->n_q;
         const bool is_ahead = far.fetch == KVQ_FETCH_AHEAD;
-        const size_t n_kept = is_ahead ? (size_t) far.n_kept : 0;
-        std::vector<std::vector<int32_t>> next((size_t) heads);
+        const int from = is_ahead ? kvq_far_first_kept(n_q, far.n_kept, far.top) : n_q;
+        staying.resize((size_t) heads * (size_t) (n_q - from));
         std::vector<uint64_t> fetched((size_t) n, 0), wanted((size_t) n, 0), hits((size_t) n, 0);
         near_m.assign((size_t) heads * x.n_rows, -INFINITY);
         near_weight.resize(x.top.size());
@@ -379,29 +412,17 @@ struct two_tiers {
             const int kvh = i / x.n_tokens, token = i % x.n_tokens;
             std::vector<int32_t> & mine = picks[(size_t) i];
             std::vector<int32_t> now;
-            const bool first = x.token0 + token == 0, last = x.token0 + token == s.p->n_q - 1;
-            if (!is_ahead || first || last) { pick(K, x, kvh, token, now); }
-            wanted[(size_t) i] = first ? now.size() : 0;
+            const int iq = x.token0 + token;
+            if (!is_ahead || iq == 0 || iq >= from) { pick(K, x, kvh, token, now); }
+            wanted[(size_t) i] = iq == 0 ? now.size() : 0;
             if (is_ahead) {
-                mine.clear();
-                const int32_t * before = far.kept + (size_t) kvh * n_kept;
-                size_t n_both = 0;
-                std::vector<int32_t> lasting = now; // and behind it what is not picked again
-                for (size_t j = 0; j < n_kept && before[j] >= 0; j++) {
-                    if (!is_candidate(before[j])) { continue; }
-                    mine.push_back(before[j]);
-                    if (std::binary_search(now.begin(), now.end(), before[j])) {
-                        n_both++;
-                    } else {
-                        lasting.push_back(before[j]);
-                    }
-                }
+                mine = kept_of(kvh);
                 std::sort(mine.begin(), mine.end());
-                hits[(size_t) i] = first ? n_both : 0;
-                if (last) {
-                    fetched[(size_t) i] = now.size() - n_both;
-                    lasting.resize(n_kept, -1);
-                    next[(size_t) kvh] = std::move(lasting);
+                for (size_t j = 0; iq == 0 && j < now.size(); j++) {
+                    hits[(size_t) i] += std::binary_search(mine.begin(), mine.end(), now[j]);
+                }
+                if (iq >= from) {
+                    staying[(size_t) kvh * (size_t) (n_q - from) + (size_t) (iq - from)] = std::move(now);
                 }
             } else {
                 fetched[(size_t) i] = now.size();
@@ -414,9 +435,7 @@ struct two_tiers {
                     x.n_padded, &x.top[at], &x.sum[at], &near_m[(size_t) kvh * x.n_rows + row], &near_weight[at]);
             }
         }
-        for (int kvh = 0; is_ahead && x.token0 + x.n_tokens == s.p->n_q && kvh < heads; kvh++) {
-            std::copy(next[(size_t) kvh].begin(), next[(size_t) kvh].end(), far.kept + (size_t) kvh * n_kept);
-        }
+        if (is_ahead && x.token0 + x.n_tokens == n_q) { keep(); }
         for (int i = 0; far.counts && i < n; i++) {
             far.counts[0] += fetched[(size_t) i];
             far.counts[1] += wanted[(size_t) i];
@@ -488,11 +507,12 @@ void attend_far(const kvq_attn & attn, int n_threads) {
             s.prepared[(size_t) kvh].make(s, kvh, s.n_rows, q.data());
         }
     }
+    std::vector<std::vector<int32_t>> staying;
     for (int token0 = 0; token0 < attn.n_q; token0 += at_once) {
         const int n_tokens = std::min(at_once, attn.n_q - token0), rows = n_tokens * s.gqa;
         s.n_blocks = (rows + KVQ_MAX_ROWS - 1) / KVQ_MAX_ROWS;
         cut_tasks(s, few, n_threads > 1 ? 4 * n_threads : 1);
-        two_tiers t = { K, s, scores(s, token0, n_tokens, prob), n_threads, {}, {}, {}, {}, {} };
+        two_tiers t = { K, s, scores(s, token0, n_tokens, prob), n_threads, staying, {}, {}, {}, {}, {} };
         t.size = sizes_of(
             s, std::min(rows, KVQ_MAX_ROWS), (attn.n_head_kv + s.n_groups - 1) / s.n_groups, std::max(cells, TILE));
         t.size.cover(sizes_of(s, std::min(s.gqa, KVQ_MAX_ROWS), 1, KVQ_MAX_RUN * TILE));

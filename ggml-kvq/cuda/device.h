@@ -260,6 +260,7 @@ private:
     int n_places = 1, place = 0;
     int half_of_places() const { return std::max(1, n_places / 2); }
     static kvq_far_kept kept_of(const kvq_far_args & r, const kvq_attn * attn, int n_streams);
+    static bool reads_picks(const kvq_far_args & r, const kvq_far_kept & kept);
     static void read_kept(const kvq_far_kept & kept, kvq_attend_args & a, int n_streams);
     void flush_renewed();
     std::map<void *, std::shared_ptr<kvq_far_renew>> to_renew;                // by buffer

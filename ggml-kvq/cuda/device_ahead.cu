@@ -104,9 +104,8 @@ bool kvq_cuda_device::take_place(size_t nb, bool beside) {
 kvq_far_kept kvq_cuda_device::kept_of(const kvq_far_args & r, const kvq_attn * attn, int n_streams) {
     const kvq_far & f = *attn[0].far;
     kvq_far_kept b = {};
-    b.first = r.first;
-    b.last = r.last;
-    b.n_q = r.n_q;
+    b.n_q = attn[0].n_q;
+    b.from = kvq_far_first_kept(b.n_q, f.n_kept, f.top);
     b.n_rows = r.n_rows;
     b.n_head_kv = r.n_head_kv;
     b.top = f.top;
@@ -122,10 +121,15 @@ kvq_far_kept kvq_cuda_device::kept_of(const kvq_far_args & r, const kvq_attn * a
     b.rows = at.rows;
     for (int s = 0; s < n_streams; s++) {
         const kvq_far & y = *attn[s].far;
-        b.stream[s] = { y.k_rows, y.v_rows, r.stream[s].picks, y.kept, (uint8_t *) y.buffer, r.stream[s].logits,
-            (unsigned long long *) y.counts };
+        b.stream[s] = { y.k_rows, y.v_rows, r.stream[s].picks - r.before * r.n_head_kv * r.top, y.kept,
+            (uint8_t *) y.buffer, r.stream[s].logits, (unsigned long long *) y.counts };
     }
     return b;
+}
+
+// Does anybody read what these tokens pick?
+bool kvq_cuda_device::reads_picks(const kvq_far_args & r, const kvq_far_kept & kept) {
+    return !r.before || r.before + r.n_q > kept.from;
 }
 
 // Far rows of this call are those that are kept.
@@ -157,12 +161,14 @@ bool kvq_cuda_device::attend_kept(
         if (!split(a, n_streams, 0, true)) { return false; }
         a.n_splits = std::min(a.n_splits, MOST_SPLITS + a.n_picking);
         kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
-        if (!r.first && !r.last) { continue; } // nobody reads what is picked
         r.n_splits = a.n_splits - a.n_picking;
-        void * const beside = r.last ? begin_picks() : stream; // memory is used again by tokens behind
-        kvq_launch_far_pick(r, n_streams, (cudaStream_t) beside);
-        kvq_launch_far_keep(kept, n_streams, (cudaStream_t) beside);
-        if (r.last) { end_picks(); }
+        const bool last = t0 + a.n_q == all.n_q;
+        void * const beside = last ? begin_picks() : stream; // memory is used again by tokens behind
+        if (reads_picks(r, kept)) { kvq_launch_far_pick(r, n_streams, (cudaStream_t) beside); }
+        if (last) {
+            kvq_launch_far_keep(kept, n_streams, (cudaStream_t) beside);
+            end_picks();
+        }
     }
     n_ahead++;
     return check(cudaGetLastError(), "attention one step ahead");

@@ -211,11 +211,12 @@ kvq_cuda_device::far_sizes kvq_cuda_device::sizes_of_far(
     x.n_q = std::min(all.n_q, std::max(1, (32 >> parts) / all.gqa));
     // for the longest cache: pages open while a recording is in use
     const size_t n_slots = (size_t) (k ? std::max(k->n_pages, all.n_pages) : all.n_pages) * all.page_cells,
-                 n_rows = (size_t) all.n_head_kv * all.gqa * x.n_q, n_lists = (size_t) all.n_head_kv * x.n_q;
+                 n_rows = (size_t) all.n_head_kv * all.gqa * x.n_q, n_lists = (size_t) all.n_head_kv * x.n_q,
+                 n_picks = (size_t) all.n_head_kv * (f.far->fetch == KVQ_FETCH_AHEAD ? all.n_q : x.n_q);
     x.logits = kvq_pad(n_rows * n_slots * sizeof(float), 256);
     x.keys = kvq_pad(n_lists * n_slots * sizeof(unsigned long long), 256);
     x.tops = kvq_pad(n_rows * MOST_SPLITS * sizeof(float2), 256);
-    x.list = kvq_pad(n_lists * f.far->top * sizeof(int32_t), 256);
+    x.list = kvq_pad(n_picks * f.far->top * sizeof(int32_t), 256); // ahead: read behind the last token
     x.all = x.logits + x.keys + x.tops + x.list;
     return x;
 }
@@ -236,8 +237,7 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
     const size_t n_lists = (size_t) H * size.n_q;
     if (!grow(far_sums, n_far_sums, n_streams * n_lists * sizeof(kvq_far_sums), "what is picked")) { return false; }
     r = {};
-    r.first = t0 == 0;
-    r.last = t0 + a.n_q == all.n_q;
+    r.before = t0;
     r.ahead = f.fetch == KVQ_FETCH_AHEAD;
     r.n_q = a.n_q;
     r.n_rows = a.n_rows;
@@ -266,7 +266,7 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
         to.keys = (unsigned long long *) (at += size.logits);
         to.tops = x.tops = (float *) (at += size.keys);
         to.sums = (kvq_far_sums *) far_sums + s * n_lists;
-        to.picks = (int32_t *) (at += size.tops);
+        to.picks = (int32_t *) (at += size.tops) + (r.ahead ? (size_t) t0 * H * f.top : 0);
         x.picks = to.picks;
         to.counts = (unsigned long long *) y.counts;
     }
@@ -296,7 +296,7 @@ bool kvq_cuda_device::attend_far(
             kvq_attend_args b = a;
             b.part = part;
             if (part == 2) {
-                if (!kept || r.first || r.last) { kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream); }
+                if (!kept || reads_picks(r, rows)) { kvq_launch_far_pick(r, n_streams, (cudaStream_t) stream); }
                 if (kept) {
                     kvq_launch_far_hide(rows, n_streams, (cudaStream_t) stream);
                     read_kept(rows, b, n_streams);
@@ -319,7 +319,7 @@ bool kvq_cuda_device::attend_far(
             }
             kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
         }
-        if (kept && (r.first || r.last)) { kvq_launch_far_keep(rows, n_streams, (cudaStream_t) stream); }
+        if (kept && t0 + a.n_q == all.n_q) { kvq_launch_far_keep(rows, n_streams, (cudaStream_t) stream); }
     }
     return check(cudaGetLastError(), "attention that fetches");
 }

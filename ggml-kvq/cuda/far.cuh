@@ -19,9 +19,9 @@ struct kvq_far_sums {
 };
 
 struct kvq_far_args {
-    // n_near: pages; first, last: tokens of a call; ahead: what is picked is for the next call; warm_up: blocks start
-    // while logits are made
-    int first, last, ahead, warm_up, n_q, n_rows, gqa, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_splits;
+    // before: tokens of the call before these; n_near: pages; ahead: what is picked is for the next call; warm_up:
+    // blocks start while logits are made
+    int before, ahead, warm_up, n_q, n_rows, gqa, n_head_kv, n_near, page_cells, n_kv, n_logits, top, n_splits;
     const float * sinks;
     struct {
         const kvq_page * pages;
@@ -40,8 +40,9 @@ void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t str
 
 // Far rows that are kept (engine/far_buffer.h). In the buffer, 8 channels of a row lie as in the second tier.
 struct kvq_far_kept {
-    // n_cells: those at and behind it are gone; nb: bytes of a row; n_rows, n_logits: of near logits
-    int first, last, n_q, n_rows, n_head_kv, top, n_kept, n_cells, page_cells, nb_key, nb_value, n_words, n_logits;
+    // n_q: tokens of the call, whose picks stay from the token `from` on; n_cells: those at and behind it are gone; nb:
+    // bytes of a row; n_rows, n_logits: of near logits
+    int from, n_q, n_rows, n_head_kv, top, n_kept, n_cells, page_cells, nb_key, nb_value, n_words, n_logits;
     size_t bits, rows; // of the buffer
     struct {
         const void *const *k_rows, *const *v_rows;
@@ -69,7 +70,7 @@ struct kvq_far_renew {
 void kvq_launch_far_renew(const kvq_far_renew & a, cudaStream_t stream);
 // near logits of kept cells: minus infinity, for attention in parts
 void kvq_launch_far_hide(const kvq_far_kept & a, int n_streams, cudaStream_t stream);
-// behind picks and attention: counts what the first token finds, and keeps what the last one picks
+// behind picks and attention of a call: counts what the first token finds, and keeps what the last ones pick
 void kvq_launch_far_keep(const kvq_far_kept & a, int n_streams, cudaStream_t stream);
 
 // Plain f16 rows (kvq_row_place) of a lane's sealed cells that have far rows: those of the second tier

@@ -90,9 +90,9 @@ static __device__ __forceinline__ int find_pick(const int32_t * picks, int n, in
     return from < n && picks[from] == cell ? from : n;
 }
 
-// Block: a KV head. New cells are the picks of the last token and behind them those that were kept and not picked
-// again, while there is room. A row that is in the buffer stays in its slot; others come from the second tier into
-// slots that are free then. Nothing waits for this kernel but the next step.
+// Block: a KV head. One token after the other: new cells are its picks and behind them those that were kept and not
+// picked again, while there is room. A row that is in the buffer stays in its slot; others come from the second tier
+// into slots that are free then. Nothing waits for this kernel but the next step.
 static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_constant__ kvq_far_kept a) {
     early_wait();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
     int32_t * const old = (int32_t *) memory; // [n], cells
     int32_t * const at = old + n;             // [n], their slots
     int32_t * const free_slots = at + n;      // [n]
-    int32_t * const picks = free_slots + n;   // [top], of the first token, then of the last
+    int32_t * const picks = free_slots + n;   // [top], of the first token, then of those that stay
     int32_t * const places = picks + a.top;   // [top], -1: to come
     int32_t * const come = places + a.top;    // [top], picks that come
     __shared__ int sums[THREADS / 32], n_hits;
@@ -108,103 +108,105 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
     int32_t *const kept = st.kept + (size_t) kvh * n, *const slots = (int32_t *) st.buffer + (size_t) kvh * n;
     uint32_t * const bits = (uint32_t *) (st.buffer + a.bits) + (size_t) kvh * a.n_words;
     const auto pick_of = [&](int token, int i) { return st.picks[((size_t) token * a.n_head_kv + kvh) * a.top + i]; };
-    const bool none = kept[0] < 0;
-    for (int i = threadIdx.x; i < n; i += THREADS) {
-        old[i] = kept[i];
-        at[i] = none ? i : slots[i];
-    }
+    const auto is_there = [&](int cell) { return cell >= 0 && cell < a.n_cells; };
+    // how many of its picks does the first token find?
     for (int i = threadIdx.x; i < a.top; i += THREADS) { picks[i] = pick_of(0, i); }
     if (threadIdx.x == 0) { n_hits = 0; }
     __syncthreads();
-    const auto is_there = [&](int i) { return old[i] >= 0 && old[i] < a.n_cells; };
-    if (a.first) { // how many of its picks does the first token find?
-        int mine = 0;
-        for (int i = threadIdx.x; i < n; i += THREADS) {
-            mine += is_there(i) && find_pick(picks, a.top, old[i]) < a.top;
-        }
-        if (mine) { atomicAdd(&n_hits, mine); }
-        __syncthreads();
-        if (threadIdx.x == 0 && st.counts) { atomicAdd(st.counts + 2, (unsigned long long) n_hits); }
-    }
-    if (!a.last) { return; }
-    int n_picks = 0;
-    for (int i = threadIdx.x; i < a.top; i += THREADS) {
-        picks[i] = pick_of(a.n_q - 1, i);
-        places[i] = -1;
-        n_picks += picks[i] >= 0;
-    }
-    count_before(n_picks, sums, n_picks);
-    __syncthreads();
+    int mine = 0;
     for (int i = threadIdx.x; i < n; i += THREADS) {
-        if (old[i] < 0) { continue; }
-        if (old[i] < 32 * a.n_words) { atomicAnd(bits + old[i] / 32, ~(1u << old[i] % 32)); }
-        const int pick = find_pick(picks, a.top, old[i]);
-        if (!is_there(i)) {
-            old[i] = -1;
-        } else if (pick < a.top) { // this row stays, and its cell comes to the front
-            places[pick] = at[i];
-            old[i] = -2;
-        }
+        mine += is_there(kept[i]) && find_pick(picks, a.top, kept[i]) < a.top;
     }
+    if (mine) { atomicAdd(&n_hits, mine); }
     __syncthreads();
-    // each thread some neighbours: cells that stay keep their order, other slots are free
-    const int each = (n + THREADS - 1) / THREADS, i0 = min((int) threadIdx.x * each, n), i1 = min(i0 + each, n);
-    int mine = 0, n_stay, n_free, n_come;
-    for (int i = i0; i < i1; i++) { mine += old[i] >= 0; }
-    int to = n_picks + count_before(mine, sums, n_stay);
-    n_stay = min(n_stay, n - n_picks);
-    mine = 0;
-    for (int i = i0, k = to; i < i1; i++) { mine += old[i] == -1 || (old[i] >= 0 && k++ >= n); }
-    int at_free = count_before(mine, sums, n_free);
-    for (int i = i0; i < i1; i++) {
-        if (old[i] == -2) { continue; }
-        if (old[i] >= 0 && to++ < n) {
-            kept[to - 1] = old[i];
-            slots[to - 1] = at[i];
-            atomicOr(bits + old[i] / 32, 1u << old[i] % 32);
-        } else {
-            free_slots[at_free++] = at[i];
+    if (threadIdx.x == 0 && st.counts) { atomicAdd(st.counts + 2, (unsigned long long) n_hits); }
+    for (int token = a.from; token < a.n_q; token++) {
+        const bool none = kept[0] < 0;
+        for (int i = threadIdx.x; i < n; i += THREADS) {
+            old[i] = kept[i];
+            at[i] = none ? i : slots[i];
         }
-    }
-    const int each_pick = (a.top + THREADS - 1) / THREADS, p0 = min((int) threadIdx.x * each_pick, a.top),
-              p1 = min(p0 + each_pick, a.top);
-    mine = 0;
-    for (int i = p0; i < p1; i++) { mine += picks[i] >= 0 && places[i] < 0; }
-    int at_come = count_before(mine, sums, n_come); // and free_slots are there for all
-    for (int i = p0; i < p1; i++) {
-        if (picks[i] < 0) { continue; }
-        if (places[i] < 0) {
-            come[at_come] = i;
-            places[i] = free_slots[at_come++];
+        int n_picks = 0;
+        for (int i = threadIdx.x; i < a.top; i += THREADS) {
+            picks[i] = pick_of(token, i);
+            places[i] = -1;
+            n_picks += picks[i] >= 0;
         }
-        kept[i] = picks[i];
-        slots[i] = places[i];
-        atomicOr(bits + picks[i] / 32, 1u << picks[i] % 32);
-    }
-    for (int i = n_come + (int) threadIdx.x; i < n_free; i += THREADS) { // what has no row
-        kept[n_picks + n_stay + i - n_come] = -1;
-        slots[n_picks + n_stay + i - n_come] = free_slots[i];
-    }
-    __syncthreads();
-    if (threadIdx.x == 0 && st.counts) { atomicAdd(st.counts, (unsigned long long) n_come); }
-    // rows, 8 bytes a thread, several on their way
-    constexpr int AT_ONCE = 8;
-    const int nb_row = a.nb_key + a.nb_value, units = nb_row / 8, n_units = n_come * units;
-    for (int u0 = threadIdx.x; u0 < n_units; u0 += AT_ONCE * THREADS) {
-        uint2 x[AT_ONCE];
+        count_before(n_picks, sums, n_picks);
+        __syncthreads();
+        for (int i = threadIdx.x; i < n; i += THREADS) {
+            if (old[i] < 0) { continue; }
+            if (old[i] < 32 * a.n_words) { atomicAnd(bits + old[i] / 32, ~(1u << old[i] % 32)); }
+            const int pick = find_pick(picks, a.top, old[i]);
+            if (!is_there(old[i])) {
+                old[i] = -1;
+            } else if (pick < a.top) { // this row stays, and its cell comes to the front
+                places[pick] = at[i];
+                old[i] = -2;
+            }
+        }
+        __syncthreads();
+        // each thread some neighbours: cells that stay keep their order, other slots are free
+        const int each = (n + THREADS - 1) / THREADS, i0 = min((int) threadIdx.x * each, n), i1 = min(i0 + each, n);
+        int n_stay, n_free, n_come;
+        mine = 0;
+        for (int i = i0; i < i1; i++) { mine += old[i] >= 0; }
+        int to = n_picks + count_before(mine, sums, n_stay);
+        n_stay = min(n_stay, n - n_picks);
+        mine = 0;
+        for (int i = i0, k = to; i < i1; i++) { mine += old[i] == -1 || (old[i] >= 0 && k++ >= n); }
+        int at_free = count_before(mine, sums, n_free);
+        for (int i = i0; i < i1; i++) {
+            if (old[i] == -2) { continue; }
+            if (old[i] >= 0 && to++ < n) {
+                kept[to - 1] = old[i];
+                slots[to - 1] = at[i];
+                atomicOr(bits + old[i] / 32, 1u << old[i] % 32);
+            } else {
+                free_slots[at_free++] = at[i];
+            }
+        }
+        const int each_pick = (a.top + THREADS - 1) / THREADS, p0 = min((int) threadIdx.x * each_pick, a.top),
+                  p1 = min(p0 + each_pick, a.top);
+        mine = 0;
+        for (int i = p0; i < p1; i++) { mine += picks[i] >= 0 && places[i] < 0; }
+        int at_come = count_before(mine, sums, n_come); // and free_slots are there for all
+        for (int i = p0; i < p1; i++) {
+            if (picks[i] < 0) { continue; }
+            if (places[i] < 0) {
+                come[at_come] = i;
+                places[i] = free_slots[at_come++];
+            }
+            kept[i] = picks[i];
+            slots[i] = places[i];
+            atomicOr(bits + picks[i] / 32, 1u << picks[i] % 32);
+        }
+        for (int i = n_come + (int) threadIdx.x; i < n_free; i += THREADS) { // what has no row
+            kept[n_picks + n_stay + i - n_come] = -1;
+            slots[n_picks + n_stay + i - n_come] = free_slots[i];
+        }
+        __syncthreads();
+        if (threadIdx.x == 0 && st.counts) { atomicAdd(st.counts, (unsigned long long) n_come); }
+        // rows, 8 bytes a thread, several on their way
+        constexpr int AT_ONCE = 8;
+        const int nb_row = a.nb_key + a.nb_value, units = nb_row / 8, n_units = n_come * units;
+        for (int u0 = threadIdx.x; u0 < n_units; u0 += AT_ONCE * THREADS) {
+            uint2 x[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            const int i = min(u0 + j * THREADS, n_units - 1);
-            x[j] = far_unit(
-                st.k_rows, st.v_rows, a.nb_key, a.nb_value, a.page_cells, kvh, picks[come[i / units]], i % units * 8);
-        }
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = min(u0 + j * THREADS, n_units - 1);
+                x[j] = far_unit(st.k_rows, st.v_rows, a.nb_key, a.nb_value, a.page_cells, kvh, picks[come[i / units]],
+                    i % units * 8);
+            }
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            const int i = u0 + j * THREADS;
-            if (i >= n_units) { continue; }
-            const int slot = places[come[i / units]];
-            *(uint2 *) (st.buffer + a.rows + ((size_t) kvh * n + slot) * nb_row + i % units * 8) = x[j];
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = u0 + j * THREADS;
+                if (i >= n_units) { continue; }
+                const int slot = places[come[i / units]];
+                *(uint2 *) (st.buffer + a.rows + ((size_t) kvh * n + slot) * nb_row + i % units * 8) = x[j];
+            }
         }
+        __syncthreads(); // picks and places are those of the next token
     }
 }
 

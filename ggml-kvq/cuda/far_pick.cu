@@ -334,8 +334,8 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
             sums.n_left = sums.n_done = 0;
             if (st.counts) {
                 if (!a.ahead) { atomicAdd(st.counts, (unsigned long long) n_picks); }
-                if (token == 0 && a.first) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
-                if (at == 0 && a.first) { atomicAdd(st.counts + 3, 1ull); }
+                if (token == 0 && !a.before) { atomicAdd(st.counts + 1, (unsigned long long) n_picks); }
+                if (at == 0 && !a.before) { atomicAdd(st.counts + 3, 1ull); }
             }
         }
         __syncthreads();

@@ -11,6 +11,13 @@
 
 constexpr int KVQ_FAR_BLOCK = 32; // channels that share a scale
 
+// KVQ_FETCH_AHEAD: the first token of a call whose picks stay. Those of the tokens behind it stay as well, so that all
+// of them have room; a call may hold tokens of several sequences, or drafted ones.
+inline int kvq_far_first_kept(int n_q, int n_kept, int top) {
+    const int n = top > 0 ? n_kept / top : 1;
+    return n_q > n ? n_q - (n > 1 ? n : 1) : 0;
+}
+
 // One row. row: f16 [channels padded to 16]; of KVQ_FAR_Q8 and KVQ_FAR_Q4 the padding is written as zeros.
 void kvq_far_put(int format, int head_size, const uint16_t * row, void * far);
 void kvq_far_get(int format, int head_size, const void * far, uint16_t * row);

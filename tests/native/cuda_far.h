@@ -101,7 +101,8 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
             kept->renew(d, w, far[s], s, again ? 0 : np / 3, again ? np : np / 3 + 1, again);
         }
         const std::vector<int32_t> given = kept ? kept->cells : std::vector<int32_t>();
-        std::vector<int> n_last((size_t) c.n_stream * c.n_kv_heads); // picks of the last token
+        const int from = ahead ? kvq_far_first_kept(c.n_q, f.room, f.top) : c.n_q; // the first token whose picks stay
+        std::vector<std::vector<token_picks>> staying((size_t) c.n_stream * c.n_kv_heads);
         const int64_t before = d.n_far, before_ahead = d.n_ahead;
         const int n_times = ahead ? 1 : 2; // sums are zero again
         for (int again = 0; again < n_times; again++) { d.attend(a.data(), c.n_stream, &w.k, &w.v); }
@@ -186,8 +187,8 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
                             n_unsure += close;
                             for (int cell : order) { n_hits += std::count(before, before + f.room, cell); }
                         }
+                        if (t >= from) { staying[list].push_back({ { order.begin(), order.end() }, close }); }
                         if (t == c.n_q - 1) {
-                            n_last[list] = (int) order.size();
                             CHECK(close || std::equal(order.begin(), order.end(), &kept_now[list * f.room]),
                                 "picks of step %d stream %d head %d differ", step, s, kvh);
                         }
@@ -227,12 +228,14 @@ static double check_far(kvq_cuda_device & d, const far_case & f, int & n_checked
                 }
             }
         }
-        if (kept) { kept->step(lane, n_kv, n_last); }
+        if (kept) { kept->step(lane, n_kv, staying); }
     }
     const std::vector<uint64_t> counted = counts.get<uint64_t>();
     const uint64_t n_come = ahead ? kept->n_come : 2 * n_picked, n_calls = ahead ? 4 : 2;
-    CHECK(all || (counted[0] == n_come && counted[3] == n_calls * c.n_stream), "%d rows counted, not %d, in %d steps",
-        (int) counted[0], (int) n_come, (int) counted[3]);
+    const uint64_t n_loose = kept ? kept->n_loose : 0;
+    CHECK(
+        all || (counted[0] + n_loose >= n_come && counted[0] <= n_come + n_loose && counted[3] == n_calls * c.n_stream),
+        "%d rows counted, not %d, in %d steps", (int) counted[0], (int) n_come, (int) counted[3]);
     CHECK(!ahead || (counted[1] == n_wanted && (n_unsure || counted[2] == n_hits)), "%d of %d hits, not %d of %d",
         (int) counted[2], (int) counted[1], (int) n_hits, (int) n_wanted);
     for (far_lane & l : lane) { d.free_far(l.memory, 0); }
@@ -307,6 +310,11 @@ static void far_ahead(kvq_cuda_device & d, bool quick) {
     ahead({ 2, 1, 2, 1, 128, 2, 3, 2, 500, 1, 0, 0, false, false }, 9, KVQ_FAR_Q4);
     ahead({ 1, 1, 64, 0, 80, 1, 4, 3, 500, 1, 20.0f, 0, false, false }, 16, KVQ_FAR_Q8, true);
     ahead({ 2, 2, 2, 0, 256, 1, 6, 1, 400, 1, 0, 8.0f, true, false }, 500, KVQ_FAR_F16); // all cells
+    for (int n_q : { 5, 21 }) { // picks of some tokens stay, and these are not read at once
+        const attention_case c = { 2, 2, 64 << n_q % 2, 0, 64, 2, 4, n_q, 700, 2, 0, 0, false, false };
+        worst = std::max(worst, check_far(d, { c, 9, n_q % 3, n_q == 5 ? 50 : 110 }, n_checked));
+        n++;
+    }
     if (!quick) {
         for (int D : { 64, 80, 96, 128, 192, 256, 512 }) {
             const int pairs[3][2] = { { 1, 1 }, { 2, 1 }, { 2, 2 } };

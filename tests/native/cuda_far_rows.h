@@ -53,6 +53,12 @@ struct far_lane {
     }
 };
 
+// What a token of a step picks, in order; unsure: rounding decides on the last one
+struct token_picks {
+    std::vector<int32_t> cells;
+    bool unsure;
+};
+
 // What a step ahead keeps (engine/far_buffer.h), of all streams, and what it should.
 struct kept_rows {
     const int H, top, room, np, P;
@@ -60,7 +66,7 @@ struct kept_rows {
     const kvq_far_buffer at;
     std::vector<int32_t> cells; // [stream][head][room]
     std::unique_ptr<device_bytes> buffer, cells_there;
-    uint64_t n_come = 0;
+    uint64_t n_come = 0, n_loose = 0; // rows that travel; n_loose: so many more or less are right
 
     kept_rows(kvq_cuda_device & d, const world & w, int n_stream, int top, int room, int format) :
         H(w.k.n_head),
@@ -88,40 +94,56 @@ struct kept_rows {
             if (cell >= p0 * P && cell < p1 * P) { cell = INT_MAX; }
         }
     }
-    // The step that was, over cells below n_cells. Which cells it picked is checked elsewhere: n_picks[stream][head] of
-    // them lie in front, in order.
-    void step(const far_lane * lane, int n_cells, const std::vector<int> & n_picks) {
+    // The step that was, over cells below n_cells. picks[stream][head]: of tokens whose picks stay. Those of the last
+    // one lie in front.
+    void step(const far_lane * lane, int n_cells, const std::vector<std::vector<token_picks>> & picks) {
         const std::vector<int32_t> there = cells_there->get<int32_t>();
         const std::vector<uint8_t> memory = buffer->get<uint8_t>();
-        for (size_t i = 0; i < n_picks.size(); i++) { // stream and head
+        for (size_t i = 0; i < picks.size(); i++) { // stream and head
             const int32_t * const got = &there[i * room];
             int32_t * const old = &cells[i * room];
-            const auto is_old = [&](int cell) {
-                return cell < n_cells && std::find(old, old + room, cell) != old + room;
-            };
-            std::vector<int32_t> want(got, got + n_picks[i]);
-            for (int j = 0; j < n_picks[i]; j++) {
-                CHECK(want[j] >= 0 && want[j] < n_cells && (!j || want[j] > want[j - 1]), "picks of head %zu", i);
-                n_come += !is_old(want[j]);
-            }
+            const int n_last = (int) picks[i].back().cells.size();
+            bool sure = true;
+            std::vector<int32_t> want;
             for (int j = 0; j < room && old[j] >= 0; j++) {
-                if (old[j] < n_cells && std::find(got, got + n_picks[i], old[j]) == got + n_picks[i]) {
-                    want.push_back(old[j]);
+                if (old[j] < n_cells) { want.push_back(old[j]); }
+            }
+            for (size_t t = 0; t < picks[i].size(); t++) {
+                std::vector<int32_t> now = picks[i][t].cells;
+                if (t + 1 == picks[i].size()) {
+                    now.assign(got, got + n_last);
+                } else if (picks[i][t].unsure) {
+                    sure = false;
+                    n_loose += 2 * (uint64_t) top;
                 }
+                for (int32_t cell : now) { n_come += std::find(want.begin(), want.end(), cell) == want.end(); }
+                for (int32_t cell : want) {
+                    if (std::find(now.begin(), now.end(), cell) == now.end()) { now.push_back(cell); }
+                }
+                want = now;
+                want.resize(std::min(want.size(), (size_t) room));
+            }
+            for (int j = 0; j < n_last; j++) {
+                CHECK(got[j] >= 0 && got[j] < n_cells && (!j || got[j] > got[j - 1]), "picks of head %zu", i);
             }
             want.resize((size_t) room, -1);
-            CHECK(std::equal(want.begin(), want.end(), got), "cells kept of stream and head %zu differ", i);
+            CHECK(!sure || std::equal(want.begin(), want.end(), got), "cells kept of stream and head %zu differ", i);
+            want.assign(got, got + room);
             std::copy(want.begin(), want.end(), old);
             const size_t h = i % H;
             const uint8_t * const b = &memory[i / H * at.size];
             std::vector<uint32_t> bits((size_t) np * P / 32, 0);
             std::vector<uint8_t> taken((size_t) room, want[0] < 0);
+            bool behind = false; // the last one
             for (int j = 0; j < room; j++) {
                 const int slot = ((const int32_t *) (b + at.slots))[h * room + j];
                 if (want[0] < 0) { break; }
                 CHECK(slot >= 0 && slot < room && !taken[slot], "slot %d twice", slot);
                 taken[slot] = 1;
-                if (want[j] < 0) { continue; }
+                CHECK(!behind || want[j] < 0, "a cell behind the last one of head %zu", i);
+                behind = want[j] < 0;
+                if (behind) { continue; }
+                CHECK(want[j] < n_cells && std::count(want.begin(), want.end(), want[j]) == 1, "cell %d", want[j]);
                 bits[(size_t) want[j] / 32] |= 1u << want[j] % 32;
                 const size_t page = i / H * np + want[j] / P, row = h * P + want[j] % P;
                 const uint8_t * mine = b + at.rows + (h * room + slot) * 2 * nb_row;

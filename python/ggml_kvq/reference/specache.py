@@ -4,6 +4,7 @@ came far, of which attention fetches the few that the copy gives most attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -89,12 +90,16 @@ def picks(scores: np.ndarray, candidates: np.ndarray, top: int) -> np.ndarray:
     return np.sort(cells[order[:top]])
 
 
-def keep(kept: np.ndarray, picked: np.ndarray, n_kept: int) -> np.ndarray:
-    """Cells whose far rows the next step reads with fetch=ahead, of one KV head, at most n_kept: those that this step
-    `picked`, ascending, and behind them those `kept` before, which are still there, in the order they had. Rows that
-    were not picked for the longest time go first.
+def keep(kept: np.ndarray, picked: Sequence[np.ndarray], n_kept: int, top: int) -> np.ndarray:
+    """Cells whose far rows the next step reads with fetch=ahead, of one KV head, at most n_kept.
+
+    picked: what each token of this step picked, ascending, `top` cells at most. The last n_kept // top tokens put
+    theirs in front, one after the other; behind them stay those `kept` before, which are still there, in the order they
+    had. Rows that were not picked for the longest time go first.
     """
-    return np.concatenate([picked, kept[~np.isin(kept, picked)]])[:n_kept]
+    for mine in picked[-max(n_kept // max(top, 1), 1) :]:
+        kept = np.concatenate([mine, kept[~np.isin(kept, mine)]])[:n_kept]
+    return kept
 
 
 def attend(
