@@ -302,7 +302,8 @@ static void far_ahead(kvq_cuda_device & d, bool quick) {
     const auto ahead = [&](attention_case c, int top, int format, bool head_masks = false, int page = 0) {
         c.head_masks = head_masks;
         c.page = page;
-        worst = std::max(worst, check_far(d, { c, top, format, top * (1 + n % 4) + n % 3 }, n_checked));
+        const int room = std::min(top * (1 + n % 4) + n % 3, 2048); // no more are kept
+        worst = std::max(worst, check_far(d, { c, top, format, room }, n_checked));
         n++;
     };
     ahead({ 2, 2, 128, 0, 128, 2, 4, 1, 1100, 1, 0, 0, false, false }, 16, KVQ_FAR_F16);
