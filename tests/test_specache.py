@@ -389,6 +389,9 @@ def test_picks_and_counts(lib: Any, c: Case) -> None:
     best = [specache.picks(s, b.candidates, c.top) for s in score.reshape(-1, score.shape[-1])]
     assert far.counts is not None
     assert far.counts.astype(int).tolist() == [sum(map(len, best)), sum(map(len, best[: c.n_head_kv])), 0, 1]
+    for h in range(c.n_head_kv if c.f32 else 0):  # for a call that reads ahead, as if nothing had been kept
+        stay = specache.keep(np.array([], int), best[h :: c.n_head_kv], far.kept.shape[1], c.top)
+        assert far.kept[h, : len(stay)].tolist() == stay.tolist() and (far.kept[h, len(stay) :] == -1).all()
 
 
 SOME = [c for c in CASES if c.fetch == "now" and c.n_q < 40][::4]

@@ -105,6 +105,47 @@ def test_a_guess_picks_what_the_next_token_reads(exact_text: str) -> None:
             text_of("specache", opts, 5, speculate=True)
 
 
+def test_behind_a_prompt_or_a_state_the_first_token_reads_its_own_picks() -> None:
+    """fetch=ahead: nobody has picked for it. So it is that of fetch=now, and what follows does not depend on what was in
+    the cache before.
+    """
+    near = "near=higgs,bits=1,top=32,window=0"
+
+    def run(fetch: str) -> list[np.ndarray]:
+        c = Context(DEMO, "specache", f"{near},fetch={fetch}", 2, unified=False)
+        text = c.model.tokenize(TEXT, add_bos=True)
+
+        def prompt() -> None:
+            c.lib.llama_memory_seq_rm(c.memory, 0, -1, -1)
+            c.decode(0, text[:500], 0)
+            c.decode(0, text[500:600], 500)
+
+        def answers() -> np.ndarray:
+            return np.array([c.decode(0, [text[40 + i]], 600 + i) for i in range(4)])
+
+        prompt()
+        out = [answers()]
+        state = c.save(0)
+        c.decode(1, text[700:1100], 0)  # another stream is not concerned
+        c.load(0, state)
+        c.lib.llama_memory_seq_rm(c.memory, 0, 600, -1)
+        out.append(answers())
+        prompt()
+        out.append(answers())
+        c.lib.llama_memory_clear(c.memory, True)
+        prompt()
+        out.append(answers())
+        c.close()
+        return out
+
+    now, ahead = run("now"), run("ahead")
+    for x, y in zip(now, ahead, strict=True):
+        assert np.abs(x[0] - y[0]).max() < 1e-5
+        assert np.abs(x[1:] - y[1:]).max() > 0.01  # these were picked for by others
+    for x in ahead[1:]:
+        assert np.abs(x - ahead[0]).max() < 1e-5
+
+
 def test_a_prompt_reads_near_blocks_when_asked_to() -> None:
     """Logits of a prompt's last ubatch: exact as f16 has them, near as generation does. near=aqua marks positions in
     the lowest bits of keys, which is more than rounding in this model.

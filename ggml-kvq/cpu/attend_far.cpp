@@ -364,12 +364,12 @@ struct two_tiers {
         return page >= 0 && has_far(s, page);
     }
 
-    // far rows that are there, in the order of kept cells (KVQ_FETCH_AHEAD)
+    // far rows that are there, in the order of kept cells; none where tokens read their own picks
     std::vector<int32_t> kept_of(int kvh) const {
         const kvq_far & far = *s.p->far;
         const int32_t * const cells = far.kept + (size_t) kvh * (size_t) far.n_kept;
         std::vector<int32_t> out;
-        for (int i = 0; i < far.n_kept && cells[i] >= 0; i++) {
+        for (int i = 0; far.fetch == KVQ_FETCH_AHEAD && i < far.n_kept && cells[i] >= 0; i++) {
             if (is_candidate(cells[i])) { out.push_back(cells[i]); }
         }
         return out;
@@ -387,7 +387,7 @@ struct two_tiers {
                 for (int32_t cell : cells) {
                     if (!std::binary_search(now.begin(), now.end(), cell)) { next.push_back(cell); }
                 }
-                if (far.counts) { far.counts[0] += next.size() - cells.size(); }
+                if (far.counts && far.fetch == KVQ_FETCH_AHEAD) { far.counts[0] += next.size() - cells.size(); }
                 next.resize(std::min(next.size(), n_kept));
                 cells = std::move(next);
             }
@@ -401,7 +401,7 @@ struct two_tiers {
         const kvq_far & far = *s.p->far;
         const int heads = s.p->n_head_kv, n = heads * x.n_tokens, n_q = s.p->n_q;
         const bool is_ahead = far.fetch == KVQ_FETCH_AHEAD;
-        const int from = is_ahead ? kvq_far_first_kept(n_q, far.n_kept, far.top) : n_q;
+        const int from = far.n_kept > 0 ? kvq_far_first_kept(n_q, far.n_kept, far.top) : n_q;
         staying.resize((size_t) heads * (size_t) (n_q - from));
         std::vector<uint64_t> fetched((size_t) n, 0), wanted((size_t) n, 0), hits((size_t) n, 0);
         near_m.assign((size_t) heads * x.n_rows, -INFINITY);
@@ -421,13 +421,11 @@ struct two_tiers {
                 for (size_t j = 0; iq == 0 && j < now.size(); j++) {
                     hits[(size_t) i] += std::binary_search(mine.begin(), mine.end(), now[j]);
                 }
-                if (iq >= from) {
-                    staying[(size_t) kvh * (size_t) (n_q - from) + (size_t) (iq - from)] = std::move(now);
-                }
             } else {
                 fetched[(size_t) i] = now.size();
-                mine = std::move(now);
+                mine = now;
             }
+            if (iq >= from) { staying[(size_t) kvh * (size_t) (n_q - from) + (size_t) (iq - from)] = std::move(now); }
             take_out(x, kvh, token, mine);
             for (int row = token * s.gqa; row < (token + 1) * s.gqa; row++) {
                 const size_t at = x.at(kvh, 0, row);
@@ -435,7 +433,7 @@ struct two_tiers {
                     x.n_padded, &x.top[at], &x.sum[at], &near_m[(size_t) kvh * x.n_rows + row], &near_weight[at]);
             }
         }
-        if (is_ahead && x.token0 + x.n_tokens == n_q) { keep(); }
+        if (from < n_q && x.token0 + x.n_tokens == n_q) { keep(); }
         for (int i = 0; far.counts && i < n; i++) {
             far.counts[0] += fetched[(size_t) i];
             far.counts[1] += wanted[(size_t) i];

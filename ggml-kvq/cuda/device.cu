@@ -446,9 +446,13 @@ void kvq_cuda_device::attend(
     const bool held_here = held.size() == 2 && held[0].lane == k && held[1].lane == v && n <= KVQ_ATTEND_STREAMS &&
         rows_go_along(held[0], held[1]);
     if (!held_here) { flush_rows(); }
-    for (int i0 = 0; i0 < n; i0 += KVQ_ATTEND_STREAMS) {
+    for (int i0 = 0, n_streams; i0 < n; i0 += n_streams) {
         const kvq_attn & f = attn[i0];
-        const int n_streams = std::min(n - i0, KVQ_ATTEND_STREAMS);
+        const auto fetch_of = [&](int i) { return attn[i].far ? attn[i].far->fetch : KVQ_FETCH_OFF; };
+        n_streams = 1; // and those behind it that fetch as it does
+        while (n_streams < std::min(n - i0, KVQ_ATTEND_STREAMS) && fetch_of(i0 + n_streams) == fetch_of(i0)) {
+            n_streams++;
+        }
         kvq_attend_args a = {};
         kvq_codec codec_k = f.k, codec_v = f.v;
         a.k = geometry(codec_k);

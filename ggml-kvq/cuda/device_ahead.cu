@@ -106,6 +106,7 @@ kvq_far_kept kvq_cuda_device::kept_of(const kvq_far_args & r, const kvq_attn * a
     kvq_far_kept b = {};
     b.n_q = attn[0].n_q;
     b.from = kvq_far_first_kept(b.n_q, f.n_kept, f.top);
+    b.anew = f.fetch == KVQ_FETCH_NOW;
     b.n_rows = r.n_rows;
     b.n_head_kv = r.n_head_kv;
     b.top = f.top;

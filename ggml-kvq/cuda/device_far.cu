@@ -212,11 +212,11 @@ kvq_cuda_device::far_sizes kvq_cuda_device::sizes_of_far(
     // for the longest cache: pages open while a recording is in use
     const size_t n_slots = (size_t) (k ? std::max(k->n_pages, all.n_pages) : all.n_pages) * all.page_cells,
                  n_rows = (size_t) all.n_head_kv * all.gqa * x.n_q, n_lists = (size_t) all.n_head_kv * x.n_q,
-                 n_picks = (size_t) all.n_head_kv * (f.far->fetch == KVQ_FETCH_AHEAD ? all.n_q : x.n_q);
+                 n_picks = (size_t) all.n_head_kv * (f.far->n_kept > 0 ? all.n_q : x.n_q);
     x.logits = kvq_pad(n_rows * n_slots * sizeof(float), 256);
     x.keys = kvq_pad(n_lists * n_slots * sizeof(unsigned long long), 256);
     x.tops = kvq_pad(n_rows * MOST_SPLITS * sizeof(float2), 256);
-    x.list = kvq_pad(n_picks * f.far->top * sizeof(int32_t), 256); // ahead: read behind the last token
+    x.list = kvq_pad(n_picks * f.far->top * sizeof(int32_t), 256); // kept: read behind the last token
     x.all = x.logits + x.keys + x.tops + x.list;
     return x;
 }
@@ -266,7 +266,7 @@ bool kvq_cuda_device::far_tokens(const kvq_attend_args & all, const kvq_attn * a
         to.keys = (unsigned long long *) (at += size.logits);
         to.tops = x.tops = (float *) (at += size.keys);
         to.sums = (kvq_far_sums *) far_sums + s * n_lists;
-        to.picks = (int32_t *) (at += size.tops) + (r.ahead ? (size_t) t0 * H * f.top : 0);
+        to.picks = (int32_t *) (at += size.tops) + (f.n_kept > 0 ? (size_t) t0 * H * f.top : 0);
         x.picks = to.picks;
         to.counts = (unsigned long long *) y.counts;
     }
@@ -279,8 +279,9 @@ bool kvq_cuda_device::attend_far(
     const kvq_attend_args & all, const kvq_attn * attn, int n_streams, const kvq_lane_layout * k) {
     n_far++;
     const far_sizes size = sizes_of_far(all, attn[0], k);
-    const bool kept = attn[0].far->fetch == KVQ_FETCH_AHEAD, at_once = kept && reads_kept(all, attn);
-    if (kept && !attn[0].far->buffer) {
+    const bool keeps = attn[0].far->n_kept > 0, kept = attn[0].far->fetch == KVQ_FETCH_AHEAD,
+               at_once = kept && reads_kept(all, attn);
+    if (keeps && !attn[0].far->buffer) {
         err = err.empty() ? "attention one step ahead has no buffer for far rows" : err;
         return false;
     }
@@ -291,7 +292,7 @@ bool kvq_cuda_device::attend_far(
     kvq_far_args r;
     for (int t0 = 0; t0 < all.n_q; t0 += a.n_q) {
         if (!far_tokens(all, attn, n_streams, size, t0, a, r)) { return false; }
-        const kvq_far_kept rows = kept ? kept_of(r, attn, n_streams) : kvq_far_kept{};
+        const kvq_far_kept rows = keeps ? kept_of(r, attn, n_streams) : kvq_far_kept{};
         for (const int part : { 1, 2 }) {
             kvq_attend_args b = a;
             b.part = part;
@@ -319,7 +320,7 @@ bool kvq_cuda_device::attend_far(
             }
             kvq_launch_decode_attention(b, n_streams, (cudaStream_t) stream);
         }
-        if (kept && t0 + a.n_q == all.n_q) { kvq_launch_far_keep(rows, n_streams, (cudaStream_t) stream); }
+        if (keeps && t0 + a.n_q == all.n_q) { kvq_launch_far_keep(rows, n_streams, (cudaStream_t) stream); }
     }
     return check(cudaGetLastError(), "attention that fetches");
 }

@@ -115,7 +115,7 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
     __syncthreads();
     int mine = 0;
     for (int i = threadIdx.x; i < n; i += THREADS) {
-        mine += is_there(kept[i]) && find_pick(picks, a.top, kept[i]) < a.top;
+        mine += !a.anew && is_there(kept[i]) && find_pick(picks, a.top, kept[i]) < a.top;
     }
     if (mine) { atomicAdd(&n_hits, mine); }
     __syncthreads();
@@ -138,7 +138,7 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
             if (old[i] < 0) { continue; }
             if (old[i] < 32 * a.n_words) { atomicAnd(bits + old[i] / 32, ~(1u << old[i] % 32)); }
             const int pick = find_pick(picks, a.top, old[i]);
-            if (!is_there(old[i])) {
+            if (!is_there(old[i]) || (a.anew && token == a.from)) {
                 old[i] = -1;
             } else if (pick < a.top) { // this row stays, and its cell comes to the front
                 places[pick] = at[i];
@@ -186,7 +186,7 @@ static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_const
             slots[n_picks + n_stay + i - n_come] = free_slots[i];
         }
         __syncthreads();
-        if (threadIdx.x == 0 && st.counts) { atomicAdd(st.counts, (unsigned long long) n_come); }
+        if (threadIdx.x == 0 && st.counts && !a.anew) { atomicAdd(st.counts, (unsigned long long) n_come); }
         // rows, 8 bytes a thread, several on their way
         constexpr int AT_ONCE = 8;
         const int nb_row = a.nb_key + a.nb_value, units = nb_row / 8, n_units = n_come * units;

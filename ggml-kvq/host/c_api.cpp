@@ -118,7 +118,8 @@ static const char * far_refuse(const kvq_attn & a) {
     if (f.fetch < KVQ_FETCH_NOW || f.fetch > KVQ_FETCH_ALL || f.top < 0 || !kvq_far_row_bytes(f.format, 1)) {
         return "a second tier has fetch 1..3, top from 0 and a format of 0..2";
     }
-    if (!f.k_rows || !f.v_rows || (f.fetch == KVQ_FETCH_AHEAD && f.top && (!f.kept || f.n_kept < f.top))) {
+    const bool keeps = f.fetch == KVQ_FETCH_AHEAD || (f.fetch == KVQ_FETCH_NOW && f.n_kept);
+    if (!f.k_rows || !f.v_rows || (keeps && f.top && (!f.kept || f.n_kept < f.top))) {
         return "a second tier needs k_rows and v_rows, and with fetch ahead kept, n_kept of them, not less than top";
     }
     if (f.n_cells != a.k.n_cells || f.n_cells != a.v.n_cells || a.map_stride ||

@@ -65,8 +65,14 @@ struct kvq_cuda_step {
     bool fits = false;
     int n_run = 0;
     size_t n_rows = 0;
+    // streams of a layer that are attended
+    struct read {
+        const kvq_kv_layer * layer;
+        int stream, n;
+    };
     std::vector<write> writes;
     std::vector<look> looks;
+    std::vector<read> reads;
     kvq_step step;
     struct recording {
         kvq_cuda_graph graph;
@@ -93,6 +99,7 @@ void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
     seen.generation = unseen.generation = ~0ull;
     writes.clear();
     looks.clear();
+    reads.clear();
     step = kvq_step_of(b, g);
     fits = uid != 0 && step.why_not.empty();
     for (const kvq_step::part & x : step.parts) {
@@ -120,8 +127,9 @@ void kvq_cuda_step::learn_attention(const kvq_step::part & x) {
     for (write & w : writes) {                           // attention writes these rows itself when the cache is short
         w.n_kv = w.target.layer == t.layer ? (int) k->ne[1] : w.n_kv;
     }
-    if (!cuda(*t.cache).may_observe || !t.layer->probe || !t.layer->probe->asks((int) q->ne[1])) { return; }
     const int stream0 = (int) (k->view_offs / ((size_t) d.n_embd_k * d.n_cells * 2)), per_page = d.k.page_cells;
+    reads.push_back({ t.layer, stream0, (int) q->ne[3] });
+    if (!cuda(*t.cache).may_observe || !t.layer->probe || !t.layer->probe->asks((int) q->ne[1])) { return; }
     const kvq_span_table & spans = t.layer->spans;
     const int n_pages =
         spans.packed ? spans.n_pages : std::min(((int) k->ne[1] + per_page - 1) / per_page, spans.n_pages);
@@ -131,10 +139,17 @@ void kvq_cuda_step::learn_attention(const kvq_step::part & x) {
     }
 }
 
-// every row goes into a page that is open already, or into an empty one
+// every row goes into a page that is open already, or into an empty one, and attention is as in other steps
 bool kvq_cuda_step::quiet(const kvq_backend_context & b, bool may_open) const {
     for (const write & w : writes) {
         if (!kvq_rows_stay_open(b, w.node, w.target, w.n_kv, may_open)) { return false; }
+    }
+    for (const read & x : reads) {
+        for (const auto & policy : x.layer->policies) {
+            for (int s = x.stream; s < x.stream + x.n; s++) {
+                if (policy->stands_alone(s)) { return false; }
+            }
+        }
     }
     return true;
 }

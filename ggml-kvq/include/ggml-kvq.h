@@ -265,7 +265,7 @@ typedef struct kvq_far {
     const void * const * k_rows;
     const void * const * v_rows;
     // AHEAD, in and out: [n_head_kv][n_kept] cells, -1 behind the last. This call reads these far rows in place of its
-    // own picks. Then one token after the other, the last n_kept / top of them, puts its picks in front, in ascending
+    // own picks; NOW with n_kept: its own, as if no cell had been kept. Then one token after the other, the last n_kept / top of them, puts its picks in front, in ascending
     // order; behind them stay those that were here before, as many as there is room for: rows that were not picked for
     // the longest time go first.
     int32_t * kept;
@@ -274,7 +274,7 @@ typedef struct kvq_far {
     uint64_t * counts; // [4]
     void * buffer;     // AHEAD, engines with memory of their own: where kept rows lie (engine/far_buffer.h)
     int32_t n_slots;   // of the stream
-    int32_t n_kept;    // rows per KV head, `top` or more
+    int32_t n_kept;    // rows per KV head, `top` or more; NOW: 0, none are kept
 } kvq_far;
 
 // One stream: dst[iq][ih][:] = softmax(scale*q.k + mask) v

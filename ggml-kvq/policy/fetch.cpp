@@ -54,6 +54,7 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     counts = (uint64_t *) (memory + at + nb_cells(keys, keeps));
     if (nb_buffer) { buffer = memory + at + nb_cells(keys, keeps) + KVQ_ALIGN; }
     far.resize((size_t) keys.n_stream);
+    anew.resize((size_t) keys.n_stream, fetch == KVQ_FETCH_AHEAD);
     std::vector<int32_t> none(nb_cells(keys, keeps) / 4, -1);
     device.put(kept, none.data(), 4 * none.size());
 }
@@ -150,13 +151,17 @@ void kvq_fetcher::copied_page(kvq_lane & x, int from, int to, int p) {
 void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
     const size_t n = n_kept();
     if (x.is_value() || !n) { return; }
+    anew[(size_t) to] = anew[(size_t) from];
     device.copy(kept + to * n, kept + from * n, 4 * n); // what the copy reads first
     if (buffer) { device.copy(buffer + (size_t) to * nb_buffer, buffer + (size_t) from * nb_buffer, nb_buffer); }
 }
 
 void kvq_fetcher::cleared(kvq_lane & x) {
     if (x.is_value()) { return; }
-    for (int s = 0; s < of(x).l.n_stream; s++) { renew(s, 0, of(x).l.n_pages * of(x).l.page_cells, false); }
+    for (int s = 0; s < of(x).l.n_stream; s++) {
+        renew(s, 0, of(x).l.n_pages * of(x).l.page_cells, false);
+        begin_anew(s);
+    }
     if (buffer) { return; }
     const std::vector<int32_t> none(nb_cells(of(x).l, keeps) / 4, -1);
     device.put(kept, none.data(), 4 * none.size());
@@ -187,7 +192,8 @@ void kvq_fetcher::spans(kvq_attn & a, int s) {
     a.far = nullptr;
     if (!all && (fetch == KVQ_FETCH_OFF || !top)) { return; }
     kvq_far & f = far[(size_t) s];
-    f.fetch = all ? KVQ_FETCH_ALL : fetch;
+    f.fetch = all ? KVQ_FETCH_ALL : anew[(size_t) s] ? KVQ_FETCH_NOW : fetch;
+    anew[(size_t) s] = fetch == KVQ_FETCH_AHEAD && a.n_q >= KVQ_PROMPT_ROWS;
     f.top = top;
     f.counts = counts;
     name_kept(f, s);

@@ -1,7 +1,9 @@
 // A second tier (SpeCache, ICML 2025, section 3): while near blocks of sealed cells lie where attention computes, the
 // rows as they came lie far, in another memory, and attention fetches the few that matter (kvq_far of ggml-kvq.h).
 // Sealing sends the rows of both lanes far before anything is taken out of them. What is decoded elsewhere comes from
-// there: pages that are written again, context shifts and saved states lose nothing.
+// there: pages that are written again, context shifts and saved states lose nothing. One step ahead, the first call
+// behind a prompt or a saved state picks and reads in the same step, so that it need not do without far rows, and so
+// that what it reads does not depend on what was in the cache before.
 //
 //   part fetch   top: cells per KV head and query token; format: kvq_far_format; fetch: kvq_fetch; kept: rows per KV
 //                head that stay, fetch ahead; exact: 1, calls of KVQ_PROMPT_ROWS tokens and more read every far row;
@@ -39,6 +41,8 @@ public:
     void write_image(const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params,
         uint16_t * rows) const override;
     void spans(kvq_attn & a, int s) override;
+    bool stands_alone(int s) const override { return anew[(size_t) s]; }
+    void entered(kvq_lane &, int s, int, const uint16_t *, int) override { begin_anew(s); }
     void tell(kvq_stats & stats) const override;
     std::string trouble() override;
 
@@ -57,6 +61,7 @@ private:
     size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
     void name_kept(kvq_far & f, int s) const;
     void renew(int s, int first, int last, bool again) const; // kept rows of cells that are written again
+    void begin_anew(int s) { anew[(size_t) s] = fetch == KVQ_FETCH_AHEAD; }
     void release(const kvq_lane & x, int s, int p);
     void publish(const kvq_lane & x, int s, int p);
 
@@ -71,5 +76,6 @@ private:
     uint8_t * buffer = nullptr; // [stream] of far_buffer.h; NULL: attention reads rows where they lie
     size_t nb_buffer = 0;       // of a stream
     uint64_t * counts = nullptr;
-    std::vector<kvq_far> far; // of a call, by stream
+    std::vector<kvq_far> far;  // of a call, by stream
+    std::vector<uint8_t> anew; // by stream, one step ahead: nobody has picked what the next call wants
 };

@@ -127,6 +127,8 @@ public:
     // May set means and positions. n_pages is a wish: the host sets it again when spans are packed. The host sets pages
     // and lse afterwards.
     virtual void spans(kvq_attn &, int /*s*/) {}
+    // the next call over stream s is none of those that a recording may hold
+    virtual bool stands_alone(int /*s*/) const { return false; }
     virtual bool wants_scores(int /*n_rows*/) const { return false; }
     // On the CPU, where a policy wants scores: attention has filled attn.lse. at: cell of the first query token. On
     // CUDA the engine observes for policy/probe.h, and this is not called.

@@ -95,8 +95,8 @@ struct kept_rows {
         }
     }
     // The step that was, over cells below n_cells. picks[stream][head]: of tokens whose picks stay. Those of the last
-    // one lie in front.
-    void step(const far_lane * lane, int n_cells, const std::vector<std::vector<token_picks>> & picks) {
+    // one lie in front. counted: rows that travel are
+    void step(const far_lane * lane, int n_cells, const std::vector<std::vector<token_picks>> & picks, bool counted) {
         const std::vector<int32_t> there = cells_there->get<int32_t>();
         const std::vector<uint8_t> memory = buffer->get<uint8_t>();
         for (size_t i = 0; i < picks.size(); i++) { // stream and head
@@ -116,7 +116,9 @@ struct kept_rows {
                     sure = false;
                     n_loose += 2 * (uint64_t) top;
                 }
-                for (int32_t cell : now) { n_come += std::find(want.begin(), want.end(), cell) == want.end(); }
+                for (int32_t cell : now) {
+                    n_come += counted && std::find(want.begin(), want.end(), cell) == want.end();
+                }
                 for (int32_t cell : want) {
                     if (std::find(now.begin(), now.end(), cell) == now.end()) { now.push_back(cell); }
                 }
