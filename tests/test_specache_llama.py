@@ -106,8 +106,8 @@ def test_a_guess_picks_what_the_next_token_reads(exact_text: str) -> None:
 
 
 def test_behind_a_prompt_or_a_state_the_first_token_reads_its_own_picks() -> None:
-    """fetch=ahead: nobody has picked for it. So it is that of fetch=now, and what follows does not depend on what was in
-    the cache before.
+    """fetch=ahead: nobody has picked for it. So it is that of fetch=now, and what follows does not depend on what was
+    in the cache before.
     """
     near = "near=higgs,bits=1,top=32,window=0"
 

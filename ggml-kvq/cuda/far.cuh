@@ -40,8 +40,8 @@ void kvq_launch_far_pick(const kvq_far_args & a, int n_streams, cudaStream_t str
 
 // Far rows that are kept (engine/far_buffer.h). In the buffer, 8 channels of a row lie as in the second tier.
 struct kvq_far_kept {
-    // n_q: tokens of the call, whose picks stay from the token `from` on; anew: no cell was kept before; n_cells: those at and behind it are gone; nb:
-    // bytes of a row; n_rows, n_logits: of near logits
+    // n_q: tokens of the call, whose picks stay from the token `from` on; anew: no cell was kept before; n_cells: those
+    // at and behind it are gone; nb: bytes of a row; n_rows, n_logits: of near logits
     int from, n_q, anew, n_rows, n_head_kv, top, n_kept, n_cells, page_cells, nb_key, nb_value, n_words, n_logits;
     size_t bits, rows; // of the buffer
     struct {

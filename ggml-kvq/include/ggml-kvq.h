@@ -265,9 +265,9 @@ typedef struct kvq_far {
     const void * const * k_rows;
     const void * const * v_rows;
     // AHEAD, in and out: [n_head_kv][n_kept] cells, -1 behind the last. This call reads these far rows in place of its
-    // own picks; NOW with n_kept: its own, as if no cell had been kept. Then one token after the other, the last n_kept / top of them, puts its picks in front, in ascending
-    // order; behind them stay those that were here before, as many as there is room for: rows that were not picked for
-    // the longest time go first.
+    // own picks; NOW with n_kept: its own, as if no cell had been kept. Then one token after the other, the last
+    // n_kept / top of them, puts its picks in front, in ascending order; behind them stay those that were here before,
+    // as many as there is room for: rows that were not picked for the longest time go first.
     int32_t * kept;
     // added to: rows fetched (of one KV head and cell, keys and values count once; AHEAD: those that were not kept);
     // rows wanted by the first token of a step, and how many of those were kept (AHEAD); steps
