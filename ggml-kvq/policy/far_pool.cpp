@@ -17,7 +17,7 @@ static constexpr size_t NB_SLAB = 64u << 20, NB_ALIGN = 4096; // pages of the sy
 
 static std::string mib(size_t nb) {
     char text[32];
-    snprintf(text, sizeof(text), "%.1f MiB", (double) nb / 1048576.0);
+    snprintf(text, sizeof(text), nb < 1 << 20 ? "%.3f MiB" : "%.1f MiB", (double) nb / 1048576.0);
     return text;
 }
 
@@ -75,6 +75,21 @@ void * kvq_far_pool::more(size_t size) {
     return kvq_host_available() > size + size / 4 ? device.fetches()->alloc_far(size) : nullptr;
 }
 
+// What the user may do when there is no room for a block.
+std::string kvq_far_pool::lacks(size_t nb) const {
+    const std::string more = mib(kvq_pad(nb, NB_ALIGN)) + " more are needed for far rows and ",
+                      wait = "; until then cells stay f16 in the window";
+    if (file >= 0) {
+        return "place=" + place + ": " + more +
+            (total ? "the file has no room left" : "the file cannot be mapped into memory") +
+            ": set far=q4, which takes a quarter, or lower -c" + wait;
+    }
+    if (place == "device") { return more + "the device has none left: set place=host" + wait; }
+    return more +
+        "the host has none left: set far=q4, which takes a quarter, or place=PATH of a file that does not exist yet" +
+        wait;
+}
+
 bool kvq_far_pool::grow(size_t nb) {
     const size_t least = kvq_pad(nb, NB_ALIGN), left = kvq_pad(nb_most - std::min(total, nb_most), NB_ALIGN);
     size_t size = std::max(least, file >= 0 ? left : std::min(NB_SLAB, left));
@@ -86,15 +101,7 @@ bool kvq_far_pool::grow(size_t nb) {
         if (memory == MAP_FAILED) { memory = nullptr; }
         if (memory) { madvise(memory, size, MADV_RANDOM); } // rows are fetched one by one
     }
-    if (!memory) {
-        why = mib(size) + " more are needed for far rows" +
-            (place == "device"
-                    ? " and the device has none left: set place=host"
-                    : " and the host has none left: set far=q4, which takes a quarter, or place=PATH of a file "
-                      "that does not exist yet") +
-            "; until then cells stay f16 in the window";
-        return false;
-    }
+    if (!memory) { return false; }
     why.clear();
     slabs.push_back({ (uint8_t *) memory, size });
     total += size;
@@ -140,7 +147,10 @@ void * kvq_far_pool::take(size_t nb, const void * lane, size_t n_most) {
     if (from->spare.empty() && !refill(nb, n_most, *from)) { // what others have not needed yet
         const auto has = [&](const auto & x) { return x.first.first == nb && !x.second.spare.empty(); };
         const auto other = std::find_if(shares.begin(), shares.end(), has);
-        if (other == shares.end()) { return nullptr; }
+        if (other == shares.end()) {
+            if (why.empty()) { why = lacks(nb); } // one line for blocks of all sizes
+            return nullptr;
+        }
         from->n_held++;
         other->second.n_held--;
         from = &other->second;

@@ -25,7 +25,7 @@ public:
 
     bool ok() const { return why.empty(); }
     const std::string & error() const { return why; } // what is missing and what to do; "": nothing is
-    // A block for a lane, which will need n_most at most. NULL: none is left, error() says why.
+    // A block for a lane, which has n_most at once at most. NULL: no lane has one to spare, error() says why.
     void * take(size_t nb, const void * lane, size_t n_most);
     void give(void * p, size_t nb, const void * lane); // back to the lane, for its next one
     void leave(size_t nb, const void * lane);          // the lane goes, and has given all of them
@@ -34,6 +34,7 @@ private:
     bool grow(size_t nb);
     void * more(size_t size); // NULL: there is none, or too little would be left
     bool open_file();
+    std::string lacks(size_t nb) const;
     kvq_device & device;
     const std::string place;
     const size_t nb_most;

@@ -18,6 +18,9 @@ static size_t nb_cells(const kvq_lane_layout & l, int keeps) {
 static kvq_far_buffer buffer_of(const kvq_lane_layout & l, int format, int keeps) {
     return { l.n_head, keeps, l.n_pages * l.page_cells / 32, 2 * kvq_far_row_bytes(format, l.codec.head_size) };
 }
+static size_t n_far_pages(const kvq_lane_layout & l) { // pages that may have far rows at once
+    return (size_t) l.n_stream * (size_t) (l.n_pages - l.n_sink_pages);
+}
 static size_t nb_far_page(const kvq_lane_layout & l, int format) {
     return kvq_far_row_bytes(format, l.codec.head_size) * (size_t) l.n_head * l.page_cells;
 }
@@ -75,7 +78,7 @@ kvq_fetcher::~kvq_fetcher() {
 
 bool kvq_fetcher::take(const kvq_lane & x, int s, int p) const {
     void *& rows = at(x, s, p);
-    if (!rows) { rows = pool->take(of(x).nb_page, &of(x), of(x).rows.size()); }
+    if (!rows) { rows = pool->take(of(x).nb_page, &of(x), n_far_pages(of(x).l)); }
     return rows != nullptr;
 }
 
@@ -214,8 +217,8 @@ std::string kvq_fetcher::trouble() { return pool->error(); }
 // ---------------------------------------------------------------- as a part of a plan
 
 static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
-    const int format = (int) part.get("format"), n_open = std::min(l.n_sink_pages, l.n_pages);
-    l.bytes_far = nb_far_page(l, format) * (size_t) l.n_stream * (size_t) (l.n_pages - n_open);
+    const int format = (int) part.get("format");
+    l.bytes_far = nb_far_page(l, format) * n_far_pages(l);
     l.bytes_tables += nb_table(l) + (value ? KVQ_ALIGN : nb_cells(l, (int) part.get("kept")));
     if (!value && part.get("kept") > 0) {
         l.bytes_ahead = (size_t) l.n_stream * buffer_of(l, format, (int) part.get("kept")).size;
