@@ -26,6 +26,7 @@ TESTS = [
         "test_fuzz_states",
         "test_layers",
         "test_caches",
+        "test_far",
     ),
     "ggml-graph",
 ]
@@ -35,7 +36,7 @@ RUNS = [
     *(("test_mrope", ["1"]), ("test_mrope", ["2"])),
     ("test_window", ["1"]),
     ("test_fuzz_states", ["400"]),
-    *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches")),
+    *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches", "test_far")),
 ]
 
 

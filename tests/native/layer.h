@@ -27,6 +27,7 @@ struct cache_of_layers {
     kvq_scratch scratch;
     kvq_counters counters;
     std::map<std::string, std::shared_ptr<void>> shared;
+    size_t bytes_far = 0; // of a second tier, all layers
     explicit cache_of_layers(kvq_device & device = kvq_cpu_device()) : device(device), scratch(device) {}
     kvq_chain * chain() { return (kvq_chain *) shared["chain"].get(); }
     kvq_positions * positions() { return (kvq_positions *) shared["positions"].get(); }
@@ -60,6 +61,7 @@ struct composed_layer {
         for (int v = 0; v < 2; v++) { parts.before[v] = before ? before->lane[v].get() : nullptr; }
         parts.number = parts.ordinal = ordinal;
         parts.data = data;
+        parts.bytes_far = c.bytes_far;
         CHECK(kvq_attach_policies(parts), "out of memory");
         std::copy(parts.transforms, parts.transforms + 2, transforms);
         probe = parts.probe;
