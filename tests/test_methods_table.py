@@ -256,6 +256,19 @@ def test_options_have_an_effect(lib, table, method):
             assert any(a[k] != b[k] for k in a if k != "options"), f"{method}.{key} changes no byte"
 
 
+@pytest.mark.parametrize("top", [1, 64, 100, 512, 600, 1024])
+def test_as_many_rows_stay_as_the_reference_says(lib, top):
+    """specache, kept=0: with 16 heads each of them is 64 bytes of a layer's tables."""
+    layer = (0, 16, 64, 64)
+    (plan,) = METHODS["specache"](fetch="ahead", top=top).plans([LayerShape(*layer)])
+    assert plan.kept == min(4 * top, 2048)
+    by_default, said = (
+        native.plan(lib, "specache", {"fetch": "ahead", "top": top, "kept": kept}, [layer], 8192)["bytes_tables"]
+        for kept in (0, plan.kept)
+    )
+    assert by_default == said
+
+
 def test_every_method_is_tried_by_the_walks(table):
     """A new row cannot be forgotten: the store's own walks and those on a whole model name every method."""
     import test_lattice_features

@@ -161,6 +161,21 @@ def test_a_prompt_reads_near_blocks_when_asked_to() -> None:
     assert np.abs(rows["exact"] - rows["f16"]).max() < 2e-2 < 0.3 < np.abs(rows["near"] - rows["f16"]).max()
 
 
+def test_a_call_of_32_tokens_reads_far_rows_and_one_of_31_does_not() -> None:
+    """top=0: the only far rows that are read are those of prompts."""
+    with open_model("f16") as m:
+        tokens = m.tokenize(PROMPT, add_bos=True)[:332]
+        f16 = np.asarray(m.logits(tokens)[300:], np.float64)
+    off = {}
+    for n in (32, 31):
+        with open_model("specache", "near=higgs,top=0") as m:
+            for _ in m.feed(tokens[:300]):
+                pass
+            (rows,) = m.feed(tokens[300 : 300 + n], outputs=np.ones(n, bool))
+            off[n] = np.abs(rows - f16[:n]).max()
+    assert off[32] < 2e-2 < 0.3 < off[31]
+
+
 # ------------------------------------------------------------------ saved states
 
 
@@ -245,6 +260,19 @@ def test_copies_erased_cells_and_slots_used_again(tmp_path: Path, unified: bool,
     assert not list(tmp_path.iterdir())
 
 
+def test_a_copy_reads_the_rows_that_its_source_kept() -> None:
+    """fetch=ahead: what the first step of a copied stream reads was picked before it was copied."""
+    c = Context(DEMO, "specache", "near=higgs,fetch=ahead,top=64,window=32", 2, False)
+    tokens = c.model.tokenize(TEXT, add_bos=True)[:404]
+    c.decode(0, tokens[:400], 0)
+    for i in range(400, 403):
+        c.decode(0, tokens[i : i + 1], i)
+    c.lib.llama_memory_seq_cp(c.memory, 0, 1, -1, -1)
+    copy, source = (c.decode(seq, tokens[403:], 403) for seq in (1, 0))
+    c.close()
+    assert np.abs(copy - source).max() < 1e-4
+
+
 # ------------------------------------------------------------------ memory and disks that run out
 
 
@@ -263,16 +291,17 @@ def kvq_lines(r: subprocess.CompletedProcess[str], what: str) -> list[str]:
     return [line for line in r.stderr.splitlines() if line.startswith("ggml-kvq:") and what in line]
 
 
+def sealed(r: subprocess.CompletedProcess[str]) -> int:
+    found = re.search(r"specache: (\d+) pages sealed", r.stderr)
+    return int(found[1]) if found else 0
+
+
 def test_without_host_memory_cells_stay_open_and_a_line_says_so() -> None:
     right = program("top=1024", n=60)
     short = program("top=1024", n=60, env={"KVQ_FAR_LIMIT": "1"})
     none = program("top=1024", n=60, env={"KVQ_FAR_LIMIT": "0"})
     assert right.returncode == short.returncode == none.returncode == 0, short.stderr
     assert is_one_text(right.stdout, short.stdout, none.stdout) and len(right.stdout) > 1000
-
-    def sealed(r: subprocess.CompletedProcess[str]) -> int:
-        found = re.search(r"specache: (\d+) pages sealed", r.stderr)
-        return int(found[1]) if found else 0
 
     assert sealed(right) > sealed(short) > 0 == sealed(none)
     assert not kvq_lines(right, "far rows")
@@ -292,7 +321,27 @@ def test_a_file_of_rows(tmp_path: Path) -> None:
     assert r.returncode == 0 and is_one_text(r.stdout, right.stdout)
     (line,) = kvq_lines(r, "KV cache")
     assert f"{tmp_path}/rows, 15.50 bits" in line
+    assert not kvq_lines(r, "far rows") and sealed(r) == sealed(right) > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_holds_a_context_that_is_full(tmp_path: Path) -> None:
+    r = program(f"near=higgs,place={tmp_path}/rows", "--ignore-eos", n=900)
+    assert r.returncode == 0 and not kvq_lines(r, "far rows"), r.stderr[-1000:]
+    # all 32 pages of 2 lanes of 12 layers but the sinks and what the window holds
+    assert sealed(r) >= 2 * 12 * (32 - 1 - 2), r.stderr[-1000:]
+
+
+def test_cells_that_are_cut_give_their_rows_back(tmp_path: Path) -> None:
+    with open_model("specache", f"near=higgs,window=0,place={tmp_path}/rows") as m:
+        tokens = m.tokenize(TEXT, add_bos=True)[:1000]
+        counts = []
+        for _ in range(4):
+            for _ in m.feed(tokens[len(m.tokens) :]):
+                pass
+            counts.append(m.kv_stats()["n_sealed"])
+            m.truncate(32)
+    assert len(tokens) == 1000 and np.diff([0, *counts]).min() == counts[0], counts
 
 
 def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
