@@ -57,7 +57,7 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     counts = (uint64_t *) (memory + at + nb_cells(keys, keeps));
     if (nb_buffer) { buffer = memory + at + nb_cells(keys, keeps) + KVQ_ALIGN; }
     far.resize((size_t) keys.n_stream);
-    anew.resize((size_t) keys.n_stream, fetch == KVQ_FETCH_AHEAD);
+    anew.resize((size_t) keys.n_stream, picks_ahead());
     std::vector<int32_t> none(nb_cells(keys, keeps) / 4, -1);
     device.put(kept, none.data(), 4 * none.size());
 }
@@ -196,7 +196,7 @@ void kvq_fetcher::spans(kvq_attn & a, int s) {
     if (!all && (fetch == KVQ_FETCH_OFF || !top)) { return; }
     kvq_far & f = far[(size_t) s];
     f.fetch = all ? KVQ_FETCH_ALL : anew[(size_t) s] ? KVQ_FETCH_NOW : fetch;
-    anew[(size_t) s] = fetch == KVQ_FETCH_AHEAD && a.n_q >= KVQ_PROMPT_ROWS;
+    anew[(size_t) s] = picks_ahead() && a.n_q >= KVQ_PROMPT_ROWS;
     f.top = top;
     f.counts = counts;
     name_kept(f, s);

@@ -61,7 +61,8 @@ private:
     size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
     void name_kept(kvq_far & f, int s) const;
     void renew(int s, int first, int last, bool again) const; // kept rows of cells that are written again
-    void begin_anew(int s) { anew[(size_t) s] = fetch == KVQ_FETCH_AHEAD; }
+    bool picks_ahead() const { return fetch == KVQ_FETCH_AHEAD && top > 0; }
+    void begin_anew(int s) { anew[(size_t) s] = picks_ahead(); }
     void release(const kvq_lane & x, int s, int p);
     void publish(const kvq_lane & x, int s, int p);
 
