@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ggml_kvq import errors
+from ggml_kvq import cli, errors
 from ggml_kvq.evaluate import simulate, specs
 
 IDS = [1 + 7 * i % 500 for i in range(150)]
@@ -119,3 +119,24 @@ def test_other_caches_are_refused() -> None:
         with pytest.raises(errors.KvqError, match="one plain KV cache only"):
             simulate._tensors(data, 10)
     assert gguf.GGMLQuantizationType.F16 == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "lacks"),
+    [
+        (["bench", "-d", "16", "-n", "1", "-r", "1", "--rounds", "1", "-m"], "speed"),
+        (["plot", "memory", "-o", "/nowhere/figure", "-m"], "layout"),
+        (["info"], "layout"),
+    ],
+)
+def test_only_eval_takes_them(
+    argv: list[str], lacks: str, demo_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bench timed upstream's f16 once more, info planned its 16 bits: figures of no such cache."""
+    assert cli.main([*argv, str(demo_model), "--cache", "simulated:q4_0,window=128"]) == 2
+    expected = f"cache 'simulated:q4_0,window=128' is simulated and has no {lacks}; measure it with ggml-kvq eval"
+    assert capsys.readouterr() == ("", f"ggml-kvq {argv[0]}: error: {expected}\n")
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main([argv[0], "--help"])
+    assert "as for ggml-kvq eval" in (text := capsys.readouterr().out) and "but not simulated:" in text

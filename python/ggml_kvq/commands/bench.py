@@ -23,7 +23,7 @@ def register(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="a cache, as for ggml-kvq eval; repeatable (f16 is always measured)",
+        help="a cache, as for ggml-kvq eval, but not simulated:...; repeatable (f16 is always measured)",
     )
     p.add_argument(
         "-d", "--depths", type=sizes.token_list, default=[0, 4096], help="tokens already in the cache (default 0,4096)"
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     from .. import bench, files, gguf_header, hub
     from ..errors import KvqError
     from ..evaluate import results
-    from ..evaluate.specs import parse
+    from ..evaluate.specs import parse, parse_built
 
-    specs = [parse(text) for text in args.cache]
+    specs = [parse_built(text, "speed") for text in args.cache]
     if not any(s.is_reference for s in specs):
         specs.insert(0, parse("f16"))
     if len({s.label for s in specs}) < len(specs):

@@ -14,6 +14,7 @@ EPILOG = """\
 caches (--cache, repeatable):
   f16                              upstream's f16 cache, the reference (always measured)
   upstream:q4_0/q4_0               upstream's cache types for K and V
+  simulated:q4_0,window=128        one of these types with an exact window (docs/evaluation.md)
   kivi:bits=2,group=32             a method and its options (`ggml-kvq methods`)
   aqua:predictor=full@calib.gguf   ... with calibrated data
   name=kivi:bits=2                 any of them under a name of your own

@@ -23,7 +23,7 @@ def register(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="plan this cache, as for ggml-kvq eval (kivi:bits=2,group=64); repeatable",
+        help="plan this cache, as for ggml-kvq eval (kivi:bits=2,group=64), but not simulated:...; repeatable",
     )
     parser.add_argument(
         "-c",
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     from .. import gguf_header, hub, info, memory
     from ..calibrate import tune
     from ..errors import MethodError
-    from ..evaluate.specs import parse
+    from ..evaluate.specs import parse_built
 
-    specs = [parse(text) for text in args.cache]
+    specs = [parse_built(text, "layout") for text in args.cache]
     for spec in specs:
         spec.check()
     header = gguf_header.read(hub.resolve(args.file), tensors=True)

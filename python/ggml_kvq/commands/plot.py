@@ -26,7 +26,11 @@ def register(subparsers: Any) -> None:
     p.add_argument("--caches", default="", help="comma list: only these caches, in this order")
     p.add_argument("-m", "--model", help="memory: the model whose layers are planned")
     p.add_argument(
-        "--cache", action="append", default=[], metavar="SPEC", help="memory: a cache, as for ggml-kvq eval; repeatable"
+        "--cache",
+        action="append",
+        default=[],
+        metavar="SPEC",
+        help="memory: a cache, as for ggml-kvq eval, but not simulated:...; repeatable",
     )
     p.add_argument(
         "--lengths",
@@ -47,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "memory":
         if not args.model or not args.cache:
             raise KvqError("plot memory needs -m MODEL and at least one --cache SPEC")
-        rows += plotting.memory_rows(hub.resolve(args.model), [specs.parse(c) for c in args.cache], args.lengths)
+        caches = [specs.parse_built(text, "layout") for text in args.cache]
+        rows += plotting.memory_rows(hub.resolve(args.model), caches, args.lengths)
     elif not rows:
         raise KvqError(
             f"plot {args.kind} needs result files; run ggml-kvq {'bench' if args.kind == 'speed' else 'eval'} first"

@@ -127,3 +127,11 @@ def parse(text: str) -> CacheSpec:
         if "=" not in part:
             raise MethodError(f"cache {text!r}: option {part!r} has no value; write {part}=VALUE")
     return CacheSpec(text, label or body.split("@")[0], name, options, config or None)
+
+
+def parse_built(text: str, lacks: str) -> CacheSpec:
+    """parse(), but MethodError for a simulated cache, which has no `lacks`: no speed, no layout."""
+    spec = parse(text)
+    if spec.simulated:
+        raise MethodError(f"cache {text!r} is simulated and has no {lacks}; measure it with ggml-kvq eval")
+    return spec
