@@ -22,6 +22,7 @@ from ggml_kvq.evaluate import (
     specs,
     tasks,
 )
+from ggml_kvq.evaluate.run import nats
 
 TEXT = tasks.default_filler(random.Random(3), 9000)
 
@@ -287,6 +288,9 @@ def test_document_files(tmp_path: Path) -> None:
         list(documents.read(tmp_path))
     with pytest.raises(errors.KvqError, match="no .jsonl"):
         list(documents.read(tmp_path / "none"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(errors.KvqError, match=r"empty\.jsonl holds no document"):
+        list(documents.read(tmp_path / "empty.jsonl"))
 
 
 # ------------------------------------------------------------------ the command
@@ -347,13 +351,74 @@ def test_command_measures_resumes_and_refuses(
         (["--tasks", "chess"], "chess"),
         (["--drift", "8", "--cache", "kivi", "--cache", "kivi"], "two caches are called kivi"),
         (["-f", "/no/such/text"], "/no/such/text"),
+        (["-f", "TEXT", "-c", "99999"], "too few for windows of 99999; give 199998 or more, or lower -c"),
+        (["-f", "TEXT", "-c", "4"], "-c 4 is too short to score"),
+        (["-f", "TEXT", "-c", "512", "--stride", "999"], "--stride 999 must be 0 or below -c 512"),
+        # the part that is refused comes behind one that would take long
+        (["-f", "TEXT", "--tasks", "kv,lines", "--lengths", "4000,10"], "--lengths 10 is too short for --tasks lines"),
+        (["-f", "TEXT", "--tasks", "kv", "--lengths", "0"], "--lengths 0 is too short for --tasks kv"),
+        (["-f", "TEXT", "--documents", "EMPTY"], "empty.jsonl holds no document"),
+        (["-f", "TEXT", "--documents", "ONE", "-c", "0"], "-c 0 has no room beside --max-tokens 64"),
+        (["--tasks", "kv", "--lengths", "99999999"], "with --lengths 99999999: "),  # no context of the reference
+        (["--drift", "99999999"], "try a smaller --drift"),
+        (["--documents", "ONE", "-c", "99999999"], "try a smaller -c"),
     ],
 )
 def test_command_refusals(
-    demo_model: Path, tmp_path: Path, args: list[str], part: str, capsys: pytest.CaptureFixture[str]
+    demo_model: Path, text_file: Path, tmp_path: Path, args: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_eval(demo_model, tmp_path / "r.jsonl", *args) == 2
-    assert part in capsys.readouterr().err
+    """Code 2, one line in words of the command line, before anything is measured: some were a trace, or a table of
+    nothing.
+    """
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "one.jsonl").write_text('{"context": "a", "input": "b", "answers": ["c"]}\n')
+    files = {"TEXT": text_file, "EMPTY": tmp_path / "empty.jsonl", "ONE": tmp_path / "one.jsonl"}
+    assert run_eval(demo_model, tmp_path / "r.jsonl", *(str(files.get(arg, arg)) for arg in args)) == 2
+    out, err = capsys.readouterr()
+    *warnings, message = err.splitlines()
+    assert out == "" and message.startswith("ggml-kvq eval: error: ") and part in message
+    assert all("exceeds the 4096 tokens that the model was trained for" in line for line in warnings)
+    assert len(warnings) == ("99999" in " ".join(args))
+    assert "n_ctx" not in message and not (tmp_path / "r.jsonl").exists()
+
+
+def test_lengths_hold_every_sample(demo_model: Path) -> None:
+    with open_cache("f16", demo_model) as m:
+
+        def count(text: str) -> int:
+            return len(m.tokenize(text))
+
+        for task in tasks.TASKS:
+            n = tasks.least(task, 3, None, count)
+            retrieval.make_sample(task, n, 3, None, count)
+            with pytest.raises(errors.KvqError, match=f"no {task} sample fits {n - 1} tokens, the shortest has {n};"):
+                retrieval.make_sample(task, n - 1, 3, None, count)
+
+
+def test_a_reference_that_was_refused_is_tried_again(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older versions left a row of it, on which every later run ended with 0."""
+    out, args = tmp_path / "r.jsonl", ["--tasks", "passkey", "--lengths", "300", "--samples", "1"]
+    assert run_eval(demo_model, out, *args) == 0
+    key = results.read(out)[0]["key"]
+    out.write_text(json.dumps({"key": key, "refused": "no room"}) + "\n")
+    assert run_eval(demo_model, out, *args) == 0
+    assert "accuracy" in results.read(out)[-1]
+    out.write_text(json.dumps({"key": {**key, "n_tokens": 99999999}, "refused": "no room"}) + "\n")
+    assert run_eval(demo_model, out, "--tasks", "passkey", "--lengths", "99999999", "--samples", "1") == 2
+    assert "with --lengths 99999999" in capsys.readouterr().err
+
+
+def test_help_says_where_rows_go(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "--help"])
+    assert "result file (default results.jsonl); rows already there are reused" in capsys.readouterr().out
+
+
+def test_a_divergence_of_nothing_has_no_sign() -> None:
+    assert [nats(x, 5) for x in (-1e-9, 0.0, -2e-5, 0.012345)] == ["0.00000", "0.00000", "-0.00002", "0.01235"]
 
 
 def test_the_recorded_command_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,10 @@ def register(subparsers: Any) -> None:
         "--cache", action="append", default=[], metavar="SPEC", help="a cache to measure; repeatable, see below"
     )
     p.add_argument(
-        "-o", "--output", default="results.jsonl", help="result file; rows already there are not measured again"
+        "-o",
+        "--output",
+        default="results.jsonl",
+        help="result file (default results.jsonl); rows already there are reused, not measured again",
     )
     p.add_argument("-t", "--threads", type=sizes.positive, default=os.cpu_count(), help="CPU threads (default: all)")
     p.add_argument(

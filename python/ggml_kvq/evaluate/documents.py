@@ -70,16 +70,20 @@ def detect(row: dict[str, Any]) -> str:
 
 
 def read(path: str | Path, kind: str | None = None, template: str = TEMPLATE) -> Iterator[tuple[str, Document]]:
-    """(format, Document) of every line of a JSONL file, or of every *.jsonl of a folder. Errors name file and line."""
+    """(format, Document) of every line of a JSONL file, or of every *.jsonl of a folder. Errors name file and line;
+    files without a document are one too.
+    """
     root = Path(path)
     files = sorted(root.glob("**/*.jsonl")) if root.is_dir() else [root]
     if not files or not files[0].is_file():
         raise KvqError(f"{root} holds no .jsonl file; give a LongBench- or RULER-style file or folder")
+    empty = True
     for file in files:
         with open(file, encoding="utf-8") as f:
             for number, line in enumerate(f, 1):
                 if not line.strip():
                     continue
+                empty = False
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError as e:
@@ -94,6 +98,8 @@ def read(path: str | Path, kind: str | None = None, template: str = TEMPLATE) ->
                         yield form, Document(prompt, tuple(map(str, row["answers"])), row.get("dataset", file.stem))
                 except KeyError as e:
                     raise KvqError(f"{file}:{number} lacks the key {e.args[0]!r} of the {form} format") from e
+    if empty:
+        raise KvqError(f"{root} holds no document; give a LongBench- or RULER-style file or folder")
 
 
 def cut_middle(tokens: list[int], limit: int) -> list[int]:

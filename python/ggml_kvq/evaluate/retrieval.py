@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import KvqError
 from . import metrics, tasks
 
 if TYPE_CHECKING:
@@ -52,8 +53,13 @@ def fact_depth(task: str, prompt: str, answer: str) -> float | None:
 def make_sample(
     task: str, n_tokens: int, seed: int, filler: tasks.Filler | None, count: Callable[[str], int]
 ) -> Sample:
-    """Sample `seed` of a task with 0.93 n_tokens to n_tokens tokens, answer included."""
-    prompt, answer = tasks.make_fit(task, n_tokens, seed, filler, count)
+    """Sample `seed` of a task with 0.93 n_tokens to n_tokens tokens, answer included. KvqError when none is so
+    short.
+    """
+    try:
+        prompt, answer = tasks.make_fit(task, n_tokens, seed, filler, count)
+    except ValueError as e:
+        raise KvqError(str(e)) from e
     return Sample(prompt, answer, fact_depth(task, prompt, answer))
 
 

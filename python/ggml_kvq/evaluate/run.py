@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,23 @@ class Evaluation:
                 raise KvqError(f"two caches are called {label}; name one of them, e.g. other={label}")
         for cache in self.caches:
             cache.check()
-        gguf_header.read(self.model_path, tensors=True).check_whole()
-        for task in filter(None, args.tasks.split(",")):
+        self.reference = next(c for c in self.caches if c.is_reference)
+        self.header = gguf_header.read(self.model_path, tensors=True)
+        self.header.check_whole()
+        self.tasks = [task for task in args.tasks.split(",") if task]
+        for task in self.tasks:
             if task not in tasks.TASKS:
                 raise KvqError(f"--tasks {task} is unknown; choose from {','.join(tasks.TASKS)}")
         for path in filter(None, (args.file, args.filler, args.documents)):
             if not Path(path).exists():
                 raise KvqError(f"{path} does not exist; give a text, or documents")
+        self.filler = tasks.text_filler(args.filler) if args.filler else None
+        docs = list(documents.read(args.documents, args.format)) if args.documents else []
+        self.docs = docs[: args.max_documents] if args.max_documents else docs
+        if args.documents and pad(args.ctx_size) <= args.max_tokens:
+            raise KvqError(
+                f"-c {args.ctx_size} has no room beside --max-tokens {args.max_tokens} for a document; raise -c"
+            )
         files.probe(args.output)
         self.results = results.ResultFile(args.output)
         self.rows: list[results.Row] = []
@@ -60,9 +72,10 @@ class Evaluation:
             **params,
         }
 
-    def open(self, cache: specs.CacheSpec, n_ctx: int) -> Any:
+    def open(self, cache: specs.CacheSpec, n_ctx: int, key: results.Row) -> Any:
         ub = min(self.args.ubatch_size, n_ctx)
-        return cache.open(self.model_path, n_ctx=n_ctx, n_batch=ub, n_ubatch=ub, n_threads=self.args.threads)
+        with in_flags(key):
+            return cache.open(self.model_path, n_ctx=n_ctx, n_batch=ub, n_ubatch=ub, n_threads=self.args.threads)
 
     def facts(self, model: Any) -> results.Row:
         """True bits and sizes of the open cache."""
@@ -90,24 +103,59 @@ class Evaluation:
         work: Callable[[Any, Any], results.Row],
     ) -> None:
         """Run `work(model, progress)` unless the row exists; a cache that this model cannot have becomes a refused
-        row.
+        row. KvqError when that cache is the reference: others would be held against nothing.
         """
         row = self.results.get(key)
+        if row and "refused" in row and cache.is_reference:
+            row = None
         self.n_reused += row is not None
         if row is None:
             label = " ".join(str(key[k]) for k in ("cache", "kind", "task", "n_tokens") if k in key)
             with progress.Bar(label, n_steps, self.args.quiet) as bar:
                 try:
-                    model = self.open(cache, n_ctx)
+                    model = self.open(cache, n_ctx, key)
                 except LibraryError:
                     raise
                 except KvqError as e:
+                    if cache.is_reference:
+                        raise
                     row = self.results.add(key, {"refused": str(e).replace(str(self.model_path), self.model_path.name)})
                 else:
                     with model:
                         values = work(model, bar)
                         row = self.results.add(key, {**self.facts(model), **values})
         self.rows.append(row)
+
+    def check_lengths(self) -> None:
+        """KvqError for a length that some sample of a task does not fit."""
+        a = self.args
+        if all(self.results.get(key) for *_, key in self.cells()):
+            return
+        with self.reference.open(self.model_path, n_ctx=256) as model:
+            need, task = max(
+                (tasks.least(task, seed, self.filler, lambda s: len(model.tokenize(s))), task)
+                for task in self.tasks
+                for seed in range(a.seed, a.seed + a.samples)
+            )
+        if min(a.lengths) < need:
+            raise KvqError(
+                f"--lengths {min(a.lengths)} is too short for --tasks {task}, which has a sample of at least {need}"
+                f" tokens; give --lengths {need} or more"
+            )
+
+    def warn_beyond_training(self) -> None:
+        """Say so when the model was not trained for so many tokens: f16 itself is bad there."""
+        a, fields = self.args, self.header.fields
+        trained = fields.get(f"{fields.get('general.architecture')}.context_length", 0)
+        asked = {"-c": a.ctx_size if a.file or a.documents else 0, "--drift": a.drift}
+        asked["--lengths"] = max(a.lengths) if self.tasks else 0
+        for flag, n_tokens in asked.items():
+            if n_tokens > trained > 0:
+                print(
+                    f"ggml-kvq eval: warning: {flag} {n_tokens} exceeds the {trained} tokens that the model was trained"
+                    " for: f16 itself may fail there",
+                    file=sys.stderr,
+                )
 
     def warn(self, row: results.Row) -> None:
         """Say so when a row tells of the f16 window and the batch more than of codes."""
@@ -125,7 +173,6 @@ class Evaluation:
 
     def text(self) -> None:
         a = self.args
-        protocol = perplexity.Protocol(a.ctx_size, min(a.ubatch_size, a.ctx_size), a.stride, a.chunks)
         try:
             text = Path(a.file).read_text(encoding="utf-8")
         except UnicodeDecodeError as e:
@@ -138,12 +185,15 @@ class Evaluation:
             "chunks": a.chunks,
         }
         keys = [(c, self.key("text", c, **params)) for c in self.caches]
-        reference = next(c for c in self.caches if c.is_reference)
+        with in_flags(keys[0][1]):
+            protocol = perplexity.Protocol(a.ctx_size, min(a.ubatch_size, a.ctx_size), a.stride, a.chunks)
         base: perplexity.BaseFile | None = None
         if any(self.results.get(k) is None for _, k in keys):
-            with self.open(reference, a.ctx_size) as model:
-                windows = protocol.windows(perplexity.text_tokens(model, text))
-                tag = hashlib.sha256(results.key_of(self.key("base", reference, **params)).encode()).hexdigest()[:12]
+            with self.open(self.reference, a.ctx_size, keys[0][1]) as model:
+                with in_flags(keys[0][1]):
+                    windows = protocol.windows(perplexity.text_tokens(model, text))
+                key = self.key("base", self.reference, **params)
+                tag = hashlib.sha256(results.key_of(key).encode()).hexdigest()[:12]
                 path = Path(a.base) if a.base else Path(a.output).with_suffix(f".{tag}.base")
                 base = perplexity.BaseFile(path, protocol, windows, model.n_vocab)
                 if not base.complete():
@@ -164,35 +214,33 @@ class Evaluation:
         if base is not None and not a.base:
             base.path.unlink(missing_ok=True)
 
-    def retrieval(self) -> None:
+    def cells(self) -> Iterator[tuple[specs.CacheSpec, int, str, results.Row]]:
+        """(cache, tokens, task, key) of every cell of the retrieval tasks."""
         a = self.args
-        chosen = [t for t in a.tasks.split(",") if t]
-        for t in chosen:
-            if t not in tasks.TASKS:
-                raise KvqError(f"--tasks {t} is unknown; choose from {','.join(tasks.TASKS)}")
-        lengths = a.lengths
-        filler = tasks.text_filler(a.filler) if a.filler else None
         name = results.fingerprint(a.filler) if a.filler else "built-in"
         for cache in self.caches:
-            for n_tokens in lengths:
-                for task in chosen:
-                    key = self.key(
-                        "retrieval", cache, task=task, n_tokens=n_tokens, samples=a.samples, seed=a.seed, filler=name
-                    )
+            for n_tokens in a.lengths:
+                for task in self.tasks:
+                    params = {"task": task, "n_tokens": n_tokens, "samples": a.samples, "seed": a.seed, "filler": name}
+                    yield cache, n_tokens, task, self.key("retrieval", cache, **params)
 
-                    def work(model: Any, bar: Any, task: str = task, n_tokens: int = n_tokens) -> results.Row:
-                        return retrieval.run_cell(
-                            model,
-                            task,
-                            n_tokens,
-                            a.samples,
-                            filler=filler,
-                            n_ubatch=model.n_ubatch,
-                            seed=a.seed,
-                            progress=bar,
-                        )
+    def retrieval(self) -> None:
+        a = self.args
+        for cache, n_tokens, task, key in self.cells():
 
-                    self.measure(key, cache, pad(n_tokens), a.samples, work)
+            def work(model: Any, bar: Any, task: str = task, n_tokens: int = n_tokens) -> results.Row:
+                return retrieval.run_cell(
+                    model,
+                    task,
+                    n_tokens,
+                    a.samples,
+                    filler=self.filler,
+                    n_ubatch=model.n_ubatch,
+                    seed=a.seed,
+                    progress=bar,
+                )
+
+            self.measure(key, cache, pad(n_tokens), a.samples, work)
 
     def drift(self) -> None:
         a = self.args
@@ -202,14 +250,17 @@ class Evaluation:
             self.rows += [r for _, k in keys if (r := self.results.get(k))]
             self.n_reused += len(keys)
             return
-        reference = next(c for c in self.caches if c.is_reference)
         n_ctx = 0
-        tag = hashlib.sha256(results.key_of(self.key("base", reference, **protocol.key())).encode()).hexdigest()[:12]
+        key = self.key("base", self.reference, **protocol.key())
+        tag = hashlib.sha256(results.key_of(key).encode()).hexdigest()[:12]
         path = Path(a.output).with_suffix(f".{tag}.drift.npz")
-        with reference.open(self.model_path, n_ctx=256) as model:
+        with self.reference.open(self.model_path, n_ctx=256) as model:
             n_ctx = pad(len(model.tokenize(a.prompt, add_bos=True)) + a.drift)
         if not path.exists():
-            with self.open(reference, n_ctx) as model, progress.Bar("f16 generation", a.drift, a.quiet) as bar:
+            with (
+                self.open(self.reference, n_ctx, keys[0][1]) as model,
+                progress.Bar("f16 generation", a.drift, a.quiet) as bar,
+            ):
                 drift.write_reference(path, model, protocol, bar)
         for cache, key in keys:
             self.measure(key, cache, n_ctx, 2 * a.drift, lambda model, bar: drift.drift(model, path, protocol, bar))
@@ -217,8 +268,7 @@ class Evaluation:
 
     def documents(self) -> None:
         a = self.args
-        docs = list(documents.read(a.documents, a.format))
-        docs = docs[: a.max_documents] if a.max_documents else docs
+        docs = self.docs
         source = Path(a.documents)
         digest = hashlib.sha256("".join(d.prompt for _, d in docs).encode()).hexdigest()[:16]
         for cache in self.caches:
@@ -240,6 +290,19 @@ class Evaluation:
             )
 
 
+@contextmanager
+def in_flags(key: results.Row) -> Iterator[None]:
+    """Messages about a row in words of our flags: Python's arguments are no cure on a command line."""
+    length = {"retrieval": "--lengths", "drift": "--drift"}.get(key["kind"])
+    flag, n_tokens = (length, key["n_tokens"]) if length else ("-c", key["n_ctx"])
+    try:
+        yield
+    except KvqError as e:
+        text = re.sub(r"\bn_ctx=\d+", f"{flag} {n_tokens}", str(e))
+        text = re.sub(r"\bstride=(\d+)", r"--stride \1", text.replace("n_ctx", flag))
+        raise type(e)(re.sub(r"\bn_u?batch=(\d+)", r"-ub \1", text)) from e
+
+
 def default_ubatch(n_ctx: int) -> int:
     """Tokens decoded at once so that most of what is scored reads codes: 128, an eighth of a short window, at least
     16.
@@ -250,6 +313,11 @@ def default_ubatch(n_ctx: int) -> int:
 def pad(n_tokens: int) -> int:
     """Context length that holds n_tokens: the next multiple of 256, as llama.cpp pads its cache."""
     return -(-n_tokens // 256) * 256
+
+
+def nats(value: float, digits: int) -> str:
+    """A divergence; f16's own is a rounding error of either sign, and no -0.00000."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def summary(rows: list[results.Row], markdown: bool = False) -> str:
@@ -268,9 +336,9 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
                             r["key"]["cache"],
                             f"{r['bits']:.2f}",
                             f"{r['ppl']:.4f}",
-                            f"{r['kld_mean']:.5f}",
-                            f"{r['kld_median']:.5f}",
-                            f"{r['kld_p99']:.4f}",
+                            nats(r["kld_mean"], 5),
+                            nats(r["kld_median"], 5),
+                            nats(r["kld_p99"], 4),
                             f"{100 * r['same_top']:.2f} %",
                             f"{100 * r['read_codes']:.0f} %" if r.get("read_codes") is not None else "",
                         ]
@@ -319,9 +387,9 @@ def summary(rows: list[results.Row], markdown: bool = False) -> str:
                     [
                         r["key"]["cache"],
                         f"{r['bits']:.2f}",
-                        f"{r['kld_mean']:.5f}",
-                        f"{r['kld_by_part'][0]:.5f}",
-                        f"{r['kld_by_part'][-1]:.5f}",
+                        nats(r["kld_mean"], 5),
+                        nats(r["kld_by_part"][0], 5),
+                        nats(r["kld_by_part"][-1], 5),
                         f"{100 * r['same_top']:.2f} %",
                         str(r["parted_at"]),
                     ]
@@ -353,6 +421,8 @@ def run(args: argparse.Namespace) -> int:
     evaluation = Evaluation(args)
     with files.alone(args.output, "ggml-kvq eval"):
         evaluation.results = results.ResultFile(args.output)  # another run may just have ended
+        evaluation.check_lengths()
+        evaluation.warn_beyond_training()
         for wanted, part in (
             (args.file, evaluation.text),
             (args.tasks, evaluation.retrieval),

@@ -17,6 +17,8 @@ from pathlib import Path
 
 TASKS = ["lines", "passkey", "multineedle", "kv", "copy", "vartrack", "fewshot", "count"]
 
+SHORTEST = 150  # characters
+
 Filler = Callable[[random.Random, int], str]
 Segments = list[tuple[str, bool]]
 
@@ -311,19 +313,33 @@ def make(task: str, n_chars: int, seed: int, filler: Filler | None = None) -> tu
     return "".join(s for s, _ in parts[:-1]), parts[-1][0]
 
 
+def _measured(
+    task: str, n_chars: int, seed: int, filler: Filler | None, count: Callable[[str], int]
+) -> tuple[str, str, int]:
+    prompt, answer = make(task, n_chars, seed, filler)
+    return prompt, answer, count(prompt) + count(answer) + 1
+
+
+def least(task: str, seed: int, filler: Filler | None, count: Callable[[str], int]) -> int:
+    """Tokens of the shortest sample: make_fit() has none for fewer."""
+    return _measured(task, SHORTEST, seed, filler, count)[2]
+
+
 def make_fit(
     task: str, n_tokens: int, seed: int, filler: Filler | None, count: Callable[[str], int]
 ) -> tuple[str, str]:
-    """A sample whose prompt and answer take 0.93 n_tokens to n_tokens tokens; count(text) -> tokens without BOS."""
+    """A sample whose prompt and answer take 0.93 n_tokens to n_tokens tokens; count(text) -> tokens without BOS.
+    ValueError when even the shortest takes more.
+    """
     n, best = int(n_tokens * 3), None
     for _ in range(14):
-        prompt, answer = make(task, n, seed, filler)
-        total = count(prompt) + count(answer) + 1
+        prompt, answer, total = _measured(task, n, seed, filler, count)
         if total <= n_tokens and (best is None or total > best[2]):
             best = (prompt, answer, total)
             if total >= 0.93 * n_tokens:
                 break
-        n = max(150, int(n * min(1.6, max(0.4, 0.97 * n_tokens / total))))
-    if best is None:
-        raise ValueError(f"no {task} sample fits {n_tokens} tokens; ask for a longer one")
+        n = max(SHORTEST, int(n * min(1.6, max(0.4, 0.97 * n_tokens / total))))
+    best = best or _measured(task, SHORTEST, seed, filler, count)
+    if best[2] > n_tokens:
+        raise ValueError(f"no {task} sample fits {n_tokens} tokens, the shortest has {best[2]}; ask for a longer one")
     return best[0], best[1]
