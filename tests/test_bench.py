@@ -60,12 +60,17 @@ def test_the_command_of_a_row_is_what_ran(demo_model: Path) -> None:
         (["--cache", "kivi:bits=9"], ["bits=9", "1..4"]),
         (["--cache", "kivi", "--cache", "kivi"], ["same name"]),
         (["-n", "0"], ["nothing to measure"]),
+        (["--cache", "aqua"], ["cache aqua: ", "holds none: write aqua@FILE.gguf (", "or aqua:predictor=none"]),
+        (["--cache", "specache:near=aqua"], ["write specache@FILE.gguf (", "or specache:near=higgs"]),
+        (["--cache", "x=upstream:q1_0"], ["cache x: llama-bench ended with 1: "]),
     ],
 )
 def test_refusals(demo_model: Path, args: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "-m", str(demo_model), "-d", "16", "-n", "1", "-r", "1", "--rounds", "1", *args]) == 2
-    message = capsys.readouterr().err.strip().splitlines()[-1]
+    out, err = capsys.readouterr()
+    message = err.strip().splitlines()[-1]
     assert all(p in message for p in parts), message
+    assert out == "" and "round" not in err  # nothing was timed
 
 
 @pytest.mark.parametrize("args", [["-d", "many"], ["-d", "-5"], ["--rounds", "0"], ["-t", "0"], ["-r", "x"]])

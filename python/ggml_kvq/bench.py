@@ -10,7 +10,7 @@ import shlex
 import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,25 @@ def _once(argv: list[str], env: dict[str, str]) -> Row:
     }
     done = subprocess.run(argv, env={**clean, **env}, capture_output=True, text=True)
     if done.returncode:
-        reason = next((x for x in done.stderr.splitlines() if "ggml-kvq: error" in x), "") or "\n".join(
-            done.stderr.strip().splitlines()[-2:]
-        )
-        raise KvqError(f"llama-bench ended with {done.returncode}: {reason}")
+        ours = "ggml-kvq: error: "
+        lines = done.stderr.strip().splitlines()
+        refused = next((x.partition(ours)[2] for x in lines if ours in x), "")
+        raise KvqError(refused or f"llama-bench ended with {done.returncode}: {' '.join(lines[-2:])}")
     row: Row = json.loads(done.stdout)[0]
     return row
+
+
+def check(model: Path, specs: Sequence[CacheSpec], s: Settings) -> None:
+    """KvqError for a cache that llama-bench cannot have on this model: each generates one token."""
+    line, one = Line(), replace(s, n_gen=1, reps=1)
+    for spec in specs:
+        line(f"first try: {spec.label}")
+        try:
+            _once(*command(model, spec, one, 0, "tg"))
+        except KvqError as e:
+            line.clear()
+            raise KvqError(f"cache {spec.label}: {spec.in_words(str(e))}") from e
+    line.clear()
 
 
 def run(model: Path, specs: Sequence[CacheSpec], s: Settings) -> Iterator[Row]:

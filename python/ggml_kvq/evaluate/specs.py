@@ -76,8 +76,13 @@ class CacheSpec:
         try:  # "none": what is measured is in the spec, not in a file that happens to lie beside the model
             return Model(path, self.method, self.options or None, self.config or self.means(path) or "none", **kwargs)
         except MethodError as e:
-            text = str(e).replace("pass kv_config='FILE.gguf'", f"write {self.method}@FILE.gguf")
-            raise MethodError(text.replace("kv_opts={'predictor': 'none'}", f"{self.method}:predictor=none")) from e
+            raise MethodError(self.in_words(str(e))) from e
+
+    def in_words(self, message: str) -> str:
+        """What Python and programs say of lacking data, as it is written in a spec."""
+        text = re.sub(r"pass kv_config='FILE.gguf'|give a sidecar with \S+", f"write {self.method}@FILE.gguf", message)
+        without = r"(?:, or set (?:KVQ_OPTS=)?(\w+)=(\w+)| or kv_opts=\{'(\w+)': '(\w+)'\})"
+        return re.sub(without, rf" or {self.method}:\1\3=\2\4", text)
 
 
 _LABEL = re.compile(r"([A-Za-z0-9][\w.+-]*)=")
