@@ -146,6 +146,44 @@ def test_behind_a_prompt_or_a_state_the_first_token_reads_its_own_picks() -> Non
         assert np.abs(x - ahead[0]).max() < 1e-5
 
 
+@pytest.mark.parametrize("where", ["_decode", "truncate"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, errors.DecodeError])
+def test_a_guess_does_not_stay_behind_an_error(
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between the decoding of a guess and its removal: the text and a saved state went on from the guess."""
+    with open_model("specache", "near=kivi,group=128,window=32,fetch=ahead") as m:
+        text = "".join(m.generate(PROMPT, max_tokens=5, temperature=0, speculate=True))
+        held, usual, pairs = m.tokens, getattr(m, where), []
+
+        def failing(*args: Any) -> Any:
+            n = len(m.tokens)
+            if where == "_decode":
+                out = usual(*args)
+                pairs.extend([0] * (len(m.tokens) == n + 2))
+            else:  # the first one removes the guess that nobody guessed from
+                pairs.append(0)
+            if len(pairs) == (4 if where == "_decode" else 5):
+                raise error("stop")
+            return out if where == "_decode" else usual(*args)
+
+        monkeypatch.setattr(m, where, failing)
+        with pytest.raises(error):
+            "".join(m.generate(PROMPT, max_tokens=5, temperature=0, speculate=True))
+        monkeypatch.undo()
+        assert m.tokens == held == m.tokens[: m._libs.llama.llama_memory_seq_pos_max(m._memory, 0) + 1]
+        assert text.endswith("".join(m.generate("", reset=False, max_tokens=1, temperature=0)))
+
+
+def test_a_guess_needs_a_batch_of_two() -> None:
+    """One token a batch: what was guessed from was the answer to another token."""
+    with pytest.raises(errors.MethodError, match="n_batch=1: pass n_batch=2 or more"):
+        text_of("specache", "fetch=ahead", 2, speculate=True, n_batch=1)
+    opts = "near=kivi,group=128,window=32,fetch=ahead,top=1024,kept=2048"
+    texts = [text_of("specache", opts, 6, speculate=guess, n_batch=2, n_ubatch=1)[0] for guess in (True, False)]
+    assert texts[0] == texts[1]
+
+
 def test_a_prompt_reads_near_blocks_when_asked_to() -> None:
     """Logits of a prompt's last ubatch: exact as f16 has them, near as generation does. near=aqua marks positions in
     the lowest bits of keys, which is more than rounding in this model.

@@ -6,11 +6,12 @@ rows were there.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import MethodError
+from .errors import KvqError, MethodError
 from .sampling import Chain
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Step:
 
 class GuessingStep(Step):
     """Two rows a step. The first call decodes a prompt alone; the second decodes its token alone once more, for a first
-    guess (the paper's pre-decoding step).
+    guess (the paper's pre-decoding step). A step that raises leaves no guess in the cache.
     """
 
     def __init__(self, model: Model) -> None:
@@ -44,6 +45,11 @@ class GuessingStep(Step):
             raise MethodError(
                 f"speculate=True picks rows for the next step, and the cache is {model.kv_method or 'upstream'}"
                 f"{' with ' + options if options else ''}: use kv_method='specache' with kv_opts='fetch=ahead'"
+            )
+        if model.n_batch < 2:
+            raise MethodError(
+                f"speculate=True decodes a token and a guess at once, and n_batch={model.n_batch}: pass n_batch=2 or"
+                " more"
             )
 
     def _best(self, ids: list[int], outputs: list[bool]) -> int:
@@ -58,11 +64,17 @@ class GuessingStep(Step):
         if not self.begun or len(ids) != 1 or len(model.tokens) + 2 > model.n_ctx:
             self.begun = True
             return super().next(ids, chain)
-        if self.guess is None:
-            self.guess = self._best(ids, [True])
+        n_sampled = len(model.tokens) + len(ids)
+        try:
+            if self.guess is None:
+                self.guess = self._best(ids, [True])
+                self._forget_last()
+            following = self._best([*ids, self.guess], [True, True])
+            token = chain.sample(model.context, 0)
             self._forget_last()
-        following = self._best([*ids, self.guess], [True, True])
-        token = chain.sample(model.context, 0)
-        self._forget_last()
+        except BaseException:  # Ctrl-C too: what goes on from here would go on from a guess
+            with suppress(KvqError):  # a model that was closed holds nothing
+                model.truncate(min(len(model.tokens), n_sampled))
+            raise
         self.guess = following
         return token
