@@ -139,6 +139,30 @@ def test_two_threads_score_without_mixing(model: Model) -> None:
     assert len(got) == 2 and all((x == want).all() for x in got)  # type: ignore[attr-defined]
 
 
+def test_figures_while_another_thread_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches were gone between the look at the context and the look at them: IndexError."""
+    m, looked, closed = open_model(), threading.Event(), threading.Event()
+
+    def slow() -> int:
+        ctx = Model._open(m)
+        looked.set()
+        closed.wait(0.3)
+        return ctx
+
+    def close() -> None:
+        looked.wait()
+        m.close()
+        closed.set()
+
+    monkeypatch.setattr(m, "_open", slow)
+    closer = threading.Thread(target=close)
+    closer.start()
+    assert m.kv_stats()["method"] == "kivi"
+    closer.join()
+    with pytest.raises(errors.ModelError, match="is closed"):
+        m.kv_stats()
+
+
 FORK = """
 import os, sys, signal
 from ggml_kvq import Model, errors

@@ -580,10 +580,11 @@ class Model:
         or V value of the f16 cache), page counts. Several caches of one context (sliding windows) are summed; `caches`
         lists them.
         """
-        self._open()
-        if self.kv_method is None:
-            return kvstats.upstream_stats(self._libs, self.type_k, self.type_v, self._kv_log)
-        return kvstats.stats(self._libs, id(self))
+        with self._lock:
+            self._open()
+            if self.kv_method is None:
+                return kvstats.upstream_stats(self._libs, self.type_k, self.type_v, self._kv_log)
+            return kvstats.stats(self._libs, id(self))
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Write tokens and cache to `path`, whole or not at all. StateError when that fails."""
