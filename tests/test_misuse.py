@@ -199,6 +199,10 @@ def test_open_refuses_what_it_did_not(demo_model: Path) -> None:
         Model(demo_model, type_k=[])  # type: ignore[arg-type]
     with pytest.raises(ggml_kvq.MethodError, match="bits=2 and bits=4 name one option twice"):
         Model(demo_model, "kivi", "bits=2,bits=4")
+    with pytest.raises(ggml_kvq.MethodError, match=r"pass kv_config='FILE.gguf' .* or kv_opts=\{'near': 'higgs'\}"):
+        Model(demo_model, "specache", "near=aqua", n_ctx=256)
+    with pytest.raises(ggml_kvq.ModelError, match="n_batch=3 is less than n_seq_max=4; pass n_batch=4 or more"):
+        Model(demo_model, n_batch=3, n_seq_max=4)  # llama.cpp ended the process
 
 
 def test_a_closed_model_has_no_pieces(demo_model: Path) -> None:
@@ -264,6 +268,33 @@ def test_options_given_twice(demo_model: Path) -> None:
     assert native.merge_options("x", "bits=2, bits=2 ,", "") == "bits=2"
 
 
+def test_the_flag_that_was_meant(demo_model: Path) -> None:
+    """llama.cpp named the misspelt flag and no cure. What is its own, or may be one day, is left to it."""
+    for head, cure in {
+        "--kv-opts": "--kv-opt KEY=VALUE",
+        "--kv-methd": "--kv-method NAME",
+        "--kv_metod": "--kv-method NAME",
+        "--kv-buget": "--kv-budget SIZE",
+        "--kv-conf": "--kv-config FILE.gguf",
+        "--kv-opt-drft": "--kv-opt-draft KEY=VALUE",
+        "--kv-stats-fil": "--kv-stats-file FILE.json",
+    }.items():
+        for argv in ([head, "bits=2"], [f"{head}=bits=2"]):
+            with pytest.raises(KvqError, match=f"^{head} is unknown: write {cure}$"):
+                launcher.command("llama-cli", ["-m", str(demo_model), *argv], {})
+    own = ["--kv-unified", "--kv-offload", "--kv-unified-per-slot", "--kv-unifed", "--kv-ofload", "--no-kv-offload"]
+    ahead = ["--kv-host", "--kv-split", "--kv-output", "--kv-type", "--kv-cache", "--kv-model", "--override-kv"]
+    for flag in (*own, *ahead):
+        assert flag in launcher.command("llama-cli", ["-m", str(demo_model), flag], {}).args
+    assert launcher.command("llama-cli", ["-m", str(demo_model), "-p", "--kv-opts"], {}).args[-1] == "--kv-opts"
+
+
+def test_a_method_may_be_none(demo_model: Path) -> None:
+    for argv, env in ((["--kv-method", "kiwi"], {}), ([], {"KVQ_METHOD": "kiwi"})):
+        with pytest.raises(KvqError, match="unknown method 'kiwi': choose one of f16, .*, auto or none$"):
+            launcher.command("llama-cli", ["-m", str(demo_model), *argv], env)
+
+
 def test_variables_that_are_not_used_are_named(demo_model: Path) -> None:
     base = ["-m", str(demo_model)]
     cmd = launcher.command("llama-cli", base, {"KVQ_OPTS": "bits=2"})
@@ -294,8 +325,14 @@ def test_embed_of_what_is_no_sidecar(demo_model: Path, tmp_path: Path, capsys: p
     pytest.importorskip("gguf")
     (tmp_path / "text.gguf").write_text("hello")
     assert cli.main(["embed", str(demo_model), str(tmp_path / "text.gguf"), str(tmp_path / "out.gguf")]) == 2
-    assert "is not a GGUF file" in capsys.readouterr().err
+    message = (
+        "text.gguf is not a GGUF file (it does not begin with 'GGUF'); give a sidecar that ggml-kvq calibrate wrote"
+    )
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out.gguf").exists()
+    argv = ["-m", str(demo_model), "--kv-method", "aqua", "--kv-config", str(tmp_path / "text.gguf")]
+    with pytest.raises(KvqError, match=re.escape(message)):
+        launcher.command("llama-cli", argv, {})
 
 
 def test_a_plot_of_the_base_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ of ctypes.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -49,6 +50,14 @@ def count(name: str, value: Any, low: int) -> int:
     if number > memory.MOST:
         raise ModelError(f"{name}={number} is too large; choose {memory.MOST} or less")
     return number
+
+
+def sequences(value: Any, n_batch: int) -> int:
+    """n_seq_max. ModelError when a batch has no room for a token of each: llama.cpp would end the process."""
+    n_seq_max = count("n_seq_max", value, 1)
+    if n_batch < n_seq_max:
+        raise ModelError(f"n_batch={n_batch} is less than n_seq_max={n_seq_max}; pass n_batch={n_seq_max} or more")
+    return n_seq_max
 
 
 def whole(name: str, value: Any) -> int:
@@ -265,9 +274,10 @@ def data(model: Path, chosen: resolver.Resolved, config: Any) -> str:
 
 def in_python(e: MethodError) -> MethodError:
     """The library's message, which names a launcher's flags, in Python's words."""
-    text = str(e).replace(
-        "give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set predictor=none",
-        "pass kv_config='FILE.gguf' (ggml-kvq calibrate makes it) or kv_opts={'predictor': 'none'}",
+    text = re.sub(
+        r"give a sidecar with --kv-config (\(.*?\)), or set (\w+)=(\w+)",
+        r"pass kv_config='FILE.gguf' \1 or kv_opts={'\2': '\3'}",
+        str(e),
     )
     return MethodError(text)
 

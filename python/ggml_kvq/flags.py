@@ -21,6 +21,8 @@ OURS = {
     "--kv-stats-file": "FILE.json",
 }
 OURS_RPC_SERVER = {**OURS, "--kv-model": "FILE.gguf"}
+PREFIX = "--kv-"
+THEIRS = ("--kv-unified", "--kv-unified-per-slot", "--kv-offload")  # llama.cpp's own that begin alike
 # Options whose value is free text and may look like an option. llama-bench's -p takes a number; skipping it does no
 # harm.
 TEXT = {
@@ -63,13 +65,26 @@ def long_name(arg: str) -> str:
     return arg.replace("_", "-") if arg.startswith("--") else arg
 
 
+def _meant(name: str, ours: Mapping[str, str]) -> str | None:
+    """The flag of `ours` that an unknown --kv-... is close to; None: llama.cpp judges it, which may have new ones."""
+    if not name.startswith(PREFIX) or name in ours:
+        return None
+    import difflib
+
+    known = {flag.removeprefix(PREFIX): flag for flag in (*ours, *THEIRS)}
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), known, 1, 0.75)
+    return known[near[0]] if near and known[near[0]] in ours else None
+
+
 def take_ours(argv: Sequence[str], ours: Mapping[str, str] = OURS) -> Flags:
-    """Flags of `ours` taken out of argv. LaunchError for one without a value."""
+    """Flags of `ours` taken out of argv. LaunchError for one without a value, or misspelt."""
     flags, i = Flags(), 0
     while i < len(argv):
         arg = argv[i]
         head, eq, tail = arg.partition("=")
         name = long_name(head)
+        if meant := _meant(name, ours):
+            raise LaunchError(f"{head} is unknown: write {meant} {ours[meant]}")
         if name not in ours:
             flags.rest.append(arg)
             if arg in TEXT and i + 1 < len(argv):

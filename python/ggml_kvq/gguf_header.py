@@ -166,8 +166,12 @@ class _Cursor:
         return Array(n, _TYPE_NAMES.get(inner, str(inner)))
 
 
-def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int = 1024) -> Header:
-    """Header of the GGUF file at `path`. Arrays longer than max_array are not read (Array stands for them).
+MODEL, SIDECAR = "a .gguf model", "a sidecar that ggml-kvq calibrate wrote"
+
+
+def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int = 1024, wanted: str = MODEL) -> Header:
+    """Header of the GGUF file at `path`. Arrays longer than max_array are not read (Array stands for them). wanted:
+    what a file that is no GGUF should have been.
 
     Raises FileNotFoundError and other OSError as open() does, GgufError for a file that is not GGUF, foreign or cut
     off.
@@ -177,7 +181,7 @@ def read(path: str | os.PathLike[str], *, tensors: bool = False, max_array: int 
         raise GgufError(f"{name} is a pipe, and a model is read from many places at once; save it to a file")
     with open(name, "rb") as f:
         if f.read(4) != b"GGUF":
-            raise GgufError(f"{name} is not a GGUF file (it does not begin with 'GGUF'); give a .gguf model")
+            raise GgufError(f"{name} is not a GGUF file (it does not begin with 'GGUF'); give {wanted}")
         size = os.fstat(f.fileno()).st_size
         if size < 24:
             raise GgufError(

@@ -231,7 +231,8 @@ def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Head
     try:
         return resolver.resolve(methods.library, asked, header)
     except MethodError as e:
-        raise LaunchError(str(e)) from e
+        off = f" or {refusals.OFF}" if "unknown method" in str(e) else ""  # which is no method of the library
+        raise LaunchError(f"{e}{off}") from e
 
 
 def _data(
@@ -297,7 +298,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     header = _header(user, models, serves)
     named = flags.config or environ.get("KVQ_CONFIG") or ""
     if os.path.isfile(named):
-        gguf_header.read(named)  # in its words when it is no GGUF
+        gguf_header.read(named, wanted=gguf_header.SIDECAR)  # in its words when it is no GGUF
     chosen = _resolved(flags, environ, header)
     if chosen.method in ("", refusals.OFF):
         return _without_method(

@@ -102,7 +102,7 @@ class Model:
             arguments.count("n_batch", n_batch, 1),
             arguments.count("n_ubatch", n_ubatch, 1),
         )
-        n_seq_max = arguments.count("n_seq_max", n_seq_max, 1)
+        n_seq_max = arguments.sequences(n_seq_max, n_batch)
         kv_method, device, n_threads = (
             arguments.method(kv_method),
             arguments.devices(device),

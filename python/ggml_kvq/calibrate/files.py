@@ -187,7 +187,8 @@ def _write_sidecar(out: Path, meta: dict[str, Any], data: dict[str, np.ndarray])
 def read_sidecar(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """(kvq.* fields, arrays) of a sidecar."""
     gguf = _gguf()
-    gguf_header.read(path, tensors=True).check_whole()  # one line, where GGUFReader has a trace
+    header = gguf_header.read(path, tensors=True, wanted=gguf_header.SIDECAR)
+    header.check_whole()  # one line, where GGUFReader has a trace
     reader = gguf.GGUFReader(os.fspath(path))
     if "general.type" not in reader.fields or reader.fields["general.type"].contents() != "kvq":
         raise KvqError(
