@@ -7,7 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,22 +28,22 @@ _forked = False  # this process was forked from one that had computed
 
 def run_interruptible(model: Model, call: Any) -> Any:
     """Run `call` on a helper thread while the main thread stays open to Ctrl-C, which aborts the running
-    llama_decode.
+    llama_decode. Nothing leaves before the helper is at its end: what it computes with may be freed next.
     """
     global _worker
     with _worker_lock:
         if _worker is None:
             _worker = ThreadPoolExecutor(1, thread_name_prefix="ggml-kvq-decode")
-    future: Future[Any] = _worker.submit(call)
+    future: Future[Any] | None = None
     try:
+        with interrupt_held():  # a call that runs is one that is known here
+            future = _worker.submit(call)
         return future.result()
-    except KeyboardInterrupt:
-        model._abort[0] = b"\x01"
-        while not future.done():
-            try:
-                future.exception()
-            except KeyboardInterrupt:
-                continue
+    except BaseException:
+        with interrupt_held():
+            if future is not None and not future.done():
+                model._abort[0] = b"\x01"
+                wait([future])
         raise
     finally:
         model._abort[0] = b"\x00"
@@ -51,22 +51,25 @@ def run_interruptible(model: Model, call: Any) -> Any:
 
 @contextmanager
 def interrupt_held() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block.
+    """Ctrl-C waits for the end of the block, and so does SIGTERM where Python handles it.
 
     llama.cpp calls Python there (its log). A KeyboardInterrupt cannot pass through C: Python would print it and go on.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = {number: handler for number, handler in before.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread() or not held:
         yield
         return
-    pressed: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    came: list[tuple[int, FrameType | None]] = []
+    for number in held:
+        signal.signal(number, lambda number, frame: came.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if pressed:
-            before(*pressed[0])
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        if came:
+            held[signal.Signals(came[0][0])](*came[0])
 
 
 def note_computing() -> None:
