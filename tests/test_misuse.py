@@ -13,8 +13,11 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ggml_kvq
@@ -95,6 +98,109 @@ def test_a_pipe_is_no_model(tmp_path: Path) -> None:
         read_header(pipe)
     with pytest.raises(KvqError, match="is no plain file"):
         launcher.command("llama-cli", ["-m", str(pipe), "--kv-method", "kivi"], {})
+
+
+# ------------------------------------------------------------------ processes that were killed
+
+
+def _dead_pid() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_what_killed_processes_left_goes_with_the_next_writer(tmp_path: Path) -> None:
+    """Up to gigabytes under hidden names, which nothing removed."""
+    dead, folder = _dead_pid(), tmp_path / "sub"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        left = [folder / f".k.1f.{dead}.part.base", tmp_path / f".k.1f.{dead}.part.base"]
+        kept = [
+            f".k.1f.{other.pid}.part.base",  # at work
+            f".k.1f.{dead}.part.npz",
+            f".k.{dead}.part.base",
+            f".k.1f.0{dead}.part.base",
+            f"k.1f.{dead}.part.base",
+            f".k.1f.{dead}.part.base.bak",
+        ]
+        for path in (*left, *(folder / name for name in kept)):
+            path.write_text("x")
+        with files.whole(folder / "k.1f.base") as partial:
+            partial.write_text("y")
+            assert sorted(p.name for p in folder.iterdir()) == sorted([*kept, partial.name])
+        other.communicate(b"\n")
+    assert left[1].exists()  # not in this folder
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*kept, "k.1f.base"])
+
+
+def test_a_leftover_that_somebody_holds_is_none(tmp_path: Path) -> None:
+    """A number that does not live here may live on another machine, or in another container."""
+    path = tmp_path / f".out.{_dead_pid()}.part"
+    code = "import sys\nfrom pathlib import Path\nfrom ggml_kvq import files\nfiles._hold(Path(sys.argv[1]))\n"
+    argv = [sys.executable, "-c", code + "print('held', flush=True)\ninput()", str(path)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with files.whole(tmp_path / "out") as partial:
+            partial.write_text("x")
+        assert path.exists()
+        other.communicate("\n")
+    (tmp_path / f".out.{_dead_pid()}.part").symlink_to(tmp_path / "out")
+    with files.whole(tmp_path / "out") as partial:
+        partial.write_text("y")
+    assert not path.exists() and (tmp_path / "out").read_text() == "y"
+    assert len(list(tmp_path.iterdir())) == 2  # a link is nothing of ours
+
+
+def test_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Processes that remove the same leftovers at once, and threads, which have one number."""
+    code = (
+        "import sys, threading\nfrom pathlib import Path\nfrom ggml_kvq import files\nout = Path(sys.argv[1])\n"
+        "def write():\n"
+        "    for i in range(40):\n"
+        "        out.with_name(f'.out.{sys.argv[2]}.part').touch()\n"
+        "        with files.whole(out) as partial:\n            partial.write_text('x' * 5000)\n"
+        "        assert len(out.read_text()) == 5000\n"
+        "        done.append(i)\n"
+        "done = []\nthreads = [threading.Thread(target=write) for _ in range(2)]\n"
+        "[t.start() for t in threads]\n[t.join() for t in threads]\nassert len(done) == 80\n"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "out"), str(_dead_pid())]
+    writers = [subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for writer in writers:
+        assert (writer.communicate()[1], writer.returncode) == ("", 0)
+    with files.whole(tmp_path / "out") as partial:
+        partial.write_text("x")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_eval_that_is_terminated_or_killed(demo_model: Path, tmp_path: Path) -> None:
+    """SIGTERM ended it as SIGKILL does; after either, files with the f16 base so far stayed."""
+    (tmp_path / "text").write_text("The options are read from the file. " * 8000)
+    argv = [sys.executable, "-c", CLI, "eval", "-m", str(demo_model), "-f", "text", "-c", "512", "-t", "1", "--quiet"]
+
+    def ended_by(number: signal.Signals) -> tuple[int, str]:
+        before = set(tmp_path.iterdir())
+        with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+            while not any(x.name.endswith(".part.base") and x.stat().st_size for x in set(tmp_path.iterdir()) - before):
+                assert p.poll() is None, p.communicate()
+                time.sleep(0.01)
+            p.send_signal(number)
+            return p.communicate()[1].count("\n"), str(p.returncode)
+
+    assert ended_by(signal.SIGKILL) == (0, "-9")
+    assert len([p for p in tmp_path.iterdir() if ".part." in p.name]) == 1
+    assert ended_by(signal.SIGTERM) == (1, "143")
+    assert [p.name for p in tmp_path.iterdir()] == ["text"]
+
+
+def test_sigterm_waits_where_c_code_calls_python() -> None:
+    got: list[str] = []
+    with pytest.raises(cli.Terminated), cli.termination():
+        with processes.interrupt_held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            got.append("went on")
+        got.append("not here")
+    assert got == ["went on"] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 # ------------------------------------------------------------------ outputs that take nothing
@@ -236,6 +342,29 @@ def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> No
             passed += 1
     assert passed == 40 and "Exception ignored" not in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_a_batch_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The helper computed already, the exception left, and the context was freed under it: signal 11."""
+
+    class Executor(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            future = super().submit(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGINT)
+            return future
+
+    model, ended = SimpleNamespace(_abort=[b"\0"]), []
+
+    def call() -> None:
+        while model._abort[0] == b"\0" and not threading.Event().wait(0.01):
+            pass
+        threading.Event().wait(0.1)
+        ended.append(model._abort[0])
+
+    monkeypatch.setattr(processes, "_worker", Executor(1))
+    with pytest.raises(KeyboardInterrupt):
+        processes.run_interruptible(model, call)  # type: ignore[arg-type]
+    assert ended == [b"\1"] and model._abort == [b"\0"]
 
 
 def test_ctrl_c_while_a_model_loads(demo_model: Path) -> None:

@@ -6,7 +6,9 @@ import argparse
 import io
 import os
 import pkgutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -44,12 +46,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 done, 1 failed, 2 refused input; errors are one line on stderr."""
+    """Entry point. Exit codes: 0 done, 1 failed, 2 refused input, 130 Ctrl-C, 143 SIGTERM; errors are one line on
+    stderr.
+    """
     args = argparse.Namespace(command="")
     with standard_output() as output:
         try:
             build_parser().parse_args(argv, args)
-            code = int(args.run(args) or 0)
+            with termination():
+                code = int(args.run(args) or 0)
             output.flush()
             return code
         except KvqError as e:
@@ -66,13 +71,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             if e.filename is not None:
                 return _refused(args.command, f"{e.filename}: {e.strerror or e}; check the path and its permissions")
             return _lost(args.command, e)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as e:
             hint = getattr(args, "interrupted", "")
             print(
                 f"{' '.join(filter(None, ('ggml-kvq', args.command)))}: stopped" + (f"; {hint}" if hint else ""),
                 file=sys.stderr,
             )
-            return 130
+            return 128 + (signal.SIGTERM if isinstance(e, Terminated) else signal.SIGINT)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: whatever ends in order at Ctrl-C does so at this too."""
+
+
+@contextmanager
+def termination() -> Iterator[None]:
+    """SIGTERM raises Terminated in the block, once: the next one ends the process as it always did. Where somebody else
+    handles it, and in other threads than the main one, nothing is changed.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def stop(number: int, frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

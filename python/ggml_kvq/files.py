@@ -7,9 +7,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import KvqError
@@ -65,6 +66,85 @@ def keep_inputs(output: str | os.PathLike[str], words: str, *inputs: str | os.Pa
             raise KvqError(f"{words} {os.fspath(output)} is a file that is read; choose another name")
 
 
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _hold(path: Path, how: int = 0) -> int:
+    """Handle of the file at `path`, made if need be, that nobody else holds until it is closed. how: LOCK_NB raises
+    BlockingIOError where another one holds it; else wait for that.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | how)
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:
+            return handle  # a file system without locks
+        if _is_at(handle, path):
+            return handle
+        os.close(handle)  # whoever held it has just removed or renamed it
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Files of unfinished() for `target` whose process was killed. Its number alone proves nothing where machines or
+    containers share a folder: there the lock tells.
+    """
+    name = re.compile(rf"\.{re.escape(target.stem)}\.([1-9]\d{{0,6}})\.part{re.escape(target.suffix)}")
+    left: list[Path] = []
+    with suppress(OSError):  # a folder that may not be listed
+        left = [p for p in target.parent.iterdir() if (m := name.fullmatch(p.name)) and not _lives(int(m[1]))]
+    for path in left:
+        with suppress(OSError):  # another process was first, or there are no locks here, or it is another user's
+            if path.is_symlink() or not path.is_file():
+                continue
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)
+
+
+@contextmanager
+def unfinished(target: Path) -> Iterator[Path]:
+    """An empty file beside `target`, of its suffix (writers choose formats by it), that goes with the block unless it
+    was renamed. What killed processes left of theirs goes before. OSError.
+    """
+    _remove_leftovers(target)
+    partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
+    handle = _hold(partial)
+    try:
+        yield partial
+    finally:
+        if _is_at(handle, partial):  # it was not renamed: what lies there now may be another thread's
+            partial.unlink()
+        os.close(handle)
+
+
+def finish(partial: Path, target: Path) -> None:
+    """Flush what was written to the disk, then give it its name. OSError."""
+    with open(partial, "rb+") as f:
+        os.fsync(f.fileno())
+    os.replace(partial, target)
+    _flush_folder(target.parent)
+
+
 @contextmanager
 def whole(path: str | os.PathLike[str], need: int = 0) -> Iterator[Path]:
     """A path to write to; it becomes `path` when the block ends, and is removed when the block raises.
@@ -76,21 +156,15 @@ def whole(path: str | os.PathLike[str], need: int = 0) -> Iterator[Path]:
         target = target_of(path)
     except OSError as e:
         raise refuse(Path(path), e) from e
-    # beside the target, same suffix: writers choose formats by it
-    partial = target.with_name(f".{target.stem}.{os.getpid()}.part{target.suffix}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if need and shutil.disk_usage(target.parent).free < need:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        yield partial
-        with open(partial, "rb+") as f:
-            os.fsync(f.fileno())
-        os.replace(partial, target)
-        _flush_folder(target.parent)
+        with unfinished(target) as partial:
+            yield partial
+            finish(partial, target)
     except OSError as e:
         raise refuse(target, e, need) from e
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -143,31 +217,21 @@ def alone(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """Nobody else who asks so works on `path` in this block. KvqError, which names the process and `what` it runs, when
     one does. A lock lies beside the file and goes with the block; one that a killed process left holds nobody up.
     """
-    handle = -1
+    pid = "unknown"
     try:
         target = target_of(path)
         lock = target.with_name(f".{target.name}.lock")
         target.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = os.pread(handle, 20, 0).decode(errors="replace").strip() or "unknown"
-                raise KvqError(
-                    f"{path} is being written by another {what} (process {pid}); wait for it, or choose another file"
-                ) from None
-            except OSError:
-                break  # a file system without locks
-            if lock.exists() and os.path.samestat(os.fstat(handle), os.stat(lock)):
-                break
-            os.close(handle)  # whoever held it has just removed it
+        handle = _hold(lock, fcntl.LOCK_NB)
         os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        with suppress(OSError):
+            pid = lock.read_text(errors="replace").strip() or pid
+        raise KvqError(
+            f"{path} is being written by another {what} (process {pid}); wait for it, or choose another file"
+        ) from None
     except OSError as e:
         raise refuse(Path(path), e) from e
-    except KvqError:
-        os.close(handle)
-        raise
     try:
         yield
     finally:

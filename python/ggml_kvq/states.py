@@ -47,32 +47,29 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
     with model._lock, processes.interrupt_held():
         ctx = model._open()
         ids = np.asarray(model._tokens, np.int32)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
         kvq = model._libs.kvq if model.kv_method is not None else None
         if kvq is not None:
             kvq.kvq_state_begin(_tag(ids.tolist()))
         try:
-            if form in ("compact", "packed"):
-                state_files.write(partial, ids, _state_data(model), form == "packed")
-            else:
-                log.begin()
-                ok = model._libs.llama.llama_state_save_file(
-                    ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
-                )
-                lines = log.end()
-                if not ok:
-                    raise StateError(
-                        f"{target} could not be written: {last_problem(lines)}; check folder and disk space"
+            with files.unfinished(target) as partial:
+                if form in ("compact", "packed"):
+                    state_files.write(partial, ids, _state_data(model), form == "packed")
+                else:
+                    log.begin()
+                    ok = model._libs.llama.llama_state_save_file(
+                        ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
                     )
-            with open(partial, "rb+") as f:
-                os.fsync(f.fileno())
-            os.replace(partial, target)
+                    lines = log.end()
+                    if not ok:
+                        raise StateError(
+                            f"{target} could not be written: {last_problem(lines)}; check folder and disk space"
+                        )
+                files.finish(partial, target)
         except OSError as e:
             raise StateError(f"{target} could not be written: {e.strerror}; check folder and disk space") from e
         finally:
             if kvq is not None:
                 kvq.kvq_state_begin(0)
-            partial.unlink(missing_ok=True)
 
 
 def _state_data(model: Model) -> mmap.mmap:
