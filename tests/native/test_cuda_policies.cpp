@@ -1,7 +1,7 @@
 // Methods that treat cells by the attention they get, on CUDA (zipcache, minikv): sets, kept cells, sealed bytes and
-// stores as on the
-// CPU for the same sums, attention and column sums against f64. Usage: test_cuda_policies [quick | host | decode |
-//     bench [decode | prompt]]    bench: one layer of 8 KV heads; of one token alone, of 512 alone
+// stores as on the CPU for the same sums, attention and column sums against f64. Far rows that specache keeps beside
+// attention. Usage: test_cuda_policies [quick | host | decode | bench [decode | prompt]]
+//     bench: one layer of 8 KV heads; of one token alone, of 512 alone
 #include "device_bytes.h"
 #include "layer.h"
 #include "engine/host.h"
@@ -315,6 +315,7 @@ static int check_pack(
 
 #include "cuda_policies_attention.h"
 #include "cuda_policies_bench.h"
+#include "cuda_kept.h"
 
 int main(int argc, char ** argv) {
     kvq_cuda_device d(0);
@@ -430,6 +431,7 @@ int main(int argc, char ** argv) {
         const int steps = on_host ? 25 : quick ? 40 : 1000, n_rows = check_store(d, "zipcache", opts, steps);
         printf("store, zipcache %s: %d random operations, %d rows as on the CPU\n", opts, steps, n_rows);
     }
+    check_kept(d, on_host ? 100 : quick ? 200 : 2000);
     n = 0;
     attention({ "zipcache", "interval=32,salient=0.5,probe=0.5", 80, 2, 2, 3, 200, 2, 0, 0, false });
     attention({ "zipcache", "interval=64,salient=0.5,normalise=false,window=64", 64, 1, 4, 40, 300, 1, 0, 0, true });
