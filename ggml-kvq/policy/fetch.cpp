@@ -159,15 +159,9 @@ void kvq_fetcher::copied(kvq_lane & x, int from, int to) {
     if (buffer) { device.copy(buffer + (size_t) to * nb_buffer, buffer + (size_t) from * nb_buffer, nb_buffer); }
 }
 
+// Its pages are released one by one.
 void kvq_fetcher::cleared(kvq_lane & x) {
-    if (x.is_value()) { return; }
-    for (int s = 0; s < of(x).l.n_stream; s++) {
-        renew(s, 0, of(x).l.n_pages * of(x).l.page_cells, false);
-        begin_anew(s);
-    }
-    if (buffer) { return; }
-    const std::vector<int32_t> none(nb_cells(of(x).l, keeps) / 4, -1);
-    device.put(kept, none.data(), 4 * none.size());
+    for (int s = 0; s < of(x).l.n_stream; s++) { begin_anew(s); }
 }
 
 // ---------------------------------------------------------------- saved states
