@@ -261,6 +261,34 @@ def test_random_walk_follows_upstream(
     assert len(kld) > 40 and np.mean(kld) < limit and np.max(kld) < worst
 
 
+SLOTS = [
+    *((m, "", step) for m in ("f16", "kivi", "xquant", "higgs", "zipcache", "specache") for step in (512, 48)),
+    *(("specache", "fetch=ahead", 48), ("kivi", "window=32,group=64", 48)),
+    ("minikv", "", 512),  # in small calls its budget counts cells that nobody has overwritten yet
+]
+
+
+@pytest.mark.parametrize(("method", "opts", "step"), SLOTS)
+def test_a_slot_that_held_a_longer_text_answers_as_a_fresh_one(
+    demo_model: Path, method: str, opts: str, step: int
+) -> None:
+    """llama.cpp frees cells without a word. step: tokens of a call."""
+    c = Context(demo_model, method, opts, 2, unified=False)
+    text = c.model.tokenize(TEXT, add_bos=True)
+
+    def answers(tokens: list[int], n: int) -> np.ndarray[Any, Any]:
+        c.lib.llama_memory_seq_rm(c.memory, 0, -1, -1)
+        for i in range(0, len(tokens), step):
+            c.decode(0, tokens[i : i + step], i)
+        return np.array([c.decode(0, [text[40 + i]], len(tokens) + i) for i in range(n)])
+
+    fresh = answers(text[100:543], 40)
+    for longer in (text[200:680], text[:900]):
+        answers(longer, 3)
+        assert np.abs(answers(text[100:543], 40) - fresh).max() < 1e-6
+    c.close()
+
+
 @pytest.mark.parametrize("method", ["f16", "kivi", "xquant", "zipcache", "minikv", "specache"])
 def test_saved_sequence_reads_back_equal(demo_model: Path, method: str) -> None:
     c = Context(demo_model, method, "", 2, unified=False)

@@ -61,7 +61,8 @@ struct stream_plan {
     kvq_mean_tables turns;
     bool few;                          // all rows of a KV head fit a block: its queries are made once, not once a task
     std::vector<key_queries> prepared; // by KV head, with `few`
-    int gqa, n_rows, n_blocks, n_active; // rows of a KV head; pages that hold anything
+    int gqa, n_rows, n_blocks;         // rows of a KV head
+    int n_seen, n_active;              // pages up to the last one that is seen; of them, those that hold anything
     int n_groups, n_splits;
     std::vector<int> cuts; // first page of each split, then n_pages
     int dpk, dpv, n_out;   // padded rows of queries and of outputs; channels of an output

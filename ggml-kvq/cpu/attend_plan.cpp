@@ -1,4 +1,5 @@
 // What a call of attention knows before it reads a page.
+#include "attend_mask.h"
 #include "attend_parts.h"
 
 #include "engine/turns.h"
@@ -78,6 +79,22 @@ static void find_places(stream_plan & s) {
 
 // ---------------------------------------------------------------- streams
 
+// Pages up to the last one that a query token sees. Those behind it may be left from a freed sequence: how work is cut,
+// and with it the order of sums, must not depend on them.
+static int n_seen_pages(const kvq_attn & p) {
+    if (!p.mask || p.mask_stride_head || p.map_stride) { return p.n_pages; }
+    int last = -1; // cell
+    for (int iq = 0; iq < p.n_q; iq++) {
+        const uint16_t * const row = p.mask + iq * p.mask_stride_token;
+        int cell = p.n_kv - 1;
+        while (cell > last && row[cell] == KVQ_F16_NEG_INF) { cell--; }
+        last = std::max(last, cell);
+    }
+    int n = p.n_pages;
+    while (n > 0 && (!p.pages[n - 1].n_slots || p.pages[n - 1].cell > last)) { n--; }
+    return n;
+}
+
 int make_plan(stream_plan & s, const kvq_attn & attn) {
     s.p = &attn;
     s.gqa = attn.n_head / attn.n_head_kv;
@@ -111,11 +128,12 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     while (2 * s.n_head_log2 <= attn.n_head) { s.n_head_log2 *= 2; }
     s.m0 = powf(2.0f, -attn.max_bias / (float) s.n_head_log2);
     s.m1 = powf(2.0f, -attn.max_bias / 2.0f / (float) s.n_head_log2);
+    s.n_seen = n_seen_pages(attn);
     s.n_active = 0;
     s.maps = attn.map_stride != 0;
     int cells = attn.k.n_cells;
     for (int j = 0; j < attn.n_pages; j++) {
-        s.n_active += attn.pages[j].n_slots > 0;
+        s.n_active += j < s.n_seen && attn.pages[j].n_slots > 0;
         cells = std::max(cells, attn.pages[j].n_slots);
     }
     return cells;
@@ -127,9 +145,9 @@ void cut_pages(stream_plan & s) {
         return !page.n_slots ? 0 : !page.k_params && p.k.type != KVQ_TYPE_F16 ? 5 : 2;
     };
     int64_t total = 0, before = 0;
-    for (int j = 0; j < p.n_pages; j++) { total += cost(p.pages[j]); }
+    for (int j = 0; j < s.n_seen; j++) { total += cost(p.pages[j]); }
     s.cuts.assign(1, 0);
-    for (int j = 0; j < p.n_pages; j++) {
+    for (int j = 0; j < s.n_seen; j++) {
         while ((int) s.cuts.size() < s.n_splits && before * s.n_splits >= total * (int64_t) s.cuts.size()) {
             s.cuts.push_back(j);
         }

@@ -266,13 +266,18 @@ void kvq_lane::commit(int n_threads) {
 // Pages that leave the window, oldest first.
 std::vector<int> kvq_lane::due_pages(int s) {
     const stream_state & st = streams[s];
+    // cells behind the one just written may be left from a freed sequence
+    const auto n_live = [&](int p) {
+        const int n = info(s, p).n_valid;
+        return st.last / l.page_cells == p ? std::min(n, st.last % l.page_cells + 1) : n;
+    };
     // open pages but the sinks, oldest first
     std::vector<int> open;
     int rows = 0;
     for (int p : st.open) {
         if (p >= l.n_sink_pages) {
             open.push_back(p);
-            rows += info(s, p).n_valid;
+            rows += n_live(p);
         }
     }
     std::sort(open.begin(), open.end(), [&](int a, int b) { return info(s, a).stamp < info(s, b).stamp; });
@@ -280,7 +285,7 @@ std::vector<int> kvq_lane::due_pages(int s) {
     if (l.pooled) { return due_pages_of_pool(s, open); }
     std::vector<int> due;
     const auto take = [&](size_t i) {
-        rows -= info(s, open[i]).n_valid;
+        rows -= n_live(open[i]);
         due.push_back(open[i]);
         open.erase(open.begin() + (long) i);
     };
@@ -288,10 +293,9 @@ std::vector<int> kvq_lane::due_pages(int s) {
         return info(s, p).n_valid == l.page_cells &&
             (st.last / l.page_cells != p || st.last % l.page_cells == l.page_cells - 1);
     };
-    // The newest page waits until it is full: to its last cell, since those behind the one just written may be left
-    // from a freed sequence, and would be sealed anew with every cell that overwrites them. Others that are not full
-    // were left behind by freed cells and seal as they are: if they stayed, they would take the window's room from
-    // live cells.
+    // The newest page waits until it is full: to its last cell, since what is left behind that would be sealed anew
+    // with every cell that overwrites it. Others that are not full were left behind by freed cells and seal as they
+    // are: if they stayed, they would take the window's room from live cells.
     while (rows > l.window && (int) due.size() < n_may_seal(s) && !open.empty() && (open.size() > 1 || full(open[0]))) {
         counters->n_forced += info(s, open[0]).n_valid < l.page_cells;
         take(0);
