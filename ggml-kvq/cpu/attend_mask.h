@@ -20,6 +20,19 @@ static inline int clear_cells(const uint16_t * row, int n) {
     return i;
 }
 
+// The last cell in [from, n) that a query token sees, from - 1: none. row: of its mask.
+static inline int last_seen_cell(const uint16_t * row, int from, int n) {
+    constexpr uint64_t hidden = KVQ_F16_NEG_INF * 0x0001000100010001ull;
+    for (; n - 32 >= from; n -= 32) {
+        uint64_t x[8], seen = 0;
+        memcpy(x, row + n - 32, sizeof(x));
+        for (uint64_t y : x) { seen |= y ^ hidden; }
+        if (seen) { break; }
+    }
+    while (n > from && row[n - 1] == KVQ_F16_NEG_INF) { n--; }
+    return n - 1;
+}
+
 // Pages with maps all of whose cells every query token sees, or pages without: the heads share their masks.
 static inline bool masks_are_shared(const kvq_attn & p) {
     int clear = p.n_kv;

@@ -84,12 +84,7 @@ static void find_places(stream_plan & s) {
 static int n_seen_pages(const kvq_attn & p) {
     if (!p.mask || p.mask_stride_head || p.map_stride) { return p.n_pages; }
     int last = -1; // cell
-    for (int iq = 0; iq < p.n_q; iq++) {
-        const uint16_t * const row = p.mask + iq * p.mask_stride_token;
-        int cell = p.n_kv - 1;
-        while (cell > last && row[cell] == KVQ_F16_NEG_INF) { cell--; }
-        last = std::max(last, cell);
-    }
+    for (int iq = 0; iq < p.n_q; iq++) { last = last_seen_cell(p.mask + iq * p.mask_stride_token, last + 1, p.n_kv); }
     int n = p.n_pages;
     while (n > 0 && (!p.pages[n - 1].n_slots || p.pages[n - 1].cell > last)) { n--; }
     return n;
