@@ -101,7 +101,7 @@ static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8
         }
     }
     if (c.scale) { kvq_affine_put_params(c, params, scale, zero); }
-    if (c.scale == 2 && c.bits) { // as kvq_affine_encode_ref
+    if (c.scale && c.bits) { // as kvq_affine_encode_ref
         kvq_affine_get_params(c, params, scale, zero);
         for (int p = 0; p < np; p += 16) {
             const f32x16 range = f32_div(f32_mul(f32_load(scale + p), levels), keep);

@@ -170,7 +170,7 @@ static __device__ __forceinline__ void encode_block(
         put_range(s_zero, g.np, 15.0f, params + 4, [&](int i, uint8_t q) { params[8 + i] |= (uint8_t) (q << 4); });
     }
     if (shared || !g.bits) { return; }
-    if (g.scale == 2) { // codes are chosen under the stored values
+    if (g.scale) { // codes are chosen under the stored values
         __syncthreads();
         for (int p = threadIdx.x; p < g.np; p += blockDim.x) {
             float scale, zero;

@@ -208,8 +208,9 @@ void kvq_affine_encode_ref(const kvq_codec & c, const uint16_t * rows, const uin
     kvq_affine_put_params(c, params, scale.data(), zero.data());
 
     if (shared || !c.bits) { return; }
-    // too coarse to choose codes by the exact range: range = n scale / (1 - 2 eta), lo = zero - eta range
-    if (c.scale == 2) {
+    // Parameters in 8 or 4 bits share a range with all others of the block: codes are chosen under what is stored.
+    // range = n scale / (1 - 2 eta), lo = zero - eta range
+    if (c.scale) {
         kvq_affine_get_params(c, params, scale.data(), zero.data());
         for (int p = 0; p < d.np; p++) {
             const float range = scale[p] * n / (1.0f - 2.0f * c.eta);

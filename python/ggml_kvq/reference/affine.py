@@ -169,7 +169,7 @@ def encode(
     if shared is not None:
         return shared, params
 
-    if c.scale == 2:
+    if c.scale:  # codes are chosen under what is stored
         scale, zero = get_params(c, params)
         r = scale * n / (np.float32(1) - np.float32(2) * eta)
         lo = zero - eta * r
