@@ -269,6 +269,22 @@ def test_as_many_rows_stay_as_the_reference_says(lib, top):
     assert by_default == said
 
 
+@pytest.mark.parametrize(
+    ("preset", "key", "value"), [("paper1", "bits", 2), ("paper2", "group", 32), ("paper2", "scales", "u8")]
+)
+def test_a_preset_leaves_what_the_user_named(lib, preset, key, value):
+    """Also where the user names the default, which the preset would change."""
+    layer = (0, 4, 64, 64)
+    sets: dict[str, object] = {"near": "kivi", "bits": 1, "eta": 0.25, "group": 64, "sinks": 0, "scales": "f16"}
+    sets |= {"bits": 2, "eta": 0.0} if preset == "paper2" else {}
+    named, spelt_out = {"preset": preset, key: value}, {**sets, key: value}
+    assert sets[key] != value == METHODS["specache"].options[key]
+    a, b = (native.plan(lib, "specache", o, [layer], 8192) for o in (named, spelt_out))
+    assert {k: v for k, v in a.items() if k != "options"} == {k: v for k, v in b.items() if k != "options"}
+    shapes = [LayerShape(*layer)]
+    assert METHODS["specache"](**named).plans(shapes) == METHODS["specache"](**spelt_out).plans(shapes)
+
+
 def test_every_method_is_tried_by_the_walks(table):
     """A new row cannot be forgotten: the store's own walks and those on a whole model name every method."""
     import test_lattice_features

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <map>
+#include <set>
 #include <string>
 
 struct kvq_options {
     std::map<std::string, std::string> values;   // every key of the table
     std::map<std::string, std::string> defaults; // likewise, as the table has them
+    std::set<std::string> given;                 // keys that the user named, if only to say the default
 
     const std::string & str(const char * key) const { return values.at(key); }
     int num(const char * key) const { return std::stoi(values.at(key)); }

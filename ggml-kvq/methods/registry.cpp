@@ -86,6 +86,7 @@ static std::string trim(const std::string & s) {
 kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_options & out, std::string & err) {
     out.values.clear();
     out.defaults.clear();
+    out.given.clear();
     std::string keys;
     for (int i = 0; i < m.info.n_options; i++) {
         const kvq_option_info & o = m.info.options[i];
@@ -125,6 +126,7 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
             return KVQ_ERR_OPTION;
         }
         out.values[key] = canonical;
+        out.given.insert(key);
     }
     return KVQ_OK;
 }

@@ -11,7 +11,6 @@
 #include "types/far_rows.h"
 
 #include <algorithm>
-#include <cstring>
 
 static constexpr int MOST_KEPT = 2048; // rows of a KV head that stay
 
@@ -61,9 +60,7 @@ static kvq_options with_preset(const kvq_options & given) {
     const std::pair<const char *, const char *> sets[] = { { "near", "kivi" }, { "bits", one ? "1" : "2" },
         { "eta", one ? "0.25" : "0" }, { "group", "64" }, { "sinks", "0" }, { "scales", "f16" } };
     for (const auto & set : sets) {
-        for (const kvq_option_info & i : options) {
-            if (!strcmp(i.key, set.first) && o.is(i.key, i.default_value)) { o.values[i.key] = set.second; }
-        }
+        if (!given.given.count(set.first)) { o.values[set.first] = set.second; }
     }
     return o;
 }

@@ -75,6 +75,7 @@ class Method:
                 raise ValueError(f"method {self.name} has no option {key!r}: it has {', '.join(self.options)}")
         if options.get("window") == "auto":
             raise ValueError("window=auto is a matter of the library's memory: the definition takes a number")
+        self.given = frozenset(options)
         self.o: dict[str, Any] = {**self.options, **options}
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:

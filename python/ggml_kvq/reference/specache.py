@@ -177,7 +177,7 @@ class SpeCache(Method):
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         o = dict(self.o)
-        o.update({k: v for k, v in PRESETS[o["preset"]].items() if o[k] == self.options[k]})
+        o.update({k: v for k, v in PRESETS[o["preset"]].items() if k not in self.given})
         near: type[Method] = {"kivi": Kivi, "aqua": Aqua}.get(o["near"], Higgs)
         o.update(predictor="bias", weights="8", first_bits=0)
         its = near(**{k: v for k, v in o.items() if k in near.options})
