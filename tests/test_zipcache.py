@@ -204,6 +204,9 @@ def test_probe_rows_equal_definition(lib):
     ]
     assert one_by_one == [at for at in range(1600) if saliency.probe_rows(1, at, 0.1, 160, 3)]
     assert all(at in one_by_one for at in range(1600) if at % 160 >= 152) and 120 < len(one_by_one) < 200
+    assert not all(at in one_by_one for at in range(151, 1600, 160))  # 5 % of 160 are 8, also with a share in f32
+    for n, probes in ((40, 4), (100, 10), (2000, 200)):
+        assert len(saliency.probe_rows(n, 0, 0.1, 160, 0)) == probes
     prompt = saliency.probe_rows(512, 0, 0.1, 160, 0)
     assert len(prompt) == 52 and set(range(486, 512)) <= set(prompt)
     assert saliency.probe_rows(512, 0, 0.1, 160, 1) != prompt  # another layer, other rows

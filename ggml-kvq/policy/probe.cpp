@@ -22,10 +22,10 @@ static size_t nb_table(int max_rows, int max_pages) {
 }
 
 std::vector<int32_t> kvq_probe_rows(int n, uint64_t at, float share, int page_cells, uint32_t seed) {
-    const double half = (double) share / 2;
+    const double half = (double) share / 2, of = half * (1 - 1e-6); // a share in f32 may be a little too large
     std::vector<int32_t> rows;
     if (n < 32) {
-        const int tail = page_cells - (int) std::ceil(half * page_cells);
+        const int tail = page_cells - (int) std::ceil(of * page_cells);
         for (int i = 0; i < n; i++) {
             const uint64_t row = at + (uint64_t) i;
             if ((int) (row % (uint64_t) page_cells) >= tail || hash(row, 0) < half * 4294967296.0) {
@@ -34,7 +34,7 @@ std::vector<int32_t> kvq_probe_rows(int n, uint64_t at, float share, int page_ce
         }
         return rows;
     }
-    const int n_half = (int) std::ceil(half * n), n_rest = std::max(n - n_half, 0);
+    const int n_half = (int) std::ceil(of * n), n_rest = std::max(n - n_half, 0);
     std::vector<int32_t> rest((size_t) n_rest);
     std::iota(rest.begin(), rest.end(), 0);
     const auto before = [&](int32_t a, int32_t b) {

@@ -27,10 +27,11 @@ def probe_rows(n: int, at: int, share: float, page_cells: int, seed: int) -> lis
     last share/2, and tokens whose hash of (cell, 0) is below share/2 of all: the same in every layer.
     """
     half = float(np.float32(share)) / 2
+    of = half * (1 - 1e-6)  # a share in f32 may be a little too large
     if n < 32:
-        tail = page_cells - math.ceil(half * page_cells)
+        tail = page_cells - math.ceil(of * page_cells)
         return [i for i in range(n) if (at + i) % page_cells >= tail or _hash(at + i, 0) < half * 2.0**32]
-    n_half = math.ceil(half * n)
+    n_half = math.ceil(of * n)
     n_rest = max(n - n_half, 0)
     rest = sorted(range(n_rest), key=lambda i: (_hash(at + i, seed), i))
     return sorted(rest[:n_half]) + list(range(n_rest, n))
