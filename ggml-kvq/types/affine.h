@@ -14,9 +14,9 @@
 // Parameters, np = number of (scale, zero) pairs:  K: [n_cells/group][head_size]   V: [ceil(head_size/group)][n_cells]
 //   scale = f16:   f16 scale[np], f16 zero[np]                                          nb_params = 4*np
 //   scale = 8-bit: f16 s_low, s_step, z_low, z_step, u8 scale[np], u8 zero[np]          nb_params = 8 + 2*np
-//                  value = low + step * u8
+//                  value = low + step * u8; codes are chosen under the stored values, as encode_ref says
 //   scale = 4-bit: f16 s_low, s_step, z_low, z_step, u8 pair[np] = scale | zero << 4            nb_params = 8 + np
-//                  value = low + step * u4; codes are chosen under the stored values, as encode_ref says
+//                  value = low + step * u4; likewise
 //
 // Stored parameters are the calibrated ones (XQuant section 3.2): zero = min + eta*range, scale = (1 -
 // 2*eta)*range/(2^bits - 1).
