@@ -181,12 +181,31 @@ static std::string which(const kvq_target & t) {
     return std::string(t.value ? "values" : "keys") + " of layer " + std::to_string(t.layer->d.il);
 }
 
-// Why the rows are refused, "" when they are not. `rows` lose what an evicted row carries.
-static std::string check(const kvq_target & t, const row_lanes & lanes, int s, int n, uint16_t * rows) {
+// Rows of an earlier call lose what a mark had in them, as those of this call do, where they are still rows.
+static void take_marks_out(const kvq_target & t, const row_lanes & lanes) {
+    const kvq_arrivals & in = t.cache->arrivals;
+    for (const kvq_mark_stream::changed_row & x : in.marks.changed) {
+        int i = x.at;
+        for (const kvq_blob_run & run : in.rows) {
+            if (i >= 0 && i < run.n) {
+                const int cell = run.cell + i, p = cell / lanes.layout().page_cells;
+                bool open = true;
+                for (int k = 0; k < lanes.n; k++) {
+                    open = open && lanes.lane[k]->state(run.stream, p) == KVQ_PAGE_OPEN;
+                }
+                if (open) { lanes.restore(run.stream, cell, 1, x.row.data()); }
+            }
+            i -= run.n;
+        }
+    }
+}
+
+// Why the rows are refused, "" when they are not. They lose the bits of marks.
+static std::string check(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint16_t * rows) {
     kvq_arrivals & in = t.cache->arrivals;
     const kvq_mark_rows_view v = { rows, n, lanes.row, lanes.layout().codec.head_size };
     if (in.layer != t.layer || in.value != t.value || in.stream != s) {
-        const bool cut = !in.open.empty() || !in.blob.empty();
+        const bool cut = !in.marks.found.empty() || !in.blob.empty();
         const std::string of =
             cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
         in.begin(t.layer, t.value, s);
@@ -197,23 +216,22 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
             return "the saved state is damaged: the " + which(t) + " hold a value that is not finite; save it again";
         }
     }
-    const int first = (int) in.hashes.size();
-    std::vector<uint16_t> cleared;
-    for (kvq_mark_found f : kvq_mark_find(v, cleared)) {
-        f.at += first;
-        if (f.at >= f.mark.row) { // else the rows before were never set
-            in.open.push_back(f);
-        }
-        tag_in = f.mark.tag ? f.mark.tag : tag_in;
-    }
-    add_hashes(cleared.empty() ? rows : cleared.data(), n, v.width, in.hashes);
-    if (lanes.layout().evicts && !cleared.empty()) {
+    std::vector<kvq_mark_found> & open = in.marks.found;
+    const size_t n_open = open.size();
+    in.marks.add(v);
+    in.rows.push_back({ s, cell, n });
+    for (size_t i = n_open; i < open.size(); i++) { tag_in = open[i].mark.tag ? open[i].mark.tag : tag_in; }
+    open.erase(std::remove_if(open.begin() + (ptrdiff_t) n_open, open.end(),
+                   [](const kvq_mark_found & f) { return f.at < f.mark.row; }), // the rows before were never set
+        open.end());
+    take_marks_out(t, lanes);
+    if (lanes.layout().evicts) { // a mark may have its other rows in the next call
         for (const int r : kvq_mark_evicted(v)) { std::fill_n(v.row(r), v.head_size, KVQ_EVICTED); }
     }
-    for (auto f = in.open.begin(); f != in.open.end();) {
+    for (auto f = open.begin(); f != open.end();) {
         const kvq_mark & m = f->mark;
         const size_t from = (size_t) (f->at - m.row);
-        if (from + (size_t) m.n > in.hashes.size()) {
+        if (from + (size_t) m.n > in.marks.hashes.size()) {
             ++f;
             continue;
         }
@@ -221,11 +239,11 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
         if (m.model && mine && m.model != mine) {
             return "the saved state is of another model: give it the model that it was saved with";
         }
-        if (kvq_mark_sum(&in.hashes[from], m.n, t.layer->d.il, t.value) != m.sum) {
+        if (kvq_mark_sum(&in.marks.hashes[from], m.n, t.layer->d.il, t.value) != m.sum) {
             return "the saved state is damaged or cut off: the checksum of the " + which(t) +
                 " does not fit; save it again";
         }
-        f = in.open.erase(f);
+        f = open.erase(f);
     }
     return "";
 }
@@ -338,7 +356,7 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
             if (why.empty() && take_blob(t, lanes, s, cell, n, from, bad)) {
                 done.push_back(row);
             } else if (why.empty()) {
-                bad = check(t, lanes, s, n, from);
+                bad = check(t, lanes, s, cell, n, from);
             }
             why = why.empty() ? bad : why;
         });

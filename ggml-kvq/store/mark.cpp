@@ -1,6 +1,8 @@
 #include "mark.h"
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 
 namespace {
 
@@ -95,32 +97,64 @@ std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v) {
     return out;
 }
 
-std::vector<kvq_mark_found> kvq_mark_find(const kvq_mark_rows_view & v, std::vector<uint16_t> & cleared) {
-    std::vector<kvq_mark_found> out;
-    const int k = kvq_mark_rows(v.head_size);
-    std::vector<int> at((size_t) k);
-    kvq_mark m;
-    const auto view = [&] { // the copy, made when there is something to clear
-        if (cleared.empty()) { cleared.assign(v.rows, v.rows + (size_t) v.n * (size_t) v.width); }
-        return kvq_mark_rows_view{ cleared.data(), v.n, v.width, v.head_size };
+// Marks in the rows `rows` of v and in those kept before them; their bits are cleared, and what they had added to hashes
+// of rows that came earlier.
+void kvq_mark_stream::search(
+    tail & before, const std::vector<int> & rows, const kvq_mark_rows_view & v, bool in_evicted) {
+    const size_t W = (size_t) v.width, k = (size_t) kvq_mark_rows(v.head_size), n_before = before.at.size();
+    const int first = (int) hashes.size();
+    // Those before and the next ones side by side, then v itself: each window of k rows is in one of them.
+    const size_t n_next = std::min(rows.size(), k - 1);
+    for (size_t i = 0; i < n_next; i++) {
+        before.rows.insert(before.rows.end(), v.row(rows[i]), v.row(rows[i]) + W);
+        before.at.push_back(first + rows[i]);
+    }
+    std::vector<int> seam(before.at.size());
+    std::iota(seam.begin(), seam.end(), 0);
+    const kvq_mark_rows_view joined = { before.rows.data(), (int) seam.size(), v.width, v.head_size };
+    const auto look = [&](const kvq_mark_rows_view & in, const std::vector<int> & at, size_t end, auto index) {
+        kvq_mark m;
+        for (size_t j = 0; j < end && j + k <= at.size(); j++) {
+            unsigned which = planes(in, &at[j]) & (in_evicted ? 1u : ~0u);
+            for (int p = 0; which; p++, which >>= 1) {
+                if (!(which & 1) || !kvq_mark_get(in, &at[j], p, m) || !m.page_cells != in_evicted) { continue; }
+                found.push_back({ m, index(at[j]) });
+                kvq_mark_clear(in, &at[j], p);
+            }
+        }
     };
-    for (int r = 0; r + k <= v.n; r++) {
-        for (int i = 0; i < k; i++) { at[(size_t) i] = r + i; }
-        unsigned which = planes(v, at.data());
-        for (int p = 0; which; p++, which >>= 1) {
-            if (!(which & 1) || !kvq_mark_get(v, at.data(), p, m) || !m.page_cells) { continue; }
-            out.push_back({ m, r });
-            kvq_mark_clear(view(), at.data(), p);
+    const size_t n_found = found.size();
+    look(joined, seam, n_before, [&](int i) { return before.at[(size_t) i]; });
+    if (found.size() > n_found) {
+        for (size_t i = 0; i < seam.size(); i++) {
+            if (i < n_before) {
+                hashes[(size_t) before.at[i]] = kvq_mark_hash(joined.row((int) i), v.width);
+                changed.push_back({ before.at[i], { joined.row((int) i), joined.row((int) i) + W } });
+            } else {
+                std::copy_n(joined.row((int) i), W, v.row(rows[i - n_before]));
+            }
         }
     }
-    const std::vector<int> evicted = kvq_mark_evicted(v);
-    for (size_t j = 0; j + (size_t) k <= evicted.size(); j++) {
-        if (planes(v, &evicted[j]) & 1 && kvq_mark_get(v, &evicted[j], 0, m) && !m.page_cells) {
-            out.push_back({ m, evicted[j] });
-            kvq_mark_clear(view(), &evicted[j], 0);
-        }
+    look(v, rows, rows.size(), [&](int i) { return first + i; });
+    // what stays for the next call
+    before.rows.erase(before.rows.begin() + (ptrdiff_t) (n_before * W), before.rows.end());
+    before.at.resize(n_before);
+    for (size_t i = rows.size() - n_next; i < rows.size(); i++) {
+        before.rows.insert(before.rows.end(), v.row(rows[i]), v.row(rows[i]) + W);
+        before.at.push_back(first + rows[i]);
     }
-    return out;
+    const size_t too_many = before.at.size() - std::min(before.at.size(), k - 1);
+    before.rows.erase(before.rows.begin(), before.rows.begin() + (ptrdiff_t) (too_many * W));
+    before.at.erase(before.at.begin(), before.at.begin() + (ptrdiff_t) too_many);
+}
+
+void kvq_mark_stream::add(const kvq_mark_rows_view & v) {
+    changed.clear();
+    std::vector<int> all((size_t) v.n);
+    std::iota(all.begin(), all.end(), 0);
+    search(last, all, v, false);
+    search(evicted, kvq_mark_evicted(v), v, true);
+    for (int i = 0; i < v.n; i++) { hashes.push_back(kvq_mark_hash(v.row(i), v.width)); }
 }
 
 uint64_t kvq_mark_hash(const uint16_t * row, int width) { return hash_bytes(row, 2 * (size_t) width, 0x51ab); }

@@ -46,9 +46,28 @@ struct kvq_mark_found {
     int at;
 }; // its first row
 
-// All marks among the rows. Their bits are cleared in `cleared`, a copy of the rows, which stays empty when there are
-// none.
-std::vector<kvq_mark_found> kvq_mark_find(const kvq_mark_rows_view & v, std::vector<uint16_t> & cleared);
+// Rows of a tensor as they come, in calls of any number of rows: a mark may begin in one call and end in another.
+class kvq_mark_stream {
+public:
+    std::vector<uint64_t> hashes;      // of the rows so far, without the bits of marks
+    std::vector<kvq_mark_found> found; // marks among them; whoever is done with one removes it
+    // Takes the bits of marks out of the rows: a row that stays as it came would carry them into the next state.
+    void add(const kvq_mark_rows_view & v);
+    // Rows of earlier calls that have lost such bits in this one.
+    struct changed_row {
+        int at;
+        std::vector<uint16_t> row;
+    };
+    std::vector<changed_row> changed;
+
+private:
+    struct tail { // the last rows that a mark may have begun in, and which they are
+        std::vector<uint16_t> rows;
+        std::vector<int> at;
+    };
+    tail last, evicted;
+    void search(tail & before, const std::vector<int> & rows, const kvq_mark_rows_view & v, bool in_evicted);
+};
 
 // Hash of one row; the sum of rows in their order, which is seeded by the layer and by what they are.
 uint64_t kvq_mark_hash(const uint16_t * row, int width);

@@ -398,34 +398,61 @@ static void far_positions(const config & c, int32_t bound) {
     CHECK(to.rotor.view().n_high < 1024, "%s: %d rows of tables", c.opts, to.rotor.view().n_high);
 }
 
-static void marks() { // every single changed bit of marked rows is seen
-    const int n = 64, W = 128, D = 64;
-    std::vector<uint16_t> rows((size_t) n * W), cleared;
-    for (uint16_t & x : rows) { x = (uint16_t) uniform(0x2c00, 0x3c00); }
+// Rows that come in three calls: what their marks say, and their sum.
+static kvq_mark_stream in_calls(const std::vector<uint16_t> & rows, int n, int W, int D, int first, int second) {
+    kvq_mark_stream out;
+    const int at[4] = { 0, first, second, n };
+    std::vector<uint16_t> part;
+    for (int i = 0; i < 3; i++) {
+        part.assign(rows.begin() + at[i] * W, rows.begin() + at[i + 1] * W);
+        out.add({ part.data(), at[i + 1] - at[i], W, D });
+    }
+    return out;
+}
+
+// Two copies of a mark, at rows a and b: found however the rows are cut, and every single changed bit of them is seen.
+static void marks(std::vector<uint16_t> rows, int n, int W, int D, const int * a, const int * b, int plane, int page) {
     const kvq_mark_rows_view v = { rows.data(), n, W, D };
-    const int a[3] = { 0, 1, 2 }, b[3] = { 29, 30, 31 };
-    const auto sum_of = [&](const std::vector<uint16_t> & x) {
-        std::vector<uint64_t> h;
-        for (int i = 0; i < n; i++) { h.push_back(kvq_mark_hash(&x[(size_t) i * W], W)); }
-        return kvq_mark_sum(h.data(), n, 3, true);
-    };
-    kvq_mark_clear(v, a, 2);
-    kvq_mark_clear(v, b, 2);
+    const auto sum_of = [&](const std::vector<uint64_t> & h) { return kvq_mark_sum(h.data(), n, 3, true); };
+    kvq_mark_clear(v, a, plane);
+    kvq_mark_clear(v, b, plane);
     kvq_mark m;
-    m.sum = sum_of(rows);
-    m.page_cells = 32;
+    m.sum = sum_of(in_calls(rows, n, W, D, n, n).hashes);
+    m.page_cells = (uint16_t) page;
     m.n = n;
-    kvq_mark_put(v, a, 2, m);
-    m.row = 29;
-    kvq_mark_put(v, b, 2, m);
-    CHECK(kvq_mark_find(v, cleared).size() == 2 && sum_of(cleared) == m.sum, "the marks are not found");
+    m.row = a[0];
+    kvq_mark_put(v, a, plane, m);
+    m.row = b[0];
+    kvq_mark_put(v, b, plane, m);
+    for (int first = 0; first <= n; first++) {
+        for (int second = first; second <= n; second++) {
+            const kvq_mark_stream got = in_calls(rows, n, W, D, first, second);
+            CHECK(got.found.size() == 2 && sum_of(got.hashes) == m.sum, "cut at %d and %d: %zu marks", first, second,
+                got.found.size());
+            for (const kvq_mark_found & f : got.found) {
+                CHECK(f.at == f.mark.row, "cut at %d and %d: a mark of row %d in row %d", first, second, f.mark.row,
+                    f.at);
+            }
+        }
+    }
     for (size_t bit = 0; bit < 16 * rows.size(); bit++) {
         rows[bit / 16] ^= (uint16_t) (1 << bit % 16);
-        cleared.clear();
-        const std::vector<kvq_mark_found> found = kvq_mark_find(v, cleared);
-        CHECK(!found.empty() && sum_of(cleared) != m.sum, "bit %zu is not seen", bit);
+        const int cut = uniform(0, n);
+        const kvq_mark_stream got = in_calls(rows, n, W, D, cut, uniform(cut, n));
+        CHECK(!got.found.empty() && sum_of(got.hashes) != m.sum, "bit %zu is not seen", bit);
         rows[bit / 16] ^= (uint16_t) (1 << bit % 16);
     }
+}
+
+static void marks() {
+    const int n = 64, W = 128, D = 64;
+    std::vector<uint16_t> rows((size_t) n * W);
+    for (uint16_t & x : rows) { x = (uint16_t) uniform(0x2c00, 0x3c00); }
+    const int a[3] = { 0, 1, 2 }, b[3] = { 29, 30, 31 };
+    marks(rows, n, W, D, a, b, 2, 32);
+    const int gone[7] = { 3, 4, 17, 18, 40, 41, 60 }; // evicted rows, the last of which carries nothing
+    for (const int r : gone) { std::fill_n(&rows[(size_t) r * W], D, KVQ_EVICTED); }
+    marks(rows, n, W, D, gone, gone + 3, 0, 0);
 }
 
 int main(int argc, char ** argv) {
