@@ -4,6 +4,7 @@
 #include "store/state_blocks.h"
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -19,11 +20,17 @@ struct kvq_arrivals {
     std::vector<uint8_t> blob;      // blocks as they are (state=compact), until all of them have come
     std::vector<kvq_blob_run> runs; // where their rows go
     std::vector<kvq_blob_run> rows; // where those went that are rows
-    std::vector<uint8_t> owner[2];  // the last compact keys and values: a lane may share their codes
+    int n = 0;                      // rows so far
+    // Compact parts of this tensor, and of the last keys and values that had some, by their first row: a lane may share
+    // the codes of the one before it.
+    std::map<int, std::vector<uint8_t>> parts, owner[2];
     bool noted = false;
     const void * data = nullptr;                                                 // where the last call's rows were
     std::string damage;                                                          // why rows were refused
     void begin(const kvq_kv_layer * its_layer, bool its_value, int its_stream) { // of the next tensor
+        if (!parts.empty()) { owner[value] = std::move(parts); }
+        parts.clear();
+        n = 0;
         marks = kvq_mark_stream();
         blob.clear();
         runs.clear();

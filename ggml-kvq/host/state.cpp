@@ -200,17 +200,21 @@ static void take_marks_out(const kvq_target & t, const row_lanes & lanes) {
     }
 }
 
+// Rows of stream s come in. Why they cannot: the tensor before this one is not whole.
+static std::string enter(const kvq_target & t, int s) {
+    kvq_arrivals & in = t.cache->arrivals;
+    if (in.layer == t.layer && in.value == t.value && in.stream == s) { return ""; }
+    const bool cut = !in.marks.found.empty() || !in.blob.empty();
+    const std::string of =
+        cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
+    in.begin(t.layer, t.value, s);
+    return cut ? "the saved state is cut off: rows of the " + of + " are missing; save it again" : "";
+}
+
 // Why the rows are refused, "" when they are not. They lose the bits of marks.
 static std::string check(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint16_t * rows) {
     kvq_arrivals & in = t.cache->arrivals;
     const kvq_mark_rows_view v = { rows, n, lanes.row, lanes.layout().codec.head_size };
-    if (in.layer != t.layer || in.value != t.value || in.stream != s) {
-        const bool cut = !in.marks.found.empty() || !in.blob.empty();
-        const std::string of =
-            cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
-        in.begin(t.layer, t.value, s);
-        if (cut) { return "the saved state is cut off: rows of the " + of + " are missing; save it again"; }
-    }
     for (size_t i = 0; i < (size_t) n * lanes.row; i++) {
         if ((rows[i] & 0x7c00) == 0x7c00) {
             return "the saved state is damaged: the " + which(t) + " hold a value that is not finite; save it again";
@@ -269,45 +273,50 @@ static void copy_out(void * data, const char * from, size_t nb) {
     }
 }
 
-// Bytes of a compact tensor on their way in; true: they are, and there are no rows to restore.
-static bool take_blob(
+// Of n rows on their way in, how many belong to blocks; 0: these are rows. llama.cpp saves a sequence in ranges of
+// cells and restores it in runs of free ones, and neither knows of the other: a compact part is as many bytes as its
+// own range has, whatever stands before and behind it.
+static int take_blob(
     const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, const uint16_t * rows, std::string & why) {
     kvq_arrivals & in = t.cache->arrivals;
-    const bool same = in.layer == t.layer && in.value == t.value && in.stream == s;
-    if (!same || in.blob.empty()) {
-        if (!kvq_blob_begins(rows, 2 * (size_t) lanes.row * n)) { return false; }
-        in.begin(t.layer, t.value, s);
-    }
-    in.blob.insert(in.blob.end(), (const uint8_t *) rows, (const uint8_t *) (rows + (size_t) lanes.row * n));
-    in.runs.push_back({ s, cell, n });
+    if (in.blob.empty() && !kvq_blob_begins(rows, 2 * (size_t) lanes.row * n)) { return 0; }
+    const std::string damaged =
+        "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
     int32_t n_rows;
-    memcpy(&n_rows, in.blob.data() + 32, 4);
+    memcpy(&n_rows, (in.blob.empty() ? (const uint8_t *) rows : in.blob.data()) + 32, 4);
     int n_have = 0;
     for (const kvq_blob_run & r : in.runs) { n_have += r.n; }
-    if (n_have < n_rows) {
-        return true; // the rest goes to cells elsewhere
+    if (n_rows <= n_have) {
+        why = damaged;
+        return n;
+    }
+    const int n_now = std::min(n, n_rows - n_have), first = in.n - n_have;
+    in.blob.insert(in.blob.end(), (const uint8_t *) rows, (const uint8_t *) (rows + (size_t) lanes.row * n_now));
+    in.runs.push_back({ s, cell, n_now });
+    if (n_have + n_now < n_rows) {
+        return n_now; // the rest goes to cells elsewhere
     }
     kvq_blob_head head = {};
     const uint16_t mine = t.cache->model_mark();
-    if (n_have != n_rows || !kvq_blob_read_head(in.blob.data(), in.blob.size(), head) || head.il != t.layer->d.il ||
+    if (!kvq_blob_read_head(in.blob.data(), in.blob.size(), head) || head.il != t.layer->d.il ||
         head.value != t.value || head.n_lanes != lanes.n) {
-        why = "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
+        why = damaged;
     } else if (head.model && mine && head.model != mine) {
         why = "the saved state is of another model: give it the model that it was saved with";
     } else {
         std::string note;
         in.blob.resize(head.nb);
         tag_in = head.tag ? head.tag : tag_in;
-        why = kvq_blob_restore(in.blob, in.owner[t.value], lanes.lane, in.runs, note);
+        why = kvq_blob_restore(in.blob, in.owner[t.value][first], lanes.lane, in.runs, note);
         if (!note.empty() && !in.noted) {
             kvq_report_note(note);
             in.noted = true;
         }
-        in.owner[t.value] = in.blob;
+        in.parts[first] = in.blob;
     }
     in.blob.clear();
     in.runs.clear();
-    return true;
+    return n_now;
 }
 
 // ---------------------------------------------------------------- entry points
@@ -348,41 +357,46 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
     kvq_arrivals & in = t.cache->arrivals;
     const bool staged = in.data == data; // one buffer for one tensor after the other: they come from a file
     std::string why = in.damage;
-    std::vector<int64_t> done; // first rows of those that are no rows
-    if (from_state && r.whole()) {
-        each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-            uint16_t * const from = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
-            std::string bad;
-            if (why.empty() && take_blob(t, lanes, s, cell, n, from, bad)) {
-                done.push_back(row);
-            } else if (why.empty()) {
-                bad = check(t, lanes, s, cell, n, from);
+    const auto restore = [&](int s, int cell, int n, const uint16_t * from) {
+        why = lanes.refuses(n, from);
+        if (why.empty()) { lanes.restore(s, cell, n, from); }
+    };
+    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
+        uint16_t * const from = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
+        if (!from_state || !r.whole()) {
+            if (why.empty()) { restore(s, cell, n, from); }
+            return;
+        }
+        why = why.empty() ? enter(t, s) : why;
+        for (int at = 0, n_taken; at < n && why.empty(); at += n_taken) {
+            uint16_t * const next = from + (size_t) at * lanes.row;
+            n_taken = take_blob(t, lanes, s, cell + at, n - at, next, why);
+            if (!n_taken) { // rows, until blocks begin
+                n_taken = 1;
+                while (at + n_taken < n && !kvq_blob_begins(next + (size_t) n_taken * lanes.row, nb_row)) { n_taken++; }
+                why = check(t, lanes, s, cell + at, n_taken, next);
+                if (why.empty()) { restore(s, cell + at, n_taken, next); }
             }
-            why = why.empty() ? bad : why;
-        });
-    }
-    each_stream(lanes.layout(), r.row0, r.row1, [&](int, int, int n, int64_t row) {
-        if (why.empty() && std::find(done.begin(), done.end(), row) == done.end()) {
-            why = lanes.refuses(n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+            in.n += n_taken;
         }
     });
     in.data = data;
     if (!why.empty()) {
-        if (in.damage.empty()) { kvq_report_error(why); }
+        const bool told = staged && may_throw; // llama.cpp hears of it and empties what it began to restore
+        if (in.damage.empty()) {
+            kvq_report_error(why +
+                (told ? ""
+                      : " (the program cannot be told: nothing is computed until its cache is cleared or it starts "
+                        "anew)"));
+        }
         in.damage = why;
         t.cache->refused = true;
-        if (staged && may_throw) { // llama.cpp hears of it and empties what it began to restore
+        if (told) {
             t.cache->refused = false;
             in.reset();
             throw kvq_state_error(why);
         }
-        return;
     }
-    each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        if (std::find(done.begin(), done.end(), row) == done.end()) {
-            lanes.restore(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
-        }
-    });
 }
 
 void kvq_write_rows(const ggml_tensor * tensor, const void * data, size_t offset, size_t size, bool may_throw) {

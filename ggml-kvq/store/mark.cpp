@@ -97,8 +97,8 @@ std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v) {
     return out;
 }
 
-// Marks in the rows `rows` of v and in those kept before them; their bits are cleared, and what they had added to hashes
-// of rows that came earlier.
+// Marks in the rows `rows` of v and in those kept before them; their bits are cleared, and what they had added to
+// hashes of rows that came earlier.
 void kvq_mark_stream::search(
     tail & before, const std::vector<int> & rows, const kvq_mark_rows_view & v, bool in_evicted) {
     const size_t W = (size_t) v.width, k = (size_t) kvq_mark_rows(v.head_size), n_before = before.at.size();
