@@ -220,3 +220,31 @@ def test_two_threads_of_a_program_make_contexts(tmp_path: Path) -> None:
             timeout=300,
         )
         assert done.stdout == "both threads did all\n", done.stdout + done.stderr[-2000:]
+
+
+def test_a_model_is_closed_while_another_thread_reads_its_vocabulary(demo_model: Path) -> None:
+    """tokenize() and detokenize() went on in a vocabulary that close() had freed: the process ended."""
+    code = (
+        "import sys, threading, time\n"
+        "from ggml_kvq import Model, ModelError\n"
+        "text = 'Some words of a text, and a few more of them. ' * 20000\n"
+        "def read(m):\n"
+        "    try:\n"
+        "        while True:\n"
+        "            m.detokenize(m.tokenize(text))\n"
+        "    except ModelError:\n"
+        "        pass\n"
+        "for i in range(8):\n"
+        "    with Model(sys.argv[1], n_ctx=256, n_threads=1) as m:\n"
+        "        t = threading.Thread(target=read, args=(m,))\n"
+        "        t.start()\n"
+        "        time.sleep(0.02 + 0.03 * i)\n"
+        "    Model(sys.argv[1], n_ctx=256, n_threads=1).close()\n"
+        "    t.join()\n"
+        "m = Model(sys.argv[1], n_ctx=256, n_threads=1)\n"
+        "threading.Thread(target=read, args=(m,), daemon=True).start()\n"
+        "time.sleep(0.1)\n"
+        "print('done', flush=True)\n"
+    )
+    done = run_python(code, str(demo_model))
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -89,6 +89,7 @@ class Model:
         self._model: int | None = None
         self._ctx: int | None = None
         self._lock = threading.RLock()
+        self._reading = threading.RLock()  # held where the vocabulary is read without _lock: close() waits for it
         self._abort = ctypes.create_string_buffer(2)
         self._tokens: list[int] = []
         self._edits = 0  # of the tokens held, so that a generator sees that they are no longer its own
@@ -220,7 +221,7 @@ class Model:
         self._memory = lib.llama_get_memory(self._ctx)
 
     def _free(self) -> None:
-        with kvstats.lock:
+        with self._reading, kvstats.lock:
             if self._ctx:
                 self._libs.llama.llama_free(self._ctx)
                 self._ctx = None
@@ -258,7 +259,7 @@ class Model:
     def _forget(self) -> None:
         """In a forked child: context and model are the parent's. Nothing is freed."""
         self._ctx = self._model = None
-        self._lock = threading.RLock()
+        self._lock, self._reading = threading.RLock(), threading.RLock()
 
     def _open(self) -> int:
         if self._ctx is None:
@@ -270,61 +271,73 @@ class Model:
 
     def metadata(self, key: str) -> str | None:
         """Scalar GGUF metadata value as a string, None when absent or an array."""
-        self._open()
-        buf, name = ctypes.create_string_buffer(4096), arguments.utf8(key)
-        n = self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
-        if n >= len(buf):
-            buf = ctypes.create_string_buffer(n + 1)
-            self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
-        return buf.value.decode("utf-8", "replace") if n >= 0 else None
+        with self._reading:
+            self._open()
+            buf, name = ctypes.create_string_buffer(4096), arguments.utf8(key)
+            n = self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
+            if n >= len(buf):
+                buf = ctypes.create_string_buffer(n + 1)
+                self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
+            return buf.value.decode("utf-8", "replace") if n >= 0 else None
 
     def tokenize(self, text: str, *, add_bos: bool = False, special: bool = False) -> list[int]:
         """Token ids of `text`. add_bos: prepend BOS when the model wants one; special: read <|...|> markers as
         tokens.
         """
-        self._open()
-        data = arguments.utf8(text)
-        fn = self._libs.llama.llama_tokenize
-        n = -fn(self._vocab, data, len(data), None, 0, add_bos, special)
-        if n <= 0:
-            return []
-        out = (ctypes.c_int32 * n)()
-        return list(out[: fn(self._vocab, data, len(data), out, n, add_bos, special)])
+        with self._reading:
+            self._open()
+            data = arguments.utf8(text)
+            fn = self._libs.llama.llama_tokenize
+            n = -fn(self._vocab, data, len(data), None, 0, add_bos, special)
+            if n <= 0:
+                return []
+            out = (ctypes.c_int32 * n)()
+            return list(out[: fn(self._vocab, data, len(data), out, n, add_bos, special)])
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of `tokens`; bytes that are no UTF-8 become U+FFFD. special: render control tokens."""
         self._open()
         held = arguments.token_ids(tokens, self.n_vocab)
-        n, ids = len(held), (ctypes.c_int32 * len(held))(*held)
-        size = max(64, n * 16)
-        while True:
-            buf = ctypes.create_string_buffer(size)
-            got = self._libs.llama.llama_detokenize(self._vocab, ids, n, buf, size, False, special)
-            if got >= 0:
-                return buf.raw[:got].decode("utf-8", "replace")
-            size = -got
+        with self._reading:
+            self._open()
+            n, ids = len(held), (ctypes.c_int32 * len(held))(*held)
+            size = max(64, n * 16)
+            while True:
+                buf = ctypes.create_string_buffer(size)
+                got = self._libs.llama.llama_detokenize(self._vocab, ids, n, buf, size, False, special)
+                if got >= 0:
+                    return buf.raw[:got].decode("utf-8", "replace")
+                size = -got
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Bytes of one token; they may end inside a UTF-8 character."""
-        self._open()
-        arguments.token_ids([token], self.n_vocab)
-        buf = ctypes.create_string_buffer(256)
-        n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
-        if n < 0:
-            buf = ctypes.create_string_buffer(-n)
+        with self._reading:
+            self._open()
+            arguments.token_ids([token], self.n_vocab)
+            buf = ctypes.create_string_buffer(256)
             n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
-        return buf.raw[:n]
+            if n < 0:
+                buf = ctypes.create_string_buffer(-n)
+                n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
+            return buf.raw[:n]
+
+    def _ends(self, token: int) -> bool:
+        """Does `token` end a generation?"""
+        with self._reading:
+            self._open()
+            return bool(self._libs.llama.llama_vocab_is_eog(self._vocab, token))
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]], *, add_assistant: bool = True) -> str:
         """The model's chat template over [{"role": ..., "content": ...}]; ModelError when the model has none."""
-        self._open()
-        template = self._libs.llama.llama_model_chat_template(self._model, None)
-        if template is None:
-            raise ModelError(f"{self.path.name} has no chat template; use generate() with plain text")
-        special = {
-            name: self.piece(t, special=True).decode() if t >= 0 else ""
-            for name, t in (("bos_token", self.bos), ("eos_token", self.eos))
-        }
+        with self._reading:
+            self._open()
+            template = self._libs.llama.llama_model_chat_template(self._model, None)
+            if template is None:
+                raise ModelError(f"{self.path.name} has no chat template; use generate() with plain text")
+            special = {
+                name: self.piece(t, special=True).decode() if t >= 0 else ""
+                for name, t in (("bos_token", self.bos), ("eos_token", self.eos))
+            }
         return chat.render(self._libs.llama, template.decode(), messages, add_assistant, special)
 
     # -------------------------------------------------------------- decoding
@@ -366,8 +379,8 @@ class Model:
 
         outputs: bool [n_tokens], which tokens' logits to compute (None: the last one's). n_ubatch: decode at most so
         many tokens at once (None: n_batch, which llama.cpp splits by the context's n_ubatch). Yields per batch a
-        float32 view [outputs of this batch, n_vocab] that the next batch overwrites. Raises ContextOverflowError,
-        DecodeError.
+        float32 view [outputs of this batch, n_vocab] that the next batch overwrites and close() frees: copy what you
+        keep. Raises ContextOverflowError, DecodeError.
         """
         ids = arguments.id_array(tokens, self.n_vocab)
         mask = arguments.outputs(outputs, len(ids))
@@ -545,7 +558,7 @@ class Model:
                     self._check_own(edits)
                     token = step.next(ids, chain)
                     edits = self._edits
-                if self._libs.llama.llama_vocab_is_eog(self._vocab, token):
+                if self._ends(token):
                     self.finish_reason = reason = "eos"
                     break
                 n_sampled += 1
