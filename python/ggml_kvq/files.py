@@ -178,13 +178,17 @@ def _flush_folder(folder: Path) -> None:
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Append one line and flush it to the disk; when that fails the file is as long as before. Raises KvqError."""
+    """Append one line and flush it to the disk; when that fails the file is as long as before. A last line without an
+    end, as some editors leave it, gets one first. Raises KvqError.
+    """
     target = Path(path)
     data = (line.rstrip("\n") + "\n").encode()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target, "ab", buffering=0) as f:
+        with open(target, "ab+", buffering=0) as f:
             before, done = f.seek(0, os.SEEK_END), 0
+            if before and os.pread(f.fileno(), 1, before - 1) != b"\n":
+                data = b"\n" + data
             try:
                 while done < len(data):
                     done += f.write(data[done:])
