@@ -4,6 +4,7 @@ file, or gave a worse figure as if it were the one that was asked for.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, run_python
-from ggml_kvq import KvqError, Model, cli, default_means, errors, launcher
+from ggml_kvq import KvqError, Model, cli, default_means, errors, files, launcher
 from ggml_kvq.evaluate import results, specs
 
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
@@ -92,6 +93,59 @@ def test_results_are_files(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(KvqError, match="is no file of results"):
         results.read(tmp_path / "r.jsonl")
+
+
+def test_a_last_line_without_an_end_gets_one(tmp_path: Path) -> None:
+    """An editor left it so: the next row was glued to it, and the file could not be read any more."""
+    key = {"kind": "text", "cache": "a", "model": "m"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"key": key}))
+    results.ResultFile(path).add({**key, "cache": "b"}, {})
+    assert [row["key"]["cache"] for row in results.read(path)] == ["a", "b"]
+    files.append_line(path, "{}")
+    assert path.read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("line", ["3", "null", "[1]", '"key"', '{"key": "abc"}'])
+def test_a_line_that_is_no_row_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n" + line + "\n")
+    with pytest.raises(errors.KvqError, match=r"rows.jsonl:2 is no row of results; remove that line"):
+        results.read(path)
+
+
+def test_rows_that_lack_figures_are_left_out_of_pages_and_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cache that breaks a model leaves NaN in its row. f16 rows of another window have nothing beside them."""
+    pytest.importorskip("matplotlib")
+    key = {"kind": "text", "model": "m.gguf", "text": "t", "n_ctx": 512, "n_ubatch": 64}
+    rest = {"ppl": 9.0, "same_top": 0.9, "bytes_total": 1 << 20}
+    f16 = {"key": {**key, "cache": "f16", "spec": "f16"}, "method": "upstream", "bits": 16, "bits_no_window": 16}
+    kivi = {"key": {**key, "cache": "kivi", "spec": "kivi"}, "method": "kivi", "bits": 3.0, "bits_no_window": 2.5}
+    rows = [
+        {**f16, **rest, "kld_mean": 0.0},
+        {**f16, **rest, "kld_mean": 0.0, "key": {**f16["key"], "n_ctx": 1024}},
+        {**kivi, **rest, "kld_mean": 0.1},
+        {**kivi, **rest, "kld_mean": float("nan"), "key": {**kivi["key"], "cache": "broken"}},
+        {**kivi, **rest, "kld_mean": 0.1, "bits": None, "key": {**kivi["key"], "cache": "odd"}},
+        {**kivi, **rest, "kld_mean": 0.1, "key": {"kind": "text", "cache": "nameless"}},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for command in (
+        ["report", str(path), "-o", str(tmp_path / "r.html")],
+        ["plot", "frontier", str(path), "-o", str(tmp_path / "f")],
+    ):
+        assert cli.main(command) == 0
+        err = capsys.readouterr().err
+        assert "a row of broken is left out: kld_mean is nan" in err
+        assert "a row of odd is left out: bits is None" in err
+        assert "a row of nameless is left out: model is None" in err
+        assert ("2 windows, texts or models are drawn in one figure" in err) == (command[0] == "plot")
+    page = (tmp_path / "r.html").read_text()
+    assert "kivi" in page
+    assert "broken" not in page
 
 
 def test_two_evaluations_do_not_share_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,12 @@ def _color(row: Row) -> str:
 
 
 def _is_reference(row: Row) -> bool:
-    return bool(row["method"] == "upstream" and row["bits"] == 16)
+    return bool(row.get("method") == "upstream" and row["bits"] == 16)
+
+
+def is_base(rows: Sequence[Row]) -> bool:
+    """Are these rows of the f16 reference and nothing else?"""
+    return all(_is_reference(r) for r in rows)
 
 
 def _marker(row: Row) -> str:
@@ -147,7 +152,7 @@ def frontier(rows: Sequence[Row], out: str | Path, *, title: str = "") -> list[P
     cells = [r for r in rows if r["key"]["kind"] == "retrieval" and "accuracy" in r]
     if not text and not cells:
         raise KvqError("no row of kind text or retrieval in these files; run ggml-kvq eval with -f or --tasks first")
-    if text and all(_is_reference(r) for r in text):
+    if text and is_base(text):
         raise KvqError("these files hold the f16 base alone, and no cache to draw; run ggml-kvq eval with --cache SPEC")
     plt = _pyplot()
     n = bool(text) + bool(cells)

@@ -68,7 +68,8 @@ def page(rows: Sequence[Row], title: str = "") -> str:
         raise KvqError("the result files hold no row with a divergence; run ggml-kvq eval -f TEXT first")
     models = sorted({r["key"]["model"] for r in text})
     parts = [f"<h1>{_text(title or 'KV caches of ' + ', '.join(models))}</h1>"]
-    parts += [_section(group) for group in groups(text)]
+    held = groups(text)  # one of the f16 base alone has nothing to choose from; where all are, plotting says so
+    parts += [_section(group) for group in [g for g in held if not plotting.is_base(g)] or held]
     retrieval = [r for r in measured if r["key"]["kind"] == "retrieval"]
     if retrieval:
         parts += ["<h2>Retrieval</h2>", _retrieval_table(retrieval)]

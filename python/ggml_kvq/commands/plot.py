@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from . import _sizes as sizes
@@ -43,11 +44,13 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw one figure and print the two paths."""
-    from .. import hub, plotting
+    from .. import hub, plotting, report
     from ..errors import KvqError
     from ..evaluate import results, specs
 
     rows = [row for path in args.files for row in results.read(path)]
+    if args.kind == "frontier":
+        rows = results.shown(rows, lambda line: print(f"ggml-kvq plot: {line}", file=sys.stderr))
     if args.kind == "memory":
         if not args.model or not args.cache:
             raise KvqError("plot memory needs -m MODEL and at least one --cache SPEC")
@@ -62,6 +65,14 @@ def run(args: argparse.Namespace) -> int:
     if args.caches:
         wanted = args.caches.split(",")
         rows = [r for name in wanted for r in rows if (r["key"]["cache"] if "key" in r else r.get("cache")) == name]
+    if args.kind == "frontier":
+        n = len(report.groups([r for r in rows if r["key"]["kind"] == "text" and "kld_mean" in r]))
+        if n > 1:
+            print(
+                f"ggml-kvq plot: rows of {n} windows, texts or models are drawn in one figure, under the name of the"
+                " first; ggml-kvq report draws each apart",
+                file=sys.stderr,
+            )
     draw = {"frontier": plotting.frontier, "memory": plotting.memory, "speed": plotting.speed}[args.kind]
     for path in draw(rows, args.output or args.kind, title=args.title):
         print(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 
@@ -25,6 +26,8 @@ def run(args: argparse.Namespace) -> int:
         if not Path(path).is_file():
             raise KvqError(f"{path} is not a file; give what ggml-kvq eval -o wrote")
     files.keep_inputs(args.output, "-o", *args.files)
-    report.write([row for path in args.files for row in results.read(path)], args.output, args.title)
+    rows = [row for path in args.files for row in results.read(path)]
+    kept = results.shown(rows, lambda line: print(f"ggml-kvq report: {line}", file=sys.stderr))
+    report.write(kept, args.output, args.title)
     print(args.output)
     return 0

@@ -8,12 +8,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,34 @@ def read(path: str | os.PathLike[str]) -> list[Row]:
                     partial.write_text("\n".join(lines[:-1]) + "\n" if lines[:-1] else "", encoding="utf-8")
                 break
             raise KvqError(f"{path}:{number} is no JSON ({e.msg}); repair or remove that line") from e
+        if not isinstance(rows[-1], dict) or not isinstance(rows[-1].get("key", {}), dict):
+            raise KvqError(f"{path}:{number} is no row of results; remove that line")
     return rows
+
+
+#: Figures that a row of this kind has, and that a page or a figure of it shows.
+FIGURES = {
+    "text": ("bits", "bits_no_window", "ppl", "kld_mean", "same_top", "bytes_total"),
+    "retrieval": ("bits", "accuracy", "right", "n"),
+}
+
+
+def shown(rows: Iterable[Row], say: Callable[[str], object]) -> list[Row]:
+    """Rows without those that lack a name or one of FIGURES, or where it is no number (a cache that broke the model):
+    each of these is a line for `say`. Refused rows stay.
+    """
+    out = []
+    for row in rows:
+        key = row.get("key", {})
+        wrong = [f"{x} is {key.get(x)}" for x in ("kind", "cache", "model") if key and not isinstance(key.get(x), str)]
+        if not wrong and key and "refused" not in row:
+            values = {x: row.get(x) for x in FIGURES.get(key["kind"], ())}
+            wrong = [f"{x} is {v}" for x, v in values.items() if not isinstance(v, int | float) or not math.isfinite(v)]
+        if wrong:
+            say(f"a row of {key.get('cache')} is left out: {', '.join(wrong)}")
+        else:
+            out.append(row)
+    return out
 
 
 def table(headers: list[str], rows: Iterable[list[str]], *, markdown: bool = False) -> str:
