@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import LLAMA_FIELDS, gguf_bytes
 from ggml_kvq import cli, gguf_header, info, methods
+from ggml_kvq.evaluate import specs
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -113,3 +114,19 @@ def test_environment_report() -> None:
     assert got.returncode == 0, got.stdout
     for word in ("ggml-kvq", "cpu ", "libggml-kvq.so", "KVQ0"):
         assert word in got.stdout
+
+
+@pytest.mark.parametrize("n_ctx", [100, 257, 1000])
+def test_a_plan_is_of_the_cells_that_llama_cpp_makes(
+    n_ctx: int, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """257 tokens take 512 cells: the plan said 1104 KiB where kivi took 1364."""
+    header = gguf_header.read(demo_model)
+    for text in ("kivi", "higgs", "minikv", "upstream:f16"):
+        (plan,) = info.plans(header, n_ctx, [specs.parse(text)])
+        with specs.parse(text).open(demo_model, n_ctx=n_ctx, n_threads=1) as m:
+            s = m.kv_stats()
+            assert (plan.bytes_total, plan.bytes_f16) == (s["bytes_total"], s["bytes_f16"]), text
+            assert plan.bits == pytest.approx(s["bits"])
+    assert cli.main(["info", str(demo_model), "-c", str(n_ctx)]) == 0
+    assert f"stream of {n_ctx} tokens, for which llama.cpp makes {m.n_ctx} cells" in capsys.readouterr().out

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import gguf_header, kvstats, llama, methods, native
+from . import gguf_header, kvstats, llama, memory, methods, native
 from .errors import MethodError
 
 
@@ -29,10 +29,11 @@ class Plan:
 
 def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> list[Plan]:
     """kvq_plan of every cache of `specs` (CacheSpec), else of every method with default options, for one stream of
-    n_ctx tokens.
+    n_ctx tokens, in as many cells as llama.cpp makes for them.
 
     Upstream's own cache types follow from their bits.
     """
+    n_ctx = memory.cells(n_ctx)
     shapes = gguf_header.attention_layers(header)
     arch = header.fields["general.architecture"]
     n_layer = int(header.fields[f"{arch}.block_count"])
@@ -89,7 +90,7 @@ def stored_plan(header: gguf_header.Header, shapes: list[tuple[int, int, int, in
         return None
     label = f"{method} [{options}]"
     try:
-        got = native.plan(methods.library(), method, options, shapes, n_ctx)
+        got = native.plan(methods.library(), method, options, shapes, memory.cells(n_ctx))
     except MethodError as e:
         return Plan(label, refused=str(e))
     return _planned(label, got)

@@ -142,13 +142,18 @@ def _mib(n: int) -> str:
     return f"{n / MIB:.0f} MiB"
 
 
+def cells(n_ctx: int) -> int:
+    """Cells that llama.cpp makes for a stream of so many tokens."""
+    return min(MOST, -(-max(1, n_ctx) // STEP) * STEP)
+
+
 def need(m: Model, plan: Plan, n_ctx: int, *, n_stream: int = 1, n_ubatch: int = 512) -> Need:
     """Bytes that n_ctx tokens take, split evenly over n_stream streams."""
-    cells = min(MOST, -(-max(1, n_ctx // n_stream) // STEP) * STEP)
-    cache = plan(m.full, cells, n_stream) if m.full else 0
+    n_cells = cells(n_ctx // n_stream)
+    cache = plan(m.full, n_cells, n_stream) if m.full else 0
     if m.windowed:
-        cache += plan(m.windowed, min(cells, -(-(m.window + n_ubatch) // STEP) * STEP), n_stream)
-    return Need(cache // 2 if m.latent else cache, cells * n_stream * n_ubatch * 2 // n_stream, m.weights)
+        cache += plan(m.windowed, min(n_cells, cells(m.window + n_ubatch)), n_stream)
+    return Need(cache // 2 if m.latent else cache, n_cells * n_stream * n_ubatch * 2 // n_stream, m.weights)
 
 
 def longest(m: Model, plan: Plan, free: int, *, n_stream: int = 1, n_ubatch: int = 512) -> int:

@@ -225,7 +225,7 @@ def memory_rows(model: str | Path, caches: Sequence[Any], lengths: Sequence[int]
 
     caches: CacheSpec; upstream's sizes follow from ggml's type table, ours from kvq_plan with the model's layer shapes.
     """
-    from . import gguf_header, native
+    from . import gguf_header, memory, native
     from .kvstats import type_bits
     from .loader import libraries
 
@@ -237,13 +237,13 @@ def memory_rows(model: str | Path, caches: Sequence[Any], lengths: Sequence[int]
     rows = []
     for cache in caches:
         for n in lengths:
-            key = {"kind": "memory", "cache": cache.label, "model": Path(model).name, "n_ctx": n}
+            key, made = {"kind": "memory", "cache": cache.label, "model": Path(model).name, "n_ctx": n}, memory.cells(n)
             if cache.method is None:
                 k, v = type_bits(libs, cache.type_k), type_bits(libs, cache.type_v)
-                total = sum(n * heads * (hk * k + hv * v) / 8 for _, heads, hk, hv in shapes)
+                total = sum(made * heads * (hk * k + hv * v) / 8 for _, heads, hk, hv in shapes)
                 rows.append({"key": key, "method": "upstream", "bytes_total": total, "bits": (k + v) / 2})
             else:
-                s = native.plan(libs.need_kvq(), cache.method, cache.options, shapes, n, n_layer_model=n_layer)
+                s = native.plan(libs.need_kvq(), cache.method, cache.options, shapes, made, n_layer_model=n_layer)
                 rows.append({"key": key, "method": cache.method, "bytes_total": s["bytes_total"], "bits": s["bits"]})
     return rows
 

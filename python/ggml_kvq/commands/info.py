@@ -124,7 +124,11 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def print_plans(plans: list[Any], n_ctx: int, chosen: bool) -> None:
+    from .. import memory
+
     what = "" if chosen else ", default options"
+    made = memory.cells(n_ctx)
+    what = (f", for which llama.cpp makes {made} cells" if made != n_ctx else "") + what
     print(
         f"\nKV cache of one stream of {n_ctx} tokens{what}. True bits: all bytes allocated, over the values of the f16"
         " cache.\n"
