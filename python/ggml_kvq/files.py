@@ -177,6 +177,14 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def read_text(path: str | os.PathLike[str], flag: str) -> str:
+    """A text in UTF-8. KvqError, which names `flag`, for any other: calibrated on, it gives data of garbage."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise KvqError(f"{flag} {path} is no text in UTF-8 (byte {e.start}); convert it, or give a text") from e
+
+
 def append_line(path: str | os.PathLike[str], line: str) -> None:
     """Append one line and flush it to the disk; when that fails the file is as long as before. A last line without an
     end, as some editors leave it, gets one first. Raises KvqError.

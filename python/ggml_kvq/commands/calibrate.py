@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from .. import hub
     from ..calibrate import files, halves, means
     from ..errors import KvqError
+    from ..files import read_text
 
     if args.method == "xquant":
         return run_xquant(args)
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             " sinks than --length"
         )
     files._gguf()
-    text = Path(args.file).read_text("utf-8", errors="replace")
+    text = read_text(args.file, "-f")
     if args.predictor != "bias":
         return run_predictors(args, model, out, text)
     if args.hf:
@@ -209,6 +210,7 @@ def print_fit(fit: Any) -> None:
 def run_xquant(args: argparse.Namespace) -> int:
     from .. import gguf_header, hub
     from ..calibrate import files, xquant
+    from ..files import read_text
 
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
@@ -216,7 +218,7 @@ def run_xquant(args: argparse.Namespace) -> int:
     n_layer = len(gguf_header.attention_layers(gguf_header.read(model)))
     best = start = xquant.preset(args.preset, n_layer)
     if args.file:
-        text = Path(args.file).read_text("utf-8", errors="replace")
+        text = read_text(args.file, "-f")
         best = xquant.search(model, text, start, n_ctx=min(args.length, 1024), n_threads=args.threads).best
     files.write_sidecar(out, xquant.fields(model, best), {})
     how = "searched on " + args.file if args.file else f"preset {args.preset}, no data"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-from pathlib import Path
 from typing import Any
 
 from .. import sidecars
@@ -35,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from .. import hub
     from ..calibrate import files, tune
     from ..errors import KvqError
+    from ..files import read_text
     from .calibrate import check_inputs, output_of
 
     model = hub.resolve(args.model)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     folder = out.with_name(out.name + ".partial")
     tuned = tune.fit(
         model,
-        Path(args.file).read_text("utf-8", errors="replace"),
+        read_text(args.file, "-f"),
         folder=folder,
         n_windows=args.sequences,
         length=args.length,

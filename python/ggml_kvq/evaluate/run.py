@@ -173,10 +173,7 @@ class Evaluation:
 
     def text(self) -> None:
         a = self.args
-        try:
-            text = Path(a.file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as e:
-            raise KvqError(f"-f {a.file} is no text in UTF-8 (byte {e.start}); convert it, or give a text") from e
+        text = files.read_text(a.file, "-f")
         params = {
             "text": Path(a.file).name,
             "text_hash": results.fingerprint(a.file),
