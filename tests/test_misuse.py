@@ -496,3 +496,24 @@ def test_a_draft_of_the_hub(
             hub_args.resolve("llama-server", argv, {})
     cmd = launcher.command("llama-server", ["-m", str(demo_model), "--kv-method", "kivi", "-hfd", "o/d"], {})
     assert cmd.args[cmd.args.index("-md") + 1] == small and "-devd" in cmd.args
+
+
+def test_layers_that_a_method_does_not_get_are_named(demo_model: Path) -> None:
+    """n_gpu_layers=0 was told as a model without attention; 3 left ten layers of twelve in f16 without a word."""
+    with pytest.raises(ggml_kvq.MethodError, match="n_gpu_layers=0 leaves the KV cache of every layer"):
+        Model(demo_model, "kivi", n_ctx=256, n_threads=1, n_gpu_layers=0)
+    with pytest.warns(UserWarning, match="n_gpu_layers=3: 10 of 12 layers keep llama.cpp's own f16 cache"):
+        m = Model(demo_model, "kivi", n_ctx=256, n_threads=1, n_gpu_layers=3)
+    with m:
+        assert m.kv_stats()["n_layer"] == 2
+
+
+@pytest.mark.parametrize("command", ["ggml_kvq.cli", "ggml_kvq"])
+def test_a_library_that_was_cut_off_is_named(command: str, tmp_path: Path) -> None:
+    """A copy that met a full disk: the dynamic linker maps it, and the process ended by SIGBUS without a line."""
+    cut = tmp_path / _paths.BACKEND_FILE
+    cut.write_bytes(_paths.backend().read_bytes()[:1_000_000])
+    argv = [sys.executable, "-m", command, *(["doctor"] if command.endswith("cli") else [])]
+    done = subprocess.run(argv, env={**os.environ, "KVQ_BACKEND": str(cut)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{cut} is cut off after 1000000 bytes" in done.stdout

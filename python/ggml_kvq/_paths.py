@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import re
+import struct
 from pathlib import Path
 
 from .errors import LibraryError
@@ -71,6 +72,25 @@ def open_upstream(folder: Path) -> None:
     for stem in ("ggml-base", "ggml-cuda"):
         if stem == "ggml-base" or any(folder.glob(f"lib{stem}.so*")):
             ctypes.CDLL(str(shared_library(folder, stem)))
+
+
+def check_whole(path: Path) -> None:
+    """LibraryError for an ELF file that was cut off: the dynamic linker maps it, and the process ends by SIGBUS."""
+    try:
+        with open(path, "rb") as f:
+            head = f.read(64)
+            if len(head) < 64 or head[:6] != b"\x7fELF\x02\x01":
+                return  # the linker says what it is
+            (at,), (size, n) = struct.unpack_from("<Q", head, 32), struct.unpack_from("<HH", head, 54)
+            f.seek(at)
+            table = f.read(size * n)
+            held = os.fstat(f.fileno()).st_size
+    except OSError:
+        return
+    parts = [struct.unpack_from("<IIQQQQ", table, i) for i in range(0, len(table) - 40, size)] if size >= 56 else []
+    need = max((part[2] + part[5] for part in parts if part[0] == 1), default=0)
+    if len(table) < size * n or need > held:
+        raise LibraryError(f"{path} is cut off after {held} bytes; reinstall ggml-kvq (pip install .) or copy it again")
 
 
 def cure(problem: str, usual: str) -> str:

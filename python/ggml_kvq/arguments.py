@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,23 @@ def whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ArgumentTypeError(f"{name}={value!r} is a {type(value).__name__}; pass a whole number")
     return int(value)
+
+
+def check_layers(kv_method: str | None, n_gpu_layers: int | None, n_layer: int) -> None:
+    """MethodError for n_gpu_layers=0, which leaves a method no layer; a warning where it leaves some out."""
+    if kv_method is None or n_gpu_layers is None:
+        return
+    if n_gpu_layers == 0:
+        raise MethodError(
+            f"n_gpu_layers=0 leaves the KV cache of every layer to llama.cpp, so kv_method={kv_method} would not be"
+            " used: drop n_gpu_layers"
+        )
+    if 0 < n_gpu_layers <= n_layer:
+        warnings.warn(
+            f"n_gpu_layers={n_gpu_layers}: {n_layer + 1 - n_gpu_layers} of {n_layer} layers keep llama.cpp's own f16"
+            " cache, which kv_stats() does not count; drop n_gpu_layers to compress all",
+            stacklevel=4,
+        )
 
 
 def threads(value: Any) -> int:

@@ -264,6 +264,7 @@ _loaded: Libraries | None = None
 
 
 def _open(path: Path) -> CDLL:
+    _paths.check_whole(path)
     try:
         return CDLL(str(path))
     except OSError as e:
@@ -317,6 +318,7 @@ def _load() -> Libraries:
     kvq: CDLL | None = None
     path, problem = find_backend()
     if path is not None:
+        _paths.check_whole(path)
         log.begin()
         registry = libs["ggml"].ggml_backend_load(str(path.resolve()).encode())
         lines = log.end()

@@ -133,6 +133,7 @@ class Model:
             self.type_k, self.type_v = type_k, type_v
             with processes.interrupt_held():
                 self._load_model(kv_method, device, n_gpu_layers)
+                arguments.check_layers(self.kv_method, n_gpu_layers, self.n_layer)
                 self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, data)
         except BaseException:
             self._free()
