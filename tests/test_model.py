@@ -279,11 +279,29 @@ def test_generation_stops_when_the_context_is_full() -> None:
 
 def test_continuing_equals_one_long_generation(plain: Model) -> None:
     whole = "".join(plain.generate(PROMPT, max_tokens=20, temperature=0))
+    tokens = plain.tokens
     first = "".join(plain.generate(PROMPT, max_tokens=10, temperature=0))
-    pending = plain.tokenize(whole)[10:11]  # the tenth token was sampled but not fed yet
-    assert len(pending) == 1
-    rest = "".join(plain.generate(plain.tokenize(first)[9:10], reset=False, max_tokens=10, temperature=0))
+    rest = "".join(plain.generate("", reset=False, max_tokens=10, temperature=0))
     assert first + rest == whole
+    assert plain.tokens == tokens
+    pieces = plain.generate(PROMPT, max_tokens=20, temperature=0)
+    first = "".join(next(pieces) for _ in range(5))
+    pieces.close()
+    rest = "".join(plain.generate("", reset=False, max_tokens=15, temperature=0))
+    assert first + rest == whole
+    assert plain.tokens == tokens
+
+
+def test_an_appended_prompt_follows_the_whole_answer(plain: Model) -> None:
+    """The last token of an answer that max_tokens ended was not in the cache, and the next turn of a chat lacked it."""
+    answer = "".join(plain.generate(PROMPT, max_tokens=6, temperature=0))
+    list(plain.generate(" Thanks.", reset=False, max_tokens=0))
+    list(plain.generate("", reset=False, max_tokens=1))
+    assert plain.detokenize(plain.tokens).lstrip() == PROMPT + answer + " Thanks."
+    plain.truncate(len(plain.tokens) - 1)  # whoever edits the tokens means what they hold
+    held = plain.tokens
+    list(plain.generate(" more", reset=False, max_tokens=1))
+    assert plain.tokens[: len(held) + 1] == held + plain.tokenize(" more")[:1]
 
 
 # ------------------------------------------------------------------ contexts side by side

@@ -93,6 +93,7 @@ class Model:
         self._abort = ctypes.create_string_buffer(2)
         self._tokens: list[int] = []
         self._edits = 0  # of the tokens held, so that a generator sees that they are no longer its own
+        self._unfed: tuple[int, list[int]] = (-1, [])  # edits at the end of a generation, its last token
         self._generating: tuple[threading.Thread, weakref.ref[Any]] | None = None
         self._options = arguments.options(kv_opts)
         self.finish_reason = ""
@@ -489,7 +490,8 @@ class Model:
 
         max_tokens: most tokens to sample, -1 until the context is full. stop: strings that end the text (not yielded).
         reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty prompt
-        then continues. special: read control tokens in the prompt (chat templates). sampling or its fields
+        then continues. The token sampled last enters the cache with what follows it: with the next step, or with the
+        prompt of a reset=False. save_state() goes without it. special: read control tokens in the prompt (chat templates). sampling or its fields
         (temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling. speculate: a guess
         of the next token picks the far rows that it will read (speculate.py; specache with fetch=ahead only).
         Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError, and
@@ -509,6 +511,8 @@ class Model:
             )
             if reset:
                 self.reset()
+            elif self._unfed[0] == self._edits:
+                ids = self._unfed[1] + ids
             if not ids:
                 if not self._tokens:
                     raise KvqError("prompt='' with an empty cache gives nothing to continue; pass some text")
@@ -584,7 +588,12 @@ class Model:
                 held += decoder.decode(b"", final=True)
             if held:
                 yield held
+        except GeneratorExit:
+            reason = reason or "left"
+            raise
         finally:
+            if reason in ("length", "context", "left") and edits == self._edits:
+                self._unfed = edits, ids
             chain.close()
 
     # -------------------------------------------------------------- cache facts, state
