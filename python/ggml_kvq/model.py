@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, budget, chat, choices, hub, kvstats, llama, native, processes, states
+from . import arguments, budget, choices, hub, kvstats, llama, native, processes, states
 from .errors import (
     BusyError,
     ContextOverflowError,
@@ -31,6 +31,7 @@ from .kvstats import UPSTREAM
 from .loader import LogLines, last_problem, libraries, log
 from .sampling import Chain, Sampling
 from .speculate import GuessingStep, Step
+from .vocabulary import Vocabulary
 
 TokenArray = npt.NDArray[np.int32]
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def close_all() -> None:
         model.close()
 
 
-class Model:
+class Model(Vocabulary):
     """A model and one context of it.
 
     path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub).
@@ -269,79 +270,6 @@ class Model:
             raise ModelError(f"the model {self.path.name} is closed; open a new Model")
         return self._ctx
 
-    # -------------------------------------------------------------- text and tokens
-
-    def metadata(self, key: str) -> str | None:
-        """Scalar GGUF metadata value as a string, None when absent or an array."""
-        with self._reading:
-            self._open()
-            buf, name = ctypes.create_string_buffer(4096), arguments.utf8(key)
-            n = self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
-            if n >= len(buf):
-                buf = ctypes.create_string_buffer(n + 1)
-                self._libs.llama.llama_model_meta_val_str(self._model, name, buf, len(buf))
-            return buf.value.decode("utf-8", "replace") if n >= 0 else None
-
-    def tokenize(self, text: str, *, add_bos: bool = False, special: bool = False) -> list[int]:
-        """Token ids of `text`. add_bos: prepend BOS when the model wants one; special: read <|...|> markers as
-        tokens.
-        """
-        with self._reading:
-            self._open()
-            data = arguments.utf8(text)
-            fn = self._libs.llama.llama_tokenize
-            n = -fn(self._vocab, data, len(data), None, 0, add_bos, special)
-            if n <= 0:
-                return []
-            out = (ctypes.c_int32 * n)()
-            return list(out[: fn(self._vocab, data, len(data), out, n, add_bos, special)])
-
-    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of `tokens`; bytes that are no UTF-8 become U+FFFD. special: render control tokens."""
-        self._open()
-        held = arguments.token_ids(tokens, self.n_vocab)
-        with self._reading:
-            self._open()
-            n, ids = len(held), (ctypes.c_int32 * len(held))(*held)
-            size = max(64, n * 16)
-            while True:
-                buf = ctypes.create_string_buffer(size)
-                got = self._libs.llama.llama_detokenize(self._vocab, ids, n, buf, size, False, special)
-                if got >= 0:
-                    return buf.raw[:got].decode("utf-8", "replace")
-                size = -got
-
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """Bytes of one token; they may end inside a UTF-8 character."""
-        with self._reading:
-            self._open()
-            arguments.token_ids([token], self.n_vocab)
-            buf = ctypes.create_string_buffer(256)
-            n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
-            if n < 0:
-                buf = ctypes.create_string_buffer(-n)
-                n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
-            return buf.raw[:n]
-
-    def _ends(self, token: int) -> bool:
-        """Does `token` end a generation?"""
-        with self._reading:
-            self._open()
-            return bool(self._libs.llama.llama_vocab_is_eog(self._vocab, token))
-
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]], *, add_assistant: bool = True) -> str:
-        """The model's chat template over [{"role": ..., "content": ...}]; ModelError when the model has none."""
-        with self._reading:
-            self._open()
-            template = self._libs.llama.llama_model_chat_template(self._model, None)
-            if template is None:
-                raise ModelError(f"{self.path.name} has no chat template; use generate() with plain text")
-            special = {
-                name: self.piece(t, special=True).decode() if t >= 0 else ""
-                for name, t in (("bos_token", self.bos), ("eos_token", self.eos))
-            }
-        return chat.render(self._libs.llama, template.decode(), messages, add_assistant, special)
-
     # -------------------------------------------------------------- decoding
 
     @property
@@ -489,14 +417,14 @@ class Model:
         """Continue `prompt`; yields pieces of text as they are sampled, always whole UTF-8 characters.
 
         max_tokens: most tokens to sample, -1 until the context is full. stop: strings that end the text (not yielded).
-        reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty prompt
-        then continues. The token sampled last enters the cache with what follows it: with the next step, or with the
-        prompt of a reset=False. save_state() goes without it. special: read control tokens in the prompt (chat templates). sampling or its fields
-        (temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed, ...): see Sampling. speculate: a guess
-        of the next token picks the far rows that it will read (speculate.py; specache with fetch=ahead only).
-        Afterwards finish_reason is "stop", "eos", "length" or "context". Raises ContextOverflowError, DecodeError, and
-        BusyError while another thread's generate() of this Model has not ended; an unfinished one of this thread ends,
-        and raises BusyError if it is used.
+        reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty
+        prompt then continues. The token sampled last enters the cache with what follows it: with the next step, or
+        with the prompt of a reset=False. save_state() goes without it. special: read control tokens in the prompt
+        (chat templates). sampling or its fields (temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n,
+        seed, ...): see Sampling. speculate: a guess of the next token picks the far rows that it will read
+        (speculate.py; specache with fetch=ahead only). Afterwards finish_reason is "stop", "eos", "length" or
+        "context". Raises ContextOverflowError, DecodeError, and BusyError while another thread's generate() of this
+        Model has not ended; an unfinished one of this thread ends, and raises BusyError if it is used.
         """
         chosen = arguments.sampling(sampling, options)
         stops, max_tokens = arguments.stops(stop), arguments.at_least("max_tokens", max_tokens, -1)
