@@ -327,6 +327,7 @@ HOLES = (1, 2, 5, 30, 31, 33, 62, 63, 94, 126)
         ("zipcache", "salient=1"),
         ("minikv", ""),
         ("specache", ""),
+        ("aqua", "predictor=none,bits=4,state=compact"),
     ],
 )
 def test_a_saved_sequence_comes_back_into_cells_that_lie_apart(demo_model: Path, method: str, opts: str) -> None:
@@ -358,6 +359,28 @@ def test_a_saved_sequence_comes_back_into_cells_that_lie_apart(demo_model: Path,
         assert np.mean(kld) < (0.8 if method == "xquant" else 0.15), (hole, kld)
         load_around(HOLES[-1] + 1 - hole, c.save(0))
         assert np.isfinite(answers(403)).all()
+    c.close()
+
+
+def test_a_compact_part_that_asks_for_rows_that_never_come_is_seen(demo_model: Path) -> None:
+    """Every bit of the number of rows, in the last tensor: no other one comes behind it."""
+    c = Context(demo_model, "kivi", "state=compact", 2, unified=True)
+    tokens = c.model.tokenize(TEXT, add_bos=True)[:300]
+    for i in range(0, 300, 100):
+        c.decode(0, tokens[i : i + 100], i)
+    good = c.save(0)
+    want = c.decode(0, [5], 300)
+    last = good.rindex(b"QBLOCKS1")
+    for bit in range(32):
+        bad = bytearray(good)
+        bad[last + 32 + bit // 8] ^= 1 << bit % 8
+        c.lib.llama_memory_clear(c.memory, True)
+        c.load(0, bytes(bad))
+        with pytest.raises(AssertionError):
+            c.decode(0, [5], 300)
+    c.lib.llama_memory_clear(c.memory, True)
+    c.load(0, good)
+    assert np.abs(c.decode(0, [5], 300) - want).max() < 1e-5
     c.close()
 
 

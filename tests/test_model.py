@@ -261,7 +261,11 @@ def test_sampling_options_change_the_text(plain: Model) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}, {"colour": 1}, {"stop": ""}],
+    [
+        *({"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"repeat_penalty": 0}, {"seed": -1}, {"colour": 1}),
+        *({"stop": ""}, {"top_k": 1 << 31}, {"repeat_last_n": 1 << 31}, {"temperature": float("inf")}),
+        *({"repeat_penalty": float("nan")}, {"frequency_penalty": float("nan")}, {"presence_penalty": float("inf")}),
+    ],
 )
 def test_bad_sampling_options_are_refused_at_the_call(plain: Model, bad: dict[str, object]) -> None:
     stop = bad.get("stop")

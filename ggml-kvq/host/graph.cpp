@@ -7,6 +7,7 @@
 #include "engines.h"
 #include "ggml-impl.h" // ggml_cgraph
 #include "graph_door.h"
+#include "state.h"
 #include "step.h"
 
 #include "engine/host.h"
@@ -384,7 +385,14 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
     }
     for (kvq_kv_cache * cache : step.caches) {
         if (cache->refused) { return GGML_STATUS_FAILED; }
-        cache->arrivals.reset(); // whatever state came in is complete
+        kvq_arrivals & in = cache->arrivals;
+        if (!in.blob.empty()) { // the last tensor of a state
+            in.damage = kvq_state_missing(in);
+            kvq_report_error(in.damage);
+            cache->refused = true;
+            return GGML_STATUS_FAILED;
+        }
+        in.reset(); // whatever state came in is complete
         if (b.inner) { kvq_cuda_use_stream(*cache, b.stream); }
     }
     const char * at = "";

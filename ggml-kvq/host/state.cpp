@@ -200,15 +200,18 @@ static void take_marks_out(const kvq_target & t, const row_lanes & lanes) {
     }
 }
 
+std::string kvq_state_missing(const kvq_arrivals & in) {
+    return "the saved state is damaged or cut off: rows of the " + std::string(in.value ? "values" : "keys") +
+        " of layer " + std::to_string(in.layer->d.il) + " are missing; save it again";
+}
+
 // Rows of stream s come in. Why they cannot: the tensor before this one is not whole.
 static std::string enter(const kvq_target & t, int s) {
     kvq_arrivals & in = t.cache->arrivals;
     if (in.layer == t.layer && in.value == t.value && in.stream == s) { return ""; }
-    const bool cut = !in.marks.found.empty() || !in.blob.empty();
-    const std::string of =
-        cut ? std::string(in.value ? "values" : "keys") + " of layer " + std::to_string(in.layer->d.il) : "";
+    const std::string why = in.marks.found.empty() && in.blob.empty() ? "" : kvq_state_missing(in);
     in.begin(t.layer, t.value, s);
-    return cut ? "the saved state is cut off: rows of the " + of + " are missing; save it again" : "";
+    return why;
 }
 
 // Why the rows are refused, "" when they are not. They lose the bits of marks.
@@ -254,7 +257,13 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
 
 // ---------------------------------------------------------------- blocks as they are
 
+// Blocks that are known in their own place only leave when Model.save_state asks, which can be told that they have no
+// place. In a cache that sequences share they come back elsewhere.
 static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint8_t * to) {
+    for (int i = 0; i < lanes.n; i++) {
+        if (lanes.lane[i]->leaves_out() && !tag_out) { return false; }
+    }
+    if (2 * (size_t) lanes.row < KVQ_BLOB_HEAD) { return false; } // rows that come one by one do not tell what they are
     const kvq_blob_head head = { 0, 0, tag_out, t.cache->model_mark(), t.value, (uint8_t) lanes.n, t.layer->d.il, n };
     const std::vector<uint8_t> blob = kvq_blob_write(lanes.lane, s, cell, n, 2 * (size_t) lanes.row * n, head);
     std::copy(blob.begin(), blob.end(), to); // zeros behind it
@@ -286,7 +295,7 @@ static int take_blob(
     memcpy(&n_rows, (in.blob.empty() ? (const uint8_t *) rows : in.blob.data()) + 32, 4);
     int n_have = 0;
     for (const kvq_blob_run & r : in.runs) { n_have += r.n; }
-    if (n_rows <= n_have) {
+    if (n_rows <= n_have || (in.blob.empty() && !kvq_blob_head_is_whole(rows))) {
         why = damaged;
         return n;
     }

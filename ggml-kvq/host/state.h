@@ -17,6 +17,7 @@
 #include <vector>
 
 struct ggml_tensor;
+struct kvq_arrivals;
 struct kvq_kv_layer;
 
 struct kvq_state_error : std::runtime_error {
@@ -28,4 +29,5 @@ void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_
 // may_throw: the caller is llama.cpp in this process, not another machine's
 void kvq_write_rows(const ggml_tensor * tensor, const void * data, size_t offset, size_t size, bool may_throw);
 void kvq_fill_rows(const ggml_tensor * tensor, uint8_t value, size_t offset, size_t size);
+std::string kvq_state_missing(const kvq_arrivals & in);               // of a tensor that is not whole
 bool kvq_copy_rows(const ggml_tensor * src, const ggml_tensor * dst); // whole streams; false: as rows

@@ -195,6 +195,9 @@ uint32_t kvq_crc32(uint32_t crc, const void * data, size_t nb) {
     return ~crc;
 }
 
+// of a head, less the sum of all and this one
+static uint32_t head_sum(const uint8_t * head) { return kvq_crc32(kvq_crc32(0, head, 16), head + 20, 16); }
+
 std::vector<uint8_t> kvq_blob_write(
     const kvq_lane * const * lanes, int stream, int cell, int n, size_t nb_rows, kvq_blob_head head) {
     std::vector<uint8_t> out(KVQ_BLOB_HEAD);
@@ -241,10 +244,18 @@ std::vector<uint8_t> kvq_blob_write(
     put(front, &head.il, 1);
     put(front, &head.n, 1);
     put(front, &zero, 1);
+    const uint32_t of_head = head_sum(front.data());
+    memcpy(front.data() + 36, &of_head, 4);
     std::copy(front.begin(), front.end(), out.begin());
     const uint32_t sum = kvq_crc32(0, out.data() + 20, out.size() - 20);
     memcpy(out.data() + 16, &sum, 4);
     return out;
+}
+
+bool kvq_blob_head_is_whole(const void * data) {
+    uint32_t sum;
+    memcpy(&sum, (const uint8_t *) data + 36, 4);
+    return !sum || sum == head_sum((const uint8_t *) data);
 }
 
 bool kvq_blob_begins(const void * data, size_t nb) { return nb >= KVQ_BLOB_HEAD && !memcmp(data, &MAGIC, 8); }

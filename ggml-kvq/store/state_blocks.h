@@ -3,7 +3,7 @@
 // zeros out (python/ggml_kvq/states.py).
 //
 //   u64 magic   u64 bytes   u32 CRC-32 of what follows   u32 tag   u16 model, u8 values, u8 lanes   i32 layer   i32
-//       rows   i32 0
+//       rows   u32 CRC-32 of magic, bytes and what stands between tag and rows; 0: not known
 //   of each lane:   kvq_codec   i32 heads, i32 flags (1: codes are another lane's, 2: positions, 4: positions when
 //       sealed, 8: means or predictions are left out)
 //                   i32 first cell within its page, i32 pages       then of each page, whole or in part:
@@ -33,6 +33,7 @@ std::vector<uint8_t> kvq_blob_write(
     const kvq_lane * const * lanes, int stream, int cell, int n, size_t nb_rows, kvq_blob_head head);
 
 bool kvq_blob_begins(const void * data, size_t nb);
+bool kvq_blob_head_is_whole(const void * data); // of KVQ_BLOB_HEAD bytes
 // false: not whole, or not as it was written
 bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head);
 

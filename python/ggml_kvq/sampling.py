@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass, fields
 from typing import Any
@@ -41,12 +42,14 @@ class Sampling:
                     f" {'whole number' if whole else 'number'}"
                 )
         checks: list[tuple[str, float, bool, str]] = [
-            ("temperature", self.temperature, self.temperature >= 0, "0 or more"),
-            ("top_k", self.top_k, self.top_k >= 0, "0 (all) or more"),
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k, 0 <= self.top_k < 1 << 31, "0 (all) or more, below 2147483648"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repeat_penalty", self.repeat_penalty, self.repeat_penalty > 0, "above 0 (1 is off)"),
-            ("repeat_last_n", self.repeat_last_n, self.repeat_last_n >= 0, "0 (off) or more"),
+            ("repeat_penalty", self.repeat_penalty, 0 < self.repeat_penalty < math.inf, "above 0 (1 is off)"),
+            ("repeat_last_n", self.repeat_last_n, 0 <= self.repeat_last_n < 1 << 31, "0 (off) to 2147483647"),
+            ("frequency_penalty", self.frequency_penalty, math.isfinite(self.frequency_penalty), "that is finite"),
+            ("presence_penalty", self.presence_penalty, math.isfinite(self.presence_penalty), "that is finite"),
         ]
         for name, value, ok, cure in checks:
             if not ok:
