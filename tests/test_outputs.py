@@ -118,7 +118,6 @@ def test_rows_that_lack_figures_are_left_out_of_pages_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A cache that breaks a model leaves NaN in its row. f16 rows of another window have nothing beside them."""
-    pytest.importorskip("matplotlib")
     key = {"kind": "text", "model": "m.gguf", "text": "t", "n_ctx": 512, "n_ubatch": 64}
     rest = {"ppl": 9.0, "same_top": 0.9, "bytes_total": 1 << 20}
     f16 = {"key": {**key, "cache": "f16", "spec": "f16"}, "method": "upstream", "bits": 16, "bits_no_window": 16}

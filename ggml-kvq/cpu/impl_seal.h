@@ -101,7 +101,8 @@ static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8
         }
     }
     if (c.scale) { kvq_affine_put_params(c, params, scale, zero); }
-    if (c.scale && c.bits) { // as kvq_affine_encode_ref
+    if (shared || !c.bits) { return; }
+    if (c.scale) { // as kvq_affine_encode_ref
         kvq_affine_get_params(c, params, scale, zero);
         for (int p = 0; p < np; p += 16) {
             const f32x16 range = f32_div(f32_mul(f32_load(scale + p), levels), keep);
@@ -109,7 +110,6 @@ static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8
             f32_store(mul + p, f32_within(f32_div(width, range), __FLT_MAX__));
         }
     }
-    if (shared || !c.bits) { return; }
 
     const f32x16 half = f32_set1(c.levels ? 0.0f : 0.5f), none = f32_set1(0.0f);
     for (int t = 0; t < n; t++) {
