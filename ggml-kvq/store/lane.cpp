@@ -149,6 +149,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     take_frame(s, p);
     if (i.state == KVQ_PAGE_SEALED && keep) {
         decode_page(s, p, i.frame);
+        reopened.opened(l, device, s, p, valid(s, p), i.frame);
     } else if (i.state == KVQ_PAGE_EMPTY && (keep || l.head_stride() != l.codec.head_size)) {
         device.zero(i.frame, l.nb_frame); // never-written cells are read as zeros
     }
@@ -182,6 +183,7 @@ void kvq_lane::write(
             streams[s].may_seal_ahead = true;
             streams[s].last = (int) (idx[k] % l.n_cells);
         }
+        reopened.wrote(s, p, slots);
         for (kvq_policy * x : policies) { x->wrote(*this, s, p, slots, n_rows[(size_t) s]); }
         i = j;
     }
@@ -351,6 +353,7 @@ void kvq_lane::bring_home(int s) {
 
 void kvq_lane::copy_stream(int from, int to) {
     waiting = false;
+    reopened.forget_stream(to);
     device.flush(); // pages are copied together: nothing that they hold may still be on its way
     if (l.moves) {
         std::copy_n(stored.begin() + (long) from * l.n_pages, l.n_pages, stored.begin() + (long) to * l.n_pages);
@@ -415,6 +418,7 @@ void kvq_lane::drop_from(int s, int cell) {
 }
 
 void kvq_lane::empty_page(int s, int p) {
+    reopened.forget(s, p);
     drop_frame(s, p);
     drop_block(s, p);
     std::fill_n(valid(s, p), l.page_cells / 8, (uint8_t) 0);
@@ -446,6 +450,7 @@ void kvq_lane::clear() {
     for (kvq_pool & x : pools) { x.clear(); }
     std::fill(stored.begin(), stored.end(), -1);
     std::fill(valid_bits.begin(), valid_bits.end(), 0);
+    reopened.clear();
     is_dirty = waiting = false;
 }
 
@@ -463,6 +468,7 @@ void kvq_lane::edit(int stream, const kvq_any_cell & any, const kvq_edit_row & f
             touched = holds(t) && any(p * l.page_cells + t);
         }
         if (!touched) { continue; }
+        reopened.forget(stream, p);
         const bool sealed = i.state == KVQ_PAGE_SEALED;
         uint16_t * tile = i.frame;
         if (sealed) {

@@ -4,7 +4,7 @@
 //            write                     commit: complete, and older than the window
 //   EMPTY ----------->  OPEN (f16 tile) ------------------------------------> SEALED (block of the method's codec)
 //     ^                  |   ^   ^                                              |
-//     |  clear           |   |   +---- write into it: decoded, sealed again later
+//     |  clear           |   |   +---- write into it: decoded (reopened.h), sealed again later
 //     +------------------+   +-------- restore of rows that are no saved image
 //   shift       SEALED: decoded, rotated, sealed at once      OPEN: rotated in place
 //   copy        state and bytes as they are
@@ -19,6 +19,7 @@
 
 #include "policy.h"
 #include "pool.h"
+#include "reopened.h"
 #include "spans.h"
 
 struct kvq_counters {
@@ -181,6 +182,7 @@ private:
     std::vector<uint8_t> valid_bits;
     std::vector<stream_state> streams;
     std::vector<kvq_pool> pools; // by stream, when pooled
+    kvq_reopened reopened;
     bool is_dirty = false;
     // The lane whose codes we adopt has this ubatch's rows, we have not: sealing now would seal pages that are about to
     // be written.

@@ -79,6 +79,7 @@ bool kvq_lane::is_marked_image(int s, int p, const uint16_t * rows) const {
 void kvq_lane::place(int s, int p, const kvq_page_image & image) {
     streams[(size_t) s].restored = true;
     for (kvq_policy * x : policies) { x->placing(*this, s, p, image); }
+    reopened.forget(s, p);
     drop_frame(s, p);
     take_block(s, p);
     if (!codes_of && l.nb_codes) { device.put(codes_at(s, p, 0), image.codes.data(), image.codes.size()); }
