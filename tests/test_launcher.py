@@ -148,12 +148,34 @@ def test_projector_stays_off_the_cache_device() -> None:
         (["--kv-method", "f16", "-dev", "none"], ["-dev none", "KVQ0"]),
         (["--kv-method", "f16", "-ngl", "0"], ["-ngl 0", "drop -ngl"]),
         (["--kv-method", "f16", "--no-kv-offload"], ["-nkvo", "f16"]),
+        (["--kv-method", "f16", "-kvo", "-nkvo"], ["-nkvo", "f16"]),
         (["--kv-method", "f16", "-ctk", "q8_0"], ["-ctk q8_0", "drop one"]),
+        (["--kv-method", "f16", "-ctv", "f32"], ["-ctv f32", "another type", "drop one"]),
     ],
 )
 def test_refusals_name_value_and_cure(argv: list[str], words: list[str]) -> None:
     text = refusal("llama-cli", *argv)
     assert all(word in text for word in words), text
+
+
+def test_of_twin_switches_the_last_counts() -> None:
+    f16 = ["--kv-method", "f16"]
+    assert launcher.command("llama-cli", [*f16, "-nkvo", "-kvo"], {}).env["KVQ_METHOD"] == "f16"
+    environ = {"LLAMA_ARG_KV_OFFLOAD": "off"}
+    assert launcher.command("llama-cli", [*f16, "-kvo"], environ).env["KVQ_METHOD"] == "f16"
+    with pytest.raises(KvqError, match="-nkvo"):
+        launcher.command("llama-cli", f16, environ)
+
+
+@pytest.mark.parametrize("arch", ["bert", "nomic-bert-moe", "llada"])
+def test_a_model_without_cache_is_refused(arch: str, write_gguf: Callable[..., Path]) -> None:
+    path = write_gguf("encoder.gguf", {"general.architecture": arch})
+    text = refusal("llama-server", "-m", str(path), "--kv-bits", "2.5")
+    assert f"encoder.gguf ({arch}) keeps no KV cache" in text and "drop --kv-bits 2.5" in text
+    with pytest.raises(KvqError, match="KVQ_METHOD=kivi would not be used: add --kv-method none"):
+        launcher.command("llama-server", ["-m", str(path)], {"KVQ_METHOD": "kivi"})
+    off = launcher.command("llama-server", ["-m", str(path), "--kv-method", "none"], {"KVQ_METHOD": "kivi"})
+    assert off.env["KVQ_METHOD"] is None
 
 
 @pytest.mark.parametrize(

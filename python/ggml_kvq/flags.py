@@ -158,6 +158,15 @@ class User:
             i += 2 if self.args[i] in TEXT else 1
         return False
 
+    def last_name(self, names: Sequence[str]) -> str:
+        """The last argument that bears one of these names, "" when none does: of switches that llama.cpp has twice."""
+        out, i = "", 0
+        while i < len(self.args):
+            name = long_name(self.args[i])
+            out = name if name in names else out
+            i += 2 if self.args[i] in TEXT else 1
+        return out
+
     def models(self, bench: bool) -> list[str]:
         """Model files: the last one given, in llama-bench all."""
         values = self.values(("-m", "--model"), "LLAMA_ARG_MODEL")

@@ -22,6 +22,23 @@ from .errors import KvqError
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_NAME = 1 << 16
+# Encoders and diffusion models: llama.cpp makes no memory for them (llama_model::create_memory).
+WITHOUT_CACHE = {
+    "bert",
+    "dream",
+    "eurobert",
+    "gemma-embedding",
+    "jina-bert-v2",
+    "jina-bert-v3",
+    "llada",
+    "llada-moe",
+    "modern-bert",
+    "neo-bert",
+    "nomic-bert",
+    "nomic-bert-moe",
+    "rnd1",
+    "wavtokenizer-dec",
+}
 
 
 class GgufError(KvqError, ValueError):

@@ -322,6 +322,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             )
     else:
         refusals.conflicts(user, choice, bench)
+        refusals.without_cache(header, choice)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
     notes += refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
     config, more = _data(program, flags, environ, models, chosen)

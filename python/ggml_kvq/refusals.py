@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import _paths, budget, memory
+from . import _paths, budget, gguf_header, memory
 from .errors import KvqError
 from .flags import FALSE, TRUE, LaunchError, User
 
@@ -65,19 +65,28 @@ def conflicts(user: User, choice: Choice, bench: bool) -> None:
     if bench:
         kept = any(part in TRUE for v in user.values(("-nkvo", "--no-kv-offload")) for part in v.split(","))
     else:
-        env = user.environ
-        kept = (
-            user.has(("-nkvo", "--no-kv-offload"))
-            or env.get("LLAMA_ARG_KV_OFFLOAD") in FALSE
-            or "LLAMA_ARG_NO_KV_OFFLOAD" in env
-        )
-        kept = kept and not user.has(("-kvo", "--kv-offload"))
+        env, off = user.environ, ("-nkvo", "--no-kv-offload")
+        by_env = env.get("LLAMA_ARG_KV_OFFLOAD") in FALSE or "LLAMA_ARG_NO_KV_OFFLOAD" in env
+        last = user.last_name((*off, "-kvo", "--kv-offload"))
+        kept = last in off if last else by_env
     if kept:
         raise LaunchError(f"-nkvo keeps the KV cache in llama.cpp's own memory, so {words} would not be used: {either}")
     for side in ("k", "v"):
         for value in user.values((f"-ct{side}", f"--cache-type-{side}"), f"LLAMA_ARG_CACHE_TYPE_{side.upper()}"):
             if set(value.split(",")) != {"f16"}:
-                raise LaunchError(f"-ct{side} {value} asks llama.cpp to quantise the cache that {words} owns: {either}")
+                raise LaunchError(
+                    f"-ct{side} {value} asks llama.cpp for another type of the cache that {words} owns: {either}"
+                )
+
+
+def without_cache(header: gguf_header.Header | None, choice: Choice) -> None:
+    """Refuse a model that reads all its tokens at once and keeps none: nobody would be told that the method is idle."""
+    arch = header.fields.get("general.architecture") if header else None
+    if header and arch in gguf_header.WITHOUT_CACHE:
+        raise LaunchError(
+            f"{os.path.basename(header.path)} ({arch}) keeps no KV cache, so {choice.words} would not be used:"
+            f" {choice.drop}"
+        )
 
 
 def layer_notes(user: User, choice: Choice, n_layer: int | None, bench: bool) -> list[str]:
