@@ -73,6 +73,24 @@ def test_draft_flags_that_do_nothing_are_refused(argv: list[str], needle: str) -
         launcher.command("llama-server", argv, {})
 
 
+def test_variables_of_the_draft_are_named(demo_model: Path) -> None:
+    argv, draft = ["-m", str(demo_model), "--kv-method", "kivi"], ["-md", str(demo_model)]
+    exported = {"KVQ_METHOD_DRAFT": "kivi", "KVQ_OPTS_DRAFT": "bits=4"}
+    for program in ("llama-completion", "llama-bench"):  # an exported variable stops no program without a draft
+        cmd = launcher.command(program, argv, exported)
+        assert cmd.env["KVQ_METHOD_DRAFT"] is None
+        assert any(n.startswith("KVQ_METHOD_DRAFT=kivi is not used: there is no draft") for n in cmd.notes)
+    with pytest.raises(KvqError, match="^KVQ_METHOD_DRAFT=kivy: .*kivy"):
+        launcher.command("llama-server", [*argv, *draft], {"KVQ_METHOD_DRAFT": "kivy"})
+    # options go with their method
+    other = launcher.command("llama-server", [*argv, *draft, "--kv-method-draft", "minikv"], exported)
+    assert other.env["KVQ_OPTS_DRAFT"] is None and "KVQ_OPTS_DRAFT=bits=4 is not used: they are for kivi" in other.notes
+    same = launcher.command("llama-server", [*argv, *draft, "--kv-method-draft", "kivi"], exported)
+    assert same.env["KVQ_OPTS_DRAFT"] == "bits=4" and not any("KVQ_OPTS_DRAFT" in n for n in same.notes)
+    alone = launcher.command("llama-server", [*argv, *draft], {"KVQ_OPTS_DRAFT": "bits=4"})
+    assert any(n.startswith("KVQ_OPTS_DRAFT=bits=4 is not used") for n in alone.notes)
+
+
 def ask(port: int, prompt: str, n: int) -> dict[str, Any]:
     body = {"prompt": prompt, "n_predict": n, "temperature": 0, "cache_prompt": False}
     request = urllib.request.Request(

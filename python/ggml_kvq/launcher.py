@@ -118,7 +118,9 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
     """
     from . import methods, native
 
-    method = flags.draft_method or environ.get("KVQ_METHOD_DRAFT") or None
+    by_env, env_opts = environ.get("KVQ_METHOD_DRAFT") or None, environ.get("KVQ_OPTS_DRAFT") or ""
+    method = flags.draft_method or by_env
+    words = f"--kv-method-draft {method}" if flags.draft_method else f"KVQ_METHOD_DRAFT={method}"
     model = (user.values(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL") or [""])[-1]
     present = (
         model
@@ -127,23 +129,25 @@ def _draft(user: User, flags: Flags, environ: Mapping[str, str], out: Command) -
     )
     predicts = any("mtp" in value for value in user.values(("--spec-type",), "LLAMA_ARG_SPEC_TYPE"))
     arch = gguf_header.read(model).fields.get("general.architecture") if os.path.isfile(model) else None
+    if by_env and not flags.draft_method and not present and not predicts:  # exported once, for many programs
+        out.notes.append(f"{words} is not used: there is no draft; add -md FILE.gguf or --spec-type draft-mtp")
+        out.env |= {"KVQ_METHOD_DRAFT": None, "KVQ_OPTS_DRAFT": None}
+        method = None
+    elif env_opts and (not method or (by_env and by_env != method)):
+        why = f"they are for {by_env}" if by_env else "no method of the draft is chosen; add --kv-method-draft NAME"
+        out.notes.append(f"KVQ_OPTS_DRAFT={env_opts} is not used: {why}")
+        env_opts = ""
     if method:
         if arch in _SHARES_CACHE:
-            raise LaunchError(
-                f"--kv-method-draft {method}: {model} ({arch}) has no cache of its own, it reads the model's; drop the"
-                " flag"
-            )
+            cure = "drop the flag" if flags.draft_method else "unset the variable"
+            raise LaunchError(f"{words}: {model} ({arch}) has no cache of its own, it reads the model's; {cure}")
         if not present and not predicts:
-            raise LaunchError(
-                f"--kv-method-draft {method} needs a draft: add -md FILE.gguf or --spec-type draft-mtp, or drop it"
-            )
+            raise LaunchError(f"{words} needs a draft: add -md FILE.gguf or --spec-type draft-mtp, or drop it")
         try:
-            opts = native.merge_options(
-                "--kv-opt-draft", environ.get("KVQ_OPTS_DRAFT") or "", ",".join(flags.draft_opts)
-            )
+            opts = native.merge_options("--kv-opt-draft", env_opts, ",".join(flags.draft_opts))
             methods.check(method, opts)
         except KvqError as e:
-            raise LaunchError(f"--kv-method-draft: {e}") from e
+            raise LaunchError(f"{words}: {e}") from e
         out.env |= {"KVQ_METHOD_DRAFT": method, "KVQ_OPTS_DRAFT": opts or None, "KVQ_MODEL_DRAFT": model or None}
     elif flags.draft_opts:
         raise LaunchError(f"--kv-opt-draft {flags.draft_opts[0]} needs a method; add --kv-method-draft NAME")
