@@ -130,3 +130,14 @@ def test_a_plan_is_of_the_cells_that_llama_cpp_makes(
             assert plan.bits == pytest.approx(s["bits"])
     assert cli.main(["info", str(demo_model), "-c", str(n_ctx)]) == 0
     assert f"stream of {n_ctx} tokens, for which llama.cpp makes {m.n_ctx} cells" in capsys.readouterr().out
+
+
+def test_a_model_without_cache(capsys: pytest.CaptureFixture[str], write_gguf: Callable[..., Path]) -> None:
+    fields = {k.replace("llama.", "bert."): v for k, v in LLAMA_FIELDS.items()}
+    path = str(write_gguf("encoder.gguf", {**fields, "general.architecture": "bert"}))
+    code, out, _ = run(capsys, "info", path)
+    assert code == 0 and "keeps none for this architecture" in out and "kivi" not in out
+    code, _, err = run(capsys, "info", path, "--cache", "kivi")
+    assert code == 2 and "--cache kivi" in err
+    out = run(capsys, "doctor", "-m", path)[1]
+    assert "note  model: encoder.gguf (bert) keeps no KV cache" in out and "BAD   model" not in out

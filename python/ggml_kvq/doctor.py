@@ -179,7 +179,11 @@ def _model(path: str) -> Iterator[Check]:
         file = hub.resolve(path)
         if not file.is_file():
             raise KvqError(f"{file} is not a file; give a GGUF model")
-        gguf_header.read(file, tensors=True).check_whole()
+        header = gguf_header.read(file, tensors=True)
+        header.check_whole()
+        if (arch := header.fields.get("general.architecture")) in gguf_header.WITHOUT_CACHE:
+            yield Check(NOTE, "model", f"{file.name} ({arch}) keeps no KV cache", "run it with --kv-method none")
+            return
         texts = {}
         for method in (None, "f16", "kivi"):
             with Model(file, method or "upstream", n_ctx=512, n_ubatch=64) as m:

@@ -271,6 +271,8 @@ def attention_layers(header: Header) -> list[tuple[int, int, int, int]]:
     arch = fields.get("general.architecture")
     if not isinstance(arch, str):
         raise GgufError(f"{header.path} names no general.architecture; give a model, not a sidecar or adapter file")
+    if arch in WITHOUT_CACHE:
+        raise GgufError(f"{header.path} ({arch}) keeps no KV cache: llama.cpp makes none for it; give another model")
 
     def get(key: str, default: Any = None) -> Any:
         return fields.get(f"{arch}.{key}", default)

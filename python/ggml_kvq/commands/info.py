@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     print_facts(facts)
     for key, value in header.kvq().items():
         print(f"{key:<17} {shown(value)}")
-    if not header.kvq():
+    if facts.get("architecture") in gguf_header.WITHOUT_CACHE:
+        print(f"{'KV cache':<17} none: llama.cpp keeps none for this architecture")
+    elif not header.kvq():
         print(f"{'kvq.*':<17} none: --kv-method chooses, options have their defaults")
     if plans:
         print_plans(plans, n_ctx, bool(specs))
