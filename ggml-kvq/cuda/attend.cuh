@@ -21,8 +21,9 @@ struct kvq_attend_args {
     int slices_log2, v_groups, v_slices_log2, wide, n_warps, occupancy, nb_shared;
     int one_team;                  // blocks of one team, for tests
     int max_shared, max_shared_sm; // bytes that a block and a multiprocessor may have
-    float * partial;               // [stream][head kv][row][split][head size v + 4]: o, m, l, unused
+    float * partial;               // [stream][head kv][row][split][head size v + 4]: o, m, l, l that lacks means
     uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
+    int apart;          // decode: sums of blocks are added by a kernel of their own (attend_merge.cu)
     // short caches: one warp has 32 cells, and rows of this step are taken from where the graph left them
     bool is_short;
     int n_new; // rows that the kernel writes into their pages
@@ -46,8 +47,8 @@ struct kvq_attend_args {
     const int32_t * work;
     int n_work;
     bool listed, list_few; // the caller can list them: more blocks of rows fit; it does so where few rows fit anyway
-    // decode, kernels of their own: groups of 16 in both (1), or 32 (3) (decode_fine.cuh); products in 8 bits (4)
-    // (attend_bytes.cuh)
+    // decode, kernels of their own: groups of 16 in both (1), or 32 (3) (decode_fine.cuh); up to 4 rows in 8-bit
+    // products (4), or more rows (5) (attend_bytes.cuh)
     int fine;
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float *k_mean, *v_mean;          // [head kv][head size]
@@ -130,6 +131,7 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_BYTES_BITS(X)                                                                                              \
     X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)            // in 8-bit products, heads of 64 and 128
 #define KVQ_WIDE_BYTES_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 2) X(4, 4) // and other heads
+#define KVQ_BYTES_ROWS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 4)         // more than 4 rows, every head
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
 // attention picks cells, X(fast half, slow half).
 #define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(2, 4, 3) X(2, 4, 4)
@@ -149,12 +151,15 @@ int kvq_decode_picking(const kvq_attend_args & a, int room); // splits that read
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
 // needs partial and tickets
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream);
+// sums of a decode kernel's blocks; rotated: they are, and lack the means of values
+void kvq_launch_decode_merge(const kvq_attend_args & a, bool rotated, int n_streams, cudaStream_t stream);
 typedef void kvq_decode_launch(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy);
 // attend_decode.cuh
 kvq_decode_launch kvq_launch_decode_64, kvq_launch_decode_128, kvq_launch_decode_wide;
 kvq_decode_launch kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide;
 kvq_decode_launch kvq_launch_decode_fine_32;
 kvq_decode_launch kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128, kvq_launch_decode_bytes_wide;
+kvq_decode_launch kvq_launch_bytes_rows_64, kvq_launch_bytes_rows_128, kvq_launch_bytes_rows_wide;
 kvq_decode_launch kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128, kvq_launch_decode_lattice_wide;
 kvq_decode_launch kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide;
 kvq_decode_launch kvq_launch_decode_split_64, kvq_launch_decode_split_128, kvq_launch_decode_split_wide;

@@ -1,7 +1,11 @@
-// Attention of up to 4 query rows of a KV head over long caches, products in 8 bits: affine pages with groups of 64 or
-// more (decode_bytes.cuh), lattice pages of 2 bits a value (decode_bytes_lattice.cuh). A warp walks 64 cells at a time
-// as in attend_decode.cuh, and threads hold the same cells and channels; of the 8 columns two are one row's, so that a
-// thread has half as many scores, masks and sums. WIDE: heads in slices, as there.
+// Attention of few query rows of a KV head over long caches: affine pages with groups of 64 or more, lattice pages of 2
+// bits a value. A warp walks 64 cells at a time as in attend_decode.cuh, and threads hold the same cells and channels,
+// but what it asks for lies in a table (decode_bytes_stage.cuh). WIDE: heads in slices, as there.
+//
+// Of up to 4 rows (E = 1) products are of 8 bits (decode_bytes.cuh): of the 8 columns two are one row's, so that a
+// thread has half as many scores, masks and sums. With more (E = 2 rows of a thread) a column is a row. Lattice pages
+// (decode_bytes_lattice.cuh) then have two products in 8 bits, affine ones one in f16 (decode_products.cuh): two codes
+// at once instead of four, but queries need not be made anew for every page.
 //
 // Of long caches a warp's units are those of whole pages, which share what is made of queries and scales.
 #pragma once
@@ -28,17 +32,20 @@ __device__ __noinline__ void ask_open_rows(
     if (!(state & 2)) { prefetch_rows(page.v_codes, (size_t) kvh * a.v.n_cells + cell, a.v.stride); }
 }
 
-// What open values add to a row: o += rest x or, where o is rotated, rest H x. rows: of this thread's first cell,
-// channel 0 of the slice; x: sums of products, the first column of each row; all, turn: memory of the team. A function
-// of its own: few units are open, and it would be a large part of a kernel.
-template <int D, bool ROTATED, typename X>
+// What open values add to a thread's rows: o += rest x or, where o is rotated, rest H x. rows: of this thread's first
+// cell, channel 0 of the slice; VB: of v_weight; x: sums of products, of E = 1 the first column of each row; all, turn:
+// memory of the team. A function of its own: few units are open, and it would be a large part of a kernel.
+template <int D, int VB, bool ROTATED, int E, typename X>
 __device__ __noinline__ void add_open_values(const kvq_attend_args & a, const X of, const uint16_t * rows,
-    uint8_t * all, int turn, const uint32_t (&p)[4][2], float rest, float (&o)[D / 16][2]) {
+    uint8_t * all, int turn, const uint32_t (&p)[4][2], const float (&rest)[E], float (&o)[D / 16][2 * E]) {
     float x[D / 16][4] = {};
-    accumulate_open<D, 16, false>(of, rows, a.v.stride, p, x);
-    if constexpr (ROTATED) { rotate_columns<D, X, 1>(a, of, all, turn, x); }
+    accumulate_open<D, VB, false>(of, rows, a.v.stride, p, x);
+    if constexpr (ROTATED) { rotate_columns<D, X, E>(a, of, all, turn, x); }
 #pragma unroll
-    for (int n = 0; n < D / 8; n++) { o[n / 2][n % 2] = fmaf(x[n / 2][n % 2 * 2], rest, o[n / 2][n % 2]); }
+    for (int n = 0; n < D / 8 * E; n++) {
+        const int i = n / (2 * E), channel = n / E % 2, e = n % E;
+        o[i][E * channel + e] = fmaf(x[i][2 * channel + e], rest[e], o[i][E * channel + e]);
+    }
 }
 
 // Blocks of a multiprocessor: with more, what does not fit into registers goes through the L2 cache, because shared
@@ -47,14 +54,17 @@ template <bool MEANS, bool WIDE> constexpr int bytes_blocks = WIDE ? 1 : MEANS ?
 template <bool MEANS, bool WIDE> constexpr int bytes_warps = most_warps<WIDE, MEANS>();
 
 // MEANS: sealed pages lack theirs (decode_means.cuh). AHEAD: as in attend_decode.cuh
-template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD>
+template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD, int E>
 __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<MEANS, WIDE>)
     bytes_kernel(const __grid_constant__ kvq_attend_args a) {
     typedef slice_of<D, WIDE> slice;
     typedef decode_sums<D, bytes_warps<MEANS, WIDE>> sums_type;
+    static_assert(E == 1 || !AHEAD);
     constexpr int S = D / 16;
     // POINTS: pages may have 32 cells, so that a unit is of two; what is sealed is rotated
     constexpr bool POINTS = KB > LATTICE;
+    constexpr bool HALF = E == 2 && !POINTS; // products in f16; o is in units of codes
+    constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     using map = stage_map<D, KB, VB>;
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -62,7 +72,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     const slice of(a, warp);
     const block_share share = share_of<true>(a);
     if (!share.n_splits) { return; }
-    const int kvh = share.kvh, n_rows = a.n_rows, picking = AHEAD ? a.n_picking : 0,
+    const int kvh = share.kvh, row0 = share.rows * DECODE_COLUMNS, n_rows = min(a.n_rows - row0, DECODE_COLUMNS),
+              picking = AHEAD ? a.n_picking : 0,
               n_near = share.n_splits - picking; // blocks of near cells
     const bool picks = AHEAD && share.split < picking;
     const auto & st = a.stream[blockIdx.z];
@@ -120,7 +131,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     };
     uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * means_step<D, WIDE>(a));
     if (n_mine) { copy_pages(0, last); }
-    if constexpr (MEANS) { copy_waves<D>(a, of, waves); }
+    if constexpr (MEANS) { copy_waves<D, E>(a, of, waves); }
     if (warp < of.n) { // codes of whole channels, or of vectors of two
         lanes[threadIdx.x] = POINTS ? lane_of<D, D / 2, 4, 4, true>(a, of, kvh)
                                     : lane_of<D, D, cut<KB>::W, cut<VB>::W, false>(a, of, kvh);
@@ -128,18 +139,27 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     __syncthreads();
     const byte_lane & my_lane = lanes[32 * of.i + lane];
 
-    const int row = min(c, n_rows - 1), head = row_head(a, kvh, row);
-    const float slope = alibi_slope(a, head) * LOG2E;
-    const __half * const mask =
-        st.mask ? st.mask + row_token(a, row) * a.mask_stride_token + head * a.mask_stride_head : nullptr;
+    const int row = min(E * c, n_rows - 1); // AHEAD: of this thread, in the block
+    const __half * mask[E];                 // of rows E*c + e
+    float slope[E];
+#pragma unroll
+    for (int e = 0; e < E; e++) {
+        const int at = row0 + min(E * c + e, n_rows - 1), head = row_head(a, kvh, at);
+        slope[e] = alibi_slope(a, head) * LOG2E;
+        mask[e] = st.mask ? st.mask + row_token(a, at) * a.mask_stride_token + head * a.mask_stride_head : nullptr;
+    }
+    const bool one_mask = E == 1 || (a.n_q == 1 && a.mask_stride_head == 0);
     const int mine = g / 2 % 2 * 16 + g % 2 * 2; // cells mine + 4j + {0, 1} of half g / 4
     const shared_query q = { queries + of.i * S * 32 + lane };
-    byte_query<D> bytes;
+    byte_query<D, E> bytes;
     const void * of_page = nullptr; // whose scales are in `bytes`
 
-    // l_sealed: of values that lack their mean; middle: of accumulate_points. POINTS: o is rotated
-    // l_all: AHEAD, of picked cells as well
-    float o[S][2] = {}, oz[2] = {}, m = -INFINITY, l = 0.0f, l_all = 0.0f, l_sealed = 0.0f, middle = 0.0f;
+    // oz: what zeros add, to two groups; HALF: zeros_v, to group g. l_sealed: of values that lack their mean; middle:
+    // of accumulate_points. POINTS: o is rotated. l_all: AHEAD, of picked cells as well
+    float o[S][2 * E] = {}, oz[E][2] = {}, zeros_v[4] = {}, m[E], l[E] = {}, l_all = 0.0f, l_sealed[E] = {},
+                   middle[E] = {};
+#pragma unroll
+    for (int e = 0; e < E; e++) { m[e] = -INFINITY; }
     int32_t places[2] = {}; // positions of a unit on their way
     const auto load_places = [&](int unit, int at, int h0, int h1) {
 #pragma unroll
@@ -198,8 +218,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
         if (unit < 0) {
             early_wait();
-            const auto row_of = [&](int column) { // two columns a row
-                const int r = min(column / 2, n_rows - 1);
+            const auto row_of = [&](int column) { // E = 1: two columns a row
+                const int r = row0 + min(column * E / 2, n_rows - 1);
                 return st.q + row_token(a, r) * a.q_stride_token + row_head(a, kvh, r) * a.q_stride_head;
             };
             if (picks) { // they read rows as they come
@@ -207,10 +227,10 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             } else if constexpr (POINTS) {
                 share_points(shared_points, a.k.points);
                 share_all_queries<D, KB, MEANS, !MEANS && !WIDE>(
-                    a, of, warp, kvh, 2 * n_rows, queries, of_rows, row_of);
+                    a, of, warp, kvh, E == 1 ? 2 * n_rows : n_rows, queries, of_rows, row_of);
                 __syncthreads();
-                quantise_rotated<D>({ q.at + of.n * S * 32 }, bytes);
-                if constexpr (MEANS) {
+                quantise_rotated<D, E>({ q.at + of.n * S * 32 }, bytes);
+                if constexpr (MEANS && E == 1) {
                     turn_odd_columns<D>(a, of, of_rows);
                     __syncthreads();
                 }
@@ -234,16 +254,22 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             const kvq_page & page = page_of(unit, kh);
             const int slot = cell_of(at, kh) + mine;
             const bool here = sel >> g / 4 & 1;
-            uint32_t mk[4] = {};
-            if (!page.map && page.cell + cell_of(at, kh) + 32 <= a.n_kv) {
-                if (mask) {
-                    const uint32_t * const from = (const uint32_t *) (mask + (uint32_t) (page.cell + slot));
+            uint32_t mk[E][4] = {}; // with one mask for both rows, mk[0] alone
 #pragma unroll
-                    for (int j = 0; j < 4; j++) { mk[j] = __ldg(from + 2 * j); }
+            for (int e = 0; e < E; e++) {
+                if (e && one_mask) { break; }
+                if (!page.map && page.cell + cell_of(at, kh) + 32 <= a.n_kv) {
+                    if (mask[e]) {
+                        const uint32_t * const from = (const uint32_t *) (mask[e] + (uint32_t) (page.cell + slot));
+#pragma unroll
+                        for (int j = 0; j < 4; j++) { mk[e][j] = __ldg(from + 2 * j); }
+                    }
+                } else {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        mk[e][j] = mask_pair(a, mask[e], page, page.map + slot + 4 * j, slot + 4 * j);
+                    }
                 }
-            } else {
-#pragma unroll
-                for (int j = 0; j < 4; j++) { mk[j] = mask_pair(a, mask, page, page.map + slot + 4 * j, slot + 4 * j); }
             }
             if constexpr (POINTS) {
                 if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
@@ -260,14 +286,22 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                     }
                 }
             }
-            float s[2][4];
+            float s[2 * E][4];
             if (now & 1) {
                 if constexpr (POINTS) {
-                    score_points<D>(load_points(shared_points), bytes, stage, s);
+                    score_points<D, E>(load_points(shared_points), bytes, stage, s);
                     if constexpr (MEANS) {
-                        add_row_means<D, KB>(
-                            a, of, waves, of_rows, (const int32_t *) (stage + byte_lattice_map<D>::BYTES), s);
+                        const int32_t * const places_at = (const int32_t *) (stage + byte_lattice_map<D>::BYTES);
+                        if constexpr (E == 1) {
+                            add_row_means<D, KB>(a, of, waves, of_rows, places_at, s);
+                        } else {
+                            add_means<D, KB, true>(a, of, waves, wave_step<D, WIDE>(a), of_rows, places_at, s);
+                        }
                     }
+                } else if constexpr (HALF) {
+                    float zeros[4];
+                    score<D, KB, VB>(a, q, stage, params, s, zeros);
+                    scale_scores(FROM_K, zeros, s);
                 } else {
                     const void * const scales = // of this KV head
                         (const uint8_t *) page.k_params + (cell_of(at, 0) >> a.k_group_log2);
@@ -283,17 +317,24 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                     (const uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + slot) * a.k.stride + of.first(),
                     a.k.stride, x);
 #pragma unroll
-                for (int n = 0; n < 8; n++) { s[n / 4][n % 4] = x[n / 2][n % 2 * 2]; }
+                for (int n = 0; n < 8 * E; n++) {
+                    const int j = n / (2 * E), b = n / E % 2, e = n % E;
+                    s[n / 4][n % 4] = x[j][2 * b + e];
+                }
             }
             if constexpr (WIDE) { team_sum(of, shared_sums, sums_turn, s); }
             cap_scores(a, s);
-            float top = -INFINITY;
+            float top[E];
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float2 mm = __half22float2(as_half2(mk[n / 2]));
-                s[n / 4][n % 4] = fmaf(slope, n % 2 ? mm.y : mm.x, s[n / 4][n % 4]);
+            for (int e = 0; e < E; e++) { top[e] = -INFINITY; }
+#pragma unroll
+            for (int n = 0; n < 8 * E; n++) {
+                const int j = n / (2 * E), b = n / E % 2, e = n % E;
+                float2 mm = __half22float2(as_half2(mk[0][j]));
+                if (e && !one_mask) { mm = __half22float2(as_half2(mk[e][j])); }
+                s[n / 4][n % 4] = fmaf(slope[e], b ? mm.y : mm.x, s[n / 4][n % 4]);
                 if (POINTS && !here) { s[n / 4][n % 4] = -INFINITY; }
-                top = fmaxf(top, s[n / 4][n % 4]);
+                top[e] = fmaxf(top[e], s[n / 4][n % 4]);
             }
             const int half = 2 * at + kh; // of the cache
             if constexpr (AHEAD) {
@@ -305,69 +346,110 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                     }
                 }
             }
-            if (c >= n_rows) { top = -INFINITY; } // nobody's columns
-            if (!__any_sync(~0u, top > -INFINITY)) { continue; }
 #pragma unroll
-            for (int d = 4; d <= 16; d *= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
-            if (__any_sync(~0u, top > m)) {
-                const float most = fmaxf(top, m), f = m == -INFINITY ? 0.0f : exp2_fast(m - most);
-                m = most;
-                l *= f;
-                l_all *= f;
-                l_sealed *= f;
-                middle *= f;
-                oz[0] *= f;
-                oz[1] *= f;
+            for (int e = 0; e < E; e++) {
+                if (E * c + e >= n_rows) { top[e] = -INFINITY; } // nobody's columns
+            }
+            if (!__any_sync(~0u, top[0] > -INFINITY || top[E - 1] > -INFINITY)) { continue; }
+            float lower[E], rest[E], sum[E] = {}, sum_all = 0.0f;
+            if constexpr (HALF) {
+                float f[2];
+                if (raise_maxima(top, m, o, f)) {
 #pragma unroll
-                for (int n = 0; n < S; n++) {
-                    o[n][0] *= f;
-                    o[n][1] *= f;
+                    for (int e = 0; e < E; e++) {
+                        l[e] *= f[e];
+                        zeros_v[e] *= f[e];
+                    }
+                }
+#pragma unroll
+                for (int e = 0; e < E; e++) {
+                    lower[e] = m[e] == -INFINITY ? 0.0f : m[e];
+                    rest[e] = 1.0f;
+                }
+            } else {
+#pragma unroll
+                for (int e = 0; e < E; e++) {
+#pragma unroll
+                    for (int d = 4; d <= 16; d *= 2) { top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], d)); }
+                }
+                if (__any_sync(~0u, top[0] > m[0] || top[E - 1] > m[E - 1])) {
+                    float f[E];
+#pragma unroll
+                    for (int e = 0; e < E; e++) {
+                        const float most = fmaxf(top[e], m[e]);
+                        f[e] = m[e] == -INFINITY ? 0.0f : exp2_fast(m[e] - most);
+                        m[e] = most;
+                        l[e] *= f[e];
+                        l_sealed[e] *= f[e];
+                        middle[e] *= f[e];
+                        oz[e][0] *= f[e];
+                        oz[e][1] *= f[e];
+                    }
+                    l_all *= f[0];
+#pragma unroll
+                    for (int n = 0; n < 2 * E * S; n++) { o[n / (2 * E)][n % (2 * E)] *= f[n % E]; }
+                }
+                // Probabilities are relative to this unit's largest, so that their 16 bits are used whatever other
+                // units have: many cells far below one of another unit count, together.
+#pragma unroll
+                for (int e = 0; e < E; e++) {
+                    const bool seen = top[e] > -INFINITY;
+                    lower[e] = seen ? top[e] : INFINITY;
+                    rest[e] = seen ? exp2_fast(top[e] - m[e]) : 0.0f;
                 }
             }
-            // Probabilities are relative to this unit's largest, so that their 16 bits are used whatever other units
-            // have: many cells far below one of another unit count, together.
-            const bool seen = top > -INFINITY;
-            const float lower = seen ? top : INFINITY, rest = seen ? exp2_fast(top - m) : 0.0f;
-            float sum = 0.0f, sum_all = 0.0f;
             uint32_t out = 0; // AHEAD: bits 4j, 4j + 1 of cells that were picked
             if constexpr (AHEAD) { out = __ldcg(st.picked + (size_t) kvh * a.n_picked_words + half) >> mine; }
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
-                s[n / 4][n % 4] = exp2_fast(s[n / 4][n % 4] - lower);
+            for (int n = 0; n < 8 * E; n++) {
+                const float boost = HALF ? (float) v_weight<VB>(n / 4) : 0.0f; // of the values' planes
+                float & x = s[n / 4][n % 4];
+                x = exp2_fast(x - (lower[n % E] - boost));
                 if constexpr (AHEAD) {
-                    sum_all += s[n / 4][n % 4];
-                    if (out >> (n / 2 * 4 + n % 2) & 1) { s[n / 4][n % 4] = 0.0f; }
+                    sum_all += x;
+                    if (out >> (n / 2 * 4 + n % 2) & 1) { x = 0.0f; }
                 }
-                sum += s[n / 4][n % 4];
+                sum[n % E] = HALF ? fmaf(x, exp2_of(-v_weight<VB>(n / 4)), sum[n % E]) : sum[n % E] + x;
             }
-            l_all = fmaf(rest, sum_all, l_all);
-            l = fmaf(rest, sum, l);
-            if (MEANS && (now & 2)) { l_sealed = fmaf(rest, sum, l_sealed); }
+            l_all = fmaf(rest[0], sum_all, l_all);
+#pragma unroll
+            for (int e = 0; e < E; e++) {
+                l[e] = fmaf(rest[e], sum[e], l[e]);
+                if (MEANS && (now & 2)) { l_sealed[e] = fmaf(rest[e], sum[e], l_sealed[e]); }
+            }
+            uint32_t p[4][2]; // as f16
+            if (HALF || !(now & 2)) {
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    const int first = score_at<E>(n / 2, n % 2, 0), second = score_at<E>(n / 2, n % 2, E - 1);
+                    p[n / 2][n % 2] = transpose(pack_half2(s[first / 4][first % 4], s[second / 4][second % 4]));
+                }
+            }
             if (now & 2) {
                 if constexpr (POINTS) {
-                    accumulate_points<D>(load_points(shared_points), stage, s, rest, o, middle);
+                    accumulate_points<D, E>(load_points(shared_points), stage, s, rest, o, middle);
+                } else if constexpr (HALF) {
+                    accumulate<D, KB, VB, false>(a, stage, params, p, o, zeros_v);
                 } else {
-                    accumulate_bytes<D, VB>(
-                        stage + map::V, stage + map::V_HIGH, params + a.stage_v_params, a.v_group_log2, s, rest, o, oz);
+                    accumulate_bytes<D, VB>(stage + map::V, stage + map::V_HIGH, params + a.stage_v_params,
+                        a.v_group_log2, s, rest[0], o, oz[0]);
                 }
             } else {
-                uint32_t p[4][2];
-                float x[S][2]; // in memory for the call, o is not
+                uint32_t y[4][2]; // in memory for the call, p and o are not
+                float x[S][2 * E], by[E];
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float p0 = s[j / 2][j % 2 * 2], p1 = s[j / 2][j % 2 * 2 + 1];
-                    p[j][0] = transpose(pack_half2(p0, p0));
-                    p[j][1] = transpose(pack_half2(p1, p1));
-                }
+                for (int e = 0; e < E; e++) { by[e] = HALF ? 1.0f / FROM_V : rest[e]; }
 #pragma unroll
-                for (int n = 0; n < 2 * S; n++) { x[n / 2][n % 2] = o[n / 2][n % 2]; }
-                add_open_values<D, POINTS>(a, of,
+                for (int n = 0; n < 8; n++) { y[n / 2][n % 2] = p[n / 2][n % 2]; }
+#pragma unroll
+                for (int n = 0; n < 2 * E * S; n++) { x[n / (2 * E)][n % (2 * E)] = o[n / (2 * E)][n % (2 * E)]; }
+                add_open_values<D, HALF ? VB : 16, POINTS, E>(a, of,
                     (const uint16_t *) page_of(unit, vh).v_codes +
                         ((size_t) kvh * a.v.n_cells + cell_of(at, vh) + c % 2 * 16) * a.v.stride + of.first(),
-                    shared_sums, sums_turn, p, rest, x);
+                    shared_sums, sums_turn, y, by, x);
                 if (WIDE && POINTS && a.v.block > D) { sums_turn ^= 1; } // one exchange
 #pragma unroll
-                for (int n = 0; n < 2 * S; n++) { o[n / 2][n % 2] = x[n / 2][n % 2]; }
+                for (int n = 0; n < 2 * E * S; n++) { o[n / (2 * E)][n % (2 * E)] = x[n / (2 * E)][n % (2 * E)]; }
             }
         }
     }
@@ -377,7 +459,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     if constexpr (AHEAD) {
         if (picks) {
             sum_picked<D>(a, of, sums, memory + picked_at<sums_type>(), blockIdx.z, kvh, 0, n_rows);
-            merge_rows<D, POINTS, MEANS>(a, of, sums, blockIdx.z, share, 0, n_rows);
+            merge_rows<D, POINTS, MEANS, false>(a, of, sums, blockIdx.z, share, 0, n_rows);
             return;
         }
 #pragma unroll
@@ -385,36 +467,45 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     }
 #pragma unroll
     for (int d = 4; d <= 16; d *= 2) {
-        l += __shfl_xor_sync(~0u, l, d);
-        if constexpr (MEANS) { l_sealed += __shfl_xor_sync(~0u, l_sealed, d); }
-        if constexpr (!POINTS) {
-            oz[0] += __shfl_xor_sync(~0u, oz[0], d);
-            oz[1] += __shfl_xor_sync(~0u, oz[1], d);
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+            l[e] += __shfl_xor_sync(~0u, l[e], d);
+            if constexpr (MEANS) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
+            if constexpr (!POINTS && !HALF) {
+                oz[e][0] += __shfl_xor_sync(~0u, oz[e][0], d);
+                oz[e][1] += __shfl_xor_sync(~0u, oz[e][1], d);
+            }
         }
     }
     float * const all = (float *) (memory + picked_at<sums_type>()); // AHEAD: [warp][column], of near cells
     if (g == 0) {
-        sums.m[warp][c] = m;
-        sums.l[warp][c] = l;
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+            sums.m[warp][E * c + e] = m[e];
+            sums.l[warp][E * c + e] = l[e];
+            if constexpr (MEANS) { sums.l_sealed[warp][E * c + e] = l_sealed[e]; }
+        }
         if constexpr (AHEAD) { all[warp * DECODE_COLUMNS + c] = l_all; }
-        if constexpr (MEANS) { sums.l_sealed[warp][c] = l_sealed; }
         if constexpr (POINTS) { sums.as_is[warp] = false; }
     }
 #pragma unroll
-    for (int i = 0; i < D / 32; i++) {
-        const float z = POINTS ? -middle : i >= 2 && a.v_group_log2 == 6 ? oz[1] : oz[0];
-        *(float4 *) &sums.o[warp][c][32 * i + 4 * g] =
-            make_float4(o[2 * i][0] + z, o[2 * i][1] + z, o[2 * i + 1][0] + z, o[2 * i + 1][1] + z);
+    for (int n = 0; n < D / 32 * E; n++) {
+        const int i = n / E, e = n % E;
+        float z = POINTS ? -middle[e] : i >= 2 && a.v_group_log2 == 6 ? oz[e][1] : oz[e][0];
+        if constexpr (HALF) { z = __shfl_sync(~0u, zeros_v[e], (32 * i >> a.v_group_log2) * 4 + c); }
+        constexpr float f = HALF ? FROM_V : 1.0f;
+        *(float4 *) &sums.o[warp][E * c + e][32 * i + 4 * g] = make_float4(fmaf(o[2 * i][e], f, z),
+            fmaf(o[2 * i][E + e], f, z), fmaf(o[2 * i + 1][e], f, z), fmaf(o[2 * i + 1][E + e], f, z));
     }
     __syncthreads();
     if constexpr (AHEAD) {
         put_tops(a, of, sums, blockIdx.z, kvh, 0, n_rows, 0, n_near, share.split - picking,
             [&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
     }
-    merge_rows<D, POINTS, MEANS>(a, of, sums, blockIdx.z, share, 0, n_rows);
+    merge_rows<D, POINTS, MEANS, POINTS && !AHEAD>(a, of, sums, blockIdx.z, share, row0, n_rows);
 }
 
-template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD>
+template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD, int E = 1>
 void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
     constexpr bool POINTS = KB > LATTICE;
     size_t shared = ((POINTS ? 32 : 16) * (size_t) D + 32 * sizeof(byte_lane)) << a.slices_log2; // queries
@@ -423,7 +514,7 @@ void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
         a.stage_wide = 0;
         shared += 32;
         if constexpr (MEANS) {
-            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + 2 * WAVE_ROWS * (size_t) wave_step<D>(a);
+            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + 2 * wave_rows<E> * (size_t) wave_step<D>(a);
         } else if constexpr (!WIDE) {
             shared += (size_t) bytes_of_rows<D>(a);
         }
@@ -436,16 +527,16 @@ void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
             AHEAD ? (size_t) picked_bytes<sums_type>(a) : sizeof(sums_type));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE, AHEAD>, limit, a, bytes_warps<MEANS, WIDE>, WIDE,
+    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE, AHEAD, E>, limit, a, bytes_warps<MEANS, WIDE>, WIDE,
         bytes, n_streams, stream, occupancy);
 }
 
-template <int D, bool WIDE, bool AHEAD>
+template <int D, bool WIDE, bool AHEAD, int E = 1>
 void launch_bytes_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
     if (a.waves) {
-        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true, WIDE, AHEAD>(a, n_streams, stream, occupancy);
+        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true, WIDE, AHEAD, E>(a, n_streams, stream, occupancy);
     } else {
-        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false, WIDE, AHEAD>(a, n_streams, stream, occupancy);
+        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false, WIDE, AHEAD, E>(a, n_streams, stream, occupancy);
     }
 }
 
@@ -462,6 +553,19 @@ void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream,
     } else {
         switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_BITS(KVQ_CASE) }
     }
+#undef KVQ_CASE
+}
+
+// more than 4 rows
+template <int D, bool WIDE>
+void launch_bytes_rows(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
+    if (a.k.type == KVQ_TYPE_LATTICE) {
+        launch_bytes_lattice<D, WIDE, false, 2>(a, n_streams, stream, occupancy);
+        return;
+    }
+#define KVQ_CASE(K, V)                                                                                                 \
+    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE, false, 2>(a, n_streams, stream, occupancy); break;
+    switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_ROWS_BITS(KVQ_CASE) }
 #undef KVQ_CASE
 }
 

@@ -7,7 +7,9 @@
 #include <mutex>
 
 static constexpr int CELLS = 64, COLUMNS = 8, MAX_ROW_BLOCKS = 4, SHORT_CELLS = 32, SLICE = 128, MAX_SLICES = 4,
-                     BYTES = 4; // of `fine`
+                     BYTES = 4, BYTES_ROWS = 5; // of `fine`: of up to 4 rows, of more
+// Sums of fewer blocks are added by the last of them: one launch less, and few to read.
+static constexpr int MIN_APART = 8;
 
 // n = 2^k: k, else -1
 static int log2_of(int n) {
@@ -29,6 +31,8 @@ static const kernels DECODE = { kvq_launch_decode_64, kvq_launch_decode_128, kvq
 static const kernels FINE = { kvq_launch_decode_fine_64, kvq_launch_decode_fine_128, kvq_launch_decode_fine_wide };
 static const kernels IN_BYTES = { kvq_launch_decode_bytes_64, kvq_launch_decode_bytes_128,
     kvq_launch_decode_bytes_wide };
+static const kernels IN_BYTES_ROWS = { kvq_launch_bytes_rows_64, kvq_launch_bytes_rows_128,
+    kvq_launch_bytes_rows_wide };
 static const kernels LATTICES = { kvq_launch_decode_lattice_64, kvq_launch_decode_lattice_128,
     kvq_launch_decode_lattice_wide };
 static const kernels MEANS = { kvq_launch_decode_means_64, kvq_launch_decode_means_128, kvq_launch_decode_means_wide };
@@ -64,6 +68,7 @@ static bool is_wide_pair(const kvq_attend_args & a, bool is_short) {
 static bool is_means_pair(const kvq_attend_args & a) { return false KVQ_MEANS_BITS(KVQ_PAIR); }
 static bool is_short_means_pair(const kvq_attend_args & a) { return false KVQ_SHORT_MEANS_BITS(KVQ_PAIR); }
 static bool is_bytes_pair(const kvq_attend_args & a) {
+    if (a.n_rows > COLUMNS / 2) { return false KVQ_BYTES_ROWS_BITS(KVQ_PAIR); }
     if (a.wide) { return false KVQ_WIDE_BYTES_BITS(KVQ_PAIR); }
     return false KVQ_BYTES_BITS(KVQ_PAIR);
 }
@@ -94,6 +99,7 @@ static kvq_decode_launch * kernel_of(const kvq_attend_args & a, bool is_short) {
                                                : lattice ? SHORT_LATTICE
                                                          : SHORT)
         : a.fine == BYTES            ? IN_BYTES
+        : a.fine == BYTES_ROWS       ? IN_BYTES_ROWS
         : a.waves                    ? MEANS
         : lattice                    ? LATTICES
         : a.fine                     ? FINE
@@ -166,9 +172,10 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     const bool in_bytes = lattice ? in_words && a.k.bits == 2 && a.v.bits == 2 && !a.k.split
                                   : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
     // beyond two slices the table of means leaves too little shared memory
-    if (in_bytes && (!a.part || a.part == 3) && a.n_rows <= COLUMNS / 2 && !a.map_stride && is_bytes_pair(a) &&
+    const bool many = a.n_rows > COLUMNS / 2;
+    if (in_bytes && (!a.part || (a.part == 3 && !many)) && !a.map_stride && is_bytes_pair(a) &&
         !(a.waves && a.slices_log2 > 1) && kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {
-        a.fine = BYTES;
+        a.fine = many ? BYTES_ROWS : BYTES;
     }
     if (a.k.type == KVQ_TYPE_MIXED) {
         a.halves_log2 = 0;
@@ -275,5 +282,11 @@ bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
 }
 
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
-    kernel_of(a, a.is_short)(a, n_streams, stream, nullptr);
+    kvq_attend_args b = a;
+    b.apart = !a.is_short && !a.part && !a.work && a.n_splits >= MIN_APART;
+    kernel_of(b, b.is_short)(b, n_streams, stream, nullptr);
+    if (b.apart) {
+        const bool in_bytes = b.fine == BYTES || b.fine == BYTES_ROWS;
+        kvq_launch_decode_merge(b, in_bytes && b.k.type == KVQ_TYPE_LATTICE, n_streams, stream);
+    }
 }

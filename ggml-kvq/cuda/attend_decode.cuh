@@ -355,7 +355,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q_rotated, stage, s); }
                 if constexpr (MEANS) {
                     if (now & 1) {
-                        add_means<D, KB>(a, of, of_rows, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s);
+                        add_means<D, KB, false>(a, of, a.waves, of.head(a), of_rows,
+                            (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s);
                     }
                 }
             } else if constexpr (FINE) {
@@ -592,7 +593,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         if (PART == AHEAD && !picks) {
             put_all_tops([&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
         }
-        merge_rows<D, ROTATED, MEANS>(a, of, sums, is, share, row0, min(per_row, a.n_rows - row0));
+        merge_rows<D, ROTATED, MEANS, false>(a, of, sums, is, share, row0, min(per_row, a.n_rows - row0));
     }
 }
 

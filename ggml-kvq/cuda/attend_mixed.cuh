@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
         }
     }
     __syncthreads();
-    merge_rows<D, false, false>(a, of, sums, is, share, row0, min(DECODE_COLUMNS, a.n_rows - row0));
+    merge_rows<D, false, false, false>(a, of, sums, is, share, row0, min(DECODE_COLUMNS, a.n_rows - row0));
 }
 
 template <int D, int HI, int LO, bool WIDE, bool SHORT>

@@ -31,9 +31,10 @@ template <int D> struct open_place {
 
 constexpr int SHORT_TEAM = TEAM_BYTES / 2; // teams add up once
 
-template <int D, bool WIDE> struct short_sums { // sums of a column: o relative to exp2(m), l likewise
+// sums of a column: o relative to exp2(m), l likewise; four channels more, as in decode_sums
+template <int D, bool WIDE> struct short_sums {
     static constexpr int WARPS = most_warps<WIDE, true>();
-    float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS];
+    float o[WARPS][DECODE_COLUMNS][D + 4], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS];
     bool as_is[WARPS]; // lattice: o of a warp is not rotated
     int last;
 };
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         if (CODES && (state & 1)) {
             if constexpr (ROTATED) {
                 score_lattice<D, KB, VB>(k_table, q_rotated, stage, s);
-                if constexpr (MEANS) { add_means<D, KB>(a, of, coefficients, places, s); }
+                if constexpr (MEANS) { add_means<D, KB, false>(a, of, a.waves, of.head(a), coefficients, places, s); }
             } else if constexpr (CODES) {
                 score<D, KB, VB>(a, q, stage, params, s, base);
                 unit_k = FROM_K;
@@ -363,20 +364,26 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         __syncthreads();
     }
 #pragma unroll 1
-    for (int u = warp; u < n_rows * of.n; u += of.warps) { // a lane: one column of a warp, then 4 channels of a slice
-        const int r = u / of.n, slice = u % of.n, channel = slice * D + 4 * lane,
-                  w = min(lane >> a.k_parts_log2, of.teams - 1) * of.n + slice, col = (lane & parts) * per_row + r;
-        const float mine_m = lane < n_sources ? sums.m[w][col] : -INFINITY, top = warp_max(mine_m);
-        const float f = mine_m == -INFINITY ? 0.0f : exp2_fast(mine_m - top),
-                    sum = warp_sum(lane < n_sources ? f * sums.l[w][col] : 0.0f);
+    for (int u = warp; u < n_rows * of.n; u += of.warps) { // a lane: 4 channels of a slice, of all sources
+        const int r = u / of.n, slice = u % of.n, channel = slice * D + 4 * lane;
+        const auto warp_of = [&](int i) { return (i >> a.k_parts_log2) * of.n + slice; };
+        const auto column_of = [&](int i) { return (i & parts) * per_row + r; };
+        float top = -INFINITY, sum = 0.0f, sealed = 0.0f;
+#pragma unroll 4
+        for (int i = 0; i < n_sources; i++) { top = fmaxf(top, sums.m[warp_of(i)][column_of(i)]); }
+        const float least = top == -INFINITY ? 0.0f : top;
         float4 x = sum_sources<D, ROTATED>(
-            a, of, slice, n_sources, f,
-            [&](int i, int of_slice) {
-                return sums.o[(i >> a.k_parts_log2) * of.n + of_slice][(i & parts) * per_row + r];
+            a, of, slice, n_sources, false,
+            [&](int i) {
+                const float f = exp2_fast(sums.m[warp_of(i)][column_of(i)] - least),
+                            l = f * sums.l[warp_of(i)][column_of(i)];
+                sum += l;
+                if (MEANS && !sums.as_is[warp_of(i)]) { sealed += l; }
+                return f;
             },
+            [&](int i, int of_slice) { return sums.o[(i >> a.k_parts_log2) * of.n + of_slice][column_of(i)]; },
             [&](int i) { return sums.as_is[(i >> a.k_parts_log2) * of.n]; });
         if constexpr (MEANS) { // of values, as much as there is of sealed ones
-            const float sealed = warp_sum(lane < n_sources && !sums.as_is[w] ? f * sums.l[w][col] : 0.0f);
             const int at = min(slice * D + lane % (D / 4) * 4, size - 4);
             add(x, sealed, __ldg((const float4 *) (a.v_mean + kvh * size + at)));
         }
@@ -384,7 +391,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
             if (n_blocks == 1) {
                 finish_row(a, is, head0 + r, channel, x, top, sum);
             } else {
-                put_partial(a, is, kvh, row0 + r, (int) blockIdx.x, size, channel, x, top, sum);
+                put_partial(a, is, kvh, row0 + r, (int) blockIdx.x, size, channel, x, top, sum, 0.0f);
             }
         }
     }

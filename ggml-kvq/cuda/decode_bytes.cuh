@@ -4,7 +4,6 @@
 // two. Queries times scales, and probabilities times scales, are whole numbers of 16 bits, a byte in each of two
 // columns, so that 8 columns hold 4 rows and the sums are exact:
 //
-//   w ~ step * (256 * high + low)         sum code * w = step * (256 * sum code * high + sum code * low)
 //
 // A field of W bits stands at W*plane in its byte. Above the middle of a byte the word is shifted down by 4; what is
 // left is a power of two, 8 at most, that the other operand is divided by.
@@ -38,15 +37,25 @@ __device__ __forceinline__ void mma_unsigned(int (&d)[4], const uint32_t (&a)[4]
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ float both_bytes(int high, int low) { return (float) (256 * high + low); }
 
-// Right operands of the scores of one page: this lane has one byte of each number of column g's row, the upper one in
-// even columns, in the order of shared_query. base: what zeros add to row c; step: of row c; middle: what the middle of
-// a lattice's points adds.
-template <int D> struct byte_query {
-    uint32_t x[D / 32][2];
-    float base, step;
-    int middle;
+// Sums of products with both bytes of a number. Of up to 4 rows (E = 1) each row has two of the columns; of more (E = 2
+// rows of a thread) a column is a row, and there are two products.
+template <int E> struct byte_sums {
+    int at[E][4] = {};
+    // of row e, of this thread's first or second row of the left operand
+    __device__ __forceinline__ int whole(int second, int e) const {
+        return E == 1 ? 256 * at[0][2 * second] + at[0][2 * second + 1]
+                      : 256 * at[0][2 * second + e] + at[E - 1][2 * second + e];
+    }
+};
+
+// Right operands of the scores of one page, in the order of shared_query: this lane has one byte of each number of
+// column g's row, the upper one in even columns; E = 2: upper ones of row g, then lower ones. Of rows E*c + e: base,
+// what zeros add; step; middle, what the middle of a lattice's points adds.
+template <int D, int E> struct byte_query {
+    uint32_t x[E][D / 32][2];
+    float base, step[E];
+    int middle[E];
 };
 
 // The largest magnitude of column g's row, of all four threads that have a part of it.
@@ -68,14 +77,15 @@ struct byte_digits {
     }
 };
 
-__device__ __forceinline__ byte_digits digits_up_to(float top) {
-    const bool is_low = threadIdx.x / 4 % 2;
+// part: of E = 2, which
+template <int E> __device__ __forceinline__ byte_digits digits_up_to(float top, int part) {
+    const bool is_low = E == 1 ? threadIdx.x / 4 % 2 : part;
     return { __fdividef(QUERY_MOST, top), is_low ? 12582912.0f : 12582912.0f + 128.0f, is_low ? 0x0040u : 0x0051u };
 }
 
 // q: in f16, row g/2 in column g. params: scales and zeros of keys, in f16.
 template <int D, int KB>
-__device__ __forceinline__ void quantise_query(const shared_query & q, const uint8_t * params, byte_query<D> & out) {
+__device__ __forceinline__ void quantise_query(const shared_query & q, const uint8_t * params, byte_query<D, 1> & out) {
     constexpr int S = D / 16, P = cut<KB>::P;
     const int lane = threadIdx.x % 32, c = lane % 4;
     uint32_t w[S][2];
@@ -99,25 +109,26 @@ __device__ __forceinline__ void quantise_query(const shared_query & q, const uin
         }
     }
     const float top = most_of_row(most);
-    const byte_digits digits = digits_up_to(top);
+    const byte_digits digits = digits_up_to<1>(top, 0);
 #pragma unroll
     for (int t = 0; t < S; t++) {
         const float2 x = __half22float2(as_half2(w[t][0])), y = __half22float2(as_half2(w[t][1])); // (0, 2) (1, 3)
-        out.x[t / 2][t % 2] = digits.four(x.x, y.x, x.y, y.y, digits.by * exp2_of(-byte_weight<KB>(S < P ? t : t % P)));
+        out.x[0][t / 2][t % 2] =
+            digits.four(x.x, y.x, x.y, y.y, digits.by * exp2_of(-byte_weight<KB>(S < P ? t : t % P)));
     }
     out.base = zeros[0];
-    out.step = __shfl_sync(~0u, top, 8 * c) * (1.0f / QUERY_MOST);
+    out.step[0] = __shfl_sync(~0u, top, 8 * c) * (1.0f / QUERY_MOST);
 }
 
 // Scores of sealed keys: cells 4j + b of this thread and row c, at s[2j + b]
 template <int D, int KB, int VB>
-__device__ __forceinline__ void score_bytes(const byte_query<D> & q, const uint8_t * stage, float (&s)[2][4]) {
+__device__ __forceinline__ void score_bytes(const byte_query<D, 1> & q, const uint8_t * stage, float (&s)[2][4]) {
     using map = stage_map<D, KB, VB>;
     constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D * W / 32 * 4;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
     const uint8_t *words = stage + map::K + tile * N * 16 + g % 2 * 8,
                   *words1 = stage + map::K_HIGH + tile * (D / 8) * 16 + g % 2 * 8;
-    int sums[4][4] = {};
+    byte_sums<1> sums[4];
     uint2 x[4], h[4] = {};
 #pragma unroll
     for (int u = 0; u < S / 2; u++) { // 8 channels
@@ -141,25 +152,27 @@ __device__ __forceinline__ void score_bytes(const byte_query<D> & q, const uint8
         const int pl = S < P ? 2 * u : 2 * u % P;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            mma_signed(sums[j],
+            mma_signed(sums[j].at[0],
                 { byte_codes<KB>(x[j].x, h[j].x, pl), byte_codes<KB>(x[j].y, h[j].y, pl),
                     byte_codes<KB>(x[j].x, h[j].x, pl + 1), byte_codes<KB>(x[j].y, h[j].y, pl + 1) },
-                q.x[u]);
+                q.x[0][u]);
         }
     }
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const int j = n / 2, b = n % 2;
-        s[n / 4][n % 4] = fmaf(both_bytes(sums[j][2 * b], sums[j][2 * b + 1]), q.step, q.base);
-    }
+    for (int n = 0; n < 8; n++) { s[n / 4][n % 4] = fmaf((float) sums[n / 2].whole(n % 2, 0), q.step[0], q.base); }
 }
 
-// Probabilities s of 64 cells times their scales: right operands of 16 cells each, four bytes of cells 16c + 4j ..; the
-// step of their whole numbers, 65535 at most. s: as score_bytes leaves scores, 1 at most. above(j): what they are
-// divided by.
-template <typename F>
+// Place in s[2 * E][4] of the score of this thread's cell 4j + b and row e
+template <int E> __host__ __device__ __forceinline__ constexpr int score_at(int j, int b, int e) {
+    return E * (2 * j + b) + e;
+}
+
+// Probabilities s of 64 cells times their scales: right operands of 16 cells each, four bytes of cells 16c + 4j ..; E =
+// 2: upper bytes, then lower ones. Returned: the step of their whole numbers, 65535 at most. s: 1 at most. above(j):
+// what they are divided by.
+template <int E, typename F>
 __device__ __forceinline__ float byte_probabilities(
-    const float2 (&scale)[4], F && above, const float (&s)[2][4], uint32_t (&p)[4]) {
+    const float2 (&scale)[4], F && above, const float (&s)[2 * E][4], uint32_t (&p)[E][4]) {
     float most = 1e-30f;
 #pragma unroll
     for (int j = 0; j < 4; j++) { most = fmaxf(most, fmaxf(scale[j].x, scale[j].y)); }
@@ -168,9 +181,17 @@ __device__ __forceinline__ float byte_probabilities(
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float f = by * above(j);
-        const uint32_t a = __float_as_uint(fmaf(s[j / 2][j % 2 * 2], scale[j].x * f, 8388608.0f)),
-                       b = __float_as_uint(fmaf(s[j / 2][j % 2 * 2 + 1], scale[j].y * f, 8388608.0f));
-        p[j] = transpose(__byte_perm(a, b, 0x4051)); // upper bytes of both cells, lower ones
+        uint32_t x[E]; // of a row: upper bytes of both cells, lower ones
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+            const int first = score_at<E>(j, 0, e), second = score_at<E>(j, 1, e);
+            x[e] = __byte_perm(__float_as_uint(fmaf(s[first / 4][first % 4], scale[j].x * f, 8388608.0f)),
+                __float_as_uint(fmaf(s[second / 4][second % 4], scale[j].y * f, 8388608.0f)), 0x4051);
+        }
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+            p[e][j] = transpose(E == 1 ? x[0] : __byte_perm(x[0], x[E - 1], e ? 0x7632 : 0x5410));
+        }
     }
     return most * (1.0f / 65535.0f);
 }
@@ -187,7 +208,7 @@ __device__ __forceinline__ void accumulate_bytes(const uint8_t * words, const ui
     const int chunk = P == 8 ? c / 2 : N * c; // the first
     words += g / 4 * (2 * W * 64) + chunk / 2 * 128;
     words1 += g / 4 * 128;
-    uint32_t p[4] = {};
+    uint32_t p[1][4] = {};
     float step = 0.0f;
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
@@ -203,7 +224,7 @@ __device__ __forceinline__ void accumulate_bytes(const uint8_t * words, const ui
             }
             oz[i / 2] = fmaf(rest, z, oz[i / 2]);
             params += 256;
-            step = rest * byte_probabilities(scale, [](int j) { return exp2_of(-byte_weight<VB>(j % P)); }, s, p);
+            step = rest * byte_probabilities<1>(scale, [](int j) { return exp2_of(-byte_weight<VB>(j % P)); }, s, p);
         }
         uint4 x[N], h = {};
 #pragma unroll
@@ -215,7 +236,7 @@ __device__ __forceinline__ void accumulate_bytes(const uint8_t * words, const ui
 #pragma unroll
         for (int r = 0; r < 4; r += 2) { // channels 32i + 4g + r, + r + 1
             const uint32_t hx = rotate(word(h, r), turn), hy = rotate(word(h, r + 1), turn);
-            int sums[4] = {};
+            byte_sums<1> sums;
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
                 uint32_t y0[2], y1[2];
@@ -228,13 +249,15 @@ __device__ __forceinline__ void accumulate_bytes(const uint8_t * words, const ui
                         y1[e] = rotate(y1[e], turn);
                     }
                 }
-                mma_unsigned(sums,
+                mma_unsigned(sums.at[0],
                     { byte_codes<VB>(y0[0], hx, j % P), byte_codes<VB>(y1[0], hy, j % P),
                         byte_codes<VB>(y0[1], hx, (j + 1) % P), byte_codes<VB>(y1[1], hy, (j + 1) % P) },
-                    p[j], p[j + 1]);
+                    p[0][j], p[0][j + 1]);
             }
-            o[2 * i + r / 2][0] = fmaf(both_bytes(sums[0], sums[1]), step, o[2 * i + r / 2][0]);
-            o[2 * i + r / 2][1] = fmaf(both_bytes(sums[2], sums[3]), step, o[2 * i + r / 2][1]);
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                o[2 * i + r / 2][b] = fmaf((float) sums.whole(b, 0), step, o[2 * i + r / 2][b]);
+            }
         }
     }
 }

@@ -57,8 +57,20 @@ __device__ __forceinline__ void share_points(uint8_t * to, const float * points)
     }
 }
 
-// Right operands of the scores of all cells. q: rotated, row g/2 in column g.
-template <int D> __device__ __forceinline__ void quantise_rotated(const shared_query & q, byte_query<D> & out) {
+// sums of a column's bytes, of which b0 and b1 are a right operand, added to sums
+__device__ __forceinline__ void add_ones(int (&sums)[4], uint32_t b0, uint32_t b1, bool is_signed) {
+    const uint32_t ones[4] = { 0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u };
+    if (is_signed) {
+        const uint32_t b[2] = { b0, b1 };
+        mma_signed(sums, ones, b);
+    } else {
+        mma_unsigned(sums, ones, b0, b1);
+    }
+}
+
+// Right operands of the scores of all cells. q: rotated, row g/2 in column g (E = 2: row g).
+template <int D, int E>
+__device__ __forceinline__ void quantise_rotated(const shared_query & q, byte_query<D, E> & out) {
     constexpr int S = D / 16;
     const int lane = threadIdx.x % 32, c = lane % 4;
     __half2 most = __float2half2_rn(0.0f);
@@ -68,32 +80,39 @@ template <int D> __device__ __forceinline__ void quantise_rotated(const shared_q
         most = __hmax2(most, __hmax2(__habs2(as_half2(x.x)), __habs2(as_half2(x.y))));
     }
     const float top = most_of_row(most);
-    const byte_digits digits = digits_up_to(top);
-    int sums[4] = {};
+    byte_sums<E> sums;
 #pragma unroll
-    for (int w = 0; w < S / 4; w++) { // a word: 4 steps of 4 channels, vectors 0 .. 7
+    for (int part = 0; part < E; part++) {
+        const byte_digits digits = digits_up_to<E>(top, part);
 #pragma unroll
-        for (int h = 0; h < 2; h++) { // vectors 0, 4, 1, 5, then 2, 6, 3, 7
-            const uint2 a = query_of(q, 4 * w + h), b = query_of(q, 4 * w + 2 + h);
-            const float2 v[4] = { __half22float2(as_half2(a.x)), __half22float2(as_half2(b.x)),
-                __half22float2(as_half2(a.y)), __half22float2(as_half2(b.y)) };
-            out.x[2 * w + h][0] = digits.four(v[0].x, v[1].x, v[2].x, v[3].x, digits.by);
-            out.x[2 * w + h][1] = digits.four(v[0].y, v[1].y, v[2].y, v[3].y, digits.by);
-            mma_signed(sums, { 0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u }, out.x[2 * w + h]);
+        for (int w = 0; w < S / 4; w++) { // a word: 4 steps of 4 channels, vectors 0 .. 7
+#pragma unroll
+            for (int h = 0; h < 2; h++) { // vectors 0, 4, 1, 5, then 2, 6, 3, 7
+                const uint2 a = query_of(q, 4 * w + h), b = query_of(q, 4 * w + 2 + h);
+                const float2 v[4] = { __half22float2(as_half2(a.x)), __half22float2(as_half2(b.x)),
+                    __half22float2(as_half2(a.y)), __half22float2(as_half2(b.y)) };
+                uint32_t (&x)[2] = out.x[part][2 * w + h];
+                x[0] = digits.four(v[0].x, v[1].x, v[2].x, v[3].x, digits.by);
+                x[1] = digits.four(v[0].y, v[1].y, v[2].y, v[3].y, digits.by);
+                add_ones(sums.at[part], x[0], x[1], true);
+            }
         }
     }
-    out.middle = POINT_MIDDLE * (256 * sums[0] + sums[1]);
-    out.step = __shfl_sync(~0u, top, 8 * c) * (POINT_STEP / QUERY_MOST);
+#pragma unroll
+    for (int e = 0; e < E; e++) {
+        out.middle[e] = POINT_MIDDLE * sums.whole(0, e);
+        out.step[e] = __shfl_sync(~0u, top, E == 1 ? 8 * c : 4 * (2 * c + e)) * (POINT_STEP / QUERY_MOST);
+    }
 }
 
-// as score_bytes
-template <int D>
+// as score_bytes, at score_at
+template <int D, int E>
 __device__ __forceinline__ void score_points(
-    const point_bytes & table, const byte_query<D> & q, const uint8_t * stage, float (&s)[2][4]) {
+    const point_bytes & table, const byte_query<D, E> & q, const uint8_t * stage, float (&s)[2 * E][4]) {
     constexpr int N = D / 2 * 4 / 32 * 4;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
     const uint8_t * words = stage + byte_lattice_map<D>::K + tile * N * 16 + g % 2 * 8 + c * 64;
-    int sums[4][4] = {};
+    byte_sums<E> sums[4];
 #pragma unroll
     for (int w = 0; w < D / 64; w++) {
 #pragma unroll
@@ -103,41 +122,55 @@ __device__ __forceinline__ void score_points(
             points_of_word(table, x.x, a);
             points_of_word(table, x.y, b);
 #pragma unroll
-            for (int h = 0; h < 2; h++) { mma_signed(sums[j], { a[h][0], b[h][0], a[h][1], b[h][1] }, q.x[2 * w + h]); }
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int part = 0; part < E; part++) {
+                    mma_signed(sums[j].at[part], { a[h][0], b[h][0], a[h][1], b[h][1] }, q.x[part][2 * w + h]);
+                }
+            }
         }
     }
     const uint8_t * scales = stage + byte_lattice_map<D>::SCALES + 8 * (8 * tile + g % 2);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float2 scale = *(const float2 *) (scales + 16 * j);
-        s[j / 2][j % 2 * 2] = (float) (256 * sums[j][0] + sums[j][1] - q.middle) * (q.step * scale.x);
-        s[j / 2][j % 2 * 2 + 1] = (float) (256 * sums[j][2] + sums[j][3] - q.middle) * (q.step * scale.y);
+#pragma unroll
+        for (int n = 0; n < 2 * E; n++) {
+            const int b = n / E, e = n % E, at = score_at<E>(j, b, e);
+            s[at / 4][at % 4] = (float) (sums[j].whole(b, e) - q.middle[e]) * (q.step[e] * (b ? scale.y : scale.x));
+        }
     }
 }
 
-// as accumulate_bytes; o: rotated, and before `middle`, what the middle of points has added to each channel, comes off
-template <int D>
+// as accumulate_bytes, of rows E*c + e: channels 32i + 4g + 2r, + 1 at o[2i + r][e], o[2i + r][E + e]. o: rotated, and
+// before `middle`, what the middle of points has added to each channel, comes off
+template <int D, int E>
 __device__ __forceinline__ void accumulate_points(const point_bytes & table, const uint8_t * stage,
-    const float (&s)[2][4], float rest, float (&o)[D / 16][2], float & middle) {
+    const float (&s)[2 * E][4], const float (&rest)[E], float (&o)[D / 16][2 * E], float (&middle)[E]) {
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const uint8_t * const scales = stage + byte_lattice_map<D>::SCALES + 4 * DECODE_CELLS + 8 * (8 * (g / 2) + g % 2);
     float2 scale[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) { scale[j] = *(const float2 *) (scales + 16 * j); }
-    uint32_t p[4];
-    const float step = byte_probabilities(scale, [](int) { return 1.0f; }, s, p) * (rest * POINT_STEP);
-    uint32_t b[2][2]; // in the order of a word's indices
+    uint32_t p[E][4];
+    const float unit = byte_probabilities<E>(scale, [](int) { return 1.0f; }, s, p) * POINT_STEP;
+    uint32_t b[E][2][2]; // in the order of a word's indices
+    byte_sums<E> ones;
 #pragma unroll
-    for (int w = 0; w < 2; w++) {
-        b[w][0] = __byte_perm(p[2 * w], p[2 * w + 1], 0x5140);
-        b[w][1] = __byte_perm(p[2 * w], p[2 * w + 1], 0x7362);
-    }
-    int ones[4] = {};
+    for (int part = 0; part < E; part++) {
 #pragma unroll
-    for (int w = 0; w < 2; w++) {
-        mma_unsigned(ones, { 0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u }, b[w][0], b[w][1]);
+        for (int w = 0; w < 2; w++) {
+            b[part][w][0] = __byte_perm(p[part][2 * w], p[part][2 * w + 1], 0x5140);
+            b[part][w][1] = __byte_perm(p[part][2 * w], p[part][2 * w + 1], 0x7362);
+            add_ones(ones.at[part], b[part][w][0], b[part][w][1], false);
+        }
     }
-    middle = fmaf(both_bytes(ones[0], ones[1]), POINT_MIDDLE * step, middle);
+    float step[E];
+#pragma unroll
+    for (int e = 0; e < E; e++) {
+        step[e] = unit * rest[e];
+        middle[e] = fmaf((float) ones.whole(0, e), POINT_MIDDLE * step[e], middle[e]);
+    }
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
         uint2 x[2];
@@ -148,15 +181,20 @@ __device__ __forceinline__ void accumulate_points(const point_bytes & table, con
         }
 #pragma unroll
         for (int v = 0; v < 2; v++) { // channels 32i + 4g + 2v, + 1
-            int sums[4] = {};
+            byte_sums<E> sums;
 #pragma unroll
             for (int w = 0; w < 2; w++) {
                 uint32_t a[2][2];
                 points_of_word(table, v ? x[w].y : x[w].x, a);
-                mma_unsigned(sums, { a[0][0], a[0][1], a[1][0], a[1][1] }, b[w][0], b[w][1]);
+#pragma unroll
+                for (int part = 0; part < E; part++) {
+                    mma_unsigned(sums.at[part], { a[0][0], a[0][1], a[1][0], a[1][1] }, b[part][w][0], b[part][w][1]);
+                }
             }
-            o[2 * i + v][0] = fmaf(both_bytes(sums[0], sums[1]), step, o[2 * i + v][0]);
-            o[2 * i + v][1] = fmaf(both_bytes(sums[2], sums[3]), step, o[2 * i + v][1]);
+#pragma unroll
+            for (int n = 0; n < 2 * E; n++) {
+                o[2 * i + v][n] = fmaf((float) sums.whole(n / E, n % E), step[n % E], o[2 * i + v][n]);
+            }
         }
     }
 }

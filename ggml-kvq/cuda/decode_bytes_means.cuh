@@ -1,6 +1,7 @@
 // Decode attention in 8-bit products over lattice pages that lack their means (decode_means.cuh). The coefficients of a
 // row's second column are turned by 32 positions more: a row of the table, cos and sin of one of 0 .. 95, then serves a
-// cell of the first half and its neighbour in the second one. The table lies in shared memory.
+// cell of the first half and its neighbour in the second one. The table lies in shared memory. With more than 4 rows
+// there is no second column (E = 2): a row of the table is one cell's, as in decode_means.cuh.
 #pragma once
 
 #include "decode_bytes.cuh"
@@ -8,19 +9,20 @@
 
 namespace {
 
-constexpr int WAVE_ROWS = 96; // 64-cell windows begin at multiples of 64, and a unit within one: below 64 + 32
+// 64-cell windows begin at multiples of 64, and a unit within one: below 64 + 32; of E = 2 a row is of one cell
+template <int E> constexpr int wave_rows = E == 1 ? 96 : MEANS_WINDOW;
 // f16 numbers from one row to the next, which begins in other banks; all slices are in a row
 template <int D, bool WIDE = true> __host__ __device__ __forceinline__ int wave_step(const kvq_attend_args & a) {
     return (WIDE ? D << a.slices_log2 : D) + 8;
 }
 
 // asks for the table; it is constant
-template <int D, typename X>
+template <int D, int E, typename X>
 __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, const X & of, uint16_t * to) {
     const uint32_t at = (uint32_t) __cvta_generic_to_shared(to);
     const int pieces = of.head(a) / 8, step = wave_step<D, X::WIDE>(a);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < WAVE_ROWS * pieces; i += 32 * of.warps) {
+    for (int i = threadIdx.x; i < wave_rows<E> * pieces; i += 32 * of.warps) {
         const int row = i / pieces, piece = i % pieces;
         copy16(at + 2 * (row * step + 8 * piece), a.waves + row * of.head(a) + 8 * piece);
     }

@@ -1,7 +1,6 @@
 // Decode attention over lattice keys that were sealed with their rotary embedding and without their mean
 // (policy/transform.h): what the mean adds to the scores of cells at positions p. With q and mean as complex pairs of
 // channels, w the speed of a pair,
-//   q . R_p mean = sum over pairs of  A cos(p w) + B sin(p w)        A = qx mx + qy my,  B = qy mx - qx my
 // A and B of a query row are made once a block. For cells at positions 64i .. 64i + 127 they are turned by 64i, which
 // makes them the right operand of a product whose left one, cos and sin of 0 .. 127, is a table of f16 rows that all
 // heads and layers share: a product like that with open keys. Sealed cells that lie next to each other take one such
@@ -9,6 +8,7 @@
 #pragma once
 
 #include "decode_lattice.cuh"
+#include "decode_products.cuh"
 
 namespace {
 
@@ -114,10 +114,11 @@ __device__ __noinline__ void add_scattered_means(
     }
 }
 
-// The usual case of it: both halves of 32 cells lie next to each other, in one window, and all channels turn.
-template <int D, int KB, typename X>
-__device__ __forceinline__ void add_means(
-    const kvq_attend_args & a, const X & of, const float * coefficients, const int32_t * places, float (&s)[4][4]) {
+// The usual case of it: both halves of 32 cells lie next to each other, in one window, and all channels turn. waves:
+// the table, or a copy in SHARED memory; next_row: f16 numbers from one row to the next.
+template <int D, int KB, bool SHARED, typename X>
+__device__ __forceinline__ void add_means(const kvq_attend_args & a, const X & of, const uint16_t * waves, int next_row,
+    const float * coefficients, const int32_t * places, float (&s)[4][4]) {
     constexpr int S = D / 16;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin[2] = { places[0], places[32] },
               window = min(begin[0], begin[1]) / 64, at = 64 * window;
@@ -142,16 +143,16 @@ __device__ __forceinline__ void add_means(
         turn_four(*(const float4 *) (coefficients + g * step + channel), __ldg((const float2 *) (high + pair)),
             __ldg((const float2 *) (high + n_pairs + pair)), q[t]);
     }
-    const uint16_t * row = a.waves + of.first() +
+    const uint16_t * row = waves + of.first() +
         (size_t) ((g < 4 ? begin[0] : begin[1]) - at + g / 2 % 2 * 16 + g % 2 * 2) *
-            of.head(a); // of cell 0, and of the one behind it
+            next_row; // of cell 0, and of the one behind it
 #pragma unroll
     for (int u = 0; u < S / 2; u++) {
         const uint16_t * x = row + of.near(channel_of<D, KB>(c, 2 * u), 8);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            score_waves(
-                s[j], load16(x + 4 * j * of.head(a)), load16(x + (4 * j + 1) * of.head(a)), q[2 * u], q[2 * u + 1]);
+            score_waves(s[j], row16<SHARED>(x + 4 * j * next_row), row16<SHARED>(x + (4 * j + 1) * next_row), q[2 * u],
+                q[2 * u + 1]);
         }
     }
 }

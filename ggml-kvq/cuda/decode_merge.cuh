@@ -1,4 +1,5 @@
-// Decode attention, the last part: sums of a block's warps, then of all blocks of a row (attend_decode.cuh).
+// Decode attention, the last part: sums of a block's warps, then of all blocks of a row (attend_decode.cuh), by the
+// last of them to arrive or, where there are many, by a kernel of their own (attend_merge.cu).
 #pragma once
 
 #include "decode_lattice.cuh"
@@ -8,9 +9,9 @@
 namespace {
 
 // sums of a column: o relative to exp2(m), l likewise; l_sealed: of values that lack their mean. Lattice: o of a warp
-// is as_is or rotated.
+// is as_is or rotated. Four more channels a column: threads write theirs of four columns at once, into other banks.
 template <int D, int WARPS> struct decode_sums {
-    float o[WARPS][DECODE_COLUMNS][D], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS],
+    float o[WARPS][DECODE_COLUMNS][D + 4], m[WARPS][DECODE_COLUMNS], l[WARPS][DECODE_COLUMNS],
         l_sealed[WARPS][DECODE_COLUMNS];
     bool as_is[WARPS];
     int last;
@@ -23,25 +24,23 @@ __device__ __forceinline__ void add(float4 & x, float f, const float4 & y) {
     x.w = fmaf(f, y.w, x.w);
 }
 
-// Sum over a block's sources, f of each in the lane of its number: 4 channels a lane of a slice. A column's rotation
+// Sum over a block's sources, of each f(i): 4 channels a lane of a slice. A column's rotation
 // is taken back here, where it is one row of a block and no longer one of each warp. at(i, slice): source i of a slice,
-// channel 0; as_is(i): it is not rotated.
-template <int D, bool ROTATED, typename X, typename F, typename G>
+// channel 0; as_is(i): it is not rotated; stays: all are rotated, and so is the sum.
+template <int D, bool ROTATED, typename X, typename H, typename F, typename G>
 __device__ __forceinline__ float4 sum_sources(
-    const kvq_attend_args & a, const X & of, int slice, int n_sources, float f, F && at, G && as_is) {
+    const kvq_attend_args & a, const X & of, int slice, int n_sources, bool stays, H && f, F && at, G && as_is) {
     const int lane = threadIdx.x % 32, channel = lane % (D / 4) * 4;
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f), plain = x;
-    if constexpr (!ROTATED) {
+    if (!ROTATED || stays) {
 #pragma unroll 4
-        for (int i = 0; i < n_sources; i++) {
-            add(x, __shfl_sync(~0u, f, i), *(const float4 *) (at(i, slice) + channel));
-        }
+        for (int i = 0; i < n_sources; i++) { add(x, f(i), *(const float4 *) (at(i, slice) + channel)); }
         return x;
     }
     const int n_slices = X::WIDE && a.v.block > D ? a.v.block / D : 1; // that are rotated together
 #pragma unroll 1
     for (int i = 0; i < n_sources; i++) {
-        const float fi = __shfl_sync(~0u, f, i);
+        const float fi = f(i);
         if (as_is(i)) {
             add(plain, fi, *(const float4 *) (at(i, slice) + channel));
             continue;
@@ -93,9 +92,31 @@ __device__ __forceinline__ void put_tops(const kvq_attend_args & a, const X & of
     ((float2 *) a.stream[is].tops)[((size_t) kvh * a.n_rows + row0 + r) * n_blocks + block] = make_float2(most, sum);
 }
 
-// Rows of this block from its columns, then from all blocks of the row by the last of them to arrive. A warp takes a
-// slice of a row.
-template <int D, bool ROTATED, bool MEANS, int WARPS, typename X>
+// Four channels of a row's output: x over l, both relative to exp2(m). a: kvq_attend_args or kvq_merge_args
+template <typename A>
+__device__ __forceinline__ void put_row(
+    const A & a, int is, int token, int head, int channel, const float4 & x, float m, float l) {
+    float sink = -INFINITY, f = 1.0f;
+    if (a.sinks) { // one more logit without a value
+        sink = a.sinks[head] * LOG2E;
+        const float top = fmaxf(m, sink);
+        f = m == -INFINITY ? 0.0f : exp2_fast(m - top);
+        l = l * f + exp2_fast(sink - top);
+    }
+    float * const lse = a.stream[is].lse;
+    if (lse && channel == 0) { lse[(size_t) token * a.n_head + head] = (__log2f(l) + fmaxf(m, sink)) * (1.0f / LOG2E); }
+    f = l > 0.0f ? __fdividef(f, l) : 0.0f;
+    float * out = a.stream[is].dst + token * a.dst_stride_token + head * a.dst_stride_head + channel;
+    out[0] = x.x * f;
+    out[1] = x.y * f;
+    out[2] = x.z * f;
+    out[3] = x.w * f;
+}
+
+// Rows of this block from its columns, then from all blocks of the row by the last of them to arrive, unless a kernel
+// of its own comes (a.apart). A warp takes a slice of a row. STAYS: all warps' sums are rotated, and what that kernel
+// gets is, too, and lacks the means of values.
+template <int D, bool ROTATED, bool MEANS, bool STAYS, int WARPS, typename X>
 __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<D, WARPS> & s, int is,
     const block_share & share, int row0, int n_rows) {
     const int kvh = share.kvh, n_blocks = share.n_splits;
@@ -103,20 +124,28 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
               per_row = DECODE_COLUMNS >> columns_log2;
     const int size = of.head(a), step = size + 4; // of a head; from one partial result to the next
     constexpr int AT_ONCE = 16, EACH = 128 / D;   // loads on their way; rows of partial results that one of them reads
-    const auto of_block = [&](int r, int slice, float & m, float & l) { // a lane: one column of a warp, then 4 channels
-        const int n_sources = of.teams << columns_log2, parts = (1 << columns_log2) - 1,
-                  col = (lane & parts) * per_row + r;
-        const int w = (lane >> columns_log2) * of.n + slice;
-        const float top = lane < n_sources ? s.m[w][col] : -INFINITY;
-        m = warp_max(top);
-        const float f = top == -INFINITY ? 0.0f : exp2_fast(top - m);
-        l = warp_sum(lane < n_sources ? f * s.l[w][col] : 0.0f);
+    const bool stays = STAYS && a.apart;
+    float sealed = 0.0f;
+    const auto of_block = [&](int r, int slice, float & m, float & l) { // every lane goes over all sources
+        const int n_sources = of.teams << columns_log2, parts = (1 << columns_log2) - 1;
+        const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n + slice; };
+        const auto column_of = [&](int i) { return (i & parts) * per_row + r; };
+        m = -INFINITY;
+#pragma unroll 4
+        for (int i = 0; i < n_sources; i++) { m = fmaxf(m, s.m[warp_of(i)][column_of(i)]); }
+        const float least = m == -INFINITY ? 0.0f : m;
+        l = sealed = 0.0f;
+        const auto factor = [&](int i) {
+            const float f = exp2_fast(s.m[warp_of(i)][column_of(i)] - least);
+            l = fmaf(f, s.l[warp_of(i)][column_of(i)], l);
+            if constexpr (MEANS) { sealed = fmaf(f, s.l_sealed[warp_of(i)][column_of(i)], sealed); }
+            return f;
+        };
         float4 x = sum_sources<D, ROTATED>(
-            a, of, slice, n_sources, f,
-            [&](int i, int of_slice) { return s.o[(i >> columns_log2) * of.n + of_slice][(i & parts) * per_row + r]; },
+            a, of, slice, n_sources, stays, factor,
+            [&](int i, int of_slice) { return s.o[(i >> columns_log2) * of.n + of_slice][column_of(i)]; },
             [&](int i) { return s.as_is[(i >> columns_log2) * of.n]; });
-        if constexpr (MEANS) {
-            const float sealed = warp_sum(lane < n_sources ? f * s.l_sealed[w][col] : 0.0f);
+        if (MEANS && !stays) {
             const int channel = min(slice * D + lane % (D / 4) * 4, size - 4);
             add(x, sealed, __ldg((const float4 *) (a.v_mean + kvh * size + channel)));
         }
@@ -170,29 +199,13 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
             const float4 x = all ? of_all(r, channel, m, l) : of_block(r, slice, m, l);
             if (lane >= D / 4 || (X::WIDE && channel >= size)) { continue; }
             if (!all && n_blocks > 1) {
-                put_partial(a, is, kvh, row, share.split, size, channel, x, m, l);
+                put_partial(a, is, kvh, row, share.split, size, channel, x, m, l, sealed);
                 continue;
             }
-            const int token = row_token(a, row), head = kvh * a.gqa + row - token * a.gqa;
-            float sink = -INFINITY, f = 1.0f;
-            if (a.sinks) { // one more logit without a value
-                sink = a.sinks[head] * LOG2E;
-                const float top = fmaxf(m, sink);
-                f = m == -INFINITY ? 0.0f : exp2_fast(m - top);
-                l = l * f + exp2_fast(sink - top);
-            }
-            float * const lse = a.stream[is].lse;
-            if (lse && channel == 0) {
-                lse[(size_t) token * a.n_head + head] = (__log2f(l) + fmaxf(m, sink)) * (1.0f / LOG2E);
-            }
-            f = l > 0.0f ? __fdividef(f, l) : 0.0f;
-            float * out = a.stream[is].dst + token * a.dst_stride_token + head * a.dst_stride_head + channel;
-            out[0] = x.x * f;
-            out[1] = x.y * f;
-            out[2] = x.z * f;
-            out[3] = x.w * f;
+            const int token = row_token(a, row);
+            put_row(a, is, token, kvh * a.gqa + row - token * a.gqa, channel, x, m, l);
         }
-        if (all || n_blocks == 1) { return; }
+        if (all || n_blocks == 1 || a.apart) { return; }
         __syncthreads();
         if (threadIdx.x == 0) { s.last = arrives_last(a, share.rows * a.n_head_kv + share.kvh, n_blocks); }
         __syncthreads();

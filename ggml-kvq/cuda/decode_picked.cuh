@@ -77,7 +77,7 @@ __device__ __noinline__ void sum_picked(const kvq_attend_args & a, const X of, d
     int at = (int) blockIdx.x * PICK_SLOTS;
     ask(at);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < WARPS * DECODE_COLUMNS * D; i += n_threads) { (&s.o[0][0][0])[i] = 0.0f; }
+    for (int i = threadIdx.x; i < (int) (sizeof(s.o) / sizeof(float)); i += n_threads) { (&s.o[0][0][0])[i] = 0.0f; }
 #pragma unroll 1
     for (int i = threadIdx.x; i < WARPS * DECODE_COLUMNS; i += n_threads) {
         (&s.m[0][0])[i] = -INFINITY;

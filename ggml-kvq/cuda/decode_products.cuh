@@ -319,12 +319,13 @@ __device__ __forceinline__ bool raise_maxima(float (&top)[2], float (&m)[2], flo
     return true;
 }
 
-// sums of one block for a row, for the last block to add up; size: channels of a head, channel: of this lane
-__device__ __forceinline__ void put_partial(
-    const kvq_attend_args & a, int is, int kvh, int row, int split, int size, int channel, float4 x, float m, float l) {
+// sums of one block for a row, to be added up with those of others; size: channels of a head, channel: of this lane;
+// sealed: part of l whose values lack their mean
+__device__ __forceinline__ void put_partial(const kvq_attend_args & a, int is, int kvh, int row, int split, int size,
+    int channel, float4 x, float m, float l, float sealed) {
     float * out = a.partial + partial_at(a, is, kvh, row, split);
     *(float4 *) (out + channel) = x;
-    if (channel == 0) { *(float2 *) (out + size) = make_float2(m, l); }
+    if (channel == 0) { *(float4 *) (out + size) = make_float4(m, l, sealed, 0.0f); }
 }
 
 // One thread of a block that has put its sums: is it the last of n_blocks? Releases what the block wrote, acquires

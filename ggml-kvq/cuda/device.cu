@@ -423,8 +423,8 @@ bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, boo
             a.n_splits =
                 (4 * blocks > want ? a.n_splits : std::max(1, std::min(a.n_splits, room - a.n_picking))) + a.n_picking;
         }
-        // the last block reads them by 32
-        if (few && a.wide && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
+        // the last block reads them by 32 (decode_merge.cuh)
+        if (few && a.wide && a.part && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
     }
     if (a.n_splits == 1) { return true; }
     const size_t n_tickets = few ? blocks : 0,

@@ -102,10 +102,46 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             }
         }
     }
+    const double of_two = worst;
+    worst = 0;
+    for (const int D : { 64, 128, 80, 192, 256, 512 }) { // more than 4 rows
+        for (const int rows : { 5, 6, 7, 8, 12, 16, 24, 32 }) {
+            const int x = rows + D / 16;
+            if (quick && x % 4) { continue; }
+            const int n_q = rows % 3 ? rows % 4 ? 1 : rows / 4 : rows / 3, gqa = rows / n_q;
+            const float softcap = rows == 6 ? 20.0f : 0.0f, alibi = rows == 7 ? 8.0f : 0.0f;
+            const std::pair<int, int> bits[] = { { 1, 1 }, { 2, 1 }, { 2, 2 }, { 4, 4 } };
+            const auto & b = bits[(x + rows / 4) % 4];
+            attention({ b.first, b.second, 64 << x / 2 % 2, x % 2, D, 2, gqa, n_q, 500 + 61 * rows, 1 + rows % 2,
+                          softcap, alibi, rows % 3 == 0, rows % 4 == 1 },
+                rows % 2, rows == 8, x % 2 ? 256 : 0);
+            attention({ 2, 2, 2, x % 2, D, 2, gqa, n_q, 700 + 61 * rows, 1 + rows % 2, softcap, alibi, rows % 3 == 1,
+                          rows % 4 == 2 },
+                rows % 3 == 0, rows == 7, rows % 2 ? 32 : 256);
+            attention_case c = { 2, 2, 2, (x + 1) % 2, D, 2, gqa, n_q, 500 + 91 * rows, 1, softcap, 0, rows % 2 == 0,
+                false };
+            c.turns = gqa % 2 ? 3 : 1;
+            c.n_dims = gqa % 3 ? 0 : D / 2;
+            c.neox = rows % 2;
+            c.stayed = true;
+            if (D <= 128 || (D <= 256 && !getenv("KVQ_CUDA_AS"))) { // else there is no room for the table
+                attention(c, rows % 3 == 2, false, rows % 4 ? 64 : 256);
+            }
+        }
+        for (const int group : { 2, 128 }) {
+            for (const int cells : { 1, 33, 129, 9000 }) {
+                if (quick && cells > 33) { continue; }
+                attention({ 2, 2, group, group == 2, D, 2, 8, 1, cells + 20, 1, 0, 0, false, false }, false, false);
+            }
+        }
+    }
+    printf("more than 4 rows: worst relative error %.2g\n", worst);
+    worst = of_two;
     for (const int group : { 2, 128 }) { // one cell far above many, which together count as much
         for (const int cells : { 2000, 9000 }) {
             if (quick && cells == 9000) { continue; }
-            attention_case c = { 2, 2, group, group == 2, 64, 2, 4, 1, cells, 1, 0, 0, false, false };
+            const int gqa = cells == 9000 ? 4 : 8;
+            attention_case c = { 2, 2, group, group == 2, 64, 2, gqa, 1, cells, 1, 0, 0, false, false };
             c.low = -logf((float) cells) - 1.0f;
             attention(c, false, false);
         }
