@@ -169,7 +169,12 @@ void kvq_chain::release(int l, bool value, int s, int p) {
     const auto give_up = [&](int i, bool v) {
         if (i < (int) layers.size() && (v ? layers[i].w.v_from_k.bits : layers[i].w.k.bits) &&
             layers[i].lane[v]->state(s, p) == KVQ_PAGE_SEALED) {
-            layers[i].lane[v]->reopen(s, p);
+            // layers above are about to write: sealed before that they would give up theirs, and so on, each once more
+            if (i > l) {
+                layers[i].lane[v]->reopen_and_wait(s, p);
+            } else {
+                layers[i].lane[v]->reopen(s, p);
+            }
         }
     };
     if (!value) {
