@@ -11,10 +11,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -194,8 +196,8 @@ def fit(
     n_threads = n_threads or os.cpu_count() or 1
     place = Path(folder)
     key = json.dumps([source.key, predictor, [bits.k, bits.v, bits.first], form, n_sequences, length, sinks, seed])
-    if place.is_dir() and (not (place / "key.json").is_file() or (place / "key.json").read_text() != key):
-        shutil.rmtree(place)
+    if not (place / "key.json").is_file() or (place / "key.json").read_text() != key:
+        clear(place)
     place.mkdir(parents=True, exist_ok=True)
     (place / "key.json").write_text(key)
     store, bar = Store(place), Progress(progress)
@@ -233,6 +235,17 @@ def fit(
     out.seconds = time.monotonic() - started
     out.peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return out
+
+
+OWN = re.compile(r"(key\.json|captured(\.new)?|[kv]\.\d+(\.rec)?\.f16|layer\.\d+\.npz|new\.npz)")
+
+
+def clear(folder: Path) -> None:
+    """Remove what fit() keeps in `folder`, and the folder when nothing else lies there."""
+    with suppress(OSError):
+        for path in [p for p in folder.iterdir() if OWN.fullmatch(p.name)]:
+            path.unlink()
+        folder.rmdir()
 
 
 def _capture(

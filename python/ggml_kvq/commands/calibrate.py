@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--work",
         metavar="DIR",
-        help="folder for captured rows while predictors are fitted (default: beside the output)",
+        help="where a folder of captured rows lies while predictors are fitted (default: beside the output)",
     )
     parser.add_argument("--sequences", type=sizes.tokens, default=64, metavar="N", help="sequences to run (default 64)")
     parser.add_argument(
@@ -167,7 +166,7 @@ def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) 
         source = HfSource(args.hf, model, text, args.length, args.threads)
     else:
         source = capture.GgufSource(model, text, args.length, args.threads)
-    folder = Path(args.work) if args.work else out.with_name(out.name + ".partial")
+    folder = (Path(args.work) if args.work else out.parent) / (out.name + ".partial")
     fit = predictors.fit(
         source,
         predictor=args.predictor,
@@ -182,7 +181,7 @@ def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) 
         progress=True,
     )
     files.write_sidecar(out, files.predictor_fields(model, fit, bits, args.sinks), files.predictor_arrays(fit))
-    shutil.rmtree(folder, ignore_errors=True)
+    predictors.clear(folder)
     print_fit(fit)
     print(
         f"{out}: {fit.n_tokens} tokens in {fit.seconds:.0f} s ({fit.seconds_capture:.0f} s running the model), peak"
