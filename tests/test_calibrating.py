@@ -7,8 +7,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
-from ggml_kvq import cli
+from conftest import LLAMA_FIELDS
+from ggml_kvq import cli, plotting
+from ggml_kvq.calibrate import capture, files
+from ggml_kvq.evaluate import specs
 
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 60
 SMALL = ["--sequences", "2", "--length", "64", "-t", "1"]
@@ -39,3 +44,33 @@ def test_other_files_in_the_work_folder_stay(folder: Path) -> None:
     assert calibrate(folder, "--predictor", "k") == 0
     assert [p.name for p in work.rglob("*")] == ["sub", "mine.txt"]
     assert [p.name for p in partial.iterdir()] == ["mine.txt"]
+
+
+def hybrid(path: Path) -> Path:
+    """Eight layers of which every fourth has attention, as Qwen3.5 writes it: one number of heads for all."""
+    writer = gguf.GGUFWriter(str(path), "qwen35")
+    for key, value in LLAMA_FIELDS.items():
+        if key.startswith("llama."):
+            writer.add_uint32(key.replace("llama", "qwen35"), 8 if key.endswith("block_count") else value)
+    for il in range(8):
+        names = ("attn_k", "attn_v") if il % 4 == 3 else ("attn_qkv", "ssm_out")
+        for name in names:
+            writer.add_tensor(f"blk.{il}.{name}.weight", np.ones((128, 256), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_layers_without_attention_are_not_calibrated(tmp_path: Path) -> None:
+    """All layers were asked for rows ("layer 0 has no cache to read"), and a preset was scaled to eight layers, which
+    the model with two refuses (kq=6).
+    """
+    model = hybrid(tmp_path / "m.gguf")
+    assert capture.layers(model) == [(3, 2, 64, 64), (7, 2, 64, 64)]
+    out = tmp_path / "x.gguf"
+    assert cli.main(["calibrate", "--method", "xquant", "-m", str(model), "-o", str(out)]) == 0
+    assert max(value for key, value in files.read_sidecar(out)[0].items() if key[-2:] in ("kq", "vq", "km", "vm")) == 2
+    f16 = plotting.memory_rows(model, [specs.parse("upstream:f16")], [1024])[0]
+    assert f16["bytes_total"] == 2 * 1024 * 2 * 2 * 64 * 2

@@ -230,7 +230,7 @@ def memory_rows(model: str | Path, caches: Sequence[Any], lengths: Sequence[int]
     from .loader import libraries
 
     libs = libraries()
-    header = gguf_header.read(model)
+    header = gguf_header.read(model, tensors=True)
     shapes = gguf_header.attention_layers(header)
     arch = header.fields["general.architecture"]
     n_layer = int(header.fields[f"{arch}.block_count"])

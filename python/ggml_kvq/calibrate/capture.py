@@ -38,7 +38,7 @@ def open_model(path: str | os.PathLike[str], length: int, n_threads: int | None 
 
 def layers(path: str | os.PathLike[str]) -> list[tuple[int, int, int, int]]:
     """(layer, KV heads, key head size, value head size) of every layer that has a cache."""
-    return gguf_header.attention_layers(gguf_header.read(path))
+    return gguf_header.attention_layers(gguf_header.read(path, tensors=True))
 
 
 def rows(model: Model, il: int, value: bool, cell: int, n: int, width: int) -> np.ndarray:

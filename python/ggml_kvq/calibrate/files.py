@@ -46,7 +46,7 @@ def model_hash(arch: str, tokens: list[str]) -> str:
 
 def identity(path: str | os.PathLike[str]) -> dict[str, Any]:
     """kvq.model.* of a model file."""
-    header = gguf_header.read(path, max_array=1 << 24)
+    header = gguf_header.read(path, tensors=True, max_array=1 << 24)
     arch = header.fields["general.architecture"]
     layers = gguf_header.attention_layers(header)
     return {

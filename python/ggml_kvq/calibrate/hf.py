@@ -70,7 +70,7 @@ class HfSource:
         if n_threads:
             torch.set_num_threads(n_threads)
         folder = find(model)
-        header = gguf_header.read(gguf)
+        header = gguf_header.read(gguf, tensors=True)
         self.shapes: list[Shape] = gguf_header.attention_layers(header)
         arch = header.fields["general.architecture"]
         self._n_rot = int(header.fields.get(f"{arch}.rope.dimension_count", self.shapes[0][2]))

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .. import files as whole_files
-from .. import gguf_header, progress
+from .. import progress
 from ..errors import KvqError
 from ..evaluate import perplexity
 from ..model import Model
@@ -225,7 +225,7 @@ class _Bench:
 
 def _frontier(bench: _Bench, order: list[int], pairs: str) -> Iterator[tuple[float, int, float]]:
     """(true bits, level, divergence) of mixtures along the order, at about the bits SHOWN."""
-    shapes = gguf_header.attention_layers(gguf_header.read(bench.path))
+    shapes = capture.layers(bench.path)
     n_layer = len(shapes)
     text = ".".join(map(str, order))
     from .. import methods, native

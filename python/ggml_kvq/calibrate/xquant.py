@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .. import gguf_header
 from ..errors import KvqError
 from ..evaluate import perplexity
 from ..kvstats import UPSTREAM
 from ..model import Model
+from . import capture
 
 PRESETS = {"1.38": (30, 2, 32, 16), "1.41": (28, 0, 32, 28), "1.16": (26, 0, 32, 0)}  # of 32 layers, methods/xquant.cpp
 ETA1, ETA2 = (0.0, 1 / 6, 0.25, 1 / 3), (0.0, 0.045, 0.09)
@@ -85,8 +85,7 @@ def search(
     report: Callable[[str], None] = print,
 ) -> Found:
     """Best configuration at the code bits of `start`. Raises KvqError for a text shorter than two windows of n_ctx."""
-    header = gguf_header.read(model)
-    n_layer = len(gguf_header.attention_layers(header))
+    n_layer = len(capture.layers(model))
     protocol = perplexity.Protocol(n_ctx, min(128, n_ctx), 0, chunks)
     size: dict[str, Any] = {
         "n_ctx": n_ctx,

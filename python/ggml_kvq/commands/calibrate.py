@@ -207,14 +207,14 @@ def print_fit(fit: Any) -> None:
 
 
 def run_xquant(args: argparse.Namespace) -> int:
-    from .. import gguf_header, hub
-    from ..calibrate import files, xquant
+    from .. import hub
+    from ..calibrate import capture, files, xquant
     from ..files import read_text
 
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
     out = output_of(args, model)
-    n_layer = len(gguf_header.attention_layers(gguf_header.read(model)))
+    n_layer = len(capture.layers(model))
     best = start = xquant.preset(args.preset, n_layer)
     if args.file:
         text = read_text(args.file, "-f")
