@@ -35,8 +35,6 @@ def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> 
     """
     n_ctx = memory.cells(n_ctx)
     shapes = gguf_header.attention_layers(header)
-    arch = header.fields["general.architecture"]
-    n_layer = int(header.fields[f"{arch}.block_count"])
     out = []
     wanted = [(s.label, s.method, s.options, s.type_k, s.type_v) for s in specs] or [
         (row["name"], row["name"], "", "", "") for row in methods.table()
@@ -46,7 +44,7 @@ def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> 
             out.append(_upstream(label, shapes, n_ctx, type_k, type_v))
             continue
         try:
-            got = native.plan(methods.library(), method, options, shapes, n_ctx, n_layer_model=n_layer)
+            got = native.plan(methods.library(), method, options, shapes, n_ctx)
         except MethodError as e:
             out.append(Plan(label, refused=str(e)))
             continue

@@ -68,7 +68,7 @@ class Model:
     full: list[Shape]
     windowed: list[Shape]
     window: int
-    n_layer: int
+    n_layer: int  # that have attention: presets are scaled to them
     latent: bool  # one row a token serves as keys and values
     n_ctx_train: int
 
@@ -86,6 +86,7 @@ def model(path: str | os.PathLike[str]) -> Model | None:
         value = header.fields.get(f"{arch}.{key}", 0)
         return value if isinstance(value, int) else 0
 
+    n_layer = max(1, len(shapes) - get("nextn_predict_layers"))
     shapes = shapes[: max(1, len(shapes) - get("nextn_predict_layers") - get("attention.shared_kv_layers"))]
     window = get("attention.sliding_window")
     pattern = header.fields.get(f"{arch}.attention.sliding_window_pattern")
@@ -96,7 +97,7 @@ def model(path: str | os.PathLike[str]) -> Model | None:
         windowed = [s for s in shapes if s[0] % 6 != 5]
     full = [s for s in shapes if s not in windowed]
     latent = f"{arch}.attention.key_length_mla" in header.fields
-    return Model(os.path.getsize(path), full, windowed, window, get("block_count"), latent, get("context_length"))
+    return Model(os.path.getsize(path), full, windowed, window, n_layer, latent, get("context_length"))
 
 
 Plan = Callable[[list[Shape], int, int], int]  # layers, tokens of a stream, streams -> bytes of their caches

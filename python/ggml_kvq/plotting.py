@@ -230,10 +230,7 @@ def memory_rows(model: str | Path, caches: Sequence[Any], lengths: Sequence[int]
     from .loader import libraries
 
     libs = libraries()
-    header = gguf_header.read(model, tensors=True)
-    shapes = gguf_header.attention_layers(header)
-    arch = header.fields["general.architecture"]
-    n_layer = int(header.fields[f"{arch}.block_count"])
+    shapes = gguf_header.attention_layers(gguf_header.read(model, tensors=True))
     rows = []
     for cache in caches:
         for n in lengths:
@@ -243,7 +240,7 @@ def memory_rows(model: str | Path, caches: Sequence[Any], lengths: Sequence[int]
                 total = sum(made * heads * (hk * k + hv * v) / 8 for _, heads, hk, hv in shapes)
                 rows.append({"key": key, "method": "upstream", "bytes_total": total, "bits": (k + v) / 2})
             else:
-                s = native.plan(libs.need_kvq(), cache.method, cache.options, shapes, made, n_layer_model=n_layer)
+                s = native.plan(libs.need_kvq(), cache.method, cache.options, shapes, made)
                 rows.append({"key": key, "method": cache.method, "bytes_total": s["bytes_total"], "bits": s["bits"]})
     return rows
 
