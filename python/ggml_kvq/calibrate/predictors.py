@@ -196,10 +196,6 @@ def fit(
     n_threads = n_threads or os.cpu_count() or 1
     place = Path(folder)
     key = json.dumps([source.key, predictor, [bits.k, bits.v, bits.first], form, n_sequences, length, sinks, seed])
-    if not (place / "key.json").is_file() or (place / "key.json").read_text() != key:
-        clear(place)
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "key.json").write_text(key)
     store, bar = Store(place), Progress(progress)
     per = length - sinks
     shapes = {s[0]: s for s in source.shapes}
@@ -211,7 +207,21 @@ def fit(
                     f"layers {a} and {b} have KV rows of unequal width, which no predictor of this method takes; use"
                     " --predictor bias"
                 )
-    captured = _capture(source, store, place, n_sequences, length, sinks, seed, bar)
+            if form == "q4_0" and any(shapes[b][1] * shapes[b][i] % weights.GROUP for i in (2, 3)):
+                raise KvqError(
+                    f"layer {b} has KV rows that are no multiple of {weights.GROUP} wide, as q4_0 has its blocks; use"
+                    " --weights f16"
+                )
+    if not (place / "key.json").is_file() or (place / "key.json").read_text() != key:
+        clear(place)
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "key.json").write_text(key)
+    try:
+        captured = _capture(source, store, place, n_sequences, length, sinks, seed, bar)
+    except KvqError:
+        if not (place / "captured").is_file():
+            clear(place)
+        raise
     spent = time.monotonic() - started
     total = n_sequences * per
     out = Fit(predictor=predictor, format=form, n_tokens=total, seconds_capture=spent)

@@ -20,6 +20,11 @@ def token_list(text: str) -> list[int]:
     return [tokens(part) for part in text.split(",")]
 
 
+def natural(text: str) -> int:
+    """argparse type: 0 or more."""
+    return 0 if text == "0" else positive(text)
+
+
 def positive(text: str) -> int:
     """argparse type: 1 or more."""
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1 << 31:

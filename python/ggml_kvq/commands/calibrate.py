@@ -66,7 +66,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which sequences of the text (default 0)")
+    parser.add_argument(
+        "--seed", type=sizes.natural, default=0, metavar="N", help="which sequences of the text (default 0)"
+    )
     parser.add_argument("-t", "--threads", type=sizes.positive, metavar="N", help="CPU threads")
     parser.set_defaults(run=run, interrupted="the same command goes on from its last checkpoint, if there is one")
 

@@ -72,7 +72,7 @@ def register(subparsers: Any) -> None:
         help="prompt lengths in tokens (default 1000,2000,4000)",
     )
     g.add_argument("--samples", type=sizes.positive, default=50, help="samples a cell (default 50)")
-    g.add_argument("--seed", type=int, default=0, help="first seed of the samples (default 0)")
+    g.add_argument("--seed", type=sizes.natural, default=0, metavar="N", help="first seed of the samples (default 0)")
     g.add_argument("--filler", help="text file to hide the facts in (default: made-up sentences)")
 
     g = p.add_argument_group("long generation")
