@@ -10,8 +10,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from conftest import LLAMA_FIELDS
-from ggml_kvq import cli, gguf_header, info, memory, plotting
+from conftest import LLAMA_FIELDS, run_python
+from ggml_kvq import Model, cli, errors, gguf_header, info, memory, plotting
 from ggml_kvq.calibrate import capture, files
 from ggml_kvq.evaluate import specs
 
@@ -85,3 +85,78 @@ def test_presets_are_planned_for_the_layers_with_attention(tmp_path: Path) -> No
     assert plotting.memory_rows(model, [specs.parse("xquant")], [512])[0]["bits"] == two_of_two[0]
     facts = memory.model(model)
     assert facts and facts.n_layer == 2
+
+
+def small(demo: Path, out: Path, *, head: int = 64, tokenizer: bool = True) -> Path:
+    """Two random layers with one KV head, and the demo model's tokenizer or none."""
+    writer = gguf.GGUFWriter(str(out), "llama")
+    sizes = {"context_length": 512, "embedding_length": 128, "block_count": 2, "feed_forward_length": 64}
+    heads = {"head_count": 2, "head_count_kv": 1, "key_length": head, "value_length": head}
+    for key, value in {**sizes, **{f"attention.{key}": value for key, value in heads.items()}}.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_uint32("llama.vocab_size", 8192)
+    writer.add_uint32("llama.rope.dimension_count", head)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    if tokenizer:
+        for key, f in gguf.GGUFReader(demo).fields.items():
+            if key.startswith("tokenizer.ggml."):
+                inner = f.types[-1] if f.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(key, f.contents(), f.types[0], sub_type=inner)
+    else:
+        writer.add_string("tokenizer.ggml.model", "none")
+    rng, shapes = np.random.default_rng(0), {"token_embd": (8192, 128), "output_norm": (128,)}
+    layer = {"attn_q": (2 * head, 128), "attn_k": (head, 128), "attn_v": (head, 128), "attn_output": (128, 2 * head)}
+    layer |= {
+        "ffn_gate": (64, 128),
+        "ffn_up": (64, 128),
+        "ffn_down": (128, 64),
+        "attn_norm": (128,),
+        "ffn_norm": (128,),
+    }
+    for name, shape in {**shapes, **{f"blk.{il}.{k}": v for il in range(2) for k, v in layer.items()}}.items():
+        x = np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape) / 11
+        writer.add_tensor(f"{name}.weight", x.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def test_widths_that_q4_0_cannot_hold_are_refused(
+    folder: Path, demo_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One KV head of 80 channels ended in a trace behind the whole capture; f16 takes it."""
+    small(demo_model, folder / "m.gguf", head=80)
+    assert calibrate(folder, "--predictor", "fold", "--weights", "q4_0") == 2
+    assert "--weights f16" in capsys.readouterr().err
+    assert not list(folder.glob("*.partial"))
+    assert calibrate(folder, "--predictor", "fold") == 0
+
+
+def test_a_text_too_short_leaves_no_folder(folder: Path) -> None:
+    (folder / "t.txt").write_text("short")
+    assert calibrate(folder, "--predictor", "full") == 2
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("command", ["calibrate", "eval --tasks lines"])
+def test_a_seed_below_zero_is_refused(command: str) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*command.split(), "-m", "m.gguf", "-f", "t.txt", "--seed", "-1"])
+
+
+def test_a_model_without_a_tokenizer_is_refused(
+    folder: Path, demo_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """llama.cpp ended the process (134)."""
+    small(demo_model, folder / "m.gguf", tokenizer=False)
+    argv = ["-m", str(folder / "m.gguf"), "-f", str(folder / "t.txt")]
+    code = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
+    done = run_python(code, "calibrate", *argv, *SMALL, check=False)
+    assert done.returncode == 2 and "has no tokenizer" in done.stderr, done.stderr[-300:]
+    with Model(folder / "m.gguf", "kivi", n_ctx=256, n_threads=1) as model:
+        for call in (lambda: model.detokenize([1]), lambda: model.piece(1), lambda: model.tokenize("x")):
+            with pytest.raises(errors.ModelError, match="has no tokenizer"):
+                call()
+        assert len(model.logits([1, 2, 3])) == 3

@@ -203,6 +203,7 @@ FUNCTIONS: list[tuple[str, str, Any, list[Any]]] = [
     ("llama", "llama_model_get_vocab", _P, [_P]),
     # llama: vocabulary
     ("llama", "llama_vocab_n_tokens", c_int32, [_P]),
+    ("llama", "llama_vocab_type", c_int32, [_P]),
     ("llama", "llama_vocab_bos", c_int32, [_P]),
     ("llama", "llama_vocab_eos", c_int32, [_P]),
     ("llama", "llama_vocab_is_eog", c_bool, [_P, c_int32]),

@@ -27,6 +27,11 @@ class Vocabulary:
     def _open(self) -> int:
         raise NotImplementedError
 
+    def _need_tokenizer(self) -> None:
+        """ModelError for a model without a vocabulary, where llama.cpp ends the process."""
+        if self._libs.llama.llama_vocab_type(self._vocab) == 0:  # LLAMA_VOCAB_TYPE_NONE
+            raise ModelError(f"{self.path} has no tokenizer; pass token ids, or use a model that has one")
+
     def metadata(self, key: str) -> str | None:
         """Scalar GGUF metadata value as a string, None when absent or an array."""
         with self._reading:
@@ -44,6 +49,7 @@ class Vocabulary:
         """
         with self._reading:
             self._open()
+            self._need_tokenizer()
             data = arguments.utf8(text)
             fn = self._libs.llama.llama_tokenize
             n = -fn(self._vocab, data, len(data), None, 0, add_bos, special)
@@ -58,6 +64,7 @@ class Vocabulary:
         held = arguments.token_ids(tokens, self.n_vocab)
         with self._reading:
             self._open()
+            self._need_tokenizer()
             n, ids = len(held), (ctypes.c_int32 * len(held))(*held)
             size = max(64, n * 16)
             while True:
@@ -71,6 +78,7 @@ class Vocabulary:
         """Bytes of one token; they may end inside a UTF-8 character."""
         with self._reading:
             self._open()
+            self._need_tokenizer()
             arguments.token_ids([token], self.n_vocab)
             buf = ctypes.create_string_buffer(256)
             n = self._libs.llama.llama_token_to_piece(self._vocab, token, buf, len(buf), 0, special)
