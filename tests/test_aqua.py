@@ -185,7 +185,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         means.fit(MODEL, TEXT, n_sequences=3, length=64, n_threads=1, checkpoint=store)
     again = means.fit(MODEL, TEXT, n_sequences=3, length=64, n_threads=1, checkpoint=store)
-    assert len(seen) == 4 and not store.exists()
+    assert len(seen) == 4
     for il, pair in whole.mean.items():
         assert all(np.array_equal(a, b) for a, b in zip(pair, again.mean[il]))
 

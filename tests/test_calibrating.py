@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 from conftest import LLAMA_FIELDS, run_python
 from ggml_kvq import Model, cli, errors, gguf_header, info, memory, plotting
-from ggml_kvq.calibrate import capture, files
-from ggml_kvq.evaluate import specs
+from ggml_kvq.calibrate import capture, files, means, tune
+from ggml_kvq.errors import KvqError
+from ggml_kvq.evaluate import perplexity, specs
 
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 60
 SMALL = ["--sequences", "2", "--length", "64", "-t", "1"]
@@ -160,3 +162,62 @@ def test_a_model_without_a_tokenizer_is_refused(
             with pytest.raises(errors.ModelError, match="has no tokenizer"):
                 call()
         assert len(model.logits([1, 2, 3])) == 3
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_the_sums_of_a_model_that_was_written_again_are_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of another model under the same name went on with the sums of the first one."""
+    path, store, each = folder / "m.gguf", folder / "s.npz", capture.each
+    calls = 0
+
+    def stops(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise Stopped
+        return each(*args)
+
+    monkeypatch.setattr(capture, "each", stops)
+    with pytest.raises(Stopped):
+        means.fit(path, TEXT, n_sequences=2, length=64, n_threads=1, checkpoint=store)
+    assert store.is_file()
+    data = bytearray(path.read_bytes())
+    for t in gguf.GGUFReader(path).tensors:
+        if t.name.endswith("attn_v.weight"):
+            codes = np.frombuffer(data, np.int8, t.n_bytes, t.data_offset).reshape(-1, 34)
+            codes[:, 2:] = -codes[:, 2:]
+    path.write_bytes(data)
+    again = means.fit(path, TEXT, n_sequences=2, length=64, n_threads=1, checkpoint=store)
+    fresh = means.fit(path, TEXT, n_sequences=2, length=64, n_threads=1)
+    assert all(np.array_equal(again.mean[il][1], fresh.mean[il][1]) for il in fresh.mean)
+
+
+def test_a_disk_that_is_full_at_the_end_costs_no_calibration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums went before the sidecar was written: hours of a large model."""
+    write, each, calls = files.write_sidecar, capture.each, []
+    monkeypatch.setattr(capture, "each", lambda *args: calls.append(1) or each(*args))
+
+    def full(*args: Any) -> None:
+        raise KvqError("the disk is full")
+
+    monkeypatch.setattr(files, "write_sidecar", full)
+    assert calibrate(folder) == 2 and len(calls) == 2
+    monkeypatch.setattr(files, "write_sidecar", write)
+    assert calibrate(folder) == 0 and len(calls) == 2
+    assert sorted(p.name for p in folder.iterdir()) == ["m.gguf", "out.gguf", "t.txt"]
+    assert files.read_sidecar(folder / "out.gguf")[0]["kvq.aqua.tokens"] == 120
+
+
+def test_tuning_does_not_compare_with_another_models_logits(folder: Path) -> None:
+    """f16.base says what text it is of, not of what model."""
+    text, protocol = TEXT * 2, perplexity.Protocol(256, 32, 0, 1)
+    work = folder / "w"
+    work.mkdir()
+    (work / "f16.base").write_bytes(b"x")
+    tune._Bench(folder / "m.gguf", work / "s.gguf", protocol, work, [text], 1)
+    assert not (work / "f16.base").exists()

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,12 @@ def open_model(path: str | os.PathLike[str], length: int, n_threads: int | None 
 def layers(path: str | os.PathLike[str]) -> list[tuple[int, int, int, int]]:
     """(layer, KV heads, key head size, value head size) of every layer that has a cache."""
     return gguf_header.attention_layers(gguf_header.read(path, tensors=True))
+
+
+def stamp(path: str | os.PathLike[str]) -> list[Any]:
+    """What tells a model file from another one of its name, and from itself before it was written again."""
+    found = os.stat(path)
+    return [os.path.basename(os.fspath(path)), found.st_size, found.st_mtime_ns]
 
 
 def rows(model: Model, il: int, value: bool, cell: int, n: int, width: int) -> np.ndarray:
@@ -108,7 +115,7 @@ class GgufSource:
 
     def __init__(self, path: str | os.PathLike[str], text: str, length: int, n_threads: int | None = None) -> None:
         self.shapes = layers(path)
-        self.key = ["gguf", os.path.basename(os.fspath(path)), hashlib.sha256(text.encode()).hexdigest()]
+        self.key = ["gguf", *stamp(path), hashlib.sha256(text.encode()).hexdigest()]
         self._text = text
         self._model: Model | None = open_model(path, length, n_threads)
         self._groups = self._find_groups(self._model)

@@ -18,6 +18,7 @@ import numpy as np
 
 from .. import gguf_header
 from ..errors import DownloadError, KvqError
+from . import capture
 from .predictors import Shape
 
 #: general.architecture values whose keys llama.cpp's converter permutes.
@@ -75,7 +76,7 @@ class HfSource:
         arch = header.fields["general.architecture"]
         self._n_rot = int(header.fields.get(f"{arch}.rope.dimension_count", self.shapes[0][2]))
         self._interleaved = arch in INTERLEAVED
-        self.key = ["hf", model, hashlib.sha256(text.encode()).hexdigest()]
+        self.key = ["hf", model, *capture.stamp(gguf), hashlib.sha256(text.encode()).hexdigest()]
         self._text = text
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

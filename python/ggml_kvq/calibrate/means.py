@@ -65,14 +65,14 @@ def fit(
     """Means over n_sequences of `length` tokens of the text.
 
     checkpoint: file that holds the sums so far; a run that finds one of the same model, text and numbers goes on where
-    it stopped, and a finished run removes it. shorten: a text of fewer tokens is one
+    it stopped. It is the caller's to remove, when the means are written. shorten: a text of fewer tokens is one
     shorter sequence. Raises KvqError for a text that is too short or a model without attention.
     """
     started = time.monotonic()
     shapes = capture.layers(path)
     key = json.dumps(
         [
-            os.path.basename(os.fspath(path)),
+            *capture.stamp(path),
             hashlib.sha256(text.encode()).hexdigest(),
             n_sequences,
             length,
@@ -103,9 +103,9 @@ def fit(
             for il, keys, values in capture.each(model, shapes, chosen[i], sinks):
                 sums[il, 0].add(keys)
                 sums[il, 1].add(values)
+            turned = capture.pairs(model, [il for il, *_ in shapes])
             if store:
                 _save(store, key, i + 1, turned, sums)
-            turned = capture.pairs(model, [il for il, *_ in shapes])
             if progress:
                 left = (time.monotonic() - started) / (i + 1 - done) * (n_sequences - i - 1)
                 line(f"calibrating: {i + 1}/{n_sequences} sequences, {left:.0f} s left")
@@ -126,8 +126,6 @@ def fit(
         out.removed[il] = (share_k, share_v)
         rms_k, rms_v = (float(np.sqrt((sums[il, v].square / n).mean())) for v in (0, 1))
         out.rms[il] = (rms_k, rms_v)
-    if store:
-        store.unlink(missing_ok=True)
     return out
 
 

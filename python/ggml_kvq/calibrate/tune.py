@@ -179,11 +179,13 @@ class _Bench:
         n_threads: int | None,
     ) -> None:
         self.path, self.sidecar, self.protocol, self.work, self.n_threads = path, sidecar, protocol, work, n_threads
-        self.store, self.key = work / "tune.json", json.dumps([os.path.basename(os.fspath(path)), *key])
+        self.store, self.key = work / "tune.json", json.dumps([*capture.stamp(path), *key])
         self.done: dict[str, float] = {}
         if self.store.is_file():
             saved = json.loads(self.store.read_text())
             self.done = saved["done"] if saved["key"] == self.key else {}
+        if not self.done:
+            (work / "f16.base").unlink(missing_ok=True)  # it may be another model's
         self.base: perplexity.BaseFile | None = None
 
     def open(self, method: str, opts: dict[str, Any]) -> Model:
@@ -219,7 +221,7 @@ class _Bench:
         return self.done[name]
 
     def remove(self) -> None:
-        for path in (self.store, self.sidecar, self.work / "f16.base"):
+        for path in (self.store, self.sidecar, self.work / "f16.base", self.work / "means.npz"):
             path.unlink(missing_ok=True)
 
 

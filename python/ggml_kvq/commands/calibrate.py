@@ -97,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         return run_predictors(args, model, out, text)
     if args.hf:
         raise KvqError("--hf goes with --predictor k or full; means come from the GGUF itself")
+    checkpoint = out.with_name(out.name + ".partial.npz")
     fitted = means.fit(
         model,
         text,
@@ -105,11 +106,12 @@ def run(args: argparse.Namespace) -> int:
         sinks=args.sinks,
         seed=args.seed,
         n_threads=args.threads,
-        checkpoint=str(out) + ".partial.npz",
+        checkpoint=checkpoint,
         progress=True,
     )
     fitted = halves.checked(model, fitted, text, args.threads)
     files.write_sidecar(out, files.fields(model, fitted, args.sinks), files.arrays(fitted))
+    checkpoint.unlink(missing_ok=True)
     print(f"{'layer':>5} {'K energy in means':>18} {'V energy in means':>18}")
     for il, (k, v) in fitted.removed.items():
         print(f"{il:>5} {100 * k:>17.1f}% {100 * v:>17.1f}%")
