@@ -4,6 +4,7 @@ unusual shapes. Each of these lost files or work, gave figures of nothing, or en
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import LLAMA_FIELDS, run_python
 from ggml_kvq import Model, cli, errors, gguf_header, info, memory, plotting
+from ggml_kvq import files as disk
 from ggml_kvq.calibrate import capture, files, means, tune
 from ggml_kvq.errors import KvqError
 from ggml_kvq.evaluate import perplexity, specs
@@ -221,3 +223,49 @@ def test_tuning_does_not_compare_with_another_models_logits(folder: Path) -> Non
     (work / "f16.base").write_bytes(b"x")
     tune._Bench(folder / "m.gguf", work / "s.gguf", protocol, work, [text], 1)
     assert not (work / "f16.base").exists()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "calibrate --method xquant", "calibrate --predictor k", "tune"])
+def test_two_runs_do_not_share_an_output(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second one emptied the folder that the first one had its rows in."""
+    with disk.alone(folder / "out.gguf", "ggml-kvq calibrate"):
+        assert calibrate(folder, *command.split()[1:], "--length", "256", command=command.split()[0]) == 2
+    assert f"process {os.getpid()}" in capsys.readouterr().err
+    assert sorted(p.name for p in folder.iterdir()) == ["m.gguf", "t.txt"]
+
+
+def test_runs_with_one_work_folder_do_not_share_rows(folder: Path) -> None:
+    """Outputs of one name in two folders."""
+    work = folder / "work"
+    with disk.alone(work / "out.gguf.rows", "ggml-kvq calibrate"):
+        assert calibrate(folder, "--predictor", "k", "--work", str(work)) == 2
+    assert calibrate(folder, "--predictor", "k", "--work", str(work)) == 0
+    assert not list(work.iterdir())
+
+
+def test_what_is_left_of_a_broken_checkpoint_is_not_read(folder: Path) -> None:
+    (folder / "out.gguf.partial.npz").write_bytes(b"junk")
+    assert calibrate(folder) == 0
+    work = folder / "out.gguf.partial"
+    work.mkdir()
+    (work / "tune.json").write_text("{")
+    (work / "mine.txt").write_text("x")
+    assert calibrate(folder, "--sequences", "1", "--length", "256", command="tune") == 0
+    assert [p.name for p in work.iterdir()] == ["mine.txt"]
+
+
+def test_a_link_to_nothing_stays_a_link(folder: Path) -> None:
+    """The link went, an empty file stayed where it had pointed to."""
+    (folder / "out.gguf").symlink_to(folder / "real.gguf")
+    assert calibrate(folder) == 0
+    assert (folder / "out.gguf").is_symlink() and (folder / "real.gguf").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("more", ["", "--predictor k"])
+def test_a_checkpoint_that_does_not_fit_is_named(more: str, folder: Path) -> None:
+    code = "import sys; from ggml_kvq.cli import main; sys.exit(main())"
+    files = ["-m", str(folder / "m.gguf"), "-f", str(folder / "t.txt"), "-o", str(folder / "out.gguf")]
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048)); "
+    done = run_python(limit + code, "calibrate", *files, *SMALL, *more.split(), check=False)
+    assert done.returncode == 2 and "out.gguf.partial" in done.stderr and "size limit" in done.stderr, done.stderr
+    assert not [p for p in folder.rglob("*") if p.suffix in (".new", ".npz")]

@@ -215,7 +215,8 @@ def probe(path: str | os.PathLike[str]) -> None:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        there = target_of(target).exists()
+        target = target_of(path)
+        there = target.exists()
         with open(target, "ab"):
             pass
         if not there:

@@ -9,11 +9,13 @@ import json
 import os
 import resource
 import time
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from .. import files
 from ..progress import Line
 from . import capture
 
@@ -88,12 +90,11 @@ def fit(
     }
     turned = "none"
     done, store = 0, Path(checkpoint) if checkpoint else None
-    if store and store.is_file():
-        with np.load(store) as saved:
-            if str(saved["key"]) == key:
-                done, turned = int(saved["done"]), str(saved["pairs"])
-                for (il, v), m in sums.items():
-                    m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
+    saved = _load(store) if store else {}
+    if str(saved.get("key")) == key:
+        done, turned = int(saved["done"]), str(saved["pairs"])
+        for (il, v), m in sums.items():
+            m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
     line = Line(progress)
     with capture.open_model(path, length, n_threads) as model:
         if shorten:
@@ -131,8 +132,15 @@ def fit(
 
 def _save(store: Path, key: str, done: int, pairs: str, sums: dict[tuple[int, int], Moments]) -> None:
     """Replace the checkpoint in one step: a killed run leaves the old one or the new one."""
-    new = store.with_name(store.name + ".new")
     arrays = {f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square")}
-    with open(new, "wb") as f:
+    with files.whole(store) as new, open(new, "wb") as f:
         np.savez(f, key=np.array(key), done=np.array(done), pairs=np.array(pairs), **arrays)
-    os.replace(new, store)
+
+
+def _load(store: Path) -> dict[str, np.ndarray]:
+    """A checkpoint; {} when there is none that can be read."""
+    try:
+        with np.load(store) as saved:
+            return dict(saved)
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile):
+        return {}

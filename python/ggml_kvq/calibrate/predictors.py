@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .. import kernels, loader
+from .. import files, kernels, loader
 from ..errors import KvqError
 from ..progress import Line
 from ..reference import LATTICE, Codec, K, V
@@ -136,9 +136,13 @@ class Store:
 
     def write_at(self, name: str, row: int, x: np.ndarray) -> None:
         path = self.path(name)
-        with open(path, "r+b" if path.exists() else "w+b") as f:
-            f.seek(row * x.shape[1] * 2)
-            f.write(np.clip(x, -65504, 65504).astype("<f2").tobytes())
+        data = np.clip(x, -65504, 65504).astype("<f2").tobytes()
+        try:
+            with open(path, "r+b" if path.exists() else "w+b") as f:
+                f.seek(row * x.shape[1] * 2)
+                f.write(data)
+        except OSError as e:
+            raise files.refuse(path, e, len(data)) from e
 
     def read(self, name: str, row: int, n: int, width: int) -> np.ndarray:
         with open(self.path(name), "rb") as f:

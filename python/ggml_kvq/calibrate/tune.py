@@ -109,7 +109,7 @@ def fit(
     n_threads: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Tuned:
-    """Tune method auto for a model on a text. `folder` keeps what is measured until the end: a run that finds it goes
+    """Tune method auto for a model on a text. `folder` keeps what is measured until remove(): a run that finds it goes
     on. KvqError for a text that is too short, or a model that method auto refuses.
     """
     started = time.monotonic()
@@ -152,7 +152,6 @@ def fit(
     order = climb(damage, rungs)
     frontier = list(_frontier(bench, order, fitted.pairs))
     out = Tuned(order, damage, frontier, fitted, time.monotonic() - started, n_windows * length, seen[:16])
-    bench.remove()
     return out
 
 
@@ -181,7 +180,7 @@ class _Bench:
         self.path, self.sidecar, self.protocol, self.work, self.n_threads = path, sidecar, protocol, work, n_threads
         self.store, self.key = work / "tune.json", json.dumps([*capture.stamp(path), *key])
         self.done: dict[str, float] = {}
-        if self.store.is_file():
+        with contextlib.suppress(FileNotFoundError, ValueError):
             saved = json.loads(self.store.read_text())
             self.done = saved["done"] if saved["key"] == self.key else {}
         if not self.done:
@@ -220,9 +219,13 @@ class _Bench:
                 partial.write_text(json.dumps({"key": self.key, "done": self.done}))
         return self.done[name]
 
-    def remove(self) -> None:
-        for path in (self.store, self.sidecar, self.work / "f16.base", self.work / "means.npz"):
-            path.unlink(missing_ok=True)
+
+def remove(folder: Path) -> None:
+    """What fit() keeps in `folder`, when the sidecar is written; and the folder when nothing else lies there."""
+    for name in ("tune.json", "means.kvq.gguf", "means.npz", "f16.base"):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _frontier(bench: _Bench, order: list[int], pairs: str) -> Iterator[tuple[float, int, float]]:

@@ -75,9 +75,9 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from .. import hub
-    from ..calibrate import files, halves, means
+    from ..calibrate import files
     from ..errors import KvqError
-    from ..files import read_text
+    from ..files import alone, read_text
 
     if args.method == "xquant":
         return run_xquant(args)
@@ -93,8 +93,14 @@ def run(args: argparse.Namespace) -> int:
         )
     files._gguf()
     text = read_text(args.file, "-f")
-    if args.predictor != "bias":
-        return run_predictors(args, model, out, text)
+    with alone(out, "ggml-kvq calibrate"):
+        return (run_means if args.predictor == "bias" else run_predictors)(args, model, out, text)
+
+
+def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> int:
+    from ..calibrate import files, halves, means
+    from ..errors import KvqError
+
     if args.hf:
         raise KvqError("--hf goes with --predictor k or full; means come from the GGUF itself")
     checkpoint = out.with_name(out.name + ".partial.npz")
@@ -155,12 +161,20 @@ def next_commands(args: argparse.Namespace, model: Path, out: Path) -> str:
 
 
 def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) -> int:
-    from ..calibrate import capture, files, predictors
     from ..errors import KvqError
+    from ..files import alone
 
     for name in ("k_bits", "v_bits", "first_bits"):
         if not 1 <= getattr(args, name) <= 4:
             raise KvqError(f"--{name.replace('_', '-')} {getattr(args, name)} is not within 1..4")
+    folder = (Path(args.work) if args.work else out.parent) / (out.name + ".partial")
+    with alone(folder.with_suffix(".rows"), "ggml-kvq calibrate"):
+        return fit_predictors(args, model, out, text, folder)
+
+
+def fit_predictors(args: argparse.Namespace, model: Path, out: Path, text: str, folder: Path) -> int:
+    from ..calibrate import capture, files, predictors
+
     files.identity(model)
     bits = predictors.Bits(args.k_bits, args.v_bits, args.first_bits)
     source: predictors.Source
@@ -170,7 +184,6 @@ def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) 
         source = HfSource(args.hf, model, text, args.length, args.threads)
     else:
         source = capture.GgufSource(model, text, args.length, args.threads)
-    folder = (Path(args.work) if args.work else out.parent) / (out.name + ".partial")
     fit = predictors.fit(
         source,
         predictor=args.predictor,
@@ -213,17 +226,18 @@ def print_fit(fit: Any) -> None:
 def run_xquant(args: argparse.Namespace) -> int:
     from .. import hub
     from ..calibrate import capture, files, xquant
-    from ..files import read_text
+    from ..files import alone, read_text
 
     model = hub.resolve(args.model)
     check_inputs(model, args.file)
     out = output_of(args, model)
     n_layer = len(capture.layers(model))
-    best = start = xquant.preset(args.preset, n_layer)
-    if args.file:
-        text = read_text(args.file, "-f")
-        best = xquant.search(model, text, start, n_ctx=min(args.length, 1024), n_threads=args.threads).best
-    files.write_sidecar(out, xquant.fields(model, best), {})
+    with alone(out, "ggml-kvq calibrate"):
+        best = start = xquant.preset(args.preset, n_layer)
+        if args.file:
+            text = read_text(args.file, "-f")
+            best = xquant.search(model, text, start, n_ctx=min(args.length, 1024), n_threads=args.threads).best
+        files.write_sidecar(out, xquant.fields(model, best), {})
     how = "searched on " + args.file if args.file else f"preset {args.preset}, no data"
     shared = (
         "codes shared by layer pairs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 from typing import Any
 
 from .. import sidecars
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from .. import hub
     from ..calibrate import files, tune
     from ..errors import KvqError
-    from ..files import read_text
+    from ..files import alone, read_text
     from .calibrate import check_inputs, output_of
 
     model = hub.resolve(args.model)
@@ -46,16 +45,18 @@ def run(args: argparse.Namespace) -> int:
     files._gguf()
     out = output_of(args, model)
     folder = out.with_name(out.name + ".partial")
-    tuned = tune.fit(
-        model,
-        read_text(args.file, "-f"),
-        folder=folder,
-        n_windows=args.sequences,
-        length=args.length,
-        n_threads=args.threads,
-    )
-    files.write_sidecar(out, tune.fields(model, tuned), files.arrays(tuned.means))
-    shutil.rmtree(folder, ignore_errors=True)
+    text = read_text(args.file, "-f")
+    with alone(out, "ggml-kvq tune"):
+        tuned = tune.fit(
+            model,
+            text,
+            folder=folder,
+            n_windows=args.sequences,
+            length=args.length,
+            n_threads=args.threads,
+        )
+        files.write_sidecar(out, tune.fields(model, tuned), files.arrays(tuned.means))
+        tune.remove(folder)
     print(f"{'true bits':>10} {'divergence from f16, nats a token':>35}   window not counted")
     for bits, _, kld in tuned.frontier:
         print(f"{bits:>10.2f} {kld:>35.4f}")
