@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 from conftest import LLAMA_FIELDS, run_python
-from ggml_kvq import Model, cli, errors, gguf_header, info, memory, plotting
+from ggml_kvq import Model, cli, default_means, errors, gguf_header, info, memory, plotting
 from ggml_kvq import files as disk
 from ggml_kvq.calibrate import capture, files, means, tune
 from ggml_kvq.errors import KvqError
@@ -166,6 +166,16 @@ def test_a_model_without_a_tokenizer_is_refused(
         assert len(model.logits([1, 2, 3])) == 3
 
 
+def negate_values(path: Path) -> None:
+    """Another model in the file of this one: its values have the other sign."""
+    data = bytearray(path.read_bytes())
+    for t in gguf.GGUFReader(path).tensors:
+        if t.name.endswith("attn_v.weight"):
+            codes = np.frombuffer(data, np.int8, t.n_bytes, t.data_offset).reshape(-1, 34)
+            codes[:, 2:] = -codes[:, 2:]
+    path.write_bytes(data)
+
+
 class Stopped(Exception):
     pass
 
@@ -188,12 +198,7 @@ def test_the_sums_of_a_model_that_was_written_again_are_not_taken(
     with pytest.raises(Stopped):
         means.fit(path, TEXT, n_sequences=2, length=64, n_threads=1, checkpoint=store)
     assert store.is_file()
-    data = bytearray(path.read_bytes())
-    for t in gguf.GGUFReader(path).tensors:
-        if t.name.endswith("attn_v.weight"):
-            codes = np.frombuffer(data, np.int8, t.n_bytes, t.data_offset).reshape(-1, 34)
-            codes[:, 2:] = -codes[:, 2:]
-    path.write_bytes(data)
+    negate_values(path)
     again = means.fit(path, TEXT, n_sequences=2, length=64, n_threads=1, checkpoint=store)
     fresh = means.fit(path, TEXT, n_sequences=2, length=64, n_threads=1)
     assert all(np.array_equal(again.mean[il][1], fresh.mean[il][1]) for il in fresh.mean)
@@ -269,3 +274,15 @@ def test_a_checkpoint_that_does_not_fit_is_named(more: str, folder: Path) -> Non
     done = run_python(limit + code, "calibrate", *files, *SMALL, *more.split(), check=False)
     assert done.returncode == 2 and "out.gguf.partial" in done.stderr and "size limit" in done.stderr, done.stderr
     assert not [p for p in folder.rglob("*") if p.suffix in (".new", ".npz")]
+
+
+def test_default_means_are_of_the_weights(folder: Path) -> None:
+    """A fine-tune that leaves both ends of the file as they were, under the same name, got the means of the first
+    model, which the library then refused at every start.
+    """
+    path = folder / "m.gguf"
+    before = default_means.path_of(path)
+    shutil.copy(path, folder / "copy.gguf")
+    assert default_means.path_of(folder / "copy.gguf").name == before.name.replace("m-", "copy-")
+    negate_values(path)
+    assert default_means.path_of(path) != before

@@ -29,14 +29,17 @@ def folder() -> Path:
 
 
 def path_of(model: str | os.PathLike[str]) -> Path:
-    """Where the means of this model file are kept. Named by what the file holds at both ends and by the text: a copy is
-    the same model, and the library refuses data of other weights.
+    """Where the means of this model file are kept. Named by what the file holds at both ends, by its weights (a
+    fine-tune may differ between the ends alone) and by the text: a copy is the same model. KvqError.
     """
+    from .calibrate import files
+
+    weights = files.sketch(model).tobytes()
     with open(model, "rb") as f:
         head = f.read(ENDS)
         size = f.seek(0, os.SEEK_END)
         f.seek(max(0, size - ENDS))
-        name = hashlib.sha256(str(size).encode() + FORMAT + head + f.read() + TEXT.read_bytes()).hexdigest()
+        name = hashlib.sha256(str(size).encode() + FORMAT + head + f.read() + weights + TEXT.read_bytes()).hexdigest()
     return folder() / f"{Path(model).stem}-{name[:16]}.kvq.gguf"
 
 
