@@ -286,3 +286,22 @@ def test_default_means_are_of_the_weights(folder: Path) -> None:
     assert default_means.path_of(folder / "copy.gguf").name == before.name.replace("m-", "copy-")
     negate_values(path)
     assert default_means.path_of(path) != before
+
+
+def test_a_search_that_reads_no_codes_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All divergences were zero, and eta1=0, eta2=0 and no shared codes were written as the best."""
+    (folder / "t.txt").write_text(TEXT * 2)
+    assert calibrate(folder, "--method", "xquant", "--length", "256") == 2
+    assert "too short to search on" in capsys.readouterr().err
+    assert not (folder / "out.gguf").exists()
+
+
+def test_the_base_file_of_another_model_is_not_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its size and its words were right, and every divergence was that of two models: 8 nats."""
+    files = ["-m", str(folder / "m.gguf"), "-f", str(folder / "t.txt"), "--base", str(folder / "b.base")]
+    argv = ["eval", *files, "-c", "128", "--chunks", "1", "-t", "1"]
+    assert cli.main([*argv, "-o", str(folder / "1.jsonl")]) == 0
+    assert cli.main([*argv, "-o", str(folder / "2.jsonl")]) == 0
+    negate_values(folder / "m.gguf")
+    assert cli.main([*argv, "-o", str(folder / "3.jsonl")]) == 2
+    assert "is of another model" in capsys.readouterr().err

@@ -84,7 +84,9 @@ def search(
     n_threads: int | None = None,
     report: Callable[[str], None] = print,
 ) -> Found:
-    """Best configuration at the code bits of `start`. Raises KvqError for a text shorter than two windows of n_ctx."""
+    """Best configuration at the code bits of `start`. Raises KvqError for a text shorter than two windows of n_ctx, and
+    for windows in which no code is read.
+    """
     n_layer = len(capture.layers(model))
     protocol = perplexity.Protocol(n_ctx, min(128, n_ctx), 0, chunks)
     size: dict[str, Any] = {
@@ -104,8 +106,14 @@ def search(
 
         def loss(what: str, c: Config) -> float:
             if c not in known:
+                codes = perplexity.CodesRead()
                 with Model(model, "xquant", dict(c.options()), kv_config="none", **size) as m:
-                    known[c] = float(perplexity.divergence(m, base).summary()["kld_mean"])
+                    known[c] = float(perplexity.divergence(m, base, codes=codes).summary()["kld_mean"])
+                if not codes.n_read:
+                    raise KvqError(
+                        f"windows of {n_ctx} tokens are too short to search on: nothing is read from codes behind a"
+                        f" window of {c.window}; give a --length of {4 * c.window} or more"
+                    )
                 found.tried.append((what, c, known[c]))
                 report(
                     f"{what:<14} kq={c.kq} vq={c.vq} km={c.km} vm={c.vm} eta1={c.eta1:.4g} eta2={c.eta2:.4g}"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Tokens = npt.NDArray[np.int32]
 Progress = Callable[[int], object]
+SAME = 0.02  # nats between f16 caches of one model on other machines or in another quantisation of 8 bits
 _MAGIC = b"_logits_"
 
 
@@ -180,6 +181,22 @@ class BaseFile:
                 f.writelines(metrics.pack(logits).tobytes() for logits, _ in score(model, window, self.protocol))
                 if progress:
                     progress(1)
+
+    def check(self, model: Model) -> None:
+        """KvqError when `model`, with its f16 cache, did not write this: the format names no model. Decodes one window
+        up to the first rows.
+        """
+        out, rows = metrics.Divergence(), self.rows(0)
+        for logits, targets in score(model, self.windows[0], self.protocol):
+            if len(logits):
+                out.add(logits, rows[: len(logits)], targets)
+                break
+        apart = float(np.concatenate(out.kld).mean())
+        if not apart < SAME:
+            raise KvqError(
+                f"{self.path} is of another model: on the same words its f16 cache is {apart:.3g} nats apart; remove it"
+                " or give another --base"
+            )
 
     def rows(self, i: int) -> npt.NDArray[np.uint16]:
         """Packed rows of window i, uint16 [n_scored, row_words], read from disk."""

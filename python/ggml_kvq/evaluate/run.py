@@ -193,7 +193,9 @@ class Evaluation:
                 tag = hashlib.sha256(results.key_of(key).encode()).hexdigest()[:12]
                 path = Path(a.base) if a.base else Path(a.output).with_suffix(f".{tag}.base")
                 base = perplexity.BaseFile(path, protocol, windows, model.n_vocab)
-                if not base.complete():
+                if base.complete():
+                    base.check(model)
+                else:
                     if a.base and path.exists():
                         raise KvqError(f"{path} holds another text, window or model; remove it or give another --base")
                     with progress.Bar("f16 base", len(windows), a.quiet) as bar:
