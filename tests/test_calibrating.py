@@ -305,3 +305,21 @@ def test_the_base_file_of_another_model_is_not_taken(folder: Path, capsys: pytes
     negate_values(folder / "m.gguf")
     assert cli.main([*argv, "-o", str(folder / "3.jsonl")]) == 2
     assert "is of another model" in capsys.readouterr().err
+
+
+def test_one_of_several_files_is_not_embedded_into(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What came out was a first part without its others, which llama.cpp does not load."""
+    reader, path = gguf.GGUFReader(folder / "m.gguf"), folder / "m-00001-of-00002.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for key, value in LLAMA_FIELDS.items():
+        if key.startswith("llama."):
+            writer.add_uint32(key, value)
+    writer.add_uint16("split.count", 2)
+    writer.add_tensor("output_norm.weight", np.array(reader.tensors[1].data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "s.gguf").touch()
+    assert cli.main(["embed", str(path), str(folder / "s.gguf"), str(folder / "out.gguf")]) == 2
+    assert "llama-gguf-split --merge" in capsys.readouterr().err

@@ -250,15 +250,16 @@ def test_what_a_budget_names_as_enough_is_enough(demo_model: Path) -> None:
             assert m.kv_stats()["bytes_total"] <= 700 * 1024
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
 @pytest.mark.parametrize("command", ["calibrate", "calibrate --method xquant", "calibrate --predictor k", "tune"])
 def test_data_are_not_fitted_on_another_encoding(
-    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    command: str, encoding: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """UTF-16 came in as U+FFFD and zeros, and the means of those were written without a word."""
     text = folder / "utf16.txt"
-    text.write_bytes(("Some words of a text. " * 2000).encode("utf-16"))
+    text.write_bytes(("Some words of a text. " * 2000).encode(encoding))
     out = folder / "out.gguf"
     argv = [*command.split(), "-m", str(folder / "m.gguf"), "-f", str(text), "-o", str(out)]
     assert cli.main([*argv, "--sequences", "1", "--length", "256"]) == 2
-    assert f"-f {text} is no text in UTF-8 (byte 0); convert it" in capsys.readouterr().err
+    assert f"-f {text} is no text in UTF-8" in capsys.readouterr().err
     assert not out.exists()

@@ -180,9 +180,12 @@ def _flush_folder(folder: Path) -> None:
 def read_text(path: str | os.PathLike[str], flag: str) -> str:
     """A text in UTF-8. KvqError, which names `flag`, for any other: calibrated on, it gives data of garbage."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise KvqError(f"{flag} {path} is no text in UTF-8 (byte {e.start}); convert it, or give a text") from e
+    if "\0" in text:  # UTF-16 without its mark
+        raise KvqError(f"{flag} {path} is no text in UTF-8 (it holds zero bytes); convert it, or give a text")
+    return text
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:

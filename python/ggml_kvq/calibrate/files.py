@@ -209,7 +209,13 @@ def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: s
     """Copy of a model file with the sidecar's data as metadata, whole or not at all. Refuses a sidecar of another
     model.
     """
-    gguf_header.read(model, tensors=True).check_whole()
+    header = gguf_header.read(model, tensors=True)
+    header.check_whole()
+    if header.fields.get("split.count", 1) != 1:
+        raise KvqError(
+            f"{os.fspath(model)} is one of {header.fields['split.count']} files of a model, which llama.cpp knows by"
+            " their names; merge them first (llama-gguf-split --merge), or use the sidecar as it is"
+        )
     with whole_file(out, need=os.path.getsize(model) + os.path.getsize(sidecar)) as partial:
         _embed(model, sidecar, partial)
 
