@@ -170,7 +170,8 @@ def test_the_search_shares_codes_only_where_that_beats_the_null(monkeypatch):
             def write(self, m):
                 pass
 
-        def divergence(m, base):
+        def divergence(m, base, codes):
+            codes.n_read = 1
             o = m.opts
             tried.append(o)
             return Result(
