@@ -4,6 +4,9 @@
 // two. Queries times scales, and probabilities times scales, are whole numbers of 16 bits, a byte in each of two
 // columns, so that 8 columns hold 4 rows and the sums are exact:
 //
+//   w ~ step * (256 * high + low)         sum code * w = step * (256 * sum code * high + sum code * low)
+//
+// More rows of lattice pages have a column each and two products, of upper and of lower bytes (E = 2).
 //
 // A field of W bits stands at W*plane in its byte. Above the middle of a byte the word is shifted down by 4; what is
 // left is a power of two, 8 at most, that the other operand is divided by.

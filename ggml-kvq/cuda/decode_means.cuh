@@ -1,6 +1,7 @@
 // Decode attention over lattice keys that were sealed with their rotary embedding and without their mean
 // (policy/transform.h): what the mean adds to the scores of cells at positions p. With q and mean as complex pairs of
 // channels, w the speed of a pair,
+//   q . R_p mean = sum over pairs of  A cos(p w) + B sin(p w)        A = qx mx + qy my,  B = qy mx - qx my
 // A and B of a query row are made once a block. For cells at positions 64i .. 64i + 127 they are turned by 64i, which
 // makes them the right operand of a product whose left one, cos and sin of 0 .. 127, is a table of f16 rows that all
 // heads and layers share: a product like that with open keys. Sealed cells that lie next to each other take one such

@@ -24,9 +24,9 @@ __device__ __forceinline__ void add(float4 & x, float f, const float4 & y) {
     x.w = fmaf(f, y.w, x.w);
 }
 
-// Sum over a block's sources, of each f(i): 4 channels a lane of a slice. A column's rotation
-// is taken back here, where it is one row of a block and no longer one of each warp. at(i, slice): source i of a slice,
-// channel 0; as_is(i): it is not rotated; stays: all are rotated, and so is the sum.
+// Sum over a block's sources, of each f(i) times it: 4 channels a lane of a slice. A column's rotation is taken back
+// here, where it is one row of a block and no longer one of each warp. at(i, slice): source i of a slice, channel 0;
+// as_is(i): it is not rotated; stays: all are rotated, and so is the sum.
 template <int D, bool ROTATED, typename X, typename H, typename F, typename G>
 __device__ __forceinline__ float4 sum_sources(
     const kvq_attend_args & a, const X & of, int slice, int n_sources, bool stays, H && f, F && at, G && as_is) {

@@ -5,8 +5,8 @@
 // they were written since: they are rounded twice, however many prompts there are.
 #pragma once
 
-#include "engine/space.h"
 #include "engine/layout.h"
+#include "engine/space.h"
 
 #include <cstdint>
 #include <vector>
