@@ -28,7 +28,6 @@ struct kvq_device_context {
     ggml_backend_dev_t inner = nullptr;
     int ordinal = 0;        // of the inner device
     bool for_draft = false; // KVQD<i>: of draft models, there when KVQ_METHOD_DRAFT is set
-    std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
     // What ggml asks of this device while a context is made, call after call in one thread: other threads may make
     // theirs meanwhile.
     kvq_creation & creation() const;
@@ -43,6 +42,9 @@ struct kvq_backend_context {
     ggml_backend_t cpu = nullptr; // without an inner one: computes what a client on another machine sends besides
     void * stream = nullptr;      // the inner backend's: our kernels run between its own
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
+    // contexts of the buffers that the graph of this uid uses (cuda_inputs.cpp)
+    std::vector<const void *> memory;
+    uint64_t memory_uid = 0;
     // frequency factors of rotary embeddings, by device address
     mutable std::map<const void *, std::vector<float>> factors;
 };
@@ -55,6 +57,8 @@ struct kvq_buffer {
     std::unique_ptr<kvq_device> device;
     std::unique_ptr<kvq_kv_cache> cache;           // NULL: plain
     bool announced = false;                        // as a cache, by size queries
+    std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
+    std::shared_ptr<class kvq_cuda_inputs> inputs; // small ones that no graph has used yet; NULL: none so far
     std::unique_ptr<struct kvq_found_cache> found; // a cache that was not announced (remote.cpp)
     ~kvq_buffer();
 };

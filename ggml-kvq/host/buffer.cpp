@@ -23,6 +23,7 @@
 
 kvq_buffer::~kvq_buffer() {
     cache.reset();
+    kvq_cuda_drop_inputs(*this);
     if (inner) { ggml_backend_buffer_free(inner); }
     if (base && nb_map) { munmap(base, nb_map); }
 }
@@ -80,6 +81,7 @@ static void memset_tensor(
     }
     kvq_note_written(*context(buffer), tensor, offset, size);
     if (context(buffer)->inner) {
+        kvq_cuda_settle_inputs(*context(buffer), (char *) tensor->data + offset, size);
         context(buffer)->inner->iface.memset_tensor(context(buffer)->inner, tensor, value, offset, size);
     } else {
         memset((char *) tensor->data + offset, value, size);
@@ -94,8 +96,12 @@ static void set_tensor(
     }
     kvq_note_written(*context(buffer), tensor, offset, size);
     if (ggml_backend_buffer_t inner = context(buffer)->inner) {
-        inner->iface.set_tensor(inner, tensor, data, offset, size);
-        auto & kept = device_of(buffer->buft).indices;
+        char * const to = (char *) tensor->data + offset;
+        if (!kvq_cuda_hold_input(*context(buffer), device_of(buffer->buft).ordinal, to, data, size)) {
+            kvq_cuda_settle_inputs(*context(buffer), to, size);
+            inner->iface.set_tensor(inner, tensor, data, offset, size);
+        }
+        auto & kept = context(buffer)->indices;
         if ((tensor->type == GGML_TYPE_I64 || tensor->type == GGML_TYPE_I32) && offset == 0 &&
             size == ggml_nbytes(tensor) && size <= 1 << 20) {
             kept[tensor->data].assign((const uint8_t *) data, (const uint8_t *) data + size);
@@ -112,6 +118,7 @@ static void get_tensor(
     if (is_cache(buffer, tensor)) {
         kvq_read_rows(tensor, data, offset, size);
     } else if (ggml_backend_buffer_t inner = context(buffer)->inner) {
+        kvq_cuda_settle_inputs(*context(buffer), (const char *) tensor->data + offset, size);
         inner->iface.get_tensor(inner, tensor, data, offset, size);
     } else {
         memcpy(data, (const char *) tensor->data + offset, size);
@@ -121,8 +128,19 @@ static void get_tensor(
 // whole streams of one lane are copied as pages; everything else as rows
 static bool cpy_tensor(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst) {
     if (!is_cache(buffer, dst)) {
-        if (context(buffer)->inner) {
-            return false; // by way of the host
+        if (ggml_backend_buffer_t inner = context(buffer)->inner) { // false: by way of the host
+            ggml_tensor from = *src;
+            if (from.buffer && kvq_buft_is_ours(from.buffer->buft)) {
+                if (!context(from.buffer)->inner || is_cache(from.buffer, src)) { return false; }
+                kvq_cuda_settle_inputs(*context(from.buffer), from.data, ggml_nbytes(src));
+                from.buffer = context(from.buffer)->inner;
+            }
+            ggml_tensor to = *dst;
+            to.buffer = inner;
+            kvq_cuda_settle_inputs(*context(buffer), to.data, ggml_nbytes(dst));
+            kvq_note_written(*context(buffer), dst, 0, ggml_nbytes(dst));
+            context(buffer)->indices.erase(to.data);
+            return inner->iface.cpy_tensor && inner->iface.cpy_tensor(inner, &from, &to);
         }
         if (src->buffer && ggml_backend_buffer_is_host(src->buffer)) {
             memcpy(dst->data, src->data, ggml_nbytes(src));
@@ -139,6 +157,7 @@ static void clear(ggml_backend_buffer_t buffer, uint8_t value) {
     if (b->cache) {
         b->cache->clear(); // llama.cpp clears with 0 only: never-written cells read as zeros
     } else if (b->inner) {
+        kvq_cuda_drop_inputs(*b);
         ggml_backend_buffer_clear(b->inner, value);
     } else if (value || madvise(b->base, b->nb_map, MADV_DONTNEED)) { // pages given back are zeros when they are used
         memset(b->base, value, buffer->size);

@@ -5,6 +5,7 @@
 #include "base/settings.h"
 
 #include "cuda/device.h"
+#include "cuda/inputs.h"
 #include "ggml-cuda.h"
 #include "ggml-impl.h" // ggml_cgraph
 
@@ -43,10 +44,45 @@ void backend_free(ggml_backend_t backend) {
 
 void backend_synchronize(ggml_backend_t backend) { ggml_backend_synchronize(state(backend).inner); }
 
+// Of a tensor in one of our plain buffers: where it is on the device; else NULL.
+char * plain_data(ggml_backend_t backend, const ggml_tensor * t, size_t offset, size_t size) {
+    const ggml_tensor * root = t->view_src ? t->view_src : t;
+    kvq_backend_context & b = state(backend);
+    if (!b.stream || !root->buffer || !kvq_buft_is_ours(root->buffer->buft)) { return nullptr; }
+    kvq_buffer & buffer = *(kvq_buffer *) root->buffer->context;
+    if (!buffer.inner || ((kvq_device_context *) root->buffer->buft->context)->inner != inner(backend->device)) {
+        return nullptr;
+    }
+    kvq_cuda_settle_inputs(buffer, (char *) t->data + offset, size);
+    return (char *) t->data + offset;
+}
+
+void backend_get_async(ggml_backend_t backend, const ggml_tensor * t, void * data, size_t offset, size_t size) {
+    const char * from = plain_data(backend, t, offset, size);
+    if (from && kvq_cuda_get_async(context(backend->device).ordinal, data, from, size, state(backend).stream)) {
+        return;
+    }
+    backend_synchronize(backend);
+    ggml_backend_tensor_get(t, data, offset, size);
+}
+
+// of weights that stay on the host (--n-cpu-moe), while a prompt is read
+void backend_set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_t offset, size_t size) {
+    if (char * to = plain_data(backend, t, offset, size)) {
+        kvq_buffer & buffer = *(kvq_buffer *) (t->view_src ? t->view_src : t)->buffer->context;
+        kvq_note_written(buffer, t, offset, size);
+        buffer.indices.erase(t->data);
+        if (kvq_cuda_set_async(context(backend->device).ordinal, to, data, size, state(backend).stream)) { return; }
+    }
+    backend_synchronize(backend);
+    ggml_backend_tensor_set(t, data, offset, size);
+}
+
 ggml_status backend_graph_compute(ggml_backend_t backend, ggml_cgraph * graph) {
     const kvq_busy busy;
     kvq_backend_context & b = state(backend);
     if (!b.stream) { b.stream = kvq_cuda_stream(b.inner); }
+    kvq_cuda_send_inputs(b, graph);
     static const bool graphs = kvq_setting_on(kvq_setting::CUDA_GRAPHS, true);
     return graphs ? kvq_cuda_compute(b, graph) : kvq_compute_graph(b, graph);
 }
@@ -83,6 +119,8 @@ ggml_backend_t dev_init(ggml_backend_dev_t dev, const char * params) {
     iface.get_name = backend_name;
     iface.free = backend_free;
     iface.synchronize = backend_synchronize;
+    iface.set_tensor_async = backend_set_async;
+    iface.get_tensor_async = backend_get_async;
     iface.graph_compute = backend_graph_compute;
     kvq_backend_context * c = new kvq_backend_context;
     c->device = dev;

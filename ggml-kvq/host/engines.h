@@ -22,6 +22,14 @@ void * kvq_cuda_stream(ggml_backend_t inner);
 // it would record this part on its own
 void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);
 
+// cuda_inputs.cpp: nb bytes that a program sets at `to` in a plain buffer. hold: false when they have to be copied now;
+// send: before a graph runs, those in its buffers; settle: those that overlap what is read or written now; drop: with
+// the buffer, or when it is cleared
+bool kvq_cuda_hold_input(kvq_buffer & b, int ordinal, void * to, const void * data, size_t nb);
+void kvq_cuda_send_inputs(kvq_backend_context & b, const ggml_cgraph * graph);
+void kvq_cuda_settle_inputs(kvq_buffer & b, const void * at, size_t nb);
+void kvq_cuda_drop_inputs(kvq_buffer & b);
+
 // cuda_step.cpp: as kvq_compute_graph, steps that repeat as one CUDA graph
 ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph);
 void kvq_cuda_step_flush(kvq_backend_context & b); // of a recording: rows that are still held back go first

@@ -90,9 +90,11 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
 // A tensor's bytes on the host: where they are, the copy kept when they were set, or fetched.
 static const void * host_data(const kvq_backend_context & b, const ggml_tensor * t, std::vector<uint8_t> & temp) {
     if (!b.inner || (t->buffer && ggml_backend_buffer_is_host(t->buffer))) { return t->data; }
-    const auto & kept = ((kvq_device_context *) b.device->context)->indices;
-    const auto at = kept.find(t->data);
-    if (t->op == GGML_OP_NONE && at != kept.end() && at->second.size() == ggml_nbytes(t)) { return at->second.data(); }
+    if (t->op == GGML_OP_NONE && t->buffer && kvq_buft_is_ours(t->buffer->buft)) {
+        const auto & kept = ((kvq_buffer *) t->buffer->context)->indices;
+        const auto at = kept.find(t->data);
+        if (at != kept.end() && at->second.size() == ggml_nbytes(t)) { return at->second.data(); }
+    }
     temp.resize(ggml_nbytes(t));
     ggml_backend_synchronize(b.inner);
     ggml_backend_tensor_get(t, temp.data(), 0, temp.size());

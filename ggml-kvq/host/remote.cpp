@@ -65,6 +65,7 @@ static void move_over(kvq_buffer & b, const ggml_tensor * root) {
         const size_t at = (size_t) (from - first);
         std::vector<char> rows((size_t) (to - from));
         if (b.inner) {
+            kvq_cuda_settle_inputs(b, from, rows.size());
             b.inner->iface.get_tensor(b.inner, root, rows.data(), at, rows.size());
         } else {
             memcpy(rows.data(), from, rows.size());
