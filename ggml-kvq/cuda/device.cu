@@ -341,11 +341,23 @@ void kvq_cuda_device::flush_rows() {
 void kvq_cuda_device::end_step() {
     held.clear();
     now = EAGER;
-    if (!rows_to.empty()) {
+    if (rows_to.empty()) { return; }
+    if (rows_to.size() <= kvq_row_table::MOST) {
+        use();
+        kvq_row_table table;
+        table.to = row_table;
+        table.at = row_positions;
+        table.n = (int) rows_to.size();
+        table.n_at = (int) rows_at.size();
+        std::copy(rows_to.begin(), rows_to.end(), table.row);
+        std::copy(rows_at.begin(), rows_at.end(), table.position);
+        kvq_launch_row_table(table, (cudaStream_t) stream);
+        check(cudaGetLastError(), "kernel of row addresses");
+    } else {
         put(row_table, rows_to.data(), rows_to.size() * sizeof(rows_to[0]));
         if (!rows_at.empty()) { put(row_positions, rows_at.data(), rows_at.size() * sizeof(rows_at[0])); }
-        refresh();
     }
+    refresh();
 }
 
 void kvq_cuda_device::write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows,

@@ -4,6 +4,7 @@
 
 static_assert(sizeof(kvq_seal_jobs) + sizeof(kvq_affine_geometry) < 4000, "kernel arguments are limited to 4 KiB");
 static_assert(sizeof(kvq_seal_rows) < 4000, "kernel arguments are limited to 4 KiB");
+static_assert(sizeof(kvq_row_table) < 4000, "kernel arguments are limited to 4 KiB");
 
 // ---------------------------------------------------------------- rows
 
@@ -53,6 +54,17 @@ template <bool TAGGED> static __global__ void row_jobs_kernel(const kvq_row_jobs
         }
         *(ushort4 *) to = y;
     }
+}
+
+static __global__ void row_table_kernel(const __grid_constant__ kvq_row_table a) {
+    const int i = threadIdx.x;
+    early_wait();
+    if (i < a.n) { a.to[i] = a.row[i]; }
+    if (i < a.n_at) { a.at[i] = a.position[i]; }
+}
+
+void kvq_launch_row_table(const kvq_row_table & table, cudaStream_t stream) {
+    kvq_launch_early(row_table_kernel, 1, kvq_row_table::MOST, 0, stream, table);
 }
 
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream) {

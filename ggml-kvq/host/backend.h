@@ -41,6 +41,7 @@ struct kvq_backend_context {
     ggml_backend_t inner = nullptr;
     ggml_backend_t cpu = nullptr; // without an inner one: computes what a client on another machine sends besides
     void * stream = nullptr;      // the inner backend's: our kernels run between its own
+    bool idle = false;            // nothing was asked of the stream since it was waited for
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
     // contexts of the buffers that the graph of this uid uses (cuda_inputs.cpp)
     std::vector<const void *> memory;
