@@ -88,7 +88,9 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
     byte_lane * const lanes = (byte_lane *) (queries + (POINTS ? 2 : 1) * of.n * S * 32);
     uint8_t * const shared_points = (uint8_t *) (lanes + 32 * of.n);
-    float * const of_rows = (float *) (shared_points + 32); // rows as they come, or coefficients of means
+    int2 * const byte_rows = (int2 *) (shared_points + 32);
+    // rows as they come, or coefficients of means
+    float * const of_rows = (float *) (byte_rows + (E == 2 ? DECODE_COLUMNS * of.n : 0));
     clear_beyond<D>(of, stages, 2 * a.stage_bytes + a.stage_wide);
 
     // This team's units: one of the last ones, which are open, cold and take longest; then of the others those of its
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     const bool one_mask = E == 1 || (a.n_q == 1 && a.mask_stride_head == 0);
     const int mine = g / 2 % 2 * 16 + g % 2 * 2; // cells mine + 4j + {0, 1} of half g / 4
     const shared_query q = { queries + of.i * S * 32 + lane };
-    byte_query<D, E> bytes;
+    byte_query<D, 1> bytes;         // E = 1
     const void * of_page = nullptr; // whose scales are in `bytes`
 
     // oz: what zeros add, to two groups; HALF: zeros_v, to group g. l_sealed: of values that lack their mean; middle:
@@ -160,18 +162,17 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                    middle[E] = {};
 #pragma unroll
     for (int e = 0; e < E; e++) { m[e] = -INFINITY; }
-    int32_t places[2] = {}; // positions of a unit on their way
-    const auto load_places = [&](int unit, int at, int h0, int h1) {
+    const auto copy_places = [&](int unit, int at, int h0, int h1) { // positions of a unit
+        const uint32_t to = stages_at + (unit & 1) * a.stage_bytes + byte_lattice_map<D>::BYTES + 4 * lane;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            places[i] = __ldg(st.positions + page_of(unit, i ? h1 : h0).cell + cell_of(at, i ? h1 : h0) + lane);
+            const int h = i ? h1 : h0;
+            copy4(to + 128 * i, st.positions + page_of(unit, h).cell + cell_of(at, h) + lane);
         }
     };
-    const auto put_places = [&](int unit) {
-        int32_t * to = (int32_t *) (stages + (unit & 1) * a.stage_bytes + byte_lattice_map<D>::BYTES);
-        to[lane] = places[0];
-        to[lane + 32] = places[1];
-        __syncwarp();
+    const auto ask_angles = [&](const uint8_t * stage) {
+        const int32_t first = *(const int32_t *) (stage + byte_lattice_map<D>::BYTES);
+        copy_angles<D>(a, of, stages_at + 2 * a.stage_bytes, first);
     };
     int state0 = -1, state1 = -1, next0 = -1, next1 = -1, at = 0, at_next = 0, at_second = last;
 #pragma unroll 1
@@ -183,7 +184,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         uint8_t * const stage = stages + (unit & 1) * a.stage_bytes;
         if constexpr (POINTS) {
             if (state0 == 3 || state1 == 3) {
-                if constexpr (MEANS) { put_places(unit); }
+                if constexpr (MEANS) { ask_angles(stage); }
                 put_point_scales<D>(a, stage, kvh);
             }
         }
@@ -195,11 +196,15 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             if constexpr (POINTS) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0) : next0 == 3 ? 0 : 1;
-                    copy_points<D>(a, of, to, page_of(unit + 1, h), my_lane, kvh, cell_of(at_next, h), 3);
-                    if constexpr (MEANS) { load_places(unit + 1, at_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
+                    const byte_lane pieces = my_lane; // copies are no reason to read these again
+                    const kvq_page page = page_of(unit + 1, h);
+                    copy_points<D>(a, of, to, page, pieces, kvh, cell_of(at_next, h), 3);
+                    if constexpr (MEANS) { copy_places(unit + 1, at_next, next0 == 3 ? 0 : 1, next1 == 3 ? 1 : 0); }
                 }
             } else if (next0 == 3 && !a.k.scale) {
-                copy_unit<D, KB, VB>(a, of, to, page_of(unit + 1, 0), my_lane, kvh, cell_of(at_next, 0));
+                const byte_lane pieces = my_lane;
+                const kvq_page page = page_of(unit + 1, 0);
+                copy_unit<D, KB, VB>(a, of, to, page, pieces, kvh, cell_of(at_next, 0));
             } else if (next0 > 0) {
                 copy_stage_late<D, KB, VB>(
                     a, of, to, page_of(unit + 1, 0), kvh, cell_of(at_next, lane / 16), next0 & 1, next0 & 2);
@@ -229,9 +234,16 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 share_all_queries<D, KB, MEANS, !MEANS && !WIDE>(
                     a, of, warp, kvh, E == 1 ? 2 * n_rows : n_rows, queries, of_rows, row_of);
                 __syncthreads();
-                quantise_rotated<D, E>({ q.at + of.n * S * 32 }, bytes);
+                if constexpr (E == 1) {
+                    quantise_rotated<D, 1>({ q.at + of.n * S * 32 }, bytes);
+                } else {
+                    if (warp < of.n) {
+                        share_bytes<D>(queries + (of.n + of.i) * S * 32, byte_rows + DECODE_COLUMNS * of.i);
+                    }
+                    __syncthreads();
+                }
                 if constexpr (MEANS && E == 1) {
-                    turn_odd_columns<D>(a, of, of_rows);
+                    turn_odd_columns<D>(a, of, waves, of_rows);
                     __syncthreads();
                 }
             } else {
@@ -276,26 +288,28 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
+                    if constexpr (MEANS) { copy_places(unit, at, both ? 0 : first, both ? 1 : first); }
                     copy_points_late<D>(a, of, stage, page_of(unit, h), my_lane, kvh, cell_of(at, h), now);
-                    if constexpr (MEANS) {
-                        const int32_t next[2] = { places[0], places[1] }; // those of the next unit are on their way
-                        load_places(unit, at, both ? 0 : first, both ? 1 : first);
-                        put_places(unit);
-                        places[0] = next[0];
-                        places[1] = next[1];
-                    }
+                    if constexpr (MEANS) { ask_angles(stage); }
                 }
             }
             float s[2 * E][4];
             if (now & 1) {
                 if constexpr (POINTS) {
-                    score_points<D, E>(load_points(shared_points), bytes, stage, s);
+                    if constexpr (E == 1) {
+                        score_points<D, 1>(load_points(shared_points), bytes, stage, s);
+                    } else {
+                        const shared_bytes right = { (const uint4 *) (queries + (of.n + of.i) * S * 32) + lane,
+                            (const int4 *) (byte_rows + DECODE_COLUMNS * of.i) + c };
+                        score_points<D, 2>(load_points(shared_points), right, stage, s);
+                    }
                     if constexpr (MEANS) {
                         const int32_t * const places_at = (const int32_t *) (stage + byte_lattice_map<D>::BYTES);
+                        angles_done();
                         if constexpr (E == 1) {
-                            add_row_means<D, KB>(a, of, waves, of_rows, places_at, s);
+                            add_row_means<D, KB>(a, of, waves, of_rows, places_at, (const float *) wide, s);
                         } else {
-                            add_means<D, KB, true>(a, of, waves, wave_step<D, WIDE>(a), of_rows, places_at, s);
+                            add_cell_means<D, KB>(a, of, waves, of_rows, places_at, (const float *) wide, s);
                         }
                     }
                 } else if constexpr (HALF) {
@@ -511,10 +525,10 @@ void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
     size_t shared = ((POINTS ? 32 : 16) * (size_t) D + 32 * sizeof(byte_lane)) << a.slices_log2; // queries
     if constexpr (POINTS) {
         a.stage_bytes = byte_lattice_map<D>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
-        a.stage_wide = 0;
-        shared += 32;
+        a.stage_wide = MEANS ? 4 * D : 0; // angles
+        shared += 32 + (E == 2 ? shared_bytes::ROWS << a.slices_log2 : 0);
         if constexpr (MEANS) {
-            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + 2 * wave_rows<E> * (size_t) wave_step<D>(a);
+            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + nb_waves<D, E>(a);
         } else if constexpr (!WIDE) {
             shared += (size_t) bytes_of_rows<D>(a);
         }

@@ -25,32 +25,13 @@
 // other cells and channels to a thread, and a row has one column (decode_fine.cuh).
 #pragma once
 
-#include "decode_fine.cuh"
-#include "decode_lattice.cuh"
 #include "decode_mask.cuh"
 #include "decode_means.cuh"
 #include "decode_merge.cuh"
 #include "decode_picked.cuh"
-#include "decode_products.cuh"
+#include "decode_room.cuh"
 
 namespace {
-
-// shared memory of a warp; masks or, where every KV head has its own, cells of slots
-__host__ __device__ __forceinline__ int warp_bytes(const kvq_attend_args & a) {
-    const int maps = a.map_stride || a.fine ? 2 * DECODE_CELLS * 4 : 0;
-    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) + maps + (a.fine ? FINE_TURN : 0);
-}
-
-// of the points
-template <int KB, int VB> __host__ __device__ constexpr int nb_tables() {
-    return KB > LATTICE ? (4 * key_points<KB> + (4 << cut<VB>::B) + 15) / 16 * 16 : 0;
-}
-
-template <int D, int KB, bool MEANS, int FINE> constexpr bool takes_many = MEANS || (FINE && D * KB > 256); // registers
-template <int D, int KB, bool MEANS, int FINE, bool WIDE>
-constexpr int decode_warps = most_warps<WIDE, takes_many<D, KB, MEANS, FINE>>();
-
-template <int KB, bool MEANS, bool WIDE> constexpr bool copies_rows = KB > LATTICE && !MEANS && !WIDE;
 
 // MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
 // in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an attention that picks
@@ -149,6 +130,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
     // rows as they come, or coefficients of means
     float * const of_rows = (float *) (queries + (ROTATED ? 2 : 1) * of.n * S * 32);
+    byte_lane * const lanes = (byte_lane *) of_rows; // FINE == 3
+    if constexpr (FINE == 3) {
+        if (warp < of.n) { lanes[threadIdx.x] = fine_lane<D, KB, VB>(a, of, kvh); }
+        __syncthreads();
+    }
     if constexpr (ROTATED) {
         if (PART != VALUES) { load_key_tables<KB>(a, k_table); }
         if (PART != LOGITS) { load_table(v_table, a.v.points, 1 << cut<VB>::B); }
@@ -229,7 +215,11 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                               t = first_cell(half_of(unit + 1, h));
                     const uint32_t to = stages_at + (unit + 1) % 2 * a.stage_bytes;
                     const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
-                    if constexpr (FINE) {
+                    if constexpr (FINE == 3) {
+                        const kvq_page of_half = page; // copies are no reason to read these again
+                        const byte_lane pieces = lanes[32 * of.i + lane];
+                        copy_fine_unit<D, KB, VB>(a, of, to, of_half, pieces, kvh, t);
+                    } else if constexpr (FINE) {
                         copy_fine<D, KB, VB, FINE == 2, G>(a, of, to, page, kvh, t, true, true);
                     } else if constexpr (ROTATED) {
                         copy_lattice<D, KB, VB>(a, of, to, page, kvh, t, PART != VALUES, PART != LOGITS, raw);
@@ -355,8 +345,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                 if (now & 1) { score_lattice<D, KB, VB>(k_table, q_rotated, stage, s); }
                 if constexpr (MEANS) {
                     if (now & 1) {
-                        add_means<D, KB, false>(a, of, a.waves, of.head(a), of_rows,
-                            (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s);
+                        add_means<D, KB>(a, of, of_rows, (const int32_t *) (stage + lattice_map<D, KB, VB>::BYTES), s);
                     }
                 }
             } else if constexpr (FINE) {

@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         if (CODES && (state & 1)) {
             if constexpr (ROTATED) {
                 score_lattice<D, KB, VB>(k_table, q_rotated, stage, s);
-                if constexpr (MEANS) { add_means<D, KB, false>(a, of, a.waves, of.head(a), coefficients, places, s); }
+                if constexpr (MEANS) { add_means<D, KB>(a, of, coefficients, places, s); }
             } else if constexpr (CODES) {
                 score<D, KB, VB>(a, q, stage, params, s, base);
                 unit_k = FROM_K;

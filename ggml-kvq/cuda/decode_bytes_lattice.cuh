@@ -105,16 +105,49 @@ __device__ __forceinline__ void quantise_rotated(const shared_query & q, byte_qu
     }
 }
 
-// as score_bytes, at score_at
-template <int D, int E>
+// The same of more than 4 rows, which would not all find registers: in shared memory, in place of the rotated queries.
+// at: of this lane, [2w + h]: upper bytes, lower ones. rows: middle and step of this thread's
+struct shared_bytes {
+    static constexpr int ROWS = DECODE_COLUMNS * (int) sizeof(int2); // bytes
+    const uint4 * at;
+    const int4 * rows;
+};
+// by a warp of each slice; q: rotated, [step][lane]
+template <int D> __device__ __forceinline__ void share_bytes(uint2 * q, int2 * rows) {
+    const int lane = threadIdx.x % 32;
+    byte_query<D, 2> x;
+    quantise_rotated<D, 2>({ q + lane }, x);
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < D / 32; n++) {
+        ((uint4 *) q)[32 * n + lane] = make_uint4(x.x[0][n][0], x.x[0][n][1], x.x[1][n][0], x.x[1][n][1]);
+    }
+    if (lane < 4) {
+        ((int4 *) rows)[lane] = { x.middle[0], __float_as_int(x.step[0]), x.middle[1], __float_as_int(x.step[1]) };
+    }
+}
+
+// right operand n of all cells; middle and step of a thread's rows
+template <int D> __device__ __forceinline__ uint4 operand_of(const byte_query<D, 1> & q, int n) {
+    return make_uint4(q.x[0][n][0], q.x[0][n][1], 0, 0);
+}
+__device__ __forceinline__ uint4 operand_of(const shared_bytes & q, int n) { return q.at[32 * n]; }
+template <int D> __device__ __forceinline__ int4 rows_of(const byte_query<D, 1> & q) {
+    return { q.middle[0], __float_as_int(q.step[0]), 0, 0 };
+}
+__device__ __forceinline__ int4 rows_of(const shared_bytes & q) { return *q.rows; }
+
+// as score_bytes, at score_at. q: byte_query of E = 1, shared_bytes of E = 2
+template <int D, int E, typename Q>
 __device__ __forceinline__ void score_points(
-    const point_bytes & table, const byte_query<D, E> & q, const uint8_t * stage, float (&s)[2 * E][4]) {
+    const point_bytes & table, const Q & q, const uint8_t * stage, float (&s)[2 * E][4]) {
     constexpr int N = D / 2 * 4 / 32 * 4;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
     const uint8_t * words = stage + byte_lattice_map<D>::K + tile * N * 16 + g % 2 * 8 + c * 64;
     byte_sums<E> sums[4];
 #pragma unroll
     for (int w = 0; w < D / 64; w++) {
+        const uint4 y[2] = { operand_of(q, 2 * w), operand_of(q, 2 * w + 1) };
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const uint2 x = *(const uint2 *) (words + w * 256 + (j ^ tile) * 16);
@@ -125,19 +158,23 @@ __device__ __forceinline__ void score_points(
             for (int h = 0; h < 2; h++) {
 #pragma unroll
                 for (int part = 0; part < E; part++) {
-                    mma_signed(sums[j].at[part], { a[h][0], b[h][0], a[h][1], b[h][1] }, q.x[part][2 * w + h]);
+                    const uint32_t right[2] = { part ? y[h].z : y[h].x, part ? y[h].w : y[h].y };
+                    mma_signed(sums[j].at[part], { a[h][0], b[h][0], a[h][1], b[h][1] }, right);
                 }
             }
         }
     }
     const uint8_t * scales = stage + byte_lattice_map<D>::SCALES + 8 * (8 * tile + g % 2);
+    const int4 rows = rows_of(q);
+    const int middle[2] = { rows.x, rows.z };
+    const float step[2] = { __int_as_float(rows.y), __int_as_float(rows.w) };
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float2 scale = *(const float2 *) (scales + 16 * j);
 #pragma unroll
         for (int n = 0; n < 2 * E; n++) {
             const int b = n / E, e = n % E, at = score_at<E>(j, b, e);
-            s[at / 4][at % 4] = (float) (sums[j].whole(b, e) - q.middle[e]) * (q.step[e] * (b ? scale.y : scale.x));
+            s[at / 4][at % 4] = (float) (sums[j].whole(b, e) - middle[e]) * (step[e] * (b ? scale.y : scale.x));
         }
     }
 }

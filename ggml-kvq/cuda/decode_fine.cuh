@@ -12,6 +12,7 @@
 // group g, as everywhere.
 #pragma once
 
+#include "decode_lanes.cuh"
 #include "decode_products.cuh"
 
 namespace {
@@ -84,6 +85,45 @@ __device__ __forceinline__ void copy_fine(const kvq_attend_args & a, const X & o
             }
         }
     }
+}
+
+// The same by a table of lanes, of groups of 32: t has a group of keys, and a lane two pieces of values' parameters.
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ byte_lane fine_lane(const kvq_attend_args & a, const X & of, int kvh) {
+    const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16, group = of.i * (D / 32) + r / 8;
+    byte_lane x = lane_of<D, D, cut<KB>::W, cut<VB>::W, true>(a, of, kvh);
+    x.k_params = kvh * a.k.nb_params + 2 * (of.first() + r * 8);
+    x.k_params_to = (half * (D / 4) + (r ^ half)) * 16;
+    x.v_params = kvh * a.v.nb_params + 2 * (r / 4 % 2 * a.v.np + group * a.v.n_cells + r % 4 * 8);
+    x.v_params_to = value_piece<D, 32>(r / 8, r / 4 % 2 * 8 + half * 4 + r % 4) - value_piece<D, 32>(0, 0);
+    x.has = (!X::WIDE || of.has(r * 8) ? 1 : 0) | (!X::WIDE || group < a.v_groups ? 2 : 0) |
+        (!X::WIDE || group + 2 < a.v_groups ? 4 : 0);
+    return x;
+}
+template <int D, int KB, int VB, typename X>
+__device__ __forceinline__ void copy_fine_unit(
+    const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, const byte_lane & x, int kvh, int t) {
+    using map = stage_map<D, KB, VB>;
+    copy_key_codes<D, map::WK>(a, of, to + map::K, page.k_codes, x, t);
+    if constexpr (cut<KB>::high) {
+        copy_keys<D, 1>(of, to + map::K_HIGH,
+            (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes + a.k.offset[1], t, a.k.n_chunks[1]);
+    }
+    const uint32_t at = to + map::K_PARAMS;
+    if (x.has & 1) {
+        const uint8_t * from = (const uint8_t *) page.k_params + (uint32_t) (x.k_params + t / 32 * 2 * of.head(a));
+        copy16(at + x.k_params_to, from);
+        copy16(at + x.k_params_to + 256, from + 2 * a.k.np);
+    }
+    copy_value_codes<D, map::WV>(a, of, to + map::V, page.v_codes, x, t);
+    if constexpr (cut<VB>::high) {
+        copy_values<D, 1>(of, to + map::V_HIGH,
+            (const uint8_t *) page.v_codes + (size_t) kvh * a.v.nb_codes + a.v.offset[1], t, a.v.n_chunks[1],
+            a.v.n_tiles);
+    }
+    const uint8_t * from = (const uint8_t *) page.v_params + (uint32_t) (x.v_params + 2 * t);
+    if (x.has & 2) { copy16(at + a.stage_raw_v + x.v_params_to, from); }
+    if (x.has & 4) { copy16(at + a.stage_raw_v + x.v_params_to + 512, from + 4 * a.v.n_cells); }
 }
 
 template <int D, int KB, int VB, bool BYTES, int G, typename X>

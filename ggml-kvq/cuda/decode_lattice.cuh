@@ -454,7 +454,10 @@ __device__ __forceinline__ void share_rotated(
         for (int h = 1; h < D / 4 && column < n_rows; h *= 2) {
             if (rotates<X>(a, 4 * h)) {
 #pragma unroll
-                for (int i = 0; i < 4 * MOST; i++) { x[i] = across(x[i], h); }
+                for (int i = 0; i < 4 * MOST; i++) {
+                    if (i == 8 && of.n <= 2) { break; }
+                    x[i] = across(x[i], h);
+                }
             }
         }
 #pragma unroll

@@ -115,11 +115,10 @@ __device__ __noinline__ void add_scattered_means(
     }
 }
 
-// The usual case of it: both halves of 32 cells lie next to each other, in one window, and all channels turn. waves:
-// the table, or a copy in SHARED memory; next_row: f16 numbers from one row to the next.
-template <int D, int KB, bool SHARED, typename X>
-__device__ __forceinline__ void add_means(const kvq_attend_args & a, const X & of, const uint16_t * waves, int next_row,
-    const float * coefficients, const int32_t * places, float (&s)[4][4]) {
+// The usual case of it: both halves of 32 cells lie next to each other, in one window, and all channels turn.
+template <int D, int KB, typename X>
+__device__ __forceinline__ void add_means(
+    const kvq_attend_args & a, const X & of, const float * coefficients, const int32_t * places, float (&s)[4][4]) {
     constexpr int S = D / 16;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin[2] = { places[0], places[32] },
               window = min(begin[0], begin[1]) / 64, at = 64 * window;
@@ -134,7 +133,7 @@ __device__ __forceinline__ void add_means(const kvq_attend_args & a, const X & o
         for (int i = 0; i < 16; i++) { s[i / 4][i % 4] = x[i / 4][i % 4]; }
         return;
     }
-    const int step = means_step<D, X::WIDE>(a), n_pairs = X::WIDE ? a.n_pairs : D / 2;
+    const int step = means_step<D, X::WIDE>(a), n_pairs = X::WIDE ? a.n_pairs : D / 2, next_row = of.head(a);
     const float * high = a.rotary_high + (size_t) window * 2 * n_pairs;
     uint32_t q[S][2];
 #pragma unroll
@@ -144,7 +143,7 @@ __device__ __forceinline__ void add_means(const kvq_attend_args & a, const X & o
         turn_four(*(const float4 *) (coefficients + g * step + channel), __ldg((const float2 *) (high + pair)),
             __ldg((const float2 *) (high + n_pairs + pair)), q[t]);
     }
-    const uint16_t * row = waves + of.first() +
+    const uint16_t * row = a.waves + of.first() +
         (size_t) ((g < 4 ? begin[0] : begin[1]) - at + g / 2 % 2 * 16 + g % 2 * 2) *
             next_row; // of cell 0, and of the one behind it
 #pragma unroll
@@ -152,8 +151,7 @@ __device__ __forceinline__ void add_means(const kvq_attend_args & a, const X & o
         const uint16_t * x = row + of.near(channel_of<D, KB>(c, 2 * u), 8);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            score_waves(s[j], row16<SHARED>(x + 4 * j * next_row), row16<SHARED>(x + (4 * j + 1) * next_row), q[2 * u],
-                q[2 * u + 1]);
+            score_waves(s[j], load16(x + 4 * j * next_row), load16(x + (4 * j + 1) * next_row), q[2 * u], q[2 * u + 1]);
         }
     }
 }

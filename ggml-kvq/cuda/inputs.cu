@@ -28,7 +28,9 @@ __global__ void inputs_kernel(const __grid_constant__ kvq_inputs_args a) {
     const uint8_t * const from = a.from + p.at;
     const uint32_t thread = blockIdx.x * THREADS + threadIdx.x, n = p.nb / 16;
     early_wait(); // kernels of the step before read what is overwritten here
-    for (uint32_t i = thread; i < n; i += gridDim.x * THREADS) { ((uint4 *) p.to)[i] = __ldcv((const uint4 *) from + i); }
+    for (uint32_t i = thread; i < n; i += gridDim.x * THREADS) {
+        ((uint4 *) p.to)[i] = __ldcv((const uint4 *) from + i);
+    }
     if (thread < p.nb % 16) { p.to[16 * n + thread] = __ldcv(from + 16 * n + thread); }
 }
 

@@ -56,11 +56,11 @@ struct kvq_buffer {
     size_t nb_map = 0;
     ggml_backend_buffer_t inner = nullptr; // plain, on a wrapped device: the buffer that is wrapped
     std::unique_ptr<kvq_device> device;
-    std::unique_ptr<kvq_kv_cache> cache;           // NULL: plain
-    bool announced = false;                        // as a cache, by size queries
+    std::unique_ptr<kvq_kv_cache> cache;                  // NULL: plain
+    bool announced = false;                               // as a cache, by size queries
     std::map<const void *, std::vector<uint8_t>> indices; // host copies of small integer inputs, by device address
-    std::shared_ptr<class kvq_cuda_inputs> inputs; // small ones that no graph has used yet; NULL: none so far
-    std::unique_ptr<struct kvq_found_cache> found; // a cache that was not announced (remote.cpp)
+    std::shared_ptr<class kvq_cuda_inputs> inputs;        // small ones that no graph has used yet; NULL: none so far
+    std::unique_ptr<struct kvq_found_cache> found;        // a cache that was not announced (remote.cpp)
     ~kvq_buffer();
 };
 

@@ -11,10 +11,12 @@
 
 namespace {
 
-struct {
+struct waiting_buffers { // that hold inputs
     std::mutex mutex;
     std::vector<kvq_buffer *> buffers;
-} waiting; // that hold inputs
+};
+// never destroyed: a program may free its contexts after main
+waiting_buffers & waiting = *new waiting_buffers;
 
 const void * memory_of(const ggml_tensor * t) {
     const ggml_tensor * root = t->view_src ? t->view_src : t;

@@ -66,10 +66,10 @@ KVQ_FACT(ggml_backend_buffer, size, size_t);
 KVQ_FACT(ggml_backend_i, get_name, const char * (*)(ggml_backend_t));
 KVQ_FACT(ggml_backend_i, free, void (*)(ggml_backend_t));
 KVQ_FACT(ggml_backend_i, synchronize, void (*)(ggml_backend_t));
-KVQ_FACT(ggml_backend_i, set_tensor_async,
-    void (*)(ggml_backend_t, struct ggml_tensor *, const void *, size_t, size_t));
-KVQ_FACT(ggml_backend_i, get_tensor_async,
-    void (*)(ggml_backend_t, const struct ggml_tensor *, void *, size_t, size_t));
+KVQ_FACT(
+    ggml_backend_i, set_tensor_async, void (*)(ggml_backend_t, struct ggml_tensor *, const void *, size_t, size_t));
+KVQ_FACT(
+    ggml_backend_i, get_tensor_async, void (*)(ggml_backend_t, const struct ggml_tensor *, void *, size_t, size_t));
 KVQ_FACT(ggml_backend_i, graph_compute, enum ggml_status (*)(ggml_backend_t, struct ggml_cgraph *));
 KVQ_FACT(ggml_backend_device_i, get_name, const char * (*)(dev_t_));
 KVQ_FACT(ggml_backend_device_i, get_description, const char * (*)(dev_t_));

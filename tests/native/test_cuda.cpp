@@ -360,6 +360,7 @@ static int check_store(kvq_cuda_device & d, const char * method, const char * op
 #include "cuda_bytes.h"
 #include "cuda_far.h"
 #include "cuda_far_prompts.h"
+#include "cuda_inputs.h"
 #include "cuda_split.h"
 
 int main(int argc, char ** argv) {
@@ -411,6 +412,7 @@ int main(int argc, char ** argv) {
         print_limits(d);
         return 0;
     }
+    check_inputs(d);
     if (argc > 1 && (!strcmp(argv[1], "host") || !strcmp(argv[1], "quick"))) {
         far_attention(d, true);
         far_ahead(d, true);

@@ -172,6 +172,7 @@ template <typename T> static inline T atomicOr(T * p, T x) {
 static inline void __threadfence() {}
 template <typename T> static inline T __ldg(const T * p) { return *p; }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
+template <typename T> static inline T __ldcv(const T * p) { return *p; }
 static inline size_t __cvta_generic_to_shared(const void * p) {
     return (size_t) ((const uint8_t *) p - host_cuda::shared);
 }
@@ -284,6 +285,7 @@ static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t * e, int) {
 }
 static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
 static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
 static inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
