@@ -282,7 +282,7 @@ void kvq_evict::drop_excess(int s, int budget, int64_t first_recent, std::vector
     std::vector<int> may_go; // pages; those being restored, whose values are still to come, stay
     for (int i = 0; i < n_store; i++) {
         if (page(s, i).used && std::none_of(arrived.begin(), arrived.end(), [&](const auto & a) {
-                return a.first.first == s && a.second == i;
+                return a.first.first == s && a.second.page == i;
             })) {
             may_go.push_back(i);
         }

@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <vector>
 
 constexpr uint16_t KVQ_EVICTED = 0x8000; // an evicted row reads as -0 throughout
@@ -82,6 +83,10 @@ private:
         bool holds_nothing() const;
     };
     struct arrival;
+    struct arriving {
+        int page;
+        std::shared_ptr<arrival> rows;
+    };
     enum : uint8_t { OF_PROMPT = 1, AWAY = 2, PARTLY = 4 }; // PARTLY: some heads keep it in a page, others in its frame
 
     void forget(int stream, int cell); // a cell is written anew: pages of slots leave it
@@ -94,7 +99,7 @@ private:
     // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames,
     // evicted ones not among them.
     void restore(bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
-    void encode_holed(int s, int i, int cell, const uint16_t * rows, const arrival & a);
+    void encode_holed(int s, int i, const arrival & a);
     void encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void clear();
     void restoring(bool on); // what comes from a state is not judged again
@@ -148,5 +153,5 @@ private:
     std::map<std::pair<int, int>, std::vector<uint8_t>> absent;
     std::deque<pending> queue; // sealed keys whose values are not
     // (stream, page in the state) -> page, keys restored whose values are not
-    std::map<std::pair<int, int>, int> arrived;
+    std::map<std::pair<int, int>, arriving> arrived;
 };

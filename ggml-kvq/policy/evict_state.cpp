@@ -25,19 +25,46 @@ constexpr int MAX_PAGE = (1 << 20) - 1;
 constexpr size_t NB_HOLED = 9; // bytes that a key of a page with empty slots carries
 constexpr uint32_t HOLED = 1u << 30, SALIENT = 1u << 31;
 
-// A page as it comes out of a state.
+// A page as it comes out of a state. Its cells may lie apart: then its rows come in several calls, of keys and later of
+// values.
 struct kvq_evict::arrival {
     std::vector<int32_t> cells;  // [n_head][page_cells], -1: not seen
     std::vector<uint32_t> heads; // of the rows
-    int n = 0;
-    bool bad = false; // two rows for one slot
+    int n = 0, n_values = 0;     // rows that are here
+    bool bad = false;            // two rows for one slot
     // a page that lost cells: its score and its age, as far as rows tell them
     bool holed = false;
     uint8_t tail[TAIL] = {}, known = 0;
+    std::vector<uint16_t> rows[2]; // of keys, of values that are quantised anew: [n_head][page_cells][head size]
 
     uint32_t first_head() const { // of any row: they agree on what is said of the page
         const auto held = std::find_if(cells.begin(), cells.end(), [](int32_t c) { return c >= 0; });
         return heads[(size_t) (held - cells.begin())];
+    }
+
+    bool join(const arrival & a) { // more of it; false: a slot has two rows
+        for (size_t j = 0; j < cells.size(); j++) {
+            if (cells[j] >= 0 && a.cells[j] >= 0) { return false; }
+        }
+        for (size_t j = 0; j < cells.size(); j++) {
+            if (a.cells[j] < 0) { continue; }
+            cells[j] = a.cells[j];
+            heads[j] = a.heads[j];
+        }
+        for (size_t t = 0; t < TAIL; t++) { tail[t] = a.known >> t & 1 ? a.tail[t] : tail[t]; }
+        known |= a.known;
+        n += a.n;
+        return true;
+    }
+
+    // its rows of this call: of cells from `cell` on, W apart
+    void keep(bool value, size_t D, size_t W, int n_head, int cell, int n_cells, const uint16_t * from, int32_t * map) {
+        const size_t page_cells = cells.size() / (size_t) n_head;
+        rows[value].resize(cells.size() * D, 0);
+        for (size_t j = 0; j < cells.size(); j++) {
+            if (map[j] < cell || map[j] >= cell + n_cells) { continue; }
+            memcpy(&rows[value][j * D], from + (size_t) (map[j] - cell) * W + j / page_cells * D, 2 * D);
+        }
     }
 };
 
@@ -156,21 +183,20 @@ bool kvq_evict::take_block(const kvq_lane & x, const arrival & a, int h, int cel
 }
 
 // Keys of a page that lost cells, quantised anew into the same slots.
-void kvq_evict::encode_holed(int s, int i, int cell, const uint16_t * rows, const arrival & a) {
+void kvq_evict::encode_holed(int s, int i, const arrival & a) {
     kvq_lane & x = *lane[0];
     const kvq_lane_layout & l = x.layout();
-    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_set = (size_t) page_cells / 8;
-    std::vector<uint16_t> block((size_t) page_cells * D);
+    const size_t D = (size_t) l.codec.head_size, nb_block = (size_t) page_cells * D, nb_set = (size_t) page_cells / 8;
     std::vector<uint8_t> valid(nb_set), set(nb_set);
     for (int h = 0; h < n_head; h++) {
-        std::fill(block.begin(), block.end(), (uint16_t) 0);
+        const auto first = a.rows[0].begin() + (long) (nb_block * (size_t) h);
+        const std::vector<uint16_t> block(first, first + (long) nb_block);
         std::fill(valid.begin(), valid.end(), (uint8_t) 0);
         std::fill(set.begin(), set.end(), (uint8_t) 0);
         int n_salient = 0;
         for (int t = 0; t < page_cells; t++) {
             const size_t j = (size_t) h * page_cells + t;
             if (a.cells[j] < 0) { continue; }
-            memcpy(&block[(size_t) t * D], rows + (size_t) (a.cells[j] - cell) * W + (size_t) h * D, 2 * D);
             valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
             if (a.heads[j] & SALIENT && n_salient < l.codec.n_hi) {
                 set[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
@@ -192,35 +218,38 @@ void kvq_evict::encode_holed(int s, int i, int cell, const uint16_t * rows, cons
     }
 }
 
-// Values that do not go with their keys: quantised anew into the same page.
+// Values that do not go with their keys: quantised anew into the same page, once all of them are here.
 void kvq_evict::encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
     kvq_lane & x = *lane[1];
     const kvq_lane_layout & l = x.layout();
-    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
-    std::vector<uint16_t> block((size_t) page_cells * D);
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_block = (size_t) page_cells * D;
     for (auto it = arrived.begin(); it != arrived.end();) {
-        const int i = it->second;
+        const int i = it->second.page;
+        arrival & a = *it->second.rows;
+        int32_t *const m = map(s, i, 0), *const end = m + n_head * page_cells;
         const auto here = [&](int32_t c) { return c >= cell && c < cell + n; };
-        if (it->first.first != s || std::none_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, here)) {
+        const int n_here = it->first.first == s ? (int) std::count_if(m, end, here) : 0;
+        if (n_here) { a.keep(true, D, W, n_head, cell, n, rows, m); }
+        for (int j = 0; n_here && j < n_head * page_cells; j++) {
+            if (here(m[j])) { left[(size_t) (m[j] - cell) * n_head + (size_t) (j / page_cells)] = 0; }
+        }
+        a.n_values += n_here;
+        if (!n_here || a.n_values < end - m - std::count(m, end, -1)) {
             ++it;
             continue;
         }
         for (int h = 0; h < n_head; h++) {
             std::vector<uint8_t> valid((size_t) page_cells / 8, 0);
-            std::fill(block.begin(), block.end(), (uint16_t) 0);
             for (int t = 0; t < page_cells; t++) {
-                const int32_t c = map(s, i, h)[t];
-                if (here(c)) {
-                    memcpy(&block[(size_t) t * D], rows + (size_t) (c - cell) * W + (size_t) h * D, 2 * D);
-                    valid[(size_t) t / 8] |= (uint8_t) (1 << t % 8);
-                    left[(size_t) (c - cell) * n_head + h] = 0;
-                }
+                valid[(size_t) t / 8] |= (uint8_t) ((m[h * page_cells + t] >= 0) << t % 8);
             }
             if (l.codec.type == KVQ_TYPE_MIXED) { // the set of its keys
                 x.device.copy(x.params_at(s, i, h), lane[0]->params_at(s, i, h), (size_t) page_cells / 8);
             }
-            encode_rows(true, s, i, h, block, valid.data());
+            const auto first = a.rows[1].begin() + (long) (nb_block * (size_t) h);
+            encode_rows(true, s, i, h, { first, first + (long) nb_block }, valid.data());
         }
+        x.counters->n_placed++;
         show(s, i);
         it = arrived.erase(it);
     }
@@ -236,7 +265,7 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
     std::vector<uint8_t> bytes(nb_row);
     if (!value && !keys_arrive[(size_t) s]) { // nothing is left of a state that did not come to its end
         for (auto it = arrived.begin(); it != arrived.end();) {
-            if (it->first.first == s) { free_page(s, it->second); }
+            if (it->first.first == s) { free_page(s, it->second.page); }
             it = it->first.first == s ? arrived.erase(it) : std::next(it);
         }
         queue.erase(
@@ -285,11 +314,11 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
     for (const auto & f : found) {
         const arrival & a = f.second;
         const auto known = arrived.find({ s, f.first });
-        int i = value && known != arrived.end() ? known->second : -1;
-        if (a.bad || (!a.holed && a.n != n_head * page_cells) ||
-            (value && (i < 0 || !std::equal(a.cells.begin(), a.cells.end(), map(s, i, 0))))) {
-            continue;
-        }
+        const auto of = known == arrived.end() ? nullptr : known->second.rows; // its keys, or some of them
+        int i = of ? known->second.page : -1;
+        if (a.bad || (!a.holed && a.n != n_head * page_cells)) { continue; }
+        if (value && !(of && std::equal(a.cells.begin(), a.cells.end(), map(s, i, 0)))) { continue; }
+        if (!value && of && !of->join(a)) { continue; }
         bool ok = true;
         for (int h = 0; ok && !a.holed && h < n_head; h++) {
             ok = take_block(x, a, h, cell, rows, one, stream);
@@ -308,29 +337,34 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
                 if (c >= 0) { left[(size_t) (c - cell) * n_head + h] = 0; }
             }
         }
+        x.counters->n_placed += !of || value;
         if (value) {
             show(s, i);
             arrived.erase(known);
             continue;
         }
+        const auto all = of ? of : std::make_shared<arrival>(a);
         slot_page & p = page(s, i);
-        const uint8_t * tail = a.holed ? a.tail : stream.data() + l.nb_params;
+        const uint8_t * tail = a.holed ? all->tail : stream.data() + l.nb_params;
         int32_t age = 0;
-        if (!a.holed || (a.known & 0x0f) == 0x0f) { memcpy(&p.score, tail, 4); }
+        if (!a.holed || (all->known & 0x0f) == 0x0f) { memcpy(&p.score, tail, 4); }
         if (!std::isfinite(p.score)) { p.score = 0.0f; } // pages are sorted by it
-        if (!a.holed || (a.known & 0xf0) == 0xf0) { memcpy(&age, tail + 4, 4); }
+        if (!a.holed || (all->known & 0xf0) == 0xf0) { memcpy(&age, tail + 4, 4); }
         p.used = true;
         p.generated = a.first_head() >> 28 & 1;
         p.newest = restored_at[(size_t) s] - std::max(age, 0);
         top[(size_t) s] = std::max(top[(size_t) s], p.generated ? 0 : p.newest);
-        set_map(s, i, a.cells.data());
+        set_map(s, i, all->cells.data());
         put_map(s, i);
         for (size_t j = 0; j < a.cells.size(); j++) {
             if (a.cells[j] < 0) { continue; }
             flags[a.cells[j]] |= (uint8_t) (PARTLY | (a.heads[j] >> 29 & 1 ? OF_PROMPT : 0));
         }
-        if (a.holed) { encode_holed(s, i, cell, rows, a); }
-        arrived[{ s, f.first }] = i;
+        if (a.holed) {
+            all->keep(false, D, W, n_head, cell, n, rows, all->cells.data());
+            encode_holed(s, i, *all);
+        }
+        arrived[{ s, f.first }] = { i, all };
     }
     if (value) { encode_arrived(s, cell, n, rows, left); }
     for (int c = cell; c < cell + n; c++) {

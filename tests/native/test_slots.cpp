@@ -418,6 +418,47 @@ static void pages_with_holes(const char * opts) {
     CHECK(most > w->lane[0]->layout().n_store / 2, "%s: %d pages were never many", opts, most);
 }
 
+// The rows of a state come in as many calls as its cells have runs, of keys and then of values: no cell loses its value
+// when a page's cells are in several of them.
+static void holes_in_several_runs(const char * opts) {
+    auto w = build(opts, 832, 1), other = build(opts, 832, 1);
+    w->pad = 1;
+    int head = 0;
+    for (int step = 0; head < 500; step++) { // pages lose cells, as in pages_with_holes
+        decode(*w, 0, head, 68 + step % 5 * 10, false);
+        head += 68 + step % 5 * 10 - 40;
+        std::fill(w->live[0].begin() + head, w->live[0].end(), false);
+        decode(*w, 0, head++, 1, false);
+    }
+    std::vector<uint16_t> was[2], now[2];
+    for (int v = 0; v < 2; v++) {
+        std::vector<uint16_t> image((size_t) head * W);
+        w->lane[v]->read(0, 0, head, image.data());
+        for (int from = 0; from < head; from += 37) {
+            other->lane[v]->restore(0, from, std::min(37, head - from), image.data() + (size_t) from * W, 1);
+        }
+    }
+    for (int v = 0; v < 2; v++) {
+        for (auto * x : { w.get(), other.get() }) {
+            auto & rows = x == w.get() ? was[v] : now[v];
+            rows.resize((size_t) head * W);
+            x->lane[v]->read(0, 0, head, rows.data());
+            x->slots->read(v, 0, 0, head, rows.data(), false);
+        }
+    }
+    int wrong = 0, n = 0;
+    for (size_t i = 0; i < (size_t) head * HEADS; i++) {
+        float most = 0.0f;
+        for (size_t d = 0; d < D; d++) {
+            most = std::max(most, fabsf(kvq_f16_to_f32(now[1][i * D + d]) - kvq_f16_to_f32(was[1][i * D + d])));
+        }
+        const bool held = !evicted(&was[0][i * D]);
+        n += held;
+        wrong += held && (evicted(&now[0][i * D]) || most > 2.0f); // what sealing again may make of a row in 2 bits
+    }
+    CHECK(n > head / 2 && !wrong, "%s: %d of %d values are others behind a state of several runs", opts, wrong, n);
+}
+
 // Prompts that come and are taken back in part, so that pages of slots lose cells: whatever is kept, a state brings.
 static void prompts_taken_back(const char * opts, unsigned seed) {
     rng.seed(seed);
@@ -518,6 +559,7 @@ int main(int argc, char ** argv) {
     for (const char * opts :
         { "", "bits=4,group=32", "hh=0.25,rw=0.25", "zipcache:interval=64,salient=0.5,keep=0.5,eta=0.1" }) {
         pages_with_holes(opts);
+        holes_in_several_runs(opts);
     }
     prompts_taken_back("hh=0.1,rw=0.1,window=64", 101);
     for (const char * opts : { "", "bits=4", "zipcache:interval=32,salient=1,keep=0.5" }) {
