@@ -458,13 +458,14 @@ def test_a_restored_state_continues_like_the_saved_one(method: str, tmp_path: Pa
         for _ in m.feed(m.tokenize(TEXT, add_bos=True)[:300]):
             pass
         m.save_state(path)
-        held = m.tokens
+        held, sealed = m.tokens, m.kv_stats().get("n_sealed", 0)
         want = "".join(m.generate(PROMPT, reset=False, max_tokens=16, temperature=0))
         m.reset()
         assert m.load_state(path) == 300 and m.tokens == held
         assert "".join(m.generate(PROMPT, reset=False, max_tokens=16, temperature=0)) == want
     with open_model(method) as m:
         m.load_state(path)
+        assert (m.kv_stats().get("n_sealed", 0) > 0) == (sealed > 0), "pages that came sealed count as such"
         assert "".join(m.generate(PROMPT, reset=False, max_tokens=16, temperature=0)) == want
     assert [p.name for p in tmp_path.iterdir()] == ["state.bin"]
 

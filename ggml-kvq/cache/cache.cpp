@@ -265,7 +265,7 @@ kvq_stats kvq_kv_cache::stats() const {
         for (const auto & policy : l->policies) { policy->tell(s); }
     }
     s.bytes_scratch = scratch.bytes();
-    s.n_sealed = counters.n_sealed;
+    s.n_sealed = counters.n_sealed + counters.n_placed;
     s.n_reopened = counters.n_reopened;
     s.n_forced = counters.n_forced;
     return s;

@@ -344,7 +344,7 @@ typedef struct kvq_stats {
     uint64_t bytes_scratch;                  // shared f16 pages of the current ubatch, grown on demand
     double bits_k, bits_v, bits;             // true bits: allocated bytes * 8 / values of the f16 cache
     double bits_headline;                    // code bits only, as papers count
-    uint64_t n_sealed, n_reopened, n_forced; // pages, since creation
+    uint64_t n_sealed, n_reopened, n_forced; // pages, since creation; restored ones that came sealed, too
     uint64_t predict_macs; // multiply-adds of predictors for one cached cell, each time it is read; all layers
     // of a second tier: bytes of all its rows; in bytes_total where they lie in the memory that attention computes in
     uint64_t bytes_far;

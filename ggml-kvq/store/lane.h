@@ -24,6 +24,7 @@
 
 struct kvq_counters {
     uint64_t n_sealed = 0, n_reopened = 0, n_forced = 0;
+    uint64_t n_placed = 0; // pages that came out of a state as they were sealed
 };
 
 constexpr int KVQ_RESTORE_PAGES = 32; // of a state that is restored, in scratch

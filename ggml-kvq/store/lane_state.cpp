@@ -90,6 +90,7 @@ void kvq_lane::place(int s, int p, const kvq_page_image & image) {
     i.n_valid = (uint16_t) l.page_cells;
     memset(valid(s, p), 0xff, l.page_cells / 8);
     set_state(s, p, KVQ_PAGE_SEALED);
+    counters->n_placed++;
 }
 
 bool kvq_lane::place_block(int s, int p, const kvq_page_image & image) {
