@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from ggml_kvq import Model, errors
-from ggml_kvq.calibrate import files, means
+from ggml_kvq.calibrate import files, means, xquant
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
 TEXT = "The register file holds sixteen words. Each word is read by the decoder before the next cycle begins. " * 60
@@ -146,6 +146,35 @@ def test_the_models_weights_are_recognised(folder: Path, kind: str, method: str,
     else:
         (line,) = open_model(folder / f"{kind}.gguf", sidecar, method=method)
         assert "fine-tune" in line
+
+
+def xquant_file(to: Path, **changed: object) -> Path:
+    meta = {**xquant.fields(DEMO, xquant.Config(4, 4, 12, 12)), **changed}
+    files.write_sidecar(to, {key: value for key, value in meta.items() if value is not None}, {})
+    return to
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("kvq.version", 0, "is 0, this library reads 1"),
+        ("kvq.version", 2, "is 2, this library reads 1"),
+        ("kvq.version", None, "is missing"),
+        ("kvq.model.n_layer", 13, "is 13, the model has 12"),
+        ("kvq.model.n_layer", None, "is missing"),
+        ("kvq.model.arch", "qwen2", "is 'qwen2', the model's is 'llama'"),
+        ("kvq.model.hash", "0" * 16, "is '0000000000000000', the model's is"),
+    ],
+)
+def test_a_configuration_of_another_model_or_format_is_refused(
+    field: str, value: object, words: str, tmp_path: Path
+) -> None:
+    """Methods without arrays were held to the sketch alone, which an older file lacks."""
+    for sketch in ({}, {"kvq.model.sketch": None}):
+        sidecar = xquant_file(tmp_path / "x.gguf", **{field: value}, **sketch)
+        with pytest.raises(errors.MethodError) as e:
+            open_model(DEMO, sidecar, method=None)
+        assert f"{field} {words}" in str(e.value) and "make it again with ggml-kvq calibrate" in str(e.value)
 
 
 def requantized(to: Path, kind: gguf.GGMLQuantizationType) -> Path:

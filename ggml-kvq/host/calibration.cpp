@@ -1,4 +1,5 @@
 #include "cache/calibration.h"
+#include "fingerprint.h"
 
 #include "gguf.h"
 #include "ggml.h"
@@ -188,7 +189,6 @@ bool matrix_fits(const kvq_calibration::matrix & m, float rms_in, float rms_out)
 kvq_status kvq_calibration_load(
     const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err) {
     const std::string again = ": make it again with ggml-kvq calibrate";
-    kvq_model_info self; // a model file is read without its weights
     const auto refuse = [&](const std::string & why) {
         err = "calibrated data in '" + path + "': " + why + again;
         return KVQ_ERR_CONFIG;
@@ -214,26 +214,11 @@ kvq_status kvq_calibration_load(
         f.g = size <= (1l << 30) ? gguf_init_from_file(path.c_str(), { false, &f.data }) : nullptr;
         if (!f.g) { return refuse("its tensors cannot be read"); }
     }
-    uint32_t version = 0, n_layer = 0;
-    if (!get_u32(f.g, "kvq.version", version)) { return refuse("kvq.version is missing"); }
-    if (version != KVQ_CALIBRATION_VERSION) {
-        return refuse("kvq.version is " + std::to_string(version) + ", this library reads " +
-            std::to_string(KVQ_CALIBRATION_VERSION));
-    }
-    if (!get_u32(f.g, "kvq.model.n_layer", n_layer)) { return refuse("kvq.model.n_layer is missing"); }
-    const std::string arch = get_str(f.g, "kvq.model.arch"), hash = get_str(f.g, "kvq.model.hash");
-    if (!model.arch.empty()) {
-        if (arch != model.arch) {
-            return refuse("kvq.model.arch is '" + arch + "', the model's is '" + model.arch + "'");
-        }
-        if ((int) n_layer != model.n_layer) {
-            return refuse(
-                "kvq.model.n_layer is " + std::to_string(n_layer) + ", the model has " + std::to_string(model.n_layer));
-        }
-        if (hash != model.hash) {
-            return refuse("kvq.model.hash is '" + hash + "', the model's is '" + model.hash + "'");
-        }
-    }
+    std::string other = kvq_refuse_format(f.g);
+    if (other.empty()) { other = kvq_refuse_model(f.g, model); }
+    if (!other.empty()) { return refuse(other); }
+    uint32_t n_layer = 0;
+    get_u32(f.g, "kvq.model.n_layer", n_layer);
     out = kvq_calibration{};
     out.path = path;
     out.predictor = get_str(f.g, "kvq.aqua.predictor");

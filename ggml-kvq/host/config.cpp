@@ -295,7 +295,7 @@ static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_inf
     const std::string from = d.config.empty() && model.calibrated ? r.model : d.config;
     if (!from.empty()) {
         std::string note;
-        const kvq_status checked = kvq_check_calibrated(from, r.model, note, err);
+        const kvq_status checked = kvq_check_calibrated(from, r.model, model, note, err);
         if (checked != KVQ_OK) { return checked; }
         if (!note.empty()) {
             last_note = note;

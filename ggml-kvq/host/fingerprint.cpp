@@ -1,4 +1,5 @@
 #include "fingerprint.h"
+#include "cache/calibration.h"
 #include "store/state_blocks.h"
 
 #include "ggml.h"
@@ -30,6 +31,13 @@ struct file {
 std::string get_str(const gguf_context * g, const std::string & key) {
     const int64_t id = gguf_find_key(g, key.c_str());
     return id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_STRING ? gguf_get_val_str(g, id) : "";
+}
+
+bool get_u32(const gguf_context * g, const char * key, uint32_t & out) {
+    const int64_t id = gguf_find_key(g, key);
+    if (id < 0 || gguf_get_kv_type(g, id) != GGUF_TYPE_UINT32) { return false; }
+    out = gguf_get_val_u32(g, id);
+    return true;
 }
 
 // ---------------------------------------------------------------- sketch
@@ -221,8 +229,8 @@ bool is_cut(const gguf_context * g, size_t nb_file) {
     return nb > nb_file;
 }
 
-kvq_status check(
-    const std::string & path, const std::string & model, size_t nb_file, std::string & note, std::string & err) {
+kvq_status check(const std::string & path, const std::string & model_path, const kvq_model_info & model, size_t nb_file,
+    std::string & note, std::string & err) {
     const std::string what = "calibrated data in '" + path + "'", again = ": make it again with ggml-kvq calibrate";
     std::unique_ptr<file> f(new file(path, true));
     if (!f->g) {
@@ -242,29 +250,34 @@ kvq_status check(
     }
     const std::map<std::string, entry> entries = entries_of(*f);
     const std::string sum = get_str(f->g, "kvq.checksum");
+    std::string why = kvq_refuse_format(f->g); // of another format the checksum would be, too
+    if (why.empty() && !sum.empty() && checksum(entries) != sum) {
+        why = "it is damaged (checksum " + checksum(entries) + ", " + sum + " when it was made)";
+    }
+    if (why.empty()) { why = kvq_refuse_model(f->g, model); }
+    if (!why.empty()) {
+        err = what + ": " + why + again;
+        return KVQ_ERR_CONFIG;
+    }
     if (sum.empty()) {
         note = what +
             " has no checksum and no fingerprint of the model: an older version made it, ggml-kvq calibrate makes both";
         return KVQ_OK;
     }
-    if (checksum(entries) != sum) {
-        err = what + ": it is damaged (checksum " + checksum(entries) + ", " + sum + " when it was made)" + again;
-        return KVQ_ERR_CONFIG;
-    }
     const auto sketch = entries.find("kvq.model.sketch");
-    if (sketch == entries.end() || model.empty()) { return KVQ_OK; }
-    const std::vector<float> is = kvq_make_sketch(model);
+    if (sketch == entries.end() || model_path.empty()) { return KVQ_OK; }
+    const std::vector<float> is = kvq_make_sketch(model_path);
     std::vector<float> was(sketch->second.nb / 4);
     memcpy(was.data(), sketch->second.data, 4 * was.size());
     const bool comparable = !is.empty() && was.size() == is.size() &&
         std::all_of(was.begin(), was.end(), [](float x) { return std::isfinite(x); });
     const kinship k = comparable ? compare(was, is) : is.empty() ? SAME : OTHER;
     if (k == OTHER) {
-        err = what + " is of another model than '" + model + "': their weights have nothing in common" + again;
+        err = what + " is of another model than '" + model_path + "': their weights have nothing in common" + again;
         return KVQ_ERR_CONFIG;
     }
     if (k == TUNED) {
-        note = what + " is of other weights than '" + model +
+        note = what + " is of other weights than '" + model_path +
             "' (another fine-tune?): it may fit less well, ggml-kvq calibrate fits it";
     }
     return KVQ_OK;
@@ -272,8 +285,29 @@ kvq_status check(
 
 } // namespace
 
-kvq_status kvq_check_calibrated(
-    const std::string & path, const std::string & model, std::string & note, std::string & err) {
+std::string kvq_refuse_format(const gguf_context * g) {
+    uint32_t version = 0;
+    if (!get_u32(g, "kvq.version", version)) { return "kvq.version is missing"; }
+    if (version == KVQ_CALIBRATION_VERSION) { return ""; }
+    return "kvq.version is " + std::to_string(version) + ", this library reads " +
+        std::to_string(KVQ_CALIBRATION_VERSION);
+}
+
+std::string kvq_refuse_model(const gguf_context * g, const kvq_model_info & model) {
+    uint32_t n_layer = 0;
+    if (!get_u32(g, "kvq.model.n_layer", n_layer)) { return "kvq.model.n_layer is missing"; }
+    if (model.arch.empty()) { return ""; }
+    const std::string arch = get_str(g, "kvq.model.arch"), hash = get_str(g, "kvq.model.hash");
+    if (arch != model.arch) { return "kvq.model.arch is '" + arch + "', the model's is '" + model.arch + "'"; }
+    if (n_layer != (uint32_t) model.n_layer) {
+        return "kvq.model.n_layer is " + std::to_string(n_layer) + ", the model has " + std::to_string(model.n_layer);
+    }
+    if (hash != model.hash) { return "kvq.model.hash is '" + hash + "', the model's is '" + model.hash + "'"; }
+    return "";
+}
+
+kvq_status kvq_check_calibrated(const std::string & path, const std::string & model_path, const kvq_model_info & model,
+    std::string & note, std::string & err) {
     // sizes are asked for several times before a cache is made: a file that stays as it is is read once
     struct answer {
         kvq_status status;
@@ -281,9 +315,9 @@ kvq_status kvq_check_calibrated(
     };
     static std::mutex mutex;
     static std::map<std::string, answer> known;
-    std::string key = path + "\n" + model;
+    std::string key = path + "\n" + model_path;
     struct stat st = {};
-    for (const std::string & p : { path, model }) {
+    for (const std::string & p : { path, model_path }) {
         if (!p.empty() && !stat(p.c_str(), &st)) {
             key += "\n" + std::to_string(st.st_size) + " " + std::to_string(st.st_mtim.tv_sec) + "." +
                 std::to_string(st.st_mtim.tv_nsec) + " " + std::to_string(st.st_ino);
@@ -300,7 +334,7 @@ kvq_status kvq_check_calibrated(
         err = found->second.err;
         return found->second.status;
     }
-    const kvq_status status = check(path, model, (size_t) st.st_size, note, err);
+    const kvq_status status = check(path, model_path, model, (size_t) st.st_size, note, err);
     if (known.size() >= 64) { known.clear(); }
     known[key] = { status, status == KVQ_OK ? "" : err };
     return status;

@@ -14,12 +14,19 @@
 #include <string>
 #include <vector>
 
+struct gguf_context;
+
 constexpr int KVQ_SKETCH = 50; // values a layer
 
 // Empty: the file cannot be read. Layers whose tensors are not in it (one file of several) are zeros.
 std::vector<float> kvq_make_sketch(const std::string & model);
 
-// Data in `path` (a sidecar, or a model file that holds it) for the model in `model` ("": not known). note: one line,
-// or "".
-kvq_status kvq_check_calibrated(
-    const std::string & path, const std::string & model, std::string & note, std::string & err);
+// Why an open file of calibrated data is of another format than this library reads, or of another model than `model`
+// (arch "": not known); "": it is neither.
+std::string kvq_refuse_format(const gguf_context * g);
+std::string kvq_refuse_model(const gguf_context * g, const kvq_model_info & model);
+
+// Data in `path` (a sidecar, or a model file that holds it) for the model in `model_path` ("": not known), which
+// `model` is of. note: one line, or "".
+kvq_status kvq_check_calibrated(const std::string & path, const std::string & model_path, const kvq_model_info & model,
+    std::string & note, std::string & err);

@@ -143,7 +143,8 @@ int main(int argc, char ** argv) {
         if (ftruncate(fd, 0) || pwrite(fd, bytes.data(), bytes.size(), 0) != (ssize_t) bytes.size()) { abort(); }
         kvq_calibration c;
         std::string err, note;
-        kvq_check_calibrated(path, below(2) ? path : "", note, err); // checksum and sketch: refused, noted or taken
+        // checksum, identity and sketch: refused, noted or taken
+        kvq_check_calibrated(path, below(2) ? path : "", model, note, err);
         err.clear();
         if (kvq_calibration_load(path, model, c, err) != KVQ_OK) {
             n_refused++;
