@@ -177,6 +177,17 @@ def test_a_configuration_of_another_model_or_format_is_refused(
         assert f"{field} {words}" in str(e.value) and "make it again with ggml-kvq calibrate" in str(e.value)
 
 
+@pytest.mark.parametrize("name", ["k.rms", "v.rms"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 0.0, 3])
+def test_a_size_of_rows_that_is_none_is_refused(folder: Path, name: str, value: float, tmp_path: Path) -> None:
+    """It was read as that of an older file, which has none, and bounded no mean."""
+    meta, data = files.read_sidecar(folder / "aqua.gguf")
+    files.write_sidecar(tmp_path / "bad.gguf", {**meta, f"kvq.aqua.blk.5.{name}": value}, data)
+    words = rf"kvq\.aqua\.blk\.5\.{name[0]}\.(rms is|bias is larger than)"
+    with pytest.raises(errors.MethodError, match=words):
+        open_model(DEMO, tmp_path / "bad.gguf")
+
+
 def requantized(to: Path, kind: gguf.GGMLQuantizationType) -> Path:
     """The demo model, its keys' and values' projections in another type."""
     reader = gguf.GGUFReader(DEMO)

@@ -148,11 +148,11 @@ bool get_matrix(const file & f, const std::string & name, kvq_calibration::matri
     return true;
 }
 
-// Root mean square of the captured rows of a layer, 0: an older file, which does not say.
-float get_rms(const gguf_context * g, const std::string & name) {
+// Root mean square of the captured rows of a layer; -1: an older file, which does not say. False: it says nonsense.
+bool get_rms(const gguf_context * g, const std::string & name, float & out) {
     const int64_t id = gguf_find_key(g, name.c_str());
-    const float x = id >= 0 && gguf_get_kv_type(g, id) == GGUF_TYPE_FLOAT32 ? gguf_get_val_f32(g, id) : 0.0f;
-    return std::isfinite(x) && x > 0 ? x : 0.0f;
+    out = id < 0 ? -1.0f : gguf_get_kv_type(g, id) == GGUF_TYPE_FLOAT32 ? gguf_get_val_f32(g, id) : NAN;
+    return id < 0 || (std::isfinite(out) && out >= 0);
 }
 
 // A mean cannot carry more energy than the rows it is of. Without their size: far more than keys of any model known
@@ -164,7 +164,7 @@ bool mean_fits(const std::vector<float> & mean, float rms) {
         sum += (double) x * x;
         top = std::max(top, fabsf(x));
     }
-    return rms > 0 ? sum <= 1.02 * (double) mean.size() * rms * rms + 1e-6 : top <= 8192.0f;
+    return rms >= 0 ? sum <= 1.02 * (double) mean.size() * rms * rms + 1e-6 : top <= 8192.0f;
 }
 
 // Predictions are about as large as what they predict; rows of correlated channels may take large weights, which
@@ -237,8 +237,14 @@ kvq_status kvq_calibration_load(
             std::string why;
             if (!get_matrix(f, base + m.first, *m.second, why) && !why.empty()) { return refuse(why); }
         }
-        const float rms[2] = { get_rms(f.g, base + ".k.rms"), get_rms(f.g, base + ".v.rms") };
+        float rms[2];
         for (int v = 0; v < 2; v++) {
+            const std::string name = base + (v ? ".v.rms" : ".k.rms");
+            if (!get_rms(f.g, name, rms[v])) {
+                char text[32];
+                snprintf(text, sizeof(text), "%g", (double) rms[v]);
+                return refuse(name + " is " + text + ", not the size of rows");
+            }
             if (!mean_fits(v ? l.v_mean : l.k_mean, rms[v])) {
                 return refuse(base + (v ? ".v" : ".k") + ".bias is larger than the rows that were calibrated");
             }
