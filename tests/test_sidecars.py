@@ -5,6 +5,7 @@ are noted.
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def changed_model(change: int, norms: bool) -> bytes:
     return bytes(out)
 
 
-def open_model(model: Path, sidecar: Path, **kwargs: object) -> list[str]:
+def open_model(model: Path, sidecar: Path | None, **kwargs: object) -> list[str]:
     """Warnings of opening it; it computes."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -186,6 +187,61 @@ def test_a_size_of_rows_that_is_none_is_refused(folder: Path, name: str, value: 
     words = rf"kvq\.aqua\.blk\.5\.{name[0]}\.(rms is|bias is larger than)"
     with pytest.raises(errors.MethodError, match=words):
         open_model(DEMO, tmp_path / "bad.gguf")
+
+
+def test_every_bit_that_matters_is_held(tmp_path: Path) -> None:
+    """A flip in the name or type of the checksum passed for an older file. What passes now chooses the same: a number
+    of another type, and what is not named kvq.*.
+    """
+
+    def options(path: Path) -> str:
+        with Model(DEMO, kv_config=path, n_ctx=256, n_batch=64, n_threads=1) as m:
+            return str(m.kv_stats()["options"])
+
+    good, bad = xquant_file(tmp_path / "x.gguf"), tmp_path / "bad.gguf"
+    raw, want = good.read_bytes(), options(good)
+    name = raw.index(b"kvq.checksum")
+    rng = random.Random(3)
+    of_checksum = range(8 * (name - 8), 8 * (name + 32))
+    for bit in [*of_checksum, *rng.sample(range(8 * 24, of_checksum[0]), 150), *rng.sample(range(8 * len(raw)), 50)]:
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        bad.write_bytes(flipped)
+        try:
+            assert options(bad) == want and bit not in of_checksum, f"bit {bit % 8} of byte {bit // 8}"
+        except errors.KvqError as e:
+            assert "\n" not in str(e)
+    bad.write_bytes(raw.replace(b"kvq.checksum", b"kvq.chacksum"))
+    for read in (files.read_sidecar, options):
+        with pytest.raises(errors.KvqError, match=r"is damaged .*kvq\.checksum"):
+            read(bad)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("kvq.xquant.kqq", 4, "kvq.xquant.kqq is no option of xquant that this library knows"),
+        ("kvq.xquant.shared", "codes,vm=4", "kvq.xquant.shared is 'codes,vm=4'"),
+        ("kvq.xquant.shared", "a\nb", "kvq.xquant.shared is 'a?b'"),
+        ("kvq.xquant.kq", np.zeros(2, np.float32), "kvq.xquant.kq is no u32, i32, f32, bool or text"),
+    ],
+)
+def test_an_option_that_would_be_passed_over_is_refused(key: str, value: object, words: str, tmp_path: Path) -> None:
+    """Without it the method would be another one than the file asks for."""
+    model, sidecar = DEMO, xquant_file(tmp_path / "x.gguf", **{key: value})
+    if isinstance(value, np.ndarray):  # as metadata of the model: a tensor is no field
+        files.embed(DEMO, sidecar, tmp_path / "own.gguf")
+        model, sidecar = tmp_path / "own.gguf", None
+    with pytest.raises(errors.MethodError, match=re.escape(words)):
+        open_model(model, sidecar, method=None)
+
+
+def test_bytes_that_are_no_text_are_quoted(tmp_path: Path) -> None:
+    """A key of a damaged file went into the message, and Python ended in a trace."""
+    bad = xquant_file(tmp_path / "x.gguf", **{"kvq.checksum": None})
+    bad.write_bytes(bad.read_bytes().replace(b"kvq.xquant.kq", b"kvq.xquant.k\xf1"))
+    with pytest.raises(errors.MethodError, match="kvq.xquant.k\N{REPLACEMENT CHARACTER} is no option"):
+        open_model(DEMO, bad, method=None)
 
 
 def requantized(to: Path, kind: gguf.GGMLQuantizationType) -> Path:

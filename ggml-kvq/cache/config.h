@@ -47,8 +47,10 @@ bool kvq_draft_asked(void); // KVQ_METHOD_DRAFT is set
 
 // Options that a GGUF file sets for a method (kvq.<method>.<key> of the keys in its table) as "k=v,k=v", without
 // those that `given` rules out: a key the user set, or one of a group that the user set another of (bits of keys and
-// values; preset and splits).
-std::string kvq_stored_options(const std::string & path, const kvq_method & m, const std::string & given);
+// values; preset and splits). Refuses a key that is no option, and a value that no option takes: the method without
+// it would be another one.
+kvq_status kvq_stored_options(
+    const std::string & path, const kvq_method & m, const std::string & given, std::string & out, std::string & err);
 
 kvq_status kvq_read_model_info(const std::string & path, kvq_model_info & out, std::string & err);
 

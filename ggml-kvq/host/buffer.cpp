@@ -33,9 +33,8 @@ static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *
 static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) { return *(kvq_device_context *) buft->context; }
 
 void kvq_report_error(const std::string & text) {
-    const std::string line = kvq_words_for_caller(text);
-    kvq_set_error(line);
-    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: error: %s\n", line.c_str()); }
+    kvq_set_error(kvq_words_for_caller(text));
+    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: error: %s\n", kvq_last_error()); }
 }
 
 void kvq_report_note(const std::string & line) {

@@ -16,7 +16,11 @@
 
 static thread_local std::string last_error;
 
-void kvq_set_error(const std::string & line) { last_error = line; }
+// A message may quote a damaged file; it stays one line.
+void kvq_set_error(const std::string & line) {
+    last_error = line;
+    for (char & c : last_error) { c = (unsigned char) c < 0x20 ? '?' : c; }
+}
 
 static thread_local std::string last_note;
 
@@ -224,7 +228,22 @@ static std::string value_text(const gguf_context * g, int64_t id) {
     }
 }
 
-std::string kvq_stored_options(const std::string & path, const kvq_method & m, const std::string & given) {
+// A key kvq.<method>.* that this library does not read; "": there is none. Arrays, and what ggml-kvq info shows, are no
+// options.
+static std::string unknown_key(const gguf_context * g, const kvq_method & m) {
+    const std::string prefix = "kvq." + std::string(m.info.name) + ".";
+    std::vector<std::string> known = { "inputs", "tokens", "frontier", "text" };
+    for (int i = 0; i < m.info.n_options; i++) { known.push_back(m.info.options[i].key); }
+    for (int64_t id = 0; id < gguf_get_n_kv(g); id++) {
+        const std::string key = gguf_get_key(g, id);
+        if (key.compare(0, prefix.size(), prefix) || !key.compare(prefix.size(), 4, "blk.")) { continue; }
+        if (std::find(known.begin(), known.end(), key.substr(prefix.size())) == known.end()) { return key; }
+    }
+    return "";
+}
+
+kvq_status kvq_stored_options(
+    const std::string & path, const kvq_method & m, const std::string & given, std::string & out, std::string & err) {
     static const std::vector<std::vector<std::string>> groups = { { "bits", "k_bits", "v_bits" },
         { "preset", "kq", "vq", "km", "vm" } };
     const auto has = [&](const std::string & key) { return ("," + given).find("," + key + "=") != std::string::npos; };
@@ -237,18 +256,25 @@ std::string kvq_stored_options(const std::string & path, const kvq_method & m, c
         }
         return out;
     };
+    out.clear();
     gguf_context * g = gguf_init_from_file(path.c_str(), { /*no_alloc =*/true, /*ctx =*/nullptr });
-    std::string text;
-    for (int i = 0; g && i < m.info.n_options; i++) {
-        const std::string key = m.info.options[i].key;
-        const int64_t id = gguf_find_key(g, ("kvq." + std::string(m.info.name) + "." + key).c_str());
-        const std::string value = id >= 0 && !ruled_out(key) ? value_text(g, id) : "";
-        if (!value.empty() && value.find_first_of(",=\n") == std::string::npos) {
-            text += (text.empty() ? "" : ",") + key + "=" + value;
+    if (!g) { return KVQ_OK; } // whoever reads the data says so
+    std::string why = unknown_key(g, m);
+    if (!why.empty()) { why += std::string(" is no option of ") + m.info.name + " that this library knows"; }
+    for (int i = 0; i < m.info.n_options; i++) {
+        const std::string key = m.info.options[i].key, name = "kvq." + std::string(m.info.name) + "." + key;
+        const int64_t id = gguf_find_key(g, name.c_str());
+        if (id < 0 || ruled_out(key)) { continue; }
+        const std::string value = value_text(g, id);
+        if (value.empty() || value.find_first_of(",=\n") != std::string::npos) {
+            why = name + (value.empty() ? " is no u32, i32, f32, bool or text" : " is '" + value + "'");
         }
+        out += (out.empty() ? "" : ",") + key + "=" + value;
     }
-    if (g) { gguf_free(g); }
-    return text;
+    gguf_free(g);
+    if (why.empty()) { return KVQ_OK; }
+    err = "calibrated data in '" + path + "': " + why + ": make it again with ggml-kvq calibrate";
+    return KVQ_ERR_CONFIG;
 }
 
 int kvq_model_info::latent_of(int n_embd_k) const {
@@ -302,7 +328,9 @@ static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_inf
             if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", note.c_str()); }
         }
     }
-    const std::string options = kvq_all_options(d, model, r.model);
+    std::string options;
+    const kvq_status read = kvq_all_options(d, model, r.model, options, err);
+    if (read != KVQ_OK) { return read; }
     out.options_text = shown_options(*out.method, options);
     out.config_path = d.config;
     out.model_path = r.model;

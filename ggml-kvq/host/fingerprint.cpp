@@ -254,6 +254,9 @@ kvq_status check(const std::string & path, const std::string & model_path, const
     if (why.empty() && !sum.empty() && checksum(entries) != sum) {
         why = "it is damaged (checksum " + checksum(entries) + ", " + sum + " when it was made)";
     }
+    if (why.empty() && sum.empty() && entries.count("kvq.model.sketch")) { // whoever writes one writes the other
+        why = "it is damaged (kvq.model.sketch is in it and kvq.checksum is not)";
+    }
     if (why.empty()) { why = kvq_refuse_model(f->g, model); }
     if (!why.empty()) {
         err = what + ": " + why + again;

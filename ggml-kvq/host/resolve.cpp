@@ -228,10 +228,16 @@ kvq_status kvq_decide(const kvq_request & r, kvq_model_info & model, kvq_decisio
     return status == KVQ_OK ? choose_config(r, file, model, out, err) : status;
 }
 
-std::string kvq_all_options(const kvq_decision & d, const kvq_model_info & model, const std::string & model_path) {
+kvq_status kvq_all_options(const kvq_decision & d, const kvq_model_info & model, const std::string & model_path,
+    std::string & out, std::string & err) {
     const std::string from = d.config.empty() && model.calibrated ? model_path : d.config;
-    const std::string stored = from.empty() ? "" : kvq_stored_options(from, *kvq_method_find(d.method.c_str()), d.opts);
-    return stored + (stored.empty() || d.opts.empty() ? "" : ",") + d.opts;
+    std::string stored;
+    if (!from.empty()) {
+        const kvq_status status = kvq_stored_options(from, *kvq_method_find(d.method.c_str()), d.opts, stored, err);
+        if (status != KVQ_OK) { return status; }
+    }
+    out = stored + (stored.empty() || d.opts.empty() ? "" : ",") + d.opts;
+    return KVQ_OK;
 }
 
 // ---------------------------------------------------------------- C ABI
@@ -259,8 +265,8 @@ extern "C" int kvq_resolve(const kvq_request * in, kvq_resolved * out) {
         const kvq_method * method = kvq_method_find(d.method.c_str());
         kvq_options parsed;
         if (method) {
-            options = kvq_all_options(d, model, has(in->model) ? in->model : "");
-            status = kvq_options_parse(*method, options.c_str(), parsed, err);
+            status = kvq_all_options(d, model, has(in->model) ? in->model : "", options, err);
+            if (status == KVQ_OK) { status = kvq_options_parse(*method, options.c_str(), parsed, err); }
         }
         if (status == KVQ_OK) {
             if (method && d.opts_from.empty()) { d.opts_from = options.empty() ? "default" : d.config_from; }

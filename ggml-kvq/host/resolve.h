@@ -20,4 +20,5 @@ struct kvq_decision {
 kvq_status kvq_decide(const kvq_request & request, kvq_model_info & model, kvq_decision & out, std::string & err);
 
 // All options of the decided method: those that its file sets, then those asked for.
-std::string kvq_all_options(const kvq_decision & d, const kvq_model_info & model, const std::string & model_path);
+kvq_status kvq_all_options(const kvq_decision & d, const kvq_model_info & model, const std::string & model_path,
+    std::string & out, std::string & err);

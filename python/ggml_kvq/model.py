@@ -199,8 +199,8 @@ class Model(Vocabulary):
                 native.check(kvq, status)
             try:
                 self._ctx = lib.llama_init_from_model(self._model, params)
-                reason = kvq.kvq_last_error().decode() if kvq is not None and self.kv_method is not None else ""
-                note = kvq.kvq_last_note().decode() if kvq is not None and self.kv_method is not None else ""
+                reason = native.last_error(kvq) if kvq is not None and self.kv_method is not None else ""
+                note = native.last_note(kvq) if kvq is not None and self.kv_method is not None else ""
             finally:
                 if kvq is not None and self.kv_method is not None:
                     kvq.kvq_configure(None, None, None, None)

@@ -322,10 +322,20 @@ def option_string(opts: dict[str, object] | str | None) -> str:
     return ",".join(parts)
 
 
+def last_error(lib: CDLL) -> str:
+    """kvq_last_error(). It may quote a damaged file, which holds any bytes."""
+    return str(lib.kvq_last_error().decode("utf-8", "replace"))
+
+
+def last_note(lib: CDLL) -> str:
+    """kvq_last_note(), likewise."""
+    return str(lib.kvq_last_note().decode("utf-8", "replace"))
+
+
 def check(lib: CDLL, status: int) -> None:
     """Raise MethodError with kvq_last_error() when `status` is not KVQ_OK (0)."""
     if status != 0:
-        text = lib.kvq_last_error().decode("utf-8", "replace")
+        text = last_error(lib)
         raise MethodError(text or f"libggml-kvq returned status {status} without a message; report this as a bug")
 
 

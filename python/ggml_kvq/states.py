@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from . import arguments, files, kvstats, processes, state_files
+from . import arguments, files, kvstats, native, processes, state_files
 from .errors import KvqError, StateError
 from .loader import last_problem, log
 
@@ -131,7 +131,7 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
         else:
             ok = model._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, model.n_ctx, ctypes.byref(n))
         lines = log.end()
-        reason = kvq.kvq_last_error().decode() if kvq is not None else ""
+        reason = native.last_error(kvq) if kvq is not None else ""
         tag = kvq.kvq_state_tag() if kvq is not None else 0
         tokens = list(out[: n.value])
         if not ok or reason:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import gguf_header, kvstats
+from .. import gguf_header, kvstats, native
 from ..errors import KvqError
 from ..model import Model
 
@@ -57,7 +57,7 @@ def rows(model: Model, il: int, value: bool, cell: int, n: int, width: int) -> n
             at = out.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
             if kvq.kvq_cache_rows(i, il, int(value), 0, cell, n, at) == 0:
                 return out
-    raise KvqError(f"layer {il} has no cache to read: {kvq.kvq_last_error().decode()}")
+    raise KvqError(f"layer {il} has no cache to read: {native.last_error(kvq)}")
 
 
 SPLITS = ("none", "norm", "neox")  # kvq_split

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import gguf_header
+from .. import gguf_header, native
 from ..errors import KvqError
 from ..files import whole as whole_file
 from ..loader import libraries
@@ -63,7 +63,7 @@ def sketch(path: str | os.PathLike[str]) -> np.ndarray:
     lib = libraries().need_kvq()
     n = lib.kvq_model_sketch(os.fsencode(path), None, 0)
     if not n:
-        raise KvqError(lib.kvq_last_error().decode())
+        raise KvqError(native.last_error(lib))
     out = np.zeros(n, np.float32)
     lib.kvq_model_sketch(os.fsencode(path), out.ctypes.data_as(ctypes.POINTER(ctypes.c_float)), n)
     return out
@@ -197,6 +197,10 @@ def read_sidecar(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
         )
     meta = {key: f.contents() for key, f in reader.fields.items() if key.startswith("kvq.")}
     data = {t.name: np.array(t.data) for t in reader.tensors}
+    if "kvq.model.sketch" in data and "kvq.checksum" not in meta:  # whoever writes one writes the other
+        raise KvqError(
+            f"{os.fspath(path)} is damaged (kvq.model.sketch is in it and kvq.checksum is not); calibrate again"
+        )
     if meta.get("kvq.checksum", checksum(meta, data)) != checksum(meta, data):
         raise KvqError(
             f"{os.fspath(path)} is damaged (checksum {checksum(meta, data)}, {meta['kvq.checksum']} when it was made);"
