@@ -1,5 +1,5 @@
 // Choice of the instruction set, once per process. KVQ_ISA names one to force it (portable, avx2, avx512-vnni,
-// neon-dot); a name this CPU cannot run is reported and ignored.
+// neon-dot, in capitals too); a name this CPU cannot run is reported and ignored.
 #include "kernels.h"
 #include "base/settings.h"
 
@@ -13,6 +13,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <strings.h>
 #include <vector>
 
 static const kvq_kernels * const table[] = {
@@ -25,24 +27,37 @@ static const kvq_kernels * const table[] = {
     &kvq_kernels_portable,
 };
 
+static const kvq_kernels * named(const char * name) { // "": the best
+    for (const kvq_kernels * k : table) {
+        if (k->available() && (!*name || !strcasecmp(name, k->name))) { return k; }
+    }
+    return nullptr;
+}
+
 static const kvq_kernels * choose(void) {
+    static const kvq_kernels * const asked = named(kvq_setting_text(kvq_setting::ISA));
+    static const kvq_kernels * const k = asked ? asked : named("");
+    return k;
+}
+
+// Said where kernels are first used: a launcher asks for their name alone, and the program that it runs says it.
+static void note_isa(void) {
     const char * want = kvq_setting_text(kvq_setting::ISA);
+    if (!*want || named(want)) { return; }
+    std::string names;
     for (const kvq_kernels * k : table) {
-        if (k->available() && (!*want || !strcmp(want, k->name))) { return k; }
+        if (k->available()) { names += (names.empty() ? "" : ", ") + std::string(k->name); }
     }
-    fprintf(stderr, "ggml-kvq: KVQ_ISA=%s is not available on this CPU, ignored\n", want);
-    for (const kvq_kernels * k : table) {
-        if (k->available()) { return k; }
-    }
-    return &kvq_kernels_portable;
+    fprintf(stderr, "ggml-kvq: KVQ_ISA=%s is not available on this CPU and not used: write one of %s or unset it\n",
+        want, names.c_str());
 }
 
 const kvq_kernels & kvq_get_kernels(void) {
-    static const kvq_kernels * const k = choose();
+    static const kvq_kernels * const k = (note_isa(), choose());
     return *k;
 }
 
-extern "C" const char * kvq_kernel_name(void) { return kvq_get_kernels().name; }
+extern "C" const char * kvq_kernel_name(void) { return choose()->name; }
 
 void kvq_cpu_f32_to_f16(const float * x, uint16_t * y, int64_t n) { kvq_get_kernels().f32_to_f16(x, y, n); }
 void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n) { kvq_get_kernels().f16_to_f32(x, y, n); }

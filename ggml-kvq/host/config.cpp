@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <set>
 
 // ---------------------------------------------------------------- errors, verbosity
 
@@ -31,14 +32,27 @@ extern "C" const char * kvq_last_error(void) { return last_error.c_str(); }
 static std::atomic<int> verbosity{ -1 }; // contexts are made in several threads
 
 int kvq_verbosity(void) {
-    if (verbosity < 0) {
-        const char * quiet = kvq_setting_text(kvq_setting::QUIET);
-        verbosity = *quiet && strcmp(quiet, "0") ? 0 : 1;
-    }
+    if (verbosity < 0) { verbosity = kvq_setting_on(kvq_setting::QUIET, false) ? 0 : 1; }
     return verbosity;
 }
 
 extern "C" void kvq_set_verbosity(int level) { verbosity = level < 0 ? 0 : level; }
+
+static void note(const std::string & line) {
+    last_note += (last_note.empty() ? "" : "; ") + line;
+    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", line.c_str()); }
+}
+
+// Variables whose values are not used, each value once a process.
+static void note_settings(void) {
+    static std::mutex mutex;
+    static std::set<std::string> said;
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (int s = 0; s < (int) kvq_setting::COUNT; s++) {
+        const std::string fault = kvq_setting_fault((kvq_setting) s);
+        if (!fault.empty() && said.insert(fault).second) { note(fault); }
+    }
+}
 
 // ---------------------------------------------------------------- kvq_configure
 
@@ -314,19 +328,17 @@ static std::string shown_options(const kvq_method & m, std::string text) {
 }
 
 static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_info & model, std::string & err) {
+    note_settings();
     kvq_decision d;
     const kvq_status status = kvq_decide(r, model, d, err);
     if (status != KVQ_OK) { return status; }
     out.method = kvq_method_find(d.method.c_str());
     const std::string from = d.config.empty() && model.calibrated ? r.model : d.config;
     if (!from.empty()) {
-        std::string note;
-        const kvq_status checked = kvq_check_calibrated(from, r.model, model, note, err);
+        std::string line;
+        const kvq_status checked = kvq_check_calibrated(from, r.model, model, line, err);
         if (checked != KVQ_OK) { return checked; }
-        if (!note.empty()) {
-            last_note = note;
-            if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", note.c_str()); }
-        }
+        if (!line.empty()) { note(line); }
     }
     std::string options;
     const kvq_status read = kvq_all_options(d, model, r.model, options, err);

@@ -123,7 +123,9 @@ static void write_whole(const std::string & path, const std::string & text) {
         static bool said = false;
         if (!said) {
             said = true;
-            const char * cure = other ? ": it is a device or a pipe, name a file" : ": check its folder and the disk";
+            const char * cure = !other   ? ": check its folder and the disk"
+                : S_ISDIR(there.st_mode) ? ": it is a folder, name a file in it"
+                                         : ": it is a device or a pipe, name a file";
             kvq_report_note("the figures of the cache cannot be written to " + path + cure);
         }
     }

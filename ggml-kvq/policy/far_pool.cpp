@@ -68,8 +68,8 @@ bool kvq_far_pool::open_file() {
 }
 
 void * kvq_far_pool::more(size_t size) {
-    const char * limit = kvq_setting_text(kvq_setting::FAR_LIMIT);
-    if (*limit && total + size > (size_t) atoll(limit) << 20) { return nullptr; }
+    const int limit = kvq_setting_number(kvq_setting::FAR_LIMIT, -1);
+    if (limit >= 0 && total + size > (size_t) limit << 20) { return nullptr; }
     if (place == "device") { return device.alloc(size); }
     // else the system would end some program
     return kvq_host_available() > size + size / 4 ? device.fetches()->alloc_far(size) : nullptr;

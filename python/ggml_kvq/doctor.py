@@ -42,6 +42,12 @@ VARIABLES = (  # that users set; docs/llama-cpp.md tells what each does
     "KVQ_CACHE_DIR",
     "GGML_BACKEND_PATH",
 )
+NUMBERS = (
+    "KVQ_FAR_LIMIT",
+    "KVQ_QUIET",
+    *(f"KVQ_CUDA_{name}" for name in ("GRAPHS", "SHORT", "BYTES", "LISTS", "MEANS", "OBSERVE")),
+)
+READ = {*VARIABLES, *NUMBERS, "KVQ_CUDA_AS"}
 
 
 @dataclass(frozen=True)
@@ -112,26 +118,53 @@ def _programs() -> Iterator[Check]:
             yield Check(GOOD, name, there)
 
 
+def _values(given: dict[str, str]) -> Iterator[Check]:
+    """Variables whose value is none; what the library would say when a cache is made."""
+    from . import launcher, loader, methods
+
+    for name in NUMBERS:
+        value = os.environ.get(name, "0")
+        if value and not (value.isascii() and value.isdigit() and len(value) < 10):
+            yield Check(NOTE, name, f"{value} is not used", "write a whole number or unset it")
+    for name in ("KVQ_MODEL", "KVQ_MODEL_DRAFT"):
+        if name in given and not Path(given[name]).is_file():
+            yield Check(BAD, name, f"{given[name]} is not a file", "give a GGUF model or unset it")
+    if draft := given.get("KVQ_METHOD_DRAFT"):
+        try:
+            methods.check(draft, given.get("KVQ_OPTS_DRAFT", ""))
+        except KvqError as e:
+            yield Check(BAD, "KVQ_METHOD_DRAFT", str(e))
+    if isa := given.get("KVQ_ISA"):
+        kernel = loader.libraries().need_kvq().kvq_kernel_name().decode()
+        if isa.lower() != kernel:
+            yield Check(NOTE, "KVQ_ISA", f"{isa} is not available on this CPU and not used", f"unset it for {kernel}")
+    if path := given.get("KVQ_STATS_FILE"):
+        try:
+            launcher.stats_file(path, "KVQ_STATS_FILE")
+        except KvqError as e:
+            yield Check(BAD, "KVQ_STATS_FILE", str(e))
+
+
 def _environment() -> Iterator[Check]:
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if given:
         yield Check(GOOD, "variables", ", ".join(f"{k}={v}" for k, v in given.items()))
-    for name in sorted(n for n in os.environ if n.startswith("KVQ_") and n not in VARIABLES):
-        if not name.startswith("KVQ_CUDA_"):
-            near = difflib.get_close_matches(name, VARIABLES, 1)
-            yield Check(NOTE, name, "nothing reads this variable", f"write {near[0]}" if near else "unset it")
+    for name in sorted(n for n in os.environ if n.startswith("KVQ_") and n not in READ):
+        near = difflib.get_close_matches(name, sorted(READ), 1)
+        yield Check(NOTE, name, "nothing reads this variable", f"write {near[0]}" if near else "unset it")
+    yield from _values(given)
     if "KVQ_OPTS" in given and "KVQ_METHOD" not in given:
         yield Check(NOTE, "KVQ_OPTS", f"{given['KVQ_OPTS']} without KVQ_METHOD", "set both, or add --kv-method NAME")
     other = given.get("GGML_BACKEND_PATH")
     if other and not Path(other).is_file():
         yield Check(BAD, "GGML_BACKEND_PATH", f"{other} is not a file", "point it at libggml-kvq.so or unset it")
-    if "KVQ_METHOD" in given:
-        from . import methods
+    if "KVQ_METHOD" in given or "KVQ_CONFIG" in given:
+        from . import methods, resolver
 
-        try:
-            methods.check(given["KVQ_METHOD"], given.get("KVQ_OPTS", ""))
+        try:  # as a launcher that is given a model and no flags
+            resolver.resolve(methods.library, resolver.Request(resolver.BY_FLAGS, env=given), None)
         except KvqError as e:
-            yield Check(BAD, "KVQ_METHOD", str(e))
+            yield Check(BAD, "KVQ_METHOD" if "KVQ_METHOD" in given else "KVQ_CONFIG", str(e))
         if other:
             yield Check(
                 NOTE,

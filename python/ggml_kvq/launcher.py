@@ -350,7 +350,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         if path:
             read = (*models, named, chosen.file, *user.values(("-md", "--model-draft", "--spec-draft-model")))
             files.keep_inputs(path, words, *read)
-            out.env["KVQ_STATS_FILE"] = _stats_file(path, words)
+            out.env["KVQ_STATS_FILE"] = stats_file(path, words)
             break
     if serves:
         out.args = [*([] if devices else ["-d", DEVICE]), *flags.rest]
@@ -390,8 +390,10 @@ def _is_ours(path: str | None) -> bool:
     return bool(path) and os.path.realpath(str(path)) == os.path.realpath(_paths.backend())
 
 
-def _stats_file(path: str, words: str = "--kv-stats-file") -> str:
+def stats_file(path: str, words: str = "--kv-stats-file") -> str:
     """Absolute path of the file of figures. LaunchError when no file can be made there. `words`: what named it."""
+    if not path.strip():
+        raise LaunchError(f"{words} is blank; give a file in a folder that exists and is yours")
     target = os.path.abspath(path)
     folder = os.path.dirname(target)
     plain = os.path.isfile(target) or not os.path.exists(target)  # a device or a pipe would be replaced by a file
