@@ -33,7 +33,8 @@ def folder(demo_model: Path, tmp_path: Path) -> Path:
 
 def calibrate(folder: Path, *more: str, command: str = "calibrate") -> int:
     files = ["-m", str(folder / "m.gguf"), "-f", str(folder / "t.txt"), "-o", str(folder / "out.gguf")]
-    return cli.main([command, *files, *SMALL, *more])
+    small = SMALL[2:] if "xquant" in more else SMALL  # a search takes windows, no sequences
+    return cli.main([command, *files, *small, *more])
 
 
 def test_other_files_in_the_work_folder_stay(folder: Path) -> None:
@@ -294,6 +295,37 @@ def test_a_search_that_reads_no_codes_is_refused(folder: Path, capsys: pytest.Ca
     assert calibrate(folder, "--method", "xquant", "--length", "256") == 2
     assert "too short to search on" in capsys.readouterr().err
     assert not (folder / "out.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--method xquant --predictor full", "--predictor full goes with --method aqua"),
+        ("--method xquant --sequences 0", "--sequences 0 goes with --method aqua"),
+        ("--method xquant --k-bits 3", "--k-bits 3 goes with --method aqua"),
+        ("--method xquant --length 2048", "--length 2048: xquant searches on windows of 1024 tokens at most"),
+        ("--preset 1.16", "--preset 1.16 goes with --method xquant"),
+        ("--weights q4_0", "--weights q4_0 goes with --predictor k, full or fold"),
+        ("--first-bits 2 --predictor bias", "--first-bits 2 goes with --predictor k, full or fold"),
+        ("--work w", "--work w goes with --predictor k, full or fold"),
+        ("--hf o/m", "--hf o/m goes with --predictor k, full or fold"),
+    ],
+)
+def test_a_flag_that_nothing_reads_is_refused(
+    argv: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was passed over, and the sidecar was another one than was asked for."""
+    assert calibrate(folder, *argv.split()) == 2
+    assert words in capsys.readouterr().err
+    assert not (folder / "out.gguf").exists()
+
+
+def test_a_preset_without_a_text_has_no_windows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["calibrate", "--method", "xquant", "-m", str(folder / "m.gguf"), "-o", str(folder / "out.gguf")]
+    assert cli.main([*argv, "--length", "512"]) == 2
+    assert "--length 512 goes with -f TEXT" in capsys.readouterr().err
+    assert cli.main([*argv, "--preset", "1.16"]) == 0
+    assert files.read_sidecar(folder / "out.gguf")[0]["kvq.xquant.vm"] == 0
 
 
 def test_the_base_file_of_another_model_is_not_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

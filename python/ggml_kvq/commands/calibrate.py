@@ -10,6 +10,23 @@ from typing import Any
 from .. import sidecars
 from . import _sizes as sizes
 
+DEFAULTS: dict[str, Any] = {
+    "preset": "1.38",
+    "predictor": "bias",
+    "weights": "f16",
+    "k_bits": 2,
+    "v_bits": 2,
+    "first_bits": 4,
+    "sequences": 64,
+    "length": 2048,
+    "sinks": 4,
+    "seed": 0,
+}
+# Flags that are nothing to one way of calibrating, and what they go with.
+OF_PREDICTORS = ("weights", "k_bits", "v_bits", "first_bits", "work", "hf")
+OF_MEANS = ("predictor", "sequences", "sinks", "seed")
+SEARCHED = 1024  # tokens of a window of xquant's search at most
+
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -19,9 +36,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--method", choices=("aqua", "xquant"), default="aqua", help="method to calibrate for (default aqua)"
     )
-    parser.add_argument(
-        "--preset", choices=("1.38", "1.41", "1.16"), default="1.38", help="xquant: code bits to keep (default 1.38)"
-    )
+    parser.add_argument("--preset", choices=("1.38", "1.41", "1.16"), help="xquant: code bits to keep (default 1.38)")
     parser.add_argument(
         "-f", "--file", metavar="TEXT", help="text of the kind the model will see; xquant without it: the preset alone"
     )
@@ -31,23 +46,15 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--predictor",
         choices=("bias", "k", "full", "fold"),
-        default="bias",
         help="channel means, or linear predictors of keys, of both, or of both from keys alone (default bias)",
     )
-    parser.add_argument(
-        "--weights", choices=("f16", "q4_0"), default="f16", help="format of the predictors (default f16)"
-    )
-    for name, what, default in (
-        ("k-bits", "keys", 2),
-        ("v-bits", "values", 2),
-        ("first-bits", "the first layer, at least", 4),
-    ):
+    parser.add_argument("--weights", choices=("f16", "q4_0"), help="format of the predictors (default f16)")
+    for name, what in (("k_bits", "keys"), ("v_bits", "values"), ("first_bits", "the first layer, at least")):
         parser.add_argument(
-            f"--{name}",
+            flag(name),
             type=int,
-            default=default,
             metavar="N",
-            help=f"code bits the cache will give {what} (default {default})",
+            help=f"code bits the cache will give {what} (default {DEFAULTS[name]})",
         )
     parser.add_argument(
         "--hf",
@@ -59,18 +66,45 @@ def register(subparsers: Any) -> None:
         metavar="DIR",
         help="where a folder of captured rows lies while predictors are fitted (default: beside the output)",
     )
-    parser.add_argument("--sequences", type=sizes.tokens, default=64, metavar="N", help="sequences to run (default 64)")
+    parser.add_argument("--sequences", type=sizes.tokens, metavar="N", help="sequences to run (default 64)")
     parser.add_argument(
-        "--length", type=sizes.tokens, default=2048, metavar="N", help="tokens of a sequence (default 2048)"
+        "--length",
+        type=sizes.tokens,
+        metavar="N",
+        help=f"tokens of a sequence (default 2048; xquant: of a window, {SEARCHED} at most)",
     )
-    parser.add_argument(
-        "--sinks", type=int, default=4, metavar="N", help="first tokens of each sequence to leave out (default 4)"
-    )
-    parser.add_argument(
-        "--seed", type=sizes.natural, default=0, metavar="N", help="which sequences of the text (default 0)"
-    )
+    parser.add_argument("--sinks", type=int, metavar="N", help="first tokens of each sequence to leave out (default 4)")
+    parser.add_argument("--seed", type=sizes.natural, metavar="N", help="which sequences of the text (default 0)")
     parser.add_argument("-t", "--threads", type=sizes.positive, metavar="N", help="CPU threads")
     parser.set_defaults(run=run, interrupted="the same command goes on from its last checkpoint, if there is one")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Defaults of what was not given. KvqError for a flag that this way of calibrating would leave unread."""
+    from ..errors import KvqError
+
+    if args.method == "xquant":
+        passed_over = dict.fromkeys((*OF_MEANS, *OF_PREDICTORS), "--method aqua")
+        if not args.file:
+            passed_over["length"] = "-f TEXT, which xquant searches on"
+    else:
+        passed_over = {"preset": "--method xquant"}
+        if args.predictor in (None, "bias"):
+            passed_over |= dict.fromkeys(
+                OF_PREDICTORS, "--predictor k, full or fold; means are f32, of the GGUF itself"
+            )
+    for name, cure in passed_over.items():
+        if getattr(args, name) is not None:
+            raise KvqError(f"{flag(name)} {getattr(args, name)} goes with {cure}; add that or drop it")
+    if args.method == "xquant" and (args.length or 0) > SEARCHED:
+        raise KvqError(f"--length {args.length}: xquant searches on windows of {SEARCHED} tokens at most; choose fewer")
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
     from ..errors import KvqError
     from ..files import alone, read_text
 
+    settle(args)
     if args.method == "xquant":
         return run_xquant(args)
     if not args.file:
@@ -99,10 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_means(args: argparse.Namespace, model: Path, out: Path, text: str) -> int:
     from ..calibrate import files, halves, means
-    from ..errors import KvqError
 
-    if args.hf:
-        raise KvqError("--hf goes with --predictor k or full; means come from the GGUF itself")
     checkpoint = out.with_name(out.name + ".partial.npz")
     fitted = means.fit(
         model,
@@ -236,7 +268,7 @@ def run_xquant(args: argparse.Namespace) -> int:
         best = start = xquant.preset(args.preset, n_layer)
         if args.file:
             text = read_text(args.file, "-f")
-            best = xquant.search(model, text, start, n_ctx=min(args.length, 1024), n_threads=args.threads).best
+            best = xquant.search(model, text, start, n_ctx=min(args.length, SEARCHED), n_threads=args.threads).best
         files.write_sidecar(out, xquant.fields(model, best), {})
     how = "searched on " + args.file if args.file else f"preset {args.preset}, no data"
     shared = (
