@@ -253,12 +253,24 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
     s.n_layer = n_layers;
     s.n_cells = n_cells;
     s.n_stream = n_stream;
+    // Of one cache of several the level is found as its draft finds it: all layers of the model are taken to be alike.
+    const bool part = n_layers < n_layer_model;
     int level = 0;
-    const kvq_levels levels = { *m, o, { layers, layers + n_layers }, n_layer_model, n_cells, n_stream };
+    const std::vector<kvq_layer_shape> shapes = part ? std::vector<kvq_layer_shape>((size_t) n_layer_model, layers[0])
+                                                     : std::vector<kvq_layer_shape>(layers, layers + n_layers);
+    const kvq_levels levels = { *m, o, shapes, n_layer_model, n_cells, n_stream };
     status = levels.find(false, level, err);
     if (status != KVQ_OK) { return fail((kvq_status) status, err); }
-    for (int i = 0; i < n_layers; i++) {
-        const kvq_layer_context c = { i, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr, 0, level };
+    for (int i = 0, last = -1; i < n_layers; i++) {
+        const int number = part ? layers[i].il : i;
+        if (part && (number <= last || number >= n_layer_model)) {
+            return fail(KVQ_ERR_ARGUMENT,
+                "layer " + std::to_string(number) + " of a part: il counts layers with attention, in order, below " +
+                    std::to_string(n_layer_model));
+        }
+        const kvq_layer_context c = { number, n_layer_model, layers[i], i ? &layers[i - 1] : nullptr,
+            i ? number - last - 1 : 0, level };
+        last = number;
         kvq_layer_plan plan;
         const kvq_status st = m->plan(o, c, plan, err);
         if (st != KVQ_OK) { return fail(st, err); }

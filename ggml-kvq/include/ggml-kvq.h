@@ -351,6 +351,9 @@ typedef struct kvq_stats {
     uint64_t n_fetched, n_wanted, n_hits, n_steps; // as kvq_far's counts, all layers and streams
 } kvq_stats;
 
+// Memory of a cache that does not exist yet. layers: those with attention, in order; n_layer_model: how many the model
+// has. When these are fewer, they are those of one cache of several (sliding windows), and il counts layers with
+// attention from 0.
 KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
     int n_layer_model, int n_cells, int n_stream, kvq_stats * out);
 

@@ -242,6 +242,7 @@ def number(model: str | os.PathLike[str], opts: str, bits: Any, room: Any, want:
         raise MethodError(f"{os.fspath(model)} describes no attention layers; kv_budget has nothing to divide")
     n_ctx = want.n_ctx or facts.n_ctx_train * want.n_stream
     n_bytes = budget.size(str(room), "kv_budget")
+    facts = memory.with_whole_windows(facts)  # as llama.context_params asks for them
     fit = budget.fit(facts, n_bytes, budget.Context(n_ctx, want.n_stream, want.n_ubatch), opts)
     return budget.bits_option(min(fit.bits, least or 16.0))
 

@@ -76,9 +76,16 @@ def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_b
     values = memory.need(facts, _one_bit, n_ctx, n_stream=want.n_stream, n_ubatch=want.n_ubatch).cache
     words = _words(budget)
 
+    def leads(n: int, level: int, bits: float) -> float:
+        return _leading(facts, opts, want, n, level) if facts.windowed else bits
+
+    def step(n: int, level: int) -> str:
+        """A level as an option. Of several caches each finds its own, from bits."""
+        return bits_option(leads(n, level, 0)) if facts.windowed else f"level={level}"
+
     def highest(n: int) -> int:
         """Level that fits at n tokens, -1: none does."""
-        return _highest(top, lambda level: cache(n, f"level={level}") <= budget)
+        return _highest(top, lambda level: cache(n, step(n, level)) <= budget)
 
     level = highest(n_ctx)
     if want.n_ctx:
@@ -90,11 +97,11 @@ def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_b
                 f"{words} hold no context of {n_ctx} tokens: give at least {_words(least)}"
                 f" ({8 * least / values:.2f} bits), {cure}"
             )
-        got = 8 * cache(n_ctx, f"level={level}") / values
-        return Fit(got, 0, f"{words} at {n_ctx} tokens: {got:.2f} bits")
-    got = 8 * cache(n_ctx, f"level={level}") / values if level >= 0 else 0.0
+        got = 8 * cache(n_ctx, step(n_ctx, level)) / values
+        return Fit(leads(n_ctx, level, got), 0, f"{words} at {n_ctx} tokens: {got:.2f} bits")
+    got = 8 * cache(n_ctx, step(n_ctx, level)) / values if level >= 0 else 0.0
     if got >= least_bits - 0.2:
-        return Fit(got, n_ctx, f"{words} at the model's {n_ctx} tokens: {got:.2f} bits")
+        return Fit(leads(n_ctx, level, got), n_ctx, f"{words} at the model's {n_ctx} tokens: {got:.2f} bits")
     n_short = _longest(n_ctx, want, lambda n: _within(cache, n, f"bits={least_bits}", budget))
     if not n_short:
         raise BudgetError(
@@ -103,6 +110,16 @@ def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_b
         )
     other = f"; -c {n_ctx} would take {got:.2f} bits" if got else f"; -c {n_ctx} does not fit at any bits"
     return Fit(least_bits, n_short, f"{words} at {least_bits:g} bits: {n_short} tokens{other}")
+
+
+def _leading(facts: memory.Model, opts: str, want: Context, n_ctx: int, level: int) -> float:
+    """Bits that lead the cache of the whole context to this level. Each of several caches takes all layers of the model
+    to be as its own, so that the bits of the other one (a short cache has more) are not in its own.
+    """
+    n_cells, kind = memory.cells(n_ctx // want.n_stream), facts.full or facts.windowed
+    alike = [(il, *kind[0][1:]) for il in range(facts.n_layer)]
+    plan = memory.planner(METHOD, ",".join(filter(None, (opts, f"level={level}"))), facts.n_layer)
+    return 8 * plan(alike, n_cells, want.n_stream) / _one_bit(alike, n_cells, want.n_stream)
 
 
 def _words(n_bytes: int) -> str:

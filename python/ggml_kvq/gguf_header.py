@@ -41,6 +41,34 @@ WITHOUT_CACHE = {
 }
 
 
+# Layers with a sliding window where the file has no array of them (load_swa_pattern and its callers in llama.cpp's
+# src/models): one layer of so many sees everything, the last of them, or the first (negative). 1: each does; 0: none.
+_WHOLE_ONE_OF = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "cohere2moe": -4,
+    "deepseek4": 0,
+    "exaone-moe": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3n": 5,
+    "gpt-oss": 2,
+    "laguna": -4,
+    "lfm2": 0,
+    "lfm2moe": 0,
+    "llama4": 4,
+    "mellum": 4,
+    "muse-glimmer": 4,
+    "olmo2": 4,
+    "phi3": 1,
+    "plamo3": 8,
+    "smallthinker": -4,
+}
+# Windows of architectures that have one without saying so.
+_WINDOWS = {"exaone-moe": 128, "exaone4": 4096, "gemma2": 4096, "llama4": 8192}
+
+
 class GgufError(KvqError, ValueError):
     """Not a readable GGUF file; one line with the path and what is wrong."""
 
@@ -301,3 +329,27 @@ def attention_layers(header: Header) -> list[tuple[int, int, int, int]]:
             key, value = get("attention.key_length_swa", key), get("attention.value_length_swa", value)
         out.append((il, heads_kv, int(key), int(value)))
     return out
+
+
+def window(header: Header) -> tuple[int, set[int] | None]:
+    """(tokens, layers) of sliding windows, as llama.cpp takes them: layers that see so many tokens are in a cache of
+    their own. Layers None: the file does not say which, and the rule of the architecture is not known here.
+    """
+    fields = header.fields
+    arch = fields.get("general.architecture")
+
+    def get(key: str, default: Any = 0) -> Any:
+        return fields.get(f"{arch}.attention.{key}", default)
+
+    n_layer = int(fields.get(f"{arch}.block_count", 0))
+    tokens = get("sliding_window", _WINDOWS.get(str(arch), 0))
+    pattern, one_of = get("sliding_window_pattern", None), _WHOLE_ONE_OF.get(str(arch))
+    if not isinstance(tokens, int) or tokens <= 0 or one_of == 1 or (arch == "exaone4" and n_layer != 64):
+        return 0, set()
+    if isinstance(pattern, list):
+        return tokens, {il for il, windowed in enumerate(pattern[:n_layer]) if windowed}
+    if one_of is None:
+        return tokens, None
+    n = pattern if one_of and isinstance(pattern, int) else abs(one_of)
+    whole = 0 if one_of < 0 else n - 1
+    return tokens, {il for il in range(n_layer) if not n or il % n != whole}

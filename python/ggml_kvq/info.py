@@ -34,22 +34,34 @@ def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> 
     Upstream's own cache types follow from their bits.
     """
     n_ctx = memory.cells(n_ctx)
-    shapes = gguf_header.attention_layers(header)
+    facts = memory.facts(header)
+    if facts is None:
+        gguf_header.attention_layers(header)  # says why
+        return []
     out = []
     wanted = [(s.label, s.method, s.options, s.type_k, s.type_v) for s in specs] or [
         (row["name"], row["name"], "", "", "") for row in methods.table()
     ]
     for label, method, options, type_k, type_v in wanted:
         if method is None:
-            out.append(_upstream(label, shapes, n_ctx, type_k, type_v))
-            continue
-        try:
-            got = native.plan(methods.library(), method, options, shapes, n_ctx)
-        except MethodError as e:
-            out.append(Plan(label, refused=str(e)))
-            continue
-        out.append(_planned(label, got))
+            out.append(_upstream(label, [*facts.full, *facts.windowed], n_ctx, type_k, type_v))
+        else:
+            out.append(planned(label, method, options, facts, n_ctx))
     return out
+
+
+def planned(label: str, method: str, options: str, facts: memory.Model, n_cells: int) -> Plan:
+    """A method's caches for these layers. Layers with a window are counted whole, as Model and --swa-full keep them."""
+    size = {"n_layer_model": facts.n_layer}
+    try:
+        parts = [
+            native.plan(methods.library(), method, options, shapes, n_cells, **size)
+            for shapes in (facts.full, facts.windowed)
+            if shapes
+        ]
+    except MethodError as e:
+        return Plan(label, refused=str(e))
+    return _planned(label, kvstats.total(parts))
 
 
 def _planned(label: str, got: dict[str, Any]) -> Plan:
@@ -79,19 +91,10 @@ def stored_options(header: gguf_header.Header) -> tuple[str, str]:
     )
 
 
-def stored_plan(header: gguf_header.Header, shapes: list[tuple[int, int, int, int]], n_ctx: int) -> Plan | None:
-    """What the method and options that the file itself chooses take on layers of these shapes; None when it chooses
-    none.
-    """
+def stored_plan(header: gguf_header.Header, facts: memory.Model, n_ctx: int) -> Plan | None:
+    """What the method and options that the file itself chooses take on these layers; None when it chooses none."""
     method, options = stored_options(header)
-    if not method:
-        return None
-    label = f"{method} [{options}]"
-    try:
-        got = native.plan(methods.library(), method, options, shapes, memory.cells(n_ctx))
-    except MethodError as e:
-        return Plan(label, refused=str(e))
-    return _planned(label, got)
+    return planned(f"{method} [{options}]", method, options, facts, memory.cells(n_ctx)) if method else None
 
 
 def summary(header: gguf_header.Header) -> dict[str, Any]:

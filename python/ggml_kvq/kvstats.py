@@ -82,14 +82,18 @@ def stats(libs: Libraries, owner: int) -> dict[str, Any]:
             raw = native.kvq_stats()
             native.check(kvq, kvq.kvq_cache_stats(i, ctypes.byref(raw)))
             caches.append({**native.stats_dict(raw), "layers": fetched(kvq, i)})
-    total = {k: v for k, v in caches[0].items() if k != "layers"}
-    for key in total:
+    return {**total(caches), "caches": caches}
+
+
+def total(caches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several caches of one context as one: sums, and bits weighted by size."""
+    out = {k: v for k, v in caches[0].items() if k != "layers"}
+    for key in out:
         if key.startswith("bytes_") or key in SUMS:
-            total[key] = sum(c[key] for c in caches)
+            out[key] = sum(c[key] for c in caches)
     for key in ("bits", "bits_k", "bits_v", "bits_headline"):
-        total[key] = sum(c[key] * c["bytes_f16"] for c in caches) / max(1, total["bytes_f16"])
-    total["caches"] = caches
-    return total
+        out[key] = sum(c[key] * c["bytes_f16"] for c in caches) / max(1, out["bytes_f16"])
+    return out
 
 
 def type_bits(libs: Libraries, name: str) -> float:

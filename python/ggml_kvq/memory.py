@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import gguf_header
@@ -62,7 +62,9 @@ def _text(path: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """What counts of a model: weights (bytes of its file), layers that see the whole context or a window of it."""
+    """What counts of a model: weights (bytes of its file), layers that see the whole context or a window of it, each
+    with its number among those that have attention.
+    """
 
     weights: int
     full: list[Shape]
@@ -75,7 +77,11 @@ class Model:
 
 def model(path: str | os.PathLike[str]) -> Model | None:
     """Facts of a GGUF file; None when it describes no attention cache."""
-    header = gguf_header.read(path, tensors=True)
+    return facts(gguf_header.read(path, tensors=True))
+
+
+def facts(header: gguf_header.Header) -> Model | None:
+    """Facts of a GGUF; None when it describes no attention cache."""
     try:
         shapes = gguf_header.attention_layers(header)
     except gguf_header.GgufError:
@@ -88,16 +94,20 @@ def model(path: str | os.PathLike[str]) -> Model | None:
 
     n_layer = max(1, len(shapes) - get("nextn_predict_layers"))
     shapes = shapes[: max(1, len(shapes) - get("nextn_predict_layers") - get("attention.shared_kv_layers"))]
-    window = get("attention.sliding_window")
-    pattern = header.fields.get(f"{arch}.attention.sliding_window_pattern")
+    window, layers = gguf_header.window(header)
+    if layers is None:  # a rule that is not known here: count what any of them keeps whole, one layer of six
+        layers = {s[0] for s in shapes if s[0] % 6 != 5}
+    full: list[Shape] = []
     windowed: list[Shape] = []
-    if window and isinstance(pattern, list):
-        windowed = [s for s in shapes if s[0] < len(pattern) and pattern[s[0]]]
-    elif window:  # the architecture's own rule, unknown here: count what any of them keeps whole, one layer of six
-        windowed = [s for s in shapes if s[0] % 6 != 5]
-    full = [s for s in shapes if s not in windowed]
+    for number, (il, heads, k, v) in enumerate(shapes):
+        (windowed if il in layers else full).append((number, heads, k, v))
     latent = f"{arch}.attention.key_length_mla" in header.fields
-    return Model(os.path.getsize(path), full, windowed, window, n_layer, latent, get("context_length"))
+    return Model(os.path.getsize(header.path), full, windowed, window, n_layer, latent, get("context_length"))
+
+
+def with_whole_windows(facts: Model) -> Model:
+    """As Model and --swa-full keep them: every layer holds the whole context."""
+    return replace(facts, window=MOST)
 
 
 Plan = Callable[[list[Shape], int, int], int]  # layers, tokens of a stream, streams -> bytes of their caches

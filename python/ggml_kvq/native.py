@@ -381,7 +381,8 @@ def plan(
     """Memory of a cache that does not exist yet (kvq_plan).
 
     shapes: one (layer index, KV heads, K head size, V head size) per attention layer; n_cells: context length in
-    tokens. Returns stats_dict(); raises MethodError for a refused method, option or shape.
+    tokens; n_layer_model: layers with attention of the model, where shapes are those of one cache of several and their
+    layer index counts such layers. Returns stats_dict(); raises MethodError for a refused method, option or shape.
     """
     array = (kvq_layer_shape * len(shapes))(*[kvq_layer_shape(*s) for s in shapes])
     out = kvq_stats()

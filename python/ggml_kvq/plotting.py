@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import files
-from .errors import KvqError
+from .errors import KvqError, MethodError
 
 Row = dict[str, Any]
 
@@ -225,23 +225,17 @@ def memory_rows(model: str | Path, caches: Sequence[Any], lengths: Sequence[int]
 
     caches: CacheSpec; upstream's sizes follow from ggml's type table, ours from kvq_plan with the model's layer shapes.
     """
-    from . import gguf_header, memory, native
-    from .kvstats import type_bits
-    from .loader import libraries
+    from . import gguf_header, info
 
-    libs = libraries()
-    shapes = gguf_header.attention_layers(gguf_header.read(model, tensors=True))
+    header = gguf_header.read(model, tensors=True)
     rows = []
-    for cache in caches:
-        for n in lengths:
-            key, made = {"kind": "memory", "cache": cache.label, "model": Path(model).name, "n_ctx": n}, memory.cells(n)
-            if cache.method is None:
-                k, v = type_bits(libs, cache.type_k), type_bits(libs, cache.type_v)
-                total = sum(made * heads * (hk * k + hv * v) / 8 for _, heads, hk, hv in shapes)
-                rows.append({"key": key, "method": "upstream", "bytes_total": total, "bits": (k + v) / 2})
-            else:
-                s = native.plan(libs.need_kvq(), cache.method, cache.options, shapes, made)
-                rows.append({"key": key, "method": cache.method, "bytes_total": s["bytes_total"], "bits": s["bits"]})
+    for n in lengths:
+        for plan, cache in zip(info.plans(header, n, caches), caches, strict=True):
+            if plan.refused:
+                raise MethodError(plan.refused)
+            key = {"kind": "memory", "cache": cache.label, "model": Path(model).name, "n_ctx": n}
+            method = cache.method or "upstream"
+            rows.append({"key": key, "method": method, "bytes_total": plan.bytes_total, "bits": plan.bits})
     return rows
 
 

@@ -142,11 +142,8 @@ def context(program: str, user: User) -> budget.Context:
 
 def with_whole_windows(facts: memory.Model, user: User) -> memory.Model:
     """With --swa-full every layer keeps the whole context."""
-    if not user.has(("--swa-full",)):
-        return facts
-    return memory.Model(
-        facts.weights, [*facts.full, *facts.windowed], [], 0, facts.n_layer, facts.latent, facts.n_ctx_train
-    )
+    named = user.reads_env and user.environ.get("LLAMA_ARG_SWA_FULL") in TRUE
+    return memory.with_whole_windows(facts) if named or user.has(("--swa-full",)) else facts
 
 
 def fit(

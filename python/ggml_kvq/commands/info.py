@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         raise MethodError(
             f"{args.file} describes no attention layers, --cache {specs[0].text} has nothing to plan: give the model"
         )
-    shapes = gguf_header.attention_layers(header) if plans else sidecar_shapes(header)
-    stored = info.stored_plan(header, shapes, n_ctx) if shapes else None
+    layers = memory.facts(header) if plans else sidecar_layers(header)
+    stored = info.stored_plan(header, layers, n_ctx) if layers else None
     frontier = tune.frontier_of(header.kvq())
     if args.json:
         kvq = {key: shown(value) for key, value in header.kvq().items()}
@@ -75,6 +75,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'kvq.*':<17} none: --kv-method chooses, options have their defaults")
     if plans:
         print_plans(plans, n_ctx, bool(specs))
+        if layers and layers.windowed:
+            print(
+                f"\n{len(layers.windowed)} of {len(layers.full) + len(layers.windowed)} layers see a window of"
+                f" {layers.window} tokens. They are counted whole, as Model and --swa-full keep them; other programs of"
+                " llama.cpp keep the window and a batch."
+            )
     if frontier:
         text = header.kvq().get("kvq.auto.text", "a text")
         print(f"\nmethod auto, tuned on {text}: divergence from f16, nats a token\n")
@@ -100,14 +106,17 @@ def shown(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | list) else str(value)
 
 
-def sidecar_shapes(header: Any) -> list[tuple[int, int, int, int]]:
-    """Layers that a sidecar describes, as if each had KV heads of 64 or 128 channels; [] when it does not say."""
+def sidecar_layers(header: Any) -> Any:
+    """Layers that a sidecar describes, as if each had KV heads of 64 or 128 channels; None when it does not say."""
+    from .. import memory
+
     kvq = header.kvq()
     n, k, v = (kvq.get(f"kvq.model.{key}") for key in ("n_layer", "n_embd_k_gqa", "n_embd_v_gqa"))
     if not n or not k or k != v:
-        return []
+        return None
     size = 128 if k % 128 == 0 and k >= 512 else 64 if k % 64 == 0 else 0
-    return [(il, k // size, size, size) for il in range(n)] if size else []
+    shapes = [(il, k // size, size, size) for il in range(n)] if size else []
+    return memory.Model(0, shapes, [], 0, n, False, 0) if shapes else None
 
 
 def span(values: list[int]) -> str:
