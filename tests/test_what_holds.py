@@ -172,6 +172,18 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(("asker", "cure"), [(1, "--kv-config none"), (2, "kv_config='none'"), (0, "KVQ_CONFIG=none")])
+def test_a_damaged_file_beside_the_model_is_told(asker: int, cure: str, write_gguf: Callable[..., Path]) -> None:
+    """It was taken for none: aqua said that the model holds no data, xquant and auto ran without theirs."""
+    model = write_gguf("m.gguf", LLAMA_FIELDS)
+    model.with_name("m.kvq.gguf").write_bytes(model.read_bytes()[:100])
+    for method in ("aqua", "xquant", "auto"):
+        with pytest.raises(KvqError) as e:
+            ask(Request(asker, method), model)
+        assert "m.kvq.gguf', beside the model: it is not a readable GGUF" in str(e.value) and cure in str(e.value)
+        assert ask(Request(asker, method, config="none"), model).config == ""
+
+
 def ask(request: Request, model: Path | None = None) -> Resolved:
     return resolver.resolve(methods.library, request, gguf_header.read(model) if model else None)
 

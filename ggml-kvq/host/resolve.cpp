@@ -205,8 +205,14 @@ kvq_status choose_config(const kvq_request & r, const named_file & file, const k
     }
     const std::string beside = has(r.model) && !file.off ? path_beside(r.model) : "";
     kvq_model_info held;
-    std::string unread;
-    if (is_file(beside) && kvq_read_model_info(beside, held, unread) == KVQ_OK && serves(held.method, method)) {
+    if (is_file(beside) && kvq_read_model_info(beside, held, err) != KVQ_OK) {
+        const bool argument = r.asker == KVQ_ASKS_BY_ARGUMENTS;
+        err = "calibrated data in '" + beside +
+            "', beside the model: it is not a readable GGUF file: make it again with " +
+            "ggml-kvq calibrate, or leave it aside with " + words_of(r.asker).config + (argument ? "'none'" : OFF);
+        return KVQ_ERR_CONFIG;
+    }
+    if (is_file(beside) && serves(held.method, method)) {
         out.config = beside;
         out.config_from = "sidecar";
     }
