@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import random
 import re
+import resource
 import warnings
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from ggml_kvq import Model, errors
+from ggml_kvq import Model, default_means, errors
 from ggml_kvq.calibrate import files, means, xquant
 
 DEMO = Path(__file__).resolve().parent.parent / "models" / "kvq-demo-q8_0.gguf"
@@ -270,3 +271,26 @@ def requantized(to: Path, kind: gguf.GGMLQuantizationType) -> Path:
 def test_another_quantisation_is_the_same_model(folder: Path, kind: str, tmp_path: Path) -> None:
     model = requantized(tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
     assert open_model(model, folder / "aqua.gguf") == []
+
+
+@pytest.mark.parametrize("room", [4096, 12288, 17000])
+def test_a_disk_that_fills_up_leaves_no_sidecar(folder: Path, room: int, tmp_path: Path) -> None:
+    """numpy's tofile, by which gguf writes tensors, says nothing of it."""
+    meta, data = files.read_sidecar(folder / "aqua.gguf")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(errors.KvqError, match="could not be written"):
+            files.write_sidecar(tmp_path / "cut.gguf", meta, data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+
+
+def test_means_that_were_cut_off_are_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
+    there = default_means.path_of(DEMO)
+    there.parent.mkdir(parents=True)
+    there.write_bytes(b"GGUF\3\0\0\0")
+    assert default_means.ensure(DEMO, print, 1) == (str(there), "")
+    files.read_sidecar(there)

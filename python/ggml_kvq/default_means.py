@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from . import gguf_header
 from .errors import KvqError
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
@@ -43,6 +44,15 @@ def path_of(model: str | os.PathLike[str]) -> Path:
     return folder() / f"{Path(model).stem}-{name[:16]}.kvq.gguf"
 
 
+def _is_whole(path: Path) -> bool:
+    """False for a file that was cut off, too: it is measured again."""
+    try:
+        gguf_header.read(path, tensors=True).check_whole()
+    except (KvqError, OSError):
+        return False
+    return True
+
+
 def ensure(
     model: str | os.PathLike[str], say: Callable[[str], object], n_threads: int | None = None
 ) -> tuple[str | None, str]:
@@ -54,7 +64,7 @@ def ensure(
 
     try:
         there = path_of(model)
-        if there.is_file():
+        if _is_whole(there):
             return str(there), ""
         try:
             disk.probe(there)

@@ -7,6 +7,7 @@ are), kvq.checksum; in a model file each array is a u8 array with .type and .sha
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 import zlib
@@ -164,6 +165,16 @@ def write_sidecar(out: str | os.PathLike[str], meta: dict[str, Any], data: dict[
     """Write a sidecar, whole or not at all; arrays among the fields become tensors too. KvqError when that fails."""
     with whole_file(out, need=sum(x.nbytes for x in data.values())) as partial:
         _write_sidecar(partial, meta, data)
+        _check_written(partial)
+        read_sidecar(partial)
+
+
+def _check_written(partial: Path) -> None:
+    """OSError for a file that ends early: numpy's tofile, which gguf writes by, is silent about a disk that is full."""
+    try:
+        gguf_header.read(partial, tensors=True).check_whole()
+    except KvqError as e:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from e
 
 
 def _write_sidecar(out: Path, meta: dict[str, Any], data: dict[str, np.ndarray]) -> None:
@@ -222,6 +233,7 @@ def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: s
         )
     with whole_file(out, need=os.path.getsize(model) + os.path.getsize(sidecar)) as partial:
         _embed(model, sidecar, partial)
+        _check_written(partial)
 
 
 def _embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: Path) -> None:
