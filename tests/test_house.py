@@ -38,6 +38,7 @@ EXCEPTIONS = {
 NAME_AN_ENGINE = {
     "host/cuda_device.cpp",  # makes CUDA devices
     "host/cuda_step.cpp",  # records steps of kvq_cuda_device
+    "host/cuda_inputs.cpp",  # holds what a step is given until it begins
 }
 #: Imports of ggml_kvq that close a circle on purpose, inside a function: why.
 PYTHON_EXCEPTIONS = {

@@ -1,5 +1,5 @@
-// Decode attention in 8-bit products over lattice pages that lack their means (decode_means.cuh). The table's rows lie in
-// shared memory, and the angles that coefficients are turned by are asked for when a unit's turn comes.
+// Decode attention in 8-bit products over lattice pages that lack their means (decode_means.cuh). The table's rows lie
+// in shared memory, and the angles that coefficients are turned by are asked for when a unit's turn comes.
 //
 // Up to 4 query rows (E = 1): the coefficients of a row's second column are turned by 32 positions more. A row of the
 // table, cos and sin of one of 0 .. 94, then serves a cell of the first half and its neighbour in the second one.

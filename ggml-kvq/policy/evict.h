@@ -99,6 +99,8 @@ private:
     // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames,
     // evicted ones not among them.
     void restore(bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
+    std::map<int, arrival> pages_in(
+        bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) const;
     void encode_holed(int s, int i, const arrival & a);
     void encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void clear();

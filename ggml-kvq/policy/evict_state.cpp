@@ -255,27 +255,12 @@ void kvq_evict::encode_arrived(int s, int cell, int n, const uint16_t * rows, st
     }
 }
 
-void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
-    kvq_lane & x = *lane[value];
-    const kvq_lane_layout & l = x.layout();
-    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value);
-    uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
-    left.assign((size_t) n * n_head, 1);
-    std::map<int, arrival> found; // by page in the state
+// Pages that rows belong to, by their number in the state; left: 0 for evicted rows.
+std::map<int, kvq_evict::arrival> kvq_evict::pages_in(
+    bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) const {
+    const size_t D = (size_t) lane[value]->layout().codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value);
+    std::map<int, arrival> found;
     std::vector<uint8_t> bytes(nb_row);
-    if (!value && !keys_arrive[(size_t) s]) { // nothing is left of a state that did not come to its end
-        for (auto it = arrived.begin(); it != arrived.end();) {
-            if (it->first.first == s) { free_page(s, it->second.page); }
-            it = it->first.first == s ? arrived.erase(it) : std::next(it);
-        }
-        queue.erase(
-            std::remove_if(queue.begin(), queue.end(), [&](const pending & x) { return x.stream == s; }), queue.end());
-        restored_at[(size_t) s] = (int64_t) lane[0]->clock(s);
-    }
-    keys_arrive[(size_t) s] = !value;
-    for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
-    forget_all(s);
-    written_end[(size_t) s] = std::max(written_end[(size_t) s], cell + n);
     for (int c = cell; c < cell + n; c++) {
         for (int h = 0; h < n_head; h++) {
             const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;
@@ -309,6 +294,29 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
             a.heads[(size_t) h * page_cells + t] = head;
         }
     }
+    return found;
+}
+
+void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
+    kvq_lane & x = *lane[value];
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value);
+    uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
+    left.assign((size_t) n * n_head, 1);
+    if (!value && !keys_arrive[(size_t) s]) { // nothing is left of a state that did not come to its end
+        for (auto it = arrived.begin(); it != arrived.end();) {
+            if (it->first.first == s) { free_page(s, it->second.page); }
+            it = it->first.first == s ? arrived.erase(it) : std::next(it);
+        }
+        queue.erase(
+            std::remove_if(queue.begin(), queue.end(), [&](const pending & x) { return x.stream == s; }), queue.end());
+        restored_at[(size_t) s] = (int64_t) lane[0]->clock(s);
+    }
+    keys_arrive[(size_t) s] = !value;
+    for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
+    forget_all(s);
+    written_end[(size_t) s] = std::max(written_end[(size_t) s], cell + n);
+    const std::map<int, arrival> found = pages_in(value, cell, n, rows, left);
     std::vector<uint8_t> codes(l.nb_codes * (size_t) n_head), params(l.nb_params * (size_t) n_head), one(l.nb_codes),
         stream((nb_row - 4) * (size_t) page_cells);
     for (const auto & f : found) {
