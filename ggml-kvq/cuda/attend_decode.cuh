@@ -130,9 +130,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
     // rows as they come, or coefficients of means
     float * const of_rows = (float *) (queries + (ROTATED ? 2 : 1) * of.n * S * 32);
-    byte_lane * const lanes = (byte_lane *) of_rows; // FINE == 3
+    fine_lane * const lanes = (fine_lane *) of_rows; // FINE == 3
     if constexpr (FINE == 3) {
-        if (warp < of.n) { lanes[threadIdx.x] = fine_lane<D, KB, VB>(a, of, kvh); }
+        if (warp < of.n) { lanes[threadIdx.x] = fine_lane_of<D, KB, VB>(a, of, kvh); }
         __syncthreads();
     }
     if constexpr (ROTATED) {
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     const kvq_page & page = ring[(unit + 1) % 4 * 2 + h];
                     if constexpr (FINE == 3) {
                         const kvq_page of_half = page; // copies are no reason to read these again
-                        const byte_lane pieces = lanes[32 * of.i + lane];
+                        const fine_lane pieces = lanes[32 * of.i + lane];
                         copy_fine_unit<D, KB, VB>(a, of, to, of_half, pieces, kvh, t);
                     } else if constexpr (FINE) {
                         copy_fine<D, KB, VB, FINE == 2, G>(a, of, to, page, kvh, t, true, true);

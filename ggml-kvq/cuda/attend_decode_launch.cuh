@@ -19,7 +19,7 @@ void launch_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * 
     const size_t shared = nb_tables<KB, VB>() + (KB > LATTICE ? 2 : 1) * (16 * (size_t) D << a.slices_log2) +
         (copies_rows<KB, MEANS, WIDE> ? bytes_of_rows<D>(a) : 0) +
         (MEANS ? 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) : 0) +
-        (FINE == 3 ? 32 * sizeof(byte_lane) << a.slices_log2 : 0); // points, queries, rows, coefficients, lanes
+        (FINE == 3 ? 32 * sizeof(fine_lane) << a.slices_log2 : 0); // points, queries, rows, coefficients, lanes
     typedef decode_sums<D, decode_warps<D, KB, MEANS, FINE, WIDE>> sums_type;
     const auto bytes = [&](int n_warps) {
         return std::max(n_warps * ((size_t) warp_bytes(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,

@@ -89,9 +89,10 @@ __device__ __forceinline__ void copy_fine(const kvq_attend_args & a, const X & o
 
 // The same by a table of lanes, of groups of 32: t has a group of keys, and a lane two pieces of values' parameters.
 template <int D, int KB, int VB, typename X>
-__device__ __forceinline__ byte_lane fine_lane(const kvq_attend_args & a, const X & of, int kvh) {
+__device__ __forceinline__ fine_lane fine_lane_of(const kvq_attend_args & a, const X & of, int kvh) {
     const int lane = threadIdx.x % 32, r = lane % 16, half = lane / 16, group = of.i * (D / 32) + r / 8;
-    byte_lane x = lane_of<D, D, cut<KB>::W, cut<VB>::W, true>(a, of, kvh);
+    fine_lane x = {};
+    (byte_lane &) x = lane_of<D, D, cut<KB>::W, cut<VB>::W, true>(a, of, kvh);
     x.k_params = kvh * a.k.nb_params + 2 * (of.first() + r * 8);
     x.k_params_to = (half * (D / 4) + (r ^ half)) * 16;
     x.v_params = kvh * a.v.nb_params + 2 * (r / 4 % 2 * a.v.np + group * a.v.n_cells + r % 4 * 8);
@@ -102,7 +103,7 @@ __device__ __forceinline__ byte_lane fine_lane(const kvq_attend_args & a, const 
 }
 template <int D, int KB, int VB, typename X>
 __device__ __forceinline__ void copy_fine_unit(
-    const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, const byte_lane & x, int kvh, int t) {
+    const kvq_attend_args & a, const X & of, uint32_t to, const kvq_page & page, const fine_lane & x, int kvh, int t) {
     using map = stage_map<D, KB, VB>;
     copy_key_codes<D, map::WK>(a, of, to + map::K, page.k_codes, x, t);
     if constexpr (cut<KB>::high) {

@@ -10,8 +10,12 @@ namespace {
 // each slice of a head, and kept in shared memory: a warp asks for a unit every thousand instructions. k_left, v_left:
 // pieces of a tile of keys, and tiles of values, from this lane's first one to the end of the head. has: this lane has
 // parameters of keys (1), of values (2; of groups of 32: 4 of the second step as well).
-struct alignas(16) byte_lane {
-    int k_codes, k_to, v_codes, v_to, k_params, v_params, k_left, v_left, has, k_params_to, v_params_to;
+struct byte_lane {
+    int k_codes, k_to, v_codes, v_to, k_params, v_params, k_left, v_left, has;
+};
+// and of groups of 32 (decode_fine.cuh)
+struct fine_lane : byte_lane {
+    int k_params_to, v_params_to;
 };
 
 // Pieces of a tile of keys as it lies in the page, where a slice has K of them.
