@@ -33,6 +33,12 @@ struct dim3 {
 struct uint2 {
     unsigned x, y;
 };
+struct int2 {
+    int x, y;
+};
+struct int4 {
+    int x, y, z, w;
+};
 struct uint4 {
     unsigned x, y, z, w;
 };
@@ -133,6 +139,7 @@ static inline unsigned __float_as_uint(float x) {
     memcpy(&y, &x, 4);
     return y;
 }
+static inline int __float_as_int(float x) { return (int) __float_as_uint(x); }
 static inline float __uint_as_float(unsigned x) { return __int_as_float((int) x); }
 static inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned n) {
     return (unsigned) (((uint64_t) high << 32 | low) >> (n & 31));
