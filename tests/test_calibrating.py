@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import random_models
 from conftest import LLAMA_FIELDS, run_python
 from ggml_kvq import Model, cli, default_means, errors, gguf_header, info, memory, plotting
 from ggml_kvq import files as disk
@@ -103,14 +104,16 @@ def small(demo: Path, out: Path, *, head: int = 64, tokenizer: bool = True) -> P
     writer.add_uint32("llama.rope.dimension_count", head)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     if tokenizer:
-        for key, f in gguf.GGUFReader(demo).fields.items():
-            if key.startswith("tokenizer.ggml."):
-                inner = f.types[-1] if f.types[0] == gguf.GGUFValueType.ARRAY else None
-                writer.add_key_value(key, f.contents(), f.types[0], sub_type=inner)
+        random_models.copy_tokenizer(writer, demo)
     else:
         writer.add_string("tokenizer.ggml.model", "none")
-    rng, shapes = np.random.default_rng(0), {"token_embd": (8192, 128), "output_norm": (128,)}
-    layer = {"attn_q": (2 * head, 128), "attn_k": (head, 128), "attn_v": (head, 128), "attn_output": (128, 2 * head)}
+    shapes: random_models.Shapes = {"token_embd": (8192, 128), "output_norm": (128,)}
+    layer: random_models.Shapes = {
+        "attn_q": (2 * head, 128),
+        "attn_k": (head, 128),
+        "attn_v": (head, 128),
+        "attn_output": (128, 2 * head),
+    }
     layer |= {
         "ffn_gate": (64, 128),
         "ffn_up": (64, 128),
@@ -118,13 +121,7 @@ def small(demo: Path, out: Path, *, head: int = 64, tokenizer: bool = True) -> P
         "attn_norm": (128,),
         "ffn_norm": (128,),
     }
-    for name, shape in {**shapes, **{f"blk.{il}.{k}": v for il in range(2) for k, v in layer.items()}}.items():
-        x = np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape) / 11
-        writer.add_tensor(f"{name}.weight", x.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    random_models.write(writer, shapes, layer, 2, 1 / 11)
     return out
 
 

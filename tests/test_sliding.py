@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
+import random_models
 from conftest import LLAMA_FIELDS
 from ggml_kvq import Model, gguf_header, info, launcher, memory, plotting
 from ggml_kvq.budget import BudgetError
@@ -35,22 +35,13 @@ def gemma3(demo: Path, out: Path, pattern: Any) -> Path:
         writer.add_array(name, pattern)
     elif pattern:
         writer.add_uint32(name, pattern)
-    for key, f in gguf.GGUFReader(demo).fields.items():
-        if key.startswith("tokenizer.ggml."):
-            inner = f.types[-1] if f.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, f.contents(), f.types[0], sub_type=inner)
-    rng, shapes = np.random.default_rng(0), {"token_embd": (8192, WIDTH), "output_norm": (WIDTH,)}
-    layer: dict[str, tuple[int, ...]] = {f"attn_{x}": (HEADS * HEAD, WIDTH) for x in "qkv"}
+    random_models.copy_tokenizer(writer, demo)
+    shapes: random_models.Shapes = {"token_embd": (8192, WIDTH), "output_norm": (WIDTH,)}
+    layer: random_models.Shapes = {f"attn_{x}": (HEADS * HEAD, WIDTH) for x in "qkv"}
     layer |= {"attn_output": (WIDTH, HEADS * HEAD), "attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,)}
     layer |= {"ffn_gate": (64, WIDTH), "ffn_up": (64, WIDTH), "ffn_down": (WIDTH, 64)}
     layer |= {x: (WIDTH,) for x in ("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm")}
-    for name, shape in {**shapes, **{f"blk.{il}.{k}": v for il in range(N_LAYER) for k, v in layer.items()}}.items():
-        x = np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape) / 8
-        writer.add_tensor(f"{name}.weight", x.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    random_models.write(writer, shapes, layer, N_LAYER, 1 / 8)
     return out
 
 
