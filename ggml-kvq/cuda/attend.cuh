@@ -4,6 +4,9 @@
 #include "mixed.cuh"
 
 constexpr int KVQ_ATTEND_STREAMS = 32; // of one launch
+// Parts of open cells (decode_open.cuh): of teams by their last units, then of those that have the first ones instead.
+constexpr int OPEN_LAST = 7, OPEN_FIRST = 2, OPEN_PARTS = OPEN_LAST + OPEN_FIRST;
+constexpr int OPEN_TURNS = 1; // in which such teams have no other units
 
 struct kvq_attend_args {
     kvq_affine_geometry k, v; // type f16: only head_size, stride, n_cells
@@ -19,11 +22,12 @@ struct kvq_attend_args {
     // WIDE decode kernels (decode_stage.cuh): slices of a head; of values: all groups, and slices that share one
     // n_warps: of a block, fewer where shared memory is short; occupancy: blocks of a multiprocessor
     int slices_log2, v_groups, v_slices_log2, wide, n_warps, occupancy, nb_shared;
-    int one_team;                  // blocks of one team, for tests
     int max_shared, max_shared_sm; // bytes that a block and a multiprocessor may have
-    float * partial;               // [stream][head kv][row][split][head size v + 4]: o, m, l, l that lacks means
-    uint32_t * tickets; // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
-    int apart;          // decode: sums of blocks are added by a kernel of their own (attend_merge.cu)
+    float * partial;      // [stream][head kv][row][split, open part][head size v + 4]: o, m, l, l that lacks means
+    uint32_t * tickets;   // decode: blocks that are done, of each (stream, head kv, block of rows); 0 between launches
+    bool apart, one_team; // decode: sums of blocks are added by a kernel of their own (attend_merge.cu); blocks of one
+                          // team, for tests
+    short n_open;         // decode: parts of open cells at the ends of the cache, behind splits (decode_open.cuh)
     // short caches: one warp has 32 cells, and rows of this step are taken from where the graph left them
     bool is_short;
     int n_new; // rows that the kernel writes into their pages
@@ -103,7 +107,8 @@ static __device__ __forceinline__ float alibi_slope(const kvq_attend_args & a, i
 
 static __device__ __forceinline__ size_t partial_at(
     const kvq_attend_args & a, int stream, int kvh, int row, int split) {
-    return ((((size_t) stream * a.n_head_kv + kvh) * a.n_rows + row) * a.n_splits + split) * (a.v.head_size + 4);
+    return ((((size_t) stream * a.n_head_kv + kvh) * a.n_rows + row) * (a.n_splits + a.n_open) + split) *
+        (a.v.head_size + 4);
 }
 
 // d += a b: 16 rows x 16 x 8 columns, f16 in, f32 out
@@ -147,6 +152,7 @@ int kvq_decode_row_blocks(const kvq_attend_args & a);     // blocks of one KV he
 bool kvq_decode_means(const kvq_attend_args & a);         // may these pages lack their means?
 bool kvq_decode_split_keys(const kvq_attend_args & a);    // is there a kernel that makes logits of these split keys?
 int kvq_decode_max_splits(const kvq_attend_args & a);
+int kvq_decode_open_parts(const kvq_attend_args & a);        // n_open, once n_splits is known
 int kvq_decode_picking(const kvq_attend_args & a, int room); // splits that read far rows; room: blocks of a KV head
 bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm); // short enough? then n_splits is set
 // needs partial and tickets

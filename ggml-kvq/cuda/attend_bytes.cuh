@@ -14,6 +14,7 @@
 #include "decode_bytes_stage.cuh"
 #include "decode_mask.cuh"
 #include "decode_merge.cuh"
+#include "decode_open.cuh"
 #include "decode_picked.cuh"
 
 #include <algorithm>
@@ -97,23 +98,22 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     // turn, in runs that are in one page where there are many. Teams read neighbouring pages at the same time.
     const int n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2, per_page = 1 << a.halves_log2,
               n_teams = n_near * of.teams, team = of.team * n_near + share.split - picking,
-              others = max(0, n_units - n_teams), run_log2 = POINTS || others < 4 * n_teams ? 0 : a.halves_log2 - 1,
-              n_runs = others >> run_log2, last = n_units - n_teams + team, round = n_runs / n_teams,
-              more = n_runs % n_teams,
-              n_mine = last < 0 || picks
-        ? 0
-        : 1 + (round + (team < more) << run_log2) + (team == more ? others - (n_runs << run_log2) : 0);
+              from_last = n_teams - 1 - team, others = max(0, n_units - n_teams),
+              run_log2 = POINTS || others < 4 * n_teams ? 0 : a.halves_log2 - 1,
+              n_runs = others + (1 << run_log2) - 1 >> run_log2;
+    const bool has_part = from_last < a.n_open; // of open cells: takes part in others' turns later
     // The first run, whose page stays open where there are sinks, changes places with one of a team that has no more
-    // than others.
-    const int other_run = round ? more : 0;
-    int run = team, in_run = 0;
-    const auto next_unit = [&] { // behind the last ones
+    // than others, where there are no parts.
+    const int first_turns = OPEN_TURNS * (n_teams - a.n_open),
+              other_run = a.n_open || n_runs < n_teams ? 0 : n_runs % n_teams;
+    int run = has_part ? first_turns + team : team, in_run = 0;
+    const auto next_unit = [&] { // behind the last ones; -1: no more
         const int from = run == 0 ? other_run : run == other_run ? 0 : run, unit = (from << run_log2) + in_run;
         if (++in_run >> run_log2) {
             in_run = 0;
-            run += n_teams;
+            run += run < first_turns ? n_teams - a.n_open : n_teams;
         }
-        return unit;
+        return unit < others ? other_unit(a, unit, n_units) : -1;
     };
     // at: of the cache's units; unit: of this team's
     const auto cell_of = [&](int at, int h) { return (2 * at + h & (per_page - 1)) * 32; };
@@ -131,9 +131,14 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         const kvq_page & p = page_of(unit, h);
         return 2 * at + h >= n_halves || !p.n_slots ? -1 : (p.k_params ? 1 : 0) + (p.v_params ? 2 : 0);
     };
+    int at_next = -1, at_second = from_last >= n_units || picks ? -1 : own_unit(a, from_last, n_units);
     uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * means_step<D, WIDE>(a));
-    if (n_mine) { copy_pages(0, last); }
-    if constexpr (MEANS) { copy_waves<D, E>(a, of, waves); }
+    if (at_second >= 0) { copy_pages(0, at_second); }
+    if constexpr (MEANS) { // the first unit does not wait for them
+        copies_part();
+        copy_waves<D, E>(a, of, waves);
+        copies_part();
+    }
     if (warp < of.n) { // codes of whole channels, or of vectors of two
         lanes[threadIdx.x] = POINTS ? lane_of<D, D / 2, 4, 4, true>(a, of, kvh)
                                     : lane_of<D, D, cut<KB>::W, cut<VB>::W, false>(a, of, kvh);
@@ -174,10 +179,14 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         const int32_t first = *(const int32_t *) (stage + byte_lattice_map<D>::BYTES);
         copy_angles<D>(a, of, stages_at + 2 * a.stage_bytes, first);
     };
-    int state0 = -1, state1 = -1, next0 = -1, next1 = -1, at = 0, at_next = 0, at_second = last;
+    int state0 = -1, state1 = -1, next0 = -1, next1 = -1, at = 0;
 #pragma unroll 1
-    for (int unit = -1; unit < n_mine; unit++) {
-        copies_done();
+    for (int unit = -1; unit < 0 || at_next >= 0; unit++) {
+        if (MEANS && unit < 0) {
+            first_copies_done();
+        } else {
+            copies_done();
+        }
         state0 = next0;
         state1 = POINTS ? next1 : next0;
         at = at_next;
@@ -188,8 +197,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 put_point_scales<D>(a, stage, kvh);
             }
         }
-        if (unit + 1 < n_mine) { // ahead of its turn, and the pages of the one after it
-            at_next = at_second;
+        at_next = at_second;
+        if (at_next >= 0) { // ahead of its turn, and the pages of the one after it
             next0 = state_of(unit + 1, at_next, 0);
             if (POINTS) { next1 = state_of(unit + 1, at_next, 1); }
             const uint32_t to = stages_at + (unit + 1 & 1) * a.stage_bytes;
@@ -209,20 +218,20 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 copy_stage_late<D, KB, VB>(
                     a, of, to, page_of(unit + 1, 0), kvh, cell_of(at_next, lane / 16), next0 & 1, next0 & 2);
             }
-            if ((POINTS ? min(next0 & 3, next1 & 3) : next0 & 3) < 3) { // -1 & 3 is 3
+            // -1 & 3 is 3
+            if ((POINTS ? min(next0 & 3, next1 & 3) : next0 & 3) < 3 && !(unit < 0 && has_part)) {
                 const int mine_next = POINTS && lane ? next1 : next0;
                 if (of.i == 0 && lane < 2 && mine_next >= 0 && mine_next < 3) {
                     ask_open_rows(a, page_of(unit + 1, lane), kvh, cell_of(at_next, lane), mine_next);
                 }
             }
-            if (unit + 2 < n_mine) {
-                at_second = next_unit();
-                copy_pages(unit + 2, at_second);
-            }
+            at_second = next_unit();
+            if (at_second >= 0) { copy_pages(unit + 2, at_second); }
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
         if (unit < 0) {
             early_wait();
+            put_fresh(a, of, kvh);
             const auto row_of = [&](int column) { // E = 1: two columns a row
                 const int r = row0 + min(column * E / 2, n_rows - 1);
                 return st.q + row_token(a, r) * a.q_stride_token + row_head(a, kvh, r) * a.q_stride_head;
@@ -230,9 +239,11 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             if (picks) { // they read rows as they come
                 __syncthreads();
             } else if constexpr (POINTS) {
+                if constexpr (MEANS) { copies_part(); }
                 share_points(shared_points, a.k.points);
                 share_all_queries<D, KB, MEANS, !MEANS && !WIDE>(
                     a, of, warp, kvh, E == 1 ? 2 * n_rows : n_rows, queries, of_rows, row_of);
+                if constexpr (MEANS) { first_copies_done(); }
                 __syncthreads();
                 if constexpr (E == 1) {
                     quantise_rotated<D, 1>({ q.at + of.n * S * 32 }, bytes);
@@ -249,6 +260,10 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             } else {
                 share_queries<D, KB>(a, of, queries, row_of);
                 __syncthreads();
+            }
+            if (has_part) { // what is open has its turn at the end
+                next0 = next0 ? next0 : -1;
+                next1 = next1 ? next1 : -1;
             }
             continue;
         }
@@ -465,6 +480,45 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
 #pragma unroll
                 for (int n = 0; n < 2 * E * S; n++) { o[n / (2 * E)][n % (2 * E)] = x[n / (2 * E)][n % (2 * E)]; }
             }
+        }
+    }
+    if constexpr (!AHEAD) {
+        // found anew, and sums are in the stages for the call: all of it would take registers in the loop
+        const slice now(a, warp_again());
+        const int i = team_from_last(share, now), units = ((share.n_pages << a.halves_log2) + 1) / 2;
+        if (i < a.n_open) {
+            float * const kept = (float *) stages + lane;
+            const auto each_sum = [&](auto && f) {
+#pragma unroll
+                for (int n = 0; n < 2 * E * S; n++) { f(n, o[n / (2 * E)][n % (2 * E)]); }
+#pragma unroll
+                for (int e = 0; e < E; e++) {
+                    f(2 * E * S + e, m[e]);
+                    f(2 * E * S + E + e, l[e]);
+                    if constexpr (POINTS) {
+                        f(2 * E * S + 2 * E + e, middle[e]);
+                        if constexpr (MEANS) { f(2 * E * S + 3 * E + e, l_sealed[e]); }
+                    } else if constexpr (!HALF) {
+                        f(2 * E * S + 2 * E + 2 * e, oz[e][0]);
+                        f(2 * E * S + 2 * E + 2 * e + 1, oz[e][1]);
+                    } else {
+                        f(2 * E * S + 2 * E + 2 * e, zeros_v[2 * e]);
+                        f(2 * E * S + 2 * E + 2 * e + 1, zeros_v[2 * e + 1]);
+                    }
+                }
+            };
+            each_sum([&](int n, float & x) { kept[32 * n] = x; });
+            open_part part = { (int) blockIdx.z, kvh, i, units, share.n_pages << a.halves_log2 };
+#pragma unroll
+            for (int e = 0; e < 2; e++) { // E = 1: two columns a row
+                const int r = E == 1 ? c : 2 * c + e;
+                part.row[e] = r < n_rows && e < E ? row0 + r : -1;
+                part.mask[e] = mask[e % E];
+                part.slope[e] = slope[e % E];
+            }
+            put_open<D, KB>(a, now, { queries + now.i * S * 32 + threadIdx.x % 32 },
+                shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2), part);
+            each_sum([&](int n, float & x) { x = kept[32 * n]; });
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -234,6 +234,15 @@ int kvq_decode_max_splits(const kvq_attend_args & a) {
     return (n_units + teams_of(a) - 1) / teams_of(a);
 }
 
+static bool is_apart(const kvq_attend_args & a) { return !a.is_short && !a.part && !a.work && a.n_splits >= MIN_APART; }
+
+int kvq_decode_open_parts(const kvq_attend_args & a) {
+    const bool kernel = a.fine == BYTES || a.fine == BYTES_ROWS || a.fine == 3;
+    const int n_units = (a.n_pages * a.page_cells + CELLS - 1) / CELLS;
+    return kernel && is_apart(a) && n_units >= 2 * OPEN_PARTS && a.n_splits * teams_of(a) >= OPEN_PARTS ? OPEN_PARTS
+                                                                                                        : 0;
+}
+
 int kvq_decode_picking(const kvq_attend_args & a, int room) {
     constexpr int AT_ONCE = 16; // picks (decode_picked.cuh)
     const int tokens = a.here_rows ? 1 : std::min((COLUMNS - 2) / a.gqa + 2, a.n_q);
@@ -283,7 +292,7 @@ bool kvq_decode_short(kvq_attend_args & a, int n_streams, int n_sm) {
 
 void kvq_launch_decode_attention(const kvq_attend_args & a, int n_streams, cudaStream_t stream) {
     kvq_attend_args b = a;
-    b.apart = !a.is_short && !a.part && !a.work && a.n_splits >= MIN_APART;
+    b.apart = is_apart(a);
     kernel_of(b, b.is_short)(b, n_streams, stream, nullptr);
     if (b.apart) {
         const bool in_bytes = b.fine == BYTES || b.fine == BYTES_ROWS;

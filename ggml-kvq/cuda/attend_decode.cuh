@@ -28,6 +28,7 @@
 #include "decode_mask.cuh"
 #include "decode_means.cuh"
 #include "decode_merge.cuh"
+#include "decode_open.cuh"
 #include "decode_picked.cuh"
 #include "decode_room.cuh"
 
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     static_assert(BOTH || (!FINE && (KB == VB || (PART == LOGITS && is_split<KB>) )), "parts have one operand");
     static_assert(!is_split<KB> || MEANS, "kernels for split keys are for pages that lack their means");
     constexpr int G = FINE == 3 ? 32 : 16;
+    constexpr bool OPENS = FINE == 3; // has parts of open cells
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -75,15 +77,30 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    // This team's units. The last ones of a cache are open, cold and take longest: they go first, to teams that have
-    // one unit less than others, no two of them to the same.
+    // This team's units: one of the last ones, which are open, cold and take longest, then others, from the last one on.
+    // Teams that may have open cells take part from the third turn on.
     const int picking = PICKED ? a.n_picking : 0, n_splits = share.n_splits - picking, n_teams = n_splits * of.teams,
-              team = of.team * n_splits + share.split - picking;
+              team = of.team * n_splits + share.split - picking, from_last = n_teams - 1 - team;
     const bool picks = PICKED && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
-    const int n_mine = picks ? 0 : (n_teams - 1 - team < n_units ? 1 : 0) + max(0, (n_units - 1 - team) / n_teams);
+    const int n_first = n_teams - (OPENS ? a.n_open : 0), skipped = OPENS && from_last < a.n_open ? OPEN_TURNS : 0;
+    const auto other_of = [&](int turn) { // how many others come before it
+        const int all = OPENS ? max(turn - OPEN_TURNS, 0) : 0;
+        return (turn - all) * n_first + all * n_teams + team;
+    };
+    int n_mine = picks || from_last >= n_units ? 0 : 1;
+    if constexpr (OPENS) {
+        while (n_mine && other_of(n_mine - 1 + skipped) < n_units - n_teams) { n_mine++; }
+    } else if (n_mine) {
+        n_mine += max(0, (n_units - 1 - team) / n_teams);
+    }
     const auto half_of = [&](int unit, int h) {
-        const int before = unit ? unit * n_teams + team : n_teams - 1 - team; // units, from the last one on
-        return 2 * max(0, n_units - 1 - before) + h;
+        int at = n_units - 1 - n_teams - other_of(unit - 1 + skipped);
+        if constexpr (OPENS) {
+            at = unit ? other_unit(a, max(0, at), n_units) : own_unit(a, from_last, n_units);
+        } else if (!unit) {
+            at = n_units - 1 - from_last;
+        }
+        return 2 * max(0, at) + h;
     };
 
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
@@ -206,7 +223,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         if (unit + 1 < n_mine) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
             next1 = state_of(unit + 1, 1);
-            if (of.i == 0 && lane < 2) { ask_open(unit + 1, lane, lane ? next1 : next0); }
+            if (of.i == 0 && lane < 2 && !(OPENS && unit < 0 && skipped)) {
+                ask_open(unit + 1, lane, lane ? next1 : next0);
+            }
             if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
                     const int h = lane / 16 ? (next1 == 3 ? 1 : 0)
@@ -238,6 +257,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
         if (unit < 0) {
             early_wait();
+            if constexpr (OPENS) { put_fresh(a, of, kvh); }
             if (by_lane && !a.map_stride && n_mine) { ask_mask(0, next0, next1); }
             const auto row_of = [&](int column) {
                 const int row = min(row0 + column % per_row, a.n_rows - 1);
@@ -250,6 +270,10 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     a, of, warp, kvh, min(per_row, a.n_rows - row0), queries, of_rows, row_of);
             } else if constexpr (PART != VALUES) {
                 share_queries<D, KB>(a, of, queries, row_of);
+            }
+            if (OPENS && from_last < a.n_open) { // what is open has its turn at the end
+                next0 = next0 ? next0 : -1;
+                next1 = next1 ? next1 : -1;
             }
             __syncthreads();
             continue;
@@ -508,6 +532,35 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     accumulate_open<D, VB, false>(of, rows, a.v.stride, p, o);
                 }
             }
+        }
+    }
+    if constexpr (OPENS) { // as in attend_bytes.cuh
+        const slice now(a, warp_again());
+        const int i = team_from_last(share, now), units = ((share.n_pages << a.halves_log2) + 1) / 2;
+        if (i < a.n_open) {
+            float * const kept = (float *) stages + lane;
+            const auto each_sum = [&](auto && f) {
+#pragma unroll
+                for (int n = 0; n < 4 * S; n++) { f(n, o[n / 4][n % 4]); }
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    f(4 * S + e, m[e]);
+                    f(4 * S + 2 + e, l[e]);
+                    f(4 * S + 4 + e, oz[e]);
+                    f(4 * S + 6 + e, oz[2 + e]);
+                }
+            };
+            each_sum([&](int n, float & x) { kept[32 * n] = x; });
+            open_part part = { is, kvh, i, units, share.n_pages << a.halves_log2 };
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                part.row[e] = row0 + 2 * c + e < a.n_rows ? row0 + 2 * c + e : -1;
+                part.mask[e] = mask[e];
+                part.slope[e] = slope[e];
+            }
+            put_open<D, KB>(a, now, { queries + now.i * S * 32 + threadIdx.x % 32 },
+                shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2), part);
+            each_sum([&](int n, float & x) { x = kept[32 * n]; });
         }
     }
     // this thread's columns, over all cells of the warp

@@ -9,7 +9,7 @@ namespace {
 // What is needed of kvq_attend_args: arguments come through the constant cache, which is cold, 64 bytes at a time.
 struct kvq_merge_args {
     const float * partial;
-    int n_splits, size, n_head_kv, n_rows, gqa, n_q, n_head, rotated; // rotated: sums are
+    int n_splits, n_open, size, n_head_kv, n_rows, gqa, n_q, n_head, rotated; // rotated: sums are
     int64_t dst_stride_token, dst_stride_head;
     const float *sinks, *v_mean; // v_mean: what the sealed part of them lacks, else NULL
     int block;                   // of the Hadamard matrix
@@ -19,40 +19,46 @@ struct kvq_merge_args {
     } stream[KVQ_ATTEND_STREAMS];
 };
 
-// AT_ONCE: loads of a thread; KNOWN: factors of a warp. The code is short, because it is cold in every layer of a
-// model.
-constexpr int THREADS = 256, WARPS = THREADS / 32, AT_ONCE = 10, KNOWN = 64;
+// AT_ONCE: loads of a thread; KNOWN: factors of a warp, then those of open parts. The code is short, because it is cold
+// in every layer of a model.
+constexpr int THREADS = 256, MOST_THREADS = 384, AT_ONCE = 9, KNOWN = 64;
+static_assert(OPEN_PARTS <= AT_ONCE);
 
-// A thread: 4 channels, of every parts-th block.
-__global__ void __launch_bounds__(THREADS) decode_merge_kernel(const __grid_constant__ kvq_merge_args a) {
+// A thread: 4 channels, of every parts-th block; the last threads: of all open parts, which are not rotated.
+__global__ void __launch_bounds__(MOST_THREADS) decode_merge_kernel(const __grid_constant__ kvq_merge_args a) {
     early_start();
-    __shared__ float factors[WARPS][KNOWN];
-    __shared__ float4 sums[THREADS];
+    __shared__ float factors[MOST_THREADS / 32][KNOWN + 32];
+    __shared__ float4 sums[MOST_THREADS];
     const int row = blockIdx.x, kvh = blockIdx.y, is = blockIdx.z, size = a.size, step = size + 4, columns = size / 4,
               thread = threadIdx.x, lane = thread % 32, parts = THREADS / columns, part = thread / columns,
-              channel = thread % columns * 4, each = min(KNOWN, AT_ONCE * parts),
-              n = a.n_splits; // each: blocks at once
+              channel = thread % columns * 4, each = min(KNOWN, AT_ONCE * parts), // blocks at once
+        n = a.n_splits;
+    const bool open = part == parts;
     const int token = a.n_q == 1 ? 0 : row / a.gqa, head = kvh * a.gqa + row - token * a.gqa;
     float * const factor = factors[thread / 32];
-    const float * p = a.partial + (((size_t) is * a.n_head_kv + kvh) * a.n_rows + row) * n * step;
+    const float * p = a.partial + (((size_t) is * a.n_head_kv + kvh) * a.n_rows + row) * (n + a.n_open) * step;
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float m = -INFINITY, l = 0.0f, sealed = 0.0f; // l, sealed: of this lane's blocks
     early_wait();
 #pragma unroll 1
-    for (int left = n; left > 0; left -= each, p += each * step) {
-        const int here = min(left, each);    // blocks; beyond them loads are of the last one, and factors 0
-        float4 mine[KNOWN / 32], y[AT_ONCE]; // m, l, sealed of blocks lane + 32k; sums of blocks part + k*parts
+    for (int at = 0; at < n; at += each, p += each * step) {
+        // blocks and, the first time, open parts; beyond them loads are of the last one, and factors 0
+        const int here = min(n - at, each), n_open = at ? 0 : a.n_open, begin = open ? n : part, by = open ? 1 : parts,
+                  end = open ? n + n_open : here;
+        float4 mine[KNOWN / 32 + 1], y[AT_ONCE]; // m, l, sealed of blocks lane + 32k, of an open part; sums
 #pragma unroll
-        for (int k = 0; k < KNOWN / 32; k++) {
-            mine[k] = __ldcg((const float4 *) (p + min(lane + 32 * k, here - 1) * step + size));
+        for (int k = 0; k <= KNOWN / 32; k++) {
+            const int i = k < KNOWN / 32 ? min(lane + 32 * k, here - 1) : n - at + min(lane, max(n_open - 1, -1));
+            mine[k] = __ldcg((const float4 *) (p + i * step + size));
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-            y[k] = __ldcg((const float4 *) (p + min(part + k * parts, here - 1) * step + channel));
+            y[k] = __ldcg((const float4 *) (p + max(min(begin + k * by, end - 1), 0) * step + channel));
         }
+        if (lane >= n_open) { mine[KNOWN / 32].x = -INFINITY; }
         float top = m;
 #pragma unroll
-        for (int k = 0; k < KNOWN / 32; k++) { top = fmaxf(top, mine[k].x); }
+        for (int k = 0; k <= KNOWN / 32; k++) { top = fmaxf(top, mine[k].x); }
 #pragma unroll
         for (int d = 16; d; d /= 2) { top = fmaxf(top, __shfl_xor_sync(~0u, top, d)); }
         const float least = top == -INFINITY ? 0.0f : top, old = exp2_fast(m - least);
@@ -62,15 +68,18 @@ __global__ void __launch_bounds__(THREADS) decode_merge_kernel(const __grid_cons
         x = make_float4(x.x * old, x.y * old, x.z * old, x.w * old);
         __syncwarp(); // factors of the blocks before are read
 #pragma unroll
-        for (int k = 0; k < KNOWN / 32; k++) {
-            const float f = lane + 32 * k < here ? exp2_fast(mine[k].x - least) : 0.0f;
+        for (int k = 0; k <= KNOWN / 32; k++) {
+            const float f = lane + 32 * k < here || k == KNOWN / 32 ? exp2_fast(mine[k].x - least) : 0.0f;
             l = fmaf(f, mine[k].y, l);
             sealed = fmaf(f, mine[k].z, sealed);
             factor[lane + 32 * k] = f;
         }
         __syncwarp();
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) { add(x, part + k * parts < KNOWN ? factor[part + k * parts] : 0.0f, y[k]); }
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int i = begin + k * by;
+            add(x, i < end ? factor[open ? KNOWN + k : i] : 0.0f, y[k]);
+        }
     }
 #pragma unroll
     for (int d = 16; d; d /= 2) {
@@ -80,6 +89,7 @@ __global__ void __launch_bounds__(THREADS) decode_merge_kernel(const __grid_cons
     sums[thread] = x;
     __syncthreads();
     for (int i = 1; i < parts && part == 0; i++) { add(x, 1.0f, sums[i * columns + thread]); }
+    const float4 as_is = sums[parts * columns + min(thread, columns - 1)]; // read before a rotation takes its place
     if (a.rotated) { // the first threads have the row; a Hadamard matrix is a product over the bits of the channel
         float v[4] = { x.x, x.y, x.z, x.w };
         butterflies(v, [](int) { return true; });
@@ -105,6 +115,7 @@ __global__ void __launch_bounds__(THREADS) decode_merge_kernel(const __grid_cons
         x = make_float4(v[0] * a.norm, v[1] * a.norm, v[2] * a.norm, v[3] * a.norm);
     }
     if (part) { return; }
+    add(x, 1.0f, as_is);
     if (a.v_mean) { add(x, sealed, __ldg((const float4 *) (a.v_mean + kvh * size + channel))); }
     put_row(a, is, token, head, channel, x, m, l);
 }
@@ -112,9 +123,11 @@ __global__ void __launch_bounds__(THREADS) decode_merge_kernel(const __grid_cons
 } // namespace
 
 void kvq_launch_decode_merge(const kvq_attend_args & a, bool rotated, int n_streams, cudaStream_t stream) {
-    kvq_merge_args b = { a.partial, a.n_splits, a.v.head_size, a.n_head_kv, a.n_rows, a.gqa, a.n_q, a.n_head, rotated,
-        a.dst_stride_token, a.dst_stride_head, a.sinks, rotated && a.waves ? a.v_mean : nullptr, a.v.block, a.v.norm,
-        {} };
+    kvq_merge_args b = { a.partial, a.n_splits, a.n_open, a.v.head_size, a.n_head_kv, a.n_rows, a.gqa, a.n_q, a.n_head,
+        rotated, a.dst_stride_token, a.dst_stride_head, a.sinks, rotated && a.waves ? a.v_mean : nullptr, a.v.block,
+        a.v.norm, {} };
     for (int i = 0; i < n_streams; i++) { b.stream[i] = { a.stream[i].dst, a.stream[i].lse }; }
-    kvq_launch_early(decode_merge_kernel, dim3(a.n_rows, a.n_head_kv, n_streams), THREADS, 0, stream, b);
+    const int columns = a.v.head_size / 4, n_threads = columns * (THREADS / columns + 1);
+    kvq_launch_early(
+        decode_merge_kernel, dim3(a.n_rows, a.n_head_kv, n_streams), (n_threads + 31) / 32 * 32, 0, stream, b);
 }

@@ -16,6 +16,7 @@
 
 #include "decode_means.cuh"
 #include "decode_merge.cuh"
+#include "decode_open.cuh"
 
 #include <algorithm>
 
@@ -86,14 +87,6 @@ __device__ __forceinline__ void finish_row(
     out[1] = x.y * f;
     out[2] = x.z * f;
     out[3] = x.w * f;
-}
-
-// four channels of a new row of keys, from `channel` of all heads' on, with its position
-__device__ __forceinline__ uint2 tagged(uint2 x, uint64_t tag, int channel) {
-    const auto two = [&](uint32_t y, int at) {
-        return (y & 0xfffefffeu) | (uint32_t) (tag >> at & 1) | (uint32_t) (tag >> (at + 1) & 1) << 16;
-    };
-    return channel < KVQ_TAG_BITS ? make_uint2(two(x.x, channel), two(x.y, channel + 2)) : x;
 }
 
 // MEANS: sealed lattice pages lack theirs (decode_means.cuh)

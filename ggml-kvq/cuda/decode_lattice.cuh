@@ -421,33 +421,40 @@ __device__ __forceinline__ void share_split(
     }
 }
 
-// Queries of a block's n_rows rows, rotated, for all teams: [slice][step][lane]. A warp takes a row; columns without
-// one are 0.
+// Queries of a block's n_rows rows for all teams, as they are and behind those, at out, rotated: [slice][step][lane]. A
+// warp takes a row; columns without one are 0.
 template <int D, int KB, typename X, typename F>
 __device__ __forceinline__ void share_rotated(
-    const kvq_attend_args & a, const X & of, int warp, int n_rows, uint2 * out, F && row_of) {
-    if constexpr (is_split<KB>) {
-        share_split<D, KB>(a, of, warp, n_rows, out, row_of);
-        return;
-    }
+    const kvq_attend_args & a, const X & of, int warp, int n_rows, uint2 * plain, uint2 * out, F && row_of) {
     constexpr int P = cut<KB>::P, S = D / 16, MOST = X::WIDE ? 4 : 1; // MOST: slices
     const int lane = threadIdx.x % 32;
     // the step and thread that this lane's 4 channels belong to
     const int c = S < P ? lane / 4 : lane / P % 4, t = S < P ? lane % 4 : lane / (4 * P) * P + lane % P;
 #pragma unroll 1
     for (int column = warp; column < DECODE_COLUMNS; column += of.warps) {
-        const float *p = row_of(column), f = a.scale * LOG2E * rotation_norm<D, X>(a);
+        const float *p = row_of(column), f = a.scale * LOG2E, norm = rotation_norm<D, X>(a);
         float x[4 * MOST] = {};
 #pragma unroll
         for (int k = 0; k < MOST; k++) {
             const int channel = k * D + 4 * lane;
             if (column < n_rows && 4 * lane < D && k < of.n && channel < of.head(a)) {
                 const float4 y = *(const float4 *) (p + channel);
-                x[4 * k] = y.x * f;
-                x[4 * k + 1] = y.y * f;
-                x[4 * k + 2] = y.z * f;
-                x[4 * k + 3] = y.w * f;
+                x[4 * k] = y.x;
+                x[4 * k + 1] = y.y;
+                x[4 * k + 2] = y.z;
+                x[4 * k + 3] = y.w;
             }
+        }
+#pragma unroll
+        for (int k = 0; k < MOST; k++) {
+#pragma unroll
+            for (int i = 4 * k; i < 4 * k + 4; i++) { x[i] *= f; }
+            if (4 * lane < D && k < of.n) {
+                plain[(k * S + t) * 32 + column * 4 + c] =
+                    make_uint2(pack_half2(x[4 * k], x[4 * k + 1]), pack_half2(x[4 * k + 2], x[4 * k + 3]));
+            }
+#pragma unroll
+            for (int i = 4 * k; i < 4 * k + 4; i++) { x[i] *= norm; }
         }
         butterflies(x, [&](int h) { return rotates<X>(a, h < 4 ? h : D / 4 * h); });
 #pragma unroll 1
@@ -477,14 +484,25 @@ __device__ __forceinline__ void share_queries(const kvq_attend_args & a, const X
     const int lane = threadIdx.x % 32, size = of.head(a);
     const float * p = row_of(lane / 4);
     const float f = a.scale * LOG2E;
+    const int n = of.n * S * 32, n_threads = 32 * of.warps;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < of.n * S * 32; i += 32 * of.warps) {
-        const int step = i / 32, channel = step / S * D + channel_of<D, KB>(lane % 4, step % S);
-        float4 x = *(const float4 *) (p + (X::WIDE ? min(channel, size - 4) : channel));
-        if (X::WIDE && channel >= size) { x = make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
-        // lattice: in the order of points
-        out[i] = KB > LATTICE ? make_uint2(pack_half2(x.x * f, x.y * f), pack_half2(x.z * f, x.w * f))
-                              : make_uint2(pack_half2(x.x * f, x.z * f), pack_half2(x.y * f, x.w * f));
+    for (int i0 = threadIdx.x; i0 < n; i0 += 2 * n_threads) { // two are on their way at once
+        float4 x[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int step = min(i0 + k * n_threads, n - 1) / 32,
+                      channel = step / S * D + channel_of<D, KB>(lane % 4, step % S);
+            x[k] = *(const float4 *) (p + (X::WIDE ? min(channel, size - 4) : channel));
+            if (X::WIDE && channel >= size) { x[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f); }
+        }
+#pragma unroll
+        for (int k = 0; k < 2; k++) { // lattice: in the order of points
+            if (i0 + k * n_threads < n) {
+                const float4 y = make_float4(x[k].x * f, x[k].y * f, x[k].z * f, x[k].w * f);
+                out[i0 + k * n_threads] = KB > LATTICE ? make_uint2(pack_half2(y.x, y.y), pack_half2(y.z, y.w))
+                                                       : make_uint2(pack_half2(y.x, y.z), pack_half2(y.y, y.w));
+            }
+        }
     }
 }
 

@@ -25,11 +25,13 @@ template <int D, typename X, typename F>
 __device__ __forceinline__ void mean_coefficients(
     const kvq_attend_args & a, const X & of, int kvh, float * to, F && row_of) {
     constexpr int AT_ONCE = X::WIDE ? 1 : 4;
-    const int n = D / 2 * of.n, step = means_step<D, X::WIDE>(a); // pairs of a row
+    constexpr int LOG2 = D == 64 ? 5 : 6;
+    static_assert(D == 2 << LOG2);
+    const int n_log2 = LOG2 + (X::WIDE ? a.slices_log2 : 0), n = 1 << n_log2, step = means_step<D, X::WIDE>(a); // pairs
     const float *m = a.k_mean + kvh * of.head(a), f = a.scale * LOG2E;
 #pragma unroll AT_ONCE
     for (int i = threadIdx.x; i < DECODE_COLUMNS * n; i += 32 * of.warps) {
-        const int pair = i % n, column = i / n;
+        const int pair = i & (n - 1), column = i >> n_log2;
         if (X::WIDE && 2 * pair >= a.k.head_size) {
             *(float2 *) (to + column * step + 2 * pair) = make_float2(0.0f, 0.0f);
             continue;
@@ -67,8 +69,13 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
         if (copied) { copy_rows<D>(of, rows, row_of); }
     }
     const auto row = [&](int column) { return copied ? (const float *) rows + column * D : row_of(column); };
-    share_queries<D, KB>(a, of, queries, row);
-    share_rotated<D, KB>(a, of, warp, n_rows, queries + of.n * (D / 16) * 32, row);
+    uint2 * const rotated = queries + of.n * (D / 16) * 32;
+    if constexpr (is_split<KB>) {
+        share_queries<D, KB>(a, of, queries, row);
+        share_split<D, KB>(a, of, warp, n_rows, rotated, row);
+    } else {
+        share_rotated<D, KB>(a, of, warp, n_rows, queries, rotated, row);
+    }
     if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
 }
 

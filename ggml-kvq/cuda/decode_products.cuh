@@ -70,12 +70,25 @@ __device__ __forceinline__ void score(const kvq_attend_args & a, const Q & q, co
     }
 }
 
-// SHARED: rows lie in shared memory
+// SHARED: rows lie in shared memory; elsewhere this kernel may have written them
 template <bool SHARED> __device__ __forceinline__ uint4 row16(const void * p) {
-    return SHARED ? *(const uint4 *) p : load16(p);
+    return SHARED ? *(const uint4 *) p : __ldca((const uint4 *) p);
 }
 template <bool SHARED> __device__ __forceinline__ uint2 row8(const void * p) {
-    return SHARED ? *(const uint2 *) p : load8(p);
+    return SHARED ? *(const uint2 *) p : __ldca((const uint2 *) p);
+}
+
+// 8 channels of two open keys, x and y, times queries: steps q0 and q1
+template <int KB>
+__device__ __forceinline__ void score_rows(
+    const uint4 & x, const uint4 & y, const uint2 & q0, const uint2 & q1, float (&s)[4]) {
+    if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
+        mma(s, { x.x, y.x, x.y, y.y }, q0.x, q0.y);
+        mma(s, { x.z, y.z, x.w, y.w }, q1.x, q1.y);
+    } else {
+        mma(s, { even(x.x, x.y), even(y.x, y.y), odd(x.x, x.y), odd(y.x, y.y) }, q0.x, q0.y);
+        mma(s, { even(x.z, x.w), even(y.z, y.w), odd(x.z, x.w), odd(y.z, y.w) }, q1.x, q1.y);
+    }
 }
 
 // scores of two open keys for all columns; rows: of the first, channel 0 of the slice
@@ -87,18 +100,7 @@ __device__ __forceinline__ void score_open_pair(
 #pragma unroll
     for (int u = 0; u < D / 32; u++) {
         const uint16_t * at = rows + of.near(channel_of<D, KB>(c, 2 * u), 8); // beyond the head queries are 0
-        const uint4 x = row16<SHARED>(at), y = row16<SHARED>(at + stride);
-        const uint2 q0 = query_of(q, 2 * u), q1 = query_of(q, 2 * u + 1);
-        if constexpr (KB > LATTICE) { // channels in pairs (0, 1) (2, 3)
-            const uint32_t a[4] = { x.x, y.x, x.y, y.y }, b[4] = { x.z, y.z, x.w, y.w };
-            mma(s, a, q0.x, q0.y);
-            mma(s, b, q1.x, q1.y);
-            continue;
-        }
-        const uint32_t a[4] = { even(x.x, x.y), even(y.x, y.y), odd(x.x, x.y), odd(y.x, y.y) };
-        const uint32_t b[4] = { even(x.z, x.w), even(y.z, y.w), odd(x.z, x.w), odd(y.z, y.w) };
-        mma(s, a, q0.x, q0.y);
-        mma(s, b, q1.x, q1.y);
+        score_rows<KB>(row16<SHARED>(at), row16<SHARED>(at + stride), query_of(q, 2 * u), query_of(q, 2 * u + 1), s);
     }
 }
 

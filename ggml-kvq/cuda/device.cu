@@ -438,9 +438,10 @@ bool kvq_cuda_device::split(kvq_attend_args & a, int n_streams, int n_warps, boo
         // the last block reads them by 32 (decode_merge.cuh)
         if (few && a.wide && a.part && a.n_splits % 32 <= a.n_splits / 16) { a.n_splits -= a.n_splits % 32; }
     }
+    a.n_open = few ? kvq_decode_open_parts(a) : 0;
     if (a.n_splits == 1) { return true; }
     const size_t n_tickets = few ? blocks : 0,
-                 n = (size_t) n_streams * a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4);
+                 n = (size_t) n_streams * a.n_head_kv * a.n_rows * (a.n_splits + a.n_open) * (a.v.head_size + 4);
     if (!grow(partial, n_partial, n, "attention's partial results") ||
         !grow(tickets, this->n_tickets, n_tickets, "attention's tickets")) {
         return false;
@@ -533,7 +534,9 @@ void kvq_cuda_device::attend(
         // more splits
         const bool few = kvq_decode_fits(a, n_streams),
                    is_short = few && allow_short && !f.far && kvq_decode_short(a, n_streams, n_sm);
-        if (is_short && a.k.type != KVQ_TYPE_MIXED && held_here && !held.empty()) {
+        const bool takes_rows = held_here && !held.empty() && a.k.type != KVQ_TYPE_MIXED &&
+            (is_short || (few && !a.listed && a.n_rows <= PROMPT_ROWS && split(a, n_streams, 1, few) && a.n_open));
+        if (takes_rows) {
             for (int i = 0; i < 2; i++) {
                 a.fresh[i] = { held[i].to, held[i].rows, held[i].row_stride, held[i].head_stride, held[i].pos };
             }
@@ -546,7 +549,7 @@ void kvq_cuda_device::attend(
                         (size_t) (a.n_head - 1) * a.dst_stride_head + a.v.head_size);
             }
             for (const row_job & j : held) {
-                if (j.rows < last && first < j.rows + (size_t) (j.n - 1) * j.row_stride + j.width) {
+                if (is_short && j.rows < last && first < j.rows + (size_t) (j.n - 1) * j.row_stride + j.width) {
                     a.n_taken = (unsigned long long *) (held[0].to + held[0].n);
                     a.n_takers = a.n_new * a.n_head_kv * kvq_decode_row_blocks(a) << (a.wide ? a.slices_log2 : 0);
                 }

@@ -40,6 +40,7 @@ INSTRUCTIONS = [
     ("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "host_ldmatrix_trans({0}, {1}, {2}, {3}, {4});"),
     ("movmatrix.sync.aligned.m8n8.trans.b16", "{0} = host_movmatrix({1});"),
     ("prmt.b32", "{0} = host_prmt({1}, {2}, {3});"),
+    ("mov.u32 %0, %%tid.x", "{0} = (int) threadIdx.x;"),
     ("bar.sync", "host_cuda::team_barrier({0}, {1});"),
     ("ex2.approx.ftz.f32", "{0} = exp2f({1});"),
     ("ld.acquire.gpu.global.u64", "{0} = *({1});"),

@@ -178,6 +178,7 @@ template <typename T> static inline T atomicOr(T * p, T x) {
 }
 static inline void __threadfence() {}
 template <typename T> static inline T __ldg(const T * p) { return *p; }
+template <typename T> static inline T __ldca(const T * p) { return *p; }
 template <typename T> static inline T __ldcg(const T * p) { return *p; }
 template <typename T> static inline T __ldcv(const T * p) { return *p; }
 static inline size_t __cvta_generic_to_shared(const void * p) {
