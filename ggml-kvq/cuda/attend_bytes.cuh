@@ -17,20 +17,11 @@
 #include "decode_open.cuh"
 #include "decode_picked.cuh"
 
-#include <algorithm>
-
 namespace {
 
 // Shared memory of a warp: two stages, 8-bit parameters in f16, the pages of both halves of four units.
 __host__ __device__ __forceinline__ int bytes_warp(const kvq_attend_args & a) {
     return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page);
-}
-
-// Open rows of a half, to the L2 cache
-__device__ __noinline__ void ask_open_rows(
-    const kvq_attend_args & a, const kvq_page & page, int kvh, int cell, int state) {
-    if (!(state & 1)) { prefetch_rows(page.k_codes, (size_t) kvh * a.k.n_cells + cell, a.k.stride); }
-    if (!(state & 2)) { prefetch_rows(page.v_codes, (size_t) kvh * a.v.n_cells + cell, a.v.stride); }
 }
 
 // What open values add to a thread's rows: o += rest x or, where o is rotated, rest H x. rows: of this thread's first
@@ -483,43 +474,30 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         }
     }
     if constexpr (!AHEAD) {
-        // found anew, and sums are in the stages for the call: all of it would take registers in the loop
-        const slice now(a, warp_again());
-        const int i = team_from_last(share, now), units = ((share.n_pages << a.halves_log2) + 1) / 2;
-        if (i < a.n_open) {
-            float * const kept = (float *) stages + lane;
-            const auto each_sum = [&](auto && f) {
-#pragma unroll
-                for (int n = 0; n < 2 * E * S; n++) { f(n, o[n / (2 * E)][n % (2 * E)]); }
-#pragma unroll
-                for (int e = 0; e < E; e++) {
-                    f(2 * E * S + e, m[e]);
-                    f(2 * E * S + E + e, l[e]);
-                    if constexpr (POINTS) {
-                        f(2 * E * S + 2 * E + e, middle[e]);
-                        if constexpr (MEANS) { f(2 * E * S + 3 * E + e, l_sealed[e]); }
-                    } else if constexpr (!HALF) {
-                        f(2 * E * S + 2 * E + 2 * e, oz[e][0]);
-                        f(2 * E * S + 2 * E + 2 * e + 1, oz[e][1]);
-                    } else {
-                        f(2 * E * S + 2 * E + 2 * e, zeros_v[2 * e]);
-                        f(2 * E * S + 2 * E + 2 * e + 1, zeros_v[2 * e + 1]);
-                    }
-                }
-            };
-            each_sum([&](int n, float & x) { kept[32 * n] = x; });
-            open_part part = { (int) blockIdx.z, kvh, i, units, share.n_pages << a.halves_log2 };
-#pragma unroll
-            for (int e = 0; e < 2; e++) { // E = 1: two columns a row
+        put_part<D, KB, slice>(
+            a, share, blockIdx.z, queries, stages, shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2),
+            [&](open_part & part, int e) { // E = 1: two columns a row
                 const int r = E == 1 ? c : 2 * c + e;
                 part.row[e] = r < n_rows && e < E ? row0 + r : -1;
                 part.mask[e] = mask[e % E];
                 part.slope[e] = slope[e % E];
-            }
-            put_open<D, KB>(a, now, { queries + now.i * S * 32 + threadIdx.x % 32 },
-                shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2), part);
-            each_sum([&](int n, float & x) { x = kept[32 * n]; });
-        }
+            },
+            [&](auto && f) {
+                constexpr int N = 2 * E * S;
+#pragma unroll
+                for (int n = 0; n < N; n++) { f(n, o[n / (2 * E)][n % (2 * E)]); }
+#pragma unroll
+                for (int e = 0; e < E; e++) {
+                    f(N + e, m[e]);
+                    f(N + E + e, l[e]);
+                    if constexpr (POINTS) { f(N + 2 * E + e, middle[e]); }
+                    if constexpr (MEANS) { f(N + 3 * E + e, l_sealed[e]); }
+                    if constexpr (!POINTS) {
+                        f(N + 2 * E + 2 * e, HALF ? zeros_v[2 * e] : oz[e][0]);
+                        f(N + 2 * E + 2 * e + 1, HALF ? zeros_v[2 * e + 1] : oz[e][1]);
+                    }
+                }
+            });
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
@@ -530,19 +508,15 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             merge_rows<D, POINTS, MEANS, false>(a, of, sums, blockIdx.z, share, 0, n_rows);
             return;
         }
-#pragma unroll
-        for (int d = 4; d <= 16; d *= 2) { l_all += __shfl_xor_sync(~0u, l_all, d); }
+        l_all = column_sum(l_all);
     }
 #pragma unroll
-    for (int d = 4; d <= 16; d *= 2) {
-#pragma unroll
-        for (int e = 0; e < E; e++) {
-            l[e] += __shfl_xor_sync(~0u, l[e], d);
-            if constexpr (MEANS) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
-            if constexpr (!POINTS && !HALF) {
-                oz[e][0] += __shfl_xor_sync(~0u, oz[e][0], d);
-                oz[e][1] += __shfl_xor_sync(~0u, oz[e][1], d);
-            }
+    for (int e = 0; e < E; e++) {
+        l[e] = column_sum(l[e]);
+        if constexpr (MEANS) { l_sealed[e] = column_sum(l_sealed[e]); }
+        if constexpr (!POINTS && !HALF) {
+            oz[e][0] = column_sum(oz[e][0]);
+            oz[e][1] = column_sum(oz[e][1]);
         }
     }
     float * const all = (float *) (memory + picked_at<sums_type>()); // AHEAD: [warp][column], of near cells
@@ -571,83 +545,6 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
             [&](int w, int column) { return all[w * DECODE_COLUMNS + column]; });
     }
     merge_rows<D, POINTS, MEANS, POINTS && !AHEAD>(a, of, sums, blockIdx.z, share, row0, n_rows);
-}
-
-template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD, int E = 1>
-void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, int * occupancy) {
-    constexpr bool POINTS = KB > LATTICE;
-    size_t shared = ((POINTS ? 32 : 16) * (size_t) D + 32 * sizeof(byte_lane)) << a.slices_log2; // queries
-    if constexpr (POINTS) {
-        a.stage_bytes = byte_lattice_map<D>::BYTES + (MEANS ? 4 * DECODE_CELLS : 0);
-        a.stage_wide = MEANS ? 4 * D : 0; // angles
-        shared += 32 + (E == 2 ? shared_bytes::ROWS << a.slices_log2 : 0);
-        if constexpr (MEANS) {
-            shared += 4 * DECODE_COLUMNS * (size_t) means_step<D>(a) + nb_waves<D, E>(a);
-        } else if constexpr (!WIDE) {
-            shared += (size_t) bytes_of_rows<D>(a);
-        }
-    } else {
-        lay_out_stage<D, KB, VB>(a);
-    }
-    typedef decode_sums<D, bytes_warps<MEANS, WIDE>> sums_type;
-    const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) bytes_warp(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
-            AHEAD ? (size_t) picked_bytes<sums_type>(a) : sizeof(sums_type));
-    };
-    static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE, AHEAD, E>, limit, a, bytes_warps<MEANS, WIDE>, WIDE,
-        bytes, n_streams, stream, occupancy);
-}
-
-template <int D, bool WIDE, bool AHEAD, int E = 1>
-void launch_bytes_lattice(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.waves) {
-        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, true, WIDE, AHEAD, E>(a, n_streams, stream, occupancy);
-    } else {
-        launch_bytes_kernel<D, LATTICE + 4, LATTICE + 4, false, WIDE, AHEAD, E>(a, n_streams, stream, occupancy);
-    }
-}
-
-template <int D, bool WIDE>
-void launch_bytes(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.type == KVQ_TYPE_LATTICE) {
-        launch_bytes_lattice<D, WIDE, false>(a, n_streams, stream, occupancy);
-        return;
-    }
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE, false>(a, n_streams, stream, occupancy); break;
-    if constexpr (WIDE) {
-        switch (8 * a.k.bits + a.v.bits) { KVQ_WIDE_BYTES_BITS(KVQ_CASE) }
-    } else {
-        switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_BITS(KVQ_CASE) }
-    }
-#undef KVQ_CASE
-}
-
-// more than 4 rows
-template <int D, bool WIDE>
-void launch_bytes_rows(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.type == KVQ_TYPE_LATTICE) {
-        launch_bytes_lattice<D, WIDE, false, 2>(a, n_streams, stream, occupancy);
-        return;
-    }
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE, false, 2>(a, n_streams, stream, occupancy); break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_BYTES_ROWS_BITS(KVQ_CASE) }
-#undef KVQ_CASE
-}
-
-// where cells were picked by the step before
-template <int D, bool WIDE>
-void launch_bytes_ahead(const kvq_attend_args & a, int n_streams, cudaStream_t stream, int * occupancy) {
-    if (a.k.type == KVQ_TYPE_LATTICE) {
-        launch_bytes_lattice<D, WIDE, true>(a, n_streams, stream, occupancy);
-        return;
-    }
-#define KVQ_CASE(K, V)                                                                                                 \
-    case 8 * K + V: launch_bytes_kernel<D, K, V, false, WIDE, true>(a, n_streams, stream, occupancy); break;
-    switch (8 * a.k.bits + a.v.bits) { KVQ_AHEAD_BITS(KVQ_CASE) }
-#undef KVQ_CASE
 }
 
 } // namespace

@@ -237,10 +237,12 @@ int kvq_decode_max_splits(const kvq_attend_args & a) {
 static bool is_apart(const kvq_attend_args & a) { return !a.is_short && !a.part && !a.work && a.n_splits >= MIN_APART; }
 
 int kvq_decode_open_parts(const kvq_attend_args & a) {
-    const bool kernel = a.fine == BYTES || a.fine == BYTES_ROWS || a.fine == 3;
+    const bool lattice = a.wide && !a.fine && a.k.type == KVQ_TYPE_LATTICE && !a.k.split,
+               kernel = a.fine == BYTES || a.fine == BYTES_ROWS || a.fine == 3 || lattice;
     const int n_units = (a.n_pages * a.page_cells + CELLS - 1) / CELLS;
-    return kernel && is_apart(a) && n_units >= 2 * OPEN_PARTS && a.n_splits * teams_of(a) >= OPEN_PARTS ? OPEN_PARTS
-                                                                                                        : 0;
+    return kernel && !a.map_stride && is_apart(a) && n_units >= 2 * OPEN_PARTS && a.n_splits * teams_of(a) >= OPEN_PARTS
+        ? OPEN_PARTS
+        : 0;
 }
 
 int kvq_decode_picking(const kvq_attend_args & a, int room) {

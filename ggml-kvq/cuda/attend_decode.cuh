@@ -34,12 +34,6 @@
 
 namespace {
 
-// MEANS: sealed pages lack theirs. FINE: as above, groups of 16 with parameters in f16 (1) or 8 bits (2), or of 32
-// in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an attention that picks
-// cells in between (device_far.cu): logits of all cells and sums of their exponentials, or values by such logits.
-// AHEAD: the whole where cells were picked by the step before: their far rows are here, and near ones do not count. It
-// leaves logits of all cells for the next picks.
-enum { WHOLE, LOGITS, VALUES, AHEAD };
 template <int D, int KB, int VB, bool MEANS, int FINE, bool WIDE, int PART>
 __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     WIDE                                 ? 1
@@ -52,7 +46,8 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     static_assert(BOTH || (!FINE && (KB == VB || (PART == LOGITS && is_split<KB>) )), "parts have one operand");
     static_assert(!is_split<KB> || MEANS, "kernels for split keys are for pages that lack their means");
     constexpr int G = FINE == 3 ? 32 : 16;
-    constexpr bool OPENS = FINE == 3; // has parts of open cells
+    // may have parts of open cells
+    constexpr bool OPENS = PART == WHOLE && WIDE && (FINE == 3 || (ROTATED && !is_split<KB>) );
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     early_start();
     extern __shared__ __align__(16) uint8_t memory[];
@@ -77,31 +72,12 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                    maps_at = ring_at + 8 * (int) sizeof(kvq_page);
     const int turn = FINE ? nb_warp - FINE_TURN : 0;
     const int per_page = 1 << a.halves_log2, n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2;
-    // This team's units: one of the last ones, which are open, cold and take longest, then others, from the last one on.
-    // Teams that may have open cells take part from the third turn on.
-    const int picking = PICKED ? a.n_picking : 0, n_splits = share.n_splits - picking, n_teams = n_splits * of.teams,
-              team = of.team * n_splits + share.split - picking, from_last = n_teams - 1 - team;
+    // This team's units: one of the last ones, which are open and take longest, then others, from the last one on.
+    const int picking = PICKED ? a.n_picking : 0, n_splits = share.n_splits - picking;
     const bool picks = PICKED && (int) blockIdx.x < picking; // decode_picked.cuh: no near cells
-    const int n_first = n_teams - (OPENS ? a.n_open : 0), skipped = OPENS && from_last < a.n_open ? OPEN_TURNS : 0;
-    const auto other_of = [&](int turn) { // how many others come before it
-        const int all = OPENS ? max(turn - OPEN_TURNS, 0) : 0;
-        return (turn - all) * n_first + all * n_teams + team;
-    };
-    int n_mine = picks || from_last >= n_units ? 0 : 1;
-    if constexpr (OPENS) {
-        while (n_mine && other_of(n_mine - 1 + skipped) < n_units - n_teams) { n_mine++; }
-    } else if (n_mine) {
-        n_mine += max(0, (n_units - 1 - team) / n_teams);
-    }
-    const auto half_of = [&](int unit, int h) {
-        int at = n_units - 1 - n_teams - other_of(unit - 1 + skipped);
-        if constexpr (OPENS) {
-            at = unit ? other_unit(a, max(0, at), n_units) : own_unit(a, from_last, n_units);
-        } else if (!unit) {
-            at = n_units - 1 - from_last;
-        }
-        return 2 * max(0, at) + h;
-    };
+    const team_units<OPENS> units(a, n_units, n_splits * of.teams, of.team * n_splits + share.split - picking);
+    const int n_mine = picks ? 0 : units.count();
+    const auto half_of = [&](int unit, int h) { return 2 * units.at(a, unit) + h; };
 
     const auto copy_pages = [&](int unit) { // of both halves of 32 cells
         const int half = min(half_of(unit, lane / 3), n_halves - 1);
@@ -128,16 +104,6 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         return half_of(unit, h) >= n_halves || !p.n_slots
             ? -1
             : (CODES && p.k_params ? 1 : 0) + (CODES && p.v_params ? 2 : 0);
-    };
-    const auto ask_open = [&](int unit, int h, int state) { // rows that are not codes, on their way to the L2 cache
-        const kvq_page & p = ring[unit % 4 * 2 + h];
-        const int t = first_cell(half_of(unit, h));
-        if (PART != VALUES && (state == 0 || state == 2)) {
-            prefetch_rows(p.k_codes, (size_t) kvh * a.k.n_cells + t, a.k.stride);
-        }
-        if (PART != LOGITS && (state == 0 || state == 1)) {
-            prefetch_rows(p.v_codes, (size_t) kvh * a.v.n_cells + t, a.v.stride);
-        }
     };
     clear_beyond<D>(of, stages, 2 * a.stage_bytes + a.stage_wide);
     if (n_mine) { copy_pages(0); }
@@ -223,8 +189,15 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         if (unit + 1 < n_mine) { // what is sealed of it, ahead of its turn; and the pages of the one after it
             next0 = state_of(unit + 1, 0);
             next1 = state_of(unit + 1, 1);
-            if (of.i == 0 && lane < 2 && !(OPENS && unit < 0 && skipped)) {
-                ask_open(unit + 1, lane, lane ? next1 : next0);
+            if (of.i == 0 && lane < 2 && !(OPENS && unit < 0 && units.skipped)) {
+                const int state = lane ? next1 : next0;
+                if (state >= 0 && state < 3) {
+                    ask_open_rows(a, ring[(unit + 1) % 4 * 2 + lane], kvh, first_cell(half_of(unit + 1, lane)),
+                        state |
+                            (PART == VALUES          ? 1
+                                    : PART == LOGITS ? 2
+                                                     : 0));
+                }
             }
             if constexpr (CODES) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
@@ -271,7 +244,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             } else if constexpr (PART != VALUES) {
                 share_queries<D, KB>(a, of, queries, row_of);
             }
-            if (OPENS && from_last < a.n_open) { // what is open has its turn at the end
+            if (OPENS && units.skipped) { // what is open has its turn at the end
                 next0 = next0 ? next0 : -1;
                 next1 = next1 ? next1 : -1;
             }
@@ -490,12 +463,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     } else {
                         const float f = of_codes ? 1.0f / FROM_V : FROM_V;
 #pragma unroll
-                        for (int n = 0; n < S; n++) {
-                            o[n][0] *= f;
-                            o[n][1] *= f;
-                            o[n][2] *= f;
-                            o[n][3] *= f;
-                        }
+                        for (int n = 0; n < 4 * S; n++) { o[n / 4][n % 4] *= f; }
                     }
                 }
                 if (now & 2) {
@@ -534,34 +502,28 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
             }
         }
     }
-    if constexpr (OPENS) { // as in attend_bytes.cuh
-        const slice now(a, warp_again());
-        const int i = team_from_last(share, now), units = ((share.n_pages << a.halves_log2) + 1) / 2;
-        if (i < a.n_open) {
-            float * const kept = (float *) stages + lane;
-            const auto each_sum = [&](auto && f) {
+    if constexpr (OPENS) {
+        put_part<D, KB, slice>(
+            a, share, is, queries, stages, shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2),
+            [&](open_part & part, int e) {
+                part.row[e] = row0 + 2 * c + e < a.n_rows ? row0 + 2 * c + e : -1;
+                part.mask[e] = mask[e];
+                part.slope[e] = slope[e];
+            },
+            [&](auto && f) {
 #pragma unroll
                 for (int n = 0; n < 4 * S; n++) { f(n, o[n / 4][n % 4]); }
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     f(4 * S + e, m[e]);
                     f(4 * S + 2 + e, l[e]);
-                    f(4 * S + 4 + e, oz[e]);
-                    f(4 * S + 6 + e, oz[2 + e]);
+                    if constexpr (MEANS) { f(4 * S + 4 + e, l_sealed[e]); }
+                    if constexpr (!ROTATED) {
+                        f(4 * S + 4 + e, oz[e]);
+                        f(4 * S + 6 + e, oz[2 + e]);
+                    }
                 }
-            };
-            each_sum([&](int n, float & x) { kept[32 * n] = x; });
-            open_part part = { is, kvh, i, units, share.n_pages << a.halves_log2 };
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                part.row[e] = row0 + 2 * c + e < a.n_rows ? row0 + 2 * c + e : -1;
-                part.mask[e] = mask[e];
-                part.slope[e] = slope[e];
-            }
-            put_open<D, KB>(a, now, { queries + now.i * S * 32 + threadIdx.x % 32 },
-                shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2), part);
-            each_sum([&](int n, float & x) { x = kept[32 * n]; });
-        }
+            });
     }
     // this thread's columns, over all cells of the warp
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -574,8 +536,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     if constexpr (PART == LOGITS) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-#pragma unroll
-            for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+            l[e] = column_sum(l[e]);
             if (g == 0) {
                 sums.m[warp][2 * c + e] = m[e];
                 sums.l[warp][2 * c + e] = l[e];
@@ -594,16 +555,9 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
 #pragma unroll
         for (int e = 0; e < 2 && !picks; e++) {
             if constexpr (FINE) { l[e] *= exp2_fast((float) -weight); }
-#pragma unroll
-            for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
-            if constexpr (MEANS) {
-#pragma unroll
-                for (int d = 4; d <= 16; d *= 2) { l_sealed[e] += __shfl_xor_sync(~0u, l_sealed[e], d); }
-            }
-            if constexpr (PART == AHEAD) {
-#pragma unroll
-                for (int d = 4; d <= 16; d *= 2) { l_all[e] += __shfl_xor_sync(~0u, l_all[e], d); }
-            }
+            l[e] = column_sum(l[e]);
+            if constexpr (MEANS) { l_sealed[e] = column_sum(l_sealed[e]); }
+            if constexpr (PART == AHEAD) { l_all[e] = column_sum(l_all[e]); }
             if (g == 0) {
                 sums.m[warp][2 * c + e] = m[e];
                 sums.l[warp][2 * c + e] = l[e];

@@ -43,17 +43,17 @@ __global__ void __launch_bounds__(MOST_THREADS) decode_merge_kernel(const __grid
 #pragma unroll 1
     for (int at = 0; at < n; at += each, p += each * step) {
         // blocks and, the first time, open parts; beyond them loads are of the last one, and factors 0
-        const int here = min(n - at, each), n_open = at ? 0 : a.n_open, begin = open ? n : part, by = open ? 1 : parts,
-                  end = open ? n + n_open : here;
+        const int here = min(n - at, each), n_open = at ? 0 : a.n_open, begin = open ? n - at : part,
+                  by = open ? 1 : parts, end = open ? n - at + n_open : here;
         float4 mine[KNOWN / 32 + 1], y[AT_ONCE]; // m, l, sealed of blocks lane + 32k, of an open part; sums
 #pragma unroll
         for (int k = 0; k <= KNOWN / 32; k++) {
-            const int i = k < KNOWN / 32 ? min(lane + 32 * k, here - 1) : n - at + min(lane, max(n_open - 1, -1));
+            const int i = k < KNOWN / 32 ? min(lane + 32 * k, here - 1) : n - at + min(lane, n_open - 1);
             mine[k] = __ldcg((const float4 *) (p + i * step + size));
         }
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-            y[k] = __ldcg((const float4 *) (p + max(min(begin + k * by, end - 1), 0) * step + channel));
+            y[k] = __ldcg((const float4 *) (p + min(begin + k * by, end - 1) * step + channel));
         }
         if (lane >= n_open) { mine[KNOWN / 32].x = -INFINITY; }
         float top = m;

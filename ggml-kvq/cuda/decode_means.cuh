@@ -24,7 +24,7 @@ template <int D, bool WIDE = true> __host__ __device__ __forceinline__ int means
 template <int D, typename X, typename F>
 __device__ __forceinline__ void mean_coefficients(
     const kvq_attend_args & a, const X & of, int kvh, float * to, F && row_of) {
-    constexpr int AT_ONCE = X::WIDE ? 1 : 4;
+    constexpr int AT_ONCE = X::WIDE ? 2 : 4;
     constexpr int LOG2 = D == 64 ? 5 : 6;
     static_assert(D == 2 << LOG2);
     const int n_log2 = LOG2 + (X::WIDE ? a.slices_log2 : 0), n = 1 << n_log2, step = means_step<D, X::WIDE>(a); // pairs

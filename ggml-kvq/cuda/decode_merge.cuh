@@ -119,22 +119,34 @@ template <int D, bool MEANS, int WARPS, typename X>
 __device__ __forceinline__ void put_block_rows(const kvq_attend_args & a, const X & of, decode_sums<D, WARPS> & s,
     int is, const block_share & share, int row0, int n_rows) {
     const int lane = threadIdx.x % 32, columns_log2 = row_columns_log2(a), per_row = DECODE_COLUMNS >> columns_log2,
-              slices_log2 = X::WIDE ? a.slices_log2 : 0, size = of.head(a), n = of.teams << columns_log2;
+              slices_log2 = X::WIDE ? a.slices_log2 : 0, size = of.head(a), n = of.teams << columns_log2,
+              at = lane % (D / 4) * 4;
+    constexpr int TWO = X::WIDE ? 2 : 1; // slices at once
 #pragma unroll 1
-    for (int u = threadIdx.x / 32; u < n_rows << slices_log2; u += of.warps) {
-        const int r = u >> slices_log2, slice = u & (of.n - 1), channel = slice * D + lane % (D / 4) * 4;
-        const auto warp_of = [&](int i) { return (i >> columns_log2 << slices_log2) + slice; };
+    for (int r = threadIdx.x / 32; r < n_rows; r += of.warps) { // all slices of a row have the same maxima and sums
+        const auto warp_of = [&](int i) { return i >> columns_log2 << slices_log2; };
         const auto column_of = [&](int i) { return (i & ((1 << columns_log2) - 1)) * per_row + r; };
         const int mine = min(lane, n - 1), w = warp_of(mine), column = column_of(mine);
         const float top = s.m[w][column], m = warp_max(top), f = lane < n && m > -INFINITY ? exp2_fast(top - m) : 0.0f,
                     l = warp_sum(f * s.l[w][column]), sealed = MEANS ? warp_sum(f * s.l_sealed[w][column]) : 0.0f;
-        float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+        for (int slice = 0; slice < of.n; slice += TWO) {
+            float4 x[TWO] = {};
 #pragma unroll 2
-        for (int i = 0; i < n; i++) {
-            add(x, __shfl_sync(~0u, f, i), *(const float4 *) &s.o[warp_of(i)][column_of(i)][lane % (D / 4) * 4]);
-        }
-        if (lane < D / 4 && (!X::WIDE || channel < size)) {
-            put_partial(a, is, share.kvh, row0 + r, share.split, size, channel, x, m, l, sealed);
+            for (int i = 0; i < n; i++) {
+                const float by = __shfl_sync(~0u, f, i);
+#pragma unroll
+                for (int k = 0; k < TWO; k++) {
+                    add(x[k], by, *(const float4 *) &s.o[warp_of(i) + min(slice + k, of.n - 1)][column_of(i)][at]);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < TWO; k++) {
+                const int channel = (slice + k) * D + at;
+                if (lane < D / 4 && slice + k < of.n && (!X::WIDE || channel < size)) {
+                    put_partial(a, is, share.kvh, row0 + r, share.split, size, channel, x[k], m, l, sealed);
+                }
+            }
         }
     }
 }

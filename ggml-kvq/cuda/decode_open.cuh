@@ -1,9 +1,9 @@
 // Decode attention: open cells at the ends of a cache, f16 rows of its last tokens and of sinks (attend_decode.cuh).
 //
 // Few teams have any, and the code for them is cold: beside as many other units as the rest has, such a team would be
-// late, and the whole kernel with it. So those that have the last units and the first ones have few others. What is open
-// of theirs they make at the end, and its sums go to memory as a part of the row of their own, beside those of blocks
-// (attend_merge.cu): they need not be brought into the form that sums of sealed cells have, rotated or in units of codes.
+// late, and the whole kernel with it. So the last units and the first ones have teams that take fewer others. What is
+// open among all these units they make at the end, and its sums go to memory as parts of a row, beside those of blocks
+// (attend_merge.cu): they need not come into the form that sums of sealed cells have, rotated or in units of codes.
 #pragma once
 
 #include "decode_mask.cuh"
@@ -11,6 +11,13 @@
 #include "seen.cuh"
 
 namespace {
+
+// Open rows of a half, to the L2 cache. state: of keys but for 1, of values but for 2
+__device__ __noinline__ void ask_open_rows(
+    const kvq_attend_args & a, const kvq_page & page, int kvh, int cell, int state) {
+    if (!(state & 1)) { prefetch_rows(page.k_codes, (size_t) kvh * a.k.n_cells + cell, a.k.stride); }
+    if (!(state & 2)) { prefetch_rows(page.v_codes, (size_t) kvh * a.v.n_cells + cell, a.v.stride); }
+}
 
 // four channels of a new row of keys, from `channel` of all heads' on, with its position
 __device__ __forceinline__ uint2 tagged(uint2 x, uint64_t tag, int channel) {
@@ -49,14 +56,34 @@ __device__ __forceinline__ int own_unit(const kvq_attend_args & a, int i, int n_
     return i >= OPEN_LAST && i < a.n_open ? i - OPEN_LAST : other_unit(a, n_units - 1 - i, n_units);
 }
 
-template <typename X> __device__ __forceinline__ int team_from_last(const block_share & share, const X & of) {
-    return share.n_splits * (of.teams - of.team) - 1 - share.split;
-}
-__device__ __forceinline__ int warp_again() { // threadIdx.x / 32, for all that a compiler knows another number
-    int x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return x / 32;
-}
+// A team's units where they are dealt out one by one, from the last one on (attend_decode.cuh). OPENS: there may be
+// parts, whose teams take part in others' turns later.
+template <bool OPENS> struct team_units {
+    int n_units, n_teams, team, from_last, n_first, skipped;
+    __device__ __forceinline__ team_units(const kvq_attend_args & a, int n_units, int n_teams, int team) :
+        n_units(n_units),
+        n_teams(n_teams),
+        team(team),
+        from_last(n_teams - 1 - team),
+        n_first(n_teams - (OPENS ? a.n_open : 0)),
+        skipped(OPENS && from_last < a.n_open ? OPEN_TURNS : 0) {}
+    __device__ __forceinline__ int others_before(int turn) const {
+        const int all = OPENS ? max(turn - OPEN_TURNS, 0) : 0;
+        return (turn - all) * n_first + all * n_teams + team;
+    }
+    __device__ __forceinline__ int count() const {
+        if (from_last >= n_units) { return 0; }
+        if (!OPENS) { return 1 + max(0, (n_units - 1 - team) / n_teams); }
+        int n = 1;
+        while (others_before(n - 1 + skipped) < n_units - n_teams) { n++; }
+        return n;
+    }
+    __device__ __forceinline__ int at(const kvq_attend_args & a, int unit) const {
+        const int other = max(0, n_units - 1 - n_teams - others_before(unit - 1 + skipped));
+        if (!OPENS) { return unit ? other : max(0, n_units - 1 - from_last); }
+        return unit ? other_unit(a, other, n_units) : max(0, own_unit(a, from_last, n_units));
+    }
+};
 
 // A team's part. Of this thread's columns 2c + e: the row, -1: none; mask; slope.
 struct open_part {
@@ -171,8 +198,7 @@ __device__ __noinline__ void put_open(
     }
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-#pragma unroll
-        for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+        l[e] = column_sum(l[e]);
         if (u.row[e] < 0) { continue; }
         float * const out = a.partial + partial_at(a, u.is, u.kvh, u.row[e], a.n_splits + u.part);
 #pragma unroll
@@ -185,6 +211,25 @@ __device__ __noinline__ void put_open(
         }
         if (of.i == 0 && g == 0) { *(float4 *) (out + of.head(a)) = make_float4(m[e], l[e], 0.0f, 0.0f); }
     }
+}
+
+// The part of this warp's team, if it has one, behind its other units. All is found anew, and sums are in the stages
+// meanwhile: both would take registers in the loop. rows(part, e): of column 2c + e; each_sum(f): f(n, x) of all sums.
+template <int D, int KB, typename X, typename R, typename F>
+__device__ __forceinline__ void put_part(const kvq_attend_args & a, const block_share & share, int is,
+    const uint2 * queries, uint8_t * stages, uint8_t * all, R && rows, F && each_sum) {
+    int thread; // threadIdx.x, for all that a compiler knows another number
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const X of(a, thread / 32);
+    const int i = share.n_splits * (of.teams - of.team) - 1 - share.split, n_halves = share.n_pages << a.halves_log2;
+    if (i >= a.n_open) { return; }
+    open_part part = { is, share.kvh, i, (n_halves + 1) / 2, n_halves };
+#pragma unroll
+    for (int e = 0; e < 2; e++) { rows(part, e); }
+    float * const kept = (float *) stages + thread % 32;
+    each_sum([&](int n, float & x) { kept[32 * n] = x; });
+    put_open<D, KB>(a, of, { queries + of.i * (D / 16) * 32 + thread % 32 }, all, part);
+    each_sum([&](int n, float & x) { x = kept[32 * n]; });
 }
 
 } // namespace

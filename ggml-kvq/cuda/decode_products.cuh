@@ -272,6 +272,13 @@ __device__ __noinline__ void accumulate_open_rows(
     for (int i = 0; i < D / 4; i++) { o[i / 4][i % 4] = x[i / 4][i % 4]; }
 }
 
+// over the threads that have a column's cells
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+    for (int d = 4; d <= 16; d *= 2) { x += __shfl_xor_sync(~0u, x, d); }
+    return x;
+}
+
 // s += slope * mask, row b = i / 2, column e = i % 2; top: the largest of each column. False: nothing is seen
 template <int J>
 __device__ __forceinline__ bool mask_scores(

@@ -571,6 +571,7 @@ void kvq_cuda_device::attend(
         n_decode += few;
         n_means += a.waves != nullptr;
         n_fine += few && a.fine;
+        n_opens += few && a.n_open;
         if (few) {
             kvq_launch_decode_attention(a, n_streams, (cudaStream_t) stream);
         } else {

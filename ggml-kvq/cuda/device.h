@@ -63,6 +63,7 @@ public:
     int64_t n_short = 0, n_decode = 0, n_prompt = 0;
     int64_t n_means = 0;  // and over sealed pages that lack their means
     int64_t n_fine = 0;   // and over groups of 16 in both (decode_fine.cuh)
+    int64_t n_opens = 0;  // and with parts of open cells (decode_open.cuh)
     int64_t n_listed = 0; // and over pages that their rows see (seen.cuh)
     // KVQ_CUDA_LISTS: 0 never, 1 where there are more rows than a decode kernel takes otherwise, 2 for few rows too
     int allow_lists;

@@ -153,3 +153,47 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
     d.allow_short = true;
     printf("attention, 8-bit products: %d cases, worst relative error %.2g\n", n, worst);
 }
+
+// Open cells at the ends of long caches are parts of their own (cuda/decode_open.cuh), in every kernel that has them:
+// where there are 8 blocks or more of a row.
+static void open_ends(kvq_cuda_device & d, bool quick) {
+    double worst = 0;
+    int n = 0, n_opens = 0;
+    d.allow_short = false;
+    for (const int D : { 64, 128, 80, 256, 512 }) {
+        const bool slices = D != 64 && D != 128;
+        const int teams = D == 80 ? 12 : D == 256 ? 6 : D == 512 ? 3 : 4;
+        for (const int rows : { 4, 8, 12 }) {
+            const int gqa = rows == 12 ? 6 : rows, n_q = rows / gqa;
+            struct {
+                int kb, vb, group, page, turns;
+            } formats[] = { { 2, 2, 128, 0, 0 }, { 2, 2, 2, 32, 0 }, { 2, 2, 2, 64, 3 }, { 2, 1, 32, 0, 0 },
+                { 4, 4, 2, 32, 1 } };
+            int i = 0;
+            for (const auto & f : formats) {
+                const bool others = f.kb == 4 || f.group == 32; // only in slices, those of 32 with many rows
+                if ((others && !slices) || (f.group == 32 && rows < 8) || (D == 512 && f.turns) ||
+                    (quick && (D / 16 + rows / 4 + i++) % 4)) {
+                    continue;
+                }
+                for (const int open : { 0, 1, 3 }) { // 0: at random
+                    attention_case c = { f.kb, f.vb, f.group, 0, D, 1, gqa, n_q, 64 * 8 * teams + 61 * rows,
+                        rows == 8 && !quick ? 2 : 1, rows == 12 ? 20.0f : 0.0f, open == 3 ? 8.0f : 0.0f, rows == 8,
+                        open == 0 };
+                    c.page = f.page;
+                    c.turns = f.turns;
+                    c.stayed = true;
+                    c.open = open;
+                    const int64_t before = d.n_opens;
+                    worst = std::max(worst, check_attention(d, c));
+                    n_opens += d.n_opens > before;
+                    n++;
+                }
+            }
+        }
+    }
+    d.allow_short = true;
+    CHECK(2 * n_opens > n, "%d of %d cases had parts of open cells", n_opens, n);
+    printf("attention, open cells at the ends: %d cases, %d with parts of their own, worst relative error %.2g\n", n,
+        n_opens, worst);
+}

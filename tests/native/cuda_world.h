@@ -20,6 +20,7 @@ struct attention_case {
     int page = 0, sequences = 0;
     int split = 0, fast = 0; // of keys: kvq_split, bits of the fast half; kb are those of the slow one
     float low = 0;           // mask of all cells but the first
+    int open = 0;            // pages at each end that are open, all between them sealed
 };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
@@ -100,6 +101,10 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         std::vector<uint8_t> state(pages.size()); // 0: unused, 1: open, 2: sealed, 3: keys alone are, 4: values alone
         for (size_t i = 0; i < pages.size(); i++) {
             state[i] = f16 ? 1 : !fill ? 2 : (uint8_t) (uniform(0, 7) == 0 ? 0 : uniform(0, 3) ? 2 : 1);
+            if (c.open && fill) {
+                const int page = (int) (i % (size_t) np);
+                state[i] = page < c.open || page >= np - c.open ? 1 : 2;
+            }
             if (c.torn && state[i] && !uniform(0, 1)) { state[i] = (uint8_t) (3 + uniform(0, 1)); }
         }
         const auto is_sealed = [&](int r, size_t i) { return state[i] == 2 || state[i] == 3 + r; };

@@ -385,6 +385,8 @@ int main(int argc, char ** argv) {
             listed_attention(d, argc > 3);
         } else if (argc > 2 && !strcmp(argv[2], "bytes")) {
             bytes_attention(d, argc > 3);
+        } else if (argc > 2 && !strcmp(argv[2], "open")) {
+            open_ends(d, argc > 3);
         } else if (argc > 2 && !strcmp(argv[2], "rest")) {
             attention_matrix(d, argc > 3, true);
         } else if (argc > 2) {
@@ -494,6 +496,7 @@ int main(int argc, char ** argv) {
     check_aqua(d, on_host ? host_steps : quick ? 20 : 1000, !quick);
     check_split(d, quick);
     bytes_attention(d, quick);
+    open_ends(d, quick);
     attention_matrix(d, quick);
     return 0;
 }

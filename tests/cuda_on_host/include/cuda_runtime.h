@@ -220,7 +220,7 @@ enum { cudaDevAttrComputeCapabilityMajor };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
 static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp * p, int) {
-    *p = { 4, 8, 0, SHARED_BYTES_OF_BLOCK, SHARED_BYTES_OF_BLOCK + 1024 };
+    *p = { 12, 8, 0, SHARED_BYTES_OF_BLOCK, SHARED_BYTES_OF_BLOCK + 1024 };
     return cudaSuccess;
 }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
