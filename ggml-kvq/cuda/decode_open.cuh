@@ -93,8 +93,8 @@ struct open_part {
     float slope[2];
 };
 
-// Steps of 16 cells of all these units are dealt out one by one: open ones lie next to each other, and a step costs more
-// than its cells, because only one team comes here and waits for each instruction. In a step this thread has cells
+// Steps of 16 cells of all these units are dealt out one by one: open ones lie next to each other, and a step costs
+// more than its cells, because only one team comes here and waits for each instruction. In a step this thread has cells
 // 2g + b of scores, 4c + {0..3} of values. q: queries as they are; all: memory of teams, of a turn that is free.
 template <int D, int KB, typename X>
 __device__ __noinline__ void put_open(

@@ -10,8 +10,8 @@ namespace {
 // Template parameters of decode_kernel. MEANS: sealed pages lack theirs. FINE: groups of 16 with parameters in f16 (1)
 // or 8 bits (2), or of 32 in f16 (3). WIDE: heads that are not D channels. PART: the whole, or one of the parts of an
 // attention that picks cells in between (device_far.cu): logits of all cells and sums of their exponentials, or values
-// by such logits. AHEAD: the whole where cells were picked by the step before: their far rows are here, and near ones do
-// not count. It leaves logits of all cells for the next picks.
+// by such logits. AHEAD: the whole where cells were picked by the step before: their far rows are here, and near ones
+// do not count. It leaves logits of all cells for the next picks.
 enum { WHOLE, LOGITS, VALUES, AHEAD };
 
 // shared memory of a warp; masks or, where every KV head has its own, cells of slots
