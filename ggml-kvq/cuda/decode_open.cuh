@@ -227,6 +227,7 @@ __device__ __forceinline__ void put_part(const kvq_attend_args & a, const block_
 #pragma unroll
     for (int e = 0; e < 2; e++) { rows(part, e); }
     float * const kept = (float *) stages + thread % 32;
+    __syncwarp(); // all have read what was there
     each_sum([&](int n, float & x) { kept[32 * n] = x; });
     put_open<D, KB>(a, of, { queries + of.i * (D / 16) * 32 + thread % 32 }, all, part);
     each_sum([&](int n, float & x) { x = kept[32 * n]; });
