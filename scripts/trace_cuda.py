@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ATTENTION = {  # kernels, one of which runs in each layer
-    "prompt": r"flash_attn_ext_f16|flash_attn_tile|rows_kernel<",
+    "prompt": r"flash_attn_ext_f16|flash_attn_tile|rows_kernel<|tiles_kernel<",
     "token": r"flash_attn_ext_vec|short_kernel|mixed_kernel|bytes_kernel|decode_kernel<[^(]*,(false|true),[02]>",
 }
 
