@@ -147,8 +147,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
         __syncwarp();
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-#pragma unroll
-            for (int d = 4; d <= 16; d *= 2) { z[e] += __shfl_xor_sync(~0u, z[e], d); }
+            z[e] = column_sum(z[e]);
             z[e] *= 1.0f / FROM_V;
         }
 #pragma unroll
@@ -331,8 +330,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
     sums_type & sums = *(sums_type *) memory;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-#pragma unroll
-        for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
+        l[e] = column_sum(l[e]);
         if (g == 0) {
             sums.m[warp][2 * c + e] = m[e];
             sums.l[warp][2 * c + e] = l[e];

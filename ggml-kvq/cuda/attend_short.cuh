@@ -309,10 +309,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
             accumulate_open<D, VB, true>(of, open + open_place<D>::value(c % 2 * 16), open_place<D>::STEP, p, o);
         }
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-#pragma unroll
-            for (int d = 4; d <= 16; d *= 2) { l[e] += __shfl_xor_sync(~0u, l[e], d); }
-        }
+        for (int e = 0; e < 2; e++) { l[e] = column_sum(l[e]); }
     }
     if (any_new && row0 == 0) { // they stay in their pages
 #pragma unroll 1
@@ -366,7 +363,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
         for (int i = 0; i < n_sources; i++) { top = fmaxf(top, sums.m[warp_of(i)][column_of(i)]); }
         const float least = top == -INFINITY ? 0.0f : top;
         float4 x = sum_sources<D, ROTATED>(
-            a, of, slice, n_sources, false,
+            a, of, slice, n_sources,
             [&](int i) {
                 const float f = exp2_fast(sums.m[warp_of(i)][column_of(i)] - least),
                             l = f * sums.l[warp_of(i)][column_of(i)];

@@ -26,13 +26,13 @@ __device__ __forceinline__ void add(float4 & x, float f, const float4 & y) {
 
 // Sum over a block's sources, of each f(i) times it: 4 channels a lane of a slice. A column's rotation is taken back
 // here, where it is one row of a block and no longer one of each warp. at(i, slice): source i of a slice, channel 0;
-// as_is(i): it is not rotated; stays: all are rotated, and so is the sum.
+// as_is(i): it is not rotated.
 template <int D, bool ROTATED, typename X, typename H, typename F, typename G>
 __device__ __forceinline__ float4 sum_sources(
-    const kvq_attend_args & a, const X & of, int slice, int n_sources, bool stays, H && f, F && at, G && as_is) {
+    const kvq_attend_args & a, const X & of, int slice, int n_sources, H && f, F && at, G && as_is) {
     const int lane = threadIdx.x % 32, channel = lane % (D / 4) * 4;
     float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f), plain = x;
-    if (!ROTATED || stays) {
+    if constexpr (!ROTATED) {
 #pragma unroll 4
         for (int i = 0; i < n_sources; i++) { add(x, f(i), *(const float4 *) (at(i, slice) + channel)); }
         return x;
@@ -168,8 +168,6 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
               per_row = DECODE_COLUMNS >> columns_log2;
     const int size = of.head(a), step = size + 4; // of a head; from one partial result to the next
     constexpr int AT_ONCE = 16, EACH = 128 / D;   // loads on their way; rows of partial results that one of them reads
-    const bool stays = STAYS && a.apart;
-    float sealed = 0.0f;
     const auto of_block = [&](int r, int slice, float & m, float & l) { // every lane goes over all sources
         const int n_sources = of.teams << columns_log2, parts = (1 << columns_log2) - 1;
         const auto warp_of = [&](int i) { return (i >> columns_log2) * of.n + slice; };
@@ -178,7 +176,8 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
 #pragma unroll 4
         for (int i = 0; i < n_sources; i++) { m = fmaxf(m, s.m[warp_of(i)][column_of(i)]); }
         const float least = m == -INFINITY ? 0.0f : m;
-        l = sealed = 0.0f;
+        l = 0.0f;
+        float sealed = 0.0f;
         const auto factor = [&](int i) {
             const float f = exp2_fast(s.m[warp_of(i)][column_of(i)] - least);
             l = fmaf(f, s.l[warp_of(i)][column_of(i)], l);
@@ -186,10 +185,10 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
             return f;
         };
         float4 x = sum_sources<D, ROTATED>(
-            a, of, slice, n_sources, stays, factor,
+            a, of, slice, n_sources, factor,
             [&](int i, int of_slice) { return s.o[(i >> columns_log2) * of.n + of_slice][column_of(i)]; },
             [&](int i) { return s.as_is[(i >> columns_log2) * of.n]; });
-        if (MEANS && !stays) {
+        if constexpr (MEANS) {
             const int channel = min(slice * D + lane % (D / 4) * 4, size - 4);
             add(x, sealed, __ldg((const float4 *) (a.v_mean + kvh * size + channel)));
         }
@@ -243,7 +242,7 @@ __device__ void merge_rows(const kvq_attend_args & a, const X & of, decode_sums<
             const float4 x = all ? of_all(r, channel, m, l) : of_block(r, slice, m, l);
             if (lane >= D / 4 || (X::WIDE && channel >= size)) { continue; }
             if (!all && n_blocks > 1) {
-                put_partial(a, is, kvh, row, share.split, size, channel, x, m, l, sealed);
+                put_partial(a, is, kvh, row, share.split, size, channel, x, m, l, 0.0f);
                 continue;
             }
             const int token = row_token(a, row);
