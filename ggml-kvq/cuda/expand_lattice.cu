@@ -1,5 +1,5 @@
 // Lattice pages as plain f16 rows (kvq_launch_expand): a warp has a cell with all its heads, as in kvq_launch_unfold.
-// Prompts read every cell anew, so the usual shapes have a kernel that works on pairs of f16 (eights); others take the
+// Prompts read every cell anew, so the usual shapes have a kernel that works on pairs of f16 (strips); others take the
 // operations of the C reference in f32.
 #include "expand.cuh"
 #include "rows.cuh"
@@ -88,15 +88,16 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1 
     }
 }
 
-// ---------------------------------------------------------------- grids of two channels, heads of 64 and 128
+// ---------------------------------------------------------------- grids of two channels, heads of 64, 128, 256, 512
 
-// A lane has 8 neighbouring channels of a row, D/8 lanes a row. The stages of the Hadamard sums between lanes, which
-// need shuffles, work on pairs of f16 and come first, where sums are small: of 16 points at most. They round by 2^-11
-// of them, rows by as much when they are written. The stages within a lane are in f32.
-template <int D, bool KEYS> struct eights {
-    static constexpr int LANES = D / 8, ROWS = 32 / LANES;
-    static constexpr int WORDS = KEYS ? 1 : 4; // of values one for each pair of channels
-    typedef uint32_t words[2][WORDS];          // of the parts of an index
+// A lane has a strip of E neighbouring channels of a row: 8, of 512 channels 16. The stages of the Hadamard sums
+// between lanes, which need shuffles, work on pairs of f16 and come first, where sums are small: of 32 points at most.
+// They round by 2^-11 of them, rows by as much when they are written. The stages within a lane are in f32.
+template <int D, bool KEYS> struct strips {
+    static constexpr int E = D > 256 ? 16 : 8, LANES = D / E, ROWS = 32 / LANES;
+    static constexpr int WORDS = KEYS ? E / 8 : E / 2; // one for 4 pairs of channels; of values for each of them
+    static constexpr int EACH = KEYS ? 4 : 1;          // pairs
+    typedef uint32_t words[2][WORDS];                  // of the parts of an index
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ int sub() { return threadIdx.x % 32 / LANES; }
@@ -105,7 +106,7 @@ template <int D, bool KEYS> struct eights {
     struct places {
         int offset[2], bit[2];
         __device__ __forceinline__ void find(const kvq_affine_geometry & g, int cell) {
-            const int vec = 4 * lane(), row = KEYS ? cell : vec, dot = KEYS ? vec : cell;
+            const int vec = E / 2 * lane(), row = KEYS ? cell : vec, dot = KEYS ? vec : cell;
 #pragma unroll
             for (int part = 0; part < 2; part++) {
                 const int width = part < g.n_parts ? g.width[part] : 8,
@@ -121,25 +122,33 @@ template <int D, bool KEYS> struct eights {
 #pragma unroll
             for (int part = 0; part < 2; part++) {
                 if (part >= g.n_parts) { break; }
-                if constexpr (KEYS) {
-                    x[part][0] = __ldg((const uint32_t *) (codes + offset[part]));
+                const uint8_t * at = codes + offset[part];
+                if constexpr (KEYS) { // 4 pairs of 8 bits fill a word; of fewer the next 4 are in the same one
+                    x[part][0] = __ldg((const uint32_t *) at);
+                    if constexpr (WORDS == 2) {
+                        x[part][1] = __ldg((const uint32_t *) (at + (g.width[part] == 8 ? 64 : 0)));
+                    }
                 } else {
-                    const uint4 y = __ldg((const uint4 *) (codes + offset[part]));
-                    x[part][0] = y.x;
-                    x[part][1] = y.y;
-                    x[part][2] = y.z;
-                    x[part][3] = y.w;
+#pragma unroll
+                    for (int i = 0; i < WORDS; i += 4) {
+                        const uint4 y = __ldg((const uint4 *) (at + 4 * i));
+                        x[part][i] = y.x;
+                        x[part][i + 1] = y.y;
+                        x[part][i + 2] = y.z;
+                        x[part][i + 3] = y.w;
+                    }
                 }
             }
         }
         // H points, not scaled
         __device__ __forceinline__ void decode(
-            const kvq_affine_geometry & g, const words & w, const __half2 * points, float (&x)[8]) const {
-            __half2 sums[4];
+            const kvq_affine_geometry & g, const words & w, const __half2 * points, float (&x)[E]) const {
+            __half2 sums[E / 2];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < E / 2; j++) {
                 const auto of = [&](int part) {
-                    return (int) (w[part][j % WORDS] >> (bit[part] + (KEYS ? 8 * j : 0))) & ((1 << g.width[part]) - 1);
+                    const int width = g.width[part], more = KEYS && j >= EACH && width < 8 ? width : 0;
+                    return (int) (w[part][j / EACH] >> (bit[part] + more + j % EACH * 8)) & ((1 << width) - 1);
                 };
                 int index = of(0);
                 if (g.n_parts == 2) { index |= of(1) << g.shift[1]; }
@@ -149,21 +158,21 @@ template <int D, bool KEYS> struct eights {
             for (int d = 1; d < LANES; d *= 2) {
                 const __half2 sign = __float2half2_rn(lane() & d ? -1.0f : 1.0f);
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
+                for (int j = 0; j < E / 2; j++) {
                     const uint32_t other = __shfl_xor_sync(~0u, *(const uint32_t *) &sums[j], d);
                     sums[j] = __hfma2(sums[j], sign, *(const __half2 *) &other);
                 }
             }
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < E / 2; j++) {
                 const float2 y = __half22float2(sums[j]);
                 x[2 * j] = y.x + y.y;
                 x[2 * j + 1] = y.x - y.y;
             }
 #pragma unroll
-            for (int d = 2; d < 8; d *= 2) {
+            for (int d = 2; d < E; d *= 2) {
 #pragma unroll
-                for (int e = 0; e < 8; e++) {
+                for (int e = 0; e < E; e++) {
                     if (e & d) { continue; }
                     const float a = x[e], b = x[e + d];
                     x[e] = a + b;
@@ -173,40 +182,63 @@ template <int D, bool KEYS> struct eights {
         }
     };
 
-    // Cosines and sines of this lane's channels, signed as apply needs them; at(j): of pair j, D/2 of them.
+    // Cosines and sines of this lane's channels, signed as apply needs them; at(j): of pairs j and j + 1 of D/2.
     struct turner {
-        float cs[8], sn[8];
+        float cs[E], sn[E];
         template <typename F> __device__ __forceinline__ void find(const kvq_device_rotary & r, F && at) {
+            const auto put = [&](int e, float c, float s) {
+                cs[e] = c;
+                sn[e] = s;
+            };
+            if (r.neox) { // all in the same half of the head
+                const float sign = lane() < LANES / 2 ? -1.0f : 1.0f;
 #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                const int c = 8 * lane() + e;
-                const float2 f = at(r.neox ? c % (D / 2) : c / 2);
-                cs[e] = f.x;
-                sn[e] = (r.neox ? c < D / 2 : !(c & 1)) ? -f.y : f.y;
+                for (int e = 0; e < E; e += 2) {
+                    const float4 f = at(E * lane() % (D / 2) + e);
+                    put(e, f.x, sign * f.y);
+                    put(e + 1, f.z, sign * f.w);
+                }
+                return;
+            }
+#pragma unroll
+            for (int e = 0; e < E; e += 4) {
+                const float4 f = at((E * lane() + e) / 2);
+                put(e, f.x, -f.y);
+                put(e + 1, f.x, f.y);
+                put(e + 2, f.z, -f.w);
+                put(e + 3, f.z, f.w);
             }
         }
-        __device__ __forceinline__ void apply(const kvq_device_rotary & r, float (&x)[8]) const {
-            float other[8];
+        __device__ __forceinline__ void apply(const kvq_device_rotary & r, float (&x)[E]) const {
+            float other[E];
 #pragma unroll
-            for (int e = 0; e < 8; e++) { other[e] = r.neox ? __shfl_xor_sync(~0u, x[e], LANES / 2) : x[e ^ 1]; }
+            for (int e = 0; e < E; e++) { other[e] = r.neox ? __shfl_xor_sync(~0u, x[e], LANES / 2) : x[e ^ 1]; }
 #pragma unroll
-            for (int e = 0; e < 8; e++) { x[e] = x[e] * cs[e] + other[e] * sn[e]; }
+            for (int e = 0; e < E; e++) { x[e] = x[e] * cs[e] + other[e] * sn[e]; }
         }
     };
 };
 
-constexpr int CELLS = 32, MOST_HEADS = 32; // of a block
+constexpr int MOST_HEADS = 32;
+// of a block: angles of long heads leave room for fewer
+template <int D, bool ROTARY> constexpr int cells_of = ROTARY && D > 128 ? 4096 / D : 32;
+template <int D, bool ROTARY> constexpr int strip_blocks = D > 256 ? 2 : ROTARY ? 3 : 5;
 
-// Block: 32 cells of a page with all their heads, of which a warp has every eighth.
+// Where angles i of a cell lie: neighbouring lanes read every second or more, of one cell, and write the same of
+// neighbouring cells, and find all banks.
+static __device__ __forceinline__ int turn_place(int i, int cell) { return i ^ (i / 8 % 8) ^ (cell % 8); }
+
+// Block: neighbouring cells of a page with all their heads, of which a warp has every eighth.
 template <int D, bool KEYS, bool TURNS>
-static __global__ void __launch_bounds__(32 * WARPS, TURNS && KEYS ? 3 : 5)
-    expand_eights_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_head,
+static __global__ void __launch_bounds__(32 * WARPS, strip_blocks<D, TURNS && KEYS>)
+    expand_strips_kernel(const __grid_constant__ kvq_affine_geometry g, const kvq_page * pages, int n_head,
         const kvq_row_place to, const __grid_constant__ kvq_turn left_out) {
-    using eight = eights<D, KEYS>;
+    using strip = strips<D, KEYS>;
     constexpr bool ROTARY = TURNS && KEYS;
+    constexpr int E = strip::E, CELLS = cells_of<D, ROTARY>;
     __shared__ __half2 s_points[256];
     __shared__ float s_scale[CELLS][MOST_HEADS + 1];
-    __shared__ float2 s_turn[ROTARY ? CELLS : 1][ROTARY ? D / 2 + 1 : 1]; // 1 more: off equal banks
+    __shared__ float4 s_turn[ROTARY ? CELLS : 1][ROTARY ? D / 4 : 1]; // of two pairs
     const kvq_page & page = pages[blockIdx.y];
     const int warp = threadIdx.x / 32, t0 = blockIdx.x * CELLS;
     const int n = min(to.by_slot ? g.n_cells : min(g.n_cells, to.n_kv - page.cell), t0 + CELLS);
@@ -227,10 +259,10 @@ static __global__ void __launch_bounds__(32 * WARPS, TURNS && KEYS ? 3 : 5)
     const kvq_device_rotary & r = left_out.rotary;
     const bool turns = ROTARY && r.n != 0;
     const auto codes_of = [&](int h) { return codes + (size_t) min(h, n_head - 1) * g.nb_codes; };
-    typename eight::words words, now;
-    typename eight::places places;
+    typename strip::words words, now;
+    typename strip::places places;
     places.find(g, min(t0 + warp, n - 1));
-    places.load(g, codes_of(eight::sub()), words);
+    places.load(g, codes_of(strip::sub()), words);
     for (int i = threadIdx.x; i < 1 << 2 * g.bits; i += blockDim.x) {
         s_points[i] = __floats2half2_rn(__ldg(g.points + 2 * i), __ldg(g.points + 2 * i + 1));
     }
@@ -240,86 +272,104 @@ static __global__ void __launch_bounds__(32 * WARPS, TURNS && KEYS ? 3 : 5)
     }
     for (int i = threadIdx.x; turns && i < CELLS * (D / 2); i += blockDim.x) { // neighbours share sectors
         const int32_t pos = left_out.positions[page.cell + min(t0 + i % CELLS, n - 1)];
-        s_turn[i % CELLS][i / CELLS] = turn_factors(r, pos, false, i / CELLS);
+        ((float2 *) &s_turn[i % CELLS][turn_place(i / CELLS / 2, i % CELLS)])[i / CELLS % 2] =
+            turn_factors(r, pos, false, i / CELLS);
     }
     __syncthreads();
     for (int t = t0 + warp; t < n; t += WARPS) {
         const int32_t pos = turns ? left_out.positions[page.cell + t] : 0,
                       was = turns && left_out.sealed ? left_out.sealed[page.cell + t] : 0;
         const bool stays = turns && left_out.sealed && was == pos, moved = turns && left_out.sealed && !stays;
-        typename eight::turner turn, back;
+        typename strip::turner turn, back;
         if constexpr (ROTARY) {
             if (turns) {
-                turn.find(r, [&](int j) { return s_turn[t - t0][j]; });
+                turn.find(r, [&](int j) { return s_turn[t - t0][turn_place(j / 2, t - t0)]; });
             }
             if (moved) {
-                back.find(r, [&](int j) { return turn_factors(r, was, true, j); });
+                back.find(r, [&](int j) {
+                    const float2 x = turn_factors(r, was, true, j), y = turn_factors(r, was, true, j + 1);
+                    return make_float4(x.x, x.y, y.x, y.y);
+                });
             }
         }
-        for (int h0 = 0; h0 < n_head; h0 += eight::ROWS) {
-            const int h = min(h0 + eight::sub(), n_head - 1);
+        for (int h0 = 0; h0 < n_head; h0 += strip::ROWS) {
+            const int h = min(h0 + strip::sub(), n_head - 1);
 #pragma unroll
-            for (int i = 0; i < 2 * eight::WORDS; i++) {
-                now[i / eight::WORDS][i % eight::WORDS] = words[i / eight::WORDS][i % eight::WORDS];
+            for (int i = 0; i < 2 * strip::WORDS; i++) {
+                now[i / strip::WORDS][i % strip::WORDS] = words[i / strip::WORDS][i % strip::WORDS];
             }
-            const typename eight::places here = places; // words of the next row are asked for
-            const bool last = h0 + eight::ROWS >= n_head;
+            const typename strip::places here = places; // words of the next row are asked for
+            const bool last = h0 + strip::ROWS >= n_head;
             if (last) { places.find(g, min(t + WARPS, n - 1)); }
-            places.load(g, codes_of((last ? 0 : h0 + eight::ROWS) + eight::sub()), words);
-            float x[8];
+            places.load(g, codes_of((last ? 0 : h0 + strip::ROWS) + strip::sub()), words);
+            float x[E];
             here.decode(g, now, s_points, x);
             const float scale = s_scale[t - t0][h];
 #pragma unroll
-            for (int e = 0; e < 8; e++) { x[e] *= scale; }
+            for (int e = 0; e < E; e++) { x[e] *= scale; }
             if constexpr (TURNS) {
-                float mu[8] = {};
+                float mu[E] = {};
                 if (left_out.mean) {
-                    const float4 * from = (const float4 *) (left_out.mean + (size_t) h * D + 8 * eight::lane());
-                    *(float4 *) mu = __ldg(from);
-                    *(float4 *) (mu + 4) = __ldg(from + 1);
+                    const float4 * from = (const float4 *) (left_out.mean + (size_t) h * D + E * strip::lane());
+#pragma unroll
+                    for (int i = 0; i < E / 4; i++) { *(float4 *) (mu + 4 * i) = __ldg(from + i); }
                 }
                 if constexpr (ROTARY) {
                     if (moved) { back.apply(r, x); }
                     if (left_out.mean && stays) { turn.apply(r, mu); }
                 }
 #pragma unroll
-                for (int e = 0; e < 8; e++) { x[e] += mu[e]; }
+                for (int e = 0; e < E; e++) { x[e] += mu[e]; }
                 if constexpr (ROTARY) {
                     if (turns && !stays) { turn.apply(r, x); }
                 }
             }
-            uint32_t out[4];
+            uint32_t out[E / 2];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < E / 2; j++) {
                 out[j] = f32_to_f16_finite(x[2 * j]) | (uint32_t) f32_to_f16_finite(x[2 * j + 1]) << 16;
             }
-            if (h0 + eight::sub() < n_head) {
-                *(uint4 *) (rows + t * step + h * D + 8 * eight::lane()) = make_uint4(out[0], out[1], out[2], out[3]);
+            if (h0 + strip::sub() < n_head) {
+                uint4 * const at = (uint4 *) (rows + t * step + h * D + E * strip::lane());
+#pragma unroll
+                for (int i = 0; i < E / 8; i++) {
+                    at[i] = make_uint4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+                }
             }
         }
     }
 }
 
-static bool takes_eights(const kvq_affine_geometry & g, int n_head, const kvq_row_place & to, const kvq_turn & turn) {
-    return n_head <= MOST_HEADS && (g.head_size == 64 || g.head_size == 128) && g.group == 2 &&
-        g.block == g.head_size && !g.split && to.value == (g.role == KVQ_ROLE_V) &&
-        (!turn.rotary.n || 2 * turn.rotary.n == g.head_size) && (uintptr_t) to.rows % 16 == 0 && to.step % 8 == 0;
+static bool takes_strips(const kvq_affine_geometry & g, int n_head, const kvq_row_place & to, const kvq_turn & turn) {
+    const bool shape = g.head_size == 64 || g.head_size == 128 || g.head_size == 256 || g.head_size == 512;
+    return shape && n_head <= MOST_HEADS && g.group == 2 && g.block == g.head_size && !g.split &&
+        to.value == (g.role == KVQ_ROLE_V) && (!turn.rotary.n || 2 * turn.rotary.n == g.head_size) &&
+        (uintptr_t) to.rows % 16 == 0 && to.step % 8 == 0;
 }
 
 template <int D, bool KEYS>
-static void launch_eights(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
+static void launch_strips(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
     const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
     const auto kernel =
-        turn.mean || turn.rotary.n ? expand_eights_kernel<D, KEYS, true> : expand_eights_kernel<D, KEYS, false>;
-    kernel<<<dim3((g.n_cells + CELLS - 1) / CELLS, n_pages), 32 * WARPS, 0, stream>>>(g, pages, n_head, to, turn);
+        turn.mean || turn.rotary.n ? expand_strips_kernel<D, KEYS, true> : expand_strips_kernel<D, KEYS, false>;
+    const bool rotary = KEYS && (turn.mean || turn.rotary.n);
+    const int cells = rotary ? cells_of<D, true> : cells_of<D, false>;
+    kernel<<<dim3((g.n_cells + cells - 1) / cells, n_pages), 32 * WARPS, 0, stream>>>(g, pages, n_head, to, turn);
+}
+
+template <int D>
+static void launch_strips_of(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
+    const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
+    (to.value ? launch_strips<D, false> : launch_strips<D, true>) (g, pages, n_pages, n_head, to, turn, stream);
 }
 
 void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
     const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream) {
-    if (takes_eights(g, n_head, to, turn)) {
-        const auto launch = g.head_size == 64 ? (to.value ? launch_eights<64, false> : launch_eights<64, true>)
-            : to.value                        ? launch_eights<128, false>
-                                              : launch_eights<128, true>;
+    if (takes_strips(g, n_head, to, turn)) {
+        const auto launch = g.head_size == 64 ? launch_strips_of<64>
+            : g.head_size == 128              ? launch_strips_of<128>
+            : g.head_size == 256              ? launch_strips_of<256>
+                                              : launch_strips_of<512>;
         launch(g, pages, n_pages, n_head, to, turn, stream);
         return;
     }

@@ -1,66 +1,150 @@
-// A lane's mixed pages as plain f16 rows (kvq_launch_expand). A thread: the same 4 channels of one cell after the
-// other, so that what belongs to channels stays in registers.
+// A lane's mixed pages as plain f16 rows (kvq_launch_expand). A block has a page of one KV head, a warp 32 channels of
+// it: 4 threads beside each other read and write whole sectors. Within a part, cells are taken in the part's order, so
+// that widths are the same for all, and a list says which cell of the page each one is.
 #include "expand.cuh"
 #include "select.cuh"
 
+constexpr int WARPS = 8, EACH = 8, UNITS = 4; // channels of a thread, threads beside each other
+
+// A code below 128 in the upper bits of a float's mantissa: (as a float) 1/2 + code/256, so that
+//   zero + scale code = (zero - 128 scale) + (256 scale) (1/2 + code/256)
+// within 2^-17 of the scale.
+static __device__ __forceinline__ float2 of_floats(float2 pair) {
+    return make_float2(256.0f * pair.x, pair.y - 128.0f * pair.x);
+}
+static __device__ __forceinline__ float code_float(uint32_t word, int byte) {
+    return __uint_as_float(__byte_perm(word, 0x3f000000u, 0x7044u | (unsigned) byte << 8));
+}
+
+static __device__ __forceinline__ uint32_t finite_halves(float x, float y) {
+    const __half2 least = __float2half2_rn(-65504.0f), most = __float2half2_rn(65504.0f),
+                  h = __hmin2(__hmax2(__floats2half2_rn(x, y), least), most);
+    return *(const uint32_t *) &h;
+}
+
+// Where a part's codes lie, and how wide they are.
+struct mixed_part {
+    const uint8_t *codes, *third; // third: third bits, of 3-bit codes, else null
+    int width, n_chunks, n_chunks_third;
+    uint32_t mask;
+    __device__ __forceinline__ mixed_part(const kvq_affine_geometry & g, const uint8_t * at) :
+        codes(at),
+        third(g.n_parts == 2 ? at + g.offset[1] : nullptr),
+        width(g.width[0]),
+        n_chunks(g.n_chunks[0]),
+        n_chunks_third(g.n_chunks[1]),
+        mask(0x01010101u * ((1u << g.width[0]) - 1)) {}
+};
+
+// keys: 8 channels from c on of cell j of the part, a byte each
+static __device__ __forceinline__ uint2 key_codes(const mixed_part & p, int j, int c) {
+    const int planes = 8 / p.width, u = c / 4;
+    const uint32_t word =
+        *(const uint32_t *) (p.codes + (j / 16 * p.n_chunks + u / planes) * 64 + j % 16 * 4) >> u % planes * p.width;
+    uint2 x = make_uint2(word & p.mask, word >> p.width & p.mask);
+    if (p.third) {
+        const uint32_t more =
+            *(const uint32_t *) (p.third + (j / 16 * p.n_chunks_third + u / 8) * 64 + j % 16 * 4) >> u % 8;
+        x.x |= (more & 0x01010101u) << 2;
+        x.y |= (more >> 1 & 0x01010101u) << 2;
+    }
+    return x;
+}
+
+// values: of each of 8 channels from c on 4 cells from j on, a byte each
+static __device__ __forceinline__ void value_codes(const mixed_part & p, int j, int c, uint32_t (&x)[EACH]) {
+    const int span = 32 / p.width, shift = j % span / 4 * p.width;
+    const auto load = [&](const uint8_t * codes, int chunk, int n_chunks, uint32_t (&to)[EACH]) {
+        const uint4 * const at = (const uint4 *) (codes + (c / 16 * n_chunks + chunk) * 64 + c % 16 * 4);
+        *(uint4 *) to = at[0];
+        *(uint4 *) (to + 4) = at[1];
+    };
+    load(p.codes, j / span, p.n_chunks, x);
+#pragma unroll
+    for (int e = 0; e < EACH; e++) { x[e] = x[e] >> shift & p.mask; }
+    if (p.third) {
+        uint32_t more[EACH];
+        load(p.third, j / 32, p.n_chunks_third, more);
+#pragma unroll
+        for (int e = 0; e < EACH; e++) { x[e] |= (more[e] >> j % 32 / 4 & 0x01010101u) << 2; }
+    }
+}
+
 template <bool KEY>
-static __global__ void expand_mixed_kernel(const kvq_affine_geometry g, const __grid_constant__ kvq_mixed_geometry m,
-    const kvq_page * pages, int n_head, const kvq_row_place to) {
+static __global__ void __launch_bounds__(32 * WARPS, 4) expand_mixed_kernel(const kvq_affine_geometry g,
+    const __grid_constant__ kvq_mixed_geometry m, const kvq_page * pages, int n_head, const kvq_row_place to) {
     packed_page p;
     if (!p.find(g, pages, n_head, to)) { return; }
-    __shared__ int s_place[256];
-    __shared__ float2 s_pair[KEY ? 1 : 256]; // of values, one a cell
-    for (int t = threadIdx.x; t < p.n; t += blockDim.x) {
+    __shared__ int16_t s_cell[2][256];          // of each part's cells, -1: not there
+    __shared__ float2 s_pair[2][KEY ? 1 : 256]; // of values, one a cell
+    for (int i = threadIdx.x; i < 512; i += 32 * WARPS) { s_cell[i / 256][i % 256] = -1; }
+    __syncthreads();
+    for (int t = threadIdx.x; t < p.n; t += 32 * WARPS) {
         const int place = mixed_place(p.params, t), i = place >> 8, j = place & 255;
-        s_place[t] = place;
-        if (!KEY) {
-            s_pair[t] =
-                j < m.part[i].n_cells ? mixed_params(m.part[i], p.params + m.params[i], j) : make_float2(0.0f, 0.0f);
+        if (j < m.part[i].n_cells) {
+            s_cell[i][j] = (int16_t) t;
+        } else { // foreign bytes
+            for (int c = 0; c < m.head_size; c += 8) { *(uint4 *) (p.rows + t * p.step + c) = make_uint4(0, 0, 0, 0); }
+        }
+    }
+    for (int i = 0; !KEY && i < 2; i++) {
+        for (int j = threadIdx.x; j < m.part[i].n_cells; j += 32 * WARPS) {
+            s_pair[i][j] = of_floats(mixed_params(m.part[i], p.params + m.params[i], j));
         }
     }
     __syncthreads();
-    const int units = m.head_size / 4, c = threadIdx.x % units * 4;
-    if ((int) threadIdx.x >= blockDim.x / units * units) { return; }
-    float2 pair[2][4]; // of keys, of either part
-    float channel[4];  // of values
+    // warps that share channels take turns
+    const int n = (m.head_size / EACH + UNITS - 1) / UNITS, at_once = min(n, WARPS), turns = WARPS / at_once,
+              turn = (int) threadIdx.x / 32 / at_once, lane = threadIdx.x % 32;
+    if (turn >= turns) { return; }
+    for (int at = threadIdx.x / 32 % at_once; at < n; at += at_once) {
+        const int c = EACH * (UNITS * at + lane % UNITS);
+        if (c >= m.head_size) { continue; }
+        for (int i = 0; i < 2; i++) {
+            const kvq_affine_geometry & geometry = m.part[i];
+            if (!geometry.n_cells) { continue; }
+            const mixed_part part(geometry, p.codes + m.codes[i]);
+            float2 pair[EACH];   // of keys
+            float channel[EACH]; // of values
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-        for (int i = 0; KEY && i < 2; i++) {
-            pair[i][e] =
-                m.part[i].n_cells ? mixed_params(m.part[i], p.params + m.params[i], c + e) : make_float2(0.0f, 0.0f);
+            for (int e = 0; e < EACH; e++) {
+                if constexpr (KEY) {
+                    pair[e] = of_floats(mixed_params(geometry, p.params + m.params[i], c + e));
+                } else {
+                    channel[e] = mixed_channel(p.params[m.channels + c + e]);
+                }
+            }
+            constexpr int CELLS = KEY ? 1 : 4; // of a thread
+#pragma unroll(KEY ? 4 : 1)
+            for (int j = CELLS * (turn * 8 + lane / UNITS); j < geometry.n_cells; j += CELLS * 8 * turns) {
+                uint32_t x[EACH];
+                if constexpr (KEY) {
+                    const uint2 y = key_codes(part, j, c);
+                    x[0] = y.x;
+                    x[1] = y.y;
+                } else {
+                    value_codes(part, j, c, x);
+                }
+#pragma unroll
+                for (int k = 0; k < CELLS; k++) {
+                    const int t = s_cell[i][j + k];
+                    float y[EACH];
+#pragma unroll
+                    for (int e = 0; e < EACH; e++) {
+                        if constexpr (KEY) {
+                            y[e] = fmaf(pair[e].x, code_float(x[e / 4], e % 4), pair[e].y);
+                        } else {
+                            const float2 of_cell = s_pair[i][j + k];
+                            y[e] = fmaf(of_cell.x, code_float(x[e], k), of_cell.y) * channel[e];
+                        }
+                    }
+                    if (t >= 0) {
+                        *(uint4 *) (p.rows + t * p.step + c) = make_uint4(finite_halves(y[0], y[1]),
+                            finite_halves(y[2], y[3]), finite_halves(y[4], y[5]), finite_halves(y[6], y[7]));
+                    }
+                }
+            }
         }
-        if (!KEY) { channel[e] = mixed_channel(p.params[m.channels + c + e]); }
-    }
-#pragma unroll 2
-    for (int t = threadIdx.x / units; t < p.n; t += blockDim.x / units) {
-        const int place = s_place[t], i = place >> 8, j = place & 255;
-        const kvq_affine_geometry & part = m.part[i];
-        const uint8_t * codes = p.codes + m.codes[i];
-        float x[4] = {};
-        if (j >= part.n_cells) { // foreign bytes
-        } else if (KEY) {
-            const uint32_t word = mixed_word(part, codes, j, c / 4);
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float2 y = i ? pair[1][e] : pair[0][e];
-                x[e] = y.y + y.x * (float) (word >> 8 * e & 255);
-            }
-        } else { // of 4 channels, 16 bytes with the cell's field in the same place
-            const int w = part.width[0], span = 32 / w, rest = j % span, more = j % 32;
-            const uint4 y = *(const uint4 *) (codes + (c / 16 * part.n_chunks[0] + j / span) * 64 + c % 16 * 4);
-            uint4 z = make_uint4(0, 0, 0, 0);
-            if (part.n_parts == 2) {
-                z = *(const uint4 *) (codes + part.offset[1] + (c / 16 * part.n_chunks[1] + j / 32) * 64 + c % 16 * 4);
-            }
-            const uint32_t low[4] = { y.x, y.y, y.z, y.w }, high[4] = { z.x, z.y, z.z, z.w };
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const uint32_t code = (low[e] >> (rest % 4 * 8 + rest / 4 * w) & ((1u << w) - 1)) |
-                    (high[e] >> (more % 4 * 8 + more / 4) & 1) << 2;
-                x[e] = (s_pair[t].y + s_pair[t].x * (float) code) * channel[e];
-            }
-        }
-        *(uint2 *) (p.rows + t * p.step + c) = mixed_halves(make_float4(x[0], x[1], x[2], x[3]));
     }
 }
 
@@ -73,9 +157,6 @@ void kvq_launch_expand_mixed(const kvq_mixed_geometry & m, const kvq_page * page
     g.stride = m.stride;
     g.nb_codes = m.nb_codes;
     g.nb_params = m.nb_params;
-    if (m.role == KVQ_ROLE_K) {
-        expand_mixed_kernel<true><<<dim3(n_pages, n_head), 256, 0, stream>>>(g, m, pages, n_head, to);
-    } else {
-        expand_mixed_kernel<false><<<dim3(n_pages, n_head), 256, 0, stream>>>(g, m, pages, n_head, to);
-    }
+    const auto kernel = m.role == KVQ_ROLE_K ? expand_mixed_kernel<true> : expand_mixed_kernel<false>;
+    kernel<<<dim3(n_pages, n_head), 32 * WARPS, 0, stream>>>(g, m, pages, n_head, to);
 }

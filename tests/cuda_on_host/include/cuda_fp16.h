@@ -37,6 +37,8 @@ static inline float __low2float(__half2 x) { return __half2float(x.x); }
 static inline float __high2float(__half2 x) { return __half2float(x.y); }
 static inline __half host_max(__half a, __half b) { return __half2float(a) >= __half2float(b) ? a : b; }
 static inline __half2 __hmax2(__half2 a, __half2 b) { return { host_max(a.x, b.x), host_max(a.y, b.y) }; }
+static inline __half host_min(__half a, __half b) { return __half2float(a) <= __half2float(b) ? a : b; }
+static inline __half2 __hmin2(__half2 a, __half2 b) { return { host_min(a.x, b.x), host_min(a.y, b.y) }; }
 static inline __half2 __habs2(__half2 x) {
     return { { (uint16_t) (x.x.bits & 0x7fff) }, { (uint16_t) (x.y.bits & 0x7fff) } };
 }
