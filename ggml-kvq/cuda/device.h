@@ -298,6 +298,9 @@ private:
     std::vector<uint16_t *> rows_to; // the table as this step fills it
     uint16_t ** row_table = nullptr;
     std::vector<row_job> held;
+    struct choice_batch; // salient cells of a lane's pages
+    std::vector<std::shared_ptr<choice_batch>> to_choose;
+    void flush_choices();
     struct seal_batch; // pages of one geometry
     // lanes of many layers seal in the same step: they wait for each other
     std::vector<std::shared_ptr<seal_batch>> to_seal;
@@ -321,8 +324,8 @@ private:
     size_t n_far_sums = 0, nb_logits_memory = 0;
     kvq_pinned_memory pinned; // alloc_far
     bool waits() const {
-        return !to_renew.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() || !to_copy.empty() ||
-            !to_put.empty() || !to_set.empty();
+        return !to_renew.empty() || !to_choose.empty() || !to_seal.empty() || !to_far.empty() || !to_turn.empty() ||
+            !to_copy.empty() || !to_put.empty() || !to_set.empty();
     }
     uint64_t n_moved = 0;
     std::map<const size_t *, size_t> wanted; // sizes that a recording missed

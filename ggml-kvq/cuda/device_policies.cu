@@ -105,22 +105,36 @@ void kvq_cuda_device::gather(const kvq_lane_layout & l, int n, uint16_t * const 
     check(cudaGetLastError(), "gather kernel");
 }
 
+struct kvq_cuda_device::choice_batch {
+    int n_head, page_cells, n_hi, nb_params;
+    bool normalise;
+    std::vector<kvq_choose_job> jobs;
+};
+
+// Waits, as the sealing by these choices does, and goes before it: keys and values of a layer then seal together.
 void kvq_cuda_device::choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) {
-    use();
-    for (int i = 0; i < n; i += KVQ_CHOOSE_JOBS) {
-        const int part = std::min(n - i, KVQ_CHOOSE_JOBS);
-        kvq_choose_jobs arg = {};
-        for (int j = 0; j < part; j++) {
-            const kvq_choice & c = pages[i + j];
-            arg.job[j].sums = c.sums;
-            arg.job[j].params = (uint8_t *) c.params;
-            memcpy(arg.job[j].valid, c.valid, l.page_cells / 8);
-            if (c.stale) { memcpy(arg.job[j].stale, c.stale, l.page_cells / 8); }
-        }
-        kvq_launch_choose(
-            arg, part, l.n_head, l.page_cells, l.codec.n_hi, (int) l.nb_params, normalise, (cudaStream_t) stream);
+    n_calls++;
+    to_choose.emplace_back(new choice_batch{ l.n_head, l.page_cells, l.codec.n_hi, (int) l.nb_params, normalise, {} });
+    for (int i = 0; i < n; i++) {
+        kvq_choose_job job = { pages[i].sums, (uint8_t *) pages[i].params, {}, {} };
+        memcpy(job.valid, pages[i].valid, l.page_cells / 8);
+        if (pages[i].stale) { memcpy(job.stale, pages[i].stale, l.page_cells / 8); }
+        to_choose.back()->jobs.push_back(job);
     }
-    check(cudaGetLastError(), "selection kernel");
+}
+
+void kvq_cuda_device::flush_choices() {
+    std::vector<std::shared_ptr<choice_batch>> batches;
+    batches.swap(to_choose);
+    for (const auto & b : batches) {
+        for (size_t i = 0; i < b->jobs.size(); i += KVQ_CHOOSE_JOBS) {
+            const int part = (int) std::min<size_t>(b->jobs.size() - i, KVQ_CHOOSE_JOBS);
+            kvq_choose_jobs arg;
+            std::copy_n(b->jobs.begin() + (long) i, part, arg.job);
+            kvq_launch_choose(
+                arg, part, b->n_head, b->page_cells, b->n_hi, b->nb_params, b->normalise, (cudaStream_t) stream);
+        }
+    }
 }
 
 float * kvq_cuda_device::lse_of(size_t n) {

@@ -25,8 +25,7 @@ static bool is_same(const kvq_codec & a, const kvq_codec & b) {
 }
 
 void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
-    const bool mixed = l.codec.type == KVQ_TYPE_MIXED; // what it seals by was chosen just now
-    if (mixed) { use(); }
+    const bool mixed = l.codec.type == KVQ_TYPE_MIXED;
     for (int i = 0; i < n; i++) {
         const kvq_page_block & b = pages[i];
         const bool adopts = b.shared != nullptr;
@@ -46,7 +45,6 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
             memset(valid, 0xff, sizeof(kvq_seal_job::valid));
         }
     }
-    if (mixed) { flush(); }
 }
 
 static constexpr int TILE_COPIES = 120;
@@ -123,6 +121,7 @@ void kvq_cuda_device::flush() {
     flush_far();
     flush_renewed();
     flush_turns();
+    flush_choices();
     to_read.clear();
     to_write.clear();
     // codes exist before they are adopted
@@ -133,7 +132,8 @@ void kvq_cuda_device::flush() {
             kvq_seal_jobs arg;
             std::copy_n(b->jobs.begin() + (long) i, part, arg.job);
             if (b->codec.type == KVQ_TYPE_MIXED) {
-                kvq_launch_encode_mixed(kvq_mixed_get_geometry(b->codec), arg, part, b->n_head, (cudaStream_t) stream);
+                kvq_launch_encode_mixed(
+                    kvq_mixed_get_geometry(b->codec), arg, part, b->n_head, max_shared, (cudaStream_t) stream);
             } else if (b->codec.type == KVQ_TYPE_LATTICE) {
                 kvq_lattice_half halves[2];
                 for (int k = 0, n = kvq_lattice_halves(b->codec, halves); k < n; k++) {
@@ -141,7 +141,7 @@ void kvq_cuda_device::flush() {
                         squares(halves[k].codec), arg, part, b->n_head, (cudaStream_t) stream);
                 }
             } else {
-                kvq_launch_encode(b->g, arg, part, b->n_head, (cudaStream_t) stream);
+                kvq_launch_encode(b->g, arg, part, b->n_head, max_shared, (cudaStream_t) stream);
             }
             n_seals++;
         }

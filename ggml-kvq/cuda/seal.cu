@@ -138,9 +138,9 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void kvq_launch_encode(
-    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
+    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream) {
     const size_t nb = 16 * (size_t) g.np, rows = 2 * (size_t) g.n_cells * staged_step(g.stride);
-    const bool staged = nb + rows <= KVQ_SEAL_SHARED;
+    const bool staged = nb + rows + KVQ_SEAL_STATIC <= (size_t) max_shared;
     static kvq_shared_limit limit[2];
     const auto kernel = staged ? encode_kernel<true> : encode_kernel<false>;
     limit[staged].raise(kernel, staged ? nb + rows : nb);

@@ -7,7 +7,8 @@
 constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
 constexpr int KVQ_TURN_JOBS = 80;
-constexpr size_t KVQ_SEAL_SHARED = 94 << 10; // dynamic, of a block that has a page's rows of a head there
+// A page's rows of a head lie in shared memory where a block may have as much, beside these bytes at most.
+constexpr size_t KVQ_SEAL_STATIC = 5 << 10;
 
 struct kvq_seal_job {
     uint16_t * tile; // [head][cell][stride]
@@ -70,7 +71,7 @@ void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at,
 void kvq_launch_row_table(const kvq_row_table & table, cudaStream_t stream);
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
 void kvq_launch_encode(
-    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile,
     int n_head, cudaStream_t stream);
 // The same for lattice blocks: seal_lattice.cu, expand_lattice.cu. squares: kvq_lattice_squares on the device

@@ -66,7 +66,7 @@ template <bool STAGED> struct part_rows {
     }
 };
 
-constexpr int THREADS = 512;
+constexpr int THREADS = 1024;
 
 template <bool STAGED>
 static __global__ void __launch_bounds__(THREADS) encode_mixed_kernel(
@@ -134,10 +134,10 @@ static __global__ void __launch_bounds__(THREADS) encode_mixed_kernel(
 }
 
 void kvq_launch_encode_mixed(
-    const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream) {
+    const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream) {
     const int np = m.part[0].np > m.part[1].np ? m.part[0].np : m.part[1].np;
     const size_t nb = 16 * (size_t) np, rows = 2 * (size_t) m.n_cells * staged_step(m.stride);
-    const bool staged = nb + rows <= KVQ_SEAL_SHARED;
+    const bool staged = nb + rows + KVQ_SEAL_STATIC <= (size_t) max_shared;
     static kvq_shared_limit limit[2];
     const auto kernel = staged ? encode_mixed_kernel<true> : encode_mixed_kernel<false>;
     limit[staged].raise(kernel, staged ? nb + rows : nb);

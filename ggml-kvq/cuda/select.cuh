@@ -20,7 +20,7 @@ struct kvq_choose_jobs {
 void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, int nb_params,
     bool normalise, cudaStream_t stream);
 void kvq_launch_encode_mixed(
-    const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, cudaStream_t stream);
+    const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream);
 void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params,
     uint16_t * tile, int n_head, cudaStream_t stream);
 // expand_mixed.cu
