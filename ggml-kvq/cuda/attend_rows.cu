@@ -1,13 +1,17 @@
 // Online softmax (FlashAttention-2, arXiv 2307.08691, section 3) over f16 rows. A block = one KV head, 128 rows,
 // one split of the slots; a warp has 32 rows, so that what it reads of shared memory feeds two products; 16 where
-// heads are above 128 channels, for want of registers. Values are on their way while keys are multiplied, and the
-// other way round. Tiles that nobody sees are skipped; only those of which a row does not see all look at the mask.
+// heads are above 128 channels, for want of registers. Above 256 channels two warps share 16 rows: each has scores of
+// half the slots, and output of half the channels; probabilities and maxima go through shared memory. Values are on
+// their way while keys are multiplied, and the other way round. Tiles that nobody sees are skipped; only those of which
+// a row does not see all look at the mask.
 #include "attend_rows.cuh"
 #include "instructions.cuh"
 
 constexpr int TILE = KVQ_ROWS_TILE;
 template <int D> constexpr int products_of = D <= 128 ? 2 : 1; // that share what is read, of 16 rows each
-template <int D> constexpr int warps_of = KVQ_ROWS_BLOCK / (16 * products_of<D>);
+template <int D> constexpr int sharers_of = D <= 256 ? 1 : 2;  // warps that share rows
+template <int D> constexpr int warps_of = kvq_rows_block(D) / (16 * products_of<D>) *sharers_of<D>;
+constexpr int P_STEP = TILE + 8; // of shared probabilities
 constexpr float LOG2_E = 1.44269504f;
 
 // ---------------------------------------------------------------- which slots are seen
@@ -27,11 +31,11 @@ static __global__ void cells_kernel(
 
 static __global__ void seen_cells_kernel(
     const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
-    const int cell = blockIdx.x * blockDim.x + threadIdx.x, rows0 = blockIdx.y * KVQ_ROWS_BLOCK;
+    const int cell = blockIdx.x * blockDim.x + threadIdx.x, rows0 = blockIdx.y * r.block_rows;
     if (cell >= a.n_kv) { return; }
     bool any = false, all = true;
     if (a.stream[0].mask) {
-        const int t1 = row_token(a, min(rows0 + KVQ_ROWS_BLOCK, a.n_rows) - 1);
+        const int t1 = row_token(a, min(rows0 + r.block_rows, a.n_rows) - 1);
 #pragma unroll 8
         for (int t = row_token(a, rows0); t <= t1; t++) {
             const unsigned x = __half_as_ushort(a.stream[0].mask[t * a.mask_stride_token + cell]);
@@ -65,6 +69,12 @@ static __global__ void seen_tiles_kernel(
 
 // ---------------------------------------------------------------- attention
 
+static __device__ __forceinline__ void load_matrices(uint32_t (&x)[4], uint32_t at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+        : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+        : "r"(at));
+}
+
 // 64 rows of a KV head, row_step apart
 template <int D>
 static __device__ __forceinline__ void ask_rows(
@@ -84,15 +94,25 @@ static __device__ __forceinline__ void ask_rows(
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+// Bytes of shared memory: queries, keys, values; of sharers probabilities, maxima, and sums of theirs in turn
+template <int D>
+constexpr size_t nb_rows = 2 * (size_t) (kvq_rows_block(D) + 2 * TILE) * (D + 8) +
+    (sharers_of<D> > 1 ? (size_t) kvq_rows_block(D) * (2 * P_STEP + 4 * sharers_of<D>) : 0);
+
 template <int D>
 static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
     rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
     extern __shared__ __align__(16) __half s_memory[];
     constexpr int STEP = D + 8, B = products_of<D>, WARPS = warps_of<D>; // STEP: keeps reads off equal banks
-    __half *const s_q = s_memory, *const s_k = s_q + KVQ_ROWS_BLOCK * STEP, *const s_v = s_k + TILE * STEP;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4;
+    constexpr int SHARE = sharers_of<D>, SLOTS = TILE / SHARE, CHANNELS = D / SHARE, ROWS = kvq_rows_block(D);
+    static_assert(SHARE == 1 || B == 1);
+    __half *const s_q = s_memory, *const s_k = s_q + ROWS * STEP, *const s_v = s_k + TILE * STEP,
+                  *const s_p = s_v + TILE * STEP;
+    float * const s_top = (float *) (s_p + ROWS * P_STEP);                      // [sharer][row]
+    const int warp = threadIdx.x / 32 / SHARE, part = threadIdx.x / 32 % SHARE; // of rows, of slots and channels
+    const int lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4;
     const int row_block = blockIdx.x / a.n_splits, split = blockIdx.x % a.n_splits, kvh = blockIdx.y,
-              rows0 = row_block * KVQ_ROWS_BLOCK;
+              rows0 = row_block * ROWS;
     const int tile0 = (int) ((int64_t) r.n_tiles * split / a.n_splits),
               tile1 = (int) ((int64_t) r.n_tiles * (split + 1) / a.n_splits);
     const uint8_t * const seen = r.seen_tiles + ((size_t) row_block * a.n_head_kv + kvh) * r.n_tiles;
@@ -112,7 +132,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
 
     int tile = next(tile0);
     if (tile < tile1) { ask(false, tile); }
-    for (int i = threadIdx.x; i < KVQ_ROWS_BLOCK * (D / 4); i += 32 * WARPS) {
+    for (int i = threadIdx.x; i < ROWS * (D / 4); i += 32 * WARPS) {
         const int row = min(rows0 + i / (D / 4), a.n_rows - 1), c = i % (D / 4) * 4;
         const float * p =
             a.stream[0].q + row_token(a, row) * a.q_stride_token + row_head(a, kvh, row) * a.q_stride_head + c;
@@ -123,10 +143,12 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
     const uint32_t q_row =
         (uint32_t) __cvta_generic_to_shared(s_q + (warp * 16 * B + lane % 16) * STEP + lane / 16 * 8);
     const uint32_t k_row =
-        (uint32_t) __cvta_generic_to_shared(s_k + (lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
-    const uint32_t v_row =
-        (uint32_t) __cvta_generic_to_shared(s_v + (lane % 8 + lane / 8 % 2 * 8) * STEP + lane / 16 * 8);
-    float o[B][D / 8][4] = {}, m[2 * B], l[2 * B];
+        (uint32_t) __cvta_generic_to_shared(s_k + (part * SLOTS + lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
+    const uint32_t v_row = (uint32_t) __cvta_generic_to_shared(
+        s_v + (lane % 8 + lane / 8 % 2 * 8) * STEP + part * CHANNELS + lane / 16 * 8);
+    const uint32_t p_row = (uint32_t) __cvta_generic_to_shared(s_p + (warp * 16 + lane % 16) * P_STEP + lane / 16 * 8);
+    const auto met = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp), "r"(32 * SHARE) : "memory"); }; // sharers
+    float o[B][CHANNELS / 8][4] = {}, m[2 * B], l[2 * B];
 #pragma unroll
     for (int i = 0; i < 2 * B; i++) {
         m[i] = -INFINITY;
@@ -137,22 +159,16 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads(); // keys are there, nobody reads the values before
         ask(true, tile);
-        float s[B][TILE / 8][4] = {};
+        float s[B][SLOTS / 8][4] = {};
 #pragma unroll
         for (int k = 0; k < D / 16; k++) {
             uint32_t q[B][4];
 #pragma unroll
-            for (int b = 0; b < B; b++) {
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                    : "=r"(q[b][0]), "=r"(q[b][1]), "=r"(q[b][2]), "=r"(q[b][3])
-                    : "r"(q_row + 2 * (b * 16 * STEP + 16 * k)));
-            }
+            for (int b = 0; b < B; b++) { load_matrices(q[b], q_row + 2 * (b * 16 * STEP + 16 * k)); }
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n += 2) {
+            for (int n = 0; n < SLOTS / 8; n += 2) {
                 uint32_t x[4];
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                    : "r"(k_row + 2 * (n * 8 * STEP + 16 * k)));
+                load_matrices(x, k_row + 2 * (n * 8 * STEP + 16 * k));
 #pragma unroll
                 for (int b = 0; b < B; b++) {
                     mma(s[b][n], q[b], x[0], x[1]);
@@ -169,7 +185,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
 #pragma unroll
             for (int b = 0; b < B; b++) {
 #pragma unroll
-                for (int n = 0; n < TILE / 8; n++) {
+                for (int n = 0; n < SLOTS / 8; n++) {
 #pragma unroll
                     for (int e = 0; e < 4; e++) { s[b][n][e] = a.softcap * tanhf(s[b][n][e] / a.softcap); }
                 }
@@ -183,8 +199,8 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
                 const __half * const mask =
                     a.stream[0].mask ? a.stream[0].mask + row_token(a, row) * a.mask_stride_token : nullptr;
 #pragma unroll
-                for (int n = 0; n < TILE / 8; n++) {
-                    const uint2 cell = *(const uint2 *) (cells + tile * TILE + 8 * n + 2 * tig);
+                for (int n = 0; n < SLOTS / 8; n++) {
+                    const uint2 cell = *(const uint2 *) (cells + tile * TILE + part * SLOTS + 8 * n + 2 * tig);
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
                         const int c = (int) (e ? cell.y : cell.x);
@@ -200,13 +216,20 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
         for (int i = 0; i < 2 * B; i++) {
             top[i] = m[i];
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++) {
+            for (int n = 0; n < SLOTS / 8; n++) {
                 top[i] = fmaxf(top[i], fmaxf(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]));
             }
             top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
             top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
-            higher |= top[i] > m[i];
+            if (SHARE > 1 && tig == 0) { s_top[part * ROWS + warp * 16 + g + 8 * i] = top[i]; }
         }
+        if constexpr (SHARE > 1) {
+            met();
+#pragma unroll
+            for (int i = 0; i < 2; i++) { top[i] = fmaxf(top[i], s_top[(part ^ 1) * ROWS + warp * 16 + g + 8 * i]); }
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * B; i++) { higher |= top[i] > m[i]; }
         if (__any_sync(~0u, higher)) {
 #pragma unroll
             for (int i = 0; i < 2 * B; i++) {
@@ -214,7 +237,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
                 m[i] = top[i];
                 l[i] *= c;
 #pragma unroll
-                for (int n = 0; n < D / 8; n++) {
+                for (int n = 0; n < CHANNELS / 8; n++) {
                     o[i / 2][n][i % 2 * 2] *= c;
                     o[i / 2][n][i % 2 * 2 + 1] *= c;
                 }
@@ -224,27 +247,36 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
         for (int i = 0; i < 2 * B; i++) {
             const float base = m[i] == -INFINITY ? 0.0f : m[i] * LOG2_E;
 #pragma unroll
-            for (int n = 0; n < TILE / 8; n++) {
+            for (int n = 0; n < SLOTS / 8; n++) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     float & x = s[i / 2][n][i % 2 * 2 + e];
                     x = exp2_fast(x * LOG2_E - base);
                     l[i] += x;
                 }
+                if constexpr (SHARE > 1) {
+                    *(uint32_t *) (s_p + (warp * 16 + g + 8 * i) * P_STEP + part * SLOTS + 8 * n + 2 * tig) =
+                        pack_half2(s[0][n][i * 2], s[0][n][i * 2 + 1]);
+                }
             }
         }
+        if constexpr (SHARE > 1) { met(); }
 #pragma unroll
         for (int k = 0; k < TILE / 16; k++) {
             uint32_t p[B][4];
 #pragma unroll
             for (int b = 0; b < B; b++) {
+                if constexpr (SHARE > 1) {
+                    load_matrices(p[b], p_row + 2 * 16 * k);
+                } else {
 #pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    p[b][j] = pack_half2(s[b][2 * k + j / 2][j % 2 * 2], s[b][2 * k + j / 2][j % 2 * 2 + 1]);
+                    for (int j = 0; j < 4; j++) {
+                        p[b][j] = pack_half2(s[b][2 * k + j / 2][j % 2 * 2], s[b][2 * k + j / 2][j % 2 * 2 + 1]);
+                    }
                 }
             }
 #pragma unroll
-            for (int n = 0; n < D / 8; n += 2) {
+            for (int n = 0; n < CHANNELS / 8; n += 2) {
                 uint32_t x[4];
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -262,13 +294,19 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
     for (int i = 0; i < 2 * B; i++) {
         l[i] += __shfl_xor_sync(~0u, l[i], 1);
         l[i] += __shfl_xor_sync(~0u, l[i], 2);
+        if constexpr (SHARE > 1) { // no maxima are there any more
+            if (i == 0) { met(); }
+            if (tig == 0) { s_top[part * ROWS + warp * 16 + g + 8 * i] = l[i]; }
+            met();
+            l[i] += s_top[(part ^ 1) * ROWS + warp * 16 + g + 8 * i];
+        }
         const int row = row_of(i);
         if (row >= a.n_rows) { continue; }
         const int token = row_token(a, row), head = row_head(a, kvh, row);
         float *out, inv = 1.0f;
         if (a.n_splits > 1) {
             out = a.partial + partial_at(a, 0, kvh, row, split);
-            if (tig == 0) {
+            if (tig == 0 && part == 0) {
                 out[a.v.head_size] = m[i];
                 out[a.v.head_size + 1] = l[i];
             }
@@ -281,11 +319,13 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
                 sum = sum * cs + exp2_fast((a.sinks[head] - high) * LOG2_E);
             }
             inv = sum > 0.0f ? cs / sum : 0.0f;
-            if (a.stream[0].lse && tig == 0) { a.stream[0].lse[(size_t) token * a.n_head + head] = high + logf(sum); }
+            if (a.stream[0].lse && tig == 0 && part == 0) {
+                a.stream[0].lse[(size_t) token * a.n_head + head] = high + logf(sum);
+            }
         }
 #pragma unroll
-        for (int n = 0; n < D / 8; n++) {
-            const int d = 8 * n + 2 * tig;
+        for (int n = 0; n < CHANNELS / 8; n++) {
+            const int d = part * CHANNELS + 8 * n + 2 * tig;
             if (d < a.v.head_size) {
                 out[d] = o[i / 2][n][i % 2 * 2] * inv;
                 out[d + 1] = o[i / 2][n][i % 2 * 2 + 1] * inv;
@@ -298,17 +338,19 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
 
 bool kvq_rows_fit(const kvq_attend_args & a) {
     const int d = kvq_tiles_head_size(a.k.head_size, a.v.head_size);
-    return d && d <= 256 && 2 * (KVQ_ROWS_BLOCK + 2 * TILE) * (d + 8) <= a.max_shared && !a.mask_stride_head;
+    const size_t nb = d > 256 ? nb_rows<512> : 2 * (size_t) (kvq_rows_block(d) + 2 * TILE) * (d + 8);
+    return d && nb <= (size_t) a.max_shared && !a.mask_stride_head;
 }
 
 template <int D> static void launch_rows(const kvq_attend_args & a, const kvq_rows_args & r, cudaStream_t stream) {
     static kvq_shared_limit limit;
-    constexpr size_t nb = 2 * (size_t) (KVQ_ROWS_BLOCK + 2 * TILE) * (D + 8);
-    limit.raise(rows_kernel<D>, nb);
-    rows_kernel<D><<<dim3(kvq_rows_blocks(a) * a.n_splits, a.n_head_kv), 32 * warps_of<D>, nb, stream>>>(a, r);
+    limit.raise(rows_kernel<D>, nb_rows<D>);
+    rows_kernel<D><<<dim3(kvq_rows_blocks(a) * a.n_splits, a.n_head_kv), 32 * warps_of<D>, nb_rows<D>, stream>>>(a, r);
 }
 
-void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & r, cudaStream_t stream) {
+void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & args, cudaStream_t stream) {
+    kvq_rows_args r = args;
+    r.block_rows = kvq_rows_block(std::max(a.k.head_size, a.v.head_size));
     cells_kernel<<<dim3((r.n_tiles * TILE + 255) / 256, a.n_head_kv), 256, 0, stream>>>(a, r);
     seen_cells_kernel<<<dim3((a.n_kv + 255) / 256, kvq_rows_blocks(a)), 256, 0, stream>>>(a, r);
     seen_tiles_kernel<<<dim3((r.n_tiles + 7) / 8, a.n_head_kv, kvq_rows_blocks(a)), 256, 0, stream>>>(a, r);
@@ -319,6 +361,7 @@ void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & 
     case 128: launch_rows<128>(a, r, stream); break;
     case 192: launch_rows<192>(a, r, stream); break;
     case 256: launch_rows<256>(a, r, stream); break;
+    case 512: launch_rows<512>(a, r, stream); break;
     }
     if (a.n_splits > 1) { kvq_launch_merge(a, 1, stream); }
 }

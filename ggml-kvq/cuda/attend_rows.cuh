@@ -5,8 +5,11 @@
 
 #include "attend.cuh"
 
-constexpr int KVQ_ROWS_BLOCK = 128; // query rows of a block
-constexpr int KVQ_ROWS_TILE = 64;   // slots that are multiplied at a time
+#include <algorithm>
+
+constexpr int KVQ_ROWS_TILE = 64; // slots that are multiplied at a time
+// query rows of a block of heads of D channels
+static constexpr __host__ __device__ int kvq_rows_block(int D) { return D <= 256 ? 128 : 64; }
 
 struct kvq_rows_args {
     const uint16_t *k, *v; // [n_tiles*64][n_head_kv][head size]
@@ -14,12 +17,13 @@ struct kvq_rows_args {
     // [row block][n_kv]: 0 no query row of the block sees the cell, 1 all do and nothing is added to their scores, 2
     // else
     uint8_t * seen_cells;
-    uint8_t * seen_tiles; // [row block][n_head_kv][n_tiles]: the same of 64 slots
-    int n_tiles;
+    uint8_t * seen_tiles;    // [row block][n_head_kv][n_tiles]: the same of 64 slots
+    int n_tiles, block_rows; // kvq_rows_block
 };
 
 static inline int kvq_rows_blocks(const kvq_attend_args & a) {
-    return (a.n_rows + KVQ_ROWS_BLOCK - 1) / KVQ_ROWS_BLOCK;
+    const int n = kvq_rows_block(std::max(a.k.head_size, a.v.head_size));
+    return (a.n_rows + n - 1) / n;
 }
 
 // False: no kernel for this head size, or masks differ by head. One stream, a.stream[0]; n_splits and partial as of

@@ -160,8 +160,9 @@ static void check_attention(kvq_cuda_device & d, const attention_case & c, worst
     if (n_new && !c.torn) {
         for (int s = 0; s < c.n_stream; s++) { w.compare("rows of a recorded step", s, 0, n_cells); }
     }
-    const int rows = c.gqa * c.n_q;                                                  // of a KV head
-    const bool many = rows > 64 && D <= 256 && (D <= 128 || !getenv("KVQ_CUDA_AS")); // heads of 256 take 135 KB a block
+    const int rows = c.gqa * c.n_q; // of a KV head
+    // heads of 256 take 135 KB a block, of 512 205
+    const bool many = rows > 64 && (D <= 128 || !getenv("KVQ_CUDA_AS"));
     const bool few = D % 16 == 0 && !many && (D > 128 || rows <= 32);
     const bool fine = few && l.codec.group == 16 && x.lane[1]->layout().codec.group == 16;
     if (l.codec.type == KVQ_TYPE_MIXED) {

@@ -367,6 +367,9 @@ int main(int argc, char ** argv) {
             attention({ "minikv", D == 256 ? "scales=f16,window=32" : "window=32", D, 2, 6, 1, 400, 1, 0, 0, false });
         }
     }
+    attention({ "minikv", "window=32", 512, 2, 4, 40, 500, 1, 0, 0, false }); // two warps share rows
+    attention({ "minikv", "window=32", 512, 1, 3, 30, 300, 2, 20.0f, 8.0f, true });
+    attention({ "minikv", "window=32", 400, 1, 5, 20, 300, 1, 0, 0, false });
     if (!quick) {
         const char * formats[] = { "", "scales=u8", "scales=f16", "interval=32,salient=0", "interval=32,salient=1",
             "interval=64,salient=0.5", "interval=64,salient=1,hi=1", "interval=128,salient=0,lo=4",
@@ -455,7 +458,7 @@ int main(int argc, char ** argv) {
         }
         attention({ "minikv", "", 128, 8, 4, 1, 4000, 1, 0, 0, false });
         for (int gqa : { 1, 6 }) { attention({ "minikv", "", 256, 1, gqa, 65, 600, 1, 0, 0, gqa == 1 }); }
-        for (int D : { 64, 80, 96, 128 }) {
+        for (int D : { 64, 80, 96, 128, 512 }) {
             for (int gqa : { 1, 3, 4, 8 }) { // prompts
                 attention({ "minikv", "", D, 1, gqa, 65, 600, 1 + (gqa == 3), gqa == 8 ? 20.0f : 0.0f,
                     gqa == 4 ? 8.0f : 0.0f, gqa != 4 });
