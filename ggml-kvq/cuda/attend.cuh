@@ -57,7 +57,7 @@ struct kvq_attend_args {
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float *k_mean, *v_mean;          // [head kv][head size]
     const float *rotary_high, *rotary_low; // kvq_rotary
-    const uint16_t * waves;                // f16 [128][head size]: cos and sin of the pairs
+    const uint16_t * waves; // f16 [128][head size]: cos and sin of the pairs, then by pairs of rows (device_rows.cu)
     int n_pairs, neox;
     // A part of an attention that picks cells (attend_decode.cuh): which one, 0: all at once; slots of a row of
     // logits, base 2, masked and capped, [head kv][row][slot]. Of values, the first n_picking splits read the far rows

@@ -19,9 +19,14 @@
 
 namespace {
 
-// Shared memory of a warp: two stages, 8-bit parameters in f16, the pages of both halves of four units.
-__host__ __device__ __forceinline__ int bytes_warp(const kvq_attend_args & a) {
-    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page);
+// Tables of means leave teams of slices less memory and fewer registers.
+template <bool MEANS, bool WIDE> constexpr bool is_lean = MEANS && WIDE;
+template <int D, bool MEANS, bool WIDE> using bytes_slice = slice_of<D, WIDE, is_lean<MEANS, WIDE> ? 1 : 2>;
+
+// Shared memory of a warp: two stages, 8-bit parameters in f16, the pages of both halves of four units, turns.
+template <bool MEANS, bool WIDE> __host__ __device__ __forceinline__ int bytes_warp(const kvq_attend_args & a) {
+    return 2 * a.stage_bytes + a.stage_wide + 8 * (int) sizeof(kvq_page) +
+        (is_lean<MEANS, WIDE> ? (int) sizeof(shared_turns) : 0);
 }
 
 // What open values add to a thread's rows: o += rest x or, where o is rotated, rest H x. rows: of this thread's first
@@ -43,18 +48,18 @@ __device__ __noinline__ void add_open_values(const kvq_attend_args & a, const X 
 // Blocks of a multiprocessor: with more, what does not fit into registers goes through the L2 cache, because shared
 // memory leaves the first level little. Slices have one, of more warps.
 template <bool MEANS, bool WIDE> constexpr int bytes_blocks = WIDE ? 1 : MEANS ? 2 : 3;
-template <bool MEANS, bool WIDE> constexpr int bytes_warps = most_warps<WIDE, MEANS>();
+template <bool WIDE> constexpr int bytes_warps = most_warps<WIDE, false>();
 
 // MEANS: sealed pages lack theirs (decode_means.cuh). AHEAD: as in attend_decode.cuh
 template <int D, int KB, int VB, bool MEANS, bool WIDE, bool AHEAD, int E>
-__global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<MEANS, WIDE>)
+__global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WIDE>)
     bytes_kernel(const __grid_constant__ kvq_attend_args a) {
-    typedef slice_of<D, WIDE> slice;
-    typedef decode_sums<D, bytes_warps<MEANS, WIDE>> sums_type;
+    typedef bytes_slice<D, MEANS, WIDE> slice;
+    typedef decode_sums<D, bytes_warps<WIDE>> sums_type;
     static_assert(E == 1 || !AHEAD);
     constexpr int S = D / 16;
     // POINTS: pages may have 32 cells, so that a unit is of two; what is sealed is rotated
-    constexpr bool POINTS = KB > LATTICE;
+    constexpr bool POINTS = KB > LATTICE, LEAN = is_lean<MEANS, WIDE>;
     constexpr bool HALF = E == 2 && !POINTS; // products in f16; o is in units of codes
     constexpr float FROM_K = (float) (1 << (24 - K_BOOST)), FROM_V = (float) (1 << (24 - v_boost<VB>()));
     using map = stage_map<D, KB, VB>;
@@ -70,14 +75,14 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     const bool picks = AHEAD && share.split < picking;
     const auto & st = a.stream[blockIdx.z];
 
-    uint8_t *const stages = memory + warp * bytes_warp(a), *const wide = stages + 2 * a.stage_bytes;
+    uint8_t *const stages = memory + warp * bytes_warp<MEANS, WIDE>(a), *const wide = stages + 2 * a.stage_bytes;
     kvq_page * const ring = (kvq_page *) (wide + a.stage_wide);
     const uint32_t stages_at = (uint32_t) __cvta_generic_to_shared(stages),
                    ring_at = stages_at + 2 * a.stage_bytes + a.stage_wide;
-    uint8_t * const shared_sums = memory + of.warps * bytes_warp(a); // of teams
+    uint8_t * const shared_sums = memory + of.warps * bytes_warp<MEANS, WIDE>(a); // of teams
     int sums_turn = 0;
     // as they are, then rotated
-    uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * TEAM_BYTES : 0));
+    uint2 * const queries = (uint2 *) (shared_sums + (WIDE && of.n > 1 ? of.warps * slice::TURNS * TEAM_TURN : 0));
     byte_lane * const lanes = (byte_lane *) (queries + (POINTS ? 2 : 1) * of.n * S * 32);
     uint8_t * const shared_points = (uint8_t *) (lanes + 32 * of.n);
     int2 * const byte_rows = (int2 *) (shared_points + 32);
@@ -97,15 +102,19 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     // than others, where there are no parts.
     const int first_turns = OPEN_TURNS * (n_teams - a.n_open),
               other_run = a.n_open || n_runs < n_teams ? 0 : n_runs % n_teams;
-    int run = has_part ? first_turns + team : team, in_run = 0;
-    const auto next_unit = [&] { // behind the last ones; -1: no more
-        const int from = run == 0 ? other_run : run == other_run ? 0 : run, unit = (from << run_log2) + in_run;
-        if (++in_run >> run_log2) {
-            in_run = 0;
-            run += run < first_turns ? n_teams - a.n_open : n_teams;
-        }
-        return unit < others ? other_unit(a, unit, n_units) : -1;
+    const int first_unit = from_last >= n_units || picks ? -1 : own_unit(a, from_last, n_units);
+    const auto team_turns = [&]() -> unit_turns {
+        return { has_part ? first_turns + team : team, 0, others, run_log2, first_turns, n_teams - a.n_open, n_teams,
+            other_run, n_units, {} };
     };
+    unit_turns turns = {};
+    shared_turns & kept = *(shared_turns *) (ring + 8);
+    if constexpr (LEAN) {
+        if (lane == 0) { kept = { team_turns(), { first_unit } }; }
+        __syncwarp();
+    } else {
+        turns = team_turns();
+    }
     // at: of the cache's units; unit: of this team's
     const auto cell_of = [&](int at, int h) { return (2 * at + h & (per_page - 1)) * 32; };
     const auto page_of = [&](int unit, int h) -> const kvq_page & { return ring[(unit & 3) * 2 + (POINTS ? h : 0)]; };
@@ -122,9 +131,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         const kvq_page & p = page_of(unit, h);
         return 2 * at + h >= n_halves || !p.n_slots ? -1 : (p.k_params ? 1 : 0) + (p.v_params ? 2 : 0);
     };
-    int at_next = -1, at_second = from_last >= n_units || picks ? -1 : own_unit(a, from_last, n_units);
     uint16_t * const waves = (uint16_t *) (of_rows + DECODE_COLUMNS * means_step<D, WIDE>(a));
-    if (at_second >= 0) { copy_pages(0, at_second); }
+    if (first_unit >= 0) { copy_pages(0, first_unit); }
     if constexpr (MEANS) { // the first unit does not wait for them
         copies_part();
         copy_waves<D, E>(a, of, waves);
@@ -170,17 +178,26 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
         const int32_t first = *(const int32_t *) (stage + byte_lattice_map<D>::BYTES);
         copy_angles<D>(a, of, stages_at + 2 * a.stage_bytes, first);
     };
-    int state0 = -1, state1 = -1, next0 = -1, next1 = -1, at = 0;
+    int coming = -1, behind = first_unit,
+        states[2] = { -1, -1 }; // not LEAN: units of the next turns, and what they hold
 #pragma unroll 1
-    for (int unit = -1; unit < 0 || at_next >= 0; unit++) {
+    for (int unit = -1; unit < 0 || (LEAN ? kept.at[unit & 3] : coming) >= 0; unit++) {
         if (MEANS && unit < 0) {
             first_copies_done();
         } else {
             copies_done();
         }
-        state0 = next0;
-        state1 = POINTS ? next1 : next0;
-        at = at_next;
+        const int at = LEAN ? kept.at[unit & 3] : coming, at_next = LEAN ? kept.at[unit + 1 & 3] : behind;
+        if (!LEAN) { coming = at_next; }
+        int state0 = states[0], state1 = states[POINTS];
+        if (LEAN && unit >= 0) { // of a team with a part what is open of its first unit has its turn at the end
+            const auto state = [&](int h) {
+                const int x = state_of(unit, at, h);
+                return x || unit || !has_part ? x : -1;
+            };
+            state0 = state(0);
+            state1 = state(1);
+        }
         uint8_t * const stage = stages + (unit & 1) * a.stage_bytes;
         if constexpr (POINTS) {
             if (state0 == 3 || state1 == 3) {
@@ -188,10 +205,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 put_point_scales<D>(a, stage, kvh);
             }
         }
-        at_next = at_second;
         if (at_next >= 0) { // ahead of its turn, and the pages of the one after it
-            next0 = state_of(unit + 1, at_next, 0);
-            if (POINTS) { next1 = state_of(unit + 1, at_next, 1); }
+            const int next0 = state_of(unit + 1, at_next, 0), next1 = POINTS ? state_of(unit + 1, at_next, 1) : next0;
             const uint32_t to = stages_at + (unit + 1 & 1) * a.stage_bytes;
             if constexpr (POINTS) {
                 if (next0 == 3 || next1 == 3) { // one sealed half takes both places
@@ -216,8 +231,16 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                     ask_open_rows(a, page_of(unit + 1, lane), kvh, cell_of(at_next, lane), mine_next);
                 }
             }
-            at_second = next_unit();
+            const int at_second = LEAN ? kept.find(a, unit + 2) : turns.unit(a);
             if (at_second >= 0) { copy_pages(unit + 2, at_second); }
+            if constexpr (!LEAN) {
+                const int2 after = turns.after();
+                turns.run = after.x;
+                turns.in_run = after.y;
+                behind = at_second;
+                states[0] = next0;
+                states[1] = next1;
+            }
         }
         // sealed pages are older than the kernel before this one and were asked for without waiting for it
         if (unit < 0) {
@@ -252,9 +275,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                 share_queries<D, KB>(a, of, queries, row_of);
                 __syncthreads();
             }
-            if (has_part) { // what is open has its turn at the end
-                next0 = next0 ? next0 : -1;
-                next1 = next1 ? next1 : -1;
+            if (!LEAN && has_part) {
+                for (int & x : states) { x = x ? x : -1; }
             }
             continue;
         }
@@ -313,9 +335,9 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                         const int32_t * const places_at = (const int32_t *) (stage + byte_lattice_map<D>::BYTES);
                         angles_done();
                         if constexpr (E == 1) {
-                            add_row_means<D, KB>(a, of, waves, of_rows, places_at, (const float *) wide, s);
+                            add_row_means<D, KB>(a, of, waves, of_rows, places_at, (float *) wide, s);
                         } else {
-                            add_cell_means<D, KB>(a, of, waves, of_rows, places_at, (const float *) wide, s);
+                            add_cell_means<D, KB>(a, of, waves, of_rows, places_at, (float *) wide, s);
                         }
                     }
                 } else if constexpr (HALF) {
@@ -467,7 +489,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
                     (const uint16_t *) page_of(unit, vh).v_codes +
                         ((size_t) kvh * a.v.n_cells + cell_of(at, vh) + c % 2 * 16) * a.v.stride + of.first(),
                     shared_sums, sums_turn, y, by, x);
-                if (WIDE && POINTS && a.v.block > D) { sums_turn ^= 1; } // one exchange
+                if (slice::TURNS > 1 && WIDE && POINTS && a.v.block > D) { sums_turn ^= 1; } // one exchange
 #pragma unroll
                 for (int n = 0; n < 2 * E * S; n++) { o[n / (2 * E)][n % (2 * E)] = x[n / (2 * E)][n % (2 * E)]; }
             }
@@ -475,7 +497,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<MEANS, WIDE>, bytes_blocks<ME
     }
     if constexpr (!AHEAD) {
         put_part<D, KB, slice>(
-            a, share, blockIdx.z, queries, stages, shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2),
+            a, share, blockIdx.z, queries, stages, shared_sums + sums_turn * of.warps * TEAM_TURN,
             [&](open_part & part, int e) { // E = 1: two columns a row
                 const int r = E == 1 ? c : 2 * c + e;
                 part.row[e] = r < n_rows && e < E ? row0 + r : -1;

@@ -23,14 +23,15 @@ void launch_bytes_kernel(kvq_attend_args a, int n_streams, cudaStream_t stream, 
     } else {
         lay_out_stage<D, KB, VB>(a);
     }
-    typedef decode_sums<D, bytes_warps<MEANS, WIDE>> sums_type;
+    typedef decode_sums<D, bytes_warps<WIDE>> sums_type;
+    const size_t team = WIDE && a.slices_log2 ? bytes_slice<D, MEANS, WIDE>::TURNS * TEAM_TURN : 0;
     const auto bytes = [&](int n_warps) {
-        return std::max(n_warps * ((size_t) bytes_warp(a) + (WIDE && a.slices_log2 ? TEAM_BYTES : 0)) + shared,
+        return std::max(n_warps * ((size_t) bytes_warp<MEANS, WIDE>(a) + team) + shared,
             AHEAD ? (size_t) picked_bytes<sums_type>(a) : sizeof(sums_type));
     };
     static kvq_shared_limit limit;
-    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE, AHEAD, E>, limit, a, bytes_warps<MEANS, WIDE>, WIDE,
-        bytes, n_streams, stream, occupancy);
+    kvq_launch_decode_kernel(bytes_kernel<D, KB, VB, MEANS, WIDE, AHEAD, E>, limit, a, bytes_warps<WIDE>, WIDE, bytes,
+        n_streams, stream, occupancy);
 }
 
 template <int D, bool WIDE, bool AHEAD, int E = 1>

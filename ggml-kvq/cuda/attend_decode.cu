@@ -171,10 +171,9 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     const bool in_words = a.n_head_kv * a.k.nb_params % 4 == 0 && a.n_head_kv * a.v.nb_params % 4 == 0;
     const bool in_bytes = lattice ? in_words && a.k.bits == 2 && a.v.bits == 2 && !a.k.split
                                   : codes && a.k.type == KVQ_TYPE_AFFINE && a.k_parts_log2 == 0 && a.v_group_log2 >= 6;
-    // beyond two slices the table of means leaves too little shared memory
     const bool many = a.n_rows > COLUMNS / 2;
     if (in_bytes && (!a.part || (a.part == 3 && !many)) && !a.map_stride && is_bytes_pair(a) &&
-        !(a.waves && a.slices_log2 > 1) && kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {
+        kvq_setting_on(kvq_setting::CUDA_BYTES, true)) {
         a.fine = many ? BYTES_ROWS : BYTES;
     }
     if (a.k.type == KVQ_TYPE_MIXED) {

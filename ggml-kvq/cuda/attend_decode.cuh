@@ -504,7 +504,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
     }
     if constexpr (OPENS) {
         put_part<D, KB, slice>(
-            a, share, is, queries, stages, shared_sums + sums_turn * of.warps * (TEAM_BYTES / 2),
+            a, share, is, queries, stages, shared_sums + sums_turn * of.warps * TEAM_TURN,
             [&](open_part & part, int e) {
                 part.row[e] = row0 + 2 * c + e < a.n_rows ? row0 + 2 * c + e : -1;
                 part.mask[e] = mask[e];

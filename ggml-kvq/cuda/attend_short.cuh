@@ -30,7 +30,7 @@ template <int D> struct open_place {
     static __device__ __forceinline__ int value(int cell) { return V + cell * STEP + cell / 16 * 16; }
 };
 
-constexpr int SHORT_TEAM = TEAM_BYTES / 2; // teams add up once
+constexpr int SHORT_TEAM = TEAM_TURN; // teams add up once
 
 // sums of a column: o relative to exp2(m), l likewise; four channels more, as in decode_sums
 template <int D, bool WIDE> struct short_sums {

@@ -1,8 +1,11 @@
-// Decode attention in 8-bit products over lattice pages that lack their means (decode_means.cuh). The table's rows lie
-// in shared memory, and the angles that coefficients are turned by are asked for when a unit's turn comes.
+// Decode attention in 8-bit products over lattice pages that lack their means (decode_means.cuh). Here coefficients are
+// turned to the position of a unit's first cell, so that the table's rows, which lie in shared memory, are those of
+// 0 .. 63 whatever that position is. The angles of its 64-cell window are asked for when the unit's turn comes; where
+// it does not begin at a multiple of 64, the rest is added to them. Two rows lie in a pair as the left operand of a
+// product has them: 2 channels of one row, 2 of the other, the next 2 of both.
 //
 // Up to 4 query rows (E = 1): the coefficients of a row's second column are turned by 32 positions more. A row of the
-// table, cos and sin of one of 0 .. 94, then serves a cell of the first half and its neighbour in the second one.
+// table, cos and sin of one of 0 .. 31, then serves a cell of the first half and its neighbour in the second one.
 // More rows (E = 2): a row of the table is one cell's.
 #pragma once
 
@@ -11,46 +14,29 @@
 
 namespace {
 
-// 64-cell windows begin at multiples of 64, and a unit within one: below 64 + 32; of E = 2 a row is of one cell
-template <int E> constexpr int wave_rows = E == 1 ? 96 : MEANS_WINDOW;
-// f16 numbers from one row to the next, which begins in other banks; all slices are in a row
-template <int D, bool WIDE = true> __host__ __device__ __forceinline__ int wave_step(const kvq_attend_args & a) {
-    return (WIDE ? D << a.slices_log2 : D) + 8;
-}
+template <int E> constexpr int wave_pairs = 16 * E; // of rows
+// f16 numbers from one pair of rows to the next, which begins in other banks; all slices are in a row
+__host__ __device__ __forceinline__ int wave_step(int head_size) { return 2 * head_size + 8; }
 // bytes of the table, and behind it (E = 1) of cos and sin of 32 positions of each pair
 template <int D, int E> size_t nb_waves(const kvq_attend_args & a) {
-    return 2 * wave_rows<E> * (size_t) wave_step<D>(a) + (E == 1 ? 4 * (size_t) D << a.slices_log2 : 0);
+    return 2 * wave_pairs<E> * (size_t) wave_step(a.k.head_size) + (E == 1 ? 4 * (size_t) D << a.slices_log2 : 0);
 }
 template <int D, typename X>
-__device__ __forceinline__ float * turn_of_32(const kvq_attend_args & a, uint16_t * waves) {
-    return (float *) (waves + wave_rows<1> * wave_step<D, X::WIDE>(a));
+__device__ __forceinline__ float * turn_of_32(const kvq_attend_args & a, const X & of, uint16_t * waves) {
+    return (float *) (waves + wave_pairs<1> * wave_step(of.head(a)));
 }
-// Pieces of 16 bytes lie swapped in two rows of four: threads read every second piece of rows that are two apart, and
-// find all banks.
-__device__ __forceinline__ int swapped(int channel, int row) { return channel ^ (row / 2 % 2 * 8); }
 
-// asks for the table; it is constant
+// asks for the table; it is constant, and lies in memory as it does here (kvq_put_wave_pairs), behind the plain one
 template <int D, int E, typename X>
 __device__ __forceinline__ void copy_waves(const kvq_attend_args & a, const X & of, uint16_t * to) {
     constexpr int EACH = 2 * KVQ_ROTARY_LOW; // of a pair: cos, sin of positions 0 ..
-    const int pieces = of.head(a) / 8, step = wave_step<D, X::WIDE>(a), n_threads = 32 * of.warps,
-              rows = n_threads / pieces, rest = n_threads % pieces;
-    int row = (int) threadIdx.x / pieces, piece = (int) threadIdx.x % pieces;
+    const int n_threads = 32 * of.warps, n = wave_pairs<E> * wave_step(of.head(a)) / 8;
     const uint32_t at = (uint32_t) __cvta_generic_to_shared(to);
-    const uint16_t * from = a.waves + 8 * threadIdx.x;
+    const uint16_t * const from = a.waves + MEANS_WINDOW * of.head(a);
 #pragma unroll 1
-    while (row < wave_rows<E>) {
-        copy16(at + 2 * (row * step + swapped(8 * piece, row)), from);
-        from += 8 * n_threads;
-        row += rows;
-        piece += rest;
-        if (piece >= pieces) { // in the next row
-            piece -= pieces;
-            row++;
-        }
-    }
+    for (int i = threadIdx.x; i < n; i += n_threads) { copy16(at + 16 * i, from + 8 * i); }
     if constexpr (E == 1) {
-        float * const by = turn_of_32<D, X>(a, to);
+        float * const by = turn_of_32<D>(a, of, to);
         const uint32_t by_at = (uint32_t) __cvta_generic_to_shared(by);
 #pragma unroll 1
         for (int i = threadIdx.x; i < D * of.n; i += n_threads) { // pairs beyond the head do not turn
@@ -81,13 +67,25 @@ __device__ __forceinline__ void angles_done() {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncwarp();
 }
+// The angles of position begin, of those of its window. All pairs of the head turn.
+template <int D, typename X>
+__device__ __noinline__ void turn_angles(const kvq_attend_args & a, const X of, float * angles, int begin) {
+    for (int i = threadIdx.x % 32; i < D / 2; i += 32) {
+        const int pair = min(of.first() / 2 + i, a.n_pairs - 1);
+        const float * low = a.rotary_low + (size_t) pair * 2 * KVQ_ROTARY_LOW + begin % 64;
+        const float c = angles[i], s = angles[D / 2 + i];
+        angles[i] = c * low[0] - s * low[KVQ_ROTARY_LOW];
+        angles[D / 2 + i] = s * low[0] + c * low[KVQ_ROTARY_LOW];
+    }
+    __syncwarp();
+}
 
 // Coefficients of odd columns, turned by 32 positions; a thread takes pairs of its own
 template <int D, typename X>
 __device__ __forceinline__ void turn_odd_columns(
     const kvq_attend_args & a, const X & of, uint16_t * waves, float * coefficients) {
     const int step = means_step<D, X::WIDE>(a), n = D / 2 * of.n; // pairs of a row
-    const float2 * const by = (const float2 *) turn_of_32<D, X>(a, waves);
+    const float2 * const by = (const float2 *) turn_of_32<D>(a, of, waves);
 #pragma unroll 1
     for (int i = threadIdx.x; i < BYTE_ROWS * n; i += 32 * of.warps) {
         const int pair = i & (n - 1);
@@ -99,13 +97,34 @@ __device__ __forceinline__ void turn_odd_columns(
     }
 }
 
-// Adds what means add to the scores s of 64 cells. places: their positions; angles: of the first one's window.
+// q: the coefficients of column g, turned: of 8 channels from `channel` of this slice on
+template <int D, typename X>
+__device__ __forceinline__ void turned_coefficients(const kvq_attend_args & a, const X & of, const float * coefficients,
+    const float * angles, int channel, uint32_t (&q)[2][2]) {
+    const int g = threadIdx.x % 32 / 4;
+    const float * const from = coefficients + g * means_step<D, X::WIDE>(a) + of.first() + channel;
+#pragma unroll
+    for (int v = 0; v < 2; v++) { // beyond the head coefficients are 0
+        const float * const angle = angles + channel / 2 + 2 * v;
+        turn_four(*(const float4 *) (from + 4 * v), *(const float2 *) angle, *(const float2 *) (angle + D / 2), q[v]);
+    }
+}
+// adds products with 8 channels of a pair of the table's rows
+__device__ __forceinline__ void score_pair(float (&s)[4], const uint16_t * pair, const uint32_t (&q)[2][2]) {
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        const uint4 x = *(const uint4 *) (pair + 8 * v);
+        mma(s, { x.x, x.y, x.z, x.w }, q[v][0], q[v][1]);
+    }
+}
+
+// Adds what means add to the scores s of 64 cells. places: their positions; angles: of the first one's window. Here
+// thread c has channels of its own order: its reads and its neighbours' find all banks.
 template <int D, int KB, typename X>
 __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X & of, const uint16_t * waves,
-    const float * coefficients, const int32_t * places, const float * angles, float (&s)[2][4]) {
-    constexpr int S = D / 16;
-    const int step = means_step<D, X::WIDE>(a), next_row = wave_step<D, X::WIDE>(a);
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin = places[0], window = max(begin, 0) / 64;
+    const float * coefficients, const int32_t * places, float * angles, float (&s)[2][4]) {
+    const int step = wave_step(of.head(a));
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin = places[0];
     const bool usual = begin >= 0 && a.n_pairs == of.head(a) / 2 && places[lane] == begin + lane &&
         places[lane + 32] == begin + 32 + lane;
     if (__any_sync(~0u, !usual)) {
@@ -115,26 +134,19 @@ __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X
         for (int n = 0; n < 8; n++) { s[n / 4][n % 4] += x[n / 2][n % 2 * 2]; }
         return;
     }
+    if (begin % 64) { turn_angles<D>(a, of, angles, begin); }
     // cells 4 (2t + g/4) + b of this thread and of lane ^ 16, which has those of the other g/4
-    const int first = begin - 64 * window + g / 2 % 2 * 16 + g % 2 * 2 + g / 4 * 8; // row
-    const uint16_t * const row = waves + first * next_row;
+    const int first = g / 2 % 2 * 16 + g % 2 * 2 + g / 4 * 8; // row
+    const uint16_t * const pair = waves + first / 2 * step;
     float x[2][4] = {};
 #pragma unroll
-    for (int u = 0; u < S / 2; u++) {
-        const int channel = channel_of<D, KB>(c, 2 * u);
+    for (int u = 0; u < D / 32; u++) {
+        const int channel = 32 * u + 8 * c;
         uint32_t q[2][2];
+        turned_coefficients<D>(a, of, coefficients, angles, channel, q);
+        const uint16_t * const at = pair + 2 * (of.first() + of.near(channel, 8));
 #pragma unroll
-        for (int v = 0; v < 2; v++) {
-            const float * const angle = angles + channel / 2 + 2 * v;
-            turn_four(*(const float4 *) (coefficients + g * step + of.first() + channel + 4 * v),
-                *(const float2 *) angle, *(const float2 *) (angle + D / 2), q[v]);
-        }
-        const int at = of.first() + of.near(channel, 8), at0 = swapped(at, first), at1 = swapped(at, first + 1);
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-            score_waves(x[t], *(const uint4 *) (row + 4 * t * next_row + at0),
-                *(const uint4 *) (row + (4 * t + 1) * next_row + at1), q[0], q[1]);
-        }
+        for (int t = 0; t < 2; t++) { score_pair(x[t], at + 2 * t * step, q); }
     }
     const bool second = g / 4;
 #pragma unroll
@@ -152,14 +164,11 @@ __device__ __forceinline__ void add_row_means(const kvq_attend_args & a, const X
 // The same with more than 4 rows: s as score_points leaves them. One sealed half takes both places.
 template <int D, int KB, typename X>
 __device__ __forceinline__ void add_cell_means(const kvq_attend_args & a, const X & of, const uint16_t * waves,
-    const float * coefficients, const int32_t * places, const float * angles, float (&s)[4][4]) {
-    constexpr int S = D / 16;
-    const int step = means_step<D, X::WIDE>(a), next_row = wave_step<D, X::WIDE>(a);
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin[2] = { places[0], places[32] },
-              window = max(begin[0], 0) / 64;
-    const bool usual = min(begin[0], begin[1]) >= 64 * window &&
-        max(begin[0], begin[1]) - 64 * window <= MEANS_WINDOW - 32 && a.n_pairs == of.head(a) / 2 &&
-        places[lane] == begin[0] + lane && places[lane + 32] == begin[1] + lane;
+    const float * coefficients, const int32_t * places, float * angles, float (&s)[4][4]) {
+    const int step = wave_step(of.head(a));
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, begin = places[0], more = places[32] - begin;
+    const bool usual = begin >= 0 && more >= 0 && more <= 32 && more % 2 == 0 && a.n_pairs == of.head(a) / 2 &&
+        places[lane] == begin + lane && places[lane + 32] == begin + more + lane;
     if (__any_sync(~0u, !usual)) {
         float x[4][4]; // in memory for the call, s is not
 #pragma unroll
@@ -169,24 +178,17 @@ __device__ __forceinline__ void add_cell_means(const kvq_attend_args & a, const 
         for (int i = 0; i < 16; i++) { s[i / 4][i % 4] = x[i / 4][i % 4]; }
         return;
     }
-    const int first = (g < 4 ? begin[0] : begin[1]) - 64 * window + g / 2 % 2 * 16 + g % 2 * 2;
-    const uint16_t * const row = waves + first * next_row;
+    if (begin % 64) { turn_angles<D>(a, of, angles, begin); }
+    const int first = (g < 4 ? 0 : more) + g / 2 % 2 * 16 + g % 2 * 2;
+    const uint16_t * const pair = waves + first / 2 * step;
 #pragma unroll
-    for (int u = 0; u < S / 2; u++) {
-        const int channel = channel_of<D, KB>(c, 2 * u);
+    for (int u = 0; u < D / 32; u++) {
+        const int channel = 32 * u + 8 * c;
         uint32_t q[2][2];
+        turned_coefficients<D>(a, of, coefficients, angles, channel, q);
+        const uint16_t * const at = pair + 2 * (of.first() + of.near(channel, 8));
 #pragma unroll
-        for (int v = 0; v < 2; v++) { // beyond the head coefficients are 0
-            const float * const angle = angles + channel / 2 + 2 * v;
-            turn_four(*(const float4 *) (coefficients + g * step + of.first() + channel + 4 * v),
-                *(const float2 *) angle, *(const float2 *) (angle + D / 2), q[v]);
-        }
-        const int at = of.first() + of.near(channel, 8), at0 = swapped(at, first), at1 = swapped(at, first + 1);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            score_waves(s[j], *(const uint4 *) (row + 4 * j * next_row + at0),
-                *(const uint4 *) (row + (4 * j + 1) * next_row + at1), q[0], q[1]);
-        }
+        for (int j = 0; j < 4; j++) { score_pair(s[j], at + 2 * j * step, q); }
     }
 }
 

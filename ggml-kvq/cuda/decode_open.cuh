@@ -56,6 +56,41 @@ __device__ __forceinline__ int own_unit(const kvq_attend_args & a, int i, int n_
     return i >= OPEN_LAST && i < a.n_open ? i - OPEN_LAST : other_unit(a, n_units - 1 - i, n_units);
 }
 
+// Which units are a team's turns, those behind its first one.
+struct unit_turns {
+    int run, in_run;       // the next one
+    int others, run_log2;  // units of turns; of a run
+    int early, early_step; // runs below `early` are those of teams without parts, so many
+    int step, other_run;   // teams; the run that changes places with the first one
+    int n_units, pad[3];
+
+    __device__ __forceinline__ int unit(const kvq_attend_args & a) const { // of the cache, -1: no more
+        const int from = run == 0 ? other_run : run == other_run ? 0 : run, unit = (from << run_log2) + in_run;
+        return unit < others ? other_unit(a, unit, n_units) : -1;
+    }
+    __device__ __forceinline__ int2 after() const { // run, in_run
+        const bool ends = in_run + 1 >> run_log2;
+        return make_int2(ends ? run + (run < early ? early_step : step) : run, ends ? 0 : in_run + 1);
+    }
+};
+// Where registers are short, turns are in shared memory, with the last units that were found: unit i at i & 3.
+struct shared_turns {
+    unit_turns turns;
+    int at[4];
+
+    // finds unit i; all lanes of a warp
+    __device__ __forceinline__ int find(const kvq_attend_args & a, int i) {
+        const int found = turns.unit(a);
+        const int2 after = turns.after();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) {
+            *(int2 *) &turns.run = after;
+            at[i & 3] = found;
+        }
+        return found;
+    }
+};
+
 // A team's units where they are dealt out one by one, from the last one on (attend_decode.cuh). OPENS: there may be
 // parts, whose teams take part in others' turns later.
 template <bool OPENS> struct team_units {
@@ -109,7 +144,8 @@ __device__ __noinline__ void put_open(
     uint32_t open = __ballot_sync(
         ~0u, lane < STEPS && half < u.n_halves && of_lane.n_slots && !of_lane.k_params && !of_lane.v_params);
     float o[S][4] = {}, m[2] = { -INFINITY, -INFINITY }, l[2] = { 0.0f, 0.0f };
-    float4 * const mine = (float4 *) (all + warp * (TEAM_BYTES / 2)) + lane;
+    float4 * const mine = (float4 *) (all + warp * TEAM_TURN) + lane;
+    if (X::WIDE && X::TURNS == 1 && of.n > 1) { team_barrier(of.team, of.n); }
 #pragma unroll 1
     for (; open; open &= open - 1) {
         const int at = __ffs((int) open) - 1, cell = __shfl_sync(~0u, first, at),
@@ -151,10 +187,10 @@ __device__ __noinline__ void put_open(
         if (X::WIDE && of.n > 1) { // the same bits in every warp
             *mine = make_float4(s[0][0], s[0][1], s[0][2], s[0][3]);
             team_barrier(of.team, of.n);
-            const float4 * from = (const float4 *) (all + of.team * of.n * (TEAM_BYTES / 2)) + lane;
+            const float4 * from = (const float4 *) (all + of.team * of.n * TEAM_TURN) + lane;
             s[0][0] = s[0][1] = s[0][2] = s[0][3] = 0.0f;
 #pragma unroll 1
-            for (int i = 0; i < of.n; i++, from += TEAM_BYTES / 2 / 16) {
+            for (int i = 0; i < of.n; i++, from += TEAM_TURN / 16) {
                 s[0][0] += from->x;
                 s[0][1] += from->y;
                 s[0][2] += from->z;

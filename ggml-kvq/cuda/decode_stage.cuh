@@ -78,8 +78,10 @@ template <int D, int KB> __device__ __forceinline__ int channel_of(int c, int s)
 // Kernels are made for heads of D channels. WIDE ones (D = 128) take all other heads: the warps of a team walk the same
 // cells, each has a slice of D channels, and what they have of the scores is added up in shared memory (team_sum). A
 // slice may reach beyond the head. Other heads cost nothing that way: every loop here knows its bounds when compiled.
-template <int D, bool WIDE_> struct slice_of {
+// TURNS: in which teams exchange what they have (team_exchange).
+template <int D, bool WIDE_, int TURNS_ = 2> struct slice_of {
     static constexpr bool WIDE = false;
+    static constexpr int TURNS = TURNS_;
     static constexpr int n = 1, i = 0, warps = DECODE_WARPS, teams = DECODE_WARPS;
     int team;
     __device__ __forceinline__ slice_of(const kvq_attend_args &, int warp) : team(warp) {}
@@ -90,8 +92,9 @@ template <int D, bool WIDE_> struct slice_of {
     // the last n channels of the head instead of others
     static __device__ __forceinline__ int near(int channel, int) { return channel; }
 };
-template <int D> struct slice_of<D, true> {
+template <int D, int TURNS_> struct slice_of<D, true, TURNS_> {
     static constexpr bool WIDE = true;
+    static constexpr int TURNS = TURNS_;
     // slices of a head, this one, warps and teams of the block, this one, channels of this slice
     int n, i, warps, teams, team, channels;
     __device__ __forceinline__ slice_of(const kvq_attend_args & a, int warp) {
@@ -154,17 +157,18 @@ __device__ __forceinline__ void team_barrier(int team, int n_warps) {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "r"(32 * n_warps) : "memory");
 }
 
-// of shared memory, a warp: two turns of sums of 64 cells and 8 columns; all warps' first turn comes first
-constexpr int TEAM_BYTES = 2 * DECODE_CELLS * DECODE_COLUMNS * 4;
+// of shared memory, a warp: sums of 64 cells and 8 columns, of a turn; all warps' first turn comes first
+constexpr int TEAM_TURN = DECODE_CELLS * DECODE_COLUMNS * 4, TEAM_BYTES = 2 * TEAM_TURN;
 
-// The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Turns
-// change each time, so that one barrier is enough: who writes a turn again has passed the barrier of the other one,
-// behind everybody's reading.
+// The values of the team's other warps at this thread's place: f(k, values of slice i ^ k), k = 1 .. n - 1. Of two
+// turns, which change each time, one barrier is enough: who writes a turn again has passed the barrier of the other
+// one, behind everybody's reading. With one turn, which takes half the memory, there is a barrier before writing too.
 template <typename X, typename F>
 __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & turn, const float (&mine)[16], F && f) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    all += turn * x.warps * (TEAM_BYTES / 2);
-    float4 * const to = (float4 *) (all + warp * (TEAM_BYTES / 2)) + lane;
+    all += turn * x.warps * TEAM_TURN;
+    float4 * const to = (float4 *) (all + warp * TEAM_TURN) + lane;
+    if (X::TURNS == 1) { team_barrier(x.team, x.n); }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         to[32 * j] = make_float4(mine[4 * j], mine[4 * j + 1], mine[4 * j + 2], mine[4 * j + 3]);
@@ -172,7 +176,7 @@ __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & 
     team_barrier(x.team, x.n);
 #pragma unroll 1
     for (int k = 1; k < x.n; k++) {
-        const float4 * from = (const float4 *) (all + (warp ^ k) * (TEAM_BYTES / 2)) + lane;
+        const float4 * from = (const float4 *) (all + (warp ^ k) * TEAM_TURN) + lane;
         float y[16];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -184,7 +188,7 @@ __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & 
         }
         f(k, y);
     }
-    turn ^= 1;
+    if (X::TURNS > 1) { turn ^= 1; }
 }
 
 // Scores of all slices, the same bits in each: a + b and (a + b) + (c + d) whoever begins.

@@ -152,12 +152,22 @@ kvq_turn kvq_cuda_device::turn(const kvq_attn & a, bool value) {
     return t;
 }
 
+// The rows of positions 0 .. 63 by pairs, as attention in 8-bit products has them (decode_bytes_means.cuh): 2 channels
+// of one row, 2 of the next, and so on; 8 numbers between pairs.
+static void kvq_put_wave_pairs(const uint16_t * rows, int head_size, uint16_t * out) {
+    for (int d = 0; d < 64; d++) {
+        uint16_t * const pair = out + (size_t) (d / 2) * (2 * head_size + 8);
+        for (int c = 0; c < head_size; c++) { pair[c / 2 * 4 + d % 2 * 2 + c % 2] = rows[(size_t) d * head_size + c]; }
+    }
+}
+
 const uint16_t * kvq_cuda_device::waves_of(const kvq_rotary * host, int head_size) {
     for (const wave_table & w : waves) {
         if (w.host == host && w.head_size == head_size) { return w.rows; }
     }
     const int n = host->n_dims / 2;
-    std::vector<uint16_t> rows((size_t) 128 * head_size);
+    const size_t n_rows = (size_t) 128 * head_size, n_pairs = (size_t) 32 * (2 * head_size + 8);
+    std::vector<uint16_t> rows(n_rows + n_pairs);
     for (int d = 0; d < 128; d++) {
         for (int i = 0; i < head_size / 2; i++) {
             const float * x = host->low + (size_t) i * 2 * KVQ_ROTARY_LOW;
@@ -175,6 +185,7 @@ const uint16_t * kvq_cuda_device::waves_of(const kvq_rotary * host, int head_siz
             rows[(size_t) d * head_size + 2 * i + 1] = kvq_f32_to_f16((float) s);
         }
     }
+    kvq_put_wave_pairs(rows.data(), head_size, rows.data() + n_rows);
     wave_table w = { host, head_size, nullptr };
     if (!check(cudaMalloc(&w.rows, 2 * rows.size()), "cudaMalloc of rotary embedding")) { return nullptr; }
     put(w.rows, rows.data(), 2 * rows.size());

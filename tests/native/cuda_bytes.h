@@ -91,7 +91,7 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             c.n_dims = gqa % 3 ? 0 : D / 2;
             c.neox = gqa / 2 % 2;
             c.stayed = true;
-            if (D < 256 || (D == 256 && !getenv("KVQ_CUDA_AS"))) { // else there is no room for the table
+            if (D <= 256 || !getenv("KVQ_CUDA_AS")) { // else there is no room for the table
                 attention(c, gqa % 3 == 2, false, gqa % 4 ? 64 : 256);
             }
         }
@@ -124,7 +124,7 @@ static void bytes_attention(kvq_cuda_device & d, bool quick) {
             c.n_dims = gqa % 3 ? 0 : D / 2;
             c.neox = rows % 2;
             c.stayed = true;
-            if (D <= 128 || (D <= 256 && !getenv("KVQ_CUDA_AS"))) { // else there is no room for the table
+            if (D <= 256 || !getenv("KVQ_CUDA_AS")) { // else there is no room for the table
                 attention(c, rows % 3 == 2, false, rows % 4 ? 64 : 256);
             }
         }
@@ -172,8 +172,8 @@ static void open_ends(kvq_cuda_device & d, bool quick) {
             int i = 0;
             for (const auto & f : formats) {
                 const bool others = f.kb == 4 || f.group == 32; // only in slices, those of 32 with many rows
-                if ((others && !slices) || (f.group == 32 && rows < 8) || (D == 512 && f.turns) ||
-                    (quick && (D / 16 + rows / 4 + i++) % 4)) {
+                if ((others && !slices) || (f.group == 32 && rows < 8) ||
+                    (D == 512 && f.turns && getenv("KVQ_CUDA_AS")) || (quick && (D / 16 + rows / 4 + i++) % 4)) {
                     continue;
                 }
                 for (const int open : { 0, 1, 3 }) { // 0: at random

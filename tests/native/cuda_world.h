@@ -82,11 +82,12 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         if (c.turns) {
             left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox, c.turns == 5);
             for (int r = 0; r < 2 && c.turns != 4; r++) { left_out[r].mean = some_means(H * D); }
+            const int lead = fill ? 37 * uniform(0, 2) : 0; // 0: windows of 64 positions begin with pages
             for (size_t i = 0; i < pages.size() * P; i++) {
                 const int cell = (int) (i % ((size_t) np * P));
                 pos.push_back(c.turns == 5 ? some_place(*left_out[0].rotor, cell)
                         : c.turns == 3     ? cell % 3 * 500 + cell / 3
-                                           : cell + 5 + (fill && cell / 64 % 2 ? uniform(0, 1) : 0));
+                                           : cell + lead + (fill && cell / 64 % 2 ? uniform(0, 1) : 0));
                 was.push_back(c.turns == 2 && uniform(0, 1) ? pos.back() + uniform(-4, 100) : pos.back());
                 left_out[0].rotor->cover(std::max(pos.back(), was.back()));
             }
