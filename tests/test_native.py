@@ -27,6 +27,7 @@ TESTS = [
         "test_layers",
         "test_caches",
         "test_far",
+        "test_probe",
     ),
     "ggml-graph",
 ]
@@ -37,6 +38,7 @@ RUNS = [
     ("test_window", ["1"]),
     ("test_fuzz_states", ["400"]),
     *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches", "test_far")),
+    ("test_probe", []),
 ]
 
 

@@ -24,8 +24,8 @@ struct kvq_score_page {
     const uint16_t * keys; // open tile
     const int32_t * map;
     float * sums;
-    int32_t cell, place; // place: of the sums, for the host
-    uint8_t stale[32];   // bit per cell (pages have at most 256): the score there does not count
+    int32_t cell;
+    uint8_t stale[32]; // bit per cell (pages have at most 256): the score there does not count
 };
 // Of one call of attention: tokens that are probes, and the pages whose cells they score. In device memory.
 struct kvq_probe_table {

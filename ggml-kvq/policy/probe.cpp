@@ -52,11 +52,11 @@ void kvq_probe::release() {
     for (const table & t : tables) {
         if (t.there) { device->free(t.there, nb_table(t.max_rows, t.max_pages)); }
     }
-    if (pool) { device->free(pool, n_pool * nb_entry()); }
+    for (const chunk & c : pool) { device->free(c.at, c.n * nb_entry()); }
     tables.clear();
     free_places.clear();
     pages.clear();
-    pool = nullptr;
+    pool.clear();
     n_pool = 0;
 }
 
@@ -80,26 +80,28 @@ void kvq_probe::init(
 kvq_probe::entry & kvq_probe::at(int stream, int page) {
     entry & e = pages[{ stream, page }];
     if (e.place < 0) {
-        if (free_places.empty()) { // the pool grows, what it holds moves
-            const int n = std::max(2 * n_pool, n_frames + 4);
+        if (free_places.empty()) { // twice as many
+            const int n = std::max(n_pool, n_frames + 4);
             uint8_t * more = (uint8_t *) device->alloc(n * nb_entry());
             if (!more) {
                 pages.erase({ stream, page });
                 throw std::bad_alloc();
             }
-            if (pool) {
-                device->copy(more, pool, n_pool * nb_entry());
-                device->free(pool, n_pool * nb_entry());
-            }
-            for (int i = n; i > n_pool; i--) { free_places.push_back(i - 1); }
-            pool = more;
-            n_pool = n;
+            for (int i = n; i > 0; i--) { free_places.push_back(n_pool + i - 1); }
+            pool.push_back({ more, n_pool, n });
+            n_pool += n;
         }
         e.place = free_places.back();
         free_places.pop_back();
         memset(e.stale, 0xff, sizeof(e.stale));
     }
     return e;
+}
+
+float * kvq_probe::there(const entry & e) const {
+    const auto holds = [&](const chunk & c) { return e.place < c.first + c.n; };
+    const chunk & c = *std::find_if(pool.begin(), pool.end(), holds);
+    return (float *) (c.at + (size_t) (e.place - c.first) * nb_entry());
 }
 
 void kvq_probe::get(const entry & e, std::vector<float> & s, std::vector<int32_t> & n) const {
@@ -155,13 +157,11 @@ int kvq_probe::prepare(const kvq_page * spans, int n_spans, int stream, int n_q,
     for (int p = 0; n_rows && p < n_spans; p++) {
         if (!spans[p].n_slots || spans[p].k_params) { continue; }
         entry & e = at(stream, spans[p].cell / page_cells);
-        kvq_score_page job = { (const uint16_t *) spans[p].k_codes, spans[p].map, nullptr, spans[p].cell, e.place, {} };
+        kvq_score_page job = { (const uint16_t *) spans[p].k_codes, spans[p].map, there(e), spans[p].cell, {} };
         memcpy(job.stale, e.stale, sizeof(job.stale));
         memset(e.stale, 0, sizeof(e.stale));
         jobs.push_back(job);
     }
-    // the pool stands still now
-    for (kvq_score_page & job : jobs) { job.sums = (float *) (pool + (size_t) job.place * nb_entry()); }
     const int n_listed = all ? 0 : n_rows;
     const bool grew = reserve(stream, n_listed, (int) jobs.size());
     table & t = tables[(size_t) stream];

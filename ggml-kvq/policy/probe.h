@@ -79,7 +79,7 @@ private:
         bool empty = true;
     };
     entry & at(int stream, int page);
-    float * there(const entry & e) const { return (float *) (pool + (size_t) e.place * nb_entry()); }
+    float * there(const entry & e) const;
     size_t nb_entry() const { return 4 * (size_t) (n_head + 1) * page_cells; }
     void release();
     void get(const entry & e, std::vector<float> & s, std::vector<int32_t> & n) const;
@@ -94,7 +94,11 @@ private:
     std::vector<int32_t> seen;
 
     kvq_device * device = nullptr;
-    uint8_t * pool = nullptr;
+    struct chunk {
+        uint8_t * at;
+        int first, n; // places
+    };
+    std::vector<chunk> pool; // what is there stays there: tables of all streams point to it
     int n_pool = 0;
     std::vector<int> free_places;
     std::vector<table> tables; // by stream
