@@ -171,8 +171,11 @@ int kvq_probe::prepare(const kvq_page * spans, int n_spans, int stream, int n_q,
     std::vector<uint8_t> bytes(nb_table(n_rows ? t.max_rows : 0, (int) jobs.size()));
     const kvq_probe_table head = { n_rows, (int) jobs.size(), all, t.max_rows };
     memcpy(bytes.data(), &head, sizeof(head));
-    memcpy(bytes.data() + sizeof(head), rows.data(), 4 * rows.size());
-    memcpy(bytes.data() + nb_table(n_rows ? t.max_rows : 0, 0), jobs.data(), jobs.size() * sizeof(kvq_score_page));
+    const auto put = [&](size_t at, const void * from, size_t nb) {
+        if (nb) { memcpy(bytes.data() + at, from, nb); }
+    };
+    put(sizeof(head), rows.data(), 4 * rows.size());
+    put(nb_table(n_rows ? t.max_rows : 0, 0), jobs.data(), jobs.size() * sizeof(kvq_score_page));
     device->put(t.there, bytes.data(), bytes.size());
     return n_rows;
 }
