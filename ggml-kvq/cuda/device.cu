@@ -286,9 +286,9 @@ size_t kvq_cuda_device::bytes_workspace(const kvq_lane_layout & k, const kvq_lan
     // plain rows of a layer: of all cells, or of one stream's slots and open pages
     const size_t slots = (size_t) (k.n_store + std::min(k.n_frames + 2048 / k.page_cells, k.n_pages)) * k.page_cells;
     size_t nb = (k.evicts ? slots * (2 * width + 4 * (size_t) k.n_head) : 2 * width * k.n_cells * k.n_stream) +
-        4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * sizeof(uint16_t *);
+        4 * n_rows * (v.codec.head_size + 4) + TABLE_ROWS * (sizeof(uint16_t *) + sizeof(int32_t));
     if (k.turned || k.centred) { // sealed pages leave something out: attention reads them as rows
-        nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream + TABLE_ROWS * sizeof(int32_t) +
+        nb += (k.nb_frame + v.nb_frame + sizeof(kvq_page)) * k.n_pages * k.n_stream +
             KVQ_RESTING_TILES * std::max(k.nb_frame, v.nb_frame);
     }
     if (k.bytes_far) { // logits and scores of a token, and what is picked; a layer's far rows on their way
@@ -316,7 +316,7 @@ bool kvq_cuda_device::begin_step(step s, size_t n_rows) {
     if (n_rows > TABLE_ROWS / 2 ||
         (!row_table &&
             !check(cudaMalloc(&row_table, TABLE_ROWS * sizeof(*row_table)), "cudaMalloc of row addresses")) ||
-        (!rotaries.empty() && !row_positions &&
+        (!row_positions &&
             !check(cudaMalloc(&row_positions, TABLE_ROWS * sizeof(*row_positions)), "cudaMalloc of row positions"))) {
         return false;
     }

@@ -220,7 +220,34 @@ static int check_chain(kvq_cuda_device & d, const char * opts, int bits, bool va
     return n_compared;
 }
 
+// A recorded step may be the first one that has positions: nothing is sealed yet, and there are no means.
+static void check_first_positions() {
+    kvq_cuda_device d(0);
+    const int D = 64, H = 2, slot = 5, pos = 1234;
+    const kvq_lane_layout l = make_layout(make_codec(KVQ_ROLE_K, 2, 2, 1, 0, 0.0f, 64, D), H, 128);
+    std::vector<float> x((size_t) H * D);
+    for (auto & y : x) { y = normal(); }
+    device_bytes tile(d, l.nb_frame), rows(d, 4 * x.size(), x.data());
+    uint16_t * const to = (uint16_t *) tile.p + (size_t) slot * l.head_stride();
+    for (const auto step : { kvq_cuda_device::REPLAY, kvq_cuda_device::RECORD }) { // the first fills the table
+        CHECK(d.begin_step(step, 1), "%s", d.error().c_str());
+        d.write_rows(l, 1, &to, (const float *) rows.p, H * D, &pos, 1);
+        d.flush_rows();
+        d.end_step();
+    }
+    std::vector<uint16_t> want(x.size()), got((size_t) D);
+    for (size_t i = 0; i < x.size(); i++) { want[i] = kvq_f32_to_f16(x[i]); }
+    kvq_tag_put(l, want.data(), (size_t) D, pos);
+    for (int h = 0; h < H; h++) {
+        d.get(got.data(), to + (size_t) h * l.page_cells * l.head_stride(), 2 * (size_t) D);
+        CHECK(d.error().empty(), "%s", d.error().c_str());
+        CHECK(
+            std::equal(got.begin(), got.end(), &want[(size_t) h * D]), "head %d: the row came without its position", h);
+    }
+}
+
 static void check_aqua(kvq_cuda_device & d, int n_steps, bool many) {
+    check_first_positions();
     for (const char * opts : { "predictor=bias,window=32", "predictor=bias,window=auto",
              "predictor=bias,bits=3,first_bits=0,sinks=0,window=64,scales=f16" }) {
         check_store(d, "aqua", opts, n_steps, true);
