@@ -9,8 +9,8 @@
 
 constexpr int TILE = KVQ_ROWS_TILE;
 template <int D> constexpr int products_of = D <= 128 ? 2 : 1; // that share what is read, of 16 rows each
-template <int D> constexpr int sharers_of = D <= 256 ? 1 : 2;  // warps that share rows
-template <int D> constexpr int warps_of = kvq_rows_block(D) / (16 * products_of<D>) *sharers_of<D>;
+static constexpr __host__ __device__ int sharers_of(int D) { return D <= 256 ? 1 : 2; } // warps that share rows
+template <int D> constexpr int warps_of = kvq_rows_block(D) / (16 * products_of<D>) *sharers_of(D);
 constexpr int P_STEP = TILE + 8; // of shared probabilities
 constexpr float LOG2_E = 1.44269504f;
 
@@ -95,16 +95,17 @@ static __device__ __forceinline__ void ask_rows(
 }
 
 // Bytes of shared memory: queries, keys, values; of sharers probabilities, maxima, and sums of theirs in turn
-template <int D>
-constexpr size_t nb_rows = 2 * (size_t) (kvq_rows_block(D) + 2 * TILE) * (D + 8) +
-    (sharers_of<D> > 1 ? (size_t) kvq_rows_block(D) * (2 * P_STEP + 4 * sharers_of<D>) : 0);
+static constexpr size_t nb_rows(int D) {
+    return 2 * (size_t) (kvq_rows_block(D) + 2 * TILE) * (D + 8) +
+        (sharers_of(D) > 1 ? (size_t) kvq_rows_block(D) * (2 * P_STEP + 4 * sharers_of(D)) : 0);
+}
 
 template <int D>
 static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
     rows_kernel(const __grid_constant__ kvq_attend_args a, const __grid_constant__ kvq_rows_args r) {
     extern __shared__ __align__(16) __half s_memory[];
     constexpr int STEP = D + 8, B = products_of<D>, WARPS = warps_of<D>; // STEP: keeps reads off equal banks
-    constexpr int SHARE = sharers_of<D>, SLOTS = TILE / SHARE, CHANNELS = D / SHARE, ROWS = kvq_rows_block(D);
+    constexpr int SHARE = sharers_of(D), SLOTS = TILE / SHARE, CHANNELS = D / SHARE, ROWS = kvq_rows_block(D);
     static_assert(SHARE == 1 || B == 1);
     __half *const s_q = s_memory, *const s_k = s_q + ROWS * STEP, *const s_v = s_k + TILE * STEP,
                   *const s_p = s_v + TILE * STEP;
@@ -338,14 +339,13 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
 
 bool kvq_rows_fit(const kvq_attend_args & a) {
     const int d = kvq_tiles_head_size(a.k.head_size, a.v.head_size);
-    const size_t nb = d > 256 ? nb_rows<512> : 2 * (size_t) (kvq_rows_block(d) + 2 * TILE) * (d + 8);
-    return d && nb <= (size_t) a.max_shared && !a.mask_stride_head;
+    return d && nb_rows(d) <= (size_t) a.max_shared && !a.mask_stride_head;
 }
 
 template <int D> static void launch_rows(const kvq_attend_args & a, const kvq_rows_args & r, cudaStream_t stream) {
     static kvq_shared_limit limit;
-    limit.raise(rows_kernel<D>, nb_rows<D>);
-    rows_kernel<D><<<dim3(kvq_rows_blocks(a) * a.n_splits, a.n_head_kv), 32 * warps_of<D>, nb_rows<D>, stream>>>(a, r);
+    limit.raise(rows_kernel<D>, nb_rows(D));
+    rows_kernel<D><<<dim3(kvq_rows_blocks(a) * a.n_splits, a.n_head_kv), 32 * warps_of<D>, nb_rows(D), stream>>>(a, r);
 }
 
 void kvq_launch_rows_attention(const kvq_attend_args & a, const kvq_rows_args & args, cudaStream_t stream) {
