@@ -15,6 +15,7 @@
 #include <vector>
 
 struct kvq_affine_geometry;
+struct kvq_choose_job;
 struct kvq_attend_args;
 struct kvq_turn;
 struct kvq_device_rotary;
@@ -300,10 +301,13 @@ private:
     std::vector<row_job> held;
     struct choice_batch; // salient cells of a lane's pages
     std::vector<std::shared_ptr<choice_batch>> to_choose;
+    void choose_later(const kvq_lane_layout & l, bool normalise, const kvq_choose_job & job);
+    void mend_set(const kvq_lane_layout & l, uint8_t * params);
     void flush_choices();
     struct seal_batch; // pages of one geometry
     // lanes of many layers seal in the same step: they wait for each other
     std::vector<std::shared_ptr<seal_batch>> to_seal;
+    void flush_mixed(const seal_batch & first, const seal_batch * second);
     struct tile_copy {
         void * to;
         const void * from;

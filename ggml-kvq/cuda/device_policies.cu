@@ -106,21 +106,42 @@ void kvq_cuda_device::gather(const kvq_lane_layout & l, int n, uint16_t * const 
 }
 
 struct kvq_cuda_device::choice_batch {
-    int n_head, page_cells, n_hi, nb_params;
+    int n_head, page_cells, n_hi;
     bool normalise;
     std::vector<kvq_choose_job> jobs;
 };
 
+void kvq_cuda_device::choose_later(const kvq_lane_layout & l, bool normalise, const kvq_choose_job & job) {
+    auto at = std::find_if(to_choose.begin(), to_choose.end(), [&](const auto & x) {
+        return x->n_head == l.n_head && x->page_cells == l.page_cells && x->n_hi == l.codec.n_hi &&
+            x->normalise == normalise;
+    });
+    if (at == to_choose.end()) {
+        to_choose.emplace_back(new choice_batch{ l.n_head, l.page_cells, l.codec.n_hi, normalise, {} });
+        at = to_choose.end() - 1;
+    }
+    (*at)->jobs.push_back(job);
+}
+
 // Waits, as the sealing by these choices does, and goes before it: keys and values of a layer then seal together.
 void kvq_cuda_device::choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) {
     n_calls++;
-    to_choose.emplace_back(new choice_batch{ l.n_head, l.page_cells, l.codec.n_hi, (int) l.nb_params, normalise, {} });
     for (int i = 0; i < n; i++) {
-        kvq_choose_job job = { pages[i].sums, (uint8_t *) pages[i].params, {}, {} };
+        kvq_choose_job job = { pages[i].sums, (uint8_t *) pages[i].params, (int) l.nb_params, false, {}, {} };
         memcpy(job.valid, pages[i].valid, l.page_cells / 8);
         if (pages[i].stale) { memcpy(job.stale, pages[i].stale, l.page_cells / 8); }
-        to_choose.back()->jobs.push_back(job);
+        choose_later(l, normalise, job);
     }
+}
+
+// A set that was not chosen here may have any size.
+void kvq_cuda_device::mend_set(const kvq_lane_layout & l, uint8_t * params) {
+    for (const auto & b : to_choose) {
+        for (const kvq_choose_job & x : b->jobs) {
+            if (x.params <= params && params < x.params + (size_t) b->n_head * x.nb_params) { return; }
+        }
+    }
+    choose_later(l, false, { nullptr, params, (int) l.nb_params, true, {}, {} });
 }
 
 void kvq_cuda_device::flush_choices() {
@@ -131,8 +152,7 @@ void kvq_cuda_device::flush_choices() {
             const int part = (int) std::min<size_t>(b->jobs.size() - i, KVQ_CHOOSE_JOBS);
             kvq_choose_jobs arg;
             std::copy_n(b->jobs.begin() + (long) i, part, arg.job);
-            kvq_launch_choose(
-                arg, part, b->n_head, b->page_cells, b->n_hi, b->nb_params, b->normalise, (cudaStream_t) stream);
+            kvq_launch_choose(arg, part, b->n_head, b->page_cells, b->n_hi, b->normalise, (cudaStream_t) stream);
         }
     }
 }
@@ -180,7 +200,10 @@ void kvq_cuda_device::observe(
         a.partial = (float2 *) parts;
         kvq_launch_lse(a, (cudaStream_t) stream);
     }
-    kvq_launch_scores(a, max_pages, (cudaStream_t) stream);
+    const int n_shares = now == EAGER ? kvq_score_shares(a, max_pages, 4 * n_sm) : 1;
+    if (!grow(parts, n_parts, kvq_score_words(a, max_pages, n_shares), "parts of column sums")) { return; }
+    a.partial = (float2 *) parts;
+    kvq_launch_scores(a, max_pages, n_shares, (cudaStream_t) stream);
     check(cudaGetLastError(), "column sums kernel");
     if (observed && now != RECORD) {
         check(cudaEventRecord((cudaEvent_t) observed, (cudaStream_t) stream), "cudaEventRecord");

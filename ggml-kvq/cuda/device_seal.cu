@@ -21,7 +21,7 @@ struct kvq_cuda_device::seal_batch {
 static bool is_same(const kvq_codec & a, const kvq_codec & b) {
     return a.type == b.type && a.role == b.role && a.bits == b.bits && a.group == b.group && a.scale == b.scale &&
         a.levels == b.levels && a.eta == b.eta && a.n_cells == b.n_cells && a.head_size == b.head_size &&
-        a.split == b.split && a.fast_bits == b.fast_bits;
+        a.split == b.split && a.fast_bits == b.fast_bits && a.hi == b.hi && a.n_hi == b.n_hi;
 }
 
 void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int) {
@@ -37,6 +37,7 @@ void kvq_cuda_device::encode(const kvq_lane_layout & l, const kvq_page_block * p
             at = to_seal.end() - 1;
         }
         to_read.insert(b.tile);
+        if (mixed) { mend_set(l, (uint8_t *) b.params); }
         (*at)->jobs.push_back({ b.tile, (const uint8_t *) b.shared, (uint8_t *) b.codes, (uint8_t *) b.params, {} });
         uint8_t * valid = (*at)->jobs.back().valid;
         if (b.valid) {
@@ -113,6 +114,23 @@ void kvq_cuda_device::put_pages(kvq_page * to, const kvq_page * from, size_t n) 
     for (size_t i = 0; i < n; i++) { to_put.emplace_back(to + i, from[i]); }
 }
 
+// Mixed pages of keys and of values in one launch: one alone leaves most of the device idle.
+void kvq_cuda_device::flush_mixed(const seal_batch & first, const seal_batch * second) {
+    std::vector<kvq_seal_job> jobs = first.jobs;
+    if (second) { jobs.insert(jobs.end(), second->jobs.begin(), second->jobs.end()); }
+    const kvq_mixed_geometry m[2] = { kvq_mixed_get_geometry(first.codec),
+        kvq_mixed_get_geometry((second ? second : &first)->codec) };
+    for (size_t i = 0; i < jobs.size(); i += KVQ_SEAL_JOBS) {
+        const size_t part = std::min<size_t>(jobs.size() - i, KVQ_SEAL_JOBS),
+                     of_first = std::min(std::max(first.jobs.size(), i) - i, part);
+        kvq_seal_jobs arg;
+        std::copy_n(jobs.begin() + (long) i, part, arg.job);
+        kvq_launch_encode_mixed(
+            m[0], m[1], (int) of_first, arg, (int) part, first.n_head, max_shared, (cudaStream_t) stream);
+        n_seals++;
+    }
+}
+
 void kvq_cuda_device::flush() {
     if (!waits()) { return; }
     std::vector<std::shared_ptr<seal_batch>> batches;
@@ -126,22 +144,31 @@ void kvq_cuda_device::flush() {
     to_write.clear();
     // codes exist before they are adopted
     std::stable_partition(batches.begin(), batches.end(), [](const auto & x) { return !x->adopts; });
-    for (const auto & b : batches) {
+    bool follows = false;
+    for (size_t n = 0; n < batches.size(); n++) {
+        const auto & b = batches[n];
+        const bool plain = b->codec.type == KVQ_TYPE_AFFINE;
+        follows = follows && plain && !b->adopts;
+        if (b->codec.type == KVQ_TYPE_MIXED) {
+            const seal_batch * next = n + 1 < batches.size() ? batches[n + 1].get() : nullptr;
+            const bool both = next && next->codec.type == KVQ_TYPE_MIXED && next->n_head == b->n_head;
+            flush_mixed(*b, both ? next : nullptr);
+            n += both;
+            continue;
+        }
         for (size_t i = 0; i < b->jobs.size(); i += KVQ_SEAL_JOBS) {
             const int part = (int) std::min<size_t>(b->jobs.size() - i, KVQ_SEAL_JOBS);
             kvq_seal_jobs arg;
             std::copy_n(b->jobs.begin() + (long) i, part, arg.job);
-            if (b->codec.type == KVQ_TYPE_MIXED) {
-                kvq_launch_encode_mixed(
-                    kvq_mixed_get_geometry(b->codec), arg, part, b->n_head, max_shared, (cudaStream_t) stream);
-            } else if (b->codec.type == KVQ_TYPE_LATTICE) {
+            if (b->codec.type == KVQ_TYPE_LATTICE) {
                 kvq_lattice_half halves[2];
-                for (int k = 0, n = kvq_lattice_halves(b->codec, halves); k < n; k++) {
+                for (int k = 0, n_halves = kvq_lattice_halves(b->codec, halves); k < n_halves; k++) {
                     kvq_launch_encode_lattice(b->codec.split ? half_geometry(b->codec, k) : b->g,
                         squares(halves[k].codec), arg, part, b->n_head, (cudaStream_t) stream);
                 }
             } else {
-                kvq_launch_encode(b->g, arg, part, b->n_head, max_shared, (cudaStream_t) stream);
+                kvq_launch_encode(b->g, arg, part, b->n_head, max_shared, follows, (cudaStream_t) stream);
+                follows = plain && !b->adopts;
             }
             n_seals++;
         }

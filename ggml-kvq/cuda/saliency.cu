@@ -4,6 +4,8 @@
 #include "instructions.cuh"
 #include "tile.cuh"
 
+#include <algorithm>
+
 constexpr int ROWS = 16, SUM_WARPS = 8; // rows of a product; warps of a block of sums
 constexpr float LOG2_E = 1.44269504f;
 
@@ -42,7 +44,9 @@ template <int D> struct probe_rows {
             for (int j = 0; j < 4; j++) {
                 const float * p = a.q + token[j % 2] * a.q_stride_token + head[j % 2] * a.q_stride_head;
                 const int c = 16 * k + 2 * tig + j / 2 * 8;
-                q[k][j] = c < a.head_size ? pack_half2(p[c] * scale, p[c + 1] * scale) : 0;
+                // head sizes are even: so is where a row begins
+                const float2 x = c < a.head_size ? *(const float2 *) (p + c) : make_float2(0.0f, 0.0f);
+                q[k][j] = pack_half2(x.x * scale, x.y * scale);
             }
         }
     }
@@ -112,6 +116,8 @@ static __device__ __forceinline__ uint32_t pair_of(const kvq_score_args & a, con
 template <int D>
 static __global__ void __launch_bounds__(32 * LSE_WARPS, D <= 256 ? 2 : 1)
     lse_kernel(const __grid_constant__ kvq_score_args a) {
+    early_start();
+    early_wait();
     constexpr int M = tiles_a_warp<D>, SIZE = TILE_CELLS * (D + 8); // SIZE: of a buffer
     extern __shared__ __align__(16) __half s_keys[];                // two buffers, then what warps see of each
     const int lane = threadIdx.x % 32, g = lane / 4, tig = lane % 4, kvh = blockIdx.y, split = blockIdx.z;
@@ -214,6 +220,8 @@ static __global__ void __launch_bounds__(32 * LSE_WARPS, D <= 256 ? 2 : 1)
 }
 
 static __global__ void lse_merge_kernel(const __grid_constant__ kvq_score_args a) {
+    early_start();
+    early_wait();
     const int row = blockIdx.x * blockDim.x + threadIdx.x, kvh = blockIdx.y;
     if (row >= a.table->n_rows * a.gqa) { return; }
     const int head = kvh * a.gqa + row % a.gqa;
@@ -228,8 +236,26 @@ static __global__ void lse_merge_kernel(const __grid_constant__ kvq_score_args a
 }
 
 // ---------------------------------------------------------------- sums
-// Block: 32 cells of an open page, one KV head. Warps share the rows; one thread adds what they found to a cell, so
-// that every sum has one owner and one order of additions.
+// Block: 32 cells of an open page, one KV head, a share of the rows. Warps share these in turn; one thread adds what
+// they found to a cell, so that every sum has one owner and one order of additions. Of more shares than one, a kernel
+// behind this one adds what blocks found.
+
+// slot: of the page; count: rows that see it
+static __device__ __forceinline__ void add_to_cell(
+    const kvq_score_args & a, const kvq_score_page & page, int kvh, int slot, float total, int count) {
+    const bool stale = page.stale[slot / 8] >> slot % 8 & 1;
+    float * const to = page.sums + kvh * a.page_cells + slot;
+    *to = (stale ? 0.0f : *to) + total;
+    if (kvh == 0) { // who sees a cell does not depend on the head
+        int32_t * const n = (int32_t *) page.sums + a.n_head_kv * a.page_cells + slot;
+        *n = (stale ? 0 : *n) + count;
+    }
+}
+
+// what a share found for a cell of block x
+static __device__ __forceinline__ float2 & of_share(const kvq_score_args & a, int share, int kvh, int x, int t) {
+    return a.partial[(((size_t) share * a.n_head_kv + kvh) * gridDim.x + x) * TILE_CELLS + t];
+}
 
 template <int D>
 static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __grid_constant__ kvq_score_args a) {
@@ -264,7 +290,8 @@ static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __g
     }
     float sum[4][2] = {};
     int seen[4][2] = {};
-    for (int row0 = warp * ROWS; row0 < n_rows; row0 += ROWS * SUM_WARPS) {
+    const int step = ROWS * SUM_WARPS * (int) gridDim.z;
+    for (int row0 = ((int) blockIdx.z * SUM_WARPS + warp) * ROWS; row0 < n_rows; row0 += step) {
         probe_rows<D> tile[1];
         const probe_rows<D> & r = tile[0];
         tile[0].load(a, kvh, row0, n_rows);
@@ -318,21 +345,36 @@ static __global__ void __launch_bounds__(32 * SUM_WARPS) scores_kernel(const __g
     }
     __syncthreads();
     if (threadIdx.x < TILE_CELLS) {
-        const int t = threadIdx.x, slot = t0 + t;
-        const bool stale = page.stale[slot / 8] >> slot % 8 & 1;
-        float * const to = page.sums + kvh * a.page_cells + slot;
+        const int t = threadIdx.x;
         float total = 0.0f;
         int count = 0;
         for (int w = 0; w < SUM_WARPS; w++) {
             total += s_sum[w][t];
             count += s_seen[w][t];
         }
-        *to = (stale ? 0.0f : *to) + total;
-        if (kvh == 0) { // who sees a cell does not depend on the head
-            int32_t * const n = (int32_t *) page.sums + a.n_head_kv * a.page_cells + slot;
-            *n = (stale ? 0 : *n) + count;
+        if (gridDim.z == 1) {
+            add_to_cell(a, page, kvh, t0 + t, total, count);
+        } else {
+            of_share(a, blockIdx.z, kvh, blockIdx.x, t) = make_float2(total, __int_as_float(count));
         }
     }
+}
+
+// Block: 32 cells of an open page, one KV head, a thread each.
+static __global__ void shares_kernel(const __grid_constant__ kvq_score_args a, int n_shares) {
+    early_start();
+    early_wait();
+    const int per_page = a.page_cells / TILE_CELLS, ip = blockIdx.x / per_page;
+    if (ip >= a.table->n_pages || a.table->n_rows == 0) { return; }
+    float total = 0.0f;
+    int count = 0;
+    for (int i = 0; i < n_shares; i++) {
+        const float2 x = of_share(a, i, blockIdx.y, blockIdx.x, threadIdx.x);
+        total += x.x;
+        count += __float_as_int(x.y);
+    }
+    add_to_cell(a, probe_pages(a.table)[ip], blockIdx.y, (int) (blockIdx.x % per_page * TILE_CELLS + threadIdx.x),
+        total, count);
 }
 
 // ---------------------------------------------------------------- launches
@@ -372,15 +414,24 @@ bool kvq_launch_lse(const kvq_score_args & a, cudaStream_t stream) {
         const size_t nb = 4 * (size_t) TILE_CELLS * (D + 8) + (size_t) shape.n_warps * 32 * 2 * 16;
         static kvq_shared_limit limit;
         limit.raise(lse_kernel<D>, nb);
-        lse_kernel<D><<<grid, 32 * shape.n_warps, nb, stream>>>(a);
-        lse_merge_kernel<<<merge, 128, 0, stream>>>(a);
+        kvq_launch_early(lse_kernel<D>, grid, 32 * shape.n_warps, nb, stream, a);
+        kvq_launch_early(lse_merge_kernel, merge, 128, 0, stream, a);
     });
 }
 
-bool kvq_launch_scores(const kvq_score_args & a, int max_pages, cudaStream_t stream) {
+int kvq_score_shares(const kvq_score_args & a, int max_pages, int n_blocks) {
+    const int blocks = std::max(1, max_pages * (a.page_cells / TILE_CELLS) * a.n_head_kv);
+    return std::max(1, std::min(n_blocks / blocks, a.n_rows / (2 * ROWS * SUM_WARPS))); // two tiles a warp at least
+}
+size_t kvq_score_words(const kvq_score_args & a, int max_pages, int n_shares) {
+    return n_shares > 1 ? 2 * (size_t) n_shares * a.n_head_kv * max_pages * a.page_cells : 0;
+}
+
+bool kvq_launch_scores(const kvq_score_args & a, int max_pages, int n_shares, cudaStream_t stream) {
+    const dim3 grid(max_pages * (a.page_cells / TILE_CELLS), a.n_head_kv, n_shares), cells(grid.x, grid.y);
     return by_head_size(a.head_size, [&](auto d) {
         constexpr int D = decltype(d)::value;
-        const dim3 grid(max_pages * (a.page_cells / TILE_CELLS), a.n_head_kv);
         kvq_launch_early(scores_kernel<D>, grid, 32 * SUM_WARPS, 2 * (size_t) TILE_CELLS * (D + 8), stream, a);
+        if (n_shares > 1) { kvq_launch_early(shares_kernel, cells, TILE_CELLS, 0, stream, a, n_shares); }
     });
 }

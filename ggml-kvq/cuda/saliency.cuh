@@ -21,7 +21,7 @@ struct kvq_score_args {
     float * lse; // [n_q][n_head]
     const float * sinks;
     const uint16_t * keys; // plain rows [n_kv][n_head_kv][head_size]
-    float2 * partial;      // m, l of [split][n_head_kv][rows]
+    float2 * partial;      // m, l of [split][n_head_kv][rows]; then sum, rows of [share][n_head_kv][page][page_cells]
     int64_t q_stride_token, q_stride_head, mask_stride_token, mask_stride_head;
     // n_rows: of a KV head
     int n_head, n_head_kv, gqa, head_size, stride, page_cells, n_kv, n_splits, n_rows, n_head_log2;
@@ -38,4 +38,7 @@ struct kvq_lse_shape {
 kvq_lse_shape kvq_lse_shape_of(int head_size, int n_rows);
 // needs keys, partial, n_splits; false: no kernel for this head size
 bool kvq_launch_lse(const kvq_score_args & a, cudaStream_t stream);
-bool kvq_launch_scores(const kvq_score_args & a, int max_pages, cudaStream_t stream);
+// Shares of the rows, for about n_blocks blocks; of more than one, partial has room for so many words.
+int kvq_score_shares(const kvq_score_args & a, int max_pages, int n_blocks);
+size_t kvq_score_words(const kvq_score_args & a, int max_pages, int n_shares);
+bool kvq_launch_scores(const kvq_score_args & a, int max_pages, int n_shares, cudaStream_t stream);

@@ -115,10 +115,12 @@ struct staged_rows { // bits NULL: all cells hold something
 
 constexpr int THREADS = 512;
 
+// follows: starts once all blocks of the kernel before it have begun, and ends after it.
 template <bool STAGED>
-static __global__ void __launch_bounds__(THREADS)
-    encode_kernel(const __grid_constant__ kvq_affine_geometry g, const __grid_constant__ kvq_seal_jobs jobs) {
-    early_wait();
+static __global__ void __launch_bounds__(THREADS) encode_kernel(
+    const __grid_constant__ kvq_affine_geometry g, const __grid_constant__ kvq_seal_jobs jobs, bool follows) {
+    if (!follows) { early_wait(); }
+    early_start();
     extern __shared__ float shared_memory[];
     const kvq_seal_job & job = jobs.job[blockIdx.x];
     const size_t h = blockIdx.y;
@@ -135,16 +137,17 @@ static __global__ void __launch_bounds__(THREADS)
     } else {
         encode_block(g, tile_rows{ g, tile, job.valid }, job.shared != nullptr, codes, params, shared_memory);
     }
+    if (follows) { early_wait(); }
 }
 
-void kvq_launch_encode(
-    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream) {
+void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared,
+    bool follows, cudaStream_t stream) {
     const size_t nb = 16 * (size_t) g.np, rows = 2 * (size_t) g.n_cells * staged_step(g.stride);
     const bool staged = nb + rows + KVQ_SEAL_STATIC <= (size_t) max_shared;
     static kvq_shared_limit limit[2];
     const auto kernel = staged ? encode_kernel<true> : encode_kernel<false>;
     limit[staged].raise(kernel, staged ? nb + rows : nb);
-    kvq_launch_early(kernel, dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream, g, jobs);
+    kvq_launch_early(kernel, dim3(n, n_head), THREADS, staged ? nb + rows : nb, stream, g, jobs, follows);
 }
 
 // ---------------------------------------------------------------- decode

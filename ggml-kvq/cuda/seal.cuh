@@ -70,8 +70,9 @@ void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at,
     size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
 void kvq_launch_row_table(const kvq_row_table & table, cudaStream_t stream);
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
-void kvq_launch_encode(
-    const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream);
+// follows: the kernel before it is one of these, and writes nothing that this one reads
+void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared,
+    bool follows, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile,
     int n_head, cudaStream_t stream);
 // The same for lattice blocks: seal_lattice.cu, expand_lattice.cu. squares: kvq_lattice_squares on the device

@@ -84,6 +84,9 @@ static __host__ __device__ __forceinline__ int staged_step(int stride) { return 
 static __device__ __forceinline__ void stage_rows(const uint16_t * tile, int n_cells, int stride, uint16_t * to) {
     const int units = stride / 8, n = n_cells * units, step = staged_step(stride);
     constexpr int AT_ONCE = 4;
+    // of this thread's next unit, and how far it is to the one behind it: divisions take longer than the rest
+    int row = (int) threadIdx.x / units, unit = (int) threadIdx.x % units;
+    const int more_rows = (int) blockDim.x / units, more_units = (int) blockDim.x % units;
     for (int i0 = threadIdx.x; i0 < n; i0 += AT_ONCE * blockDim.x) {
         uint4 x[AT_ONCE];
 #pragma unroll
@@ -92,15 +95,20 @@ static __device__ __forceinline__ void stage_rows(const uint16_t * tile, int n_c
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            const int i = i0 + j * (int) blockDim.x;
-            if (i >= n) { continue; }
-            uint32_t * at = (uint32_t *) (to + i / units * step + i % units * 8);
+            if (i0 + j * (int) blockDim.x >= n) { continue; }
+            uint32_t * at = (uint32_t *) (to + row * step + unit * 8);
             const uint32_t y[4] = { x[j].x, x[j].y, x[j].z, x[j].w };
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const uint32_t low = (y[k] & 0x7c00u) == 0x7c00u ? 0 : y[k] & 0xffffu,
                                high = (y[k] & 0x7c000000u) == 0x7c000000u ? 0 : y[k] & 0xffff0000u;
                 at[k] = low | high;
+            }
+            row += more_rows;
+            unit += more_units;
+            if (unit >= units) {
+                unit -= units;
+                row++;
             }
         }
     }

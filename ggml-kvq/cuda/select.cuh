@@ -10,6 +10,8 @@ constexpr int KVQ_CHOOSE_JOBS = 40;
 struct kvq_choose_job {
     const float * sums; // NULL: never observed
     uint8_t * params;
+    int nb_params;                // of a head
+    bool chosen;                  // the set is there; of a wrong size, it becomes the first cells
     uint8_t valid[32], stale[32]; // stale: sums of these cells do not count
 };
 struct kvq_choose_jobs {
@@ -17,10 +19,11 @@ struct kvq_choose_jobs {
 };
 
 // seal_mixed.cu
-void kvq_launch_choose(const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, int nb_params,
-    bool normalise, cudaStream_t stream);
-void kvq_launch_encode_mixed(
-    const kvq_mixed_geometry & m, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream);
+void kvq_launch_choose(
+    const kvq_choose_jobs & jobs, int n, int n_head, int page_cells, int n_hi, bool normalise, cudaStream_t stream);
+// Pages of two lanes: n_first of the first, then of the second. Sets of salient cells have their size.
+void kvq_launch_encode_mixed(const kvq_mixed_geometry & first, const kvq_mixed_geometry & second, int n_first,
+    const kvq_seal_jobs & jobs, int n, int n_head, int max_shared, cudaStream_t stream);
 void kvq_launch_decode_mixed(const kvq_mixed_geometry & m, const uint8_t * codes, const uint8_t * params,
     uint16_t * tile, int n_head, cudaStream_t stream);
 // expand_mixed.cu
