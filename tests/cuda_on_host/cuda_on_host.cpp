@@ -46,7 +46,7 @@ uint64_t n_events; // whatever brings a thread on
 struct {
     unsigned n_arrived, n_passed;
 } teams[16];
-bool any_now, any_before;
+int count_now, count_before; // threads of this block whose value is true
 const std::function<void()> * kernel;
 
 void yield() {
@@ -91,8 +91,8 @@ void body() {
 void release_barrier() { // everybody has come, or returned
     if (n_arrived && n_arrived + n_done == n_threads) {
         n_arrived = 0;
-        any_before = any_now;
-        any_now = false;
+        count_before = count_now;
+        count_now = 0;
         n_barriers++;
         n_events++;
     }
@@ -102,7 +102,7 @@ void run_block() {
     memset(shared, 0xa5, SHARED_BYTES);
     warps.assign((n_threads + 31) / 32, warp());
     n_arrived = n_done = n_barriers = 0;
-    any_now = any_before = false;
+    count_now = count_before = 0;
     for (auto & t : teams) { t = {}; }
     for (unsigned i = 0; i < n_threads; i++) {
         thread & t = *threads[i];
@@ -148,17 +148,17 @@ const uint64_t * exchange(uint64_t mine) {
     return values;
 }
 
-bool block_any(bool x) {
+int block_count(bool x) {
     const unsigned before = n_barriers;
     n_arrived++;
     n_events++;
-    any_now = any_now || x;
+    count_now += x;
     release_barrier();
     while (n_barriers == before) { yield(); }
-    return any_before;
+    return count_before;
 }
 
-void block_barrier() { block_any(false); }
+void block_barrier() { block_count(false); }
 
 void team_barrier(int id, int n) {
     auto & t = teams[id];

@@ -79,13 +79,14 @@ constexpr size_t SHARED_BYTES = 256 << 10;
 void launch(dim3 grid, dim3 block, size_t nb_shared, const std::function<void()> & kernel);
 void block_barrier();
 void team_barrier(int id, int n_threads); // of some of the block's threads
-bool block_any(bool x);
+int block_count(bool x);
 // All lanes of this warp give a value and see everybody's; lanes that have returned give 0.
 const uint64_t * exchange(uint64_t mine);
 } // namespace host_cuda
 
 static inline void __syncthreads() { host_cuda::block_barrier(); }
-static inline int __syncthreads_or(int x) { return host_cuda::block_any(x != 0); }
+static inline int __syncthreads_or(int x) { return host_cuda::block_count(x != 0) > 0; }
+static inline int __syncthreads_count(int x) { return host_cuda::block_count(x != 0); }
 static inline void __syncwarp(unsigned = ~0u) { host_cuda::exchange(0); }
 template <typename T> static inline T host_shuffle(T x, int lane) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles of 32 and 64 bits");
