@@ -50,6 +50,15 @@ kvq_kv_cache::~kvq_kv_cache() {
     live.erase(std::find(live.begin(), live.end(), this));
 }
 
+bool kvq_kv_cache::is_alive(const kvq_kv_cache * cache) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    return std::find(live.begin(), live.end(), cache) != live.end();
+}
+
+bool kvq_kv_cache::waits_to_seal() const {
+    return std::any_of(layers.begin(), layers.end(), [](const auto & l) { return l->d.k.evicts; });
+}
+
 kvq_positions * kvq_kv_cache::positions() const {
     const auto found = shared.find("positions");
     return found == shared.end() ? nullptr : (kvq_positions *) found->second.get();

@@ -76,6 +76,8 @@ public:
     };
 
     void commit(int n_threads);
+    bool waits_to_seal() const; // for the scores that attention leaves on the device
+    static bool is_alive(const kvq_kv_cache * cache);
     void clear();
     kvq_stats stats() const;
     std::string load_line() const;

@@ -45,6 +45,10 @@ void backend_free(ggml_backend_t backend) {
 // llama.cpp waits before each of a step's inputs, and waiting for nothing takes 2 us, seven times a token
 void backend_synchronize(ggml_backend_t backend) {
     if (state(backend).idle) { return; }
+    if (!state(backend).late.empty()) {
+        const kvq_busy busy;
+        kvq_seal_late(state(backend));
+    }
     ggml_backend_synchronize(state(backend).inner);
     state(backend).idle = true;
 }

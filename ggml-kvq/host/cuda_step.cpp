@@ -88,7 +88,6 @@ struct kvq_cuda_step {
     void end();
     bool scores() const; // this step may, once its rows are noted
     bool prepare();      // what scores read, once the rows are noted; false: a recording points elsewhere now
-    void commit(int n_threads);
 };
 
 void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
@@ -216,10 +215,6 @@ bool kvq_cuda_step::prepare() {
     return true;
 }
 
-void kvq_cuda_step::commit(int n_threads) {
-    for (kvq_kv_cache * c : step.caches) { c->commit(n_threads); }
-}
-
 void kvq_cuda_step_free(kvq_cuda_step * step) { delete step; }
 
 void kvq_cuda_step_flush(kvq_backend_context & b) {
@@ -231,6 +226,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!b.step) { b.step = new kvq_cuda_step; }
     kvq_cuda_step & s = *b.step;
     if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(b, graph); }
+    if (!kvq_has_sealed(b)) { return GGML_STATUS_ALLOC_FAILED; }
     const kvq_run node_by_node = s.fits ? kvq_run::BEFORE_RECORDING : kvq_run::EAGER;
     for (kvq_kv_cache * c : s.step.caches) {
         cuda(*c).set_stream(b.stream);
@@ -281,7 +277,8 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     for (kvq_kv_cache * c : s.step.caches) {
         if (c->chain()) { c->chain()->forget(); }
     }
-    s.commit(b.n_threads);
+    b.late = s.step.caches;
+    if (!kvq_has_sealed(b)) { return GGML_STATUS_ALLOC_FAILED; }
     for (kvq_kv_cache * c : s.step.caches) {
         if (!kvq_cuda_error(*c).empty()) {
             kvq_report_error(kvq_cuda_error(*c));

@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 // ---------------------------------------------------------------- what a graph may ask
 
@@ -380,11 +381,34 @@ static bool compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_
     return false;
 }
 
+static void report_memory(const char * at) {
+    kvq_report_error(std::string("out of memory in ") + at + ": lower -c or -ub");
+}
+
+void kvq_seal_late(kvq_backend_context & b) {
+    std::vector<kvq_kv_cache *> late;
+    late.swap(b.late);
+    try {
+        for (kvq_kv_cache * cache : late) {
+            if (kvq_kv_cache::is_alive(cache)) { cache->commit(b.n_threads); }
+        }
+    } catch (const std::bad_alloc &) { // pages stay open, and are due again
+        report_memory("sealing");
+        b.lacks_memory = true;
+    }
+}
+
+bool kvq_has_sealed(kvq_backend_context & b) {
+    kvq_seal_late(b);
+    return !std::exchange(b.lacks_memory, false);
+}
+
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how) {
     if (!step.why_not.empty()) {
         kvq_report_error(step.why_not);
         return GGML_STATUS_FAILED;
     }
+    if (!kvq_has_sealed(b)) { return GGML_STATUS_ALLOC_FAILED; }
     for (kvq_kv_cache * cache : step.caches) {
         if (cache->refused) { return GGML_STATUS_FAILED; }
         kvq_arrivals & in = cache->arrivals;
@@ -410,12 +434,16 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
         }
         at = "sealing";
         for (kvq_kv_cache * cache : step.caches) {
-            if (!kvq_records(how)) { cache->commit(b.n_threads); }
+            if (b.inner && how == kvq_run::EAGER && cache->waits_to_seal()) {
+                b.late.push_back(cache); // llama.cpp makes its next step while the device ends this one
+            } else if (!kvq_records(how)) {
+                cache->commit(b.n_threads);
+            }
             const std::string trouble = cache->trouble();
             if (!trouble.empty()) { kvq_report_note(trouble); }
         }
     } catch (const std::bad_alloc &) {
-        kvq_report_error(std::string("out of memory in ") + at + ": lower -c or -ub");
+        report_memory(at);
         return GGML_STATUS_ALLOC_FAILED;
     }
     for (kvq_kv_cache * cache : step.caches) {
