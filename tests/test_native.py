@@ -28,6 +28,7 @@ TESTS = [
         "test_caches",
         "test_far",
         "test_probe",
+        "test_memory",
     ),
     "ggml-graph",
 ]
@@ -38,7 +39,7 @@ RUNS = [
     ("test_window", ["1"]),
     ("test_fuzz_states", ["400"]),
     *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches", "test_far")),
-    ("test_probe", []),
+    *(("test_probe", []), ("test_memory", [])),
 ]
 
 

@@ -238,6 +238,7 @@ void kvq_kv_cache::clear() {
     }
     if (positions()) { positions()->forget(); }
     ubatch = {};
+    lacks_memory = false;
     refused = refused && arrivals.damage.empty(); // a state that was refused is gone
     arrivals.reset();
 }

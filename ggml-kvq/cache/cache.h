@@ -87,10 +87,11 @@ public:
     kvq_config config;
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
     std::string device_name = "KVQ0";
-    kvq_arrivals arrivals; // rows of a saved state that is being restored
-    bool compact = false;  // saved states hold blocks as they are
-    uint16_t model_mark(); // of the model, for marks; 0: not known (state.cpp)
-    bool refused = false;  // a graph asked for something unsupported: computing fails instead of guessing
+    kvq_arrivals arrivals;     // rows of a saved state that is being restored
+    bool compact = false;      // saved states hold blocks as they are
+    uint16_t model_mark();     // of the model, for marks; 0: not known (state.cpp)
+    bool lacks_memory = false; // to seal, and no step has failed by it yet
+    bool refused = false;      // a graph asked for something unsupported: computing fails instead of guessing
 
 private:
     bool build(kvq_kv_layer & l);

@@ -1,15 +1,15 @@
 // Online softmax (FlashAttention-2, arXiv 2307.08691, section 3) over f16 rows. A block = one KV head, 128 rows,
 // one split of the slots; a warp has 32 rows, so that what it reads of shared memory feeds two products; 16 where
-// heads are above 128 channels, for want of registers. Above 256 channels two warps share 16 rows: each has scores of
-// half the slots, and output of half the channels; probabilities and maxima go through shared memory. Values are on
+// heads are above 256 channels, for want of registers. Above 128 channels two warps share their rows: each has scores
+// of half the slots, and output of half the channels; probabilities and maxima go through shared memory. Values are on
 // their way while keys are multiplied, and the other way round. Tiles that nobody sees are skipped; only those of which
 // a row does not see all look at the mask.
 #include "attend_rows.cuh"
 #include "instructions.cuh"
 
 constexpr int TILE = KVQ_ROWS_TILE;
-template <int D> constexpr int products_of = D <= 128 ? 2 : 1; // that share what is read, of 16 rows each
-static constexpr __host__ __device__ int sharers_of(int D) { return D <= 256 ? 1 : 2; } // warps that share rows
+template <int D> constexpr int products_of = D <= 256 ? 2 : 1; // that share what is read, of 16 rows each
+static constexpr __host__ __device__ int sharers_of(int D) { return D <= 128 ? 1 : 2; } // warps that share rows
 template <int D> constexpr int warps_of = kvq_rows_block(D) / (16 * products_of<D>) *sharers_of(D);
 constexpr int P_STEP = TILE + 8; // of shared probabilities
 constexpr float LOG2_E = 1.44269504f;
@@ -106,7 +106,6 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
     extern __shared__ __align__(16) __half s_memory[];
     constexpr int STEP = D + 8, B = products_of<D>, WARPS = warps_of<D>; // STEP: keeps reads off equal banks
     constexpr int SHARE = sharers_of(D), SLOTS = TILE / SHARE, CHANNELS = D / SHARE, ROWS = kvq_rows_block(D);
-    static_assert(SHARE == 1 || B == 1);
     __half *const s_q = s_memory, *const s_k = s_q + ROWS * STEP, *const s_v = s_k + TILE * STEP,
                   *const s_p = s_v + TILE * STEP;
     float * const s_top = (float *) (s_p + ROWS * P_STEP);                      // [sharer][row]
@@ -123,7 +122,8 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
         return t;
     };
     // this thread's row i of 2B; rows behind the last repeat it and are not stored
-    const auto row_of = [&](int i) { return rows0 + warp * (16 * B) + i / 2 * 16 + g + i % 2 * 8; };
+    const auto in_block = [&](int i) { return warp * (16 * B) + i / 2 * 16 + g + i % 2 * 8; };
+    const auto row_of = [&](int i) { return rows0 + in_block(i); };
 
     const auto ask = [&](bool value, int t) {
         const int head_size = value ? a.v.head_size : a.k.head_size;
@@ -147,7 +147,8 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
         (uint32_t) __cvta_generic_to_shared(s_k + (part * SLOTS + lane % 8 + lane / 16 * 8) * STEP + lane / 8 % 2 * 8);
     const uint32_t v_row = (uint32_t) __cvta_generic_to_shared(
         s_v + (lane % 8 + lane / 8 % 2 * 8) * STEP + part * CHANNELS + lane / 16 * 8);
-    const uint32_t p_row = (uint32_t) __cvta_generic_to_shared(s_p + (warp * 16 + lane % 16) * P_STEP + lane / 16 * 8);
+    const uint32_t p_row =
+        (uint32_t) __cvta_generic_to_shared(s_p + (warp * 16 * B + lane % 16) * P_STEP + lane / 16 * 8);
     const auto met = [&] { asm volatile("bar.sync %0, %1;" ::"r"(1 + warp), "r"(32 * SHARE) : "memory"); }; // sharers
     float o[B][CHANNELS / 8][4] = {}, m[2 * B], l[2 * B];
 #pragma unroll
@@ -222,12 +223,12 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
             }
             top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 1));
             top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], 2));
-            if (SHARE > 1 && tig == 0) { s_top[part * ROWS + warp * 16 + g + 8 * i] = top[i]; }
+            if (SHARE > 1 && tig == 0) { s_top[part * ROWS + in_block(i)] = top[i]; }
         }
         if constexpr (SHARE > 1) {
             met();
 #pragma unroll
-            for (int i = 0; i < 2; i++) { top[i] = fmaxf(top[i], s_top[(part ^ 1) * ROWS + warp * 16 + g + 8 * i]); }
+            for (int i = 0; i < 2 * B; i++) { top[i] = fmaxf(top[i], s_top[(part ^ 1) * ROWS + in_block(i)]); }
         }
 #pragma unroll
         for (int i = 0; i < 2 * B; i++) { higher |= top[i] > m[i]; }
@@ -256,8 +257,8 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
                     l[i] += x;
                 }
                 if constexpr (SHARE > 1) {
-                    *(uint32_t *) (s_p + (warp * 16 + g + 8 * i) * P_STEP + part * SLOTS + 8 * n + 2 * tig) =
-                        pack_half2(s[0][n][i * 2], s[0][n][i * 2 + 1]);
+                    *(uint32_t *) (s_p + in_block(i) * P_STEP + part * SLOTS + 8 * n + 2 * tig) =
+                        pack_half2(s[i / 2][n][i % 2 * 2], s[i / 2][n][i % 2 * 2 + 1]);
                 }
             }
         }
@@ -268,7 +269,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
 #pragma unroll
             for (int b = 0; b < B; b++) {
                 if constexpr (SHARE > 1) {
-                    load_matrices(p[b], p_row + 2 * 16 * k);
+                    load_matrices(p[b], p_row + 2 * (b * 16 * P_STEP + 16 * k));
                 } else {
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
@@ -297,9 +298,9 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
         l[i] += __shfl_xor_sync(~0u, l[i], 2);
         if constexpr (SHARE > 1) { // no maxima are there any more
             if (i == 0) { met(); }
-            if (tig == 0) { s_top[part * ROWS + warp * 16 + g + 8 * i] = l[i]; }
+            if (tig == 0) { s_top[part * ROWS + in_block(i)] = l[i]; }
             met();
-            l[i] += s_top[(part ^ 1) * ROWS + warp * 16 + g + 8 * i];
+            l[i] += s_top[(part ^ 1) * ROWS + in_block(i)];
         }
         const int row = row_of(i);
         if (row >= a.n_rows) { continue; }

@@ -104,8 +104,9 @@ bool kvq_cuda_device::attend_rows(
     r.cells = (int32_t *) (rows[1] + nv);
     r.seen_cells = (uint8_t *) (r.cells + n_rows);
     r.seen_tiles = r.seen_cells + n_blocks * a.n_kv;
-    // two blocks on every multiprocessor, and no split of less than 256 slots
-    a.n_splits = std::max(1, std::min({ n_sm * 2 / std::max((int) n_blocks * a.n_head_kv, 1), r.n_tiles / 4, 1024 }));
+    // no split of less than 256 slots
+    const int at_once = n_sm * kvq_rows_at_once(a);
+    a.n_splits = std::max(1, std::min({ at_once / std::max((int) n_blocks * a.n_head_kv, 1), r.n_tiles / 4, 1024 }));
     if (a.n_splits > 1) {
         if (!grow(partial, n_partial, (size_t) a.n_head_kv * a.n_rows * a.n_splits * (a.v.head_size + 4),
                 "attention's partial results")) {

@@ -80,7 +80,8 @@ static __device__ __forceinline__ void stored_params(
 // cells lie in other banks.
 static __host__ __device__ __forceinline__ int staged_step(int stride) { return stride + 2; }
 
-// All threads; rows of n_cells of a tile. Infinity and NaN become 0.
+// All threads; rows of n_cells of a tile. Infinity and NaN become 0. Not by way of L1: a kernel that follows another
+// one (seal.cu) may start where older rows were read.
 static __device__ __forceinline__ void stage_rows(const uint16_t * tile, int n_cells, int stride, uint16_t * to) {
     const int units = stride / 8, n = n_cells * units, step = staged_step(stride);
     constexpr int AT_ONCE = 4;
@@ -91,7 +92,7 @@ static __device__ __forceinline__ void stage_rows(const uint16_t * tile, int n_c
         uint4 x[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            x[j] = ((const uint4 *) tile)[min(i0 + j * (int) blockDim.x, n - 1)]; // stride: a multiple of 8
+            x[j] = __ldcg((const uint4 *) tile + min(i0 + j * (int) blockDim.x, n - 1)); // stride: a multiple of 8
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {

@@ -44,7 +44,6 @@ struct kvq_backend_context {
     bool idle = false;            // nothing was asked of the stream since it was waited for
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
     std::vector<kvq_kv_cache *> late;      // whose last layer has not sealed (kvq_seal_late)
-    bool lacks_memory = false;             // sealing did, and no step has failed by it yet
     // contexts of the buffers that the graph of this uid uses (cuda_inputs.cpp)
     std::vector<const void *> memory;
     uint64_t memory_uid = 0;
@@ -82,8 +81,9 @@ void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device);
 bool kvq_is_view_op(ggml_op op);
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op);
 ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph);
-void kvq_seal_late(kvq_backend_context & b);  // what a step left to the next one, or to whoever waits for the device
-bool kvq_has_sealed(kvq_backend_context & b); // before a step, and behind it; false: out of memory, and told
+void kvq_seal_late(kvq_backend_context & b); // what a step left to the next one, or to whoever waits for the device
+// before a step on these, and behind it; false: out of memory, and told
+bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> & caches);
 bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t);
 // their pages are open already, and their cells below n_kv
 bool kvq_rows_stay_open(

@@ -226,7 +226,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!b.step) { b.step = new kvq_cuda_step; }
     kvq_cuda_step & s = *b.step;
     if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(b, graph); }
-    if (!kvq_has_sealed(b)) { return GGML_STATUS_ALLOC_FAILED; }
+    if (!kvq_has_sealed(b, s.step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
     const kvq_run node_by_node = s.fits ? kvq_run::BEFORE_RECORDING : kvq_run::EAGER;
     for (kvq_kv_cache * c : s.step.caches) {
         cuda(*c).set_stream(b.stream);
@@ -278,7 +278,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
         if (c->chain()) { c->chain()->forget(); }
     }
     b.late = s.step.caches;
-    if (!kvq_has_sealed(b)) { return GGML_STATUS_ALLOC_FAILED; }
+    if (!kvq_has_sealed(b, s.step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
     for (kvq_kv_cache * c : s.step.caches) {
         if (!kvq_cuda_error(*c).empty()) {
             kvq_report_error(kvq_cuda_error(*c));

@@ -388,19 +388,22 @@ static void report_memory(const char * at) {
 void kvq_seal_late(kvq_backend_context & b) {
     std::vector<kvq_kv_cache *> late;
     late.swap(b.late);
-    try {
-        for (kvq_kv_cache * cache : late) {
-            if (kvq_kv_cache::is_alive(cache)) { cache->commit(b.n_threads); }
+    for (kvq_kv_cache * cache : late) {
+        if (!kvq_kv_cache::is_alive(cache)) { continue; }
+        try {
+            cache->commit(b.n_threads);
+        } catch (const std::bad_alloc &) { // pages stay open, and are due again
+            cache->lacks_memory = true;
         }
-    } catch (const std::bad_alloc &) { // pages stay open, and are due again
-        report_memory("sealing");
-        b.lacks_memory = true;
     }
 }
 
-bool kvq_has_sealed(kvq_backend_context & b) {
+bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> & caches) {
     kvq_seal_late(b);
-    return !std::exchange(b.lacks_memory, false);
+    bool ok = true;
+    for (kvq_kv_cache * cache : caches) { ok = !std::exchange(cache->lacks_memory, false) && ok; }
+    if (!ok) { report_memory("sealing"); }
+    return ok;
 }
 
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how) {
@@ -408,7 +411,7 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
         kvq_report_error(step.why_not);
         return GGML_STATUS_FAILED;
     }
-    if (!kvq_has_sealed(b)) { return GGML_STATUS_ALLOC_FAILED; }
+    if (!kvq_has_sealed(b, step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
     for (kvq_kv_cache * cache : step.caches) {
         if (cache->refused) { return GGML_STATUS_FAILED; }
         kvq_arrivals & in = cache->arrivals;

@@ -357,7 +357,8 @@ typedef struct kvq_stats {
 KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
     int n_layer_model, int n_cells, int n_stream, kvq_stats * out);
 
-// Live caches of this process, in creation order.
+// Live caches of this process, in creation order. What is told of one on a GPU is whole once llama_synchronize has
+// returned: methods that evict may seal a prompt's last layer then.
 KVQ_API int kvq_cache_count(void);
 KVQ_API int kvq_cache_stats(int i, kvq_stats * out);
 // Of the layers of a live cache that fetch far rows: their numbers il [n] and counts [n][4] as kvq_far has them, all

@@ -357,17 +357,19 @@ bool kvq_evict::take(kvq_lane & x, int s, const std::vector<int> & due_, int n_t
     std::sort(due.begin(), due.end());
     std::vector<int> made, places;
     kvq_packed packed;
+    const auto is_this = [&](const pending & y) { return y.stream == s && y.due == due; };
     if (value) {
-        const auto found =
-            std::find_if(queue.begin(), queue.end(), [&](const pending & y) { return y.stream == s && y.due == due; });
+        const auto found = std::find_if(queue.begin(), queue.end(), is_this);
         if (found == queue.end()) { return true; } // values without keys: cells that are nowhere are evicted ones
         made = found->pages;
-        queue.erase(found);
     } else {
+        // both lanes' memory first: what is decided then holds
+        for (const kvq_lane * y : lane) { y->scratch->expect(y->layout().nb_frame, due.size()); }
         seal_keys(s, due, made, places, packed);
         queue.push_back({ s, due, made });
     }
     encode(value, s, due, made, packed, places, n_threads);
+    if (value) { queue.erase(std::find_if(queue.begin(), queue.end(), is_this)); }
     for (int i : made) {
         x.counters->n_sealed++;
         if (value) { show(s, i); }

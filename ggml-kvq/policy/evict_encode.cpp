@@ -98,9 +98,9 @@ void kvq_evict::encode(bool value, int s, const std::vector<int> & due, const st
                 x.params_at(s, i, 0) });
         }
     }
-    if (!choices.empty()) { device->scores()->choose(x.layout(), false, choices.data(), (int) choices.size()); }
     device->scores()->gather(
         x.layout(), (int) tiles.size(), tiles.data(), at.data(), frames.data(), due.front(), (int) frames.size());
+    if (!choices.empty()) { device->scores()->choose(x.layout(), false, choices.data(), (int) choices.size()); }
     device->encode(one, blocks.data(), (int) blocks.size(), n_threads);
     for (uint16_t * t : tiles) { x.scratch->give(t, nb_frame); }
 }

@@ -261,7 +261,12 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
 void kvq_lane::commit(int n_threads) {
     if (!is_dirty || waiting) { return; }
     is_dirty = false;
-    for (int s = 0; s < l.n_stream && !l.is_f16(); s++) { commit_stream(s, n_threads); }
+    try {
+        for (int s = 0; s < l.n_stream && !l.is_f16(); s++) { commit_stream(s, n_threads); }
+    } catch (const std::bad_alloc &) {
+        is_dirty = true; // what is open still is due again
+        throw;
+    }
     is_dirty = is_dirty && !l.pooled; // what made way while pages sealed has its place again
 }
 

@@ -9,7 +9,7 @@
 // ---------------------------------------------------------------- scratch
 
 kvq_scratch::~kvq_scratch() {
-    for (const auto & b : blocks) { device.free(b.first, b.second); }
+    for (const auto & b : blocks) { space.free(b.first, b.second); }
 }
 
 uint16_t * kvq_scratch::take(size_t nb) {
@@ -17,8 +17,8 @@ uint16_t * kvq_scratch::take(size_t nb) {
     if (list.empty() && resting[nb].size() >= KVQ_RESTING_TILES) { list.swap(resting[nb]); }
     if (list.empty()) {
         size_t & n_made = made[nb];
-        const size_t n = device.is_host() || !n_made ? 1 : n_made; // an allocation there may cost more than a token
-        uint8_t * p = (uint8_t *) device.alloc(n * nb);
+        const size_t n = space.is_host() || !n_made ? 1 : n_made; // an allocation there may cost more than a token
+        uint8_t * p = (uint8_t *) space.alloc(n * nb);
         if (!p) { throw std::bad_alloc(); }
         blocks.emplace_back(p, n * nb);
         total += n * nb;
@@ -32,7 +32,18 @@ uint16_t * kvq_scratch::take(size_t nb) {
 
 void kvq_scratch::give(uint16_t * p, size_t nb) { idle[nb].push_back(p); }
 
-void kvq_scratch::rest(uint16_t * p, size_t nb) { (device.is_host() ? idle : resting)[nb].push_back(p); }
+void kvq_scratch::expect(size_t nb, size_t n) {
+    std::vector<uint16_t *> taken;
+    try {
+        while (taken.size() < n) { taken.push_back(take(nb)); }
+    } catch (const std::bad_alloc &) {
+        for (uint16_t * p : taken) { give(p, nb); }
+        throw;
+    }
+    for (uint16_t * p : taken) { give(p, nb); }
+}
+
+void kvq_scratch::rest(uint16_t * p, size_t nb) { (space.is_host() ? idle : resting)[nb].push_back(p); }
 
 // ---------------------------------------------------------------- spans
 

@@ -10,19 +10,20 @@
 // f16 tiles handed out by size, kept for reuse.
 class kvq_scratch {
 public:
-    explicit kvq_scratch(kvq_device & device) : device(device) {}
+    explicit kvq_scratch(kvq_space & space) : space(space) {}
     ~kvq_scratch();
     kvq_scratch(const kvq_scratch &) = delete;
     kvq_scratch & operator=(const kvq_scratch &) = delete;
-    uint16_t * take(size_t nb);
+    uint16_t * take(size_t nb); // throws std::bad_alloc
     void give(uint16_t * p, size_t nb);
+    void expect(size_t nb, size_t n); // so many will be taken: throws now if there is no memory
     // A device may still be about to write to this one, with those of other layers at once: it is taken again only
     // when enough others rest too.
     void rest(uint16_t * p, size_t nb);
     size_t bytes() const { return total; }
 
 private:
-    kvq_device & device;
+    kvq_space & space;
     std::vector<std::pair<void *, size_t>> blocks;
     std::map<size_t, std::vector<uint16_t *>> idle, resting;
     std::map<size_t, size_t> made; // tiles by size

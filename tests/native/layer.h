@@ -28,7 +28,9 @@ struct cache_of_layers {
     kvq_counters counters;
     std::map<std::string, std::shared_ptr<void>> shared;
     size_t bytes_far = 0; // of a second tier, all layers
-    explicit cache_of_layers(kvq_device & device = kvq_cpu_device()) : device(device), scratch(device) {}
+    // memory: of tiles, where it is not the device's
+    explicit cache_of_layers(kvq_device & device = kvq_cpu_device(), kvq_space * memory = nullptr) :
+        device(device), scratch(memory ? *memory : device) {}
     kvq_chain * chain() { return (kvq_chain *) shared["chain"].get(); }
     kvq_positions * positions() { return (kvq_positions *) shared["positions"].get(); }
 };
