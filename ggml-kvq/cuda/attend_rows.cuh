@@ -21,8 +21,8 @@ struct kvq_rows_args {
     int n_tiles, block_rows; // kvq_rows_block
 };
 
-// Blocks that a multiprocessor gets. One at a time fits above 128 channels, and a second wave costs a third more. Blocks
-// of 64 rows are uneven, since of new tokens each sees others: two waves are faster.
+// Blocks that a multiprocessor gets. One at a time fits above 128 channels, and a second wave costs a third more.
+// Blocks of 64 rows are uneven, since of new tokens each sees others: two waves are faster.
 static inline int kvq_rows_at_once(const kvq_attend_args & a) {
     const int d = std::max(a.k.head_size, a.v.head_size);
     return d <= 128 || kvq_rows_block(d) < 128 ? 2 : 1;
