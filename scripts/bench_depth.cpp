@@ -1,4 +1,5 @@
-// Generation and prompt speed behind a filled cache, without saving states in between.
+// Generation and prompt speed behind a filled cache, without saving states in between. A prompt of the first depth (2048
+// tokens at most) and a token go before all that is timed: kernels are loaded when they first run.
 //   bench_depth MODEL DEVICE DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
 // prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, its median and
 // longest step in ms (pages seal in some), and in MiB what the device's free memory fell by from behind the model's
@@ -71,6 +72,11 @@ int main(int argc, char ** argv) {
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     std::vector<llama_token> tokens((size_t) depth);
     for (auto & t : tokens) { t = rand() % n_vocab; }
+    if (llama_decode(ctx, llama_batch_get_one(tokens.data(), std::min(depths[0], 2048))) ||
+        llama_decode(ctx, llama_batch_get_one(tokens.data(), 1))) {
+        return 1;
+    }
+    llama_memory_clear(llama_get_memory(ctx), true);
     int at = 0; // tokens in the cache; generation behind one depth counts toward the next
     for (const int to : depths) {
         const int first = at;
