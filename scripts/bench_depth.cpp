@@ -1,5 +1,5 @@
-// Generation and prompt speed behind a filled cache, without saving states in between. A prompt of the first depth (2048
-// tokens at most) and a token go before all that is timed: kernels are loaded when they first run.
+// Generation and prompt speed behind a filled cache, without saving states in between. A prompt of the first depth,
+// 2048 tokens at most, and a token go before what is timed: kernels are loaded when they first run.
 //   bench_depth MODEL DEVICE DEPTH[,DEPTH...] N_GEN [f16|q8_0|q4_0]
 // prints a line for every depth: depth, prompt t/s overall, prompt t/s of the last 2048, generation t/s, its median and
 // longest step in ms (pages seal in some), and in MiB what the device's free memory fell by from behind the model's
