@@ -12,7 +12,7 @@ struct kvq_step {
         ATTEND, // a layer is read
         SHIFT,  // keys of a layer get new positions
         // CUDA only: the due pages of one layer seal, so that their frames are free for the next layer. Other layers
-        // seal when the step has run.
+        // seal when the step has run; those that evict wait for the device, and are left to kvq_seal_late.
         SEAL,
         OWN, // a node of ggml-kvq-graph.h
     };
