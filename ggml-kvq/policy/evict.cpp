@@ -357,9 +357,9 @@ bool kvq_evict::take(kvq_lane & x, int s, const std::vector<int> & due_, int n_t
     std::sort(due.begin(), due.end());
     std::vector<int> made, places;
     kvq_packed packed;
-    const auto is_this = [&](const pending & y) { return y.stream == s && y.due == due; };
+    const auto found =
+        std::find_if(queue.begin(), queue.end(), [&](const pending & y) { return y.stream == s && y.due == due; });
     if (value) {
-        const auto found = std::find_if(queue.begin(), queue.end(), is_this);
         if (found == queue.end()) { return true; } // values without keys: cells that are nowhere are evicted ones
         made = found->pages;
     } else {
@@ -369,7 +369,7 @@ bool kvq_evict::take(kvq_lane & x, int s, const std::vector<int> & due_, int n_t
         queue.push_back({ s, due, made });
     }
     encode(value, s, due, made, packed, places, n_threads);
-    if (value) { queue.erase(std::find_if(queue.begin(), queue.end(), is_this)); }
+    if (value) { queue.erase(found); }
     for (int i : made) {
         x.counters->n_sealed++;
         if (value) { show(s, i); }

@@ -33,14 +33,15 @@ uint16_t * kvq_scratch::take(size_t nb) {
 void kvq_scratch::give(uint16_t * p, size_t nb) { idle[nb].push_back(p); }
 
 void kvq_scratch::expect(size_t nb, size_t n) {
-    std::vector<uint16_t *> taken;
-    try {
-        while (taken.size() < n) { taken.push_back(take(nb)); }
-    } catch (const std::bad_alloc &) {
-        for (uint16_t * p : taken) { give(p, nb); }
-        throw;
-    }
-    for (uint16_t * p : taken) { give(p, nb); }
+    struct borrowed {
+        kvq_scratch & from;
+        size_t nb;
+        std::vector<uint16_t *> tiles;
+        ~borrowed() {
+            for (uint16_t * p : tiles) { from.give(p, nb); }
+        }
+    } all = { *this, nb, {} };
+    while (all.tiles.size() < n) { all.tiles.push_back(take(nb)); }
 }
 
 void kvq_scratch::rest(uint16_t * p, size_t nb) { (space.is_host() ? idle : resting)[nb].push_back(p); }
