@@ -107,12 +107,29 @@ bool kvq_kv_cache::build(kvq_kv_layer & l) {
     return true;
 }
 
+// Sorting and turning commute: what is turned together has neighbouring channels in a block, and one gain.
+static bool keeps_pairs(const kvq_order & order, const kvq_rope & rope, const kvq_lane_layout & l) {
+    const int D = l.codec.head_size;
+    if (rope.n_dims && rope.n_dims != D) { return false; }
+    for (int i = 0; rope.n_dims && i < l.n_head * D; i += 2) {
+        const int x = order.channel[i], y = order.channel[i + 1];
+        const bool pair = rope.neox ? y == x + D / 2 : x % 2 == 0 && y == x + 1;
+        if (!pair || order.gain[i] != order.gain[i + 1]) { return false; }
+    }
+    return true;
+}
+
 bool kvq_kv_cache::set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err) {
     kvq_rotor *& rotor = l.transforms[0]->rotor;
     if (rope.n_dims == 0 ? !rotor : rotor && rotor->rope() == rope) { return true; }
     if (counters.n_sealed) {
         err = "layer " + std::to_string(l.d.il) +
             " changed its rotary embedding after keys were stored: clear the cache first";
+        return false;
+    }
+    if (l.transforms[0]->order && !keeps_pairs(*l.transforms[0]->order, rope, l.k->layout())) {
+        err = "layer " + std::to_string(l.d.il) + ": calibrated data '" + calibration->path +
+            "' sort keys into pairs that its rotary embedding does not have: make them again with ggml-kvq calibrate";
         return false;
     }
     rotor = rope.n_dims ? positions()->rotor(rope, std::min(l.d.n_cells, 1 << 20)) : nullptr;
@@ -336,6 +353,18 @@ extern "C" int kvq_cache_split(int i, int il) {
     const kvq_rotor * rotor = l->transforms[0] ? l->transforms[0]->rotor : nullptr;
     if (!rotor || rotor->rope().multi() || rotor->rope().n_dims != l->d.k.codec.head_size) { return KVQ_SPLIT_NONE; }
     return rotor->rope().neox ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
+}
+
+extern "C" int64_t kvq_cache_queries(int i, int il, int n, double * out) {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    const kvq_kv_layer * l = i >= 0 && i < (int) live.size() ? live[i]->layer(il) : nullptr;
+    if (!l || n < 0 || (n && !out)) {
+        kvq_set_error("no such layer: cache " + std::to_string(i) + ", layer " + std::to_string(il));
+        return -1;
+    }
+    const std::vector<double> & square = l->queries.square;
+    for (size_t k = 0; k < std::min(square.size(), (size_t) n); k++) { out[k] = square[k] / (double) l->queries.n; }
+    return (int64_t) square.size();
 }
 
 // Rows as calibration needs them; a lane of open pages gives them exactly as they came.

@@ -5,6 +5,7 @@
 
 #include "arrivals.h"
 #include "draft.h"
+#include "observed.h"
 #include "policy/chain.h"
 #include "policy/compose.h"
 #include "policy/evict.h"
@@ -35,6 +36,7 @@ struct kvq_kv_layer {
     // those that a graph tells of rotary embeddings, and that a device's attention leaves scores with; NULL: none
     kvq_transform * transforms[2] = {};
     kvq_probe * probe = nullptr;
+    kvq_query_sums queries;
     const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
 };
 

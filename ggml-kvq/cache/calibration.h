@@ -1,6 +1,8 @@
 // Calibrated data of a method: a sidecar GGUF (general.type "kvq", tensors) or metadata arrays of the model file itself
 // (u8 payload <name>, <name>.type, <name>.shape, outermost dimension first). Both hold the same names, for layer il:
 //   kvq.aqua.blk.<il>.{k,v}.bias    f32 [width], channel means of un-rotated keys and of values
+//   kvq.aqua.blk.<il>.k.order       f32 [width], of each channel of a block of sorted keys the channel of its head
+//   kvq.aqua.blk.<il>.k.gain        f32 [width], its gain (kvq_order)
 //   kvq.aqua.blk.<il>.k.weight      f32, f16 or q4_0 [width][width of keys of layer prev], on rows less their means
 //   kvq.aqua.blk.<il>.v.weight      likewise, inputs: keys of layer il, then values of layer prev
 //   kvq.aqua.blk.<il>.v.fold        likewise, inputs: keys of layer il, then keys of layer prev

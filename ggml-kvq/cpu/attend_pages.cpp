@@ -82,7 +82,7 @@ int score_part(const kvq_kernels & K, const stream_plan & s, workspace & w, cons
     const lane_part k(K, s.k, s.k_open, r, i, false, h.kvh, p.flags & KVQ_ATTN_F32, s.rope || s.folded_k, most, w);
     if (!k.kernels && at.set < 0) {
         const auto of = [&](const int32_t * x) { return x ? x + r.page[i]->cell : nullptr; };
-        K.score_rope(s.lk, rows, (const uint8_t *) k.run.codes[0], k.run.params[0],
+        K.score_rope(s.lk, rows, (const uint8_t *) k.run.codes[0], k.run.params[0], p.k_order, h.kvh,
             p.k_mean ? p.k_mean + (size_t) h.kvh * p.k.head_size : nullptr, p.rotary, of(p.sealed), of(p.positions),
             s.dpk, q, to);
     } else if (!k.kernels) {

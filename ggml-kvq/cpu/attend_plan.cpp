@@ -21,7 +21,7 @@ void key_queries::make(const stream_plan & s, int kvh, int n_rows, const float *
     const kvq_attn & p = *s.p;
     const int D = p.k.head_size;
     const float * mean = p.k_mean ? p.k_mean + (size_t) kvh * D : nullptr;
-    std::vector<float> turned;
+    std::vector<float> turned, sorted;
     sets.resize(std::max<size_t>(sets.size(), s.moved.size()));
     for (size_t i = 0; i < s.moved.size(); i++) {
         set & x = sets[i];
@@ -31,7 +31,19 @@ void key_queries::make(const stream_plan & s, int kvh, int n_rows, const float *
             for (int r = 0; r < n_rows; r++) { kvq_turn_back(*p.rotary, s.moved[i], &turned[(size_t) r * s.dpk]); }
             rows = turned.data();
         }
-        for (int half = 0; half < s.lk.n; half++) { x.folded[half].fold(s.lk.half[half], n_rows, s.dpk, rows); }
+        const float * folds = rows;
+        if (p.k_order) { // q . sorted^-1(k) = (q[channel] back) . k
+            sorted.assign((size_t) n_rows * s.dpk, 0.0f);
+            const size_t head = (size_t) kvh * D;
+            for (int r = 0; r < n_rows; r++) {
+                for (int d = 0; d < D; d++) {
+                    sorted[(size_t) r * s.dpk + d] =
+                        rows[(size_t) r * s.dpk + p.k_order->channel[head + d]] * p.k_order->back[head + d];
+                }
+            }
+            folds = sorted.data();
+        }
+        for (int half = 0; half < s.lk.n; half++) { x.folded[half].fold(s.lk.half[half], n_rows, s.dpk, folds); }
         x.coef.resize(p.rotary ? (size_t) n_rows * 2 * s.turns.n_pad : 0);
         x.step.assign((size_t) 2 * n_rows, 0.0f);
         x.rest.assign((size_t) n_rows, 0.0f);
@@ -108,7 +120,7 @@ int make_plan(stream_plan & s, const kvq_attn & attn) {
     const bool f32 = attn.flags & KVQ_ATTN_F32;
     if (lattice_k) { s.lk = kvq_lattice_make_keys(attn.k); }
     if (lattice_v) { s.lv = kvq_lattice_make_view(attn.v); }
-    s.rope = lattice_k && (attn.rotary || attn.k_mean);
+    s.rope = lattice_k && (attn.rotary || attn.k_mean || attn.k_order);
     s.few = false;
     s.fold = nullptr;
     s.n_fold = 0;

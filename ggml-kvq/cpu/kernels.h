@@ -121,9 +121,10 @@ struct kvq_kernels {
     // Keys that lack their mean and, by which `sealed` is NULL, all of their rotary embedding or that from position
     // sealed[t] to pos[t] (lattice_impl.h), in f32: q is neither rotated nor folded. mean [head size] and rot may be
     // NULL; sealed, pos [n_cells].
+    // order: of KV head `head`, NULL: channels stay where they are
     void (*score_rope)(const kvq_lattice_keys & a, int n_rows, const uint8_t * codes, const void * params,
-        const float * mean, const kvq_rotary * rot, const int32_t * sealed, const int32_t * pos, int dp,
-        const float * q, float * logits);
+        const kvq_order * order, int head, const float * mean, const kvq_rotary * rot, const int32_t * sealed,
+        const int32_t * pos, int dp, const float * q, float * logits);
     // apart: 0 when all cells moved as far as the first; gap: 0 when they were sealed at positions in a row; sign:
     // negative when some position is
     void (*page_positions)(

@@ -293,9 +293,20 @@ static void decoded_columns(
     }
 }
 
+// Columns in the order of a block become those of the head's channels.
+static void unsort_columns(int D, const kvq_order & order, int head, float * x) {
+    float own[KVQ_MAX_HEAD * 16];
+    const uint16_t * channel = order.channel + (size_t) head * (size_t) D;
+    const float * back = order.back + (size_t) head * (size_t) D;
+    for (int i = 0; i < D; i++) {
+        f32_store(own + (size_t) channel[i] * 16, f32_mul(f32_load(x + (size_t) i * 16), f32_set1(back[i])));
+    }
+    memcpy(x, own, sizeof(float) * 16 * (size_t) D);
+}
+
 static void score_rope(const kvq_lattice_keys & a, int n_rows, const uint8_t * codes, const void * params,
-    const float * mean, const kvq_rotary * rot, const int32_t * sealed, const int32_t * pos, int dp, const float * q,
-    float * logits) {
+    const kvq_order * order, int head, const float * mean, const kvq_rotary * rot, const int32_t * sealed,
+    const int32_t * pos, int dp, const float * q, float * logits) {
     float scale[2][KVQ_MAX_CELLS], x[KVQ_MAX_HEAD * 16];
     for (int half = 0; half < a.n; half++) {
         lattice_scales(a.half[half], (const uint8_t *) params + a.half[half].params_at, scale[half]);
@@ -303,6 +314,7 @@ static void score_rope(const kvq_lattice_keys & a, int n_rows, const uint8_t * c
     const int n = a.half[0].codec.n_cells, D = a.half[0].whole.head_size;
     for (int t0 = 0; t0 < n; t0 += 16) {
         decoded_columns(a, codes, scale, t0, x);
+        if (order) { unsort_columns(D, *order, head, x); }
         if (rot && sealed) { rope_rotate(*rot, sealed + t0, x, true); }
         for (int c = 0; mean && c < D; c++) {
             f32_store(x + (size_t) c * 16, f32_add(f32_load(x + (size_t) c * 16), f32_set1(mean[c])));

@@ -29,6 +29,25 @@ void clamp(std::vector<float> & x) {
     for (float & y : x) { y = std::min(std::max(y, -65504.0f), 65504.0f); }
 }
 
+// Channels of head h in the order of its block, and back; NULL: they stay.
+struct row_order {
+    const kvq_order * order;
+    size_t at;
+    std::vector<float> own;
+
+    row_order(const kvq_order * order, int h, int D) : order(order), at((size_t) h * (size_t) D), own((size_t) D) {}
+    void sort(std::vector<float> & row) {
+        if (!order) { return; }
+        for (size_t i = 0; i < row.size(); i++) { own[i] = row[order->channel[at + i]] * order->gain[at + i]; }
+        row.swap(own);
+    }
+    void unsort(std::vector<float> & row) {
+        if (!order) { return; }
+        for (size_t i = 0; i < row.size(); i++) { own[order->channel[at + i]] = row[i] * order->back[at + i]; }
+        row.swap(own);
+    }
+};
+
 // sealed where it is now: its rotary embedding stays in the block
 bool stays_at(const kvq_row_transform & x, int t) { return x.rotary && x.sealed && x.sealed[t] == x.positions[t]; }
 
@@ -38,6 +57,7 @@ void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
     const int D = l.codec.head_size;
     std::vector<float> row((size_t) D);
     row_mean mean(x, h, D);
+    row_order order(x.order, h, D);
     for (int t = 0; t < l.page_cells; t++, rows += stride) {
         const float * pred = x.pred ? x.pred + t * x.pred_stride + (size_t) h * D : nullptr;
         kvq_cpu_f16_to_f32(rows, row.data(), D);
@@ -46,6 +66,7 @@ void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
         const float * mu = mean.of(t, stays);
         for (int i = 0; i < D; i++) { row[i] = row[i] - (mu ? mu[i] : 0.0f) - (pred ? pred[i] : 0.0f); }
         if (x.rotary && x.sealed && !stays) { kvq_rotary_apply(*x.rotary, x.sealed[t], false, row.data()); }
+        order.sort(row);
         clamp(row);
         kvq_cpu_f32_to_f16(row.data(), rows, D);
     }
@@ -55,9 +76,11 @@ void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
     const int D = l.codec.head_size;
     std::vector<float> row((size_t) D);
     row_mean mean(x, h, D);
+    row_order order(x.order, h, D);
     for (int t = 0; t < l.page_cells; t++, rows += stride) {
         const float * pred = x.pred ? x.pred + t * x.pred_stride + (size_t) h * D : nullptr;
         kvq_cpu_f16_to_f32(rows, row.data(), D);
+        order.unsort(row);
         const bool stays = stays_at(x, t);
         if (x.rotary && x.sealed && !stays) { kvq_rotary_apply(*x.rotary, x.sealed[t], true, row.data()); }
         const float * mu = mean.of(t, stays);

@@ -56,6 +56,9 @@ struct kvq_attend_args {
     int fine;
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float *k_mean, *v_mean;          // [head kv][head size]
+    // of sorted keys, by channel of a block: the head's channel and what undoes its gain; NULL: channels stay
+    const uint16_t * k_channel;
+    const float * k_back;
     const float *rotary_high, *rotary_low; // kvq_rotary
     const uint16_t * waves; // f16 [128][head size]: cos and sin of the pairs, then by pairs of rows (device_rows.cu)
     int n_pairs, neox;
@@ -139,8 +142,10 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_BYTES_ROWS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 4)         // more than 4 rows, every head
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
 // attention picks cells, X(fast half, slow half).
-#define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(2, 4, 3) X(2, 4, 4)
-#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(2, 4)
+#define KVQ_SPLIT_BITS(X)                                                                                              \
+    X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(1, 2, 1) X(1, 2, 2) X(1, 2, 3)                                       \
+    X(1, 4, 1) X(1, 4, 2) X(1, 4, 3) X(1, 4, 4) X(2, 4, 2) X(2, 4, 3) X(2, 4, 4)
+#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 4) X(2, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu

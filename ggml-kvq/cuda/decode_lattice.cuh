@@ -374,7 +374,7 @@ __device__ __forceinline__ void copy_rows(const X & of, float * to, F && row_of)
 // Split: a slice has D/2 channels of each half, first those of the slow one, [slice][half, step][lane].
 template <int D, int KB, typename X, typename F>
 __device__ __forceinline__ void share_split(
-    const kvq_attend_args & a, const X & of, int warp, int n_rows, uint2 * out, F && row_of) {
+    const kvq_attend_args & a, const X & of, int warp, int kvh, int n_rows, uint2 * out, F && row_of) {
     constexpr int S = D / 16, HALF = D / 2, LANES = D / 8, MOST = X::WIDE ? 4 : 1; // LANES: of a half
     const int lane = threadIdx.x % 32, i = lane % LANES, head = of.head(a), quarter = head / 4;
     const bool fast = lane >= LANES, takes = lane < (fast_of<KB> ? 2 : 1) * LANES;
@@ -396,7 +396,14 @@ __device__ __forceinline__ void share_split(
                 const int channel = a.k.split == KVQ_SPLIT_NORM
                     ? (fast ? 0 : head / 2) + at
                     : (at < quarter ? at : at + quarter) + (fast ? 0 : quarter);
-                const float4 y = *(const float4 *) (p + channel);
+                float4 y;
+                if (a.k_channel) { // of sorted keys, whose halves lie one behind the other
+                    const ushort4 from = __ldg((const ushort4 *) (a.k_channel + kvh * head + channel));
+                    const float4 back = __ldg((const float4 *) (a.k_back + kvh * head + channel));
+                    y = make_float4(p[from.x] * back.x, p[from.y] * back.y, p[from.z] * back.z, p[from.w] * back.w);
+                } else {
+                    y = *(const float4 *) (p + channel);
+                }
                 x[4 * k] = y.x * f;
                 x[4 * k + 1] = y.y * f;
                 x[4 * k + 2] = y.z * f;

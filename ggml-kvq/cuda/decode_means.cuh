@@ -72,7 +72,7 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
     uint2 * const rotated = queries + of.n * (D / 16) * 32;
     if constexpr (is_split<KB>) {
         share_queries<D, KB>(a, of, queries, row);
-        share_split<D, KB>(a, of, warp, n_rows, rotated, row);
+        share_split<D, KB>(a, of, warp, kvh, n_rows, rotated, row);
     } else {
         share_rotated<D, KB>(a, of, warp, n_rows, queries, rotated, row);
     }

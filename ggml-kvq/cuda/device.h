@@ -203,6 +203,7 @@ private:
     void * keep(const void * name, const void * host, size_t nb); // a copy of `host` that constant(name) finds
     const uint8_t * weights_of(const kvq_predictor & w);          // a copy as kernels want it; NULL: no memory
     const float * mean_of(const float * host, size_t n);
+    kvq_device_order order_of(const kvq_order * host, size_t n, bool back);
     struct wave_table {
         const kvq_rotary * host;
         int head_size;

@@ -36,6 +36,11 @@ const float * kvq_cuda_device::mean_of(const float * host, size_t n) {
     return (const float *) constant(host, n * sizeof(float));
 }
 
+kvq_device_order kvq_cuda_device::order_of(const kvq_order * host, size_t n, bool back) {
+    if (!host) { return {}; }
+    return { (const uint16_t *) constant(host->channel, n * sizeof(uint16_t)), mean_of(back ? host->back : host->gain, n) };
+}
+
 kvq_device_rotary kvq_cuda_device::rotary(const kvq_rotary * host) {
     if (!host) { return {}; }
     size_t i = 0;
@@ -99,6 +104,7 @@ kvq_turn_args kvq_cuda_device::turn_shape(const kvq_lane_layout & l, const kvq_r
 void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
     const kvq_row_transform * x) {
     const float * const mean = mean_of(x[0].mean, (size_t) l.n_head * l.codec.head_size);
+    const kvq_device_order order = order_of(x[0].order, (size_t) l.n_head * l.codec.head_size, false);
     const kvq_turn_args shape = turn_shape(l, x[0]);
     // These go before all else that waits: a tile that was given back may still have to be read, and one that is read
     // here may still have to be written.
@@ -113,7 +119,7 @@ void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t 
         at = to_turn.end() - 1;
     }
     for (int i = 0; i < n; i++) {
-        (*at)->jobs.push_back({ tiles[i], out[i], x[i].positions, x[i].sealed, mean, x[i].pred });
+        (*at)->jobs.push_back({ tiles[i], out[i], x[i].positions, x[i].sealed, mean, x[i].pred, order });
         to_read.insert(tiles[i]);
         to_write.insert(out[i]);
     }
@@ -135,7 +141,8 @@ void kvq_cuda_device::flush_turns() {
 void kvq_cuda_device::put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
     use();
     kvq_turn_args a = turn_shape(l, x);
-    a.job[0] = { tile, tile, x.positions, x.sealed, mean_of(x.mean, (size_t) l.n_head * l.codec.head_size), x.pred };
+    const size_t width = (size_t) l.n_head * l.codec.head_size;
+    a.job[0] = { tile, tile, x.positions, x.sealed, mean_of(x.mean, width), x.pred, order_of(x.order, width, true) };
     kvq_launch_turn(a, 1, l.n_head, true, (cudaStream_t) stream);
     check(cudaGetLastError(), "kernel of sealed rows");
 }
@@ -148,6 +155,7 @@ kvq_turn kvq_cuda_device::turn(const kvq_attn & a, bool value) {
         t.rotary = rotary(a.rotary);
         t.positions = a.positions;
         t.sealed = a.sealed;
+        t.back = order_of(a.k_order, (size_t) a.n_head_kv * c.head_size, true);
     }
     return t;
 }
@@ -206,6 +214,9 @@ bool kvq_cuda_device::reads_sealed(const kvq_attn * attn, int n, kvq_attend_args
     const kvq_device_rotary r = rotary(f.rotary);
     a.k_mean = mean_of(f.k_mean, (size_t) f.n_head_kv * f.k.head_size);
     a.v_mean = mean_of(f.v_mean, (size_t) f.n_head_kv * f.v.head_size);
+    const kvq_device_order order = order_of(f.k_order, (size_t) f.n_head_kv * f.k.head_size, true);
+    a.k_channel = order.channel;
+    a.k_back = order.gain;
     a.waves = waves_of(f.rotary, f.k.head_size);
     a.rotary_high = r.high;
     a.rotary_low = r.low;

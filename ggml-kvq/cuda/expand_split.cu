@@ -44,7 +44,7 @@ template <int LANES, int Q> struct split_row : quads<LANES, Q> {
         }
     }
     // points: of the slow half; fast_points
-    __device__ __forceinline__ void decode(const split_args & a, const uint8_t * codes, const float * points,
+    __device__ __forceinline__ void decode(const split_args & a, int h, const uint8_t * codes, const float * points,
         const float * fast_points, float slow_scale, float fast_scale, float * buffer, typename quad::row & x) const {
 #pragma unroll
         for (int i = 0; i < 2 * Q; i++) {
@@ -65,14 +65,19 @@ template <int LANES, int Q> struct split_row : quads<LANES, Q> {
             x[i / 2][i % 2 * 2 + 1] = p.y * s;
         }
         quad::hadamard(a.slow, x);
-        if (a.slow.split == KVQ_SPLIT_NORM) { return; } // channels have this order
+        const kvq_device_order & order = a.turn.back;
+        if (a.slow.split == KVQ_SPLIT_NORM && !order.channel) { return; } // channels have this order
         float * const own = buffer + quad::sub() * 4 * LANES;
         const int half = a.slow.head_size / 2, quarter = half / 2;
         __syncwarp();
 #pragma unroll
         for (int q = 0; q < Q; q++) {
             const int c = quad::channel(q), i = c < half ? c : c - half;
-            if (c < 2 * half) {
+            if (c < 2 * half && order.channel) {
+                const int at = h * a.slow.head_size + c;
+#pragma unroll
+                for (int j = 0; j < 4; j++) { own[order.channel[at + j]] = x[q][j] * order.gain[at + j]; }
+            } else if (c < 2 * half) {
                 *(float4 *) (own + i / quarter * half + (c < half ? 0 : quarter) + i % quarter) =
                     make_float4(x[q][0], x[q][1], x[q][2], x[q][3]);
             }
@@ -165,7 +170,8 @@ static __global__ void __launch_bounds__(32 * WARPS, (Q == 4 ? 1 : 2) + (Q == 1)
         }
         typename quad::row x, mu;
         quad::load(a.turn.mean + (size_t) h * D, a.turn.mean && valid, D, mu);
-        places.decode(a, codes + (size_t) min(h, a.n_head - 1) * g.nb_codes, base, fast_points,
+        const int at_most = min(h, a.n_head - 1);
+        places.decode(a, at_most, codes + (size_t) at_most * g.nb_codes, base, fast_points,
             __shfl_sync(~0u, slow_scales, h % 32), __shfl_sync(~0u, fast_scales, h % 32), buffer, x);
         if (moved) {
             typename quad::turner back;

@@ -6,7 +6,7 @@
 
 constexpr int KVQ_SEAL_JOBS = 40; // 4 KiB of kernel arguments
 constexpr int KVQ_SEAL_ROWS = 320;
-constexpr int KVQ_TURN_JOBS = 80;
+constexpr int KVQ_TURN_JOBS = 62;
 // A page's rows of a head lie in shared memory where a block may have as much, beside these bytes at most.
 constexpr size_t KVQ_SEAL_STATIC = 5 << 10;
 
@@ -55,6 +55,7 @@ struct kvq_turn_job {
     uint16_t * to;
     const int32_t *positions, *sealed;
     const float *mean, *pred;
+    kvq_device_order order;
 };
 struct kvq_turn_args {
     int head_size, stride, n_cells;

@@ -20,6 +20,7 @@ static __global__ void __launch_bounds__(32 * WARPS) turn_kernel(const __grid_co
         for (int i = 0; i < N; i++) { x[i] = 32 * i + lane < D ? f16_bits_to_f32(job.from[at + 32 * i + lane]) : 0.0f; }
         const float * pred = job.pred ? job.pred + t * a.pred_stride + (size_t) h * D : nullptr;
         if (BACK) {
+            if (job.order.channel) { sort_row<N>(job.order, D, h, true, s_row[warp], x); }
             restore_row<N>(turn, D, h, t, s_row[warp], x, pred);
         } else {
             const bool turns = a.rotary.n != 0;
@@ -33,6 +34,7 @@ static __global__ void __launch_bounds__(32 * WARPS) turn_kernel(const __grid_co
                 x[i] = x[i] - mu[i] - (pred && 32 * i + lane < D ? pred[32 * i + lane] : 0.0f);
             }
             if (turns && job.sealed && !stays) { turn_row<N>(a.rotary, was, false, s_row[warp], x); }
+            if (job.order.channel) { sort_row<N>(job.order, D, h, false, s_row[warp], x); }
         }
         const uint64_t tag = BACK && a.rotary.n ? kvq_tag_bits(job.positions[t]) : 0;
 #pragma unroll

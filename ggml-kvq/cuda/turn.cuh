@@ -9,10 +9,16 @@ struct kvq_device_rotary { // kvq_rotary in device memory; n 0: none
     const float *high, *low;
 };
 
+struct kvq_device_order { // kvq_order in device memory, with the gains of one way; channel NULL: channels stay
+    const uint16_t * channel;
+    const float * gain;
+};
+
 struct kvq_turn {
     const float * mean; // [head][head size]; NULL: none
     kvq_device_rotary rotary;
     const int32_t *positions, *sealed; // of cells; sealed NULL: before rotary embedding
+    kvq_device_order back;             // from a block's order to the head's
 };
 
 constexpr int TURN_MAX = 512; // channels of a head
@@ -50,6 +56,27 @@ static __device__ __forceinline__ void turn_row(
             const float y = row[other];
             x[i] = first ? x[i] * f.x - y * f.y : y * f.y + x[i] * f.x;
         }
+    }
+}
+
+// A row of head h in the order of its block, and back; likewise
+template <int N>
+static __device__ __forceinline__ void sort_row(
+    const kvq_device_order & o, int head_size, int h, bool back, float * row, float (&x)[N]) {
+    const int lane = threadIdx.x % 32;
+    const uint16_t * channel = o.channel + (size_t) h * head_size;
+    const float * gain = o.gain + (size_t) h * head_size;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int c = 32 * i + lane;
+        if (c < head_size) { row[back ? channel[c] : c] = back ? x[i] * gain[c] : x[i]; }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int c = 32 * i + lane;
+        if (c < head_size) { x[i] = back ? row[c] : row[channel[c]] * gain[c]; }
     }
 }
 

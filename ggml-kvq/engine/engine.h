@@ -65,6 +65,7 @@ struct kvq_row_transform {               // what sealed rows of a page lack (pol
     const int32_t * sealed = nullptr; // positions when it was sealed; NULL: keys lack their rotary embedding altogether
     const float * pred = nullptr;     // NULL: nothing is predicted
     size_t pred_stride = 0;
+    const kvq_order * order = nullptr; // host memory that stays; NULL: channels stay where they are
 };
 
 // Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: nobody wants them.

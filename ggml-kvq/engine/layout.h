@@ -23,6 +23,7 @@ struct kvq_lane_layout {
     bool shares_codes = false;
     bool turned = false;  // sealed keys lack their rotary embedding, or what it became since (policy/transform.h)
     bool centred = false; // sealed pages lack a calibrated mean
+    bool sorted = false;  // keys of sealed pages are in another order (kvq_order)
     bool chained = false; // sealed pages are read through the layers before (policy/chain.h)
     int n_head = 0, n_cells = 0, n_stream = 0;
     int page_cells = 0, n_pages = 0; // pages per stream

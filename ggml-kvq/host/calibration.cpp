@@ -184,6 +184,31 @@ bool matrix_fits(const kvq_calibration::matrix & m, float rms_in, float rms_out)
     return sqrt(sum / m.n_out) * rms_in <= 1000.0 * rms_out;
 }
 
+// Order and gains of keys (kvq_order). "": they are absent, or good; else what is wrong. Whether the order is one of
+// heads is seen where their size is known (fits).
+std::string get_order(const file & f, const std::string & base, kvq_calibration::layer & l) {
+    std::vector<float> order;
+    std::string why;
+    if (!get_vector(f, base + ".k.order", order, why)) { return why; }
+    if (!get_vector(f, base + ".k.gain", l.k_gain, why)) { return why.empty() ? base + ".k.gain is missing" : why; }
+    if (order.size() != l.k_mean.size() || l.k_gain.size() != order.size()) {
+        return base + ".k.order has " + std::to_string(order.size()) + " values and .k.gain " +
+            std::to_string(l.k_gain.size()) + ", .k.bias " + std::to_string(l.k_mean.size());
+    }
+    constexpr float MOST = 16384.0f; // of a gain: what a clamp in Python leaves, and f16 rows hold
+    for (size_t i = 0; i < order.size(); i++) {
+        if (!(order[i] >= 0.0f && order[i] < 65536.0f) || order[i] != floorf(order[i])) {
+            return base + ".k.order holds a value that is no channel";
+        }
+        if (!(l.k_gain[i] >= 1.0f / MOST && l.k_gain[i] <= MOST)) {
+            return base + ".k.gain holds a value outside 1/16384..16384";
+        }
+        l.k_channel.push_back((uint16_t) order[i]);
+        l.k_back.push_back(1.0f / l.k_gain[i]);
+    }
+    return "";
+}
+
 } // namespace
 
 kvq_status kvq_calibration_load(
@@ -259,9 +284,13 @@ kvq_status kvq_calibration_load(
         if (l.k_mean.empty() != l.v_mean.empty()) {
             return refuse(base + (l.k_mean.empty() ? ".k.bias" : ".v.bias") + " is missing");
         }
+        const std::string disorder = get_order(f, base, l);
+        if (!disorder.empty()) { return refuse(disorder); }
         uint32_t prev;
         if (get_u32(f.g, (base + ".prev").c_str(), prev)) { l.prev = (int) prev; }
-        if (!l.k_mean.empty()) { out.layers[(int) il] = l; }
+        if (l.k_mean.empty()) { continue; }
+        kvq_calibration::layer & kept = out.layers[(int) il] = l;
+        kept.k_order = { kept.k_channel.data(), kept.k_gain.data(), kept.k_back.data() };
     }
     return out.layers.empty() ? refuse("kvq.aqua.blk.0.k.bias is missing") : KVQ_OK;
 }
@@ -273,6 +302,23 @@ bool kvq_calibration::fits(
     if (l == layers.end()) {
         err = base + ".k.bias is missing: make it again with ggml-kvq calibrate";
         return false;
+    }
+    const kvq_part * transform = plan.part("transform");
+    if (transform && transform->get("sort") > 0) {
+        const std::vector<uint16_t> & channel = l->second.k_channel;
+        const size_t D = (size_t) plan.k.head_size;
+        std::vector<bool> seen;
+        bool good = !channel.empty() && D && channel.size() % D == 0;
+        for (size_t i = 0; good && i < channel.size(); i++) {
+            if (i % D == 0) { seen.assign(D, false); }
+            good = channel[i] < D && !seen[channel[i]];
+            if (good) { seen[channel[i]] = true; }
+        }
+        if (!good) {
+            err = base + ".k.order does not name each channel of a head of " + std::to_string(D) +
+                " once: make it again with ggml-kvq calibrate";
+            return false;
+        }
     }
     for (int v = 0; v < 2; v++) {
         const size_t have = (v ? l->second.v_mean : l->second.k_mean).size(), want = (size_t) (v ? width_v : width_k);

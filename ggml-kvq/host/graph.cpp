@@ -281,6 +281,9 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
             l.spans.n_recorded = recorded ? a.n_pages : l.spans.n_recorded;
         }
     }
+    for (int s = 0; kvq_observes_queries() && !recorded && s < n_stream; s++) {
+        kvq_add_queries(l.queries, streams[(size_t) s], l.k->first_written(stream0 + s), t.cache->device);
+    }
     // a recorded step's layers follow each other when it runs
     const kvq_kv_cache::reading reading(*t.cache, l, stream0, streams, b.n_threads, !recorded);
     if (!b.inner) {

@@ -208,6 +208,13 @@ const kvq_field kvq_attn_fields[] = {
     F(kvq_attn, sealed),
     F(kvq_attn, map_stride),
     F(kvq_attn, far),
+    F(kvq_attn, k_order),
+};
+
+const kvq_field kvq_order_fields[] = {
+    F(kvq_order, channel),
+    F(kvq_order, gain),
+    F(kvq_order, back),
 };
 
 const kvq_field kvq_layer_shape_fields[] = {
@@ -286,6 +293,7 @@ const kvq_struct structs[] = {
     S(kvq_type_info),
     S(kvq_page),
     S(kvq_rotary),
+    S(kvq_order),
     S(kvq_far),
     S(kvq_attn),
     S(kvq_layer_shape),

@@ -223,6 +223,15 @@ typedef struct kvq_rotary {
 KVQ_API const kvq_rotary * kvq_rotary_new(int n_dims, int neox, float freq_base, int n_positions);
 KVQ_API void kvq_rotary_free(const kvq_rotary * rotary);
 
+// Sorted keys: before encoding, the channels of a key take another order and each a gain of its own, so that channels
+// of equal weight lie in one block (types/lattice.h). Of channel i of a block of head h, j = h*head_size + i:
+//   encoded[i] = key[channel[j]] * gain[j]        key[channel[j]] = decoded[i] * back[j]
+// Two channels that rotary embedding turns together share a gain and stay neighbours, so sorting and turning commute.
+typedef struct kvq_order {
+    const uint16_t * channel; // [n_head_kv][head_size], of each head a permutation of 0..head_size-1
+    const float *gain, *back; // likewise; finite, > 0
+} kvq_order;
+
 enum {
     KVQ_ATTN_F32 = 1, // keep f32 arithmetic on sealed pages instead of int8 folding
     // a promise: positions of sealed cells are those of `sealed`. Devices then read keys without turning them
@@ -303,6 +312,8 @@ typedef struct kvq_attn {
     const int32_t * sealed; // position of every cell when it was encoded; NULL: before rotary embedding
     int64_t map_stride;     // of the maps of pages, from one KV head to the next; 0: one map for all heads
     const kvq_far * far;    // NULL: one tier. Pages have no maps then, and n_cells slots
+    // Sealed keys are sorted: key = R_(pos - sealed) sorted^-1(decoded) + R_pos mean. Split lattice keys; NULL: they are not
+    const kvq_order * k_order;
 } kvq_attn;
 
 // Bytes of a far row of head_size channels; 0: no such format.
@@ -371,6 +382,12 @@ KVQ_API int kvq_cache_rows(int i, int il, int value, int stream, int cell, int n
 // How the keys of a layer can be split, as graphs have shown so far: kvq_split. NONE without rotary embedding, or with
 // one of part of a head or of several positions. -1: no such layer.
 KVQ_API int kvq_cache_split(int i, int il);
+// Mean square of the queries that a layer's attention met, f64 [n_head_kv][head size], over tokens behind the first 4
+// cells and the query heads of a KV head, while kvq_observe_queries(1) holds for the process: calibration alone asks,
+// and steps on a GPU are slow then. out holds n values, as many are written; returns how many there are, 0: none were
+// met; -1: no such layer.
+KVQ_API void kvq_observe_queries(int on);
+KVQ_API int64_t kvq_cache_queries(int i, int il, int n, double * out);
 KVQ_API const char * kvq_cache_line(int i); // the load line of a live cache; valid until the thread's next call
 
 // 0: print nothing; 1 (default): errors and the load line on stderr. KVQ_QUIET=1 in the environment starts at 0.

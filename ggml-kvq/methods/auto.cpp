@@ -6,12 +6,16 @@
 //   rung                 0      1      2      3      4      5      6
 //   pairs=norm|neox    0|2/1  0|2/2  0|4/2  0|4/3  2|4/3  2|4/4   4/4
 //   pairs=none          1/1    2/1    2/2    3/2    3/3    4/4
-// f|s are bits of the fast and of the slow half of the rotary pairs of keys (types/lattice.h): fast pairs matter little
-// behind the window, as long as their mean is kept, so there are halves only where means are taken off. Calibrated data
-// say which channels are pairs, where a head turns as a whole. The rungs are those for which there are kernels.
-// `order` says which layer rises next; tuned data hold it (ggml-kvq tune). Without it the upper half of the layers
-// stands one or two rungs above the lower half: on both models that were tuned, layers from the middle on lose several
-// times more by few bits.
+//   pairs=sorted       keys: 1|2  1|4  2|4  4       values: 1  2  3  4, with keys of rungs 0-1, 0-2, 0-2, 1-3
+// w|s are bits of the weak and of the strong half of the rotary pairs of keys (types/lattice.h). Calibrated data say
+// which pairs are strong, where a head turns as a whole:
+//   sorted       in each head those whose key energy times query energy is large: what an error there adds to a logit
+//   norm, neox   the slow ones (data of versions before 0.2): fast pairs matter little behind the window
+// Either way there are halves only where means are taken off. The rungs are those for which there are kernels.
+// `order` says what rises next: a layer, or with pairs=sorted the keys or the values of a layer, as 0v.3k.5v. Data hold
+// it. Without it
+//   sorted       all layers rise together, in the order of DEFAULT_STEPS
+//   others       the upper half of the layers stands one or two rungs above the lower half
 // With `far` the same blocks are the near copy of a second tier (SpeCache), which lies in host memory.
 #include "method.h"
 
@@ -25,9 +29,11 @@ static const kvq_option_info options[] = {
         "ggml-kvq" },
     { "at", "int", "0", "tokens of the context at which those bits count; 0: the cache's own", "ggml-kvq" },
     { "level", "int", "-1", "steps up the ladder of layers and bits; -1: as many as `bits` allow", "ggml-kvq" },
-    { "order", "text", "none", "layers in the order in which they rise, as 0.5.3; none: spread out", "ggml-kvq tune" },
-    { "pairs", "none|norm|neox", "none",
-        "with means, keys in halves of fast and slow rotary pairs: (2i, 2i+1) or (i, i + half a head); data say which",
+    { "order", "text", "none", "layers in the order in which they rise, as 0.5.3 or 0v.3k; none: spread out",
+        "ggml-kvq tune" },
+    { "pairs", "none|norm|neox|sorted", "none",
+        "with means, keys in halves of rotary pairs: fast and slow ones, (2i, 2i+1) or (i, i + half a head), or sorted by "
+        "what an error there costs; data say which",
         "ggml-kvq" },
     { "means", "auto|on|off", "auto", "take off calibrated means; auto: where there is data", "AQUA-KV section 3.1" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
@@ -52,14 +58,28 @@ static constexpr rung split_rungs[] = { { 0, 2, 1 }, { 0, 2, 2 }, { 0, 4, 2 }, {
     { 4, 4, 4 } };
 static constexpr double USUAL_BITS = 2.5;
 
+// Of sorted keys, fast: the weak half. Values have 1 + their rung bits and bound the keys' rung: what lies outside has
+// no kernel, and would be a poor use of bits.
+static constexpr int SORTED_RISES = 3;
+static constexpr rung sorted_keys[SORTED_RISES + 1] = { { 1, 2, 0 }, { 1, 4, 0 }, { 2, 4, 0 }, { 4, 4, 0 } };
+static constexpr int least_keys[SORTED_RISES + 1] = { 0, 0, 0, 1 }, most_keys[SORTED_RISES + 1] = { 1, 2, 2, 3 };
+static rung sorted_rung(int k, int v) {
+    const rung & keys = sorted_keys[std::clamp(k, least_keys[v], most_keys[v])];
+    return { keys.fast, keys.slow, 1 + v };
+}
+// Sides of all layers that rise one behind the other, without data of this model.
+static constexpr const char * DEFAULT_STEPS = "vkvkvk";
+
 // means=auto: a plan without data, which counts as if there were some
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
-// how often a layer rises
-static int n_rises(bool split) {
-    return (int) (split ? sizeof(split_rungs) : sizeof(whole_rungs)) / (int) sizeof(rung) - 1;
+static bool sorts(const kvq_options & o) { return o.is("pairs", "sorted") && !o.is("means", "off"); }
+// How often a layer rises, or a side of one; what rises: layers, or sides of layers, 2 * layer + (1: values).
+static int n_rises(const kvq_options & o) {
+    return sorts(o) ? SORTED_RISES
+                    : (int) (splits(o) ? sizeof(split_rungs) : sizeof(whole_rungs)) / (int) sizeof(rung) - 1;
 }
-static int top_of(const kvq_options & o) { return n_rises(splits(o)); }
-static int n_levels(const kvq_options & o, int n_layer) { return top_of(o) * n_layer + 1; }
+static int n_risers(const kvq_options & o, int n_layer) { return sorts(o) ? 2 * n_layer : n_layer; }
+static int n_levels(const kvq_options & o, int n_layer) { return n_rises(o) * n_risers(o, n_layer) + 1; }
 
 static kvq_method::limit most(const kvq_options & o) {
     const double bits = o.real("bits");
@@ -79,35 +99,53 @@ static std::vector<int> spread(int n) {
     return out;
 }
 
-// Layers in the order in which they rise, each TOP times; empty with err set when the text is none. n_layer 0: not
-// known.
-static std::vector<int> order_of(const std::string & text, const int TOP, int n_layer, std::string & err) {
+// What rises, in that order, when no data say it.
+static std::vector<int> usual_order(const kvq_options & o, int n_layer) {
     std::vector<int> out;
-    if (text == "none") {
-        const std::vector<int> once = spread(std::max(n_layer, 1));
-        for (int i = 0; i < 2 * TOP; i++) { // halves by turns: upper, upper, lower, upper, lower, ..., lower
-            const bool upper = i == 0 || (i % 2 && i < 2 * TOP - 1);
-            for (const int layer : once) {
-                if ((2 * layer >= n_layer) == upper) { out.push_back(layer); }
-            }
-        }
-        return out;
+    const std::vector<int> once = spread(std::max(n_layer, 1));
+    for (const char * side = DEFAULT_STEPS; sorts(o) && *side; side++) {
+        for (const int layer : once) { out.push_back(2 * layer + (*side == 'v')); }
     }
+    const int n = sorts(o) ? 0 : 2 * n_rises(o);
+    for (int i = 0; i < n; i++) { // halves by turns: upper, upper, lower, upper, lower, ..., lower
+        const bool upper = i == 0 || (i % 2 && i < n - 1);
+        for (const int layer : once) {
+            if ((2 * layer >= n_layer) == upper) { out.push_back(layer); }
+        }
+    }
+    return out;
+}
+
+// What rises, in that order, each as often as it can; empty with err set when `order` is none. n_layer 0: not known.
+static std::vector<int> order_of(const kvq_options & o, const std::string & text, int n_layer, std::string & err) {
+    if (text == "none") { return usual_order(o, n_layer); }
+    const int top = n_rises(o);
+    std::vector<int> out;
     const char * p = text.c_str();
     bool ok = true;
     while (ok && *p) {
         char * end = nullptr;
         const long layer = strtol(p, &end, 10);
-        ok = end != p && layer >= 0 && layer < 65536 && (!*end || (*end == '.' && end[1]));
-        out.push_back((int) layer);
-        p = *end ? end + 1 : end;
+        ok = end != p && layer >= 0 && layer < 32768;
+        p = end;
+        if (sorts(o)) {
+            ok = ok && (*p == 'k' || *p == 'v');
+            out.push_back((int) (2 * layer) + (*p == 'v'));
+            p += ok;
+        } else {
+            out.push_back((int) layer);
+        }
+        ok = ok && (!*p || (*p == '.' && p[1]));
+        p += ok && *p;
     }
-    const size_t n = out.size() / TOP;
+    const size_t n = out.size() / (size_t) top;
     std::vector<int> times(n, 0);
-    for (const int layer : out) { ok = ok && (size_t) layer < n && ++times[(size_t) layer] <= TOP; }
-    if (!ok || out.size() != n * TOP || (n_layer && n != (size_t) n_layer)) {
-        err = "option order does not name each of " + (n_layer ? std::to_string(n_layer) + " layers " : "its layers ") +
-            std::to_string(TOP) + " times: make it again with ggml-kvq tune, or set order=none";
+    for (const int x : out) { ok = ok && (size_t) x < n && ++times[(size_t) x] <= top; }
+    if (!ok || out.size() != n * (size_t) top || (n_layer && n != (size_t) n_risers(o, n_layer))) {
+        err = "option order does not name " +
+            std::string(sorts(o) ? "keys and values of each of " : "each of ") +
+            (n_layer ? std::to_string(n_layer) + " layers " : "its layers ") + std::to_string(top) +
+            " times: make it again with ggml-kvq tune, or set order=none";
         out.clear();
     }
     return out;
@@ -134,17 +172,20 @@ static kvq_status plan(
     const int level = std::max(asked >= 0 ? asked : c.level, 0);
     // an order that came with pairs is one of that ladder
     const bool ordered = splits(given) || given.is("pairs", "none");
-    std::vector<int> order = order_of(ordered ? given.str("order") : "none", top_of(given), checks ? 0 : n_layer, err);
-    if (order.empty() && checks) { // pairs come with data
+    std::vector<int> order = order_of(given, ordered ? given.str("order") : "none", checks ? 0 : n_layer, err);
+    for (const char * pairs : { "sorted", "norm" }) { // pairs come with data
+        if (!order.empty() || !checks) { break; }
         err.clear();
-        order = order_of(given.str("order"), n_rises(true), 0, err);
+        kvq_options with_data = given;
+        with_data.values["pairs"] = pairs;
+        order = order_of(with_data, given.str("order"), 0, err);
     }
     if (order.empty()) { return KVQ_ERR_OPTION; }
-    const auto end = order.begin() + std::min((size_t) level, order.size());
+    const auto end = order.begin() + (long) std::min((size_t) level, order.size());
+    const auto risen = [&](int what) { return std::min((int) std::count(order.begin(), end, what), n_rises(given)); };
     const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
-    const rung * const ladder = splits(given) ? split_rungs : whole_rungs;
-    const int risen = (int) std::count(order.begin(), end, c.number);
-    const rung & at = ladder[std::min(risen, top_of(given))];
+    const rung at = sorts(given) ? sorted_rung(risen(2 * c.number), risen(2 * c.number + 1))
+                                 : (splits(given) ? split_rungs : whole_rungs)[risen(c.number)];
 
     const bool far = !given.is("far", "none"), means = given.is("means", "on");
     if (far && (given.is("window", "auto") || !given.is("state", "rows") || (means && !given.is("far", "f16")))) {
@@ -163,12 +204,14 @@ static kvq_status plan(
     o.values["k_bits"] = std::to_string(halves ? at.slow : at.whole());
     o.values["v_bits"] = std::to_string(at.v);
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
+    // sorted keys lie in their order already, strong pairs where slow ones are
     if (status == KVQ_OK && halves && at.fast != at.slow) {
         out.k.split = given.is("pairs", "neox") ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
         out.k.fast_bits = at.fast;
     }
     if (status != KVQ_OK || !means) { return status; }
-    out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "counts_shared", !c.prev } });
+    const bool sorted = sorts(given) && out.k.split;
+    out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "sort", sorted }, { "counts_shared", !c.prev } });
     return KVQ_OK;
 }
 

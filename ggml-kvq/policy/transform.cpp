@@ -22,7 +22,7 @@ std::vector<float> kvq_transform::predicted(const kvq_lane & x, int s, int p) co
 kvq_row_transform kvq_transform::transform_here(
     const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const {
     return { mean, rotor ? &rotor->view() : nullptr, pos, was, pred.empty() ? nullptr : pred.data(),
-        pred.size() / x.layout().page_cells };
+        pred.size() / x.layout().page_cells, order };
 }
 
 void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kvq_edit_row & fn) {
@@ -91,7 +91,7 @@ void kvq_transform::note_sealed(kvq_lane & x, int s, int p) {
 kvq_row_transform kvq_transform::transform_of(const kvq_lane & x, int s, int p) const {
     const size_t at = (size_t) p * x.layout().page_cells;
     return { mean, rotor ? &rotor->view() : nullptr, rotor ? positions->now_there(s) + at : nullptr,
-        keeps_turn() ? positions->sealed_there(s) + at : nullptr, nullptr, 0 };
+        keeps_turn() ? positions->sealed_there(s) + at : nullptr, nullptr, 0, order };
 }
 
 // ---------------------------------------------------------------- sealing
@@ -153,6 +153,7 @@ void kvq_transform::copied_page(kvq_lane & x, int from, int to, int p) {
 
 void kvq_transform::spans(kvq_attn & a, int s) {
     (value ? a.v_mean : a.k_mean) = mean;
+    if (!value) { a.k_order = order; }
     if (!positions) { return; }
     a.rotary = rotor ? &rotor->view() : nullptr;
     a.positions = positions->now_there(s);
@@ -165,10 +166,12 @@ void kvq_transform::spans(kvq_attn & a, int s) {
 static void shape(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     l.turned = !value && part.get("unrotate") > 0;
     l.centred = part.get("mean") > 0;
+    l.sorted = !value && part.get("sort") > 0;
 }
 
 static void bytes(const kvq_part & part, const kvq_layer_plan &, bool value, kvq_lane_layout & l) {
     if (l.centred) { l.bytes_calibration += kvq_pad(4 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
+    if (l.sorted) { l.bytes_calibration += kvq_pad(10 * (size_t) l.n_head * l.codec.head_size, KVQ_ALIGN); }
     if (part.get("counts_shared") > 0 && !value) { // positions now and when sealed; layers that hold the page
         const size_t pages = (size_t) l.n_pages * l.n_stream;
         l.bytes_tables += kvq_pad(8 * pages * l.page_cells + 2 * pages, KVQ_ALIGN);
@@ -188,6 +191,7 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     for (const bool value : { false, true }) {
         const float * its_mean = mean ? (value ? at.data->v_mean : at.data->k_mean).data() : nullptr;
         at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
+        if (!value && part.get("sort") > 0) { at.transforms[value]->order = &at.data->k_order; }
         at.lane(value).add(at.transforms[value]);
     }
     return true;

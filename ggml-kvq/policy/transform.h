@@ -10,7 +10,10 @@
 //
 // Open rows stay as they came and carry their positions (tags.h).
 //
+// What is left of sorted keys takes another order of channels and gains last of all (kvq_order).
+//
 //   part transform   unrotate: 1, keys lose their rotary embedding; mean: 1, pages lose a calibrated mean per channel;
+//                    sort: 1, keys are sorted;
 //                    counts_shared: 1 in the layer whose bytes count the table of positions
 //   data             kvq.aqua.blk.<il>.{k,v}.bias (cache/calibration.h)
 #pragma once
@@ -32,11 +35,12 @@ public:
     const bool value;
     const float * mean;
     kvq_positions * const positions;
+    const kvq_order * order = nullptr; // of sorted keys (types/lattice.h), NULL: channels stay where they are
     kvq_rotor * rotor = nullptr; // of this layer's keys, once a graph has shown it; NULL: they have none
     // what is predicted from the layer before (chain.h), NULL: nothing; ordinal: of this layer
     kvq_chain * chain = nullptr;
     int ordinal = 0;
-    bool active() const { return mean || rotor || chain; }
+    bool active() const { return mean || rotor || chain || order; }
     bool keeps_turn() const { return rotor && !chain; } // sealed keys have the rotary embedding of `sealed`
 
     // Open rows move, and those of sealed pages that are kept as they came: fn as in kvq_lane::edit, and the position

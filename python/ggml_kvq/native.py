@@ -111,6 +111,14 @@ class kvq_far(Structure):
     ]
 
 
+class kvq_order(Structure):
+    _fields_ = [
+        ("channel", POINTER(c_uint16)),
+        ("gain", POINTER(c_float)),
+        ("back", POINTER(c_float)),
+    ]
+
+
 class kvq_attn(Structure):
     _fields_ = [
         ("k", kvq_codec),
@@ -143,6 +151,7 @@ class kvq_attn(Structure):
         ("sealed", POINTER(c_int32)),
         ("map_stride", c_int64),
         ("far", POINTER(kvq_far)),
+        ("k_order", POINTER(kvq_order)),
     ]
 
 
@@ -278,6 +287,8 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_cache_fetched", c_int, [c_int, c_int, POINTER(c_int32), POINTER(c_uint64)]),
     ("kvq_cache_rows", c_int, [c_int, c_int, c_int, c_int, c_int, c_int, POINTER(c_float)]),
     ("kvq_cache_split", c_int, [c_int, c_int]),
+    ("kvq_observe_queries", None, [c_int]),
+    ("kvq_cache_queries", c_int64, [c_int, c_int, c_int, POINTER(c_double)]),
     ("kvq_cache_line", c_char_p, [c_int]),
     ("kvq_set_verbosity", None, [c_int]),
     ("kvq_sizeof", c_size_t, [c_char_p]),

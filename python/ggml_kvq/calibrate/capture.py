@@ -6,6 +6,7 @@ model's own f16.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -71,6 +72,30 @@ def pairs(model: Model, layers: list[int]) -> str:
     with kvstats.lock:
         found = {max(kvq.kvq_cache_split(i, il) for i in kvstats._numbers(id(model))) for il in layers}
     return SPLITS[max(found.pop(), 0)] if len(found) == 1 else "none"
+
+
+@contextlib.contextmanager
+def observed_queries(model: Model) -> Iterator[None]:
+    """While it holds, the model's layers note what queries they meet. Of the whole process."""
+    kvq = model._libs.need_kvq()
+    kvq.kvq_observe_queries(1)
+    try:
+        yield
+    finally:
+        kvq.kvq_observe_queries(0)
+
+
+def queries(model: Model, il: int, width: int) -> np.ndarray:
+    """Mean square of the queries that layer `il` met, f64 [width] by KV head and channel (the mean over the head's
+    query heads); zeros: none were noted.
+    """
+    kvq = model._libs.need_kvq()
+    out = np.empty(width)
+    with kvstats.lock:
+        for i in kvstats._numbers(id(model)):
+            if kvq.kvq_cache_queries(i, il, width, out.ctypes.data_as(ctypes.POINTER(ctypes.c_double))) == width:
+                return out
+    return np.zeros(width)
 
 
 def sequences(model: Model, text: str, n: int, length: int, seed: int) -> list[np.ndarray]:

@@ -98,7 +98,11 @@ def checksum(meta: dict[str, Any], data: dict[str, np.ndarray]) -> str:
 
 def arrays(means: Means) -> dict[str, np.ndarray]:
     """Names and f32 vectors."""
-    return {f"kvq.aqua.blk.{il}.{name}.bias": x for il, pair in means.mean.items() for name, x in zip("kv", pair)}
+    out = {f"kvq.aqua.blk.{il}.{name}.bias": x for il, pair in means.mean.items() for name, x in zip("kv", pair)}
+    if means.pairs == "sorted":
+        for il, (channel, gain) in means.order.items():
+            out |= {f"kvq.aqua.blk.{il}.k.order": channel, f"kvq.aqua.blk.{il}.k.gain": gain}
+    return out
 
 
 def fields(path: str | os.PathLike[str], means: Means, sinks: int) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import numpy as np
 from .. import files
 from ..progress import Line
 from . import capture
+from .order import sorted_keys
 
-FORMAT = 2  # of a checkpoint
+FORMAT = 3  # of a checkpoint
 
 
 @dataclass
@@ -37,7 +38,8 @@ class Moments:
 @dataclass
 class Means:
     """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry,
-    keys and values; rms[il] = root mean square of the rows; pairs: capture.pairs;
+    keys and values; rms[il] = root mean square of the rows; pairs: capture.pairs, or "sorted" when keys are to be
+    sorted by order[il] = (channel, gain), f32 [width] each (order.py);
     losses: divergence with whole and with split keys, where that was tried (halves.py).
     """
 
@@ -45,6 +47,7 @@ class Means:
     removed: dict[int, tuple[float, float]] = field(default_factory=dict)
     rms: dict[int, tuple[float, float]] = field(default_factory=dict)
     pairs: str = "none"
+    order: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
     losses: tuple[float, float] = (0.0, 0.0)
     n_tokens: int = 0
     seconds: float = 0.0
@@ -89,14 +92,17 @@ def fit(
         for v in (0, 1)
     }
     turned = "none"
+    before = {il: np.zeros(h * dk) for il, h, dk, _ in shapes}  # queries' mean squares, summed over sequences
+    met = dict(before)
     done, store = 0, Path(checkpoint) if checkpoint else None
     saved = _load(store) if store else {}
     if str(saved.get("key")) == key:
         done, turned = int(saved["done"]), str(saved["pairs"])
         for (il, v), m in sums.items():
             m.total[:], m.square[:] = saved[f"{il}.{v}.total"], saved[f"{il}.{v}.square"]
+        before = {il: saved[f"{il}.queries"] for il in before}
     line = Line(progress)
-    with capture.open_model(path, length, n_threads) as model:
+    with capture.open_model(path, length, n_threads) as model, capture.observed_queries(model):
         if shorten:
             length = min(length, len(model.tokenize(text)) // 16 * 16)
         chosen = capture.sequences(model, text, n_sequences, length, seed)
@@ -104,9 +110,11 @@ def fit(
             for il, keys, values in capture.each(model, shapes, chosen[i], sinks):
                 sums[il, 0].add(keys)
                 sums[il, 1].add(values)
+            for il in met:  # the library's are of all sequences since the model was opened
+                met[il] = before[il] + capture.queries(model, il, len(before[il])) * (i + 1 - done)
             turned = capture.pairs(model, [il for il, *_ in shapes])
             if store:
-                _save(store, key, i + 1, turned, sums)
+                _save(store, key, i + 1, turned, sums, met)
             if progress:
                 left = (time.monotonic() - started) / (i + 1 - done) * (n_sequences - i - 1)
                 line(f"calibrating: {i + 1}/{n_sequences} sequences, {left:.0f} s left")
@@ -118,7 +126,7 @@ def fit(
         seconds=time.monotonic() - started,
         peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
-    for il, *_ in shapes:
+    for il, heads, size, _ in shapes:
         mean_k, mean_v = (sums[il, v].total / n for v in (0, 1))
         share_k, share_v = (
             float((m**2).sum() / max((sums[il, v].square / n).sum(), 1e-30)) for v, m in enumerate((mean_k, mean_v))
@@ -127,12 +135,26 @@ def fit(
         out.removed[il] = (share_k, share_v)
         rms_k, rms_v = (float(np.sqrt((sums[il, v].square / n).mean())) for v in (0, 1))
         out.rms[il] = (rms_k, rms_v)
+        if turned != "none" and met[il].any():
+            keys = np.maximum(sums[il, 0].square / n - mean_k**2, 0)
+            order = sorted_keys(keys.reshape(heads, size), met[il].reshape(heads, size), turned)
+            out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
+    if len(out.order) == len(shapes):
+        out.pairs = "sorted"
     return out
 
 
-def _save(store: Path, key: str, done: int, pairs: str, sums: dict[tuple[int, int], Moments]) -> None:
+def _save(
+    store: Path,
+    key: str,
+    done: int,
+    pairs: str,
+    sums: dict[tuple[int, int], Moments],
+    met: dict[int, np.ndarray],
+) -> None:
     """Replace the checkpoint in one step: a killed run leaves the old one or the new one."""
-    arrays = {f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square")}
+    arrays = {f"{il}.queries": x for il, x in met.items()}
+    arrays |= {f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square")}
     with files.whole(store) as new, open(new, "wb") as f:
         np.savez(f, key=np.array(key), done=np.array(done), pairs=np.array(pairs), **arrays)
 

@@ -16,6 +16,30 @@ RUNGS = ((0, 2, 1), (0, 2, 2), (0, 4, 2), (0, 4, 3), (2, 4, 3), (2, 4, 4), (4, 4
 #: and where keys are one block
 WHOLE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (3, 3, 2), (3, 3, 3), (4, 4, 4))
 Rung = tuple[int, int, int]
+#: Sorted keys: bits of the weak and of the strong half, and those of values, which rise apart from each other. The
+#: values' rung bounds that of keys: (least, most).
+SORTED_KEYS = ((1, 2), (1, 4), (2, 4), (4, 4))
+SORTED_VALUES = (1, 2, 3, 4)
+SORTED_BOUNDS = ((0, 1), (0, 2), (0, 2), (1, 3))
+#: Sides of all layers that rise one behind the other, without data of the model.
+DEFAULT_STEPS = "vkvkvk"
+
+
+def sorted_rung(k: int, v: int) -> Rung:
+    """Of a layer whose keys have risen k times and whose values v times."""
+    least, most = SORTED_BOUNDS[v]
+    return (*SORTED_KEYS[min(max(k, least), most)], SORTED_VALUES[v])
+
+
+def sorted_order(text: str, n_layer: int) -> list[tuple[int, str]]:
+    """(layer, "k" or "v") in the order in which they rise. ValueError when the text is none."""
+    if text == "none":
+        return [(i, side) for side in DEFAULT_STEPS for i in spread(n_layer)]
+    out = [(int(word[:-1]), word[-1]) for word in text.split(".")]
+    times = len(SORTED_KEYS) - 1
+    if sorted(out) != sorted([(i, side) for i in range(n_layer) for side in "kv"] * times):
+        raise ValueError(f"order={text} does not name keys and values of each of {n_layer} layers {times} times")
+    return out
 
 
 def spread(n: int) -> list[int]:
@@ -67,11 +91,15 @@ class Auto(LatticeMethod):
 
     def plan(self, ordinal: int, n_layer: int, shape: LayerShape, prev: LayerShape | None) -> LayerPlan:
         splits = self.o["pairs"] != "none" and self.o["means"] != "off"
-        rungs = RUNGS if splits else WHOLE
-        risen = order_of(self.o["order"] if splits or self.o["pairs"] == "none" else "none", n_layer, rungs)[
-            : max(self.o["level"], 0)
-        ]
-        self.rung = fast, slow, _ = rungs[risen.count(ordinal)]
+        order = self.o["order"] if splits or self.o["pairs"] == "none" else "none"
+        level = max(self.o["level"], 0)
+        if splits and self.o["pairs"] == "sorted":
+            sides = sorted_order(order, n_layer)[:level]
+            self.rung = sorted_rung(sides.count((ordinal, "k")), sides.count((ordinal, "v")))
+        else:
+            rungs = RUNGS if splits else WHOLE
+            self.rung = rungs[order_of(order, n_layer, rungs)[:level].count(ordinal)]
+        fast, slow, _ = self.rung
         halves = splits and fast != slow and shape.head_size_k % 16 == 0
         if not halves:
             self.rung = (fast + slow) // 2, (fast + slow) // 2, self.rung[2]
@@ -82,6 +110,7 @@ class Auto(LatticeMethod):
         if halves:
             split = SPLIT_NEOX if self.o["pairs"] == "neox" else SPLIT_NORM
             plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(split=split, fast_bits=fast)))
+            plan = replace(plan, sort=plan.mean and self.o["pairs"] == "sorted")
         if self.o["far"] == "none":
             return plan
         return replace(
