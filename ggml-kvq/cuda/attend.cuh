@@ -143,9 +143,10 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
 // attention picks cells, X(fast half, slow half).
 #define KVQ_SPLIT_BITS(X)                                                                                              \
-    X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(1, 2, 1) X(1, 2, 2) X(1, 2, 3)                                       \
-    X(1, 4, 1) X(1, 4, 2) X(1, 4, 3) X(1, 4, 4) X(2, 4, 2) X(2, 4, 3) X(2, 4, 4)
-#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 4) X(2, 4)
+    X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3)                                                                        \
+    X(1, 2, 1) X(1, 2, 2) X(1, 2, 3) X(1, 2, 4) X(1, 3, 1) X(1, 3, 2) X(1, 3, 3) X(1, 3, 4)                            \
+    X(1, 4, 1) X(1, 4, 2) X(1, 4, 3) X(1, 4, 4) X(2, 4, 1) X(2, 4, 2) X(2, 4, 3) X(2, 4, 4)
+#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu

@@ -18,16 +18,14 @@ template <int D, int KB, int VB> struct lattice_map {
     static constexpr int WK = cut<slow_of<KB>>::W, WV = cut<VB>::W, VECS = D / 2,
                          HIGH = 2; // HIGH: bits of the second part
     static constexpr int K_VECS = is_split<KB> ? VECS / 2 : VECS;
-    static constexpr int K = 0, K_HIGH = K + 4 * (K_VECS * WK / 32) * 64, FAST = K_HIGH;
-    static constexpr int V = K_HIGH +
-        (fast_of<KB>                     ? 4 * (K_VECS * cut<fast_of<KB>>::W / 32) * 64
-                : cut<slow_of<KB>>::high ? 4 * (VECS * HIGH / 32) * 64
-                                         : 0);
+    static constexpr int K = 0, K_HIGH = K + 4 * (K_VECS * WK / 32) * 64;
+    static constexpr int FAST = K_HIGH + (cut<slow_of<KB>>::high ? 4 * (K_VECS * HIGH / 32) * 64 : 0);
+    static constexpr int V = FAST + (fast_of<KB> ? 4 * (K_VECS * cut<fast_of<KB>>::W / 32) * 64 : 0);
     static constexpr int V_HIGH = V + VECS / 16 * 2 * WV * 64,
                          SCALES = V_HIGH + (cut<VB>::high ? VECS / 16 * 2 * HIGH * 64 : 0);
     static constexpr int FAST_SCALES = SCALES + DECODE_CELLS * (4 + 2),
                          BYTES = FAST_SCALES + (fast_of<KB> ? 4 * DECODE_CELLS : 0);
-    static_assert(!is_split<KB> || (!cut<slow_of<KB>>::high && !(fast_of<KB> && cut<fast_of<KB>>::high)));
+    static_assert(!(fast_of<KB> && cut<fast_of<KB>>::high));
 };
 
 // points of keys; arrays of scales on their way
@@ -88,8 +86,8 @@ __device__ __forceinline__ void copy_lattice(const kvq_attend_args & a, const X 
         const uint8_t * codes = (const uint8_t *) page.k_codes + (size_t) kvh * a.k.nb_codes;
         const uint8_t * params = (const uint8_t *) page.k_params + (size_t) kvh * a.k.nb_params;
         copy_keys<map::K_VECS, map::WK>(of, to + map::K, codes, t, a.k.n_chunks[0]);
-        if constexpr (cut<KB>::high) {
-            copy_keys<map::VECS, map::HIGH>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
+        if constexpr (cut<slow_of<KB>>::high) {
+            copy_keys<map::K_VECS, map::HIGH>(of, to + map::K_HIGH, codes + a.k.offset[1], t, a.k.n_chunks[1]);
         }
         raw[0] = load_scales(a.k, params, t);
         if constexpr (fast_of<KB> != 0) {
@@ -146,6 +144,7 @@ __device__ __forceinline__ void score_block(const uint32_t * table, const Q & q,
     // P: steps of a chunk; a pair of them takes the four bytes of a word's plane
     constexpr int W = cut<KB>::W, P = cut<KB>::P, S = D / 16, N = D / 2 * W / 32 * 4, N_HIGH = D / 2 * 2 / 32 * 4,
                   AT_ONCE = steps_at_once<Q>;
+    constexpr int SHARE = S < P ? 4 / (D / 2 * W / 32) : 1; // threads that have parts of one word
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, tile = g / 2;
     const uint8_t *words = keys + tile * N * 16 + g % 2 * 8, *words1 = high + tile * N_HIGH * 16 + g % 2 * 8;
 #pragma unroll
@@ -157,18 +156,19 @@ __device__ __forceinline__ void score_block(const uint32_t * table, const Q & q,
 #pragma unroll AT_ONCE
     for (int u = 0; u < S / 2; u++) { // two steps
         if (S < P ? u == 0 : 2 * u % P == 0) {
-            const int chunk = S < P ? c / 2 : c + 4 * (2 * u / P);
+            const int chunk = S < P ? c / SHARE : c + 4 * (2 * u / P);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 x[j] = *(const uint2 *) (words + chunk * 64 + (j ^ tile) * 16);
-                if (S < P) { // two threads share a word
-                    x[j].x = rotate(x[j].x, 4 * (c % 2));
-                    x[j].y = rotate(x[j].y, 4 * (c % 2));
+                if (S < P) {
+                    x[j].x = rotate(x[j].x, 8 / SHARE * (c % SHARE));
+                    x[j].y = rotate(x[j].y, 8 / SHARE * (c % SHARE));
                 }
                 if (cut<KB>::high) { // a word of the second part has the indices of two chunks
                     h[j] = *(const uint2 *) (words1 + chunk / 2 * 64 + (j ^ tile) * 16);
-                    h[j].x = rotate(h[j].x, 4 * (chunk % 2));
-                    h[j].y = rotate(h[j].y, 4 * (chunk % 2));
+                    const int by = S < P ? 2 * c : 4 * (chunk % 2); // a plane a thread, or two
+                    h[j].x = rotate(h[j].x, by);
+                    h[j].y = rotate(h[j].y, by);
                 }
             }
         }
@@ -200,7 +200,7 @@ __device__ __forceinline__ void score_lattice(
     if constexpr (!is_split<KB>) {
         score_block<D, KB>(table, q, stage + map::K, stage + map::K_HIGH, stage + map::SCALES, s);
     } else {
-        score_block<D / 2, slow_of<KB>>(table, q, stage + map::K, nullptr, stage + map::SCALES, s);
+        score_block<D / 2, slow_of<KB>>(table, q, stage + map::K, stage + map::K_HIGH, stage + map::SCALES, s);
         if constexpr (fast_of<KB> != 0) {
             const shared_query rest = { q.at + 32 * (D / 32) };
             float f[4][4];

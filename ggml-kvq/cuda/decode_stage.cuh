@@ -277,6 +277,10 @@ __device__ __forceinline__ void copy_keys(const X & of, uint32_t to, const uint8
               left = step - of.i * N;
     codes += (t / 16 * step + of.i * N + r) * 16;
     to += half * (N * 32);
+    if constexpr (N == 4) { // both tiles of the half, eight lanes
+        static_assert(!X::WIDE);
+        if (r < 8) { copy16(to + (r ^ (2 * half + r / 4)) * 16, codes); }
+    }
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
         const int tile = 2 * half + (N == 8 ? r / 8 : 16 * k / N), skipped = X::WIDE ? 16 * k / N * (step - N) * 16 : 0;

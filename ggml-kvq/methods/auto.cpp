@@ -6,7 +6,7 @@
 //   rung                 0      1      2      3      4      5      6
 //   pairs=norm|neox    0|2/1  0|2/2  0|4/2  0|4/3  2|4/3  2|4/4   4/4
 //   pairs=none          1/1    2/1    2/2    3/2    3/3    4/4
-//   pairs=sorted       keys: 1|2  1|4  2|4  4       values: 1  2  3  4, with keys of rungs 0-1, 0-2, 0-2, 1-3
+//   pairs=sorted       keys: 1|2  1|3  1|4  2|4  4       values: 1  2  3  4
 // w|s are bits of the weak and of the strong half of the rotary pairs of keys (types/lattice.h). Calibrated data say
 // which pairs are strong, where a head turns as a whole:
 //   sorted       in each head those whose key energy times query energy is large: what an error there adds to a logit
@@ -58,28 +58,27 @@ static constexpr rung split_rungs[] = { { 0, 2, 1 }, { 0, 2, 2 }, { 0, 4, 2 }, {
     { 4, 4, 4 } };
 static constexpr double USUAL_BITS = 2.5;
 
-// Of sorted keys, fast: the weak half. Values have 1 + their rung bits and bound the keys' rung: what lies outside has
-// no kernel, and would be a poor use of bits.
-static constexpr int SORTED_RISES = 3;
-static constexpr rung sorted_keys[SORTED_RISES + 1] = { { 1, 2, 0 }, { 1, 4, 0 }, { 2, 4, 0 }, { 4, 4, 0 } };
-static constexpr int least_keys[SORTED_RISES + 1] = { 0, 0, 0, 1 }, most_keys[SORTED_RISES + 1] = { 1, 2, 2, 3 };
+// Of sorted keys, fast: the weak half; values have 1 + their rung bits. Keys are one block of 4 bits only where values
+// have 4, too: there are no kernels for others.
+static constexpr rung sorted_keys[] = { { 1, 2, 0 }, { 1, 3, 0 }, { 1, 4, 0 }, { 2, 4, 0 }, { 4, 4, 0 } };
+static constexpr int KEY_RISES = sizeof(sorted_keys) / sizeof(rung) - 1, VALUE_RISES = 3;
 static rung sorted_rung(int k, int v) {
-    const rung & keys = sorted_keys[std::clamp(k, least_keys[v], most_keys[v])];
+    const rung & keys = sorted_keys[v == VALUE_RISES ? k : std::min(k, KEY_RISES - 1)];
     return { keys.fast, keys.slow, 1 + v };
 }
 // Sides of all layers that rise one behind the other, without data of this model.
-static constexpr const char * DEFAULT_STEPS = "vkvkvk";
+static constexpr const char * DEFAULT_STEPS = "vkkvkvk";
 
 // means=auto: a plan without data, which counts as if there were some
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
 static bool sorts(const kvq_options & o) { return o.is("pairs", "sorted") && !o.is("means", "off"); }
-// How often a layer rises, or a side of one; what rises: layers, or sides of layers, 2 * layer + (1: values).
-static int n_rises(const kvq_options & o) {
-    return sorts(o) ? SORTED_RISES
+// What rises are layers, or sides of layers: 2 * layer + (1: values). How often one does, and a layer with its sides.
+static int n_rises(const kvq_options & o, int riser) {
+    return sorts(o) ? (riser % 2 ? VALUE_RISES : KEY_RISES)
                     : (int) (splits(o) ? sizeof(split_rungs) : sizeof(whole_rungs)) / (int) sizeof(rung) - 1;
 }
-static int n_risers(const kvq_options & o, int n_layer) { return sorts(o) ? 2 * n_layer : n_layer; }
-static int n_levels(const kvq_options & o, int n_layer) { return n_rises(o) * n_risers(o, n_layer) + 1; }
+static int n_rises_of_layer(const kvq_options & o) { return sorts(o) ? KEY_RISES + VALUE_RISES : n_rises(o, 0); }
+static int n_levels(const kvq_options & o, int n_layer) { return n_rises_of_layer(o) * n_layer + 1; }
 
 static kvq_method::limit most(const kvq_options & o) {
     const double bits = o.real("bits");
@@ -106,7 +105,7 @@ static std::vector<int> usual_order(const kvq_options & o, int n_layer) {
     for (const char * side = DEFAULT_STEPS; sorts(o) && *side; side++) {
         for (const int layer : once) { out.push_back(2 * layer + (*side == 'v')); }
     }
-    const int n = sorts(o) ? 0 : 2 * n_rises(o);
+    const int n = sorts(o) ? 0 : 2 * n_rises(o, 0);
     for (int i = 0; i < n; i++) { // halves by turns: upper, upper, lower, upper, lower, ..., lower
         const bool upper = i == 0 || (i % 2 && i < n - 1);
         for (const int layer : once) {
@@ -119,7 +118,6 @@ static std::vector<int> usual_order(const kvq_options & o, int n_layer) {
 // What rises, in that order, each as often as it can; empty with err set when `order` is none. n_layer 0: not known.
 static std::vector<int> order_of(const kvq_options & o, const std::string & text, int n_layer, std::string & err) {
     if (text == "none") { return usual_order(o, n_layer); }
-    const int top = n_rises(o);
     std::vector<int> out;
     const char * p = text.c_str();
     bool ok = true;
@@ -138,14 +136,16 @@ static std::vector<int> order_of(const kvq_options & o, const std::string & text
         ok = ok && (!*p || (*p == '.' && p[1]));
         p += ok && *p;
     }
-    const size_t n = out.size() / (size_t) top;
-    std::vector<int> times(n, 0);
-    for (const int x : out) { ok = ok && (size_t) x < n && ++times[(size_t) x] <= top; }
-    if (!ok || out.size() != n * (size_t) top || (n_layer && n != (size_t) n_risers(o, n_layer))) {
-        err = "option order does not name " +
-            std::string(sorts(o) ? "keys and values of each of " : "each of ") +
-            (n_layer ? std::to_string(n_layer) + " layers " : "its layers ") + std::to_string(top) +
-            " times: make it again with ggml-kvq tune, or set order=none";
+    const size_t each = (size_t) n_rises_of_layer(o), n = out.size() / each; // layers
+    std::vector<int> times(2 * n, 0);
+    for (const int x : out) {
+        ok = ok && (size_t) x < n * (1 + sorts(o)) && ++times[(size_t) x] <= n_rises(o, x);
+    }
+    if (!ok || out.size() != n * each || (n_layer && n != (size_t) n_layer)) {
+        const std::string times_each =
+            sorts(o) ? std::to_string(KEY_RISES) + "k and " + std::to_string(VALUE_RISES) + "v" : std::to_string(each);
+        err = "option order does not name each of " + (n_layer ? std::to_string(n_layer) + " layers " : "its layers ") +
+            times_each + " times: make it again with ggml-kvq tune, or set order=none";
         out.clear();
     }
     return out;
@@ -182,7 +182,9 @@ static kvq_status plan(
     }
     if (order.empty()) { return KVQ_ERR_OPTION; }
     const auto end = order.begin() + (long) std::min((size_t) level, order.size());
-    const auto risen = [&](int what) { return std::min((int) std::count(order.begin(), end, what), n_rises(given)); };
+    const auto risen = [&](int what) {
+        return std::min((int) std::count(order.begin(), end, what), n_rises(given, what));
+    };
     const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
     const rung at = sorts(given) ? sorted_rung(risen(2 * c.number), risen(2 * c.number + 1))
                                  : (splits(given) ? split_rungs : whole_rungs)[risen(c.number)];

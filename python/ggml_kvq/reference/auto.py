@@ -16,19 +16,18 @@ RUNGS = ((0, 2, 1), (0, 2, 2), (0, 4, 2), (0, 4, 3), (2, 4, 3), (2, 4, 4), (4, 4
 #: and where keys are one block
 WHOLE = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (3, 3, 2), (3, 3, 3), (4, 4, 4))
 Rung = tuple[int, int, int]
-#: Sorted keys: bits of the weak and of the strong half, and those of values, which rise apart from each other. The
-#: values' rung bounds that of keys: (least, most).
-SORTED_KEYS = ((1, 2), (1, 4), (2, 4), (4, 4))
+#: Sorted keys: bits of the weak and of the strong half, and those of values, which rise apart from each other. Keys
+#: stand on the last rung only where values do.
+SORTED_KEYS = ((1, 2), (1, 3), (1, 4), (2, 4), (4, 4))
 SORTED_VALUES = (1, 2, 3, 4)
-SORTED_BOUNDS = ((0, 1), (0, 2), (0, 2), (1, 3))
 #: Sides of all layers that rise one behind the other, without data of the model.
-DEFAULT_STEPS = "vkvkvk"
+DEFAULT_STEPS = "vkkvkvk"
 
 
 def sorted_rung(k: int, v: int) -> Rung:
     """Of a layer whose keys have risen k times and whose values v times."""
-    least, most = SORTED_BOUNDS[v]
-    return (*SORTED_KEYS[min(max(k, least), most)], SORTED_VALUES[v])
+    top = v == len(SORTED_VALUES) - 1
+    return (*SORTED_KEYS[k if top else min(k, len(SORTED_KEYS) - 2)], SORTED_VALUES[v])
 
 
 def sorted_order(text: str, n_layer: int) -> list[tuple[int, str]]:
@@ -36,9 +35,9 @@ def sorted_order(text: str, n_layer: int) -> list[tuple[int, str]]:
     if text == "none":
         return [(i, side) for side in DEFAULT_STEPS for i in spread(n_layer)]
     out = [(int(word[:-1]), word[-1]) for word in text.split(".")]
-    times = len(SORTED_KEYS) - 1
-    if sorted(out) != sorted([(i, side) for i in range(n_layer) for side in "kv"] * times):
-        raise ValueError(f"order={text} does not name keys and values of each of {n_layer} layers {times} times")
+    sides = "k" * (len(SORTED_KEYS) - 1) + "v" * (len(SORTED_VALUES) - 1)
+    if sorted(out) != sorted((i, side) for i in range(n_layer) for side in sides):
+        raise ValueError(f"order={text} does not name each of {n_layer} layers {sides} times")
     return out
 
 
