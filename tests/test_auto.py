@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ggml_kvq import Model, budget, cli, default_means, gguf_header, info, launcher, loader, memory, native
-from ggml_kvq.calibrate import tune
+from ggml_kvq.calibrate import ladder, tune
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import METHODS, LayerShape
 from ggml_kvq.reference.auto import RUNGS, WHOLE, code_bits, order_of, spread
@@ -274,29 +274,38 @@ def test_data_of_one_method_serve_the_others(write_gguf: Callable[..., Path]) ->
 
 
 def test_interpolation_falls_and_ends_at_zero() -> None:
-    d = tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001}, WHOLE)
+    bits = ladder.of("none").bits[""]
+    d = tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001}, bits)
     assert d[0] == pytest.approx(0.08) and d[2] == pytest.approx(0.01) and d[4] == pytest.approx(0.001) and d[5] == 0
     assert all(a >= b for a, b in itertools.pairwise(d)) and 0.01 < d[1] < 0.08
-    assert tune.interpolate({0: 0.0, 2: -0.001, 4: 0.002}, WHOLE)[5] == 0  # noise
-    assert len(tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001})) == len(RUNGS)
+    assert tune.interpolate({0: 0.0, 2: -0.001, 4: 0.002}, bits)[5] == 0  # noise
+    assert len(tune.interpolate({0: 0.08, 2: 0.01, 4: 0.001}, ladder.of("norm").bits[""])) == len(RUNGS)
 
 
 def test_the_climb_takes_the_steepest_step_first() -> None:
     """Three layers: one that needs bits, one that needs none, one whose gain lies two rungs ahead."""
-    damage = np.array(
-        [[8.0, 4.0, 1.0, 0.5, 0.2, 0.0], [1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 0.0], [6.0, 6.0, 0.1, 0.1, 0.1, 0.0]]
-    )
-    order = tune.climb(damage, WHOLE)
+    falls = ([8.0, 4.0, 1.0, 0.5, 0.2, 0.0], [1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 0.0], [6.0, 6.0, 0.1, 0.1, 0.1, 0.0])
+    order = [il for il, _ in ladder.climb({(il, ""): d for il, d in enumerate(falls)}, ladder.of("none"))]
     assert sorted(order) == sorted([0, 1, 2] * TOP)
     assert order[:2] == [0, 0] or order[0] == 0
     assert {order[i] for i in range(4)} == {0, 2} and order.count(1) == TOP and order.index(1) > 6
+
+
+def test_keys_and_values_climb_apart() -> None:
+    rungs = ladder.of("sorted")
+    damage = {(0, "k"): [1.0, 0.9, 0.8, 0.7, 0.0], (0, "v"): [9.0, 1.0, 0.1, 0.0], (1, "k"): [5.0, 0.5, 0.1, 0.05, 0.0]}
+    damage[1, "v"] = [0.1, 0.05, 0.01, 0.0]
+    order = ladder.climb(damage, rungs)
+    assert rungs.text(order).startswith("1k.0v.") and order.count((0, "k")) == 4 and order.count((1, "v")) == 3
+    low = rungs.standing(2, {(0, "v"): 1})
+    assert low["level"] == 4 + 4 + 3 + 1 and str(low["order"]).endswith(".0v.0v") and low["pairs"] == "sorted"
 
 
 def test_tune_writes_a_frontier_that_falls(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """End to end on the demo model, with few measurements: stopped and gone on with, found, used and shown."""
-    monkeypatch.setattr(tune, "MEASURED", (2,))
+    monkeypatch.setattr(tune, "MEASURED", {"": (2,), "k": (1,), "v": (1,)})
     monkeypatch.setattr(tune, "SHOWN", (1.5, 3.0))
     text, out = tmp_path / "text.txt", tmp_path / "tuned.kvq.gguf"
     text.write_text(Path(__file__).read_text())

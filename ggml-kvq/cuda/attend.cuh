@@ -45,7 +45,13 @@ struct kvq_attend_args {
         kvq_mixed_geometry km;      // of mixed pages
         kvq_affine_geometry k_fast; // of split keys: the fast half, n_parts 0: its channels are zero
     };
-    kvq_mixed_geometry vm;
+    union {
+        kvq_mixed_geometry vm;
+        struct { // of split keys, by channel of a block: the head's channel and what undoes its gain; NULL: they stay
+            const uint16_t * channel;
+            const float * back;
+        } sorted;
+    };
     int map_stride; // of the maps of pages, from one KV head to the next
     // decode, several tokens of one cache: blocks of rows walk the pages that they see (seen.cuh). NULL: all pages
     const int32_t * work;
@@ -56,9 +62,6 @@ struct kvq_attend_args {
     int fine;
     // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
     const float *k_mean, *v_mean;          // [head kv][head size]
-    // of sorted keys, by channel of a block: the head's channel and what undoes its gain; NULL: channels stay
-    const uint16_t * k_channel;
-    const float * k_back;
     const float *rotary_high, *rotary_low; // kvq_rotary
     const uint16_t * waves; // f16 [128][head size]: cos and sin of the pairs, then by pairs of rows (device_rows.cu)
     int n_pairs, neox;
@@ -143,9 +146,10 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
 // attention picks cells, X(fast half, slow half).
 #define KVQ_SPLIT_BITS(X)                                                                                              \
-    X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3)                                                                        \
-    X(1, 2, 1) X(1, 2, 2) X(1, 2, 3) X(1, 2, 4) X(1, 3, 1) X(1, 3, 2) X(1, 3, 3) X(1, 3, 4)                            \
-    X(1, 4, 1) X(1, 4, 2) X(1, 4, 3) X(1, 4, 4) X(2, 4, 1) X(2, 4, 2) X(2, 4, 3) X(2, 4, 4)
+    X(0, 2, 1)                                                                                                         \
+    X(0, 2, 2)                                                                                                         \
+    X(0, 4, 2) X(0, 4, 3) X(1, 2, 1) X(1, 2, 2) X(1, 2, 3) X(1, 2, 4) X(1, 3, 1) X(1, 3, 2) X(1, 3, 3) X(1, 3, 4)      \
+        X(1, 4, 1) X(1, 4, 2) X(1, 4, 3) X(1, 4, 4) X(2, 4, 1) X(2, 4, 2) X(2, 4, 3) X(2, 4, 4)
 #define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.

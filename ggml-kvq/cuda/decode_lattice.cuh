@@ -397,9 +397,9 @@ __device__ __forceinline__ void share_split(
                     ? (fast ? 0 : head / 2) + at
                     : (at < quarter ? at : at + quarter) + (fast ? 0 : quarter);
                 float4 y;
-                if (a.k_channel) { // of sorted keys, whose halves lie one behind the other
-                    const ushort4 from = __ldg((const ushort4 *) (a.k_channel + kvh * head + channel));
-                    const float4 back = __ldg((const float4 *) (a.k_back + kvh * head + channel));
+                if (a.sorted.channel) { // of sorted keys, whose halves lie one behind the other
+                    const ushort4 from = __ldg((const ushort4 *) (a.sorted.channel + kvh * head + channel));
+                    const float4 back = __ldg((const float4 *) (a.sorted.back + kvh * head + channel));
                     y = make_float4(p[from.x] * back.x, p[from.y] * back.y, p[from.z] * back.z, p[from.w] * back.w);
                 } else {
                     y = *(const float4 *) (p + channel);

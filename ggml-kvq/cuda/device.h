@@ -18,6 +18,7 @@ struct kvq_affine_geometry;
 struct kvq_choose_job;
 struct kvq_attend_args;
 struct kvq_turn;
+struct kvq_device_order;
 struct kvq_device_rotary;
 struct kvq_row_place;
 struct kvq_far_args;

@@ -38,7 +38,8 @@ const float * kvq_cuda_device::mean_of(const float * host, size_t n) {
 
 kvq_device_order kvq_cuda_device::order_of(const kvq_order * host, size_t n, bool back) {
     if (!host) { return {}; }
-    return { (const uint16_t *) constant(host->channel, n * sizeof(uint16_t)), mean_of(back ? host->back : host->gain, n) };
+    return { (const uint16_t *) constant(host->channel, n * sizeof(uint16_t)),
+        mean_of(back ? host->back : host->gain, n) };
 }
 
 kvq_device_rotary kvq_cuda_device::rotary(const kvq_rotary * host) {
@@ -215,8 +216,7 @@ bool kvq_cuda_device::reads_sealed(const kvq_attn * attn, int n, kvq_attend_args
     a.k_mean = mean_of(f.k_mean, (size_t) f.n_head_kv * f.k.head_size);
     a.v_mean = mean_of(f.v_mean, (size_t) f.n_head_kv * f.v.head_size);
     const kvq_device_order order = order_of(f.k_order, (size_t) f.n_head_kv * f.k.head_size, true);
-    a.k_channel = order.channel;
-    a.k_back = order.gain;
+    if (f.k.split) { a.sorted = { order.channel, order.gain }; }
     a.waves = waves_of(f.rotary, f.k.head_size);
     a.rotary_high = r.high;
     a.rotary_low = r.low;

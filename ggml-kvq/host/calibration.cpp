@@ -22,6 +22,12 @@ struct file {
     }
 };
 
+std::string number(float x) {
+    char text[32];
+    snprintf(text, sizeof(text), "%g", (double) x);
+    return text;
+}
+
 bool get_u32(const gguf_context * g, const char * key, uint32_t & out) {
     const int64_t id = gguf_find_key(g, key);
     if (id < 0 || gguf_get_kv_type(g, id) != GGUF_TYPE_UINT32) { return false; }
@@ -198,10 +204,10 @@ std::string get_order(const file & f, const std::string & base, kvq_calibration:
     constexpr float MOST = 16384.0f; // of a gain: what a clamp in Python leaves, and f16 rows hold
     for (size_t i = 0; i < order.size(); i++) {
         if (!(order[i] >= 0.0f && order[i] < 65536.0f) || order[i] != floorf(order[i])) {
-            return base + ".k.order holds a value that is no channel";
+            return base + ".k.order holds " + number(order[i]) + ", which is not the number of a channel";
         }
         if (!(l.k_gain[i] >= 1.0f / MOST && l.k_gain[i] <= MOST)) {
-            return base + ".k.gain holds a value outside 1/16384..16384";
+            return base + ".k.gain holds " + number(l.k_gain[i]) + ", outside 1/16384..16384";
         }
         l.k_channel.push_back((uint16_t) order[i]);
         l.k_back.push_back(1.0f / l.k_gain[i]);
@@ -266,9 +272,7 @@ kvq_status kvq_calibration_load(
         for (int v = 0; v < 2; v++) {
             const std::string name = base + (v ? ".v.rms" : ".k.rms");
             if (!get_rms(f.g, name, rms[v])) {
-                char text[32];
-                snprintf(text, sizeof(text), "%g", (double) rms[v]);
-                return refuse(name + " is " + text + ", not the size of rows");
+                return refuse(name + " is " + number(rms[v]) + ", not the size of rows");
             }
             if (!mean_fits(v ? l.v_mean : l.k_mean, rms[v])) {
                 return refuse(base + (v ? ".v" : ".k") + ".bias is larger than the rows that were calibrated");

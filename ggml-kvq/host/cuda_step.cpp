@@ -234,7 +234,8 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     }
     const auto holds = [&](const kvq_cuda_step::recording & r) { return r.graph.ready() && r.generation == s.moved(); };
     const bool replay = holds(s.seen) || holds(s.unseen);
-    if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay) || kvq_observes_queries()) { // the first run brings every buffer to its size
+    if (!s.fits || s.n_run++ == 0 || !s.quiet(b, replay) ||
+        kvq_observes_queries()) { // the first run brings every buffer to its size
         return kvq_run_step(b, graph, s.step, node_by_node);
     }
     kvq_cuda_step::recording * r = &s.seen;

@@ -10,8 +10,8 @@
 // w|s are bits of the weak and of the strong half of the rotary pairs of keys (types/lattice.h). Calibrated data say
 // which pairs are strong, where a head turns as a whole:
 //   sorted       in each head those whose key energy times query energy is large: what an error there adds to a logit
-//   norm, neox   the slow ones (data of versions before 0.2): fast pairs matter little behind the window
-// Either way there are halves only where means are taken off. The rungs are those for which there are kernels.
+//   norm, neox   the slow ones: in some models fast pairs say no more than noise behind the window, and are best left out
+// Which of them pays is tried when a model is measured (calibrate/halves.py). Either way there are halves only where means are taken off. The rungs are those for which there are kernels.
 // `order` says what rises next: a layer, or with pairs=sorted the keys or the values of a layer, as 0v.3k.5v. Data hold
 // it. Without it
 //   sorted       all layers rise together, in the order of DEFAULT_STEPS
@@ -32,7 +32,8 @@ static const kvq_option_info options[] = {
     { "order", "text", "none", "layers in the order in which they rise, as 0.5.3 or 0v.3k; none: spread out",
         "ggml-kvq tune" },
     { "pairs", "none|norm|neox|sorted", "none",
-        "with means, keys in halves of rotary pairs: fast and slow ones, (2i, 2i+1) or (i, i + half a head), or sorted by "
+        "with means, keys in halves of rotary pairs: fast and slow ones, (2i, 2i+1) or (i, i + half a head), or sorted "
+        "by "
         "what an error there costs; data say which",
         "ggml-kvq" },
     { "means", "auto|on|off", "auto", "take off calibrated means; auto: where there is data", "AQUA-KV section 3.1" },
@@ -138,9 +139,7 @@ static std::vector<int> order_of(const kvq_options & o, const std::string & text
     }
     const size_t each = (size_t) n_rises_of_layer(o), n = out.size() / each; // layers
     std::vector<int> times(2 * n, 0);
-    for (const int x : out) {
-        ok = ok && (size_t) x < n * (1 + sorts(o)) && ++times[(size_t) x] <= n_rises(o, x);
-    }
+    for (const int x : out) { ok = ok && (size_t) x < n * (1 + sorts(o)) && ++times[(size_t) x] <= n_rises(o, x); }
     if (!ok || out.size() != n * each || (n_layer && n != (size_t) n_layer)) {
         const std::string times_each =
             sorts(o) ? std::to_string(KEY_RISES) + "k and " + std::to_string(VALUE_RISES) + "v" : std::to_string(each);
@@ -175,12 +174,13 @@ static kvq_status plan(
     std::vector<int> order = order_of(given, ordered ? given.str("order") : "none", checks ? 0 : n_layer, err);
     for (const char * pairs : { "sorted", "norm" }) { // pairs come with data
         if (!order.empty() || !checks) { break; }
-        err.clear();
         kvq_options with_data = given;
+        std::string of_those;
         with_data.values["pairs"] = pairs;
-        order = order_of(with_data, given.str("order"), 0, err);
+        order = order_of(with_data, given.str("order"), 0, of_those);
     }
     if (order.empty()) { return KVQ_ERR_OPTION; }
+    err.clear();
     const auto end = order.begin() + (long) std::min((size_t) level, order.size());
     const auto risen = [&](int what) {
         return std::min((int) std::count(order.begin(), end, what), n_rises(given, what));

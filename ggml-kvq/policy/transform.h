@@ -36,7 +36,7 @@ public:
     const float * mean;
     kvq_positions * const positions;
     const kvq_order * order = nullptr; // of sorted keys (types/lattice.h), NULL: channels stay where they are
-    kvq_rotor * rotor = nullptr; // of this layer's keys, once a graph has shown it; NULL: they have none
+    kvq_rotor * rotor = nullptr;       // of this layer's keys, once a graph has shown it; NULL: they have none
     // what is predicted from the layer before (chain.h), NULL: nothing; ordinal: of this layer
     kvq_chain * chain = nullptr;
     int ordinal = 0;

@@ -18,7 +18,7 @@ from .errors import KvqError
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
-FORMAT = b"pairs"  # what such a file holds beside means
+FORMAT = b"sorted"  # what such a file holds beside means
 ENDS = 1 << 18  # bytes at either end of a model file that tell it from others
 TEXT = Path(__file__).with_name("data") / "means.txt"
 

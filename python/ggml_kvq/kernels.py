@@ -243,7 +243,13 @@ def _strides(x: np.ndarray) -> tuple[int, int]:
 
 
 def _structs(
-    streams: list[Stream], means: Any, rotary: Any, positions: Any, lse: np.ndarray | None, sealed: Any = None
+    streams: list[Stream],
+    means: Any,
+    rotary: Any,
+    positions: Any,
+    lse: np.ndarray | None,
+    sealed: Any = None,
+    order: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> tuple[Any, list[Any]]:
     """kvq_attn of every stream, and what must outlive them."""
     structs = (native.kvq_attn * len(streams))()
@@ -270,6 +276,12 @@ def _structs(
             a.k_mean, a.v_mean = (_at(x, c_float) for x in means)
         if rotary is not None:  # native.kvq_rotary and int32 positions [n cells]
             a.rotary, a.positions, a.sealed = pointer(rotary), _at(positions, c_int32), _at(sealed, c_int32)
+        if order is not None:
+            channel, gain = np.ascontiguousarray(order[0], np.uint16), np.ascontiguousarray(order[1], np.float32)
+            back = np.float32(1) / gain
+            held = native.kvq_order(_at(channel, c_uint16), _at(gain, c_float), _at(back, c_float))
+            a.k_order = pointer(held)
+            keep += [channel, gain, back, held]
         a.sinks, a.pages, a.lse = _at(s.sinks, c_float), pages, _at(lse, c_float)
         if s.far is not None:
             far, rows = s.far.struct()
@@ -289,9 +301,11 @@ def attend(
     positions: np.ndarray | None = None,
     lse: np.ndarray | None = None,
     sealed: np.ndarray | None = None,
+    order: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> None:
-    """Fill dst of every stream, and lse f32 [n_q, n_head] of a single one (kvq_attend)."""
-    structs, _keep = _structs(streams, means, rotary, positions, lse, sealed)
+    """Fill dst of every stream, and lse f32 [n_q, n_head] of a single one (kvq_attend). order: channels and gains of
+    sorted keys, [n_head_kv, head size] each (kvq_order)."""
+    structs, _keep = _structs(streams, means, rotary, positions, lse, sealed, order)
     native.check(lib, lib.kvq_attend(structs, len(streams), n_threads))
 
 

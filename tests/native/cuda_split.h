@@ -55,7 +55,7 @@ static void check_split(kvq_cuda_device & d, bool quick) {
 #undef KVQ_TRIPLE
     };
     for (int D : { 64, 80, 96, 128, 256 }) {
-        for (int i = 0; i < 6; i++) {
+        for (int i = 0; i < (int) (sizeof(triples) / sizeof(*triples)); i++) {
             for (int split : { KVQ_SPLIT_NORM, KVQ_SPLIT_NEOX }) {
                 const int x = i + D / 16 + split;
                 if (quick && D != 64 && D != 128 ? x % 4 : quick && x % 2) { continue; }
@@ -66,6 +66,7 @@ static void check_split(kvq_cuda_device & d, bool quick) {
                 c.turns = i % 2 ? 3 : 1;
                 c.n_dims = i % 3 ? 0 : D / 2;
                 c.neox = split == KVQ_SPLIT_NEOX;
+                c.sorted = split == KVQ_SPLIT_NORM && i > 1;
                 c.stayed = true;
                 c.torn = i == 3;
                 c.head_masks = i == 5;
@@ -98,7 +99,7 @@ static void check_split(kvq_cuda_device & d, bool quick) {
             }
         }
     }
-    for (const auto & x : { std::make_pair(3, 1), { 4, 3 }, { 1, 4 }, { 2, 2 } }) { // formats without a kernel
+    for (const auto & x : { std::make_pair(3, 2), { 4, 3 }, { 1, 4 }, { 2, 2 } }) { // formats without a kernel
         attention_case c = { x.first, 2, 2, 1, quick ? 80 : 128, 1, 4, 1, 200, 1, 0, 0, false, false };
         c.split = 1 + x.second % 2;
         c.neox = x.second % 2;

@@ -3,7 +3,11 @@
 
 // as cuda/attend.cuh, which is no header of C++
 #define KVQ_TEST_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
-#define KVQ_TEST_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(2, 4, 3) X(2, 4, 4)
+#define KVQ_TEST_SPLIT_BITS(X)                                                                                         \
+    X(0, 2, 1)                                                                                                         \
+    X(0, 2, 2)                                                                                                         \
+    X(0, 4, 2) X(0, 4, 3) X(1, 2, 1) X(1, 2, 2) X(1, 2, 3) X(1, 2, 4) X(1, 3, 1) X(1, 3, 2) X(1, 3, 3) X(1, 3, 4)      \
+        X(1, 4, 1) X(1, 4, 2) X(1, 4, 3) X(1, 4, 4) X(2, 4, 1) X(2, 4, 2) X(2, 4, 3) X(2, 4, 4)
 #define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4)
 
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions
@@ -21,6 +25,7 @@ struct attention_case {
     int split = 0, fast = 0; // of keys: kvq_split, bits of the fast half; kb are those of the slow one
     float low = 0;           // mask of all cells but the first
     int open = 0;            // pages at each end that are open, all between them sealed
+    bool sorted = false;     // channels of sealed keys have another order, and gains
 };
 
 // Means and rotary embeddings stay: a device keeps copies of them by address.
@@ -29,6 +34,24 @@ static const float * some_means(int n) {
     all.emplace_back((size_t) n);
     for (auto & x : all.back()) { x = 2.0f * normal(); }
     return all.back().data();
+}
+static const kvq_order * some_order(int n_head, int D) {
+    struct held {
+        std::vector<uint16_t> channel;
+        std::vector<float> gain, back;
+        kvq_order order;
+    };
+    static std::vector<std::unique_ptr<held>> all;
+    all.emplace_back(new held);
+    held & x = *all.back();
+    for (int i = 0; i < n_head * D; i++) {
+        x.channel.push_back((uint16_t) (i % D));
+        std::swap(x.channel.back(), x.channel[(size_t) (i / D * D + uniform(0, i % D))]);
+        x.gain.push_back(exp2f(0.25f * (float) uniform(-8, 8)));
+        x.back.push_back(1.0f / x.gain.back());
+    }
+    x.order = { x.channel.data(), x.gain.data(), x.back.data() };
+    return &x.order;
 }
 static kvq_rotor * some_rotor(int n_dims, bool neox, bool images = false) {
     static std::vector<std::unique_ptr<kvq_rotor>> all;
@@ -82,6 +105,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         if (c.turns) {
             left_out[0].rotor = some_rotor(c.n_dims ? c.n_dims : D, c.neox, c.turns == 5);
             for (int r = 0; r < 2 && c.turns != 4; r++) { left_out[r].mean = some_means(H * D); }
+            left_out[0].order = c.sorted ? some_order(H, D) : nullptr;
             const int lead = fill ? 37 * uniform(0, 2) : 0; // 0: windows of 64 positions begin with pages
             for (size_t i = 0; i < pages.size() * P; i++) {
                 const int cell = (int) (i % ((size_t) np * P));
@@ -127,7 +151,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
                         for (int h = 0; h < H && c.turns; h++) {
                             const kvq_transform & x = left_out[r];
                             const kvq_row_transform turn = { x.mean, x.rotor ? &x.rotor->view() : nullptr, &pos[i * P],
-                                r ? nullptr : &was[i * P], nullptr, 0 };
+                                r ? nullptr : &was[i * P], nullptr, 0, x.order };
                             kvq_cpu_put_back_rows(
                                 l, h, turn, out.data() + (size_t) h * P * l.head_stride(), l.head_stride());
                         }
@@ -180,6 +204,7 @@ struct world { // one layer, random page states; decoded values kept in f64-read
         x.rotary = &left_out[0].rotor->view();
         x.k_mean = left_out[0].mean;
         x.v_mean = left_out[1].mean;
+        x.k_order = left_out[0].order;
         x.positions = (const int32_t *) pos_there->p + (size_t) s * k.n_pages * k.page_cells;
         x.sealed = (const int32_t *) was_there->p + (size_t) s * k.n_pages * k.page_cells;
     }

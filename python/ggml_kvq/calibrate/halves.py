@@ -1,14 +1,14 @@
 """Do keys in halves of rotary pairs (reference/lattice.py) pay in this model?
 
-They do where fast pairs matter little behind the window: in models that use them for what is near and keep content in
-slow ones. That is usual, and no law. So before calibrated data say that keys may be split, a text is read with both
-kinds of keys in the same bytes.
+They do where some pairs matter much more than others (order.py). That is usual, and no law. So before calibrated data
+say that keys may be split, a text is read with both kinds of keys of the same code bits.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,51 +17,55 @@ import numpy.typing as npt
 from ..errors import KvqError
 from ..evaluate import metrics
 from ..model import Model
-from ..reference.auto import RUNGS, WHOLE
-from . import files
+from . import files, ladder
 from .means import Means
 
-LENGTH, BATCH, SINKS = 512, 64, 4  # tokens that are read, so many at once: rows of a batch see each other exactly
+LENGTH, BATCH, SINKS = 1024, 128, 4  # tokens that are read, so many at once: rows of a batch see each other exactly
 SCORED = 128  # predictions that count, of the second half
-RUNG = 2  # of both ladders: keys of 2|2 and of 0|4 bits, values of 2 (reference/auto.py)
+RUNGS = {"": 2, "k": 1, "v": 1}  # by side: keys of 2|2, 0|4 and 1|3 bits, values of 2 (reference/auto.py)
 
 Logits = npt.NDArray[np.float32]
 
 
 def checked(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: int | None = None) -> Means:
-    """`fitted`, whose keys are to be split only where that diverges less from the f16 cache than whole keys of the same
-    bytes. A text that is too short to tell, and a model that method auto refuses, leave them whole.
+    """`fitted`, whose keys are to be split, by speed or sorted, only where that diverges less from the f16 cache than
+    whole keys of the same code bits. A text that is too short to tell, and a model that method auto refuses, leave them
+    whole.
+
+    Halves by speed may lose a ninth more than sorted ones: they have one scale less.
     """
     if fitted.pairs == "none":
         return fitted
     try:
-        whole, split = fitted.losses = losses(path, fitted, text, n_threads)
+        fitted.losses = losses(path, fitted, text, n_threads)
     except KvqError:
-        whole = split = 0.0
-    if not split < whole:  # nor a number
-        fitted.pairs = "none"
+        fitted.losses = {}
+    good = {pairs: x * (0.9 if pairs == fitted.pairs else 1.0) for pairs, x in fitted.losses.items() if np.isfinite(x)}
+    fitted.pairs = min(good, key=lambda pairs: good[pairs]) if any(good.values()) else "none"
     return fitted
 
 
-def losses(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: int | None = None) -> tuple[float, float]:
-    """Mean KL divergence from the f16 cache with whole and with split keys, nats. KvqError for a text of fewer than
-    LENGTH tokens and for a model that method auto refuses.
+def losses(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: int | None = None) -> dict[str, float]:
+    """Mean KL divergence from the f16 cache, nats, with whole keys ("none"), with halves by speed (fitted.pairs) and,
+    where an order is known, sorted. KvqError for a text of fewer than LENGTH tokens and for a model that method auto
+    refuses.
     """
-    layers, found = len(fitted.mean), []
+    layers, found = len(fitted.mean), {}
     with tempfile.TemporaryDirectory(prefix="kvq-halves-") as folder:
         sidecar = Path(folder) / "means.kvq.gguf"
-        files.write_sidecar(sidecar, files.fields(path, fitted, SINKS), files.arrays(fitted))
-        with _open(path, "upstream", "", None, n_threads) as model:
+        data = files.arrays(replace(fitted, pairs="sorted"))  # with the order, if there is one
+        files.write_sidecar(sidecar, files.fields(path, fitted, SINKS), data)
+        with _open(path, "upstream", {}, None, n_threads) as model:
             ids = np.asarray(model.tokenize(text, add_bos=True)[:LENGTH], np.int32)
             if len(ids) < LENGTH:
                 raise KvqError(f"a text of {len(ids)} tokens is too short to compare keys on; give {LENGTH}")
             exact = _logits(model, ids)
-        for pairs, rungs in (("none", WHOLE), (fitted.pairs, RUNGS)):
-            order = ".".join(map(str, [*range(layers)] * (len(rungs) - 1)))  # all layers on one rung
-            opts = f"pairs={pairs},level={RUNG * layers},order={order}"
+        for pairs in ("none", fitted.pairs, *(["sorted"] if len(fitted.order) == layers else [])):
+            rungs = ladder.of(pairs)
+            opts = rungs.standing(layers, {riser: RUNGS[riser[1]] for riser in rungs.risers(layers)})
             with _open(path, "auto", opts, sidecar, n_threads) as model:
-                found.append(divergence(exact, _logits(model, ids)))
-    return found[0], found[1]
+                found[pairs] = divergence(exact, _logits(model, ids))
+    return found
 
 
 def divergence(exact: Logits, other: Logits) -> float:
@@ -70,7 +74,9 @@ def divergence(exact: Logits, other: Logits) -> float:
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
-def _open(path: str | os.PathLike[str], method: str, opts: str, config: Path | None, n_threads: int | None) -> Model:
+def _open(
+    path: str | os.PathLike[str], method: str, opts: dict[str, object], config: Path | None, n_threads: int | None
+) -> Model:
     return Model(
         path, kv_method=method, kv_opts=opts, kv_config=config or "none", n_ctx=LENGTH, n_batch=BATCH, n_ubatch=BATCH,
         n_threads=n_threads,

@@ -12,6 +12,7 @@ import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,9 +39,8 @@ class Moments:
 @dataclass
 class Means:
     """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry,
-    keys and values; rms[il] = root mean square of the rows; pairs: capture.pairs, or "sorted" when keys are to be
-    sorted by order[il] = (channel, gain), f32 [width] each (order.py);
-    losses: divergence with whole and with split keys, where that was tried (halves.py).
+    keys and values; rms[il] = root mean square of the rows; order[il] = (channel, gain), f32 [width] each: how keys can be sorted (order.py). pairs: how
+    keys are to be split, one of capture.SPLITS or "sorted"; losses: divergence by that, where it was tried (halves.py).
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Means:
     rms: dict[int, tuple[float, float]] = field(default_factory=dict)
     pairs: str = "none"
     order: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    losses: tuple[float, float] = (0.0, 0.0)
+    losses: dict[str, float] = field(default_factory=dict)
     n_tokens: int = 0
     seconds: float = 0.0
     peak_mib: float = 0.0
@@ -139,8 +139,6 @@ def fit(
             keys = np.maximum(sums[il, 0].square / n - mean_k**2, 0)
             order = sorted_keys(keys.reshape(heads, size), met[il].reshape(heads, size), turned)
             out.order[il] = (order[0].reshape(-1), order[1].reshape(-1))
-    if len(out.order) == len(shapes):
-        out.pairs = "sorted"
     return out
 
 
@@ -153,7 +151,7 @@ def _save(
     met: dict[int, np.ndarray],
 ) -> None:
     """Replace the checkpoint in one step: a killed run leaves the old one or the new one."""
-    arrays = {f"{il}.queries": x for il, x in met.items()}
+    arrays: dict[str, Any] = {f"{il}.queries": x for il, x in met.items()}
     arrays |= {f"{il}.{v}.{name}": getattr(m, name) for (il, v), m in sums.items() for name in ("total", "square")}
     with files.whole(store) as new, open(new, "wb") as f:
         np.savez(f, key=np.array(key), done=np.array(done), pairs=np.array(pairs), **arrays)

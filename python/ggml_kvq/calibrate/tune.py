@@ -1,9 +1,6 @@
 """Which layers deserve bits: the order in which method auto raises them, measured on a text.
 
-D(layer, rung) is the divergence from the f16 cache when that layer stands on `rung` of method auto's ladder
-(reference/auto.py) and all others on the highest one, less the divergence with all of them there. Divergences of
-layers about add up, so the best mixture for any number of bits rises along the steepest remaining step,
-(D(layer, rung) - D(layer, rung + n)) / bits, of the lower convex hull of each layer.
+What rises is a layer, or the keys or the values of one (ladder.py). Each is measured alone, on a few rungs.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +22,11 @@ from .. import progress
 from ..errors import KvqError
 from ..evaluate import perplexity
 from ..model import Model
-from ..reference.auto import RUNGS, WHOLE, Rung, code_bits
-from . import capture, files, halves, means
+from . import capture, files, halves, ladder, means
+from .ladder import Riser
 
-MEASURED = (0, 2, 4)  # rungs; those between are interpolated: each bit divides the error by about the same factor
+#: Rungs by side; those between are interpolated: each bit divides the error by about the same factor.
+MEASURED = {"": (0, 2, 4), "k": (0, 2), "v": (0, 1)}
 FAR = 131072  # tokens: where window and tables no longer count
 SHOWN = (1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.25)  # bits whose divergence the sidecar states
 UBATCH = 128
@@ -36,12 +34,12 @@ UBATCH = 128
 
 @dataclass
 class Tuned:
-    """order: layers as method auto takes them; damage: D [layer][rung], nats; frontier: (true bits at FAR tokens,
+    """order: option `order` of method auto; damage: D by riser and rung, nats; frontier: (true bits at FAR tokens,
     level, divergence in nats) of the mixtures; seconds that all of it took.
     """
 
-    order: list[int]
-    damage: np.ndarray
+    order: str
+    damage: dict[Riser, list[float]]
     frontier: list[tuple[float, int, float]]
     means: means.Means
     seconds: float = 0.0
@@ -50,16 +48,10 @@ class Tuned:
     notes: list[str] = field(default_factory=list)
 
 
-def ladder(fitted: means.Means) -> tuple[Rung, ...]:
-    """The rungs on which layers of such keys stand."""
-    return WHOLE if fitted.pairs == "none" else RUNGS
-
-
-def interpolate(measured: dict[int, float], rungs: tuple[Rung, ...] = RUNGS) -> list[float]:
-    """D of every rung from those measured: geometric between them, 0 at the top; never rising."""
-    floor, top = 1e-9, len(rungs) - 1
+def interpolate(measured: dict[int, float], bits: Sequence[float]) -> list[float]:
+    """D of every rung from those measured, bits: of the rungs. Geometric between them, 0 at the top; never rising."""
+    floor, top = 1e-9, len(bits) - 1
     points = sorted({**{r: max(d, floor) for r, d in measured.items()}, top: floor}.items())
-    bits = [code_bits(rung) for rung in rungs]
     known = [bits[r] for r, _ in points]
     logs = np.interp(bits, known, [np.log(d) for _, d in points])
     last = points[-2][0]  # behind the last one measured the error goes on falling as it did
@@ -70,33 +62,6 @@ def interpolate(measured: dict[int, float], rungs: tuple[Rung, ...] = RUNGS) -> 
     for r in range(1, top + 1):
         out[r] = min(out[r], out[r - 1])
     return out
-
-
-def climb(damage: np.ndarray, rungs: tuple[Rung, ...] = RUNGS) -> list[int]:
-    """damage [n_layer][rungs] -> layers in the order in which they rise, each to the last rung: always the step that
-    takes most divergence away per bit, looking ahead over the rungs of a layer.
-    """
-    bits, top = [code_bits(rung) for rung in rungs], len(rungs) - 1
-    at = [0] * len(damage)
-    order: list[int] = []
-    while len(order) < top * len(damage):
-        slopes = [
-            max(((d[r] - d[to]) / (bits[to] - bits[r]) for to in range(r + 1, top + 1)), default=-1.0)
-            if r < top
-            else -1.0
-            for d, r in zip(damage, at)
-        ]
-        il = int(np.argmax(slopes))
-        at[il] += 1
-        order.append(il)
-    return order
-
-
-def alone(il: int, rung: int, n_layer: int, top: int) -> dict[str, Any]:
-    """Options of method auto: layer `il` on `rung`, all others on the highest, `top`."""
-    others = [i for i in range(n_layer) if i != il]
-    order = [*(others * top), *([il] * top)]
-    return {"order": ".".join(map(str, order)), "level": top * len(others) + rung}
 
 
 def fit(
@@ -132,24 +97,24 @@ def fit(
     protocol = perplexity.Protocol(length, min(UBATCH, length // 8), 0, n_windows)
     bench = _Bench(path, sidecar, protocol, work, [seen, n_windows, length, fitted.pairs], n_threads)
     base_seconds = bench.write_base(text)
-    n_runs = 1 + len(MEASURED) * n_layer + len(SHOWN)
+    rungs = ladder.of(fitted.pairs)
+    risers = rungs.risers(n_layer)
+    n_runs = 1 + sum(len(MEASURED[side]) for _, side in risers) + len(SHOWN)
     say(
         f"tuning: {n_runs} runs over {n_windows} x {length} tokens, about {_span(n_runs * base_seconds)} on this"
         f" machine ({len(bench.done)} done before)"
     )
     line = progress.Line(True)
-    rungs = ladder(fitted)
-    top = len(rungs) - 1
-    least = bench.divergence({"level": top * n_layer})
-    damage = np.zeros((n_layer, top + 1))
+    least = bench.divergence(rungs.standing(n_layer, {}))
+    damage: dict[Riser, list[float]] = {}
     begun = time.monotonic()
-    for il in range(n_layer):
-        measured = {r: bench.divergence(alone(il, r, n_layer, top)) - least for r in MEASURED}
-        damage[il] = interpolate(measured, rungs)
-        left = (time.monotonic() - begun) / (il + 1) * (n_layer - il - 1)
-        line(f"tuning: layer {il + 1}/{n_layer}, {_span(left)} left")
+    for i, riser in enumerate(risers):
+        found = {r: bench.divergence(rungs.standing(n_layer, {riser: r})) - least for r in MEASURED[riser[1]]}
+        damage[riser] = interpolate(found, rungs.bits[riser[1]])
+        left = (time.monotonic() - begun) / (i + 1) * (len(risers) - i - 1)
+        line(f"tuning: {i + 1}/{len(risers)}, {_span(left)} left")
     line.end()
-    order = climb(damage, rungs)
+    order = rungs.text(ladder.climb(damage, rungs))
     frontier = list(_frontier(bench, order, fitted.pairs))
     out = Tuned(order, damage, frontier, fitted, time.monotonic() - started, n_windows * length, seen[:16])
     return out
@@ -228,25 +193,24 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _frontier(bench: _Bench, order: list[int], pairs: str) -> Iterator[tuple[float, int, float]]:
+def _frontier(bench: _Bench, order: str, pairs: str) -> Iterator[tuple[float, int, float]]:
     """(true bits, level, divergence) of mixtures along the order, at about the bits SHOWN."""
     shapes = capture.layers(bench.path)
     n_layer = len(shapes)
-    text = ".".join(map(str, order))
     from .. import methods, native
 
     lib = methods.library()
     bits = [
         float(
             native.plan(
-                lib, "auto", f"order={text},level={level},means=on,pairs={pairs}", shapes, FAR, n_layer_model=n_layer
+                lib, "auto", f"order={order},level={level},means=on,pairs={pairs}", shapes, FAR, n_layer_model=n_layer
             )["bits"]
         )
-        for level in range(len(order) + 1)
+        for level in range(order.count(".") + 2)
     ]
     levels = sorted({max([i for i, b in enumerate(bits) if b <= want], default=0) for want in SHOWN})
     for level in levels:
-        yield bits[level], level, bench.divergence({"order": text, "level": level})
+        yield bits[level], level, bench.divergence({"order": order, "level": level})
 
 
 def fields(path: str | os.PathLike[str], tuned: Tuned) -> dict[str, Any]:
@@ -254,7 +218,7 @@ def fields(path: str | os.PathLike[str], tuned: Tuned) -> dict[str, Any]:
     return {
         **files.fields(path, tuned.means, 4),
         "kvq.method": "auto",
-        "kvq.auto.order": ".".join(map(str, tuned.order)),
+        "kvq.auto.order": tuned.order,
         "kvq.auto.frontier": " ".join(f"{bits:.3f}:{kld:.6f}" for bits, _, kld in tuned.frontier),
         "kvq.auto.text": f"{tuned.hash}, {tuned.n_tokens} tokens",
     }

@@ -12,6 +12,9 @@ vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
 
 Split keys (codec.split): the channels of the slow half of the rotary pairs are such a block of codec.bits, those of the
 fast half one of codec.fast_bits behind it; without bits they are zero. Pairs stay together.
+
+Sorted keys (kvq_order): rows take another order of channels and gains before they are encoded, sort_rows(), so that what
+lies in the place of the slow half are the channels where an error costs most (calibrate/order.py).
 """
 
 from __future__ import annotations
@@ -190,6 +193,18 @@ def pack_scales(c: Codec, scale: np.ndarray) -> np.ndarray:
 def _rotate(rows: np.ndarray) -> np.ndarray:
     x = rows.astype(np.float32)
     return hadamard(np.where(np.isfinite(x), x, np.float32(0)))
+
+
+def sort_rows(rows: np.ndarray, channel: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    """Rows of a head f32 [n, head_size] in the order of its block, with gains, f32."""
+    return rows.astype(np.float32)[:, channel.astype(np.int64)] * gain.astype(np.float32)
+
+
+def unsort_rows(rows: np.ndarray, channel: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    """Back: what sort_rows() made of it, f32."""
+    out = np.empty(rows.shape, np.float32)
+    out[:, channel.astype(np.int64)] = rows.astype(np.float32) * (np.float32(1) / gain.astype(np.float32))
+    return out
 
 
 def _indices(c: Codec, y: np.ndarray, params: np.ndarray) -> np.ndarray:
