@@ -13,7 +13,31 @@ struct table {
     bool wide = false;
     std::vector<uint8_t> bytes; // kvq_lattice_view::table
     std::vector<float> points;  // [d][n]
+    std::vector<kvq_lattice_slot> slots;
+    uint64_t slot_mul = 0;
 };
+
+// The first of odd numbers in a row that puts every point into a slot of its own.
+void make_slots(const kvq_grid & g, table & t) {
+    constexpr size_t N = (size_t) 1 << (64 - KVQ_LATTICE_SLOT_SHIFT);
+    const auto key_of = [&](int i) {
+        uint64_t key = 0;
+        for (int j = 0; j < g.d; j++) { key |= (uint64_t) (uint8_t) g.point[i * g.d + j] << 8 * j; }
+        return key;
+    };
+    for (bool clear = false; !clear;) {
+        t.slot_mul = (t.slot_mul * 0x5851f42d4c957f2d + 0x14057b7ef767814f) | 1;
+        const auto slot_of = [&](uint64_t key) { return key * t.slot_mul >> KVQ_LATTICE_SLOT_SHIFT; };
+        t.slots.assign(N, { 0, 0 });
+        for (uint64_t & key = t.slots[0].key; slot_of(key) == 0;) { key++; } // 0 itself lies there
+        clear = true;
+        for (int i = g.n - 1; i >= 0; i--) {
+            kvq_lattice_slot & s = t.slots[slot_of(key_of(i))];
+            clear = clear && (slot_of(s.key) != (uint64_t) (&s - t.slots.data()) || s.key == key_of(i));
+            s = { key_of(i), (uint8_t) i };
+        }
+    }
+}
 
 const table & table_of(const kvq_grid & g) {
     static table tables[9][5]; // by d and bits
@@ -33,6 +57,7 @@ const table & table_of(const kvq_grid & g) {
                 t.points[(size_t) j * g.n + i] = (float) (point * g.step) * (1.0f / 4096.0f);
             }
         }
+        make_slots(g, t);
     }
     return t;
 }
@@ -63,6 +88,8 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.table = t.bytes.data();
     a.points = t.points.data();
     a.squares = kvq_lattice_squares(g);
+    a.slots = t.slots.data();
+    a.slot_mul = t.slot_mul;
     a.whole = c;
     return a;
 }

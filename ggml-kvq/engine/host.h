@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device.h"
+#include "types/types.h"
 
 kvq_device & kvq_cpu_device();
 
@@ -12,6 +13,17 @@ void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n);
 // As the type's encode: same bytes.
 void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params);
+
+// As the type's decode, match and assign, and images of them (types/types.h): same bytes, same answers. The last one
+// hashes n rows of `width` values at any address (base/row_hash.h); false: some value is not finite.
+void kvq_cpu_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
+bool kvq_cpu_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,
+    const void * params);
+void kvq_cpu_assign(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
+void kvq_cpu_image_write(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
+bool kvq_cpu_image_read(
+    const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params, bool marked = false);
+bool kvq_cpu_hash_rows(const void * rows, int n, int width, uint64_t * hashes);
 
 // n streams whose rows are stored or fetched; workspace is kept per calling thread.
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads);

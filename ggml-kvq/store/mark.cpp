@@ -1,5 +1,7 @@
 #include "mark.h"
 
+#include "base/row_hash.h"
+
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -8,23 +10,6 @@ namespace {
 
 constexpr uint32_t MAGIC = 0x8d4b96e5;
 constexpr int NB = KVQ_MARK_BITS / 8;
-
-uint64_t mix(uint64_t h) {
-    h ^= h >> 32;
-    h *= 0xd6e8feb86659fd93u;
-    h ^= h >> 32;
-    return h;
-}
-
-uint64_t hash_bytes(const void * data, size_t nb, uint64_t h) {
-    const uint8_t * p = (const uint8_t *) data;
-    for (size_t i = 0; i < nb; i += 8) {
-        uint64_t x = 0;
-        memcpy(&x, p + i, nb - i < 8 ? nb - i : 8);
-        h = mix(h ^ x) + 0x9e3779b97f4a7c15u;
-    }
-    return h;
-}
 
 void to_bytes(const kvq_mark & m, uint8_t * b) {
     memcpy(b, &MAGIC, 4);
@@ -36,12 +21,12 @@ void to_bytes(const kvq_mark & m, uint8_t * b) {
         b[16 + i] = (uint8_t) (m.n >> 8 * i);
         b[19 + i] = (uint8_t) (m.row >> 8 * i);
     }
-    const uint16_t check = (uint16_t) hash_bytes(b, 22, 1);
+    const uint16_t check = (uint16_t) kvq_hash_bytes(b, 22, 1);
     memcpy(b + 22, &check, 2);
 }
 
 bool from_bytes(const uint8_t * b, kvq_mark & m) {
-    const uint16_t check = (uint16_t) hash_bytes(b, 22, 1);
+    const uint16_t check = (uint16_t) kvq_hash_bytes(b, 22, 1);
     if (memcmp(b, &MAGIC, 4) || memcmp(b + 22, &check, 2)) { return false; }
     memcpy(&m.sum, b + 4, 4);
     memcpy(&m.tag, b + 8, 4);
@@ -157,10 +142,12 @@ void kvq_mark_stream::add(const kvq_mark_rows_view & v) {
     for (int i = 0; i < v.n; i++) { hashes.push_back(kvq_mark_hash(v.row(i), v.width)); }
 }
 
-uint64_t kvq_mark_hash(const uint16_t * row, int width) { return hash_bytes(row, 2 * (size_t) width, 0x51ab); }
+uint64_t kvq_mark_hash(const uint16_t * row, int width) {
+    return kvq_hash_bytes(row, 2 * (size_t) width, KVQ_HASH_ROW);
+}
 
 uint32_t kvq_mark_sum(const uint64_t * hashes, int n, int il, bool value) {
-    uint64_t h = mix((uint64_t) il * 2 + value + 1);
-    for (int i = 0; i < n; i++) { h = mix(h ^ hashes[i]) + 0x9e3779b97f4a7c15u; }
+    uint64_t h = kvq_hash_mix((uint64_t) il * 2 + value + 1);
+    for (int i = 0; i < n; i++) { h = kvq_hash_mix(h ^ hashes[i]) + KVQ_HASH_ADD; }
     return (uint32_t) (h ^ h >> 32);
 }

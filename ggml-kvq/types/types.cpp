@@ -86,10 +86,48 @@ const kvq_type_traits * kvq_traits(int type) {
 
 int kvq_image_width(size_t n_values, size_t nb) { return (int) ((8 * nb + n_values - 1) / n_values); }
 
+namespace {
+
+// Up to 4 bits of each of 16 values, four values in a word at a time.
+constexpr size_t AT_ONCE = 16;
+constexpr int MOST_BITS = 4;
+constexpr uint64_t ONES = 0x0001000100010001u; // one a value
+
+struct bit_fields {
+    int w;
+    uint64_t lanes, mul; // the low w bits of each value; lane i goes to bit 48 + w*i of the product, where none meet
+    explicit bit_fields(int w) : w(w), lanes(((1u << w) - 1) * ONES), mul(0) {
+        for (int i = 0; i < 4; i++) { mul |= (uint64_t) 1 << (48 - (16 - w) * i); }
+    }
+    uint64_t pack(uint64_t x) const { return (x & lanes) * mul >> 48; }
+    uint64_t unpack(uint64_t bits) const {
+        uint64_t x = 0;
+        for (int i = 0; i < 4; i++) { x |= bits << (16 - w) * i & (uint64_t) 0xffff << 16 * i; }
+        return x & lanes;
+    }
+};
+
+} // namespace
+
 void kvq_image_put(size_t n_values, uint16_t * rows, int low, size_t nb, const void * bytes) {
     const int w = kvq_image_width(n_values, nb);
     const uint8_t * p = (const uint8_t *) bytes;
-    for (size_t i = 0; i < n_values; i++) {
+    size_t i = 0;
+    if (w && w <= MOST_BITS) {
+        const bit_fields f(w);
+        for (; i + AT_ONCE <= n_values && 2 * w * (i / AT_ONCE + 1) <= nb; i += AT_ONCE) {
+            uint64_t bits = 0;
+            memcpy(&bits, p + 2 * w * (i / AT_ONCE), 2 * (size_t) w);
+            for (size_t j = i; j < i + AT_ONCE; j += 4) {
+                uint64_t x;
+                memcpy(&x, rows + j, sizeof(x));
+                x = (x & ~(f.lanes << low)) | f.unpack(bits & ((1u << 4 * w) - 1)) << low;
+                memcpy(rows + j, &x, sizeof(x));
+                bits >>= 4 * w;
+            }
+        }
+    }
+    for (; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
             const int v = bit < 8 * nb ? p[bit / 8] >> bit % 8 & 1 : 0;
@@ -100,8 +138,22 @@ void kvq_image_put(size_t n_values, uint16_t * rows, int low, size_t nb, const v
 
 bool kvq_image_take(size_t n_values, const uint16_t * rows, int low, size_t nb, void * bytes) {
     const int w = kvq_image_width(n_values, nb);
-    memset(bytes, 0, nb);
-    for (size_t i = 0; i < n_values; i++) {
+    size_t i = 0;
+    if (w && w <= MOST_BITS) {
+        const bit_fields f(w);
+        for (; i + AT_ONCE <= n_values && 2 * w * (i / AT_ONCE + 1) <= nb; i += AT_ONCE) {
+            uint64_t bits = 0;
+            for (int j = 0; j < 4; j++) {
+                uint64_t x;
+                memcpy(&x, rows + i + 4 * j, sizeof(x));
+                bits |= f.pack(x >> low) << 4 * w * j;
+            }
+            memcpy((uint8_t *) bytes + 2 * w * (i / AT_ONCE), &bits, 2 * (size_t) w);
+        }
+    }
+    const size_t done = 2 * (size_t) w * (i / AT_ONCE);
+    memset((uint8_t *) bytes + done, 0, nb - done);
+    for (; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
             const int v = rows[i] >> (low + j) & 1;
