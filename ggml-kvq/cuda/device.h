@@ -117,6 +117,8 @@ public:
     int64_t n_seals = 0, n_copied = 0; // launches that sealed pages so far, calls of copy()
     void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
         const int32_t * pos, int n_threads) override;
+    bool enter_rows(
+        const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int n_threads) override;
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
     kvq_transform_engine * transforms() override { return this; }

@@ -182,6 +182,11 @@ public:
     // positions that the rows carry (tags.h), in host memory; NULL: none.
     virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows,
         size_t row_stride, const int32_t * pos, int n_threads) = 0;
+    // The same of f16 rows that the host holds. False: this engine takes no such rows.
+    virtual bool enter_rows(const kvq_lane_layout &, int64_t /* n */, uint16_t * const * /* to */,
+        const uint16_t * /* rows */, int /* n_threads */) {
+        return false;
+    }
     virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;
     virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
     virtual void attend(const kvq_attention_call & a) = 0;

@@ -59,6 +59,8 @@ public:
     bool accepts(const kvq_lane & x, int s, int p, const kvq_page_image & image) const override;
     void placing(kvq_lane & x, int s, int p, const kvq_page_image & image) override;
     bool has_images(const kvq_lane &) const override { return active(); }
+    bool images_together(const kvq_lane & x) const override;
+    void images_come(const kvq_lane & x, const std::vector<const uint16_t *> & pages) const override;
     int n_position_lists(const kvq_lane &) const override { return rotor ? 1 + keeps_turn() : 0; }
     int32_t position_bound(const kvq_lane & x) const override;
     int image_low_bits(const kvq_lane &) const override { return rotor ? 1 : 0; }
@@ -67,7 +69,7 @@ public:
         uint16_t * rows) const override;
     bool take_image(
         const kvq_lane & x, int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const override;
-    void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows) const override;
+    void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows, int n_threads) const override;
     bool rewrites_rows(const kvq_lane &) const override { return rotor && rotor->first(); }
     void enter(const kvq_lane & x, uint16_t * rows, int n) const override;
     void entered(kvq_lane & x, int s, int cell, const uint16_t * rows, int n) override;

@@ -157,8 +157,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     set_state(s, p, KVQ_PAGE_OPEN);
 }
 
-void kvq_lane::write(
-    int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
+std::vector<uint16_t *> kvq_lane::open_cells(int64_t n, const int64_t * idx) {
     waiting = false;
     std::vector<int64_t> n_rows((size_t) l.n_stream, 0); // by stream
     for (int64_t i = 0; i < n; i++) { n_rows[(size_t) (idx[i] / l.n_cells)]++; }
@@ -189,12 +188,17 @@ void kvq_lane::write(
     }
     is_dirty = true;
 
-    static thread_local std::vector<uint16_t *> to;
-    to.resize((size_t) n);
+    std::vector<uint16_t *> to((size_t) n);
     for (int64_t i = 0; i < n; i++) {
         const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
         to[(size_t) i] = info(s, cell / l.page_cells).frame + (size_t) (cell % l.page_cells) * l.head_stride();
     }
+    return to;
+}
+
+void kvq_lane::write(
+    int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
+    const std::vector<uint16_t *> to = open_cells(n, idx);
     bool tagged = false;
     for (kvq_policy * x : policies) { tagged |= pos && x->tags_rows(*this); }
     device.write_rows(l, n, to.data(), rows, row_stride, tagged ? pos : nullptr, n_threads);
