@@ -103,8 +103,8 @@ public:
     }
 
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_transform * x) override {
-        kvq_cpu_take_out(l, n, tiles, out, x);
+        const kvq_row_transform * x, int n_threads) override {
+        kvq_cpu_take_out(l, n, tiles, out, x, n_threads);
     }
     void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override {
         kvq_cpu_put_back(l, tile, x);

@@ -72,6 +72,19 @@ static void put_indices(const kvq_lattice_view & a, uint8_t * index, uint8_t * c
     for (int tile = 0; tile < a.n_tiles; tile++) {
         for (int q = 0; q < n_quads; q++) {
             uint8_t * to = quads + ((size_t) tile * n_quads + q) * KVQ_CHUNK_BYTES;
+            if (V && 16 * tile + 16 <= n_vec) {
+                for (int i = 0; i < 16; i++) {
+                    __builtin_memcpy(to + 4 * i, index + (size_t) (16 * tile + i) * n + 4 * q, 4);
+                }
+                continue;
+            }
+            if (!V && 4 * q + 4 <= n_vec) {
+                const uint8_t * from = index + (size_t) (4 * q) * n + 16 * tile;
+                for (int i = 0; i < 16; i++) {
+                    for (int k = 0; k < 4; k++) { to[4 * i + k] = from[k * n + i]; }
+                }
+                continue;
+            }
             for (int i = 0; i < 16; i++) {
                 for (int k = 0; k < 4; k++) {
                     const int vec = V ? 16 * tile + i : 4 * q + k, cell = V ? 4 * q + k : 16 * tile + i;

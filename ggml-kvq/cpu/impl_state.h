@@ -213,22 +213,43 @@ static void decode_lattice(
     }
 }
 
-// Indices of vector v in 16 cells whose coordinates y[j] lie close to points of the grid, in whole steps; the points
-// are then the nearest ones. False: some are not close.
+// Nearest points of a vector in 16 cells: their coordinates in whole steps and their indices, where they are found at
+// once. d = 2: by the square of one step a side in which y lies. Else y lies close to a point, within a quarter of a
+// step in each coordinate: no other is as near. False: neither in some cell.
 template <int D>
-static inline bool close_points(const kvq_lattice_view & a, const f32x16 * y, int8_t (*point)[16], uint8_t * index) {
+static inline bool close_points(const kvq_lattice_view & a, const f32x16 * y, f32x16 * point, uint8_t * index) {
     const f32x16 per_step = f32_set1(1.0f / a.step), most = f32_set1(127.0f), least = f32_set1(-127.0f);
     f32x16 worst = f32_set1(0.0f);
     for (int j = 0; j < D; j++) {
-        const f32x16 u = f32_mul(y[j], per_step), r = f32_max(f32_min(f32_round(u), most), least);
-        worst = f32_absmax(worst, f32_sub(u, r));
-        i8_store(point[j], r);
+        const f32x16 u = f32_mul(y[j], per_step);
+        point[j] = f32_add(f32_max(f32_min(f32_round(u), most), least), f32_set1(0.0f)); // never -0
+        worst = f32_absmax(worst, f32_sub(u, point[j]));
+    }
+    if (D == 2) {
+        if (!(f32_hmax(worst) <= 0.505f)) { return false; } // outside of the table
+        float at[16];
+        int8_t byte[2][16];
+        int32_t all = 0;
+        f32_store(at,
+            f32_add(f32_add(f32_mul(point[0], f32_set1(KVQ_LATTICE_SIDE)), point[1]),
+                f32_set1(KVQ_LATTICE_SIDE / 2 * (KVQ_LATTICE_SIDE + 1))));
+        for (int t = 0; t < 16; t++) { // a gather takes longer
+            const int32_t found = a.pairs[(int) at[t]];
+            index[t] = (uint8_t) found;
+            byte[0][t] = (int8_t) (found >> 8);
+            byte[1][t] = (int8_t) (found >> 16);
+            all |= found;
+        }
+        for (int j = 0; j < 2; j++) { point[j] = f32_load_i8(byte[j]); }
+        return all >= 0;
     }
     if (!(f32_hmax(worst) <= 0.25f)) { return false; }
+    int8_t byte[D][16];
     int known = 0;
+    for (int j = 0; j < D; j++) { i8_store(byte[j], point[j]); }
     for (int t = 0; t < 16; t++) {
         uint64_t key = 0;
-        for (int j = 0; j < D; j++) { key |= (uint64_t) (uint8_t) point[j][t] << 8 * j; }
+        for (int j = 0; j < D; j++) { key |= (uint64_t) (uint8_t) byte[j][t] << 8 * j; }
         const kvq_lattice_slot & s = a.slots[key * a.slot_mul >> KVQ_LATTICE_SLOT_SHIFT];
         index[t] = s.index;
         known += s.key == key;
@@ -238,7 +259,7 @@ static inline bool close_points(const kvq_lattice_view & a, const f32x16 * y, in
 
 // The nearest points, whatever the rows are: as nearest32.
 template <int D>
-static inline void any_points(const kvq_lattice_view & a, const f32x16 * y, int8_t (*point)[16], uint8_t * index) {
+static inline void any_points(const kvq_lattice_view & a, const f32x16 * y, f32x16 * point, uint8_t * index) {
     f32x16 least = f32_set1(INFINITY), at = f32_set1(0.0f);
     for (int i = 0; i < a.n; i++) {
         f32x16 sum = f32_set1(0.0f);
@@ -251,7 +272,9 @@ static inline void any_points(const kvq_lattice_view & a, const f32x16 * y, int8
     u8_store16(index, at);
     const int stride = a.n < 16 ? 16 : a.n;
     for (int j = 0; j < D; j++) {
-        for (int t = 0; t < 16; t++) { point[j][t] = (int8_t) a.table[(size_t) (a.d + j) * stride + index[t]]; }
+        int8_t of[16];
+        for (int t = 0; t < 16; t++) { of[t] = (int8_t) a.table[(size_t) (a.d + j) * stride + index[t]]; }
+        point[j] = f32_load_i8(of);
     }
 }
 
@@ -259,17 +282,15 @@ static inline void any_points(const kvq_lattice_view & a, const f32x16 * y, int8
 template <int D>
 static void nearest_columns(const kvq_lattice_view & a, f32x16 inv, f32x16 scale, float * x, uint8_t * index) {
     const int n = a.codec.n_cells;
+    const f32x16 step = f32_set1(a.step);
     for (int v = 0; v < a.codec.head_size / D; v++) {
-        f32x16 y[D];
-        int8_t point[D][16];
-        for (int j = 0; j < D; j++) { y[j] = f32_mul(f32_load(x + (size_t) (v * D + j) * 16), inv); }
+        float * const to = x + (size_t) v * D * 16;
+        f32x16 y[D], point[D];
+        for (int j = 0; j < D; j++) { y[j] = f32_mul(f32_load(to + 16 * j), inv); }
         if (!close_points<D>(a, y, point, index + (size_t) v * n)) {
             any_points<D>(a, y, point, index + (size_t) v * n);
         }
-        for (int j = 0; j < D; j++) {
-            const f32x16 p = f32_mul(f32_load_i8(point[j]), f32_set1(a.step));
-            f32_store(x + (size_t) (v * D + j) * 16, f32_mul(p, scale));
-        }
+        for (int j = 0; j < D; j++) { f32_store(to + 16 * j, f32_mul(f32_mul(point[j], step), scale)); }
     }
 }
 

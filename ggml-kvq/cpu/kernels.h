@@ -63,6 +63,7 @@ struct kvq_lattice_slot {
     uint8_t index;
 };
 constexpr int KVQ_LATTICE_SLOT_SHIFT = 50;
+constexpr int KVQ_LATTICE_SIDE = 256; // coordinates -128 to 127
 
 // Geometry of a lattice block.
 struct kvq_lattice_view {
@@ -77,7 +78,10 @@ struct kvq_lattice_view {
     const uint8_t * table;   // [d][max(n, 16)] + 128, then the same without it, as int8
     const float * points;    // [d][n]
     const int32_t * squares; // kvq_lattice_squares
-    const struct kvq_lattice_slot * slots;
+    // Of saved states. d = 2: a square of one step a side at [x][y] (KVQ_LATTICE_SIDE) has the point that is nearest to
+    // all of it, as index | x << 8 | y << 16 in bytes; -1: there is none (kvq_lattice_pairs)
+    const int32_t * pairs;
+    const struct kvq_lattice_slot * slots; // else
     uint64_t slot_mul;
     // of split keys: the codec of whole heads, which half this is, and where it begins in a block
     kvq_codec whole;

@@ -9,6 +9,14 @@
 
 namespace {
 
+void turn(const kvq_row_transform & x, int t, float * row) {
+    if (x.turns) {
+        kvq_rotary_turn_row(*x.rotary, x.turns + (size_t) t * (size_t) x.rotary->n_dims, row);
+    } else {
+        kvq_rotary_apply(*x.rotary, x.positions[t], false, row);
+    }
+}
+
 // What is added to, or taken from, row t of head h besides its prediction: the mean, turned as the row is.
 struct row_mean {
     const kvq_row_transform & x;
@@ -20,7 +28,7 @@ struct row_mean {
     const float * of(int t, bool stays) {
         if (!mean || !stays) { return mean; }
         std::copy_n(mean, turned.size(), turned.data());
-        kvq_rotary_apply(*x.rotary, x.positions[t], false, turned.data());
+        turn(x, t, turned.data());
         return turned.data();
     }
 };
@@ -65,24 +73,40 @@ void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
             row[i] += (pred ? pred[i] : 0.0f);
             row[i] += (mu ? mu[i] : 0.0f);
         }
-        if (x.rotary && !stays) { kvq_rotary_apply(*x.rotary, x.positions[t], false, row.data()); }
+        if (x.rotary && !stays) { turn(x, t, row.data()); }
         clamp(row);
         kvq_cpu_f32_to_f16(row.data(), rows, D);
     }
 }
 
+void kvq_cpu_turns(const kvq_lane_layout & l, const kvq_row_transform & x, std::vector<float> & turns) {
+    turns.resize(x.rotary ? (size_t) l.page_cells * (size_t) x.rotary->n_dims : 0);
+    for (int t = 0; x.rotary && t < l.page_cells; t++) {
+        kvq_rotary_turn(*x.rotary, x.positions[t], false, &turns[(size_t) t * (size_t) x.rotary->n_dims]);
+    }
+}
+
 void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-    const kvq_row_transform * x) {
+    const kvq_row_transform * x, int n_threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
     for (int i = 0; i < n; i++) {
+        static thread_local std::vector<float> turns;
+        kvq_row_transform of = x[i];
+        kvq_cpu_turns(l, of, turns);
+        of.turns = turns.empty() ? nullptr : turns.data();
         memcpy(out[i], tiles[i], l.nb_frame);
         for (int h = 0; h < l.n_head; h++) {
-            kvq_cpu_take_out_rows(l, h, x[i], out[i] + h * l.nb_tile_head / 2, l.head_stride());
+            kvq_cpu_take_out_rows(l, h, of, out[i] + h * l.nb_tile_head / 2, l.head_stride());
         }
     }
 }
 
 void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {
     const size_t stride = (size_t) l.head_stride(), head = l.nb_tile_head / 2;
-    for (int h = 0; h < l.n_head; h++) { kvq_cpu_put_back_rows(l, h, x, tile + h * head, (int) stride); }
+    std::vector<float> turns;
+    kvq_row_transform of = x;
+    kvq_cpu_turns(l, of, turns);
+    of.turns = turns.empty() ? nullptr : turns.data();
+    for (int h = 0; h < l.n_head; h++) { kvq_cpu_put_back_rows(l, h, of, tile + h * head, (int) stride); }
     for (int t = 0; x.rotary && t < l.page_cells; t++) { kvq_tag_put(l, tile + t * stride, head, x.positions[t]); }
 }

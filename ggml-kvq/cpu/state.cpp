@@ -37,6 +37,7 @@ private:
         size_t nb;
         if (c.type == KVQ_TYPE_LATTICE) {
             lattice = kvq_lattice_make_view(c);
+            lattice.pairs = kvq_lattice_pairs(c);
             nb = kvq_lattice_encode_bytes(lattice);
         } else {
             affine = kvq_make_view(c);

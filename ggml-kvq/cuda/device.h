@@ -136,7 +136,7 @@ public:
     decode_room room_of(const kvq_codec & k, const kvq_codec & v, bool maps = false) const;
     const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_transform * x) override;
+        const kvq_row_transform * x, int n_threads) override;
     void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override;
     void chain_predict(const kvq_chain_pages & c, float * out) override;
     void chain_step(const kvq_chain_pages & c) override;

@@ -117,7 +117,7 @@ kvq_turn_args kvq_cuda_device::turn_shape(const kvq_lane_layout & l, const kvq_r
 
 // Waits, as the sealing of these rows does, and goes before it.
 void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-    const kvq_row_transform * x) {
+    const kvq_row_transform * x, int) {
     const float * const mean = mean_of(x[0].mean, (size_t) l.n_head * l.codec.head_size);
     const kvq_turn_args shape = turn_shape(l, x[0]);
     // These go before all else that waits: a tile that was given back may still have to be read, and one that is read

@@ -65,6 +65,8 @@ struct kvq_row_transform {               // what sealed rows of a page lack (pol
     const int32_t * sealed = nullptr; // positions when it was sealed; NULL: keys lack their rotary embedding altogether
     const float * pred = nullptr;     // NULL: nothing is predicted
     size_t pred_stride = 0;
+    // cos and sin at the page's positions, [cell][n_dims], where the host has them ready (kvq_cpu_turns); else NULL
+    const float * turns = nullptr;
 };
 
 // Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: nobody wants them.
@@ -110,7 +112,7 @@ class kvq_transform_engine {
 public:
     // n tiles as they are sealed; pointers of x: the device's memory, mean and rotary the host's
     virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_transform * x) = 0;
+        const kvq_row_transform * x, int n_threads) = 0;
     // in place; each row also gets its position, as open rows carry it (tags.h)
     virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) = 0;
 

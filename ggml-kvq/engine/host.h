@@ -35,6 +35,7 @@ void kvq_cpu_column_sums(
 // Rows of head h of a page, f16, `stride` apart, in place: less what sealed rows leave out (policy/transform.h), and
 // back. Every pointer of x is the host's.
 void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
+void kvq_cpu_turns(const kvq_lane_layout & l, const kvq_row_transform & x, std::vector<float> & turns); // of all heads
 void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
 
 // Predictors over plain rows: what calibration, graph nodes and tests use.

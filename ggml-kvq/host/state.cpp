@@ -302,11 +302,6 @@ static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, i
     return nb;
 }
 
-static bool shares_codes(const kvq_kv_cache & cache) {
-    return std::any_of(cache.layers.begin(), cache.layers.end(),
-        [](const auto & l) { return l->k->layout().shares_codes || l->v->layout().shares_codes; });
-}
-
 // Of n rows on their way in, how many belong to blocks; 0: these are rows. llama.cpp saves a sequence in ranges of
 // cells and restores it in runs of free ones, and neither knows of the other: a compact part is as many bytes as its
 // own range has, whatever stands before and behind it.
@@ -351,7 +346,7 @@ static int take_blob(
             kvq_report_note(note);
             in.noted = true;
         }
-        if (shares_codes(*t.cache)) { in.parts[first].assign(blob.data, blob.data + blob.nb); }
+        in.parts[first].assign(blob.data, blob.data + blob.nb); // the next layer's may lack codes
     }
     in.blob.clear();
     in.runs.clear();
@@ -389,19 +384,20 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
     t.cache->commit(t.cache->n_threads);
     const size_t nb_row = 2 * (size_t) lanes.row;
     const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
-    std::unique_ptr<uint16_t[]> own;
+    uint16_t * own = nullptr;
     if (!r.whole() || (uintptr_t) data % sizeof(uint16_t) || lanes.wants_own()) {
-        own.reset(new uint16_t[(size_t) (r.row1 - r.row0) * (size_t) lanes.row]);
+        t.cache->arrivals.copy.resize((size_t) (r.row1 - r.row0) * (size_t) lanes.row);
+        own = t.cache->arrivals.copy.data();
     }
     const auto read = [&](int64_t at) { // rows that are only partly replaced
         each_stream(lanes.layout(), at, at + 1, [&](int s, int cell, int n, int64_t row) {
-            lanes.read(s, cell, n, own.get() + (size_t) (row - r.row0) * (size_t) lanes.row, 1);
+            lanes.read(s, cell, n, own + (size_t) (row - r.row0) * (size_t) lanes.row, 1);
         });
     };
     if (r.head) { read(r.row0); }
     if (r.tail) { read(r.row1 - 1); }
-    if (own) { memcpy((char *) own.get() + r.head, data, size); }
-    const uint16_t * const rows = own ? own.get() : (const uint16_t *) data;
+    if (own) { memcpy((char *) own + r.head, data, size); }
+    const uint16_t * const rows = own ? own : (const uint16_t *) data;
 
     kvq_arrivals & in = t.cache->arrivals;
     const bool staged = in.data == data; // one buffer for one tensor after the other: they come from a file

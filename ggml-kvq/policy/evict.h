@@ -105,7 +105,9 @@ private:
     void read_block(bool value, int s, int i, int h, int cell, int n, uint16_t * rows, bool image, int64_t last,
         const uint8_t * codes, const uint8_t * params) const;
     std::map<int, arrival> pages_in(
-        bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) const;
+        bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left, int n_threads) const;
+    struct said;
+    said said_by(bool value, const uint16_t * row, size_t D, size_t nb_row) const;
     void encode_holed(int s, int i, const arrival & a);
     void encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void clear();

@@ -12,6 +12,7 @@
 #include "evict.h"
 
 #include "engine/host.h"
+#include "base/constants.h"
 #include "store/state_blocks.h"
 #include "types/types.h"
 
@@ -300,28 +301,43 @@ void kvq_evict::encode_arrived(int s, int cell, int n, const uint16_t * rows, st
     }
 }
 
+// What the row of one head says of its place in a page of slots.
+struct kvq_evict::said {
+    enum { NOTHING, EVICTED, HELD, IN_HOLED } what = NOTHING;
+    uint8_t of_tail = 0;
+    uint32_t head = 0;
+};
+
+kvq_evict::said kvq_evict::said_by(bool value, const uint16_t * row, size_t D, size_t nb_row) const {
+    said x;
+    uint8_t bytes[KVQ_MAX_HEAD];
+    if (all_evicted(row, D)) {
+        x.what = said::EVICTED;
+    } else if (!value && take_holed(row, D, page_cells, x.head, x.of_tail)) {
+        x.what = said::IN_HOLED;
+    } else if (kvq_image_width(D, nb_row) <= MAX_IMAGE && kvq_image_take(D, row, 0, nb_row, bytes)) {
+        x.what = said::HELD;
+        memcpy(&x.head, bytes, 4);
+    }
+    return x;
+}
+
 // Pages that rows belong to, by their number in the state; left: 0 for evicted rows.
 std::map<int, kvq_evict::arrival> kvq_evict::pages_in(
-    bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) const {
-    const size_t D = (size_t) lane[value]->layout().codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value);
+    bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left, int n_threads) const {
+    const size_t D = (size_t) lane[value]->layout().codec.head_size, nb_row = nb_share(value);
+    std::vector<said> of_rows((size_t) n * (size_t) n_head);
+#pragma omp parallel for num_threads(n_threads) if (n > 64 && n_threads > 1)
+    for (size_t i = 0; i < of_rows.size(); i++) { of_rows[i] = said_by(value, rows + i * D, D, nb_row); }
     std::map<int, arrival> found;
-    std::vector<uint8_t> bytes(nb_row);
     for (int c = cell; c < cell + n; c++) {
         for (int h = 0; h < n_head; h++) {
-            const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;
-            uint32_t head;
-            uint8_t of_tail;
-            if (all_evicted(row, D)) {
-                left[(size_t) (c - cell) * n_head + h] = 0;
-                continue;
-            }
-            const bool holed = !value && take_holed(row, D, page_cells, head, of_tail);
-            if (!holed) {
-                if (kvq_image_width(D, nb_row) > MAX_IMAGE || !kvq_image_take(D, row, 0, nb_row, bytes.data())) {
-                    continue;
-                }
-                memcpy(&head, bytes.data(), 4);
-            }
+            const said & x = of_rows[(size_t) (c - cell) * (size_t) n_head + (size_t) h];
+            if (x.what == said::EVICTED) { left[(size_t) (c - cell) * n_head + h] = 0; }
+            if (x.what == said::EVICTED || x.what == said::NOTHING) { continue; }
+            const bool holed = x.what == said::IN_HOLED;
+            const uint32_t head = x.head;
+            const uint8_t of_tail = x.of_tail;
             const int t = (int) (head >> 20 & 255);
             if (t >= page_cells || (!holed && head >> 30)) { continue; }
             arrival & a = found[holed ? -1 - (int) (head & MAX_PAGE) : (int) (head & MAX_PAGE)];
@@ -362,7 +378,7 @@ void kvq_evict::restore(
     for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
     forget_all(s);
     written_end[(size_t) s] = std::max(written_end[(size_t) s], cell + n);
-    const std::map<int, arrival> found = pages_in(value, cell, n, rows, left);
+    const std::map<int, arrival> found = pages_in(value, cell, n, rows, left, n_threads);
     std::vector<taken_page> taken;
     for (const auto & f : found) { taken.push_back({ &f.second, false, {}, {}, {} }); }
 #pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (taken.size() > 1 && n_threads > 1)

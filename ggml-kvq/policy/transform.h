@@ -49,7 +49,8 @@ public:
     // Events.
     void written(kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) override;
     bool tags_rows(const kvq_lane &) const override { return rotor; }
-    void leave_out(kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) override;
+    void leave_out(kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks,
+        int n_threads) override;
     void encoded(kvq_lane & x) override;
     void put_back(const kvq_lane & x, int s, int p, uint16_t * tile) const override;
     void state_changed(kvq_lane & x, int s, int p, kvq_page_state from, kvq_page_state to) override;
@@ -86,7 +87,7 @@ private:
     void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
         const uint8_t * params, uint16_t * rows) const;
     bool take_head(const kvq_lane & x, int h, int low, const uint16_t * rows, const std::vector<float> & pred,
-        bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
+        const std::vector<float> & turns, bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
 
     // tiles that are encoded in place of the open ones, until encoded()
     std::vector<uint16_t *> reduced;

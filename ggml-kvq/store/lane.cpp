@@ -225,7 +225,7 @@ void kvq_lane::keep_page(int s, int p, uint16_t * tile) {
 void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
     keep_page(s, p, tile);
     std::vector<kvq_page_block> b = { block(s, p, tile) };
-    for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b); }
+    for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b, 1); }
     device.encode(l, b.data(), 1, 1);
     for (kvq_policy * x : policies) { x->encoded(*this); }
 }
@@ -250,7 +250,7 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
     for (int p : due) { blocks.push_back(block(s, p, info(s, p).frame)); }
     for (kvq_policy * x : policies) { x->choose(*this, s, due); }
     for (kvq_policy * x : policies) { x->keep(*this, s, due, blocks, n_threads); }
-    for (kvq_policy * x : policies) { x->leave_out(*this, s, due, blocks); }
+    for (kvq_policy * x : policies) { x->leave_out(*this, s, due, blocks, n_threads); }
     device.encode(l, blocks.data(), (int) blocks.size(), n_threads);
     for (kvq_policy * x : policies) { x->encoded(*this); }
     for (int p : due) {

@@ -60,8 +60,8 @@ public:
     virtual void keep(kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/,
         const std::vector<kvq_page_block> & /*blocks*/, int /*n_threads*/) {}
     virtual bool recall(const kvq_lane &, int /*s*/, int /*p*/, uint16_t * /*tile*/) const { return false; }
-    virtual void leave_out(
-        kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/, std::vector<kvq_page_block> & /*blocks*/) {}
+    virtual void leave_out(kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/,
+        std::vector<kvq_page_block> & /*blocks*/, int /*n_threads*/) {}
     virtual void encoded(kvq_lane &) {}
     virtual void put_back(const kvq_lane &, int /*s*/, int /*p*/, uint16_t * /*tile*/) const {}
     virtual void sealed(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/) {}
