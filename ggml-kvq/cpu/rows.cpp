@@ -37,6 +37,34 @@ void clamp(std::vector<float> & x) {
     for (float & y : x) { y = std::min(std::max(y, -65504.0f), 65504.0f); }
 }
 
+// Rows of a head in f32 while they are worked on, converted together where they lie side by side.
+class f32_rows {
+public:
+    f32_rows(uint16_t * rows, int n, int D, int stride) : rows(rows), n(n), D(D), stride(stride) {
+        x.resize((size_t) n * (size_t) D);
+        each([&](uint16_t * h, float * f, int64_t count) { kvq_cpu_f16_to_f32(h, f, count); });
+    }
+    ~f32_rows() {
+        each([&](uint16_t * h, float * f, int64_t count) { kvq_cpu_f32_to_f16(f, h, count); });
+    }
+    void get(int t, std::vector<float> & row) const { std::copy_n(&x[(size_t) t * (size_t) D], D, row.data()); }
+    void put(int t, const std::vector<float> & row) { std::copy_n(row.data(), D, &x[(size_t) t * (size_t) D]); }
+
+private:
+    template <typename F> void each(const F & convert) {
+        const int64_t width = D;
+        if (stride == D) {
+            convert(rows, x.data(), n * width);
+            return;
+        }
+        for (int t = 0; t < n; t++) { convert(rows + (size_t) t * stride, &x[(size_t) t * (size_t) D], width); }
+    }
+    uint16_t * const rows;
+    const int n, D, stride;
+    static thread_local std::vector<float> x;
+};
+thread_local std::vector<float> f32_rows::x;
+
 // sealed where it is now: its rotary embedding stays in the block
 bool stays_at(const kvq_row_transform & x, int t) { return x.rotary && x.sealed && x.sealed[t] == x.positions[t]; }
 
@@ -46,16 +74,17 @@ void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
     const int D = l.codec.head_size;
     std::vector<float> row((size_t) D);
     row_mean mean(x, h, D);
-    for (int t = 0; t < l.page_cells; t++, rows += stride) {
+    f32_rows all(rows, l.page_cells, D, stride);
+    for (int t = 0; t < l.page_cells; t++) {
         const float * pred = x.pred ? x.pred + t * x.pred_stride + (size_t) h * D : nullptr;
-        kvq_cpu_f16_to_f32(rows, row.data(), D);
+        all.get(t, row);
         const bool stays = stays_at(x, t);
         if (x.rotary && !stays) { kvq_rotary_apply(*x.rotary, x.positions[t], true, row.data()); }
         const float * mu = mean.of(t, stays);
         for (int i = 0; i < D; i++) { row[i] = row[i] - (mu ? mu[i] : 0.0f) - (pred ? pred[i] : 0.0f); }
         if (x.rotary && x.sealed && !stays) { kvq_rotary_apply(*x.rotary, x.sealed[t], false, row.data()); }
         clamp(row);
-        kvq_cpu_f32_to_f16(row.data(), rows, D);
+        all.put(t, row);
     }
 }
 
@@ -63,9 +92,10 @@ void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
     const int D = l.codec.head_size;
     std::vector<float> row((size_t) D);
     row_mean mean(x, h, D);
-    for (int t = 0; t < l.page_cells; t++, rows += stride) {
+    f32_rows all(rows, l.page_cells, D, stride);
+    for (int t = 0; t < l.page_cells; t++) {
         const float * pred = x.pred ? x.pred + t * x.pred_stride + (size_t) h * D : nullptr;
-        kvq_cpu_f16_to_f32(rows, row.data(), D);
+        all.get(t, row);
         const bool stays = stays_at(x, t);
         if (x.rotary && x.sealed && !stays) { kvq_rotary_apply(*x.rotary, x.sealed[t], true, row.data()); }
         const float * mu = mean.of(t, stays);
@@ -75,7 +105,7 @@ void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
         }
         if (x.rotary && !stays) { turn(x, t, row.data()); }
         clamp(row);
-        kvq_cpu_f32_to_f16(row.data(), rows, D);
+        all.put(t, row);
     }
 }
 
