@@ -114,7 +114,17 @@ void decode_half(const kvq_codec & c, const void * codes, const void * params, u
     kvq_get_kernels().decode_lattice(r.lattice, codes, params, rows, r.work.data());
 }
 
-// Rows of a half in those of whole heads, to or fro.
+// copy(channel of the half, channel of the head, how many): channels that follow each other in both
+template <typename F> void each_run(const kvq_codec & c, const kvq_lattice_half & h, const F & copy) {
+    const int D = h.codec.head_size;
+    for (int i = 0, n; i < D; i += n) {
+        const int first = kvq_lattice_channel(c, h.fast, i);
+        for (n = 1; i + n < D && kvq_lattice_channel(c, h.fast, i + n) == first + n;) { n++; }
+        copy(i, first, n);
+    }
+}
+
+// Rows of a half in those of whole heads.
 void decode_lattice(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows) {
     static thread_local std::vector<uint16_t> own;
     if (!c.split) {
@@ -128,10 +138,11 @@ void decode_lattice(const kvq_codec & c, const void * codes, const void * params
     for (int k = 0; k < n; k++) {
         const kvq_lattice_half & h = halves[k];
         decode_half(h.codec, (const uint8_t *) codes + h.codes, (const uint8_t *) params + h.params, own.data());
-        for (int i = 0; i < D; i++) {
-            uint16_t * to = rows + kvq_lattice_channel(c, h.fast, i);
-            for (int t = 0; t < c.n_cells; t++) { to[(size_t) t * c.head_size] = own[(size_t) t * D + i]; }
-        }
+        each_run(c, h, [&](int i, int channel, int width) {
+            for (size_t t = 0; t < (size_t) c.n_cells; t++) {
+                memcpy(rows + t * (size_t) c.head_size + channel, &own[t * (size_t) D + i], 2 * (size_t) width);
+            }
+        });
     }
 }
 
@@ -144,10 +155,11 @@ void assign_lattice(const kvq_codec & c, const uint16_t * rows, void * codes, co
         const uint16_t * from = rows;
         if (c.split) {
             own.resize((size_t) c.n_cells * D);
-            for (int i = 0; i < D; i++) {
-                const uint16_t * of = rows + kvq_lattice_channel(c, h.fast, i);
-                for (int t = 0; t < c.n_cells; t++) { own[(size_t) t * D + i] = of[(size_t) t * c.head_size]; }
-            }
+            each_run(c, h, [&](int i, int channel, int width) {
+                for (size_t t = 0; t < (size_t) c.n_cells; t++) {
+                    memcpy(&own[t * (size_t) D + i], rows + t * (size_t) c.head_size + channel, 2 * (size_t) width);
+                }
+            });
             from = own.data();
         }
         room & r = room::of(h.codec);
