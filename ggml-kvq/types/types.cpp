@@ -180,7 +180,7 @@ bool kvq_image_take(size_t n_values, const uint16_t * rows, int low, size_t nb, 
     case 4: return bit_fields<4>::take(n_values, rows, low, nb, p);
     default: break;
     }
-    memset(bytes, 0, nb);
+    if (nb) { memset(bytes, 0, nb); }
     for (size_t i = 0; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;

@@ -17,6 +17,12 @@ using rows_t = std::vector<uint16_t>;
 using bytes_t = std::vector<uint8_t>;
 
 static int pick(std::initializer_list<int> x) { return x.begin()[uniform(0, (int) x.size() - 1)]; }
+static bytes_t room_for(size_t nb) { // none of them is NULL, not even of no bytes
+    bytes_t x;
+    x.reserve(nb + 1);
+    x.resize(nb);
+    return x;
+}
 static uint8_t random_byte() { return (uint8_t) uniform(0, 255); }
 
 static kvq_codec random_codec() {
@@ -74,7 +80,7 @@ struct answer {
 
 static answer read_image(const kvq_codec & c, const rows_t & rows, const uint8_t * shared, bool marked, bool fast) {
     const kvq_type_traits * t = kvq_traits(c.type);
-    answer a = { false, bytes_t(t->nb_codes(c), 0), bytes_t(t->nb_params(c), 0) };
+    answer a = { false, room_for(t->nb_codes(c)), room_for(t->nb_params(c)) };
     a.is_image = (fast ? kvq_cpu_image_read : kvq_image_read)(
         c, rows.data(), shared, shared ? nullptr : a.codes.data(), a.params.data(), marked);
     return a;
@@ -116,7 +122,7 @@ static void one_page() {
     const kvq_codec c = random_codec();
     const kvq_type_traits * t = kvq_traits(c.type);
     const rows_t rows = random_rows(c);
-    bytes_t codes(t->nb_codes(c), 0), params(t->nb_params(c), 0);
+    bytes_t codes = room_for(t->nb_codes(c)), params = room_for(t->nb_params(c));
     const bool foreign = uniform(0, 5) == 0;
     if (c.type == KVQ_TYPE_MIXED) {
         for (uint8_t & x : params) { x = random_byte(); }
@@ -150,7 +156,7 @@ static void bit_streams() {
     const size_t n = (size_t) uniform(1, 40) * 8, nb = (size_t) uniform(0, (int) n * 9 / 8);
     const int w = kvq_image_width(n, nb), low = uniform(0, 16 - w);
     rows_t rows(n), want;
-    bytes_t bytes(nb), back(nb, 0xff);
+    bytes_t bytes = room_for(nb), back = room_for(nb);
     for (uint16_t & x : rows) { x = (uint16_t) uniform(0, 0xffff); }
     for (uint8_t & x : bytes) { x = random_byte(); }
     want = rows;
