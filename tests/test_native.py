@@ -29,6 +29,7 @@ TESTS = [
         "test_far",
         "test_probe",
         "test_memory",
+        "test_images",
     ),
     "ggml-graph",
 ]
@@ -40,6 +41,7 @@ RUNS = [
     ("test_fuzz_states", ["400"]),
     *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches", "test_far")),
     *(("test_probe", []), ("test_memory", [])),
+    ("test_images", ["150", "3"]),
 ]
 
 

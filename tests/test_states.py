@@ -373,3 +373,20 @@ def test_a_server_killed_while_it_writes_leaves_no_state_that_lies(tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)
     assert counts["refused"] + counts["whole"] + counts["absent"] == 4 and counts["bytes"] > 1 << 20
+
+
+def test_the_clock_of_states_runs_and_finds_the_same_bytes() -> None:
+    """scripts/bench_states.py on few tokens: rows and blocks come back as they were, and pages come as blocks."""
+    r = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "scripts" / "bench_states.py"), "-m", str(DEMO), "--depth", "600"),
+            *("--rounds", "1", "-t", "2", "--arms", "upstream,kivi,higgs,minikv,kivi:state=compact"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert r.returncode == 0, r.stderr
+    lines = r.stdout.splitlines()
+    assert len(lines) == 6 and all("get " in line and "set " in line for line in lines[1:]), r.stdout
+    assert "NOT the same" not in r.stdout

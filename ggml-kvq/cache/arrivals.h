@@ -25,6 +25,7 @@ struct kvq_arrivals {
     // the codes of the one before it.
     std::map<int, std::vector<uint8_t>> parts, owner[2];
     bool noted = false;
+    std::vector<uint16_t> copy;                                                  // rows that are changed in place
     const void * data = nullptr;                                                 // where the last call's rows were
     std::string damage;                                                          // why rows were refused
     void begin(const kvq_kv_layer * its_layer, bool its_value, int its_stream) { // of the next tensor

@@ -240,7 +240,8 @@ void kvq_kv_cache::reading::done() const {
     for (int s = 0; chain && follow && s < n_stream; s++) { chain->layer_read(ordinal, stream0 + s, n_pages); }
 }
 
-void kvq_kv_cache::commit(int n_threads) {
+void kvq_kv_cache::commit(int threads) {
+    n_threads = threads;
     for (auto & l : layers) { // graph order: owners of shared codes first
         l->k->commit(n_threads);
         l->v->commit(n_threads);

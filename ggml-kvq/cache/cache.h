@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 // What of a cache tensor's rows a lane holds: channels [first, first + n). Most layers have two operands, keys and
@@ -77,7 +78,7 @@ public:
         std::vector<kvq_chain_pages> lanes; // [stream][keys, values]
     };
 
-    void commit(int n_threads);
+    void commit(int threads);
     bool waits_to_seal() const; // for the scores that attention leaves on the device
     static bool is_alive(const kvq_kv_cache * cache);
     void clear();
@@ -89,8 +90,9 @@ public:
     kvq_config config;
     std::vector<std::unique_ptr<kvq_kv_layer>> layers;
     std::string device_name = "KVQ0";
-    kvq_arrivals arrivals;     // rows of a saved state that is being restored
-    bool compact = false;      // saved states hold blocks as they are
+    kvq_arrivals arrivals; // rows of a saved state that is being restored
+    bool compact = false;  // saved states hold blocks as they are
+    int n_threads = std::max(1, (int) std::thread::hardware_concurrency() / 2); // of the last graph
     uint16_t model_mark();     // of the model, for marks; 0: not known (state.cpp)
     bool lacks_memory = false; // to seal, and no step has failed by it yet
     bool refused = false;      // a graph asked for something unsupported: computing fails instead of guessing

@@ -87,6 +87,14 @@ public:
         }
     }
 
+    bool enter_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int) override {
+        const size_t D = (size_t) l.codec.head_size, nb_head = (size_t) l.page_cells * (size_t) l.head_stride();
+        for (int64_t i = 0; i < n; i++) {
+            for (size_t h = 0; h < (size_t) l.n_head; h++, rows += D) { memcpy(to[i] + h * nb_head, rows, 2 * D); }
+        }
+        return true;
+    }
+
     void attend(const kvq_attention_call & a) override {
         if (!a.predicted) { kvq_cpu_attend(a.streams, a.n, a.n_threads); }
         for (int i = 0; a.predicted && i < a.n; i++) {
@@ -95,8 +103,8 @@ public:
     }
 
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_transform * x) override {
-        kvq_cpu_take_out(l, n, tiles, out, x);
+        const kvq_row_transform * x, int n_threads) override {
+        kvq_cpu_take_out(l, n, tiles, out, x, n_threads);
     }
     void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override {
         kvq_cpu_put_back(l, tile, x);

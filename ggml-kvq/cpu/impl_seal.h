@@ -65,6 +65,28 @@ static void put_planes(int n_parts, const int * width, const int * shift, const 
     }
 }
 
+// Codes as bytes [cell][stride] into the bit fields of their parts. quads: room for [tile][dots/4][lane][4]
+static void put_codes(const kvq_view & a, const int8_t * bytes, int stride, uint8_t * quads, uint8_t * codes) {
+    const bool V = a.codec.role == KVQ_ROLE_V;
+    const int n_quads = (V ? a.codec.n_cells : a.codec.head_size) / 4;
+    for (int tile = 0; tile < a.n_tiles; tile++) {
+        for (int q = 0; q < n_quads; q++) {
+            uint8_t * to = quads + ((size_t) tile * n_quads + q) * KVQ_CHUNK_BYTES;
+            if (V) {
+                const int8_t * from = bytes + (size_t) (4 * q) * stride + 16 * tile;
+                for (int i = 0; i < 16; i++) {
+                    for (int k = 0; k < 4; k++) { to[4 * i + k] = (uint8_t) from[k * stride + i]; }
+                }
+            } else {
+                for (int i = 0; i < 16; i++) {
+                    __builtin_memcpy(to + 4 * i, bytes + (size_t) (16 * tile + i) * stride + 4 * q, 4);
+                }
+            }
+        }
+        put_planes(a.n_parts, a.width, a.shift, a.n_chunks, a.offset, tile, n_quads, quads, codes);
+    }
+}
+
 // work: see kvq_encode_bytes. head_size is a multiple of 16.
 static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8_t * valid, bool shared, void * codes,
     void * params, void * work) {
@@ -129,24 +151,7 @@ static void encode_affine(const kvq_view & a, const uint16_t * rows, const uint8
             i8_store4(bytes + (size_t) t * stride + d, q[0], q[1], q[2], q[3]);
         }
     }
-    // [tile][dots/4][lane][4], then planes
-    const int n_dots = V ? n : D, n_quads = n_dots / 4;
-    for (int tile = 0; tile < a.n_tiles; tile++) {
-        for (int q = 0; q < n_quads; q++) {
-            uint8_t * to = quads + ((size_t) tile * n_quads + q) * KVQ_CHUNK_BYTES;
-            if (V) {
-                const int8_t * from = bytes + (size_t) (4 * q) * stride + 16 * tile;
-                for (int i = 0; i < 16; i++) {
-                    for (int k = 0; k < 4; k++) { to[4 * i + k] = (uint8_t) from[k * stride + i]; }
-                }
-            } else {
-                for (int i = 0; i < 16; i++) {
-                    __builtin_memcpy(to + 4 * i, bytes + (size_t) (16 * tile + i) * stride + 4 * q, 4);
-                }
-            }
-        }
-        put_planes(a.n_parts, a.width, a.shift, a.n_chunks, a.offset, tile, n_quads, quads, (uint8_t *) codes);
-    }
+    put_codes(a, bytes, stride, quads, (uint8_t *) codes);
 }
 
 } // namespace

@@ -61,14 +61,48 @@ static inline f32x16 best_scales(const kvq_lattice_view & a, const float * x, in
     return f32_mul(rms, factor);
 }
 
+// Indices [vector][n] into the bit fields of their parts; behind them there is room for them by tiles.
+static void put_indices(const kvq_lattice_view & a, uint8_t * index, uint8_t * codes) {
+    const kvq_codec & c = a.codec;
+    const int n = c.n_cells, n_vec = c.head_size / a.d;
+    const bool V = c.role == KVQ_ROLE_V;
+    uint8_t * quads = index + (size_t) n * n_vec;
+    // [tile][dots/4][lane][4], then planes
+    const int n_quads = (a.n_dots + 3) / 4, w = c.bits * c.group, width[2] = { w == 6 ? 4 : w, 2 }, shift[2] = { 0, 4 };
+    for (int tile = 0; tile < a.n_tiles; tile++) {
+        for (int q = 0; q < n_quads; q++) {
+            uint8_t * to = quads + ((size_t) tile * n_quads + q) * KVQ_CHUNK_BYTES;
+            if (V && 16 * tile + 16 <= n_vec) {
+                for (int i = 0; i < 16; i++) {
+                    __builtin_memcpy(to + 4 * i, index + (size_t) (16 * tile + i) * n + 4 * q, 4);
+                }
+                continue;
+            }
+            if (!V && 4 * q + 4 <= n_vec) {
+                const uint8_t * from = index + (size_t) (4 * q) * n + 16 * tile;
+                for (int i = 0; i < 16; i++) {
+                    for (int k = 0; k < 4; k++) { to[4 * i + k] = from[k * n + i]; }
+                }
+                continue;
+            }
+            for (int i = 0; i < 16; i++) {
+                for (int k = 0; k < 4; k++) {
+                    const int vec = V ? 16 * tile + i : 4 * q + k, cell = V ? 4 * q + k : 16 * tile + i;
+                    to[4 * i + k] = vec < n_vec ? index[(size_t) vec * n + cell] : 0;
+                }
+            }
+        }
+        put_planes(w == 6 ? 2 : 1, width, shift, a.n_chunks, a.offset, tile, n_quads, quads, codes);
+    }
+}
+
 // head_size is a multiple of 16. work: kvq_encode_bytes
 static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared,
     void * codes, void * params, void * work) {
     const kvq_codec & c = a.codec;
     const int D = c.head_size, n = c.n_cells, n_vec = D / a.d;
-    const bool V = c.role == KVQ_ROLE_V;
     float * x = (float *) work; // columns [channel][cell]
-    uint8_t *index = (uint8_t *) (x + (size_t) n * D), *quads = index + (size_t) n * n_vec;
+    uint8_t * index = (uint8_t *) (x + (size_t) n * D);
 
     for (int t = 0; t < n; t += 16) {
         for (int d = 0; d < D; d += 16) {
@@ -125,20 +159,7 @@ static void encode_lattice(const kvq_lattice_view & a, const uint16_t * rows, co
             }
         }
     }
-    // [tile][dots/4][lane][4], then planes
-    const int n_quads = (a.n_dots + 3) / 4, w = c.bits * c.group, width[2] = { w == 6 ? 4 : w, 2 }, shift[2] = { 0, 4 };
-    for (int tile = 0; tile < a.n_tiles; tile++) {
-        for (int q = 0; q < n_quads; q++) {
-            uint8_t * to = quads + ((size_t) tile * n_quads + q) * KVQ_CHUNK_BYTES;
-            for (int i = 0; i < 16; i++) {
-                for (int k = 0; k < 4; k++) {
-                    const int vec = V ? 16 * tile + i : 4 * q + k, cell = V ? 4 * q + k : 16 * tile + i;
-                    to[4 * i + k] = vec < n_vec ? index[(size_t) vec * n + cell] : 0;
-                }
-            }
-        }
-        put_planes(w == 6 ? 2 : 1, width, shift, a.n_chunks, a.offset, tile, n_quads, quads, (uint8_t *) codes);
-    }
+    put_indices(a, index, (uint8_t *) codes);
 }
 
 } // namespace

@@ -57,6 +57,14 @@ struct kvq_block_kernels {
     int tile_rows; // from so many rows on, to_tile and the tile kernels are faster
 };
 
+// Points by their coordinates in steps, a byte each: a point lies in the slot of key * slot_mul >> the shift.
+struct kvq_lattice_slot {
+    uint64_t key; // of an empty slot, one that lies elsewhere
+    uint8_t index;
+};
+constexpr int KVQ_LATTICE_SLOT_SHIFT = 50;
+constexpr int KVQ_LATTICE_SIDE = 256; // coordinates -128 to 127
+
 // Geometry of a lattice block.
 struct kvq_lattice_view {
     kvq_codec codec;
@@ -70,6 +78,11 @@ struct kvq_lattice_view {
     const uint8_t * table;   // [d][max(n, 16)] + 128, then the same without it, as int8
     const float * points;    // [d][n]
     const int32_t * squares; // kvq_lattice_squares
+    // Of saved states. d = 2: a square of one step a side at [x][y] (KVQ_LATTICE_SIDE) has the point that is nearest to
+    // all of it, as index | x << 8 | y << 16 in bytes; -1: there is none (kvq_lattice_pairs)
+    const int32_t * pairs;
+    const struct kvq_lattice_slot * slots; // else
+    uint64_t slot_mul;
     // of split keys: the codec of whole heads, which half this is, and where it begins in a block
     kvq_codec whole;
     bool fast;
@@ -182,6 +195,21 @@ struct kvq_kernels {
     // As kvq_lattice_encode, likewise; work: kvq_lattice_encode_bytes
     void (*encode_lattice)(const kvq_lattice_view & a, const uint16_t * rows, const uint8_t * valid, bool shared,
         void * codes, void * params, void * work);
+
+    // Of saved states, for the same head sizes and with the same work. decode: f16 rows [n_cells][head_size] of a
+    // block that is not split. match: the codes of such rows under given parameters, as types.h says; keep: of each
+    // cell, the bits of its channels that count. by: NULL, or a factor of each channel (types/mixed.h), one group then.
+    void (*decode_affine)(
+        const kvq_view & v, const void * codes, const void * params, const float * by, uint16_t * rows, void * work);
+    bool (*match_affine)(const kvq_view & v, const uint16_t * rows, const uint16_t * const * keep, const float * by,
+        void * codes, const void * params, void * work);
+    void (*decode_lattice)(
+        const kvq_lattice_view & a, const void * codes, const void * params, uint16_t * rows, void * work);
+    // keep NULL: nearest codes of the rows, which need not be decoded ones
+    bool (*match_lattice)(const kvq_lattice_view & a, const uint16_t * rows, const uint16_t * const * keep,
+        void * codes, const void * params, void * work);
+    // Hashes of n rows of `width` values, at any address (base/row_hash.h); false: some value is not finite
+    bool (*hash_rows)(const void * rows, int n, int width, uint64_t * hashes);
 };
 
 extern const kvq_kernels kvq_kernels_portable;

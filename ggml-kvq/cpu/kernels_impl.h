@@ -73,6 +73,7 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
 #include "impl_seal.h"
 #include "impl_predict.h"
 #include "impl_seal_lattice.h"
+#include "impl_state.h"
 
 #define KVQ_KERNELS(name, available)                                                                                   \
     { name, available, KVQ_NS::f32_to_f16_row, KVQ_NS::f16_to_f32_row,                                                 \
@@ -82,4 +83,5 @@ static void f16_to_f32_row(const uint16_t * x, float * y, int64_t n) {
         KVQ_NS::mean_coefficients, KVQ_NS::score_mean, KVQ_NS::score_tile, KVQ_NS::accum_tile, KVQ_NS::softmax,        \
         KVQ_NS::scale_row, KVQ_NS::page_weights, KVQ_NS::rank_cells, KVQ_NS::quantise_row, KVQ_NS::predict,            \
         KVQ_NS::sum_rows8, KVQ_NS::apply_tile8, KVQ_NS::lattice_rows, KVQ_NS::rows_to_f16, KVQ_NS::encode_affine,      \
-        KVQ_NS::encode_lattice }
+        KVQ_NS::encode_lattice, KVQ_NS::decode_affine, KVQ_NS::match_affine, KVQ_NS::decode_lattice,                   \
+        KVQ_NS::match_lattice, KVQ_NS::hash_rows }

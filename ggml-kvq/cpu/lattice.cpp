@@ -13,7 +13,31 @@ struct table {
     bool wide = false;
     std::vector<uint8_t> bytes; // kvq_lattice_view::table
     std::vector<float> points;  // [d][n]
+    std::vector<kvq_lattice_slot> slots;
+    uint64_t slot_mul = 0;
 };
+
+// The first of odd numbers in a row that puts every point into a slot of its own.
+void make_slots(const kvq_grid & g, table & t) {
+    constexpr size_t N = (size_t) 1 << (64 - KVQ_LATTICE_SLOT_SHIFT);
+    const auto key_of = [&](int i) {
+        uint64_t key = 0;
+        for (int j = 0; j < g.d; j++) { key |= (uint64_t) (uint8_t) g.point[i * g.d + j] << 8 * j; }
+        return key;
+    };
+    for (bool clear = false; !clear;) {
+        t.slot_mul = (t.slot_mul * 0x5851f42d4c957f2d + 0x14057b7ef767814f) | 1;
+        const auto slot_of = [&](uint64_t key) { return key * t.slot_mul >> KVQ_LATTICE_SLOT_SHIFT; };
+        t.slots.assign(N, { 0, 0 });
+        for (uint64_t & key = t.slots[0].key; slot_of(key) == 0;) { key++; } // 0 itself lies there
+        clear = true;
+        for (int i = g.n - 1; i >= 0; i--) {
+            kvq_lattice_slot & s = t.slots[slot_of(key_of(i))];
+            clear = clear && (slot_of(s.key) != (uint64_t) (&s - t.slots.data()) || s.key == key_of(i));
+            s = { key_of(i), (uint8_t) i };
+        }
+    }
+}
 
 const table & table_of(const kvq_grid & g) {
     static table tables[9][5]; // by d and bits
@@ -33,11 +57,43 @@ const table & table_of(const kvq_grid & g) {
                 t.points[(size_t) j * g.n + i] = (float) (point * g.step) * (1.0f / 4096.0f);
             }
         }
+        if (g.d != 2) { make_slots(g, t); }
     }
     return t;
 }
 
 } // namespace
+
+// With c in the middle of a square, |y - q|^2 - |y - p|^2 is linear in y, so over the square it is at least
+//     |c - q|^2 - |c - p|^2 - (|px - qx| + |py - qy|)
+// in steps; here in halves of them, and a bit more for what f32 rounds.
+const int32_t * kvq_lattice_pairs(const kvq_codec & c) {
+    static std::vector<int32_t> tables[5]; // by bits
+    static std::mutex mutex;
+    const kvq_grid & g = *kvq_grid_find(c.group, c.bits);
+    if (g.d != 2) { return nullptr; }
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<int32_t> & table = tables[g.bits];
+    if (!table.empty()) { return table.data(); }
+    table.assign(KVQ_LATTICE_SIDE * KVQ_LATTICE_SIDE, -1);
+    for (int i = 0; i < KVQ_LATTICE_SIDE * KVQ_LATTICE_SIDE; i++) {
+        const int x = i / KVQ_LATTICE_SIDE - KVQ_LATTICE_SIDE / 2, y = i % KVQ_LATTICE_SIDE - KVQ_LATTICE_SIDE / 2;
+        int far[KVQ_LATTICE_MAX_POINTS], nearest = 0;
+        for (int k = 0; k < g.n; k++) {
+            const int dx = x - g.point[2 * k], dy = y - g.point[2 * k + 1];
+            far[k] = dx * dx + dy * dy;
+        }
+        for (int k = 1; k < g.n; k++) { nearest = far[k] < far[nearest] ? k : nearest; }
+        const int px = g.point[2 * nearest], py = g.point[2 * nearest + 1];
+        bool all = true;
+        for (int k = 0; k < g.n; k++) {
+            const int apart = std::abs(px - g.point[2 * k]) + std::abs(py - g.point[2 * k + 1]);
+            all = all && (!apart || 50 * (far[k] - far[nearest]) > 51 * apart);
+        }
+        if (all) { table[(size_t) i] = nearest | (px & 255) << 8 | (py & 255) << 16; }
+    }
+    return table.data();
+}
 
 kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     const kvq_grid & g = *kvq_grid_find(c.group, c.bits);
@@ -63,6 +119,8 @@ kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c) {
     a.table = t.bytes.data();
     a.points = t.points.data();
     a.squares = kvq_lattice_squares(g);
+    a.slots = t.slots.data();
+    a.slot_mul = t.slot_mul;
     a.whole = c;
     return a;
 }

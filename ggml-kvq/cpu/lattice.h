@@ -7,6 +7,7 @@
 
 kvq_lattice_view kvq_lattice_make_view(const kvq_codec & c); // not split
 kvq_lattice_keys kvq_lattice_make_keys(const kvq_codec & c);
+const int32_t * kvq_lattice_pairs(const kvq_codec & c); // of a view, where saved states are read; NULL: d is not 2
 size_t kvq_lattice_encode_bytes(const kvq_lattice_view & a);
 
 // Rotates and folds n_rows queries of stride dp, of split keys the channels of their half. The result points into

@@ -118,6 +118,8 @@ public:
     int64_t n_seals = 0, n_copied = 0; // launches that sealed pages so far, calls of copy()
     void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows, size_t row_stride,
         const int32_t * pos, int n_threads) override;
+    bool enter_rows(
+        const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int n_threads) override;
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) override;
     void decode(const kvq_lane_layout & l, const kvq_page_block & page) override;
     kvq_transform_engine * transforms() override { return this; }
@@ -135,7 +137,7 @@ public:
     decode_room room_of(const kvq_codec & k, const kvq_codec & v, bool maps = false) const;
     const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_transform * x) override;
+        const kvq_row_transform * x, int n_threads) override;
     void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) override;
     void chain_predict(const kvq_chain_pages & c, float * out) override;
     void chain_step(const kvq_chain_pages & c) override;

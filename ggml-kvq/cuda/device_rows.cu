@@ -1,5 +1,5 @@
-// The device's part of aqua: rows as they are sealed and back, and predicted layers (policy/transform.h,
-// policy/chain.h).
+// Rows that the host holds, and the device's part of aqua: rows as they are sealed and back, and predicted layers
+// (policy/transform.h, policy/chain.h).
 #include "device.h"
 
 #include "attend.cuh"
@@ -9,6 +9,26 @@
 
 #include <algorithm>
 #include <cstring>
+
+// ---------------------------------------------------------------- rows of the host
+
+// A page that comes whole goes as the tile that it is there; fewer rows go as others do.
+bool kvq_cuda_device::enter_rows(
+    const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int) {
+    const size_t D = (size_t) l.codec.head_size, stride = (size_t) l.head_stride(), pc = (size_t) l.page_cells;
+    if (n != (int64_t) pc) { return false; }
+    for (size_t t = 1; t < pc; t++) {
+        if (to[t] != to[0] + t * stride) { return false; }
+    }
+    std::vector<uint16_t> tile((size_t) l.n_head * pc * stride);
+    const int n_rows = (int) (pc * (size_t) l.n_head);
+    for (int i = 0; i < n_rows; i++) {
+        const size_t h = (size_t) i / pc, t = (size_t) i % pc;
+        memcpy(&tile[(h * pc + t) * stride], rows + (t * (size_t) l.n_head + h) * D, 2 * D);
+    }
+    put(to[0], tile.data(), 2 * tile.size());
+    return true;
+}
 
 // ---------------------------------------------------------------- what sealed rows leave out
 
@@ -103,7 +123,7 @@ kvq_turn_args kvq_cuda_device::turn_shape(const kvq_lane_layout & l, const kvq_r
 
 // Waits, as the sealing of these rows does, and goes before it.
 void kvq_cuda_device::take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-    const kvq_row_transform * x) {
+    const kvq_row_transform * x, int) {
     const float * const mean = mean_of(x[0].mean, (size_t) l.n_head * l.codec.head_size);
     const kvq_device_order order = order_of(x[0].order, (size_t) l.n_head * l.codec.head_size, false);
     const kvq_turn_args shape = turn_shape(l, x[0]);

@@ -66,6 +66,8 @@ struct kvq_row_transform {               // what sealed rows of a page lack (pol
     const float * pred = nullptr;     // NULL: nothing is predicted
     size_t pred_stride = 0;
     const kvq_order * order = nullptr; // host memory that stays; NULL: channels stay where they are
+    // cos and sin at the page's positions, [cell][n_dims], where the host has them ready (kvq_cpu_turns); else NULL
+    const float * turns = nullptr;
 };
 
 // Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: nobody wants them.
@@ -111,7 +113,7 @@ class kvq_transform_engine {
 public:
     // n tiles as they are sealed; pointers of x: the device's memory, mean and rotary the host's
     virtual void take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
-        const kvq_row_transform * x) = 0;
+        const kvq_row_transform * x, int n_threads) = 0;
     // in place; each row also gets its position, as open rows carry it (tags.h)
     virtual void put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) = 0;
 
@@ -183,6 +185,11 @@ public:
     // positions that the rows carry (tags.h), in host memory; NULL: none.
     virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows,
         size_t row_stride, const int32_t * pos, int n_threads) = 0;
+    // The same of f16 rows that the host holds. False: this engine takes no such rows.
+    virtual bool enter_rows(const kvq_lane_layout &, int64_t /* n */, uint16_t * const * /* to */,
+        const uint16_t * /* rows */, int /* n_threads */) {
+        return false;
+    }
     virtual void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n, int n_threads) = 0;
     virtual void decode(const kvq_lane_layout & l, const kvq_page_block & page) = 0;
     virtual void attend(const kvq_attention_call & a) = 0;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device.h"
+#include "types/types.h"
 
 kvq_device & kvq_cpu_device();
 
@@ -12,6 +13,17 @@ void kvq_cpu_f16_to_f32(const uint16_t * x, float * y, int64_t n);
 // As the type's encode: same bytes.
 void kvq_cpu_encode(const kvq_codec & c, const uint16_t * rows, const uint8_t * valid, const void * shared,
     void * codes, void * params);
+
+// As the type's decode, match and assign, and images of them (types/types.h): same bytes, same answers. The last one
+// hashes n rows of `width` values at any address (base/row_hash.h); false: some value is not finite.
+void kvq_cpu_decode(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
+bool kvq_cpu_match(const kvq_codec & c, const uint16_t * rows, kvq_low_bits low, const void * shared, void * codes,
+    const void * params);
+void kvq_cpu_assign(const kvq_codec & c, const uint16_t * rows, void * codes, const void * params);
+void kvq_cpu_image_write(const kvq_codec & c, const void * codes, const void * params, uint16_t * rows);
+bool kvq_cpu_image_read(
+    const kvq_codec & c, const uint16_t * rows, const void * shared, void * codes, void * params, bool marked = false);
+bool kvq_cpu_hash_rows(const void * rows, int n, int width, uint64_t * hashes);
 
 // n streams whose rows are stored or fetched; workspace is kept per calling thread.
 void kvq_cpu_attend(const kvq_attn * attn, int n, int n_threads);
@@ -23,6 +35,7 @@ void kvq_cpu_column_sums(
 // Rows of head h of a page, f16, `stride` apart, in place: less what sealed rows leave out (policy/transform.h), and
 // back. Every pointer of x is the host's.
 void kvq_cpu_take_out_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
+void kvq_cpu_turns(const kvq_lane_layout & l, const kvq_row_transform & x, std::vector<float> & turns); // of all heads
 void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_transform & x, uint16_t * rows, int stride);
 
 // Predictors over plain rows: what calibration, graph nodes and tests use.

@@ -1,5 +1,7 @@
 #include "rope.h"
 
+#include "base/constants.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -155,19 +157,44 @@ void kvq_rotor::forget() {
     }
 }
 
-void kvq_rotary_apply(const kvq_rotary & v, int32_t pos, bool inverse, float * row) {
+void kvq_rotary_turn(const kvq_rotary & v, int32_t pos, bool inverse, float * turn) {
     const int n = v.n_dims / 2, at = std::max(pos, 0);
     const float * hi = v.high + (size_t) (at / 64) * 2 * n;
     const float magnitude = v.high[0]; // cos 0
     const float inv = inverse ? 1.0f / (magnitude * magnitude) : 1.0f;
-    for (int i = 0; i < n; i++) {
+    float *c = turn, *s = turn + n;
+    for (int i = 0; i < n; i++) { // apart from the products: compilers then work on several pairs at once
         const float * lo = v.low + (size_t) i * 2 * KVQ_ROTARY_LOW + at % 64;
-        const float c = (hi[i] * lo[0] - hi[n + i] * lo[KVQ_ROTARY_LOW]) * inv;
-        const float s = (hi[n + i] * lo[0] + hi[i] * lo[KVQ_ROTARY_LOW]) * (inverse ? -inv : inv);
-        float & a = row[v.neox ? i : 2 * i];
-        float & b = row[v.neox ? i + n : 2 * i + 1];
-        const float x = a, y = b;
-        a = x * c - y * s;
-        b = x * s + y * c;
+        c[i] = lo[0];
+        s[i] = lo[KVQ_ROTARY_LOW];
     }
+    for (int i = 0; i < n; i++) {
+        const float lc = c[i], ls = s[i];
+        c[i] = (hi[i] * lc - hi[n + i] * ls) * inv;
+        s[i] = (hi[n + i] * lc + hi[i] * ls) * (inverse ? -inv : inv);
+    }
+}
+
+void kvq_rotary_turn_row(const kvq_rotary & v, const float * turn, float * row) {
+    const int n = v.n_dims / 2;
+    const float *c = turn, *s = turn + n;
+    if (v.neox) {
+        for (int i = 0; i < n; i++) {
+            const float x = row[i], y = row[i + n];
+            row[i] = x * c[i] - y * s[i];
+            row[i + n] = x * s[i] + y * c[i];
+        }
+    } else {
+        for (int i = 0; i < n; i++) {
+            const float x = row[2 * i], y = row[2 * i + 1];
+            row[2 * i] = x * c[i] - y * s[i];
+            row[2 * i + 1] = x * s[i] + y * c[i];
+        }
+    }
+}
+
+void kvq_rotary_apply(const kvq_rotary & v, int32_t pos, bool inverse, float * row) {
+    float turn[KVQ_MAX_HEAD];
+    kvq_rotary_turn(v, pos, inverse, turn);
+    kvq_rotary_turn_row(v, turn, row);
 }

@@ -38,6 +38,9 @@ void kvq_rope_apply(const kvq_rope & r, const kvq_rope_table & t, float * row);
 
 // row = R_pos row, or its inverse, by tables; pos < 0 counts as 0.
 void kvq_rotary_apply(const kvq_rotary & rotary, int32_t pos, bool inverse, float * row);
+// The same in two steps, for many rows at one position: turn [2][n_dims/2], cos and sin.
+void kvq_rotary_turn(const kvq_rotary & rotary, int32_t pos, bool inverse, float * turn);
+void kvq_rotary_turn_row(const kvq_rotary & rotary, const float * turn, float * row);
 
 // The same rotation as tables that kernels read (kvq_rotary): angles are linear in the position, so cos and sin of
 // 64*a + b are a complex product. Computed in f64; against kvq_rope_fill the angle differs by the f32 rounding of the

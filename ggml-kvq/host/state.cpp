@@ -4,8 +4,11 @@
 #include "fingerprint.h"
 #include "store/state_blocks.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <thread>
 
 // ---------------------------------------------------------------- rows of a cache tensor
 // Offsets are nominal: byte = 2*((stream*n_cells + cell)*n_embd + channel). Ranges need not be whole rows.
@@ -56,15 +59,15 @@ struct row_lanes {
             memcpy(out + (size_t) t * width[i], rows + (size_t) t * row + at, 2 * (size_t) width[i]);
         }
     }
-    void read(int stream, int cell, int n_rows, uint16_t * rows) const {
+    void read(int stream, int cell, int n_rows, uint16_t * rows, int n_threads) const {
         std::vector<uint16_t> one;
         for (int i = 0, at = 0; i < n; at += width[i++]) {
             if (n == 1) {
-                lane[i]->read(stream, cell, n_rows, rows);
+                lane[i]->read(stream, cell, n_rows, rows, n_threads);
                 continue;
             }
             one.resize((size_t) n_rows * width[i]);
-            lane[i]->read(stream, cell, n_rows, one.data());
+            lane[i]->read(stream, cell, n_rows, one.data(), n_threads);
             for (int t = 0; t < n_rows; t++) {
                 memcpy(rows + (size_t) t * row + at, &one[(size_t) t * width[i]], 2 * (size_t) width[i]);
             }
@@ -72,6 +75,7 @@ struct row_lanes {
     }
     // why rows cannot be restored, "" when they can
     std::string refuses(int n_rows, const uint16_t * rows) const {
+        if (n == 1) { return lane[0]->refuses(n_rows, rows); }
         std::vector<uint16_t> one;
         std::string why;
         for (int i = 0; i < n && why.empty(); i++) {
@@ -81,19 +85,29 @@ struct row_lanes {
         }
         return why;
     }
-    void restore(int stream, int cell, int n_rows, const uint16_t * rows) const {
+    // v: the same rows with what of them was edited, NULL: nothing
+    void restore(int stream, int cell, int n_rows, const uint16_t * rows, int n_threads,
+        const kvq_mark_rows_view * v = nullptr) const {
         std::vector<uint16_t> one;
         for (int i = 0; i < n; i++) {
             if (n == 1) {
-                lane[i]->restore(stream, cell, n_rows, rows, 1);
+                lane[i]->restore(stream, cell, n_rows, rows, n_threads, v);
                 continue;
             }
             one.resize((size_t) n_rows * width[i]);
             part(i, n_rows, rows, one.data());
-            lane[i]->restore(stream, cell, n_rows, one.data(), 1);
+            lane[i]->restore(stream, cell, n_rows, one.data(), n_threads);
         }
     }
+    // Do rows on their way in have to be ours, to be changed in place?
+    bool wants_own() const { return n > 1 || layout().evicts; }
 };
+
+// What the host's part of a state may use: llama.cpp tells no number here, the last graph had one.
+static int threads_of(const kvq_target & t) {
+    const int here = (int) std::thread::hardware_concurrency() / 2;
+    return std::max(t.cache->n_threads, t.cache->device.is_host() ? 1 : std::min(here, 16));
+}
 
 // A view that came from another machine alone, not in a graph, has lost its parent: its address tells where it starts.
 static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
@@ -123,18 +137,17 @@ uint16_t kvq_kv_cache::model_mark() {
     return (uint16_t) mark;
 }
 
-static void add_hashes(const uint16_t * rows, int n, int width, std::vector<uint64_t> & out) {
-    for (int i = 0; i < n; i++) { out.push_back(kvq_mark_hash(rows + (size_t) i * width, width)); }
-}
-
-// Both copies of a mark go into plane `plane` of the rows a[] and b[].
-static void put_marks(
-    const kvq_target & t, const kvq_mark_rows_view & v, const int * a, const int * b, int plane, int page_cells) {
+// Both copies of a mark go into plane `plane` of the rows a[] and b[]. hashes: of all rows as they are
+static void put_marks(const kvq_target & t, kvq_mark_rows_view & v, std::vector<uint64_t> hashes, const int * a,
+    const int * b, int plane, int page_cells) {
     kvq_mark m;
     kvq_mark_clear(v, a, plane);
     kvq_mark_clear(v, b, plane);
-    std::vector<uint64_t> hashes;
-    add_hashes(v.rows, v.n, v.width, hashes);
+    for (const int * rows : { a, b }) {
+        for (int i = 0; i < kvq_mark_rows(v.head_size); i++) {
+            hashes[(size_t) rows[i]] = kvq_mark_hash(v.row(rows[i]), v.width);
+        }
+    }
     m.sum = kvq_mark_sum(hashes.data(), v.n, t.layer->d.il, t.value);
     m.tag = tag_out;
     m.model = t.cache->model_mark();
@@ -150,12 +163,17 @@ static void put_marks(
 static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint16_t * rows) {
     const kvq_lane & lane = *lanes.lane[0];
     const kvq_lane_layout & l = lane.layout();
-    const kvq_mark_rows_view v = { rows, n, lanes.row, l.codec.head_size };
+    kvq_mark_rows_view v = { rows, n, lanes.row, l.codec.head_size };
     const int k = kvq_mark_rows(l.codec.head_size), pc = l.page_cells, plane = lane.mark_plane();
     if (l.is_f16() || n >= 1 << 24) { return; }
+    std::vector<uint64_t> hashes((size_t) n);
+    const auto hash_all = [&] { kvq_mark_hashes(rows, n, lanes.row, threads_of(t), hashes.data()); };
     if (l.evicts) {
         const std::vector<int> evicted = kvq_mark_evicted(v);
-        if (evicted.size() >= 2 * (size_t) k) { put_marks(t, v, &evicted[0], &evicted[(size_t) k], 0, 0); }
+        if (evicted.size() >= 2 * (size_t) k) {
+            hash_all();
+            put_marks(t, v, hashes, &evicted[0], &evicted[(size_t) k], 0, 0);
+        }
         return;
     }
     std::vector<int> a((size_t) k), b((size_t) k);
@@ -163,16 +181,18 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
     int n_tries = 0;
     for (int p = (cell + pc - 1) / pc; plane >= 0 && (p + 1) * pc <= cell + n && n_tries < 8; p++) {
         if (lane.state(s, p) != KVQ_PAGE_SEALED) { continue; }
+        if (!n_tries) { hash_all(); }
         const int r = p * pc - cell;
-        before.assign(v.row(r), v.row(r) + (size_t) pc * lanes.row);
+        uint16_t * const rows_of_page = rows + (size_t) r * lanes.row;
+        before.assign(rows_of_page, rows_of_page + (size_t) pc * lanes.row);
         for (int i = 0; i < k; i++) {
             a[(size_t) i] = r + i;
             b[(size_t) i] = r + pc - k + i;
         }
-        put_marks(t, v, a.data(), b.data(), plane, pc);
-        lanes.part(0, pc, v.row(r), page.data());
+        put_marks(t, v, hashes, a.data(), b.data(), plane, pc);
+        lanes.part(0, pc, rows_of_page, page.data());
         if (lane.is_marked_image(s, p, page.data())) { return; }
-        std::copy(before.begin(), before.end(), v.row(r)); // another page can be restored without those bits
+        std::copy(before.begin(), before.end(), rows_of_page); // another page can be restored without those bits
         n_tries++;
     }
 }
@@ -193,7 +213,7 @@ static void take_marks_out(const kvq_target & t, const row_lanes & lanes) {
                 for (int k = 0; k < lanes.n; k++) {
                     open = open && lanes.lane[k]->state(run.stream, p) == KVQ_PAGE_OPEN;
                 }
-                if (open) { lanes.restore(run.stream, cell, 1, x.row.data()); }
+                if (open) { lanes.restore(run.stream, cell, 1, x.row.data(), 1); }
             }
             i -= run.n;
         }
@@ -215,25 +235,21 @@ static std::string enter(const kvq_target & t, int s) {
 }
 
 // Why the rows are refused, "" when they are not. They lose the bits of marks.
-static std::string check(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint16_t * rows) {
+static std::string check(const kvq_target & t, const row_lanes & lanes, int s, int cell, kvq_mark_rows_view & v) {
     kvq_arrivals & in = t.cache->arrivals;
-    const kvq_mark_rows_view v = { rows, n, lanes.row, lanes.layout().codec.head_size };
-    for (size_t i = 0; i < (size_t) n * lanes.row; i++) {
-        if ((rows[i] & 0x7c00) == 0x7c00) {
-            return "the saved state is damaged: the " + which(t) + " hold a value that is not finite; save it again";
-        }
-    }
     std::vector<kvq_mark_found> & open = in.marks.found;
     const size_t n_open = open.size();
-    in.marks.add(v);
-    in.rows.push_back({ s, cell, n });
+    if (!in.marks.add(v, threads_of(t))) {
+        return "the saved state is damaged: the " + which(t) + " hold a value that is not finite; save it again";
+    }
+    in.rows.push_back({ s, cell, v.n });
     for (size_t i = n_open; i < open.size(); i++) { tag_in = open[i].mark.tag ? open[i].mark.tag : tag_in; }
     open.erase(std::remove_if(open.begin() + (ptrdiff_t) n_open, open.end(),
                    [](const kvq_mark_found & f) { return f.at < f.mark.row; }), // the rows before were never set
         open.end());
     take_marks_out(t, lanes);
     if (lanes.layout().evicts) { // a mark may have its other rows in the next call
-        for (const int r : kvq_mark_evicted(v)) { std::fill_n(v.row(r), v.head_size, KVQ_EVICTED); }
+        for (const int r : kvq_mark_evicted(v)) { std::fill_n(v.edit(r), v.head_size, KVQ_EVICTED); }
     }
     for (auto f = open.begin(); f != open.end();) {
         const kvq_mark & m = f->mark;
@@ -257,6 +273,21 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
 
 // ---------------------------------------------------------------- blocks as they are
 
+// Zeros are left where memory has them already: fresh pages of it then stay untouched (states.py maps a whole state,
+// most of it zeros).
+static void zero_rest(uint8_t * data, size_t nb, int n_threads) {
+    constexpr int64_t PART = 1 << 16;
+    static const char zeros[4096] = {};
+#pragma omp parallel for num_threads(n_threads) if ((int64_t) nb > 4 * PART && n_threads > 1)
+    for (int64_t part = 0; part < (int64_t) nb; part += PART) {
+        const size_t end = std::min(nb, (size_t) (part + PART));
+        for (size_t at = (size_t) part; at < end; at += sizeof(zeros)) {
+            const size_t n = std::min(sizeof(zeros), end - at);
+            if (memcmp(data + at, zeros, n)) { memset(data + at, 0, n); }
+        }
+    }
+}
+
 // Blocks that are known in their own place only leave when Model.save_state asks, which can be told that they have no
 // place. In a cache that sequences share they come back elsewhere.
 static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint8_t * to) {
@@ -265,21 +296,10 @@ static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, i
     }
     if (2 * (size_t) lanes.row < KVQ_BLOB_HEAD) { return false; } // rows that come one by one do not tell what they are
     const kvq_blob_head head = { 0, 0, tag_out, t.cache->model_mark(), t.value, (uint8_t) lanes.n, t.layer->d.il, n };
-    const std::vector<uint8_t> blob = kvq_blob_write(lanes.lane, s, cell, n, 2 * (size_t) lanes.row * n, head);
-    std::copy(blob.begin(), blob.end(), to); // zeros behind it
-    return !blob.empty();
-}
-
-// Zeros are left where memory has them already: fresh pages of it then stay untouched (states.py maps a whole state,
-// most of it zeros).
-static void copy_out(void * data, const char * from, size_t nb) {
-    static const char zeros[4096] = {};
-    for (size_t at = 0; at < nb; at += sizeof(zeros)) {
-        const size_t n = std::min(sizeof(zeros), nb - at);
-        if (memcmp(from + at, zeros, n) || memcmp((char *) data + at, zeros, n)) {
-            memcpy((char *) data + at, from + at, n);
-        }
-    }
+    const size_t nb_rows = 2 * (size_t) lanes.row * (size_t) n,
+                 nb = kvq_blob_write(lanes.lane, s, cell, n, to, nb_rows, head);
+    if (nb) { zero_rest(to + nb, nb_rows - nb, threads_of(t)); }
+    return nb;
 }
 
 // Of n rows on their way in, how many belong to blocks; 0: these are rows. llama.cpp saves a sequence in ranges of
@@ -300,28 +320,33 @@ static int take_blob(
         return n;
     }
     const int n_now = std::min(n, n_rows - n_have), first = in.n - n_have;
-    in.blob.insert(in.blob.end(), (const uint8_t *) rows, (const uint8_t *) (rows + (size_t) lanes.row * n_now));
+    kvq_blob_bytes blob = { (const uint8_t *) rows, 2 * (size_t) lanes.row * (size_t) n_now };
     in.runs.push_back({ s, cell, n_now });
+    if (n_have || n_now < n_rows) { // it comes in pieces
+        in.blob.insert(in.blob.end(), blob.data, blob.data + blob.nb);
+        blob = { in.blob.data(), in.blob.size() };
+    }
     if (n_have + n_now < n_rows) {
         return n_now; // the rest goes to cells elsewhere
     }
     kvq_blob_head head = {};
     const uint16_t mine = t.cache->model_mark();
-    if (!kvq_blob_read_head(in.blob.data(), in.blob.size(), head) || head.il != t.layer->d.il ||
-        head.value != t.value || head.n_lanes != lanes.n) {
+    if (!kvq_blob_read_head(blob.data, blob.nb, head) || head.il != t.layer->d.il || head.value != t.value ||
+        head.n_lanes != lanes.n) {
         why = damaged;
     } else if (head.model && mine && head.model != mine) {
         why = "the saved state is of another model: give it the model that it was saved with";
     } else {
         std::string note;
-        in.blob.resize(head.nb);
+        blob.nb = head.nb;
         tag_in = head.tag ? head.tag : tag_in;
-        why = kvq_blob_restore(in.blob, in.owner[t.value][first], lanes.lane, in.runs, note);
+        const std::vector<uint8_t> & owner = in.owner[t.value][first];
+        why = kvq_blob_restore(blob, { owner.data(), owner.size() }, lanes.lane, in.runs, threads_of(t), note);
         if (!note.empty() && !in.noted) {
             kvq_report_note(note);
             in.noted = true;
         }
-        in.parts[first] = in.blob;
+        in.parts[first].assign(blob.data, blob.data + blob.nb); // the next layer's may lack codes
     }
     in.blob.clear();
     in.runs.clear();
@@ -333,58 +358,73 @@ static int take_blob(
 void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
     const kvq_target t = kvq_find_target(tensor);
     const row_lanes lanes(t);
-    t.cache->commit(1);
+    const int n_threads = threads_of(t);
+    t.cache->commit(t.cache->n_threads);
     t.cache->arrivals.reset();
     const size_t nb_row = 2 * (size_t) lanes.row;
     const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
-    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
+    std::unique_ptr<uint16_t[]> own; // where the program's memory does not hold whole rows of 16-bit values
+    if (!r.whole() || (uintptr_t) data % sizeof(uint16_t)) {
+        own.reset(new uint16_t[(size_t) (r.row1 - r.row0) * (size_t) lanes.row]);
+    }
+    uint16_t * const rows = own ? own.get() : (uint16_t *) data;
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        uint16_t * const to = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
+        uint16_t * const to = rows + (size_t) (row - r.row0) * (size_t) lanes.row;
         if (r.whole() && t.cache->compact && compact_rows(t, lanes, s, cell, n, (uint8_t *) to)) { return; }
-        lanes.read(s, cell, n, to);
+        lanes.read(s, cell, n, to, n_threads);
         if (r.whole()) { sign(t, lanes, s, cell, n, to); }
     });
-    copy_out(data, (const char *) rows.data() + r.head, size);
+    if (own) { memcpy(data, (const char *) own.get() + r.head, size); }
 }
 
 static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const void * data, size_t offset, size_t size,
     bool from_state, bool may_throw) {
     const row_lanes lanes(t);
-    t.cache->commit(1);
+    const int n_threads = threads_of(t);
+    t.cache->commit(t.cache->n_threads);
     const size_t nb_row = 2 * (size_t) lanes.row;
     const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
-    std::vector<uint16_t> rows((size_t) (r.row1 - r.row0) * nb_row / 2);
+    uint16_t * own = nullptr;
+    if (!r.whole() || (uintptr_t) data % sizeof(uint16_t) || lanes.wants_own()) {
+        t.cache->arrivals.copy.resize((size_t) (r.row1 - r.row0) * (size_t) lanes.row);
+        own = t.cache->arrivals.copy.data();
+    }
     const auto read = [&](int64_t at) { // rows that are only partly replaced
         each_stream(lanes.layout(), at, at + 1, [&](int s, int cell, int n, int64_t row) {
-            lanes.read(s, cell, n, rows.data() + (size_t) (row - r.row0) * nb_row / 2);
+            lanes.read(s, cell, n, own + (size_t) (row - r.row0) * (size_t) lanes.row, 1);
         });
     };
     if (r.head) { read(r.row0); }
     if (r.tail) { read(r.row1 - 1); }
-    memcpy((char *) rows.data() + r.head, data, size);
+    if (own) { memcpy((char *) own + r.head, data, size); }
+    const uint16_t * const rows = own ? own : (const uint16_t *) data;
 
     kvq_arrivals & in = t.cache->arrivals;
     const bool staged = in.data == data; // one buffer for one tensor after the other: they come from a file
     std::string why = in.damage;
-    const auto restore = [&](int s, int cell, int n, const uint16_t * from) {
-        why = lanes.refuses(n, from);
-        if (why.empty()) { lanes.restore(s, cell, n, from); }
+    const auto restore = [&](int s, int cell, const kvq_mark_rows_view & v) {
+        why = lanes.refuses(v.n, v.rows);
+        if (why.empty()) { lanes.restore(s, cell, v.n, v.rows, n_threads, &v); }
     };
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
-        uint16_t * const from = rows.data() + (size_t) (row - r.row0) * nb_row / 2;
+        const uint16_t * const from = rows + (size_t) (row - r.row0) * (size_t) lanes.row;
+        const auto view = [&](const uint16_t * first, int n_rows) {
+            return kvq_mark_rows_view{ first, n_rows, lanes.row, lanes.layout().codec.head_size, own != nullptr };
+        };
         if (!from_state || !r.whole()) {
-            if (why.empty()) { restore(s, cell, n, from); }
+            if (why.empty()) { restore(s, cell, view(from, n)); }
             return;
         }
         why = why.empty() ? enter(t, s) : why;
         for (int at = 0, n_taken; at < n && why.empty(); at += n_taken) {
-            uint16_t * const next = from + (size_t) at * lanes.row;
+            const uint16_t * const next = from + (size_t) at * lanes.row;
             n_taken = take_blob(t, lanes, s, cell + at, n - at, next, why);
             if (!n_taken) { // rows, until blocks begin
                 n_taken = 1;
                 while (at + n_taken < n && !kvq_blob_begins(next + (size_t) n_taken * lanes.row, nb_row)) { n_taken++; }
-                why = check(t, lanes, s, cell + at, n_taken, next);
-                if (why.empty()) { restore(s, cell + at, n_taken, next); }
+                kvq_mark_rows_view v = view(next, n_taken);
+                why = check(t, lanes, s, cell + at, v);
+                if (why.empty()) { restore(s, cell + at, v); }
             }
             in.n += n_taken;
         }
@@ -430,8 +470,8 @@ bool kvq_copy_rows(const ggml_tensor * src, const ggml_tensor * dst) {
     if (from % nb_stream || to % nb_stream || ggml_nbytes(src) != nb_stream || ggml_nbytes(dst) != nb_stream) {
         return false;
     }
-    a.cache->commit(1);
+    a.cache->commit(a.cache->n_threads);
     for (int i = 0; i < lanes.n; i++) { lanes.lane[i]->copy_stream((int) (from / nb_stream), (int) (to / nb_stream)); }
-    a.cache->commit(1);
+    a.cache->commit(a.cache->n_threads);
     return true;
 }

@@ -47,8 +47,8 @@ public:
     void cleared(kvq_lane &) override { clear(); }
     void edit(kvq_lane & x, int s, const kvq_any_cell & any, const kvq_edit_row & fn) override;
     bool blocks_travel(const kvq_lane &) const override { return false; }
-    void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows) const override {
-        read(x.is_value(), s, cell, n, rows);
+    void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows, int n_threads) const override {
+        read(x.is_value(), s, cell, n, rows, true, n_threads);
     }
     bool load(kvq_lane & x, int s, int cell, int n, const uint16_t * rows, int n_threads) override;
     void entered(kvq_lane & x, int s, int cell, const uint16_t * rows, int n) override;
@@ -56,7 +56,7 @@ public:
     void spans(kvq_attn & a, int s) override;
 
     // Sealed cells among them, as a saved state carries them, or decoded only.
-    void read(bool value, int stream, int cell, int n, uint16_t * rows, bool image = true) const;
+    void read(bool value, int stream, int cell, int n, uint16_t * rows, bool image = true, int n_threads = 1) const;
     void limit(int stream, int n_cells); // cells from n_cells on are free: nobody will read what is left of them
     int n_used(int stream) const;        // pages
 
@@ -98,9 +98,16 @@ private:
     void drop_excess(int s, int budget, int64_t first_recent, std::vector<candidate> & fresh);
     // Pages found whole among rows of a state become pages here. left[(c - cell)*n_head + h]: rows for the frames,
     // evicted ones not among them.
-    void restore(bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
+    void restore(
+        bool value, int stream, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left, int n_threads);
+    struct taken_page;
+    void take_blocks(const kvq_lane & x, int cell, const uint16_t * rows, taken_page & out) const;
+    void read_block(bool value, int s, int i, int h, int cell, int n, uint16_t * rows, bool image, int64_t last,
+        const uint8_t * codes, const uint8_t * params) const;
     std::map<int, arrival> pages_in(
-        bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) const;
+        bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left, int n_threads) const;
+    struct said;
+    said said_by(bool value, const uint16_t * row, size_t D, size_t nb_row) const;
     void encode_holed(int s, int i, const arrival & a);
     void encode_arrived(int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left);
     void clear();

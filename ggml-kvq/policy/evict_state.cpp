@@ -12,6 +12,7 @@
 #include "evict.h"
 
 #include "engine/host.h"
+#include "base/constants.h"
 #include "store/state_blocks.h"
 #include "types/types.h"
 
@@ -102,10 +103,10 @@ size_t kvq_evict::nb_share(bool value) const {
     return 4 + (lane[value]->layout().nb_params + TAIL + (size_t) page_cells - 1) / (size_t) page_cells;
 }
 
-void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool image) const {
+void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool image, int n_threads) const {
     const kvq_lane & x = *lane[value];
     const kvq_lane_layout & l = x.layout();
-    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value), nb = nb_row - 4;
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
     for (int c = cell; c < cell + n; c++) {
         const bool open = x.info(s, c / page_cells).state == KVQ_PAGE_OPEN &&
             (x.valid(s, c / page_cells)[c % page_cells / 8] >> c % 8 & 1);
@@ -118,49 +119,71 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
             }
         }
     }
-    std::vector<uint16_t> block((size_t) page_cells * D);
-    std::vector<uint8_t> stream(nb * (size_t) page_cells), bytes(nb_row), codes_copy, params_copy;
     int64_t last = INT64_MIN; // ages are counted from the newest page: the same after a save and a restore
+    struct block {
+        int page, head;
+    };
+    std::vector<block> blocks;
     for (int i = 0; i < n_store; i++) {
         const slot_page & page = pages[(size_t) s * n_store + i];
         last = page.used ? std::max(last, page.newest) : last;
-    }
-    for (int i = 0; i < n_store; i++) {
-        const slot_page & page = pages[(size_t) s * n_store + i];
-        if (!page.used) { continue; }
-        const bool full =
-            std::all_of(map(s, i, 0), map(s, i, 0) + n_head * page_cells, [](int32_t c) { return c >= 0; });
-        const bool whole = full && image && i <= MAX_PAGE && kvq_image_width(D, nb_row) <= MAX_IMAGE,
-                   holed = !full && !value && image && i <= MAX_PAGE && kvq_image_width(D, NB_HOLED) <= MAX_IMAGE;
-        for (int h = 0; h < n_head; h++) {
+        for (int h = 0; page.used && h < n_head; h++) {
             const int32_t * m = map(s, i, h);
-            if (std::none_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) { continue; }
-            const uint8_t * codes = x.view<uint8_t>(x.codes_at(s, i, h), l.nb_codes, codes_copy);
-            const uint8_t * params = x.view<uint8_t>(x.params_at(s, i, h), l.nb_params, params_copy);
-            kvq_traits(l.codec.type)->decode(l.codec, codes, params, block.data());
-            const int32_t age = (int32_t) std::min<int64_t>(last - page.newest, INT32_MAX);
-            memcpy(stream.data(), params, l.nb_params);
-            memcpy(stream.data() + l.nb_params, &page.score, 4);
-            memcpy(stream.data() + l.nb_params + 4, &age, 4);
-            for (int t = 0; t < page_cells; t++) {
-                if (m[t] < cell || m[t] >= cell + n) { continue; }
-                uint16_t * row = &block[(size_t) t * D];
-                const bool asked = prompt[(size_t) s * n_pages * page_cells + m[t]] & OF_PROMPT;
-                const uint32_t head =
-                    (uint32_t) i | (uint32_t) t << 20 | (uint32_t) page.generated << 28 | (uint32_t) asked << 29;
-                if (holed) {
-                    const bool salient = l.codec.type == KVQ_TYPE_MIXED && params[t / 8] >> t % 8 & 1;
-                    put_holed(row, D, page_cells, head | HOLED | (salient ? SALIENT : 0),
-                        stream[l.nb_params + (size_t) t % TAIL]);
-                }
-                if (whole) {
-                    memcpy(bytes.data(), &head, 4);
-                    memcpy(bytes.data() + 4, stream.data() + (size_t) t * nb, nb);
-                    kvq_image_put(D, row, 0, nb_row, bytes.data());
-                }
-                memcpy(rows + (size_t) (m[t] - cell) * W + (size_t) h * D, row, 2 * D);
+            if (std::any_of(m, m + page_cells, [&](int32_t c) { return c >= cell && c < cell + n; })) {
+                blocks.push_back({ i, h });
             }
         }
+    }
+    if (blocks.empty()) { return; }
+    std::vector<uint8_t> codes_copy, params_copy; // pages of slots lie side by side
+    const size_t n_blocks = (size_t) n_store * (size_t) n_head;
+    const uint8_t * const codes = x.view<uint8_t>(x.codes_at(s, 0, 0), n_blocks * l.nb_codes, codes_copy);
+    const uint8_t * const params = x.view<uint8_t>(x.params_at(s, 0, 0), n_blocks * l.nb_params, params_copy);
+#pragma omp parallel for schedule(dynamic, 4) num_threads(n_threads) if (blocks.size() > 1 && n_threads > 1)
+    for (size_t b = 0; b < blocks.size(); b++) {
+        const size_t at = (size_t) blocks[b].page * (size_t) n_head + (size_t) blocks[b].head;
+        read_block(value, s, blocks[b].page, blocks[b].head, cell, n, rows, image, last, codes + at * l.nb_codes,
+            params + at * l.nb_params);
+    }
+}
+
+// Rows of the block of head h in page i of slots, where their cells lie.
+void kvq_evict::read_block(bool value, int s, int i, int h, int cell, int n, uint16_t * rows, bool image, int64_t last,
+    const uint8_t * codes, const uint8_t * params) const {
+    const kvq_lane_layout & l = lane[value]->layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value), nb = nb_row - 4;
+    const slot_page & page = pages[(size_t) s * n_store + i];
+    const int32_t *const m = map(s, i, h), *const all = map(s, i, 0);
+    const bool full = std::all_of(all, all + n_head * page_cells, [](int32_t c) { return c >= 0; });
+    const bool whole = full && image && i <= MAX_PAGE && kvq_image_width(D, nb_row) <= MAX_IMAGE,
+               holed = !full && !value && image && i <= MAX_PAGE && kvq_image_width(D, NB_HOLED) <= MAX_IMAGE;
+    static thread_local std::vector<uint16_t> block;
+    static thread_local std::vector<uint8_t> stream, bytes;
+    block.resize((size_t) page_cells * D);
+    stream.assign(nb * (size_t) page_cells, 0);
+    bytes.resize(nb_row);
+    kvq_cpu_decode(l.codec, codes, params, block.data());
+    const int32_t age = (int32_t) std::min<int64_t>(last - page.newest, INT32_MAX);
+    memcpy(stream.data(), params, l.nb_params);
+    memcpy(stream.data() + l.nb_params, &page.score, 4);
+    memcpy(stream.data() + l.nb_params + 4, &age, 4);
+    for (int t = 0; t < page_cells; t++) {
+        if (m[t] < cell || m[t] >= cell + n) { continue; }
+        uint16_t * row = &block[(size_t) t * D];
+        const bool asked = prompt[(size_t) s * n_pages * page_cells + m[t]] & OF_PROMPT;
+        const uint32_t head =
+            (uint32_t) i | (uint32_t) t << 20 | (uint32_t) page.generated << 28 | (uint32_t) asked << 29;
+        if (holed) {
+            const bool salient = l.codec.type == KVQ_TYPE_MIXED && params[t / 8] >> t % 8 & 1;
+            put_holed(
+                row, D, page_cells, head | HOLED | (salient ? SALIENT : 0), stream[l.nb_params + (size_t) t % TAIL]);
+        }
+        if (whole) {
+            memcpy(bytes.data(), &head, 4);
+            memcpy(bytes.data() + 4, stream.data() + (size_t) t * nb, nb);
+            kvq_image_put(D, row, 0, nb_row, bytes.data());
+        }
+        memcpy(rows + (size_t) (m[t] - cell) * W + (size_t) h * D, row, 2 * D);
     }
 }
 
@@ -177,9 +200,32 @@ bool kvq_evict::take_block(const kvq_lane & x, const arrival & a, int h, int cel
         if (!kvq_image_take(D, &block[(size_t) t * D], 0, bytes.size(), bytes.data())) { return false; }
         memcpy(stream.data() + (size_t) t * nb, bytes.data() + 4, nb);
     }
-    return kvq_traits(l.codec.type)
-        ->match(
-            l.codec, block.data(), { kvq_image_width(D, bytes.size()), false }, nullptr, codes.data(), stream.data());
+    return kvq_cpu_match(
+        l.codec, block.data(), { kvq_image_width(D, bytes.size()), false }, nullptr, codes.data(), stream.data());
+}
+
+// Blocks of a page whose rows are all there.
+struct kvq_evict::taken_page {
+    const arrival * rows;
+    bool ok;
+    std::vector<uint8_t> codes, params;
+    uint8_t tail[TAIL];
+};
+
+void kvq_evict::take_blocks(const kvq_lane & x, int cell, const uint16_t * rows, taken_page & out) const {
+    const kvq_lane_layout & l = x.layout();
+    const arrival & a = *out.rows;
+    out.ok = !a.bad && !a.holed && a.n == n_head * page_cells;
+    if (!out.ok) { return; }
+    out.codes.resize(l.nb_codes * (size_t) n_head);
+    out.params.resize(l.nb_params * (size_t) n_head);
+    std::vector<uint8_t> codes(l.nb_codes), stream((nb_share(x.is_value()) - 4) * (size_t) page_cells);
+    for (int h = 0; out.ok && h < n_head; h++) {
+        out.ok = take_block(x, a, h, cell, rows, codes, stream);
+        memcpy(&out.codes[l.nb_codes * (size_t) h], codes.data(), l.nb_codes);
+        memcpy(&out.params[l.nb_params * (size_t) h], stream.data(), l.nb_params);
+    }
+    memcpy(out.tail, stream.data() + l.nb_params, TAIL);
 }
 
 // Keys of a page that lost cells, quantised anew into the same slots.
@@ -255,28 +301,43 @@ void kvq_evict::encode_arrived(int s, int cell, int n, const uint16_t * rows, st
     }
 }
 
+// What the row of one head says of its place in a page of slots.
+struct kvq_evict::said {
+    enum { NOTHING, EVICTED, HELD, IN_HOLED } what = NOTHING;
+    uint8_t of_tail = 0;
+    uint32_t head = 0;
+};
+
+kvq_evict::said kvq_evict::said_by(bool value, const uint16_t * row, size_t D, size_t nb_row) const {
+    said x;
+    uint8_t bytes[KVQ_MAX_HEAD];
+    if (all_evicted(row, D)) {
+        x.what = said::EVICTED;
+    } else if (!value && take_holed(row, D, page_cells, x.head, x.of_tail)) {
+        x.what = said::IN_HOLED;
+    } else if (kvq_image_width(D, nb_row) <= MAX_IMAGE && kvq_image_take(D, row, 0, nb_row, bytes)) {
+        x.what = said::HELD;
+        memcpy(&x.head, bytes, 4);
+    }
+    return x;
+}
+
 // Pages that rows belong to, by their number in the state; left: 0 for evicted rows.
 std::map<int, kvq_evict::arrival> kvq_evict::pages_in(
-    bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) const {
-    const size_t D = (size_t) lane[value]->layout().codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value);
+    bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left, int n_threads) const {
+    const size_t D = (size_t) lane[value]->layout().codec.head_size, nb_row = nb_share(value);
+    std::vector<said> of_rows((size_t) n * (size_t) n_head);
+#pragma omp parallel for num_threads(n_threads) if (n > 64 && n_threads > 1)
+    for (size_t i = 0; i < of_rows.size(); i++) { of_rows[i] = said_by(value, rows + i * D, D, nb_row); }
     std::map<int, arrival> found;
-    std::vector<uint8_t> bytes(nb_row);
     for (int c = cell; c < cell + n; c++) {
         for (int h = 0; h < n_head; h++) {
-            const uint16_t * row = rows + (size_t) (c - cell) * W + (size_t) h * D;
-            uint32_t head;
-            uint8_t of_tail;
-            if (all_evicted(row, D)) {
-                left[(size_t) (c - cell) * n_head + h] = 0;
-                continue;
-            }
-            const bool holed = !value && take_holed(row, D, page_cells, head, of_tail);
-            if (!holed) {
-                if (kvq_image_width(D, nb_row) > MAX_IMAGE || !kvq_image_take(D, row, 0, nb_row, bytes.data())) {
-                    continue;
-                }
-                memcpy(&head, bytes.data(), 4);
-            }
+            const said & x = of_rows[(size_t) (c - cell) * (size_t) n_head + (size_t) h];
+            if (x.what == said::EVICTED) { left[(size_t) (c - cell) * n_head + h] = 0; }
+            if (x.what == said::EVICTED || x.what == said::NOTHING) { continue; }
+            const bool holed = x.what == said::IN_HOLED;
+            const uint32_t head = x.head;
+            const uint8_t of_tail = x.of_tail;
             const int t = (int) (head >> 20 & 255);
             if (t >= page_cells || (!holed && head >> 30)) { continue; }
             arrival & a = found[holed ? -1 - (int) (head & MAX_PAGE) : (int) (head & MAX_PAGE)];
@@ -297,10 +358,11 @@ std::map<int, kvq_evict::arrival> kvq_evict::pages_in(
     return found;
 }
 
-void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left) {
+void kvq_evict::restore(
+    bool value, int s, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left, int n_threads) {
     kvq_lane & x = *lane[value];
     const kvq_lane_layout & l = x.layout();
-    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head, nb_row = nb_share(value);
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
     uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
     left.assign((size_t) n * n_head, 1);
     if (!value && !keys_arrive[(size_t) s]) { // nothing is left of a state that did not come to its end
@@ -316,28 +378,27 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
     for (int c = cell; !value && c < cell + n; c++) { forget(s, c); }
     forget_all(s);
     written_end[(size_t) s] = std::max(written_end[(size_t) s], cell + n);
-    const std::map<int, arrival> found = pages_in(value, cell, n, rows, left);
-    std::vector<uint8_t> codes(l.nb_codes * (size_t) n_head), params(l.nb_params * (size_t) n_head), one(l.nb_codes),
-        stream((nb_row - 4) * (size_t) page_cells);
+    const std::map<int, arrival> found = pages_in(value, cell, n, rows, left, n_threads);
+    std::vector<taken_page> taken;
+    for (const auto & f : found) { taken.push_back({ &f.second, false, {}, {}, {} }); }
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (taken.size() > 1 && n_threads > 1)
+    for (size_t j = 0; j < taken.size(); j++) { take_blocks(x, cell, rows, taken[j]); }
+    size_t next = 0;
     for (const auto & f : found) {
         const arrival & a = f.second;
+        const taken_page & blocks = taken[next++];
         const auto known = arrived.find({ s, f.first });
         const auto of = known == arrived.end() ? nullptr : known->second.rows; // its keys, or some of them
         int i = of ? known->second.page : -1;
         if (a.bad || (!a.holed && a.n != n_head * page_cells)) { continue; }
         if (value && !(of && std::equal(a.cells.begin(), a.cells.end(), map(s, i, 0)))) { continue; }
         if (!value && of && !of->join(a)) { continue; }
-        bool ok = true;
-        for (int h = 0; ok && !a.holed && h < n_head; h++) {
-            ok = take_block(x, a, h, cell, rows, one, stream);
-            memcpy(&codes[l.nb_codes * (size_t) h], one.data(), l.nb_codes);
-            memcpy(&params[l.nb_params * (size_t) h], stream.data(), l.nb_params);
-        }
+        const bool ok = a.holed || blocks.ok;
         for (int j = 0; !value && ok && i < 0 && j < n_store; j++) { i = page(s, j).used ? -1 : j; }
         if (!ok || i < 0) { continue; }
         if (!a.holed) {
-            x.device.put(x.codes_at(s, i, 0), codes.data(), codes.size());
-            x.device.put(x.params_at(s, i, 0), params.data(), params.size());
+            x.device.put(x.codes_at(s, i, 0), blocks.codes.data(), blocks.codes.size());
+            x.device.put(x.params_at(s, i, 0), blocks.params.data(), blocks.params.size());
         }
         for (int h = 0; h < n_head; h++) {
             for (int t = 0; t < page_cells; t++) {
@@ -353,7 +414,7 @@ void kvq_evict::restore(bool value, int s, int cell, int n, const uint16_t * row
         }
         const auto all = of ? of : std::make_shared<arrival>(a);
         slot_page & p = page(s, i);
-        const uint8_t * tail = a.holed ? all->tail : stream.data() + l.nb_params;
+        const uint8_t * tail = a.holed ? all->tail : blocks.tail;
         int32_t age = 0;
         if (!a.holed || (all->known & 0x0f) == 0x0f) { memcpy(&p.score, tail, 4); }
         if (!std::isfinite(p.score)) { p.score = 0.0f; } // pages are sorted by it
@@ -392,7 +453,7 @@ bool kvq_evict::load(kvq_lane & x, int s, int cell, int n, const uint16_t * rows
     const bool value = x.is_value();
     const size_t D = (size_t) x.layout().codec.head_size, W = D * (size_t) n_head;
     std::vector<uint8_t> left;
-    restore(value, s, cell, n, rows, left);
+    restore(value, s, cell, n, rows, left, n_threads);
     if (!value) { restoring(true); }
     entering_left = left.data();
     entering_first = cell;

@@ -32,6 +32,7 @@ kvq_fetcher::kvq_fetcher(const kvq_part & part, const kvq_lane_layout & keys, co
     fetch((int) part.get("fetch")),
     keeps((int) part.get("kept")),
     exact(part.get("exact") > 0),
+    rows_are_here(device.is_host() || part.text == "host"),
     device(device),
     pool(std::move(pool)) {
     lanes[0].l = keys;
@@ -174,8 +175,11 @@ void kvq_fetcher::write_image(
     const int D = l.codec.head_size, stride = l.head_stride(), n = l.n_head * l.page_cells;
     const size_t nb_row = kvq_far_row_bytes(format, D);
     std::vector<uint8_t> copy;
-    const uint8_t * far_rows = x.view<uint8_t>(at(x, s, p), of(x).nb_page, copy);
-    std::vector<uint16_t> row((size_t) stride);
+    // whoever asks has waited for the device: what it wrote to memory of the host is there
+    const uint8_t * far_rows =
+        rows_are_here ? (const uint8_t *) at(x, s, p) : x.view<uint8_t>(at(x, s, p), of(x).nb_page, copy);
+    static thread_local std::vector<uint16_t> row;
+    row.resize((size_t) stride);
     for (int i = 0; i < n; i++) {
         kvq_far_get(format, D, far_rows + (size_t) i * nb_row, row.data());
         memcpy(rows + ((size_t) (i % l.page_cells) * l.n_head + i / l.page_cells) * D, row.data(), 2 * (size_t) D);

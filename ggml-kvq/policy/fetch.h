@@ -37,6 +37,7 @@ public:
     bool may_place(const kvq_lane &, int, int) const override { return false; } // blocks alone lack the rows
     bool blocks_travel(const kvq_lane &) const override { return false; }
     bool has_images(const kvq_lane &) const override { return true; }
+    bool images_together(const kvq_lane &) const override { return rows_are_here; }
     int image_low_bits(const kvq_lane &) const override; // rows leave as they came: no bit is free for a mark
     void write_image(const kvq_lane & x, int s, int p, const uint8_t * codes, const uint8_t * params,
         uint16_t * rows) const override;
@@ -67,7 +68,7 @@ private:
     void publish(const kvq_lane & x, int s, int p);
 
     const int top, format, fetch, keeps;
-    const bool exact;
+    const bool exact, rows_are_here; // in memory of the host
     kvq_device & device;
     std::shared_ptr<kvq_far_pool> pool;
     mutable lane_rows lanes[2];

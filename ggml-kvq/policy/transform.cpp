@@ -97,7 +97,7 @@ kvq_row_transform kvq_transform::transform_of(const kvq_lane & x, int s, int p) 
 // ---------------------------------------------------------------- sealing
 
 void kvq_transform::leave_out(
-    kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) {
+    kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks, int n_threads) {
     if (!active()) { return; }
     const kvq_lane_layout & l = x.layout();
     const bool chained = chain && chain->chains(value);
@@ -117,7 +117,7 @@ void kvq_transform::leave_out(
             jobs.back().pred = pred ? pred + j * l.page_cells * chain->stride(value) : nullptr;
             jobs.back().pred_stride = pred ? chain->stride(value) : 0;
         }
-        x.device.transforms()->take_out(l, (int) n, from.data(), reduced.data() + first, jobs.data());
+        x.device.transforms()->take_out(l, (int) n, from.data(), reduced.data() + first, jobs.data(), n_threads);
         i += n;
     }
 }

@@ -53,7 +53,8 @@ public:
     // Events.
     void written(kvq_lane & x, int64_t n, const int64_t * idx, const int32_t * pos, uint16_t * const * to) override;
     bool tags_rows(const kvq_lane &) const override { return rotor; }
-    void leave_out(kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks) override;
+    void leave_out(kvq_lane & x, int s, const std::vector<int> & pages, std::vector<kvq_page_block> & blocks,
+        int n_threads) override;
     void encoded(kvq_lane & x) override;
     void put_back(const kvq_lane & x, int s, int p, uint16_t * tile) const override;
     void state_changed(kvq_lane & x, int s, int p, kvq_page_state from, kvq_page_state to) override;
@@ -63,6 +64,8 @@ public:
     bool accepts(const kvq_lane & x, int s, int p, const kvq_page_image & image) const override;
     void placing(kvq_lane & x, int s, int p, const kvq_page_image & image) override;
     bool has_images(const kvq_lane &) const override { return active(); }
+    bool images_together(const kvq_lane & x) const override;
+    void images_come(const kvq_lane & x, const std::vector<const uint16_t *> & pages) const override;
     int n_position_lists(const kvq_lane &) const override { return rotor ? 1 + keeps_turn() : 0; }
     int32_t position_bound(const kvq_lane & x) const override;
     int image_low_bits(const kvq_lane &) const override { return rotor ? 1 : 0; }
@@ -71,7 +74,7 @@ public:
         uint16_t * rows) const override;
     bool take_image(
         const kvq_lane & x, int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const override;
-    void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows) const override;
+    void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows, int n_threads) const override;
     bool rewrites_rows(const kvq_lane &) const override { return rotor && rotor->first(); }
     void enter(const kvq_lane & x, uint16_t * rows, int n) const override;
     void entered(kvq_lane & x, int s, int cell, const uint16_t * rows, int n) override;
@@ -88,7 +91,7 @@ private:
     void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,
         const uint8_t * params, uint16_t * rows) const;
     bool take_head(const kvq_lane & x, int h, int low, const uint16_t * rows, const std::vector<float> & pred,
-        bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
+        const std::vector<float> & turns, bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const;
 
     // tiles that are encoded in place of the open ones, until encoded()
     std::vector<uint16_t *> reduced;

@@ -18,9 +18,13 @@ void kvq_transform::image_page(const kvq_lane & x, int s, int p, const int32_t *
     const int D = l.codec.head_size, W = D * l.n_head;
     std::vector<uint16_t> head((size_t) l.page_cells * D);
     const std::vector<float> pred = predicted(x, s, p);
+    static thread_local std::vector<float> turns;
+    kvq_row_transform turn = transform_here(x, pos, was, pred);
+    kvq_cpu_turns(l, turn, turns);
+    turn.turns = turns.empty() ? nullptr : turns.data();
     for (int h = 0; h < l.n_head; h++) {
-        kvq_traits(l.codec.type)->decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
-        kvq_cpu_put_back_rows(l, h, transform_here(x, pos, was, pred), head.data(), D);
+        kvq_cpu_decode(l.codec, codes + h * l.nb_codes, params + h * l.nb_params, head.data());
+        kvq_cpu_put_back_rows(l, h, turn, head.data(), D);
         std::vector<uint8_t> bytes(params + h * l.nb_params, params + (h + 1) * l.nb_params);
         if (was && !h) {
             std::vector<int32_t> then(was, was + l.page_cells);
@@ -55,10 +59,37 @@ int32_t kvq_transform::position_bound(const kvq_lane & x) const {
         int32_t) (rotor->first() ? AT_MOST : std::min(std::max<int64_t>(8ll * x.layout().n_cells, AT_LEAST), AT_MOST));
 }
 
+bool kvq_transform::images_together(const kvq_lane &) const { return !(chain && chain->chains(value)); }
+
+// Tables of rotary embeddings grow here: threads read them while images are taken.
+void kvq_transform::images_come(const kvq_lane & x, const std::vector<const uint16_t *> & pages) const {
+    const kvq_lane_layout & l = x.layout();
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head, pc = (size_t) l.page_cells;
+    const int32_t bound = position_bound(x);
+    const auto cover = [&](int32_t pos) {
+        if (pos < bound) { rotor->cover(pos); }
+    };
+    std::vector<uint16_t> head(keeps_turn() ? pc * D : 0);
+    std::vector<uint8_t> bytes(l.nb_params + 4 * pc);
+    for (size_t i = 0; rotor && i < pages.size(); i++) {
+        for (size_t t = 0; t < pc; t++) { cover(kvq_tag_get(l, pages[i] + t * W, D)); }
+        for (size_t t = 0; t < pc && !head.empty(); t++) { memcpy(&head[t * D], pages[i] + t * W, 2 * D); }
+        if (head.empty() || !kvq_image_take(head.size(), head.data(), image_low_bits(x), bytes.size(), bytes.data())) {
+            continue;
+        }
+        for (size_t t = 0; t < pc; t++) {
+            int32_t pos;
+            memcpy(&pos, &bytes[l.nb_params + 4 * t], 4);
+            cover(pos);
+        }
+    }
+}
+
 // Parameters of head h, and with the first head positions when sealed, from the low bits of its rows; then its codes.
 // False: the rows are no image.
 bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t * rows,
-    const std::vector<float> & pred, bool marked, std::vector<uint16_t> & head, kvq_page_image & out) const {
+    const std::vector<float> & pred, const std::vector<float> & turns, bool marked, std::vector<uint16_t> & head,
+    kvq_page_image & out) const {
     const kvq_lane_layout & l = x.layout();
     const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head;
     std::vector<int32_t> &pos = out.pos, &was = out.was;
@@ -79,10 +110,13 @@ bool kvq_transform::take_head(const kvq_lane & x, int h, int low, const uint16_t
         rotor->cover(was[t]);
     }
     const kvq_low_bits more = { low + kvq_image_width(head.size(), bytes.size()), marked && !h };
-    for (size_t i = 0; i < head.size(); i++) { head[i] &= (uint16_t) ~more.mask(l.codec, i); }
-    const kvq_row_transform turn = transform_here(x, pos.data(), was.empty() ? nullptr : was.data(), pred);
+    const uint16_t plain = (uint16_t) ~((1 << more.n) - 1);
+    for (uint16_t & v : head) { v &= plain; }
+    for (size_t i = 0; more.marked && i < head.size(); i++) { head[i] &= (uint16_t) ~more.mask(l.codec, i); }
+    kvq_row_transform turn = transform_here(x, pos.data(), was.empty() ? nullptr : was.data(), pred);
+    turn.turns = turns.empty() ? nullptr : turns.data();
     kvq_cpu_take_out_rows(l, h, turn, head.data(), (int) D);
-    kvq_traits(l.codec.type)->assign(l.codec, head.data(), &out.codes[h * l.nb_codes], &out.params[h * l.nb_params]);
+    kvq_cpu_assign(l.codec, head.data(), &out.codes[h * l.nb_codes], &out.params[h * l.nb_params]);
     return true;
 }
 
@@ -102,9 +136,11 @@ bool kvq_transform::take_image(
     }
     std::vector<uint16_t> head((size_t) l.page_cells * D), again((size_t) l.page_cells * W);
     const std::vector<float> pred = predicted(x, s, p);
+    std::vector<float> turns;
+    kvq_cpu_turns(l, transform_here(x, pos.data(), nullptr, pred), turns);
     was.assign(keeps_turn() ? (size_t) l.page_cells : 0, 0);
     for (int h = 0; h < l.n_head; h++) {
-        if (!take_head(x, h, image_low_bits(x), rows, pred, marked, head, out)) { return false; }
+        if (!take_head(x, h, image_low_bits(x), rows, pred, turns, marked, head, out)) { return false; }
     }
     if (!was.empty() && is_held_elsewhere(x, s, p) && memcmp(was.data(), sealed_at(s, p), 4 * was.size())) {
         return false; // other layers hold the page: it has to be sealed as theirs is
@@ -147,7 +183,7 @@ void kvq_transform::placing(kvq_lane &, int s, int p, const kvq_page_image & ima
     positions->put(s, p, keeps_turn());
 }
 
-void kvq_transform::save(const kvq_lane & x, int, int, int n, uint16_t * rows) const {
+void kvq_transform::save(const kvq_lane & x, int, int, int n, uint16_t * rows, int) const {
     if (rotor) { kvq_tags_leave(x.layout(), *rotor, rows, n); }
 }
 

@@ -157,8 +157,7 @@ void kvq_lane::open_page(int s, int p, bool keep) {
     set_state(s, p, KVQ_PAGE_OPEN);
 }
 
-void kvq_lane::write(
-    int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
+std::vector<uint16_t *> kvq_lane::open_cells(int64_t n, const int64_t * idx) {
     waiting = false;
     std::vector<int64_t> n_rows((size_t) l.n_stream, 0); // by stream
     for (int64_t i = 0; i < n; i++) { n_rows[(size_t) (idx[i] / l.n_cells)]++; }
@@ -189,12 +188,17 @@ void kvq_lane::write(
     }
     is_dirty = true;
 
-    static thread_local std::vector<uint16_t *> to;
-    to.resize((size_t) n);
+    std::vector<uint16_t *> to((size_t) n);
     for (int64_t i = 0; i < n; i++) {
         const int s = (int) (idx[i] / l.n_cells), cell = (int) (idx[i] % l.n_cells);
         to[(size_t) i] = info(s, cell / l.page_cells).frame + (size_t) (cell % l.page_cells) * l.head_stride();
     }
+    return to;
+}
+
+void kvq_lane::write(
+    int64_t n, const int64_t * idx, const float * rows, size_t row_stride, int n_threads, const int32_t * pos) {
+    const std::vector<uint16_t *> to = open_cells(n, idx);
     bool tagged = false;
     for (kvq_policy * x : policies) { tagged |= pos && x->tags_rows(*this); }
     device.write_rows(l, n, to.data(), rows, row_stride, tagged ? pos : nullptr, n_threads);
@@ -221,7 +225,7 @@ void kvq_lane::keep_page(int s, int p, uint16_t * tile) {
 void kvq_lane::encode_page(int s, int p, uint16_t * tile) {
     keep_page(s, p, tile);
     std::vector<kvq_page_block> b = { block(s, p, tile) };
-    for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b); }
+    for (kvq_policy * x : policies) { x->leave_out(*this, s, { p }, b, 1); }
     device.encode(l, b.data(), 1, 1);
     for (kvq_policy * x : policies) { x->encoded(*this); }
 }
@@ -246,7 +250,7 @@ void kvq_lane::seal(int s, const std::vector<int> & due, int n_threads) {
     for (int p : due) { blocks.push_back(block(s, p, info(s, p).frame)); }
     for (kvq_policy * x : policies) { x->choose(*this, s, due); }
     for (kvq_policy * x : policies) { x->keep(*this, s, due, blocks, n_threads); }
-    for (kvq_policy * x : policies) { x->leave_out(*this, s, due, blocks); }
+    for (kvq_policy * x : policies) { x->leave_out(*this, s, due, blocks, n_threads); }
     device.encode(l, blocks.data(), (int) blocks.size(), n_threads);
     for (kvq_policy * x : policies) { x->encoded(*this); }
     for (int p : due) {

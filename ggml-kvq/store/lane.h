@@ -29,6 +29,50 @@ struct kvq_counters {
 
 constexpr int KVQ_RESTORE_PAGES = 32; // of a state that is restored, in scratch
 
+class kvq_lane;
+struct kvq_mark_rows_view;
+
+// Bytes of pages [first, last] of a stream where the host can read them: the lane's own, or copies.
+struct kvq_host_pages {
+    struct page {
+        const uint8_t *codes, *params; // of a sealed page, else NULL
+        const uint16_t * frame;        // of an open one
+    };
+    const int first;
+    std::vector<page> at;
+    kvq_host_pages(const kvq_lane & x, int s, int first, int last);
+
+private:
+    struct piece {
+        const void * p;
+        size_t nb;
+    };
+    static void fetch(kvq_space & space, const std::vector<piece> & from, std::vector<uint8_t> & to);
+    std::vector<uint8_t> codes_here, params_here, frames_here;
+};
+
+// Blocks on their way to a lane: at once where that is host memory, else together with flush().
+class kvq_block_puts {
+public:
+    explicit kvq_block_puts(kvq_space & space) : space(space) {}
+    void add(uint8_t * to, const uint8_t * from, size_t nb); // `from` stays until flush()
+    void flush();
+
+private:
+    struct job {
+        uint8_t * to;
+        const uint8_t * from;
+        size_t nb;
+    };
+    kvq_space & space;
+    std::vector<job> waiting;
+};
+
+struct kvq_block_bytes {
+    const uint8_t *codes, *params;
+    size_t nb_codes, nb_params;
+};
+
 class kvq_lane {
 public:
     // codes_of: the lane whose codes are adopted, NULL unless layout.shares_codes
@@ -52,22 +96,27 @@ public:
     bool dirty() const { return is_dirty; }
 
     // f16 rows [n][n_head*head_size] of one stream, as a saved state carries them
-    void read(int stream, int cell, int n, uint16_t * rows) const;
+    void read(int stream, int cell, int n, uint16_t * rows, int n_threads = 1) const;
     // Why rows, or a block by itself, cannot be restored here, "" when they can: their positions are no cache's. Tables
     // of rotary embeddings grow with the largest position, so one that is made up would cost hundreds of MB. Asked
     // before anything is restored.
     std::string refuses(int n, const uint16_t * rows) const;
     std::string refuses(const kvq_page_image & image) const;
-    void restore(int stream, int cell, int n, const uint16_t * rows, int n_threads);
+    // v: the same rows, of which some were edited; NULL: none were
+    void restore(
+        int stream, int cell, int n, const uint16_t * rows, int n_threads, const kvq_mark_rows_view * v = nullptr);
     // f16 rows into open pages, without a look at whether they are an image
     void enter_rows(int stream, int64_t n, const int64_t * idx, const uint16_t * rows, int n_threads);
 
     // Of a sealed page: the block as it is, and may the rows of its image carry a mark, whose bits they have?
     kvq_page_image block_of(int s, int p) const;
+    kvq_page_image positions_of(int s, int p) const; // what goes with it
     bool is_marked_image(int s, int p, const uint16_t * rows) const;
-    bool blocks_travel() const;                                   // do blocks mean the same in another cache?
-    bool place_block(int s, int p, const kvq_page_image & image); // false: the page cannot hold it, nothing changed
-    bool leaves_out() const { return imager(); }                  // do sealed pages lack something?
+    bool blocks_travel() const; // do blocks mean the same in another cache?
+    // image: its positions. False: the page cannot hold it, nothing changed
+    bool place_block(
+        int s, int p, const kvq_page_image & image, const kvq_block_bytes & block, kvq_block_puts * later = nullptr);
+    bool leaves_out() const { return imager(); } // do sealed pages lack something?
     int n_position_lists() const { return imager() ? imager()->n_position_lists(*this) : 0; } // of a block by itself
     int mark_plane() const; // the mantissa bit that marks take, -1: there is none
 
@@ -161,12 +210,16 @@ private:
     std::vector<int> due_pages(int s);
     void commit_stream(int s, int n_threads);
     void bring_home(int s);
-    bool restore_page(int s, int p, const uint16_t * rows);
+    bool take_any_image(int s, int p, const uint16_t * rows, kvq_page_image & image) const;
+    void read_page(int s, int p, const kvq_host_pages::page & page, int from, int to, uint16_t * rows) const;
+    // pages of these cells open; where the rows go
+    std::vector<uint16_t *> open_cells(int64_t n, const int64_t * idx);
     bool may_place(int s, int p) const; // may this page be sealed now?
     int32_t position_bound() const;     // of policies, 0: rows carry no positions
     std::string refuses_position(int32_t pos) const;
     const kvq_policy * imager() const; // who makes images of sealed pages, NULL: types.h does
-    void place(int s, int p, const kvq_page_image & image);
+    void place(int s, int p, const kvq_page_image & image, const uint8_t * codes, const uint8_t * params,
+        kvq_block_puts * later);
 
     kvq_lane_layout l;
     bool value;

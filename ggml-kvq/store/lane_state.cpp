@@ -9,6 +9,50 @@
 #include <algorithm>
 #include <cstring>
 
+// ---------------------------------------------------------------- bytes on the host
+
+// Neighbours lie side by side where blocks do not move: they come in one piece.
+void kvq_host_pages::fetch(kvq_space & space, const std::vector<piece> & from, std::vector<uint8_t> & to) {
+    size_t nb = 0;
+    for (const piece & x : from) { nb += x.nb; }
+    to.resize(nb);
+    size_t at = 0;
+    for (size_t i = 0, j; i < from.size(); i = j) {
+        size_t run = from[i].nb;
+        for (j = i + 1; j < from.size() && from[j].p == (const uint8_t *) from[i].p + run; j++) { run += from[j].nb; }
+        if (run) { space.get(to.data() + at, from[i].p, run); }
+        at += run;
+    }
+}
+
+kvq_host_pages::kvq_host_pages(const kvq_lane & x, int s, int first, int last) : first(first) {
+    const kvq_lane_layout & l = x.layout();
+    const size_t nb_codes = l.nb_codes * l.n_head, nb_params = l.nb_params * l.n_head;
+    std::vector<piece> c, q, f;
+    for (int p = first; p <= last; p++) {
+        const bool sealed = x.state(s, p) == KVQ_PAGE_SEALED, open = x.state(s, p) == KVQ_PAGE_OPEN;
+        at.push_back({ sealed ? x.codes_at(s, p, 0) : nullptr, sealed ? x.params_at(s, p, 0) : nullptr,
+            open ? x.info(s, p).frame : nullptr });
+        if (sealed) {
+            c.push_back({ at.back().codes, nb_codes });
+            q.push_back({ at.back().params, nb_params });
+        }
+        if (open) { f.push_back({ at.back().frame, l.nb_frame }); }
+    }
+    if (x.device.is_host()) { return; }
+    fetch(x.device, c, codes_here);
+    fetch(x.device, q, params_here);
+    fetch(x.device, f, frames_here);
+    size_t n_sealed = 0, n_open = 0;
+    for (page & p : at) {
+        if (p.params) {
+            p.codes = codes_here.data() + nb_codes * n_sealed;
+            p.params = params_here.data() + nb_params * n_sealed++;
+        }
+        if (p.frame) { p.frame = (const uint16_t *) (frames_here.data() + l.nb_frame * n_open++); }
+    }
+}
+
 // ---------------------------------------------------------------- blocks
 
 bool kvq_lane::may_place(int s, int p) const {
@@ -28,13 +72,18 @@ bool kvq_lane::blocks_travel() const {
         std::all_of(policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->blocks_travel(*this); });
 }
 
-kvq_page_image kvq_lane::block_of(int s, int p) const {
+kvq_page_image kvq_lane::positions_of(int s, int p) const {
     kvq_page_image out;
+    for (const kvq_policy * x : policies) { x->describe(*this, s, p, out); }
+    return out;
+}
+
+kvq_page_image kvq_lane::block_of(int s, int p) const {
+    kvq_page_image out = positions_of(s, p);
     out.codes.resize(codes_of ? 0 : l.nb_codes * l.n_head);
     out.params.resize(l.nb_params * l.n_head);
     if (!out.codes.empty()) { device.get(out.codes.data(), codes_at(s, p, 0), out.codes.size()); }
     device.get(out.params.data(), params_at(s, p, 0), out.params.size());
-    for (const kvq_policy * x : policies) { x->describe(*this, s, p, out); }
     return out;
 }
 
@@ -43,14 +92,15 @@ bool kvq_lane::take_image(int s, int p, const uint16_t * rows, bool marked, kvq_
     out.codes.assign(l.nb_codes * l.n_head, 0);
     out.params.assign(l.nb_params * l.n_head, 0);
     if (const kvq_policy * x = imager()) { return x->take_image(*this, s, p, rows, marked, out); }
-    std::vector<uint16_t> head((size_t) l.page_cells * D);
+    static thread_local std::vector<uint16_t> head;
+    head.resize((size_t) l.page_cells * D);
     std::vector<uint8_t> codes_copy;
     const uint8_t * adopted = view<uint8_t>(codes_of ? codes_at(s, p, 0) : nullptr, l.nb_codes * l.n_head, codes_copy);
     for (int h = 0; h < l.n_head; h++) {
         for (int t = 0; t < l.page_cells; t++) {
             memcpy(&head[(size_t) t * D], rows + (size_t) t * W + (size_t) h * D, 2 * (size_t) D);
         }
-        if (!kvq_image_read(l.codec, head.data(), codes_of ? adopted + h * l.nb_codes : nullptr,
+        if (!kvq_cpu_image_read(l.codec, head.data(), codes_of ? adopted + h * l.nb_codes : nullptr,
                 out.codes.data() + h * l.nb_codes, out.params.data() + h * l.nb_params, marked && !h)) {
             return false;
         }
@@ -76,14 +126,22 @@ bool kvq_lane::is_marked_image(int s, int p, const uint16_t * rows) const {
         taken.codes == is.codes && taken.params == is.params;
 }
 
-void kvq_lane::place(int s, int p, const kvq_page_image & image) {
+void kvq_lane::place(
+    int s, int p, const kvq_page_image & image, const uint8_t * codes, const uint8_t * params, kvq_block_puts * later) {
     streams[(size_t) s].restored = true;
     for (kvq_policy * x : policies) { x->placing(*this, s, p, image); }
     reopened.forget(s, p);
     drop_frame(s, p);
     take_block(s, p);
-    if (!codes_of && l.nb_codes) { device.put(codes_at(s, p, 0), image.codes.data(), image.codes.size()); }
-    device.put(params_at(s, p, 0), image.params.data(), image.params.size());
+    const auto put = [&](uint8_t * to, const uint8_t * from, size_t nb) {
+        if (later && !l.moves && !l.pooled) {
+            later->add(to, from, nb);
+        } else {
+            device.put(to, from, nb);
+        }
+    };
+    if (!codes_of && l.nb_codes) { put(codes_at(s, p, 0), codes, l.nb_codes * l.n_head); }
+    put(params_at(s, p, 0), params, l.nb_params * l.n_head);
     kvq_page_info & i = info(s, p);
     streams[s].clock += l.page_cells;
     i.stamp = streams[s].clock;
@@ -93,27 +151,45 @@ void kvq_lane::place(int s, int p, const kvq_page_image & image) {
     counters->n_placed++;
 }
 
-bool kvq_lane::place_block(int s, int p, const kvq_page_image & image) {
-    if (!may_place(s, p) || image.codes.size() != (codes_of ? 0 : l.nb_codes * l.n_head) ||
-        image.params.size() != l.nb_params * l.n_head || (!imager() && image.pos.size() + image.was.size() > 0)) {
+void kvq_block_puts::add(uint8_t * to, const uint8_t * from, size_t nb) {
+    if (space.is_host()) {
+        memcpy(to, from, nb);
+    } else {
+        waiting.push_back({ to, from, nb });
+    }
+}
+
+// Neighbours go in one piece.
+void kvq_block_puts::flush() {
+    std::sort(waiting.begin(), waiting.end(), [](const job & a, const job & b) { return a.to < b.to; });
+    std::vector<uint8_t> run;
+    for (size_t i = 0, j; i < waiting.size(); i = j) {
+        run.clear();
+        for (j = i; j < waiting.size() && waiting[j].to == waiting[i].to + run.size(); j++) {
+            run.insert(run.end(), waiting[j].from, waiting[j].from + waiting[j].nb);
+        }
+        space.put(waiting[i].to, run.data(), run.size());
+    }
+    waiting.clear();
+}
+
+bool kvq_lane::place_block(
+    int s, int p, const kvq_page_image & image, const kvq_block_bytes & block, kvq_block_puts * later) {
+    if (!may_place(s, p) || block.nb_codes != (codes_of ? 0 : l.nb_codes * l.n_head) ||
+        block.nb_params != l.nb_params * l.n_head || (!imager() && image.pos.size() + image.was.size() > 0)) {
         return false;
     }
     for (const kvq_policy * x : policies) {
         if (!x->accepts(*this, s, p, image)) { return false; }
     }
     waiting = false;
-    place(s, p, image);
+    place(s, p, image, block.codes, block.params, later);
     return true;
 }
 
-bool kvq_lane::restore_page(int s, int p, const uint16_t * rows) {
-    kvq_page_image image;
-    if (!may_place(s, p) ||
-        (!take_image(s, p, rows, false, image) && !(mark_plane() >= 0 && take_image(s, p, rows, true, image)))) {
-        return false;
-    }
-    place(s, p, image);
-    return true;
+// Either with the bits of a mark or without.
+bool kvq_lane::take_any_image(int s, int p, const uint16_t * rows, kvq_page_image & image) const {
+    return take_image(s, p, rows, false, image) || (mark_plane() >= 0 && take_image(s, p, rows, true, image));
 }
 
 // ---------------------------------------------------------------- rows
@@ -135,7 +211,7 @@ std::string kvq_lane::refuses_position(int32_t pos) const {
 std::string kvq_lane::refuses(int n, const uint16_t * rows) const {
     const size_t D = (size_t) l.codec.head_size;
     int32_t most = -1;
-    for (int i = 0; i < n && position_bound(); i++) {
+    for (int i = 0, n_rows = position_bound() ? n : 0; i < n_rows; i++) {
         most = std::max(most, kvq_tag_get(l, rows + (size_t) i * D * (size_t) l.n_head, D));
     }
     return refuses_position(most);
@@ -149,58 +225,65 @@ std::string kvq_lane::refuses(const kvq_page_image & image) const {
     return refuses_position(most);
 }
 
-void kvq_lane::read(int stream, int cell, int n, uint16_t * rows) const {
-    const int D = l.codec.head_size, stride = l.head_stride(), W = D * l.n_head;
-    std::vector<uint16_t> image((size_t) l.page_cells * D);
-    std::vector<uint8_t> codes_copy, params_copy, frame_copy;
-    std::vector<uint16_t> page;
-    for (int at = cell; at < cell + n;) {
-        const int p = at / l.page_cells, end = std::min((p + 1) * l.page_cells, cell + n);
-        const kvq_page_info & i = info(stream, p);
-        const bool sealed = i.state == KVQ_PAGE_SEALED;
-        const uint8_t * c = view<uint8_t>(sealed ? codes_at(stream, p, 0) : nullptr, l.nb_codes * l.n_head, codes_copy);
-        const uint8_t * q =
-            view<uint8_t>(sealed ? params_at(stream, p, 0) : nullptr, l.nb_params * l.n_head, params_copy);
-        const uint16_t * f = view<uint16_t>(i.frame, l.nb_frame, frame_copy);
-        if (const kvq_policy * x = sealed ? imager() : nullptr) {
-            page.resize((size_t) l.page_cells * W);
-            x->write_image(*this, stream, p, c, q, page.data());
-            memcpy(
-                rows + (size_t) (at - cell) * W, &page[(size_t) (at % l.page_cells) * W], 2 * (size_t) (end - at) * W);
-            at = end;
-            continue;
+// Cells [from, to) of page p, rows as a state has them.
+void kvq_lane::read_page(int s, int p, const kvq_host_pages::page & page, int from, int to, uint16_t * rows) const {
+    const size_t D = (size_t) l.codec.head_size, W = D * (size_t) l.n_head, pc = (size_t) l.page_cells;
+    const size_t first = (size_t) from % pc, n = (size_t) (to - from);
+    static thread_local std::vector<uint16_t> image;
+    if (page.params && imager()) {
+        image.resize(pc * W);
+        imager()->write_image(*this, s, p, page.codes, page.params, image.data());
+        memcpy(rows, &image[first * W], 2 * n * W);
+        return;
+    }
+    image.resize(pc * D);
+    for (size_t h = 0; h < (size_t) l.n_head; h++) {
+        const uint16_t * of = nullptr;
+        size_t stride = D;
+        if (page.params) {
+            kvq_cpu_image_write(l.codec, page.codes + h * l.nb_codes, page.params + h * l.nb_params, image.data());
+            of = image.data();
+        } else if (page.frame) {
+            stride = (size_t) l.head_stride();
+            of = page.frame + h * pc * stride;
         }
-        for (int h = 0; h < l.n_head; h++) {
-            if (sealed) { kvq_image_write(l.codec, c + h * l.nb_codes, q + h * l.nb_params, image.data()); }
-            for (int c = at; c < end; c++) {
-                uint16_t * out = rows + (size_t) (c - cell) * W + (size_t) h * D;
-                const int slot = c % l.page_cells;
-                if (sealed) {
-                    memcpy(out, &image[(size_t) slot * D], 2 * (size_t) D);
-                } else if (i.state == KVQ_PAGE_OPEN) {
-                    memcpy(out, f + ((size_t) h * l.page_cells + slot) * stride, 2 * (size_t) D);
-                } else {
-                    memset(out, 0, 2 * (size_t) D);
-                }
+        for (size_t t = 0; t < n; t++) {
+            uint16_t * out = rows + t * W + h * D;
+            if (of) {
+                memcpy(out, of + (first + t) * stride, 2 * D);
+            } else {
+                memset(out, 0, 2 * D);
             }
         }
-        at = end;
     }
-    for (const kvq_policy * x : policies) { x->save(*this, stream, cell, n, rows); }
+}
+
+void kvq_lane::read(int stream, int cell, int n, uint16_t * rows, int n_threads) const {
+    const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
+    const int pc = l.page_cells, first = cell / pc, last = n > 0 ? (cell + n - 1) / pc : first - 1;
+    const kvq_host_pages pages(*this, stream, first, last);
+    const bool together = !imager() || imager()->images_together(*this);
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (together && last > first && n_threads > 1)
+    for (int p = first; p <= last; p++) {
+        const int from = std::max(p * pc, cell), to = std::min((p + 1) * pc, cell + n);
+        read_page(stream, p, pages.at[(size_t) (p - first)], from, to, rows + (size_t) (from - cell) * W);
+    }
+    for (const kvq_policy * x : policies) { x->save(*this, stream, cell, n, rows, n_threads); }
 }
 
 void kvq_lane::enter_rows(int stream, int64_t n, const int64_t * idx, const uint16_t * rows, int n_threads) {
-    const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head, nb = 4 * W * (size_t) l.page_cells;
-    std::vector<float> f32((size_t) n * W);
-    kvq_cpu_f16_to_f32(rows, f32.data(), (int64_t) f32.size());
-    if (device.is_host()) {
-        write(n, idx, f32.data(), W, 1);
-    } else {
+    const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
+    const std::vector<uint16_t *> to = open_cells(n, idx);
+    if (!device.enter_rows(l, n, to.data(), rows, n_threads)) { // as f32 rows then
+        std::vector<float> f32((size_t) n * W);
+        kvq_cpu_f16_to_f32(rows, f32.data(), (int64_t) f32.size());
+        const size_t nb = 4 * W * (size_t) l.page_cells;
         uint16_t * there = scratch->take(nb);
         device.put(there, f32.data(), 4 * f32.size());
-        write(n, idx, (const float *) there, W, 1);
+        device.write_rows(l, n, to.data(), (const float *) there, W, nullptr, n_threads);
         scratch->give(there, nb);
     }
+    for (kvq_policy * x : policies) { x->written(*this, n, idx, nullptr, to.data()); }
     for (kvq_policy * x : policies) { x->entered(*this, stream, (int) (idx[0] % l.n_cells), rows, (int) n); }
     streams[(size_t) stream].may_seal_ahead = false;
     streams[(size_t) stream].restored = true;
@@ -212,28 +295,65 @@ void kvq_lane::enter_rows(int stream, int64_t n, const int64_t * idx, const uint
     }
 }
 
-void kvq_lane::restore(int stream, int cell, int n, const uint16_t * rows, int n_threads) {
+void kvq_lane::restore(
+    int stream, int cell, int n, const uint16_t * rows, int n_threads, const kvq_mark_rows_view * v) {
     waiting = false;
     for (kvq_policy * x : policies) {
         if (x->load(*this, stream, cell, n, rows, n_threads)) { return; }
     }
     const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
-    std::vector<int64_t> idx;
+    const int pc = l.page_cells, first = cell / pc, last = (cell + n - 1) / pc;
     std::vector<uint16_t> copy;
     if (std::any_of(policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->rewrites_rows(*this); })) {
         copy.assign(rows, rows + (size_t) n * W);
+        if (v) { v->put_edited(0, n, copy.data()); }
         for (const kvq_policy * x : policies) { x->enter(*this, copy.data(), n); }
         rows = copy.data();
+        v = nullptr;
     }
-    for (int at = cell; at < cell + n;) {
-        const int p = at / l.page_cells, end = std::min((p + 1) * l.page_cells, cell + n);
-        const uint16_t * from = rows + (size_t) (at - cell) * W;
-        if (end - at < l.page_cells || !restore_page(stream, p, from)) {
-            idx.resize((size_t) (end - at));
-            for (int i = 0; i < end - at; i++) { idx[(size_t) i] = (int64_t) stream * l.n_cells + at + i; }
-            enter_rows(stream, end - at, idx.data(), from, n_threads);
+    struct arriving {
+        int from, to; // cells
+        const uint16_t * rows;
+        std::vector<uint16_t> edited;
+        kvq_page_image image;
+        bool tried = false, is_image = false;
+    };
+    std::vector<arriving> pages((size_t) (last - first + 1));
+    std::vector<const uint16_t *> whole;
+    for (int p = first; p <= last; p++) {
+        arriving & x = pages[(size_t) (p - first)];
+        x.from = std::max(p * pc, cell);
+        x.to = std::min((p + 1) * pc, cell + n);
+        x.rows = rows + (size_t) (x.from - cell) * W;
+        if (v && v->has_copies(x.from - cell, x.to - x.from)) {
+            x.edited.assign(x.rows, x.rows + (size_t) (x.to - x.from) * W);
+            v->put_edited(x.from - cell, x.to - x.from, x.edited.data());
+            x.rows = x.edited.data();
         }
-        at = end;
+        x.tried = x.to - x.from == pc && may_place(stream, p);
+        if (x.tried) { whole.push_back(x.rows); }
     }
+    if (imager()) { imager()->images_come(*this, whole); }
+    // adopted codes of a device are asked for page by page
+    const bool together = imager() ? imager()->images_together(*this) : device.is_host() || !codes_of;
+#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (together && whole.size() > 1 && n_threads > 1)
+    for (int p = first; p <= last; p++) {
+        arriving & x = pages[(size_t) (p - first)];
+        x.is_image = x.tried && take_any_image(stream, p, x.rows, x.image);
+    }
+    kvq_block_puts puts(device);
+    std::vector<int64_t> idx;
+    for (int p = first; p <= last; p++) {
+        arriving & x = pages[(size_t) (p - first)];
+        if (x.to - x.from == pc && may_place(stream, p) &&
+            (x.tried ? x.is_image : take_any_image(stream, p, x.rows, x.image))) {
+            place(stream, p, x.image, x.image.codes.data(), x.image.params.data(), &puts);
+            continue;
+        }
+        idx.resize((size_t) (x.to - x.from));
+        for (size_t i = 0; i < idx.size(); i++) { idx[i] = (int64_t) stream * l.n_cells + x.from + (int64_t) i; }
+        enter_rows(stream, x.to - x.from, idx.data(), x.rows, n_threads);
+    }
+    puts.flush();
     commit(n_threads);
 }

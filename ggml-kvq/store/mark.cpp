@@ -1,6 +1,10 @@
 #include "mark.h"
 
+#include "base/row_hash.h"
+#include "engine/host.h"
+
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
 
@@ -8,23 +12,6 @@ namespace {
 
 constexpr uint32_t MAGIC = 0x8d4b96e5;
 constexpr int NB = KVQ_MARK_BITS / 8;
-
-uint64_t mix(uint64_t h) {
-    h ^= h >> 32;
-    h *= 0xd6e8feb86659fd93u;
-    h ^= h >> 32;
-    return h;
-}
-
-uint64_t hash_bytes(const void * data, size_t nb, uint64_t h) {
-    const uint8_t * p = (const uint8_t *) data;
-    for (size_t i = 0; i < nb; i += 8) {
-        uint64_t x = 0;
-        memcpy(&x, p + i, nb - i < 8 ? nb - i : 8);
-        h = mix(h ^ x) + 0x9e3779b97f4a7c15u;
-    }
-    return h;
-}
 
 void to_bytes(const kvq_mark & m, uint8_t * b) {
     memcpy(b, &MAGIC, 4);
@@ -36,12 +23,12 @@ void to_bytes(const kvq_mark & m, uint8_t * b) {
         b[16 + i] = (uint8_t) (m.n >> 8 * i);
         b[19 + i] = (uint8_t) (m.row >> 8 * i);
     }
-    const uint16_t check = (uint16_t) hash_bytes(b, 22, 1);
+    const uint16_t check = (uint16_t) kvq_hash_bytes(b, 22, 1);
     memcpy(b + 22, &check, 2);
 }
 
 bool from_bytes(const uint8_t * b, kvq_mark & m) {
-    const uint16_t check = (uint16_t) hash_bytes(b, 22, 1);
+    const uint16_t check = (uint16_t) kvq_hash_bytes(b, 22, 1);
     if (memcmp(b, &MAGIC, 4) || memcmp(b + 22, &check, 2)) { return false; }
     memcpy(&m.sum, b + 4, 4);
     memcpy(&m.tag, b + 8, 4);
@@ -52,7 +39,7 @@ bool from_bytes(const uint8_t * b, kvq_mark & m) {
     return true;
 }
 
-uint16_t & value(const kvq_mark_rows_view & v, const int * at, int i) {
+uint16_t value(const kvq_mark_rows_view & v, const int * at, int i) {
     return v.row(at[i / v.head_size])[i % v.head_size];
 }
 
@@ -66,19 +53,57 @@ unsigned planes(const kvq_mark_rows_view & v, const int * at) {
     return m;
 }
 
+// The same where one row holds all of it.
+unsigned planes_in(const uint16_t * row) {
+    static const std::array<uint64_t, 8> zeros = [] { // values whose bit is 0
+        std::array<uint64_t, 8> z = {};
+        for (int i = 0; i < 32; i++) { z[(size_t) i / 4] |= MAGIC >> i & 1 ? 0 : (uint64_t) 0xffff << 16 * (i % 4); }
+        return z;
+    }();
+    uint64_t m = ~(uint64_t) 0;
+    for (size_t i = 0; i < zeros.size(); i++) {
+        uint64_t x;
+        memcpy(&x, row + 4 * i, sizeof(x));
+        m &= x ^ zeros[i];
+    }
+    m &= m >> 32;
+    return (unsigned) (m & m >> 16) & ((1u << KVQ_MARK_PLANES) - 1);
+}
+
 } // namespace
 
-void kvq_mark_put(const kvq_mark_rows_view & v, const int * at, int plane, const kvq_mark & m) {
+uint16_t * kvq_mark_rows_view::edit(int i) {
+    std::vector<uint16_t> & to = edited[i];
+    const uint16_t * const from = rows + (size_t) i * (size_t) width;
+    if (own) { return const_cast<uint16_t *>(from); }
+    if (to.empty()) { to.assign(from, from + width); }
+    return to.data();
+}
+
+bool kvq_mark_rows_view::has_copies(int first, int n_rows) const {
+    const auto x = edited.lower_bound(first);
+    return !own && x != edited.end() && x->first < first + n_rows;
+}
+
+void kvq_mark_rows_view::put_edited(int first, int n_rows, uint16_t * to) const {
+    for (auto x = edited.lower_bound(first); x != edited.end() && x->first < first + n_rows; ++x) {
+        std::copy(x->second.begin(), x->second.end(), to + (size_t) (x->first - first) * (size_t) width);
+    }
+}
+
+void kvq_mark_put(kvq_mark_rows_view & v, const int * at, int plane, const kvq_mark & m) {
     uint8_t b[NB];
     to_bytes(m, b);
     for (int i = 0; i < KVQ_MARK_BITS; i++) {
-        uint16_t & x = value(v, at, i);
+        uint16_t & x = v.edit(at[i / v.head_size])[i % v.head_size];
         x = (uint16_t) ((x & ~(1 << plane)) | (b[i / 8] >> i % 8 & 1) << plane);
     }
 }
 
-void kvq_mark_clear(const kvq_mark_rows_view & v, const int * at, int plane) {
-    for (int i = 0; i < KVQ_MARK_BITS; i++) { value(v, at, i) &= (uint16_t) ~(1 << plane); }
+void kvq_mark_clear(kvq_mark_rows_view & v, const int * at, int plane) {
+    for (int i = 0; i < KVQ_MARK_BITS; i++) {
+        v.edit(at[i / v.head_size])[i % v.head_size] &= (uint16_t) ~(1 << plane);
+    }
 }
 
 bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_mark & m) {
@@ -89,18 +114,21 @@ bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_m
 
 std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v) {
     std::vector<int> out;
+    auto next = v.edited.begin();
     for (int r = 0; r < v.n; r++) {
-        bool all = true;
-        for (int d = 0; all && d < v.head_size; d++) { all = (v.row(r)[d] | 1) == 0x8001; }
-        if (all) { out.push_back(r); }
+        while (next != v.edited.end() && next->first < r) { ++next; }
+        const bool is_copy = next != v.edited.end() && next->first == r;
+        const uint16_t * row = is_copy ? v.row(r) : v.rows + (size_t) r * (size_t) v.width;
+        int d = 0;
+        while (d < v.head_size && (row[d] | 1) == 0x8001) { d++; }
+        if (d == v.head_size) { out.push_back(r); }
     }
     return out;
 }
 
 // Marks in the rows `rows` of v and in those kept before them; their bits are cleared, and what they had added to
 // hashes of rows that came earlier.
-void kvq_mark_stream::search(
-    tail & before, const std::vector<int> & rows, const kvq_mark_rows_view & v, bool in_evicted) {
+void kvq_mark_stream::search(tail & before, const std::vector<int> & rows, kvq_mark_rows_view & v, bool in_evicted) {
     const size_t W = (size_t) v.width, k = (size_t) kvq_mark_rows(v.head_size), n_before = before.at.size();
     const int first = (int) hashes.size();
     // Those before and the next ones side by side, then v itself: each window of k rows is in one of them.
@@ -111,10 +139,12 @@ void kvq_mark_stream::search(
     }
     std::vector<int> seam(before.at.size());
     std::iota(seam.begin(), seam.end(), 0);
-    const kvq_mark_rows_view joined = { before.rows.data(), (int) seam.size(), v.width, v.head_size };
-    const auto look = [&](const kvq_mark_rows_view & in, const std::vector<int> & at, size_t end, auto index) {
+    kvq_mark_rows_view joined = { before.rows.data(), (int) seam.size(), v.width, v.head_size };
+    const auto look = [&](kvq_mark_rows_view & in, const std::vector<int> & at, size_t end, auto index) {
         kvq_mark m;
         for (size_t j = 0; j < end && j + k <= at.size(); j++) {
+            // bits that were cleared begin no mark: its first one is set
+            if (in.head_size >= 32 && !planes_in(in.rows + (size_t) at[j] * W)) { continue; }
             unsigned which = planes(in, &at[j]) & (in_evicted ? 1u : ~0u);
             for (int p = 0; which; p++, which >>= 1) {
                 if (!(which & 1) || !kvq_mark_get(in, &at[j], p, m) || !m.page_cells != in_evicted) { continue; }
@@ -131,7 +161,7 @@ void kvq_mark_stream::search(
                 hashes[(size_t) before.at[i]] = kvq_mark_hash(joined.row((int) i), v.width);
                 changed.push_back({ before.at[i], { joined.row((int) i), joined.row((int) i) + W } });
             } else {
-                std::copy_n(joined.row((int) i), W, v.row(rows[i - n_before]));
+                std::copy_n(joined.row((int) i), W, v.edit(rows[i - n_before]));
             }
         }
     }
@@ -148,19 +178,36 @@ void kvq_mark_stream::search(
     before.at.erase(before.at.begin(), before.at.begin() + (ptrdiff_t) too_many);
 }
 
-void kvq_mark_stream::add(const kvq_mark_rows_view & v) {
+bool kvq_mark_stream::add(kvq_mark_rows_view & v, int n_threads) {
+    std::vector<uint64_t> now((size_t) v.n);
+    if (!kvq_mark_hashes(v.rows, v.n, v.width, n_threads, now.data())) { return false; }
     changed.clear();
     std::vector<int> all((size_t) v.n);
     std::iota(all.begin(), all.end(), 0);
     search(last, all, v, false);
     search(evicted, kvq_mark_evicted(v), v, true);
-    for (int i = 0; i < v.n; i++) { hashes.push_back(kvq_mark_hash(v.row(i), v.width)); }
+    for (const auto & x : v.edited) { now[(size_t) x.first] = kvq_mark_hash(v.row(x.first), v.width); }
+    hashes.insert(hashes.end(), now.begin(), now.end());
+    return true;
 }
 
-uint64_t kvq_mark_hash(const uint16_t * row, int width) { return hash_bytes(row, 2 * (size_t) width, 0x51ab); }
+bool kvq_mark_hashes(const uint16_t * rows, int n, int width, int n_threads, uint64_t * out) {
+    constexpr int PART = 128;
+    bool finite = true;
+#pragma omp parallel for num_threads(n_threads) reduction(&& : finite) if (n > PART && n_threads > 1)
+    for (int i = 0; i < n; i += PART) {
+        const bool ok = kvq_cpu_hash_rows(rows + (size_t) i * (size_t) width, std::min(PART, n - i), width, out + i);
+        finite = finite && ok;
+    }
+    return finite;
+}
+
+uint64_t kvq_mark_hash(const uint16_t * row, int width) {
+    return kvq_hash_bytes(row, 2 * (size_t) width, KVQ_HASH_ROW);
+}
 
 uint32_t kvq_mark_sum(const uint64_t * hashes, int n, int il, bool value) {
-    uint64_t h = mix((uint64_t) il * 2 + value + 1);
-    for (int i = 0; i < n; i++) { h = mix(h ^ hashes[i]) + 0x9e3779b97f4a7c15u; }
+    uint64_t h = kvq_hash_mix((uint64_t) il * 2 + value + 1);
+    for (int i = 0; i < n; i++) { h = kvq_hash_mix(h ^ hashes[i]) + KVQ_HASH_ADD; }
     return (uint32_t) (h ^ h >> 32);
 }

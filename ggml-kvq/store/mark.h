@@ -14,6 +14,7 @@
 
 #include "types/types.h"
 
+#include <map>
 #include <vector>
 
 constexpr int KVQ_MARK_PLANES = 10; // mantissa bits of f16
@@ -24,18 +25,25 @@ struct kvq_mark {
     int32_t n = 0, row = 0;
 };
 
-static inline bool kvq_mark_fits(int head_size, int page_cells) { return page_cells >= 2 * kvq_mark_rows(head_size); }
-
-// A row's values [width], of which the first `head_size` are head 0's.
+// A row's values [width], of which the first `head_size` are head 0's. A row that is edited is changed in place, or
+// copied when `own` is false: the rows are somebody else's then.
 struct kvq_mark_rows_view {
-    uint16_t * rows;
+    const uint16_t * rows;
     int n, width, head_size;
-    uint16_t * row(int i) const { return rows + (size_t) i * (size_t) width; }
+    bool own = true;
+    std::map<int, std::vector<uint16_t>> edited = {}; // rows that were changed; empty ones: in place
+    const uint16_t * row(int i) const {
+        const auto at = edited.empty() ? edited.end() : edited.find(i);
+        return at == edited.end() || at->second.empty() ? rows + (size_t) i * (size_t) width : at->second.data();
+    }
+    uint16_t * edit(int i);
+    bool has_copies(int first, int n_rows) const;
+    void put_edited(int first, int n_rows, uint16_t * to) const; // those among rows [first, first + n_rows) of `to`
 };
 
 // Bits in plane `plane` of the rows at[0..kvq_mark_rows): written, cleared, read.
-void kvq_mark_put(const kvq_mark_rows_view & v, const int * at, int plane, const kvq_mark & m);
-void kvq_mark_clear(const kvq_mark_rows_view & v, const int * at, int plane);
+void kvq_mark_put(kvq_mark_rows_view & v, const int * at, int plane, const kvq_mark & m);
+void kvq_mark_clear(kvq_mark_rows_view & v, const int * at, int plane);
 bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_mark & m); // false: there is none
 
 // Rows that are evicted, or were before they took a mark.
@@ -52,7 +60,8 @@ public:
     std::vector<uint64_t> hashes;      // of the rows so far, without the bits of marks
     std::vector<kvq_mark_found> found; // marks among them; whoever is done with one removes it
     // Takes the bits of marks out of the rows: a row that stays as it came would carry them into the next state.
-    void add(const kvq_mark_rows_view & v);
+    // False, and nothing is done: some value is not finite.
+    bool add(kvq_mark_rows_view & v, int n_threads = 1);
     // Rows of earlier calls that have lost such bits in this one.
     struct changed_row {
         int at;
@@ -66,9 +75,10 @@ private:
         std::vector<int> at;
     };
     tail last, evicted;
-    void search(tail & before, const std::vector<int> & rows, const kvq_mark_rows_view & v, bool in_evicted);
+    void search(tail & before, const std::vector<int> & rows, kvq_mark_rows_view & v, bool in_evicted);
 };
 
 // Hash of one row; the sum of rows in their order, which is seeded by the layer and by what they are.
 uint64_t kvq_mark_hash(const uint16_t * row, int width);
+bool kvq_mark_hashes(const uint16_t * rows, int n, int width, int n_threads, uint64_t * out); // false: as add
 uint32_t kvq_mark_sum(const uint64_t * hashes, int n, int il, bool value);

@@ -60,8 +60,8 @@ public:
     virtual void keep(kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/,
         const std::vector<kvq_page_block> & /*blocks*/, int /*n_threads*/) {}
     virtual bool recall(const kvq_lane &, int /*s*/, int /*p*/, uint16_t * /*tile*/) const { return false; }
-    virtual void leave_out(
-        kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/, std::vector<kvq_page_block> & /*blocks*/) {}
+    virtual void leave_out(kvq_lane &, int /*s*/, const std::vector<int> & /*pages*/,
+        std::vector<kvq_page_block> & /*blocks*/, int /*n_threads*/) {}
     virtual void encoded(kvq_lane &) {}
     virtual void put_back(const kvq_lane &, int /*s*/, int /*p*/, uint16_t * /*tile*/) const {}
     virtual void sealed(kvq_lane &, int /*s*/, const std::vector<int> & /*due*/) {}
@@ -99,6 +99,9 @@ public:
     virtual int n_position_lists(const kvq_lane &) const { return 0; } // 1: positions; 2: and those when sealed
     virtual int image_low_bits(const kvq_lane &) const { return 0; }
     virtual size_t image_bytes(const kvq_lane &) const { return 0; }
+    // may images of several pages be made and taken at once, by as many threads? images_come: before they are taken
+    virtual bool images_together(const kvq_lane &) const { return false; }
+    virtual void images_come(const kvq_lane &, const std::vector<const uint16_t *> & /*pages*/) const {}
     virtual void write_image(const kvq_lane &, int /*s*/, int /*p*/, const uint8_t * /*codes*/,
         const uint8_t * /*params*/, uint16_t * /*rows*/) const {}
     virtual bool take_image(const kvq_lane &, int /*s*/, int /*p*/, const uint16_t * /*rows*/, bool /*marked*/,
@@ -109,7 +112,8 @@ public:
     virtual int32_t position_bound(const kvq_lane &) const { return 0; }
     // save: rows [n][n_head*head_size] leave the cache. enter: rows come in and are changed in place, where
     // rewrites_rows says so. entered: rows have gone into open pages from `cell` on.
-    virtual void save(const kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, uint16_t * /*rows*/) const {}
+    virtual void save(
+        const kvq_lane &, int /*s*/, int /*cell*/, int /*n*/, uint16_t * /*rows*/, int /*n_threads*/) const {}
     virtual bool rewrites_rows(const kvq_lane &) const { return false; }
     virtual void enter(const kvq_lane &, uint16_t * /*rows*/, int /*n*/) const {}
     virtual void entered(kvq_lane &, int /*s*/, int /*cell*/, const uint16_t * /*rows*/, int /*n*/) {}

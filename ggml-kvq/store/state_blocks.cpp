@@ -1,10 +1,11 @@
 #include "state_blocks.h"
 
+#include "engine/host.h"
 #include "types/types.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
+#include <memory>
 
 namespace {
 
@@ -28,15 +29,22 @@ struct reader {
         p += n * sizeof(T);
         return true;
     }
+    const uint8_t * skip(size_t nb) { // NULL: there are not so many
+        const uint8_t * at = p;
+        if (nb > (size_t) (end - p)) { return nullptr; }
+        p += nb;
+        return at;
+    }
 };
 
 int width_of(const kvq_lane & lane) { return lane.layout().n_head * lane.layout().codec.head_size; }
 
-// One page as it came: a block, or rows of its cells [from, to).
+// One page as it came, in the bytes that hold it: a block, or rows of its cells [from, to).
 struct page {
     bool block = false;
-    kvq_page_image image;
-    std::vector<uint16_t> rows;
+    kvq_block_bytes bytes = {};
+    kvq_page_image image; // positions
+    const uint8_t * rows = nullptr;
     int from = 0, to = 0;
 };
 
@@ -55,6 +63,8 @@ bool read_section(reader & r, int n_rows, section & out) {
     const kvq_type_traits * type = kvq_traits(h.codec.type);
     if (!type || type->refuse(h.codec)) { return false; }
     const size_t heads = (size_t) h.n_head, pc = (size_t) h.codec.n_cells;
+    const size_t nb_codes = h.flags & SHARED ? 0 : heads * type->nb_codes(h.codec),
+                 nb_params = heads * type->nb_params(h.codec);
     for (int i = 0; i < h.n_pages; i++) {
         page p;
         uint32_t block;
@@ -63,32 +73,27 @@ bool read_section(reader & r, int n_rows, section & out) {
         if (!r.get(&block, 1) || block > 1) { return false; }
         p.block = block;
         if (block) {
-            const size_t nb_codes = h.flags & SHARED ? 0 : heads * type->nb_codes(h.codec),
-                         nb_params = heads * type->nb_params(h.codec);
-            if (p.to - p.from != h.codec.n_cells || nb_codes + nb_params > (size_t) (r.end - r.p)) { return false; }
-            p.image.codes.resize(nb_codes);
-            p.image.params.resize(nb_params);
+            if (p.to - p.from != h.codec.n_cells) { return false; }
+            p.bytes = { r.skip(nb_codes), r.skip(nb_params), nb_codes, nb_params };
             p.image.pos.resize(h.flags & POSITIONS ? pc : 0);
             p.image.was.resize(h.flags & SEALED_AT ? pc : 0);
-            if (!r.get(p.image.codes.data(), nb_codes) || !r.get(p.image.params.data(), nb_params) ||
-                !r.get(p.image.pos.data(), p.image.pos.size()) || !r.get(p.image.was.data(), p.image.was.size())) {
+            if (!p.bytes.codes || !p.bytes.params || !r.get(p.image.pos.data(), p.image.pos.size()) ||
+                !r.get(p.image.was.data(), p.image.was.size())) {
                 return false;
             }
         } else {
-            const size_t n = (size_t) (p.to - p.from) * heads * (size_t) h.codec.head_size;
-            if (2 * n > (size_t) (r.end - r.p)) { return false; }
-            p.rows.resize(n);
-            r.get(p.rows.data(), n);
+            p.rows = r.skip(2 * (size_t) (p.to - p.from) * heads * (size_t) h.codec.head_size);
+            if (!p.rows) { return false; }
         }
         out.pages.push_back(std::move(p));
     }
     return true;
 }
 
-bool read_sections(const std::vector<uint8_t> & blob, std::vector<section> & out) {
+bool read_sections(const kvq_blob_bytes & blob, std::vector<section> & out) {
     kvq_blob_head head;
-    if (!kvq_blob_read_head(blob.data(), blob.size(), head)) { return false; }
-    reader r = { blob.data() + KVQ_BLOB_HEAD, blob.data() + head.nb };
+    if (!kvq_blob_read_head(blob.data, blob.nb, head)) { return false; }
+    reader r = { blob.data + KVQ_BLOB_HEAD, blob.data + head.nb };
     for (int i = 0; i < head.n_lanes; i++) {
         section s;
         if (!read_section(r, head.n, s)) { return false; }
@@ -98,57 +103,68 @@ bool read_sections(const std::vector<uint8_t> & blob, std::vector<section> & out
 }
 
 // The rows of a block as a state with rows has them. codes: the block's, or those that it adopts.
-void expand(const lane_head & h, const kvq_page_image & image, const std::vector<uint8_t> & codes, uint16_t * rows) {
+void expand(const lane_head & h, const uint8_t * params, const uint8_t * codes, uint16_t * rows) {
     const kvq_type_traits * type = kvq_traits(h.codec.type);
     const size_t D = (size_t) h.codec.head_size, W = D * (size_t) h.n_head, nb_codes = type->nb_codes(h.codec),
                  nb_params = type->nb_params(h.codec);
     std::vector<uint16_t> head((size_t) h.codec.n_cells * D);
     for (size_t i = 0; i < (size_t) h.n_head; i++) {
-        kvq_image_write(h.codec, codes.data() + i * nb_codes, image.params.data() + i * nb_params, head.data());
+        kvq_cpu_image_write(h.codec, codes + i * nb_codes, params + i * nb_params, head.data());
         for (size_t t = 0; t < (size_t) h.codec.n_cells; t++) { memcpy(rows + t * W + i * D, &head[t * D], 2 * D); }
     }
 }
 
 // Rows in their order, to where they go.
-void restore_rows(kvq_lane & lane, const std::vector<kvq_blob_run> & runs, int from, int n, const uint16_t * rows) {
+void restore_rows(
+    kvq_lane & lane, const std::vector<kvq_blob_run> & runs, int from, int n, const uint16_t * rows, int n_threads) {
     const size_t W = (size_t) width_of(lane);
     int at = 0; // first row of the run
     for (const kvq_blob_run & run : runs) {
         const int a = std::max(from, at), b = std::min(from + n, at + run.n);
-        if (a < b) { lane.restore(run.stream, run.cell + a - at, b - a, rows + (size_t) (a - from) * W, 1); }
+        if (a < b) { lane.restore(run.stream, run.cell + a - at, b - a, rows + (size_t) (a - from) * W, n_threads); }
         at += run.n;
     }
 }
 
 std::string restore_lane(const section & s, const section * owner, kvq_lane & lane,
-    const std::vector<kvq_blob_run> & runs, std::string & note) {
+    const std::vector<kvq_blob_run> & runs, int n_threads, std::string & note) {
     const kvq_lane_layout & l = lane.layout();
     const lane_head & h = s.head;
     const int pc = h.codec.n_cells;
+    const size_t W = (size_t) width_of(lane);
     if (h.n_head * h.codec.head_size != width_of(lane)) {
         return "the saved state is compact and of other heads: give it the model that it was saved with";
     }
+    std::vector<uint16_t> rows; // those that wait for the rows behind them: pages that were apart may be one here
+    const auto add_rows = [&](const page & p) {
+        const size_t at = rows.size();
+        rows.resize(at + (size_t) (p.to - p.from) * W);
+        memcpy(rows.data() + at, p.rows, 2 * (rows.size() - at));
+        return rows.data() + at;
+    };
     for (const page & p : s.pages) {
-        const std::string why = p.block ? lane.refuses(p.image) : lane.refuses(p.to - p.from, p.rows.data());
+        const std::string why = p.block ? lane.refuses(p.image) : lane.refuses(p.to - p.from, add_rows(p));
+        rows.clear();
         if (!why.empty()) { return why; }
     }
     const bool same = !memcmp(&h.codec, &l.codec, sizeof(kvq_codec)) && h.n_head == l.n_head &&
         !(h.flags & SHARED) == !l.shares_codes && !(h.flags & LEFT_OUT) == !lane.leaves_out() && lane.blocks_travel();
     const bool there = same && runs.size() == 1 && runs[0].cell % pc == h.lead;
-    std::vector<uint16_t> rows; // those that wait for the rows behind them: pages that were apart may be one here
     bool anew = false;
     const auto flush = [&](int to) {
-        const int from = to - (int) (rows.size() / (size_t) width_of(lane));
-        if (!rows.empty()) { restore_rows(lane, runs, from, to - from, rows.data()); }
+        const int from = to - (int) (rows.size() / W);
+        if (!rows.empty()) { restore_rows(lane, runs, from, to - from, rows.data(), n_threads); }
         rows.clear();
     };
+    kvq_block_puts puts(lane.device);
     for (size_t i = 0; i < s.pages.size(); i++) {
         const page & p = s.pages[i];
         if (!p.block) {
-            rows.insert(rows.end(), p.rows.begin(), p.rows.end());
+            add_rows(p);
             continue;
         }
-        if (there && (flush(p.from), lane.place_block(runs[0].stream, (runs[0].cell + p.from) / pc, p.image))) {
+        if (there &&
+            (flush(p.from), lane.place_block(runs[0].stream, (runs[0].cell + p.from) / pc, p.image, p.bytes, &puts))) {
             continue;
         }
         if (h.flags & LEFT_OUT) { // rows of such a block are known in its own place only
@@ -156,81 +172,114 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
                    "and options into a cache that is as long "
                    "and not divided, or save it with state=rows";
         }
-        const std::vector<uint8_t> * codes = &p.image.codes;
+        const uint8_t * codes = p.bytes.codes;
         if (h.flags & SHARED) {
             const bool has = owner && owner->pages.size() == s.pages.size() && owner->pages[i].block &&
                 !(owner->head.flags & SHARED) &&
-                owner->pages[i].image.codes.size() == (size_t) h.n_head * kvq_traits(h.codec.type)->nb_codes(h.codec);
+                owner->pages[i].bytes.nb_codes == (size_t) h.n_head * kvq_traits(h.codec.type)->nb_codes(h.codec);
             if (!has) {
                 return "the saved state is compact and lacks codes that a layer shares: save it with state=rows";
             }
-            codes = &owner->pages[i].image.codes;
+            codes = owner->pages[i].bytes.codes;
         }
         const size_t at = rows.size();
-        rows.resize(at + (size_t) pc * (size_t) width_of(lane));
-        expand(h, p.image, *codes, rows.data() + at);
+        rows.resize(at + (size_t) pc * W);
+        expand(h, p.bytes.params, codes, rows.data() + at);
         anew = true;
     }
+    puts.flush();
     if (!s.pages.empty()) { flush(s.pages.back().to); }
     if (anew) {
         note = "a compact state was restored to other places or under another format: its blocks are made anew";
     }
-    lane.commit(1);
+    lane.commit(n_threads);
     return "";
 }
 
 } // namespace
 
-uint32_t kvq_crc32(uint32_t crc, const void * data, size_t nb) {
-    static const std::array<uint32_t, 256> table = [] {
-        std::array<uint32_t, 256> t;
-        for (uint32_t i = 0; i < 256; i++) {
-            t[i] = i;
-            for (int j = 0; j < 8; j++) { t[i] = t[i] >> 1 ^ (t[i] & 1 ? 0xedb88320u : 0); }
-        }
-        return t;
-    }();
-    crc = ~crc;
-    for (size_t i = 0; i < nb; i++) { crc = crc >> 8 ^ table[(crc ^ ((const uint8_t *) data)[i]) & 255]; }
-    return ~crc;
-}
-
 // of a head, less the sum of all and this one
 static uint32_t head_sum(const uint8_t * head) { return kvq_crc32(kvq_crc32(0, head, 16), head + 20, 16); }
 
-std::vector<uint8_t> kvq_blob_write(
-    const kvq_lane * const * lanes, int stream, int cell, int n, size_t nb_rows, kvq_blob_head head) {
-    std::vector<uint8_t> out(KVQ_BLOB_HEAD);
-    for (int i = 0; i < head.n_lanes; i++) {
-        const kvq_lane & lane = *lanes[i];
+namespace {
+
+// A lane's part of a blob: where each page begins, and what it is.
+struct lane_part {
+    const kvq_lane & lane;
+    kvq_host_pages pages;
+    lane_head head;
+    size_t at; // of the head
+    struct entry {
+        int from, to; // cells
+        bool block;
+        size_t at;
+        kvq_page_image image; // positions
+    };
+    std::vector<entry> entries;
+
+    lane_part(const kvq_lane & lane, int stream, int cell, int n, size_t & nb) :
+        lane(lane), pages(lane, stream, cell / pc(), (cell + n - 1) / pc()), at(nb) {
         const kvq_lane_layout & l = lane.layout();
-        const int pc = l.page_cells;
-        if (!lane.blocks_travel()) { return {}; }
         const int n_lists = lane.n_position_lists();
         const int32_t flags = (l.shares_codes ? SHARED : 0) | (n_lists > 0 ? POSITIONS : 0) |
             (n_lists > 1 ? SEALED_AT : 0) | (lane.leaves_out() ? LEFT_OUT : 0);
-        const lane_head h = { l.codec, l.n_head, flags, cell % pc, (cell % pc + n + pc - 1) / pc };
-        put(out, &h, 1);
+        head = { l.codec, l.n_head, flags, cell % pc(), (cell % pc() + n + pc() - 1) / pc() };
+        nb += sizeof(head);
+        for (int p = cell / pc(); p * pc() < cell + n; p++) {
+            entry e = { std::max(p * pc(), cell), std::min((p + 1) * pc(), cell + n), false, nb, {} };
+            e.block = e.to - e.from == pc() && lane.state(stream, p) == KVQ_PAGE_SEALED;
+            if (e.block) { e.image = lane.positions_of(stream, p); }
+            nb += sizeof(uint32_t) +
+                (e.block ? nb_codes() + nb_params() + 4 * (e.image.pos.size() + e.image.was.size())
+                         : 2 * (size_t) (e.to - e.from) * (size_t) width_of(lane));
+            entries.push_back(std::move(e));
+        }
+    }
+    int pc() const { return lane.layout().page_cells; }
+    size_t nb_codes() const {
+        return lane.layout().shares_codes ? 0 : lane.layout().nb_codes * (size_t) lane.layout().n_head;
+    }
+    size_t nb_params() const { return lane.layout().nb_params * (size_t) lane.layout().n_head; }
+
+    void write(int stream, uint8_t * blob) const {
+        memcpy(blob + at, &head, sizeof(head));
         std::vector<uint16_t> rows;
-        for (int p = cell / pc; p * pc < cell + n; p++) {
-            const int from = std::max(p * pc, cell), to = std::min((p + 1) * pc, cell + n);
-            const uint32_t block = to - from == pc && lane.state(stream, p) == KVQ_PAGE_SEALED;
-            put(out, &block, 1);
-            if (block) {
-                const kvq_page_image image = lane.block_of(stream, p);
-                put(out, image.codes.data(), image.codes.size());
-                put(out, image.params.data(), image.params.size());
-                put(out, image.pos.data(), image.pos.size());
-                put(out, image.was.data(), image.was.size());
+        for (const entry & e : entries) {
+            uint8_t * to = blob + e.at;
+            const uint32_t block = e.block;
+            const auto put = [&](const void * from, size_t nb) {
+                if (nb) { memcpy(to, from, nb); }
+                to += nb;
+            };
+            put(&block, sizeof(block));
+            if (e.block) {
+                const kvq_host_pages::page & page = pages.at[(size_t) (e.from / pc() - pages.first)];
+                put(page.codes, nb_codes());
+                put(page.params, nb_params());
+                put(e.image.pos.data(), 4 * e.image.pos.size());
+                put(e.image.was.data(), 4 * e.image.was.size());
             } else {
-                rows.resize((size_t) (to - from) * (size_t) width_of(lane));
-                lane.read(stream, from, to - from, rows.data());
-                put(out, rows.data(), rows.size());
+                rows.resize((size_t) (e.to - e.from) * (size_t) width_of(lane));
+                lane.read(stream, e.from, e.to - e.from, rows.data());
+                put(rows.data(), 2 * rows.size());
             }
         }
-        if (out.size() > nb_rows) { return {}; }
     }
-    head.nb = out.size();
+};
+
+} // namespace
+
+size_t kvq_blob_write(
+    const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows, kvq_blob_head head) {
+    size_t nb = KVQ_BLOB_HEAD;
+    std::vector<std::unique_ptr<lane_part>> parts;
+    for (int i = 0; i < head.n_lanes; i++) {
+        if (!lanes[i]->blocks_travel()) { return 0; }
+        parts.emplace_back(new lane_part(*lanes[i], stream, cell, n, nb));
+        if (nb > nb_rows) { return 0; }
+    }
+    for (const auto & part : parts) { part->write(stream, to); }
+    head.nb = nb;
     head.sum = 0;
     const int32_t zero = 0;
     std::vector<uint8_t> front;
@@ -246,10 +295,10 @@ std::vector<uint8_t> kvq_blob_write(
     put(front, &zero, 1);
     const uint32_t of_head = head_sum(front.data());
     memcpy(front.data() + 36, &of_head, 4);
-    std::copy(front.begin(), front.end(), out.begin());
-    const uint32_t sum = kvq_crc32(0, out.data() + 20, out.size() - 20);
-    memcpy(out.data() + 16, &sum, 4);
-    return out;
+    std::copy(front.begin(), front.end(), to);
+    const uint32_t sum = kvq_crc32(0, to + 20, nb - 20);
+    memcpy(to + 16, &sum, 4);
+    return nb;
 }
 
 bool kvq_blob_head_is_whole(const void * data) {
@@ -275,15 +324,16 @@ bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head) {
         kvq_crc32(0, (const uint8_t *) data + 20, head.nb - 20) == head.sum;
 }
 
-std::string kvq_blob_restore(const std::vector<uint8_t> & blob, const std::vector<uint8_t> & owner,
-    kvq_lane * const * lanes, const std::vector<kvq_blob_run> & runs, std::string & note) {
+std::string kvq_blob_restore(const kvq_blob_bytes & blob, const kvq_blob_bytes & owner, kvq_lane * const * lanes,
+    const std::vector<kvq_blob_run> & runs, int n_threads, std::string & note) {
     std::vector<section> own, others;
     if (!read_sections(blob, own)) {
         return "the saved state is damaged: a compact tensor does not hold what it says; save it again";
     }
-    if (owner.empty() || !read_sections(owner, others)) { others.clear(); }
+    if (!owner.nb || !read_sections(owner, others)) { others.clear(); }
     for (size_t i = 0; i < own.size(); i++) {
-        const std::string why = restore_lane(own[i], i < others.size() ? &others[i] : nullptr, *lanes[i], runs, note);
+        const std::string why =
+            restore_lane(own[i], i < others.size() ? &others[i] : nullptr, *lanes[i], runs, n_threads, note);
         if (!why.empty()) { return why; }
     }
     return "";

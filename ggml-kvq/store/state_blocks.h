@@ -27,10 +27,10 @@ struct kvq_blob_head {
     int32_t il, n;
 };
 
-// Bytes for rows [cell, cell + n) of a stream; empty: they would not be fewer than `nb_rows`, or blocks of these
-// lanes mean nothing elsewhere.
-std::vector<uint8_t> kvq_blob_write(
-    const kvq_lane * const * lanes, int stream, int cell, int n, size_t nb_rows, kvq_blob_head head);
+// Rows [cell, cell + n) of a stream, how many bytes they took; 0: they would be more than `nb_rows`, or blocks of
+// these lanes mean nothing elsewhere.
+size_t kvq_blob_write(
+    const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows, kvq_blob_head head);
 
 bool kvq_blob_begins(const void * data, size_t nb);
 bool kvq_blob_head_is_whole(const void * data); // of KVQ_BLOB_HEAD bytes
@@ -41,9 +41,14 @@ struct kvq_blob_run {
     int stream, cell, n;
 }; // where rows go, in their order
 
+struct kvq_blob_bytes {
+    const uint8_t * data;
+    size_t nb;
+};
+
 // The rows of a blob whose head was read go into the lanes. owner: the blob of the lane whose codes are adopted,
 // empty when there is none. Returns why they cannot, "" when they did; note: what to say besides, or "".
-std::string kvq_blob_restore(const std::vector<uint8_t> & blob, const std::vector<uint8_t> & owner,
-    kvq_lane * const * lanes, const std::vector<kvq_blob_run> & runs, std::string & note);
+std::string kvq_blob_restore(const kvq_blob_bytes & blob, const kvq_blob_bytes & owner, kvq_lane * const * lanes,
+    const std::vector<kvq_blob_run> & runs, int n_threads, std::string & note);
 
 uint32_t kvq_crc32(uint32_t crc, const void * data, size_t nb); // zlib's

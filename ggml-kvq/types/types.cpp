@@ -86,9 +86,81 @@ const kvq_type_traits * kvq_traits(int type) {
 
 int kvq_image_width(size_t n_values, size_t nb) { return (int) ((8 * nb + n_values - 1) / n_values); }
 
+namespace {
+
+// W bits of each of 16 values, four values in a word at a time. W is at most 4.
+constexpr size_t AT_ONCE = 16;
+constexpr uint64_t ONES = 0x0001000100010001u; // one a value
+
+// Products move the field of value i to bit 48 + W*i, where none meet, and 4*W bits to their values: 3 bits of each at
+// most, else copies would meet.
+template <int W> struct bit_fields {
+    static constexpr uint64_t lanes = ((1u << W) - 1) * ONES;
+    static constexpr size_t nb = 2 * W; // of 16 values
+    static constexpr uint64_t products(int first, int step) {
+        uint64_t m = 0;
+        for (int i = 0; i < 4; i++) { m |= (uint64_t) 1 << (first + step * i); }
+        return m;
+    }
+    static uint64_t pack(const uint16_t * rows, int low) {
+        uint64_t bits = 0;
+        for (int j = 0; j < 4; j++) {
+            uint64_t x;
+            memcpy(&x, rows + 4 * j, sizeof(x));
+            bits |= ((x >> low & lanes) * products(48, W - 16) >> 48) << 4 * W * j;
+        }
+        return bits;
+    }
+    static void unpack(uint64_t bits, uint16_t * rows, int low) {
+        for (int j = 0; j < 4; j++, bits >>= 4 * W) {
+            const uint64_t four = bits & ((1u << 4 * W) - 1);
+            uint64_t x, fields = four * products(0, 16 - W);
+            for (int i = 0; W > 3 && i < 4; i++) {
+                fields = i ? fields | (four << (16 - W) * i & (uint64_t) 0xffff << 16 * i) : four & 0xffff;
+            }
+            memcpy(&x, rows + 4 * j, sizeof(x));
+            x = (x & ~(lanes << low)) | (fields & lanes) << low;
+            memcpy(rows + 4 * j, &x, sizeof(x));
+        }
+    }
+    static void put(size_t n_values, uint16_t * rows, int low, size_t nb_all, const uint8_t * bytes) {
+        for (size_t i = 0, at = 0; i < n_values; i += AT_ONCE, at += nb) {
+            uint64_t bits = 0;
+            if (at + nb <= nb_all) {
+                memcpy(&bits, bytes + at, nb);
+            } else if (at < nb_all) {
+                memcpy(&bits, bytes + at, nb_all - at);
+            }
+            unpack(bits, rows + i, low);
+        }
+    }
+    static bool take(size_t n_values, const uint16_t * rows, int low, size_t nb_all, uint8_t * bytes) {
+        for (size_t i = 0, at = 0; i < n_values; i += AT_ONCE, at += nb) {
+            const uint64_t bits = pack(rows + i, low);
+            if (at + nb <= nb_all) {
+                memcpy(bytes + at, &bits, nb);
+                continue;
+            }
+            const size_t n = at < nb_all ? nb_all - at : 0;
+            if (bits >> 8 * n) { return false; }
+            if (n) { memcpy(bytes + at, &bits, n); }
+        }
+        return true;
+    }
+};
+
+} // namespace
+
 void kvq_image_put(size_t n_values, uint16_t * rows, int low, size_t nb, const void * bytes) {
     const int w = kvq_image_width(n_values, nb);
     const uint8_t * p = (const uint8_t *) bytes;
+    switch (n_values % AT_ONCE ? 0 : w) {
+    case 1: bit_fields<1>::put(n_values, rows, low, nb, p); return;
+    case 2: bit_fields<2>::put(n_values, rows, low, nb, p); return;
+    case 3: bit_fields<3>::put(n_values, rows, low, nb, p); return;
+    case 4: bit_fields<4>::put(n_values, rows, low, nb, p); return;
+    default: break;
+    }
     for (size_t i = 0; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
@@ -100,13 +172,21 @@ void kvq_image_put(size_t n_values, uint16_t * rows, int low, size_t nb, const v
 
 bool kvq_image_take(size_t n_values, const uint16_t * rows, int low, size_t nb, void * bytes) {
     const int w = kvq_image_width(n_values, nb);
-    memset(bytes, 0, nb);
+    uint8_t * p = (uint8_t *) bytes;
+    switch (n_values % AT_ONCE ? 0 : w) {
+    case 1: return bit_fields<1>::take(n_values, rows, low, nb, p);
+    case 2: return bit_fields<2>::take(n_values, rows, low, nb, p);
+    case 3: return bit_fields<3>::take(n_values, rows, low, nb, p);
+    case 4: return bit_fields<4>::take(n_values, rows, low, nb, p);
+    default: break;
+    }
+    if (nb) { memset(bytes, 0, nb); }
     for (size_t i = 0; i < n_values; i++) {
         for (int j = 0; j < w; j++) {
             const size_t bit = i * w + j;
             const int v = rows[i] >> (low + j) & 1;
             if (bit < 8 * nb) {
-                ((uint8_t *) bytes)[bit / 8] |= (uint8_t) (v << bit % 8);
+                p[bit / 8] |= (uint8_t) (v << bit % 8);
             } else if (v) {
                 return false;
             }

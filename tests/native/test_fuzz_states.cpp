@@ -143,6 +143,13 @@ static void change(std::vector<uint8_t> & x, size_t first) {
     }
 }
 
+static std::vector<uint8_t> blob_of(const kvq_lane * const * lane, int n, size_t nb_rows, const kvq_blob_head & head) {
+    std::vector<uint8_t> blob(nb_rows);
+    blob.resize(kvq_blob_write(lane, 0, 0, n, blob.data(), nb_rows, head));
+    return blob;
+}
+static kvq_blob_bytes bytes_of(const std::vector<uint8_t> & blob) { return { blob.data(), blob.size() }; }
+
 static void stamp(std::vector<uint8_t> & blob) { // a good checksum and length over whatever there is
     const uint64_t nb = blob.size();
     memcpy(&blob[8], &nb, 8);
@@ -238,9 +245,10 @@ static void comes_back(const config & c, world & to, const saved & from, int n) 
             std::string note, why;
             std::vector<uint16_t> again(from.rows[i][v].size());
             if (from.blob[i][v].empty()) {
-                l->restore(0, 0, n, from.rows[i][v].data(), 1);
+                l->restore(0, 0, n, from.rows[i][v].data(), 2);
             } else {
-                why = kvq_blob_restore(from.blob[i][v], from.blob[0][v], &l, { { 0, 0, n } }, note);
+                why = kvq_blob_restore(
+                    bytes_of(from.blob[i][v]), bytes_of(from.blob[0][v]), &l, { { 0, 0, n } }, 2, note);
             }
             CHECK(why.empty() && note.empty(), "%s: %s %s", c.method, why.c_str(), note.c_str());
             if (to.layer[i].slots && !v) { continue; } // until values are there
@@ -270,7 +278,7 @@ static void run(const config & c, int steps, unsigned seed) {
     for (int i = 0; i < 2; i++) {
         for (int v = 0; v < 2; v++) {
             const kvq_lane * lane = from.lane[i][v];
-            state.blob[i][v] = kvq_blob_write(&lane, 0, 0, n, 2 * (size_t) W * n, { 0, 0, 7, 9, (uint8_t) v, 1, i, n });
+            state.blob[i][v] = blob_of(&lane, n, 2 * (size_t) W * n, { 0, 0, 7, 9, (uint8_t) v, 1, i, n });
             state.rows[i][v].resize((size_t) n * W);
             lane->read(0, 0, n, state.rows[i][v].data());
             CHECK(state.blob[i][v].empty() == !lane->blocks_travel(), "%s %s: no blocks", c.method, c.opts);
@@ -296,9 +304,8 @@ static void run(const config & c, int steps, unsigned seed) {
             std::string note;
             const int first = uniform(1, n - 1);
             const std::vector<kvq_blob_run> one = { { 0, at, n } }, two = { { 0, 0, first }, { 0, first, n - first } };
-            n_refused += !kvq_blob_restore(
-                bad, uniform(0, 3) ? state.blob[0][v] : std::vector<uint8_t>(), &lane, uniform(0, 3) ? one : two, note)
-                              .empty();
+            const kvq_blob_bytes owner = uniform(0, 3) ? bytes_of(state.blob[0][v]) : kvq_blob_bytes{};
+            n_refused += !kvq_blob_restore(bytes_of(bad), owner, &lane, uniform(0, 3) ? one : two, 2, note).empty();
             n_taken++;
         } else if (to.layer[i].slots) { // values go to the pages of their keys
             to.lane[i][0]->restore(0, at, n, (v ? state.rows[i][0] : changed(to, i, 0, state.rows[i][0])).data(), 1);
@@ -363,13 +370,15 @@ static void far_positions(const config & c, int32_t bound) {
     }
     CHECK(to.lane[1][1]->refuses(n, rows.data()).empty(), "%s: values have no positions", c.opts);
 
-    const std::vector<uint8_t> blob = kvq_blob_write(&lane, 0, 0, n, 2 * rows.size(), { 0, 0, 7, 9, 0, 1, 1, n });
+    const std::vector<uint8_t> blob = blob_of(&lane, n, 2 * rows.size(), { 0, 0, 7, 9, 0, 1, 1, n });
     for (int of = 0; of < lane->n_position_lists(); of++) { // positions, and those when sealed
         kvq_page_image image = lane->block_of(0, 1);
         const std::vector<int32_t> was = of ? image.was : image.pos;
         (of ? image.was : image.pos)[5] = bound;
         CHECK(names(there->refuses(image), bound), "%s: a block, list %d", c.opts, of);
-        CHECK(!there->place_block(0, 1, image), "%s: a block with position %d is placed", c.opts, bound);
+        const kvq_block_bytes block = { image.codes.data(), image.params.data(), image.codes.size(),
+            image.params.size() };
+        CHECK(!there->place_block(0, 1, image, block), "%s: a block with position %d is placed", c.opts, bound);
         std::vector<uint8_t> bad = blob;
         const uint8_t * list = (const uint8_t *) was.data();
         auto at = std::search(bad.begin(), bad.end(), list, list + 4 * was.size());
@@ -378,8 +387,8 @@ static void far_positions(const config & c, int32_t bound) {
         memcpy(&*at + 4 * 5, &bound, 4);
         stamp(bad);
         std::string note;
-        CHECK(
-            names(kvq_blob_restore(bad, {}, &there, { { 0, 0, n } }, note), bound), "%s: a blob, list %d", c.opts, of);
+        CHECK(names(kvq_blob_restore(bytes_of(bad), {}, &there, { { 0, 0, n } }, 1, note), bound),
+            "%s: a blob, list %d", c.opts, of);
     }
     there->read(0, 0, n, after.data());
     CHECK(before == after, "%s: what is refused left something", c.opts);
@@ -405,14 +414,17 @@ static kvq_mark_stream in_calls(const std::vector<uint16_t> & rows, int n, int W
     std::vector<uint16_t> part;
     for (int i = 0; i < 3; i++) {
         part.assign(rows.begin() + at[i] * W, rows.begin() + at[i + 1] * W);
-        out.add({ part.data(), at[i + 1] - at[i], W, D });
+        const std::vector<uint16_t> as_it_came = part;
+        kvq_mark_rows_view v = { part.data(), at[i + 1] - at[i], W, D, (first + second) % 2 == 0 };
+        CHECK(out.add(v), "all rows are finite");
+        CHECK(v.own || part == as_it_came, "rows of the caller were changed");
     }
     return out;
 }
 
 // Two copies of a mark, at rows a and b: found however the rows are cut, and every single changed bit of them is seen.
 static void marks(std::vector<uint16_t> rows, int n, int W, int D, const int * a, const int * b, int plane, int page) {
-    const kvq_mark_rows_view v = { rows.data(), n, W, D };
+    kvq_mark_rows_view v = { rows.data(), n, W, D };
     const auto sum_of = [&](const std::vector<uint64_t> & h) { return kvq_mark_sum(h.data(), n, 3, true); };
     kvq_mark_clear(v, a, plane);
     kvq_mark_clear(v, b, plane);
@@ -447,7 +459,7 @@ static void marks(std::vector<uint16_t> rows, int n, int W, int D, const int * a
 static void marks() {
     const int n = 64, W = 128, D = 64;
     std::vector<uint16_t> rows((size_t) n * W);
-    for (uint16_t & x : rows) { x = (uint16_t) uniform(0x2c00, 0x3c00); }
+    for (uint16_t & x : rows) { x = (uint16_t) uniform(0x2c00, 0x3bff); }
     const int a[3] = { 0, 1, 2 }, b[3] = { 29, 30, 31 };
     marks(rows, n, W, D, a, b, 2, 32);
     const int gone[7] = { 3, 4, 17, 18, 40, 41, 60 }; // evicted rows, the last of which carries nothing

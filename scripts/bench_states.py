@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Seconds that a saved state takes, out and in: llama.cpp's f16 cache and ours, in turns in one process.
+
+    bench_states.py -m MODEL.gguf [--depth 7000] [-t 2] [--rounds 5] [--arms "upstream,kivi,kivi:state=compact"]
+    bench_states.py -m MODEL.gguf --switch        llama-server: a request after the other conversation had the slot
+
+Every arm holds the same rows: one context of upstream's computes them, the others restore them. get is
+llama_state_seq_get_data into memory that was used before, set is llama_state_seq_set_data of the same bytes into the
+same cells. Behind the first set the state is taken out again and compared. Figures are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from ctypes import POINTER, c_int8, c_int32, c_void_p
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from ggml_kvq import Model, _paths, llama
+
+ARMS = (
+    "upstream,f16,kivi,higgs,auto:bits=2.5,aqua:predictor=none,zipcache,minikv,specache,"
+    "kivi:state=compact,higgs:state=compact"
+)
+CHUNK = 256  # tokens of a sequence while the rows are computed: attention over them is short
+Bytes = npt.NDArray[np.uint8]
+
+
+def parts(arm: str) -> tuple[str, str | None]:
+    method, _, opts = arm.partition(":")
+    return method, opts or None
+
+
+def address(data: Bytes) -> Any:
+    return data.ctypes.data_as(POINTER(ctypes.c_uint8))
+
+
+class Arm:
+    """A context of one cache."""
+
+    def __init__(self, name: str, a: argparse.Namespace, n_ctx: int) -> None:
+        self.name, (method, opts) = name, parts(name)
+        self.model = Model(
+            a.model, method, opts, n_ctx=n_ctx, n_threads=a.threads, device=a.device if method == "upstream" else None
+        )
+        self.lib, self.ctx = self.model._libs.llama, self.model._ctx
+        self.seconds: dict[str, list[float]] = {"get": [], "set": []}
+        self.same = True
+
+    def size(self) -> int:
+        return int(self.lib.llama_state_seq_get_size(self.ctx, 0))
+
+    def get(self, data: Bytes) -> float:
+        n, t = self.size(), time.perf_counter()
+        if self.lib.llama_state_seq_get_data(self.ctx, address(data), n, 0) != n:
+            sys.exit(f"{self.name}: the state could not be taken out")
+        return time.perf_counter() - t
+
+    def set(self, data: Bytes, n: int) -> float:
+        t = time.perf_counter()
+        if self.lib.llama_state_seq_set_data(self.ctx, address(data), n, 0) != n:
+            sys.exit(f"{self.name}: the state could not be restored")
+        return time.perf_counter() - t
+
+    def turn(self, data: Bytes, other: Bytes, first: bool) -> None:
+        self.seconds["get"].append(self.get(data))
+        self.seconds["set"].append(self.set(data, self.size()))
+        if first:
+            self.get(other)
+            self.same = bool((other[: self.size()] == data[: self.size()]).all())
+
+
+def rows_of(a: argparse.Namespace, n_ctx: int) -> Bytes:
+    """The state of `depth` random tokens, computed by upstream's cache."""
+    with Model(a.model, "upstream", n_ctx=256, n_threads=a.threads, device=a.device) as m:
+        lib = m._libs.llama
+        cp = lib.llama_memory_seq_cp
+        cp.restype, cp.argtypes = None, [c_void_p, c_int32, c_int32, c_int32, c_int32]
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = n_ctx, -(-a.depth // CHUNK) + 1
+        params.n_batch = params.n_ubatch = CHUNK
+        params.n_threads = params.n_threads_batch = a.threads
+        params.flash_attn_type, params.kv_unified = 1, True
+        ctx = lib.llama_init_from_model(m._model, params)
+        rng = np.random.default_rng(0)
+        for at in range(0, a.depth, CHUNK):
+            n, seq = min(CHUNK, a.depth - at), at // CHUNK + 1
+            ids = POINTER(c_int32)((c_int32 * 1)(seq))
+            batch = llama.llama_batch(
+                n_tokens=n,
+                token=(c_int32 * n)(*rng.integers(0, m.n_vocab, n).tolist()),
+                pos=(c_int32 * n)(*range(at, at + n)),
+                n_seq_id=(c_int32 * n)(*[1] * n),
+                seq_id=ctypes.cast((POINTER(c_int32) * n)(*[ids] * n), POINTER(POINTER(c_int32))),
+                logits=(c_int8 * n)(*[0] * (n - 1), 1),
+            )
+            if lib.llama_decode(ctx, batch):
+                sys.exit(f"llama_decode of {n} tokens at {at} failed")
+            cp(lib.llama_get_memory(ctx), seq, 0, -1, -1)
+        size = lib.llama_state_seq_get_size(ctx, 0)
+        data = np.zeros(size, np.uint8)
+        lib.llama_state_seq_get_data(ctx, address(data), size, 0)
+        lib.llama_free(ctx)
+        return data
+
+
+def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
+    n_ctx = -(-(a.depth + 64) // 256) * 256
+    rows = rows_of(a, n_ctx)
+    arms = [Arm(name, a, n_ctx) for name in a.arms]
+    for x in arms:
+        x.set(rows, len(rows))
+        for _ in x.model.feed([1] * 8):  # the cache learns how many threads there are
+            pass
+    size = max(x.size() for x in arms)
+    data, other = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    for i in range(a.rounds):
+        for x in arms:
+            x.turn(data, other, i == 0)
+    out = []
+    for x in arms:
+        stats = x.model.kv_stats() if x.model.kv_method else {}
+        get, put = (statistics.median(x.seconds[k]) for k in ("get", "set"))
+        out.append({"arm": x.name, "get": get, "set": put, "mib": x.size() / 2**20, "same": x.same, **few(stats)})
+        x.model.close()
+    return out
+
+
+def few(stats: dict[str, Any]) -> dict[str, Any]:
+    return {k: stats[k] for k in ("n_placed", "n_sealed") if k in stats}
+
+
+# -------------------------------------------------------------- a server's switch
+
+
+def switch(arm: str, a: argparse.Namespace) -> float:
+    """Median seconds of a request to a server of one slot, where the other conversation was last."""
+    method, opts = parts(arm)
+    env, flags = dict(os.environ), []
+    if method != "upstream":
+        env |= {"KVQ_METHOD": method, "KVQ_OPTS": opts or "", "GGML_BACKEND_PATH": str(_paths.backend())}
+        flags = ["-dev", "KVQ0"]
+    command = [str(_paths.program("llama-server")), "-m", str(a.model), "-c", "8192", "-np", "1", "-fa", "on"]
+    command += ["-t", str(a.threads), "--port", str(a.port), "--no-webui", *flags]
+    url = f"http://127.0.0.1:{a.port}"
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(600):
+                try:
+                    urllib.request.urlopen(url + "/health", timeout=1)
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            rng, seconds = np.random.default_rng(0), []
+            prompts = [rng.integers(300, 20000, n).tolist() for n in (2309, 2789)]
+            for i in range(2 * a.rounds + 2):
+                body = {"prompt": prompts[i % 2], "n_predict": 1, "temperature": 0, "cache_prompt": True}
+                request = urllib.request.Request(url + "/completion", json.dumps(body).encode())
+                t = time.perf_counter()
+                urllib.request.urlopen(request, timeout=600).read()
+                seconds.append(time.perf_counter() - t)
+            return statistics.median(seconds[2:])
+        finally:
+            server.terminate()
+
+
+def options() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("-m", "--model", type=Path, required=True)
+    p.add_argument("--depth", type=int, default=7000, help="tokens of the sequence")
+    p.add_argument("-t", "--threads", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument(
+        "--arms", type=lambda s: s.split(","), default=ARMS.split(","), help="METHOD or METHOD:key=value:..."
+    )
+    p.add_argument("--device", help="of upstream's cache (default: as Model)")
+    p.add_argument("--switch", action="store_true", help="llama-server's change of conversations instead")
+    p.add_argument("--port", type=int, default=8791)
+    p.add_argument("--json", type=Path, help="append the rows here")
+    a = p.parse_args()
+    a.arms = [x.replace(":", ",").replace(",", ":", 1) for x in a.arms]
+    return a
+
+
+def main() -> None:
+    a = options()
+    command = shlex.join([Path(sys.executable).name, *sys.argv])
+    print(command)
+    if a.switch:
+        rows = [{"arm": arm, "switch": switch(arm, a)} for arm in a.arms]
+    else:
+        rows = measure(a)
+    base = sum(rows[0][k] for k in ("get", "set", "switch") if k in rows[0])
+    for row in rows:
+        seconds = [(k, row[k]) for k in ("get", "set", "switch") if k in row]
+        text = "  ".join(f"{k} {s:.4f}" for k, s in seconds)
+        more = "" if row.get("same", True) else "  NOT the same bytes again"
+        print(f"{row['arm']:24} {text}  {sum(s for _, s in seconds) / base:6.2f}x of {rows[0]['arm']}{more}")
+        if a.json:
+            with open(a.json, "a") as f:
+                f.write(json.dumps({**row, "command": command}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
