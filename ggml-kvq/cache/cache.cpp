@@ -223,10 +223,14 @@ void kvq_kv_cache::reading::done() const {
     for (int s = 0; chain && follow && s < n_stream; s++) { chain->layer_read(ordinal, stream0 + s, n_pages); }
 }
 
+void kvq_kv_layer::seal(int n_threads) {
+    k->commit(n_threads);
+    v->commit(n_threads);
+}
+
 void kvq_kv_cache::commit(int n_threads) {
     for (auto & l : layers) { // graph order: owners of shared codes first
-        l->k->commit(n_threads);
-        l->v->commit(n_threads);
+        if (!l->is_unread()) { l->seal(n_threads); }
     }
     device.flush();
 }
@@ -235,6 +239,7 @@ void kvq_kv_cache::clear() {
     for (auto & l : layers) {
         l->k->clear();
         l->v->clear();
+        l->read(); // there is nothing to read
     }
     if (positions()) { positions()->forget(); }
     ubatch = {};
