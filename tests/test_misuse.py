@@ -15,9 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ggml_kvq
@@ -342,29 +340,6 @@ def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> No
             passed += 1
     assert passed == 40 and "Exception ignored" not in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_while_a_batch_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The helper computed already, the exception left, and the context was freed under it: signal 11."""
-
-    class Executor(ThreadPoolExecutor):
-        def submit(self, *args: Any, **kwargs: Any) -> Any:
-            future = super().submit(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGINT)
-            return future
-
-    model, ended = SimpleNamespace(_abort=[b"\0"]), []
-
-    def call() -> None:
-        while model._abort[0] == b"\0" and not threading.Event().wait(0.01):
-            pass
-        threading.Event().wait(0.1)
-        ended.append(model._abort[0])
-
-    monkeypatch.setattr(processes, "_worker", Executor(1))
-    with pytest.raises(KeyboardInterrupt):
-        processes.run_interruptible(model, call)  # type: ignore[arg-type]
-    assert ended == [b"\1"] and model._abort == [b"\0"]
 
 
 def test_ctrl_c_while_a_model_loads(demo_model: Path) -> None:

@@ -354,8 +354,7 @@ class Model(Vocabulary):
 
             try:
                 # one token is quick and Ctrl-C waits for it; a batch may take seconds
-                wait = n > 1 and threading.current_thread() is threading.main_thread()
-                status, lines = processes.run_interruptible(self, call) if wait else call()
+                status, lines = processes.compute(call, self._stop if n > 1 else None)
             finally:
                 held = self._libs.llama.llama_memory_seq_pos_max(self._memory, 0) + 1
                 self._tokens += ids[: max(0, held - n_past)].tolist()
@@ -370,6 +369,10 @@ class Model(Vocabulary):
                 return np.empty((0, self.n_vocab), np.float32)
             view = np.ctypeslib.as_array(self._libs.llama.llama_get_logits(ctx), (n_out, self.n_vocab))
             return view
+
+    def _stop(self, now: bool) -> None:
+        """The llama_decode that runs ends before its next operation."""
+        self._abort[0] = b"\x01" if now else b"\x00"
 
     def logits(self, tokens: Sequence[int] | TokenArray, *, n_ubatch: int | None = None) -> npt.NDArray[np.float32]:
         """Logits after every token, float32 [n_tokens, n_vocab]. Forgets what the cache held before.
