@@ -5,6 +5,7 @@ loads, options given twice. Each of these was silent, a trace, a hang or a crash
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import re
@@ -324,6 +325,16 @@ def test_a_closed_model_has_no_pieces(demo_model: Path) -> None:
 def test_every_error_is_a_public_name() -> None:
     assert all(hasattr(ggml_kvq, name) for name in ggml_kvq.__all__)
     assert {"Sampling", "StateError", "ContextOverflowError"} <= set(ggml_kvq.__all__)
+    inside = {"LaunchError"}  # of the launchers, which print it
+    for path in sorted((ROOT / "python" / "ggml_kvq").rglob("*.py")):
+        for name in re.findall(r"^class (\w+Error)\(", path.read_text(), re.MULTILINE):
+            assert name in {*ggml_kvq.__all__, *inside}, f"{name} of {path.name} cannot be caught by its name"
+
+
+def test_the_table_of_calls_lists_every_argument_of_model() -> None:
+    rows = re.findall(r"^\| `Model\(.*", (ROOT / "docs" / "llama-cpp.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"\w+", row.split("|")[1])}
+    assert set(inspect.signature(Model.__init__).parameters) - {"self"} <= named
 
 
 def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from . import arguments, budget, choices, hub, kvstats, llama, native, processes, states
 from .errors import (
+    ArgumentTypeError,
     BusyError,
     ContextOverflowError,
     DecodeError,
@@ -257,7 +258,7 @@ class Model(Vocabulary):
             self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise arguments.ArgumentTypeError("a Model cannot be copied or pickled; open one where it is needed")
+        raise ArgumentTypeError("a Model cannot be copied or pickled; open one where it is needed")
 
     def _forget(self) -> None:
         """In a forked child: context and model are the parent's. Nothing is freed."""
