@@ -141,3 +141,18 @@ def test_a_model_without_cache(capsys: pytest.CaptureFixture[str], write_gguf: C
     assert code == 2 and "--cache kivi" in err
     out = run(capsys, "doctor", "-m", path)[1]
     assert "note  model: encoder.gguf (bert) keeps no KV cache" in out and "BAD   model" not in out
+
+
+def test_info_takes_the_model_as_other_commands_do(capsys: pytest.CaptureFixture[str], demo_model: Path) -> None:
+    want = run(capsys, "info", str(demo_model), "-c", "2048")
+    assert run(capsys, "info", "-m", str(demo_model), "-c", "2048") == want and want[0] == 0
+    code, out, err = run(capsys, "info")
+    assert (code, out) == (2, "") and err == "ggml-kvq info: error: no FILE; give -m MODEL.gguf\n"
+    code, out, err = run(capsys, "info", "a.gguf", "-m", "b.gguf")
+    assert (code, out) == (2, "") and "b.gguf are both given" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["embed", "report", "info", "calibrate", "tune", "methods", "eval", "bench"])
+def test_help_says_what_a_command_does(command: str) -> None:
+    parser = cli.build_parser()._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index, call-overload]
+    assert parser.description and len(parser.description) > 20

@@ -5,6 +5,7 @@ loads, options given twice. Each of these was silent, a trace, a hang or a crash
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import re
@@ -15,9 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ggml_kvq
@@ -326,6 +325,16 @@ def test_a_closed_model_has_no_pieces(demo_model: Path) -> None:
 def test_every_error_is_a_public_name() -> None:
     assert all(hasattr(ggml_kvq, name) for name in ggml_kvq.__all__)
     assert {"Sampling", "StateError", "ContextOverflowError"} <= set(ggml_kvq.__all__)
+    inside = {"LaunchError"}  # of the launchers, which print it
+    for path in sorted((ROOT / "python" / "ggml_kvq").rglob("*.py")):
+        for name in re.findall(r"^class (\w+Error)\(", path.read_text(), re.MULTILINE):
+            assert name in {*ggml_kvq.__all__, *inside}, f"{name} of {path.name} cannot be caught by its name"
+
+
+def test_the_table_of_calls_lists_every_argument_of_model() -> None:
+    rows = re.findall(r"^\| `Model\(.*", (ROOT / "docs" / "llama-cpp.md").read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"\w+", row.split("|")[1])}
+    assert set(inspect.signature(Model.__init__).parameters) - {"self"} <= named
 
 
 def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> None:
@@ -342,29 +351,6 @@ def test_ctrl_c_while_c_code_calls_back(capfd: pytest.CaptureFixture[str]) -> No
             passed += 1
     assert passed == 40 and "Exception ignored" not in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_while_a_batch_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The helper computed already, the exception left, and the context was freed under it: signal 11."""
-
-    class Executor(ThreadPoolExecutor):
-        def submit(self, *args: Any, **kwargs: Any) -> Any:
-            future = super().submit(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGINT)
-            return future
-
-    model, ended = SimpleNamespace(_abort=[b"\0"]), []
-
-    def call() -> None:
-        while model._abort[0] == b"\0" and not threading.Event().wait(0.01):
-            pass
-        threading.Event().wait(0.1)
-        ended.append(model._abort[0])
-
-    monkeypatch.setattr(processes, "_worker", Executor(1))
-    with pytest.raises(KeyboardInterrupt):
-        processes.run_interruptible(model, call)  # type: ignore[arg-type]
-    assert ended == [b"\1"] and model._abort == [b"\0"]
 
 
 def test_ctrl_c_while_a_model_loads(demo_model: Path) -> None:

@@ -296,6 +296,32 @@ def test_continuing_equals_one_long_generation(plain: Model) -> None:
     assert plain.tokens == tokens
 
 
+@pytest.mark.parametrize("method", ["upstream", "f16", "kivi"])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_saved_generation_goes_on_behind_its_text(method: str, left: bool, tmp_path: Path) -> None:
+    """The token sampled last was not in the file: what continued from it began with that token once more."""
+    with open_model(method) as m:
+        whole = "".join(m.generate(PROMPT, max_tokens=20, temperature=0))
+        stream = m.generate(PROMPT, max_tokens=20 if left else 10, temperature=0)
+        first = "".join(next(stream) for _ in range(5)) if left else "".join(stream)
+        stream.close()
+        m.save_state(tmp_path / "state")
+        held = m.tokens
+        assert m.detokenize(held).lstrip() == PROMPT + first
+        assert whole.startswith(first + "".join(m.generate("", reset=False, max_tokens=10, temperature=0)))
+    with open_model(method) as m:
+        assert m.load_state(tmp_path / "state") == len(held)
+        assert whole.startswith(first + "".join(m.generate("", reset=False, max_tokens=10, temperature=0)))
+
+
+def test_a_state_of_a_full_context_goes_without_the_last_token(tmp_path: Path) -> None:
+    with open_model(n_ctx=256) as m:
+        list(m.generate(PROMPT, max_tokens=-1, temperature=0))
+        assert len(m.tokens) == 256
+        m.save_state(tmp_path / "state")
+        assert m.load_state(tmp_path / "state") == 256
+
+
 def test_an_appended_prompt_follows_the_whole_answer(plain: Model) -> None:
     """The last token of an answer that max_tokens ended was not in the cache, and the next turn of a chat lacked it."""
     answer = "".join(plain.generate(PROMPT, max_tokens=6, temperature=0))

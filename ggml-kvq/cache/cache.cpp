@@ -240,11 +240,15 @@ void kvq_kv_cache::reading::done() const {
     for (int s = 0; chain && follow && s < n_stream; s++) { chain->layer_read(ordinal, stream0 + s, n_pages); }
 }
 
+void kvq_kv_layer::seal(int n_threads) {
+    k->commit(n_threads);
+    v->commit(n_threads);
+}
+
 void kvq_kv_cache::commit(int threads) {
     n_threads = threads;
     for (auto & l : layers) { // graph order: owners of shared codes first
-        l->k->commit(n_threads);
-        l->v->commit(n_threads);
+        if (!l->is_unread()) { l->seal(n_threads); }
     }
     device.flush();
 }
@@ -253,6 +257,7 @@ void kvq_kv_cache::clear() {
     for (auto & l : layers) {
         l->k->clear();
         l->v->clear();
+        l->read(); // there is nothing to read
     }
     if (positions()) { positions()->forget(); }
     ubatch = {};

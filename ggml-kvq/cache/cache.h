@@ -26,9 +26,16 @@ struct kvq_operand {
     kvq_transform * transform; // NULL: rows are sealed as they are
 };
 
+// A graph is not a ubatch: llama.cpp's scheduler computes each node as a graph of its own when a callback asks for it,
+// and devices take turns within a layer. So what a graph holds says nothing of when a layer may seal.
+//   A layer that was written does not seal before attention has read it: the rows of a ubatch are exact while they are
+//   processed, and a graph cut at any node leaves the same bytes.
+//   Rows that nobody reads (a draft model's, taken from another model) seal when the next ones come: a later step that
+//   writes keys or values seals first what both of them hold (is_overdue).
 struct kvq_kv_layer {
     int ordinal = 0;
-    int n_shifts = 0; // context shifts seen (policy/positions.h)
+    int n_shifts = 0;                  // context shifts seen (policy/positions.h)
+    bool unread[2] = { false, false }; // keys, values: written since attention read them
     kvq_draft_layer d;
     kvq_span_table spans;
     std::unique_ptr<kvq_lane> k, v;
@@ -39,6 +46,11 @@ struct kvq_kv_layer {
     kvq_probe * probe = nullptr;
     kvq_query_sums queries;
     const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
+
+    void read() { unread[0] = unread[1] = false; } // attention has
+    bool is_unread() const { return unread[0] || unread[1]; }
+    bool is_overdue() const { return unread[0] && unread[1]; }
+    void seal(int n_threads); // what is due of keys and values
 };
 
 class kvq_kv_cache {
@@ -78,7 +90,7 @@ public:
         std::vector<kvq_chain_pages> lanes; // [stream][keys, values]
     };
 
-    void commit(int threads);
+    void commit(int threads); // layers that are unread wait
     bool waits_to_seal() const; // for the scores that attention leaves on the device
     static bool is_alive(const kvq_kv_cache * cache);
     void clear();

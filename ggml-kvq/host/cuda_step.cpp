@@ -67,7 +67,7 @@ struct kvq_cuda_step {
     size_t n_rows = 0;
     // streams of a layer that are attended
     struct read {
-        const kvq_kv_layer * layer;
+        kvq_kv_layer * layer;
         int stream, n;
     };
     std::vector<write> writes;
@@ -226,7 +226,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     if (!b.step) { b.step = new kvq_cuda_step; }
     kvq_cuda_step & s = *b.step;
     if (!graph->uid || graph->uid != s.uid || graph->nodes[0] != s.first) { s.learn(b, graph); }
-    if (!kvq_has_sealed(b, s.step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
+    if (!kvq_has_sealed(b, s.step.caches) || !kvq_seal_overdue(b, s.step)) { return GGML_STATUS_ALLOC_FAILED; }
     const kvq_run node_by_node = s.fits ? kvq_run::BEFORE_RECORDING : kvq_run::EAGER;
     for (kvq_kv_cache * c : s.step.caches) {
         cuda(*c).set_stream(b.stream);
@@ -278,6 +278,7 @@ ggml_status kvq_cuda_compute(kvq_backend_context & b, ggml_cgraph * graph) {
     for (kvq_kv_cache * c : s.step.caches) {
         if (c->chain()) { c->chain()->forget(); }
     }
+    for (const kvq_cuda_step::read & x : s.reads) { x.layer->read(); }
     b.late = s.step.caches;
     if (!kvq_has_sealed(b, s.step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
     for (kvq_kv_cache * c : s.step.caches) {

@@ -222,6 +222,7 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
         if (o.of_values != t.value) { continue; }
         const float * from = (const float *) rows->data + o.first;
         o.lane->write(n, cells.data(), from, rows->nb[1] / sizeof(float), b.n_threads, o.first ? nullptr : pos);
+        t.layer->unread[o.lane->is_value()] = true;
     }
     return true;
 }
@@ -293,6 +294,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         return false;
     }
     reading.done();
+    l.read();
     for (int s = 0; !lse.empty() && s < n_stream; s++) {
         for (auto & policy : l.policies) {
             policy->observed(streams[(size_t) s], stream0 + s, (uint64_t) l.k->first_written(stream0 + s), b.n_threads);
@@ -377,8 +379,7 @@ static bool compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_
     case kvq_step::OWN: kvq_graph_op_compute(x.node, b.n_threads); return true;
     case kvq_step::SEAL:
         if (kvq_records(how)) { return true; }
-        x.target.layer->k->commit(b.n_threads);
-        x.target.layer->v->commit(b.n_threads);
+        x.target.layer->seal(b.n_threads);
         return true;
     }
     return false;
@@ -409,12 +410,26 @@ bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> &
     return ok;
 }
 
+bool kvq_seal_overdue(kvq_backend_context & b, const kvq_step & step) {
+    try {
+        for (const kvq_step::part & x : step.parts) {
+            if (x.what != kvq_step::WRITE || !x.target.layer->is_overdue()) { continue; }
+            x.target.layer->read();
+            x.target.layer->seal(b.n_threads);
+        }
+    } catch (const std::bad_alloc &) {
+        report_memory("sealing");
+        return false;
+    }
+    return true;
+}
+
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how) {
     if (!step.why_not.empty()) {
         kvq_report_error(step.why_not);
         return GGML_STATUS_FAILED;
     }
-    if (!kvq_has_sealed(b, step.caches)) { return GGML_STATUS_ALLOC_FAILED; }
+    if (!kvq_has_sealed(b, step.caches) || !kvq_seal_overdue(b, step)) { return GGML_STATUS_ALLOC_FAILED; }
     for (kvq_kv_cache * cache : step.caches) {
         if (cache->refused) { return GGML_STATUS_FAILED; }
         kvq_arrivals & in = cache->arrivals;

@@ -34,6 +34,8 @@ enum class kvq_run { EAGER, BEFORE_RECORDING, RECORD, RECORD_UNSEEN };
 static inline bool kvq_records(kvq_run how) { return how == kvq_run::RECORD || how == kvq_run::RECORD_UNSEEN; }
 
 kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph);
+// Rows that no attention has read, of layers that this step writes (cache.h); false: out of memory, and told.
+bool kvq_seal_overdue(kvq_backend_context & b, const kvq_step & step);
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how);
 
 // one line on why this node on a cache of ours cannot be computed, "" when it can

@@ -12,6 +12,8 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .errors import (
+        ArgumentTypeError,
+        BudgetError,
         BusyError,
         ContextOverflowError,
         DecodeError,
@@ -21,11 +23,15 @@ if TYPE_CHECKING:
         MethodError,
         ModelError,
         StateError,
+        TextError,
     )
+    from .gguf_header import GgufError
     from .model import Model
     from .sampling import Sampling
 
 _ERRORS = (
+    "ArgumentTypeError",
+    "BudgetError",
     "BusyError",
     "ContextOverflowError",
     "DecodeError",
@@ -35,14 +41,18 @@ _ERRORS = (
     "MethodError",
     "ModelError",
     "StateError",
+    "TextError",
 )
-_HOME = {"Model": "model", "Sampling": "sampling", **dict.fromkeys(_ERRORS, "errors")}
+_HOME = {"GgufError": "gguf_header", "Model": "model", "Sampling": "sampling", **dict.fromkeys(_ERRORS, "errors")}
 
 __all__ = [
+    "ArgumentTypeError",
+    "BudgetError",
     "BusyError",
     "ContextOverflowError",
     "DecodeError",
     "DownloadError",
+    "GgufError",
     "KvqError",
     "LibraryError",
     "MethodError",
@@ -50,6 +60,7 @@ __all__ = [
     "ModelError",
     "Sampling",
     "StateError",
+    "TextError",
     "__version__",
 ]
 

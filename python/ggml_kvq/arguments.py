@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import budget, default_means, gguf_header, llama, memory, native, resolver
-from .errors import DecodeError, KvqError, MethodError, ModelError
+from .errors import ArgumentTypeError, DecodeError, KvqError, MethodError, ModelError, TextError
 from .kvstats import UPSTREAM
 from .loader import Libraries
 from .sampling import Sampling
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from .model import Model
 
 OFF = resolver.OFF  # kv_method: as "upstream"
-
-
-class ArgumentTypeError(KvqError, TypeError):
-    """An argument of a type that the call does not take."""
-
-
-class TextError(KvqError, ValueError):
-    """A text that cannot be written as UTF-8."""
 
 
 def count(name: str, value: Any, low: int) -> int:

@@ -7,16 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import memory
-from .errors import KvqError, MethodError
+from .errors import BudgetError, MethodError
 
 METHOD = "auto"
 RUNGS_ABOVE = 5  # of method auto's ladder without data, behind the first: reference/auto.py
 USUAL_BITS = 2.5  # as auto's own default
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-class BudgetError(KvqError, ValueError):
-    """A number of bits or bytes that cannot be met: one line that names the smallest that works."""
 
 
 def size(text: str, words: str) -> int:

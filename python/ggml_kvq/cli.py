@@ -42,6 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in sorted(m.name for m in pkgutil.iter_modules(commands.__path__) if not m.name.startswith("_")):
         import_module(f".{module}", commands.__name__).register(subparsers)
+    for choice in subparsers._choices_actions:  # --help of one says at least what --help of all says of it
+        of_choice = subparsers.choices[choice.dest]
+        of_choice.description = of_choice.description or choice.help
     return parser
 
 

@@ -15,6 +15,18 @@ class ModelError(KvqError, RuntimeError):
     """A model file cannot be loaded or a context cannot be created."""
 
 
+class ArgumentTypeError(KvqError, TypeError):
+    """An argument of a type that the call does not take."""
+
+
+class TextError(KvqError, ValueError):
+    """A text that cannot be written as UTF-8."""
+
+
+class BudgetError(KvqError, ValueError):
+    """A number of bits or bytes that cannot be met; the message names the smallest that works."""
+
+
 class MethodError(KvqError, ValueError):
     """A KV method, option or calibration file was refused."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import native
+from . import native, processes
 from .reference import Codec
 from .reference.specache import FAR_FORMATS, FETCHES, far_row_bytes
 
@@ -36,6 +36,18 @@ def c_codec(c: Codec) -> native.kvq_codec:
         c.split,
         c.fast_bits,
     )
+
+
+def _compute(lib: CDLL, call: Any, n_threads: int) -> None:
+    """MethodError for what `call`, a function of the library, refuses. Several threads: see processes.compute."""
+
+    def checked() -> None:
+        native.check(lib, call())  # the reason is kept in the thread that called
+
+    if n_threads > 1:
+        processes.compute(checked)
+    else:
+        checked()
 
 
 def _at(array: np.ndarray | None, ctype: Any = c_void_p) -> Any:
@@ -88,9 +100,8 @@ def decode(lib: CDLL, c: Codec, codes: np.ndarray, params: np.ndarray) -> np.nda
 def round_trip(lib: CDLL, c: Codec, rows: np.ndarray, n_threads: int = 1) -> np.ndarray:
     """f32 [n, heads * head_size] -> what encoded pages of n_cells rows give back, f32 (kvq_round_trip)."""
     out = np.array(rows, np.float32, order="C")
-    native.check(
-        lib, lib.kvq_round_trip(byref(c_codec(c)), out.shape[1] // c.head_size, len(out), _at(out, c_float), n_threads)
-    )
+    n_head, at = out.shape[1] // c.head_size, _at(out, c_float)
+    _compute(lib, lambda: lib.kvq_round_trip(byref(c_codec(c)), n_head, len(out), at, n_threads), n_threads)
     return out
 
 
@@ -120,18 +131,8 @@ def predict(lib: CDLL, w: Weights, rows: np.ndarray, add: np.ndarray | None = No
     if rows.shape[1:] != (w.n_in,) or (add is not None and add.shape != (len(rows), w.n_out)):
         raise ValueError(f"rows have shape {rows.shape}, the predictor takes {w.n_in} inputs and gives {w.n_out}")
     out = np.empty((len(rows), w.n_out), np.float32)
-    status = lib.kvq_predict(
-        w.n_in,
-        w.n_out,
-        w.bits,
-        _at(w.data),
-        len(rows),
-        _at(rows, c_float),
-        _at(add, c_float),
-        _at(out, c_float),
-        n_threads,
-    )
-    native.check(lib, status)
+    at = _at(w.data), len(rows), _at(rows, c_float), _at(add, c_float), _at(out, c_float)
+    _compute(lib, lambda: lib.kvq_predict(w.n_in, w.n_out, w.bits, *at, n_threads), n_threads)
     return out
 
 
@@ -306,7 +307,7 @@ def attend(
     """Fill dst of every stream, and lse f32 [n_q, n_head] of a single one (kvq_attend). order: channels and gains of
     sorted keys, [n_head_kv, head size] each (kvq_order)."""
     structs, _keep = _structs(streams, means, rotary, positions, lse, sealed, order)
-    native.check(lib, lib.kvq_attend(structs, len(streams), n_threads))
+    _compute(lib, lambda: lib.kvq_attend(structs, len(streams), n_threads), n_threads)
 
 
 def column_sums(
@@ -320,8 +321,8 @@ def column_sums(
     n_slots = sum(p.n_slots for p in stream.pages)
     sums, seen = np.zeros((stream.n_head_kv, n_slots), np.float32), np.zeros((stream.n_head_kv, n_slots), np.int32)
     n_rows = 0 if rows is None else len(rows)
-    status = lib.kvq_column_sums(structs, _at(rows, c_int32), n_rows, _at(sums, c_float), _at(seen, c_int32), n_threads)
-    native.check(lib, status)
+    at = _at(rows, c_int32), n_rows, _at(sums, c_float), _at(seen, c_int32)
+    _compute(lib, lambda: lib.kvq_column_sums(structs, *at, n_threads), n_threads)
     del keep
     return sums, seen
 

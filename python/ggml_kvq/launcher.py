@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import _paths, budget, default_means, files, gguf_header, hub_args, memory, refusals, resolver, served_page
-from .errors import KvqError, MethodError
+from .errors import BudgetError, KvqError, MethodError
 from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
 
@@ -215,7 +215,7 @@ def _one_number(program: str, user: User, flags: Flags, model: str) -> tuple[lis
         facts = refusals.with_whole_windows(facts, user)
         want = refusals.context(program, user)
         fit = budget.fit(facts, room, want, ",".join(flags.opts), bits or budget.USUAL_BITS)
-    except budget.BudgetError as e:
+    except BudgetError as e:
         raise LaunchError(str(e)) from e
     flags.opts.append(budget.bits_option(min(fit.bits, bits or 16.0)))
     chosen = ["-c", str(fit.n_ctx)] if fit.n_ctx else []

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from . import arguments, budget, choices, hub, kvstats, llama, native, processes, states
 from .errors import (
+    ArgumentTypeError,
     BusyError,
     ContextOverflowError,
     DecodeError,
@@ -257,7 +258,7 @@ class Model(Vocabulary):
             self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise arguments.ArgumentTypeError("a Model cannot be copied or pickled; open one where it is needed")
+        raise ArgumentTypeError("a Model cannot be copied or pickled; open one where it is needed")
 
     def _forget(self) -> None:
         """In a forked child: context and model are the parent's. Nothing is freed."""
@@ -354,8 +355,7 @@ class Model(Vocabulary):
 
             try:
                 # one token is quick and Ctrl-C waits for it; a batch may take seconds
-                wait = n > 1 and threading.current_thread() is threading.main_thread()
-                status, lines = processes.run_interruptible(self, call) if wait else call()
+                status, lines = processes.compute(call, self._stop if n > 1 else None)
             finally:
                 held = self._libs.llama.llama_memory_seq_pos_max(self._memory, 0) + 1
                 self._tokens += ids[: max(0, held - n_past)].tolist()
@@ -370,6 +370,17 @@ class Model(Vocabulary):
                 return np.empty((0, self.n_vocab), np.float32)
             view = np.ctypeslib.as_array(self._libs.llama.llama_get_logits(ctx), (n_out, self.n_vocab))
             return view
+
+    def _enter_unfed(self) -> None:
+        """Decode the token that the generation at its end has sampled last, where there is room for it."""
+        edits, ids = self._unfed
+        if edits == self._edits and len(self._tokens) + len(ids) <= self.n_ctx:
+            for _ in self.feed(ids):
+                pass
+
+    def _stop(self, now: bool) -> None:
+        """The llama_decode that runs ends before its next operation."""
+        self._abort[0] = b"\x01" if now else b"\x00"
 
     def logits(self, tokens: Sequence[int] | TokenArray, *, n_ubatch: int | None = None) -> npt.NDArray[np.float32]:
         """Logits after every token, float32 [n_tokens, n_vocab]. Forgets what the cache held before.
@@ -418,8 +429,8 @@ class Model(Vocabulary):
 
         max_tokens: most tokens to sample, -1 until the context is full. stop: strings that end the text (not yielded).
         reset: start from an empty cache; False appends to what the cache holds (chat, a loaded state); an empty
-        prompt then continues. The token sampled last enters the cache with what follows it: with the next step, or
-        with the prompt of a reset=False. save_state() goes without it. special: read control tokens in the prompt
+        prompt then continues. The token sampled last enters the cache with what follows it: with the next step, with
+        the prompt of a reset=False, or with save_state(). special: read control tokens in the prompt
         (chat templates). sampling or its fields (temperature, top_k, top_p, min_p, repeat_penalty, repeat_last_n,
         seed, ...): see Sampling. speculate: a guess of the next token picks the far rows that it will read
         (speculate.py; specache with fetch=ahead only). Afterwards finish_reason is "stop", "eos", "length" or
@@ -538,7 +549,11 @@ class Model(Vocabulary):
             return kvstats.stats(self._libs, id(self))
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Write tokens and cache to `path`, whole or not at all. StateError when that fails."""
+        """Write tokens and cache to `path`, whole or not at all. StateError when that fails.
+
+        Behind a generation its last token is decoded first, if there is room for it: what continues from the file goes
+        on behind the text. While a generation runs, the token that it yielded last is not in the file.
+        """
         states.save(self, path)
 
     def load_state(self, path: str | os.PathLike[str]) -> int:

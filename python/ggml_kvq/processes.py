@@ -1,52 +1,129 @@
-"""Threads and processes of a Model: decoding that Ctrl-C may end, and what a forked child may not do."""
+"""Threads and processes of a Model: the thread that computes, which Ctrl-C may end, and what a forked child may not do."""
 
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import ModelError
 
 if TYPE_CHECKING:
     from .model import Model
 
+T = TypeVar("T")
+
 #: Every open Model of this process.
 models: weakref.WeakSet[Model] = weakref.WeakSet()
 
-_worker_lock = threading.Lock()
-_worker: ThreadPoolExecutor | None = None
+_workers: list[_Worker] = []  # the first one stays
+_workers_lock = threading.Lock()
 _computed = False  # llama.cpp computed in this process: its threads exist
 _forked = False  # this process was forked from one that had computed
 
+#: Seconds after which a worker beside the first one ends.
+LINGER = 0.5
 
-def run_interruptible(model: Model, call: Any) -> Any:
-    """Run `call` on a helper thread while the main thread stays open to Ctrl-C, which aborts the running
-    llama_decode. Nothing leaves before the helper is at its end: what it computes with may be freed next.
+
+class _Job:
+    """A call that is made once, unless it was withdrawn before."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+        self.claim, self.done = threading.Lock(), threading.Lock()
+        self.done.acquire()
+        self.finished = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        if not self.withdraw():
+            return
+        try:
+            self.result = self.call()
+        except BaseException as e:  # the caller's
+            self.error = e
+        self.finished = True
+        self.done.release()
+
+    def withdraw(self) -> bool:
+        """False: it runs, or has run, or was withdrawn."""
+        return self.claim.acquire(blocking=False)
+
+
+class _Worker:
+    """A thread that makes calls for others, one at a time."""
+
+    def __init__(self, stays: bool) -> None:
+        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.busy = False
+        self.linger = None if stays else LINGER
+        threading.Thread(target=self._run, name="ggml-kvq-compute", daemon=True).start()
+
+    def is_free(self) -> bool:
+        return not self.busy and self.jobs.empty()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self.jobs.get(timeout=self.linger)
+            except queue.Empty:
+                with _workers_lock:
+                    if self.jobs.empty():
+                        _workers.remove(self)
+                        return
+                continue
+            self.busy = True
+            job.run()
+            self.busy = False
+            del job  # what it returned is the caller's
+
+
+def _submit(job: _Job) -> None:
+    """To the first worker that is free. Its queue alone says so: an exception in between loses nothing."""
+    with _workers_lock:
+        worker = next((w for w in _workers if w.is_free()), None)
+        if worker is None:
+            worker = _Worker(stays=not _workers)
+            _workers.append(worker)
+        worker.jobs.put(job)
+
+
+def compute(call: Callable[[], T], abort: Callable[[bool], object] | None = None) -> T:
+    """What `call` returns or raises, called in the thread that computes for this process.
+
+    OpenMP gives every thread that computes a team of threads. Teams that are together larger than the number of CPUs
+    no longer spin between two operations, which takes up to twice the time. So calls that follow each other, from
+    whatever threads, are made by one thread. Calls at the same time get a thread each, and those beyond the first end
+    half a second later.
+
+    Ctrl-C in the main thread ends the wait. abort(True) then asks the call to end, and abort(False) takes that back;
+    without `abort` the call goes on. In both cases nothing leaves before the call has ended, because what it computes
+    with may be freed next.
     """
-    global _worker
-    with _worker_lock:
-        if _worker is None:
-            _worker = ThreadPoolExecutor(1, thread_name_prefix="ggml-kvq-decode")
-    future: Future[Any] | None = None
+    job = _Job(call)
     try:
-        with interrupt_held():  # a call that runs is one that is known here
-            future = _worker.submit(call)
-        return future.result()
+        _submit(job)
+        job.done.acquire()
     except BaseException:
         with interrupt_held():
-            if future is not None and not future.done():
-                model._abort[0] = b"\x01"
-                wait([future])
+            if not job.withdraw() and not job.finished:
+                if abort is not None:
+                    abort(True)
+                job.done.acquire()
+            if abort is not None:
+                abort(False)
         raise
-    finally:
-        model._abort[0] = b"\x00"
+    if job.error is not None:
+        raise job.error
+    result: T = job.result
+    return result
 
 
 @contextmanager
@@ -91,8 +168,9 @@ def check_not_forked() -> None:
 
 def _after_fork() -> None:
     """In the child: forget the parent's contexts without freeing them, and the locks that its threads may hold."""
-    global _worker, _worker_lock, _forked
-    _worker, _worker_lock, _forked = None, threading.Lock(), _forked or _computed
+    global _workers_lock, _forked
+    _workers_lock, _forked = threading.Lock(), _forked or _computed
+    _workers.clear()
     if _forked:
         for model in list(models):
             model._forget()

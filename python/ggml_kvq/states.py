@@ -46,6 +46,7 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
     form = kvstats.option(model._options, "state") if model.kv_method is not None else "rows"
     with model._lock, processes.interrupt_held():
         ctx = model._open()
+        model._enter_unfed()
         ids = np.asarray(model._tokens, np.int32)
         kvq = model._libs.kvq if model.kv_method is not None else None
         if kvq is not None:

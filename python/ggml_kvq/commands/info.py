@@ -1,4 +1,4 @@
-"""`ggml-kvq info FILE`: what a GGUF holds and what its cache takes under each method."""
+"""`ggml-kvq info -m FILE`: what a GGUF holds and what its cache takes under each method."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SHOWN = 8  # longest array of metadata that is printed
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("info", help="show what a GGUF holds and what its KV cache takes under each method")
-    parser.add_argument(
-        "file", metavar="FILE", help="a GGUF model, hf:owner/repo/file.gguf, or a sidecar of calibrated data"
-    )
+    what = "a GGUF model, hf:owner/repo/file.gguf, or a sidecar of calibrated data"
+    parser.add_argument("file", metavar="FILE", nargs="?", help=what)
+    parser.add_argument("-m", "--model", dest="model", metavar="FILE", help="the same, as for all other commands")
     parser.add_argument(
         "--cache",
         action="append",
@@ -39,9 +39,14 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from .. import gguf_header, hub, info, memory
     from ..calibrate import tune
-    from ..errors import MethodError
+    from ..errors import KvqError, MethodError
     from ..evaluate.specs import parse_built
 
+    if (args.file is None) == (args.model is None):
+        raise KvqError(
+            f"FILE and -m {args.model} are both given; name one file" if args.model else "no FILE; give -m MODEL.gguf"
+        )
+    args.file = args.file or args.model
     specs = [parse_built(text, "layout") for text in args.cache]
     for spec in specs:
         spec.check()

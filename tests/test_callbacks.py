@@ -1,0 +1,138 @@
+"""A graph is not a ubatch: with an evaluation callback llama.cpp's scheduler computes the nodes asked for one by one.
+Logits, text and saved pages are those of whole graphs, wherever the graph is cut.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ggml_kvq import Model, loader
+from ggml_kvq.calibrate import capture, files, predictors
+
+MODEL = Path(__file__).resolve().parents[1] / "models/kvq-demo-q8_0.gguf"
+TEXT = (Path(__file__).parent / "data" / "walk.txt").read_text()
+MANUAL = (Path(__file__).parent / "data" / "manual.md").read_text()
+#: name: method, options
+CACHES: dict[str, tuple[str, str]] = {
+    "upstream": ("upstream", ""),
+    "f16": ("f16", ""),
+    "kivi-2": ("kivi", "bits=2"),
+    "kivi-4": ("kivi", "bits=4"),
+    "kivi-pooled": ("kivi", "bits=2,window=auto"),
+    "higgs": ("higgs", ""),
+    "xquant": ("xquant", ""),
+    "aqua": ("aqua", "predictor=bias"),
+    "aqua-chain": ("aqua", "predictor=full"),
+    "auto": ("auto", "bits=3.5"),
+    "zipcache": ("zipcache", ""),
+    "minikv": ("minikv", ""),
+    "specache": ("specache", "near=kivi,group=128,window=32"),
+}
+#: which nodes a callback asks for, by the name of their operation
+CUTS: dict[str, Callable[[str], bool]] = {
+    "every": lambda op: True,
+    "SET_ROWS": lambda op: op == "SET_ROWS",
+    "FLASH_ATTN_EXT": lambda op: op == "FLASH_ATTN_EXT",
+    "ROPE": lambda op: op == "ROPE",
+}
+
+
+@dataclass
+class Outcome:
+    logits: np.ndarray[Any, Any]  # of the last token of every batch
+    text: str
+    pages: dict[str, Any]  # counts of sealed pages
+    state: bytes
+
+
+@pytest.fixture(scope="module")
+def chain_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("callbacks")
+    source = capture.GgufSource(MODEL, MANUAL, 256, 1)
+    fit = predictors.fit(source, predictor="full", n_sequences=4, length=256, n_threads=1, folder=folder / "fit")
+    fields = files.predictor_fields(MODEL, fit, predictors.Bits(), 4)
+    files.write_sidecar(folder / "chain.gguf", fields, files.predictor_arrays(fit))
+    return folder / "chain.gguf"
+
+
+class Cut:
+    """Contexts that are made meanwhile compute the nodes that `wants` names as graphs of their own."""
+
+    def __init__(self, wants: Callable[[str], bool]) -> None:
+        libs = loader.libraries()
+        name = libs.base.ggml_op_desc
+        name.restype, name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+        self.seen = 0
+
+        def ask(node: int, asks: bool, _: int) -> bool:
+            wanted = not asks or wants(name(node).decode())
+            self.seen += not asks
+            return wanted
+
+        self.callback = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)(ask)
+
+    def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        lib = loader.libraries().llama
+        make = lib.llama_init_from_model
+
+        def cut(model: int, params: Any) -> Any:
+            params.cb_eval = ctypes.cast(self.callback, ctypes.c_void_p)
+            return make(model, params)
+
+        monkeypatch.setattr(lib, "llama_init_from_model", cut)
+
+
+def outcome(cache: str, config: Path, path: Path) -> Outcome:
+    """Two batches and some tokens, through a window of 32 cells and several ubatches."""
+    method, opts = CACHES[cache]
+    with Model(MODEL, method, opts or None, str(config), n_ctx=1024, n_batch=256, n_ubatch=128, n_threads=1) as m:
+        ids = m.tokenize(TEXT, add_bos=True)[:512]
+        rows = [next(iter(m.feed(ids[i : i + 256])))[-1].copy() for i in (0, 256)]
+        text = "".join(m.generate("", reset=False, max_tokens=80, temperature=0))
+        rows.append(next(iter(m.feed(ids[:1])))[-1].copy())
+        pages = {k: v for k, v in m.kv_stats().items() if k in ("n_sealed", "n_reopened", "n_forced")}
+        m.save_state(path)
+    return Outcome(np.array(rows), text, pages, path.read_bytes())
+
+
+whole: dict[str, Outcome] = {}
+
+
+def check(cache: str, wants: Callable[[str], bool], data: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = data if CACHES[cache][0] == "aqua" else Path("none")
+    if cache not in whole:
+        whole[cache] = outcome(cache, config, folder / "whole")
+    with monkeypatch.context() as patch:
+        cut = Cut(wants)
+        cut.apply(patch)
+        got = outcome(cache, config, folder / "cut")
+    want = whole[cache]
+    assert cut.seen > 100
+    assert got.pages == want.pages
+    assert np.array_equal(got.logits, want.logits), np.abs(got.logits - want.logits).max(axis=1)
+    assert got.text == want.text
+    assert got.state == want.state
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_callback_changes_nothing(
+    cache: str, cut: str, chain_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(cache, CUTS[cut], chain_data, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cache", [c for c in CACHES if c != "upstream"])
+def test_graphs_that_are_cut_at_random(
+    cache: str, seed: int, chain_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    check(cache, lambda _: chance.random() < 0.3, chain_data, tmp_path, monkeypatch)
