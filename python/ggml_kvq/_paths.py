@@ -122,6 +122,12 @@ def shared_library(folder: Path, stem: str) -> Path:
     )
 
 
+def cache_dir() -> Path:
+    """What is kept between runs: $KVQ_CACHE_DIR, else $XDG_CACHE_HOME/ggml-kvq, else ~/.cache/ggml-kvq."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(os.environ.get("KVQ_CACHE_DIR") or os.path.join(base, "ggml-kvq"))
+
+
 def page_dir() -> Path | None:
     """Folder of the page that llama-server serves; None when the program has upstream's page built in."""
     try:

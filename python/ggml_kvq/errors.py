@@ -48,4 +48,4 @@ class StateError(KvqError, RuntimeError):
 
 
 class DownloadError(KvqError, RuntimeError):
-    """A model could not be fetched from the Hugging Face Hub."""
+    """A model could not be fetched, from the Hugging Face Hub or the package index."""

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face Hub: `hf:owner/repo/file.gguf`."""
+"""Models from the Hugging Face Hub: `hf:owner/repo/file.gguf`; and models by name (named.py)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from . import named
 from .errors import DownloadError
 
 PREFIX = "hf:"
@@ -59,9 +60,19 @@ def fetch(
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
-    """A local path as it is, an `hf:` path as the downloaded file."""
+    """A local path as it is, an `hf:` path or a model's name as the downloaded file."""
     text = os.fspath(path)
-    return fetch(text) if text.startswith(PREFIX) else Path(text).expanduser()
+    return remote(text) if is_remote(text) else Path(text).expanduser()
+
+
+def is_remote(text: str) -> bool:
+    """Does `text` name a model that is downloaded: `hf:...`, or one by name?"""
+    return text.startswith(PREFIX) or named.is_name(text)
+
+
+def remote(text: str, token: str | None = None) -> Path:
+    """The downloaded file of what is_remote(). DownloadError."""
+    return fetch(text, token=token) if text.startswith(PREFIX) else named.resolve(text)
 
 
 def _files(repo: str, token: str | None) -> list[str]:

@@ -1,5 +1,5 @@
-"""-hf owner/repo and -m hf:owner/repo/file.gguf in a launcher's command line: our hub module fetches, the program
-gets a local file.
+"""-hf owner/repo, -m hf:owner/repo/file.gguf and -m smollm2 in a launcher's command line: our hub module fetches, the
+program gets a local file.
 
 The download of the built programs is not compiled in (it needs OpenSSL).
 """
@@ -30,7 +30,7 @@ def resolve(program: str, args: Sequence[str], environ: Mapping[str, str]) -> tu
         user.last(_MODEL, "LLAMA_ARG_MODEL"),
         user.last(_DRAFT, "LLAMA_ARG_SPEC_DRAFT_MODEL"),
     )
-    if not names[0] and not names[1] and "hf:" not in names[2] and "hf:" not in names[3]:
+    if not names[0] and not names[1] and not _remote(names[2]) and not _remote(names[3]):
         return list(args), {}
     if user.has(("--offline",)) or "LLAMA_ARG_OFFLINE" in user.environ:
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,13 +41,22 @@ def resolve(program: str, args: Sequence[str], environ: Mapping[str, str]) -> tu
     return out, {**gone, **more}
 
 
+def _remote(paths: str) -> bool:
+    """Is one of the models of a list downloaded? Paths of files do not load the hub's module."""
+    if "hf:" not in paths and all(path.endswith(".gguf") for path in paths.split(",") if path):
+        return False
+    from . import hub
+
+    return any(hub.is_remote(path) for path in paths.split(","))
+
+
 def _draft(
     user: User, args: Sequence[str], environ: Mapping[str, str], repo: str, path: str, token: str | None
 ) -> tuple[list[str], dict[str, str | None]]:
     """-hfd owner/repo:Q8_0 and -md hf:owner/repo/file.gguf, as _main() for the model."""
     from . import hub
 
-    if not repo and not path.startswith(hub.PREFIX):
+    if not repo and not hub.is_remote(path):
         return list(args), {}
     if repo and path:
         raise LaunchError(f"-hfd {repo} and -md {path} both name a draft model: drop one of them")
@@ -56,7 +65,7 @@ def _draft(
         raise LaunchError(
             f"-hfd {repo} is no repository; write -hfd owner/repo, -hfd owner/repo:Q8_0, or -md hf:owner/repo/file.gguf"
         )
-    draft = hub.choose(name, tag, token=token)[0] if repo else hub.fetch(path, token=token)
+    draft = hub.choose(name, tag, token=token)[0] if repo else hub.remote(path, token)
     _, out = without(args, (*_DRAFT_REPO, *_DRAFT))
     gone = [k for k in ("LLAMA_ARG_SPEC_DRAFT_HF_REPO", "LLAMA_ARG_SPEC_DRAFT_MODEL") if k in environ]
     return [*out, "-md", str(draft)], dict.fromkeys(gone)
@@ -68,12 +77,10 @@ def _main(
     from . import hub
 
     out = list(user.args)
-    if not repo and "hf:" not in paths:
+    if not repo and not _remote(paths):
         return out, {}
     if not repo:
-        fetched = ",".join(
-            str(hub.fetch(path, token=token)) if path.startswith(hub.PREFIX) else path for path in paths.split(",")
-        )
+        fetched = ",".join(str(hub.remote(path, token)) if hub.is_remote(path) else path for path in paths.split(","))
         _, out = without(out, _MODEL)
         return [*out, "-m", fetched], {}
     if user.values(_MODEL):

