@@ -40,7 +40,8 @@ def run(folder: Path, words: list[str]) -> str:
     if program == "ggml-kvq":
         code = "from ggml_kvq.cli import main; sys.exit(main(sys.argv[1:]))"
         if argv[0] == "tune":
-            code = f"from ggml_kvq.calibrate import tune; tune.MEASURED, tune.SHOWN = {'': (2,), 'k': (1,), 'v': (1,)}, (2.5,); {code}"
+            measured = {"": (2,), "k": (1,), "v": (1,)}
+            code = f"from ggml_kvq.calibrate import tune; tune.MEASURED, tune.SHOWN = {measured}, (2.5,); {code}"
             argv += ["--sequences", "2", "--length", "512"]
         if argv[0] == "eval":
             argv += ["--chunks", "2"]

@@ -90,7 +90,7 @@ public:
         std::vector<kvq_chain_pages> lanes; // [stream][keys, values]
     };
 
-    void commit(int threads); // layers that are unread wait
+    void commit(int threads);   // layers that are unread wait
     bool waits_to_seal() const; // for the scores that attention leaves on the device
     static bool is_alive(const kvq_kv_cache * cache);
     void clear();

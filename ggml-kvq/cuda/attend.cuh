@@ -145,11 +145,9 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 #define KVQ_BYTES_ROWS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(4, 4)         // more than 4 rows, every head
 // Split keys, always of pages that lack their means: X(bits of the fast half, of the slow half, of values). Where
 // attention picks cells, X(fast half, slow half).
-#define KVQ_SPLIT_BITS(X)                                                                                              \
-    X(0, 2, 1)                                                                                                         \
-    X(0, 2, 2)                                                                                                         \
-    X(0, 4, 2) X(0, 4, 3) X(1, 2, 1) X(1, 2, 2) X(1, 2, 3) X(1, 2, 4) X(1, 3, 1) X(1, 3, 2) X(1, 3, 3) X(1, 3, 4)      \
-        X(1, 4, 1) X(1, 4, 2) X(1, 4, 3) X(1, 4, 4) X(2, 4, 1) X(2, 4, 2) X(2, 4, 3) X(2, 4, 4)
+#define KVQ_SPLIT_VALUES(X, F, K) X(F, K, 1) X(F, K, 2) X(F, K, 3) X(F, K, 4)
+#define KVQ_SPLIT_SORTED(X, V) V(X, 1, 2) V(X, 1, 3) V(X, 1, 4) V(X, 2, 4)
+#define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) KVQ_SPLIT_SORTED(X, KVQ_SPLIT_VALUES)
 #define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.

@@ -274,17 +274,18 @@ template <int D, int W, typename X>
 __device__ __forceinline__ void copy_keys(const X & of, uint32_t to, const uint8_t * codes, int t, int n_chunks) {
     constexpr int N = D * W / 32 * 4; // pieces of a tile
     const int r = threadIdx.x % 16, half = threadIdx.x / 16 % 2, step = X::WIDE ? n_chunks * 4 : N,
-              left = step - of.i * N;
-    codes += (t / 16 * step + of.i * N + r) * 16;
+              left = step - of.i * N, piece = N < 16 ? r % N : r; // both tiles of the half at once when N < 16
+    codes += ((t / 16 + (N < 16 ? r / N : 0)) * step + of.i * N + piece) * 16;
     to += half * (N * 32);
-    if constexpr (N == 4) { // both tiles of the half, eight lanes
-        static_assert(!X::WIDE);
-        if (r < 8) { copy16(to + (r ^ (2 * half + r / 4)) * 16, codes); }
+    if constexpr (N == 4) { // eight lanes
+        if (r < 8 && (!X::WIDE || piece < left)) { copy16(to + (r ^ (2 * half + r / 4)) * 16, codes); }
     }
 #pragma unroll
     for (int k = 0; k < N / 8; k++) {
         const int tile = 2 * half + (N == 8 ? r / 8 : 16 * k / N), skipped = X::WIDE ? 16 * k / N * (step - N) * 16 : 0;
-        if (!X::WIDE || 16 * k % N + r < left) { copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256 + skipped); }
+        if (!X::WIDE || 16 * k % N + piece < left) {
+            copy16(to + (r ^ tile) * 16 + k * 256, codes + k * 256 + skipped);
+        }
     }
 }
 

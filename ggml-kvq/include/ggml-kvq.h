@@ -312,7 +312,7 @@ typedef struct kvq_attn {
     const int32_t * sealed; // position of every cell when it was encoded; NULL: before rotary embedding
     int64_t map_stride;     // of the maps of pages, from one KV head to the next; 0: one map for all heads
     const kvq_far * far;    // NULL: one tier. Pages have no maps then, and n_cells slots
-    // Sealed keys are sorted: key = R_(pos - sealed) sorted^-1(decoded) + R_pos mean. Split lattice keys; NULL: they are not
+    // Split lattice keys that are sorted: key = R_(pos - sealed) unsorted(decoded) + R_pos mean; NULL: they are not
     const kvq_order * k_order;
 } kvq_attn;
 

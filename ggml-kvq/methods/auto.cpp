@@ -9,9 +9,10 @@
 //   pairs=sorted       keys: 1|2  1|3  1|4  2|4  4       values: 1  2  3  4
 // w|s are bits of the weak and of the strong half of the rotary pairs of keys (types/lattice.h). Calibrated data say
 // which pairs are strong, where a head turns as a whole:
-//   sorted       in each head those whose key energy times query energy is large: what an error there adds to a logit
-//   norm, neox   the slow ones: in some models fast pairs say no more than noise behind the window, and are best left out
-// Which of them pays is tried when a model is measured (calibrate/halves.py). Either way there are halves only where means are taken off. The rungs are those for which there are kernels.
+//   sorted       in each head those whose key energy times query energy is large, by what an error adds to a logit
+//   norm, neox   the slow ones: in some models fast pairs are noise behind the window, and best left out
+// Which pays is tried when a model is measured (calibrate/halves.py). Either way there are halves only where means are
+// taken off. The rungs are those for which there are kernels.
 // `order` says what rises next: a layer, or with pairs=sorted the keys or the values of a layer, as 0v.3k.5v. Data hold
 // it. Without it
 //   sorted       all layers rise together, in the order of DEFAULT_STEPS

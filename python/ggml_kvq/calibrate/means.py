@@ -39,8 +39,9 @@ class Moments:
 @dataclass
 class Means:
     """mean[il] = (keys f32 [width], values f32 [width]); removed[il] = share of the energy that the means carry,
-    keys and values; rms[il] = root mean square of the rows; order[il] = (channel, gain), f32 [width] each: how keys can be sorted (order.py). pairs: how
-    keys are to be split, one of capture.SPLITS or "sorted"; losses: divergence by that, where it was tried (halves.py).
+    keys and values; rms[il] = root mean square of the rows; pairs: how keys are to be split, one of
+    capture.SPLITS or "sorted"; order[il] = (channel, gain), f32 [width] each: how they can be sorted (order.py);
+    losses: divergence by `pairs`, where it was tried (halves.py).
     """
 
     mean: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)

@@ -13,8 +13,8 @@ vectors in the place of channels and parts {2}, {4}, {4 low, 2 high}, {8}.
 Split keys (codec.split): the channels of the slow half of the rotary pairs are such a block of codec.bits, those of the
 fast half one of codec.fast_bits behind it; without bits they are zero. Pairs stay together.
 
-Sorted keys (kvq_order): rows take another order of channels and gains before they are encoded, sort_rows(), so that what
-lies in the place of the slow half are the channels where an error costs most (calibrate/order.py).
+Sorted keys (kvq_order): rows take another order of channels and gains before they are encoded, sort_rows(). The
+channels where an error costs most (calibrate/order.py) lie in the place of the slow half.
 """
 
 from __future__ import annotations
