@@ -3,9 +3,9 @@
 
 // as cuda/attend.cuh, which is no header of C++
 #define KVQ_TEST_WIDE_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 2) X(4, 4)
-#define KVQ_TEST_SPLIT_VALUES(X, F, K) X(F, K, 1) X(F, K, 2) X(F, K, 3) X(F, K, 4)
-#define KVQ_TEST_SPLIT_SORTED(X, V) V(X, 1, 2) V(X, 1, 3) V(X, 1, 4) V(X, 2, 4)
-#define KVQ_TEST_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) KVQ_TEST_SPLIT_SORTED(X, KVQ_TEST_SPLIT_VALUES)
+#define KVQ_TEST_VALUES(X, F, K) X(F, K, 1) X(F, K, 2) X(F, K, 3) X(F, K, 4)
+#define KVQ_TEST_SORTED(X, V) V(X, 1, 2) V(X, 1, 3) V(X, 1, 4) V(X, 2, 4)
+#define KVQ_TEST_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) KVQ_TEST_SORTED(X, KVQ_TEST_VALUES)
 #define KVQ_TEST_MEANS_BITS(X) X(1, 1) X(2, 1) X(2, 2) X(3, 2) X(3, 3) X(4, 4)
 
 // turns: what sealed pages leave out; 1: means and positions, 2: some cells have moved since, 3: none has, positions
