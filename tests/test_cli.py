@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import LLAMA_FIELDS, gguf_bytes
@@ -154,5 +155,6 @@ def test_info_takes_the_model_as_other_commands_do(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("command", ["embed", "report", "info", "calibrate", "tune", "methods", "eval", "bench"])
 def test_help_says_what_a_command_does(command: str) -> None:
-    parser = cli.build_parser()._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr, index, call-overload]
+    parsers: Any = cli.build_parser()._subparsers
+    parser = parsers._group_actions[0].choices[command]
     assert parser.description and len(parser.description) > 20
