@@ -60,11 +60,13 @@ kvq_target kvq_find_target(const ggml_tensor * t) {
 // ---------------------------------------------------------------- buffer interface
 
 static void free_buffer(ggml_backend_buffer_t buffer) {
-    if (context(buffer)->cache) {
-        kvq_stats_file_write();
+    const bool is_cache = (bool) context(buffer)->cache;
+    if (is_cache) {
+        kvq_stats_file_freeing(*context(buffer)->cache);
         if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", context(buffer)->cache->closing_line().c_str()); }
     }
     delete context(buffer);
+    if (is_cache) { kvq_stats_file_write(); }
 }
 static void * get_base(ggml_backend_buffer_t buffer) { return context(buffer)->base; }
 
