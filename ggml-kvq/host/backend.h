@@ -10,8 +10,9 @@ struct kvq_creation {
     struct asked {
         std::string name;
         size_t nb;
+        bool of_memory; // else kept for something else: gradients, control vectors
     };
-    // tensors of llama.cpp's memory that are no keys or values, in the order of their size queries
+    // tensors that are kept between graphs and are no keys or values, in the order of their size queries
     std::vector<asked> others;
     struct grant {
         size_t nb;
