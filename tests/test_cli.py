@@ -155,6 +155,6 @@ def test_info_takes_the_model_as_other_commands_do(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("command", ["embed", "report", "info", "calibrate", "tune", "methods", "eval", "bench"])
 def test_help_says_what_a_command_does(command: str) -> None:
-    actions: Any = cli.build_parser()._subparsers
-    parser = actions._group_actions[0].choices[command]
+    parsers: Any = cli.build_parser()._subparsers
+    parser = parsers._group_actions[0].choices[command]
     assert parser.description and len(parser.description) > 20

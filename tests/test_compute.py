@@ -1,5 +1,5 @@
-"""One thread computes for a process: one team of OpenMP threads, from whatever thread a call comes. Ctrl-C ends the
-wait for it and leaves nothing that computes.
+"""One thread computes for a process, so there is one team of OpenMP threads, from whatever thread a call comes. Ctrl-C
+ends the wait for it and leaves nothing that computes.
 """
 
 from __future__ import annotations

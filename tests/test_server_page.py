@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ggml_kvq import _paths, launcher
@@ -100,8 +101,35 @@ def test_the_stats_file_tells_what_the_cache_holds(demo_model: Path, tmp_path: P
                 break
             time.sleep(0.2)
         assert now["caches"][0]["sealed_pages"] >= 24 and now["time"] >= first["time"]
-    assert json.loads(stats.read_text())["caches"][0]["sealed_pages"] >= 24  # the last figures stay
+    [last] = json.loads(stats.read_text())["caches"]  # the last figures stay
+    assert last["sealed_pages"] >= 24 and abs(last["freed"] - time.time()) < 60
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kv.json", "log"]
+
+
+def test_a_cache_that_is_gone_says_so(demo_model: Path, tmp_path: Path) -> None:
+    """A sleeping server has given its cache back; the file went on listing it as it was."""
+    stats = tmp_path / "kv.json"
+    argv = ["-m", str(demo_model), "--kv-method", "kivi", "-c", "1024", "--sleep-idle-seconds", "1"]
+
+    def wait(freed: bool) -> dict[str, Any]:
+        for _ in range(100):
+            now: dict[str, Any] = json.loads(stats.read_text())
+            if all(("freed" in c) == freed for c in now["caches"]):
+                return now
+            time.sleep(0.2)
+        raise AssertionError(now)
+
+    with server(*argv, "--kv-stats-file", str(stats), log=tmp_path / "log") as (address, _):
+        complete(address, "The file", 4)
+        asleep = wait(freed=True)
+        assert len(asleep["caches"]) == 1 and asleep["time"] >= asleep["caches"][0]["freed"]
+        for _ in range(50):  # it is written again while the server sleeps
+            if json.loads(stats.read_text())["time"] > asleep["time"]:
+                break
+            time.sleep(0.2)
+        assert json.loads(stats.read_text())["time"] > asleep["time"]
+        complete(address, "The file", 4)
+        assert len(wait(freed=False)["caches"]) == 1
 
 
 def test_a_stats_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -160,7 +188,13 @@ def test_the_page_chats_and_shows_the_cache(demo_model: Path, tmp_path: Path) ->
         with urllib.request.urlopen(address + "/", timeout=10) as r:
             assert r.status == 200 and b"llama-server with ggml-kvq" in r.read()
         with urllib.request.urlopen(address + "/kv-stats.json", timeout=10) as r:
-            assert json.loads(r.read())["caches"][0]["method"] == "xquant"
+            cache = json.loads(r.read())["caches"][0]
+            assert cache["method"] == "xquant"
+        with urllib.request.urlopen(address + "/kv-metrics.txt", timeout=10) as r:
+            assert r.headers["Content-Type"].startswith("text/plain")
+            lines = r.read().decode().splitlines()
+        assert f'ggml_kvq_cache_bytes{{cache="0",method="xquant"}} {cache["bytes_total"]}' in lines
+        assert "# TYPE ggml_kvq_sealed_pages_total counter" in lines
         if not browser:
             pytest.skip("no Chromium to look at the page (apt-get install chromium)")
         url = f"{address}/?ask={urllib.parse.quote('The file is read by the')}"

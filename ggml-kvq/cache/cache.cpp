@@ -50,9 +50,10 @@ kvq_kv_cache::~kvq_kv_cache() {
     live.erase(std::find(live.begin(), live.end(), this));
 }
 
-bool kvq_kv_cache::is_alive(const kvq_kv_cache * cache) {
+int kvq_kv_cache::number_of(const kvq_kv_cache * cache) {
     std::lock_guard<std::mutex> lock(live_mutex);
-    return std::find(live.begin(), live.end(), cache) != live.end();
+    const auto found = std::find(live.begin(), live.end(), cache);
+    return found == live.end() ? -1 : (int) (found - live.begin());
 }
 
 bool kvq_kv_cache::waits_to_seal() const {

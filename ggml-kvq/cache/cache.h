@@ -92,7 +92,8 @@ public:
 
     void commit(int threads);   // layers that are unread wait
     bool waits_to_seal() const; // for the scores that attention leaves on the device
-    static bool is_alive(const kvq_kv_cache * cache);
+    static bool is_alive(const kvq_kv_cache * cache) { return number_of(cache) >= 0; }
+    static int number_of(const kvq_kv_cache * cache); // as kvq_cache_stats counts; -1: it is gone
     void clear();
     kvq_stats stats() const;
     std::string load_line() const;

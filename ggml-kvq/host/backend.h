@@ -10,8 +10,9 @@ struct kvq_creation {
     struct asked {
         std::string name;
         size_t nb;
+        bool of_memory; // else kept for something else: gradients, control vectors
     };
-    // tensors of llama.cpp's memory that are no keys or values, in the order of their size queries
+    // tensors that are kept between graphs and are no keys or values, in the order of their size queries
     std::vector<asked> others;
     struct grant {
         size_t nb;
@@ -100,9 +101,9 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // fal
 void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
 ggml_backend_t kvq_cpu_backend(kvq_backend_context & b); // NULL: there is none
 
-// stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds while
-// there are any
-void kvq_stats_file_start(void);
+// stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds
+void kvq_stats_file_start(void);                         // there is a new cache
+void kvq_stats_file_freeing(const kvq_kv_cache & cache); // its last figures are kept
 void kvq_stats_file_write(void);
 struct kvq_busy {
     kvq_busy();

@@ -60,11 +60,13 @@ kvq_target kvq_find_target(const ggml_tensor * t) {
 // ---------------------------------------------------------------- buffer interface
 
 static void free_buffer(ggml_backend_buffer_t buffer) {
-    if (context(buffer)->cache) {
-        kvq_stats_file_write();
+    const bool is_cache = (bool) context(buffer)->cache;
+    if (is_cache) {
+        kvq_stats_file_freeing(*context(buffer)->cache);
         if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", context(buffer)->cache->closing_line().c_str()); }
     }
     delete context(buffer);
+    if (is_cache) { kvq_stats_file_write(); }
 }
 static void * get_base(ggml_backend_buffer_t buffer) { return context(buffer)->base; }
 
@@ -203,12 +205,22 @@ static bool is_memory(const ggml_tensor * t) {
         layer[-1] == '_' && layer[1] && strspn(layer + 1, "0123456789") == strlen(layer + 1);
 }
 
+// Another tensor that is kept from one graph to the next: a gradient, a momentum, a control vector. On the CPU it
+// belongs to the CPU backend, which computes with it. Over an inner device that one does, in a buffer of ours.
+static bool is_kept(const kvq_device_context & dev, const ggml_tensor * t) {
+    return !dev.inner && t->op == GGML_OP_NONE && !t->view_src && !t->buffer && !(t->flags & GGML_TENSOR_FLAG_INPUT);
+}
+
 static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor * tensor) {
     kvq_device_context & dev = device_of(buft);
     const size_t nb_upstream = ggml_backend_buft_get_alloc_size(upstream_type(dev), tensor);
     if (!is_memory(tensor) || kvq_parse_cache_name(tensor->name).il < 0 ||
         !kvq_parse_cache_name(tensor->name).tag.empty()) {
-        if (is_memory(tensor)) { dev.creation().others.push_back({ tensor->name, nb_upstream }); }
+        if (is_memory(tensor) || is_kept(dev, tensor)) {
+            std::vector<kvq_creation::asked> & others = dev.creation().others;
+            if (others.size() > 1 << 16) { others.clear(); } // of graphs, which nothing was allocated for
+            others.push_back({ tensor->name, nb_upstream, is_memory(tensor) });
+        }
         return dev.inner && tensor->op != GGML_OP_FLASH_ATTN_EXT ? nb_upstream : ggml_nbytes(tensor);
     }
     const auto placed = dev.creation().granted.find(tensor->name);
@@ -236,6 +248,8 @@ kvq_creation & kvq_device_context::creation() const {
     return mine[this];
 }
 
+static const std::string KEPT = "tensors that are no cache";
+
 // Memory that stays with llama.cpp, NULL when it cannot be had.
 static ggml_backend_buffer_t alloc_upstream(kvq_device_context & dev, size_t size, const std::string & what) {
     ggml_backend_buffer_t buffer = ggml_backend_buft_alloc_buffer(upstream_type(dev), size);
@@ -243,24 +257,28 @@ static ggml_backend_buffer_t alloc_upstream(kvq_device_context & dev, size_t siz
     snprintf(mib, sizeof(mib), "%.2f MiB", (double) size / 1048576.0);
     if (!buffer) {
         kvq_report_error("cannot allocate " + std::string(mib) + " for " + what + ": lower -c or -np");
-    } else {
+    } else if (what != KEPT) {
         kvq_report_note(what + (what[0] == '1' && what[1] == ' ' ? " stays" : " stay") + " with llama.cpp (" + mib +
             ", device " + dev.name + ")");
     }
     return buffer;
 }
 
-// The last tensors that sizes were asked of, if `size` is what they take together: "18 recurrent layers"; else "".
+// The last tensors that sizes were asked of, if `size` is what they take together: "18 recurrent layers", or KEPT when
+// some are of no memory; else "".
 static std::string others_of(kvq_device_context & dev, size_t size, size_t alignment) {
     std::set<std::string> recurrent, indexers;
     size_t nb = 0;
+    bool all_of_memory = true;
     for (size_t i = dev.creation().others.size(); i-- > 0 && nb < size;) {
+        all_of_memory = all_of_memory && dev.creation().others[i].of_memory;
         const std::string & name = dev.creation().others[i].name;
         nb += kvq_pad(dev.creation().others[i].nb, alignment);
         (kvq_parse_cache_name(name.c_str()).il < 0 ? recurrent : indexers).insert(name.substr(name.rfind("_l") + 1));
     }
     dev.creation().others.clear();
     if (!nb || nb != size) { return ""; }
+    if (!all_of_memory) { return KEPT; }
     const auto text = [](size_t n, const char * kind) {
         return std::to_string(n) + " " + kind + (n == 1 ? " layer" : " layers");
     };

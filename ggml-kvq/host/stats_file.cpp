@@ -1,5 +1,7 @@
 // KVQ_STATS_FILE: what the caches of this process hold, as JSON, for programs whose own reports cannot be extended
 // (llama-server's /props, /slots, /metrics). A thread of its own writes; a reader finds a whole file at any time.
+//   caches   those that live. While none does: those that were freed last, each with "freed", seconds since 1970
+// Beside the page that llama-server serves lies the same for Prometheus (kv-metrics.txt), of caches that live.
 #include "backend.h"
 #include "base/settings.h"
 
@@ -56,7 +58,14 @@ static std::string number(double x) {
     return text;
 }
 
-static std::string cache_json(int i) {
+// JSON of caches that were freed, since a cache was made; never destroyed, as caches may be freed at exit
+static std::vector<std::string> & freed(void) {
+    static std::vector<std::string> * const all = new std::vector<std::string>;
+    return *all;
+}
+
+// freed_at: 0 of one that lives
+static std::string cache_json(int i, long long freed_at) {
     kvq_stats s;
     if (kvq_cache_stats(i, &s) != KVQ_OK) { return ""; }
     std::string out = "{";
@@ -108,7 +117,49 @@ static std::string cache_json(int i) {
     add("bits_k", number(s.bits_k));
     add("bits_v", number(s.bits_v));
     add("line", quoted(kvq_cache_line(i)));
+    if (freed_at) { add("freed", std::to_string(freed_at)); }
     return out + "}";
+}
+
+// Gauges and counters of the caches that live, in Prometheus' text format.
+static std::string metrics(void) {
+    struct row {
+        const char *name, *kind, *help;
+        double (*of)(const kvq_stats & s);
+    };
+    static const row rows[] = {
+        { "cache_bytes", "gauge", "memory of the cache, window and tables included",
+            [](const kvq_stats & s) { return (double) s.bytes_total; } },
+        { "cache_f16_bytes", "gauge", "memory of an f16 cache of as many tokens",
+            [](const kvq_stats & s) { return (double) s.bytes_f16; } },
+        { "cache_far_bytes", "gauge", "memory of the second tier",
+            [](const kvq_stats & s) { return (double) s.bytes_far; } },
+        { "cache_bits", "gauge", "true bits a value", [](const kvq_stats & s) { return s.bits; } },
+        { "sealed_pages_total", "counter", "pages that were encoded",
+            [](const kvq_stats & s) { return (double) s.n_sealed; } },
+        { "reopened_pages_total", "counter", "encoded pages that were written again",
+            [](const kvq_stats & s) { return (double) s.n_reopened; } },
+    };
+    std::vector<kvq_stats> all((size_t) std::max(kvq_cache_count(), 0));
+    for (size_t i = 0; i < all.size(); i++) {
+        if (kvq_cache_stats((int) i, &all[i]) != KVQ_OK) { all[i] = {}; }
+    }
+    std::string out;
+    for (const row & r : rows) {
+        const std::string name = std::string("ggml_kvq_") + r.name;
+        out += "# HELP " + name + " " + r.help + "\n# TYPE " + name + " " + r.kind + "\n";
+        for (size_t i = 0; i < all.size(); i++) {
+            char value[32];
+            snprintf(value, sizeof(value), "%.17g", r.of(all[i]));
+            out += name + "{cache=\"" + std::to_string(i) + "\",method=\"" + all[i].method + "\"} " + value + "\n";
+        }
+    }
+    return out;
+}
+
+static std::string metrics_path(void) {
+    const std::string page = kvq_setting_text(kvq_setting::PAGE_STATS_FILE);
+    return page.empty() ? "" : page.substr(0, page.rfind('/') + 1) + "kv-metrics.txt";
 }
 
 static void write_whole(const std::string & path, const std::string & text) {
@@ -131,20 +182,28 @@ static void write_whole(const std::string & path, const std::string & text) {
     }
 }
 
+void kvq_stats_file_freeing(const kvq_kv_cache & cache) {
+    if (stats_paths().empty()) { return; }
+    const kvq_busy busy;
+    const std::string json = cache_json(kvq_kv_cache::number_of(&cache), (long long) time(nullptr));
+    if (!json.empty()) { freed().push_back(json); }
+}
+
 void kvq_stats_file_write(void) {
     if (stats_paths().empty()) { return; }
     const kvq_busy busy;
+    std::vector<std::string> all;
+    for (int i = 0; i < kvq_cache_count(); i++) { all.push_back(cache_json(i, 0)); }
+    if (all.empty()) { all = freed(); }
     std::string caches;
-    for (int i = 0; i < kvq_cache_count(); i++) { caches += (i ? ",\n  " : "\n  ") + cache_json(i); }
-    if (caches.empty()) {
-        return; // the last figures stay
-    }
+    for (const std::string & json : all) { caches += (caches.empty() ? "\n  " : ",\n  ") + json; }
     const std::string text = "{\"version\": 1, \"pid\": " + std::to_string(getpid()) +
         ", \"time\": " + std::to_string((long long) time(nullptr)) + ", \"caches\": [" + caches + "\n]}\n";
     for (const std::string & path : stats_paths()) { write_whole(path, text); }
+    if (!metrics_path().empty()) { write_whole(metrics_path(), metrics()); }
 }
 
-// The folder that the launcher made for this server's page: index.html and the figures,
+// The folder that the launcher made for this server's page: index.html and the figures twice,
 // ".../ggml-kvq-page-<user>-<process>". A router's children inherit the variable and leave it alone.
 static void remove_page(void) {
     const std::string path = kvq_setting_text(kvq_setting::PAGE_STATS_FILE);
@@ -153,6 +212,7 @@ static void remove_page(void) {
         return;
     }
     remove(path.c_str());
+    remove(metrics_path().c_str());
     remove((folder + "/index.html").c_str());
     rmdir(folder.c_str());
 }
@@ -179,7 +239,11 @@ struct writer {
 }
 
 void kvq_stats_file_start(void) {
-    if (!stats_paths().empty()) {
-        static writer w; // joined at exit, before the list of caches goes
+    if (stats_paths().empty()) { return; }
+    {
+        const kvq_busy busy;
+        freed().clear();
     }
+    static writer w;        // joined at exit, before the list of caches goes
+    kvq_stats_file_write(); // of a second cache, too: the thread comes two seconds later
 }

@@ -1,4 +1,4 @@
-"""Threads and processes of a Model: the thread that computes, which Ctrl-C may end; what a forked child may not do."""
+"""Threads and processes of a Model: the thread that computes, Ctrl-C, and what a forked child may not do."""
 
 from __future__ import annotations
 
