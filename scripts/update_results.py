@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Redraw docs/img and docs/results.md from the committed result files, and the table in README.md between its markers.
+"""Redraw docs/img and docs/results.md from the committed result files, and the tables between their markers.
 
     python scripts/update_results.py            (--check: exit 1 when something committed differs from what the files
     say)
 
-README.md takes the table where it has the lines `<!-- results -->` and `<!-- /results -->`.
+README.md takes the table where it has the lines `<!-- results -->` and `<!-- /results -->`. README.md and docs/fits.md
+take what `ggml-kvq plan --markdown` prints between `<!-- fits -->` and `<!-- /fits -->`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import sys
 from pathlib import Path
 
-from ggml_kvq import bench, plotting
+from ggml_kvq import bench, budget, fits, plotting
 from ggml_kvq.evaluate import results
 from ggml_kvq.evaluate.specs import parse
 
@@ -110,6 +111,19 @@ def drift_table(rows: list[results.Row]) -> str:
     )
 
 
+def between(text: str, marker: str, table: str) -> str:
+    """The text with `table` between <!-- marker --> and <!-- /marker -->; as it is when it has no such lines."""
+    return re.sub(
+        rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", lambda m: f"{m[1]}{table}\n{m[2]}", text, flags=re.DOTALL
+    )
+
+
+def fits_table() -> str:
+    """Which context fits, as `ggml-kvq plan --markdown` prints it."""
+    memories = [(text, budget.size(text, "--memory")) for text in fits.MEMORIES]
+    return fits.table(fits.KNOWN, memories, [parse(c) for c in fits.CACHES], markdown=True)
+
+
 def page(rows: list[results.Row], speed: list[results.Row]) -> str:
     """docs/results.md."""
     first = next(r for r in rows if r["key"]["kind"] == "text")
@@ -187,7 +201,9 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument(
-        "--check", action="store_true", help="change nothing; fail when docs/results.md or README.md are stale"
+        "--check",
+        action="store_true",
+        help="change nothing; fail when docs/results.md, docs/fits.md or README.md are stale",
     )
     p.add_argument(
         "-m", "--model", type=Path, default=ROOT / "models" / "kvq-demo-q8_0.gguf", help="model of the memory figure"
@@ -198,14 +214,11 @@ def main() -> int:
     ]
     speed = [row for path in sorted((ROOT / "results").glob("speed*.jsonl")) for row in results.read(path)]
     files = {ROOT / "docs" / "results.md": page(rows, speed)}
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    files[readme] = re.sub(
-        r"(<!-- results -->\n).*?(<!-- /results -->)",
-        lambda m: f"{m[1]}{text_table([r for r in rows if r['key']['cache'] in README_CACHES])}\n{m[2]}",
-        old,
-        flags=re.DOTALL,
-    )
+    readme, fit_page, contexts = ROOT / "README.md", ROOT / "docs" / "fits.md", fits_table()
+    table = text_table([r for r in rows if r["key"]["cache"] in README_CACHES])
+    old = between(readme.read_text(encoding="utf-8"), "results", table)
+    files[readme] = between(old, "fits", contexts)
+    files[fit_page] = between(fit_page.read_text(encoding="utf-8"), "fits", contexts)
     stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if args.check:
         for path in stale:

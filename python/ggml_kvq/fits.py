@@ -1,0 +1,116 @@
+"""Which context fits into a memory: `ggml-kvq plan`, for well-known shapes and for the user's own file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import gguf_header, llama, memory
+
+if TYPE_CHECKING:
+    from .evaluate.specs import CacheSpec
+
+GIB = 1 << 30
+RESERVE = GIB  # for what is neither weights nor cache nor mask: see RESERVE_WORDS
+RESERVE_WORDS = "compute buffers (logits of a batch, activations), driver, display"
+MEMORIES = ("8G", "12G", "24G")
+# "at" is left out: bits hold at the context that fits. Means are counted, as models have them measured.
+CACHES = (
+    "f16",
+    "q8_0=upstream:q8_0",
+    "q4_0=upstream:q4_0",
+    "auto-4.25=auto:bits=4.25,means=on",
+    "auto-2.75=auto:bits=2.75,means=on",
+    "auto-2.25=auto:bits=2.25,means=on",
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A well-known model: its name and what counts of it. Weights: bytes of the usual Q4_K_M file, to 10 MB."""
+
+    name: str
+    facts: memory.Model
+
+
+def _known(name: str, megabytes: int, n_layer: int, heads: int, size: int, n_ctx: int, window: int = 0) -> Known:
+    """window: tokens that all layers see but the last of each six (Gemma 3); 0: all see everything."""
+    shapes = [(il, heads, size, size) for il in range(n_layer)]
+    short = [s for s in shapes if window and s[0] % 6 != 5]
+    full = [s for s in shapes if s not in short]
+    return Known(name, memory.Model(megabytes * 1_000_000, full, short, window, n_layer, False, n_ctx))
+
+
+# Facts of the models' own configurations: layers, KV heads, head size, longest context. Qwen3 has 32768 tokens
+# without YaRN and 131072 with it, as its authors describe.
+KNOWN = (
+    _known("Llama 3.1 8B Q4_K_M", 4920, 32, 8, 128, 131072),
+    _known("Qwen3 8B Q4_K_M", 5030, 36, 8, 128, 131072),
+    _known("Gemma 3 12B Q4_K_M", 7300, 48, 8, 256, 131072, window=1024),
+)
+
+
+def of_file(path: Path) -> Known:
+    """What counts of a GGUF file, all parts of a split one. GgufError when it keeps no KV cache."""
+    header = gguf_header.read(path, tensors=True)
+    header.check_whole()
+    facts = memory.facts(header)
+    if facts is None:
+        gguf_header.attention_layers(header)  # says why
+        raise gguf_header.GgufError(f"{path} describes no attention layers; give a model")
+    if part := re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name):
+        parts = [path.with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf") for i in range(1, int(part[2]) + 1)]
+        facts = replace(facts, weights=sum(p.stat().st_size for p in parts))
+    return Known(path.stem, facts)
+
+
+def planner(spec: CacheSpec, n_layer: int) -> memory.Plan:
+    """Bytes of a cache: by libggml-kvq, or of llama.cpp's own types by their bits. MethodError."""
+    if spec.method is not None:
+        return memory.planner(spec.method, spec.options, n_layer)
+    k, v = (gguf_header.type_bits(llama.GGML_TYPES[kind]) for kind in (spec.type_k, spec.type_v))
+
+    def plan(shapes: list[memory.Shape], n_cells: int, n_stream: int) -> int:
+        return int(sum(heads * (k * dk + v * dv) for _, heads, dk, dv in shapes) * n_cells * n_stream / 8)
+
+    return plan
+
+
+def longest(known: Known, spec: CacheSpec, n_bytes: int, *, reserve: int = RESERVE, n_ubatch: int = 512) -> int:
+    """The longest context, in tokens, whose cache fits into n_bytes beside the weights, the mask of a batch and
+    `reserve`; at most what the model was trained for. 0: not even 256 tokens fit. MethodError.
+    """
+    plan = planner(spec, known.facts.n_layer)
+    got = memory.longest(known.facts, plan, n_bytes - reserve, n_ubatch=n_ubatch)
+    return min(got, known.facts.n_ctx_train) if known.facts.n_ctx_train else got
+
+
+def words(n_ctx: int, most: int) -> str:
+    """A context as in the table: whole thousands of 1024 tokens, rounded down; "all" for the model's whole one."""
+    if n_ctx <= 0:
+        return "-"
+    text = f"{n_ctx // 1024}k" if n_ctx >= 1024 else str(n_ctx)
+    return f"all {text}" if n_ctx == most else text
+
+
+def table(
+    models: Sequence[Known],
+    memories: Sequence[tuple[str, int]],
+    specs: Sequence[CacheSpec],
+    *,
+    markdown: bool,
+    reserve: int = RESERVE,
+    n_ubatch: int = 512,
+) -> str:
+    """Contexts by model and memory (its words, its bytes), a column a cache. MethodError."""
+    from .evaluate import results
+
+    rows = []
+    for known in models:
+        for text, n_bytes in memories:
+            fit = [longest(known, spec, n_bytes, reserve=reserve, n_ubatch=n_ubatch) for spec in specs]
+            rows.append([f"{known.name}, {text}", *[words(n, known.facts.n_ctx_train) for n in fit]])
+    return results.table(["model, memory", *[spec.label for spec in specs]], rows, markdown=markdown)
