@@ -302,7 +302,7 @@ void kvq_lane::restore(
         if (x->load(*this, stream, cell, n, rows, n_threads)) { return; }
     }
     const size_t W = (size_t) l.codec.head_size * (size_t) l.n_head;
-    const int pc = l.page_cells, first = cell / pc, last = (cell + n - 1) / pc;
+    const int pc = l.page_cells, first = cell / pc, last = n > 0 ? (cell + n - 1) / pc : first - 1;
     std::vector<uint16_t> copy;
     if (std::any_of(policies.begin(), policies.end(), [&](const kvq_policy * x) { return x->rewrites_rows(*this); })) {
         copy.assign(rows, rows + (size_t) n * W);
