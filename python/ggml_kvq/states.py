@@ -9,6 +9,8 @@ import mmap
 import os
 import struct
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ import numpy.typing as npt
 
 from . import arguments, files, kvstats, native, processes, state_files
 from .errors import KvqError, StateError
-from .loader import last_problem, log
+from .loader import LogLines, last_problem, log
 
 if TYPE_CHECKING:
     from .model import Model
@@ -48,29 +50,57 @@ def save(model: Model, path: str | os.PathLike[str]) -> None:
         ctx = model._open()
         model._enter_unfed()
         ids = np.asarray(model._tokens, np.int32)
-        kvq = model._libs.kvq if model.kv_method is not None else None
-        if kvq is not None:
-            kvq.kvq_state_begin(_tag(ids.tolist()))
         try:
             with files.unfinished(target) as partial:
                 if form in ("compact", "packed"):
-                    state_files.write(partial, ids, _state_data(model), form == "packed")
+                    data = _in_one_thread(model, _tag(ids.tolist()), lambda: _state_data(model)).result
+                    state_files.write(partial, ids, data, form == "packed")
                 else:
-                    log.begin()
-                    ok = model._libs.llama.llama_state_save_file(
-                        ctx, os.fsencode(partial), ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(ids)
+                    at = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+                    save_file = model._libs.llama.llama_state_save_file
+                    done = _in_one_thread(
+                        model, _tag(ids.tolist()), lambda: save_file(ctx, os.fsencode(partial), at, len(ids))
                     )
-                    lines = log.end()
-                    if not ok:
+                    if not done.result:
                         raise StateError(
-                            f"{target} could not be written: {last_problem(lines)}; check folder and disk space"
+                            f"{target} could not be written: {last_problem(done.lines)}; check folder and disk space"
                         )
                 files.finish(partial, target)
         except OSError as e:
             raise StateError(f"{target} could not be written: {e.strerror}; check folder and disk space") from e
+
+
+@dataclass
+class _Done:
+    """What a call of llama.cpp's returned and logged; of our library: its error, and the tag that a state carried."""
+
+    result: Any
+    lines: LogLines
+    reason: str
+    tag: int
+
+
+def _in_one_thread(model: Model, tag: int, call: Callable[[], Any]) -> _Done:
+    """`call` in the thread that computes. States are made by all threads of that one's team, and what the library keeps
+    of a state belongs to the thread.
+    """
+    kvq = model._libs.kvq if model.kv_method is not None else None
+
+    def whole() -> _Done:
+        if kvq is not None:
+            kvq.kvq_state_begin(tag)
+        log.begin()
+        try:
+            result = call()
         finally:
+            lines = log.end()
+            reason = native.last_error(kvq) if kvq is not None else ""
+            carried = kvq.kvq_state_tag() if kvq is not None else 0
             if kvq is not None:
                 kvq.kvq_state_begin(0)
+        return _Done(result, lines, reason, carried)
+
+    return processes.compute(whole)
 
 
 def _state_data(model: Model) -> mmap.mmap:
@@ -123,23 +153,20 @@ def load(model: Model, path: str | os.PathLike[str]) -> int:
         model.reset()
         out = (ctypes.c_int32 * model.n_ctx)()
         n = ctypes.c_size_t()
-        kvq = model._libs.kvq if model.kv_method is not None else None
-        if kvq is not None:
-            kvq.kvq_state_begin(0)
-        log.begin()
-        if blocks is not None:
-            ok = _set_state_data(model, *blocks, out, n)
-        else:
-            ok = model._libs.llama.llama_state_load_file(ctx, os.fsencode(source), out, model.n_ctx, ctypes.byref(n))
-        lines = log.end()
-        reason = native.last_error(kvq) if kvq is not None else ""
-        tag = kvq.kvq_state_tag() if kvq is not None else 0
-        tokens = list(out[: n.value])
-        if not ok or reason:
+
+        def enter() -> bool:
+            if blocks is not None:
+                return _set_state_data(model, *blocks, out, n)
+            load_file = model._libs.llama.llama_state_load_file
+            return bool(load_file(ctx, os.fsencode(source), out, model.n_ctx, ctypes.byref(n)))
+
+        done = _in_one_thread(model, 0, enter)
+        tag, tokens = done.tag, list(out[: n.value])
+        if not done.result or done.reason:
             model.reset()
-            if reason:
-                raise StateError(f"{source}: {reason}")
-            problem = last_problem(lines)
+            if done.reason:
+                raise StateError(f"{source}: {done.reason}")
+            problem = last_problem(done.lines)
             if "end of file" in problem or "read error" in problem or "failed to read" in problem:
                 raise StateError(f"{source} is cut off ({problem}); save the state again")
             # llama.cpp itself does not see every file's end and then reads what was in memory
