@@ -58,7 +58,7 @@ static void check_split(kvq_cuda_device & d, bool quick) {
         for (int i = 0; i < (int) (sizeof(triples) / sizeof(*triples)); i++) {
             for (int split : { KVQ_SPLIT_NORM, KVQ_SPLIT_NEOX }) {
                 const int x = i + D / 16 + split;
-                if (quick && D != 64 && D != 128 ? x % 4 : quick && x % 2) { continue; }
+                if (quick && x % (D == 64 || D == 128 ? 5 : 10)) { continue; }
                 attention_case c = { triples[i].slow, triples[i].v, 2, x / 2 % 2, D, 1 + i % 2, 1 + i * 3 % 8, 1, 500,
                     1 + i % 2, i == 1 ? 20.0f : 0.0f, i == 4 ? 8.0f : 0.0f, i == 2, false };
                 c.split = split;
@@ -76,7 +76,7 @@ static void check_split(kvq_cuda_device & d, bool quick) {
                     if (!quick || !on || x % 4 == 0) { attention(c, true); }
                 }
                 d.allow_short = true;
-                if (!quick || x % 8 == 0) { far(c, 20, x % 3); }
+                if (!quick || x % 20 == 0) { far(c, 20, x % 3); }
                 if (quick && x % 3) { continue; }
                 c.stayed = false;
                 c.turns = 2; // some have moved
