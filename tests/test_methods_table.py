@@ -218,10 +218,18 @@ def test_options_have_an_effect(lib, table, method):
             continue
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
+        if method == "auto" and key == "predictor":
+            other[key] = "full"
         if method == "specache" and key == "preset":
             other[key] = "paper2"
         of_kivi = method == "specache" and key in ("levels", "eta", "group", "group_v")
         by_bytes = method == "auto" and key in ("bits", "at")  # how high the ladder goes follows from bytes
+        of_auto: dict[str, dict[str, object]] = {
+            "top": {"far": "f16"},
+            "prompt": {"far": "f16"},
+            "predictor": {"means": "on"},
+            "weights": {"means": "on", "predictor": "full"},
+        }
         more: dict[str, object] = (
             {"near": "kivi"}
             if of_kivi
@@ -231,7 +239,7 @@ def test_options_have_an_effect(lib, table, method):
                 "depth": {"budget": "pyramid"},
                 "recent": {"keep": 0.5},
                 "kept": {"fetch": "ahead"},
-                **({"top": {"far": "f16"}, "prompt": {"far": "f16"}} if method == "auto" else {}),
+                **(of_auto if method == "auto" else {}),
             }.get(key, {})
         )  # without which the key means nothing
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})

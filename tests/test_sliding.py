@@ -4,6 +4,7 @@ is allocated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,22 @@ def test_whole_windows_are_counted_in_full(model: Path) -> None:
     for name, more, env in (("window", [], {}), ("flag", ["--swa-full"], {}), ("env", [], {"LLAMA_ARG_SWA_FULL": "1"})):
         bits[name] = launcher.command("llama-completion", [*argv, *more], env).env["KVQ_OPTS"]
     assert bits["flag"] == bits["env"] != bits["window"]
+
+
+def test_layers_with_a_window_take_more_bits_where_that_costs_little(model: Path) -> None:
+    """Up to a twentieth of a bit of the model's average, at the context that the bits were asked for."""
+    bits = {}
+    for at in (16384, 65536, 1_000_000):
+        how = {"n_ctx": 2048, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "swa_full": False}
+        with Model(model, kv_method="auto", kv_opts=f"bits=2.25,at={at},means=off", kv_config="none", **how) as m:
+            bits[at] = [float(re.search(r"V ([0-9.]+) bits", line)[1]) for line in m.load_line.splitlines()]
+    whole, windowed = zip(*bits.values())
+    assert max(whole) - min(whole) < 0.3
+    assert windowed[0] <= windowed[1] <= windowed[2] and windowed[2] - windowed[0] > 1
+
+
+def test_with_swa_full_no_layer_takes_more(model: Path) -> None:
+    opts = "bits=2.25,at=16384,means=off"
+    how = {"n_ctx": 8192, "n_batch": 64, "n_ubatch": 64, "n_threads": 1}
+    with Model(model, kv_method="auto", kv_opts=opts, kv_config="none", **how) as m:
+        assert "4-bit" not in m.load_line

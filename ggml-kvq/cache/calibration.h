@@ -3,6 +3,7 @@
 //   kvq.aqua.blk.<il>.{k,v}.bias    f32 [width], channel means of un-rotated keys and of values
 //   kvq.aqua.blk.<il>.k.order       f32 [width], of each channel of a block of sorted keys the channel of its head
 //   kvq.aqua.blk.<il>.k.gain        f32 [width], its gain (kvq_order)
+//   kvq.aqua.blk.<il>.k.left.{order,gain}   the same of what a predictor leaves of keys
 //   kvq.aqua.blk.<il>.k.weight      f32, f16 or q4_0 [width][width of keys of layer prev], on rows less their means
 //   kvq.aqua.blk.<il>.v.weight      likewise, inputs: keys of layer il, then values of layer prev
 //   kvq.aqua.blk.<il>.v.fold        likewise, inputs: keys of layer il, then keys of layer prev
@@ -38,6 +39,11 @@ struct kvq_calibration {
 // Refuses with the field named: another model, version, type, shape, or a value that is not finite.
 kvq_status kvq_calibration_load(
     const std::string & path, const kvq_model_info & model, kvq_calibration & out, std::string & err);
+
+// Means, and an order where `sorted`, of a model whose keys have a bias, from its weights (host/weights.cpp). False:
+// its file says nothing of the kind.
+bool kvq_calibration_of_weights(
+    const std::string & path, const kvq_model_info & model, kvq_calibration & out, bool & sorted);
 
 // What the configured method needs; out is NULL when it needs nothing. Options that leave a choice to the data are set.
 kvq_status kvq_calibration_for(

@@ -33,7 +33,23 @@ void kvq_cache_draft::reset() {
     err.clear();
 }
 
+kvq_cache_before kvq_cache_draft::as_before() const {
+    kvq_cache_before out;
+    for (const kvq_draft_layer & d : layers) {
+        out.layers.push_back(d.il);
+        out.channels += d.n_embd_k + d.n_embd_v;
+        out.n_cells = d.n_cells;
+        out.windowed = more_bits(d) > 0;
+    }
+    out.model = layers.empty() ? "" : config.model_path;
+    return out;
+}
+
 bool kvq_cache_draft::begin(int il) {
+    const kvq_cache_before last_one = as_before(); // or this very cache, which is asked for once more
+    if (!last_one.layers.empty() && std::count(last_one.layers.begin(), last_one.layers.end(), il) == 0) {
+        before = last_one;
+    }
     reset();
     if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err)) != KVQ_OK) {
         return false;
@@ -106,6 +122,15 @@ bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n
     return err.empty();
 }
 
+double kvq_cache_draft::more_bits(const kvq_draft_layer & d) const {
+    const int n = model.n_attention() - (int) before.layers.size(); // layers of this cache
+    if (!model.window || before.model.empty() || before.model != config.model_path || before.windowed || n < 1) {
+        return 0;
+    }
+    return kvq_more_bits(
+        *config.method, config.options, (double) n * 2 * d.n_embd_k, d.n_cells, before.channels, before.n_cells);
+}
+
 // Of the layer's cache. ggml asks layer by layer: all of them are taken to be as this one.
 kvq_status kvq_cache_draft::level_of(const kvq_draft_layer & d, int & level) {
     const int n = std::max(model.n_attention(), d.number + 1);
@@ -114,7 +139,8 @@ kvq_status kvq_cache_draft::level_of(const kvq_draft_layer & d, int & level) {
     const int head_size_v = windowed && model.head_size_v_swa ? model.head_size_v_swa : model.head_size_v;
     shape.head_size_v = head_size_v ? head_size_v : shape.head_size_v; // values may not have been asked for yet
     const std::vector<kvq_layer_shape> shapes((size_t) (model.n_layer ? n : 32), shape);
-    const kvq_levels levels = { *config.method, config.options, shapes, (int) shapes.size(), d.n_cells, d.n_stream };
+    const kvq_levels levels = { *config.method, config.options, shapes, (int) shapes.size(), d.n_cells, d.n_stream,
+        more_bits(d) };
     return levels.find(model.window > 0, level, err);
 }
 

@@ -31,8 +31,22 @@ struct kvq_draft_layer {
     kvq_lane_layout k, v;
 };
 
+// The cache that was asked for before this one. llama.cpp asks for layers that see the whole context first, and for
+// those with a sliding window behind them.
+struct kvq_cache_before {
+    std::string model; // "": there was none
+    std::vector<int> layers;
+    double channels = 0; // of keys and values of a cell, all layers
+    int n_cells = 0;
+    bool windowed = false; // its layers see a window only
+};
+
 class kvq_cache_draft {
 public:
+    // Later drafts know what this one was.
+    kvq_cache_before as_before() const;
+    kvq_cache_before before;
+
     // Bytes of the tensor's lane, or 0 with error() set. A layer that does not come after the last one starts a new
     // draft.
     size_t add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16);
@@ -62,6 +76,7 @@ private:
     bool begin(int il);
     size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
     kvq_status level_of(const kvq_draft_layer & d, int & level);
+    double more_bits(const kvq_draft_layer & d) const;
     std::string err;
     kvq_lane_id last; // the tensor asked for before this one
 };

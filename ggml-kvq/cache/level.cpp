@@ -2,6 +2,7 @@
 
 #include "policy/compose.h"
 
+#include <algorithm>
 #include <cstdio>
 
 // True bits of a level: bytes of all lanes over values of the f16 cache.
@@ -24,6 +25,18 @@ kvq_status kvq_levels::bits(int level, int cells, double & out, std::string & er
 }
 
 kvq_status kvq_levels::find(bool least, int & level, std::string & err) const {
+    const kvq_status status = find_allowed(least, level, err);
+    if (status != KVQ_OK || more <= 0 || !method.n_levels || method.most(options).bits <= 0) { return status; }
+    double start = 0.0, now = 0.0;
+    kvq_status counted = bits(level, n_cells, start, err);
+    for (const int n = method.n_levels(options, n_layer); counted == KVQ_OK && level + 1 < n; level++) {
+        counted = bits(level + 1, n_cells, now, err);
+        if (now - start > more) { break; }
+    }
+    return counted;
+}
+
+kvq_status kvq_levels::find_allowed(bool least, int & level, std::string & err) const {
     level = 0;
     if (!method.n_levels) { return KVQ_OK; }
     const kvq_method::limit most = method.most(options);
@@ -49,4 +62,12 @@ kvq_status kvq_levels::find(bool least, int & level, std::string & err) const {
         (now <= most.bits ? level : above) = middle;
     }
     return KVQ_OK;
+}
+
+double kvq_more_bits(const kvq_method & method, const kvq_options & o, double channels, int n_cells,
+    double channels_whole, int cells_whole) {
+    constexpr double ON_AVERAGE = 0.05;
+    if (!method.most || channels <= 0 || channels_whole <= 0 || n_cells >= cells_whole) { return 0; }
+    const double here = channels * n_cells, there = channels_whole * std::max(method.most(o).n_cells, cells_whole);
+    return ON_AVERAGE * (here + there) / here;
 }

@@ -6,6 +6,7 @@
 #include "rows.h"
 
 #include "engine/tags.h"
+#include "types/lattice.h"
 
 #include <algorithm>
 #include <vector>
@@ -62,18 +63,44 @@ void predict_page(const kvq_chain_pages & c, int i, float * out, std::vector<int
     }
 }
 
+// Column i of a half's decoded rows is this channel of head h, times `back`.
+struct column {
+    int channel;
+    float back;
+};
+std::vector<column> columns_of(const kvq_chain_pages & c, const kvq_lattice_view & half, int h) {
+    std::vector<column> out((size_t) half.codec.head_size);
+    const kvq_order * order = c.turn.order;
+    const size_t head = (size_t) h * (size_t) half.whole.head_size;
+    for (size_t i = 0; i < out.size(); i++) {
+        const int at = half.whole.split ? kvq_lattice_channel(half.whole, half.fast, (int) i) : (int) i;
+        out[i] = { at, 1.0f };
+        if (order) { out[i] = { order->channel[head + (size_t) at], order->back[head + (size_t) at] }; }
+    }
+    return out;
+}
+
 // rows += decoded rows of all heads of a sealed page
 void add_decoded(const kvq_chain_pages & c, int i, float * rows, std::vector<float> & decoded) {
     const kvq_kernels & K = kvq_get_kernels();
     const kvq_lane_layout & l = *c.l;
-    const kvq_lattice_view view = kvq_lattice_make_view(l.codec);
+    const kvq_lattice_keys parts = kvq_lattice_make_keys(l.codec);
     const int D = l.codec.head_size, padded = l.head_stride();
     const uint8_t *codes = (const uint8_t *) codes_of(c, i), *params = (const uint8_t *) params_of(c, i);
+    const bool moves = l.codec.split || c.turn.order;
     for (int h = 0; h < l.n_head; h++) {
-        K.lattice_rows(view, codes + h * l.nb_codes, params + h * l.nb_params, decoded.data(), (size_t) padded);
-        for (int t = 0; t < l.page_cells; t++) {
-            float * to = rows + t * c.stride + (size_t) h * D;
-            for (int d = 0; d < D; d++) { to[d] += decoded[(size_t) t * padded + d]; }
+        for (int part = 0; part < parts.n; part++) {
+            const kvq_lattice_view & half = parts.half[part];
+            const int n = half.codec.head_size;
+            K.lattice_rows(half, codes + h * l.nb_codes + half.codes_at, params + h * l.nb_params + half.params_at,
+                decoded.data(), (size_t) padded);
+            const std::vector<column> columns = moves ? columns_of(c, half, h) : std::vector<column>();
+            for (int t = 0; t < l.page_cells; t++) {
+                float * to = rows + t * c.stride + (size_t) h * D;
+                const float * from = &decoded[(size_t) t * padded];
+                for (int d = 0; !moves && d < n; d++) { to[d] += from[d]; }
+                for (int d = 0; moves && d < n; d++) { to[columns[d].channel] += from[d] * columns[d].back; }
+            }
         }
     }
 }
@@ -195,6 +222,7 @@ void kvq_cpu_attend_predicted(const kvq_attn & attn, const kvq_chain_pages * lan
     kvq_attn a = attn;
     a.rotary = nullptr; // tiles hold whole rows
     a.k_mean = lanes[0].l ? nullptr : a.k_mean;
+    a.k_order = lanes[0].l ? nullptr : a.k_order;
     const bool folds = kvq_attention::may_fold(attn, lanes[1]);
     a.v_mean = lanes[1].l && !folds ? nullptr : a.v_mean;
     predicted_source source(a, lanes, std::max(n_threads, 1), folds);

@@ -316,6 +316,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     kvq_device_context & dev = device_of(buft);
     kvq_cache_draft draft;
     std::swap(draft, dev.creation().draft);
+    dev.creation().draft.before = draft.empty() ? draft.before : draft.as_before();
     dev.creation().granted.clear();
     const std::string others = others_of(dev, size, buft_alignment(buft));
     if (!others.empty()) { return alloc_upstream(dev, size, others); }

@@ -236,6 +236,11 @@ extern "C" void kvq_rotary_free(const kvq_rotary * rotary) {
 
 extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
     int n_layer_model, int n_cells, int n_stream, kvq_stats * out) {
+    return kvq_plan_window(method, opts, layers, n_layers, n_layer_model, n_cells, n_stream, 0, 0, out);
+}
+
+extern "C" int kvq_plan_window(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
+    int n_layer_model, int n_cells, int n_stream, int channels_whole, int cells_whole, kvq_stats * out) {
     int status = kvq_check(method, opts);
     if (status != KVQ_OK) { return status; }
     if (!layers || n_layers < 1 || n_cells < 1 || n_stream < 1 || !out) {
@@ -258,7 +263,12 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
     int level = 0;
     const std::vector<kvq_layer_shape> shapes = part ? std::vector<kvq_layer_shape>((size_t) n_layer_model, layers[0])
                                                      : std::vector<kvq_layer_shape>(layers, layers + n_layers);
-    const kvq_levels levels = { *m, o, shapes, n_layer_model, n_cells, n_stream };
+    double channels = 0;
+    for (int i = 0; i < n_layers; i++) {
+        channels += (double) layers[i].n_head_kv * (layers[i].head_size_k + layers[i].head_size_v);
+    }
+    const double more = kvq_more_bits(*m, o, channels, n_cells, channels_whole, cells_whole);
+    const kvq_levels levels = { *m, o, shapes, n_layer_model, n_cells, n_stream, more };
     status = levels.find(false, level, err);
     if (status != KVQ_OK) { return fail((kvq_status) status, err); }
     for (int i = 0, last = -1; i < n_layers; i++) {

@@ -190,27 +190,27 @@ bool matrix_fits(const kvq_calibration::matrix & m, float rms_in, float rms_out)
     return sqrt(sum / m.n_out) * rms_in <= 1000.0 * rms_out;
 }
 
-// Order and gains of keys (kvq_order). "": they are absent, or good; else what is wrong. Whether the order is one of
-// heads is seen where their size is known (fits).
-std::string get_order(const file & f, const std::string & base, kvq_calibration::layer & l) {
+// Order and gains of keys (kvq_order), NAME.order and NAME.gain. "": they are absent, or good; else what is wrong.
+// Whether the order is one of heads is seen where their size is known (fits).
+std::string get_order(const file & f, const std::string & name, size_t width, kvq_calibration::layer::order & out) {
     std::vector<float> order;
     std::string why;
-    if (!get_vector(f, base + ".k.order", order, why)) { return why; }
-    if (!get_vector(f, base + ".k.gain", l.k_gain, why)) { return why.empty() ? base + ".k.gain is missing" : why; }
-    if (order.size() != l.k_mean.size() || l.k_gain.size() != order.size()) {
-        return base + ".k.order has " + std::to_string(order.size()) + " values and .k.gain " +
-            std::to_string(l.k_gain.size()) + ", .k.bias " + std::to_string(l.k_mean.size());
+    if (!get_vector(f, name + ".order", order, why)) { return why; }
+    if (!get_vector(f, name + ".gain", out.gain, why)) { return why.empty() ? name + ".gain is missing" : why; }
+    if (order.size() != width || out.gain.size() != width) {
+        return name + ".order has " + std::to_string(order.size()) + " values and .gain " +
+            std::to_string(out.gain.size()) + ", keys " + std::to_string(width);
     }
     constexpr float MOST = 16384.0f; // of a gain: what a clamp in Python leaves, and f16 rows hold
     for (size_t i = 0; i < order.size(); i++) {
         if (!(order[i] >= 0.0f && order[i] < 65536.0f) || order[i] != floorf(order[i])) {
-            return base + ".k.order holds " + number(order[i]) + ", which is not the number of a channel";
+            return name + ".order holds " + number(order[i]) + ", which is not the number of a channel";
         }
-        if (!(l.k_gain[i] >= 1.0f / MOST && l.k_gain[i] <= MOST)) {
-            return base + ".k.gain holds " + number(l.k_gain[i]) + ", outside 1/16384..16384";
+        if (!(out.gain[i] >= 1.0f / MOST && out.gain[i] <= MOST)) {
+            return name + ".gain holds " + number(out.gain[i]) + ", outside 1/16384..16384";
         }
-        l.k_channel.push_back((uint16_t) order[i]);
-        l.k_back.push_back(1.0f / l.k_gain[i]);
+        out.channel.push_back((uint16_t) order[i]);
+        out.back.push_back(1.0f / out.gain[i]);
     }
     return "";
 }
@@ -288,13 +288,15 @@ kvq_status kvq_calibration_load(
         if (l.k_mean.empty() != l.v_mean.empty()) {
             return refuse(base + (l.k_mean.empty() ? ".k.bias" : ".v.bias") + " is missing");
         }
-        const std::string disorder = get_order(f, base, l);
+        std::string disorder = get_order(f, base + ".k", l.k_mean.size(), l.k_order);
+        if (disorder.empty()) { disorder = get_order(f, base + ".k.left", l.k_mean.size(), l.k_left); }
         if (!disorder.empty()) { return refuse(disorder); }
         uint32_t prev;
         if (get_u32(f.g, (base + ".prev").c_str(), prev)) { l.prev = (int) prev; }
         if (l.k_mean.empty()) { continue; }
         kvq_calibration::layer & kept = out.layers[(int) il] = l;
-        kept.k_order = { kept.k_channel.data(), kept.k_gain.data(), kept.k_back.data() };
+        kept.k_order.look();
+        kept.k_left.look();
     }
     return out.layers.empty() ? refuse("kvq.aqua.blk.0.k.bias is missing") : KVQ_OK;
 }
@@ -309,7 +311,8 @@ bool kvq_calibration::fits(
     }
     const kvq_part * transform = plan.part("transform");
     if (transform && transform->get("sort") > 0) {
-        const std::vector<uint16_t> & channel = l->second.k_channel;
+        const bool left = plan.part("chain");
+        const std::vector<uint16_t> & channel = (left ? l->second.k_left : l->second.k_order).channel;
         const size_t D = (size_t) plan.k.head_size;
         std::vector<bool> seen;
         bool good = !channel.empty() && D && channel.size() % D == 0;
@@ -319,8 +322,8 @@ bool kvq_calibration::fits(
             if (good) { seen[channel[i]] = true; }
         }
         if (!good) {
-            err = base + ".k.order does not name each channel of a head of " + std::to_string(D) +
-                " once: make it again with ggml-kvq calibrate";
+            err = base + (left ? ".k.left.order" : ".k.order") + " does not name each channel of a head of " +
+                std::to_string(D) + " once: make it again with ggml-kvq calibrate";
             return false;
         }
     }
@@ -416,6 +419,19 @@ void kvq_calibration::pack(int bits, bool values, bool fold) {
     }
 }
 
+// Where nothing was measured: what the weights say. The option `pairs` is as given, if it was.
+static void take_weights(kvq_config & config, const kvq_model_info & model, const std::string & path,
+    std::shared_ptr<const kvq_calibration> & out) {
+    std::shared_ptr<kvq_calibration> c(new kvq_calibration);
+    bool sorted = false;
+    if (path.empty() || !kvq_calibration_of_weights(path, model, *c, sorted)) { return; }
+    const auto pairs = config.options.values.find("pairs");
+    if (sorted && !config.options.given.count("pairs") && pairs != config.options.values.end()) {
+        pairs->second = "sorted";
+    }
+    out = c;
+}
+
 kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model,
     std::shared_ptr<const kvq_calibration> & out, std::string & err) {
     out.reset();
@@ -425,13 +441,16 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
     const std::string path = config.config_path.empty() ? config.model_path : config.config_path;
     if (path.empty() || (config.config_path.empty() && !model.calibrated)) {
         if (wants == kvq_data::TAKES) {
-            method.settle(config.options, nullptr, 0);
+            take_weights(config, model, path, out);
+            method.settle(config.options, out ? "bias" : nullptr, 8);
             return KVQ_OK;
         }
-        const bool aqua = config.options.values.count("predictor");
+        const bool aqua = !method.most && config.options.values.count("predictor");
         err = std::string("method ") + method.info.name + " needs calibrated data and '" + path +
             "' holds none: give a sidecar with --kv-config (ggml-kvq calibrate makes it), or set " +
-            (aqua ? "predictor=none" : "near=higgs");
+            (method.most   ? "means=auto and predictor=none"
+                    : aqua ? "predictor=none"
+                           : "near=higgs");
         return KVQ_ERR_CONFIG;
     }
     std::shared_ptr<kvq_calibration> c(new kvq_calibration);
@@ -441,7 +460,7 @@ kvq_status kvq_calibration_for(kvq_config & config, const kvq_model_info & model
     for (const auto & l : c->layers) { weight_bits = l.second.k.type == GGML_TYPE_Q4_0 ? 4 : weight_bits; }
     method.settle(config.options, c->predictor.c_str(), weight_bits);
     const auto predictor = config.options.values.find("predictor");
-    if (predictor != config.options.values.end() && predictor->second != "bias") {
+    if (predictor != config.options.values.end() && predictor->second != "bias" && predictor->second != "none") {
         const bool fold = predictor->second == "fold";
         c->pack(config.options.is("weights", "4") ? 4 : 8, fold || predictor->second == "full", fold);
     }

@@ -1,6 +1,7 @@
 #include "fingerprint.h"
 #include "cache/calibration.h"
 #include "store/state_blocks.h"
+#include "tensor_file.h"
 
 #include "ggml.h"
 #include "gguf.h"
@@ -50,42 +51,18 @@ float sign_of(uint64_t i) { // of channel i
     return i >> 63 ? -1.0f : 1.0f;
 }
 
-// Row r of a tensor in an open model file, as f32; false: it cannot be read.
-bool read_row(FILE * f, const gguf_context * g, const ggml_tensor * t, int64_t r, std::vector<float> & out) {
-    const int64_t id = gguf_find_tensor(g, t->name);
-    const size_t nb = ggml_row_size(t->type, t->ne[0]);
-    const ggml_type_traits * traits = ggml_get_type_traits(t->type);
-    std::vector<uint8_t> raw(nb);
-    out.resize((size_t) t->ne[0]);
-    if (id < 0 ||
-        fseeko(f, (off_t) (gguf_get_data_offset(g) + gguf_get_tensor_offset(g, id) + (size_t) r * nb), SEEK_SET) ||
-        fread(raw.data(), 1, nb, f) != nb) {
-        return false;
-    }
-    if (t->type == GGML_TYPE_F32) {
-        memcpy(out.data(), raw.data(), nb);
-    } else if (traits->to_float) {
-        traits->to_float(raw.data(), out.data(), t->ne[0]);
-    } else {
-        return false;
-    }
-    return std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); });
-}
-
 } // namespace
 
 std::vector<float> kvq_make_sketch(const std::string & model) {
-    const file m(model, true);
-    FILE * f = m.g ? fopen(model.c_str(), "rb") : nullptr;
-    if (!f) { return {}; }
-    const int64_t count = gguf_find_key(m.g, (get_str(m.g, "general.architecture") + ".block_count").c_str());
-    const uint32_t n_layer =
-        count >= 0 && gguf_get_kv_type(m.g, count) == GGUF_TYPE_UINT32 ? gguf_get_val_u32(m.g, count) : 0;
+    const kvq_tensor_file f(model);
+    if (!f.ok()) { return {}; }
+    uint32_t n_layer = 0;
+    get_u32(f.header(), (get_str(f.header(), "general.architecture") + ".block_count").c_str(), n_layer);
     std::vector<float> out(n_layer <= MAX_LAYERS ? (size_t) n_layer * KVQ_SKETCH : 0), row;
     for (size_t il = 0; il * KVQ_SKETCH < out.size(); il++) {
         float * const s = &out[il * KVQ_SKETCH];
         const auto tensor = [&](const char * name) {
-            return ggml_get_tensor(m.data, ("blk." + std::to_string(il) + "." + name + ".weight").c_str());
+            return f.tensor("blk." + std::to_string(il) + "." + name + ".weight");
         };
         static const char * const names[2][4] = { { "attn_k", "attn_qkv", "attn_kv_a_mqa", "attn_k_b" },
             { "attn_v", "attn_output", "attn_kv_b", "attn_v_b" } };
@@ -93,7 +70,7 @@ std::vector<float> kvq_make_sketch(const std::string & model) {
             const ggml_tensor * t = nullptr;
             for (int i = 0; !t && i < 4; i++) { t = tensor(names[v][i]); }
             for (int j = 0; t && j < SUMS; j++) {
-                if (!read_row(f, m.g, t, ggml_nrows(t) * j / SUMS, row)) {
+                if (!f.row(t, ggml_nrows(t) * j / SUMS, row)) {
                     t = nullptr;
                     break;
                 }
@@ -104,11 +81,10 @@ std::vector<float> kvq_make_sketch(const std::string & model) {
             s[v] = t ? (float) t->type + 1 : 0;
         }
         const ggml_tensor * norm = tensor("attn_norm");
-        if (norm && norm->type == GGML_TYPE_F32 && read_row(f, m.g, norm, 0, row)) {
+        if (norm && norm->type == GGML_TYPE_F32 && f.row(norm, 0, row)) {
             std::copy_n(row.begin(), std::min<size_t>(row.size(), NORMS), s + 2 + 2 * SUMS);
         }
     }
-    fclose(f);
     return out;
 }
 

@@ -368,6 +368,12 @@ typedef struct kvq_stats {
 KVQ_API int kvq_plan(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
     int n_layer_model, int n_cells, int n_stream, kvq_stats * out);
 
+// The same of layers with a sliding window, beside a cache of layers that see the whole context: channels_whole of keys
+// and values a cell, in cells_whole cells. Methods that fit themselves to a number of bits give such layers more where
+// that costs the model little.
+KVQ_API int kvq_plan_window(const char * method, const char * opts, const kvq_layer_shape * layers, int n_layers,
+    int n_layer_model, int n_cells, int n_stream, int channels_whole, int cells_whole, kvq_stats * out);
+
 // Live caches of this process, in creation order. What is told of one on a GPU is whole once llama_synchronize has
 // returned: methods that evict may seal a prompt's last layer then.
 KVQ_API int kvq_cache_count(void);

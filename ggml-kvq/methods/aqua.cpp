@@ -26,6 +26,32 @@ static const kvq_option_info options[] = {
     KVQ_OPTIONS_LATTICE("4"),
 };
 
+kvq_status kvq_plan_predictor(
+    const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
+    const bool fold = o.is("predictor", "fold"), values = fold || o.is("predictor", "full");
+    if (out.fills) {
+        err = "option window=auto does not go with predictor=" + o.str("predictor") +
+            ", which reads a layer through the pages below it: give a number, or use predictor=bias";
+        return KVQ_ERR_OPTION;
+    }
+    const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
+    if (c.prev &&
+        (c.prev->n_head_kv * c.prev->head_size_k != width_k || c.prev->n_head_kv * c.prev->head_size_v != width_v)) {
+        err = "layer " + std::to_string(c.shape.il) +
+            " has another KV width than the layer before, which cannot predict it: use predictor=bias";
+        return KVQ_ERR_SHAPE;
+    }
+    out.add("chain",
+        { { "values", values }, { "fold", fold }, { "k_from_k", c.prev ? width_k : 0 },
+            { "v_from_k", c.prev && values ? width_k : 0 },
+            { "v_from_below",
+                !c.prev || !values ? 0
+                    : fold         ? width_k
+                                   : width_v },
+            { "weight_bits", o.is("weights", "4") ? 4 : 8 }, { "counts_shared", !c.prev } });
+    return KVQ_OK;
+}
+
 kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err) {
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
     if (status != KVQ_OK) { return status; }
@@ -39,8 +65,7 @@ kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq
             std::to_string(c.shape.n_head_kv * c.shape.head_size_k) + " key channels: 64 are needed, use higgs";
         return KVQ_ERR_SHAPE;
     }
-    const bool fold = o.is("predictor", "fold"), values = fold || o.is("predictor", "full"),
-               chained = values || o.is("predictor", "k");
+    const bool chained = o.is("predictor", "k") || o.is("predictor", "full") || o.is("predictor", "fold");
     const bool is_first = c.number == 0 || (chained && !c.prev); // what nothing predicts needs the bits as well
     for (kvq_codec * x : { &out.k, &out.v }) {
         if (is_first && first > x->bits) {
@@ -50,30 +75,7 @@ kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq
     }
     // the first layer of a cache pays for what all of them share
     out.add("transform", { { "unrotate", 1 }, { "mean", !o.is("predictor", "none") }, { "counts_shared", !c.prev } });
-    if (chained && out.fills) {
-        err = "option window=auto does not go with predictor=" + o.str("predictor") +
-            ", which reads a layer through the pages below it: give a number, or use predictor=bias";
-        return KVQ_ERR_OPTION;
-    }
-    if (chained) {
-        const int width_k = c.shape.n_head_kv * c.shape.head_size_k, width_v = c.shape.n_head_kv * c.shape.head_size_v;
-        if (c.prev &&
-            (c.prev->n_head_kv * c.prev->head_size_k != width_k ||
-                c.prev->n_head_kv * c.prev->head_size_v != width_v)) {
-            err = "layer " + std::to_string(c.shape.il) +
-                " has another KV width than the layer before, which cannot predict it: use predictor=bias";
-            return KVQ_ERR_SHAPE;
-        }
-        out.add("chain",
-            { { "values", values }, { "fold", fold }, { "k_from_k", c.prev ? width_k : 0 },
-                { "v_from_k", c.prev && values ? width_k : 0 },
-                { "v_from_below",
-                    !c.prev || !values ? 0
-                        : fold         ? width_k
-                                       : width_v },
-                { "weight_bits", o.is("weights", "4") ? 4 : 8 }, { "counts_shared", !c.prev } });
-    }
-    return KVQ_OK;
+    return chained ? kvq_plan_predictor(o, c, out, err) : KVQ_OK;
 }
 
 static kvq_data data(const kvq_options & o) { return o.is("predictor", "none") ? kvq_data::NONE : kvq_data::NEEDS; }

@@ -38,6 +38,11 @@ static const kvq_option_info options[] = {
         "what an error there costs; data say which",
         "ggml-kvq" },
     { "means", "auto|on|off", "auto", "take off calibrated means; auto: where there is data", "AQUA-KV section 3.1" },
+    { "predictor", "none|auto|k|full|fold", "none",
+        "what else is subtracted: predictions of keys, or of keys and values, from the layer before; auto: as "
+        "calibrated. Far less is lost, reading costs far more",
+        "AQUA-KV section 3.1" },
+    { "weights", "auto|8|4", "auto", "bits of the predictors in memory; auto: as calibrated", "AQUA-KV section 4" },
     KVQ_OPTION_WINDOW("64", "AQUA-KV section 4"),
     { "sinks", "int", "4", "first cells of a stream kept in f16, 0..64", "AQUA-KV section 4" },
     { "scales", "f16|u8", "u8", "format of the scale of a cell", "ggml-kvq" },
@@ -72,8 +77,10 @@ static rung sorted_rung(int k, int v) {
 static constexpr const char * DEFAULT_STEPS = "vkkvkvk";
 
 // means=auto: a plan without data, which counts as if there were some
+static bool predicts(const kvq_options & o) { return !o.is("predictor", "none"); }
 static bool splits(const kvq_options & o) { return !o.is("pairs", "none") && !o.is("means", "off"); }
-static bool sorts(const kvq_options & o) { return o.is("pairs", "sorted") && !o.is("means", "off"); }
+// what predictors leave is sorted wherever there are halves: fast pairs are no noise there
+static bool sorts(const kvq_options & o) { return splits(o) && (predicts(o) || o.is("pairs", "sorted")); }
 // What rises are layers, or sides of layers: 2 * layer + (1: values). How often one does, and a layer with its sides.
 static int n_rises(const kvq_options & o, int riser) {
     return sorts(o) ? (riser % 2 ? VALUE_RISES : KEY_RISES)
@@ -187,10 +194,18 @@ static kvq_status plan(
         return std::min((int) std::count(order.begin(), end, what), n_rises(given, what));
     };
     const bool halves = splits(given) && c.shape.head_size_k % 16 == 0;
-    const rung at = sorts(given) ? sorted_rung(risen(2 * c.number), risen(2 * c.number + 1))
-                                 : (splits(given) ? split_rungs : whole_rungs)[risen(c.number)];
+    const rung at = predicts(given) && !c.prev // nothing predicts it: AQUA-KV section 4
+        ? rung{ 4, 4, 4 }
+        : sorts(given) ? sorted_rung(risen(2 * c.number), risen(2 * c.number + 1))
+                       : (splits(given) ? split_rungs : whole_rungs)[risen(c.number)];
 
     const bool far = !given.is("far", "none"), means = given.is("means", "on");
+    if (predicts(given) && (far || given.is("means", "off") || given.is("window", "auto"))) {
+        const char * key = far ? "far" : given.is("window", "auto") ? "window" : "means";
+        err = "option predictor=" + given.str("predictor") + " cannot go with " + key + "=" + given.str(key) +
+            ": leave one of them out";
+        return KVQ_ERR_OPTION;
+    }
     if (far && (given.is("window", "auto") || !given.is("state", "rows") || (means && !given.is("far", "f16")))) {
         const char * key = given.is("window", "auto") ? "window" : !given.is("state", "rows") ? "state" : "means";
         err = "option " + std::string(key) + "=" + given.str(key) + " cannot go with far=" + given.str("far") +
@@ -209,21 +224,28 @@ static kvq_status plan(
     const kvq_status status = kvq_plan_lattice(o, c, out, err);
     // sorted keys lie in their order already, strong pairs where slow ones are
     if (status == KVQ_OK && halves && at.fast != at.slow) {
-        out.k.split = given.is("pairs", "neox") ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
+        out.k.split = given.is("pairs", "neox") && !sorts(given) ? KVQ_SPLIT_NEOX : KVQ_SPLIT_NORM;
         out.k.fast_bits = at.fast;
     }
     if (status != KVQ_OK || !means) { return status; }
     const bool sorted = sorts(given) && out.k.split;
     out.add("transform", { { "unrotate", 1 }, { "mean", 1 }, { "sort", sorted }, { "counts_shared", !c.prev } });
-    return KVQ_OK;
+    return predicts(given) ? kvq_plan_predictor(given, c, out, err) : KVQ_OK;
 }
 
 static kvq_data data(const kvq_options & o) {
-    return o.is("means", "on") ? kvq_data::NEEDS : o.is("means", "off") ? kvq_data::NONE : kvq_data::TAKES;
+    return o.is("means", "on") || predicts(o) ? kvq_data::NEEDS
+        : o.is("means", "off")                ? kvq_data::NONE
+                                              : kvq_data::TAKES;
 }
 
 // Far rows of fewer bits than f16 cannot carry the positions that keys less their means need.
-static void settle(kvq_options & o, const char * predictor, int) {
+static void settle(kvq_options & o, const char * predictor, int weight_bits) {
+    const std::string made_for = predictor ? predictor : "";
+    if (o.is("predictor", "auto")) { // data without predictors are refused by the name of what they lack
+        o.values["predictor"] = made_for == "k" || made_for == "fold" ? made_for : "full";
+    }
+    if (o.is("weights", "auto")) { o.values["weights"] = weight_bits == 4 ? "4" : "8"; }
     const bool can = o.is("far", "none") || o.is("far", "f16");
     if (o.is("means", "auto")) { o.values["means"] = predictor && can ? "on" : "off"; }
 }

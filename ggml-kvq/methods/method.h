@@ -74,6 +74,9 @@ kvq_status kvq_options_parse(const kvq_method & m, const char * text, kvq_option
 kvq_status kvq_plan_open(const kvq_options & o, kvq_layer_plan & out, std::string & err);
 // calibrated means taken off lattice blocks, predictors where the options have them
 kvq_status kvq_plan_aqua(const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
+// predictions from the layer before (options predictor and weights), behind a transform that is there already
+kvq_status kvq_plan_predictor(
+    const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 kvq_status kvq_plan_lattice(
     const kvq_options & o, const kvq_layer_context & c, kvq_layer_plan & out, std::string & err);
 // a second tier of rows (option far), of which `top` are fetched; fetch: kvq_fetch

@@ -7,10 +7,13 @@
 
 struct kvq_layer_calibration {
     std::vector<float> k_mean, v_mean; // of un-rotated keys and of values, [width]
-    // sorted keys, views of what is behind; no channels: keys are not sorted
-    kvq_order k_order = {};
-    std::vector<uint16_t> k_channel;
-    std::vector<float> k_gain, k_back;
+    // Sorted keys: of rows less their means, and of what predictors leave of them. No channels: keys are not sorted.
+    struct order {
+        std::vector<uint16_t> channel;
+        std::vector<float> gain, back;
+        kvq_order view = {}; // of those three, where they lie now
+        void look() { view = { channel.data(), gain.data(), back.data() }; }
+    } k_order, k_left;
     int prev = -1; // the layer before it in the cache
     kvq_chain_weights w;
 };

@@ -191,7 +191,9 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
     for (const bool value : { false, true }) {
         const float * its_mean = mean ? (value ? at.data->v_mean : at.data->k_mean).data() : nullptr;
         at.transforms[value] = at.own(new kvq_transform(value, its_mean, value ? nullptr : positions));
-        if (!value && part.get("sort") > 0) { at.transforms[value]->order = &at.data->k_order; }
+        if (!value && part.get("sort") > 0) {
+            at.transforms[value]->order = &(at.plan.part("chain") ? at.data->k_left : at.data->k_order).view;
+        }
         at.lane(value).add(at.transforms[value]);
     }
     return true;

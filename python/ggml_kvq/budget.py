@@ -124,7 +124,7 @@ def _words(n_bytes: int) -> str:
     return f"{-(-n_bytes // unit)} {name}"
 
 
-def _one_bit(shapes: list[memory.Shape], n_cells: int, n_stream: int) -> int:
+def _one_bit(shapes: list[memory.Shape], n_cells: int, n_stream: int, _: memory.Whole = ([], 0)) -> int:
     """Values of these layers, as memory.Plan."""
     return sum(heads * (k + v) for _, heads, k, v in shapes) * n_cells * n_stream
 

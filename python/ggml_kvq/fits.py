@@ -73,7 +73,7 @@ def planner(spec: CacheSpec, n_layer: int) -> memory.Plan:
         return memory.planner(spec.method, spec.options, n_layer)
     k, v = (gguf_header.type_bits(llama.GGML_TYPES[kind]) for kind in (spec.type_k, spec.type_v))
 
-    def plan(shapes: list[memory.Shape], n_cells: int, n_stream: int) -> int:
+    def plan(shapes: list[memory.Shape], n_cells: int, n_stream: int, _: memory.Whole = ([], 0)) -> int:
         return int(sum(heads * (k * dk + v * dv) for _, heads, dk, dv in shapes) * n_cells * n_stream / 8)
 
     return plan

@@ -52,7 +52,7 @@ def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> 
 
 def planned(label: str, method: str, options: str, facts: memory.Model, n_cells: int) -> Plan:
     """A method's caches for these layers. Layers with a window are counted whole, as Model and --swa-full keep them."""
-    size = {"n_layer_model": facts.n_layer}
+    size: dict[str, Any] = {"n_layer_model": facts.n_layer}
     try:
         parts = [
             native.plan(methods.library(), method, options, shapes, n_cells, **size)

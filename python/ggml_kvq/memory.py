@@ -6,9 +6,9 @@ Without it llama.cpp moves layers off the device that compresses them, or the ma
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from . import gguf_header
 from .errors import MethodError
@@ -110,7 +110,13 @@ def with_whole_windows(facts: Model) -> Model:
     return replace(facts, window=MOST)
 
 
-Plan = Callable[[list[Shape], int, int], int]  # layers, tokens of a stream, streams -> bytes of their caches
+Whole = tuple[list[Shape], int]  # layers that see the whole context, and cells of their cache
+
+
+class Plan(Protocol):
+    """Bytes of the caches of these layers, n_cells tokens a stream; whole: beside layers with a sliding window."""
+
+    def __call__(self, shapes: list[Shape], n_cells: int, n_stream: int, whole: Whole = ([], 0), /) -> int: ...
 
 
 def planner(method: str, opts: str, n_layer: int) -> Plan:
@@ -119,8 +125,8 @@ def planner(method: str, opts: str, n_layer: int) -> Plan:
 
     on_host = kvstats.option(opts, "place") in ("", "host")  # far rows take the same memory; those of a file do not
 
-    def plan(shapes: list[Shape], n_cells: int, n_stream: int) -> int:
-        size = {"n_layer_model": n_layer, "n_stream": n_stream}
+    def plan(shapes: list[Shape], n_cells: int, n_stream: int, whole: Whole = ([], 0)) -> int:
+        size: dict[str, Any] = {"n_layer_model": n_layer, "n_stream": n_stream, "whole": whole}
         try:
             s = native.plan(methods.library(), method, opts, shapes, n_cells, **size)
         except MethodError:
@@ -163,7 +169,7 @@ def need(m: Model, plan: Plan, n_ctx: int, *, n_stream: int = 1, n_ubatch: int =
     n_cells = cells(n_ctx // n_stream)
     cache = plan(m.full, n_cells, n_stream) if m.full else 0
     if m.windowed:
-        cache += plan(m.windowed, min(n_cells, cells(m.window + n_ubatch)), n_stream)
+        cache += plan(m.windowed, min(n_cells, cells(m.window + n_ubatch)), n_stream, (m.full, n_cells))
     return Need(cache // 2 if m.latent else cache, n_cells * n_stream * n_ubatch * 2 // n_stream, m.weights)
 
 

@@ -83,6 +83,7 @@ class Model(Vocabulary):
         n_ubatch: int | str = 512,
         n_threads: int | None = None,
         n_seq_max: int = 1,
+        swa_full: bool = True,
         type_k: str = "f16",
         type_v: str = "f16",
         device: str | Sequence[str] | None = None,
@@ -138,7 +139,7 @@ class Model(Vocabulary):
             with processes.interrupt_held():
                 self._load_model(kv_method, device, n_gpu_layers)
                 arguments.check_layers(self.kv_method, n_gpu_layers, self.n_layer)
-                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, data)
+                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, bool(swa_full), data)
         except BaseException:
             self._free()
             raise
@@ -181,6 +182,7 @@ class Model(Vocabulary):
         n_ubatch: int,
         n_threads: int,
         n_seq_max: int,
+        swa_full: bool,
         config: str,
     ) -> None:
         lib, kvq = self._libs.llama, self._libs.kvq
@@ -188,6 +190,7 @@ class Model(Vocabulary):
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
         params.n_seq_max, params.n_threads, params.n_threads_batch = n_seq_max, n_threads, n_threads
         params.flash_attn_type = llama.FLASH_ATTN_ENABLED
+        params.swa_full = swa_full
         params.type_k, params.type_v = llama.GGML_TYPES[self.type_k], llama.GGML_TYPES[self.type_v]
         # strlen as abort callback: 0 for an empty buffer, 1 once the flag byte is set; costs no Python call per graph
         # node

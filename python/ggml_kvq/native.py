@@ -278,9 +278,9 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ),
     ("kvq_probe_rows", c_int, [c_int, c_uint64, c_float, c_int, c_uint32, POINTER(c_int32)]),
     (
-        "kvq_plan",
+        "kvq_plan_window",
         c_int,
-        [c_char_p, c_char_p, POINTER(kvq_layer_shape), c_int, c_int, c_int, c_int, POINTER(kvq_stats)],
+        [c_char_p, c_char_p, POINTER(kvq_layer_shape), *[c_int] * 6, POINTER(kvq_stats)],
     ),
     ("kvq_cache_count", c_int, []),
     ("kvq_cache_stats", c_int, [c_int, POINTER(kvq_stats)]),
@@ -388,16 +388,19 @@ def plan(
     *,
     n_layer_model: int = 0,
     n_stream: int = 1,
+    whole: tuple[list[tuple[int, int, int, int]], int] = ([], 0),
 ) -> dict[str, Any]:
-    """Memory of a cache that does not exist yet (kvq_plan).
+    """Memory of a cache that does not exist yet (kvq_plan_window).
 
     shapes: one (layer index, KV heads, K head size, V head size) per attention layer; n_cells: context length in
     tokens; n_layer_model: layers with attention of the model, where shapes are those of one cache of several and their
-    layer index counts such layers. Returns stats_dict(); raises MethodError for a refused method, option or shape.
+    layer index counts such layers. whole: of a cache of layers with a sliding window, the layers that see the whole
+    context and the cells of their cache. Returns stats_dict(); raises MethodError for a refused method, option or
+    shape.
     """
     array = (kvq_layer_shape * len(shapes))(*[kvq_layer_shape(*s) for s in shapes])
     out = kvq_stats()
-    status = lib.kvq_plan(
+    status = lib.kvq_plan_window(
         method.encode(),
         option_string(opts).encode(),
         array,
@@ -405,6 +408,8 @@ def plan(
         n_layer_model or len(shapes),
         n_cells,
         n_stream,
+        sum(heads * (k + v) for _, heads, k, v in whole[0]),
+        whole[1],
         byref(out),
     )
     check(lib, status)

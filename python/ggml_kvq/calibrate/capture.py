@@ -143,6 +143,8 @@ class GgufSource:
         self.key = ["gguf", *stamp(path), hashlib.sha256(text.encode()).hexdigest()]
         self._text = text
         self._model: Model | None = open_model(path, length, n_threads)
+        self._watch = contextlib.ExitStack()
+        self._watch.enter_context(observed_queries(self._model))
         self._groups = self._find_groups(self._model)
 
     def _find_groups(self, model: Model) -> list[list[int]]:
@@ -167,7 +169,16 @@ class GgufSource:
         assert self._model is not None
         return each(self._model, self.shapes, tokens, sinks)
 
+    def queries(self, il: int, width: int) -> np.ndarray:
+        assert self._model is not None
+        return queries(self._model, il, width)
+
+    def pairs(self) -> str:
+        assert self._model is not None
+        return pairs(self._model, [il for il, *_ in self.shapes])
+
     def close(self) -> None:
+        self._watch.close()
         if self._model is not None:
             self._model.close()
             self._model = None

@@ -128,6 +128,10 @@ def predictor_arrays(fit: Fit) -> dict[str, np.ndarray]:
             out[f"kvq.aqua.blk.{il}.{name}.bias"] = mean
             if weight is not None:
                 out[f"kvq.aqua.blk.{il}.{name}.{'fold' if folds and name == 'v' else 'weight'}"] = weight
+        for name, order in (("k", layer.order), ("k.left", layer.left)):
+            if order is not None:
+                out[f"kvq.aqua.blk.{il}.{name}.order"] = order[0].reshape(-1)
+                out[f"kvq.aqua.blk.{il}.{name}.gain"] = order[1].reshape(-1)
     return out
 
 
@@ -152,6 +156,7 @@ def predictor_fields(path: str | os.PathLike[str], fit: Fit, bits: Bits, sinks: 
         "kvq.aqua.first_bits": bits.first,
         "kvq.aqua.sinks": sinks,
         "kvq.aqua.tokens": fit.n_tokens,
+        "kvq.auto.pairs": fit.pairs,
         **{f"kvq.aqua.blk.{il}.prev": layer.prev for il, layer in fit.layers.items() if layer.prev >= 0},
     }
 

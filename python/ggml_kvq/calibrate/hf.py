@@ -150,6 +150,13 @@ class HfSource:
                 k = k[:, gguf_order(heads, size_k, min(self._n_rot, size_k))]
             yield il, np.array(k[sinks:], np.float32), np.array(v[sinks:], np.float32)
 
+    def queries(self, il: int, width: int) -> np.ndarray:
+        """Not captured here: zeros."""
+        return np.zeros(width)
+
+    def pairs(self) -> str:
+        return "none"
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()

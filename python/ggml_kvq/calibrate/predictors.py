@@ -27,13 +27,18 @@ from .. import files, kernels, loader
 from ..errors import KvqError
 from ..progress import Line
 from ..reference import LATTICE, Codec, K, V
+from ..reference.codec import SPLIT_NORM
 from . import weights
+from .order import sorted_keys
 
 CHUNK = 8192  # rows in memory
 RIDGE = 1e-3  # of the mean diagonal of x x^T, as the paper's code has it
 SIZES = (8, 16, 32)  # numbers of sequences at which the gain is measured beside the whole
 
 Shape = tuple[int, int, int, int]  # layer, KV heads, key head size, value head size
+Order = tuple[np.ndarray, np.ndarray]
+#: Bits of the weak and of the strong half of sorted keys, by bits on average; others are one block.
+HALVES = {2: (1, 3), 3: (2, 4)}
 
 
 class Source(Protocol):
@@ -45,13 +50,16 @@ class Source(Protocol):
     def tokens(self, n: int, length: int, seed: int) -> list[np.ndarray]: ...
     def rows(self, tokens: np.ndarray, sinks: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]: ...
     def groups(self) -> list[list[int]]: ...
+    def queries(self, il: int, width: int) -> np.ndarray: ...
+    def pairs(self) -> str: ...
     def close(self) -> None: ...
 
 
 @dataclass
 class Layer:
     """mean: f32 [width] of keys, values; rms: of their rows. weight: raw rows as GGUF holds them ("f16" or "q4_0"),
-    None in the first layer.
+    None in the first layer. order, left: (channel, gain) f32 [heads, head_size] of keys, and of what their prediction
+    leaves (order.py); None where the queries are not known.
     explained: share of the variance (keys, values) on sequences that were not fitted; gain: the same by number of
     sequences.
     """
@@ -62,12 +70,17 @@ class Layer:
     explained: list[float] = field(default_factory=lambda: [0.0, 0.0])
     gain: dict[int, list[float]] = field(default_factory=dict)
     rms: tuple[float, float] = (0.0, 0.0)
+    order: Order | None = None
+    left: Order | None = None
 
 
 @dataclass
 class Fit:
+    """pairs: which channels of a key turn together, norm or neox; none: keys are not sorted."""
+
     layers: dict[int, Layer] = field(default_factory=dict)
     predictor: str = "full"
+    pairs: str = "none"
     format: str = "f16"
     n_tokens: int = 0
     seconds: float = 0.0
@@ -87,6 +100,13 @@ class Bits:
     def codec(self, role: int, ordinal: int, head_size: int) -> Codec:
         own = self.v if role == V else self.k
         return Codec(LATTICE, role, max(own, self.first) if ordinal == 0 else own, 2, 1, 0, 0.0, 32, head_size)
+
+    def halves(self, head_size: int) -> Codec | None:
+        """Of sorted keys, as method auto has them; None: there are no halves of so many bits, or of such heads."""
+        if self.k not in HALVES or head_size % 32:
+            return None
+        weak, strong = HALVES[self.k]
+        return self.codec(K, 1, head_size).with_(bits=strong, split=SPLIT_NORM, fast_bits=weak)
 
 
 class Products:
@@ -231,6 +251,8 @@ def fit(
     out = Fit(predictor=predictor, format=form, n_tokens=total, seconds_capture=spent)
     out.disk_mib = captured / 2**20
     work = _Work(store, total, per, n_sequences, bits, form, n_threads, bar, sum(len(g) for g in groups))
+    work.pairs, work.queries = _load_queries(place)
+    out.pairs = work.pairs
     for group in groups:
         for ordinal, il in enumerate(group):
             saved = place / f"layer.{il}.npz"
@@ -251,7 +273,7 @@ def fit(
     return out
 
 
-OWN = re.compile(r"(key\.json|captured(\.new)?|[kv]\.\d+(\.rec)?\.f16|layer\.\d+\.npz|new\.npz)")
+OWN = re.compile(r"(key\.json|queries\.npz|captured(\.new)?|[kv]\.\d+(\.rec)?\.f16|layer\.\d+\.npz|new\.npz)")
 
 
 def clear(folder: Path) -> None:
@@ -281,10 +303,25 @@ def _capture(
             for il, k, v in source.rows(chosen[i], sinks):
                 store.write_at(f"k.{il}", i * (length - sinks), k)
                 store.write_at(f"v.{il}", i * (length - sinks), v)
+            _save_queries(place, source)
             _replace(mark, str(i + 1))
             bar(f"running the model, sequence {i + 1} of {n}", 0.6 * (i + 1) / n)
     source.close()
     return size
+
+
+def _save_queries(place: Path, source: Source) -> None:
+    """Mean squares of the queries that this run has met."""
+    met = {str(s[0]): source.queries(s[0], s[1] * s[2]) for s in source.shapes}
+    np.savez(place / "new.npz", pairs=np.array(source.pairs()), **met)  # type: ignore[arg-type]
+    os.replace(place / "new.npz", place / "queries.npz")
+
+
+def _load_queries(place: Path) -> tuple[str, dict[int, np.ndarray]]:
+    """(pairs, mean squares by layer); "none" where they are not known."""
+    with np.load(place / "queries.npz") as saved:
+        met = {int(name): saved[name] for name in saved.files if name != "pairs"}
+        return (str(saved["pairs"]) if all(x.any() for x in met.values()) else "none"), met
 
 
 def _replace(path: Path, text: str) -> None:
@@ -310,6 +347,7 @@ class _Work:
         self.bits, self.form, self.n_threads, self.bar, self.n_layers = bits, form, n_threads, bar, n_layers
         self.lib = loader.libraries().need_kvq()
         self.done = 0
+        self.pairs, self.queries = "none", dict[int, np.ndarray]()
         self.n_fit = n_seq - n_seq // 8  # the last sequences are held out
         self.starts = [(i * per + a, min(CHUNK, per - a), i) for i in range(n_seq) for a in range(0, per, CHUNK)]
 
@@ -331,11 +369,31 @@ class _Work:
         rows = self.n_fit * self.per
         return (total / rows).astype(np.float32), float(np.sqrt(square / (rows * width)))
 
-    def rebuilt(self, codec: Codec, y: np.ndarray, pred: np.ndarray | None) -> np.ndarray:
-        """What the cache gives back for y when pred is subtracted first."""
+    def rebuilt(self, codec: Codec, y: np.ndarray, pred: np.ndarray | None, order: Order | None = None) -> np.ndarray:
+        """What the cache gives back for y when pred is subtracted first; order: of sorted keys."""
         left = y if pred is None else y - pred
-        back = kernels.round_trip(self.lib, codec, left, self.n_threads)
+        if order is not None:
+            channel = (order[0] + codec.head_size * np.arange(len(order[0]))[:, None]).reshape(-1).astype(int)
+            gain = order[1].reshape(-1)
+            back = np.empty_like(left)
+            back[:, channel] = kernels.round_trip(self.lib, codec, left[:, channel] * gain, self.n_threads) / gain
+        else:
+            back = kernels.round_trip(self.lib, codec, left, self.n_threads)
         return back if pred is None else pred + back
+
+    def orders(
+        self, shape: Shape, p: Products | None, w: np.ndarray | None, squares: np.ndarray, n: int
+    ) -> list[Order]:
+        """Of keys whose squares less their mean sum up to `squares` over n rows, and of what w leaves of them."""
+        il, heads, size, _ = shape
+        q = self.queries[il].reshape(heads, size)
+        left = squares
+        if p is not None and w is not None:  # |y - W x|^2 by channel, from sums of products
+            x = w.astype(np.float64)
+            left = (
+                squares - 2 * np.einsum("oi,io->o", x, p.xy[0]) + np.einsum("oi,ij,oj->o", x, p.xx[0], x, optimize=True)
+            )
+        return [sorted_keys(np.maximum(e, 0).reshape(heads, size) / n, q, self.pairs) for e in (squares, left)]
 
     def solve(self, p: Products, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(raw rows for GGUF, the same as f32 [n_out, n_in])."""
@@ -358,18 +416,26 @@ class _Work:
         w_below = wk if fold else wv
         codecs = [self.bits.codec(role, ordinal, size) for role, size in ((K, size_k), (V, size_v))]
         k_pred = v_pred = None
-        if ordinal:
-            p = Products(wk, wk)
-            for row, n, seq in self.chunks():
-                self.note(p, seq, row)
-                p.add(
-                    self.store.read(f"k.{prev}.rec", row, n, wk),
-                    self.centred(f"k.{il}", out.mean[0], row, n),
-                    seq >= self.n_fit,
-                )
-            out.weight[0], w = self.solve(p, f"keys of layer {il}")
-            self.measure(out, 0, p, w)
+        w: np.ndarray | None = None
+        squares, n_squares = np.zeros(wk), 0
+        of_keys = Products(wk, wk) if ordinal else None
+        for row, n, seq in self.chunks():
+            y = self.centred(f"k.{il}", out.mean[0], row, n)
+            if seq < self.n_fit:
+                squares += np.einsum("ti,ti->i", y, y, dtype=np.float64)
+                n_squares += n
+            if of_keys is not None:
+                self.note(of_keys, seq, row)
+                of_keys.add(self.store.read(f"k.{prev}.rec", row, n, wk), y, seq >= self.n_fit)
+        if of_keys is not None:
+            out.weight[0], w = self.solve(of_keys, f"keys of layer {il}")
+            self.measure(out, 0, of_keys, w)
             k_pred = kernels.pack_weights(self.lib, w, bits)
+        order, halves = None, self.bits.halves(size_k) if ordinal else None
+        if self.pairs != "none":
+            out.order, out.left = self.orders(shape, of_keys, w, squares, n_squares)
+            if halves is not None:
+                order, codecs[0] = out.left, halves
         p = Products(wk + w_below, wv)
         for row, n, seq in self.chunks():
             y = self.centred(f"k.{il}", out.mean[0], row, n)
@@ -380,7 +446,7 @@ class _Work:
                     self.lib, k_pred, self.store.read(f"k.{prev}.rec", row, n, wk), None, self.n_threads
                 )
             )
-            k = self.rebuilt(codecs[0], y, pred)
+            k = self.rebuilt(codecs[0], y, pred, order)
             self.store.write_at(f"k.{il}.rec", row, k)
             if ordinal and values:
                 self.note(p, seq, row)
@@ -424,6 +490,8 @@ def _save(path: Path, layer: Layer) -> None:
     new = path.with_name("new.npz")
     arrays: dict[str, Any] = {f"weight{i}": w for i, w in enumerate(layer.weight) if w is not None}
     arrays |= {"mean0": layer.mean[0], "mean1": layer.mean[1], "prev": layer.prev, "rms": layer.rms}
+    for name, order in (("order", layer.order), ("left", layer.left)):
+        arrays |= {name: np.stack(order)} if order is not None else {}
     arrays |= {"explained": layer.explained, "gain": [[n, *g] for n, g in sorted(layer.gain.items())]}
     with open(new, "wb") as f:
         np.savez(f, **{name: np.asarray(value) for name, value in arrays.items()})  # type: ignore[arg-type]
@@ -439,4 +507,5 @@ def _load(path: Path) -> Layer:
             [float(x) for x in z["explained"]],
             {int(row[0]): [float(row[1]), float(row[2])] for row in z["gain"]},
             tuple(float(x) for x in z["rms"]) if "rms" in z else (0.0, 0.0),  # type: ignore[arg-type]
+            *(tuple(z[name]) if name in z else None for name in ("order", "left")),
         )

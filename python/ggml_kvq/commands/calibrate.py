@@ -205,7 +205,8 @@ def run_predictors(args: argparse.Namespace, model: Path, out: Path, text: str) 
 
 
 def fit_predictors(args: argparse.Namespace, model: Path, out: Path, text: str, folder: Path) -> int:
-    from ..calibrate import capture, files, predictors
+    from ..calibrate import capture, files, halves, predictors
+    from ..calibrate.means import Means
 
     files.identity(model)
     bits = predictors.Bits(args.k_bits, args.v_bits, args.first_bits)
@@ -229,6 +230,10 @@ def fit_predictors(args: argparse.Namespace, model: Path, out: Path, text: str, 
         n_threads=args.threads,
         progress=True,
     )
+    if fit.pairs != "none":  # how keys are split where nothing is predicted
+        flat = {il: (x.order[0].reshape(-1), x.order[1].reshape(-1)) for il, x in fit.layers.items() if x.order}
+        mean = {il: x.mean for il, x in fit.layers.items()}
+        fit.pairs = halves.checked(model, Means(mean=mean, pairs=fit.pairs, order=flat), text, args.threads).pairs
     files.write_sidecar(out, files.predictor_fields(model, fit, bits, args.sinks), files.predictor_arrays(fit))
     predictors.clear(folder)
     print_fit(fit)

@@ -80,6 +80,8 @@ class Auto(LatticeMethod):
         "order": "none",
         "pairs": "none",
         "means": "auto",
+        "predictor": "none",
+        "weights": "auto",
         "window": 64,
         **{key: value for key, value in LATTICE_OPTIONS.items() if key != "grid"},
         "sinks": 4,
@@ -92,7 +94,11 @@ class Auto(LatticeMethod):
         splits = self.o["pairs"] != "none" and self.o["means"] != "off"
         order = self.o["order"] if splits or self.o["pairs"] == "none" else "none"
         level = max(self.o["level"], 0)
-        if splits and self.o["pairs"] == "sorted":
+        predicts = self.o["predictor"] != "none"
+        sorts = splits and (predicts or self.o["pairs"] == "sorted")
+        if predicts and prev is None:  # nothing predicts it: AQUA-KV section 4
+            self.rung = (4, 4, 4)
+        elif sorts:
             sides = sorted_order(order, n_layer)[:level]
             self.rung = sorted_rung(sides.count((ordinal, "k")), sides.count((ordinal, "v")))
         else:
@@ -107,9 +113,12 @@ class Auto(LatticeMethod):
         del self.o["grid"]
         plan = replace(plan, mean=self.o["means"] == "on")
         if halves:
-            split = SPLIT_NEOX if self.o["pairs"] == "neox" else SPLIT_NORM
+            split = SPLIT_NEOX if self.o["pairs"] == "neox" and not sorts else SPLIT_NORM
             plan = replace(plan, k=replace(plan.k, codec=plan.k.codec.with_(split=split, fast_bits=fast)))
-            plan = replace(plan, sort=plan.mean and self.o["pairs"] == "sorted")
+            plan = replace(plan, sort=plan.mean and sorts)
+        if plan.mean and predicts:
+            chain = {"k": "k", "full": "kv", "fold": "kk"}[self.o["predictor"]]
+            plan = replace(plan, chain=chain, weights=4 if self.o["weights"] == "4" else 8)
         if self.o["far"] == "none":
             return plan
         return replace(
