@@ -147,8 +147,8 @@ static __device__ __forceinline__ uint32_t pack_half2(float x, float y) {
 // attention picks cells, X(fast half, slow half).
 #define KVQ_SPLIT_VALUES(X, F, K) X(F, K, 1) X(F, K, 2) X(F, K, 3) X(F, K, 4)
 #define KVQ_SPLIT_SORTED(X, V) V(X, 1, 2) V(X, 1, 3) V(X, 1, 4) V(X, 2, 4)
-#define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) KVQ_SPLIT_SORTED(X, KVQ_SPLIT_VALUES)
-#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4)
+#define KVQ_SPLIT_BITS(X) X(0, 2, 1) X(0, 2, 2) X(0, 4, 2) X(0, 4, 3) X(4, 4, 4) KVQ_SPLIT_SORTED(X, KVQ_SPLIT_VALUES)
+#define KVQ_SPLIT_KEY_BITS(X) X(0, 2) X(0, 4) X(1, 2) X(1, 3) X(1, 4) X(2, 4) X(4, 4)
 
 // Rows of blocks of n_warps x 16; n_splits and partial are set by the caller. False: no kernel for this head size.
 bool kvq_launch_tiles(const kvq_attend_args & a, int n_streams, int n_warps, cudaStream_t stream); // attend_tiles.cu

@@ -105,7 +105,8 @@ class Auto(LatticeMethod):
             rungs = RUNGS if splits else WHOLE
             self.rung = rungs[order_of(order, n_layer, rungs)[:level].count(ordinal)]
         fast, slow, _ = self.rung
-        halves = splits and fast != slow and shape.head_size_k % 16 == 0
+        sorts = sorts and not (predicts and prev is None)
+        halves = splits and (fast != slow or sorts) and shape.head_size_k % 16 == 0
         if not halves:
             self.rung = (fast + slow) // 2, (fast + slow) // 2, self.rung[2]
         self.o["grid"] = "d2"
