@@ -38,7 +38,7 @@ public:
     size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }
 
     void reserve(size_t) override {} // every allocation is a mapping of its own
-    void flush() override {}         // nothing waits
+    void flush() override {}         // no work waits
     void copy_later(void * to, const void * from, size_t nb) override { memcpy(to, from, nb); }
     void put_pages(kvq_page * to, const kvq_page * from, size_t n) override { memcpy(to, from, n * sizeof(kvq_page)); }
 

@@ -115,7 +115,7 @@ template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need
     if (need <= n) { return true; }
     n_moved++;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    // nothing can be allocated there: this recording is given up, and the step done at once finds room
+    // memory cannot be allocated during capture: this recording is given up, and the step, run at once, allocates it
     if (now == RECORD && cudaStreamIsCapturing((cudaStream_t) stream, &capture) == cudaSuccess &&
         capture != cudaStreamCaptureStatusNone) {
         wanted[&n] = need;
