@@ -1,5 +1,5 @@
-"""AQUA: rotary tables, means folded into attention (METHODS U13), calibration files, whole models with state files
-and shifts.
+"""AQUA (AQUA-KV, arXiv 2501.19392, section 3): rotary tables, means folded into attention, calibration files, whole
+models with state files and shifts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rotate(x, pos, speed, neox):
 )
 @pytest.mark.parametrize("order", ["run", "shuffled"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_dims, neox, order, bits):
+def test_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_dims, neox, order, bits):
     """Equals f64 attention over R_pos(decoded + mean) and decoded + mean; keys in f32 over 7-bit points, values
     folded to int8.
     """

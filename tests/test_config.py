@@ -41,7 +41,7 @@ def test_presets_scale_as_the_native_side_scales_them(name, n_layer):
     if n_layer == 32:
         assert xquant.code_bits(c, 32) == pytest.approx(
             {"1.38": 1.375, "1.41": 1.40625, "1.16": 1.15625}[name]
-        )  # METHODS U4
+        )  # XQuant, section 3.3
         assert a["bits_headline"] == pytest.approx(xquant.code_bits(c, 32))
 
 

@@ -173,7 +173,7 @@ def test_random_packed_bytes_decode_alike(lib):
 
 
 def test_pack_and_unpack(lib):
-    """METHODS U7: identity, endianness and tail groups of the bit fields, against a byte map written value by value."""
+    """Identity, endianness and tail groups of the bit fields, against a byte map written value by value."""
     for c in codecs((72, 128)):
         rng = np.random.default_rng(seed_of("pack", c))
         q = rng.integers(0, 1 << c.bits, (c.n_cells, c.head_size)).astype(np.uint8)

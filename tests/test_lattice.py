@@ -1,4 +1,4 @@
-"""Lattice blocks: grids against their known errors (METHODS U5), the rotation (U6), numpy == C byte for byte,
+"""Lattice blocks: grids against their known errors (HIGGS, arXiv 2411.17525), the rotation, numpy == C byte for byte,
 images, attention.
 """
 
@@ -60,7 +60,7 @@ def rows_of(seed, c, kind="normal"):
 
 
 @pytest.mark.parametrize(("d", "bits"), MSE)
-def test_u5_grids_have_their_known_errors(d, bits):
+def test_grids_have_their_known_errors(d, bits):
     g = lattice.grid(codec(d, bits)).astype(np.float64)
     assert g.shape == (1 << d * bits, d)
     x = np.random.default_rng(1).normal(size=(100000, d))
@@ -69,7 +69,7 @@ def test_u5_grids_have_their_known_errors(d, bits):
 
 
 @pytest.mark.parametrize("n", [8, 64, 72, 80, 96, 128, 256, 1024])
-def test_u6_rotation_is_orthonormal_and_its_own_inverse(n):
+def test_rotation_is_orthonormal_and_its_own_inverse(n):
     h = lattice.hadamard(np.eye(n, dtype=np.float32)).astype(np.float64)
     assert np.abs(h @ h.T - np.eye(n)).max() < 1e-6 and np.abs(h - h.T).max() == 0
     q, k = np.random.default_rng(n).normal(size=(2, n)).astype(np.float32)

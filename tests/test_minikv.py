@@ -24,7 +24,7 @@ def lib():
 
 
 def test_pyramid():
-    """U10: the mean is hh, lower layers keep more; the code's end points at hh = 0.25, depth 7."""
+    """The mean is hh, lower layers keep more; the code's end points at hh = 0.25, depth 7."""
     for n_layer in (2, 16, 32):
         shares = [pyramid(0.25, 7, i, n_layer) for i in range(n_layer)]
         assert np.mean(shares) == pytest.approx(0.25) and all(np.diff(shares) < 0)
@@ -36,7 +36,7 @@ def test_pyramid():
 
 
 def test_store_follows_the_budget(lib):
-    """Pages of a layer = ceil(keep * pages), so bytes of codes are known; METHODS 4.4 at 4k."""
+    """Pages of a layer = ceil(keep * pages), so bytes of codes are known (MiniKV, arXiv 2411.18077)."""
     shapes = [(i, 4, 64, 64) for i in range(16)]
     half = native.plan(lib, "minikv", "", shapes, 4096)
     whole = native.plan(lib, "minikv", "hh=0.75", shapes, 4096)

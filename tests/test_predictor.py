@@ -1,4 +1,6 @@
-"""AQUA's linear predictors: the arithmetic to the bit (METHODS U11), calibration, files, whole models."""
+"""AQUA's linear predictors (AQUA-KV, arXiv 2501.19392, section 3.1): the arithmetic to the bit, calibration, files,
+whole models.
+"""
 
 from __future__ import annotations
 
@@ -58,9 +60,10 @@ def test_bad_shapes_are_refused(lib):
         native.check(lib, lib.kvq_predict(16, 16, 8, None, 1, None, None, None, 1))
 
 
-def test_u11_a_chain_is_read_with_the_bits_it_was_written_against(lib):
+def test_a_chain_is_read_with_the_bits_it_was_written_against(lib):
     """Twelve layers: native encode, decode and predict against numpy, and |error|^2 = (1 - explained) * MSE of the
-    grid at every depth: closed loop, nothing adds up (METHODS 1.6, 2).
+    grid at every depth: a predictor reads what was reconstructed, so errors do not add up
+    (AQUA-KV, section 3.1).
     """
     rng = np.random.default_rng(5)
     heads, size, n, depth = 4, 64, 64, 12
@@ -134,9 +137,9 @@ def test_q4_0_goes_into_four_bit_predictors_unchanged(lib):
     assert np.abs(kernels.predict(lib, kernels.pack_weights(lib, w, 4), rows) - want).max() < 1e-5
 
 
-def test_u12_permuted_keys_give_the_same_residual():
-    """GGUF interleaves the two halves of a head's rotary pairs (METHODS 10, item 1): P W P^T on permuted rows, V
-    inputs W P^T.
+def test_permuted_keys_give_the_same_residual():
+    """GGUF interleaves the two halves of a head's rotary pairs (llama.cpp's conversion of Llama models):
+    P W P^T on permuted rows, V inputs W P^T.
     """
     from ggml_kvq.calibrate import hf
 

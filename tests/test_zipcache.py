@@ -1,5 +1,5 @@
-"""ZipCache: mixed blocks, column sums, probes, the choice of salient cells, and the method in a model (METHODS of
-the docs: zipcache).
+"""ZipCache: mixed blocks, column sums, probes, the choice of salient cells, and the method in a model (ZipCache,
+arXiv 2405.14256, section 4).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_all_or_none_salient_is_one_plain_block(lib):
 
 
 def test_channel_separable_values():
-    """U8: with outlier channels the error is below the token-wise one; with equal ranges it is the same."""
+    """With outlier channels the error is below the token-wise one; with equal ranges it is the same."""
     rng = np.random.default_rng(2)
     errors = {}
     for kind in ("outliers", "equal"):
@@ -184,7 +184,7 @@ def test_column_sums_equal_an_explicit_softmax(lib, case):
             count = visible if rows is None else visible[rows]
             per_head = count[:, :: case.gqa] if count.shape[1] == case.n_head else count
             assert np.array_equal(seen, np.broadcast_to(per_head.sum(axis=0), seen.shape))
-        if not case.sinks and case.mask == "causal" and case.slots == "identity":  # U9: a head's sums total its rows
+        if not case.sinks and case.mask == "causal" and case.slots == "identity":  # a head's sums total its rows
             assert np.allclose(results[0][0].sum(axis=1), case.n_q * case.gqa, rtol=1e-4)
 
 
