@@ -214,7 +214,7 @@ def test_options_have_an_effect(lib, table, method):
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
     for key in METHODS[method].options:
-        if key == "state":  # of files: tests/test_compact.py
+        if key == "state":  # of files: tests/test_compact_states.py
             continue
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
