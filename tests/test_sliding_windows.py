@@ -13,7 +13,7 @@ import pytest
 import random_models
 from conftest import LLAMA_FIELDS
 from ggml_kvq import Model, gguf_header, info, launcher, memory, plotting
-from ggml_kvq.budget import BudgetError
+from ggml_kvq.errors import BudgetError
 from ggml_kvq.evaluate import specs
 
 N_LAYER, WIDTH, HEADS, HEAD = 7, 64, 2, 32
