@@ -113,6 +113,7 @@ public:
     void copy(void * to, const void * from, size_t nb) override;
     void get(void * host, const void * from, size_t nb) override;
     void put(void * to, const void * host, size_t nb) override;
+    void put_address_later(void * to, const void * address) override;
     void put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
     void copy_later(void * to, const void * from, size_t nb) override;
     void flush() override;

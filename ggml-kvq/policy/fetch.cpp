@@ -84,7 +84,7 @@ bool kvq_fetcher::take(const kvq_lane & x, int s, int p) const {
 }
 
 void kvq_fetcher::publish(const kvq_lane & x, int s, int p) {
-    device.put(of(x).there + (size_t) s * of(x).l.n_pages + p, &at(x, s, p), sizeof(void *));
+    device.put_address_later(of(x).there + (size_t) s * of(x).l.n_pages + p, at(x, s, p));
 }
 
 void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
