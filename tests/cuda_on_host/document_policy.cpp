@@ -5,6 +5,7 @@
 #include "native/layer.h"
 
 #include <cmath>
+#include <cstring>
 
 constexpr int HEADS = 2, D = 64, W = HEADS * D, N_CELLS = 1024;
 
