@@ -43,10 +43,10 @@ def test_no_warning(compiler: str, tmp_path: Path) -> None:
     if found is None:
         pytest.skip(f"there is no {compiler} here")
     more = ["-fopenmp"]
-    if compiler == "clang++":  # Debian's clang comes without omp.h; GCC's declares the same functions
-        ask = [shutil.which("g++") or "g++", "-print-file-name=include"]
-        folder = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
-        shutil.copy(Path(folder) / "omp.h", tmp_path)
+    if compiler == "clang++":  # Debian's clang comes without omp.h
+        (tmp_path / "omp.h").write_text(
+            'extern "C" int omp_get_thread_num(void);\nextern "C" int omp_get_max_threads(void);'
+        )
         more.append(f"-isystem{tmp_path}")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         said = list(pool.map(lambda path: warned(found, path, *more), sources()))

@@ -58,6 +58,7 @@ private:
     lane_rows & of(const kvq_lane & x) const { return lanes[x.is_value()]; }
     uint8_t & is_put(const kvq_lane & x, int s, int p) const { return of(x).is_put[(size_t) s * of(x).l.n_pages + p]; }
     void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
+    using kvq_policy::take;                                                       // the event of that name
     bool take(const kvq_lane & x, int s, int p) const;                            // memory for the rows of a page
     size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
     void name_kept(kvq_far & f, int s) const;
