@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from ctypes import POINTER, c_int8, c_int32, c_void_p
+from ctypes import POINTER, c_int8, c_int32, c_void_p, pointer
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def rows_of(a: argparse.Namespace, n_ctx: int) -> Bytes:
         rng = np.random.default_rng(0)
         for at in range(0, a.depth, CHUNK):
             n, seq = min(CHUNK, a.depth - at), at // CHUNK + 1
-            ids = POINTER(c_int32)((c_int32 * 1)(seq))
+            ids = pointer(c_int32(seq))
             batch = llama.llama_batch(
                 n_tokens=n,
                 token=(c_int32 * n)(*rng.integers(0, m.n_vocab, n).tolist()),

@@ -218,10 +218,12 @@ def draw() -> str:
                 f' font-size="10">{escape(line)}</text>'
             )
     for (a, b), (x0, y0, x1, y1) in ends.items():
-        x, y = x0 + (x1 - x0) * 18 / (y1 - y0), y0 + 18  # near the includer, where arrows lie apart
+        middle, y = x0 + (x1 - x0) * 18 / (y1 - y0), y0 + 18  # near the includer, where arrows lie apart
         w = 8 + 7 * len(str(edges[a, b]))
-        out.append(f'<rect x="{x - w / 2:.1f}" y="{y - 8}" width="{w}" height="15" rx="7" fill="#fff" stroke="#bbb"/>')
-        out.append(f'<text x="{x:.1f}" y="{y + 4}" text-anchor="middle" font-size="10">{edges[a, b]}</text>')
+        out.append(
+            f'<rect x="{middle - w / 2:.1f}" y="{y - 8}" width="{w}" height="15" rx="7" fill="#fff" stroke="#bbb"/>'
+        )
+        out.append(f'<text x="{middle:.1f}" y="{y + 4}" text-anchor="middle" font-size="10">{edges[a, b]}</text>')
     return "\n".join([*out, "</svg>", ""])
 
 

@@ -70,6 +70,7 @@ def make(d: int, n: int, target: float) -> tuple[np.ndarray, int]:
         e = mse(test, grid)
         if e < error:
             best, error = grid, e
+    assert best is not None
     for limit in (63, 127):
         points, step = whole(best, limit)
         error = mse(test, points.astype(np.float32) * step / UNIT)

@@ -66,7 +66,8 @@ def read_texts(folder: Path, heldout_share: float) -> tuple[list[str], list[str]
     stay together.
     """
     seen: set[bytes] = set()
-    train, held = [], []
+    train: list[str] = []
+    held: list[str] = []
     for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()):
         text = path.read_text(encoding="utf-8", errors="ignore").strip()
         digest = hashlib.sha256(text.encode()).digest()

@@ -10,6 +10,7 @@ import sys
 import zlib
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from ggml_kvq import kernels, loader
@@ -63,7 +64,7 @@ class Case:
 
 def cases() -> list[Case]:
     heads = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (128, 64), (64, 128), (72, 200)]
-    cycle = {
+    cycle: dict[str, list[Any]] = {
         "n_kv": [33, 64, 31, 129, 65, 160, 1, 96, 257, 127, 32],
         "k_bits": [2, 1, 4, 3, 2, 0, 16],
         "v_bits": [1, 2, 3, 2, 4, 16, 2, 0],
@@ -184,7 +185,8 @@ class Built:
         c = self.case
         return kernels.Stream(
             c.codec(K), c.codec(V), c.n_head_kv, c.n_kv, self.pages, strided(c, self.q), dst_view(c, buffer),
-            np.float32(1 / np.sqrt(c.dk)), self.mask, c.max_bias, c.softcap, self.sinks, kernels.F32 if c.f32 else 0,
+            float(np.float32(1 / np.sqrt(c.dk))), self.mask, c.max_bias, c.softcap, self.sinks,
+            kernels.F32 if c.f32 else 0,
         )  # fmt: skip
 
 
@@ -206,7 +208,7 @@ def dst_view(c: Case, buffer: np.ndarray) -> np.ndarray:
     return view if c.layout == "token" else view.transpose(1, 0, 2)
 
 
-def make_mask(c: Case, rng, n_pages: int) -> np.ndarray | None:
+def make_mask(c: Case, rng: Any, n_pages: int) -> np.ndarray | None:
     n, inf = c.n_kv, np.float16(-np.inf)
     shape = (c.n_q, c.n_head if c.mask == "heads" else 1, n)
     if c.mask == "none":
@@ -251,7 +253,8 @@ def build(c: Case) -> Built:
         np.zeros((c.n_head_kv, n, c.dv)),
     )
     for p in range(n_pages):
-        at, lanes = slice(p * c.page_cells, (p + 1) * c.page_cells), {}
+        at = slice(p * c.page_cells, (p + 1) * c.page_cells)
+        lanes: dict[int, Any] = {}
         for role, values, d in ((K, b.k, c.dk), (V, b.v, c.dv)):
             codec = c.codec(role)
             spread = np.exp(0.5 * rng.normal(size=d)) if role == K else 1.0  # key channels differ in size
@@ -295,7 +298,8 @@ def main(path: str) -> None:
         kernels.attend(lib, [build(case).stream(buffer) for case, buffer in zip(cases(), everything)], n_threads)
         for i, buffer in enumerate(everything):
             out[f"{i} all {n_threads}"] = buffer.copy()
-    np.savez(path, **out)
+    arrays: dict[str, Any] = out
+    np.savez(path, **arrays)
 
 
 if __name__ == "__main__":

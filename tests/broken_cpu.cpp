@@ -1,4 +1,4 @@
-// A CPU backend with a fault, for test_builds.py: the real one ($KVQ_REAL_CPU) behind a wrapper that spoils
+// A CPU backend with a fault, for test_build_probes.py: the real one ($KVQ_REAL_CPU) behind a wrapper that spoils
 // products with weights of the type $KVQ_FAULT_TYPE. $KVQ_FAULT: wrong (one value is off), crash, abort, or foreign (a
 // library that says it is not for this CPU).
 #include "ggml-backend-impl.h"

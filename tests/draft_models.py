@@ -80,7 +80,8 @@ def assistant(demo: Path, out: Path, n_embd_target: int) -> Path:
         if isinstance(value, list):
             writer.add_array(key, [int(x) if isinstance(x, Signed) else x for x in value])
         else:
-            add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+            adders: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+            add = adders[type(value)]
             add(key, value)
     random = np.random.default_rng(3)
     shapes: dict[str, tuple[int, ...]] = {

@@ -1,11 +1,13 @@
-"""AQUA: rotary tables, means folded into attention (METHODS U13), calibration files, whole models with state files
-and shifts.
+"""AQUA (AQUA-KV, arXiv 2501.19392, section 3): rotary tables, means folded into attention, calibration files, whole
+models with state files and shifts.
 """
 
 from __future__ import annotations
 
 import ctypes
+from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,15 +20,15 @@ TEXT = (Path(__file__).parent / "data" / "manual.md").read_text()  # fixed: limi
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
-def rotary(n_dims, neox, top, base=10000.0):
+def rotary(n_dims: int, neox: Any, top: Any, base: float = 10000.0) -> Any:
     """(kvq_rotary, what it points to, angle per position f64 [n])."""
     speed = base ** (-2.0 * np.arange(n_dims // 2) / n_dims)
 
-    def table(pos):
+    def table(pos: Any) -> Any:
         return np.stack([np.cos(np.outer(pos, speed)), np.sin(np.outer(pos, speed))])  # [2, pos, n]
 
     high = np.ascontiguousarray(table(64 * np.arange(top // 64 + 1)).transpose(1, 0, 2), np.float32)
@@ -35,7 +37,7 @@ def rotary(n_dims, neox, top, base=10000.0):
     return native.kvq_rotary(n_dims, neox, len(high), *at), (high, low), speed
 
 
-def rotate(x, pos, speed, neox):
+def rotate(x: Any, pos: Any, speed: Any, neox: Any) -> Any:
     """f64 rotary embedding of rows [..., t, d] at pos [t]."""
     y, n = np.array(x, np.float64), len(speed)
     c, s = np.cos(np.outer(pos, speed)), np.sin(np.outer(pos, speed))
@@ -57,7 +59,9 @@ def rotate(x, pos, speed, neox):
 )
 @pytest.mark.parametrize("order", ["run", "shuffled"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_dims, neox, order, bits):
+def test_means_and_rotary_embedding_are_put_back_while_reading(
+    lib: CDLL, head: int, n_dims: int, neox: Any, order: Any, bits: int
+) -> None:
     """Equals f64 attention over R_pos(decoded + mean) and decoded + mean; keys in f32 over 7-bit points, values
     folded to int8.
     """
@@ -66,21 +70,23 @@ def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_
     pos = np.arange(1000, 1000 + n, dtype=np.int32) if order == "run" else rng.permutation(3000)[:n].astype(np.int32)
     rot, _keep, speed = rotary(n_dims, neox, 3100)
     means = [rng.normal(size=(heads, head)).astype(np.float32) for _ in range(2)]
-    codecs = [Codec(LATTICE, role, bits, 2, 1, 0, 0.0, 32, head) for role in (K, V)]
-    exact, pages = [np.zeros((heads, n, head)) for _ in range(2)], []
+    codecs: list[Any] = [Codec(LATTICE, role, bits, 2, 1, 0, 0.0, 32, head) for role in (K, V)]
+    exact: list[Any] = [np.zeros((heads, n, head)) for _ in range(2)]
+    pages: list[kernels.Page] = []
     for p in range(3):
-        at, lanes = slice(32 * p, 32 * p + 32), []
+        lanes: list[Any] = []
+        at = slice(32 * p, 32 * p + 32)
         for role, c in enumerate(codecs):
             blocks = [kernels.encode(lib, c, rng.normal(size=(32, head)).astype(np.float16)) for _ in range(heads)]
             rows = np.stack([lattice.exact(c, *b) for b in blocks]) + means[role][:, None]
             exact[role][:, at] = rows if role == V else rotate(rows, pos[at], speed, neox)
             lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
-        pages.append(kernels.Page(*lanes, 32, 32 * p))
+        pages.append(kernels.Page(lanes[0], lanes[1], 32, 32 * p))
     q = (0.5 * rng.normal(size=(3, heads * gqa, head))).astype(np.float32)
     dst = np.zeros_like(q)
-    stream = kernels.Stream(*codecs, heads, n, pages, q, dst, head**-0.5)
+    stream = kernels.Stream(codecs[0], codecs[1], heads, n, pages, q, dst, head**-0.5)
     kernels.attend(lib, [stream], means=means, rotary=rot, positions=pos)
-    want = attention.attend(q, *exact, np.zeros((3, 1, n)), head**-0.5)
+    want = attention.attend(q, exact[0], exact[1], np.zeros((3, 1, n)), head**-0.5)
     assert np.sqrt(((dst - want) ** 2).mean() / (want**2).mean()) < 0.01
     without = np.zeros_like(q)
     stream.dst = without
@@ -94,7 +100,9 @@ def test_u13_means_and_rotary_embedding_are_put_back_while_reading(lib, head, n_
 )
 @pytest.mark.parametrize("moved", ["nothing", "all", "some", "cells", "shuffled", "no mean"])
 @pytest.mark.parametrize("n_q", [1, 2, 12])
-def test_keys_turned_before_encoding_take_their_mean_from_the_query(lib, head, n_dims, neox, base, moved, n_q):
+def test_keys_turned_before_encoding_take_their_mean_from_the_query(
+    lib: CDLL, head: int, n_dims: int, neox: Any, base: Any, moved: Any, n_q: int
+) -> None:
     """Equals f64 attention over R_(pos - sealed) decoded + R_pos mean: positions in a row, shifted since, and in no
     order at all.
     """
@@ -115,10 +123,12 @@ def test_keys_turned_before_encoding_take_their_mean_from_the_query(lib, head, n
     rot = lib.kvq_rotary_new(n_dims, neox, base, 3100)
     speed = base ** (-2.0 * np.arange(n_dims // 2) / n_dims)
     means = [2 * rng.normal(size=(heads, head)).astype(np.float32) for _ in range(2)]
-    codecs = [Codec(LATTICE, role, 4, 2, 1, 0, 0.0, 32, head) for role in (K, V)]
-    exact, pages = [np.zeros((heads, n, head)) for _ in range(2)], []
+    codecs: list[Any] = [Codec(LATTICE, role, 4, 2, 1, 0, 0.0, 32, head) for role in (K, V)]
+    exact: list[Any] = [np.zeros((heads, n, head)) for _ in range(2)]
+    pages: list[kernels.Page] = []
     for p in range(pages_n):
-        at, lanes = slice(32 * p, 32 * p + 32), []
+        lanes: list[Any] = []
+        at = slice(32 * p, 32 * p + 32)
         for role, c in enumerate(codecs):
             blocks = [kernels.encode(lib, c, rng.normal(size=(32, head)).astype(np.float16)) for _ in range(heads)]
             rows = np.stack([lattice.exact(c, *b) for b in blocks])
@@ -130,15 +140,15 @@ def test_keys_turned_before_encoding_take_their_mean_from_the_query(lib, head, n
                 else rotate(rows, pos[at] - sealed[at], speed, neox) + rotate(mean, pos[at], speed, neox)
             )
             lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
-        pages.append(kernels.Page(*lanes, 32, 32 * p))
+        pages.append(kernels.Page(lanes[0], lanes[1], 32, 32 * p))
     q = (0.3 * rng.normal(size=(n_q, heads * gqa, head))).astype(np.float32)
     dst = np.zeros_like(q)
-    stream = kernels.Stream(*codecs, heads, n, pages, q, dst, head**-0.5)
+    stream = kernels.Stream(codecs[0], codecs[1], heads, n, pages, q, dst, head**-0.5)
     given = (np.zeros_like(means[0]), means[1]) if moved == "no mean" else means
     for flags in (0, kernels.F32):
         stream.flags = flags
         kernels.attend(lib, [stream], 2, means=given, rotary=rot.contents, positions=pos, sealed=sealed)
-        want = attention.attend(q, *exact, np.zeros((n_q, 1, n)), head**-0.5)
+        want = attention.attend(q, exact[0], exact[1], np.zeros((n_q, 1, n)), head**-0.5)
         assert np.sqrt(((dst - want) ** 2).mean() / (want**2).mean()) < 1.5e-3, flags
     lib.kvq_rotary_free(rot)
 
@@ -147,7 +157,7 @@ def test_keys_turned_before_encoding_take_their_mean_from_the_query(lib, head, n
 
 
 @pytest.fixture(scope="module")
-def sidecar(tmp_path_factory):
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from ggml_kvq.calibrate import files, means
 
     out = tmp_path_factory.mktemp("aqua") / "demo.kvq.gguf"
@@ -156,7 +166,7 @@ def sidecar(tmp_path_factory):
     return out
 
 
-def test_keys_are_captured_before_rotary_embedding():
+def test_keys_are_captured_before_rotary_embedding() -> None:
     """The same token gives the same first-layer key at every position; after rotary embedding it would not."""
     from ggml_kvq.calibrate import capture
 
@@ -169,13 +179,13 @@ def test_keys_are_captured_before_rotary_embedding():
     assert np.abs(k - k[0]).max() < 5e-3 * np.abs(k).max() and np.abs(k).max() > 0.1
 
 
-def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from ggml_kvq.calibrate import capture, means
 
     whole = means.fit(MODEL, TEXT, n_sequences=3, length=64, n_threads=1)
     store, real, seen = tmp_path / "c.npz", capture.each, []
 
-    def dies(*args):
+    def dies(*args: Any) -> Any:
         seen.append(1)
         if len(seen) == 3:
             raise KeyboardInterrupt
@@ -190,16 +200,16 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
         assert all(np.array_equal(a, b) for a, b in zip(pair, again.mean[il]))
 
 
-def opened(config=None, opts="", **kw):
+def opened(config: Any = None, opts: str = "", **kw: Any) -> Any:
     return Model(MODEL, kv_method="aqua", kv_opts=opts, kv_config=config, n_ctx=512, n_ubatch=64, n_threads=1, **kw)
 
 
-def test_without_data_it_says_what_to_do():
+def test_without_data_it_says_what_to_do() -> None:
     with pytest.raises(KvqError, match=r"kv_config=.*ggml-kvq calibrate.*kv_opts=.*none"):
         opened()
 
 
-def test_means_help_and_a_model_with_data_inside_needs_no_options(sidecar, tmp_path):
+def test_means_help_and_a_model_with_data_inside_needs_no_options(sidecar: Any, tmp_path: Path) -> None:
     from ggml_kvq.calibrate import files
 
     own = tmp_path / "demo-aqua.gguf"
@@ -218,7 +228,7 @@ def test_means_help_and_a_model_with_data_inside_needs_no_options(sidecar, tmp_p
         assert a.kv_method == "aqua" and np.array_equal(a.logits(ids), b.logits(ids))
 
 
-def change(path, out, edit):
+def change(path: Any, out: Any, edit: Any) -> Any:
     from ggml_kvq.calibrate import files
 
     meta, data = files.read_sidecar(path)
@@ -240,12 +250,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_bad_files_are_refused_with_the_field_named(sidecar, tmp_path, field):
+def test_bad_files_are_refused_with_the_field_named(sidecar: Any, tmp_path: Path, field: Any) -> None:
     with pytest.raises(KvqError, match=field.replace(".", r"\.")):
         opened(change(sidecar, tmp_path / "bad.gguf", BAD[field]))
 
 
-def test_cut_and_foreign_files_are_refused(sidecar, tmp_path, write_gguf):
+def test_cut_and_foreign_files_are_refused(sidecar: Any, tmp_path: Path, write_gguf: Any) -> None:
     raw = sidecar.read_bytes()
     for i, n in enumerate((0, 3, 40, len(raw) // 2, len(raw) - 1)):
         cut = tmp_path / f"{i}.gguf"
@@ -261,7 +271,7 @@ def test_cut_and_foreign_files_are_refused(sidecar, tmp_path, write_gguf):
 # ------------------------------------------------------------------ the cache
 
 
-def test_a_saved_state_comes_back_bit_for_bit(sidecar, tmp_path):
+def test_a_saved_state_comes_back_bit_for_bit(sidecar: Any, tmp_path: Path) -> None:
     """Sealed pages return as the same blocks: the logits after loading equal those without."""
     with opened(sidecar, "window=32") as m:
         ids = m.tokenize(TEXT)[:330]
@@ -277,7 +287,7 @@ def test_a_saved_state_comes_back_bit_for_bit(sidecar, tmp_path):
     assert np.array_equal(np.array(got), np.array(want))
 
 
-def test_refused_options(lib):
+def test_refused_options(lib: CDLL) -> None:
     for opts in ("first_bits=5", "bits=0", "predictor=most", "grid=d8,bits=2"):
         with pytest.raises(MethodError, match=opts.split(",")[0].split("=")[0]):
             native.check(lib, lib.kvq_check(b"aqua", opts.encode()))

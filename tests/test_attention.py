@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ ISAS = ("portable", "avx2", "avx512-vnni", "neon-dot")
 
 
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """{kernel name: {"<case> <threads>": dst buffer}} for every kernel this CPU runs; the default one is among them."""
     out = {}
     for isa in ISAS:
@@ -44,11 +45,11 @@ RUNS = ("1", "2", "all 1", "all 2")  # threads; all: every case a stream of one 
 
 
 @pytest.fixture(params=range(len(CASES)), ids=lambda i: CASES[i].name)
-def at(request):
+def at(request: pytest.FixtureRequest) -> Any:
     return request.param, CASES[request.param]
 
 
-def runs(outputs, i):
+def runs(outputs: Any, i: Any) -> Any:
     return [
         (f"{CASES[i]} on {isa}, run {run}", result[f"{i} {run}"].copy())
         for isa, result in outputs.items()
@@ -56,7 +57,7 @@ def runs(outputs, i):
     ]
 
 
-def test_output_is_finite_and_stays_inside_dst(outputs, at):
+def test_output_is_finite_and_stays_inside_dst(outputs: Any, at: Any) -> None:
     i, case = at
     for what, buffer in runs(outputs, i):
         got = dst_view(case, buffer)
@@ -67,7 +68,7 @@ def test_output_is_finite_and_stays_inside_dst(outputs, at):
 
 
 @pytest.mark.parametrize("folded", [False, True], ids=["exact", "folded"])
-def test_against_f64(outputs, at, folded):
+def test_against_f64(outputs: Any, at: Any, folded: Any) -> None:
     i, case = at
     want, bound = expected(case, folded)
     for what, buffer in runs(outputs, i):
@@ -77,7 +78,7 @@ def test_against_f64(outputs, at, folded):
         assert over.max() <= 1, f"{worst}: {got[worst]} instead of {want[worst]} +- {bound[worst]}: {what}"
 
 
-def test_kernels_agree(outputs, at):
+def test_kernels_agree(outputs: Any, at: Any) -> None:
     """Instruction sets, thread counts and company in a call: the same result up to twice the arithmetic's bound;
     without splits between threads, the other streams of a call change no bit.
     """
@@ -92,7 +93,7 @@ def test_kernels_agree(outputs, at):
         )
 
 
-def test_the_bounds_can_be_missed():
+def test_the_bounds_can_be_missed() -> None:
     """A tolerance that swallows the result tests nothing: median bound over median output, folded within 0.3 %,
     exact within 1/2.
     """
@@ -105,7 +106,7 @@ def test_the_bounds_can_be_missed():
         assert np.median(ratio) < most and np.quantile(ratio, 0.2) < most / 10
 
 
-def test_rows_without_any_cell_are_zero(outputs):
+def test_rows_without_any_cell_are_zero(outputs: Any) -> None:
     seen = 0
     for i, case in enumerate(CASES):
         empty = np.isneginf(build(case).slot_mask()).all(axis=-1)  # [n_q, 1 or n_head]
@@ -116,7 +117,7 @@ def test_rows_without_any_cell_are_zero(outputs):
     assert seen > 100
 
 
-def test_folding_is_seen_and_the_f32_flag_avoids_it(outputs):
+def test_folding_is_seen_and_the_f32_flag_avoids_it(outputs: Any) -> None:
     """The folded arithmetic is used, and not with KVQ_ATTN_F32: median error over median output, an order apart on
     either side.
     """
@@ -129,7 +130,7 @@ def test_folding_is_seen_and_the_f32_flag_avoids_it(outputs):
             assert low <= error <= high, f"{name} on {isa}: {error}"
 
 
-def test_default_kernel_is_the_best_one(outputs):
+def test_default_kernel_is_the_best_one(outputs: Any) -> None:
     name = loader.libraries().need_kvq().kvq_kernel_name().decode()
     want = os.environ.get("KVQ_ISA")
     assert name == (want if want in outputs else [isa for isa in ISAS if isa in outputs][-1])
@@ -138,7 +139,7 @@ def test_default_kernel_is_the_best_one(outputs):
 # ------------------------------------------------------------------ refusals
 
 
-def bad(**fields):
+def bad(**fields: Any) -> Any:
     stream = build(CASES[0]).stream(np.zeros(1 << 20, np.float32))
     for key, value in fields.items():
         setattr(stream, key, value)
@@ -155,14 +156,14 @@ def bad(**fields):
         lambda: bad(k=CASES[0].codec(K).with_(type=7)),
     ],
 )
-def test_impossible_shapes_are_refused_with_a_line(stream):
+def test_impossible_shapes_are_refused_with_a_line(stream: Any) -> None:
     lib = loader.libraries().need_kvq()
     with pytest.raises(MethodError) as e:
         kernels.attend(lib, [stream()])
     assert "without a message" not in str(e.value)
 
 
-def test_null_is_refused():
+def test_null_is_refused() -> None:
     lib = loader.libraries().need_kvq()
     with pytest.raises(MethodError):
         native.check(lib, lib.kvq_attend(None, 1, 1))

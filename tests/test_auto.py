@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from ggml_kvq import Model, budget, cli, default_means, gguf_header, info, launcher, loader, memory, native
+from ggml_kvq import Model, budget, cli, default_means, errors, gguf_header, info, launcher, loader, memory, native
 from ggml_kvq.calibrate import ladder, tune
 from ggml_kvq.errors import KvqError, MethodError
 from ggml_kvq.reference import METHODS, LayerShape
@@ -21,7 +23,7 @@ TEXT = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
@@ -30,7 +32,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def planned(lib, opts: str, n_cells: int = 32768, layers=LAYERS, n_stream: int = 1):
+def planned(lib: CDLL, opts: str, n_cells: int = 32768, layers: Any = LAYERS, n_stream: int = 1) -> Any:
     return native.plan(lib, "auto", opts, layers, n_cells, n_layer_model=len(layers), n_stream=n_stream)
 
 
@@ -44,7 +46,7 @@ def test_layers_rise_spread_out() -> None:
 
 
 @pytest.mark.parametrize("pairs", ["none", "norm", "neox"])
-def test_every_level_takes_more_than_the_one_below_and_is_the_references(lib, pairs) -> None:
+def test_every_level_takes_more_than_the_one_below_and_is_the_references(lib: CDLL, pairs: Any) -> None:
     rungs = WHOLE if pairs == "none" else RUNGS
     top = len(rungs) - 1
     order = ".".join(map(str, np.random.default_rng(3).permutation(np.repeat(np.arange(12), top))))
@@ -63,7 +65,7 @@ def test_every_level_takes_more_than_the_one_below_and_is_the_references(lib, pa
     assert [code_bits(r) for r in rungs] == sorted({code_bits(r) for r in rungs})
 
 
-def test_keys_are_split_where_means_are_taken_off(lib) -> None:
+def test_keys_are_split_where_means_are_taken_off(lib: CDLL) -> None:
     """Without means the fast half would be missed; an order of the other ladder is then nobody's."""
     order = ".".join(map(str, [*range(12)] * (len(RUNGS) - 1)))
     level = 30
@@ -85,7 +87,7 @@ def test_keys_are_split_where_means_are_taken_off(lib) -> None:
     [LAYERS, [(il, 8, 128, 128) for il in range(32)], [(0, 2, 256, 256)], [(il, 1, 80, 96) for il in range(7)]],
 )
 @pytest.mark.parametrize("n_stream", [1, 3])
-def test_bits_are_kept_and_used(lib, layers, n_stream) -> None:
+def test_bits_are_kept_and_used(lib: CDLL, layers: Any, n_stream: int) -> None:
     """Never above what was asked for, and one level more would be."""
     top = TOP * len(layers)
     for n_cells in (1024, 32768, 131072):
@@ -99,20 +101,20 @@ def test_bits_are_kept_and_used(lib, layers, n_stream) -> None:
             assert got == max(b for b in sizes if b <= bits)
 
 
-def test_the_smallest_that_works_works(lib) -> None:
+def test_the_smallest_that_works_works(lib: CDLL) -> None:
     with pytest.raises(MethodError) as e:
         planned(lib, "bits=1", 4096)
     least = str(e.value).split("tokens: ")[1].split()[0]
     assert planned(lib, f"bits={least}", 4096)["bits"] <= float(least)
 
 
-def test_bits_at_another_context(lib) -> None:
+def test_bits_at_another_context(lib: CDLL) -> None:
     """Bits of a long context, measured in a short one: the same mixture."""
     short, long = planned(lib, "bits=2.25,at=131072", 2048), planned(lib, "bits=2.25", 131072)
     assert short["bits_headline"] == long["bits_headline"] and long["bits"] <= 2.25 < short["bits"]
 
 
-def test_an_order_of_another_model_is_refused(lib) -> None:
+def test_an_order_of_another_model_is_refused(lib: CDLL) -> None:
     order = ".".join(map(str, [*range(8)] * TOP))
     with pytest.raises(MethodError, match="each of 12 layers 5 times"):
         planned(lib, f"bits=3,order={order}")
@@ -132,13 +134,13 @@ def test_sizes(text: str, want: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "2X", "-1G", "0", "G", "1e9", "2G2"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(budget.BudgetError, match="--kv-budget .* is no size"):
+    with pytest.raises(errors.BudgetError, match="--kv-budget .* is no size"):
         budget.size(text, "--kv-budget")
 
 
 @pytest.mark.parametrize("text", ["0.4", "17", "two", "nan", ""])
 def test_what_is_no_number_of_bits_is_refused(text: str) -> None:
-    with pytest.raises(budget.BudgetError, match="--kv-bits"):
+    with pytest.raises(errors.BudgetError, match="--kv-bits"):
         budget.bits(text, "--kv-bits")
 
 
@@ -171,13 +173,13 @@ def test_a_budget_without_a_context_takes_the_models_or_the_longest() -> None:
 
 def test_a_budget_that_is_too_small_names_what_works() -> None:
     m = facts()
-    with pytest.raises(budget.BudgetError) as e:
+    with pytest.raises(errors.BudgetError) as e:
         budget.fit(m, 10 << 20, budget.Context(32768))
     words = str(e.value)
     need, longest = (int(words.split(mark)[1].split()[0]) for mark in ("at least ", "-c "))
     assert budget.fit(m, need << 20, budget.Context(32768)).bits > 1
     assert budget.fit(m, 10 << 20, budget.Context(longest)).bits > 1
-    with pytest.raises(budget.BudgetError):
+    with pytest.raises(errors.BudgetError):
         budget.fit(m, 10 << 20, budget.Context(longest + 256))
 
 
@@ -313,7 +315,7 @@ def test_tune_writes_a_frontier_that_falls(
     calls = []
     measure = tune._Bench.divergence
 
-    def stop_at_the_fourth(self, opts):
+    def stop_at_the_fourth(self: Any, opts: Any) -> Any:
         calls.append(opts)
         if len(calls) == 4:
             raise KeyboardInterrupt

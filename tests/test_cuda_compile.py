@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import object_cache
 import pytest
@@ -143,10 +144,10 @@ def builds(
 ) -> Iterator[dict[tuple[str, Path], Future[subprocess.CompletedProcess[str]]]]:
     """What the chosen tests compile, on all cores."""
     folder, known = tmp_path_factory.mktemp("cuda"), architectures()
-    chosen = [
+    chosen: list[dict[str, Any]] = [
         x.callspec.params
         for x in request.session.items
-        if isinstance(x, pytest.Function) and x.fspath == request.fspath and hasattr(x, "callspec")
+        if isinstance(x, pytest.Function) and x.path == request.path and hasattr(x, "callspec")
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {

@@ -17,11 +17,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tests" / "cuda_on_host"
 sys.path.insert(0, str(HERE))
+from test_adding_a_method import files_of_the_document  # noqa: E402
 from translate import INSTRUCTIONS, translate, translate_text  # noqa: E402
 
 CXX = os.environ.get("CXX") or shutil.which("g++")
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
-ISA = {  # machine and flags of the CPU kernels that are not portable
+ISA: dict[str, tuple[str | None, list[str]]] = {  # machine and flags of the CPU kernels that are not portable
     "kernels_avx2": ("x86_64", AVX2),
     "kernels_avx512": ("x86_64", [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]),
     "kernels_neon": ("aarch64", []),
@@ -63,21 +64,47 @@ def test_kernels_on_the_host(tmp_path: Path) -> None:
             isa = ISA.get(f.stem, (None, []))
             if f.stem not in ISA or isa[0] == os.uname().machine:
                 jobs.append((f, ["-O1", "-ffp-contract=off", *isa[1]]))
+    jobs.append((HERE / "cuda_on_host.cpp", ["-O2"]))
+    # docs/adding-a-method.md: its method and policy, and the two files that read the tables they have rows in
+    added, replaced = [], []
+    for name, text in files_of_the_document().items():
+        path = tmp_path / "document" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".inc":
+            path.write_text((ROOT / name).read_text() + text)
+        elif path.suffix == ".cpp":
+            path.write_text(text)
+            added.append(path)
+    for name in ("methods/registry.cpp", "policy/compose.cpp"):
+        path = tmp_path / "document" / "ggml-kvq" / name
+        path.write_text((SOURCES / name).read_text())
+        added.append(path)
+        replaced.append(next(i for i, (f, _) in enumerate(jobs) if f == SOURCES / name))
+    document = tmp_path / "document" / "ggml-kvq"
+    near = [f"-I{document}", f"-I{SOURCES / 'methods'}", f"-I{SOURCES / 'policy'}", f"-I{ROOT / 'tests'}"]
+    own = [(f, ["-O1", *near]) for f in [*added, HERE / "document_policy.cpp"]]
     mains = [(f, ["-O1"]) for f in sorted((ROOT / "tests" / "native").glob("test_cuda*.cpp"))]
-    jobs += [(HERE / "cuda_on_host.cpp", ["-O2"]), *mains]
+    jobs += [*own, *mains]
 
     def compiled(job: tuple[Path, list[str]]) -> str:
         path, flags = job
-        out = tmp_path / f"{path.parent.name}_{path.stem}.o"
+        place = "document_" if document in path.parents else ""
+        out = tmp_path / f"{place}{path.parent.name}_{path.stem}.o"
         keeper = [sys.executable, object_cache.__file__, f"--root={ROOT}"]
-        command = [*keeper, str(CXX), *FLAGS, *flags, "-c", str(path), "-o", str(out)]
+        first = [flag for flag in flags if flag == f"-I{document}"]  # its tables, in front of ours
+        command = [*keeper, str(CXX), *first, *FLAGS, *flags, "-c", str(path), "-o", str(out)]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         return str(out)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, jobs))
-    shared, programs = objects[: -len(mains)], []
+    shared, programs = objects[: -len(mains) - len(own)], []
+    rest = [o for i, o in enumerate(shared) if i not in replaced]
+    program = tmp_path / "document_policy"
+    subprocess.run([str(CXX), "-fopenmp", *objects[len(shared) : -len(mains)], *rest, "-o", program], check=True)
+    result = subprocess.run([program], capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0 and "blocks: ok" in result.stdout, result.stdout + result.stderr
     for (source_file, _), main in zip(mains, objects[-len(mains) :], strict=True):
         programs.append(tmp_path / source_file.stem)
         subprocess.run([str(CXX), "-fopenmp", main, *shared, "-o", str(programs[-1])], check=True)

@@ -84,7 +84,7 @@ def test_divergence_equals_the_definition_in_float64() -> None:
 )
 def test_windows_follow_llama_perplexity(n_ctx: int, stride: int, first: int, scored: int, windows: int) -> None:
     p = perplexity.Protocol(n_ctx, 8, stride)
-    w = p.windows(np.arange(1000))
+    w = p.windows(np.arange(1000, dtype=np.int32))
     assert (p.first, p.n_scored, w.shape) == (first, scored, (windows, n_ctx))
     assert (np.diff(w, axis=1) == 1).all() and (np.diff(w[:, 0]) == (stride or n_ctx)).all()
 
@@ -99,7 +99,7 @@ def test_strided_windows_score_each_token_once(demo_model: Path) -> None:
 
 def test_short_text_is_refused() -> None:
     with pytest.raises(errors.KvqError, match="100 tokens are too few"):
-        perplexity.Protocol(64, 64).windows(np.arange(100))
+        perplexity.Protocol(64, 64).windows(np.arange(100, dtype=np.int32))
 
 
 def upstream_kld(model: Path, text: Path, base: Path, *extra: str) -> dict[str, float]:
@@ -157,10 +157,12 @@ def test_agreement_with_llama_perplexity(demo_model: Path, text_file: Path, tmp_
 
 def test_the_base_file_of_another_text_is_not_taken(tmp_path: Path) -> None:
     protocol = perplexity.Protocol(16, 16)
-    a = perplexity.BaseFile(tmp_path / "x", protocol, protocol.windows(np.arange(64)), 10)
+    a = perplexity.BaseFile(tmp_path / "x", protocol, protocol.windows(np.arange(64, dtype=np.int32)), 10)
     a.path.write_bytes(a.header() + bytes(a.n_bytes() - len(a.header())))
     assert a.complete()
-    assert not perplexity.BaseFile(a.path, protocol, protocol.windows(np.arange(64)[::-1]), 10).complete()
+    assert not perplexity.BaseFile(
+        a.path, protocol, protocol.windows(np.arange(64, dtype=np.int32)[::-1]), 10
+    ).complete()
     a.path.write_bytes(a.path.read_bytes()[:-1])
     assert not a.complete()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import LLAMA_FIELDS, ROOT
@@ -80,7 +81,7 @@ def test_the_plan_is_what_is_allocated(demo_model: Path, spec: str, tmp_path: Pa
     plan = fits.planner(cache, known.facts.n_layer)
     n_ctx = fits.longest(known, cache, memory.need(known.facts, plan, 2048).total, reserve=0)
     assert n_ctx == 2048
-    means = {"kv_config": str(_means(demo_model, tmp_path))} if "means" in spec else {}
+    means: dict[str, Any] = {"kv_config": str(_means(demo_model, tmp_path))} if "means" in spec else {}
     opened = (
         Model(demo_model, "upstream", type_k=cache.type_k, type_v=cache.type_v, n_ctx=n_ctx)
         if cache.method is None

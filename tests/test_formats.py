@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections.abc import Callable
+from ctypes import CDLL
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ PAGES = (32, 64, 128)
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
@@ -29,7 +32,7 @@ def seed_of(*parts: object) -> int:
     return zlib.crc32(repr(parts).encode())
 
 
-def codecs(heads=HEADS):
+def codecs(heads: Any = HEADS) -> Any:
     """Every role, width, scale format, level placement and eta; all groups and pages that fit each other."""
     for role, bits, scale, head in itertools.product((K, V), range(5), (0, 1, 2), heads):
         for group, n_cells in itertools.product(GROUPS, PAGES):
@@ -46,22 +49,22 @@ def codecs(heads=HEADS):
             )  # one group a head, also where 16 does not divide it
 
 
-def finite_bits(rng, shape):
+def finite_bits(rng: Any, shape: Any) -> Any:
     """Any finite f16, denormals and both zeros as likely as their bit patterns."""
     x = rng.integers(0, 1 << 16, shape, np.uint16)
     return np.where((x & 0x7C00) == 0x7C00, x & 0x83FF, x).view(np.float16)
 
 
-def f16_bits(rng, shape):
+def f16_bits(rng: Any, shape: Any) -> Any:
     return rng.integers(0, 1 << 16, shape, np.uint16).view(np.float16)
 
 
-def sprinkle(x, rng, values, share=0.1):
+def sprinkle(x: Any, rng: Any, values: Any, share: float = 0.1) -> Any:
     at = rng.random(x.shape) < share
     return np.where(at, rng.choice(np.array(values, np.float16), x.shape), x)
 
 
-INPUTS = {
+INPUTS: dict[str, Callable[[Any, Any], np.ndarray]] = {
     "normal": lambda r, s: r.normal(size=s).astype(np.float16),
     "offset": lambda r, s: (100 + 0.05 * r.normal(size=s)).astype(np.float16),
     "outlier channels": lambda r, s: (r.normal(size=s) * np.exp(2 * r.normal(size=s[1]))).astype(np.float16),
@@ -79,14 +82,14 @@ INPUTS = {
 }
 
 
-def same_rows(a, b):
+def same_rows(a: Any, b: Any) -> Any:
     """Equal bits; a nan equals any nan, its payload is not defined."""
     a, b = a.view(np.float16), b.view(np.float16)
     nan = np.isnan(a) & np.isnan(b)
     return np.array_equal(a.view(np.uint16)[~nan], b.view(np.uint16)[~nan])
 
 
-def check(lib, c: Codec, rows, valid=None, shared=None, what=""):
+def check(lib: CDLL, c: Codec, rows: Any, valid: Any = None, shared: Any = None, what: str = "") -> Any:
     want_codes, want_params = ref.encode(c, rows, valid, shared)
     codes, params = kernels.encode(lib, c, rows, valid, shared)
     assert ref.nbytes(c) == kernels.nbytes(lib, c) == (codes.size, params.size), what
@@ -99,7 +102,7 @@ def check(lib, c: Codec, rows, valid=None, shared=None, what=""):
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_encode_equals_definition(lib, kind):
+def test_encode_equals_definition(lib: CDLL, kind: Any) -> None:
     n = 0
     for i, c in enumerate(codecs()):
         if kind not in ("normal", "any f16") and i % 5 != seed_of(kind) % 5:
@@ -112,7 +115,7 @@ def test_encode_equals_definition(lib, kind):
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 128), (2, 16)])
-def test_a_far_channel_costs_the_others_little(lib, bits, group):
+def test_a_far_channel_costs_the_others_little(lib: CDLL, bits: int, group: int) -> Any:
     """8-bit parameters share their range with those of a channel that lies far from zero, as keys with large biases
     have it: codes are chosen under what is stored, not under the exact range.
     """
@@ -123,7 +126,7 @@ def test_a_far_channel_costs_the_others_little(lib, bits, group):
     others = np.arange(64) != 17
     want = rows[:, others].astype(np.float64)
 
-    def error(scale):
+    def error(scale: Any) -> Any:
         c = Codec(AFFINE, K, bits, group, scale, 0, 0.0, 128, 64)
         return np.linalg.norm(kernels.decode(lib, c, *kernels.encode(lib, c, rows))[:, others] - want)
 
@@ -131,7 +134,7 @@ def test_a_far_channel_costs_the_others_little(lib, bits, group):
 
 
 @pytest.mark.parametrize("kind", ["normal", "any f16", "extreme"])
-def test_valid_cells_alone_set_the_parameters(lib, kind):
+def test_valid_cells_alone_set_the_parameters(lib: CDLL, kind: Any) -> None:
     for c in codecs((72, 128)):
         seed = seed_of("valid", kind, c)
         rng = np.random.default_rng(seed)
@@ -151,7 +154,7 @@ def test_valid_cells_alone_set_the_parameters(lib, kind):
             )
 
 
-def test_shared_codes_are_adopted(lib):
+def test_shared_codes_are_adopted(lib: CDLL) -> None:
     for c in codecs((80, 128)):
         if not c.bits:
             continue
@@ -163,7 +166,7 @@ def test_shared_codes_are_adopted(lib):
         assert np.array_equal(params, own_params) and not np.array_equal(own, adopted)
 
 
-def test_random_packed_bytes_decode_alike(lib):
+def test_random_packed_bytes_decode_alike(lib: CDLL) -> None:
     for c in codecs():
         seed = seed_of("bytes", c)
         rng = np.random.default_rng(seed)
@@ -172,8 +175,8 @@ def test_random_packed_bytes_decode_alike(lib):
         assert same_rows(kernels.decode(lib, c, codes, params), ref.decode(c, codes, params)), f"{c} seed {seed}"
 
 
-def test_pack_and_unpack(lib):
-    """METHODS U7: identity, endianness and tail groups of the bit fields, against a byte map written value by value."""
+def test_pack_and_unpack(lib: CDLL) -> None:
+    """Identity, endianness and tail groups of the bit fields, against a byte map written value by value."""
     for c in codecs((72, 128)):
         rng = np.random.default_rng(seed_of("pack", c))
         q = rng.integers(0, 1 << c.bits, (c.n_cells, c.head_size)).astype(np.uint8)
@@ -196,7 +199,7 @@ def test_pack_and_unpack(lib):
 @pytest.mark.parametrize(
     "kind", ["normal", "outlier channels", "near extreme", "constant", "denormal", "offset", "ties"]
 )
-def test_image(lib, kind):
+def test_image(lib: CDLL, kind: Any) -> None:
     """The image of a block is alike in both; reading it gives the parameters back, and codes that have the same
     image.
     """
@@ -216,7 +219,7 @@ def test_image(lib, kind):
         assert shared is not None and np.array_equal(shared[1], params), what
 
 
-def test_image_restores_codes_that_f16_tells_apart(lib):
+def test_image_restores_codes_that_f16_tells_apart(lib: CDLL) -> None:
     """With group steps well above the image's own rounding, the very same block comes back."""
     for c in codecs((64, 128)):
         if not c.bits or c.scale or c.group < 32:
@@ -227,7 +230,7 @@ def test_image_restores_codes_that_f16_tells_apart(lib):
         assert got is not None and np.array_equal(got[0], codes) and np.array_equal(got[1], params), c
 
 
-def test_plain_rows_are_no_image(lib):
+def test_plain_rows_are_no_image(lib: CDLL) -> None:
     for c in codecs((72, 128)):
         rng = np.random.default_rng(seed_of("plain", c))
         rows = rng.normal(size=(c.n_cells, c.head_size)).astype(np.float16)
@@ -238,7 +241,7 @@ def test_plain_rows_are_no_image(lib):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_f16_rows_come_back(lib, head):
+def test_f16_rows_come_back(lib: CDLL, head: int) -> None:
     c = Codec(F16, K, 16, 32, 0, 0, 0.0, 32, head)
     rows = f16_bits(np.random.default_rng(head), (32, head))
     codes, params = kernels.encode(lib, c, rows)
@@ -247,7 +250,7 @@ def test_f16_rows_come_back(lib, head):
     assert np.array_equal(kernels.image(lib, c, codes, params), rows.view(np.uint16))
 
 
-def test_every_f16_survives_its_own_group(lib):
+def test_every_f16_survives_its_own_group(lib: CDLL) -> None:
     """All 63488 finite f16 values as one-value groups: zero holds the value itself, whatever the width."""
     x = np.arange(1 << 16, dtype=np.uint16)
     x = x[(x & 0x7C00) != 0x7C00].view(np.float16).reshape(-1, 32)
@@ -291,6 +294,6 @@ BAD = Codec(AFFINE, K, 2, 32, 0, 0, 0.0, 32, 64)
     ],
     ids=str,
 )
-def test_refused_formats(lib, fields):
+def test_refused_formats(lib: CDLL, fields: Any) -> None:
     with pytest.raises(MethodError, match=r"\w"):
         kernels.nbytes(lib, BAD.with_(**fields))

@@ -146,6 +146,48 @@ def test_prose_names_files_that_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_comments_name_the_file_that_defines() -> None:
+    """`f(...); // name.cu` says where f is defined; any other file that a comment of ggml-kvq/ names exists."""
+    sources = [p for p in sorted(SOURCES.rglob("*")) if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
+    known = {p.name for f in ("ggml-kvq", "tests", "scripts", "python", "docs") for p in (ROOT / f).rglob("*.*")}
+    known |= {"llama.cpp", "llama.h", "ggml.h"}
+    wrong, seen = [], 0
+    for path in sources:
+        for i, line in enumerate(path.read_text().splitlines(), 1):
+            code, _, comment = line.partition("//")
+            for name in re.findall(r"(?<![\w*./-])(\w+\.(?:h|cpp|cuh?|inc|py))\b", comment):
+                wrong += [f"{path.relative_to(ROOT)}:{i} names {name}"] * (name not in known)
+            declared = re.search(r"\b(kvq_\w+)\(.*\);\s*$", code)
+            where = re.fullmatch(r"\s*(\w+\.(?:cu|cpp))\s*", comment)
+            if declared and where:
+                seen += 1
+                place = path.parent / where[1]
+                defined = place.exists() and re.search(rf"^\w[^;\n]*\b{declared[1]}\(", place.read_text(), re.MULTILINE)
+                wrong += [f"{path.relative_to(ROOT)}:{i} says {where[1]} defines {declared[1]}"] * (not defined)
+    assert seen > 5 and not wrong, "\n".join(wrong)
+
+
+#: Words that make a reader stop: say which thing is absent, or who does it.
+RIDDLES = re.compile(
+    r"\bnobody\b|\bwhoever\b|\bof before\b|\b(?:is|are|was|were|had) none\b|: none\b|\bor none\b", re.I
+)
+
+
+def test_prose_and_comments_name_what_is_absent() -> None:
+    """Read once, by someone whose second language is English: "0: no kernel", not "0: none"."""
+    wrong, skipped = [], [SOURCES / name for name in ("host", "methods", "include")]
+    for path in sorted([*(ROOT / "docs").rglob("*.md"), *SOURCES.rglob("*.*")]):
+        if path.suffix not in (".md", ".h", ".cpp", ".cu", ".cuh", ".inc") or path.parent in skipped:
+            continue
+        if path.name in ("llama-cpp.md", "adding-a-method.md"):
+            continue
+        for i, line in enumerate(path.read_text().splitlines(), 1):
+            text = re.sub(r"`[^`]*`", "", line) if path.suffix == ".md" else line.partition("//")[2]
+            if not text.startswith("    ") and RIDDLES.search(text):
+                wrong.append(f"{path.relative_to(ROOT)}:{i}: {line.strip()}")
+    assert not wrong, "\n".join(wrong)
+
+
 # ------------------------------------------------------------------ Python
 
 

@@ -36,7 +36,8 @@ def pages_and_rows(
     lib = loader.libraries().need_kvq()
     pages, rows = [], []
     for p in range(n_pages):
-        lanes, parts = [], []
+        lanes: list[Any] = []
+        parts: list[Any] = []
         for c in codecs:
             d = c.head_size
             x = (rng.normal(size=(1, CELLS, d)) * np.exp(0.5 * rng.normal(size=d))).astype(np.float16)
@@ -92,7 +93,7 @@ def test_attention_against_f64(
         pages,
         q,
         dst[:, :, :width],
-        scale,
+        float(scale),
         mask,
         0.0,
         softcap,
@@ -126,7 +127,7 @@ def test_impossible_latent_attention_is_refused() -> None:
             pages,
             np.zeros((1, 2, 96), np.float32),
             np.zeros((1, 2, 96), np.float32),
-            np.float32(1),
+            1.0,
             None,
         )
         stream.flags = LATENT

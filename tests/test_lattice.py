@@ -1,4 +1,4 @@
-"""Lattice blocks: grids against their known errors (METHODS U5), the rotation (U6), numpy == C byte for byte,
+"""Lattice blocks: grids against their known errors (HIGGS, arXiv 2411.17525), the rotation, numpy == C byte for byte,
 images, attention.
 """
 
@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from ctypes import CDLL
+from typing import Any
 
 import numpy as np
 import pytest
 from ggml_kvq import kernels, loader
 from ggml_kvq import reference as ref
 from ggml_kvq.errors import MethodError
-from ggml_kvq.reference import LATTICE, Codec, K, V, attention, lattice
+from ggml_kvq.reference import LATTICE, Codec, K, V, attention, lattice, lattice_grids
 from ggml_kvq.reference.codec import SPLIT_NEOX, SPLIT_NORM
 
 #: (d, bits) -> mean squared error per coordinate on N(0,1): AQUA-KV's tables from two bits on, k-means at one bit
@@ -23,31 +25,31 @@ HALVES = ((2, 0), (4, 0), (4, 2), (3, 1))
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
-def codec(d, bits, role=K, scale=0, head=64, n_cells=32):
+def codec(d: int, bits: int, role: Any = K, scale: int = 0, head: int = 64, n_cells: int = 32) -> Any:
     return Codec(LATTICE, role, bits, d, scale, 0, 0.0, n_cells, head)
 
 
-def split_codec(bits, fast, split, scale=1, head=64, n_cells=32):
+def split_codec(bits: int, fast: Any, split: Any, scale: int = 1, head: int = 64, n_cells: int = 32) -> Any:
     return codec(2, bits, K, scale, head, n_cells).with_(split=split, fast_bits=fast)
 
 
-def codecs():
+def codecs() -> Any:
     yield from whole_codecs()
     for (bits, fast), split, scale, head in itertools.product(HALVES, (SPLIT_NORM, SPLIT_NEOX), (0, 1), HEADS):
         if head % 16 == 0:
             yield split_codec(bits, fast, split, scale, head, 64 if head == 80 else 32)
 
 
-def whole_codecs():
+def whole_codecs() -> Any:
     for (d, bits), role, scale, head in itertools.product(MSE, (K, V), (0, 1), HEADS):
         yield codec(d, bits, role, scale, head, 64 if head == 72 else 32)
 
 
-def rows_of(seed, c, kind="normal"):
+def rows_of(seed: Any, c: Any, kind: str = "normal") -> Any:
     rng = np.random.default_rng(zlib.crc32(repr(seed).encode()))
     x = rng.normal(size=(c.n_cells, c.head_size)) * np.exp(rng.normal(size=(c.n_cells, 1)))
     if kind == "outliers":
@@ -60,7 +62,7 @@ def rows_of(seed, c, kind="normal"):
 
 
 @pytest.mark.parametrize(("d", "bits"), MSE)
-def test_u5_grids_have_their_known_errors(d, bits):
+def test_grids_have_their_known_errors(d: int, bits: int) -> None:
     g = lattice.grid(codec(d, bits)).astype(np.float64)
     assert g.shape == (1 << d * bits, d)
     x = np.random.default_rng(1).normal(size=(100000, d))
@@ -69,7 +71,7 @@ def test_u5_grids_have_their_known_errors(d, bits):
 
 
 @pytest.mark.parametrize("n", [8, 64, 72, 80, 96, 128, 256, 1024])
-def test_u6_rotation_is_orthonormal_and_its_own_inverse(n):
+def test_rotation_is_orthonormal_and_its_own_inverse(n: int) -> None:
     h = lattice.hadamard(np.eye(n, dtype=np.float32)).astype(np.float64)
     assert np.abs(h @ h.T - np.eye(n)).max() < 1e-6 and np.abs(h - h.T).max() == 0
     q, k = np.random.default_rng(n).normal(size=(2, n)).astype(np.float32)
@@ -80,7 +82,7 @@ def test_u6_rotation_is_orthonormal_and_its_own_inverse(n):
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "any", "zero rows"])
-def test_encode_and_decode_equal_the_definition(lib, kind):
+def test_encode_and_decode_equal_the_definition(lib: CDLL, kind: Any) -> None:
     for c in codecs():
         rows = rows_of((kind, c), c, kind)
         valid = None if kind != "outliers" else np.random.default_rng(3).integers(0, 256, c.n_cells // 8, np.uint8)
@@ -93,7 +95,7 @@ def test_encode_and_decode_equal_the_definition(lib, kind):
         ), c
 
 
-def test_random_bytes_decode_alike(lib):
+def test_random_bytes_decode_alike(lib: CDLL) -> None:
     for c in codecs():
         rng = np.random.default_rng(zlib.crc32(repr(c).encode()))
         codes, params = (rng.integers(0, 256, n, np.uint8) for n in ref.nbytes(c))
@@ -101,7 +103,7 @@ def test_random_bytes_decode_alike(lib):
         assert np.isfinite(want).all() and np.array_equal(got.view(np.uint16), want.view(np.uint16)), c
 
 
-def test_pack_follows_the_byte_map():
+def test_pack_follows_the_byte_map() -> None:
     for c in whole_codecs():
         rng = np.random.default_rng(5)
         index = rng.integers(0, 1 << c.bits * c.group, (c.n_cells, c.head_size // c.group))
@@ -119,7 +121,7 @@ def test_pack_follows_the_byte_map():
         assert value == index[cell, vec]
 
 
-def relative_error(rows, back):
+def relative_error(rows: Any, back: Any) -> Any:
     """Squared error of every cell over its row's square."""
     x = rows.astype(np.float64)
     return ((back.astype(np.float64) - x) ** 2).sum(1) / (x**2).sum(1)
@@ -127,7 +129,7 @@ def relative_error(rows, back):
 
 @pytest.mark.parametrize(("d", "bits"), MSE)
 @pytest.mark.parametrize("scale", [0, 1])
-def test_error_is_the_grids(lib, d, bits, scale, monkeypatch):
+def test_error_is_the_grids(lib: CDLL, d: int, bits: int, scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """relMSE of heavy-tailed rows after rotation stays within 6 % of the grid's on the normal distribution, where the
     scale is the root mean square.
     """
@@ -142,7 +144,9 @@ def test_error_is_the_grids(lib, d, bits, scale, monkeypatch):
 
 @pytest.mark.parametrize("head", [64, 80, 128, 256])
 @pytest.mark.parametrize(("bits", "scale"), list(itertools.product((3, 4), (0, 1))))
-def test_tried_scales_hold_rows_better(lib, bits, scale, head, monkeypatch):
+def test_tried_scales_hold_rows_better(
+    lib: CDLL, bits: int, scale: Any, head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 3 and 4 bits: less error than with the root mean square, hardly ever more in a cell, and much less where the
     rotation leaves heavy tails.
     """
@@ -157,7 +161,7 @@ def test_tried_scales_hold_rows_better(lib, bits, scale, head, monkeypatch):
     assert (tried[0] <= 1.05 * plain[0]).mean() > 0.97
 
 
-def test_image_restores_the_block(lib):
+def test_image_restores_the_block(lib: CDLL) -> None:
     for c in codecs():
         codes, params = kernels.encode(lib, c, rows_of(("image", c), c))
         rows = kernels.image(lib, c, codes, params)
@@ -169,7 +173,7 @@ def test_image_restores_the_block(lib):
         assert kernels.image_match(lib, c, rows) is None, c
 
 
-def points_of(c, codes, params):
+def points_of(c: Any, codes: Any, params: Any) -> Any:
     """Of each block: |decoded rows before the last rotation|, f64, and scales."""
     return [
         (np.abs(lattice.rotated(own, *block)).astype(np.float64), lattice.scales(own, block[1]))
@@ -177,16 +181,16 @@ def points_of(c, codes, params):
     ]
 
 
-def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
+def attend(lib: CDLL, ck: Any, cv: Any, n_q: int, flags: int = 0, n_pages: int = 3, **extra: Any) -> Any:
     """(output of kvq_attend, f64 softmax over exactly decoded rows, bound of the L2 error of every output row that
     folding may cause); the last page is open.
     """
     rng = np.random.default_rng(11)
     heads, gqa, n = 2, 3, n_pages * 32
     k, v, pages = np.zeros((heads, n, ck.head_size)), np.zeros((heads, n, cv.head_size)), []
-    sealed = [[], []]  # (rows before the last rotation, scales) of every page and head
+    sealed: list[list[Any]] = [[], []]  # (rows before the last rotation, scales) of every page and head
     for p in range(n_pages):
-        lanes = []
+        lanes: list[Any] = []
         for c, out in ((ck, k), (cv, v)):
             rows = rng.normal(size=(heads, 32, c.head_size)).astype(np.float16)
             if p == n_pages - 1:
@@ -199,7 +203,7 @@ def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
             out[:, p * 32 : p * 32 + 32] = [lattice.exact(c, *b) for b in blocks]
             sealed[c.role].append([points_of(c, *b) for b in blocks])
             lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
-        pages.append(kernels.Page(*lanes, 32, p * 32))
+        pages.append(kernels.Page(lanes[0], lanes[1], 32, p * 32))
     q = rng.normal(size=(n_q, heads * gqa, ck.head_size)).astype(np.float32)
     dst = np.zeros((n_q, heads * gqa, cv.head_size), np.float32)
     scale = ck.head_size**-0.5
@@ -227,7 +231,7 @@ def attend(lib, ck, cv, n_q, flags=0, n_pages=3, **extra):
 
 @pytest.mark.parametrize(("d", "bits"), MSE)
 @pytest.mark.parametrize("head", [64, 80, 96, 128])
-def test_attention_over_lattice_pages(lib, d, bits, head):
+def test_attention_over_lattice_pages(lib: CDLL, d: int, bits: int, head: int) -> None:
     """Queries in two bytes, points exact, weights in 8 bits, two bytes with d=2 n=256 (cpu/kernels.h): within the
     bound of every row;
     f32: rounding of rows to f16."""
@@ -245,7 +249,7 @@ def test_attention_over_lattice_pages(lib, d, bits, head):
 @pytest.mark.parametrize("split", [SPLIT_NORM, SPLIT_NEOX])
 @pytest.mark.parametrize(("bits", "fast"), HALVES)
 @pytest.mark.parametrize("head", [64, 80, 96, 128, 256])
-def test_attention_over_split_keys(lib, bits, fast, split, head):
+def test_attention_over_split_keys(lib: CDLL, bits: int, fast: Any, split: Any, head: int) -> None:
     """A logit is the sum over the halves: the same bounds."""
     cv = codec(2, 2, V, 1, head)
     for scale, n_q in ((0, 1), (1, 2), (1, 7)):
@@ -258,7 +262,7 @@ def test_attention_over_split_keys(lib, bits, fast, split, head):
 
 
 @pytest.mark.parametrize(("split", "fast"), [(SPLIT_NORM, range(32)), (SPLIT_NEOX, [*range(16), *range(32, 48)])])
-def test_halves_are_those_of_rotary_pairs(lib, split, fast):
+def test_halves_are_those_of_rotary_pairs(lib: CDLL, split: Any, fast: Any) -> None:
     """Without bits the fast half is zero, whatever it held; the slow half's block is one of half a head."""
     c = split_codec(4, 0, split)
     slow = [i for i in range(64) if i not in fast]
@@ -275,11 +279,11 @@ def test_halves_are_those_of_rotary_pairs(lib, split, fast):
     assert np.array_equal(codes2[: codes.size], codes) and np.array_equal(params2[: params.size], params)
 
 
-def test_coordinates_fit_the_bytes_that_multiply_them():
+def test_coordinates_fit_the_bytes_that_multiply_them() -> None:
     """AVX2 adds products of bytes in pairs of 16 bits: 255*63 twice. Grids beyond 63 steps take weights in two
     bytes of at most 63.
     """
-    for (d, bits), (n, points) in {(d, b): (1 << d * b, lattice.POINTS[d, 1 << d * b]) for d, b in MSE}.items():
+    for (d, bits), (n, points) in {(d, b): (1 << d * b, lattice_grids.POINTS[d, 1 << d * b]) for d, b in MSE}.items():
         assert points.shape == (n, d) and np.abs(points.astype(int)).max() <= (127 if (d, bits) == (2, 4) else 63)
 
 
@@ -303,6 +307,6 @@ def test_coordinates_fit_the_bytes_that_multiply_them():
     ],
     ids=str,
 )
-def test_refused_formats(lib, fields):
+def test_refused_formats(lib: CDLL, fields: Any) -> None:
     with pytest.raises(MethodError, match=r"\w"):
         kernels.nbytes(lib, codec(2, 2).with_(**fields))

@@ -202,7 +202,7 @@ def test_the_rpc_server_takes_our_flags(demo_model: Path, tmp_path: Path) -> Non
 
 
 def test_servers_are_named_before_their_devices(monkeypatch: pytest.MonkeyPatch, demo_model: Path) -> None:
-    monkeypatch.setattr(launcher.socket, "create_connection", lambda *_, **__: open(os.devnull))
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: open(os.devnull))
     monkeypatch.setattr(launcher, "_rpc_devices", lambda *_: ["RPC0", "RPC1", "RPC2"])
     argv = ["-m", str(demo_model), "-p", "--rpc", "--rpc", "a:1,b:2", "--kv-method", "kivi", "-n", "8"]
     got = launcher.command("llama-cli", argv, {})

@@ -58,14 +58,50 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
         yield from ((n.name, (n.end_lineno or 0) - n.lineno + 1) for n in nodes)
         return
     for m in re.finditer(
-        r"^(?!struct|class|namespace|enum|union|#|//)\S[^;{}]*\([^{};]*\{\n(?:.*\n)*?\}$", text, re.MULTILINE
+        r"^(?!struct|class|namespace|enum|union|public:|private:|protected:|#|//)\S[^;{}]*\([^{};]*\{\n(?:.*\n)*?\}$",
+        text,
+        re.MULTILINE,
     ):
-        yield m.group().split("(")[0].split()[-1], m.group().count("\n") + 1
+        head = re.sub(r"//.*", "", m.group().split("{")[0])
+        names = [n for n in re.findall(r"([\w:~]+)\(", head) if n != "__launch_bounds__"]
+        kernels = [n for n in names if n.endswith("_kernel")]
+        yield (kernels or names or ["?"])[0], m.group().count("\n") + 1
+
+
+#: Functions that may be longer than FUNCTION: how long at most, and why. A kernel holds its state in registers, so a
+#: part of it cannot become a function without passing all of that; a native test walks one list of cases.
+LONG = {
+    "ggml-kvq/cuda/attend_bytes.cuh": {"bytes_kernel": 520},
+    "ggml-kvq/cuda/attend_decode.cuh": {"decode_kernel": 560},
+    "ggml-kvq/cuda/attend_mixed.cuh": {"mixed_kernel": 320},
+    "ggml-kvq/cuda/attend_rows.cu": {"rows_kernel": 240},
+    "ggml-kvq/cuda/attend_short.cuh": {"short_kernel": 340},
+    "ggml-kvq/cuda/attend_tiles.cuh": {"tiles_kernel": 180},
+    "ggml-kvq/cuda/decode_picked.cuh": {"sum_picked": 150},
+    "ggml-kvq/cuda/device.cu": {"kvq_cuda_device::attend": 130},  # one chain of choices, in their order
+    "ggml-kvq/cuda/far_pick.cu": {"pick_kernel": 220},
+    "ggml-kvq/cuda/fold.cu": {"sum_kernel": 170},
+    "tests/native/cuda_attention.h": {"check_attention": 210, "attention_matrix": 130},
+    "tests/native/cuda_bytes.h": {"bytes_attention": 150},
+    "tests/native/cuda_far.h": {"check_far": 250},
+    "tests/native/cuda_policies_attention.h": {"check_attention": 260},
+    "tests/native/test_cuda.cpp": {"check_store": 130, "main": 140},
+    "tests/native/test_cuda_policies.cpp": {"main": 170},
+    "tests/native/test_graph_door.cpp": {"run": 190},
+    "tests/native/test_mrope.cpp": {"cache": 130},
+}
 
 
 def test_functions_are_short() -> None:
-    kernels = [p for p in sources(".cpp", ".h") if p.parent.name == "cpu" or "native" in p.parts]
-    files = [p for p in sources(".py", ".cpp", ".h") if p not in kernels]
-    found = [(n, f"{p.relative_to(ROOT)}: {name}, {n} lines") for p in files for name, n in functions(p)]
-    assert len(found) > 1000
-    assert not [text for n, text in found if n > FUNCTION]
+    """Of all sources, with the exceptions that LONG states. An exception that is not needed any more is taken out."""
+    found = {
+        (str(p.relative_to(ROOT)), name): n
+        for p in sources(".py", ".cpp", ".h", ".cu", ".cuh")
+        for name, n in sorted(functions(p), key=lambda f: f[1])
+    }
+    assert len(found) > 3000
+    may = {(file, name): n for file, names in LONG.items() for name, n in names.items()}
+    wrong = [f"{file}: {name}, {n} lines" for (file, name), n in found.items() if n > may.get((file, name), FUNCTION)]
+    assert not wrong, "\n".join(wrong)
+    stale = [key for key in may if found.get(key, 0) <= FUNCTION]
+    assert not stale, f"no longer exceptions: {stale}"

@@ -62,7 +62,7 @@ class Context:
         )
         params.n_threads = params.n_threads_batch = 2
         params.flash_attn_type, params.kv_unified = llama.FLASH_ATTN_ENABLED, unified
-        kvq = self.model._libs.kvq
+        kvq = self.model._libs.need_kvq()
         if method:
             assert kvq.kvq_configure(method.encode(), opts.encode(), None, os.fsencode(path)) == 0
         self.ctx = self.lib.llama_init_from_model(self.model._model, params)

@@ -5,7 +5,9 @@ defaults, plans.
 from __future__ import annotations
 
 import re
+from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ggml_kvq import loader, native
@@ -16,16 +18,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
 @pytest.fixture(scope="module")
-def table(lib):
+def table(lib: CDLL) -> Any:
     return {m["name"]: m for m in native.methods(lib)}
 
 
-def test_registry_parity(table):
+def test_registry_parity(table: Any) -> None:
     rows = re.findall(r"^KVQ_METHOD\((\w+)\)", (ROOT / "ggml-kvq/methods.inc").read_text(), re.MULTILINE)
     assert rows == list(table) and sorted(rows) == sorted(METHODS)
     for name in rows:
@@ -35,7 +37,7 @@ def test_registry_parity(table):
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_option_parity(table, name):
+def test_option_parity(table: Any, name: str) -> None:
     native_options = {o["key"]: o for o in table[name]["options"]}
     assert list(native_options) == list(METHODS[name].options)
     for key, default in METHODS[name].options.items():
@@ -51,18 +53,18 @@ def test_option_parity(table, name):
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_every_row_says_what_it_is(table, name):
+def test_every_row_says_what_it_is(table: Any, name: str) -> None:
     assert table[name]["summary"] and table[name]["paper"]
 
 
 @pytest.mark.parametrize("name", list(METHODS))
-def test_defaults_are_accepted(lib, table, name):
+def test_defaults_are_accepted(lib: CDLL, table: Any, name: str) -> None:
     text = ",".join(f"{o['key']}={o['default_value']}" for o in table[name]["options"])
     assert lib.kvq_check(name.encode(), text.encode()) == 0
     assert lib.kvq_check(name.encode(), None) == 0
 
 
-def refusal(lib, method, opts):
+def refusal(lib: CDLL, method: str, opts: Any) -> Any:
     with pytest.raises(MethodError) as e:
         native.check(lib, lib.kvq_check(method.encode(), opts.encode()))
     line = str(e.value)
@@ -70,7 +72,7 @@ def refusal(lib, method, opts):
     return line
 
 
-def test_unknown_method_names_the_known_ones(lib):
+def test_unknown_method_names_the_known_ones(lib: CDLL) -> None:
     line = refusal(lib, "zip", "")
     assert "'zip'" in line and all(name in line for name in METHODS)
 
@@ -144,7 +146,7 @@ def test_unknown_method_names_the_known_ones(lib):
         ("auto", "far=q4,means=on", "means=on cannot go with far=q4"),
     ],
 )
-def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
+def test_bad_options_are_refused_by_name_and_value(lib: CDLL, method: str, opts: Any, needle: Any) -> None:
     assert needle in refusal(lib, method, opts)
 
 
@@ -152,13 +154,13 @@ def test_bad_options_are_refused_by_name_and_value(lib, method, opts, needle):
     ("shape", "needle"), [((0, 8, 100, 128), "100"), ((0, 8, 128, 4), "4"), ((0, 8, 2048, 128), "2048")], ids=str
 )
 @pytest.mark.parametrize("method", ["kivi", "xquant"])
-def test_shapes_that_no_block_holds_are_refused(lib, method, shape, needle):
+def test_shapes_that_no_block_holds_are_refused(lib: CDLL, method: str, shape: Any, needle: Any) -> None:
     with pytest.raises(MethodError, match=needle):
         native.plan(lib, method, "", [shape], 1024)
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-def test_options_have_an_effect(lib, table, method):
+def test_options_have_an_effect(lib: CDLL, table: Any, method: str) -> None:
     """No key is parsed and forgotten: each changes a plan's bytes or headline, or the codec (seen in the
     reference's plan).
     """
@@ -214,7 +216,7 @@ def test_options_have_an_effect(lib, table, method):
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]
     for key in METHODS[method].options:
-        if key == "state":  # of files: tests/test_compact.py
+        if key == "state":  # of files: tests/test_compact_states.py
             continue
         if other[key] == METHODS[method].options[key]:
             other[key] = "f16"  # scales of lattice blocks are u8 unless said
@@ -230,18 +232,17 @@ def test_options_have_an_effect(lib, table, method):
             "predictor": {"means": "on"},
             "weights": {"means": "on", "predictor": "full"},
         }
+        needs: dict[str, dict[str, object]] = {
+            "order": {"level": 7},
+            "weights": {"predictor": "full"},
+            "depth": {"budget": "pyramid"},
+            "recent": {"keep": 0.5},
+            "kept": {"fetch": "ahead"},
+            **(of_auto if method == "auto" else {}),
+        }
         more: dict[str, object] = (
-            {"near": "kivi"}
-            if of_kivi
-            else {
-                "order": {"level": 7},
-                "weights": {"predictor": "full"},
-                "depth": {"budget": "pyramid"},
-                "recent": {"keep": 0.5},
-                "kept": {"fetch": "ahead"},
-                **(of_auto if method == "auto" else {}),
-            }.get(key, {})
-        )  # without which the key means nothing
+            {"near": "kivi"} if of_kivi else needs.get(key, {})
+        )  # without these the key has no effect
         base, new = METHODS[method](**more), METHODS[method](**more, **{key: other[key]})
         assert by_bytes or base.plans(layers) != new.plans(layers), f"{method}.{key} changes nothing"
         a, b = (native.plan(lib, method, o, shapes, 8192) for o in (more, {**more, key: other[key]}))
@@ -265,7 +266,7 @@ def test_options_have_an_effect(lib, table, method):
 
 
 @pytest.mark.parametrize("top", [1, 64, 100, 512, 600, 1024])
-def test_as_many_rows_stay_as_the_reference_says(lib, top):
+def test_as_many_rows_stay_as_the_reference_says(lib: CDLL, top: Any) -> None:
     """specache, kept=0: with 16 heads each of them is 64 bytes of a layer's tables."""
     layer = (0, 16, 64, 64)
     (plan,) = METHODS["specache"](fetch="ahead", top=top).plans([LayerShape(*layer)])
@@ -280,7 +281,7 @@ def test_as_many_rows_stay_as_the_reference_says(lib, top):
 @pytest.mark.parametrize(
     ("preset", "key", "value"), [("paper1", "bits", 2), ("paper2", "group", 32), ("paper2", "scales", "u8")]
 )
-def test_a_preset_leaves_what_the_user_named(lib, preset, key, value):
+def test_a_preset_leaves_what_the_user_named(lib: CDLL, preset: Any, key: Any, value: int) -> None:
     """Also where the user names the default, which the preset would change."""
     layer = (0, 4, 64, 64)
     sets: dict[str, object] = {"near": "kivi", "bits": 1, "eta": 0.25, "group": 64, "sinks": 0, "scales": "f16"}
@@ -293,7 +294,7 @@ def test_a_preset_leaves_what_the_user_named(lib, preset, key, value):
     assert METHODS["specache"](**named).plans(shapes) == METHODS["specache"](**spelt_out).plans(shapes)
 
 
-def test_every_method_is_tried_by_the_walks(table):
+def test_every_method_is_tried_by_the_walks(table: Any) -> None:
     """A new row cannot be forgotten: the store's own walks and those on a whole model name every method."""
     import test_lattice_features
     import test_llama_features

@@ -4,8 +4,9 @@ tests/native/test_slots.cpp.
 
 from __future__ import annotations
 
-from ctypes import POINTER, c_float
+from ctypes import CDLL, POINTER, c_float
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,12 +20,12 @@ TEXT = "The register file holds sixteen words. Each word is read by the decoder 
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
-def test_pyramid():
-    """U10: the mean is hh, lower layers keep more; the code's end points at hh = 0.25, depth 7."""
+def test_pyramid() -> None:
+    """The mean is hh, lower layers keep more; the code's end points at hh = 0.25, depth 7."""
     for n_layer in (2, 16, 32):
         shares = [pyramid(0.25, 7, i, n_layer) for i in range(n_layer)]
         assert np.mean(shares) == pytest.approx(0.25) and all(np.diff(shares) < 0)
@@ -35,8 +36,8 @@ def test_pyramid():
     assert np.mean([p.keep for p in plans]) == pytest.approx(0.5) and all(p.recent == 0.25 for p in plans)
 
 
-def test_store_follows_the_budget(lib):
-    """Pages of a layer = ceil(keep * pages), so bytes of codes are known; METHODS 4.4 at 4k."""
+def test_store_follows_the_budget(lib: CDLL) -> None:
+    """Pages of a layer = ceil(keep * pages), so bytes of codes are known (MiniKV, arXiv 2411.18077)."""
     shapes = [(i, 4, 64, 64) for i in range(16)]
     half = native.plan(lib, "minikv", "", shapes, 4096)
     whole = native.plan(lib, "minikv", "hh=0.75", shapes, 4096)
@@ -49,18 +50,19 @@ def test_store_follows_the_budget(lib):
     assert cone["bytes_codes"] == half["bytes_codes"] // (16 * 64) * sum(pages)
 
 
-def open_model(opts: str, method: str = "minikv", **kwargs: object) -> Model:
-    return Model(DEMO, method, opts, **{"n_ctx": 1024, "n_batch": 512, "n_ubatch": 256, "n_threads": 2, **kwargs})
+def open_model(opts: str, method: str = "minikv", **kwargs: Any) -> Model:
+    sizes: dict[str, Any] = {"n_ctx": 1024, "n_batch": 512, "n_ubatch": 256, "n_threads": 2, **kwargs}
+    return Model(DEMO, method, opts, **sizes)
 
 
-def test_all_kept_is_kivi_with_groups_of_16():
+def test_all_kept_is_kivi_with_groups_of_16() -> None:
     with open_model("hh=0.75") as a, open_model("group=16,scales=u8", "kivi") as b:
         tokens = a.tokenize(TEXT, add_bos=True)[:600]
         p, q = a.logits(tokens), b.logits(tokens)
     assert np.abs(p - q).max() < 0.05 * np.abs(q).max()  # pages are visited in another order
 
 
-def test_a_full_context_is_served():
+def test_a_full_context_is_served() -> None:
     """A prompt as long as the context, twice what the store holds."""
     with open_model("hh=0.25,rw=0.25") as m:
         tokens = m.tokenize((Path(__file__).parent / "data" / "walk.txt").read_text(), add_bos=True)[:1000]
@@ -86,7 +88,7 @@ def test_a_full_context_is_served():
         )
 
 
-def test_second_prompt_after_generation():
+def test_second_prompt_after_generation() -> None:
     """What was kept serves a later turn: the conversation goes on, and equals itself."""
     outs = []
     for _ in range(2):
@@ -99,7 +101,7 @@ def test_second_prompt_after_generation():
     assert outs[0] == outs[1] and outs[0][1]
 
 
-def test_selection_over_the_zipcache_split():
+def test_selection_over_the_zipcache_split() -> None:
     """Three classes, evicted, 2 and 4 bits, as options of zipcache: half the store, and the model goes on."""
     lib = loader.libraries().need_kvq()
     shapes = [(il, 4, 64, 64) for il in range(4)]
@@ -125,10 +127,10 @@ def column_sums(path: Path, ids: np.ndarray, n_head: int, n_head_kv: int, head: 
     n = len(ids)
     angle = np.outer(np.arange(n), 10000.0 ** (-np.arange(0, head, 2) / head))[:, None]
 
-    def norm(x, name):
+    def norm(x: Any, name: str) -> Any:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weights[name]
 
-    def turned(x, heads):
+    def turned(x: Any, heads: int) -> Any:
         x = x.reshape(n, heads, head)
         a, b = x[..., ::2], x[..., 1::2]
         return (
@@ -137,7 +139,8 @@ def column_sums(path: Path, ids: np.ndarray, n_head: int, n_head_kv: int, head: 
             .astype(np.float32)
         )
 
-    x, sums = weights["token_embd.weight"][ids], []
+    sums: list[Any] = []
+    x = weights["token_embd.weight"][ids]
     hidden = np.triu(np.full((n, n), -np.inf, np.float32), 1)
     while f"blk.{len(sums)}.attn_q.weight" in weights:
         w = f"blk.{len(sums)}."
@@ -159,7 +162,7 @@ def column_sums(path: Path, ids: np.ndarray, n_head: int, n_head_kv: int, head: 
     return np.array(sums)
 
 
-def test_what_stays_of_a_real_prompt(lib):
+def test_what_stays_of_a_real_prompt(lib: CDLL) -> None:
     """The cells of the largest explicit column sums, in every layer and head. Weights and activations of 8 bits
     move a few at the edge.
     """

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -267,10 +268,10 @@ def test_sampling_options_change_the_text(plain: Model) -> None:
         *({"repeat_penalty": float("nan")}, {"frequency_penalty": float("nan")}, {"presence_penalty": float("inf")}),
     ],
 )
-def test_bad_sampling_options_are_refused_at_the_call(plain: Model, bad: dict[str, object]) -> None:
+def test_bad_sampling_options_are_refused_at_the_call(plain: Model, bad: dict[str, Any]) -> None:
     stop = bad.get("stop")
     with pytest.raises(errors.KvqError, match=next(iter(bad))):
-        plain.generate(PROMPT, **({"stop": [stop]} if stop is not None else bad))  # type: ignore[arg-type]
+        plain.generate(PROMPT, **({"stop": [stop]} if stop is not None else bad))
 
 
 def test_generation_stops_when_the_context_is_full() -> None:
@@ -279,6 +280,11 @@ def test_generation_stops_when_the_context_is_full() -> None:
         list(m.generate(PROMPT, max_tokens=-1, temperature=0))
         assert m.finish_reason == "context"
         assert 256 >= len(m.tokens) > n
+
+
+def close(pieces: Iterator[str]) -> None:
+    assert isinstance(pieces, Generator)
+    pieces.close()
 
 
 def test_continuing_equals_one_long_generation(plain: Model) -> None:
@@ -290,7 +296,7 @@ def test_continuing_equals_one_long_generation(plain: Model) -> None:
     assert plain.tokens == tokens
     pieces = plain.generate(PROMPT, max_tokens=20, temperature=0)
     first = "".join(next(pieces) for _ in range(5))
-    pieces.close()
+    close(pieces)
     rest = "".join(plain.generate("", reset=False, max_tokens=15, temperature=0))
     assert first + rest == whole
     assert plain.tokens == tokens
@@ -304,7 +310,7 @@ def test_a_saved_generation_goes_on_behind_its_text(method: str, left: bool, tmp
         whole = "".join(m.generate(PROMPT, max_tokens=20, temperature=0))
         stream = m.generate(PROMPT, max_tokens=20 if left else 10, temperature=0)
         first = "".join(next(stream) for _ in range(5)) if left else "".join(stream)
-        stream.close()
+        close(stream)
         m.save_state(tmp_path / "state")
         held = m.tokens
         assert m.detokenize(held).lstrip() == PROMPT + first

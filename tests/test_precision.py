@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,17 +23,17 @@ MODEL = Path(os.environ.get("PRECISION_MODEL", ROOT / "models/kvq-demo-q8_0.gguf
 N_PAST, N_NEW = 1536, 64
 
 
-def log_softmax(x):
+def log_softmax(x: Any) -> Any:
     x = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return dequantize_model(MODEL, tmp_path_factory.mktemp("f32") / "f32.gguf")
 
 
-def answers(model, method, opts, state, tokens):
+def answers(model: Any, method: str, opts: Any, state: Any, tokens: Any) -> Any:
     """Log-probabilities after the last N_NEW tokens, which one call decodes behind the saved ones."""
     with Model(model, kv_method=method, kv_opts=opts, n_ctx=2048, n_threads=2) as m:
         if not state.exists():
@@ -45,7 +46,7 @@ def answers(model, method, opts, state, tokens):
 
 
 @pytest.fixture(scope="module")
-def tokens(model):
+def tokens(model: Any) -> Any:
     """A fixed text: limits depend on it."""
     with Model(model, kv_method="f16", n_ctx=256) as m:
         tokens = m.tokenize((ROOT / "tests/data/manual.md").read_text(), add_bos=True)[: N_PAST + N_NEW]
@@ -54,7 +55,7 @@ def tokens(model):
 
 
 @pytest.fixture(scope="module")
-def f16(model, tokens, tmp_path_factory):
+def f16(model: Any, tokens: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What all methods are held against, computed once."""
     return answers(model, "f16", "", tmp_path_factory.mktemp("f16") / "state", tokens)
 
@@ -70,7 +71,9 @@ def f16(model, tokens, tmp_path_factory):
         ("higgs", "bits=1,grid=d8"),
     ],
 )
-def test_folding_changes_answers_less_than_codes_do(model, tokens, f16, tmp_path, method, opts):
+def test_folding_changes_answers_less_than_codes_do(
+    model: Any, tokens: Any, f16: Any, tmp_path: Path, method: str, opts: Any
+) -> None:
     state = tmp_path / "state"
     folded, exact = (answers(model, method, f"{opts},precision={p}", state, tokens) for p in ("int8", "f32"))
     kld = float((np.exp(exact) * (exact - folded)).sum(-1).mean())

@@ -1,6 +1,12 @@
-"""AQUA's linear predictors: the arithmetic to the bit (METHODS U11), calibration, files, whole models."""
+"""AQUA's linear predictors (AQUA-KV, arXiv 2501.19392, section 3.1): the arithmetic to the bit, calibration, files,
+whole models.
+"""
 
 from __future__ import annotations
+
+from ctypes import CDLL
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +19,7 @@ from test_aqua import MODEL, TEXT, change
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
@@ -22,7 +28,7 @@ def lib():
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("n_in", "n_out"), [(256, 256), (512, 256), (72, 40), (40, 8), (1024, 16)])
-def test_predictions_equal_the_definition_to_the_bit(lib, n_in, n_out, bits):
+def test_predictions_equal_the_definition_to_the_bit(lib: CDLL, n_in: Any, n_out: Any, bits: int) -> None:
     rng = np.random.default_rng(n_in + bits)
     w = rng.normal(size=(n_out, n_in)).astype(np.float32)
     w[1] = 0
@@ -40,7 +46,7 @@ def test_predictions_equal_the_definition_to_the_bit(lib, n_in, n_out, bits):
 
 
 @pytest.mark.parametrize(("bits", "tolerance"), [(8, 0.02), (4, 0.1)])
-def test_predictions_are_near_the_product_in_f64(lib, bits, tolerance):
+def test_predictions_are_near_the_product_in_f64(lib: CDLL, bits: int, tolerance: Any) -> None:
     """Root mean square of the error over that of the product; 8 bits round weights to 1/63 of their output's
     largest, rows to 1/127.
     """
@@ -51,7 +57,7 @@ def test_predictions_are_near_the_product_in_f64(lib, bits, tolerance):
     assert np.sqrt(((got - want) ** 2).mean() / (want**2).mean()) < tolerance
 
 
-def test_bad_shapes_are_refused(lib):
+def test_bad_shapes_are_refused(lib: CDLL) -> None:
     assert lib.kvq_weights_bytes(0, 16, 8) == 0 and lib.kvq_weights_bytes(16, 16, 5) == 0
     with pytest.raises(MethodError, match="5 bits"):
         native.check(lib, lib.kvq_weights_pack(16, 16, 5, None, None))
@@ -59,9 +65,10 @@ def test_bad_shapes_are_refused(lib):
         native.check(lib, lib.kvq_predict(16, 16, 8, None, 1, None, None, None, 1))
 
 
-def test_u11_a_chain_is_read_with_the_bits_it_was_written_against(lib):
+def test_a_chain_is_read_with_the_bits_it_was_written_against(lib: CDLL) -> None:
     """Twelve layers: native encode, decode and predict against numpy, and |error|^2 = (1 - explained) * MSE of the
-    grid at every depth: closed loop, nothing adds up (METHODS 1.6, 2).
+    grid at every depth: a predictor reads what was reconstructed, so errors do not add up
+    (AQUA-KV, section 3.1).
     """
     rng = np.random.default_rng(5)
     heads, size, n, depth = 4, 64, 64, 12
@@ -75,16 +82,16 @@ def test_u11_a_chain_is_read_with_the_bits_it_was_written_against(lib):
         noise = [rng.normal(size=(n, width)).astype(np.float32) * 0.3 for _ in range(2)]
         k = truth[0] = (truth[0] @ w[0].T if layer else truth[0]) + noise[0]
         v = truth[1] = (np.concatenate([k, truth[1]], 1) @ w[1].T if layer else truth[1]) + noise[1]
-        rows = []
+        rows: list[Any] = []
         for role, x in ((K, k), (V, v)):
-            pred = [np.zeros_like(x)] * 2
+            pred: list[Any] = [np.zeros_like(x)] * 2
             if layer and role == K:
                 pred = [kernels.predict(lib, packed[0], seen[0]), predictor.predict(w[0], 8, seen[0])]
             elif layer:
                 a = kernels.predict(lib, packed[2], seen[1], kernels.predict(lib, packed[1], rows[0]))
                 b = predictor.predict(w[1][:, width:], 8, seen[1], predictor.predict(w[1][:, :width], 8, rows[0]))
                 pred = [a, b]
-            assert np.array_equal(*pred)
+            assert np.array_equal(pred[0], pred[1])
             back = np.zeros_like(x)
             for p in range(n // 32):
                 for h in range(heads):
@@ -110,7 +117,7 @@ def test_u11_a_chain_is_read_with_the_bits_it_was_written_against(lib):
 # ------------------------------------------------------------------ weights
 
 
-def test_q4_0_rows_are_ggml_s_and_errors_are_made_good():
+def test_q4_0_rows_are_ggml_s_and_errors_are_made_good() -> None:
     import gguf
 
     rng = np.random.default_rng(2)
@@ -126,7 +133,7 @@ def test_q4_0_rows_are_ggml_s_and_errors_are_made_good():
     assert carried < 0.6 * plain
 
 
-def test_q4_0_goes_into_four_bit_predictors_unchanged(lib):
+def test_q4_0_goes_into_four_bit_predictors_unchanged(lib: CDLL) -> None:
     rng = np.random.default_rng(3)
     w = weights.to_f32(weights.to_q4_0(rng.normal(size=(32, 64))), "q4_0")
     rows = rng.normal(size=(5, 64)).astype(np.float32)
@@ -135,9 +142,9 @@ def test_q4_0_goes_into_four_bit_predictors_unchanged(lib):
     assert np.abs(kernels.predict(lib, kernels.pack_weights(lib, w, 4), rows) - want).max() < 1e-5
 
 
-def test_u12_permuted_keys_give_the_same_residual():
-    """GGUF interleaves the two halves of a head's rotary pairs (METHODS 10, item 1): P W P^T on permuted rows, V
-    inputs W P^T.
+def test_permuted_keys_give_the_same_residual() -> None:
+    """GGUF interleaves the two halves of a head's rotary pairs (llama.cpp's conversion of Llama models):
+    P W P^T on permuted rows, V inputs W P^T.
     """
     from ggml_kvq.calibrate import hf
 
@@ -160,7 +167,9 @@ class Made:
     differ enough there to tell their predictors apart.
     """
 
-    def __init__(self, n_layer=4, width=64, noise=0.05, bad_sink=False, fold=False):
+    def __init__(
+        self, n_layer: int = 4, width: int = 64, noise: float = 0.05, bad_sink: bool = False, fold: bool = False
+    ) -> None:
         rng = np.random.default_rng(7)
         self.shapes = [(il, 2, width // 2, width // 2) for il in range(n_layer)]
         self.key, self.fold = ["made", bad_sink, fold], fold
@@ -168,13 +177,13 @@ class Made:
         self.wv = [rng.normal(size=(width, 2 * width)) / np.sqrt(2 * width) for _ in range(n_layer)]
         self.noise, self.width, self.bad_sink, self.calls = noise, width, bad_sink, 0
 
-    def groups(self):
+    def groups(self) -> Any:
         return [[s[0] for s in self.shapes]]
 
-    def tokens(self, n, length, seed):
+    def tokens(self, n: int, length: Any, seed: int) -> Any:
         return [np.arange(length) + 1000 * i for i in range(n)]
 
-    def rows(self, tokens, sinks):
+    def rows(self, tokens: Any, sinks: Any) -> Any:
         self.calls += 1
         rng = np.random.default_rng(int(tokens[0]))
         k, v = (rng.normal(size=(len(tokens), self.width)) for _ in range(2))
@@ -187,19 +196,19 @@ class Made:
             a[:sinks], b[:sinks] = 500, -500
             yield il, a[sinks:], b[sinks:]
 
-    def queries(self, il, width):
+    def queries(self, il: int, width: int) -> np.ndarray:
         return np.zeros(width)
 
-    def pairs(self):
+    def pairs(self) -> str:
         return "none"
 
-    def close(self):
+    def close(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("predictor", ["full", "fold"])
 @pytest.mark.parametrize("form", ["f16", "q4_0"])
-def test_known_predictors_are_found(tmp_path, form, predictor):
+def test_known_predictors_are_found(tmp_path: Path, form: Any, predictor: Any) -> None:
     made = Made(fold=predictor == "fold")
     fit = predictors.fit(
         made,
@@ -211,7 +220,8 @@ def test_known_predictors_are_found(tmp_path, form, predictor):
         folder=tmp_path / "w",
     )
     for il in range(1, 4):
-        got = [weights.to_f32(w, form) for w in fit.layers[il].weight]
+        got = [weights.to_f32(w, form) for w in fit.layers[il].weight if w is not None]
+        assert len(got) == 2
         for w, want in zip(got, (made.wk[il], made.wv[il])):
             assert np.sqrt(((w - want) ** 2).mean() / (want**2).mean()) < 0.3
         known = fit.layers[il].explained[made.fold :]  # of keys there is much that nothing predicts
@@ -220,12 +230,12 @@ def test_known_predictors_are_found(tmp_path, form, predictor):
     assert fit.layers[0].weight == [None, None] and [x.prev for x in fit.layers.values()] == [-1, 0, 1, 2]
 
 
-def test_a_killed_run_goes_on(tmp_path, monkeypatch):
-    opts = {"n_sequences": 8, "length": 100, "folder": tmp_path / "w"}
+def test_a_killed_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opts: dict[str, Any] = {"n_sequences": 8, "length": 100, "folder": tmp_path / "w"}
     whole = predictors.fit(Made(), **{**opts, "folder": tmp_path / "other"})
     made, real = Made(), Made.rows
 
-    def dies(self, tokens, sinks):
+    def dies(self: Made, tokens: Any, sinks: Any) -> Any:
         if self.calls == 5:
             raise KeyboardInterrupt
         return real(self, tokens, sinks)
@@ -234,9 +244,10 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         predictors.fit(made, **opts)
     monkeypatch.setattr(Made, "rows", real)
-    layer, n = predictors._Work.layer, []
+    layer = predictors._Work.layer
+    n: list[int] = []
 
-    def stops(self, *args):
+    def stops(self: Any, *args: Any) -> Any:
         n.append(1)
         if len(n) == 3:
             raise KeyboardInterrupt
@@ -255,10 +266,13 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
             and x.prev == y.prev
             and x.explained == y.explained
         )
-        assert all((a is None and b is None) or np.array_equal(a, b) for a, b in zip(x.weight, y.weight))
+        assert all(
+            a is b is None or (a is not None and b is not None and np.array_equal(a, b))
+            for a, b in zip(x.weight, y.weight)
+        )
 
 
-def test_layers_of_unequal_width_are_refused(tmp_path):
+def test_layers_of_unequal_width_are_refused(tmp_path: Path) -> None:
     made = Made()
     made.shapes[2] = (2, 2, 16, 16)
     with pytest.raises(KvqError, match="layers 1 and 2"):
@@ -268,7 +282,7 @@ def test_layers_of_unequal_width_are_refused(tmp_path):
 # ------------------------------------------------------------------ whole models
 
 
-def fit_both(folder, **how):
+def fit_both(folder: Any, **how: Any) -> Any:
     """A sidecar made for `full` that holds what `fold` wants as well; keys are predicted alike."""
     full, fold = (
         predictors.fit(capture.GgufSource(MODEL, TEXT, 256, 1), predictor=p, folder=folder / p, **how)
@@ -276,25 +290,26 @@ def fit_both(folder, **how):
     )
     arrays = {**files.predictor_arrays(fold), **files.predictor_arrays(full)}
     for il, layer in full.layers.items():
-        assert not il or np.array_equal(layer.weight[0], fold.layers[il].weight[0])
+        ours, theirs = layer.weight[0], fold.layers[il].weight[0]
+        assert not il or (ours is not None and theirs is not None and np.array_equal(ours, theirs))
     out = folder / "demo.kvq.gguf"
     files.write_sidecar(out, files.predictor_fields(MODEL, full, predictors.Bits(), 4), arrays)
     return out
 
 
 @pytest.fixture(scope="module", params=["f16", "q4_0"])
-def sidecar(request, tmp_path_factory):
+def sidecar(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("predictors")
     return fit_both(folder, form=request.param, n_sequences=4, length=256, n_threads=1)
 
 
-def opened(config=None, opts="", **kw):
+def opened(config: Any = None, opts: str = "", **kw: Any) -> Any:
     return Model(
         MODEL, kv_method="aqua", kv_opts=opts, kv_config=config, **{"n_ctx": 768, "n_ubatch": 64, "n_threads": 2, **kw}
     )
 
 
-def kld(model, ids, want):
+def kld(model: Any, ids: Any, want: Any) -> Any:
     x = model.logits(ids, n_ubatch=64).astype(np.float64)
     x -= x.max(-1, keepdims=True)
     x -= np.log(np.exp(x).sum(-1, keepdims=True))
@@ -302,7 +317,7 @@ def kld(model, ids, want):
 
 
 @pytest.fixture(scope="module")
-def exact():
+def exact() -> Any:
     with Model(MODEL, kv_method="f16", n_ctx=768, n_ubatch=64, n_threads=2) as m:
         ids = m.tokenize(TEXT[2000:])[:600]
         x = m.logits(ids, n_ubatch=64).astype(np.float64)
@@ -310,7 +325,7 @@ def exact():
     return ids, x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def test_predictors_help_in_order(sidecar, exact):
+def test_predictors_help_in_order(sidecar: Any, exact: Any) -> None:
     loss = {}
     for name in ("bias", "k", "full", "fold"):
         with opened(sidecar, f"predictor={name},window=32") as m:
@@ -320,7 +335,9 @@ def test_predictors_help_in_order(sidecar, exact):
     assert loss["k"] < 0.7 * loss["bias"] and loss["full"] < 0.8 * loss["k"] and loss["fold"] < 0.9 * loss["k"], loss
 
 
-def test_auto_takes_what_the_file_was_made_for_and_a_model_may_hold_it(sidecar, tmp_path, exact):
+def test_auto_takes_what_the_file_was_made_for_and_a_model_may_hold_it(
+    sidecar: Any, tmp_path: Path, exact: Any
+) -> None:
     own = tmp_path / "demo-aqua.gguf"
     files.embed(MODEL, sidecar, own)
     form = 4 if any(t.type == 2 for t in gguf_header.read(sidecar, tensors=True).tensors) else 8
@@ -337,14 +354,15 @@ def test_auto_takes_what_the_file_was_made_for_and_a_model_may_hold_it(sidecar, 
         assert m.logits(exact[0][:8]).shape[0] == 8
 
 
-def opened_auto(config, opts, **kw):
+def opened_auto(config: Path | str | None, opts: str, **kw: Any) -> Model:
     where = {"n_ctx": 768, "n_ubatch": 64, "n_threads": 2, **kw}
     return Model(MODEL, kv_method="auto", kv_opts=f"at=131072,window=32,{opts}", kv_config=config, **where)
 
 
-def test_behind_predictors_auto_loses_a_third(sidecar, exact):
+def test_behind_predictors_auto_loses_a_third(sidecar: Path, exact: Any) -> None:
     """Residuals of keys sorted, at equal levels of the ladder; predictor=auto is what the file was made for."""
-    loss, lines = {}, {}
+    loss: dict[str, float] = {}
+    lines: dict[str, str] = {}
     for name in ("none", "k", "auto"):
         with opened_auto(sidecar, f"level=30,pairs=sorted,predictor={name}") as m:
             loss[name], lines[name] = kld(m, *exact), m.load_line
@@ -354,7 +372,9 @@ def test_behind_predictors_auto_loses_a_third(sidecar, exact):
 
 @pytest.mark.parametrize("name", ["k", "full", "fold"])
 @pytest.mark.parametrize("how", ["level=12", "bits=3,state=compact"])
-def test_a_state_of_sorted_residuals_comes_back_bit_for_bit(sidecar, tmp_path, name, how, exact):
+def test_a_state_of_sorted_residuals_comes_back_bit_for_bit(
+    sidecar: Path, tmp_path: Path, name: str, how: str, exact: Any
+) -> None:
     """As f16 rows, where these are finer than the codes: residuals of 3 and 4 bits beside large keys are encoded once
     more. Blocks always are what they were."""
     rows = []
@@ -369,7 +389,7 @@ def test_a_state_of_sorted_residuals_comes_back_bit_for_bit(sidecar, tmp_path, n
     assert np.array_equal(*map(np.array, rows))
 
 
-def test_sorted_residuals_are_planned_as_the_reference_says(lib):
+def test_sorted_residuals_are_planned_as_the_reference_says(lib: CDLL) -> None:
     shapes = [(il, 2, 64, 64) for il in range(12)]
     for level, pairs in ((0, "sorted"), (40, "norm"), (84, "sorted"), (20, "none")):
         opts = {"level": level, "pairs": pairs, "predictor": "full", "means": "on"}
@@ -381,12 +401,13 @@ def test_sorted_residuals_are_planned_as_the_reference_says(lib):
         assert got["bits_headline"] == pytest.approx((sum(keys) + sum(p.v.codec.bits for p in plans)) / 24)
 
 
-def test_what_the_cache_gives_back_of_sorted_residuals(tmp_path):
+def test_what_the_cache_gives_back_of_sorted_residuals() -> None:
     """The fit sees the rows that the reference makes of them."""
     rng = np.random.default_rng(3)
     work = predictors._Work(None, 64, 64, 1, predictors.Bits(), "f16", 1, None, 1)
     codec = predictors.Bits().halves(64)
-    order = sorted_keys(*np.exp(rng.normal(size=(2, 2, 64))), "norm")
+    assert codec is not None
+    order = sorted_keys(np.exp(rng.normal(size=(2, 64))), np.exp(rng.normal(size=(2, 64))), "norm")
     y, pred = rng.normal(size=(2, 64, 128)).astype(np.float32)
     got = work.rebuilt(codec, y, pred, order)
     for h in range(2):
@@ -407,18 +428,18 @@ def test_what_the_cache_gives_back_of_sorted_residuals(tmp_path):
         ("predictor=some", "predictor"),
     ],
 )
-def test_what_does_not_go_with_predictors_is_refused(lib, opts, why):
+def test_what_does_not_go_with_predictors_is_refused(lib: CDLL, opts: str, why: str) -> None:
     with pytest.raises(MethodError, match=why):
         native.plan(lib, "auto", opts + ",means=on" * ("means" not in opts), [(0, 2, 64, 64)], 4096, n_layer_model=12)
 
 
-def test_predictors_that_the_data_lack_are_named():
+def test_predictors_that_the_data_lack_are_named() -> None:
     with pytest.raises(KvqError, match="needs calibrated data"), opened_auto("none", "bits=3,predictor=auto"):
         pass
 
 
-def test_auto_takes_fold(sidecar, tmp_path, exact):
-    def made_for_fold(m, d):
+def test_auto_takes_fold(sidecar: Any, tmp_path: Path, exact: Any) -> None:
+    def made_for_fold(m: Any, d: Any) -> None:
         m["kvq.aqua.predictor"] = "fold"
         for name in [n for n in d if n.endswith("v.weight")]:
             del d[name]
@@ -432,7 +453,7 @@ def test_auto_takes_fold(sidecar, tmp_path, exact):
 
 
 @pytest.mark.parametrize("name", ["k", "full", "fold"])
-def test_a_saved_state_comes_back_bit_for_bit(sidecar, tmp_path, name, exact):
+def test_a_saved_state_comes_back_bit_for_bit(sidecar: Any, tmp_path: Path, name: str, exact: Any) -> None:
     ids = exact[0]
     with opened(sidecar, f"predictor={name},window=32") as m:
         for _ in m.feed(ids[:300]):
@@ -446,7 +467,7 @@ def test_a_saved_state_comes_back_bit_for_bit(sidecar, tmp_path, name, exact):
 
 
 @pytest.mark.parametrize("name", ["full", "fold"])
-def test_threads_change_nothing(sidecar, exact, name):
+def test_threads_change_nothing(sidecar: Any, exact: Any, name: str) -> None:
     rows = []
     for n_threads in (1, 3):
         with opened(sidecar, f"predictor={name},window=32", n_threads=n_threads) as m:
@@ -470,14 +491,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("field", BAD)
-def test_bad_predictors_are_refused_with_the_field_named(sidecar, tmp_path, field):
+def test_bad_predictors_are_refused_with_the_field_named(sidecar: Any, tmp_path: Path, field: Any) -> None:
     with pytest.raises(KvqError, match=field.replace(".", r"\.")):
         opened(change(sidecar, tmp_path / "bad.gguf", BAD[field]))
 
 
 @pytest.mark.parametrize(("wanted", "ends"), [("full", "weight"), ("fold", "fold")])
-def test_means_alone_do_not_make_a_predictor(sidecar, tmp_path, wanted, ends):
-    def strip(m, d):
+def test_means_alone_do_not_make_a_predictor(sidecar: Any, tmp_path: Path, wanted: Any, ends: Any) -> None:
+    def strip(m: Any, d: Any) -> None:
         for name in [n for n in d if n.endswith(ends)]:
             del d[name]
 
@@ -488,7 +509,7 @@ def test_means_alone_do_not_make_a_predictor(sidecar, tmp_path, wanted, ends):
 # ------------------------------------------------------------------ Hugging Face
 
 
-def test_hf_rows_are_what_the_gguf_caches(tmp_path):
+def test_hf_rows_are_what_the_gguf_caches(tmp_path: Path) -> None:
     """A random Llama, saved both ways: un-rotated keys in GGUF's order and values equal those in llama.cpp's cache."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from ggml_kvq.calibrate import hf
@@ -529,10 +550,10 @@ def test_hf_rows_are_what_the_gguf_caches(tmp_path):
     assert [x.prev for x in fit.layers.values()] == [-1, 0, 1]
 
 
-def _write_llama(gguf, path, model, config):
+def _write_llama(gguf: Any, path: Any, model: Any, config: Any) -> Any:
     """The conversion of llama.cpp: Q and K rows of each head from halves to pairs."""
 
-    def pairs(w, heads):
+    def pairs(w: Any, heads: int) -> Any:
         return w.reshape(heads, 2, w.shape[0] // heads // 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
 
     writer = gguf.GGUFWriter(path, "llama")

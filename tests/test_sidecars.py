@@ -9,6 +9,7 @@ import re
 import resource
 import warnings
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -48,13 +49,13 @@ def changed_model(change: int, norms: bool) -> bytes:
     return bytes(out)
 
 
-def open_model(model: Path, sidecar: Path | None, **kwargs: object) -> list[str]:
+def open_model(model: Path, sidecar: Path | None, **kwargs: Any) -> list[str]:
     """Warnings of opening it; it computes."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with Model(
             model, kwargs.pop("method", "aqua"), kwargs.pop("opts", None), sidecar, n_ctx=256, n_batch=64, n_threads=1
-        ) as m:  # type: ignore[arg-type]
+        ) as m:
             assert "".join(m.generate("The", max_tokens=4))
     return [str(w.message) for w in said]
 
@@ -229,8 +230,10 @@ def test_every_bit_that_matters_is_held(tmp_path: Path) -> None:
 )
 def test_an_option_that_would_be_passed_over_is_refused(key: str, value: object, words: str, tmp_path: Path) -> None:
     """Without it the method would be another one than the file asks for."""
-    model, sidecar = DEMO, xquant_file(tmp_path / "x.gguf", **{key: value})
+    model = DEMO
+    sidecar: Path | None = xquant_file(tmp_path / "x.gguf", **{key: value})
     if isinstance(value, np.ndarray):  # as metadata of the model: a tensor is no field
+        assert sidecar is not None
         files.embed(DEMO, sidecar, tmp_path / "own.gguf")
         model, sidecar = tmp_path / "own.gguf", None
     with pytest.raises(errors.MethodError, match=re.escape(words)):

@@ -118,7 +118,7 @@ def test_other_caches_are_refused() -> None:
     for data in (np.zeros(0, np.uint8), np.zeros(400, np.uint8), np.full(400, 255, np.uint8)):
         with pytest.raises(errors.KvqError, match="one plain KV cache only"):
             simulate._tensors(data, 10)
-    assert gguf.GGMLQuantizationType.F16 == 1
+    assert int(gguf.GGMLQuantizationType.F16) == 1
 
 
 @pytest.mark.parametrize(

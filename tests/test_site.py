@@ -89,6 +89,21 @@ def test_no_link_is_dead(site: Path, pages: dict[Path, Page]) -> None:
     assert inner > 1000 and not dead, "\n".join(dead)
 
 
+def test_decisions_are_pages_of_one_shape() -> None:
+    """Question, what was measured, answer; the index names each once. What holds today is a reference, not a diary."""
+    folder = ROOT / "docs/decisions"
+    index = (folder / "index.md").read_text()
+    pages = [p for p in sorted(folder.glob("*.md")) if p.name != "index.md"]
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text()
+        title = text.splitlines()[0].removeprefix("# ")
+        assert title.endswith("?"), f"{page.name}: {title!r} is no question"
+        assert text.count("\n**Question.** ") == 1 and text.count("\n**Answer.** ") == 1, page.name
+        assert index.count(f"| [{title}]({page.name}) |") == 1, f"docs/decisions/index.md does not list {page.name}"
+    assert len((ROOT / "docs/performance-gpu.md").read_text().splitlines()) <= 250
+
+
 def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     """Scripts, styles and fonts come with the site."""
     for path in pages:

@@ -136,7 +136,7 @@ def test_two_threads_score_without_mixing(model: Model) -> None:
         t.start()
     for t in threads:
         t.join()
-    assert len(got) == 2 and all((x == want).all() for x in got)  # type: ignore[attr-defined]
+    assert len(got) == 2 and all((x == want).all() for x in got)
 
 
 def test_figures_while_another_thread_closes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
-"""What the papers' formulas promise, measured on the blocks themselves: METHODS U1, U2, U3, U4, U15, U16 (U7 is in
-test_formats.py).
+"""What the papers' formulas promise, measured on the blocks themselves: XQuant (Yang et al. 2025, sections 3.2,
+3.3), KIVI (arXiv 2402.02750), and one-bit blocks of SpeCache (arXiv 2503.16163).
 """
 
 from __future__ import annotations
+
+from ctypes import CDLL
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +17,27 @@ SHAPE = (8, 128, 128)  # KV heads, key and value channels
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
-def shapes(n, shape=SHAPE):
+def shapes(n: int, shape: Any = SHAPE) -> Any:
     return [(il, *shape) for il in range(n)]
 
 
-def round_trip(lib, c, rows):
+def round_trip(lib: CDLL, c: Any, rows: Any) -> Any:
     return kernels.decode(lib, c, *kernels.encode(lib, c, rows)).astype(np.float64)
 
 
-def codec(role=K, bits=2, group=32, eta=0.0, levels=0, n_cells=None, head_size=128):
+def codec(
+    role: Any = K,
+    bits: int = 2,
+    group: int = 32,
+    eta: float = 0.0,
+    levels: int = 0,
+    n_cells: Any = None,
+    head_size: int = 128,
+) -> Any:
     return Codec(AFFINE, role, bits, group, 0, levels, eta, n_cells or max(32, group), head_size)
 
 
@@ -34,7 +45,7 @@ def codec(role=K, bits=2, group=32, eta=0.0, levels=0, n_cells=None, head_size=1
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.1, 1 / 6, 0.25, 1 / 3, 0.45])
-def test_u1_error_of_one_bit_on_uniform_data(lib, eta):
+def test_error_of_one_bit_on_uniform_data(lib: CDLL, eta: float) -> None:
     """MSE / range^2 = eta^2 - eta/2 + 1/12 inside a group; its two extremes err by eta * range each."""
     c = codec(bits=1, group=256, eta=eta, head_size=1024)
     rows = np.random.default_rng(1).uniform(0, 1, (256, 1024)).astype(np.float16)
@@ -45,7 +56,7 @@ def test_u1_error_of_one_bit_on_uniform_data(lib, eta):
     assert abs((err**2).mean() - expected) < 4 * (err**2).std() / 512 + 1e-5
 
 
-def test_u1_minimum_is_at_a_quarter(lib):
+def test_minimum_is_at_a_quarter(lib: CDLL) -> None:
     rows = np.random.default_rng(2).uniform(0, 1, (256, 1024)).astype(np.float16)
     grid = np.linspace(0, 0.48, 25)
     mse = [((round_trip(lib, codec(bits=1, group=256, eta=e, head_size=1024), rows) - rows) ** 2).mean() for e in grid]
@@ -54,7 +65,7 @@ def test_u1_minimum_is_at_a_quarter(lib):
 
 
 @pytest.mark.parametrize("role", [K, V])
-def test_u2_improved_one_bit_kivi_is_eta_one_quarter(lib, role):
+def test_improved_one_bit_kivi_is_eta_one_quarter(lib: CDLL, role: int) -> None:
     """SpeCache's 1-bit blocks: two equal bins, reconstructed at their centres lo + r/4 and lo + 3r/4."""
     rows = np.random.default_rng(3).normal(size=(32, 128)).astype(np.float16)
     improved = round_trip(lib, codec(role, bits=1, levels=1, eta=0.25), rows)
@@ -68,7 +79,7 @@ def test_u2_improved_one_bit_kivi_is_eta_one_quarter(lib, role):
 
 
 @pytest.mark.parametrize("role", [K, V])
-def test_u3_eta_zero_is_kivi(lib, role):
+def test_eta_zero_is_kivi(lib: CDLL, role: int) -> None:
     """lo + round((x - lo)/s) * s by the formula of KIVI section 3, in f64; differences only where f32 and f64 round
     a tie apart.
     """
@@ -84,7 +95,7 @@ def test_u3_eta_zero_is_kivi(lib, role):
         assert err[~tie].max() <= 2**-11 * (np.abs(lo).max() + 2 * (s * ((1 << bits) - 1)).max())
 
 
-def test_u3_unshared_two_bit_xquant_is_kivi(lib):
+def test_unshared_two_bit_xquant_is_kivi(lib: CDLL) -> None:
     """kq = vq = km = vm = L and eta 0: the plan of KIVI-2, lane by lane, and the same bytes in memory."""
     layers = [LayerShape(*s) for s in shapes(8)]
     x = ref.METHODS["xquant"](kq=8, vq=8, km=8, vm=8, eta1=0.0, eta2=0.0).plans(layers)
@@ -96,7 +107,7 @@ def test_u3_unshared_two_bit_xquant_is_kivi(lib):
 
 
 @pytest.mark.parametrize(("group", "relative"), [(32, 1.96), (64, 2.75), (128, 3.56)])
-def test_u15_rounding_to_end_points_at_one_bit_is_worse_than_zero(lib, group, relative):
+def test_rounding_to_end_points_at_one_bit_is_worse_than_zero(lib: CDLL, group: int, relative: float) -> None:
     rows = np.random.default_rng(5).normal(size=(128, 1024)).astype(np.float16)
     mse = ((round_trip(lib, codec(bits=1, group=group, n_cells=128, head_size=1024), rows) - rows) ** 2).mean()
     assert mse > 1 and mse == pytest.approx(relative, rel=0.02)
@@ -113,8 +124,8 @@ def test_u15_rounding_to_end_points_at_one_bit_is_worse_than_zero(lib, group, re
         (3, 0.0, 0, 0.028),
     ],
 )
-def test_error_on_gaussian_groups_of_32(lib, bits, eta, levels, relative):
-    """Relative error of the quantisers that the methods use, against their table of METHODS section 6.1."""
+def test_error_on_gaussian_groups_of_32(lib: CDLL, bits: int, eta: float, levels: int, relative: float) -> None:
+    """Relative error of the quantisers that the methods use, against the errors that their formulas give."""
     rows = np.random.default_rng(6).normal(size=(256, 1024)).astype(np.float16)
     c = codec(bits=bits, eta=eta, levels=levels, n_cells=256, head_size=1024)
     assert ((round_trip(lib, c, rows) - rows) ** 2).mean() == pytest.approx(relative, rel=0.02)
@@ -137,7 +148,7 @@ def test_error_on_gaussian_groups_of_32(lib, bits, eta, levels, relative):
         (0, 0, 0, 0, 0.5),
     ],
 )
-def test_u4_equivalent_bits(lib, kq, vq, km, vm, bits):
+def test_equivalent_bits(lib: CDLL, kq: int, vq: int, km: int, vm: int, bits: int) -> None:
     """The five checks of XQuant's formula, and the plan's own count of code bits."""
     assert xquant.equivalent_bits(32, kq, vq, km, vm) == bits
     plan = native.plan(lib, "xquant", {"kq": kq, "vq": vq, "km": km, "vm": vm}, shapes(32), 1024)
@@ -146,7 +157,7 @@ def test_u4_equivalent_bits(lib, kq, vq, km, vm, bits):
 
 @pytest.mark.parametrize("n_layer", [2, 6, 12, 16, 22, 24, 28, 32, 36, 80])
 @pytest.mark.parametrize("preset", list(xquant.PRESETS))
-def test_presets_keep_pairs_whole_at_any_depth(lib, preset, n_layer):
+def test_presets_keep_pairs_whole_at_any_depth(lib: CDLL, preset: Any, n_layer: int) -> None:
     s = xquant.splits(preset, n_layer)
     assert all(v % 2 == 0 and 0 <= v <= n_layer for v in s.values())
     plan = native.plan(lib, "xquant", {"preset": preset}, shapes(n_layer), 1024)
@@ -157,15 +168,15 @@ def test_presets_keep_pairs_whole_at_any_depth(lib, preset, n_layer):
     ("preset", "n_layer", "bits"),
     [("1.38", 12, 1.375), ("1.38", 16, 1.375), ("1.38", 32, 1.375), ("1.41", 32, 1.40625), ("1.16", 32, 1.15625)],
 )
-def test_presets_keep_their_bits(lib, preset, n_layer, bits):
+def test_presets_keep_their_bits(lib: CDLL, preset: Any, n_layer: int, bits: int) -> None:
     assert native.plan(lib, "xquant", {"preset": preset}, shapes(n_layer), 1024)["bits_headline"] == pytest.approx(bits)
 
 
-def pad64(n):
+def pad64(n: int) -> Any:
     return -(-n // 64) * 64
 
 
-def closed_bytes(plan, shape: LayerShape, n_cells: int, n_stream: int):
+def closed_bytes(plan: Any, shape: LayerShape, n_cells: int, n_stream: int) -> Any:
     """(codes, params, window) of a layer in bytes, from the formulas alone; each allocation is rounded up to 64."""
     out = np.zeros(3, np.int64)
     for lane, d in ((plan.k, shape.head_size_k), (plan.v, shape.head_size_v)):
@@ -206,7 +217,7 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "opts"), CASES, ids=str)
 @pytest.mark.parametrize(("n_cells", "n_stream"), [(4096, 1), (32768, 1), (1000, 3), (32, 2)])
-def test_u16_bytes_follow_the_formulas(lib, method, opts, n_cells, n_stream):
+def test_bytes_follow_the_formulas(lib: CDLL, method: str, opts: Any, n_cells: int, n_stream: int) -> None:
     layers = [LayerShape(*s) for s in shapes(12)]
     got = native.plan(lib, method, opts, shapes(12), n_cells, n_stream=n_stream)
     plans = ref.METHODS[method](**opts).plans(layers)
@@ -233,8 +244,10 @@ def test_u16_bytes_follow_the_formulas(lib, method, opts, n_cells, n_stream):
     ],
     ids=str,
 )
-def test_u16_true_bits_of_the_papers_shape(lib, method, opts, floor, table_4k, table_32k):
-    """8B shape. Floor = code bits + 32/group; METHODS 3.4 and 6.2 add (16 - floor) * 96/T, the average residual (half
+def test_true_bits_of_the_papers_shape(
+    lib: CDLL, method: str, opts: Any, floor: Any, table_4k: Any, table_32k: Any
+) -> None:
+    """8B shape. Floor = code bits + 32/group; papers count (16 - floor) * 96/T, the average residual (half
     the keys' 128 rows, all of the values'), which replaces sealed cells. We allocate both: 16 * 128/T on top of the
     floor, and page tables.
     """
@@ -246,32 +259,32 @@ def test_u16_true_bits_of_the_papers_shape(lib, method, opts, floor, table_4k, t
         assert tables < 0.03
 
 
-def test_u16_one_bit_codes_are_not_kept_in_two_bit_fields(lib):
+def test_one_bit_codes_are_not_kept_in_two_bit_fields(lib: CDLL) -> None:
     a, b = (native.plan(lib, "kivi", {"bits": n}, shapes(4), 4096)["bytes_codes"] for n in (1, 2))
     assert 2 * a == b == 4 * 4096 * SHAPE[0] * 2 * 128 * 2 // 8
 
 
-def test_sharing_stores_the_codes_of_a_pair_once(lib):
-    opts = {"kq": 4, "vq": 4, "km": 0, "vm": 0}
+def test_sharing_stores_the_codes_of_a_pair_once(lib: CDLL) -> None:
+    opts: dict[str, object] = {"kq": 4, "vq": 4, "km": 0, "vm": 0}
     shared = native.plan(lib, "xquant", opts, shapes(4), 4096)
     own = native.plan(lib, "kivi", {}, shapes(4), 4096)
     assert 2 * shared["bytes_codes"] == own["bytes_codes"] and shared["bytes_params"] == own["bytes_params"]
 
 
-def test_layers_of_unlike_shape_do_not_share(lib):
+def test_layers_of_unlike_shape_do_not_share(lib: CDLL) -> None:
     mixed = [(0, 8, 128, 128), (1, 4, 128, 128), (2, 4, 128, 128), (3, 4, 128, 128)]
     layers = [LayerShape(*s) for s in mixed]
-    opts = {"kq": 4, "vq": 4, "km": 0, "vm": 0}
+    opts: dict[str, object] = {"kq": 4, "vq": 4, "km": 0, "vm": 0}
     plans = ref.METHODS["xquant"](**opts).plans(layers)
     assert [p.k.shares_codes for p in plans] == [False, False, False, True]
     want = np.sum([closed_bytes(p, s, 4096, 1) for p, s in zip(plans, layers)], axis=0)
     assert native.plan(lib, "xquant", opts, mixed, 4096)["bytes_codes"] == want[0]
 
 
-# ------------------------------------------------------------------ null baselines of sharing (METHODS 3.6)
+# ------------------------------------------------------------------ sharing against no codes (XQuant, section 3.3)
 
 
-def test_codes_of_unrelated_layers_agree_by_chance(lib):
+def test_codes_of_unrelated_layers_agree_by_chance(lib: CDLL) -> None:
     """2-bit codes of two independent Gaussian layers differ by at most 1 in 81.5 % of values: the paper's own
     statistic is chance.
     """
@@ -286,7 +299,7 @@ def test_codes_of_unrelated_layers_agree_by_chance(lib):
 
 
 @pytest.mark.parametrize(("rho", "relative"), [(0.0, 1.06), (0.5, 0.907), (0.8, 0.645), (0.95, 0.448)])
-def test_error_of_adopted_one_bit_codes(lib, rho, relative):
+def test_error_of_adopted_one_bit_codes(lib: CDLL, rho: Any, relative: float) -> None:
     """Best eta over a grid for codes of a layer whose values correlate by rho with ours (groups of 32)."""
     rng = np.random.default_rng(8)
     a, noise = rng.normal(size=(2, 256, 1024))
@@ -300,7 +313,7 @@ def test_error_of_adopted_one_bit_codes(lib, rho, relative):
     assert best == pytest.approx(relative, rel=0.03)
 
 
-def test_value_blocks_use_the_other_axis(lib):
+def test_value_blocks_use_the_other_axis(lib: CDLL) -> None:
     """Keys with outlier channels cost little per channel and much per token; the roles are not interchangeable
     (KIVI section 3).
     """

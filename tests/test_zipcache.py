@@ -1,11 +1,12 @@
-"""ZipCache: mixed blocks, column sums, probes, the choice of salient cells, and the method in a model (METHODS of
-the docs: zipcache).
+"""ZipCache: mixed blocks, column sums, probes, the choice of salient cells, and the method in a model (ZipCache,
+arXiv 2405.14256, section 4).
 """
 
 from __future__ import annotations
 
-from ctypes import POINTER, c_int32, c_uint16, c_void_p
+from ctypes import CDLL, POINTER, c_int32, c_uint8, c_uint16, c_void_p
 from dataclasses import replace
+from typing import Any
 
 import attention_cases as ac
 import numpy as np
@@ -16,11 +17,13 @@ from ggml_kvq.reference import AFFINE, MIXED, Codec, K, V, affine, attention, mi
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
-def codec(role, n_hi=96, page=160, d=64, scale=1, hi=4, lo=2, eta=0.0):
+def codec(
+    role: int, n_hi: int = 96, page: int = 160, d: int = 64, scale: int = 1, hi: int = 4, lo: int = 2, eta: float = 0.0
+) -> Any:
     return Codec(MIXED, role, lo, page if role == K else d, scale, 0, eta, page, d, hi, n_hi)
 
 
@@ -40,13 +43,13 @@ CODECS = [
 ]
 
 
-def native_encode(lib, c, rows, valid, salient):
+def native_encode(lib: CDLL, c: Any, rows: Any, valid: Any, salient: Any) -> Any:
     """kvq_encode with the set where encode expects it."""
     nb_codes, nb_params = kernels.nbytes(lib, c)
     codes, params = np.full(nb_codes, 0xA5, np.uint8), np.full(nb_params, 0xA5, np.uint8)
     if salient is not None:
         params[: c.n_cells // 8] = np.packbits(salient, bitorder="little")
-    u8 = POINTER(native.c_uint8)
+    u8 = POINTER(c_uint8)
     native.check(
         lib,
         lib.kvq_encode(
@@ -61,7 +64,7 @@ def native_encode(lib, c, rows, valid, salient):
     return codes, params
 
 
-def draw(c, rng, kind):
+def draw(c: Any, rng: Any, kind: Any) -> Any:
     rows = rng.normal(size=(c.n_cells, c.head_size))
     if kind == "outliers":
         rows *= np.exp(2 * rng.normal(size=c.head_size))
@@ -76,7 +79,7 @@ def draw(c, rng, kind):
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "odd"])
 @pytest.mark.parametrize("c", CODECS, ids=str)
-def test_block_equals_definition(lib, c, kind):
+def test_block_equals_definition(lib: CDLL, c: Any, kind: Any) -> None:
     rng = np.random.default_rng(len(kind) + c.n_hi + c.role)
     for with_set, with_valid in ((True, False), (True, True), (False, False)):
         rows = draw(c, rng, kind)
@@ -99,7 +102,7 @@ def test_block_equals_definition(lib, c, kind):
         assert np.array_equal(kernels.image(lib, c, *back), image)
 
 
-def test_all_or_none_salient_is_one_plain_block(lib):
+def test_all_or_none_salient_is_one_plain_block(lib: CDLL) -> None:
     """All salient = the 4-bit block of the page, none = the 2-bit block, byte for byte behind the set (and the
     channels of values).
     """
@@ -117,8 +120,8 @@ def test_all_or_none_salient_is_one_plain_block(lib):
         assert np.array_equal(codes, want[0]) and np.array_equal(params[-want[1].size :], want[1])
 
 
-def test_channel_separable_values():
-    """U8: with outlier channels the error is below the token-wise one; with equal ranges it is the same."""
+def test_channel_separable_values() -> None:
+    """With outlier channels the error is below the token-wise one; with equal ranges it is the same."""
     rng = np.random.default_rng(2)
     errors = {}
     for kind in ("outliers", "equal"):
@@ -139,7 +142,7 @@ def test_channel_separable_values():
 
 
 @pytest.mark.parametrize(("heads", "d", "limit"), [(4, 64, 3.6), (8, 128, 3.55)])
-def test_true_bits_at_16k(lib, heads, d, limit):
+def test_true_bits_at_16k(lib: CDLL, heads: int, d: int, limit: Any) -> None:
     """Allocated bits; a page in its f16 frame has no packed block besides, and at 4k that page is what remains
     (docs/methods/zipcache.md).
     """
@@ -153,7 +156,7 @@ def test_true_bits_at_16k(lib, heads, d, limit):
 # ---------------------------------------------------------------- column sums
 
 
-def attend_with_lse(lib, built, n_threads):
+def attend_with_lse(lib: CDLL, built: Any, n_threads: Any) -> Any:
     """lse [n_q, n_head], sums and seen [n_head_kv, slots] of all rows and of a few."""
     c = built.case
     stream = built.stream(ac.dst_buffer(c))
@@ -170,7 +173,7 @@ SUMS = [c for i, c in enumerate(ac.cases()) if i % 4 == 0 and c.n_kv < 600] + [
 
 
 @pytest.mark.parametrize("case", SUMS, ids=lambda c: c.name)
-def test_column_sums_equal_an_explicit_softmax(lib, case):
+def test_column_sums_equal_an_explicit_softmax(lib: CDLL, case: Any) -> None:
     case = replace(case, f32=True)  # values that decode() rounds, as the f64 weights
     built = ac.build(case)
     x = attention.logits(built.q, built.k, built.slot_mask(), 1 / np.sqrt(case.dk), case.max_bias, case.softcap)
@@ -184,11 +187,11 @@ def test_column_sums_equal_an_explicit_softmax(lib, case):
             count = visible if rows is None else visible[rows]
             per_head = count[:, :: case.gqa] if count.shape[1] == case.n_head else count
             assert np.array_equal(seen, np.broadcast_to(per_head.sum(axis=0), seen.shape))
-        if not case.sinks and case.mask == "causal" and case.slots == "identity":  # U9: a head's sums total its rows
+        if not case.sinks and case.mask == "causal" and case.slots == "identity":  # a head's sums total its rows
             assert np.allclose(results[0][0].sum(axis=1), case.n_q * case.gqa, rtol=1e-4)
 
 
-def test_probe_rows_equal_definition(lib):
+def test_probe_rows_equal_definition(lib: CDLL) -> None:
     rows = np.zeros(600, np.int32)
     for n, at, share, page, seed in (
         (512, 0, 0.1, 160, 0),
@@ -212,7 +215,7 @@ def test_probe_rows_equal_definition(lib):
     assert saliency.probe_rows(512, 0, 0.1, 160, 1) != prompt  # another layer, other rows
 
 
-def test_normalised_scores_find_a_late_cell():
+def test_normalised_scores_find_a_late_cell() -> None:
     """A late cell that every row behind it looks at: sums are larger for the first cells, which more rows see
     (section 4.2).
     """

@@ -8,8 +8,8 @@
 #include <fstream>
 #include <string>
 
-// The number behind `key` in a file of lines "key number", or alone in the file where key is "". none: the file or the
-// line is missing, or no number is there ("max").
+// Reads a number from a file. The file has lines "key number"; with an empty key the number stands there alone.
+// Returns `none` when the file or the line is missing, or when a word stands in the number's place ("max").
 static inline uint64_t kvq_number_in(const std::string & path, const std::string & key, uint64_t none) {
     std::ifstream file(path);
     std::string word;
@@ -37,7 +37,7 @@ static inline size_t kvq_room_in_group(const std::string & folder, const kvq_gro
 }
 
 // The least of what the machine has and of what the groups of this process and those above them allow: Linux ends a
-// process that takes more. SIZE_MAX where nobody tells.
+// process that takes more. SIZE_MAX: neither the machine nor a group tells a limit.
 static inline size_t kvq_host_available() {
     const uint64_t kib = kvq_number_in("/proc/meminfo", "MemAvailable:", UINT64_MAX);
     size_t room = kib == UINT64_MAX ? SIZE_MAX : (size_t) kib << 10;

@@ -1,6 +1,6 @@
 // Every environment variable that the library reads (settings.inc). A variable is read when it is needed, so that a
-// program may set one between two caches. A value that is none (letters where a number belongs) counts as not set, and
-// a line says so when a cache is made (kvq_setting_fault).
+// program may set one between two caches. A value that cannot be read (letters in place of a number) counts as not
+// set, and one line says so when a cache is made (kvq_setting_fault).
 #pragma once
 
 #include <cstdlib>
@@ -48,7 +48,7 @@ static inline int kvq_setting_number(kvq_setting s, int otherwise) {
 // A switch: 0 is off, another number on; otherwise: when it is not set.
 static inline bool kvq_setting_on(kvq_setting s, bool otherwise) { return kvq_setting_number(s, otherwise) != 0; }
 
-// Why its value is not used, and the cure; "": it is used, or there is none.
+// Why its value is not used, and the cure; "": the value is used, or the variable is not set.
 static inline std::string kvq_setting_fault(kvq_setting s) {
     const kvq_setting_row & row = kvq_setting_of(s);
     const char * v = getenv(row.name);

@@ -258,7 +258,7 @@ void kvq_kv_cache::clear() {
     for (auto & l : layers) {
         l->k->clear();
         l->v->clear();
-        l->read(); // there is nothing to read
+        l->read(); // the cache has no rows to read
     }
     if (positions()) { positions()->forget(); }
     ubatch = {};

@@ -27,11 +27,11 @@ struct kvq_operand {
 };
 
 // A graph is not a ubatch: llama.cpp's scheduler computes each node as a graph of its own when a callback asks for it,
-// and devices take turns within a layer. So what a graph holds says nothing of when a layer may seal.
+// and devices take turns within a layer. So a graph's nodes do not tell when a layer may seal.
 //   A layer that was written does not seal before attention has read it: the rows of a ubatch are exact while they are
 //   processed, and a graph cut at any node leaves the same bytes.
-//   Rows that nobody reads (a draft model's, taken from another model) seal when the next ones come: a later step that
-//   writes keys or values seals first what both of them hold (is_overdue).
+//   Rows that no attention reads (a draft model's, taken from another model) seal when the next rows come: a later step
+//   that writes keys or values first seals the pages of both (is_overdue).
 struct kvq_kv_layer {
     int ordinal = 0;
     int n_shifts = 0;                  // context shifts seen (policy/positions.h)
@@ -41,7 +41,8 @@ struct kvq_kv_layer {
     std::unique_ptr<kvq_lane> k, v;
     std::vector<std::unique_ptr<kvq_policy>> policies;
     std::vector<kvq_operand> operands; // by tensor, then by channel
-    // those that a graph tells of rotary embeddings, and that a device's attention leaves scores with; NULL: none
+    // those that a graph tells of rotary embeddings, and that a device's attention leaves scores with; NULL: no such
+    // policy
     kvq_transform * transforms[2] = {};
     kvq_probe * probe = nullptr;
     kvq_query_sums queries;
@@ -59,14 +60,14 @@ public:
     ~kvq_kv_cache();
     bool ok() const { return is_ok; }
     const std::string & lacks() const { return missing; } // what, when it is not ok; "": memory
-    std::string trouble();                                // what the user should hear of now; "": nothing new
+    std::string trouble();                                // what the user should hear of now; "": no news
 
     kvq_kv_layer * layer(int il);
     bool append(const kvq_draft_layer & d); // false: out of memory, or predicted layers hold tokens already
     // Head sizes as the graph has them; before anything was written the layer is rebuilt when the guess was wrong.
     bool set_shape(kvq_kv_layer & l, int n_head_kv, int head_size_k, int head_size_v, std::string & err);
 
-    // The rotary embedding of a layer that keeps keys without it; n_dims 0: it has none.
+    // The rotary embedding of a layer that keeps keys without it; n_dims 0: no rotary embedding.
     bool set_rope(kvq_kv_layer & l, const kvq_rope & rope, std::string & err);
     // Positions of the rows of this ubatch, read once: later nodes of the graph may reuse the tensor's memory.
     const int32_t * positions_of(const kvq_kv_layer & l, const int32_t * source, int64_t n);

@@ -45,6 +45,6 @@ kvq_status kvq_calibration_load(
 bool kvq_calibration_of_weights(
     const std::string & path, const kvq_model_info & model, kvq_calibration & out, bool & sorted);
 
-// What the configured method needs; out is NULL when it needs nothing. Options that leave a choice to the data are set.
+// What the configured method needs; out is NULL when it needs no data. Options that leave a choice to the data are set.
 kvq_status kvq_calibration_for(
     kvq_config & config, const kvq_model_info & model, std::shared_ptr<const kvq_calibration> & out, std::string & err);

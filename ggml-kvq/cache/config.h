@@ -24,12 +24,12 @@ struct kvq_model_info {
     int head_size_k = 0, head_size_v = 0;         // 0: unknown
     int head_size_k_swa = 0, head_size_v_swa = 0; // of sliding-window layers, when they differ
     // Multi-head latent attention: keys of `latent` channels and the rotary ones behind them, values are the latent
-    // ones. 0: none
+    // ones. 0: no latent attention
     int latent = 0, latent_swa = 0;
     int latent_of(int n_embd_k) const; // of a cache that keeps keys of this width, 0: no latent attention
     int n_head_kv = 0;                 // of the layer that has most, 0: unknown
-    int indexer_key = 0;               // width of the keys of sparse attention's indexer, 0: none
-    int window = 0;                    // cells that sliding-window layers see, 0: there are none
+    int indexer_key = 0;               // width of the keys of sparse attention's indexer, 0: no indexer
+    int window = 0;                    // cells that sliding-window layers see, 0: no layer has a window
     int n_layer_nextn = 0;             // last layers, for multi-token prediction
     std::vector<uint8_t> attends;      // per layer: it has attention; empty: every layer has, as far as the file tells
 

@@ -1,5 +1,5 @@
-// A cache that is still being asked for: ggml names its tensors one by one and wants their sizes, before anything is
-// allocated.
+// An unfinished cache: ggml names its tensors one by one and asks for their sizes, before any memory is allocated.
+// (Not a draft of speculative decoding: `for_draft` below marks the cache of a draft model.)
 #pragma once
 
 #include "calibration.h"
@@ -58,7 +58,7 @@ public:
     bool empty() const { return layers.empty(); }
     void reset();
     // A layer that a graph shows, with heads as they are there; latent: channels of keys that are the values too, 0:
-    // none are. False with error() set.
+    // no channels are shared. False with error() set.
     bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
 
     bool for_draft = false; // of a draft model: its own configuration
@@ -66,7 +66,7 @@ public:
     bool predicts = false;
     kvq_config config;
     kvq_model_info model;
-    std::shared_ptr<const kvq_calibration> calibration; // NULL: the method takes none
+    std::shared_ptr<const kvq_calibration> calibration; // NULL: the method takes no calibrated data
     std::vector<kvq_draft_layer> layers;
     size_t bytes_asked = 0;    // what ggml was told, padded as ggml pads: identifies the allocation that follows
     size_t bytes_nominal = 0;  // as f16 tensors

@@ -88,7 +88,7 @@ void store_row(const stream_plan & s, int kvh, int row, float m, float l, const 
         c = m == -INFINITY ? 0.0f : exp2f(m - top);
         l = l * c + exp2f(sink - top);
     }
-    if (s.lse) { // nothing seen: -inf
+    if (s.lse) { // no cell is seen: -inf
         s.lse[(size_t) iq * p.n_head + h] = std::max(m, p.sinks ? p.sinks[h] * LOG2_E : m) / LOG2_E + logf(l);
     }
     const float inv = l > 0.0f ? c / l : 0.0f;

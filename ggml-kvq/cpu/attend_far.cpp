@@ -24,7 +24,7 @@ struct scores {
     std::vector<float> & prob;                             // [kvh][block][page][row][n]: 2^(x - top)
     std::vector<float> top, sum;                           // [kvh][row][page]: maximum of x, sum of prob
     int n_padded;                                          // pages, a multiple of 16
-    std::vector<int> pages;                                // by cell / n: index among the stream's pages, -1: none
+    std::vector<int> pages; // by cell / n: index among the stream's pages, -1: no page there
 
     scores(const stream_plan & s, int token0, int n_tokens, std::vector<float> & prob) :
         s(s),
@@ -92,7 +92,7 @@ void pick(const kvq_kernels & K, const scores & x, int kvh, int token, std::vect
         float m = sink;
         float * w = &weight[(size_t) g * stride];
         const float l = K.page_weights(stride, tops, &x.sum[x.at(kvh, 0, token * G + g)], &m, w);
-        if (m == -INFINITY) { // nothing is seen
+        if (m == -INFINITY) { // no cell is seen
             std::fill_n(w, stride, 0.0f);
             continue;
         }

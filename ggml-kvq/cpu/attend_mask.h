@@ -20,7 +20,7 @@ static inline int clear_cells(const uint16_t * row, int n) {
     return i;
 }
 
-// The last cell in [from, n) that a query token sees, from - 1: none. row: of its mask.
+// The last cell in [from, n) that a query token sees, from - 1: it sees no cell. row: of its mask.
 static inline int last_seen_cell(const uint16_t * row, int from, int n) {
     constexpr uint64_t hidden = KVQ_F16_NEG_INF * 0x0001000100010001ull;
     for (; n - 32 >= from; n -= 32) {
@@ -46,13 +46,13 @@ static inline bool masks_are_shared(const kvq_attn & p) {
     return true;
 }
 
-// Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when none is.
+// Mask of the page's slots for one query token: false when every slot is masked out. *use is NULL when no slot is.
 // clear: as above, for pages with maps.
 static inline bool page_mask(const kvq_attn & p, const kvq_page & page, int kvh, const uint16_t * row, int clear,
     uint16_t * out, const uint16_t ** use) {
     const int n = page.n_slots;
     const int32_t * map = page.map ? page.map + kvh * p.map_stride : nullptr;
-    if (map && page.cell < 0 && -page.cell <= clear) { // nothing to hide
+    if (map && page.cell < 0 && -page.cell <= clear) { // every slot is seen
         *use = nullptr;
         return true;
     }

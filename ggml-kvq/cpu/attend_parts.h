@@ -35,7 +35,7 @@ struct key_queries {
     void make(const stream_plan & s, int kvh, int n_rows, const float * q);
 };
 
-// of a sealed page: set of queries, -1: none fits; position of its first cell when sealed
+// of a sealed page: set of queries, -1: no set fits; position of its first cell when sealed
 struct key_place {
     int set;
     int32_t first;
@@ -67,9 +67,10 @@ struct stream_plan {
     std::vector<int> cuts; // first page of each split, then n_pages
     int dpk, dpv, n_out;   // padded rows of queries and of outputs; channels of an output
     size_t rot;            // floats of a rotated sum
-    // values that follow from keys alone (policy/chain.h): sums of rows of both inputs behind the outputs, NULL: none
+    // values that follow from keys alone (policy/chain.h): sums of rows of both inputs behind the outputs, NULL: not
+    // folded
     const kvq_chain_pages * fold;
-    int n_fold;          // floats of such sums, 0: none
+    int n_fold;          // floats of such sums, 0: not folded
     size_t partial;      // offset of this stream's partial results, [kvh][split][row][m, l, out of dpv, fold]
     bool leaves_partial; // rows are left there
     float m0, m1;        // ALiBi bases

@@ -23,7 +23,7 @@ struct page_work {
     std::vector<int32_t> positions;
 };
 
-// One a thread, grown before the threads start: nothing may throw between them.
+// One for each thread, grown before the threads start, because an allocation must not throw inside a thread.
 page_work * works_for(const kvq_chain_pages & k, const kvq_chain_pages * v, int n_threads) {
     static thread_local std::vector<page_work> works;
     works.resize(std::max(works.size(), (size_t) n_threads));
@@ -53,7 +53,7 @@ page_work & mine(page_work * works) {
 const void * params_of(const kvq_chain_pages & c, int i) { return c.value ? c.pages[i].v_params : c.pages[i].k_params; }
 const void * codes_of(const kvq_chain_pages & c, int i) { return c.value ? c.pages[i].v_codes : c.pages[i].k_codes; }
 
-// W x of page i, f32 [cell][stride]; zeros where nothing is predicted
+// W x of page i, f32 [cell][stride]; zeros where rows are not predicted
 void predict_page(const kvq_chain_pages & c, int i, float * out, std::vector<int32_t> & sums) {
     const int n = c.l->page_cells;
     if (!c.from[0].bits) { std::fill_n(out, n * c.stride, 0.0f); }

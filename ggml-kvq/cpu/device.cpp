@@ -38,8 +38,9 @@ public:
     size_t bytes_workspace(const kvq_lane_layout &, const kvq_lane_layout &) const override { return 0; }
 
     void reserve(size_t) override {} // every allocation is a mapping of its own
-    void flush() override {}         // nothing waits
+    void flush() override {}         // no work waits
     void copy_later(void * to, const void * from, size_t nb) override { memcpy(to, from, nb); }
+    void put_address_later(void * to, const void * address) override { memcpy(to, &address, sizeof(address)); }
     void put_pages(kvq_page * to, const kvq_page * from, size_t n) override { memcpy(to, from, n * sizeof(kvq_page)); }
 
     void * alloc(size_t nb) override {

@@ -1,8 +1,7 @@
 // Affine blocks (types/affine.h), read in place. A run of pages at a time:
-//   fold   w = x*scale in 8 bits for every page, group of parameters and row, and sum x*zero     x: queries (K) or
-//       probabilities (V)
-//          a key's weights take two bytes, w = step*(high + low/254): one byte of a query changes a model's answers
-//          measurably
+//   fold   w = x*scale in 8 bits for every page, group of parameters and row, and sum x*zero.
+//          x: queries (K) or probabilities (V). A key's weights take two bytes, w = step*(high + low/254), because one
+//          byte of a query changes a model's answers measurably.
 //   dots   sum code*w8 over the group's tiles by byte-dot instructions; codes are unpacked once for all rows
 namespace KVQ_NS {
 

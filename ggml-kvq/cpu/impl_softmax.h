@@ -38,7 +38,7 @@ template <int R> static inline void softmax_exp(int n, float * logits, float by,
     const f32x16 k = f32_set1(by);
     for (int r = 0; r < R; r++) {
         float * x = logits + (size_t) r * n;
-        const f32x16 b = f32_set1(top[r] > LEAST ? -top[r] : -LEAST); // nothing seen: 2^(-inf) = 0
+        const f32x16 b = f32_set1(top[r] > LEAST ? -top[r] : -LEAST); // no cell is seen: 2^(-inf) = 0
         sum[r] = f32_set1(0.0f);
         for (int i = 0; i < n; i += 16) {
             const f32x16 e = f32_exp2(f32_fma(f32_load(x + i), k, b));

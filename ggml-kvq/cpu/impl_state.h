@@ -109,7 +109,7 @@ static void decode_affine(
     }
 }
 
-// The first code whose value is the row's in the bits of `keep`; false: some value has none.
+// The first code whose value is the row's in the bits of `keep`; false: no code gives some value.
 template <typename LEVEL>
 static inline bool match_row(
     int D, int top, const uint16_t * row, const uint16_t * keep, uint8_t * code, const LEVEL & level) {
@@ -320,7 +320,7 @@ static inline void rows_to_columns(
     }
 }
 
-// keep NULL: codes alone, all bits of the rows count and nothing is compared
+// keep NULL: codes alone, all bits of the rows count, and rows are not compared
 static bool match_lattice(const kvq_lattice_view & a, const uint16_t * rows, const uint16_t * const * keep,
     void * codes, const void * params, void * work) {
     const int D = a.codec.head_size, n = a.codec.n_cells;

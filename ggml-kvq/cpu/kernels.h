@@ -79,7 +79,7 @@ struct kvq_lattice_view {
     const float * points;    // [d][n]
     const int32_t * squares; // kvq_lattice_squares
     // Of saved states. d = 2: a square of one step a side at [x][y] (KVQ_LATTICE_SIDE) has the point that is nearest to
-    // all of it, as index | x << 8 | y << 16 in bytes; -1: there is none (kvq_lattice_pairs)
+    // all of it, as index | x << 8 | y << 16 in bytes; -1: no point is (kvq_lattice_pairs)
     const int32_t * pairs;
     const struct kvq_lattice_slot * slots; // else
     uint64_t slot_mul;
@@ -112,20 +112,22 @@ struct kvq_kernels {
     void (*f32_to_f16)(const float * x, uint16_t * y, int64_t n);
     void (*f16_to_f32)(const uint16_t * x, float * y, int64_t n);
 
-    // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place. K: w = q*scale is folded to two bytes
-    // once per cell group,
-    //   logit = q.zero + amax/127 * sum code*(high + low/254)        |error| <= amax/254/254 * sum code,  amax = max
-    //       |w|
-    // V: w = p*scale to 8 bits without sign, per channel group, under the group's largest scale (p <= 1); what
-    // rounding takes from a
-    //   weight is given back at the middle code, so |error| <= top/510 * sum |code - middle|,  top = max scale
+    // By kvq_type. f16: tile [n_cells][dp]. Affine blocks are read in place.
+    // K: w = q*scale is folded to two bytes, once per group of cells; amax = max |w|:
+    //   logit = q.zero + amax/127 * sum code*(high + low/254)
+    //   |error| <= amax/254/254 * sum code
+    // V: w = p*scale becomes 8 bits without sign, per group of channels, under the group's largest scale (p <= 1). What
+    // rounding takes from a weight is given back at the middle code; top = max scale:
+    //   |error| <= top/510 * sum |code - middle|
     kvq_block_kernels block[KVQ_N_TYPES];
-    // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16]. Points are
-    // bytes, without rounding. K: |error| <= amax/(2*63*126) * sum |point coordinate| * cell's scale,  amax = max
-    // |rotated q| V: w = p*scale under the page's largest scale to 8 bits without sign: |error| <= top/510 * sum
-    // |point coordinate|,  top = max scale;
-    //    two bytes with 4-bit codes (d=2 n=256), whose points take all 8 bits: top/(2*63*126)
-    // add: on top of the logits, NULL: nothing
+    // The same over lattice blocks. out is rotated and split by coordinate: [n_rows][d][n_tiles*16]. Points are bytes,
+    // without rounding.
+    // K: amax = max |rotated q|:
+    //   |error| <= amax/(2*63*126) * sum |point coordinate| * cell's scale
+    // V: w = p*scale becomes 8 bits without sign, under the page's largest scale top:
+    //   |error| <= top/510 * sum |point coordinate|
+    //   4-bit codes (d=2 n=256) have points of 8 bits, and weights of two bytes: top/(2*63*126) in place of top/510
+    // add: added to the logits; may be NULL
     void (*score_lattice)(const kvq_lattice_view & a, int n_rows, const kvq_run & run, const kvq_lattice_query * q,
         const float * add, float * logits);
     void (*accum_lattice)(
@@ -156,10 +158,11 @@ struct kvq_kernels {
         int n_rows, int dp, int n_cells, const float * tile, const float * p, const float * f, float * out);
 
     // Online softmax of a run's logits [page][row][n], in powers of two: m is in units of ln 2.
-    //   x = (cap*tanh(scale*logits/cap) (cap 0: scale*logits) + slope*mask) / ln 2;  top[i] = max x[i] of a page;  m
-    //   = max(m_old, top) logits[i] = 2^(x[i] - top[i]);  f[i] = 2^(top[i] - m);  l = l*c + sum_i f[i]*sums[i],
-    //   sums[i] = sum logits[i];  c = 2^(m_old - m)
-    // mask [page][KVQ_MAX_ROWS]: f16 of the n slots, NULL: none. f, sums: [page][KVQ_MAX_ROWS]. True when some c is
+    //   x = (cap*tanh(scale*logits/cap) + slope*mask) / ln 2,  with cap 0: (scale*logits + slope*mask) / ln 2
+    //   top[i] = max x[i] of page i             m = max(m_old, all top[i])         c = 2^(m_old - m)
+    //   logits[i] = 2^(x[i] - top[i])           f[i] = 2^(top[i] - m)
+    //   sums[i] = sum logits[i]                 l = l*c + sum_i f[i]*sums[i]
+    // mask [page][KVQ_MAX_ROWS]: f16 of the n slots, NULL: no mask. f, sums: [page][KVQ_MAX_ROWS]. True when some c is
     // not 1. m, l, f and sums can be read (f written) up to 15 values behind the rows.
     bool (*softmax)(int n_rows, int n, int n_pages, float * logits, float scale, float cap, const float * slope,
         const uint16_t * const * mask, float * m, float * l, float * c, float * f, float * sums);

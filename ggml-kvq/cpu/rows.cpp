@@ -20,7 +20,7 @@ void turn(const kvq_row_transform & x, int t, float * row) {
 // What is added to, or taken from, row t of head h besides its prediction: the mean, turned as the row is.
 struct row_mean {
     const kvq_row_transform & x;
-    const float * mean; // of the head, NULL: none
+    const float * mean; // of the head, NULL: no mean
     std::vector<float> turned;
 
     row_mean(const kvq_row_transform & x, int h, int D) :

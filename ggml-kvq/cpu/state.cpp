@@ -186,7 +186,7 @@ bool match_halves(
 
 struct channel_factors {
     float x[KVQ_MAX_HEAD];
-    const float * by = nullptr; // NULL: keys have none
+    const float * by = nullptr; // NULL: keys have no such factors
     bool finite = true;
     channel_factors(const kvq_codec & c, const uint8_t * params, const kvq_mixed_map & m) {
         if (c.role != KVQ_ROLE_V) { return; }

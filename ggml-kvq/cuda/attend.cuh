@@ -35,7 +35,7 @@ struct kvq_attend_args {
         uint16_t * const * to;
         const float * rows;
         size_t row_stride, head_stride;
-        const int32_t * pos; // NULL: rows carry none
+        const int32_t * pos; // NULL: rows carry no positions
     } fresh[2];
     // the output lies where those rows do: blocks that have taken theirs, 0 before the launch; else NULL
     unsigned long long * n_taken;
@@ -57,10 +57,10 @@ struct kvq_attend_args {
     const int32_t * work;
     int n_work;
     bool listed, list_few; // the caller can list them: more blocks of rows fit; it does so where few rows fit anyway
-    // decode, kernels of their own: groups of 16 in both (1), or 32 (3) (decode_fine.cuh); up to 4 rows in 8-bit
-    // products (4), or more rows (5) (attend_bytes.cuh)
+    // Decode: which family of kernels reads this. 0: attend_decode.cuh. 1, 3: groups of 16, of 32, in keys and values
+    // (decode_fine.cuh). 4: up to 4 rows in 8-bit products, 5: more rows (attend_bytes.cuh)
     int fine;
-    // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: they lack nothing
+    // decode over sealed lattice pages that lack their means (decode_means.cuh); waves NULL: their means are in them
     const float *k_mean, *v_mean;          // [head kv][head size]
     const float *rotary_high, *rotary_low; // kvq_rotary
     const uint16_t * waves; // f16 [128][head size]: cos and sin of the pairs, then by pairs of rows (device_rows.cu)
@@ -69,8 +69,9 @@ struct kvq_attend_args {
     // logits, base 2, masked and capped, [head kv][row][slot]. Of values, the first n_picking splits read the far rows
     // of picked cells (decode_picked.cuh), `top` of a token and KV head, or `top` kept ones of a KV head.
     int part, n_logits, n_picking, top, far_format;
-    int far_row_k, far_row_v;      // bytes
-    int here_rows, n_picked_words; // kept cells (far_buffer.h): where rows begin, 0: none; words of a KV head
+    int far_row_k, far_row_v; // bytes
+    int here_rows,
+        n_picked_words; // kept cells (far_buffer.h): where rows begin, 0: no cell is kept; words of a KV head
     // lse: as in kvq_attn, not of short caches
     struct {
         const float * q;
@@ -80,7 +81,7 @@ struct kvq_attend_args {
         float * lse;
         const int32_t * positions;
         float *logits, *tops;  // tops: [head kv][row][split][largest logit, sum of exponentials over it]
-        const int32_t * picks; // [token][head kv][top], -1: none; part 3: of the step before, for every token
+        const int32_t * picks; // [token][head kv][top], -1: no cell; part 3: of the step before, for every token
         union {                // far rows of keys, by page; part 3: a kvq_far_buffer
             const void * const * k_rows;
             const uint8_t * here;
@@ -191,5 +192,6 @@ kvq_decode_launch kvq_launch_far_split_64, kvq_launch_far_split_128, kvq_launch_
 kvq_decode_launch kvq_launch_far_values_64, kvq_launch_far_values_128, kvq_launch_far_values_wide;
 kvq_decode_launch kvq_launch_bytes_ahead_64, kvq_launch_bytes_ahead_128, kvq_launch_bytes_ahead_wide;
 kvq_decode_launch kvq_launch_far_ahead_64, kvq_launch_far_ahead_128, kvq_launch_far_ahead_wide;
-void kvq_launch_merge(const kvq_attend_args & a, int n_streams, cudaStream_t stream); // of tiles
-int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: none
+void kvq_launch_merge(
+    const kvq_attend_args & a, int n_streams, cudaStream_t stream); // splits of tiles, and of rows (attend_rows.cu)
+int kvq_tiles_head_size(int k, int v); // the smallest of the kernels' head sizes that holds both; 0: no kernel

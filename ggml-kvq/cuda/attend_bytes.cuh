@@ -2,12 +2,13 @@
 // bits a value. A warp walks 64 cells at a time as in attend_decode.cuh, and threads hold the same cells and channels,
 // but what it asks for lies in a table (decode_bytes_stage.cuh). WIDE: heads in slices, as there.
 //
-// Of up to 4 rows (E = 1) products are of 8 bits (decode_bytes.cuh): of the 8 columns two are one row's, so that a
-// thread has half as many scores, masks and sums. With more (E = 2 rows of a thread) a column is a row. Lattice pages
-// (decode_bytes_lattice.cuh) then have two products in 8 bits, affine ones one in f16 (decode_products.cuh): two codes
-// at once instead of four, but queries need not be made anew for every page.
+// Up to 4 rows (E = 1): products are in 8 bits (decode_bytes.cuh). Two of the 8 columns belong to one row, so that a
+// thread has half as many scores, masks and sums.
+// More rows (E = 2 rows of a thread): a column is a row. Lattice pages (decode_bytes_lattice.cuh) then take two
+// products in 8 bits. Affine pages take one in f16 (decode_products.cuh), which unpacks two codes at once instead of
+// four, but needs no new 8-bit queries for every page.
 //
-// Of long caches a warp's units are those of whole pages, which share what is made of queries and scales.
+// In long caches a warp reads the units of whole pages, because units of one page share the scaled queries.
 #pragma once
 
 #include "decode_bytes_means.cuh"
@@ -19,7 +20,7 @@
 
 namespace {
 
-// Tables of means leave teams of slices less memory and fewer registers.
+// Tables of means take memory and registers from teams of slices.
 template <bool MEANS, bool WIDE> constexpr bool is_lean = MEANS && WIDE;
 template <int D, bool MEANS, bool WIDE> using bytes_slice = slice_of<D, WIDE, is_lean<MEANS, WIDE> ? 1 : 2>;
 
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
     float * const of_rows = (float *) (byte_rows + (E == 2 ? DECODE_COLUMNS * of.n : 0));
     clear_beyond<D>(of, stages, 2 * a.stage_bytes + a.stage_wide);
 
-    // This team's units: one of the last ones, which are open, cold and take longest; then of the others those of its
-    // turn, in runs that are in one page where there are many. Teams read neighbouring pages at the same time.
+    // This team's units: first one of the last units, which are open, cold and take longest; then its turns of the
+    // others, in runs within one page where there are many. Teams read neighbouring pages at the same time.
     const int n_halves = share.n_pages << a.halves_log2, n_units = (n_halves + 1) / 2, per_page = 1 << a.halves_log2,
               n_teams = n_near * of.teams, team = of.team * n_near + share.split - picking,
               from_last = n_teams - 1 - team, others = max(0, n_units - n_teams),
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
                 (const char *) &st.pages[page] + of_page_lane);
         }
     };
-    // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
+    // what a half holds: -1 no cells, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int at, int h) {
         const kvq_page & p = page_of(unit, h);
         return 2 * at + h >= n_halves || !p.n_slots ? -1 : (p.k_params ? 1 : 0) + (p.v_params ? 2 : 0);
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
                 }
             }
             if constexpr (POINTS) {
-                if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
+                if (now > 0 && !(now == 3 && staged)) { // no warp asked for these ahead of time
                     staged = false;
                     const int h = both ? lane / 16 : first;
                     __syncwarp();
@@ -390,7 +391,7 @@ __global__ void __launch_bounds__(32 * bytes_warps<WIDE>, bytes_blocks<MEANS, WI
             }
 #pragma unroll
             for (int e = 0; e < E; e++) {
-                if (E * c + e >= n_rows) { top[e] = -INFINITY; } // nobody's columns
+                if (E * c + e >= n_rows) { top[e] = -INFINITY; } // columns without a query row
             }
             if (!__any_sync(~0u, top[0] > -INFINITY || top[E - 1] > -INFINITY)) { continue; }
             float lower[E], rest[E], sum[E] = {}, sum_all = 0.0f;

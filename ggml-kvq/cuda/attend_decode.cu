@@ -198,7 +198,7 @@ bool kvq_decode_fits(kvq_attend_args & a, int n_streams) {
     }
     const int blocks = kvq_decode_row_blocks(a);
     a.listed = a.listed && blocks <= KVQ_SEEN_BLOCKS && (a.list_few || blocks > MAX_ROW_BLOCKS);
-    // many rows of long heads too: tiles decode a page for every 64 rows, and beyond 256 channels there are none
+    // many rows of long heads too: tiles decode a page for every 64 rows, and there are no tiles beyond 256 channels
     if (!fits || (blocks > MAX_ROW_BLOCKS && !a.listed && D <= SLICE && !a.part)) { return false; }
     std::array<int, 3> room = occupancy_of(a, false);
     if (!room[0] && a.fine >= 3) { // these need a little more shared memory

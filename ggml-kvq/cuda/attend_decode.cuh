@@ -13,11 +13,11 @@
 //
 // A thread is (g = lane/4, c = lane%4). Of the 64 cells it holds
 //   in S   the rows:    cells 16*(g/2) + 2*(g%2) + 4j + {0, 1},  j = 0..3
-//   in O   contracted:  cells 16c + 4j + {0..3}: of a word of V plane j, bytes (0,2) and (1,3); one movmatrix per 8
-//       cells brings P there
+//   in O   contracted:  cells 16c + 4j + {0..3}: of a word of V plane j, bytes (0,2) and (1,3);
+//                       one movmatrix per 8 cells brings P there
 // and of the channels of S  base(c, s) + {0..3}, s = 0..D/16-1, of those of O  32i + 4g + {0..3}, i = 0..D/32-1.
 //
-// The order of channels within S is free, and that of cells within O, which is all this rests on.
+// This is right because a sum does not depend on the order of channels in S, nor of cells in O.
 //
 // Keys with groups of 32 cells (16) have 2 (4) scales within the 64 cells. The 8 columns then hold the 4 (2) query
 // rows once per group, multiplied with that group's scales, and a column sees its own cells only; columns of a row
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
         }
     };
     const auto first_cell = [&](int half) { return (half & (per_page - 1)) * 32; };
-    // what a half holds: -1 nothing, +1 codes of K, +2 codes of V
+    // what a half holds: -1 no cells, +1 codes of K, +2 codes of V
     const auto state_of = [&](int unit, int h) {
         const kvq_page & p = ring[unit % 4 * 2 + h];
         if (!BOTH && half_of(unit, h) < n_halves && p.n_slots) { // of the one that is read
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(32 * decode_warps<D, KB, MEANS, FINE, WIDE>,
                     a.map_stride ? maps + unit % 2 * 64 + kh * 32 + in_half : kp.map + slot, slot, 0, mk);
             }
             if constexpr (CODES && BOTH) {
-                if (now > 0 && !(now == 3 && staged)) { // nobody asked for these
+                if (now > 0 && !(now == 3 && staged)) { // no warp asked for these ahead of time
                     staged = false;
                     const int h = both ? lane / 16 : first, t = first_cell(half_of(unit, h));
                     const uint32_t to = stages_at + unit % 2 * a.stage_bytes;

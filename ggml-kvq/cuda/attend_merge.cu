@@ -1,12 +1,13 @@
-// Sums of a decode kernel's blocks (decode_merge.cuh), a block for each row: all of its partial results are on their
-// way at once. The last block to arrive would read those of all rows of a KV head through one multiprocessor, 270 KB at
-// 64 bytes a clock for 8 rows of 256 channels in 33 parts, and every block would take sums of lattice pages back from
-// their rotation first.
+// Adds up the sums of a decode kernel's blocks (decode_merge.cuh). A block takes one row, and all partial results of
+// the row are on their way at once. The alternative is that the last block to arrive adds up all rows of a KV head. It
+// would read 270 KB through one multiprocessor at 64 bytes a clock (8 rows of 256 channels in 33 parts), and every
+// block would first rotate its sums of lattice pages back.
 #include "decode_merge.cuh"
 
 namespace {
 
-// What is needed of kvq_attend_args: arguments come through the constant cache, which is cold, 64 bytes at a time.
+// The fields of kvq_attend_args that this kernel needs. Arguments come through the constant cache, which is cold, 64
+// bytes at a time, so fewer of them arrive earlier.
 struct kvq_merge_args {
     const float * partial;
     int n_splits, n_open, size, n_head_kv, n_rows, gqa, n_q, n_head, rotated; // rotated: sums are
@@ -19,8 +20,8 @@ struct kvq_merge_args {
     } stream[KVQ_ATTEND_STREAMS];
 };
 
-// AT_ONCE: loads of a thread; KNOWN: factors of a warp, then those of open parts. The code is short, because it is cold
-// in every layer of a model.
+// AT_ONCE: loads of a thread; KNOWN: factors of a warp, then factors of open parts. The code is short, because in a
+// model it is cold in every layer.
 constexpr int THREADS = 256, MOST_THREADS = 384, AT_ONCE = 9, KNOWN = 64;
 static_assert(OPEN_PARTS <= AT_ONCE);
 

@@ -5,9 +5,9 @@
 //   - Cells of a part lie anywhere in the page. Sums do not mind the order; masks do: slots of the cells are found by
 //   rank in the page's set.
 //   - A thread's channels of S depend on the bits, so queries are read from shared memory instead of being held.
-//   - A value is  c[channel] * (zero[cell] + scale[cell] * code),  c of the page. O is kept in units of one page's c
-//   and brought to the next
-//     one's by their ratios; zeros are summed apart, per row:  O = c * (sum of p*zero + sum of (p*scale) * code).
+//   - A value is  c[channel] * (zero[cell] + scale[cell] * code),  c of the page. O is kept in units of one page's c,
+//     and multiplied by the ratio of both when the next page begins. Zeros are summed apart, per row:
+//       O = c * (sum of p*zero + sum of (p*scale) * code)
 //     Scales go into probabilities in f32, before these become f16.
 //
 // A page that was partly restored may have one lane open, or two sets: it is decoded cell by cell into shared
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, false>(), WIDE ? 1 : 3)
                 (const char *) &st.pages[share.page(min(unit / a.page_steps, share.n_pages - 1))] + lane * 16);
         }
     };
-    const auto state_of = [&](int unit) { // -1 nothing, +1 codes of K, +2 codes of V
+    const auto state_of = [&](int unit) { // -1 no cells, +1 codes of K, +2 codes of V
         const kvq_page & p = own.ring[unit % RING];
         return !p.n_slots ? -1 : (p.k_params ? 1 : 0) + (p.v_params ? 2 : 0);
     };

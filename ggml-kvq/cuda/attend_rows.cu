@@ -2,8 +2,8 @@
 // one split of the slots; a warp has 32 rows, so that what it reads of shared memory feeds two products; 16 where
 // heads are above 256 channels, for want of registers. Above 128 channels two warps share their rows: each has scores
 // of half the slots, and output of half the channels; probabilities and maxima go through shared memory. Values are on
-// their way while keys are multiplied, and the other way round. Tiles that nobody sees are skipped; only those of which
-// a row does not see all look at the mask.
+// their way while keys are multiplied, and the other way round. Tiles that no row sees are skipped. The mask is read
+// only for tiles that some row sees in part.
 #include "attend_rows.cuh"
 #include "instructions.cuh"
 
@@ -88,7 +88,7 @@ static __device__ __forceinline__ void ask_rows(
         const int j = i * THREADS + threadIdx.x;
         const int t = THREADS % PIECES ? j / PIECES : t0 + i * (THREADS / PIECES),
                   c = 8 * (THREADS % PIECES ? j % PIECES : c0);
-        // behind the head: any, queries are 0 there and nothing of it is stored
+        // beyond the head any value will do: queries are 0 there, and that part of the output is not stored
         copy16(to + 2 * (t * (D + 8) + c), rows + t * row_step + min(c, head_size - 8));
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -159,7 +159,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
 
     while (tile < tile1) {
         asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads(); // keys are there, nobody reads the values before
+        __syncthreads(); // keys have arrived, and no warp reads the last values any more
         ask(true, tile);
         float s[B][SLOTS / 8][4] = {};
 #pragma unroll
@@ -179,7 +179,7 @@ static __global__ void __launch_bounds__(32 * warps_of<D>, D <= 128 ? 2 : 1)
             }
         }
         asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads(); // values are there, nobody reads these keys any more
+        __syncthreads(); // values have arrived, and no warp reads these keys any more
         const int after = next(tile + 1);
         if (after < tile1) { ask(false, after); }
 

@@ -13,8 +13,8 @@ static constexpr __host__ __device__ int kvq_rows_block(int D) { return D <= 256
 
 struct kvq_rows_args {
     const uint16_t *k, *v; // [n_tiles*64][n_head_kv][head size]
-    int32_t * cells;       // [n_head_kv][n_tiles*64], -1: none
-    // [row block][n_kv]: 0 no query row of the block sees the cell, 1 all do and nothing is added to their scores, 2
+    int32_t * cells;       // [n_head_kv][n_tiles*64], -1: empty slot
+    // [row block][n_kv]: 0 no query row of the block sees the cell, 1 all do and the mask adds 0, 2
     // else
     uint8_t * seen_cells;
     uint8_t * seen_tiles;    // [row block][n_head_kv][n_tiles]: the same of 64 slots

@@ -1,17 +1,16 @@
-// Attention of one token over a short cache: about a thousand cells, where nothing but latency counts. The products
-// are those of attend_decode.cuh; what surrounds them is as little as possible, because a cold kernel pays for every
-// instruction it has to fetch:
+// Attention of one token over a short cache: about a thousand cells, where only latency counts. The products are the
+// ones of attend_decode.cuh. The code around them is as short as possible, because a cold kernel waits for every
+// instruction that it fetches:
 //
 //   - a warp has 32 cells and sees them once: no loop, no second state of pages
 //   - cells of sealed and open pages come through shared memory, asked for before the kernel before this one is done:
 //   they are older
-//   - rows of this step, which that kernel brings, are taken from where it leaves them (fresh): into shared memory,
-//   and when all is
-//     computed into their pages, instead of by a kernel in between
+//   - rows of this step, which that kernel makes, are taken from where it leaves them (fresh): into shared memory, and
+//     into their pages when all is computed, instead of by a kernel in between
 //   - the last block of a KV head to arrive adds up the blocks
 //
-// ggml may place the output where those rows lie, which nobody needs any more behind the kernel that used to copy
-// them: then the output is written when every block has taken its rows (n_taken).
+// ggml may place the output where those rows lie, because no later node reads the rows. Then the output is written when
+// every block has taken its rows (n_taken).
 #pragma once
 
 #include "decode_means.cuh"
@@ -119,7 +118,7 @@ __global__ void __launch_bounds__(32 * most_warps<WIDE, true>(), 1)
     const int half = blockIdx.x * of.teams + of.team, n_halves = a.n_pages << a.halves_log2,
               t0 = (half & ((1 << a.halves_log2) - 1)) * 32;
     const kvq_page page = st.pages[min(half, n_halves - 1) >> a.halves_log2];
-    // -1 nothing, +1 codes of K, +2 codes of V
+    // -1 no cells, +1 codes of K, +2 codes of V
     const int state =
         half >= n_halves || !page.n_slots ? -1 : (CODES && page.k_params ? 1 : 0) + (CODES && page.v_params ? 2 : 0);
     uint16_t * const k_rows = (uint16_t *) page.k_codes + ((size_t) kvh * a.k.n_cells + t0) * a.k.stride + of.first();

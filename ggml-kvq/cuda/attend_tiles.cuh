@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(32 * N_WARPS) tiles_kernel(const __grid
                             head[0] * a.mask_stride_head + cell]) != 0xfc00;
                 }
             }
-            if (!__syncthreads_or(seen)) { // also: nobody reads the previous tile any more
+            if (!__syncthreads_or(seen)) { // also: no warp reads the previous tile any more
                 continue;
             }
             if constexpr (MIXED) {

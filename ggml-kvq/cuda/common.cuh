@@ -1,4 +1,4 @@
-// Shared by the kernels: f16 bit patterns, affine geometry as a kernel argument.
+// Shared by the kernels: f16 bit patterns, geometry of blocks as a kernel argument.
 #pragma once
 
 #include "base/constants.h"
@@ -43,7 +43,7 @@ struct kvq_row_place {
     bool by_slot, value;
     int step;
     // by page: rows of a second tier, which come from elsewhere where keys and values have them and are sealed; NULL:
-    // there is none
+    // there is no second tier
     const void *const *far_k, *const *far_v;
 };
 static __device__ __forceinline__ bool lies_far(const kvq_row_place & to, const kvq_page & page, int p) {
@@ -109,11 +109,11 @@ template <typename A> static void kvq_set_alibi(A & a, float max_bias, int n_hea
 }
 
 // What a device's kernels may take. KVQ_CUDA_AS=8.6 makes a bigger one take the limits of another compute capability,
-// for tests. bytes of shared memory, of a block and of a multiprocessor
+// for tests. max_shared, max_shared_sm: bytes of shared memory of a block and of a multiprocessor
 struct kvq_device_limits {
     int major, minor, max_shared, max_shared_sm;
 };
-kvq_device_limits kvq_limits_of(int device); // device.cu
+kvq_device_limits kvq_limits_of(int device); // device_limits.cu
 
 template <typename... P, typename... A>
 static void kvq_launch(bool early, void (*kernel)(P...), dim3 grid, int n_threads, size_t nb_shared,
@@ -133,8 +133,9 @@ static void kvq_launch(bool early, void (*kernel)(P...), dim3 grid, int n_thread
     cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// What runs between recorded steps is launched so too, even where nothing is won by itself: behind two launches without
-// the attribute each kernel of a recording starts 0.33 us later, from then on (H200, driver 580: 105 us a token).
+// Kernels between recorded steps are launched this way too, even where they gain no time by themselves. After two
+// launches without the attribute each kernel of a recording starts 0.33 us later, for good (H200, driver 580: 105 us a
+// token; docs/decisions/early-launch.md).
 template <typename... P, typename... A>
 static void kvq_launch_early(
     void (*kernel)(P...), dim3 grid, int n_threads, size_t nb_shared, cudaStream_t stream, const A &... args) {

@@ -179,7 +179,7 @@ __device__ __forceinline__ float byte_probabilities(
     float most = 1e-30f;
 #pragma unroll
     for (int j = 0; j < 4; j++) { most = fmaxf(most, fmaxf(scale[j].x, scale[j].y)); }
-    most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most))); // none is negative
+    most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most))); // no value is negative
     const float by = __fdividef(65535.0f, most);
 #pragma unroll
     for (int j = 0; j < 4; j++) {

@@ -55,7 +55,7 @@ template <int D, typename X>
 __device__ __forceinline__ void copy_angles(const kvq_attend_args & a, const X & of, uint32_t to, int position) {
     constexpr int PIECES = D / 8; // of cosines
     const int lane = threadIdx.x % 32, n_pairs = X::WIDE ? a.n_pairs : D / 2;
-    if (lane < 2 * PIECES && a.n_pairs == of.head(a) / 2) { // else nobody reads them
+    if (lane < 2 * PIECES && a.n_pairs == of.head(a) / 2) { // else they are not read
         const int pair = min(of.first() / 2 + lane % PIECES * 4, n_pairs - 4);
         copy16(to + lane * 16,
             a.rotary_high + (size_t) (max(position, 0) / 64) * 2 * n_pairs + lane / PIECES * n_pairs + pair);

@@ -79,7 +79,7 @@ template <int D> __device__ __forceinline__ void put_point_scales(const kvq_atte
     __syncwarp();
 }
 
-// Halves that nobody asked for ahead: beside one that is open, or with one operand open
+// Halves that no warp asked for ahead of time: beside one that is open, or with one operand open
 template <int D, typename X>
 __device__ __noinline__ void copy_points_late(const kvq_attend_args & a, const X of, uint8_t * stage,
     const kvq_page & page, const byte_lane & x, int kvh, int cell, int parts) {

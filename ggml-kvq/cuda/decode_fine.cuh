@@ -260,7 +260,7 @@ __device__ __forceinline__ void score_fine(
 }
 
 // Probabilities s of cells 16j + 2g + b, columns 2c + {0, 1}, to p of column g, cells 16c + 4j + {0, 2} + b. In
-// between cell 16j + 2g + b is row (j, b, g ^ 2j) of 16 bytes: neither way do two threads meet in a bank.
+// between cell 16j + 2g + b is row (j, b, g ^ 2j) of 16 bytes: so two threads never meet in a bank, writing or reading.
 __device__ __forceinline__ void turn_probabilities(
     uint8_t * rows, uint32_t rows_at, const float (&s)[4][4], uint32_t (&p)[4][2]) {
     // to: c of the threads that lane's row of a matrix goes to

@@ -5,7 +5,7 @@
 // A and B of a query row are made once a block. For cells at positions 64i .. 64i + 127 they are turned by 64i, which
 // makes them the right operand of a product whose left one, cos and sin of 0 .. 127, is a table of f16 rows that all
 // heads and layers share: a product like that with open keys. Sealed cells that lie next to each other take one such
-// step, whatever their order; others as many as there are such windows.
+// step, in any order; other cells take one step for each such window.
 #pragma once
 
 #include "decode_lattice.cuh"
@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int MEANS_WINDOW = 128; // rows of the table
-// floats of a row of coefficients: of all slices; known when compiled where there are none
+// floats of a row of coefficients: of all slices; known when compiled for heads without slices
 template <int D, bool WIDE = true> __host__ __device__ __forceinline__ int means_step(const kvq_attend_args & a) {
     return (WIDE ? D << a.slices_log2 : D) + 4;
 }
@@ -79,8 +79,8 @@ __device__ __forceinline__ void share_all_queries(const kvq_attend_args & a, con
     if constexpr (MEANS) { mean_coefficients<D>(a, of, kvh, rows, row); }
 }
 
-// places: positions of 64 cells, below 0: nobody is there. Whatever their order: as many steps as there are windows. A
-// function of its own, so that it takes no registers from where cells lie next to each other.
+// places: positions of 64 cells, below 0: no cell. Cells may come in any order: there is a step for each window of 64
+// positions. A function of its own, so that it takes no registers from the case of cells that lie next to each other.
 template <int D, int KB, typename X>
 __device__ __noinline__ void add_scattered_means(
     const kvq_attend_args & a, const X of, const float * coefficients, const int32_t * places, float (&s)[4][4]) {

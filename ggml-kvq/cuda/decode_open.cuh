@@ -1,9 +1,9 @@
 // Decode attention: open cells at the ends of a cache, f16 rows of its last tokens and of sinks (attend_decode.cuh).
 //
-// Few teams have any, and the code for them is cold: beside as many other units as the rest has, such a team would be
-// late, and the whole kernel with it. So the last units and the first ones have teams that take fewer others. What is
-// open among all these units they make at the end, and its sums go to memory as parts of a row, beside those of blocks
-// (attend_merge.cu): they need not come into the form that sums of sealed cells have, rotated or in units of codes.
+// Few teams have such cells, and the code for them is cold. A team with as many other units as the rest would be late,
+// and the whole kernel with it. So the teams that have the last or the first units take fewer others. They read the
+// open cells of all these units at the end. The sums go to memory as parts of a row, beside the sums of blocks
+// (attend_merge.cu). So they need not be rotated or scaled as sums of sealed cells are.
 #pragma once
 
 #include "decode_mask.cuh"
@@ -120,7 +120,7 @@ template <bool OPENS> struct team_units {
     }
 };
 
-// A team's part. Of this thread's columns 2c + e: the row, -1: none; mask; slope.
+// A team's part. Of this thread's columns 2c + e: the row, -1: no row; mask; slope.
 struct open_part {
     int is, kvh, part, n_units, n_halves;
     int row[2];
@@ -161,7 +161,7 @@ __device__ __noinline__ void put_open(
         uint4 x[D / 32][2];
         uint2 y[D / 32][4];
 #pragma unroll
-        for (int i = 0; i < D / 32; i++) { // beyond the head queries are 0, and nobody asks
+        for (int i = 0; i < D / 32; i++) { // beyond the head queries are 0, and no query is read there
             const int from = of.near(channel_of<D, KB>(c, 2 * i), 8), to = of.near(32 * i + 4 * g, 4);
             x[i][0] = row16<false>(k + from);
             x[i][1] = row16<false>(k + a.k.stride + from);

@@ -128,7 +128,7 @@ __device__ __noinline__ void score_open_rows(
 // as the model asks
 template <int J> __device__ __forceinline__ void cap_scores(const kvq_attend_args & a, float (&s)[J][4]) {
     if (a.softcap != 0.0f) {
-        // nvcc would make a true division where nobody asked for a cap, too
+        // nvcc would also make a true division for models without a cap
         const float cap = a.softcap * LOG2E, inv = __fdividef(2.0f, a.softcap);
 #pragma unroll
         for (int j = 0; j < J; j++) {

@@ -32,8 +32,8 @@ __device__ __forceinline__ uint32_t transpose(uint32_t x) {
     return y;
 }
 
-// BITS of a lattice page = LATTICE + bits of an index, of split keys = SPLIT + 16*those of the fast half, 0: none, +
-// those of the slow one
+// BITS of a lattice page = LATTICE + bits of an index. BITS of split keys = SPLIT + 16 * bits of the fast half (0: it
+// is left out) + bits of the slow half.
 constexpr int LATTICE = 32, SPLIT = 64;
 template <int BITS> constexpr bool is_split = BITS > SPLIT;
 template <int BITS> constexpr int slow_of = is_split<BITS> ? LATTICE + BITS % 16 : BITS;
@@ -77,7 +77,7 @@ template <int D, int KB> __device__ __forceinline__ int channel_of(int c, int s)
 // ---------------------------------------------------------------- channels of a warp
 // Kernels are made for heads of D channels. WIDE ones (D = 128) take all other heads: the warps of a team walk the same
 // cells, each has a slice of D channels, and what they have of the scores is added up in shared memory (team_sum). A
-// slice may reach beyond the head. Other heads cost nothing that way: every loop here knows its bounds when compiled.
+// slice may reach beyond the head. Other heads lose no time by that: every loop here knows its bounds when compiled.
 // TURNS: in which teams exchange what they have (team_exchange).
 template <int D, bool WIDE_, int TURNS_ = 2> struct slice_of {
     static constexpr bool WIDE = false;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void team_exchange(const X & x, uint8_t * all, int & 
     if (X::TURNS > 1) { turn ^= 1; }
 }
 
-// Scores of all slices, the same bits in each: a + b and (a + b) + (c + d) whoever begins.
+// Scores of all slices, the same bits in each: a + b and (a + b) + (c + d), whichever slice is first.
 template <typename X, int J>
 __device__ __forceinline__ void team_sum(const X & x, uint8_t * all, int & turn, float (&s)[J][4]) {
     if (x.n == 1) { return; }

@@ -115,7 +115,7 @@ template <typename T> bool kvq_cuda_device::grow(T *& p, size_t & n, size_t need
     if (need <= n) { return true; }
     n_moved++;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    // nothing can be allocated there: this recording is given up, and the step done at once finds room
+    // memory cannot be allocated during capture: this recording is given up, and the step, run at once, allocates it
     if (now == RECORD && cudaStreamIsCapturing((cudaStream_t) stream, &capture) == cudaSuccess &&
         capture != cudaStreamCaptureStatusNone) {
         wanted[&n] = need;
@@ -264,20 +264,18 @@ void kvq_cuda_device::get(void * host, const void * from, size_t nb) {
 
 // pageable memory is staged before the call returns: the host bytes may go at once
 void kvq_cuda_device::put(void * to, const void * host, size_t nb) {
-    if (nb == sizeof(uint64_t) && (uintptr_t) to % sizeof(uint64_t) == 0) { // an address; many of them come together
-        uint64_t word;
-        memcpy(&word, host, sizeof(word));
-        for (far_call & x : coming) { // rows that are on their way have another place now
-            for (const void * const * rows : { x.far.k_rows, x.far.v_rows }) {
-                const ptrdiff_t page = (const void * const *) to - rows;
-                if (page >= 0 && page < x.n_staged) { x.n_staged = (int) page; }
-            }
-        }
-        to_set.emplace_back((uint64_t *) to, word);
-        return;
-    }
     use();
     check(cudaMemcpyAsync(to, host, nb, cudaMemcpyHostToDevice, (cudaStream_t) stream), "cudaMemcpyAsync");
+}
+
+void kvq_cuda_device::put_address_later(void * to, const void * address) {
+    for (far_call & x : coming) { // rows that are on their way have another place now
+        for (const void * const * rows : { x.far.k_rows, x.far.v_rows }) {
+            const ptrdiff_t page = (const void * const *) to - rows;
+            if (page >= 0 && page < x.n_staged) { x.n_staged = (int) page; }
+        }
+    }
+    to_set.emplace_back((uint64_t *) to, (uint64_t) (uintptr_t) address);
 }
 
 // keys and values of all cells as f16 while a prompt is read, and what blocks of attention leave each other

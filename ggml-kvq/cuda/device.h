@@ -41,7 +41,7 @@ public:
     void set_stream(void * stream); // a cudaStream_t; waits for the work on the stream in use until now
     void synchronize();
     static void forget_stream(void * stream); // before it is destroyed: no device uses it any more
-    // First failure since creation, "" when there was none. Later calls do nothing useful.
+    // First failure since creation, "" when there was no failure. Calls after a failure have no useful result.
     const std::string & error() const { return err; }
 
     // Compute capability of a device that our kernels are not made for, which is below 8.0; "" of others
@@ -72,7 +72,8 @@ public:
     // Does attend() walk the pages that these rows see, however many tokens there are? Of f: shapes, and whether there
     // is a mask.
     bool lists(const kvq_attn & f, int n) const;
-    // Before each evaluation of a graph: layers of one share what they know of its masks. Without it none do.
+    // Before each evaluation of a graph: layers of one share what they know of its masks. Without this call each layer
+    // reads its masks itself.
     void begin_evaluation() { n_evaluations++; }
 
     // Keys and values of n streams as f16 rows [stream][n_kv][n_head_kv][head size], one layer at a time: a workspace
@@ -112,6 +113,7 @@ public:
     void copy(void * to, const void * from, size_t nb) override;
     void get(void * host, const void * from, size_t nb) override;
     void put(void * to, const void * host, size_t nb) override;
+    void put_address_later(void * to, const void * address) override;
     void put_pages(kvq_page * to, const kvq_page * from, size_t n) override;
     void copy_later(void * to, const void * from, size_t nb) override;
     void flush() override;
@@ -128,7 +130,7 @@ public:
     kvq_fetch_engine * fetches() override { return this; }
     size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const override;
     // What the decode kernel of these pages takes on this device: its name's part, warps and shared memory of a
-    // block, for tests; warps 0: none
+    // block, for tests; warps 0: no kernel
     struct decode_room {
         const char * kernel;
         int n_warps, nb_shared;
@@ -161,11 +163,11 @@ public:
     int64_t n_ahead = 0; // and those that read what had come before
 
 private:
-    static std::string refuse_settings(); // KVQ_CUDA_AS; "": nothing is wrong
+    static std::string refuse_settings(); // KVQ_CUDA_AS; "": all are right
     bool use();                           // before anything is done: what waits goes first
     // a stream for what the host waits for; the event behind observe()
     void *side = nullptr, *observed = nullptr;
-    uint64_t n_calls = 0, n_calls_observed = 0; // of use(); equal: nothing has been asked for since observe()
+    uint64_t n_calls = 0, n_calls_observed = 0; // of use(); equal: no work has been asked for since observe()
     bool begin_side();                          // the side stream waits for no more than it has to
     bool check(int status, const char * what);
     kvq_affine_geometry geometry(const kvq_codec & c); // with the grid's points
@@ -278,13 +280,13 @@ private:
         size_t n;
     };
     std::map<const void * const *, table_here> far_tables; // by table there
-    table_here here(const void * const * table) const;     // from this entry on; n 0: nobody named it
+    table_here here(const void * const * table) const;     // from this entry on; n 0: no table is known by this name
     std::vector<far_call> coming;                          // asked for ahead
     std::map<const void *, std::vector<far_call>> next_far;
     const void * last_far = nullptr;
     void *far_stream = nullptr, *far_ready = nullptr, *far_left = nullptr, *stage = nullptr;
     size_t nb_stage = 0;
-    // false: not possible, nothing is done
+    // false: not possible, and no kernel was launched
     bool attend_rows(
         const kvq_attend_args & a, const kvq_codec & k, const kvq_codec & v, const kvq_attn * attn, int n_streams);
     // sealed pages as open ones, into a workspace of one layer

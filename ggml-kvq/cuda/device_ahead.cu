@@ -31,7 +31,7 @@ void kvq_cuda_device::renew_kept(const kvq_far & f, const kvq_lane_layout & k, i
             return;
         }
     }
-    if (x.n == kvq_far_renew::MOST) { // none is kept
+    if (x.n == kvq_far_renew::MOST) { // no row is kept
         x.n = 1;
         x.cells[0] = { 0, f.n_slots, false };
         return;

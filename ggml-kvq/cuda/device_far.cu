@@ -170,7 +170,7 @@ void kvq_cuda_device::ask_ahead(const kvq_attn * attn, int n) {
     if (at == next_far.end() || (int) at->second.size() != n || !make_far_stream()) { return; }
     std::vector<far_call> next = at->second;
     size_t nb = 0;
-    const auto is_pinned = [&](const table_here & t, int n_pages) { // all of a lane or none
+    const auto is_pinned = [&](const table_here & t, int n_pages) { // all pages of a lane are, or no page is
         const auto * const p = std::find_if(t.rows, t.rows + n_pages, [](const void * x) { return x != nullptr; });
         return p != t.rows + n_pages && pinned.holds(*p);
     };

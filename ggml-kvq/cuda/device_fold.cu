@@ -9,7 +9,7 @@
 
 static constexpr int MOST_ROWS = 256; // query rows of a call; more make their values' rows once for all
 
-// Are values of these calls predicted from keys alone, or by nothing, by kernels that take them?
+// Are values of these calls predicted from keys alone or not at all, and is there a kernel for that?
 bool kvq_cuda_device::may_fold(const kvq_attend_args & a, const kvq_attn * attn, const kvq_chain_pages * chain) {
     if (!allow_means || !chain || !a.n_pages || a.n_q * a.n_head > MOST_ROWS || !attn[0].rotary || !attn[0].v_mean) {
         return false;
@@ -124,7 +124,7 @@ bool kvq_cuda_device::attend_fold(
                     b.stream[s].pages = (const kvq_page *) (unfolded + s * unfolded_table);
                     b.stream[s].lse = nullptr;
                 }
-            } else if (!folds) { // then nobody else adds the mean of sealed values
+            } else if (!folds) { // then no other kernel adds the mean of sealed values
                 b.waves = waves_of(attn[0].rotary, attn[0].k.head_size);
                 b.v_mean = mean;
                 if (!b.waves) { return false; }

@@ -16,7 +16,7 @@ static const kvq_device_limits LIMITS[] = { { 8, 0, 163 << 10, 164 << 10 }, { 8,
     { 8, 7, 163 << 10, 164 << 10 }, { 8, 9, 99 << 10, 100 << 10 }, { 9, 0, 227 << 10, 228 << 10 },
     { 10, 0, 227 << 10, 228 << 10 }, { 12, 0, 99 << 10, 100 << 10 } };
 
-// NULL: not set, or nothing that is known
+// NULL: not set, or not a known capability
 static const kvq_device_limits * asked_limits() {
     const std::string as = kvq_setting_text(kvq_setting::CUDA_AS);
     for (const kvq_device_limits & l : LIMITS) {

@@ -8,7 +8,7 @@ struct packed_page {
     size_t step;
     int n; // cells
 
-    // False: nothing is left to do, since the page is f16, whose rows are copied here, or empty, which reads as zero
+    // False: the page is done. It is f16, and its rows are copied here, or it is empty and reads as zero.
     __device__ __forceinline__ bool find(
         const kvq_affine_geometry & g, const kvq_page * pages, int n_head, const kvq_row_place & to) {
         const kvq_page & page = pages[blockIdx.x];

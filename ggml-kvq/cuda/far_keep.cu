@@ -92,7 +92,7 @@ static __device__ __forceinline__ int find_pick(const int32_t * picks, int n, in
 
 // Block: a KV head. One token after the other: new cells are its picks and behind them those that were kept and not
 // picked again, while there is room. A row that is in the buffer stays in its slot; others come from the second tier
-// into slots that are free then. Nothing waits for this kernel but the next step.
+// into slots that are free then. Only the next step waits for this kernel.
 static __global__ void __launch_bounds__(THREADS) keep_kernel(const __grid_constant__ kvq_far_kept a) {
     early_wait();
     extern __shared__ __align__(16) uint8_t memory[];

@@ -154,7 +154,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         for (int i = threadIdx.x; i < FAR_BINS; i += THREADS) { bins[i] = 0; }
     };
 #pragma unroll 1
-    for (int dry = a.warm_up; dry >= 0; dry--) { // dry: no score is above 0, nothing leaves the block
+    for (int dry = a.warm_up; dry >= 0; dry--) { // dry: no score is above 0, and the block writes no result
         clear();
         if (threadIdx.x == 0) { n_left = n_cells = n_close = 0; }
         if (!dry) { early_wait(); }
@@ -170,7 +170,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         };
         ask(0);
 #pragma unroll
-        for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; nothing here waits for what is before it
+        for (int j = 0; j < QUADS; j++) { // a page has 32 cells or more; no step here waits for the one before it
             y[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             far[j] = false;
             if (dry) { continue; }
@@ -315,7 +315,7 @@ static __global__ void __launch_bounds__(THREADS) pick_kernel(const __grid_const
         int32_t * const picks = st.picks + at * a.top;
         constexpr int TOGETHER = 4; // threads that find a cell's rank
 #pragma unroll 1
-        for (int i0 = 0; i0 < a.top; i0 += THREADS / TOGETHER) { // in the order of cells, whoever was first
+        for (int i0 = 0; i0 < a.top; i0 += THREADS / TOGETHER) { // in the order of cells, whichever thread was first
             const int i = i0 + (int) threadIdx.x / TOGETHER, mine = cells[max(0, min(i, n_picks - 1))];
             int rank = 0;
 #pragma unroll 4

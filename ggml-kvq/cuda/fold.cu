@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) sum_kernel(const __grid_constan
         less[i] = __ldg(st.lse + (size_t) token * a.n_head + head);
         logits[i] = st.logits + (size_t) id * a.n_logits;
     }
-    // probabilities go up by a power of two, so that none that counts is small in f16: scales are below 2^up
+    // probabilities go up by a power of two, so that no probability that counts is too small for f16: scales are below
+    // 2^up
     float top = 0.0f;
     for (int t = begin + 4 * (int) threadIdx.x; t < end; t += 128 * WARPS) {
         const float4 s = __ldg((const float4 *) (scales + t));

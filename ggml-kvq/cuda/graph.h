@@ -8,8 +8,8 @@ public:
     kvq_cuda_graph(const kvq_cuda_graph &) = delete;
     kvq_cuda_graph & operator=(const kvq_cuda_graph &) = delete;
 
-    // Between begin and end all work on the stream is recorded, not done. False: nothing was recorded, and an older
-    // recording is gone.
+    // Between begin and end all work on the stream is recorded, not done. False: the work was not recorded, and an
+    // older recording is gone.
     bool begin(void * stream);
     bool end(void * stream);
     bool launch(void * stream);

@@ -27,7 +27,7 @@ public:
     void drop() { held.clear(); }
 
 private:
-    bool ready(); // there is memory, and nobody reads it any more
+    bool ready(); // there is memory, and no kernel reads it any more
     int ordinal;
     kvq_pinned_memory pinned;
     uint8_t * memory = nullptr;

@@ -4,13 +4,13 @@
 #include "common.cuh"
 
 struct kvq_mixed_geometry {
-    kvq_affine_geometry part[2];                // n_cells 0: it has none
+    kvq_affine_geometry part[2];                // n_cells 0: the page has no such part
     int codes[2], params[2], channels;          // offsets
     int n_cells, n_hi, head_size, stride, role; // of the page
     int nb_codes, nb_params;
 };
 
-kvq_mixed_geometry kvq_mixed_get_geometry(const kvq_codec & c); // device.cu
+kvq_mixed_geometry kvq_mixed_get_geometry(const kvq_codec & c); // device_policies.cu
 
 // Place of cell t: part << 8 | index within it. A set of a wrong size, which only foreign bytes hold, gives indices
 // beyond the part.

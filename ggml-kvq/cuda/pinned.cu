@@ -35,7 +35,7 @@ static uint8_t * map_pinned(size_t nb) {
     if (p > all) { munmap(all, (size_t) (p - (uint8_t *) all)); }
     if (end > p + nb) { munmap(p + nb, (size_t) (end - p) - nb); }
     madvise(p, nb, MADV_HUGEPAGE);
-    madvise(p, nb, MADV_DONTFORK); // a child's copy would leave the device with pages that nobody sees
+    madvise(p, nb, MADV_DONTFORK); // a child's copy would leave the device with pages that this process no longer has
     touch(p, nb);
     void * of_device = nullptr;
     if (cudaHostRegister(p, nb, cudaHostRegisterMapped | cudaHostRegisterPortable) == cudaSuccess) {

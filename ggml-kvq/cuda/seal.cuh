@@ -1,4 +1,4 @@
-// Rows into open pages, open pages into blocks and back. Addresses travel as kernel arguments: nothing is uploaded.
+// Rows into open pages, open pages into blocks and back. Addresses are kernel arguments, so no table is uploaded.
 #pragma once
 
 #include "base/constants.h"
@@ -28,7 +28,7 @@ struct kvq_seal_positions {
 }; // that the rows carry
 struct kvq_row_job { // rows of a step that is replayed: addresses in device memory
     uint16_t * const * to;
-    const int32_t * pos; // NULL: rows carry none
+    const int32_t * pos; // NULL: rows carry no positions
     const float * rows;
     size_t row_stride, head_stride;
     int n, width, head_size;
@@ -71,7 +71,7 @@ void kvq_launch_rows_at(const kvq_seal_rows & to, const kvq_seal_positions & at,
     size_t head_stride, const float * rows, size_t row_stride, cudaStream_t stream);
 void kvq_launch_row_table(const kvq_row_table & table, cudaStream_t stream);
 void kvq_launch_row_jobs(const kvq_row_jobs & jobs, int n_jobs, cudaStream_t stream);
-// follows: the kernel before it is one of these, and writes nothing that this one reads
+// follows: the kernel before it is one of these, and this one reads no byte that it writes
 void kvq_launch_encode(const kvq_affine_geometry & g, const kvq_seal_jobs & jobs, int n, int n_head, int max_shared,
     bool follows, cudaStream_t stream);
 void kvq_launch_decode(const kvq_affine_geometry & g, const uint8_t * codes, const uint8_t * params, uint16_t * tile,
@@ -83,7 +83,7 @@ void kvq_launch_decode_lattice(const kvq_affine_geometry & g, const uint8_t * co
     uint16_t * tile, int n_head, cudaStream_t stream);
 void kvq_launch_expand_lattice(const kvq_affine_geometry & g, const kvq_page * pages, int n_pages, int n_head,
     const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream);
-// The same for split keys; fast: of the fast half, n_parts 0: there is none. rows_split.cu
+// The same for split keys; fast: of the fast half, n_parts 0: it has no block. expand_split.cu
 void kvq_launch_expand_split(const kvq_affine_geometry & g, const kvq_affine_geometry & fast, const kvq_page * pages,
     int n_pages, int n_head, const kvq_row_place & to, const kvq_turn & turn, cudaStream_t stream);
 // Sealed pages as open ones: tiles [page][head][cell][stride] of keys, of values, and a table of pages that names them.
@@ -107,9 +107,9 @@ struct kvq_chain_args {
     kvq_turn turn;
     const kvq_page * pages;
     int n_head, width;
-    const float * pred; // [page][cell][pred_stride], NULL: nothing is predicted
+    const float * pred; // [page][cell][pred_stride], NULL: rows are not predicted
     size_t pred_stride;
-    int8_t * row; // [page][cell][row_stride]; NULL: nobody wants them
+    int8_t * row; // [page][cell][row_stride]; NULL: such rows are not made
     float * scale;
     size_t row_stride;
     kvq_page * table;

@@ -3,7 +3,7 @@
 // decode kernel's blocks are dealt out by their number: one long sequence beside many short ones fills the device.
 //
 // The table (kvq_attend_args::work), in device memory:
-//   u32 work[n_work]         of a block of each KV head: rows << 24 | split << 12 | splits; splits 0: nothing to do
+//   u32 work[n_work]         of a block of each KV head: rows << 24 | split << 12 | splits; splits 0: no work
 //   then of each block of rows: i32 n, i32 page[n_pages]: of the page table, rising; n of them hold
 #pragma once
 

@@ -4,7 +4,7 @@
 
 #include "common.cuh"
 
-struct kvq_device_rotary { // kvq_rotary in device memory; n 0: none
+struct kvq_device_rotary { // kvq_rotary in device memory; n 0: no embedding
     int n, neox;           // n: pairs
     const float *high, *low;
 };
@@ -15,7 +15,7 @@ struct kvq_device_order { // kvq_order in device memory, with the gains of one w
 };
 
 struct kvq_turn {
-    const float * mean; // [head][head size]; NULL: none
+    const float * mean; // [head][head size]; NULL: no mean
     kvq_device_rotary rotary;
     const int32_t *positions, *sealed; // of cells; sealed NULL: before rotary embedding
     kvq_device_order back;             // from a block's order to the head's

@@ -1,8 +1,8 @@
-// Who computes on the bytes of a cache: between f16 tiles and blocks, and what policies ask for. The store keeps states
-// and clocks and hands pointers on.
+// An engine computes on the bytes of a cache: f16 tiles to blocks and back, attention, and what policies ask for. The
+// store keeps states and clocks, and gives the engine pointers.
 //
-// Every engine encodes, decodes, writes rows and attends. The rest is asked for: an engine that has no kernels for it
-// returns NULL, and the policy that needs them does not attach to the layer (policy/kind.h), so the cache is not made.
+// Every engine encodes, decodes, writes rows and attends. The rest is optional: an engine without kernels for it
+// returns NULL. The policy that needs them then does not attach to the layer (policy/kind.h), and the cache is refused.
 #pragma once
 
 #include "layout.h"
@@ -18,8 +18,8 @@ struct kvq_page_block {    // one page of all heads: f16 tile <-> block
     void * params;
 };
 
-// Who gets attention (policy/probe.h), in the device's memory. Scores of an open page: f32 sums [n_head][page_cells],
-// i32 seen [page_cells].
+// How much attention each cell gets (policy/probe.h), in the device's memory. Scores of an open page: f32 sums
+// [n_head][page_cells], i32 seen [page_cells].
 struct kvq_score_page {
     const uint16_t * keys; // open tile
     const int32_t * map;
@@ -53,24 +53,24 @@ struct kvq_packed {
     std::vector<float> sums;              // [page][n_head]: scores of its slots, added in their order
     std::vector<int32_t> maps;            // [page][n_head][page_cells]: cells in their order, then -1
     const int32_t * maps_there = nullptr; // the device's, until the next call
-    const float * scores_there = nullptr; // of the slots, likewise; -1 where nothing is
+    const float * scores_there = nullptr; // of the slots, likewise; -1 in an empty slot
 };
 
 struct kvq_row_transform {               // what sealed rows of a page lack (policy/transform.h)
-    const float * mean = nullptr;        // host memory that stays; NULL: none
+    const float * mean = nullptr;        // host memory that stays; NULL: no mean is left out
     const kvq_rotary * rotary = nullptr; // likewise
     // of the page's cells, and predictions of its rows, f32, pred_stride apart. In calls of an engine: its memory; of
     // kvq_cpu_*_rows (host.h): the host's
     const int32_t * positions = nullptr;
     const int32_t * sealed = nullptr; // positions when it was sealed; NULL: keys lack their rotary embedding altogether
-    const float * pred = nullptr;     // NULL: nothing is predicted
+    const float * pred = nullptr;     // NULL: rows are not predicted
     size_t pred_stride = 0;
     const kvq_order * order = nullptr; // host memory that stays; NULL: channels stay where they are
     // cos and sin at the page's positions, [cell][n_dims], where the host has them ready (kvq_cpu_turns); else NULL
     const float * turns = nullptr;
 };
 
-// Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: nobody wants them.
+// Rows in 8 bits (types/predictor.h): x = row * scale. row NULL: such rows are not made.
 struct kvq_rows8 {
     int8_t * row = nullptr;
     float * scale = nullptr; // one a row
@@ -135,7 +135,7 @@ protected:
 // Scores that lie where the engine computes.
 class kvq_score_engine {
 public:
-    // Of each head, the codec's n_hi cells of the highest score, earlier ones first when equal, cells that hold nothing
+    // Of each head, the codec's n_hi cells of the highest score, earlier ones first when equal, empty cells
     // last: bit per cell, in front of the head's params.
     virtual void choose(const kvq_lane_layout & l, bool normalise, const kvq_choice * pages, int n) = 0;
     // Every head puts the cells of a run in order and fills pages of slots.
@@ -153,7 +153,7 @@ protected:
 // A second tier: rows that lie far (policy/fetch.h).
 class kvq_fetch_engine {
 public:
-    // Memory of the host that this engine's attention reads. NULL: none is left.
+    // Memory of the host that this engine's attention reads. NULL: out of memory.
     virtual void * alloc_far(size_t nb) = 0;
     virtual void free_far(void * p, size_t nb) = 0;
     // (there, here, n): the host's copy of a table of n pages (kvq_far::k_rows, v_rows), which changes before that
@@ -166,7 +166,8 @@ public:
     virtual void get_far(const kvq_lane_layout & l, int format, const void * rows, uint16_t * tile) = 0;
     // Cells [first, last) of a stream (all of its call but fetch and top; keys: of its keys) are written again. No row
     // that is kept of them may be read as it is: with `again` those that were put far before this call come again,
-    // else these cells are kept no more. Without cells: the buffer goes, and nothing of it may wait any more.
+    // else these cells are kept no more. Without cells: the buffer is freed next, so no work on it may wait after this
+    // call.
     virtual void renew_kept(
         const kvq_far &, const kvq_lane_layout &, int /* first */, int /* last */, bool /* again */) {}
     // NULL: attention over such blocks fetches far rows of this format; else why not, and the cure
@@ -182,7 +183,7 @@ public:
     virtual const char * name() const = 0; // of its kernels, for the load line
 
     // Head 0 of row i (f32, n_head*head_size values) goes to to[i], other heads to the same row of their tiles. pos:
-    // positions that the rows carry (tags.h), in host memory; NULL: none.
+    // positions that the rows carry (tags.h), in host memory; NULL: rows carry no positions.
     virtual void write_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const float * rows,
         size_t row_stride, const int32_t * pos, int n_threads) = 0;
     // The same of f16 rows that the host holds. False: this engine takes no such rows.
@@ -201,6 +202,6 @@ public:
 
     // NULL: a token reads this layer by the kernels made for that; else what it is read by instead, for the load line
     virtual const char * slow_reading(int flags, const kvq_lane_layout & k, const kvq_lane_layout & v) const = 0;
-    // What computing on a layer takes beside its lanes, at most; 0 where it takes none of the device's memory
+    // Bytes that computing on a layer takes beside its lanes, at most; 0: it takes no memory of the device
     virtual size_t bytes_workspace(const kvq_lane_layout & k, const kvq_lane_layout & v) const = 0;
 };

@@ -6,7 +6,7 @@
 //   bits    uint32 [head kv][n_words]    bit by bit the slots of the cache: kept cells
 //   rows    [head kv][n_kept][far row of a key, of a value]
 //
-// Slots and bits are zero where nothing is kept.
+// Slots and bits are zero where no row is kept.
 #pragma once
 
 #include "base/constants.h"

@@ -40,7 +40,7 @@ void kvq_cpu_put_back_rows(const kvq_lane_layout & l, int h, const kvq_row_trans
 
 // Predictors over plain rows: what calibration, graph nodes and tests use.
 
-// out[t] = W rows[t] + add[t], strides in values; add NULL: nothing. Arithmetic of types/predictor.h.
+// out[t] = W rows[t] + add[t], strides in values; add NULL: it is not added. Arithmetic of types/predictor.h.
 void kvq_cpu_predict(const kvq_predictor & p, int64_t n, const float * rows, int64_t row_stride, const float * add,
     int64_t add_stride, float * out, int64_t out_stride, int n_threads);
 

@@ -30,7 +30,7 @@ struct kvq_lane_layout {
     // pages per stream that can be sealed at once: n_pages, fewer when cells are evicted or blocks move
     int n_store = 0;
     bool evicts = false;  // sealed cells are kept in slots
-    bool moves = false;   // a page takes a stored block when it seals: pages in frames need none
+    bool moves = false;   // a page takes a stored block when it seals; a page in a frame needs no block
     bool pooled = false;  // blocks and frames share a pool
     int window = 0;       // rows that stay open, a multiple of page_cells
     int n_sink_pages = 0; // leading pages that never seal

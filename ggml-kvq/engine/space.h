@@ -1,5 +1,5 @@
-// Memory that a cache lies in. Calls on one space run in the order in which they are made; get and put return when the
-// host's bytes are no longer needed or are there.
+// Memory that a cache lies in. Calls on one space run in the order in which they are made, except those that say that
+// they may wait for flush(). get returns when the bytes are there, put when the host's bytes are no longer needed.
 #pragma once
 
 #include "ggml-kvq.h"
@@ -20,6 +20,9 @@ public:
     virtual void copy_later(void * to, const void * from, size_t nb) = 0;
     virtual void get(void * host, const void * from, size_t nb) = 0;
     virtual void put(void * to, const void * host, size_t nb) = 0;
+    // One address into a table of them. It may wait for flush(), because many come together.
+    virtual void put_address_later(void * to, const void * address) = 0;
+    // Entries of a page table. They may wait for flush().
     virtual void put_pages(kvq_page * to, const kvq_page * from, size_t n) = 0;
     virtual void flush() = 0; // what still waits to be done together starts now
 };

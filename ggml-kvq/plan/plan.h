@@ -1,6 +1,6 @@
 // What a method makes of a layer, as plain data: how keys and values are coded, what stays f16, and the parts that
-// act on them. Part NAME is policy/NAME.cpp (policy/policies.inc); who composes a plan needs no more than its name
-// and the values that its file documents.
+// act on them. Part NAME is policy/NAME.cpp (policy/policies.inc). To use a part, a plan needs only its name and the
+// values that its file documents.
 #pragma once
 
 #include "base/constants.h"
@@ -13,7 +13,7 @@
 struct kvq_part {
     std::string name;
     std::vector<std::pair<std::string, double>> values;
-    std::string text; // what is no number
+    std::string text; // a value that is a text
 
     double get(const char * key, double otherwise = 0.0) const {
         for (const auto & v : values) {

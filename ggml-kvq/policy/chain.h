@@ -8,7 +8,7 @@
 // so layer l can be read only after layer l-1. Of every cell reconstructed rows are kept in 8 bits
 // (types/predictor.h): keys and, with `full`, values of the layer read last, or, with `fold`, keys of the last two
 // layers, of an even one and an odd one. They are the inputs of the next layer, when writing and when reading:
-// both see the same bits. With `fold` no value is anybody's input, so a query may apply W_v once, to sums of rows:
+// both see the same bits. With `fold` no predictor has values as input, so a query may apply W_v once, to sums of rows:
 //   sum_t p_t v'_t = W_v [sum p k'[l]; sum p k'[l-1]] + sum p decoded
 // The rows lie where the engine computes, which turns them into those of the next layer and,
 // while it attends, into f16 tiles: the CPU in stripes of pages (cpu/chain.cpp), CUDA all pages of a layer at once
@@ -50,11 +50,11 @@ public:
     bool chains(bool value) const { return !value || row_stride[1]; }
 
     // Predictions for up to KVQ_CHAIN_STRIPE pages of layer l, f32 [page][page_cells][stride(value)] in the device's
-    // memory, until the next call; zeros where nothing is predicted.
+    // memory, until the next call; zeros where rows are not predicted.
     const float * predict(int l, bool value, int s, const std::vector<int> & pages);
     size_t stride(bool value) const { return row_stride[value]; }
 
-    // The page holds something else than before.
+    // The page's rows have changed.
     void changed(int l, bool value, int s, int p);
     // May it be sealed now: what it is predicted from is sealed too, or empty.
     bool ready(int l, bool value, int s, int p) const;
@@ -67,7 +67,7 @@ public:
     kvq_chain_pages pages_of(int l, bool value, int s, int p0, int n, int n_threads = 1) const;
     void layer_below(int l, int s, int n, int n_threads);
     void layer_read(int l, int s, int n);
-    void forget(); // a recorded step has run: rows are of no known layer
+    void forget(); // a recorded step has run: it is not known which layer the rows belong to
 
 private:
     struct layer {
@@ -77,7 +77,7 @@ private:
     };
     struct kept_rows { // [stream][page][cell], in the device's memory
         kvq_rows8 x;
-        std::vector<int16_t> layer_of; // [stream][page] layer that the rows are of, -1: none
+        std::vector<int16_t> layer_of; // [stream][page] layer that the rows belong to, -1: the page has no rows
     };
     size_t index_of(int s, int p) const { return (size_t) s * n_pages + p; }
     // of a lane of layer l, which feeds others

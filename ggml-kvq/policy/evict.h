@@ -57,7 +57,7 @@ public:
 
     // Sealed cells among them, as a saved state carries them, or decoded only.
     void read(bool value, int stream, int cell, int n, uint16_t * rows, bool image = true, int n_threads = 1) const;
-    void limit(int stream, int n_cells); // cells from n_cells on are free: nobody will read what is left of them
+    void limit(int stream, int n_cells); // cells from n_cells on are free: attention will not read them again
     int n_used(int stream) const;        // pages
 
 private:

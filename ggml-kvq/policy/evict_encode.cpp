@@ -62,7 +62,7 @@ void kvq_evict::encode(bool value, int s, const std::vector<int> & due, const st
                  nb_valid = (size_t) page_cells / 8;
     const bool mixed = one.codec.type == KVQ_TYPE_MIXED;
     one.n_head = 1;
-    // of pages due.front() + i; NULL: none
+    // of pages due.front() + i; NULL: the page has no set
     std::vector<const uint16_t *> frames((size_t) (due.back() - due.front() + 1), nullptr);
     bool all_have_frames = true;
     for (int p : due) {

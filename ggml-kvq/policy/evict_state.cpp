@@ -365,7 +365,7 @@ void kvq_evict::restore(
     const size_t D = (size_t) l.codec.head_size, W = D * (size_t) n_head;
     uint8_t * const flags = prompt.data() + (size_t) s * n_pages * page_cells;
     left.assign((size_t) n * n_head, 1);
-    if (!value && !keys_arrive[(size_t) s]) { // nothing is left of a state that did not come to its end
+    if (!value && !keys_arrive[(size_t) s]) { // a state that was not read to its end leaves no keys
         for (auto it = arrived.begin(); it != arrived.end();) {
             if (it->first.first == s) { free_page(s, it->second.page); }
             it = it->first.first == s ? arrived.erase(it) : std::next(it);

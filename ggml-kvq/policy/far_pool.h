@@ -3,7 +3,7 @@
 //   host     memory of the host that the engine's attention reads
 //   device   the engine's own
 //   PATH     a file, mapped into memory. All of it is asked of the disk before the first token, and the file has no
-//            name from then on: however the program ends, nothing is left
+//            name from then on, so no file is left however the program ends
 #pragma once
 
 #include "engine/device.h"
@@ -24,7 +24,7 @@ public:
     kvq_far_pool & operator=(const kvq_far_pool &) = delete;
 
     bool ok() const { return why.empty(); }
-    const std::string & error() const { return why; } // what is missing and what to do; "": nothing is
+    const std::string & error() const { return why; } // what is missing and what to do; "": no error
     // A block for a lane, which has n_most at once at most. NULL: no lane has one to spare, error() says why.
     void * take(size_t nb, const void * lane, size_t n_most);
     void give(void * p, size_t nb, const void * lane); // back to the lane, for its next one
@@ -32,7 +32,7 @@ public:
 
 private:
     bool grow(size_t nb);
-    void * more(size_t size); // NULL: there is none, or too little would be left
+    void * more(size_t size); // NULL: out of memory, or too little would be left
     bool open_file();
     std::string lacks(size_t nb) const;
     kvq_device & device;
@@ -54,6 +54,6 @@ private:
     size_t used = 0; // of the last slab
     size_t total = 0;
     int file = -1;
-    std::chrono::steady_clock::time_point ask_again; // for memory, after there was none
+    std::chrono::steady_clock::time_point ask_again; // for memory, after memory ran out
     std::string why;
 };

@@ -84,7 +84,7 @@ bool kvq_fetcher::take(const kvq_lane & x, int s, int p) const {
 }
 
 void kvq_fetcher::publish(const kvq_lane & x, int s, int p) {
-    device.put(of(x).there + (size_t) s * of(x).l.n_pages + p, &at(x, s, p), sizeof(void *));
+    device.put_address_later(of(x).there + (size_t) s * of(x).l.n_pages + p, at(x, s, p));
 }
 
 void kvq_fetcher::release(const kvq_lane & x, int s, int p) {
@@ -175,7 +175,7 @@ void kvq_fetcher::write_image(
     const int D = l.codec.head_size, stride = l.head_stride(), n = l.n_head * l.page_cells;
     const size_t nb_row = kvq_far_row_bytes(format, D);
     std::vector<uint8_t> copy;
-    // whoever asks has waited for the device: what it wrote to memory of the host is there
+    // the caller has waited for the device: what it wrote to host memory has arrived
     const uint8_t * far_rows =
         rows_are_here ? (const uint8_t *) at(x, s, p) : x.view<uint8_t>(at(x, s, p), of(x).nb_page, copy);
     static thread_local std::vector<uint16_t> row;

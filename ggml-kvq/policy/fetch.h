@@ -1,7 +1,7 @@
 // A second tier (SpeCache, ICML 2025, section 3): while near blocks of sealed cells lie where attention computes, the
 // rows as they came lie far, in another memory, and attention fetches the few that matter (kvq_far of ggml-kvq.h).
 // Sealing sends the rows of both lanes far before anything is taken out of them. What is decoded elsewhere comes from
-// there: pages that are written again, context shifts and saved states lose nothing. One step ahead, the first call
+// there, so pages that are written again, context shifts and saved states stay exact. One step ahead, the first call
 // behind a prompt or a saved state picks and reads in the same step, so that it need not do without far rows, and so
 // that what it reads does not depend on what was in the cache before.
 //
@@ -51,13 +51,14 @@ private:
     struct lane_rows {
         kvq_lane_layout l;
         size_t nb_page = 0;
-        std::vector<void *> rows;    // [stream][page], NULL: none
+        std::vector<void *> rows;    // [stream][page], NULL: the page has no far rows
         std::vector<uint8_t> is_put; // the same: rows have been put there
         void ** there = nullptr;     // the engine's copy
     };
     lane_rows & of(const kvq_lane & x) const { return lanes[x.is_value()]; }
     uint8_t & is_put(const kvq_lane & x, int s, int p) const { return of(x).is_put[(size_t) s * of(x).l.n_pages + p]; }
     void *& at(const kvq_lane & x, int s, int p) const { return of(x).rows[(size_t) s * of(x).l.n_pages + p]; }
+    using kvq_policy::take;                                                       // the event of that name
     bool take(const kvq_lane & x, int s, int p) const;                            // memory for the rows of a page
     size_t n_kept() const { return (size_t) lanes[0].l.n_head * (size_t) keeps; } // of a stream
     void name_kept(kvq_far & f, int s) const;
@@ -79,5 +80,5 @@ private:
     size_t nb_buffer = 0;       // of a stream
     uint64_t * counts = nullptr;
     std::vector<kvq_far> far;  // of a call, by stream
-    std::vector<uint8_t> anew; // by stream, one step ahead: nobody has picked what the next call wants
+    std::vector<uint8_t> anew; // by stream, one step ahead: 1, no step has picked cells for the next call
 };

@@ -20,7 +20,7 @@ struct kvq_layer_parts {
     kvq_lane *k = nullptr, *v = nullptr;
     kvq_span_table * spans = nullptr;
     kvq_lane * before[2] = {};                    // keys and values of the layer before, NULL in the first
-    const kvq_layer_calibration * data = nullptr; // NULL: the method takes none
+    const kvq_layer_calibration * data = nullptr; // NULL: the method takes no calibrated data
     int number = 0, ordinal = 0;                  // among the model's layers with attention; in this cache
     size_t bytes_far = 0;                         // of a second tier, of all layers of the cache
     std::string why;                              // what is missing where a policy cannot be made; "": memory
@@ -48,10 +48,10 @@ struct kvq_policy_kind {
     const char * name;
     // Room: pages that may be sealed at once, what the lane is. Before its bytes are counted. NULL: as it is.
     void (*shape)(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l);
-    // Bytes that come on top. NULL: none.
+    // Bytes that come on top. NULL: no further bytes.
     void (*bytes)(const kvq_part & part, const kvq_layer_plan & plan, bool value, kvq_lane_layout & l);
     // Makes the policy and adds it to its lanes; false: at.why says what is missing, "": memory.
     bool (*attach)(const kvq_part & part, kvq_layer_parts & at);
-    // What the load line says of it, "; ..."; of all layers of a cache that have the part. NULL: nothing.
+    // What the load line says of it, "; ..."; of all layers of a cache that have the part. NULL: no words.
     std::string (*words)(const std::vector<kvq_part_of_layer> & layers, const kvq_stats & stats);
 };

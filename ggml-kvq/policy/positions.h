@@ -45,7 +45,6 @@ private:
     kvq_device & device;
     int32_t * there = nullptr;                      // both, NULL on the host
     std::vector<int32_t> device_now, device_sealed; // what is there
-    std::vector<uint8_t>
-        has_moved; // pages of a device whose positions differ from `sealed`; of open ones it says nothing
+    std::vector<uint8_t> has_moved; // pages of a device whose positions differ from `sealed`; not known of open pages
     std::vector<std::unique_ptr<kvq_rotor>> rotors; // one per distinct embedding
 };

@@ -2,8 +2,8 @@
 //   score = sum over probe rows of the probability / number of probe rows that could see the cell          per KV head
 // Probe rows of a call of n query tokens, share s: the last ceil(s/2 n) and ceil(s/2 n) of the others, those with the
 // smallest hash of their cell. A call of fewer than 32 takes tokens whose cell, modulo the page, is within the last
-// s/2, and tokens whose hash is below s/2, the same in all layers, so that most steps have none at all: over a page of
-// generated tokens these are the same two kinds. Only open pages have sums: what is sealed stays as it is.
+// s/2, and tokens whose hash is below s/2, the same in all layers, so that most steps have no probe row at all: over a
+// page of generated tokens these are the same two kinds. Only open pages have sums: what is sealed stays as it is.
 // The sums lie where the engine computes. On a device that is not the host, which tokens and pages count goes there in
 // a table; what is chosen by them is chosen there.
 //

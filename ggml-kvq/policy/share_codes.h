@@ -1,5 +1,5 @@
 // Codes of one layer that serve the next (XQuant, section 3.3): the next lane stores parameters alone, fitted to codes
-// that it adopts. So the codes are sealed first, and whoever adopted them opens when they are about to change.
+// that it adopts. So the codes are sealed first. The adopting lane opens its page when those codes are about to change.
 //
 //   part share_codes   k, v: 1 when this layer's keys, values adopt the codes of the layer before
 //                      k_apart, v_apart: 1 when they would, but that layer lies in another cache

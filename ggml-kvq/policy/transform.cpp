@@ -143,7 +143,7 @@ void kvq_transform::copied_page(kvq_lane & x, int from, int to, int p) {
     if (!rotor || !(state == KVQ_PAGE_SEALED || state == KVQ_PAGE_OPEN)) { return; }
     const int n = x.layout().page_cells;
     std::copy_n(positions->now_at(from, p), n, positions->now_at(to, p));
-    if (keeps_turn()) { // every layer copies: none is left that holds something else there
+    if (keeps_turn()) { // every layer copies: no layer holds another page there any more
         std::copy_n(positions->sealed_at(from, p), n, positions->sealed_at(to, p));
     }
     positions->put(to, p, keeps_turn());

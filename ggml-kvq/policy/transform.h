@@ -1,16 +1,15 @@
 // What sealed pages of a lane leave out (AQUA-KV, arXiv 2501.19392, section 3): a mean per channel and, for keys, the
 // rotary embedding, or what it became since.
-//   row = R_pos (decoded + prediction + mean)                 keys that are predicted
-//   row = R_(pos - sealed) decoded + R_pos mean               other keys: they are sealed as they are, less R_sealed
-//       mean
+//   row = R_pos (decoded + prediction + mean)       keys that are predicted
+//   row = R_(pos - sealed) decoded + R_pos mean     other keys; what is sealed is  key - R_sealed mean
 //
-// The second way needs no turning while it is read: the query meets decoded keys as it is, or turned back by the
-// distance by which they moved since; its products with the mean are cheap (engine/turns.h). Either way a context shift
-// changes positions only.
+// Keys of the second kind need no rotation while they are read: the query meets decoded keys as it is. Where keys have
+// moved since, the query is turned back by that distance. Its products with the mean are cheap (engine/turns.h). With
+// both kinds a context shift changes positions only.
 //
 // Open rows stay as they came and carry their positions (tags.h).
 //
-// What is left of sorted keys takes another order of channels and gains last of all (kvq_order).
+// Of sorted keys, channels take another order and gains as the last step (kvq_order).
 //
 //   part transform   unrotate: 1, keys lose their rotary embedding; mean: 1, pages lose a calibrated mean per channel;
 //                    sort: 1, keys are sorted;
@@ -36,8 +35,8 @@ public:
     const float * mean;
     kvq_positions * const positions;
     const kvq_order * order = nullptr; // of sorted keys (types/lattice.h), NULL: channels stay where they are
-    kvq_rotor * rotor = nullptr;       // of this layer's keys, once a graph has shown it; NULL: they have none
-    // what is predicted from the layer before (chain.h), NULL: nothing; ordinal: of this layer
+    kvq_rotor * rotor = nullptr; // of this layer's keys, once a graph has shown it; NULL: keys have no rotary embedding
+    // what is predicted from the layer before (chain.h), NULL: rows are not predicted; ordinal: of this layer
     kvq_chain * chain = nullptr;
     int ordinal = 0;
     bool active() const { return mean || rotor || chain || order; }
@@ -84,8 +83,9 @@ private:
     int32_t * sealed_at(int s, int p) const { return keeps_turn() ? positions->sealed_at(s, p) : nullptr; }
     bool is_held_elsewhere(const kvq_lane & x, int s, int p) const; // other layers hold the page sealed
     void note_sealed(kvq_lane & x, int s, int p);                   // positions of a page that is about to be sealed
-    std::vector<float> predicted(const kvq_lane & x, int s, int p) const; // empty: nothing is predicted
-    // of rows and predictions that the host holds; pos, was [page_cells]: positions, and those when sealed; NULL: none
+    std::vector<float> predicted(const kvq_lane & x, int s, int p) const; // empty: rows are not predicted
+    // of rows and predictions that the host holds; pos, was [page_cells]: positions, and those when sealed; NULL: rows
+    // have no positions
     kvq_row_transform transform_here(
         const kvq_lane & x, const int32_t * pos, const int32_t * was, const std::vector<float> & pred) const;
     void image_page(const kvq_lane & x, int s, int p, const int32_t * pos, const int32_t * was, const uint8_t * codes,

@@ -147,7 +147,7 @@ bool kvq_transform::take_image(
     }
     image_page(
         x, s, p, pos.data(), was.empty() ? nullptr : was.data(), out.codes.data(), out.params.data(), again.data());
-    for (int i = 0; marked && i < l.page_cells * D; i++) { // what a mark has there says nothing
+    for (int i = 0; marked && i < l.page_cells * D; i++) { // bits of a mark do not belong to the row
         const size_t at = (size_t) (i / D) * W + (size_t) (i % D);
         if (kvq_mark_covers(l.codec, (size_t) i)) {
             again[at] = (uint16_t) ((again[at] & ~(1 << x.mark_plane())) | (rows[at] & 1 << x.mark_plane()));

@@ -363,7 +363,7 @@ void kvq_lane::bring_home(int s) {
 void kvq_lane::copy_stream(int from, int to) {
     waiting = false;
     reopened.forget_stream(to);
-    device.flush(); // pages are copied together: nothing that they hold may still be on its way
+    device.flush(); // pages are copied together: all of their bytes must have arrived
     if (l.moves) {
         std::copy_n(stored.begin() + (long) from * l.n_pages, l.n_pages, stored.begin() + (long) to * l.n_pages);
         streams[to].free_blocks = streams[from].free_blocks;

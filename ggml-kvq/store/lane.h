@@ -102,7 +102,7 @@ public:
     // before anything is restored.
     std::string refuses(int n, const uint16_t * rows) const;
     std::string refuses(const kvq_page_image & image) const;
-    // v: the same rows, of which some were edited; NULL: none were
+    // v: the same rows, of which some were edited; NULL: no row was edited
     void restore(
         int stream, int cell, int n, const uint16_t * rows, int n_threads, const kvq_mark_rows_view * v = nullptr);
     // f16 rows into open pages, without a look at whether they are an image
@@ -113,12 +113,12 @@ public:
     kvq_page_image positions_of(int s, int p) const; // what goes with it
     bool is_marked_image(int s, int p, const uint16_t * rows) const;
     bool blocks_travel() const; // do blocks mean the same in another cache?
-    // image: its positions. False: the page cannot hold it, nothing changed
+    // image: its positions. False: the page cannot hold it and is unchanged
     bool place_block(
         int s, int p, const kvq_page_image & image, const kvq_block_bytes & block, kvq_block_puts * later = nullptr);
     bool leaves_out() const { return imager(); } // do sealed pages lack something?
     int n_position_lists() const { return imager() ? imager()->n_position_lists(*this) : 0; } // of a block by itself
-    int mark_plane() const; // the mantissa bit that marks take, -1: there is none
+    int mark_plane() const; // the mantissa bit that marks take, -1: the lane has no such bit
 
     void clear();
     void drop_from(int s, int cell); // open cells from `cell` on
@@ -193,14 +193,14 @@ private:
     void take_frame(int s, int p);
     void drop_frame(int s, int p);
     void set_state(int s, int p, kvq_page_state state);
-    // stored block of a page, -1: none
+    // stored block of a page, -1: the page has no block
     int store_of(int s, int p) const { return l.moves || l.pooled ? stored[(size_t) s * l.n_pages + p] : p; }
     // pages that may still seal
     int n_may_seal(int s) const { return l.moves ? (int) streams[s].free_blocks.size() : l.n_pages; }
     void take_block(int s, int p);
     void drop_block(int s, int p);
     uint16_t * frame_at(int s, int i) const; // own frame i
-    int take_own_frame(int s, int p);        // -1: none is free
+    int take_own_frame(int s, int p);        // -1: all frames are in use
     void move_frame(int s, int p, int i);    // to own frame i, -1: to scratch
     // of a pool (lane_pool.cpp)
     void clear_way(int s, int i); // frames where block i goes make room

@@ -1,15 +1,19 @@
-// The checksum of rows in a saved state. llama.cpp's file has f16 rows and no room besides, so the checksum rides in
-// values that can be restored without it:
-//   sealed pages     the mantissa bit above those of the page's image (types.h), in head 0 of the first and of the
-//       last rows of one page:
-//                    the block that the image gives back knows that bit
-//   evicted rows     -0 throughout, of which the last mantissa bit is used
-// Rows that have neither (open ones alone, the f16 method) carry none: nothing in them may change.
+// A mark: the checksum of rows in a saved state. llama.cpp's file has f16 rows and no room for more bytes. So the
+// checksum lies in bits of values that can be restored without those bits:
+//   sealed pages     the mantissa bit above those of the page's image (types.h), in head 0 of the first and of the last
+//                    rows of one page. The block that the image gives back knows that bit.
+//   evicted rows     all values are -0; the last mantissa bit is used
+// Other rows (a cache with open rows only, the f16 method) carry no mark, because no bit of them may change.
 //
-// A mark is 192 bits and is written twice, so that what damages one leaves the other to tell of it:
-//   u32 magic   u32 sum of the rows   u32 tag of whoever saves   u16 model, 0: unknown   u16 cells of the page, 0:
-//       evicted rows
-//   u24 rows that are summed   u24 this copy's first row among them   u16 check
+// A mark has 192 bits and is written twice: when one copy is damaged, the other one still tells that.
+//   u32 magic
+//   u32 sum of the rows
+//   u32 tag of the program that saves
+//   u16 model, 0: unknown
+//   u16 cells of the page, 0: evicted rows
+//   u24 number of rows in the sum
+//   u24 this copy's first row among them
+//   u16 check
 #pragma once
 
 #include "types/types.h"
@@ -26,7 +30,7 @@ struct kvq_mark {
 };
 
 // A row's values [width], of which the first `head_size` are head 0's. A row that is edited is changed in place, or
-// copied when `own` is false: the rows are somebody else's then.
+// copied when `own` is false: the rows belong to the caller then.
 struct kvq_mark_rows_view {
     const uint16_t * rows;
     int n, width, head_size;
@@ -44,7 +48,7 @@ struct kvq_mark_rows_view {
 // Bits in plane `plane` of the rows at[0..kvq_mark_rows): written, cleared, read.
 void kvq_mark_put(kvq_mark_rows_view & v, const int * at, int plane, const kvq_mark & m);
 void kvq_mark_clear(kvq_mark_rows_view & v, const int * at, int plane);
-bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_mark & m); // false: there is none
+bool kvq_mark_get(const kvq_mark_rows_view & v, const int * at, int plane, kvq_mark & m); // false: there is no mark
 
 // Rows that are evicted, or were before they took a mark.
 std::vector<int> kvq_mark_evicted(const kvq_mark_rows_view & v);
@@ -58,9 +62,9 @@ struct kvq_mark_found {
 class kvq_mark_stream {
 public:
     std::vector<uint64_t> hashes;      // of the rows so far, without the bits of marks
-    std::vector<kvq_mark_found> found; // marks among them; whoever is done with one removes it
+    std::vector<kvq_mark_found> found; // marks among them; the caller removes a mark that it has used
     // Takes the bits of marks out of the rows: a row that stays as it came would carry them into the next state.
-    // False, and nothing is done: some value is not finite.
+    // False: some value is not finite, and the rows were not added.
     bool add(kvq_mark_rows_view & v, int n_threads = 1);
     // Rows of earlier calls that have lost such bits in this one.
     struct changed_row {

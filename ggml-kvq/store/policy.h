@@ -1,6 +1,6 @@
-// What a layer does beyond keeping pages: a policy hears what happens to the pages of its lanes, and may say what they
-// hold. The defaults change nothing: events do nothing, and questions give the neutral answer. Policies of a lane are
-// called in the order in which they were added; those of keys and of values are told apart by x.is_value().
+// What a layer does beyond keeping pages. A policy hears what happens to the pages of its lanes, and may say what they
+// hold. By default an event does nothing, and a question gives the neutral answer. Policies of a lane are called in the
+// order in which they were added. x.is_value() tells whether a lane holds keys or values.
 //
 //   event            when                                                          pages are
 //   wrote            rows went to cells of a page                                  open
@@ -20,7 +20,7 @@
 //   state_changed    the page is about to have another state                       any
 //   changed          it has it, or its cells are about to be written               any
 //   moved            the block of a page lies elsewhere, its bytes are the same       sealed
-//   emptied          its cells hold nothing any more                               empty
+//   emptied          its cells are empty now                                        empty
 //   may_copy         a stream: is there room for what the policy keeps of the page  sealed
 //   copied, cleared  a whole stream; the lane
 //   edit             rows are edited that lie outside of pages
@@ -47,7 +47,7 @@ public:
 
     // slots: a bit each; n_rows: of the whole call that go to stream s
     virtual void wrote(kvq_lane &, int /*s*/, int /*p*/, const uint8_t * /*slots*/, int64_t /*n_rows*/) {}
-    // row i went to tile row to[i] of cell idx[i]; pos: positions, NULL: none are known
+    // row i went to tile row to[i] of cell idx[i]; pos: positions, NULL: not known
     virtual void written(
         kvq_lane &, int64_t /*n*/, const int64_t * /*idx*/, const int32_t * /*pos*/, uint16_t * const * /*to*/) {}
     // Do rows carry their positions? The engine then writes them where it alone can.
@@ -108,7 +108,7 @@ public:
         kvq_page_image & /*out*/) const {
         return false;
     }
-    // positions that saved rows and blocks carry lie below it; 0: they carry none
+    // positions that saved rows and blocks carry lie below it; 0: they carry no positions
     virtual int32_t position_bound(const kvq_lane &) const { return 0; }
     // save: rows [n][n_head*head_size] leave the cache. enter: rows come in and are changed in place, where
     // rewrites_rows says so. entered: rows have gone into open pages from `cell` on.
@@ -131,7 +131,7 @@ public:
     // May set means and positions. n_pages is a wish: the host sets it again when spans are packed. The host sets pages
     // and lse afterwards.
     virtual void spans(kvq_attn &, int /*s*/) {}
-    // the next call over stream s is none of those that a recording may hold
+    // true: the next call over stream s must not be replayed from a recording
     virtual bool stands_alone(int /*s*/) const { return false; }
     virtual bool wants_scores(int /*n_rows*/) const { return false; }
     // On the CPU, where a policy wants scores: attention has filled attn.lse. at: cell of the first query token. On

@@ -4,7 +4,7 @@
 //   | block 0 | block 1 | ...  blocks  ->|   free   |<-  frames ... | frame 1 | frame 0 |
 //             n_extent blocks, some free         max_frames, as many as `beside` leaves
 //
-// Only books are kept here: kvq_lane moves the bytes (lane_pool.cpp). Places are numbers, -1 is none.
+// The pool only counts places: kvq_lane moves the bytes (lane_pool.cpp). A place is a number; -1: no place.
 #pragma once
 
 #include "engine/layout.h"
@@ -24,7 +24,7 @@ public:
     int page_of_frame(int j) const { return frames[(size_t) j]; }
 
     int free_block() const; // the first
-    int free_frame() const; // the outermost beside the blocks, -1: there is none
+    int free_frame() const; // the outermost beside the blocks, -1: all are in use
     // Frames at or behind n_frames(n_extent()) must be empty when this is done (kvq_lane::take_block sees to it).
     void put_block(int i, int page);
     void put_frame(int j, int page) { frames[(size_t) j] = page; }

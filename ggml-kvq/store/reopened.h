@@ -1,8 +1,8 @@
 // Rows of sealed pages that are written into again. A prompt that begins like the one before (a fixed system prompt
-// in a server) is written behind that beginning, and the page where it ends is decoded, filled anew and sealed. What
-// stayed of it would be rounded once more with every prompt, each time to the scales of other neighbours, and 40 of
-// them make noise of it. So the rows that the first decoding gave are kept and come back with the next ones, unless
-// they were written since: they are rounded twice, however many prompts there are.
+// in a server) is written behind that beginning, and the page where it ends is decoded, filled anew and sealed. The
+// rows that stayed would be rounded again with every prompt, each time to the scales of other neighbours; after 40
+// prompts they would be noise. So the rows that the first decoding gave are kept. They come back at the next decoding,
+// unless they were written since. So a row is rounded twice, however many prompts there are.
 #pragma once
 
 #include "engine/layout.h"

@@ -17,8 +17,8 @@ public:
     uint16_t * take(size_t nb); // throws std::bad_alloc
     void give(uint16_t * p, size_t nb);
     void expect(size_t nb, size_t n); // so many will be taken: throws now if there is no memory
-    // A device may still be about to write to this one, with those of other layers at once: it is taken again only
-    // when enough others rest too.
+    // A device may still write to this tile, together with tiles of other layers. So it is taken again only when enough
+    // other tiles rest too.
     void rest(uint16_t * p, size_t nb);
     size_t bytes() const { return total; }
 

@@ -1,14 +1,18 @@
-// state=compact: what a cache tensor's bytes are in a saved state when blocks go out as they are. llama.cpp fixes how
-// many bytes those are, so the blocks stand in front and zeros behind them; ggml_kvq's own state files leave the
+// The bytes of a cache tensor in a saved state with state=compact: blocks are saved as they are. llama.cpp fixes the
+// number of bytes of a tensor. So the blocks come first, and zeros fill the rest. ggml_kvq's own state files leave the
 // zeros out (python/ggml_kvq/states.py).
 //
-//   u64 magic   u64 bytes   u32 CRC-32 of what follows   u32 tag   u16 model, u8 values, u8 lanes   i32 layer   i32
-//       rows   u32 CRC-32 of magic, bytes and what stands between tag and rows; 0: not known
-//   of each lane:   kvq_codec   i32 heads, i32 flags (1: codes are another lane's, 2: positions, 4: positions when
-//       sealed, 8: means or predictions are left out)
-//                   i32 first cell within its page, i32 pages       then of each page, whole or in part:
-//                   u32 1: codes, params, positions, positions when sealed     u32 0: f16 rows
-// Pages that are complete and sealed are blocks, all others rows.
+//   head, KVQ_BLOB_HEAD bytes:
+//     u64 magic   u64 bytes   u32 CRC-32 of all bytes after the head
+//     u32 tag   u16 model   u8 values   u8 lanes   i32 layer   i32 rows
+//     u32 CRC-32 of magic, bytes, and the fields from tag to rows; 0: not known
+//   then for each lane:
+//     kvq_codec   i32 heads   i32 flags   i32 first cell within its page   i32 pages
+//     flags: 1 codes are another lane's, 2 positions, 4 positions when sealed, 8 means or predictions are left out
+//   then for each page of the lane, whole or in part:
+//     u32 1: codes, params, positions, positions when sealed
+//     u32 0: f16 rows
+// A page that is complete and sealed is saved as a block, any other page as rows.
 #pragma once
 
 #include "lane.h"
@@ -27,8 +31,8 @@ struct kvq_blob_head {
     int32_t il, n;
 };
 
-// Rows [cell, cell + n) of a stream, how many bytes they took; 0: they would be more than `nb_rows`, or blocks of
-// these lanes mean nothing elsewhere.
+// Rows [cell, cell + n) of a stream, how many bytes they took; 0: they would be more than `nb_rows`, or other
+// caches cannot read blocks of these lanes.
 size_t kvq_blob_write(
     const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows, kvq_blob_head head);
 
@@ -47,7 +51,7 @@ struct kvq_blob_bytes {
 };
 
 // The rows of a blob whose head was read go into the lanes. owner: the blob of the lane whose codes are adopted,
-// empty when there is none. Returns why they cannot, "" when they did; note: what to say besides, or "".
+// empty: no codes are adopted. Returns why the rows cannot go in, "" when they did; note: what to say besides, or "".
 std::string kvq_blob_restore(const kvq_blob_bytes & blob, const kvq_blob_bytes & owner, kvq_lane * const * lanes,
     const std::vector<kvq_blob_run> & runs, int n_threads, std::string & note);
 

@@ -20,7 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 
-// Part i as an affine block; n_cells 0: it has none.
+// Part i as an affine block; n_cells 0: the part has no cells.
 kvq_codec kvq_mixed_part(const kvq_codec & c, int i);
 
 // Where the parts lie.

@@ -52,7 +52,7 @@ struct far_layer {
         }
         return has;
     }
-    void publish(int r, size_t p) { d.put((const void **) table[r]->p + p, &lane[r].rows[p], sizeof(void *)); }
+    void publish(int r, size_t p) { d.put_address_later((const void **) table[r]->p + p, lane[r].rows[p]); }
     // Two pages change places; one page's rows go, or come back.
     void change() {
         const size_t p = (size_t) uniform(0, (int) has.size() - 1), q = (size_t) uniform(0, (int) has.size() - 1);

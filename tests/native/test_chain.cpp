@@ -1,7 +1,7 @@
 // Predicted layers (policy/chain.h): random writes, commits, saves and reads on a stack of layers. After every step
 // each sealed page must hold, to the bit, what the plain definition gives: rows of the layer below rebuilt from its
-// blocks by kvq_predict_row and the type's own decode (METHODS U11), and blocks that are the encoding of what that
-// prediction leaves. Attention over stripes equals f64. Usage: test_chain [seed] [steps]
+// blocks by kvq_predict_row and the type's own decode (AQUA-KV, section 3.1), and blocks that are the encoding of what
+// that prediction leaves. Attention over stripes equals f64. Usage: test_chain [seed] [steps]
 #include "layer.h"
 #include "policy/chain.h"
 #include "engine/host.h"

@@ -22,6 +22,7 @@ struct short_memory : kvq_space {
     void copy_later(void * to, const void * what, size_t nb) override { from.copy_later(to, what, nb); }
     void get(void * host, const void * what, size_t nb) override { from.get(host, what, nb); }
     void put(void * to, const void * host, size_t nb) override { from.put(to, host, nb); }
+    void put_address_later(void * to, const void * address) override { from.put_address_later(to, address); }
     void put_pages(kvq_page * to, const kvq_page * what, size_t n_pages) override { from.put_pages(to, what, n_pages); }
     void flush() override {}
 };

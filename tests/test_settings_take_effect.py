@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import LLAMA_FIELDS, run_python
-from ggml_kvq import Model, _paths, bench, cli, files, gguf_header, launcher, memory, refusals
+from ggml_kvq import Model, _paths, bench, cli, files, flags, gguf_header, launcher, memory, refusals
 from ggml_kvq.errors import KvqError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,7 +121,7 @@ def test_the_models_own_context_is_shortened_aloud(demo_model: Path) -> None:
     facts = memory.model(demo_model)
     assert facts is not None
     choice = refusals.Choice("f16", "--kv-method f16")
-    user = launcher.User(["-fitt", "0", "-fitc", "256"], {}, reads_env=True)
+    user = flags.User(["-fitt", "0", "-fitc", "256"], {}, reads_env=True)
     free = memory.need(facts, memory.planner("f16", "", 12), 2048).total
     added, notes, _ = refusals.fit("llama-server", user, choice, str(demo_model), "", lambda: free)
     assert added == ["-fit", "off", "-c", "2048"]
@@ -129,7 +129,7 @@ def test_the_models_own_context_is_shortened_aloud(demo_model: Path) -> None:
     with pytest.raises(KvqError, match="-c 0, the model's context of 4096 tokens .* the longest context is -c 2048"):
         refusals.fit(
             "llama-server",
-            launcher.User(["-c", "0", "-fitt", "0"], {}, reads_env=True),
+            flags.User(["-c", "0", "-fitt", "0"], {}, reads_env=True),
             choice,
             str(demo_model),
             "",
@@ -151,7 +151,7 @@ def test_what_fits_is_decided_by_compressed_sizes(
     exact, ours = (memory.need(facts, memory.planner(m, o, 12), 65536).total for m, o in (("f16", ""), (method, opts)))
     assert ours < exact
     monkeypatch.setattr(refusals, "on_gpu", lambda: gpu)
-    real = refusals.fit
+    real: Any = refusals.fit
     for free, runs in (((ours + exact) // 2, True), (ours // 2, gpu)):
         monkeypatch.setattr(refusals, "fit", lambda *a, f=free: real(*a, lambda: f))
         argv = ["-m", str(demo_model), "--kv-method", method, "-c", "65536", "-fitt", "0"]
@@ -340,7 +340,7 @@ def test_a_full_disk_leaves_no_half_model(demo_model: Path, sidecar: Path, tmp_p
 def test_a_disk_with_too_little_room_is_seen_first(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
     with (
         pytest.raises(
             KvqError, match=r"x\.gguf could not be written, the disk is full: it needs 5\.0 MiB, 1\.0 MiB are free"

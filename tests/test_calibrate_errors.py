@@ -204,8 +204,14 @@ def test_the_sums_of_a_model_that_was_written_again_are_not_taken(
 
 def test_a_disk_that_is_full_at_the_end_costs_no_calibration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums went before the sidecar was written: hours of a large model."""
-    write, each, calls = files.write_sidecar, capture.each, []
-    monkeypatch.setattr(capture, "each", lambda *args: calls.append(1) or each(*args))
+    write, each = files.write_sidecar, capture.each
+    calls: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return each(*args)
+
+    monkeypatch.setattr(capture, "each", counted)
 
     def full(*args: Any) -> None:
         raise KvqError("the disk is full")

@@ -233,7 +233,7 @@ def test_no_amx_where_the_flags_are_given(source: Path, tmp_path: Path) -> None:
     ggml = source / "ggml"
     include = [f"-I{ggml}/include", f"-I{ggml}/src", f"-I{ggml}/src/ggml-cpu"]
     code = ggml / "src/ggml-cpu/amx/mmq.cpp"
-    argv = ["c++", "-std=c++17", "-march=sapphirerapids", "-O1", "-fPIC", *include, "-c", code]
+    argv: list[str | Path] = ["c++", "-std=c++17", "-march=sapphirerapids", "-O1", "-fPIC", *include, "-c", code]
     for flags, present in (([], True), (["-mamx-tile", "-mamx-int8", *NO_AMX], False)):
         run([*argv, *flags, "-o", tmp_path / "mmq.o"])
         assert ("ldtilecfg" in disassembly(tmp_path / "mmq.o")) == present, flags

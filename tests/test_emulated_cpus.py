@@ -79,7 +79,7 @@ def travelling(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ggml = source / "ggml"
     flags = ["-std=c++17", "-O2", "-shared", "-fPIC", "-DGGML_BACKEND_DL", "-DGGML_BUILD", "-DGGML_SHARED", "-DNDEBUG"]
     files = [ggml / "src/ggml-backend-reg.cpp", ggml / "src/ggml-backend-dl.cpp"]
-    link = [base, "-ldl", f"-Wl,-soname,{name},-rpath,$ORIGIN", "-o", lib / name]
+    link: list[str | Path] = [base, "-ldl", f"-Wl,-soname,{name},-rpath,$ORIGIN", "-o", lib / name]
     must("c++", *flags, f"-I{ggml}/include", f"-I{ggml}/src", *files, *link)
     return lib
 
@@ -116,7 +116,7 @@ def test_an_instruction_that_the_cpu_lacks_is_told(self_check: Path, travelling:
 def test_whole_programs_run(travelling: Path, demo_model: Path, cpu: str) -> None:
     """llama-completion and every library that it loads, with our cache: no instruction that the CPU lacks."""
     prompt = ["-p", "The file", "-n", "8", "--temp", "0", "-no-cnv", "-t", "2"]
-    argv = ["-m", demo_model, "-dev", "KVQ0", "-fa", "on", "-c", "512", *prompt]
+    argv: list[str | Path] = ["-m", demo_model, "-dev", "KVQ0", "-fa", "on", "-c", "512", *prompt]
     env = {"GGML_BACKEND_PATH": str(travelling / "libggml-kvq.so"), "KVQ_METHOD": "kivi", "KVQ_MODEL": str(demo_model)}
     r = emulate(cpu, travelling / "llama-completion", *argv, **env)
     assert r.returncode == 0, r.stderr[-3000:]

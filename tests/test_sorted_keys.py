@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ MEANS = default_means.TEXT.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def lib():
+def lib() -> Any:
     return loader.libraries().need_kvq()
 
 
@@ -68,7 +70,7 @@ def test_channels_without_energy_have_finite_gains() -> None:
 # ------------------------------------------------------------------ the ladder
 
 
-def test_levels_are_the_references(lib) -> None:
+def test_levels_are_the_references(lib: CDLL) -> None:
     rng = np.random.default_rng(3)
     sides = [f"{il}{side}" for il in range(12) for side in "k" * 4 + "v" * 3]
     shapes = [LayerShape(*s) for s in LAYERS]
@@ -94,7 +96,7 @@ def test_levels_are_the_references(lib) -> None:
 @pytest.mark.parametrize(("weak", "strong"), [k for k in SORTED_KEYS if k[0] != k[1]] + [(0, 4), (3, 2)])
 @pytest.mark.parametrize(("head", "neox"), [(64, 0), (128, 1), (96, 1)])
 @pytest.mark.parametrize("moved", [False, True])
-def test_attention_over_sorted_keys(lib, weak, strong, head, neox, moved) -> None:
+def test_attention_over_sorted_keys(lib: CDLL, weak: Any, strong: Any, head: int, neox: Any, moved: Any) -> None:
     """Equals f64 attention over R_(pos - sealed) unsorted + R_pos mean; f32 and folded queries, one token and many."""
     rng = np.random.default_rng(head + strong)
     heads, gqa, n = 2, 3, 96
@@ -103,12 +105,15 @@ def test_attention_over_sorted_keys(lib, weak, strong, head, neox, moved) -> Non
     rot = lib.kvq_rotary_new(head, neox, 1e4, 3100)
     speed = 1e4 ** (-2.0 * np.arange(head // 2) / head)
     average = [rng.normal(size=(heads, head)).astype(np.float32) for _ in range(2)]
-    channel, gain = sorted_keys(*np.exp(rng.normal(size=(2, heads, head))), "neox" if neox else "norm")
+    energy = np.exp(rng.normal(size=(2, heads, head)))
+    channel, gain = sorted_keys(energy[0], energy[1], "neox" if neox else "norm")
     keys = Codec(LATTICE, K, strong, 2, 1, 0, 0.0, 32, head).with_(split=SPLIT_NORM, fast_bits=weak)
     values = Codec(LATTICE, V, 3, 2, 1, 0, 0.0, 32, head)
-    exact, pages = [np.zeros((heads, n, head)) for _ in range(2)], []
+    exact: list[Any] = [np.zeros((heads, n, head)) for _ in range(2)]
+    pages: list[kernels.Page] = []
     for p in range(3):
-        at, lanes = slice(32 * p, 32 * p + 32), []
+        lanes: list[Any] = []
+        at = slice(32 * p, 32 * p + 32)
         for role, c in enumerate((keys, values)):
             blocks = [kernels.encode(lib, c, rng.normal(size=(32, head)).astype(np.float16)) for _ in range(heads)]
             rows = np.stack([lattice.exact(c, *b) for b in blocks])
@@ -120,10 +125,10 @@ def test_attention_over_sorted_keys(lib, weak, strong, head, neox, moved) -> Non
                 rows, mean = rotate(rows, pos[at] - sealed[at], speed, neox), rotate(mean, pos[at], speed, neox)
             exact[role][:, at] = rows + mean
             lanes.append(tuple(np.stack(x) for x in zip(*blocks)))
-        pages.append(kernels.Page(*lanes, 32, 32 * p))
+        pages.append(kernels.Page(lanes[0], lanes[1], 32, 32 * p))
     for n_q in (1, 17):
         q = (0.3 * rng.normal(size=(n_q, heads * gqa, head))).astype(np.float32)
-        want = attention.attend(q, *exact, np.zeros((n_q, 1, n)), head**-0.5)
+        want = attention.attend(q, exact[0], exact[1], np.zeros((n_q, 1, n)), head**-0.5)
         for flags in (0, kernels.F32):
             dst = np.zeros_like(q)
             stream = kernels.Stream(keys, values, heads, n, pages, q, dst, head**-0.5, flags=flags)

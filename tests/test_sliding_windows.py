@@ -14,7 +14,7 @@ import pytest
 import random_models
 from conftest import LLAMA_FIELDS
 from ggml_kvq import Model, gguf_header, info, launcher, memory, plotting
-from ggml_kvq.budget import BudgetError
+from ggml_kvq.errors import BudgetError
 from ggml_kvq.evaluate import specs
 
 N_LAYER, WIDTH, HEADS, HEAD = 7, 64, 2, 32
@@ -142,9 +142,9 @@ def test_layers_with_a_window_take_more_bits_where_that_costs_little(model: Path
     """Up to a twentieth of a bit of the model's average, at the context that the bits were asked for."""
     bits = {}
     for at in (16384, 65536, 1_000_000):
-        how = {"n_ctx": 2048, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "swa_full": False}
+        how: dict[str, Any] = {"n_ctx": 2048, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "swa_full": False}
         with Model(model, kv_method="auto", kv_opts=f"bits=2.25,at={at},means=off", kv_config="none", **how) as m:
-            bits[at] = [float(re.search(r"V ([0-9.]+) bits", line)[1]) for line in m.load_line.splitlines()]
+            bits[at] = [float(x) for x in re.findall(r"V ([0-9.]+) bits", m.load_line)]
     whole, windowed = zip(*bits.values())
     assert max(whole) - min(whole) < 0.3
     assert windowed[0] <= windowed[1] <= windowed[2] and windowed[2] - windowed[0] > 1
@@ -152,6 +152,6 @@ def test_layers_with_a_window_take_more_bits_where_that_costs_little(model: Path
 
 def test_with_swa_full_no_layer_takes_more(model: Path) -> None:
     opts = "bits=2.25,at=16384,means=off"
-    how = {"n_ctx": 8192, "n_batch": 64, "n_ubatch": 64, "n_threads": 1}
+    how: dict[str, Any] = {"n_ctx": 8192, "n_batch": 64, "n_ubatch": 64, "n_threads": 1}
     with Model(model, kv_method="auto", kv_opts=opts, kv_config="none", **how) as m:
         assert "4-bit" not in m.load_line

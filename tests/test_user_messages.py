@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from conftest import LLAMA_FIELDS, run_python
 from ggml_kvq import Model, _paths, cli, errors, hub, hub_args, launcher, methods, progress, sidecars
-from ggml_kvq.arguments import ArgumentTypeError, TextError
 from ggml_kvq.commands import completion
+from ggml_kvq.errors import ArgumentTypeError, TextError
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI = "import sys; from ggml_kvq.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -381,17 +381,19 @@ def test_arguments_of_calls_are_checked(demo_model: Path) -> None:
         ):
             with pytest.raises(errors.DecodeError, match="outside the vocabulary of 8192"):
                 call()
-        for call, word in (
-            (lambda: m.generate("x", max_tokens="3"), "max_tokens='3'"),
-            (lambda: m.generate("x", stop=[3]), "3 is a int"),
-            (lambda: m.generate("x", temperature="hot"), "temperature='hot'"),
-            (lambda: m.generate("x", top_k=2.5), "top_k=2.5"),
-            (lambda: m.detokenize("abc"), "'abc' is a text"),
-            (lambda: m.logits("abc"), "'abc' is a text"),
-            (lambda: m.chat_prompt("hi"), "messages='hi'"),
-        ):
+        bad: Any = m  # wrong types on purpose
+        refused: tuple[tuple[Callable[[], object], str], ...] = (
+            (lambda: bad.generate("x", max_tokens="3"), "max_tokens='3'"),
+            (lambda: bad.generate("x", stop=[3]), "3 is a int"),
+            (lambda: bad.generate("x", temperature="hot"), "temperature='hot'"),
+            (lambda: bad.generate("x", top_k=2.5), "top_k=2.5"),
+            (lambda: bad.detokenize("abc"), "'abc' is a text"),
+            (lambda: bad.logits("abc"), "'abc' is a text"),
+            (lambda: bad.chat_prompt("hi"), "messages='hi'"),
+        )
+        for attempt, word in refused:
             with pytest.raises(errors.KvqError, match=re.escape(word)):
-                call()
+                attempt()
     for kwargs, word in (
         ({"device": 5}, "device=5"),
         ({"n_threads": 0}, "n_threads=0"),

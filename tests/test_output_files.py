@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, run_python
@@ -118,10 +119,20 @@ def test_rows_that_lack_figures_are_left_out_of_pages_and_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A cache that breaks a model leaves NaN in its row. f16 rows of another window have nothing beside them."""
-    key = {"kind": "text", "model": "m.gguf", "text": "t", "n_ctx": 512, "n_ubatch": 64}
+    key: dict[str, Any] = {"kind": "text", "model": "m.gguf", "text": "t", "n_ctx": 512, "n_ubatch": 64}
     rest = {"ppl": 9.0, "same_top": 0.9, "bytes_total": 1 << 20}
-    f16 = {"key": {**key, "cache": "f16", "spec": "f16"}, "method": "upstream", "bits": 16, "bits_no_window": 16}
-    kivi = {"key": {**key, "cache": "kivi", "spec": "kivi"}, "method": "kivi", "bits": 3.0, "bits_no_window": 2.5}
+    f16: dict[str, Any] = {
+        "key": {**key, "cache": "f16", "spec": "f16"},
+        "method": "upstream",
+        "bits": 16,
+        "bits_no_window": 16,
+    }
+    kivi: dict[str, Any] = {
+        "key": {**key, "cache": "kivi", "spec": "kivi"},
+        "method": "kivi",
+        "bits": 3.0,
+        "bits_no_window": 2.5,
+    }
     rows = [
         {**f16, **rest, "kld_mean": 0.0},
         {**f16, **rest, "kld_mean": 0.0, "key": {**f16["key"], "n_ctx": 1024}},
@@ -230,8 +241,8 @@ def test_tuning_that_cannot_begin_leaves_nothing(folder: Path) -> None:
         lambda d: ["info", os.fsencode(d / "m.gguf"), "--cache", b"kivi:bits=\xff"],
     ],
 )
-def test_names_that_are_no_text(argv: Callable[[Path], list[str | bytes]], folder: Path) -> None:
-    shutil.copy(folder / "m.gguf", os.fsencode(folder) + b"/b\xff.gguf")
+def test_names_that_are_no_text(argv: Callable[[Path], list[Any]], folder: Path) -> None:
+    shutil.copy(os.fsencode(folder / "m.gguf"), os.fsencode(folder) + b"/b\xff.gguf")
     done = run_python(CLI, *argv(folder), check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
