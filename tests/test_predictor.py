@@ -386,7 +386,7 @@ def test_a_state_of_sorted_residuals_comes_back_bit_for_bit(
                 list(m.feed(exact[0][:300]))
                 m.save_state(tmp_path / "s")
             rows.append([x.copy() for x in m.feed(exact[0][300:330], outputs=np.ones(30, bool), n_ubatch=1)])
-    assert np.array_equal(*map(np.array, rows))
+    assert np.array_equal(np.array(rows[0]), np.array(rows[1]))
 
 
 def test_sorted_residuals_are_planned_as_the_reference_says(lib: CDLL) -> None:
@@ -401,10 +401,11 @@ def test_sorted_residuals_are_planned_as_the_reference_says(lib: CDLL) -> None:
         assert got["bits_headline"] == pytest.approx((sum(keys) + sum(p.v.codec.bits for p in plans)) / 24)
 
 
-def test_what_the_cache_gives_back_of_sorted_residuals() -> None:
+def test_what_the_cache_gives_back_of_sorted_residuals(tmp_path: Path) -> None:
     """The fit sees the rows that the reference makes of them."""
     rng = np.random.default_rng(3)
-    work = predictors._Work(None, 64, 64, 1, predictors.Bits(), "f16", 1, None, 1)
+    store, bar = predictors.Store(tmp_path), predictors.Progress(False)
+    work = predictors._Work(store, 64, 64, 1, predictors.Bits(), "f16", 1, bar, 1)
     codec = predictors.Bits().halves(64)
     assert codec is not None
     order = sorted_keys(np.exp(rng.normal(size=(2, 64))), np.exp(rng.normal(size=(2, 64))), "norm")
