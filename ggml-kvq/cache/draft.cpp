@@ -115,7 +115,7 @@ kvq_status kvq_cache_draft::level_of(const kvq_draft_layer & d, int & level) {
     shape.head_size_v = head_size_v ? head_size_v : shape.head_size_v; // values may not have been asked for yet
     const std::vector<kvq_layer_shape> shapes((size_t) (model.n_layer ? n : 32), shape);
     const kvq_levels levels = { *config.method, config.options, shapes, (int) shapes.size(), d.n_cells, d.n_stream };
-    return levels.find(model.window > 0, level, err);
+    return levels.find(level, err);
 }
 
 // of the last layer

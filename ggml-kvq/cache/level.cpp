@@ -23,7 +23,7 @@ kvq_status kvq_levels::bits(int level, int cells, double & out, std::string & er
     return KVQ_OK;
 }
 
-kvq_status kvq_levels::find(bool least, int & level, std::string & err) const {
+kvq_status kvq_levels::find(int & level, std::string & err) const {
     level = 0;
     if (!method.n_levels) { return KVQ_OK; }
     const kvq_method::limit most = method.most(options);
@@ -33,12 +33,12 @@ kvq_status kvq_levels::find(bool least, int & level, std::string & err) const {
     kvq_status status = bits(0, cells, now, err);
     if (status != KVQ_OK) { return status; }
     if (now > most.bits) {
-        if (least || !most.strict) { return KVQ_OK; }
+        if (!most.strict) { return KVQ_OK; }
         char text[192];
         snprintf(text, sizeof(text),
-            "%.2f bits are not possible at %d tokens: %.2f are the least there, window and tables included; raise bits "
-            "or the context, or lower window",
-            most.bits, cells, now + 0.005);
+            "%.2f bits are not possible: %.2f are the least in a context of %d tokens, window and tables included; ask "
+            "for that many or more",
+            most.bits, now + 0.005, cells);
         err = text;
         return KVQ_ERR_OPTION;
     }

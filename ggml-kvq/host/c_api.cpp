@@ -259,7 +259,7 @@ extern "C" int kvq_plan(const char * method, const char * opts, const kvq_layer_
     const std::vector<kvq_layer_shape> shapes = part ? std::vector<kvq_layer_shape>((size_t) n_layer_model, layers[0])
                                                      : std::vector<kvq_layer_shape>(layers, layers + n_layers);
     const kvq_levels levels = { *m, o, shapes, n_layer_model, n_cells, n_stream };
-    status = levels.find(false, level, err);
+    status = levels.find(level, err);
     if (status != KVQ_OK) { return fail((kvq_status) status, err); }
     for (int i = 0, last = -1; i < n_layers; i++) {
         const int number = part ? layers[i].il : i;

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import gguf_header
-from .errors import MethodError
 
 MIB = 1 << 20
 STEP = 256  # llama.cpp pads a context to this many tokens
@@ -120,14 +119,7 @@ def planner(method: str, opts: str, n_layer: int) -> Plan:
     on_host = kvstats.option(opts, "place") in ("", "host")  # far rows take the same memory; those of a file do not
 
     def plan(shapes: list[Shape], n_cells: int, n_stream: int) -> int:
-        size = {"n_layer_model": n_layer, "n_stream": n_stream}
-        try:
-            s = native.plan(methods.library(), method, opts, shapes, n_cells, **size)
-        except MethodError:
-            if method != "auto":
-                raise
-            # a short cache, as layers with a window have it: the fewest bits are taken there
-            s = native.plan(methods.library(), method, f"{opts},level=0", shapes, n_cells, **size)
+        s = native.plan(methods.library(), method, opts, shapes, n_cells, n_layer_model=n_layer, n_stream=n_stream)
         return int(s["bytes_total"]) + on_host * kvstats.bytes_besides(s)
 
     return plan
