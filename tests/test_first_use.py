@@ -319,3 +319,14 @@ def test_weights_are_mapped_as_without_us(demo_model: Path) -> None:
     for method in ("upstream", "kivi"):
         with Model(demo_model, method, n_ctx=256, n_threads=1):
             assert str(demo_model) in Path("/proc/self/maps").read_text(), method
+
+
+@pytest.mark.parametrize("variable", ["KVQ_CACHE_DIR", "XDG_CACHE_HOME", "HOME", ""])
+def test_the_folder_is_the_one_of_python(variable: str, demo_model: Path, tmp_path: Path) -> None:
+    """The library and Python name it apart from each other; a service may run without $HOME."""
+    code = "import sys; from ggml_kvq import default_means as d; print(d.path_of(sys.argv[1]).parent, d.folder(), sep='\\n')"
+    env = {k: v for k, v in os.environ.items() if k not in ("KVQ_CACHE_DIR", "XDG_CACHE_HOME", "HOME")}
+    env |= {variable: str(tmp_path)} if variable else {}
+    call = [sys.executable, "-c", code, str(demo_model)]
+    first, second = subprocess.run(call, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert first == second and (not variable or first.startswith(str(tmp_path))) and first.endswith("/means")

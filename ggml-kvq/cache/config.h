@@ -12,7 +12,7 @@ struct kvq_config {
     const kvq_method * method = nullptr;
     kvq_options options;
     std::string options_text, config_path, model_path;
-    std::string asked_text;  // of the options, those that were asked for and do not stand in calibrated data
+    std::string asked_text;  // options as the load line shows them
     std::string config_from; // kvq_decision::config_from
     bool lacks_means = false;
 };

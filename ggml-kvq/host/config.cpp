@@ -365,7 +365,9 @@ static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_inf
     if (read != KVQ_OK) { return read; }
     out.options_text = shown_options(*out.method, options);
     const std::string asked = r.asker == KVQ_ASKS_BY_VARIABLES ? kvq_setting_text(kvq_setting::ASKED) : "";
-    out.asked_text = asked.empty() ? shown_options(*out.method, d.opts) : asked;
+    // of a method that fits itself, data set pairs and an order that nobody gave
+    const std::string shown = out.method->n_levels ? shown_options(*out.method, d.opts) : out.options_text;
+    out.asked_text = asked.empty() ? shown : asked;
     const bool measured = !d.config.empty() && d.config == kvq_measured_path(r.model); // a launcher names them, too
     out.config_from = measured ? KVQ_MEASURED : d.config_from;
     out.lacks_means = d.lacks_means;

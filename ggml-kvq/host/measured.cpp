@@ -8,6 +8,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <pwd.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <vector>
@@ -45,10 +46,16 @@ static std::string fingerprint(const std::string & model) {
     return text;
 }
 
+// A service may run without $HOME.
+static std::string home_folder(void) {
+    const std::string home = kvq_setting_text(kvq_setting::HOME);
+    const passwd * user = home.empty() ? getpwuid(getuid()) : nullptr;
+    return user && user->pw_dir ? user->pw_dir : home;
+}
+
 static std::string folder(void) {
-    const std::string ours = kvq_setting_text(kvq_setting::CACHE_DIR), all = kvq_setting_text(kvq_setting::XDG_CACHE),
-                      home = kvq_setting_text(kvq_setting::HOME);
-    return (!ours.empty() ? ours : !all.empty() ? all + "/ggml-kvq" : home + "/.cache/ggml-kvq") + "/means";
+    const std::string ours = kvq_setting_text(kvq_setting::CACHE_DIR), all = kvq_setting_text(kvq_setting::XDG_CACHE);
+    return (!ours.empty() ? ours : !all.empty() ? all + "/ggml-kvq" : home_folder() + "/.cache/ggml-kvq") + "/means";
 }
 
 std::string kvq_measured_path(const std::string & model) {

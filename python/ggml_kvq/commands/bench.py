@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         files.probe(args.output)
         results.ResultFile(args.output)  # what is there already must be rows too
+    bench.measure(model, specs, args.threads)
     bench.check(model, specs, settings)
     rows: list[bench.Row] = []
     try:
