@@ -342,7 +342,11 @@ static kvq_status check_data(const kvq_request & r, const kvq_model_info & model
     std::string line;
     kvq_status status = kvq_check_calibrated(from, r.model, model, line, err);
     if (status != KVQ_OK && d.config_from == KVQ_MEASURED) {
-        line = err + "; they are not used";
+        static std::mutex mutex;
+        static std::set<std::string> said;
+        const std::lock_guard<std::mutex> lock(mutex);
+        line = said.insert(err).second ? err + "; they are not used" : "";
+        err.clear();
         d.config.clear();
         d.config_from.clear();
         d.lacks_means = true;
