@@ -232,7 +232,7 @@ def test_tuning_does_not_compare_with_another_models_logits(folder: Path) -> Non
 def test_two_runs_do_not_share_an_output(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second one emptied the folder that the first one had its rows in."""
     with disk.alone(folder / "out.gguf", "ggml-kvq calibrate"):
-        assert calibrate(folder, *command.split()[1:], "--length", "256", command=command.split()[0]) == 2
+        assert calibrate(folder, *command.split()[1:], "--length", "384", command=command.split()[0]) == 2
     assert f"process {os.getpid()}" in capsys.readouterr().err
     assert sorted(p.name for p in folder.iterdir()) == ["m.gguf", "t.txt"]
 

@@ -256,7 +256,7 @@ def test_as_many_threads_as_the_process_may_use(tmp_path: Path, monkeypatch: pyt
 def test_first_use_takes_the_callers_threads(
     demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
-    """With -t 1 beside other work SmolLM2 took 71 to 139 seconds with the threads that nobody asked for, 20 with one."""
+    """With -t 1 beside other work SmolLM2 took 71 to 139 seconds in threads that nobody asked for, 20 in one."""
     from ggml_kvq.calibrate import capture, halves
 
     asked: list[int | None] = []
@@ -324,7 +324,9 @@ def test_weights_are_mapped_as_without_us(demo_model: Path) -> None:
 @pytest.mark.parametrize("variable", ["KVQ_CACHE_DIR", "XDG_CACHE_HOME", "HOME", ""])
 def test_the_folder_is_the_one_of_python(variable: str, demo_model: Path, tmp_path: Path) -> None:
     """The library and Python name it apart from each other; a service may run without $HOME."""
-    code = "import sys; from ggml_kvq import default_means as d; print(d.path_of(sys.argv[1]).parent, d.folder(), sep='\\n')"
+    code = (
+        "import sys; from ggml_kvq import default_means as d; print(d.path_of(sys.argv[1]).parent); print(d.folder())"
+    )
     env = {k: v for k, v in os.environ.items() if k not in ("KVQ_CACHE_DIR", "XDG_CACHE_HOME", "HOME")}
     env |= {variable: str(tmp_path)} if variable else {}
     call = [sys.executable, "-c", code, str(demo_model)]

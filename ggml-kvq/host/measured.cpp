@@ -134,11 +134,11 @@ std::string kvq_mapped_model(const std::string & named) {
         const size_t comma = std::min(named.find(',', at), named.size());
         const std::string path = named.substr(at, comma - at);
         at = comma + 1;
-        const bool is = std::any_of(found.begin(), found.end(), [&](const auto & x) { return is_one_file(x, path); });
-        if (is && (out.empty() || !is_one_file(out, path))) {
-            out = path;
-            n++;
-        }
+        const auto is = std::find_if(found.begin(), found.end(), [&](const auto & x) { return is_one_file(x, path); });
+        if (is == found.end()) { continue; }
+        const bool again = !out.empty() && is_one_file(out, path);
+        out = again && out != path ? *is : path; // of two names the file's own: what lies beside one is not the other's
+        n += !again;
     }
     return named.empty() ? (found.size() == 1 ? found[0] : "") : n == 1 ? out : "";
 }

@@ -51,8 +51,8 @@ static void dev_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
 // GPU, because llama.cpp gives layers, and so their cache, only to devices of that type
 static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 
-// Weights lie in the CPU backend's memory, which maps the model's file. llama.cpp would read the file into memory of the
-// process for a device that does not say so. Older versions ask no device.
+// Weights lie in the CPU backend's memory, which maps the model's file. llama.cpp would read the file into memory of
+// the process for a device that does not say so. Older versions ask no device.
 template <class Caps> static auto say_weights_are_mapped(Caps & caps, int) -> decltype(caps.mmap_support, void()) {
     caps.mmap_support = true;
 }

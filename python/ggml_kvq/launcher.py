@@ -396,7 +396,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         "KVQ_METHOD": chosen.method,
         "KVQ_OPTS": chosen.opts or None,
         "KVQ_CONFIG": config,
-        "KVQ_ASKED": _asked(flags),
+        **_asked(flags),
     }
     if len(models) == 1:
         out.env["KVQ_MODEL"] = models[0]
@@ -422,11 +422,13 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     return out
 
 
-def _asked(flags: Flags) -> str | None:
-    """Words of the load line where they differ from the options that the library gets."""
+def _asked(flags: Flags) -> dict[str, str | None]:
+    """KVQ_ASKED, words of the load line, where they differ from the options that the library gets."""
+    if not flags.budget:
+        return {}
     bits = f", --kv-bits {flags.bits}" if flags.bits else ""
     others = "".join(f",{opt}" for opt in flags.opts[:-1])
-    return f"--kv-budget {flags.budget}{bits}{others}" if flags.budget else None
+    return {"KVQ_ASKED": f"--kv-budget {flags.budget}{bits}{others}"}
 
 
 def _header(user: User, models: Sequence[str], serves: bool) -> gguf_header.Header | None:
