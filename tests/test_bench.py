@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 from ggml_kvq import bench, cli, plotting
 from ggml_kvq.evaluate.specs import parse
 
@@ -83,3 +84,20 @@ def test_numbers_that_are_none(demo_model: Path, args: list[str]) -> None:
 def test_a_model_that_is_not_there_is_seen_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "-m", "/nowhere.gguf"]) == 2
     assert capsys.readouterr().err == "ggml-kvq bench: error: /nowhere.gguf is not a file; give -m a GGUF model\n"
+
+
+def test_bits_of_a_short_context_are_possible_and_have_means(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "3.00 bits are not possible at 256 tokens: raise bits or the context" said programs that have no -c, and the
+    cache that was measured had no means, where eval's had.
+    """
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
+    out = tmp_path / "rows.jsonl"
+    argv = ["bench", "-m", str(demo_model), "--cache", "auto:bits=2.5", "-d", "0,512", "-n", "2", "-r", "1", "-t", "1"]
+    assert cli.main([*argv, "--rounds", "1", "-o", str(out)]) == 0
+    assert "measuring its keys and values" in capsys.readouterr().err
+    assert len(out.read_text().splitlines()) == 4
+    call = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_bench())"
+    done = run_python(call, "-m", str(demo_model), "--kv-bits", "3", "-p", "0", "-n", "2", "-r", "1", "-t", "1")
+    assert done.returncode == 0 and "ggml-kvq: auto [bits=3], K" in done.stderr, done.stderr[-2000:]

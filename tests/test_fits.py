@@ -74,7 +74,7 @@ def test_fewer_bits_hold_more() -> None:
     assert by["f16"] < by["q8_0"] < by["q4_0"] < by["auto-4.25"] < by["auto-2.75"] <= by["auto-2.25"]
 
 
-@pytest.mark.parametrize("spec", ["f16", "upstream:q8_0", "kivi:bits=4", "auto:bits=2.75,means=on"])
+@pytest.mark.parametrize("spec", ["f16", "upstream:q8_0", "kivi:bits=4", "auto:bits=2.75,means=on,pairs=norm"])
 def test_the_plan_is_what_is_allocated(demo_model: Path, spec: str, tmp_path: Path) -> None:
     """Bytes of the cache that fits, against those of an open context of so many tokens."""
     cache, known = specs.parse(spec), fits.of_file(demo_model)

@@ -8,9 +8,10 @@ import ctypes
 import json
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
-from conftest import run_python
+from conftest import is_one_text, run_python
 from ggml_kvq import Model
 
 METHODS = ["f16", "kivi", "xquant", "minikv"]
@@ -19,6 +20,7 @@ METHODS = ["f16", "kivi", "xquant", "minikv"]
 TRAIN = """
 import ctypes, json, sys
 from ctypes import c_bool, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
+import gguf
 import numpy as np
 from ggml_kvq import Model, loader
 
@@ -108,3 +110,64 @@ def test_a_control_vector_does_what_it_does_without_us(method: str, demo_model: 
     for mine, theirs in zip(out[method], out["upstream"], strict=True):
         assert np.square(mine - theirs).mean() / np.square(theirs).mean() < 1e-4
     assert np.square(out[method][1] - out[method][0]).mean() / np.square(out[method][0]).mean() > 0.01
+
+
+def lora(model: Path, out: Path) -> Path:
+    """An adapter of rank 4 for queries, keys and values of every layer, with weights drawn by chance."""
+    rank, draw = 4, np.random.default_rng(0)
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for t in gguf.GGUFReader(model).tensors:
+        if any(f"attn_{x}.weight" in t.name for x in "qkv"):
+            n_in, n_out = (int(n) for n in t.shape[:2])
+            for name, shape in (("lora_a", (rank, n_in)), ("lora_b", (n_out, rank))):
+                writer.add_tensor(f"{t.name}.{name}", 0.05 * draw.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_adapter_does_what_it_does_without_us(method: str, demo_model: Path, tmp_path: Path) -> None:
+    """LoRA: its weights stay from graph to graph; half of it, and none again, give other logits each."""
+    path, out = lora(demo_model, tmp_path / "lora.gguf"), {}
+    for name in ("upstream", method):
+        with Model(demo_model, name, n_ctx=512, n_threads=1) as m:
+            lib = m._libs.llama
+            lib.llama_adapter_lora_init.restype = ctypes.c_void_p
+            lib.llama_adapter_lora_init.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+            lib.llama_set_adapters_lora.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+            adapter = lib.llama_adapter_lora_init(m._model, str(path).encode())
+            assert adapter
+            ids, found = m.tokenize("The file is read by the program.", add_bos=True), []
+            for scale in (0.0, 1.0, 0.5, 0.0):
+                given = (ctypes.c_void_p * 1)(adapter), (ctypes.c_float * 1)(scale)
+                assert lib.llama_set_adapters_lora(m._ctx, given[0], int(scale > 0), given[1]) == 0
+                found.append(m.logits(ids))
+            out[name] = found
+    for mine, theirs in zip(out[method], out["upstream"], strict=True):
+        assert np.square(mine - theirs).mean() / np.square(theirs).mean() < 1e-4
+    plain, whole, half, again = out[method]
+    assert np.array_equal(plain, again)
+    assert min(np.square(x - y).mean() for x, y in ((plain, whole), (whole, half), (plain, half))) > 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sampler_in_the_graph_does_what_it_does_without_us(method: str, demo_model: Path) -> None:
+    """llama.cpp's -bs samples in the graph: random numbers, candidates and the chosen token are tensors that stay."""
+    code = "import sys; from ggml_kvq import launcher; sys.exit(launcher.llama_completion())"
+    argv = ["-m", str(demo_model), "-p", "The file is read by", "-n", "12", "-c", "256", "-no-cnv", "-t", "1"]
+    texts = {}
+    for name in ("none", method):
+        for way in ([], ["-bs"]):
+            done = run_python(code, *argv, *way, "--temp", "0", "--kv-method", name)
+            assert done.returncode == 0, f"{name}: {done.stderr[-2000:]}"
+            texts[name, len(way)] = done.stdout.strip()
+        assert len(texts[name, 0]) > 30 and is_one_text(texts[name, 0], texts[name, 1]), texts
+    drawn = ["-bs", "--temp", "0.8", "--top-k", "8", "--seed", "3", "--samplers", "top_k;temperature"]
+    first, second = (run_python(code, *argv, *drawn, "--kv-method", method).stdout.strip() for _ in range(2))
+    assert len(first) > 30 and is_one_text(first, second)

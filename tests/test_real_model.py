@@ -69,3 +69,21 @@ def test_the_bars_tell_a_worse_cache(base: perplexity.BaseFile) -> None:
     """llama.cpp's q4_0, at 4.5 bits, is over them: a cache as bad as that does not pass."""
     kld, _, _ = measured(base, "upstream:q4_0")
     assert kld > 1.2 * max(BARS.values())
+
+
+def test_f16_is_as_near_to_upstream_as_upstream_to_itself() -> None:
+    """Upstream attends in one way from 64 rows on and in another below. What we differ by is no more than that."""
+    from ggml_kvq import Model
+
+    logits = {}
+    for method, n_ubatch in (("upstream", 512), ("upstream", 16), ("f16", 512), ("f16", 16)):
+        with Model(PATH, method, n_ctx=512, n_batch=512, n_ubatch=n_ubatch, n_threads=2) as m:
+            ids = m.tokenize(TEXTS[0].read_text(), add_bos=True)[:384]
+            logits[method, n_ubatch] = m.logits(ids)[::4]
+
+    def apart(a: tuple[str, int], b: tuple[str, int]) -> float:
+        return float(np.square(logits[a] - logits[b]).mean() / np.square(logits[b]).mean())
+
+    itself = apart(("upstream", 16), ("upstream", 512))
+    assert 0 < apart(("f16", 512), ("upstream", 512)) < 1.3 * itself < 1e-3
+    assert apart(("f16", 16), ("f16", 512)) < 0.3 * itself

@@ -16,7 +16,7 @@ from test_llama_features import Context
 
 TEXT = (Path(__file__).parent / "data" / "walk.txt").read_text()
 LAYERS = [(il, 4, 64, 64) for il in range(12)]
-EXACT = [("kivi", "bits=2"), ("higgs", "bits=2"), ("auto", "bits=2.25,means=off"), ("xquant", "")]
+EXACT = [("kivi", "bits=2"), ("higgs", "bits=2"), ("auto", "bits=2.25,at=32768,means=off"), ("xquant", "")]
 
 
 def opened(path: Path, method: str, opts: str, n_ctx: int) -> Model:
@@ -61,7 +61,7 @@ def test_2000_tokens_in_room_for_32k_are_those_of_f16(demo_model: Path, ids: lis
 def test_with_means_the_text_is_that_of_f16(demo_model: Path, ids: list[int]) -> None:
     """--kv-bits: keys carry their position in the last bit of 64 channels, so logits differ in the last digits."""
     texts = []
-    for words in ({"kv_method": "f16"}, {"kv_bits": 2.25, "kv_opts": "window=auto"}):
+    for words in ({"kv_method": "f16"}, {"kv_bits": 2.25, "kv_opts": "window=auto,at=32768"}):
         with Model(demo_model, **words, n_ctx=32768, n_batch=512, n_ubatch=128, n_threads=2) as m:
             for _ in m.feed(ids[:1800]):
                 pass

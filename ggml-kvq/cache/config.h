@@ -12,6 +12,9 @@ struct kvq_config {
     const kvq_method * method = nullptr;
     kvq_options options;
     std::string options_text, config_path, model_path;
+    std::string asked_text;  // options as the load line shows them
+    std::string config_from; // kvq_decision::config_from
+    bool lacks_means = false;
 };
 
 // The model's shape as its GGUF metadata gives it. Empty arch: no file known.

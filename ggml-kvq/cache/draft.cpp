@@ -141,7 +141,7 @@ kvq_status kvq_cache_draft::level_of(const kvq_draft_layer & d, int & level) {
     const std::vector<kvq_layer_shape> shapes((size_t) (model.n_layer ? n : 32), shape);
     const kvq_levels levels = { *config.method, config.options, shapes, (int) shapes.size(), d.n_cells, d.n_stream,
         more_bits(d) };
-    return levels.find(model.window > 0, level, err);
+    return levels.find(level, err);
 }
 
 // of the last layer

@@ -24,8 +24,8 @@ kvq_status kvq_levels::bits(int level, int cells, double & out, std::string & er
     return KVQ_OK;
 }
 
-kvq_status kvq_levels::find(bool least, int & level, std::string & err) const {
-    const kvq_status status = find_allowed(least, level, err);
+kvq_status kvq_levels::find(int & level, std::string & err) const {
+    const kvq_status status = find_allowed(level, err);
     if (status != KVQ_OK || more <= 0 || !method.n_levels || method.most(options).bits <= 0) { return status; }
     double start = 0.0, now = 0.0;
     kvq_status counted = bits(level, n_cells, start, err);
@@ -36,7 +36,7 @@ kvq_status kvq_levels::find(bool least, int & level, std::string & err) const {
     return counted;
 }
 
-kvq_status kvq_levels::find_allowed(bool least, int & level, std::string & err) const {
+kvq_status kvq_levels::find_allowed(int & level, std::string & err) const {
     level = 0;
     if (!method.n_levels) { return KVQ_OK; }
     const kvq_method::limit most = method.most(options);
@@ -46,12 +46,12 @@ kvq_status kvq_levels::find_allowed(bool least, int & level, std::string & err) 
     kvq_status status = bits(0, cells, now, err);
     if (status != KVQ_OK) { return status; }
     if (now > most.bits) {
-        if (least || !most.strict) { return KVQ_OK; }
+        if (!most.strict) { return KVQ_OK; }
         char text[192];
         snprintf(text, sizeof(text),
-            "%.2f bits are not possible at %d tokens: %.2f are the least there, window and tables included; raise bits "
-            "or the context, or lower window",
-            most.bits, cells, now + 0.005);
+            "%.2f bits are not possible: %.2f are the least in a context of %d tokens, window and tables included; ask "
+            "for that many or more",
+            most.bits, now + 0.005, cells);
         err = text;
         return KVQ_ERR_OPTION;
     }

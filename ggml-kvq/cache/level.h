@@ -15,11 +15,11 @@ struct kvq_levels {
     double more = 0.0; // true bits above the level that is found: kvq_more_bits
 
     // Highest level whose layers take no more true bits than the method may take. KVQ_ERR_OPTION when even the lowest
-    // takes more; least: its level 0 is taken then, as for a cache that is short because its layers see a window only.
-    kvq_status find(bool least, int & level, std::string & err) const;
+    // takes more.
+    kvq_status find(int & level, std::string & err) const;
 
 private:
-    kvq_status find_allowed(bool least, int & level, std::string & err) const;
+    kvq_status find_allowed(int & level, std::string & err) const;
     kvq_status bits(int level, int cells, double & out, std::string & err) const;
 };
 

@@ -15,7 +15,7 @@ static std::string layer_classes(const std::vector<std::unique_ptr<kvq_kv_layer>
             : !x.codec.bits                  ? "no codes"
             : x.codec.type == KVQ_TYPE_MIXED ? std::to_string(x.codec.n_hi) + " of " + std::to_string(x.page_cells) +
                 " cells " + std::to_string(x.codec.hi) + "-bit, others " + std::to_string(x.codec.bits) + "-bit"
-            : x.codec.split ? std::to_string(x.codec.fast_bits) + "|" + std::to_string(x.codec.bits) + "-bit"
+            : x.codec.split ? std::to_string(x.codec.fast_bits) + "|" + std::to_string(x.codec.bits) + "-bit halves"
                             : std::to_string(x.codec.bits) + "-bit";
         classes[name + (x.evicts ? ", evicting" : "")]++;
     }
@@ -84,6 +84,29 @@ static std::string capacity(const kvq_stats & s) {
     return std::to_string(s.n_cells) + " tokens" + slots;
 }
 
+// "; bits=4.25 counts at 131072 tokens: 512 take 7.90 bits with their window": of a context that is shorter
+static std::string words_of_short_context(const kvq_config & config, const kvq_stats & s) {
+    if (!config.method || !config.method->most) { return ""; }
+    const kvq_method::limit most = config.method->most(config.options);
+    if (!most.strict || most.n_cells <= s.n_cells || s.bits < most.bits + 0.005) { return ""; }
+    char text[160];
+    snprintf(text, sizeof(text), "; %.4g bits count at %d tokens: these %d take %.2f with their f16 window", most.bits,
+        most.n_cells, s.n_cells, s.bits);
+    return text;
+}
+
+// Where calibrated data come from, or that there are none.
+static std::string words_of_data(const kvq_config & config) {
+    if (config.lacks_means) {
+        return "; no channel means were measured for this model, codes of these bits are better with them: ggml-kvq "
+               "calibrate -m MODEL -f TEXT writes them beside it";
+    }
+    return config.config_from == "measured" ? "; data measured on the model's first use"
+        : config.config_from == "embedded"  ? "; calibrated data in the model's file"
+        : config.config_path.empty()        ? ""
+                                            : "; calibrated data in " + config.config_path;
+}
+
 std::string kvq_kv_cache::load_line() const {
     const kvq_stats s = stats();
     const double MiB = 1024.0 * 1024.0;
@@ -110,13 +133,13 @@ std::string kvq_kv_cache::load_line() const {
         reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) +
             " layers are read by " + s.first;
     }
-    reading = part_of_model() + words_of_window(layers) + words_of_policies(s) + reading;
+    reading = part_of_model() + words_of_short_context(config, s) + words_of_window(layers) + words_of_policies(s) +
+        words_of_data(config) + reading;
     const std::string note = reading +
         (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers"
                                                     : "");
-    return std::string("ggml-kvq: ") + s.method +
-        (config.options_text.empty() ? "" : " [" + config.options_text + "]") + ", " +
-        layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
+    return std::string("ggml-kvq: ") + s.method + (config.asked_text.empty() ? "" : " [" + config.asked_text + "]") +
+        ", " + layer_classes(layers, false, s.bits_k) + ", " + layer_classes(layers, true, s.bits_v) + text + note;
 }
 
 std::string kvq_kv_cache::closing_line() const {

@@ -10,6 +10,7 @@
 #include "backend.h"
 #include "engines.h"
 #include "base/settings.h"
+#include "lines.h"
 #include "state.h"
 
 #include "engine/host.h"
@@ -34,12 +35,10 @@ static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) { return 
 
 void kvq_report_error(const std::string & text) {
     kvq_set_error(kvq_words_for_caller(text));
-    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: error: %s\n", kvq_last_error()); }
+    kvq_say(std::string("ggml-kvq: error: ") + kvq_last_error());
 }
 
-void kvq_report_note(const std::string & line) {
-    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", line.c_str()); }
-}
+void kvq_report_note(const std::string & line) { kvq_say("ggml-kvq: " + line); }
 
 kvq_target kvq_find_target(const ggml_tensor * t) {
     kvq_target r;
@@ -63,7 +62,7 @@ static void free_buffer(ggml_backend_buffer_t buffer) {
     const bool is_cache = (bool) context(buffer)->cache;
     if (is_cache) {
         kvq_stats_file_freeing(*context(buffer)->cache);
-        if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", context(buffer)->cache->closing_line().c_str()); }
+        kvq_say_at_end(context(buffer)->cache->closing_line());
     }
     delete context(buffer);
     if (is_cache) { kvq_stats_file_write(); }
@@ -362,7 +361,7 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
     if (b->cache && !dev.name.empty()) { b->cache->device_name = dev.name; }
     if (b->cache) {
         kvq_stats_file_start();
-        if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", b->cache->load_line().c_str()); }
+        kvq_say(b->cache->load_line());
     }
     return ggml_backend_buffer_init(buft, buffer_interface, b.release(), size);
 }

@@ -269,7 +269,7 @@ extern "C" int kvq_plan_window(const char * method, const char * opts, const kvq
     }
     const double more = kvq_more_bits(*m, o, channels, n_cells, channels_whole, cells_whole);
     const kvq_levels levels = { *m, o, shapes, n_layer_model, n_cells, n_stream, more };
-    status = levels.find(false, level, err);
+    status = levels.find(level, err);
     if (status != KVQ_OK) { return fail((kvq_status) status, err); }
     for (int i = 0, last = -1; i < n_layers; i++) {
         const int number = part ? layers[i].il : i;

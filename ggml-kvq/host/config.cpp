@@ -1,6 +1,8 @@
 #include "cache/config.h"
 #include "base/settings.h"
 #include "fingerprint.h"
+#include "lines.h"
+#include "measured.h"
 #include "resolve.h"
 
 #include "gguf.h"
@@ -40,7 +42,7 @@ extern "C" void kvq_set_verbosity(int level) { verbosity = level < 0 ? 0 : level
 
 static void note(const std::string & line) {
     last_note += (last_note.empty() ? "" : "; ") + line;
-    if (kvq_verbosity() > 0) { fprintf(stderr, "ggml-kvq: %s\n", line.c_str()); }
+    kvq_say("ggml-kvq: " + line);
 }
 
 // Variables whose values are not used, each value once a process.
@@ -114,9 +116,14 @@ static std::string model_of_command_line(void) {
     const bool all_run = !args.empty() && args[0].find("llama-bench") != std::string::npos;
     const bool several =
         all_run && (models.size() > 1 || (models.size() == 1 && models[0].find(',') != std::string::npos));
-    if (several) { return ""; }                    // which of them a cache is of, nobody says
+    if (several) {
+        std::string all_named;
+        for (const std::string & m : models) { all_named += (all_named.empty() ? "" : ",") + m; }
+        return kvq_mapped_model(all_named); // they are loaded one at a time
+    }
     if (!models.empty()) { return models.back(); } // llama.cpp takes the last
-    return kvq_setting_text(kvq_setting::LLAMA_MODEL);
+    const std::string by_variable = kvq_setting_text(kvq_setting::LLAMA_MODEL);
+    return by_variable.empty() ? kvq_mapped_model() : by_variable; // -hf, a program of the user's own
 }
 
 static int64_t get_int(const gguf_context * g, const std::string & key, int64_t missing) {
@@ -327,23 +334,47 @@ static std::string shown_options(const kvq_method & m, std::string text) {
     return text;
 }
 
+// Calibrated data that the decision names, held against the model. Those that were measured on first use are left out
+// when they are damaged, for nobody asked for them; whoever wrote them measures again.
+static kvq_status check_data(const kvq_request & r, const kvq_model_info & model, kvq_decision & d, std::string & err) {
+    const std::string from = d.config.empty() && model.calibrated ? r.model : d.config;
+    if (from.empty()) { return KVQ_OK; }
+    std::string line;
+    kvq_status status = kvq_check_calibrated(from, r.model, model, line, err);
+    if (status != KVQ_OK && d.config_from == KVQ_MEASURED) {
+        static std::mutex mutex;
+        static std::set<std::string> said;
+        const std::lock_guard<std::mutex> lock(mutex);
+        line = said.insert(err).second ? err + "; they are not used" : "";
+        err.clear();
+        d.config.clear();
+        d.config_from.clear();
+        d.lacks_means = true;
+        status = KVQ_OK;
+    }
+    if (!line.empty()) { note(line); }
+    return status;
+}
+
 static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_info & model, std::string & err) {
     note_settings();
     kvq_decision d;
     const kvq_status status = kvq_decide(r, model, d, err);
     if (status != KVQ_OK) { return status; }
     out.method = kvq_method_find(d.method.c_str());
-    const std::string from = d.config.empty() && model.calibrated ? r.model : d.config;
-    if (!from.empty()) {
-        std::string line;
-        const kvq_status checked = kvq_check_calibrated(from, r.model, model, line, err);
-        if (checked != KVQ_OK) { return checked; }
-        if (!line.empty()) { note(line); }
-    }
+    const kvq_status checked = check_data(r, model, d, err);
+    if (checked != KVQ_OK) { return checked; }
     std::string options;
     const kvq_status read = kvq_all_options(d, model, r.model, options, err);
     if (read != KVQ_OK) { return read; }
     out.options_text = shown_options(*out.method, options);
+    const std::string asked = r.asker == KVQ_ASKS_BY_VARIABLES ? kvq_setting_text(kvq_setting::ASKED) : "";
+    // of a method that fits itself, data set pairs and an order that nobody gave
+    const std::string shown = out.method->n_levels ? shown_options(*out.method, d.opts) : out.options_text;
+    out.asked_text = asked.empty() ? shown : asked;
+    const bool measured = !d.config.empty() && d.config == kvq_measured_path(r.model); // a launcher names them, too
+    out.config_from = measured ? KVQ_MEASURED : d.config_from;
+    out.lacks_means = d.lacks_means;
     out.config_path = d.config;
     out.model_path = r.model;
     return kvq_options_parse(*out.method, options.c_str(), out.options, err);

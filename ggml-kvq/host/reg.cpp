@@ -51,6 +51,13 @@ static void dev_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
 // GPU, because llama.cpp gives layers, and so their cache, only to devices of that type
 static enum ggml_backend_dev_type dev_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
 
+// Weights lie in the CPU backend's memory, which maps the model's file. llama.cpp would read the file into memory of
+// the process for a device that does not say so. Older versions ask no device.
+template <class Caps> static auto say_weights_are_mapped(Caps & caps, int) -> decltype(caps.mmap_support, void()) {
+    caps.mmap_support = true;
+}
+template <class Caps> static void say_weights_are_mapped(Caps &, long) {}
+
 static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->name = dev_name(dev);
     props->description = dev_description(dev);
@@ -58,6 +65,7 @@ static void dev_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
     props->device_id = nullptr;
     dev_memory(dev, &props->memory_free, &props->memory_total);
     props->caps = {};
+    say_weights_are_mapped(props->caps, 0);
 }
 
 static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
@@ -120,6 +128,7 @@ static void reader_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props)
     props->device_id = nullptr;
     props->memory_free = props->memory_total = 0;
     props->caps = {};
+    say_weights_are_mapped(props->caps, 0);
 }
 
 static bool reader_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {

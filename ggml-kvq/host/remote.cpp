@@ -7,6 +7,7 @@
 // set before (a restored state) are moved over, and the plain memory is given back.
 #include "backend.h"
 #include "engines.h"
+#include "lines.h"
 
 #include "engine/host.h"
 
@@ -164,7 +165,7 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
                 ggml_backend_buffer_free(buffer.inner);
                 buffer.inner = nullptr;
             }
-            if (kvq_verbosity() > 0) { fprintf(stderr, "%s\n", buffer.cache->load_line().c_str()); }
+            kvq_say(buffer.cache->load_line());
         }
         for (int i = 0; i < graph->n_nodes && why.empty(); i++) {
             const ggml_tensor * node = graph->nodes[i];

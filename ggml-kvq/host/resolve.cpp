@@ -1,4 +1,5 @@
 #include "resolve.h"
+#include "measured.h"
 
 #include <algorithm>
 #include <cstring>
@@ -184,6 +185,13 @@ kvq_status choose_options(const kvq_request & r, kvq_decision & out, std::string
     return (kvq_status) status;
 }
 
+// Would data that nobody gave make the method another one?
+bool goes_better_with_means(const kvq_method & method, kvq_options o) {
+    if (!method.data || method.data(o) != kvq_data::TAKES) { return false; }
+    method.settle(o, "bias", 8);
+    return method.data(o) == kvq_data::NEEDS;
+}
+
 kvq_status choose_config(const kvq_request & r, const named_file & file, const kvq_model_info & model,
     kvq_decision & out, std::string & err) {
     const kvq_method & method = *kvq_method_find(out.method.c_str());
@@ -216,6 +224,16 @@ kvq_status choose_config(const kvq_request & r, const named_file & file, const k
         out.config = beside;
         out.config_from = "sidecar";
     }
+    kvq_options asked;
+    if (out.config_from.empty() && has(r.model) && !file.off &&
+        kvq_options_parse(method, out.opts.c_str(), asked, err) == KVQ_OK && goes_better_with_means(method, asked)) {
+        const std::string measured = kvq_measured_path(r.model);
+        out.lacks_means = !is_file(measured);
+        if (!out.lacks_means) {
+            out.config = measured;
+            out.config_from = KVQ_MEASURED;
+        }
+    }
     return KVQ_OK;
 }
 
@@ -247,13 +265,6 @@ kvq_status kvq_all_options(const kvq_decision & d, const kvq_model_info & model,
 }
 
 // ---------------------------------------------------------------- C ABI
-
-// Would data that nobody gave make the method another one?
-static bool goes_better_with_means(const kvq_method & method, kvq_options o) {
-    if (!method.data || method.data(o) != kvq_data::TAKES) { return false; }
-    method.settle(o, "bias", 8);
-    return method.data(o) == kvq_data::NEEDS;
-}
 
 extern "C" int kvq_resolve(const kvq_request * in, kvq_resolved * out) {
     static thread_local kvq_decision d;

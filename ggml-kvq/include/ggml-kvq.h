@@ -111,6 +111,10 @@ KVQ_API int kvq_resolve(const kvq_request * request, kvq_resolved * answer);
 // number of values, 0: not readable; at most n are written to out.
 KVQ_API size_t kvq_model_sketch(const char * path, float * out, size_t n);
 
+// path: where data lie that were measured on the model's first use, in the folder of such data (host/measured.h);
+// valid until the thread's next call, "" when the model cannot be read. KVQ_OK: they are there, whole, of this model.
+KVQ_API int kvq_measured(const char * model, const char ** path);
+
 // ---------------------------------------------------------------- block formats
 
 typedef enum kvq_type {

@@ -26,9 +26,12 @@
 
 static const kvq_option_info options[] = {
     { "bits", "float", "0",
-        "true bits of keys and values, all bytes included, 0.5..16; 0: 2.5, or the least of a short context",
+        "true bits of keys and values in a context of `at` tokens, all bytes included, 0.5..16; 0: 2.5, or the least",
         "ggml-kvq" },
-    { "at", "int", "0", "tokens of the context at which those bits count; 0: the cache's own", "ggml-kvq" },
+    { "at", "int", "0",
+        "tokens of the context at which those bits count; 0: 131072, so that a short context has codes as good as a "
+        "long one, and its window besides",
+        "ggml-kvq" },
     { "level", "int", "-1", "steps up the ladder of layers and bits; -1: as many as `bits` allow", "ggml-kvq" },
     { "order", "text", "none", "layers in the order in which they rise, as 0.5.3 or 0v.3k; none: spread out",
         "ggml-kvq tune" },
@@ -64,6 +67,7 @@ static constexpr rung whole_rungs[] = { { 1, 1, 1 }, { 2, 2, 1 }, { 2, 2, 2 }, {
 static constexpr rung split_rungs[] = { { 0, 2, 1 }, { 0, 2, 2 }, { 0, 4, 2 }, { 0, 4, 3 }, { 2, 4, 3 }, { 2, 4, 4 },
     { 4, 4, 4 } };
 static constexpr double USUAL_BITS = 2.5;
+static constexpr int LONG_CONTEXT = 131072; // tokens at which bits count, in all caches of a model alike
 
 // Of sorted keys, fast: the weak half; values have 1 + their rung bits. Keys have 4|4 bits only where values have 4,
 // too: there are no kernels for others. They stay halves for their gains: Gemma 3 has 0.0106 with them at 4.25 bits,
@@ -92,7 +96,8 @@ static int n_levels(const kvq_options & o, int n_layer) { return n_rises_of_laye
 
 static kvq_method::limit most(const kvq_options & o) {
     const double bits = o.real("bits");
-    return { o.num("level") >= 0 ? 0.0 : bits > 0 ? bits : USUAL_BITS, o.num("at"), bits > 0 };
+    const int at = o.num("at") > 0 ? o.num("at") : LONG_CONTEXT;
+    return { o.num("level") >= 0 ? 0.0 : bits > 0 ? bits : USUAL_BITS, at, bits > 0 };
 }
 
 // Layers spread out: 0, then the middle, then the quarters, ... (the bits of a counter reversed).

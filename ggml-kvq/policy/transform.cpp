@@ -200,7 +200,7 @@ static bool attach(const kvq_part & part, kvq_layer_parts & at) {
 }
 
 static std::string words(const std::vector<kvq_part_of_layer> & layers, const kvq_stats &) {
-    return layers[0].part->get("mean") > 0 ? "; less their means" : "";
+    return layers[0].part->get("mean") > 0 ? "; channel means are taken off keys and values" : "";
 }
 
 extern const kvq_policy_kind kvq_policy_transform;

@@ -9,14 +9,14 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from . import budget, default_means, gguf_header, llama, memory, native, resolver
+from . import budget, choices, cpus, default_means, gguf_header, llama, memory, native, progress, resolver
 from .errors import ArgumentTypeError, DecodeError, KvqError, MethodError, ModelError, TextError
 from .kvstats import UPSTREAM
 from .loader import Libraries
@@ -78,8 +78,8 @@ def check_layers(kv_method: str | None, n_gpu_layers: int | None, n_layer: int) 
 
 
 def threads(value: Any) -> int:
-    """n_threads; None: as many as there are CPUs."""
-    number = (os.cpu_count() or 1) if value is None else whole("n_threads", value)
+    """n_threads; None: as many as there are CPUs for this process."""
+    number = min(cpus.available(), 512) if value is None else whole("n_threads", value)
     if not 0 < number <= 512:
         raise ModelError(f"n_threads={number} is outside 1..512; pass None for all CPUs")
     return number
@@ -224,60 +224,100 @@ def outputs(wanted: Any, n_tokens: int) -> npt.NDArray[np.int8]:
     return given.astype(bool).astype(np.int8)
 
 
-def number(model: str | os.PathLike[str], opts: str, bits: Any, room: Any, want: budget.Context) -> str:
-    """kv_bits and kv_budget as an option of method auto. MethodError; BudgetError names what works."""
-    least = None if bits is None else budget.bits(str(bits), "kv_bits")
-    if room is None:
-        return f"bits={least:g}"
-    facts = memory.model(model)
-    if facts is None:
-        raise MethodError(f"{os.fspath(model)} describes no attention layers; kv_budget has nothing to divide")
-    n_ctx = want.n_ctx or facts.n_ctx_train * want.n_stream
-    n_bytes = budget.size(str(room), "kv_budget")
-    facts = memory.with_whole_windows(facts)  # as llama.context_params asks for them
-    fit = budget.fit(facts, n_bytes, budget.Context(n_ctx, want.n_stream, want.n_ubatch), opts)
-    return budget.bits_option(min(fit.bits, least or 16.0))
-
-
-def resolved(
-    libs: Libraries,
-    model: Path,
-    method: str | None,
-    opts: str,
-    config: Any,
-    *,
-    bits: Any,
-    room: Any,
-    want: budget.Context,
-) -> resolver.Resolved:
-    """What kv_method, kv_opts, kv_config, kv_bits and kv_budget come to for this model. MethodError; GgufError when the
-    model alone could name a method and is no GGUF.
+@dataclass(frozen=True)
+class Choice:
+    """What kv_method, kv_opts, kv_config, kv_bits and kv_budget come to. method None: as upstream. config: of the
+    context, "none" for no file besides the model.
     """
-    given = None if config is None else path(config, "kv_config")
-    counts = "" if bits is None and room is None else "kv_bits"
-    if method == UPSTREAM and not counts:
-        return resolver.Resolved(UPSTREAM, "flag", opts=opts, config="" if given in (None, OFF) else str(given))
+
+    method: str | None
+    opts: str
+    config: str
+    asked: str = ""  # for the load line, where it differs from opts
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Those arguments as they were given, for one model and a context of this size."""
+
+    libs: Libraries
+    model: Path
+    method: str | None
+    opts: str
+    config: Any
+    bits: Any
+    room: Any
+    want: budget.Context
+
+    @property
+    def counts(self) -> str:
+        """What stands for the method auto; "": nothing does."""
+        return "" if self.bits is None and self.room is None else "kv_bits"
+
+    def number(self, opts: str) -> str:
+        """kv_bits and kv_budget as an option of method auto with these options, those of calibrated data among them.
+        MethodError; BudgetError names what works.
+        """
+        bits = None if self.bits is None else budget.bits(str(self.bits), "kv_bits")
+        facts = memory.model(self.model)
+        if self.room is None:
+            if facts:
+                budget.refuse_too_few(facts, ",".join(filter(None, (opts, f"bits={bits:g}"))), f"kv_bits={bits:g}")
+            return f"bits={bits:g}"
+        if facts is None:
+            raise MethodError(f"{self.model} describes no attention layers; kv_budget has nothing to divide")
+        n_ctx = self.want.n_ctx or facts.n_ctx_train * self.want.n_stream
+        n_bytes = budget.size(str(self.room), "kv_budget")
+        facts = memory.with_whole_windows(facts)  # as llama.context_params asks for them
+        size = budget.Context(n_ctx, self.want.n_stream, self.want.n_ubatch)
+        return budget.fit(facts, n_bytes, size, opts, most_bits=bits or 16.0).option
+
+    def resolved(self, opts: str, header: gguf_header.Header | None) -> resolver.Resolved:
+        """The library's answer."""
+        given = None if self.config is None else path(self.config, "kv_config")
+        asked = resolver.Request(resolver.BY_ARGUMENTS, self.method, opts, given, self.counts)
+        return resolver.resolve(self.libs.need_kvq, asked, header)
+
+
+def chosen(asked: Asked, n_threads: int, type_k: str, type_v: str) -> Choice:
+    """What holds. A model that is seen for the first time is measured, where the method goes better with it.
+    MethodError, BudgetError; GgufError when the model alone could name a method and is no GGUF.
+    """
+    if asked.method == UPSTREAM and not asked.counts:
+        given = "" if asked.config in (None, OFF) else path(asked.config, "kv_config")
+        choices.check_method(UPSTREAM, asked.opts, given, type_k, type_v)
+        return Choice(UPSTREAM, asked.opts, OFF)
     try:
-        header = gguf_header.read(model)
+        header = gguf_header.read(asked.model)
     except gguf_header.GgufError:
-        if method is None:
+        if asked.method is None:
             raise
         header = None  # llama.cpp tells what is wrong with it
-    asked = resolver.Request(resolver.BY_ARGUMENTS, method, opts, given, counts)
-    out = resolver.resolve(libs.need_kvq, asked, header)
-    if counts:
-        opts = ",".join(filter(None, (opts, number(model, opts, bits, room, want))))
-        out = resolver.resolve(libs.need_kvq, replace(asked, opts=opts), header)
-    return out
+    out = asked.resolved(asked.opts, header)
+    if asked.counts:  # what cannot be met is refused before anything is measured
+        asked.number(out.options)
+    method, opts = out.method or None, out.opts or asked.opts
+    choices.check_method(method, opts, out.config, type_k, type_v)
+    config, words = data(asked.model, out, asked.config, n_threads), ""
+    if asked.counts:
+        number = asked.number(asked.resolved(asked.opts, header).options)
+        opts = asked.resolved(",".join(filter(None, (asked.opts, number))), header).opts
+        words = f"kv_budget={asked.room}" if asked.room is not None else ""
+    return Choice(method, opts, config, words)
 
 
-def data(model: Path, chosen: resolver.Resolved, config: Any) -> str:
+def data(model: Path, found: resolver.Resolved, config: Any, n_threads: int) -> str:
     """kv_config of the context: the file of calibrated data; for a method that goes better with means, and that nobody
     gave any, those of the text that comes with this package (default_means). "none": no file besides the model.
     """
-    if chosen.file or config is not None or not chosen.wants_means:
-        return chosen.file or OFF
-    there, why = default_means.ensure(model, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))
+    measured = found.wants_means or found.config_from == resolver.MEASURED
+    if config is not None or not measured:
+        return found.file or OFF
+    line = progress.Line()
+    there, why = default_means.ensure(
+        model, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr, flush=True), n_threads, line
+    )
+    line.clear()
     if why:
         print(f"ggml-kvq: no means are taken off keys and values: {why}", file=sys.stderr)
     return there or OFF

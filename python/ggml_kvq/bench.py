@@ -9,12 +9,13 @@ import os
 import shlex
 import statistics
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import _paths
+from . import _paths, default_means, gguf_header, methods, resolver
 from .errors import KvqError
 from .evaluate.results import provenance, table
 from .evaluate.specs import CacheSpec
@@ -22,6 +23,7 @@ from .progress import Line
 
 Row = dict[str, Any]
 CPU_DEVICE, KVQ_DEVICE = "none", "KVQ0"
+KEPT = ("KVQ_ISA", "KVQ_LIB_DIR", "KVQ_CACHE_DIR")  # where things are; what they shall do the specs say
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,7 @@ def command(model: Path, spec: CacheSpec, s: Settings, depth: int, test: str) ->
 
 
 def _once(argv: list[str], env: dict[str, str]) -> Row:
-    clean = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k in ("KVQ_ISA", "KVQ_LIB_DIR")
-    }
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_", "LLAMA_ARG_")) or k in KEPT}
     done = subprocess.run(argv, env={**clean, **env}, capture_output=True, text=True)
     if done.returncode:
         ours = "ggml-kvq: error: "
@@ -85,6 +83,28 @@ def _once(argv: list[str], env: dict[str, str]) -> Row:
         raise KvqError(refused or f"llama-bench ended with {done.returncode}: {' '.join(lines[-2:])}")
     row: Row = json.loads(done.stdout)[0]
     return row
+
+
+def measure(model: Path, specs: Sequence[CacheSpec], n_threads: int) -> None:
+    """Means of the model, where a cache goes better with them and nobody gave any: eval and Model have them too."""
+    header = gguf_header.read(model)
+    wanted = [
+        spec
+        for spec in specs
+        if spec.method is not None
+        and not spec.config
+        and resolver.resolve(
+            methods.library, resolver.Request(resolver.BY_FLAGS, spec.method, spec.options), header
+        ).wants_means
+    ]
+    if wanted:
+        line = Line()
+        _, why = default_means.ensure(
+            model, lambda text: print(f"ggml-kvq bench: {text}", file=sys.stderr), n_threads, line
+        )
+        line.clear()
+        if why:
+            print(f"ggml-kvq bench: no means are taken off keys and values: {why}", file=sys.stderr)
 
 
 def check(model: Path, specs: Sequence[CacheSpec], s: Settings) -> None:

@@ -10,8 +10,10 @@ from . import memory
 from .errors import BudgetError, MethodError
 
 METHOD = "auto"
-RUNGS_ABOVE = 5  # of method auto's ladder without data, behind the first: reference/auto.py
 USUAL_BITS = 2.5  # as auto's own default
+LEAST_BITS = 1.25  # below what these need a budget is refused
+LONG = 131072  # tokens at which bits count (methods/auto.cpp)
+_MOST_RUNGS = 16  # above the number of rungs of any ladder of method auto
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -37,11 +39,19 @@ def bits(text: str, words: str) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a budget becomes: true bits and a context in tokens (0: as llama.cpp chooses it)."""
+    """What a budget becomes: a level of method auto's ladder, the true bits that it takes, and a context in tokens
+    (0: as llama.cpp chooses it).
+    """
 
+    level: int
     bits: float
     n_ctx: int
     note: str
+
+    @property
+    def option(self) -> str:
+        """All caches of a model stand on one level, whatever their contexts."""
+        return f"level={self.level}"
 
 
 @dataclass(frozen=True)
@@ -53,69 +63,107 @@ class Context:
     n_ubatch: int = 512
 
 
-def fit(facts: memory.Model, budget: int, want: Context, opts: str = "", least_bits: float = USUAL_BITS) -> Fit:
-    """The most bits that `budget` bytes of cache give at want.n_ctx tokens; without a context the model's own, or the
-    longest at `least_bits` where that would take fewer. BudgetError names what would work. Means are counted unless
-    `opts` says means=off: a model that brings none has them measured.
+class _Ladder:
+    """Method auto's ladder for these layers: bytes of a level, and what its codes are in a long context."""
+
+    def __init__(self, facts: memory.Model, opts: str, want: Context) -> None:
+        if not any(opt.startswith("means=") for opt in opts.split(",")):
+            opts = ",".join(filter(None, (opts, "means=on")))
+        self.facts, self.opts, self.want = facts, opts, want
+
+    def cache(self, n_ctx: int, level: int) -> int:
+        """Bytes of all caches at n_ctx tokens. MethodError for a level that there is not."""
+        plan = memory.planner(METHOD, f"{self.opts},level={level}", self.facts.n_layer)
+        size = {"n_stream": self.want.n_stream, "n_ubatch": self.want.n_ubatch}
+        return memory.need(self.facts, plan, n_ctx, **size).cache
+
+    def values(self, n_ctx: int) -> int:
+        """K and V values of all caches at n_ctx tokens."""
+        size = {"n_stream": self.want.n_stream, "n_ubatch": self.want.n_ubatch}
+        return memory.need(self.facts, _one_bit, n_ctx, **size).cache
+
+    def bits(self, level: int) -> float:
+        """True bits in a context of LONG tokens, where `bits` of the method count."""
+        shapes = [*self.facts.full, *self.facts.windowed]
+        plan = memory.planner(METHOD, f"{self.opts},level={level}", self.facts.n_layer)
+        return 8 * plan(shapes, LONG, 1) / _one_bit(shapes, LONG, 1)
+
+    def highest(self, fits: Callable[[int], bool]) -> int:
+        """The highest level that fits; -1: none does."""
+
+        def there(level: int) -> bool:
+            try:
+                return fits(level)
+            except MethodError as e:
+                if "option level=" in str(e):
+                    return False
+                raise
+
+        return _highest(_MOST_RUNGS * self.facts.n_layer, there)
+
+    def of_bits(self, bits: float) -> int:
+        """The level that so many bits give; 0 where even that takes more."""
+        return max(0, self.highest(lambda level: self.bits(level) <= bits))
+
+
+def fit(
+    facts: memory.Model,
+    budget: int,
+    want: Context,
+    opts: str = "",
+    least_bits: float = USUAL_BITS,
+    most_bits: float = 16.0,
+) -> Fit:
+    """The most bits that `budget` bytes of all caches give at want.n_ctx tokens; without a context the model's own, or
+    the longest at `least_bits` where that would take fewer. BudgetError, which names what would work, below what
+    LEAST_BITS need. Means are counted unless `opts` says means=off: a model that brings none has them measured.
     """
-    if not any(opt.startswith("means=") for opt in opts.split(",")):
-        opts = ",".join(filter(None, (opts, "means=on")))
-
-    def cache(n_ctx: int, more: str) -> int:
-        plan = memory.planner(METHOD, ",".join(filter(None, (opts, more))), facts.n_layer)
-        return memory.need(facts, plan, n_ctx, n_stream=want.n_stream, n_ubatch=want.n_ubatch).cache
-
-    top = RUNGS_ABOVE * facts.n_layer
+    ladder = _Ladder(facts, opts, want)
     n_ctx = want.n_ctx or facts.n_ctx_train * want.n_stream
     if not n_ctx:
         raise BudgetError("the model does not say how long its context is: give -c with --kv-budget")
-    values = memory.need(facts, _one_bit, n_ctx, n_stream=want.n_stream, n_ubatch=want.n_ubatch).cache
-    words = _words(budget)
+    words, floor = _words(budget), ladder.of_bits(LEAST_BITS)
 
-    def leads(n: int, level: int, bits: float) -> float:
-        return _leading(facts, opts, want, n, level) if facts.windowed else bits
+    def bits(n: int, level: int) -> float:
+        return 8 * ladder.cache(n, level) / ladder.values(n)
 
-    def step(n: int, level: int) -> str:
-        """A level as an option. Of several caches each finds its own, from bits."""
-        return bits_option(leads(n, level, 0)) if facts.windowed else f"level={level}"
+    def taken(n: int, level: int, note: str) -> Fit:
+        least = min(level, ladder.of_bits(most_bits)) if most_bits < 16 else level
+        less = f"; {most_bits:g} are taken, as --kv-bits says" if least < level else ""
+        return Fit(least, bits(n, least), 0 if want.n_ctx else n, note + less)
 
-    def highest(n: int) -> int:
-        """Level that fits at n tokens, -1: none does."""
-        return _highest(top, lambda level: cache(n, step(n, level)) <= budget)
-
-    level = highest(n_ctx)
+    level = ladder.highest(lambda level: ladder.cache(n_ctx, level) <= budget)
     if want.n_ctx:
-        if level < 0:
-            longest = _longest(n_ctx, want, lambda n: cache(n, "level=0") <= budget)
-            least = cache(n_ctx, "level=0")
+        if level < floor:
+            longest = _longest(n_ctx, want, lambda n: ladder.cache(n, floor) <= budget)
             cure = f"or the longest context for it, -c {longest}" if longest else "no context fits it"
             raise BudgetError(
-                f"{words} hold no context of {n_ctx} tokens: give at least {_words(least)}"
-                f" ({8 * least / values:.2f} bits), {cure}"
+                f"{words} hold no context of {n_ctx} tokens: give at least {_words(ladder.cache(n_ctx, floor))}"
+                f" ({bits(n_ctx, floor):.2f} bits), {cure}"
             )
-        got = 8 * cache(n_ctx, step(n_ctx, level)) / values
-        return Fit(leads(n_ctx, level, got), 0, f"{words} at {n_ctx} tokens: {got:.2f} bits")
-    got = 8 * cache(n_ctx, step(n_ctx, level)) / values if level >= 0 else 0.0
-    if got >= least_bits - 0.2:
-        return Fit(leads(n_ctx, level, got), n_ctx, f"{words} at the model's {n_ctx} tokens: {got:.2f} bits")
-    n_short = _longest(n_ctx, want, lambda n: _within(cache, n, f"bits={least_bits}", budget))
+        return taken(n_ctx, level, f"{words} at {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
+    if level >= max(floor, ladder.of_bits(least_bits - 0.2)):
+        return taken(n_ctx, level, f"{words} at the model's {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
+    wanted = ladder.of_bits(least_bits)
+    n_short = _longest(n_ctx, want, lambda n: ladder.cache(n, wanted) <= budget)
     if not n_short:
         raise BudgetError(
             f"{words} hold no context at {least_bits:g} bits: give -c with --kv-budget for a shorter one, or more"
             " memory"
         )
-    other = f"; -c {n_ctx} would take {got:.2f} bits" if got else f"; -c {n_ctx} does not fit at any bits"
-    return Fit(least_bits, n_short, f"{words} at {least_bits:g} bits: {n_short} tokens{other}")
+    would = f"would take {bits(n_ctx, level):.2f} bits" if level >= floor else f"does not fit at {LEAST_BITS:g} bits"
+    return Fit(
+        wanted, bits(n_short, wanted), n_short, f"{words} at {least_bits:g} bits: {n_short} tokens; -c {n_ctx} {would}"
+    )
 
 
-def _leading(facts: memory.Model, opts: str, want: Context, n_ctx: int, level: int) -> float:
-    """Bits that lead the cache of the whole context to this level. Each of several caches takes all layers of the model
-    to be as its own, so that the bits of the other one (a short cache has more) are not in its own.
-    """
-    n_cells, kind = memory.cells(n_ctx // want.n_stream), facts.full or facts.windowed
-    alike = [(il, *kind[0][1:]) for il in range(facts.n_layer)]
-    plan = memory.planner(METHOD, ",".join(filter(None, (opts, f"level={level}"))), facts.n_layer)
-    return 8 * plan(alike, n_cells, want.n_stream) / _one_bit(alike, n_cells, want.n_stream)
+def refuse_too_few(facts: memory.Model, opts: str, words: str) -> None:
+    """BudgetError for bits that method auto cannot do with on these layers. words: what asked for them."""
+    try:
+        memory.planner(METHOD, opts, facts.n_layer)(facts.full or facts.windowed, memory.STEP, 1)
+    except MethodError as e:
+        if "bits are not possible" in str(e):
+            raise BudgetError(f"{words}: {e}") from e
 
 
 def _words(n_bytes: int) -> str:
@@ -127,13 +175,6 @@ def _words(n_bytes: int) -> str:
 def _one_bit(shapes: list[memory.Shape], n_cells: int, n_stream: int, _: memory.Whole = ([], 0)) -> int:
     """Values of these layers, as memory.Plan."""
     return sum(heads * (k + v) for _, heads, k, v in shapes) * n_cells * n_stream
-
-
-def _within(cache: Callable[[int, str], int], n: int, opts: str, budget: int) -> bool:
-    try:
-        return cache(n, opts) <= budget
-    except MethodError:  # too short for so few bits
-        return False
 
 
 def _highest(top: int, fits: Callable[[int], bool]) -> int:
@@ -148,8 +189,3 @@ def _longest(n_ctx: int, want: Context, fits: Callable[[int], bool]) -> int:
     """The longest context below n_ctx that fits, a multiple of 256 tokens a stream; 0: none does."""
     step = memory.STEP * want.n_stream
     return _highest(n_ctx // step, lambda i: i <= 0 or fits(i * step)) * step
-
-
-def bits_option(value: float) -> str:
-    """As an option of method auto: rounded up, so that a plan of exactly these bits still fits."""
-    return f"bits={value + 0.0005:.3f}"

@@ -8,18 +8,22 @@ text leave 0.46 of the divergence of 2-bit caches, those of the very text's firs
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p
 from pathlib import Path
+from typing import Any
 
-from . import gguf_header
+from . import methods, native
 from .errors import KvqError
+from .progress import Line
 
 LENGTH = 1024  # tokens; a model whose vocabulary makes fewer of the text gets what there is
 SINKS = 4
-FORMAT = b"sorted"  # what such a file holds beside means
-ENDS = 1 << 18  # bytes at either end of a model file that tell it from others
 TEXT = Path(__file__).with_name("data") / "means.txt"
 
 
@@ -30,51 +34,91 @@ def folder() -> Path:
 
 
 def path_of(model: str | os.PathLike[str]) -> Path:
-    """Where the means of this model file are kept. Named by what the file holds at both ends, by its weights (a
-    fine-tune may differ between the ends alone) and by the text: a copy is the same model. KvqError.
+    """Where the means of this model file are kept, named by what the file holds: a copy of another name is the same
+    model. The library finds them there by itself (host/measured.cpp). KvqError.
     """
-    from .calibrate import files
-
-    weights = files.sketch(model).tobytes()
-    with open(model, "rb") as f:
-        head = f.read(ENDS)
-        size = f.seek(0, os.SEEK_END)
-        f.seek(max(0, size - ENDS))
-        name = hashlib.sha256(str(size).encode() + FORMAT + head + f.read() + weights + TEXT.read_bytes()).hexdigest()
-    return folder() / f"{Path(model).stem}-{name[:16]}.kvq.gguf"
+    return _look_up(model)[0]
 
 
-def _is_whole(path: Path) -> bool:
-    """False for a file that was cut off, too: it is measured again."""
+def _look_up(model: str | os.PathLike[str]) -> tuple[Path, str]:
+    """(path_of(), "" or why what lies there cannot be used)."""
+    lib = methods.library()
+    there = c_char_p()
+    status = lib.kvq_measured(os.fsencode(model), byref(there))
+    if not there.value:
+        raise KvqError(native.last_error(lib))
+    return Path(os.fsdecode(there.value)), native.last_error(lib) if status else ""
+
+
+class _Progress:
+    """A line of state: share done, and an estimate of what is left once some of it is."""
+
+    def __init__(self, name: str, passes: int, line: Line) -> None:
+        self.name, self.total, self.line = name, passes * LENGTH, line
+        self.done, self.start = 0, time.monotonic()
+
+    def __call__(self, n_tokens: int) -> None:
+        self.done = min(self.done + n_tokens, self.total)
+        left = (time.monotonic() - self.start) * (self.total / self.done - 1)
+        self.line(f"measuring {self.name}: {100 * self.done // self.total} %, about {left:.0f} s left")
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds the block, so that its temporary files go with it; then it ends the process as it would have."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def leave(_number: int, _frame: object) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, leave)
     try:
-        gguf_header.read(path, tensors=True).check_whole()
-    except (KvqError, OSError):
-        return False
-    return True
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Terminated(BaseException):
+    """SIGTERM."""
 
 
 def ensure(
-    model: str | os.PathLike[str], say: Callable[[str], object], n_threads: int | None = None
+    model: str | os.PathLike[str],
+    say: Callable[[str], object],
+    n_threads: int | None = None,
+    line: Line | None = None,
 ) -> tuple[str | None, str]:
-    """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of one pass,
-    seconds for small models. Nothing is written but that sidecar, whole or not at all.
+    """(sidecar, "") or (None, why not). Measures when the model is seen for the first time: LENGTH tokens of five
+    passes, seconds for small models. A file that is damaged is measured again. Nothing is written but that sidecar,
+    whole or not at all. n_threads: None, all CPUs that the process may use.
     """
     from . import files as disk
     from .calibrate import files, halves, means
 
     try:
-        there = path_of(model)
-        if _is_whole(there):
+        there, why = _look_up(model)
+        if not why:
             return str(there), ""
         try:
             disk.probe(there)
         except KvqError as e:
             return None, f"{e}; or set KVQ_CACHE_DIR to a folder that is yours"
-        say(f"first use of {os.path.basename(model)}: measuring its keys and values, once ({there})")
+        name = os.path.basename(model)
+        if there.is_file():
+            say(f"{why.split(': make it again')[0]}: it is measured again")
+        say(f"first use of {name}: measuring its keys and values, once ({there})")
         text = TEXT.read_text(encoding="utf-8")
-        fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, n_threads=n_threads, shorten=True)
-        fitted = halves.checked(model, fitted, text, n_threads)
-        files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
+        tick = _Progress(name, 5, line or Line(False))
+        size: dict[str, Any] = {"n_threads": n_threads, "tick": tick}
+        with _ended_by_sigterm():
+            fitted = means.fit(model, text, n_sequences=1, length=LENGTH, sinks=SINKS, shorten=True, **size)
+            fitted = halves.checked(model, fitted, text, **size)
+            files.write_sidecar(there, files.fields(model, fitted, SINKS), files.arrays(fitted))
     except (KvqError, OSError) as e:
         return None, str(e)
     return str(there), ""

@@ -34,6 +34,7 @@ VARIABLES = (  # that users set; docs/llama-cpp.md tells what each does
     "KVQ_STATS_FILE",
     "KVQ_PAGE_STATS_FILE",
     "KVQ_LAUNCHER",
+    "KVQ_ASKED",
     "KVQ_FAR_LIMIT",
     "KVQ_ISA",
     "KVQ_QUIET",

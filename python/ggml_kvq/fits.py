@@ -17,7 +17,7 @@ GIB = 1 << 30
 RESERVE = GIB  # for what is neither weights nor cache nor mask: see RESERVE_WORDS
 RESERVE_WORDS = "compute buffers (logits of a batch, activations), driver, display"
 MEMORIES = ("8G", "12G", "24G")
-# "at" is left out: bits hold at the context that fits. Means are counted, as models have them measured.
+# Bits count at 131072 tokens. Means are counted, as models have them measured.
 CACHES = (
     "f16",
     "q8_0=upstream:q8_0",

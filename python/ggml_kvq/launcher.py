@@ -17,7 +17,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import _paths, budget, default_means, files, gguf_header, hub_args, memory, refusals, resolver, served_page
+from . import (
+    _paths,
+    budget,
+    default_means,
+    files,
+    gguf_header,
+    hub_args,
+    memory,
+    progress,
+    refusals,
+    resolver,
+    router,
+    served_page,
+)
 from .errors import BudgetError, KvqError, MethodError
 from .flags import OURS, OURS_RPC_SERVER, Flags, LaunchError, User, spell_sizes, take_ours, without
 from .refusals import DEVICE
@@ -29,7 +42,8 @@ HELP = """\
                         default: the method named in the model's metadata, else llama.cpp's own cache
                         (env: KVQ_METHOD)
                         none: llama.cpp's own cache, whatever the model or the environment names
---kv-bits N             method auto with N true bits, everything included, at the context asked for: 2.5
+--kv-bits N             method auto with N true bits, as 2.5: of a context of 131072 tokens with everything included;
+                        a shorter one has codes as good, and its window besides
 --kv-budget SIZE        method auto in SIZE bytes of cache, as 2G or 800M: the most bits at -c N, and without -c the
                         model's context, or the longest that still has --kv-bits (default 2.5)
 --kv-opt KEY=VALUE      option of the method, repeatable (`ggml-kvq methods NAME` lists keys) (env: KVQ_OPTS)
@@ -196,32 +210,40 @@ def _without_method(
     return out
 
 
-def _one_number(program: str, user: User, flags: Flags, model: str) -> tuple[list[str], list[str]]:
-    """--kv-bits and --kv-budget as an option of method auto, which flags.opts gets: (the other arguments, notes).
-    LaunchError for one that cannot be met.
+@dataclass(frozen=True)
+class _Number:
+    """--kv-bits or --kv-budget as an option of method auto; what else changes."""
+
+    option: str
+    args: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+def _one_number(program: str, user: User, flags: Flags, model: str, opts: str) -> _Number:
+    """What the number comes to with these options of method auto (those of calibrated data among them). LaunchError for
+    one that cannot be met.
     """
     named = [opt for opt in flags.opts if opt.replace(" ", "").startswith("bits=")]
     if named and flags.budget:
         raise LaunchError(f"--kv-budget {flags.budget} and --kv-opt {named[-1]} both say how many bits: drop one")
     try:
         bits = budget.bits(flags.bits, "--kv-bits") if flags.bits else None
-        if not flags.budget:
-            flags.opts.append(f"bits={bits:g}")
-            return flags.rest, []
-        room = budget.size(flags.budget, "--kv-budget")
         facts = memory.model(model) if os.path.isfile(model) else None
+        if not flags.budget:
+            if facts:
+                budget.refuse_too_few(facts, ",".join(filter(None, (opts, f"bits={bits:g}"))), f"--kv-bits {bits:g}")
+            return _Number(f"bits={bits:g}", flags.rest)
+        room = budget.size(flags.budget, "--kv-budget")
         if program == "llama-bench" or facts is None:
             raise LaunchError(f"--kv-budget {flags.budget} needs one model and one context: write --kv-bits here")
         facts = refusals.with_whole_windows(facts, user)
         want = refusals.context(program, user)
-        fit = budget.fit(facts, room, want, ",".join(flags.opts), bits or budget.USUAL_BITS)
+        fit = budget.fit(facts, room, want, opts, bits or budget.USUAL_BITS, bits or 16.0)
     except BudgetError as e:
         raise LaunchError(str(e)) from e
-    flags.opts.append(budget.bits_option(min(fit.bits, bits or 16.0)))
     chosen = ["-c", str(fit.n_ctx)] if fit.n_ctx else []
     _, rest = without(flags.rest, ("-c", "--ctx-size")) if chosen else ([], flags.rest)
-    less = f"; {bits:g} are taken, as --kv-bits says" if bits and bits < fit.bits else ""
-    return [*chosen, *rest], [f"--kv-budget: {fit.note}{less}"]
+    return _Number(fit.option, [*chosen, *rest], [f"--kv-budget: {fit.note}"])
 
 
 def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Header | None) -> resolver.Resolved:
@@ -240,18 +262,42 @@ def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Head
 
 
 def _data(
-    program: str, flags: Flags, environ: Mapping[str, str], models: Sequence[str], chosen: resolver.Resolved
+    program: str,
+    user: User,
+    flags: Flags,
+    environ: Mapping[str, str],
+    models: Sequence[str],
+    chosen: resolver.Resolved,
 ) -> tuple[str | None, list[str]]:
-    """(KVQ_CONFIG of the program, notes): the file of calibrated data, or the means of this package, measured here."""
+    """(KVQ_CONFIG of the program, notes): the file of calibrated data, or the means of this package, measured here. Of
+    several models, and of those that a router loads later, the library finds each one's own.
+    """
     if (flags.config or environ.get("KVQ_CONFIG")) == resolver.OFF:
         return resolver.OFF, []
+    one = models[0] if len(models) == 1 else ""
     if chosen.config_from == "sidecar":
-        one = len(models) == 1
         return (chosen.file, [f"data of {chosen.file}, which lies beside the model"]) if one else (None, [])
-    if not chosen.wants_means or program == RPC_SERVER or len(models) != 1 or not os.path.isfile(models[0]):
+    measured = chosen.wants_means or chosen.config_from == resolver.MEASURED
+    if not measured or program == RPC_SERVER:
         return chosen.file, []
-    config, why = default_means.ensure(models[0], lambda line: print(f"{program}: {line}", file=sys.stderr))
-    return config, [f"no means are taken off keys and values: {why}"] if why else []
+    known = [m for m in [*models, *([] if models else router.models(user))] if os.path.isfile(m)]
+    threads = user.last(("-t", "--threads"), "LLAMA_ARG_THREADS")
+    n_threads = int(threads) if threads.isdigit() and int(threads) > 0 else None
+    config, notes = None, []
+    for model in dict.fromkeys(known):
+        if not one and _has_data_beside(model):
+            continue
+        line = progress.Line()
+        config, why = default_means.ensure(
+            model, lambda text: print(f"{program}: {text}", file=sys.stderr), n_threads, line
+        )
+        line.clear()
+        notes += [f"no means are taken off keys and values of {os.path.basename(model)}: {why}"] if why else []
+    return (config or resolver.OFF if notes else config) if one else None, notes
+
+
+def _has_data_beside(model: str) -> bool:
+    return os.path.isfile(f"{os.path.splitext(model)[0]}.kvq.gguf")
 
 
 def _placement(
@@ -309,13 +355,11 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
             program, user, flags, environ, off=chosen.method != "", remote=serves or bool(servers), env=hub_env
         )
 
-    notes: list[str] = []
-    if flags.bits or flags.budget:
-        flags.rest, more = _one_number(program, user, flags, models[-1] if models and not serves else "")
-        notes += more
-        user = User(flags.rest, environ, reads_env=not bench and not serves)
-        chosen = _resolved(flags, environ, header)
-    notes += [chosen.note] if chosen.note else []
+    notes: list[str] = [chosen.note] if chosen.note else []
+    counts = flags.bits or flags.budget
+    measured = models[-1] if models and not serves else ""
+    if counts:  # what cannot be met is refused before anything is measured
+        _one_number(program, user, flags, measured, chosen.options)
     choice = refusals.Choice(chosen.method, chosen.method_words, by_flag=chosen.method_from == "flag")
     if serves:
         devices = user.values(("-d", "--device"))
@@ -329,8 +373,17 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         refusals.without_cache(header, choice)
     n_layer = header.fields.get(f"{header.fields.get('general.architecture')}.block_count") if header else None
     notes += refusals.layer_notes(user, choice, n_layer if isinstance(n_layer, int) else None, bench)
-    config, more = _data(program, flags, environ, models, chosen)
-    out = Command(flags.rest, remote=serves or bool(servers), notes=[*notes, *more])
+    config, more = _data(program, user, flags, environ, models, chosen)
+    notes += more
+    if counts:
+        chosen = _resolved(flags, environ, header)  # with the data that are there now
+        number = _one_number(program, user, flags, measured, chosen.options)
+        flags.rest = number.args
+        notes += number.notes
+        flags.opts.append(number.option)
+        user = User(flags.rest, environ, reads_env=not bench and not serves)
+        chosen = _resolved(flags, environ, header)
+    out = Command(flags.rest, remote=serves or bool(servers), notes=notes)
 
     backend = str(_paths.backend())
     other = environ.get("GGML_BACKEND_PATH")
@@ -343,6 +396,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
         "KVQ_METHOD": chosen.method,
         "KVQ_OPTS": chosen.opts or None,
         "KVQ_CONFIG": config,
+        **_asked(flags),
     }
     if len(models) == 1:
         out.env["KVQ_MODEL"] = models[0]
@@ -366,6 +420,15 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     out.args = [*added, *flags.rest]
     out.page = served_page.wanted(program, user)
     return out
+
+
+def _asked(flags: Flags) -> dict[str, str | None]:
+    """KVQ_ASKED, words of the load line, where they differ from the options that the library gets."""
+    if not flags.budget:
+        return {}
+    bits = f", --kv-bits {flags.bits}" if flags.bits else ""
+    others = "".join(f",{opt}" for opt in flags.opts[:-1])
+    return {"KVQ_ASKED": f"--kv-budget {flags.budget}{bits}{others}"}
 
 
 def _header(user: User, models: Sequence[str], serves: bool) -> gguf_header.Header | None:

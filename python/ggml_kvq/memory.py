@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import gguf_header
-from .errors import MethodError
 
 MIB = 1 << 20
 STEP = 256  # llama.cpp pads a context to this many tokens
@@ -127,13 +126,7 @@ def planner(method: str, opts: str, n_layer: int) -> Plan:
 
     def plan(shapes: list[Shape], n_cells: int, n_stream: int, whole: Whole = ([], 0)) -> int:
         size: dict[str, Any] = {"n_layer_model": n_layer, "n_stream": n_stream, "whole": whole}
-        try:
-            s = native.plan(methods.library(), method, opts, shapes, n_cells, **size)
-        except MethodError:
-            if method != "auto":
-                raise
-            # a short cache, as layers with a window have it: the fewest bits are taken there
-            s = native.plan(methods.library(), method, f"{opts},level=0", shapes, n_cells, **size)
+        s = native.plan(methods.library(), method, opts, shapes, n_cells, **size)
         return int(s["bytes_total"]) + on_host * kvstats.bytes_besides(s)
 
     return plan

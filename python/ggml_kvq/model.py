@@ -60,7 +60,7 @@ class Model(Vocabulary):
     kv_bits, kv_budget: method "auto" with so many true bits, or in so many bytes of cache (an int, or "2G") at n_ctx.
     n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with.
     n_batch, n_ubatch: logical and physical batch in tokens.
-    n_threads: CPU threads, None = physical guess of os.cpu_count(). n_seq_max: parallel sequences.
+    n_threads: CPU threads, None = as many as the process may use (affinity, cgroup). n_seq_max: parallel sequences.
     type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
     device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. The
         attribute `devices` tells what was chosen.
@@ -124,12 +124,9 @@ class Model(Vocabulary):
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
         size = budget.Context(n_ctx, n_seq_max, min(n_ubatch, n_batch))
-        chosen = arguments.resolved(
-            self._libs, self.path, kv_method, self._options, kv_config, bits=kv_bits, room=kv_budget, want=size
-        )
-        kv_method, self._options = chosen.method or None, chosen.opts or self._options
-        choices.check_method(kv_method, self._options, chosen.config, type_k, type_v)
-        data = arguments.data(self.path, chosen, kv_config)
+        asked = arguments.Asked(self._libs, self.path, kv_method, self._options, kv_config, kv_bits, kv_budget, size)
+        chosen = arguments.chosen(asked, n_threads, type_k, type_v)
+        kv_method, self._options = chosen.method, chosen.opts
 
         processes.note_computing()
         log.begin(verbose)
@@ -139,7 +136,7 @@ class Model(Vocabulary):
             with processes.interrupt_held():
                 self._load_model(kv_method, device, n_gpu_layers)
                 arguments.check_layers(self.kv_method, n_gpu_layers, self.n_layer)
-                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, bool(swa_full), data)
+                self._init_context(n_ctx, n_batch, n_ubatch, n_threads, n_seq_max, bool(swa_full), chosen.config)
         except BaseException:
             self._free()
             raise
@@ -148,6 +145,8 @@ class Model(Vocabulary):
         self._kv_log = [line for line in lines if re.match(r"llama_kv_cache\w*: size\s*=", line)]
         if self.kv_method is not None:
             self.load_line = "\n".join(kvstats.load_lines(self._libs, id(self)))
+            if chosen.asked:
+                self.load_line = self.load_line.replace(f"[{self._options}]", f"[{chosen.asked}]")
             if verbose:
                 print(self.load_line, file=sys.stderr)
         processes.models.add(self)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from . import gguf_header, native
 
 BY_FLAGS, BY_ARGUMENTS = 1, 2  # enum kvq_asker: whose words messages use
+MEASURED = "measured"  # config_from of data that the first use of a model left in the cache folder
 OFF = "none"  # a method: llama.cpp's own cache; calibrated data: not those beside the model
 _VARIABLES = {"env_method": "KVQ_METHOD", "env_opts": "KVQ_OPTS", "env_config": "KVQ_CONFIG"}
 

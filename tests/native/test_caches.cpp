@@ -82,12 +82,13 @@ static void latent(void) {
 }
 
 // Method auto: keys and values of a layer stand on one rung, whatever ggml asks first; the bytes asked for are within
-// the bits; too few bits are refused, but not where layers see a window only.
+// the bits that count at so many tokens; without `at` a short cache has the level of a long one, and so has one whose
+// layers see a window only; too few bits are refused in both.
 static void levels(void) {
     for (const int width_v : { 64, 128, 256 }) {
         const uint32_t size_v = (uint32_t) width_v / 2;
         const keys heads = { { "attention.key_length", 64 }, { "attention.value_length", size_v } };
-        kvq_cache_draft d = asked("auto", "bits=6", heads, 0, 6, 128, width_v);
+        kvq_cache_draft d = asked("auto", "bits=6,at=512", heads, 0, 6, 128, width_v);
         CHECK(d.declined().empty() && d.complete(), "%s", d.error().c_str());
         size_t nb = 0;
         for (const kvq_draft_layer & l : d.layers) {
@@ -98,10 +99,18 @@ static void levels(void) {
         const double bits = 8.0 * (double) nb / (512.0 * 6 * (128 + width_v));
         CHECK(bits <= 6.0 && bits > 5.6, "%.3f bits with values of %d channels", bits, width_v);
     }
-    kvq_cache_draft few = asked("auto", "bits=2", {}, 0, 6, 128, 128);
-    CHECK(refused(few, "2.00 bits are not possible at 512 tokens"), "%s", few.error().c_str());
-    kvq_cache_draft windowed = asked("auto", "bits=2", { { "attention.sliding_window", 256 } }, 0, 6, 128, 128);
-    CHECK(windowed.complete() && windowed.layers[5].level == 0, "%s", windowed.error().c_str());
+    const keys windowed = { { "attention.sliding_window", 256 } };
+    for (const keys & more : { keys(), windowed }) {
+        kvq_cache_draft all = asked("auto", "bits=4.25", more, 0, 6, 128, 128),
+                        at = asked("auto", "bits=4.25,at=131072", more, 0, 6, 128, 128);
+        CHECK(all.complete() && at.complete() && all.layers[5].level > 20, "%s", all.error().c_str());
+        CHECK(all.layers[5].level == at.layers[5].level, "%d %d", all.layers[5].level, at.layers[5].level);
+        kvq_cache_draft few = asked("auto", "bits=1", more, 0, 6, 128, 128),
+                        small = asked("auto", "bits=2,at=512", more, 0, 6, 128, 128);
+        CHECK(refused(few, "1.00 bits are not possible: 1.25 are the least in a context of 131072 tokens"), "%s",
+            few.error().c_str());
+        CHECK(refused(small, "2.00 bits are not possible"), "%s", small.error().c_str());
+    }
 }
 
 static void indexers(void) {

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ from ..errors import KvqError
 from ..model import Model
 
 MAX_LENGTH = 4096  # tokens of a sequence: the largest window
+
+
+Tick = Callable[[int], object]  # told how many tokens were read
 
 
 def open_model(path: str | os.PathLike[str], length: int, n_threads: int | None = None) -> Model:
@@ -33,6 +36,7 @@ def open_model(path: str | os.PathLike[str], length: int, n_threads: int | None 
         kv_opts=opts,
         kv_config="none",
         n_ctx=-(-length // 256) * 256,
+        n_batch=512,
         n_ubatch=512,
         n_threads=n_threads,
     )
@@ -106,28 +110,31 @@ def sequences(model: Model, text: str, n: int, length: int, seed: int) -> list[n
     ids = np.asarray(model.tokenize(text), np.int32)
     whole = len(ids) // length
     if whole < n:
+        cure = f"lower --sequences to {whole}" if whole else f"lower --length to {len(ids)} and --sequences to 1"
         raise KvqError(
-            f"the text has {len(ids)} tokens, {n} sequences of {length} need {n * length}; give more text or lower"
-            " --sequences"
+            f"the text has {len(ids)} tokens, {n} sequences of {length} need {n * length}; give more text or {cure}"
         )
     pick = np.random.default_rng(seed).permutation(whole)[:n]
     return [ids[i * length : (i + 1) * length] for i in pick]
 
 
-def run(model: Model, tokens: np.ndarray) -> None:
+def run(model: Model, tokens: np.ndarray, tick: Tick | None = None) -> None:
     """Fill the cache with one sequence."""
     model.reset()
+    before = 0
     for _ in model.feed(tokens, outputs=np.zeros(len(tokens), bool)):
-        pass
+        if tick:
+            tick(len(model.tokens) - before)
+            before = len(model.tokens)
 
 
 def each(
-    model: Model, shapes: list[tuple[int, int, int, int]], tokens: np.ndarray, sinks: int
+    model: Model, shapes: list[tuple[int, int, int, int]], tokens: np.ndarray, sinks: int, tick: Tick | None = None
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """(layer, keys f32 [n, heads*size], values) of one sequence without its first `sinks` tokens: their rows are
     unlike all others and ruin a regression (they stay f16 in the cache).
     """
-    run(model, tokens)
+    run(model, tokens, tick)
     n = len(tokens) - sinks
     for il, heads, size_k, size_v in shapes:
         yield il, rows(model, il, False, sinks, n, heads * size_k), rows(model, il, True, sinks, n, heads * size_v)

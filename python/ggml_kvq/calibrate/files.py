@@ -20,6 +20,7 @@ from .. import gguf_header, native
 from ..errors import KvqError
 from ..files import whole as whole_file
 from ..loader import libraries
+from ..progress import Line
 from .means import Means
 from .predictors import Bits, Fit
 
@@ -229,9 +230,14 @@ def read_sidecar(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
     return meta, data
 
 
-def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+def embed(
+    model: str | os.PathLike[str],
+    sidecar: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    line: Line | None = None,
+) -> None:
     """Copy of a model file with the sidecar's data as metadata, whole or not at all. Refuses a sidecar of another
-    model.
+    model. line: shows how far it is.
     """
     header = gguf_header.read(model, tensors=True)
     header.check_whole()
@@ -241,12 +247,13 @@ def embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: s
             " their names; merge them first (llama-gguf-split --merge), or use the sidecar as it is"
         )
     with whole_file(out, need=os.path.getsize(model) + os.path.getsize(sidecar)) as partial:
-        _embed(model, sidecar, partial)
+        _embed(model, sidecar, partial, line or Line(False))
         _check_written(partial)
 
 
-def _embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: Path) -> None:
+def _embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: Path, line: Line) -> None:
     gguf = _gguf()
+    line(f"reading {os.path.basename(model)}")
     meta, data = read_sidecar(sidecar)
     for key, value in identity(model).items():
         if meta.get(key) != value:
@@ -276,6 +283,9 @@ def _embed(model: str | os.PathLike[str], sidecar: str | os.PathLike[str], out: 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    total, done = sum(t.data.nbytes for t in reader.tensors), 0
     for t in reader.tensors:
         writer.write_tensor_data(t.data, tensor_endianess=reader.endianess)
+        done += t.data.nbytes
+        line(f"copying {os.path.basename(model)}: {100 * done // total} % of {total / (1 << 20):.0f} MiB")
     writer.close()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..errors import KvqError
 from ..evaluate import metrics
 from ..model import Model
-from . import files, ladder
+from . import capture, files, ladder
 from .means import Means
 
 LENGTH, BATCH, SINKS = 1024, 128, 4  # tokens that are read, so many at once: rows of a batch see each other exactly
@@ -27,7 +27,13 @@ RUNGS = {"": 2, "k": 1, "v": 1}  # by side: keys of 2|2, 0|4 and 1|3 bits, value
 Logits = npt.NDArray[np.float32]
 
 
-def checked(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: int | None = None) -> Means:
+def checked(
+    path: str | os.PathLike[str],
+    fitted: Means,
+    text: str,
+    n_threads: int | None = None,
+    tick: capture.Tick | None = None,
+) -> Means:
     """`fitted`, whose keys are to be split, by speed or sorted, only where that diverges less from the f16 cache than
     whole keys of the same code bits. A text that is too short to tell, and a model that method auto refuses, leave them
     whole.
@@ -37,7 +43,7 @@ def checked(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: i
     if fitted.pairs == "none":
         return fitted
     try:
-        fitted.losses = losses(path, fitted, text, n_threads)
+        fitted.losses = losses(path, fitted, text, n_threads, tick)
     except KvqError:
         fitted.losses = {}
     good = {pairs: x * (0.9 if pairs == fitted.pairs else 1.0) for pairs, x in fitted.losses.items() if np.isfinite(x)}
@@ -45,7 +51,13 @@ def checked(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: i
     return fitted
 
 
-def losses(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: int | None = None) -> dict[str, float]:
+def losses(
+    path: str | os.PathLike[str],
+    fitted: Means,
+    text: str,
+    n_threads: int | None = None,
+    tick: capture.Tick | None = None,
+) -> dict[str, float]:
     """Mean KL divergence from the f16 cache, nats, with whole keys ("none"), with halves by speed (fitted.pairs) and,
     where an order is known, sorted. KvqError for a text of fewer than LENGTH tokens and for a model that method auto
     refuses.
@@ -59,12 +71,12 @@ def losses(path: str | os.PathLike[str], fitted: Means, text: str, n_threads: in
             ids = np.asarray(model.tokenize(text, add_bos=True)[:LENGTH], np.int32)
             if len(ids) < LENGTH:
                 raise KvqError(f"a text of {len(ids)} tokens is too short to compare keys on; give {LENGTH}")
-            exact = _logits(model, ids)
+            exact = _logits(model, ids, tick)
         for pairs in ("none", fitted.pairs, *(["sorted"] if len(fitted.order) == layers else [])):
             rungs = ladder.of(pairs)
             opts = rungs.standing(layers, {riser: RUNGS[riser[1]] for riser in rungs.risers(layers)})
             with _open(path, "auto", opts, sidecar, n_threads) as model:
-                found[pairs] = divergence(exact, _logits(model, ids))
+                found[pairs] = divergence(exact, _logits(model, ids, tick))
     return found
 
 
@@ -83,9 +95,15 @@ def _open(
     )  # fmt: skip
 
 
-def _logits(model: Model, ids: npt.NDArray[np.int32]) -> Logits:
+def _logits(model: Model, ids: npt.NDArray[np.int32], tick: capture.Tick | None = None) -> Logits:
     """Of SCORED tokens, spread over the second half."""
     wanted = np.zeros(len(ids), bool)
     wanted[len(ids) // 2 :: max(1, len(ids) // 2 // SCORED)] = True
     model.reset()
-    return np.concatenate([rows.copy() for rows in model.feed(ids, outputs=wanted)])
+    out, before = [], 0
+    for rows in model.feed(ids, outputs=wanted):
+        out.append(rows.copy())
+        if tick:
+            tick(len(model.tokens) - before)
+            before = len(model.tokens)
+    return np.concatenate(out)

@@ -67,6 +67,7 @@ def fit(
     shorten: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = False,
+    tick: capture.Tick | None = None,
 ) -> Means:
     """Means over n_sequences of `length` tokens of the text.
 
@@ -108,7 +109,7 @@ def fit(
             length = min(length, len(model.tokenize(text)) // 16 * 16)
         chosen = capture.sequences(model, text, n_sequences, length, seed)
         for i in range(done, n_sequences):
-            for il, keys, values in capture.each(model, shapes, chosen[i], sinks):
+            for il, keys, values in capture.each(model, shapes, chosen[i], sinks, tick):
                 sums[il, 0].add(keys)
                 sums[il, 1].add(values)
             for il in met:  # the library's are of all sequences since the model was opened

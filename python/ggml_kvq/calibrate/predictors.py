@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .. import files, kernels, loader
+from .. import cpus, files, kernels, loader
 from ..errors import KvqError
 from ..progress import Line
 from ..reference import LATTICE, Codec, K, V
@@ -217,7 +217,7 @@ def fit(
     """
     bits = bits or Bits()
     started = time.monotonic()
-    n_threads = n_threads or os.cpu_count() or 1
+    n_threads = n_threads or cpus.available()
     place = Path(folder)
     key = json.dumps([source.key, predictor, [bits.k, bits.v, bits.first], form, n_sequences, length, sinks, seed])
     store, bar = Store(place), Progress(progress)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import Any
 
+from .. import cpus
 from . import _sizes as sizes
 
 HELP = "measure speed: generation and prompt tokens/s at depth, against upstream's f16 cache"
@@ -32,7 +32,7 @@ def register(subparsers: Any) -> None:
     p.add_argument(
         "-p", "--n-prompt", type=sizes.tokens, default=0, help="tokens of a prompt read at each depth (default 0: none)"
     )
-    p.add_argument("-t", "--threads", type=sizes.positive, default=os.cpu_count(), help="CPU threads (default: all)")
+    p.add_argument("-t", "--threads", type=sizes.positive, default=cpus.available(), help="CPU threads (default: all)")
     p.add_argument("-ub", "--ubatch-size", type=sizes.tokens, default=512, help="tokens decoded at once (default 512)")
     p.add_argument("-r", "--reps", type=sizes.positive, default=2, help="repetitions in a process (default 2)")
     p.add_argument("--rounds", type=sizes.positive, default=3, help="times that the caches alternate (default 3)")
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         files.probe(args.output)
         results.ResultFile(args.output)  # what is there already must be rows too
+    bench.measure(model, specs, args.threads)
     bench.check(model, specs, settings)
     rows: list[bench.Row] = []
     try:

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
 # Flags that are nothing to one way of calibrating, and what they go with.
 OF_PREDICTORS = ("weights", "k_bits", "v_bits", "first_bits", "work", "hf")
 OF_MEANS = ("predictor", "sequences", "sinks", "seed")
+XQUANT_WINDOW = 128  # tokens that xquant keeps in f16 while it is searched
 SEARCHED = 1024  # tokens of a window of xquant's search at most
 
 
@@ -102,6 +103,11 @@ def settle(args: argparse.Namespace) -> None:
             raise KvqError(f"{flag(name)} {getattr(args, name)} goes with {cure}; add that or drop it")
     if args.method == "xquant" and (args.length or 0) > SEARCHED:
         raise KvqError(f"--length {args.length}: xquant searches on windows of {SEARCHED} tokens at most; choose fewer")
+    if args.method == "xquant" and args.length is not None and args.length <= 2 * XQUANT_WINDOW:
+        raise KvqError(
+            f"--length {args.length}: xquant keeps the newest {XQUANT_WINDOW} tokens in f16 and is scored on the second"
+            f" half of a window, which would read no codes; give --length {3 * XQUANT_WINDOW} or more"
+        )
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -246,18 +252,26 @@ def fit_predictors(args: argparse.Namespace, model: Path, out: Path, text: str, 
 
 
 def print_fit(fit: Any) -> None:
-    """Explained variance by layer, and by number of sequences."""
+    """Explained variance by layer, and by number of sequences; of values only where they are predicted."""
+    values = fit.predictor != "k"
+
+    def columns(k: str, v: str) -> str:
+        return f"{k:>12} {v:>12}" if values else f"{k:>12}"
+
     print(
-        f"{'layer':>5} {'K explained':>12} {'V explained':>12}   of the variance behind the means, on sequences"
+        f"{'layer':>5} {columns('K explained', 'V explained')}   of the variance behind the means, on sequences"
         " held out"
     )
     later = [x for x in fit.layers.values() if x.prev >= 0]
     for il, x in fit.layers.items():
         if x.prev >= 0:
-            print(f"{il:>5} {100 * x.explained[0]:>11.1f}% {100 * x.explained[1]:>11.1f}%")
+            k, v = (f"{100 * part:.1f}%" for part in x.explained)
+            print(f"{il:>5} {columns(k, v)}")
     for n in sorted({n for x in later for n in x.gain}):
-        mean = [100 * sum(x.gain[n][i] for x in later) / len(later) for i in range(2)]
-        print(f"fitted on {n:>4} sequences: K {mean[0]:.1f}%, V {mean[1]:.1f}% in the mean of layers")
+        k, v = (f"{100 * sum(x.gain[n][i] for x in later) / len(later):.1f}%" for i in range(2))
+        print(f"fitted on {n:>4} sequences: K {k}{f', V {v}' if values else ''} in the mean of layers")
+    if not values:
+        print("values: their means alone are taken off (--predictor full predicts them too)")
 
 
 def run_xquant(args: argparse.Namespace) -> int:

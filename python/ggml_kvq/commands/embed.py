@@ -20,6 +20,7 @@ def register(subparsers: Any) -> None:
         metavar="ROWS.jsonl",
         help="write a model card, OUTPUT with .card.md for .gguf, from what ggml-kvq eval -o measured of MODEL",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUTPUT when it is there")
     parser.set_defaults(run=run)
 
 
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from ..calibrate import files
     from ..errors import KvqError
     from ..files import keep_inputs, whole
+    from ..progress import Line
 
     for what, path in (("model", args.model), ("sidecar", args.sidecar), ("--card", args.card)):
         if path and not Path(path).is_file():
@@ -37,13 +39,17 @@ def run(args: argparse.Namespace) -> int:
     keep_inputs(args.output, "OUTPUT", args.model, args.sidecar, args.card)
     if args.card:
         keep_inputs(beside, "the model card", args.model, args.sidecar, args.card)
+    if Path(args.output).exists() and not args.overwrite:
+        raise KvqError(f"{args.output} is there already; choose another name, or add --overwrite to replace it")
     if args.card:  # before gigabytes are copied
         from .. import cards
         from ..evaluate import results
 
         meta, _ = files.read_sidecar(args.sidecar)
         card = cards.card(args.model, args.sidecar, Path(args.output).name, meta, results.read(args.card))
-    files.embed(args.model, args.sidecar, args.output)
+    line = Line()
+    files.embed(args.model, args.sidecar, args.output, line)
+    line.clear()
     print(f"{args.output}: {args.model} with the data of {args.sidecar}")
     if card is not None:
         with whole(beside) as partial:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
+from .. import cpus
 from ..evaluate import tasks
 from . import _sizes as sizes
 
@@ -39,7 +39,7 @@ def register(subparsers: Any) -> None:
         default="results.jsonl",
         help="result file (default results.jsonl); rows already there are reused, not measured again",
     )
-    p.add_argument("-t", "--threads", type=sizes.positive, default=os.cpu_count(), help="CPU threads (default: all)")
+    p.add_argument("-t", "--threads", type=sizes.positive, default=cpus.available(), help="CPU threads (default: all)")
     p.add_argument(
         "-ub",
         "--ubatch-size",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from typing import Any
 
 from . import _sizes as sizes
 
 MIB = 1 << 20
 SHOWN = 8  # longest array of metadata that is printed
+LONGEST = 80  # characters of a text of metadata
 
 
 def register(subparsers: Any) -> None:
@@ -72,8 +74,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(out, indent=2))
         return 0
     print_facts(facts)
-    for key, value in header.kvq().items():
-        print(f"{key:<17} {shown(value)}")
+    if stored:
+        print_stored(stored, n_ctx)
+    if frontier:
+        print_frontier(frontier, header.kvq().get("kvq.auto.text", "a text"))
+    print_metadata(header.kvq())
     if facts.get("architecture") in gguf_header.WITHOUT_CACHE:
         print(f"{'KV cache':<17} none: llama.cpp keeps none for this architecture")
     elif not header.kvq():
@@ -86,21 +91,6 @@ def run(args: argparse.Namespace) -> int:
                 f" {layers.window} tokens. They are counted whole, as Model and --swa-full keep them; other programs of"
                 " llama.cpp keep the window and a batch."
             )
-    if frontier:
-        text = header.kvq().get("kvq.auto.text", "a text")
-        print(f"\nmethod auto, tuned on {text}: divergence from f16, nats a token\n")
-        print("true bits  " + " ".join(f"{bits:>7.2f}" for bits, _ in frontier) + "   window and tables not counted")
-        print("divergence " + " ".join(f"{kld:>7.4f}" for _, kld in frontier))
-    if stored:
-        text = (
-            f"refused: {stored.refused}"
-            if stored.refused
-            else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
-        )
-        print(
-            f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB"
-            f"{far_words(stored)}"
-        )
     return 0
 
 
@@ -109,6 +99,38 @@ def shown(value: Any) -> Any:
     if isinstance(value, list) and len(value) > SHOWN:
         return f"[{len(value)} values]"
     return value if isinstance(value, str | int | float | bool | list) else str(value)
+
+
+def print_stored(stored: Any, n_ctx: int) -> None:
+    """What the file itself chooses."""
+    text = (
+        f"refused: {stored.refused}"
+        if stored.refused
+        else f"{stored.bits:.2f} true bits (K {stored.bits_k:.2f}, V {stored.bits_v:.2f})"
+    )
+    print(
+        f"\nthis file chooses {stored.method}: {text} at {n_ctx} tokens, {stored.bytes_total / MIB:.2f} MiB"
+        f"{far_words(stored)}\n"
+    )
+
+
+def print_frontier(frontier: Any, text: str) -> None:
+    print(f"\nmethod auto, tuned on {text}: divergence from f16, nats a token\n")
+    print("true bits  " + " ".join(f"{bits:>7.2f}" for bits, _ in frontier) + "   window and tables not counted")
+    print("divergence " + " ".join(f"{kld:>7.4f}" for _, kld in frontier) + "\n")
+
+
+def print_metadata(kvq: dict[str, Any]) -> None:
+    """kvq.* of the file; what it holds for each layer is one line a kind, --json has the numbers."""
+    layers: dict[str, list[int]] = {}
+    for key, value in kvq.items():
+        if found := re.fullmatch(r"(kvq\.\w+\.blk\.)(\d+)(\..+)", key):
+            layers.setdefault(f"{found[1]}N{found[3]}", []).append(int(found[2]))
+        else:
+            text = str(shown(value))
+            print(f"{key:<17} {text if len(text) <= LONGEST else text[:LONGEST] + ' ... (--json has all)'}")
+    for key, numbers in layers.items():
+        print(f"{key:<17} of {len(numbers)} layers, {min(numbers)} to {max(numbers)} (--json has the numbers)")
 
 
 def sidecar_layers(header: Any) -> Any:
