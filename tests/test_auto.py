@@ -229,7 +229,7 @@ def test_launcher_takes_one_number(demo_model: Path) -> None:
     assert 0 < int(got.args[got.args.index("-c") + 1]) < 4096
     wants = "--kv-bits 1: 1.00 bits are not possible: 1."
     assert wants in refusal(*m, "--kv-bits", "1", "-c", "512")
-    with pytest.raises(budget.BudgetError, match="kv_bits=1: 1.00 bits are not possible: 1"):
+    with pytest.raises(errors.BudgetError, match="kv_bits=1: 1.00 bits are not possible: 1"):
         Model(demo_model, kv_bits=1, n_ctx=512)
     assert "drop one of them" in refusal(*m, "--kv-bits", "2", "--kv-method", "kivi")
     assert "1 KiB hold no context of 4096 tokens" in refusal(*m, "--kv-budget", "1K", "-c", "4096")
