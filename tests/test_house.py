@@ -45,6 +45,7 @@ PYTHON_EXCEPTIONS = {
     ("default_means", "calibrate.means"): "a model that goes better with means is opened once without, to measure them",
     ("default_means", "calibrate.halves"): "and with both kinds of keys, to see which lose less",
     ("default_means", "calibrate.files"): "and they are written as a sidecar",
+    ("lab.method", "lab.sample"): "a laboratory method with fit() opens the model once before",
 }
 #: Prose that names files of ggml-kvq/.
 PROSE = ("README.md", "docs", "ggml-kvq", "tests", "scripts", "python", "examples", "convert", "cmake")

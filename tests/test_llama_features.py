@@ -247,6 +247,7 @@ WALKS = [
     # without far rows (fetch=off): 0.29 and 4.6, with streams 0.17 and 4.3
     ("specache", "near=kivi,group=128,fetch=ahead,top=1024,kept=2048,window=32", 0.12, 2.0),
     ("auto", "far=q8,top=1024,level=0,window=32", 0.01, 0.1),
+    ("lab", "window=32", 0.004, 0.03),  # rows as they came, in pages that seal
 ]
 
 

@@ -144,6 +144,9 @@ def test_unknown_method_names_the_known_ones(lib: CDLL) -> None:
         ("auto", "far=f16,window=auto", "window=auto cannot go with far=f16"),
         ("auto", "far=f16,state=packed", "state=packed cannot go with far=f16"),
         ("auto", "far=q4,means=on", "means=on cannot go with far=q4"),
+        ("lab", "page=48", "page=48"),
+        ("lab", "window=5000", "window=5000"),
+        ("lab", "bits=2", "'bits'"),
     ],
 )
 def test_bad_options_are_refused_by_name_and_value(lib: CDLL, method: str, opts: Any, needle: Any) -> None:
@@ -212,6 +215,7 @@ def test_options_have_an_effect(lib: CDLL, table: Any, method: str) -> None:
         "order": ".".join(str(il) for il in range(8) for _ in range(5)),
         "means": "on",
         "pairs": "neox",
+        "page": 64,
     }
     shapes = [(il, 4, 64, 64) for il in range(8)]
     layers = [LayerShape(*s) for s in shapes]

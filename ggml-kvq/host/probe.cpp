@@ -281,6 +281,52 @@ const kvq_field kvq_resolved_fields[] = {
     F(kvq_resolved, wants_means),
 };
 
+const kvq_field kvq_lab_page_fields[] = {
+    F(kvq_lab_page, handle),
+    F(kvq_lab_page, il),
+    F(kvq_lab_page, ordinal),
+    F(kvq_lab_page, stream),
+    F(kvq_lab_page, n_pages),
+    F(kvq_lab_page, page_cells),
+    F(kvq_lab_page, n_head),
+    F(kvq_lab_page, head_size_k),
+    F(kvq_lab_page, head_size_v),
+    F(kvq_lab_page, n_dims),
+    F(kvq_lab_page, neox),
+    F(kvq_lab_page, before_il),
+    F(kvq_lab_page, before_head),
+    F(kvq_lab_page, before_k),
+    F(kvq_lab_page, before_v),
+    F(kvq_lab_page, pages),
+    F(kvq_lab_page, positions),
+    F(kvq_lab_page, keys),
+    F(kvq_lab_page, values),
+    F(kvq_lab_page, new_keys),
+    F(kvq_lab_page, new_values),
+};
+
+const kvq_field kvq_lab_cells_fields[] = {
+    F(kvq_lab_cells, handle),
+    F(kvq_lab_cells, il),
+    F(kvq_lab_cells, ordinal),
+    F(kvq_lab_cells, stream),
+    F(kvq_lab_cells, n_cells),
+    F(kvq_lab_cells, n_head),
+    F(kvq_lab_cells, page_cells),
+    F(kvq_lab_cells, positions),
+    F(kvq_lab_cells, sealed),
+    F(kvq_lab_cells, probabilities),
+    F(kvq_lab_cells, held),
+};
+
+const kvq_field kvq_lab_fields[] = {
+    F(kvq_lab, user),
+    F(kvq_lab, seal),
+    F(kvq_lab, judge),
+    F(kvq_lab, n_observed),
+    F(kvq_lab, queries),
+};
+
 const kvq_struct structs[] = {
     S(llama_model_params),
     S(llama_context_params),
@@ -300,6 +346,9 @@ const kvq_struct structs[] = {
     S(kvq_stats),
     S(kvq_request),
     S(kvq_resolved),
+    S(kvq_lab_page),
+    S(kvq_lab_cells),
+    S(kvq_lab),
 };
 
 #undef F

@@ -400,6 +400,59 @@ KVQ_API void kvq_observe_queries(int on);
 KVQ_API int64_t kvq_cache_queries(int i, int il, int n, double * out);
 KVQ_API const char * kvq_cache_line(int i); // the load line of a live cache; valid until the thread's next call
 
+// ---------------------------------------------------------------- the laboratory
+
+// Method lab simulates a cache: it calls a program back for every run of pages that seals, and keeps in f16 what the
+// program makes of them (docs/laboratory.md). Calls come from the thread that computes, on the CPU only.
+typedef struct kvq_lab_page {
+    void * handle;               // of this call, for kvq_lab_rows and kvq_lab_turn
+    int32_t il, ordinal, stream; // number of the layer among the model's with attention, and in its cache
+    int32_t n_pages, page_cells; // all of them seal together
+    int32_t n_head, head_size_k, head_size_v;
+    int32_t n_dims, neox;           // channels of a key that are turned, 0: none; pairs as in kvq_rotary
+    int32_t before_il, before_head; // of the layer before in the cache; -1 and 0: there is none
+    int32_t before_k, before_v;     // its head sizes
+    const int32_t * pages;          // [n_pages], numbers in the stream
+    const int32_t * positions;      // [n_pages][page_cells], -1: the cell holds nothing
+    // f32 [n_pages][page_cells][n_head][head size]: as the model wrote them, keys turned; cells that hold nothing are 0
+    const float *keys, *values;
+    float *new_keys, *new_values; // likewise, filled by the program: what the cache holds from now on
+} kvq_lab_page;
+
+// Cells of a stream when attention has read a layer, and once more (without probabilities) when pages sealed after it.
+typedef struct kvq_lab_cells {
+    void * handle;
+    int32_t il, ordinal, stream;
+    int32_t n_cells, n_head, page_cells;
+    const int32_t * positions;   // [n_cells], -1: the cell holds nothing
+    const uint8_t * sealed;      // [n_cells], 1: its page is sealed, so that it may go
+    const float * probabilities; // [n_head][n_cells]: mean over the observed query tokens and the query heads
+    uint8_t * held;              // [n_head][n_cells], in: 0: was evicted before; out: 0: evicted from now on
+} kvq_lab_cells;
+
+typedef struct kvq_lab {
+    void * user;
+    // 0: done. Else this page and all that follow stay as they came, and no further call is made.
+    int (*seal)(void * user, const kvq_lab_page * page);
+    int (*judge)(void * user, const kvq_lab_cells * cells); // likewise; NULL: nothing is evicted
+    int32_t n_observed;                                     // newest query tokens of a step that probabilities are of
+    int32_t queries;                                        // 1: kvq_lab_rows tells of queries
+} kvq_lab;
+
+typedef enum kvq_lab_what {
+    KVQ_LAB_BEFORE_K =
+        0, // f32 [n_pages][page_cells][before_head][before_k]: what the layer before holds of these cells
+    KVQ_LAB_BEFORE_V = 1,
+    KVQ_LAB_QUERIES = 2, // f32 [n_head][head_size_k]: mean square of the layer's queries so far, by KV head and channel
+} kvq_lab_what;
+
+// The program of caches with method lab that this thread creates next; NULL: none, whose rows stay as they came.
+KVQ_API int kvq_lab_set(const kvq_lab * lab);
+// While a call of kvq_lab::seal lasts. kvq_lab_turn: keys f32 [n_pages][page_cells][n_head][head_size_k], of the layer
+// before (before 1) or of this one, are turned by the positions of their cells, or turned back (back 1), in place.
+KVQ_API int kvq_lab_rows(void * handle, int what, float * out);
+KVQ_API int kvq_lab_turn(void * handle, int before, int back, float * keys);
+
 // 0: print nothing; 1 (default): errors and the load line on stderr. KVQ_QUIET=1 in the environment starts at 0.
 KVQ_API void kvq_set_verbosity(int level);
 

@@ -37,8 +37,9 @@ void kvq_transform::shift_open(kvq_lane & x, int s, const int32_t * by, const kv
             uint16_t * row = rows + (size_t) t * stride;
             const int32_t pos = kvq_tag_get(l, row, nb_head);
             for (int h = 0; h < l.n_head; h++) { fn(cell, h, row + (size_t) h * nb_head); }
-            kvq_tag_put(l, row, nb_head, pos < 0 ? pos : pos + by[cell]);
-            rotor->cover(pos < 0 ? 0 : pos + by[cell]);
+            if (pos < 0) { continue; } // rows without a position stay so
+            kvq_tag_put(l, row, nb_head, pos + by[cell]);
+            rotor->cover(pos + by[cell]);
         }
         if (rows != tile) { x.device.put(tile, rows, l.nb_frame); }
     };

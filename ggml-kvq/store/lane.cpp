@@ -62,7 +62,7 @@ void kvq_lane::refresh_span(int s, int p) {
     kvq_page & span = spans->spans[at];
     if (state == KVQ_PAGE_EMPTY) { span.map = nullptr; }
     const void * c = state == KVQ_PAGE_SEALED ? (const void *) codes_at(s, p, 0) : i.frame;
-    const void * q = state == KVQ_PAGE_SEALED ? (const void *) params_at(s, p, 0) : nullptr;
+    const void * q = state == KVQ_PAGE_SEALED && !l.copies ? (const void *) params_at(s, p, 0) : nullptr;
     if (value) {
         span.v_codes = c;
         span.v_params = q;

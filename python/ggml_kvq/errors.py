@@ -47,5 +47,9 @@ class StateError(KvqError, RuntimeError):
     """A saved state cannot be written, read or applied."""
 
 
+class LabError(KvqError, RuntimeError):
+    """A laboratory method failed: its file and line, the layer and pages, and why."""
+
+
 class DownloadError(KvqError, RuntimeError):
     """A model could not be fetched, from the Hugging Face Hub or the package index."""

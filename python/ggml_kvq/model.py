@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import ctypes
 import os
 import re
@@ -27,12 +27,17 @@ from .errors import (
     KvqError,
     MethodError,
     ModelError,
+    StateError,
 )
 from .kvstats import UPSTREAM
+from .lab import method as laboratory
+from .lab import session
 from .loader import LogLines, last_problem, libraries, log
+from .many import Many
 from .sampling import Chain, Sampling
 from .speculate import GuessingStep, Step
 from .vocabulary import Vocabulary
+from .writer import Writer
 
 TokenArray = npt.NDArray[np.int32]
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ def close_all() -> None:
         model.close()
 
 
-class Model(Vocabulary):
+class Model(Many, Vocabulary):
     """A model and one context of it.
 
     path: GGUF file, or hf:owner/repo/file.gguf (downloaded once through huggingface_hub), or a name that
@@ -64,6 +69,7 @@ class Model(Vocabulary):
     type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
     device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. The
         attribute `devices` tells what was chosen.
+    lab: the class of kv_method "lab", an object of it or "file.py:Class,option=value"; kv_opts are its options too.
 
     Contexts are independent: several models, methods and threads may be used side by side; one Model serialises its
     calls. Raises LibraryError, ModelError, MethodError, DownloadError; every message names the value and the cure.
@@ -89,6 +95,7 @@ class Model(Vocabulary):
         device: str | Sequence[str] | None = None,
         n_gpu_layers: int | None = None,
         verbose: bool = False,
+        lab: laboratory.Method | str | None = None,
     ) -> None:
         self._model: int | None = None
         self._ctx: int | None = None
@@ -100,6 +107,7 @@ class Model(Vocabulary):
         self._unfed: tuple[int, list[int]] = (-1, [])  # edits at the end of a generation, its last token
         self._generating: tuple[threading.Thread, weakref.ref[Any]] | None = None
         self._options = arguments.options(kv_opts)
+        self._lab: session.Session | None = None
         self.finish_reason = ""
         self.load_line = ""
         self.devices: list[str] = []
@@ -123,6 +131,11 @@ class Model(Vocabulary):
         self.path = hub.resolve(arguments.path(path))
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
+        if lab is not None:
+            asked = session.asked(kv_method, lab, self._options)
+            asked.prepare(self.path, n_threads)
+            self._options = asked.native_options()
+            self._lab = session.Session(self._libs.need_kvq(), asked, self._stop_graph)
         size = budget.Context(n_ctx, n_seq_max, min(n_ubatch, n_batch))
         asked = arguments.Asked(self._libs, self.path, kv_method, self._options, kv_config, kv_bits, kv_budget, size)
         chosen = arguments.chosen(asked, n_threads, type_k, type_v)
@@ -202,7 +215,8 @@ class Model(Vocabulary):
                 status = kvq.kvq_configure(self.kv_method.encode(), self._options.encode(), *map(os.fsencode, names))
                 native.check(kvq, status)
             try:
-                self._ctx = lib.llama_init_from_model(self._model, params)
+                with self._lab.offered() if self._lab is not None else contextlib.nullcontext():
+                    self._ctx = lib.llama_init_from_model(self._model, params)
                 reason = native.last_error(kvq) if kvq is not None and self.kv_method is not None else ""
                 note = native.last_note(kvq) if kvq is not None and self.kv_method is not None else ""
             finally:
@@ -225,6 +239,7 @@ class Model(Vocabulary):
         self.n_ctx: int = lib.llama_n_ctx(self._ctx)
         self.n_batch: int = lib.llama_n_batch(self._ctx)
         self.n_ubatch: int = lib.llama_n_ubatch(self._ctx)
+        self.n_seq_max = n_seq_max
         self._memory = lib.llama_get_memory(self._ctx)
 
     def _free(self) -> None:
@@ -338,6 +353,8 @@ class Model(Vocabulary):
     def _decode(self, ids: TokenArray, mask: npt.NDArray[np.int8]) -> npt.NDArray[np.float32]:
         with self._lock:
             ctx = self._open()
+            if self._lab is not None:
+                self._lab.check()
             n_past, n = len(self._tokens), len(ids)
             if n_past + n > self.n_ctx:
                 raise ContextOverflowError(
@@ -358,11 +375,13 @@ class Model(Vocabulary):
 
             try:
                 # one token is quick and Ctrl-C waits for it; a batch may take seconds
-                status, lines = processes.compute(call, self._stop if n > 1 else None)
+                status, lines = processes.compute(call, self._stop if n > 1 or self._lab is not None else None)
             finally:
                 held = self._libs.llama.llama_memory_seq_pos_max(self._memory, 0) + 1
                 self._tokens += ids[: max(0, held - n_past)].tolist()
                 self._edits += 1
+            if self._lab is not None:
+                self._lab.check()
             if status:
                 what = {1: "no room in the KV cache", 2: "aborted", -1: "invalid batch"}.get(status, f"status {status}")
                 raise DecodeError(
@@ -381,9 +400,15 @@ class Model(Vocabulary):
             for _ in self.feed(ids):
                 pass
 
-    def _stop(self, now: bool) -> None:
+    def _stop_graph(self, now: bool) -> None:
         """The llama_decode that runs ends before its next operation."""
         self._abort[0] = b"\x01" if now else b"\x00"
+
+    def _stop(self, now: bool) -> None:
+        """The same at Ctrl-C, which a laboratory class may keep from."""
+        self._stop_graph(now)
+        if now and self._lab is not None:
+            self._lab.interrupt()
 
     def logits(self, tokens: Sequence[int] | TokenArray, *, n_ubatch: int | None = None) -> npt.NDArray[np.float32]:
         """Logits after every token, float32 [n_tokens, n_vocab]. Forgets what the cache held before.
@@ -492,8 +517,7 @@ class Model(Vocabulary):
         self._check_own(edits)
         self.finish_reason = reason = ""  # the attribute may be a newer generator's by the time this one goes on
         chain = Chain(self._libs.llama, self.n_vocab, options)
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        held = ""  # text that may still turn out to begin a stop string
+        writer, held = Writer(stops), ""
         try:
             for token in self._tokens + ids:
                 chain.accept(token)
@@ -510,16 +534,13 @@ class Model(Vocabulary):
                     break
                 n_sampled += 1
                 ids = [token]
-                held += decoder.decode(self.piece(token))
-                cut = min((i for i in (held.find(s) for s in stops) if i >= 0), default=-1)
-                if cut >= 0:
-                    held, self.finish_reason = held[:cut], "stop"
-                    reason = "stop"
+                text, stopped = writer.add(self.piece(token))
+                if stopped:
+                    self.finish_reason = reason = "stop"
+                    held = text
                     break
-                keep = max((k for s in stops for k in range(1, len(s)) if held.endswith(s[:k])), default=0)
-                if len(held) > keep:
-                    out, held = held[: len(held) - keep], held[len(held) - keep :]
-                    yield out
+                if text:
+                    yield text
                     with self._lock:
                         self._check_own(edits)
                 if n_sampled == max_tokens:
@@ -527,7 +548,7 @@ class Model(Vocabulary):
                 elif len(self._tokens) >= self.n_ctx:
                     self.finish_reason = reason = "context"
             if reason != "stop":
-                held += decoder.decode(b"", final=True)
+                held = writer.rest()
             if held:
                 yield held
         except GeneratorExit:
@@ -549,7 +570,8 @@ class Model(Vocabulary):
             self._open()
             if self.kv_method is None:
                 return kvstats.upstream_stats(self._libs, self.type_k, self.type_v, self._kv_log)
-            return kvstats.stats(self._libs, id(self))
+            found = kvstats.stats(self._libs, id(self))
+            return found if self._lab is None else self._lab.stats(found)
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Write tokens and cache to `path`, whole or not at all. StateError when that fails.
@@ -557,6 +579,7 @@ class Model(Vocabulary):
         Behind a generation its last token is decoded first, if there is room for it: what continues from the file goes
         on behind the text. While a generation runs, the token that it yielded last is not in the file.
         """
+        self._not_in_laboratory("save_state")
         states.save(self, path)
 
     def load_state(self, path: str | os.PathLike[str]) -> int:
@@ -565,4 +588,9 @@ class Model(Vocabulary):
         StateError for a file that is no state, is damaged or belongs to another model; the cache is then empty, or as
         it was.
         """
+        self._not_in_laboratory("load_state")
         return states.load(self, path)
+
+    def _not_in_laboratory(self, call: str) -> None:
+        if self._lab is not None:
+            raise StateError(f"{call}: a laboratory cache is simulated and holds no codes for a file; decode again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctypes import (
     CDLL,
+    CFUNCTYPE,
     POINTER,
     Structure,
     byref,
@@ -218,6 +219,54 @@ class kvq_resolved(Structure):
     ]
 
 
+class kvq_lab_page(Structure):
+    _fields_ = [
+        ("handle", c_void_p),
+        *[
+            (n, c_int32)
+            for n in (
+                "il",
+                "ordinal",
+                "stream",
+                "n_pages",
+                "page_cells",
+                "n_head",
+                "head_size_k",
+                "head_size_v",
+                "n_dims",
+                "neox",
+                "before_il",
+                "before_head",
+                "before_k",
+                "before_v",
+            )
+        ],
+        ("pages", POINTER(c_int32)),
+        ("positions", POINTER(c_int32)),
+        *[(n, POINTER(c_float)) for n in ("keys", "values", "new_keys", "new_values")],
+    ]
+
+
+class kvq_lab_cells(Structure):
+    _fields_ = [
+        ("handle", c_void_p),
+        *[(n, c_int32) for n in ("il", "ordinal", "stream", "n_cells", "n_head", "page_cells")],
+        ("positions", POINTER(c_int32)),
+        ("sealed", POINTER(c_uint8)),
+        ("probabilities", POINTER(c_float)),
+        ("held", POINTER(c_uint8)),
+    ]
+
+
+#: kvq_lab::seal and kvq_lab::judge.
+SEAL = CFUNCTYPE(c_int, c_void_p, POINTER(kvq_lab_page))
+JUDGE = CFUNCTYPE(c_int, c_void_p, POINTER(kvq_lab_cells))
+
+
+class kvq_lab(Structure):
+    _fields_ = [("user", c_void_p), ("seal", SEAL), ("judge", JUDGE), ("n_observed", c_int32), ("queries", c_int32)]
+
+
 STRUCTS: dict[str, type[Structure]] = {
     s.__name__: s
     for s in (
@@ -233,6 +282,9 @@ STRUCTS: dict[str, type[Structure]] = {
         kvq_stats,
         kvq_request,
         kvq_resolved,
+        kvq_lab_page,
+        kvq_lab_cells,
+        kvq_lab,
     )
 }
 
@@ -291,6 +343,9 @@ FUNCTIONS: list[tuple[str, Any, list[Any]]] = [
     ("kvq_observe_queries", None, [c_int]),
     ("kvq_cache_queries", c_int64, [c_int, c_int, c_int, POINTER(c_double)]),
     ("kvq_cache_line", c_char_p, [c_int]),
+    ("kvq_lab_set", c_int, [POINTER(kvq_lab)]),
+    ("kvq_lab_rows", c_int, [c_void_p, c_int, POINTER(c_float)]),
+    ("kvq_lab_turn", c_int, [c_void_p, c_int, c_int, POINTER(c_float)]),
     ("kvq_set_verbosity", None, [c_int]),
     ("kvq_sizeof", c_size_t, [c_char_p]),
     ("kvq_offsetof", c_size_t, [c_char_p, c_char_p]),

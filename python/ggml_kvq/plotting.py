@@ -26,6 +26,7 @@ COLORS = {
     "minikv": "#56B4E9",
     "specache": "#000000",
     "auto": "#882255",
+    "lab": "#999933",
     "f16": "#777777",
 }
 UPSTREAM_COLOR = "#777777"

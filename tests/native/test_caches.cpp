@@ -68,7 +68,7 @@ static void latent(void) {
             "%s", method);
         CHECK(d.asked.empty() && d.bytes_nominal == 6 * 2 * 192 * 512, "%zu", d.bytes_nominal);
     }
-    for (const char * method : { "xquant", "zipcache", "minikv", "aqua" }) {
+    for (const char * method : { "xquant", "zipcache", "minikv", "aqua", "lab" }) {
         kvq_cache_draft d = asked(method, !strcmp(method, "aqua") ? "predictor=none" : "", LATENT, 0, 6, 192, 0);
         CHECK(refused(d, "multi-head latent attention") && d.error().find(method) != std::string::npos, "%s: %s",
             method, d.error().c_str());

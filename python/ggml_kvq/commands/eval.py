@@ -17,6 +17,7 @@ caches (--cache, repeatable):
   simulated:q4_0,window=128        one of these types with an exact window (docs/evaluation.md)
   kivi:bits=2,group=32             a method and its options (`ggml-kvq methods`)
   aqua:predictor=full@calib.gguf   ... with calibrated data
+  lab:mine.py:Mine,bits=2          a class of the laboratory, simulated (`ggml-kvq lab new mine.py`)
   name=kivi:bits=2                 any of them under a name of your own
 
 example:

@@ -60,15 +60,16 @@ class Evaluation:
 
     def key(self, kind: str, cache: specs.CacheSpec, **params: Any) -> results.Row:
         config = results.fingerprint(cache.config) if cache.config else None
-        body = cache.text.split("=", 1)[1] if cache.text.startswith(f"{cache.label}=") else cache.text
+        more = {"lab_hash": results.fingerprint(cache.lab_file)} if cache.lab_file else {}
         return {
             "kind": kind,
             "cache": cache.label,
-            "spec": body,
+            "spec": cache.spec,
             "config": config,
             "model": self.model_path.name,
             "model_hash": results.fingerprint(self.model_path),
             "n_ubatch": self.args.ubatch_size,
+            **more,
             **params,
         }
 
@@ -92,6 +93,7 @@ class Evaluation:
             "bytes_f16": s["bytes_f16"],
             "sealed": s.get("n_sealed"),
             "devices": model.devices,
+            **({"simulated": True} if s.get("simulated") else {}),
         }
 
     def measure(

@@ -6,6 +6,7 @@ kivi:bits=2,group=32              a method of this package with its options
 aqua:predictor=full@calib.gguf    ... with calibrated data
 method:f16                        this package's own f16 (control arm)
 simulated:q4_0,window=128         an upstream type with an exact window, which upstream has not (simulate.py)
+lab:mine.py:Mine,bits=2           a class of the laboratory, simulated (lab/)
 small=kivi:bits=2                 any of these under a label of its own
 """
 
@@ -21,8 +22,11 @@ from typing import Any
 from .. import default_means, gguf_header, llama, methods, resolver
 from ..errors import KvqError, MethodError
 from ..kvstats import UPSTREAM
+from ..lab import method as laboratory
 from ..model import Model
 from . import simulate
+
+SIMULATED = " (simulated)"  # of a laboratory's label, in every table
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,18 @@ class CacheSpec:
     type_k: str = "f16"
     type_v: str = "f16"
     simulated: tuple[str, int, int] | None = None  # type, window, first cells: simulate.Simulated
+    lab: str = ""  # file.py:Class,option=value of the laboratory
+
+    @property
+    def spec(self) -> str:
+        """What was asked for, without a label."""
+        name = f"{self.label.removesuffix(SIMULATED)}="
+        return self.text.removeprefix(name)
+
+    @property
+    def lab_file(self) -> str | None:
+        """The file of a laboratory class."""
+        return self.lab.partition(":")[0].partition(",")[0] or None
 
     @property
     def is_reference(self) -> bool:
@@ -45,6 +61,9 @@ class CacheSpec:
     def check(self) -> None:
         """MethodError for a method, option or file that does not exist: found before anything is measured."""
         if self.method is None:
+            return
+        if self.lab:
+            laboratory.load(self.lab)
             return
         methods.check(self.method, self.options)
         if self.config and not Path(self.config).is_file():
@@ -71,6 +90,8 @@ class CacheSpec:
         """A Model of `path` with this cache; kwargs go to Model."""
         if self.simulated:
             return simulate.Simulated(path, *self.simulated, **kwargs)
+        if self.lab:
+            return Model(path, "lab", lab=self.lab, **kwargs)
         if self.method is None:
             return Model(path, UPSTREAM, type_k=self.type_k, type_v=self.type_v, **kwargs)
         try:  # "none": what is measured is in the spec, not in a file that happens to lie beside the model
@@ -122,6 +143,10 @@ def parse(text: str) -> CacheSpec:
         return CacheSpec(text, label or same, None, type_k=kinds[0], type_v=kinds[1])
     if name == "simulated":
         return CacheSpec(text, label or body, None, simulated=_simulated(text, rest))
+    if name == "lab":
+        if not rest:
+            raise MethodError(f"cache {text!r} names no file; write lab:FILE.py:CLASS,option=value")
+        return CacheSpec(text, (label or body) + SIMULATED, "lab", lab=rest)
     if name == "method":
         name, _, rest = rest.partition(":")
         if not name:
@@ -137,6 +162,6 @@ def parse(text: str) -> CacheSpec:
 def parse_built(text: str, lacks: str) -> CacheSpec:
     """parse(), but MethodError for a simulated cache, which has no `lacks`: no speed, no layout."""
     spec = parse(text)
-    if spec.simulated:
+    if spec.simulated or spec.lab:
         raise MethodError(f"cache {text!r} is simulated and has no {lacks}; measure it with ggml-kvq eval")
     return spec

@@ -1,0 +1,182 @@
+"""The base of laboratory methods: a dataclass whose fields are its options."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import MethodError
+from .page import Cells, Decoded, Page
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+
+    from .page import Rows, Sample
+else:
+
+    def dataclass_transform():
+        return lambda cls: cls
+
+
+@dataclass_transform()
+@dataclass
+class Method:
+    """A KV cache method. A subclass is made a dataclass, and its fields with defaults are its options.
+
+    window: newest cells that stay as they came, besides the page being filled. sinks: first cells that stay. page:
+    cells of a page, 32, 64, 128 or 256. keep: share of the sealed cells that stay, of each KV head, where there are
+    `scores`. text: file that fit() gets a sample of, "": the text of this package.
+    """
+
+    window: int = 128
+    sinks: int = 0
+    page: int = 32
+    keep: float = 1.0
+    text: str = ""
+    #: bytes of the method's tables for the whole model (means, predictors, grids of its own): set it in fit()
+    table_bytes: int = field(default=0, init=False)
+    _fitted: str = field(default="", init=False, repr=False)
+
+    #: fill Page.queries
+    wants_queries: ClassVar[bool] = False
+    #: newest query tokens of a step that Cells.probabilities are of
+    n_observed: ClassVar[int] = 32
+    #: most tokens of the sample for fit()
+    fit_tokens: ClassVar[int] = 4096
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        dataclass(cls)
+
+    def seal(self, page: Page) -> Decoded:
+        """Encode and decode a run of pages. The one function that a method must have."""
+        raise NotImplementedError(f"{type(self).__name__} has no seal(page)")
+
+    def scores(self, cells: Cells) -> Rows:
+        """Score of every cell, [heads, cells]: of the sealed ones `keep` of those that were written stay, by score."""
+        raise NotImplementedError
+
+    def fit(self, sample: Sample) -> None:
+        """Once before: means, covariances, predictors of the model at hand."""
+
+    # ------------------------------------------------------------ what the laboratory asks
+
+    @property
+    def evicts(self) -> bool:
+        return type(self).scores is not Method.scores
+
+    def prepare(self, path: str | os.PathLike[str], n_threads: int | None = None) -> None:
+        """fit(), where the class has one, on a sample of the model at `path`. Once for a model."""
+        if type(self).fit is Method.fit or self._fitted == os.fspath(path):
+            return
+        from . import sample
+
+        with sample.explained(self):
+            self.fit(sample.take(path, self.text, self.fit_tokens, n_threads))
+        self._fitted = os.fspath(path)
+
+    def native_options(self) -> str:
+        """Options of the library's method lab."""
+        return f"window={self.window},sinks={self.sinks},page={self.page}"
+
+    def describe(self) -> str:
+        """Class and options that are not the default: "Mine bits=3"."""
+        options = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.init]
+        given = [f"{name}={value}" for name, value, default in options if value != default]
+        return " ".join([type(self).__name__, *given])
+
+    @classmethod
+    def source(cls, name: str = "seal") -> str:
+        """file:line of a function of the class."""
+        function = getattr(cls, name)
+        try:
+            return f"{Path(inspect.getsourcefile(function) or '?').name}:{inspect.getsourcelines(function)[1]}"
+        except (OSError, TypeError):
+            return cls.__name__
+
+
+_TRUE, _FALSE = ("true", "1", "on", "yes"), ("false", "0", "off", "no")
+
+
+def with_options(cls: type[Method], opts: Mapping[str, Any]) -> Method:
+    """An object of the class with options as texts or values; MethodError names the option and what it takes."""
+    known = {f.name: f.default for f in fields(cls) if f.init}
+    values: dict[str, Any] = {}
+    for key, value in opts.items():
+        if key not in known:
+            raise MethodError(f"{cls.__name__} has no option {key!r}: it has {', '.join(known)}")
+        kind: Any = type(known[key])
+        text = str(value).strip()
+        try:
+            if kind is bool and text.lower() in (*_TRUE, *_FALSE):
+                values[key] = text.lower() in _TRUE
+            elif kind is bool:
+                raise ValueError
+            else:
+                values[key] = kind(text)
+        except ValueError:
+            raise MethodError(
+                f"{cls.__name__}: {key}={text} is no {kind.__name__}; its default is {known[key]!r}"
+            ) from None
+    out = cls(**values)
+    if not 0 <= out.keep <= 1:
+        raise MethodError(f"{cls.__name__}: keep={out.keep} is not within 0..1")
+    return out
+
+
+def classes(path: Path) -> dict[str, type[Method]]:
+    """Methods that a Python file defines. MethodError when it does not run."""
+    if not path.is_file():
+        raise MethodError(f"{path} is not a file; give lab:FILE.py:CLASS, or write one with `ggml-kvq lab new {path}`")
+    name = f"ggml_kvq_lab_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise MethodError(f"{path} is no Python file; give a file whose name ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.resolve().parent))  # files beside it may be imported
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        line = next((f.lineno for f in reversed(_frames(e)) if Path(f.filename) == path), 0)
+        raise MethodError(f"{path.name}:{line}: {type(e).__name__}: {e}") from e
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    found = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Method)}
+    return {k: v for k, v in found.items() if v.__module__ == name}
+
+
+def _frames(e: BaseException) -> list[Any]:
+    import traceback
+
+    frames: list[Any] = list(traceback.extract_tb(e.__traceback__))
+    if isinstance(e, SyntaxError) and e.filename:
+        frames.append(traceback.FrameSummary(e.filename, e.lineno or 0, "", lookup_line=False))
+    return frames
+
+
+def load(text: str, opts: Mapping[str, Any] | None = None) -> Method:
+    """ "file.py:Mine,bits=2" -> Mine(bits=2); the class may be left out where the file has one alone. MethodError."""
+    where, *parts = text.split(",")
+    given = dict(opts or {})
+    for part in parts:
+        key, found, value = part.partition("=")
+        if not found:
+            raise MethodError(f"lab:{text}: option {part!r} has no value; write {part}=VALUE")
+        given[key.strip()] = value
+    file, _, name = where.partition(":")
+    known = classes(Path(file))
+    if not name and len(known) == 1:
+        name = next(iter(known))
+    if name not in known:
+        what = f"no class {name!r}" if name else "several classes" if known else "no class"
+        raise MethodError(
+            f"{file} has {what}; write lab:{file}:CLASS, one of {', '.join(known) or 'those derived from Method'}"
+        )
+    return with_options(known[name], given)

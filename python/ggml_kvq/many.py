@@ -1,0 +1,172 @@
+"""Many texts at once: the sequences of one context, each with its own sampling and its own end."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import arguments, llama, processes
+from .errors import ContextOverflowError, DecodeError, KvqError
+from .loader import LogLines, last_problem, log
+from .sampling import Chain, Sampling
+from .writer import Writer
+
+if TYPE_CHECKING:
+    from .model import Model
+
+
+@dataclass
+class _Text:
+    """A prompt on its way to a text, in sequence `seq` of the context."""
+
+    number: int
+    seq: int
+    pending: list[int]  # tokens that are not in the cache
+    chain: Chain
+    writer: Writer
+    n_held: int = 0
+    n_sampled: int = 0
+    parts: list[str] = field(default_factory=list)
+
+
+class Many:
+    """What Model has for many prompts."""
+
+    finish_reasons: list[str]
+
+    def generate_many(
+        self: Any,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_tokens: int = 128,
+        stop: Sequence[str] | str = (),
+        special: bool = False,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Texts that continue `prompts`, in their order. Up to n_seq_max of them are decoded together; when one ends,
+        the next prompt takes its place. Each sequence has n_ctx / n_seq_max tokens of room.
+
+        As generate(reset=True) for each, and like it at temperature 0, but for what rounds differently when rows of
+        several texts are computed together. sampling: one for all, or one for each prompt. Afterwards finish_reasons
+        has "stop", "eos", "length" or "context" for each, and the cache is empty.
+        """
+        if isinstance(sampling, Sequence):
+            each = [arguments.sampling(s, {}) for s in sampling]
+            if len(each) != len(prompts) or options:
+                raise KvqError(f"{len(each)} samplings for {len(prompts)} prompts; pass one for each, and no options")
+        else:
+            each = [arguments.sampling(sampling, options)] * len(prompts)
+        stops, max_tokens = arguments.stops(stop), arguments.at_least("max_tokens", max_tokens, -1)
+        with self._lock:
+            lib, ctx = self._libs.llama, self._open()
+            self._check_idle()
+            self.reset()
+            room = int(lib.llama_n_ctx_seq(ctx))
+            waiting: deque[tuple[int, list[int]]] = deque()
+            for number, prompt in enumerate(prompts):
+                ids = (
+                    self.tokenize(prompt, add_bos=True, special=special)
+                    if isinstance(prompt, str)
+                    else arguments.id_array(prompt, self.n_vocab).tolist()
+                )
+                if not 0 < len(ids) <= room:
+                    what = f"has {len(ids)} tokens, and a sequence has room for {room} (n_ctx / n_seq_max)"
+                    raise ContextOverflowError(f"prompt {number} {what}; give a prompt that fits, or a larger n_ctx")
+                waiting.append((number, ids))
+            texts, self.finish_reasons = [""] * len(prompts), [""] * len(prompts)
+            running: list[_Text] = []
+            free = list(range(self.n_seq_max))
+            try:
+                while waiting or running:
+                    while waiting and free:
+                        number, ids = waiting.popleft()
+                        chain = Chain(lib, self.n_vocab, each[number])
+                        for token in ids:
+                            chain.accept(token)
+                        running.append(_Text(number, free.pop(0), ids, chain, Writer(stops)))
+                    ended = [t for t in running if max_tokens == 0]
+                    for text, token in [] if ended else _step(self, running):
+                        reason = _take(self, text, token, max_tokens, room)
+                        if reason:
+                            self.finish_reasons[text.number] = reason
+                            ended.append(text)
+                    for text in ended:
+                        texts[text.number] = "".join(text.parts)
+                        self.finish_reasons[text.number] = self.finish_reasons[text.number] or "length"
+                        lib.llama_memory_seq_rm(self._memory, text.seq, -1, -1)
+                        text.chain.close()
+                        running.remove(text)
+                        free.append(text.seq)
+            finally:
+                for text in running:
+                    text.chain.close()
+                self.reset()
+            return texts
+
+
+def _take(model: Model, text: _Text, token: int, max_tokens: int, room: int) -> str:
+    """A token that was sampled for a text; why the text ends, "" when it goes on."""
+    if model._ends(token):
+        text.parts.append(text.writer.rest())
+        return "eos"
+    text.n_sampled += 1
+    text.pending = [token]
+    part, stopped = text.writer.add(model.piece(token))
+    text.parts.append(part)
+    if stopped:
+        return "stop"
+    reason = "length" if text.n_sampled == max_tokens else "context" if text.n_held >= room else ""
+    if reason:
+        text.parts.append(text.writer.rest())
+    return reason
+
+
+def _step(model: Model, running: list[_Text]) -> list[tuple[_Text, int]]:
+    """Decode one batch: a token of every text that is being written, and as much of prompts as there is room for.
+    Texts whose tokens are all in the cache now, with the token that was sampled.
+    """
+    rows: list[tuple[int, int, int, bool]] = []  # token, position, sequence, output
+    at: list[tuple[_Text, int]] = []
+    for text in sorted(running, key=lambda t: len(t.pending)):
+        part = text.pending[: model.n_batch - len(rows)]
+        last = len(part) == len(text.pending)
+        rows += [(x, text.n_held + i, text.seq, last and i == len(part) - 1) for i, x in enumerate(part)]
+        text.pending, text.n_held = text.pending[len(part) :], text.n_held + len(part)
+        if part and last:
+            at.append((text, len(rows) - 1))
+    token, pos, seq, output = (np.array(x, np.int32) for x in zip(*rows))
+    logits = output.astype(np.int8)
+    ones = np.ones(len(rows), np.int32)
+    int32 = ctypes.POINTER(ctypes.c_int32)
+    seqs = (int32 * len(rows))(*(ctypes.cast(seq.ctypes.data + 4 * i, int32) for i in range(len(rows))))
+    batch = llama.llama_batch(
+        n_tokens=len(rows),
+        token=token.ctypes.data_as(int32),
+        pos=pos.ctypes.data_as(int32),
+        n_seq_id=ones.ctypes.data_as(int32),
+        seq_id=ctypes.cast(seqs, ctypes.POINTER(int32)),
+        logits=logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+    )
+    ctx = model._open()
+
+    def call() -> tuple[int, LogLines]:
+        log.begin()
+        status = model._libs.llama.llama_decode(ctx, batch)
+        model._libs.llama.llama_synchronize(ctx)
+        return status, log.end()
+
+    try:
+        status, lines = processes.compute(call, model._stop if len(rows) > 1 or model._lab is not None else None)
+    finally:
+        model._edits += 1
+    if model._lab is not None:
+        model._lab.check()
+    if status:
+        raise DecodeError(f"decoding {len(rows)} tokens of {len(running)} texts failed: {last_problem(lines)}")
+    return [(text, text.chain.sample(ctx, i)) for text, i in at]
