@@ -39,9 +39,9 @@ class Pairs(Method):
         self.table_bytes = sum(4 * a.size for of in self.of.values() for a in of)
 
     def seal(self, page: Page) -> Decoded:
-        mean_k, mean_v, *by = self.of[page.layer]
+        mean_k, mean_v, pairs, gains = self.of[page.layer]
         bits, scale = [int(b) for b in self.parts], (8 + 16 / self.page) / page.keys.shape[-1]
-        keys = parted(page.keys_before - mean_k, *by, bits) + mean_k
+        keys = parted(page.keys_before - mean_k, pairs, gains, bits) + mean_k
         values = block(page.values - mean_v, self.v_bits) + mean_v
         costs = (sum(bits) / len(bits) + len(bits) * scale, self.v_bits + scale)
         return Decoded(keys_before=keys, values=values, bits=costs)

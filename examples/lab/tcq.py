@@ -10,7 +10,7 @@ class Tcq(Method):
     memory: int = 8  # bits of state
 
     def code(self, x: np.ndarray) -> np.ndarray:
-        signs = np.random.default_rng(1).choice(np.float32([-1, 1]), x.shape[-1])
+        signs = np.random.default_rng(1).choice(np.array([-1, 1], np.float32), x.shape[-1])
         y = hadamard(x * signs)
         return hadamard(trellis(y / rms(y), self.bits, self.memory) * rms(y)) * signs
 

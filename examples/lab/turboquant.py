@@ -11,7 +11,7 @@ class TurboQuant(Method):
     residual: bool = False
 
     def grid(self, x: np.ndarray, bits: int) -> np.ndarray:
-        signs = np.random.default_rng(1).choice(np.float32([-1, 1]), x.shape[-1])
+        signs = np.random.default_rng(1).choice(np.array([-1, 1], np.float32), x.shape[-1])
         y = hadamard(x * signs)
         return hadamard(nearest(y / rms(y), gaussian(bits)) * rms(y)) * signs
 

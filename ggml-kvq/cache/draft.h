@@ -34,7 +34,7 @@ struct kvq_draft_layer {
 // The cache that was asked for before this one. llama.cpp asks for layers that see the whole context first, and for
 // those with a sliding window behind them.
 struct kvq_cache_before {
-    std::string model; // "": there was none
+    std::string model; // "": this is the first
     std::vector<int> layers;
     double channels = 0; // of keys and values of a cell, all layers
     int n_cells = 0;

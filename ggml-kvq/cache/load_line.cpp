@@ -95,7 +95,7 @@ static std::string words_of_short_context(const kvq_config & config, const kvq_s
     return text;
 }
 
-// Where calibrated data come from, or that there are none.
+// Where calibrated data come from, or that no data are there.
 static std::string words_of_data(const kvq_config & config) {
     if (config.lacks_means) {
         return "; no channel means were measured for this model, codes of these bits are better with them: ggml-kvq "

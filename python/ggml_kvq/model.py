@@ -132,10 +132,10 @@ class Model(Many, Vocabulary):
         if not self.path.is_file():
             raise ModelError(f"{self.path} is not a file; give the path of a GGUF model or hf:owner/repo/file.gguf")
         if lab is not None:
-            asked = session.asked(kv_method, lab, self._options)
-            asked.prepare(self.path, n_threads)
-            self._options = asked.native_options()
-            self._lab = session.Session(self._libs.need_kvq(), asked, self._stop_graph)
+            in_lab = session.asked(kv_method, lab, self._options)
+            in_lab.prepare(self.path, n_threads)
+            self._options = in_lab.native_options()
+            self._lab = session.Session(self._libs.need_kvq(), in_lab, self._stop_graph)
         size = budget.Context(n_ctx, n_seq_max, min(n_ubatch, n_batch))
         asked = arguments.Asked(self._libs, self.path, kv_method, self._options, kv_config, kv_bits, kv_budget, size)
         chosen = arguments.chosen(asked, n_threads, type_k, type_v)

@@ -1,4 +1,4 @@
-"""Pieces that codecs are made of, on float32 arrays. They decode at once: what comes back is what a cache would read."""
+"""Pieces that codecs are made of, on float32 arrays. They decode at once: what comes back is what a cache reads."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def _branches(memory: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
 
 
 def trellis(x: npt.ArrayLike, bits: int, memory: int = 8) -> Array:
-    """Trellis-coded quantisation along the last axis (Marcellin and Fischer 1990): `bits` bits a value, 2^memory states,
-    the best path by Viterbi's algorithm. For values that are about unit Gaussian.
+    """Trellis-coded quantisation along the last axis (Marcellin and Fischer 1990): `bits` bits a value, 2^memory
+    states, the best path by Viterbi's algorithm. For values that are about unit Gaussian.
 
     Twice as many levels as `bits` can tell apart are dealt out to four subsets. A state allows two of them; one bit of
     a value chooses between these and moves the state, the others choose a level of the subset.

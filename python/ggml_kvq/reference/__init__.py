@@ -7,7 +7,7 @@ import numpy as np
 # every file of a method is imported here: importing registers it
 from . import affine, attention, f16, image, kivi, lattice, mixed, saliency, xquant
 
-from . import higgs, aqua, zipcache, minikv, specache, auto, lab  # isort: skip  # after xquant: the order of methods.inc
+from . import higgs, aqua, zipcache, minikv, specache, auto, lab  # isort: skip  # the order of methods.inc
 from .codec import AFFINE, F16, LATTICE, MIXED, Codec, K, V
 from .method import METHODS, LanePlan, LayerPlan, LayerShape, Method
 from .types import TYPES
