@@ -96,9 +96,9 @@ def test_node_llama_cpp_keeps_its_cache_in_ours(version: str, demo_model: Path, 
         texts[method] = answer(done)
         assert LOAD_LINE.findall(done.stderr) == [method], done.stderr
         assert "model file unknown" not in done.stderr, done.stderr
-    assert texts["f16"]["text"] == texts["own"]["text"] == texts["own"]["again"] != ""
+    assert texts["f16"]["text"] == texts["own"]["text"] != ""
     for got in texts.values():
-        assert got["again"] == got["text"], texts
+        assert got["again"] == got["halves"] != "", texts
     with_kivi = [_paths.lib_dir() / "llama-completion", "-m", demo_model, "-p", prompt, "-n", "24", "-no-cnv"]
     said = run(
         [*with_kivi, "--temp", "0", "-fa", "on", "-dev", "KVQ0", "-c", "1024", "-t", "2", "--no-display-prompt"],
@@ -182,7 +182,7 @@ def test_llama_cpp_python_with_two_methods_in_one_process(demo_model: Path, llam
     texts = answer(done)
     assert LOAD_LINE.findall(done.stderr) == ["kivi", "f16"], done.stderr
     assert "model file unknown" not in done.stderr, done.stderr
-    assert texts["f16"] == texts["own"] != "" and texts["again"] == texts["kivi"] and texts["chat"], texts
+    assert texts["f16"] == texts["own"] != "" and texts["again"] == texts["halves"] != "" and texts["chat"], texts
 
 
 def test_the_example_of_llama_cpp_python_answers(demo_model: Path, llama_cpp_python: Path) -> None:

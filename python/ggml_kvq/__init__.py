@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .attach import attach
+    from .attaching import attach
     from .errors import (
         ArgumentTypeError,
         BudgetError,
@@ -46,7 +46,7 @@ _ERRORS = (
 )
 _HOME = {
     "GgufError": "gguf_header",
-    "attach": "attach",
+    "attach": "attaching",
     "Model": "model",
     "Sampling": "sampling",
     **dict.fromkeys(_ERRORS, "errors"),

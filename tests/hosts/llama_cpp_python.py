@@ -18,6 +18,15 @@ def text_of(llm: Llama, prompt: object) -> str:
     return llm(prompt, max_tokens=24, temperature=0.0)["choices"][0]["text"]
 
 
+def go_on(llm: Llama, tokens: list[int]) -> str:
+    llm.eval(tokens)
+    out = []
+    for _ in range(24):
+        out.append(llm.sample(temp=0.0))
+        llm.eval(out[-1:])
+    return llm.detokenize(out).decode("utf-8", "replace")
+
+
 out = {"own": text_of(open_model(), TEXT)}
 ggml_kvq.attach(method="kivi", options={"bits": 4})
 kivi = open_model()
@@ -29,15 +38,11 @@ tokens = kivi.tokenize(TEXT.encode())
 half = len(tokens) // 2
 kivi.eval(tokens[:half])
 state = kivi.save_state()
+out["halves"] = go_on(kivi, tokens[half:])
 kivi.reset()
 kivi.eval(kivi.tokenize(b"something else"))
 kivi.load_state(state)
-kivi.eval(tokens[half:])
-again = []
-for _ in range(24):
-    again.append(kivi.sample(temp=0.0))
-    kivi.eval(again[-1:])
-out["again"] = kivi.detokenize(again).decode("utf-8", "replace")
+out["again"] = go_on(kivi, tokens[half:])
 chat = kivi.create_chat_completion([{"role": "user", "content": "What is malloc?"}], max_tokens=8, temperature=0.0)
 out["chat"] = chat["choices"][0]["message"]["content"]
 print(json.dumps(out))

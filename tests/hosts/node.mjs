@@ -1,5 +1,5 @@
 // node-llama-cpp with its own binaries: node node.mjs MODEL PROMPT STATE prints one line of JSON. The text of a prompt,
-// and the text of its second half after the first half was saved, cleared and loaded.
+// that of the prompt in two halves, and the same with the first half saved, cleared and loaded between them.
 import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 import path from "node:path";
@@ -28,9 +28,13 @@ const first = await generate(tokens, 24);
 await sequence.clearHistory();
 const head = tokens.slice(0, Math.floor(tokens.length / 2));
 await sequence.evaluateWithoutGeneratingNewTokens(head);
+const split = await generate(tokens.slice(head.length), 24);
+await sequence.clearHistory();
+await sequence.evaluateWithoutGeneratingNewTokens(head);
 await sequence.saveStateToFile(state);
 await sequence.clearHistory();
 await sequence.loadStateFromFile(state, { acceptRisk: true });
 const second = await generate(tokens.slice(head.length), 24);
-console.log(JSON.stringify({ version, text: loaded.detokenize(first), again: loaded.detokenize(second) }));
+const [text, halves, again] = [first, split, second].map((x) => loaded.detokenize(x));
+console.log(JSON.stringify({ version, text, halves, again }));
 await llama.dispose();
