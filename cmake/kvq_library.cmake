@@ -1,10 +1,13 @@
 # kvq-core: formats, methods, cache, kernels; compiles without any ggml header. kvq-host: the ggml backend around it.
-# ggml-kvq: both, as libggml-kvq.so. kvq-objects: both, as an archive for native tests (hidden symbols included).
+# kvq-process: how it finds ggml in a process. ggml-kvq: all three, as libggml-kvq.so. kvq-objects: the first two, as an archive
+# for native tests (hidden symbols included), which are linked to ggml.
 set(kvq_src ${CMAKE_CURRENT_SOURCE_DIR}/ggml-kvq)
 file(GLOB kvq_core_sources CONFIGURE_DEPENDS
     ${kvq_src}/types/*.cpp ${kvq_src}/engine/*.cpp ${kvq_src}/store/*.cpp ${kvq_src}/policy/*.cpp
     ${kvq_src}/methods/*.cpp ${kvq_src}/cache/*.cpp ${kvq_src}/cpu/*.cpp)
 file(GLOB kvq_host_sources CONFIGURE_DEPENDS ${kvq_src}/host/*.cpp)
+file(GLOB kvq_process_sources CONFIGURE_DEPENDS ${kvq_src}/host/process*.cpp)
+list(REMOVE_ITEM kvq_host_sources ${kvq_process_sources})
 file(GLOB kvq_types_sources CONFIGURE_DEPENDS ${kvq_src}/types/*.cpp)
 file(GLOB kvq_kernel_sources CONFIGURE_DEPENDS ${kvq_src}/cpu/kernels_*.cpp)
 
@@ -64,11 +67,14 @@ endif()
 add_library(kvq-core OBJECT ${kvq_core_sources})
 target_link_libraries(kvq-core PRIVATE kvq-flags)
 add_library(kvq-host OBJECT ${kvq_host_sources})
-target_link_libraries(kvq-host PRIVATE kvq-flags)
-target_include_directories(kvq-host SYSTEM PRIVATE
-    ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src ${LLAMA_CPP_DIR}/include)
-target_compile_definitions(kvq-host PRIVATE
-    KVQ_GGML_VERSION="${KVQ_GGML_VERSION}" GGML_BACKEND_DL GGML_BACKEND_SHARED GGML_SHARED LLAMA_SHARED)
+add_library(kvq-process OBJECT ${kvq_process_sources})
+foreach(part kvq-host kvq-process)
+    target_link_libraries(${part} PRIVATE kvq-flags)
+    target_include_directories(${part} SYSTEM PRIVATE
+        ${LLAMA_CPP_DIR}/ggml/include ${LLAMA_CPP_DIR}/ggml/src ${LLAMA_CPP_DIR}/include)
+    target_compile_definitions(${part} PRIVATE
+        KVQ_GGML_VERSION="${KVQ_GGML_VERSION}" GGML_BACKEND_DL GGML_BACKEND_SHARED GGML_SHARED LLAMA_SHARED)
+endforeach()
 
 # CUDA kernels and the devices over ggml-cuda. Sealing must round as types/affine.cpp does: no fused multiply-add there.
 if(GGML_CUDA)
@@ -110,33 +116,25 @@ if(GGML_CUDA)
     target_compile_definitions(kvq-flags INTERFACE KVQ_CUDA)
     target_link_libraries(kvq-flags INTERFACE CUDA::cudart)
     set(kvq_cuda_objects $<TARGET_OBJECTS:kvq-cuda>)
-    set(kvq_upstream_names ggml-base ggml-cuda)
 else()
     set(kvq_cuda_objects "")
-    set(kvq_upstream_names ggml-base)
 endif()
 
-# libggml-kvq.so names libggml-base by its SONAME. A program that has its own copy loaded already shares it (the dynamic linker
-# matches SONAMEs before it searches), and a bare dlopen, as from ctypes, finds the copy beside the library ($ORIGIN). An empty
-# library of that SONAME stands in at link time, so that no build of llama.cpp is needed.
-file(GENERATE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/stand-in/empty.c CONTENT "extern int kvq_stand_in;\n")
-foreach(name IN LISTS kvq_upstream_names)
-    add_library(${name}-stand-in SHARED ${CMAKE_CURRENT_BINARY_DIR}/stand-in/empty.c)
-    set_target_properties(${name}-stand-in PROPERTIES
-        OUTPUT_NAME ${name} SOVERSION ${KVQ_GGML_SOVERSION} LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stand-in)
-endforeach()
-
-add_library(ggml-kvq MODULE $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host> ${kvq_cuda_objects})
-target_link_libraries(ggml-kvq PRIVATE kvq-flags)
-target_link_options(ggml-kvq PRIVATE -Wl,--no-as-needed -Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map)
+# libggml-kvq.so needs no library of ggml: it finds the one that loads it (host/process.cpp). A call that is not in
+# host/ggml_functions.inc is an undefined name, which ends the link here. (Sanitizers leave names of their own open.)
+add_library(ggml-kvq MODULE
+    $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host> $<TARGET_OBJECTS:kvq-process> ${kvq_cuda_objects})
+target_link_libraries(ggml-kvq PRIVATE kvq-flags ${CMAKE_DL_LIBS})
+target_link_options(ggml-kvq PRIVATE -Wl,--version-script=${CMAKE_CURRENT_LIST_DIR}/exports.map)
+if(NOT KVQ_SANITIZE)
+    target_link_options(ggml-kvq PRIVATE -Wl,--no-undefined)
+endif()
 set_property(TARGET ggml-kvq PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/exports.map)
-foreach(name IN LISTS kvq_upstream_names)
-    target_link_libraries(ggml-kvq PRIVATE ${name}-stand-in)
-endforeach()
 set_target_properties(ggml-kvq PROPERTIES
     PREFIX lib SUFFIX .so LINKER_LANGUAGE CXX
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/lib
     BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN")
 
-add_library(kvq-objects STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host> ${kvq_cuda_objects})
-target_link_libraries(kvq-objects PUBLIC kvq-flags)
+add_library(kvq-objects STATIC EXCLUDE_FROM_ALL $<TARGET_OBJECTS:kvq-core> $<TARGET_OBJECTS:kvq-host> ${kvq_cuda_objects}
+    ${CMAKE_CURRENT_SOURCE_DIR}/tests/native/linked/process.cpp)
+target_link_libraries(kvq-objects PUBLIC kvq-flags ${CMAKE_DL_LIBS})

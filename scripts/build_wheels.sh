@@ -68,7 +68,7 @@ for kind in "${kinds[@]}"; do
                 -DCMAKE_CUDA_ARCHITECTURES="${archs// /;}" -DPython3_EXECUTABLE="$(command -v "$python")" >"$work/log" || { cat "$work/log"; exit 1; }
             cmake --build "$build" --target ggml-kvq
             "$python" scripts/addon_wheel.py "$build/lib/libggml-kvq.so" "$version" "$work/addon"
-            repair addon --external libggml-base.so.0 --external libggml-cuda.so.0 --external libcudart.so.13 --bundle libgomp.so.1
+            repair addon --external libcudart.so.13 --bundle libgomp.so.1
             ;;
         cuda-full)
             wheel cuda-full --config-settings cmake.define.GGML_CUDA=ON --config-settings cmake.define.GGML_NATIVE=OFF \

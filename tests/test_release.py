@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from ggml_kvq import __version__
+from ggml_kvq import __version__, _paths
 from ggml_kvq.loader import libraries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,22 +145,32 @@ def refused(folder: Path, backend: Path) -> str:
 
 
 def test_the_cuda_library_says_what_it_needs_and_finds_it(tmp_path: Path) -> None:
-    """It lies in a folder of its own: libggml-cuda is taken from that of llama.cpp, and named where it is missing."""
+    """It lies in a folder of its own and names no library of ggml; the CUDA runtime is named where it is missing."""
     folder, addon = tmp_path / "llama", tmp_path / "addon"
     folder.mkdir()
     addon.mkdir()
     (folder / "llama-completion").touch(mode=0o755)
     (tmp_path / "empty.c").write_text("int kvq_empty;\n")
-    for stem in ("ggml-base", "ggml-cuda"):
-        argv = ["cc", "-shared", "-fPIC", "empty.c", f"-Wl,-soname,lib{stem}.so.0", "-o", f"llama/lib{stem}.so.0"]
+    for name in ("llama/libggml-base.so.0", "addon/libcudart.so.99"):
+        argv = ["cc", "-shared", "-fPIC", "empty.c", f"-Wl,-soname,{Path(name).name}", "-o", name]
         subprocess.run(argv, cwd=tmp_path, check=True)
     backend = addon / "libggml-kvq.so"
-    needs = ["-Wl,--no-as-needed", "llama/libggml-base.so.0", "llama/libggml-cuda.so.0"]
+    needs = ["-Wl,--no-as-needed", "addon/libcudart.so.99", "-Wl,-rpath,$ORIGIN"]
     subprocess.run(["cc", "-shared", "-fPIC", "empty.c", *needs, "-o", str(backend)], cwd=tmp_path, check=True)
-    assert "is of another ggml-kvq version" in refused(folder, backend)  # it was opened, with both
-    (folder / "libggml-cuda.so.0").unlink()
+    assert "is of another ggml-kvq version" in refused(folder, backend)  # it was opened, with the runtime
+    (addon / "libcudart.so.99").unlink()
     said = refused(folder, backend)
-    assert "libggml-cuda.so.0" in said and "built with CUDA" in said and "KVQ_LIB_DIR" in said
+    assert "libcudart.so.99" in said and "nvidia-cuda-runtime" in said
+
+
+def test_the_library_names_no_library_of_ggml() -> None:
+    """One file for every llama.cpp: it finds ggml in the process that loads it (host/process.cpp)."""
+    said = subprocess.run(["readelf", "-dW", _paths.backend()], capture_output=True, text=True, check=True).stdout
+    assert "libstdc++" in said and "ggml" not in said.replace("libggml-kvq.so", ""), said
+    names = subprocess.run(["nm", "-D", _paths.backend()], capture_output=True, text=True, check=True).stdout
+    assert "T ggml_backend_init" in names
+    others = {n for n in re.findall(r"\b(?:ggml|gguf)_\w+", names) if not n.startswith("ggml_kvq_")}
+    assert others == {"ggml_backend_init", "ggml_backend_score"}, others
 
 
 def test_the_add_on_wheel_tells_where_its_library_lies(tmp_path: Path) -> None:

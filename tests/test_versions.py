@@ -83,8 +83,8 @@ CHANGES = {
     "a new interface": (
         "ggml/src/ggml-backend-impl.h",
         "#define GGML_BACKEND_API_VERSION 2",
-        "#define GGML_BACKEND_API_VERSION 3",
-        "GGML_BACKEND_API_VERSION is 3, this source knows 2",
+        "#define GGML_BACKEND_API_VERSION 4",
+        "GGML_BACKEND_API_VERSION is 4, this source knows 2 and 3",
     ),
     "a member is gone": (
         "ggml/src/ggml-backend-impl.h",
@@ -97,6 +97,12 @@ CHANGES = {
         "(*supports_buft)(ggml_backend_dev_t dev, ",
         "(*supports_buft)(ggml_backend_dev_t dev, int n, ",
         "ggml_backend_device_i::supports_buft",
+    ),
+    "a member lies elsewhere": (
+        "ggml/src/ggml-backend-impl.h",
+        "enum ggml_backend_dev_type (*get_type)(ggml_backend_dev_t dev);",
+        "void * more; enum ggml_backend_dev_type (*get_type)(ggml_backend_dev_t dev);",
+        "ggml_backend_device::iface.get_type is not at byte 24",
     ),
     "a field of llama.h": (
         "include/llama.h",
@@ -125,6 +131,40 @@ def test_cmake_names_the_fact_that_no_longer_holds(change: str, tmp_path: Path) 
     assert done.returncode != 0 and "another backend interface" in done.stderr, done.stderr
     assert fact in done.stderr.replace("\n", " "), done.stderr
     assert len(done.stderr.splitlines()) < 40, done.stderr
+
+
+# ------------------------------------------------------------------ layouts
+
+layouts = load_script("make_layouts")
+
+
+def test_the_numbers_of_the_pinned_headers_are_those_that_are_written_down() -> None:
+    """scripts/make_layouts.py compares all known versions; the others have to be fetched for it."""
+    source = fetch.ensure_source(fetch.default_cache().absolute())
+    script = [sys.executable, str(ROOT / "scripts" / "make_layouts.py"), "--check", str(source)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_number_that_has_changed_is_named(tmp_path: Path) -> None:
+    source, tree = fetch.ensure_source(fetch.default_cache().absolute()), tmp_path / "tree"
+    for part in ("include", "src"):
+        shutil.copytree(source / "ggml" / part, tree / "ggml" / part, ignore=shutil.ignore_patterns("ggml-*/", "*.c*"))
+    shutil.copy(source / "ggml" / "CMakeLists.txt", tree / "ggml")
+    header = tree / "ggml" / "src" / "ggml-backend-impl.h"
+    text = header.read_text()
+    header.write_text(text.replace("bool (*supports_op)", "void * more; bool (*supports_op)"))
+    script = [sys.executable, str(ROOT / "scripts" / "make_layouts.py"), "--check", str(tree)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    said = "KVQ_MEMBER(ggml_backend_device, iface.supports_op) is 80 in ggml 0.25.3, the file says 72"
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+
+
+def test_every_version_that_can_be_fetched_has_a_row() -> None:
+    """Two sdists of llama-cpp-python may carry one version of ggml."""
+    rows = layouts.written(layouts.FILE.read_text())[1]
+    assert {row[0] for row in rows.values()} == {2, 3} and len({tuple(row) for row in rows.values()}) == 2
+    assert {"0.15.1", "0.15.3", "0.16.0", "0.20.0", "0.25.3", "0.26.0"} <= set(rows)
 
 
 # ------------------------------------------------------------------ trees

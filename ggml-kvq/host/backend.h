@@ -3,6 +3,7 @@
 
 #include "ggml-backend-impl.h"
 #include "ggml.h"
+#include "layout.h"
 #include "cache/cache.h"
 
 struct kvq_creation {
@@ -24,7 +25,7 @@ struct kvq_creation {
 
 struct kvq_device_context {
     std::string name, description;
-    ggml_backend_buffer_type buft;
+    kvq_own_buft buft;
     // the device that is wrapped: owns weights and computes all other nodes; NULL on the CPU
     ggml_backend_dev_t inner = nullptr;
     int ordinal = 0;        // of the inner device

@@ -31,7 +31,9 @@ kvq_buffer::~kvq_buffer() {
 
 static kvq_buffer * context(ggml_backend_buffer_t buffer) { return (kvq_buffer *) buffer->context; }
 
-static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) { return *(kvq_device_context *) buft->context; }
+static kvq_device_context & device_of(ggml_backend_buffer_type_t buft) {
+    return *(kvq_device_context *) kvq_buft_context(buft);
+}
 
 void kvq_report_error(const std::string & text) {
     kvq_set_error(kvq_words_for_caller(text));
@@ -367,12 +369,13 @@ static ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_
 }
 
 void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device) {
-    dev.buft.iface = {};
-    dev.buft.iface.get_name = buft_name;
-    dev.buft.iface.alloc_buffer = alloc_buffer;
-    dev.buft.iface.get_alignment = buft_alignment;
-    dev.buft.iface.get_alloc_size = get_alloc_size;
-    dev.buft.iface.is_host = buft_is_host;
-    dev.buft.device = device;
-    dev.buft.context = &dev;
+    const kvq_layout & l = kvq_layout_here; // what is not put here is optional, and NULL
+    dev.buft = {};
+    dev.buft.put(offsetof(ggml_backend_buffer_type, iface.get_name), (const void *) buft_name);
+    dev.buft.put(offsetof(ggml_backend_buffer_type, iface.alloc_buffer), (const void *) alloc_buffer);
+    dev.buft.put(l.get_alignment, (const void *) buft_alignment);
+    dev.buft.put(l.get_alloc_size, (const void *) get_alloc_size);
+    dev.buft.put(l.is_host, (const void *) buft_is_host);
+    dev.buft.put(l.device, device);
+    dev.buft.put(l.context, &dev);
 }

@@ -3,6 +3,7 @@
 #include "fingerprint.h"
 #include "lines.h"
 #include "measured.h"
+#include "open_model.h"
 #include "resolve.h"
 
 #include "gguf.h"
@@ -395,7 +396,10 @@ kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::str
         r.env_config = kvq_setting_text(kvq_setting::CONFIG);
         path = kvq_setting_text(kvq_setting::MODEL);
     }
-    if (path.empty()) { path = model_of_command_line(); }
+    if (path.empty()) {
+        path = model_of_command_line(); // of other programs, -m is no model: of Python it is a module
+        path = kvq_is_gguf(path) ? path : kvq_mapped_model();
+    }
     r.model = path.c_str();
     return resolve(r, out, model, err);
 }

@@ -6,7 +6,7 @@
 
 #include "cuda/device.h"
 #include "cuda/inputs.h"
-#include "ggml-cuda.h"
+#include "process.h"
 #include "ggml-impl.h" // ggml_cgraph
 
 #include <algorithm>
@@ -59,7 +59,8 @@ char * plain_data(ggml_backend_t backend, const ggml_tensor * t, size_t offset, 
     kvq_backend_context & b = state(backend);
     if (!b.stream || !root->buffer || !kvq_buft_is_ours(root->buffer->buft)) { return nullptr; }
     kvq_buffer & buffer = *(kvq_buffer *) root->buffer->context;
-    if (!buffer.inner || ((kvq_device_context *) root->buffer->buft->context)->inner != inner(backend->device)) {
+    if (!buffer.inner ||
+        ((kvq_device_context *) kvq_buft_context(root->buffer->buft))->inner != inner(backend->device)) {
         return nullptr;
     }
     kvq_cuda_settle_inputs(buffer, (char *) t->data + offset, size);
@@ -140,7 +141,7 @@ ggml_backend_t dev_init(ggml_backend_dev_t dev, const char * params) {
     return new ggml_backend{ backend_guid(), iface, dev, c };
 }
 
-ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return &context(dev).buft; }
+ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return context(dev).buft.get(); }
 ggml_backend_buffer_type_t dev_host_buft(ggml_backend_dev_t dev) {
     return ggml_backend_dev_host_buffer_type(inner(dev));
 }
@@ -152,7 +153,7 @@ bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
 
 bool dev_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
     // a draft device reads the target's cache where a draft model shares it
-    const bool ours = kvq_buft_is_ours(buft) && ((kvq_device_context *) buft->context)->inner == inner(dev);
+    const bool ours = kvq_buft_is_ours(buft) && ((kvq_device_context *) kvq_buft_context(buft))->inner == inner(dev);
     return ours || ggml_backend_dev_supports_buft(inner(dev), buft);
 }
 
@@ -180,9 +181,19 @@ kvq_cuda_device & cuda(kvq_kv_cache & cache) { return static_cast<kvq_cuda_devic
 
 } // namespace
 
+ggml_backend_reg_t kvq_cuda_upstream(void) {
+    const auto by_name = KVQ_OPTIONAL(ggml_backend_reg_by_name);
+    return by_name ? by_name("CUDA") : nullptr;
+}
+
 int kvq_cuda_init(ggml_backend_reg * reg) {
-    ggml_backend_reg_t cuda_reg = ggml_backend_cuda_reg();
+    ggml_backend_reg_t cuda_reg = kvq_cuda_upstream();
     const size_t n = cuda_reg ? ggml_backend_reg_dev_count(cuda_reg) : 0;
+    if (n && kvq_layout_here.version != KVQ_GGML_VERSION) { // cuda_stream.cu
+        kvq_report_note("the private context of ggml-cuda " + kvq_layout_here.version +
+            " is not known, that of " KVQ_GGML_VERSION " is: the cache stays on the CPU");
+        return 0;
+    }
     for (size_t j = 0; j < (kvq_draft_asked() ? 2 * n : n); j++) { // KVQ<i>, then KVQD<i>
         const size_t i = j % n;
         const std::string old = kvq_cuda_device::too_old((int) i);

@@ -4,8 +4,6 @@
 #include "ggml-cuda/common.cuh"
 
 #include "ggml-backend-impl.h"
-#include "ggml-cuda.h"
-
 #include <cstring>
 
 void * kvq_cuda_stream(ggml_backend_t inner) {
@@ -13,10 +11,13 @@ void * kvq_cuda_stream(ggml_backend_t inner) {
     return c->stream(c->device, 0);
 }
 
+ggml_backend_reg_t kvq_cuda_upstream(void); // cuda_device.cpp
+
 static bool has_graphs() {
-    const auto features = (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(
-        ggml_backend_cuda_reg(), "ggml_backend_get_features");
-    for (const ggml_backend_feature * f = features ? features(ggml_backend_cuda_reg()) : nullptr; f && f->name; f++) {
+    const ggml_backend_reg_t reg = kvq_cuda_upstream();
+    const auto features =
+        (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_get_features");
+    for (const ggml_backend_feature * f = features ? features(reg) : nullptr; f && f->name; f++) {
         if (!strcmp(f->name, "USE_GRAPHS")) { return true; }
     }
     return false;

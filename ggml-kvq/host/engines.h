@@ -18,6 +18,7 @@ bool kvq_cuda_attend(kvq_backend_context & b, kvq_kv_cache & cache, kvq_kv_layer
 void kvq_cuda_use_stream(kvq_kv_cache & cache, void * stream);
 const std::string & kvq_cuda_error(kvq_kv_cache & cache);
 void * kvq_cuda_stream(ggml_backend_t inner);
+ggml_backend_reg_t kvq_cuda_upstream(void); // of ggml-cuda, in whatever file; NULL: the process has none
 
 // it would record this part on its own
 void kvq_cuda_no_inner_graph(ggml_backend_t inner, const ggml_cgraph * part);

@@ -7,6 +7,7 @@
 #include "engines.h"
 #include "ggml-impl.h" // ggml_cgraph
 #include "graph_door.h"
+#include "op_params.h"
 #include "state.h"
 #include "step.h"
 
@@ -105,21 +106,7 @@ static const void * host_data(const kvq_backend_context & b, const ggml_tensor *
 // parameters of a ROPE node
 static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node) {
     const ggml_tensor * factors = node->src[2];
-    const int32_t * p = (const int32_t *) node->op_params;
-    kvq_rope r;
-    r.n_dims = p[1];
-    r.neox = p[2] != GGML_ROPE_TYPE_NORMAL;
-    if (p[2] == GGML_ROPE_TYPE_MROPE || p[2] == GGML_ROPE_TYPE_IMROPE) {
-        memcpy(r.sections, p + 11, sizeof(r.sections));
-        r.interleaved = p[2] == GGML_ROPE_TYPE_IMROPE;
-    }
-    r.n_ctx_orig = p[4];
-    memcpy(&r.freq_base, p + 5, 4);
-    memcpy(&r.freq_scale, p + 6, 4);
-    memcpy(&r.ext_factor, p + 7, 4);
-    memcpy(&r.attn_factor, p + 8, 4);
-    memcpy(&r.beta_fast, p + 9, 4);
-    memcpy(&r.beta_slow, p + 10, 4);
+    kvq_rope r = kvq_rope_of(node);
     if (factors && b.inner) { // weights: fetched once
         auto & kept = b.factors[factors->data];
         if (kept.empty()) {
@@ -142,14 +129,14 @@ static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_ro
     while (x && (kvq_is_view_op(x->op) || x->op == GGML_OP_CONT) && x->src[0]) { x = x->src[0]; }
     *rope = x && x->op == GGML_OP_ROPE ? x : nullptr;
     if (!*rope) { return t.cache->set_rope(*t.layer, kvq_rope{}, err); }
-    const int mode = ((const int32_t *) x->op_params)[2];
+    const int mode = kvq_rope_mode(x);
     const bool multi = mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE;
     const char * no_way_back = " cannot be undone by this method: use higgs or kivi";
     if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX && !multi) {
         err = "ROPE of mode " + std::to_string(mode) + " (" + x->name + ")" + no_way_back;
         return false;
     }
-    if (const int first = ((const int32_t *) x->op_params)[15]) {
+    if (const int first = kvq_rope_first(x)) {
         err = "ROPE from channel " + std::to_string(first) + " on (" + x->name + ")" + no_way_back;
         return false;
     }
@@ -246,6 +233,7 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     }
     static thread_local std::vector<float> lse; // of the query rows
     lse.resize(scored && !b.inner ? (size_t) (n_stream * q->ne[1] * q->ne[2]) : 0);
+    const kvq_attention_params params = kvq_attention_of(node);
     static thread_local std::vector<kvq_attn> streams;
     streams.assign((size_t) n_stream, kvq_attn{});
     for (int s = 0; s < n_stream; s++) {
@@ -257,9 +245,9 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         a.n_head_kv = (int32_t) k->ne[2];
         a.n_kv = n_kv;
         a.flags = l.d.plan.flags;
-        memcpy(&a.scale, (const float *) node->op_params + 0, 4);
-        memcpy(&a.max_bias, (const float *) node->op_params + 1, 4);
-        memcpy(&a.softcap, (const float *) node->op_params + 2, 4);
+        a.scale = params.scale;
+        a.max_bias = params.max_bias;
+        a.softcap = params.softcap;
         a.q = (const float *) ((const char *) q->data + s * q->nb[3]);
         a.q_stride_token = (int64_t) (q->nb[1] / 4);
         a.q_stride_head = (int64_t) (q->nb[2] / 4);

@@ -4,6 +4,7 @@
 
 #include "cache/config.h"
 #include "ggml-kvq-graph.h"
+#include "op_params.h"
 
 #include "engine/host.h"
 
@@ -18,14 +19,6 @@ namespace {
 struct node_params {
     ggml_kvq_attn_params attn; // encode: only k and n_head_kv
 };
-
-// the callback's slot in op_params, as ggml_custom_4d lays it out (ggml/src/ggml-impl.h: fun, n_tasks, userdata)
-struct custom_op_params {
-    ggml_custom_op_t fun;
-    int n_tasks;
-    void * userdata;
-};
-static_assert(sizeof(custom_op_params) <= GGML_MAX_OP_PARAMS, "custom parameters fit");
 
 void * intern(const ggml_kvq_attn_params & p) {
     static std::mutex mutex;
@@ -93,8 +86,7 @@ std::string encode_refuse(const kvq_codec & c, const ggml_tensor * rows, const g
 
 void encode_units(ggml_tensor * dst, int ith, int nth) {
     const ggml_tensor * rows = dst->src[0];
-    custom_op_params op;
-    memcpy(&op, dst->op_params, sizeof(op));
+    const kvq_custom_params op = kvq_custom_of(dst);
     const kvq_codec & c = ((const node_params *) op.userdata)->attn.k;
     const int n_head = (int) rows->ne[1], n_pages = (int) dst->ne[1];
     const blocks b = view(c, n_head, dst, dst->src[1]);
@@ -174,8 +166,7 @@ std::string attn_refuse(const ggml_kvq_attn_params & p, ggml_tensor * const * sr
 
 // Streams [stream0, stream1), query tokens [q0, q1), KV heads [h0, h1) of a node.
 void attend_part(ggml_tensor * dst, int stream0, int stream1, int q0, int q1, int h0, int h1, int n_threads) {
-    custom_op_params op;
-    memcpy(&op, dst->op_params, sizeof(op));
+    const kvq_custom_params op = kvq_custom_of(dst);
     const ggml_kvq_attn_params & p = ((const node_params *) op.userdata)->attn;
     const ggml_tensor *q = dst->src[0], *mask = dst->src[3], *sinks = dst->src[4];
     const blocks k = view(p.k, p.n_head_kv, dst->src[1], dst->src[5]),
@@ -335,15 +326,12 @@ extern "C" ggml_tensor * ggml_kvq_predict(
 }
 
 bool kvq_graph_op_supported(const ggml_tensor * op) {
-    custom_op_params p;
-    memcpy(&p, op->op_params, sizeof(p));
-    return op->op == GGML_OP_CUSTOM &&
-        (p.fun == encode_callback || p.fun == attn_callback || p.fun == predict_callback);
+    const kvq_custom_params p = kvq_custom_of(op);
+    return kvq_is_custom(op) && (p.fun == encode_callback || p.fun == attn_callback || p.fun == predict_callback);
 }
 
 void kvq_graph_op_compute(ggml_tensor * op, int n_threads) {
-    custom_op_params p;
-    memcpy(&p, op->op_params, sizeof(p));
+    const kvq_custom_params p = kvq_custom_of(op);
     if (p.fun == attn_callback) {
         const ggml_kvq_attn_params & a = ((const node_params *) p.userdata)->attn;
         attend_part(op, 0, (int) op->ne[3], 0, (int) op->ne[2], 0, a.n_head_kv, n_threads);

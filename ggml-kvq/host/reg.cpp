@@ -2,8 +2,11 @@
 // the nodes that touch a cache; weights fall through to upstream's CPU buffer types.
 #include "backend.h"
 #include "engines.h"
+#include "process.h"
+#include "self_check.h"
 
 #include "base/host_memory.h"
+#include "base/settings.h"
 
 #include <algorithm>
 #include <cstring>
@@ -79,7 +82,7 @@ static ggml_backend_t dev_init(ggml_backend_dev_t dev, const char *) {
     return new ggml_backend{ backend_guid(), iface, dev, c };
 }
 
-static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return &context(dev).buft; }
+static ggml_backend_buffer_type_t dev_buft(ggml_backend_dev_t dev) { return context(dev).buft.get(); }
 
 static bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
     kvq_note_absent(op);
@@ -180,18 +183,49 @@ static const ggml_backend_reg_i reg_interface = [] {
     return i;
 }();
 
-static bool version_matches(void) {
-    if (strcmp(ggml_version(), KVQ_GGML_VERSION) == 0) { return true; }
-    kvq_report_error(std::string("this libggml is ") + ggml_version() + ", libggml-kvq.so was built for " +
-        KVQ_GGML_VERSION + ": rebuild it with cmake -DLLAMA_CPP_DIR=<source of this llama.cpp>");
-    return false;
+// ---------------------------------------------------------------- the ggml that loads us
+
+// Of a registry that is there before us: what ggml_backend_load compares ours with. 0: there is none.
+static int api_of_others(void) {
+    const auto count = KVQ_OPTIONAL(ggml_backend_reg_count);
+    const auto get = KVQ_OPTIONAL(ggml_backend_reg_get);
+    return count && get && count() ? get(0)->api_version : 0;
+}
+
+static bool serves(const void * caller, std::string & err) {
+    if (!kvq_bind_ggml(caller, err)) { return false; }
+    const int api = api_of_others();
+    if (!kvq_choose_layout(ggml_version(), api, err)) { return false; }
+    if (kvq_check_ggml(err)) { return true; }
+    if (api || kvq_layout_here.known) { return false; }
+    std::string again; // nobody tells the API number of this version: the check does
+    return kvq_choose_layout(ggml_version(), kvq_other_api(kvq_layout_here.api), again) && kvq_check_ggml(again);
+}
+
+// GGML_BACKEND_PATH names one file. A program that would name its GPU's there names ours, and that one here.
+static void load_inner(void) {
+    const char * file = kvq_setting_text(kvq_setting::INNER_BACKEND);
+    if (!*file) { return; }
+    const auto load = KVQ_OPTIONAL(ggml_backend_load);
+    if (!load || !load(file)) {
+        kvq_report_error(std::string("KVQ_INNER_BACKEND=") + file + " is no backend that this ggml loads");
+    }
 }
 
 extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
-    if (!version_matches()) { return nullptr; }
-    static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION, reg_interface, nullptr };
+    static ggml_backend_reg reg;
     static kvq_device_context context, draft_context;
+    std::string err;
+    if (!serves(__builtin_return_address(0), err)) {
+        kvq_report_error(err);
+        return nullptr;
+    }
     if (!device.context) {
+        reg = { kvq_layout_here.api, reg_interface, nullptr };
+        if (kvq_layout_here.newer) {
+            kvq_report_note("ggml " + kvq_layout_here.version + " is newer than those that were tested (" +
+                kvq_known_versions() + "); it passed the checks of its structures and operations");
+        }
         context.name = "KVQ0";
         context.description = std::string("ggml-kvq KV cache, CPU ") + kvq_kernel_name();
         kvq_init_buffer_type(context, &device);
@@ -202,9 +236,11 @@ extern "C" KVQ_API ggml_backend_reg_t ggml_backend_init(void) {
         draft_context.for_draft = true;
         kvq_init_buffer_type(draft_context, &draft_device);
         draft_device = { device_interface, &reg, &draft_context };
+        load_inner();
         n_cuda = kvq_cuda_init(&reg);
     }
     return &reg;
 }
 
-extern "C" KVQ_API int ggml_backend_score(void) { return strcmp(ggml_version(), KVQ_GGML_VERSION) == 0 ? 1 : 0; }
+// Asked of several files of one backend, the best of which is taken; ours says in ggml_backend_init what is wrong.
+extern "C" KVQ_API int ggml_backend_score(void) { return 1; }

@@ -8,6 +8,7 @@
 #include "backend.h"
 #include "engines.h"
 #include "lines.h"
+#include "process.h"
 
 #include "engine/host.h"
 
@@ -15,7 +16,6 @@
 
 #include <cstdio>
 #include <cstring>
-#include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -184,11 +184,7 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
 
 ggml_backend_t kvq_cpu_backend(kvq_backend_context & b) {
     if (!b.cpu) {
-        // libggml, which holds the list of devices, has loaded us and is not among the libraries that we name
-        const std::string major(KVQ_GGML_VERSION, strcspn(KVQ_GGML_VERSION, "."));
-        void * ggml = dlopen(("libggml.so." + major).c_str(), RTLD_LAZY | RTLD_NOLOAD);
-        void * found = dlsym(ggml ? ggml : RTLD_DEFAULT, "ggml_backend_dev_by_type");
-        const auto by_type = (decltype(&ggml_backend_dev_by_type)) found;
+        const auto by_type = KVQ_OPTIONAL(ggml_backend_dev_by_type); // in libggml, which holds the list of devices
         ggml_backend_dev_t cpu = by_type ? by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : nullptr;
         b.cpu = cpu ? ggml_backend_dev_init(cpu, nullptr) : nullptr;
         if (!b.cpu) { return nullptr; }

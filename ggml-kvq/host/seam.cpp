@@ -8,16 +8,14 @@
 #include "gguf.h"
 #include "llama.h"
 
+#include <climits>
+#include <cstddef>
+
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 
-static_assert(GGML_BACKEND_API_VERSION == 2,
-    "GGML_BACKEND_API_VERSION is " TEXT(GGML_BACKEND_API_VERSION) ", this source knows 2");
-static_assert(GGML_MAX_OP_PARAMS >= 64, "GGML_MAX_OP_PARAMS is below 64");
-static_assert(
-    GGML_TYPE_F16 == 1 && GGML_TYPE_I32 == 26 && GGML_TYPE_I64 == 27, "numbers of enum ggml_type have changed");
-static_assert(
-    GGML_ROPE_TYPE_NORMAL == 0 && GGML_ROPE_TYPE_NEOX == 2, "numbers of the rotary embeddings' modes have changed");
+static_assert(GGML_BACKEND_API_VERSION == 2 || GGML_BACKEND_API_VERSION == 3,
+    "GGML_BACKEND_API_VERSION is " TEXT(GGML_BACKEND_API_VERSION) ", this source knows 2 and 3");
 
 using buffer_t = ggml_backend_buffer_t;
 using buft_t = ggml_backend_buffer_type_t;
@@ -95,3 +93,13 @@ KVQ_FACT(llama_context_params, n_seq_max, uint32_t);
 KVQ_FACT(llama_context_params, flash_attn_type, enum llama_flash_attn_type);
 KVQ_FACT(llama_context_params, type_k, enum ggml_type);
 KVQ_FACT(llama_context_params, type_v, enum ggml_type);
+
+// Numbers that are the same in every known version (layouts.inc): the library serves them all, so a tree in which one
+// differs is refused.
+#define KVQ_MEMBER(type, member, n)                                                                                    \
+    static_assert(offsetof(type, member) == n, #type "::" #member " is not at byte " #n);
+#define KVQ_SIZE(type, n) static_assert(sizeof(type) == n, #type " has not " #n " bytes");
+#define KVQ_CONSTANT(name, n) static_assert((int) (name) == (n), #name " is not " #n);
+#define KVQ_DIFFERS(...)
+#define KVQ_LAYOUT_OF(...)
+#include "layouts.inc"

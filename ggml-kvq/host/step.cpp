@@ -1,6 +1,7 @@
 #include "step.h"
 
 #include "graph_door.h"
+#include "op_params.h"
 
 #include "ggml-impl.h" // ggml_cgraph
 
@@ -49,7 +50,7 @@ std::string kvq_why_not(const ggml_tensor * op, const kvq_target & t) {
         return "";
     }
     case GGML_OP_ROPE: {
-        const int mode = ((const int32_t *) op->op_params)[2];
+        const int mode = kvq_rope_mode(op);
         if (mode == GGML_ROPE_TYPE_NORMAL || mode == GGML_ROPE_TYPE_NEOX) { return ""; }
         return "context shift with ROPE of mode " + std::to_string(mode) +
             " is not supported: run with --no-context-shift";

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._version import __version__
 
 if TYPE_CHECKING:
+    from .attaching import attach
     from .errors import (
         ArgumentTypeError,
         BudgetError,
@@ -45,7 +46,13 @@ _ERRORS = (
     "StateError",
     "TextError",
 )
-_HOME = {"GgufError": "gguf_header", "Model": "model", "Sampling": "sampling", **dict.fromkeys(_ERRORS, "errors")}
+_HOME = {
+    "GgufError": "gguf_header",
+    "attach": "attaching",
+    "Model": "model",
+    "Sampling": "sampling",
+    **dict.fromkeys(_ERRORS, "errors"),
+}
 
 __all__ = [
     "ArgumentTypeError",
@@ -65,6 +72,7 @@ __all__ = [
     "StateError",
     "TextError",
     "__version__",
+    "attach",
 ]
 
 

@@ -64,14 +64,10 @@ def backend() -> Path:
 
 
 def open_upstream(folder: Path) -> None:
-    """Loads the libraries of llama.cpp that libggml-kvq.so names by SONAME; OSError of the dynamic linker.
-
-    libggml-cuda is one of them where both were built with CUDA. libggml-kvq.so may lie in another folder, where the
-    linker would not find them.
+    """Loads libggml-base, with which libggml-kvq.so reads GGUF files where no ggml has loaded it; OSError of the
+    dynamic linker.
     """
-    for stem in ("ggml-base", "ggml-cuda"):
-        if stem == "ggml-base" or any(folder.glob(f"lib{stem}.so*")):
-            ctypes.CDLL(str(shared_library(folder, stem)))
+    ctypes.CDLL(str(shared_library(folder, "ggml-base")))
 
 
 def check_whole(path: Path) -> None:
@@ -97,14 +93,14 @@ def cure(problem: str, usual: str) -> str:
     """What to do about a library for which the dynamic linker said `problem`; usual: where it is not CUDA's half that
     is missing.
     """
-    missing = re.search(r"lib(ggml-cuda|cudart|cuda)\.so\.\d+: cannot open", problem)
+    missing = re.search(r"lib(cudart|cuda)\.so\.\d+: cannot open", problem)
     if not missing:
         return usual
     if missing[1] == "cuda":
         return "there is no NVIDIA driver here; without a GPU take the library without CUDA (unset KVQ_BACKEND)"
     return (
-        "it has CUDA kernels and needs a llama.cpp that was built with CUDA: set KVQ_LIB_DIR to the folder with its"
-        " libggml-cuda.so; without a GPU take the library without CUDA (unset KVQ_BACKEND)"
+        "it has CUDA kernels and needs the CUDA runtime: pip install 'nvidia-cuda-runtime>=13,<14', or name its folder"
+        " in LD_LIBRARY_PATH; without a GPU take the library without CUDA (unset KVQ_BACKEND)"
     )
 
 

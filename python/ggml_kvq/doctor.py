@@ -35,6 +35,7 @@ VARIABLES = (  # that users set; docs/llama-cpp.md tells what each does
     "KVQ_PAGE_STATS_FILE",
     "KVQ_LAUNCHER",
     "KVQ_ASKED",
+    "KVQ_INNER_BACKEND",
     "KVQ_FAR_LIMIT",
     "KVQ_ISA",
     "KVQ_QUIET",
@@ -179,7 +180,7 @@ def _environment() -> Iterator[Check]:
             NOTE,
             "llama_cpp",
             "installed too",
-            "import it in another process than ggml_kvq: there would be two copies of libggml",
+            "ggml_kvq.attach() keeps its caches here; ggml_kvq.Model wants another process",
         )
 
 

@@ -259,6 +259,16 @@ def build_info(folder: Path) -> dict[str, str]:
     return {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
 
 
+def _last_error(kvq: CDLL) -> str:
+    """What the library said last; it may be of a version that has no such function."""
+    try:
+        function = kvq.kvq_last_error
+    except AttributeError:
+        return ""
+    function.restype = ctypes.c_char_p
+    return (function() or b"").decode("utf-8", "replace")
+
+
 _lock = threading.Lock()
 _loaded: Libraries | None = None
 
@@ -305,7 +315,7 @@ def _load() -> Libraries:
     if len(copies) > 1:
         raise LibraryError(
             f"two copies of libggml-base are loaded: {', '.join(sorted(copies))}; "
-            "import ggml_kvq in a process of its own, without llama_cpp"
+            "use Model in a process of its own, or ggml_kvq.attach() for llama_cpp's own Llama"
         )
     prove_one_runtime(libs["llama"], files["llama"])
 
@@ -318,15 +328,14 @@ def _load() -> Libraries:
     kvq: CDLL | None = None
     path, problem = find_backend()
     if path is not None:
-        _paths.check_whole(path)
+        kvq = _open(path.resolve())  # it stays when it refuses, and says why
         log.begin()
         registry = libs["ggml"].ggml_backend_load(str(path.resolve()).encode())
         lines = log.end()
         if not registry:
-            said = last_problem(lines)
+            said = _last_error(kvq) or last_problem(lines)
             cure = _paths.cure(said, f"rebuild it against the llama.cpp in {folder}")
             raise LibraryError(f"{path} was refused by ggml {version}: {said}; {cure}")
-        kvq = _open(path.resolve())
         try:
             native.bind(kvq)
         except AttributeError as e:

@@ -1,0 +1,35 @@
+"""`ggml-kvq plugin`: libggml-kvq.so for a program that brings its own llama.cpp."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+HELP = "use the library in a program with a llama.cpp of its own: two lines of environment, or a file beside it"
+
+
+def register(subparsers: Any) -> None:
+    """Add the `plugin` parser."""
+    p = subparsers.add_parser("plugin", help=HELP, description=HELP)
+    how = p.add_mutually_exclusive_group()
+    how.add_argument(
+        "--print-env", action="store_true", help="lines for a shell that is to start the program (default)"
+    )
+    how.add_argument("--install", metavar="DIR", help="put the library into this folder, which holds its libggml")
+    how.add_argument("--remove", metavar="DIR", help="undo --install")
+    p.add_argument("--method", default="kivi", help="for --print-env: default %(default)s")
+    p.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 done; a folder that holds no such llama.cpp is refused."""
+    from .. import methods, plugin
+
+    if args.install:
+        print("\n".join(plugin.install(args.install)))
+    elif args.remove:
+        print(f"removed {plugin.remove(args.remove)}")
+    else:
+        methods.check(args.method, "")
+        print("\n".join(plugin.environment(args.method)))
+    return 0
