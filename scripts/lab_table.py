@@ -85,7 +85,7 @@ def table(rows: list[results.Row]) -> str:
                 source.get(name, ""),
                 f"{row['bits_no_window']:.2f}",
                 f"{row['bits']:.2f}",
-                f"{row['kld_mean']:.4f}",
+                f"{round(row['kld_mean'], 4) + 0.0:.4f}",
                 f"{row['kld_p99']:.3f}",
                 f"{100 * row['same_top']:.1f} %",
             ]
@@ -101,7 +101,7 @@ def page(text: str, rows: list[results.Row]) -> str:
         own = [r for r in rows if r["key"]["model"] == model]
         key = own[0]["key"]
         parts.append(
-            f"**{model}**, {key['n_ctx']} tokens a window, {key['chunks'] or 'all'} window(s) of `{key['text']}`,"
+            f"**{model}**, {key['n_ctx']} tokens a window, windows: {key['chunks'] or 'all'}, of `{key['text']}`,"
             f" batches of {key['n_ubatch']}:\n\n{table(own)}"
         )
     begin, end = "<!-- field -->", "<!-- /field -->"
