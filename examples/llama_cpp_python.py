@@ -1,4 +1,4 @@
-"""llama-cpp-python with its KV cache in 4 bits (pip install llama-cpp-python): python llama_cpp_python.py MODEL.gguf"""
+"""llama-cpp-python with its KV cache in 4 bits: python examples/llama_cpp_python.py MODEL.gguf"""
 
 import sys
 
