@@ -235,6 +235,10 @@ std::unique_ptr<kvq_device> kvq_cuda_make_device(int ordinal) {
 }
 
 const char * kvq_cuda_refuse(const kvq_draft_layer & d) {
+    if (d.plan.k.split && d.plan.part("chain")) {
+        return "keys sorted behind predictors have no CUDA kernels: leave predictor out, add pairs=none, or run on the "
+               "CPU with -ngl 0";
+    }
     return kvq_cuda_device::refuse(d.plan.flags, d.plan.k, d.plan.v, d.k.evicts);
 }
 
