@@ -25,7 +25,8 @@ from ggml_kvq.lab.page import check_bits, check_levels
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "lab"
-TEXT = (ROOT / "docs" / "llama-cpp.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "tests" / "data" / "manual.md").read_text(encoding="utf-8")
+SAMPLE = 6400  # characters: 2048 tokens and some
 N = 480
 
 
@@ -174,7 +175,7 @@ def test_built_in_methods_as_classes(
     config = "none"
     if method == "aqua":
         text, sidecar = tmp_path / "text.txt", tmp_path / "means.gguf"
-        text.write_text(TEXT)
+        text.write_text(TEXT[:SAMPLE])  # four sequences: both see all of it
         args = ["calibrate", "-m", str(demo_model), "-o", str(sidecar), "-f", str(text)]
         assert cli.main([*args, "--predictor", "bias", "--sequences", "4", "--length", "512"]) == 0
         example, config = f"{example},text={text}", str(sidecar)
