@@ -408,7 +408,7 @@ def test_the_flag_that_was_meant(demo_model: Path) -> None:
 
 def test_a_method_may_be_none(demo_model: Path) -> None:
     for argv, env in ((["--kv-method", "kiwi"], {}), ([], {"KVQ_METHOD": "kiwi"})):
-        with pytest.raises(KvqError, match="unknown method 'kiwi': choose one of f16, .*, auto or none$"):
+        with pytest.raises(KvqError, match="unknown method 'kiwi': choose one of f16, .*, auto, lab or none$"):
             launcher.command("llama-cli", ["-m", str(demo_model), *argv], env)
 
 

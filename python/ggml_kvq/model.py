@@ -66,6 +66,7 @@ class Model(Many, Vocabulary):
     n_ctx: context in tokens (32768 or "32k"), 0 = what the model was trained with.
     n_batch, n_ubatch: logical and physical batch in tokens.
     n_threads: CPU threads, None = as many as the process may use (affinity, cgroup). n_seq_max: parallel sequences.
+    swa_full: layers with a sliding window keep the whole context, so that tokens can be taken back; False: the window.
     type_k, type_v: upstream's cache types (f16, q8_0, q5_0, q4_0, q2_0, ...), only without kv_method.
     device: device name or names; default KVQ0 with a method, else every GPU that is not ours, else the CPU. The
         attribute `devices` tells what was chosen.
