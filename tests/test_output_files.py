@@ -272,6 +272,6 @@ def test_data_are_not_fitted_on_another_encoding(
     out = folder / "out.gguf"
     argv = [*command.split(), "-m", str(folder / "m.gguf"), "-f", str(text), "-o", str(out)]
     few = [] if "xquant" in command else ["--sequences", "1"]
-    assert cli.main([*argv, *few, "--length", "256"]) == 2
+    assert cli.main([*argv, *few, "--length", "384"]) == 2
     assert f"-f {text} is no text in UTF-8" in capsys.readouterr().err
     assert not out.exists()
