@@ -27,13 +27,22 @@ kvq_status kvq_levels::bits(int level, int cells, double & out, std::string & er
 kvq_status kvq_levels::find(int & level, std::string & err) const {
     const kvq_status status = find_allowed(level, err);
     if (status != KVQ_OK || more <= 0 || !method.n_levels || method.most(options).bits <= 0) { return status; }
-    double start = 0.0, now = 0.0;
-    kvq_status counted = bits(level, n_cells, start, err);
-    for (const int n = method.n_levels(options, n_layer); counted == KVQ_OK && level + 1 < n; level++) {
-        counted = bits(level + 1, n_cells, now, err);
-        if (now - start > more) { break; }
+    double start = 0.0;
+    const kvq_status counted = bits(level, n_cells, start, err);
+    return counted == KVQ_OK ? highest(start + more, n_cells, level, err) : counted;
+}
+
+// From a level that takes no more than `most` bits at `cells` cells to the highest that does not.
+kvq_status kvq_levels::highest(double most, int cells, int & level, std::string & err) const {
+    int above = method.n_levels(options, n_layer); // the lowest that does not fit, as far as known
+    while (above - level > 1) {
+        const int middle = (level + above) / 2;
+        double now = 0.0;
+        const kvq_status status = bits(middle, cells, now, err);
+        if (status != KVQ_OK) { return status; }
+        (now <= most ? level : above) = middle;
     }
-    return counted;
+    return KVQ_OK;
 }
 
 kvq_status kvq_levels::find_allowed(int & level, std::string & err) const {
@@ -55,13 +64,7 @@ kvq_status kvq_levels::find_allowed(int & level, std::string & err) const {
         err = text;
         return KVQ_ERR_OPTION;
     }
-    int above = method.n_levels(options, n_layer); // the lowest that does not fit, as far as known
-    while (above - level > 1) {
-        const int middle = (level + above) / 2;
-        if ((status = bits(middle, cells, now, err)) != KVQ_OK) { return status; }
-        (now <= most.bits ? level : above) = middle;
-    }
-    return KVQ_OK;
+    return highest(most.bits, cells, level, err);
 }
 
 double kvq_more_bits(const kvq_method & method, const kvq_options & o, double channels, int n_cells,

@@ -20,6 +20,7 @@ struct kvq_levels {
 
 private:
     kvq_status find_allowed(int & level, std::string & err) const;
+    kvq_status highest(double most, int cells, int & level, std::string & err) const;
     kvq_status bits(int level, int cells, double & out, std::string & err) const;
 };
 
