@@ -45,7 +45,7 @@ WALKS = [
     ("aqua", "predictor=bias,bits=4", 0.02, 0.4),
     ("aqua", "predictor=bias", 0.3, 2),
     ("aqua", "predictor=k", 0.2, 2),
-    ("auto", "level=41,means=off", 0.1, 1),
+    ("auto", "level=41,means=off", 0.2, 3),
     ("auto", "level=14,far=f16,prompt=near", 0.05, 0.5),
     ("auto", "level=54,pairs=norm", 0.03, 0.4),
     ("auto", "level=24,pairs=norm,window=32", 0.35, 3.5),

@@ -210,7 +210,7 @@ def test_options_have_an_effect(lib: CDLL, table: Any, method: str) -> None:
         "fetch": "off",
         "kept": 100,
         "prompt": "near",
-        "at": 131072,
+        "at": 4096,
         "level": 7,
         "order": ".".join(str(il) for il in range(8) for _ in range(5)),
         "means": "on",
