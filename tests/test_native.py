@@ -31,6 +31,7 @@ TESTS = [
         "test_probe",
         "test_memory",
         "test_images",
+        "test_parallel",
     ),
     "ggml-graph",
 ]
@@ -43,6 +44,7 @@ RUNS = [
     *((name, []) for name in ("test_slots", "test_fuzz_calibration", "test_layers", "test_caches", "test_far")),
     *(("test_probe", []), ("test_memory", [])),
     ("test_images", ["150", "3"]),
+    ("test_parallel", []),
 ]
 
 

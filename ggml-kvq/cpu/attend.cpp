@@ -8,6 +8,8 @@
 #include "attend_mask.h"
 #include "attend_parts.h"
 
+#include "base/parallel.h"
+
 #include <cmath>
 #include <cstring>
 
@@ -163,53 +165,49 @@ static void run_plans(stream_plan * plan, int n, const workspace::sizes & size, 
     for (int i = 0; i < n_prepared; i++) { n_heads = std::max(n_heads, plan[i].p->n_head_kv); }
     const int * const first_task = first.data();
     const int n_tasks = first[n];
-#pragma omp parallel num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
-    {
-#pragma omp for schedule(dynamic)
-        for (int j = 0; j < n_prepared * n_heads; j++) {
-            static thread_local std::vector<float> q;
-            stream_plan & s = plan[j / n_heads];
-            const int kvh = j % n_heads;
-            if (s.few && kvh < s.p->n_head_kv) {
-                q.resize((size_t) s.n_rows * s.dpk);
-                gather(s, kvh, 0, s.n_rows, nullptr, q.data());
-                s.prepared[(size_t) kvh].make(s, kvh, s.n_rows, q.data());
-            }
+    kvq_parallel_for(n_prepared * n_heads, n_threads, [&](int64_t j) {
+        static thread_local std::vector<float> q;
+        stream_plan & s = plan[j / n_heads];
+        const int kvh = (int) (j % n_heads);
+        if (s.few && kvh < s.p->n_head_kv) {
+            q.resize((size_t) s.n_rows * s.dpk);
+            gather(s, kvh, 0, s.n_rows, nullptr, q.data());
+            s.prepared[(size_t) kvh].make(s, kvh, s.n_rows, q.data());
         }
-#pragma omp for schedule(dynamic)
-        for (int task = 0; task < n_tasks; task++) {
-            static thread_local workspace w;
-            w.fit(size);
-            int i = 0;
-            while (task >= first_task[i + 1]) { i++; }
-            const stream_plan & s = plan[i];
-            const int t = task - first_task[i];
-            const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, group = t / s.n_splits / s.n_blocks;
-            const int h0 = s.p->n_head_kv * group / s.n_groups, h1 = s.p->n_head_kv * (group + 1) / s.n_groups;
-            const int r0 = block * KVQ_MAX_ROWS, rows = std::min(KVQ_MAX_ROWS, s.n_rows - r0);
-            const int p0 = s.cuts[(size_t) split], p1 = s.cuts[(size_t) split + 1];
-            run_task(K, s, w, h0, h1 - h0, r0, rows, p0, p1,
-                [&](workspace & at, head_rows & h, const page_run & r, const ahead & next) {
-                    run_head(K, s, at, h, r, next);
-                });
-            for (int kvh = h0; kvh < h1; kvh++) {
-                head_rows & h = w.heads[(size_t) (kvh - h0)];
-                end_head(s, h, rows);
-                for (int r = 0; r < rows; r++) {
-                    const float * out = h.out + (size_t) r * s.dpv;
-                    if (!s.leaves_partial) {
-                        store_row(s, kvh, r0 + r, h.m[r], h.l[r], out);
-                        continue;
-                    }
-                    float * to = partial + s.part_of(kvh, split, r0 + r);
-                    to[0] = h.m[r];
-                    to[1] = h.l[r];
-                    memcpy(to + 2, out, 4 * (size_t) s.dpv);
-                    memcpy(to + 2 + s.dpv, h.fold + (size_t) r * s.n_fold, 4 * (size_t) s.n_fold);
+    });
+    kvq_parallel_for(n_tasks, n_threads, [&](int64_t i_task) {
+        const int task = (int) i_task;
+        static thread_local workspace w;
+        w.fit(size);
+        int i = 0;
+        while (task >= first_task[i + 1]) { i++; }
+        const stream_plan & s = plan[i];
+        const int t = task - first_task[i];
+        const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, group = t / s.n_splits / s.n_blocks;
+        const int h0 = s.p->n_head_kv * group / s.n_groups, h1 = s.p->n_head_kv * (group + 1) / s.n_groups;
+        const int r0 = block * KVQ_MAX_ROWS, rows = std::min(KVQ_MAX_ROWS, s.n_rows - r0);
+        const int p0 = s.cuts[(size_t) split], p1 = s.cuts[(size_t) split + 1];
+        run_task(K, s, w, h0, h1 - h0, r0, rows, p0, p1,
+            [&](workspace & at, head_rows & h, const page_run & r, const ahead & next) {
+                run_head(K, s, at, h, r, next);
+            });
+        for (int kvh = h0; kvh < h1; kvh++) {
+            head_rows & h = w.heads[(size_t) (kvh - h0)];
+            end_head(s, h, rows);
+            for (int r = 0; r < rows; r++) {
+                const float * out = h.out + (size_t) r * s.dpv;
+                if (!s.leaves_partial) {
+                    store_row(s, kvh, r0 + r, h.m[r], h.l[r], out);
+                    continue;
                 }
+                float * to = partial + s.part_of(kvh, split, r0 + r);
+                to[0] = h.m[r];
+                to[1] = h.l[r];
+                memcpy(to + 2, out, 4 * (size_t) s.dpv);
+                memcpy(to + 2 + s.dpv, h.fold + (size_t) r * s.n_fold, 4 * (size_t) s.n_fold);
             }
         }
-    }
+    });
 }
 
 // All splits of a row become the first one.
@@ -278,15 +276,15 @@ void attend_from(page_source & source, const kvq_attn & attn, int n_threads, con
     const stream_plan & of = s; // other threads have plans of their own
     float * const all = sums.data();
     const size_t stride = (size_t) of.n_sums() + 2;
-#pragma omp parallel for num_threads(n_threads) if (fold && n_threads > 1)
-    for (int kvh = 0; kvh < attn.n_head_kv; kvh++) {
+    kvq_parallel_for(attn.n_head_kv, fold ? n_threads : 1, [&](int64_t i) {
+        const int kvh = (int) i;
         float * const rows = all + (size_t) kvh * of.n_rows * stride;
         if (fold) { apply_fold(kvq_get_kernels(), of, kvh, rows, stride); }
         for (int r = 0; r < of.n_rows; r++) {
             const float * x = rows + r * stride;
             store_row(of, kvh, r, x[0], x[1], x + 2);
         }
-    }
+    });
 }
 
 } // namespace kvq_attention

@@ -6,6 +6,7 @@
 // and both parts are joined by log-sum-exp. Codes of keys and of values are read once.
 #include "attend_parts.h"
 
+#include "base/parallel.h"
 #include "types/far_rows.h"
 
 #include <cmath>
@@ -249,11 +250,12 @@ private:
         tiles.resize(std::max(tiles.size(), most * rows * (k_row + v_row)));
         uint16_t *const to_k = &tiles[n * rows * (k_row + v_row)], *const to_v = to_k + rows * k_row;
         const uint8_t *k = (const uint8_t *) page.k_codes, *v = (const uint8_t *) page.v_codes;
-#pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
-        for (size_t r = 0; r < rows; r++) {
+        const auto get = [&](int64_t i) {
+            const size_t r = (size_t) i;
             kvq_far_get(format, K, k + r * kvq_far_row_bytes(format, K), to_k + r * k_row);
             kvq_far_get(format, V, v + r * kvq_far_row_bytes(format, V), to_v + r * v_row);
-        }
+        };
+        kvq_parallel_for((int64_t) rows, n_threads, get, 16);
         page.k_codes = to_k;
         page.v_codes = to_v;
     }
@@ -280,8 +282,8 @@ struct two_tiers {
     void each_task(const head_step & step, bool keeps) {
         const int n_tasks = s.n_tasks();
         const size_t stride = (size_t) s.dpv + 2;
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
-        for (int t = 0; t < n_tasks; t++) {
+        kvq_parallel_for(n_tasks, n_threads, [&](int64_t task) {
+            const int t = (int) task;
             static thread_local workspace w;
             w.fit(size);
             const int split = t % s.n_splits, block = t / s.n_splits % s.n_blocks, group = t / s.n_splits / s.n_blocks;
@@ -303,7 +305,7 @@ struct two_tiers {
                     memcpy(to + 2, h.out + (size_t) r * s.dpv, 4 * (size_t) s.dpv);
                 }
             }
-        }
+        });
     }
 
     // step 1; r.first: row of the chunk
@@ -407,9 +409,8 @@ struct two_tiers {
         near_m.assign((size_t) heads * x.n_rows, -INFINITY);
         near_weight.resize(x.top.size());
         picks.resize((size_t) n);
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
-        for (int i = 0; i < n; i++) {
-            const int kvh = i / x.n_tokens, token = i % x.n_tokens;
+        kvq_parallel_for(n, n_threads, [&](int64_t i) {
+            const int kvh = (int) i / x.n_tokens, token = (int) i % x.n_tokens;
             std::vector<int32_t> & mine = picks[(size_t) i];
             std::vector<int32_t> now;
             const int iq = x.token0 + token;
@@ -432,7 +433,7 @@ struct two_tiers {
                 K.page_weights(
                     x.n_padded, &x.top[at], &x.sum[at], &near_m[(size_t) kvh * x.n_rows + row], &near_weight[at]);
             }
-        }
+        });
         if (from < n_q && x.token0 + x.n_tokens == n_q) { keep(); }
         for (int i = 0; far.counts && i < n; i++) {
             far.counts[0] += fetched[(size_t) i];
@@ -445,12 +446,11 @@ struct two_tiers {
     void finish() {
         const int n = s.p->n_head_kv * x.n_tokens;
         const size_t stride = (size_t) s.dpv + 2;
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
-        for (int i = 0; i < n; i++) {
+        kvq_parallel_for(n, n_threads, [&](int64_t i) {
             static thread_local workspace w;
             static thread_local std::vector<float> m, l, out, whole;
             w.fit(size);
-            const int kvh = i / x.n_tokens, token = i % x.n_tokens;
+            const int kvh = (int) i / x.n_tokens, token = (int) i % x.n_tokens;
             m.assign((size_t) s.gqa, -INFINITY);
             l.assign((size_t) s.gqa, 0.0f);
             out.assign((size_t) s.gqa * s.dpv, 0.0f);
@@ -468,7 +468,7 @@ struct two_tiers {
                 }
                 store_row(s, kvh, x.token0 * s.gqa + row, whole[0], whole[1], &whole[2]);
             }
-        }
+        });
     }
 
     void run() {

@@ -5,6 +5,8 @@
 #include "attend_mask.h"
 #include "attend_parts.h"
 
+#include "base/parallel.h"
+
 using namespace kvq_attention;
 
 void kvq_cpu_column_sums(
@@ -26,8 +28,8 @@ void kvq_cpu_column_sums(
     size.work = kvq_work_bytes(s.k);
     const int n_split = std::max(1, std::min(attn.n_pages, (4 * n_threads + attn.n_head_kv - 1) / attn.n_head_kv)),
               n_tasks = attn.n_head_kv * n_split;
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n_tasks > 1 && n_threads > 1)
-    for (int task = 0; task < n_tasks; task++) {
+    kvq_parallel_for(n_tasks, n_threads, [&](int64_t i) {
+        const int task = (int) i;
         static thread_local workspace w;
         w.fit(size);
         head_rows & h = w.heads[0];
@@ -83,5 +85,5 @@ void kvq_cpu_column_sums(
                 }
             }
         }
-    }
+    });
 }

@@ -5,14 +5,12 @@
 #include "lattice.h"
 #include "rows.h"
 
+#include "base/parallel.h"
 #include "engine/tags.h"
 #include "types/lattice.h"
 
 #include <algorithm>
 #include <vector>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace {
 
@@ -40,14 +38,6 @@ page_work * works_for(const kvq_chain_pages & k, const kvq_chain_pages * v, int 
         }
     }
     return works.data();
-}
-
-page_work & mine(page_work * works) {
-#ifdef _OPENMP
-    return works[omp_get_thread_num()];
-#else
-    return works[0];
-#endif
 }
 
 const void * params_of(const kvq_chain_pages & c, int i) { return c.value ? c.pages[i].v_params : c.pages[i].k_params; }
@@ -167,10 +157,10 @@ public:
         }
         const int n = (int) sealed.size();
         page_work * const works = works_for(lanes[0], &lanes[1], n_threads);
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
-        for (int j = 0; j < n; j++) {
-            read_page(sealed[(size_t) j], j, pages[(size_t) (sealed[(size_t) j] - first)], mine(works));
-        }
+        kvq_parallel_for(n, n_threads, [&](int64_t j, int thread) {
+            const int p = sealed[(size_t) j];
+            read_page(p, (int) j, pages[(size_t) (p - first)], works[thread]);
+        });
         return at < attn.n_pages;
     }
 
@@ -214,8 +204,7 @@ void kvq_cpu_chain_predict(const kvq_chain_pages & c, float * out) {
 void kvq_cpu_chain_step(const kvq_chain_pages & c) {
     const int n_threads = std::max(c.n_threads, 1);
     page_work * const works = works_for(c, nullptr, n_threads);
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (c.n > 1 && n_threads > 1)
-    for (int i = 0; i < c.n; i++) { step_page(c, i, mine(works)); }
+    kvq_parallel_for(c.n, n_threads, [&](int64_t i, int thread) { step_page(c, (int) i, works[thread]); });
 }
 
 void kvq_cpu_attend_predicted(const kvq_attn & attn, const kvq_chain_pages * lanes, int n_threads) {

@@ -1,4 +1,5 @@
 // The device of host memory.
+#include "base/parallel.h"
 #include "engine/host.h"
 #include "engine/tags.h"
 #include "rows.h"
@@ -59,13 +60,12 @@ public:
         int n_threads) override {
         const int D = l.codec.head_size, stride = l.head_stride(), n = n_pages * l.n_head;
         const size_t nb_row = kvq_far_row_bytes(format, D);
-#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
-        for (int i = 0; i < n; i++) {
+        kvq_parallel_for(n, n_threads, [&](int64_t i) {
             const size_t first = (size_t) (i % l.n_head) * l.page_cells;
             const uint16_t * tile = tiles[i / l.n_head] + first * stride;
             uint8_t * rows = (uint8_t *) far[i / l.n_head] + first * nb_row;
             for (int t = 0; t < l.page_cells; t++) { kvq_far_put(format, D, tile + t * stride, rows + t * nb_row); }
-        }
+        });
     }
     const char * refuse_far(const kvq_codec &, const kvq_codec &, int, int) const override { return nullptr; }
     void get_far(const kvq_lane_layout & l, int format, const void * far, uint16_t * tile) override {
@@ -80,12 +80,12 @@ public:
         const int32_t * pos, int n_threads) override {
         const int D = l.codec.head_size;
         const size_t nb_head = (size_t) l.page_cells * l.head_stride();
-#pragma omp parallel for num_threads(n_threads) if (n > 16 && n_threads > 1)
-        for (int64_t i = 0; i < n; i++) {
+        const auto write = [&](int64_t i) {
             const float * row = rows + i * row_stride;
             for (int h = 0; h < l.n_head; h++) { kvq_cpu_f32_to_f16(row + (size_t) h * D, to[i] + h * nb_head, D); }
             if (pos) { kvq_tag_put(l, to[i], nb_head, pos[i]); }
-        }
+        };
+        kvq_parallel_for(n, n_threads, write, 16);
     }
 
     bool enter_rows(const kvq_lane_layout & l, int64_t n, uint16_t * const * to, const uint16_t * rows, int) override {
@@ -126,15 +126,14 @@ public:
 
     void encode(const kvq_lane_layout & l, const kvq_page_block * pages, int n_pages, int n_threads) override {
         const int n = n_pages * l.n_head;
-#pragma omp parallel for num_threads(n_threads) if (n > 1 && n_threads > 1)
-        for (int i = 0; i < n; i++) {
+        kvq_parallel_for(n, n_threads, [&](int64_t i) {
             static thread_local std::vector<uint16_t> rows;
             const kvq_page_block & b = pages[i / l.n_head];
             const size_t h = i % l.n_head, at = h * l.nb_codes;
             head_rows(l, b.tile, (int) h, rows);
             kvq_cpu_encode(l.codec, rows.data(), b.valid, b.shared ? (const uint8_t *) b.shared + at : nullptr,
                 b.codes ? (uint8_t *) b.codes + at : nullptr, (uint8_t *) b.params + h * l.nb_params);
-        }
+        });
     }
 
     void decode(const kvq_lane_layout & l, const kvq_page_block & b) override {

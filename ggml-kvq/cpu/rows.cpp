@@ -1,4 +1,5 @@
 // Rows of a page less what its block leaves out, and back (policy/transform.h has the formula).
+#include "base/parallel.h"
 #include "engine/host.h"
 #include "engine/rope.h"
 #include "engine/tags.h"
@@ -141,8 +142,7 @@ void kvq_cpu_turns(const kvq_lane_layout & l, const kvq_row_transform & x, std::
 
 void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const * tiles, uint16_t * const * out,
     const kvq_row_transform * x, int n_threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (n > 1 && n_threads > 1)
-    for (int i = 0; i < n; i++) {
+    kvq_parallel_for(n, n_threads, [&](int64_t i) {
         static thread_local std::vector<float> turns;
         kvq_row_transform of = x[i];
         kvq_cpu_turns(l, of, turns);
@@ -151,7 +151,7 @@ void kvq_cpu_take_out(const kvq_lane_layout & l, int n, const uint16_t * const *
         for (int h = 0; h < l.n_head; h++) {
             kvq_cpu_take_out_rows(l, h, of, out[i] + h * l.nb_tile_head / 2, l.head_stride());
         }
-    }
+    });
 }
 
 void kvq_cpu_put_back(const kvq_lane_layout & l, uint16_t * tile, const kvq_row_transform & x) {

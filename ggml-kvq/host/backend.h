@@ -41,9 +41,11 @@ struct kvq_backend_context {
     ggml_backend_dev_t device;
     int n_threads = 1;
     ggml_backend_t inner = nullptr;
-    ggml_backend_t cpu = nullptr; // without an inner one: computes what a client on another machine sends besides
-    void * stream = nullptr;      // the inner backend's: our kernels run between its own
-    bool idle = false;            // nothing was asked of the stream since it was waited for
+    ggml_backend_t cpu = nullptr;    // without an inner one: computes the graph, our nodes in it (whole_graph.cpp)
+    bool (*abort)(void *) = nullptr; // ends a graph early
+    void * abort_data = nullptr;
+    void * stream = nullptr;               // the inner backend's: our kernels run between its own
+    bool idle = false;                     // nothing was asked of the stream since it was waited for
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)
     std::vector<kvq_kv_cache *> late;      // whose last layer has not sealed (kvq_seal_late)
     // contexts of the buffers that the graph of this uid uses (cuda_inputs.cpp)
@@ -83,6 +85,7 @@ void kvq_init_buffer_type(kvq_device_context & dev, ggml_backend_dev_t device);
 bool kvq_is_view_op(ggml_op op);
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op);
 ggml_status kvq_compute_graph(kvq_backend_context & backend, ggml_cgraph * graph);
+ggml_backend_dev_t kvq_ggml_cpu(void);       // ggml's; NULL: there is none
 void kvq_seal_late(kvq_backend_context & b); // what a step left to the next one, or to whoever waits for the device
 // before a step on these, and behind it; false: out of memory, and told
 bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> & caches);
@@ -100,7 +103,6 @@ struct kvq_found_cache {
 };
 bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph); // false: refused, with a line
 void kvq_note_written(kvq_buffer & b, const ggml_tensor * tensor, size_t offset, size_t size);
-ggml_backend_t kvq_cpu_backend(kvq_backend_context & b); // NULL: there is none
 
 // stats_file.cpp: KVQ_STATS_FILE names a file that tells what the caches hold, rewritten every two seconds
 void kvq_stats_file_start(void);                         // there is a new cache

@@ -46,11 +46,13 @@ kvq_target kvq_find_target(const ggml_tensor * t) {
     kvq_target r;
     const ggml_tensor * root = t && t->view_src ? t->view_src : t;
     if (!root || !root->buffer || !kvq_buft_is_ours(root->buffer->buft)) { return r; }
+    const bool allocated = root->buffer->context && root->buffer->size; // a dummy buffer of a size query is not
+    if (allocated && !context(root->buffer)->cache) { return r; }
     const kvq_lane_id id = kvq_parse_cache_name(root->name);
     if (id.il < 0 || !id.tag.empty()) { return r; }
     r.ours = true;
     r.value = id.value;
-    if (root->buffer->context && root->buffer->size) { // a dummy buffer of a size query has neither
+    if (allocated) {
         r.cache = context(root->buffer)->cache.get();
         r.ours = r.cache;
         r.layer = r.cache ? r.cache->layer(id.il) : nullptr;

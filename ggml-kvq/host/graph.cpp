@@ -28,27 +28,42 @@ bool kvq_is_view_op(ggml_op op) {
 static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
     const ggml_tensor ** rope, std::string & err);
 
+// Does the other device take this node? `unplaced`: operands in buffers of ours are shown without one. They are host
+// memory, but our buffer type, which caches have as well, cannot say so.
+static bool takes(ggml_backend_dev_t other, const ggml_tensor * op, bool unplaced) {
+    if (!unplaced) { return ggml_backend_dev_supports_op(other, op); }
+    ggml_tensor node = *op, operands[GGML_MAX_SRC];
+    for (int i = 0; i < GGML_MAX_SRC; i++) {
+        if (!op->src[i] || !op->src[i]->buffer || !kvq_buft_is_ours(op->src[i]->buffer->buft)) { continue; }
+        operands[i] = *op->src[i];
+        operands[i].buffer = nullptr;
+        node.src[i] = &operands[i];
+    }
+    return ggml_backend_dev_supports_op(other, &node);
+}
+
 bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
     if (!dev.inner && kvq_graph_op_supported(op)) { // their kernels are CPU kernels
         return true;
     }
+    ggml_backend_dev_t const others = dev.inner ? dev.inner : kvq_ggml_cpu();
     kvq_target t = kvq_find_target(op);
     if (kvq_is_view_op(op->op)) {
-        return dev.inner || t.ours || (!op->buffer && !op->view_src) ||
+        return others || t.ours || (!op->buffer && !op->view_src) ||
             (op->view_src && kvq_buft_is_ours(op->view_src->buffer ? op->view_src->buffer->buft : nullptr)) ||
             (op->buffer && kvq_buft_is_ours(op->buffer->buft) && op->buffer->size);
     }
     if (op->op == GGML_OP_FLASH_ATTN_EXT) { t = kvq_find_target(op->src[1]); }
     for (int i = 0; i < GGML_MAX_SRC && !t.ours; i++) { t = op->src[i] ? kvq_find_target(op->src[i]) : t; }
     if (!t.ours) {
-        // a weight offered in our own type belongs in the inner device's
+        // a weight offered in our own type belongs in the other device's
         bool placing = false;
-        for (int i = 0; i < GGML_MAX_SRC && dev.inner; i++) {
+        for (int i = 0; i < GGML_MAX_SRC && others; i++) {
             placing = placing ||
                 (op->src[i] && op->src[i]->buffer && !op->src[i]->buffer->size &&
                     kvq_buft_is_ours(op->src[i]->buffer->buft));
         }
-        return dev.inner && !placing && ggml_backend_dev_supports_op(dev.inner, op);
+        return others && !placing && takes(others, op, !dev.inner);
     }
     if (!t.cache) { // a size query: what is read in the end is known once the cache is there
         return true;
@@ -337,15 +352,8 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
 
 // ---------------------------------------------------------------- steps
 
-// nodes of the graph that are on no cache of ours
+// nodes of the graph that are on no cache of ours, over CUDA
 static ggml_status compute_others(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step::part & x, kvq_run how) {
-    ggml_backend_t others = b.inner ? b.inner : kvq_cpu_backend(b);
-    if (!others) {
-        const ggml_tensor * node = graph->nodes[x.first];
-        kvq_report_error(
-            std::string("node ") + node->name + " (" + ggml_op_name(node->op) + ") is on no cache of ours");
-        return GGML_STATUS_FAILED;
-    }
     ggml_cgraph part = *graph;
     part.nodes = graph->nodes + x.first;
     part.n_nodes = x.end - x.first;
@@ -353,14 +361,13 @@ static ggml_status compute_others(kvq_backend_context & b, ggml_cgraph * graph, 
     part.leafs = part.grads = part.grad_accs = nullptr;
     part.uid = 0;
     if (kvq_records(how)) { kvq_cuda_step_flush(b); }
-    if (b.inner && how != kvq_run::EAGER) { kvq_cuda_no_inner_graph(b.inner, &part); }
-    return others->iface.graph_compute(others, &part);
+    if (how != kvq_run::EAGER) { kvq_cuda_no_inner_graph(b.inner, &part); }
+    return b.inner->iface.graph_compute(b.inner, &part);
 }
 
-// The part on a cache of ours; false: an error was reported.
-static bool compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_run how) {
+bool kvq_compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_run how) {
     switch (x.what) {
-    case kvq_step::OTHERS: return false; // compute_others
+    case kvq_step::OTHERS: return false; // compute_others, whole_graph.cpp
     case kvq_step::WRITE: return kvq_set_rows(b, x.node, x.target);
     case kvq_step::ATTEND: return flash_attn(b, x.node, x.target, how);
     case kvq_step::SHIFT: return shift(b, x.node, x.target);
@@ -373,7 +380,7 @@ static bool compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_
     return false;
 }
 
-static void report_memory(const char * at) {
+void kvq_report_memory(const char * at) {
     kvq_report_error(std::string("out of memory in ") + at + ": lower -c or -ub");
 }
 
@@ -394,7 +401,7 @@ bool kvq_has_sealed(kvq_backend_context & b, const std::vector<kvq_kv_cache *> &
     kvq_seal_late(b);
     bool ok = true;
     for (kvq_kv_cache * cache : caches) { ok = !std::exchange(cache->lacks_memory, false) && ok; }
-    if (!ok) { report_memory("sealing"); }
+    if (!ok) { kvq_report_memory("sealing"); }
     return ok;
 }
 
@@ -406,10 +413,24 @@ bool kvq_seal_overdue(kvq_backend_context & b, const kvq_step & step) {
             x.target.layer->seal(b.n_threads);
         }
     } catch (const std::bad_alloc &) {
-        report_memory("sealing");
+        kvq_report_memory("sealing");
         return false;
     }
     return true;
+}
+
+const char * kvq_part_name(const kvq_step::part & x) { return x.node ? ggml_op_name(x.node->op) : "sealing"; }
+
+void kvq_end_step(kvq_backend_context & b, const kvq_step & step, kvq_run how) {
+    for (kvq_kv_cache * cache : step.caches) {
+        if (b.inner && how == kvq_run::EAGER && cache->waits_to_seal()) {
+            b.late.push_back(cache); // llama.cpp makes its next step while the device ends this one
+        } else if (!kvq_records(how)) {
+            cache->commit(b.n_threads);
+        }
+        const std::string trouble = cache->trouble();
+        if (!trouble.empty()) { kvq_report_note(trouble); }
+    }
 }
 
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how) {
@@ -430,6 +451,7 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
         in.reset(); // whatever state came in is complete
         if (b.inner) { kvq_cuda_use_stream(*cache, b.stream); }
     }
+    if (!b.inner) { return kvq_compute_whole(b, graph, step); }
     const char * at = "";
     try {
         for (const kvq_step::part & x : step.parts) {
@@ -438,25 +460,17 @@ ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq
                 if (status != GGML_STATUS_SUCCESS) { return status; }
                 continue;
             }
-            at = x.node ? ggml_op_name(x.node->op) : "sealing";
-            if (!compute_part(b, x, how)) { return GGML_STATUS_FAILED; }
+            at = kvq_part_name(x);
+            if (!kvq_compute_part(b, x, how)) { return GGML_STATUS_FAILED; }
         }
         at = "sealing";
-        for (kvq_kv_cache * cache : step.caches) {
-            if (b.inner && how == kvq_run::EAGER && cache->waits_to_seal()) {
-                b.late.push_back(cache); // llama.cpp makes its next step while the device ends this one
-            } else if (!kvq_records(how)) {
-                cache->commit(b.n_threads);
-            }
-            const std::string trouble = cache->trouble();
-            if (!trouble.empty()) { kvq_report_note(trouble); }
-        }
+        kvq_end_step(b, step, how);
     } catch (const std::bad_alloc &) {
-        report_memory(at);
+        kvq_report_memory(at);
         return GGML_STATUS_ALLOC_FAILED;
     }
     for (kvq_kv_cache * cache : step.caches) {
-        if (b.inner && !kvq_cuda_error(*cache).empty()) {
+        if (!kvq_cuda_error(*cache).empty()) {
             kvq_report_error(kvq_cuda_error(*cache));
             return GGML_STATUS_FAILED;
         }

@@ -2,6 +2,7 @@
 // and a pointer that stays valid for the life of the process, so graphs may be copied, split and kept.
 #include "graph_door.h"
 
+#include "base/parallel.h"
 #include "cache/config.h"
 #include "ggml-kvq-graph.h"
 #include "op_params.h"
@@ -337,8 +338,6 @@ void kvq_graph_op_compute(ggml_tensor * op, int n_threads) {
         attend_part(op, 0, (int) op->ne[3], 0, (int) op->ne[2], 0, a.n_head_kv, n_threads);
         return;
     }
-#pragma omp parallel for num_threads(n_threads) if (n_threads > 1)
-    for (int i = 0; i < n_threads; i++) {
-        (p.fun == predict_callback ? predict_units : encode_units)(op, i, n_threads);
-    }
+    kvq_parallel_for(n_threads, n_threads,
+        [&](int64_t i) { (p.fun == predict_callback ? predict_units : encode_units)(op, (int) i, n_threads); });
 }

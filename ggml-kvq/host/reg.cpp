@@ -1,5 +1,5 @@
-// Registry, device and backend: what ggml_backend_load finds. On CPU the device reports host memory and takes only
-// the nodes that touch a cache; weights fall through to upstream's CPU buffer types.
+// Registry, device and backend: what ggml_backend_load finds. On CPU the device reports host memory and takes every
+// node that ggml's CPU device takes, so that a graph is not cut at each cache; weights stay in that device's memory.
 #include "backend.h"
 #include "engines.h"
 #include "process.h"
@@ -36,6 +36,12 @@ static ggml_guid_t backend_guid(void) {
 
 static void backend_set_n_threads(ggml_backend_t backend, int n_threads) {
     ((kvq_backend_context *) backend->context)->n_threads = n_threads > 0 ? n_threads : 1;
+}
+
+static void backend_set_abort_callback(ggml_backend_t backend, ggml_abort_callback abort, void * data) {
+    kvq_backend_context & b = *(kvq_backend_context *) backend->context;
+    b.abort = abort;
+    b.abort_data = data;
 }
 
 // ---------------------------------------------------------------- device
@@ -90,7 +96,9 @@ static bool dev_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
 }
 
 static bool dev_supports_buft(ggml_backend_dev_t, ggml_backend_buffer_type_t buft) {
-    return kvq_buft_is_ours(buft) || ggml_backend_buft_is_host(buft); // queries and masks are read where they are
+    ggml_backend_dev_t const cpu = kvq_ggml_cpu(); // its repacked weights are not the host's to read
+    return kvq_buft_is_ours(buft) ||
+        (cpu ? ggml_backend_dev_supports_buft(cpu, buft) : ggml_backend_buft_is_host(buft));
 }
 
 static const ggml_backend_device_i device_interface = [] { // by name: members come and go between versions
@@ -171,6 +179,7 @@ static void * reg_proc(ggml_backend_reg_t, const char * name) {
     if (!strcmp(name, "ggml_backend_dev_get_extra_bufts") && n_cuda) { // weights stay in the inner device's buffer type
         return (void *) kvq_cuda_extra_bufts;
     }
+    if (!strcmp(name, "ggml_backend_set_abort_callback") && !n_cuda) { return (void *) backend_set_abort_callback; }
     return !strcmp(name, "ggml_backend_set_n_threads") ? (void *) backend_set_n_threads : nullptr;
 }
 

@@ -8,7 +8,6 @@
 #include "backend.h"
 #include "engines.h"
 #include "lines.h"
-#include "process.h"
 
 #include "engine/host.h"
 
@@ -178,18 +177,4 @@ bool kvq_find_caches(kvq_backend_context & b, const ggml_cgraph * graph) {
     } catch (const std::bad_alloc &) { why = "out of memory for the KV cache of a client: lower -c there"; }
     if (!why.empty()) { kvq_report_error(why); }
     return why.empty();
-}
-
-// ---------------------------------------------------------------- everything else
-
-ggml_backend_t kvq_cpu_backend(kvq_backend_context & b) {
-    if (!b.cpu) {
-        const auto by_type = KVQ_OPTIONAL(ggml_backend_dev_by_type); // in libggml, which holds the list of devices
-        ggml_backend_dev_t cpu = by_type ? by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : nullptr;
-        b.cpu = cpu ? ggml_backend_dev_init(cpu, nullptr) : nullptr;
-        if (!b.cpu) { return nullptr; }
-        void * set = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu), "ggml_backend_set_n_threads");
-        if (set) { ((ggml_backend_set_n_threads_t) set)(b.cpu, b.n_threads); }
-    }
-    return b.cpu;
 }

@@ -1,6 +1,7 @@
 #include "state.h"
 
 #include "backend.h"
+#include "base/parallel.h"
 #include "fingerprint.h"
 #include "store/state_blocks.h"
 
@@ -278,14 +279,14 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
 static void zero_rest(uint8_t * data, size_t nb, int n_threads) {
     constexpr int64_t PART = 1 << 16;
     static const char zeros[4096] = {};
-#pragma omp parallel for num_threads(n_threads) if ((int64_t) nb > 4 * PART && n_threads > 1)
-    for (int64_t part = 0; part < (int64_t) nb; part += PART) {
+    kvq_parallel_for(((int64_t) nb + PART - 1) / PART, n_threads, [&](int64_t i) {
+        const int64_t part = i * PART;
         const size_t end = std::min(nb, (size_t) (part + PART));
         for (size_t at = (size_t) part; at < end; at += sizeof(zeros)) {
             const size_t n = std::min(sizeof(zeros), end - at);
             if (memcmp(data + at, zeros, n)) { memset(data + at, 0, n); }
         }
-    }
+    });
 }
 
 // Blocks that are known in their own place only leave when Model.save_state asks, which can be told that they have no

@@ -37,6 +37,13 @@ kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph);
 // Rows that no attention has read, of layers that this step writes (cache.h); false: out of memory, and told.
 bool kvq_seal_overdue(kvq_backend_context & b, const kvq_step & step);
 ggml_status kvq_run_step(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step, kvq_run how);
+// whole_graph.cpp, on the CPU: all parts as one graph of ggml's CPU backend
+ggml_status kvq_compute_whole(kvq_backend_context & b, ggml_cgraph * graph, const kvq_step & step);
+// The part on a cache of ours; false: an error was reported.
+bool kvq_compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_run how);
+const char * kvq_part_name(const kvq_step::part & x);
+void kvq_end_step(kvq_backend_context & b, const kvq_step & step, kvq_run how); // seals what is due
+void kvq_report_memory(const char * at);
 
 // one line on why this node on a cache of ours cannot be computed, "" when it can
 std::string kvq_why_not(const ggml_tensor * node, const kvq_target & t);

@@ -13,6 +13,7 @@
 
 #include "engine/host.h"
 #include "base/constants.h"
+#include "base/parallel.h"
 #include "store/state_blocks.h"
 #include "types/types.h"
 
@@ -139,12 +140,13 @@ void kvq_evict::read(bool value, int s, int cell, int n, uint16_t * rows, bool i
     const size_t n_blocks = (size_t) n_store * (size_t) n_head;
     const uint8_t * const codes = x.view<uint8_t>(x.codes_at(s, 0, 0), n_blocks * l.nb_codes, codes_copy);
     const uint8_t * const params = x.view<uint8_t>(x.params_at(s, 0, 0), n_blocks * l.nb_params, params_copy);
-#pragma omp parallel for schedule(dynamic, 4) num_threads(n_threads) if (blocks.size() > 1 && n_threads > 1)
-    for (size_t b = 0; b < blocks.size(); b++) {
+    const auto read = [&](int64_t i) {
+        const size_t b = (size_t) i;
         const size_t at = (size_t) blocks[b].page * (size_t) n_head + (size_t) blocks[b].head;
         read_block(value, s, blocks[b].page, blocks[b].head, cell, n, rows, image, last, codes + at * l.nb_codes,
             params + at * l.nb_params);
-    }
+    };
+    kvq_parallel_for((int64_t) blocks.size(), n_threads, read, 4);
 }
 
 // Rows of the block of head h in page i of slots, where their cells lie.
@@ -327,8 +329,8 @@ std::map<int, kvq_evict::arrival> kvq_evict::pages_in(
     bool value, int cell, int n, const uint16_t * rows, std::vector<uint8_t> & left, int n_threads) const {
     const size_t D = (size_t) lane[value]->layout().codec.head_size, nb_row = nb_share(value);
     std::vector<said> of_rows((size_t) n * (size_t) n_head);
-#pragma omp parallel for num_threads(n_threads) if (n > 64 && n_threads > 1)
-    for (size_t i = 0; i < of_rows.size(); i++) { of_rows[i] = said_by(value, rows + i * D, D, nb_row); }
+    const auto hear = [&](int64_t i) { of_rows[(size_t) i] = said_by(value, rows + (size_t) i * D, D, nb_row); };
+    kvq_parallel_for((int64_t) of_rows.size(), n_threads, hear, 64);
     std::map<int, arrival> found;
     for (int c = cell; c < cell + n; c++) {
         for (int h = 0; h < n_head; h++) {
@@ -381,8 +383,8 @@ void kvq_evict::restore(
     const std::map<int, arrival> found = pages_in(value, cell, n, rows, left, n_threads);
     std::vector<taken_page> taken;
     for (const auto & f : found) { taken.push_back({ &f.second, false, {}, {}, {} }); }
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (taken.size() > 1 && n_threads > 1)
-    for (size_t j = 0; j < taken.size(); j++) { take_blocks(x, cell, rows, taken[j]); }
+    const auto take = [&](int64_t j) { take_blocks(x, cell, rows, taken[(size_t) j]); };
+    kvq_parallel_for((int64_t) taken.size(), n_threads, take);
     size_t next = 0;
     for (const auto & f : found) {
         const arrival & a = f.second;

@@ -2,6 +2,7 @@
 #include "lane.h"
 #include "mark.h"
 
+#include "base/parallel.h"
 #include "engine/host.h"
 #include "engine/tags.h"
 #include "types/types.h"
@@ -263,11 +264,11 @@ void kvq_lane::read(int stream, int cell, int n, uint16_t * rows, int n_threads)
     const int pc = l.page_cells, first = cell / pc, last = n > 0 ? (cell + n - 1) / pc : first - 1;
     const kvq_host_pages pages(*this, stream, first, last);
     const bool together = !imager() || imager()->images_together(*this);
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (together && last > first && n_threads > 1)
-    for (int p = first; p <= last; p++) {
+    kvq_parallel_for(last - first + 1, together ? n_threads : 1, [&](int64_t i) {
+        const int p = first + (int) i;
         const int from = std::max(p * pc, cell), to = std::min((p + 1) * pc, cell + n);
         read_page(stream, p, pages.at[(size_t) (p - first)], from, to, rows + (size_t) (from - cell) * W);
-    }
+    });
     for (const kvq_policy * x : policies) { x->save(*this, stream, cell, n, rows, n_threads); }
 }
 
@@ -336,11 +337,10 @@ void kvq_lane::restore(
     if (imager()) { imager()->images_come(*this, whole); }
     // adopted codes of a device are asked for page by page
     const bool together = imager() ? imager()->images_together(*this) : device.is_host() || !codes_of;
-#pragma omp parallel for schedule(dynamic) num_threads(n_threads) if (together && whole.size() > 1 && n_threads > 1)
-    for (int p = first; p <= last; p++) {
-        arriving & x = pages[(size_t) (p - first)];
-        x.is_image = x.tried && take_any_image(stream, p, x.rows, x.image);
-    }
+    kvq_parallel_for(last - first + 1, together && whole.size() > 1 ? n_threads : 1, [&](int64_t i) {
+        arriving & x = pages[(size_t) i];
+        x.is_image = x.tried && take_any_image(stream, first + (int) i, x.rows, x.image);
+    });
     kvq_block_puts puts(device);
     std::vector<int64_t> idx;
     for (int p = first; p <= last; p++) {

@@ -1,10 +1,12 @@
 #include "mark.h"
 
+#include "base/parallel.h"
 #include "base/row_hash.h"
 #include "engine/host.h"
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <numeric>
 
@@ -193,12 +195,13 @@ bool kvq_mark_stream::add(kvq_mark_rows_view & v, int n_threads) {
 
 bool kvq_mark_hashes(const uint16_t * rows, int n, int width, int n_threads, uint64_t * out) {
     constexpr int PART = 128;
-    bool finite = true;
-#pragma omp parallel for num_threads(n_threads) reduction(&& : finite) if (n > PART && n_threads > 1)
-    for (int i = 0; i < n; i += PART) {
-        const bool ok = kvq_cpu_hash_rows(rows + (size_t) i * (size_t) width, std::min(PART, n - i), width, out + i);
-        finite = finite && ok;
-    }
+    std::atomic<bool> finite{ true };
+    kvq_parallel_for((n + PART - 1) / PART, n_threads, [&](int64_t part) {
+        const int i = (int) part * PART;
+        if (!kvq_cpu_hash_rows(rows + (size_t) i * (size_t) width, std::min(PART, n - i), width, out + i)) {
+            finite = false;
+        }
+    });
     return finite;
 }
 
