@@ -10,23 +10,38 @@ import numpy.typing as npt
 import pytest
 from ggml_kvq import cli, errors
 from ggml_kvq.evaluate import simulate, specs
+from test_sliding_windows import gemma3
 
 IDS = [1 + 7 * i % 500 for i in range(150)]
 
 
-def rows_of(model: simulate.Simulated) -> list[tuple[npt.NDArray[np.float32], bool]]:
-    """Every tensor of the cache, float32 [cells, channels], and whether it holds values."""
+Part = tuple[npt.NDArray[np.float32], npt.NDArray[np.int32], bool]
+
+
+def parts_of(model: simulate.Simulated) -> list[Part]:
+    """Every tensor of the caches: float32 [cells, channels], positions of the cells, and whether it holds values."""
     import ctypes
 
     lib, ctx = model._libs.llama, model._open()
     size = lib.llama_state_seq_get_size(ctx, 0)
     raw = (ctypes.c_uint8 * size)()
     assert lib.llama_state_seq_get_data(ctx, raw, size, 0) == size
-    data, n = np.frombuffer(raw, np.uint8).copy(), len(model.tokens)
+    data = np.frombuffer(raw, np.uint8).copy()
     return [
-        (data[at : at + 2 * width * n].view(np.float16).reshape(n, width).astype(np.float32), value)
-        for at, width, value in simulate._tensors(data, n)
+        (
+            data[p.at : p.at + 2 * p.width * len(p.positions)].view(np.float16).reshape(-1, p.width).astype(np.float32),
+            p.positions,
+            p.value,
+        )
+        for p in simulate._tensors(data, len(model.tokens))
     ]
+
+
+def rows_of(model: simulate.Simulated) -> list[tuple[npt.NDArray[np.float32], bool]]:
+    """Rows and roles of one cache of all tokens, in their order."""
+    parts = parts_of(model)
+    assert all(np.array_equal(positions, np.arange(len(model.tokens))) for _, positions, _ in parts)
+    return [(rows, value) for rows, _, value in parts]
 
 
 def fed(spec: str, path: Path, n_ubatch: int = 150) -> simulate.Simulated:
@@ -84,6 +99,27 @@ def test_cells_behind_the_window_are_rounded_and_no_others(demo_model: Path) -> 
         assert m._n_done == 0
 
 
+@pytest.mark.parametrize("swa_full", [False, True])
+def test_layers_with_a_sliding_window(swa_full: bool, demo_model: Path, tmp_path: Path) -> None:
+    """They have a cache of their own. Of the cells that their window still sees, those behind ours are rounded."""
+    path, n = gemma3(demo_model, tmp_path / "m.gguf", 3), 450
+    ids = [1 + 7 * i % 500 for i in range(n)]
+    seen = []
+    for spec in ("simulated:q4_0,window=1024", "simulated:q4_0,window=40,sinks=4"):
+        with specs.parse(spec).open(path, n_ctx=1024, n_batch=n, n_ubatch=n, n_threads=2, swa_full=swa_full) as m:
+            assert isinstance(m, simulate.Simulated)
+            list(m.feed(ids))
+            seen.append(parts_of(m))
+            assert all(np.isfinite(logits).all() for logits in m.feed([5]))
+    assert {len(positions) for _, positions, _ in seen[0]} == {n, 192}  # a state holds what the window sees
+    for (exact, positions, value), (got, same, _) in zip(*seen, strict=True):
+        assert np.array_equal(positions, same)
+        old = (positions >= 4) & (positions < (n - 40) // 32 * 32)
+        rounded = simulate.rounded(exact[old], "q4_0", 32, value)
+        assert np.array_equal(got[old], rounded.astype(np.float16).astype(np.float32))
+        assert np.array_equal(got[~old], exact[~old])
+
+
 def test_a_window_as_long_as_the_context_changes_nothing(demo_model: Path) -> None:
     """The logits of f16, and bits that say what the type and its window take."""
     with (
@@ -114,9 +150,9 @@ def test_refusals(spec: str, words: str) -> None:
 
 
 def test_other_caches_are_refused() -> None:
-    """A state that is not one plain cache with a row a cell."""
+    """A state that is not of plain caches with a row a cell."""
     for data in (np.zeros(0, np.uint8), np.zeros(400, np.uint8), np.full(400, 255, np.uint8)):
-        with pytest.raises(errors.KvqError, match="one plain KV cache only"):
+        with pytest.raises(errors.KvqError, match="plain KV caches only"):
             simulate._tensors(data, 10)
     assert int(gguf.GGMLQuantizationType.F16) == 1
 

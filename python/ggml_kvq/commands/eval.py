@@ -17,6 +17,8 @@ caches (--cache, repeatable):
   simulated:q4_0,window=128        one of these types with an exact window (docs/evaluation.md)
   kivi:bits=2,group=32             a method and its options (`ggml-kvq methods`)
   aqua:predictor=full@calib.gguf   ... with calibrated data
+  aqua:predictor=bias@measured     ... with what is measured at a model's first use
+  auto:bits=2.25@none              ... without any, as in a program that loads the library by itself
   lab:mine.py:Mine,bits=2          a class of the laboratory, simulated (`ggml-kvq lab new mine.py`)
   name=kivi:bits=2                 any of them under a name of your own
 
@@ -47,6 +49,19 @@ def register(subparsers: Any) -> None:
         type=sizes.tokens,
         help="tokens decoded at once (default 128, an eighth of a window below 1024)",
     )
+    p.add_argument(
+        "--no-swa-full",
+        dest="swa_full",
+        action="store_false",
+        help="layers with a sliding window keep their window alone, as in llama.cpp's programs (default: all tokens)",
+    )
+    p.add_argument(
+        "--bits-at",
+        type=sizes.tokens,
+        default=0,
+        metavar="N",
+        help="state a cache's true bits in a context of N tokens, too",
+    )
     p.add_argument("--markdown", action="store_true", help="print the summary as Markdown")
     p.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -74,6 +89,7 @@ def register(subparsers: Any) -> None:
     )
     g.add_argument("--samples", type=sizes.positive, default=50, help="samples a cell (default 50)")
     g.add_argument("--seed", type=sizes.natural, default=0, metavar="N", help="first seed of the samples (default 0)")
+    g.add_argument("--chat", action="store_true", help="ask in the model's chat template")
     g.add_argument("--filler", help="text file to hide the facts in (default: made-up sentences)")
 
     g = p.add_argument_group("long generation")

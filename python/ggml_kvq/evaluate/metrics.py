@@ -7,17 +7,35 @@ top.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import cpus
+
+T = TypeVar("T")
 F32 = npt.NDArray[np.float32]
 U16 = npt.NDArray[np.uint16]
 
 #: Tokens less likely than this under the base (natural log) do not enter the divergence.
 FLOOR = -16.0
+BLOCK = 16  # rows that a thread takes at once
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    """numpy lets other threads run while it works on rows. Those of one model have millions of values a call."""
+    return ThreadPoolExecutor(cpus.available())
+
+
+def in_blocks(n: int, work: Callable[[slice], T]) -> list[T]:
+    """work(rows) of each block of n rows, side by side, in their order. A row's result depends on that row alone."""
+    return list(_threads().map(work, (slice(i, i + BLOCK) for i in range(0, n, BLOCK))))
 
 
 def log_softmax(logits: F32) -> F32:
@@ -33,6 +51,12 @@ def pack(logits: F32) -> npt.NDArray[np.uint16]:
     """Rows as llama-perplexity stores them: uint16 [n, 4 + n_vocab padded to even]; the first four hold scale and
     minimum.
     """
+    if not len(logits):
+        return np.zeros((0, row_words(logits.shape[1])), np.uint16)
+    return np.concatenate(in_blocks(len(logits), lambda rows: _pack(logits[rows])))
+
+
+def _pack(logits: F32) -> U16:
     n, n_vocab = logits.shape
     top = logits.max(axis=1)
     low = np.maximum(logits.min(axis=1), top + FLOOR)
@@ -63,6 +87,19 @@ def _mean_error(values: npt.NDArray[np.float64]) -> tuple[float, float]:
     return mean, math.sqrt(var / (n - 1)) if n > 10 and var > 0 else 0.0
 
 
+def _compare(logits: F32, base: U16, targets: npt.NDArray[np.int32]) -> tuple[npt.NDArray[Any], ...]:
+    """Divergence's four lists for some rows."""
+    lp, ref = log_softmax(logits), unpack(base, logits.shape[1])
+    rows = np.arange(len(lp))
+    weight = np.where(ref > FLOOR, np.exp(ref), 0)
+    return (
+        -lp[rows, targets].astype(np.float64),
+        -ref[rows, targets].astype(np.float64),
+        (weight * (ref - lp)).sum(axis=1, dtype=np.float64),
+        lp.argmax(axis=1) == ref.argmax(axis=1),
+    )
+
+
 @dataclass
 class Divergence:
     """Per-token sums of one run: negative log-likelihood (nats), the base's, KL(base || cache) (nats), top-1
@@ -75,18 +112,11 @@ class Divergence:
     same_top: list[npt.NDArray[np.bool_]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # of windows, in tokens: two caches are compared window by window
 
-    def add(self, logits: F32, base: U16, targets: npt.NDArray[np.int32], block: int = 64) -> None:
+    def add(self, logits: F32, base: U16, targets: npt.NDArray[np.int32]) -> None:
         """logits [n, n_vocab] of the cache under test, base: packed rows of the f16 cache, targets: next tokens [n]."""
-        for i in range(0, len(logits), block):
-            lp = log_softmax(logits[i : i + block])
-            ref = unpack(base[i : i + block], logits.shape[1])
-            rows = np.arange(len(lp))
-            want = targets[i : i + block]
-            weight = np.where(ref > FLOOR, np.exp(ref), 0)
-            self.nll.append(-lp[rows, want].astype(np.float64))
-            self.nll_base.append(-ref[rows, want].astype(np.float64))
-            self.kld.append((weight * (ref - lp)).sum(axis=1, dtype=np.float64))
-            self.same_top.append(lp.argmax(axis=1) == ref.argmax(axis=1))
+        for part in in_blocks(len(logits), lambda rows: _compare(logits[rows], base[rows], targets[rows])):
+            for values, more in zip((self.nll, self.nll_base, self.kld, self.same_top), part, strict=True):
+                values.append(more)  # type: ignore[attr-defined]
 
     def values(self) -> npt.NDArray[np.float64]:
         """KL divergence of every scored token, nats."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Sample:
     prompt: str
     answer: str
     depth: float | None
+    special: bool = False  # the prompt holds markers of a chat template
 
 
 def fact_depth(task: str, prompt: str, answer: str) -> float | None:
@@ -45,6 +46,8 @@ def fact_depth(task: str, prompt: str, answer: str) -> float | None:
     elif task == "copy":
         cue = prompt[prompt.rfind("Continue: ") + len("Continue: ") :]
         at = prompt.find(cue + answer)
+    elif task == "tools":
+        at = prompt.find(answer.strip().partition(', "arguments"')[0])
     else:
         at = prompt.find(answer.strip())
     return at / len(prompt) if at >= 0 else None
@@ -63,12 +66,18 @@ def make_sample(
     return Sample(prompt, answer, fact_depth(task, prompt, answer))
 
 
+def as_chat(model: Model, prompt: str) -> str:
+    """The prompt in the model's chat template: the user says all but the last line, with which the answer begins."""
+    user, _, cue = prompt.rpartition("\n")
+    return model.chat_prompt([{"role": "user", "content": user}]) + cue
+
+
 def score_answer(model: Model, sample: Sample, n_ubatch: int) -> tuple[bool, float]:
     """(the most likely token is the answer's at each of its tokens: what greedy decoding gives, mean -ln p of those
     tokens).
     """
     want = model.tokenize(sample.answer)
-    feed = model.tokenize(sample.prompt, add_bos=True)
+    feed = model.tokenize(sample.prompt, add_bos=True, special=sample.special)
     model.reset()
     right, nll = True, 0.0
     for token in want:
@@ -92,17 +101,22 @@ def run_cell(
     filler: tasks.Filler | None = None,
     n_ubatch: int = 512,
     seed: int = 0,
+    chat: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
     """n_samples samples (seeds seed, seed+1, ...): accuracy, its standard error, right, n, by depth quarter
     [[right, n], ...] with samples of no single place left out; answer_nll of each sample in order of seed (two
-    caches: compare sample by sample), their mean and its standard error, nats a token.
+    caches: compare sample by sample), their mean and its standard error, nats a token. chat: prompts are in the model's
+    chat template, whose tokens count.
     """
+    room = n_tokens - (len(model.tokenize(as_chat(model, "\n"), special=True)) if chat else 0)
     right = np.zeros(n_samples, bool)
     nll = np.zeros(n_samples)
     depths = [[0, 0] for _ in range(N_DEPTHS)]
     for i in range(n_samples):
-        sample = make_sample(task, n_tokens, seed + i, filler, lambda s: len(model.tokenize(s)))
+        sample = make_sample(task, room, seed + i, filler, lambda s: len(model.tokenize(s)))
+        if chat:
+            sample = replace(sample, prompt=as_chat(model, sample.prompt), special=True)
         right[i], nll[i] = score_answer(model, sample, n_ubatch)
         if sample.depth is not None:
             cell = depths[min(N_DEPTHS - 1, int(sample.depth * N_DEPTHS))]

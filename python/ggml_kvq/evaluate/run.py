@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .. import files, gguf_header, hub, progress
+from .. import files, gguf_header, hub, kvstats, progress
 from ..errors import KvqError, LibraryError
 from . import documents, drift, perplexity, results, retrieval, specs, tasks
 
@@ -59,13 +59,15 @@ class Evaluation:
     # ------------------------------------------------------------ shared parts
 
     def key(self, kind: str, cache: specs.CacheSpec, **params: Any) -> results.Row:
-        config = results.fingerprint(cache.config) if cache.config else None
-        more = {"lab_hash": results.fingerprint(cache.lab_file)} if cache.lab_file else {}
+        config = results.fingerprint(cache.config_file) if cache.config_file else cache.config
+        more: results.Row = {"lab_hash": results.fingerprint(cache.lab_file)} if cache.lab_file else {}
+        if not self.args.swa_full:
+            more["swa_full"] = False
         return {
             "kind": kind,
             "cache": cache.label,
             "spec": cache.spec,
-            "config": config,
+            "config": config or None,
             "model": self.model_path.name,
             "model_hash": results.fingerprint(self.model_path),
             "n_ubatch": self.args.ubatch_size,
@@ -75,8 +77,9 @@ class Evaluation:
 
     def open(self, cache: specs.CacheSpec, n_ctx: int, key: results.Row) -> Any:
         ub = min(self.args.ubatch_size, n_ctx)
+        size = {"n_ctx": n_ctx, "n_batch": ub, "n_ubatch": ub, "n_threads": self.args.threads}
         with in_flags(key):
-            return cache.open(self.model_path, n_ctx=n_ctx, n_batch=ub, n_ubatch=ub, n_threads=self.args.threads)
+            return cache.open(self.model_path, **size, swa_full=self.args.swa_full)
 
     def facts(self, model: Any) -> results.Row:
         """True bits and sizes of the open cache."""
@@ -95,6 +98,19 @@ class Evaluation:
             "devices": model.devices,
             **({"simulated": True} if s.get("simulated") else {}),
         }
+
+    def long_bits(self, cache: specs.CacheSpec, key: results.Row) -> results.Row:
+        """True bits of this cache in a context of --bits-at tokens, which is opened and left empty; {} without. A
+        second tier is counted apart.
+        """
+        if not self.args.bits_at:
+            return {}
+        with self.open(cache, self.args.bits_at, key) as model:
+            s = model.kv_stats()
+        far = s.get("bytes_far", 0)
+        near = s["bits"] if not far else (s["bytes_total"] - far + kvstats.bytes_besides(s)) * 16 / s["bytes_f16"]
+        more = {"bits_far_long": far * 16 / s["bytes_f16"]} if far else {}
+        return {"n_ctx_long": self.args.bits_at, "bits_long": near, **more}
 
     def measure(
         self,
@@ -121,11 +137,14 @@ class Evaluation:
                 except KvqError as e:
                     if cache.is_reference:
                         raise
-                    row = self.results.add(key, {"refused": str(e).replace(str(self.model_path), self.model_path.name)})
+                    why, name = str(e), self.model_path.name
+                    for path in (self.model_path, self.model_path.resolve()):
+                        why = why.replace(str(path), name)
+                    row = self.results.add(key, {"refused": why})
                 else:
                     with model:
-                        values = work(model, bar)
-                        row = self.results.add(key, {**self.facts(model), **values})
+                        values = {**self.facts(model), **work(model, bar)}
+                    row = self.results.add(key, {**values, **self.long_bits(cache, key)})
         self.rows.append(row)
 
     def check_lengths(self) -> None:
@@ -223,6 +242,7 @@ class Evaluation:
             for n_tokens in a.lengths:
                 for task in self.tasks:
                     params = {"task": task, "n_tokens": n_tokens, "samples": a.samples, "seed": a.seed, "filler": name}
+                    params |= {"chat": True} if a.chat else {}
                     yield cache, n_tokens, task, self.key("retrieval", cache, **params)
 
     def retrieval(self) -> None:
@@ -238,6 +258,7 @@ class Evaluation:
                     filler=self.filler,
                     n_ubatch=model.n_ubatch,
                     seed=a.seed,
+                    chat=a.chat,
                     progress=bar,
                 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -56,7 +56,7 @@ def rounded(rows: Rows, kind: str, head_size: int, value: bool) -> Rows:
 
 class Simulated(Model):
     """Upstream's f16 cache whose cells behind `window`, but for the first `sinks`, hold what type `kind` leaves of
-    them. KvqError for models whose cache is not one plain KV cache.
+    them. KvqError for models with other caches than plain ones.
     """
 
     def __init__(self, path: Any, kind: str, window: int, sinks: int, **kwargs: Any) -> None:
@@ -88,17 +88,18 @@ class Simulated(Model):
         return logits
 
     def _round(self, first: int, end: int) -> None:
-        """Cells first .. end - 1 of every layer."""
+        """Cells of positions first .. end - 1 of every layer."""
         lib, ctx = self._libs.llama, self._open()
         size = lib.llama_state_seq_get_size(ctx, 0)
         raw = (ctypes.c_uint8 * size)()
         if lib.llama_state_seq_get_data(ctx, raw, size, 0) != size:
             raise KvqError("llama.cpp gave less of a state than it said; use another model")
         data = np.frombuffer(raw, np.uint8)
-        for at, width, value in _tensors(data, len(self._tokens)):
-            rows = data[at : at + 2 * width * len(self._tokens)].view(np.float16).reshape(-1, width)
-            x = rows[first:end].astype(np.float32)
-            rows[first:end] = rounded(x, self.kind, self._head_size[value], value).astype(np.float16)
+        for at, width, value, positions in _tensors(data, len(self._tokens)):
+            rows = data[at : at + 2 * width * len(positions)].view(np.float16).reshape(-1, width)
+            which = (positions >= first) & (positions < end)
+            x = rows[which].astype(np.float32)
+            rows[which] = rounded(x, self.kind, self._head_size[value], value).astype(np.float16)
         if lib.llama_state_seq_set_data(ctx, raw, size, 0) != size:
             raise KvqError("llama.cpp did not take a state back; use another model")
 
@@ -113,26 +114,42 @@ class Simulated(Model):
                 "bits_no_window": codes, "bytes_total": total}  # fmt: skip
 
 
-def _tensors(data: npt.NDArray[np.uint8], n_cells: int) -> list[tuple[int, int, bool]]:
-    """Of the state of one sequence (llama_kv_cache::state_write, behind a magic number and a version in newer ones):
-    first byte, channels and role of each tensor of f16 rows [n_cells]; KvqError when it is not that of one cache with
-    a row a cell.
+class Part(NamedTuple):
+    """f16 rows in a state: first byte, channels, role, and the position of each row's cell."""
+
+    at: int
+    width: int
+    value: bool
+    positions: npt.NDArray[np.int32]
+
+
+def _tensors(data: npt.NDArray[np.uint8], n_cells: int) -> list[Part]:
+    """Tensors of the state of one sequence (llama_kv_cache::state_write, behind a magic number and a version in newer
+    ones). A model with sliding windows has a second cache behind the first, of the cells that its window still sees.
+    KvqError when it is anything else.
     """
 
     def number(at: int, kind: type[np.unsignedinteger[Any]] = np.uint32) -> int:
         part = data[at : at + np.dtype(kind).itemsize]
         return int(part.view(kind)[0]) if len(part) == np.dtype(kind).itemsize else -1
 
-    begin = next((b for b in (0, 8) if (number(b), number(b + 4)) == (1, n_cells)), None)  # one stream, its cells
-    at = 0 if begin is None else begin + 8 + 12 * n_cells  # of each: position, one sequence, its number
-    plain, n_layer = begin is not None and number(at) == 0, number(at + 4)  # 0: values are not transposed
-    out, at = [], at + 8
-    for value in (False, True):
-        for _ in range(n_layer if plain else 0):
-            nb_row = number(at + 4, np.uint64)
-            plain = plain and number(at) == gguf.GGMLQuantizationType.F16
-            out.append((at + 12, nb_row // 2, value))
-            at += 12 + nb_row * n_cells
+    at = next((b for b in (0, 8) if (number(b), number(b + 4)) == (1, n_cells)), len(data) + 1)
+    out: list[Part] = []
+    plain = True
+    while plain and at < len(data):  # a cache: one stream, its cells
+        n_here, at = number(at + 4) if number(at) == 1 else 0, at + 8
+        cells = data[at : at + 12 * n_here]  # of each: position, one sequence, its number
+        plain = 0 < n_here <= n_cells and len(cells) == 12 * n_here
+        meta = cells.view(np.int32).reshape(-1, 3) if plain else np.zeros((0, 3), np.int32)
+        at += 12 * n_here
+        plain, n_layer = plain and number(at) == 0, number(at + 4)  # 0: values are not transposed
+        at += 8
+        for value in (False, True):
+            for _ in range(n_layer if plain else 0):
+                nb_row = number(at + 4, np.uint64)
+                plain = plain and number(at) == gguf.GGMLQuantizationType.F16
+                out.append(Part(at + 12, nb_row // 2, value, meta[:, 0]))
+                at += 12 + nb_row * n_here
     if not plain or at != len(data):
-        raise KvqError("simulated: works with models of one plain KV cache only (no sliding windows, no recurrence)")
+        raise KvqError("simulated: works with models of plain KV caches only (no recurrence, no latent attention)")
     return out

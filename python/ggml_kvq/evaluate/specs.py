@@ -4,6 +4,8 @@ f16                               upstream's f16 cache, the reference
 upstream:q4_0/q4_0                upstream's cache types for K and V (one name: both)
 kivi:bits=2,group=32              a method of this package with its options
 aqua:predictor=full@calib.gguf    ... with calibrated data
+aqua:predictor=bias@measured      ... with what is measured at a model's first use
+auto:bits=2.25@none               ... without any, as in a program that loads the library by itself
 method:f16                        this package's own f16 (control arm)
 simulated:q4_0,window=128         an upstream type with an exact window, which upstream has not (simulate.py)
 lab:mine.py:Mine,bits=2           a class of the laboratory, simulated (lab/)
@@ -55,6 +57,11 @@ class CacheSpec:
         return self.lab.partition(":")[0].partition(",")[0] or None
 
     @property
+    def config_file(self) -> str | None:
+        """The file of calibrated data, where the spec names one."""
+        return None if self.config in (resolver.OFF, resolver.MEASURED) else self.config
+
+    @property
     def is_reference(self) -> bool:
         return self.method is None and not self.simulated and (self.type_k, self.type_v) == ("f16", "f16")
 
@@ -66,7 +73,7 @@ class CacheSpec:
             laboratory.load(self.lab)
             return
         methods.check(self.method, self.options)
-        if self.config and not Path(self.config).is_file():
+        if self.config_file and not Path(self.config_file).is_file():
             raise MethodError(
                 f"cache {self.text!r}: {self.config} is not a file; give the sidecar GGUF written by `ggml-kvq"
                 " calibrate`"
@@ -76,11 +83,17 @@ class CacheSpec:
         """Those of the text in this package, for a method that takes them off; no sidecar beside the model is used."""
         if not self.method:
             return None
+        if self.config == resolver.MEASURED:
+            return self.measured(path)
         asked = resolver.Request(resolver.BY_ARGUMENTS, self.method, self.options, resolver.OFF)
         if not resolver.resolve(methods.library, asked, None).wants_means:
             return None  # whatever the model holds
         if not resolver.resolve(methods.library, asked, gguf_header.read(path)).wants_means:
             return None
+        return self.measured(path)
+
+    def measured(self, path: str | os.PathLike[str]) -> str | None:
+        """What is measured at a model's first use, now if that was not yet. KvqError."""
         found, why = default_means.ensure(path, lambda line: print(f"ggml-kvq: {line}", file=sys.stderr))
         if why:  # a row without them would pass for one with them
             raise KvqError(f"cache {self.text!r} goes with means of keys and values, which cannot be had: {why}")
@@ -95,7 +108,8 @@ class CacheSpec:
         if self.method is None:
             return Model(path, UPSTREAM, type_k=self.type_k, type_v=self.type_v, **kwargs)
         try:  # "none": what is measured is in the spec, not in a file that happens to lie beside the model
-            return Model(path, self.method, self.options or None, self.config or self.means(path) or "none", **kwargs)
+            given = self.config if self.config != resolver.MEASURED else None
+            return Model(path, self.method, self.options or None, given or self.means(path) or resolver.OFF, **kwargs)
         except MethodError as e:
             raise MethodError(self.in_words(str(e))) from e
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-TASKS = ["lines", "passkey", "multineedle", "kv", "copy", "vartrack", "fewshot", "count"]
+TASKS = ["lines", "passkey", "multineedle", "kv", "copy", "vartrack", "fewshot", "count", "tools"]
 
 SHORTEST = 150  # characters
 
@@ -287,6 +287,31 @@ def gen_count(rng: random.Random, n: int, filler: Filler, n_questions: int) -> S
     return segments
 
 
+def gen_tools(rng: random.Random, n: int, filler: Filler, n_questions: int) -> Segments:
+    """A list of functions with two parameters each; a request must become the JSON of its call."""
+    m = max(3, min(400, (n - 560) // 108))
+    names = [x.replace("-", "_") for x in _distinct(rng, m, lambda: rng.choice(ADJ) + "-" + rng.choice(NOUN))]
+    params = {name: rng.sample(NOUN, 2) for name in names}
+
+    def declared(name: str) -> str:
+        text, number = params[name]
+        return f'{{"name": "{name}", "parameters": {{"{text}": "string", "{number}": "integer"}}}}\n'
+
+    def asked(name: str) -> tuple[str, str]:
+        values = rng.choice(NAMES), rng.randrange(100, 1000)
+        text, number = params[name]
+        call = f' {{"name": "{name}", "arguments": {{"{text}": "{values[0]}", "{number}": {values[1]}}}}}'
+        return f"\nRequest: {name.replace('_', ' ')} with {values[0]} and {values[1]}\nCall:", call
+
+    head = "These functions can be called. Answer a request with one JSON object.\n\n" + "".join(map(declared, names))
+    shown, *wanted = rng.sample(names, min(1 + n_questions, m))
+    segments: Segments = [(head + "".join(asked(shown)) + "\n", False)]
+    for name in wanted:
+        request, call = asked(name)
+        segments += [(request, False), (call, True)]
+    return segments
+
+
 GENERATORS: dict[str, Callable[[random.Random, int, Filler, int], Segments]] = {
     "lines": gen_lines,
     "passkey": gen_passkey,
@@ -296,6 +321,7 @@ GENERATORS: dict[str, Callable[[random.Random, int, Filler, int], Segments]] = {
     "vartrack": gen_vartrack,
     "fewshot": gen_fewshot,
     "count": gen_count,
+    "tools": gen_tools,
 }
 
 
