@@ -4,8 +4,9 @@
     python scripts/update_results.py            (--check: exit 1 when something committed differs from what the files
     say)
 
-README.md takes the table where it has the lines `<!-- results -->` and `<!-- /results -->`. README.md and docs/fits.md
-take what `ggml-kvq plan --markdown` prints between `<!-- fits -->` and `<!-- /fits -->`.
+The pretrained models come first: rows of scripts/real_models.py, results/real-MODEL.jsonl. README.md, docs/index.md and
+docs/comparison.md take their table between `<!-- real -->` and `<!-- /real -->`, once all three models have all rows.
+README.md and docs/fits.md take what `ggml-kvq plan --markdown` prints between `<!-- fits -->` and `<!-- /fits -->`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from ggml_kvq.evaluate import results
 from ggml_kvq.evaluate.specs import parse
 
 ROOT = Path(__file__).resolve().parent.parent
-#: rows of the table in README.md; docs/results.md has all
-README_CACHES = (
-    "f16", "q8_0", "q4_0", "q4_0-sim", "q2_0", "kivi-4", "kivi-2-g128", "higgs-4", "higgs-2", "aqua-full", "aqua-fold",
-    "aqua-bias",
-    "auto-4.25", "auto-2.75", "auto-2.25", "zipcache-60", "minikv-50", "xquant-1.38",
-)  # fmt: skip
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import real_tables  # noqa: E402
+
 #: rows on a text that the figure leaves out, so that its labels can be read
 NOT_DRAWN = ("auto-1.5", "auto-2", "xquant-1.38-null", "kivi-2-g16", "aqua-bias-k3v2", "aqua-full-1")  # fmt: skip
 #: more files: heading, name, words
@@ -124,7 +123,7 @@ def fits_table() -> str:
     return fits.table(fits.KNOWN, memories, [parse(c) for c in fits.CACHES], markdown=True)
 
 
-def page(rows: list[results.Row], speed: list[results.Row]) -> str:
+def page(rows: list[results.Row], speed: list[results.Row], real: real_tables.Models) -> str:
     """docs/results.md."""
     first = next(r for r in rows if r["key"]["kind"] == "text")
     key = first["key"]
@@ -135,7 +134,8 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
             "Written by scripts/update_results.py from results/*.jsonl; each row there names its commit, command and"
             " machine. How it is measured: [evaluation.md](evaluation.md)."
         ),
-        "## On a text",
+        *real_tables.page(real, retrieval_tables),
+        "## A model made for this project, on a text",
         (
             f"{key['model']}, {first['n_tokens']} scored tokens of {key['text']}, window {key['n_ctx']}, batch"
             f" {key['n_ubatch']}. `bits` are true bits at this window, the method's f16 window of the newest 64 or 128"
@@ -169,7 +169,7 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
             else ""
         )
         tables += [
-            "## Retrieval",
+            "## The same model: retrieval",
             "Right answers of all, greedy. A prompt of 4000 tokens takes upstream's CPU attention minutes with q2_0,"
             " hence its few samples." + note,
             *retrieval_tables(rows),
@@ -177,7 +177,7 @@ def page(rows: list[results.Row], speed: list[results.Row]) -> str:
     long = [r for r in rows if r["key"]["kind"] == "drift" and "kld_mean" in r]
     if long:
         tables += [
-            "## Long generation",
+            "## The same model: long generation",
             (
                 f"{long[0]['key']['n_tokens']} tokens that the f16 cache wrote, decoded one by one; then the same seed,"
                 " freely. Sampling is at temperature 0.8, where any rounding parts two texts: the methods here part"
@@ -203,7 +203,7 @@ def main() -> int:
     p.add_argument(
         "--check",
         action="store_true",
-        help="change nothing; fail when docs/results.md, docs/fits.md or README.md are stale",
+        help="change nothing; fail when README.md or a page of docs/ is stale",
     )
     p.add_argument(
         "-m", "--model", type=Path, default=ROOT / "models" / "kvq-demo-q8_0.gguf", help="model of the memory figure"
@@ -213,10 +213,14 @@ def main() -> int:
         row for path in sorted((ROOT / "results").glob("kvq-*.jsonl")) for row in results.read(path) if "key" in row
     ]
     speed = [row for path in sorted((ROOT / "results").glob("speed*.jsonl")) for row in results.read(path)]
-    files = {ROOT / "docs" / "results.md": page(rows, speed)}
+    real = real_tables.read(ROOT / "results")
+    files = {ROOT / "docs" / "results.md": page(rows, speed, real)}
     readme, fit_page, contexts = ROOT / "README.md", ROOT / "docs" / "fits.md", fits_table()
-    table = text_table([r for r in rows if r["key"]["cache"] in README_CACHES])
-    old = between(readme.read_text(encoding="utf-8"), "results", table)
+    old = readme.read_text(encoding="utf-8")
+    if real_tables.complete(real):
+        old = between(old, "real", real_tables.readme(real))
+        for other in (ROOT / "docs" / "comparison.md", ROOT / "docs" / "index.md"):
+            files[other] = between(other.read_text(encoding="utf-8"), "real", real_tables.readme(real))
     files[readme] = between(old, "fits", contexts)
     files[fit_page] = between(fit_page.read_text(encoding="utf-8"), "fits", contexts)
     stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
@@ -227,6 +231,8 @@ def main() -> int:
     for path in stale:
         path.write_text(files[path], encoding="utf-8")
     image = ROOT / "docs" / "img"
+    for name, model_rows in real.items():
+        real_tables.draw(name, model_rows, image)
     drawn = [r for r in rows if r["key"]["kind"] != "text" or r["key"]["cache"] not in NOT_DRAWN]
     plotting.frontier(drawn, image / "frontier")
     if speed:

@@ -29,9 +29,28 @@ def blocks(path: Path) -> list[str]:
 
 def test_marked_commands_exist_once() -> None:
     text = (ROOT / "README.md").read_text()
-    assert text.count("<!-- command one -->") == text.count("<!-- command two -->") == 1
     script = (ROOT / ".ci/run").read_text()
-    assert "command_of one" in script and "command_of two" in script
+    for name in ("one", "card", "two"):
+        assert text.count(f"<!-- command {name} -->") == 1 and f"command_of {name}" in script
+    assert len(text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("has_it", [True, False])
+def test_command_one_answers_without_the_model(has_it: bool, tmp_path: Path) -> None:
+    """Where the package index lacks the pretrained model, one line says so and the demo model answers."""
+    found = re.search(r"<!-- command one -->\n```sh\n(.*)\n```", (ROOT / "README.md").read_text())
+    assert found
+    command = found[1][found[1].index("&& .venv/bin/llama-cli") + 3 :]
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    fetch = 'echo "/models of mine/$2.gguf"' if has_it else "echo ggml-kvq fetch: error: no >&2; exit 2"
+    for name, body in (("ggml-kvq", fetch), ("llama-cli", "printf '%s\\n' \"$@\"")):
+        (tmp_path / ".venv/bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / ".venv/bin" / name).chmod(0o755)
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    args = done.stdout.splitlines()
+    model = "/models of mine/smollm2.gguf" if has_it else "models/kvq-demo-q8_0.gguf"
+    assert args[:3] == ["-m", model, "--kv-bits"] and (ROOT / args[args.index("-f") + 1]).is_file()
+    assert done.stderr.count("\n") == (0 if has_it else 1)
 
 
 def test_build_for_a_llama_cpp_of_your_own(tmp_path: Path, demo_model: Path) -> None:

@@ -59,7 +59,7 @@ def _pyplot() -> Any:
 def _save(figure: Any, out: str | Path) -> list[Path]:
     base = Path(out)
     base = base.with_suffix("") if base.suffix in (".png", ".svg") else base
-    paths = [base.with_suffix(".png"), base.with_suffix(".svg")]
+    paths = [base.with_name(base.name + ending) for ending in (".png", ".svg")]  # a name may hold a dot
     with files.whole(paths[0]) as partial:
         figure.savefig(partial, dpi=160, metadata={"Software": None})
     with files.whole(paths[1]) as partial:
