@@ -246,3 +246,11 @@ def checks(model: str | None = None) -> Iterator[Check]:
             yield Check(BAD, part.__name__.strip("_"), str(e))
     if model:
         yield from _model(model)
+
+
+def of_program(where: str, model: str | None) -> Iterator[Check]:
+    """Findings about a program with a llama.cpp of its own (hosts.py)."""
+    from . import hosts
+
+    for x in hosts.checked(where, model):
+        yield Check(GOOD if x.good else BAD, x.what, x.found, x.cure)

@@ -42,7 +42,7 @@ def environment(method: str) -> list[str]:
     ]
 
 
-def _library(folder: Path, stem: str) -> Path:
+def library(folder: Path, stem: str) -> Path:
     """lib<stem>.so in its folder, with whatever stands behind or before the ending."""
     found = sorted(p for p in folder.glob(f"lib{stem}.*") if ".so" in p.name)
     if not found:
@@ -54,7 +54,7 @@ def look(folder: Path) -> tuple[str, bool, list[str], list[str]]:
     """(ggml version, its backends are modules, devices, lines of ours) of the llama.cpp in `folder`, in a process
     of its own.
     """
-    files = [str(folder), str(_library(folder, "ggml-base")), str(_library(folder, "ggml"))]
+    files = [str(folder), str(library(folder, "ggml-base")), str(library(folder, "ggml"))]
     env = {k: v for k, v in os.environ.items() if k != "GGML_BACKEND_PATH"}
     done = subprocess.run(
         [sys.executable, "-c", _LOOK, *files], capture_output=True, text=True, check=False, env=env, timeout=60

@@ -12,6 +12,12 @@ def register(subparsers: Any) -> None:
     """Add the `doctor` parser."""
     p = subparsers.add_parser("doctor", help=HELP, description=HELP)
     p.add_argument("-m", "--model", help="also load this GGUF model and decode a few tokens with and without a method")
+    p.add_argument(
+        "--program",
+        metavar="PATH",
+        help="check this one instead: a program of llama.cpp, ollama, a Python with llama-cpp-python, a folder with"
+        " node_modules or with a llama.cpp's libraries; with -m one token is made",
+    )
     p.set_defaults(run=run)
 
 
@@ -20,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from .. import doctor
 
     worst = 0
-    for check in doctor.checks(args.model):
+    for check in doctor.of_program(args.program, args.model) if args.program else doctor.checks(args.model):
         print(f"{('ok', 'note', 'BAD')[check.level]:<5} {check.what}: {check.found}", flush=True)
         if check.cure:
             print(f"      -> {check.cure}", flush=True)
