@@ -186,13 +186,21 @@ def write_sidecar(model: Path, path: Path, shape: Shape, predictors: bool) -> No
     files.write_sidecar(path, meta, data)
 
 
+def program(text: str) -> Path:
+    """A file that can be started from anywhere: "./x" alone would be looked for on PATH."""
+    path = Path(text).resolve()
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no file; build it as docs/performance-gpu.md says")
+    return path
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--bench", type=Path, help="the program built from scripts/bench_depth.cpp")
-    p.add_argument("--batch", type=Path, help="the program built from scripts/bench_batch.cpp")
+    p.add_argument("--bench", type=program, help="the program built from scripts/bench_depth.cpp")
+    p.add_argument("--batch", type=program, help="the program built from scripts/bench_batch.cpp")
     p.add_argument("--loads", choices=list(LOADS), nargs="+", default=list(LOADS), help="what --batch runs")
     p.add_argument("--lib", type=Path, required=True, help="folder of libllama, libggml-cuda and libggml-kvq")
-    p.add_argument("--kernels", type=Path, help="the program built from tests/native/test_cuda.cpp")
+    p.add_argument("--kernels", type=program, help="the program built from tests/native/test_cuda.cpp")
     p.add_argument(
         "--model",
         type=Path,

@@ -76,7 +76,22 @@ def test_the_library_alone_finds_them(cache: Path, demo_model: Path) -> None:
     (line,) = load_lines(alone("llama-completion", "-m", str(demo_model), *argv, KVQ_CONFIG="none"))
     assert "means" not in line
     (line,) = load_lines(alone("llama-completion", "-m", str(demo_model), *argv, KVQ_CACHE_DIR="/no/such"))
-    assert "no channel means were measured for this model" in line and "ggml-kvq calibrate -m MODEL -f TEXT" in line
+    assert "nothing is known of this model's keys" in line and "ggml-kvq plugin -m MODEL measures them once" in line
+
+
+def test_plugin_measures_for_programs_without_a_launcher(demo_model: Path, tmp_path: Path) -> None:
+    """The cure that the load line names."""
+    argv = [sys.executable, "-m", "ggml_kvq.cli", "plugin", "-m", str(demo_model), "-t", "2"]
+    env = {**os.environ, "KVQ_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert done.returncode == 0 and f"# measured: {tmp_path}" in done.stdout, done.stderr
+    assert "export GGML_BACKEND_PATH=" in done.stdout
+    call = ["-m", str(demo_model), "-p", "a", "-n", "1", "-c", "256", "-no-cnv"]
+    (line,) = load_lines(alone("llama-completion", *call, KVQ_CACHE_DIR=str(tmp_path)))
+    assert MEASURED in line
+    argv[5] = str(tmp_path / "no.gguf")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, env=env)
+    assert done.returncode == 2 and "is not a file" in done.stderr, done.stderr
 
 
 def test_every_model_of_a_bench_finds_its_own(cache: Path, demo_model: Path, tmp_path: Path) -> None:
@@ -191,7 +206,7 @@ def test_a_damaged_file_is_measured_again_and_says_so(
     for damaged in (whole[:-100] + bytes([whole[-100] ^ 0x40]) + whole[-99:], whole[:5000], b"GGUF", b""):
         there.write_bytes(damaged)
         said = alone("llama-completion", "-m", str(demo_model), "-p", "a", "-n", "1", "-c", "256", "-no-cnv")
-        assert "they are not used" in said and "no channel means were measured" in said
+        assert "they are not used" in said and "nothing is known of this model's keys" in said
         with Model(demo_model, kv_bits=3, n_ctx=256, n_threads=1) as m:
             assert MEASURED in m.load_line
         assert there.read_bytes() == whole

@@ -98,8 +98,8 @@ static std::string words_of_short_context(const kvq_config & config, const kvq_s
 // Where calibrated data come from, or that no data are there.
 static std::string words_of_data(const kvq_config & config) {
     if (config.lacks_means) {
-        return "; no channel means were measured for this model, codes of these bits are better with them: ggml-kvq "
-               "calibrate -m MODEL -f TEXT writes them beside it";
+        return "; nothing is known of this model's keys, which costs quality at these bits: ggml-kvq plugin -m MODEL "
+               "measures them once";
     }
     return config.config_from == "measured" ? "; data measured on the model's first use"
         : config.config_from == "embedded"  ? "; calibrated data in the model's file"

@@ -43,7 +43,8 @@ const [root, model] = process.argv.slice(2);
 const entry = path.join(root, "node-llama-cpp", "dist", "index.js");
 const { getLlama, LlamaLogLevel } = await import(pathToFileURL(entry).href);
 const llama = await getLlama({ gpu: false, build: "never", skipDownload: true, logLevel: LlamaLogLevel.warn });
-console.log("node-llama-cpp", createRequire(import.meta.url)(path.join(root, "node-llama-cpp", "package.json")).version);
+const about = createRequire(import.meta.url)(path.join(root, "node-llama-cpp", "package.json"));
+console.log("node-llama-cpp", about.version);
 if (model) {
     const loaded = await llama.loadModel({ modelPath: model, gpuLayers: "max", defaultContextFlashAttention: true });
     const context = await loaded.createContext({ contextSize: 256, flashAttention: true });

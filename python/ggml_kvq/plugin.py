@@ -15,8 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from . import _paths
-from .errors import LibraryError
+from . import _paths, default_means, hub
+from .errors import KvqError, LibraryError
+from .progress import Line
 
 NAME = "libggml-musa-kvq.so"
 _LOOK = """
@@ -40,6 +41,20 @@ def environment(method: str) -> list[str]:
         f"export GGML_BACKEND_PATH={shlex.quote(str(_paths.backend().resolve()))}",
         f"export KVQ_METHOD={shlex.quote(method)}",
     ]
+
+
+def measure(model: str, n_threads: int | None = None) -> str:
+    """What the library looks for when no launcher is there, in the cache folder: its path. Seconds for a small model
+    that was never measured. KvqError.
+    """
+    file = hub.resolve(model)
+    if not file.is_file():
+        raise KvqError(f"{file} is not a file; give a GGUF model")
+    line = Line()
+    path, why = default_means.ensure(file, lambda text: print(f"ggml-kvq: {text}", file=sys.stderr), n_threads, line)
+    if path is None:
+        raise KvqError(f"{file.name} was not measured: {why}")
+    return path
 
 
 def library(folder: Path, stem: str) -> Path:

@@ -18,13 +18,22 @@ def register(subparsers: Any) -> None:
     how.add_argument("--install", metavar="DIR", help="put the library into this folder, which holds its libggml")
     how.add_argument("--remove", metavar="DIR", help="undo --install")
     p.add_argument("--method", default="kivi", help="for --print-env: default %(default)s")
+    p.add_argument(
+        "-m",
+        "--model",
+        metavar="FILE",
+        help="measure this model's keys and values first, once: auto finds them in every program by what the file holds",
+    )
+    p.add_argument("-t", "--threads", type=int, help="for -m: default all CPUs that may be used")
     p.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 done; a folder that holds no such llama.cpp is refused."""
+    """0 done; a folder that holds no such llama.cpp is refused, and a model that cannot be measured."""
     from .. import methods, plugin
 
+    if args.model:
+        print(f"# measured: {plugin.measure(args.model, args.threads)}")
     if args.install:
         print("\n".join(plugin.install(args.install)))
     elif args.remove:
