@@ -133,7 +133,7 @@ class Batches:
         while (room := self.n_ctx + 1 - len(ids)) >= 150:
             longest = 800 if progress < 0.08 else room
             length = min(room, math.exp(self.rng.uniform(math.log(120), math.log(max(160, longest)))))
-            task = self.rng.choice(tasks.TASKS)
+            task = self.rng.choice(list(CHARS_PER_TOKEN))  # tasks that came later are not in the recipe
             n_questions = self.rng.randint(1, max(1, min(10, int(length / 120))))
             n_chars = int(max(50.0, length - 30 * n_questions) * CHARS_PER_TOKEN[task])
             part_ids, part_weights = self._segments(task, max(150, n_chars), n_questions)

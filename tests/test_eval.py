@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from ggml_kvq import Model, _paths, chat, cli, errors, plotting
 from ggml_kvq.evaluate import (
     documents,
@@ -209,6 +210,14 @@ def test_task_samples_never_change() -> None:
     assert digest.hexdigest()[:16] == "f06cfd015052becd"
     calls = "\x00".join("\x00".join(tasks.make("tools", 2500, seed)) for seed in range(5))
     assert hashlib.sha256(calls.encode()).hexdigest()[:16] == "c0e6d658c29d0a8c"
+
+
+def test_the_demo_models_recipe_keeps_its_tasks() -> None:
+    """It draws from those that its training knows the size of, in the order that they had then."""
+    text = (ROOT / "scripts" / "train_demo_model.py").read_text()
+    found = re.search(r"^CHARS_PER_TOKEN = \{\n(.*?)^\}", text, re.S | re.M)
+    assert found and re.findall(r'"(\w+)":', found[1]) == tasks.TASKS[:8]
+    assert "choice(tasks.TASKS)" not in text
 
 
 def test_a_call_is_the_json_of_a_declared_function() -> None:
