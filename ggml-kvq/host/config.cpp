@@ -67,6 +67,7 @@ static thread_local request configured;
 
 extern "C" int kvq_configure(const char * method, const char * opts, const char * config, const char * model) {
     last_note.clear();
+    kvq_set_error(""); // what is read after a cache was refused must not be of a call before
     if (!method) {
         configured = request{};
         return KVQ_OK;

@@ -249,8 +249,12 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
                    [](const kvq_mark_found & f) { return f.at < f.mark.row; }), // the rows before were never set
         open.end());
     take_marks_out(t, lanes);
-    if (lanes.layout().evicts) { // a mark may have its other rows in the next call
-        for (const int r : kvq_mark_evicted(v)) { std::fill_n(v.edit(r), v.head_size, KVQ_EVICTED); }
+    const std::vector<int> evicted = kvq_mark_evicted(v);
+    if (!evicted.empty() && !lanes.layout().evicts) {
+        return "the saved state lacks " + which(t) + " of cells that minikv evicted: only minikv can restore it";
+    }
+    for (const int r : evicted) { // a mark may have its other rows in the next call
+        std::fill_n(v.edit(r), v.head_size, KVQ_EVICTED);
     }
     for (auto f = open.begin(); f != open.end();) {
         const kvq_mark & m = f->mark;

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import budget, choices, cpus, default_means, gguf_header, llama, memory, native, progress, resolver
-from .errors import ArgumentTypeError, DecodeError, KvqError, MethodError, ModelError, TextError
+from .errors import ArgumentTypeError, BudgetError, DecodeError, KvqError, MethodError, ModelError, TextError
 from .kvstats import UPSTREAM
 from .loader import Libraries
 from .sampling import Sampling
@@ -270,7 +270,11 @@ class Asked:
         n_bytes = budget.size(str(self.room), "kv_budget")
         facts = memory.with_whole_windows(facts)  # as llama.context_params asks for them
         size = budget.Context(n_ctx, self.want.n_stream, self.want.n_ubatch)
-        return budget.fit(facts, n_bytes, size, opts, most_bits=bits or 16.0).option
+        try:
+            return budget.fit(facts, n_bytes, size, opts, most_bits=bits or 16.0).option
+        except BudgetError as e:
+            text = str(e).replace("give -c with --kv-budget", "give n_ctx")
+            raise BudgetError(f"kv_budget={self.room}: {re.sub(r'-c (?=[0-9])', 'n_ctx=', text)}") from None
 
     def resolved(self, opts: str, header: gguf_header.Header | None) -> resolver.Resolved:
         """The library's answer."""
@@ -287,6 +291,12 @@ def chosen(asked: Asked, n_threads: int, type_k: str, type_v: str) -> Choice:
         given = "" if asked.config in (None, OFF) else path(asked.config, "kv_config")
         choices.check_method(UPSTREAM, asked.opts, given, type_k, type_v)
         return Choice(UPSTREAM, asked.opts, OFF)
+    if asked.method in llama.GGML_TYPES and asked.method != "f16":
+        kind = asked.method
+        raise MethodError(
+            f"kv_method={kind!r} is a type of llama.cpp's own cache: pass kv_method='upstream', type_k={kind!r},"
+            f" type_v={kind!r}"
+        )
     try:
         header = gguf_header.read(asked.model)
     except gguf_header.GgufError:

@@ -14,6 +14,7 @@ USUAL_BITS = 2.5  # as auto's own default
 LEAST_BITS = 1.25  # below what these need a budget is refused
 LONG = 131072  # tokens at which bits count (methods/auto.cpp)
 _MOST_RUNGS = 16  # above the number of rungs of any ladder of method auto
+_LEAST = 1 << 16  # bytes: a smaller number without a unit lacks one
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -23,6 +24,8 @@ def size(text: str, words: str) -> int:
     n = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     if n < 1:
         raise BudgetError(f"{words} {text} is no size; write for example {words} 2G or {words} 800M")
+    if found and not found[2] and n < _LEAST:
+        raise BudgetError(f"{words} {text} is {n} bytes: write the unit, for example {words} {text}G")
     return n
 
 
@@ -122,7 +125,7 @@ def fit(
     n_ctx = want.n_ctx or facts.n_ctx_train * want.n_stream
     if not n_ctx:
         raise BudgetError("the model does not say how long its context is: give -c with --kv-budget")
-    words, floor = _words(budget), ladder.of_bits(LEAST_BITS)
+    room, floor = words(budget), ladder.of_bits(LEAST_BITS)
 
     def bits(n: int, level: int) -> float:
         return 8 * ladder.cache(n, level) / ladder.values(n)
@@ -138,23 +141,31 @@ def fit(
             longest = _longest(n_ctx, want, lambda n: ladder.cache(n, floor) <= budget)
             cure = f"or the longest context for it, -c {longest}" if longest else "no context fits it"
             raise BudgetError(
-                f"{words} hold no context of {n_ctx} tokens: give at least {_words(ladder.cache(n_ctx, floor))}"
+                f"{room} hold no context of {n_ctx} tokens: give at least {words(ladder.cache(n_ctx, floor))}"
                 f" ({bits(n_ctx, floor):.2f} bits), {cure}"
             )
-        return taken(n_ctx, level, f"{words} at {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
+        return taken(n_ctx, level, f"{room} at {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
     if level >= max(floor, ladder.of_bits(least_bits - 0.2)):
-        return taken(n_ctx, level, f"{words} at the model's {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
+        return taken(n_ctx, level, f"{room} at the model's {n_ctx} tokens: {bits(n_ctx, level):.2f} bits")
     wanted = ladder.of_bits(least_bits)
     n_short = _longest(n_ctx, want, lambda n: ladder.cache(n, wanted) <= budget)
     if not n_short:
+        n_least = memory.STEP * want.n_stream
         raise BudgetError(
-            f"{words} hold no context at {least_bits:g} bits: give -c with --kv-budget for a shorter one, or more"
-            " memory"
+            f"{room} hold no context at {least_bits:g} bits, where {n_least} tokens take"
+            f" {words(ladder.cache(n_least, wanted))}: give more memory"
         )
     would = f"would take {bits(n_ctx, level):.2f} bits" if level >= floor else f"does not fit at {LEAST_BITS:g} bits"
     return Fit(
-        wanted, bits(n_short, wanted), n_short, f"{words} at {least_bits:g} bits: {n_short} tokens; -c {n_ctx} {would}"
+        wanted, bits(n_short, wanted), n_short, f"{room} at {least_bits:g} bits: {n_short} tokens; -c {n_ctx} {would}"
     )
+
+
+def exact(facts: memory.Model, want: Context, chosen: Fit) -> int:
+    """Bytes of the f16 cache of the context that was chosen."""
+    n_ctx = want.n_ctx or chosen.n_ctx
+    plan = memory.planner("f16", "", facts.n_layer)
+    return memory.need(facts, plan, n_ctx, n_stream=want.n_stream, n_ubatch=want.n_ubatch).cache
 
 
 def refuse_too_few(facts: memory.Model, opts: str, words: str) -> None:
@@ -166,7 +177,7 @@ def refuse_too_few(facts: memory.Model, opts: str, words: str) -> None:
             raise BudgetError(f"{words}: {e}") from e
 
 
-def _words(n_bytes: int) -> str:
+def words(n_bytes: int) -> str:
     """A size, rounded up, so that it is enough when it is given back."""
     unit, name = (memory.MIB, "MiB") if n_bytes >= 10 * memory.MIB else (1024, "KiB")
     return f"{-(-n_bytes // unit)} {name}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import gguf_header, llama, memory
+from . import gguf_header, llama, memory, methods, resolver
 
 if TYPE_CHECKING:
     from .evaluate.specs import CacheSpec
@@ -34,6 +34,7 @@ class Known:
 
     name: str
     facts: memory.Model
+    header: gguf_header.Header | None = None  # of a file: what was measured of it counts
 
 
 def _known(name: str, megabytes: int, n_layer: int, heads: int, size: int, n_ctx: int, window: int = 0) -> Known:
@@ -64,13 +65,16 @@ def of_file(path: Path) -> Known:
     if part := re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name):
         parts = [path.with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf") for i in range(1, int(part[2]) + 1)]
         facts = replace(facts, weights=sum(p.stat().st_size for p in parts))
-    return Known(path.stem, facts)
+    return Known(path.stem, facts, header)
 
 
-def planner(spec: CacheSpec, n_layer: int) -> memory.Plan:
+def planner(spec: CacheSpec, n_layer: int, header: gguf_header.Header | None = None) -> memory.Plan:
     """Bytes of a cache: by libggml-kvq, or of llama.cpp's own types by their bits. MethodError."""
     if spec.method is not None:
-        return memory.planner(spec.method, spec.options, n_layer)
+        options = spec.options
+        if header:
+            options, _ = resolver.planned(methods.library, spec.method, options, spec.config, header)
+        return memory.planner(spec.method, options, n_layer)
     k, v = (gguf_header.type_bits(llama.GGML_TYPES[kind]) for kind in (spec.type_k, spec.type_v))
 
     def plan(shapes: list[memory.Shape], n_cells: int, n_stream: int, _: memory.Whole = ([], 0)) -> int:
@@ -83,7 +87,7 @@ def longest(known: Known, spec: CacheSpec, n_bytes: int, *, reserve: int = RESER
     """The longest context, in tokens, whose cache fits into n_bytes beside the weights, the mask of a batch and
     `reserve`; at most what the model was trained for. 0: not even 256 tokens fit. MethodError.
     """
-    plan = planner(spec, known.facts.n_layer)
+    plan = planner(spec, known.facts.n_layer, known.header)
     got = memory.longest(known.facts, plan, n_bytes - reserve, n_ubatch=n_ubatch)
     return min(got, known.facts.n_ctx_train) if known.facts.n_ctx_train else got
 

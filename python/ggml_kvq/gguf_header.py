@@ -353,3 +353,9 @@ def window(header: Header) -> tuple[int, set[int] | None]:
     n = pattern if one_of and isinstance(pattern, int) else abs(one_of)
     whole = 0 if one_of < 0 else n - 1
     return tokens, {il for il in range(n_layer) if not n or il % n != whole}
+
+
+def trained_for(header: Header) -> int:
+    """Tokens of the context that the model was trained for; 0 when it does not say."""
+    found = header.fields.get(f"{header.fields.get('general.architecture')}.context_length", 0)
+    return found if isinstance(found, int) else 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,8 +41,17 @@ def fetch(
     except ImportError as e:
         raise DownloadError(f"{spec} needs huggingface_hub; pip install huggingface_hub") from e
     try:
-        cache = None if cache_dir is None else Path(cache_dir)
-        return Path(hf_hub_download(repo, filename, revision=revision, cache_dir=cache, token=token, endpoint=endpoint))
+        return Path(
+            hf_hub_download(
+                repo,
+                filename,
+                revision=revision,
+                cache_dir=None if cache_dir is None else Path(cache_dir),
+                token=token,
+                endpoint=endpoint,
+                local_files_only=_is_silent(endpoint),
+            )
+        )
     except hub_errors.GatedRepoError as e:
         raise DownloadError(f"{repo} is gated; accept its terms on the hub and log in with `hf auth login`") from e
     except hub_errors.RepositoryNotFoundError as e:
@@ -59,10 +71,33 @@ def fetch(
         ) from e
 
 
+def _is_silent(endpoint: str | None = None) -> bool:
+    """Does nobody answer at the hub? huggingface_hub asks six times and waits 23 seconds in all, for files that it
+    keeps as well.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return True
+    if urllib.request.getproxies():
+        return False  # the proxy knows the way
+    url = urllib.parse.urlsplit(endpoint or constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), 10).close()
+    except OSError:
+        return True
+    return False
+
+
 def resolve(path: str | os.PathLike[str]) -> Path:
     """A local path as it is, an `hf:` path or a model's name as the downloaded file."""
     text = os.fspath(path)
-    return remote(text) if is_remote(text) else Path(text).expanduser()
+    if is_remote(text):
+        return remote(text)
+    file = Path(text).expanduser()
+    if (name := named.near(text)) and not file.exists():
+        raise DownloadError(f"{text} is no file: write {name} for the model of that name, or the path of a GGUF model")
+    return file
 
 
 def is_remote(text: str) -> bool:
@@ -83,6 +118,8 @@ def _files(repo: str, token: str | None) -> list[str]:
     except ImportError as e:
         raise DownloadError(f"{repo} needs huggingface_hub; pip install huggingface_hub") from e
     try:
+        if _is_silent():
+            raise ConnectionError
         names = HfApi(token=token).list_repo_files(repo)
     except hub_errors.GatedRepoError as e:
         raise DownloadError(f"{repo} is gated; accept its terms on the hub and log in with `hf auth login`") from e
@@ -93,8 +130,7 @@ def _files(repo: str, token: str | None) -> list[str]:
             folder = Path(snapshot_download(repo, local_files_only=True))
         except (OSError, ValueError, hub_errors.LocalEntryNotFoundError):
             raise DownloadError(
-                f"{repo} is not in the local cache and the hub cannot be reached ({type(e).__name__}); check the"
-                " network"
+                f"{repo} is not in the local cache and the hub cannot be reached; check the network"
             ) from e
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
     return sorted(name for name in names if name.endswith(".gguf"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from . import gguf_header, kvstats, llama, memory, methods, native
+from . import budget, gguf_header, kvstats, llama, memory, methods, native, resolver
 from .errors import MethodError
 
 
@@ -25,6 +25,7 @@ class Plan:
     bytes_f16: int = 0
     refused: str = ""
     bytes_far: int = 0  # of a second tier in another memory: not in bytes_total
+    measures: bool = False  # the model's first use measures it, and may divide keys in halves then
 
 
 def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> list[Plan]:
@@ -39,14 +40,16 @@ def plans(header: gguf_header.Header, n_ctx: int, specs: Sequence[Any] = ()) -> 
         gguf_header.attention_layers(header)  # says why
         return []
     out = []
-    wanted = [(s.label, s.method, s.options, s.type_k, s.type_v) for s in specs] or [
-        (row["name"], row["name"], "", "", "") for row in methods.table()
+    wanted = [(s.label, s.method, s.options, s.config, s.type_k, s.type_v) for s in specs] or [
+        (row["name"], row["name"], "", None, "", "") for row in methods.table()
     ]
-    for label, method, options, type_k, type_v in wanted:
+    for label, method, options, config, type_k, type_v in wanted:
         if method is None:
             out.append(_upstream(label, [*facts.full, *facts.windowed], n_ctx, type_k, type_v))
         else:
-            out.append(planned(label, method, options, facts, n_ctx))
+            holds, first = resolver.planned(methods.library, method, options, config, header)
+            plan = planned(label, method, holds, facts, n_ctx)
+            out.append(replace(plan, measures=first and method == budget.METHOD))
     return out
 
 

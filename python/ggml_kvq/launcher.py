@@ -24,6 +24,7 @@ from . import (
     files,
     gguf_header,
     hub_args,
+    llama,
     memory,
     progress,
     refusals,
@@ -240,10 +241,14 @@ def _one_number(program: str, user: User, flags: Flags, model: str, opts: str) -
         want = refusals.context(program, user)
         fit = budget.fit(facts, room, want, opts, bits or budget.USUAL_BITS, bits or 16.0)
     except BudgetError as e:
-        raise LaunchError(str(e)) from e
+        raise LaunchError(str(e) if "--kv-" in str(e) else f"--kv-budget {flags.budget}: {e}") from e
     chosen = ["-c", str(fit.n_ctx)] if fit.n_ctx else []
     _, rest = without(flags.rest, ("-c", "--ctx-size")) if chosen else ([], flags.rest)
-    return _Number(fit.option, [*chosen, *rest], [f"--kv-budget: {fit.note}"])
+    exact = budget.exact(facts, want, fit)
+    more = [f"--kv-budget {flags.budget} holds an exact cache too, of {budget.words(exact)}: --kv-method f16"]
+    return _Number(
+        fit.option, [*chosen, *rest], [f"--kv-budget: {fit.note}", *(more if exact <= room and not bits else [])]
+    )
 
 
 def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Header | None) -> resolver.Resolved:
@@ -257,7 +262,12 @@ def _resolved(flags: Flags, environ: Mapping[str, str], header: gguf_header.Head
     try:
         return resolver.resolve(methods.library, asked, header)
     except MethodError as e:
-        off = f" or {refusals.OFF}" if "unknown method" in str(e) else ""  # which is no method of the library
+        unknown, kind = "unknown method" in str(e), flags.method or ""
+        if unknown and kind in llama.GGML_TYPES:
+            raise LaunchError(
+                f"--kv-method {kind} is a type of llama.cpp's own cache: drop it and write -ctk {kind} -ctv {kind}"
+            ) from None
+        off = f" or {refusals.OFF}" if unknown else ""  # which is no method of the library
         raise LaunchError(f"{e}{off}") from e
 
 
@@ -340,6 +350,7 @@ def command(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> Co
     if not serves:
         flags.rest, hub_env = hub_args.resolve(program, spell_sizes(flags.rest, bench), environ)
     user = User(flags.rest, environ, reads_env=not bench and not serves)
+    router.refuse_ours(user)
     given = flags.model or environ.get("KVQ_MODEL")
     models = ([given] if given else []) if serves else user.models(bench)
     servers = [] if serves else _rpc_servers(user)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import arguments, llama, processes
-from .errors import ContextOverflowError, DecodeError, KvqError
+from .errors import ArgumentTypeError, ContextOverflowError, DecodeError, KvqError
 from .loader import LogLines, last_problem, log
 from .sampling import Chain, Sampling
 from .writer import Writer
@@ -56,6 +56,8 @@ class Many:
         several texts are computed together. sampling: one for all, or one for each prompt. Afterwards finish_reasons
         has "stop", "eos", "length" or "context" for each, and the cache is empty.
         """
+        if isinstance(prompts, str):
+            raise ArgumentTypeError(f"prompts={prompts!r:.60} is one text; pass a list of texts")
         if isinstance(sampling, Sequence):
             each = [arguments.sampling(s, {}) for s in sampling]
             if len(each) != len(prompts) or options:

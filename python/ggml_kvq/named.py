@@ -151,6 +151,19 @@ def is_name(text: str) -> bool:
     return any(model.name == text for model in MODELS) and not os.path.exists(text)
 
 
+def near(text: str) -> str | None:
+    """The name that `text`, which is no file, seems to mean: misspelt, or its beginning."""
+    import difflib
+
+    asked = text.partition(":")[0].lower()
+    if len(asked) < 3 or "/" in text or asked.endswith(".gguf"):
+        return None
+    known = [model.name for model in MODELS]
+    begins = [name for name in known if name.startswith(asked) or asked.startswith(name)]
+    found = begins or difflib.get_close_matches(asked, known, 1, 0.7)
+    return found[0] if found else None
+
+
 def find(name: str) -> Named:
     """The model of that name. DownloadError names all of them."""
     for model in MODELS:

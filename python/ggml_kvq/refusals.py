@@ -215,6 +215,10 @@ def fit(
 
 def missing(model: str) -> str:
     """Why `model` cannot be opened, one line with the cure."""
+    from . import named
+
+    if (name := named.near(model)) and not os.path.exists(model):
+        return f"-m {model} is no file: write -m {name} for the model of that name, or the path of a GGUF model"
     what = "is a folder" if os.path.isdir(model) else "is no plain file" if os.path.exists(model) else "does not exist"
     return (
         f"-m {model} {what}; give the path of a GGUF model, -m hf:owner/repo/file.gguf or a name that `ggml-kvq fetch`"

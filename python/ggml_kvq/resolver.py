@@ -10,6 +10,7 @@ from ctypes import CDLL, byref
 from dataclasses import dataclass, fields
 
 from . import gguf_header, native
+from .errors import MethodError
 
 BY_FLAGS, BY_ARGUMENTS = 1, 2  # enum kvq_asker: whose words messages use
 MEASURED = "measured"  # config_from of data that the first use of a model left in the cache folder
@@ -84,3 +85,17 @@ def resolve(library: Callable[[], CDLL], request: Request, header: gguf_header.H
     native.check(lib, lib.kvq_resolve(byref(asked), byref(answer)))
     texts = {name: os.fsdecode(getattr(answer, name)) for name in _TEXTS}
     return Resolved(**texts, wants_means=bool(answer.wants_means))
+
+
+def planned(
+    library: Callable[[], CDLL], method: str, opts: str, config: str | None, header: gguf_header.Header
+) -> tuple[str, bool]:
+    """(options of a method as this model's cache will have them, those of its data among them; does its first use
+    measure it?). Data that do not hold change nothing here: who opens the model is told.
+    """
+    try:
+        got = resolve(library, Request(BY_ARGUMENTS, method, opts, config), header)
+    except MethodError:
+        return opts, False
+    chooses = method == "auto" and "means=" not in got.options and (got.wants_means or got.config_from)
+    return ",".join(filter(None, (got.options, "means=on" if chooses else ""))), got.wants_means

@@ -8,9 +8,10 @@ import os
 import re
 from pathlib import Path
 
-from .flags import User
+from .flags import OURS, LaunchError, User
 
 _MODEL = re.compile(r"^\s*(?:model|m|LLAMA_ARG_MODEL)\s*=\s*(.+?)\s*$", re.MULTILINE)
+_OURS = re.compile(r"^\s*-*(kv-[\w-]+)\s*=\s*(.*?)\s*$", re.MULTILINE)
 _COMPANION = ("mmproj", "draft")  # files beside a model that are none
 
 
@@ -23,6 +24,19 @@ def models(user: User) -> list[str]:
         text = Path(preset).read_text(encoding="utf-8", errors="replace")
         found += [m[1].strip("\"'") for m in _MODEL.finditer(text)]
     return [path for path in dict.fromkeys(found) if os.path.isfile(path)]
+
+
+def refuse_ours(user: User) -> None:
+    """LaunchError for a flag of ours in a preset: llama.cpp reads presets, and would not know it."""
+    preset = user.last(("--models-preset",), "LLAMA_ARG_MODELS_PRESET")
+    if not preset or not os.path.isfile(preset):
+        return
+    for name, value in _OURS.findall(Path(preset).read_text(encoding="utf-8", errors="replace")):
+        if (flag := f"--{name}") in OURS:
+            raise LaunchError(
+                f"{preset}: {name} = {value} is no option of llama.cpp: take it out, and write {flag} {value} behind"
+                " llama-server, for all its models"
+            )
 
 
 def _of_folder(folder: Path) -> list[str]:

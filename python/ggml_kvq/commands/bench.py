@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from .. import cpus
@@ -17,7 +18,9 @@ def register(subparsers: Any) -> None:
     p = subparsers.add_parser(
         "bench", help=HELP, description=HELP + ". Runs llama-bench, caches in turn; figures are medians."
     )
-    p.add_argument("-m", "--model", required=True, help="GGUF model, or hf:owner/repo/file.gguf")
+    p.add_argument(
+        "-m", "--model", required=True, help="GGUF model, hf:owner/repo/file.gguf or a name that ggml-kvq fetch lists"
+    )
     p.add_argument(
         "--cache",
         action="append",
@@ -61,7 +64,15 @@ def run(args: argparse.Namespace) -> int:
     model = hub.resolve(args.model)
     if not model.is_file():
         raise KvqError(f"{model} is not a file; give -m a GGUF model")
-    gguf_header.read(model, tensors=True).check_whole()
+    header = gguf_header.read(model, tensors=True)
+    header.check_whole()
+    deepest = max(args.depths) + max(args.n_gen, args.n_prompt)
+    if deepest > (trained := gguf_header.trained_for(header)) > 0:
+        print(
+            f"ggml-kvq bench: warning: -d {max(args.depths)} goes beyond the {trained} tokens that the model was"
+            " trained for: the speed is right, its text would not be",
+            file=sys.stderr,
+        )
     settings = bench.Settings(
         tuple(args.depths),
         args.n_gen,

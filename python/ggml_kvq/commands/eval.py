@@ -32,7 +32,9 @@ def register(subparsers: Any) -> None:
     p = subparsers.add_parser(
         "eval", help=HELP, description=HELP, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("-m", "--model", required=True, help="GGUF model, or hf:owner/repo/file.gguf")
+    p.add_argument(
+        "-m", "--model", required=True, help="GGUF model, hf:owner/repo/file.gguf or a name that ggml-kvq fetch lists"
+    )
     p.add_argument(
         "--cache", action="append", default=[], metavar="SPEC", help="a cache to measure; repeatable, see below"
     )

@@ -85,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{'kvq.*':<17} none: --kv-method chooses, options have their defaults")
     if plans:
         print_plans(plans, n_ctx, bool(specs))
+        if any(p.measures for p in plans):
+            print(
+                "\nauto: the first use of this model measures it, which may change these figures by 2 %. From then on"
+                " this table counts what was found."
+            )
         if layers and layers.windowed:
             print(
                 f"\n{len(layers.windowed)} of {len(layers.full) + len(layers.windowed)} layers see a window of"

@@ -52,6 +52,13 @@ def run(args: argparse.Namespace) -> int:
     models = [fits.of_file(Path(hub.resolve(args.model)))] if args.model else list(fits.KNOWN)
     ub = args.ubatch_size
     print(fits.table(models, memories, specs, markdown=args.markdown, reserve=reserve, n_ubatch=ub))
+    for known in models:
+        for text, n_bytes in memories:
+            if known.facts.weights + reserve >= n_bytes and not args.markdown:
+                print(
+                    f"\n{known.name} does not fit into {text}: {budget.words(known.facts.weights)} of weights and"
+                    f" --reserve {args.reserve}"
+                )
     if not args.markdown:
         print(
             "\nTokens, k is 1024, rounded down; all: what the model was trained for; -: nothing fits."

@@ -14,7 +14,13 @@ def register(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune", help="measure which layers deserve bits, for method auto at any budget, and write it as a sidecar GGUF"
     )
-    parser.add_argument("-m", "--model", required=True, metavar="FILE", help="GGUF model, or hf:owner/repo/file.gguf")
+    parser.add_argument(
+        "-m",
+        "--model",
+        required=True,
+        metavar="FILE",
+        help="GGUF model, hf:owner/repo/file.gguf or a name that ggml-kvq fetch lists",
+    )
     parser.add_argument("-f", "--file", required=True, metavar="TEXT", help="text of the kind the model will see")
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="sidecar to write (default: the model's name with .kvq.gguf)"

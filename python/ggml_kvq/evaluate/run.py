@@ -167,8 +167,7 @@ class Evaluation:
 
     def warn_beyond_training(self) -> None:
         """Say so when the model was not trained for so many tokens: f16 itself is bad there."""
-        a, fields = self.args, self.header.fields
-        trained = fields.get(f"{fields.get('general.architecture')}.context_length", 0)
+        a, trained = self.args, gguf_header.trained_for(self.header)
         asked = {"-c": a.ctx_size if a.file or a.documents else 0, "--drift": a.drift}
         asked["--lengths"] = max(a.lengths) if self.tasks else 0
         for flag, n_tokens in asked.items():

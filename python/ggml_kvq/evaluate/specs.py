@@ -72,6 +72,10 @@ class CacheSpec:
         if self.lab:
             laboratory.load(self.lab)
             return
+        if self.method in llama.GGML_TYPES:
+            raise MethodError(
+                f"cache {self.text!r}: {self.method} is a type of llama.cpp's own cache; write {UPSTREAM}:{self.method}"
+            )
         methods.check(self.method, self.options)
         if self.config_file and not Path(self.config_file).is_file():
             raise MethodError(

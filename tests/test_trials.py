@@ -1,0 +1,185 @@
+"""What strangers tried with README.md, docs/ and --help alone, and what they were told. docs/trials.md has the list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import LLAMA_FIELDS, ROOT
+from ggml_kvq import Model, cli, default_means, gguf_header, info, launcher, named
+from ggml_kvq.calibrate import files, means
+from ggml_kvq.errors import ArgumentTypeError, BudgetError, DownloadError, KvqError, MethodError, StateError
+from ggml_kvq.evaluate import specs
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(KvqError) as e:
+        launcher.command("llama-cli", argv, {})
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def planned(model: Path, n_ctx: int, *caches: str) -> list[info.Plan]:
+    return info.plans(gguf_header.read(model, tensors=True), n_ctx, [specs.parse(text) for text in caches])
+
+
+# ------------------------------------------------------------------ figures before the first use and after it
+
+
+@pytest.mark.parametrize("bits", [1.6, 2.75, 4.25])
+def test_info_counts_what_the_cache_then_takes(demo_model: Path, bits: float) -> None:
+    """Halves of keys, which a model's first use finds, were not counted: --kv-bits 1 was planned and then refused."""
+    with Model(demo_model, kv_bits=bits, n_ctx=1024) as model:
+        taken = model.kv_stats()["bytes_total"]
+    (plan,) = planned(demo_model, 1024, f"auto:bits={bits}")
+    assert (plan.bytes_total, plan.measures) == (taken, False)
+
+
+def test_info_counts_data_of_a_sidecar(demo_model: Path, tmp_path: Path) -> None:
+    sidecar = tmp_path / "own.kvq.gguf"
+    fitted = means.fit(demo_model, (ROOT / "README.md").read_text(), n_sequences=1, length=256, n_threads=1)
+    files.write_sidecar(sidecar, files.fields(demo_model, fitted, 4), files.arrays(fitted))
+    with Model(demo_model, "auto", "bits=2.75", sidecar, n_ctx=1024) as model:
+        taken = model.kv_stats()["bytes_total"]
+    (plan,) = planned(demo_model, 1024, f"auto:bits=2.75@{sidecar}")
+    assert (plan.bytes_total, plan.measures) == (taken, False)
+
+
+def test_a_model_that_was_never_used_is_planned_nearly(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default_means.ensure(demo_model, lambda _: None)
+    (after,) = planned(demo_model, 4096, "auto:bits=2.75")
+    monkeypatch.setenv("KVQ_CACHE_DIR", str(tmp_path))
+    (before,) = planned(demo_model, 4096, "auto:bits=2.75")
+    assert before.measures and before.bytes_total == pytest.approx(after.bytes_total, rel=0.02)
+    assert cli.main(["info", "-m", str(demo_model), "--cache", "auto:bits=2.75"]) == 0
+    assert "auto: the first use of this model measures it, which may change these figures" in capsys.readouterr().out
+    assert cli.main(["info", "-m", str(demo_model), "--cache", "kivi"]) == 0
+    assert "first use" not in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())  # planning measures nothing
+
+
+def test_plan_says_why_nothing_fits(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "-m", str(demo_model), "--memory", "900M", "--cache", "f16"]) == 0
+    assert f"{demo_model.stem} does not fit into 900M: 12 MiB of weights and --reserve 1G" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ sizes and names
+
+
+def test_a_size_of_a_few_bytes_lacks_its_unit(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--kv-budget 2 is 2 bytes: write the unit, for example --kv-budget 2G"
+    assert words in refusal("-m", str(demo_model), "--kv-budget", "2")
+    with pytest.raises(BudgetError, match="kv_budget 2 is 2 bytes: write the unit, for example kv_budget 2G"):
+        Model(demo_model, kv_budget=2)
+    assert cli.main(["plan", "--memory", "8"]) != 0
+    assert "--memory 8 is 8 bytes: write the unit, for example --memory 8G" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_too_small_is_told_the_least(demo_model: Path) -> None:
+    said = refusal("-m", str(demo_model), "--kv-budget", "100K")
+    assert "--kv-budget 100K: 100 KiB hold no context at 2.5 bits, where 256 tokens take " in said
+    least = said.split("tokens take ")[1].split(":")[0].replace(" KiB", "K")
+    got = launcher.command("llama-cli", ["-m", str(demo_model), "--kv-budget", least], {})
+    assert got.args[got.args.index("-c") + 1] == "256"
+
+
+def test_python_is_not_told_to_write_a_flag(demo_model: Path) -> None:
+    with pytest.raises(BudgetError, match=r"^kv_budget=2M: .*or the longest context for it, n_ctx=\d+$"):
+        Model(demo_model, kv_budget="2M", n_ctx=4096)
+
+
+def test_a_budget_that_holds_an_exact_cache_says_so(demo_model: Path) -> None:
+    def notes(room: str) -> str:
+        argv = ["-m", str(demo_model), "--kv-budget", room, "-c", "4096"]
+        return "\n".join(launcher.command("llama-cli", argv, {}).notes)
+
+    assert "--kv-budget 1G holds an exact cache too, of 25 MiB: --kv-method f16" in notes("1G")
+    assert "exact" not in notes("20M")
+
+
+def test_types_of_llama_cpp_are_no_methods(demo_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal("-m", str(demo_model), "--kv-method", "q8_0")
+    assert said.endswith("is a type of llama.cpp's own cache: drop it and write -ctk q8_0 -ctv q8_0")
+    with pytest.raises(MethodError, match="pass kv_method='upstream', type_k='q8_0', type_v='q8_0'"):
+        Model(demo_model, "q8_0")
+    assert cli.main(["info", "-m", str(demo_model), "--cache", "q8_0"]) != 0
+    assert "q8_0 is a type of llama.cpp's own cache; write upstream:q8_0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("smollm", "smollm2"),
+        ("smolm2", "smollm2"),
+        ("qwen", "qwen2.5-coder"),
+        ("Gemma3:Q4_K_M", "gemma3"),
+        ("nosuch", None),
+        ("smollm.gguf", None),
+        ("folder/smollm", None),
+        ("", None),
+    ],
+)
+def test_a_name_that_is_nearly_one(text: str, meant: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named.near(text) == meant
+    if meant:
+        words = f"{text} is no file: write -m {meant} for the model of that name"
+        assert words in refusal("-m", text, "--kv-bits", "4")
+        with pytest.raises(DownloadError, match=f"is no file: write {meant} for the model of that name"):
+            Model(text)
+        assert cli.main(["info", "-m", text]) != 0 and f"write {meant}" in capsys.readouterr().err
+
+
+def test_bench_beyond_what_a_model_was_trained_for_says_so(
+    write_gguf: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It read a hundred thousand tokens of a model of 8192 without a word."""
+    model = write_gguf("small.gguf", LLAMA_FIELDS, n_tensors=0)
+    cli.main(["bench", "-m", str(model), "--cache", "kivi", "-d", "0,4096"])
+    assert "warning: -d 4096 goes beyond the 2048 tokens that the model was trained for" in capsys.readouterr().err
+
+
+def test_a_preset_names_no_flag_of_ours(demo_model: Path, tmp_path: Path) -> None:
+    """llama.cpp ended with "option 'kv-method' not recognized", and nobody said where it goes."""
+    preset = tmp_path / "models.ini"
+    preset.write_text(f"[*]\nc = 1024\nkv-unified = true\n[small]\nmodel = {demo_model}\n")
+    argv = ["--models-preset", str(preset)]
+    assert launcher.command("llama-server", [*argv, "--kv-method", "kivi"], {}).env["KVQ_METHOD"] == "kivi"
+    preset.write_text(preset.read_text() + "kv-bits = 3.5\n")
+    with pytest.raises(KvqError, match="kv-bits = 3.5 is no option .* write --kv-bits 3.5 behind llama-server"):
+        launcher.command("llama-server", argv, {})
+
+
+# ------------------------------------------------------------------ Python
+
+
+def test_a_refusal_is_not_that_of_a_call_before(demo_model: Path) -> None:
+    """A context that llama.cpp could not make was explained by the error of an earlier call."""
+    with pytest.raises(MethodError, match="option 'bits' has no value"):
+        Model(demo_model, "kivi", "bits")
+    with pytest.raises(KvqError) as e:
+        Model(demo_model, "kivi", n_ctx=512, n_seq_max=1000)  # llama.cpp has 256 at most
+    assert "option 'bits'" not in str(e.value)
+
+
+def test_what_minikv_evicted_is_not_read_as_zeros(demo_model: Path, tmp_path: Path) -> None:
+    """A state of minikv in a cache of another method: rows that are not there got attention, and the text was blank."""
+    prompt = (Path(__file__).parent / "data" / "walk.txt").read_text()[:2400]
+    state = tmp_path / "state"
+    with Model(demo_model, "minikv", n_ctx=1024) as model:
+        "".join(model.generate(prompt, max_tokens=4, temperature=0))
+        model.save_state(state)
+        model.load_state(state)
+    for method in ("kivi", "f16", "specache"):
+        with Model(demo_model, method, n_ctx=1024) as model:
+            with pytest.raises(StateError, match="of cells that minikv evicted: only minikv can restore it"):
+                model.load_state(state)
+            assert "".join(model.generate("The file", max_tokens=4, temperature=0))
+
+
+def test_one_text_is_not_a_list_of_letters(demo_model: Path) -> None:
+    words = "prompts='abc' is one text; pass a list of texts"
+    with Model(demo_model, "f16", n_ctx=256) as model, pytest.raises(ArgumentTypeError, match=words):
+        model.generate_many("abc")
