@@ -45,9 +45,13 @@ MORE = [
 
 
 class Context:
-    """A llama_context with n_seq sequences on the weights of a Model (which also keeps a small context of its own)."""
+    """A llama_context with n_seq sequences on the weights of a Model (which also keeps a small context of its own).
+    declared: the cache type that llama.cpp is told.
+    """
 
-    def __init__(self, path: Path, method: str | None, opts: str, n_seq: int, unified: bool) -> None:
+    def __init__(
+        self, path: Path, method: str | None, opts: str, n_seq: int, unified: bool, declared: str = "f16"
+    ) -> None:
         self.model = Model(path, kv_method=method or "upstream", kv_opts=opts or None, n_ctx=256, n_threads=2)
         self.lib = self.model._libs.llama
         for name, restype, argtypes in MORE:
@@ -62,6 +66,7 @@ class Context:
         )
         params.n_threads = params.n_threads_batch = 2
         params.flash_attn_type, params.kv_unified = llama.FLASH_ATTN_ENABLED, unified
+        params.type_k = params.type_v = llama.GGML_TYPES[declared]
         kvq = self.model._libs.need_kvq()
         if method:
             assert kvq.kvq_configure(method.encode(), opts.encode(), None, os.fsencode(path)) == 0
@@ -214,11 +219,12 @@ def random_walk(
     n_steps: int,
     seed: int,
     tokens: list[int] | None = None,
+    declared: str = "f16",
 ) -> list[float]:
     """KL divergence from upstream's f16 cache after each decode of a random walk. tokens: what is read, for models
     without a vocabulary.
     """
-    c = Context(path, method, opts, 2, unified)
+    c = Context(path, method, opts, 2, unified, declared)
     text = tokens or c.model.tokenize(TEXT, add_bos=True)
     steps = tuple(walk_steps(n_steps, seed, len(text)))
     assert {s.op for s in steps} >= {"decode", "cut", "copy", "save", "load"}
@@ -461,7 +467,12 @@ def test_llama_bench_at_depth(demo_model: Path) -> None:
     ("args", "opts", "method", "words"),
     [
         (["-fa", "off"], "", "xquant", ["flash attention", "-fa on"]),
-        (["-fa", "on", "-ctk", "q8_0"], "", "xquant", ["-ctk"]),
+        (["-fa", "on", "-ctk", "bf16"], "", "xquant", ["bf16 (-ctk)", "q8_0"]),
+        (["-fa", "on", "-ctk", "q4_0", "-ctv", "q4_0"], "", "f16", ["f16", "16.", "q4_0 has 4.50", "KVQ_METHOD"]),
+        (["-fa", "on", "-ctk", "q4_0", "-ctv", "q4_0"], "bits=4", "kivi", ["kivi", "q4_0 has 4.50", "larger type"]),
+        (["-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0"], "", "minikv", ["minikv", "evicts", "drop -ctk"]),
+        (["-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0"], "", "specache", ["specache", "second tier", "drop -ctk"]),
+        (["-fa", "on", "-ctk", "q8_0", "-ctv", "q4_0"], "", "", ["q8_0", "q4_0", "one type", "KVQ_METHOD"]),
         (["-fa", "on"], "", "nosuch", ["nosuch", "xquant"]),
         (["-fa", "on"], "bits=9", "kivi", ["bits=9", "1..4"]),
         (["-fa", "on"], "colour=red", "kivi", ["colour", "bits"]),

@@ -46,6 +46,8 @@ struct kvq_kv_layer {
     kvq_transform * transforms[2] = {};
     kvq_probe * probe = nullptr;
     kvq_query_sums queries;
+    // channels of the blocks by which llama.cpp turns keys and values (host/turned.h), 0: it does not
+    int turn[2] = { 0, 0 };
     const char * base[2] = { nullptr, nullptr }; // nominal addresses of keys and values, where views may lack a parent
 
     void read() { unread[0] = unread[1] = false; } // attention has

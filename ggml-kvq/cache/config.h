@@ -15,6 +15,7 @@ struct kvq_config {
     std::string asked_text;  // options as the load line shows them
     std::string config_from; // kvq_decision::config_from
     bool lacks_means = false;
+    bool is_instead = false; // a method was not named: this one fits itself to the declared type
 };
 
 // The model's shape as its GGUF metadata gives it. Empty arch: no file known.
@@ -40,8 +41,10 @@ struct kvq_model_info {
     int number_of(int il) const; // of layer il among them
 };
 
-// Status and one line in err; out is complete on KVQ_OK. A missing method means f16.
-kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err);
+// Status and one line in err; out is complete on KVQ_OK. A missing method means f16, or, with `instead`, the method
+// that fits itself to bits, with these options.
+kvq_status kvq_config_current(
+    kvq_config & out, kvq_model_info & model, std::string & err, const std::string & instead = "");
 
 // The same for the caches of a draft model (speculative decoding): KVQ_METHOD_DRAFT, KVQ_OPTS_DRAFT, KVQ_MODEL_DRAFT.
 // A method's calibrated data must be in the draft model itself.

@@ -30,6 +30,7 @@ void kvq_cache_draft::reset() {
     layers.clear();
     asked.clear();
     bytes_asked = bytes_nominal = bytes_upstream = 0;
+    fitted_to.clear();
     err.clear();
 }
 
@@ -45,15 +46,33 @@ kvq_cache_before kvq_cache_draft::as_before() const {
     return out;
 }
 
-bool kvq_cache_draft::begin(int il) {
+// Without a method, options of the one that fits itself to bits. They count in this cache, window and tables included:
+// that is what the declared type allows. In a shorter one the f16 window alone takes most of them.
+static std::string options_for(const kvq_declared & declared, int n_cells) {
+    constexpr int AT_LEAST = 2048;
+    char text[64];
+    snprintf(text, sizeof(text), "bits=%.6g,at=%d", declared.bits(), std::max(n_cells, AT_LEAST));
+    return text;
+}
+
+static bool is_served(const kvq_declared & declared) {
+    static const char * const types[] = { "f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl" };
+    return std::find(std::begin(types), std::end(types), declared.name) != std::end(types);
+}
+
+bool kvq_cache_draft::begin(int il, int n_cells, const kvq_declared & declared) {
     const kvq_cache_before last_one = as_before(); // or this very cache, which is asked for once more
     if (!last_one.layers.empty() && std::count(last_one.layers.begin(), last_one.layers.end(), il) == 0) {
         before = last_one;
     }
     reset();
-    if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err)) != KVQ_OK) {
+    const bool fitting = !declared.is_f16() && is_served(declared) && !f16_only;
+    const std::string instead = fitting ? options_for(declared, n_cells) : "";
+    if ((for_draft ? kvq_config_draft(config, model, err) : kvq_config_current(config, model, err, instead)) !=
+        KVQ_OK) {
         return false;
     }
+    if (config.is_instead) { fitted_to = declared.name; }
     predicts = model.n_layer_nextn > 0 && il >= model.n_layer - model.n_layer_nextn;
     if (predicts && kvq_draft_asked()) {
         kvq_model_info none;
@@ -74,11 +93,54 @@ static kvq_layer_shape latent_shape(int il, int latent, int n_embd) {
     return { il, 1, first, n_embd - first };
 }
 
-size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16) {
+// May a tensor of this type be a cache? false, with error(): it may not.
+bool kvq_cache_draft::takes(const kvq_draft_layer & d, bool value, const kvq_declared & declared) {
+    const std::string flag = value ? "-ctv" : "-ctk", is = "the cache type is " + declared.name + " (" + flag + ")";
+    if (!declared.is_f16() && (f16_only || d.latent)) {
+        err = is + ": " + (d.latent ? "latent attention" : "a GPU") +
+            " takes f16 alone so far: drop -ctk and -ctv, the method chooses the format";
+    } else if (!is_served(declared)) {
+        err = is + ", and this cache takes f16, q8_0, q5_1, q5_0, q4_1, q4_0 and iq4_nl: give one of these, or drop " +
+            flag;
+    } else if (value && !fitted_to.empty() && declared.name != fitted_to) {
+        err = "keys are declared " + fitted_to + " and values " + declared.name +
+            ", and no method is named: give -ctk and -ctv one type, or set KVQ_METHOD";
+    }
+    return err.empty();
+}
+
+// Is what the lane takes of a long context within what is declared, and can a state hold it in rows of that size?
+// false, with error()
+bool kvq_cache_draft::fits(const kvq_draft_layer & d, bool value, const kvq_lane_layout & l) {
+    const kvq_declared & declared = d.declared[value];
+    if (declared.is_f16()) { return true; }
+    constexpr int LONG = 131072;
+    const std::string method = std::string("method ") + config.method->info.name, side = value ? "values" : "keys",
+                      is = side + " are declared " + declared.name;
+    const std::string what = l.evicts ? "evicts cells"
+        : l.chained                   ? "predicts rows from the layer below"
+        : l.bytes_far                 ? "has rows as they came in a second tier"
+        : l.copies                    ? "keeps rows of f16"
+                                      : "";
+    const double bits = 8.0 *
+        (double) kvq_make_lane_layout(d.plan, value, l.n_head, std::max(l.n_cells, LONG), 1).bytes() /
+        ((double) l.n_head * l.codec.head_size * std::max(l.n_cells, LONG));
+    if (!what.empty()) {
+        err = is + ", and " + method + " " + what + ", which its states hold in f16: drop -ctk and -ctv";
+    } else if (bits > declared.bits()) {
+        char text[96];
+        snprintf(text, sizeof(text), " takes %.2f bits a value and %s has %.2f", bits, declared.name.c_str(),
+            declared.bits());
+        err = is + ", and " + method + text + ": declare a larger type, or set KVQ_METHOD and KVQ_OPTS to fewer bits";
+    }
+    return err.empty();
+}
+
+size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_stream, const kvq_declared & declared) {
     const kvq_lane_id id = kvq_parse_cache_name(name);
     const bool next = last.il >= 0 && (last.il < id.il || (last.il == id.il && id.value && !last.value));
     last = id;
-    const bool begun = next || begin(id.il);
+    const bool begun = next || begin(id.il, n_cells, declared);
     if (layers.empty() || layers.back().il != id.il) {
         layers.emplace_back();
         layers.back().il = id.il;
@@ -90,21 +152,19 @@ size_t kvq_cache_draft::add(const char * name, int n_embd, int n_cells, int n_st
     (id.value ? d.n_embd_v : d.n_embd_k) = n_embd;
     (id.value ? d.has_v : d.has_k) = true;
     if (!begun || !err.empty()) { return 0; }
-    if (!is_f16) {
-        err = "the cache type is not f16: drop -ctk and -ctv, the method chooses the format";
-        return 0;
-    }
     if (!d.has_k) { // a query for values alone
         d.n_embd_k = n_embd;
     }
     d.latent = id.value ? 0 : model.latent_of(n_embd);
+    d.declared[id.value] = declared;
+    if (!takes(d, id.value, declared)) { return 0; }
     d.shape = d.latent ? latent_shape(d.il, d.latent, n_embd)
                        : kvq_guess_shape(model, d.il, d.n_embd_k, id.value ? d.n_embd_v : d.n_embd_k);
     return plan_lane(d, id.value, n_embd);
 }
 
 bool kvq_cache_draft::add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream) {
-    if (layers.empty() && !begin(shape.il)) { return false; }
+    if (layers.empty() && !begin(shape.il, n_cells, {})) { return false; }
     layers.emplace_back();
     kvq_draft_layer & d = layers.back();
     d.il = shape.il;
@@ -161,6 +221,7 @@ size_t kvq_cache_draft::plan_lane(kvq_draft_layer & d, bool value, int n_embd) {
     kvq_lane_layout & l = value ? d.v : d.k;
     l = kvq_make_lane_layout(d.plan, value, d.shape.n_head_kv, d.n_cells, d.n_stream);
     if (l.centred && !calibration->fits(d.il, prev, d.plan, d.n_embd_k, value ? d.n_embd_v : 0, err)) { return 0; }
+    if (!fits(d, value, l)) { return 0; }
     return l.bytes();
 }
 

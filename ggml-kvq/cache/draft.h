@@ -20,6 +20,17 @@ struct kvq_lane_id {
 // Parses "cache_<tag>k_l12"; il = -1 for any other name. Caches with a tag are those of indexers ("idx_").
 kvq_lane_id kvq_parse_cache_name(const char * name);
 
+// The type that llama.cpp declares for a tensor of the cache. What is stored is the method's; a state has rows of this
+// size. Smaller than f16, it is also the most that the method may take.
+struct kvq_declared {
+    std::string name = "f16"; // as -ctk and -ctv name it
+    int n_block = 1;          // values of a block, and its bytes
+    size_t nb_block = 2;
+    bool is_f16() const { return name == "f16"; }
+    size_t row(int n) const { return (size_t) (n / n_block) * nb_block; }
+    double bits() const { return 8.0 * (double) nb_block / n_block; }
+};
+
 struct kvq_draft_layer {
     int il = -1, number = 0, n_embd_k = 0, n_embd_v = 0, n_cells = 0, n_stream = 0;
     bool has_k = false, has_v = false; // keys alone: those of an indexer, or latent attention
@@ -29,6 +40,7 @@ struct kvq_draft_layer {
     int level = -1; // of the method's ladder of plans (level.h); -1: not asked yet
     kvq_layer_plan plan;
     kvq_lane_layout k, v;
+    kvq_declared declared[2]; // of keys, of values
 };
 
 // The cache that was asked for before this one. llama.cpp asks for layers that see the whole context first, and for
@@ -49,7 +61,7 @@ public:
 
     // Bytes of the tensor's lane, or 0 with error() set. A layer that does not come after the last one starts a new
     // draft.
-    size_t add(const char * name, int n_embd, int n_cells, int n_stream, bool is_f16);
+    size_t add(const char * name, int n_embd, int n_cells, int n_stream, const kvq_declared & declared);
     const std::string & error() const { return err; }
     // Asked once all tensors are there. What stays with llama.cpp, "2 indexer layers", when this is no cache that
     // attention reads; "" else.
@@ -62,6 +74,8 @@ public:
     bool add_known(const kvq_layer_shape & shape, int latent, int n_cells, int n_stream);
 
     bool for_draft = false; // of a draft model: its own configuration
+    bool f16_only = false;  // of a device that takes no other declared type
+    std::string fitted_to;  // the declared type that chose the method, "": a method was named
     // of the layers for multi-token prediction, which draft for the model that they are part of
     bool predicts = false;
     kvq_config config;
@@ -73,8 +87,10 @@ public:
     size_t bytes_upstream = 0; // in a buffer of llama.cpp's own
     std::map<std::string, size_t> asked; // answers by tensor
 private:
-    bool begin(int il);
+    bool begin(int il, int n_cells, const kvq_declared & declared);
     size_t plan_lane(kvq_draft_layer & d, bool value, int n_embd);
+    bool takes(const kvq_draft_layer & d, bool value, const kvq_declared & declared);
+    bool fits(const kvq_draft_layer & d, bool value, const kvq_lane_layout & l);
     kvq_status level_of(const kvq_draft_layer & d, int & level);
     double more_bits(const kvq_draft_layer & d) const;
     std::string err;

@@ -84,6 +84,29 @@ static std::string capacity(const kvq_stats & s) {
     return std::to_string(s.n_cells) + " tokens" + slots;
 }
 
+// "; declared q4_0: 4.50 bits a value, 3.38 MiB": more than what is taken, or less where the window is most of a cache
+static std::string words_of_declared(const std::vector<std::unique_ptr<kvq_kv_layer>> & layers, bool chosen) {
+    std::string names;
+    double bytes = 0.0, values = 0.0;
+    for (const auto & l : layers) {
+        const kvq_draft_layer & d = l->d;
+        const std::string its = d.declared[0].name == d.declared[1].name || d.latent
+            ? d.declared[0].name
+            : d.declared[0].name + "/" + d.declared[1].name;
+        names = names.empty() || names == its ? its : names;
+        for (const bool value : { false, true }) {
+            const int n = value ? d.n_embd_v : d.n_embd_k;
+            bytes += (double) d.declared[value].row(n) * d.n_cells * d.n_stream;
+            values += (double) n * d.n_cells * d.n_stream;
+        }
+    }
+    if (names.empty() || names == "f16") { return ""; }
+    char text[160];
+    snprintf(text, sizeof(text), "; declared %s: %.2f bits a value, %.2f MiB%s", names.c_str(), 8.0 * bytes / values,
+        bytes / 1048576.0, chosen ? ", for which auto has chosen the codes" : "");
+    return text;
+}
+
 // "; bits=4.25 counts at 131072 tokens: 512 take 7.90 bits with their window": of a context that is shorter
 static std::string words_of_short_context(const kvq_config & config, const kvq_stats & s) {
     if (!config.method || !config.method->most) { return ""; }
@@ -133,8 +156,8 @@ std::string kvq_kv_cache::load_line() const {
         reading += "; no kernel for tokens has these heads and bits: " + std::to_string(s.second) +
             " layers are read by " + s.first;
     }
-    reading = part_of_model() + words_of_short_context(config, s) + words_of_window(layers) + words_of_policies(s) +
-        words_of_data(config) + reading;
+    reading = part_of_model() + words_of_declared(layers, config.is_instead) + words_of_short_context(config, s) +
+        words_of_window(layers) + words_of_policies(s) + words_of_data(config) + reading;
     const std::string note = reading +
         (model.arch.empty() && s.bits_headline < 16 ? ", model file unknown (set KVQ_MODEL): presets as for 32 layers"
                                                     : "");

@@ -234,9 +234,11 @@ static size_t get_alloc_size(ggml_backend_buffer_type_t buft, const ggml_tensor 
     }
     kvq_cache_draft & draft = dev.creation().draft;
     draft.for_draft = dev.for_draft;
-    size_t nb = std::max<size_t>(draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2],
-                                     tensor->type == GGML_TYPE_F16),
-        1);
+    draft.f16_only = dev.inner;
+    const kvq_declared declared = { ggml_type_name(tensor->type), (int) ggml_blck_size(tensor->type),
+        ggml_type_size(tensor->type) };
+    size_t nb = std::max<size_t>(
+        draft.add(tensor->name, (int) tensor->ne[0], (int) tensor->ne[1], (int) tensor->ne[2], declared), 1);
 #ifndef NDEBUG
     nb = std::max(nb, ggml_nbytes(tensor)); // a debug ggml asserts this much: reserved there, never mapped
 #endif

@@ -358,10 +358,22 @@ static kvq_status check_data(const kvq_request & r, const kvq_model_info & model
     return status;
 }
 
-static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_info & model, std::string & err) {
+static bool has(const char * text) { return text && *text; }
+
+static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_info & model, std::string & err,
+    const std::string & instead = "") {
     note_settings();
     kvq_decision d;
-    const kvq_status status = kvq_decide(r, model, d, err);
+    kvq_status status = kvq_decide(r, model, d, err);
+    out.is_instead = status == KVQ_OK && !instead.empty() && d.method_from == "default";
+    if (out.is_instead) {
+        kvq_request again = r;
+        const std::string opts = instead + (has(r.env_opts) ? "," + std::string(r.env_opts) : "");
+        again.number = "the declared cache type";
+        again.opts = opts.c_str();
+        again.env_opts = nullptr;
+        status = kvq_decide(again, model, d, err);
+    }
     if (status != KVQ_OK) { return status; }
     out.method = kvq_method_find(d.method.c_str());
     const kvq_status checked = check_data(r, model, d, err);
@@ -382,7 +394,8 @@ static kvq_status resolve(const kvq_request & r, kvq_config & out, kvq_model_inf
     return kvq_options_parse(*out.method, options.c_str(), out.options, err);
 }
 
-kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::string & err) {
+kvq_status kvq_config_current(
+    kvq_config & out, kvq_model_info & model, std::string & err, const std::string & instead) {
     kvq_request r = {};
     std::string path;
     if (configured.set) {
@@ -402,7 +415,7 @@ kvq_status kvq_config_current(kvq_config & out, kvq_model_info & model, std::str
         path = kvq_is_gguf(path) ? path : kvq_mapped_model();
     }
     r.model = path.c_str();
-    return resolve(r, out, model, err);
+    return resolve(r, out, model, err, instead);
 }
 
 bool kvq_draft_asked(void) { return *kvq_setting_text(kvq_setting::METHOD_DRAFT); }

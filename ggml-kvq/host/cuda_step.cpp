@@ -111,6 +111,7 @@ void kvq_cuda_step::learn(const kvq_backend_context & b, ggml_cgraph * g) {
             break;
         case kvq_step::ATTEND: learn_attention(x); break;
         case kvq_step::SEAL: break;
+        case kvq_step::BEFORE_SHIFT: fits = false; break;
         default: fits = false; break;
         }
     }

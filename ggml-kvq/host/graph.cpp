@@ -2,6 +2,7 @@
 //   SET_ROWS(rows f32 [n_embd, n], idx [n], cache)       rows into the open window
 //   FLASH_ATTN_EXT(q, k view, v view, mask, sinks)       attention over spans
 //   ROPE(view of cache_k, shift per cell), in place      context shift
+//   CPY(view of cache_k, f32), ..., CPY(.., that view)   context shift, of a cache that is not declared f16
 //   views of a cache                                     nothing
 #include "backend.h"
 #include "engines.h"
@@ -10,6 +11,7 @@
 #include "op_params.h"
 #include "state.h"
 #include "step.h"
+#include "turned.h"
 
 #include "engine/host.h"
 #include "engine/rope.h"
@@ -79,6 +81,9 @@ bool kvq_supports_op(kvq_device_context & dev, const ggml_tensor * op) {
         const ggml_tensor *k = op->src[1], *v = op->src[2];
         t.cache->set_shape(*t.layer, (int) k->ne[2], (int) k->ne[0], (int) v->ne[0], why);
     }
+    if (why.empty() && op->op == GGML_OP_CPY && kvq_find_target(op).ours) { // read when its rows are copied back
+        kvq_before_turn(op->src[0])->src[1]->flags |= GGML_TENSOR_FLAG_OUTPUT;
+    }
     if (why.empty() && op->op == GGML_OP_SET_ROWS && t.layer && !t.value && t.layer->d.k.turned) {
         const ggml_tensor * rope;
         if (learn_rope(kvq_backend_context(), op, t, &rope, why) && rope) {
@@ -140,12 +145,16 @@ static kvq_rope rope_of(const kvq_backend_context & b, const ggml_tensor * node)
 // Tells the layer what rotary embedding the rows being written went through; NULL in *rope: none.
 static bool learn_rope(const kvq_backend_context & b, const ggml_tensor * set_rows, const kvq_target & t,
     const ggml_tensor ** rope, std::string & err) {
-    const ggml_tensor * x = set_rows->src[0];
-    while (x && (kvq_is_view_op(x->op) || x->op == GGML_OP_CONT) && x->src[0]) { x = x->src[0]; }
+    const ggml_tensor * x = kvq_before_turn(set_rows->src[0]);
     *rope = x && x->op == GGML_OP_ROPE ? x : nullptr;
     if (!*rope) { return t.cache->set_rope(*t.layer, kvq_rope{}, err); }
     const int mode = kvq_rope_mode(x);
     const bool multi = mode == GGML_ROPE_TYPE_MROPE || mode == GGML_ROPE_TYPE_IMROPE;
+    if (multi && !t.layer->d.declared[0].is_f16()) {
+        err = "keys are declared " + t.layer->d.declared[0].name + ", and a state has no room for four positions a " +
+            "cell in rows of that size (" + x->name + "): drop -ctk and -ctv, or use higgs or kivi";
+        return false;
+    }
     const char * no_way_back = " cannot be undone by this method: use higgs or kivi";
     if (mode != GGML_ROPE_TYPE_NORMAL && mode != GGML_ROPE_TYPE_NEOX && !multi) {
         err = "ROPE of mode " + std::to_string(mode) + " (" + x->name + ")" + no_way_back;
@@ -220,13 +229,33 @@ bool kvq_set_rows(const kvq_backend_context & b, const ggml_tensor * node, const
         std::vector<uint8_t> temp;
         pos = rope ? t.cache->positions_of(*t.layer, (const int32_t *) host_data(b, rope->src[1], temp), n) : nullptr;
     }
+    const float * data = (const float *) rows->data;
+    size_t stride = rows->nb[1] / sizeof(float);
+    const int turn = t.layer->turn[t.value] = t.layer->d.declared[t.value].is_f16() ? 0 : kvq_turn_of(rows);
+    if (turn) {
+        static thread_local std::vector<float> unturned;
+        data = kvq_turned(data, n, (int64_t) stride, (int) rows->ne[0], turn, b.n_threads, unturned);
+        stride = (size_t) rows->ne[0];
+    }
     for (const kvq_operand & o : t.layer->operands) {
         if (o.of_values != t.value) { continue; }
-        const float * from = (const float *) rows->data + o.first;
-        o.lane->write(n, cells.data(), from, rows->nb[1] / sizeof(float), b.n_threads, o.first ? nullptr : pos);
+        o.lane->write(n, cells.data(), data + o.first, stride, b.n_threads, o.first ? nullptr : pos);
         t.layer->unread[o.lane->is_value()] = true;
     }
     return true;
+}
+
+// Queries as they were before they were turned, in `to`.
+static void undo_turn(kvq_attn & a, int D, int turn, float * to, int n_threads) {
+    for (int h = 0; h < a.n_head; h++) {
+        for (int i = 0; i < a.n_q; i++) {
+            memcpy(to + ((size_t) h * a.n_q + i) * D, a.q + h * a.q_stride_head + i * a.q_stride_token, 4 * (size_t) D);
+        }
+    }
+    kvq_turn_rows(to, (int64_t) a.n_head * a.n_q, D, D, turn, n_threads);
+    a.q = to;
+    a.q_stride_token = D;
+    a.q_stride_head = (int64_t) a.n_q * D;
 }
 
 static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t, kvq_run how) {
@@ -234,8 +263,13 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     const ggml_tensor *q = node->src[0], *k = node->src[1], *mask = node->src[3], *sinks = node->src[4];
     kvq_kv_layer & l = *t.layer;
     const int page_cells = l.d.k.page_cells, n_kv = (int) k->ne[1], n_stream = (int) q->ne[3];
-    const size_t nb_stream = (size_t) l.d.n_embd_k * l.d.n_cells * 2;
-    const int stream0 = (int) (k->view_offs / nb_stream);
+    const int stream0 = (int) (k->view_offs / (l.d.declared[0].row(l.d.n_embd_k) * l.d.n_cells));
+    const int turn_q = l.d.declared[0].is_f16() ? 0 : kvq_turn_of(q), turn_v = l.turn[1];
+    if (turn_q != l.turn[0]) {
+        kvq_report_error(std::string(node->name) + " reads queries turned by " + std::to_string(turn_q) +
+            " channels and keys turned by " + std::to_string(l.turn[0]) + ": run with LLAMA_ATTN_ROT_DISABLE=1");
+        return false;
+    }
 
     // llama.cpp asks for as many as are in use
     bool scored = false;
@@ -285,6 +319,14 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
             l.spans.n_recorded = recorded ? a.n_pages : l.spans.n_recorded;
         }
     }
+    static thread_local std::vector<float> unturned;
+    if (turn_q) {
+        const size_t n = (size_t) (q->ne[0] * q->ne[1] * q->ne[2]);
+        unturned.resize(n * (size_t) n_stream);
+        for (int s = 0; s < n_stream; s++) {
+            undo_turn(streams[(size_t) s], (int) q->ne[0], turn_q, unturned.data() + (size_t) s * n, b.n_threads);
+        }
+    }
     for (int s = 0; kvq_observes_queries() && !recorded && s < n_stream; s++) {
         kvq_add_queries(l.queries, streams[(size_t) s], l.k->first_written(stream0 + s), t.cache->device);
     }
@@ -297,6 +339,9 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
         return false;
     }
     reading.done();
+    if (turn_v) { // the graph turns the output back
+        kvq_turn_rows((float *) node->data, ggml_nrows(node), node->ne[0], (int) node->ne[0], turn_v, b.n_threads);
+    }
     l.read();
     for (int s = 0; !lse.empty() && s < n_stream; s++) {
         for (auto & policy : l.policies) {
@@ -306,10 +351,14 @@ static bool flash_attn(kvq_backend_context & b, const ggml_tensor * node, const 
     return true;
 }
 
+// node: ROPE in place, or the CPY that ends a shift. Sealed and open rows are turned by the difference where they are;
+// what that CPY would bring was computed from rows that were never decoded, and is not read.
 static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const kvq_target & t) {
-    const ggml_tensor *view = node->src[0], *delta = node->src[1];
+    const bool is_copy = node->op == GGML_OP_CPY;
+    const ggml_tensor *rope = is_copy ? kvq_before_turn(node->src[0]) : node, *view = is_copy ? node : node->src[0],
+                      *delta = rope->src[1];
     std::vector<uint8_t> temp;
-    const kvq_rope r = rope_of(b, node);
+    const kvq_rope r = rope_of(b, rope);
     // The last operand of the keys: channels of latent attention before it are not rotated. Rotated channels may
     // start behind others.
     const auto after = std::find_if(
@@ -317,7 +366,9 @@ static bool shift(const kvq_backend_context & b, const ggml_tensor * node, const
     const kvq_operand & keys = *(after - 1);
     kvq_lane & lane = *keys.lane;
     const int n_cells = lane.layout().n_cells, D = lane.layout().codec.head_size;
-    const int at = (int) (view->view_offs / 2 % (size_t) (keys.first + D)), first = at - keys.first;
+    const kvq_declared & declared = t.layer->d.declared[0];
+    const int at = (int) (view->view_offs / declared.nb_block * declared.n_block % (size_t) (keys.first + D)),
+              first = at - keys.first;
     if (first < 0 || first + r.n_dims > D) {
         kvq_report_error("context shift rotates channels " + std::to_string(at) + ".." + std::to_string(at + r.n_dims) +
             " of a key, beyond its rotary part: run with --no-context-shift");
@@ -371,6 +422,7 @@ bool kvq_compute_part(kvq_backend_context & b, const kvq_step::part & x, kvq_run
     case kvq_step::WRITE: return kvq_set_rows(b, x.node, x.target);
     case kvq_step::ATTEND: return flash_attn(b, x.node, x.target, how);
     case kvq_step::SHIFT: return shift(b, x.node, x.target);
+    case kvq_step::BEFORE_SHIFT: memset(x.node->data, 0, ggml_nbytes(x.node)); return true;
     case kvq_step::OWN: kvq_graph_op_compute(x.node, b.n_threads); return true;
     case kvq_step::SEAL:
         if (kvq_records(how)) { return true; }

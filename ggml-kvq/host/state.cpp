@@ -1,120 +1,15 @@
 #include "state.h"
 
-#include "backend.h"
 #include "base/parallel.h"
 #include "fingerprint.h"
+#include "state_lanes.h"
+#include "store/small_rows.h"
 #include "store/state_blocks.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <thread>
-
-// ---------------------------------------------------------------- rows of a cache tensor
-// Offsets are nominal: byte = 2*((stream*n_cells + cell)*n_embd + channel). Ranges need not be whole rows.
-
-struct row_range {
-    int64_t row0, row1;
-    size_t head, tail;
-    bool whole() const { return !head && !tail; }
-};
-
-static row_range rows_of(size_t offset, size_t size, size_t nb_row) {
-    row_range r;
-    r.row0 = (int64_t) (offset / nb_row);
-    r.row1 = (int64_t) ((offset + size + nb_row - 1) / nb_row);
-    r.head = offset - (size_t) r.row0 * nb_row;
-    r.tail = (size_t) r.row1 * nb_row - (offset + size);
-    return r;
-}
-
-static void each_stream(const kvq_lane_layout & l, int64_t row0, int64_t row1,
-    const std::function<void(int stream, int cell, int n, int64_t row)> & fn) {
-    const int64_t n_cells = l.n_cells;
-    for (int64_t row = row0; row < row1;) {
-        const int64_t end = std::min((row / n_cells + 1) * n_cells, row1);
-        fn((int) (row / n_cells), (int) (row % n_cells), (int) (end - row), row);
-        row = end;
-    }
-}
-
-// The lanes that hold a row of a cache tensor side by side.
-struct row_lanes {
-    kvq_lane * lane[2];
-    int n = 0, width[2], row = 0; // channels
-    explicit row_lanes(const kvq_target & t) {
-        for (const kvq_operand & o : t.layer->operands) {
-            if (o.of_values != t.value) { continue; }
-            lane[n] = o.lane;
-            width[n++] = o.n;
-            row += o.n;
-        }
-    }
-    const kvq_lane_layout & layout() const { return lane[0]->layout(); }
-
-    // channels of lane i out of rows [n_rows][row], or into them
-    void part(int i, int n_rows, const uint16_t * rows, uint16_t * out) const {
-        const int at = i ? width[0] : 0;
-        for (int t = 0; t < n_rows; t++) {
-            memcpy(out + (size_t) t * width[i], rows + (size_t) t * row + at, 2 * (size_t) width[i]);
-        }
-    }
-    void read(int stream, int cell, int n_rows, uint16_t * rows, int n_threads) const {
-        std::vector<uint16_t> one;
-        for (int i = 0, at = 0; i < n; at += width[i++]) {
-            if (n == 1) {
-                lane[i]->read(stream, cell, n_rows, rows, n_threads);
-                continue;
-            }
-            one.resize((size_t) n_rows * width[i]);
-            lane[i]->read(stream, cell, n_rows, one.data(), n_threads);
-            for (int t = 0; t < n_rows; t++) {
-                memcpy(rows + (size_t) t * row + at, &one[(size_t) t * width[i]], 2 * (size_t) width[i]);
-            }
-        }
-    }
-    // why rows cannot be restored, "" when they can
-    std::string refuses(int n_rows, const uint16_t * rows) const {
-        if (n == 1) { return lane[0]->refuses(n_rows, rows); }
-        std::vector<uint16_t> one;
-        std::string why;
-        for (int i = 0; i < n && why.empty(); i++) {
-            one.resize((size_t) n_rows * width[i]);
-            part(i, n_rows, rows, one.data());
-            why = lane[i]->refuses(n_rows, one.data());
-        }
-        return why;
-    }
-    // v: the same rows with what of them was edited, NULL: nothing
-    void restore(int stream, int cell, int n_rows, const uint16_t * rows, int n_threads,
-        const kvq_mark_rows_view * v = nullptr) const {
-        std::vector<uint16_t> one;
-        for (int i = 0; i < n; i++) {
-            if (n == 1) {
-                lane[i]->restore(stream, cell, n_rows, rows, n_threads, v);
-                continue;
-            }
-            one.resize((size_t) n_rows * width[i]);
-            part(i, n_rows, rows, one.data());
-            lane[i]->restore(stream, cell, n_rows, one.data(), n_threads);
-        }
-    }
-    // Do rows on their way in have to be ours, to be changed in place?
-    bool wants_own() const { return n > 1 || layout().evicts; }
-};
-
-// What the host's part of a state may use: llama.cpp tells no number here, the last graph had one.
-static int threads_of(const kvq_target & t) {
-    const int here = (int) std::thread::hardware_concurrency() / 2;
-    return std::max(t.cache->n_threads, t.cache->device.is_host() ? 1 : std::min(here, 16));
-}
-
-// A view that came from another machine alone, not in a graph, has lost its parent: its address tells where it starts.
-static size_t root_offset(const kvq_target & t, const ggml_tensor * x, size_t offset) {
-    const char * base = t.layer->base[t.value];
-    return offset + (base ? (size_t) ((const char *) x->data - base) : x->view_src ? x->view_offs : 0);
-}
 
 // ---------------------------------------------------------------- marks
 
@@ -198,7 +93,7 @@ static void sign(const kvq_target & t, const row_lanes & lanes, int s, int cell,
     }
 }
 
-static std::string which(const kvq_target & t) {
+std::string kvq_side_of_layer(const kvq_target & t) {
     return std::string(t.value ? "values" : "keys") + " of layer " + std::to_string(t.layer->d.il);
 }
 
@@ -227,7 +122,7 @@ std::string kvq_state_missing(const kvq_arrivals & in) {
 }
 
 // Rows of stream s come in. Why they cannot: the tensor before this one is not whole.
-static std::string enter(const kvq_target & t, int s) {
+std::string kvq_tensor_begins(const kvq_target & t, int s) {
     kvq_arrivals & in = t.cache->arrivals;
     if (in.layer == t.layer && in.value == t.value && in.stream == s) { return ""; }
     const std::string why = in.marks.found.empty() && in.blob.empty() ? "" : kvq_state_missing(in);
@@ -241,7 +136,8 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     std::vector<kvq_mark_found> & open = in.marks.found;
     const size_t n_open = open.size();
     if (!in.marks.add(v, threads_of(t))) {
-        return "the saved state is damaged: the " + which(t) + " hold a value that is not finite; save it again";
+        return "the saved state is damaged: the " + kvq_side_of_layer(t) +
+            " hold a value that is not finite; save it again";
     }
     in.rows.push_back({ s, cell, v.n });
     for (size_t i = n_open; i < open.size(); i++) { tag_in = open[i].mark.tag ? open[i].mark.tag : tag_in; }
@@ -251,7 +147,7 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     take_marks_out(t, lanes);
     const std::vector<int> evicted = kvq_mark_evicted(v);
     if (!evicted.empty() && !lanes.layout().evicts) {
-        return "the saved state lacks " + which(t) + " of cells that minikv evicted: only minikv can restore it";
+        return "the saved state lacks " + kvq_side_of_layer(t) + " of cells that minikv evicted: only minikv can restore it";
     }
     for (const int r : evicted) { // a mark may have its other rows in the next call
         std::fill_n(v.edit(r), v.head_size, KVQ_EVICTED);
@@ -268,7 +164,7 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
             return "the saved state is of another model: give it the model that it was saved with";
         }
         if (kvq_mark_sum(&in.marks.hashes[from], m.n, t.layer->d.il, t.value) != m.sum) {
-            return "the saved state is damaged or cut off: the checksum of the " + which(t) +
+            return "the saved state is damaged or cut off: the checksum of the " + kvq_side_of_layer(t) +
                 " does not fit; save it again";
         }
         f = open.erase(f);
@@ -295,14 +191,19 @@ static void zero_rest(uint8_t * data, size_t nb, int n_threads) {
 
 // Blocks that are known in their own place only leave when Model.save_state asks, which can be told that they have no
 // place. In a cache that sequences share they come back elsewhere.
-static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint8_t * to) {
-    for (int i = 0; i < lanes.n; i++) {
+bool kvq_blocks_leave(const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, uint8_t * to) {
+    const kvq_declared & declared = t.layer->d.declared[t.value];
+    for (int i = 0; declared.is_f16() && i < lanes.n; i++) {
         if (lanes.lane[i]->leaves_out() && !tag_out) { return false; }
     }
-    if (2 * (size_t) lanes.row < KVQ_BLOB_HEAD) { return false; } // rows that come one by one do not tell what they are
+    // f16 rows that come one by one do not tell what they are
+    if (declared.is_f16() && lanes.nb_row < KVQ_BLOB_HEAD) { return false; }
+    const int least_bits = declared.is_f16()
+        ? 16
+        : std::max(kvq_lone_bits(lanes.row, lanes.nb_row, lanes.lane[0]->n_position_lists() > 0), KVQ_SMALL_LEAST);
     const kvq_blob_head head = { 0, 0, tag_out, t.cache->model_mark(), t.value, (uint8_t) lanes.n, t.layer->d.il, n };
-    const size_t nb_rows = 2 * (size_t) lanes.row * (size_t) n,
-                 nb = kvq_blob_write(lanes.lane, s, cell, n, to, nb_rows, head);
+    const size_t nb_rows = lanes.nb_row * (size_t) n,
+                 nb = kvq_blob_write(lanes.lane, s, cell, n, to, nb_rows, head, least_bits);
     if (nb) { zero_rest(to + nb, nb_rows - nb, threads_of(t)); }
     return nb;
 }
@@ -310,22 +211,29 @@ static bool compact_rows(const kvq_target & t, const row_lanes & lanes, int s, i
 // Of n rows on their way in, how many belong to blocks; 0: these are rows. llama.cpp saves a sequence in ranges of
 // cells and restores it in runs of free ones, and neither knows of the other: a compact part is as many bytes as its
 // own range has, whatever stands before and behind it.
-static int take_blob(
-    const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, const uint16_t * rows, std::string & why) {
+int kvq_blocks_come(
+    const kvq_target & t, const row_lanes & lanes, int s, int cell, int n, const uint8_t * rows, std::string & why) {
     kvq_arrivals & in = t.cache->arrivals;
-    if (in.blob.empty() && !kvq_blob_begins(rows, 2 * (size_t) lanes.row * n)) { return 0; }
-    const std::string damaged =
-        "the saved state is damaged or cut off: the checksum of the " + which(t) + " does not fit; save it again";
-    int32_t n_rows;
-    memcpy(&n_rows, (in.blob.empty() ? (const uint8_t *) rows : in.blob.data()) + 32, 4);
+    if (in.blob.empty() && !kvq_blob_begins(rows)) { return 0; }
+    const std::string damaged = "the saved state is damaged or cut off: the checksum of the " + kvq_side_of_layer(t) +
+        " does not fit; save it again";
     int n_have = 0;
     for (const kvq_blob_run & r : in.runs) { n_have += r.n; }
-    if (n_rows <= n_have || (in.blob.empty() && !kvq_blob_head_is_whole(rows))) {
-        why = damaged;
-        return n;
+    uint8_t front[KVQ_BLOB_HEAD]; // rows of few channels may bring it in pieces
+    const size_t nb_have = std::min(in.blob.size(), KVQ_BLOB_HEAD),
+                 nb_front = std::min(KVQ_BLOB_HEAD - nb_have, lanes.nb_row * (size_t) n);
+    std::copy_n(in.blob.data(), nb_have, front);
+    std::copy_n(rows, nb_front, front + nb_have);
+    int32_t n_rows = n_have + n + 1;
+    if (nb_have + nb_front == KVQ_BLOB_HEAD) {
+        memcpy(&n_rows, front + 32, 4);
+        if (n_rows <= n_have || (nb_have < KVQ_BLOB_HEAD && !kvq_blob_head_is_whole(front))) {
+            why = damaged;
+            return n;
+        }
     }
     const int n_now = std::min(n, n_rows - n_have), first = in.n - n_have;
-    kvq_blob_bytes blob = { (const uint8_t *) rows, 2 * (size_t) lanes.row * (size_t) n_now };
+    kvq_blob_bytes blob = { rows, lanes.nb_row * (size_t) n_now };
     in.runs.push_back({ s, cell, n_now });
     if (n_have || n_now < n_rows) { // it comes in pieces
         in.blob.insert(in.blob.end(), blob.data, blob.data + blob.nb);
@@ -366,8 +274,11 @@ void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_
     const int n_threads = threads_of(t);
     t.cache->commit(t.cache->n_threads);
     t.cache->arrivals.reset();
-    const size_t nb_row = 2 * (size_t) lanes.row;
-    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, lanes.nb_row);
+    if (!t.layer->d.declared[t.value].is_f16()) {
+        kvq_read_declared(t, lanes, r, (uint8_t *) data);
+        return;
+    }
     std::unique_ptr<uint16_t[]> own; // where the program's memory does not hold whole rows of 16-bit values
     if (!r.whole() || (uintptr_t) data % sizeof(uint16_t)) {
         own.reset(new uint16_t[(size_t) (r.row1 - r.row0) * (size_t) lanes.row]);
@@ -375,11 +286,30 @@ void kvq_read_rows(const ggml_tensor * tensor, void * data, size_t offset, size_
     uint16_t * const rows = own ? own.get() : (uint16_t *) data;
     each_stream(lanes.layout(), r.row0, r.row1, [&](int s, int cell, int n, int64_t row) {
         uint16_t * const to = rows + (size_t) (row - r.row0) * (size_t) lanes.row;
-        if (r.whole() && t.cache->compact && compact_rows(t, lanes, s, cell, n, (uint8_t *) to)) { return; }
+        if (r.whole() && t.cache->compact && kvq_blocks_leave(t, lanes, s, cell, n, (uint8_t *) to)) { return; }
         lanes.read(s, cell, n, to, n_threads);
         if (r.whole()) { sign(t, lanes, s, cell, n, to); }
     });
     if (own) { memcpy(data, (const char *) own.get() + r.head, size); }
+}
+
+// staged: of a file, so that llama.cpp hears of an exception and empties what it began to restore
+void kvq_refuse_state(const kvq_target & t, const std::string & why, bool staged, bool may_throw) {
+    kvq_arrivals & in = t.cache->arrivals;
+    const bool told = staged && may_throw;
+    if (in.damage.empty()) {
+        kvq_report_error(why +
+            (told ? ""
+                  : " (the program cannot be told: nothing is computed until its cache is cleared or it starts "
+                    "anew)"));
+    }
+    in.damage = why;
+    t.cache->refused = true;
+    if (told) {
+        t.cache->refused = false;
+        in.reset();
+        throw kvq_state_error(why);
+    }
 }
 
 static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const void * data, size_t offset, size_t size,
@@ -387,8 +317,11 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
     const row_lanes lanes(t);
     const int n_threads = threads_of(t);
     t.cache->commit(t.cache->n_threads);
-    const size_t nb_row = 2 * (size_t) lanes.row;
-    const row_range r = rows_of(root_offset(t, tensor, offset), size, nb_row);
+    const row_range r = rows_of(root_offset(t, tensor, offset), size, lanes.nb_row);
+    if (!t.layer->d.declared[t.value].is_f16()) {
+        kvq_write_declared(t, lanes, r, (const uint8_t *) data, may_throw);
+        return;
+    }
     uint16_t * own = nullptr;
     if (!r.whole() || (uintptr_t) data % sizeof(uint16_t) || lanes.wants_own()) {
         t.cache->arrivals.copy.resize((size_t) (r.row1 - r.row0) * (size_t) lanes.row);
@@ -420,13 +353,13 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
             if (why.empty()) { restore(s, cell, view(from, n)); }
             return;
         }
-        why = why.empty() ? enter(t, s) : why;
+        why = why.empty() ? kvq_tensor_begins(t, s) : why;
         for (int at = 0, n_taken; at < n && why.empty(); at += n_taken) {
             const uint16_t * const next = from + (size_t) at * lanes.row;
-            n_taken = take_blob(t, lanes, s, cell + at, n - at, next, why);
+            n_taken = kvq_blocks_come(t, lanes, s, cell + at, n - at, (const uint8_t *) next, why);
             if (!n_taken) { // rows, until blocks begin
                 n_taken = 1;
-                while (at + n_taken < n && !kvq_blob_begins(next + (size_t) n_taken * lanes.row, nb_row)) { n_taken++; }
+                while (at + n_taken < n && !kvq_blob_begins(next + (size_t) n_taken * lanes.row)) { n_taken++; }
                 kvq_mark_rows_view v = view(next, n_taken);
                 why = check(t, lanes, s, cell + at, v);
                 if (why.empty()) { restore(s, cell + at, v); }
@@ -435,22 +368,7 @@ static void put_rows(const kvq_target & t, const ggml_tensor * tensor, const voi
         }
     });
     in.data = data;
-    if (!why.empty()) {
-        const bool told = staged && may_throw; // llama.cpp hears of it and empties what it began to restore
-        if (in.damage.empty()) {
-            kvq_report_error(why +
-                (told ? ""
-                      : " (the program cannot be told: nothing is computed until its cache is cleared or it starts "
-                        "anew)"));
-        }
-        in.damage = why;
-        t.cache->refused = true;
-        if (told) {
-            t.cache->refused = false;
-            in.reset();
-            throw kvq_state_error(why);
-        }
-    }
+    if (!why.empty()) { kvq_refuse_state(t, why, staged, may_throw); }
 }
 
 void kvq_write_rows(const ggml_tensor * tensor, const void * data, size_t offset, size_t size, bool may_throw) {
@@ -470,7 +388,7 @@ bool kvq_copy_rows(const ggml_tensor * src, const ggml_tensor * dst) {
     const kvq_target a = kvq_find_target(src), b = kvq_find_target(dst);
     if (!a.layer || a.layer != b.layer || a.value != b.value) { return false; }
     const row_lanes lanes(a);
-    const size_t nb_stream = 2 * (size_t) lanes.row * lanes.layout().n_cells;
+    const size_t nb_stream = lanes.nb_row * (size_t) lanes.layout().n_cells;
     const size_t from = root_offset(a, src, 0), to = root_offset(b, dst, 0);
     if (from % nb_stream || to % nb_stream || ggml_nbytes(src) != nb_stream || ggml_nbytes(dst) != nb_stream) {
         return false;

@@ -2,6 +2,7 @@
 
 #include "graph_door.h"
 #include "op_params.h"
+#include "turned.h"
 
 #include "ggml-impl.h" // ggml_cgraph
 
@@ -55,6 +56,15 @@ std::string kvq_why_not(const ggml_tensor * op, const kvq_target & t) {
         return "context shift with ROPE of mode " + std::to_string(mode) +
             " is not supported: run with --no-context-shift";
     }
+    case GGML_OP_CPY: { // CPY(keys) -> f32 -> turned -> ROPE -> turned -> CPY back, of a declared type
+        const bool back = kvq_find_target(op).ours;
+        const ggml_tensor * rope = back ? kvq_before_turn(op->src[0]) : nullptr;
+        if (t.value || (back && (!rope || rope->op != GGML_OP_ROPE)) || (!back && op->type != GGML_TYPE_F32)) {
+            return std::string("the graph copies ") + (op->view_src ? op->view_src : op)->name +
+                " in a way that is no context shift: run this model without --kv-method";
+        }
+        return back ? kvq_why_not(rope, t) : "";
+    }
     case GGML_OP_GET_ROWS:
         return std::string("the graph gathers rows of the cache with GET_ROWS (") + op->name +
             "), as sparse attention does: run this model without --kv-method";
@@ -106,6 +116,7 @@ struct step_maker {
         switch (node->op) {
         case GGML_OP_SET_ROWS: step.parts.push_back({ kvq_step::WRITE, i, i + 1, node, t }); break;
         case GGML_OP_FLASH_ATTN_EXT: step.parts.push_back({ kvq_step::ATTEND, i, i + 1, node, t }); break;
+        case GGML_OP_CPY:
         case GGML_OP_ROPE: step.parts.push_back({ kvq_step::SHIFT, i, i + 1, node, t }); break;
         default: step.why_not = kvq_why_not(node, t); break;
         }
@@ -139,6 +150,9 @@ kvq_step kvq_step_of(const kvq_backend_context & b, ggml_cgraph * graph) {
         const kvq_target t = kvq_find_target(node->op == GGML_OP_FLASH_ATTN_EXT ? node->src[1] : node);
         if (t.layer || (t.ours && !b.inner)) {
             m.add(i, t);
+        } else if (!b.inner && node->op == GGML_OP_CPY && reads_cache(node)) {
+            m.others_until(i);
+            m.step.parts.push_back({ kvq_step::BEFORE_SHIFT, i, i + 1, node });
         } else if (!b.inner && reads_cache(node)) {
             m.step.why_not = kvq_why_not(node, t);
         }

@@ -7,10 +7,11 @@
 
 struct kvq_step {
     enum kind {
-        OTHERS, // nodes [first, end) for the inner backend, or for ggml's CPU backend
-        WRITE,  // rows go to a cache
-        ATTEND, // a layer is read
-        SHIFT,  // keys of a layer get new positions
+        OTHERS,       // nodes [first, end) for the inner backend, or for ggml's CPU backend
+        WRITE,        // rows go to a cache
+        ATTEND,       // a layer is read
+        SHIFT,        // keys of a layer get new positions
+        BEFORE_SHIFT, // they would be decoded for it: the shift itself works on what is stored
         // CUDA only: the due pages of one layer seal, so that their frames are free for the next layer. Other layers
         // seal when the step has run; those that evict wait for the device, and are left to kvq_seal_late.
         SEAL,

@@ -73,6 +73,8 @@ public:
         uint16_t * rows) const override;
     bool take_image(
         const kvq_lane & x, int s, int p, const uint16_t * rows, bool marked, kvq_page_image & out) const override;
+    bool rows_of_block(const kvq_lane & x, const kvq_page_image & image, const uint8_t * codes, const uint8_t * params,
+        uint16_t * rows) const override;
     void save(const kvq_lane & x, int s, int cell, int n, uint16_t * rows, int n_threads) const override;
     bool rewrites_rows(const kvq_lane &) const override { return rotor && rotor->first(); }
     void enter(const kvq_lane & x, uint16_t * rows, int n) const override;

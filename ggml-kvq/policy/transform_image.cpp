@@ -46,6 +46,24 @@ void kvq_transform::write_image(
     image_page(x, s, p, positions_at(s, p), sealed_at(s, p), codes, params, rows);
 }
 
+bool kvq_transform::rows_of_block(const kvq_lane & x, const kvq_page_image & image, const uint8_t * codes,
+    const uint8_t * params, uint16_t * rows) const {
+    const size_t n = (size_t) x.layout().page_cells;
+    if ((chain && chain->chains(value)) || image.pos.size() != (rotor ? n : 0) ||
+        image.was.size() != (keeps_turn() ? n : 0)) {
+        return false;
+    }
+    for (const std::vector<int32_t> * list : { &image.pos, &image.was }) {
+        for (const int32_t pos : *list) {
+            if (pos < -1 || pos >= position_bound(x)) { return false; }
+            rotor->cover(pos);
+        }
+    }
+    image_page(x, 0, 0, rotor ? image.pos.data() : nullptr, image.was.empty() ? nullptr : image.was.data(), codes,
+        params, rows);
+    return true;
+}
+
 size_t kvq_transform::image_bytes(const kvq_lane & x) const {
     return keeps_turn() ? 4 * (size_t) x.layout().page_cells : 0;
 }

@@ -117,6 +117,12 @@ public:
     bool place_block(
         int s, int p, const kvq_page_image & image, const kvq_block_bytes & block, kvq_block_puts * later = nullptr);
     bool leaves_out() const { return imager(); } // do sealed pages lack something?
+    // Rows of a saved block that lacks something, as a state has them, whatever page it was. False: they rest on other
+    // rows.
+    bool rows_of_block(
+        const kvq_page_image & image, const uint8_t * codes, const uint8_t * params, uint16_t * rows) const {
+        return imager() && imager()->rows_of_block(*this, image, codes, params, rows);
+    }
     int n_position_lists() const { return imager() ? imager()->n_position_lists(*this) : 0; } // of a block by itself
     int mark_plane() const; // the mantissa bit that marks take, -1: the lane has no such bit
 

@@ -108,6 +108,11 @@ public:
         kvq_page_image & /*out*/) const {
         return false;
     }
+    // a block by itself, with its positions, becomes the rows of its image; false: they rest on other rows
+    virtual bool rows_of_block(const kvq_lane &, const kvq_page_image & /*image*/, const uint8_t * /*codes*/,
+        const uint8_t * /*params*/, uint16_t * /*rows*/) const {
+        return false;
+    }
     // positions that saved rows and blocks carry lie below it; 0: they carry no positions
     virtual int32_t position_bound(const kvq_lane &) const { return 0; }
     // save: rows [n][n_head*head_size] leave the cache. enter: rows come in and are changed in place, where

@@ -1,6 +1,9 @@
 #include "state_blocks.h"
 
+#include "small_rows.h"
+
 #include "engine/host.h"
+#include "engine/tags.h"
 #include "types/types.h"
 
 #include <algorithm>
@@ -39,12 +42,17 @@ struct reader {
 
 int width_of(const kvq_lane & lane) { return lane.layout().n_head * lane.layout().codec.head_size; }
 
+// What stands in front of a page: a block, or rows, of 16 bits or of fewer (store/small_rows.h).
+enum : uint32_t { ROWS = 0, BLOCK = 1, SMALL_ROWS = 2 }; // SMALL_ROWS | bits << 8
+
 // One page as it came, in the bytes that hold it: a block, or rows of its cells [from, to).
 struct page {
     bool block = false;
+    int bits = 0; // of small rows, 0: f16
     kvq_block_bytes bytes = {};
     kvq_page_image image; // positions
     const uint8_t * rows = nullptr;
+    const uint8_t * pos = nullptr; // of small rows that have positions
     int from = 0, to = 0;
 };
 
@@ -67,12 +75,17 @@ bool read_section(reader & r, int n_rows, section & out) {
                  nb_params = heads * type->nb_params(h.codec);
     for (int i = 0; i < h.n_pages; i++) {
         page p;
-        uint32_t block;
+        uint32_t what;
         p.from = std::max(i * h.codec.n_cells - h.lead, 0);
         p.to = std::min((i + 1) * h.codec.n_cells - h.lead, n_rows);
-        if (!r.get(&block, 1) || block > 1) { return false; }
-        p.block = block;
-        if (block) {
+        if (!r.get(&what, 1)) { return false; }
+        p.block = what == BLOCK;
+        p.bits = what > BLOCK ? (int) (what >> 8) : 0;
+        const bool known = what <= BLOCK ||
+            (what == (SMALL_ROWS | (uint32_t) p.bits << 8) && p.bits >= KVQ_SMALL_LEAST && p.bits <= KVQ_SMALL_MOST);
+        if (!known) { return false; }
+        const size_t n_rows_here = (size_t) (p.to - p.from), width = heads * (size_t) h.codec.head_size;
+        if (p.block) {
             if (p.to - p.from != h.codec.n_cells) { return false; }
             p.bytes = { r.skip(nb_codes), r.skip(nb_params), nb_codes, nb_params };
             p.image.pos.resize(h.flags & POSITIONS ? pc : 0);
@@ -82,8 +95,9 @@ bool read_section(reader & r, int n_rows, section & out) {
                 return false;
             }
         } else {
-            p.rows = r.skip(2 * (size_t) (p.to - p.from) * heads * (size_t) h.codec.head_size);
-            if (!p.rows) { return false; }
+            p.rows = r.skip(n_rows_here * (p.bits ? kvq_small_nb((int) width, p.bits) : 2 * width));
+            p.pos = p.bits && (h.flags & POSITIONS) ? r.skip(4 * n_rows_here) : nullptr;
+            if (!p.rows || (p.bits && (h.flags & POSITIONS) && !p.pos)) { return false; }
         }
         out.pages.push_back(std::move(p));
     }
@@ -138,8 +152,19 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
     std::vector<uint16_t> rows; // those that wait for the rows behind them: pages that were apart may be one here
     const auto add_rows = [&](const page & p) {
         const size_t at = rows.size();
-        rows.resize(at + (size_t) (p.to - p.from) * W);
-        memcpy(rows.data() + at, p.rows, 2 * (rows.size() - at));
+        const size_t n = (size_t) (p.to - p.from);
+        rows.resize(at + n * W);
+        if (!p.bits) { memcpy(rows.data() + at, p.rows, 2 * n * W); }
+        const size_t nb = p.bits ? kvq_small_nb((int) W, p.bits) : 0;
+        for (size_t i = 0; p.bits && i < n; i++) {
+            uint16_t * const row = rows.data() + at + i * W;
+            kvq_small_get(p.rows + i * nb, (int) W, p.bits, row);
+            int32_t pos = -1;
+            if (p.pos) {
+                memcpy(&pos, p.pos + 4 * i, 4);
+                kvq_tag_put(l, row, (size_t) l.codec.head_size, pos);
+            }
+        }
         return rows.data() + at;
     };
     for (const page & p : s.pages) {
@@ -167,7 +192,11 @@ std::string restore_lane(const section & s, const section * owner, kvq_lane & la
             (flush(p.from), lane.place_block(runs[0].stream, (runs[0].cell + p.from) / pc, p.image, p.bytes, &puts))) {
             continue;
         }
-        if (h.flags & LEFT_OUT) { // rows of such a block are known in its own place only
+        if (h.flags & LEFT_OUT) { // in another place the policy that left it out puts it back
+            const size_t at = rows.size();
+            rows.resize(at + (size_t) pc * W);
+            anew = true;
+            if (same && lane.rows_of_block(p.image, p.bytes.codes, p.bytes.params, rows.data() + at)) { continue; }
             return "the saved state is compact and its pages cannot be placed here: restore it under the same method "
                    "and options into a cache that is as long "
                    "and not divided, or save it with state=rows";
@@ -216,24 +245,37 @@ struct lane_part {
         kvq_page_image image; // positions
     };
     std::vector<entry> entries;
+    int bits = 0; // of rows, 0: f16
 
-    lane_part(const kvq_lane & lane, int stream, int cell, int n, size_t & nb) :
-        lane(lane), pages(lane, stream, cell / pc(), (cell + n - 1) / pc()), at(nb) {
+    lane_part(const kvq_lane & lane, int stream, int cell, int n) :
+        lane(lane), pages(lane, stream, cell / pc(), (cell + n - 1) / pc()) {
         const kvq_lane_layout & l = lane.layout();
         const int n_lists = lane.n_position_lists();
         const int32_t flags = (l.shares_codes ? SHARED : 0) | (n_lists > 0 ? POSITIONS : 0) |
             (n_lists > 1 ? SEALED_AT : 0) | (lane.leaves_out() ? LEFT_OUT : 0);
         head = { l.codec, l.n_head, flags, cell % pc(), (cell % pc() + n + pc() - 1) / pc() };
-        nb += sizeof(head);
         for (int p = cell / pc(); p * pc() < cell + n; p++) {
-            entry e = { std::max(p * pc(), cell), std::min((p + 1) * pc(), cell + n), false, nb, {} };
+            entry e = { std::max(p * pc(), cell), std::min((p + 1) * pc(), cell + n), false, 0, {} };
             e.block = e.to - e.from == pc() && lane.state(stream, p) == KVQ_PAGE_SEALED;
             if (e.block) { e.image = lane.positions_of(stream, p); }
-            nb += sizeof(uint32_t) +
-                (e.block ? nb_codes() + nb_params() + 4 * (e.image.pos.size() + e.image.was.size())
-                         : 2 * (size_t) (e.to - e.from) * (size_t) width_of(lane));
             entries.push_back(std::move(e));
         }
+    }
+    // Behind `nb` bytes, rows of so many bits.
+    void lay_out(int row_bits, size_t & nb) {
+        bits = row_bits;
+        at = nb;
+        nb += sizeof(head);
+        for (entry & e : entries) {
+            e.at = nb;
+            nb += sizeof(uint32_t) +
+                (e.block ? nb_codes() + nb_params() + 4 * (e.image.pos.size() + e.image.was.size())
+                         : (size_t) (e.to - e.from) * nb_row());
+        }
+    }
+    bool has_positions() const { return head.flags & POSITIONS; }
+    size_t nb_row() const {
+        return bits ? kvq_small_nb(width_of(lane), bits) + (has_positions() ? 4 : 0) : 2 * (size_t) width_of(lane);
     }
     int pc() const { return lane.layout().page_cells; }
     size_t nb_codes() const {
@@ -241,17 +283,26 @@ struct lane_part {
     }
     size_t nb_params() const { return lane.layout().nb_params * (size_t) lane.layout().n_head; }
 
+    void put_small(const std::vector<uint16_t> & rows, uint8_t * to) const {
+        const size_t W = (size_t) width_of(lane), n = rows.size() / W, nb = kvq_small_nb((int) W, bits);
+        for (size_t i = 0; i < n; i++) {
+            kvq_small_put(&rows[i * W], (int) W, bits, to + i * nb);
+            const int32_t pos = kvq_tag_get(lane.layout(), &rows[i * W], (size_t) lane.layout().codec.head_size);
+            if (has_positions()) { memcpy(to + n * nb + 4 * i, &pos, 4); }
+        }
+    }
+
     void write(int stream, uint8_t * blob) const {
         memcpy(blob + at, &head, sizeof(head));
         std::vector<uint16_t> rows;
         for (const entry & e : entries) {
             uint8_t * to = blob + e.at;
-            const uint32_t block = e.block;
+            const uint32_t what = e.block ? BLOCK : bits ? SMALL_ROWS | (uint32_t) bits << 8 : ROWS;
             const auto put = [&](const void * from, size_t nb) {
                 if (nb) { memcpy(to, from, nb); }
                 to += nb;
             };
-            put(&block, sizeof(block));
+            put(&what, sizeof(what));
             if (e.block) {
                 const kvq_host_pages::page & page = pages.at[(size_t) (e.from / pc() - pages.first)];
                 put(page.codes, nb_codes());
@@ -261,7 +312,11 @@ struct lane_part {
             } else {
                 rows.resize((size_t) (e.to - e.from) * (size_t) width_of(lane));
                 lane.read(stream, e.from, e.to - e.from, rows.data());
-                put(rows.data(), 2 * rows.size());
+                if (!bits) {
+                    put(rows.data(), 2 * rows.size());
+                } else {
+                    put_small(rows, to);
+                }
             }
         }
     }
@@ -269,15 +324,21 @@ struct lane_part {
 
 } // namespace
 
-size_t kvq_blob_write(
-    const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows, kvq_blob_head head) {
-    size_t nb = KVQ_BLOB_HEAD;
+size_t kvq_blob_write(const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows,
+    kvq_blob_head head, int least_bits) {
     std::vector<std::unique_ptr<lane_part>> parts;
     for (int i = 0; i < head.n_lanes; i++) {
         if (!lanes[i]->blocks_travel()) { return 0; }
-        parts.emplace_back(new lane_part(*lanes[i], stream, cell, n, nb));
-        if (nb > nb_rows) { return 0; }
+        parts.emplace_back(new lane_part(*lanes[i], stream, cell, n));
     }
+    static constexpr int room[] = { 0, 12, 10, 8, 7, 6, 5, 4, 3, 2 }; // bits of rows, 0: f16
+    size_t nb = nb_rows + 1;
+    for (const int bits : room) {
+        if (nb <= nb_rows || (bits ? bits : 16) < least_bits) { break; }
+        nb = KVQ_BLOB_HEAD;
+        for (const auto & part : parts) { part->lay_out(bits, nb); }
+    }
+    if (nb > nb_rows) { return 0; }
     for (const auto & part : parts) { part->write(stream, to); }
     head.nb = nb;
     head.sum = 0;
@@ -307,10 +368,10 @@ bool kvq_blob_head_is_whole(const void * data) {
     return !sum || sum == head_sum((const uint8_t *) data);
 }
 
-bool kvq_blob_begins(const void * data, size_t nb) { return nb >= KVQ_BLOB_HEAD && !memcmp(data, &MAGIC, 8); }
+bool kvq_blob_begins(const void * data) { return !memcmp(data, &MAGIC, 8); }
 
 bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head) {
-    if (!kvq_blob_begins(data, nb)) { return false; }
+    if (nb < KVQ_BLOB_HEAD || !kvq_blob_begins(data)) { return false; }
     reader r = { (const uint8_t *) data + 8, (const uint8_t *) data + nb };
     r.get(&head.nb, 1);
     r.get(&head.sum, 1);

@@ -12,6 +12,7 @@
 //   then for each page of the lane, whole or in part:
 //     u32 1: codes, params, positions, positions when sealed
 //     u32 0: f16 rows
+//     u32 2 | bits << 8: rows of so many bits (small_rows.h), then their positions where flag 2 is set
 // A page that is complete and sealed is saved as a block, any other page as rows.
 #pragma once
 
@@ -32,11 +33,12 @@ struct kvq_blob_head {
 };
 
 // Rows [cell, cell + n) of a stream, how many bytes they took; 0: they would be more than `nb_rows`, or other
-// caches cannot read blocks of these lanes.
-size_t kvq_blob_write(
-    const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows, kvq_blob_head head);
+// caches cannot read blocks of these lanes. Rows that are in no block keep as many bits as there is room for, at least
+// `least_bits` (16: f16).
+size_t kvq_blob_write(const kvq_lane * const * lanes, int stream, int cell, int n, uint8_t * to, size_t nb_rows,
+    kvq_blob_head head, int least_bits = 16);
 
-bool kvq_blob_begins(const void * data, size_t nb);
+bool kvq_blob_begins(const void * data);        // of 8 bytes at least
 bool kvq_blob_head_is_whole(const void * data); // of KVQ_BLOB_HEAD bytes
 // false: not whole, or not as it was written
 bool kvq_blob_read_head(const void * data, size_t nb, kvq_blob_head & head);

@@ -32,8 +32,8 @@ static kvq_cache_draft asked(const char * method, const char * opts, const keys 
     kvq_cache_draft d;
     d.for_draft = for_draft;
     for (int il = first; il < last; il++) {
-        d.add(("cache_k_l" + std::to_string(il)).c_str(), width_k, 512, 1, true);
-        if (width_v) { d.add(("cache_v_l" + std::to_string(il)).c_str(), width_v, 512, 1, true); }
+        d.add(("cache_k_l" + std::to_string(il)).c_str(), width_k, 512, 1, {});
+        if (width_v) { d.add(("cache_v_l" + std::to_string(il)).c_str(), width_v, 512, 1, {}); }
     }
     kvq_configure(nullptr, nullptr, nullptr, nullptr);
     unsetenv("KVQ_MODEL_DRAFT");
@@ -53,9 +53,12 @@ static void ordinary(void) {
     CHECK(d.declined().empty() && d.complete() && d.layers.size() == 6 && !d.layers[0].latent, "%s", d.error().c_str());
     kvq_cache_draft wide = asked("kivi", "", {}, 0, 6, 128, 0);
     CHECK(wide.declined().empty() && refused(wide, "layer 0 keeps keys without values"), "%s", wide.error().c_str());
-    kvq_cache_draft typed;
-    typed.add("cache_k_l0", 128, 512, 1, false);
-    CHECK(refused(typed, "not f16"), "%s", typed.error().c_str());
+    kvq_cache_draft typed, gpu;
+    typed.add("cache_k_l0", 128, 512, 1, { "bf16", 1, 2 });
+    CHECK(refused(typed, "bf16 (-ctk)"), "%s", typed.error().c_str());
+    gpu.f16_only = true;
+    gpu.add("cache_k_l0", 128, 512, 1, { "q4_0", 32, 18 });
+    CHECK(refused(gpu, "a GPU takes f16 alone"), "%s", gpu.error().c_str());
 }
 
 static void latent(void) {

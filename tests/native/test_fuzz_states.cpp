@@ -4,6 +4,7 @@
 #include "layer.h"
 #include "policy/tags.h"
 #include "store/mark.h"
+#include "store/small_rows.h"
 #include "store/state_blocks.h"
 #include "types/types.h"
 
@@ -143,9 +144,10 @@ static void change(std::vector<uint8_t> & x, size_t first) {
     }
 }
 
-static std::vector<uint8_t> blob_of(const kvq_lane * const * lane, int n, size_t nb_rows, const kvq_blob_head & head) {
+static std::vector<uint8_t> blob_of(
+    const kvq_lane * const * lane, int n, size_t nb_rows, const kvq_blob_head & head, int least_bits = 16) {
     std::vector<uint8_t> blob(nb_rows);
-    blob.resize(kvq_blob_write(lane, 0, 0, n, blob.data(), nb_rows, head));
+    blob.resize(kvq_blob_write(lane, 0, 0, n, blob.data(), nb_rows, head, least_bits));
     return blob;
 }
 static kvq_blob_bytes bytes_of(const std::vector<uint8_t> & blob) { return { blob.data(), blob.size() }; }
@@ -233,6 +235,7 @@ static std::vector<uint16_t> changed(const world & w, int i, int v, std::vector<
 
 struct saved { // of the lanes of a cache, [layer][keys, values]
     std::vector<uint8_t> blob[2][2];
+    std::vector<uint8_t> small[2][2]; // with less room for rows, as a declared type leaves
     std::vector<uint16_t> rows[2][2];
 };
 
@@ -279,6 +282,12 @@ static void run(const config & c, int steps, unsigned seed) {
         for (int v = 0; v < 2; v++) {
             const kvq_lane * lane = from.lane[i][v];
             state.blob[i][v] = blob_of(&lane, n, 2 * (size_t) W * n, { 0, 0, 7, 9, (uint8_t) v, 1, i, n });
+            for (int bits = 11; state.small[i][v].empty() && bits < 16; bits++) { // a value, of all rows
+                state.small[i][v] = blob_of(
+                    &lane, n, 2 * (size_t) W * n * bits / 16, { 0, 0, 7, 9, (uint8_t) v, 1, i, n }, KVQ_SMALL_LEAST);
+                if (!lane->blocks_travel()) { break; }
+            }
+            CHECK(state.small[i][v].empty() == !lane->blocks_travel(), "%s %s: no room", c.method, c.opts);
             state.rows[i][v].resize((size_t) n * W);
             lane->read(0, 0, n, state.rows[i][v].data());
             CHECK(state.blob[i][v].empty() == !lane->blocks_travel(), "%s %s: no blocks", c.method, c.opts);
@@ -287,7 +296,7 @@ static void run(const config & c, int steps, unsigned seed) {
     int n_refused = 0, n_taken = 0, n_evicted = 0, n_sealed = 0;
     for (int step = 0; step < steps; step++) {
         const int i = uniform(0, 1), v = uniform(0, 1), at = uniform(0, 3) ? 0 : uniform(0, 12);
-        const std::vector<uint8_t> & blob = state.blob[i][v];
+        const std::vector<uint8_t> & blob = uniform(0, 1) ? state.small[i][v] : state.blob[i][v];
         kvq_lane * lane = to.lane[i][v];
         if (step % 1000 == 0) { comes_back(c, to, state, n); }
         if (!blob.empty() && uniform(0, 1)) {

@@ -86,7 +86,7 @@ static std::vector<kvq_draft_layer> plans(
         for (const int il : layers) {
             for (const char * side : { "k", "v" }) {
                 const std::string name = std::string("cache_") + side + "_l" + std::to_string(il);
-                CHECK(announced.add(name.c_str(), 128, 512, 1, true), "%s", announced.error().c_str());
+                CHECK(announced.add(name.c_str(), 128, 512, 1, {}), "%s", announced.error().c_str());
             }
             CHECK(known.add_known({ il, 2, 64, 64 }, 0, 512, 1), "%s", known.error().c_str());
         }
