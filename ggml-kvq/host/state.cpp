@@ -147,7 +147,8 @@ static std::string check(const kvq_target & t, const row_lanes & lanes, int s, i
     take_marks_out(t, lanes);
     const std::vector<int> evicted = kvq_mark_evicted(v);
     if (!evicted.empty() && !lanes.layout().evicts) {
-        return "the saved state lacks " + kvq_side_of_layer(t) + " of cells that minikv evicted: only minikv can restore it";
+        return "the saved state lacks " + kvq_side_of_layer(t) +
+            " of cells that were evicted: restore it with its method";
     }
     for (const int r : evicted) { // a mark may have its other rows in the next call
         std::fill_n(v.edit(r), v.head_size, KVQ_EVICTED);
