@@ -44,6 +44,7 @@ struct kvq_backend_context {
     ggml_backend_t cpu = nullptr;    // without an inner one: computes the graph, our nodes in it (whole_graph.cpp)
     bool (*abort)(void *) = nullptr; // ends a graph early
     void * abort_data = nullptr;
+    std::shared_ptr<struct kvq_kept_step> kept;
     void * stream = nullptr;               // the inner backend's: our kernels run between its own
     bool idle = false;                     // nothing was asked of the stream since it was waited for
     struct kvq_cuda_step * step = nullptr; // the graph that is recorded and replayed (cuda_step.cpp)

@@ -28,6 +28,15 @@ struct kvq_step {
     std::string why_not;                // a node that we cannot compute; "": none
 };
 
+// on the CPU: the step of the graph that was computed last
+struct kvq_kept_step {
+    uint64_t uid = 0; // of the graph; 0: nothing is kept
+    ggml_tensor ** nodes = nullptr;
+    int n_nodes = 0;
+    kvq_step step;
+    bool is_of(const ggml_cgraph * graph) const;
+};
+
 // EAGER: node by node. BEFORE_RECORDING: node by node too, but the step will be recorded soon, so the inner backend
 // makes no CUDA graph of a part. RECORD: nothing seals while a step is recorded. RECORD_UNSEEN: likewise, for steps
 // none of whose rows scores cells (policy/probe.h).

@@ -22,7 +22,7 @@ def register(subparsers: Any) -> None:
         "-m",
         "--model",
         metavar="FILE",
-        help="measure this model's keys and values first, once: auto finds them in every program by what the file holds",
+        help="measure this model's keys and values first, once: auto finds them in every program",
     )
     p.add_argument("-t", "--threads", type=int, help="for -m: default all CPUs that may be used")
     p.set_defaults(run=run)
